@@ -1,0 +1,57 @@
+"""Every error Quartet raises on purpose.
+
+    QuartetError
+    |-- InvalidRequest      the client's fault: bad value, unknown parameter, prompt that cannot fit      -> HTTP 400
+    |   `-- ModelNotFound   a model name that this deployment does not serve                               -> HTTP 404
+    |-- Overloaded          refused before any work was done; try again later                              -> HTTP 429
+    |-- EngineDead          the group ended (a process died, hung or raised); a new one is on its way      -> HTTP 503
+    |-- GenerationFailed    one request ended in error (NaN logits, a message that could not be read)      -> HTTP 500
+    |-- ConfigError         a setting, a YAML key or the node cannot be used as asked; names the key
+    `-- CheckpointError     a checkpoint is absent, incomplete or mis-shaped; names the tensor or the file
+
+`deploy/openai/errors.py` maps this tree to HTTP once; nothing else decides a status code.
+"""
+
+
+class QuartetError(Exception):
+    """Base of all errors raised on purpose; the message is fit for a user to read."""
+
+
+class InvalidRequest(QuartetError):
+    """A request that can never succeed as sent. `param` names the offending field, `code` is OpenAI's short code."""
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class ModelNotFound(InvalidRequest):
+    """The request names a model that is not served here."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(f"The model `{model}` does not exist.", param="model", code="model_not_found")
+
+
+class Overloaded(QuartetError):
+    """The queue is full; `retry_after_s` is the client's advice."""
+
+    def __init__(self, message: str, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class EngineDead(QuartetError):
+    """The group that carried this request is gone; the message says which process ended it and how."""
+
+
+class GenerationFailed(QuartetError):
+    """This request, and no other, ended in error."""
+
+
+class ConfigError(QuartetError):
+    """A setting cannot be used as asked."""
+
+
+class CheckpointError(QuartetError):
+    """A checkpoint cannot be loaded as it is."""

@@ -1,0 +1,169 @@
+"""Messages between the front (replica) and the core, and the sampling parameters that both and the ranks read.
+
+Messages are named by direction and content: `GenerateRequest`, `Abort`, `Control` go front -> core; `TokenBatch` comes back, one a
+step and front. They are msgspec structs, sent as length-prefixed msgpack over a unix socket pair: no text, no pickle, no objects.
+"""
+
+import enum
+import struct
+
+import msgspec
+
+MAX_MESSAGE_BYTES = 64 << 20
+_LENGTH = struct.Struct("<I")
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended. `stop` and `length` are successes; the others are counted apart, never hidden."""
+
+    stop = "stop"
+    length = "length"
+    abort = "abort"
+    error = "error"
+
+
+class AbortReason(enum.StrEnum):
+    """Why the front asked for an end. A stop string is a success: the text is complete."""
+
+    client_gone = "client_gone"
+    stop_string = "stop_string"
+    deadline = "deadline"
+    slow_reader = "slow_reader"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How one request samples; validated once at the edge, the seed resolved there.
+
+    temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off. `logprobs` is the number of alternatives reported a token
+    (0: the chosen one alone; None: nothing). `stop_ids` end the request unless `ignore_eos`; they are masked until `min_tokens`
+    tokens are out. Stop strings are text and stay in `front/text`.
+    """
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
+    """Front -> core: generate from `prompt` (token ids). `id` is the front's own and returns in every TokenBatch entry.
+
+    `clip`: max_tokens was a default, so it may be lowered to what fits instead of refusing.
+    """
+
+    id: int
+    prompt: list[int]
+    params: SamplingParams
+    clip: bool = False
+
+
+class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
+    """Front -> core: end request `id`. Idempotent; an unknown id is no error (it may just have ended)."""
+
+    id: int
+    reason: AbortReason
+
+
+class Control(msgspec.Struct, frozen=True, kw_only=True, tag="control"):
+    """Front -> core: `stop` ends the core after the plan in flight; `report` asks for an empty TokenBatch with the load figures."""
+
+    action: str
+
+
+class Logprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Of one token: its own logprob, and the `logprobs` most likely (id, logprob), best first; natural log, fp32."""
+
+    chosen: float
+    top: list[tuple[int, float]]
+
+
+class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one step gave one request. `finish` set: the request has ended and this is its last entry.
+
+    `cached` and `prompt` counts are not here: the front knows the prompt. `error` is a sentence for the client, with
+    `invalid` set when the request itself was at fault (refused: nothing was computed).
+    """
+
+    id: int
+    tokens: list[int] = []
+    logprobs: list[Logprobs] = []
+    finish: FinishReason | None = None
+    error: str | None = None
+    invalid: bool = False
+
+
+class PoolLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """Pages of one KV group: `total` without the null page."""
+
+    name: str
+    total: int
+    used: int
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """The core's figures after a step, for admission and metrics. Counters are since boot."""
+
+    step: int
+    waiting: int
+    running: int
+    waiting_tokens: int
+    preemptions: int
+    received: int
+    finished: int
+    refused: int
+    aborted: int
+    failed: int
+    prefill_tokens: int
+    decode_tokens: int
+    pools: list[PoolLoad]
+
+
+class TokenBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """Core -> front: one step's outputs for this front, and the load figures."""
+
+    outputs: list[Output]
+    load: Load
+
+
+FrontMessage = GenerateRequest | Abort | Control
+
+encode_message = msgspec.msgpack.Encoder().encode
+decode_front_message = msgspec.msgpack.Decoder(FrontMessage).decode
+decode_token_batch = msgspec.msgpack.Decoder(TokenBatch).decode
+
+
+def frame(message: bytes) -> bytes:
+    """`message` behind its little-endian u32 length; raises ValueError above MAX_MESSAGE_BYTES."""
+    if len(message) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"a message of {len(message)} bytes exceeds {MAX_MESSAGE_BYTES}")
+    return _LENGTH.pack(len(message)) + message
+
+
+class FrameReader:
+    """Cuts a byte stream back into messages; feed it whatever the socket gave."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """All messages completed by `data`; raises ValueError on a length above MAX_MESSAGE_BYTES (the stream is lost then)."""
+        self._buffer += data
+        messages = []
+        start = 0
+        while len(self._buffer) - start >= _LENGTH.size:
+            (size,) = _LENGTH.unpack_from(self._buffer, start)
+            if size > MAX_MESSAGE_BYTES:
+                raise ValueError(f"a frame announces {size} bytes, more than {MAX_MESSAGE_BYTES}")
+            end = start + _LENGTH.size + size
+            if len(self._buffer) < end:
+                break
+            messages.append(bytes(self._buffer[start + _LENGTH.size : end]))
+            start = end
+        del self._buffer[:start]
+        return messages
