@@ -1,4 +1,4 @@
-"""Builds nano checkpoint folders: `python -m deploy.nano.build --member 31b --out DIR [--seed 0] [--dtype bfloat16]`."""
+"""Builds nano checkpoints: `python -m deploy.nano.build --member 31b --out DIR [--seed 0] [--dtype bfloat16]`."""
 
 import argparse
 import hashlib
@@ -15,6 +15,7 @@ from deploy.nano.shapes import SHAPES, Shape, config
 from engine.errors import ConfigError
 
 _HERE = Path(__file__).parent
+_TEMPLATE = _HERE / "chat_template.jinja"
 
 
 def build(member: str, out: Path, seed: int = 0, dtype: str = "bfloat16") -> Path:
@@ -38,7 +39,7 @@ def build(member: str, out: Path, seed: int = 0, dtype: str = "bfloat16") -> Pat
 def ensure(member: str, cache: Path, seed: int = 0, dtype: str = "bfloat16") -> Path:
     """The checkpoint's folder under `cache`, built if it is not there; safe when several processes ask at once.
 
-    The folder's name holds a hash of this package's files and of the arguments, so a changed builder never serves an old checkpoint.
+    The folder's name holds a hash of this package's files and of the arguments: a changed builder serves no old folder.
     """
     _shape(member, dtype)
     target = cache / f"{member}-{_key(member, seed, dtype)}"
@@ -79,7 +80,7 @@ def _shape(member: str, dtype: str) -> Shape:
 
 def _key(member: str, seed: int, dtype: str) -> str:
     digest = hashlib.sha256(f"{member}/{seed}/{dtype}".encode())
-    for path in sorted(_HERE.glob("*.py")) + [_HERE / "chat_template.jinja"]:
+    for path in [*sorted(_HERE.glob("*.py")), _TEMPLATE]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:12]
 
@@ -110,8 +111,8 @@ def _generation_config(shape: Shape) -> dict[str, Any]:
 
 def _chat_template(shape: Shape) -> str:
     """The one template; E2B's and E4B's append no empty thought when thinking is off."""
-    empty_thought = "false" if shape.small else "true"
-    return "{%- set appends_empty_thought = " + empty_thought + " -%}\n" + (_HERE / "chat_template.jinja").read_text("utf-8")
+    first = "{%- set appends_empty_thought = " + ("false" if shape.small else "true") + " -%}\n"
+    return first + _TEMPLATE.read_text(encoding="utf-8")
 
 
 def _dump(path: Path, value: dict[str, Any]) -> None:

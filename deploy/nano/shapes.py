@@ -1,8 +1,8 @@
 """The five nano geometries, and the config.json and tensor list that each one implies.
 
-What makes a family member that member is kept: head dims 256 and 512, the sliding/full pattern ending on a full layer, the
-ratio and the TP=4 divisibility of the KV heads, KV sharing, per-layer embeddings, experts beside the dense MLP. Everything that only costs
-time is small. hidden is 96 because sqrt(96), like the square root of every public size, is not a bf16 number.
+What makes a family member that member is kept: head dims 256 and 512, the sliding/full pattern ending on a full layer,
+which KV heads divide by TP=4 and which do not, KV sharing, per-layer embeddings, experts beside the dense MLP. What
+only costs time is small. hidden is 96 because sqrt(96), like the square root of every public size, is not a bf16 number.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ Kind = Literal["matrix", "embedding", "ple_embedding", "norm", "head_norm", "sca
 
 @dataclass(frozen=True)
 class Shape:
-    """One nano geometry. `groups` x (`sliding` sliding layers + 1 full layer); counts are heads, widths are elements."""
+    """One nano geometry: `groups` x (`sliding` sliding layers + 1 full layer); widths in elements, window in tokens."""
 
     member: str
     groups: int
@@ -83,15 +83,11 @@ SHAPES: dict[str, Shape] = {
 
 @dataclass(frozen=True)
 class Tensor:
-    """A checkpoint tensor: its public name, its shape, and how its values are drawn. `fan_in` is used by matrices only."""
+    """A checkpoint tensor: its public name, its shape, and how its values are drawn."""
 
     name: str
     shape: tuple[int, ...]
     kind: Kind
-
-    @property
-    def fan_in(self) -> int:
-        return self.shape[-1]
 
 
 def tensors(shape: Shape) -> Iterator[Tensor]:
@@ -167,7 +163,7 @@ def _ple(shape: Shape) -> Iterator[_Row]:
 
 
 def config(shape: Shape, dtype: str) -> dict[str, Any]:
-    """The outer config.json. Vision and audio configs are null, as in a text-only export, so that no tower tensor is expected."""
+    """The outer config.json. Vision and audio configs are null, so that no tower tensor is expected."""
     family = "gemma4_unified" if shape.unified else "gemma4"
     architecture = "Gemma4UnifiedForConditionalGeneration" if shape.unified else "Gemma4ForConditionalGeneration"
     return {

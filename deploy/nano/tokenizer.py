@@ -1,11 +1,12 @@
 """The nano tokenizer: a byte-fallback BPE of 1024 pieces in the layout of Gemma's tokenizer.json.
 
-Gemma 4's control tokens keep their names, and their true ids where those fit (0..107); the image, audio and video tokens, whose true ids are
-near 256000, close the vocabulary in their true order. The merges are learned here, by the plain algorithm, from `corpus.py`:
+Gemma 4's control tokens keep their names, and their true ids where those fit (0..107); the image, audio and video
+tokens, whose true ids are near 256000, close the vocabulary in their true order. The merges are learned here, by the
+plain algorithm, from `corpus.py`:
     ids 0..107   control tokens at their true places, "\\n" at 107, ordinary pieces in the gaps
         108..    ordinary pieces;  238..493 the bytes <0x00>..<0xFF>;  1017..1023 media tokens
-Any text round-trips exactly: a space is U+2581, nothing is prefixed, and characters outside the vocabulary become bytes. (A U+2581 in the
-text itself comes back as a space, as with Gemma's own tokenizer.)
+Any text round-trips exactly: a space is U+2581, nothing is prefixed, and characters outside the vocabulary become
+bytes. (A U+2581 in the text itself comes back as a space, as with Gemma's own tokenizer.)
 """
 
 import json
@@ -96,7 +97,7 @@ def vocabulary() -> tuple[dict[str, int], tuple[_Pair, ...]]:
     taken = set(vocab.values())
     free = [number for number in range(VOCAB_SIZE) if number not in taken]
     words = _words()
-    alphabet = sorted({SPACE} | {chr(code) for code in range(33, 127)} | {char for word in words for char in word} - {"\n"})
+    alphabet = sorted({SPACE, *map(chr, range(33, 127))} | set().union(*words) - {"\n"})
     merges, pieces = _learn(words, alphabet, len(free))
     return vocab | dict(zip(pieces, free, strict=True)), tuple(merges)
 
@@ -145,7 +146,7 @@ def _tokenizer_json() -> dict[str, Any]:
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [_added(name, number) for name, number in sorted(SPECIAL_IDS.items(), key=lambda item: item[1])],
+        "added_tokens": [_added(name, SPECIAL_IDS[name]) for name in sorted(SPECIAL_IDS, key=SPECIAL_IDS.__getitem__)],
         "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
         "pre_tokenizer": {
             "type": "Split",

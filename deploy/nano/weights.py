@@ -1,10 +1,10 @@
 """Live random weights, and the sharded safetensors files that hold them.
 
-Matrices are normal with std 1/sqrt(fan_in), embeddings such that rows times the model's own scale have rms 1, norm weights 1 + 0.2 n, layer scalars uniform in
-0.4..0.9. Three departures keep a small model worth testing:
-  * q and k norms are scaled so that attention logits have std 2: at weight 1 they would have sqrt(head_dim), attention would
-    pick single keys, and a wrong page could go unnoticed;
-  * router logits have std 2 (hidden**-0.5 is already in the formula), so that the margin of the chosen experts is not rounding noise;
+Matrices are normal with std 1/sqrt(fan_in), embeddings such that rows times the model's own scale have rms 1, norm
+weights 1 + 0.2 n, layer scalars uniform in 0.4..0.9. Three departures keep a small model worth testing:
+  * q and k norms are scaled so that attention logits have std 2: at weight 1 they would have sqrt(head_dim), attention
+    would pick single keys, and a wrong page could go unnoticed;
+  * router logits have std 2 (hidden**-0.5 is already in the formula): the margin of the chosen experts is not rounding;
   * the embedding rows of byte and control pieces are halved, so that a random model rarely says them.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from deploy.nano.shapes import Shape, Tensor, tensors
+from deploy.nano.shapes import Kind, Shape, Tensor, tensors
 from deploy.nano.tokenizer import quiet_ids
 
 Array = npt.NDArray[np.float32]
@@ -48,31 +48,31 @@ def draw(tensor: Tensor, shape: Shape, seed: int) -> Array:
     if tensor.kind == "scalar":
         return rng.uniform(0.4, 0.9, tensor.shape).astype(np.float32)
     normal = rng.standard_normal(tensor.shape, dtype=np.float32)
-    match tensor.kind:
-        case "matrix":
-            return normal / np.float32(math.sqrt(tensor.fan_in))
-        case "embedding":
-            normal[quiet_ids()] *= np.float32(0.5)
-            return normal / np.float32(math.sqrt(shape.hidden))
-        case "ple_embedding":
-            return normal / np.float32(math.sqrt(shape.ple))
-        case "router":
-            return normal * np.float32(ROUTER_LOGIT_STD)
-        case "head_norm":
-            # q . k sums head_dim products of unit rms: std sqrt(head_dim) times both weights
-            return _norm(normal) * np.float32(math.sqrt(ATTENTION_LOGIT_STD) / tensor.fan_in**0.25)
-        case _:
-            return _norm(normal)
+    if tensor.kind in ("norm", "head_norm"):
+        normal = np.float32(1.0) + np.float32(0.2) * normal
+    if tensor.kind == "embedding":
+        normal[quiet_ids()] *= np.float32(0.5)
+    return normal * np.float32(_scale(tensor, shape))
+
+
+def _scale(tensor: Tensor, shape: Shape) -> float:
+    width = tensor.shape[-1]
+    # q . k sums head_dim products of unit rms: std sqrt(head_dim), times the scales of both norms
+    head_norm = math.sqrt(ATTENTION_LOGIT_STD) / width**0.25
+    scales: dict[Kind, float] = {
+        "matrix": width**-0.5,
+        "embedding": shape.hidden**-0.5,
+        "ple_embedding": max(shape.ple, 1) ** -0.5,
+        "router": ROUTER_LOGIT_STD,
+        "head_norm": head_norm,
+    }
+    return scales.get(tensor.kind, 1.0)
 
 
 def to_bfloat16(values: Array) -> npt.NDArray[np.uint16]:
     """Bits of the nearest bfloat16, ties to even. Values must be finite."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     return ((bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))) >> 16).astype(np.uint16)
-
-
-def _norm(normal: Array) -> Array:
-    return np.float32(1.0) + np.float32(0.2) * normal
 
 
 def _split(every: list[Tensor]) -> Iterator[list[Tensor]]:
