@@ -1,0 +1,59 @@
+# Two commands: `make serve` starts the whole stack with the embedded nano model, `make test` proves it.
+#
+#   make serve [CONFIG=deploy/gemma4.yaml]   install if needed, then serve on 127.0.0.1:8000; Ctrl-C or SIGTERM drains
+#   make test | test-full                    the tiers pure, cpu and serve without the slow tests | everything that this machine can run
+#   make lint | bench | clean                ruff, mypy and sizes | benchmarks | remove what the tools leave behind (not .venv)
+#   make install-gpu                         adds the extra [gpu]
+#
+# PYTHON (3.11 or 3.12) makes the virtual environment; pip's own settings decide where packages, and so torch's build, come from.
+
+PYTHON ?= python3
+CONFIG ?= deploy/nano.yaml
+PYTEST_ARGS ?=
+
+VENV := .venv
+ROOMS := $(foreach room,kernels engine cluster deploy dashboards,$(if $(wildcard $(room)/*.py),$(room)))
+BIN := $(VENV)/bin
+
+# A stamp a set of extras. While it is newer than the two files that say what to install, nothing asks pip.
+EXTRAS-serve :=
+EXTRAS-test := [test]
+EXTRAS-lint := [lint,test]
+EXTRAS-gpu := [gpu]
+
+.PHONY: serve test test-full lint bench clean install-gpu
+.DELETE_ON_ERROR:
+.SECONDARY:
+
+# exec: a signal to make's child is a signal to the launcher, which drains.
+serve: $(VENV)/.installed-serve
+	@exec $(BIN)/python -m deploy.cli serve $(CONFIG)
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m "(pure or cpu or serve) and not slow" $(PYTEST_ARGS)
+
+test-full: $(VENV)/.installed-test
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-lint
+	$(BIN)/ruff check .
+	$(BIN)/mypy $(ROOMS)
+	$(BIN)/python -m tests.support.sizes
+
+bench: $(VENV)/.installed-test
+	$(BIN)/python -m tests.bench.run
+
+install-gpu: $(VENV)/.installed-gpu
+
+clean:
+	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .nano .bench
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 13) else "Quartet needs Python 3.11 or 3.12, not " + sys.version.split()[0] + ": set PYTHON")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt '.$(EXTRAS-$*)'
+	rm -rf build quartet.egg-info
+	touch $(VENV)/.installed-serve $@
