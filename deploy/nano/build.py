@@ -3,8 +3,8 @@
 import argparse
 import hashlib
 import json
-import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=sorted(weights.DTYPES))
     args = parser.parse_args(arguments)
     try:
-        print(build(args.member, args.out, args.seed, args.dtype))
+        sys.stdout.write(f"{build(args.member, args.out, args.seed, args.dtype)}\n")
     except ConfigError as error:
         parser.error(str(error))
 
@@ -88,7 +88,7 @@ def _key(member: str, seed: int, dtype: str) -> str:
 def _publish(draft: Path, target: Path) -> None:
     """One rename makes the folder appear whole; whoever comes second keeps the first one's (equal) folder."""
     try:
-        os.rename(draft, target)
+        draft.rename(target)
     except OSError:
         if not target.is_dir():
             raise

@@ -2,7 +2,7 @@
 
 What makes a family member that member is kept: head dims 256 and 512, the sliding/full pattern ending on a full layer,
 which KV heads divide by TP=4 and which do not, KV sharing, per-layer embeddings, experts beside the dense MLP. What
-only costs time is small. hidden is 96 because sqrt(96), like the square root of every public size, is not a bf16 number.
+only costs time is small. hidden is 96: sqrt(96), like the square root of every public size, is not a bf16 number.
 """
 
 from collections.abc import Iterator

@@ -1,0 +1,318 @@
+"""Text in, text out: prompts to token ids, token ids to text, and the cut at a stop string.
+
+Only this room and the template's see text; everything behind them sees token ids.
+
+    messages --template--> guarded text --cut at control tokens--> pieces --tokenize--> ids
+    ids --Detokenizer--> text --StopStrings--> client
+"""
+
+import codecs
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from tokenizers import AddedToken, Tokenizer
+
+from engine.errors import CheckpointError, InvalidRequest
+from engine.front.template import ChatTemplate, Conversation
+
+_REPLACEMENT = "\ufffd"
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_CONTROL_SHAPE = re.compile(r"<\|.+>|<.+\|>", re.DOTALL)
+_DECODERS = ["Replace", "ByteFallback", "Fuse"]
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The vocabulary as output: per id its text, or one byte; `special` ids are control tokens."""
+
+    table: tuple[str | bytes, ...]
+    special: frozenset[int]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, special: frozenset[int]) -> Self:
+        """Reads the whole vocabulary once. Raises CheckpointError for a decoder chain other than Gemma's."""
+        space = _space_symbol(tokenizer)
+        vocab = tokenizer.get_vocab(with_added_tokens=True)
+        table: list[str | bytes] = [""] * (max(vocab.values(), default=-1) + 1)
+        for piece, number in vocab.items():
+            byte = _BYTE_PIECE.fullmatch(piece)
+            table[number] = bytes.fromhex(byte[1]) if byte else piece.replace(space, " ")
+        return cls(tuple(table), special)
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The UTF-8 bytes that one token stands for; a byte piece's single byte need not be valid UTF-8."""
+        piece = self[token_id]
+        return piece if isinstance(piece, bytes) else piece.encode()
+
+    def __getitem__(self, token_id: int) -> str | bytes:
+        return self.table[token_id] if 0 <= token_id < len(self.table) else ""
+
+
+class Detokenizer:
+    """Token ids to text for one stream, O(1) a token.
+
+    The text so far equals the tokenizer's own decode of the ids so far, short of the bytes of an unfinished UTF-8
+    character, which are held back. Bytes that cannot be UTF-8 become one U+FFFD each. (Hugging Face's decoder turns a
+    whole run of byte pieces into U+FFFD once any of it is invalid; a stream has sent its valid characters by then.)
+    """
+
+    def __init__(self, pieces: Pieces, *, skip_special_tokens: bool = True) -> None:
+        self._pieces = pieces
+        self._skipped = pieces.special if skip_special_tokens else frozenset[int]()
+        self._pending = b""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens add; may be empty. Unknown ids add nothing."""
+        out: list[str] = []
+        for token_id in token_ids:
+            if token_id in self._skipped:
+                continue
+            piece = self._pieces[token_id]
+            if isinstance(piece, bytes):
+                self._pending += piece
+                out.append(self._decode(final=False))
+            elif piece:
+                out.append(self._decode(final=True) + piece)
+        return "".join(out)
+
+    def flush(self) -> str:
+        """What was held back, at the end of the stream."""
+        return self._decode(final=True)
+
+    def _decode(self, *, final: bool) -> str:
+        """Everything in `_pending` that is a whole character or can no longer become one."""
+        out: list[str] = []
+        while self._pending:
+            try:
+                text, used = codecs.utf_8_decode(self._pending, "strict", final)
+            except UnicodeDecodeError as error:
+                text, used = self._pending[: error.start].decode() + _REPLACEMENT * (error.end - error.start), error.end
+            if used == 0:
+                break
+            out.append(text)
+            self._pending = self._pending[used:]
+        return "".join(out)
+
+
+class StopStrings:
+    """Cuts a stream of text at the first stop string, whatever the chunking.
+
+    First is the match that ends first, and of those the longest. Text that may begin a stop string is held back, so
+    nothing past a match is ever emitted; `include` emits the matched string itself as well.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        if "" in stops:
+            raise InvalidRequest("stop: a stop string must not be empty", param="stop")
+        self._matchers = [_Matcher(stop) for stop in dict.fromkeys(stops)]
+        self._include = include
+        self._held = ""
+        self._matched: str | None = None
+
+    def push(self, delta: str) -> tuple[str, str | None]:
+        """(text to emit, the stop string once one has matched). After a match nothing more is emitted."""
+        if self._matched is not None:
+            return "", self._matched
+        text = self._held + delta
+        for end, char in enumerate(delta, start=len(self._held) + 1):
+            hits = [matcher.stop for matcher in self._matchers if matcher.feed(char)]
+            if hits:
+                return self._finish(text, end, max(hits, key=len))
+        kept = len(text) - max((matcher.length for matcher in self._matchers), default=0)
+        self._held = text[kept:]
+        return text[:kept], None
+
+    def flush(self) -> str:
+        """What was held back, at the end of a stream that ended without a match."""
+        held, self._held = self._held, ""
+        return held
+
+    def _finish(self, text: str, end: int, stop: str) -> tuple[str, str]:
+        self._held, self._matched = "", stop
+        return text[: end if self._include else end - len(stop)], stop
+
+
+class _Matcher:
+    """Knuth-Morris-Pratt for one stop string; `length` characters of it end the text so far."""
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.length = 0
+        self._fallback = [0] * (len(stop) + 1)
+        for place in range(1, len(stop)):
+            self.length = self._advance(stop[place])
+            self._fallback[place + 1] = self.length
+        self.length = 0
+
+    def feed(self, char: str) -> bool:
+        """True when `char` completes the stop string."""
+        self.length = self._advance(char)
+        return self.length == len(self.stop)
+
+    def _advance(self, char: str) -> int:
+        length = self.length
+        while length and (length == len(self.stop) or self.stop[length] != char):
+            length = self._fallback[length]
+        return length + (self.stop[length] == char)
+
+
+class TextProcessor:
+    """A checkpoint's tokenizer and chat template. Thread-safe: nothing in it changes once it is built.
+
+    `eos_ids` are the ids that end a reply, `vocab_size` the number of token ids, `pieces` the vocabulary as output.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, template: str | None, tokens: Mapping[str, str], eos: Sequence[int]
+    ) -> None:
+        self._control = _control_ids(tokenizer)
+        self._bos_id = self._control.get(tokens.get("bos_token", "<bos>"))
+        longest_first = sorted(self._control, key=len, reverse=True)
+        self._cut = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
+        self._tokenizer = _as_plain(tokenizer, self._control)
+        self._template = ChatTemplate(template, tokens, self._control) if template is not None else None
+        self.pieces = Pieces.of(tokenizer, frozenset(self._control.values()))
+        self.eos_ids = tuple(eos)
+        self.vocab_size = len(self.pieces.table)
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """Reads tokenizer.json, tokenizer_config.json, chat_template.jinja (or the config's) and generation_config.json.
+
+        Raises CheckpointError that names what is absent or unusable. A checkpoint without a template loads, and then
+        `render_chat` refuses.
+        """
+        settings = _read_json(folder / "tokenizer_config.json")
+        template = folder / "chat_template.jinja"
+        source = template.read_text(encoding="utf-8") if template.is_file() else settings.get("chat_template")
+        return cls(_read_tokenizer(folder), source, _named_tokens(settings), _read_eos(folder))
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        enable_thinking: bool = False,
+        add_generation_prompt: bool = True,
+        **extra: bool,
+    ) -> list[int]:
+        """The prompt of a conversation as token ids, <bos> included.
+
+        messages and tools are in OpenAI's form; a content is a string, a list of {"type": "text"} parts, or (of a tool
+        message) a mapping. `extra` goes to the template: only its EXTRAS. Raises InvalidRequest, naming the field.
+        """
+        if self._template is None:
+            raise InvalidRequest("messages: this model has no chat template, only raw prompts", param="messages")
+        conversation = Conversation(messages, tools, enable_thinking, add_generation_prompt, extra)
+        text, sentinel = self._template.render(conversation)
+        return self._tokenize(text, "messages", sentinel)
+
+    def encode(self, text: str, add_bos: bool) -> list[int]:
+        """Token ids of a raw prompt. Control tokens in it count as such; `add_bos` adds no second <bos>."""
+        ids = self._tokenize(text, "prompt")
+        if not add_bos or self._bos_id is None or ids[:1] == [self._bos_id]:
+            return ids
+        return [self._bos_id, *ids]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of a finished sequence, as a stream of it would have read."""
+        stream = self.detokenizer(skip_special_tokens=skip_special_tokens)
+        return stream.push(token_ids) + stream.flush()
+
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
+        """A new stream's detokenizer."""
+        return Detokenizer(self.pieces, skip_special_tokens=skip_special_tokens)
+
+    def _tokenize(self, text: str, param: str, sentinel: str = "") -> list[int]:
+        """Cuts `text` at its control tokens, takes the sentinel out of the rest and tokenizes that as plain text."""
+        ids: list[int] = []
+        # re.split with one group alternates: plain, control, plain, ...
+        for place, part in enumerate(self._cut.split(text)):
+            if place % 2:
+                ids.append(self._control[part])
+            elif part:
+                ids += self._plain(part.replace(sentinel, "") if sentinel else part, param)
+        return ids
+
+    def _plain(self, text: str, param: str) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(f"{param}: not valid Unicode (a lone surrogate)", param=param) from error
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+
+def _as_plain(tokenizer: Tokenizer, control: Mapping[str, int]) -> Tokenizer:
+    """The same tokenizer, reading control tokens as plain text: they are cut out before it sees any."""
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in control])
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _control_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """Name -> id of the control tokens: added tokens flagged special, and any that look like one (<|x>, <x|>, <|x|>)."""
+    added = tokenizer.get_added_tokens_decoder().items()
+    control = {t.content: number for number, t in added if t.special or _CONTROL_SHAPE.fullmatch(t.content)}
+    if not control or min(map(len, control)) == 1:
+        raise CheckpointError("tokenizer.json: no special tokens, or one of a single character")
+    return control
+
+
+def _space_symbol(tokenizer: Tokenizer) -> str:
+    """The symbol that stands for a space, once the decoder is seen to be the chain that `Detokenizer` implements."""
+    state = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else {}
+    chain = state.get("decoders", [])
+    replace = chain[0] if [step.get("type") for step in chain] == _DECODERS else {}
+    if replace.get("content") != " ":
+        raise CheckpointError(f"tokenizer.json: decoder is not Gemma's Replace, ByteFallback, Fuse: {state}")
+    symbol: str = replace["pattern"]["String"]
+    return symbol
+
+
+def _read_tokenizer(folder: Path) -> Tokenizer:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file; Quartet needs the fast tokenizer's tokenizer.json")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the tokenizers library raises nothing narrower
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The `*_token` entries of tokenizer_config.json, which may be strings or serialized AddedTokens."""
+    flat = {
+        name: value["content"] if isinstance(value, dict) else value
+        for name, value in settings.items()
+        if name.endswith("_token")
+    }
+    return {name: value for name, value in flat.items() if isinstance(value, str)}
+
+
+def _read_eos(folder: Path) -> tuple[int, ...]:
+    config = _read_json(folder / "config.json")
+    for source in (_read_json(folder / "generation_config.json"), config, config.get("text_config") or {}):
+        eos = source.get("eos_token_id")
+        if eos is not None:
+            return tuple(eos) if isinstance(eos, list) else (eos,)
+    return ()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The file's object; an absent file is an empty one."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: not a JSON object")
+    return value
