@@ -1,0 +1,290 @@
+"""The shape of a Gemma 4 text model: read from a checkpoint's raw config.json, expanded to per-layer facts, cut for a TP size.
+
+Source of every rule: the public configs and transformers' `models/gemma4`. Both layouts of config.json are read: the public
+one (`global_head_dim`, `num_global_key_value_heads`) and the one that transformers' `save_pretrained` writes
+(`per_layer_config`). No torch here: the core sizes pages from it and the ranks size tensors.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from engine.errors import CheckpointError
+
+LayerKind = Literal["sliding", "full"]
+PAGE_SIZE = 32
+_ARCHITECTURES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding over the whole head (pairs i, i + head_dim/2): the first `pairs` of head_dim/2 rotate, the rest pass through.
+
+    inv_freq[i] = theta ** (-2 i / head_dim) / factor.
+    """
+
+    theta: float
+    pairs: int
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Moe:
+    """Experts beside the dense MLP of every layer."""
+
+    experts: int
+    top_k: int
+    intermediate: int
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One decoder layer. `kv_source` is the layer whose K and V it reads: itself, or for a KV-shared layer its producer."""
+
+    index: int
+    kind: LayerKind
+    head_dim: int
+    kv_heads: int
+    rope: Rope
+    intermediate: int
+    k_eq_v: bool
+    kv_source: int
+
+    @property
+    def owns_kv(self) -> bool:
+        return self.kv_source == self.index
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A text model. Sizes are whole-model (not per rank); `window` counts visible keys, the query's own included."""
+
+    hidden: int
+    vocab: int
+    heads: int
+    window: int
+    eps: float
+    softcap: float | None
+    max_position: int
+    layers: tuple[Layer, ...]
+    ple: int
+    ple_vocab: int
+    moe: Moe | None
+    bos: int
+    pad: int
+    eos: tuple[int, ...]
+    placeholders: tuple[int, ...]
+    dtype: str
+    prefix: str
+
+    @property
+    def embedding_scale(self) -> float:
+        """sqrt(hidden), unrounded; rounded to the weight's dtype where it is used."""
+        return math.sqrt(self.hidden)
+
+
+@dataclass(frozen=True)
+class KVGroup:
+    """The one description of a part of the KV cache: layers of one kind, with their own pool, page table and allocator.
+
+    `layers` are the layers that own K and V, in order: the pool's first axis. Pool of one layer, per rank:
+    `[pages, 2, kv_heads, page, head_dim]`, K at [:, 0] and V at [:, 1]. `window` None: full attention.
+    """
+
+    index: int
+    name: LayerKind
+    layers: tuple[int, ...]
+    kv_heads: int
+    head_dim: int
+    window: int | None
+    page: int = PAGE_SIZE
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+
+    def page_bytes(self, itemsize: int) -> int:
+        """Bytes of one page over all layers of the group, K and V, one rank."""
+        return len(self.layers) * 2 * self.kv_heads * self.page * self.head_dim * itemsize
+
+    def pages_for(self, start: int, end: int) -> range:
+        """Table indices of the pages that must be held while positions [start, end) run: their own and what their window reads."""
+        first = 0 if self.window is None else max(0, start - self.window + 1)
+        return range(first // self.page, -(-end // self.page))
+
+    def worst_pages(self, tokens: int) -> int:
+        """Pages that a sequence of `tokens` tokens needs at once when it runs a token at a time."""
+        whole = -(-tokens // self.page)
+        return whole if self.window is None else min(whole, (self.window - 2) // self.page + 2)
+
+
+def shard_kv_heads(heads: int, kv_heads: int, tp: int, rank: int) -> range:
+    """KV heads that `rank` holds: an equal share where they divide, else the one its query heads read (replicated)."""
+    if kv_heads % tp == 0:
+        share = kv_heads // tp
+        return range(rank * share, (rank + 1) * share)
+    first = rank * (heads // tp) // (heads // kv_heads)
+    return range(first, first + 1)
+
+
+def check_tp(geometry: Geometry, tp: int) -> None:
+    """Raise CheckpointError, naming the size, unless every sharded dimension divides by `tp` (KV heads may replicate)."""
+    sizes = {"attention heads": geometry.heads, "vocabulary": geometry.vocab}
+    sizes |= {f"intermediate size of layer {layer.index}": layer.intermediate for layer in geometry.layers}
+    if geometry.moe is not None:
+        sizes["expert intermediate size"] = geometry.moe.intermediate
+    for name, size in sizes.items():
+        if size % tp:
+            raise CheckpointError(f"{name} ({size}) does not divide by tensor-parallel size {tp}")
+    for kv in {layer.kv_heads for layer in geometry.layers}:
+        if kv % tp and tp % kv:
+            raise CheckpointError(f"{kv} KV heads neither divide by tensor-parallel size {tp} nor divide it")
+
+
+def kv_groups(geometry: Geometry, tp: int, page: int = PAGE_SIZE) -> tuple[KVGroup, ...]:
+    """The KV groups a rank holds at `tp`: sliding and full, each present when it has layers."""
+    check_tp(geometry, tp)
+    groups: list[KVGroup] = []
+    for kind in ("sliding", "full"):
+        owners = [layer for layer in geometry.layers if layer.kind == kind and layer.owns_kv]
+        if not owners:
+            continue
+        heads = len(shard_kv_heads(geometry.heads, owners[0].kv_heads, tp, 0))
+        window = geometry.window if kind == "sliding" else None
+        indices = tuple(layer.index for layer in owners)
+        groups.append(KVGroup(len(groups), kind, indices, heads, owners[0].head_dim, window, page))
+    return tuple(groups)
+
+
+def read_geometry(folder: Path) -> Geometry:
+    """Geometry of the checkpoint in `folder`; CheckpointError names the file or the key that is wrong."""
+    return parse_config(_read_json(folder / "config.json"), str(folder / "config.json"), _generation_eos(folder))
+
+
+def parse_config(config: dict[str, Any], source: str = "config.json", eos: tuple[int, ...] = ()) -> Geometry:
+    """Geometry of a raw config (outer, or the text part alone). `eos` from generation_config wins over the config's."""
+    text = config.get("text_config", config)
+    model_type = config.get("model_type")
+    if model_type not in _ARCHITECTURES:
+        raise CheckpointError(f"{source}: model_type {model_type!r} is not a Gemma 4 text model")
+    try:
+        return _geometry(config, text, eos)
+    except KeyError as error:
+        raise CheckpointError(f"{source}: the key {error.args[0]!r} is missing") from error
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{source}: {error}") from error
+
+
+def _geometry(config: dict[str, Any], text: dict[str, Any], eos: tuple[int, ...]) -> Geometry:
+    wrapped = "text_config" in config
+    return Geometry(
+        hidden=text["hidden_size"],
+        vocab=text["vocab_size"],
+        heads=text["num_attention_heads"],
+        window=text["sliding_window"],
+        eps=text["rms_norm_eps"],
+        softcap=text.get("final_logit_softcapping"),
+        max_position=text["max_position_embeddings"],
+        layers=_layers(text),
+        ple=text.get("hidden_size_per_layer_input") or 0,
+        ple_vocab=text.get("vocab_size_per_layer_input") or text["vocab_size"],
+        moe=_moe(text),
+        bos=text.get("bos_token_id", 2),
+        pad=text.get("pad_token_id") or 0,
+        eos=eos or _ids(text.get("eos_token_id", 1)),
+        placeholders=_placeholders(config),
+        dtype=text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or "bfloat16",
+        prefix="model.language_model." if wrapped else "model.",
+    )
+
+
+def _layers(text: dict[str, Any]) -> tuple[Layer, ...]:
+    count = text["num_hidden_layers"]
+    kinds = _kinds(text["layer_types"], count)
+    shared_from = count - (text.get("num_kv_shared_layers") or 0)
+    overrides = {int(index): value for index, value in (text.get("per_layer_config") or {}).items()}
+    producers = {kinds[index]: index for index in range(shared_from)}
+    layers = []
+    for index, kind in enumerate(kinds):
+        head_dim, kv_heads = _heads(text, kind, overrides.get(index, {}))
+        shared = index >= shared_from
+        if shared and kind not in producers:
+            raise ValueError(f"layer {index} shares KV, but no {kind} layer before {shared_from} produces it")
+        double = shared and bool(text.get("use_double_wide_mlp"))
+        layers.append(
+            Layer(
+                index=index,
+                kind=kind,
+                head_dim=head_dim,
+                kv_heads=kv_heads,
+                rope=_rope(text["rope_parameters"][f"{kind}_attention"], head_dim),
+                intermediate=text["intermediate_size"] * (2 if double else 1),
+                k_eq_v=kind == "full" and bool(text.get("attention_k_eq_v")),
+                kv_source=producers[kind] if shared else index,
+            )
+        )
+    return tuple(layers)
+
+
+def _kinds(names: list[str], count: int) -> list[LayerKind]:
+    if len(names) != count:
+        raise ValueError(f"layer_types has {len(names)} entries for {count} layers")
+    table: dict[str, LayerKind] = {"sliding_attention": "sliding", "full_attention": "full"}
+    unknown = set(names) - set(table)
+    if unknown:
+        raise ValueError(f"unknown layer type {sorted(unknown)[0]!r}")
+    return [table[name] for name in names[:-1]] + ["full"]
+
+
+def _heads(text: dict[str, Any], kind: LayerKind, override: dict[str, Any]) -> tuple[int, int]:
+    """(head_dim, kv heads) of a layer; the global KV-head count holds only with attention_k_eq_v."""
+    head_dim, kv_heads = text["head_dim"], text["num_key_value_heads"]
+    if kind == "full":
+        head_dim = text.get("global_head_dim") or head_dim
+        if text.get("attention_k_eq_v"):
+            kv_heads = text.get("num_global_key_value_heads") or kv_heads
+    return override.get("head_dim", head_dim), override.get("num_key_value_heads", kv_heads)
+
+
+def _rope(parameters: dict[str, Any], head_dim: int) -> Rope:
+    kind = parameters.get("rope_type", "default")
+    if kind not in ("default", "proportional"):
+        raise ValueError(f"rope_type {kind!r} is not one of default, proportional")
+    fraction = parameters.get("partial_rotary_factor", 1.0) if kind == "proportional" else 1.0
+    pairs = int(fraction * head_dim // 2)
+    return Rope(float(parameters["rope_theta"]), pairs, float(parameters.get("factor") or 1.0))
+
+
+def _moe(text: dict[str, Any]) -> Moe | None:
+    if not text.get("enable_moe_block"):
+        return None
+    return Moe(text["num_experts"], text["top_k_experts"], text["moe_intermediate_size"])
+
+
+def _placeholders(config: dict[str, Any]) -> tuple[int, ...]:
+    """Ids that the multimodal wrapper embeds as pad when they stand in plain text."""
+    names = ("image_token_id", "video_token_id", "audio_token_id")
+    return tuple(sorted({config[name] for name in names if config.get(name) is not None}))
+
+
+def _ids(value: int | list[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def _generation_eos(folder: Path) -> tuple[int, ...]:
+    path = folder / "generation_config.json"
+    return _ids(_read_json(path).get("eos_token_id")) if path.exists() else ()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} does not exist") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} does not hold a JSON object")
+    return value
