@@ -1,0 +1,89 @@
+"""What every tier shares: its order and limits, the devices it may ask for, and the nano checkpoints."""
+
+import os
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+from tests.support.houserules import TIERS
+
+ORDER = ("pure", "cpu", "serve", "gpu", "gpu4")  # cheap tiers first: a broken leaf shows in seconds
+GPUS_NEEDED = {"gpu": 1, "gpu4": 4}
+
+# Tests reach no network, and their children inherit that.
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+
+Nano = Callable[[str], Path]
+
+
+def pytest_configure() -> None:
+    os.environ.update(OFFLINE)
+    hypothesis.settings.register_profile("ci", deadline=None, derandomize=False, print_blob=True)
+    hypothesis.settings.load_profile("ci")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sort by tier, refuse a test without one, and skip what this machine has too few GPUs for."""
+    items.sort(key=lambda item: ORDER.index(_tier(item)))
+    for item in items:
+        needed = GPUS_NEEDED.get(_tier(item), 0)
+        if needed > _gpu_count_if(needed):
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU(s), this machine has {_gpu_count()}"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """One thread for torch in the cpu tier: the machine may have two cores, and small shapes gain nothing from both."""
+    if _tier(item) == "cpu":
+        import torch
+
+        torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def nano(tmp_path_factory: pytest.TempPathFactory) -> Nano:
+    """Builds a nano checkpoint of a family member on first use in the session: `nano("31b") -> Path` of its folder."""
+    from deploy.nano.build import ensure
+
+    folder = tmp_path_factory.mktemp("nano")
+    return cache(lambda member: ensure(member, folder))
+
+
+def _tier(item: pytest.Item) -> str:
+    tiers = _tiers(item.iter_markers())
+    if len(tiers) != 1:
+        raise pytest.UsageError(f"{item.nodeid}: needs exactly one tier of {', '.join(ORDER)}, has {sorted(tiers)}")
+    return tiers.pop()
+
+
+def _tiers(marks: Iterable[pytest.Mark]) -> set[str]:
+    return {mark.name for mark in marks} & TIERS
+
+
+def _gpu_count_if(needed: int) -> int:
+    """The number of GPUs, without asking where none is needed."""
+    return _gpu_count() if needed else 0
+
+
+@cache
+def _gpu_count() -> int:
+    """GPUs that this process may use, by NVML and CUDA_VISIBLE_DEVICES: the pure tier must not pay for torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return min(_nvml_count(), len([name for name in visible.split(",") if name.strip() not in {"", "-1"}]))
+    return _nvml_count()
+
+
+def _nvml_count() -> int:
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return 0  # no driver, or one that does not answer
+    try:
+        return int(pynvml.nvmlDeviceGetCount())
+    finally:
+        pynvml.nvmlShutdown()

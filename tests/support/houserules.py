@@ -1,0 +1,194 @@
+"""The house rules as functions over source text: what its room may import, how long its functions are, what it states.
+
+Rooms are the folders of the import law (`engine`'s leaves are one room). Every checker takes text and returns
+complaints, one line each, so that the tests can hand it a planted fault as easily as the repository.
+"""
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("kernels", "engine", "cluster", "deploy", "dashboards")
+LEAVES = frozenset(
+    f"engine.{name}" for name in ("config", "geometry", "protocol", "plan", "channel", "events", "errors")
+)
+CONTROL = frozenset({"engine.core", "engine.front", "cluster", "deploy", "dashboards"})
+TIERS = frozenset({"pure", "cpu", "serve", "gpu", "gpu4"})
+
+_LEAVES = tuple(sorted(LEAVES))
+_OURS = frozenset({*PACKAGES, "tests"})
+_LAZY = frozenset({"torch", "transformers"})
+_DEPLOY_ONLY = frozenset({"ray", "fastapi"})
+_KERNELS_MAY = frozenset({"torch", "triton", "flashinfer"}) | sys.stdlib_module_names
+
+# What of ours each room may import. A room may always import itself.
+MAY_IMPORT: dict[str, tuple[str, ...]] = {
+    "kernels": (),
+    "engine.leaf": _LEAVES,
+    "engine.core": _LEAVES,
+    "engine.front": _LEAVES,
+    "engine.rank": (*_LEAVES, "kernels"),
+    "cluster": (*_LEAVES, "engine.core", "engine.front", "engine.rank"),
+    "deploy": (*_LEAVES, "engine.core", "engine.front", "engine.rank", "cluster", "dashboards"),
+    "dashboards": ("engine.events", "engine.errors"),
+}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import: its dotted target (`from a.b import c`: `a.b.c`), its line, and whether importing the module runs it."""
+
+    target: str
+    line: int
+    at_import: bool
+
+    def within(self, package: str) -> bool:
+        """Whether the target is `package`, or lies in it."""
+        return self.target == package or self.target.startswith(package + ".")
+
+    @property
+    def top(self) -> str:
+        """The distribution-level name: what stands before the first dot."""
+        return self.target.partition(".")[0]
+
+
+def sources() -> list[Path]:
+    """Every Python file of the import packages, sorted."""
+    return sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    """`<root>/engine/core/loop.py` -> `engine.core.loop`; a package's `__init__.py` is the package."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room_of(module: str) -> str | None:
+    """The room that `module` lies in; None where the house has none for it. `engine` itself counts as a leaf."""
+    if module == "engine" or module in LEAVES:
+        return "engine.leaf"
+    rooms = (room for room in MAY_IMPORT if module == room or module.startswith(room + "."))
+    return next(rooms, None)
+
+
+def imports(source: str, module: str, *, is_package: bool = False) -> Iterator[Import]:
+    """Every import of `source`, at any depth; relative ones resolved, `import_module("x")` of a literal counted."""
+    package = module if is_package else module.rpartition(".")[0]
+    yield from _walk(ast.parse(source), package, at_import=True)
+
+
+def _walk(node: ast.AST, package: str, *, at_import: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        yield from (Import(target, child.lineno, at_import) for target in _targets(child, package))
+        runs = at_import and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        if isinstance(child, ast.If) and _is_type_checking(child.test):
+            yield from (
+                found for part in child.body for found in _walk(ast.Module([part], []), package, at_import=False)
+            )
+            yield from (
+                found for part in child.orelse for found in _walk(ast.Module([part], []), package, at_import=runs)
+            )
+        else:
+            yield from _walk(child, package, at_import=runs)
+
+
+def _is_type_checking(test: ast.expr) -> bool:
+    return ast.unparse(test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}
+
+
+def _targets(node: ast.AST, package: str) -> list[str]:
+    match node:
+        case ast.Import(names=names):
+            return [alias.name for alias in names]
+        case ast.ImportFrom(module=name, names=names, level=level):
+            base = _absolute(name or "", level, package)
+            return [f"{base}.{alias.name}" for alias in names]
+        case ast.Call(args=[ast.Constant(value=str(name)), *_], func=func):
+            return [name] if ast.unparse(func) in {"__import__", "import_module", "importlib.import_module"} else []
+    return []
+
+
+def _absolute(name: str, level: int, package: str) -> str:
+    if level == 0:
+        return name
+    parts = package.split(".")[: len(package.split(".")) - level + 1]
+    return ".".join([*parts, name] if name else parts)
+
+
+def law_complaints(source: str, module: str, *, is_package: bool = False) -> list[str]:
+    """Each breach of the import law in `source`, as `module:line: why`."""
+    room = room_of(module)
+    if room is None:
+        return [f"{module}:1: lies in no room of the house; engine's leaves are {', '.join(_LEAVES)}"]
+    found = imports(source, module, is_package=is_package)
+    return [f"{module}:{item.line}: {why}" for item in found if (why := _breach(item, room))]
+
+
+def _breach(item: Import, room: str) -> str | None:
+    if item.top in _OURS:
+        return None if _may_import_ours(item, room) else f"{room} may not import {item.target}"
+    if room == "kernels" and item.top not in _KERNELS_MAY:
+        return f"kernels imports torch, triton and flashinfer only, not {item.target}"
+    if item.top in _DEPLOY_ONLY and room != "deploy":
+        return f"only deploy imports {item.top}"
+    if item.top in _LAZY and room == "engine.leaf":
+        return f"a leaf may not import {item.top} at all"
+    if item.top in _LAZY and room in CONTROL and item.at_import:
+        return f"{room} may not import {item.top} at module level"
+    return None
+
+
+def _may_import_ours(item: Import, room: str) -> bool:
+    own = room if room != "engine.leaf" else None
+    return any(item.within(allowed) for allowed in (*MAY_IMPORT[room], *([own] if own else [])))
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function's qualified name, first line and number of lines, from `def` to its last."""
+
+    name: str
+    line: int
+    lines: int
+
+
+def functions(source: str) -> list[Function]:
+    """Every function of `source`, nested ones and methods included."""
+    return list(_functions(ast.parse(source), ""))
+
+
+def _functions(node: ast.AST, prefix: str) -> Iterator[Function]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield Function(prefix + child.name, child.lineno, (child.end_lineno or child.lineno) - child.lineno + 1)
+        named = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        yield from _functions(child, f"{prefix}{child.name}." if named else prefix)
+
+
+def long_functions(source: str, ceiling: int) -> list[str]:
+    """Functions of more than `ceiling` lines, as `line: name has n lines`."""
+    return [f"{item.line}: {item.name} has {item.lines} lines" for item in functions(source) if item.lines > ceiling]
+
+
+def docstring_complaints(source: str) -> list[str]:
+    """A module with anything in it starts by saying what it is."""
+    tree = ast.parse(source)
+    return ["1: no module docstring"] if tree.body and not ast.get_docstring(tree) else []
+
+
+def tier_complaints(source: str) -> list[str]:
+    """A test file names exactly one tier in a module-level `pytestmark`."""
+    marks = {name for node in ast.parse(source).body for name in _pytestmark(node)}
+    tiers = sorted(marks & TIERS)
+    return [] if len(tiers) == 1 else [f"1: pytestmark must name one tier of {sorted(TIERS)}, not {tiers}"]
+
+
+def _pytestmark(node: ast.stmt) -> set[str]:
+    match node:
+        case ast.Assign(targets=[ast.Name(id="pytestmark")], value=value):
+            return set(re.findall(r"pytest\.mark\.(\w+)", ast.unparse(value)))
+    return set()

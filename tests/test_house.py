@@ -1,0 +1,167 @@
+"""The house: what no tracked text may name, how long a function may be, and what every file starts with."""
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.support.houserules import (
+    ROOT,
+    docstring_complaints,
+    functions,
+    long_functions,
+    sources,
+    tier_complaints,
+)
+
+pytestmark = pytest.mark.pure
+
+FUNCTION_CEILING = 60
+MESSAGE_CEILING = 20
+
+# Folders that any text may name: they are the same on every machine.
+COMMON = {
+    Path(name)
+    for name in (
+        "/",
+        "/bin",
+        "/dev",
+        "/etc",
+        "/home",
+        "/mnt",
+        "/opt",
+        "/proc",
+        "/root",
+        "/srv",
+        "/sys",
+        "/tmp",
+        "/usr",
+        "/var",
+    )
+}
+
+FORBIDDEN = {
+    "somebody's home folder": re.compile(r"(?<![\w.])/((home|Users)/[a-z][\w.-]*|root)/"),
+    "an index option (pip's own settings say where packages come from)": re.compile(
+        r"--(extra-)?index-url|--find-links"
+    ),
+    "a registry's host": re.compile(r"\b(pypi|pythonhosted|npmjs|download\.pytorch)\.(org|com|io)\b"),
+    "an issue by number alone (write repo#123)": re.compile(r"\bissue #?\d+\b", re.IGNORECASE),
+}
+
+
+def tracked() -> list[Path]:
+    """Every text file that git tracks; in a copy without git, every file outside hidden folders and build products."""
+    done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    names = (
+        done.stdout.split("\0") if done.returncode == 0 else [str(path.relative_to(ROOT)) for path in ROOT.rglob("*")]
+    )
+    paths = [ROOT / name for name in names if name and not {".venv", ".git", "__pycache__"} & set(Path(name).parts)]
+    return [path for path in paths if path.is_file() and b"\0" not in path.read_bytes()[:4096]]
+
+
+def machine_paths(root: Path, home: Path) -> list[str]:
+    """Absolute paths that say where a text was written: the checkout, what it lies in, the home folder."""
+    common = COMMON | {Path(tempfile.gettempdir())}
+    return [str(path) for path in (root, *root.parents, home) if path not in common]
+
+
+def forbidden(text: str, paths: list[str]) -> list[str]:
+    """`line: what it names` for each line of `text` that names something it may not."""
+    named = {f"the machine path {path}": re.compile(rf"(?<![\w.-]){re.escape(path)}(?![\w.-])") for path in paths}
+    lines = enumerate(text.splitlines(), 1)
+    return [
+        f"{number}: names {what}"
+        for number, line in lines
+        for what, pattern in {**FORBIDDEN, **named}.items()
+        if pattern.search(line)
+    ]
+
+
+def test_no_tracked_text_names_a_machine() -> None:
+    """No tracked text names the machine it was written on, a registry host, or an issue without its repository."""
+    paths = machine_paths(ROOT, Path.home())
+    complaints = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in tracked()
+        for line in forbidden(path.read_text(errors="replace"), paths)
+    ]
+    assert not complaints, "\n".join(complaints[:MESSAGE_CEILING])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "see /srv2/ada/quartet/engine",
+        "cd /srv2/ada;",
+        "PATH=/" + "home/ada/bin",
+        "pip install " + "--extra-" + "index-url x",
+        "https://" + "pypi" + ".org/simple",
+        "as iss" + "ue 7 says",
+    ],
+)
+def test_a_planted_name_is_caught(text: str) -> None:
+    """A line that names a forbidden thing is reported with its number, and ordinary lines beside it are not."""
+    paths = machine_paths(Path("/srv2/ada/quartet"), Path("/root"))
+    assert paths == ["/srv2/ada/quartet", "/srv2/ada", "/srv2"]
+    found = forbidden(f"in /tmp/ring\n{text}\nsglang#27221, /srv20/ada, x/srv2\n", paths)
+    assert found, text
+    assert all(line.startswith("2: ") for line in found)
+
+
+def test_functions_fit_in_a_glance() -> None:
+    """No function outside kernels and tests has more than sixty lines."""
+    paths = [path for path in sources() if path.relative_to(ROOT).parts[0] != "kernels"]
+    complaints = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in paths
+        for line in long_functions(path.read_text(), FUNCTION_CEILING)
+    ]
+    assert not complaints, "\n".join(complaints)
+
+
+def test_a_long_function_is_caught() -> None:
+    """A function of 61 lines is reported, methods and nested functions included, and one of 60 is not."""
+    body = "\n".join("        x = 1" for _ in range(FUNCTION_CEILING))
+    assert long_functions(f"class A:\n    def f(self):\n{body}\n", FUNCTION_CEILING) == ["2: A.f has 61 lines"]
+    assert long_functions(f"class A:\n    def f(self):\n{body.removesuffix('        x = 1')}\n", FUNCTION_CEILING) == []
+    assert [item.name for item in functions("def f():\n    async def g(): ...\n")] == ["f", "f.g"]
+
+
+def test_every_test_file_names_its_tier() -> None:
+    """Every test file sets `pytestmark` to exactly one tier, so that no tier runs what it cannot."""
+    paths = sorted((ROOT / "tests").rglob("test_*.py"))
+    complaints = [f"{path.relative_to(ROOT)}:{line}" for path in paths for line in tier_complaints(path.read_text())]
+    assert not complaints, "\n".join(complaints)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "",
+        "pytestmark = pytest.mark.slow",
+        "pytestmark = [pytest.mark.pure, pytest.mark.cpu]",
+        "def f():\n    pytestmark = pytest.mark.cpu",
+    ],
+)
+def test_a_test_file_without_one_tier_is_caught(source: str) -> None:
+    """No tier, two tiers, or a tier set inside a function is reported; one tier beside `slow` is not."""
+    assert len(tier_complaints(source)) == 1
+    assert tier_complaints("pytestmark = [pytest.mark.cpu, pytest.mark.slow]") == []
+
+
+def test_every_module_says_what_it_is() -> None:
+    """Every module of the packages and of the tests has a docstring."""
+    paths = [*sources(), *sorted((ROOT / "tests").rglob("*.py"))]
+    complaints = [
+        f"{path.relative_to(ROOT)}:{line}" for path in paths for line in docstring_complaints(path.read_text())
+    ]
+    assert not complaints, "\n".join(complaints)
+
+
+def test_a_module_without_docstring_is_caught() -> None:
+    """Code without a docstring is reported; an empty file and a documented one are not."""
+    assert docstring_complaints("# a comment is no docstring\nX = 1\n") == ["1: no module docstring"]
+    assert docstring_complaints("") == docstring_complaints('"""Says what it is."""\nX = 1\n') == []

@@ -1,0 +1,147 @@
+"""The import law of the house: who may import whom, and that the control side needs neither torch nor transformers."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.support.houserules import CONTROL, LEAVES, ROOT, law_complaints, module_name, room_of, sources
+
+pytestmark = pytest.mark.pure
+
+# Every breach that the law names, as (module, source, a word of the complaint).
+BREACHES = [
+    ("kernels.norm", "from engine.errors import QuartetError", "kernels may not import"),
+    ("kernels.norm", "import numpy as np", "not numpy"),
+    ("engine.plan", "def f():\n    import torch", "leaf may not import torch"),
+    ("engine.plan", "from engine.core.pages import Pages", "may not import engine.core.pages"),
+    ("engine.plan", "from . import rank", "may not import engine.rank"),
+    ("engine.core.loop", "from engine.front import client", "may not import engine.front.client"),
+    ("engine.core.loop", "import engine.rank.worker", "may not import engine.rank.worker"),
+    ("engine.core.loop", "from ..rank.worker import main", "may not import engine.rank.worker"),
+    ("engine.core.loop", "from kernels import norm", "may not import kernels.norm"),
+    ("engine.core.loop", "try:\n    import torch\nexcept ImportError:\n    pass", "torch at module level"),
+    ("engine.rank.runner", "def f():\n    from engine.core.scheduler import Scheduler", "may not import engine.core"),
+    ("engine.rank.runner", "from engine.front.text import Text", "may not import engine.front"),
+    (
+        "engine.rank.runner",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import engine.core.loop",
+        "may not import engine.core",
+    ),
+    ("engine.front.text", "class A:\n    import transformers", "transformers at module level"),
+    ("engine.front.text", "from engine.rank.sampler import sample", "may not import engine.rank"),
+    (
+        "engine.front.client",
+        "import importlib\nimportlib.import_module('engine.core.loop')",
+        "may not import engine.core",
+    ),
+    ("engine.sidecar", "", "no room"),
+    ("cluster.group", "def f():\n    import ray", "only deploy imports ray"),
+    ("cluster.group", "from fastapi import FastAPI", "only deploy imports fastapi"),
+    ("cluster.group", "from deploy.settings import Settings", "may not import deploy"),
+    ("cluster.capability", "from torch import cuda", "torch at module level"),
+    ("deploy.nano.build", "from kernels.norm import rms_norm", "may not import kernels"),
+    ("deploy.nano.build", "import torch.nn as nn", "torch at module level"),
+    ("deploy.app", "from tests.support.fake import Fake", "may not import tests"),
+    ("dashboards.exporter", "from engine.core.loop import Loop", "may not import engine.core"),
+]
+
+LAWFUL = [
+    ("kernels.norm", "import math\nimport torch\nimport triton.language as tl\nfrom kernels.tune import table"),
+    ("engine.plan", "import struct\nfrom engine.errors import QuartetError\nfrom . import protocol"),
+    (
+        "engine.core.loop",
+        "import zmq\nfrom engine import plan\nfrom engine.core.pages import Pages\nfrom .prefix import Prefix",
+    ),
+    ("engine.rank.runner", "import torch\nfrom kernels.norm import rms_norm\nfrom engine.rank.kv import KV"),
+    ("engine.front.text", "import tokenizers\ndef f():\n    import transformers"),
+    (
+        "cluster.group",
+        "from engine.rank import worker\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch",
+    ),
+    (
+        "deploy.app",
+        "import ray\nfrom fastapi import FastAPI\nfrom cluster.group import Group\nimport dashboards.exporter",
+    ),
+    ("dashboards.exporter", "import prometheus_client\nfrom engine.events import Sink"),
+]
+
+# Runs in a fresh interpreter: whatever asks for a blocked package gets what a machine without it gives.
+IMPORT_ALL = textwrap.dedent("""
+    import importlib, sys
+
+    class Blocked:
+        def find_spec(self, name, path=None, target=None):
+            if name.partition(".")[0] in {"torch", "transformers"}:
+                raise ModuleNotFoundError(f"{name} is blocked: the control side must import without it", name=name)
+
+    sys.meta_path.insert(0, Blocked())
+    sys.path.insert(0, sys.argv[1])
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
+    print("imported", len(sys.argv) - 2)
+""")
+
+
+def import_all(root: str, names: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", IMPORT_ALL, root, *names], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_the_repository_keeps_the_law() -> None:
+    """No file of the import packages imports what its room may not."""
+    assert sources(), "no sources found: the checker looked in the wrong place"
+    complaints = [
+        line
+        for path in sources()
+        for line in law_complaints(path.read_text(), module_name(path), is_package=path.name == "__init__.py")
+    ]
+    assert not complaints, "\n".join(complaints)
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "why"), BREACHES, ids=[f"{module}-{index}" for index, (module, *_) in enumerate(BREACHES)]
+)
+def test_a_planted_breach_is_caught(module: str, source: str, why: str) -> None:
+    """Each breach that the law names, planted in one file, gives exactly one complaint, and that one says why."""
+    complaints = law_complaints(source, module)
+    assert len(complaints) == 1, complaints
+    assert why in complaints[0]
+
+
+@pytest.mark.parametrize(("module", "source"), LAWFUL, ids=[module for module, _ in LAWFUL])
+def test_lawful_imports_pass(module: str, source: str) -> None:
+    """What the law allows is not complained about."""
+    assert law_complaints(source, module) == []
+
+
+def test_relative_imports_of_a_package_resolve_from_the_package() -> None:
+    """In `engine/core/__init__.py`, `..rank` is `engine.rank`, and in `engine/core/loop.py` it is the same."""
+    for module, is_package in (("engine.core", True), ("engine.core.loop", False)):
+        assert law_complaints("from ..rank import worker", module, is_package=is_package) == [
+            f"{module}:1: engine.core may not import engine.rank.worker"
+        ]
+
+
+def test_control_side_imports_with_torch_blocked() -> None:
+    """Leaves, core, front, cluster, deploy and dashboards import where neither torch nor transformers is."""
+    names = [name for path in sources() if _is_control(name := module_name(path)) and not name.endswith("__main__")]
+    done = import_all(str(ROOT), names)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-2:] == ["imported", str(len(names))]
+
+
+def test_the_block_catches_a_planted_torch_import(tmp_path: Path) -> None:
+    """A module that reaches torch through another one fails to import under the block, and the message names torch."""
+    (tmp_path / "innocent.py").write_text("import guilty\n")
+    (tmp_path / "guilty.py").write_text("import torch\n")
+    done = import_all(str(tmp_path), ["innocent"])
+    assert done.returncode != 0
+    assert "torch is blocked" in done.stderr
+
+
+def _is_control(module: str) -> bool:
+    return module == "engine" or module in LEAVES or room_of(module) in CONTROL
