@@ -181,7 +181,7 @@ class TextProcessor:
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """Reads tokenizer.json, tokenizer_config.json, chat_template.jinja (or the config's) and generation_config.json.
+        """Reads tokenizer(_config).json, chat_template.jinja (or the config's own template), generation_config.json.
 
         Raises CheckpointError that names what is absent or unusable. A checkpoint without a template loads, and then
         `render_chat` refuses.
@@ -257,7 +257,7 @@ def _as_plain(tokenizer: Tokenizer, control: Mapping[str, int]) -> Tokenizer:
 
 
 def _control_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    """Name -> id of the control tokens: added tokens flagged special, and any that look like one (<|x>, <x|>, <|x|>)."""
+    """Name -> id of the control tokens: added tokens flagged special, and any that look like it (<|x>, <x|>, <|x|>)."""
     added = tokenizer.get_added_tokens_decoder().items()
     control = {t.content: number for number, t in added if t.special or _CONTROL_SHAPE.fullmatch(t.content)}
     if not control or min(map(len, control)) == 1:
