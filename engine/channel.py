@@ -1,0 +1,160 @@
+"""The mapped ring: one writer, n readers, records of any size, no locks and no system calls but a sleep.
+
+    | written | read 0 | read 1 | ... | data ............................................. |
+      64 B      64 B each               capacity bytes, records laid end to end, wrapping
+
+    record = size u32 | crc32 u32 | step u64 | payload, padded to 8
+
+`written` and `read i` count bytes since the ring was made; a counter has one writer and is published after the bytes it covers.
+A record never straddles the end: a size of 0xFFFFFFFF there says "continue at the start". Step numbers are contiguous. A record
+whose crc is still bad after a millisecond of re-reading, or a gap in the steps, raises ChannelBroken: the group ends.
+
+The memory is an anonymous file (memfd) whose descriptor the children inherit: it has no name, so no kill can leave it behind.
+"""
+
+import mmap
+import os
+import struct
+import time
+import zlib
+from collections.abc import Callable
+
+_COUNTER = struct.Struct("<Q")
+_RECORD = struct.Struct("<IIQ")
+_LINE = 64
+_WRAP = 0xFFFFFFFF
+_REREAD_S = 0.001
+RING_BYTES = 8 << 20
+
+
+class ChannelBroken(RuntimeError):
+    """The ring cannot be trusted any more, or a record can never fit it."""
+
+
+def create_shared(name: str, size: int) -> int:
+    """A descriptor of `size` zeroed bytes of anonymous shared memory; children inherit it through pass_fds."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    os.ftruncate(fd, size)
+    return fd
+
+
+def map_shared(fd: int) -> memoryview:
+    """The whole of `fd`, mapped shared and writable. The descriptor may be closed afterwards."""
+    return memoryview(mmap.mmap(fd, os.fstat(fd).st_size))
+
+
+def ring_bytes(readers: int, capacity: int = RING_BYTES) -> int:
+    """Bytes to create for a ring of `capacity` data bytes."""
+    return _LINE * (1 + readers) + capacity
+
+
+class Waiter:
+    """How to wait for memory to change: spin a little where cores are free, then sleep, longer the longer nothing comes.
+
+    `spin` polls are made without sleeping (0 where processes outnumber cores). Sleeps start at 50 us and reach `idle_s` after
+    about a second of silence.
+    """
+
+    def __init__(self, spin: int = 0, idle_s: float = 0.001) -> None:
+        self._spin = spin
+        self._idle_s = idle_s
+        self._polls = 0
+
+    def reset(self) -> None:
+        """Something came."""
+        self._polls = 0
+
+    def wait(self) -> None:
+        """One turn of waiting."""
+        self._polls += 1
+        if self._polls <= self._spin:
+            return
+        time.sleep(self._idle_s if self._polls > self._spin + 5000 else 50e-6)
+
+
+class _Ring:
+    def __init__(self, memory: memoryview, readers: int) -> None:
+        self._memory = memory
+        self._data = _LINE * (1 + readers)
+        self._capacity = len(memory) - self._data
+
+    def _load(self, line: int) -> int:
+        value: int = _COUNTER.unpack_from(self._memory, line * _LINE)[0]
+        return value
+
+    def _store(self, line: int, value: int) -> None:
+        _COUNTER.pack_into(self._memory, line * _LINE, value)
+
+
+class RingWriter(_Ring):
+    """The one writer. `readers` is their number; each must keep reading or `write` waits for it."""
+
+    def __init__(self, memory: memoryview, readers: int, waiter: Waiter | None = None) -> None:
+        super().__init__(memory, readers)
+        self._readers = readers
+        self._waiter = waiter or Waiter()
+        self._written = 0
+        self._step = 0
+
+    def write(self, step: int, payload: bytes, alive: Callable[[], None] = lambda: None) -> None:
+        """Publish one record. Waits while a reader is a whole ring behind, calling `alive` (which may raise) at each turn."""
+        size = _RECORD.size + (len(payload) + 7) // 8 * 8
+        if size > self._capacity // 2:
+            raise ChannelBroken(f"a record of {len(payload)} bytes does not fit a ring of {self._capacity}")
+        if step != self._step + 1:
+            raise ChannelBroken(f"step {step} written after step {self._step}")
+        at = self._written % self._capacity
+        skip = self._capacity - at if self._capacity - at < size else 0
+        while self._written + skip + size - self._slowest() > self._capacity:
+            alive()
+            self._waiter.wait()
+        self._waiter.reset()
+        if skip:
+            struct.pack_into("<I", self._memory, self._data + at, _WRAP)
+            at = 0
+        start = self._data + at
+        crc = zlib.crc32(payload, step & 0xFFFFFFFF)
+        self._memory[start + _RECORD.size : start + _RECORD.size + len(payload)] = payload
+        _RECORD.pack_into(self._memory, start, len(payload), crc, step)
+        self._written += skip + size
+        self._step = step
+        self._store(0, self._written)
+
+    def _slowest(self) -> int:
+        return min(self._load(1 + reader) for reader in range(self._readers))
+
+
+class RingReader(_Ring):
+    """Reader number `index` of `readers`."""
+
+    def __init__(self, memory: memoryview, readers: int, index: int) -> None:
+        super().__init__(memory, readers)
+        self._index = index
+        self._read = 0
+        self._step = 0
+
+    def poll(self) -> tuple[int, bytes] | None:
+        """The next (step, payload), or None when nothing new is published."""
+        if self._load(0) == self._read:
+            return None
+        at = self._read % self._capacity
+        if struct.unpack_from("<I", self._memory, self._data + at)[0] == _WRAP:
+            self._read += self._capacity - at
+            at = 0
+        step, payload = self._checked(self._data + at)
+        if step != self._step + 1:
+            raise ChannelBroken(f"step {step} read after step {self._step}")
+        self._step = step
+        self._read += _RECORD.size + (len(payload) + 7) // 8 * 8
+        self._store(1 + self._index, self._read)
+        return step, payload
+
+    def _checked(self, start: int) -> tuple[int, bytes]:
+        deadline = time.monotonic() + _REREAD_S
+        while True:
+            size, crc, step = _RECORD.unpack_from(self._memory, start)
+            payload = bytes(self._memory[start + _RECORD.size : start + _RECORD.size + min(size, self._capacity)])
+            if zlib.crc32(payload, step & 0xFFFFFFFF) == crc:
+                return step, payload
+            if time.monotonic() > deadline:
+                raise ChannelBroken(f"record after step {self._step} has a bad crc")

@@ -1,0 +1,92 @@
+"""Settings of one engine group: frozen, validated once, handed to every process over the boot handshake."""
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from engine.errors import ConfigError
+from engine.geometry import PAGE_SIZE, Geometry, check_tp, kv_groups, read_geometry
+
+Device = Literal["cpu", "cuda"]
+DType = Literal["float32", "bfloat16"]
+LoadFormat = Literal["safetensors", "dummy"]
+AttentionName = Literal["reference"]
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One group. Built by `engine_config`, which checks it; never mutated.
+
+    model            local folder with config.json (and the weights, unless load_format is dummy)
+    tp               ranks
+    max_seqs         slots: sequences running at once
+    max_len          tokens of one sequence, prompt and output
+    prefill_budget   prompt tokens computed in one step, over all sequences
+    pages            pages of each KV group, null page included; None: sized by need from `memory_fraction` of the device
+    attention        backend asked for; None: what this node's capability runs today
+    debug_hash       mix the bits of the final hidden rows into the state hash (tests; costs a copy a step)
+    step_timeout_s   a step that makes no progress for so long ends the group
+    heartbeat_timeout_s  a process that is not scheduled for so long ends the group
+    boot_timeout_s   spawn to ready
+    """
+
+    model: str
+    tp: int
+    device: Device
+    dtype: DType
+    load_format: LoadFormat = "safetensors"
+    max_seqs: int = 16
+    max_len: int = 2048
+    prefill_budget: int = 512
+    page: int = PAGE_SIZE
+    pages: tuple[int, ...] | None = None
+    attention: AttentionName | None = None
+    memory_fraction: float = 0.9
+    suppress: tuple[int, ...] = ()
+    debug_hash: bool = False
+    step_timeout_s: float = 60.0
+    heartbeat_timeout_s: float = 3.0
+    boot_timeout_s: float = 600.0
+
+
+def engine_config(**settings: object) -> EngineConfig:
+    """A checked EngineConfig from keyword settings; ConfigError names the key that is unknown, mistyped or impossible."""
+    unknown = set(settings) - set(EngineConfig.__struct_fields__)
+    if unknown:
+        known = ", ".join(EngineConfig.__struct_fields__)
+        raise ConfigError(f"unknown engine setting {sorted(unknown)[0]!r}; known: {known}")
+    try:
+        config = msgspec.convert(settings, EngineConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"engine settings: {error}") from error
+    _check_numbers(config)
+    _check_model(config, read_geometry(Path(config.model)))
+    return config
+
+
+def _check_numbers(config: EngineConfig) -> None:
+    for name in ("tp", "max_seqs", "max_len", "prefill_budget"):
+        if getattr(config, name) < 1:
+            raise ConfigError(f"{name} must be at least 1, not {getattr(config, name)}")
+    for name in ("step_timeout_s", "heartbeat_timeout_s", "boot_timeout_s"):
+        if not getattr(config, name) > 0:
+            raise ConfigError(f"{name} must be positive, not {getattr(config, name)}")
+    if config.page not in (16, 32, 64):
+        raise ConfigError(f"page must be 16, 32 or 64, not {config.page}")
+    if not 0 < config.memory_fraction <= 1:
+        raise ConfigError(f"memory_fraction must lie in (0, 1], not {config.memory_fraction}")
+
+
+def _check_model(config: EngineConfig, geometry: Geometry) -> None:
+    if config.max_len > geometry.max_position:
+        raise ConfigError(f"max_len {config.max_len} exceeds the model's {geometry.max_position} positions")
+    check_tp(geometry, config.tp)
+    groups = kv_groups(geometry, config.tp, config.page)
+    if config.pages is None:
+        return
+    if len(config.pages) != len(groups):
+        raise ConfigError(f"pages has {len(config.pages)} entries for {len(groups)} KV groups")
+    for group, pages in zip(groups, config.pages, strict=True):
+        least = group.worst_pages(min(config.max_len, group.window or 1)) + 1
+        if pages < least:
+            raise ConfigError(f"pages: the {group.name} group needs at least {least} pages (null page included), not {pages}")

@@ -1,0 +1,323 @@
+"""Byte layout of what crosses between core and ranks: StepPlan (core -> ranks), StepResult (rank 0 -> core), RankStatus (rank -> core).
+
+All little-endian, every section 4-byte aligned, so that a rank reads the fixed-width sections as int32 arrays in place.
+
+    StepPlan    header | decodes [n] | chunks [n,4] | appends [n,4] | releases [n,4] | admissions, variable
+    StepResult  header | rows [n,4 + width] | logprobs, variable, only when the header says so
+    RankStatus  one 64-byte record a process in a shared block; one writer a field
+
+A plan is a diff: a decode row is its slot and nothing else (the device holds its length), a page is named once when it is
+appended. A rank applies a plan in this order: releases, admissions (which rewrite a slot's whole table rows), appends; then the
+chunks and decodes run as one forward.
+"""
+
+import struct
+from dataclasses import dataclass, field
+
+from engine.protocol import Logprobs, SamplingParams
+
+PLAN_VERSION = 1
+RESULT_WIDTH = 1
+
+_PLAN = struct.Struct("<IIQ6I")
+_ADMISSION = struct.Struct("<iiqqfff6i")
+_RESULT = struct.Struct("<QIIII")
+_LOGPROB_COUNT = struct.Struct("<i")
+
+FLAG_STOP = 1
+RESULT_HAS_LOGPROBS = 1
+ROW_NAN = 1
+
+
+@dataclass(frozen=True)
+class PrefillChunk:
+    """Positions [start, end) of `slot`. Rows from `first_logit` on want logits; first_logit == end: none do.
+
+    The last position's logits give the sequence's next token, written at position `end` of the slot's token row.
+    """
+
+    slot: int
+    start: int
+    end: int
+    first_logit: int
+
+    @property
+    def samples(self) -> bool:
+        return self.first_logit < self.end
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A sequence takes `slot`: all its tokens so far (after a preemption also generated ones) and how it samples.
+
+    `number` grows with every admission, so that a result can be told from one of the slot's last tenant. `prompt` is the
+    length of the prompt proper; `params.min_tokens` counts from there.
+    """
+
+    slot: int
+    number: int
+    tokens: list[int]
+    prompt: int
+    params: SamplingParams
+    adapter: int = 0
+
+
+@dataclass(frozen=True)
+class PageAppend:
+    """Entry `index` of `slot`'s table row in `group` becomes `page`."""
+
+    group: int
+    slot: int
+    index: int
+    page: int
+
+
+@dataclass(frozen=True)
+class PageRelease:
+    """Entries [first, first + count) of `slot`'s table row in `group` become the null page."""
+
+    group: int
+    slot: int
+    first: int
+    count: int
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step for every rank. Result rows come in the order: chunks that sample, then decodes."""
+
+    step: int
+    stop: bool = False
+    releases: list[PageRelease] = field(default_factory=list)
+    admissions: list[Admission] = field(default_factory=list)
+    appends: list[PageAppend] = field(default_factory=list)
+    chunks: list[PrefillChunk] = field(default_factory=list)
+    decodes: list[int] = field(default_factory=list)
+
+    @property
+    def result_slots(self) -> list[int]:
+        """Slot of each result row."""
+        return [chunk.slot for chunk in self.chunks if chunk.samples] + self.decodes
+
+    @property
+    def tokens(self) -> int:
+        """Rows of the forward."""
+        return sum(chunk.end - chunk.start for chunk in self.chunks) + len(self.decodes)
+
+
+@dataclass(frozen=True)
+class ResultRow:
+    """What one result row gave. `tokens` empty with `nan`: the logits held NaN and nothing was sampled."""
+
+    slot: int
+    number: int
+    tokens: tuple[int, ...]
+    nan: bool = False
+    logprobs: Logprobs | None = None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Rank 0 -> core, one a plan that had rows or not, in plan order."""
+
+    step: int
+    rows: list[ResultRow]
+
+
+def encode_plan(plan: StepPlan) -> bytes:
+    """Bytes of `plan`; `decode_plan` is its inverse."""
+    flags = FLAG_STOP if plan.stop else 0
+    counts = (len(plan.decodes), len(plan.chunks), len(plan.appends), len(plan.releases), len(plan.admissions), 0)
+    flat: list[int] = list(plan.decodes)
+    for chunk in plan.chunks:
+        flat += (chunk.slot, chunk.start, chunk.end, chunk.first_logit)
+    for append in plan.appends:
+        flat += (append.group, append.slot, append.index, append.page)
+    for release in plan.releases:
+        flat += (release.group, release.slot, release.first, release.count)
+    header = _PLAN.pack(PLAN_VERSION, flags, plan.step, *counts)
+    return b"".join([header, _ints(flat), *map(_encode_admission, plan.admissions)])
+
+
+def decode_plan(data: bytes) -> StepPlan:
+    """The plan in `data`; raises ValueError when it is not one (wrong version or length)."""
+    version, flags, step, n_decodes, n_chunks, n_appends, n_releases, n_admissions, _ = _PLAN.unpack_from(data)
+    if version != PLAN_VERSION:
+        raise ValueError(f"plan version {version}, expected {PLAN_VERSION}")
+    offset = _PLAN.size
+    fixed = struct.unpack_from(f"<{n_decodes + 4 * (n_chunks + n_appends + n_releases)}i", data, offset)
+    offset += 4 * len(fixed)
+    quads = [fixed[at : at + 4] for at in range(n_decodes, len(fixed), 4)]
+    admissions = []
+    for _ in range(n_admissions):
+        admission, offset = _decode_admission(data, offset)
+        admissions.append(admission)
+    if offset != len(data):
+        raise ValueError(f"plan {step} is {len(data)} bytes long, its sections end at {offset}")
+    return StepPlan(
+        step=step,
+        stop=bool(flags & FLAG_STOP),
+        decodes=list(fixed[:n_decodes]),
+        chunks=[PrefillChunk(*quad) for quad in quads[:n_chunks]],
+        appends=[PageAppend(*quad) for quad in quads[n_chunks : n_chunks + n_appends]],
+        releases=[PageRelease(*quad) for quad in quads[n_chunks + n_appends :]],
+        admissions=admissions,
+    )
+
+
+def _ints(values: list[int] | tuple[int, ...]) -> bytes:
+    return struct.pack(f"<{len(values)}i", *values)
+
+
+def _encode_admission(admission: Admission) -> bytes:
+    params = admission.params
+    head = _ADMISSION.pack(
+        admission.slot,
+        admission.prompt,
+        admission.number,
+        params.seed,
+        params.temperature,
+        params.top_p,
+        params.min_p,
+        params.top_k,
+        params.min_tokens,
+        -1 if params.logprobs is None else params.logprobs,
+        admission.adapter,
+        len(params.stop_ids),
+        len(admission.tokens),
+    )
+    return head + _ints(params.stop_ids) + _ints(admission.tokens)
+
+
+def _decode_admission(data: bytes, offset: int) -> tuple[Admission, int]:
+    slot, prompt, number, seed, temperature, top_p, min_p, *rest = _ADMISSION.unpack_from(data, offset)
+    top_k, min_tokens, logprobs, adapter, n_stop, n_tokens = rest
+    offset += _ADMISSION.size
+    ints = struct.unpack_from(f"<{n_stop + n_tokens}i", data, offset)
+    params = SamplingParams(
+        max_tokens=0,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        min_tokens=min_tokens,
+        stop_ids=ints[:n_stop],
+        logprobs=None if logprobs < 0 else logprobs,
+    )
+    admission = Admission(slot, number, list(ints[n_stop:]), prompt, params, adapter)
+    return admission, offset + 4 * len(ints)
+
+
+def encode_result(result: StepResult) -> bytes:
+    """Bytes of `result`; `decode_result` is its inverse."""
+    with_logprobs = any(row.logprobs is not None for row in result.rows)
+    flags = RESULT_HAS_LOGPROBS if with_logprobs else 0
+    parts = [_RESULT.pack(result.step, len(result.rows), RESULT_WIDTH, flags, 0)]
+    for row in result.rows:
+        tokens = row.tokens + (0,) * (RESULT_WIDTH - len(row.tokens))
+        number = row.number & 0x7FFFFFFF
+        parts.append(_ints((row.slot, number, len(row.tokens), ROW_NAN if row.nan else 0, *tokens)))
+    if with_logprobs:
+        parts += [_encode_logprobs(row.logprobs) for row in result.rows]
+    return b"".join(parts)
+
+
+def _encode_logprobs(logprobs: Logprobs | None) -> bytes:
+    if logprobs is None:
+        return _LOGPROB_COUNT.pack(-1)
+    count = len(logprobs.top)
+    ids = [token for token, _ in logprobs.top]
+    values = [value for _, value in logprobs.top]
+    return struct.pack(f"<i{count}i{count + 1}f", count, *ids, logprobs.chosen, *values)
+
+
+def decode_result(data: bytes) -> StepResult:
+    """The result in `data`; raises ValueError when its length is wrong. `number` comes back modulo 2**31."""
+    step, n_rows, width, flags, _ = _RESULT.unpack_from(data)
+    stride = 4 + width
+    flat = struct.unpack_from(f"<{n_rows * stride}i", data, _RESULT.size)
+    offset = _RESULT.size + 4 * len(flat)
+    rows = []
+    for at in range(0, len(flat), stride):
+        slot, number, count, row_flags = flat[at : at + 4]
+        logprobs = None
+        if flags & RESULT_HAS_LOGPROBS:
+            logprobs, offset = _decode_logprobs(data, offset)
+        rows.append(ResultRow(slot, number, flat[at + 4 : at + 4 + count], bool(row_flags & ROW_NAN), logprobs))
+    if offset != len(data):
+        raise ValueError(f"result {step} is {len(data)} bytes long, its sections end at {offset}")
+    return StepResult(step, rows)
+
+
+def _decode_logprobs(data: bytes, offset: int) -> tuple[Logprobs | None, int]:
+    (count,) = _LOGPROB_COUNT.unpack_from(data, offset)
+    if count < 0:
+        return None, offset + 4
+    values = struct.unpack_from(f"<{count}i{count + 1}f", data, offset + 4)
+    top = list(zip(values[:count], values[count + 1 :], strict=True))
+    return Logprobs(values[count], top), offset + 4 * (2 + 2 * count)
+
+
+class Phase:
+    """Where a process stands, in its status record."""
+
+    starting, loading, ready, running, stopping = range(5)
+
+
+STATUS_BYTES = 64
+_PROGRESS = struct.Struct("<QQQII")
+_HEARTBEAT = struct.Struct("<Q")
+_EXTRA = struct.Struct("<QII")
+_HEARTBEAT_AT = _PROGRESS.size
+_EXTRA_AT = _HEARTBEAT_AT + _HEARTBEAT.size
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """One process's record. Times are CLOCK_MONOTONIC nanoseconds (the same clock in every process of a node).
+
+    `launched`/`finished` are step numbers; `progress_ns` is when either last moved; `state_hash` is the fold after step
+    `finished`; `heartbeat_ns` is written by the lifeline thread, the other fields by the main thread.
+    """
+
+    launched: int = 0
+    finished: int = 0
+    progress_ns: int = 0
+    state_hash: int = 0
+    step_us: int = 0
+    heartbeat_ns: int = 0
+    memory_bytes: int = 0
+    phase: int = Phase.starting
+    pid: int = 0
+
+
+class StatusBlock:
+    """The shared block of records, index 0..tp-1 the ranks and tp the core."""
+
+    def __init__(self, buffer: memoryview) -> None:
+        self._buffer = buffer
+
+    @staticmethod
+    def size(processes: int) -> int:
+        """Bytes for `processes` records."""
+        return STATUS_BYTES * processes
+
+    def read(self, index: int) -> RankStatus:
+        """The record as it stands; fields are read one by one and may belong to neighbouring moments."""
+        base = index * STATUS_BYTES
+        progress = _PROGRESS.unpack_from(self._buffer, base)
+        (heartbeat,) = _HEARTBEAT.unpack_from(self._buffer, base + _HEARTBEAT_AT)
+        return RankStatus(*progress, heartbeat, *_EXTRA.unpack_from(self._buffer, base + _EXTRA_AT))
+
+    def progress(self, index: int, launched: int, finished: int, now_ns: int, state_hash: int, step_us: int) -> None:
+        """Main thread: a step was launched or finished."""
+        _PROGRESS.pack_into(self._buffer, index * STATUS_BYTES, launched, finished, now_ns, state_hash, step_us)
+
+    def heartbeat(self, index: int, now_ns: int) -> None:
+        """Lifeline thread: the process is scheduled at all."""
+        _HEARTBEAT.pack_into(self._buffer, index * STATUS_BYTES + _HEARTBEAT_AT, now_ns)
+
+    def phase(self, index: int, memory_bytes: int, phase: int, pid: int) -> None:
+        """Main thread: the process moved to another phase."""
+        _EXTRA.pack_into(self._buffer, index * STATUS_BYTES + _EXTRA_AT, memory_bytes, phase, pid)
