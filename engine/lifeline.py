@@ -1,0 +1,183 @@
+"""The child's end of its lifeline: a socket pair to the replica that carries the boot handshake, and whose end of file means exit.
+
+    replica -> child   Configure, then Allocate once every rank has loaded
+    child -> replica   Loaded (ranks), Ready, or Failed with the reason, before it exits
+
+It is the only two-way conversation in an engine. After `Ready` nothing is sent on it any more: it only has to stay open. A thread
+watches for its end (the replica died by whatever cause) and writes this process's heartbeat into the status block.
+"""
+
+import ctypes
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import NoReturn
+
+import msgspec
+
+from engine.channel import map_shared
+from engine.config import EngineConfig
+from engine.errors import QuartetError
+from engine.plan import Phase, StatusBlock
+from engine.protocol import FrameReader, frame
+
+HEARTBEAT_S = 0.25
+_PR_SET_PDEATHSIG = 1
+
+
+class BootArgs(msgspec.Struct, frozen=True, kw_only=True):
+    """argv[1] of a child, as JSON: who it is and which inherited descriptors are what.
+
+    `plan` is the ring core -> ranks; `result` the ring rank 0 -> core; `reduce` the CPU all-reduce memory; `front` the core's
+    message socket; `store` a file for torch.distributed's rendezvous. `spin`: polls a ring reader may make before it sleeps.
+    """
+
+    role: str
+    index: int
+    tp: int
+    parent: int
+    lifeline: int
+    status: int
+    plan: int
+    result: int
+    reduce: int = -1
+    front: int = -1
+    store: str = ""
+    spin: int = 0
+
+    @property
+    def status_index(self) -> int:
+        """This process's record: ranks first, the core last."""
+        return self.tp if self.role == "core" else self.index
+
+
+class Configure(msgspec.Struct, frozen=True, tag="configure"):
+    """replica -> child, first message."""
+
+    config: EngineConfig
+
+
+class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
+    """rank -> replica: weights are in place; bytes left for KV pages, rms of the residual after the last layer."""
+
+    kv_bytes: int
+    weight_bytes: int
+    residual_rms: float
+    seconds: float
+
+
+class Allocate(msgspec.Struct, frozen=True, tag="allocate"):
+    """replica -> ranks and core: pages of each KV group, null page included."""
+
+    pages: tuple[int, ...]
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """child -> replica: it will run the first plan. `note` is for the log."""
+
+    note: str = ""
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """child -> replica: boot is impossible; `user` when the message is fit for the user as it is (a QuartetError)."""
+
+    error: str
+    user: bool
+
+
+BootMessage = Configure | Loaded | Allocate | Ready | Failed
+_decode = msgspec.msgpack.Decoder(BootMessage).decode
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class BootSocket:
+    """One end of a lifeline as a sequence of messages; blocking, with the socket's own timeout."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self._frames = FrameReader()
+        self._pending: list[BootMessage] = []
+
+    def send(self, message: BootMessage) -> None:
+        """Send one message whole."""
+        self.sock.sendall(frame(_encode(message)))
+
+    def receive(self) -> BootMessage | None:
+        """The next message; None at end of file. Raises TimeoutError as the socket does."""
+        while not self._pending:
+            data = self.sock.recv(1 << 16)
+            if not data:
+                return None
+            self._pending = [_decode(message) for message in self._frames.feed(data)]
+        return self._pending.pop(0)
+
+
+class Lifeline:
+    """A child's side: dies with the replica, beats the heart, speaks the handshake."""
+
+    def __init__(self, args: BootArgs) -> None:
+        _die_with_parent(args.parent)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self.args = args
+        self.status = StatusBlock(map_shared(args.status))
+        self._boot = BootSocket(socket.socket(fileno=args.lifeline))
+        self._boot.sock.setblocking(True)
+        self.phase(Phase.starting)
+        threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
+
+    def phase(self, phase: int, memory_bytes: int = 0) -> None:
+        """Record where this process stands."""
+        self.status.phase(self.args.status_index, memory_bytes, phase, os.getpid())
+
+    def send(self, message: BootMessage) -> None:
+        """Say something to the replica."""
+        self._boot.send(message)
+
+    def configure(self) -> EngineConfig:
+        """Wait for the settings."""
+        message = self._receive()
+        assert isinstance(message, Configure), message
+        return message.config
+
+    def allocate(self) -> tuple[int, ...]:
+        """Wait for the page counts."""
+        message = self._receive()
+        assert isinstance(message, Allocate), message
+        return message.pages
+
+    def _receive(self) -> BootMessage:
+        message = self._boot.receive()
+        if message is None:
+            os._exit(0)
+        return message
+
+    def _watch(self) -> None:
+        poll = select.poll()
+        poll.register(self._boot.sock, select.POLLRDHUP)
+        while not poll.poll(HEARTBEAT_S * 1000):
+            self.status.heartbeat(self.args.status_index, time.monotonic_ns())
+        os._exit(0)
+
+
+def _die_with_parent(parent: int) -> None:
+    """SIGKILL when the thread that spawned us ends; exit now if it already has."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:
+        os._exit(0)
+
+
+def fail(lifeline: Lifeline, error: BaseException) -> NoReturn:
+    """Tell the replica why this process cannot go on, and end it."""
+    user = isinstance(error, QuartetError)
+    text = str(error) if user else f"{type(error).__name__}: {error}"
+    try:
+        lifeline.send(Failed(text, user))
+    except OSError:
+        print(f"{lifeline.args.role} {lifeline.args.index}: the replica is gone; {text}", file=sys.stderr, flush=True)
+    os._exit(1)
