@@ -400,7 +400,7 @@ def by_runs(text: TextProcessor, ids: Sequence[int]) -> str:
         piece = text.pieces[token]
         if isinstance(piece, bytes):
             run += piece
-        else:
+        elif piece:
             out, run = out + run.decode("utf-8", "quartet_per_byte") + piece, b""
     return out + run.decode("utf-8", "quartet_per_byte")
 
