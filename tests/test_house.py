@@ -45,7 +45,7 @@ COMMON = {
 FORBIDDEN = {
     "somebody's home folder": re.compile(r"(?<![\w.])/((home|Users)/[a-z][\w.-]*|root)/"),
     "an index option (pip's own settings say where packages come from)": re.compile(
-        r"--(extra-)?index-url|--find-links"
+        r"--(extra-)?index-url|--(find-links)"
     ),
     "a registry's host": re.compile(r"\b(pypi|pythonhosted|npmjs|download\.pytorch)\.(org|com|io)\b"),
     "an issue by number alone (write repo#123)": re.compile(r"\bissue #?\d+\b", re.IGNORECASE),

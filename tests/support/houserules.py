@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Import:
-    """One import: its dotted target (`from a.b import c`: `a.b.c`), its line, and whether importing the module runs it."""
+    """One import: its dotted target (`from a.b import c`: `a.b.c`), its line, whether importing the module runs it."""
 
     target: str
     line: int
