@@ -25,7 +25,7 @@ EXTRAS-gpu := [gpu]
 .DELETE_ON_ERROR:
 .SECONDARY:
 
-# exec: a signal to make's child is a signal to the launcher, which drains.
+# exec: the launcher is make's own child, and make passes SIGTERM on to it and waits while it drains.
 serve: $(VENV)/.installed-serve
 	@exec $(BIN)/python -m deploy.cli serve $(CONFIG)
 
@@ -36,9 +36,9 @@ test-full: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-lint
+	@$(BIN)/python -m tests.support.sizes
 	$(BIN)/ruff check .
 	$(BIN)/mypy $(ROOMS)
-	$(BIN)/python -m tests.support.sizes
 
 bench: $(VENV)/.installed-test
 	$(BIN)/python -m tests.bench.run
