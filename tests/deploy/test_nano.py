@@ -352,6 +352,11 @@ def plain(cache: Path) -> Tokenizer:
     return Tokenizer.from_file(str(ensure("31b", cache) / "tokenizer.json"))
 
 
+@pytest.fixture(scope="module")
+def front(cache: Path) -> TextProcessor:
+    return TextProcessor.load(ensure("31b", cache))
+
+
 @PROPERTY
 @given(text=any_text)
 @example(text=" two  spaces, a\ttab,\r\n\nlines \x00 \ufeff é 漢字 👩‍👩‍👧 <0x41>")
@@ -372,21 +377,12 @@ def test_a_lossy_vocabulary_is_seen(cache: Path) -> None:
 
 @PROPERTY
 @given(text=any_text)
-def test_same_ids_as_transformers(cache: Path, judge: Any, plain: Tokenizer, text: str) -> None:
+def test_same_ids_as_transformers(front: TextProcessor, judge: Any, plain: Tokenizer, text: str) -> None:
     """AutoTokenizer, the tokenizers library and our front give the same ids."""
     ids = plain.encode(text).ids
     assert ids[0] == 2
     assert judge(text)["input_ids"] == ids
-    assert front(cache).encode(text, add_bos=True) == ids
-
-
-_FRONTS: dict[Path, TextProcessor] = {}
-
-
-def front(cache: Path) -> TextProcessor:
-    if cache not in _FRONTS:
-        _FRONTS[cache] = TextProcessor.load(ensure("31b", cache))
-    return _FRONTS[cache]
+    assert front.encode(text, add_bos=True) == ids
 
 
 def test_special_tokens(judge: Any, plain: Tokenizer) -> None:
@@ -401,10 +397,10 @@ def test_special_tokens(judge: Any, plain: Tokenizer) -> None:
     assert judge.padding_side == "left"
 
 
-def test_template_as_transformers_renders_it(cache: Path, judge: Any) -> None:
+def test_template_as_transformers_renders_it(front: TextProcessor, judge: Any) -> None:
     """Our front and transformers' apply_chat_template give the same ids for the same conversation."""
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": ["x", 1, True]}}}
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": " What is 2 < 3? "},
         {"role": "assistant", "content": "Wait.", "tool_calls": [call]},
@@ -422,4 +418,4 @@ def test_template_as_transformers_renders_it(cache: Path, judge: Any) -> None:
             tokenize=True,
             return_dict=False,
         )
-        assert front(cache).render_chat(messages, tools=tools, enable_thinking=thinking) == theirs
+        assert front.render_chat(messages, tools=tools, enable_thinking=thinking) == theirs

@@ -86,7 +86,7 @@ def rendered(text: TextProcessor, messages: list[dict[str, Any]], **options: Any
 # ---- chat template
 
 LOOP = [user("Weather?"), assistant(tool_calls=[CALL]), tool("18C")]
-CASES = {
+CASES: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]] = {
     "one turn": ([user(" Hi \n")], {}, "<bos><|turn>user\nHi<turn|>\n<|turn>model\n" + EMPTY_THOUGHT),
     "parts": (
         [user([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])],
