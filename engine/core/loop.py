@@ -1,0 +1,258 @@
+"""The core process: messages in, plans out, results in, tokens out. `python -m engine.core.loop '<BootArgs>'`.
+
+    front socket --> Scheduler.add / abort          at most two plans are out: one running, one queued
+                     Scheduler.schedule --> Executor.submit
+                     Scheduler.commit  <-- Executor.poll
+    front socket <-- one TokenBatch a step
+
+While plans are out it polls the result ring; with nothing to do it sleeps in `select` on the front socket. Any exception here ends
+the group; one while reading a single message ends that request only. Several fronts may attach; today there is one, client 0.
+"""
+
+import os
+import select
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from engine.channel import RingReader, RingWriter, Waiter, map_shared
+from engine.config import EngineConfig
+from engine.core.scheduler import Scheduler, SchedulerConfig
+from engine.geometry import kv_groups, read_geometry
+from engine.lifeline import BootArgs, Lifeline, Ready, fail
+from engine.plan import Phase, StepPlan, StepResult, decode_result, encode_plan
+from engine.protocol import (
+    Abort,
+    Control,
+    FinishReason,
+    FrameReader,
+    FrontMessage,
+    GenerateRequest,
+    Output,
+    TokenBatch,
+    decode_front_message,
+    encode_message,
+    frame,
+)
+
+DEPTH = 2
+MAX_UNSENT = 64 << 20
+_CLIENT = 0
+
+
+class Executor(Protocol):
+    """The ranks as the core sees them: plans go in, results come out in the same order."""
+
+    def submit(self, plan: StepPlan) -> None:
+        """Hand a plan to every rank; returns at once."""
+
+    def poll(self) -> StepResult | None:
+        """The next result, if there is one."""
+
+
+class RingExecutor:
+    """The real one: a ring to all ranks, a ring back from rank 0."""
+
+    def __init__(self, args: BootArgs) -> None:
+        waiter = Waiter(args.spin)
+        self._plans = RingWriter(map_shared(args.plan), args.tp, waiter)
+        self._results = RingReader(map_shared(args.result), 1, 0)
+
+    def submit(self, plan: StepPlan) -> None:
+        """Write the plan to the ring."""
+        self._plans.write(plan.step, encode_plan(plan))
+
+    def poll(self) -> StepResult | None:
+        """Read the result ring once."""
+        record = self._results.poll()
+        return None if record is None else decode_result(record[1])
+
+
+class FrontLink:
+    """The front's socket: whole messages in, buffered frames out, never blocking."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._sock.setblocking(False)
+        self._frames = FrameReader()
+        self._unsent = bytearray()
+
+    def receive(self, timeout_s: float) -> list[bytes]:
+        """Messages that have come, waiting up to `timeout_s` for the first; raises EOFError when the front is gone."""
+        if not select.select([self._sock], [], [], timeout_s)[0]:
+            return []
+        try:
+            data = self._sock.recv(1 << 20)
+        except BlockingIOError:
+            return []
+        if not data:
+            raise EOFError("the front closed its socket")
+        return self._frames.feed(data)
+
+    def send(self, batch: TokenBatch) -> None:
+        """Queue a batch and send what the socket takes; raises BufferError when the front has stopped reading."""
+        self._unsent += frame(encode_message(batch))
+        self.flush()
+        if len(self._unsent) > MAX_UNSENT:
+            raise BufferError(f"the front has left {len(self._unsent)} bytes unread")
+
+    def flush(self) -> None:
+        """Send what is queued, as far as the socket takes it."""
+        while self._unsent:
+            try:
+                sent = self._sock.send(self._unsent)
+            except BlockingIOError:
+                return
+            del self._unsent[:sent]
+
+    @property
+    def unsent(self) -> int:
+        """Bytes the socket has not taken."""
+        return len(self._unsent)
+
+
+class Core:
+    """The loop around the scheduler."""
+
+    def __init__(self, scheduler: Scheduler, executor: Executor, link: FrontLink, lifeline: Lifeline, waiter: Waiter) -> None:
+        self._scheduler = scheduler
+        self._executor = executor
+        self._link = link
+        self._lifeline = lifeline
+        self._waiter = waiter
+        self._stopping = False
+        self._report = False
+        self._submitted = 0
+        self._committed = 0
+
+    def run(self) -> None:
+        """Serve until the front says stop; then the ranks get a stop plan."""
+        while not self._stopping:
+            self._read()
+            planned = self._plan()
+            committed = self._commit()
+            self._send()
+            if planned or committed:
+                self._waiter.reset()
+            elif self._scheduler.in_flight:
+                self._waiter.wait()
+        self._executor.submit(StepPlan(step=self._submitted + 1, stop=True))
+
+    def _read(self) -> None:
+        """Take in what the front says; sleep on its socket while there is nothing else to wait for."""
+        busy = self._scheduler.in_flight or self._scheduler.unfinished or self._link.unsent
+        for raw in self._link.receive(0 if busy else 1.0):
+            message = self._decode(raw)
+            if message is not None:
+                self._handle(message)
+
+    def _decode(self, raw: bytes) -> FrontMessage | None:
+        """The message; one that cannot be read fails its own request and no other."""
+        try:
+            return decode_front_message(raw)
+        except msgspec.DecodeError as error:
+            request = _request_id(raw)
+            if request is None:
+                raise
+            self._scheduler.refuse(_CLIENT, request, f"the request could not be read: {error}")
+            return None
+
+    def _handle(self, message: FrontMessage) -> None:
+        match message:
+            case GenerateRequest():
+                self._scheduler.add(_CLIENT, message)
+            case Abort():
+                self._scheduler.abort(_CLIENT, message.id, message.reason)
+            case Control(action="stop"):
+                self._stopping = True
+            case Control(action="report"):
+                self._report = True
+            case Control():
+                raise ValueError(f"unknown control {message.action!r}")
+
+    def _plan(self) -> bool:
+        """Keep one step running and one queued."""
+        planned = False
+        while self._scheduler.in_flight < DEPTH and (plan := self._scheduler.schedule()) is not None:
+            self._executor.submit(plan)
+            self._submitted = plan.step
+            self._progress()
+            planned = True
+        stuck = self._scheduler.unfinished and not self._scheduler.in_flight
+        if stuck:
+            raise RuntimeError(f"{self._scheduler.unfinished} requests wait, but none can run: {self._scheduler.load()}")
+        return planned
+
+    def _commit(self) -> bool:
+        """Fold in every result that has come."""
+        committed = False
+        while (result := self._executor.poll()) is not None:
+            self._scheduler.commit(result)
+            self._committed = result.step
+            self._progress()
+            committed = True
+        return committed
+
+    def _progress(self) -> None:
+        status = self._lifeline.status
+        status.progress(self._lifeline.args.status_index, self._submitted, self._committed, time.monotonic_ns(), 0, 0)
+
+    def _send(self) -> None:
+        """One TokenBatch for everything that happened in this turn."""
+        outputs = [output for _, output in self._scheduler.drain()]
+        if outputs or self._report:
+            self._report = False
+            self._link.send(TokenBatch(outputs=outputs, load=self._scheduler.load()))
+        elif self._link.unsent:
+            self._link.flush()
+
+
+def _request_id(raw: bytes) -> int | None:
+    """The id in a message that is not one of ours otherwise."""
+    try:
+        value: Any = msgspec.msgpack.decode(raw)
+    except msgspec.DecodeError:
+        return None
+    request = value.get("id") if isinstance(value, dict) else None
+    return request if isinstance(request, int) else None
+
+
+def scheduler_config(config: EngineConfig, pages: tuple[int, ...]) -> SchedulerConfig:
+    """What the scheduler needs to know of the engine's settings, once the pools are sized."""
+    groups = kv_groups(read_geometry(Path(config.model)), config.tp, config.page)
+    return SchedulerConfig(groups, pages, config.max_seqs, config.max_len, config.prefill_budget)
+
+
+def serve(lifeline: Lifeline) -> None:
+    """Boot by the handshake, then run until told to stop."""
+    args = lifeline.args
+    config = lifeline.configure()
+    executor = RingExecutor(args)
+    link = FrontLink(socket.socket(fileno=args.front))
+    scheduler = Scheduler(scheduler_config(config, lifeline.allocate()))
+    lifeline.phase(Phase.ready)
+    lifeline.send(Ready())
+    try:
+        Core(scheduler, executor, link, lifeline, Waiter(args.spin, idle_s=200e-6)).run()
+    except EOFError:
+        return
+
+
+def main() -> None:
+    """Entry point of the process."""
+    lifeline = Lifeline(msgspec.json.decode(sys.argv[1], type=BootArgs))
+    try:
+        serve(lifeline)
+    except BaseException as error:
+        print(f"core: {traceback.format_exc()}", file=sys.stderr, flush=True)
+        fail(lifeline, error)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""The core's loop over a socket pair, with the KV machine as its ranks."""
+
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+
+from engine.channel import Waiter
+from engine.core.loop import Core, FrontLink
+from engine.core.scheduler import Scheduler, SchedulerConfig
+from engine.geometry import KVGroup
+from engine.plan import StatusBlock, StepPlan, StepResult
+from engine.protocol import (
+    Control,
+    FinishReason,
+    FrameReader,
+    GenerateRequest,
+    Output,
+    SamplingParams,
+    decode_token_batch,
+    encode_message,
+    frame,
+)
+from tests.support.kvmachine import KVMachine
+
+pytestmark = pytest.mark.pure
+
+GROUPS = (KVGroup(0, "sliding", (0,), 1, 256, 8, 4), KVGroup(1, "full", (1,), 1, 512, None, 4))
+
+
+@dataclass
+class MachineExecutor:
+    """The KV machine behind the core's interface; answers one plan a poll, and none while `held`."""
+
+    machine: KVMachine
+    depth: int = 0
+    deepest: int = 0
+
+    def submit(self, plan: StepPlan) -> None:
+        if not plan.stop:
+            self.machine.submit(plan)
+            self.deepest = max(self.deepest, len(self.machine.queue))
+
+    def poll(self) -> StepResult | None:
+        return self.machine.result() if self.machine.queue else None
+
+
+@dataclass
+class FakeLifeline:
+    """What the loop needs of a lifeline: a status block and an index into it."""
+
+    status: StatusBlock = field(default_factory=lambda: StatusBlock(memoryview(bytearray(64))))
+
+    @property
+    def args(self) -> "FakeLifeline":
+        return self
+
+    status_index = 0
+
+
+@dataclass
+class Front:
+    """The other end of the core's socket."""
+
+    sock: socket.socket
+    frames: FrameReader = field(default_factory=FrameReader)
+
+    def send(self, message: msgspec.Struct | dict[str, object]) -> None:
+        self.sock.sendall(frame(encode_message(message)))
+
+    def outputs(self, done: Callable[[list[Output]], bool]) -> list[Output]:
+        """Everything received until `done` is true of it."""
+        got: list[Output] = []
+        while not done(got):
+            for raw in self.frames.feed(self.sock.recv(1 << 16)):
+                got += decode_token_batch(raw).outputs
+        return got
+
+
+@pytest.fixture
+def core():  # noqa: ANN201
+    """A running core: (front, executor, scheduler); stopped and joined afterwards."""
+    ours, theirs = socket.socketpair()
+    ours.settimeout(10)
+    scheduler = Scheduler(SchedulerConfig(GROUPS, (20, 40), 4, 64, 16))
+    executor = MachineExecutor(KVMachine(GROUPS, (20, 40), 4, 64, lambda number, position: position))
+    loop = Core(scheduler, executor, FrontLink(theirs), FakeLifeline(), Waiter())
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    front = Front(ours)
+    yield front, executor, scheduler
+    front.send(Control(action="stop"))
+    thread.join(10)
+    assert not thread.is_alive()
+    ours.close()
+    theirs.close()
+
+
+def ends(count: int) -> Callable[[list[Output]], bool]:
+    return lambda outputs: sum(output.finish is not None for output in outputs) >= count
+
+
+def test_requests_stream_to_their_ends(core) -> None:  # noqa: ANN001
+    """Tokens of concurrent requests come in order, each request ends once, and two plans were out at a time."""
+    front, executor, _ = core
+    for number in range(6):
+        front.send(GenerateRequest(id=number, prompt=[1] * (3 + number), params=SamplingParams(max_tokens=12)))
+    outputs = front.outputs(ends(6))
+    for number in range(6):
+        tokens = [token for output in outputs if output.id == number for token in output.tokens]
+        assert tokens == list(range(3 + number, 15 + number))
+    assert executor.deepest == 2
+
+
+def test_an_unreadable_message_fails_its_own_request_only(core) -> None:  # noqa: ANN001
+    """A message that does not decode is refused by id; the request beside it is served."""
+    front, _, scheduler = core
+    front.send({"type": "generate", "id": 7, "prompt": "not a list"})
+    front.send(GenerateRequest(id=8, prompt=[1, 2], params=SamplingParams(max_tokens=2)))
+    outputs = front.outputs(ends(2))
+    assert [(output.id, output.invalid) for output in outputs if output.finish] == [(7, True), (8, False)]
+    assert outputs[-1].finish is FinishReason.length
+    assert (scheduler.counters.received, scheduler.counters.refused) == (2, 1)
