@@ -54,7 +54,7 @@ def engine_config(**settings: object) -> EngineConfig:
     unknown = set(settings) - set(EngineConfig.__struct_fields__)
     if unknown:
         known = ", ".join(EngineConfig.__struct_fields__)
-        raise ConfigError(f"unknown engine setting {sorted(unknown)[0]!r}; known: {known}")
+        raise ConfigError(f"unknown engine setting {min(unknown)!r}; known: {known}")
     try:
         config = msgspec.convert(settings, EngineConfig)
     except msgspec.ValidationError as error:

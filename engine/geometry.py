@@ -20,7 +20,7 @@ _ARCHITECTURES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_tex
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding over the whole head (pairs i, i + head_dim/2): the first `pairs` of head_dim/2 rotate, the rest pass through.
+    """Rotary embedding over the whole head (pairs i, i + head_dim/2): the first `pairs` of head_dim/2 rotate, the rest do not.
 
     inv_freq[i] = theta ** (-2 i / head_dim) / factor.
     """
@@ -232,7 +232,7 @@ def _kinds(names: list[str], count: int) -> list[LayerKind]:
     table: dict[str, LayerKind] = {"sliding_attention": "sliding", "full_attention": "full"}
     unknown = set(names) - set(table)
     if unknown:
-        raise ValueError(f"unknown layer type {sorted(unknown)[0]!r}")
+        raise ValueError(f"unknown layer type {min(unknown)!r}")
     return [table[name] for name in names[:-1]] + ["full"]
 
 

@@ -7,6 +7,7 @@ It is the only two-way conversation in an engine. After `Ready` nothing is sent 
 watches for its end (the replica died by whatever cause) and writes this process's heartbeat into the status block.
 """
 
+import contextlib
 import ctypes
 import os
 import select
@@ -15,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from typing import NoReturn
 
 import msgspec
@@ -176,8 +178,10 @@ def fail(lifeline: Lifeline, error: BaseException) -> NoReturn:
     """Tell the replica why this process cannot go on, and end it."""
     user = isinstance(error, QuartetError)
     text = str(error) if user else f"{type(error).__name__}: {error}"
-    try:
+    trace = text if user else "".join(traceback.format_exception(error))
+    who = "core" if lifeline.args.role == "core" else f"rank {lifeline.args.index}"
+    sys.stderr.write("".join(f"{who}: {line}\n" for line in trace.splitlines()))
+    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # the replica may be gone too
         lifeline.send(Failed(text, user))
-    except OSError:
-        print(f"{lifeline.args.role} {lifeline.args.index}: the replica is gone; {text}", file=sys.stderr, flush=True)
     os._exit(1)

@@ -1,4 +1,4 @@
-"""Byte layout of what crosses between core and ranks: StepPlan (core -> ranks), StepResult (rank 0 -> core), RankStatus (rank -> core).
+"""Byte layout of what crosses between core and ranks: StepPlan (core -> ranks), StepResult (rank 0 -> core), RankStatus.
 
 All little-endian, every section 4-byte aligned, so that a rank reads the fixed-width sections as int32 arrays in place.
 
@@ -269,6 +269,7 @@ STATUS_BYTES = 64
 _PROGRESS = struct.Struct("<QQQII")
 _HEARTBEAT = struct.Struct("<Q")
 _EXTRA = struct.Struct("<QII")
+_STATUS = struct.Struct("<QQQIIQQII")
 _HEARTBEAT_AT = _PROGRESS.size
 _EXTRA_AT = _HEARTBEAT_AT + _HEARTBEAT.size
 
@@ -306,9 +307,7 @@ class StatusBlock:
     def read(self, index: int) -> RankStatus:
         """The record as it stands; fields are read one by one and may belong to neighbouring moments."""
         base = index * STATUS_BYTES
-        progress = _PROGRESS.unpack_from(self._buffer, base)
-        (heartbeat,) = _HEARTBEAT.unpack_from(self._buffer, base + _HEARTBEAT_AT)
-        return RankStatus(*progress, heartbeat, *_EXTRA.unpack_from(self._buffer, base + _EXTRA_AT))
+        return RankStatus(*_STATUS.unpack_from(self._buffer, base))
 
     def progress(self, index: int, launched: int, finished: int, now_ns: int, state_hash: int, step_us: int) -> None:
         """Main thread: a step was launched or finished."""

@@ -14,7 +14,6 @@ import select
 import socket
 import sys
 import time
-import traceback
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,11 +28,9 @@ from engine.plan import Phase, StepPlan, StepResult, decode_result, encode_plan
 from engine.protocol import (
     Abort,
     Control,
-    FinishReason,
     FrameReader,
     FrontMessage,
     GenerateRequest,
-    Output,
     TokenBatch,
     decode_front_message,
     encode_message,
@@ -154,13 +151,14 @@ class Core:
     def _decode(self, raw: bytes) -> FrontMessage | None:
         """The message; one that cannot be read fails its own request and no other."""
         try:
-            return decode_front_message(raw)
+            message: FrontMessage = decode_front_message(raw)
         except msgspec.DecodeError as error:
             request = _request_id(raw)
             if request is None:
                 raise
             self._scheduler.refuse(_CLIENT, request, f"the request could not be read: {error}")
             return None
+        return message
 
     def _handle(self, message: FrontMessage) -> None:
         match message:
@@ -248,8 +246,7 @@ def main() -> None:
     lifeline = Lifeline(msgspec.json.decode(sys.argv[1], type=BootArgs))
     try:
         serve(lifeline)
-    except BaseException as error:
-        print(f"core: {traceback.format_exc()}", file=sys.stderr, flush=True)
+    except BaseException as error:  # noqa: BLE001 - whatever it is, it ends the group, and the replica is told
         fail(lifeline, error)
     os._exit(0)
 

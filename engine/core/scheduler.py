@@ -242,7 +242,7 @@ class Scheduler:
         return max(0, room)
 
     def _make_room(self, sequence: Sequence, end: int) -> bool:
-        """Preempt sequences younger than this one, youngest first, until positions up to `end` have pages; False if that is not enough."""
+        """Preempt younger sequences, youngest first, until positions up to `end` have pages; False if that is not enough."""
         while self._shortage(sequence, end):
             youngest = self.running[-1]
             if youngest is sequence:
