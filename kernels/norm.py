@@ -1,0 +1,32 @@
+"""RMSNorm, and the joint of Gemma's sandwich: post-norm, residual add, layer scalar.
+
+    rms_norm(x; w)       = cast( x * (mean(x^2) + eps)^(-1/2) * w )            all in fp32, one cast; w as stored, not 1 + w
+    norm_add(r, x; w, s) = ( r + rms_norm(x; w) ) * s                          the add and the product in x's dtype
+
+The order of casts is transformers': the norm is rounded before the add, the sum before the product.
+"""
+
+import torch
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype | None = None) -> Tensor:
+    """x [..., n], weight [n] or None (no weight) -> [..., n] in `dtype`, by default x's."""
+    assert weight is None or weight.shape == x.shape[-1:], (weight.shape, x.shape)
+    return _rms_norm_reference(x, weight, eps, dtype or x.dtype)
+
+
+def norm_add(residual: Tensor, x: Tensor, weight: Tensor, eps: float, scalar: Tensor | None = None) -> Tensor:
+    """residual and x [T, n] of one dtype, weight [n], scalar [1] or None (one) -> [T, n]."""
+    assert residual.shape == x.shape, (residual.shape, x.shape)
+    assert residual.dtype == x.dtype, (residual.dtype, x.dtype)
+    total = residual + rms_norm(x, weight, eps)
+    return total if scalar is None else total * scalar
+
+
+def _rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
+    wide = x.float()
+    normed = wide * torch.pow(wide.pow(2).mean(-1, keepdim=True) + eps, -0.5)
+    if weight is not None:
+        normed = normed * weight.float()
+    return normed.to(dtype)
