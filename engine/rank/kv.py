@@ -1,0 +1,68 @@
+"""A rank's KV cache: one object per KV group owns the group's pool and its page table.
+
+    table [slots, width]              pool [owned layers, pages, 2, kv_heads, page, head_dim]
+    slot 0 | 7 | 3 | 0 | 0 |   ->     page 7: positions 0 .. page - 1 of slot 0, page 3: the next ones
+    slot 1 | 0 | 0 | 9 | 0 |          page 9: slot 1 runs in a window, its older pages were released
+                                      page 0: the null page; every entry of a table is valid in its own pool
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from engine.geometry import KVGroup, Layer
+from engine.rank.batch import ForwardBatch
+from kernels.qkv import write_pages
+
+_ROW = 256  # a table row covers a multiple of so many positions: whole cache lines at every page size
+
+
+class GroupCache:
+    """Pool and table of one KV group on one rank; both zero-filled.
+
+    group  what it holds
+    pool   [owned layers, pages, 2, kv_heads, page, head_dim] of `dtype`: K at [..., 0, ...], V at [..., 1, ...]; page 0 is null
+    table  int32 [slots, width], contiguous; width covers `max_len` and is a multiple of 256 // page
+    """
+
+    def __init__(
+        self,
+        group: KVGroup,
+        pages: int,
+        slots: int,
+        max_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.group = group
+        shape = (len(group.layers), pages, 2, group.kv_heads, group.page, group.head_dim)
+        self.pool = torch.zeros(shape, dtype=dtype, device=device)
+        unit = _ROW // group.page
+        width = math.ceil(math.ceil(max_len / group.page) / unit) * unit
+        self.table = torch.zeros((slots, width), dtype=torch.int32, device=device)
+        self._place = {layer: place for place, layer in enumerate(group.layers)}
+
+    def layer(self, layer_index: int) -> Tensor:
+        """View [pages, 2, kv_heads, page, head_dim] of the model's layer `layer_index`, which must own its K and V."""
+        return self.pool[self._place[layer_index]]
+
+    def write(self, layer_index: int, batch: ForwardBatch, k: Tensor, v: Tensor) -> None:
+        """Store k and v [T, kv_heads, head_dim] of the batch's tokens, through the table."""
+        write_pages(self.layer(layer_index), self.table, batch.slots, batch.positions, k, v)
+
+
+class KVCache:
+    """All groups of a rank, found by layer."""
+
+    def __init__(self, groups: Sequence[GroupCache]) -> None:
+        self.groups = tuple(groups)
+        self._of = {layer: cache for cache in self.groups for layer in cache.group.layers}
+
+    def __iter__(self) -> Iterator[GroupCache]:
+        return iter(self.groups)
+
+    def of(self, layer: Layer) -> GroupCache:
+        """The group that holds what `layer` reads: its own K and V, or its producer's."""
+        return self._of[layer.kv_source]

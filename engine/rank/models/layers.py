@@ -1,0 +1,131 @@
+"""The few tensor-parallel layers. Every weight product of a model goes through `Linear`, except the experts' own op.
+
+A column-parallel product is a `Linear` whose weight holds this rank's rows; what it yields stays local. A row-parallel one holds
+this rank's columns, and its `partial` sums are added over ranks before anything else may touch them: Gemma norms every such output.
+KV heads that do not divide are held by several ranks. Weights are made empty; `engine.rank.weights` fills them.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from engine.errors import CheckpointError
+from engine.geometry import Moe
+from engine.rank.parallel import Parallel
+from kernels.activation import geglu
+from kernels.embed import embed
+from kernels.experts import experts
+from kernels.norm import rms_norm
+from kernels.route import route
+
+
+def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """A parameter to be loaded."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+class Linear(nn.Module):
+    """x [..., n] -> x W^T [..., m]; weight [m, n]."""
+
+    def __init__(self, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = empty(outputs, inputs, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight)
+
+    def wide(self, x: Tensor) -> Tensor:
+        """x [T, n] -> fp32 [T, m], the product not rounded to x's dtype: bf16 logits would tie in one row of fourteen."""
+        if x.dtype == torch.float32:
+            return self(x)
+        if x.is_cuda:
+            return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
+        return functional.linear(x.float(), self.weight.float())
+
+
+class RowLinear(Linear):
+    """Row-parallel: this rank's columns of W, `inputs` of them, and the sum over ranks."""
+
+    def __init__(self, inputs: int, outputs: int, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(inputs, outputs, dtype, device)
+        self._parallel = parallel
+
+    def partial(self, x: Tensor) -> Tensor:
+        """This rank's part of the sum."""
+        return super().forward(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._parallel.all_reduce(self.partial(x))
+
+
+class VocabTable(nn.Module):
+    """This rank's rows of an embedding table: vocabulary-parallel lookup and, for a tied table, head."""
+
+    def __init__(self, rows: int, width: int, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        if rows % parallel.size:
+            raise CheckpointError(f"a vocabulary of {rows} does not divide by tensor-parallel size {parallel.size}")
+        share = rows // parallel.size
+        self._first = parallel.rank * share
+        self.head = Linear(width, share, dtype, device)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.head.weight
+
+    def partial(self, ids: Tensor) -> Tensor:
+        """ids int64 [T] -> [T, width]: zero rows for ids of other ranks, to be added over ranks."""
+        return embed(ids, self.weight, self._first)
+
+
+class Mlp(nn.Module):
+    """down( gelu_tanh(gate x) * up x ), cut along its width; gate and up are one product."""
+
+    def __init__(self, hidden: int, width: int, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        share = width // parallel.size
+        self.gate_up = Linear(hidden, 2 * share, dtype, device)
+        self.down = RowLinear(share, hidden, parallel, dtype, device)
+
+    def partial(self, x: Tensor) -> Tensor:
+        return self.down.partial(geglu(self.gate_up(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(geglu(self.gate_up(x)))
+
+
+class Router(nn.Module):
+    """Every rank routes alike: replicated, and fp32 from the norm on, because a rounding of bf16 changes the chosen set."""
+
+    def __init__(self, hidden: int, moe: Moe, eps: float, device: torch.device) -> None:
+        super().__init__()
+        self._top_k, self._eps, self._root = moe.top_k, eps, 1.0 / math.sqrt(hidden)
+        self.proj = Linear(hidden, moe.experts, torch.float32, device)
+        self.scale = empty(hidden, dtype=torch.float32, device=device)
+        self.per_expert_scale = empty(moe.experts, dtype=torch.float32, device=device)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, hidden], the raw residual -> (weights fp32, experts int64), [T, top_k] each."""
+        scaled = rms_norm(x, None, self._eps, torch.float32) * self.scale * self._root
+        return route(self.proj(scaled), self.per_expert_scale, self._top_k)
+
+
+class Experts(nn.Module):
+    """The experts' weights, each cut along its width: [experts, out, in], gate rows before up rows."""
+
+    def __init__(self, hidden: int, moe: Moe, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        share = moe.intermediate // parallel.size
+        self.gate_up = empty(moe.experts, 2 * share, hidden, dtype=dtype, device=device)
+        self.down = empty(moe.experts, hidden, share, dtype=dtype, device=device)
+
+    def partial(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """x [T, hidden], weights and chosen [T, top_k] -> this rank's part of [T, hidden]."""
+        return experts(x, weights, chosen, self.gate_up, self.down)
+
+
+def reduce_together(parallel: Parallel, *parts: Tensor) -> tuple[Tensor, ...]:
+    """Partial sums [T, n_i] added over ranks in one collective, each kept apart."""
+    return parallel.all_reduce(torch.cat(parts, dim=-1)).split([part.shape[-1] for part in parts], dim=-1)
