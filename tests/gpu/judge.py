@@ -1,0 +1,46 @@
+"""transformers with the dummy weights that the engine draws: the judge of a model too large to keep on disk."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.geometry import Geometry, read_geometry
+from engine.rank.weights import dummy_tensor
+
+
+def judge_logits(
+    folder: Path, dtype: torch.dtype, device: torch.device, prompts: list[list[int]], rows: int, seed: int = 0
+) -> list[Tensor]:
+    """Soft-capped logits, fp32 [rows, vocab] on the CPU, of each prompt's last `rows` positions, by transformers in `dtype`.
+
+    folder holds config.json; the weights are those of `weights.dummy` on the same device. TF32 stays off.
+    """
+    torch.backends.cuda.matmul.allow_tf32 = False
+    geometry = read_geometry(folder)
+    model = _build(folder, dtype, device)
+    _fill(model, geometry, device, seed)
+    logits = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt], device=device)
+        with torch.inference_mode():
+            out = model(input_ids=ids, use_cache=False, logits_to_keep=rows)
+        logits.append(out.logits[0].float().cpu())
+    return logits
+
+
+def _build(folder: Path, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device(device):
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+    return model.eval()
+
+
+def _fill(model: torch.nn.Module, geometry: Geometry, device: torch.device, seed: int) -> None:
+    """Every parameter and layer scalar from its seed; an unknown one is an error, a forgotten one would show as a wrong logit."""
+    held = dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if n.endswith("layer_scalar")}
+    with torch.no_grad():
+        for name, tensor in held.items():
+            tensor.copy_(dummy_tensor(name, geometry, seed, device))
