@@ -1,0 +1,176 @@
+"""The child processes of a group: how one is spawned, spoken to and ended, and whose end is to blame for a group's.
+
+Spawned plainly: no preexec_fn (it would run Python in the fork of a many-threaded process) and no new session (Ray kills a dead
+replica's process group, and that must reach the children). PR_SET_PDEATHSIG fires when the spawning *thread* ends.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from engine.lifeline import BootArgs, BootMessage, BootSocket, Failed
+
+ROOT = Path(__file__).resolve().parents[1]
+KILL_WAIT_S = 30.0
+_MODULES = {"core": "engine.core.loop", "rank": "engine.rank.worker"}
+
+Command = Callable[[BootArgs], Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Fate:
+    """How a child ended: `code` as Popen has it (a negative one is a signal; None: it lives still), and its last words."""
+
+    name: str
+    code: int | None
+    words: Failed | None = None
+
+    @property
+    def killed(self) -> bool:
+        """A signal ended it: the cause of whatever else happened."""
+        return self.code is not None and self.code < 0
+
+    def __str__(self) -> str:
+        if self.killed:
+            return f"{self.name} was killed by {_signal_name(-(self.code or 0))}"
+        if self.words is not None:
+            return f"{self.name} failed: {self.words.error}"
+        return f"{self.name} ended with exit code {self.code}"
+
+
+def blame(fates: Iterable[Fate]) -> Fate | None:
+    """The cause among `fates`: who died by a signal, else who said something (fit for the user first), else whoever ended."""
+    return min(fates, key=_innocence, default=None)
+
+
+def _innocence(fate: Fate) -> int:
+    if fate.killed:
+        return 0
+    if fate.words is not None:
+        return 1 if fate.words.user else 2
+    return 3 if fate.code else 4
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"  # a real-time signal has no name
+
+
+class Child:
+    """One running child. Not thread-safe, but for `kill` and `wait`, which Popen guards."""
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes], lifeline: socket.socket) -> None:
+        self.name = name
+        self.process = process
+        self.pidfd = os.pidfd_open(process.pid)
+        self.lifeline = BootSocket(lifeline)
+        self._words: Failed | None = None
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def say(self, message: BootMessage) -> None:
+        """Send a boot message; a child that is gone already is found out by its pidfd."""
+        try:
+            self.lifeline.send(message)
+        except (BrokenPipeError, ConnectionResetError):
+            return
+
+    def hear(self) -> BootMessage | None:
+        """The next boot message, at most a second away once its socket is readable; None at the end of its lifeline."""
+        self.lifeline.sock.settimeout(1.0)
+        try:
+            message = self.lifeline.receive()
+        except ConnectionResetError:  # it ended with something of ours unread
+            return None
+        if isinstance(message, Failed):
+            self._words = message
+        return message
+
+    def fate(self) -> Fate | None:
+        """How it ended or what it complained of; None while it runs and is content."""
+        code = self.process.poll()
+        self._listen()
+        return None if code is None and self._words is None else Fate(self.name, code, self._words)
+
+    def _listen(self) -> None:
+        """Take in what it may have said before it ended."""
+        if self._words is not None or self.lifeline.sock.fileno() < 0:
+            return
+        self.lifeline.sock.setblocking(False)
+        try:
+            while (message := self.lifeline.receive()) is not None and self._words is None:
+                self._words = message if isinstance(message, Failed) else None
+        except (BlockingIOError, ConnectionResetError):
+            return
+
+    def wait(self, timeout_s: float) -> bool:
+        """True when it has ended within `timeout_s`."""
+        try:
+            self.process.wait(max(0.0, timeout_s))
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Give up our ends of it; the process must have ended."""
+        self.lifeline.sock.close()
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+
+
+def child_name(index: int, tp: int) -> str:
+    """How messages call the process of status record `index`."""
+    return "the core" if index == tp else f"rank {index}"
+
+
+def child_command(args: BootArgs) -> list[str]:
+    """The real processes' command lines."""
+    return [sys.executable, "-m", _MODULES[args.role], boot_json(args)]
+
+
+def boot_json(args: BootArgs) -> str:
+    """argv[1] of a child."""
+    return msgspec.json.encode(args).decode()
+
+
+def spawn(args: BootArgs, lifeline: socket.socket, descriptors: Iterable[int], device: str, command: Command) -> Child:
+    """Start one child from a thread that will outlive it. `lifeline` is our end; `descriptors` are those it inherits."""
+    process = subprocess.Popen(
+        command(args),
+        stdin=subprocess.DEVNULL,
+        pass_fds=tuple(descriptors),
+        cwd=ROOT,
+        env=environment(dict(os.environ), device),
+    )
+    return Child(child_name(args.status_index, args.tp), process, lifeline)
+
+
+def environment(inherited: dict[str, str], device: str) -> dict[str, str]:
+    """A child's environment: it finds our packages, talks to its peers over loopback, and on CPU sees no GPU and one thread."""
+    paths = [str(ROOT), *filter(None, [inherited.get("PYTHONPATH")])]
+    loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    cpu = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if device == "cpu" else {}
+    kept = {name: value for name, value in inherited.items() if name != "PYTHONBREAKPOINT"}  # Ray's would wait for a debugger
+    return {**loopback, **kept, **cpu, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def kill(children: Sequence[Child]) -> list[str]:
+    """SIGKILL all (a stopped or spinning process obeys nothing else), wait for all; the names of those the kernel cannot end."""
+    for child in children:
+        child.process.kill()
+    left = [child.name for child in children if not child.wait(KILL_WAIT_S)]
+    for child in children:
+        child.close()
+    return left

@@ -1,0 +1,229 @@
+"""One engine group: its shared memory, its processes from boot to their end.
+
+    Group.boot(config)   memory -> spawn the ranks and the core -> handshake -> ready, or an error and nothing left
+    group.front_socket   where an EngineClient attaches
+    group.close()        orderly; group.kill() at once. Both leave nothing: no process, no descriptor, no name in any file system
+
+Everything shared is an anonymous file whose descriptor the children inherit, the rendezvous of torch.distributed included: there
+is no name that a kill could leave behind.
+"""
+
+import contextlib
+import logging
+import mmap
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from cluster import children as family
+from cluster.capability import Capability, check_group, probe
+from cluster.children import Child, Command, Fate, child_command
+from cluster.handshake import Handshake
+from engine.channel import create_shared, map_shared, ring_bytes
+from engine.config import EngineConfig
+from engine.geometry import kv_groups, read_geometry
+from engine.lifeline import Allocate, BootArgs, Configure, Loaded, Ready
+from engine.plan import RankStatus, StatusBlock
+from engine.protocol import Control, encode_message, frame
+from engine.rank.memory import pool_pages
+
+REDUCE_BYTES = 64 << 20  # sparse: pages that no rank touches cost nothing
+SPIN_POLLS = 2000
+CLOSE_WAIT_S = 10.0
+_SEND_WAIT_S = 1.0
+_ITEMSIZE = {"float32": 4, "bfloat16": 2}
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """Descriptors of what the processes share; the replica keeps none of them open."""
+
+    plan: int
+    result: int
+    status: int
+    reduce: int
+    store: int
+
+
+class Group:
+    """A running group. Boot it from a thread that lives as long as the group must: a child dies with the thread that spawned it."""
+
+    def __init__(self, config: EngineConfig, capability: Capability, front: socket.socket, status: memoryview) -> None:
+        self.config = config
+        self.capability = capability
+        self.front_socket = front
+        self.children: list[Child] = []
+        self.pages: tuple[int, ...] = ()
+        self.loaded: list[Loaded] = []
+        self.boot_s = 0.0
+        self._memory = status
+        self._status = StatusBlock(status)
+        self._last: list[RankStatus] | None = None
+        self._lock = threading.Lock()
+
+    @classmethod
+    def boot(cls, config: EngineConfig, command: Command = child_command) -> "Group":
+        """Spawn a group and wait until it is ready. ConfigError: it cannot boot like this; EngineDead: it did not this time."""
+        started = time.monotonic()
+        capability = probe("" if config.device == "cpu" else None)
+        if config.device == "cuda":
+            check_group(capability, config.tp)
+        front, core = socket.socketpair()
+        with _shared(config.tp) as shared, core:
+            group = cls(config, capability, front, map_shared(shared.status))
+            try:
+                group._spawn(shared, core, command)
+                group._handshake()
+            except BaseException:
+                group.kill()
+                raise
+        group.boot_s = time.monotonic() - started
+        logger.info("group of %d ready in %.1f s, pages %s; %s", config.tp, group.boot_s, group.pages, capability)
+        return group
+
+    def _spawn(self, shared: _Shared, core: socket.socket, command: Command) -> None:
+        spin = spin_polls(self.config.tp, len(os.sched_getaffinity(0)))
+        for index in range(self.config.tp + 1):
+            ours, theirs = socket.socketpair()
+            with theirs:
+                args = _boot_args(index, self.config.tp, shared, core.fileno(), theirs.fileno(), spin)
+                try:
+                    child = family.spawn(args, ours, _descriptors(args, shared), self.config.device, command)
+                except BaseException:
+                    ours.close()
+                    raise
+            self.children.append(child)
+
+    def _handshake(self) -> None:
+        ranks = self.children[: self.config.tp]
+        handshake = Handshake(self.children, self.config.boot_timeout_s)
+        handshake.tell(Configure(self.config))
+        self.loaded = handshake.gather(ranks, Loaded)
+        self.pages = pages_of(self.config, min(loaded.kv_bytes for loaded in self.loaded))
+        handshake.tell(Allocate(self.pages))
+        for child, ready in zip(self.children, handshake.gather(self.children, Ready), strict=True):
+            logger.info("%s ready (pid %d) %s", child.name, child.pid, ready.note)
+
+    @property
+    def pidfds(self) -> Mapping[str, int]:
+        """A pollable descriptor of each child, by its name; the group's own, to be used before it is killed or closed."""
+        return {child.name: child.pidfd for child in self.children if child.pidfd >= 0}
+
+    def status(self) -> list[RankStatus]:
+        """The records of the ranks and, last, of the core; after the end, as they last stood."""
+        if self._last is not None:  # without the lock: `kill` holds it while it waits
+            return self._last
+        with self._lock:
+            return self._last or self._read()
+
+    def _read(self) -> list[RankStatus]:
+        return [self._status.read(index) for index in range(self.config.tp + 1)]
+
+    def fates(self) -> list[Fate]:
+        """How the children that ended did so, and what those that complained said."""
+        with self._lock:
+            return [fate for child in self.children if (fate := child.fate()) is not None]
+
+    def close(self, timeout_s: float = CLOSE_WAIT_S) -> bool:
+        """Let the core stop after the plan in flight, then end whatever is left; True when all ended by themselves in time.
+
+        An EngineClient that has taken `front_socket` says stop itself (`client.stop()`), before this.
+        """
+        self._say_stop()
+        deadline = time.monotonic() + timeout_s
+        orderly = all(child.wait(deadline - time.monotonic()) for child in self.children)
+        self.kill()
+        return orderly
+
+    def _say_stop(self) -> None:
+        if self.front_socket.fileno() < 0:
+            return
+        self.front_socket.settimeout(_SEND_WAIT_S)
+        with contextlib.suppress(OSError):  # the core is gone or stuck: the wait that follows finds that out
+            self.front_socket.sendall(frame(encode_message(Control(action="stop"))))
+
+    def kill(self) -> None:
+        """SIGKILL every child and wait for it; idempotent, from any thread."""
+        with self._lock:
+            if self._last is not None:
+                return
+            self._last = self._read()
+            left = family.kill(self.children)
+            self.front_socket.close()
+            _unmap(self._memory)
+        if left:
+            logger.error("killed, but not gone after %g s: %s", family.KILL_WAIT_S, ", ".join(left))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.kill()
+
+
+def pages_of(config: EngineConfig, kv_bytes: int) -> tuple[int, ...]:
+    """Pages of each KV group: as configured, else what fits `kv_bytes`, the least that any rank has left."""
+    if config.pages is not None:
+        return config.pages
+    groups = kv_groups(read_geometry(Path(config.model)), config.tp, config.page)
+    return pool_pages(groups, config.max_seqs, config.max_len, config.prefill_budget, kv_bytes, _ITEMSIZE[config.dtype])
+
+
+def spin_polls(tp: int, cores: int) -> int:
+    """Polls a ring reader may make before it sleeps: none where the processes (ranks, core, replica) outnumber the cores."""
+    return 0 if tp + 2 > cores else SPIN_POLLS
+
+
+@contextlib.contextmanager
+def _shared(tp: int) -> Iterator[_Shared]:
+    sizes = {
+        "plan": ring_bytes(tp),
+        "result": ring_bytes(1),
+        "status": StatusBlock.size(tp + 1),
+        "reduce": REDUCE_BYTES,
+        "store": 0,
+    }
+    with contextlib.ExitStack() as stack:
+        made = {name: create_shared(f"quartet-{name}", size) for name, size in sizes.items()}
+        for fd in made.values():
+            stack.callback(os.close, fd)
+        yield _Shared(**made)
+
+
+def _boot_args(index: int, tp: int, shared: _Shared, front: int, lifeline: int, spin: int) -> BootArgs:
+    core = index == tp
+    return BootArgs(
+        role="core" if core else "rank",
+        index=0 if core else index,
+        tp=tp,
+        parent=os.getpid(),
+        lifeline=lifeline,
+        status=shared.status,
+        plan=shared.plan,
+        result=shared.result,
+        reduce=-1 if core else shared.reduce,
+        front=front if core else -1,
+        store="" if core else f"/proc/self/fd/{shared.store}",
+        spin=spin,
+    )
+
+
+def _descriptors(args: BootArgs, shared: _Shared) -> list[int]:
+    """What this child inherits."""
+    own = [args.front] if args.role == "core" else [args.reduce, shared.store]
+    return [args.lifeline, args.status, args.plan, args.result, *own]
+
+
+def _unmap(memory: memoryview) -> None:
+    mapped = memory.obj
+    assert isinstance(mapped, mmap.mmap), type(mapped)
+    memory.release()
+    mapped.close()

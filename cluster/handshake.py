@@ -1,0 +1,75 @@
+"""The replica's side of the boot handshake: settings out, a message of one kind back from each, within a deadline.
+
+    Configure -> all    Loaded <- every rank    Allocate -> all    Ready <- all
+
+A child that ends, complains or says something else ends the boot, and the error raised names the first real cause: ConfigError with
+the child's own sentence when that is fit for the user (a bad checkpoint, a bad setting), EngineDead for everything else.
+"""
+
+import select
+import time
+from collections.abc import Sequence
+from typing import NoReturn, TypeVar
+
+from cluster.children import Child, blame
+from engine.errors import ConfigError, EngineDead
+from engine.lifeline import BootMessage, Failed
+
+SETTLE_S = 0.15  # a peer that lost its channel may be seen before the one that died: let the others speak
+
+M = TypeVar("M", bound=BootMessage)
+
+
+class Handshake:
+    """One boot. `timeout_s` counts from now, over all phases."""
+
+    def __init__(self, children: Sequence[Child], timeout_s: float) -> None:
+        self._children = children
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
+        self._poll = select.poll()
+        self._by_fd: dict[int, Child] = {}
+        for child in children:
+            for fd in (child.lifeline.sock.fileno(), child.pidfd):
+                self._poll.register(fd, select.POLLIN)
+                self._by_fd[fd] = child
+
+    def tell(self, message: BootMessage) -> None:
+        """Send `message` to every child."""
+        for child in self._children:
+            child.say(message)
+
+    def gather(self, children: Sequence[Child], kind: type[M]) -> list[M]:
+        """One message of `kind` from each of `children`, in their order."""
+        answers: dict[str, M] = {}
+        while len(answers) < len(children):
+            for child in self._speaking([child.name for child in children if child.name not in answers], kind.__name__):
+                message = child.hear()
+                if not isinstance(message, kind) or child not in children or child.name in answers:
+                    self._give_up(child, message)
+                answers[child.name] = message
+        return [answers[child.name] for child in children]
+
+    def _speaking(self, missing: list[str], awaited: str) -> list[Child]:
+        """Children with something to hear; raises EngineDead at the deadline, and at once when a child has ended."""
+        left = self._deadline - time.monotonic()
+        ready = self._poll.poll(max(0.0, left) * 1000)
+        if not ready:
+            raise EngineDead(f"boot took longer than {self._timeout_s:g} s: no {awaited} from {', '.join(missing)}")
+        fds = {fd for fd, _ in ready}
+        for child in self._children:
+            if child.pidfd in fds:
+                self._give_up(child, None)
+        return [self._by_fd[fd] for fd in fds]
+
+    def _give_up(self, child: Child, message: BootMessage | None) -> NoReturn:
+        """Raise the cause, once the others have had a moment to tell theirs."""
+        if message is not None and not isinstance(message, Failed):
+            raise EngineDead(f"{child.name} said {type(message).__name__} out of turn")
+        time.sleep(SETTLE_S)
+        cause = blame(fate for each in self._children if (fate := each.fate()) is not None)
+        if cause is None:
+            raise EngineDead(f"{child.name} closed its lifeline")
+        if cause.words is not None and cause.words.user and not cause.killed:
+            raise ConfigError(cause.words.error)
+        raise EngineDead(f"boot: {cause}")

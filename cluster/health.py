@@ -1,0 +1,225 @@
+"""Whether a group is alive: a verdict on its status records, and the watcher that asks for it and sees processes end.
+
+    a process ends        its pidfd, at once
+    it is stopped         its heartbeat (written by its lifeline thread every 0.25 s) grows old
+    it hangs in a step    steps are due, and its finished step does not move
+    it forgets            requests wait, and the core starts no step
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from cluster.children import Fate, blame, child_name
+from cluster.handshake import SETTLE_S
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.plan import RankStatus
+
+PERIOD_S = 0.25
+_NS = 1_000_000_000
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Seconds: how old a heartbeat, and how long a step, may be."""
+
+    heartbeat_s: float
+    step_s: float
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When a verdict is asked for, CLOCK_MONOTONIC nanoseconds.
+
+    since    the watcher has looked regularly since then; ages count from there at the earliest, so that a machine that was
+             suspended as a whole is not taken for a hung process
+    waiting  since when requests have been open without a pause; None: none is open
+    """
+
+    now: int
+    since: int = 0
+    waiting: int | None = None
+
+    def age_s(self, *stamps: int) -> float:
+        """Seconds since the latest of `stamps`, or since the watcher looks."""
+        return (self.now - max(self.since, *stamps)) / _NS
+
+
+def verdict(statuses: Sequence[RankStatus], moment: Moment, bounds: Bounds) -> str | None:
+    """What is wrong with the group whose records (ranks, then the core) are `statuses`: a sentence, or None. Pure."""
+    return _unscheduled(statuses, moment, bounds) or _stalled(statuses, moment, bounds) or _idle(statuses, moment, bounds)
+
+
+def _unscheduled(statuses: Sequence[RankStatus], moment: Moment, bounds: Bounds) -> str | None:
+    ages = [moment.age_s(status.heartbeat_ns) for status in statuses]
+    late = [index for index, age in enumerate(ages) if age > bounds.heartbeat_s]
+    if not late:
+        return None
+    verb = "is" if len(late) == 1 else "are"
+    return f"{_names(late, statuses)} {verb} not scheduled for {max(ages):.1f} s (stopped or hung host)"
+
+
+def _stalled(statuses: Sequence[RankStatus], moment: Moment, bounds: Bounds) -> str | None:
+    """Some rank is over the bound in a step that is due: blame the furthest behind, for the others may only wait for it."""
+    *ranks, core = statuses
+    due = max(status.launched for status in statuses)
+    behind = [index for index, rank in enumerate(ranks) if rank.finished < due]
+    age = max((_step_age_s(ranks[index], core, moment) for index in behind), default=0.0)
+    if age <= bounds.step_s:
+        return None
+    least = min((ranks[index].finished, ranks[index].launched) for index in behind)
+    last = [index for index in behind if (ranks[index].finished, ranks[index].launched) == least]
+    return f"{_names(last, statuses)} made no progress in step {least[0] + 1} for {age:.0f} s"
+
+
+def _step_age_s(rank: RankStatus, core: RankStatus, moment: Moment) -> float:
+    """How long the rank has been at its next step: since it launched it, or since the core last published anything."""
+    started = [rank.progress_ns] if rank.launched > rank.finished else [rank.progress_ns, core.progress_ns]
+    return moment.age_s(*started)
+
+
+def _idle(statuses: Sequence[RankStatus], moment: Moment, bounds: Bounds) -> str | None:
+    """The ranks have done all they were given; the core owes a commit, or a plan to those who wait."""
+    *ranks, core = statuses
+    done = min(rank.finished for rank in ranks)
+    owes_commit = core.finished < core.launched <= done
+    owes_plan = moment.waiting is not None and core.launched == core.finished
+    if not (owes_commit or owes_plan):
+        return None
+    age = moment.age_s(core.progress_ns, *(rank.progress_ns for rank in ranks), moment.waiting or 0)
+    if age <= bounds.step_s:
+        return None
+    return f"the core made no progress after step {core.finished} for {age:.0f} s"
+
+
+def _names(indices: Sequence[int], statuses: Sequence[RankStatus]) -> str:
+    return ", ".join(child_name(index, len(statuses) - 1) for index in indices)
+
+
+class Watched(Protocol):
+    """What the watcher needs of a group."""
+
+    @property
+    def config(self) -> EngineConfig: ...
+
+    @property
+    def pidfds(self) -> Mapping[str, int]: ...
+
+    def status(self) -> list[RankStatus]: ...
+
+    def fates(self) -> list[Fate]: ...
+
+
+class Watcher:
+    """Watches a group from the running loop and calls `on_death(reason)` exactly once, unless it is closed first.
+
+    waiting     monotonic ns since when requests have been open (EngineClient.waiting_since), or None
+    raylet      process id of the raylet that this replica belongs to (`raylet_pid()`): its end is the group's
+    """
+
+    def __init__(
+        self,
+        group: Watched,
+        on_death: Callable[[str], None],
+        *,
+        waiting: Callable[[], int | None] = lambda: None,
+        raylet: int | None = None,
+    ) -> None:
+        self._group = group
+        self._on_death = on_death
+        self._waiting = waiting
+        self._raylet = raylet
+        self._bounds = Bounds(group.config.heartbeat_timeout_s, group.config.step_timeout_s)
+        self._readers: list[int] = []
+        self._raylet_fd = -1
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
+        self._looked_ns = self._since_ns = 0
+
+    def start(self) -> None:
+        """Begin; must be called on the loop that is to watch."""
+        self._loop = asyncio.get_running_loop()
+        self._looked_ns = self._since_ns = time.monotonic_ns()
+        for fd in self._group.pidfds.values():
+            self._read(fd, self._ended)
+        if self._raylet is not None and not self._watch_raylet(self._raylet):
+            return
+        self._timer = self._loop.call_later(PERIOD_S, self._look)
+
+    def _read(self, fd: int, callback: Callable[[], None]) -> None:
+        self._loop.add_reader(fd, callback)
+        self._readers.append(fd)
+
+    def _watch_raylet(self, pid: int) -> bool:
+        try:
+            self._raylet_fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._loop.call_soon(self._die, "the raylet is gone")
+            return False
+        self._read(self._raylet_fd, lambda: self._die("the raylet ended"))
+        return True
+
+    def _ended(self) -> None:
+        """A child has ended. The first one seen may only have lost its peer: unless a signal ended it, let the others speak."""
+        self._stop_reading()
+        cause = blame(self._group.fates())
+        if cause is not None and cause.killed:
+            self._die(str(cause))
+        else:
+            self._timer = self._loop.call_later(SETTLE_S, self._settle)
+
+    def _settle(self) -> None:
+        cause = blame(self._group.fates())
+        self._die(str(cause) if cause is not None else "a process of the group ended")
+
+    def _look(self) -> None:
+        now = time.monotonic_ns()
+        if now - self._looked_ns > self._bounds.heartbeat_s / 2 * _NS:
+            self._since_ns = now  # this process itself did not run: nobody else's age counts from before that
+        self._looked_ns = now
+        moment = Moment(now, self._since_ns, self._waiting())
+        reason = verdict(self._group.status(), moment, self._bounds)
+        if reason is not None:
+            self._die(reason)
+            return
+        self._timer = self._loop.call_later(PERIOD_S, self._look)
+
+    def _die(self, reason: str) -> None:
+        if self._closed:
+            return
+        self.close()
+        logger.error("group ended: %s", reason)
+        self._on_death(reason)
+
+    def close(self) -> None:
+        """Stop watching: nothing is called after this. Idempotent; call it before an orderly end."""
+        self._closed = True
+        self._stop_reading()
+        if self._raylet_fd >= 0:
+            os.close(self._raylet_fd)
+            self._raylet_fd = -1
+
+    def _stop_reading(self) -> None:
+        for fd in self._readers:
+            self._loop.remove_reader(fd)
+        self._readers.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def raylet_pid() -> int | None:
+    """The raylet's process id where Ray started this process (it sets RAY_RAYLET_PID), else None."""
+    value = os.environ.get("RAY_RAYLET_PID")
+    if value is None:
+        return None
+    if not value.isdecimal():
+        raise ConfigError(f"RAY_RAYLET_PID is not a process id: {value!r}")
+    return int(value)

@@ -1,0 +1,342 @@
+"""The engine as the replica sees it: submit a request, stream what it gives, abort it, know that the engine is gone.
+
+    client = EngineClient(group.front_socket)
+    await client.start()
+    async with client.generate(prompt, params) as stream:      submitted by the call itself
+        async for output in stream:                            what has piled up comes as one Output
+            ...                                                leaving early, for whatever cause, aborts
+
+Runs on one event loop and is called from it only. received == finished + refused + aborted + failed + open, always, and a request
+leaves `open` only when the core has said its last word on it (or the core is gone), so that these counters agree with the core's.
+"""
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from engine.errors import EngineDead, GenerationFailed, InvalidRequest
+from engine.events import (
+    EngineFailed,
+    EngineLoad,
+    FirstToken,
+    Outcome,
+    PoolUse,
+    RequestFinished,
+    RequestStarted,
+    Sink,
+    Tokens,
+    no_sink,
+)
+from engine.front.stream import Stream
+from engine.protocol import (
+    Abort,
+    AbortReason,
+    Control,
+    FinishReason,
+    FrameReader,
+    FrontMessage,
+    GenerateRequest,
+    Load,
+    Output,
+    SamplingParams,
+    decode_token_batch,
+    encode_message,
+    frame,
+)
+
+MAX_PILED_TOKENS = 4096
+_ABORTS: dict[AbortReason | None, Outcome] = {AbortReason.deadline: "deadline", AbortReason.slow_reader: "slow_reader"}
+EOF_GRACE_S = 0.25  # after the socket's end the watcher may still name who died; its reason is the better one
+
+
+@dataclass
+class ClientCounters:
+    """Requests since start, by their end as the core told it; `failed` includes those that the group's end took along."""
+
+    received: int = 0
+    finished: int = 0
+    refused: int = 0
+    aborted: int = 0
+    failed: int = 0
+
+
+@dataclass
+class _Request:
+    """An open request: its stream and its clock."""
+
+    stream: Stream
+    prompt_tokens: int
+    submitted: float
+    first: float | None = None
+    last: float | None = None
+    output_tokens: int = 0
+    aborted: AbortReason | None = None
+    aborted_at: float = 0.0
+
+
+class EngineClient:
+    """Speaks to the core over `sock`, which it takes over (the socket object given is detached).
+
+    `on_load` gets the core's figures after each step, `sink` every event; `clock` in seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        *,
+        on_load: Callable[[Load], None] | None = None,
+        sink: Sink = no_sink,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.counters = ClientCounters()
+        self.load: Load | None = None
+        self.dead: str | None = None
+        self._on_load = on_load
+        self._sink = sink
+        self._clock = clock
+        self._requests: dict[int, _Request] = {}
+        self._last_id = 0
+        self._waiting_since = 0
+        self._transport: asyncio.WriteTransport | None = None
+        self._sock = socket.socket(fileno=sock.detach())
+        self._sock.setblocking(False)
+
+    async def start(self) -> None:
+        """Attach to the running loop."""
+        loop = asyncio.get_running_loop()
+        self._transport, _ = await loop.create_unix_connection(lambda: _Link(self._message, self._lost), sock=self._sock)
+
+    # -- the interface: generate, abort, health
+
+    def generate(self, prompt: list[int], params: SamplingParams, *, clip: bool = False) -> Stream:
+        """Submit a request at once; `clip` as in GenerateRequest. Raises InvalidRequest only if it is too large to send."""
+        self._last_id += 1
+        stream = Stream(self._last_id, self.abort)
+        message = self._frame(GenerateRequest(id=stream.id, prompt=prompt, params=params, clip=clip))
+        if not self._requests:
+            self._waiting_since = time.monotonic_ns()
+        self._requests[stream.id] = _Request(stream, len(prompt), self._clock())
+        self.counters.received += 1
+        self._sink(RequestStarted(stream.id, len(prompt)))
+        if self.dead is not None:
+            self._kill(stream.id, self.dead)
+        else:
+            self._write(message)
+        return stream
+
+    def abort(self, request: int, reason: AbortReason) -> None:
+        """Ask the core to end a request; nothing when it has ended, or was asked before."""
+        entry = self._requests.get(request)
+        if entry is None or entry.aborted is not None:
+            return
+        entry.aborted, entry.aborted_at = reason, self._clock()
+        self._write(self._frame(Abort(id=request, reason=reason)))
+
+    def health(self) -> None:
+        """Raises EngineDead once the group is gone."""
+        if self.dead is not None:
+            raise EngineDead(self.dead)
+
+    # -- the engine as a whole
+
+    @property
+    def open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._requests)
+
+    @property
+    def waiting_since(self) -> int | None:
+        """Monotonic nanoseconds since when at least one request has been open without a pause; None: none is."""
+        return self._waiting_since if self._requests else None
+
+    def report(self) -> None:
+        """Ask for the core's figures; they come by `on_load`."""
+        self._write(self._frame(Control(action="report")))
+
+    def stop(self) -> None:
+        """Tell the core to stop after the plan in flight. Open streams then raise EngineDead."""
+        self._write(self._frame(Control(action="stop")))
+
+    def fail(self, reason: str) -> None:
+        """The group is gone: every open stream, and every one to come, raises EngineDead(reason). The first reason stays."""
+        if self.dead is not None:
+            return
+        self.dead = reason
+        self._sink(EngineFailed(reason))
+        for request in list(self._requests):
+            self._kill(request, reason)
+
+    async def close(self) -> None:
+        """Detach; open streams raise EngineDead."""
+        self.fail("the engine client was closed")
+        if self._transport is not None:
+            self._transport.close()
+        else:
+            self._sock.close()
+        await asyncio.sleep(0)  # the transport closes its socket on the loop's next turn
+
+    # -- from the core
+
+    def _message(self, raw: bytes) -> None:
+        try:
+            batch = decode_token_batch(raw)
+        except msgspec.DecodeError as error:
+            self._salvage(raw, error)
+            return
+        self._loaded(batch.load)
+        for output in batch.outputs:
+            self._output(output)
+
+    def _salvage(self, raw: bytes, error: msgspec.DecodeError) -> None:
+        """A batch that cannot be read fails the requests whose entries are at fault; if that is none, nothing can be trusted."""
+        try:
+            value: Any = msgspec.msgpack.decode(raw)
+            good, bad = _sort_outputs(value["outputs"])
+        except (msgspec.DecodeError, KeyError, TypeError):
+            good, bad = [], []
+        if not bad:
+            self.fail(f"the core sent what cannot be read: {error}")
+            return
+        for output in good:
+            self._output(output)
+        for request in bad:
+            self.abort(request, AbortReason.client_gone)
+            self._end(request, "error", GenerationFailed(f"the engine's answer could not be read: {error}"))
+
+    def _output(self, output: Output) -> None:
+        """One request's share of a step; one that this client has given up needs none."""
+        entry = self._requests.get(output.id)
+        if entry is None:
+            return
+        if output.tokens and entry.aborted is None:
+            self._count_tokens(output, entry)
+        if output.error is not None:
+            error = InvalidRequest(output.error) if output.invalid else GenerationFailed(output.error)
+            self._end(output.id, "refused" if output.invalid else "error", error)
+            return
+        piled = entry.stream.push(output)
+        if output.finish is not None:
+            self._end(output.id, _outcome(output.finish, entry.aborted), None)
+        elif piled > MAX_PILED_TOKENS:
+            entry.stream.drop()
+            entry.stream.fail(GenerationFailed(f"the reader is more than {MAX_PILED_TOKENS} tokens behind"))
+            self.abort(output.id, AbortReason.slow_reader)
+
+    def _count_tokens(self, output: Output, entry: _Request) -> None:
+        now = self._clock()
+        if entry.first is None or entry.last is None:
+            entry.first = now
+            self._sink(FirstToken(output.id, entry.prompt_tokens, now - entry.submitted))
+        self._sink(Tokens(output.id, len(output.tokens), None if entry.last is None else now - entry.last))
+        entry.last = now
+        entry.output_tokens += len(output.tokens)
+
+    def _end(self, request: int, outcome: Outcome, error: Exception | None) -> None:
+        """The one place where a request leaves `open`."""
+        entry = self._requests.pop(request)
+        if error is not None:
+            entry.stream.fail(error)
+        self._count_end(outcome)
+        ended = entry.aborted_at if entry.aborted is not None else self._clock()
+        first, last, count = entry.first, entry.last, entry.output_tokens
+        ttft = None if first is None else first - entry.submitted
+        tpot = None if first is None or last is None or count < 2 else (last - first) / (count - 1)
+        self._sink(RequestFinished(request, outcome, entry.prompt_tokens, count, ttft, tpot, ended - entry.submitted))
+
+    def _count_end(self, outcome: Outcome) -> None:
+        match outcome:
+            case "stop" | "length":
+                self.counters.finished += 1
+            case "refused":
+                self.counters.refused += 1
+            case "error" | "dead":
+                self.counters.failed += 1
+            case _:
+                self.counters.aborted += 1
+
+    def _kill(self, request: int, reason: str) -> None:
+        self._end(request, "dead", EngineDead(reason))
+
+    def _loaded(self, load: Load) -> None:
+        self.load = load
+        self._sink(_load_event(load))
+        if self._on_load is not None:
+            self._on_load(load)
+
+    def _lost(self, error: Exception | None) -> None:
+        """The socket ended. Whoever watches the processes knows better why, if it speaks soon."""
+        if self.dead is not None:
+            return
+        reason = "the core ended" if error is None else f"the core's socket broke: {error}"
+        asyncio.get_running_loop().call_later(EOF_GRACE_S, self.fail, reason)
+
+    # -- to the core
+
+    @staticmethod
+    def _frame(message: FrontMessage) -> bytes:
+        try:
+            return frame(encode_message(message))
+        except ValueError as error:
+            raise InvalidRequest(f"the request is too large: {error}") from error
+
+    def _write(self, data: bytes) -> None:
+        assert self._transport is not None, "EngineClient.start has not run"
+        if not self._transport.is_closing():
+            self._transport.write(data)
+
+
+class _Link(asyncio.Protocol):
+    """The socket: bytes in, whole messages out."""
+
+    def __init__(self, on_message: Callable[[bytes], None], on_lost: Callable[[Exception | None], None]) -> None:
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._frames = FrameReader()
+
+    def data_received(self, data: bytes) -> None:
+        for message in self._frames.feed(data):
+            self._on_message(message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._on_lost(exc)
+
+
+def _sort_outputs(values: list[Any]) -> tuple[list[Output], list[int]]:
+    """(entries that can be read, ids of those that cannot); raises TypeError or KeyError when one has no id to be blamed by."""
+    good: list[Output] = []
+    bad: list[int] = []
+    for value in values:
+        try:
+            good.append(msgspec.convert(value, Output))
+        except msgspec.ValidationError:
+            bad.append(int(value["id"]))
+    return good, bad
+
+
+def _outcome(finish: FinishReason, aborted: AbortReason | None) -> Outcome:
+    match finish:
+        case FinishReason.stop:
+            return "stop"
+        case FinishReason.length:
+            return "length"
+        case FinishReason.error:
+            return "error"
+    return _ABORTS.get(aborted, "client_gone")
+
+
+def _load_event(load: Load) -> EngineLoad:
+    return EngineLoad(
+        step=load.step,
+        waiting=load.waiting,
+        running=load.running,
+        waiting_tokens=load.waiting_tokens,
+        preemptions=load.preemptions,
+        prefill_tokens=load.prefill_tokens,
+        decode_tokens=load.decode_tokens,
+        pools=tuple(PoolUse(pool.name, pool.total, pool.used) for pool in load.pools),
+    )
