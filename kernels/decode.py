@@ -66,8 +66,10 @@ def _decode_reference(
     kv_heads, page = pool.shape[2], pool.shape[3]
     here = positions[:, None]
     base = torch.zeros_like(here) if window is None else (here - window + 1).clamp(min=0) // page
-    entries = (base + torch.arange(pages, device=q.device)).clamp(max=table.shape[1] - 1)  # past the end: masked below
-    k, v = gather(pool, table[slots[:, None], entries])  # [rows, kv_heads, keys, d]
+    entries = base + torch.arange(pages, device=q.device)
+    used = entries * page <= here  # entries past the row's own page are not read: the null page stands in, and is masked below
+    found = torch.where(used, table[slots[:, None], entries.clamp(max=table.shape[1] - 1)], 0)
+    k, v = gather(pool, found)  # [rows, kv_heads, keys, d]
     keys = base * page + torch.arange(pages * page, device=q.device)
     seen = keys <= here if window is None else (keys <= here) & (keys > here - window)
     v = v.masked_fill(~seen[:, None, :, None], 0.0)

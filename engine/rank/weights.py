@@ -212,7 +212,7 @@ def _kv_cut(part: Part, geometry: Geometry, layer: Layer, rank: int, size: int) 
 # ---- from safetensors
 
 
-def load(model: Gemma4, folder: Path, geometry: Geometry, rank: int, size: int, *, progress: bool = False) -> None:
+def load(model: Gemma4, folder: Path, geometry: Geometry, rank: int, size: int, progress: bool = False) -> None:
     """Copy this rank's slices of the checkpoint in `folder` into the model's parameters, whose dtype decides.
 
     progress: show a bar on stderr, or one line at the end where that is no terminal.
@@ -244,7 +244,7 @@ def _copy(source: Any, piece: Piece, parameter: Tensor, advance: Callable[[int],
 
 def _parameters(model: Gemma4, needed: dict[str, Piece]) -> dict[str, Tensor]:
     """The model's parameters by name; every element of each is filled by exactly one piece."""
-    parameters = dict(model.named_parameters())
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
     filled = dict.fromkeys(parameters, 0)
     for piece in needed.values():
         filled[piece.parameter] += piece.kept

@@ -1,0 +1,141 @@
+"""Sum and gather over the ranks of one node, in one shot: everybody writes its own slot, everybody reads all slots.
+
+    all_reduce(x) = cast( x_0 + x_1 + ... + x_{n-1} )      in rank order, in fp32, one cast: the same bits on every rank
+    all_gather(x) = [x_0 | x_1 | ... | x_{n-1}]            along the last axis
+
+Elementwise in a fixed order, so a row's sum does not depend on which other rows travel with it. On CPU the slots lie in a mapped
+anonymous file (`MappedCollectives`), on GPU in torch's symmetric memory (`SymmetricReduce`, sums only).
+
+    mapped memory     flag 0 | flag 1 | ... (a 64-byte line each) | even: slot 0, slot 1, ... | odd: slot 0, slot 1, ...
+
+Rank i's round r:  write slot i of half r % 2;  flag i = r;  wait until every flag >= r;  read all slots of half r % 2.
+One wait a round is enough with two halves:
+
+    rank i   ... read r-2 | write r-1, flag r-1, wait, read r-1 | write r (over r-2's half)
+                                          ^ every flag was >= r-1
+    rank j   ... read r-2, then flag r-1 -'                       so j's reads of round r-2 are over before i writes round r
+
+and nobody can be two rounds ahead of anybody, because to leave a round one needs everybody's flag of it.
+"""
+
+import os
+import threading
+import time
+
+import torch
+from torch import Tensor
+
+SLOT_BYTES = 256 << 10
+_LINE = 64
+_YIELDS = 100
+_SLEEP_S = 50e-6
+
+
+def shared_bytes(ranks: int) -> int:
+    """Bytes of the zeroed shared memory that `ranks` ranks need."""
+    return ranks * (_LINE + 2 * SLOT_BYTES)
+
+
+class MappedCollectives:
+    """One rank's end of the mapped memory, of `shared_bytes(size)` bytes. Longer messages go in pieces of a slot.
+
+    Every rank makes the same calls in the same order with equal shapes and dtypes; sums are of fp32 or bf16.
+    A wait longer than `timeout_s`, which may be set at any time, raises TimeoutError naming the rank that did not come.
+    """
+
+    def __init__(self, memory: memoryview, rank: int, size: int, timeout_s: float) -> None:
+        assert len(memory) >= shared_bytes(size), (len(memory), shared_bytes(size))
+        assert 0 <= rank < size, (rank, size)
+        self.rank = rank
+        self.size = size
+        self.timeout_s = timeout_s
+        self._round = 0
+        self._flags = memory[: size * _LINE].cast("Q")
+        slots = torch.frombuffer(memory, dtype=torch.uint8, offset=size * _LINE, count=2 * size * SLOT_BYTES)
+        self._slots = slots.view(2, size, SLOT_BYTES)
+        self._fence = threading.Lock()
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum over ranks, same shape and dtype; may write into `x`."""
+        assert x.dtype in (torch.float32, torch.bfloat16), x.dtype
+        x = x.contiguous()
+        for piece in _pieces(x):
+            parts = self._exchange(piece)
+            total = parts[0].float()
+            for part in parts[1:]:
+                total = total + part
+            piece.copy_(total)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """`[..., n]` of every rank -> `[..., n * size]`, in rank order."""
+        x = x.contiguous()
+        gathered = torch.empty((self.size, x.numel()), dtype=x.dtype)
+        first = 0
+        for piece in _pieces(x):
+            gathered[:, first : first + piece.numel()] = self._exchange(piece)
+            first += piece.numel()
+        return gathered.view(self.size, *x.shape).movedim(0, -2).flatten(-2)
+
+    def _exchange(self, piece: Tensor) -> Tensor:
+        """[size, numel]: everybody's piece, a view of the slots that holds until the next but one exchange."""
+        self._round += 1
+        half = self._slots[self._round % 2].view(piece.dtype)[:, : piece.numel()]
+        half[self.rank] = piece
+        self._order()
+        self._flags[self.rank * _LINE // 8] = self._round
+        self._wait()
+        self._order()
+        return half
+
+    def _wait(self) -> None:
+        """Until everybody has raised this round's flag: yield the core a few times, then sleep."""
+        deadline = 0.0
+        polls = 0
+        for rank in range(self.size):
+            while self._flags[rank * _LINE // 8] < self._round:
+                polls += 1
+                if polls <= _YIELDS:
+                    os.sched_yield()
+                    continue
+                deadline = deadline or time.monotonic() + self.timeout_s
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"rank {rank} did not come to exchange {self._round} within {self.timeout_s} s")
+                time.sleep(_SLEEP_S)
+
+    def _order(self) -> None:
+        """Keep the data's loads and stores on their side of the flag's, also on processors that reorder them (Arm)."""
+        for _ in range(2):
+            self._fence.acquire()
+            self._fence.release()
+
+
+class SymmetricReduce:
+    """One-shot sums over torch's symmetric memory, for messages of at most `max_bytes`; the process group is already up.
+
+    torch's kernel adds in rank order for 2, 4 and 8 ranks, in the message's own dtype. No multicast.
+    """
+
+    def __init__(self, group_name: str, device: torch.device, max_bytes: int) -> None:
+        from torch.distributed import _symmetric_memory as symmetric
+
+        self.max_bytes = max_bytes
+        self._group_name = group_name
+        self._buffer = symmetric.empty(max_bytes, dtype=torch.uint8, device=device)
+        symmetric.rendezvous(self._buffer, group_name)
+
+    def fits(self, x: Tensor) -> bool:
+        """Whether `x` may be passed: small enough, and of whole 16-byte words."""
+        size = x.numel() * x.element_size()
+        return 0 < size <= self.max_bytes and size % 16 == 0
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum over ranks, same shape and dtype, in new memory."""
+        buffer = self._buffer.view(x.dtype)[: x.numel()]
+        buffer.copy_(x.reshape(-1))
+        return torch.ops.symm_mem.one_shot_all_reduce(buffer, "sum", self._group_name).view(x.shape)
+
+
+def _pieces(x: Tensor) -> tuple[Tensor, ...]:
+    """Flat views of contiguous `x` that fit a slot each."""
+    return x.view(-1).split(SLOT_BYTES // x.element_size()) if x.numel() else ()

@@ -1,0 +1,242 @@
+"""The model against transformers in fp32: prefilled whole, in chunks, decoded, at TP=1, 2 and 4, over shuffled and poisoned pages."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deploy.nano.shapes import SHAPES
+from engine.errors import CheckpointError, ConfigError
+from engine.geometry import Geometry, read_geometry
+from engine.rank.attention import attention_backend
+from engine.rank.kv import GroupCache, KVCache
+from engine.rank.models.gemma4 import Gemma4
+from engine.rank.parallel import Parallel, Single
+from engine.rank.weights import load
+from tests.support.oracle import Verdict, judge, load_oracle, soft_cap
+from tests.support.paged import Meddle, Step, caches, play, script
+from tests.support.threads import Deaf, ThreadParallel, run_ranks
+
+pytestmark = pytest.mark.cpu
+
+MEMBERS = list(SHAPES)
+TOLERANCE = 1e-4
+FAULT = 100 * TOLERANCE
+PAGES = 40
+DECODED = 9
+
+Nano = Callable[[str], Path]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A member, sequences for it that are several windows long (the last one is shorter than a window), and the verdict on each."""
+
+    folder: Path
+    geometry: Geometry
+    lengths: tuple[tuple[int, int], ...]
+    ids: tuple[Tensor, ...]
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def max_len(self) -> int:
+        return max(map(sum, self.lengths))
+
+    def steps(self, *, whole: bool, seed: int = 3) -> list[Step]:
+        return script(self.geometry, self.lengths, PAGES, seed, whole=whole)
+
+    def model(self, parallel: Parallel, dtype: torch.dtype = torch.float32) -> Gemma4:
+        model = Gemma4(self.geometry, parallel, dtype, torch.device("cpu"))
+        load(model, self.folder, self.geometry, parallel.rank, parallel.size)
+        return model
+
+    def caches(self, size: int = 1, geometry: Geometry | None = None) -> KVCache:
+        return caches(geometry or self.geometry, size, len(self.lengths), self.max_len, PAGES)
+
+    def run(self, parallel: Parallel, steps: list[Step], meddle: Meddle | None = None) -> dict[tuple[int, int], Tensor]:
+        return play(self.model(parallel), self.caches(parallel.size), steps, self.ids, meddle)
+
+    def error(self, found: dict[tuple[int, int], Tensor]) -> float:
+        """Largest absolute difference of soft-capped logits, over positions that no router tie has touched; NaN counts as infinite."""
+        sure = {place: row for place, row in found.items() if place[1] < self.verdicts[place[0]].sure}
+        print(f"{len(found)} positions compared but {len(found) - len(sure)}, which lie behind a router's near tie")
+        assert len(sure) >= 0.5 * len(found)
+        ours = soft_cap(torch.stack(list(sure.values())), self.geometry.softcap)
+        theirs = torch.stack([self.verdicts[slot].logits[position] for slot, position in sure])
+        return (ours - theirs).abs().nan_to_num(torch.inf).max().item()
+
+
+@pytest.fixture(scope="module")
+def case(nano: Nano) -> Callable[[str], Case]:
+    @cache
+    def make(member: str) -> Case:
+        folder = nano(member)
+        geometry, oracle = read_geometry(folder), load_oracle(folder)
+        window = geometry.window
+        lengths = ((4 * window + 7, DECODED), (2 * window + 1, DECODED), (window // 2, DECODED))
+        generator = torch.Generator().manual_seed(11)
+        ids = tuple(torch.randint(3, geometry.vocab, (sum(length),), generator=generator) for length in lengths)
+        return Case(folder, geometry, lengths, ids, tuple(judge(oracle, row) for row in ids))
+
+    return make
+
+
+# ---- equal
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "chunks"])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("member", MEMBERS)
+def test_logits_are_transformers(case: Callable[[str], Case], member: str, tp: int, whole: bool) -> None:
+    """Logits of prompts and decoded tokens lie within 1e-4 of transformers', and are the same bits on every rank."""
+    it = case(member)
+    steps = it.steps(whole=whole)
+    if tp == 1:
+        found = it.run(Single(), steps)
+    else:
+        found, *others = run_ranks(tp, lambda parallel: it.run(parallel, steps))
+        assert all(torch.equal(other[place], row) for other in others for place, row in found.items())
+    error = it.error(found)
+    mixed = sum(bool(step.chunks and step.decodes) for step in steps)
+    print(f"{member} TP={tp} {'whole' if whole else 'chunks'}: max error {error:.1e}, {len(steps)} steps, {mixed} mixed")
+    assert error < TOLERANCE
+    assert whole or mixed > 0
+    assert any(step.released for step in steps)
+
+
+def test_placeholders_embed_as_pad(case: Callable[[str], Case]) -> None:
+    """An image id in plain text is read as pad, as transformers does; any other id in its place is not."""
+    it = case("e2b")
+    placeholder, *_ = it.geometry.placeholders
+    steps = script(it.geometry, ((20, 0),), PAGES, 1, whole=True)
+
+    def last(token: int) -> Tensor:
+        ids = it.ids[0][:20].clone()
+        ids[7] = token
+        return play(it.model(Single()), it.caches(), steps, [ids])[0, 19]
+
+    assert torch.equal(last(placeholder), last(it.geometry.pad))
+    assert (last(placeholder) - last(200)).abs().max() > FAULT
+
+
+@pytest.mark.parametrize("member", ["e2b", "12b"])
+def test_no_logits_wanted(case: Callable[[str], Case], member: str) -> None:
+    """A chunk whose logits nobody wants yields none, and its pages are those that a chunk with logits writes."""
+    it = case(member)
+    steps = script(it.geometry, ((40, 0),), PAGES, 1, whole=True)
+    quiet, loud = it.caches(), it.caches()
+    assert play(it.model(Single()), quiet, [replace(step, wanted=()) for step in steps], it.ids) == {}
+    play(it.model(Single()), loud, steps, it.ids)
+    for ours, theirs in zip(quiet, loud, strict=True):
+        assert torch.equal(ours.pool.nan_to_num(), theirs.pool.nan_to_num())
+        assert ours.pool.nan_to_num().any()
+
+
+def test_bfloat16_is_as_good_as_transformers(case: Callable[[str], Case]) -> None:
+    """bf16 logprobs err no more than 1.25 times as much as transformers' own bf16 forward, both against its fp32 one."""
+    it = case("31b")
+    theirs = judge(load_oracle(it.folder, torch.bfloat16), it.ids[0]).logits.log_softmax(-1)
+    exact = it.verdicts[0].logits.log_softmax(-1)
+    steps = script(it.geometry, ((len(it.ids[0]), 0),), PAGES, 1, whole=True)
+    model, pools = it.model(Single(), torch.bfloat16), caches(it.geometry, 1, 1, it.max_len, PAGES, torch.bfloat16)
+    rows = torch.stack(list(play(model, pools, steps, it.ids).values()))
+    ours = soft_cap(rows, it.geometry.softcap).log_softmax(-1)
+    mean_ours, mean_theirs = ((some - exact).abs().mean().item() for some in (ours, theirs))
+    print(f"mean logprob error in bf16: {mean_ours:.2e}, transformers {mean_theirs:.2e}, ratio {mean_ours / mean_theirs:.2f}")
+    assert 0 < mean_ours <= 1.25 * mean_theirs
+
+
+# ---- planted faults: the same comparison must fail by a hundred tolerances
+
+
+@pytest.mark.parametrize("kind", ["sliding", "full"])
+@pytest.mark.parametrize("member", ["31b", "e2b"])
+def test_a_wrong_page_is_seen(case: Callable[[str], Case], member: str, kind: str) -> None:
+    """One entry of one page table that names another sequence's page moves the logits by at least 1e-2."""
+    it = case(member)
+    steps = it.steps(whole=True)
+    last = next(number for number, step in reversed(list(enumerate(steps))) if any(row[0] == 0 for row in step.decodes))
+    entry = it.lengths[0][0] // 32 - 1
+
+    def meddle(number: int, cache: KVCache) -> None:
+        table = next(group.table for group in cache if group.group.name == kind)
+        if number == last:
+            table[0, entry] = table[1, it.lengths[1][0] // 32 - 1]
+
+    error = it.error(it.run(Single(), steps, meddle))
+    print(f"{member}: a wrong {kind} page: error {error:.2g}")
+    assert FAULT <= error < torch.inf
+
+
+@pytest.mark.parametrize("member", ["31b", "26b-a4b", "e4b"])
+def test_a_missing_all_reduce_is_seen(case: Callable[[str], Case], member: str) -> None:
+    """Any one all-reduce left out in the last step (embedding, attention, MLP, experts) moves the logits by at least 1e-2."""
+    it = case(member)
+    steps = script(it.geometry, ((40, 1),), PAGES, 1, whole=True)
+    sums = 2 * len(it.geometry.layers) + 1
+
+    def body(parallel: ThreadParallel, deaf: int) -> float:
+        assert isinstance(parallel, Deaf)
+        parallel.deaf = deaf
+        found = it.run(parallel, steps)
+        assert parallel.reduces == 2 * sums
+        return it.error(found)
+
+    for missing in (-1, sums, sums + 1, sums + 2, 2 * sums - 2, 2 * sums - 1):
+        error = max(run_ranks(2, lambda parallel, missing=missing: body(parallel, missing), Deaf))
+        print(f"{member}: all-reduce {missing - sums} of the last step left out: error {error:.2g}")
+        assert error < TOLERANCE if missing < 0 else FAULT <= error < torch.inf
+
+
+@pytest.mark.parametrize("off", [-1, 1])
+@pytest.mark.parametrize("member", ["31b", "e2b"])
+def test_a_window_off_by_one_is_seen(case: Callable[[str], Case], member: str, off: int) -> None:
+    """A window of one key more or less moves the logits by at least 1e-2."""
+    it = case(member)
+    wrong = replace(it.geometry, window=it.geometry.window + off)
+    steps = script(wrong, it.lengths, PAGES, 3, whole=False)
+    error = it.error(play(it.model(Single()), it.caches(geometry=wrong), steps, it.ids))
+    print(f"{member}: window off by {off}: error {error:.2g}")
+    assert FAULT <= error < torch.inf
+
+
+def test_k_as_v_is_seen(case: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where V is K's raw product, storing the finished K in its place moves the logits by at least 1e-2."""
+    it = case("31b")
+    write = GroupCache.write
+
+    def alias(self: GroupCache, layer: int, batch: Any, k: Tensor, v: Tensor) -> None:
+        write(self, layer, batch, k, k if self.group.window is None else v)
+
+    monkeypatch.setattr(GroupCache, "write", alias)
+    error = it.error(it.run(Single(), it.steps(whole=True)))
+    print(f"K as V: error {error:.2g}")
+    assert FAULT <= error < torch.inf
+
+
+# ---- refusals
+
+
+def test_a_size_that_does_not_divide_is_refused(case: Callable[[str], Case]) -> None:
+    """A model at a TP size that does not divide it is a CheckpointError that names what does not."""
+    parallel = ThreadParallel(0, 3, [], None)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="attention heads"):
+        Gemma4(case("31b").geometry, parallel, torch.float32, torch.device("cpu"))
+
+
+def test_a_short_per_layer_table_is_refused(case: Callable[[str], Case]) -> None:
+    """A per-layer table with fewer rows than the vocabulary has ids is a CheckpointError."""
+    short = replace(case("e2b").geometry, ple_vocab=512)
+    with pytest.raises(CheckpointError, match="vocab_size_per_layer_input"):
+        Gemma4(short, Single(), torch.float32, torch.device("cpu"))
+
+
+def test_an_unknown_backend_is_refused() -> None:
+    """A backend that does not exist is a ConfigError that lists those that do."""
+    with pytest.raises(ConfigError, match="'flash' is not one of reference"):
+        attention_backend("flash")

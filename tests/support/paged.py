@@ -1,0 +1,144 @@
+"""Plays sequences through a model step by step: chunks and decode rows mixed, pages in random order, dead pages poisoned.
+
+`script` decides everything on the host, once, so that every rank of a group can play the same steps.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.geometry import Geometry, KVGroup, kv_groups
+from engine.rank.attention.reference import ReferenceAttention
+from engine.rank.batch import Chunk, ForwardBatch
+from engine.rank.kv import GroupCache, KVCache
+from engine.rank.models.gemma4 import Gemma4
+
+Rows = tuple[int, int, int]  # slot, start, end
+Entry = tuple[int, int, int, int]  # group, slot, table entry, page
+Logits = dict[tuple[int, int], Tensor]  # (slot, position) -> fp32 [vocab], before the soft cap
+Meddle = Callable[[int, KVCache], None]
+
+
+@dataclass(frozen=True)
+class Step:
+    """Chunks and decode rows of one step, the batch rows whose logits are wanted, and what happens to pages before it."""
+
+    chunks: tuple[Rows, ...]
+    decodes: tuple[Rows, ...]
+    wanted: tuple[int, ...]
+    released: tuple[Entry, ...]
+    mapped: tuple[Entry, ...]
+
+
+class _Pages:
+    """Random free pages of each group, and who holds what."""
+
+    def __init__(self, groups: Sequence[KVGroup], pages: int, rng: random.Random) -> None:
+        self._groups, self._rng = groups, rng
+        self._free = [rng.sample(range(1, pages), pages - 1) for _ in groups]
+        self._held: dict[tuple[int, int], dict[int, int]] = {}
+
+    def move(self, slot: int, start: int, end: int) -> tuple[list[Entry], list[Entry]]:
+        """(released, mapped): what positions [start, end) of `slot` no longer need, and what they need besides."""
+        released, mapped = [], []
+        for group in self._groups:
+            held = self._held.setdefault((group.index, slot), {})
+            needed = group.pages_for(start, end)
+            for entry in [entry for entry in held if entry not in needed]:
+                released.append((group.index, slot, entry, held[entry]))
+                self._free[group.index].insert(self._rng.randrange(2), held.pop(entry))
+            for entry in (entry for entry in needed if entry not in held):
+                held[entry] = self._free[group.index].pop(0)
+                mapped.append((group.index, slot, entry, held[entry]))
+        return released, mapped
+
+
+def script(geometry: Geometry, lengths: Sequence[tuple[int, int]], pages: int, seed: int, *, whole: bool) -> list[Step]:
+    """Steps that run sequences of (prompt, decoded) tokens, one a slot.
+
+    whole: prompts in one chunk each, all logits wanted; else random chunks, of which all, the last or no logits are wanted.
+    """
+    rng = random.Random(seed)
+    allocator = _Pages(kv_groups(geometry, 1), pages, rng)
+    done = [0] * len(lengths)
+    steps = []
+    while any(at < sum(length) for at, length in zip(done, lengths, strict=True)):
+        rows = _rows(lengths, done, rng, whole=whole)
+        if not rows:
+            continue
+        moves = [allocator.move(*row) for row in rows]
+        chunks = tuple(row for row in rows if row[1] < lengths[row[0]][0])
+        decodes = tuple(row for row in rows if row not in chunks)
+        released, mapped = (tuple(entry for move in moves for entry in move[side]) for side in (0, 1))
+        steps.append(Step(chunks, decodes, _wanted(chunks, decodes, rng, whole=whole), released, mapped))
+        for slot, _, end in rows:
+            done[slot] = end
+    return steps
+
+
+def _rows(lengths: Sequence[tuple[int, int]], done: Sequence[int], rng: random.Random, *, whole: bool) -> list[Rows]:
+    rows = []
+    for slot, ((prompt, decoded), at) in enumerate(zip(lengths, done, strict=True)):
+        if at == prompt + decoded or rng.random() < 0.25:
+            continue
+        size = 1 if at >= prompt else prompt - at if whole else min(prompt - at, rng.choice((1, 5, 32, 33, 70, 130)))
+        rows.append((slot, at, at + size))
+    rng.shuffle(rows)
+    return rows
+
+
+def _wanted(chunks: Sequence[Rows], decodes: Sequence[Rows], rng: random.Random, *, whole: bool) -> tuple[int, ...]:
+    wanted, offset = [], 0
+    for _, start, end in chunks:
+        size = end - start
+        first = 0 if whole else rng.choice((0, size - 1, size))
+        wanted += range(offset + first, offset + size)
+        offset += size
+    return (*wanted, *range(offset, offset + len(decodes)))
+
+
+def caches(geometry: Geometry, size: int, slots: int, max_len: int, pages: int, dtype: torch.dtype = torch.float32) -> KVCache:
+    """Every group's cache, all pages poisoned: the null page too."""
+    groups = kv_groups(geometry, size)
+    made = KVCache([GroupCache(group, pages, slots, max_len, dtype, torch.device("cpu")) for group in groups])
+    for cache in made:
+        cache.pool.fill_(torch.nan)
+    return made
+
+
+def play(model: Gemma4, cache: KVCache, steps: Sequence[Step], ids: Sequence[Tensor], meddle: Meddle | None = None) -> Logits:
+    """Run the steps on one rank. `meddle(step number, cache)` runs before each step: it plants faults."""
+    found: Logits = {}
+    for number, step in enumerate(steps):
+        for group, slot, entry, page in step.released:
+            cache.groups[group].table[slot, entry] = 0
+            cache.groups[group].pool[:, page] = torch.nan
+        for group, slot, entry, page in step.mapped:
+            cache.groups[group].table[slot, entry] = page
+        if meddle is not None:
+            meddle(number, cache)
+        batch = _batch(step, ids)
+        hidden = model(batch, cache, ReferenceAttention())
+        assert hidden.shape[0] == len(step.wanted)
+        logits = model.parallel.all_gather(model.logits(hidden)) if len(step.wanted) else hidden
+        where = zip(batch.slots[batch.logit_rows].tolist(), batch.positions[batch.logit_rows].tolist(), strict=True)
+        found |= {place: row for place, row in zip(where, logits, strict=True)}
+    return found
+
+
+def _batch(step: Step, ids: Sequence[Tensor]) -> ForwardBatch:
+    rows = (*step.chunks, *step.decodes)
+    places = [(slot, position) for slot, start, end in rows for position in range(start, end)]
+    offsets = [sum(end - start for _, start, end in step.chunks[:index]) for index in range(len(step.chunks))]
+    return ForwardBatch(
+        ids=torch.stack([ids[slot][position] for slot, position in places]),
+        positions=torch.tensor([position for _, position in places]),
+        slots=torch.tensor([slot for slot, _ in places]),
+        logit_rows=torch.tensor(step.wanted, dtype=torch.int64),
+        chunks=tuple(Chunk(*row, offset) for row, offset in zip(step.chunks, offsets, strict=True)),
+        # the host knows an upper bound only
+        decode_bounds=tuple(end + 1 for _, _, end in step.decodes),
+    )
