@@ -116,13 +116,13 @@ class SymmetricReduce:
     torch's kernel adds in rank order for 2, 4 and 8 ranks, in the message's own dtype. No multicast.
     """
 
-    def __init__(self, group_name: str, device: torch.device, max_bytes: int) -> None:
+    def __init__(self, group: torch.distributed.ProcessGroup, device: torch.device, max_bytes: int) -> None:
         from torch.distributed import _symmetric_memory as symmetric
 
         self.max_bytes = max_bytes
-        self._group_name = group_name
+        self._group_name = group.group_name
         self._buffer = symmetric.empty(max_bytes, dtype=torch.uint8, device=device)
-        symmetric.rendezvous(self._buffer, group_name)
+        symmetric.rendezvous(self._buffer, group)
 
     def fits(self, x: Tensor) -> bool:
         """Whether `x` may be passed: small enough, and of whole 16-byte words."""

@@ -1,8 +1,24 @@
-"""The tensor-parallel group as a model sees it: who this rank is, and two collectives."""
+"""The tensor-parallel group: who this rank is, and two collectives, with one implementation for each kind of device.
 
+    cpu    `MappedCollectives`: memory that the ranks inherit; sums and gathers of any size; no sockets, no torch.distributed
+    cuda   `CudaGroup`: sums of few rows over symmetric memory, larger ones and gathers by NCCL; rendezvous in a file
+    any    `Distributed`: torch.distributed alone, gloo or NCCL: what the others are held to
+
+A group of one needs none of them. An all-reduce is also the barrier at boot: nobody leaves it before everybody came.
+"""
+
+import os
+from datetime import timedelta
 from typing import Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, distributed
+
+from engine.channel import map_shared
+from engine.errors import ConfigError
+from kernels.allreduce import SLOT_BYTES, MappedCollectives, SymmetricReduce
+
+SYMMETRIC_BYTES = 512 << 10  # from about here on NCCL is the faster one
 
 
 class Parallel(Protocol):
@@ -34,3 +50,90 @@ class Single:
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x
+
+
+class Distributed:
+    """torch.distributed's default group. Its sums are equal on all ranks, but not in rank order, and not row by row alike."""
+
+    def __init__(
+        self, backend: str, rank: int, size: int, store: str, timeout_s: float, device: torch.device | None = None
+    ) -> None:
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, "lo")  # the ranks share a node: nothing of theirs belongs on a network
+        distributed.init_process_group(
+            backend,
+            store=distributed.FileStore(store, size),  # type: ignore[attr-defined]  # torch forgets to export it
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device,
+        )
+        self.rank = rank
+        self.size = size
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        distributed.all_reduce(x)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        gathered = x.new_empty((self.size, *x.shape))
+        distributed.all_gather_into_tensor(gathered, x.contiguous())
+        return gathered.movedim(0, -2).flatten(-2)
+
+
+class CudaGroup:
+    """Symmetric memory where a message fits it, NCCL for the rest."""
+
+    def __init__(self, rank: int, size: int, store: str, timeout_s: float) -> None:
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+        self.rank = rank
+        self.size = size
+        self._large = Distributed("nccl", rank, size, store, timeout_s, device)
+        world = distributed.group.WORLD
+        assert world is not None
+        self._small = SymmetricReduce(world, device, SYMMETRIC_BYTES)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self._small.all_reduce(x) if self._small.fits(x) else self._large.all_reduce(x)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return self._large.all_gather(x)
+
+
+def connect(rank: int, size: int, device: torch.device, reduce: int, store: str, timeout_s: float) -> Parallel:
+    """This rank's group on `device`: the one place where an implementation is chosen.
+
+    reduce     descriptor of `shared_bytes(size)` zeroed bytes that the ranks share (cpu)
+    store      path of the rendezvous file (cuda)
+    timeout_s  bound of one wait for the other ranks; `MappedCollectives.timeout_s` may be lowered once all are up
+    """
+    if size == 1:
+        return Single()
+    if device.type == "cpu":
+        return MappedCollectives(map_shared(reduce), rank, size, timeout_s)
+    return CudaGroup(rank, size, store, timeout_s)
+
+
+def self_check(parallel: Parallel, device: torch.device, dtype: torch.dtype) -> None:
+    """Sums and gathers of known values, short ones and ones that take the way of large messages; also a barrier.
+
+    Raises ConfigError, which names rank and message, when one comes out wrong. The values are small integers: exact in bf16.
+    """
+    largest = max(SYMMETRIC_BYTES, SLOT_BYTES) // dtype.itemsize
+    for length in (64, largest + 64):
+        pattern = torch.arange(length, device=device).remainder(7).to(dtype)
+        total = parallel.all_reduce(pattern * (parallel.rank + 1))
+        _expect(parallel, total, pattern * (parallel.size * (parallel.size + 1) // 2), "sum")
+        parts = [pattern + rank for rank in range(parallel.size)]
+        _expect(parallel, parallel.all_gather(pattern + parallel.rank), torch.cat(parts), "gather")
+
+
+def _expect(parallel: Parallel, found: Tensor, expected: Tensor, what: str) -> None:
+    if not torch.equal(found, expected):
+        wrong = int((found != expected).sum()) if found.shape == expected.shape else expected.numel()
+        raise ConfigError(
+            f"rank {parallel.rank} of {parallel.size}: the {what} of {expected.numel()} known {expected.dtype} values over the "
+            f"ranks came out wrong in {wrong}; the ranks cannot compute together on this machine"
+        )

@@ -1,0 +1,127 @@
+"""Logits to tokens over a vocabulary that is cut across ranks: every rank ends with the same tokens, and none is sent.
+
+    greedy rows        each rank's best (value, id) and NaN flag are gathered: 12 bytes a row and rank; lowest id wins ties
+    all other rows     the whole logits are gathered: 4 x vocabulary bytes a row, 105 MB for 100 rows of 262 144: the reference path
+    rows with logprobs likewise
+
+The order of work is in `kernels.sample`; log-probabilities are of the capped logits, before anything is masked. A row with a NaN
+anywhere samples nothing: its token is 0 and its flag is set, on every rank.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.rank.parallel import Parallel
+from kernels.sample import cap, choose, choose_filtered, mask, top_logprobs
+
+
+@dataclass(frozen=True)
+class SamplingRows:
+    """How each of R rows samples: views of device state, and what the host knows of it, so that no device is asked.
+
+    positions   int64 [R]     position that the sampled token will take
+    seeds, top_k int64 [R];   temperature, top_p, min_p fp32 [R]
+    forbidden   int64 [R, m]  stop ids of rows that may not stop yet, -1: none
+    greedy, plain, filtered   the rows of each kind, ascending; together all
+    logprobs                  for each row how many alternatives it reports, None: no logprobs
+    """
+
+    positions: Tensor
+    seeds: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    forbidden: Tensor
+    greedy: Sequence[int]
+    plain: Sequence[int]
+    filtered: Sequence[int]
+    logprobs: Sequence[int | None]
+
+
+@dataclass(frozen=True)
+class TopLogprobs:
+    """Of rows `rows`: chosen fp32 [n], ids int64 [n, most], values fp32 [n, most], best first."""
+
+    rows: Sequence[int]
+    chosen: Tensor
+    ids: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """tokens int64 [R], 0 where `nan`; nan bool [R]; logprobs of the rows that want them."""
+
+    tokens: Tensor
+    nan: Tensor
+    logprobs: TopLogprobs | None
+
+
+class Sampler:
+    """Samples from this rank's slice of the logits. `suppress`: ids that no row may ever give."""
+
+    def __init__(self, parallel: Parallel, softcap: float | None, suppress: Sequence[int], device: torch.device) -> None:
+        self._parallel = parallel
+        self._softcap = softcap
+        self._suppress = torch.tensor(list(suppress), dtype=torch.int64, device=device)
+
+    def sample(self, logits: Tensor, rows: SamplingRows) -> Sampled:
+        """logits fp32 [R, vocab / size], before the soft cap."""
+        assert logits.shape[0] == len(rows.greedy) + len(rows.plain) + len(rows.filtered), logits.shape
+        tokens = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
+        nan = torch.zeros(logits.shape[0], dtype=torch.bool, device=logits.device)
+        if rows.greedy:
+            index = _index(rows.greedy, logits.device)
+            tokens[index], nan[index] = self._greedy(logits[index], rows.forbidden[index])
+        gathered = sorted({*rows.plain, *rows.filtered, *(row for row, count in enumerate(rows.logprobs) if count is not None)})
+        whole = self._parallel.all_gather(logits[_index(gathered, logits.device)]) if gathered else logits[:0]
+        place = {row: at for at, row in enumerate(gathered)}
+        for kind in (rows.plain, rows.filtered):
+            if kind:
+                index = _index(kind, logits.device)
+                mine = whole[_index([place[row] for row in kind], logits.device)]
+                tokens[index], nan[index] = self._draw(mine, index, rows, filtered=kind is rows.filtered)
+        return Sampled(tokens, nan, self._logprobs(whole, place, tokens, rows))
+
+    def _greedy(self, logits: Tensor, forbidden: Tensor) -> tuple[Tensor, Tensor]:
+        """(tokens, nan) of rows whose best allowed id is taken, from slices."""
+        first = self._parallel.rank * logits.shape[1]
+        masked = self._mask(logits, forbidden, first)
+        best = masked.argmax(-1, keepdim=True)
+        nan = logits.isnan().any(-1, keepdim=True)
+        mine = torch.cat([masked.gather(1, best), (best + first).float(), nan.float()], dim=1)  # an id is exact below 2^24
+        values, ids, flags = self._parallel.all_gather(mine).view(len(logits), -1, 3).unbind(-1)
+        nan = flags.any(-1)
+        token = ids.gather(1, values.argmax(-1, keepdim=True)).squeeze(1).long()
+        return token.masked_fill(nan, 0), nan
+
+    def _draw(self, whole: Tensor, index: Tensor, rows: SamplingRows, *, filtered: bool) -> tuple[Tensor, Tensor]:
+        """(tokens, nan) of the rows `index`, drawn from whole logits."""
+        nan = whole.isnan().any(-1)
+        logits = self._mask(cap(whole, self._softcap), rows.forbidden[index], 0)
+        arguments = (logits, rows.temperature[index], rows.seeds[index], rows.positions[index])
+        if filtered:
+            token = choose_filtered(*arguments, rows.top_k[index], rows.top_p[index], rows.min_p[index])
+        else:
+            token = choose(*arguments)
+        return token.masked_fill(nan, 0), nan
+
+    def _mask(self, logits: Tensor, forbidden: Tensor, first: int) -> Tensor:
+        return mask(logits, torch.cat([forbidden, self._suppress.expand(len(logits), -1)], dim=1), first)
+
+    def _logprobs(self, whole: Tensor, place: dict[int, int], tokens: Tensor, rows: SamplingRows) -> TopLogprobs | None:
+        wanted = [row for row, count in enumerate(rows.logprobs) if count is not None]
+        if not wanted:
+            return None
+        most = max(count for count in rows.logprobs if count is not None)
+        logits = cap(whole[_index([place[row] for row in wanted], tokens.device)], self._softcap)
+        return TopLogprobs(wanted, *top_logprobs(logits, tokens[_index(wanted, tokens.device)], most))
+
+
+def _index(rows: Sequence[int], device: torch.device) -> Tensor:
+    index = torch.tensor(rows, dtype=torch.int64)
+    return index if device.type == "cpu" else index.pin_memory().to(device, non_blocking=True)
