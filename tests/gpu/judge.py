@@ -1,5 +1,8 @@
 """transformers with the dummy weights that the engine draws: the judge of a model too large to keep on disk."""
 
+import json
+import sys
+import time
 from pathlib import Path
 
 import torch
@@ -7,19 +10,22 @@ from torch import Tensor
 
 from engine.geometry import Geometry, read_geometry
 from engine.rank.weights import dummy_tensor
+from tests.support.oracle import load_oracle
 
 
 def judge_logits(
-    folder: Path, dtype: torch.dtype, device: torch.device, prompts: list[list[int]], rows: int, seed: int = 0
+    folder: Path, load: str, dtype: torch.dtype, device: torch.device, prompts: list[list[int]], rows: int, seed: int = 0
 ) -> list[Tensor]:
     """Soft-capped logits, fp32 [rows, vocab] on the CPU, of each prompt's last `rows` positions, by transformers in `dtype`.
 
-    folder holds config.json; the weights are those of `weights.dummy` on the same device. TF32 stays off.
+    load: the folder's safetensors, or dummy: the weights of `weights.dummy` on the same device. TF32 stays off.
     """
     torch.backends.cuda.matmul.allow_tf32 = False
-    geometry = read_geometry(folder)
-    model = _build(folder, dtype, device)
-    _fill(model, geometry, device, seed)
+    if load == "dummy":
+        model = _build(folder, dtype, device)
+        _fill(model, read_geometry(folder), device, seed)
+    else:
+        model = load_oracle(folder, dtype).to(device)
     logits = []
     for prompt in prompts:
         ids = torch.tensor([prompt], device=device)
@@ -44,3 +50,24 @@ def _fill(model: torch.nn.Module, geometry: Geometry, device: torch.device, seed
     with torch.no_grad():
         for name, tensor in held.items():
             tensor.copy_(dummy_tensor(name, geometry, seed, device))
+
+
+def main() -> None:
+    """`python -m tests.gpu.judge '<json>'`: the arguments of `judge_logits`, and where to save what it returns."""
+    asked = json.loads(sys.argv[1])
+    began = time.monotonic()
+    torch.set_num_threads(1)
+    found = judge_logits(
+        Path(asked["folder"]),
+        asked["load"],
+        getattr(torch, asked["dtype"]),
+        torch.device(asked["device"]),
+        asked["prompts"],
+        asked["rows"],
+    )
+    torch.save(found, asked["out"])
+    print(f"transformers {asked['dtype']} on {asked['device']} in {time.monotonic() - began:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""One rank of the engine's model on its device, prompts prefilled in chunks and then decoded: `python -m tests.gpu.spmd '<json>'`.
+
+Rank 0 saves soft-capped logits, fp32 [rows, vocab] of each prompt's last `rows` positions. Every rank compares the bits of every
+step's final hidden rows with all others. `fault` plants one: a wrong page in a group, or an all-reduce left out.
+"""
+
+import os
+import random
+import sys
+import time
+import zlib
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from engine.geometry import Geometry, kv_groups, read_geometry
+from engine.rank import weights
+from engine.rank.attention import attention_backend
+from engine.rank.batch import Chunk, ForwardBatch
+from engine.rank.kv import GroupCache, KVCache
+from engine.rank.models.gemma4 import Gemma4
+from engine.rank.parallel import Parallel, connect, self_check
+
+CHUNK = 384  # crosses page and window edges at every step
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """What the ranks compute. `decodes`: how many of the last positions run as decode rows; fault: sliding, full, reduce or none."""
+
+    rank: int
+    size: int
+    device: str
+    dtype: str
+    folder: str
+    load: str
+    prompts: list[list[int]]
+    rows: int
+    decodes: int
+    out: str
+    store: str = ""
+    reduce: int = -1
+    fault: str = ""
+
+
+class Deaf:
+    """A planted fault: all-reduce number 3 of every forward yields this rank's own part only."""
+
+    def __init__(self, parallel: Parallel) -> None:
+        self._parallel = parallel
+        self.rank, self.size = parallel.rank, parallel.size
+        self.all_gather = parallel.all_gather
+        self.calls = 0
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        own = x.clone()
+        total = self._parallel.all_reduce(x)
+        return own if self.calls == 4 else total
+
+
+def build(job: Job, parallel: Parallel, device: torch.device) -> Gemma4:
+    """The model with its weights, and a line about it."""
+    began = time.monotonic()
+    geometry = read_geometry(Path(job.folder))
+    model = Gemma4(geometry, parallel, getattr(torch, job.dtype), device)
+    if job.load == "dummy":
+        weights.dummy(model, geometry)
+    else:
+        weights.load(model, Path(job.folder), geometry, parallel.rank, parallel.size)
+    rms = weights.residual_rms(model)
+    say(job, f"weights in {time.monotonic() - began:.1f} s, residual rms {rms:.3f}")
+    return model
+
+
+def say(job: Job, text: str) -> None:
+    print(f"rank {job.rank}: {text}", flush=True)
+
+
+def caches(geometry: Geometry, job: Job, device: torch.device) -> KVCache:
+    """Pages of every prompt in shuffled order; no window is released, so that one table serves the whole run."""
+    longest = max(map(len, job.prompts))
+    made = []
+    for group in kv_groups(geometry, job.size):
+        each = -(-longest // group.page)
+        count = each * len(job.prompts) + 1
+        cache = GroupCache(group, count, len(job.prompts), longest, getattr(torch, job.dtype), device)
+        pages = random.Random(7).sample(range(1, count), count - 1)
+        cache.table[:, :each] = torch.tensor(pages, dtype=torch.int32, device=device).view(len(job.prompts), each)
+        made.append(cache)
+    return KVCache(made)
+
+
+def batches(job: Job, slot: int, device: torch.device) -> list[ForwardBatch]:
+    """One prompt's chunks, then its decode rows; logits are wanted of the last `rows` positions."""
+    ids = torch.tensor(job.prompts[slot], device=device)
+    wanted = len(ids) - job.rows
+    prefill = len(ids) - job.decodes
+    edges = [*range(0, prefill, CHUNK), prefill]
+    spans = list(zip(edges, edges[1:], strict=False)) + [(p, p + 1) for p in range(prefill, len(ids))]
+    made = []
+    for start, end in spans:
+        decode = start >= prefill
+        positions = torch.arange(start, end, device=device)
+        logit_rows = torch.arange(max(0, min(wanted, end) - start), end - start, device=device)
+        chunks = () if decode else (Chunk(slot, start, end, 0),)
+        slots = torch.full_like(positions, slot)
+        made.append(ForwardBatch(ids[start:end], positions, slots, logit_rows, chunks, (end,) if decode else ()))
+    return made
+
+
+def check_bits(hidden: Tensor, parallel: Parallel) -> None:
+    """Every rank holds the same final hidden rows, bit for bit."""
+    bits = zlib.crc32(hidden.contiguous().cpu().view(torch.uint8).numpy().tobytes()) & 0x7FFFFF
+    seen = parallel.all_gather(torch.full((16,), float(bits), dtype=torch.float32, device=hidden.device))
+    assert bool((seen == bits).all()), f"the ranks' hidden rows differ: {seen[::16].tolist()}"
+
+
+@torch.inference_mode()
+def run(job: Job, model: Gemma4, parallel: Parallel, device: torch.device) -> list[Tensor]:
+    """Logits of each prompt."""
+    geometry, attention, cache = model.geometry, attention_backend("reference"), caches(model.geometry, job, device)
+    found, began, steps = [], time.monotonic(), 0
+    for slot in range(len(job.prompts)):
+        rows = []
+        for batch in batches(job, slot, device):
+            if job.fault in ("sliding", "full") and slot and not batch.chunks:
+                wrong_page(cache, job.fault, slot, int(batch.positions[0]))
+            if isinstance(parallel, Deaf):
+                parallel.calls = 0
+            hidden = model(batch, cache, attention)
+            steps += 1
+            if not len(batch.logit_rows):
+                continue
+            if not job.fault:
+                check_bits(hidden, parallel)
+            logits = parallel.all_gather(model.logits(hidden))
+            cap = geometry.softcap
+            rows.append((logits if cap is None else torch.tanh(logits / cap) * cap).cpu())
+        found.append(torch.cat(rows))
+    say(job, f"{steps} steps in {time.monotonic() - began:.1f} s, hidden bits equal on all ranks: {not job.fault}")
+    return found
+
+
+def wrong_page(cache: KVCache, name: str, slot: int, position: int) -> None:
+    """The page before the one being written, in one group, becomes another prompt's."""
+    for group in cache:
+        if group.group.name == name:
+            entry = position // group.group.page - 1
+            group.table[slot, entry] = group.table[slot - 1, entry]
+
+
+def main() -> None:
+    """Entry point of one rank."""
+    job = msgspec.json.decode(sys.argv[1], type=Job)
+    torch.set_num_threads(1)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    device = torch.device("cuda", job.rank) if job.device == "cuda" else torch.device("cpu")
+    if job.device == "cuda":
+        torch.cuda.set_device(device)
+    parallel = connect(job.rank, job.size, device, job.reduce, job.store, 120.0)
+    self_check(parallel, device, getattr(torch, job.dtype))
+    say(job, f"collectives checked on {device}")
+    if job.fault == "reduce":
+        parallel = Deaf(parallel)
+    model = build(job, parallel, device)
+    found = run(job, model, parallel, device)
+    if job.rank == 0:
+        torch.save(found, job.out)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""bf16 on GPUs against fp32 of the same weights: no further off than transformers' own bf16 is.
+
+The cases name a folder (a nano checkpoint, or a public shape with random weights drawn on the device), TP size and prompts. Tier
+gpu runs TP=1, gpu4 runs TP=4 over NCCL and symmetric memory. QUARTET_GPU_DEVICE=cpu runs the very same script on the CPU.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from deploy import models
+from engine.channel import create_shared
+from engine.geometry import read_geometry
+from kernels.allreduce import shared_bytes
+from tests.gpu.spmd import Job
+
+DEVICE = os.environ.get("QUARTET_GPU_DEVICE", "cuda")
+ROOT = Path(__file__).resolve().parents[2]
+RATIO = 1.25  # how much larger than transformers' own bf16 errors ours may be
+MEMBERS = ("31b", "26b-a4b", "12b", "e4b", "e2b")
+
+
+def run_ranks(size: int, settings: dict[str, object], timeout_s: float) -> list[Tensor]:
+    """Rank 0's logits; all ranks are killed at the first failure or at the bound."""
+    with tempfile.TemporaryDirectory() as scratch:
+        out, reduce = Path(scratch) / "logits.pt", create_shared("reduce", shared_bytes(size))
+        jobs = [
+            Job(rank=rank, size=size, device=DEVICE, store=f"{scratch}/store", reduce=reduce, out=str(out), **settings)
+            for rank in range(size)
+        ]
+        command = [sys.executable, "-m", "tests.gpu.spmd"]
+        ranks = [
+            subprocess.Popen([*command, msgspec.json.encode(job).decode()], cwd=ROOT, pass_fds=(reduce,)) for job in jobs
+        ]
+        try:
+            wait_all(ranks, time.monotonic() + timeout_s)
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+            os.close(reduce)
+        return torch.load(out, weights_only=True)
+
+
+def wait_all(ranks: list[subprocess.Popen[bytes]], deadline: float) -> None:
+    while any(rank.poll() is None for rank in ranks):
+        codes = [rank.poll() for rank in ranks]
+        assert not any(codes), f"exit codes {codes}"
+        assert time.monotonic() < deadline, f"the ranks are not done in time: {codes}"
+        time.sleep(0.05)
+    assert [rank.returncode for rank in ranks] == [0] * len(ranks)
+
+
+def run_judge(device: str, settings: dict[str, object], dtype: str, timeout_s: float) -> list[Tensor]:
+    """transformers' logits, from a process of its own, so that its memory is free again."""
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "logits.pt"
+        asked = json.dumps({**settings, "dtype": dtype, "device": device, "out": str(out)})
+        subprocess.run([sys.executable, "-m", "tests.gpu.judge", asked], cwd=ROOT, check=True, timeout=timeout_s)
+        return torch.load(out, weights_only=True)
+
+
+def errors(found: list[Tensor], truth: list[Tensor]) -> tuple[float, float]:
+    """(mean, largest) absolute error of the truth's 64 likeliest tokens' logprobs, over all positions."""
+    worst, total, count = 0.0, 0.0, 0
+    for ours, theirs in zip(found, truth, strict=True):
+        right = theirs.double().log_softmax(-1)
+        top = right.topk(64, dim=-1).indices
+        off = (ours.double().log_softmax(-1) - right).gather(-1, top).abs()
+        worst, total, count = max(worst, off.max().item()), total + off.sum().item(), count + off.numel()
+    return total / count, worst
+
+
+def case(model: str, prompts: int, length: int, rows: int, decodes: int) -> dict[str, object]:
+    """Settings of a run: random prompts from a printed seed."""
+    folder = models.resolve(model)
+    seed = random.SystemRandom().randrange(1 << 30)
+    print(f"{model}: prompts from seed {seed}", flush=True)
+    rng = random.Random(seed)
+    vocab = min(read_geometry(folder).vocab, 250_000)
+    ids = [[rng.randrange(300, vocab - 10) for _ in range(length)] for _ in range(prompts)]
+    load = "dummy" if model.startswith("dummy:") else "safetensors"
+    return {"folder": str(folder), "load": load, "prompts": ids, "rows": rows, "decodes": decodes}
+
+
+def compare(model: str, size: int, settings: dict[str, object], timeout_s: float, judges: tuple[str, str]) -> None:
+    """Ours in bf16 at `size` against transformers in fp32 and in bf16, and each planted fault against the same truth."""
+    ours = run_ranks(size, {**settings, "dtype": "bfloat16"}, timeout_s)
+    asked = {key: value for key, value in settings.items() if key != "decodes"}
+    truth = run_judge(judges[0], asked, "float32", timeout_s)
+    theirs = run_judge(judges[1], asked, "bfloat16", timeout_s)
+    (mean, worst), (their_mean, their_worst) = errors(ours, truth), errors(theirs, truth)
+    print(f"{model} tp {size} bf16 logprob error, mean and largest: ours {mean:.5f} {worst:.4f}, transformers {their_mean:.5f} {their_worst:.4f}")
+    agree = [(a.argmax(-1) == b.argmax(-1)).float().mean().item() for a, b in zip(ours, truth, strict=True)]
+    print(f"{model} tp {size} greedy token match rate with fp32: {sum(agree) / len(agree):.4f}", flush=True)
+    assert mean <= RATIO * their_mean
+    assert worst <= RATIO * their_worst
+    for fault in ("sliding", "full", "reduce") if size > 1 else ("sliding", "full"):
+        broken = run_ranks(size, {**settings, "dtype": "bfloat16", "fault": fault}, timeout_s)
+        off, largest = errors(broken, truth)
+        print(f"{model} tp {size} fault {fault}: mean {off:.4f} ({off / mean:.0f}x) largest {largest:.3f} ({largest / worst:.0f}x)", flush=True)
+        assert largest > 3 * RATIO * worst, f"{fault} goes unnoticed"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("member", MEMBERS)
+def test_nano_at_tp1(member: str) -> None:
+    """Each nano checkpoint in bf16 on one GPU is as near to fp32 as transformers' bf16 is."""
+    compare(member, 1, case(f"nano:{member}", 4, 400, 120, 24), 120.0, (DEVICE, DEVICE))
+
+
+@pytest.mark.gpu4
+@pytest.mark.parametrize("member", MEMBERS)
+def test_nano_at_tp4(member: str) -> None:
+    """The same over four ranks, all holding the same bits after every step."""
+    compare(member, 4, case(f"nano:{member}", 4, 400, 120, 24), 120.0, (DEVICE, DEVICE))
+
+
+@pytest.mark.gpu4
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_31b_shape_at_tp4() -> None:
+    """The 31B shape with random weights, beyond its window, over four ranks."""
+    compare("31b", 4, case("dummy:31b", 3, 1300, 48, 16), 280.0, (f"{DEVICE}:0", f"{DEVICE}:1"))
