@@ -181,7 +181,7 @@ class Watcher:
 
     def _look(self) -> None:
         now = time.monotonic_ns()
-        if now - self._looked_ns > self._bounds.heartbeat_s / 2 * _NS:
+        if now - self._looked_ns > (PERIOD_S + self._bounds.heartbeat_s / 2) * _NS:
             self._since_ns = now  # this process itself did not run: nobody else's age counts from before that
         self._looked_ns = now
         moment = Moment(now, self._since_ns, self._waiting())

@@ -272,7 +272,8 @@ class EngineClient:
         """The socket ended. Whoever watches the processes knows better why, if it speaks soon."""
         if self.dead is not None:
             return
-        reason = "the core ended" if error is None else f"the core's socket broke: {error}"
+        ended = error is None or isinstance(error, ConnectionError)  # reset: it left messages unread
+        reason = "the core ended" if ended else f"the core's socket broke: {error}"
         asyncio.get_running_loop().call_later(EOF_GRACE_S, self.fail, reason)
 
     # -- to the core

@@ -1,0 +1,64 @@
+"""Names, blame and environment of children, without any process."""
+
+import itertools
+import os
+
+import pytest
+
+from cluster.children import ROOT, Fate, blame, child_name, environment
+from cluster.group import spin_polls
+from engine.lifeline import Failed
+
+pytestmark = pytest.mark.pure
+
+KILLED = Fate("rank 2", -9)
+REFUSED = Fate("rank 1", 1, Failed("a tensor is missing", user=True))
+RAISED = Fate("rank 0", 1, Failed("RuntimeError: peer closed", user=False))
+ENDED = Fate("rank 3", 7)
+LEFT = Fate("the core", 0)
+
+
+def test_blame_goes_to_the_cause() -> None:
+    """In every order of discovery: a signal before a refusal, that before an exception, that before an exit code, that before 0."""
+    ranked = [KILLED, REFUSED, RAISED, ENDED, LEFT]
+    for count in range(1, 6):
+        for found in itertools.permutations(ranked[-count:]):
+            assert blame(found) is ranked[-count]
+    assert blame([]) is None
+
+
+def test_a_fate_is_a_sentence() -> None:
+    """Each way to end reads as one: who, and by what."""
+    assert [str(fate) for fate in (KILLED, RAISED, ENDED, LEFT)] == [
+        "rank 2 was killed by SIGKILL",
+        "rank 0 failed: RuntimeError: peer closed",
+        "rank 3 ended with exit code 7",
+        "the core ended with exit code 0",
+    ]
+    assert str(Fate("rank 0", -35)) == "rank 0 was killed by signal 35"
+
+
+def test_the_last_record_is_the_core() -> None:
+    """Status record tp belongs to the core, those before it to the ranks."""
+    assert [child_name(index, 2) for index in range(3)] == ["rank 0", "rank 1", "the core"]
+
+
+def test_a_cpu_child_sees_no_gpu_and_one_thread() -> None:
+    """On CPU the devices are hidden and OpenMP has one thread; on GPU both are inherited; Ray's debugger hook never is."""
+    inherited = {"CUDA_VISIBLE_DEVICES": "2,3", "OMP_NUM_THREADS": "8", "PYTHONPATH": "/a", "X": "1"}
+    inherited["PYTHONBREAKPOINT"] = "ray.util"
+    cpu, cuda = environment(inherited, "cpu"), environment(inherited, "cuda")
+    assert (cpu["CUDA_VISIBLE_DEVICES"], cpu["OMP_NUM_THREADS"]) == ("", "1")
+    assert (cuda["CUDA_VISIBLE_DEVICES"], cuda["OMP_NUM_THREADS"]) == ("2,3", "8")
+    for env in (cpu, cuda):
+        assert "PYTHONBREAKPOINT" not in env
+        assert env["PYTHONPATH"] == f"{ROOT}{os.pathsep}/a"
+        assert (env["GLOO_SOCKET_IFNAME"], env["X"]) == ("lo", "1")
+    assert environment({}, "cpu")["PYTHONPATH"] == str(ROOT)
+
+
+def test_nobody_spins_on_a_full_machine() -> None:
+    """Readers spin only where ranks, core and replica each have a core of the machine."""
+    assert spin_polls(4, 2) == 0
+    assert spin_polls(4, 5) == 0
+    assert spin_polls(4, 6) > 0

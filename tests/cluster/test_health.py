@@ -1,0 +1,211 @@
+"""The verdict on a group's status records, and the watcher around it, without any process."""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cluster.children import Fate
+from cluster.health import Bounds, Moment, Watcher, raylet_pid, verdict
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.plan import RankStatus
+from tests.support.fakes import fake_config
+
+pytestmark = pytest.mark.pure
+
+S = 1_000_000_000
+NOW = 1000 * S
+BOUNDS = Bounds(heartbeat_s=3.0, step_s=60.0)
+MOMENT = Moment(NOW)
+
+
+def statuses(tp: int = 4, step: int = 811) -> list[RankStatus]:
+    """A group at rest after `step`, every heart beating; the last is the core."""
+    return [RankStatus(launched=step, finished=step, progress_ns=NOW - 500 * S, heartbeat_ns=NOW - S // 5)] * (tp + 1)
+
+
+def with_record(records: list[RankStatus], index: int, **changes: int) -> list[RankStatus]:
+    return [replace(record, **changes) if at == index else record for at, record in enumerate(records)]
+
+
+def launched(records: list[RankStatus], step: int, at: int) -> list[RankStatus]:
+    """All ranks and the core have launched `step` at time `at`."""
+    return [replace(record, launched=step, progress_ns=at) for record in records]
+
+
+def test_a_group_at_rest_is_well() -> None:
+    """Idle for minutes with beating hearts is no fault, with requests waiting or not, as long as they have not waited long."""
+    assert verdict(statuses(), MOMENT, BOUNDS) is None
+    assert verdict(statuses(), Moment(NOW, waiting=NOW - 59 * S), BOUNDS) is None
+    assert verdict(launched(statuses(), 812, NOW - 59 * S), MOMENT, BOUNDS) is None
+
+
+@pytest.mark.parametrize(("index", "name"), [(0, "rank 0"), (2, "rank 2"), (4, "the core")])
+def test_an_old_heartbeat_names_its_process(index: int, name: str) -> None:
+    """One heartbeat just over the bound is reported with its owner's name; one just under it is not."""
+    late = verdict(with_record(statuses(), index, heartbeat_ns=NOW - 31 * S // 10), MOMENT, BOUNDS)
+    assert late == f"{name} is not scheduled for 3.1 s (stopped or hung host)"
+    assert verdict(with_record(statuses(), index, heartbeat_ns=NOW - 29 * S // 10), MOMENT, BOUNDS) is None
+
+
+def test_all_hearts_at_once() -> None:
+    """Several stopped processes are all named."""
+    records = [replace(record, heartbeat_ns=NOW - 5 * S) for record in statuses(tp=1)]
+    assert verdict(records, MOMENT, BOUNDS) == "rank 0, the core are not scheduled for 5.0 s (stopped or hung host)"
+
+
+def test_a_suspended_machine_is_no_death() -> None:
+    """Heartbeats from before the watcher itself was stopped count only from when it looks again."""
+    records = [replace(record, heartbeat_ns=NOW - 100 * S) for record in launched(statuses(), 812, NOW - 100 * S)]
+    assert verdict(records, Moment(NOW, since=NOW - S), BOUNDS) is None
+    assert verdict(records, Moment(NOW, since=NOW - 4 * S), BOUNDS) is not None
+
+
+def test_a_hang_inside_a_step_blames_the_rank_that_did_not_launch() -> None:
+    """Three ranks wait in step 812's collective for rank 1, which never launched it: rank 1 alone is named, with the step."""
+    records = with_record(launched(statuses(), 812, NOW - 61 * S), 1, launched=811, progress_ns=NOW - 62 * S)
+    assert verdict(records, MOMENT, BOUNDS) == "rank 1 made no progress in step 812 for 61 s"
+
+
+def test_a_hang_blames_the_rank_that_is_behind() -> None:
+    """A rank that finished less than its peers is named, however long the peers have waited for it."""
+    records = with_record(launched(statuses(), 813, NOW - 70 * S), 3, launched=812, finished=810, progress_ns=NOW - 61 * S)
+    assert verdict(records, MOMENT, BOUNDS) == "rank 3 made no progress in step 811 for 70 s"
+
+
+def test_a_hang_of_all_names_all() -> None:
+    """Ranks that are equally far are named together."""
+    records = launched(statuses(tp=2), 812, NOW - 61 * S)
+    assert verdict(records, MOMENT, BOUNDS) == "rank 0, rank 1 made no progress in step 812 for 61 s"
+
+
+def test_a_fresh_plan_after_a_long_rest_is_no_hang() -> None:
+    """After minutes of rest the core publishes step 812: ranks that have not picked it up get the whole bound from there."""
+    fresh = with_record(statuses(), 4, launched=812, progress_ns=NOW - S)
+    assert verdict(fresh, MOMENT, BOUNDS) is None
+    stale = with_record(statuses(), 4, launched=812, progress_ns=NOW - 61 * S)
+    assert verdict(stale, MOMENT, BOUNDS) == "rank 0, rank 1, rank 2, rank 3 made no progress in step 812 for 61 s"
+
+
+def test_a_core_that_does_not_commit_is_named() -> None:
+    """All ranks finished step 812 long ago and the core has not taken it in: the core is named."""
+    records = [replace(record, launched=812, finished=812, progress_ns=NOW - 61 * S) for record in statuses()]
+    assert verdict(with_record(records, 4, finished=811), MOMENT, BOUNDS) == "the core made no progress after step 811 for 61 s"
+    assert verdict(records, MOMENT, BOUNDS) is None
+
+
+def test_a_core_that_plans_nothing_for_those_who_wait_is_named() -> None:
+    """Requests have waited over the bound and no step was started: the core is named; a step in between starts the clock anew."""
+    waiting = Moment(NOW, waiting=NOW - 61 * S)
+    assert verdict(statuses(), waiting, BOUNDS) == "the core made no progress after step 811 for 61 s"
+    assert verdict(with_record(statuses(), 4, progress_ns=NOW - 5 * S), waiting, BOUNDS) is None
+
+
+class FakeGroup:
+    """What a watcher sees, with pipes for pidfds."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.ends = [os.pipe() for _ in range(2)]
+        self.found: list[Fate] = []
+        self.beating = True
+
+    @property
+    def pidfds(self) -> dict[str, int]:
+        return {f"rank {index}": read for index, (read, _) in enumerate(self.ends)}
+
+    def status(self) -> list[RankStatus]:
+        return [RankStatus(heartbeat_ns=time.monotonic_ns() if self.beating else 1)] * 3
+
+    def fates(self) -> list[Fate]:
+        return self.found
+
+    def end(self, index: int, *fates: Fate) -> None:
+        os.write(self.ends[index][1], b"x")
+        self.found += fates
+
+    def close(self) -> None:
+        for fd in (end for pair in self.ends for end in pair):
+            os.close(fd)
+
+
+Story = Callable[[FakeGroup, Watcher], None]
+
+
+def watch(tmp_path: Path, story: Story, *, raylet: int | None = None, seconds: float = 0.6) -> list[str]:
+    """What a watcher reports within `seconds` when `story` happens to its group."""
+    group = FakeGroup(fake_config(tmp_path, heartbeat_timeout_s=0.8))
+    reasons: list[str] = []
+
+    async def main() -> None:
+        watcher = Watcher(group, reasons.append, raylet=raylet)
+        watcher.start()
+        story(group, watcher)
+        await asyncio.sleep(seconds)
+        watcher.close()
+
+    asyncio.run(main())
+    group.close()
+    return reasons
+
+
+def test_the_watcher_blames_the_signal_not_the_first_to_end(tmp_path: Path) -> None:
+    """Rank 0 ends first because it lost rank 1, which a signal killed: rank 1 is named, once."""
+
+    def story(group: FakeGroup, watcher: Watcher) -> None:
+        group.end(0, Fate("rank 0", 1))
+        asyncio.get_running_loop().call_later(0.05, group.end, 1, Fate("rank 1", -9))
+
+    assert watch(tmp_path, story) == ["rank 1 was killed by SIGKILL"]
+
+
+def test_the_watcher_names_whoever_ended_alone(tmp_path: Path) -> None:
+    """Where no signal explains it, the one that ended is named with its exit code."""
+    assert watch(tmp_path, lambda group, _: group.end(0, Fate("rank 0", 3))) == ["rank 0 ended with exit code 3"]
+
+
+def test_the_watcher_sees_stopped_hearts_once(tmp_path: Path) -> None:
+    """Hearts that stop are reported once, and not before the bound."""
+
+    def story(group: FakeGroup, watcher: Watcher) -> None:
+        group.beating = False
+
+    reasons = watch(tmp_path, story, seconds=2.0)
+    assert len(reasons) == 1
+    assert "rank 0, rank 1, the core are not scheduled" in reasons[0]
+    assert watch(tmp_path, story, seconds=0.5) == []
+
+
+def test_a_closed_watcher_is_silent(tmp_path: Path) -> None:
+    """After close nothing is reported, whatever ends."""
+
+    def story(group: FakeGroup, watcher: Watcher) -> None:
+        watcher.close()
+        group.end(0, Fate("rank 0", -9))
+
+    assert watch(tmp_path, story) == []
+
+
+def test_a_raylet_that_is_gone_ends_the_group(tmp_path: Path) -> None:
+    """A process id that no longer exists is reported as the raylet's end, once."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert watch(tmp_path, lambda *_: None, raylet=pid, seconds=0.3) == ["the raylet is gone"]
+
+
+def test_raylet_pid_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RAY_RAYLET_PID is read where it is set, and a value that is no number is an error that names it."""
+    monkeypatch.delenv("RAY_RAYLET_PID", raising=False)
+    assert raylet_pid() is None
+    monkeypatch.setenv("RAY_RAYLET_PID", "123")
+    assert raylet_pid() == 123
+    monkeypatch.setenv("RAY_RAYLET_PID", "x1")
+    with pytest.raises(ConfigError, match="RAY_RAYLET_PID"):
+        raylet_pid()

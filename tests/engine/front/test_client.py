@@ -1,0 +1,449 @@
+"""The engine's client against the core's end of its socket, played by hand."""
+
+import asyncio
+import gc
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine.errors import EngineDead, GenerationFailed, InvalidRequest
+from engine.events import EngineFailed, EngineLoad, Event, FirstToken, RequestFinished, RequestStarted, Tokens
+from engine.front.client import MAX_PILED_TOKENS, EngineClient
+from engine.front.stream import Stream
+from engine.protocol import AbortReason, Control, FinishReason, GenerateRequest, Load, Logprobs, Output, SamplingParams
+from tests.support.fakes import FakeCore, FakeEngineClient, broken_batch
+
+pytestmark = pytest.mark.pure
+
+PARAMS = SamplingParams(max_tokens=8)
+Story = Callable[[EngineClient, FakeCore], Awaitable[None]]
+
+
+class Clock:
+    """Seconds that pass only when told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def play(story: Story, **options: Any) -> EngineClient:
+    """Run `story` with a started client and its core; whatever happens, the counters must balance at the end."""
+
+    async def main() -> EngineClient:
+        core = FakeCore()
+        client = EngineClient(core.front, **options)
+        await client.start()
+        try:
+            async with asyncio.timeout(10):
+                await story(client, core)
+        finally:
+            balanced(client)
+            await client.close()
+            core.close()
+            balanced(client)
+        assert client.open == 0
+        return client
+
+    return asyncio.run(main())
+
+
+def balanced(client: EngineClient) -> None:
+    counters = client.counters
+    ended = counters.finished + counters.refused + counters.aborted + counters.failed
+    assert counters.received == ended + client.open, (counters, client.open)
+
+
+async def read(stream: Stream) -> list[int]:
+    return [token async for output in stream for token in output.tokens]
+
+
+async def delivered() -> None:
+    """Let what was sent reach the client."""
+    await asyncio.sleep(0.02)
+
+
+def test_a_request_streams_to_its_end() -> None:
+    """The core gets what was asked, the reader gets the outputs in order and the finish, and the request counts as finished."""
+
+    async def story(client: EngineClient, core: FakeCore) -> None:
+        stream = client.generate([1, 2, 3], PARAMS, clip=True)
+        assert await core.hear() == GenerateRequest(id=stream.id, prompt=[1, 2, 3], params=PARAMS, clip=True)
+        await core.send(Output(id=stream.id, tokens=[7]))
+        reader = aiter(stream)
+        assert await anext(reader) == Output(id=stream.id, tokens=[7])
+        await core.send(Output(id=stream.id, tokens=[8], finish=FinishReason.length))
+        assert await anext(reader) == Output(id=stream.id, tokens=[8], finish=FinishReason.length)
+        with pytest.raises(StopAsyncIteration):
+            await anext(reader)
+        assert await core.silent()
+
+    assert play(story).counters.finished == 1
+
+
+def test_submission_does_not_wait_for_the_reader() -> None:
+    """The core hears of a request that nobody has begun to read."""
+
+    async def story(client: EngineClient, core: FakeCore) -> None:
+        stream = client.generate([1], PARAMS)
+        assert (await core.hear_request()).id == stream.id
+
+    play(story)
+
+
+def test_what_piled_up_comes_as_one() -> None:
+    """Outputs that arrive while the reader is away come merged: tokens and logprobs in order, the last one's finish."""
+
+    async def story(client: EngineClient, core: FakeCore) -> None:
+        stream = client.generate([1], PARAMS)
+        probs = [Logprobs(-float(index), []) for index in range(3)]
+        for index in range(3):
+            finish = FinishReason.stop if index == 2 else None
+            await core.send(Output(id=stream.id, tokens=[index], logprobs=[probs[index]], finish=finish))
+        await delivered()
+        got = [output async for output in stream]
+        assert got == [Output(id=stream.id, tokens=[0, 1, 2], logprobs=probs, finish=FinishReason.stop)]
+
+    play(story)
+
+
+def test_streams_do_not_mix() -> None:
+    """One batch with outputs of three requests, in any order, reaches each reader with its own tokens."""
+
+    async def story(client: EngineClient, core: FakeCore) -> None:
+        streams = [client.generate([index], PARAMS) for index in range(3)]
+        for step in range(4):
+            finish = FinishReason.length if step == 3 else None
+            rows = [Output(id=stream.id, tokens=[10 * stream.id + step], finish=finish) for stream in streams]
+            await core.send(*rows[:: -1 if step % 2 else 1])
+        got = await asyncio.gather(*map(read, streams))
+        assert got == [[10 * stream.id + step for step in range(4)] for stream in streams]
+
+    assert play(story).counters.finished == 3
+
+
+@pytest.mark.parametrize(("invalid", "kind", "counter"), [(True, InvalidRequest, "refused"), (False, GenerationFailed, "failed")])
+def test_an_error_reaches_its_own_reader(invalid: bool, kind: type[Exception], counter: str) -> None:
+    """A refusal raises InvalidRequest, an error GenerationFailed, after what had come; the neighbour goes on."""
+
+    async def story(client: EngineClient, core: FakeCore) -> None:
+        stream, neighbour = client.generate([1], PARAMS), client.generate([2], PARAMS)
+        await core.send(Output(id=stream.id, tokens=[5]))
+        await core.send(
+            Output(id=stream.id, finish=FinishReason.error, error="no room", invalid=invalid),
+            Output(id=neighbour.id, tokens=[6], finish=FinishReason.stop),
+        )
+        await delivered()
+        reader = aiter(stream)
+        assert (await anext(reader)).tokens == [5]
+        with pytest.raises(kind, match="no room"):
+            await anext(reader)
+        assert await read(neighbour) == [6]
+
+    counters = play(story).counters
+    assert (getattr(counters, counter), counters.finished) == (1, 1)
+
+
+async def leave_by_break(stream: Stream) -> None:
+    async for _ in stream:
+        break
+
+
+async def leave_by_with(stream: Stream) -> None:
+    async with stream:
+        async for _ in stream:
+            return
+
+
+async def leave_unread(stream: Stream) -> None:
+    async with stream:
+        pass
+
+
+async def leave_by_error(stream: Stream) -> None:
+    async def fail() -> None:
+        async with stream:
+            async for _ in stream:
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await fail()
+
+
+async def leave_by_cancel(stream: Stream) -> None:
+    task = asyncio.create_task(read(stream))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+@pytest.mark.parametrize("leave", [leave_by_break, leave_by_with, leave_unread, leave_by_error, leave_by_cancel])
+def test_leaving_early_aborts(leave: Callable[[Stream], Awaitable[None]]) -> None:
+    """However a reader leaves, the core hears one abort for client_gone; the request stays open until the core confirms."""
+
+    async def story(client: EngineClient, core: FakeCore) -> None:
+        stream = client.generate([1], PARAMS)
+        await core.hear_request()
+        await core.send(Output(id=stream.id, tokens=[5]))
+        await leave(stream)
+        gc.collect()
+        abort = await core.hear_abort()
+        assert (abort.id, abort.reason) == (stream.id, AbortReason.client_gone)
+        assert client.open == 1
+        await core.send(Output(id=stream.id, tokens=[6]))
+        await core.send(Output(id=stream.id, finish=FinishReason.abort))
+        await delivered()
+        assert await core.silent()
+        assert client.counters.aborted == 1
+
+    play(story)
+
+
+@pytest.mark.parametrize("reason", list(AbortReason))
+def test_an_abort_carries_its_reason_and_ends_the_iteration(reason: AbortReason) -> None:
+    """abort(reason) reaches the core once, wakes the waiting reader without an error, and a stop string counts as finished."""
+    events: list[Event] = []
+
+    async def story(client: EngineClient, core: FakeCore) -> None:
+        stream = client.generate([1], PARAMS)
+        await core.hear_request()
+        reading = asyncio.create_task(read(stream))
+        await delivered()
+        stream.abort(reason)
+        stream.abort(AbortReason.client_gone)
+        assert await asyncio.wait_for(reading, 0.1) == []
+        assert (await core.hear_abort()).reason is reason
+        stopped = reason is AbortReason.stop_string
+        await core.send(Output(id=stream.id, finish=FinishReason.stop if stopped else FinishReason.abort))
+        await delivered()
+        assert await core.silent()
+
+    counters = play(story, sink=events.append).counters
+    finished = reason is AbortReason.stop_string
+    assert (counters.finished, counters.aborted) == (int(finished), int(not finished))
+    outcome = next(event.outcome for event in events if isinstance(event, RequestFinished))
+    assert outcome == ("stop" if finished else reason.value)
+
+
+def test_an_abort_after_the_end_is_silent() -> None:
+    """Leaving a stream that has ended tells the core nothing."""
+
+    async def story(client: EngineClient, core: FakeCore) -> None:
+        async with client.generate([1], PARAMS) as stream:
+            await core.hear_request()
+            await core.send(Output(id=stream.id, tokens=[3], finish=FinishReason.length))
+            assert await read(stream) == [3]
+        stream.abort(AbortReason.deadline)
+        client.abort(stream.id, AbortReason.deadline)
+        client.abort(4711, AbortReason.deadline)
+        assert await core.silent()
+
+    play(story)
+
+
+def test_a_slow_reader_is_cut_off() -> None:
+    """A reader one token over the cap is aborted as slow_reader and its stream raises; at the cap it lives."""
+
+    async def story(client: EngineClient, core: FakeCore) -> None:
+        stream = client.generate([1], PARAMS)
+        await core.hear_request()
+        await core.send(Output(id=stream.id, tokens=list(range(MAX_PILED_TOKENS))))
+        assert await core.silent()
+        await core.send(Output(id=stream.id, tokens=[1]))
+        assert (await core.hear_abort()).reason is AbortReason.slow_reader
+        await core.send(Output(id=stream.id, tokens=[1]))
+        await core.send(Output(id=stream.id, finish=FinishReason.abort))
+        await delivered()
+        assert client.open == 0
+        with pytest.raises(GenerationFailed, match="behind"):
+            await read(stream)
+
+    assert play(story).counters.aborted == 1
+
+
+def test_death_wakes_every_reader() -> None:
+    """fail(reason) raises EngineDead in every waiting reader within 0.1 s, and in later streams; the first reason stays."""
+
+    async def story(client: EngineClient, core: FakeCore) -> None:
+        streams = [client.generate([1], PARAMS) for _ in range(8)]
+        readers = [asyncio.create_task(read(stream)) for stream in streams]
+        await delivered()
+        client.health()
+        client.fail("rank 2 was killed by SIGKILL")
+        client.fail("something else")
+        done, pending = await asyncio.wait(readers, timeout=0.1)
+        assert not pending
+        assert {str(task.exception()) for task in done} == {"rank 2 was killed by SIGKILL"}
+        with pytest.raises(EngineDead, match="rank 2"):
+            await read(client.generate([1], PARAMS))
+        with pytest.raises(EngineDead, match="rank 2"):
+            client.health()
+
+    assert play(story).counters.failed == 9
+
+
+def test_the_end_of_the_socket_is_death() -> None:
+    """When the core's end closes streams raise EngineDead; a better reason that comes soon is the one they raise."""
+
+    async def story(client: EngineClient, core: FakeCore) -> None:
+        stream = client.generate([1], PARAMS)
+        core.close()
+        with pytest.raises(EngineDead, match="the core ended"):
+            await read(stream)
+
+    async def explained(client: EngineClient, core: FakeCore) -> None:
+        stream = client.generate([1], PARAMS)
+        core.close()
+        await delivered()
+        client.generate([2], PARAMS)
+        client.fail("the core was killed by SIGKILL")
+        with pytest.raises(EngineDead, match="SIGKILL"):
+            await read(stream)
+
+    play(story)
+    play(explained)
+
+
+def test_an_unreadable_entry_fails_its_own_request() -> None:
+    """A batch with one unreadable entry fails that request alone and has the core end it; its neighbour's tokens arrive."""
+
+    async def story(client: EngineClient, core: FakeCore) -> None:
+        stream, neighbour = client.generate([1], PARAMS), client.generate([2], PARAMS)
+        await core.hear()
+        await core.hear()
+        good = msgspec.to_builtins(Output(id=neighbour.id, tokens=[6], finish=FinishReason.stop))
+        await core.send_raw(broken_batch([{"id": stream.id, "tokens": ["x"]}, good]))
+        assert await read(neighbour) == [6]
+        with pytest.raises(GenerationFailed, match="could not be read"):
+            await read(stream)
+        assert (await core.hear_abort()).id == stream.id
+        client.health()
+
+    counters = play(story).counters
+    assert (counters.finished, counters.failed) == (1, 1)
+
+
+UNREADABLE = [b"\xc1", msgspec.msgpack.encode([1]), broken_batch([{"tokens": [1]}]), msgspec.msgpack.encode({"outputs": []})]
+
+
+@pytest.mark.parametrize("raw", UNREADABLE)
+def test_a_message_that_nobody_can_be_blamed_for_is_death(raw: bytes) -> None:
+    """A message without a request to blame ends the engine for the client, with the decoder's words."""
+
+    async def story(client: EngineClient, core: FakeCore) -> None:
+        stream = client.generate([1], PARAMS)
+        await core.send_raw(raw)
+        with pytest.raises(EngineDead, match="cannot be read"):
+            await read(stream)
+
+    play(story)
+
+
+def test_load_stop_and_report() -> None:
+    """report and stop reach the core as such; the core's figures reach on_load, the sink and `load`."""
+    loads: list[Load] = []
+    events: list[Event] = []
+
+    async def story(client: EngineClient, core: FakeCore) -> None:
+        client.report()
+        client.stop()
+        assert [await core.hear(), await core.hear()] == [Control(action="report"), Control(action="stop")]
+        await core.send()
+        await delivered()
+        assert client.load is loads[0]
+
+    play(story, on_load=loads.append, sink=events.append)
+    assert [event.step for event in events if isinstance(event, EngineLoad)] == [load.step for load in loads] == [1]
+
+
+def test_waiting_since_spans_open_requests() -> None:
+    """waiting_since is None without open requests, and does not move while one after the other is open."""
+
+    async def story(client: EngineClient, core: FakeCore) -> None:
+        assert client.waiting_since is None
+        first = client.generate([1], PARAMS)
+        since = client.waiting_since
+        second = client.generate([1], PARAMS)
+        await core.send(Output(id=first.id, finish=FinishReason.stop))
+        await read(first)
+        assert since is not None
+        assert client.waiting_since == since
+        await core.send(Output(id=second.id, finish=FinishReason.stop))
+        await read(second)
+        assert client.waiting_since is None
+
+    play(story)
+
+
+def test_events_state_their_times() -> None:
+    """With a clock moved by hand: ttft is submit to first output, gaps lie between outputs, tpot is (last - first) / (n - 1)."""
+    clock = Clock()
+    events: list[Event] = []
+
+    async def story(client: EngineClient, core: FakeCore) -> None:
+        stream = client.generate([1, 2], PARAMS)
+        for seconds, tokens in ((0.5, [1]), (0.25, [2, 3]), (0.125, [4])):
+            clock.now += seconds
+            await core.send(Output(id=stream.id, tokens=tokens, finish=FinishReason.length if tokens == [4] else None))
+            await delivered()
+        clock.now += 100
+        assert await read(stream) == [1, 2, 3, 4]
+
+    play(story, clock=clock, sink=events.append)
+    assert [event for event in events if not isinstance(event, EngineLoad)] == [
+        RequestStarted(1, 2),
+        FirstToken(1, 2, 0.5),
+        Tokens(1, 1, None),
+        Tokens(1, 2, 0.25),
+        Tokens(1, 1, 0.125),
+        RequestFinished(1, "length", 2, 4, 0.5, 0.125, 0.875),
+        EngineFailed("the engine client was closed"),
+    ]
+
+
+def test_an_abort_stops_the_clock() -> None:
+    """A request's time ends where the front left it, however late the core confirms; later tokens are not counted."""
+    clock = Clock()
+    events: list[Event] = []
+
+    async def story(client: EngineClient, core: FakeCore) -> None:
+        stream = client.generate([1], PARAMS)
+        clock.now += 1
+        stream.abort(AbortReason.deadline)
+        clock.now += 50
+        await core.send(Output(id=stream.id, tokens=[1]))
+        await core.send(Output(id=stream.id, finish=FinishReason.abort))
+        await delivered()
+
+    play(story, clock=clock, sink=events.append)
+    assert RequestFinished(1, "deadline", 1, 0, None, None, 1.0) in events
+
+
+def test_the_fake_behaves_as_the_client() -> None:
+    """FakeEngineClient streams its answer up to max_tokens or a stop id, refuses, aborts and dies as the real one does."""
+
+    async def main() -> None:
+        fake = FakeEngineClient()
+        assert await read(fake.generate([4], SamplingParams(max_tokens=3))) == [5, 6, 7]
+        assert await read(fake.generate([4], SamplingParams(max_tokens=9, stop_ids=(6,)))) == [5, 6]
+        async with fake.generate([4], SamplingParams(max_tokens=9)) as stream:
+            assert (await anext(aiter(stream))).tokens == [5]
+        assert fake.aborted == [(3, AbortReason.client_gone)]
+        fake.refuse = "no"
+        with pytest.raises(InvalidRequest, match="no"):
+            await read(fake.generate([4], PARAMS))
+        fake.refuse = None
+        stream = fake.generate([4], SamplingParams(max_tokens=9))
+        fake.fail("gone")
+        with pytest.raises(EngineDead, match="gone"):
+            await read(stream)
+        with pytest.raises(EngineDead, match="gone"):
+            fake.health()
+        assert fake.open == 0
+
+    asyncio.run(main())
