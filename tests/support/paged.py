@@ -91,7 +91,8 @@ def _rows(lengths: Sequence[tuple[int, int]], done: Sequence[int], rng: random.R
 
 
 def _wanted(chunks: Sequence[Rows], decodes: Sequence[Rows], rng: random.Random, *, whole: bool) -> tuple[int, ...]:
-    wanted, offset = [], 0
+    wanted: list[int] = []
+    offset = 0
     for _, start, end in chunks:
         size = end - start
         first = 0 if whole else rng.choice((0, size - 1, size))
@@ -125,7 +126,7 @@ def play(model: Gemma4, cache: KVCache, steps: Sequence[Step], ids: Sequence[Ten
         assert hidden.shape[0] == len(step.wanted)
         logits = model.parallel.all_gather(model.logits(hidden)) if len(step.wanted) else hidden
         where = zip(batch.slots[batch.logit_rows].tolist(), batch.positions[batch.logit_rows].tolist(), strict=True)
-        found |= {place: row for place, row in zip(where, logits, strict=True)}
+        found |= dict(zip(where, logits, strict=True))
     return found
 
 
