@@ -21,6 +21,7 @@ from engine.errors import ConfigError
 from engine.plan import RankStatus
 
 PERIOD_S = 0.25
+_NEARLY = 0.9
 _NS = 1_000_000_000
 
 logger = logging.getLogger(__name__)
@@ -176,20 +177,27 @@ class Watcher:
             self._timer = self._loop.call_later(SETTLE_S, self._settle)
 
     def _settle(self) -> None:
+        """No signal: a rank that gave up waiting for a hung one ends at about the bound, and the hung one is to blame."""
         cause = blame(self._group.fates())
-        self._die(str(cause) if cause is not None else "a process of the group ended")
+        hung = None if cause is not None and cause.killed else self._verdict(_NEARLY)
+        self._die(hung or (str(cause) if cause is not None else "a process of the group ended"))
 
     def _look(self) -> None:
         now = time.monotonic_ns()
         if now - self._looked_ns > (PERIOD_S + self._bounds.heartbeat_s / 2) * _NS:
             self._since_ns = now  # this process itself did not run: nobody else's age counts from before that
         self._looked_ns = now
-        moment = Moment(now, self._since_ns, self._waiting())
-        reason = verdict(self._group.status(), moment, self._bounds)
+        reason = self._verdict(1.0)
         if reason is not None:
             self._die(reason)
             return
         self._timer = self._loop.call_later(PERIOD_S, self._look)
+
+    def _verdict(self, share: float) -> str | None:
+        """The verdict now, by `share` of the bounds."""
+        bounds = Bounds(share * self._bounds.heartbeat_s, share * self._bounds.step_s)
+        moment = Moment(time.monotonic_ns(), self._since_ns, self._waiting())
+        return verdict(self._group.status(), moment, bounds)
 
     def _die(self, reason: str) -> None:
         if self._closed:

@@ -5,6 +5,7 @@ second; a Behaviour makes it misbehave at a chosen point.
 """
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -24,7 +25,8 @@ TOKENS = 40
 class Behaviour(msgspec.Struct, frozen=True, kw_only=True):
     """How a fake rank behaves.
 
-    load     what it does instead of loading: "" (load), refuse (a CheckpointError), crash (a RuntimeError), exit (code 7), hang
+    load     what it does instead of loading: "" (load), refuse (a CheckpointError), crash (a RuntimeError), exit (code 7), hang,
+             die (SIGKILL)
     stall    step before which it stops for ever, its heart beating (0: never)
     crash    step in which it raises (0: never)
     step_s   seconds a step takes
@@ -114,6 +116,8 @@ def load(behaviour: Behaviour) -> None:
             raise RuntimeError("planted while loading")
         case "exit":
             os._exit(7)
+        case "die":
+            os.kill(os.getpid(), signal.SIGKILL)
         case "hang":
             time.sleep(3600)
 

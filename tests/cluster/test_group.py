@@ -1,0 +1,277 @@
+"""A group's life with fake ranks and the real core: boot, its failures, death by every cause, and nothing left behind."""
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.group import Group
+from engine.config import EngineConfig
+from engine.errors import ConfigError, EngineDead, InvalidRequest
+from engine.protocol import AbortReason, FinishReason, SamplingParams
+from tests.support.fake_child import FIRST_TOKEN, Behaviour, commands
+from tests.support.fakes import fake_config
+from tests.support.groups import Held, Running, alive, end_of, read, running, settled, until
+from tests.support.houserules import ROOT
+
+pytestmark = pytest.mark.cpu
+
+LONG = SamplingParams(max_tokens=480)
+STREAMS = 8
+SLOW = Behaviour(step_s=0.01)  # the longest request takes five seconds: no event comes too late
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every test here ends with the descriptors, children and shared mappings it began with, and an empty temp folder."""
+    empty = tmp_path / "tmp"
+    empty.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(empty))
+    monkeypatch.setenv("TMPDIR", str(empty))
+    before = Held.now()
+    yield
+    assert Held.now() == before
+    assert list(empty.iterdir()) == []
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> EngineConfig:
+    return fake_config(tmp_path / "model", heartbeat_timeout_s=1.0, step_timeout_s=1.5)
+
+
+async def under_load(run: Running, event: Callable[[Running], None]) -> list[tuple[BaseException | None, float]]:
+    """How `STREAMS` streams ended (error, seconds after `event`) when it happened while all were running."""
+    streams = [asyncio.create_task(end_of(run.client.generate([1, 2, 3], LONG))) for _ in range(STREAMS)]
+    async with asyncio.timeout(10):
+        await until(STREAMS, run.client)
+        event(run)
+        at = time.monotonic()
+        return [(error, ended - at) for error, ended in await asyncio.gather(*streams)]
+
+
+def deaths(group: Group, event: Callable[[Running], None], within_s: float) -> str:
+    """The one reason with which all streams ended after `event`, at most `within_s` later."""
+
+    async def main() -> str:
+        async with running(group) as run:
+            ends = await under_load(run, event)
+            assert len(run.deaths) == 1, run.deaths
+            assert run.client.counters.failed == STREAMS
+        assert all(isinstance(error, EngineDead) for error, _ in ends), ends
+        assert len({str(error) for error, _ in ends}) == 1, ends
+        print(f"{ends[0][0]}: streams ended after {1000 * max(late for _, late in ends):.0f} ms")
+        assert max(late for _, late in ends) < within_s
+        return str(ends[0][0])
+
+    return asyncio.run(main())
+
+
+def send(name: str, number: int) -> Callable[[Running], None]:
+    """An event: signal `number` to the child called `name`."""
+    return lambda run: os.kill(next(child.pid for child in run.group.children if child.name == name), number)
+
+
+def test_a_group_boots_serves_and_closes(config: EngineConfig) -> None:
+    """Fake ranks and the real core boot, answer two requests as scripted, and end by themselves when told to stop."""
+
+    async def main(group: Group) -> None:
+        async with running(group) as run:
+            streams = [run.client.generate([1] * 40, SamplingParams(max_tokens=5)) for _ in range(2)]
+            expected = list(range(FIRST_TOKEN, FIRST_TOKEN + 5))
+            assert await asyncio.gather(*map(read, streams)) == [expected, expected]
+            run.client.stop()
+            assert await asyncio.to_thread(group.close)
+            assert run.client.counters.finished == 2
+
+    group = Group.boot(config, commands())
+    print(f"boot {group.boot_s:.2f} s")
+    assert len(group.pages) == 2
+    assert [status.pid for status in group.status()] == [child.pid for child in group.children]
+    asyncio.run(main(group))
+    assert {child.process.returncode for child in group.children} == {0}
+    assert len(group.status()) == config.tp + 1
+    group.kill()
+
+
+def test_close_without_a_client_says_stop_itself(config: EngineConfig) -> None:
+    """A group to which no client was attached closes in order, and a stopped child makes close fall back to the kill."""
+    assert Group.boot(config, commands()).close()
+    group = Group.boot(config, commands())
+    os.kill(group.children[0].pid, signal.SIGSTOP)
+    assert not group.close(timeout_s=0.3)
+    assert group.children[0].process.returncode == -signal.SIGKILL
+
+
+def test_shared_memory_has_no_name(config: EngineConfig) -> None:
+    """Every writable shared mapping of every child is an anonymous memfd: there is no file that a kill could leave behind."""
+    with Group.boot(config, commands()) as group:
+        for child in group.children:
+            lines = Path(f"/proc/{child.pid}/maps").read_text().splitlines()
+            shared = [line for line in lines if line.split()[1] == "rw-s"]
+            assert len(shared) >= 2, child.name
+            assert all("/memfd:quartet-" in line for line in shared), shared
+
+
+def test_a_refusal_is_forwarded_and_the_group_lives(config: EngineConfig) -> None:
+    """A request that cannot fit raises InvalidRequest with the core's words; the next one is served."""
+
+    async def main(group: Group) -> None:
+        async with running(group) as run:
+            with pytest.raises(InvalidRequest, match="exceeds the context"):
+                await read(run.client.generate([1] * 600, LONG))
+            assert len(await read(run.client.generate([1], SamplingParams(max_tokens=3)))) == 3
+
+    asyncio.run(main(Group.boot(config, commands())))
+
+
+def test_aborts_at_any_stage_leave_nothing(config: EngineConfig) -> None:
+    """200 requests, half of them left after a random while: client and core agree on every end, and every page is back."""
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+
+    async def one(run: Running) -> None:
+        stream = run.client.generate([1] * rng.randint(1, 200), SamplingParams(max_tokens=rng.randint(1, 30)))
+        if rng.random() < 0.5:
+            await asyncio.sleep(rng.random() * 0.2)
+            stream.abort(rng.choice(list(AbortReason)))
+        else:
+            await read(stream)
+
+    async def main(group: Group) -> None:
+        async with running(group) as run, asyncio.timeout(60):
+            await asyncio.gather(*[one(run) for _ in range(200)])
+            load, ours = await settled(run.client), run.client.counters
+            assert (load.received, load.finished, load.aborted) == (ours.received, ours.finished, ours.aborted)
+            assert (ours.received, ours.finished + ours.aborted) == (200, 200)
+            assert ours.aborted > 10
+            assert [pool.used for pool in load.pools] == [0, 0]
+
+    asyncio.run(main(Group.boot(config, commands())))
+
+
+@pytest.mark.parametrize("name", ["rank 0", "rank 1", "the core"])
+def test_a_killed_process_ends_every_stream(config: EngineConfig, name: str) -> None:
+    """kill -9 of any process under load: all streams raise EngineDead naming it within a second, reported once."""
+    reason = deaths(Group.boot(config, commands(ranks=SLOW)), send(name, signal.SIGKILL), 1.0)
+    assert reason == f"{name} was killed by SIGKILL"
+
+
+@pytest.mark.parametrize("name", ["rank 1", "the core"])
+def test_a_stopped_process_ends_every_stream(config: EngineConfig, name: str) -> None:
+    """SIGSTOP of any process under load: all streams raise EngineDead naming it within the heartbeat bound and a bit."""
+    reason = deaths(Group.boot(config, commands(ranks=SLOW)), send(name, signal.SIGSTOP), 1.0 + 0.75)
+    assert reason.startswith(f"{name} is not scheduled")
+
+
+def test_a_hung_rank_is_named_with_its_step(config: EngineConfig) -> None:
+    """A rank that hangs in step 30 with its heart beating is named with the step, within the step bound and a bit."""
+    group = Group.boot(config, commands(rank_0=Behaviour(stall=30, step_s=0.01), ranks=SLOW))
+    assert deaths(group, lambda _: None, 1.5 + 1.5).startswith("rank 0 made no progress in step 30 for ")
+
+
+def test_a_rank_that_raises_says_why(config: EngineConfig) -> None:
+    """An exception in a rank ends all streams with the rank's name and the exception's words."""
+    group = Group.boot(config, commands(rank_1=Behaviour(crash=30, step_s=0.01), ranks=SLOW))
+    assert deaths(group, lambda _: None, 2.0) == "rank 1 failed: RuntimeError: planted in step 30"
+
+
+BOOT_FAILURES = [
+    ({"rank_1": Behaviour(load="refuse")}, ConfigError, "model.layers.3.mlp.up_proj.weight is missing"),
+    ({"ranks": Behaviour(load="refuse")}, ConfigError, "model.layers.3.mlp.up_proj.weight is missing"),
+    ({"rank_1": Behaviour(load="crash")}, EngineDead, "boot: rank 1 failed: RuntimeError: planted while loading"),
+    ({"rank_0": Behaviour(load="exit")}, EngineDead, "boot: rank 0 ended with exit code 7"),
+    ({"rank_1": Behaviour(load="die")}, EngineDead, "boot: rank 1 was killed by SIGKILL"),
+    ({"rank_0": Behaviour(load="crash"), "rank_1": Behaviour(load="die")}, EngineDead, "boot: rank 1 was killed by SIGKILL"),
+    ({"ranks": Behaviour(kv_bytes=1 << 20)}, ConfigError, "the KV cache does not fit"),
+]
+
+
+@pytest.mark.parametrize(("odd", "kind", "words"), BOOT_FAILURES, ids=[words[-28:] for *_, words in BOOT_FAILURES])
+def test_a_failed_boot_names_its_cause(config: EngineConfig, odd: dict[str, Behaviour], kind: type[Exception], words: str) -> None:
+    """Whatever goes wrong while booting is raised once, by its first cause, in well under the boot timeout."""
+    started = time.monotonic()
+    with pytest.raises(kind) as failed:
+        Group.boot(config, commands(**odd))
+    assert str(failed.value).startswith(words)
+    assert "\n" not in str(failed.value)
+    assert time.monotonic() - started < 5
+
+
+def test_the_boot_timeout_names_who_is_missing(config: EngineConfig, tmp_path: Path) -> None:
+    """A rank that never loads ends the boot at its timeout, with the rank's name; the other ranks are not named."""
+    late = fake_config(tmp_path / "late", tp=4, boot_timeout_s=1.5)
+    started = time.monotonic()
+    with pytest.raises(EngineDead, match=r"^boot took longer than 1\.5 s: no Loaded from rank 2$"):
+        Group.boot(late, commands(rank_2=Behaviour(load="hang")))
+    assert 1.5 <= time.monotonic() - started < 3
+
+
+def test_a_program_that_cannot_start_leaves_nothing(config: EngineConfig) -> None:
+    """When the second child's program does not exist, boot raises and the first child is gone."""
+    command = commands()
+    with pytest.raises(FileNotFoundError):
+        Group.boot(config, lambda args: command(args) if args.index == 0 and args.role == "rank" else ["/no/such/program"])
+
+
+def test_gpus_that_are_not_there_are_refused_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TP above the node's GPUs is one line, before any process."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ConfigError, match="tp 2 needs 2 GPUs on one node; this one shows 0"):
+        Group.boot(fake_config(tmp_path / "gpu", device="cuda", dtype="bfloat16"), commands())
+
+
+REPLICA = textwrap.dedent("""
+    import sys, time
+    from pathlib import Path
+    from cluster.group import Group
+    from tests.support.fake_child import Behaviour, commands
+    from tests.support.fakes import fake_config
+
+    group = Group.boot(fake_config(Path(sys.argv[1])), commands())
+    print(*[child.pid for child in group.children], flush=True)
+    time.sleep(60)
+""")
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_killed_replica_takes_its_children_along(tmp_path: Path, stopped: bool) -> None:
+    """kill -9 of the booting process: all children are gone within a second, stopped ones too."""
+    command = [sys.executable, "-c", REPLICA, str(tmp_path / "model")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as replica:
+        assert replica.stdout is not None
+        pids = [int(word) for word in replica.stdout.readline().split()]
+        assert len(pids) == 3
+        assert all(map(alive, pids))
+        if stopped:
+            os.kill(pids[1], signal.SIGSTOP)
+        replica.kill()
+        killed = time.monotonic()
+        while any(map(alive, pids)) and time.monotonic() < killed + 5:
+            time.sleep(0.005)
+        print(f"children gone {1000 * (time.monotonic() - killed):.0f} ms after the replica")
+        assert time.monotonic() - killed < 1
+
+
+def test_a_stop_string_is_a_success(config: EngineConfig) -> None:
+    """An abort for a stop string counts as finished on both sides."""
+
+    async def main(group: Group) -> None:
+        async with running(group) as run:
+            stream = run.client.generate([1], LONG)
+            reader = aiter(stream)
+            assert (await anext(reader)).finish is not FinishReason.stop
+            stream.abort(AbortReason.stop_string)
+            assert [output async for output in reader] == []
+            assert ((await settled(run.client)).finished, run.client.counters.finished) == (1, 1)
+
+    asyncio.run(main(Group.boot(config, commands())))

@@ -1,0 +1,108 @@
+"""Running a group in a test: its client and watcher on a loop, what it leaves behind, and streams read to their ends."""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cluster.group import Group
+from cluster.health import Watcher
+from engine.front.client import EngineClient
+from engine.front.stream import Stream
+from engine.protocol import Load
+
+
+@dataclass
+class Running:
+    """A group under watch. `deaths` are (reason, monotonic seconds) as the watcher reported them."""
+
+    group: Group
+    client: EngineClient
+    deaths: list[tuple[str, float]] = field(default_factory=list)
+
+
+@asynccontextmanager
+async def running(group: Group) -> AsyncIterator[Running]:
+    """Attach a client and a watcher to `group`, as the replica does; at the end the group is killed."""
+    client = EngineClient(group.front_socket)
+    await client.start()
+    run = Running(group, client)
+
+    def on_death(reason: str) -> None:
+        run.deaths.append((reason, time.monotonic()))
+        client.fail(reason)
+
+    watcher = Watcher(group, on_death, waiting=lambda: client.waiting_since)
+    watcher.start()
+    try:
+        yield run
+    finally:
+        watcher.close()
+        await client.close()
+        group.kill()
+
+
+async def read(stream: Stream) -> list[int]:
+    """All tokens of a stream."""
+    return [token async for output in stream for token in output.tokens]
+
+
+async def end_of(stream: Stream) -> tuple[BaseException | None, float]:
+    """(what the stream raised, when it ended in monotonic seconds)."""
+    try:
+        await read(stream)
+    except Exception as error:  # noqa: BLE001 - the test looks at whatever it was
+        return error, time.monotonic()
+    return None, time.monotonic()
+
+
+async def until(stream_count: int, client: EngineClient) -> None:
+    """Wait until the core reports `stream_count` running sequences."""
+    while client.load is None or client.load.running < stream_count:  # noqa: ASYNC110 - a test may poll
+        await asyncio.sleep(0.01)
+
+
+async def settled(client: EngineClient) -> Load:
+    """The core's figures once every request has ended."""
+    while client.open:  # noqa: ASYNC110 - a test may poll
+        await asyncio.sleep(0.01)
+    assert client.load is not None
+    return client.load
+
+
+def children_of(pid: int) -> set[int]:
+    """Living (not zombie) children of `pid`."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = path.read_text().rpartition(") ")[2].split()[:2]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(parent) == pid and state != "Z":
+            found.add(int(path.parent.name))
+    return found
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@dataclass(frozen=True)
+class Held:
+    """What this process holds: descriptors, children, shared mappings."""
+
+    descriptors: int
+    children: frozenset[int]
+    mappings: int
+
+    @classmethod
+    def now(cls) -> "Held":
+        maps = Path("/proc/self/maps").read_text().count("/memfd:quartet")
+        return cls(len(list(Path("/proc/self/fd").iterdir())), frozenset(children_of(os.getpid())), maps)
