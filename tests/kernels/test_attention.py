@@ -1,0 +1,141 @@
+"""Paged attention, chunks and decode rows, against dense attention in fp64, with NaN wherever nothing may be read."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import decode, prefill
+from kernels.decode import paged_decode
+from kernels.prefill import paged_prefill
+
+pytestmark = pytest.mark.cpu
+
+PAGE, WINDOW = 32, 64
+TOLERANCE = 2e-5  # fp32 against fp64, sums over a few hundred keys of unit size
+FAULT = 100 * TOLERANCE
+HEADS = [(8, 4, 32), (4, 1, 64), (6, 3, 24)]
+LENGTHS = [1, PAGE - 1, PAGE, PAGE + 1, WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW + PAGE // 2, 5 * WINDOW + 7]
+
+
+@dataclass(frozen=True)
+class Paged:
+    """Sequences of the given lengths: dense K and V [length, kv_heads, d], and the same in shuffled pages amid NaN."""
+
+    k: list[Tensor]
+    v: list[Tensor]
+    pool: Tensor
+    table: Tensor
+
+
+def paged(lengths: list[int], kv_heads: int, d: int, window: int | None, dtype: torch.dtype = torch.float32) -> Paged:
+    """Only pages that a window behind the last position reads are kept; unused table entries point far outside the pool."""
+    generator = torch.Generator().manual_seed(len(lengths) + d)
+    counts = [-(-length // PAGE) for length in lengths]
+    pages = (torch.randperm(sum(counts), generator=generator) + 1).tolist()
+    pool = torch.full((sum(counts) + 1, 2, kv_heads, PAGE, d), torch.nan, dtype=dtype)
+    table = torch.full((len(lengths), max(counts) + 3), 1 << 30, dtype=torch.int32)
+    sides = [[torch.randn(length, kv_heads, d, generator=generator).to(dtype) for length in lengths] for _ in "kv"]
+    for slot, length in enumerate(lengths):
+        first = 0 if window is None else max(0, length - window)
+        table[slot, : first // PAGE] = 0
+        for entry in range(first // PAGE, counts[slot]):
+            table[slot, entry] = page = pages.pop()
+            size = min(PAGE, length - entry * PAGE)
+            for side in (0, 1):
+                pool[page, side, :, :size] = sides[side][slot][entry * PAGE :][:size].transpose(0, 1)
+    return Paged(*sides, pool, table)
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, start: int, window: int | None) -> Tensor:
+    """q [n, heads, d] at start .. start + n - 1 over k, v [length, kv_heads, d], in fp64."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (side.double().repeat_interleave(group, 1) for side in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k)
+    queries, keys = torch.arange(start, start + len(q))[:, None], torch.arange(len(k))
+    seen = (keys <= queries) & (keys > queries - (window or 1 << 30))
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+
+
+@pytest.mark.parametrize("window", [None, WINDOW, WINDOW - 3, 1])
+@pytest.mark.parametrize(("heads", "kv_heads", "d"), HEADS)
+def test_decode(monkeypatch: pytest.MonkeyPatch, heads: int, kv_heads: int, d: int, window: int | None) -> None:
+    """Rows of all lengths at once, in blocks or not, equal dense attention; a window off by one does not."""
+    it = paged(LENGTHS, kv_heads, d, window)
+    q = torch.randn(len(LENGTHS), heads, d) / d**0.5
+    slots, positions = torch.arange(len(LENGTHS)), torch.tensor(LENGTHS) - 1
+    bounds = [length + 1 for length in LENGTHS]
+    want = torch.cat([dense(q[i : i + 1], it.k[i], it.v[i], n - 1, window) for i, n in enumerate(LENGTHS)])
+    got = paged_decode(q, it.pool, it.table, slots, positions, bounds, window)
+    assert (got - want).abs().max() < TOLERANCE
+    monkeypatch.setattr(decode, "_KEYS", 100)
+    blocks = paged_decode(q, it.pool, it.table, slots, positions, bounds, window)
+    assert (blocks - want).abs().max() < TOLERANCE
+    if window is not None:
+        off = torch.cat([dense(q[i : i + 1], it.k[i], it.v[i], n - 1, window + 1) for i, n in enumerate(LENGTHS)])
+        assert (got - off).abs().max() > FAULT
+
+
+@pytest.mark.parametrize("window", [None, WINDOW, WINDOW - 3, 1])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_prefill(monkeypatch: pytest.MonkeyPatch, length: int, window: int | None) -> None:
+    """A last chunk of any size, in blocks of queries or not, equals dense attention; a window off by one does not."""
+    heads, kv_heads, d = HEADS[0]
+    for size in {1, min(33, length), length}:
+        start = length - size
+        it = paged([length], kv_heads, d, None if window is None else window + size - 1)
+        q = torch.randn(size, heads, d) / d**0.5
+        want = dense(q, it.k[0], it.v[0], start, window)
+        for scores in (1 << 26, heads * length * 5):
+            monkeypatch.setattr(prefill, "_SCORES", scores)
+            got = paged_prefill(q, it.pool, it.table[0], start, window)
+            assert (got - want).abs().max() < TOLERANCE, (size, scores)
+        if window is not None and length > window:
+            assert (got - dense(q, it.k[0], it.v[0], start, window + 1)).abs().max() > FAULT
+
+
+@pytest.mark.parametrize("heads", [(8, 4, 32), (6, 3, 24)])
+def test_a_wrong_page_is_seen(heads: tuple[int, int, int]) -> None:
+    """One entry of the table that names another sequence's page changes the result by a hundred tolerances."""
+    n, kv_heads, d = heads
+    it = paged([100, 100], kv_heads, d, None)
+    q = torch.randn(2, n, d) / d**0.5
+    slots, positions = torch.arange(2), torch.tensor([99, 99])
+    right = paged_decode(q, it.pool, it.table, slots, positions, [100, 100], None)
+    it.table[0, 1] = it.table[1, 1]
+    wrong = paged_decode(q, it.pool, it.table, slots, positions, [100, 100], None)
+    assert (wrong - right)[0].abs().max() > FAULT
+    assert torch.equal(wrong[1], right[1])
+    assert (paged_prefill(q[:1], it.pool, it.table[0], 99, None) - right[:1]).abs().max() > FAULT
+
+
+def test_bfloat16_is_rounded_once() -> None:
+    """bf16 inputs give the fp32 result of the same values, rounded."""
+    it = paged([100], 4, 32, None, torch.bfloat16)
+    q = (torch.randn(40, 8, 32) / 32**0.5).bfloat16()
+    want = dense(q, it.k[0], it.v[0], 60, None)
+    got = paged_prefill(q, it.pool, it.table[0], 60, None)
+    assert got.dtype == torch.bfloat16
+    assert torch.allclose(got.double(), want, rtol=2**-8, atol=1e-5)
+
+
+def test_no_rows() -> None:
+    """No decode rows are no work."""
+    it = paged([5], 4, 32, None)
+    empty = torch.empty(0, dtype=torch.int64)
+    assert paged_decode(torch.empty(0, 8, 32), it.pool, it.table, empty, empty, [], WINDOW).shape == (0, 8, 32)
+
+
+def test_wrong_shapes_are_refused() -> None:
+    """A head dim that is not the pool's, or more positions than the table has entries for, fails."""
+    it = paged([100], 4, 32, None)
+    one, q = torch.tensor([0]), torch.zeros(1, 8, 32)
+    with pytest.raises(AssertionError):
+        paged_decode(q[..., :16], it.pool, it.table, one, one, [1], None)
+    with pytest.raises(AssertionError):
+        paged_decode(q, it.pool, it.table, one, one, [7 * PAGE + 1], None)
+    with pytest.raises(AssertionError):
+        paged_prefill(q[..., :16], it.pool, it.table[0], 0, None)
+    with pytest.raises(AssertionError):
+        paged_prefill(q, it.pool, it.table[0], 7 * PAGE, None)

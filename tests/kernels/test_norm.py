@@ -1,0 +1,57 @@
+"""RMSNorm and the residual joint, against fp64 and against transformers' order of casts."""
+
+import pytest
+import torch
+from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
+
+from kernels.norm import norm_add, rms_norm
+
+pytestmark = pytest.mark.cpu
+
+EPS = 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_rms_norm(dtype: torch.dtype, weighted: bool) -> None:
+    """Equal to transformers bit for bit, and to the formula in fp64 within a rounding; 1 + w is not."""
+    x, weight = (torch.randn(7, 3, 96) * 3).to(dtype), torch.randn(96).to(dtype)
+    theirs = Gemma4RMSNorm(96, EPS, with_scale=weighted)
+    if weighted:
+        theirs.weight.data = weight
+    ours = rms_norm(x, weight if weighted else None, EPS)
+    assert ours.dtype == dtype
+    assert torch.equal(ours, theirs(x).detach())
+    exact = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + EPS).sqrt() * (weight.double() if weighted else 1.0)
+    assert torch.allclose(ours.double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=0)
+    assert not torch.allclose(rms_norm(x, weight + 1, EPS).double(), exact, rtol=0.1)
+
+
+def test_wide_output() -> None:
+    """Asked for fp32, the norm of bf16 is not rounded."""
+    x = torch.randn(5, 96).bfloat16()
+    wide = rms_norm(x, None, EPS, torch.float32)
+    assert wide.dtype == torch.float32
+    assert torch.equal(wide, rms_norm(x.float(), None, EPS))
+    assert not torch.equal(wide, wide.bfloat16().float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norm_add(dtype: torch.dtype) -> None:
+    """The norm is rounded, then added, rounded, then scaled: as transformers does, bit for bit."""
+    residual, x, weight, scalar = (torch.randn(shape).to(dtype) for shape in ((5, 96), (5, 96), (96,), (1,)))
+    theirs = (residual + rms_norm(x, weight, EPS)) * scalar
+    assert torch.equal(norm_add(residual, x, weight, EPS, scalar), theirs)
+    assert torch.equal(norm_add(residual, x, weight, EPS), residual + rms_norm(x, weight, EPS))
+    assert not torch.allclose(norm_add(residual, x, weight, EPS), theirs)
+
+
+def test_wrong_shapes_are_refused() -> None:
+    """A weight or a residual of another shape or dtype fails with both shapes."""
+    x = torch.zeros(5, 96)
+    with pytest.raises(AssertionError, match="95"):
+        rms_norm(x, torch.zeros(95), EPS)
+    with pytest.raises(AssertionError, match="4, 96"):
+        norm_add(x[:4], x, torch.zeros(96), EPS)
+    with pytest.raises(AssertionError, match="bfloat16"):
+        norm_add(x.bfloat16(), x, torch.zeros(96), EPS)

@@ -1,0 +1,78 @@
+"""Head norm, rotary embedding and the write into pages, against transformers' own functions."""
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.gemma4.modeling_gemma4 import apply_rotary_pos_emb
+
+from kernels.norm import rms_norm
+from kernels.qkv import inverse_frequencies, norm_rope, rotary, write_pages
+
+pytestmark = pytest.mark.cpu
+
+EPS = 1e-6
+
+
+def theirs(x: Tensor, weight: Tensor, positions: Tensor, theta: float, pairs: int) -> Tensor:
+    """transformers' form: frequencies over the whole head, zero behind the rotated pairs."""
+    d = x.shape[-1]
+    frequencies = torch.zeros(d // 2)
+    frequencies[:pairs] = 1.0 / theta ** (torch.arange(0, 2 * pairs, 2).float() / d)
+    angles = positions[:, None].float() * frequencies
+    both = torch.cat((angles, angles), -1)
+    return apply_rotary_pos_emb(rms_norm(x, weight, EPS), both.cos(), both.sin())
+
+
+@pytest.mark.parametrize(("d", "theta", "pairs"), [(256, 1e4, 128), (512, 1e6, 64)], ids=["sliding", "full"])
+def test_norm_rope(d: int, theta: float, pairs: int) -> None:
+    """Equal to transformers' rotation in fp32; a shifted position is not; dims that do not rotate pass through."""
+    positions = torch.tensor([0, 1, 31, 1000, 131071])
+    x, weight = torch.randn(5, 3, d), torch.randn(d)
+    frequencies = inverse_frequencies(theta, pairs, d)
+    ours = norm_rope(x, weight, *rotary(positions, frequencies), EPS)
+    assert torch.allclose(ours, theirs(x, weight, positions, theta, pairs), rtol=0, atol=1e-6)
+    assert (ours - theirs(x, weight, positions + 1, theta, pairs)).abs().max() > 0.1
+    normed = rms_norm(x, weight, EPS)
+    assert torch.equal(ours[..., pairs : d // 2], normed[..., pairs : d // 2])
+    assert torch.equal(ours[..., d // 2 + pairs :], normed[..., d // 2 + pairs :])
+    assert torch.equal(ours[0], normed[0])
+    assert torch.equal(inverse_frequencies(theta, pairs, d, 4.0), frequencies / 4.0)
+
+
+def test_bfloat16_is_rounded_once() -> None:
+    """In bf16 the result is the fp32 one, rounded; transformers' three roundings stray further."""
+    positions = torch.arange(200)
+    x, weight = torch.randn(200, 2, 256).bfloat16(), torch.randn(256).bfloat16()
+    cos, sin = rotary(positions, inverse_frequencies(1e4, 128, 256))
+    exact = norm_rope(x.float(), weight.float(), cos, sin, EPS)
+    ours = norm_rope(x, weight, cos, sin, EPS)
+    both = (torch.cat((side, side), -1).bfloat16() for side in (cos, sin))
+    rounded = apply_rotary_pos_emb(rms_norm(x, weight, EPS), *both)
+    assert torch.equal(ours, exact.bfloat16())
+    assert (ours.float() - exact).pow(2).mean() < 0.5 * (rounded.float() - exact).pow(2).mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_write_pages(dtype: torch.dtype) -> None:
+    """Each token's K and V land bit for bit at (its page, its offset); everything else stays."""
+    pool = torch.full((9, 2, 3, 32, 16), torch.nan, dtype=dtype)
+    table = torch.tensor([[5, 2, 0], [7, 8, 0]], dtype=torch.int32)
+    slots, positions = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([30, 31, 32, 63, 5])
+    k, v = torch.randn(5, 3, 16).to(dtype), torch.randn(5, 3, 16).to(dtype)
+    write_pages(pool, table, slots, positions, k, v)
+    for row, (page, offset) in enumerate([(5, 30), (5, 31), (2, 0), (8, 31), (7, 5)]):
+        assert torch.equal(pool[page, 0, :, offset], k[row])
+        assert torch.equal(pool[page, 1, :, offset], v[row])
+    assert (~pool.isnan()).sum() == k.numel() + v.numel()
+
+
+def test_wrong_shapes_are_refused() -> None:
+    """Heads, dims or dtypes that are not the pool's, and more pairs than the head has, fail."""
+    pool, table = torch.zeros(2, 2, 3, 32, 16), torch.zeros(1, 8, dtype=torch.int32)
+    slots = torch.zeros(4, dtype=torch.int64)
+    k = torch.zeros(4, 3, 16)
+    for bad in (k[:, :2], k[:3], k.bfloat16()):
+        with pytest.raises(AssertionError):
+            write_pages(pool, table, slots, slots, bad, bad)
+    with pytest.raises(AssertionError):
+        norm_rope(k, torch.ones(16), torch.zeros(4, 9), torch.zeros(4, 9), EPS)
