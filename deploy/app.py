@@ -1,0 +1,196 @@
+"""The Serve application: `import_path: deploy.app:build`.
+
+    build(args)     settings -> capacity check -> Application       (a Ray task of the controller, or our launcher)
+    Quartet         one replica: checkpoint -> Group.boot -> front -> routes
+
+A replica is crash-only. When the group ends, every open stream gets its one error event, the children are killed and reaped, the
+handlers get a moment to flush, and the process exits: Serve starts a new one faster than it would notice a failing health check.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve import Application
+from starlette.types import ASGIApp
+
+from cluster.capability import probe
+from cluster.group import Group
+from cluster.health import Watcher, raylet_pid
+from dashboards.exporter import Exporter
+from deploy import environment, models
+from deploy.capacity import check_nodes
+from deploy.openai.routes import create_app
+from deploy.service import Defaults, Service
+from deploy.settings import DEPLOYMENT, Settings
+from engine.config import EngineConfig, engine_config
+from engine.front.client import EngineClient
+from engine.front.text import TextProcessor
+from engine.geometry import read_geometry
+
+FLUSH_S = 0.3
+QUEUE = 32  # requests a replica holds beyond its slots
+DRAIN_S = 120.0
+
+logger = logging.getLogger("ray.serve")
+
+
+def build(args: dict[str, Any]) -> Application:
+    """The application for the YAML's `args`. ConfigError of one line: which key, or what the cluster lacks."""
+    settings = Settings.read(args)
+    environment.refuse_kernels_distribution()
+    check_nodes(settings, ray.nodes())
+    options = deployment_options(settings)
+    return Quartet.options(**options).bind(settings.model_dump(mode="json"))  # type: ignore[attr-defined]
+
+
+def deployment_options(settings: Settings) -> dict[str, Any]:
+    """Serve's options where the YAML's `deployments:` says nothing else."""
+    gpus = {"num_gpus": settings.tp, "num_cpus": 1} if settings.needs_gpus else {"num_gpus": 0, "num_cpus": 0.5}
+    return {
+        "max_ongoing_requests": settings.max_seqs + QUEUE,
+        "max_queued_requests": 2 * settings.max_seqs + QUEUE,
+        "backpressure_config": {"status_code": 429, "retry_after_s": 1},
+        "health_check_period_s": 2.0,
+        "health_check_timeout_s": 10.0,
+        "graceful_shutdown_timeout_s": DRAIN_S,
+        "graceful_shutdown_wait_loop_s": 0.5,
+        "ray_actor_options": gpus,
+    }
+
+
+@dataclass(frozen=True)
+class Node:
+    """What `device: auto` and friends came to on this node."""
+
+    folder: Path
+    device: str
+    load_format: str
+
+
+def place(settings: Settings) -> Node:
+    """Resolve the model reference and the device, on the node where the group will run. ConfigError names what is wrong."""
+    device = settings.device if settings.device != "auto" else ("cuda" if settings.needs_gpus and probe().gpus else "cpu")
+    load_format = settings.load_format or ("dummy" if settings.model.startswith("dummy:") else "safetensors")
+    return Node(models.resolve(settings.model, settings.revision), device, load_format)
+
+
+def configure(settings: Settings, node: Node) -> EngineConfig:
+    """The engine's own settings."""
+    kept = ("tp", "dtype", "max_seqs", "max_len", "prefill_budget", "pages", "attention", "memory_fraction")
+    timeouts = ("step_timeout_s", "heartbeat_timeout_s", "boot_timeout_s")
+    values = {name: getattr(settings, name) for name in (*kept, *timeouts)}
+    return engine_config(
+        model=str(node.folder),
+        device=node.device,
+        load_format=node.load_format,
+        suppress=models.suppressed(node.folder),
+        **values,
+    )
+
+
+@serve.deployment(name=DEPLOYMENT)
+@serve.ingress()
+class Quartet:
+    """One replica. Its `__init__` runs on the thread that lives as long as the process: the children hang on it."""
+
+    async def __init__(self, args: dict[str, Any]) -> None:
+        started = time.monotonic()
+        self._closing = False
+        self._group: Group | None = None
+        self._settings = Settings.read(args)
+        _say_how_ray_was_started()
+        config = configure(self._settings, place(self._settings))
+        self._group = Group.boot(config)  # blocks this loop: there is nothing to serve yet
+        try:
+            await self._open(self._group, config)
+        except BaseException:
+            self._group.kill()
+            raise
+        logger.info("%s ready in %.1f s", self._settings.name, time.monotonic() - started)
+
+    async def _open(self, group: Group, config: EngineConfig) -> None:
+        settings, folder = self._settings, Path(config.model)
+        about = {"model": settings.name, "build": settings.build, "attention": group.capability.runs, "tp": str(settings.tp)}
+        self._exporter = Exporter(about)
+        metrics = self._exporter.serve(settings.metrics.host, settings.metrics.port)
+        self._client = EngineClient(group.front_socket, sink=self._exporter)
+        await self._client.start()
+        self._service = Service(
+            name=settings.name,
+            text=TextProcessor.load(folder),
+            engine=self._client,
+            vocab=read_geometry(folder).vocab,
+            max_len=settings.max_len,
+            defaults=Defaults.read(folder),
+            limits=settings.limits,
+            max_tokens=settings.max_tokens,
+            about={"metrics": metrics, "attention": str(group.capability)},
+        )
+        self._watcher = Watcher(group, self._died, waiting=lambda: self._client.waiting_since, raylet=raylet_pid())
+        self._watcher.start()
+        self._client.report()
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        return create_app(self._service)
+
+    def check_health(self) -> None:
+        """Raises EngineDead once the group is gone; Serve asks every health_check_period_s."""
+        self._client.health()
+
+    def _died(self, reason: str) -> None:
+        """The group is gone: tell every stream, then end this process."""
+        if self._closing:
+            return
+        self._closing = True
+        self._client.fail(reason)
+        self._exit = asyncio.ensure_future(self._leave(reason))
+
+    async def _leave(self, reason: str) -> None:
+        """Children first (they may hold GPUs), flushing meanwhile; then the fastest way to a new replica."""
+        try:
+            assert self._group is not None
+            killed = asyncio.get_running_loop().run_in_executor(None, self._group.kill)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._service.idle.wait(), FLUSH_S)
+            await asyncio.sleep(0.02)  # the last bytes are the transport's by now; let it write them
+            await killed
+            logger.error("replica exits: %s", reason)
+            sys.stderr.write(f"quartet: the group ended ({reason}); this replica exits, Serve starts a new one\n")
+            sys.stderr.flush()
+        finally:
+            os._exit(1)
+
+    async def __del__(self) -> None:
+        """Serve's orderly end: open answers are done, or their time is up."""
+        if self._closing or self._group is None or not hasattr(self, "_service"):
+            return
+        self._closing = True
+        self._service.draining = True
+        self._watcher.close()
+        self._client.stop()
+        await asyncio.get_running_loop().run_in_executor(None, self._group.close)
+        await self._client.close()
+        self._exporter.close()
+
+
+def _say_how_ray_was_started() -> None:
+    """Once a replica: what a plain `ray start` leaves on the table."""
+    if environment.niceness() > 0:
+        logger.warning(
+            "this replica runs at niceness %d, and so do its ranks: start Ray with RAY_worker_niceness=0", environment.niceness()
+        )
+    if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":
+        logger.warning("Ray's Python proxy carries the streams (several times the CPU): start Ray with RAY_SERVE_ENABLE_HA_PROXY=1")
+    if not os.environ.get("RAY_AUTH_MODE"):
+        logger.warning("RAY_AUTH_MODE is not set: its default differs between ray.init and ray start; set it to token or disabled")
+
+

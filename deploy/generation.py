@@ -1,0 +1,169 @@
+"""From an engine's stream of token ids to text: detokenized, cut at stop strings, with how it ended.
+
+    Output(tokens) --Detokenizer--> text --StopStrings--> Delta(text, tokens, logprobs, finish)
+
+With stop strings tokens are taken one by one, so that where a text ends does not depend on how tokens were batched; a match ends
+the request in the engine too, which counts it as a success.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine.front.text import StopStrings, TextProcessor
+from engine.protocol import AbortReason, FinishReason, Logprobs, Output, SamplingParams
+
+_QUEUE = 16
+
+
+class EngineStream(Protocol):
+    """One request's outputs, as `engine.front.client.Stream` gives them."""
+
+    def __aiter__(self) -> AsyncIterator[Output]: ...
+
+    def abort(self, reason: AbortReason) -> None: ...
+
+
+class Engine(Protocol):
+    """What the edge needs of an `EngineClient`."""
+
+    dead: str | None
+
+    def generate(self, prompt: list[int], params: SamplingParams, *, clip: bool = False) -> EngineStream: ...
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request, validated: what goes to the engine and what happens to the text that comes back. `params`: one per choice."""
+
+    prompt: list[int]
+    params: tuple[SamplingParams, ...]
+    clip: bool
+    stops: tuple[str, ...] = ()
+    skip_special_tokens: bool = True
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one step added to one choice; `finish` set: it is the last. `logprobs` is empty, or one a token."""
+
+    text: str
+    tokens: list[int]
+    logprobs: list[Logprobs]
+    finish: str | None = None
+
+
+@dataclass(slots=True)
+class Choice:
+    """All deltas of one choice, added up."""
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    finish: str | None = None
+
+    def add(self, delta: Delta) -> None:
+        """One more."""
+        self.text += delta.text
+        self.tokens += delta.tokens
+        self.logprobs += delta.logprobs
+        self.finish = delta.finish
+
+
+class Generation:
+    """One choice in the making; iterate it once."""
+
+    def __init__(self, stream: EngineStream, text: TextProcessor, job: Job, stop_ids: Sequence[int]) -> None:
+        self._stream = stream
+        self._detokenizer = text.detokenizer(skip_special_tokens=job.skip_special_tokens)
+        self._stops = StopStrings(job.stops) if job.stops else None
+        self._stop_ids = frozenset(stop_ids)
+
+    def abort(self, reason: AbortReason) -> None:
+        """End it in the engine; nothing when it has ended."""
+        self._stream.abort(reason)
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """Every step's delta, the last with `finish`. Raises what the engine's stream raises."""
+        async for output in self._stream:
+            delta = self._cut(output) if self._stops else self._plain(output)
+            yield delta
+            if delta.finish is not None:
+                return
+
+    def _plain(self, output: Output) -> Delta:
+        text = self._detokenizer.push(self._shown(output))
+        if output.finish is not None:
+            text += self._detokenizer.flush()
+        return Delta(text, output.tokens, output.logprobs, _finish(output))
+
+    def _shown(self, output: Output) -> list[int]:
+        """The tokens that are text: not the stop id that ended it."""
+        ended = output.finish is FinishReason.stop and output.tokens and output.tokens[-1] in self._stop_ids
+        return output.tokens[:-1] if ended else output.tokens
+
+    def _cut(self, output: Output) -> Delta:
+        assert self._stops is not None
+        shown, parts = self._shown(output), []
+        for place, text in enumerate(self._texts(shown, final=output.finish is not None)):
+            kept, match = self._stops.push(text)
+            parts.append(kept)
+            if match is not None:
+                self._stream.abort(AbortReason.stop_string)
+                used = min(place + 1, len(output.tokens))
+                return Delta("".join(parts), output.tokens[:used], output.logprobs[:used], FinishReason.stop.value)
+        if output.finish is not None:
+            parts.append(self._stops.flush())
+        return Delta("".join(parts), output.tokens, output.logprobs, _finish(output))
+
+    def _texts(self, tokens: Sequence[int], *, final: bool) -> Iterator[str]:
+        """Each token's text, then what was held back."""
+        for token in tokens:
+            yield self._detokenizer.push([token])
+        if final:
+            yield self._detokenizer.flush()
+
+
+def _finish(output: Output) -> str | None:
+    """OpenAI's word for the end; an abort that we did not ask for reads as the end of the text that there is."""
+    if output.finish is None:
+        return None
+    return "length" if output.finish is FinishReason.length else "stop"
+
+
+async def merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, Delta]]:
+    """(choice, delta) of several generations as they come; the first error ends them all."""
+    if len(generations) == 1:
+        async with aclosing(generations[0].deltas()) as deltas:  # type: ignore[type-var]
+            async for delta in deltas:
+                yield 0, delta
+        return
+    queue: asyncio.Queue[tuple[int, Delta] | BaseException | None] = asyncio.Queue(_QUEUE)
+    tasks = [asyncio.create_task(_pump(index, generation, queue)) for index, generation in enumerate(generations)]
+    left = len(tasks)
+    try:
+        while left:
+            item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                left -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(index: int, generation: Generation, queue: asyncio.Queue[tuple[int, Delta] | BaseException | None]) -> None:
+    try:
+        async with aclosing(generation.deltas()) as deltas:  # type: ignore[type-var]
+            async for delta in deltas:
+                await queue.put((index, delta))
+    except Exception as error:  # noqa: BLE001 - carried to the reader, who raises it
+        await queue.put(error)
+        return
+    await queue.put(None)

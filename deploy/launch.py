@@ -1,0 +1,251 @@
+"""Starts Ray and Serve on this machine, and ends them so that nothing is left: no process, port, socket or file.
+
+    private folder (Ray's session, HAProxy's files) -> environment -> ray.init -> capacity -> the YAML -> ready -> drain -> end
+
+Whatever Ray starts becomes a descendant of this process (PR_SET_CHILD_SUBREAPER), so the end can look for what is left and kill it.
+ray is imported late: its processes read their environment when they start.
+"""
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cluster.capability import node_gpus, visible_gpus
+from deploy import environment
+from deploy.capacity import check_nodes
+from deploy.settings import Settings
+from engine.errors import ConfigError, EngineDead
+
+ROOT = Path(__file__).resolve().parents[1]
+HAPROXY_PORTS = {"RAY_SERVE_HAPROXY_METRICS_PORT": 9101, "RAY_SERVE_HAPROXY_STATS_PORT": 8404}
+DRAIN_S = 120.0
+_PR_SET_CHILD_SUBREAPER = 36
+_POLL_S = 0.1
+
+
+class Interrupted(BaseException):
+    """SIGINT or SIGTERM; a BaseException, so that nothing on the way takes it for an error."""
+
+
+@dataclass
+class Launch:
+    """One run of one config. `say` takes progress lines."""
+
+    config: dict[str, Any]
+    settings: list[Settings]
+    say: Callable[[str], None]
+    folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="q-", dir="/tmp")))  # short: HAProxy's sockets lie below
+    _started: float = field(default_factory=time.monotonic)
+    _drains: bool = False
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where clients find it."""
+        options = self.config.get("http_options") or {}
+        return options.get("host", "127.0.0.1"), int(options.get("port", 8000))
+
+    def start(self) -> None:
+        """Everything until the first request can be answered. ConfigError: it cannot run like this; EngineDead: it did not."""
+        check_port(*self.address)
+        self._check_here()
+        _adopt_orphans()
+        environment.prepare(os.environ, self.folder, {name: free_port(port) for name, port in HAPROXY_PORTS.items()})
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self._init_ray()
+        self._deploy()
+        self._wait_running()
+        self._wait_answering()
+
+    def _check_here(self) -> None:
+        """Before Ray is up: it can only count what is in this machine."""
+        gpus = visible_gpus(node_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+        for settings in self.settings:
+            check_nodes(settings, [{"Alive": True, "Resources": {"GPU": len(gpus)}}])
+
+    def _init_ray(self) -> None:
+        import ray
+
+        ray.init(
+            address="local",
+            namespace="serve",
+            include_dashboard=False,
+            log_to_driver=True,
+            logging_level="warning",
+            _temp_dir=str(self.folder / "ray"),
+        )
+        for settings in self.settings:
+            check_nodes(settings, ray.nodes())
+        self._mark("Ray")
+
+    def _deploy(self) -> None:
+        from ray.serve._private import api
+        from ray.serve.schema import ServeDeploySchema
+
+        schema = ServeDeploySchema.model_validate(self.config)
+        client = api.serve_start(
+            http_options=schema.http_options.model_dump(),
+            proxy_location=schema.proxy_location,
+            grpc_options=schema.grpc_options.model_dump(),
+            controller_options=schema.controller_options,
+        )
+        client.deploy_apps(schema)
+        self._drains = True
+        self._mark("Serve")
+
+    def _wait_running(self) -> None:
+        """Until every application runs. EngineDead with Serve's own words, in brief, when one cannot."""
+        from ray import serve
+
+        while True:
+            applications = serve.status().applications
+            for name, status in applications.items():
+                if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+                    raise EngineDead(f"{name} could not start: {_last_words(status)}")
+            if applications and all(status.status == "RUNNING" for status in applications.values()):
+                break
+            time.sleep(_POLL_S)
+        self._mark("engine")
+
+    def _wait_answering(self) -> None:
+        """Until the front door has heard of the replica."""
+        host, port = self.address
+        url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}/health/ready"  # noqa: S104 - compared, not bound
+        while not _answers(url):
+            time.sleep(_POLL_S)
+        self._mark("HTTP")
+
+    def _mark(self, phase: str) -> None:
+        self.say(f"{phase} up after {time.monotonic() - self._started:.1f} s")
+
+    def drain(self) -> None:
+        """Stop accepting, and wait until the open answers are done or their deployments' graceful_shutdown_timeout_s is over."""
+        if not self._drains:
+            return
+        from ray import serve
+
+        for name in list(serve.status().applications):
+            serve.delete(name, _blocking=True)
+
+    def end(self) -> None:
+        """Take down Serve and Ray, kill what is left, remove the folder. Never raises for what is gone already."""
+        if "ray" in sys.modules:
+            _shut_ray()
+        for pid in _descendants(os.getpid()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        _reap()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def check_port(host: str, port: int) -> None:
+    """ConfigError when clients could not connect here because somebody else listens."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror} (--port chooses another)") from error
+
+
+def free_port(wanted: int) -> int:
+    """`wanted` where it is free on all interfaces, else one that is."""
+    for port in (wanted, 0):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
+    raise ConfigError("no free port on this machine")
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """SIGINT and SIGTERM raise Interrupted; Ray's own SIGTERM handler must not stand in the way."""
+
+    def raise_it(number: int, _frame: object) -> None:
+        raise Interrupted(signal.Signals(number).name)
+
+    before = {number: signal.signal(number, raise_it) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _shut_ray() -> None:
+    import ray
+    from ray import serve
+
+    if not ray.is_initialized():
+        return
+    with contextlib.suppress(Exception):  # whatever is broken by now: the processes are killed next
+        serve.shutdown()
+    ray.shutdown()
+
+
+def _last_words(status: Any) -> str:
+    """The last line of a traceback in Serve's message; the deployments' messages say more than the application's."""
+    messages = [deployment.message for deployment in status.deployments.values() if deployment.message]
+    lines = [line.strip() for line in "\n".join([status.message, *messages]).splitlines() if line.strip()]
+    telling = [line for line in lines if "Error: " in line or "EngineDead: " in line]
+    return (telling or lines or ["no reason given"])[-1][:500]
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as reply:  # noqa: S310 - our own http address
+            return bool(reply.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _adopt_orphans() -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def _descendants(ancestor: int) -> list[int]:
+    """Process ids below `ancestor`."""
+    parents = {pid: parent for pid, parent in map(_parent, _pids()) if parent}
+    below = {ancestor}
+    grown = True
+    while grown:
+        more = {pid for pid, parent in parents.items() if parent in below} - below
+        below |= more
+        grown = bool(more)
+    return sorted(below - {ancestor})
+
+
+def _pids() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
+
+
+def _parent(pid: int) -> tuple[int, int]:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return pid, 0  # it has just ended
+    return pid, int(fields[1])
+
+
+def _reap() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.waitpid(-1, 0)

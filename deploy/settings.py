@@ -1,0 +1,136 @@
+"""The typed arguments of an application: what stands under `args:` in the YAML, each key with its bounds.
+
+An unknown key or a bad value is a ConfigError of one line that names it.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import pydantic
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
+
+from engine.errors import ConfigError
+
+IMPORT_PATH = "deploy.app:build"
+DEPLOYMENT = "Quartet"
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class MetricsSettings(_Frozen):
+    """Where the exporter of each replica listens. Port 0: a free one, written to the log and to `/health/ready`."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=0, ge=0, le=65535)
+
+
+class LimitSettings(_Frozen):
+    """What one request may ask for; beyond it the answer is a 4xx before any work."""
+
+    body_bytes: int = Field(default=8 << 20, ge=1024)
+    header_bytes: int = Field(default=32 << 10, ge=1024)
+    body_timeout_s: float = Field(default=30.0, gt=0)
+    stop_strings: int = Field(default=4, ge=0, le=64)
+    stop_bytes: int = Field(default=256, ge=1, le=4096)
+    stop_token_ids: int = Field(default=128, ge=0, le=1024)
+    top_logprobs: int = Field(default=20, ge=0, le=20)
+    n: int = Field(default=8, ge=1, le=64)
+    request_timeout_s: float = Field(default=600.0, gt=0, description="deadline of one request, queue included")
+    write_timeout_s: float = Field(default=30.0, gt=0, description="a client that takes no byte for so long is dropped")
+
+
+class Settings(_Frozen):
+    """One deployment of one model.
+
+    model              a local folder, a Hugging Face hub id, `nano:<member>` (built on first use) or `dummy:<member>` (a public
+                       shape with random weights); members: e2b, e4b, 12b, 26b-a4b, 31b
+    revision           of a hub id
+    served_model_name  what clients call it; default: the model's own name
+    tp                 ranks of a group: GPUs of one node
+    device             auto: cuda where NVML shows a GPU to this replica
+    pages              pages of each KV group, null page included; default: sized by need
+    wait_for_nodes     do not refuse when no node can hold a group now: the cluster scales GPU nodes from zero
+    build              any string; changing it makes Serve replace the replicas (it compares configuration, not code)
+    """
+
+    model: str = Field(min_length=1)
+    revision: str | None = None
+    served_model_name: str | None = Field(default=None, min_length=1, max_length=256)
+    tp: int = Field(default=1, ge=1, le=64)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    load_format: Literal["safetensors", "dummy"] | None = None
+    attention: Literal["reference"] | None = None
+    max_seqs: int = Field(default=16, ge=1, le=4096)
+    max_len: int = Field(default=2048, ge=2)
+    prefill_budget: int = Field(default=512, ge=1)
+    pages: tuple[int, ...] | None = None
+    memory_fraction: float = Field(default=0.9, gt=0, le=1)
+    step_timeout_s: float = Field(default=60.0, gt=0)
+    heartbeat_timeout_s: float = Field(default=3.0, gt=0)
+    boot_timeout_s: float = Field(default=600.0, gt=0)
+    max_tokens: int | None = Field(default=None, ge=1, description="default of a chat completion; none: what fits")
+    metrics: MetricsSettings = MetricsSettings()
+    limits: LimitSettings = LimitSettings()
+    wait_for_nodes: bool = False
+    build: str = ""
+
+    @property
+    def name(self) -> str:
+        """The model's name for clients."""
+        return self.served_model_name or self.model.rstrip("/").rpartition("/")[2]
+
+    @property
+    def needs_gpus(self) -> bool:
+        """Whether Ray must find GPUs: `auto` means them unless the model is a nano one."""
+        return self.device == "cuda" or (self.device == "auto" and not self.model.startswith("nano:"))
+
+    @classmethod
+    def read(cls, args: Mapping[str, Any]) -> Self:
+        """Settings from the YAML's `args`; ConfigError names every key that is wrong."""
+        try:
+            return cls.model_validate(dict(args))
+        except pydantic.ValidationError as error:
+            raise ConfigError("; ".join(map(_complaint, error.errors(include_url=False)))) from error
+
+
+def _complaint(detail: Any) -> str:
+    """One of pydantic's findings as `key: what is wrong`."""
+    key = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] == "extra_forbidden":
+        return f"{key}: unknown setting"
+    if detail["type"] == "missing":
+        return f"{key}: is required"
+    shown = repr(detail["input"])
+    return f"{key}: {detail['msg'][:1].lower()}{detail['msg'][1:]}, not {shown[:80]}"
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The Serve config in `path`: the mapping that `serve run` takes. ConfigError when it is none."""
+    try:
+        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(value, dict) or not isinstance(value.get("applications"), list):
+        raise ConfigError(f"{path}: a Serve config has a list of applications")
+    return value
+
+
+def read_settings(config: Mapping[str, Any], source: str) -> list[Settings]:
+    """The settings of each of our applications in a Serve config; ConfigError names the file and the key."""
+    ours = [app for app in config["applications"] if isinstance(app, dict) and app.get("import_path") == IMPORT_PATH]
+    if not ours:
+        raise ConfigError(f"{source}: no application has import_path {IMPORT_PATH}")
+    found = []
+    for app in ours:
+        try:
+            found.append(Settings.read(app.get("args") or {}))
+        except ConfigError as error:
+            raise ConfigError(f"{source}: args of {app.get('name', 'the application')}: {error}") from error
+    return found
