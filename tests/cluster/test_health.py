@@ -114,13 +114,14 @@ class FakeGroup:
         self.ends = [os.pipe() for _ in range(2)]
         self.found: list[Fate] = []
         self.beating = True
+        self.records = [RankStatus()] * 3
 
     @property
     def pidfds(self) -> dict[str, int]:
         return {f"rank {index}": read for index, (read, _) in enumerate(self.ends)}
 
     def status(self) -> list[RankStatus]:
-        return [RankStatus(heartbeat_ns=time.monotonic_ns() if self.beating else 1)] * 3
+        return [replace(record, heartbeat_ns=time.monotonic_ns() if self.beating else 1) for record in self.records]
 
     def fates(self) -> list[Fate]:
         return self.found
@@ -139,7 +140,7 @@ Story = Callable[[FakeGroup, Watcher], None]
 
 def watch(tmp_path: Path, story: Story, *, raylet: int | None = None, seconds: float = 0.6) -> list[str]:
     """What a watcher reports within `seconds` when `story` happens to its group."""
-    group = FakeGroup(fake_config(tmp_path, heartbeat_timeout_s=0.8))
+    group = FakeGroup(fake_config(tmp_path, heartbeat_timeout_s=0.8, step_timeout_s=0.4))
     reasons: list[str] = []
 
     async def main() -> None:
@@ -167,6 +168,21 @@ def test_the_watcher_blames_the_signal_not_the_first_to_end(tmp_path: Path) -> N
 def test_the_watcher_names_whoever_ended_alone(tmp_path: Path) -> None:
     """Where no signal explains it, the one that ended is named with its exit code."""
     assert watch(tmp_path, lambda group, _: group.end(0, Fate("rank 0", 3))) == ["rank 0 ended with exit code 3"]
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "blamed"), [(0.25, "rank 1 made no progress in step 1"), (0.0, "rank 0 ended with exit code 1")]
+)
+def test_a_rank_that_gave_up_waiting_is_not_blamed(tmp_path: Path, waited_s: float, blamed: str) -> None:
+    """Rank 0 ends because rank 1 never joined the step: near the step bound rank 1 is named, and in a fresh step rank 0."""
+
+    def story(group: FakeGroup, watcher: Watcher) -> None:
+        at = time.monotonic_ns()
+        group.records = [RankStatus(launched=1, progress_ns=at), RankStatus(), RankStatus(launched=1, progress_ns=at)]
+        asyncio.get_running_loop().call_later(waited_s, group.end, 0, Fate("rank 0", 1))
+
+    [reason] = watch(tmp_path, story)
+    assert reason.startswith(blamed)
 
 
 def test_the_watcher_sees_stopped_hearts_once(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.group import Group
@@ -21,7 +21,8 @@ class Running:
 
     group: Group
     client: EngineClient
-    deaths: list[tuple[str, float]] = field(default_factory=list)
+    watcher: Watcher
+    deaths: list[tuple[str, float]]
 
 
 @asynccontextmanager
@@ -29,16 +30,16 @@ async def running(group: Group) -> AsyncIterator[Running]:
     """Attach a client and a watcher to `group`, as the replica does; at the end the group is killed."""
     client = EngineClient(group.front_socket)
     await client.start()
-    run = Running(group, client)
+    deaths: list[tuple[str, float]] = []
 
     def on_death(reason: str) -> None:
-        run.deaths.append((reason, time.monotonic()))
+        deaths.append((reason, time.monotonic()))
         client.fail(reason)
 
     watcher = Watcher(group, on_death, waiting=lambda: client.waiting_since)
     watcher.start()
     try:
-        yield run
+        yield Running(group, client, watcher, deaths)
     finally:
         watcher.close()
         await client.close()

@@ -1,0 +1,112 @@
+"""The real group, nano 31B at TP=4 on the CPU: it serves, it dies of every cause with a name, and it leaves nothing behind."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.group import Group
+from engine.config import EngineConfig, engine_config
+from engine.errors import CheckpointError, ConfigError, EngineDead
+from engine.protocol import AbortReason, SamplingParams
+from tests.support.groups import Held, Running, end_of, read, running, settled, until
+
+pytestmark = pytest.mark.cpu
+
+TP = 4
+STREAMS = 4
+HEARTBEAT_S = 2.0
+PROMPT = list(range(200, 330))  # longer than the window
+GREEDY = SamplingParams(max_tokens=24)
+LONG = SamplingParams(max_tokens=1500)
+
+
+@pytest.fixture
+def config(nano: Callable[[str], Path]) -> EngineConfig:
+    return engine_config(
+        model=str(nano("31b")), tp=TP, device="cpu", dtype="float32", heartbeat_timeout_s=HEARTBEAT_S, boot_timeout_s=120.0
+    )
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    """Every test here ends with the descriptors, children and shared mappings it began with."""
+    before = Held.now()
+    yield
+    assert Held.now() == before
+
+
+def test_the_nano_group_serves_aborts_and_closes(config: EngineConfig) -> None:
+    """Greedy tokens do not depend on company, an abort frees its pages, the ranks' hashes agree, and stop ends all in order."""
+
+    async def main(group: Group) -> None:
+        async with running(group) as run, asyncio.timeout(60):
+            started = time.monotonic()
+            alone = await read(run.client.generate(PROMPT, GREEDY))
+            print(f"boot {group.boot_s:.1f} s, {len(alone)} tokens in {time.monotonic() - started:.2f} s")
+            left = run.client.generate(PROMPT[::-1], LONG)
+            together = await asyncio.gather(*[read(run.client.generate(prompt, GREEDY)) for prompt in (PROMPT, PROMPT[1:])])
+            left.abort(AbortReason.client_gone)
+            assert len(alone) == GREEDY.max_tokens
+            assert together[0] == alone
+            assert together[1] != alone
+            load = await settled(run.client)
+            assert (load.received, load.finished, load.aborted) == (4, 3, 1)
+            assert [pool.used for pool in load.pools] == [0, 0]
+            await same_step(group)
+            assert len({status.state_hash for status in group.status()[:TP]}) == 1
+            assert group.status()[0].state_hash != 0
+            run.watcher.close()
+            run.client.stop()
+            assert await asyncio.to_thread(group.close)
+            assert run.deaths == []
+
+    asyncio.run(main(Group.boot(config)))
+
+
+async def same_step(group: Group) -> None:
+    """Wait until all ranks have finished the same step."""
+    while len({status.finished for status in group.status()[:TP]}) > 1:  # noqa: ASYNC110 - a test may poll
+        await asyncio.sleep(0.01)
+
+
+DEATHS = [
+    ("rank 2", signal.SIGKILL, 1.0, "rank 2 was killed by SIGKILL"),
+    ("the core", signal.SIGKILL, 1.0, "the core was killed by SIGKILL"),
+    ("rank 1", signal.SIGSTOP, HEARTBEAT_S + 1.0, "rank 1 is not scheduled"),
+]
+
+
+@pytest.mark.parametrize(("name", "number", "within_s", "words"), DEATHS, ids=[words for *_, words in DEATHS])
+def test_a_death_in_mid_stream_ends_every_stream(config: EngineConfig, name: str, number: int, within_s: float, words: str) -> None:
+    """A killed or stopped process under load: every stream raises EngineDead with its name, in time, and the rest is killed."""
+
+    async def main(run: Running) -> list[tuple[BaseException | None, float]]:
+        streams = [asyncio.create_task(end_of(run.client.generate(PROMPT, LONG))) for _ in range(STREAMS)]
+        async with asyncio.timeout(30):
+            await until(STREAMS, run.client)
+            os.kill(next(child.pid for child in run.group.children if child.name == name), number)
+            at = time.monotonic()
+            return [(error, ended - at) for error, ended in await asyncio.gather(*streams)]
+
+    async def watched(group: Group) -> list[tuple[BaseException | None, float]]:
+        async with running(group) as run:
+            return await main(run)
+
+    group = Group.boot(config)
+    ends = asyncio.run(watched(group))
+    print(f"{ends[0][0]}: streams ended after {1000 * max(late for _, late in ends):.0f} ms")
+    assert all(isinstance(error, EngineDead) and str(error).startswith(words) for error, _ in ends), ends
+    assert max(late for _, late in ends) < within_s
+
+
+def test_a_checkpoint_without_weights_is_one_clear_error(config: EngineConfig, tmp_path: Path) -> None:
+    """A folder with a config and no weights fails the boot once, naming what is missing."""
+    (tmp_path / "config.json").write_bytes((Path(config.model) / "config.json").read_bytes())
+    bare = engine_config(model=str(tmp_path), tp=TP, device="cpu", dtype="float32")
+    with pytest.raises((ConfigError, CheckpointError), match="safetensors"):
+        Group.boot(bare)
