@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.prefill import gather
 
-_KEYS = 1 << 16  # keys gathered at once, over the rows of a block
+_GATHERED = {"cpu": 1 << 20, "cuda": 1 << 27}  # elements of K gathered at once: what a cache holds; what spares launches
 
 
 def paged_decode(
@@ -35,19 +35,20 @@ def paged_decode(
     assert q.shape[2] == pool.shape[4], (q.shape, pool.shape)
     assert max(bounds, default=0) <= table.shape[1] * pool.shape[3], (max(bounds), table.shape, pool.shape)
     out = torch.empty_like(q)
-    for rows, pages in _blocks(bounds, pool.shape[3], window):
+    held = _GATHERED[q.device.type] // pool[0, 0].numel()
+    for rows, pages in _blocks(bounds, pool.shape[3], window, held):
         out[rows] = _decode_reference(q[rows], pool, table, slots[rows], positions[rows], pages, window)
     return out
 
 
-def _blocks(bounds: Sequence[int], page: int, window: int | None) -> Iterator[tuple[slice, int]]:
-    """Runs of rows, and how many pages each row of a run reads: enough for the longest bound, few enough to hold."""
+def _blocks(bounds: Sequence[int], page: int, window: int | None, held: int) -> Iterator[tuple[slice, int]]:
+    """Runs of rows, and how many pages each row of a run reads: enough for its longest bound, no more than `held` in all."""
     first = 0
     while first < len(bounds):
         last, pages = first, 0
         while last < len(bounds):
             wider = max(pages, _pages(bounds[last], page, window))
-            if last > first and wider * page * (last + 1 - first) > _KEYS:
+            if last > first and wider * (last + 1 - first) > held:
                 break
             last, pages = last + 1, wider
         yield slice(first, last), pages
@@ -69,10 +70,13 @@ def _decode_reference(
     entries = base + torch.arange(pages, device=q.device)
     used = entries * page <= here  # entries past the row's own page are not read: the null page stands in, and is masked below
     found = torch.where(used, table[slots[:, None], entries.clamp(max=table.shape[1] - 1)], 0)
-    k, v = gather(pool, found)  # [rows, kv_heads, keys, d]
-    keys = base * page + torch.arange(pages * page, device=q.device)
-    seen = keys <= here if window is None else (keys <= here) & (keys > here - window)
-    v = v.masked_fill(~seen[:, None, :, None], 0.0)
-    grouped = q.float().view(rows, kv_heads, -1, d)
-    scores = (grouped @ k.transpose(-1, -2)).masked_fill(~seen[:, None, None], -torch.inf)
-    return (scores.softmax(-1) @ v).reshape(rows, heads, d).to(q.dtype)
+    keys = entries[..., None] * page + torch.arange(page, device=q.device)  # [rows, pages, page]
+    seen = keys <= here[..., None]
+    if window is not None:
+        seen &= keys > here[..., None] - window
+    k, v = (side.unflatten(0, (rows, pages)) for side in gather(pool, found.flatten()))
+    v.masked_fill_(~seen[:, :, None, :, None], 0.0)
+    grouped = q.float().view(rows, 1, kv_heads, -1, d)
+    scores = (grouped @ k.transpose(-1, -2)).masked_fill(~seen[:, :, None, None], -torch.inf)
+    weights = scores.transpose(1, 3).flatten(-2).softmax(-1).unflatten(-1, (pages, page)).transpose(1, 3)
+    return (weights @ v).sum(1).reshape(rows, heads, d).to(q.dtype)

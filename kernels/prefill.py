@@ -32,9 +32,8 @@ def paged_prefill(q: Tensor, pool: Tensor, pages: Tensor, start: int, window: in
 
 
 def gather(pool: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:
-    """K and V of `pages` int [..., m]: fp32 [..., kv_heads, m * page, d] each."""
-    found = pool[pages.long()].float()  # [..., m, 2, kv_heads, page, d]
-    k, v = (found.select(-4, side).transpose(-4, -3).flatten(-3, -2) for side in (0, 1))
+    """K and V of `pages` int [m], fresh: fp32 [m, kv_heads, page, d] each."""
+    k, v = (pool[:, side].index_select(0, pages).float() for side in (0, 1))
     return k, v
 
 
@@ -44,8 +43,8 @@ def _prefill_reference(q: Tensor, pool: Tensor, pages: Tensor, start: int, windo
     end = start + n
     oldest = 0 if window is None else max(0, start - window + 1)
     base = oldest // page
-    k, v = gather(pool, pages[base : -(-end // page)])
-    k, v = (side[:, oldest - base * page : end - base * page] for side in (k, v))
+    found = (side.transpose(0, 1).flatten(1, 2) for side in gather(pool, pages[base : -(-end // page)]))
+    k, v = (side[:, oldest - base * page : end - base * page] for side in found)  # [kv_heads, keys, d]
     queries = torch.arange(start, end, device=q.device)[:, None]
     keys = torch.arange(oldest, end, device=q.device)
     seen = keys <= queries if window is None else (keys <= queries) & (keys > queries - window)
