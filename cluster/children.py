@@ -158,12 +158,15 @@ def spawn(args: BootArgs, lifeline: socket.socket, descriptors: Iterable[int], d
 
 
 def environment(inherited: dict[str, str], device: str) -> dict[str, str]:
-    """A child's environment: it finds our packages, talks to its peers over loopback, and on CPU sees no GPU and one thread."""
+    """A child's environment: it finds our packages, talks to its peers over loopback, and on CPU sees no GPU and one thread.
+
+    GPUs are numbered as NVML does, so that those that capability looked at are those that the ranks use.
+    """
     paths = [str(ROOT), *filter(None, [inherited.get("PYTHONPATH")])]
-    loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    usual = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     cpu = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if device == "cpu" else {}
     kept = {name: value for name, value in inherited.items() if name != "PYTHONBREAKPOINT"}  # Ray's would wait for a debugger
-    return {**loopback, **kept, **cpu, "PYTHONPATH": os.pathsep.join(paths)}
+    return {**usual, **kept, **cpu, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def kill(children: Sequence[Child]) -> list[str]:
