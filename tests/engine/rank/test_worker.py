@@ -1,0 +1,219 @@
+"""Four worker processes over real rings: the same plan stream as one rank in this process, the same tokens, one hash."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from engine.config import EngineConfig, engine_config
+from engine.lifeline import Configure, Failed
+from engine.plan import Phase, ResultRow, StepPlan, StepResult
+from engine.protocol import GenerateRequest, SamplingParams
+from engine.rank.worker import build
+from tests.conftest import Nano
+from tests.support.ranks import WORKER, Ranks, record, single
+
+pytestmark = pytest.mark.cpu
+
+PAGES = (22, 6)  # full pages so few that sequences of the requests below must preempt
+REQUESTS = 12
+
+
+def config_of(folder: Path, tp: int) -> EngineConfig:
+    config = engine_config(
+        model=str(folder), tp=tp, device="cpu", dtype="float32", pages=PAGES, debug_hash=True, max_seqs=4, max_len=256
+    )
+    return msgspec.structs.replace(config, prefill_budget=64, step_timeout_s=15.0)
+
+
+def request(number: int) -> GenerateRequest:
+    """Greedy, sampled and filtered requests of 5 to 191 tokens, some with logprobs, some that a stop id may end by surprise."""
+    length = (30, 28, 60, 140, 5)[number % 5]
+    params = SamplingParams(
+        max_tokens=(6, 45, 45, 16)[number % 4],
+        temperature=(0.0, 1.0, 0.8)[number % 3],
+        top_k=20 if number % 3 == 2 else 0,
+        top_p=0.9 if number % 3 == 2 else 1.0,
+        seed=number * 0x1234567890AB - 5,
+        stop_ids=tuple(range(0, 1000, 7)) if number % 4 == 3 else (),
+        min_tokens=3 if number % 4 == 3 else 0,
+        logprobs=3 if number % 4 == 0 else None,
+    )
+    return GenerateRequest(id=number, prompt=[(number * 31 + at * 7) % 900 + 10 for at in range(length)], params=params)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A plan stream and what one rank made of it."""
+
+    folder: Path
+    plans: list[StepPlan]
+    results: list[StepResult]
+
+
+@pytest.fixture(scope="module")
+def recording(nano: Nano) -> Recording:
+    folder = nano("31b")
+    config = config_of(folder, 1)
+    waves = [[request(number) for number in range(first, first + 4)] for first in range(0, REQUESTS, 4)]
+    plans, results = record(build(single(config), PAGES), config, PAGES, waves)
+    return Recording(folder, plans, results)
+
+
+def test_the_recording_is_worth_replaying(recording: Recording) -> None:
+    """The stream mixes chunks and decodes, reuses slots, preempts, releases sliding pages, reports logprobs, ends by surprise."""
+    plans = recording.plans
+    admissions = [admission for plan in plans for admission in plan.admissions]
+    assert any(plan.chunks and plan.decodes for plan in plans)
+    assert any(len(admission.tokens) > admission.prompt for admission in admissions), "nobody was preempted"
+    assert len({admission.slot for admission in admissions}) < len(admissions) / 2
+    assert any(plan.releases for plan in plans)
+    rows = [row for result in recording.results for row in result.rows]
+    assert any(row.logprobs for row in rows)
+    given = sum(request(number).params.max_tokens for number in range(REQUESTS))
+    assert len(rows) < given, "no request ended before its max_tokens"
+
+
+def tokens_of(results: Sequence[StepResult]) -> list[list[tuple[int, int, tuple[int, ...], bool]]]:
+    return [[(row.slot, row.number, row.tokens, row.nan) for row in result.rows] for result in results]
+
+
+def logprob_error(one: Sequence[StepResult], other: Sequence[StepResult]) -> float:
+    """The largest difference of any reported logprob."""
+    rows: list[tuple[ResultRow, ResultRow]] = [
+        pair for first, second in zip(one, other, strict=True) for pair in zip(first.rows, second.rows, strict=True)
+    ]
+    errors = [0.0]
+    for first, second in rows:
+        assert (first.logprobs is None) == (second.logprobs is None)
+        if first.logprobs and second.logprobs:
+            errors.append(abs(first.logprobs.chosen - second.logprobs.chosen))
+            errors += [abs(a[1] - b[1]) for a, b in zip(first.logprobs.top, second.logprobs.top, strict=True)]
+    return max(errors)
+
+
+def replay_in_step(ranks: Ranks, plans: Sequence[StepPlan]) -> tuple[list[StepResult], list[list[int]]]:
+    """Each plan alone: its result, and every rank's hash after it."""
+    results, hashes = [], []
+    for plan in plans:
+        ranks.submit(plan)
+        results.append(ranks.result())
+        hashes.append(ranks.hashes(plan.step))
+    return results, hashes
+
+
+def replay_two_out(ranks: Ranks, plans: Sequence[StepPlan]) -> list[StepResult]:
+    """Two plans outstanding all the time."""
+    results = []
+    ranks.submit(plans[0])
+    for plan in plans[1:]:
+        ranks.submit(plan)
+        results.append(ranks.result())
+    return [*results, ranks.result()]
+
+
+def test_four_ranks_compute_what_one_does(recording: Recording) -> None:
+    """TP=4 gives TP=1's tokens and, to 1e-4, its logprobs; all hashes agree after every step; replayed two plans at a time the
+    stream ends on the same hash; a stop plan ends every rank in order."""
+    config = config_of(recording.folder, 4)
+    with Ranks(config) as ranks:
+        loaded = ranks.boot(PAGES)
+        assert len({message.weight_bytes for message in loaded}) == 1
+        assert all(message.kv_bytes > 0 and 0.1 < message.residual_rms < 100 for message in loaded)
+        assert [status.phase for status in ranks.statuses()] == [Phase.ready] * 4
+        results, hashes = replay_in_step(ranks, recording.plans)
+        times = sorted(status.step_us for status in ranks.statuses())
+        ranks.submit(StepPlan(len(recording.plans) + 1, stop=True))
+        assert ranks.wait() == [0] * 4
+    print(f"last step {times} us on the ranks, {len(recording.plans)} steps")
+    assert tokens_of(results) == tokens_of(recording.results)
+    assert logprob_error(results, recording.results) < 1e-4
+    assert all(len(set(step)) == 1 for step in hashes)
+    assert len({step[0] for step in hashes}) == len(hashes)
+    with Ranks(config) as ranks:
+        ranks.boot(PAGES)
+        again = replay_two_out(ranks, recording.plans)
+        assert ranks.hashes(len(recording.plans)) == hashes[-1]
+        assert again == results
+
+
+FAULTY = """
+import sys
+from kernels.allreduce import MappedCollectives
+whole, calls = MappedCollectives.all_reduce, [0]
+def all_reduce(self, x):
+    calls[0] += 1 if x.dim() == 2 else 0
+    own = x.clone()
+    total = whole(self, x)
+    return own if x.dim() == 2 and calls[0] == {call} else total
+MappedCollectives.all_reduce = all_reduce
+from engine.rank.worker import main
+main()
+"""
+
+
+def test_one_all_reduce_left_out_is_seen(recording: Recording) -> None:
+    """Planted fault: one rank that keeps its own part of one sum has another hash from that very step on, and logprobs go wrong by
+    100 times the tolerance."""
+    script = FAULTY.format(call=13 + 13 * 3 + 2)  # the sign of life at boot, three steps, then the first layer's sum
+    with Ranks(config_of(recording.folder, 4), lambda rank: ("-c", script) if rank == 2 else WORKER) as ranks:
+        ranks.boot(PAGES)
+        results, hashes = replay_in_step(ranks, recording.plans[:24])
+    agree = [len(set(step)) == 1 for step in hashes]
+    assert agree == [True] * 3 + [False] * 21
+    assert all(step[0] == step[1] == step[3] != step[2] for step in hashes[3:])
+    whole = recording.results[:24]
+    assert tokens_of(results) != tokens_of(whole) or logprob_error(results, whole) > 1e-2
+
+
+def test_a_plan_that_cannot_be_read_ends_every_rank(recording: Recording) -> None:
+    """A rank that raises after Ready ends with code 1 and a traceback whose every line names the rank."""
+    with Ranks(config_of(recording.folder, 2)) as ranks:
+        ranks.boot(PAGES)
+        ranks.plans.write(1, b"\\7" * 64)
+        assert ranks.wait() == [1, 1]
+        for rank, text in enumerate(ranks.stderr()):
+            lines = [line for line in text.splitlines() if not line.startswith("loaded ")]
+            assert lines
+            assert all(line.startswith(f"rank {rank}: ") for line in lines)
+            assert "plan version" in lines[-1]
+
+
+def test_an_impossible_boot_is_told(recording: Recording, tmp_path: Path) -> None:
+    """A folder without weights is a Failed fit for the user, from every rank, which then ends with code 1."""
+    (tmp_path / "config.json").write_bytes((recording.folder / "config.json").read_bytes())
+    with Ranks(config_of(tmp_path, 2)) as ranks:
+        ranks.tell(Configure(ranks.config))
+        failures = [lifeline.receive() for lifeline in ranks.lifelines]
+        assert ranks.wait() == [1, 1]
+    for failure in failures:
+        assert isinstance(failure, Failed)
+        assert failure.user
+        assert str(tmp_path) in failure.error
+
+
+def test_the_end_of_the_lifeline_ends_a_rank(recording: Recording) -> None:
+    """Ranks whose replica is gone end by themselves within a second or so, before and after Ready."""
+    for booted in (False, True):
+        with Ranks(config_of(recording.folder, 2)) as ranks:
+            if booted:
+                ranks.boot(PAGES)
+            else:
+                ranks.tell(Configure(ranks.config))
+            for lifeline in ranks.lifelines:
+                lifeline.sock.close()
+            assert ranks.wait(10.0 if not booted else 2.0) == [0, 0]
+
+
+def test_a_rank_alone_raises(recording: Recording) -> None:
+    """With a peer killed, a rank that waits for its part of a sum raises within the step's bound: nothing hangs silently."""
+    config = msgspec.structs.replace(config_of(recording.folder, 2), step_timeout_s=1.0)
+    with Ranks(config) as ranks:
+        ranks.boot(PAGES)
+        ranks.processes[1].kill()
+        ranks.processes[1].wait()
+        ranks.submit(replace(recording.plans[0]))
+        assert ranks.processes[0].wait(10) == 1
+        assert "rank 1 did not come" in ranks.stderr()[0]
