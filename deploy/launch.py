@@ -30,9 +30,9 @@ from engine.errors import ConfigError, EngineDead
 
 ROOT = Path(__file__).resolve().parents[1]
 HAPROXY_PORTS = {"RAY_SERVE_HAPROXY_METRICS_PORT": 9101, "RAY_SERVE_HAPROXY_STATS_PORT": 8404}
-DRAIN_S = 120.0
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.1
+_CUT_S = 0.5
 
 
 class Interrupted(BaseException):
@@ -46,7 +46,7 @@ class Launch:
     config: dict[str, Any]
     settings: list[Settings]
     say: Callable[[str], None]
-    folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="q-", dir="/tmp")))  # short: HAProxy's sockets lie below
+    folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="q-", dir="/tmp")))  # short: sockets lie below it
     _started: float = field(default_factory=time.monotonic)
     _drains: bool = False
 
@@ -129,14 +129,27 @@ class Launch:
     def _mark(self, phase: str) -> None:
         self.say(f"{phase} up after {time.monotonic() - self._started:.1f} s")
 
-    def drain(self) -> None:
-        """Stop accepting, and wait until the open answers are done or their deployments' graceful_shutdown_timeout_s is over."""
+    def drain(self, bound_s: float) -> None:
+        """Stop accepting and wait for the open answers, at most `bound_s`; what is open then ends with an error event."""
         if not self._drains:
             return
         from ray import serve
 
+        deadline = time.monotonic() + bound_s
         for name in list(serve.status().applications):
-            serve.delete(name, _blocking=True)
+            serve.delete(name, _blocking=False)
+        while serve.status().applications:
+            if time.monotonic() > deadline:
+                self._cut()
+                return
+            time.sleep(_POLL_S)
+
+    def _cut(self) -> None:
+        """End the groups: their replicas then end every open stream properly, which Serve itself would not."""
+        for pid in _descendants(os.getpid()):
+            if b"engine.core.loop" in _command_line(pid):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_CUT_S)
 
     def end(self) -> None:
         """Take down Serve and Ray, kill what is left, remove the folder. Never raises for what is gone already."""
@@ -243,6 +256,13 @@ def _parent(pid: int) -> tuple[int, int]:
     except (FileNotFoundError, ProcessLookupError):
         return pid, 0  # it has just ended
     return pid, int(fields[1])
+
+
+def _command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
 
 
 def _reap() -> None:

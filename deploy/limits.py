@@ -10,7 +10,9 @@ Headers by which a client would steer Ray Serve's own deadlines and routing are 
 
 import asyncio
 import re
+from collections.abc import Iterable
 
+from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy.openai.errors import HeadersTooLarge, TooLarge, TooSlow, response_of
@@ -44,8 +46,7 @@ class Limits:
         except InvalidRequest as error:
             await response_of(error)(scope, receive, send)
             return
-        kept = [(name, value) for name, value in headers if name.lower() not in STRIPPED]
-        await self._app(dict(scope, headers=kept), _Body(receive, self._limits), send)
+        await self._app(dict(scope, headers=_kept(headers)), _Body(receive, self._limits), send)
 
 
 def check_head(headers: Headers, limits: LimitSettings) -> None:
@@ -69,6 +70,28 @@ def _check_header(name: bytes, value: bytes, limits: LimitSettings) -> None:
         raise InvalidRequest("content-length is not a number")
     if len(value) > 18 or int(value) > limits.body_bytes:
         raise TooLarge(f"the body exceeds the limit of {limits.body_bytes} bytes")
+
+
+class StripHeaders:
+    """Takes out what would steer Ray Serve itself; around everything, because Serve reads its headers before our app is called."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on with fewer headers."""
+        if scope["type"] == "http":
+            scope = dict(scope, headers=_kept(scope["headers"]))
+        await self._app(scope, receive, send)
+
+
+def outermost() -> list[Middleware]:
+    """What RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names."""
+    return [Middleware(StripHeaders)]
+
+
+def _kept(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
+    return [(name, value) for name, value in headers if name.lower() not in STRIPPED]
 
 
 class _Body:
