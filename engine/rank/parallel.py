@@ -78,7 +78,7 @@ class Distributed:
 
     def all_gather(self, x: Tensor) -> Tensor:
         gathered = x.new_empty((self.size, *x.shape))
-        distributed.all_gather_into_tensor(gathered, x.contiguous())
+        distributed.all_gather(list(gathered.unbind(0)), x.contiguous())
         return gathered.movedim(0, -2).flatten(-2)
 
 

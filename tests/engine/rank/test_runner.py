@@ -1,0 +1,221 @@
+"""One plan in, one result out, on one rank: against the same model asked in another way, and against itself."""
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+import torch
+
+from engine.config import EngineConfig, engine_config
+from engine.plan import Admission, PageAppend, PrefillChunk, StepPlan, StepResult, encode_plan
+from engine.protocol import SamplingParams
+from engine.rank.runner import Runner
+from engine.rank.worker import Rank, build
+from tests.conftest import Nano
+from tests.support.ranks import run, single
+
+pytestmark = pytest.mark.cpu
+
+PAGES = (40, 40)
+GREEDY = SamplingParams(max_tokens=99, logprobs=2)
+SAMPLED = SamplingParams(max_tokens=99, temperature=1.0, top_k=30, seed=-77)
+PROMPTS = ([5, 17, 300, 41, 9, 8, 77], [(at * 37) % 900 + 20 for at in range(100)])
+
+
+@pytest.fixture(scope="module")
+def rank(nano: Nano) -> Rank:
+    config = engine_config(
+        model=str(nano("31b")), tp=1, device="cpu", dtype="float32", pages=PAGES, debug_hash=True, max_seqs=3, max_len=256
+    )
+    return single(config)
+
+
+@pytest.fixture
+def runner(rank: Rank) -> Runner:
+    return build(rank, PAGES)
+
+
+def with_config(rank: Rank, **changes: object) -> Runner:
+    config: EngineConfig = msgspec.structs.replace(rank.config, **changes)
+    return build(Rank(config, rank.geometry, rank.device, rank.parallel, rank.model), PAGES)
+
+
+def admit(slot: int, number: int, tokens: list[int], params: SamplingParams) -> tuple[Admission, list[PageAppend]]:
+    """An admission and pages for 160 positions: its own of each group."""
+    pages = [PageAppend(group, slot, index, 1 + slot * 5 + index) for group in (0, 1) for index in range(5)]
+    return Admission(slot, number, tokens, len(tokens), params), pages
+
+
+def first_plan(params: tuple[SamplingParams, SamplingParams] = (GREEDY, SAMPLED)) -> StepPlan:
+    """Both prompts admitted and run whole, in slots 2 and 0."""
+    plan = StepPlan(1)
+    for number, (slot, prompt, param) in enumerate(zip((2, 0), PROMPTS, params, strict=True), 1):
+        admission, pages = admit(slot, number, prompt, param)
+        plan.admissions.append(admission)
+        plan.appends.extend(pages)
+        plan.chunks.append(PrefillChunk(slot, 0, len(prompt), len(prompt) - 1))
+    return plan
+
+
+def stream(steps: int = 12, **kwargs: tuple[SamplingParams, SamplingParams]) -> list[StepPlan]:
+    return [first_plan(**kwargs), *(StepPlan(step, decodes=[0, 2]) for step in range(2, steps + 1))]
+
+
+def tokens_of(results: list[StepResult]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for row in (row for result in results for row in result.rows):
+        found.setdefault(row.slot, []).extend(row.tokens)
+    return found
+
+
+def test_decoding_equals_asking_for_each_prefix_whole(rank: Rank, runner: Runner) -> None:
+    """A token decoded step by step, greedy or drawn, is the one that the whole prefix gives as one prompt in an empty runner."""
+    results = [run(runner, plan) for plan in stream(9)]
+    found = tokens_of(results)
+    assert [row.slot for row in results[0].rows] == [2, 0]
+    assert [row.slot for row in results[1].rows] == [0, 2]
+    for slot, prompt, params in ((2, PROMPTS[0], GREEDY), (0, PROMPTS[1], SAMPLED)):
+        known = prompt + found[slot]
+        for end in range(len(prompt), len(known)):
+            admission, pages = admit(1, 9, known[:end], params)
+            plan = StepPlan(1, admissions=[admission], appends=pages, chunks=[PrefillChunk(1, 0, end, end - 1)])
+            (row,) = run(build(rank, PAGES), plan).rows
+            assert row.tokens == (known[end],), (slot, end)
+
+
+def test_a_wrong_input_token_is_seen(rank: Rank, runner: Runner) -> None:
+    """Planted fault: one token of the table changed between two steps gives other tokens, and far other logprobs."""
+    clean = [run(runner, plan) for plan in stream(9)]
+    meddled = build(rank, PAGES)
+    dirty = [run(meddled, plan) for plan in stream(9)[:4]]
+    meddled.slots.tokens[2, int(meddled.slots.lengths[2])] += 1
+    dirty += [run(meddled, plan) for plan in stream(9)[4:]]
+    assert dirty[:4] == clean[:4]
+    pairs = [(one.rows[1].logprobs, other.rows[1].logprobs) for one, other in zip(dirty[4:], clean[4:], strict=True)]
+    assert max(abs(one.chosen - other.chosen) for one, other in pairs if one and other) > 1e-2
+
+
+def test_chunks_give_what_the_whole_gives(rank: Rank, runner: Runner) -> None:
+    """A prompt prefilled in chunks gives the whole one's token and, to 1e-4, its logprobs."""
+    whole = run(runner, first_plan((GREEDY, GREEDY))).rows[1]
+    other = build(rank, PAGES)
+    admission, pages = admit(1, 1, PROMPTS[1], GREEDY)
+    plans = [StepPlan(1, admissions=[admission], appends=pages, chunks=[PrefillChunk(1, 0, 33, 33)])]
+    plans += [StepPlan(2, chunks=[PrefillChunk(1, 33, 97, 97)]), StepPlan(3, chunks=[PrefillChunk(1, 97, 100, 99)])]
+    results = [run(other, plan) for plan in plans]
+    assert [len(result.rows) for result in results] == [0, 0, 1]
+    (row,) = results[2].rows
+    assert row.tokens == whole.tokens
+    assert row.logprobs is not None
+    assert whole.logprobs is not None
+    assert abs(row.logprobs.chosen - whole.logprobs.chosen) < 1e-4
+    assert [token for token, _ in row.logprobs.top] == [token for token, _ in whole.logprobs.top]
+    assert row.logprobs.top[0] == (row.tokens[0], row.logprobs.chosen)
+
+
+def overlapped(runner: Runner, plans: list[StepPlan]) -> list[StepResult]:
+    """Two launched before the first is finished."""
+    results, before = [], None
+    for plan in plans:
+        launched = runner.launch(plan, encode_plan(plan))
+        if before is not None:
+            results.append(before.finish())
+        before = launched
+    assert before is not None
+    return [*results, before.finish()]
+
+
+def test_replay_and_overlap_end_on_the_same_hash(rank: Rank) -> None:
+    """The same plans give the same results and state hash, finished one by one or one behind."""
+    first, second = build(rank, PAGES), build(rank, PAGES)
+    one = [run(first, plan) for plan in stream()]
+    other = overlapped(second, stream())
+    assert one == other
+    assert first.state_hash == second.state_hash != 0
+
+
+@pytest.mark.parametrize("debug", [True, False])
+def test_hash_sees_plan_tokens_and_hidden_bits(rank: Rank, debug: bool) -> None:
+    """Another plan byte or another token changes the hash; a hidden bit that changes no token only with debug_hash."""
+
+    def hash_of(plans: list[StepPlan], meddle: Callable[[Runner], None] = lambda _: None) -> tuple[int, dict[int, list[int]]]:
+        made = with_config(rank, debug_hash=debug)
+        meddle(made)
+        results = [run(made, plan) for plan in plans]
+        return made.state_hash, tokens_of(results)
+
+    def nudge(made: Runner) -> None:
+        """One K or V value off by a little, where slot 2's first page lies."""
+        launch = made.launch
+
+        def launched(plan: StepPlan, data: bytes) -> object:
+            if plan.step == 2:
+                next(iter(made.slots.cache)).pool[0, 11, 0, 0, 0, 0] += 1e-4
+            return launch(plan, data)
+
+        made.launch = launched  # type: ignore[method-assign, assignment]
+
+    plain, tokens = hash_of(stream(5))
+    seeded, _ = hash_of(stream(5, params=(GREEDY, msgspec.structs.replace(SAMPLED, seed=-78))))
+    nudged, same = hash_of(stream(5), nudge)
+    assert seeded != plain
+    assert same == tokens
+    assert (nudged != plain) is debug
+
+
+def test_steps_finish_in_order(runner: Runner) -> None:
+    """Finishing the second of two steps first is an error, not another hash."""
+    plans = stream(2)
+    launched = [runner.launch(plan, encode_plan(plan)) for plan in plans]
+    with pytest.raises(AssertionError, match="step 2 finished before step 1"):
+        launched[1].finish()
+
+
+def test_a_plan_without_rows_has_an_empty_result(runner: Runner) -> None:
+    """Releases alone run no forward, and still move the hash."""
+    result = run(runner, StepPlan(1))
+    assert result == StepResult(1, [])
+    assert runner.state_hash != 0
+
+
+def test_nan_silences_its_row_alone(rank: Rank, runner: Runner) -> None:
+    """A NaN in one sequence's pages flags that sequence's row from then on, without a token or logprobs, and no other."""
+    plans = stream(5)
+    clean = [run(build(rank, PAGES), plan) for plan in plans[:1]]
+    results = [run(runner, plans[0])]
+    next(iter(runner.slots.cache)).pool[:, 11] = torch.nan  # slot 2's first page
+    results += [run(runner, plan) for plan in plans[1:]]
+    assert results[0] == clean[0]
+    for result in results[1:]:
+        good, bad = result.rows
+        assert (good.slot, bad.slot) == (0, 2)
+        assert not good.nan
+        assert len(good.tokens) == 1
+        assert bad.nan
+        assert bad.tokens == ()
+        assert bad.logprobs is None
+
+
+def test_a_slot_that_is_admitted_again_forgets(rank: Rank, runner: Runner) -> None:
+    """A new tenant of a used slot, on the same pages, gets what it gets in an empty runner, under its own number."""
+    for plan in stream(6):
+        run(runner, plan)
+    admission, pages = admit(0, 41, PROMPTS[0], GREEDY)
+    plan = StepPlan(7, admissions=[admission], appends=pages, chunks=[PrefillChunk(0, 0, 7, 6)], decodes=[2])
+    again = run(runner, plan).rows[0]
+    fresh = run(build(rank, PAGES), first_plan()).rows[0]
+    assert (again.slot, again.number) == (0, 41)
+    assert again.tokens == fresh.tokens
+    assert again.logprobs is not None
+    assert fresh.logprobs is not None
+    assert abs(again.logprobs.chosen - fresh.logprobs.chosen) < 1e-4
+
+
+def test_suppressed_ids_are_not_sampled(rank: Rank) -> None:
+    """config.suppress masks what the model would have said, and logprobs still know it."""
+    best = run(build(rank, PAGES), first_plan()).rows[0]
+    other = run(with_config(rank, suppress=(best.tokens[0],)), first_plan()).rows[0]
+    assert other.tokens != best.tokens
+    assert other.logprobs is not None
+    assert other.logprobs.top[0][0] == best.tokens[0]
+    assert other.tokens[0] == other.logprobs.top[1][0]

@@ -1,0 +1,235 @@
+"""The mapped ring: order, wrap, slow readers, and every way in which it must refuse to go on."""
+
+import os
+import random
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from engine.channel import ChannelBroken, RingReader, RingWriter, Waiter, create_shared, map_shared, ring_bytes
+
+pytestmark = pytest.mark.pure
+
+ROOT = Path(__file__).resolve().parents[2]
+CAPACITY = 4096
+
+
+def ring(readers: int, capacity: int = CAPACITY) -> tuple[memoryview, RingWriter, list[RingReader]]:
+    memory = memoryview(bytearray(ring_bytes(readers, capacity)))
+    return memory, RingWriter(memory, readers), [RingReader(memory, readers, index) for index in range(readers)]
+
+
+def payloads(count: int, seed: int, largest: int = 1500) -> list[bytes]:
+    rng = random.Random(seed)
+    return [rng.randbytes(rng.choice((0, 1, 7, 8, 9, rng.randint(0, largest)))) for _ in range(count)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_records_come_in_order_through_many_wraps(seed: int) -> None:
+    """Records of any size, written and read at random distances, come back whole and in order to every reader."""
+    _, writer, readers = ring(2)
+    rng, sent = random.Random(seed), payloads(500, seed)
+    got: list[list[bytes]] = [[], []]
+    written = 0
+    while min(map(len, got)) < len(sent):
+        outstanding = sum(len(payload) + 32 for payload in sent[min(map(len, got)) : written + 1])
+        if written < len(sent) and outstanding < CAPACITY // 2 and rng.random() < 0.6:
+            writer.write(written + 1, sent[written])
+            written += 1
+        index = rng.randrange(2)
+        if (record := readers[index].poll()) is not None:
+            assert record[0] == len(got[index]) + 1
+            got[index].append(record[1])
+    assert got == [sent, sent]
+    assert all(reader.poll() is None for reader in readers)
+
+
+def test_a_writer_waits_for_its_slowest_reader() -> None:
+    """A writer a whole ring ahead waits, overwrites nothing, and goes on when the slow reader does: four threads, three readers."""
+    memory = map_shared(create_shared("ring", ring_bytes(3, CAPACITY)))
+    sent, got = payloads(300, 1), [[], [], []]
+    lead = [0]
+
+    def write() -> None:
+        writer = RingWriter(memory, 3)
+        for step, payload in enumerate(sent, 1):
+            writer.write(step, payload)
+
+    def read(index: int) -> None:
+        reader, waiter = RingReader(memory, 3, index), Waiter()
+        while len(got[index]) < len(sent):
+            record = reader.poll()
+            if record is None:
+                waiter.wait()
+                continue
+            waiter.reset()
+            got[index].append(record[1])
+            if index == 2 and len(got[2]) % 10 == 0:
+                time.sleep(0.002)
+                lead[0] = max(lead[0], sum(map(len, got[0][len(got[2]) :])))
+
+    threads = [threading.Thread(target=write), *(threading.Thread(target=read, args=(index,)) for index in range(3))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert got == [sent] * 3
+    assert lead[0] <= CAPACITY
+
+
+class Gone(Exception):
+    """What `alive` raises."""
+
+
+def test_a_writer_whose_reader_never_reads_asks_whether_it_lives() -> None:
+    """`alive` is called while the writer waits, and what it raises ends the wait; what was written is still intact."""
+    _, writer, (reader,) = ring(1)
+    calls = []
+
+    def alive() -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise Gone
+
+    for step in range(1, 1 + CAPACITY // 520):
+        writer.write(step, b"x" * 500, alive)
+    assert not calls
+    with pytest.raises(Gone):
+        writer.write(step + 1, b"x" * 500, alive)
+    assert len(calls) == 3
+    assert reader.poll() == (1, b"x" * 500)
+
+
+READER = """
+import sys, zlib
+from engine.channel import RingReader, Waiter, map_shared
+reader, waiter, total = RingReader(map_shared(int(sys.argv[1])), 2, int(sys.argv[2])), Waiter(), 0
+for _ in range(int(sys.argv[3])):
+    while (record := reader.poll()) is None:
+        waiter.wait()
+    waiter.reset()
+    total = zlib.crc32(record[1], total)
+print(total)
+"""
+
+
+def test_processes_share_a_ring() -> None:
+    """Two reader processes that inherit the descriptor read all that this one writes."""
+    import zlib
+
+    fd = create_shared("ring", ring_bytes(2, 1 << 14))
+    sent = payloads(2000, 7, largest=900)
+    readers = [
+        subprocess.Popen(
+            [sys.executable, "-c", READER, str(fd), str(index), str(len(sent))],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            pass_fds=(fd,),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    try:
+        writer = RingWriter(map_shared(fd), 2)
+        expected = 0
+        deadline = time.monotonic() + 60
+
+        def alive() -> None:
+            assert time.monotonic() < deadline
+
+        for step, payload in enumerate(sent, 1):
+            writer.write(step, payload, alive)
+            expected = zlib.crc32(payload, expected)
+        assert [int(reader.communicate(timeout=30)[0]) for reader in readers] == [expected] * 2
+    finally:
+        os.close(fd)
+        for reader in readers:
+            reader.kill()
+            reader.wait()
+
+
+@pytest.mark.parametrize("at", ["payload", "step", "crc", "size"])
+def test_a_flipped_bit_breaks_the_channel(at: str) -> None:
+    """One bit wrong anywhere in a record is found by its crc, within milliseconds; the same record untouched is read."""
+    memory, writer, (reader,) = ring(1)
+    writer.write(1, b"hello ring")
+    place = 128 + {"size": 0, "crc": 4, "step": 8, "payload": 16}[at]
+    memory[place] ^= 1
+    started = time.monotonic()
+    with pytest.raises(ChannelBroken, match="bad crc"):
+        reader.poll()
+    assert time.monotonic() - started < 0.5
+    memory[place] ^= 1
+    assert reader.poll() == (1, b"hello ring")
+
+
+def test_a_record_that_arrives_late_is_read_again() -> None:
+    """Bytes that become visible within the millisecond of re-reading are no error."""
+    memory, writer, (reader,) = ring(1)
+    writer.write(1, b"hello ring")
+    memory[128 + 16] ^= 1
+
+    def mend() -> None:
+        memory[128 + 16] ^= 1
+
+    timer = threading.Timer(0.0002, mend)
+    reader_broken = None
+    timer.start()
+    try:
+        record = reader.poll()
+    except ChannelBroken as error:  # the timer came too late on a busy machine
+        reader_broken = error
+        timer.join()
+        record = reader.poll()
+    assert record == (1, b"hello ring"), reader_broken
+
+
+def test_a_gap_in_the_steps_breaks_the_channel() -> None:
+    """Neither side lets a step be skipped or repeated."""
+    _, writer, _ = ring(1)
+    writer.write(1, b"")
+    for step in (1, 3, 0):
+        with pytest.raises(ChannelBroken, match=f"step {step} written after step 1"):
+            writer.write(step, b"")
+    memory, writer, (reader,) = ring(1)
+    writer.write(1, b"a")
+    assert reader.poll() == (1, b"a")
+    writer._step = 2  # a writer that lost a step
+    writer.write(3, b"b")
+    with pytest.raises(ChannelBroken, match="step 3 read after step 1"):
+        reader.poll()
+    assert struct.unpack_from("<Q", memory, 64)[0] < struct.unpack_from("<Q", memory, 0)[0]
+
+
+def test_a_record_too_large_is_refused_before_it_is_written() -> None:
+    """A record of more than half the ring can never be sure to fit; the next one goes through."""
+    _, writer, (reader,) = ring(1)
+    with pytest.raises(ChannelBroken, match="does not fit"):
+        writer.write(1, b"x" * (CAPACITY // 2))
+    writer.write(1, b"x" * (CAPACITY // 2 - 16))
+    record = reader.poll()
+    assert record is not None
+    assert len(record[1]) == CAPACITY // 2 - 16
+
+
+def test_waiting_spins_then_sleeps_longer() -> None:
+    """A waiter makes its polls without sleeping, then sleeps short; `reset` starts over."""
+    waiter = Waiter(spin=2000)
+
+    def took(turns: int) -> float:
+        started = time.perf_counter()
+        for _ in range(turns):
+            waiter.wait()
+        return time.perf_counter() - started
+
+    spun = took(2000)
+    slept = took(200)
+    assert slept > 200 * 50e-6
+    assert spun / 2000 < slept / 200 / 5
+    waiter.reset()
+    assert took(1000) < slept

@@ -1,0 +1,153 @@
+"""The byte layouts: what goes in comes out, whatever it is, and what is no record is refused."""
+
+import struct
+import time
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.plan import (
+    STATUS_BYTES,
+    Admission,
+    PageAppend,
+    PageRelease,
+    Phase,
+    PrefillChunk,
+    RankStatus,
+    ResultRow,
+    StatusBlock,
+    StepPlan,
+    StepResult,
+    decode_plan,
+    decode_result,
+    encode_plan,
+    encode_result,
+)
+from engine.protocol import Logprobs, SamplingParams
+
+pytestmark = pytest.mark.pure
+
+INT32 = st.integers(0, 2**31 - 1)
+FLOAT32 = st.floats(width=32, allow_nan=False)
+COUNTS = st.integers(0, 2**20)
+
+
+def lists(element: Callable[..., object], *fields: st.SearchStrategy[object]) -> st.SearchStrategy[list[object]]:
+    return st.lists(st.builds(element, *fields), max_size=6)
+
+
+PARAMS = st.builds(
+    SamplingParams,
+    max_tokens=st.just(0),
+    temperature=FLOAT32,
+    top_k=COUNTS,
+    top_p=FLOAT32,
+    min_p=FLOAT32,
+    seed=st.integers(-(2**63), 2**63 - 1),
+    min_tokens=COUNTS,
+    stop_ids=st.lists(INT32, max_size=5).map(tuple),
+    logprobs=st.none() | st.integers(0, 100),
+)
+TOKENS = st.lists(INT32, max_size=40)
+ADMISSION = lists(Admission, INT32, st.integers(0, 2**63 - 1), TOKENS, COUNTS, PARAMS, COUNTS)
+PLANS = st.builds(
+    StepPlan,
+    step=st.integers(0, 2**64 - 1),
+    stop=st.booleans(),
+    releases=lists(PageRelease, INT32, INT32, INT32, INT32),
+    admissions=ADMISSION,
+    appends=lists(PageAppend, INT32, INT32, INT32, INT32),
+    chunks=lists(PrefillChunk, INT32, INT32, INT32, INT32),
+    decodes=st.lists(INT32, max_size=20),
+)
+LOGPROBS = st.builds(Logprobs, FLOAT32, st.lists(st.tuples(INT32, FLOAT32), max_size=5))
+ROWS = st.builds(ResultRow, INT32, INT32, st.lists(INT32, max_size=1).map(tuple), nan=st.booleans(), logprobs=st.none() | LOGPROBS)
+RESULTS = st.builds(StepResult, st.integers(0, 2**64 - 1), st.lists(ROWS, max_size=8))
+
+
+@given(PLANS)
+def test_plans_come_back(plan: StepPlan) -> None:
+    """Any plan decodes to itself, and its sections stay 4-byte aligned."""
+    data = encode_plan(plan)
+    assert decode_plan(data) == plan
+    assert len(data) % 4 == 0
+
+
+@given(PLANS, PLANS)
+def test_different_plans_have_different_bytes(one: StepPlan, other: StepPlan) -> None:
+    """The layout loses nothing: equal bytes mean equal plans."""
+    assert (encode_plan(one) == encode_plan(other)) == (one == other)
+
+
+@given(PLANS, st.data())
+def test_a_cut_or_grown_plan_is_refused(plan: StepPlan, data: st.DataObject) -> None:
+    """A plan that lost its tail, or got one, is an error and never another plan."""
+    whole = encode_plan(plan)
+    cut = data.draw(st.integers(0, len(whole) - 1))
+    for wrong in (whole[:cut], whole + b"\0\0\0\0"):
+        with pytest.raises((ValueError, struct.error)):
+            decode_plan(wrong)
+
+
+def test_another_version_is_refused() -> None:
+    """A plan of another version is named as such."""
+    data = b"\7" + encode_plan(StepPlan(3))[1:]
+    with pytest.raises(ValueError, match="plan version 7"):
+        decode_plan(data)
+
+
+@given(RESULTS)
+def test_results_come_back(result: StepResult) -> None:
+    """Any result decodes to itself: rows, NaN flags, logprobs of some rows only."""
+    assert decode_result(encode_result(result)) == result
+
+
+@given(RESULTS, st.data())
+def test_a_cut_or_grown_result_is_refused(result: StepResult, data: st.DataObject) -> None:
+    """A result that lost its tail, or got one, is an error."""
+    whole = encode_result(result)
+    cut = data.draw(st.integers(0, len(whole) - 1))
+    for wrong in (whole[:cut], whole + b"\0\0\0\0"):
+        with pytest.raises((ValueError, struct.error)):
+            decode_result(wrong)
+
+
+def test_admission_numbers_come_back_modulo_2_to_the_31() -> None:
+    """A result row carries the low 31 bits of its admission's number."""
+    row = ResultRow(1, 2**31 + 5, (7,))
+    assert decode_result(encode_result(StepResult(1, [row]))).rows[0].number == 5
+
+
+def test_rows_and_tokens_of_a_plan() -> None:
+    """Result rows are the chunks that sample, then the decodes; the forward's rows are all chunk tokens and a token a decode."""
+    plan = StepPlan(1, chunks=[PrefillChunk(4, 0, 10, 10), PrefillChunk(5, 3, 8, 7)], decodes=[9, 2])
+    assert plan.result_slots == [5, 9, 2]
+    assert plan.tokens == 17
+
+
+def test_steady_state_is_small_and_fast() -> None:
+    """A plan of 256 decode rows is about 1 KB, and encodes and decodes in well under a millisecond."""
+    plan = StepPlan(1, decodes=list(range(256)), appends=[PageAppend(0, slot, 9, slot + 1) for slot in range(8)])
+    data = encode_plan(plan)
+    started = time.perf_counter()
+    for _ in range(100):
+        decode_plan(encode_plan(plan))
+    assert len(data) < 2048
+    assert time.perf_counter() - started < 0.2
+
+
+def test_status_fields_have_one_writer_each() -> None:
+    """The three writers of a record fill disjoint fields, leave its neighbours alone, and all of it is read back."""
+    memory = memoryview(bytearray(StatusBlock.size(3)))
+    block = StatusBlock(memory)
+    block.progress(1, launched=7, finished=6, now_ns=2**63, state_hash=0xFFFFFFFF, step_us=12)
+    block.heartbeat(1, 99)
+    block.phase(1, memory_bytes=2**40, phase=Phase.running, pid=4321)
+    expected = RankStatus(7, 6, 2**63, 0xFFFFFFFF, 12, 99, 2**40, Phase.running, 4321)
+    assert block.read(1) == expected
+    block.heartbeat(1, 100)
+    assert block.read(1) == RankStatus(7, 6, 2**63, 0xFFFFFFFF, 12, 100, 2**40, Phase.running, 4321)
+    assert block.read(0) == block.read(2) == RankStatus()
+    assert not any(memory[2 * STATUS_BYTES :])
