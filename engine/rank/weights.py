@@ -41,7 +41,7 @@ _DRAW = 1 << 24  # values drawn at once
 _LISTED = 20  # wrong tensors named in one error
 
 Part = Literal["whole", "rows", "columns", "depth", "q", "k", "v", "gate", "up", "gate_up"]
-Fill = Literal["matrix", "embedding", "ple_table", "norm", "scalar", "one"]
+Fill = Literal["matrix", "embedding", "ple_table", "norm", "head_norm", "scalar", "one"]
 When = Literal["always", "moe", "ple", "kv", "v"]
 
 
@@ -75,8 +75,8 @@ TABLE = (
     Rule(_I + "self_attn.k_proj.weight", _B + "attention.qkv.weight", ("kv", "hidden"), "k", when="kv"),
     Rule(_I + "self_attn.v_proj.weight", _B + "attention.qkv.weight", ("kv", "hidden"), "v", when="v"),
     Rule(_I + "self_attn.o_proj.weight", _B + "attention.o.weight", ("hidden", "q"), "columns"),
-    _norm(_I + "self_attn.q_norm.weight", _B + "attention.q_norm", "head_dim"),
-    _norm(_I + "self_attn.k_norm.weight", _B + "attention.k_norm", "head_dim", "kv"),
+    Rule(_I + "self_attn.q_norm.weight", _B + "attention.q_norm", ("head_dim",), fill="head_norm"),
+    Rule(_I + "self_attn.k_norm.weight", _B + "attention.k_norm", ("head_dim",), fill="head_norm", when="kv"),
     Rule(_I + "mlp.gate_proj.weight", _B + "mlp.gate_up.weight", ("width", "hidden"), "gate"),
     Rule(_I + "mlp.up_proj.weight", _B + "mlp.gate_up.weight", ("width", "hidden"), "up"),
     Rule(_I + "mlp.down_proj.weight", _B + "mlp.down.weight", ("hidden", "width"), "columns"),
@@ -393,6 +393,11 @@ def _drawn(piece: Piece, geometry: Geometry, seed: int, device: torch.device) ->
 
 
 def _draw(piece: Piece, geometry: Geometry, normal: Tensor) -> Tensor:
+    """Live values, of a model that is not chaotic: attention logits of std 1, and a residual that outlives its layer.
+
+    A layer multiplies a relative error by sqrt(c^2 + J^2 (1 - c^2)), c the layer scalar and J ~ 1.6 the gain of a random branch: at
+    c = 0.6 sixty layers make it 10^8 times, and bf16 agrees with fp32 in no token, whoever computes it; at 0.95 it is 60 times.
+    """
     match piece.fill:
         case "matrix":
             return normal / math.sqrt(piece.shape[-1])
@@ -402,8 +407,10 @@ def _draw(piece: Piece, geometry: Geometry, normal: Tensor) -> Tensor:
             return normal / math.sqrt(geometry.ple)
         case "norm":
             return 1.0 + 0.2 * normal
+        case "head_norm":
+            return (1.0 + 0.2 * normal) * piece.shape[0] ** -0.25
         case "scalar":
-            return torch.full_like(normal, 0.6)
+            return torch.full_like(normal, 0.95)
         case "one":
             return torch.ones_like(normal)
 

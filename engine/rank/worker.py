@@ -11,7 +11,6 @@ by that the group: before Ready the replica is told the reason, after it the tra
 import os
 import sys
 import time
-import traceback
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,22 +176,10 @@ def main() -> None:
     """Entry point of the process."""
     lifeline = Lifeline(msgspec.json.decode(sys.argv[1], type=BootArgs))
     try:
-        runner = boot(lifeline)
-    except BaseException as error:  # noqa: BLE001 - whatever it is, it ends the group, and the replica is told
+        Worker(boot(lifeline), lifeline).run()
+    except BaseException as error:  # noqa: BLE001 - crash only: whatever it is, it ends the group, and the replica is told
         fail(lifeline, error)
-    try:
-        Worker(runner, lifeline).run()
-    except BaseException as error:  # noqa: BLE001 - crash only: a rank that raised cannot go on
-        _end(lifeline.args.index, error)
     os._exit(0)
-
-
-def _end(rank: int, error: BaseException) -> None:
-    """Say what happened, each line under this rank's name, and end the process."""
-    text = "".join(traceback.format_exception(error))
-    sys.stderr.write("".join(f"rank {rank}: {line}\n" for line in text.splitlines()))
-    sys.stderr.flush()
-    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Rank 0 saves soft-capped logits, fp32 [rows, vocab] of each prompt's last `rows`
 step's final hidden rows with all others. `fault` plants one: a wrong page in a group, or an all-reduce left out.
 """
 
+import itertools
 import os
 import random
 import sys
@@ -27,7 +28,7 @@ CHUNK = 384  # crosses page and window edges at every step
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What the ranks compute. `decodes`: how many of the last positions run as decode rows; fault: sliding, full, reduce or none."""
+    """What the ranks compute. `decodes`: how many of the last positions run as decode rows; fault: sliding, full, reduce."""
 
     rank: int
     size: int
@@ -98,7 +99,7 @@ def batches(job: Job, slot: int, device: torch.device) -> list[ForwardBatch]:
     wanted = len(ids) - job.rows
     prefill = len(ids) - job.decodes
     edges = [*range(0, prefill, CHUNK), prefill]
-    spans = list(zip(edges, edges[1:], strict=False)) + [(p, p + 1) for p in range(prefill, len(ids))]
+    spans = list(itertools.pairwise(edges)) + [(p, p + 1) for p in range(prefill, len(ids))]
     made = []
     for start, end in spans:
         decode = start >= prefill

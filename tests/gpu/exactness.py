@@ -1,20 +1,21 @@
 """bf16 on GPUs against fp32 of the same weights: no further off than transformers' own bf16 is.
 
-The cases name a folder (a nano checkpoint, or a public shape with random weights drawn on the device), TP size and prompts. Tier
-gpu runs TP=1, gpu4 runs TP=4 over NCCL and symmetric memory. QUARTET_GPU_DEVICE=cpu runs the very same script on the CPU.
+A case is a folder (a nano checkpoint, or a public shape with random weights drawn on the device), a TP size and prompts.
+QUARTET_GPU_DEVICE=cpu runs the very same comparison on the CPU.
 """
 
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
-import pytest
 import torch
 from torch import Tensor
 
@@ -71,14 +72,15 @@ def run_judge(device: str, settings: dict[str, object], dtype: str, timeout_s: f
 
 
 def errors(found: list[Tensor], truth: list[Tensor]) -> tuple[float, float]:
-    """(mean, largest) absolute error of the truth's 64 likeliest tokens' logprobs, over all positions."""
-    worst, total, count = 0.0, 0.0, 0
+    """(mean, largest) absolute error of the truth's 64 likeliest tokens' logprobs; the largest of each prompt, averaged over prompts."""
+    means, largest = [], []
     for ours, theirs in zip(found, truth, strict=True):
         right = theirs.double().log_softmax(-1)
         top = right.topk(64, dim=-1).indices
         off = (ours.double().log_softmax(-1) - right).gather(-1, top).abs()
-        worst, total, count = max(worst, off.max().item()), total + off.sum().item(), count + off.numel()
-    return total / count, worst
+        means.append(off.mean().item())
+        largest.append(off.max().item())
+    return statistics.mean(means), statistics.mean(largest)
 
 
 def case(model: str, prompts: int, length: int, rows: int, decodes: int) -> dict[str, object]:
@@ -93,42 +95,29 @@ def case(model: str, prompts: int, length: int, rows: int, decodes: int) -> dict
     return {"folder": str(folder), "load": load, "prompts": ids, "rows": rows, "decodes": decodes}
 
 
+def decoded(logits: list[Tensor], settings: dict[str, object]) -> list[Tensor]:
+    """The decode rows of all prompts but the first: where a planted page is read."""
+    return [rows[-int(str(settings["decodes"])) :] for rows in logits[1:]]
+
+
 def compare(model: str, size: int, settings: dict[str, object], timeout_s: float, judges: tuple[str, str]) -> None:
     """Ours in bf16 at `size` against transformers in fp32 and in bf16, and each planted fault against the same truth."""
-    ours = run_ranks(size, {**settings, "dtype": "bfloat16"}, timeout_s)
     asked = {key: value for key, value in settings.items() if key != "decodes"}
-    truth = run_judge(judges[0], asked, "float32", timeout_s)
-    theirs = run_judge(judges[1], asked, "bfloat16", timeout_s)
+    with ThreadPoolExecutor(2) as pool:
+        dtypes = ("float32", "bfloat16")
+        halves = [pool.submit(run_judge, judge, asked, dtype, timeout_s) for judge, dtype in zip(judges, dtypes, strict=True)]
+        truth, theirs = (half.result() for half in halves)
+    ours = run_ranks(size, {**settings, "dtype": "bfloat16"}, timeout_s)
     (mean, worst), (their_mean, their_worst) = errors(ours, truth), errors(theirs, truth)
-    print(f"{model} tp {size} bf16 logprob error, mean and largest: ours {mean:.5f} {worst:.4f}, transformers {their_mean:.5f} {their_worst:.4f}")
+    print(f"{model} tp {size} bf16 logprob error, mean and largest: ours {mean:.5f} {worst:.4f}", end="; ")
+    print(f"transformers {their_mean:.5f} {their_worst:.4f}")
     agree = [(a.argmax(-1) == b.argmax(-1)).float().mean().item() for a, b in zip(ours, truth, strict=True)]
     print(f"{model} tp {size} greedy token match rate with fp32: {sum(agree) / len(agree):.4f}", flush=True)
-    assert mean <= RATIO * their_mean
-    assert worst <= RATIO * their_worst
     for fault in ("sliding", "full", "reduce") if size > 1 else ("sliding", "full"):
         broken = run_ranks(size, {**settings, "dtype": "bfloat16", "fault": fault}, timeout_s)
-        off, largest = errors(broken, truth)
-        print(f"{model} tp {size} fault {fault}: mean {off:.4f} ({off / mean:.0f}x) largest {largest:.3f} ({largest / worst:.0f}x)", flush=True)
-        assert largest > 3 * RATIO * worst, f"{fault} goes unnoticed"
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("member", MEMBERS)
-def test_nano_at_tp1(member: str) -> None:
-    """Each nano checkpoint in bf16 on one GPU is as near to fp32 as transformers' bf16 is."""
-    compare(member, 1, case(f"nano:{member}", 4, 400, 120, 24), 120.0, (DEVICE, DEVICE))
-
-
-@pytest.mark.gpu4
-@pytest.mark.parametrize("member", MEMBERS)
-def test_nano_at_tp4(member: str) -> None:
-    """The same over four ranks, all holding the same bits after every step."""
-    compare(member, 4, case(f"nano:{member}", 4, 400, 120, 24), 120.0, (DEVICE, DEVICE))
-
-
-@pytest.mark.gpu4
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_31b_shape_at_tp4() -> None:
-    """The 31B shape with random weights, beyond its window, over four ranks."""
-    compare("31b", 4, case("dummy:31b", 3, 1300, 48, 16), 280.0, (f"{DEVICE}:0", f"{DEVICE}:1"))
+        off, largest = errors(decoded(broken, settings), decoded(truth, settings))
+        bound = RATIO * errors(decoded(theirs, settings), decoded(truth, settings))[0]
+        print(f"{model} tp {size} fault {fault}: mean {off:.4f}, {off / bound:.1f}x the bound; largest {largest:.3f}", flush=True)
+        assert off > bound, f"{fault} goes unnoticed"
+    assert mean <= RATIO * their_mean
+    assert worst <= RATIO * their_worst

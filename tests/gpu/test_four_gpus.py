@@ -1,0 +1,20 @@
+"""The engine's model in bf16 over four ranks: NCCL and symmetric memory."""
+
+import pytest
+
+from tests.gpu.exactness import DEVICE, MEMBERS, case, compare
+
+pytestmark = pytest.mark.gpu4
+
+
+@pytest.mark.parametrize("member", MEMBERS)
+def test_nano(member: str) -> None:
+    """Each nano checkpoint is as near to fp32 as transformers' bf16 is, all ranks holding the same bits after every step."""
+    compare(member, 4, case(f"nano:{member}", 8, 400, 120, 24), 120.0, (DEVICE, DEVICE))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_31b_shape() -> None:
+    """The 31B shape with random weights, beyond its window; its fp32 judge fills one GPU."""
+    compare("31b", 4, case("dummy:31b", 3, 1300, 48, 16), 280.0, (f"{DEVICE}:0", f"{DEVICE}:1"))
