@@ -72,7 +72,7 @@ def run_judge(device: str, settings: dict[str, object], dtype: str, timeout_s: f
 
 
 def errors(found: list[Tensor], truth: list[Tensor]) -> tuple[float, float]:
-    """(mean, largest) absolute error of the truth's 64 likeliest tokens' logprobs; the largest of each prompt, averaged over prompts."""
+    """(mean, largest) absolute error of the logprobs of the truth's 64 likeliest tokens; the largest is averaged over prompts."""
     means, largest = [], []
     for ours, theirs in zip(found, truth, strict=True):
         right = theirs.double().log_softmax(-1)
