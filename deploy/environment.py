@@ -31,7 +31,7 @@ RAY: dict[str, tuple[str, str]] = {
     "GLOO_SOCKET_IFNAME": ("lo", "ranks of a group talk inside the node"),
 }
 WRAPPER = Path(__file__).with_name("haproxy.sh")
-_HAPROXY_FILES = {
+HAPROXY_FILES = {
     "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": "haproxy.cfg",
     "RAY_SERVE_HAPROXY_SOCKET_PATH": "admin.sock",
     "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": "",
@@ -44,7 +44,7 @@ def prepare(environ: MutableMapping[str, str], haproxy: Path, ports: dict[str, i
     """Set what Ray must find. `haproxy`: a private folder for HAProxy's files, whose default is one fixed folder in /tmp."""
     for name, (value, _) in RAY.items():
         environ.setdefault(name, value)
-    for name, file in _HAPROXY_FILES.items():
+    for name, file in HAPROXY_FILES.items():
         environ.setdefault(name, str(haproxy / file) if file else str(haproxy))
     for name, port in ports.items():
         environ.setdefault(name, str(port))

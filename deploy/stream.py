@@ -63,33 +63,39 @@ class Answer(Response):
                 self._abort(AbortReason.client_gone)
 
     async def _serve(self, send: Send) -> None:
+        limit = self._service.limits.request_timeout_s
+        deadline = asyncio.get_running_loop().call_later(limit, self._abort, AbortReason.deadline)
         try:
-            async with asyncio.timeout(self._service.limits.request_timeout_s):
-                for params in self._job.params:
-                    self._generations.append(self._service.start(self._job, params))
-                async with aclosing(merged(self._generations)) as deltas:  # type: ignore[type-var]
-                    await (self._stream(deltas, send) if self._streams else self._whole(deltas, send))
-        except TimeoutError:
-            self._abort(AbortReason.deadline)
-            await self._fail(DeadlineExceeded(f"The request took longer than {self._service.limits.request_timeout_s:g} s."), send)
+            for params in self._job.params:
+                self._generations.append(self._service.start(self._job, params))
+            async with aclosing(merged(self._generations)) as deltas:  # type: ignore[type-var]
+                whole = await (self._stream(deltas, send) if self._streams else self._whole(deltas, send))
+            if not whole:  # an aborted generation ends without a word, and only the deadline aborts one from outside
+                await self._fail(DeadlineExceeded(f"The request took longer than {limit:g} s."), send)
         except SlowReader:
             logger.info("request dropped: its reader took nothing for %g s", self._service.limits.write_timeout_s)
-            self._abort(AbortReason.slow_reader)
         except QuartetError as error:
             self._abort(AbortReason.client_gone)
             await self._fail(error, send)
+        finally:
+            deadline.cancel()
 
-    async def _whole(self, deltas: AsyncIterator[tuple[int, Delta]], send: Send) -> None:
+    async def _whole(self, deltas: AsyncIterator[tuple[int, Delta]], send: Send) -> bool:
+        """Collect, then reply; False when some choice has no end."""
         choices = [Choice() for _ in self._job.params]
         async for index, delta in deltas:
             choices[index].add(delta)
+        if any(choice.finish is None for choice in choices):
+            return False
         usage = Usage(len(self._job.prompt), sum(len(choice.tokens) for choice in choices))
         body = self._form.whole(choices, usage)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+        return True
 
-    async def _stream(self, deltas: AsyncIterator[tuple[int, Delta]], send: Send) -> None:
+    async def _stream(self, deltas: AsyncIterator[tuple[int, Delta]], send: Send) -> bool:
+        """Event by event; False when some choice has no end."""
         opened: set[int] = set()
         tokens = 0
         left = len(self._job.params)
@@ -105,6 +111,7 @@ class Answer(Response):
             if left == 0:
                 parts += self._ending(tokens)
             await self._write(b"".join(parts), send, more=left > 0)
+        return left == 0
 
     def _ending(self, tokens: int) -> list[bytes]:
         usage = [self._form.usage(Usage(len(self._job.prompt), tokens))] if self._include_usage else []
@@ -121,6 +128,7 @@ class Answer(Response):
                     await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
                 await send({"type": "http.response.body", "body": body, "more_body": more})
         except TimeoutError as error:
+            self._abort(AbortReason.slow_reader)
             raise SlowReader from error
 
     async def _fail(self, error: QuartetError, send: Send) -> None:

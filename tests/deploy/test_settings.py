@@ -1,0 +1,198 @@
+"""Settings, model references, public shapes, capacity and Ray's environment."""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deploy import environment, models, shapes
+from deploy.capacity import check_nodes
+from deploy.settings import Settings, read_config, read_settings
+from engine.config import engine_config
+from engine.errors import ConfigError
+from engine.geometry import Geometry, read_geometry
+from tests.support.houserules import ROOT
+
+pytestmark = pytest.mark.pure
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({}, "model: is required"),
+    ({"model": "a/b", "modle": "x"}, "modle: unknown setting"),
+    ({"model": "a/b", "metrics": {"prot": 1}}, "metrics.prot: unknown setting"),
+    ({"model": "a/b", "tp": 0}, "tp: "),
+    ({"model": "a/b", "tp": "four"}, "tp: "),
+    ({"model": "a/b", "device": "tpu"}, "device: "),
+    ({"model": "a/b", "dtype": "float16"}, "dtype: "),
+    ({"model": "a/b", "memory_fraction": 1.5}, "memory_fraction: "),
+    ({"model": "a/b", "metrics": {"port": 70000}}, "metrics.port: "),
+    ({"model": "a/b", "limits": {"n": 0}}, "limits.n: "),
+    ({"model": "a/b", "step_timeout_s": float("nan")}, "step_timeout_s: "),
+]
+
+# Published parameters of the whole checkpoint, and what of them is not text: (towers, width of their projections onto hidden).
+# Siblings share their towers, so that each pair of rows checks the other.
+PUBLISHED = {
+    "e2b": (5_123_178_979, 472_190_144, 768 + 1536),
+    "e4b": (7_996_157_418, 472_190_144, 768 + 1536),
+    "12b": (11_959_730_224, 52_379_904, 0),
+    "26b-a4b": (25_805_936_206, 569_550_384, 1152),
+    "31b": (31_273_088_876, 569_550_384, 1152),
+}
+
+
+@pytest.mark.parametrize(("args", "complaint"), BAD, ids=[complaint for _, complaint in BAD])
+def test_a_bad_setting_is_named_in_one_line(args: dict[str, Any], complaint: str) -> None:
+    """The key, and what is wrong with it."""
+    with pytest.raises(ConfigError) as caught:
+        Settings.read(args)
+    assert str(caught.value).startswith(complaint)
+    assert "\n" not in str(caught.value)
+
+
+def test_all_bad_settings_are_named_at_once() -> None:
+    """Nobody fixes a file one error at a time."""
+    with pytest.raises(ConfigError, match=r"tp: .*; colour: unknown setting"):
+        Settings.read({"model": "a/b", "tp": -1, "colour": "red"})
+
+
+@pytest.mark.parametrize("name", ["nano.yaml", "gemma4.yaml"])
+def test_our_own_files_are_good(name: str) -> None:
+    """Both files that we ship pass our check and Serve's schema, and override the deployment by its name."""
+    from ray.serve.schema import ServeDeploySchema
+
+    config = read_config(ROOT / "deploy" / name)
+    [settings] = read_settings(config, name)
+    assert settings.tp == 4
+    schema = ServeDeploySchema.model_validate(config)
+    assert [deployment.name for deployment in schema.applications[0].deployments] == ["Quartet"]
+    assert schema.http_options.host == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [("a: [", "not YAML"), ("- 1", "list of applications"), ("applications: [{import_path: 'x:y'}]", "no application has")],
+)
+def test_a_bad_file_is_named(tmp_path: Path, text: str, complaint: str) -> None:
+    """As are the settings in it."""
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(str(path)) + ".*" + complaint):
+        read_settings(read_config(path), str(path))
+
+
+def test_settings_in_a_file_are_blamed_with_it(tmp_path: Path) -> None:
+    """File, application and key."""
+    config = {"applications": [{"name": "q", "import_path": "deploy.app:build", "args": {"model": "a/b", "tp": 0}}]}
+    path = tmp_path / "q.yaml"
+    path.write_text(yaml.safe_dump(config))
+    with pytest.raises(ConfigError, match=r"q\.yaml: args of q: tp: "):
+        read_settings(read_config(path), str(path))
+
+
+def test_the_clients_name_of_a_model_is_its_own() -> None:
+    """Unless served_model_name says otherwise."""
+    assert Settings(model="google/gemma-4-31B-it").name == "gemma-4-31B-it"
+    assert Settings(model="/models/mine/").name == "mine"
+    assert Settings(model="a/b", served_model_name="c").name == "c"
+
+
+@pytest.mark.parametrize("member", shapes.SHAPES)
+def test_a_public_shape_counts_what_was_published(member: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last parameter, read back by read_geometry; a full-attention KV head more would not."""
+    monkeypatch.setenv("QUARTET_CACHE", str(tmp_path))
+    geometry = read_geometry(models.resolve(f"dummy:{member}"))
+    whole, towers, projections = PUBLISHED[member]
+    assert parameters(geometry) == whole - towers - projections * geometry.hidden
+    layer = dataclasses.replace(geometry.layers[-1], kv_heads=geometry.layers[-1].kv_heads + 1)
+    odd = dataclasses.replace(geometry, layers=(*geometry.layers[:-1], layer))
+    assert parameters(odd) - parameters(geometry) >= 512 * geometry.hidden
+    engine_config(model=str(models.resolve(f"dummy:{member}")), tp=4, device="cuda", dtype="bfloat16", load_format="dummy")
+
+
+def parameters(geometry: Geometry) -> int:
+    """Parameters of the text model as its checkpoint holds them: the dead K and V of KV-shared layers too."""
+    hidden, layers = geometry.hidden, geometry.layers
+    total = geometry.vocab * hidden + hidden
+    for layer in layers:
+        q, kv = geometry.heads * layer.head_dim, layer.kv_heads * layer.head_dim
+        total += 2 * q * hidden + kv * hidden * (1 if layer.k_eq_v else 2) + 2 * layer.head_dim
+        total += 3 * layer.intermediate * hidden + 4 * hidden + 1
+        if geometry.moe is not None:
+            total += geometry.moe.experts * (3 * geometry.moe.intermediate * hidden + hidden + 1) + hidden + 3 * hidden
+        if geometry.ple:
+            total += 2 * geometry.ple * hidden + hidden
+    if geometry.ple:
+        total += geometry.ple_vocab * geometry.ple * len(layers) + geometry.ple * len(layers) * hidden + geometry.ple
+    return total
+
+
+@pytest.mark.parametrize(
+    ("model", "complaint"),
+    [
+        ("nano:7b", "nano:7b: member: '7b' is not one of"),
+        ("dummy:7b", "dummy:7b is not one of dummy:e2b"),
+        ("/no/such/folder", "is no folder here"),
+        ("just-a-name", "is no folder here, and no hub id"),
+        ("google/gemma-4-31B-it", "not in the local hub cache and HF_HUB_OFFLINE is set"),
+    ],
+)
+def test_a_model_that_is_not_there_is_said_so_at_once(
+    model: str, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever kind of reference it was."""
+    monkeypatch.setenv("QUARTET_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ConfigError, match=re.escape(complaint)):
+        models.resolve(model)
+
+
+def test_a_folder_is_itself_and_must_be_a_checkpoint(tmp_path: Path) -> None:
+    """One with config.json."""
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        models.resolve(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    assert models.resolve(str(tmp_path)) == tmp_path
+
+
+def nodes(*gpus: int) -> list[dict[str, Any]]:
+    return [{"Alive": True, "Resources": {"GPU": float(count)} if count else {}} for count in gpus]
+
+
+def test_the_largest_node_decides() -> None:
+    """Eight GPUs on eight nodes hold no group of four; a dead node holds nothing."""
+    settings = Settings(model="a/b", tp=4, device="cuda")
+    check_nodes(settings, nodes(1, 4))
+    for too_small in (nodes(1, 1, 1, 1, 1, 1, 1, 1), nodes(0), [], [{"Alive": False, "Resources": {"GPU": 8.0}}]):
+        with pytest.raises(ConfigError, match=r"needs 4 GPUs on one node.*deploy/nano\.yaml.*wait_for_nodes"):
+            check_nodes(settings, too_small)
+    check_nodes(settings.model_copy(update={"wait_for_nodes": True}), [])
+    check_nodes(Settings(model="nano:31b", tp=4), [])
+    check_nodes(Settings(model="a/b", tp=4, device="cpu"), [])
+
+
+def test_rays_environment_is_set_and_the_users_wins() -> None:
+    """HAProxy's files go to the private folder, and what stood there stays."""
+    environ = {"RAY_worker_niceness": "5", "PYTHONBREAKPOINT": "ray.util.rpdb.set_trace"}
+    environment.prepare(environ, Path("/tmp/q-1"), {"RAY_SERVE_HAPROXY_STATS_PORT": 8404})
+    assert environ["RAY_worker_niceness"] == "5"
+    assert environ["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
+    assert environ["RAY_SERVE_HAPROXY_SOCKET_PATH"] == "/tmp/q-1/admin.sock"
+    assert environ["RAY_SERVE_HAPROXY_STATS_PORT"] == "8404"
+    assert "PYTHONBREAKPOINT" not in environ
+
+
+def test_every_variable_has_a_reader_in_ray() -> None:
+    """Each name that we set occurs in the installed Ray (or torch): a renamed variable would be dead weight."""
+    import importlib.util
+
+    spec = importlib.util.find_spec("ray")
+    assert spec is not None
+    assert spec.origin is not None
+    serve = Path(spec.origin).parent / "serve" / "_private"
+    text = "".join(path.read_text() for path in (serve / "constants.py", serve / "haproxy.py"))
+    names = [name for name in (*environment.RAY, *environment.HAPROXY_FILES) if name.startswith("RAY_SERVE_")]
+    assert len(names) > 10
+    assert [name for name in names if f'"{name}"' not in text] == []
