@@ -1,0 +1,231 @@
+"""The stack as `make serve` starts it, nano model, real ranks: answers, figures, deaths, end. One boot; the tests run in order."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import yaml
+
+from tests.support.houserules import ROOT
+from tests.support.stack import LOOPBACK, Reader, Stack, command_line, folders, free_port, is_free, listeners, wait
+
+pytestmark = pytest.mark.serve
+
+MODEL = "nano-31b"
+HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
+LONG: dict[str, Any] = {"model": MODEL, "messages": HELLO, "stream": True, "ignore_eos": True, "max_tokens": 1900}
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    stack = Stack(tmp_path_factory.mktemp("stack"))
+    print(f"\nready after {stack.start():.1f} s")
+    yield stack
+    stack.clean_up()
+
+
+def api(stack: Stack) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{stack.url}/v1", api_key="none", timeout=60, max_retries=0)
+
+
+def ready(stack: Stack) -> dict[str, Any]:
+    return dict(httpx.get(f"{stack.url}/health/ready").raise_for_status().json())
+
+
+def figures(stack: Stack) -> dict[str, float]:
+    text = httpx.get(ready(stack)["metrics"]).text
+    return {name: float(value) for name, value in re.findall(r"^(\w+(?:\{[^}]*\})?) (\S+)$", text, re.MULTILINE)}
+
+
+def serves_again(stack: Stack) -> float:
+    """Seconds until a new request is answered; while there is no replica it may be refused."""
+
+    def answered() -> bool:
+        try:
+            body = {"model": MODEL, "messages": HELLO, "max_tokens": 2}
+            return httpx.post(f"{stack.url}/v1/chat/completions", json=body, timeout=30).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    return wait(answered, 40, stack.said)
+
+
+def open_streams(stack: Stack, count: int = 8) -> list[Reader]:
+    """Streams of which each has begun and none is near its end."""
+    readers = [Reader(stack.url, LONG) for _ in range(count)]
+    wait(lambda: all(reader.text.count("data:") > 3 for reader in readers), 40, stack.said)
+    assert not any(reader.ended for reader in readers)
+    return readers
+
+
+def test_openais_client_is_answered(stack: Stack) -> None:
+    """A streamed chat with usage, a text completion, the model list, health; greedy is the same streamed and whole."""
+    with api(stack) as client:
+        assert [model.id for model in client.models.list()] == [MODEL]
+        chunks = list(
+            client.chat.completions.create(
+                model=MODEL, messages=HELLO, stream=True, temperature=0, max_tokens=24, stream_options={"include_usage": True}
+            )
+        )
+        whole = client.chat.completions.create(model=MODEL, messages=HELLO, temperature=0, max_tokens=24)
+        elsewhere: list[Any] = [{"role": "user", "content": "x"}]
+        other = client.chat.completions.create(model=MODEL, messages=elsewhere, temperature=0, max_tokens=24)
+        text = client.completions.create(model=MODEL, prompt="One two", max_tokens=5, temperature=0, logprobs=1)
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert streamed == whole.choices[0].message.content
+    assert streamed != other.choices[0].message.content, "the comparison would pass for any prompt"
+    assert chunks[-1].usage == whole.usage
+    assert text.choices[0].logprobs is not None
+    assert len(text.choices[0].logprobs.tokens or []) == text.usage.completion_tokens  # type: ignore[union-attr]
+    for path in ("/health", "/health/live", "/health/ready"):
+        assert httpx.get(f"{stack.url}{path}").status_code == 200
+
+
+def test_the_exporter_counts_what_was_served(stack: Stack) -> None:
+    """Requests by outcome, tokens, TTFT and TPOT move by exactly what one more request brings."""
+    before = figures(stack)
+    body = {"model": MODEL, "messages": HELLO, "max_tokens": 7, "ignore_eos": True}
+    usage = httpx.post(f"{stack.url}/v1/chat/completions", json=body, timeout=30).json()["usage"]
+    after = figures(stack)
+    moved = {name: after[name] - before[name] for name in after if name in before and after[name] != before[name]}
+    assert moved['quartet_requests_total{outcome="length"}'] == 1
+    assert moved["quartet_generation_tokens_total"] == usage["completion_tokens"] == 7
+    assert moved["quartet_prompt_tokens_total"] == usage["prompt_tokens"]
+    assert moved["quartet_time_to_first_token_seconds_count"] == 1
+    assert moved["quartet_time_per_output_token_seconds_count"] == 1
+    assert 'quartet_requests_total{outcome="dead"}' not in moved
+    assert after["quartet_requests_running"] == 0
+
+
+def test_only_what_is_declared_listens_beyond_loopback(stack: Stack) -> None:
+    """One gRPC port of the replica is all; HAProxy, Ray, our exporter and the replica's HTTP are on loopback."""
+    found = listeners(sorted(stack.grow()))
+    assert any(port == stack.port for _, port, _ in found)
+    beyond = [(port, command) for address, port, command in found if address not in LOOPBACK]
+    assert all("ServeReplica" in command for _, command in beyond), beyond
+    assert len(beyond) <= 1, beyond
+
+
+def test_a_client_that_leaves_frees_its_place(stack: Stack) -> None:
+    """Through HAProxy and Serve: the engine counts client_gone and holds no page for it."""
+    before = figures(stack)
+    with httpx.stream("POST", f"{stack.url}/v1/chat/completions", json=LONG, timeout=30) as reply:
+        next(reply.iter_text())
+    name = 'quartet_requests_total{outcome="client_gone"}'
+    wait(lambda: figures(stack)[name] == before[name] + 1, 10, stack.said)
+    wait(lambda: figures(stack)['quartet_kv_pages_used{group="full"}'] == 0, 10, stack.said)
+
+
+@pytest.mark.parametrize("victim", ["engine.rank.worker", "engine.core.loop"])
+def test_a_killed_process_ends_every_stream_with_one_error_event(stack: Stack, victim: str) -> None:
+    """kill -9 of a rank or the core under 8 streams: one error event each, no [DONE], and the next request within 30 s."""
+    readers = open_streams(stack)
+    killed = time.monotonic()
+    os.kill(stack.find(victim)[0], signal.SIGKILL)
+    for reader in readers:
+        reader.join(10)
+        assert reader.error is None
+        assert reader.text.count('"error"') == 1
+        assert "engine_restarting" in reader.text.rstrip().rpartition("\n\n")[2]
+        assert "[DONE]" not in reader.text
+    slowest = max(reader.ended or 0.0 for reader in readers) - killed
+    assert slowest < 2
+    back = serves_again(stack)
+    print(f"\n{victim}: streams ended after {slowest:.3f} s, served again after {back:.1f} s")
+    assert back < 30
+
+
+def test_a_killed_replica_cuts_every_connection(stack: Stack) -> None:
+    """kill -9 of the replica: closed within 2 s without the final chunk, what was not yet answered gets 5xx, its children are gone."""
+    readers = open_streams(stack)
+    waiting = Reader(stack.url, LONG | {"stream": False})
+    time.sleep(0.3)
+    children = stack.find("engine.rank.worker") + stack.find("engine.core.loop")
+    assert len(children) == 5
+    killed = time.monotonic()
+    os.kill(stack.find("ServeReplica")[0], signal.SIGKILL)
+    for reader in readers:
+        reader.join(5)
+        assert isinstance(reader.error, httpx.RemoteProtocolError)
+        assert "[DONE]" not in reader.text
+        assert (reader.ended or 0.0) - killed < 2
+    wait(lambda: not any(command_line(pid) for pid in children), 2)
+    waiting.join(10)
+    assert waiting.status >= 500, (waiting.status, waiting.text)
+    back = serves_again(stack)
+    print(f"\nreplica: served again after {back:.1f} s")
+    assert back < 30
+
+
+def test_sigterm_drains_and_leaves_nothing(stack: Stack) -> None:
+    """An open stream finishes, new requests are refused, and then no process, port, folder or shared memory is left."""
+    ours = folders()
+    shared = set(Path("/dev/shm").iterdir())
+    reader = Reader(stack.url, LONG | {"max_tokens": 60})
+    wait(lambda: "data:" in reader.text, 20, stack.said)
+    ports = [port for _, port, _ in listeners(sorted(stack.grow()))]
+    stack.process.send_signal(signal.SIGTERM)
+    wait(lambda: httpx.get(f"{stack.url}/v1/models", timeout=10).status_code >= 400, 10, stack.said)
+    code = stack.process.wait(60)
+    reader.join(1)
+    assert reader.error is None
+    assert reader.text.rstrip().endswith("[DONE]")
+    assert code == 0, stack.said()
+    assert [(pid, command_line(pid)) for pid in stack.tree if command_line(pid)] == []
+    assert len(folders()) == len(ours) - 1
+    assert set(Path("/dev/shm").iterdir()) <= shared
+    assert len(ports) > 5
+    assert [port for port in ports if not is_free(port)] == []
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{stack.url}/health", timeout=2)
+
+
+def test_too_few_gpus_is_one_line_and_exit_code_2() -> None:
+    """The launcher says what is missing and points to nano.yaml, within 15 s, and leaves nothing."""
+    before, begun = folders(), time.monotonic()
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "deploy.cli", "serve", "deploy/gemma4.yaml", "--port", str(free_port())]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert time.monotonic() - begun < 15
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    for word in ("4 GPUs on one node", "deploy/nano.yaml", "wait_for_nodes"):
+        assert word in done.stderr
+    assert folders() == before
+
+
+def test_plain_serve_run_says_it_too(tmp_path: Path) -> None:
+    """`serve run` of the same file on a cluster without GPUs prints the line within 15 s (on an idle machine) and can be ended."""
+    config = yaml.safe_load((ROOT / "deploy" / "gemma4.yaml").read_text())
+    config["http_options"]["port"] = free_port()
+    path = tmp_path / "gemma4.yaml"
+    path.write_text(yaml.safe_dump(config))
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    output = (tmp_path / "out").open("w+")
+    serve = Path(sys.executable).with_name("serve")
+    process = subprocess.Popen([str(serve), "run", str(path)], cwd=ROOT, env=environ, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        said = (tmp_path / "out").read_text
+        took = wait(lambda: "needs 4 GPUs on one node" in said(), 30, said)
+        print(f"\nserve run said it after {took:.1f} s")
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(40)
+        output.close()
+
+
+def test_the_ready_line_can_be_pasted(stack: Stack) -> None:
+    """The curl example names the port and a body that is JSON."""
+    line = next(line for line in stack.lines if "quartet: ready." in line)
+    assert f":{stack.port}/v1/chat/completions" in line
+    assert json.loads(line[line.index("-d '") + 4 : line.rindex("'")])["model"] == MODEL

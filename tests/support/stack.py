@@ -1,0 +1,192 @@
+"""The whole stack as a user starts it: `python -m deploy.cli serve` as a subprocess, and what its process tree holds."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from tests.support.houserules import ROOT
+
+READY = "quartet: ready."
+
+
+class Stack:
+    """A serving CLI on a free port. `lines` is what it has printed so far."""
+
+    def __init__(self, folder: Path, *, args: dict[str, Any] | None = None, environ: dict[str, str] | None = None) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        config = yaml.safe_load((ROOT / "deploy" / "nano.yaml").read_text())
+        config["applications"][0]["args"].update(args or {})
+        self.config = folder / "stack.yaml"
+        self.config.write_text(yaml.safe_dump(config))
+        self.lines: list[str] = []
+        self._environ = {**os.environ, "QUARTET_CACHE": str(folder / "cache"), **(environ or {})}
+        self.tree: set[int] = set()
+
+    def start(self, *extra: str, timeout_s: float = 120.0) -> float:
+        """Seconds until the ready line."""
+        begun = time.monotonic()
+        command = [sys.executable, "-m", "deploy.cli", "serve", str(self.config), "--port", str(self.port), *extra]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=self._environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        wait(lambda: self.process.poll() is not None or any(READY in line for line in self.lines), timeout_s, self.said)
+        assert self.process.poll() is None, self.said()
+        return time.monotonic() - begun
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as output:
+            self.lines.extend(output)
+
+    def said(self) -> str:
+        return "".join(self.lines)
+
+    def grow(self) -> set[int]:
+        """Every process below the CLI, now and at earlier calls."""
+        self.tree |= descendants(self.process.pid)
+        return self.tree
+
+    def find(self, words: str) -> list[int]:
+        """Living processes below the CLI whose command line has `words`."""
+        return [pid for pid in sorted(descendants(self.process.pid)) if words in command_line(pid)]
+
+    def end(self, number: int = signal.SIGTERM, timeout_s: float = 60.0) -> int:
+        """Send a signal, wait, return the exit code."""
+        self.grow()
+        self.process.send_signal(number)
+        code = self.process.wait(timeout_s)
+        self._reader.join(10)
+        return code
+
+    def clean_up(self) -> None:
+        """Whatever a failed test left."""
+        if self.process.poll() is None:
+            self.grow()
+            self.process.kill()
+            self.process.wait(10)
+        for pid in self.tree:
+            if command_line(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+def wait(condition: Callable[[], bool], timeout_s: float, why: Callable[[], str] = lambda: "") -> float:
+    """Seconds that `condition` took to become true; AssertionError with `why` when it does not."""
+    begun = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begun < timeout_s, f"not within {timeout_s} s\n{why()}"
+        time.sleep(0.02)
+    return time.monotonic() - begun
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def is_free(port: int) -> bool:
+    """Whether nobody listens there."""
+    with socket.socket() as probe:
+        probe.settimeout(1)
+        return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def folders() -> set[str]:
+    """The launcher's private folders."""
+    return {entry.name for entry in Path(tempfile.gettempdir()).iterdir() if entry.name.startswith("q-")}
+
+
+def descendants(ancestor: int) -> set[int]:
+    parents = dict(filter(None, map(_parent, _pids())))
+    below, grown = {ancestor}, True
+    while grown:
+        more = {pid for pid, parent in parents.items() if parent in below} - below
+        below |= more
+        grown = bool(more)
+    return below - {ancestor}
+
+
+def command_line(pid: int) -> str:
+    """Empty for a process that has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace").strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def _pids() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
+
+
+def _parent(pid: int) -> tuple[int, int] | None:
+    try:
+        return pid, int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def listeners(pids: Sequence[int]) -> list[tuple[str, int, str]]:
+    """(address, port, command) of every TCP socket that these processes listen on; the address as the kernel prints it."""
+    owners = {inode: pid for pid in pids for inode in _inodes(pid)}
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            address, _, port = fields[1].partition(":")
+            if fields[3] == "0A" and fields[9] in owners:
+                found.append((address, int(port, 16), command_line(owners[fields[9]])[:40]))
+    return found
+
+
+LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
+
+
+def _inodes(pid: int) -> list[str]:
+    out = []
+    try:
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            target = str(fd.readlink())
+            if target.startswith("socket:["):
+                out.append(target[8:-1])
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return out
+    return out
+
+
+class Reader:
+    """One stream read in a thread: its text, the moment it ended, and how (None: properly)."""
+
+    def __init__(self, url: str, body: dict[str, Any]) -> None:
+        self.text = ""
+        self.error: Exception | None = None
+        self.status = 0
+        self.ended: float | None = None
+        self._thread = threading.Thread(target=self._read, args=(url, body), daemon=True)
+        self._thread.start()
+
+    def _read(self, url: str, body: dict[str, Any]) -> None:
+        try:
+            with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=90) as reply:
+                self.status = reply.status_code
+                for part in reply.iter_text():
+                    self.text += part
+        except httpx.HTTPError as error:
+            self.error = error
+        self.ended = time.monotonic()
+
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+        assert not self._thread.is_alive(), "a stream is still open"
