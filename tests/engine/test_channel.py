@@ -153,6 +153,38 @@ def test_processes_share_a_ring() -> None:
             reader.wait()
 
 
+HAMMER = """
+import sys
+from engine.channel import RingWriter, map_shared
+writer, count = RingWriter(map_shared(int(sys.argv[1])), 1), 1
+while True:
+    count += 1
+    writer._store(0, count)
+"""
+
+
+@pytest.mark.xfail(strict=True, reason="struct.pack_into clears its target before it writes: a reader sees the counter at zero")
+def test_a_counter_is_never_seen_half_written() -> None:
+    """While another process stores a growing counter, every load gives one of its values, and none smaller than the one before."""
+    fd = create_shared("ring", ring_bytes(1, CAPACITY))
+    reader = RingReader(map_shared(fd), 1, 0)
+    writer = subprocess.Popen([sys.executable, "-c", HAMMER, str(fd)], env={**os.environ, "PYTHONPATH": str(ROOT)}, pass_fds=(fd,))
+    os.close(fd)
+    try:
+        while not reader._load(0):
+            assert writer.poll() is None
+        backwards, last = 0, 0
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline:
+            value = reader._load(0)
+            backwards += value < last
+            last = max(last, value)
+        assert not backwards
+    finally:
+        writer.kill()
+        writer.wait()
+
+
 @pytest.mark.parametrize("at", ["payload", "step", "crc", "size"])
 def test_a_flipped_bit_breaks_the_channel(at: str) -> None:
     """One bit wrong anywhere in a record is found by its crc, within milliseconds; the same record untouched is read."""

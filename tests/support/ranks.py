@@ -1,4 +1,4 @@
-"""Ranks for tests: real worker processes over descriptors of our own, and plan streams recorded from a real scheduler.
+"""Ranks for tests: real worker processes over descriptors of our own, or one rank in this process.
 
 No core and no replica: the test writes the plans, reads the results, and plays the replica's part in the handshake.
 """
@@ -9,8 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -19,12 +18,9 @@ import msgspec
 
 from engine.channel import RingReader, RingWriter, create_shared, map_shared, ring_bytes
 from engine.config import EngineConfig
-from engine.core.loop import scheduler_config
-from engine.core.scheduler import Scheduler
 from engine.lifeline import Allocate, BootArgs, BootMessage, BootSocket, Configure, Failed, Loaded, Ready
 from engine.plan import RankStatus, StatusBlock, StepPlan, StepResult, decode_plan, decode_result, encode_plan
-from engine.protocol import GenerateRequest
-from engine.rank.runner import Launched, Runner
+from engine.rank.runner import Runner
 from engine.rank.worker import Rank, load
 from kernels.allreduce import shared_bytes
 
@@ -45,11 +41,13 @@ class Ranks:
             "result": ring_bytes(1, 1 << 20),
             "status": StatusBlock.size(config.tp + 1),
             "reduce": shared_bytes(config.tp),
+            "store": 0,
         }
         shared = {name: create_shared(name, size) for name, size in sizes.items()}
         self.plans = RingWriter(map_shared(shared["plan"]), config.tp)
         self._results = RingReader(map_shared(shared["result"]), 1, 0)
         self._status = StatusBlock(map_shared(shared["status"]))
+        self._hashes = [0] * config.tp
         self.processes: list[subprocess.Popen[bytes]] = []
         self.lifelines: list[BootSocket] = []
         self._errors: list[IO[bytes]] = []
@@ -66,12 +64,23 @@ class Ranks:
     def _spawn(self, rank: int, shared: dict[str, int], command: Sequence[str]) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            args = BootArgs(role="rank", index=rank, tp=self.config.tp, parent=os.getpid(), lifeline=theirs.fileno(), **shared)
+            args = BootArgs(
+                role="rank",
+                index=rank,
+                tp=self.config.tp,
+                parent=os.getpid(),
+                lifeline=theirs.fileno(),
+                status=shared["status"],
+                plan=shared["plan"],
+                result=shared["result"],
+                reduce=shared["reduce"],
+                store=f"/proc/self/fd/{shared['store']}",
+            )
             errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed by kill)
             process = subprocess.Popen(
                 [sys.executable, *command, msgspec.json.encode(args).decode()],
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **_gpus(self.config)},
                 stdin=subprocess.DEVNULL,
                 stderr=errors,
                 pass_fds=(theirs.fileno(), *shared.values()),
@@ -111,11 +120,18 @@ class Ranks:
         return decode_result(record[1])
 
     def hashes(self, step: int) -> list[int]:
-        """Every rank's state hash, once all have finished `step`; nothing later may be submitted yet."""
+        """Every rank's state hash, once all have finished `step`; nothing later may be submitted yet.
+
+        A record's fields are written one after the other: a hash that is still zero, or the last one, is not there yet.
+        """
         deadline = time.monotonic() + STEP_S
-        while any(status.finished < step for status in self.statuses()):
+        while any(
+            status.finished < step or status.state_hash in (0, old)
+            for status, old in zip(self.statuses(), self._hashes, strict=True)
+        ):
             self.alive(deadline)
-        return [status.state_hash for status in self.statuses()]
+        self._hashes = [status.state_hash for status in self.statuses()]
+        return self._hashes
 
     def statuses(self) -> list[RankStatus]:
         return [self._status.read(rank) for rank in range(self.config.tp)]
@@ -156,6 +172,11 @@ class Ranks:
         self.kill()
 
 
+def _gpus(config: EngineConfig) -> dict[str, str]:
+    """On CPU a rank sees no GPU, on GPU all of them."""
+    return {"CUDA_VISIBLE_DEVICES": ""} if config.device == "cpu" else {}
+
+
 def single(config: EngineConfig) -> Rank:
     """A group of one in this process, loaded; `build(rank, pages)` makes runners of it."""
     return load(config, BootArgs(role="rank", index=0, tp=1, parent=0, lifeline=-1, status=-1, plan=-1, result=-1))
@@ -165,25 +186,3 @@ def run(runner: Runner, plan: StepPlan) -> StepResult:
     """One plan through its bytes, launched and finished."""
     data = encode_plan(plan)
     return runner.launch(decode_plan(data), data).finish()
-
-
-def record(
-    runner: Runner, config: EngineConfig, pages: tuple[int, ...], waves: Iterable[list[GenerateRequest]]
-) -> tuple[list[StepPlan], list[StepResult]]:
-    """Serve requests with a real scheduler, two plans out at a time; every plan and its result. A wave comes every fifth step."""
-    scheduler = Scheduler(scheduler_config(config, pages))
-    plans: list[StepPlan] = []
-    results: list[StepResult] = []
-    launched: deque[Launched] = deque()
-    pending = deque(waves)
-    while pending or scheduler.unfinished or launched:
-        if pending and (len(plans) % 5 == 0 or not scheduler.unfinished):
-            for request in pending.popleft():
-                scheduler.add(0, request)
-        while len(launched) < 2 and (plan := scheduler.schedule()) is not None:
-            data = encode_plan(plan)
-            plans.append(plan)
-            launched.append(runner.launch(decode_plan(data), data))
-        results.append(launched.popleft().finish())
-        scheduler.commit(results[-1])
-    return plans, results

@@ -1,65 +1,33 @@
 """Four worker processes over real rings: the same plan stream as one rank in this process, the same tokens, one hash."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from engine.config import EngineConfig, engine_config
 from engine.lifeline import Configure, Failed
-from engine.plan import Phase, ResultRow, StepPlan, StepResult
-from engine.protocol import GenerateRequest, SamplingParams
-from engine.rank.worker import build
+from engine.plan import Phase, StepPlan, StepResult
 from tests.conftest import Nano
-from tests.support.ranks import WORKER, Ranks, record, single
+from tests.support.ranks import WORKER, Ranks
+from tests.support.recording import (
+    PAGES,
+    REQUESTS,
+    Recording,
+    config_of,
+    logprob_error,
+    record,
+    replay_in_step,
+    request,
+    tokens_of,
+)
 
 pytestmark = pytest.mark.cpu
-
-PAGES = (22, 6)  # full pages so few that sequences of the requests below must preempt
-REQUESTS = 12
-
-
-def config_of(folder: Path, tp: int) -> EngineConfig:
-    config = engine_config(
-        model=str(folder), tp=tp, device="cpu", dtype="float32", pages=PAGES, debug_hash=True, max_seqs=4, max_len=256
-    )
-    return msgspec.structs.replace(config, prefill_budget=64, step_timeout_s=15.0)
-
-
-def request(number: int) -> GenerateRequest:
-    """Greedy, sampled and filtered requests of 5 to 191 tokens, some with logprobs, some that a stop id may end by surprise."""
-    length = (30, 28, 60, 140, 5)[number % 5]
-    params = SamplingParams(
-        max_tokens=(6, 45, 45, 16)[number % 4],
-        temperature=(0.0, 1.0, 0.8)[number % 3],
-        top_k=20 if number % 3 == 2 else 0,
-        top_p=0.9 if number % 3 == 2 else 1.0,
-        seed=number * 0x1234567890AB - 5,
-        stop_ids=tuple(range(0, 1000, 7)) if number % 4 == 3 else (),
-        min_tokens=3 if number % 4 == 3 else 0,
-        logprobs=3 if number % 4 == 0 else None,
-    )
-    return GenerateRequest(id=number, prompt=[(number * 31 + at * 7) % 900 + 10 for at in range(length)], params=params)
-
-
-@dataclass(frozen=True)
-class Recording:
-    """A plan stream and what one rank made of it."""
-
-    folder: Path
-    plans: list[StepPlan]
-    results: list[StepResult]
 
 
 @pytest.fixture(scope="module")
 def recording(nano: Nano) -> Recording:
-    folder = nano("31b")
-    config = config_of(folder, 1)
-    waves = [[request(number) for number in range(first, first + 4)] for first in range(0, REQUESTS, 4)]
-    plans, results = record(build(single(config), PAGES), config, PAGES, waves)
-    return Recording(folder, plans, results)
+    return record(nano("31b"))
 
 
 def test_the_recording_is_worth_replaying(recording: Recording) -> None:
@@ -74,34 +42,6 @@ def test_the_recording_is_worth_replaying(recording: Recording) -> None:
     assert any(row.logprobs for row in rows)
     given = sum(request(number).params.max_tokens for number in range(REQUESTS))
     assert len(rows) < given, "no request ended before its max_tokens"
-
-
-def tokens_of(results: Sequence[StepResult]) -> list[list[tuple[int, int, tuple[int, ...], bool]]]:
-    return [[(row.slot, row.number, row.tokens, row.nan) for row in result.rows] for result in results]
-
-
-def logprob_error(one: Sequence[StepResult], other: Sequence[StepResult]) -> float:
-    """The largest difference of any reported logprob."""
-    rows: list[tuple[ResultRow, ResultRow]] = [
-        pair for first, second in zip(one, other, strict=True) for pair in zip(first.rows, second.rows, strict=True)
-    ]
-    errors = [0.0]
-    for first, second in rows:
-        assert (first.logprobs is None) == (second.logprobs is None)
-        if first.logprobs and second.logprobs:
-            errors.append(abs(first.logprobs.chosen - second.logprobs.chosen))
-            errors += [abs(a[1] - b[1]) for a, b in zip(first.logprobs.top, second.logprobs.top, strict=True)]
-    return max(errors)
-
-
-def replay_in_step(ranks: Ranks, plans: Sequence[StepPlan]) -> tuple[list[StepResult], list[list[int]]]:
-    """Each plan alone: its result, and every rank's hash after it."""
-    results, hashes = [], []
-    for plan in plans:
-        ranks.submit(plan)
-        results.append(ranks.result())
-        hashes.append(ranks.hashes(plan.step))
-    return results, hashes
 
 
 def replay_two_out(ranks: Ranks, plans: Sequence[StepPlan]) -> list[StepResult]:
@@ -214,6 +154,6 @@ def test_a_rank_alone_raises(recording: Recording) -> None:
         ranks.boot(PAGES)
         ranks.processes[1].kill()
         ranks.processes[1].wait()
-        ranks.submit(replace(recording.plans[0]))
+        ranks.submit(recording.plans[0])
         assert ranks.processes[0].wait(10) == 1
         assert "rank 1 did not come" in ranks.stderr()[0]

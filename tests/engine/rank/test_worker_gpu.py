@@ -1,0 +1,37 @@
+"""Four worker processes on four GPUs: symmetric memory and NCCL inside the group, one hash, and the CPU's tokens."""
+
+import pytest
+
+from tests.conftest import Nano
+from tests.support.ranks import Ranks
+from tests.support.recording import PAGES, Recording, config_of, logprob_error, record, replay_in_step, tokens_of
+
+pytestmark = pytest.mark.gpu4
+
+
+@pytest.fixture(scope="module")
+def recording(nano: Nano) -> Recording:
+    return record(nano("31b"))
+
+
+def test_four_gpus_compute_what_one_cpu_does(recording: Recording) -> None:
+    """In fp32, TP=4 on GPUs gives the CPU's tokens and, to 1e-3, its logprobs; hashes, hidden bits included, always agree."""
+    with Ranks(config_of(recording.folder, 4, device="cuda")) as ranks:
+        ranks.boot(PAGES)
+        results, hashes = replay_in_step(ranks, recording.plans)
+        times = [status.step_us for status in ranks.statuses()]
+    print(f"last step {times} us, logprob error {logprob_error(results, recording.results):.2e}")
+    assert all(len(set(step)) == 1 for step in hashes)
+    assert tokens_of(results) == tokens_of(recording.results)
+    assert logprob_error(results, recording.results) < 1e-3
+
+
+def test_bf16_ranks_agree_and_replay(recording: Recording) -> None:
+    """In bf16 every rank's hash agrees after every step, and a replay of the plans gives the same hashes and tokens."""
+    runs = []
+    for _ in range(2):
+        with Ranks(config_of(recording.folder, 4, device="cuda", dtype="bfloat16")) as ranks:
+            ranks.boot(PAGES)
+            runs.append(replay_in_step(ranks, recording.plans))
+    assert all(len(set(step)) == 1 for step in runs[0][1])
+    assert runs[0] == runs[1]
