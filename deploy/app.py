@@ -63,6 +63,7 @@ def deployment_options(settings: Settings) -> dict[str, Any]:
         "health_check_timeout_s": 10.0,
         "graceful_shutdown_timeout_s": DRAIN_S,
         "graceful_shutdown_wait_loop_s": 0.5,
+        "max_constructor_retry_count": 2,  # what is wrong with a checkpoint is wrong every time
         "ray_actor_options": gpus,
     }
 
@@ -102,7 +103,7 @@ def configure(settings: Settings, node: Node) -> EngineConfig:
 class Quartet:
     """One replica. Its `__init__` runs on the thread that lives as long as the process: the children hang on it."""
 
-    async def __init__(self, args: dict[str, Any]) -> None:
+    async def __init__(self, args: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
         started = time.monotonic()
         self._closing = False
         self._group: Group | None = None

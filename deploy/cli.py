@@ -80,6 +80,7 @@ def _run(launch: Launch, settings: Settings, drain_s: float) -> int:
             launch.drain(drain_s)
     except Interrupted:
         print("quartet: stopping now", flush=True)
+        launch.cut()
     return 0
 
 

@@ -63,6 +63,7 @@ class Launch:
         _adopt_orphans()
         environment.prepare(os.environ, self.folder, {name: free_port(port) for name, port in HAPROXY_PORTS.items()})
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        os.environ.setdefault("QUARTET_BODY_BYTES", str(max(settings.limits.body_bytes for settings in self.settings)))
         self._init_ray()
         self._deploy()
         self._wait_running()
@@ -140,11 +141,11 @@ class Launch:
             serve.delete(name, _blocking=False)
         while serve.status().applications:
             if time.monotonic() > deadline:
-                self._cut()
+                self.cut()
                 return
             time.sleep(_POLL_S)
 
-    def _cut(self) -> None:
+    def cut(self) -> None:
         """End the groups: their replicas then end every open stream properly, which Serve itself would not."""
         for pid in _descendants(os.getpid()):
             if b"engine.core.loop" in _command_line(pid):

@@ -113,7 +113,7 @@ class ChatForm(_Base):
         return encode(self._identity("chat.completion") | {"choices": answers, "usage": usage.json()})
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        message = {"role": "assistant", "content": choice.text, "refusal": None, "annotations": []}
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None, "annotations": []}
         logprobs = self._logprobs(choice) if choice.logprobs else None
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish}
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from deploy.limits import Limits, StripHeaders
+from deploy.limits import Limits, outermost
 from deploy.settings import LimitSettings
 from tests.conftest import Nano
 from tests.support.edge import Edge
@@ -86,8 +86,15 @@ def test_request_ids_are_plain(small: Edge, request_id: str, status: int) -> Non
     assert reply.status_code == status
 
 
-@pytest.mark.parametrize("guard", ["limits", "outermost"])
-def test_serves_own_headers_are_taken_out(guard: str) -> None:
+def test_the_guard_around_serve_has_the_applications_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve reads whole bodies before it calls an app: the largest limit of the applications holds there too."""
+    monkeypatch.setenv("QUARTET_BODY_BYTES", "4096")
+    [middleware] = outermost()
+    assert middleware.cls is Limits
+    assert middleware.kwargs["limits"].body_bytes == 4096
+
+
+def test_serves_own_headers_are_taken_out() -> None:
     """A client cannot switch Serve's deadline off or choose its routing; other headers pass."""
     seen: list[tuple[bytes, bytes]] = []
 
@@ -100,7 +107,7 @@ def test_serves_own_headers_are_taken_out(guard: str) -> None:
     async def ignore(message: Message) -> None:
         return
 
-    wrapped = Limits(app, LimitSettings()) if guard == "limits" else StripHeaders(app)
+    wrapped = Limits(app, LimitSettings())
     steering = [(b"X-Request-Timeout-Seconds", b"0"), (b"x-session-id", b"1"), (b"serve_multiplexed_model_id", b"m")]
     headers = [*steering, (b"accept", b"*/*")]
     asyncio.run(wrapped({"type": "http", "headers": headers}, nothing, ignore))
