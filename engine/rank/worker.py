@@ -5,7 +5,7 @@
            is waited for
 
 Rank 0 writes the results to its ring. A stop plan ends the process, as does the end of the lifeline; any exception ends it too, and
-by that the group: before Ready the replica is told the reason, after it the traceback is all there is to say.
+by that the group: the replica is told why.
 """
 
 import os
