@@ -54,10 +54,14 @@ def _serve(args: argparse.Namespace) -> int:
     options.update({name: value for name in ("host", "port") if (value := getattr(args, name)) is not None})
     options.setdefault("host", "127.0.0.1")
     launch = Launch(config, settings, lambda line: print(f"quartet: {line}", flush=True))
+    code = 1
     try:
-        return _run(launch, settings[0], args.drain)
+        code = _run(launch, settings[0], args.drain)
     finally:
-        launch.end()
+        if not launch.end():
+            sys.stdout.flush()
+            os._exit(code)
+    return code
 
 
 def _run(launch: Launch, settings: Settings, drain_s: float) -> int:

@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -33,6 +34,7 @@ HAPROXY_PORTS = {"RAY_SERVE_HAPROXY_METRICS_PORT": 9101, "RAY_SERVE_HAPROXY_STAT
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.1
 _CUT_S = 0.5
+_SHUT_S = 15.0
 
 
 class Interrupted(BaseException):
@@ -49,6 +51,7 @@ class Launch:
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="q-", dir="/tmp")))  # short: sockets lie below it
     _started: float = field(default_factory=time.monotonic)
     _drains: bool = False
+    _servers: list[int] = field(default_factory=list)  # GCS and raylet: without them Ray's calls only wait
 
     @property
     def address(self) -> tuple[str, int]:
@@ -86,6 +89,7 @@ class Launch:
             logging_level="warning",
             _temp_dir=str(self.folder / "ray"),
         )
+        self._servers = [pid for pid in _descendants(os.getpid()) if _is_ray_server(_command_line(pid))]
         for settings in self.settings:
             check_nodes(settings, ray.nodes())
         self._mark("Ray")
@@ -131,9 +135,23 @@ class Launch:
         self.say(f"{phase} up after {time.monotonic() - self._started:.1f} s")
 
     def drain(self, bound_s: float) -> None:
-        """Stop accepting and wait for the open answers, at most `bound_s`; what is open then ends with an error event."""
-        if not self._drains:
-            return
+        """Stop accepting and wait for the open answers, at most `bound_s`; what is open then ends with an error event.
+
+        A signal to the whole process group (a terminal's, systemd's) also ends Ray's servers: then there is nothing to drain.
+        """
+        if self._drains:
+            self._while_ray_lives(lambda: self._drain(bound_s), bound_s + _SHUT_S)
+
+    def _while_ray_lives(self, work: Callable[[], None], bound_s: float) -> bool:
+        """Run `work` on a thread of its own and give up on it when Ray's servers end, or at the bound; True when it is done."""
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        deadline = time.monotonic() + bound_s
+        while thread.is_alive() and time.monotonic() < deadline and all(map(_lives, self._servers)):
+            thread.join(_POLL_S)
+        return not thread.is_alive()
+
+    def _drain(self, bound_s: float) -> None:
         from ray import serve
 
         deadline = time.monotonic() + bound_s
@@ -152,15 +170,18 @@ class Launch:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(_CUT_S)
 
-    def end(self) -> None:
-        """Take down Serve and Ray, kill what is left, remove the folder. Never raises for what is gone already."""
-        if "ray" in sys.modules:
-            _shut_ray()
+    def end(self) -> bool:
+        """Take down Serve and Ray, kill what is left, remove the folder. Never raises for what is gone already.
+
+        False when Ray did not go in order: its exit hooks would wait for servers that are gone, so leave by `os._exit`.
+        """
+        orderly = "ray" not in sys.modules or self._while_ray_lives(_shut_ray, _SHUT_S)
         for pid in _descendants(os.getpid()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         _reap()
         shutil.rmtree(self.folder, ignore_errors=True)
+        return orderly
 
 
 def check_port(host: str, port: int) -> None:
@@ -245,6 +266,19 @@ def _descendants(ancestor: int) -> list[int]:
         below |= more
         grown = bool(more)
     return sorted(below - {ancestor})
+
+
+def _is_ray_server(command: bytes) -> bool:
+    """GCS or raylet, by the program that runs."""
+    return Path(command.split(b"\0")[0].decode(errors="replace")).name in ("gcs_server", "raylet")
+
+
+def _lives(pid: int) -> bool:
+    """Neither gone nor a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def _pids() -> list[int]:

@@ -19,7 +19,6 @@ import time
 import zlib
 from collections.abc import Callable
 
-_COUNTER = struct.Struct("<Q")
 _RECORD = struct.Struct("<IIQ")
 _LINE = 64
 _WRAP = 0xFFFFFFFF
@@ -76,14 +75,15 @@ class _Ring:
     def __init__(self, memory: memoryview, readers: int) -> None:
         self._memory = memory
         self._data = _LINE * (1 + readers)
+        # One store of eight bytes each: struct.pack_into clears its target first, and a reader would see that zero.
+        self._counters = memory[: self._data].cast("Q")
         self._capacity = len(memory) - self._data
 
     def _load(self, line: int) -> int:
-        value: int = _COUNTER.unpack_from(self._memory, line * _LINE)[0]
-        return value
+        return self._counters[line * _LINE // 8]
 
     def _store(self, line: int, value: int) -> None:
-        _COUNTER.pack_into(self._memory, line * _LINE, value)
+        self._counters[line * _LINE // 8] = value
 
 
 class RingWriter(_Ring):

@@ -266,12 +266,7 @@ class Phase:
 
 
 STATUS_BYTES = 64
-_PROGRESS = struct.Struct("<QQQII")
-_HEARTBEAT = struct.Struct("<Q")
-_EXTRA = struct.Struct("<QII")
-_STATUS = struct.Struct("<QQQIIQQII")
-_HEARTBEAT_AT = _PROGRESS.size
-_EXTRA_AT = _HEARTBEAT_AT + _HEARTBEAT.size
+_LOW = 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
@@ -294,7 +289,11 @@ class RankStatus:
 
 
 class StatusBlock:
-    """The shared block of records, index 0..tp-1 the ranks and tp the core."""
+    """The shared block of records, index 0..tp-1 the ranks and tp the core.
+
+    Every field is part of an 8-byte word that is loaded and stored at once: struct goes byte by byte, and pack_into clears its
+    target first, so that a reader would see zeros and halves. `finished` comes after the hash that belongs to it.
+    """
 
     def __init__(self, buffer: memoryview) -> None:
         self._buffer = buffer
@@ -306,17 +305,29 @@ class StatusBlock:
 
     def read(self, index: int) -> RankStatus:
         """The record as it stands; fields are read one by one and may belong to neighbouring moments."""
-        base = index * STATUS_BYTES
-        return RankStatus(*_STATUS.unpack_from(self._buffer, base))
+        launched, finished, progress_ns, hash_us, heartbeat_ns, memory_bytes, phase_pid, _ = self._record(index).tolist()
+        state_hash, step_us = hash_us & _LOW, hash_us >> 32
+        phase, pid = phase_pid & _LOW, phase_pid >> 32
+        return RankStatus(launched, finished, progress_ns, state_hash, step_us, heartbeat_ns, memory_bytes, phase, pid)
 
     def progress(self, index: int, launched: int, finished: int, now_ns: int, state_hash: int, step_us: int) -> None:
         """Main thread: a step was launched or finished."""
-        _PROGRESS.pack_into(self._buffer, index * STATUS_BYTES, launched, finished, now_ns, state_hash, step_us)
+        record = self._record(index)
+        record[0] = launched
+        record[2] = now_ns
+        record[3] = state_hash | min(step_us, _LOW) << 32
+        record[1] = finished
 
     def heartbeat(self, index: int, now_ns: int) -> None:
         """Lifeline thread: the process is scheduled at all."""
-        _HEARTBEAT.pack_into(self._buffer, index * STATUS_BYTES + _HEARTBEAT_AT, now_ns)
+        self._record(index)[4] = now_ns
 
     def phase(self, index: int, memory_bytes: int, phase: int, pid: int) -> None:
         """Main thread: the process moved to another phase."""
-        _EXTRA.pack_into(self._buffer, index * STATUS_BYTES + _EXTRA_AT, memory_bytes, phase, pid)
+        record = self._record(index)
+        record[5] = memory_bytes
+        record[6] = phase | pid << 32
+
+    def _record(self, index: int) -> memoryview:
+        """Its eight words; a view of the moment, so that whoever owns the memory can unmap it."""
+        return self._buffer[index * STATUS_BYTES : (index + 1) * STATUS_BYTES].cast("Q")
