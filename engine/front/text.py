@@ -49,7 +49,7 @@ class Pieces:
         return piece if isinstance(piece, bytes) else piece.encode()
 
     def __getitem__(self, token_id: int) -> str | bytes:
-        return self.table[token_id] if 0 <= token_id < len(self.table) else ""
+        return self.table[token_id] if 0 <= token_id < len(self.table) else "\ufffd"
 
 
 class Detokenizer:
@@ -66,7 +66,7 @@ class Detokenizer:
         self._pending = b""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens add; may be empty. Unknown ids add nothing."""
+        """The text that these tokens add; may be empty. An id that the vocabulary lacks shows as U+FFFD."""
         out: list[str] = []
         for token_id in token_ids:
             if token_id in self._skipped:
