@@ -37,7 +37,7 @@ from engine.front.text import TextProcessor
 from engine.geometry import read_geometry
 
 FLUSH_S = 0.3
-QUEUE = 32  # requests a replica holds beyond its slots
+MARGIN = 16  # requests beyond our own capacity that reach us, to be refused in OpenAI's shape; Serve refuses the rest
 DRAIN_S = 120.0
 
 logger = logging.getLogger("ray.serve")
@@ -56,8 +56,8 @@ def deployment_options(settings: Settings) -> dict[str, Any]:
     """Serve's options where the YAML's `deployments:` says nothing else."""
     gpus = {"num_gpus": settings.tp, "num_cpus": 1} if settings.needs_gpus else {"num_gpus": 0, "num_cpus": 0.5}
     return {
-        "max_ongoing_requests": settings.max_seqs + QUEUE,
-        "max_queued_requests": 2 * settings.max_seqs + QUEUE,
+        "max_ongoing_requests": settings.capacity + MARGIN,
+        "max_queued_requests": MARGIN,
         "backpressure_config": {"status_code": 429, "retry_after_s": 1},
         "health_check_period_s": 2.0,
         "health_check_timeout_s": 10.0,
@@ -134,6 +134,7 @@ class Quartet:
             defaults=Defaults.read(folder),
             limits=settings.limits,
             max_tokens=settings.max_tokens,
+            capacity=settings.capacity,
             about={"metrics": metrics, "attention": str(group.capability)},
         )
         self._watcher = Watcher(group, self._died, waiting=lambda: self._client.waiting_since, raylet=raylet_pid())

@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 HAPROXY_PORTS = {"RAY_SERVE_HAPROXY_METRICS_PORT": 9101, "RAY_SERVE_HAPROXY_STATS_PORT": 8404}
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.1
+_OWNER = "launcher.pid"
 _CUT_S = 0.5
 _SHUT_S = 15.0
 
@@ -63,6 +64,8 @@ class Launch:
         """Everything until the first request can be answered. ConfigError: it cannot run like this; EngineDead: it did not."""
         check_port(*self.address)
         self._check_here()
+        _sweep()
+        (self.folder / _OWNER).write_text(str(os.getpid()))
         _adopt_orphans()
         environment.prepare(os.environ, self.folder, {name: free_port(port) for name, port in HAPROXY_PORTS.items()})
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -223,15 +226,32 @@ def interruptible() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _sweep() -> None:
+    """Remove the folders of launchers that were killed before they could."""
+    for owner in Path("/tmp").glob(f"q-*/{_OWNER}"):  # noqa: S108 - as in Launch.folder
+        with contextlib.suppress(OSError, ValueError):  # another user's, or just being removed
+            if not Path(f"/proc/{int(owner.read_text())}").exists():
+                shutil.rmtree(owner.parent)
+
+
 def _shut_ray() -> None:
     import ray
     from ray import serve
 
     if not ray.is_initialized():
         return
+    _silence_workers()
     with contextlib.suppress(Exception):  # whatever is broken by now: the processes are killed next
         serve.shutdown()
     ray.shutdown()
+
+
+def _silence_workers() -> None:
+    """From here on workers only report each other's end."""
+    from ray._private.ray_logging import global_worker_stdstream_dispatcher
+
+    for name, _ in list(global_worker_stdstream_dispatcher.handlers):
+        global_worker_stdstream_dispatcher.remove_handler(name)
 
 
 def _last_words(status: Any) -> str:

@@ -19,7 +19,7 @@ import msgspec
 from deploy.generation import Engine, Generation, Job
 from deploy.openai.schemas import ChatRequest, CompletionRequest, Sampling
 from deploy.settings import LimitSettings
-from engine.errors import EngineDead, InvalidRequest, ModelNotFound
+from engine.errors import EngineDead, InvalidRequest, ModelNotFound, Overloaded
 from engine.front.text import TextProcessor
 from engine.protocol import SamplingParams
 
@@ -50,7 +50,10 @@ class Defaults:
 
 @dataclass
 class Service:
-    """One served model. `vocab` is the model's (token ids must lie in it), `max_len` the context."""
+    """One served model. `vocab` is the model's (token ids must lie in it), `max_len` the context.
+
+    `capacity` and `open` count choices, from submission to the last byte of their answer.
+    """
 
     name: str
     text: TextProcessor
@@ -60,6 +63,7 @@ class Service:
     defaults: Defaults = field(default_factory=Defaults)
     limits: LimitSettings = field(default_factory=LimitSettings)
     max_tokens: int | None = None
+    capacity: int = 1 << 30
     about: dict[str, Any] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
     open: int = 0
@@ -80,15 +84,20 @@ class Service:
         if self.engine.dead is not None:
             raise EngineDead(self.engine.dead)
 
+    def check_room(self, request: Sampling) -> None:
+        """Raises Overloaded when the queue is full: before any work, so that the client hears it at once."""
+        if self.open + (request.n or 1) > self.capacity:
+            raise Overloaded("Too many requests are running or waiting; please try again shortly.")
+
     @contextmanager
-    def answering(self) -> Iterator[None]:
-        """Around each answer, from submission to its last byte."""
-        self.open += 1
+    def answering(self, choices: int) -> Iterator[None]:
+        """Around each answer."""
+        self.open += choices
         self.idle.clear()
         try:
             yield
         finally:
-            self.open -= 1
+            self.open -= choices
             if not self.open:
                 self.idle.set()
 

@@ -52,6 +52,7 @@ class Settings(_Frozen):
     served_model_name  what clients call it; default: the model's own name
     tp                 ranks of a group: GPUs of one node
     device             auto: cuda where NVML shows a GPU to this replica
+    max_queue          choices that may wait beyond max_seqs; more are refused at once with 429 (default: 32, or twice max_seqs)
     pages              pages of each KV group, null page included; default: sized by need
     wait_for_nodes     do not refuse when no node can hold a group now: the cluster scales GPU nodes from zero
     build              any string; changing it makes Serve replace the replicas (it compares configuration, not code)
@@ -67,6 +68,7 @@ class Settings(_Frozen):
     attention: Literal["reference"] | None = None
     max_seqs: int = Field(default=16, ge=1, le=4096)
     max_len: int = Field(default=2048, ge=2)
+    max_queue: int | None = Field(default=None, ge=0)
     prefill_budget: int = Field(default=512, ge=1)
     pages: tuple[int, ...] | None = None
     memory_fraction: float = Field(default=0.9, gt=0, le=1)
@@ -83,6 +85,11 @@ class Settings(_Frozen):
     def name(self) -> str:
         """The model's name for clients."""
         return self.served_model_name or self.model.rstrip("/").rpartition("/")[2]
+
+    @property
+    def capacity(self) -> int:
+        """Choices that a replica takes on at once, running or waiting."""
+        return self.max_seqs + (max(32, 2 * self.max_seqs) if self.max_queue is None else self.max_queue)
 
     @property
     def needs_gpus(self) -> bool:

@@ -51,7 +51,7 @@ class Answer(Response):
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, unless the client leaves first; then the engine is told."""
-        with self._service.answering():
+        with self._service.answering(len(self._job.params)):
             work = asyncio.ensure_future(self._serve(send))
             gone = asyncio.ensure_future(_disconnected(receive))
             try:

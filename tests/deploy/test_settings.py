@@ -69,6 +69,8 @@ def test_our_own_files_are_good(name: str) -> None:
     schema = ServeDeploySchema.model_validate(config)
     assert [deployment.name for deployment in schema.applications[0].deployments] == ["Quartet"]
     assert schema.http_options.host == "127.0.0.1"
+    ongoing = schema.applications[0].deployments[0].max_ongoing_requests
+    assert not isinstance(ongoing, int) or ongoing > settings.capacity, "our own 429 must come first: it has OpenAI's shape"
 
 
 @pytest.mark.parametrize(

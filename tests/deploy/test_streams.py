@@ -113,6 +113,26 @@ def test_a_reader_that_never_reads_is_dropped(nano: Nano) -> None:
         until(lambda: edge.service.open == 0, "the end of the answer")
 
 
+def test_a_full_queue_is_429_at_once(edge: Edge) -> None:
+    """In OpenAI's shape, with Retry-After, counted by choices; when a place is free again the same request is served."""
+    edge.core.forever, edge.core.delay_s = True, 0.02
+    edge.service.capacity = 3
+    try:
+        with httpx.stream("POST", f"{edge.url}{CHAT}", json=BODY | {"n": 2}) as reply:
+            parts = reply.iter_raw()  # held: a forgotten iterator closes its connection
+            next(parts)
+            begun = time.monotonic()
+            refused = httpx.post(f"{edge.url}{CHAT}", json=BODY | {"n": 2})
+            assert time.monotonic() - begun < 0.5
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+            assert refused.json()["error"]["code"] == "overloaded"
+            assert httpx.post(f"{edge.url}{CHAT}", json=BODY | {"max_tokens": 1}).status_code == 200
+        until(lambda: edge.service.open == 0, "a free place")
+        assert httpx.post(f"{edge.url}{CHAT}", json=BODY | {"n": 3, "max_tokens": 1}).status_code == 200
+    finally:
+        edge.service.capacity = 1 << 30
+
+
 def test_the_engines_end_is_one_error_event_on_every_stream(nano: Nano) -> None:
     """Eight open streams: eight error events, no [DONE]; then 503 with Retry-After, and health says so."""
     with Edge(nano("31b")) as edge:
