@@ -16,6 +16,7 @@ from deploy.settings import Settings, read_config, read_settings
 from engine.errors import ConfigError, QuartetError
 
 CANNOT = 2
+_GOODBYE = "no new requests; open ones may finish. Once more to stop now."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,7 +74,7 @@ def _run(launch: Launch, settings: Settings, drain_s: float) -> int:
                 print(_ready_line(launch, settings), flush=True)
                 threading.Event().wait()
     except Interrupted as signal:
-        print(f"quartet: {signal}: no new requests; open ones may finish. Once more to stop now.", flush=True)
+        print(f"quartet: {signal}: {_GOODBYE if launch.drains else 'stopping'}", flush=True)
     except ConfigError:
         raise
     except QuartetError as error:

@@ -12,6 +12,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from engine.errors import GenerationFailed
 from engine.front.text import StopStrings, TextProcessor
 from engine.protocol import AbortReason, FinishReason, Logprobs, Output, SamplingParams
 
@@ -127,10 +128,12 @@ class Generation:
 
 
 def _finish(output: Output) -> str | None:
-    """OpenAI's word for the end; an abort that we did not ask for reads as the end of the text that there is."""
+    """OpenAI's word for the end. An abort that this side did not ask for is a failure: the text is not complete."""
     if output.finish is None:
         return None
-    return "length" if output.finish is FinishReason.length else "stop"
+    if output.finish not in (FinishReason.stop, FinishReason.length):
+        raise GenerationFailed("the engine ended the request early")
+    return output.finish.value
 
 
 async def merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, Delta]]:

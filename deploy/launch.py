@@ -51,7 +51,7 @@ class Launch:
     say: Callable[[str], None]
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="q-", dir="/tmp")))  # short: sockets lie below it
     _started: float = field(default_factory=time.monotonic)
-    _drains: bool = False
+    drains: bool = False
     _servers: list[int] = field(default_factory=list)  # GCS and raylet: without them Ray's calls only wait
 
     @property
@@ -74,6 +74,7 @@ class Launch:
         self._deploy()
         self._wait_running()
         self._wait_answering()
+        self.drains = True
 
     def _check_here(self) -> None:
         """Before Ray is up: it can only count what is in this machine."""
@@ -109,7 +110,6 @@ class Launch:
             controller_options=schema.controller_options,
         )
         client.deploy_apps(schema)
-        self._drains = True
         self._mark("Serve")
 
     def _wait_running(self) -> None:
@@ -119,7 +119,7 @@ class Launch:
         while True:
             applications = serve.status().applications
             for name, status in applications.items():
-                if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+                if status.status == "DEPLOY_FAILED":
                     raise EngineDead(f"{name} could not start: {_last_words(status)}")
             if applications and all(status.status == "RUNNING" for status in applications.values()):
                 break
@@ -142,7 +142,7 @@ class Launch:
 
         A signal to the whole process group (a terminal's, systemd's) also ends Ray's servers: then there is nothing to drain.
         """
-        if self._drains:
+        if self.drains:
             self._while_ray_lives(lambda: self._drain(bound_s), bound_s + _SHUT_S)
 
     def _while_ray_lives(self, work: Callable[[], None], bound_s: float) -> bool:

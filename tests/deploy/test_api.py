@@ -236,6 +236,13 @@ def test_a_failure_before_the_first_token_is_not_retried(edge: Edge) -> None:
     assert reply.headers["x-should-retry"] == "false"
 
 
+def test_an_end_that_nobody_asked_for_is_no_success(edge: Edge) -> None:
+    """Text that the engine broke off does not pass for complete."""
+    edge.core.steps, edge.core.finish = spell(edge, "some words"), FinishReason.abort
+    data = events(edge, "/v1/chat/completions", {"model": "nano", "messages": HELLO})
+    assert json.loads(data[-1])["error"]["code"] == "generation_failed"
+
+
 def test_length_is_said_to_be_length(edge: Edge) -> None:
     """finish_reason is length when max_tokens ends it, and nothing but stop and length ever appears."""
     edge.core.forever = True
