@@ -79,7 +79,7 @@ def record(figures: dict[str, float], machine: str) -> None:
     date = dt.datetime.now(tz=dt.UTC).date()
     command = "python -m tests.bench.run " + " ".join(sys.argv[1:])
     with RESULTS.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
+        writer = csv.writer(file, lineterminator="\n")
         for name, value in figures.items():
             unit = name.split()[0].rsplit("_", 1)[-1]
             writer.writerow([date, commit, machine, command, name, f"{value:.3f}", unit, ""])

@@ -16,6 +16,7 @@ from typing import IO, Self
 
 import msgspec
 
+from cluster.children import environment
 from engine.channel import RingReader, RingWriter, create_shared, map_shared, ring_bytes
 from engine.config import EngineConfig
 from engine.lifeline import Allocate, BootArgs, BootMessage, BootSocket, Configure, Failed, Loaded, Ready
@@ -80,7 +81,7 @@ class Ranks:
             process = subprocess.Popen(
                 [sys.executable, *command, msgspec.json.encode(args).decode()],
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **_gpus(self.config)},
+                env=environment(dict(os.environ), self.config.device),
                 stdin=subprocess.DEVNULL,
                 stderr=errors,
                 pass_fds=(theirs.fileno(), *shared.values()),
@@ -172,9 +173,6 @@ class Ranks:
         self.kill()
 
 
-def _gpus(config: EngineConfig) -> dict[str, str]:
-    """On CPU a rank sees no GPU, on GPU all of them."""
-    return {"CUDA_VISIBLE_DEVICES": ""} if config.device == "cpu" else {}
 
 
 def single(config: EngineConfig) -> Rank:
