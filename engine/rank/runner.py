@@ -42,12 +42,15 @@ class Model(Protocol):
 
 
 class CopyOut:
-    """Named device tensors on their way to the host, into memory of their own. On the CPU they are there already."""
+    """Named device tensors on their way to the host, into memory of their own. On the CPU they are there already.
 
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
+    Also marks the end of a step that gives nothing: a step is done when the device is done with it.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor], device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None
         self._host = {name: _copy_out(tensor) for name, tensor in tensors.items()}
-        if any(tensor.is_cuda for tensor in tensors.values()):
+        if device.type == "cuda":
             self._event = torch.cuda.Event()
             self._event.record()
 
@@ -121,6 +124,7 @@ class Runner:
         device = next(iter(cache)).table.device
         self.state_hash = 0
         self.slots = SlotState(config.max_seqs, config.max_len, cache, device)
+        self._device = device
         self._model = model
         self._cache = cache
         self._attention = attention
@@ -136,15 +140,15 @@ class Runner:
         if self._debug:
             self.slots.check()
         if not plan.tokens:
-            return Launched(plan, None, (), CopyOut({}), self._fold)
+            return Launched(plan, None, (), CopyOut({}, self._device), self._fold)
         hidden = self._model.forward(self.slots.batch(plan), self._cache, self._attention)
         if not plan.result_slots:
-            return Launched(plan, None, (), CopyOut({}), self._fold)
+            return Launched(plan, None, (), CopyOut({}, self._device), self._fold)
         rows = self.slots.rows(plan)
         sampled = self._sampler.sample(self._model.logits(hidden), rows.sampling)
         self.slots.store(rows, sampled.tokens)
         logprob_rows = sampled.logprobs.rows if sampled.logprobs else ()
-        return Launched(plan, rows, logprob_rows, CopyOut(self._outputs(sampled, hidden)), self._fold)
+        return Launched(plan, rows, logprob_rows, CopyOut(self._outputs(sampled, hidden), self._device), self._fold)
 
     def _outputs(self, sampled: Sampled, hidden: Tensor) -> dict[str, Tensor]:
         outputs = {"tokens": sampled.tokens, "nan": sampled.nan}
