@@ -1,6 +1,7 @@
 """What every tier shares: its order and limits, the devices it may ask for, and the nano checkpoints."""
 
 import os
+import signal
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,7 @@ Nano = Callable[[str], Path]
 
 def pytest_configure() -> None:
     os.environ.update(OFFLINE)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so would our children
     hypothesis.settings.register_profile("ci", deadline=None, derandomize=False, print_blob=True)
     hypothesis.settings.load_profile("ci")
 
