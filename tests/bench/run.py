@@ -1,7 +1,7 @@
 """What a group does, measured: time to ready, TTFT, TPOT, throughput. `make bench`, or `python -m tests.bench.run --help`.
 
-Boots one group without Ray and drives it through EngineClient with random token ids, greedy, without stop ids. Prints what it finds,
-and appends it to tests/bench/results.csv when --record names the machine.
+Boots one group without Ray and drives it through EngineClient with random token ids, greedy, without stop ids. Prints what it
+finds, and appends it to tests/bench/results.csv when --record names the machine.
 """
 
 import argparse

@@ -17,7 +17,7 @@ from deploy.nano.build import build
 from deploy.nano.tokenizer import BYTE_IDS, SPECIAL_IDS
 from engine.errors import CheckpointError, InvalidRequest
 from engine.front.template import ChatTemplate
-from engine.front.text import Detokenizer, StopStrings, TextProcessor
+from engine.front.text import Detokenizer, TextProcessor
 
 pytestmark = pytest.mark.pure
 
@@ -433,83 +433,3 @@ def test_only_unfinished_characters_are_held(text: TextProcessor, reference: Tok
         out += stream.push([token])
         sent = sum(len(text.pieces.bytes_of(token)) for token in ids[:place])
         assert 0 <= sent - len(out.encode()) <= 3
-
-
-# ---- stop strings
-
-stops_of_ab = st.lists(st.text("ab", min_size=1, max_size=5), max_size=4)
-
-
-def cut(whole: str, stops: Sequence[str], include: bool) -> tuple[str, str | None]:
-    """By brute force: the match that ends first, of those the longest."""
-    ends = [
-        (place + len(stop), place, stop)
-        for stop in stops
-        for place in range(len(whole))
-        if whole.startswith(stop, place)
-    ]
-    if not ends:
-        return whole, None
-    end, start, stop = min(ends)
-    return whole[: end if include else start], stop
-
-
-def stopped(stream: StopStrings, chunks: Sequence[str]) -> tuple[str, str | None]:
-    out = ""
-    for chunk in chunks:
-        emitted, matched = stream.push(chunk)
-        out += emitted
-        if matched is not None:
-            assert stream.push("more") == ("", matched)
-            assert stream.flush() == ""
-            return out, matched
-    return out + stream.flush(), None
-
-
-@settings(max_examples=500, deadline=None)
-@given(chunks=st.lists(st.text("abc", max_size=6), max_size=12), stops=stops_of_ab, include=st.booleans())
-@example(chunks=["a"], stops=["ab"], include=False)
-@example(chunks=["a", "b"], stops=["ab"], include=True)
-@example(chunks=["ab", "ab", "c"], stops=["ababc", "bab"], include=False)
-def test_stop_strings(chunks: list[str], stops: list[str], include: bool) -> None:
-    """However the text is cut into chunks, what is emitted is the text up to the first match."""
-    assert stopped(StopStrings(stops, include=include), chunks) == cut("".join(chunks), stops, include)
-
-
-class Leaky(StopStrings):
-    """A planted fault: forgets what was held when a new chunk comes, so a match across chunks is missed."""
-
-    def push(self, delta: str) -> tuple[str, str | None]:
-        for matcher in self._matchers:
-            matcher.length = 0
-        return super().push(delta)
-
-
-def test_a_leaky_cut_is_seen() -> None:
-    """The comparison above fails for a cut that does not look across chunks."""
-    draw = random.Random(2)
-    wrong = 0
-    for _ in range(200):
-        whole = "".join(draw.choice("ab") for _ in range(20))
-        wrong += stopped(Leaky(["abba", "bab"]), list(whole)) != cut(whole, ["abba", "bab"], False)
-    assert wrong >= 190
-
-
-@settings(max_examples=300, deadline=None)
-@given(chunks=st.lists(st.text("abc", max_size=6), max_size=12), stops=stops_of_ab)
-def test_nothing_is_held_without_need(chunks: list[str], stops: list[str]) -> None:
-    """After each chunk, what is held back is exactly the longest tail that could still become a stop string."""
-    stream, out, seen = StopStrings(stops), "", ""
-    for chunk in chunks:
-        emitted, matched = stream.push(chunk)
-        if matched is not None:
-            return
-        out, seen = out + emitted, seen + chunk
-        tails = [stop[:size] for stop in stops for size in range(len(stop)) if seen.endswith(stop[:size])]
-        assert len(seen) - len(out) == max(map(len, tails), default=0)
-
-
-def test_empty_stop_string_is_refused() -> None:
-    """An empty stop string would match everywhere: a bad request."""
-    with pytest.raises(InvalidRequest, match="empty"):
-        StopStrings(["a", ""])
