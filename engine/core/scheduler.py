@@ -16,8 +16,9 @@ import bisect
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from engine.core.pages import PagePool
+from engine.core.pages import PagePool, PageRun
 from engine.core.sequence import Key, Sequence
 from engine.geometry import KVGroup
 from engine.plan import Admission, PageAppend, PageRelease, PrefillChunk, ResultRow, StepPlan, StepResult
@@ -49,8 +50,7 @@ class Counters:
     decode_tokens: int = 0
 
 
-@dataclass(frozen=True)
-class _Row:
+class _Row(NamedTuple):
     """A row of a plan in flight: whose it was when it was planned, and how far it computes."""
 
     sequence: Sequence
@@ -165,7 +165,8 @@ class Scheduler:
         """The next plan, or None when no sequence can use a step now (all wait for results, or there are none)."""
         draft = _Draft(StepPlan(step=self._step + 1, releases=self._releases), self.config.prefill_budget)
         for sequence in self.running:
-            self._release_dead(sequence, draft.plan)
+            if sequence.scheduled >= sequence.quiet:
+                self._release_dead(sequence, draft.plan)
         for sequence in list(self.running):
             if sequence.running:
                 self._run(sequence, draft)
@@ -195,12 +196,21 @@ class Scheduler:
         """Plan the sequence's next chunk or decode row, if it has one and the pages for it."""
         if sequence.prefilling:
             self._prefill(sequence, draft)
-        elif not sequence.exhausted and self._make_room(sequence, sequence.scheduled + 1):
-            self._hold(sequence, sequence.scheduled + 1, draft.plan)
+        elif not sequence.exhausted and self._room_for_one(sequence, draft.plan):
             sequence.scheduled += 1
             draft.plan.decodes.append(sequence.slot)
             draft.decode_rows.append(_Row(sequence, sequence.number, sequence.scheduled, samples=True))
             self.counters.decode_tokens += 1
+
+    def _room_for_one(self, sequence: Sequence, plan: StepPlan) -> bool:
+        """Pages for the next position, held. Most positions need no work: their page is held and nothing leaves the window."""
+        if sequence.scheduled < sequence.quiet:
+            return True
+        if not self._make_room(sequence, sequence.scheduled + 1):
+            return False
+        self._hold(sequence, sequence.scheduled + 1, plan)
+        sequence.quiet = min(map(_quiet_before, self.pools, sequence.runs))
+        return True
 
     def _prefill(self, sequence: Sequence, draft: _Draft) -> None:
         wanted = min(sequence.target - sequence.scheduled, draft.budget)
@@ -393,3 +403,10 @@ class Scheduler:
             decode_tokens=counters.decode_tokens,
             pools=[PoolLoad(name=pool.group.name, total=pool.total, used=pool.used) for pool in self.pools],
         )
+
+
+def _quiet_before(pool: PagePool, run: PageRun) -> int:
+    """The first position that needs another page of this group, or no longer needs the first one held."""
+    group = pool.group
+    full = run.end * group.page
+    return full if group.window is None else min(full, (run.first + 1) * group.page + group.window - 1)

@@ -19,7 +19,10 @@ Key = tuple[int, int]
 
 @dataclass(eq=False)
 class Sequence:
-    """`key` is (client, the client's id); `arrival` orders the queue; `limit` is the length (prompt and output) it ends at."""
+    """`key` is (client, the client's id); `arrival` orders the queue; `limit` is the length (prompt and output) it ends at.
+
+    Positions before `quiet` need no page to be taken or given back.
+    """
 
     key: Key
     tokens: list[int]
@@ -32,6 +35,7 @@ class Sequence:
     target: int = 0
     scheduled: int = 0
     committed: int = 0
+    quiet: int = 0
     ended: bool = False
     runs: list[PageRun] = field(default_factory=list)
 
@@ -53,7 +57,7 @@ class Sequence:
         """Take a slot under a new admission number; everything is to be computed."""
         self.slot, self.number = slot, number
         self.target = len(self.tokens)
-        self.scheduled = self.committed = 0
+        self.scheduled = self.committed = self.quiet = 0
         self.runs = [PageRun() for _ in range(groups)]
 
     def leave(self) -> int:

@@ -41,12 +41,13 @@ class Workload:
             params = SamplingParams(max_tokens=rng.randint(1, max_len), stop_ids=(STOP,), min_tokens=rng.choice((0, 0, 3)))
             prompt = [1] * rng.randint(1, max_len + 2 if rng.random() < 0.1 else max_len // rng.choice((2, 8)))
             self.requests.append(GenerateRequest(id=number, prompt=prompt, params=params, clip=rng.random() < 0.5))
+        self.depth = rng.choice((2, 2, 2, 4))  # plans out at a time; the core keeps two
         self.stop_chance = rng.choice((0.0, 0.05, 0.2))
         self.abort_chance = rng.choice((0.0, 0.02, 0.1))
 
     def token(self, number: int, position: int) -> int:
         """The 'model': surprise ends, the same for the same admission and position."""
-        return STOP if random.Random(f"{self.seed} {number} {position}").random() < self.stop_chance else position
+        return STOP if random.Random(f"{self.seed} {number} {position}").random() < self.stop_chance else 100 + position
 
 
 @dataclass
@@ -60,7 +61,7 @@ class Run:
 
 
 def simulate(workload: Workload, plant=lambda plan: plan) -> Run:  # noqa: ANN001
-    """Drive scheduler and machine one step apart, as the core does, checking pages and progress at every step."""
+    """Drive scheduler and machine some steps apart, as the core does, checking pages and progress at every step."""
     scheduler = Scheduler(workload.config)
     config = workload.config
     machine = KVMachine(config.groups, config.pages, config.max_seqs, config.max_len, workload.token)
@@ -72,7 +73,7 @@ def simulate(workload: Workload, plant=lambda plan: plan) -> Run:  # noqa: ANN00
         if workload.rng.random() < workload.abort_chance:
             scheduler.abort(0, workload.rng.choice(workload.requests).id, AbortReason.client_gone)
         planned = False
-        while scheduler.in_flight < 2 and (plan := scheduler.schedule()) is not None:
+        while scheduler.in_flight < workload.depth and (plan := scheduler.schedule()) is not None:
             machine.submit(plan)
             planned = True
         check_pages(scheduler)
@@ -109,6 +110,10 @@ def check_request(workload: Workload, request: GenerateRequest, outputs: list[Ou
     """Lengths and reasons are what was asked for."""
     tokens = [token for output in outputs for token in output.tokens]
     last = outputs[-1]
+    first = 100 + len(request.prompt)
+    for at, token in enumerate(tokens):
+        may_stop = at < request.params.min_tokens or at == len(tokens) - 1  # the fake does not mask stop ids
+        assert token == first + at or (token == STOP and may_stop), "a token of another position, or another's"
     room = min(request.params.max_tokens, workload.config.max_len - len(request.prompt))
     assert len(tokens) <= max(room, 0)
     if last.finish is FinishReason.stop:
@@ -194,6 +199,21 @@ def test_machine_notices_an_early_release(monkeypatch: pytest.MonkeyPatch) -> No
         except KVFault:
             caught += 1
     assert caught > 10, caught
+
+
+def test_results_matched_by_slot_alone_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted fault: a result row is taken for the slot's present tenant, whatever admission it was computed for."""
+    monkeypatch.setattr("engine.core.scheduler._Row.stale", property(lambda row: not row.sequence.running))
+    caught = 0
+    for seed in range(600):
+        workload = Workload(seed)
+        workload.depth = 4
+        try:
+            check_ends(workload, simulate(workload))
+        except (AssertionError, StopIteration):
+            caught += 1
+    print(f"{caught} workloads went wrong")
+    assert caught > 5
 
 
 def request(number: int, prompt: int, max_tokens: int, **settings: object) -> GenerateRequest:
