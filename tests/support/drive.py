@@ -1,0 +1,107 @@
+"""Requests driven through a running group: what each one gave, and what the core's figures showed meanwhile."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from cluster.group import Group
+from engine.errors import InvalidRequest
+from engine.front.client import EngineClient
+from engine.protocol import AbortReason, FinishReason, Load, Logprobs, SamplingParams
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt and how it samples. `leave_after` that many tokens the reader aborts; None: it stays to the end."""
+
+    prompt: list[int]
+    params: SamplingParams
+    leave_after: int | None = None
+
+
+@dataclass
+class Answer:
+    """What a request gave until its end: `stop`, `length`, `left` (its reader aborted it) or `refused`."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    end: str = ""
+
+
+@dataclass
+class Figures:
+    """The core's figures over a run: the last ones, each pool's peak, and how many single steps held chunks and decodes at once."""
+
+    last: Load | None = None
+    mixed: int = 0
+    peaks: dict[str, int] = field(default_factory=dict)
+
+    def see(self, load: Load) -> None:
+        last, self.last = self.last, load
+        for pool in load.pools:
+            self.peaks[pool.name] = max(pool.used, self.peaks.get(pool.name, 0))
+        if last is not None and load.step == last.step + 1:
+            both = load.prefill_tokens > last.prefill_tokens and load.decode_tokens > last.decode_tokens
+            self.mixed += both
+
+
+@asynccontextmanager
+async def attached(group: Group) -> AsyncIterator[tuple[EngineClient, Figures]]:
+    """The group's one client, and the figures that it sees; closed at the end."""
+    figures = Figures()
+    client = EngineClient(group.front_socket, on_load=figures.see)
+    await client.start()
+    try:
+        yield client, figures
+    finally:
+        await client.close()
+
+
+async def ask(client: EngineClient, request: Request) -> Answer:
+    """One request to its end; GenerationFailed and EngineDead are raised."""
+    answer = Answer()
+    stream = client.generate(request.prompt, request.params)
+    leave = request.leave_after
+    if leave == 0:
+        await asyncio.sleep(0.002 * (stream.id % 20))  # in the queue, in its prefill, now and then later
+        stream.abort(AbortReason.client_gone)
+    try:
+        async for output in stream:
+            answer.tokens += output.tokens
+            answer.logprobs += output.logprobs
+            answer.end = _end(output.finish)
+            if leave is not None and len(answer.tokens) >= leave:
+                stream.abort(AbortReason.client_gone)
+    except InvalidRequest:
+        answer.end = "refused"
+        return answer
+    answer.end = answer.end or "left"
+    return answer
+
+
+def _end(finish: FinishReason | None) -> str:
+    return "" if finish is None else finish.value
+
+
+async def ask_all(client: EngineClient, requests: Iterable[Request], at_once: int) -> list[Answer]:
+    """Every request, `at_once` of them open at any time; answers in the requests' order."""
+    room = asyncio.Semaphore(at_once)
+
+    async def one(request: Request) -> Answer:
+        async with room:
+            return await ask(client, request)
+
+    return await asyncio.gather(*(one(request) for request in requests))
+
+
+async def still(client: EngineClient) -> Load:
+    """The core's figures, asked for once every request has ended."""
+    while client.open:  # noqa: ASYNC110 - a test may poll
+        await asyncio.sleep(0.01)
+    before = client.load
+    client.report()
+    while client.load is before:  # noqa: ASYNC110 - a test may poll
+        await asyncio.sleep(0.01)
+    assert client.load is not None
+    return client.load
