@@ -14,7 +14,7 @@ import os
 import re
 from pathlib import Path
 
-from deploy import shapes
+from deploy import dummy
 from deploy.nano import build as nano_build
 from engine.errors import ConfigError
 
@@ -36,7 +36,7 @@ def resolve(model: str, revision: str | None = None) -> Path:
     if kind == "nano":
         return _nano(member)
     if kind == "dummy":
-        return shapes.ensure(member, cache_folder())
+        return dummy.ensure(member, cache_folder())
     folder = Path(model).expanduser()
     if folder.is_dir():
         return _checked(folder)

@@ -1,35 +1,47 @@
-"""The public shapes by name, for benchmarks with random weights: config.json in the published layout, and no weights at all.
-
-    dummy:<member> -> config.json, generation_config.json, tokenizer and template (the nano ones stand in)
+"""The shape of a Gemma 4 text model, its config.json in the published layout, and the five public shapes.
 
 Source: the public config.json files; vision and audio parts are left out, so that no tower is expected.
 """
 
-import json
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Any
 
-from deploy.nano import build as nano_build
-from deploy.nano import tokenizer
-from engine.errors import ConfigError
-
+HEAD_DIM = 256
+GLOBAL_HEAD_DIM = 512
 VOCAB = 262144
+MEDIA = {
+    "<|image>": 255999,
+    "<|audio>": 256000,
+    "<|image|>": 258880,
+    "<|audio|>": 258881,
+    "<image|>": 258882,
+    "<audio|>": 258883,
+    "<|video|>": 258884,
+}
 
 
 @dataclass(frozen=True)
-class PublicShape:
-    """One published text model: `groups` x (`sliding` sliding layers + 1 full layer)."""
+class Shape:
+    """One text model: `groups` x (`sliding` sliding layers + 1 full layer); widths in elements, window and positions in tokens.
 
-    hidden: int
+    `media`: ids of the control tokens around and for images, audio and video, by their names.
+    """
+
+    member: str
     groups: int
     sliding: int
-    heads: int
     kv_heads: int
-    kv_heads_full: int | None
+    kv_heads_full: int | None  # None: the full layers use kv_heads
     window: int
     mlp: int
+    _: KW_ONLY
+    hidden: int
+    heads: int
     positions: int
+    vocab: int
+    media: Mapping[str, int]
     unified: bool = False
     k_eq_v: bool = False
     kv_shared: int = 0
@@ -43,45 +55,87 @@ class PublicShape:
     def layer_types(self) -> list[str]:
         return (["sliding_attention"] * self.sliding + ["full_attention"]) * self.groups
 
+    @property
+    def layers(self) -> int:
+        return self.groups * (self.sliding + 1)
 
-SHAPES: dict[str, PublicShape] = {
-    "e2b": PublicShape(1536, 7, 4, 8, 1, None, 512, 6144, 131072, kv_shared=20, double_wide=True, ple=256),
-    "e4b": PublicShape(2560, 7, 5, 8, 2, None, 512, 10240, 131072, kv_shared=18, ple=256),
-    "12b": PublicShape(3840, 8, 5, 16, 8, 1, 1024, 15360, 262144, unified=True, k_eq_v=True),
-    "26b-a4b": PublicShape(2816, 5, 5, 16, 8, 2, 1024, 2112, 262144, k_eq_v=True, experts=128, top_k=8, moe_mlp=704),
-    "31b": PublicShape(5376, 10, 5, 32, 16, 4, 1024, 21504, 262144, k_eq_v=True),
+    @property
+    def small(self) -> bool:
+        """True for E2B and E4B, whose published files differ in PLE, masks and template."""
+        return self.ple > 0
+
+    def is_full(self, layer: int) -> bool:
+        return self.layer_types[layer] == "full_attention"
+
+    def is_shared(self, layer: int) -> bool:
+        return layer >= self.layers - self.kv_shared
+
+    def head_dim(self, layer: int) -> int:
+        return GLOBAL_HEAD_DIM if self.is_full(layer) else HEAD_DIM
+
+    def kv(self, layer: int) -> int:
+        return self.kv_heads_full or self.kv_heads if self.is_full(layer) else self.kv_heads
+
+    def mlp_width(self, layer: int) -> int:
+        return 2 * self.mlp if self.double_wide and self.is_shared(layer) else self.mlp
+
+
+_small = partial(Shape, heads=8, positions=131072, vocab=VOCAB, media=MEDIA, ple=256)
+_large = partial(Shape, positions=262144, vocab=VOCAB, media=MEDIA, k_eq_v=True)
+
+PUBLIC: dict[str, Shape] = {
+    shape.member: shape
+    for shape in (
+        _small("e2b", 7, 4, 1, None, 512, 6144, hidden=1536, kv_shared=20, double_wide=True),
+        _small("e4b", 7, 5, 2, None, 512, 10240, hidden=2560, kv_shared=18),
+        _large("12b", 8, 5, 8, 1, 1024, 15360, hidden=3840, heads=16, unified=True),
+        _large("26b-a4b", 5, 5, 8, 2, 1024, 2112, hidden=2816, heads=16, experts=128, top_k=8, moe_mlp=704),
+        _large("31b", 10, 5, 16, 4, 1024, 21504, hidden=5376, heads=32),
+    )
 }
 
 
-def config(shape: PublicShape) -> dict[str, Any]:
-    """The outer config.json."""
+def config(shape: Shape, dtype: str) -> dict[str, Any]:
+    """The outer config.json. Vision and audio configs are null, so that no tower tensor is expected."""
     family = "gemma4_unified" if shape.unified else "gemma4"
+    architecture = "Gemma4UnifiedForConditionalGeneration" if shape.unified else "Gemma4ForConditionalGeneration"
     return {
-        "architectures": ["Gemma4UnifiedForConditionalGeneration" if shape.unified else "Gemma4ForConditionalGeneration"],
+        "architectures": [architecture],
         "audio_config": None,
-        "dtype": "bfloat16",
+        "boa_token_id": shape.media["<|audio>"],
+        "boi_token_id": shape.media["<|image>"],
+        "dtype": dtype,
+        "eoa_token_id": shape.media["<audio|>"],
+        "eoa_token_index": shape.media["<audio|>"],
+        "eoi_token_id": shape.media["<image|>"],
         "eos_token_id": [1, 106],
+        "audio_token_id": shape.media["<|audio|>"],
+        "image_token_id": shape.media["<|image|>"],
+        "video_token_id": shape.media["<|video|>"],
+        "initializer_range": 0.02,
         "model_type": family,
-        "text_config": _text_config(shape, f"{family}_text"),
+        "text_config": _text_config(shape, dtype, f"{family}_text"),
         "tie_word_embeddings": True,
         "vision_config": None,
     }
 
 
-def _text_config(shape: PublicShape, model_type: str) -> dict[str, Any]:
+def _text_config(shape: Shape, dtype: str, model_type: str) -> dict[str, Any]:
     return {
         "attention_bias": False,
+        "attention_dropout": 0.0,
         "attention_k_eq_v": shape.k_eq_v,
         "bos_token_id": 2,
-        "dtype": "bfloat16",
+        "dtype": dtype,
         "enable_moe_block": shape.experts > 0,
         "eos_token_id": 1,
         "final_logit_softcapping": 30.0,
-        "global_head_dim": 512,
-        "head_dim": 256,
+        "global_head_dim": GLOBAL_HEAD_DIM,
+        "head_dim": HEAD_DIM,
         "hidden_activation": "gelu_pytorch_tanh",
         "hidden_size": shape.hidden,
         "hidden_size_per_layer_input": shape.ple,
+        "initializer_range": 0.02,
         "intermediate_size": shape.mlp,
         "layer_types": shape.layer_types,
         "max_position_embeddings": shape.positions,
@@ -90,7 +144,7 @@ def _text_config(shape: PublicShape, model_type: str) -> dict[str, Any]:
         "num_attention_heads": shape.heads,
         "num_experts": shape.experts or None,
         "num_global_key_value_heads": shape.kv_heads_full,
-        "num_hidden_layers": len(shape.layer_types),
+        "num_hidden_layers": shape.layers,
         "num_key_value_heads": shape.kv_heads,
         "num_kv_shared_layers": shape.kv_shared,
         "pad_token_id": 0,
@@ -102,28 +156,9 @@ def _text_config(shape: PublicShape, model_type: str) -> dict[str, Any]:
         "sliding_window": shape.window,
         "tie_word_embeddings": True,
         "top_k_experts": shape.top_k or None,
-        "use_bidirectional_attention": None if shape.ple else "vision",
+        "use_bidirectional_attention": None if shape.small else "vision",
+        "use_cache": True,
         "use_double_wide_mlp": shape.double_wide,
-        "vocab_size": VOCAB,
-        "vocab_size_per_layer_input": VOCAB,
+        "vocab_size": shape.vocab,
+        "vocab_size_per_layer_input": shape.vocab,
     }
-
-
-def write(member: str, folder: Path, nano: Path) -> Path:
-    """Writes a public shape's folder; `nano` is the nano checkpoint whose template stands in. ConfigError: unknown member."""
-    if member not in SHAPES:
-        raise ConfigError(f"model: dummy:{member} is not one of {', '.join(f'dummy:{name}' for name in SHAPES)}")
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config(SHAPES[member]), indent=2) + "\n", encoding="utf-8")
-    tokenizer.write(folder)
-    for name in ("generation_config.json", "chat_template.jinja"):
-        (folder / name).write_bytes((nano / name).read_bytes())
-    return folder
-
-
-def ensure(member: str, cache: Path) -> Path:
-    """The shape's folder under `cache`; written anew, whole, by every process that asks (a few kilobytes)."""
-    if member not in SHAPES:
-        raise ConfigError(f"model: dummy:{member} is not one of {', '.join(f'dummy:{name}' for name in SHAPES)}")
-    nano = nano_build.ensure(member, cache)
-    return write(member, cache / f"dummy-{member}-{nano.name}", nano)

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from deploy.nano import tokenizer, weights
-from deploy.nano.shapes import SHAPES, Shape, config
+from deploy.nano.shapes import SHAPES
+from deploy.shapes import Shape, config
 from engine.errors import ConfigError
 
 _HERE = Path(__file__).parent

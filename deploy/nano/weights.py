@@ -18,8 +18,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from deploy.nano.shapes import Kind, Shape, Tensor, tensors
+from deploy.nano.shapes import Kind, Tensor, tensors
 from deploy.nano.tokenizer import quiet_ids
+from deploy.shapes import Shape
 
 Array = npt.NDArray[np.float32]
 

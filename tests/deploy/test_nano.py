@@ -20,9 +20,10 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 
 from deploy.nano.build import build, ensure
-from deploy.nano.shapes import SHAPES, Shape, tensors
+from deploy.nano.shapes import SHAPES, tensors
 from deploy.nano.tokenizer import SPECIAL_IDS, VOCAB_SIZE
 from deploy.nano.weights import to_bfloat16
+from deploy.shapes import Shape
 from engine.errors import ConfigError
 from engine.front.text import TextProcessor
 

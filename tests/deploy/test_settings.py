@@ -101,7 +101,7 @@ def test_the_clients_name_of_a_model_is_its_own() -> None:
     assert Settings(model="a/b", served_model_name="c").name == "c"
 
 
-@pytest.mark.parametrize("member", shapes.SHAPES)
+@pytest.mark.parametrize("member", shapes.PUBLIC)
 def test_a_public_shape_counts_what_was_published(member: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the last parameter, read back by read_geometry; a full-attention KV head more would not."""
     monkeypatch.setenv("QUARTET_CACHE", str(tmp_path))

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from deploy.nano.shapes import SHAPES, config
+from deploy.nano.shapes import SHAPES
+from deploy.shapes import config
 from engine.config import EngineConfig, engine_config
 from engine.errors import EngineDead, InvalidRequest
 from engine.front.stream import Stream
