@@ -134,6 +134,7 @@ def test_a_client_that_leaves_frees_its_place(stack: Stack) -> None:
         ("engine.rank.worker", signal.SIGKILL, 2),
         ("engine.core.loop", signal.SIGKILL, 2),
         ("engine.rank.worker", signal.SIGSTOP, 6),
+        ("engine.core.loop", signal.SIGSTOP, 6),
     ],
 )
 def test_a_lost_process_ends_every_stream_with_one_error_event(
@@ -178,6 +179,8 @@ def test_a_killed_replica_cuts_every_connection(stack: Stack) -> None:
     back = serves_again(stack)
     print(f"\nreplica: served again after {back:.1f} s")
     assert back < 30
+    wait(lambda: "quartet_requests_running" in figures(stack), 5)
+    assert figures(stack)["quartet_requests_running"] == 0, "a request that had been dispatched was sent again"
 
 
 def test_sigterm_drains_and_leaves_nothing(stack: Stack) -> None:
