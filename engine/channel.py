@@ -24,6 +24,7 @@ _LINE = 64
 _WRAP = 0xFFFFFFFF
 _REREAD_S = 0.001
 RING_BYTES = 8 << 20
+_SHORT, _LONG = 5_000, 50_000  # sleeps before they get longer
 
 
 class ChannelBroken(RuntimeError):
@@ -50,8 +51,8 @@ def ring_bytes(readers: int, capacity: int = RING_BYTES) -> int:
 class Waiter:
     """How to wait for memory to change: spin a little where cores are free, then sleep, longer the longer nothing comes.
 
-    `spin` polls are made without sleeping (0 where processes outnumber cores). Sleeps start at 50 us and reach `idle_s` after
-    about a second of silence.
+    `spin` polls are made without sleeping (0 where processes outnumber cores). Sleeps start at 50 us, reach `idle_s` after about
+    half a second of silence, and five times that after another ten.
     """
 
     def __init__(self, spin: int = 0, idle_s: float = 0.001) -> None:
@@ -68,7 +69,8 @@ class Waiter:
         self._polls += 1
         if self._polls <= self._spin:
             return
-        time.sleep(self._idle_s if self._polls > self._spin + 5000 else 50e-6)
+        silent = self._polls - self._spin
+        time.sleep(50e-6 if silent < _SHORT else self._idle_s if silent < _LONG else 5 * self._idle_s)
 
 
 class _Ring:
