@@ -1,4 +1,4 @@
-"""A group's answers held to a reference: token by token, logprob by logprob, with the one excuse of an exact tie.
+"""Answers held to a reference, or to each other: token by token, logprob by logprob, with the one excuse of an exact tie.
 
 every token      is the reference's argmax at its place, given the answer's own tokens before it (teacher forcing)
 a difference     is a tie where the reference's logits of both tokens lie within TIE: counted, and the rest is not judged; else
@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.protocol import Logprobs
+from engine.protocol import Logprobs, SamplingParams
+from kernels.sample import gumbel
 from tests.support.drive import Answer
 from tests.support.oracle import Verdict
 
@@ -92,3 +93,40 @@ def _differences(logits: Tensor, logprobs: list[Logprobs], tokens: Tensor) -> tu
     apart = (ours - theirs).abs().nan_to_num(math.inf)
     missed = (top - right.topk(top.shape[1], dim=-1).values).abs().nan_to_num(math.inf)
     return max(apart.max().item(), missed.max().item()), apart.sum().item(), theirs.abs().sum().item()
+
+
+@dataclass(frozen=True)
+class Twins:
+    """The same request served twice.
+
+    same   equal tokens, or equal up to an exact tie
+    gap    at the first difference, how far apart the second answer's scores of both tokens lie; None: the tokens are equal
+    worst  largest difference of a token's logprob up to there, of those that both report
+    """
+
+    same: bool
+    gap: float | None
+    worst: float
+
+
+def twins(prompt: int, params: SamplingParams, one: Answer, other: Answer, tie: float = TIE) -> Twins:
+    """`other` must report all logprobs for a difference to count as a tie. `prompt` in tokens, `params` those of `other`."""
+    pairs = enumerate(zip(one.tokens, other.tokens, strict=False))
+    at = next((at for at, (a, b) in pairs if a != b), None)
+    apart = [abs(a.chosen - b.chosen) for a, b in zip(one.logprobs, other.logprobs, strict=False)][:at]
+    if at is None:
+        return Twins(one.tokens == other.tokens and one.end == other.end, None, max(apart, default=0.0))
+    known = dict(other.logprobs[at].top) if other.logprobs else {}
+    if one.logprobs:
+        apart.append(abs(one.logprobs[at].chosen - known.get(one.tokens[at], math.inf)))
+    first, second = (_score(known, token, prompt + at, params) for token in (one.tokens[at], other.tokens[at]))
+    gap = second - first  # nobody else scored higher: at a tie it is next to nothing
+    return Twins(abs(gap) <= tie, gap, max(apart, default=0.0))
+
+
+def _score(known: dict[int, float], token: int, position: int, params: SamplingParams) -> float:
+    """What the sampler takes the largest of: the logprob, or scaled and with its noise; -inf where not reported."""
+    if token not in known or params.temperature <= 0:
+        return known.get(token, -math.inf)
+    noise = gumbel(torch.tensor([params.seed]), torch.tensor([position]), torch.tensor([token])).item()
+    return known[token] / params.temperature + noise
