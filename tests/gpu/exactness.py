@@ -27,6 +27,8 @@ from tests.gpu.spmd import Job
 
 DEVICE = os.environ.get("QUARTET_GPU_DEVICE", "cuda")
 ROOT = Path(__file__).resolve().parents[2]
+EXACT = 1e-4  # fp32 on both sides, largest logprob error: another order of sums
+SENSITIVE = 100  # how many times a planted fault must exceed a tolerance
 RATIO = 1.25  # how much larger than transformers' own bf16 errors ours may be
 MEMBERS = ("31b", "26b-a4b", "12b", "e4b", "e2b")
 
@@ -121,3 +123,17 @@ def compare(model: str, size: int, settings: dict[str, object], timeout_s: float
         assert off > bound, f"{fault} goes unnoticed"
     assert mean <= RATIO * their_mean
     assert worst <= RATIO * their_worst
+
+
+def exact(model: str, size: int, settings: dict[str, object], timeout_s: float) -> None:
+    """Ours in fp32 at `size` against transformers in fp32, within EXACT; each planted fault exceeds it SENSITIVE times."""
+    asked = {key: value for key, value in settings.items() if key != "decodes"}
+    truth = run_judge(DEVICE, asked, "float32", timeout_s)
+    mean, worst = errors(run_ranks(size, {**settings, "dtype": "float32"}, timeout_s), truth)
+    print(f"{model} tp {size} fp32 logprob error, mean and largest: {mean:.1e} {worst:.1e}", flush=True)
+    for fault in ("sliding", "full", "reduce") if size > 1 else ("sliding", "full"):
+        broken = run_ranks(size, {**settings, "dtype": "float32", "fault": fault}, timeout_s)
+        off = errors(decoded(broken, settings), decoded(truth, settings))[1]
+        print(f"{model} tp {size} fp32 fault {fault}: largest {off:.2f}, {off / EXACT:.0f}x the tolerance", flush=True)
+        assert off > SENSITIVE * EXACT, f"{fault} goes unnoticed"
+    assert worst <= EXACT
