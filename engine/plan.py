@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from engine.protocol import Logprobs, SamplingParams
 
 PLAN_VERSION = 1
+DEPTH = 2  # plans out at a time: one running, one queued
 RESULT_WIDTH = 1
 
 _PLAN = struct.Struct("<IIQ6I")

@@ -35,8 +35,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """How one request samples; validated once at the edge, the seed resolved there.
 
     temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off. `logprobs` is the number of alternatives reported a token
-    (0: the chosen one alone; None: nothing). `stop_ids` end the request unless `ignore_eos`; they are masked until `min_tokens`
-    tokens are out. Stop strings are text and stay in `front/text`.
+    (0: the chosen one alone; None: nothing). `stop_ids` end the request; they are masked until `min_tokens` tokens are out. The
+    edge puts the end ids among them unless the client ignores those. Stop strings are text and stay in `front/text`.
     """
 
     max_tokens: int
@@ -46,7 +46,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     min_p: float = 0.0
     seed: int = 0
     min_tokens: int = 0
-    ignore_eos: bool = False
     stop_ids: tuple[int, ...] = ()
     logprobs: int | None = None
 

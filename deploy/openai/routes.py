@@ -9,10 +9,11 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
+from deploy.generation import Job
 from deploy.limits import Limits
 from deploy.openai.errors import handle, json_response, plain_error
 from deploy.openai.forms import ChatForm, TextForm
-from deploy.openai.schemas import ChatRequest, CompletionRequest, parse
+from deploy.openai.schemas import ChatRequest, CompletionRequest, R, Sampling, parse
 from deploy.service import Service
 from deploy.stream import Answer
 from engine.errors import QuartetError
@@ -33,23 +34,27 @@ def create_app(service: Service) -> ASGIApp:
 def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", response_model=None, openapi_extra=_body(ChatRequest))
     async def chat_completions(request: Request) -> Response:
-        service.check_alive()
-        wanted = parse(ChatRequest, await request.body())
-        service.check_model(wanted.model)
-        service.check_room(wanted)
-        job = await service.chat_job(wanted)
-        form = ChatForm(service.name, service.text.pieces, include_usage=wanted.wants_usage)
-        return Answer(service, job, form, stream=bool(wanted.stream), include_usage=wanted.wants_usage)
+        wanted = await _admitted(service, ChatRequest, request)
+        return _answer(service, wanted, await service.chat_job(wanted), ChatForm)
 
     @app.post("/v1/completions", response_model=None, openapi_extra=_body(CompletionRequest))
     async def completions(request: Request) -> Response:
-        service.check_alive()
-        wanted = parse(CompletionRequest, await request.body())
-        service.check_model(wanted.model)
-        service.check_room(wanted)
-        job = await service.completion_job(wanted)
-        form = TextForm(service.name, service.text.pieces, include_usage=wanted.wants_usage)
-        return Answer(service, job, form, stream=bool(wanted.stream), include_usage=wanted.wants_usage)
+        wanted = await _admitted(service, CompletionRequest, request)
+        return _answer(service, wanted, await service.completion_job(wanted), TextForm)
+
+
+async def _admitted(service: Service, kind: type[R], request: Request) -> R:
+    """The request in the body, for a model that is served and with room for it. Raises what says otherwise."""
+    service.check_alive()
+    wanted = parse(kind, await request.body())
+    service.check_model(wanted.model)
+    service.check_room(wanted)
+    return wanted
+
+
+def _answer(service: Service, wanted: Sampling, job: Job, form: type[ChatForm] | type[TextForm]) -> Answer:
+    made = form(service.name, service.text.pieces, include_usage=wanted.wants_usage)
+    return Answer(service, job, made, stream=bool(wanted.stream), include_usage=wanted.wants_usage)
 
 
 def _add_models(app: FastAPI, service: Service) -> None:

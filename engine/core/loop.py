@@ -24,7 +24,7 @@ from engine.config import EngineConfig
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.geometry import kv_groups, read_geometry
 from engine.lifeline import BootArgs, Lifeline, Ready, fail
-from engine.plan import Phase, StepPlan, StepResult, decode_result, encode_plan
+from engine.plan import DEPTH, Phase, StepPlan, StepResult, decode_result, encode_plan
 from engine.protocol import (
     Abort,
     Control,
@@ -37,7 +37,6 @@ from engine.protocol import (
     frame,
 )
 
-DEPTH = 2
 MAX_UNSENT = 64 << 20
 _CLIENT = 0
 

@@ -182,7 +182,7 @@ class Scheduler:
 
     def _release_dead(self, sequence: Sequence, plan: StepPlan) -> None:
         """Give back the pages before the window of the next position to run."""
-        if sequence.exhausted and not sequence.prefilling:
+        if sequence.exhausted:
             return
         for pool, run in zip(self.pools, sequence.runs, strict=True):
             first = pool.group.pages_for(sequence.scheduled, sequence.scheduled + 1).start
@@ -206,7 +206,7 @@ class Scheduler:
         """Pages for the next position, held. Most positions need no work: their page is held and nothing leaves the window."""
         if sequence.scheduled < sequence.quiet:
             return True
-        if not self._make_room(sequence, sequence.scheduled + 1):
+        if not self._make_room(sequence):
             return False
         self._hold(sequence, sequence.scheduled + 1, plan)
         sequence.quiet = min(map(_quiet_before, self.pools, sequence.runs))
@@ -217,7 +217,7 @@ class Scheduler:
         if wanted < 1:
             return
         size = self._fitting(sequence, wanted, headroom=len(self.running) - 1) or self._fitting(sequence, wanted)
-        if not size and self._make_room(sequence, sequence.scheduled + 1):
+        if not size and self._make_room(sequence):
             size = 1
         if size:
             self._chunk(sequence, size, draft)
@@ -234,14 +234,6 @@ class Scheduler:
 
     # -- pages
 
-    def _shortage(self, sequence: Sequence, end: int, headroom: int = 0) -> bool:
-        """True when some group lacks the pages for positions up to `end`, leaving `headroom` free."""
-        for pool, run in zip(self.pools, sequence.runs, strict=True):
-            missing = run.missing(-(-end // pool.group.page))
-            if missing and missing + headroom > pool.free:
-                return True
-        return False
-
     def _fitting(self, sequence: Sequence, wanted: int, headroom: int = 0) -> int:
         """The largest chunk up to `wanted` that the free pages allow; 0 when not even one token fits."""
         start = sequence.scheduled
@@ -251,9 +243,9 @@ class Scheduler:
             room = min(room, held - start)
         return max(0, room)
 
-    def _make_room(self, sequence: Sequence, end: int) -> bool:
-        """Preempt younger sequences, youngest first, until positions up to `end` have pages; False if that is not enough."""
-        while self._shortage(sequence, end):
+    def _make_room(self, sequence: Sequence) -> bool:
+        """Preempt younger sequences, youngest first, until the next position has pages; False if that is not enough."""
+        while not self._fitting(sequence, 1):
             youngest = self.running[-1]
             if youngest is sequence:
                 return False
@@ -358,7 +350,7 @@ class Scheduler:
     def _finish(self, sequence: Sequence, token: int) -> FinishReason | None:
         params = sequence.params
         generated = len(sequence.tokens) - sequence.prompt
-        if token in params.stop_ids and not params.ignore_eos and generated > params.min_tokens:
+        if token in params.stop_ids and generated > params.min_tokens:
             return FinishReason.stop
         return FinishReason.length if len(sequence.tokens) >= sequence.limit else None
 

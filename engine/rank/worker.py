@@ -22,7 +22,7 @@ from engine.channel import RingReader, RingWriter, Waiter, map_shared
 from engine.config import EngineConfig
 from engine.geometry import Geometry, kv_groups, read_geometry
 from engine.lifeline import BootArgs, Lifeline, Loaded, Ready, fail
-from engine.plan import Phase, StepResult, decode_plan, encode_result
+from engine.plan import DEPTH, Phase, StepResult, decode_plan, encode_result
 from engine.rank import weights
 from engine.rank.attention import attention_backend
 from engine.rank.kv import GroupCache, KVCache
@@ -31,7 +31,6 @@ from engine.rank.parallel import Parallel, connect, self_check
 from engine.rank.runner import Launched, Runner
 from kernels.allreduce import MappedCollectives
 
-DEPTH = 2
 CPU_KV_BYTES = 1 << 30  # of a whole group, where the device is the machine's own memory
 IDLE_S = 200e-6
 

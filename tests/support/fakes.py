@@ -110,7 +110,7 @@ def count_up(prompt: list[int], params: SamplingParams) -> Iterable[int]:
 class FakeEngineClient:
     """`generate`, `abort` and `health` without an engine: `answer(prompt, params)` gives the token ids, one an Output.
 
-    Ends by `stop_ids` (unless ignore_eos) or max_tokens as the core does. `requests` and `aborted` record what was asked;
+    Ends by `stop_ids` or max_tokens as the core does. `requests` and `aborted` record what was asked;
     `refuse` set: every request is refused with that sentence. `step_s` is slept before each token.
     """
 
@@ -140,7 +140,7 @@ class FakeEngineClient:
     async def _feed(self, stream: Stream, tokens: Iterable[int], params: SamplingParams) -> None:
         for count, token in enumerate(tokens, 1):
             await asyncio.sleep(self._step_s)
-            stopped = token in params.stop_ids and not params.ignore_eos and count > params.min_tokens
+            stopped = token in params.stop_ids and count > params.min_tokens
             full = count >= params.max_tokens
             finish = FinishReason.stop if stopped else FinishReason.length if full else None
             stream.push(Output(id=stream.id, tokens=[token], finish=finish))
