@@ -29,6 +29,7 @@ _TEXT = (
     "place case week company system program question work number night point home water room mother area money story fact month"
 )
 _WORDS = _TEXT.split()
+_PROBES = (4, 36)  # words of the two first requests
 _TICK_S = 0.02
 
 
@@ -133,7 +134,7 @@ async def calibrate(client: httpx.AsyncClient, target: Target, seed: int) -> Sca
     ConfigError when the endpoint does not answer them, with what it said.
     """
     rng, found = np.random.default_rng(seed), []
-    for words in (8, 72):
+    for words in _PROBES:
         record = Record(0, 1, time.perf_counter())
         await ask(client, target, record, text(rng, words))
         if record.end != "finished":
@@ -141,8 +142,8 @@ async def calibrate(client: httpx.AsyncClient, target: Target, seed: int) -> Sca
         if not record.prompt_tokens:
             raise ConfigError(f"{target.address} reports no usage: its prompt and output tokens cannot be counted")
         found.append(record.prompt_tokens)
-    per_word = max((found[1] - found[0]) / 64, 1e-3)
-    return Scale(found[0] - 8 * per_word, per_word)
+    per_word = max((found[1] - found[0]) / (_PROBES[1] - _PROBES[0]), 1e-3)
+    return Scale(found[0] - _PROBES[0] * per_word, per_word)
 
 
 class Load:

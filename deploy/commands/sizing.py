@@ -81,7 +81,8 @@ class Sizing:
 
 
 def _holds(group: KVGroup, pages: int, tokens: int) -> int:
-    return (pages - 1) // group.worst_pages(tokens)
+    """The last token of a sequence is never computed on, so it needs no page."""
+    return (pages - 1) // group.worst_pages(max(1, tokens - 1))
 
 
 def shape_of(model: str) -> Shape | None:
