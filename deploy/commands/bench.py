@@ -27,6 +27,8 @@ every answer is as long as asked (ignore_eos), unless --eos.
   quartet bench --url https://host/v1 --model NAME --api-key KEY --no-stream --json
   quartet bench --metrics http://127.0.0.1:9464/metrics            also: do the server's counters agree?
 
+--metrics wants every replica (an http_sd list) and no other client beside this one; the API's address finds one replica only.
+
 times: first token: sent to the first text. Per output token: first to last text, over the tokens behind the first, one value a
 request. Between events: gaps inside streams. Tokens are those of the server's usage.
 conservation: sent = finished + refused + failed + cut + timeout + unreachable + cancelled, every request exactly once.
@@ -157,21 +159,21 @@ async def _levels(
 
 async def _measured(load: Any, level: "Level", exporter: str | None) -> dict[str, Any]:
     """Run a level; with an exporter, between two scrapes."""
-    import asyncio
-
+    from deploy.commands.scrape import find
     from deploy.commands.summary import against_server, summary
 
     if exporter is None:
         return summary(level, await load.run(level))
-    before = await asyncio.to_thread(_counters, exporter)
+    urls = find(exporter)  # once: behind one address there may be several replicas, and the next answer another one's
+    before = _counters(urls)
     ledger = await load.run(level)
-    return {**summary(level, ledger), "server": against_server(ledger, before, await asyncio.to_thread(_counters, exporter))}
+    return {**summary(level, ledger), "server": against_server(ledger, before, _counters(urls))}
 
 
-def _counters(exporter: str) -> dict[str, float]:
-    from deploy.commands.scrape import find, scrape
+def _counters(urls: list[str]) -> dict[str, float]:
+    from deploy.commands.scrape import scrape
 
-    now = scrape(find(exporter))
+    now = scrape(urls)
     return {"received": now.total(RECEIVED) or 0.0, "generated": now.total(GENERATED) or 0.0}
 
 

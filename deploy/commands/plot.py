@@ -60,8 +60,11 @@ def _trade(axes: "Axes", runs: list[tuple[str, Ledger, dict[str, Any]]]) -> None
             axes.plot(*zip(*points, strict=True), marker="o", label=f"first token, {share}")
     for label, _, found in runs:
         if found["ttft"]:
-            axes.annotate(label, (found["output_tokens_per_s"], 1000 * found["ttft"]["p99"]), fontsize="x-small")
+            point = (found["output_tokens_per_s"], 1000 * found["ttft"]["p99"])
+            axes.annotate(label, point, (0, 7), textcoords="offset points", ha="center", fontsize="x-small")
     axes.set(title="what throughput costs", xlabel="output tokens a second", ylabel="ms")
+    axes.margins(0.15)
+    axes.set_ylim(bottom=0)
     axes.grid(visible=True, alpha=0.3)
     if axes.get_lines():
         axes.legend(fontsize="small")
