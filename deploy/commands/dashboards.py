@@ -12,7 +12,7 @@ from deploy.commands.show import NO, OK, Part, Subparsers, Table, command, emit
 from engine.errors import ConfigError
 
 FOLDER = Path(__file__).resolve().parents[2] / "dashboards"
-BUILDER = "dashboards.boards"
+BUILDERS = ("dashboards.boards", "dashboards.alerts")  # modules that write what is committed, when run
 KINDS = {
     "*.json": "board",
     "*alert*.yaml": "rules",
@@ -26,7 +26,7 @@ TEACH = """\
 Boards are code, committed as JSON that any Grafana imports ($datasource chooses the Prometheus); rules are Prometheus' own.
 
   quartet dashboards               what there is, and where
-  quartet dashboards --build       write the boards anew: python -m dashboards.boards
+  quartet dashboards --build       write boards and rules anew, as `make dashboards` does
   quartet dashboards --json
 
 exit codes: 0 as asked; 1 this checkout has no boards; 2 they cannot be built here"""
@@ -35,14 +35,14 @@ exit codes: 0 as asked; 1 this checkout has no boards; 2 they cannot be built he
 def register(commands: Subparsers) -> None:
     """Adds the subcommand."""
     parser = command(commands, "dashboards", "where boards and alerts are; builds them", TEACH)
-    parser.add_argument("--build", action="store_true", help="write the boards anew, then list them")
+    parser.add_argument("--build", action="store_true", help="write them anew, then list them")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Builds if asked, and lists."""
-    if args.build:
-        build()
+    for builder in BUILDERS if args.build else ():
+        build(builder)
     found = listed(FOLDER)
     rows = [(each["kind"], each["path"], each["what"]) for each in found]
     parts: list[Part] = [Table("", ("kind", "file", "what it holds"), rows)]
@@ -52,10 +52,10 @@ def run(args: argparse.Namespace) -> int:
     return OK if boards else NO
 
 
-def build(builder: str = BUILDER) -> None:
-    """Runs `python -m dashboards.boards`. ConfigError when this checkout has none, or with the last thing it said."""
+def build(builder: str) -> None:
+    """Runs `python -m <builder>`. ConfigError when this checkout has none, or with the last thing it said."""
     if importlib.util.find_spec(builder) is None:
-        raise ConfigError(f"dashboards: this checkout has no {builder}, which would build the boards")
+        raise ConfigError(f"dashboards: this checkout has no {builder}, which would write boards or rules")
     done = subprocess.run([sys.executable, "-m", builder], cwd=FOLDER.parent, capture_output=True, text=True, check=False)
     if done.returncode:
         said = (done.stderr.strip() or done.stdout.strip() or "no reason given").splitlines()
