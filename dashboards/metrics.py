@@ -1,63 +1,288 @@
-"""The one table of metrics: name, kind, unit, labels, help. The exporter registers what stands here and nothing else.
+"""The one table of metrics: name, kind, unit, labels, buckets, and a help that says between which two moments a clock runs.
 
-Buckets resolve what Gemma 4 does: 2 to 40 ms per output token. TTFT begins where `generate` was called (engine/events.py).
+    ENGINE   one target a replica: its exporter registers what stands here and nothing else
+    FLEET    one target a cluster: what the discovery endpoint knows, and a dead replica cannot say any more
+    RETIRED  of FLEET: each counter of ENGINE once more, summed over the replicas that are gone
+
+Labels that say who is scraped (`TARGET_LABELS`) come from service discovery and stand on no row of ENGINE. Buckets resolve what
+Gemma 4 does, 2 to 40 ms a token, and contain every bound that vLLM has, so that its dashboards' `le=` selectors hit.
+Clock points are those of engine/events.py: submitted, scheduled, first, last, ended; all on the replica's monotonic clock.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["counter", "gauge", "histogram"]
+Unit = Literal["seconds", "tokens", "requests", "steps", "pages", "ratio", "bytes", "ranks", "replicas", "info"]
+
+TARGET_LABELS = ("application", "deployment", "replica", "node", "model")
+OUTCOMES = ("stop", "length", "client_gone", "deadline", "slow_reader", "refused", "error", "dead")
+CAUSES = ("killed", "failed", "unscheduled", "rank_stalled", "core_stalled", "raylet", "vanished", "other")
+SLOS = ("ttft", "tpot")
+VERDICTS = ("good", "bad")
+CORE_ENDS = ("finished", "refused", "aborted", "failed")
 
 TTFT_BUCKETS = (
-    0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2,
-    0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 60.0,
+    0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.25, 0.35, 0.5, 0.75,
+    1.0, 1.5, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
 )  # fmt: skip
 TPOT_BUCKETS = (
-    0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01, 0.012, 0.015, 0.02, 0.025, 0.03, 0.035, 0.04,
-    0.05, 0.06, 0.08, 0.1, 0.15, 0.2, 0.5, 1.0,
+    0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01, 0.0125, 0.015, 0.02, 0.025, 0.03, 0.035, 0.04, 0.05, 0.06, 0.075,
+    0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
 )  # fmt: skip
-E2E_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-LENGTH_BUCKETS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144)
+E2E_BUCKETS = (
+    0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
+    120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
+)  # fmt: skip
+PHASE_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, *E2E_BUCKETS)
+STEP_BUCKETS = (
+    0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01, 0.0125, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075,
+    0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0,
+)  # fmt: skip
+LENGTH_BUCKETS = (
+    1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000,
+)  # fmt: skip
+STEP_TOKENS_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One row. Counters are exposed with `_total` behind their name, as Prometheus asks."""
+    """One row. `name` is what a query says: counters end in `_total`, histograms are asked as `<name>_bucket`, `_sum`, `_count`."""
 
     name: str
     kind: Kind
+    unit: Unit
     help: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
 
+    @property
+    def stem(self) -> str:
+        """The name without a counter's `_total`, as prometheus-client wants it."""
+        return self.name.removesuffix("_total") if self.kind == "counter" else self.name
 
-METRICS: tuple[Metric, ...] = (
-    Metric("quartet_time_to_first_token_seconds", "histogram", "From submission to the first token.", buckets=TTFT_BUCKETS),
+
+_LATENCY = (
+    Metric(
+        "quartet_time_to_first_token_seconds",
+        "histogram",
+        "seconds",
+        "From submission (the prompt is tokenized, the request is written to the core) to the arrival of its first token in the"
+        " replica; queue and prefill included, tokenizing and the network not. One observation a request that got a token.",
+        buckets=TTFT_BUCKETS,
+    ),
     Metric(
         "quartet_time_per_output_token_seconds",
         "histogram",
-        "Mean time between the tokens of one request, the first token excluded; one observation a request.",
+        "seconds",
+        "(last token - first token) / (tokens - 1) of a request, by arrival in the replica. One observation a request that ended"
+        " with two tokens or more, however it ended.",
         buckets=TPOT_BUCKETS,
     ),
-    Metric("quartet_inter_token_seconds", "histogram", "Between two outputs of one stream.", buckets=TPOT_BUCKETS),
-    Metric("quartet_request_seconds", "histogram", "From submission to the end of a request.", buckets=E2E_BUCKETS),
-    Metric("quartet_request_prompt_tokens", "histogram", "Prompt tokens of a request.", buckets=LENGTH_BUCKETS),
-    Metric("quartet_request_generation_tokens", "histogram", "Tokens generated for a request.", buckets=LENGTH_BUCKETS),
-    Metric("quartet_prompt_tokens", "counter", "Prompt tokens of all submitted requests."),
-    Metric("quartet_generation_tokens", "counter", "Tokens that reached the replica."),
-    Metric("quartet_requests_received", "counter", "Requests submitted to the engine."),
-    Metric("quartet_requests", "counter", "Requests that ended, by how.", ("outcome",)),
-    Metric("quartet_requests_running", "gauge", "Sequences that hold a slot."),
-    Metric("quartet_requests_waiting", "gauge", "Sequences that wait for a slot or for pages."),
-    Metric("quartet_waiting_tokens", "gauge", "Tokens to compute before the waiting sequences can decode."),
-    Metric("quartet_preemptions", "gauge", "Sequences put back to be recomputed, since boot."),
-    Metric("quartet_engine_steps", "gauge", "Steps since boot."),
-    Metric("quartet_engine_prefill_tokens", "gauge", "Tokens computed in prefill since boot, recomputation included."),
-    Metric("quartet_engine_decode_tokens", "gauge", "Tokens computed in decode since boot."),
-    Metric("quartet_kv_pages", "gauge", "Pages of a KV group, the null page excluded.", ("group",)),
-    Metric("quartet_kv_pages_used", "gauge", "Pages of a KV group that are held.", ("group",)),
-    Metric("quartet_engine_up", "gauge", "1 while the group lives."),
-    Metric("quartet_build_info", "gauge", "Always 1; what runs here.", ("model", "build", "attention", "tp")),
+    Metric(
+        "quartet_inter_token_latency_seconds",
+        "histogram",
+        "seconds",
+        "Between two outputs of one stream as they arrive in the replica, divided by the tokens of the later one. One observation"
+        " an output but the first.",
+        buckets=TPOT_BUCKETS,
+    ),
+    Metric(
+        "quartet_e2e_request_latency_seconds",
+        "histogram",
+        "seconds",
+        "From submission to the end of a request that was completed (outcome stop or length).",
+        buckets=E2E_BUCKETS,
+    ),
+    Metric(
+        "quartet_request_queue_time_seconds",
+        "histogram",
+        "seconds",
+        "From submission to the first report of the core that has the request scheduled: late by up to one step, never early. One"
+        " observation a request that was scheduled.",
+        buckets=PHASE_BUCKETS,
+    ),
+    Metric(
+        "quartet_request_prefill_time_seconds",
+        "histogram",
+        "seconds",
+        "From first scheduled to first token, recomputation after a preemption included. One observation a request with a token.",
+        buckets=PHASE_BUCKETS,
+    ),
+    Metric(
+        "quartet_request_decode_time_seconds",
+        "histogram",
+        "seconds",
+        "From the first to the last token of a request that was completed.",
+        buckets=PHASE_BUCKETS,
+    ),
+    Metric(
+        "quartet_request_inference_time_seconds",
+        "histogram",
+        "seconds",
+        "From first scheduled to the last token of a request that was completed.",
+        buckets=PHASE_BUCKETS,
+    ),
 )
 
-OUTCOMES = ("stop", "length", "client_gone", "deadline", "slow_reader", "refused", "error", "dead")
+_REQUESTS = (
+    Metric("quartet_requests_received_total", "counter", "requests", "Requests submitted to the engine (choices, not HTTP calls)."),
+    Metric(
+        "quartet_requests_total",
+        "counter",
+        "requests",
+        "Requests that ended, by how: exactly one end a received request. dead: the group ended under it. stop: a stop string too.",
+        ("outcome",),
+    ),
+    Metric(
+        "quartet_requests_lost_total",
+        "counter",
+        "requests",
+        "Requests that their group's end took along (outcome dead); each was told so by an error event,"
+        " unless the replica died too.",
+    ),
+    Metric(
+        "quartet_requests_in_flight",
+        "gauge",
+        "requests",
+        "Requests without an end, read at the scrape from the front's own book. received - sum(requests) - in_flight is 0, or one is"
+        " lost.",
+    ),
+    Metric(
+        "quartet_core_requests_received_total", "counter", "requests", "Requests that the core has read, as its last report says."
+    ),
+    Metric(
+        "quartet_core_requests_total",
+        "counter",
+        "requests",
+        "Requests on which the core has said its last word, as its last report says.",
+        ("end",),
+    ),
+    Metric(
+        "quartet_slo_requests_total",
+        "counter",
+        "requests",
+        "Requests judged against an objective. ttft: good at the first token within it, bad at a later one, or at an end without a"
+        " token that was ours (error, dead, deadline) or came after the objective; refusals are not judged. tpot: judged at the end,"
+        " with two tokens or more.",
+        ("slo", "verdict"),
+    ),
+    Metric("quartet_slo_objective_seconds", "gauge", "seconds", "The objective, as set.", ("slo",)),
+    Metric("quartet_request_prompt_tokens", "histogram", "tokens", "Prompt tokens of a submitted request.", buckets=LENGTH_BUCKETS),
+    Metric(
+        "quartet_request_generation_tokens",
+        "histogram",
+        "tokens",
+        "Tokens that an ended request got, however it ended.",
+        buckets=LENGTH_BUCKETS,
+    ),
+    Metric("quartet_prompt_tokens_total", "counter", "tokens", "Prompt tokens of all submitted requests."),
+    Metric("quartet_generation_tokens_total", "counter", "tokens", "Tokens that arrived in the replica, for who still wanted them."),
+)
+
+_SCHEDULER = (
+    Metric("quartet_requests_running", "gauge", "requests", "Sequences that hold a slot, after the step last reported."),
+    Metric("quartet_requests_waiting", "gauge", "requests", "Sequences that wait for a slot or for pages, preempted ones too."),
+    Metric("quartet_waiting_tokens", "gauge", "tokens", "Tokens to compute before the waiting sequences can decode."),
+    Metric("quartet_engine_slots", "gauge", "requests", "Sequences that may run at once (max_seqs)."),
+    Metric("quartet_preemptions_total", "counter", "requests", "Times a sequence was put back, to be recomputed."),
+    Metric("quartet_engine_steps_total", "counter", "steps", "Steps scheduled."),
+    Metric("quartet_engine_prefill_tokens_total", "counter", "tokens", "Tokens computed in prefill, recomputation included."),
+    Metric("quartet_engine_decode_tokens_total", "counter", "tokens", "Tokens computed in decode, surplus ones included."),
+    Metric(
+        "quartet_engine_step_seconds",
+        "histogram",
+        "seconds",
+        "Between two reports of the core that both had work, divided by the steps between them: what a step takes, wall clock.",
+        buckets=STEP_BUCKETS,
+    ),
+    Metric(
+        "quartet_engine_step_tokens",
+        "histogram",
+        "tokens",
+        "Tokens computed between two reports of the core, divided by the steps between them.",
+        buckets=STEP_TOKENS_BUCKETS,
+    ),
+    Metric("quartet_kv_pages", "gauge", "pages", "Pages of a KV group (sliding, full layers), without the null page.", ("group",)),
+    Metric("quartet_kv_pages_used", "gauge", "pages", "Pages of a KV group that are held.", ("group",)),
+    Metric("quartet_kv_usage_ratio", "gauge", "ratio", "Used of all pages of a KV group, 0 to 1.", ("group",)),
+    Metric("quartet_kv_cache_usage_ratio", "gauge", "ratio", "The fuller KV group's usage, 0 to 1: the pool that binds."),
+    Metric("quartet_kv_page_tokens", "gauge", "tokens", "Tokens a page holds."),
+)
+
+_RANKS = (
+    Metric("quartet_rank_up", "gauge", "ranks", "1 while the process lives: of each rank, and of the core.", ("rank",)),
+    Metric(
+        "quartet_rank_stall_seconds",
+        "gauge",
+        "seconds",
+        "How long the process has owed a step without progress, at the scrape; 0 while it owes none. At the bound"
+        " (quartet_engine_bound_seconds, bound step) the group is ended: a hung rank shows here before.",
+        ("rank",),
+    ),
+    Metric(
+        "quartet_rank_progress_age_seconds",
+        "gauge",
+        "seconds",
+        "Since a step was last launched or finished there, at the scrape; grows while the engine idles.",
+        ("rank",),
+    ),
+    Metric(
+        "quartet_rank_heartbeat_age_seconds",
+        "gauge",
+        "seconds",
+        "Since its lifeline thread last ran, at the scrape; at the bound (bound heartbeat) the group is ended.",
+        ("rank",),
+    ),
+    Metric("quartet_rank_steps_total", "counter", "steps", "Steps it has finished.", ("rank",)),
+    Metric("quartet_rank_step_seconds", "gauge", "seconds", "Wall time of the last step on a rank, as it measured it.", ("rank",)),
+    Metric("quartet_rank_memory_bytes", "gauge", "bytes", "Memory it reported at its last change of phase.", ("rank",)),
+    Metric("quartet_engine_bound_seconds", "gauge", "seconds", "After how long a lack of progress ends the group.", ("bound",)),
+)
+
+_ENGINE = (
+    Metric("quartet_engine_up", "gauge", "replicas", "1 while the group lives."),
+    Metric("quartet_engine_ranks", "gauge", "ranks", "Ranks of the group: GPUs in use, on GPUs."),
+    Metric("quartet_engine_boot_seconds", "gauge", "seconds", "From spawn to ready."),
+    Metric("quartet_engine_start_time_seconds", "gauge", "seconds", "When the exporter opened, Unix time."),
+    Metric("quartet_build_info", "gauge", "info", "Always 1; what runs here.", ("model_name", "build", "attention", "tp")),
+)
+
+ENGINE: tuple[Metric, ...] = (*_LATENCY, *_REQUESTS, *_SCHEDULER, *_RANKS, *_ENGINE)
+METRICS = ENGINE
+
+
+def retired(row: Metric) -> Metric:
+    """The sibling in which a counter of ENGINE lives on when its replica is gone."""
+    return Metric(
+        row.name.replace("quartet_", "quartet_retired_", 1),
+        "counter",
+        row.unit,
+        f"{row.name}, last known counts of the replicas that are gone, summed: add it to the living ones for all-time totals.",
+        ("application", "deployment", *(label for label in row.labels if label != "rank")),
+    )
+
+
+RETIRED: dict[str, Metric] = {row.name: retired(row) for row in ENGINE if row.kind == "counter" and "rank" not in row.labels}
+
+FLEET: tuple[Metric, ...] = (
+    Metric("quartet_groups", "gauge", "replicas", "Replicas registered and heard of lately.", ("application", "deployment")),
+    Metric(
+        "quartet_group_up",
+        "gauge",
+        "replicas",
+        "1 while the replica is registered and heard of; 0 once it is silent or gone, for ten minutes more.",
+        ("application", "deployment", "replica", "node", "model"),
+    ),
+    Metric(
+        "quartet_group_restarts_total",
+        "counter",
+        "replicas",
+        "Groups that ended without having been asked to, by cause: killed, failed (a process, by a signal or an exit), unscheduled"
+        " (no heartbeat), rank_stalled, core_stalled (no progress), raylet (the node's Ray), vanished (the replica said nothing).",
+        ("application", "deployment", "cause"),
+    ),
+    Metric("quartet_groups_drained_total", "counter", "replicas", "Replicas that left in order.", ("application", "deployment")),
+    Metric("quartet_discovery_start_time_seconds", "gauge", "seconds", "When the discovery endpoint started, Unix time."),
+    *RETIRED.values(),
+)
