@@ -3,6 +3,7 @@
 #   make serve [CONFIG=deploy/gemma4.yaml]   install if needed, then serve on 127.0.0.1:8000; Ctrl-C or SIGTERM drains
 #   make test | test-full                    the tiers pure, cpu and serve without the slow tests | everything that this machine can run
 #   make lint | bench | clean                ruff, mypy and sizes | benchmarks | remove what the tools leave behind (not .venv)
+#   make dashboards | pictures               writes dashboards/*.json and alerts.yaml from code | draws them from a rehearsal
 #   make install-gpu                         adds the extra [gpu]
 #
 # PYTHON (3.11 or 3.12) makes the virtual environment; pip's own settings decide where packages, and so torch's build, come from.
@@ -17,11 +18,12 @@ BIN := $(VENV)/bin
 
 # A stamp a set of extras. While it is newer than the two files that say what to install, nothing asks pip.
 EXTRAS-serve :=
-EXTRAS-test := [test]
-EXTRAS-lint := [lint,test]
+EXTRAS-test := [test,dashboards]
+EXTRAS-lint := [lint,test,dashboards]
+EXTRAS-dashboards := [dashboards]
 EXTRAS-gpu := [gpu]
 
-.PHONY: serve test test-full lint bench clean install-gpu
+.PHONY: serve test test-full lint bench clean install-gpu dashboards pictures
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -42,6 +44,13 @@ lint: $(VENV)/.installed-lint
 
 bench: $(VENV)/.installed-test
 	$(BIN)/python -m tests.bench.run
+
+dashboards: $(VENV)/.installed-dashboards
+	$(BIN)/python -m dashboards.boards
+	$(BIN)/python -m dashboards.alerts
+
+pictures: $(VENV)/.installed-test
+	$(BIN)/python -m tests.support.rehearsal dashboards/pictures
 
 install-gpu: $(VENV)/.installed-gpu
 

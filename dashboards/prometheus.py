@@ -1,0 +1,181 @@
+"""A Prometheus: asking one over HTTP, and running one of our own in a temporary folder, bound to loopback.
+
+The binary is the distribution's (`apt-get install prometheus`); nothing is downloaded.
+"""
+
+import json
+import math
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from engine.errors import ConfigError
+
+READY_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line of an answer: labels, and (unix time, value) points; NaN and infinities kept."""
+
+    labels: Mapping[str, str]
+    points: tuple[tuple[float, float], ...]
+
+    @property
+    def last(self) -> float:
+        """The newest value."""
+        return self.points[-1][1]
+
+    def named(self, legend: str) -> str:
+        """Grafana's `{{label}}` form filled in."""
+        for label, value in self.labels.items():
+            legend = legend.replace(f"{{{{{label}}}}}", value)
+        return legend
+
+
+def finite(answer: Sequence[Series]) -> bool:
+    """Whether there is an answer, and all of it numbers."""
+    return bool(answer) and all(math.isfinite(value) for series in answer for _, value in series.points)
+
+
+@dataclass(frozen=True)
+class Api:
+    """Prometheus' HTTP API at `url`. Every call raises ConfigError when it refuses the query or does not answer."""
+
+    url: str
+    timeout_s: float = 10.0
+
+    def ask(self, expr: str, at: float | None = None) -> tuple[Series, ...]:
+        """An instant query; `at` is unix time, None: now."""
+        data = self._get("query", {"query": expr} | ({} if at is None else {"time": f"{at:.3f}"}))
+        if data["resultType"] == "scalar":
+            return (Series({}, (_point(data["result"]),)),)
+        return tuple(Series(item["metric"], (_point(item["value"]),)) for item in data["result"])
+
+    def ask_range(self, expr: str, start: float, end: float, step: float) -> tuple[Series, ...]:
+        """A range query; unix times and seconds."""
+        wanted = {"query": expr, "start": f"{start:.3f}", "end": f"{end:.3f}", "step": f"{step:.3f}"}
+        return tuple(
+            Series(item["metric"], tuple(map(_point, item["values"]))) for item in self._get("query_range", wanted)["result"]
+        )
+
+    def targets(self) -> list[dict[str, Any]]:
+        """The targets that are scraped now."""
+        return list(self._get("targets", {"state": "active"})["activeTargets"])
+
+    def rules(self) -> list[dict[str, Any]]:
+        """Every rule with its health, last error and, for alerts, state."""
+        return [rule for group in self._get("rules", {})["groups"] for rule in group["rules"]]
+
+    def _get(self, what: str, wanted: Mapping[str, str]) -> Any:
+        url = f"{self.url.rstrip('/')}/api/v1/{what}?{urllib.parse.urlencode(wanted)}"
+        try:
+            with urllib.request.urlopen(url, timeout=self.timeout_s) as reply:  # noqa: S310 - the operator named the address
+                return json.load(reply)["data"]
+        except urllib.error.HTTPError as error:
+            raise ConfigError(f"{self.url} refuses {wanted.get('query', what)}: {error.read().decode()[:500]}") from error
+        except OSError as error:
+            raise ConfigError(f"no Prometheus answers at {self.url}: {error}") from error
+
+
+class Prometheus:
+    """A Prometheus of ours while the `with` lasts: `scrapes` are its scrape_configs, `rules` a rules file."""
+
+    def __init__(self, scrapes: Sequence[Mapping[str, Any]], rules: Path | None = None, interval_s: int = 1, port: int = 0) -> None:
+        self._binary = shutil.which("prometheus")
+        if self._binary is None:
+            raise ConfigError("no `prometheus` on the PATH: on Debian and Ubuntu, `apt-get install prometheus`")
+        self._folder = tempfile.TemporaryDirectory(prefix="quartet-prometheus-")
+        self._port = port or _free_port()
+        self._config = {
+            "global": {
+                "scrape_interval": f"{interval_s}s",
+                "scrape_timeout": f"{interval_s}s",
+                "evaluation_interval": f"{interval_s}s",
+            },
+            "rule_files": [str(rules.resolve())] if rules else [],
+            "scrape_configs": [itself(self._port), *scrapes],
+        }
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def api(self) -> Api:
+        """How to ask it."""
+        return Api(f"http://127.0.0.1:{self._port}")
+
+    def __enter__(self) -> Self:
+        assert self._binary is not None
+        folder = Path(self._folder.name)
+        (folder / "prometheus.yml").write_text(json.dumps(self._config))  # JSON is YAML
+        with (folder / "log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [
+                    self._binary,
+                    f"--config.file={folder / 'prometheus.yml'}",
+                    f"--storage.tsdb.path={folder / 'data'}",
+                    f"--web.listen-address=127.0.0.1:{self._port}",
+                ],
+                stdout=log,
+                stderr=log,
+            )
+        try:
+            self._wait_ready()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process and remove its folder; idempotent."""
+        if self._process is not None:
+            self._process.terminate()
+            try:
+                self._process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._process = None
+        self._folder.cleanup()
+
+    def _wait_ready(self) -> None:
+        assert self._process is not None
+        end = time.monotonic() + READY_TIMEOUT_S
+        while time.monotonic() < end:
+            if self._process.poll() is not None:
+                break
+            try:
+                with urllib.request.urlopen(f"{self.api.url}/-/ready", timeout=1):  # noqa: S310 - our own
+                    return
+            except OSError:
+                time.sleep(0.1)
+        log = (Path(self._folder.name) / "log").read_text(errors="replace")
+        raise ConfigError(f"Prometheus did not become ready: {log[-800:]}")
+
+
+def itself(port: int) -> dict[str, Any]:
+    """The scrape of its own figures, which has those of service discovery."""
+    return {"job_name": "prometheus", "static_configs": [{"targets": [f"127.0.0.1:{port}"]}]}
+
+
+def _point(pair: Sequence[Any]) -> tuple[float, float]:
+    return float(pair[0]), float(pair[1])
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,217 @@
+"""The rules: the committed file is what the code writes, promtool accepts it, and each alert fires when it must and only then."""
+
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dashboards.alerts import ALERTS, FILE, RECORDS, document
+from tests.support.promcheck import complaints, names
+
+pytestmark = pytest.mark.pure
+
+needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not here: apt-get install prometheus")
+
+PLACE = 'application="quartet",deployment="gemma"'
+ON = f'{PLACE},replica="r1",job="quartet",instance="10.0.0.1:1"'
+MINUTES_OF_DAY = 480
+
+
+def slo(slo: str, good: int, bad: int, until: int = MINUTES_OF_DAY) -> dict[str, str]:
+    """Requests judged each minute; after `until` minutes none is bad any more."""
+    last = bad * until
+    still = f" {last}x{MINUTES_OF_DAY - until}" if until < MINUTES_OF_DAY else ""
+    return {
+        f'quartet_slo_requests_total{{{ON},slo="{slo}",verdict="good"}}': f"0+{good}x{MINUTES_OF_DAY}",
+        f'quartet_slo_requests_total{{{ON},slo="{slo}",verdict="bad"}}': f"0+{bad}x{until}{still}",
+    }
+
+
+def book(received: int, ended: int, in_flight: int) -> dict[str, str]:
+    return {
+        f"quartet_requests_received_total{{{ON}}}": f"{received}x20",
+        f'quartet_requests_total{{{ON},outcome="stop"}}': f"{ended}x20",
+        f"quartet_requests_in_flight{{{ON}}}": f"{in_flight}x20",
+    }
+
+
+@dataclass(frozen=True)
+class Case:
+    """At minute `at`, with these series a minute apart, `alert` fires so many times."""
+
+    alert: str
+    series: dict[str, str]
+    at: str
+    fires: int
+
+    def expectation(self) -> dict[str, Any]:
+        firing = f'ALERTS{{alertname="{self.alert}",alertstate="firing"}}'
+        samples = [{"labels": "{}", "value": self.fires}] if self.fires else []
+        return {
+            "interval": "1m",
+            "input_series": [{"series": name, "values": values} for name, values in self.series.items()],
+            "promql_expr_test": [{"expr": f"count({firing})", "eval_time": self.at, "exp_samples": samples}],
+        }
+
+
+BOUND = f'quartet_engine_bound_seconds{{{ON},bound="step"}}'
+STALL = f'quartet_rank_stall_seconds{{{ON},rank="%d"}}'
+RESTARTS = f'quartet_group_restarts_total{{{PLACE},cause="killed"}}'
+PREEMPTED, RECEIVED = f"quartet_preemptions_total{{{ON}}}", f"quartet_requests_received_total{{{ON}}}"
+WAITING, QUEUE = f"quartet_requests_waiting{{{ON}}}", f"quartet_waiting_tokens{{{ON}}}"
+POOL = f'quartet_kv_usage_ratio{{{ON},group="%s"}}'
+TARGET, GROUPS = f"ray_serve_autoscaling_target_replicas{{{PLACE}}}", f"quartet_groups{{{PLACE}}}"
+DISCOVERY = 'prometheus_sd_http_failures_total{job="prometheus"}'
+
+CASES = (
+    Case("QuartetBudgetBurnsFast", slo("ttft", 80, 20), "70m", 1),
+    Case("QuartetBudgetBurnsFast", slo("ttft", 88, 12), "70m", 0),               # burns at 12: not yet a page
+    Case("QuartetBudgetBurnsFast", slo("tpot", 80, 20, until=60), "70m", 0),     # over: the short window has forgotten
+    Case("QuartetBudgetBurnsSlowly", slo("ttft", 92, 8), "400m", 1),
+    Case("QuartetBudgetBurnsSlowly", slo("ttft", 95, 5), "400m", 0),
+    Case("QuartetEngineDown", {f"quartet_engine_up{{{ON}}}": "1x4 0x10"}, "8m", 1),
+    Case("QuartetEngineDown", {f"quartet_engine_up{{{ON}}}": "1x20"}, "8m", 0),
+    Case("QuartetTargetUnreachable", {f"up{{{ON}}}": "1x4 0x10"}, "8m", 1),
+    Case("QuartetTargetUnreachable", {f"up{{{ON}}}": "1x20", 'up{job="other"}': "0x20"}, "8m", 0),
+    Case("QuartetGroupsMissing", {TARGET: "2x30", GROUPS: "1x30"}, "15m", 1),
+    Case("QuartetGroupsMissing", {TARGET: "2x30", GROUPS: "1x5 2x25"}, "15m", 0),      # it only took a while to boot
+    Case("QuartetRankStalled", {BOUND: "30x10", STALL % 0: "0x10", STALL % 1: "0x4 20x6"}, "6m", 1),
+    Case("QuartetRankStalled", {BOUND: "30x10", STALL % 0: "0x10", STALL % 1: "0x4 10x6"}, "6m", 0),
+    Case("QuartetRestartLoop", {RESTARTS: "0x10 1x5 2x5 3x10"}, "28m", 1),
+    Case("QuartetRestartLoop", {RESTARTS: "0x10 1x5 2x20"}, "28m", 0),
+    Case("QuartetRequestsLost", {f"quartet_requests_lost_total{{{ON}}}": "0x5 7x10"}, "8m", 1),
+    Case("QuartetRequestsLost", {f"quartet_requests_lost_total{{{ON}}}": "7x20"}, "8m", 0),
+    Case("QuartetRequestsUnaccounted", book(100, 90, 9), "10m", 1),
+    Case("QuartetRequestsUnaccounted", book(100, 90, 10), "10m", 0),
+    Case("QuartetQueueGrows", {WAITING: "5x30", QUEUE: "100+50x30"}, "20m", 1),
+    Case("QuartetQueueGrows", {WAITING: "5x30", QUEUE: "1000-10x30"}, "20m", 0),
+    Case("QuartetPoolSaturated", {POOL % "full": "0.99x30", POOL % "sliding": "0.5x30"}, "15m", 1),
+    Case("QuartetPoolSaturated", {POOL % "full": "0.95x30", POOL % "sliding": "0.5x30"}, "15m", 0),
+    Case("QuartetPoolThrashes", {PREEMPTED: "0+30x30", RECEIVED: "0+60x30"}, "15m", 1),
+    Case("QuartetPoolThrashes", {PREEMPTED: "0+3x30", RECEIVED: "0+60x30"}, "15m", 0),
+    Case("QuartetDiscoveryStale", {DISCOVERY: "0+6x30"}, "15m", 1),
+    Case("QuartetDiscoveryStale", {DISCOVERY: "6x30"}, "15m", 0),
+)  # fmt: skip
+
+# What somebody is told: the template is filled in with the labels and the value.
+TOLD = {
+    "interval": "1m",
+    "input_series": [{"series": f"quartet_engine_up{{{ON}}}", "values": "1x4 0x10"}],
+    "alert_rule_test": [
+        {
+            "alertname": "QuartetEngineDown",
+            "eval_time": "8m",
+            "exp_alerts": [
+                {
+                    "exp_labels": {"severity": "page", "application": "quartet", "deployment": "gemma", "replica": "r1"},
+                    "exp_annotations": {
+                        "summary": "r1: its group has ended and the replica still answers scrapes",
+                        "runbook": next(alert.runbook for alert in ALERTS if alert.name == "QuartetEngineDown"),
+                    },
+                }
+            ],
+        }
+    ],
+}
+BURN = {
+    "interval": "1m",
+    "input_series": [{"series": name, "values": values} for name, values in slo("ttft", 80, 20).items()],
+    "promql_expr_test": [
+        {
+            "expr": "quartet:slo_burn:rate1h",
+            "eval_time": "70m",
+            "exp_samples": [
+                {"labels": 'quartet:slo_burn:rate1h{application="quartet",deployment="gemma",slo="ttft"}', "value": 20}
+            ],
+        }
+    ],
+}
+
+
+def promtool(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["promtool", *words], capture_output=True, text=True, timeout=60, check=False)
+
+
+def judged(folder: Path, rules: str, tests: list[dict[str, Any]]) -> subprocess.CompletedProcess[str]:
+    """`promtool test rules` over these rules and tests."""
+    (folder / "rules.yaml").write_text(rules)
+    (folder / "tests.yaml").write_text(yaml.safe_dump({"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": tests}))
+    return promtool("test", "rules", str(folder / "tests.yaml"))
+
+
+def with_alert(name: str, expr: str) -> str:
+    """The rules with one alert asking something else."""
+    rules = yaml.safe_load(document())
+    for rule in rules["groups"][1]["rules"]:
+        if rule["alert"] == name:
+            rule["expr"] = expr
+    return yaml.safe_dump(rules)
+
+
+def test_the_committed_rules_are_what_the_code_writes() -> None:
+    """`make dashboards` changes nothing."""
+    assert FILE.read_text() == document()
+    assert with_alert("QuartetEngineDown", "vector(1)") != document()
+
+
+def test_every_rule_holds_against_the_table() -> None:
+    """Every metric and label of every rule exists, recorded names included, and a recording carries the labels it states."""
+    exprs = {rule.name: rule.expr for rule in RECORDS} | {rule.name: rule.expr for rule in ALERTS}
+    assert [f"{name}: {line}" for name, expr in exprs.items() for line in complaints(expr)] == []
+    for record in RECORDS:
+        told = " ".join(f"{{{{{label}}}}}" for label in set(record.carries) - dict(record.labels).keys())
+        assert complaints(record.expr, told) == [], record.name
+    assert complaints("quartet_engine_down == 0") == ["nothing is called quartet_engine_down"]
+
+
+def test_every_alert_says_what_to_do() -> None:
+    """Names are unique, each has a summary, a runbook and one of two severities, and its templates name labels that it has."""
+    assert len({alert.name for alert in ALERTS}) == len(ALERTS)
+    for alert in ALERTS:
+        assert alert.severity in ("page", "ticket")
+        assert len(alert.runbook) > 40, alert.name
+        named = " ".join(f"{{{{{label}}}}}" for label in re.findall(r"{{ \$labels\.(\w+) }}", alert.summary))
+        assert complaints(alert.expr, named) == [], alert.name
+
+
+def test_every_recording_is_read() -> None:
+    """No recording rule without an alert or a panel, but for the ones that people and autoscalers ask by hand."""
+    by_hand = {"quartet:ttft_seconds:p95_5m", "quartet:tpot_seconds:p95_5m", "quartet:generation_tokens:rate5m"}
+    read = {name for alert in ALERTS for name in names(alert.expr)}
+    assert {record.name for record in RECORDS} - read == by_hand
+
+
+@needs_promtool
+def test_promtool_accepts_the_rules(tmp_path: Path) -> None:
+    """`promtool check rules` passes the committed file, and not one with a broken expression."""
+    done = promtool("check", "rules", str(FILE))
+    assert done.returncode == 0, done.stderr
+    assert f"{len(RECORDS) + len(ALERTS)} rules found" in done.stdout
+    (tmp_path / "rules.yaml").write_text(with_alert("QuartetEngineDown", "sum by (replica (quartet_engine_up) == 0"))
+    assert promtool("check", "rules", str(tmp_path / "rules.yaml")).returncode != 0
+
+
+@needs_promtool
+def test_alerts_fire_when_they_must_and_at_no_other_time(tmp_path: Path) -> None:
+    """Every alert has a case in which it fires and one, close by, in which it does not; the burn rate is that of a hand's sum."""
+    for fires in (0, 1):
+        assert {case.alert for case in CASES if case.fires == fires} == {alert.name for alert in ALERTS}
+    done = judged(tmp_path, document(), [*(case.expectation() for case in CASES), TOLD, BURN])
+    assert done.returncode == 0, done.stderr
+
+
+@needs_promtool
+@pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: str(alert.name))
+def test_a_planted_fault_in_a_rule_is_caught(alert: Any, tmp_path: Path) -> None:
+    """An alert that asks for a metric nobody has, and one that always fires, each fail that alert's cases."""
+    cases = [case.expectation() for case in CASES if case.alert == alert.name]
+    assert judged(tmp_path, document(), cases).returncode == 0
+    for fault in ("quartet_no_such_metric == 0", "vector(1)"):
+        done = judged(tmp_path, with_alert(alert.name, fault), cases)
+        assert done.returncode != 0, fault
+        assert "FAILED" in done.stderr + done.stdout

@@ -1,0 +1,179 @@
+"""The boards: the committed JSON is what the code builds, every query holds against the table, and Grafana can lay it out."""
+
+import json
+import re
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dashboards.boards.__main__ import BOARDS, write
+from dashboards.boards.committed import bind, paths, read
+from dashboards.metrics import ENGINE, FLEET
+from dashboards.promql import BOARD
+from engine.errors import ConfigError
+from tests.support.promcheck import complaints, names
+
+pytestmark = pytest.mark.pure
+
+# Rows that no panel and no rule shows, on purpose.
+UNDRAWN = {
+    "quartet_kv_cache_usage_ratio",          # for gateways that read one figure; boards show both pools
+    "quartet_kv_page_tokens",                # a constant
+    "quartet_build_info",                    # read by a person
+    "quartet_request_inference_time_seconds",    # prefill and decode are drawn apart
+    "quartet_engine_steps_total",            # drawn by rank
+    "quartet_discovery_start_time_seconds",
+}  # fmt: skip
+
+
+def committed() -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in paths()]
+
+
+def panels(board: dict[str, Any]) -> list[dict[str, Any]]:
+    return [panel for panel in board["panels"] if panel["type"] != "row"]
+
+
+def structure(board: dict[str, Any]) -> list[str]:
+    """What Grafana, or a person, would stumble over."""
+    found = []
+    ids = [panel["id"] for panel in board["panels"]]
+    found += [f"id {number} twice" for number in sorted({one for one in ids if ids.count(one) > 1})]
+    for one, other in combinations(board["panels"], 2):
+        if overlap(one["gridPos"], other["gridPos"]):
+            found.append(f"{one['title']} lies on {other['title']}")
+    for panel in panels(board):
+        if not (panel.get("description") and panel["fieldConfig"]["defaults"].get("unit") and panel["targets"]):
+            found.append(f"{panel['title']} lacks a description, a unit or a query")
+    found += [f"a fixed datasource {uid}" for uid in datasources(board) if uid != "${datasource}"]
+    return found
+
+
+def overlap(one: dict[str, int], other: dict[str, int]) -> bool:
+    apart = (
+        one["x"] + one["w"] <= other["x"]
+        or other["x"] + other["w"] <= one["x"]
+        or one["y"] + one["h"] <= other["y"]
+        or other["y"] + other["h"] <= one["y"]
+    )
+    return not apart
+
+
+def datasources(node: Any) -> list[str]:
+    if isinstance(node, dict):
+        here = [node["datasource"]["uid"]] if isinstance(node.get("datasource"), dict) else []
+        return here + [uid for value in node.values() for uid in datasources(value)]
+    return [uid for value in node for uid in datasources(value)] if isinstance(node, list) else []
+
+
+def queries() -> list[tuple[str, str, str]]:
+    """(where, bound expression, legend) of every query of every board."""
+    pages = [read(path, "1m") for path in paths()]
+    drawn = [(page.uid, panel) for page in pages for panel in page.panels]
+    return [(f"{uid}: {panel.title}", asked.expr, asked.legend) for uid, panel in drawn for asked in panel.asked]
+
+
+def test_the_committed_boards_are_what_the_code_builds(tmp_path: Path) -> None:
+    """`make dashboards` changes nothing, and a board edited by hand is noticed."""
+    write(tmp_path)
+    built = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert built == {path.name: path.read_text() for path in paths()}
+    planted = paths()[0].read_text().replace('"unit": "s"', '"unit": "ms"', 1)
+    assert planted != built[paths()[0].name]
+
+
+def test_three_boards_of_thirty_panels_and_more() -> None:
+    """Operator, Latency and Status, at least thirty panels between them, each board under an address of its own."""
+    boards = committed()
+    assert {board["uid"] for board in boards} == {"quartet-operator", "quartet-latency", "quartet-status"}
+    assert {board.uid for board in BOARDS} == {board["uid"] for board in boards}
+    assert sum(len(panels(board)) for board in boards) >= 30
+
+
+@pytest.mark.parametrize("board", committed(), ids=lambda board: str(board["uid"]))
+def test_structure(board: dict[str, Any]) -> None:
+    """Unique ids, nothing overlaps, every panel says what it shows, and every query asks the datasource that the reader chose."""
+    assert structure(board) == []
+    assert board["templating"]["list"][0]["name"] == "datasource"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "why"),
+    [
+        (("panels", 3, "id"), 2, "id 2 twice"),
+        (("panels", 3, "gridPos", "x"), 0, " lies on "),
+        (("panels", 3, "description"), "", "lacks a description"),
+        (("panels", 3, "targets", 0, "datasource", "uid"), "prom1", "a fixed datasource prom1"),
+    ],
+)
+def test_a_planted_fault_of_structure_is_caught(path: tuple[str | int, ...], value: object, why: str) -> None:
+    """A duplicate id, an overlap, a panel without words and a fixed datasource are each reported."""
+    board: Any = committed()[0]
+    node = board
+    for step in path[:-1]:
+        node = node[step]
+    node[path[-1]] = value
+    found = structure(board)
+    assert found
+    assert all(why in line for line in found), found
+
+
+def test_every_query_holds_against_the_table() -> None:
+    """Every metric of every query is a row with the right suffix, every label exists, every legend's label is in the answer."""
+    asked = queries()
+    assert len(asked) > 60
+    wrong = [f"{where}: {line}" for where, expr, legend in asked for line in complaints(expr, legend)]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("expr", "legend", "why"),
+    [
+        ("sum(rate(quartet_generated_tokens_total[1m]))", "", "nothing is called quartet_generated_tokens_total"),
+        ("sum(rate(quartet_generation_tokens[1m]))", "", "nothing is called quartet_generation_tokens"),
+        ("rate(quartet_time_to_first_token_seconds[1m])", "", "nothing is called quartet_time_to_first_token_seconds"),
+        ('quartet_requests_total{finish="stop"}', "", "quartet_requests_total has no label 'finish'"),
+        ("sum by (pool) (quartet_kv_pages)", "", "no label 'pool'"),
+        ("sum by (replica) (quartet_kv_pages)", "{{group}}", "the legend names 'group'"),
+        ("rate(quartet_requests_running[1m])", "", "rate of quartet_requests_running, which is a gauge"),
+        ('quartet_time_to_first_token_seconds_bucket{le="0.42"}', "", "has no bucket 0.42"),
+        ("histogram_quantile(0.9, sum by (replica) (rate(quartet_e2e_request_latency_seconds_bucket[1m])))", "", "without le"),
+        ("quartet_groups - on (replica) quartet_engine_up", "", "one side lacks 'replica'"),
+        ("quartet:slo_burn:rate7m", "", "nothing is called quartet:slo_burn:rate7m"),
+    ],
+)
+def test_a_planted_fault_of_a_query_is_caught(expr: str, legend: str, why: str) -> None:
+    """A wrong name, suffix, label, bucket, fold, legend or kind gives exactly one complaint, which names it."""
+    found = complaints(expr, legend)
+    assert len(found) == 1, found
+    assert why in found[0]
+
+
+@pytest.mark.parametrize(
+    ("build", "why"),
+    [
+        (lambda: BOARD.rate("quartet_generated_tokens_total"), "no table of metrics has a row 'quartet_generated_tokens_total'"),
+        (lambda: BOARD.rate("quartet_requests_running"), "is a gauge: it has no rate"),
+        (lambda: BOARD.total("quartet_requests_total"), "is a counter, not a gauge"),
+        (lambda: BOARD.rate("quartet_requests_total", ("finish",)), "has no label 'finish'"),
+        (lambda: BOARD.total("quartet_kv_pages", group="full", pool="x"), "has no label 'pool'"),
+        (lambda: BOARD.within("quartet_time_to_first_token_seconds", 0.42), "no bucket that ends at 0.42"),
+        (lambda: bind("a * $price", {"datasource": "x"}), r"nothing defines \$price"),
+    ],
+)
+def test_a_typo_does_not_build(build: Any, why: str) -> None:
+    """A query that the table does not carry raises where it is written, with the name that is wrong."""
+    with pytest.raises(ConfigError, match=why):
+        build()
+
+
+def test_every_row_is_shown_or_says_why_not() -> None:
+    """Each row of the table stands in a panel, a rule, or the list above; retired counters stand for their living siblings."""
+    from dashboards.alerts import ALERTS, RECORDS
+
+    exprs = [expr for _, expr, _ in queries()] + [rule.expr for rule in RECORDS] + [rule.expr for rule in ALERTS]
+    shown = {re.sub(r"_(bucket|sum|count)$", "", name) for expr in exprs for name in names(expr)}
+    rows = {row.name for row in (*ENGINE, *FLEET) if not row.name.startswith("quartet_retired_")}
+    assert rows - shown == UNDRAWN
