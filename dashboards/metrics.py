@@ -145,8 +145,8 @@ _REQUESTS = (
         "quartet_requests_in_flight",
         "gauge",
         "requests",
-        "Requests without an end, read at the scrape from the front's own book. received - sum(requests) - in_flight is 0, or one is"
-        " lost.",
+        "Requests without an end, read at the scrape from the front's own book. received - sum(requests) - in_flight is 0, or"
+        " one is lost.",
     ),
     Metric(
         "quartet_core_requests_received_total", "counter", "requests", "Requests that the core has read, as its last report says."
@@ -163,8 +163,8 @@ _REQUESTS = (
         "counter",
         "requests",
         "Requests judged against an objective. ttft: good at the first token within it, bad at a later one, or at an end without a"
-        " token that was ours (error, dead, deadline) or came after the objective; refusals are not judged. tpot: judged at the end,"
-        " with two tokens or more.",
+        " token that was ours (error, dead, deadline) or came after the objective; refusals are not judged. tpot: judged at the"
+        " end, with two tokens or more.",
         ("slo", "verdict"),
     ),
     Metric("quartet_slo_objective_seconds", "gauge", "seconds", "The objective, as set.", ("slo",)),
@@ -177,7 +177,7 @@ _REQUESTS = (
         buckets=LENGTH_BUCKETS,
     ),
     Metric("quartet_prompt_tokens_total", "counter", "tokens", "Prompt tokens of all submitted requests."),
-    Metric("quartet_generation_tokens_total", "counter", "tokens", "Tokens that arrived in the replica, for who still wanted them."),
+    Metric("quartet_generation_tokens_total", "counter", "tokens", "Tokens that arrived in the replica, for whom they were meant."),
 )
 
 _SCHEDULER = (

@@ -2,11 +2,14 @@
 
 Clock points, all on the front's monotonic clock, seconds:
 
-    submit ------------ first ------ next ------ ... ------ last
-       |--- ttft_s ------|            |- gap_s -|             |     submit: `generate` was called
-       |--- e2e_s --------------------------------------------|     first, next, last: an Output with tokens reached the front
+    submit -- scheduled -- first ------ next ------ ... ------ last     submit: `generate` was called
+       |- queue_s -|         |            |- gap_s -|            |      scheduled: the core's first report that has it running
+       |--- ttft_s ----------|                                   |      first, next, last: an Output with tokens reached the front
+       |--- e2e_s -----------------------------------------------|
 
     tpot_s = (last - first) / (n - 1) over the n tokens received; None below two tokens
+
+The core reports with a step's outputs, and when asked: `scheduled` is late by up to a step, and never early.
 
 An abort ends a request's clock where the front asked for it; tokens that come after that are not counted.
 """
@@ -26,12 +29,21 @@ class RequestStarted:
 
 
 @dataclass(frozen=True, slots=True)
+class Scheduled:
+    """The core has begun with a request; a preemption later does not begin it again."""
+
+    request: int
+    queue_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class FirstToken:
     """The first tokens of a request arrived."""
 
     request: int
     prompt_tokens: int
     ttft_s: float
+    queue_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +66,7 @@ class RequestFinished:
     ttft_s: float | None
     tpot_s: float | None
     e2e_s: float
+    queue_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +80,11 @@ class PoolUse:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """The core's figures after a step. waiting, running, waiting_tokens and pools are levels, the others count since boot."""
+    """The core's figures after a step. waiting, running, waiting_tokens and pools are levels, the others count since boot.
+
+    `interval_s` is the time since an earlier step was reported, if the core has had work ever since; None: it had not, or this
+    report tells of no new step.
+    """
 
     step: int
     waiting: int
@@ -77,6 +94,12 @@ class EngineLoad:
     prefill_tokens: int
     decode_tokens: int
     pools: tuple[PoolUse, ...]
+    received: int = 0
+    finished: int = 0
+    refused: int = 0
+    aborted: int = 0
+    failed: int = 0
+    interval_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +109,33 @@ class EngineFailed:
     reason: str
 
 
-Event = RequestStarted | FirstToken | Tokens | RequestFinished | EngineLoad | EngineFailed
+@dataclass(frozen=True, slots=True)
+class ProcessFigures:
+    """One process of the group at this moment; `name` is a rank's number, or `core`.
+
+    stall_s: how long it has owed a step without progress, 0 while it owes none; the ages: since it last launched or finished a
+    step, and since its lifeline thread ran. `steps` counts those it has finished, `step_s` is the last one's wall time.
+    """
+
+    name: str
+    up: bool
+    stall_s: float
+    progress_age_s: float
+    heartbeat_age_s: float
+    steps: int
+    step_s: float
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """What is read at a scrape rather than told: the front's open requests, and the group's processes."""
+
+    open: int = 0
+    processes: tuple[ProcessFigures, ...] = ()
+
+
+Event = RequestStarted | Scheduled | FirstToken | Tokens | RequestFinished | EngineLoad | EngineFailed
 
 
 class Sink(Protocol):

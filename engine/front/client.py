@@ -28,10 +28,12 @@ from engine.events import (
     PoolUse,
     RequestFinished,
     RequestStarted,
+    Scheduled,
     Sink,
     Tokens,
     no_sink,
 )
+from engine.front.queue import Queue
 from engine.front.stream import Stream
 from engine.protocol import (
     Abort,
@@ -44,6 +46,7 @@ from engine.protocol import (
     Load,
     Output,
     SamplingParams,
+    TokenBatch,
     decode_token_batch,
     encode_message,
     frame,
@@ -72,6 +75,7 @@ class _Request:
     stream: Stream
     prompt_tokens: int
     submitted: float
+    queue_s: float | None = None
     first: float | None = None
     last: float | None = None
     output_tokens: int = 0
@@ -100,6 +104,8 @@ class EngineClient:
         self._sink = sink
         self._clock = clock
         self._requests: dict[int, _Request] = {}
+        self._queue = Queue()
+        self._stepped = 0.0  # when the core last reported a step, or work where it had none
         self._last_id = 0
         self._waiting_since = 0
         self._transport: asyncio.WriteTransport | None = None
@@ -122,6 +128,7 @@ class EngineClient:
             self._waiting_since = time.monotonic_ns()
         self._requests[stream.id] = _Request(stream, len(prompt), self._clock())
         self.counters.received += 1
+        self._queue.add(stream.id, self.counters.received)
         self._sink(RequestStarted(stream.id, len(prompt)))
         if self.dead is not None:
             self._kill(stream.id, self.dead)
@@ -189,6 +196,7 @@ class EngineClient:
             self._salvage(raw, error)
             return
         self._loaded(batch.load)
+        self._schedule(batch)
         for output in batch.outputs:
             self._output(output)
 
@@ -227,11 +235,22 @@ class EngineClient:
             entry.stream.fail(GenerationFailed(f"the reader is more than {MAX_PILED_TOKENS} tokens behind"))
             self.abort(output.id, AbortReason.slow_reader)
 
+    def _schedule(self, batch: TokenBatch) -> None:
+        """Whom the core's figures show as scheduled for the first time."""
+        if not self._queue:
+            return
+        unbegun = {output.id for output in batch.outputs if output.finish is not None and not output.tokens}
+        for request in self._queue.leave(batch.load.received, batch.load.waiting, unbegun):
+            entry = self._requests[request]
+            entry.queue_s = self._clock() - entry.submitted
+            if entry.aborted is None:
+                self._sink(Scheduled(request, entry.queue_s))
+
     def _count_tokens(self, output: Output, entry: _Request) -> None:
         now = self._clock()
         if entry.first is None or entry.last is None:
             entry.first = now
-            self._sink(FirstToken(output.id, entry.prompt_tokens, now - entry.submitted))
+            self._sink(FirstToken(output.id, entry.prompt_tokens, now - entry.submitted, entry.queue_s))
         self._sink(Tokens(output.id, len(output.tokens), None if entry.last is None else now - entry.last))
         entry.last = now
         entry.output_tokens += len(output.tokens)
@@ -239,6 +258,7 @@ class EngineClient:
     def _end(self, request: int, outcome: Outcome, error: Exception | None) -> None:
         """The one place where a request leaves `open`."""
         entry = self._requests.pop(request)
+        self._queue.drop(request)
         if error is not None:
             entry.stream.fail(error)
         self._count_end(outcome)
@@ -246,7 +266,8 @@ class EngineClient:
         first, last, count = entry.first, entry.last, entry.output_tokens
         ttft = None if first is None else first - entry.submitted
         tpot = None if first is None or last is None or count < 2 else (last - first) / (count - 1)
-        self._sink(RequestFinished(request, outcome, entry.prompt_tokens, count, ttft, tpot, ended - entry.submitted))
+        e2e, queued = ended - entry.submitted, entry.queue_s
+        self._sink(RequestFinished(request, outcome, entry.prompt_tokens, count, ttft, tpot, e2e, queued))
 
     def _count_end(self, outcome: Outcome) -> None:
         match outcome:
@@ -263,10 +284,19 @@ class EngineClient:
         self._end(request, "dead", EngineDead(reason))
 
     def _loaded(self, load: Load) -> None:
-        self.load = load
-        self._sink(_load_event(load))
+        before, self.load = self.load, load
+        self._sink(_load_event(load, self._interval(before, load)))
         if self._on_load is not None:
             self._on_load(load)
+
+    def _interval(self, before: Load | None, load: Load) -> float | None:
+        """Seconds since the last report of a step, if `load` has a new one and there was work in between."""
+        busy = before is not None and before.running + before.waiting > 0
+        if busy and before is not None and load.step == before.step:
+            return None
+        now, since = self._clock(), self._stepped
+        self._stepped = now
+        return now - since if busy else None
 
     def _lost(self, error: Exception | None) -> None:
         """The socket ended. Whoever watches the processes knows better why, if it speaks soon."""
@@ -330,7 +360,7 @@ def _outcome(finish: FinishReason, aborted: AbortReason | None) -> Outcome:
     return _ABORTS.get(aborted, "client_gone")
 
 
-def _load_event(load: Load) -> EngineLoad:
+def _load_event(load: Load, interval_s: float | None) -> EngineLoad:
     return EngineLoad(
         step=load.step,
         waiting=load.waiting,
@@ -340,4 +370,10 @@ def _load_event(load: Load) -> EngineLoad:
         prefill_tokens=load.prefill_tokens,
         decode_tokens=load.decode_tokens,
         pools=tuple(PoolUse(pool.name, pool.total, pool.used) for pool in load.pools),
+        received=load.received,
+        finished=load.finished,
+        refused=load.refused,
+        aborted=load.aborted,
+        failed=load.failed,
+        interval_s=interval_s,
     )
