@@ -6,6 +6,7 @@ from dashboards.promql import BOARD, FLEET_JOB, JOB
 
 UP = ((0, "down", "red"), (1, "up", "green"))
 RANK = "{{replica}} rank {{rank}}"
+RANKS = "~[0-9]+"  # not the core
 HOUR = BOARD.over("1h")
 
 GLANCE_ROW = Row(
@@ -148,8 +149,8 @@ RANK_ROW = Row(
             "short",
             (
                 Query(
-                    f"{BOARD.total('quartet_rank_step_seconds', ('replica',), 'max')}"
-                    f" / ({BOARD.total('quartet_rank_step_seconds', ('replica',), 'min')} > 0)",
+                    f"{BOARD.total('quartet_rank_step_seconds', ('replica',), 'max', rank=RANKS)}"
+                    f" / ({BOARD.total('quartet_rank_step_seconds', ('replica',), 'min', rank=RANKS)} > 0)",
                     "{{replica}}",
                 ),
             ),
