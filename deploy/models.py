@@ -1,7 +1,8 @@
 """From a model reference to a local folder.
 
     a folder               itself
-    nano:<member>          built from a seed, into the cache
+    nano:<member>          the trained nano checkpoint beside the code
+    random:<member>        a nano checkpoint of random weights, built from a seed into the cache
     dummy:<member>         a public shape without weights, into the cache
     <owner>/<name>         a Hugging Face hub id: safetensors, JSON and the template, nothing that could be executed
 
@@ -15,6 +16,7 @@ import re
 from pathlib import Path
 
 from deploy import dummy
+from deploy.nano import TRAINED, trained
 from deploy.nano import build as nano_build
 from engine.errors import ConfigError
 
@@ -35,21 +37,29 @@ def resolve(model: str, revision: str | None = None) -> Path:
     kind, _, member = model.partition(":")
     if kind == "nano":
         return _nano(member)
+    if kind == "random":
+        return _random(member)
     if kind == "dummy":
         return dummy.ensure(member, cache_folder())
     folder = Path(model).expanduser()
     if folder.is_dir():
         return _checked(folder)
     if model.startswith(("/", "./", "../", "~")) or not _HUB_ID.fullmatch(model):
-        raise ConfigError(f"model: {model!r} is no folder here, and no hub id (<owner>/<name>), nano:<member> or dummy:<member>")
+        raise ConfigError(f"model: {model!r} is no folder here, and no hub id (<owner>/<name>), nano:, random: or dummy:<member>")
     return _download(model, revision)
 
 
 def _nano(member: str) -> Path:
+    if member not in trained():
+        raise ConfigError(f"model: nano:{member} is not one of {', '.join(f'nano:{name}' for name in trained())}")
+    return _checked(TRAINED / member)
+
+
+def _random(member: str) -> Path:
     try:
         return nano_build.ensure(member, cache_folder())
     except ConfigError as error:
-        raise ConfigError(f"model: nano:{member}: {error}") from error
+        raise ConfigError(f"model: random:{member}: {error}") from error
 
 
 def _checked(folder: Path) -> Path:

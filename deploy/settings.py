@@ -46,8 +46,8 @@ class LimitSettings(_Frozen):
 class Settings(_Frozen):
     """One deployment of one model.
 
-    model              a local folder, a Hugging Face hub id, `nano:<member>` (built on first use) or `dummy:<member>` (a public
-                       shape with random weights); members: e2b, e4b, 12b, 26b-a4b, 31b
+    model              a local folder, a Hugging Face hub id, `nano:<member>` (trained, beside the code: e2b, 26b-a4b, 31b),
+                       `random:<member>` (nano with random weights) or `dummy:<member>` (a public shape with random weights)
     revision           of a hub id
     served_model_name  what clients call it; default: the model's own name
     tp                 ranks of a group: GPUs of one node
@@ -94,7 +94,7 @@ class Settings(_Frozen):
     @property
     def needs_gpus(self) -> bool:
         """Whether Ray must find GPUs: `auto` means them unless the model is a nano one."""
-        return self.device == "cuda" or (self.device == "auto" and not self.model.startswith("nano:"))
+        return self.device == "cuda" or (self.device == "auto" and not self.model.startswith(("nano:", "random:")))
 
     @classmethod
     def read(cls, args: Mapping[str, Any]) -> Self:

@@ -86,19 +86,20 @@ def _holds(group: KVGroup, pages: int, tokens: int) -> int:
 
 
 def shape_of(model: str) -> Shape | None:
-    """The shape that a name stands for: `31b`, `dummy:31b`, `nano:31b`, `<owner>/gemma-4-31B-it`; None for any other name.
+    """The shape that a name stands for: `31b`, `dummy:31b`, `nano:31b`, `random:31b`, `<owner>/gemma-4-31B-it`; None for any other name.
 
-    ConfigError for an unknown member behind `dummy:` or `nano:`.
+    ConfigError for an unknown member behind `dummy:`, `nano:` or `random:`.
     """
     kind, colon, member = model.partition(":")
     if not colon:
         match = _PUBLISHED.fullmatch(model)
         return PUBLIC.get(match[1].lower() if match else model.lower())
-    if kind not in ("dummy", "nano"):
+    if kind not in ("dummy", "nano", "random"):
         return None
+    from deploy.nano import trained
     from deploy.nano.shapes import SHAPES
 
-    shapes = PUBLIC if kind == "dummy" else SHAPES
+    shapes = {"dummy": PUBLIC, "random": SHAPES, "nano": {name: SHAPES[name] for name in trained()}}[kind]
     if member not in shapes:
         raise ConfigError(f"model: {model} is not one of {', '.join(f'{kind}:{name}' for name in shapes)}")
     return shapes[member]

@@ -1,1 +1,10 @@
-"""Nano checkpoints: every Gemma 4 family member in miniature, built from a seed in the public Hugging Face layout."""
+"""The embedded nano models: built at random from a seed, or trained on exercises and kept in `trained/`."""
+
+from pathlib import Path
+
+TRAINED = Path(__file__).parent / "trained"  # a checkpoint folder a member
+
+
+def trained() -> list[str]:
+    """The members that have a trained checkpoint."""
+    return sorted(folder.name for folder in TRAINED.iterdir() if folder.is_dir())

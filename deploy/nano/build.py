@@ -7,6 +7,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,17 @@ def build(member: str, out: Path, seed: int = 0, dtype: str = "bfloat16") -> Pat
     out.mkdir(parents=True, exist_ok=True)
     if any(out.iterdir()):
         raise ConfigError(f"out: {out} is not empty; a nano checkpoint is written into a folder of its own")
+    write(shape, out, partial(weights.draw, shape=shape, seed=seed), dtype)
+    return out
+
+
+def write(shape: Shape, out: Path, values: weights.Values, dtype: str) -> None:
+    """The checkpoint of `shape` with these weights, into the folder `out`."""
     _dump(out / "config.json", config(shape, dtype))
     _dump(out / "generation_config.json", _generation_config(shape))
     (out / "chat_template.jinja").write_text(_chat_template(shape), encoding="utf-8")
     tokenizer.write(out)
-    weights.write(shape, out, seed, dtype)
-    return out
+    weights.write(shape, out, values, dtype)
 
 
 def ensure(member: str, cache: Path, seed: int = 0, dtype: str = "bfloat16") -> Path:

@@ -2,7 +2,7 @@
 
 What makes a family member that member is kept: head dims 256 and 512, the sliding/full pattern ending on a full layer,
 which KV heads divide by TP=4 and which do not, KV sharing, per-layer embeddings, experts beside the dense MLP. What
-only costs time is small. hidden is 96: sqrt(96), like the square root of every public size, is not a bf16 number.
+only costs time is small. hidden is 80: sqrt(80), like the square root of every public size, is not a bf16 number.
 """
 
 from collections.abc import Iterator
@@ -18,15 +18,15 @@ MAX_POSITIONS = 4096
 Kind = Literal["matrix", "embedding", "ple_embedding", "norm", "head_norm", "scalar", "router"]
 
 
-_nano = partial(Shape, hidden=96, heads=8, positions=MAX_POSITIONS, vocab=VOCAB_SIZE, media=MEDIA_IDS)
+_nano = partial(Shape, hidden=80, heads=8, positions=MAX_POSITIONS, vocab=VOCAB_SIZE, media=MEDIA_IDS)
 
 SHAPES: dict[str, Shape] = {
     shape.member: shape
     for shape in (
-        _nano("e2b", 3, 2, 1, None, 64, 192, kv_shared=6, double_wide=True, ple=32),
+        _nano("e2b", 2, 2, 1, None, 64, 192, kv_shared=3, double_wide=True, ple=32),
         _nano("e4b", 2, 3, 2, None, 64, 192, kv_shared=4, ple=32),
         _nano("12b", 2, 2, 4, 1, 96, 192, unified=True, k_eq_v=True),
-        _nano("26b-a4b", 2, 2, 4, 2, 96, 128, k_eq_v=True, experts=16, top_k=4, moe_mlp=64),
+        _nano("26b-a4b", 1, 4, 4, 2, 64, 96, k_eq_v=True, experts=16, top_k=4, moe_mlp=48),
         _nano("31b", 2, 2, 4, 4, 64, 192, k_eq_v=True),
     )
 }

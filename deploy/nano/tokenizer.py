@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from deploy.nano.corpus import COMMON_WEIGHT, PROSE, WORDS
+from deploy.nano.corpus import COMMON_WEIGHT, EXERCISES, EXERCISES_WEIGHT, PROSE, WORDS
 
 VOCAB_SIZE = 1024
 NEWLINE_ID = 107
@@ -103,10 +103,11 @@ def vocabulary() -> tuple[dict[str, int], tuple[_Pair, ...]]:
 
 
 def _words() -> Counter[tuple[str, ...]]:
-    """Training words, a leading space included; letters never merge with digits, punctuation or line ends."""
+    """Training words, a leading space included; a capital begins a word, and letters merge with letters only."""
     found: Counter[tuple[str, ...]] = Counter()
-    cut = re.compile(rf"{SPACE}?[A-Za-z]+|[0-9]|\n+|{SPACE}+|[^A-Za-z0-9{SPACE}\n]+")
-    for text, weight in ((PROSE, 1), (" " + " ".join(WORDS.split()), COMMON_WEIGHT)):
+    cut = re.compile(rf"{SPACE}?[A-Z]?[a-z]+|{SPACE}?[A-Z]|[0-9]|\n+|{SPACE}+|[^A-Za-z0-9{SPACE}\n]+")
+    texts = ((PROSE, 1), (" ".join(EXERCISES.split()), EXERCISES_WEIGHT), (" " + " ".join(WORDS.split()), COMMON_WEIGHT))
+    for text, weight in texts:
         for word in cut.findall(text.replace(" ", SPACE)):
             found[tuple(word)] += weight
     return found

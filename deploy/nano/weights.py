@@ -12,7 +12,7 @@ import json
 import math
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +23,7 @@ from deploy.nano.tokenizer import quiet_ids
 from deploy.shapes import Shape
 
 Array = npt.NDArray[np.float32]
+Values = Callable[[Tensor], Array]  # a checkpoint's tensor, in fp32
 
 ATTENTION_LOGIT_STD = 1.0
 ROUTER_LOGIT_STD = 2.0
@@ -30,13 +31,13 @@ DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2)}
 _SHARDS = 3
 
 
-def write(shape: Shape, out: Path, seed: int, dtype: str) -> None:
+def write(shape: Shape, out: Path, values: Values, dtype: str) -> None:
     """Writes model-0000i-of-0000n.safetensors and model.safetensors.index.json of `shape` into `out`."""
     shards = list(_split(list(tensors(shape))))
     where: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write_shard(out / name, shard, shape, seed, dtype)
+        _write_shard(out / name, shard, values, dtype)
         where |= {tensor.name: name for tensor in shard}
     size = DTYPES[dtype][1] * sum(math.prod(tensor.shape) for shard in shards for tensor in shard)
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
@@ -91,7 +92,7 @@ def _split(every: list[Tensor]) -> Iterator[list[Tensor]]:
         yield run
 
 
-def _write_shard(path: Path, shard: list[Tensor], shape: Shape, seed: int, dtype: str) -> None:
+def _write_shard(path: Path, shard: list[Tensor], values: Values, dtype: str) -> None:
     """The safetensors format: header length (u64), JSON header padded with spaces to 8 bytes, then the data."""
     tag, width = DTYPES[dtype]
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -105,5 +106,5 @@ def _write_shard(path: Path, shard: list[Tensor], shape: Shape, seed: int, dtype
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(head)) + head)
         for tensor in shard:
-            values = draw(tensor, shape, seed)
-            file.write((to_bfloat16(values).astype("<u2") if dtype == "bfloat16" else values.astype("<f4")).tobytes())
+            array = values(tensor)
+            file.write((to_bfloat16(array).astype("<u2") if dtype == "bfloat16" else array.astype("<f4")).tobytes())

@@ -88,7 +88,7 @@ def record(figures: dict[str, float], machine: str) -> None:
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--model", default="nano:31b")
+    parser.add_argument("--model", default="random:31b")
     parser.add_argument("--tp", type=int, default=4)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--prompt", type=int, default=128, help="prompt tokens")

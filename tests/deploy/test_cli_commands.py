@@ -243,7 +243,7 @@ def changed(tmp_path: Path, **changes: Any) -> Path:
         ({"limits": {"body": 1}}, "args of quartet: limits.body: unknown setting"),
         ({"max_len": 9999}, "max_len 9999 exceeds the model's 4096 positions"),
         ({"tp": 3}, "does not divide by tensor-parallel size 3"),
-        ({"model": "nano:70b"}, "model: nano:70b is not one of nano:e2b"),
+        ({"model": "nano:70b"}, "model: nano:70b is not one of nano:26b-a4b"),
         ({"model": "dummy:e2b", "pages": [3, 99]}, "pages: the sliding group needs at least"),
         ({"_deployment": {"max_ongoing_request": 3}}, "applications.0.deployments.0.max_ongoing_request: unknown key"),
         ({"_deployment": {"autoscaling_config": {"min_replica": 1}}}, "deployments.0.autoscaling_config.min_replica: unknown key"),

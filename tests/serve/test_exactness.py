@@ -52,7 +52,7 @@ class Score:
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    made = Stack(tmp_path_factory.mktemp("exact"), args={"prefill_budget": 96, "max_len": 1024})
+    made = Stack(tmp_path_factory.mktemp("exact"), args={"model": "random:31b", "prefill_budget": 96, "max_len": 1024})
     made.start()
     yield made
     try:
@@ -63,7 +63,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    return models.resolve("nano:31b")
+    return models.resolve("random:31b")
 
 
 def continuations(folder: Path, prompts: list[list[int]]) -> list[Expected]:
