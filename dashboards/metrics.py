@@ -249,7 +249,6 @@ _ENGINE = (
 )
 
 ENGINE: tuple[Metric, ...] = (*_LATENCY, *_REQUESTS, *_SCHEDULER, *_RANKS, *_ENGINE)
-METRICS = ENGINE
 
 
 def retired(row: Metric) -> Metric:
@@ -286,3 +285,5 @@ FLEET: tuple[Metric, ...] = (
     Metric("quartet_discovery_start_time_seconds", "gauge", "seconds", "When the discovery endpoint started, Unix time."),
     *RETIRED.values(),
 )
+
+METRICS: tuple[Metric, ...] = (*ENGINE, *FLEET)

@@ -120,7 +120,7 @@ class Quartet:
 
     async def _open(self, group: Group, config: EngineConfig) -> None:
         settings, folder = self._settings, Path(config.model)
-        about = {"model": settings.name, "build": settings.build, "attention": group.capability.runs, "tp": str(settings.tp)}
+        about = {"model_name": settings.name, "build": settings.build, "attention": group.capability.runs, "tp": str(settings.tp)}
         self._exporter = Exporter(about)
         metrics = self._exporter.serve(settings.metrics.host, settings.metrics.port)
         self._client = EngineClient(group.front_socket, sink=self._exporter)
