@@ -1,0 +1,118 @@
+"""A real Prometheus scrapes real exporters while a seeded script of load is played: the boards' and the rules' answers are true."""
+
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dashboards.alerts import FILE
+from dashboards.boards.committed import paths, read
+from dashboards.pictures import Span, draw, draw_all
+from dashboards.prometheus import Api, Prometheus
+from engine.errors import ConfigError
+from tests.support.answers import figures, silent
+from tests.support.rehearsal import Cast, cast, play, stage, wait_scraped
+
+pytestmark = [
+    pytest.mark.cpu,
+    pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not here: apt-get install prometheus"),
+]
+
+SECONDS = 20.0
+AT = SECONDS - 3    # the script is still in full flow here
+WINDOW = 10
+# Scrapes are a second apart, and a quantile is interpolated inside a bucket that may be half as wide as its bound.
+TOLERANCE = 0.20
+RENAMED = "quartet_generation_tokens_total"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A rehearsal that is over: Prometheus still answers, and so does one that scraped the same under a wrong name."""
+
+    played: Cast
+    began: float
+    api: Api
+    faulty: Api
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    """Three groups, twenty seconds."""
+    played = cast(seconds=SECONDS)
+    with ExitStack() as stack:
+        ready = stack.enter_context(stage(played.scenes))
+        right, wrong = (stack.enter_context(Prometheus(scrapes, FILE)) for scrapes in (ready.scrapes, renaming(ready.scrapes)))
+        for prometheus in (right, wrong):
+            wait_scraped(prometheus.api, len(played.scenes) + 3)
+        began = play(played, ready)
+        time.sleep(max(0.0, began + SECONDS + 2.5 - time.time()))    # two more scrapes
+        yield Run(played, began, right.api, wrong.api)
+
+
+def renaming(scrapes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same jobs, with one metric called something else on the way in."""
+    rule = {"source_labels": ["__name__"], "regex": RENAMED, "target_label": "__name__", "replacement": "quartet_generated_total"}
+    return [{**scrape, "metric_relabel_configs": [rule]} for scrape in scrapes]
+
+
+def test_every_query_of_every_board_and_rule_answers(run: Run) -> None:
+    """Every panel query, recording rule and alert input returns finite data, and every rule is healthy."""
+    assert silent(run.api, f"{WINDOW}s", run.began + AT) == []
+
+
+def test_a_renamed_metric_is_caught(run: Run) -> None:
+    """Where one metric has another name, the panels that show it are reported, and no other."""
+    found = silent(run.faulty, f"{WINDOW}s", run.began + AT)
+    assert len(found) >= 5
+    assert [line for line in found if RENAMED not in line and "generation_tokens:rate5m" not in line] == []
+
+
+def test_answers_agree_with_the_script(run: Run) -> None:
+    """Rates, quantiles and means are within 20 % of what the script itself counts."""
+    found = figures(run.api, run.played, run.began, AT, WINDOW)
+    print("\n".join(f"{figure.apart:6.1%} {figure.answered:10.5g} {figure.true:10.5g} {figure.what}" for figure in found))
+    assert [figure for figure in found if figure.apart > TOLERANCE] == []
+
+
+def test_a_group_left_out_is_caught(run: Run) -> None:
+    """Against the counts of two groups of the three, the rates are off by far more than the tolerance."""
+    two = replace(run.played, scenes=dict(list(run.played.scenes.items())[:2]))
+    rates = figures(run.api, two, run.began, AT, WINDOW)[:4]
+    assert all(figure.apart > 0.35 for figure in rates), rates
+
+
+def test_the_book_closes(run: Run) -> None:
+    """After the last event every request received has exactly one end, by outcome as the script has them, to the last one."""
+    now = run.began + SECONDS + 2
+    lives = [life for scene in run.played.scenes.values() for life in scene.lives]
+    answer = run.api.ask("sum by (outcome) (quartet_requests_total) > 0", now)
+    ends = {series.labels["outcome"]: int(series.last) for series in answer}
+    assert ends == {outcome: sum(life.outcome == outcome for life in lives) for outcome in {life.outcome for life in lives}}
+    assert {series.last for series in run.api.ask("quartet:requests_unaccounted", now)} == {0.0}
+    tokens = run.api.ask("sum (quartet_generation_tokens_total)", now)[0].last
+    assert tokens == sum(len(life.tokens) for life in lives)
+    assert tokens != sum(len(life.tokens) for life in lives[1:])
+
+
+def test_the_boards_can_be_drawn(run: Run, tmp_path: Path) -> None:
+    """Each board becomes a picture from these answers, small, and not the one that an empty Prometheus gives."""
+    end = run.began + AT
+    drawn = draw_all(run.api, SECONDS - 4, tmp_path, f"{WINDOW}s", end)
+    assert len(drawn) == 3
+    for path in drawn:
+        full = path.read_bytes()
+        assert 20_000 < len(full) < 300_000
+    draw(read(paths()[0], f"{WINDOW}s"), run.api, Span(end - 7200, end - 7000, 10), tmp_path / "empty.png")
+    assert (tmp_path / "empty.png").stat().st_size < 0.6 * drawn[0].stat().st_size
+
+
+def test_no_prometheus_is_one_clear_line() -> None:
+    """An address without a Prometheus, and a query that it refuses, are ConfigErrors that name it."""
+    with pytest.raises(ConfigError, match=r"no Prometheus answers at http://127\.0\.0\.1:9"):
+        Api("http://127.0.0.1:9", timeout_s=1).ask("up")

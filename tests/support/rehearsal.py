@@ -1,0 +1,198 @@
+"""A rehearsal of load: seeded scripts of events, played in real time into real exporters that a real Prometheus scrapes.
+
+    script(seed) --events--> dashboards/exporter.py --/metrics--> prometheus --HTTP--> board queries, pictures
+         `---------------- what the script itself says happened: the truth that answers are held against
+
+`python -m tests.support.rehearsal FOLDER` plays two minutes and draws the boards into FOLDER.
+"""
+
+import argparse
+import json
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+
+from dashboards.alerts import FILE
+from dashboards.exporter import Exporter, Facts
+from dashboards.metrics import CAUSES, FLEET, OUTCOMES
+from dashboards.pictures import draw_all
+from dashboards.prometheus import Api, Prometheus
+from dashboards.promql import FLEET_JOB, FOREIGN, JOB
+from engine.errors import ConfigError
+from engine.events import Levels
+from tests.support.script import Scene, script
+
+ABOUT = {"model_name": "nano-31b", "build": "rehearsal", "attention": "reference", "tp": "4"}
+TARGET = {"application": "quartet", "deployment": "gemma", "node": "node-1", "model": "nano-31b"}
+FACTS = Facts(
+    slots=64, page_tokens=32, boot_s=5.2, step_bound_s=30.0, heartbeat_bound_s=3.0, ttft_objective_s=0.2, tpot_objective_s=0.02
+)
+SCRAPES_BEFORE = 3    # each series is seen at zero before anything happens, or its first events would be missed
+TARGETS_TIMEOUT_S = 15.0
+
+
+@dataclass(frozen=True)
+class Cast:
+    """What is played: the scene of each group, by replica."""
+
+    scenes: Mapping[str, Scene]
+    seconds: float
+
+
+def cast(groups: int = 3, seconds: float = 20.0, rate: float = 5.0, seed: int = 7) -> Cast:
+    """Groups of equal load; `rate` is requests a second and group."""
+    return Cast({f"replica-{index}": script(seed * 100 + index, seconds, rate) for index in range(groups)}, seconds)
+
+
+class Curtain:
+    """The script's clock: before it rises, nothing has happened yet."""
+
+    def __init__(self) -> None:
+        self._zero: float | None = None
+
+    def rise(self) -> None:
+        """Now is zero."""
+        self._zero = time.monotonic()
+
+    def now(self) -> float:
+        """Seconds since it rose; below zero before."""
+        return -1.0 if self._zero is None else time.monotonic() - self._zero
+
+
+def play(played: Cast, ready: "Stage") -> float:
+    """Feed each event to its exporter at its time; returns the unix time at which the script's clock was zero."""
+    steps = [(moment.at, name, moment.event) for name, scene in played.scenes.items() for moment in scene.moments]
+    began = time.time()
+    ready.curtain.rise()
+    for at, name, event in sorted(steps, key=lambda step: step[0]):
+        if (ahead := at - ready.curtain.now()) > 0:
+            time.sleep(ahead)
+        ready.exporters[name](event)
+    return began
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a Prometheus may scrape: the groups' exporters by replica, and scrape_configs that reach them, their fleet and Ray."""
+
+    exporters: Mapping[str, Exporter]
+    curtain: Curtain
+    scrapes: tuple[dict[str, Any], ...]
+
+
+@contextmanager
+def stage(scenes: Mapping[str, Scene]) -> Iterator[Stage]:
+    """Real exporters on ports of their own, found over http_sd; stand-ins for the discovery endpoint's and Ray's own figures."""
+    with ExitStack() as stack:
+        curtain, names = Curtain(), tuple(scenes)
+        exporters = {name: Exporter(ABOUT, FACTS, partial(_levels, scene, curtain)) for name, scene in scenes.items()}
+        listed = []
+        for name, exporter in exporters.items():
+            stack.callback(exporter.close)
+            address = exporter.serve("127.0.0.1", 0).removeprefix("http://").removesuffix("/metrics")
+            listed.append({"targets": [address], "labels": TARGET | {"replica": name}})
+        found = stack.enter_context(_listing(json.dumps(listed)))
+        jobs = [{"job_name": JOB, "http_sd_configs": [{"url": found, "refresh_interval": "1s"}]}]
+        for job, registry in ((FLEET_JOB, _fleet(names)), ("ray", _ray(len(names)))):
+            jobs.append({"job_name": job, "static_configs": [{"targets": [stack.enter_context(_served(registry))]}]})
+        yield Stage(exporters, curtain, tuple(jobs))
+
+
+def _levels(scene: Scene, curtain: Curtain) -> Levels:
+    return scene.levels(curtain.now())
+
+
+def wait_scraped(api: Api, targets: int) -> None:
+    """Until every target has been scraped SCRAPES_BEFORE times; ConfigError when one never is."""
+    end = time.monotonic() + TARGETS_TIMEOUT_S
+    while time.monotonic() < end:
+        seen = api.ask("count_over_time(up[30s])")
+        if len(seen) >= targets and all(series.last >= SCRAPES_BEFORE for series in seen):
+            return
+        time.sleep(0.2)
+    raise ConfigError(f"not scraped: {[(each['scrapeUrl'], each['lastError']) for each in api.targets()]}")
+
+
+@contextmanager
+def _served(registry: CollectorRegistry) -> Iterator[str]:
+    server, thread = start_http_server(0, addr="127.0.0.1", registry=registry)
+    try:
+        yield f"127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@contextmanager
+def _listing(body: str) -> Iterator[str]:
+    """An http_sd endpoint that lists `body`."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the name is the standard library's
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/targets"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def _fleet(names: tuple[str, ...]) -> CollectorRegistry:
+    """FLEET as the discovery endpoint would show it: all groups live, none has ended yet."""
+    registry = CollectorRegistry()
+    every = {"cause": CAUSES, "outcome": OUTCOMES, "replica": names}
+    for row in FLEET:
+        made = (Counter if row.kind == "counter" else Gauge)(row.stem, row.help, row.labels, registry=registry)
+        varying = next((label for label in row.labels if label in every), None)
+        for value in every[varying] if varying else ("",):
+            place = {label: TARGET.get(label, "x") for label in row.labels} | ({varying: value} if varying else {})
+            child = made.labels(**place) if row.labels else made
+            if isinstance(child, Gauge):
+                child.set(len(names) if row.name == "quartet_groups" else 1)
+    return registry
+
+
+def _ray(groups: int) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    for row in FOREIGN:
+        if row.name.startswith("ray_"):
+            Gauge(row.name, row.help, row.labels, registry=registry).labels(TARGET["application"], TARGET["deployment"]).set(groups)
+    return registry
+
+
+def main() -> None:
+    """The command: a longer run, drawn."""
+    parser = argparse.ArgumentParser(prog="python -m tests.support.rehearsal", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seconds", type=float, default=120.0)
+    args = parser.parse_args()
+    played = cast(seconds=args.seconds, rate=8.0)
+    with stage(played.scenes) as ready, Prometheus(ready.scrapes, FILE) as prometheus:
+        wait_scraped(prometheus.api, len(played.scenes) + 3)
+        began = play(played, ready)
+        for path in draw_all(prometheus.api, args.seconds - 6, args.folder, "10s", began + args.seconds - 3):
+            print(path)
+
+
+if __name__ == "__main__":
+    main()
