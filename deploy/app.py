@@ -13,7 +13,9 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +27,17 @@ from starlette.types import ASGIApp
 from cluster.capability import probe
 from cluster.group import Group
 from cluster.health import Watcher, raylet_pid
-from dashboards.exporter import Exporter
+from dashboards.discovery import cause_of
+from dashboards.exporter import Exporter, Facts
 from deploy import environment, models
 from deploy.capacity import check_nodes
+from deploy.discovery import Announcer, RayPost, target_here
+from deploy.levels import levels
 from deploy.openai.routes import create_app
 from deploy.service import Defaults, Service
 from deploy.settings import DEPLOYMENT, Settings
 from engine.config import EngineConfig, engine_config
+from engine.events import Event, RequestStarted
 from engine.front.client import EngineClient
 from engine.front.text import TextProcessor
 from engine.geometry import read_geometry
@@ -98,6 +104,20 @@ def configure(settings: Settings, node: Node) -> EngineConfig:
     )
 
 
+def exporter_facts(settings: Settings, config: EngineConfig, boot_s: float) -> Facts:
+    """What the exporter states beside what it counts."""
+    return Facts(
+        slots=config.max_seqs,
+        page_tokens=config.page,
+        boot_s=boot_s,
+        step_bound_s=config.step_timeout_s,
+        heartbeat_bound_s=config.heartbeat_timeout_s,
+        ttft_objective_s=settings.metrics.ttft_objective_s,
+        tpot_objective_s=settings.metrics.tpot_objective_s,
+        aliases=settings.metrics.aliases,
+    )
+
+
 @serve.deployment(name=DEPLOYMENT)
 @serve.ingress()
 class Quartet:
@@ -121,9 +141,11 @@ class Quartet:
     async def _open(self, group: Group, config: EngineConfig) -> None:
         settings, folder = self._settings, Path(config.model)
         about = {"model_name": settings.name, "build": settings.build, "attention": group.capability.runs, "tp": str(settings.tp)}
-        self._exporter = Exporter(about)
+        self._exporter = Exporter(about, exporter_facts(settings, config, group.boot_s))
         metrics = self._exporter.serve(settings.metrics.host, settings.metrics.port)
-        self._client = EngineClient(group.front_socket, sink=self._exporter)
+        self._asking = False
+        self._client = EngineClient(group.front_socket, sink=self._sink)
+        self._exporter.levels = partial(levels, group, self._client)
         await self._client.start()
         self._service = Service(
             name=settings.name,
@@ -139,6 +161,26 @@ class Quartet:
         )
         self._watcher = Watcher(group, self._died, waiting=lambda: self._client.waiting_since, raylet=raylet_pid())
         self._watcher.start()
+        self._client.report()
+        self._announcer = self._announce(metrics)
+
+    def _announce(self, metrics: str) -> Announcer | None:
+        """Have Prometheus find the exporter at `metrics`."""
+        if not self._settings.metrics.discovery.enabled:
+            return None
+        target = target_here(self._settings.name, metrics)
+        post = RayPost(self._settings.metrics.discovery)
+        return Announcer(post, target, self._exporter.counts, lambda url: self._service.about.update(discovery=url))
+
+    def _sink(self, event: Event) -> None:
+        """To the exporter. After a submission the core is asked for its figures: of an admission it says nothing by itself."""
+        self._exporter(event)
+        if isinstance(event, RequestStarted) and not self._asking:
+            self._asking = True
+            asyncio.get_running_loop().call_soon(self._ask)
+
+    def _ask(self) -> None:
+        self._asking = False
         self._client.report()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -160,16 +202,23 @@ class Quartet:
         """Children first (they may hold GPUs), flushing meanwhile; then the fastest way to a new replica."""
         try:
             assert self._group is not None
-            killed = asyncio.get_running_loop().run_in_executor(None, self._group.kill)
+            loop = asyncio.get_running_loop()
+            killed = loop.run_in_executor(None, self._group.kill)
+            told = loop.run_in_executor(None, self._last_word(cause_of(reason)))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._service.idle.wait(), FLUSH_S)
             await asyncio.sleep(0.02)  # the last bytes are the transport's by now; let it write them
             await killed
+            await told
             logger.error("replica exits: %s", reason)
             sys.stderr.write(f"quartet: the group ended ({reason}); this replica exits, Serve starts a new one\n")
             sys.stderr.flush()
         finally:
             os._exit(1)
+
+    def _last_word(self, cause: str | None) -> Callable[[], None]:
+        """What tells discovery that this replica is gone; it blocks for half a second at most."""
+        return (lambda: None) if self._announcer is None else partial(self._announcer.leave, cause)
 
     async def __del__(self) -> None:
         """Serve's orderly end: open answers are done, or their time is up."""
@@ -180,6 +229,7 @@ class Quartet:
         self._watcher.close()
         self._client.stop()
         await asyncio.get_running_loop().run_in_executor(None, self._group.close)
+        await asyncio.get_running_loop().run_in_executor(None, self._last_word(None))
         await self._client.close()
         self._exporter.close()
 

@@ -21,11 +21,28 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+class DiscoverySettings(_Frozen):
+    """The cluster's http_sd endpoint, on the head node. A cluster's first replica decides; a taken port gives way to a free one."""
+
+    enabled: bool = True
+    host: str = "127.0.0.1"
+    port: int = Field(default=9464, ge=0, le=65535)
+
+
 class MetricsSettings(_Frozen):
-    """Where the exporter of each replica listens. Port 0: a free one, written to the log and to `/health/ready`."""
+    """Where the exporter of each replica listens. Port 0: a free one, written to the log and to `/health/ready`.
+
+    aliases           vLLM's metric names too
+    ttft_objective_s  what a first token, and
+    tpot_objective_s  what a token after it, may take: quartet_slo_requests_total judges by them
+    """
 
     host: str = "127.0.0.1"
     port: int = Field(default=0, ge=0, le=65535)
+    aliases: bool = True
+    ttft_objective_s: float = Field(default=1.0, gt=0)
+    tpot_objective_s: float = Field(default=0.05, gt=0)
+    discovery: DiscoverySettings = DiscoverySettings()
 
 
 class LimitSettings(_Frozen):

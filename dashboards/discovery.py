@@ -1,0 +1,256 @@
+"""Who is to be scraped, and what those that are gone have left: the books of the discovery endpoint, and the endpoint.
+
+    replica --beat(target, counts)--> Fleet --targets()--> /targets   Prometheus http_sd
+            `-leave(cause, counts)->        `-collect()--> /metrics   groups up and down, restarts, counts of the dead
+
+A replica that is silent for SILENT_S is no target any more; after GONE_S it counts as vanished, and its last counts go into the
+retired ones. Gone is gone: a beat of it afterwards is refused, or its counts would be there twice.
+"""
+
+import json
+import logging
+import re
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Literal
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import Metric as Family
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.registry import Collector
+
+from dashboards.metrics import CAUSES, FLEET, RETIRED, Metric
+from engine.errors import ConfigError
+
+SILENT_S = 3.5
+GONE_S = 10.0
+SHOWN_S = 600.0  # how long a replica that is gone still shows as down
+TICK_S = 0.5
+_PAUSE_S = 2.0  # the endpoint itself did not run for so long: nobody is blamed for it
+_REMEMBERED = 4096
+
+Counts = Mapping[tuple[str, tuple[str, ...]], float]
+Answer = Literal["ok", "gone"]
+
+# How cluster/health and cluster/children put it, in the order in which they are tried.
+_CAUSES = (
+    ("killed", r"was killed by"),
+    ("failed", r" failed: |ended with exit code|a process of the group ended"),
+    ("unscheduled", r"not scheduled for"),
+    ("rank_stalled", r"made no progress in step"),
+    ("core_stalled", r"the core made no progress"),
+    ("raylet", r"the raylet"),
+)
+
+logger = logging.getLogger(__name__)
+
+
+def cause_of(reason: str) -> str:
+    """The cause, one of CAUSES, for the sentence with which a group ended."""
+    return next((cause for cause, pattern in _CAUSES if re.search(pattern, reason)), "other")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A replica, and the host:port of its exporter."""
+
+    application: str
+    deployment: str
+    replica: str
+    node: str
+    model: str
+    address: str
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """What discovery puts on its series."""
+        return {name: value for name, value in asdict(self).items() if name != "address"}
+
+
+@dataclass
+class _Member:
+    target: Target
+    counts: Counts
+    seen: float
+    silent: bool = False
+
+
+@dataclass
+class _Books:
+    """What a deployment's replicas have left behind."""
+
+    restarts: Counter[str] = field(default_factory=Counter)
+    drained: int = 0
+    counts: dict[tuple[str, tuple[str, ...]], float] = field(default_factory=dict)
+
+
+class Fleet(Collector):
+    """The books. Every method may be called from any thread; `clock` in seconds, monotonic."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._members: dict[str, _Member] = {}
+        self._books: dict[tuple[str, str], _Books] = {}
+        self._down: dict[str, tuple[Target, float]] = {}
+        self._gone: OrderedDict[str, None] = OrderedDict()
+        self._ticked = clock()
+        self._started = time.time()
+
+    # -- replicas
+
+    def beat(self, target: Target, counts: Counts) -> Answer:
+        """A replica lives, and has counted so far; the first beat registers it. `gone`: it has left, or was given up."""
+        with self._lock:
+            if target.replica in self._gone:
+                return "gone"
+            book = self._book(target)
+            for key in counts:
+                book.counts.setdefault(key, 0.0)  # at zero before its first death, or `increase` would miss that
+            self._members[target.replica] = _Member(target, counts, self._clock())
+            return "ok"
+
+    def leave(self, target: Target, cause: str | None, counts: Counts) -> None:
+        """A replica's last word; `cause`: one of CAUSES, or None for an orderly end. Idempotent: the first one counts."""
+        with self._lock:
+            if target.replica not in self._gone:
+                self._members[target.replica] = _Member(target, counts, self._clock())
+                self._retire(target.replica, cause)
+
+    def tick(self) -> None:
+        """Look who has gone silent; to be called about every TICK_S."""
+        with self._lock:
+            now = self._clock()
+            pause = now - self._ticked if now - self._ticked > _PAUSE_S else 0.0
+            self._ticked = now
+            for replica, member in list(self._members.items()):
+                member.seen += pause
+                member.silent = now - member.seen > SILENT_S
+                if now - member.seen > GONE_S:
+                    self._retire(replica, "vanished")
+            self._down = {name: down for name, down in self._down.items() if now - down[1] <= SHOWN_S}
+
+    def _retire(self, replica: str, cause: str | None) -> None:
+        member = self._members.pop(replica)
+        book = self._book(member.target)
+        if cause is None:
+            book.drained += 1
+        else:
+            book.restarts[cause if cause in CAUSES else "other"] += 1
+        for key, value in member.counts.items():
+            book.counts[key] = book.counts.get(key, 0.0) + value
+        self._down[replica] = member.target, self._clock()
+        self._gone[replica] = None
+        if len(self._gone) > _REMEMBERED:
+            self._gone.popitem(last=False)
+
+    def _book(self, target: Target) -> _Books:
+        return self._books.setdefault((target.application, target.deployment), _Books())
+
+    # -- Prometheus
+
+    def targets(self) -> list[dict[str, Any]]:
+        """The http_sd list: who is to be scraped now, ordered by replica."""
+        with self._lock:
+            live = [member.target for _, member in sorted(self._members.items()) if not member.silent]
+        return [{"targets": [target.address], "labels": target.labels} for target in live]
+
+    def collect(self) -> Iterator[Family]:
+        """The rows of FLEET."""
+        with self._lock:
+            families = {row.name: Family(row.stem, row.help, row.kind) for row in FLEET}
+            self._show_groups(families)
+            for place, book in self._books.items():
+                _show_book(families, place, book)
+            families["quartet_discovery_start_time_seconds"].add_sample("quartet_discovery_start_time_seconds", {}, self._started)
+        yield from families.values()
+
+    def _show_groups(self, families: dict[str, Family]) -> None:
+        ups = [(member.target, not member.silent) for member in self._members.values()]
+        for target, up in (*ups, *((target, False) for target, _ in self._down.values())):
+            families["quartet_group_up"].add_sample("quartet_group_up", target.labels, float(up))
+        for application, deployment in self._books:
+            live = sum(up for target, up in ups if (target.application, target.deployment) == (application, deployment))
+            labels = {"application": application, "deployment": deployment}
+            families["quartet_groups"].add_sample("quartet_groups", labels, float(live))
+
+
+def _show_book(families: dict[str, Family], place: tuple[str, str], book: _Books) -> None:
+    def show(row: str, values: tuple[str, ...], value: float) -> None:
+        labels = dict(zip(_ROWS[row].labels, (*place, *values), strict=True))
+        families[row].add_sample(row, labels, value)
+
+    for cause in CAUSES:
+        show("quartet_group_restarts_total", (cause,), float(book.restarts[cause]))
+    show("quartet_groups_drained_total", (), float(book.drained))
+    for (name, values), value in book.counts.items():
+        if name in RETIRED:
+            show(RETIRED[name].name, values, value)
+
+
+_ROWS: dict[str, Metric] = {row.name: row for row in FLEET}
+
+
+class DiscoveryServer:
+    """`/targets`, `/metrics` and `/health` of a fleet, on a thread of its own, which also ticks."""
+
+    def __init__(self, fleet: Fleet, host: str, port: int) -> None:
+        """Open the port (0: a free one). ConfigError when it is taken."""
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(fleet)
+        try:
+            self._server = _Server((host, port), _handler(fleet, registry), fleet)
+        except OSError as error:
+            raise ConfigError(f"metrics.discovery: cannot listen on {host}:{port}: {error.strerror}") from error
+        self.url = f"http://{host}:{self._server.server_port}/targets"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(TICK_S,), name="discovery", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Give the port back."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler], fleet: Fleet) -> None:
+        self._fleet = fleet
+        super().__init__(address, handler)
+
+    def service_actions(self) -> None:
+        """Called by serve_forever at every turn."""
+        self._fleet.tick()
+
+
+def _handler(fleet: Fleet, registry: CollectorRegistry) -> type[BaseHTTPRequestHandler]:
+    pages: dict[str, tuple[str, Callable[[], bytes]]] = {
+        "/targets": ("application/json", lambda: json.dumps(fleet.targets()).encode()),
+        "/metrics": (CONTENT_TYPE_PLAIN_0_0_4, lambda: generate_latest(registry)),
+        "/health": ("text/plain", lambda: b"ok\n"),
+    }
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = 10.0
+
+        def do_GET(self) -> None:
+            """The page asked for, or 404."""
+            path = self.path.partition("?")[0]
+            kind, page = pages.get(path, ("text/plain", lambda: b"there are /targets, /metrics and /health\n"))
+            body = page()
+            self.send_response(200 if path in pages else 404)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
+            """Nothing: one line a scrape is noise."""
+
+    return Handler

@@ -1,0 +1,252 @@
+"""The books of discovery: who is a target, who is gone and why, and what the dead have counted."""
+
+import json
+import socket
+import time
+import urllib.error
+import urllib.request
+from dataclasses import replace
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.children import Fate
+from cluster.health import Bounds, Moment, verdict
+from dashboards.discovery import GONE_S, SHOWN_S, SILENT_S, TICK_S, Counts, DiscoveryServer, Fleet, Target, cause_of
+from dashboards.metrics import CAUSES, FLEET, RETIRED
+from engine.errors import ConfigError
+from engine.lifeline import Failed
+from engine.plan import RankStatus
+
+pytestmark = pytest.mark.pure
+
+ONE = Target("quartet", "Quartet", "r1", "10.0.0.1", "nano-31b", "127.0.0.1:9001")
+TWO = replace(ONE, replica="r2", address="127.0.0.1:9002")
+TOKENS = "quartet_generation_tokens_total"
+WHERE = {"application": "quartet", "deployment": "Quartet"}
+
+
+def counts(tokens: float, stopped: float = 0) -> Counts:
+    return {(TOKENS, ()): tokens, ("quartet_requests_total", ("stop",)): stopped}
+
+
+class Time:
+    """A clock, and a fleet that is ticked as it passes."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.fleet = Fleet(lambda: self.now)
+
+    def passes(self, seconds: float, *beating: Target) -> None:
+        for _ in range(round(seconds / TICK_S)):
+            self.now += TICK_S
+            for target in beating:
+                self.fleet.beat(target, counts(1))
+            self.fleet.tick()
+
+
+def figure(fleet: Fleet, name: str, **labels: str) -> float | None:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(fleet)
+    families = text_string_to_metric_families(generate_latest(registry).decode())
+    found = [s.value for family in families for s in family.samples if s.name == name and s.labels == labels]
+    assert len(found) <= 1, (name, labels, found)
+    return found[0] if found else None
+
+
+def restarts(fleet: Fleet) -> dict[str, float]:
+    values = {cause: figure(fleet, "quartet_group_restarts_total", **WHERE, cause=cause) for cause in CAUSES}
+    return {cause: value for cause, value in values.items() if value}
+
+
+def addresses(fleet: Fleet) -> list[str]:
+    return [address for group in fleet.targets() for address in group["targets"]]
+
+
+def test_a_replica_is_a_target_with_its_labels() -> None:
+    """From its first beat on, as Prometheus' http_sd wants it."""
+    fleet = Fleet()
+    assert fleet.targets() == []
+    assert fleet.beat(TWO, counts(0)) == fleet.beat(ONE, counts(0)) == "ok"
+    labels = {**WHERE, "replica": "r1", "node": "10.0.0.1", "model": "nano-31b"}
+    assert fleet.targets()[0] == {"targets": ["127.0.0.1:9001"], "labels": labels}
+    assert addresses(fleet) == ["127.0.0.1:9001", "127.0.0.1:9002"]
+    assert figure(fleet, "quartet_groups", **WHERE) == 2
+    assert figure(fleet, "quartet_group_up", **labels) == 1
+
+
+def test_who_says_goodbye_is_gone_at_once_and_stays_counted() -> None:
+    """Target, group_up and the number of groups change with the call; cause and counts stay; nobody else's do."""
+    fleet = Fleet()
+    fleet.beat(ONE, counts(40, 3))
+    fleet.beat(TWO, counts(5, 1))
+    assert figure(fleet, RETIRED[TOKENS].name, **WHERE) == 0, "at zero before the first death, for `increase` to see it"
+    fleet.leave(ONE, "killed", counts(50, 4))
+    assert addresses(fleet) == ["127.0.0.1:9002"]
+    assert restarts(fleet) == {"killed": 1}
+    assert figure(fleet, "quartet_groups", **WHERE) == 1
+    assert figure(fleet, "quartet_group_up", **ONE.labels) == 0
+    assert figure(fleet, "quartet_group_up", **TWO.labels) == 1
+    assert figure(fleet, RETIRED[TOKENS].name, **WHERE) == 50
+    assert figure(fleet, "quartet_retired_requests_total", **WHERE, outcome="stop") == 4
+
+
+def test_an_orderly_end_is_no_restart() -> None:
+    """It is counted as drained, and its counts are kept alike."""
+    fleet = Fleet()
+    fleet.beat(ONE, counts(40))
+    fleet.leave(ONE, None, counts(41))
+    assert restarts(fleet) == {}
+    assert figure(fleet, "quartet_groups_drained_total", **WHERE) == 1
+    assert figure(fleet, RETIRED[TOKENS].name, **WHERE) == 41
+    assert figure(fleet, "quartet_groups", **WHERE) == 0, "scaled to zero is a number, not an absence"
+
+
+def test_nothing_is_counted_twice() -> None:
+    """A second goodbye, and beats that arrive after the first, change nothing."""
+    fleet = Fleet()
+    fleet.beat(ONE, counts(40))
+    for _ in range(2):
+        fleet.leave(ONE, "killed", counts(50))
+        assert fleet.beat(ONE, counts(60)) == "gone"
+    assert addresses(fleet) == []
+    assert restarts(fleet) == {"killed": 1}
+    assert figure(fleet, RETIRED[TOKENS].name, **WHERE) == 50
+
+
+def test_totals_add_up_over_deaths() -> None:
+    """What the living and the retired have counted is what all have, at every moment of twenty lives."""
+    fleet, total = Fleet(), 0
+    for life in range(20):
+        target = replace(ONE, replica=f"life-{life}")
+        for tokens in (0, 7, 30 + life):
+            fleet.beat(target, counts(tokens))
+            assert (figure(fleet, RETIRED[TOKENS].name, **WHERE) or 0) + tokens == total + tokens
+        total += 30 + life
+        fleet.leave(target, "failed", counts(30 + life))
+        assert figure(fleet, RETIRED[TOKENS].name, **WHERE) == total
+
+
+def test_who_falls_silent_is_dropped_then_vanished() -> None:
+    """No target after SILENT_S, back with a beat; after GONE_S a restart whose last counts are those of its last beat."""
+    clock = Time()
+    clock.fleet.beat(ONE, counts(40))
+    clock.passes(SILENT_S, TWO)
+    assert len(addresses(clock.fleet)) == 2
+    clock.passes(2 * TICK_S, TWO)
+    assert addresses(clock.fleet) == ["127.0.0.1:9002"]
+    assert figure(clock.fleet, "quartet_group_up", **ONE.labels) == 0
+    assert restarts(clock.fleet) == {}
+    clock.fleet.beat(ONE, counts(44))
+    clock.passes(TICK_S, TWO)
+    assert len(addresses(clock.fleet)) == 2
+    clock.passes(GONE_S + TICK_S, TWO)
+    assert restarts(clock.fleet) == {"vanished": 1}
+    assert figure(clock.fleet, RETIRED[TOKENS].name, **WHERE) == 44
+    assert clock.fleet.beat(ONE, counts(45)) == "gone"
+
+
+def test_a_pause_of_the_endpoint_is_nobodys_silence() -> None:
+    """Suspended as a whole for a minute, it drops nobody; a replica that really died is found out afterwards."""
+    clock = Time()
+    clock.passes(1, ONE, TWO)
+    clock.now += 60
+    clock.fleet.tick()
+    assert len(addresses(clock.fleet)) == 2
+    clock.passes(GONE_S + 1, TWO)
+    assert addresses(clock.fleet) == ["127.0.0.1:9002"]
+    assert restarts(clock.fleet) == {"vanished": 1}
+
+
+def test_the_dead_are_forgotten_in_the_end() -> None:
+    """Ten minutes as down, then no series; the counts stay."""
+    clock = Time()
+    clock.fleet.beat(ONE, counts(40))
+    clock.fleet.leave(ONE, "killed", counts(40))
+    clock.passes(SHOWN_S - 1, TWO)
+    assert figure(clock.fleet, "quartet_group_up", **ONE.labels) == 0
+    clock.passes(2, TWO)
+    assert figure(clock.fleet, "quartet_group_up", **ONE.labels) is None
+    assert restarts(clock.fleet) == {"killed": 1}
+
+
+SECOND = 1_000_000_000
+BOUNDS = Bounds(heartbeat_s=3, step_s=10)
+
+
+def sentence(*statuses: RankStatus) -> str:
+    reason = verdict(statuses, Moment(now=100 * SECOND, waiting=1), BOUNDS)
+    assert reason is not None
+    return reason
+
+
+FRESH = {"heartbeat_ns": 100 * SECOND}
+
+
+@pytest.mark.parametrize(
+    ("reason", "cause"),
+    [
+        (str(Fate("rank 1", -9)), "killed"),
+        (str(Fate("the core", 1)), "failed"),
+        (str(Fate("rank 0", 1, Failed("CUDA out of memory", user=False))), "failed"),
+        (sentence(RankStatus(heartbeat_ns=1), RankStatus(**FRESH)), "unscheduled"),
+        (sentence(RankStatus(launched=4, finished=3, **FRESH), RankStatus(launched=4, finished=3, **FRESH)), "rank_stalled"),
+        (sentence(RankStatus(launched=3, finished=3, **FRESH), RankStatus(launched=3, finished=3, **FRESH)), "core_stalled"),
+        ("the raylet ended", "raylet"),
+        ("the raylet is gone", "raylet"),
+        ("something new", "other"),
+    ],
+)
+def test_causes_follow_the_words_of_the_watcher(reason: str, cause: str) -> None:
+    """The sentences that cluster/ really makes, each with its cause."""
+    assert cause_of(reason) == cause
+    assert cause in CAUSES
+
+
+def test_every_row_is_shown() -> None:
+    """Once a replica has counted everything there is to count."""
+    fleet = Fleet()
+    everything = {(name, tuple("x" for _ in row.labels[2:])): 1.0 for name, row in RETIRED.items()}
+    fleet.beat(ONE, everything)
+    assert {family.name for family in fleet.collect() if family.samples} == {row.stem for row in FLEET}
+
+
+def fetch(url: str) -> tuple[int, str, str]:
+    with urllib.request.urlopen(url, timeout=5) as reply:
+        return reply.status, reply.headers["Content-Type"], reply.read().decode()
+
+
+def test_the_endpoint_over_loopback() -> None:
+    """/targets is JSON, an empty list when there is nobody; /metrics is an exposition; all else 404; the port is given back."""
+    fleet = Fleet()
+    server = DiscoveryServer(fleet, "127.0.0.1", 0)
+    base = server.url.removesuffix("/targets")
+    assert fetch(server.url) == (200, "application/json", "[]")
+    fleet.beat(ONE, counts(4))
+    assert json.loads(fetch(server.url)[2]) == fleet.targets()
+    assert 'quartet_groups{application="quartet",deployment="Quartet"} 1.0' in fetch(f"{base}/metrics")[2]
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        fetch(f"{base}/")
+    port = int(base.rpartition(":")[2])
+    with pytest.raises(ConfigError, match=f"metrics.discovery: cannot listen on 127.0.0.1:{port}"):
+        DiscoveryServer(fleet, "127.0.0.1", port)
+    server.close()
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", port))
+
+
+def test_the_endpoint_ticks_by_itself() -> None:
+    """A replica that fell silent leaves the list though nobody asks."""
+    fleet = Fleet()
+    server = DiscoveryServer(fleet, "127.0.0.1", 0)
+    try:
+        fleet.beat(ONE, counts(4))
+        before = fleet._ticked
+        deadline = time.monotonic() + 10
+        while fleet._ticked == before and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert fleet._ticked > before
+    finally:
+        server.close()
