@@ -2,6 +2,7 @@
 #
 #   make serve [CONFIG=deploy/gemma4.yaml]   install if needed, then serve on 127.0.0.1:8000; Ctrl-C or SIGTERM drains
 #   make test | test-full                    the tiers pure, cpu and serve without the slow tests | everything that this machine can run
+#   make quality [QUALITY_ARGS=...]         the nano models' exam: every setup against transformers, every planted fault
 #   make lint | bench | clean                ruff, mypy and sizes | benchmarks | remove what the tools leave behind (not .venv)
 #   make dashboards | pictures               writes dashboards/*.json and alerts.yaml from code | draws them from a rehearsal
 #   make install-gpu                         adds the extra [gpu]
@@ -23,7 +24,7 @@ EXTRAS-lint := [lint,test,dashboards]
 EXTRAS-dashboards := [dashboards]
 EXTRAS-gpu := [gpu]
 
-.PHONY: serve test test-full lint bench clean install-gpu dashboards pictures
+.PHONY: serve test test-full quality lint bench clean install-gpu dashboards pictures
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -36,6 +37,9 @@ test: $(VENV)/.installed-test
 
 test-full: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+quality: $(VENV)/.installed-test
+	$(BIN)/python -m tests.quality.run $(QUALITY_ARGS)
 
 lint: $(VENV)/.installed-lint
 	@$(BIN)/python -m tests.support.sizes

@@ -250,7 +250,7 @@ def test_shapes_stand_for_their_member(member: str) -> None:
     widths = [shape.heads, shape.mlp, shape.moe_mlp, shape.ple, VOCAB_SIZE, *map(shape.mlp_width, range(shape.layers))]
     assert [width for width in widths if width % 4] == []
     assert shape.layer_types[-1] == "full_attention"
-    assert shape.layer_types.count("full_attention") >= 2
+    assert set(shape.layer_types) == {"sliding_attention", "full_attention"}
     assert 64 <= shape.window <= 128
     if shape.kv_shared:
         owners, sharers = shape.layer_types[: -shape.kv_shared], shape.layer_types[-shape.kv_shared :]

@@ -1,0 +1,77 @@
+"""The whole quality gate: `python -m tests.quality.run [--members 31b ...] [--questions 200] [--device cuda]`, or `make quality`.
+
+Prints three tables in Markdown: accuracy of each skill, from transformers and from our engine; answers that differ for each setup;
+what each fault changes (a lost sum: of the CPU's collectives only). Exit code 1 when a skill is below 95 %, an fp32 answer differs, or a fault changes less than 5 %.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from deploy.nano import trained
+from tests.quality.faults import FAULTS, Everywhere
+from tests.quality.gate import SETUPS, Grades, Judge, Setup, Sheet, answer, grade, questions
+
+PASS, SHARE = 0.95, 0.05
+FAULT_SAMPLE = 12  # of each skill, at most
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.quality.run", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--members", nargs="+", default=trained(), choices=trained())
+    parser.add_argument("--questions", type=int, default=200, help="of each skill; four times as many stories")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--tp", type=int, nargs="+", default=[1, 2, 4], help="sizes to try")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.set_num_threads(2)
+    setups = [replace(setup, device=args.device) for setup in SETUPS if setup.tp in args.tp]
+    faults = [fault for fault in FAULTS if fault != "none" and (fault != "lost sum" or (2 in args.tp and args.device == "cpu"))]
+    failed = [complaint for member in args.members for complaint in whole(member, args, setups, faults)]
+    sys.stdout.write("".join(f"FAILED {complaint}\n" for complaint in failed) or "passed\n")
+    sys.exit(bool(failed))
+
+
+def whole(member: str, args: argparse.Namespace, setups: list[Setup], faults: list[str]) -> Iterator[str]:
+    """Every setup and every fault of one member; yields what fails."""
+    sheet = Sheet.of(member, questions(args.questions), args.seed)
+    judge = Judge(sheet, args.device)
+    for setup in setups:
+        run = answer(sheet, setup)
+        grades = grade(sheet, run, judge, setup.tie, theirs=True)
+        row = [member, setup.name, grades.asked.total(), grades.right.total(), grades.theirs.total(), grades.differing]
+        tell(*row, grades.ties.total(), run.preemptions, f"{run.seconds:.0f} s")
+        if setup is setups[0]:
+            skills(member, grades)
+        yield from (f"{member} {setup.name}: {skill}" for skill in grades.asked if grades.accuracy(skill) < PASS)
+        if setup.dtype == "float32" and grades.differing:
+            yield f"{member} {setup.name}: {grades.differing} answers differ: {+grades.differ}"
+    sample = Sheet.of(member, questions(min(FAULT_SAMPLE, args.questions)), args.seed)
+    second = Judge(sample, args.device)
+    for fault in faults:
+        setup = Setup(fault, tp=2 if fault == "lost sum" else 1, device=args.device)
+        grades = grade(sample, answer(sample, setup, Everywhere(fault)), second, setup.tie)
+        tell(member, fault, grades.asked.total(), grades.right.total(), "", f"{grades.differing} ({grades.share:.0%})")
+        if grades.share < SHARE:
+            yield f"{member} {fault}: only {grades.share:.1%} differ"
+
+
+def skills(member: str, grades: Grades) -> None:
+    """Accuracy, transformers beside ours."""
+    for skill, asked in grades.asked.items():
+        tell(member, skill, asked, f"{grades.theirs[skill] / asked:.1%}", f"{grades.accuracy(skill):.1%}")
+
+
+def tell(*cells: object) -> None:
+    """One row of a table."""
+    sys.stdout.write("| " + " | ".join(map(str, cells)) + " |\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

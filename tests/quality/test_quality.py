@@ -1,0 +1,65 @@
+"""A sample of the quality gate: every member answers as transformers does, every planted fault shows. `make quality` asks more."""
+
+import random
+from functools import cache
+
+import pytest
+
+from deploy.nano import trained
+from deploy.nano.exercises import SKILLS
+from tests.quality.faults import FAULTS, Everywhere
+from tests.quality.gate import Judge, Setup, Sheet, answer, grade, questions
+
+pytestmark = pytest.mark.cpu
+
+SEED = random.SystemRandom().randrange(1 << 30)
+SHARE = 0.05  # of the answers that a fault must change
+PASS = 0.95  # of the questions of a skill, over enough of them; a sample of three may miss none but one in all
+
+SETUPS = {
+    "31b": (Setup("TP=4", tp=4), Setup("TP=2, pages of 16, preempted", tp=2, page=16, tight=True, budget=64)),
+    "26b-a4b": (Setup("TP=2", tp=2),),
+    "e2b": (Setup("TP=1, chunks of 64", budget=64),),
+}
+
+
+@cache
+def asked(member: str) -> tuple[Sheet, Judge]:
+    sheet = Sheet.of(member, questions(3), SEED)
+    return sheet, Judge(sheet)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("member", trained())
+def test_a_member_answers_right_and_as_transformers_does(member: str) -> None:
+    """Held-out questions of every skill: none differs from transformers' greedy answer, and at most one in twenty is wrong."""
+    sheet, judge = asked(member)
+    for setup in SETUPS[member]:
+        run = answer(sheet, setup)
+        grades = grade(sheet, run, judge, setup.tie)
+        print(
+            f"{member} {setup.name} seed {SEED}: {grades.right.total()} of {grades.asked.total()} right, "
+            f"{grades.differing} differ, {grades.ties.total()} ties, {run.preemptions} preemptions"
+        )
+        assert set(grades.asked) == set(SKILLS)
+        assert grades.differing == 0, grades.differ
+        assert grades.right.total() >= PASS * grades.asked.total(), grades.right
+        assert bool(run.preemptions) == setup.tight
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "none"])
+def test_a_fault_shows(fault: str) -> None:
+    """The same questions with one lasting fault on the ranks: at least one answer in twenty is not transformers' any more."""
+    sheet, judge = asked("31b")
+    setup = Setup(fault, tp=2 if fault == "lost sum" else 1)
+    grades = grade(sheet, answer(sheet, setup, Everywhere(fault)), judge, setup.tie)
+    wrong = grades.asked.total() - grades.right.total()
+    print(f"{fault}: {grades.share:.1%} differ, {wrong} of {grades.asked.total()} wrong (seed {SEED})")
+    assert grades.share >= SHARE
+
+
+def test_the_instrument_alone_changes_nothing() -> None:
+    """Ranks started through the fault's own command line, without a fault, answer as transformers does."""
+    sheet, judge = asked("31b")
+    assert grade(sheet, answer(sheet, Setup("none"), Everywhere("none")), judge, 1e-4).differing == 0
