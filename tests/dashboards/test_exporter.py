@@ -6,6 +6,7 @@ import time
 import urllib.request
 from functools import partial
 from itertools import pairwise
+from typing import get_args
 
 import pytest
 
@@ -130,6 +131,7 @@ def test_names_follow_the_house() -> None:
     """Counters end in _total, seconds say so, no row says who is scraped, and no name stands twice."""
     rows = [*ENGINE, *FLEET]
     assert len({row.name for row in rows}) == len(rows)
+    assert get_args(Outcome) == OUTCOMES
     for row in rows:
         assert row.name.startswith("quartet_")
         assert row.name.endswith("_total") == (row.kind == "counter")

@@ -28,6 +28,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"model": "a/b", "dtype": "float16"}, "dtype: "),
     ({"model": "a/b", "memory_fraction": 1.5}, "memory_fraction: "),
     ({"model": "a/b", "metrics": {"port": 70000}}, "metrics.port: "),
+    ({"model": "a/b", "metrics": {"ttft_objective_s": 0}}, "metrics.ttft_objective_s: "),
+    ({"model": "a/b", "metrics": {"discovery": {"prot": 1}}}, "metrics.discovery.prot: unknown setting"),
     ({"model": "a/b", "limits": {"n": 0}}, "limits.n: "),
     ({"model": "a/b", "step_timeout_s": float("nan")}, "step_timeout_s: "),
 ]

@@ -1,0 +1,86 @@
+"""What metrics cost: CPU a token, and a scrape's time and size at 256 running requests. `python -m tests.bench.metrics`.
+
+No engine: a seeded history of events goes through a real exporter. Times are CPU time of the thread, the best of several rounds.
+"""
+
+import gzip
+import random
+import time
+from collections.abc import Callable
+from typing import get_args
+
+from dashboards.exporter import Exporter, Facts
+from dashboards.metrics import OUTCOMES
+from engine.events import (
+    EngineLoad,
+    FirstToken,
+    Levels,
+    Outcome,
+    PoolUse,
+    ProcessFigures,
+    RequestFinished,
+    RequestStarted,
+    Scheduled,
+    Tokens,
+)
+
+RUNNING = 256
+STEPS = 200
+ROUNDS = 5
+ABOUT = {"model_name": "google/gemma-4-31B-it", "build": "1", "attention": "reference", "tp": "4"}
+
+
+def load(step: int) -> EngineLoad:
+    """The core's report of a step with every slot decoding."""
+    pools = (PoolUse("sliding", 5000, 2000), PoolUse("full", 9000, 8000))
+    return EngineLoad(step, 10, RUNNING, 1000, 0, 1000 * step, RUNNING * step, pools, interval_s=0.012)
+
+
+def busy(*, aliases: bool) -> Exporter:
+    """An exporter with a past: every bucket it has was likely filled, every outcome seen."""
+    rng = random.Random(1)
+    exporter = Exporter(ABOUT, Facts(slots=RUNNING, page_tokens=32, aliases=aliases))
+    processes = tuple(ProcessFigures(name, True, 0, 0.01, 0.1, 12345, 0.011, 1 << 36) for name in ("0", "1", "2", "3", "core"))
+    exporter.levels = lambda: Levels(RUNNING, processes)
+    for request in range(RUNNING):
+        exporter(RequestStarted(request, rng.randint(10, 30000)))
+        exporter(Scheduled(request, rng.random()))
+        exporter(FirstToken(request, 100, 1 + rng.random(), 0.5))
+    for step in range(STEPS):
+        exporter(load(step))
+        for request in range(RUNNING):
+            exporter(Tokens(request, 1, rng.lognormvariate(-4, 0.5)))
+    for request in range(RUNNING):
+        outcome: Outcome = get_args(Outcome)[request % len(OUTCOMES)]
+        exporter(RequestFinished(request, outcome, 100, 200, 1.2, rng.lognormvariate(-4, 0.5), 5.0, 0.5))
+    return exporter
+
+
+def cpu_us(work: Callable[[], object], repeats: int) -> float:
+    """CPU microseconds of one call, the best round."""
+    best = float("inf")
+    for _ in range(ROUNDS):
+        began = time.thread_time_ns()
+        for _ in range(repeats):
+            work()
+        best = min(best, (time.thread_time_ns() - began) / repeats / 1e3)
+    return best
+
+
+def main() -> None:
+    """Print the figures."""
+    exporter = busy(aliases=True)
+    steps = iter(range(STEPS, 1 << 30))
+    print(f"token event, made and folded        {cpu_us(lambda: exporter(Tokens(1, 1, 0.011)), 20000):8.2f} us")
+    print(f"report event, a step                {cpu_us(lambda: exporter(load(next(steps))), 20000):8.2f} us")
+    for aliases in (True, False):
+        text = (shown := busy(aliases=aliases)).text()
+        size, packed = len(text), len(gzip.compress(text.encode()))
+        series = sum(not line.startswith("#") for line in text.splitlines())
+        took = cpu_us(shown.text, 10) / 1e3
+        name = f"scrape, aliases {'on' if aliases else 'off'}"
+        print(f"{name:36}{took:8.2f} ms, {size} bytes, {packed} packed, {series} series")
+
+
+if __name__ == "__main__":
+    main()
