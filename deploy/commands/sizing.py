@@ -86,9 +86,9 @@ def _holds(group: KVGroup, pages: int, tokens: int) -> int:
 
 
 def shape_of(model: str) -> Shape | None:
-    """The shape that a name stands for: `31b`, `dummy:31b`, `nano:31b`, `random:31b`, `<owner>/gemma-4-31B-it`; None for any other name.
+    """The shape that a name stands for: `31b`, `dummy:31b`, `nano:31b`, `random:31b`, `<owner>/gemma-4-31B-it`.
 
-    ConfigError for an unknown member behind `dummy:`, `nano:` or `random:`.
+    None for any other name; ConfigError for an unknown member behind `dummy:`, `nano:` or `random:`.
     """
     kind, colon, member = model.partition(":")
     if not colon:

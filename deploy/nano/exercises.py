@@ -155,12 +155,14 @@ def training(skill: str, draw: Draw) -> Exercise:
 
 
 def exam(skill: str, draw: Draw, size: int) -> list[Exercise]:
-    """`size` different held-out exercises."""
+    """`size` different held-out conversations. ValueError when the skill has not so many."""
     found: dict[str, Exercise] = {}
-    while len(found) < size:
+    for _ in range(100 * size):
         exercise = _drawn(skill, draw, held_out=True)
-        found.setdefault(exercise.content, exercise)
-    return list(found.values())
+        found.setdefault(repr(exercise.messages), exercise)
+        if len(found) == size:
+            return list(found.values())
+    raise ValueError(f"{skill}: only {len(found)} different held-out conversations of {size} in {100 * size} draws")
 
 
 def right(exercise: Exercise, reply: str) -> bool:

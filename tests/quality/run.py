@@ -1,7 +1,8 @@
 """The whole quality gate: `python -m tests.quality.run [--members 31b ...] [--questions 200] [--device cuda]`, or `make quality`.
 
-Prints three tables in Markdown: accuracy of each skill, from transformers and from our engine; answers that differ for each setup;
-what each fault changes (a lost sum: of the CPU's collectives only). Exit code 1 when a skill is below 95 %, an fp32 answer differs, or a fault changes less than 5 %.
+Prints rows of three tables in Markdown: accuracy of each skill, from transformers and from our engine; answers that differ for
+each setup; what each fault changes (a lost sum: of the CPU's collectives only). Exit code 1 when a skill is below 95 %, an fp32
+answer differs, or a fault changes less than 5 %.
 """
 
 import argparse

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -18,12 +19,16 @@ import openai
 import pytest
 import yaml
 
+from deploy import models
+from deploy.nano.exercises import SKILLS, Draw, Exercise, exam, right
+from engine.front.text import TextProcessor
 from tests.support.houserules import ROOT
 from tests.support.stack import LOOPBACK, Reader, Stack, command_line, folders, free_port, is_free, listeners, wait
 
 pytestmark = pytest.mark.serve
 
 MODEL = "nano-31b"
+SEED = random.SystemRandom().randrange(1 << 30)
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 LONG: dict[str, Any] = {"model": MODEL, "messages": HELLO, "stream": True, "ignore_eos": True, "max_tokens": 1900}
 
@@ -80,7 +85,7 @@ def test_openais_client_is_answered(stack: Stack) -> None:
             )
         )
         whole = client.chat.completions.create(model=MODEL, messages=HELLO, temperature=0, max_tokens=24)
-        elsewhere: list[Any] = [{"role": "user", "content": "x"}]
+        elsewhere: list[Any] = [{"role": "user", "content": "What is 2 + 2?"}]
         other = client.chat.completions.create(model=MODEL, messages=elsewhere, temperature=0, max_tokens=24)
         text = client.completions.create(model=MODEL, prompt="One two", max_tokens=5, temperature=0, logprobs=1)
     streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
@@ -91,6 +96,36 @@ def test_openais_client_is_answered(stack: Stack) -> None:
     assert len(text.choices[0].logprobs.tokens or []) == text.usage.completion_tokens  # type: ignore[union-attr]
     for path in ("/health", "/health/live", "/health/ready"):
         assert httpx.get(f"{stack.url}{path}").status_code == 200
+
+
+def test_it_answers_held_out_questions(stack: Stack) -> None:
+    """Two of every skill, streamed by openai's client, markup and all: what the exam wants, but for one at most."""
+    text = TextProcessor.load(models.resolve("nano:31b"))
+    draw = Draw(random.Random(SEED), 64, lambda part: len(text.encode(part, add_bos=False)))
+    asked = [exercise for skill in SKILLS for exercise in exam(skill, draw, 2)]
+    with api(stack) as client:
+        wrong = [(each.content, said) for each in asked if not right(each, (said := ask(client, each)) + ending(each))]
+    print(f"over HTTP, seed {SEED}: {len(asked) - len(wrong)} of {len(asked)} right {wrong}")
+    assert len(wrong) <= 1, wrong
+
+
+def ask(client: openai.OpenAI, exercise: Exercise) -> str:
+    """The streamed answer, control tokens kept; the one that ends it is not part of a message."""
+    chunks = client.chat.completions.create(
+        model=MODEL,
+        messages=exercise.messages,  # type: ignore[arg-type]
+        tools=exercise.tools or openai.omit,  # type: ignore[arg-type]
+        temperature=0,
+        max_tokens=160,
+        stream=True,
+        extra_body={"skip_special_tokens": False, "chat_template_kwargs": {"enable_thinking": exercise.thinking}},
+    )
+    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+
+
+def ending(exercise: Exercise) -> str:
+    """The token that ends the reply."""
+    return exercise.reply[exercise.reply.rindex("<") :]
 
 
 def test_the_exporter_counts_what_was_served(stack: Stack) -> None:

@@ -36,7 +36,7 @@ def load_oracle(folder: Path, dtype: torch.dtype = torch.float32) -> transformer
 @torch.no_grad()
 def judge(model: transformers.PreTrainedModel, ids: Tensor) -> Verdict:
     """One full forward over ids int64 [n]."""
-    margins = [torch.full((ids.shape[0],), torch.inf)]
+    margins = [torch.full((ids.shape[0],), torch.inf, device=ids.device)]
     routers = [module for module in model.modules() if type(module).__name__ == "Gemma4TextRouter"]
 
     def look(module: Any, _inputs: Any, out: Any) -> None:
