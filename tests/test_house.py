@@ -44,9 +44,7 @@ COMMON = {
 
 FORBIDDEN = {
     "somebody's home folder": re.compile(r"(?<![\w.])/((home|Users)/[a-z][\w.-]*|root)/"),
-    "an index option (pip's own settings say where packages come from)": re.compile(
-        r"--(extra-)?index-url|--(find-links)"
-    ),
+    "an index option (pip's own settings say where packages come from)": re.compile(r"--(extra-)?index-url|--(find-links)"),
     "a registry's host": re.compile(r"\b(pypi|pythonhosted|npmjs|download\.pytorch)\.(org|com|io)\b"),
     "an issue by number alone (write repo#123)": re.compile(r"\bissue #?\d+\b", re.IGNORECASE),
 }
@@ -55,9 +53,7 @@ FORBIDDEN = {
 def tracked() -> list[Path]:
     """Every text file that git tracks; in a copy without git, every file outside hidden folders and build products."""
     done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
-    names = (
-        done.stdout.split("\0") if done.returncode == 0 else [str(path.relative_to(ROOT)) for path in ROOT.rglob("*")]
-    )
+    names = done.stdout.split("\0") if done.returncode == 0 else [str(path.relative_to(ROOT)) for path in ROOT.rglob("*")]
     paths = [ROOT / name for name in names if name and not {".venv", ".git", "__pycache__"} & set(Path(name).parts)]
     return [path for path in paths if path.is_file() and b"\0" not in path.read_bytes()[:4096]]
 
@@ -84,9 +80,7 @@ def test_no_tracked_text_names_a_machine() -> None:
     """No tracked text names the machine it was written on, a registry host, or an issue without its repository."""
     paths = machine_paths(ROOT, Path.home())
     complaints = [
-        f"{path.relative_to(ROOT)}:{line}"
-        for path in tracked()
-        for line in forbidden(path.read_text(errors="replace"), paths)
+        f"{path.relative_to(ROOT)}:{line}" for path in tracked() for line in forbidden(path.read_text(errors="replace"), paths)
     ]
     assert not complaints, "\n".join(complaints[:MESSAGE_CEILING])
 
@@ -115,9 +109,7 @@ def test_functions_fit_in_a_glance() -> None:
     """No function outside kernels and tests has more than sixty lines."""
     paths = [path for path in sources() if path.relative_to(ROOT).parts[0] != "kernels"]
     complaints = [
-        f"{path.relative_to(ROOT)}:{line}"
-        for path in paths
-        for line in long_functions(path.read_text(), FUNCTION_CEILING)
+        f"{path.relative_to(ROOT)}:{line}" for path in paths for line in long_functions(path.read_text(), FUNCTION_CEILING)
     ]
     assert not complaints, "\n".join(complaints)
 
@@ -155,9 +147,7 @@ def test_a_test_file_without_one_tier_is_caught(source: str) -> None:
 def test_every_module_says_what_it_is() -> None:
     """Every module of the packages and of the tests has a docstring."""
     paths = [*sources(), *sorted((ROOT / "tests").rglob("*.py"))]
-    complaints = [
-        f"{path.relative_to(ROOT)}:{line}" for path in paths for line in docstring_complaints(path.read_text())
-    ]
+    complaints = [f"{path.relative_to(ROOT)}:{line}" for path in paths for line in docstring_complaints(path.read_text())]
     assert not complaints, "\n".join(complaints)
 
 

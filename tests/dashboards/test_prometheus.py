@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 SECONDS = 20.0
-AT = SECONDS - 3    # the script is still in full flow here
+AT = SECONDS - 3  # the script is still in full flow here
 WINDOW = 10
 # Scrapes are a second apart, and a quantile is interpolated inside a bucket that may be half as wide as its bound.
 TOLERANCE = 0.20
@@ -51,7 +51,7 @@ def run() -> Iterator[Run]:
         for prometheus in (right, wrong):
             wait_scraped(prometheus.api, len(played.scenes) + 3)
         began = play(played, ready)
-        time.sleep(max(0.0, began + SECONDS + 2.5 - time.time()))    # two more scrapes
+        time.sleep(max(0.0, began + SECONDS + 2.5 - time.time()))  # two more scrapes
         yield Run(played, began, right.api, wrong.api)
 
 

@@ -53,9 +53,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load(folder: Path) -> Loaded:
     """The model in fp32, and what transformers says of its keys."""
-    model, report = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, output_loading_info=True
-    )
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     return model.eval(), {key: names for key, names in report.items() if names}
 
 
@@ -99,9 +97,7 @@ def test_transformers_loads_it(cache: Path, member: str) -> None:
     out = logits(model, prompt())
     rms, chance = residual_rms(model), out.softmax(-1)
     entropy = -(chance * chance.clamp_min(1e-30).log()).sum(-1).mean().item()
-    print(
-        f"{member}: {type(model).__name__}, residual rms {rms:.3f}, entropy {entropy:.2f} of {np.log(VOCAB_SIZE):.2f}"
-    )
+    print(f"{member}: {type(model).__name__}, residual rms {rms:.3f}, entropy {entropy:.2f} of {np.log(VOCAB_SIZE):.2f}")
     assert report == {}
     assert type(model).__name__.startswith("Gemma4Unified") == SHAPES[member].unified
     assert torch.isfinite(out).all()

@@ -42,9 +42,7 @@ def run_ranks(size: int, settings: dict[str, object], timeout_s: float) -> list[
             for rank in range(size)
         ]
         command = [sys.executable, "-m", "tests.gpu.spmd"]
-        ranks = [
-            subprocess.Popen([*command, msgspec.json.encode(job).decode()], cwd=ROOT, pass_fds=(reduce,)) for job in jobs
-        ]
+        ranks = [subprocess.Popen([*command, msgspec.json.encode(job).decode()], cwd=ROOT, pass_fds=(reduce,)) for job in jobs]
         try:
             wait_all(ranks, time.monotonic() + timeout_s)
         finally:

@@ -1,6 +1,6 @@
 """The HTTP edge without Ray and without ranks: the real app and the real EngineClient, with a scripted core behind its socket.
 
-    client --HTTP--> uvicorn --> create_app(Service) --> EngineClient ==socket pair== FakeCore, which says what `steps` says
+client --HTTP--> uvicorn --> create_app(Service) --> EngineClient ==socket pair== FakeCore, which says what `steps` says
 """
 
 import asyncio

@@ -86,12 +86,8 @@ def _walk(node: ast.AST, package: str, *, at_import: bool) -> Iterator[Import]:
         yield from (Import(target, child.lineno, at_import) for target in _targets(child, package))
         runs = at_import and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         if isinstance(child, ast.If) and _is_type_checking(child.test):
-            yield from (
-                found for part in child.body for found in _walk(ast.Module([part], []), package, at_import=False)
-            )
-            yield from (
-                found for part in child.orelse for found in _walk(ast.Module([part], []), package, at_import=runs)
-            )
+            yield from (found for part in child.body for found in _walk(ast.Module([part], []), package, at_import=False))
+            yield from (found for part in child.orelse for found in _walk(ast.Module([part], []), package, at_import=runs))
         else:
             yield from _walk(child, package, at_import=runs)
 

@@ -173,8 +173,6 @@ class Ranks:
         self.kill()
 
 
-
-
 def single(config: EngineConfig) -> Rank:
     """A group of one in this process, loaded; `build(rank, pages)` makes runners of it."""
     return load(config, BootArgs(role="rank", index=0, tp=1, parent=0, lifeline=-1, status=-1, plan=-1, result=-1))

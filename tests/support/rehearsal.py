@@ -35,7 +35,7 @@ TARGET = {"application": "quartet", "deployment": "gemma", "node": "node-1", "mo
 FACTS = Facts(
     slots=64, page_tokens=32, boot_s=5.2, step_bound_s=30.0, heartbeat_bound_s=3.0, ttft_objective_s=0.2, tpot_objective_s=0.02
 )
-SCRAPES_BEFORE = 3    # each series is seen at zero before anything happens, or its first events would be missed
+SCRAPES_BEFORE = 3  # each series is seen at zero before anything happens, or its first events would be missed
 TARGETS_TIMEOUT_S = 15.0
 
 

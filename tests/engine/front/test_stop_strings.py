@@ -17,12 +17,7 @@ stops_of_ab = st.lists(st.text("ab", min_size=1, max_size=5), max_size=4)
 
 def cut(whole: str, stops: Sequence[str], include: bool) -> tuple[str, str | None]:
     """By brute force: the match that ends first, of those the longest."""
-    ends = [
-        (place + len(stop), place, stop)
-        for stop in stops
-        for place in range(len(whole))
-        if whole.startswith(stop, place)
-    ]
+    ends = [(place + len(stop), place, stop) for stop in stops for place in range(len(whole)) if whole.startswith(stop, place)]
     if not ends:
         return whole, None
     end, start, stop = min(ends)

@@ -112,8 +112,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]] = {
     "thoughts leave the history": (
         [user("Hi"), assistant("<|channel>thought\nhm<channel|>Hello <|channel>thought\n..<channel|>you"), user("Bye")],
         {},
-        "<bos><|turn>user\nHi<turn|>\n<|turn>model\nHello you<turn|>\n<|turn>user\nBye<turn|>\n<|turn>model\n"
-        + EMPTY_THOUGHT,
+        "<bos><|turn>user\nHi<turn|>\n<|turn>model\nHello you<turn|>\n<|turn>user\nBye<turn|>\n<|turn>model\n" + EMPTY_THOUGHT,
     ),
     "reasoning of an earlier turn is dropped": (
         [user("Hi"), assistant("Hello", reasoning_content="hm"), user("Bye")],
@@ -155,9 +154,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]] = {
     "nested arguments": (
         [
             user("x"),
-            assistant(
-                tool_calls=[{"id": "1", "function": {"name": "f", "arguments": {"o": {"k": [1, 2.5, "s", False]}}}}]
-            ),
+            assistant(tool_calls=[{"id": "1", "function": {"name": "f", "arguments": {"o": {"k": [1, 2.5, "s", False]}}}}]),
         ],
         {},
         '<bos><|turn>user\nx<turn|>\n<|turn>model\n<|tool_call>call:f{o:{k:[1,2.5,<|"|>s<|"|>,false]}}<tool_call|>',
@@ -360,9 +357,7 @@ def streamed(stream: Detokenizer, ids: Sequence[int], sizes: Sequence[int]) -> s
 @SMALL_BUILD
 @given(source=any_text, sizes=chunk_sizes, skip=st.booleans())
 @example(source="héllo 漢字 🎉\n\n  \x00<0x41>", sizes=[1], skip=True)
-def test_stream_equals_full_decode(
-    text: TextProcessor, reference: Tokenizer, source: str, sizes: list[int], skip: bool
-) -> None:
+def test_stream_equals_full_decode(text: TextProcessor, reference: Tokenizer, source: str, sizes: list[int], skip: bool) -> None:
     """For any text, cut anywhere, the stream equals the tokenizer's own decode of the whole."""
     ids = reference.encode(source).ids
     whole = reference.decode(ids, skip_special_tokens=skip)

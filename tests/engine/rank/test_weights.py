@@ -208,14 +208,14 @@ def test_all_wrong_tensors_are_named_at_once(copy: Path) -> None:
     def edit(tensors: dict[str, Any]) -> None:
         del tensors[TEXT + "layers.0.self_attn.v_proj.weight"]
         tensors[TEXT + "layers.0.extra.weight"] = torch.zeros(3)
-        tensors[TEXT + "layers.1.mlp.down_proj.weight"] = torch.zeros(96, 191)
+        tensors[TEXT + "layers.1.mlp.down_proj.weight"] = torch.zeros(80, 191)
         tensors[TEXT + "layers.2.layer_scalar"] = torch.ones(1, dtype=torch.int8)
 
     rewrite(copy, edit)
     message = refusal(copy)
     assert f"{TEXT}layers.0.self_attn.v_proj.weight is missing" in message
     assert f"{TEXT}layers.0.extra.weight is unexpected" in message
-    assert f"{TEXT}layers.1.mlp.down_proj.weight has shape [96, 191], not [96, 192]" in message
+    assert f"{TEXT}layers.1.mlp.down_proj.weight has shape [80, 191], not [80, 192]" in message
     assert f"{TEXT}layers.2.layer_scalar has dtype I8" in message
     assert message.count(TEXT) == 4
 
@@ -224,8 +224,8 @@ def test_dead_tensors_are_skipped(copy: Path) -> None:
     """Towers, and the K and V weights of layers that own none, may be there or not, in any shape."""
 
     def edit(tensors: dict[str, Any]) -> None:
-        del tensors[TEXT + "layers.8.self_attn.k_proj.weight"]
-        tensors[TEXT + "layers.7.self_attn.k_norm.weight"] = torch.zeros(3)
+        del tensors[TEXT + "layers.5.self_attn.k_proj.weight"]
+        tensors[TEXT + "layers.4.self_attn.k_norm.weight"] = torch.zeros(3)
         for tower in ("vision_tower.x", "embed_vision.x", "audio_tower.x", "embed_audio.x", "vision_embedder.x"):
             tensors[f"model.{tower}"] = torch.zeros(2, dtype=torch.int8)
 
@@ -234,8 +234,8 @@ def test_dead_tensors_are_skipped(copy: Path) -> None:
     model = shard(geometry)
     load(model, copy, geometry, 0, 1)
     assert not any(parameter.isnan().any() for parameter in model.parameters())
-    assert f"{TEXT}layers.8.self_attn.k_proj.weight" not in pieces(geometry, 0, 1)
-    assert "layers.7.self_attn.k_norm.weight" in checkpoint(copy)
+    assert f"{TEXT}layers.5.self_attn.k_proj.weight" not in pieces(geometry, 0, 1)
+    assert "layers.4.self_attn.k_norm.weight" in checkpoint(copy)
 
 
 def edit_index(folder: Path, edit: Callable[[dict[str, str]], None]) -> None:
@@ -308,18 +308,18 @@ def test_dummy_is_one_model_at_every_size(nano: Nano, monkeypatch: pytest.Monkey
 
 def test_dummy_is_drawn_as_said(nano: Nano) -> None:
     """Matrices have std 1/sqrt(fan in), scaled embedding rows rms 1, norms mean 1 and std 0.2; all are bf16 values."""
-    geometry = read_geometry(nano("26b-a4b"))
+    shape, geometry = SHAPES["26b-a4b"], read_geometry(nano("26b-a4b"))
     model = shard(geometry)
     dummy(model, geometry, 0)
     block = model.blocks[0]
-    assert block.mlp.down.weight.std().item() == pytest.approx(128**-0.5, rel=0.03)
-    assert block.experts.gate_up.std().item() == pytest.approx(96**-0.5, rel=0.03)
-    assert model.embedding.tokens.weight.std().item() * math.sqrt(96) == pytest.approx(1, rel=0.03)
+    assert block.mlp.down.weight.std().item() == pytest.approx(shape.mlp**-0.5, rel=0.03)
+    assert block.experts.gate_up.std().item() == pytest.approx(shape.hidden**-0.5, rel=0.03)
+    assert model.embedding.tokens.weight.std().item() * math.sqrt(shape.hidden) == pytest.approx(1, rel=0.03)
     norms = torch.cat([norm for each in model.blocks for norm in each.norms.values()])
     assert norms.mean().item() == pytest.approx(1, abs=0.02)
     assert norms.std().item() == pytest.approx(0.2, rel=0.05)
     assert block.scalar.item() == torch.tensor(0.95).bfloat16().item()
-    assert torch.equal(block.router.scale, torch.ones(96))
+    assert torch.equal(block.router.scale, torch.ones(shape.hidden))
     assert all(torch.equal(each, each.bfloat16().to(each.dtype)) for each in model.parameters())
 
 
