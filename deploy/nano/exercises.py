@@ -13,6 +13,7 @@ from itertools import count
 from typing import Any
 
 from deploy.nano.corpus import WORDS
+from engine.front.text import TextProcessor
 
 NAMES = (
     "Anna",
@@ -135,6 +136,10 @@ class Exercise:
         """True: for the exam only."""
         return self.mark % _EXAM_SHARE == 0
 
+    def prompt(self, text: TextProcessor) -> list[int]:
+        """Token ids up to the reply."""
+        return text.render_chat(self.messages, tools=self.tools or None, enable_thinking=self.thinking)
+
 
 @dataclass(frozen=True)
 class Draw:
@@ -144,6 +149,11 @@ class Draw:
     window: int
     length: Callable[[str], int]
     talks: bool = True  # a conversation may have turns before the question
+
+
+def drawing(rng: random.Random, window: int, text: TextProcessor) -> Draw:
+    """Exercises for a model with this window and tokenizer."""
+    return Draw(rng, window, lambda part: len(text.encode(part, add_bos=False)))
 
 
 Skill = Callable[[Draw], Exercise]

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from deploy.nano import build, weights
 from deploy.nano import shapes as nano_shapes
-from deploy.nano.exercises import SKILLS, Draw, Exercise, exam, training
+from deploy.nano.exercises import SKILLS, Draw, Exercise, drawing, exam, training
 from deploy.nano.shapes import SHAPES, tensors
 from deploy.shapes import Shape, config
 from engine.front.text import TextProcessor
@@ -92,11 +92,10 @@ class School:
         return cls(TextProcessor.load(folder), shape.window)
 
     def draw(self, rng: random.Random) -> Draw:
-        return Draw(rng, self.window, lambda text: len(self.text.encode(text, add_bos=False)))
+        return drawing(rng, self.window, self.text)
 
     def lesson(self, exercise: Exercise) -> Lesson:
-        tools = exercise.tools or None
-        prompt = self.text.render_chat(exercise.messages, tools=tools, enable_thinking=exercise.thinking)
+        prompt = exercise.prompt(self.text)
         return Lesson(prompt + self.text.encode(exercise.reply, add_bos=False), len(prompt), exercise.mark)
 
     def batch(self, seed: int, step: int) -> Batch:

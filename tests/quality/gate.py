@@ -18,7 +18,7 @@ import torch
 from cluster.children import Command
 from cluster.group import Group
 from deploy import models
-from deploy.nano.exercises import SKILLS, Draw, Exercise, exam, right
+from deploy.nano.exercises import SKILLS, Exercise, drawing, exam, right
 from engine.config import EngineConfig, engine_config
 from engine.front.text import TextProcessor
 from engine.geometry import kv_groups, read_geometry
@@ -28,6 +28,8 @@ from tests.support.oracle import judge, load_oracle
 
 LONGEST = 160  # tokens of an answer
 AT_ONCE = 48
+PASS = 0.95  # of the questions that must be answered right
+SHARE = 0.05  # of the answers that a fault must change
 Verdict = Literal["same", "tie", "differs"]
 
 
@@ -91,10 +93,9 @@ class Sheet:
         """`questions`: how many of each skill."""
         folder = models.resolve(f"nano:{member}")
         text, geometry = TextProcessor.load(folder), read_geometry(folder)
-        draw = Draw(random.Random(f"{seed} {member}"), geometry.window, lambda part: len(text.encode(part, add_bos=False)))
+        draw = drawing(random.Random(f"{seed} {member}"), geometry.window, text)
         exercises = [each for skill, size in questions.items() for each in exam(skill, draw, size)]
-        prompts = [text.render_chat(each.messages, tools=each.tools or None, enable_thinking=each.thinking) for each in exercises]
-        return cls(folder, text, exercises, prompts)
+        return cls(folder, text, exercises, [each.prompt(text) for each in exercises])
 
     @property
     def longest(self) -> int:

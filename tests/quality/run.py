@@ -14,9 +14,8 @@ import torch
 
 from deploy.nano import trained
 from tests.quality.faults import FAULTS, Everywhere
-from tests.quality.gate import SETUPS, Grades, Judge, Setup, Sheet, answer, grade, questions
+from tests.quality.gate import PASS, SETUPS, SHARE, Grades, Judge, Setup, Sheet, answer, grade, questions
 
-PASS, SHARE = 0.95, 0.05
 FAULT_SAMPLE = 12  # of each skill, at most
 
 

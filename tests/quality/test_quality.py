@@ -8,13 +8,11 @@ import pytest
 from deploy.nano import trained
 from deploy.nano.exercises import SKILLS
 from tests.quality.faults import FAULTS, Everywhere
-from tests.quality.gate import Judge, Setup, Sheet, answer, grade, questions
+from tests.quality.gate import PASS, SHARE, Judge, Setup, Sheet, answer, grade, questions
 
 pytestmark = pytest.mark.cpu
 
 SEED = random.SystemRandom().randrange(1 << 30)
-SHARE = 0.05  # of the answers that a fault must change
-PASS = 0.95  # of the questions of a skill, over enough of them; a sample of three may miss none but one in all
 
 SETUPS = {
     "31b": (Setup("TP=4", tp=4), Setup("TP=2, pages of 16, preempted", tp=2, page=16, tight=True, budget=64)),

@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from deploy import models
-from deploy.nano.exercises import SKILLS, Draw, Exercise, exam, right
+from deploy.nano.exercises import SKILLS, Exercise, drawing, exam, right
 from engine.front.text import TextProcessor
 from tests.support.houserules import ROOT
 from tests.support.stack import LOOPBACK, Reader, Stack, command_line, folders, free_port, is_free, listeners, wait
@@ -101,7 +101,7 @@ def test_openais_client_is_answered(stack: Stack) -> None:
 def test_it_answers_held_out_questions(stack: Stack) -> None:
     """Two of every skill, streamed by openai's client, markup and all: what the exam wants, but for one at most."""
     text = TextProcessor.load(models.resolve("nano:31b"))
-    draw = Draw(random.Random(SEED), 64, lambda part: len(text.encode(part, add_bos=False)))
+    draw = drawing(random.Random(SEED), 64, text)
     asked = [exercise for skill in SKILLS for exercise in exam(skill, draw, 2)]
     with api(stack) as client:
         wrong = [(each.content, said) for each in asked if not right(each, (said := ask(client, each)) + ending(each))]
