@@ -23,6 +23,7 @@ from deploy.shapes import PUBLIC, Shape, config
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.geometry import KVGroup, kv_groups, read_geometry
+from engine.rank.memory import cpu_budget, gpu_budget
 
 if TYPE_CHECKING:
     from deploy.settings import Settings
@@ -175,11 +176,7 @@ def meta_model(engine: EngineConfig, size: int) -> "Gemma4":
 
 def kv_budget(engine: EngineConfig, memory: int, used: int) -> int:
     """Bytes that a rank may spend on KV pools when `used` of the device's `memory` are taken: as `kv_bytes` of the worker."""
-    from engine.rank.worker import CPU_KV_BYTES
-
-    if engine.device == "cpu":
-        return CPU_KV_BYTES // engine.tp
-    return int(memory * engine.memory_fraction) - used
+    return cpu_budget(engine.tp) if engine.device == "cpu" else gpu_budget(memory, used, engine.memory_fraction)
 
 
 def pools(engine: EngineConfig, pages: tuple[int, ...]) -> tuple[Pool, ...]:

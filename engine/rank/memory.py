@@ -1,9 +1,24 @@
-"""The memory arithmetic of the KV cache: how many pages each group gets. No torch."""
+"""The memory arithmetic of the KV cache: how many bytes it may take, and how many pages each group gets. No torch."""
 
 from collections.abc import Sequence
 
 from engine.errors import ConfigError
 from engine.geometry import KVGroup
+
+CPU_BYTES = 1 << 30  # of a whole group, where the device is the machine's own memory
+
+
+def gpu_budget(total: int, used: int, fraction: float) -> int:
+    """Bytes that a rank may spend on all pools when `used` of a GPU's `total` are taken and all may take `fraction` of them.
+
+    Below zero when more than that is taken already.
+    """
+    return int(total * fraction) - used
+
+
+def cpu_budget(tp: int) -> int:
+    """Bytes that one of `tp` ranks on a CPU may spend on all pools."""
+    return CPU_BYTES // tp
 
 
 def pool_pages(

@@ -26,12 +26,12 @@ from engine.plan import DEPTH, Phase, StepResult, decode_plan, encode_result
 from engine.rank import weights
 from engine.rank.attention import attention_backend
 from engine.rank.kv import GroupCache, KVCache
+from engine.rank.memory import cpu_budget, gpu_budget
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.parallel import Parallel, connect, self_check
 from engine.rank.runner import Launched, Runner
 from kernels.allreduce import MappedCollectives
 
-CPU_KV_BYTES = 1 << 30  # of a whole group, where the device is the machine's own memory
 IDLE_S = 200e-6
 
 
@@ -87,9 +87,9 @@ def build(rank: Rank, pages: tuple[int, ...]) -> Runner:
 def kv_bytes(rank: Rank) -> int:
     """Bytes that this rank may spend on KV pages."""
     if rank.device.type == "cpu":
-        return CPU_KV_BYTES // rank.config.tp
+        return cpu_budget(rank.config.tp)
     free, total = torch.cuda.mem_get_info(rank.device)
-    return int(total * rank.config.memory_fraction) - (total - free)
+    return gpu_budget(total, total - free, rank.config.memory_fraction)
 
 
 def boot(lifeline: Lifeline) -> Runner:

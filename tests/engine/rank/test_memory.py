@@ -4,7 +4,7 @@ import pytest
 
 from engine.errors import ConfigError
 from engine.geometry import KVGroup
-from engine.rank.memory import pool_pages
+from engine.rank.memory import CPU_BYTES, cpu_budget, gpu_budget, pool_pages
 
 pytestmark = pytest.mark.pure
 
@@ -18,6 +18,14 @@ def asked(spare: int, max_len: int = MAX_LEN, slots: int = SLOTS) -> tuple[int, 
     """Pages when `spare` bytes are left behind the windows."""
     spent = WINDOWS * SLIDING.page_bytes(2)
     return pool_pages((SLIDING, FULL), slots, max_len, BUDGET, spent + spare, 2)
+
+
+def test_a_budget_is_the_share_less_what_is_taken() -> None:
+    """In whole bytes; it may be below zero, and then nothing fits. The ranks of a CPU divide one bound."""
+    assert gpu_budget(1000, 250, 0.9) == 650
+    assert gpu_budget(1001, 0, 0.5) == 500
+    assert gpu_budget(1000, 950, 0.9) == -50
+    assert [cpu_budget(tp) for tp in (1, 4)] == [CPU_BYTES, CPU_BYTES // 4]
 
 
 def test_sliding_by_need_and_full_by_what_is_left() -> None:
