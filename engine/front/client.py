@@ -68,17 +68,29 @@ class ClientCounters:
     failed: int = 0
 
 
+@dataclass(slots=True)
+class Clock:
+    """The clock points of one request (drawn in engine/events.py), each None until it has come; whoever holds it sees them come."""
+
+    submitted: float
+    scheduled: float | None = None
+    first: float | None = None
+    last: float | None = None
+    output_tokens: int = 0
+
+    @property
+    def queue_s(self) -> float | None:
+        """How long it waited."""
+        return None if self.scheduled is None else self.scheduled - self.submitted
+
+
 @dataclass
 class _Request:
     """An open request: its stream and its clock."""
 
     stream: Stream
     prompt_tokens: int
-    submitted: float
-    queue_s: float | None = None
-    first: float | None = None
-    last: float | None = None
-    output_tokens: int = 0
+    clock: Clock
     aborted: AbortReason | None = None
     aborted_at: float = 0.0
 
@@ -126,7 +138,7 @@ class EngineClient:
         message = self._frame(GenerateRequest(id=stream.id, prompt=prompt, params=params, clip=clip))
         if not self._requests:
             self._waiting_since = time.monotonic_ns()
-        self._requests[stream.id] = _Request(stream, len(prompt), self._clock())
+        self._requests[stream.id] = _Request(stream, len(prompt), Clock(self._clock()))
         self.counters.received += 1
         self._queue.add(stream.id, self.counters.received)
         self._sink(RequestStarted(stream.id, len(prompt)))
@@ -135,6 +147,11 @@ class EngineClient:
         else:
             self._write(message)
         return stream
+
+    def clock(self, request: int) -> Clock | None:
+        """An open request's clock points; it stays with whoever asked, past the request's end. None: it is not open."""
+        entry = self._requests.get(request)
+        return None if entry is None else entry.clock
 
     def abort(self, request: int, reason: AbortReason) -> None:
         """Ask the core to end a request; nothing when it has ended, or was asked before."""
@@ -242,18 +259,18 @@ class EngineClient:
         unbegun = {output.id for output in batch.outputs if output.finish is not None and not output.tokens}
         for request in self._queue.leave(batch.load.received, batch.load.waiting, unbegun):
             entry = self._requests[request]
-            entry.queue_s = self._clock() - entry.submitted
+            now = entry.clock.scheduled = self._clock()
             if entry.aborted is None:
-                self._sink(Scheduled(request, entry.queue_s))
+                self._sink(Scheduled(request, now - entry.clock.submitted))
 
     def _count_tokens(self, output: Output, entry: _Request) -> None:
-        now = self._clock()
-        if entry.first is None or entry.last is None:
-            entry.first = now
-            self._sink(FirstToken(output.id, entry.prompt_tokens, now - entry.submitted, entry.queue_s))
-        self._sink(Tokens(output.id, len(output.tokens), None if entry.last is None else now - entry.last))
-        entry.last = now
-        entry.output_tokens += len(output.tokens)
+        now, clock = self._clock(), entry.clock
+        if clock.first is None or clock.last is None:
+            clock.first = now
+            self._sink(FirstToken(output.id, entry.prompt_tokens, now - clock.submitted, clock.queue_s))
+        self._sink(Tokens(output.id, len(output.tokens), None if clock.last is None else now - clock.last))
+        clock.last = now
+        clock.output_tokens += len(output.tokens)
 
     def _end(self, request: int, outcome: Outcome, error: Exception | None) -> None:
         """The one place where a request leaves `open`."""
@@ -262,11 +279,11 @@ class EngineClient:
         if error is not None:
             entry.stream.fail(error)
         self._count_end(outcome)
-        ended = entry.aborted_at if entry.aborted is not None else self._clock()
-        first, last, count = entry.first, entry.last, entry.output_tokens
-        ttft = None if first is None else first - entry.submitted
+        ended, clock = entry.aborted_at if entry.aborted is not None else self._clock(), entry.clock
+        first, last, count = clock.first, clock.last, clock.output_tokens
+        ttft = None if first is None else first - clock.submitted
         tpot = None if first is None or last is None or count < 2 else (last - first) / (count - 1)
-        e2e, queued = ended - entry.submitted, entry.queue_s
+        e2e, queued = ended - clock.submitted, clock.queue_s
         self._sink(RequestFinished(request, outcome, entry.prompt_tokens, count, ttft, tpot, e2e, queued))
 
     def _count_end(self, outcome: Outcome) -> None:
