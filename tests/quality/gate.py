@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from transformers import PreTrainedModel
 
 from cluster.children import Command
 from cluster.group import Group
@@ -24,7 +25,7 @@ from engine.front.text import TextProcessor
 from engine.geometry import kv_groups, read_geometry
 from engine.protocol import SamplingParams
 from tests.support.drive import Request, ask_all, attached, still
-from tests.support.oracle import judge, load_oracle
+from tests.support.oracle import judge
 
 LONGEST = 160  # tokens of an answer
 AT_ONCE = 48
@@ -133,14 +134,11 @@ async def _ask(group: Group, sheet: Sheet) -> tuple[list[list[int]], int]:
 
 @dataclass
 class Judge:
-    """transformers' opinion of answers, each asked once. It computes in fp32 on `device`."""
+    """transformers' opinion of answers, each asked once. `model`: the member in fp32, on the device where it shall compute."""
 
     sheet: Sheet
-    device: str = "cpu"
+    model: PreTrainedModel
     _gaps: dict[tuple[int, tuple[int, ...]], tuple[float, bool]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._model = load_oracle(self.sheet.folder).to(self.device)
 
     def verdict(self, number: int, tokens: list[int], tie: float) -> Verdict:
         """Of the answer to question `number`."""
@@ -152,7 +150,7 @@ class Judge:
         key = (number, tuple(tokens))
         if key not in self._gaps:
             prompt = self.sheet.prompts[number]
-            found = judge(self._model, torch.tensor(prompt + tokens, device=self.device))
+            found = judge(self.model, torch.tensor(prompt + tokens, device=self.model.device))
             logits = found.logits[len(prompt) - 1 : -1].cpu()
             gaps = logits.amax(-1) - logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
             at = next((at for at, gap in enumerate(gaps.tolist()) if gap > 0), None)
@@ -161,9 +159,9 @@ class Judge:
 
     def own_answer(self, number: int) -> list[int]:
         """transformers' greedy answer to question `number`, with its cache."""
-        prompt = torch.tensor([self.sheet.prompts[number]], device=self.device)
+        prompt = torch.tensor([self.sheet.prompts[number]], device=self.model.device)
         with torch.inference_mode():
-            out = self._model.generate(
+            out = self.model.generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
                 do_sample=False,

@@ -15,6 +15,7 @@ import torch
 from deploy.nano import trained
 from tests.quality.faults import FAULTS, Everywhere
 from tests.quality.gate import PASS, SETUPS, SHARE, Grades, Judge, Setup, Sheet, answer, grade, questions
+from tests.support.oracle import load_oracle
 
 FAULT_SAMPLE = 12  # of each skill, at most
 
@@ -42,7 +43,8 @@ def main() -> None:
 def whole(member: str, args: argparse.Namespace, setups: list[Setup], faults: list[str]) -> Iterator[str]:
     """Every setup and every fault of one member; yields what fails."""
     sheet = Sheet.of(member, questions(args.questions), args.seed)
-    judge = Judge(sheet, args.device)
+    model = load_oracle(sheet.folder).to(args.device)
+    judge = Judge(sheet, model)
     for setup in setups:
         run = answer(sheet, setup)
         grades = grade(sheet, run, judge, setup.tie, theirs=setup is setups[0])
@@ -54,7 +56,7 @@ def whole(member: str, args: argparse.Namespace, setups: list[Setup], faults: li
         if setup.dtype == "float32" and grades.differing:
             yield f"{member} {setup.name}: {grades.differing} answers differ: {+grades.differ}"
     sample = Sheet.of(member, questions(min(FAULT_SAMPLE, args.questions)), args.seed)
-    second = Judge(sample, args.device)
+    second = Judge(sample, model)
     for fault in faults:
         setup = Setup(fault, tp=2 if fault == "lost sum" else 1, device=args.device)
         grades = grade(sample, answer(sample, setup, Everywhere(fault)), second, setup.tie)

@@ -9,6 +9,7 @@ from deploy.nano import trained
 from deploy.nano.exercises import SKILLS
 from tests.quality.faults import FAULTS, Everywhere
 from tests.quality.gate import PASS, SHARE, Judge, Setup, Sheet, answer, grade, questions
+from tests.support.oracle import load_oracle
 
 pytestmark = pytest.mark.cpu
 
@@ -24,7 +25,7 @@ SETUPS = {
 @cache
 def asked(member: str) -> tuple[Sheet, Judge]:
     sheet = Sheet.of(member, questions(2) | {"story": 24}, SEED)  # half of them stories: what a small sample needs to see
-    return sheet, Judge(sheet)
+    return sheet, Judge(sheet, load_oracle(sheet.folder))
 
 
 @pytest.mark.timeout(180)
