@@ -7,27 +7,25 @@ import gzip
 import random
 import time
 from collections.abc import Callable
+from itertools import chain
 from typing import get_args
 
 from dashboards.exporter import Exporter, Facts
 from dashboards.metrics import OUTCOMES
 from engine.events import (
     EngineLoad,
-    FirstToken,
     Levels,
     Outcome,
     PoolUse,
     ProcessFigures,
     RequestFinished,
-    RequestStarted,
-    Scheduled,
     Tokens,
 )
+from tests.support.told import begun, told
 
 RUNNING = 256
 STEPS = 200
 ROUNDS = 5
-ABOUT = {"model_name": "google/gemma-4-31B-it", "build": "1", "attention": "reference", "tp": "4"}
 
 
 def load(step: int) -> EngineLoad:
@@ -39,13 +37,10 @@ def load(step: int) -> EngineLoad:
 def busy(*, aliases: bool) -> Exporter:
     """An exporter with a past: every bucket it has was likely filled, every outcome seen."""
     rng = random.Random(1)
-    exporter = Exporter(ABOUT, Facts(slots=RUNNING, page_tokens=32, aliases=aliases))
+    lives = (begun(request, rng.randint(10, 30000), rng.random(), 1 + rng.random()) for request in range(RUNNING))
+    exporter = told(Facts(slots=RUNNING, page_tokens=32, aliases=aliases), *chain.from_iterable(lives))
     processes = tuple(ProcessFigures(name, True, 0, 0.01, 0.1, 12345, 0.011, 1 << 36) for name in ("0", "1", "2", "3", "core"))
     exporter.levels = lambda: Levels(RUNNING, processes)
-    for request in range(RUNNING):
-        exporter(RequestStarted(request, rng.randint(10, 30000)))
-        exporter(Scheduled(request, rng.random()))
-        exporter(FirstToken(request, 100, 1 + rng.random(), 0.5))
     for step in range(STEPS):
         exporter(load(step))
         for request in range(RUNNING):

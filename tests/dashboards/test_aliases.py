@@ -9,25 +9,20 @@ from prometheus_client.parser import text_string_to_metric_families
 from dashboards.aliases import ALIASES, aliases
 from dashboards.exporter import Exporter, Facts
 from dashboards.metrics import ENGINE
-from engine.events import EngineLoad, Event, FirstToken, PoolUse, RequestFinished, RequestStarted, Scheduled, Tokens
+from engine.events import EngineLoad, Event, RequestFinished
+from tests.support.told import ABOUT, ANSWERED, MODEL, pools, told
 
 pytestmark = pytest.mark.pure
 
-ABOUT = {"model_name": "m", "build": "b", "attention": "reference", "tp": "4"}
-WHERE = {"engine": "0", "model_name": "m"}
+WHERE = {"engine": "0", "model_name": MODEL}
 EVENTS: list[Event] = [
-    RequestStarted(1, 11),
-    Scheduled(1, 0.004),
-    FirstToken(1, 11, 0.012, 0.004),
-    Tokens(1, 1, None),
-    Tokens(1, 3, 0.006),
-    RequestFinished(1, "stop", 11, 4, 0.012, 0.002, 0.02, 0.004),
+    *ANSWERED,
     RequestFinished(2, "client_gone", 5, 0, None, None, 0.5),
     RequestFinished(3, "slow_reader", 5, 0, None, None, 0.5),
     RequestFinished(4, "dead", 5, 0, None, None, 0.5),
     RequestFinished(5, "refused", 5, 0, None, None, 0.1),
-    EngineLoad(9, 2, 3, 40, 1, 100, 50, (PoolUse("sliding", 70, 35), PoolUse("full", 90, 9))),
-    EngineLoad(10, 2, 3, 40, 1, 100, 53, (PoolUse("sliding", 70, 35), PoolUse("full", 90, 9)), interval_s=0.008),
+    EngineLoad(9, 2, 3, 40, 1, 100, 50, pools(35, 9)),
+    EngineLoad(10, 2, 3, 40, 1, 100, 53, pools(35, 9), interval_s=0.008),
 ]
 # vLLM 0.33's own bounds: what the `le=` selectors of its dashboards and alerts name.
 _SECONDS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
@@ -52,9 +47,7 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 def scrape(*, on: bool = True) -> Samples:
     """What a scrape parses to after EVENTS."""
-    exporter = Exporter(ABOUT, Facts(page_tokens=32, aliases=on))
-    for event in EVENTS:
-        exporter(event)
+    exporter = told(Facts(page_tokens=32, aliases=on), *EVENTS)
     families = text_string_to_metric_families(exporter.text())
     return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
 

@@ -20,28 +20,20 @@ from engine.events import (
     FirstToken,
     Levels,
     Outcome,
-    PoolUse,
     ProcessFigures,
     RequestFinished,
-    RequestStarted,
-    Scheduled,
     Tokens,
 )
+from tests.support.told import ABOUT, ANSWERED, pools, told
 
 pytestmark = pytest.mark.pure
 
-ABOUT = {"model_name": "m", "build": "b", "attention": "reference", "tp": "4"}
 FACTS = Facts(
     slots=16, page_tokens=32, boot_s=4.5, step_bound_s=60, heartbeat_bound_s=3, ttft_objective_s=0.5, tpot_objective_s=0.04
 )
-POOLS = (PoolUse("sliding", 70, 7), PoolUse("full", 90, 9))
+POOLS = pools(7, 9)
 EVENTS: list[Event] = [
-    RequestStarted(1, 11),
-    Scheduled(1, 0.004),
-    FirstToken(1, 11, 0.012, 0.004),
-    Tokens(1, 1, None),
-    Tokens(1, 3, 0.006),
-    RequestFinished(1, "stop", 11, 4, 0.012, 0.002, 0.02, 0.004),
+    *ANSWERED,
     RequestFinished(2, "client_gone", 5, 0, None, None, 0.3),
     EngineLoad(7, 2, 3, 40, 1, 80, 44, POOLS, received=5, finished=2),
     EngineLoad(9, 2, 3, 40, 1, 100, 50, POOLS, received=6, finished=3, aborted=1, interval_s=0.03),
@@ -99,16 +91,9 @@ def values(text: str) -> dict[str, float]:
     return {name: float(value) for name, value in re.findall(r"^(\w+(?:\{[^}]*\})?) (\S+)$", text, re.MULTILINE)}
 
 
-def told(*events: Event) -> Exporter:
-    exporter = Exporter(ABOUT, FACTS)
-    for event in events:
-        exporter(event)
-    return exporter
-
-
 def test_events_become_figures() -> None:
     """Every figure of the table above; a second round of events moves the counters on, and a scrape between moves nothing."""
-    exporter = told(*EVENTS)
+    exporter = told(FACTS, *EVENTS)
     for _ in range(2):
         found = values(exporter.text())
         assert {name: found[name] for name in EXPECTED} == pytest.approx(EXPECTED)
@@ -120,7 +105,7 @@ def test_events_become_figures() -> None:
 
 def test_every_row_of_the_table_is_exposed_with_its_help_and_kind() -> None:
     """And nothing else of ours is; what counts is a counter, and no series has a `_created` beside it."""
-    text = told(*EVENTS).text()
+    text = told(FACTS, *EVENTS).text()
     exposed = set(re.findall(r"^# TYPE (quartet_\w+) (\w+)$", text, re.MULTILINE))
     assert exposed == {(metric.name, metric.kind) for metric in ENGINE}
     assert all(f"# HELP {metric.name} {metric.help}\n" in text for metric in ENGINE)
@@ -158,7 +143,7 @@ def test_names_follow_the_house() -> None:
 )
 def test_objectives_are_judged_once_a_request(event: Event, moved: str) -> None:
     """At the first token, or at an end without one that was ours or late; a refusal and an early leaver are not judged."""
-    found = values(told(event).text())
+    found = values(told(FACTS, event).text())
     judged = {f"{slo} {verdict}" for slo in ("ttft", "tpot") for verdict in ("good", "bad")
               if found[f'quartet_slo_requests_total{{slo="{slo}",verdict="{verdict}"}}']}  # fmt: skip
     assert judged == ({moved} if moved else set())
@@ -167,7 +152,7 @@ def test_objectives_are_judged_once_a_request(event: Event, moved: str) -> None:
 @pytest.mark.parametrize("outcome", OUTCOMES)
 def test_every_end_counts_once(outcome: Outcome) -> None:
     """Under its own name; only a dead one is lost too."""
-    found = values(told(RequestFinished(1, outcome, 9, 0, None, None, 0.1)).text())
+    found = values(told(FACTS, RequestFinished(1, outcome, 9, 0, None, None, 0.1)).text())
     ends = {name: found[f'quartet_requests_total{{outcome="{name}"}}'] for name in OUTCOMES}
     assert ends == {**dict.fromkeys(OUTCOMES, 0), outcome: 1}
     assert found["quartet_requests_lost_total"] == (outcome == "dead")
@@ -175,7 +160,7 @@ def test_every_end_counts_once(outcome: Outcome) -> None:
 
 def test_levels_are_read_at_the_scrape() -> None:
     """A rank that hangs is seen to, by each scrape anew; its steps count on."""
-    exporter = told()
+    exporter = told(FACTS)
     for stall, steps in ((0.0, 40), (7.5, 41)):
         rank = ProcessFigures("1", True, stall, stall, 0.2, steps, 0.011, 1 << 30)
         exporter.levels = partial(Levels, open=3, processes=(rank,))
@@ -188,7 +173,7 @@ def test_levels_are_read_at_the_scrape() -> None:
 
 def test_counts_are_what_a_scrape_says() -> None:
     """Every counter but the ranks', with its labels: what is left in the books when the group is gone."""
-    exporter = told(*EVENTS)
+    exporter = told(FACTS, *EVENTS)
     found = values(exporter.text())
     counts = exporter.counts()
     assert counts["quartet_generation_tokens_total", ()] == 4
@@ -209,7 +194,7 @@ def test_buckets_resolve_what_gemma_does() -> None:
 
 def test_a_scrape_over_loopback_and_the_engines_end() -> None:
     """The port is ours alone, shows engine_up 0 after the end, and is free again after close."""
-    exporter = told(EngineFailed("rank 1 was killed"))
+    exporter = told(FACTS, EngineFailed("rank 1 was killed"))
     url = exporter.serve("127.0.0.1", 0)
     with urllib.request.urlopen(url, timeout=5) as reply:
         assert values(reply.read().decode())["quartet_engine_up"] == 0
@@ -243,5 +228,5 @@ def test_a_token_costs_microseconds() -> None:
             for _ in range(10):
                 self.text()
 
-    assert cost_us(told(*EVENTS), Tokens(1, 1, 0.01)) < 30
+    assert cost_us(told(FACTS, *EVENTS), Tokens(1, 1, 0.01)) < 30
     assert cost_us(Scraping(ABOUT), Tokens(1, 1, 0.01), repeats=2) > 3000

@@ -1,0 +1,34 @@
+"""An exporter that was told things: whose it is, a request's life in events, and the exporter that has heard them."""
+
+from dashboards.exporter import Exporter, Facts
+from engine.events import Event, FirstToken, PoolUse, RequestFinished, RequestStarted, Scheduled, Tokens
+
+MODEL = "google/gemma-4-31B-it"
+ABOUT = {"model_name": MODEL, "build": "1", "attention": "reference", "tp": "4"}
+
+
+def begun(request: int, prompt: int, queue_s: float, ttft_s: float) -> list[Event]:
+    """A request up to its first token; seconds since its submission."""
+    return [RequestStarted(request, prompt), Scheduled(request, queue_s), FirstToken(request, prompt, ttft_s, queue_s)]
+
+
+# One request from its submission to its stop: 11 tokens in, 4 out at 2 ms each.
+ANSWERED: list[Event] = [
+    *begun(1, 11, 0.004, 0.012),
+    Tokens(1, 1, None),
+    Tokens(1, 3, 0.006),
+    RequestFinished(1, "stop", 11, 4, 0.012, 0.002, 0.02, 0.004),
+]
+
+
+def pools(sliding: int, full: int) -> tuple[PoolUse, PoolUse]:
+    """Used pages of a group's two pools."""
+    return PoolUse("sliding", 70, sliding), PoolUse("full", 90, full)
+
+
+def told(facts: Facts, *events: Event) -> Exporter:
+    """An exporter that has heard `events`."""
+    exporter = Exporter(ABOUT, facts)
+    for event in events:
+        exporter(event)
+    return exporter
