@@ -2,9 +2,11 @@
 
     replica --beat(target, counts)--> Fleet --targets()--> /targets   Prometheus http_sd
             `-leave(cause, counts)->        `-collect()--> /metrics   groups up and down, restarts, counts of the dead
+                                      nodes ------------> /ray       http_sd of Ray's own exporters, one a node
 
 A replica that is silent for SILENT_S is no target any more; after GONE_S it counts as vanished, and its last counts go into the
-retired ones. Gone is gone: a beat of it afterwards is refused, or its counts would be there twice.
+retired ones; until then they are in no series. Gone is gone: a beat of it afterwards is refused, or its counts would be there
+twice. What a replica had open when it went is lost with it: its book is closed with so many requests that ended `dead`.
 """
 
 import json
@@ -35,6 +37,9 @@ _REMEMBERED = 4096
 
 Counts = Mapping[tuple[str, tuple[str, ...]], float]
 Answer = Literal["ok", "gone"]
+
+_DEAD = ("quartet_requests_total", ("dead",))
+_LOST: tuple[str, tuple[str, ...]] = ("quartet_requests_lost_total", ())
 
 # How cluster/health and cluster/children put it, in the order in which they are tried.
 _CAUSES = (
@@ -141,7 +146,7 @@ class Fleet(Collector):
             book.drained += 1
         else:
             book.restarts[cause if cause in CAUSES else "other"] += 1
-        for key, value in member.counts.items():
+        for key, value in _closed(member.counts).items():
             book.counts[key] = book.counts.get(key, 0.0) + value
         self._down[replica] = member.target, self._clock()
         self._gone[replica] = None
@@ -179,6 +184,16 @@ class Fleet(Collector):
             families["quartet_groups"].add_sample("quartet_groups", labels, float(live))
 
 
+def _closed(counts: Counts) -> dict[tuple[str, tuple[str, ...]], float]:
+    """A replica's last counts, with an end for each request that it had received and not ended: `dead`, and lost."""
+    ended = sum(value for (name, _), value in counts.items() if name == "quartet_requests_total")
+    lost = max(0.0, counts.get(("quartet_requests_received_total", ()), 0.0) - ended)
+    closed = dict(counts)
+    for key in (_DEAD, _LOST) if lost else ():
+        closed[key] = closed.get(key, 0.0) + lost
+    return closed
+
+
 def _show_book(families: dict[str, Family], place: tuple[str, str], book: _Books) -> None:
     def show(row: str, values: tuple[str, ...], value: float) -> None:
         labels = dict(zip(_ROWS[row].labels, (*place, *values), strict=True))
@@ -195,15 +210,18 @@ def _show_book(families: dict[str, Family], place: tuple[str, str], book: _Books
 _ROWS: dict[str, Metric] = {row.name: row for row in FLEET}
 
 
-class DiscoveryServer:
-    """`/targets`, `/metrics` and `/health` of a fleet, on a thread of its own, which also ticks."""
+Listing = Callable[[], list[dict[str, Any]]]
 
-    def __init__(self, fleet: Fleet, host: str, port: int) -> None:
-        """Open the port (0: a free one). ConfigError when it is taken."""
+
+class DiscoveryServer:
+    """`/targets`, `/ray`, `/metrics` and `/health` of a fleet, on a thread of its own, which also ticks."""
+
+    def __init__(self, fleet: Fleet, host: str, port: int, nodes: Listing = list) -> None:
+        """Open the port (0: a free one). ConfigError when it is taken. `nodes`: what /ray lists; 503 where that raises one."""
         registry = CollectorRegistry(auto_describe=False)
         registry.register(fleet)
         try:
-            self._server = _Server((host, port), _handler(fleet, registry), fleet)
+            self._server = _Server((host, port), _handler(fleet, registry, nodes), fleet)
         except OSError as error:
             raise ConfigError(f"metrics.discovery: cannot listen on {host}:{port}: {error.strerror}") from error
         self.url = f"http://{host}:{self._server.server_port}/targets"
@@ -229,9 +247,10 @@ class _Server(ThreadingHTTPServer):
         self._fleet.tick()
 
 
-def _handler(fleet: Fleet, registry: CollectorRegistry) -> type[BaseHTTPRequestHandler]:
+def _handler(fleet: Fleet, registry: CollectorRegistry, nodes: Listing) -> type[BaseHTTPRequestHandler]:
     pages: dict[str, tuple[str, Callable[[], bytes]]] = {
         "/targets": ("application/json", lambda: json.dumps(fleet.targets()).encode()),
+        "/ray": ("application/json", lambda: json.dumps(nodes()).encode()),
         "/metrics": (CONTENT_TYPE_PLAIN_0_0_4, lambda: generate_latest(registry)),
         "/health": ("text/plain", lambda: b"ok\n"),
     }
@@ -240,11 +259,14 @@ def _handler(fleet: Fleet, registry: CollectorRegistry) -> type[BaseHTTPRequestH
         timeout = 10.0
 
         def do_GET(self) -> None:
-            """The page asked for, or 404."""
+            """The page asked for, or 404; 503 for one that cannot be made now: Prometheus then keeps the list it has."""
             path = self.path.partition("?")[0]
-            kind, page = pages.get(path, ("text/plain", lambda: b"there are /targets, /metrics and /health\n"))
-            body = page()
-            self.send_response(200 if path in pages else 404)
+            kind, page = pages.get(path, ("text/plain", f"there are {', '.join(pages)}\n".encode))
+            try:
+                status, body = 200 if path in pages else 404, page()
+            except ConfigError as error:
+                status, body = 503, str(error).encode()
+            self.send_response(status)
             self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()

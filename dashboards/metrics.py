@@ -98,7 +98,7 @@ _LATENCY = (
         "quartet_request_queue_time_seconds",
         "histogram",
         "seconds",
-        "From submission to the first report of the core that has the request scheduled: late by up to one step, never early. One"
+        "From submission to the core's report of the plan that admits the request. One"
         " observation a request that was scheduled.",
         buckets=PHASE_BUCKETS,
     ),
@@ -186,7 +186,7 @@ _SCHEDULER = (
     Metric("quartet_waiting_tokens", "gauge", "tokens", "Tokens to compute before the waiting sequences can decode."),
     Metric("quartet_engine_slots", "gauge", "requests", "Sequences that may run at once (max_seqs)."),
     Metric("quartet_preemptions_total", "counter", "requests", "Times a sequence was put back, to be recomputed."),
-    Metric("quartet_engine_steps_total", "counter", "steps", "Steps scheduled."),
+    Metric("quartet_engine_steps_total", "counter", "steps", "Steps whose results have come."),
     Metric("quartet_engine_prefill_tokens_total", "counter", "tokens", "Tokens computed in prefill, recomputation included."),
     Metric("quartet_engine_decode_tokens_total", "counter", "tokens", "Tokens computed in decode, surplus ones included."),
     Metric(

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from dashboards.promql import FLEET_JOB, JOB, RAY_JOB
 from engine.errors import ConfigError
 
 READY_TIMEOUT_S = 20.0
@@ -169,6 +170,17 @@ class Prometheus:
 def itself(port: int) -> dict[str, Any]:
     """The scrape of its own figures, which has those of service discovery."""
     return {"job_name": "prometheus", "static_configs": [{"targets": [f"127.0.0.1:{port}"]}]}
+
+
+def jobs(discovery: str, refresh_s: int = 1, ray_interval_s: int = 5) -> tuple[dict[str, Any], ...]:
+    """scrape_configs for all that the discovery endpoint whose list is at `discovery` knows: the groups, itself, Ray's nodes."""
+    base = discovery.removesuffix("/targets")
+    found = {JOB: f"{base}/targets", RAY_JOB: f"{base}/ray"}
+    listed = {
+        job: {"job_name": job, "http_sd_configs": [{"url": url, "refresh_interval": f"{refresh_s}s"}]} for job, url in found.items()
+    }
+    listed[RAY_JOB] |= {"scrape_interval": f"{ray_interval_s}s", "scrape_timeout": f"{ray_interval_s}s"}  # half a megabyte a node
+    return (*listed.values(), {"job_name": FLEET_JOB, "static_configs": [{"targets": [base.removeprefix("http://")]}]})
 
 
 def _point(pair: Sequence[Any]) -> tuple[float, float]:

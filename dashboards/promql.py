@@ -16,6 +16,7 @@ from engine.errors import ConfigError
 
 JOB = "quartet"  # the groups' exporters, found through the discovery endpoint
 FLEET_JOB = "quartet-fleet"  # the discovery endpoint's own metrics
+RAY_JOB = "ray"  # Ray's own
 SCRAPED = ("job", "instance")  # what Prometheus adds to every series
 _TARGET = (*SCRAPED, *TARGET_LABELS)
 _DEPLOYMENT = ("application", "deployment")
@@ -86,6 +87,11 @@ class Queries:
     def increase(self, name: str, by: tuple[str, ...] = (), **match: str) -> str:
         """How much a counter (a histogram's count) grew within the window, summed."""
         return self._moving("increase", name, by, match)
+
+    def either(self, function: str, *counters: tuple[str, Mapping[str, str]], by: tuple[str, ...] = ()) -> str:
+        """`rate` or `increase` of several counters, each a name and its `match`, as one sum; one without series counts as nothing."""
+        moving = [f"{function}({self._series(_expect(name, 'counter'), '', match)}[{self.window}])" for name, match in counters]
+        return f"{_fold('sum', counters[0][0], by)} ({' or '.join(moving)})"
 
     def amount(self, name: str, by: tuple[str, ...] = (), **match: str) -> str:
         """The rate of what a histogram sums: seconds, or tokens, a second."""

@@ -6,7 +6,7 @@ register everybody again within a second, and its counters begin at zero, as a r
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import ray
@@ -35,9 +35,9 @@ class Discovery:
     def __init__(self, host: str, port: int) -> None:
         self._fleet = Fleet()
         try:
-            self._server = DiscoveryServer(self._fleet, host, port)
+            self._server = DiscoveryServer(self._fleet, host, port, ray_exporters)
         except ConfigError as error:
-            self._server = DiscoveryServer(self._fleet, host, 0)
+            self._server = DiscoveryServer(self._fleet, host, 0, ray_exporters)
             logger.warning("%s; it is %s instead", error, self._server.url)
 
     def url(self) -> str:
@@ -155,6 +155,21 @@ class Announcer:
             self._post.leave(self.target, cause, self._counts())
         except RayError as error:
             logger.warning("discovery did not hear of the end (%s)", type(error).__name__)
+
+
+def ray_exporters() -> list[dict[str, Any]]:
+    """The http_sd list of Ray's own exporters: each living node's, whether Ray's dashboard runs or not. ConfigError: no answer."""
+    try:
+        nodes = ray.nodes()
+    except RayError as error:
+        raise ConfigError(f"Ray does not say which nodes there are: {error}") from error
+    return listed_nodes(nodes)
+
+
+def listed_nodes(nodes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """http_sd of what `ray.nodes()` says: living nodes that export metrics, by address."""
+    found = [(node["NodeManagerAddress"], node.get("MetricsExportPort", 0)) for node in nodes if node["Alive"]]
+    return [{"targets": [f"{address}:{port}"], "labels": {"node": address}} for address, port in sorted(found) if port > 0]
 
 
 def target_here(model: str, metrics_url: str) -> Target:

@@ -1,6 +1,6 @@
 """The Operator board: do users get their tokens in time, why not, and what does it cost."""
 
-from dashboards.alerts import FAST_BURN, FAULTS, OBJECTIVES, SLOW_BURN, burn_name, recorded
+from dashboards.alerts import ENDS, FAST_BURN, FAULTS, LOST, OBJECTIVES, SLOW_BURN, burn_name, recorded
 from dashboards.boards.panels import Board, Panel, Query, Row, good_above, good_below
 from dashboards.promql import BOARD
 
@@ -14,8 +14,8 @@ def _attained(slo: str) -> Query:
 
 
 def _answered() -> Query:
-    bad = HOUR.rate("quartet_requests_total", outcome=FAULTS)
-    return Query(f"1 - {bad} / ({HOUR.rate('quartet_requests_total')} > 0)", "availability")
+    bad, total = HOUR.either("rate", FAULTS, LOST), HOUR.either("rate", ENDS, LOST)
+    return Query(f"1 - {bad} / ({total} > 0)", "availability")
 
 
 def _objective(name: str) -> float:
@@ -68,7 +68,7 @@ OBJECTIVE_ROW = Row(
             "Lost with their group, 1 h",
             "Requests whose group ended under them. Not zero: Status board, restarts by cause.",
             "short",
-            (Query(HOUR.increase("quartet_requests_lost_total"), "lost"),),
+            (Query(HOUR.increase("quartet_retired_requests_lost_total"), "lost"),),
             "stat",
             4,
             good_below(0.5, 1),
@@ -225,19 +225,16 @@ ERROR_ROW = Row(
     (
         Panel(
             "Ends",
-            "Requests that ended a second, by how.",
+            "Requests that ended a second, by how; `dead` once their replica is counted as gone.",
             "reqps",
-            (Query(BOARD.rate("quartet_requests_total", ("outcome",)), "{{outcome}}"),),
+            (Query(BOARD.either("rate", ENDS, LOST, by=("outcome",)), "{{outcome}}"),),
             "stack",
         ),
         Panel(
             "Not answered",
-            "Ends that the service answers for (error, dead, refused), and requests lost with their group.",
+            "Ends that the service answers for: errors, refusals, and requests lost with their group (dead).",
             "reqps",
-            (
-                Query(BOARD.rate("quartet_requests_total", ("outcome",), outcome=FAULTS), "{{outcome}}"),
-                Query(BOARD.rate("quartet_requests_lost_total"), "lost"),
-            ),
+            (Query(BOARD.either("rate", FAULTS, LOST, by=("outcome",)), "{{outcome}}"),),
         ),
         Panel(
             "Groups that ended unasked, 1 h",

@@ -64,6 +64,9 @@ STALL = f'quartet_rank_stall_seconds{{{ON},rank="%d"}}'
 RESTARTS = f'quartet_group_restarts_total{{{PLACE},cause="killed"}}'
 PREEMPTED, RECEIVED = f"quartet_preemptions_total{{{ON}}}", f"quartet_requests_received_total{{{ON}}}"
 WAITING, QUEUE = f"quartet_requests_waiting{{{ON}}}", f"quartet_waiting_tokens{{{ON}}}"
+LOST = f"quartet_retired_requests_lost_total{{{PLACE}}}"
+DEAD = f'quartet_retired_requests_total{{{PLACE},outcome="dead"}}'
+ANSWERED, REFUSED = (f'quartet_requests_total{{{ON},outcome="{outcome}"}}' for outcome in ("stop", "refused"))
 POOL = f'quartet_kv_usage_ratio{{{ON},group="%s"}}'
 TARGET, GROUPS = f"ray_serve_autoscaling_target_replicas{{{PLACE}}}", f"quartet_groups{{{PLACE}}}"
 DISCOVERY = 'prometheus_sd_http_failures_total{job="prometheus"}'
@@ -84,8 +87,11 @@ CASES = (
     Case("QuartetRankStalled", {BOUND: "30x10", STALL % 0: "0x10", STALL % 1: "0x4 10x6"}, "6m", 0),
     Case("QuartetRestartLoop", {RESTARTS: "0x10 1x5 2x5 3x10"}, "28m", 1),
     Case("QuartetRestartLoop", {RESTARTS: "0x10 1x5 2x20"}, "28m", 0),
-    Case("QuartetRequestsLost", {f"quartet_requests_lost_total{{{ON}}}": "0x5 7x10"}, "8m", 1),
-    Case("QuartetRequestsLost", {f"quartet_requests_lost_total{{{ON}}}": "7x20"}, "8m", 0),
+    Case("QuartetRequestsLost", {LOST: "0x5 7x10"}, "8m", 1),
+    Case("QuartetRequestsLost", {LOST: "7x20"}, "8m", 0),
+    Case("QuartetBudgetBurnsFast", {ANSWERED: "0+100x65", DEAD: "0+2x65"}, "65m", 1),  # groups die, and nobody else can tell
+    Case("QuartetBudgetBurnsFast", {ANSWERED: "0+100x65", DEAD: "0+1x65"}, "65m", 0),
+    Case("QuartetBudgetBurnsFast", {ANSWERED: "0+100x65", REFUSED: "0+2x65"}, "65m", 1),   # no death yet: no series of one
     Case("QuartetRequestsUnaccounted", book(100, 90, 9), "10m", 1),
     Case("QuartetRequestsUnaccounted", book(100, 90, 10), "10m", 0),
     Case("QuartetQueueGrows", {WAITING: "5x30", QUEUE: "100+50x30"}, "20m", 1),

@@ -103,6 +103,22 @@ def test_an_orderly_end_is_no_restart() -> None:
     assert figure(fleet, "quartet_groups", **WHERE) == 0, "scaled to zero is a number, not an absence"
 
 
+def test_what_was_open_is_lost_with_its_replica() -> None:
+    """Whoever falls silent leaves a book that closes: what it had received and not ended is dead and lost, no more."""
+    clock = Time()
+    received = ("quartet_requests_received_total", ())
+    last: Counts = {received: 52, ("quartet_requests_total", ("length",)): 47, ("quartet_requests_total", ("dead",)): 2}
+    clock.fleet.beat(ONE, last)
+    clock.passes(GONE_S + 1, TWO)
+    assert restarts(clock.fleet) == {"vanished": 1}
+    assert figure(clock.fleet, "quartet_retired_requests_total", **WHERE, outcome="dead") == 2 + 3
+    assert figure(clock.fleet, "quartet_retired_requests_lost_total", **WHERE) == 3
+    assert figure(clock.fleet, "quartet_retired_requests_received_total", **WHERE) == 52
+    assert last[received] == 52, "the last beat itself is nobody's to change"
+    clock.fleet.leave(TWO, None, {received: 4, ("quartet_requests_total", ("length",)): 4})
+    assert figure(clock.fleet, "quartet_retired_requests_lost_total", **WHERE) == 3
+
+
 def test_nothing_is_counted_twice() -> None:
     """A second goodbye, and beats that arrive after the first, change nothing."""
     fleet = Fleet()
@@ -217,15 +233,26 @@ def fetch(url: str) -> tuple[int, str, str]:
         return reply.status, reply.headers["Content-Type"], reply.read().decode()
 
 
+def listing(nodes: list[list[dict[str, object]]]) -> list[dict[str, object]]:
+    if not nodes:
+        raise ConfigError("nobody knows")
+    return nodes[-1]
+
+
 def test_the_endpoint_over_loopback() -> None:
-    """/targets is JSON, an empty list when there is nobody; /metrics is an exposition; all else 404; the port is given back."""
+    """/targets is JSON, an empty list when there is nobody; /ray lists nodes, or 503; /metrics is an exposition; all else 404."""
     fleet = Fleet()
-    server = DiscoveryServer(fleet, "127.0.0.1", 0)
+    nodes: list[list[dict[str, object]]] = []
+    server = DiscoveryServer(fleet, "127.0.0.1", 0, lambda: listing(nodes))
     base = server.url.removesuffix("/targets")
     assert fetch(server.url) == (200, "application/json", "[]")
     fleet.beat(ONE, counts(4))
     assert json.loads(fetch(server.url)[2]) == fleet.targets()
     assert 'quartet_groups{application="quartet",deployment="Quartet"} 1.0' in fetch(f"{base}/metrics")[2]
+    with pytest.raises(urllib.error.HTTPError, match="503"):
+        fetch(f"{base}/ray")
+    nodes.append([{"targets": ["10.0.0.1:8080"]}])
+    assert fetch(f"{base}/ray") == (200, "application/json", json.dumps(nodes[0]))
     with pytest.raises(urllib.error.HTTPError, match="404"):
         fetch(f"{base}/")
     port = int(base.rpartition(":")[2])

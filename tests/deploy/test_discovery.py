@@ -8,7 +8,7 @@ import pytest
 from ray.exceptions import GetTimeoutError
 
 from dashboards.discovery import Answer, Counts, Fleet, Target
-from deploy.discovery import Announcer, Discovery, address_of
+from deploy.discovery import Announcer, Discovery, address_of, listed_nodes
 
 pytestmark = pytest.mark.pure
 
@@ -121,3 +121,11 @@ def test_a_taken_port_gives_way(caplog: pytest.LogCaptureFixture) -> None:
     finally:
         first._server.close()
         second._server.close()
+
+
+def test_rays_exporters_are_listed() -> None:
+    """Of living nodes that export; not of one that is gone or has no exporter."""
+    first = {"NodeManagerAddress": "10.0.0.2", "Alive": True, "MetricsExportPort": 8080}
+    second = {**first, "NodeManagerAddress": "10.0.0.1"}
+    found = listed_nodes([first, second, {**first, "Alive": False}, {**first, "MetricsExportPort": -1}])
+    assert found == [{"targets": [f"{node}:8080"], "labels": {"node": node}} for node in ("10.0.0.1", "10.0.0.2")]

@@ -7,34 +7,33 @@
 """
 
 import argparse
-import json
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
 from dashboards.alerts import FILE
+from dashboards.discovery import DiscoveryServer, Fleet, Target
 from dashboards.exporter import Exporter, Facts
-from dashboards.metrics import CAUSES, FLEET, OUTCOMES
 from dashboards.pictures import draw_all
-from dashboards.prometheus import Api, Prometheus
-from dashboards.promql import FLEET_JOB, FOREIGN, JOB
+from dashboards.prometheus import Api, Prometheus, jobs
+from dashboards.promql import FOREIGN
 from engine.errors import ConfigError
 from engine.events import Levels
 from tests.support.script import Scene, script
 
 ABOUT = {"model_name": "nano-31b", "build": "rehearsal", "attention": "reference", "tp": "4"}
-TARGET = {"application": "quartet", "deployment": "gemma", "node": "node-1", "model": "nano-31b"}
+PLACE = {"application": "quartet", "deployment": "gemma", "node": "node-1", "model": "nano-31b"}
 FACTS = Facts(
     slots=64, page_tokens=32, boot_s=5.2, step_bound_s=30.0, heartbeat_bound_s=3.0, ttft_objective_s=0.2, tpot_objective_s=0.02
 )
+BEAT_S = 1.0
 SCRAPES_BEFORE = 3  # each series is seen at zero before anything happens, or its first events would be missed
 TARGETS_TIMEOUT_S = 15.0
 
@@ -81,29 +80,54 @@ def play(played: Cast, ready: "Stage") -> float:
 
 @dataclass(frozen=True)
 class Stage:
-    """What a Prometheus may scrape: the groups' exporters by replica, and scrape_configs that reach them, their fleet and Ray."""
+    """What a Prometheus may scrape: the groups' exporters by replica, and scrape_configs that reach them, their fleet and Ray.
+
+    `discovery`: the address of the http_sd list.
+    """
 
     exporters: Mapping[str, Exporter]
     curtain: Curtain
+    discovery: str
     scrapes: tuple[dict[str, Any], ...]
 
 
 @contextmanager
 def stage(scenes: Mapping[str, Scene]) -> Iterator[Stage]:
-    """Real exporters on ports of their own, found over http_sd; stand-ins for the discovery endpoint's and Ray's own figures."""
+    """Real exporters on ports of their own, which tell a real discovery endpoint of themselves; a stand-in for Ray's figures."""
     with ExitStack() as stack:
-        curtain, names = Curtain(), tuple(scenes)
+        curtain, fleet = Curtain(), Fleet()
         exporters = {name: Exporter(ABOUT, FACTS, partial(_levels, scene, curtain)) for name, scene in scenes.items()}
-        listed = []
+        members = []
         for name, exporter in exporters.items():
             stack.callback(exporter.close)
             address = exporter.serve("127.0.0.1", 0).removeprefix("http://").removesuffix("/metrics")
-            listed.append({"targets": [address], "labels": TARGET | {"replica": name}})
-        found = stack.enter_context(_listing(json.dumps(listed)))
-        jobs = [{"job_name": JOB, "http_sd_configs": [{"url": found, "refresh_interval": "1s"}]}]
-        for job, registry in ((FLEET_JOB, _fleet(names)), ("ray", _ray(len(names)))):
-            jobs.append({"job_name": job, "static_configs": [{"targets": [stack.enter_context(_served(registry))]}]})
-        yield Stage(exporters, curtain, tuple(jobs))
+            members.append((Target(**PLACE, replica=name, address=address), exporter))
+        ray = stack.enter_context(_served(_ray(len(members))))
+        server = DiscoveryServer(fleet, "127.0.0.1", 0, lambda: [{"targets": [ray], "labels": {"node": PLACE["node"]}}])
+        stack.callback(server.close)
+        stack.enter_context(_beating(fleet, members))
+        yield Stage(exporters, curtain, server.url, jobs(server.url, ray_interval_s=1))
+
+
+@contextmanager
+def _beating(fleet: Fleet, members: Sequence[tuple[Target, Exporter]]) -> Iterator[None]:
+    """What each replica's announcer does, from one thread."""
+    over = threading.Event()
+
+    def beat() -> None:
+        while True:
+            for target, exporter in members:
+                fleet.beat(target, exporter.counts())
+            if over.wait(BEAT_S):
+                return
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def _levels(scene: Scene, curtain: Curtain) -> Levels:
@@ -132,51 +156,11 @@ def _served(registry: CollectorRegistry) -> Iterator[str]:
         thread.join()
 
 
-@contextmanager
-def _listing(body: str) -> Iterator[str]:
-    """An http_sd endpoint that lists `body`."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.end_headers()
-            self.wfile.write(body.encode())
-
-        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the name is the standard library's
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/targets"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
-def _fleet(names: tuple[str, ...]) -> CollectorRegistry:
-    """FLEET as the discovery endpoint would show it: all groups live, none has ended yet."""
-    registry = CollectorRegistry()
-    every = {"cause": CAUSES, "outcome": OUTCOMES, "replica": names}
-    for row in FLEET:
-        made = (Counter if row.kind == "counter" else Gauge)(row.stem, row.help, row.labels, registry=registry)
-        varying = next((label for label in row.labels if label in every), None)
-        for value in every[varying] if varying else ("",):
-            place = {label: TARGET.get(label, "x") for label in row.labels} | ({varying: value} if varying else {})
-            child = made.labels(**place) if row.labels else made
-            if isinstance(child, Gauge):
-                child.set(len(names) if row.name == "quartet_groups" else 1)
-    return registry
-
-
 def _ray(groups: int) -> CollectorRegistry:
     registry = CollectorRegistry()
     for row in FOREIGN:
         if row.name.startswith("ray_"):
-            Gauge(row.name, row.help, row.labels, registry=registry).labels(TARGET["application"], TARGET["deployment"]).set(groups)
+            Gauge(row.name, row.help, row.labels, registry=registry).labels(PLACE["application"], PLACE["deployment"]).set(groups)
     return registry
 
 
