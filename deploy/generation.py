@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.errors import GenerationFailed
+from engine.front.client import Clock
 from engine.front.text import StopStrings, TextProcessor
 from engine.protocol import AbortReason, FinishReason, Logprobs, Output, SamplingParams
 
@@ -21,6 +22,8 @@ _QUEUE = 16
 
 class EngineStream(Protocol):
     """One request's outputs, as `engine.front.client.Stream` gives them."""
+
+    id: int
 
     def __aiter__(self) -> AsyncIterator[Output]: ...
 
@@ -33,6 +36,8 @@ class Engine(Protocol):
     dead: str | None
 
     def generate(self, prompt: list[int], params: SamplingParams, *, clip: bool = False) -> EngineStream: ...
+
+    def clock(self, request: int) -> Clock | None: ...
 
 
 @dataclass(frozen=True)
@@ -74,13 +79,15 @@ class Choice:
 
 
 class Generation:
-    """One choice in the making; iterate it once."""
+    """One choice in the making; iterate it once. `clock`: its clock points, unless the engine was gone already."""
 
-    def __init__(self, stream: EngineStream, text: TextProcessor, job: Job, stop_ids: Sequence[int]) -> None:
-        self._stream = stream
+    def __init__(self, engine: Engine, text: TextProcessor, job: Job, params: SamplingParams) -> None:
+        """Submits it."""
+        self._stream = engine.generate(job.prompt, params, clip=job.clip)
+        self.clock = engine.clock(self._stream.id)
         self._detokenizer = text.detokenizer(skip_special_tokens=job.skip_special_tokens)
         self._stops = StopStrings(job.stops) if job.stops else None
-        self._stop_ids = frozenset(stop_ids)
+        self._stop_ids = frozenset(params.stop_ids)
 
     def abort(self, reason: AbortReason) -> None:
         """End it in the engine; nothing when it has ended."""

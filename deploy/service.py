@@ -18,7 +18,8 @@ import msgspec
 
 from deploy.generation import Engine, Generation, Job
 from deploy.openai.schemas import ChatRequest, CompletionRequest, Sampling
-from deploy.settings import LimitSettings
+from deploy.settings import LimitSettings, LogSettings
+from deploy.spans import Tracer
 from engine.errors import EngineDead, InvalidRequest, ModelNotFound, Overloaded
 from engine.front.text import TextProcessor
 from engine.protocol import SamplingParams
@@ -52,7 +53,7 @@ class Defaults:
 class Service:
     """One served model. `vocab` is the model's (token ids must lie in it), `max_len` the context.
 
-    `capacity` and `open` count choices, from submission to the last byte of their answer.
+    `capacity` and `open` count choices, from submission to the last byte of their answer. `tracer`: none unless configured.
     """
 
     name: str
@@ -62,6 +63,8 @@ class Service:
     max_len: int
     defaults: Defaults = field(default_factory=Defaults)
     limits: LimitSettings = field(default_factory=LimitSettings)
+    logs: LogSettings = field(default_factory=LogSettings)
+    tracer: Tracer | None = None
     max_tokens: int | None = None
     capacity: int = 1 << 30
     about: dict[str, Any] = field(default_factory=dict)
@@ -120,8 +123,7 @@ class Service:
 
     def start(self, job: Job, params: SamplingParams) -> Generation:
         """Submit one choice of a job."""
-        stream = self.engine.generate(job.prompt, params, clip=job.clip)
-        return Generation(stream, self.text, job, params.stop_ids)
+        return Generation(self.engine, self.text, job, params)
 
     async def _off_loop(self, work: Callable[[], list[int]]) -> list[int]:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)

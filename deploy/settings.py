@@ -60,6 +60,37 @@ class LimitSettings(_Frozen):
     write_timeout_s: float = Field(default=30.0, gt=0, description="a client that takes no byte for so long is dropped")
 
 
+class LogSettings(_Frozen):
+    """What a replica writes to Ray Serve's own log file of it (logs/serve/replica_*.log of Ray's session).
+
+    format  text, as Serve's default; json: one object a line, Serve's fields and ours, and Serve's access line gives way to ours
+    level   of our loggers and, with format json, of Serve's
+    access  one line a request at its end; false: only of those that failed by our fault
+    folder  where the files go instead
+    Serve's own `logging_config` in the YAML stays in force while format is text and no folder is set.
+    """
+
+    format: Literal["text", "json"] = "text"
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    access: bool = True
+    folder: str | None = Field(default=None, min_length=1)
+
+
+class TracingSettings(_Frozen):
+    """OpenTelemetry spans of each request. Without an endpoint nothing is imported, and nothing costs.
+
+    endpoint      OTLP over HTTP, whole: http://host:4318/v1/traces. Headers (keys) by OTEL_EXPORTER_OTLP_HEADERS, not from here
+    sample_ratio  of the requests whose caller has not decided by `traceparent`
+    queue         requests that may wait for the collector; beyond them spans are dropped, and counted
+    """
+
+    endpoint: str | None = Field(default=None, pattern=r"^https?://[^\s/]+(/\S*)?$")
+    sample_ratio: float = Field(default=1.0, ge=0, le=1)
+    service_name: str = Field(default="quartet", min_length=1, max_length=256)
+    queue: int = Field(default=2048, ge=1, le=1 << 20)
+    timeout_s: float = Field(default=10.0, gt=0, description="one attempt to hand over a batch, retries included")
+
+
 class Settings(_Frozen):
     """One deployment of one model.
 
@@ -95,6 +126,8 @@ class Settings(_Frozen):
     max_tokens: int | None = Field(default=None, ge=1, description="default of a chat completion; none: what fits")
     metrics: MetricsSettings = MetricsSettings()
     limits: LimitSettings = LimitSettings()
+    logs: LogSettings = LogSettings()
+    tracing: TracingSettings = TracingSettings()
     wait_for_nodes: bool = False
     build: str = ""
 

@@ -8,7 +8,6 @@ write waits for the client, tokens pile up in the engine client's stream and lea
 """
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
@@ -19,21 +18,16 @@ from starlette.types import Message, Receive, Scope, Send
 from deploy.generation import Choice, Delta, Generation, Job, merged
 from deploy.openai.errors import DeadlineExceeded, body_of
 from deploy.openai.forms import DONE, Form, Usage
+from deploy.record import Record, SlowReader, record_of
 from deploy.service import Service
 from engine.errors import QuartetError
 from engine.protocol import AbortReason
-
-logger = logging.getLogger(__name__)
 
 _SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-
-
-class SlowReader(Exception):
-    """The client took nothing for write_timeout_s."""
 
 
 class Answer(Response):
@@ -48,32 +42,44 @@ class Answer(Response):
         self._include_usage = include_usage
         self._generations: list[Generation] = []
         self._started = False
+        self._record: Record
 
-    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, unless the client leaves first; then the engine is told."""
+        self._note(record_of(scope))
         with self._service.answering(len(self._job.params)):
             work = asyncio.ensure_future(self._serve(send))
             gone = asyncio.ensure_future(_disconnected(receive))
             try:
                 await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+                self._record.gone = not work.done()
                 if work.done():
                     work.result()
             finally:
                 await _cancel(work, gone)
                 self._abort(AbortReason.client_gone)
 
+    def _note(self, record: Record) -> None:
+        """What is known before the first token."""
+        self._record = record
+        record.model, record.answer, record.stream = self._service.name, self._form.id, self._streams
+        record.choices, record.max_tokens = len(self._job.params), self._job.params[0].max_tokens
+        record.prompt_tokens = len(self._job.prompt)
+
     async def _serve(self, send: Send) -> None:
         limit = self._service.limits.request_timeout_s
         deadline = asyncio.get_running_loop().call_later(limit, self._abort, AbortReason.deadline)
         try:
             for params in self._job.params:
-                self._generations.append(self._service.start(self._job, params))
+                generation = self._service.start(self._job, params)
+                self._generations.append(generation)
+                self._record.clocks.append(generation.clock)
             async with aclosing(merged(self._generations)) as deltas:  # type: ignore[type-var]
                 whole = await (self._stream(deltas, send) if self._streams else self._whole(deltas, send))
             if not whole:  # an aborted generation ends without a word, and only the deadline aborts one from outside
                 await self._fail(DeadlineExceeded(f"The request took longer than {limit:g} s."), send)
-        except SlowReader:
-            logger.info("request dropped: its reader took nothing for %g s", self._service.limits.write_timeout_s)
+        except SlowReader as error:
+            self._record.error = error
         except QuartetError as error:
             self._abort(AbortReason.client_gone)
             await self._fail(error, send)
@@ -88,6 +94,8 @@ class Answer(Response):
         if any(choice.finish is None for choice in choices):
             return False
         usage = Usage(len(self._job.prompt), sum(len(choice.tokens) for choice in choices))
+        self._record.finishes = {index: choice.finish for index, choice in enumerate(choices) if choice.finish is not None}
+        self._record.output_tokens = usage.completion
         body = self._form.whole(choices, usage)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -107,6 +115,7 @@ class Answer(Response):
                 parts.append(self._form.chunk(index, delta))
             if delta.finish is not None:
                 left -= 1
+                self._record.finishes[index] = delta.finish
                 parts.append(self._form.closing(index, delta.finish))
             if left == 0:
                 parts += self._ending(tokens)
@@ -114,11 +123,12 @@ class Answer(Response):
         return left == 0
 
     def _ending(self, tokens: int) -> list[bytes]:
+        self._record.output_tokens = tokens
         usage = [self._form.usage(Usage(len(self._job.prompt), tokens))] if self._include_usage else []
         return [*usage, DONE]
 
     async def _write(self, body: bytes, send: Send, *, more: bool) -> None:
-        """One chunk; the first brings the headers along."""
+        """One chunk; the first brings the headers along. The chunks go past everybody who only looks at the headers."""
         if more and not body:
             return
         try:
@@ -126,14 +136,14 @@ class Answer(Response):
                 if not self._started:
                     self._started = True
                     await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
-                await send({"type": "http.response.body", "body": body, "more_body": more})
+                await self._record.send({"type": "http.response.body", "body": body, "more_body": more})
         except TimeoutError as error:
             self._abort(AbortReason.slow_reader)
             raise SlowReader from error
 
     async def _fail(self, error: QuartetError, send: Send) -> None:
         """Before the headers an error is its own reply (Starlette's handler writes it); after them, the stream's last event."""
-        logger.info("request failed: %s", error)
+        self._record.error = error
         if not self._started:
             raise error
         await self._write(b"data: " + msgspec.json.encode(body_of(error)) + b"\n\n", send, more=False)

@@ -4,19 +4,25 @@
 
 OpenAI's clients retry 408, 409, 429 and 5xx unless `x-should-retry: false`. So an overload says when to come back, a group that is
 being rebuilt says so too, and what would fail again says not to try. Messages are cut: a reply is never larger than 2 kB.
+Every reply that no Journal stands around (a refusal before Ray Serve saw the request) brings its own request id and log line.
 """
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
+from deploy.logs import RECORD, request_id
 from engine.errors import EngineDead, GenerationFailed, InvalidRequest, ModelNotFound, Overloaded, QuartetError
 
 MAX_MESSAGE = 1000
 RESTART_S = 5
+
+logger = logging.getLogger(__name__)
 
 
 class TooLarge(InvalidRequest):
@@ -76,7 +82,29 @@ def response_of(error: QuartetError) -> Response:
     headers = dict(look.headers)
     if isinstance(error, Overloaded):
         headers["retry-after"] = str(error.retry_after_s)
-    return json_response(body_of(error), look.status, headers)
+    return Refusal(error, look.status, headers)
+
+
+class Refusal(Response):
+    """An error as a reply."""
+
+    def __init__(self, error: QuartetError, status: int, headers: dict[str, str]) -> None:
+        super().__init__(msgspec.json.encode(body_of(error)), status, headers, media_type="application/json")
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Reply, and leave the error with the request's record; without one, with an id and a line in the log."""
+        if RECORD in scope:
+            scope[RECORD].error = self._error
+        else:
+            self._introduce(request_id(scope["headers"]))
+        await super().__call__(scope, receive, send)
+
+    def _introduce(self, name: str) -> None:
+        self.headers["x-request-id"] = name
+        kind = type(self._error).__name__
+        said = {"request_id": name, "status": self.status_code, "error": kind}
+        logger.info("refused at the door: status=%d error=%s", self.status_code, kind, extra=said)
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -42,7 +42,9 @@ class Usage:
 
 
 class Form(Protocol):
-    """One kind of answer."""
+    """One kind of answer; `id` is its name for the client."""
+
+    id: str
 
     def opening(self, index: int) -> bytes: ...
 

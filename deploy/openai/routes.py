@@ -13,14 +13,16 @@ from deploy.generation import Job
 from deploy.limits import Limits
 from deploy.openai.errors import handle, json_response, plain_error
 from deploy.openai.forms import ChatForm, TextForm
+from deploy.openai.journal import Journal
 from deploy.openai.schemas import ChatRequest, CompletionRequest, R, Sampling, parse
+from deploy.record import record_of
 from deploy.service import Service
 from deploy.stream import Answer
 from engine.errors import QuartetError
 
 
-def create_app(service: Service) -> ASGIApp:
-    """The whole ASGI app of one replica."""
+def create_app(service: Service, *, echo: bool = True) -> ASGIApp:
+    """The whole ASGI app of one replica. `echo`: it puts `x-request-id` on replies; not where Ray Serve does."""
     app = FastAPI(title="Quartet", description="OpenAI-compatible API of a Gemma 4 deployment.", redirect_slashes=False)
     app.add_exception_handler(QuartetError, handle)
     app.add_exception_handler(HTTPException, _http_error)
@@ -28,7 +30,7 @@ def create_app(service: Service) -> ASGIApp:
     _add_generation(app, service)
     _add_models(app, service)
     _add_health(app, service)
-    return Limits(app, service.limits)
+    return Journal(Limits(app, service.limits), service, echo=echo)
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
@@ -96,8 +98,9 @@ async def _http_error(request: Request, error: Exception) -> Response:
     return plain_error(error.status_code, f"{error.detail}: {request.method} {request.url.path}")
 
 
-async def _bug(_request: Request, _error: Exception) -> Response:
+async def _bug(request: Request, error: Exception) -> Response:
     """Not an error of ours: the traceback goes to the log, nothing of it to the client."""
+    record_of(request.scope).error = error
     return plain_error(500, "Internal error", "internal_error")
 
 
