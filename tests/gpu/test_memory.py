@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from deploy.commands.sizing import RESERVE
+from deploy.commands import sizing
 from engine.config import EngineConfig, engine_config
 from tests.conftest import Nano
 from tests.gpu import memory
@@ -25,8 +25,8 @@ def test_a_group_on_the_cpu_holds_what_is_planned(config: EngineConfig, monkeypa
     assert device == []
     assert [name for name, *_ in common][:2] == ["weights", "KV budget"]
     assert all(ours == plan and ours > 0 for _, ours, plan in common)
-    size = memory.sizing.size
-    monkeypatch.setattr(memory.sizing, "size", lambda engine, *rest: size(msgspec.structs.replace(engine, max_seqs=4), *rest))
+    size = sizing.size
+    monkeypatch.setattr(sizing, "size", lambda engine, *rest: size(msgspec.structs.replace(engine, max_seqs=4), *rest))
     common, _ = memory.measured(config, requests=3, prompt=40)
     off = {name: abs(ours - (plan or 0)) for name, ours, plan in common if name.startswith("KV pool")}
     assert min(off.values()) > 100e3, off
@@ -41,7 +41,7 @@ def test_the_rows_of_a_device_add_up() -> None:
         for name, size in used.items()
     }
     found = {name: (ours, plan) for name, ours, plan in memory.device_knows(common, stages)}
-    assert found["beside weights: budget taken"] == (2 * GIB, RESERVE)
-    assert found["beside weights and pools: after work"] == (4 * GIB, RESERVE)
+    assert found["beside weights: budget taken"] == (2 * GIB, sizing.RESERVE)
+    assert found["beside weights and pools: after work"] == (4 * GIB, sizing.RESERVE)
     assert found["activations at their peak"] == (2 * GIB, None)
-    assert found["left: ready"] == (16 * GIB, 19 * GIB - RESERVE)
+    assert found["left: ready"] == (16 * GIB, 19 * GIB - sizing.RESERVE)
