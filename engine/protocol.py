@@ -106,7 +106,10 @@ class PoolLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """The core's figures after a step, for admission and metrics. Counters are since boot."""
+    """The core's figures, for admission and metrics. Counters are since boot; `step` is the last whose result has come.
+
+    They come with each step's outputs, when a plan admits a sequence, and when asked for.
+    """
 
     step: int
     waiting: int

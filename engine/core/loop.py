@@ -178,6 +178,7 @@ class Core:
         while self._scheduler.in_flight < DEPTH and (plan := self._scheduler.schedule()) is not None:
             self._executor.submit(plan)
             self._submitted = plan.step
+            self._report = self._report or bool(plan.admissions)  # the front learns at once what waits no longer
             self._progress()
             planned = True
         stuck = self._scheduler.unfinished and not self._scheduler.in_flight

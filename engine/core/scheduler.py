@@ -63,6 +63,15 @@ class _Row(NamedTuple):
         return self.sequence.number != self.number
 
 
+class _Flight(NamedTuple):
+    """A plan whose result has not come."""
+
+    step: int
+    rows: list[_Row]
+    prefill_tokens: int
+    decode_tokens: int
+
+
 @dataclass
 class _Draft:
     """A plan being made."""
@@ -84,12 +93,13 @@ class Scheduler:
         self.running: list[Sequence] = []
         self._by_key: dict[Key, Sequence] = {}
         self._slots = list(range(config.max_seqs - 1, -1, -1))
-        self._in_flight: deque[tuple[int, list[_Row]]] = deque()
+        self._in_flight: deque[_Flight] = deque()
         self._outputs: list[tuple[int, Output]] = []
         self._releases: list[PageRelease] = []  # made when no plan went out; the next plan carries them
         self._arrivals = 0
         self._admissions = 0
-        self._step = 0
+        self._step = 0  # of the last plan
+        self._done = 0  # of the last result
 
     # -- requests in, outputs out
 
@@ -177,7 +187,7 @@ class Scheduler:
             return None
         self._releases = []
         self._step += 1
-        self._in_flight.append((self._step, rows))
+        self._in_flight.append(_Flight(self._step, rows, self.config.prefill_budget - draft.budget, len(draft.decode_rows)))
         return draft.plan
 
     def _release_dead(self, sequence: Sequence, plan: StepPlan) -> None:
@@ -200,7 +210,6 @@ class Scheduler:
             sequence.scheduled += 1
             draft.plan.decodes.append(sequence.slot)
             draft.decode_rows.append(_Row(sequence, sequence.number, sequence.scheduled, samples=True))
-            self.counters.decode_tokens += 1
 
     def _room_for_one(self, sequence: Sequence, plan: StepPlan) -> bool:
         """Pages for the next position, held. Most positions need no work: their page is held and nothing leaves the window."""
@@ -230,7 +239,6 @@ class Scheduler:
         samples = end == sequence.target
         draft.plan.chunks.append(PrefillChunk(sequence.slot, start, end, end - 1 if samples else end))
         draft.chunk_rows.append(_Row(sequence, sequence.number, end, samples))
-        self.counters.prefill_tokens += size
 
     # -- pages
 
@@ -313,8 +321,11 @@ class Scheduler:
 
     def commit(self, result: StepResult) -> None:
         """Fold one result in. Rows of sequences that were preempted or ended since are dropped."""
-        step, rows = self._in_flight.popleft()
+        step, rows, prefill_tokens, decode_tokens = self._in_flight.popleft()
         assert result.step == step, (result.step, step)
+        self._done = step
+        self.counters.prefill_tokens += prefill_tokens
+        self.counters.decode_tokens += decode_tokens
         results = iter(result.rows)
         for row in rows:
             outcome = next(results) if row.samples else None
@@ -381,7 +392,7 @@ class Scheduler:
         """The figures that admission and metrics see."""
         counters = self.counters
         return Load(
-            step=self._step,
+            step=self._done,
             waiting=len(self.waiting),
             running=len(self.running),
             waiting_tokens=sum(len(sequence.tokens) for sequence in self.waiting),
