@@ -34,10 +34,11 @@ from deploy.capacity import check_nodes
 from deploy.discovery import Announcer, RayPost, target_here
 from deploy.levels import levels
 from deploy.openai.routes import create_app
+from deploy.scaling import Demand
 from deploy.service import Defaults, Service
 from deploy.settings import DEPLOYMENT, Settings
 from engine.config import EngineConfig, engine_config
-from engine.events import Event, RequestStarted
+from engine.events import to_each
 from engine.front.client import EngineClient
 from engine.front.text import TextProcessor
 from engine.geometry import read_geometry
@@ -143,8 +144,8 @@ class Quartet:
         about = {"model_name": settings.name, "build": settings.build, "attention": group.capability.runs, "tp": str(settings.tp)}
         self._exporter = Exporter(about, exporter_facts(settings, config, group.boot_s))
         metrics = self._exporter.serve(settings.metrics.host, settings.metrics.port)
-        self._asking = False
-        self._client = EngineClient(group.front_socket, sink=self._sink)
+        self._demand = Demand(config.max_seqs, settings.metrics.ttft_objective_s)
+        self._client = EngineClient(group.front_socket, sink=to_each(self._exporter, self._demand))
         self._exporter.levels = partial(levels, group, self._client)
         await self._client.start()
         self._service = Service(
@@ -172,23 +173,16 @@ class Quartet:
         post = RayPost(self._settings.metrics.discovery)
         return Announcer(post, target, self._exporter.counts, lambda url: self._service.about.update(discovery=url))
 
-    def _sink(self, event: Event) -> None:
-        """To the exporter. After a submission the core is asked for its figures: of an admission it says nothing by itself."""
-        self._exporter(event)
-        if isinstance(event, RequestStarted) and not self._asking:
-            self._asking = True
-            asyncio.get_running_loop().call_soon(self._ask)
-
-    def _ask(self) -> None:
-        self._asking = False
-        self._client.report()
-
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return create_app(self._service)
 
     def check_health(self) -> None:
         """Raises EngineDead once the group is gone; Serve asks every health_check_period_s."""
         self._client.health()
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What Serve collects for the autoscaling policy."""
+        return self._demand.figures()
 
     def _died(self, reason: str) -> None:
         """The group is gone: tell every stream, then end this process."""

@@ -16,6 +16,7 @@ from deploy import environment
 from deploy.commands import bench, check, dashboards, doctor, metrics, plan
 from deploy.commands.show import CANNOT, command
 from deploy.launch import Interrupted, Launch, interruptible
+from deploy.scaling import check_policies
 from deploy.settings import Settings, read_config, read_settings
 from engine.errors import CheckpointError, ConfigError, QuartetError
 
@@ -80,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
 def _serve(args: argparse.Namespace) -> int:
     config = read_config(args.config)
     settings = read_settings(config, str(args.config))
+    check_policies(config, str(args.config))
     environment.refuse_kernels_distribution()
     options = config.setdefault("http_options", {})
     options.update({name: value for name in ("host", "port") if (value := getattr(args, name)) is not None})

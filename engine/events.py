@@ -9,7 +9,7 @@ Clock points, all on the front's monotonic clock, seconds:
 
     tpot_s = (last - first) / (n - 1) over the n tokens received; None below two tokens
 
-The core reports with a step's outputs, and when asked: `scheduled` is late by up to a step, and never early.
+The core reports when a plan admits a sequence, with a step's outputs, and when asked: `scheduled` is at most a message late.
 
 An abort ends a request's clock where the front asked for it; tokens that come after that are not counted.
 """
@@ -146,3 +146,13 @@ class Sink(Protocol):
 
 def no_sink(event: Event) -> None:
     """Where nobody listens."""
+
+
+def to_each(*sinks: Sink) -> Sink:
+    """One that hands every event to all of them, in order."""
+
+    def sink(event: Event) -> None:
+        for each in sinks:
+            each(event)
+
+    return sink

@@ -36,11 +36,13 @@ def register(commands: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints each application's settings as they will be; ConfigError names what is wrong."""
+    from deploy.scaling import check_policies
     from deploy.settings import IMPORT_PATH, read_config, read_settings
 
     config = read_config(args.config)
     found = read_settings(config, str(args.config))
     check_schema(config, str(args.config))
+    check_policies(config, str(args.config))
     ours = [app for app in config["applications"] if app.get("import_path") == IMPORT_PATH]
     entries, lines = [], []
     for app, settings in zip(ours, found, strict=True):

@@ -1,0 +1,176 @@
+"""How many replicas there should be: each replica tells what it has on its hands, and a policy in Serve's controller adds it up.
+
+    Demand    a sink of the replica's events; `figures` is what Serve collects of it every few seconds
+    Scaling   the policy: `policy_function: deploy.scaling:Scaling` in the YAML, its targets in `policy_kwargs`
+
+Serve averages the figures over `look_back_period_s` and holds what the policy wants to its bounds (min_replicas, max_replicas) and
+delays (upscale_delay_s, downscale_delay_s, downscale_to_zero_delay_s). At zero replicas Serve itself wants one for whoever waits.
+"""
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+from engine.errors import ConfigError
+from engine.events import EngineLoad, Event, FirstToken, RequestFinished, RequestStarted
+
+POLICY = "deploy.scaling:Scaling"
+RECENT_S = 15.0
+SUMMED = ("slots", "kv", "waiting_tokens")
+_ROUNDING = 1e-9
+_WORST = 0.9  # of the recent TTFTs, in order: the one at this place
+
+logger = logging.getLogger("ray.serve")
+
+
+class Demand:
+    """What one replica has on its hands. Called on the front's loop, as its `figures` are.
+
+    slots        sequences it can run at once
+    objective_s  what a first token may take
+    """
+
+    def __init__(self, slots: int, objective_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._slots = slots
+        self._objective_s = objective_s
+        self._clock = clock
+        self._open: set[int] = set()
+        self._tokenless: dict[int, float] = {}  # in the order of their coming
+        self._ttfts: deque[tuple[float, float]] = deque()
+        self._load: EngineLoad | None = None
+
+    def __call__(self, event: Event) -> None:
+        """Fold one event in."""
+        match event:
+            case RequestStarted():
+                self._open.add(event.request)
+                self._tokenless[event.request] = self._clock()
+            case FirstToken():
+                self._tokenless.pop(event.request, None)
+                self._ttfts.append((self._clock(), event.ttft_s))
+            case RequestFinished():
+                self._open.discard(event.request)
+                self._tokenless.pop(event.request, None)
+            case EngineLoad():
+                self._load = event
+
+    def figures(self) -> dict[str, float]:
+        """By the names of Scaling's targets, each as a share or a sum that adds up over replicas; and `late`.
+
+        late: the worst of the recent TTFTs (the slowest tenth left out) and of the waits that still last, over the objective.
+        """
+        pools = self._load.pools if self._load else ()
+        return {
+            "slots": len(self._open) / self._slots,
+            "kv": max((pool.used / pool.total for pool in pools if pool.total), default=0.0),
+            "waiting_tokens": float(self._load.waiting_tokens) if self._load else 0.0,
+            "late": max(self._slow_ttft(), self._longest_wait()) / self._objective_s,
+        }
+
+    def _slow_ttft(self) -> float:
+        since = self._clock() - RECENT_S
+        while self._ttfts and self._ttfts[0][0] < since:
+            self._ttfts.popleft()
+        recent = sorted(ttft for _, ttft in self._ttfts)
+        return recent[math.ceil(_WORST * len(recent)) - 1] if recent else 0.0
+
+    def _longest_wait(self) -> float:
+        oldest = next(iter(self._tokenless.values()), None)
+        return 0.0 if oldest is None else self._clock() - oldest
+
+
+class Context(Protocol):
+    """What is read of Serve's AutoscalingContext; `policy_state` is what the call before returned."""
+
+    current_num_replicas: int
+    target_num_replicas: int
+    policy_state: dict[str, Any]
+    current_time: float
+    config: Any
+
+    @property
+    def aggregated_metrics(self) -> Mapping[str, Mapping[Any, float]] | None: ...
+
+    @property
+    def total_queued_requests(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Wants the least number of replicas that keeps every figure within its target; ValueError for a target out of its range.
+
+    slots           running and waiting sequences, as a share of the slots of one replica
+    kv              pages in use of the fullest KV pool, as a share
+    waiting_tokens  tokens that may wait for their prefill at one replica
+    calm            replicas go only if the rest then stay below this share of each target: between both nothing moves
+
+    While first tokens come later than the objective, and something does wait, replicas are added in proportion: twice as many at
+    most, and only once what the last change brought can be seen.
+    """
+
+    slots: float = 0.8
+    kv: float = 0.8
+    waiting_tokens: float = 8192.0
+    calm: float = 0.8
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value, most = getattr(self, each.name), math.inf if each.name == "waiting_tokens" else 1.0
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
+                raise ValueError(f"policy_kwargs.{each.name}: {value!r} is not a number in (0, {most:g}]")
+
+    def __call__(self, context: Context) -> tuple[int, dict[str, Any]]:
+        """(replicas wanted, state), as Serve asks every tick."""
+        told, now = context.aggregated_metrics or {}, context.target_num_replicas
+        sums = {name: sum(told.get(name, {}).values()) for name in SUMMED}
+        late = max(told.get("late", {}).values(), default=0.0)
+        settled = self._settled(context)
+        wanted, why = max(self._needed(sums, 1.0))
+        if late > 1 and sums["waiting_tokens"] and _seen(context, settled):
+            wanted, why = max((wanted, why), (math.ceil(now * min(late, 2.0)), "late"))
+        if wanted < now:
+            wanted, why = max(self._needed(sums, self.calm))
+            wanted = min(wanted, now)
+        if not wanted and context.total_queued_requests:
+            wanted, why = 1, "requests at no replica"
+        self._say(context, wanted, why, sums | {"late": late})
+        return wanted, {"wanted": wanted, "settled": settled}
+
+    def _needed(self, sums: Mapping[str, float], share: float) -> Iterator[tuple[int, str]]:
+        """(replicas at which a figure just stays within `share` of its target, its name)."""
+        for name, total in sums.items():
+            yield math.ceil(total / (share * getattr(self, name)) - _ROUNDING), name
+
+    def _settled(self, context: Context) -> float | None:
+        """Since when all wanted replicas run; None while some are starting or ending."""
+        if context.current_num_replicas != context.target_num_replicas:
+            return None
+        since: float | None = context.policy_state.get("settled")
+        return context.current_time if since is None else since
+
+    def _say(self, context: Context, wanted: int, why: str, figures: Mapping[str, float]) -> None:
+        """One line at each change of mind."""
+        if wanted != context.policy_state.get("wanted", context.target_num_replicas):
+            shown = ", ".join(f"{name} {value:.3g}" for name, value in figures.items())
+            logger.info("scaling: %d replicas wanted, by %s (%s)", wanted, why, shown)
+
+
+def _seen(context: Context, settled: float | None) -> bool:
+    """Whether the figures speak of the replicas that there are now, and of no time before."""
+    return settled is not None and context.current_time - settled >= RECENT_S + context.config.look_back_period_s
+
+
+def check_policies(config: Mapping[str, Any], source: str) -> None:
+    """ConfigError names what is wrong in the `policy_kwargs` of our policy, which Serve's controller would stumble over."""
+    deployments = (each for app in config["applications"] for each in app.get("deployments") or ())
+    for options in deployments:
+        policy = (options.get("autoscaling_config") or {}).get("policy") or {}
+        if policy.get("policy_function") == POLICY:
+            try:
+                Scaling(**(policy.get("policy_kwargs") or {}))
+            except (TypeError, ValueError) as error:
+                raise ConfigError(f"{source}: {options.get('name')}: autoscaling_config.policy: {error}") from error

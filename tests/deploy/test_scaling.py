@@ -1,0 +1,264 @@
+"""The autoscaling policy under Serve's own bounds and delays, over simulated replicas; and what a replica tells of itself."""
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ray.serve.autoscaling_policy import _apply_autoscaling_config
+from ray.serve.config import AutoscalingConfig
+
+from deploy.scaling import POLICY, RECENT_S, SUMMED, Demand, Scaling, check_policies
+from engine.errors import ConfigError
+from engine.events import EngineLoad, FirstToken, PoolUse, RequestFinished, RequestStarted, to_each
+
+pytestmark = pytest.mark.cpu
+
+TICK_S = 1.0
+BOOT_S = 20.0
+SLOTS = 16
+QUEUE = 32  # a replica's; more are refused
+SERVICE_S = 10.0  # of a request in a slot
+CONFIG = AutoscalingConfig(
+    min_replicas=0,
+    max_replicas=8,
+    look_back_period_s=15.0,
+    upscale_delay_s=3.0,
+    downscale_delay_s=30.0,
+    downscale_to_zero_delay_s=60.0,
+)
+
+
+@dataclass
+class Context:
+    """As Serve's, of one tick."""
+
+    current_num_replicas: int
+    target_num_replicas: int
+    policy_state: dict[str, Any]
+    current_time: float
+    config: AutoscalingConfig
+    aggregated_metrics: dict[str, dict[str, float]]
+    total_queued_requests: float = 0.0
+
+    @property
+    def total_num_requests(self) -> float:
+        return self.total_queued_requests
+
+
+@dataclass
+class Fleet:
+    """Replicas of SLOTS slots, one queue, and Serve's loop around the policy."""
+
+    policy: Callable[[Any], tuple[int, dict[str, Any]]]
+    config: AutoscalingConfig = field(default_factory=lambda: CONFIG)
+    seed: int = 0
+    now: float = 0.0
+    target: int = 0
+    ready: list[float] = field(default_factory=list)  # when each replica is there
+    running: list[float] = field(default_factory=list)  # when each request leaves its slot
+    waiting: deque[float] = field(default_factory=deque)  # since when
+    state: dict[str, Any] = field(default_factory=dict)
+    past: deque[dict[str, float]] = field(default_factory=deque)
+    targets: list[int] = field(default_factory=list)
+    ttfts: list[tuple[float, float]] = field(default_factory=list)
+    asked: int = 0
+    refused: int = 0
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.seed)
+        self.decide = _apply_autoscaling_config(self.policy)
+
+    def run(self, seconds: float, rate: float) -> None:
+        """So long, at `rate` requests a second."""
+        for _ in range(int(seconds / TICK_S)):
+            self.now += TICK_S
+            arrivals = int(rate * TICK_S) + (self.rng.random() < rate * TICK_S % 1)
+            taken = min(arrivals, QUEUE * max(1, self.up) - len(self.waiting))
+            self.waiting.extend([self.now] * taken)
+            self.asked += taken
+            self.refused += arrivals - taken
+            self._serve()
+            self._scale()
+
+    @property
+    def up(self) -> int:
+        return sum(ready <= self.now for ready in self.ready)
+
+    def _serve(self) -> None:
+        self.running = [end for end in self.running if end > self.now]
+        while self.waiting and len(self.running) < self.up * SLOTS:
+            since = self.waiting.popleft()
+            self.ttfts.append((self.now, self.now - since))
+            self.running.append(self.now + SERVICE_S * self.rng.uniform(0.8, 1.2))
+
+    def _figures(self) -> dict[str, float]:
+        recent = [ttft for at, ttft in self.ttfts if at > self.now - RECENT_S]
+        late = max([*recent, *(self.now - since for since in self.waiting)], default=0.0)
+        sizes = ((len(self.running) + len(self.waiting)) / SLOTS, 0.5 * len(self.running) / SLOTS, 100.0 * len(self.waiting))
+        return dict(zip(SUMMED, sizes, strict=True)) | {"late": late}
+
+    def _scale(self) -> None:
+        self.past.append(self._figures())
+        while len(self.past) > self.config.look_back_period_s / TICK_S:
+            self.past.popleft()
+        told = {} if not self.up else {name: {"all": sum(f[name] for f in self.past) / len(self.past)} for name in self.past[0]}
+        queued = 0 if self.up else len(self.waiting)
+        context = Context(self.up, self.target, dict(self.state), self.now, self.config, told, queued)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("ray.serve.autoscaling_policy.time.time", lambda: self.now)
+            wanted, self.state = self.decide(context)
+        self.target = max(self.config.min_replicas, min(self.config.max_replicas, wanted))
+        self.targets.append(self.target)
+        while len(self.ready) < self.target:
+            self.ready.append(self.now + BOOT_S)
+        while len(self.ready) > self.target:
+            self.ready.remove(max(self.ready))
+
+
+def turns(targets: list[int]) -> int:
+    """How often the direction of scaling changed."""
+    steps = [after - before for before, after in pairwise(targets) if after != before]
+    return sum((before > 0) != (after > 0) for before, after in pairwise(steps))
+
+
+def test_a_step_of_load_up_and_down_to_zero_and_back() -> None:
+    """Replicas follow a step up, stay through the plateau, go down to zero when nobody asks, and come back for one request."""
+    fleet = Fleet(Scaling())
+    fleet.run(60, 0.0)
+    assert fleet.target == 0
+    fleet.run(300, 5.0)
+    plateau = fleet.targets[-150:]
+    print(f"plateau {set(plateau)}, 5 requests a second of {SERVICE_S} s need {5 * SERVICE_S / SLOTS / 0.8:.1f} replicas")
+    assert len(set(plateau)) == 1
+    assert 4 <= plateau[0] <= 6
+    assert max(ttft for at, ttft in fleet.ttfts if at > fleet.now - 100) <= 1.0
+    fleet.run(240, 0.0)
+    assert fleet.target == 0
+    assert turns(fleet.targets) == 1
+    fleet.waiting.append(fleet.now)
+    fleet.asked += 1
+    fleet.run(60, 0.0)
+    assert fleet.asked == len(fleet.ttfts), "a request is still waiting"
+    assert fleet.ttfts[-1][1] <= BOOT_S + 2 * TICK_S
+
+
+@settings(max_examples=40, deadline=None)
+@given(rate=st.floats(0.2, 9.0), seed=st.integers(0, 1000))
+def test_a_steady_load_does_not_flap(rate: float, seed: int) -> None:
+    """Whatever the steady load, the number of replicas stands still once it has been found."""
+    fleet = Fleet(Scaling(), seed=seed)
+    fleet.run(240, rate)
+    fleet.targets.clear()
+    fleet.run(600, rate)
+    assert turns(fleet.targets) == 0, fleet.targets
+    assert len(set(fleet.targets)) <= 2, fleet.targets
+
+
+def test_without_calm_it_does() -> None:
+    """The same test with a policy that gives up a replica as soon as the rest could just do: it flaps."""
+    eager = AutoscalingConfig(**(CONFIG.model_dump(exclude={"policy"}) | {"downscale_delay_s": 3.0, "look_back_period_s": 11.0}))
+
+    def flapping(calm: float) -> int:
+        total = 0
+        for seed in range(8):
+            fleet = Fleet(Scaling(calm=calm), eager, seed=seed)
+            fleet.run(240, 3.9)
+            fleet.targets.clear()
+            fleet.run(600, 3.9)
+            total += turns(fleet.targets)
+        return total
+
+    calm, planted = flapping(0.8), flapping(1.0)
+    print(f"turns: calm {calm}, planted {planted}")
+    assert calm == 0
+    assert planted >= 4
+
+
+def context(now: int, figures: dict[str, float], running: int | None = None, settled: float | None = None) -> Context:
+    told = {name: {"a": value} for name, value in figures.items()}
+    state = {} if settled is None else {"settled": settled}
+    return Context(now if running is None else running, now, state, 1000.0, CONFIG, told)
+
+
+@pytest.mark.parametrize(
+    ("figures", "wanted"),
+    [
+        ({"slots": 1.7}, 3),
+        ({"kv": 0.81}, 2),
+        ({"waiting_tokens": 8193}, 2),
+        ({"waiting_tokens": 40000.0}, 5),
+        ({"slots": 0.5, "kv": 0.3}, 1),
+        ({"slots": 0.0}, 0),
+    ],
+)
+def test_each_figure_asks_for_replicas(figures: dict[str, float], wanted: int) -> None:
+    """The figure that needs most decides."""
+    assert Scaling()(context(1, figures))[0] == wanted
+
+
+def test_late_first_tokens_ask_for_more() -> None:
+    """TTFT over its objective while something waits adds replicas, twice as many at most, and not while any is starting."""
+    late = {"slots": 0.5, "waiting_tokens": 10.0}
+    long_ago = 1000.0 - RECENT_S - CONFIG.look_back_period_s
+    assert Scaling()(context(2, {**late, "late": 1.2}, settled=long_ago))[0] == 3
+    assert Scaling()(context(2, {**late, "late": 9.0}, settled=long_ago))[0] == 4
+    assert Scaling()(context(2, {**late, "late": 9.0}, settled=long_ago + 1))[0] == 2 - 1
+    assert Scaling()(context(2, {**late, "late": 9.0}, running=1, settled=long_ago))[0] == 2 - 1
+    assert Scaling()(context(2, {"slots": 0.5, "waiting_tokens": 0.0, "late": 9.0}, settled=long_ago))[0] == 2 - 1
+    assert Scaling()(context(2, {**late, "late": 0.9}, settled=long_ago))[0] == 2 - 1
+
+
+def test_it_keeps_what_the_rest_could_hardly_do_without() -> None:
+    """Between the target and the calm share of it, nothing moves."""
+    assert [Scaling()(context(3, {"slots": total}))[0] for total in (2.5, 2.3, 1.7, 1.65, 1.1)] == [4, 3, 3, 3, 2]
+
+
+def test_bad_targets_are_refused() -> None:
+    """A target out of its range is named."""
+    bad: list[tuple[str, Any]] = [("slots", 0.0), ("kv", 1.5), ("waiting_tokens", -1), ("calm", "x"), ("slots", True)]
+    for name, value in bad:
+        with pytest.raises(ValueError, match=f"policy_kwargs.{name}"):
+            Scaling(**{name: value})
+
+
+@pytest.mark.parametrize("kwargs", [{"slots": 2}, {"slot": 0.5}])
+def test_a_config_with_bad_targets_is_refused(kwargs: dict[str, float]) -> None:
+    """Before Serve's controller sees it, by key; a policy of somebody else is not ours to judge."""
+
+    def config(function: str) -> dict[str, Any]:
+        policy = {"policy_function": function, "policy_kwargs": kwargs}
+        return {"applications": [{"deployments": [{"name": "Quartet", "autoscaling_config": {"policy": policy}}]}]}
+
+    check_policies(config("theirs:policy"), "a.yaml")
+    with pytest.raises(ConfigError, match=rf"a.yaml: Quartet: autoscaling_config.policy: .*{next(iter(kwargs))}"):
+        check_policies(config(POLICY), "a.yaml")
+
+
+def test_a_replica_tells_what_it_has() -> None:
+    """Slots, fullest pool, waiting tokens, and the worst of recent TTFTs and lasting waits over the objective."""
+    now = [0.0]
+    demand = Demand(slots=4, objective_s=0.5, clock=lambda: now[0])
+    twin = Demand(slots=4, objective_s=0.5, clock=lambda: now[0])
+    sink = to_each(twin, demand)
+    assert demand.figures() == {"slots": 0.0, "kv": 0.0, "waiting_tokens": 0.0, "late": 0.0}
+    for request in (1, 2):
+        sink(RequestStarted(request, 100))
+    load = {"step": 1, "waiting": 1, "running": 1, "preemptions": 0, "prefill_tokens": 0, "decode_tokens": 0}
+    sink(EngineLoad(waiting_tokens=100, pools=(PoolUse("full", 10, 9), PoolUse("sliding", 10, 2), PoolUse("none", 0, 0)), **load))
+    now[0] = 0.25
+    sink(FirstToken(1, 100, 0.25))
+    assert demand.figures() == {"slots": 0.5, "kv": 0.9, "waiting_tokens": 100.0, "late": 0.5}
+    now[0] = 2.0
+    assert demand.figures()["late"] == 4.0
+    sink(RequestFinished(2, "client_gone", 100, 0, None, None, 2.0))
+    assert demand.figures()["late"] == 0.5
+    sink(RequestFinished(1, "stop", 100, 5, 0.25, 0.1, 2.0))
+    now[0] += RECENT_S
+    assert (demand.figures()["slots"], demand.figures()["late"]) == (0.0, 0.0)
+    assert twin.figures() == demand.figures()
