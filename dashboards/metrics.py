@@ -98,8 +98,7 @@ _LATENCY = (
         "quartet_request_queue_time_seconds",
         "histogram",
         "seconds",
-        "From submission to the core's report of the plan that admits the request. One"
-        " observation a request that was scheduled.",
+        "From submission to the core's report of the plan that admits the request. One observation a request that was scheduled.",
         buckets=PHASE_BUCKETS,
     ),
     Metric(

@@ -64,7 +64,7 @@ def _panel(figure: Any, panel: Drawn, api: Api, span: Span, rows: int) -> None:
     axes.tick_params(labelsize=6.5, colors=FAINT, length=2)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlim(span.start, span.end)
-    axes.set_xticks([span.start, span.end], [_clock(span.start), _clock(span.end)])
+    axes.set_xticks([span.start, span.end], [clock(span.start), clock(span.end)])
     if not lines:
         axes.text(0.5, 0.5, "no data", transform=axes.transAxes, ha="center", va="center", color=FAINT)
         return None
@@ -160,7 +160,8 @@ def text(value: float, unit: str) -> str:
     return f"{value / 1000:.3g} k" if abs(value) >= 10000 else f"{value:.4g}"
 
 
-def _clock(instant: float) -> str:
+def clock(instant: float) -> str:
+    """The time of day, UTC."""
     return time.strftime("%H:%M:%S", time.gmtime(instant))
 
 

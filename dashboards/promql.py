@@ -89,7 +89,7 @@ class Queries:
         return self._moving("increase", name, by, match)
 
     def either(self, function: str, *counters: tuple[str, Mapping[str, str]], by: tuple[str, ...] = ()) -> str:
-        """`rate` or `increase` of several counters, each a name and its `match`, as one sum; one without series counts as nothing."""
+        """`rate` or `increase` of several counters, each a name and its `match`, as one sum; one without series is nothing."""
         moving = [f"{function}({self._series(_expect(name, 'counter'), '', match)}[{self.window}])" for name, match in counters]
         return f"{_fold('sum', counters[0][0], by)} ({' or '.join(moving)})"
 

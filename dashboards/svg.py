@@ -1,0 +1,132 @@
+"""A panel and its lines as HTML and SVG text, for pages that have neither Grafana nor a drawing library."""
+
+import html
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from dashboards.boards.committed import Drawn
+from dashboards.pictures import COLORS, LEGEND_LINES, Span, clock, text
+from dashboards.prometheus import Series
+
+UNIT = (50, 30)  # pixels of a grid unit; the browser stretches the width
+LEGEND = 38  # pixels below the chart
+AXIS = 14
+Line = tuple[str, Series]
+
+
+def panel(drawn: Drawn, lines: Sequence[Line], span: Span) -> str:
+    """One panel: title, chart, and each line's name with its newest value."""
+    left, top, width, height = drawn.grid
+    place = f"grid-column:{left + 1}/span {width};grid-row:{top + 1}/span {height}"
+    head = f'<section style="{place}" id="p{drawn.number}"><h3>{html.escape(drawn.title)}</h3>'
+    if drawn.kind == "stat":
+        return f"{head}{_stat(drawn, lines, span)}</section>"
+    size = width * UNIT[0], height * UNIT[1] - LEGEND - 24
+    marks = {"heatmap": _heatmap, "state-timeline": _timeline}.get(drawn.kind, _chart)(drawn, lines, span, size)
+    box = f'<svg viewBox="0 0 {size[0]} {size[1]}" preserveAspectRatio="none" style="height:{size[1]}px">{"".join(marks)}</svg>'
+    ends = f"<footer><i>{clock(span.start)}</i><i>{clock(span.end)}</i></footer>"
+    return f"{head}{box}{ends}{_legend(drawn, lines, span)}</section>"
+
+
+def newest(series: Series, span: Span) -> float | None:
+    """A line's value now; None where it has ended before."""
+    when, value = series.points[-1]
+    return value if when > span.end - span.step else None
+
+
+def _stat(drawn: Drawn, lines: Sequence[Line], span: Span) -> str:
+    value = newest(lines[0][1], span) if lines else None
+    return f"<output>{'no traffic' if value is None or math.isnan(value) else text(value, drawn.unit)}</output>"
+
+
+def _legend(drawn: Drawn, lines: Sequence[Line], span: Span) -> str:
+    if drawn.kind == "heatmap":
+        return ""
+    items = [
+        f'<span style="color:{_color(index)}">&#9632;</span>{html.escape(name)} <b>{_value(drawn, newest(series, span))}</b>'
+        for index, (name, series) in enumerate(lines[: 2 * LEGEND_LINES])
+    ]
+    return f"<p>{' &nbsp; '.join(items) or 'no data'}</p>"
+
+
+def _value(drawn: Drawn, value: float | None) -> str:
+    if value is None:
+        return "-"
+    return html.escape(drawn.words[f"{value:g}"][0] if f"{value:g}" in drawn.words else text(value, drawn.unit))
+
+
+def _color(index: int) -> str:
+    return COLORS[index % len(COLORS)]
+
+
+def _across(when: float, span: Span, width: int) -> float:
+    return width * (when - span.start) / max(span.end - span.start, 1e-9)
+
+
+def _box(left: float, top: float, width: float, height: float) -> str:
+    return f'x="{left:.1f}" y="{top:.1f}" width="{width:.1f}" height="{height:.1f}"'
+
+
+def _chart(drawn: Drawn, lines: Sequence[Line], span: Span, size: tuple[int, int]) -> Iterator[str]:
+    """Lines, or areas laid on each other, over a scale from zero."""
+    layers = _stacked(lines) if drawn.stacked else [dict(series.points) for _, series in lines]
+    values = [value for layer in layers for value in layer.values() if math.isfinite(value)]
+    high, low = max([*values, 0.0]), min([*values, 0.0])
+    reach = (high - low) or 1.0
+    width, height = size
+
+    def at(when: float, value: float) -> str:
+        return f"{_across(when, span, width):.1f},{AXIS + (height - AXIS) * (1 - (value - low) / reach):.1f}"
+
+    for index, layer in reversed(list(enumerate(layers))):
+        points = [at(when, value) for when, value in sorted(layer.items()) if math.isfinite(value)]
+        if drawn.stacked and points:
+            ends = min(layer), max(layer)
+            points = [at(ends[0], low), *points, at(ends[1], low)]
+        fill = _color(index) if drawn.stacked else "none"
+        yield f'<polyline points="{" ".join(points)}" fill="{fill}" stroke="{_color(index)}"/>'
+    yield f'<text x="2" y="{AXIS - 3}">{html.escape(text(high, drawn.unit))}</text>'
+
+
+def _stacked(lines: Sequence[Line]) -> list[dict[float, float]]:
+    """Each line's upper edge when it lies on those before it; a missing value counts as nothing."""
+    instants = sorted({when for _, series in lines for when, _ in series.points})
+    edges, below = [], dict.fromkeys(instants, 0.0)
+    for _, series in lines:
+        own = {when: value for when, value in series.points if math.isfinite(value)}
+        below = {when: below[when] + own.get(when, 0.0) for when in instants}
+        edges.append(below)
+    return edges
+
+
+def _heatmap(drawn: Drawn, lines: Sequence[Line], span: Span, size: tuple[int, int]) -> Iterator[str]:
+    """A row a bucket, from the first to the last that holds anything; darker is more."""
+    upto = sorted((float(name), dict(series.points)) for name, series in lines)
+    empty: dict[float, float] = {}
+    rows = [
+        (bound, {when: value - below.get(when, 0.0) for when, value in counts.items() if value - below.get(when, 0.0) > 0})
+        for (_, below), (bound, counts) in pairwise([(0.0, empty), *upto])
+    ]
+    held = [index for index, (_, cells) in enumerate(rows) if cells] or [0]
+    shown = rows[held[0] : held[-1] + 1]
+    most = max([value for _, cells in shown for value in cells.values()], default=1.0)
+    tall, wide = size[1] / max(len(shown), 1), size[0] * span.step / max(span.end - span.start, 1e-9)
+    for index, (bound, cells) in enumerate(shown):
+        top = size[1] - (index + 1) * tall
+        for when, value in cells.items():
+            left = _across(when, span, size[0]) - wide
+            yield f'<rect {_box(left, top, wide, tall)} fill="{COLORS[1]}" opacity="{value / most:.2f}"/>'
+        if index % max(1, len(shown) // 5) == 0:
+            yield f'<text x="2" y="{top + tall:.1f}">{html.escape(text(bound, drawn.unit))}</text>'
+
+
+def _timeline(drawn: Drawn, lines: Sequence[Line], span: Span, size: tuple[int, int]) -> Iterator[str]:
+    """A bar a line, in the colours of its values' words."""
+    tall, wide = size[1] / max(len(lines), 1), size[0] * span.step / max(span.end - span.start, 1e-9)
+    for index, (name, series) in enumerate(lines):
+        for when, value in series.points:
+            color = drawn.words.get(f"{value:g}", ("", "gray"))[1]
+            left, top = _across(when, span, size[0]) - wide, index * tall
+            yield f'<rect {_box(left, top + 2, wide + 0.5, max(tall - 4, 1))} fill="{color}"/>'
+        yield f'<text x="4" y="{(index + 0.5) * tall + 4:.1f}" fill="white">{html.escape(name)}</text>'
