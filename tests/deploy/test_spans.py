@@ -332,21 +332,19 @@ def _closed_port() -> int:
 
 
 def test_a_dead_collector_costs_traces_and_nothing_else(paced: Edge, said: list[str]) -> None:
-    """Nobody listens there: requests are served as fast, the lost are counted to the last one, and the log has it once."""
+    """Nobody listens there: requests are served without it, the lost are counted to the last one, and the log has it once."""
     reset(paced)
-    made = tracer(settings(f"http://127.0.0.1:{_closed_port()}/v1/traces", timeout_s=0.5), {})
+    made = tracer(settings(f"http://127.0.0.1:{_closed_port()}/v1/traces", timeout_s=2.0), {})
     assert made is not None
     paced.service.tracer = made
-    slowest = 0.0
+    began = time.monotonic()
     for _ in range(20):
-        began = time.monotonic()
         assert httpx.post(f"{paced.url}{CHAT}", json=BODY).status_code == 200
-        slowest = max(slowest, time.monotonic() - began)
+    assert time.monotonic() - began < 10, "waiting for the collector takes a second and more each time"
     until(lambda: made.lost > 0, "the first loss", 10)
     settle(paced)
     paced.service.tracer = None
     made.close(3)
-    assert slowest < 0.5
     assert made.lost == 20
     assert [line.split()[:3] for line in said] == [["traces", "are", "lost:"], ["20", "traces", "were"]]
 
