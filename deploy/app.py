@@ -29,7 +29,7 @@ from cluster.group import Group
 from cluster.health import Watcher, raylet_pid
 from dashboards.discovery import cause_of
 from dashboards.exporter import Exporter, Facts
-from deploy import environment, models
+from deploy import environment, logs, models
 from deploy.capacity import check_nodes
 from deploy.discovery import Announcer, RayPost, target_here
 from deploy.levels import levels
@@ -37,6 +37,7 @@ from deploy.openai.routes import create_app
 from deploy.scaling import Demand
 from deploy.service import Defaults, Service
 from deploy.settings import DEPLOYMENT, Settings
+from deploy.spans import tracer
 from engine.config import EngineConfig, engine_config
 from engine.events import to_each
 from engine.front.client import EngineClient
@@ -46,6 +47,7 @@ from engine.geometry import read_geometry
 FLUSH_S = 0.3
 MARGIN = 16  # requests beyond our own capacity that reach us, to be refused in OpenAI's shape; Serve refuses the rest
 DRAIN_S = 120.0
+TRACES_S = 2.0  # for the last traces, at an orderly end
 
 logger = logging.getLogger("ray.serve")
 
@@ -61,6 +63,7 @@ def build(args: dict[str, Any]) -> Application:
 
 def deployment_options(settings: Settings) -> dict[str, Any]:
     """Serve's options where the YAML's `deployments:` says nothing else."""
+    logging_config = logs.serve_config(settings.logs)
     gpus = {"num_gpus": settings.tp, "num_cpus": 1} if settings.needs_gpus else {"num_gpus": 0, "num_cpus": 0.5}
     return {
         "max_ongoing_requests": settings.capacity + MARGIN,
@@ -72,6 +75,7 @@ def deployment_options(settings: Settings) -> dict[str, Any]:
         "graceful_shutdown_wait_loop_s": 0.5,
         "max_constructor_retry_count": 2,  # what is wrong with a checkpoint is wrong every time
         "ray_actor_options": gpus,
+        **({"logging_config": logging_config} if logging_config else {}),
     }
 
 
@@ -129,6 +133,7 @@ class Quartet:
         self._closing = False
         self._group: Group | None = None
         self._settings = Settings.read(args)
+        logs.install(self._settings.logs)
         _say_how_ray_was_started()
         config = configure(self._settings, place(self._settings))
         self._group = Group.boot(config)  # blocks this loop: there is nothing to serve yet
@@ -141,6 +146,7 @@ class Quartet:
 
     async def _open(self, group: Group, config: EngineConfig) -> None:
         settings, folder = self._settings, Path(config.model)
+        replica = serve.get_replica_context()
         about = {"model_name": settings.name, "build": settings.build, "attention": group.capability.runs, "tp": str(settings.tp)}
         self._exporter = Exporter(about, exporter_facts(settings, config, group.boot_s))
         metrics = self._exporter.serve(settings.metrics.host, settings.metrics.port)
@@ -156,6 +162,8 @@ class Quartet:
             max_len=settings.max_len,
             defaults=Defaults.read(folder),
             limits=settings.limits,
+            logs=settings.logs,
+            tracer=tracer(settings.tracing, {"service.namespace": replica.app_name, "service.instance.id": replica.replica_tag}),
             max_tokens=settings.max_tokens,
             capacity=settings.capacity,
             about={"metrics": metrics, "attention": str(group.capability)},
@@ -174,7 +182,7 @@ class Quartet:
         return Announcer(post, target, self._exporter.counts, lambda url: self._service.about.update(discovery=url))
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        return create_app(self._service)
+        return create_app(self._service, echo=False)  # Serve puts the request's id on replies
 
     def check_health(self) -> None:
         """Raises EngineDead once the group is gone; Serve asks every health_check_period_s."""
@@ -202,8 +210,10 @@ class Quartet:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._service.idle.wait(), FLUSH_S)
             await asyncio.sleep(0.02)  # the last bytes are the transport's by now; let it write them
+            traced = loop.run_in_executor(None, self._service.end, FLUSH_S)
             await killed
             await told
+            await traced
             logger.error("replica exits: %s", reason)
             sys.stderr.write(f"quartet: the group ended ({reason}); this replica exits, Serve starts a new one\n")
             sys.stderr.flush()
@@ -225,6 +235,7 @@ class Quartet:
         await asyncio.get_running_loop().run_in_executor(None, self._group.close)
         await asyncio.get_running_loop().run_in_executor(None, self._last_word(None))
         await self._client.close()
+        await asyncio.get_running_loop().run_in_executor(None, self._service.end, TRACES_S)
         self._exporter.close()
 
 

@@ -104,6 +104,11 @@ class Service:
             if not self.open:
                 self.idle.set()
 
+    def end(self, timeout_s: float) -> None:
+        """Hand over the last traces; blocks for `timeout_s` at most."""
+        if self.tracer is not None:
+            self.tracer.close(timeout_s)
+
     async def chat_job(self, request: ChatRequest) -> Job:
         """The conversation as a prompt; raises InvalidRequest."""
         wanted = request.max_completion_tokens or request.max_tokens
