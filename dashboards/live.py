@@ -9,6 +9,7 @@ It is no Grafana: no zoom, no variables, one span of time. What it asks is what 
 
 import html
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -66,8 +67,9 @@ class Boards:
     def span(self, now: float | None = None) -> Span:
         """The time that is shown."""
         end = time.time() if now is None else now
-        start = max(end - self._seconds, min(self._since, end - POINTS / 2))
-        return Span(start, end, (end - start) / POINTS)
+        seconds = min(self._seconds, max(end - self._since, POINTS / 2))
+        step = math.ceil(1000 * seconds / POINTS) / 1000  # Prometheus reads milliseconds: the last point must be the end
+        return Span(end - POINTS * step, end, step)
 
     def shown(self, page: Page, span: Span) -> list[Shown]:
         """Every panel with its answers. ConfigError where Prometheus does not answer, or refuses a query."""
