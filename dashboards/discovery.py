@@ -5,8 +5,8 @@
                                       nodes ------------> /ray       http_sd of Ray's own exporters, one a node
 
 A replica that is silent for SILENT_S is no target any more; after GONE_S it counts as vanished, and its last counts go into the
-retired ones; until then they are in no series. Gone is gone: a beat of it afterwards is refused, or its counts would be there
-twice. What a replica had open when it went is lost with it: its book is closed with so many requests that ended `dead`.
+retired ones, when Prometheus has long ceased to scrape it. Gone is gone: a beat of it afterwards is refused, or its counts would be
+there twice. What a replica had open when it went is lost with it: its book is closed with so many requests that ended `dead`.
 """
 
 import json
@@ -25,7 +25,7 @@ from prometheus_client import Metric as Family
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
-from dashboards.metrics import CAUSES, FLEET, RETIRED, Metric
+from dashboards.metrics import CAUSES, EVER, FLEET, RETIRED, Metric
 from engine.errors import ConfigError
 
 SILENT_S = 3.5
@@ -171,8 +171,13 @@ class Fleet(Collector):
             self._show_groups(families)
             for place, book in self._books.items():
                 _show_book(families, place, book)
+                _show_counts(families, place, EVER, [book.counts, *self._living(place)])
             families["quartet_discovery_start_time_seconds"].add_sample("quartet_discovery_start_time_seconds", {}, self._started)
         yield from families.values()
+
+    def _living(self, place: tuple[str, str]) -> list[Counts]:
+        """Of the replicas of a deployment that are not given up, as of their last beat."""
+        return [each.counts for each in self._members.values() if (each.target.application, each.target.deployment) == place]
 
     def _show_groups(self, families: dict[str, Family]) -> None:
         ups = [(member.target, not member.silent) for member in self._members.values()]
@@ -195,16 +200,24 @@ def _closed(counts: Counts) -> dict[tuple[str, tuple[str, ...]], float]:
 
 
 def _show_book(families: dict[str, Family], place: tuple[str, str], book: _Books) -> None:
-    def show(row: str, values: tuple[str, ...], value: float) -> None:
-        labels = dict(zip(_ROWS[row].labels, (*place, *values), strict=True))
-        families[row].add_sample(row, labels, value)
-
     for cause in CAUSES:
-        show("quartet_group_restarts_total", (cause,), float(book.restarts[cause]))
-    show("quartet_groups_drained_total", (), float(book.drained))
-    for (name, values), value in book.counts.items():
-        if name in RETIRED:
-            show(RETIRED[name].name, values, value)
+        _show(families, _ROWS["quartet_group_restarts_total"], (*place, cause), float(book.restarts[cause]))
+    _show(families, _ROWS["quartet_groups_drained_total"], place, float(book.drained))
+    _show_counts(families, place, RETIRED, [book.counts])
+
+
+def _show_counts(families: dict[str, Family], place: tuple[str, str], rows: Mapping[str, Metric], books: list[Counts]) -> None:
+    """The sum of `books` under the names that `rows` have for its counters."""
+    total: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    for counts in books:
+        total.update(counts)  # type: ignore[arg-type]  # it adds, whatever the numbers are
+    for (name, values), value in total.items():
+        if name in rows:
+            _show(families, rows[name], (*place, *values), value)
+
+
+def _show(families: dict[str, Family], row: Metric, values: tuple[str, ...], value: float) -> None:
+    families[row.name].add_sample(row.name, dict(zip(row.labels, values, strict=True)), value)
 
 
 _ROWS: dict[str, Metric] = {row.name: row for row in FLEET}

@@ -31,7 +31,9 @@ body{margin:0;background:#f4f5f5;font:13px system-ui,sans-serif;color:#222}
 nav{padding:8px 12px;background:#fff;border-bottom:1px solid #ddd}nav a{margin-right:14px}nav b{margin-right:14px}nav i{color:#888}
 main{display:grid;grid-template-columns:repeat(24,1fr);grid-auto-rows:30px;gap:4px;padding:8px}
 h2{margin:0;font-size:15px;grid-column:1/-1}section{background:#fff;border:1px solid #ddd;overflow:hidden;padding:2px 6px}
-h3{margin:0;font-size:12px;height:17px}svg{width:100%;display:block}svg text{font-size:11px;fill:#666}
+h3{margin:0;font-size:12px;height:17px}
+section div{position:relative}svg{width:100%;height:100%;display:block}
+small{position:absolute;left:2px;color:#444}
 polyline{stroke-width:1.5;fill-opacity:.6;vector-effect:non-scaling-stroke}output{display:block;text-align:center;font-size:24px}
 footer{display:flex;justify-content:space-between;color:#999;font-size:10px;height:12px}
 p{margin:0;font-size:11px}p b{margin-right:4px}

@@ -3,6 +3,7 @@
     ENGINE   one target a replica: its exporter registers what stands here and nothing else
     FLEET    one target a cluster: what the discovery endpoint knows, and a dead replica cannot say any more
     RETIRED  of FLEET: each counter of ENGINE once more, summed over the replicas that are gone
+    EVER     of FLEET: the same, over the living, too
 
 Labels that say who is scraped (`TARGET_LABELS`) come from service discovery and stand on no row of ENGINE. Buckets resolve what
 Gemma 4 does, 2 to 40 ms a token, and contain every bound that vLLM has, so that its dashboards' `le=` selectors hit.
@@ -250,18 +251,19 @@ _ENGINE = (
 ENGINE: tuple[Metric, ...] = (*_LATENCY, *_REQUESTS, *_SCHEDULER, *_RANKS, *_ENGINE)
 
 
-def retired(row: Metric) -> Metric:
-    """The sibling in which a counter of ENGINE lives on when its replica is gone."""
-    return Metric(
-        row.name.replace("quartet_", "quartet_retired_", 1),
-        "counter",
-        row.unit,
-        f"{row.name}, last known counts of the replicas that are gone, summed: add it to the living ones for all-time totals.",
-        ("application", "deployment", *(label for label in row.labels if label != "rank")),
-    )
+def sibling(row: Metric, prefix: str, says: str) -> Metric:
+    """A deployment's own counter beside one of its replicas'."""
+    name = row.name.replace("quartet_", prefix, 1)
+    return Metric(name, "counter", row.unit, f"{row.name}, {says}", ("application", "deployment", *row.labels))
 
 
-RETIRED: dict[str, Metric] = {row.name: retired(row) for row in ENGINE if row.kind == "counter" and "rank" not in row.labels}
+_GONE = "last known counts of the replicas that are gone, summed."
+_ALL = (
+    "summed over the replicas that live, as of their last beat, and those that are gone: what no death makes fall, or counts twice."
+)
+_LASTING = [row for row in ENGINE if row.kind == "counter" and "rank" not in row.labels]
+RETIRED: dict[str, Metric] = {row.name: sibling(row, "quartet_retired_", _GONE) for row in _LASTING}
+EVER: dict[str, Metric] = {row.name: sibling(row, "quartet_ever_", _ALL) for row in _LASTING}
 
 FLEET: tuple[Metric, ...] = (
     Metric("quartet_groups", "gauge", "replicas", "Replicas registered and heard of lately.", ("application", "deployment")),
@@ -283,6 +285,7 @@ FLEET: tuple[Metric, ...] = (
     Metric("quartet_groups_drained_total", "counter", "replicas", "Replicas that left in order.", ("application", "deployment")),
     Metric("quartet_discovery_start_time_seconds", "gauge", "seconds", "When the discovery endpoint started, Unix time."),
     *RETIRED.values(),
+    *EVER.values(),
 )
 
 METRICS: tuple[Metric, ...] = (*ENGINE, *FLEET)

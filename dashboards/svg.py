@@ -2,7 +2,7 @@
 
 import html
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 from dashboards.boards.committed import Drawn
@@ -13,6 +13,7 @@ UNIT = (50, 30)  # pixels of a grid unit; the browser stretches the width
 LEGEND = 38  # pixels below the chart
 AXIS = 14
 Line = tuple[str, Series]
+Marks = tuple[list[str], list[str]]  # inside the SVG, and labels beside it
 
 
 def panel(drawn: Drawn, lines: Sequence[Line], span: Span) -> str:
@@ -23,8 +24,9 @@ def panel(drawn: Drawn, lines: Sequence[Line], span: Span) -> str:
     if drawn.kind == "stat":
         return f"{head}{_stat(drawn, lines, span)}</section>"
     size = width * UNIT[0], height * UNIT[1] - LEGEND - 24
-    marks = {"heatmap": _heatmap, "state-timeline": _timeline}.get(drawn.kind, _chart)(drawn, lines, span, size)
-    box = f'<svg viewBox="0 0 {size[0]} {size[1]}" preserveAspectRatio="none" style="height:{size[1]}px">{"".join(marks)}</svg>'
+    marks, labels = {"heatmap": _heatmap, "state-timeline": _timeline}.get(drawn.kind, _chart)(drawn, lines, span, size)
+    chart = f'<svg viewBox="0 0 {size[0]} {size[1]}" preserveAspectRatio="none">{"".join(marks)}</svg>'
+    box = f'<div style="height:{size[1]}px">{chart}{"".join(labels)}</div>'
     ends = f"<footer><i>{clock(span.start)}</i><i>{clock(span.end)}</i></footer>"
     return f"{head}{box}{ends}{_legend(drawn, lines, span)}</section>"
 
@@ -47,7 +49,7 @@ def _legend(drawn: Drawn, lines: Sequence[Line], span: Span) -> str:
         f'<span style="color:{_color(index)}">&#9632;</span>{html.escape(name)} <b>{_value(drawn, newest(series, span))}</b>'
         for index, (name, series) in enumerate(lines[: 2 * LEGEND_LINES])
     ]
-    return f"<p>{' &nbsp; '.join(items) or 'no data'}</p>"
+    return f"<p>{' &#160; '.join(items) or 'no data'}</p>"
 
 
 def _value(drawn: Drawn, value: float | None) -> str:
@@ -68,7 +70,12 @@ def _box(left: float, top: float, width: float, height: float) -> str:
     return f'x="{left:.1f}" y="{top:.1f}" width="{width:.1f}" height="{height:.1f}"'
 
 
-def _chart(drawn: Drawn, lines: Sequence[Line], span: Span, size: tuple[int, int]) -> Iterator[str]:
+def _label(top: float, words: str) -> str:
+    """Beside the SVG, not in it: the browser stretches that."""
+    return f'<small style="top:{top:.0f}px">{html.escape(words)}</small>'
+
+
+def _chart(drawn: Drawn, lines: Sequence[Line], span: Span, size: tuple[int, int]) -> Marks:
     """Lines, or areas laid on each other, over a scale from zero."""
     layers = _stacked(lines) if drawn.stacked else [dict(series.points) for _, series in lines]
     values = [value for layer in layers for value in layer.values() if math.isfinite(value)]
@@ -79,14 +86,15 @@ def _chart(drawn: Drawn, lines: Sequence[Line], span: Span, size: tuple[int, int
     def at(when: float, value: float) -> str:
         return f"{_across(when, span, width):.1f},{AXIS + (height - AXIS) * (1 - (value - low) / reach):.1f}"
 
+    marks = []
     for index, layer in reversed(list(enumerate(layers))):
         points = [at(when, value) for when, value in sorted(layer.items()) if math.isfinite(value)]
         if drawn.stacked and points:
             ends = min(layer), max(layer)
             points = [at(ends[0], low), *points, at(ends[1], low)]
         fill = _color(index) if drawn.stacked else "none"
-        yield f'<polyline points="{" ".join(points)}" fill="{fill}" stroke="{_color(index)}"/>'
-    yield f'<text x="2" y="{AXIS - 3}">{html.escape(text(high, drawn.unit))}</text>'
+        marks.append(f'<polyline points="{" ".join(points)}" fill="{fill}" stroke="{_color(index)}"/>')
+    return marks, [_label(0, text(high, drawn.unit))]
 
 
 def _stacked(lines: Sequence[Line]) -> list[dict[float, float]]:
@@ -100,7 +108,7 @@ def _stacked(lines: Sequence[Line]) -> list[dict[float, float]]:
     return edges
 
 
-def _heatmap(drawn: Drawn, lines: Sequence[Line], span: Span, size: tuple[int, int]) -> Iterator[str]:
+def _heatmap(drawn: Drawn, lines: Sequence[Line], span: Span, size: tuple[int, int]) -> Marks:
     """A row a bucket, from the first to the last that holds anything; darker is more."""
     upto = sorted((float(name), dict(series.points)) for name, series in lines)
     empty: dict[float, float] = {}
@@ -112,21 +120,25 @@ def _heatmap(drawn: Drawn, lines: Sequence[Line], span: Span, size: tuple[int, i
     shown = rows[held[0] : held[-1] + 1]
     most = max([value for _, cells in shown for value in cells.values()], default=1.0)
     tall, wide = size[1] / max(len(shown), 1), size[0] * span.step / max(span.end - span.start, 1e-9)
+    marks: list[str] = []
+    labels: list[str] = []
     for index, (bound, cells) in enumerate(shown):
         top = size[1] - (index + 1) * tall
         for when, value in cells.items():
             left = _across(when, span, size[0]) - wide
-            yield f'<rect {_box(left, top, wide, tall)} fill="{COLORS[1]}" opacity="{value / most:.2f}"/>'
+            marks.append(f'<rect {_box(left, top, wide, tall)} fill="{COLORS[1]}" opacity="{value / most:.2f}"/>')
         if index % max(1, len(shown) // 5) == 0:
-            yield f'<text x="2" y="{top + tall:.1f}">{html.escape(text(bound, drawn.unit))}</text>'
+            labels.append(_label(top + tall - AXIS, text(bound, drawn.unit)))
+    return marks, labels
 
 
-def _timeline(drawn: Drawn, lines: Sequence[Line], span: Span, size: tuple[int, int]) -> Iterator[str]:
+def _timeline(drawn: Drawn, lines: Sequence[Line], span: Span, size: tuple[int, int]) -> Marks:
     """A bar a line, in the colours of its values' words."""
     tall, wide = size[1] / max(len(lines), 1), size[0] * span.step / max(span.end - span.start, 1e-9)
-    for index, (name, series) in enumerate(lines):
+    marks: list[str] = []
+    for index, (_, series) in enumerate(lines):
         for when, value in series.points:
             color = drawn.words.get(f"{value:g}", ("", "gray"))[1]
             left, top = _across(when, span, size[0]) - wide, index * tall
-            yield f'<rect {_box(left, top + 2, wide + 0.5, max(tall - 4, 1))} fill="{color}"/>'
-        yield f'<text x="4" y="{(index + 0.5) * tall + 4:.1f}" fill="white">{html.escape(name)}</text>'
+            marks.append(f'<rect {_box(left, top + 2, wide + 0.5, max(tall - 4, 1))} fill="{color}"/>')
+    return marks, [_label((index + 0.5) * tall - AXIS / 2, name) for index, (name, _) in enumerate(lines)]

@@ -119,6 +119,23 @@ def test_what_was_open_is_lost_with_its_replica() -> None:
     assert figure(clock.fleet, "quartet_retired_requests_lost_total", **WHERE) == 3
 
 
+def test_totals_neither_fall_nor_count_twice() -> None:
+    """Over beats, silence, return and death, a counter of all replicas ever goes up by what is counted, and stays otherwise."""
+    clock, ever = Time(), f"quartet_ever_{TOKENS.removeprefix('quartet_')}"
+    seen = []
+    for tokens in (0, 20, 40):
+        clock.fleet.beat(ONE, counts(tokens))
+        seen.append(figure(clock.fleet, ever, **WHERE))
+    assert seen == [0, 20, 40]
+    for _ in range(round((GONE_S + 4) / TICK_S)):
+        clock.passes(TICK_S, TWO)  # it counts one token, once
+        assert figure(clock.fleet, ever, **WHERE) == 41
+    assert restarts(clock.fleet) == {"vanished": 1}
+    clock.fleet.beat(ONE, counts(60))
+    clock.fleet.leave(TWO, None, counts(3))
+    assert figure(clock.fleet, ever, **WHERE) == 43
+
+
 def test_nothing_is_counted_twice() -> None:
     """A second goodbye, and beats that arrive after the first, change nothing."""
     fleet = Fleet()

@@ -8,6 +8,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -51,6 +52,7 @@ def test_the_page_shows_what_prometheus_answers(api: Api) -> None:
         span = boards.span(time.time() - 1)
         shown, data = boards.panels(page, span), boards.data(page, span)
         assert len(data["panels"]) == len(page.panels) > 15
+        assert ET.fromstring(f"<main>{shown}</main>").tag == "main", "well-formed"
         said = 0
         for drawn, figures in zip(page.panels, data["panels"], strict=True):
             true = [(each.named(asked.legend), each.last) for asked in drawn.asked for each in api.ask(asked.expr, span.end)]

@@ -95,9 +95,14 @@ def total(run: Show, name: str) -> float:
 
 
 def test_a_death_counts_nothing_twice_and_loses_a_beat_at_most(run: Show) -> None:
-    """No sum over living and retired ever exceeds what the client has sent; in the end only its last beat is short."""
+    """All-time totals never fall, nor exceed what the client has sent, and end as living and retired; only a last beat is short."""
     sent = CALIBRATION + run.calm.ledger.sent + run.rough.ledger.sent
+    sums = [received for _, received, _ in run.death.sums]
+    assert sums == sorted(sums)
     assert [each for each in run.death.sums if each[1] > each[2]] == []
+    assert len({received for since, received, _ in run.death.sums if since < run.death.retired}) > 3, "it goes on meanwhile"
+    for name in ("requests_received_total", "requests_total", "generation_tokens_total"):
+        assert run.api.ask(f"sum(quartet_ever_{name})", run.settled)[0].last == total(run, name)
     recent = run.rough.around(run.death.killed - BEAT_S, run.death.killed + 0.5)
     received, ended = total(run, "requests_received_total"), total(run, "requests_total")
     assert run.death.before < received == ended
