@@ -1,5 +1,6 @@
 """The stack as `make serve` starts it, nano model, real ranks: answers, figures, deaths, end. One boot; the tests run in order."""
 
+import asyncio
 import json
 import os
 import random
@@ -20,6 +21,8 @@ import pytest
 import yaml
 
 from deploy import models
+from deploy.commands.load import Ledger, Lengths, Level, Load, Prompts, Scale, connected
+from deploy.commands.request import Target
 from deploy.nano.exercises import SKILLS, Exercise, drawing, exam, right
 from engine.front.text import TextProcessor
 from tests.support.houserules import ROOT
@@ -28,6 +31,7 @@ from tests.support.stack import LOOPBACK, Reader, Stack, command_line, folders, 
 pytestmark = pytest.mark.serve
 
 MODEL = "nano-31b"
+CAPACITY = 16 + 32  # of deploy/nano.yaml: slots, and the queue that follows from them
 SEED = random.SystemRandom().randrange(1 << 30)
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 LONG: dict[str, Any] = {"model": MODEL, "messages": HELLO, "stream": True, "ignore_eos": True, "max_tokens": 1900}
@@ -151,6 +155,19 @@ def test_only_what_is_declared_listens_beyond_loopback(stack: Stack) -> None:
     beyond = [(port, command) for address, port, command in found if address not in LOOPBACK]
     assert all("ServeReplica" in command for _, command in beyond), beyond
     assert len(beyond) <= 1, beyond
+
+
+def test_a_burst_of_its_whole_capacity_is_taken(stack: Stack) -> None:
+    """As many requests as a replica takes on, all sent in the same moment: none is refused."""
+    target = Target(stack.url, MODEL, timeout_s=90)
+    prompts = Prompts(Lengths(8, 16), Lengths(2, 2), Scale(), SEED)
+
+    async def burst() -> Ledger:
+        async with connected(target) as client:
+            return await Load(client, target, prompts, lambda: None).run(Level(concurrency=CAPACITY, requests=CAPACITY))
+
+    balance = asyncio.run(burst()).balance()
+    assert (balance["finished"], balance["conserved"]) == (CAPACITY, True), balance
 
 
 def test_a_client_that_leaves_frees_its_place(stack: Stack) -> None:

@@ -23,11 +23,19 @@ READY = "quartet: ready."
 class Stack:
     """A serving CLI on a free port. `lines` is what it has printed so far."""
 
-    def __init__(self, folder: Path, *, args: dict[str, Any] | None = None, environ: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        args: dict[str, Any] | None = None,
+        deployment: dict[str, Any] | None = None,
+        environ: dict[str, str] | None = None,
+    ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         config = yaml.safe_load((ROOT / "deploy" / "nano.yaml").read_text())
         config["applications"][0]["args"].update(args or {})
+        config["applications"][0]["deployments"][0].update(deployment or {})
         self.config = folder / "stack.yaml"
         self.config.write_text(yaml.safe_dump(config))
         self.lines: list[str] = []

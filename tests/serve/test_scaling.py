@@ -1,0 +1,79 @@
+"""Autoscaling on a real stack: from zero, up with the load, down with it, to zero. One boot; the tests run in order."""
+
+import statistics
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.stack import Stack
+from tests.support.tide import MODEL, SLOTS, Phase, Tide, count, ebb, run, shore
+
+pytestmark = pytest.mark.serve
+
+WAIT = 12  # requests that may wait where there is no replica; more are refused
+MORE = 4
+RETRY_AFTER_S = 7
+BODY: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+FLOOD = 8
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stack, str]]:
+    refusal = {"status_code": 503, "retry_after_s": RETRY_AFTER_S}
+    with shore(tmp_path_factory.mktemp("tide"), max_queued_requests=WAIT, backpressure_config=refusal) as place:
+        yield place
+
+
+def ask(stack: Stack) -> httpx.Response:
+    return httpx.post(f"{stack.url}/v1/chat/completions", json=BODY, timeout=60)
+
+
+def test_at_zero_requests_wait_or_hear_when_to_retry(place: tuple[Stack, str]) -> None:
+    """An idle stack goes to zero; then as many requests as the setting says wait for the replica, the others get Retry-After."""
+    stack, url = place
+    ebb(url, 40)
+    assert count(url) == 0
+    with ThreadPoolExecutor(WAIT + MORE) as pool:
+        replies = list(pool.map(ask, [stack] * (WAIT + MORE)))
+    codes = sorted(reply.status_code for reply in replies)
+    print(f"at zero: {codes}, the longest wait {max(reply.elapsed.total_seconds() for reply in replies):.1f} s")
+    assert codes == [200] * WAIT + [503] * MORE
+    assert {reply.headers.get("retry-after") for reply in replies if reply.status_code == 503} == {str(RETRY_AFTER_S)}
+    assert all(reply.elapsed.total_seconds() < 2 for reply in replies if reply.status_code == 503)
+    assert count(url) == 1
+
+
+def ttft(tide: Tide, since: float, until: float) -> float:
+    """Median of those sent between the two moments, seconds."""
+    return statistics.median(each.ttft for each in tide.records() if each.ttft is not None and since <= each.sent < until)
+
+
+def test_replicas_follow_the_load_and_no_request_is_lost(place: tuple[Stack, str]) -> None:
+    """A step up brings the second replica and faster first tokens, a plateau keeps it, a step down and nobody take both away."""
+    stack, url = place
+    tide = run(stack, url, [Phase("flood", FLOOD, 30), Phase("trickle", 1, 18), Phase("nobody", 0, 40)])
+    (_, flood, _), (_, trickle, _), _ = tide.phases
+    second = next(at for at, replicas in tide.seen if replicas == 2)
+    slow, fast = ttft(tide, flood, second), ttft(tide, second + 3, trickle)
+    print(f"second replica {second - flood:.1f} s after the step; TTFT {slow:.2f} s before it, {fast:.2f} s after")
+    replicas = tide.replicas(flood, tide.seen[-1][0] + 1)
+    print(f"{sum(ledger.sent for _, _, ledger in tide.phases)} requests; replicas {replicas}")
+    assert replicas == [1, 2, 1, 0]
+    assert FLOOD > SLOTS, "one replica would do"
+    assert fast < slow / 2
+    for phase, _, ledger in tide.phases:
+        balance = ledger.balance()
+        assert balance["conserved"], (phase, balance)
+        assert balance["finished"] == ledger.sent, (phase, balance)
+
+
+def test_it_comes_back_for_one_request(place: tuple[Stack, str]) -> None:
+    """From zero again, a single request waits for its replica."""
+    stack, url = place
+    assert count(url) == 0
+    reply = ask(stack)
+    assert reply.status_code == 200, reply.text
+    print(f"from zero: {reply.elapsed.total_seconds():.1f} s")
