@@ -56,7 +56,8 @@ class Desk:
         configure_component_logger(
             component_name="app_Quartet", component_id="r1", logging_config=config, max_bytes=1 << 24, backup_count=1
         )
-        (self._file,) = SERVE.handlers = [handler for handler in SERVE.handlers if isinstance(handler, MemoryHandler)]
+        (self._file,) = files = [handler for handler in SERVE.handlers if isinstance(handler, MemoryHandler)]
+        SERVE.handlers = [*files]
         logs.install(settings)
         self.edge.service.logs = settings
 

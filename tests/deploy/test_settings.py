@@ -31,6 +31,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"model": "a/b", "metrics": {"ttft_objective_s": 0}}, "metrics.ttft_objective_s: "),
     ({"model": "a/b", "metrics": {"discovery": {"prot": 1}}}, "metrics.discovery.prot: unknown setting"),
     ({"model": "a/b", "limits": {"n": 0}}, "limits.n: "),
+    ({"model": "a/b", "logs": {"format": "xml"}}, "logs.format: "),
+    ({"model": "a/b", "tracing": {"endpoint": "localhost:4318"}}, "tracing.endpoint: "),
+    ({"model": "a/b", "tracing": {"sample_ratio": 1.5}}, "tracing.sample_ratio: "),
     ({"model": "a/b", "step_timeout_s": float("nan")}, "step_timeout_s: "),
 ]
 

@@ -1,28 +1,37 @@
 """Spans as a collector gets them over HTTP: times, attributes, parents, and a collector that is dead."""
 
+import asyncio
 import math
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import httpx
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+from starlette.types import ASGIApp
 
+from deploy.openai.routes import create_app
 from deploy.record import Record
+from deploy.service import Service
 from deploy.settings import TracingSettings
 from deploy.spans import Parent, Phase, Trace, Tracer, parent_of, phases_of, tracer
 from engine.events import Event, FirstToken, RequestFinished, Scheduled
 from engine.front.client import Clock
+from engine.front.text import TextProcessor
 from tests.conftest import Nano
 from tests.support.collector import Collector, attributes
 from tests.support.edge import Edge, until
 from tests.support.houserules import ROOT
 from tests.support.paced_core import PacedCore
+from tests.support.ready_engine import ReadyEngine, request
 
 pytestmark = pytest.mark.pure
 
@@ -275,8 +284,8 @@ def test_no_text_of_a_request_is_in_its_spans(traced: Traced) -> None:
     assert answer.encode() not in sent
 
 
-class Counter:
-    """An outlet that counts."""
+class Taker:
+    """An outlet that takes all."""
 
     def __init__(self) -> None:
         self.traces: list[Trace] = []
@@ -292,7 +301,7 @@ class Counter:
 @pytest.mark.parametrize("ratio", [0.0, 0.2, 1.0])
 def test_the_ratio_is_sampled(ratio: float) -> None:
     """Within five standard deviations of 4000 draws, and every trace id that is told has its trace."""
-    outlet = Counter()
+    outlet = Taker()
     made = Tracer(settings("http://a/", sample_ratio=ratio, queue=5000), outlet)
     records = [_record() for _ in range(4000)]
     told = [made.trace(record) for record in records]
@@ -399,6 +408,40 @@ def test_the_end_delivers_what_waits(traced: Traced) -> None:
     until(lambda: traced.tracer.lost == 1, "the loss")
 
 
+def calls(app: ASGIApp, tokens: int) -> dict[str, int]:
+    """How often a stream of so many tokens calls the functions of each file of ours."""
+    found: Counter[str] = Counter()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(ROOT / "deploy"):
+            found[path.name] += 1
+
+    async def watched() -> None:
+        sys.setprofile(note)
+        try:
+            assert await request(app, tokens) >= tokens
+        finally:
+            sys.setprofile(None)
+
+    asyncio.run(watched())
+    return found
+
+
+def test_a_token_costs_neither_logs_nor_spans_a_call(nano: Nano) -> None:
+    """Three hundred tokens more call nothing more in journal, record, logs and spans; in the stream's own file they do."""
+    service = Service("nano", TextProcessor.load(nano("31b")), ReadyEngine(), vocab=1024, max_len=1024)
+    service.tracer = Tracer(settings("http://a/"), Taker())
+    app = create_app(service)
+    calls(app, 1)  # what is done once a process
+    few, many = calls(app, 10), calls(app, 310)
+    service.tracer.close(5)
+    ours = ("journal.py", "record.py", "logs.py", "spans.py")
+    assert {name: few[name] for name in ours} == {name: many[name] for name in ours}
+    assert all(few[name] > 0 for name in ours)
+    assert many["stream.py"] >= few["stream.py"] + 300
+
+
 def test_without_an_endpoint_nothing_is_imported() -> None:
     """Neither SDK nor exporter (FastAPI brings the API); making a tracer imports both, so the question is a good one."""
     code = """
@@ -419,7 +462,7 @@ print(type(made).__name__, ours() > 20)
 def test_many_threads_lose_none_of_the_count() -> None:
     """`lost` is what was handed in less what went out, whoever counts."""
 
-    class Refuses(Counter):
+    class Refuses(Taker):
         def send(self, traces: Sequence[Trace]) -> bool:
             super().send(traces)
             return False
