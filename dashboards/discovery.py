@@ -25,6 +25,7 @@ from prometheus_client import Metric as Family
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
+from dashboards import web
 from dashboards.metrics import CAUSES, EVER, FLEET, RETIRED, Metric
 from engine.errors import ConfigError
 
@@ -268,24 +269,12 @@ def _handler(fleet: Fleet, registry: CollectorRegistry, nodes: Listing) -> type[
         "/health": ("text/plain", lambda: b"ok\n"),
     }
 
-    class Handler(BaseHTTPRequestHandler):
-        timeout = 10.0
+    def answer(path: str) -> tuple[int, str, bytes]:
+        """The page asked for, or 404; 503 for one that cannot be made now: Prometheus then keeps the list it has."""
+        kind, page = pages.get(path, ("text/plain", f"there are {', '.join(pages)}\n".encode))
+        try:
+            return (200 if path in pages else 404), kind, page()
+        except ConfigError as error:
+            return 503, "text/plain", str(error).encode()
 
-        def do_GET(self) -> None:
-            """The page asked for, or 404; 503 for one that cannot be made now: Prometheus then keeps the list it has."""
-            path = self.path.partition("?")[0]
-            kind, page = pages.get(path, ("text/plain", f"there are {', '.join(pages)}\n".encode))
-            try:
-                status, body = 200 if path in pages else 404, page()
-            except ConfigError as error:
-                status, body = 503, str(error).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
-            """Nothing: one line a scrape is noise."""
-
-    return Handler
+    return web.handler(answer)

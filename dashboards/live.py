@@ -18,6 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Self
 
+from dashboards import web
 from dashboards.boards.committed import Drawn, Page, paths, read
 from dashboards.pictures import Span
 from dashboards.prometheus import Api, Series
@@ -33,7 +34,7 @@ main{display:grid;grid-template-columns:repeat(24,1fr);grid-auto-rows:30px;gap:4
 h2{margin:0;font-size:15px;grid-column:1/-1}section{background:#fff;border:1px solid #ddd;overflow:hidden;padding:2px 6px}
 h3{margin:0;font-size:12px;height:17px}
 section div{position:relative}svg{width:100%;height:100%;display:block}
-small{position:absolute;left:2px;color:#444}
+small{position:absolute;left:2px;padding:0 2px;color:#444;background:#fffb}
 polyline{stroke-width:1.5;fill-opacity:.6;vector-effect:non-scaling-stroke}output{display:block;text-align:center;font-size:24px}
 footer{display:flex;justify-content:space-between;color:#999;font-size:10px;height:12px}
 p{margin:0;font-size:11px}p b{margin-right:4px}
@@ -147,33 +148,16 @@ def _handler(boards: Boards) -> type[BaseHTTPRequestHandler]:
         "json": ("application/json", lambda page, span: json.dumps(boards.data(page, span))),
     }
 
-    def made(path: str) -> tuple[int, str, str]:
-        """Status, content type, body."""
-        uid, _, what = path.partition("?")[0].strip("/").partition("/")
+    def answer(path: str) -> tuple[int, str, bytes]:
+        """A page, or what is wrong."""
+        uid, _, what = path.strip("/").partition("/")
         page = boards.pages.get(uid) if uid else next(iter(boards.pages.values()))
         if page is None or what not in makers:
-            return 404, "text/plain", f"there are {', '.join(f'/{uid}' for uid in boards.pages)}\n"
+            return 404, "text/plain", f"there are {', '.join(f'/{uid}' for uid in boards.pages)}\n".encode()
         kind, make = makers[what]
         try:
-            return 200, kind, make(page, boards.span())
+            return 200, kind, make(page, boards.span()).encode()
         except ConfigError as error:
-            return 503, "text/plain; charset=utf-8", f"{error}\n"
+            return 503, "text/plain; charset=utf-8", f"{error}\n".encode()
 
-    class Handler(BaseHTTPRequestHandler):
-        timeout = 10.0
-
-        def do_GET(self) -> None:
-            """A page, or what is wrong."""
-            status, kind, text = made(self.path)
-            body = text.encode()
-            self.send_response(status)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
-            self.send_header("Cache-Control", "no-store")
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
-            """Nothing."""
-
-    return Handler
+    return web.handler(answer)

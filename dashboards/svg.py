@@ -2,7 +2,7 @@
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from dashboards.boards.committed import Drawn
@@ -88,13 +88,25 @@ def _chart(drawn: Drawn, lines: Sequence[Line], span: Span, size: tuple[int, int
 
     marks = []
     for index, layer in reversed(list(enumerate(layers))):
-        points = [at(when, value) for when, value in sorted(layer.items()) if math.isfinite(value)]
-        if drawn.stacked and points:
-            ends = min(layer), max(layer)
-            points = [at(ends[0], low), *points, at(ends[1], low)]
-        fill = _color(index) if drawn.stacked else "none"
-        marks.append(f'<polyline points="{" ".join(points)}" fill="{fill}" stroke="{_color(index)}"/>')
+        for piece in _pieces(layer, span.step):
+            points = [at(when, value) for when, value in piece]
+            if drawn.stacked:
+                points = [at(piece[0][0], low), *points, at(piece[-1][0], low)]
+            fill = _color(index) if drawn.stacked else "none"
+            marks.append(f'<polyline points="{" ".join(points)}" fill="{fill}" stroke="{_color(index)}"/>')
     return marks, [_label(0, text(high, drawn.unit))]
+
+
+def _pieces(layer: Mapping[float, float], step: float) -> list[list[tuple[float, float]]]:
+    """A line where it is unbroken: what Prometheus has no value for is a gap."""
+    pieces: list[list[tuple[float, float]]] = []
+    for when, value in sorted(layer.items()):
+        if not math.isfinite(value):
+            continue
+        if not pieces or when - pieces[-1][-1][0] > 1.5 * step:
+            pieces.append([])
+        pieces[-1].append((when, value))
+    return pieces
 
 
 def _stacked(lines: Sequence[Line]) -> list[dict[float, float]]:

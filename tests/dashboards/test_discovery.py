@@ -2,8 +2,11 @@
 
 import json
 import socket
+import struct
+import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from dataclasses import replace
 
@@ -279,6 +282,27 @@ def test_the_endpoint_over_loopback() -> None:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(("127.0.0.1", port))
+
+
+def test_a_scraper_that_leaves_is_no_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+    """Whoever resets the connection before the page is written leaves nothing on stderr, where a launcher's user would read it."""
+    asked, left = threading.Event(), threading.Event()
+
+    def slow() -> list[dict[str, object]]:
+        asked.set()
+        left.wait(5)
+        return [{"targets": ["10.0.0.1:8080"] * 200_000}]
+
+    server = DiscoveryServer(Fleet(), "127.0.0.1", 0, slow)
+    address = urllib.parse.urlsplit(server.url)
+    with socket.create_connection((address.hostname, address.port)) as client:
+        client.sendall(b"GET /ray HTTP/1.0\r\n\r\n")
+        assert asked.wait(5)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    left.set()
+    assert fetch(server.url)[0] == 200
+    server.close()
+    assert capfd.readouterr().err == ""
 
 
 def test_the_endpoint_ticks_by_itself() -> None:
