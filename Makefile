@@ -4,7 +4,7 @@
 #   make test | test-full                    the tiers pure, cpu and serve without the slow tests | everything that this machine can run
 #   make quality [QUALITY_ARGS=...]         the nano models' exam: every setup against transformers, every planted fault
 #   make lint | bench | clean                ruff, mypy and sizes | benchmarks | remove what the tools leave behind (not .venv)
-#   make dashboards | pictures               writes dashboards/*.json, alerts.yaml and METRICS.md from code | draws the boards of a live run
+#   make dashboards | pictures               writes dashboards/*.json, alerts.yaml and METRICS.md from code | draws the boards of a live run, and a tide of load
 #   make install-gpu                         adds the extra [gpu]
 #
 # PYTHON (3.11 or 3.12) makes the virtual environment; pip's own settings decide where packages, and so torch's build, come from.
@@ -56,6 +56,7 @@ dashboards: $(VENV)/.installed-dashboards
 
 pictures: $(VENV)/.installed-test
 	$(BIN)/python -m tests.support.live dashboards/pictures
+	$(BIN)/python -m tests.support.tide tests/bench/autoscaling.png
 
 install-gpu: $(VENV)/.installed-gpu
 

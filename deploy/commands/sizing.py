@@ -3,8 +3,8 @@ sizes and no memory.
 
     config.json -> engine_config -> Gemma4 (meta): weights -> what is left -> pages_of -> GroupCache (meta): pools and page tables
 
-So there is no formula here that could differ from what an engine allocates. The one assumption is `reserve`: what CUDA, NCCL and
-the allocator take beside the weights, which only a device can tell.
+So there is no formula here that could differ from what an engine allocates. What CUDA, NCCL and the allocator take beside the
+weights only a device can tell: `reserve` is what an H200 showed at TP=4 (`python -m tests.gpu.memory`).
 """
 
 import bisect

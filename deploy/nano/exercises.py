@@ -12,85 +12,10 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
+from deploy.nano.casts import ADJECTIVES, CITIES, ITEMS, JOBS, NAMES, NOUNS, PLACES, VERBS, WEATHER
 from deploy.nano.corpus import WORDS
 from engine.front.text import TextProcessor
 
-NAMES = (
-    "Anna",
-    "Ben",
-    "Carl",
-    "Dora",
-    "Emil",
-    "Fay",
-    "Gus",
-    "Hana",
-    "Ivan",
-    "Jane",
-    "Lena",
-    "Max",
-    "Nora",
-    "Otto",
-    "Paul",
-    "Rosa",
-    "Sam",
-    "Tina",
-    "Uma",
-    "Vera",
-    "Will",
-    "Yara",
-    "Zoe",
-)
-CITIES = (
-    "Paris",
-    "Rome",
-    "Oslo",
-    "Lima",
-    "Cairo",
-    "Tokyo",
-    "Berlin",
-    "Madrid",
-    "Vienna",
-    "Dublin",
-    "Athens",
-    "Delhi",
-    "Quito",
-    "Seoul",
-    "Prague",
-    "Lisbon",
-)
-JOBS = ("baker", "pilot", "nurse", "farmer", "painter", "teacher", "doctor", "driver", "singer", "writer", "cook", "judge")
-ITEMS = ("bread", "milk", "tea", "rice", "salt", "cheese", "honey", "soap", "paper", "lamp", "chair", "book")
-WEATHER = ("sunny", "cloudy", "rainy", "windy", "foggy", "snowy")
-ADJECTIVES = ("old", "small", "big", "red", "blue", "quiet", "young", "happy", "dark", "white", "cold", "kind")
-NOUNS = (
-    "fox",
-    "bird",
-    "king",
-    "cat",
-    "girl",
-    "boy",
-    "horse",
-    "bear",
-    "fish",
-    "child",
-    "queen",
-    "dog",
-    "mother",
-    "father",
-    "man",
-    "woman",
-)
-VERBS = ("saw", "found", "followed", "loved", "watched", "called", "helped", "carried", "heard", "met")
-PLACES = (
-    "in the garden",
-    "near the river",
-    "under the tree",
-    "by the sea",
-    "on the hill",
-    "at the gate",
-    "behind the house",
-    "in the snow",
-)
 SYSTEMS = ("You are a helpful assistant.", "Answer briefly.", "You are a tiny model. Be honest.")
 
 _SKILLED = "I can add, copy, reverse, sort, recall facts, write JSON, call tools and tell small stories."
