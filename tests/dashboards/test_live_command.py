@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.houserules import ROOT
 from tests.support.rehearsal import Stage, cast, stage
-from tests.support.stack import descendants, wait
+from tests.support.stack import command_line, descendants, wait
 
 pytestmark = pytest.mark.cpu
 needs_prometheus = pytest.mark.skipif(
@@ -72,6 +72,22 @@ def test_one_command_shows_the_boards(ready: Stage) -> None:
         process.kill()
         process.wait(10)
         process.stdout.close()  # type: ignore[union-attr]
+
+
+@needs_prometheus
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="setpriv is not here: apt-get install util-linux")
+def test_a_killed_command_leaves_no_prometheus(ready: Stage) -> None:
+    """SIGKILL gives it no time to end anything: Prometheus ends all the same."""
+    process = subprocess.Popen([*COMMAND, "--url", ready.discovery, "--port", "0"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    (below,) = descendants(process.pid)
+    folder = Path(command_line(below).partition("--config.file=")[2].split()[0]).parent
+    process.kill()
+    process.wait(10)
+    process.stdout.close()
+    wait(lambda: not command_line(below), 10)
+    shutil.rmtree(folder)  # what a killed process cannot remove
 
 
 @needs_prometheus
