@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import yaml
 
 from dashboards.alerts import FILE
 from dashboards.pictures import draw_all
@@ -43,17 +42,6 @@ ARGS = {
 }
 REPLICA_OPTIONS = {"autoscaling_config": {"min_replicas": REPLICAS, "max_replicas": REPLICAS, "look_back_period_s": 5}}
 BACK_S = 40.0
-
-
-def two_replicas(folder: Path) -> Stack:
-    """`quartet serve`, not started yet."""
-    stack = Stack(folder, args=ARGS)
-    config = yaml.safe_load(stack.config.read_text())
-    deployment = config["applications"][0]["deployments"][0]
-    deployment.pop("num_replicas", None)
-    deployment.update(REPLICA_OPTIONS)
-    stack.config.write_text(yaml.safe_dump(config))
-    return stack
 
 
 class Crowd:
@@ -170,7 +158,7 @@ def fault_dropped(found: Sequence[dict[str, Any]], listed: Mapping[str, Any]) ->
 def show(folder: Path, calm_s: float, rough_s: float, seed: int, *, faults: bool = False) -> Iterator[Show]:
     """Boot, load, kill one replica, load on; all is over when it is yielded, but Prometheus still answers."""
     with ExitStack() as stack:
-        served = two_replicas(folder)
+        served = Stack(folder, args=ARGS, deployment=REPLICA_OPTIONS)
         stack.callback(served.clean_up)
         print(f"\nready after {served.start():.1f} s")
         wait(lambda: "discovery" in httpx.get(f"{served.url}/health/ready").json(), 20, served.said)
