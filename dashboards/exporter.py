@@ -165,34 +165,34 @@ class Exporter(Collector):
 
     # -- the core's figures
 
-    def _loaded(self, load: EngineLoad) -> None:
+    def _loaded(self, event: EngineLoad) -> None:
         """Levels are set at the scrape; what counts since boot moves the counters on by what is new."""
-        before, self._load = self._load, load
-        if before is None or load.step == before.step:
+        last, self._load = self._load, event
+        if last is None or event.load.step == last.load.step or event.interval_s is None:
             return
-        if load.interval_s is not None:
-            steps = load.step - before.step
-            tokens = load.prefill_tokens + load.decode_tokens - before.prefill_tokens - before.decode_tokens
-            self._of("quartet_engine_step_seconds").observe(load.interval_s / steps)
-            self._of("quartet_engine_step_tokens").observe(tokens / steps)
+        before, load = last.load, event.load
+        steps = load.step - before.step
+        tokens = load.prefill_tokens + load.decode_tokens - before.prefill_tokens - before.decode_tokens
+        self._of("quartet_engine_step_seconds").observe(event.interval_s / steps)
+        self._of("quartet_engine_step_tokens").observe(tokens / steps)
 
     def _refresh(self) -> None:
-        load = self._load
-        if load is not None:
-            self._show_load(load)
+        if self._load is not None:
+            self._show_load(self._load)
         levels = self.levels()
         self._of("quartet_requests_in_flight").set(levels.open)
         for process in levels.processes:
             self._show_process(process)
 
-    def _show_load(self, load: EngineLoad) -> None:
+    def _show_load(self, event: EngineLoad) -> None:
+        load = event.load
         self._of("quartet_requests_running").set(load.running)
         self._of("quartet_requests_waiting").set(load.waiting)
         self._of("quartet_waiting_tokens").set(load.waiting_tokens)
         _count_to(self._of("quartet_core_requests_received_total"), "received", load.received, self._steps)
         for end, child in self._ends.items():
             _count_to(child, end, getattr(load, end), self._steps)
-        for name, value in _counted(load).items():
+        for name, value in _counted(event).items():
             _count_to(self._of(name), name, value, self._steps)
         usages = []
         for pool in load.pools:
@@ -265,7 +265,8 @@ class Exporter(Collector):
         return self._metrics[name]
 
 
-def _counted(load: EngineLoad) -> dict[str, int]:
+def _counted(event: EngineLoad) -> dict[str, int]:
+    load = event.load
     return {
         "quartet_preemptions_total": load.preemptions,
         "quartet_engine_steps_total": load.step,

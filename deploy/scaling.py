@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from engine.errors import ConfigError
 from engine.events import EngineLoad, Event, FirstToken, RequestFinished, RequestStarted
+from engine.protocol import Load
 
 POLICY = "deploy.scaling:Scaling"
 RECENT_S = 15.0
@@ -41,7 +42,7 @@ class Demand:
         self._open: set[int] = set()
         self._tokenless: dict[int, float] = {}  # in the order of their coming
         self._ttfts: deque[tuple[float, float]] = deque()
-        self._load: EngineLoad | None = None
+        self._load: Load | None = None
 
     def __call__(self, event: Event) -> None:
         """Fold one event in."""
@@ -56,7 +57,7 @@ class Demand:
                 self._open.discard(event.request)
                 self._tokenless.pop(event.request, None)
             case EngineLoad():
-                self._load = event
+                self._load = event.load
 
     def figures(self) -> dict[str, float]:
         """By the names of Scaling's targets, each as a share or a sum that adds up over replicas; and `late`.

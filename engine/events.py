@@ -17,6 +17,8 @@ An abort ends a request's clock where the front asked for it; tokens that come a
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from engine.protocol import Load
+
 Outcome = Literal["stop", "length", "client_gone", "deadline", "slow_reader", "refused", "error", "dead"]
 
 
@@ -70,35 +72,14 @@ class RequestFinished:
 
 
 @dataclass(frozen=True, slots=True)
-class PoolUse:
-    """Pages of one KV group; `total` without the null page."""
-
-    name: str
-    total: int
-    used: int
-
-
-@dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """The core's figures after a step. waiting, running, waiting_tokens and pools are levels, the others count since boot.
+    """The core's figures have come.
 
     `interval_s` is the time since an earlier step was reported, if the core has had work ever since; None: it had not, or this
     report tells of no new step.
     """
 
-    step: int
-    waiting: int
-    running: int
-    waiting_tokens: int
-    preemptions: int
-    prefill_tokens: int
-    decode_tokens: int
-    pools: tuple[PoolUse, ...]
-    received: int = 0
-    finished: int = 0
-    refused: int = 0
-    aborted: int = 0
-    failed: int = 0
+    load: Load
     interval_s: float | None = None
 
 

@@ -25,7 +25,6 @@ from engine.events import (
     EngineLoad,
     FirstToken,
     Outcome,
-    PoolUse,
     RequestFinished,
     RequestStarted,
     Scheduled,
@@ -302,7 +301,7 @@ class EngineClient:
 
     def _loaded(self, load: Load) -> None:
         before, self.load = self.load, load
-        self._sink(_load_event(load, self._interval(before, load)))
+        self._sink(EngineLoad(load, self._interval(before, load)))
         if self._on_load is not None:
             self._on_load(load)
 
@@ -375,22 +374,3 @@ def _outcome(finish: FinishReason, aborted: AbortReason | None) -> Outcome:
         case FinishReason.error:
             return "error"
     return _ABORTS.get(aborted, "client_gone")
-
-
-def _load_event(load: Load, interval_s: float | None) -> EngineLoad:
-    return EngineLoad(
-        step=load.step,
-        waiting=load.waiting,
-        running=load.running,
-        waiting_tokens=load.waiting_tokens,
-        preemptions=load.preemptions,
-        prefill_tokens=load.prefill_tokens,
-        decode_tokens=load.decode_tokens,
-        pools=tuple(PoolUse(pool.name, pool.total, pool.used) for pool in load.pools),
-        received=load.received,
-        finished=load.finished,
-        refused=load.refused,
-        aborted=load.aborted,
-        failed=load.failed,
-        interval_s=interval_s,
-    )

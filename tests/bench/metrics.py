@@ -16,11 +16,12 @@ from engine.events import (
     EngineLoad,
     Levels,
     Outcome,
-    PoolUse,
     ProcessFigures,
     RequestFinished,
     Tokens,
 )
+from tests.support import figures
+from tests.support.figures import pool
 from tests.support.told import begun, told
 
 RUNNING = 256
@@ -30,8 +31,9 @@ ROUNDS = 5
 
 def load(step: int) -> EngineLoad:
     """The core's report of a step with every slot decoding."""
-    pools = (PoolUse("sliding", 5000, 2000), PoolUse("full", 9000, 8000))
-    return EngineLoad(step, 10, RUNNING, 1000, 0, 1000 * step, RUNNING * step, pools, interval_s=0.012)
+    pools = [pool("sliding", 2000, 5000), pool("full", 8000, 9000)]
+    computed = {"prefill_tokens": 1000 * step, "decode_tokens": RUNNING * step}
+    return EngineLoad(figures.load(step, pools, waiting=10, running=RUNNING, waiting_tokens=1000, **computed), 0.012)
 
 
 def busy(*, aliases: bool) -> Exporter:

@@ -10,19 +10,21 @@ from dashboards.aliases import ALIASES, aliases
 from dashboards.exporter import Exporter, Facts
 from dashboards.metrics import ENGINE
 from engine.events import EngineLoad, Event, RequestFinished
+from tests.support.figures import load
 from tests.support.told import ABOUT, ANSWERED, MODEL, pools, told
 
 pytestmark = pytest.mark.pure
 
 WHERE = {"engine": "0", "model_name": MODEL}
+FIGURES = {"waiting": 2, "running": 3, "waiting_tokens": 40, "preemptions": 1, "prefill_tokens": 100}
 EVENTS: list[Event] = [
     *ANSWERED,
     RequestFinished(2, "client_gone", 5, 0, None, None, 0.5),
     RequestFinished(3, "slow_reader", 5, 0, None, None, 0.5),
     RequestFinished(4, "dead", 5, 0, None, None, 0.5),
     RequestFinished(5, "refused", 5, 0, None, None, 0.1),
-    EngineLoad(9, 2, 3, 40, 1, 100, 50, pools(35, 9)),
-    EngineLoad(10, 2, 3, 40, 1, 100, 53, pools(35, 9), interval_s=0.008),
+    EngineLoad(load(9, pools(35, 9), decode_tokens=50, **FIGURES)),
+    EngineLoad(load(10, pools(35, 9), decode_tokens=53, **FIGURES), 0.008),
 ]
 # vLLM 0.33's own bounds: what the `le=` selectors of its dashboards and alerts name.
 _SECONDS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)

@@ -24,6 +24,7 @@ from engine.events import (
     RequestFinished,
     Tokens,
 )
+from tests.support.figures import load
 from tests.support.told import ABOUT, ANSWERED, pools, told
 
 pytestmark = pytest.mark.pure
@@ -32,12 +33,14 @@ FACTS = Facts(
     slots=16, page_tokens=32, boot_s=4.5, step_bound_s=60, heartbeat_bound_s=3, ttft_objective_s=0.5, tpot_objective_s=0.04
 )
 POOLS = pools(7, 9)
+LEVELS = {"waiting": 2, "running": 3, "waiting_tokens": 40, "preemptions": 1}
+COUNTS = {"prefill_tokens": 100, "decode_tokens": 50, "received": 6, "finished": 3, "aborted": 1}
 EVENTS: list[Event] = [
     *ANSWERED,
     RequestFinished(2, "client_gone", 5, 0, None, None, 0.3),
-    EngineLoad(7, 2, 3, 40, 1, 80, 44, POOLS, received=5, finished=2),
-    EngineLoad(9, 2, 3, 40, 1, 100, 50, POOLS, received=6, finished=3, aborted=1, interval_s=0.03),
-    EngineLoad(9, 1, 4, 20, 1, 100, 50, POOLS, received=6, finished=3, aborted=1),
+    EngineLoad(load(7, POOLS, **(LEVELS | {"prefill_tokens": 80, "decode_tokens": 44, "received": 5, "finished": 2}))),
+    EngineLoad(load(9, POOLS, **(LEVELS | COUNTS)), 0.03),
+    EngineLoad(load(9, POOLS, **(LEVELS | COUNTS | {"waiting": 1, "running": 4, "waiting_tokens": 20}))),
 ]
 EXPECTED = {
     "quartet_time_to_first_token_seconds_count": 1,

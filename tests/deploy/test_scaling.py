@@ -15,7 +15,8 @@ from ray.serve.config import AutoscalingConfig
 
 from deploy.scaling import POLICY, RECENT_S, SUMMED, Demand, Scaling, check_policies
 from engine.errors import ConfigError
-from engine.events import EngineLoad, FirstToken, PoolUse, RequestFinished, RequestStarted, to_each
+from engine.events import EngineLoad, FirstToken, RequestFinished, RequestStarted, to_each
+from tests.support.figures import load, pool
 
 pytestmark = pytest.mark.cpu
 
@@ -249,8 +250,8 @@ def test_a_replica_tells_what_it_has() -> None:
     assert demand.figures() == {"slots": 0.0, "kv": 0.0, "waiting_tokens": 0.0, "late": 0.0}
     for request in (1, 2):
         sink(RequestStarted(request, 100))
-    load = {"step": 1, "waiting": 1, "running": 1, "preemptions": 0, "prefill_tokens": 0, "decode_tokens": 0}
-    sink(EngineLoad(waiting_tokens=100, pools=(PoolUse("full", 10, 9), PoolUse("sliding", 10, 2), PoolUse("none", 0, 0)), **load))
+    pools = [pool("full", 9, 10), pool("sliding", 2, 10), pool("none", 0, 0)]
+    sink(EngineLoad(load(1, pools, waiting=1, running=1, waiting_tokens=100)))
     now[0] = 0.25
     sink(FirstToken(1, 100, 0.25))
     assert demand.figures() == {"slots": 0.5, "kv": 0.9, "waiting_tokens": 100.0, "late": 0.5}

@@ -28,20 +28,16 @@ from engine.protocol import (
     FinishReason,
     FrameReader,
     GenerateRequest,
-    Load,
     Logprobs,
     Output,
-    PoolLoad,
     TokenBatch,
     decode_front_message,
     encode_message,
     frame,
 )
+from tests.support.figures import load, pool
 
-LOAD = Load(
-    step=1, waiting=0, running=0, waiting_tokens=0, preemptions=0, received=0, finished=0, refused=0, aborted=0, failed=0,
-    prefill_tokens=0, decode_tokens=0, pools=[PoolLoad(name="sliding", total=7, used=3), PoolLoad(name="full", total=9, used=0)],
-)  # fmt: skip
+LOAD = load(pools=[pool("sliding", 3, 7), pool("full", 0, 9)])
 
 
 @dataclass

@@ -23,13 +23,13 @@ from engine.protocol import (
     GenerateRequest,
     Load,
     Output,
-    PoolLoad,
     SamplingParams,
     TokenBatch,
     decode_front_message,
     encode_message,
     frame,
 )
+from tests.support.figures import load
 
 
 def fake_config(folder: Path, member: str = "31b", **settings: object) -> EngineConfig:
@@ -38,12 +38,6 @@ def fake_config(folder: Path, member: str = "31b", **settings: object) -> Engine
     (folder / "config.json").write_text(json.dumps(config(SHAPES[member], "bfloat16")))
     usual = {"tp": 2, "device": "cpu", "dtype": "float32", "max_len": 512, "boot_timeout_s": 30.0}
     return engine_config(model=str(folder), **{**usual, **settings})
-
-
-def load_figures(step: int = 1, **figures: int) -> Load:
-    """A Load with all figures 0 but those given."""
-    names = [name for name in Load.__struct_fields__ if name not in {"step", "pools"}]
-    return Load(step=step, pools=[PoolLoad(name="full", total=9, used=0)], **{**dict.fromkeys(names, 0), **figures})
 
 
 class FakeCore:
@@ -88,7 +82,7 @@ class FakeCore:
     async def send(self, *outputs: Output) -> None:
         """One TokenBatch."""
         self._step += 1
-        await self.send_raw(encode_message(TokenBatch(outputs=list(outputs), load=load_figures(self._step))))
+        await self.send_raw(encode_message(TokenBatch(outputs=list(outputs), load=load(self._step))))
 
     async def send_raw(self, message: bytes) -> None:
         """One message, whatever it is."""
@@ -119,7 +113,7 @@ class FakeEngineClient:
         self.aborted: list[tuple[int, AbortReason]] = []
         self.refuse: str | None = None
         self.dead: str | None = None
-        self.load: Load | None = load_figures()
+        self.load: Load | None = load()
         self._answer = answer
         self._step_s = step_s
         self._open: dict[int, tuple[Stream, asyncio.Task[None]]] = {}
@@ -177,4 +171,4 @@ class FakeEngineClient:
 
 def broken_batch(outputs: Sequence[object]) -> bytes:
     """A TokenBatch message whose outputs are whatever is given."""
-    return msgspec.msgpack.encode({"outputs": list(outputs), "load": load_figures()})
+    return msgspec.msgpack.encode({"outputs": list(outputs), "load": load()})

@@ -12,13 +12,13 @@ from engine.events import (
     Event,
     FirstToken,
     Levels,
-    PoolUse,
     ProcessFigures,
     RequestFinished,
     RequestStarted,
     Scheduled,
     Tokens,
 )
+from tests.support.figures import load, pool
 
 SLOTS = 64
 LOAD_PERIOD_S = 0.05
@@ -120,19 +120,18 @@ def _load(lives: tuple[Life, ...], now: float) -> EngineLoad:
     waiting = [life for life in lives if life.scheduled is not None and life.submitted <= now < life.scheduled]
     over = Counter(_CORE_ENDS[life.outcome] for life in lives if life.ended <= now)
     held = sum(life.prompt // PAGE + 1 for life in running)
-    return EngineLoad(
+    figures = load(
         step=int(now / STEP_S),
         waiting=len(waiting),
         running=len(running),
         waiting_tokens=sum(life.prompt for life in waiting),
-        preemptions=0,
         prefill_tokens=sum(life.prompt for life in begun),
         decode_tokens=sum(at <= now for life in begun for at in life.tokens),
-        pools=(PoolUse("sliding", SLIDING_PAGES, 12 * len(running)), PoolUse("full", FULL_PAGES, held)),
+        pools=[pool("sliding", 12 * len(running), SLIDING_PAGES), pool("full", held, FULL_PAGES)],
         received=sum(life.submitted <= now for life in lives),
         finished=over["finished"],
         refused=over["refused"],
         aborted=over["aborted"],
         failed=over["failed"],
-        interval_s=LOAD_PERIOD_S if now else None,
     )
+    return EngineLoad(figures, LOAD_PERIOD_S if now else None)

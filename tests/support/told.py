@@ -1,7 +1,9 @@
 """An exporter that was told things: whose it is, a request's life in events, and the exporter that has heard them."""
 
 from dashboards.exporter import Exporter, Facts
-from engine.events import Event, FirstToken, PoolUse, RequestFinished, RequestStarted, Scheduled, Tokens
+from engine.events import Event, FirstToken, RequestFinished, RequestStarted, Scheduled, Tokens
+from engine.protocol import PoolLoad
+from tests.support.figures import pool
 
 MODEL = "google/gemma-4-31B-it"
 ABOUT = {"model_name": MODEL, "build": "1", "attention": "reference", "tp": "4"}
@@ -21,9 +23,9 @@ ANSWERED: list[Event] = [
 ]
 
 
-def pools(sliding: int, full: int) -> tuple[PoolUse, PoolUse]:
+def pools(sliding: int, full: int) -> list[PoolLoad]:
     """Used pages of a group's two pools."""
-    return PoolUse("sliding", 70, sliding), PoolUse("full", 90, full)
+    return [pool("sliding", sliding, 70), pool("full", full, 90)]
 
 
 def told(facts: Facts, *events: Event) -> Exporter:

@@ -358,7 +358,7 @@ def test_load_stop_and_report() -> None:
         assert client.load is loads[0]
 
     play(story, on_load=loads.append, sink=events.append)
-    assert [event.step for event in events if isinstance(event, EngineLoad)] == [load.step for load in loads] == [1]
+    assert [event.load.step for event in events if isinstance(event, EngineLoad)] == [load.step for load in loads] == [1]
 
 
 def test_waiting_since_spans_open_requests() -> None:

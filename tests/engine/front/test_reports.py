@@ -8,7 +8,8 @@ import pytest
 from engine.events import EngineLoad, Event, FirstToken, RequestFinished, Scheduled
 from engine.front.client import EngineClient
 from engine.protocol import AbortReason, FinishReason, Output, SamplingParams, TokenBatch, encode_message
-from tests.support.fakes import FakeCore, load_figures
+from tests.support.fakes import FakeCore
+from tests.support.figures import load
 
 pytestmark = pytest.mark.pure
 
@@ -35,7 +36,7 @@ class Play:
         """The core speaks, `at` seconds after the curtain."""
         self.now = 100.0 + at
         self.told.clear()
-        await self.core.send_raw(encode_message(TokenBatch(outputs=list(outputs), load=load_figures(step, **figures))))
+        await self.core.send_raw(encode_message(TokenBatch(outputs=list(outputs), load=load(step, **figures))))
         await asyncio.wait_for(self.told.wait(), 2)
 
     def scheduled(self) -> dict[int, float]:
