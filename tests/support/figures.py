@@ -1,0 +1,14 @@
+"""The core's figures, made up: what is not said is 0."""
+
+from engine.protocol import Load, PoolLoad
+
+
+def load(step: int = 1, pools: list[PoolLoad] | None = None, **figures: int) -> Load:
+    """A Load; `pools`: one with nothing in use, unless given."""
+    names = [name for name in Load.__struct_fields__ if name not in {"step", "pools"}]
+    return Load(step=step, pools=[pool("full", 0, 9)] if pools is None else pools, **{**dict.fromkeys(names, 0), **figures})
+
+
+def pool(name: str, used: int, total: int) -> PoolLoad:
+    """Pages of one KV group."""
+    return PoolLoad(name=name, total=total, used=used)
