@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, assert_never
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, start_http_server
@@ -127,6 +127,8 @@ class Exporter(Collector):
                 self._finished(event)
             case EngineFailed():
                 self._of("quartet_engine_up").set(0)
+            case _:
+                assert_never(event)
 
     def _first(self, event: FirstToken) -> None:
         self._of("quartet_time_to_first_token_seconds").observe(event.ttft_s)

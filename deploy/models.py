@@ -10,7 +10,6 @@ The cache is QUARTET_CACHE, else `quartet` under XDG_CACHE_HOME or ~/.cache. HF_
 library's own and hold.
 """
 
-import json
 import os
 import re
 from pathlib import Path
@@ -18,6 +17,7 @@ from pathlib import Path
 from deploy import dummy
 from deploy.nano import TRAINED, trained
 from deploy.nano import build as nano_build
+from engine.checkpoint import generation_config
 from engine.errors import ConfigError
 
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja")
@@ -86,6 +86,4 @@ def _download(model: str, revision: str | None) -> Path:
 
 def suppressed(folder: Path) -> tuple[int, ...]:
     """Token ids that the checkpoint's generation_config.json never wants sampled."""
-    path = folder / "generation_config.json"
-    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return tuple(config.get("suppress_tokens") or ())
+    return tuple(generation_config(folder).get("suppress_tokens") or ())

@@ -4,7 +4,6 @@ Tokenizing runs in a small thread pool: a long prompt must not hold up every str
 """
 
 import asyncio
-import json
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from deploy.generation import Engine, Generation, Job
 from deploy.openai.schemas import ChatRequest, CompletionRequest, Sampling
 from deploy.settings import LimitSettings, LogSettings
 from deploy.spans import Tracer
+from engine.checkpoint import generation_config
 from engine.errors import EngineDead, InvalidRequest, ModelNotFound, Overloaded
 from engine.front.text import TextProcessor
 from engine.protocol import SamplingParams
@@ -41,8 +41,7 @@ class Defaults:
     @classmethod
     def read(cls, folder: Path) -> "Defaults":
         """From a checkpoint; do_sample: false means greedy."""
-        path = folder / "generation_config.json"
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        config = generation_config(folder)
         if config.get("do_sample") is False:
             return cls(temperature=0.0)
         known = {name: config[name] for name in ("temperature", "top_k", "top_p") if config.get(name) is not None}

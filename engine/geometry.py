@@ -5,12 +5,12 @@ one (`global_head_dim`, `num_global_key_value_heads`) and the one that transform
 (`per_layer_config`). No torch here: the core sizes pages from it and the ranks size tensors.
 """
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from engine.checkpoint import generation_config, read_json
 from engine.errors import CheckpointError
 
 LayerKind = Literal["sliding", "full"]
@@ -158,7 +158,8 @@ def kv_groups(geometry: Geometry, tp: int, page: int = PAGE_SIZE) -> tuple[KVGro
 
 def read_geometry(folder: Path) -> Geometry:
     """Geometry of the checkpoint in `folder`; CheckpointError names the file or the key that is wrong."""
-    return parse_config(_read_json(folder / "config.json"), str(folder / "config.json"), _generation_eos(folder))
+    path = folder / "config.json"
+    return parse_config(read_json(path), str(path), _ids(generation_config(folder).get("eos_token_id")))
 
 
 def parse_config(config: dict[str, Any], source: str = "config.json", eos: tuple[int, ...] = ()) -> Geometry:
@@ -271,20 +272,3 @@ def _ids(value: int | list[int] | None) -> tuple[int, ...]:
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)
-
-
-def _generation_eos(folder: Path) -> tuple[int, ...]:
-    path = folder / "generation_config.json"
-    return _ids(_read_json(path).get("eos_token_id")) if path.exists() else ()
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} does not exist") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} does not hold a JSON object")
-    return value

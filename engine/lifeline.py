@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from typing import NoReturn
 
 import msgspec
@@ -172,6 +173,16 @@ def _die_with_parent(parent: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:
         os._exit(0)
+
+
+def run(body: Callable[[Lifeline], None]) -> NoReturn:
+    """A child process' life: `body`, and exit code 0. Whatever `body` raises ends the group, and the replica is told."""
+    lifeline = Lifeline(msgspec.json.decode(sys.argv[1], type=BootArgs))
+    try:
+        body(lifeline)
+    except BaseException as error:  # noqa: BLE001 - crash only
+        fail(lifeline, error)
+    os._exit(0)
 
 
 def fail(lifeline: Lifeline, error: BaseException) -> NoReturn:

@@ -9,10 +9,8 @@ While plans are out it polls the result ring; with nothing to do it sleeps in `s
 the group; one while reading a single message ends that request only. Several fronts may attach; today there is one, client 0.
 """
 
-import os
 import select
 import socket
-import sys
 import time
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,7 +21,7 @@ from engine.channel import RingReader, RingWriter, Waiter, map_shared
 from engine.config import EngineConfig
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.geometry import kv_groups, read_geometry
-from engine.lifeline import BootArgs, Lifeline, Ready, fail
+from engine.lifeline import BootArgs, Lifeline, Ready, run
 from engine.plan import DEPTH, Phase, StepPlan, StepResult, decode_result, encode_plan
 from engine.protocol import (
     Abort,
@@ -243,12 +241,7 @@ def serve(lifeline: Lifeline) -> None:
 
 def main() -> None:
     """Entry point of the process."""
-    lifeline = Lifeline(msgspec.json.decode(sys.argv[1], type=BootArgs))
-    try:
-        serve(lifeline)
-    except BaseException as error:  # noqa: BLE001 - whatever it is, it ends the group, and the replica is told
-        fail(lifeline, error)
-    os._exit(0)
+    run(serve)
 
 
 if __name__ == "__main__":

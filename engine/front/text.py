@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from tokenizers import AddedToken, Tokenizer
 
+from engine.checkpoint import generation_config, read_optional
 from engine.errors import CheckpointError, InvalidRequest
 from engine.front.template import ChatTemplate, Conversation
 
@@ -186,7 +187,7 @@ class TextProcessor:
         Raises CheckpointError that names what is absent or unusable. A checkpoint without a template loads, and then
         `render_chat` refuses.
         """
-        settings = _read_json(folder / "tokenizer_config.json")
+        settings = read_optional(folder / "tokenizer_config.json")
         template = folder / "chat_template.jinja"
         source = template.read_text(encoding="utf-8") if template.is_file() else settings.get("chat_template")
         return cls(_read_tokenizer(folder), source, _named_tokens(settings), _read_eos(folder))
@@ -297,22 +298,9 @@ def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _read_eos(folder: Path) -> tuple[int, ...]:
-    config = _read_json(folder / "config.json")
-    for source in (_read_json(folder / "generation_config.json"), config, config.get("text_config") or {}):
+    config = read_optional(folder / "config.json")
+    for source in (generation_config(folder), config, config.get("text_config") or {}):
         eos = source.get("eos_token_id")
         if eos is not None:
             return tuple(eos) if isinstance(eos, list) else (eos,)
     return ()
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """The file's object; an absent file is an empty one."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path}: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: not a JSON object")
-    return value

@@ -8,20 +8,17 @@ Rank 0 writes the results to its ring. A stop plan ends the process, as does the
 by that the group: the replica is told why.
 """
 
-import os
-import sys
 import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import torch
 
 from engine.channel import RingReader, RingWriter, Waiter, map_shared
 from engine.config import EngineConfig
 from engine.geometry import Geometry, kv_groups, read_geometry
-from engine.lifeline import BootArgs, Lifeline, Loaded, Ready, fail
+from engine.lifeline import BootArgs, Lifeline, Loaded, Ready, run
 from engine.plan import DEPTH, Phase, StepResult, decode_plan, encode_result
 from engine.rank import weights
 from engine.rank.attention import attention_backend
@@ -173,12 +170,7 @@ class Worker:
 
 def main() -> None:
     """Entry point of the process."""
-    lifeline = Lifeline(msgspec.json.decode(sys.argv[1], type=BootArgs))
-    try:
-        Worker(boot(lifeline), lifeline).run()
-    except BaseException as error:  # noqa: BLE001 - crash only: whatever it is, it ends the group, and the replica is told
-        fail(lifeline, error)
-    os._exit(0)
+    run(lambda lifeline: Worker(boot(lifeline), lifeline).run())
 
 
 if __name__ == "__main__":

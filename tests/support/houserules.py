@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("kernels", "engine", "cluster", "deploy", "dashboards")
 LEAVES = frozenset(
-    f"engine.{name}" for name in ("config", "geometry", "protocol", "plan", "channel", "lifeline", "events", "errors")
+    f"engine.{name}" for name in ("config", "checkpoint", "geometry", "protocol", "plan", "channel", "lifeline", "events", "errors")
 )
 CONTROL = frozenset({"engine.core", "engine.front", "cluster", "deploy", "dashboards"})
 TIERS = frozenset({"pure", "cpu", "serve", "gpu", "gpu4"})
