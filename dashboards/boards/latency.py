@@ -12,6 +12,11 @@ def _quantiles(name: str) -> tuple[Query, ...]:
     return (*(Query(BOARD.quantile(q, name), f"p{q * 100:g}") for q in (0.5, 0.95, 0.99)), Query(BOARD.mean(name), "mean"))
 
 
+def _sizes(title: str, text: str, metric: str) -> Panel:
+    quantiles = (Query(BOARD.quantile(q, metric), f"p{q * 100:g}") for q in (0.5, 0.95))
+    return Panel(title, text, "short", (*quantiles, Query(BOARD.mean(metric), "mean")))
+
+
 def _pair(title: str, name: str, about: str) -> tuple[Panel, Panel, Panel]:
     """Quantiles, the whole distribution, and the p95 of each replica."""
     return (
@@ -102,24 +107,8 @@ CAUSE_ROW = Row(
             (Query(BOARD.buckets("quartet_engine_step_seconds"), "{{le}}"),),
             "heatmap",
         ),
-        Panel(
-            "Prompt tokens of a request",
-            "p50, p95 and mean of submitted prompts.",
-            "short",
-            (
-                *(Query(BOARD.quantile(q, "quartet_request_prompt_tokens"), f"p{q * 100:g}") for q in (0.5, 0.95)),
-                Query(BOARD.mean("quartet_request_prompt_tokens"), "mean"),
-            ),
-        ),
-        Panel(
-            "Generated tokens of a request",
-            "p50, p95 and mean of ended requests.",
-            "short",
-            (
-                *(Query(BOARD.quantile(q, "quartet_request_generation_tokens"), f"p{q * 100:g}") for q in (0.5, 0.95)),
-                Query(BOARD.mean("quartet_request_generation_tokens"), "mean"),
-            ),
-        ),
+        _sizes("Prompt tokens of a request", "p50, p95 and mean of submitted prompts.", "quartet_request_prompt_tokens"),
+        _sizes("Generated tokens of a request", "p50, p95 and mean of ended requests.", "quartet_request_generation_tokens"),
     ),
 )
 
