@@ -136,8 +136,8 @@ class Scaling:
         if wanted < now:
             wanted, why = max(self._needed(sums, self.calm))
             wanted = min(wanted, now)
-        if not wanted and context.total_queued_requests:
-            wanted, why = 1, "requests at no replica"
+        if not wanted:
+            wanted, why = (1, "requests at no replica") if context.total_queued_requests else (0, "idleness")
         self._say(context, wanted, why, sums | {"late": late})
         return wanted, {"wanted": wanted, "settled": settled}
 
