@@ -275,6 +275,20 @@ def test_check_config_starts_nothing_and_says_what_it_could_not_check(tmp_path: 
     assert not ray.is_initialized()
 
 
+def test_check_config_knows_who_would_wait_for_ever(tmp_path: Path, capsys: Captured) -> None:
+    """Scaled to zero a request needs a bound to its wait, which must not be below the bound of an answer."""
+    path = changed(tmp_path, _deployment={"autoscaling_config": {"min_replicas": 0, "max_replicas": 1}})
+    whole = yaml.safe_load(path.read_text())
+    for bound, note in ((1200, None), (None, "request_timeout_s is not in"), (30, "request_timeout_s 30 in http_options")):
+        whole["http_options"]["request_timeout_s"] = bound
+        path.write_text(yaml.safe_dump(whole))
+        assert main(["check-config", str(path), "--json"]) == 0
+        (application,) = json.loads(capsys.readouterr().out)["applications"]
+        said = [each for each in application["notes"] if "request_timeout_s" in each]
+        assert len(said) == (note is not None)
+        assert all(each.startswith(note or "") for each in said)
+
+
 # ---- metrics
 
 EXPOSED = """\
