@@ -20,6 +20,7 @@ from tests.support.rehearsal import Cast, cast, play, stage, wait_scraped
 
 pytestmark = [
     pytest.mark.cpu,
+    pytest.mark.slow,  # tests/serve/test_live.py asks the same of a real deployment; here the script knows the truth exactly
     pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not here: apt-get install prometheus"),
 ]
 
