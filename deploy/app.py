@@ -48,7 +48,7 @@ FLUSH_S = 0.3
 MARGIN = 16  # requests beyond our own capacity that reach us, to be refused in OpenAI's shape; Serve refuses the rest
 # max_queued_requests bounds two things: who waits while there is no replica, and the burst that one turn of a replica's event loop
 # finds at its socket, free slots or not. A whole replica's worth serves both.
-DRAIN_S = 120.0
+DRAIN_MARGIN_S = 10.0  # beyond the deadline of the last request: a replica that goes (fewer replicas, a new build) cuts no answer
 TRACES_S = 2.0  # for the last traces, at an orderly end
 
 logger = logging.getLogger("ray.serve")
@@ -73,7 +73,7 @@ def deployment_options(settings: Settings) -> dict[str, Any]:
         "backpressure_config": {"status_code": 429, "retry_after_s": 1},
         "health_check_period_s": 2.0,
         "health_check_timeout_s": 10.0,
-        "graceful_shutdown_timeout_s": DRAIN_S,
+        "graceful_shutdown_timeout_s": settings.limits.request_timeout_s + DRAIN_MARGIN_S,
         "graceful_shutdown_wait_loop_s": 0.5,
         "max_constructor_retry_count": 2,  # what is wrong with a checkpoint is wrong every time
         "ray_actor_options": gpus,

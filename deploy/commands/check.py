@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     entries, lines = [], []
     for app, settings in zip(ours, found, strict=True):
         notes = [*deployment_notes(app, settings, str(args.config)), *model_notes(settings, str(args.config))]
-        notes += waiting_notes(app, config.get("http_options") or {}, settings)
+        notes += time_notes(app, config.get("http_options") or {}, settings)
         entries.append({"name": app.get("name", ""), "settings": settings.model_dump(mode="json"), "notes": notes})
         lines += [f"{args.config}: {settings.name}: {settings.model_dump_json()}", *(f"note: {note}" for note in notes)]
     parts: list[Part] = list(lines)
@@ -109,11 +109,14 @@ def deployment_notes(app: dict[str, Any], settings: "Settings", source: str) -> 
             yield f"num_gpus is {gpus}, but tp {settings.tp} uses {settings.tp}: Ray would place replicas where they cannot run"
 
 
-def waiting_notes(app: dict[str, Any], http: dict[str, Any], settings: "Settings") -> Iterator[str]:
-    """What http_options.request_timeout_s, which also bounds the wait for a replica, would cut short or leave unbounded."""
-    scalings = [options.get("autoscaling_config") or {} for options in app.get("deployments") or ()]
+def time_notes(app: dict[str, Any], http: dict[str, Any], settings: "Settings") -> Iterator[str]:
+    """Where Serve's bounds would cut answers short that limits.request_timeout_s allows, or let a wait have no bound."""
+    deployments = app.get("deployments") or ()
     bound, own = http.get("request_timeout_s"), settings.limits.request_timeout_s
-    if bound is None and any(scaling.get("min_replicas") == 0 for scaling in scalings):
+    for drain in filter(None, (options.get("graceful_shutdown_timeout_s") for options in deployments)):
+        if drain < own:
+            yield f"graceful_shutdown_timeout_s {drain:g} is below limits.request_timeout_s {own:g}: who goes may cut answers"
+    if bound is None and any((options.get("autoscaling_config") or {}).get("min_replicas") == 0 for options in deployments):
         yield "request_timeout_s is not in http_options: at 0 replicas (min_replicas) a request may wait for ever"
     if bound is not None and bound < own:
         yield f"request_timeout_s {bound:g} in http_options cuts answers off before limits' own, {own:g}, ends them properly"

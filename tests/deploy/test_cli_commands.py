@@ -275,6 +275,15 @@ def test_check_config_starts_nothing_and_says_what_it_could_not_check(tmp_path: 
     assert not ray.is_initialized()
 
 
+def test_check_config_knows_whose_answers_would_be_cut(tmp_path: Path, capsys: Captured) -> None:
+    """A replica that goes needs as long as an answer may take."""
+    for drain, notes in ((610, 0), (599, 1)):
+        path = changed(tmp_path, _deployment={"graceful_shutdown_timeout_s": drain})
+        assert main(["check-config", str(path), "--json"]) == 0
+        (application,) = json.loads(capsys.readouterr().out)["applications"]
+        assert sum("graceful_shutdown_timeout_s" in note for note in application["notes"]) == notes
+
+
 def test_check_config_knows_who_would_wait_for_ever(tmp_path: Path, capsys: Captured) -> None:
     """Scaled to zero a request needs a bound to its wait, which must not be below the bound of an answer."""
     path = changed(tmp_path, _deployment={"autoscaling_config": {"min_replicas": 0, "max_replicas": 1}})

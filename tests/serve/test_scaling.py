@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.support.stack import Stack
-from tests.support.tide import MODEL, SLOTS, Phase, Tide, count, ebb, run, shore
+from tests.support.tide import AUTOSCALING, MODEL, SLOTS, Phase, Tide, count, ebb, run, shore
 
 pytestmark = pytest.mark.serve
 
@@ -18,6 +18,7 @@ MORE = 4
 RETRY_AFTER_S = 7
 BODY: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 FLOOD = 8
+LONG = 1600  # tokens of an answer that takes longer than it takes to see that one replica would do
 
 
 @pytest.fixture(scope="module")
@@ -52,16 +53,23 @@ def ttft(tide: Tide, since: float, until: float) -> float:
 
 
 def test_replicas_follow_the_load_and_no_request_is_lost(place: tuple[Stack, str]) -> None:
-    """A step up brings the second replica and faster first tokens, a plateau keeps it, a step down and nobody take both away."""
+    """A step up brings the second replica and faster first tokens, a plateau keeps it, a step down and nobody take both away.
+
+    What is left after the flood are two long answers, one at each replica: the one that is to go ends its own first.
+    """
     stack, url = place
-    tide = run(stack, url, [Phase("flood", FLOOD, 30), Phase("trickle", 1, 18), Phase("nobody", 0, 40)])
-    (_, flood, _), (_, trickle, _), _ = tide.phases
+    tide = run(stack, url, [Phase("flood", FLOOD, 24), Phase("two long answers", 2, tokens=LONG), Phase("nobody", 0, 40)])
+    (_, flood, _), (_, calm, answers), _ = tide.phases
     second = next(at for at, replicas in tide.seen if replicas == 2)
-    slow, fast = ttft(tide, flood, second), ttft(tide, second + 3, trickle)
+    slow, fast = ttft(tide, flood, second), ttft(tide, second + 3, calm)
     print(f"second replica {second - flood:.1f} s after the step; TTFT {slow:.2f} s before it, {fast:.2f} s after")
     replicas = tide.replicas(flood, tide.seen[-1][0] + 1)
     print(f"{sum(ledger.sent for _, _, ledger in tide.phases)} requests; replicas {replicas}")
     assert replicas == [1, 2, 1, 0]
+    ended = max(record.done for record in answers.records)
+    gone = next(at for at, replicas in tide.seen if at > calm and replicas < 2)
+    print(f"two answers took {ended - calm:.1f} s; the second replica went {gone - ended:.1f} s after them")
+    assert gone - ended < AUTOSCALING["downscale_delay_s"], "it was to go only when they had ended"
     assert FLOOD > SLOTS, "one replica would do"
     assert fast < slow / 2
     for phase, _, ledger in tide.phases:

@@ -41,18 +41,24 @@ AUTOSCALING: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Phase:
-    """`clients` that send their next request when their last has ended, for `seconds`; one request where those are 0; or nobody."""
+    """`clients` that send their next request when their last has ended, for `seconds`; one each where those are 0; or nobody.
+
+    `tokens`: of each answer.
+    """
 
     name: str
     clients: int = 0
     seconds: float = 0.0
+    tokens: int = 64
 
     @property
     def level(self) -> Level | None:
         """As the load generator takes it."""
         if not self.clients:
             return None
-        return Level(concurrency=self.clients, seconds=self.seconds) if self.seconds else Level(concurrency=1, requests=1)
+        if not self.seconds:
+            return Level(concurrency=self.clients, requests=self.clients)
+        return Level(concurrency=self.clients, seconds=self.seconds)
 
 
 @dataclass
@@ -119,7 +125,7 @@ def watching(tide: Tide, url: str) -> Iterator[None]:
     look()
 
 
-def run(stack: Stack, url: str, phases: list[Phase], tokens: int = 64) -> Tide:
+def run(stack: Stack, url: str, phases: list[Phase]) -> Tide:
     """Each phase after the other; one without clients lasts until there is no replica, `seconds` at most if given."""
     tide = Tide()
     with watching(tide, url):
@@ -129,7 +135,7 @@ def run(stack: Stack, url: str, phases: list[Phase], tokens: int = 64) -> Tide:
             if phase.level is None:
                 ebb(url, phase.seconds)
             else:
-                ledger = asyncio.run(_flow(stack.url, phase.level, tokens, number))
+                ledger = asyncio.run(_flow(stack.url, phase.level, phase.tokens, number))
             tide.phases.append((phase, began, ledger))
     return tide
 
