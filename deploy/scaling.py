@@ -110,7 +110,7 @@ class Scaling:
     calm            replicas go only if the rest then stay below this share of each target: between both nothing moves
 
     While first tokens come later than the objective, and something does wait, replicas are added in proportion: twice as many at
-    most, and only once what the last change brought can be seen.
+    most, and only once what the last change brought can be seen. While no replica tells figures, nothing moves.
     """
 
     slots: float = 0.8
@@ -130,6 +130,8 @@ class Scaling:
         sums = {name: sum(told.get(name, {}).values()) for name in SUMMED}
         late = max(told.get("late", {}).values(), default=0.0)
         settled = self._settled(context)
+        if context.current_num_replicas and not any(told.get(name) for name in SUMMED):
+            return now, {"wanted": now, "settled": settled}
         wanted, why = max(self._needed(sums, 1.0))
         if late > 1 and sums["waiting_tokens"] and _seen(context, settled):
             wanted, why = max((wanted, why), (math.ceil(now * min(late, 2.0)), "late"))

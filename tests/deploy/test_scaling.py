@@ -215,6 +215,13 @@ def test_late_first_tokens_ask_for_more() -> None:
     assert Scaling()(context(2, {**late, "late": 0.9}, settled=long_ago))[0] == 2 - 1
 
 
+def test_silence_is_no_idleness() -> None:
+    """Replicas that run and have told nothing stay; those that say they have nothing to do go."""
+    assert Scaling()(context(3, {}))[0] == 3
+    assert Scaling()(context(3, {"slots": 0.0}))[0] == 0
+    assert Scaling()(context(0, {}))[0] == 0
+
+
 def test_it_keeps_what_the_rest_could_hardly_do_without() -> None:
     """Between the target and the calm share of it, nothing moves."""
     assert [Scaling()(context(3, {"slots": total}))[0] for total in (2.5, 2.3, 1.7, 1.65, 1.1)] == [4, 3, 3, 3, 2]
