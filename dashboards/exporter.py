@@ -196,13 +196,11 @@ class Exporter(Collector):
             _count_to(child, end, getattr(load, end), self._steps)
         for name, value in _counted(event).items():
             _count_to(self._of(name), name, value, self._steps)
-        usages = []
         for pool in load.pools:
-            usages.append(pool.used / pool.total if pool.total else 0.0)
             self._of("quartet_kv_pages").labels(pool.name).set(pool.total)
             self._of("quartet_kv_pages_used").labels(pool.name).set(pool.used)
-            self._of("quartet_kv_usage_ratio").labels(pool.name).set(usages[-1])
-        self._of("quartet_kv_cache_usage_ratio").set(max(usages, default=0.0))
+            self._of("quartet_kv_usage_ratio").labels(pool.name).set(pool.usage)
+        self._of("quartet_kv_cache_usage_ratio").set(max((pool.usage for pool in load.pools), default=0.0))
 
     def _show_process(self, process: ProcessFigures) -> None:
         values = {

@@ -39,7 +39,7 @@ class Demand:
         self._slots = slots
         self._objective_s = objective_s
         self._clock = clock
-        self._open: set[int] = set()
+        self._open = 0
         self._tokenless: dict[int, float] = {}  # in the order of their coming
         self._ttfts: deque[tuple[float, float]] = deque()
         self._load: Load | None = None
@@ -48,13 +48,14 @@ class Demand:
         """Fold one event in."""
         match event:
             case RequestStarted():
-                self._open.add(event.request)
+                self._open += 1
                 self._tokenless[event.request] = self._clock()
             case FirstToken():
                 self._tokenless.pop(event.request, None)
                 self._ttfts.append((self._clock(), event.ttft_s))
+                self._forget()  # here, too: without autoscaling nobody asks for figures
             case RequestFinished():
-                self._open.discard(event.request)
+                self._open -= 1
                 self._tokenless.pop(event.request, None)
             case EngineLoad():
                 self._load = event.load
@@ -66,16 +67,19 @@ class Demand:
         """
         pools = self._load.pools if self._load else ()
         return {
-            "slots": len(self._open) / self._slots,
-            "kv": max((pool.used / pool.total for pool in pools if pool.total), default=0.0),
+            "slots": self._open / self._slots,
+            "kv": max((pool.usage for pool in pools), default=0.0),
             "waiting_tokens": float(self._load.waiting_tokens) if self._load else 0.0,
             "late": max(self._slow_ttft(), self._longest_wait()) / self._objective_s,
         }
 
-    def _slow_ttft(self) -> float:
+    def _forget(self) -> None:
         since = self._clock() - RECENT_S
         while self._ttfts and self._ttfts[0][0] < since:
             self._ttfts.popleft()
+
+    def _slow_ttft(self) -> float:
+        self._forget()
         recent = sorted(ttft for _, ttft in self._ttfts)
         return recent[math.ceil(_WORST * len(recent)) - 1] if recent else 0.0
 

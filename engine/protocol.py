@@ -104,6 +104,11 @@ class PoolLoad(msgspec.Struct, frozen=True, kw_only=True):
     total: int
     used: int
 
+    @property
+    def usage(self) -> float:
+        """Share in use; 0 of a pool without pages."""
+        return self.used / self.total if self.total else 0.0
+
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
     """The core's figures, for admission and metrics. Counters are since boot; `step` is the last whose result has come.

@@ -248,6 +248,19 @@ def test_a_config_with_bad_targets_is_refused(kwargs: dict[str, float]) -> None:
         check_policies(config(POLICY), "a.yaml")
 
 
+def test_where_nobody_asks_nothing_piles_up() -> None:
+    """Without autoscaling no figures are collected: a long life leaves the recent TTFTs, and no more."""
+    now = [0.0]
+    demand = Demand(slots=4, objective_s=0.5, clock=lambda: now[0])
+    for request in range(1000):
+        now[0] += 1.0
+        demand(RequestStarted(request, 1))
+        demand(FirstToken(request, 1, 0.1))
+        demand(RequestFinished(request, "stop", 1, 1, 0.1, None, 0.1))
+    assert len(demand._ttfts) <= RECENT_S + 1
+    assert demand.figures()["slots"] == 0.0
+
+
 def test_a_replica_tells_what_it_has() -> None:
     """Slots, fullest pool, waiting tokens, and the worst of recent TTFTs and lasting waits over the objective."""
     now = [0.0]
