@@ -104,19 +104,28 @@ def _stack(axes: Any, lines: Sequence[tuple[str, Series]], shades: Sequence[str]
 
 
 def _heatmap(axes: Any, panel: Drawn, lines: Sequence[tuple[str, Series]], span: Span) -> None:
-    """Cumulative buckets become one row a bucket; empty rows below the first and above the last are cut."""
-    bounds = sorted((float(name), dict(series.points)) for name, series in lines)
-    instants = sorted({when for _, points in bounds for when in points})
-    below = [[points.get(when, 0.0) for when in instants] for _, points in bounds]
-    inside = [below[0]] + [[max(0.0, b - a) for a, b in zip(low, high, strict=True)] for low, high in pairwise(below)]
-    filled = [index for index, row in enumerate(inside) if any(value > 0 for value in row)] or [0]
-    kept = range(filled[0], filled[-1] + 1)
-    extent = (span.start, span.end, -0.5, len(kept) - 0.5)
-    axes.imshow(
-        [inside[index] for index in kept], aspect="auto", origin="lower", extent=extent, cmap="Oranges", interpolation="nearest"
-    )
-    shown = range(0, len(kept), max(1, len(kept) // 6))
-    axes.set_yticks(list(shown), [text(bounds[kept[place]][0], panel.unit) for place in shown])
+    rows = buckets(lines)
+    instants = sorted({when for _, series in lines for when, _ in series.points})
+    cells = [[row.get(when, 0.0) for when in instants] for _, row in rows]
+    extent = (span.start, span.end, -0.5, len(rows) - 0.5)
+    axes.imshow(cells, aspect="auto", origin="lower", extent=extent, cmap="Oranges", interpolation="nearest")
+    shown = range(0, len(rows), max(1, len(rows) // 6))
+    axes.set_yticks(list(shown), [text(rows[place][0], panel.unit) for place in shown])
+
+
+def buckets(lines: Sequence[tuple[str, Series]]) -> list[tuple[float, dict[float, float]]]:
+    """Cumulative buckets, named by their bounds, as rows of what each alone holds: (bound, {instant: value above 0}).
+
+    From the first to the last that holds anything.
+    """
+    upto = sorted((float(name), dict(series.points)) for name, series in lines)
+    empty: dict[float, float] = {}
+    rows = [
+        (bound, {when: value - below.get(when, 0.0) for when, value in counts.items() if value - below.get(when, 0.0) > 0})
+        for (_, below), (bound, counts) in pairwise([(0.0, empty), *upto])
+    ]
+    held = [index for index, (_, cells) in enumerate(rows) if cells] or [0]
+    return rows[held[0] : held[-1] + 1]
 
 
 def _timeline(axes: Any, panel: Drawn, lines: Sequence[tuple[str, Series]], span: Span) -> None:

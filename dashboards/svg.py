@@ -3,10 +3,9 @@
 import html
 import math
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 
 from dashboards.boards.committed import Drawn
-from dashboards.pictures import COLORS, LEGEND_LINES, Span, clock, text
+from dashboards.pictures import COLORS, LEGEND_LINES, Span, buckets, clock, text
 from dashboards.prometheus import Series
 
 UNIT = (50, 30)  # pixels of a grid unit; the browser stretches the width
@@ -121,15 +120,8 @@ def _stacked(lines: Sequence[Line]) -> list[dict[float, float]]:
 
 
 def _heatmap(drawn: Drawn, lines: Sequence[Line], span: Span, size: tuple[int, int]) -> Marks:
-    """A row a bucket, from the first to the last that holds anything; darker is more."""
-    upto = sorted((float(name), dict(series.points)) for name, series in lines)
-    empty: dict[float, float] = {}
-    rows = [
-        (bound, {when: value - below.get(when, 0.0) for when, value in counts.items() if value - below.get(when, 0.0) > 0})
-        for (_, below), (bound, counts) in pairwise([(0.0, empty), *upto])
-    ]
-    held = [index for index, (_, cells) in enumerate(rows) if cells] or [0]
-    shown = rows[held[0] : held[-1] + 1]
+    """A row a bucket; darker is more."""
+    shown = buckets(lines)
     most = max([value for _, cells in shown for value in cells.values()], default=1.0)
     tall, wide = size[1] / max(len(shown), 1), size[0] * span.step / max(span.end - span.start, 1e-9)
     marks: list[str] = []

@@ -46,8 +46,6 @@ from engine.geometry import read_geometry
 
 FLUSH_S = 0.3
 MARGIN = 16  # requests beyond our own capacity that reach us, to be refused in OpenAI's shape; Serve refuses the rest
-# max_queued_requests bounds two things: who waits while there is no replica, and the burst that one turn of a replica's event loop
-# finds at its socket, free slots or not. A whole replica's worth serves both.
 DRAIN_MARGIN_S = 10.0  # beyond the deadline of the last request: a replica that goes (fewer replicas, a new build) cuts no answer
 TRACES_S = 2.0  # for the last traces, at an orderly end
 
@@ -69,6 +67,8 @@ def deployment_options(settings: Settings) -> dict[str, Any]:
     gpus = {"num_gpus": settings.tp, "num_cpus": 1} if settings.needs_gpus else {"num_gpus": 0, "num_cpus": 0.5}
     return {
         "max_ongoing_requests": settings.capacity + MARGIN,
+        # Who may wait while there is no replica, and the burst that one turn of a replica's loop may find at its socket, free slots
+        # or not: a whole replica's worth serves both.
         "max_queued_requests": settings.capacity + MARGIN,
         "backpressure_config": {"status_code": 429, "retry_after_s": 1},
         "health_check_period_s": 2.0,

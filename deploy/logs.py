@@ -27,8 +27,14 @@ _SERVE = "ray.serve"
 
 def request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
     """The client's id, where it sent exactly one and it is 1 to 128 of A-Z a-z 0-9 . _ -; else a new one."""
-    given = [value for name, value in headers if name.lower() == b"x-request-id"]
-    return given[0].decode() if len(given) == 1 and _SANE_ID.fullmatch(given[0]) else secrets.token_hex(16)
+    given = only(headers, b"x-request-id")
+    return given.decode() if given is not None and _SANE_ID.fullmatch(given) else secrets.token_hex(16)
+
+
+def only(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> bytes | None:
+    """A header's value, where there is exactly one of that (lower-case) name."""
+    values = [value for name, value in headers if name.lower() == wanted]
+    return values[0] if len(values) == 1 else None
 
 
 def serve_config(settings: LogSettings) -> dict[str, Any] | None:

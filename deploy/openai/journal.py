@@ -9,12 +9,11 @@ A stream's chunks are sent past this and past Starlette's wrappers, who only loo
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deploy.logs import RECORD, REQUEST_ID, request_id
+from deploy.logs import RECORD, REQUEST_ID, only, request_id
 from deploy.record import OPERATIONS, Record, fields
 from deploy.service import Service
 
@@ -40,7 +39,7 @@ class Journal:
             await self._app(scope, receive, send)
             return
         record = Record(request_id(scope["headers"]), method_of(scope), route_of(scope), send, time.monotonic())
-        record.traceparent = _only(scope["headers"], b"traceparent")
+        record.traceparent = only(scope["headers"], b"traceparent")
         known = REQUEST_ID.set(record.id)
         try:
             await self._app({**scope, RECORD: record}, receive, self._stamped(record))
@@ -93,9 +92,3 @@ def route_of(scope: Scope) -> str:
 def method_of(scope: Scope) -> str:
     """One of HTTP's methods, or OTHER."""
     return scope["method"] if scope["method"] in _METHODS else "OTHER"
-
-
-def _only(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes | None:
-    """A header's value, where there is exactly one."""
-    values = [value for key, value in headers if key.lower() == name]
-    return values[0] if len(values) == 1 else None

@@ -7,7 +7,6 @@
 """
 
 import argparse
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,6 +25,7 @@ from dashboards.prometheus import Api, Prometheus, jobs
 from dashboards.promql import FOREIGN, RAY_JOB
 from engine.errors import ConfigError
 from engine.events import Levels
+from tests.support.repeat import repeating
 from tests.support.script import Scene, script
 
 ABOUT = {"model_name": "nano-31b", "build": "rehearsal", "attention": "reference", "tp": "4"}
@@ -105,29 +105,14 @@ def stage(scenes: Mapping[str, Scene]) -> Iterator[Stage]:
         ray = stack.enter_context(_served(_ray(len(members))))
         server = DiscoveryServer(fleet, "127.0.0.1", 0, lambda: [{"targets": [ray], "labels": {"node": PLACE["node"]}}])
         stack.callback(server.close)
-        stack.enter_context(_beating(fleet, members))
+        stack.enter_context(repeating(lambda: _beat(fleet, members), BEAT_S))
         yield Stage(exporters, curtain, server.url, jobs(server.url, ray_interval_s=1))
 
 
-@contextmanager
-def _beating(fleet: Fleet, members: Sequence[tuple[Target, Exporter]]) -> Iterator[None]:
-    """What each replica's announcer does, from one thread."""
-    over = threading.Event()
-
-    def beat() -> None:
-        while True:
-            for target, exporter in members:
-                fleet.beat(target, exporter.counts())
-            if over.wait(BEAT_S):
-                return
-
-    thread = threading.Thread(target=beat)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+def _beat(fleet: Fleet, members: Sequence[tuple[Target, Exporter]]) -> None:
+    """What each replica's announcer does."""
+    for target, exporter in members:
+        fleet.beat(target, exporter.counts())
 
 
 def _levels(scene: Scene, curtain: Curtain) -> Levels:

@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import json
 import tempfile
-import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from typing import Any
 from deploy.commands.load import Ledger, Lengths, Level, Load, Prompts, Scale, connected
 from deploy.commands.request import Target
 from deploy.scaling import POLICY
+from tests.support.repeat import repeating
 from tests.support.stack import Stack, free_port, is_free, wait
 
 MODEL = "nano-e2b"
@@ -103,32 +103,14 @@ def count(url: str) -> int:
         return len(json.load(reply))
 
 
-@contextmanager
-def watching(tide: Tide, url: str) -> Iterator[None]:
-    """Replicas are counted while this lasts."""
-    over = threading.Event()
+def run(stack: Stack, url: str, phases: list[Phase]) -> Tide:
+    """Each phase after the other; one without clients lasts until there is no replica, `seconds` at most if given."""
+    tide = Tide()
 
     def look() -> None:
         tide.seen.append((time.perf_counter(), count(url)))
 
-    def watch() -> None:
-        while not over.wait(WATCH_S):
-            look()
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-    look()
-
-
-def run(stack: Stack, url: str, phases: list[Phase]) -> Tide:
-    """Each phase after the other; one without clients lasts until there is no replica, `seconds` at most if given."""
-    tide = Tide()
-    with watching(tide, url):
+    with repeating(look, WATCH_S):
         for number, phase in enumerate(phases):
             began = time.perf_counter()
             ledger = Ledger()
@@ -137,6 +119,7 @@ def run(stack: Stack, url: str, phases: list[Phase]) -> Tide:
             else:
                 ledger = asyncio.run(_flow(stack.url, phase.level, phase.tokens, number))
             tide.phases.append((phase, began, ledger))
+    look()
     return tide
 
 
