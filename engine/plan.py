@@ -1,33 +1,45 @@
 """Byte layout of what crosses between core and ranks: StepPlan (core -> ranks), StepResult (rank 0 -> core), RankStatus.
 
-All little-endian, every section 4-byte aligned, so that a rank reads the fixed-width sections as int32 arrays in place.
+All little-endian, every section 4-byte aligned: header and fixed-width sections are one run of int32 that a rank copies to its
+device as it is.
 
-    StepPlan    header | decodes [n] | chunks [n,4] | appends [n,4] | releases [n,4] | admissions, variable
+    StepPlan    header [16] | decodes [n] | chunks [n,4] | appends [n,4] | releases [n,4] | zeros [n,2] | admissions, variable
     StepResult  header | rows [n,4 + width] | logprobs, variable, only when the header says so
     RankStatus  one 64-byte record a process in a shared block; one writer a field
 
+    plan header, int32: version, flags, step (two words), then the counts of decodes, chunks, appends, releases, zeros, admissions;
+                        the rest is zero
+
 A plan is a diff: a decode row is its slot and nothing else (the device holds its length), a page is named once when it is
-appended. A rank applies a plan in this order: releases, admissions (which rewrite a slot's whole table rows), appends; then the
-chunks and decodes run as one forward.
+appended. A rank applies a plan in this order: releases, admissions (which rewrite a slot's whole table rows), appends, zeros; then
+the chunks and decodes run as one forward.
 """
 
 import struct
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence, Sized
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+from typing import NamedTuple, cast
+
+import numpy as np
 
 from engine.protocol import Logprobs, SamplingParams
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 DEPTH = 2  # plans out at a time: one running, one queued
 RESULT_WIDTH = 1
+HEADER_INTS = 16
+COUNTS = 4  # the header's first count: decodes, chunks, appends, releases, zeros, admissions
 
-_PLAN = struct.Struct("<IIQ6I")
-_ADMISSION = struct.Struct("<iiqqfff6i")
+_PLAN = struct.Struct("<IIQ6I24x")
+_ADMISSION = struct.Struct("<iiqqfff7i")
 _RESULT = struct.Struct("<QIIII")
 _LOGPROB_COUNT = struct.Struct("<i")
 
 FLAG_STOP = 1
 RESULT_HAS_LOGPROBS = 1
 ROW_NAN = 1
+NUMBER_MASK = 0x7FFFFFFF  # of an admission's number, what a result row carries
 
 
 @dataclass(frozen=True)
@@ -52,15 +64,17 @@ class Admission:
     """A sequence takes `slot`: all its tokens so far (after a preemption also generated ones) and how it samples.
 
     `number` grows with every admission, so that a result can be told from one of the slot's last tenant. `prompt` is the
-    length of the prompt proper; `params.min_tokens` counts from there.
+    length of the prompt proper; `params.min_tokens` counts from there. `cached`: positions whose K and V its pages hold already.
+    `tokens` may be any sequence of integers; a rank reads it as an int32 array.
     """
 
     slot: int
     number: int
-    tokens: list[int]
+    tokens: Sequence[int]
     prompt: int
     params: SamplingParams
     adapter: int = 0
+    cached: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,6 +98,14 @@ class PageRelease:
 
 
 @dataclass(frozen=True)
+class PageZero:
+    """`page` of `group` is overwritten with zeros before this step writes to it: what it held was not finite."""
+
+    group: int
+    page: int
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """One step for every rank. Result rows come in the order: chunks that sample, then decodes."""
 
@@ -92,6 +114,7 @@ class StepPlan:
     releases: list[PageRelease] = field(default_factory=list)
     admissions: list[Admission] = field(default_factory=list)
     appends: list[PageAppend] = field(default_factory=list)
+    zeros: list[PageZero] = field(default_factory=list)
     chunks: list[PrefillChunk] = field(default_factory=list)
     decodes: list[int] = field(default_factory=list)
 
@@ -106,8 +129,43 @@ class StepPlan:
         return sum(chunk.end - chunk.start for chunk in self.chunks) + len(self.decodes)
 
 
-@dataclass(frozen=True)
-class ResultRow:
+@dataclass(frozen=True, eq=False)
+class PlanView:
+    """A plan as a rank reads it: arrays over the record's bytes, no object a row.
+
+    fixed      int32, header and fixed-width sections as they lie in the record: what is copied to the device
+    decodes    int32 [n] slots;   chunks int32 [n, 4] (slot, start, end, first_logit)
+    appends    int32 [n, 4] (group, slot, index, page);   releases int32 [n, 4] (group, slot, first, count)
+    zeros      int32 [n, 2] (group, page)
+    """
+
+    step: int
+    stop: bool
+    fixed: np.ndarray
+    decodes: np.ndarray
+    chunks: np.ndarray
+    appends: np.ndarray
+    releases: np.ndarray
+    zeros: np.ndarray
+    admissions: tuple[Admission, ...]
+
+    @property
+    def sampling_chunks(self) -> np.ndarray:
+        """The chunks whose last position gives a token."""
+        return self.chunks[self.chunks[:, 3] < self.chunks[:, 2]]
+
+    @property
+    def result_slots(self) -> np.ndarray:
+        """Slot of each result row, int32."""
+        return np.concatenate([self.sampling_chunks[:, 0], self.decodes])
+
+    @property
+    def tokens(self) -> int:
+        """Rows of the forward."""
+        return int((self.chunks[:, 2] - self.chunks[:, 1]).sum()) + len(self.decodes)
+
+
+class ResultRow(NamedTuple):
     """What one result row gave. `tokens` empty with `nan`: the logits held NaN and nothing was sampled."""
 
     slot: int
@@ -128,7 +186,7 @@ class StepResult:
 def encode_plan(plan: StepPlan) -> bytes:
     """Bytes of `plan`; `decode_plan` is its inverse."""
     flags = FLAG_STOP if plan.stop else 0
-    counts = (len(plan.decodes), len(plan.chunks), len(plan.appends), len(plan.releases), len(plan.admissions), 0)
+    sections: tuple[Sized, ...] = (plan.decodes, plan.chunks, plan.appends, plan.releases, plan.zeros, plan.admissions)
     flat: list[int] = list(plan.decodes)
     for chunk in plan.chunks:
         flat += (chunk.slot, chunk.start, chunk.end, chunk.first_logit)
@@ -136,33 +194,44 @@ def encode_plan(plan: StepPlan) -> bytes:
         flat += (append.group, append.slot, append.index, append.page)
     for release in plan.releases:
         flat += (release.group, release.slot, release.first, release.count)
-    header = _PLAN.pack(PLAN_VERSION, flags, plan.step, *counts)
+    for zero in plan.zeros:
+        flat += (zero.group, zero.page)
+    header = _PLAN.pack(PLAN_VERSION, flags, plan.step, *map(len, sections))
     return b"".join([header, _ints(flat), *map(_encode_admission, plan.admissions)])
 
 
-def decode_plan(data: bytes) -> StepPlan:
-    """The plan in `data`; raises ValueError when it is not one (wrong version or length)."""
-    version, flags, step, n_decodes, n_chunks, n_appends, n_releases, n_admissions, _ = _PLAN.unpack_from(data)
+def read_plan(data: bytes) -> PlanView:
+    """The plan in `data`, unparsed; raises ValueError when it is not one (wrong version or length)."""
+    version, flags, step, *counts, n_admissions = _PLAN.unpack_from(data)
     if version != PLAN_VERSION:
         raise ValueError(f"plan version {version}, expected {PLAN_VERSION}")
-    offset = _PLAN.size
-    fixed = struct.unpack_from(f"<{n_decodes + 4 * (n_chunks + n_appends + n_releases)}i", data, offset)
-    offset += 4 * len(fixed)
-    quads = [fixed[at : at + 4] for at in range(n_decodes, len(fixed), 4)]
+    widths = (1, 4, 4, 4, 2)
+    ends = list(accumulate((count * width for count, width in zip(counts, widths, strict=True)), initial=HEADER_INTS))
+    fixed = np.frombuffer(data, np.int32, ends[-1])
+    decodes, *tables = (fixed[first:last] for first, last in pairwise(ends))
+    chunks, appends, releases, zeros = (table.reshape(-1, width) for table, width in zip(tables, widths[1:], strict=True))
+    offset = 4 * ends[-1]
     admissions = []
     for _ in range(n_admissions):
         admission, offset = _decode_admission(data, offset)
         admissions.append(admission)
     if offset != len(data):
         raise ValueError(f"plan {step} is {len(data)} bytes long, its sections end at {offset}")
+    return PlanView(step, bool(flags & FLAG_STOP), fixed, decodes, chunks, appends, releases, zeros, tuple(admissions))
+
+
+def decode_plan(data: bytes) -> StepPlan:
+    """The plan in `data` as objects, for whoever is no rank; raises ValueError as `read_plan` does."""
+    view = read_plan(data)
     return StepPlan(
-        step=step,
-        stop=bool(flags & FLAG_STOP),
-        decodes=list(fixed[:n_decodes]),
-        chunks=[PrefillChunk(*quad) for quad in quads[:n_chunks]],
-        appends=[PageAppend(*quad) for quad in quads[n_chunks : n_chunks + n_appends]],
-        releases=[PageRelease(*quad) for quad in quads[n_chunks + n_appends :]],
-        admissions=admissions,
+        step=view.step,
+        stop=view.stop,
+        decodes=view.decodes.tolist(),
+        chunks=[PrefillChunk(*row) for row in view.chunks.tolist()],
+        appends=[PageAppend(*row) for row in view.appends.tolist()],
+        releases=[PageRelease(*row) for row in view.releases.tolist()],
+        zeros=[PageZero(*row) for row in view.zeros.tolist()],
+        admissions=[replace(admission, tokens=np.asarray(admission.tokens).tolist()) for admission in view.admissions],
     )
 
 
@@ -184,17 +253,20 @@ def _encode_admission(admission: Admission) -> bytes:
         params.min_tokens,
         -1 if params.logprobs is None else params.logprobs,
         admission.adapter,
+        admission.cached,
         len(params.stop_ids),
         len(admission.tokens),
     )
-    return head + _ints(params.stop_ids) + _ints(admission.tokens)
+    return head + _ints(params.stop_ids) + np.asarray(admission.tokens, np.int32).tobytes()
 
 
 def _decode_admission(data: bytes, offset: int) -> tuple[Admission, int]:
     slot, prompt, number, seed, temperature, top_p, min_p, *rest = _ADMISSION.unpack_from(data, offset)
-    top_k, min_tokens, logprobs, adapter, n_stop, n_tokens = rest
+    top_k, min_tokens, logprobs, adapter, cached, n_stop, n_tokens = rest
     offset += _ADMISSION.size
-    ints = struct.unpack_from(f"<{n_stop + n_tokens}i", data, offset)
+    stop_ids = struct.unpack_from(f"<{n_stop}i", data, offset)
+    offset += 4 * n_stop
+    tokens = np.frombuffer(data, np.int32, n_tokens, offset)
     params = SamplingParams(
         max_tokens=0,
         temperature=temperature,
@@ -203,25 +275,29 @@ def _decode_admission(data: bytes, offset: int) -> tuple[Admission, int]:
         min_p=min_p,
         seed=seed,
         min_tokens=min_tokens,
-        stop_ids=ints[:n_stop],
+        stop_ids=stop_ids,
         logprobs=None if logprobs < 0 else logprobs,
     )
-    admission = Admission(slot, number, list(ints[n_stop:]), prompt, params, adapter)
-    return admission, offset + 4 * len(ints)
+    admission = Admission(slot, number, cast("Sequence[int]", tokens), prompt, params, adapter, cached)
+    return admission, offset + 4 * n_tokens
 
 
 def encode_result(result: StepResult) -> bytes:
     """Bytes of `result`; `decode_result` is its inverse."""
-    with_logprobs = any(row.logprobs is not None for row in result.rows)
-    flags = RESULT_HAS_LOGPROBS if with_logprobs else 0
-    parts = [_RESULT.pack(result.step, len(result.rows), RESULT_WIDTH, flags, 0)]
-    for row in result.rows:
+    table = np.zeros((len(result.rows), 4 + RESULT_WIDTH), np.int32)
+    for at, row in enumerate(result.rows):
         tokens = row.tokens + (0,) * (RESULT_WIDTH - len(row.tokens))
-        number = row.number & 0x7FFFFFFF
-        parts.append(_ints((row.slot, number, len(row.tokens), ROW_NAN if row.nan else 0, *tokens)))
-    if with_logprobs:
-        parts += [_encode_logprobs(row.logprobs) for row in result.rows]
-    return b"".join(parts)
+        table[at] = (row.slot, row.number & NUMBER_MASK, len(row.tokens), ROW_NAN if row.nan else 0, *tokens)
+    return encode_rows(result.step, table, {at: row.logprobs for at, row in enumerate(result.rows) if row.logprobs is not None})
+
+
+def encode_rows(step: int, table: np.ndarray, logprobs: Mapping[int, Logprobs]) -> bytes:
+    """Bytes of a result whose rows are int32 [n, 4 + width]: slot, number & NUMBER_MASK, tokens given, flags, tokens."""
+    assert table.dtype == np.int32, table.dtype
+    assert table.shape[1] == 4 + RESULT_WIDTH, table.shape
+    header = _RESULT.pack(step, len(table), RESULT_WIDTH, RESULT_HAS_LOGPROBS if logprobs else 0, 0)
+    lists = [_encode_logprobs(logprobs.get(row)) for row in range(len(table))] if logprobs else []
+    return b"".join([header, table.tobytes(), *lists])
 
 
 def _encode_logprobs(logprobs: Logprobs | None) -> bytes:
@@ -234,7 +310,7 @@ def _encode_logprobs(logprobs: Logprobs | None) -> bytes:
 
 
 def decode_result(data: bytes) -> StepResult:
-    """The result in `data`; raises ValueError when its length is wrong. `number` comes back modulo 2**31."""
+    """The result in `data`; raises ValueError when its length is wrong. `number` comes back as `number & NUMBER_MASK`."""
     step, n_rows, width, flags, _ = _RESULT.unpack_from(data)
     stride = 4 + width
     flat = struct.unpack_from(f"<{n_rows * stride}i", data, _RESULT.size)

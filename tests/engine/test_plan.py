@@ -4,15 +4,19 @@ import struct
 import time
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.plan import (
+    COUNTS,
+    HEADER_INTS,
     STATUS_BYTES,
     Admission,
     PageAppend,
     PageRelease,
+    PageZero,
     Phase,
     PrefillChunk,
     RankStatus,
@@ -24,6 +28,7 @@ from engine.plan import (
     decode_result,
     encode_plan,
     encode_result,
+    read_plan,
 )
 from engine.protocol import Logprobs, SamplingParams
 
@@ -31,7 +36,7 @@ pytestmark = pytest.mark.pure
 
 INT32 = st.integers(0, 2**31 - 1)
 FLOAT32 = st.floats(width=32, allow_nan=False)
-COUNTS = st.integers(0, 2**20)
+SMALL = st.integers(0, 2**20)
 
 
 def lists(element: Callable[..., object], *fields: st.SearchStrategy[object]) -> st.SearchStrategy[list[object]]:
@@ -42,16 +47,16 @@ PARAMS = st.builds(
     SamplingParams,
     max_tokens=st.just(0),
     temperature=FLOAT32,
-    top_k=COUNTS,
+    top_k=SMALL,
     top_p=FLOAT32,
     min_p=FLOAT32,
     seed=st.integers(-(2**63), 2**63 - 1),
-    min_tokens=COUNTS,
+    min_tokens=SMALL,
     stop_ids=st.lists(INT32, max_size=5).map(tuple),
     logprobs=st.none() | st.integers(0, 100),
 )
 TOKENS = st.lists(INT32, max_size=40)
-ADMISSION = lists(Admission, INT32, st.integers(0, 2**63 - 1), TOKENS, COUNTS, PARAMS, COUNTS)
+ADMISSION = lists(Admission, INT32, st.integers(0, 2**63 - 1), TOKENS, SMALL, PARAMS, SMALL, SMALL)
 PLANS = st.builds(
     StepPlan,
     step=st.integers(0, 2**64 - 1),
@@ -59,6 +64,7 @@ PLANS = st.builds(
     releases=lists(PageRelease, INT32, INT32, INT32, INT32),
     admissions=ADMISSION,
     appends=lists(PageAppend, INT32, INT32, INT32, INT32),
+    zeros=lists(PageZero, INT32, INT32),
     chunks=lists(PrefillChunk, INT32, INT32, INT32, INT32),
     decodes=st.lists(INT32, max_size=20),
 )
@@ -73,6 +79,20 @@ def test_plans_come_back(plan: StepPlan) -> None:
     data = encode_plan(plan)
     assert decode_plan(data) == plan
     assert len(data) % 4 == 0
+
+
+@given(PLANS)
+def test_a_rank_reads_sections_in_place(plan: StepPlan) -> None:
+    """The arrays that a rank reads are the plan's rows, and header and sections are one run of int32 at the record's start."""
+    data = encode_plan(plan)
+    view = read_plan(data)
+    assert (view.step, view.stop) == (plan.step, plan.stop)
+    assert view.fixed.tobytes() == data[: view.fixed.nbytes]
+    sections = (view.decodes, view.chunks, view.appends, view.releases, view.zeros)
+    assert view.fixed[COUNTS : COUNTS + 6].tolist() == [*map(len, sections), len(plan.admissions)]
+    assert np.array_equal(view.fixed[HEADER_INTS:], np.concatenate([section.ravel() for section in sections]))
+    assert view.chunks.tolist() == [[chunk.slot, chunk.start, chunk.end, chunk.first_logit] for chunk in plan.chunks]
+    assert view.result_slots.tolist() == plan.result_slots
 
 
 @given(PLANS, PLANS)

@@ -264,7 +264,7 @@ def test_nan_ends_only_its_own_request() -> None:
     scheduler.add(0, request(2, 4, 3))
     machine.submit(scheduler.schedule())
     result = machine.result()
-    result.rows[0] = replace(result.rows[0], tokens=(), nan=True)
+    result.rows[0] = result.rows[0]._replace(tokens=(), nan=True)
     scheduler.commit(result)
     outputs = [output for _, output in scheduler.drain()]
     assert [(output.id, output.finish) for output in outputs] == [(1, FinishReason.error), (2, None)]
