@@ -1,10 +1,12 @@
-"""Paged attention of decode rows: one query a sequence, each at its own position, which only the device knows.
+"""Attention of decode rows: one new token a sequence, at a position that only the device knows.
+
+    decode_attention    one layer's whole step: head norms, rope, append of K and V to their page, attention over the pages
+    paged_decode        attention alone, for queries that are normed and roped and whose K and V are already in their pages
 
     o = sum_j softmax_j( q . k_j ) v_j     over the keys j that position p sees:  j <= p, and j > p - window if there is one
 
-Scale 1.0, no cap; scores, softmax and sums fp32, as in `kernels.prefill`. The host knows an upper bound of each row's length, which
-sizes the work: rows are gathered up to the largest bound (with a window: the window's pages only) and masked by position. Keys that
-a row does not see may be anything, NaN included: their scores and their values are replaced, not multiplied by zero.
+Scale 1.0, no cap; scores, softmax and sums fp32, as in `kernels.prefill`. Keys that a row does not see may be anything, NaN
+included: their scores and their values are replaced, not multiplied by zero.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,9 +14,79 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from kernels.norm import rms_norm
 from kernels.prefill import gather
+from kernels.qkv import norm_rope, split_heads, store
 
 _GATHERED = {"cpu": 1 << 20, "cuda": 1 << 27}  # elements of K gathered at once: what a cache holds; what spares launches
+
+
+class DecodeScratch:
+    """Device memory that `decode_attention` sums in; zeroed once, left zeroed. Launches that follow each other may share it.
+
+    max_rows rows of a launch at most;  max_parts rows x splits of a launch at most, see `most_parts`
+    parts    fp32 [max_parts, heads, head_dim], a split's own output;  lse fp32 [max_parts, heads], its base-2 log-sum-exp
+    tickets  int32, how many splits of a (row, KV head) are done
+    """
+
+    def __init__(self, max_rows: int, heads: int, kv_heads: int, head_dim: int, max_parts: int, device: torch.device) -> None:
+        self.max_rows, self.max_parts = max_rows, max_parts
+        size = max_parts if device.type == "cuda" else 0
+        self.parts = torch.empty((size, heads, head_dim), dtype=torch.float32, device=device)
+        self.lse = torch.empty((size, heads), dtype=torch.float32, device=device)
+        self.tickets = torch.zeros(max_rows * kv_heads * _VALUE_PARTS, dtype=torch.int32, device=device)
+
+
+_VALUE_PARTS = 8  # a launch cuts the head dim of V into at most so many
+
+
+def decode_splits(rows: int, kv_heads: int, pages: int, processors: int) -> int:
+    """Splits along the keys for a bucket of `rows` rows whose longest reads `pages` pages, on so many streaming multiprocessors.
+
+    Two CTAs a multiprocessor, at most 32 and none without a page; fewer where the longest split reads as many pages even so.
+    """
+    wanted = max(1, min(2 * processors // (rows * kv_heads), pages, 32))
+    return -(-pages // -(-pages // wanted))
+
+
+def most_parts(buckets: Sequence[int], kv_heads: int, pages: int, processors: int) -> int:
+    """`max_parts` of a scratch for all these buckets."""
+    return max(rows * decode_splits(rows, kv_heads, pages, processors) for rows in buckets)
+
+
+def decode_attention(
+    qkv: Tensor,
+    pool: Tensor,
+    page_ids: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor | None,
+    eps: float,
+    window: int | None,
+    scratch: DecodeScratch,
+    out: Tensor,
+    splits: int,
+) -> None:
+    """Attention of one layer for `rows` decode rows, written to `out`; appends each row's K and V to the page of its position.
+
+    qkv       [rows, (heads + sides * kv_heads) * d], the raw product: q heads, k heads, v heads. sides 2; 1: v is k's raw product;
+              0: the layer reads another layer's K and V, which that layer has appended, and writes none
+    pool      one layer's [pages, 2, kv_heads, page, d], K at [:, 0], V at [:, 1]
+    page_ids  int32 [rows, width]: entry j is the page of positions (first + j) * page ..; first is 0, and with a window
+              max(0, position - window + 1) // page. Entries behind the position's own page are never used
+    positions int32 [rows]; -1: a padding row, whose output is zero and which appends nothing
+    cos_sin   fp32 [rows, 2 * pairs], cos first: of pairs (i, i + d/2), i < pairs
+    q_norm    [d], k_norm [d] or, with 0 sides, None; v is normed without weight
+    out       [rows, heads * d] in qkv's dtype
+    splits    CTAs along the keys of a (row, KV head), a constant of the bucket: see `decode_splits`
+    """
+    rows, d = qkv.shape[0], pool.shape[4]
+    assert out.shape[0] == page_ids.shape[0] == positions.shape[0] == cos_sin.shape[0] == rows, (qkv.shape, out.shape)
+    assert out.shape[1] % (pool.shape[2] * d) == 0, (out.shape, pool.shape)
+    assert rows <= scratch.max_rows, (rows, scratch.max_rows)
+    assert rows * splits <= scratch.max_parts, (rows, splits, scratch.max_parts)
+    _attention_reference(qkv, pool, page_ids, positions, cos_sin, q_norm, k_norm, eps, window, out)
 
 
 def paged_decode(
@@ -29,20 +101,63 @@ def paged_decode(
     """q [B, heads, d] -> [B, heads, d].
 
     pool one layer's [pages, 2, kv_heads, page, d]; table int32 [slots, width]; slots and positions int64 [B] on the device;
-    bounds: for each row a host number that is at least its position + 1.
+    bounds: for each row a host number that is at least its position + 1. It sizes the work: rows are gathered up to the largest
+    bound (with a window: the window's pages only) and masked by position.
     """
     assert q.shape[0] == slots.shape[0] == positions.shape[0] == len(bounds), (q.shape, slots.shape, len(bounds))
     assert q.shape[2] == pool.shape[4], (q.shape, pool.shape)
     assert max(bounds, default=0) <= table.shape[1] * pool.shape[3], (max(bounds), table.shape, pool.shape)
     out = torch.empty_like(q)
-    held = _GATHERED[q.device.type] // pool[0, 0].numel()
-    for rows, pages in _blocks(bounds, pool.shape[3], window, held):
-        out[rows] = _decode_reference(q[rows], pool, table, slots[rows], positions[rows], pages, window)
+    first = _first_page(positions, pool.shape[3], window)
+    for rows, pages in _blocks(bounds, pool, window):
+        entries = first[rows, None] + torch.arange(pages, device=q.device)
+        found = table[slots[rows, None], entries.clamp(max=table.shape[1] - 1)]
+        out[rows] = _decode_reference(q[rows], pool, found, first[rows], positions[rows], window)
     return out
 
 
-def _blocks(bounds: Sequence[int], page: int, window: int | None, held: int) -> Iterator[tuple[slice, int]]:
-    """Runs of rows, and how many pages each row of a run reads: enough for its longest bound, no more than `held` in all."""
+def _attention_reference(
+    qkv: Tensor,
+    pool: Tensor,
+    page_ids: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor | None,
+    eps: float,
+    window: int | None,
+    out: Tensor,
+) -> None:
+    live = (positions >= 0).nonzero().squeeze(1)
+    if live.shape[0] < positions.shape[0]:
+        qkv, page_ids, positions, cos_sin = (x[live] for x in (qkv, page_ids, positions, cos_sin))
+    page, d = pool.shape[3:]
+    q, k, v = split_heads(qkv, out.shape[1] // d, pool)
+    cos, sin = cos_sin.chunk(2, dim=1)
+    first = _first_page(positions, page, window)
+    if k is not None and v is not None:
+        assert k_norm is not None, "a layer that appends K needs its norm"
+        own = page_ids.gather(1, (positions // page - first)[:, None].long()).squeeze(1)
+        store(pool, own, positions % page, norm_rope(k, k_norm, cos, sin, eps), rms_norm(v, None, eps))
+    q = norm_rope(q, q_norm, cos, sin, eps)
+    attended = torch.empty_like(q)
+    bounds = (positions + 1).tolist()
+    for rows, pages in _blocks(bounds, pool, window):
+        found = page_ids[rows, :pages]
+        attended[rows] = _decode_reference(q[rows], pool, found, first[rows], positions[rows], window)
+    if live.shape[0] < out.shape[0]:
+        out.zero_()
+    out[live] = attended.flatten(1)
+
+
+def _first_page(positions: Tensor, page: int, window: int | None) -> Tensor:
+    """The first page that each position reads."""
+    return torch.zeros_like(positions) if window is None else (positions - window + 1).clamp(min=0) // page
+
+
+def _blocks(bounds: Sequence[int], pool: Tensor, window: int | None) -> Iterator[tuple[slice, int]]:
+    """Runs of rows, and how many pages each row of a run reads: enough for its longest bound, in all what is gathered at once."""
+    page, held = pool.shape[3], _GATHERED[pool.device.type] // pool[0, 0].numel()
     first = 0
     while first < len(bounds):
         last, pages = first, 0
@@ -60,16 +175,15 @@ def _pages(bound: int, page: int, window: int | None) -> int:
     return whole if window is None else min(whole, (window - 2) // page + 2)
 
 
-def _decode_reference(
-    q: Tensor, pool: Tensor, table: Tensor, slots: Tensor, positions: Tensor, pages: int, window: int | None
-) -> Tensor:
+def _decode_reference(q: Tensor, pool: Tensor, found: Tensor, first: Tensor, positions: Tensor, window: int | None) -> Tensor:
+    """found int [rows, pages]: the pages `first` .. of each row; entries past the row's own page are not read: the null page
+    stands in, and is masked."""
     rows, heads, d = q.shape
     kv_heads, page = pool.shape[2], pool.shape[3]
+    pages = found.shape[1]
     here = positions[:, None]
-    base = torch.zeros_like(here) if window is None else (here - window + 1).clamp(min=0) // page
-    entries = base + torch.arange(pages, device=q.device)
-    used = entries * page <= here  # entries past the row's own page are not read: the null page stands in, and is masked below
-    found = torch.where(used, table[slots[:, None], entries.clamp(max=table.shape[1] - 1)], 0)
+    entries = first[:, None] + torch.arange(pages, device=q.device)
+    found = torch.where(entries * page <= here, found, 0)
     keys = entries[..., None] * page + torch.arange(page, device=q.device)  # [rows, pages, page]
     seen = keys <= here[..., None]
     if window is not None:

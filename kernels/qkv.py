@@ -3,6 +3,7 @@
     norm_rope(x; w)      x' = rms_norm(x; w) over each head, then for the rotated pairs (i, i + d/2), i < pairs:
                          (x'_i, x'_j) -> (x'_i cos - x'_j sin, x'_j cos + x'_i sin);  all other dims pass through
     write_pages          pool[table[slot, p // page], 0 | 1, :, p % page] = k | v       for a token of `slot` at position p
+    qkv_post             all of it: from the raw product to q, and to K and V in their pages
 
 Angles, cos and sin, norm and rotation are fp32, with one cast at the end. transformers rounds the norm, cos and sin to the
 activation's dtype first; at position 100 000 that costs no accuracy of the angle, but three roundings where one will do, and
@@ -43,10 +44,71 @@ def write_pages(pool: Tensor, table: Tensor, slots: Tensor, positions: Tensor, k
     assert k.shape == v.shape == (slots.shape[0], pool.shape[2], pool.shape[4]), (k.shape, v.shape, pool.shape)
     assert k.dtype == v.dtype == pool.dtype, (k.dtype, v.dtype, pool.dtype)
     page = pool.shape[3]
-    pages = table[slots, positions // page].long()
-    offsets = positions % page
+    store(pool, table[slots, positions // page], positions % page, k, v)
+
+
+def store(pool: Tensor, pages: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
+    """k and v [T, kv_heads, d] go to `offsets` int [T] of `pages` int [T]."""
+    pages, offsets = pages.long(), offsets.long()
     pool[pages, 0, :, offsets] = k
     pool[pages, 1, :, offsets] = v
+
+
+def split_heads(qkv: Tensor, heads: int, pool: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """[T, (heads + sides * kv_heads) * d] -> q [T, heads, d], k and v [T, kv_heads, d] (one side: v is k; no side: None)."""
+    kv_heads, d = pool.shape[2], pool.shape[4]
+    assert (qkv.shape[1] - heads * d) % (kv_heads * d) == 0, (qkv.shape, heads, pool.shape)
+    sides = (qkv.shape[1] - heads * d) // (kv_heads * d)
+    assert 0 <= sides <= 2, (qkv.shape, heads, pool.shape)
+    q, *kv = qkv.view(qkv.shape[0], -1, d).split((heads, *(kv_heads,) * sides), dim=1)
+    return (q, kv[0], kv[-1]) if kv else (q, None, None)
+
+
+def qkv_post(
+    qkv: Tensor,
+    pool: Tensor,
+    table: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor | None,
+    eps: float,
+    q: Tensor,
+) -> None:
+    """Raw product of T tokens -> normed and roped q [T, heads, d]; their K and V go into their pages.
+
+    qkv [T, (heads + sides * kv_heads) * d], cos_sin fp32 [T, 2 * pairs], norms and pool as in `kernels.decode.decode_attention`;
+    table int32 [slots, width]; slots and positions int [T]. A padding row (position -1) writes nothing, its q is undefined.
+    """
+    assert q.shape[0] == slots.shape[0] == positions.shape[0] == cos_sin.shape[0] == qkv.shape[0], (q.shape, qkv.shape)
+    assert q.shape[2] == pool.shape[4], (q.shape, pool.shape)
+    _post_reference(qkv, pool, table, slots, positions, cos_sin, q_norm, k_norm, eps, q)
+
+
+def _post_reference(
+    qkv: Tensor,
+    pool: Tensor,
+    table: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor | None,
+    eps: float,
+    q: Tensor,
+) -> None:
+    raw, k, v = split_heads(qkv, q.shape[1], pool)
+    cos, sin = cos_sin.chunk(2, dim=1)
+    q.copy_(norm_rope(raw, q_norm, cos, sin, eps))
+    if k is None or v is None:
+        return
+    assert k_norm is not None, "a layer that writes K needs its norm"
+    k, v = norm_rope(k, k_norm, cos, sin, eps), rms_norm(v, None, eps)
+    live = positions >= 0
+    if not live.all():
+        slots, positions, k, v = slots[live], positions[live], k[live], v[live]
+    write_pages(pool, table, slots, positions, k, v)
 
 
 def _rope_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels import decode, prefill
 from kernels.decode import paged_decode
-from kernels.prefill import paged_prefill
+from kernels.prefill import extend_attention, extend_tiles, paged_prefill, tile_tokens
 
 pytestmark = pytest.mark.cpu
 
@@ -93,6 +93,34 @@ def test_prefill(monkeypatch: pytest.MonkeyPatch, length: int, window: int | Non
             assert (got - want).abs().max() < TOLERANCE, (size, scores)
         if window is not None and length > window:
             assert (got - dense(q, it.k[0], it.v[0], start, window + 1)).abs().max() > FAULT
+
+
+@pytest.mark.parametrize("window", [None, WINDOW])
+def test_extend(window: int | None) -> None:
+    """Chunks of several sequences in tiles equal the same chunks one by one, rows of no tile are left, a tile too few is seen."""
+    heads, kv_heads, d = HEADS[0]
+    lengths, sizes = [100, 33, 200], [70, 33, 3]
+    it = paged(lengths, kv_heads, d, None)
+    chunks = [(0, 0, 30, 70), (1, 72, 0, 33), (2, 105, 197, 3)]
+    q = torch.randn(110, heads, d) / d**0.5
+    want = torch.full_like(q, 7.0)
+    for slot, row, start, size in chunks:
+        want[row : row + size] = dense(q[row : row + size], it.k[slot], it.v[slot], start, window)
+    tiles = extend_tiles(chunks, 16)
+    assert sum(tile[3] for tile in tiles) == sum(sizes)
+    assert max(tile[3] for tile in tiles) == 16
+    for given, strays in ((tiles, False), (tiles[1:], True)):
+        out = torch.full_like(q, 7.0)
+        extend_attention(q, it.pool, it.table, torch.tensor(given, dtype=torch.int32), window, out)
+        assert ((out - want).abs().max() > FAULT) == strays
+        assert strays or (out - want).abs().max() < TOLERANCE
+
+
+def test_a_tile_fills_the_rows_of_a_product() -> None:
+    """Queries times heads of a KV head are 128 rows at head dim 256, 64 at 512."""
+    assert tile_tokens(8, 4, 256) == 64
+    assert tile_tokens(8, 1, 512) == 8
+    assert tile_tokens(8, 8, 256) == 128
 
 
 @pytest.mark.parametrize("heads", [(8, 4, 32), (6, 3, 24)])

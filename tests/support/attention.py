@@ -1,0 +1,118 @@
+"""Decode rows and prefill chunks for the attention kernels: inputs in shuffled pages amid NaN, and the answer in fp64.
+
+The answer is worked out from the raw product by formulas of its own: nothing here calls `kernels`.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+EPS = 1e-6
+OUTSIDE = 2**31 - 7  # a page id that no pool has
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One layer on one rank. sides: 2; 1: v is k's raw product; 0: K and V are another layer's."""
+
+    heads: int
+    kv_heads: int
+    d: int
+    pairs: int
+    sides: int = 2
+    window: int | None = None
+    page: int = 32
+
+
+@dataclass(frozen=True)
+class Case:
+    """Inputs of `decode_attention` on the CPU, the output it must give, and the pool it must leave."""
+
+    shape: Shape
+    qkv: Tensor
+    pool: Tensor
+    page_ids: Tensor
+    positions: Tensor
+    cos_sin: Tensor
+    q_norm: Tensor
+    k_norm: Tensor | None
+    want: Tensor
+    pool_after: Tensor
+
+
+def normed(x: Tensor, weight: Tensor | None) -> Tensor:
+    """x [..., d] over its root mean square, in fp64."""
+    x = x.double()
+    x = x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt()
+    return x if weight is None else x * weight.double()
+
+
+def turned(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """x [T, heads, d] with its first pairs (i, i + d/2) rotated, in fp64."""
+    pairs, half = cos_sin.shape[1] // 2, x.shape[-1] // 2
+    turn = torch.complex(*(side.double() for side in cos_sin.split(pairs, 1)))[:, None]
+    rotated = torch.complex(x[..., :pairs].double(), x[..., half : half + pairs].double()) * turn
+    x = x.double().clone()
+    x[..., :pairs], x[..., half : half + pairs] = rotated.real, rotated.imag
+    return x
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int | None) -> Tensor:
+    """q [n, heads, d] at `positions` over k, v [length, kv_heads, d], in fp64."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (side.double().repeat_interleave(group, 1) for side in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k)
+    keys = torch.arange(len(k))
+    seen = (keys <= positions[:, None]) & (keys > positions[:, None] - (window or 1 << 30))
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -math.inf).softmax(-1), v)
+
+
+def decode_case(shape: Shape, lengths: Sequence[int], dtype: torch.dtype = torch.float32, seed: int = 0) -> Case:
+    """A row for each length, its own token included; 0 is a padding row.
+
+    NaN lies in free pages, in the positions not written yet and in pages before the window; the tail of `page_ids` names no page.
+    """
+    generator = torch.Generator().manual_seed(seed + len(lengths) + shape.d)
+    rows, page, window = len(lengths), shape.page, shape.window
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator)
+
+    qkv = draw(rows, (shape.heads + shape.sides * shape.kv_heads) * shape.d).to(dtype)
+    q_norm, k_norm = ((1 + 0.1 * draw(shape.d)).to(dtype) / scale for scale in (shape.d**0.25, shape.d**0.25))
+    positions = torch.tensor(lengths, dtype=torch.int32) - 1
+    angles = draw(rows, shape.pairs)
+    cos_sin = torch.cat([angles.cos(), angles.sin()], 1)
+    firsts = [0 if window is None else max(0, length - window) // page for length in lengths]
+    counts = [-(-length // page) - first for length, first in zip(lengths, firsts, strict=True)]
+    pool = torch.full((sum(counts) + 2, 2, shape.kv_heads, page, shape.d), math.nan, dtype=dtype)
+    free = (torch.randperm(sum(counts), generator=generator) + 1).tolist()
+    page_ids = torch.full((rows, max(counts) + 3), OUTSIDE, dtype=torch.int32)
+    heads = qkv.view(rows, -1, shape.d).split((shape.heads, *(shape.kv_heads,) * shape.sides), 1)
+    q = turned(normed(heads[0], q_norm), cos_sin).to(dtype)
+    want = torch.zeros(rows, shape.heads * shape.d, dtype=torch.float64)
+    after = pool.clone()
+    for row, length in enumerate(lengths):
+        if length == 0:
+            continue
+        k, v = (draw(length, shape.kv_heads, shape.d).to(dtype) / math.sqrt(scale) for scale in (shape.d**0.5, 1))
+        own = length if shape.sides == 0 else length - 1
+        if shape.sides:
+            k[-1] = turned(normed(heads[1][row : row + 1], k_norm), cos_sin[row : row + 1])[0]
+            v[-1] = normed(heads[-1][row], None)
+        for entry in range(counts[row]):
+            page_ids[row, entry] = place = free.pop()
+            start = (firsts[row] + entry) * page
+            for side, dense in enumerate((k, v)):
+                size = min(page, length - start)
+                after[place, side, :, :size] = dense[start : start + size].transpose(0, 1)
+                size = min(page, own - start)
+                pool[place, side, :, :size] = dense[start : start + size].transpose(0, 1)
+        if window is not None and length > window:
+            gone = length - window - firsts[row] * page
+            pool[page_ids[row, 0], :, :, :gone] = after[page_ids[row, 0], :, :, :gone] = math.nan
+        want[row] = attended(q[row : row + 1], k, v, positions[row : row + 1], window).flatten()
+    return Case(shape, qkv, pool, page_ids, positions, cos_sin, q_norm, k_norm if shape.sides else None, want, after)
