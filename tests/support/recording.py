@@ -45,7 +45,7 @@ def request(number: int) -> GenerateRequest:
         top_k=20 if number % 3 == 2 else 0,
         top_p=0.9 if number % 3 == 2 else 1.0,
         seed=number * 0x1234567890AB - 5,
-        stop_ids=tuple(range(0, 1000, 7)) if number % 4 == 3 else (),
+        stop_ids=tuple(range(0, 1000, 16)) if number % 4 == 3 else (),
         min_tokens=3 if number % 4 == 3 else 0,
         logprobs=3 if number % 4 == 0 else None,
     )
