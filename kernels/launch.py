@@ -10,11 +10,15 @@ that takes part declares `PDL: tl.constexpr` and calls
 
 A kernel that does not declare `PDL` is launched without the attribute, so that it cannot end before its predecessors. Under
 TRITON_INTERPRET=1, and on GPUs below sm_90, `PDL` is False and both do nothing.
+
+`record()` lists the launches of what runs inside it. `record(target=(9, 0))` starts none of them: wrappers called on tensors of
+the meta device choose kernels, tiles and grids as they would on a GPU of that compute capability, and the nodes hold what a
+compiler needs.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -39,60 +43,98 @@ def trigger(PDL: tl.constexpr) -> None:
         tl.extra.cuda.gdc_launch_dependents()
 
 
+# Bytes of shared memory that a block may have, by compute capability; 99 KiB where none is named.
+_SHARED = {(8, 0): 166912, (9, 0): 232448, (10, 0): 232448, (10, 3): 232448}
+_TYPES = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv", torch.bool: "i1",
+    torch.uint8: "u8", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Node:
-    """One launch: the kernel's name, its grid, its constexprs and options."""
+    """One launch: the kernel's name, its grid, its constexprs and options; its function and the types of its arguments."""
 
     kernel: str
     grid: tuple[int, ...]
     constexprs: dict[str, Any]
+    function: Any = field(default=None, compare=False, repr=False)
+    types: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+
+@dataclass
+class _Recorder:
+    nodes: list[Node]
+    target: tuple[int, int] | None
 
 
 @dataclass
 class _Launcher:
-    """What this process has launched."""
+    """What this process has launched; compiled variants by id, which Triton keeps alive."""
 
-    variants: dict[int, Any]      # compiled kernels by id, which Triton keeps alive
+    variants: dict[int, Any]
     ready: bool = False
     late: int = 0
-    nodes: list[Node] | None = None
+    recorder: _Recorder | None = None
+
+    @property
+    def target(self) -> tuple[int, int] | None:
+        return self.recorder.target if self.recorder else None
 
 
 _launcher = _Launcher({})
 
 
 def usable(x: Tensor) -> bool:
-    """Whether Triton kernels run on `x`: it is on a GPU, or the interpreter is on."""
-    return x.is_cuda or bool(INTERPRET)
+    """Whether Triton kernels take `x`: it is on a GPU, the interpreter is on, or launches are only listed and it is on meta."""
+    return x.is_cuda or bool(INTERPRET) or (x.is_meta and _launcher.target is not None)
+
+
+def shared_memory(x: Tensor) -> int:
+    """Bytes of shared memory that a block may have on `x`'s GPU, or on the recorder's target; an H200's under the interpreter."""
+    target = _device_capability(x.device.index) if x.is_cuda else _launcher.target or (9, 0)
+    return _SHARED.get(target, 101376)
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], *args: Any, warps: int = 4, stages: int = 3, pdl: bool = True, **constexprs: Any
+    kernel: Any,
+    grid: tuple[int, ...],
+    *args: Any,
+    warps: int = 4,
+    stages: int = 3,
+    registers: int | None = None,
+    pdl: bool = True,
+    **constexprs: Any,
 ) -> None:
     """Starts `kernel` on the current device and stream; `constexprs` are its keyword arguments, `PDL` excepted, which is set here.
 
-    `pdl`: this kernel may start before its predecessor has ended, where the GPU and the kernel can (see the module's docstring)."""
+    `registers`: at most so many a thread. `pdl`: it may start before its predecessor has ended, where GPU and kernel can."""
     if "PDL" in kernel.arg_names:
-        constexprs["PDL"] = pdl and not INTERPRET and _has_pdl(torch.cuda.current_device())
-    if _launcher.nodes is not None:
-        _launcher.nodes.append(Node(kernel.__name__, grid, {**constexprs, "warps": warps, "stages": stages}))
+        constexprs["PDL"] = pdl and _has_pdl()
+    if _launcher.recorder is not None:
+        options = {"warps": warps, "stages": stages, "registers": registers}
+        _launcher.recorder.nodes.append(Node(kernel.__name__, grid, {**constexprs, **options}, kernel, _types(kernel, args)))
+    if _launcher.target is not None:
+        return
     if INTERPRET:
         kernel[grid](*args, **constexprs)
         return
     early = constexprs.get("PDL", False)
-    _count(kernel[grid](*args, num_warps=warps, num_stages=stages, launch_pdl=early, **constexprs))
+    _count(kernel[grid](*args, num_warps=warps, num_stages=stages, maxnreg=registers, launch_pdl=early, **constexprs))
 
 
 @contextmanager
-def record() -> Iterator[list[Node]]:
-    """Lists the launches made inside the `with`, in order. A recorder inside a recorder is an error."""
-    assert _launcher.nodes is None, "a recorder is active"
+def record(target: tuple[int, int] | None = None) -> Iterator[list[Node]]:
+    """Lists the launches made inside the `with`, in order; with a `target` (compute capability) they are not started.
+
+    A recorder inside a recorder is an error."""
+    assert _launcher.recorder is None, "a recorder is active"
     nodes: list[Node] = []
-    _launcher.nodes = nodes
+    _launcher.recorder = _Recorder(nodes, target)
     try:
         yield nodes
     finally:
-        _launcher.nodes = None
+        _launcher.recorder = None
 
 
 def compilations() -> int:
@@ -121,6 +163,27 @@ def _count(compiled: Any) -> None:
         _launcher.late += _launcher.ready
 
 
+def _types(kernel: Any, args: tuple[Any, ...]) -> dict[str, str]:
+    return {name: _type(arg) for name, arg in zip(kernel.arg_names, args, strict=False)}
+
+
+def _type(arg: Any) -> str:
+    """The type of an argument in Triton's signatures."""
+    if isinstance(arg, Tensor):
+        return "*" + _TYPES[arg.dtype]
+    if isinstance(arg, int):
+        return "i32" if -(2**31) <= arg < 2**31 else "i64"
+    if isinstance(arg, float):
+        return "fp32"
+    return f"tensordesc<{_TYPES[arg.base.dtype]}{list(arg.block_shape)}>"
+
+
+def _has_pdl() -> bool:
+    if _launcher.target is not None:
+        return _launcher.target >= (9, 0)
+    return not INTERPRET and _device_capability(torch.cuda.current_device()) >= (9, 0)
+
+
 @cache
-def _has_pdl(device: int) -> bool:
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+def _device_capability(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)

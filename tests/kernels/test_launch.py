@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kernels import launch as launcher
-from kernels.launch import Node, compilations, late_compilations, launch, ready, record, trigger, usable, wait
+from kernels.launch import Node, compilations, late_compilations, launch, ready, record, shared_memory, trigger, usable, wait
 from tests.support import interpreter
 
 pytestmark = pytest.mark.cpu
@@ -55,10 +55,33 @@ def interpreted_a_launch_runs_and_is_recorded() -> None:
     launch(_plain, (1,), x, BLOCK=8)
     assert out.tolist() == [float(i + 1) for i in range(10)]
     assert nodes == [
-        Node("_add", (3,), {"BLOCK": 4, "PDL": False, "warps": 1, "stages": 3}),
-        Node("_plain", (1,), {"BLOCK": 8, "warps": 4, "stages": 3}),
+        Node("_add", (3,), {"BLOCK": 4, "PDL": False, "warps": 1, "stages": 3, "registers": None}),
+        Node("_plain", (1,), {"BLOCK": 8, "warps": 4, "stages": 3, "registers": None}),
     ]
     assert compilations() == 0
+
+
+def test_a_target_lists_launches_and_starts_none() -> None:
+    """On meta tensors, nodes say what a GPU of the target would run: PDL from sm_90 on, types of arguments, nothing is started."""
+    x = torch.empty(10, device="meta", dtype=torch.bfloat16)
+    assert not usable(x)
+    for target, pdl in (((9, 0), True), ((8, 0), False)):
+        with record(target) as nodes:
+            assert usable(x)
+            assert not usable(torch.zeros(1))
+            launch(_add, (3,), x, x, 2**40, BLOCK=4)
+        assert nodes == [Node("_add", (3,), {"BLOCK": 4, "PDL": pdl, "warps": 4, "stages": 3, "registers": None})]
+        assert nodes[0].types == {"x": "*bf16", "out": "*bf16", "n": "i64"}
+        assert nodes[0].function is _add
+    assert compilations() == 0
+
+
+def test_shared_memory_of_targets() -> None:
+    """Each target has its own limit, and one that nobody named the least."""
+    x = torch.empty(1, device="meta")
+    for target, kib in (((8, 0), 163), ((9, 0), 227), ((10, 0), 227), ((12, 0), 99), ((8, 9), 99)):
+        with record(target):
+            assert shared_memory(x) == kib * 1024
 
 
 def interpreted_recorders_do_not_nest() -> None:
@@ -98,7 +121,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(launcher, "_launcher", launcher._Launcher({}))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     yield
-    launcher._has_pdl.cache_clear()
+    launcher._device_capability.cache_clear()
 
 
 @pytest.mark.parametrize(("capability", "asked", "given"), [((9, 0), True, True), ((8, 9), True, False), ((10, 0), False, False)])
@@ -110,8 +133,8 @@ def test_pdl_where_gpu_and_kernel_can(
     waits, never = _Kernel("x", "PDL"), _Kernel("x")
     launch(waits, (1,), 0, pdl=asked)
     launch(never, (1,), 0, pdl=asked)
-    assert waits.calls == [{"num_warps": 4, "num_stages": 3, "launch_pdl": given, "PDL": given}]
-    assert never.calls == [{"num_warps": 4, "num_stages": 3, "launch_pdl": False}]
+    assert waits.calls == [{"num_warps": 4, "num_stages": 3, "maxnreg": None, "launch_pdl": given, "PDL": given}]
+    assert never.calls == [{"num_warps": 4, "num_stages": 3, "maxnreg": None, "launch_pdl": False}]
 
 
 def test_compilations_are_counted_once(fresh: None) -> None:

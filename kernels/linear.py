@@ -1,0 +1,213 @@
+"""Weight products of few rows, and the gate of Gemma's MLP in the same kernel.
+
+    linear(x; W)       = cast( x W^T )
+    linear_geglu(x; W) = cast( gelu_tanh(x G^T) * x U^T )        W = [G; U]
+
+x [T, n], W [m, n], contiguous. A decode step reads every weight once, so up to 128 rows these are streams of weights, and the
+kernels exist to keep memory busy: weights are constant, so they are asked for before the kernel waits for its predecessors
+(kernels.launch), x after. One to four rows: products by lanes in fp32, weight tiles in registers (`_gemv`). Up to 128: `tl.dot`
+on padded rows (`_gemm`). Above, and for dtypes other than bf16: cuBLAS. All sums are fp32. A row's result depends on that row
+alone, and on the kernel and tile that `kernels.tiles` names for the number of rows.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.activation import geglu
+from kernels.launch import INTERPRET, launch, shared_memory, trigger, usable, wait
+from kernels.tiles import Shape, Tile, choose
+
+
+def linear(x: Tensor, weight: Tensor, out: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
+    """x [T, n], weight [m, n] -> [T, m] in `dtype`, by default x's. fp32 keeps the products unrounded: bf16 logits would tie in one
+    row of fourteen. `out` [T, m], contiguous, is written and returned; then nothing is allocated."""
+    out = _checked(x, weight, weight.shape[0], out, dtype)
+    tile = _tile(x, Shape(weight.shape[0], weight.shape[1]))
+    if tile is None:
+        return _linear_reference(x, weight, out)
+    return _run(tile, x, weight, out, gated=False)
+
+
+def linear_geglu(x: Tensor, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+    """x [T, n], gate_up [2 m, n], gate rows first -> [T, m] in x's dtype.
+
+    Up to 128 rows on a GPU both products stay fp32 until the one cast; elsewhere they are rounded to x's dtype before the gate."""
+    assert gate_up.shape[0] % 2 == 0, gate_up.shape
+    out = _checked(x, gate_up, gate_up.shape[0] // 2, out, None)
+    tile = _tile(x, Shape(gate_up.shape[0] // 2, gate_up.shape[1], gated=True))
+    if tile is None:
+        return out.copy_(geglu(linear(x, gate_up)))
+    return _run(tile, x, gate_up, out, gated=True)
+
+
+def _checked(x: Tensor, weight: Tensor, m: int, out: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+    """`out`, made if it is None; shapes, dtypes and contiguity are as the kernels take them for granted."""
+    assert x.ndim == weight.ndim == 2, (x.shape, weight.shape)
+    assert x.shape[1] == weight.shape[1], (x.shape, weight.shape)
+    assert x.dtype == weight.dtype, (x.dtype, weight.dtype)
+    assert x.is_contiguous(), x.stride()
+    assert weight.is_contiguous(), weight.stride()
+    if out is None:
+        return x.new_empty(x.shape[0], m, dtype=dtype)
+    assert out.shape == (x.shape[0], m), (out.shape, x.shape, m)
+    assert out.dtype == (dtype or x.dtype), (out.dtype, dtype, x.dtype)
+    assert out.is_contiguous(), out.stride()
+    return out
+
+
+def _linear_reference(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+    if out.dtype == x.dtype:
+        return torch.mm(x, weight.t(), out=out)
+    if x.is_cuda:
+        return torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
+    return torch.mm(x.to(out.dtype), weight.to(out.dtype).t(), out=out)
+
+
+def _tile(x: Tensor, shape: Shape) -> Tile | None:
+    """None: the library computes this product."""
+    rows = x.shape[0]
+    if rows == 0 or not usable(x) or not (x.dtype == torch.bfloat16 or INTERPRET):
+        return None
+    return choose(rows, shape, shared_memory(x))
+
+
+def _run(tile: Tile, x: Tensor, weight: Tensor, out: Tensor, *, gated: bool) -> Tensor:
+    """Starts `tile`'s kernel. A gated product is followed by another product: its dependents may start with it (kernels.launch)."""
+    rows, m = out.shape
+    kernel = _gemv if tile.kind == "gemv" else _gemm
+    extra = {"SWAP": tile.swap} if tile.kind == "gemm" else {}
+    launch(
+        kernel, (triton.cdiv(m, tile.bn),), x, weight, out, rows,
+        M=m, K=x.shape[1], ROWS=tile.rows, BN=tile.bn, BK=tile.bk, EARLY=tile.early, GATED=gated, START=gated,
+        warps=tile.warps, stages=tile.stages, registers=tile.registers, **extra,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _load(base: tl.tensor, TURN: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, POLICY: tl.constexpr) -> tl.tensor:
+    """Columns [TURN BK, (TURN + 1) BK) of the rows at `base` [rows, 1]; zeros behind K."""
+    at = TURN * BK + tl.arange(0, BK)[None, :]
+    if (TURN + 1) * BK <= K:
+        tile = tl.load(base + at, eviction_policy=POLICY)
+    else:
+        tile = tl.load(base + at, mask=at < K, other=0.0, eviction_policy=POLICY)
+    return tile
+
+
+@triton.jit
+def _gelu(x: tl.tensor) -> tl.tensor:
+    """tanh(y) = 2 sigmoid(2 y) - 1, and x/2 (1 + tanh y) = x sigmoid(2 y)."""
+    return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+
+
+@triton.jit
+def _add_products(
+    sums: tl.tuple, tiles: tl.tuple, x: tl.tensor, T: tl.tensor,
+    TURN: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, SIDES: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
+    """`sums`, by row and side [BN, BK / 8], and the products of tile TURN with the rows of x."""
+    added: tl.tuple = ()
+    for row in tl.static_range(ROWS):
+        values = _load(x + tl.minimum(row, T - 1) * K + tl.zeros([1, 1], tl.int32), TURN, K, BK, "").to(tl.float32)
+        for side in tl.static_range(SIDES):
+            old = sums[row * SIDES + side]
+            products = tl.reshape(tiles[TURN * SIDES + side].to(tl.float32) * values, [old.shape[0], BK // 8, 8])
+            added += (old + tl.sum(products, 2),)
+    return added
+
+
+@triton.jit(do_not_specialize=["T"])
+def _gemv(
+    x: tl.tensor, weight: tl.tensor, out: tl.tensor, T: tl.tensor, M: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr, GATED: tl.constexpr, START: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """BN outputs of up to ROWS rows. A thread adds up products of 8 neighbouring columns at once; the sum over threads comes last.
+    The loop over K is unrolled, so that EARLY weight tiles are always on their way."""
+    if START:
+        trigger(PDL)
+    TILES: tl.constexpr = (K + BK - 1) // BK
+    SIDES: tl.constexpr = 2 if GATED else 1
+    column = tl.program_id(0) * BN + tl.arange(0, BN)
+    base = weight + tl.minimum(column, M - 1).to(tl.int64)[:, None] * K
+    tiles: tl.tuple = ()
+    for i in tl.static_range(min(EARLY, TILES)):
+        for side in tl.static_range(SIDES):
+            tiles += (_load(base + side * M * K, i, K, BK, "evict_first"),)
+    wait(PDL)
+    sums = (tl.zeros([BN, BK // 8], tl.float32),) * (SIDES * ROWS)
+    for i in tl.static_range(TILES):
+        if i + EARLY < TILES:
+            for side in tl.static_range(SIDES):
+                tiles += (_load(base + side * M * K, i + EARLY, K, BK, "evict_first"),)
+        sums = _add_products(sums, tiles, x, T, i, K, BK, ROWS, SIDES)
+    for row in tl.static_range(ROWS):
+        total = tl.sum(sums[row * SIDES], 1)
+        if GATED:
+            total = _gelu(total) * tl.sum(sums[row * SIDES + 1], 1)
+        tl.store(out + row * M + column, total.to(out.dtype.element_ty), (column < M) & (row < T))
+
+
+@triton.jit
+def _fetch(base: tl.tensor, TURN: tl.constexpr, K: tl.constexpr, BK: tl.constexpr) -> None:
+    """Asks for tile TURN of the rows at `base` [rows, 1] to be brought to L2: one request a line of 128 bytes."""
+    at = tl.minimum(TURN * BK + 64 * tl.arange(0, BK // 64), K - 1)[None, :]
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [base + at], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _dot(x: tl.tensor, weight: tl.tensor, total: tl.tensor, SWAP: tl.constexpr) -> tl.tensor:
+    """total + x weight^T, or + weight x^T. The interpreter multiplies bf16 as integers: fp32 there."""
+    if INTERPRET:
+        x, weight = x.to(tl.float32), weight.to(tl.float32)
+    if SWAP:
+        total = tl.dot(weight, x.T, total)
+    else:
+        total = tl.dot(x, weight.T, total)
+    return total
+
+
+@triton.jit(do_not_specialize=["T"])
+def _gemm(
+    x: tl.tensor, weight: tl.tensor, out: tl.tensor, T: tl.tensor, M: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr, SWAP: tl.constexpr, GATED: tl.constexpr, START: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """BN outputs of up to ROWS rows; rows behind T repeat the last one and are not stored."""
+    if START:
+        trigger(PDL)
+    column = tl.program_id(0) * BN + tl.arange(0, BN)
+    base = weight + tl.minimum(column, M - 1).to(tl.int64)[:, None] * K
+    if not INTERPRET:
+        for i in tl.static_range(EARLY):
+            _fetch(base, i, K, BK)
+            if GATED:
+                _fetch(base + M * K, i, K, BK)
+    wait(PDL)
+    row = tl.arange(0, ROWS)
+    xs = x + tl.minimum(row, T - 1)[:, None] * K
+    at = tl.arange(0, BK)[None, :]
+    total = tl.zeros([BN, ROWS] if SWAP else [ROWS, BN], tl.float32)
+    up = total
+    for k in range(0, K, BK):
+        if K % BK == 0:
+            values = tl.load(xs + k + at)
+            tile = tl.load(base + k + at, eviction_policy="evict_first")
+        else:
+            values = tl.load(xs + k + at, mask=k + at < K, other=0.0)
+            tile = tl.load(base + k + at, mask=k + at < K, other=0.0, eviction_policy="evict_first")
+        total = _dot(values, tile, total, SWAP)
+        if GATED:
+            if K % BK == 0:
+                tile = tl.load(base + M * K + k + at, eviction_policy="evict_first")
+            else:
+                tile = tl.load(base + M * K + k + at, mask=k + at < K, other=0.0, eviction_policy="evict_first")
+            up = _dot(values, tile, up, SWAP)
+    if GATED:
+        total = _gelu(total) * up
+    if SWAP:
+        total = total.T
+    at_out = out + row[:, None].to(tl.int64) * M + column[None, :]
+    tl.store(at_out, total.to(out.dtype.element_ty), (row[:, None] < T) & (column[None, :] < M))

@@ -1,0 +1,119 @@
+"""Which kernel and tile a product of few rows takes: a committed table by shape and rows, cut to the GPU's shared memory.
+
+The choice is a pure function of (rows, shape, shared memory): nothing is timed at run time, and all ranks choose alike. The
+figures come from `python -m tests.bench.kernels --sweep`; a shape that is not in the table takes the nearest one's tile and says
+so once.
+"""
+
+import logging
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal
+
+Kind = Literal["gemv", "gemm"]
+ROW_CLASSES = (1, 2, 4, 16, 32, 64, 128)
+LARGE_SHARED = 232448  # bytes a block may have on sm_90 and sm_100
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One variant of a kernel. `rows` of x a CTA takes, `bn` of its outputs, `bk` of the inner dimension a turn.
+
+    `early`: weight tiles asked for before the kernel waits for its predecessors: held in registers (gemv), fetched to L2 (gemm).
+    `swap`: the weight is the MMA's left operand, whose 64 rows it fills, and x the right one. `stages`: depth of gemm's pipeline.
+    `registers`: at most so many a thread, so that more CTAs stay on an SM.
+    """
+
+    kind: Kind
+    rows: int
+    bn: int
+    bk: int
+    early: int
+    warps: int = 4
+    stages: int = 1
+    swap: bool = False
+    registers: int | None = None
+
+    def shared_bytes(self, gated: bool, itemsize: int = 2) -> int:
+        """What gemm's pipeline holds of x and weight; 0 for gemv, which needs only its reduction's few bytes."""
+        width = self.bn * (2 if gated else 1)
+        return self.stages * (self.rows + width) * self.bk * itemsize if self.kind == "gemm" else 0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """m outputs of n inputs each; `gated`: the weight has 2 m rows, gate first."""
+
+    m: int
+    n: int
+    gated: bool = False
+
+    def distance(self, other: "Shape") -> float:
+        """Factors between the two shapes' sizes, summed as logarithms; gated ones never stand for others."""
+        if self.gated != other.gated:
+            return math.inf
+        return abs(math.log(self.m / other.m)) + abs(math.log(self.n / other.n))
+
+
+def gemv(rows: int, bn: int, bk: int, early: int, warps: int = 4, registers: int | None = None) -> Tile:
+    return Tile("gemv", rows, bn, bk, early, warps, registers=registers)
+
+
+def gemm(rows: int, bn: int, bk: int, stages: int, early: int = 0, warps: int = 4, swap: bool = False) -> Tile:
+    return Tile("gemm", rows, bn, bk, early, warps, stages, swap)
+
+
+# Tiles of each class of rows; None: cuBLAS. 31B at TP=4 at 1 and 16 rows was measured on an H200, the other rows are to be.
+_FEW = {2: gemv(2, 4, 1024, 2), 4: gemv(4, 4, 1024, 1), 16: gemm(16, 32, 256, 4, early=1)}
+_MORE: dict[int, Tile | None] = {32: gemm(32, 32, 128, 5), 64: gemm(64, 64, 128, 4), 128: None}
+TABLE: dict[Shape, dict[int, Tile | None]] = {
+    Shape(4096, 5376): {1: gemv(1, 4, 1024, 4), **_FEW, **_MORE},
+    Shape(4608, 5376): {1: gemv(1, 4, 1024, 4), **_FEW, **_MORE},
+    Shape(5376, 2048): {1: gemv(1, 4, 1024, 2), **_FEW, **_MORE},
+    Shape(5376, 4096): {1: gemv(1, 4, 1024, 2), **_FEW, **_MORE},
+    Shape(5376, 5376): {1: gemv(1, 4, 1024, 4), **_FEW, **_MORE},
+    Shape(65536, 5376): {1: gemv(1, 4, 1024, 4), **_FEW, 16: gemm(16, 64, 128, 5, early=1), **_MORE},
+    Shape(5376, 5376, gated=True): {
+        1: gemv(1, 2, 1024, 4),
+        2: gemv(2, 2, 1024, 2),
+        4: gemv(4, 2, 1024, 1),
+        16: gemm(16, 32, 128, 5, early=1),
+        32: gemm(32, 32, 128, 4),
+        64: gemm(64, 32, 128, 4),
+        128: None,
+    },
+}
+
+
+def row_class(rows: int) -> int | None:
+    """The smallest class that holds `rows`; None above the largest, where cuBLAS is used."""
+    return next((size for size in ROW_CLASSES if rows <= size), None)
+
+
+@cache
+def choose(rows: int, shape: Shape, shared: int = LARGE_SHARED) -> Tile | None:
+    """The tile for `rows` rows of x on a GPU whose blocks may have `shared` bytes of shared memory; None: use cuBLAS."""
+    size = row_class(rows)
+    if size is None:
+        return None
+    tile = TABLE[_nearest(shape)][size]
+    return tile if tile is None else fit(tile, shape.gated, shared)
+
+
+def fit(tile: Tile, gated: bool, shared: int) -> Tile:
+    """`tile` with fewer stages, then a smaller `bk`, until its pipeline fits in `shared` bytes beside 1 KiB for reductions."""
+    while tile.shared_bytes(gated) > shared - 1024:
+        tile = replace(tile, stages=tile.stages - 1) if tile.stages > 2 else replace(tile, bk=tile.bk // 2)
+    return tile
+
+
+@cache
+def _nearest(shape: Shape) -> Shape:
+    if shape in TABLE:
+        return shape
+    nearest = min(TABLE, key=shape.distance)
+    _logger.info("no tile measured for %s: taking those of %s", shape, nearest)
+    return nearest

@@ -1,0 +1,185 @@
+"""Products of few rows: both kernels in the interpreter against fp64, the library's path, and the choice of tiles."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kernels.activation import geglu
+from kernels.launch import record
+from kernels.linear import _run, linear, linear_geglu
+from kernels.tiles import ROW_CLASSES, TABLE, Shape, Tile, choose, fit, gemm, gemv, row_class
+from tests.support import interpreter
+
+pytestmark = pytest.mark.cpu
+
+# Largest error relative to the largest output: fp32 sums; one rounding to bf16 (the interpreter truncates: 2^-7 instead of 2^-8).
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-7}
+DTYPES = list(TOLERANCE)
+TILES = [
+    gemv(1, 4, 64, early=4),
+    gemv(1, 2, 256, early=1),
+    gemv(2, 4, 64, early=2),
+    gemv(4, 2, 64, early=9),
+    gemm(16, 32, 64, stages=2, early=1),
+    gemm(32, 16, 32, stages=3, swap=True),
+]
+
+
+def product(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
+    """The formula in fp64."""
+    y = x.double() @ weight.double().t()
+    if not gated:
+        return y
+    gate, up = y.chunk(2, dim=-1)
+    return functional.gelu(gate, approximate="tanh") * up
+
+
+def error(out: Tensor, want: Tensor) -> float:
+    return float((out.double() - want).abs().max() / want.abs().max())
+
+
+def case(rows: int, m: int, n: int, dtype: torch.dtype, gated: bool) -> tuple[Tensor, Tensor]:
+    """x [rows, n] and a weight whose products are of order 1; the last column weighs, so that its loss shows."""
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, n, generator=generator)
+    x[:, -1] = 4
+    weight = torch.randn(m * (1 + gated), n, generator=generator) / n**0.5
+    return x.to(dtype), weight.to(dtype)
+
+
+def run(tile: Tile, x: Tensor, weight: Tensor, gated: bool) -> Tensor:
+    """`tile`'s kernel on x, its output within a larger tensor of NaN, nothing of which is written beside it."""
+    rows, m = x.shape[0], weight.shape[0] // (1 + gated)
+    around = torch.full((rows + 2, m), torch.nan, dtype=x.dtype)
+    _run(tile, x, weight, around[1:-1], gated=gated)
+    assert around[[0, -1]].isnan().all()
+    return around[1:-1]
+
+
+def test_under_the_interpreter() -> None:
+    """The interpreted cases of this file hold."""
+    interpreter.run(__file__)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def interpreted_kernels(tile: Tile, gated: bool, dtype: torch.dtype) -> None:
+    """Each kernel is the formula, also where no tile divides the sizes; a lost column or swapped halves are not."""
+    for rows, m, n in ((1, 22, 200), (max(1, tile.rows - 1), 16, 256)):
+        x, weight = case(rows, m, n, dtype, gated)
+        out, want = run(tile, x, weight, gated), product(x, weight, gated)
+        assert error(out, want) < TOLERANCE[dtype]
+        assert error(out, product(x[:, :-1], weight[:, :-1], gated)) > 4 * TOLERANCE[dtype]
+        if gated:
+            assert error(out, product(x, weight.roll(m, 0), gated)) > 4 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def interpreted_rows_do_not_touch_each_other(tile: Tile) -> None:
+    """A row's bits are the same beside rows of NaN, in another place, and alone; those of another row are not."""
+    x, weight = case(tile.rows, 12, 150, torch.bfloat16, False)
+    whole = run(tile, x, weight, False)
+    poisoned = torch.full_like(x, torch.nan)
+    poisoned[-1] = x[0]
+    assert torch.equal(run(tile, poisoned, weight, False)[-1], whole[0])
+    assert torch.equal(run(tile, x[:1], weight, False)[0], whole[0])
+    assert tile.rows == 1 or not torch.equal(whole[1], whole[0])
+
+
+@pytest.mark.parametrize("rows", [1, 3, 9, 40])
+def interpreted_wrappers_take_the_tables_tile(rows: int) -> None:
+    """On shapes that nobody measured the wrappers still compute the formula, in one launch, into `out` if given, fp32 if asked."""
+    x, weight = case(rows, 24, 96, torch.bfloat16, True)
+    with record() as nodes:
+        gate = linear_geglu(x, weight)
+        out = torch.empty(rows, 48, dtype=torch.bfloat16)
+        assert linear(x, weight, out) is out
+        wide = linear(x, weight, dtype=torch.float32)
+    assert len(nodes) == 3
+    assert error(gate, product(x, weight, True)) < TOLERANCE[torch.bfloat16]
+    assert error(out, product(x, weight, False)) < TOLERANCE[torch.bfloat16]
+    assert error(wide, product(x, weight, False)) < TOLERANCE[torch.float32]
+    assert error(wide.bfloat16(), product(x, weight, False)) > TOLERANCE[torch.float32]
+
+
+def interpreted_many_rows_take_the_library() -> None:
+    """Above the largest class, and for no rows at all, nothing is launched and the result is torch's."""
+    x, weight = case(ROW_CLASSES[-1] + 1, 8, 32, torch.float32, True)
+    with record() as nodes:
+        assert torch.equal(linear(x, weight), functional.linear(x, weight))
+        assert torch.equal(linear_geglu(x, weight), geglu(functional.linear(x, weight)))
+        assert linear(x[:0], weight).shape == (0, 16)
+    assert nodes == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_on_the_cpu(dtype: torch.dtype) -> None:
+    """Without the interpreter the CPU keeps torch's product, its dtype, and unrounded fp32 where that is asked for."""
+    x, weight = case(5, 24, 96, dtype, True)
+    assert torch.equal(linear(x, weight), functional.linear(x, weight))
+    assert torch.equal(linear_geglu(x, weight), geglu(functional.linear(x, weight)))
+    out = torch.empty(5, 48, dtype=torch.float32)
+    assert linear(x, weight, out, dtype=torch.float32) is out
+    assert error(out, product(x, weight, False)) < TOLERANCE[torch.float32]
+    assert dtype == torch.float32 or error(linear(x, weight), product(x, weight, False)) > TOLERANCE[torch.float32]
+
+
+def test_wrong_arguments_are_refused() -> None:
+    """Shapes, dtypes and strides that the kernels could not read fail with the values."""
+    x, weight = torch.zeros(3, 32), torch.zeros(8, 32)
+    with pytest.raises(AssertionError, match="31"):
+        linear(x[:, :31].contiguous(), weight)
+    with pytest.raises(AssertionError, match="bfloat16"):
+        linear(x.bfloat16(), weight)
+    with pytest.raises(AssertionError, match="64"):
+        linear(torch.zeros(3, 64)[:, ::2], weight)
+    with pytest.raises(AssertionError, match="3, 7"):
+        linear(x, weight, torch.zeros(3, 7))
+    with pytest.raises(AssertionError, match="bfloat16"):
+        linear(x, weight, torch.zeros(3, 8).bfloat16())
+    with pytest.raises(AssertionError, match="7"):
+        linear_geglu(x, weight[:7].contiguous())
+
+
+def test_every_shape_has_a_tile_for_every_row_class() -> None:
+    """The table is whole; tiles hold the rows of their class, gemv only few; `swap` needs the MMA's 64 rows."""
+    for shape, tiles in TABLE.items():
+        assert tuple(tiles) == ROW_CLASSES, shape
+        for rows, tile in tiles.items():
+            if tile is None:
+                continue
+            assert tile.rows == rows
+            assert (tile.kind == "gemv") == (rows <= 4), (shape, tile)
+            assert not tile.swap or tile.bn % 64 == 0
+            assert tile == fit(tile, shape.gated, 232448), (shape, tile)
+    assert [row_class(rows) for rows in (1, 2, 3, 5, 16, 17, 100, 129)] == [1, 2, 4, 16, 16, 32, 128, None]
+
+
+def test_a_missing_shape_takes_the_nearest_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    """It takes the tile of the nearest shape of its kind, with one line in the log; a shape of the table logs nothing."""
+    caplog.set_level(logging.INFO, "kernels.tiles")
+    for _ in range(2):
+        assert choose(1, Shape(5376, 2049)) == TABLE[Shape(5376, 2048)][1]
+        assert choose(16, Shape(70000, 5376)) == TABLE[Shape(65536, 5376)][16]
+        assert choose(1, Shape(100, 100, gated=True)) == TABLE[Shape(5376, 5376, gated=True)][1]
+        assert choose(1, Shape(5376, 2048)) == TABLE[Shape(5376, 2048)][1]
+    assert len(caplog.messages) == 3
+    assert "70000" in caplog.messages[1]
+
+
+def test_less_shared_memory_takes_fewer_stages() -> None:
+    """A pipeline is cut until it fits: stages first, then the width of a turn; one that fits is left alone."""
+    tile = gemm(64, 64, 256, stages=5)
+    assert fit(tile, False, 10**9) == tile
+    assert fit(tile, False, 232448) == replace(tile, stages=3)
+    assert fit(tile, False, 101376) == replace(tile, stages=2, bk=128)
+    assert fit(tile, True, 101376).shared_bytes(True) <= 101376 - 1024
+    for shape, tiles in TABLE.items():
+        for rows in tiles:
+            small = choose(rows, shape, 101376)
+            assert small is None or small.shared_bytes(shape.gated) <= 101376 - 1024
