@@ -29,9 +29,9 @@ from engine.channel import create_shared, map_shared, ring_bytes
 from engine.config import EngineConfig
 from engine.geometry import kv_groups, read_geometry
 from engine.lifeline import Allocate, BootArgs, Configure, Loaded, Ready
+from engine.memory import pool_pages
 from engine.plan import RankStatus, StatusBlock
 from engine.protocol import Control, encode_message, frame
-from engine.rank.memory import pool_pages
 
 REDUCE_BYTES = 64 << 20  # sparse: pages that no rank touches cost nothing
 SPIN_POLLS = 2000

@@ -25,19 +25,21 @@ from ray.serve import Application
 from starlette.types import ASGIApp
 
 from cluster.capability import probe
+from cluster.gauges import levels
 from cluster.group import Group
 from cluster.health import Watcher, raylet_pid
 from dashboards.discovery import cause_of
 from dashboards.exporter import Exporter, Facts
-from deploy import environment, logs, models
-from deploy.capacity import check_nodes
-from deploy.discovery import Announcer, RayPost, target_here
-from deploy.levels import levels
-from deploy.openai.routes import create_app
+from deploy import environment
+from deploy.edge.observe import logs
+from deploy.edge.observe.spans import tracer
+from deploy.edge.routes import create_app
+from deploy.edge.service import Defaults, Service
+from deploy.models.resolve import resolve, suppressed
+from deploy.nodes import check_nodes
+from deploy.registry import Announcer, RayPost, target_here
 from deploy.scaling import Demand
-from deploy.service import Defaults, Service
 from deploy.settings import DEPLOYMENT, Settings
-from deploy.spans import tracer
 from engine.config import EngineConfig, engine_config
 from engine.events import to_each
 from engine.front.client import EngineClient
@@ -94,7 +96,7 @@ def place(settings: Settings) -> Node:
     """Resolve the model reference and the device, on the node where the group will run. ConfigError names what is wrong."""
     device = settings.device if settings.device != "auto" else ("cuda" if settings.needs_gpus and probe().gpus else "cpu")
     load_format = settings.load_format or ("dummy" if settings.model.startswith("dummy:") else "safetensors")
-    return Node(models.resolve(settings.model, settings.revision), device, load_format)
+    return Node(resolve(settings.model, settings.revision), device, load_format)
 
 
 def configure(settings: Settings, node: Node) -> EngineConfig:
@@ -106,7 +108,7 @@ def configure(settings: Settings, node: Node) -> EngineConfig:
         model=str(node.folder),
         device=node.device,
         load_format=node.load_format,
-        suppress=models.suppressed(node.folder),
+        suppress=suppressed(node.folder),
         **values,
     )
 

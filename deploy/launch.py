@@ -25,7 +25,7 @@ from typing import Any
 
 from cluster.capability import node_gpus, visible_gpus
 from deploy import environment
-from deploy.capacity import check_nodes
+from deploy.nodes import check_nodes
 from deploy.settings import Settings
 from engine.errors import ConfigError, EngineDead
 

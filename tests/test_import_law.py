@@ -42,8 +42,8 @@ BREACHES = [
     ("cluster.group", "from fastapi import FastAPI", "only deploy imports fastapi"),
     ("cluster.group", "from deploy.settings import Settings", "may not import deploy"),
     ("cluster.capability", "from torch import cuda", "torch at module level"),
-    ("deploy.nano.build", "from kernels.norm import rms_norm", "may not import kernels"),
-    ("deploy.nano.build", "import torch.nn as nn", "torch at module level"),
+    ("deploy.models.nano.build", "from kernels.norm import rms_norm", "may not import kernels"),
+    ("deploy.models.nano.build", "import torch.nn as nn", "torch at module level"),
     ("deploy.app", "from tests.support.fake import Fake", "may not import tests"),
     ("dashboards.exporter", "from engine.core.loop import Loop", "may not import engine.core"),
 ]

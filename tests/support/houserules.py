@@ -13,9 +13,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("kernels", "engine", "cluster", "deploy", "dashboards")
-LEAVES = frozenset(
-    f"engine.{name}" for name in ("config", "checkpoint", "geometry", "protocol", "plan", "channel", "lifeline", "events", "errors")
-)
+_LEAF_NAMES = ("config", "checkpoint", "geometry", "memory", "protocol", "plan", "channel", "lifeline", "events", "errors")
+LEAVES = frozenset(f"engine.{name}" for name in _LEAF_NAMES)
 CONTROL = frozenset({"engine.core", "engine.front", "cluster", "deploy", "dashboards"})
 TIERS = frozenset({"pure", "cpu", "serve", "gpu", "gpu4"})
 
