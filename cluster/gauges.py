@@ -15,7 +15,7 @@ from engine.plan import RankStatus
 _NS = 1_000_000_000
 
 
-class Watched(Protocol):
+class StatusSource(Protocol):
     """What is needed of a group."""
 
     @property
@@ -34,7 +34,7 @@ class Front(Protocol):
     def waiting_since(self) -> int | None: ...
 
 
-def levels(group: Watched, front: Front) -> Levels:
+def levels(group: StatusSource, front: Front) -> Levels:
     """The figures now; from any thread."""
     statuses = group.status()
     return Levels(front.open, processes(statuses, alive(group.pidfds), time.monotonic_ns(), front.waiting_since))

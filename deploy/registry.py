@@ -13,7 +13,7 @@ import ray
 from ray import serve
 from ray.exceptions import RayError
 
-from dashboards.discovery import Answer, Counts, DiscoveryServer, Fleet, Target
+from dashboards.discovery import Answer, Counts, DiscoveryServer, Fleet, ScrapeTarget
 from deploy.settings import DiscoverySettings
 from engine.errors import ConfigError
 
@@ -44,11 +44,11 @@ class Discovery:
         """The address of the http_sd list."""
         return self._server.url
 
-    def beat(self, target: Target, counts: Counts) -> Answer:
+    def beat(self, target: ScrapeTarget, counts: Counts) -> Answer:
         """As Fleet.beat."""
         return self._fleet.beat(target, counts)
 
-    def leave(self, target: Target, cause: str | None, counts: Counts) -> None:
+    def leave(self, target: ScrapeTarget, cause: str | None, counts: Counts) -> None:
         """As Fleet.leave."""
         self._fleet.leave(target, cause, counts)
 
@@ -58,9 +58,9 @@ class Post(Protocol):
 
     def url(self) -> str: ...
 
-    def beat(self, target: Target, counts: Counts) -> Answer: ...
+    def beat(self, target: ScrapeTarget, counts: Counts) -> Answer: ...
 
-    def leave(self, target: Target, cause: str | None, counts: Counts) -> None: ...
+    def leave(self, target: ScrapeTarget, cause: str | None, counts: Counts) -> None: ...
 
 
 class RayPost:
@@ -74,11 +74,11 @@ class RayPost:
         """Its address; raises RayError when it cannot be started."""
         return str(ray.get(self._reach().url.remote(), timeout=_START_TIMEOUT_S))
 
-    def beat(self, target: Target, counts: Counts) -> Answer:
+    def beat(self, target: ScrapeTarget, counts: Counts) -> Answer:
         """As Fleet.beat."""
         return self._ask("beat", _BEAT_TIMEOUT_S, target, counts)  # type: ignore[no-any-return]
 
-    def leave(self, target: Target, cause: str | None, counts: Counts) -> None:
+    def leave(self, target: ScrapeTarget, cause: str | None, counts: Counts) -> None:
         """As Fleet.leave."""
         self._ask("leave", _LEAVE_TIMEOUT_S, target, cause, counts)
 
@@ -106,7 +106,7 @@ class Announcer:
     def __init__(
         self,
         post: Post,
-        target: Target,
+        target: ScrapeTarget,
         counts: Callable[[], Counts],
         on_url: Callable[[str], None],
         period_s: float = PERIOD_S,
@@ -172,12 +172,12 @@ def listed_nodes(nodes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{"targets": [f"{address}:{port}"], "labels": {"node": address}} for address, port in sorted(found) if port > 0]
 
 
-def target_here(model: str, metrics_url: str) -> Target:
+def target_here(model: str, metrics_url: str) -> ScrapeTarget:
     """This replica, as Serve and Ray call it, with the exporter at `metrics_url`."""
     context = serve.get_replica_context()
     node = ray.util.get_node_ip_address()
     address = address_of(metrics_url, node)
-    return Target(context.app_name, context.deployment, context.replica_id.unique_id, node, model, address)
+    return ScrapeTarget(context.app_name, context.deployment, context.replica_id.unique_id, node, model, address)
 
 
 def address_of(metrics_url: str, node: str) -> str:

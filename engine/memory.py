@@ -1,11 +1,14 @@
 """The memory arithmetic of the KV cache: how many bytes it may take, and how many pages each group gets. No torch."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
+from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.geometry import KVGroup
+from engine.geometry import KVGroup, kv_groups, read_geometry
 
 CPU_BYTES = 1 << 30  # of a whole group, where the device is the machine's own memory
+ITEMSIZE = {"float32": 4, "bfloat16": 2}  # bytes of an element, by the setting `dtype`
 
 
 def gpu_budget(total: int, used: int, fraction: float) -> int:
@@ -19,6 +22,14 @@ def gpu_budget(total: int, used: int, fraction: float) -> int:
 def cpu_budget(tp: int) -> int:
     """Bytes that one of `tp` ranks on a CPU may spend on all pools."""
     return CPU_BYTES // tp
+
+
+def pages_of(config: EngineConfig, kv_bytes: int) -> tuple[int, ...]:
+    """Pages of each KV group: as configured, else what fits `kv_bytes`, the least that any rank has left."""
+    if config.pages is not None:
+        return config.pages
+    groups = kv_groups(read_geometry(Path(config.model)), config.tp, config.page)
+    return pool_pages(groups, config.max_seqs, config.max_len, config.prefill_budget, kv_bytes, ITEMSIZE[config.dtype])
 
 
 def pool_pages(

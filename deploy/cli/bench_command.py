@@ -11,7 +11,7 @@ from engine.errors import ConfigError
 
 if TYPE_CHECKING:
     from deploy.load.generator import Ledger, Lengths, Level
-    from deploy.load.request import Target
+    from deploy.load.request import Endpoint
 
 RECEIVED, GENERATED = "quartet_requests_received_total", "quartet_generation_tokens_total"
 _LATE_S = 0.01
@@ -97,10 +97,10 @@ def levels(args: argparse.Namespace) -> list["Level"]:
     return [Level(concurrency=size, requests=requests, seconds=args.seconds) for size in args.concurrency or [8]]
 
 
-def target(args: argparse.Namespace) -> "Target":
+def target(args: argparse.Namespace) -> "Endpoint":
     """Where to; asks the endpoint for its model where none is named. ConfigError when it does not answer."""
-    from deploy.load.http_client import base_of, get
-    from deploy.load.request import Target
+    from deploy.cli.fetch import base_of, get
+    from deploy.load.request import Endpoint
 
     url, key = base_of(args.url), args.api_key or os.environ.get("OPENAI_API_KEY")
     model = args.model
@@ -109,7 +109,7 @@ def target(args: argparse.Namespace) -> "Target":
             model = get(f"{url}/v1/models", key=key).json()["data"][0]["id"]
         except (ValueError, KeyError, IndexError, TypeError) as error:
             raise ConfigError(f"{url}/v1/models names no model: say --model") from error
-    return Target(url, model, args.api, key, not args.no_stream, not args.eos, args.temperature, args.timeout)
+    return Endpoint(url, model, args.api, key, not args.no_stream, not args.eos, args.temperature, args.timeout)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -141,16 +141,16 @@ Run = tuple[str, "Ledger", dict[str, Any]]
 
 
 async def _levels(
-    where: "Target", shapes: tuple["Lengths", "Lengths"], wanted: list["Level"], args: argparse.Namespace
+    where: "Endpoint", shapes: tuple["Lengths", "Lengths"], wanted: list["Level"], args: argparse.Namespace
 ) -> list[Run]:
-    from deploy.load.generator import Load, Prompts, calibrate, connected
+    from deploy.load.generator import LoadRun, Prompts, calibrate, connected
 
     runs: list[Run] = []
     async with connected(where) as client:
         prompts = Prompts(*shapes, await calibrate(client, where, args.seed), args.seed)
         for level in wanted:
             with progress(str(level), level.requests) as advance:
-                load = Load(client, where, prompts, advance)
+                load = LoadRun(client, where, prompts, advance)
                 runs.append((str(level), load.ledger, await _measured(load, level, args.metrics)))
             if load.interrupted:
                 break
@@ -185,7 +185,7 @@ def good(result: dict[str, Any], tolerate: float) -> bool:
     return bool(requests["conserved"] and kept and requests["finished"] and lost <= tolerate * requests["sent"])
 
 
-def parts(where: "Target", found: list[dict[str, Any]]) -> Iterator[Part]:
+def parts(where: "Endpoint", found: list[dict[str, Any]]) -> Iterator[Part]:
     """The report as text: a block a level, and one table over several."""
     yield f"{where.model} at {where.address}"
     for result in found:

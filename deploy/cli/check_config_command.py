@@ -6,14 +6,12 @@
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Any
 
 from deploy.cli.output import OK, Part, Subparsers, command, emit
 from engine.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
-
     from deploy.settings import Settings
 
 TEACH = """\
@@ -37,6 +35,7 @@ def register(commands: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints each application's settings as they will be; ConfigError names what is wrong."""
     from deploy.scaling import check_policies
+    from deploy.serve_schema import check_schema
     from deploy.settings import IMPORT_PATH, read_config, read_settings
 
     config = read_config(args.config)
@@ -53,48 +52,6 @@ def run(args: argparse.Namespace) -> int:
     parts: list[Part] = list(lines)
     emit({"config": str(args.config), "applications": entries}, parts, as_json=args.json)
     return OK
-
-
-def check_schema(config: dict[str, Any], source: str) -> None:
-    """ConfigError names the keys that Serve itself would refuse."""
-    import pydantic
-    from ray.serve.schema import ServeDeploySchema
-
-    try:
-        ServeDeploySchema.model_validate(config)
-    except pydantic.ValidationError as error:
-        found = (f"{_path(detail['loc'])}: {detail['msg']}" for detail in error.errors(include_url=False))
-        raise ConfigError(f"{source}: {'; '.join(found)}") from error
-    if unknown := list(unknown_keys(ServeDeploySchema, config, "")):
-        raise ConfigError(f"{source}: {'; '.join(f'{key}: unknown key, which Serve would ignore' for key in unknown)}")
-
-
-def unknown_keys(schema: type["BaseModel"], value: Any, path: str) -> Iterator[str]:
-    """Dotted paths in `value` that `schema` and the models inside it have no field for: Serve drops them without a word."""
-    if not isinstance(value, dict) or schema.model_config.get("extra") == "allow":
-        return
-    for key, inner in value.items():
-        field, here = schema.model_fields.get(key), f"{path}{key}"
-        if field is None:
-            yield here
-            continue
-        for model in _models(field.annotation):
-            for place, entry in enumerate(inner) if isinstance(inner, list) else [(None, inner)]:
-                yield from unknown_keys(model, entry, f"{here}." if place is None else f"{here}.{place}.")
-
-
-def _models(annotation: Any) -> list[type["BaseModel"]]:
-    """The one model that an annotation holds, as itself, optional or in a list; none where it holds several, or other things."""
-    from pydantic import BaseModel
-
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    found = [model for inner in get_args(annotation) for model in _models(inner)]
-    return found if len(found) == 1 and get_origin(annotation) is not dict else []
-
-
-def _path(location: tuple[int | str, ...]) -> str:
-    return ".".join(str(part) for part in location) or "the config"
 
 
 def deployment_notes(app: dict[str, Any], settings: "Settings", source: str) -> Iterator[str]:

@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 def _live(args: argparse.Namespace) -> int:
     """The boards on a page until Ctrl-C or SIGTERM, or their figures once."""
     from dashboards.live import Boards, LivePage
-    from deploy.launch import Interrupted, interruptible
+    from deploy.launcher import Interrupted, interruptible
 
     began = time.time()
     with suppress(Interrupted), interruptible(), _prometheus(args) as api:
@@ -113,7 +113,7 @@ def _prometheus(args: argparse.Namespace) -> Iterator["Api"]:
 
 def discovery(url: str) -> str:
     """The http_sd list that `url` is, or whose deployment's API it is. ConfigError: nobody answers, or it has none."""
-    from deploy.load.http_client import base_of, get
+    from deploy.cli.fetch import base_of, get
 
     if url.rstrip("/").endswith("/targets"):
         get(url)
@@ -129,7 +129,7 @@ def discovery(url: str) -> str:
 
 def _named(ready: str) -> str:
     """What a replica's health names; it takes a moment to learn it. ConfigError: it does not."""
-    from deploy.load.http_client import get
+    from deploy.cli.fetch import get
 
     end = time.monotonic() + _FOUND_TIMEOUT_S / 3
     while time.monotonic() < end:

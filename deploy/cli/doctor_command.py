@@ -47,7 +47,7 @@ def look(config: Path | None) -> Iterator["Finding"]:
     """Every check, in the order in which one would set a machine up."""
     from cluster.capability import probe
     from deploy.cli import machine_checks as checks
-    from deploy.launch import ROOT
+    from deploy.launcher import ROOT
 
     capability = probe()
     yield from checks.software()

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from cluster.capability import Capability, Gpu
 from deploy import environment
-from deploy.launch import HAPROXY_PORTS, ROOT, check_port
+from deploy.launcher import HAPROXY_PORTS, ROOT, check_port
 from engine.errors import ConfigError
 
 State = Literal["ok", "warn", "fail"]

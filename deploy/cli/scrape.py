@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from deploy.load.http_client import base_of, get
+from deploy.cli.fetch import base_of, get
 from engine.errors import ConfigError
 
 Samples = Mapping[str, list[tuple[dict[str, str], float]]]

@@ -71,7 +71,7 @@ class Sizing:
         return bisect.bisect_left(range(1, MAX_SEQS + 1), x=True, key=lambda slots: not self._all_fit(slots, tokens))
 
     def _all_fit(self, slots: int, tokens: int) -> bool:
-        from cluster.group import pages_of
+        from engine.memory import pages_of
 
         engine = msgspec.structs.replace(self.config, max_seqs=slots, pages=None)
         try:
@@ -136,10 +136,10 @@ def _in_hub_cache(settings: "Settings") -> Path | None:
 
 def configured(settings: "Settings", folder: Path) -> EngineConfig:
     """The engine's settings as a replica would make them. ConfigError or CheckpointError names what the shape forbids."""
-    from deploy.app import Node, configure
+    from deploy.placement import Placement, configure
 
     device = settings.device if settings.device != "auto" else "cuda" if settings.needs_gpus else "cpu"
-    return configure(settings, Node(folder, device, settings.load_format or "safetensors"))
+    return configure(settings, Placement(folder, device, settings.load_format or "safetensors"))
 
 
 def size(engine: EngineConfig, weights: int, memory: int, reserve: int = RESERVE) -> Sizing:
@@ -147,7 +147,7 @@ def size(engine: EngineConfig, weights: int, memory: int, reserve: int = RESERVE
 
     ConfigError when it does not fit, with the numbers.
     """
-    from cluster.group import pages_of
+    from engine.memory import pages_of
 
     budget = kv_budget(engine, memory, weights + reserve)
     if budget <= 0:

@@ -15,7 +15,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from deploy.edge.observe.record import Record, SlowReader, record_of
+from deploy.edge.observe.record import RequestRecord, SlowReader, record_of
 from deploy.edge.openai.error_response import DeadlineExceeded, body_of
 from deploy.edge.openai.forms import DONE, Form, Usage
 from deploy.edge.service import Service
@@ -42,7 +42,7 @@ class Answer(Response):
         self._include_usage = include_usage
         self._generations: list[Generation] = []
         self._started = False
-        self._record: Record
+        self._record: RequestRecord
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, unless the client leaves first; then the engine is told."""
@@ -59,7 +59,7 @@ class Answer(Response):
                 await _cancel(work, gone)
                 self._abort(AbortReason.client_gone)
 
-    def _note(self, record: Record) -> None:
+    def _note(self, record: RequestRecord) -> None:
         """What is known before the first token."""
         self._record = record
         record.model, record.answer, record.stream = self._service.name, self._form.id, self._streams

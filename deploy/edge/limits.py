@@ -19,8 +19,8 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from deploy.edge.edge_settings import LimitSettings
 from deploy.edge.openai.error_response import HeadersTooLarge, TooLarge, TooSlow, response_of
-from deploy.settings import LimitSettings
 from engine.errors import InvalidRequest
 
 STRIPPED = frozenset(

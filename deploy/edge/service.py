@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 
+from deploy.edge.edge_settings import LimitSettings, LogSettings
 from deploy.edge.observe.spans import Tracer
 from deploy.edge.openai.schemas import ChatRequest, CompletionRequest, Sampling
-from deploy.settings import LimitSettings, LogSettings
 from engine.checkpoint import generation_config
 from engine.errors import EngineDead, InvalidRequest, ModelNotFound, Overloaded
 from engine.front.generation import Engine, Generation, Job

@@ -20,9 +20,8 @@ from typing import Any
 import httpx
 import numpy as np
 
-from deploy.load.http_client import own
-from deploy.load.request import ENDS, Record, Target, ask
-from engine.errors import ConfigError
+from deploy.load.problem import LoadError
+from deploy.load.request import ENDS, Endpoint, RequestResult, ask, own
 
 _TEXT = (
     "time year people way day man thing woman life child world school state family student group country problem hand part "
@@ -99,11 +98,11 @@ class Ledger:
     """Every request of a run. `sent` counts at the sender, `records` holds what ended; `lag`: how late the client itself was, s."""
 
     sent: int = 0
-    records: list[Record] = field(default_factory=list)
+    records: list[RequestResult] = field(default_factory=list)
     lag: list[float] = field(default_factory=list)
     seconds: float = 0.0
 
-    def book(self, record: Record) -> None:
+    def book(self, record: RequestResult) -> None:
         """A request has ended."""
         self.records.append(record)
 
@@ -119,7 +118,7 @@ class Ledger:
 
 
 @asynccontextmanager
-async def connected(target: Target) -> AsyncIterator[httpx.AsyncClient]:
+async def connected(target: Endpoint) -> AsyncIterator[httpx.AsyncClient]:
     """A client without a bound on connections: the load decides how many there are."""
     headers = {"authorization": f"Bearer {target.key}"} if target.key else {}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
@@ -128,28 +127,28 @@ async def connected(target: Target) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def calibrate(client: httpx.AsyncClient, target: Target, seed: int) -> Scale:
+async def calibrate(client: httpx.AsyncClient, target: Endpoint, seed: int) -> Scale:
     """Two requests of one token, which also warm up the way: what a word costs, by the server's own count.
 
-    ConfigError when the endpoint does not answer them, with what it said.
+    LoadError when the endpoint does not answer them, with what it said.
     """
     rng, found = np.random.default_rng(seed), []
     for words in _PROBES:
-        record = Record(0, 1, time.perf_counter())
+        record = RequestResult(0, 1, time.perf_counter())
         await ask(client, target, record, text(rng, words))
         if record.end != "finished":
-            raise ConfigError(f"{target.address}: the first request ended as {record.end}: {record.detail}")
+            raise LoadError(f"{target.address}: the first request ended as {record.end}: {record.detail}")
         if not record.prompt_tokens:
-            raise ConfigError(f"{target.address} reports no usage: its prompt and output tokens cannot be counted")
+            raise LoadError(f"{target.address} reports no usage: its prompt and output tokens cannot be counted")
         found.append(record.prompt_tokens)
     per_word = max((found[1] - found[0]) / (_PROBES[1] - _PROBES[0]), 1e-3)
     return Scale(found[0] - _PROBES[0] * per_word, per_word)
 
 
-class Load:
+class LoadRun:
     """One level against one target. `ended` is called at each end."""
 
-    def __init__(self, client: httpx.AsyncClient, target: Target, prompts: Prompts, ended: Callable[[], None]) -> None:
+    def __init__(self, client: httpx.AsyncClient, target: Endpoint, prompts: Prompts, ended: Callable[[], None]) -> None:
         self._client, self._target, self._prompts, self._ended = client, target, prompts, ended
         self._tasks: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
@@ -206,14 +205,14 @@ class Load:
     def _send(self) -> asyncio.Task[None]:
         """Count a request, and start it."""
         prompt, tokens = self._prompts.next()
-        record = Record(next(self._numbers), tokens, time.perf_counter())
+        record = RequestResult(next(self._numbers), tokens, time.perf_counter())
         self.ledger.sent += 1
         task = asyncio.create_task(ask(self._client, self._target, record, prompt))
         self._tasks.add(task)
         task.add_done_callback(lambda done: self._book(done, record))
         return task
 
-    def _book(self, task: asyncio.Task[None], record: Record) -> None:
+    def _book(self, task: asyncio.Task[None], record: RequestResult) -> None:
         """A request has ended, whichever way: a task that was cancelled before it ran has an end, too."""
         self._tasks.discard(task)
         if task.cancelled():

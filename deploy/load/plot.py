@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploy.load.generator import Ledger
+from deploy.load.problem import LoadError
 from deploy.load.summary import TIMES, times
-from engine.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -14,16 +14,16 @@ _KINDS = ("ttft", "tpot", "e2e")
 
 
 def check_plot(path: Path) -> None:
-    """Before any load is sent: ConfigError where there is no matplotlib, or nowhere to write."""
+    """Before any load is sent: LoadError where there is no matplotlib, or nowhere to write."""
     try:
         import matplotlib as mpl
     except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install -c constraints.txt matplotlib") from error
+        raise LoadError("--plot needs matplotlib: pip install -c constraints.txt matplotlib") from error
     if not path.parent.is_dir():
-        raise ConfigError(f"--plot: {path.parent} is no folder")
+        raise LoadError(f"--plot: {path.parent} is no folder")
     known = ("png", "svg", "pdf")
     if path.suffix.removeprefix(".") not in known:
-        raise ConfigError(f"--plot: {path.name} is none of {', '.join(f'*.{name}' for name in known)}")
+        raise LoadError(f"--plot: {path.name} is none of {', '.join(f'*.{name}' for name in known)}")
     mpl.use("agg")
 
 

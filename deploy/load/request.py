@@ -13,17 +13,19 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import httpx
 
 End = Literal["finished", "refused", "failed", "cut", "timeout", "unreachable", "cancelled"]
 ENDS: tuple[End, ...] = ("finished", "refused", "failed", "cut", "timeout", "unreachable", "cancelled")
+LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 _REFUSALS = (429, 503)
 _TEXTS = ("content", "reasoning_content", "reasoning")  # keys of a delta that hold text
 
 
 @dataclass(frozen=True)
-class Target:
+class Endpoint:
     """Where requests go and how each asks: `url` is the API's base without /v1."""
 
     url: str
@@ -50,7 +52,7 @@ class Target:
 
 
 @dataclass
-class Record:
+class RequestResult:
     """What became of one request. Times are seconds on the client's clock; tokens as the server's usage counts them."""
 
     number: int
@@ -80,7 +82,12 @@ class Record:
         return (self.last - self.first) / (self.output_tokens - 1)
 
 
-async def ask(client: httpx.AsyncClient, target: Target, record: Record, prompt: str) -> None:
+def own(url: str) -> bool:
+    """Whether `url` leads to this machine: then no proxy may stand between."""
+    return (urlsplit(url).hostname or "") in LOOPBACK
+
+
+async def ask(client: httpx.AsyncClient, target: Endpoint, record: RequestResult, prompt: str) -> None:
     """Send one request and fill its record; whatever happens, it has an end afterwards."""
     try:
         async with asyncio.timeout(target.timeout_s):
@@ -98,7 +105,7 @@ async def ask(client: httpx.AsyncClient, target: Target, record: Record, prompt:
         record.done = time.perf_counter()
 
 
-async def _exchange(client: httpx.AsyncClient, target: Target, record: Record, prompt: str) -> tuple[End, str]:
+async def _exchange(client: httpx.AsyncClient, target: Endpoint, record: RequestResult, prompt: str) -> tuple[End, str]:
     async with client.stream("POST", target.address, json=target.body(prompt, record.wanted)) as reply:
         if reply.status_code != httpx.codes.OK:
             text = " ".join((await reply.aread()).decode(errors="replace").split())
@@ -108,7 +115,7 @@ async def _exchange(client: httpx.AsyncClient, target: Target, record: Record, p
         return _whole(await reply.aread(), record)
 
 
-def _whole(body: bytes, record: Record) -> tuple[End, str]:
+def _whole(body: bytes, record: RequestResult) -> tuple[End, str]:
     """A reply in one piece."""
     try:
         document = json.loads(body)
@@ -119,7 +126,7 @@ def _whole(body: bytes, record: Record) -> tuple[End, str]:
     return ("finished", "") if finish else ("cut", "no finish_reason")
 
 
-async def _follow(reply: httpx.Response, record: Record) -> tuple[End, str]:
+async def _follow(reply: httpx.Response, record: RequestResult) -> tuple[End, str]:
     """A stream, event by event. Whole means: a finish reason, and [DONE] behind it."""
     finish, closed = None, False
     async for now, data in _events(reply):
@@ -140,7 +147,7 @@ async def _follow(reply: httpx.Response, record: Record) -> tuple[End, str]:
     return "cut", "the stream ended without [DONE]" if not closed else "no finish_reason"
 
 
-def _take(event: dict[str, Any], now: float, record: Record) -> str | None:
+def _take(event: dict[str, Any], now: float, record: RequestResult) -> str | None:
     """Fold one event in; its finish reason, if it has one."""
     _count(event, record)
     finish = None
@@ -156,7 +163,7 @@ def _take(event: dict[str, Any], now: float, record: Record) -> str | None:
     return finish
 
 
-def _count(document: dict[str, Any], record: Record) -> None:
+def _count(document: dict[str, Any], record: RequestResult) -> None:
     usage = document.get("usage")
     if usage:
         record.prompt_tokens, record.output_tokens = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)

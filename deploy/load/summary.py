@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from deploy.load.generator import Ledger, Level
-from deploy.load.request import Record
+from deploy.load.request import RequestResult
 
 SHARES = (50, 90, 95, 99)
 TIMES = {"ttft": "time to first token", "tpot": "time per output token", "itl": "between events", "e2e": "whole request"}
@@ -23,7 +23,7 @@ def spread(values: Iterable[float]) -> dict[str, float] | None:
     return {"count": int(found.size), "mean": float(found.mean()), **shares, "min": float(found.min()), "max": float(found.max())}
 
 
-def times(records: list[Record]) -> dict[str, list[float]]:
+def times(records: list[RequestResult]) -> dict[str, list[float]]:
     """Seconds of each kind, of the requests that finished. Without a stream there are only whole requests."""
     return {
         "ttft": [each.ttft for each in records if each.ttft is not None],
@@ -57,7 +57,7 @@ def summary(level: Level, ledger: Ledger) -> dict[str, Any]:
     }
 
 
-def problems(records: list[Record]) -> list[str]:
+def problems(records: list[RequestResult]) -> list[str]:
     """The commonest ends other than `finished`, with what was said."""
     said = Counter(f"{each.end}: {each.detail}" for each in records if each.end != "finished")
     return [f"{times} x {what}" for what, times in said.most_common(_DETAILS)]

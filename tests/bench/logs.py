@@ -19,12 +19,12 @@ from ray.serve._private.logging_utils import configure_component_logger
 from ray.serve.schema import LoggingConfig
 from starlette.types import ASGIApp
 
+from deploy.edge.edge_settings import LogSettings, TracingSettings
 from deploy.edge.observe import logs
 from deploy.edge.observe.spans import Tracer, tracer
 from deploy.edge.routes import create_app
 from deploy.edge.service import Service
 from deploy.models.resolve import resolve
-from deploy.settings import LogSettings, TracingSettings
 from engine.front.text import TextProcessor
 from tests.support.edge.collector import Collector
 from tests.support.edge.ready_engine import ReadyEngine, request

@@ -7,12 +7,12 @@ from collections.abc import Callable
 import pytest
 from ray.exceptions import GetTimeoutError
 
-from dashboards.discovery import Answer, Counts, Fleet, Target
+from dashboards.discovery import Answer, Counts, Fleet, ScrapeTarget
 from deploy.registry import Announcer, Discovery, address_of, listed_nodes
 
 pytestmark = pytest.mark.pure
 
-TARGET = Target("quartet", "Quartet", "r1", "10.0.0.1", "nano-31b", "127.0.0.1:9001")
+TARGET = ScrapeTarget("quartet", "Quartet", "r1", "10.0.0.1", "nano-31b", "127.0.0.1:9001")
 COUNTS: Counts = {("quartet_generation_tokens_total", ()): 5.0}
 PERIOD_S = 0.01
 
@@ -35,12 +35,12 @@ class FakePost:
         self._check()
         return "http://127.0.0.1:9464/targets"
 
-    def beat(self, target: Target, counts: Counts) -> Answer:
+    def beat(self, target: ScrapeTarget, counts: Counts) -> Answer:
         self._check()
         self.beats += 1
         return self.fleet.beat(target, counts)
 
-    def leave(self, target: Target, cause: str | None, counts: Counts) -> None:
+    def leave(self, target: ScrapeTarget, cause: str | None, counts: Counts) -> None:
         self._check()
         self.fleet.leave(target, cause, counts)
 

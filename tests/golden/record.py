@@ -1,7 +1,8 @@
 """Writes the golden plan stream: `python -m tests.golden.record`. Run it only where what a model answers is meant to change.
 
-One rank in fp32 on the CPU serves `tests.support.engine.recording`'s requests with the trained nano 31b. The file holds every plan, and
-of every result row the token and the reported logprobs, as JSON: the layout of plans in memory may change, what they say may not.
+One rank in fp32 on the CPU serves the requests of `tests.support.engine.recording` with the trained nano 31b. The file holds every
+plan, and of every result row the token and the reported logprobs, as JSON: the layout of plans in memory may change, what they say
+may not.
 """
 
 import gzip

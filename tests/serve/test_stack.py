@@ -20,8 +20,8 @@ import openai
 import pytest
 import yaml
 
-from deploy.load.generator import Ledger, Lengths, Level, Load, Prompts, Scale, connected
-from deploy.load.request import Target
+from deploy.load.generator import Ledger, Lengths, Level, LoadRun, Prompts, Scale, connected
+from deploy.load.request import Endpoint
 from deploy.models.nano.exercises import SKILLS, Exercise, drawing, exam, right
 from deploy.models.resolve import resolve
 from engine.front.text import TextProcessor
@@ -159,12 +159,12 @@ def test_only_what_is_declared_listens_beyond_loopback(stack: Stack) -> None:
 
 def test_a_burst_of_its_whole_capacity_is_taken(stack: Stack) -> None:
     """As many requests as a replica takes on, all sent in the same moment: none is refused."""
-    target = Target(stack.url, MODEL, timeout_s=90)
+    target = Endpoint(stack.url, MODEL, timeout_s=90)
     prompts = Prompts(Lengths(8, 16), Lengths(2, 2), Scale(), SEED)
 
     async def burst() -> Ledger:
         async with connected(target) as client:
-            return await Load(client, target, prompts, lambda: None).run(Level(concurrency=CAPACITY, requests=CAPACITY))
+            return await LoadRun(client, target, prompts, lambda: None).run(Level(concurrency=CAPACITY, requests=CAPACITY))
 
     balance = asyncio.run(burst()).balance()
     assert (balance["finished"], balance["conserved"]) == (CAPACITY, True), balance

@@ -1,6 +1,6 @@
 """What is said of each request: its id on the reply, one access line and one trace at its end.
 
-    journal (this) -> limits -> FastAPI -> route -> Answer       the Record travels in the scope; whoever learns something notes it
+    access log (this) -> limits -> FastAPI -> route -> Answer      the RequestRecord travels in the scope; each notes what it learns
        `- at the end: access line, spans
 
 A stream's chunks are sent past this and past Starlette's wrappers, who only look at the reply's head: a token costs nothing here.
@@ -13,8 +13,8 @@ import time
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deploy.edge.observe.logs import RECORD, REQUEST_ID, only, request_id
-from deploy.edge.observe.record import OPERATIONS, Record, fields
+from deploy.edge.observe.record import OPERATIONS, RequestRecord, fields
+from deploy.edge.scope import RECORD, REQUEST_ID, only, request_id
 from deploy.edge.service import Service
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class Journal:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = Record(request_id(scope["headers"]), method_of(scope), route_of(scope), send, time.monotonic())
+        record = RequestRecord(request_id(scope["headers"]), method_of(scope), route_of(scope), send, time.monotonic())
         record.traceparent = only(scope["headers"], b"traceparent")
         known = REQUEST_ID.set(record.id)
         try:
@@ -51,7 +51,7 @@ class Journal:
             self._close(record)
             REQUEST_ID.reset(known)
 
-    def _stamped(self, record: Record) -> Send:
+    def _stamped(self, record: RequestRecord) -> Send:
         async def send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
@@ -61,7 +61,7 @@ class Journal:
 
         return send
 
-    def _close(self, record: Record) -> None:
+    def _close(self, record: RequestRecord) -> None:
         if self._service.tracer is not None and record.route in OPERATIONS:
             record.trace_id = self._service.tracer.trace(record)
         level = _level(record)
@@ -71,13 +71,13 @@ class Journal:
             logger.log(level, "%s %s%s", record.method, record.route, detail, extra={**said, **_where(record)})
 
 
-def _level(record: Record) -> int:
+def _level(record: RequestRecord) -> int:
     if record.failed:
         return logging.ERROR
     return logging.DEBUG if record.route in _PROBES else logging.INFO
 
 
-def _where(record: Record) -> dict[str, str]:
+def _where(record: RequestRecord) -> dict[str, str]:
     return {"request_id": record.id, "http_method": record.method, "http_route": record.route}
 
 

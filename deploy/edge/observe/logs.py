@@ -9,32 +9,14 @@ that id: no prompt, no answer, no header, no path, no name of a model that is no
 
 import logging
 import re
-import secrets
-from collections.abc import Iterable
-from contextvars import ContextVar
 from typing import Any
 
-from deploy.settings import LogSettings
+from deploy.edge.edge_settings import LogSettings
+from deploy.edge.scope import REQUEST_ID
 
-RECORD = "quartet.record"  # where an ASGI scope keeps its request's Record (deploy/edge/observe/access_log.py)
-REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
-
-_SANE_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _ROOMS = ("cluster", "dashboards", "deploy", "engine")
 _SERVE = "ray.serve"
-
-
-def request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """The client's id, where it sent exactly one and it is 1 to 128 of A-Z a-z 0-9 . _ -; else a new one."""
-    given = only(headers, b"x-request-id")
-    return given.decode() if given is not None and _SANE_ID.fullmatch(given) else secrets.token_hex(16)
-
-
-def only(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> bytes | None:
-    """A header's value, where there is exactly one of that (lower-case) name."""
-    values = [value for name, value in headers if name.lower() == wanted]
-    return values[0] if len(values) == 1 else None
 
 
 def serve_config(settings: LogSettings) -> dict[str, Any] | None:

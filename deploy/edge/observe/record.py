@@ -13,8 +13,8 @@ from typing import Any
 
 from starlette.types import Scope, Send
 
-from deploy.edge.observe.logs import RECORD
 from deploy.edge.openai.error_response import DeadlineExceeded, body_of
+from deploy.edge.scope import RECORD
 from engine.errors import EngineDead, InvalidRequest, QuartetError
 from engine.front.client import Clock
 
@@ -27,7 +27,7 @@ class SlowReader(Exception):
 
 
 @dataclass(slots=True)
-class Record:
+class RequestRecord:
     """One request, as far as it has come. Times in seconds on the monotonic clock. `clocks`: of each choice that was submitted."""
 
     id: str
@@ -89,13 +89,13 @@ class Record:
         return min((clock.submitted - self.began for clock in self.clocks if clock is not None), default=None)
 
 
-def record_of(scope: Scope) -> Record:
+def record_of(scope: Scope) -> RequestRecord:
     """The record of the request that `scope` is of."""
-    record: Record = scope[RECORD]
+    record: RequestRecord = scope[RECORD]
     return record
 
 
-def fields(record: Record) -> dict[str, Any]:
+def fields(record: RequestRecord) -> dict[str, Any]:
     """What the access line states beside method, route and id; what does not apply is left out."""
     said: dict[str, Any] = {
         "status": record.shown_status,

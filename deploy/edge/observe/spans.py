@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from deploy.edge.observe.record import OPERATIONS, Record
-from deploy.settings import TracingSettings
+from deploy.edge.edge_settings import TracingSettings
+from deploy.edge.observe.record import OPERATIONS, RequestRecord
 from engine.front.client import Clock
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Parent:
 
 
 @dataclass(frozen=True)
-class Phase:
+class ChildSpan:
     """A child span of one choice; seconds on the monotonic clock."""
 
     name: str
@@ -67,7 +67,7 @@ class Trace:
     end: float
     attributes: Mapping[str, Any]
     failed: bool
-    phases: tuple[Phase, ...]
+    phases: tuple[ChildSpan, ...]
     offset_ns: int
 
     def wall_ns(self, moment: float) -> int:
@@ -101,7 +101,7 @@ class Tracer:
         self._thread = threading.Thread(target=self._deliver, name="spans", daemon=True)
         self._thread.start()
 
-    def trace(self, record: Record) -> str | None:
+    def trace(self, record: RequestRecord) -> str | None:
         """Hand over a request that has ended; its trace id, or None where it is not sampled."""
         parent = parent_of(record.traceparent) or self._root()
         if not parent.sampled:
@@ -182,7 +182,7 @@ def parent_of(header: bytes | None) -> Parent | None:
     return Parent(trace, span, bool(int(found[4], 16) & 1)) if trace and span else None
 
 
-def trace_of(record: Record, parent: Parent) -> Trace:
+def trace_of(record: RequestRecord, parent: Parent) -> Trace:
     """What the spans of an ended request say."""
     name = " ".join(filter(None, (OPERATIONS[record.route], record.model)))
     offset_ns = time.time_ns() - time.monotonic_ns()
@@ -190,23 +190,23 @@ def trace_of(record: Record, parent: Parent) -> Trace:
     return Trace(parent, name, record.began, record.ended, _attributes(record), record.failed, phases, offset_ns)
 
 
-def phases_of(clock: Clock, ended: float, choice: int) -> Iterator[Phase]:
+def phases_of(clock: Clock, ended: float, choice: int) -> Iterator[ChildSpan]:
     """Queue, prefill and decode of one choice without a gap, as far as it came; before its first token it lasts until `ended`.
 
     Where the front never heard when the core began, the queue is part of prefill.
     """
     about = {"quartet.choice": choice}
     if clock.scheduled is not None or clock.first is None:
-        yield Phase("queue", clock.submitted, clock.scheduled or ended, about)
+        yield ChildSpan("queue", clock.submitted, clock.scheduled or ended, about)
     begun = clock.submitted if clock.scheduled is None else clock.scheduled
     if clock.first is not None:
-        yield Phase("prefill", begun, clock.first, about)
-        yield Phase("decode", clock.first, clock.last or ended, {**about, "gen_ai.usage.output_tokens": clock.output_tokens})
+        yield ChildSpan("prefill", begun, clock.first, about)
+        yield ChildSpan("decode", clock.first, clock.last or ended, {**about, "gen_ai.usage.output_tokens": clock.output_tokens})
     elif clock.scheduled is not None:
-        yield Phase("prefill", begun, ended, about)
+        yield ChildSpan("prefill", begun, ended, about)
 
 
-def _attributes(record: Record) -> dict[str, Any]:
+def _attributes(record: RequestRecord) -> dict[str, Any]:
     """By OpenTelemetry's conventions for GenAI and HTTP where they have a name; what does not apply is left out."""
     error = type(record.error).__name__ if record.error is not None else None
     found = {
@@ -262,7 +262,7 @@ class Otlp:
         """The SDK's spans of one trace, the server's first."""
         above = self._context(trace, trace.parent.span, remote=True) if trace.parent.span else None
         server = self._context(trace, self._draw(64) or 1)
-        whole = Phase(trace.name, trace.begin, trace.end, trace.attributes)
+        whole = ChildSpan(trace.name, trace.begin, trace.end, trace.attributes)
         yield self._span(trace, whole, server, above, failed=trace.failed)
         for phase in trace.phases:
             yield self._span(trace, phase, self._context(trace, self._draw(64) or 1), server)
@@ -273,7 +273,7 @@ class Otlp:
         return SpanContext(trace.parent.trace, span, remote, TraceFlags(TraceFlags.SAMPLED))
 
     def _span(
-        self, trace: Trace, phase: Phase, context: "SpanContext", above: "SpanContext | None", *, failed: bool = False
+        self, trace: Trace, phase: ChildSpan, context: "SpanContext", above: "SpanContext | None", *, failed: bool = False
     ) -> "ReadableSpan":
         """Made ended: all is known, and a tracer of the SDK would open and close each in turn at ten times the cost."""
         from opentelemetry.sdk.trace import ReadableSpan

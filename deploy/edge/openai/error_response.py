@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from deploy.edge.observe.logs import RECORD, request_id
+from deploy.edge.scope import RECORD, request_id
 from engine.errors import EngineDead, GenerationFailed, InvalidRequest, ModelNotFound, Overloaded, QuartetError
 
 MAX_MESSAGE = 1000

@@ -13,7 +13,7 @@ import pytest
 
 from deploy.cli.main import main
 from deploy.load.generator import Ledger, Lengths, Level, Prompts, Scale
-from deploy.load.request import Record
+from deploy.load.request import RequestResult
 from deploy.load.summary import summary
 from engine.events import RequestFinished
 from tests.support.edge.http_edge import Edge, until
@@ -32,11 +32,11 @@ def bench(server: Paced, capsys: Captured, *more: str, code: int = 0) -> dict[st
     return level
 
 
-def finished(number: int, first: float, gaps: list[float]) -> Record:
+def finished(number: int, first: float, gaps: list[float]) -> RequestResult:
     """A request sent at 10 s whose tokens came so."""
     last = 10.0 + first + sum(gaps)
     tokens = len(gaps) + 1
-    record = Record(number, tokens, 10.0, "finished", first=10.0 + first, last=last, done=last, gaps=gaps)
+    record = RequestResult(number, tokens, 10.0, "finished", first=10.0 + first, last=last, done=last, gaps=gaps)
     record.prompt_tokens, record.output_tokens = 7, tokens
     return record
 
@@ -123,7 +123,7 @@ def test_a_dropped_response_breaks_the_conservation(
     """Planted: the ledger loses what came of request 3, or books it twice. The balance does not hold, and the line names it."""
     book = Ledger.book
 
-    def faulty(self: Ledger, record: Record) -> None:
+    def faulty(self: Ledger, record: RequestResult) -> None:
         for _ in range({"lost": 0, "twice": 2}[plant] if record.number == 3 else 1):
             book(self, record)
 

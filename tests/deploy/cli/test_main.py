@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deploy import launch
+from deploy import launcher
 from deploy.cli.main import main
 from tests.support.houserules import ROOT
 
@@ -71,17 +71,17 @@ def test_doctor_names_capability_and_ports(capsys: pytest.CaptureFixture[str]) -
 def test_both_signals_interrupt_and_the_handlers_come_back(number: signal.Signals) -> None:
     """Inside the block they raise, after it they are what they were."""
     before = signal.getsignal(number)
-    with pytest.raises(launch.Interrupted, match=number.name), launch.interruptible():
+    with pytest.raises(launcher.Interrupted, match=number.name), launcher.interruptible():
         signal.raise_signal(number)
     assert signal.getsignal(number) is before
 
 
 def test_a_dead_launchers_folder_is_swept_and_a_living_ones_is_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """By the process id that it wrote down."""
-    monkeypatch.setattr(launch, "Path", lambda path: tmp_path if path == "/tmp" else Path(path))
+    monkeypatch.setattr(launcher, "Path", lambda path: tmp_path if path == "/tmp" else Path(path))
     for name, pid in (("q-dead", 2**22 + 1), ("q-living", 1)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "launcher.pid").write_text(str(pid))
     (tmp_path / "q-someone-elses").mkdir()
-    launch._sweep()
+    launcher._sweep()
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["q-living", "q-someone-elses"]

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from cluster import capability
-from cluster.group import pages_of
 from deploy.cli import plan_command as plan
 from deploy.cli.main import main
 from deploy.cli.sizing import Sizing, configured, kv_budget, meta_model, pools, size, weigh
@@ -21,6 +20,7 @@ from deploy.settings import Settings
 from engine.config import EngineConfig
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.geometry import read_geometry
+from engine.memory import pages_of
 from engine.protocol import GenerateRequest, SamplingParams
 from engine.rank import worker
 from engine.rank.parallel import Single

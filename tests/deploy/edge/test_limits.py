@@ -9,8 +9,8 @@ import httpx
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
+from deploy.edge.edge_settings import LimitSettings
 from deploy.edge.limits import Limits, outermost
-from deploy.settings import LimitSettings
 from tests.conftest import Nano
 from tests.support.edge.http_edge import Edge
 

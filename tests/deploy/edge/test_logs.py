@@ -13,12 +13,14 @@ import pytest
 from ray.serve._private.logging_utils import configure_component_logger
 from ray.serve.schema import LoggingConfig
 
+from deploy.edge.edge_settings import LimitSettings, LogSettings
 from deploy.edge.limits import Limits
 from deploy.edge.observe import access_log as journal
 from deploy.edge.observe import logs
-from deploy.edge.observe.record import Record
+from deploy.edge.observe.record import RequestRecord
 from deploy.edge.routes import create_app
-from deploy.settings import LimitSettings, LogSettings, Settings
+from deploy.edge.scope import request_id
+from deploy.settings import Settings
 from engine.errors import GenerationFailed, QuartetError
 from engine.events import RequestFinished
 from tests.conftest import Nano
@@ -150,8 +152,8 @@ def test_without_a_sane_id_it_is_ours(desk: Desk) -> None:
     assert all(len(name) == 32 and set(name) <= set("0123456789abcdef") for name in ids)
     assert len(set(ids)) == 6
     assert [line["request_id"] for line in desk.lines()] == ids
-    assert logs.request_id([(b"X-Request-Id", b"one")]) == "one"
-    assert logs.request_id([(b"x-request-id", b"one"), (b"x-request-id", b"two")]) not in ("one", "two", "one,two")
+    assert request_id([(b"X-Request-Id", b"one")]) == "one"
+    assert request_id([(b"x-request-id", b"one"), (b"x-request-id", b"two")]) not in ("one", "two", "one,two")
 
 
 def call(app: Any, path: str, headers: list[tuple[bytes, bytes]]) -> list[Any]:
@@ -476,5 +478,5 @@ def test_what_is_our_fault(error: QuartetError | None, status: int, *, failed: b
     async def nobody(message: Any) -> None:
         raise AssertionError(message)
 
-    record = Record("a", "POST", CHAT, nobody, 0.0, status=status, error=error)
+    record = RequestRecord("a", "POST", CHAT, nobody, 0.0, status=status, error=error)
     assert record.failed is failed

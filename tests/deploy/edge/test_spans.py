@@ -18,11 +18,11 @@ import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from starlette.types import ASGIApp
 
-from deploy.edge.observe.record import Record
-from deploy.edge.observe.spans import Parent, Phase, Trace, Tracer, parent_of, phases_of, tracer
+from deploy.edge.edge_settings import TracingSettings
+from deploy.edge.observe.record import RequestRecord
+from deploy.edge.observe.spans import ChildSpan, Parent, Trace, Tracer, parent_of, phases_of, tracer
 from deploy.edge.routes import create_app
 from deploy.edge.service import Service
-from deploy.settings import TracingSettings
 from engine.events import Event, FirstToken, RequestFinished, Scheduled
 from engine.front.client import Clock
 from engine.front.text import TextProcessor
@@ -149,12 +149,12 @@ def test_a_phase_that_is_off_by_a_millisecond_shows(traced: Traced, monkeypatch:
     """The check above sees each planted fault, a thousand microseconds being 500 times its bound."""
     traced.core.queue_s, traced.core.prefill_s, traced.core.delay_s = 0.01, 0.01, 0.01
 
-    def off(clock: Clock, ended: float, choice: int) -> Iterator[Phase]:
+    def off(clock: Clock, ended: float, choice: int) -> Iterator[ChildSpan]:
         for phase in phases_of(clock, ended, choice):
             late = 1e-3 if (fault, phase.name) == ("late prefill", "prefill") else 0.0
             long = 1e-3 if (fault, phase.name) == ("long queue", "queue") else 0.0
             past = 60.0 if (fault, phase.name) == ("early end", "decode") else 0.0
-            yield Phase(phase.name, phase.begin + late, phase.end + long + past, phase.attributes)
+            yield ChildSpan(phase.name, phase.begin + late, phase.end + long + past, phase.attributes)
 
     monkeypatch.setattr("deploy.edge.observe.spans.phases_of", off)
     if fault == "other parent":
@@ -163,7 +163,7 @@ def test_a_phase_that_is_off_by_a_millisecond_shows(traced: Traced, monkeypatch:
     assert complaints(traced.spans(), traced.edge.events) != []
 
 
-def _orphan(self: Any, trace: Trace, phase: Phase, context: Any, above: Any, *, failed: bool = False) -> Any:
+def _orphan(self: Any, trace: Trace, phase: ChildSpan, context: Any, above: Any, *, failed: bool = False) -> Any:
     from opentelemetry.sdk.trace import ReadableSpan
 
     begin, end = trace.wall_ns(phase.begin), trace.wall_ns(phase.end)
@@ -312,11 +312,11 @@ def test_the_ratio_is_sampled(ratio: float) -> None:
     assert len(set(ids)) == len(ids)
 
 
-def _record() -> Record:
+def _record() -> RequestRecord:
     async def nobody(message: Any) -> None:
         raise AssertionError(message)
 
-    return Record("a", "POST", CHAT, nobody, 1.0, ended=2.0, status=200)
+    return RequestRecord("a", "POST", CHAT, nobody, 1.0, ended=2.0, status=200)
 
 
 @pytest.fixture
@@ -429,14 +429,14 @@ def calls(app: ASGIApp, tokens: int) -> dict[str, int]:
 
 
 def test_a_token_costs_neither_logs_nor_spans_a_call(nano: Nano) -> None:
-    """Three hundred tokens more call nothing more in access log, record, logs and spans; in the stream's own file they do."""
+    """Three hundred tokens more call nothing more in access log, record, scope and spans; in the stream's own file they do."""
     service = Service("nano", TextProcessor.load(nano("31b")), ReadyEngine(), vocab=1024, max_len=1024)
     service.tracer = Tracer(settings("http://a/"), Taker())
     app = create_app(service)
     calls(app, 1)  # what is done once a process
     few, many = calls(app, 10), calls(app, 310)
     service.tracer.close(5)
-    ours = ("access_log.py", "record.py", "logs.py", "spans.py")
+    ours = ("access_log.py", "record.py", "scope.py", "spans.py")
     assert {name: few[name] for name in ours} == {name: many[name] for name in ours}
     assert all(few[name] > 0 for name in ours)
     assert many["answer.py"] >= few["answer.py"] + 300
@@ -448,7 +448,7 @@ def test_without_an_endpoint_nothing_is_imported() -> None:
 import sys
 from deploy.edge import routes
 from deploy.edge.observe import spans
-from deploy.settings import TracingSettings
+from deploy.edge.edge_settings import TracingSettings
 ours = lambda: sum(name.startswith(("opentelemetry.sdk", "opentelemetry.exporter", "requests")) for name in sys.modules)
 made = spans.tracer(TracingSettings(), {})
 print(made, ours())

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from deploy.settings import LimitSettings
+from deploy.edge.edge_settings import LimitSettings
 from engine.events import RequestFinished
 from tests.conftest import Nano
 from tests.support.edge.http_edge import Edge, until

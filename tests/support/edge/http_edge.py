@@ -15,9 +15,9 @@ from typing import Any, Self
 
 import uvicorn
 
+from deploy.edge.edge_settings import LimitSettings
 from deploy.edge.routes import create_app
 from deploy.edge.service import Defaults, Service
-from deploy.settings import LimitSettings
 from engine.events import Event
 from engine.front.client import EngineClient
 from engine.front.text import TextProcessor

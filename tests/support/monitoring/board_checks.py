@@ -15,7 +15,7 @@ import numpy as np
 from dashboards.boards.committed import Asked, paths, read
 from dashboards.metrics import E2E_BUCKETS, LENGTH_BUCKETS, TPOT_BUCKETS, TTFT_BUCKETS
 from dashboards.prometheus import Api
-from deploy.load.request import Record
+from deploy.load.request import RequestResult
 from tests.support.stack.live_stack import CLIENTS, REPLICAS, TPOT_S, TTFT_S, Phase
 
 Kind = Literal["rate", "level", "late", "mean", "share", "state"]
@@ -109,7 +109,7 @@ def _levels(phase: Phase) -> list[Claim]:
     ]
 
 
-def _means(records: Sequence[Record]) -> list[Claim]:
+def _means(records: Sequence[RequestResult]) -> list[Claim]:
     ttft, tpot = _seconds(records, "ttft"), _seconds(records, "tpot")
     e2e = statistics.fmean(each.e2e for each in records)
     spread = sum(each.last - each.first for each in records if each.first is not None and each.last is not None)
@@ -183,7 +183,7 @@ class Quantile:
         return abs(bisect.bisect_left(self.bounds, self.server) - bisect.bisect_left(self.bounds, times * self.client))
 
 
-_QUANTILES: Mapping[str, tuple[tuple[float, ...], Callable[[Sequence[Record]], Sequence[float]]]] = {
+_QUANTILES: Mapping[str, tuple[tuple[float, ...], Callable[[Sequence[RequestResult]], Sequence[float]]]] = {
     "TTFT": (TTFT_BUCKETS, lambda records: _seconds(records, "ttft")),
     "TPOT": (TPOT_BUCKETS, lambda records: _seconds(records, "tpot")),
     "E2E": (E2E_BUCKETS, lambda records: _seconds(records, "e2e")),
@@ -204,5 +204,5 @@ def quantiles(api: Api, phase: Phase) -> list[Quantile]:
     return found
 
 
-def _seconds(records: Sequence[Record], name: str) -> list[float]:
+def _seconds(records: Sequence[RequestResult], name: str) -> list[float]:
     return [value for each in records if (value := getattr(each, name)) is not None]

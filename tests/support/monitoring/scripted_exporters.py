@@ -18,7 +18,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
 from dashboards.alerts import FILE
-from dashboards.discovery import DiscoveryServer, Fleet, Target
+from dashboards.discovery import DiscoveryServer, Fleet, ScrapeTarget
 from dashboards.exporter import Exporter, Facts
 from dashboards.pictures import draw_all
 from dashboards.prometheus import Api, Prometheus, jobs
@@ -101,7 +101,7 @@ def stage(scenes: Mapping[str, Scene]) -> Iterator[Stage]:
         for name, exporter in exporters.items():
             stack.callback(exporter.close)
             address = exporter.serve("127.0.0.1", 0).removeprefix("http://").removesuffix("/metrics")
-            members.append((Target(**PLACE, replica=name, address=address), exporter))
+            members.append((ScrapeTarget(**PLACE, replica=name, address=address), exporter))
         ray = stack.enter_context(_served(_ray(len(members))))
         server = DiscoveryServer(fleet, "127.0.0.1", 0, lambda: [{"targets": [ray], "labels": {"node": PLACE["node"]}}])
         stack.callback(server.close)
@@ -109,7 +109,7 @@ def stage(scenes: Mapping[str, Scene]) -> Iterator[Stage]:
         yield Stage(exporters, curtain, server.url, jobs(server.url, ray_interval_s=1))
 
 
-def _beat(fleet: Fleet, members: Sequence[tuple[Target, Exporter]]) -> None:
+def _beat(fleet: Fleet, members: Sequence[tuple[ScrapeTarget, Exporter]]) -> None:
     """What each replica's announcer does."""
     for target, exporter in members:
         fleet.beat(target, exporter.counts())

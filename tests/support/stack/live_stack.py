@@ -25,8 +25,8 @@ from dashboards.alerts import FILE
 from dashboards.pictures import draw_all
 from dashboards.prometheus import Api, Prometheus, jobs
 from dashboards.promql import JOB
-from deploy.load.generator import Ledger, Lengths, Level, Load, Prompts, Scale, calibrate, connected
-from deploy.load.request import Record, Target
+from deploy.load.generator import Ledger, Lengths, Level, LoadRun, Prompts, Scale, calibrate, connected
+from deploy.load.request import Endpoint, RequestResult
 from tests.support.monitoring.scripted_exporters import wait_scraped
 from tests.support.stack.serve_process import Stack, listeners, wait
 
@@ -48,10 +48,10 @@ class Crowd:
     """A closed load in a thread of its own: CLIENTS requests are open at any time, for so many seconds."""
 
     def __init__(self, url: str, scale: Scale, seconds: float, seed: int) -> None:
-        self._target = Target(url, MODEL, timeout_s=60)
+        self._target = Endpoint(url, MODEL, timeout_s=60)
         self._level = Level(concurrency=CLIENTS, seconds=seconds)
         self._prompts = Prompts(PROMPT, OUTPUT, scale, seed)
-        self._load: Load | None = None
+        self._load: LoadRun | None = None
         self.began = time.time()
         self._clock = self.began - time.perf_counter()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
@@ -59,7 +59,7 @@ class Crowd:
 
     async def _run(self) -> None:
         async with connected(self._target) as client:
-            self._load = Load(client, self._target, self._prompts, lambda: None)
+            self._load = LoadRun(client, self._target, self._prompts, lambda: None)
             await self._load.run(self._level)
 
     @property
@@ -85,7 +85,7 @@ class Phase:
     clock: float
 
     @property
-    def finished(self) -> list[Record]:
+    def finished(self) -> list[RequestResult]:
         """Requests that got their whole answer."""
         return [record for record in self.ledger.records if record.end == "finished"]
 
@@ -98,7 +98,7 @@ def measure(url: str, seed: int) -> Scale:
     """Two first requests, which also tell what a word costs."""
 
     async def ask() -> Scale:
-        target = Target(url, MODEL, timeout_s=60)
+        target = Endpoint(url, MODEL, timeout_s=60)
         async with connected(target) as client:
             return await calibrate(client, target, seed)
 

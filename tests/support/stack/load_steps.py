@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deploy.load.generator import Ledger, Lengths, Level, Load, Prompts, Scale, connected
-from deploy.load.request import Target
+from deploy.load.generator import Ledger, Lengths, Level, LoadRun, Prompts, Scale, connected
+from deploy.load.request import Endpoint
 from deploy.scaling import POLICY
 from tests.support.monitoring.periodic import repeating
 from tests.support.stack.serve_process import Stack, free_port, is_free, wait
@@ -131,10 +131,10 @@ def ebb(url: str, bound_s: float) -> None:
 
 
 async def _flow(url: str, level: Level, tokens: int, seed: int) -> Ledger:
-    target = Target(url, MODEL, timeout_s=90)
+    target = Endpoint(url, MODEL, timeout_s=90)
     prompts = Prompts(Lengths(16, 48), Lengths(tokens, tokens), Scale(), seed)
     async with connected(target) as client:
-        return await Load(client, target, prompts, lambda: None).run(level)
+        return await LoadRun(client, target, prompts, lambda: None).run(level)
 
 
 def draw(tide: Tide, path: Path) -> None:

@@ -7,7 +7,6 @@ ray is imported late: its processes read their environment when they start.
 """
 
 import contextlib
-import ctypes
 import os
 import shutil
 import signal
@@ -26,12 +25,12 @@ from typing import Any
 from cluster.capability import node_gpus, visible_gpus
 from deploy import environment
 from deploy.nodes import check_nodes
+from deploy.processes import adopt_orphans, command_line, descendants, is_ray_server, lives, reap
 from deploy.settings import Settings
 from engine.errors import ConfigError, EngineDead
 
 ROOT = Path(__file__).resolve().parents[1]
 HAPROXY_PORTS = {"RAY_SERVE_HAPROXY_METRICS_PORT": 9101, "RAY_SERVE_HAPROXY_STATS_PORT": 8404}
-_PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.1
 _OWNER = "launcher.pid"
 _CUT_S = 0.5
@@ -66,7 +65,7 @@ class Launch:
         self._check_here()
         _sweep()
         (self.folder / _OWNER).write_text(str(os.getpid()))
-        _adopt_orphans()
+        adopt_orphans()
         environment.prepare(os.environ, self.folder, {name: free_port(port) for name, port in HAPROXY_PORTS.items()})
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         os.environ.setdefault("QUARTET_BODY_BYTES", str(max(settings.limits.body_bytes for settings in self.settings)))
@@ -93,7 +92,7 @@ class Launch:
             logging_level="warning",
             _temp_dir=str(self.folder / "ray"),
         )
-        self._servers = [pid for pid in _descendants(os.getpid()) if _is_ray_server(_command_line(pid))]
+        self._servers = [pid for pid in descendants(os.getpid()) if is_ray_server(command_line(pid))]
         for settings in self.settings:
             check_nodes(settings, ray.nodes())
         self._mark("Ray")
@@ -150,7 +149,7 @@ class Launch:
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
         deadline = time.monotonic() + bound_s
-        while thread.is_alive() and time.monotonic() < deadline and all(map(_lives, self._servers)):
+        while thread.is_alive() and time.monotonic() < deadline and all(map(lives, self._servers)):
             thread.join(_POLL_S)
         return not thread.is_alive()
 
@@ -168,8 +167,8 @@ class Launch:
 
     def cut(self) -> None:
         """End the groups: their replicas then end every open stream properly, which Serve itself would not."""
-        for pid in _descendants(os.getpid()):
-            if b"engine.core.loop" in _command_line(pid):
+        for pid in descendants(os.getpid()):
+            if b"engine.core.loop" in command_line(pid):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(_CUT_S)
 
@@ -179,10 +178,10 @@ class Launch:
         False when Ray did not go in order: its exit hooks would wait for servers that are gone, so leave by `os._exit`.
         """
         orderly = "ray" not in sys.modules or self._while_ray_lives(_shut_ray, _SHUT_S)
-        for pid in _descendants(os.getpid()):
+        for pid in descendants(os.getpid()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        _reap()
+        reap()
         shutil.rmtree(self.folder, ignore_errors=True)
         return orderly
 
@@ -268,59 +267,3 @@ def _answers(url: str) -> bool:
             return bool(reply.status == 200)
     except (urllib.error.URLError, OSError):
         return False
-
-
-def _adopt_orphans() -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
-
-
-def _descendants(ancestor: int) -> list[int]:
-    """Process ids below `ancestor`."""
-    parents = {pid: parent for pid, parent in map(_parent, _pids()) if parent}
-    below = {ancestor}
-    grown = True
-    while grown:
-        more = {pid for pid, parent in parents.items() if parent in below} - below
-        below |= more
-        grown = bool(more)
-    return sorted(below - {ancestor})
-
-
-def _is_ray_server(command: bytes) -> bool:
-    """GCS or raylet, by the program that runs."""
-    return Path(command.split(b"\0")[0].decode(errors="replace")).name in ("gcs_server", "raylet")
-
-
-def _lives(pid: int) -> bool:
-    """Neither gone nor a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def _pids() -> list[int]:
-    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
-
-
-def _parent(pid: int) -> tuple[int, int]:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return pid, 0  # it has just ended
-    return pid, int(fields[1])
-
-
-def _command_line(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return b""
-
-
-def _reap() -> None:
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            os.waitpid(-1, 0)

@@ -4,9 +4,8 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from deploy.load.request import own
 from engine.errors import ConfigError
-
-LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 
 
 def base_of(url: str) -> str:
@@ -18,11 +17,6 @@ def base_of(url: str) -> str:
     for end in ("/chat/completions", "/completions", "/v1"):
         path = path.removesuffix(end)
     return f"{parts.scheme}://{parts.netloc}{path}"
-
-
-def own(url: str) -> bool:
-    """Whether `url` leads to this machine: then no proxy may stand between."""
-    return (urlsplit(url).hostname or "") in LOOPBACK
 
 
 def get(url: str, timeout_s: float = 5.0, key: str | None = None) -> httpx.Response:
