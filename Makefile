@@ -52,11 +52,11 @@ bench: $(VENV)/.installed-test
 dashboards: $(VENV)/.installed-dashboards
 	$(BIN)/python -m dashboards.boards
 	$(BIN)/python -m dashboards.alerts
-	$(BIN)/python -m dashboards.reference
+	$(BIN)/python -m dashboards.metrics_reference
 
 pictures: $(VENV)/.installed-test
-	$(BIN)/python -m tests.support.live dashboards/pictures
-	$(BIN)/python -m tests.support.tide tests/bench/autoscaling.png
+	$(BIN)/python -m tests.support.stack.live_stack dashboards/pictures
+	$(BIN)/python -m tests.support.stack.load_steps tests/bench/autoscaling.png
 
 install-gpu: $(VENV)/.installed-gpu
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-MARK = Path("deploy") / "cli.py"
+MARK = Path("deploy") / "cli" / "main.py"
 
 
 def candidates() -> Iterator[Path]:
@@ -29,6 +29,6 @@ def main() -> int:
         sys.stderr.write("quartet: no checkout found: run it from one, or set QUARTET_HOME to its folder\n")
         return 2
     sys.path.insert(0, str(root))
-    from deploy.cli import main as command_line
+    from deploy.cli.main import main as command_line
 
     return command_line()

@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -27,17 +26,15 @@ from cluster.children import Child, Command, Fate, child_command
 from cluster.handshake import Handshake
 from engine.channel import create_shared, map_shared, ring_bytes
 from engine.config import EngineConfig
-from engine.geometry import kv_groups, read_geometry
 from engine.lifeline import Allocate, BootArgs, Configure, Loaded, Ready
+from engine.memory import pages_of
 from engine.plan import RankStatus, StatusBlock
 from engine.protocol import Control, encode_message, frame
-from engine.rank.memory import pool_pages
 
 REDUCE_BYTES = 64 << 20  # sparse: pages that no rank touches cost nothing
 SPIN_POLLS = 2000
 CLOSE_WAIT_S = 10.0
 _SEND_WAIT_S = 1.0
-_ITEMSIZE = {"float32": 4, "bfloat16": 2}
 
 logger = logging.getLogger(__name__)
 
@@ -167,14 +164,6 @@ class Group:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.kill()
-
-
-def pages_of(config: EngineConfig, kv_bytes: int) -> tuple[int, ...]:
-    """Pages of each KV group: as configured, else what fits `kv_bytes`, the least that any rank has left."""
-    if config.pages is not None:
-        return config.pages
-    groups = kv_groups(read_geometry(Path(config.model)), config.tp, config.page)
-    return pool_pages(groups, config.max_seqs, config.max_len, config.prefill_budget, kv_bytes, _ITEMSIZE[config.dtype])
 
 
 def spin_polls(tp: int, cores: int) -> int:

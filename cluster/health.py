@@ -104,7 +104,7 @@ def _names(indices: Sequence[int], statuses: Sequence[RankStatus]) -> str:
     return ", ".join(child_name(index, len(statuses) - 1) for index in indices)
 
 
-class Watched(Protocol):
+class WatchedGroup(Protocol):
     """What the watcher needs of a group."""
 
     @property
@@ -127,7 +127,7 @@ class Watcher:
 
     def __init__(
         self,
-        group: Watched,
+        group: WatchedGroup,
         on_death: Callable[[str], None],
         *,
         waiting: Callable[[], int | None] = lambda: None,

@@ -50,7 +50,7 @@ OBJECTIVES = (Objective("ttft", 0.99), Objective("tpot", 0.99), Objective("avail
 
 
 @dataclass(frozen=True)
-class Record:
+class RecordingRule:
     """A recording rule; `carries`: the labels of its series."""
 
     name: str
@@ -90,25 +90,25 @@ def burn_name(window: str) -> str:
     return f"quartet:slo_burn:rate{window}"
 
 
-def _burns() -> Iterator[Record]:
+def _burns() -> Iterator[RecordingRule]:
     for window in BURN_WINDOWS:
         for slo in OBJECTIVES:
-            yield Record(burn_name(window), slo.burn(window), (*PLACE, "slo"), (("slo", slo.name),))
+            yield RecordingRule(burn_name(window), slo.burn(window), (*PLACE, "slo"), (("slo", slo.name),))
 
 
 _RECEIVED = RULE.count("quartet_requests_received_total", REPLICA)
 _ENDED = RULE.count("quartet_requests_total", REPLICA)
 _OPEN = RULE.total("quartet_requests_in_flight", REPLICA)
 
-RECORDS: tuple[Record, ...] = (
+RECORDS: tuple[RecordingRule, ...] = (
     *_burns(),
-    Record("quartet:ttft_seconds:p95_5m", RULE.quantile(0.95, "quartet_time_to_first_token_seconds", PLACE), PLACE),
-    Record("quartet:tpot_seconds:p95_5m", RULE.quantile(0.95, "quartet_time_per_output_token_seconds", PLACE), PLACE),
-    Record("quartet:generation_tokens:rate5m", RULE.rate("quartet_generation_tokens_total", PLACE), PLACE),
-    Record("quartet:requests_unaccounted", f"{_RECEIVED} - {_ENDED} - {_OPEN}", REPLICA),
-    Record("quartet:rank_stall_seconds:max", RULE.total("quartet_rank_stall_seconds", REPLICA, fold="max"), REPLICA),
-    Record("quartet:requests_waiting:sum", RULE.total("quartet_requests_waiting", PLACE), PLACE),
-    Record("quartet:waiting_tokens:sum", RULE.total("quartet_waiting_tokens", PLACE), PLACE),
+    RecordingRule("quartet:ttft_seconds:p95_5m", RULE.quantile(0.95, "quartet_time_to_first_token_seconds", PLACE), PLACE),
+    RecordingRule("quartet:tpot_seconds:p95_5m", RULE.quantile(0.95, "quartet_time_per_output_token_seconds", PLACE), PLACE),
+    RecordingRule("quartet:generation_tokens:rate5m", RULE.rate("quartet_generation_tokens_total", PLACE), PLACE),
+    RecordingRule("quartet:requests_unaccounted", f"{_RECEIVED} - {_ENDED} - {_OPEN}", REPLICA),
+    RecordingRule("quartet:rank_stall_seconds:max", RULE.total("quartet_rank_stall_seconds", REPLICA, fold="max"), REPLICA),
+    RecordingRule("quartet:requests_waiting:sum", RULE.total("quartet_requests_waiting", PLACE), PLACE),
+    RecordingRule("quartet:waiting_tokens:sum", RULE.total("quartet_waiting_tokens", PLACE), PLACE),
 )
 
 

@@ -61,7 +61,7 @@ def cause_of(reason: str) -> str:
 
 
 @dataclass(frozen=True)
-class Target:
+class ScrapeTarget:
     """A replica, and the host:port of its exporter."""
 
     application: str
@@ -79,7 +79,7 @@ class Target:
 
 @dataclass
 class _Member:
-    target: Target
+    target: ScrapeTarget
     counts: Counts
     seen: float
     silent: bool = False
@@ -102,14 +102,14 @@ class Fleet(Collector):
         self._lock = threading.Lock()
         self._members: dict[str, _Member] = {}
         self._books: dict[tuple[str, str], _Books] = {}
-        self._down: dict[str, tuple[Target, float]] = {}
+        self._down: dict[str, tuple[ScrapeTarget, float]] = {}
         self._gone: OrderedDict[str, None] = OrderedDict()
         self._ticked = clock()
         self._started = time.time()
 
     # -- replicas
 
-    def beat(self, target: Target, counts: Counts) -> Answer:
+    def beat(self, target: ScrapeTarget, counts: Counts) -> Answer:
         """A replica lives, and has counted so far; the first beat registers it. `gone`: it has left, or was given up."""
         with self._lock:
             if target.replica in self._gone:
@@ -120,7 +120,7 @@ class Fleet(Collector):
             self._members[target.replica] = _Member(target, counts, self._clock())
             return "ok"
 
-    def leave(self, target: Target, cause: str | None, counts: Counts) -> None:
+    def leave(self, target: ScrapeTarget, cause: str | None, counts: Counts) -> None:
         """A replica's last word; `cause`: one of CAUSES, or None for an orderly end. Idempotent: the first one counts."""
         with self._lock:
             if target.replica not in self._gone:
@@ -154,7 +154,7 @@ class Fleet(Collector):
         if len(self._gone) > _REMEMBERED:
             self._gone.popitem(last=False)
 
-    def _book(self, target: Target) -> _Books:
+    def _book(self, target: ScrapeTarget) -> _Books:
         return self._books.setdefault((target.application, target.deployment), _Books())
 
     # -- Prometheus

@@ -1,1 +1,1 @@
-"""What a user touches: the Serve app, the OpenAI API, limits, configs, the CLI and the embedded nano model."""
+"""What a user touches: the Serve app and its launcher; under them the HTTP edge, the models and the load generator; the CLI."""

@@ -13,8 +13,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,23 +21,23 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve import Application
-from starlette.types import ASGIApp
 
-from cluster.capability import probe
+from cluster.gauges import levels
 from cluster.group import Group
 from cluster.health import Watcher, raylet_pid
 from dashboards.discovery import cause_of
 from dashboards.exporter import Exporter, Facts
-from deploy import environment, logs, models
-from deploy.capacity import check_nodes
-from deploy.discovery import Announcer, RayPost, target_here
-from deploy.levels import levels
-from deploy.openai.routes import create_app
+from deploy import environment
+from deploy.edge.observe import logs
+from deploy.edge.observe.spans import tracer
+from deploy.edge.routes import create_app
+from deploy.edge.service import Defaults, Service
+from deploy.nodes import check_nodes
+from deploy.placement import configure, place
+from deploy.registry import Announcer, RayPost, target_here
 from deploy.scaling import Demand
-from deploy.service import Defaults, Service
 from deploy.settings import DEPLOYMENT, Settings
-from deploy.spans import tracer
-from engine.config import EngineConfig, engine_config
+from engine.config import EngineConfig
 from engine.events import to_each
 from engine.front.client import EngineClient
 from engine.front.text import TextProcessor
@@ -79,36 +78,6 @@ def deployment_options(settings: Settings) -> dict[str, Any]:
         "ray_actor_options": gpus,
         **({"logging_config": logging_config} if logging_config else {}),
     }
-
-
-@dataclass(frozen=True)
-class Node:
-    """What `device: auto` and friends came to on this node."""
-
-    folder: Path
-    device: str
-    load_format: str
-
-
-def place(settings: Settings) -> Node:
-    """Resolve the model reference and the device, on the node where the group will run. ConfigError names what is wrong."""
-    device = settings.device if settings.device != "auto" else ("cuda" if settings.needs_gpus and probe().gpus else "cpu")
-    load_format = settings.load_format or ("dummy" if settings.model.startswith("dummy:") else "safetensors")
-    return Node(models.resolve(settings.model, settings.revision), device, load_format)
-
-
-def configure(settings: Settings, node: Node) -> EngineConfig:
-    """The engine's own settings."""
-    kept = ("tp", "dtype", "max_seqs", "max_len", "prefill_budget", "pages", "attention", "memory_fraction")
-    timeouts = ("step_timeout_s", "heartbeat_timeout_s", "boot_timeout_s")
-    values = {name: getattr(settings, name) for name in (*kept, *timeouts)}
-    return engine_config(
-        model=str(node.folder),
-        device=node.device,
-        load_format=node.load_format,
-        suppress=models.suppressed(node.folder),
-        **values,
-    )
 
 
 def exporter_facts(settings: Settings, config: EngineConfig, boot_s: float) -> Facts:
@@ -183,7 +152,7 @@ class Quartet:
         post = RayPost(self._settings.metrics.discovery)
         return Announcer(post, target, self._exporter.counts, lambda url: self._service.about.update(discovery=url))
 
-    def __serve_build_asgi_app__(self) -> ASGIApp:
+    def __serve_build_asgi_app__(self) -> Callable[..., Awaitable[None]]:
         return create_app(self._service, echo=False)  # Serve puts the request's id on replies
 
     def check_health(self) -> None:

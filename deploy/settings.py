@@ -9,19 +9,16 @@ from typing import Any, Literal, Self
 
 import pydantic
 import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from deploy.edge.edge_settings import FrozenSettings, LimitSettings, LogSettings, TracingSettings
 from engine.errors import ConfigError
 
 IMPORT_PATH = "deploy.app:build"
 DEPLOYMENT = "Quartet"
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class DiscoverySettings(_Frozen):
+class DiscoverySettings(FrozenSettings):
     """The cluster's http_sd endpoint, on the head node. A cluster's first replica decides; a taken port gives way to a free one."""
 
     enabled: bool = True
@@ -29,7 +26,7 @@ class DiscoverySettings(_Frozen):
     port: int = Field(default=9464, ge=0, le=65535)
 
 
-class MetricsSettings(_Frozen):
+class MetricsSettings(FrozenSettings):
     """Where the exporter of each replica listens. Port 0: a free one, written to the log and to `/health/ready`.
 
     aliases           vLLM's metric names too
@@ -45,53 +42,7 @@ class MetricsSettings(_Frozen):
     discovery: DiscoverySettings = DiscoverySettings()
 
 
-class LimitSettings(_Frozen):
-    """What one request may ask for; beyond it the answer is a 4xx before any work."""
-
-    body_bytes: int = Field(default=8 << 20, ge=1024)
-    header_bytes: int = Field(default=32 << 10, ge=1024)
-    body_timeout_s: float = Field(default=30.0, gt=0)
-    stop_strings: int = Field(default=4, ge=0, le=64)
-    stop_bytes: int = Field(default=256, ge=1, le=4096)
-    stop_token_ids: int = Field(default=128, ge=0, le=1024)
-    top_logprobs: int = Field(default=20, ge=0, le=20)
-    n: int = Field(default=8, ge=1, le=64)
-    request_timeout_s: float = Field(default=600.0, gt=0, description="deadline of one request, queue included")
-    write_timeout_s: float = Field(default=30.0, gt=0, description="a client that takes no byte for so long is dropped")
-
-
-class LogSettings(_Frozen):
-    """What a replica writes to Ray Serve's own log file of it (logs/serve/replica_*.log of Ray's session).
-
-    format  text, as Serve's default; json: one object a line, Serve's fields and ours, and Serve's access line gives way to ours
-    level   of our loggers and, with format json, of Serve's
-    access  one line a request at its end; false: only of those that failed by our fault
-    folder  where the files go instead
-    Serve's own `logging_config` in the YAML stays in force while format is text and no folder is set.
-    """
-
-    format: Literal["text", "json"] = "text"
-    level: Literal["debug", "info", "warning", "error"] = "info"
-    access: bool = True
-    folder: str | None = Field(default=None, min_length=1)
-
-
-class TracingSettings(_Frozen):
-    """OpenTelemetry spans of each request. Without an endpoint nothing is imported, and nothing costs.
-
-    endpoint      OTLP over HTTP, whole: http://host:4318/v1/traces. Headers (keys) by OTEL_EXPORTER_OTLP_HEADERS, not from here
-    sample_ratio  of the requests whose caller has not decided by `traceparent`
-    queue         requests that may wait for the collector; beyond them spans are dropped, and counted
-    """
-
-    endpoint: str | None = Field(default=None, pattern=r"^https?://[^\s/]+(/\S*)?$")
-    sample_ratio: float = Field(default=1.0, ge=0, le=1)
-    service_name: str = Field(default="quartet", min_length=1, max_length=256)
-    queue: int = Field(default=2048, ge=1, le=1 << 20)
-    timeout_s: float = Field(default=10.0, gt=0, description="one attempt to hand over a batch, retries included")
-
-
-class Settings(_Frozen):
+class Settings(FrozenSettings):
     """One deployment of one model.
 
     model              a local folder, a Hugging Face hub id, `nano:<member>` (trained, beside the code: e2b, 26b-a4b, 31b),

@@ -9,7 +9,7 @@
     |-- ConfigError         a setting, a YAML key or the node cannot be used as asked; names the key
     `-- CheckpointError     a checkpoint is absent, incomplete or mis-shaped; names the tensor or the file
 
-`deploy/openai/errors.py` maps this tree to HTTP once; nothing else decides a status code.
+`deploy/edge/openai/error_response.py` maps this tree to HTTP once; nothing else decides a status code.
 """
 
 

@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -9,9 +10,12 @@ import pytest
 
 from tests.support.houserules import (
     ROOT,
+    class_names,
     docstring_complaints,
     functions,
     long_functions,
+    module_name,
+    repeated,
     sources,
     tier_complaints,
 )
@@ -41,6 +45,9 @@ COMMON = {
         "/var",
     )
 }
+
+# Modules whose name is not theirs alone yet.
+STANDING = {"engine.front.queue", "kernels.slots"}
 
 FORBIDDEN = {
     "somebody's home folder": re.compile(r"(?<![\w.])/((home|Users)/[a-z][\w.-]*|root)/"),
@@ -142,6 +149,21 @@ def test_a_test_file_without_one_tier_is_caught(source: str) -> None:
     """No tier, two tiers, or a tier set inside a function is reported; one tier beside `slow` is not."""
     assert len(tier_complaints(source)) == 1
     assert tier_complaints("pytestmark = [pytest.mark.cpu, pytest.mark.slow]") == []
+
+
+def test_one_name_names_one_thing() -> None:
+    """No two modules have one stem, none has the standard library's, and no two classes have one name."""
+    paths = [path for path in sources() if not path.stem.startswith("__")]
+    modules = [(path.stem, module_name(path)) for path in paths if module_name(path) not in STANDING]
+    classes = [(name, module_name(path)) for path in paths for name in class_names(path.read_text())]
+    borrowed = [module for stem, module in modules if stem in sys.stdlib_module_names]
+    assert not (repeated(modules) + repeated(classes) + borrowed)
+
+
+def test_a_repeated_name_is_caught() -> None:
+    """Two places of one name are reported with both of them, and a private class is not."""
+    assert repeated([("plan", "a.plan"), ("load", "b.load"), ("plan", "c.plan")]) == ["plan stands in a.plan, c.plan"]
+    assert class_names("class A:\n    class B: ...\nclass _C: ...\n") == ["A"]
 
 
 def test_every_module_says_what_it_is() -> None:

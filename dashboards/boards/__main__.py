@@ -3,10 +3,10 @@
 import sys
 from pathlib import Path
 
-from dashboards.boards.latency import BOARD_LATENCY
-from dashboards.boards.operator import BOARD_OPERATOR
+from dashboards.boards.latency_board import BOARD_LATENCY
+from dashboards.boards.operator_board import BOARD_OPERATOR
 from dashboards.boards.render import document
-from dashboards.boards.status import BOARD_STATUS
+from dashboards.boards.status_board import BOARD_STATUS
 
 BOARDS = (BOARD_OPERATOR, BOARD_LATENCY, BOARD_STATUS)
 FOLDER = Path(__file__).parents[1]

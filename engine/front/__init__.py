@@ -1,1 +1,1 @@
-"""What runs in the replica: text in and out, the client of the core, and the reading of a reply's channels."""
+"""What runs in the replica: the client of the core, prompts to token ids, and token ids to text."""

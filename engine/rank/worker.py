@@ -19,11 +19,11 @@ from engine.channel import RingReader, RingWriter, Waiter, map_shared
 from engine.config import EngineConfig
 from engine.geometry import Geometry, kv_groups, read_geometry
 from engine.lifeline import BootArgs, Lifeline, Loaded, Ready, run
+from engine.memory import cpu_budget, gpu_budget
 from engine.plan import DEPTH, Phase, StepResult, decode_plan, encode_result
 from engine.rank import weights
 from engine.rank.attention import attention_backend
 from engine.rank.kv import GroupCache, KVCache
-from engine.rank.memory import cpu_budget, gpu_budget
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.parallel import Parallel, connect, self_check
 from engine.rank.runner import Launched, Runner

@@ -19,14 +19,15 @@ from ray.serve._private.logging_utils import configure_component_logger
 from ray.serve.schema import LoggingConfig
 from starlette.types import ASGIApp
 
-from deploy import logs, models
-from deploy.openai.routes import create_app
-from deploy.service import Service
-from deploy.settings import LogSettings, TracingSettings
-from deploy.spans import Tracer, tracer
+from deploy.edge.edge_settings import LogSettings, TracingSettings
+from deploy.edge.observe import logs
+from deploy.edge.observe.spans import Tracer, tracer
+from deploy.edge.routes import create_app
+from deploy.edge.service import Service
+from deploy.models.resolve import resolve
 from engine.front.text import TextProcessor
-from tests.support.collector import Collector
-from tests.support.ready_engine import ReadyEngine, request
+from tests.support.edge.collector import Collector
+from tests.support.edge.ready_engine import ReadyEngine, request
 
 ROUNDS = 7
 REQUESTS = 100
@@ -87,7 +88,7 @@ def measured(endpoint: str, service: Service) -> dict[str, float]:
 
 def main() -> None:
     """Print the figures."""
-    service = Service("nano", TextProcessor.load(models.resolve("nano:31b")), ReadyEngine(), vocab=1024, max_len=4096)
+    service = Service("nano", TextProcessor.load(resolve("nano:31b")), ReadyEngine(), vocab=1024, max_len=4096)
     with tempfile.TemporaryDirectory() as folder, collecting() as endpoint:
         config = LoggingConfig(encoding="JSON", logs_dir=folder)
         configure_component_logger(component_name="a", component_id="b", logging_config=config, max_bytes=1 << 28, backup_count=1)

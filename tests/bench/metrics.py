@@ -22,9 +22,9 @@ from engine.events import (
     Tokens,
     to_each,
 )
-from tests.support import figures
-from tests.support.figures import pool
-from tests.support.told import begun, told
+from tests.support.engine import load_figures as figures
+from tests.support.engine.load_figures import pool
+from tests.support.monitoring.exporter_fixture import begun, told
 
 RUNNING = 256
 STEPS = 200

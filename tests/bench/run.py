@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.group import Group
-from deploy import models
+from deploy.models.resolve import resolve
 from engine.config import engine_config
 from engine.front.client import EngineClient
 from engine.geometry import read_geometry
@@ -104,7 +104,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Boot, measure, end."""
     args = arguments()
-    folder = models.resolve(args.model)
+    folder = resolve(args.model)
     config = engine_config(
         model=str(folder),
         tp=args.tp,

@@ -19,9 +19,9 @@ from cluster.group import Group
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDead, InvalidRequest
 from engine.protocol import AbortReason, FinishReason, SamplingParams
-from tests.support.fake_child import FIRST_TOKEN, Behaviour, commands
-from tests.support.fakes import fake_config
-from tests.support.groups import Held, Running, alive, end_of, read, running, settled, until
+from tests.support.engine.fake_child import FIRST_TOKEN, Behaviour, commands
+from tests.support.engine.fakes import fake_config
+from tests.support.engine.groups import Held, Running, alive, end_of, read, running, settled, until
 from tests.support.houserules import ROOT
 
 pytestmark = pytest.mark.cpu
@@ -257,8 +257,8 @@ REPLICA = textwrap.dedent("""
     import sys, time
     from pathlib import Path
     from cluster.group import Group
-    from tests.support.fake_child import Behaviour, commands
-    from tests.support.fakes import fake_config
+    from tests.support.engine.fake_child import Behaviour, commands
+    from tests.support.engine.fakes import fake_config
 
     group = Group.boot(fake_config(Path(sys.argv[1])), commands())
     print(*[child.pid for child in group.children], flush=True)

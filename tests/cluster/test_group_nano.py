@@ -13,7 +13,7 @@ from cluster.group import Group
 from engine.config import EngineConfig, engine_config
 from engine.errors import CheckpointError, ConfigError, EngineDead
 from engine.protocol import AbortReason, SamplingParams
-from tests.support.groups import Held, Running, end_of, read, running, settled, until
+from tests.support.engine.groups import Held, Running, end_of, read, running, settled, until
 
 pytestmark = pytest.mark.cpu
 

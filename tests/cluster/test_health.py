@@ -14,7 +14,7 @@ from cluster.health import Bounds, Moment, Watcher, raylet_pid, verdict
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.plan import RankStatus
-from tests.support.fakes import fake_config
+from tests.support.engine.fakes import fake_config
 
 pytestmark = pytest.mark.pure
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from dashboards.alerts import ALERTS, FILE, RECORDS, document
-from tests.support.promcheck import complaints, names
+from tests.support.monitoring.promcheck import complaints, names
 
 pytestmark = pytest.mark.pure
 

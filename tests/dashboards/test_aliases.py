@@ -10,8 +10,8 @@ from dashboards.aliases import ALIASES, aliases
 from dashboards.exporter import Exporter, Facts
 from dashboards.metrics import ENGINE
 from engine.events import EngineLoad, Event, RequestFinished
-from tests.support.figures import load
-from tests.support.told import ABOUT, ANSWERED, MODEL, pools, told
+from tests.support.engine.load_figures import load
+from tests.support.monitoring.exporter_fixture import ABOUT, ANSWERED, MODEL, pools, told
 
 pytestmark = pytest.mark.pure
 

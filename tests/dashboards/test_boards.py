@@ -13,7 +13,7 @@ from dashboards.boards.committed import bind, paths, read
 from dashboards.metrics import ENGINE, FLEET
 from dashboards.promql import BOARD
 from engine.errors import ConfigError
-from tests.support.promcheck import complaints, names
+from tests.support.monitoring.promcheck import complaints, names
 
 pytestmark = pytest.mark.pure
 

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.children import Fate
 from cluster.health import Bounds, Moment, verdict
-from dashboards.discovery import GONE_S, SHOWN_S, SILENT_S, TICK_S, Counts, DiscoveryServer, Fleet, Target, cause_of
+from dashboards.discovery import GONE_S, SHOWN_S, SILENT_S, TICK_S, Counts, DiscoveryServer, Fleet, ScrapeTarget, cause_of
 from dashboards.metrics import CAUSES, FLEET, RETIRED
 from engine.errors import ConfigError
 from engine.lifeline import Failed
@@ -24,7 +24,7 @@ from engine.plan import RankStatus
 
 pytestmark = pytest.mark.pure
 
-ONE = Target("quartet", "Quartet", "r1", "10.0.0.1", "nano-31b", "127.0.0.1:9001")
+ONE = ScrapeTarget("quartet", "Quartet", "r1", "10.0.0.1", "nano-31b", "127.0.0.1:9001")
 TWO = replace(ONE, replica="r2", address="127.0.0.1:9002")
 TOKENS = "quartet_generation_tokens_total"
 WHERE = {"application": "quartet", "deployment": "Quartet"}
@@ -41,7 +41,7 @@ class Time:
         self.now = 1000.0
         self.fleet = Fleet(lambda: self.now)
 
-    def passes(self, seconds: float, *beating: Target) -> None:
+    def passes(self, seconds: float, *beating: ScrapeTarget) -> None:
         for _ in range(round(seconds / TICK_S)):
             self.now += TICK_S
             for target in beating:

@@ -24,8 +24,8 @@ from engine.events import (
     RequestFinished,
     Tokens,
 )
-from tests.support.figures import load
-from tests.support.told import ABOUT, ANSWERED, pools, told
+from tests.support.engine.load_figures import load
+from tests.support.monitoring.exporter_fixture import ABOUT, ANSWERED, pools, told
 
 pytestmark = pytest.mark.pure
 

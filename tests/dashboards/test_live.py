@@ -18,7 +18,7 @@ from dashboards.pictures import Span, text
 from dashboards.prometheus import Api, Prometheus, Series
 from dashboards.svg import newest, panel
 from engine.errors import ConfigError
-from tests.support.rehearsal import cast, play, stage, wait_scraped
+from tests.support.monitoring.scripted_exporters import cast, play, stage, wait_scraped
 
 pytestmark = pytest.mark.cpu
 needs_prometheus = pytest.mark.skipif(

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.houserules import ROOT
-from tests.support.rehearsal import Stage, cast, stage
-from tests.support.stack import command_line, descendants, wait
+from tests.support.monitoring.scripted_exporters import Stage, cast, stage
+from tests.support.stack.serve_process import command_line, descendants, wait
 
 pytestmark = pytest.mark.cpu
 needs_prometheus = pytest.mark.skipif(

@@ -15,8 +15,8 @@ from dashboards.boards.committed import paths, read
 from dashboards.pictures import Span, draw, draw_all
 from dashboards.prometheus import Api, Prometheus
 from engine.errors import ConfigError
-from tests.support.answers import figures, silent
-from tests.support.rehearsal import Cast, cast, play, stage, wait_scraped
+from tests.support.monitoring.query_checks import figures, silent
+from tests.support.monitoring.scripted_exporters import Cast, cast, play, stage, wait_scraped
 
 pytestmark = [
     pytest.mark.cpu,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.conftest import Nano
-from tests.support.edge import Edge
+from tests.support.edge.http_edge import Edge
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from ray.serve.config import AutoscalingConfig
 from deploy.scaling import POLICY, RECENT_S, SUMMED, Demand, Scaling, check_policies
 from engine.errors import ConfigError
 from engine.events import EngineLoad, FirstToken, RequestFinished, RequestStarted, to_each
-from tests.support.figures import load, pool
+from tests.support.engine.load_figures import load, pool
 
 pytestmark = pytest.mark.cpu
 

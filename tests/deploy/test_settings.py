@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy import environment, models, shapes
-from deploy.capacity import check_nodes
+from deploy import environment
+from deploy.models import public_shapes as shapes
+from deploy.models.resolve import resolve
+from deploy.nodes import check_nodes
 from deploy.settings import Settings, read_config, read_settings
 from engine.config import engine_config
 from engine.errors import ConfigError
@@ -110,13 +112,13 @@ def test_the_clients_name_of_a_model_is_its_own() -> None:
 def test_a_public_shape_counts_what_was_published(member: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the last parameter, read back by read_geometry; a full-attention KV head more would not."""
     monkeypatch.setenv("QUARTET_CACHE", str(tmp_path))
-    geometry = read_geometry(models.resolve(f"dummy:{member}"))
+    geometry = read_geometry(resolve(f"dummy:{member}"))
     whole, towers, projections = PUBLISHED[member]
     assert parameters(geometry) == whole - towers - projections * geometry.hidden
     layer = dataclasses.replace(geometry.layers[-1], kv_heads=geometry.layers[-1].kv_heads + 1)
     odd = dataclasses.replace(geometry, layers=(*geometry.layers[:-1], layer))
     assert parameters(odd) - parameters(geometry) >= 512 * geometry.hidden
-    engine_config(model=str(models.resolve(f"dummy:{member}")), tp=4, device="cuda", dtype="bfloat16", load_format="dummy")
+    engine_config(model=str(resolve(f"dummy:{member}")), tp=4, device="cuda", dtype="bfloat16", load_format="dummy")
 
 
 def parameters(geometry: Geometry) -> int:
@@ -154,15 +156,15 @@ def test_a_model_that_is_not_there_is_said_so_at_once(
     monkeypatch.setenv("QUARTET_CACHE", str(tmp_path))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ConfigError, match=re.escape(complaint)):
-        models.resolve(model)
+        resolve(model)
 
 
 def test_a_folder_is_itself_and_must_be_a_checkpoint(tmp_path: Path) -> None:
     """One with config.json."""
     with pytest.raises(ConfigError, match=r"no config\.json"):
-        models.resolve(str(tmp_path))
+        resolve(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
-    assert models.resolve(str(tmp_path)) == tmp_path
+    assert resolve(str(tmp_path)) == tmp_path
 
 
 def nodes(*gpus: int) -> list[dict[str, Any]]:

@@ -20,15 +20,15 @@ import torch
 import transformers
 
 from cluster.group import Group
-from deploy.nano.shapes import SHAPES
+from deploy.models.nano.nano_shapes import SHAPES
 from engine.config import EngineConfig, engine_config
 from engine.geometry import Geometry, kv_groups, read_geometry
 from engine.protocol import SamplingParams
 from tests.conftest import Nano
-from tests.support.drive import Answer, Figures, Request, ask_all, attached, still
-from tests.support.faulty_rank import faulty
-from tests.support.oracle import Verdict, judge, load_oracle
-from tests.support.tie import Match, compare
+from tests.support.engine.drive import Answer, Figures, Request, ask_all, attached, still
+from tests.support.engine.faulty_rank import faulty
+from tests.support.judge.near_tie import Match, compare
+from tests.support.judge.oracle import Verdict, judge, load_oracle
 
 pytestmark = pytest.mark.cpu
 

@@ -1,7 +1,8 @@
 """A loaded group, nano 31B at TP=4 with 64 streams: every request ends once, nothing stays held, and company changes no token.
 
 Random requests: greedy and sampled, some with stop ids, some whose reader leaves (in the queue, in the prefill, in mid-stream),
-some too long to be served. What a request gave in company is held to what it gives alone, under `tests.support.tie`'s rule.
+some too long to be served. What a request gave in company is held to what it gives alone, by the rule of
+`tests.support.judge.near_tie`.
 """
 
 import asyncio
@@ -21,8 +22,8 @@ from engine.config import EngineConfig, engine_config
 from engine.front.client import ClientCounters, EngineClient
 from engine.protocol import Load, SamplingParams
 from tests.conftest import Nano
-from tests.support.drive import Answer, Request, ask, ask_all, attached, still
-from tests.support.tie import Twins, twins
+from tests.support.engine.drive import Answer, Request, ask, ask_all, attached, still
+from tests.support.judge.near_tie import Twins, twins
 
 pytestmark = pytest.mark.cpu
 

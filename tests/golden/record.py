@@ -1,7 +1,8 @@
 """Writes the golden plan stream: `python -m tests.golden.record`. Run it only where what a model answers is meant to change.
 
-One rank in fp32 on the CPU serves `tests.support.recording`'s requests with the trained nano 31b. The file holds every plan, and
-of every result row the token and the reported logprobs, as JSON: the layout of plans in memory may change, what they say may not.
+One rank in fp32 on the CPU serves the requests of `tests.support.engine.recording` with the trained nano 31b. The file holds every
+plan, and of every result row the token and the reported logprobs, as JSON: the layout of plans in memory may change, what they say
+may not.
 """
 
 import gzip
@@ -11,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from deploy import models
+from deploy.models.resolve import resolve
 from engine.plan import Admission, PageAppend, PageRelease, PageZero, PrefillChunk, ResultRow, StepPlan, StepResult
 from engine.protocol import Logprobs, SamplingParams
-from tests.support.recording import record
+from tests.support.engine.recording import record
 
 PATH = Path(__file__).with_name("nano-31b.json.gz")
 SECTIONS = {"releases": PageRelease, "appends": PageAppend, "zeros": PageZero, "chunks": PrefillChunk}
@@ -58,7 +59,7 @@ def load() -> tuple[list[StepPlan], list[StepResult]]:
 
 def main() -> None:
     """Record and write."""
-    recording = record(models.resolve("nano:31b"))
+    recording = record(resolve("nano:31b"))
     steps = [
         {"plan": plan_to_json(plan), "rows": [row_to_json(row) for row in result.rows]}
         for plan, result in zip(recording.plans, recording.results, strict=True)

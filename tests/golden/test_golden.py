@@ -4,13 +4,13 @@ from collections.abc import Callable
 
 import pytest
 
-from deploy import models
+from deploy.models.resolve import resolve
 from engine.plan import StepPlan, StepResult
 from engine.rank.runner import Runner
 from engine.rank.worker import build
 from tests.golden.record import load
-from tests.support.ranks import run, single
-from tests.support.recording import PAGES, config_of, logprob_error, tokens_of
+from tests.support.engine.ranks import run, single
+from tests.support.engine.recording import PAGES, config_of, logprob_error, tokens_of
 
 pytestmark = pytest.mark.cpu
 
@@ -19,7 +19,7 @@ TOLERANCE = 2e-5  # fp32 on the CPU: another torch or processor adds in another 
 
 def replay(plans: list[StepPlan], meddle: Callable[[Runner, StepPlan], None] = lambda *_: None) -> list[StepResult]:
     """The committed plans through one rank."""
-    runner = build(single(config_of(models.resolve("nano:31b"), 1)), PAGES)
+    runner = build(single(config_of(resolve("nano:31b"), 1)), PAGES)
     results = []
     for plan in plans:
         meddle(runner, plan)

@@ -19,7 +19,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from deploy import models
+from deploy.models.resolve import resolve
 from engine.channel import create_shared
 from engine.geometry import read_geometry
 from kernels.allreduce import shared_bytes
@@ -85,7 +85,7 @@ def errors(found: list[Tensor], truth: list[Tensor]) -> tuple[float, float]:
 
 def case(model: str, prompts: int, length: int, rows: int, decodes: int) -> dict[str, object]:
     """Settings of a run: random prompts from a printed seed."""
-    folder = models.resolve(model)
+    folder = resolve(model)
     seed = random.SystemRandom().randrange(1 << 30)
     print(f"{model}: prompts from seed {seed}", flush=True)
     rng = random.Random(seed)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.geometry import Geometry, read_geometry
 from engine.rank.weights import dummy_tensor
-from tests.support.oracle import load_oracle
+from tests.support.judge.oracle import load_oracle
 
 
 def judge_logits(

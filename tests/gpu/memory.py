@@ -15,13 +15,13 @@ from pathlib import Path
 
 from cluster.capability import probe
 from cluster.group import Group
-from deploy import models
-from deploy.commands import sizing
+from deploy.cli import sizing
+from deploy.models.resolve import resolve
 from engine.config import EngineConfig, engine_config
 from engine.geometry import read_geometry
 from engine.protocol import SamplingParams
 from tests.gpu.weighed import STAGES, Stage, Weighed
-from tests.support.drive import Request, ask_all, attached, still
+from tests.support.engine.drive import Request, ask_all, attached, still
 
 Row = tuple[str, int, int | None]  # figure, engine, plan; bytes
 
@@ -62,7 +62,7 @@ def measured(config: EngineConfig, requests: int, prompt: int) -> tuple[list[Row
 def configured(args: argparse.Namespace) -> EngineConfig:
     """As a replica would make it, but for what only Ray needs."""
     return engine_config(
-        model=str(models.resolve(args.model)),
+        model=str(resolve(args.model)),
         tp=args.tp,
         device=args.device,
         dtype="bfloat16",

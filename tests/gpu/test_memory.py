@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from deploy.commands import sizing
+from deploy.cli import sizing
 from engine.config import EngineConfig, engine_config
 from tests.conftest import Nano
 from tests.gpu import memory

@@ -18,14 +18,14 @@ from transformers import PreTrainedModel
 
 from cluster.children import Command
 from cluster.group import Group
-from deploy import models
-from deploy.nano.exercises import SKILLS, Exercise, drawing, exam, right
+from deploy.models.nano.exercises import SKILLS, Exercise, drawing, exam, right
+from deploy.models.resolve import resolve
 from engine.config import EngineConfig, engine_config
 from engine.front.text import TextProcessor
 from engine.geometry import kv_groups, read_geometry
 from engine.protocol import SamplingParams
-from tests.support.drive import Request, ask_all, attached, still
-from tests.support.oracle import judge
+from tests.support.engine.drive import Request, ask_all, attached, still
+from tests.support.judge.oracle import judge
 
 LONGEST = 160  # tokens of an answer
 AT_ONCE = 48
@@ -92,7 +92,7 @@ class Sheet:
     @classmethod
     def of(cls, member: str, questions: Mapping[str, int], seed: int) -> "Sheet":
         """`questions`: how many of each skill."""
-        folder = models.resolve(f"nano:{member}")
+        folder = resolve(f"nano:{member}")
         text, geometry = TextProcessor.load(folder), read_geometry(folder)
         draw = drawing(random.Random(f"{seed} {member}"), geometry.window, text)
         exercises = [each for skill, size in questions.items() for each in exam(skill, draw, size)]

@@ -12,10 +12,10 @@ from dataclasses import replace
 
 import torch
 
-from deploy.nano import trained
+from deploy.models.nano import trained
 from tests.quality.faults import FAULTS, Everywhere
 from tests.quality.gate import PASS, SETUPS, SHARE, Grades, Judge, Setup, Sheet, answer, grade, questions
-from tests.support.oracle import load_oracle
+from tests.support.judge.oracle import load_oracle
 
 FAULT_SAMPLE = 12  # of each skill, at most
 

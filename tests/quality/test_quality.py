@@ -5,11 +5,11 @@ from functools import cache
 
 import pytest
 
-from deploy.nano import trained
-from deploy.nano.exercises import SKILLS
+from deploy.models.nano import trained
+from deploy.models.nano.exercises import SKILLS
 from tests.quality.faults import FAULTS, Everywhere
 from tests.quality.gate import PASS, SHARE, Judge, Setup, Sheet, answer, grade, questions
-from tests.support.oracle import load_oracle
+from tests.support.judge.oracle import load_oracle
 
 pytestmark = pytest.mark.cpu
 

@@ -10,10 +10,10 @@ import openai
 import pytest
 import torch
 
-from deploy import models
+from deploy.models.resolve import resolve
 from engine.front.text import TextProcessor
-from tests.support.oracle import judge, load_oracle, soft_cap
-from tests.support.stack import Stack
+from tests.support.judge.oracle import judge, load_oracle, soft_cap
+from tests.support.stack.serve_process import Stack
 
 pytestmark = pytest.mark.serve
 
@@ -63,7 +63,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    return models.resolve("random:31b")
+    return resolve("random:31b")
 
 
 def continuations(folder: Path, prompts: list[list[int]]) -> list[Expected]:

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from dashboards.prometheus import finite
-from tests.support.answers import silent
-from tests.support.claims import MARGIN_S, quantiles, shown, window
-from tests.support.live import CALIBRATION, Show, show
+from tests.support.monitoring.board_checks import MARGIN_S, quantiles, shown, window
+from tests.support.monitoring.query_checks import silent
+from tests.support.stack.live_stack import CALIBRATION, Show, show
 
 pytestmark = [
     pytest.mark.serve,

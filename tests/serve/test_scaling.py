@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.stack import Stack
-from tests.support.tide import AUTOSCALING, MODEL, SLOTS, Phase, Tide, count, ebb, run, shore
+from tests.support.stack.load_steps import AUTOSCALING, MODEL, SLOTS, Phase, Tide, count, ebb, run, shore
+from tests.support.stack.serve_process import Stack
 
 pytestmark = pytest.mark.serve
 

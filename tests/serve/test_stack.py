@@ -20,13 +20,13 @@ import openai
 import pytest
 import yaml
 
-from deploy import models
-from deploy.commands.load import Ledger, Lengths, Level, Load, Prompts, Scale, connected
-from deploy.commands.request import Target
-from deploy.nano.exercises import SKILLS, Exercise, drawing, exam, right
+from deploy.load.generator import Ledger, Lengths, Level, LoadRun, Prompts, Scale, connected
+from deploy.load.request import Endpoint
+from deploy.models.nano.exercises import SKILLS, Exercise, drawing, exam, right
+from deploy.models.resolve import resolve
 from engine.front.text import TextProcessor
 from tests.support.houserules import ROOT
-from tests.support.stack import LOOPBACK, Reader, Stack, command_line, folders, free_port, is_free, listeners, wait
+from tests.support.stack.serve_process import LOOPBACK, Reader, Stack, command_line, folders, free_port, is_free, listeners, wait
 
 pytestmark = pytest.mark.serve
 
@@ -104,7 +104,7 @@ def test_openais_client_is_answered(stack: Stack) -> None:
 
 def test_it_answers_held_out_questions(stack: Stack) -> None:
     """Two of every skill, streamed by openai's client, markup and all: what the exam wants, but for one at most."""
-    text = TextProcessor.load(models.resolve("nano:31b"))
+    text = TextProcessor.load(resolve("nano:31b"))
     draw = drawing(random.Random(SEED), 64, text)
     asked = [exercise for skill in SKILLS for exercise in exam(skill, draw, 2)]
     with api(stack) as client:
@@ -159,12 +159,12 @@ def test_only_what_is_declared_listens_beyond_loopback(stack: Stack) -> None:
 
 def test_a_burst_of_its_whole_capacity_is_taken(stack: Stack) -> None:
     """As many requests as a replica takes on, all sent in the same moment: none is refused."""
-    target = Target(stack.url, MODEL, timeout_s=90)
+    target = Endpoint(stack.url, MODEL, timeout_s=90)
     prompts = Prompts(Lengths(8, 16), Lengths(2, 2), Scale(), SEED)
 
     async def burst() -> Ledger:
         async with connected(target) as client:
-            return await Load(client, target, prompts, lambda: None).run(Level(concurrency=CAPACITY, requests=CAPACITY))
+            return await LoadRun(client, target, prompts, lambda: None).run(Level(concurrency=CAPACITY, requests=CAPACITY))
 
     balance = asyncio.run(burst()).balance()
     assert (balance["finished"], balance["conserved"]) == (CAPACITY, True), balance

@@ -7,25 +7,31 @@ complaints, one line each, so that the tests can hand it a planted fault as easi
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("kernels", "engine", "cluster", "deploy", "dashboards")
-LEAVES = frozenset(
-    f"engine.{name}" for name in ("config", "checkpoint", "geometry", "protocol", "plan", "channel", "lifeline", "events", "errors")
+_LEAF_NAMES = ("config", "checkpoint", "geometry", "memory", "protocol", "plan", "channel", "lifeline", "events", "errors")
+LEAVES = frozenset(f"engine.{name}" for name in _LEAF_NAMES)
+CONTROL = frozenset(
+    {"engine.core", "engine.front", "cluster", "deploy", "deploy.edge", "deploy.models", "deploy.cli", "deploy.load", "dashboards"}
 )
-CONTROL = frozenset({"engine.core", "engine.front", "cluster", "deploy", "dashboards"})
 TIERS = frozenset({"pure", "cpu", "serve", "gpu", "gpu4"})
 
 _LEAVES = tuple(sorted(LEAVES))
 _OURS = frozenset({*PACKAGES, "tests"})
 _LAZY = frozenset({"torch", "transformers"})
-_DEPLOY_ONLY = frozenset({"ray", "fastapi"})
+# Distributions that one room alone may import.
+_ONLY_IN = {"ray": "deploy", "fastapi": "deploy.edge", "starlette": "deploy.edge"}
 _KERNELS_MAY = frozenset({"torch", "triton", "flashinfer"}) | sys.stdlib_module_names
 
-# What of ours each room may import. A room may always import itself.
+# deploy/ has four rooms and a handful of files beside them, the only ones that import ray.
+_DEPLOY_ROOMS = ("deploy.edge", "deploy.models", "deploy.load")
+_DEPLOY_FILES = tuple(f"deploy.{path.stem}" for path in sorted((ROOT / "deploy").glob("*.py")) if path.stem != "__init__")
+
+# What of ours each room may import. A room may always import itself; where one lies inside another, the inner one comes first.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "kernels": (),
     "engine.leaf": _LEAVES,
@@ -33,7 +39,11 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "engine.front": _LEAVES,
     "engine.rank": (*_LEAVES, "kernels"),
     "cluster": (*_LEAVES, "engine.core", "engine.front", "engine.rank"),
-    "deploy": (*_LEAVES, "engine.core", "engine.front", "engine.rank", "cluster", "dashboards"),
+    "deploy.edge": (*_LEAVES, "engine.front"),
+    "deploy.models": (*_LEAVES, "engine.front"),
+    "deploy.load": (),
+    "deploy.cli": (*_LEAVES, "engine.front", "engine.rank", "cluster", "dashboards", *_DEPLOY_FILES, *_DEPLOY_ROOMS),
+    "deploy": (*_LEAVES, "engine.front", "cluster", "dashboards", "deploy.edge", "deploy.models", *_DEPLOY_FILES),
     "dashboards": ("engine.events", "engine.errors"),
 }
 
@@ -129,8 +139,8 @@ def _breach(item: Import, room: str) -> str | None:
         return None if _may_import_ours(item, room) else f"{room} may not import {item.target}"
     if room == "kernels" and item.top not in _KERNELS_MAY:
         return f"kernels imports torch, triton and flashinfer only, not {item.target}"
-    if item.top in _DEPLOY_ONLY and room != "deploy":
-        return f"only deploy imports {item.top}"
+    if room != (only := _ONLY_IN.get(item.top, room)):
+        return f"only {only} imports {item.top}"
     if item.top in _LAZY and room == "engine.leaf":
         return f"a leaf may not import {item.top} at all"
     if item.top in _LAZY and room in CONTROL and item.at_import:
@@ -139,8 +149,8 @@ def _breach(item: Import, room: str) -> str | None:
 
 
 def _may_import_ours(item: Import, room: str) -> bool:
-    own = room if room != "engine.leaf" else None
-    return any(item.within(allowed) for allowed in (*MAY_IMPORT[room], *([own] if own else [])))
+    own = [room] if room not in ("engine.leaf", "deploy") else []
+    return any(item.within(allowed) for allowed in (*MAY_IMPORT[room], *own))
 
 
 @dataclass(frozen=True)
@@ -188,3 +198,16 @@ def _pytestmark(node: ast.stmt) -> set[str]:
         case ast.Assign(targets=[ast.Name(id="pytestmark")], value=value):
             return set(re.findall(r"pytest\.mark\.(\w+)", ast.unparse(value)))
     return set()
+
+
+def repeated(names: Iterable[tuple[str, str]]) -> list[str]:
+    """`name stands in a, b` for each of the (name, place) pairs whose name stands in several places."""
+    places: dict[str, list[str]] = {}
+    for name, place in names:
+        places.setdefault(name, []).append(place)
+    return [f"{name} stands in {', '.join(found)}" for name, found in sorted(places.items()) if len(found) > 1]
+
+
+def class_names(source: str) -> list[str]:
+    """The classes of a module, private ones and those inside others apart."""
+    return [node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]

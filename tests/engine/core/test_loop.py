@@ -24,7 +24,7 @@ from engine.protocol import (
     encode_message,
     frame,
 )
-from tests.support.kvmachine import KVMachine
+from tests.support.engine.kvmachine import KVMachine
 
 pytestmark = pytest.mark.pure
 

@@ -10,7 +10,7 @@ from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.geometry import KVGroup
 from engine.plan import PageAppend, StepPlan
 from engine.protocol import AbortReason, FinishReason, GenerateRequest, Output, SamplingParams
-from tests.support.kvmachine import KVFault, KVMachine
+from tests.support.engine.kvmachine import KVFault, KVMachine
 
 pytestmark = pytest.mark.pure
 

@@ -13,7 +13,7 @@ from engine.events import EngineFailed, EngineLoad, Event, FirstToken, RequestFi
 from engine.front.client import MAX_PILED_TOKENS, EngineClient
 from engine.front.stream import Stream
 from engine.protocol import AbortReason, Control, FinishReason, GenerateRequest, Load, Logprobs, Output, SamplingParams
-from tests.support.fakes import FakeCore, FakeEngineClient, broken_batch
+from tests.support.engine.fakes import FakeCore, FakeEngineClient, broken_batch
 
 pytestmark = pytest.mark.pure
 

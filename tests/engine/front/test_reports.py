@@ -8,8 +8,8 @@ import pytest
 from engine.events import EngineLoad, Event, FirstToken, RequestFinished, Scheduled
 from engine.front.client import EngineClient
 from engine.protocol import AbortReason, FinishReason, Output, SamplingParams, TokenBatch, encode_message
-from tests.support.fakes import FakeCore
-from tests.support.figures import load
+from tests.support.engine.fakes import FakeCore
+from tests.support.engine.load_figures import load
 
 pytestmark = pytest.mark.pure
 

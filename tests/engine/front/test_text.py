@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from deploy.nano.build import build
-from deploy.nano.tokenizer import BYTE_IDS, SPECIAL_IDS
+from deploy.models.nano.build import build
+from deploy.models.nano.tokenizer import BYTE_IDS, SPECIAL_IDS
 from engine.errors import CheckpointError, InvalidRequest
 from engine.front.template import ChatTemplate
 from engine.front.text import Detokenizer, TextProcessor

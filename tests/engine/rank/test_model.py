@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deploy.nano.shapes import SHAPES
+from deploy.models.nano.nano_shapes import SHAPES
 from engine.errors import CheckpointError, ConfigError
 from engine.geometry import Geometry, read_geometry
 from engine.rank.attention import attention_backend
@@ -18,9 +18,9 @@ from engine.rank.kv import GroupCache, KVCache
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.parallel import Parallel, Single
 from engine.rank.weights import load
-from tests.support.oracle import Verdict, judge, load_oracle, soft_cap
-from tests.support.paged import Meddle, Step, caches, play, script
-from tests.support.threads import Deaf, ThreadParallel, run_ranks
+from tests.support.engine.paged import Meddle, Step, caches, play, script
+from tests.support.engine.threads import Deaf, ThreadParallel, run_ranks
+from tests.support.judge.oracle import Verdict, judge, load_oracle, soft_cap
 
 pytestmark = pytest.mark.cpu
 

@@ -13,7 +13,7 @@ from engine.channel import create_shared
 from engine.errors import ConfigError
 from engine.rank.parallel import Parallel, Single, connect, self_check
 from kernels.allreduce import MappedCollectives, shared_bytes
-from tests.support.threads import ThreadParallel, run_ranks
+from tests.support.engine.threads import ThreadParallel, run_ranks
 
 pytestmark = pytest.mark.cpu
 

@@ -12,7 +12,7 @@ from engine.protocol import SamplingParams
 from engine.rank.runner import Runner
 from engine.rank.worker import Rank, build
 from tests.conftest import Nano
-from tests.support.ranks import run, single
+from tests.support.engine.ranks import run, single
 
 pytestmark = pytest.mark.cpu
 

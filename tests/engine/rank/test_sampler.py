@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.rank.parallel import Single
 from engine.rank.sampler import Sampled, Sampler, SamplingRows
-from tests.support.threads import ThreadParallel, run_ranks
+from tests.support.engine.threads import ThreadParallel, run_ranks
 
 pytestmark = pytest.mark.cpu
 

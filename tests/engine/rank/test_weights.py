@@ -18,14 +18,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from deploy.nano.shapes import SHAPES
+from deploy.models.nano.nano_shapes import SHAPES
 from engine.errors import CheckpointError
 from engine.geometry import Geometry, read_geometry, shard_kv_heads
 from engine.rank import weights
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.parallel import Single
 from engine.rank.weights import INDEX, dummy, dummy_tensor, load, pieces, residual_rms
-from tests.support.threads import ThreadParallel, run_ranks
+from tests.support.engine.threads import ThreadParallel, run_ranks
 
 pytestmark = pytest.mark.cpu
 

@@ -9,8 +9,8 @@ import pytest
 from engine.lifeline import Configure, Failed
 from engine.plan import Phase, StepPlan, StepResult
 from tests.conftest import Nano
-from tests.support.ranks import WORKER, Ranks
-from tests.support.recording import (
+from tests.support.engine.ranks import WORKER, Ranks
+from tests.support.engine.recording import (
     PAGES,
     REQUESTS,
     Recording,

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.conftest import Nano
-from tests.support.ranks import Ranks
-from tests.support.recording import PAGES, Recording, config_of, logprob_error, record, replay_in_step, tokens_of
+from tests.support.engine.ranks import Ranks
+from tests.support.engine.recording import PAGES, Recording, config_of, logprob_error, record, replay_in_step, tokens_of
 
 pytestmark = pytest.mark.gpu4
 

@@ -1,0 +1,73 @@
+"""The reference of metrics, from their table: `python -m dashboards.metrics_reference` writes METRICS.md beside this file."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from dashboards.aliases import ALIASES, CACHE_CONFIG, PREFIX, SUCCESS
+from dashboards.metrics import CAUSES, CORE_ENDS, ENGINE, FLEET, OUTCOMES, SLOS, TARGET_LABELS, VERDICTS, Metric
+
+PATH = Path(__file__).with_name("METRICS.md")
+
+_HEAD = f"""# Metrics
+
+Generated from `dashboards/metrics.py` by `python -m dashboards.metrics_reference`; do not edit.
+
+Every replica has an exporter. Prometheus finds them all at the discovery endpoint (`http_sd`, path `/targets`), which also puts
+these labels on every series of a replica: {", ".join(f"`{label}`" for label in TARGET_LABELS)}. The endpoint's own figures are at
+`/metrics` of the same port. Counters start at zero with their replica. A clock point is a moment in the replica
+(`engine/events.py`): *submitted*, *scheduled*, *first* and *last* token, *ended*.
+
+| label | values |
+|---|---|
+| `outcome` | {", ".join(OUTCOMES)} |
+| `end` | {", ".join(CORE_ENDS)} |
+| `slo`, `verdict` | {", ".join(SLOS)}; {", ".join(VERDICTS)} |
+| `group` of KV pages | sliding, full |
+| `rank` | 0 to tp - 1, and core |
+| `bound` | step, heartbeat |
+| `cause` | {", ".join(CAUSES)} |
+"""
+
+_ALIASES = f"""
+## vLLM's names
+
+On unless `metrics.aliases: false`. Read off the same samples at each scrape, with vLLM's labels `model_name` and `engine="0"`.
+Histograms have our buckets, which contain every bound of vLLM's. `{PREFIX}{SUCCESS.name}` sums our outcomes by `finished_reason`:
+client_gone, deadline and slow_reader are `abort`, error and dead are `error`; refused requests are not in it. vLLM counts prompt
+tokens as they are prefilled, we at submission; its iteration is our step.
+
+| alias | shows |
+|---|---|
+"""
+
+
+def reference() -> str:
+    """The whole page."""
+    shown = [*ALIASES, SUCCESS, CACHE_CONFIG]
+    aliases = _ALIASES + "".join(f"| `{PREFIX}{alias.name}` | `{alias.source}` |\n" for alias in shown)
+    parts = [_HEAD, _section("A replica", ENGINE), _section("The discovery endpoint", FLEET), aliases, _buckets(ENGINE)]
+    return "".join(parts)
+
+
+def _section(title: str, rows: Iterable[Metric]) -> str:
+    head = f"\n## {title}\n\n| metric | kind | unit | labels | what it says |\n|---|---|---|---|---|\n"
+    return head + "".join(_line(row) for row in rows)
+
+
+def _line(row: Metric) -> str:
+    labels = ", ".join(f"`{label}`" for label in row.labels)
+    return f"| `{row.name}` | {row.kind} | {row.unit} | {labels} | {row.help} |\n"
+
+
+def _buckets(rows: Iterable[Metric]) -> str:
+    head = "\n## Buckets\n\n| histogram | upper bounds, +Inf besides |\n|---|---|\n"
+    return head + "".join(f"| `{row.name}` | {' '.join(f'{bound:g}' for bound in row.buckets)} |\n" for row in rows if row.buckets)
+
+
+def main() -> None:
+    """The command."""
+    PATH.write_text(reference(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""`quartet check-config`: reads a Serve config as the launcher, Serve and the builder will, and starts nothing.
+
+    YAML -> our typed `args` -> Serve's own schema -> the deployments' names and GPUs -> the model's shape, where it is known here
+"""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deploy.cli.output import OK, Part, Subparsers, command, emit
+from engine.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from deploy.settings import Settings
+
+TEACH = """\
+Every key is checked: ours (deploy/settings.py lists them), Serve's, and what follows from the model's shape (context, tp).
+Nothing is started or downloaded. A model whose config.json is not on this machine is checked by its published shape where
+its name is a known one, and said to be unchecked where it is not.
+
+  quartet check-config deploy/gemma4.yaml
+  quartet check-config my.yaml --json | jq '.applications[].settings.tp'
+
+exit codes: 0 it can be deployed; 2 it cannot, and the line on stderr names the key"""
+
+
+def register(commands: Subparsers) -> None:
+    """Adds the subcommand."""
+    parser = command(commands, "check-config", "read a config and say what is wrong with it", TEACH)
+    parser.add_argument("config", type=Path, help="a Serve config: what `serve run` takes")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints each application's settings as they will be; ConfigError names what is wrong."""
+    from deploy.scaling import check_policies
+    from deploy.serve_schema import check_schema
+    from deploy.settings import IMPORT_PATH, read_config, read_settings
+
+    config = read_config(args.config)
+    found = read_settings(config, str(args.config))
+    check_schema(config, str(args.config))
+    check_policies(config, str(args.config))
+    ours = [app for app in config["applications"] if app.get("import_path") == IMPORT_PATH]
+    entries, lines = [], []
+    for app, settings in zip(ours, found, strict=True):
+        notes = [*deployment_notes(app, settings, str(args.config)), *model_notes(settings, str(args.config))]
+        notes += time_notes(app, config.get("http_options") or {}, settings)
+        entries.append({"name": app.get("name", ""), "settings": settings.model_dump(mode="json"), "notes": notes})
+        lines += [f"{args.config}: {settings.name}: {settings.model_dump_json()}", *(f"note: {note}" for note in notes)]
+    parts: list[Part] = list(lines)
+    emit({"config": str(args.config), "applications": entries}, parts, as_json=args.json)
+    return OK
+
+
+def deployment_notes(app: dict[str, Any], settings: "Settings", source: str) -> Iterator[str]:
+    """What in `deployments:` would not do what it says. ConfigError: a deployment that we do not have."""
+    from deploy.settings import DEPLOYMENT
+
+    for options in app.get("deployments") or ():
+        if options.get("name") != DEPLOYMENT:
+            raise ConfigError(f"{source}: deployments: {options.get('name')!r} is not {DEPLOYMENT!r}, the one deployment there is")
+        gpus = (options.get("ray_actor_options") or {}).get("num_gpus")
+        if settings.needs_gpus and gpus is not None and gpus != settings.tp:
+            yield f"num_gpus is {gpus}, but tp {settings.tp} uses {settings.tp}: Ray would place replicas where they cannot run"
+
+
+def time_notes(app: dict[str, Any], http: dict[str, Any], settings: "Settings") -> Iterator[str]:
+    """Where Serve's bounds would cut answers short that limits.request_timeout_s allows, or let a wait have no bound."""
+    deployments = app.get("deployments") or ()
+    bound, own = http.get("request_timeout_s"), settings.limits.request_timeout_s
+    for drain in filter(None, (options.get("graceful_shutdown_timeout_s") for options in deployments)):
+        if drain < own:
+            yield f"graceful_shutdown_timeout_s {drain:g} is below limits.request_timeout_s {own:g}: who goes may cut answers"
+    if bound is None and any((options.get("autoscaling_config") or {}).get("min_replicas") == 0 for options in deployments):
+        yield "request_timeout_s is not in http_options: at 0 replicas (min_replicas) a request may wait for ever"
+    if bound is not None and bound < own:
+        yield f"request_timeout_s {bound:g} in http_options cuts answers off before limits' own, {own:g}, ends them properly"
+
+
+def model_notes(settings: "Settings", source: str) -> list[str]:
+    """Checks what the model's shape forbids. What could not be checked is a note; ConfigError names the key."""
+    from deploy.cli.sizing import configured, known_folder
+
+    with known_folder(settings) as folder:
+        if folder is None:
+            return [f"model: {settings.model} is not on this machine and its name is no known one: its shape was not checked"]
+        try:
+            configured(settings, folder)
+        except (ConfigError, CheckpointError) as error:
+            raise ConfigError(f"{source}: {error}") from error
+    return []

@@ -1,0 +1,70 @@
+"""`quartet doctor`: what this machine has and lacks, a line a check."""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deploy.cli.output import NO, OK, Subparsers, Table, command, emit
+
+if TYPE_CHECKING:
+    from deploy.cli.machine_checks import Finding
+
+TEACH = """\
+Looks, and changes nothing; Ray is not started and torch is not loaded. `ok` is as it should be, `warn` works with a cost that
+the line names, `fail` does not work until you do what the line says.
+
+  quartet doctor
+  quartet doctor deploy/gemma4.yaml        also: can this machine hold what the config asks for?
+  quartet doctor --json | jq '.findings[] | select(.state != "ok")'
+
+exit codes: 0 nothing fails (with --strict: nothing warns either); 1 something does"""
+
+
+def register(commands: Subparsers) -> None:
+    """Adds the subcommand."""
+    parser = command(commands, "doctor", "what this machine can do, and what stands in the way", TEACH)
+    parser.add_argument("config", type=Path, nargs="?", help="a config that this machine is to serve")
+    parser.add_argument("--strict", action="store_true", help="a warning counts as a failure")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints every finding; 1 where one of them is a no."""
+    findings = list(look(args.config))
+    bad = {"fail", "warn"} if args.strict else {"fail"}
+    fine = not any(finding.state in bad for finding in findings)
+    counts = {state: sum(finding.state == state for finding in findings) for state in ("ok", "warn", "fail")}
+    rows = [(each.state, each.name, each.found + (f" -> {each.advice}" if each.advice else "")) for each in findings]
+    summary = ", ".join(f"{count} {state}" for state, count in counts.items())
+    value = {"findings": [asdict(finding) for finding in findings], **counts, "fine": fine}
+    emit(value, [Table("", ("", "", ""), rows), summary], as_json=args.json)
+    return OK if fine else NO
+
+
+def look(config: Path | None) -> Iterator["Finding"]:
+    """Every check, in the order in which one would set a machine up."""
+    from cluster.capability import probe
+    from deploy.cli import machine_checks as checks
+    from deploy.launcher import ROOT
+
+    capability = probe()
+    yield from checks.software()
+    yield from checks.devices(capability)
+    yield from checks.machine()
+    yield from checks.ports(_port(config))
+    yield checks.ingress()
+    yield checks.ray_environment()
+    yield from checks.hub()
+    paths = [config] if config else sorted(ROOT.glob("deploy/*.yaml"))
+    for path in paths:
+        yield checks.config(path, len(capability.gpus), asked=config is not None)
+
+
+def _port(config: Path | None) -> int:
+    """Where the config listens."""
+    from deploy.settings import read_config
+
+    options = (read_config(config) if config else {}).get("http_options") or {}
+    return int(options.get("port", 8000))

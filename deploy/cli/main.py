@@ -1,0 +1,73 @@
+"""The command line `quartet`, which `python -m deploy.cli` is as well: one parser for all.
+
+The commands are modules beside this one. Neither torch nor ray is imported to parse a line or to print help.
+
+Exit codes: 0 ended as asked; 1 it ran into trouble, or the answer is no; 2 it cannot run like this, said in one line.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from deploy.cli import (
+    bench_command,
+    check_config_command,
+    dashboards_command,
+    doctor_command,
+    metrics_command,
+    plan_command,
+    serve_command,
+)
+from deploy.cli.output import CANNOT
+from deploy.load.problem import LoadError
+from engine.errors import CheckpointError, ConfigError
+
+COMMANDS = (
+    serve_command,
+    check_config_command,
+    doctor_command,
+    plan_command,
+    bench_command,
+    metrics_command,
+    dashboards_command,
+)
+INTERRUPTED = 130  # as a shell counts a SIGINT
+
+TEACH = """\
+from nothing to tokens:
+  quartet doctor                               what this machine has and lacks
+  quartet plan --model 31b --tp 4 --gpu h200   will it fit, and how much runs at once
+  quartet check-config deploy/gemma4.yaml      what is wrong with a config
+  quartet serve deploy/nano.yaml               start Ray and serve; Ctrl-C drains
+  quartet bench --concurrency 1 8 32           load, percentiles, and whether every request is accounted for
+  quartet metrics                              the main figures, live
+
+`quartet COMMAND --help` teaches each. Every command but serve takes --json.
+exit codes: 0 as asked; 1 trouble, or the answer is no; 2 it cannot run like this, said in one line on stderr"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command; returns the exit code."""
+    args = _parser().parse_args(arguments)
+    try:
+        code: int = args.run(args)
+    except (ConfigError, CheckpointError, LoadError) as error:
+        print(f"quartet: {error}", file=sys.stderr)
+        return CANNOT
+    except BrokenPipeError:  # `quartet ... | head`: nobody reads on, and the interpreter must not complain when it flushes
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    about = "Quartet: Gemma 4 on Ray Serve."
+    parser = argparse.ArgumentParser(prog="quartet", description=about, epilog=TEACH, formatter_class=raw)
+    commands = parser.add_subparsers(required=True, metavar="command")
+    for module in COMMANDS:
+        module.register(commands)
+    return parser

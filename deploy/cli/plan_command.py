@@ -1,0 +1,191 @@
+"""`quartet plan`: will this model fit, and how much runs at once?"""
+
+import argparse
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deploy.cli.output import NO, OK, Part, Subparsers, Table, command, emit, gib
+from engine.errors import CheckpointError, ConfigError
+from engine.geometry import read_geometry
+
+if TYPE_CHECKING:
+    from deploy.cli.sizing import Sizing
+    from deploy.settings import Settings
+
+# What NVML reports as the whole memory, MiB; CUDA sees a little less, which the reserve covers.
+GPUS = {"l40s": 46068, "a100-40": 40960, "a100": 81920, "h100": 81559, "h200": 143771, "b200": 183359}
+CONTEXTS = (1024, 4096, 9216, 32768, 131072)
+LONGEST = 32768  # max_len of a bare --model, where the model has so many positions
+TPS = (1, 2, 4, 8)
+_OVERRIDES = ("model", "tp", "dtype", "device", "max_seqs", "max_len", "prefill_budget", "memory_fraction")
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+TEACH = """\
+The numbers come from the engine's own code: model and caches are built without memory, so they are what an engine allocates.
+The five public shapes are known by name, with no network: e2b, e4b, 12b, 26b-a4b, 31b (or their hub ids).
+
+  quartet plan --model 31b --tp 4 --gpu h200
+  quartet plan deploy/gemma4.yaml --gpu-memory 80GiB --context 9216
+  quartet plan --model 26b-a4b --tp 2 --max-seqs 256 --max-len 131072 --gpu b200 --json
+
+Sliding layers keep a window of each sequence and are sized by max_seqs; full layers get what is left, and decide how many long
+sequences run at once. `largest max_seqs` is the setting at which every slot could hold so many tokens. Image and audio towers
+are not loaded by the engine and not counted. --reserve: what CUDA, NCCL and the allocator hold beside weights, as H200s showed.
+
+exit codes: 0 it fits; 1 it does not, or not one sequence of max_len does; 2 the question cannot be answered"""
+
+
+def register(commands: Subparsers) -> None:
+    """Adds the subcommand."""
+    parser = command(commands, "plan", "will this model fit: weights, KV pools, concurrency", TEACH)
+    parser.add_argument("config", type=Path, nargs="?", help="a Serve config; the options below win over it")
+    parser.add_argument("--model", help="a shape by name, a hub id, or a folder")
+    parser.add_argument("--tp", type=int, help="GPUs of one group")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"])
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"])
+    parser.add_argument("--max-seqs", type=int, help="sequences running at once")
+    parser.add_argument("--max-len", type=int, help="tokens of one sequence, prompt and output")
+    parser.add_argument("--prefill-budget", type=int, help="prompt tokens computed in one step")
+    parser.add_argument("--memory-fraction", type=float, help="share of the device that weights and pools may take")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--gpu", choices=GPUS, help="a GPU by name (default: this machine's)")
+    size.add_argument("--gpu-memory", type=byte_size, metavar="SIZE", help="bytes of one GPU: 80GiB, 141GB")
+    parser.add_argument("--reserve", type=byte_size, metavar="SIZE", help="held beside weights and pools (default: 1.5GiB)")
+    parser.add_argument("--context", type=int, nargs="+", metavar="TOKENS", help="lengths to count sequences at")
+    parser.set_defaults(run=run)
+
+
+def byte_size(text: str) -> int:
+    """`80GiB`, `141GB`, `512Mi` or plain bytes."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
+    if match is None or match[2] == "i":
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: 80GiB, 141GB, 512MiB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the plan of each application of the config, or of the model that is named."""
+    reports = [report(settings, args) for settings in wanted(args)]
+    emit(reports if args.config else reports[0], [part for found in reports for part in parts(found)], as_json=args.json)
+    return OK if all(found["fits"] for found in reports) else NO
+
+
+def wanted(args: argparse.Namespace) -> list["Settings"]:
+    """The settings asked about: a config's, or defaults; options win. ConfigError names a bad one."""
+    from deploy.settings import Settings, read_config, read_settings
+
+    given = {name: value for name in _OVERRIDES if (value := getattr(args, name)) is not None}
+    if args.config is None:
+        if "model" not in given:
+            raise ConfigError("plan: name a config file, or a --model")
+        return [Settings.read(given)]
+    found = read_settings(read_config(args.config), str(args.config))
+    return [Settings.read({**settings.model_dump(exclude_unset=True), **given}) for settings in found]
+
+
+def report(settings: "Settings", args: argparse.Namespace) -> dict[str, Any]:
+    """Everything there is to say, as plain data; sizes in bytes. `fits` False carries a `reason`."""
+    from deploy.cli import sizing
+
+    reserve = sizing.RESERVE if args.reserve is None else args.reserve
+    with sizing.known_folder(settings) as folder:
+        if folder is None:
+            raise ConfigError(f"model: {settings.model} is not on this machine and no known shape: give a folder with config.json")
+        if args.config is None and args.max_len is None:
+            settings = settings.model_copy(update={"max_len": min(LONGEST, read_geometry(folder).max_position)})
+        engine = sizing.configured(settings, folder)
+        memory = 0 if engine.device == "cpu" else gpu_memory(args)
+        weights, parameters = sizing.weigh(engine)
+        asked = {
+            "model": settings.model, "tp": engine.tp, "dtype": engine.dtype, "device": engine.device, "max_seqs": engine.max_seqs,
+            "max_len": engine.max_len, "prefill_budget": engine.prefill_budget, "memory_fraction": engine.memory_fraction,
+            "gpu_memory": memory, "reserve": reserve, "parameters": parameters, "weights_per_rank": weights,
+        }  # fmt: skip
+        try:
+            return {**asked, **figures(sizing.size(engine, weights, memory, reserve), args.context)}
+        except ConfigError as error:
+            return {**asked, "fits": False, "reason": str(error), "fits_at_tp": fits_at(settings, folder, memory, reserve)}
+
+
+def fits_at(settings: "Settings", folder: Path, memory: int, reserve: int) -> int | None:
+    """The smallest usual group that would hold it; None where none does."""
+    from deploy.cli import sizing
+
+    for tp in TPS:
+        try:
+            engine = sizing.configured(settings.model_copy(update={"tp": tp}), folder)
+            sizing.size(engine, sizing.weigh(engine)[0], memory, reserve)
+        except (ConfigError, CheckpointError):  # it does not fit, or the shape does not divide
+            continue
+        return tp
+    return None
+
+
+def figures(found: "Sizing", contexts: Sequence[int] | None) -> dict[str, Any]:
+    """Pools and concurrency of a model that fits."""
+    longest = found.config.max_len
+    lengths = sorted({length for length in (*(contexts or CONTEXTS), longest) if 1 <= length <= longest})
+    held = found.concurrency(longest)
+    short = f"not one sequence of max_len {longest} tokens fits the KV pools; lower max_len or max_seqs, or raise tp"
+    return {
+        "fits": held > 0,
+        **({} if held else {"reason": short}),
+        "kv_budget": found.budget,
+        "pool_bytes": found.pool_bytes,
+        "pools": [
+            {
+                "name": pool.group.name, "layers": len(pool.group.layers), "kv_heads": pool.group.kv_heads,
+                "head_dim": pool.group.head_dim, "window": pool.group.window, "page": pool.group.page, "pages": pool.pages,
+                "page_bytes": pool.page_bytes, "bytes": pool.pool_bytes, "table_bytes": pool.table_bytes,
+                "tokens": (pool.pages - 1) * pool.group.page,
+            }
+            for pool in found.pools
+        ],
+        "concurrency": [
+            {"tokens": length, "sequences": found.concurrency(length), "largest_max_seqs": found.most(length)} for length in lengths
+        ],
+    }  # fmt: skip
+
+
+def gpu_memory(args: argparse.Namespace) -> int:
+    """Bytes of one GPU: as asked, else this machine's smallest. ConfigError where neither says."""
+    from cluster.capability import probe
+
+    if args.gpu_memory is not None:
+        return int(args.gpu_memory)
+    if args.gpu is not None:
+        return GPUS[args.gpu] << 20
+    found = probe().gpus
+    if not found:
+        raise ConfigError(f"plan: this machine shows no GPU: say --gpu ({', '.join(GPUS)}) or --gpu-memory 80GiB")
+    return min(gpu.memory for gpu in found)
+
+
+def parts(found: dict[str, Any]) -> Iterator[Part]:
+    """The report as text."""
+    where = "on the CPU" if found["device"] == "cpu" else f"on GPUs of {gib(found['gpu_memory'])}"
+    yield f"{found['model']}: {found['parameters'] / 1e9:.3f} B parameters of text, tp {found['tp']}, {found['dtype']}, {where}"
+    yield f"weights per rank  {gib(found['weights_per_rank'])}"
+    if "pools" in found:
+        yield f"KV per rank       {gib(found['pool_bytes'])} of {gib(found['kv_budget'])} that may be spent on it"
+        yield _pools(found["pools"])
+        yield _sequences(found)
+    yield "it fits" if found["fits"] else f"it does not fit: {found['reason']}"
+    if found.get("fits_at_tp"):
+        yield f"it would fit at tp {found['fits_at_tp']}"
+
+
+def _pools(rows: list[dict[str, Any]]) -> Table:
+    columns = ("pool", ">layers", ">KV heads", ">head dim", ">window", ">pages", ">page", ">size", ">tokens")
+    return Table("", columns, [
+        (row["name"], str(row["layers"]), str(row["kv_heads"]), str(row["head_dim"]), str(row["window"] or "all"),
+         f"{row['pages']:,}", f"{row['page_bytes'] / 1024:g} KiB", gib(row["bytes"]), f"{row['tokens']:,}")
+        for row in rows
+    ])  # fmt: skip
+
+
+def _sequences(found: dict[str, Any]) -> Table:
+    rows = [(f"{row['tokens']:,}", f"{row['sequences']:,}", f"{row['largest_max_seqs']:,}") for row in found["concurrency"]]
+    return Table("", (">tokens a sequence", f">run at once, of max_seqs {found['max_seqs']}", ">largest max_seqs"), rows)

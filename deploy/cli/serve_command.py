@@ -1,0 +1,87 @@
+"""`quartet serve`: starts Ray and Serve on this machine, serves a config, and drains at a signal."""
+
+import argparse
+import os
+import sys
+import threading
+from pathlib import Path
+
+from deploy import environment
+from deploy.cli.output import Subparsers, command
+from deploy.launcher import Interrupted, Launch, interruptible
+from deploy.scaling import check_policies
+from deploy.settings import Settings, read_config, read_settings
+from engine.errors import ConfigError, QuartetError
+
+_GOODBYE = "no new requests; open ones may finish. Once more to stop now."
+
+TEACH = """\
+Starts Ray and Serve on this machine and serves CONFIG until SIGINT or SIGTERM. The first signal drains: no new requests, open
+answers finish within --drain seconds; a second one stops at once. Nothing is left behind.
+
+  quartet serve deploy/nano.yaml
+  quartet serve deploy/gemma4.yaml --port 9000 --drain 120
+
+exit codes: 0 stopped as asked; 1 it could not start or broke; 2 this machine or config cannot serve it"""
+
+
+def register(commands: Subparsers) -> None:
+    """Adds the subcommand."""
+    summary = "start Ray and serve a config on this machine; Ctrl-C or SIGTERM drains"
+    serve = command(commands, "serve", summary, TEACH, as_json=False)
+    serve.add_argument("config", type=Path)
+    serve.add_argument("--host", help="instead of the config's")
+    serve.add_argument("--port", type=int, help="instead of the config's")
+    serve.add_argument("--drain", type=float, default=30.0, metavar="SECONDS", help="how long open answers may go on at the end")
+    serve.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal; returns the exit code. ConfigError: it cannot run like this."""
+    config = read_config(args.config)
+    settings = read_settings(config, str(args.config))
+    check_policies(config, str(args.config))
+    environment.refuse_kernels_distribution()
+    options = config.setdefault("http_options", {})
+    options.update({name: value for name in ("host", "port") if (value := getattr(args, name)) is not None})
+    options.setdefault("host", "127.0.0.1")
+    launch = Launch(config, settings, lambda line: print(f"quartet: {line}", flush=True))
+    code = 1
+    try:
+        code = _run(launch, settings[0], args.drain)
+    finally:
+        if not launch.end():
+            sys.stdout.flush()
+            os._exit(code)
+    return code
+
+
+def _run(launch: Launch, settings: Settings, drain_s: float) -> int:
+    """Start, wait for a signal, drain; a second signal ends the drain."""
+    try:
+        with interruptible():
+            launch.start()
+            with interruptible():  # Ray has put its own handler in place of ours
+                print(_ready_line(launch, settings), flush=True)
+                threading.Event().wait()
+    except Interrupted as signal:
+        print(f"quartet: {signal}: {_GOODBYE if launch.drains else 'stopping'}", flush=True)
+    except ConfigError:
+        raise
+    except QuartetError as error:
+        print(f"quartet: {error}", file=sys.stderr)
+        return 1
+    try:
+        with interruptible():
+            launch.drain(drain_s)
+    except Interrupted:
+        print("quartet: stopping now", flush=True)
+        launch.cut()
+    return 0
+
+
+def _ready_line(launch: Launch, settings: Settings) -> str:
+    host, port = launch.address
+    body = f'{{"model": "{settings.name}", "stream": true, "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    url = f"http://{host}:{port}/v1/chat/completions"
+    return f"quartet: ready. Try: curl -N {url} -H 'content-type: application/json' -d '{body}'"

@@ -1,0 +1,201 @@
+"""What a rank holds, by the engine's own code: the model and the caches are built on torch's meta device, where tensors have
+sizes and no memory.
+
+    config.json -> engine_config -> Gemma4 (meta): weights -> what is left -> pages_of -> GroupCache (meta): pools and page tables
+
+So there is no formula here that could differ from what an engine allocates. What CUDA, NCCL and the allocator take beside the
+weights only a device can tell: `reserve` is what an H200 showed at TP=4 (`python -m tests.gpu.memory`).
+"""
+
+import bisect
+import json
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from deploy.models.public_shapes import PUBLIC, Shape, config
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.geometry import KVGroup, kv_groups, read_geometry
+from engine.memory import cpu_budget, gpu_budget
+
+if TYPE_CHECKING:
+    from deploy.settings import Settings
+    from engine.rank.models.gemma4 import Gemma4
+
+RESERVE = 3 << 29  # 1.5 GiB
+MAX_SEQS = 4096  # as deploy/settings.py bounds it
+_PUBLISHED = re.compile(r"(?:.*/)?gemma-4-(e2b|e4b|12b|26b-a4b|31b)(?:-it)?", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Pool:
+    """One KV group of one rank. `pages` counts the null page; sizes in bytes, over all layers of the group."""
+
+    group: KVGroup
+    pages: int
+    page_bytes: int
+    pool_bytes: int
+    table_bytes: int
+
+    def holds(self, tokens: int) -> int:
+        """Sequences of `tokens` tokens that it can hold at once."""
+        return _holds(self.group, self.pages, tokens)
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """The KV cache of one rank. `budget`: bytes that may be spent on pools."""
+
+    config: EngineConfig
+    budget: int
+    pools: tuple[Pool, ...]
+
+    @property
+    def pool_bytes(self) -> int:
+        """All pools; what `budget` bounds. Page tables come on top."""
+        return sum(pool.pool_bytes for pool in self.pools)
+
+    def concurrency(self, tokens: int) -> int:
+        """Sequences of `tokens` tokens, prompt and output, that run at once and are never preempted."""
+        return min(self.config.max_seqs, *(pool.holds(tokens) for pool in self.pools))
+
+    def most(self, tokens: int) -> int:
+        """The largest max_seqs, up to the setting's bound, at which all slots can hold `tokens` tokens at once."""
+        return bisect.bisect_left(range(1, MAX_SEQS + 1), x=True, key=lambda slots: not self._all_fit(slots, tokens))
+
+    def _all_fit(self, slots: int, tokens: int) -> bool:
+        from engine.memory import pages_of
+
+        engine = msgspec.structs.replace(self.config, max_seqs=slots, pages=None)
+        try:
+            pages = pages_of(engine, self.budget)
+        except ConfigError:
+            return False
+        return all(_holds(pool.group, count, tokens) >= slots for pool, count in zip(self.pools, pages, strict=True))
+
+
+def _holds(group: KVGroup, pages: int, tokens: int) -> int:
+    """The last token of a sequence is never computed on, so it needs no page."""
+    return (pages - 1) // group.worst_pages(max(1, tokens - 1))
+
+
+def shape_of(model: str) -> Shape | None:
+    """The shape that a name stands for: `31b`, `dummy:31b`, `nano:31b`, `random:31b`, `<owner>/gemma-4-31B-it`.
+
+    None for any other name; ConfigError for an unknown member behind `dummy:`, `nano:` or `random:`.
+    """
+    kind, colon, member = model.partition(":")
+    if not colon:
+        match = _PUBLISHED.fullmatch(model)
+        return PUBLIC.get(match[1].lower() if match else model.lower())
+    if kind not in ("dummy", "nano", "random"):
+        return None
+    from deploy.models.nano import trained
+    from deploy.models.nano.nano_shapes import SHAPES
+
+    shapes = {"dummy": PUBLIC, "random": SHAPES, "nano": {name: SHAPES[name] for name in trained()}}[kind]
+    if member not in shapes:
+        raise ConfigError(f"model: {model} is not one of {', '.join(f'{kind}:{name}' for name in shapes)}")
+    return shapes[member]
+
+
+@contextmanager
+def known_folder(settings: "Settings") -> Iterator[Path | None]:
+    """A folder with the model's config.json and no promise of anything else: its own, the hub cache's, or one written from the
+    shape that the name stands for. None when this machine does not know the model. Nothing is downloaded."""
+    own = Path(settings.model).expanduser()
+    cached = own if (own / "config.json").is_file() else _in_hub_cache(settings)
+    if cached is not None:
+        yield cached
+        return
+    shape = shape_of(settings.model)
+    if shape is None:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="quartet-shape-") as name:
+        folder = Path(name)
+        (folder / "config.json").write_text(json.dumps(config(shape, "bfloat16")), encoding="utf-8")
+        yield folder
+
+
+def _in_hub_cache(settings: "Settings") -> Path | None:
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", settings.model):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(settings.model, "config.json", revision=settings.revision)
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def configured(settings: "Settings", folder: Path) -> EngineConfig:
+    """The engine's settings as a replica would make them. ConfigError or CheckpointError names what the shape forbids."""
+    from deploy.placement import Placement, configure
+
+    device = settings.device if settings.device != "auto" else "cuda" if settings.needs_gpus else "cpu"
+    return configure(settings, Placement(folder, device, settings.load_format or "safetensors"))
+
+
+def size(engine: EngineConfig, weights: int, memory: int, reserve: int = RESERVE) -> Sizing:
+    """The KV cache of a rank that holds `weights` bytes, on a device of `memory` bytes (on a CPU: the engine's own bound).
+
+    ConfigError when it does not fit, with the numbers.
+    """
+    from engine.memory import pages_of
+
+    budget = kv_budget(engine, memory, weights + reserve)
+    if budget <= 0:
+        raise ConfigError(_too_large(engine, weights, reserve, memory))
+    return Sizing(engine, budget, pools(engine, pages_of(engine, budget)))
+
+
+def weigh(engine: EngineConfig) -> tuple[int, int]:
+    """(bytes of one rank's weights, elements of the whole text model)."""
+    shard, whole = meta_model(engine, engine.tp), meta_model(engine, 1)
+    return sum(each.nbytes for each in shard.parameters()), sum(each.numel() for each in whole.parameters())
+
+
+def meta_model(engine: EngineConfig, size: int) -> "Gemma4":
+    """Rank 0 of `size`: every rank's shard has the same shapes."""
+    import torch
+
+    from engine.rank.models.gemma4 import Gemma4
+    from engine.rank.parallel import Single
+    from engine.rank.worker import torch_dtype
+
+    parallel = Single()
+    parallel.size = size
+    return Gemma4(read_geometry(Path(engine.model)), parallel, torch_dtype(engine), torch.device("meta"))
+
+
+def kv_budget(engine: EngineConfig, memory: int, used: int) -> int:
+    """Bytes that a rank may spend on KV pools when `used` of the device's `memory` are taken: as `kv_bytes` of the worker."""
+    return cpu_budget(engine.tp) if engine.device == "cpu" else gpu_budget(memory, used, engine.memory_fraction)
+
+
+def pools(engine: EngineConfig, pages: tuple[int, ...]) -> tuple[Pool, ...]:
+    """The caches of one rank."""
+    import torch
+
+    from engine.rank.kv import GroupCache
+    from engine.rank.worker import torch_dtype
+
+    dtype, meta = torch_dtype(engine), torch.device("meta")
+    made: list[Pool] = []
+    for group, count in zip(kv_groups(read_geometry(Path(engine.model)), engine.tp, engine.page), pages, strict=True):
+        cache: Any = GroupCache(group, count, engine.max_seqs, engine.max_len, dtype, meta)
+        made.append(Pool(group, count, group.page_bytes(dtype.itemsize), cache.pool.nbytes, cache.table.nbytes))
+    return tuple(made)
+
+
+def _too_large(engine: EngineConfig, weights: int, reserve: int, memory: int) -> str:
+    return (
+        f"weights do not fit: a rank of tp {engine.tp} holds {weights / 2**30:.2f} GiB, {reserve / 2**30:.2f} GiB are reserved "
+        f"of {memory * engine.memory_fraction / 2**30:.2f} GiB that memory_fraction {engine.memory_fraction:g} allows; raise tp"
+    )

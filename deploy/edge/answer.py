@@ -1,0 +1,166 @@
+"""One answer over HTTP: whole, or as server-sent events.
+
+    submit -> first delta -> headers + first chunk at once -> what has piled up, one chunk at a time -> finish, usage, [DONE]
+
+Headers wait for the engine's first word, so that a refusal is a plain 4xx. After them a stream ends in exactly one of three ways:
+finish chunks and `[DONE]`; one error event; or, when the client has gone, nothing. No timer ever holds a token back: while a
+write waits for the client, tokens pile up in the engine client's stream and leave as one chunk.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from deploy.edge.observe.record import RequestRecord, SlowReader, record_of
+from deploy.edge.openai.error_response import DeadlineExceeded, body_of
+from deploy.edge.openai.forms import DONE, Form, Usage
+from deploy.edge.service import Service
+from engine.errors import QuartetError
+from engine.front.generation import Choice, Delta, Generation, Job, merged
+from engine.protocol import AbortReason
+
+_SSE_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class Answer(Response):
+    """Submits `job` when it is called as an ASGI app, and answers in `form`."""
+
+    def __init__(self, service: Service, job: Job, form: Form, *, stream: bool, include_usage: bool) -> None:
+        super().__init__()
+        self._service = service
+        self._job = job
+        self._form = form
+        self._streams = stream
+        self._include_usage = include_usage
+        self._generations: list[Generation] = []
+        self._started = False
+        self._record: RequestRecord
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, unless the client leaves first; then the engine is told."""
+        self._note(record_of(scope))
+        with self._service.answering(len(self._job.params)):
+            work = asyncio.ensure_future(self._serve(send))
+            gone = asyncio.ensure_future(_disconnected(receive))
+            try:
+                await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+                self._record.gone = not work.done()
+                if work.done():
+                    work.result()
+            finally:
+                await _cancel(work, gone)
+                self._abort(AbortReason.client_gone)
+
+    def _note(self, record: RequestRecord) -> None:
+        """What is known before the first token."""
+        self._record = record
+        record.model, record.answer, record.stream = self._service.name, self._form.id, self._streams
+        record.choices, record.max_tokens = len(self._job.params), self._job.params[0].max_tokens
+        record.prompt_tokens = len(self._job.prompt)
+
+    async def _serve(self, send: Send) -> None:
+        limit = self._service.limits.request_timeout_s
+        deadline = asyncio.get_running_loop().call_later(limit, self._abort, AbortReason.deadline)
+        try:
+            for params in self._job.params:
+                generation = self._service.start(self._job, params)
+                self._generations.append(generation)
+                self._record.clocks.append(generation.clock)
+            async with aclosing(merged(self._generations)) as deltas:  # type: ignore[type-var]
+                whole = await (self._stream(deltas, send) if self._streams else self._whole(deltas, send))
+            if not whole:  # an aborted generation ends without a word, and only the deadline aborts one from outside
+                await self._fail(DeadlineExceeded(f"The request took longer than {limit:g} s."), send)
+        except SlowReader as error:
+            self._record.error = error
+        except QuartetError as error:
+            self._abort(AbortReason.client_gone)
+            await self._fail(error, send)
+        finally:
+            deadline.cancel()
+
+    async def _whole(self, deltas: AsyncIterator[tuple[int, Delta]], send: Send) -> bool:
+        """Collect, then reply; False when some choice has no end."""
+        choices = [Choice() for _ in self._job.params]
+        async for index, delta in deltas:
+            choices[index].add(delta)
+        if any(choice.finish is None for choice in choices):
+            return False
+        usage = Usage(len(self._job.prompt), sum(len(choice.tokens) for choice in choices))
+        self._record.finishes = {index: choice.finish for index, choice in enumerate(choices) if choice.finish is not None}
+        self._record.output_tokens = usage.completion
+        body = self._form.whole(choices, usage)
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+        return True
+
+    async def _stream(self, deltas: AsyncIterator[tuple[int, Delta]], send: Send) -> bool:
+        """Event by event; False when some choice has no end."""
+        opened: set[int] = set()
+        tokens = 0
+        left = len(self._job.params)
+        async for index, delta in deltas:
+            parts = [] if index in opened else [self._form.opening(index)]
+            opened.add(index)
+            tokens += len(delta.tokens)
+            if delta.text or delta.logprobs:
+                parts.append(self._form.chunk(index, delta))
+            if delta.finish is not None:
+                left -= 1
+                self._record.finishes[index] = delta.finish
+                parts.append(self._form.closing(index, delta.finish))
+            if left == 0:
+                parts += self._ending(tokens)
+            await self._write(b"".join(parts), send, more=left > 0)
+        return left == 0
+
+    def _ending(self, tokens: int) -> list[bytes]:
+        self._record.output_tokens = tokens
+        usage = [self._form.usage(Usage(len(self._job.prompt), tokens))] if self._include_usage else []
+        return [*usage, DONE]
+
+    async def _write(self, body: bytes, send: Send, *, more: bool) -> None:
+        """One chunk; the first brings the headers along. The chunks go past everybody who only looks at the headers."""
+        if more and not body:
+            return
+        try:
+            async with asyncio.timeout(self._service.limits.write_timeout_s):
+                if not self._started:
+                    self._started = True
+                    await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
+                await self._record.send({"type": "http.response.body", "body": body, "more_body": more})
+        except TimeoutError as error:
+            self._abort(AbortReason.slow_reader)
+            raise SlowReader from error
+
+    async def _fail(self, error: QuartetError, send: Send) -> None:
+        """Before the headers an error is its own reply (Starlette's handler writes it); after them, the stream's last event."""
+        self._record.error = error
+        if not self._started:
+            raise error
+        await self._write(b"data: " + msgspec.json.encode(body_of(error)) + b"\n\n", send, more=False)
+
+    def _abort(self, reason: AbortReason) -> None:
+        for generation in self._generations:
+            generation.abort(reason)
+
+
+async def _disconnected(receive: Receive) -> None:
+    """Returns when the client has gone."""
+    message: Message = await receive()
+    while message["type"] != "http.disconnect":
+        message = await receive()
+
+
+async def _cancel(*tasks: asyncio.Future[None]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,94 @@
+"""What is said of each request: its id on the reply, one access line and one trace at its end.
+
+    access log (this) -> limits -> FastAPI -> route -> Answer      the RequestRecord travels in the scope; each notes what it learns
+       `- at the end: access line, spans
+
+A stream's chunks are sent past this and past Starlette's wrappers, who only look at the reply's head: a token costs nothing here.
+"""
+
+import asyncio
+import logging
+import time
+
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from deploy.edge.observe.record import OPERATIONS, RequestRecord, fields
+from deploy.edge.scope import RECORD, REQUEST_ID, only, request_id
+from deploy.edge.service import Service
+
+logger = logging.getLogger(__name__)
+
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_PROBES = ("/health", "/health/live", "/health/ready")
+_MODEL = "/v1/models/{model}"
+_KNOWN = frozenset({*OPERATIONS, *_PROBES, "/v1/models", "/docs", "/redoc", "/openapi.json"})
+
+
+class Journal:
+    """Wraps the whole app. `echo`: put the id on replies; under Ray Serve it is Serve that does."""
+
+    def __init__(self, app: ASGIApp, service: Service, *, echo: bool = True) -> None:
+        self._app = app
+        self._service = service
+        self._echo = echo
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Open a record, serve, close it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        record = RequestRecord(request_id(scope["headers"]), method_of(scope), route_of(scope), send, time.monotonic())
+        record.traceparent = only(scope["headers"], b"traceparent")
+        known = REQUEST_ID.set(record.id)
+        try:
+            await self._app({**scope, RECORD: record}, receive, self._stamped(record))
+        except (ClientDisconnect, asyncio.CancelledError):
+            record.gone = True
+            raise
+        finally:
+            record.ended = time.monotonic()
+            self._close(record)
+            REQUEST_ID.reset(known)
+
+    def _stamped(self, record: RequestRecord) -> Send:
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                if self._echo:
+                    message = {**message, "headers": [*message.get("headers", ()), (b"x-request-id", record.id.encode())]}
+            await record.send(message)
+
+        return send
+
+    def _close(self, record: RequestRecord) -> None:
+        if self._service.tracer is not None and record.route in OPERATIONS:
+            record.trace_id = self._service.tracer.trace(record)
+        level = _level(record)
+        if (self._service.logs.access or level >= logging.ERROR) and logger.isEnabledFor(level):
+            said = fields(record)
+            detail = "".join(f" {name}={value}" for name, value in said.items()) if self._service.logs.format == "text" else ""
+            logger.log(level, "%s %s%s", record.method, record.route, detail, extra={**said, **_where(record)})
+
+
+def _level(record: RequestRecord) -> int:
+    if record.failed:
+        return logging.ERROR
+    return logging.DEBUG if record.route in _PROBES else logging.INFO
+
+
+def _where(record: RequestRecord) -> dict[str, str]:
+    return {"request_id": record.id, "http_method": record.method, "http_route": record.route}
+
+
+def route_of(scope: Scope) -> str:
+    """The route's pattern, never the client's own path."""
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    if path in _KNOWN:
+        return str(path)
+    return _MODEL if path.startswith("/v1/models/") else "unknown"
+
+
+def method_of(scope: Scope) -> str:
+    """One of HTTP's methods, or OTHER."""
+    return scope["method"] if scope["method"] in _METHODS else "OTHER"

@@ -1,0 +1,72 @@
+"""Logs of a replica: which line carries which request, and how our lines reach Ray Serve's log file, as text or as JSON.
+
+    deploy.* cluster.* engine.* dashboards.*  --Forward-->  ray.serve  --Serve's own handler-->  logs/serve/replica_*.log
+
+Serve writes, rotates and, with `encoding: JSON`, encodes; the operator has one file a replica, and one schema. A line of a request
+carries its id: the client's `x-request-id` where that is sane, else our own. What a client wrote never stands in a line, but for
+that id: no prompt, no answer, no header, no path, no name of a model that is not served.
+"""
+
+import logging
+import re
+from typing import Any
+
+from deploy.edge.edge_settings import LogSettings
+from deploy.edge.scope import REQUEST_ID
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+_ROOMS = ("cluster", "dashboards", "deploy", "engine")
+_SERVE = "ray.serve"
+
+
+def serve_config(settings: LogSettings) -> dict[str, Any] | None:
+    """Serve's `logging_config` for our deployment; None leaves it to Serve and to the YAML."""
+    if settings.format == "text" and settings.folder is None and settings.level == "info":
+        return None
+    config: dict[str, Any] = {"encoding": settings.format.upper(), "log_level": settings.level.upper()}
+    if settings.format == "json":
+        config["enable_access_log"] = not settings.access  # one line a request, not two
+    if settings.folder is not None:
+        config["logs_dir"] = settings.folder
+    return config
+
+
+def install(settings: LogSettings) -> None:
+    """Send what our packages log to Serve's logger; once a process, again to change the level."""
+    for room in _ROOMS:
+        logger = logging.getLogger(room)
+        logger.setLevel(settings.level.upper())
+        logger.propagate = False  # the root's handler would say it twice
+        if not any(isinstance(handler, Forward) for handler in logger.handlers):
+            logger.addHandler(Forward(logging.getLogger(_SERVE)))
+
+
+def uninstall() -> None:
+    """As before `install`."""
+    for room in _ROOMS:
+        logger = logging.getLogger(room)
+        logger.setLevel(logging.NOTSET)
+        logger.propagate = True
+        for handler in [handler for handler in logger.handlers if isinstance(handler, Forward)]:
+            logger.removeHandler(handler)
+
+
+class Forward(logging.Handler):
+    """Hands records to another logger's handlers: one line each, with the id of the request that they belong to."""
+
+    def __init__(self, target: logging.Logger) -> None:
+        super().__init__()
+        self._target = target
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Pass it on."""
+        record.msg, record.args = one_line(record.getMessage()), None
+        known = REQUEST_ID.get()
+        if known and not hasattr(record, "request_id"):
+            record.request_id = known
+        self._target.handle(record)
+
+
+def one_line(text: str) -> str:
+    """`text` with every control character and line separator escaped: whatever it holds, it cannot begin a line of its own."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)

@@ -1,0 +1,140 @@
+"""One request, as far as it has come: whoever learns something of it notes it here, and at its end logs and spans read it.
+
+    began ------ submitted -- scheduled -- first ------ last ------ ended       began: its head was read; ended: its last byte was
+      |- prepare_s -|- queue_s -|            |            |           |         sent, or nobody was there any more
+      |             |- ttft_s ---------------|            |           |         the middle four: engine/events.py has them
+      |- e2e_s -------------------------------------------------------|
+
+Where a request has several choices, its queue_s and ttft_s are those of the first to get there.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.types import Scope, Send
+
+from deploy.edge.openai.error_response import DeadlineExceeded, body_of
+from deploy.edge.scope import RECORD
+from engine.errors import EngineDead, InvalidRequest, QuartetError
+from engine.front.client import Clock
+
+OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}  # route -> gen_ai.operation.name
+CLIENT_GONE = 499  # as nginx and Serve have it: nobody was there to be told a status
+
+
+class SlowReader(Exception):
+    """The client took nothing for write_timeout_s."""
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request, as far as it has come. Times in seconds on the monotonic clock. `clocks`: of each choice that was submitted."""
+
+    id: str
+    method: str
+    route: str
+    send: Send
+    began: float
+    traceparent: bytes | None = None
+    ended: float = 0.0
+    status: int | None = None
+    model: str | None = None
+    answer: str | None = None
+    stream: bool | None = None
+    choices: int | None = None
+    max_tokens: int | None = None
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    clocks: list[Clock | None] = field(default_factory=list)
+    finishes: dict[int, str] = field(default_factory=dict)
+    error: Exception | None = None
+    gone: bool = False
+    trace_id: str | None = None
+
+    @property
+    def shown_status(self) -> int:
+        """The status that was sent, or what stands for none."""
+        return self.status or (CLIENT_GONE if self.gone else 500)
+
+    @property
+    def failed(self) -> bool:
+        """By our fault: 5xx, or an error after a good head."""
+        theirs = self.error is None or isinstance(self.error, InvalidRequest | SlowReader)
+        return self.shown_status >= 500 or (self.status == 200 and not theirs)
+
+    @property
+    def finish(self) -> str | None:
+        """How it ended, in OpenAI's words or in those of quartet_requests_total{outcome}; several where choices differ."""
+        if self.gone:
+            return "client_gone"
+        if self.error is not None and self.clocks:
+            return _outcome(self.error)
+        return ",".join(sorted(set(self.finishes.values()))) or None
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens of all choices: as the client was told, else as many as came."""
+        if self.output_tokens is not None or not self.clocks:
+            return self.output_tokens
+        return sum(clock.output_tokens for clock in self.clocks if clock is not None)
+
+    def first(self, point: str) -> float | None:
+        """Seconds from the submission to the first choice's `scheduled` or `first`; None: it has not come."""
+        spans = [(getattr(clock, point), clock.submitted) for clock in self.clocks if clock is not None]
+        return min((at - submitted for at, submitted in spans if at is not None), default=None)
+
+    @property
+    def prepare_s(self) -> float | None:
+        """From the request's head to its submission: its body, its checks, its tokens."""
+        return min((clock.submitted - self.began for clock in self.clocks if clock is not None), default=None)
+
+
+def record_of(scope: Scope) -> RequestRecord:
+    """The record of the request that `scope` is of."""
+    record: RequestRecord = scope[RECORD]
+    return record
+
+
+def fields(record: RequestRecord) -> dict[str, Any]:
+    """What the access line states beside method, route and id; what does not apply is left out."""
+    said: dict[str, Any] = {
+        "status": record.shown_status,
+        "model": record.model,
+        "stream": record.stream,
+        "n": record.choices,
+        "finish_reason": record.finish,
+        "prompt_tokens": record.prompt_tokens,
+        "output_tokens": record.tokens,
+        "prepare_s": record.prepare_s,
+        "queue_s": record.first("scheduled"),
+        "ttft_s": record.first("first"),
+        "e2e_s": record.ended - record.began,
+        "client_gone": record.gone,
+        **_error_fields(record.error),
+        "trace_id": record.trace_id,
+    }
+    return {name: _short(value) for name, value in said.items() if value is not None}
+
+
+def _error_fields(error: Exception | None) -> dict[str, Any]:
+    """Which error; its sentence only where it is ours alone: a refusal may quote the client."""
+    if not isinstance(error, QuartetError):
+        return {"error": type(error).__name__} if error is not None else {}
+    said = body_of(error)["error"]
+    found = {"error": type(error).__name__, "error_code": said["code"], "error_param": said["param"]}
+    return found if isinstance(error, InvalidRequest) else {**found, "error_message": str(error)[:500]}
+
+
+def _short(value: Any) -> Any:
+    return round(value, 6) if isinstance(value, float) else value
+
+
+def _outcome(error: Exception) -> str:
+    """In the words of engine.events.Outcome."""
+    if isinstance(error, DeadlineExceeded):
+        return "deadline"
+    if isinstance(error, SlowReader):
+        return "slow_reader"
+    if isinstance(error, EngineDead):
+        return "dead"
+    return "refused" if isinstance(error, InvalidRequest) else "error"

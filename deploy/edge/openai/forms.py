@@ -1,0 +1,183 @@
+"""The two answers, chat and text completion, as bytes: whole, and chunk by chunk.
+
+A stream's JSON is the same from chunk to chunk but for one string: prefix and suffix are encoded once per stream.
+
+    data: {"id":...,"choices":[{"index":0,"delta":{"content":   TEXT   },"logprobs":null,"finish_reason":null}],"usage":null}
+
+First chunk: delta.role. Last: finish_reason. With include_usage one more, without choices, and "usage": null in all others.
+"""
+
+import math
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from engine.front.generation import Choice, Delta
+from engine.front.text import Pieces
+from engine.protocol import Logprobs
+
+DONE = b"data: [DONE]\n\n"
+_FLOOR = -9999.0  # what OpenAI sends for a probability of zero: JSON has no infinity
+
+encode = msgspec.json.encode
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Token counts of a request, all choices together."""
+
+    prompt: int
+    completion: int
+
+    def json(self) -> dict[str, int]:
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+        }
+
+
+class Form(Protocol):
+    """One kind of answer; `id` is its name for the client."""
+
+    id: str
+
+    def opening(self, index: int) -> bytes: ...
+
+    def chunk(self, index: int, delta: Delta) -> bytes: ...
+
+    def closing(self, index: int, finish: str) -> bytes: ...
+
+    def usage(self, usage: Usage) -> bytes: ...
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes: ...
+
+
+@dataclass
+class _Base:
+    """What both forms share: identity, and the pieces of a chunk."""
+
+    model: str
+    pieces: Pieces
+    include_usage: bool
+    created: int = field(default_factory=lambda: int(time.time()))
+    id: str = ""
+    object: str = ""
+
+    def __post_init__(self) -> None:
+        self._head = b"data: " + encode(self._identity(self.object))[:-1] + b',"choices":['
+        self._tail = b'],"usage":null}\n\n' if self.include_usage else b"]}\n\n"
+
+    def _identity(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "system_fingerprint": None}
+
+    def _event(self, choice: bytes) -> bytes:
+        return self._head + choice + self._tail
+
+    def usage(self, usage: Usage) -> bytes:
+        """The chunk without choices."""
+        return self._head + b'],"usage":' + encode(usage.json()) + b"}\n\n"
+
+    def _text(self, token: int) -> str:
+        return self.pieces.bytes_of(token).decode("utf-8", "replace")
+
+
+class ChatForm(_Base):
+    """chat.completion and chat.completion.chunk"""
+
+    def __init__(self, model: str, pieces: Pieces, *, include_usage: bool) -> None:
+        super().__init__(model, pieces, include_usage, id=f"chatcmpl-{secrets.token_hex(12)}", object="chat.completion.chunk")
+
+    def opening(self, index: int) -> bytes:
+        """The first chunk of a choice."""
+        delta = b'{"role":"assistant","content":"","refusal":null}'
+        return self._event(b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":null}' % (index, delta))
+
+    def chunk(self, index: int, delta: Delta) -> bytes:
+        """More text."""
+        logprobs = encode(self._logprobs(delta)) if delta.logprobs else b"null"
+        content = encode(delta.text)
+        return self._event(
+            b'{"index":%d,"delta":{"content":%b},"logprobs":%b,"finish_reason":null}' % (index, content, logprobs)
+        )
+
+    def closing(self, index: int, finish: str) -> bytes:
+        """The last chunk of a choice."""
+        return self._event(b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b}' % (index, encode(finish)))
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        """The answer in one piece."""
+        answers = [self._choice(index, choice) for index, choice in enumerate(choices)]
+        return encode(self._identity("chat.completion") | {"choices": answers, "usage": usage.json()})
+
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None, "annotations": []}
+        logprobs = self._logprobs(choice) if choice.logprobs else None
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish}
+
+    def _logprobs(self, delta: Delta | Choice) -> dict[str, Any]:
+        return {"content": [self._token(*pair) for pair in zip(delta.tokens, delta.logprobs, strict=True)], "refusal": None}
+
+    def _token(self, token: int, logprobs: Logprobs) -> dict[str, Any]:
+        top = [self._named(other, value) for other, value in logprobs.top]
+        return self._named(token, logprobs.chosen) | {"top_logprobs": top}
+
+    def _named(self, token: int, logprob: float) -> dict[str, Any]:
+        return {"token": self._text(token), "logprob": _finite(logprob), "bytes": list(self.pieces.bytes_of(token))}
+
+
+class TextForm(_Base):
+    """text_completion, whole and in chunks"""
+
+    def __init__(self, model: str, pieces: Pieces, *, include_usage: bool) -> None:
+        super().__init__(model, pieces, include_usage, id=f"cmpl-{secrets.token_hex(12)}", object="text_completion")
+        self._offsets: dict[int, int] = {}
+
+    def opening(self, index: int) -> bytes:
+        """Nothing comes before the text."""
+        self._offsets[index] = 0
+        return b""
+
+    def chunk(self, index: int, delta: Delta) -> bytes:
+        """More text."""
+        logprobs = encode(self._logprobs(delta, self._offsets[index])) if delta.logprobs else b"null"
+        self._offsets[index] += sum(len(self._text(token)) for token in delta.tokens)
+        content = encode(delta.text)
+        return self._event(b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null}' % (index, content, logprobs))
+
+    def closing(self, index: int, finish: str) -> bytes:
+        """The last chunk of a choice."""
+        return self._event(b'{"index":%d,"text":"","logprobs":null,"finish_reason":%b}' % (index, encode(finish)))
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        """The answer in one piece."""
+        answers = [
+            {
+                "index": index,
+                "text": choice.text,
+                "logprobs": self._logprobs(choice, 0) if choice.logprobs else None,
+                "finish_reason": choice.finish,
+            }
+            for index, choice in enumerate(choices)
+        ]
+        return encode(self._identity("text_completion") | {"choices": answers, "usage": usage.json()})
+
+    def _logprobs(self, delta: Delta | Choice, offset: int) -> dict[str, Any]:
+        texts = [self._text(token) for token in delta.tokens]
+        starts = [offset]
+        for text in texts:
+            starts.append(starts[-1] + len(text))
+        return {
+            "tokens": texts,
+            "token_logprobs": [_finite(entry.chosen) for entry in delta.logprobs],
+            "top_logprobs": [{self._text(token): _finite(value) for token, value in entry.top} for entry in delta.logprobs],
+            "text_offset": starts[:-1],
+        }
+
+
+def _finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else _FLOOR

@@ -1,0 +1,111 @@
+"""The routes: a thin layer of FastAPI over `Service`.
+
+Bodies are read raw and validated by our own models, so that every error has OpenAI's shape; FastAPI routes and documents (/docs).
+"""
+
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
+
+from deploy.edge.answer import Answer
+from deploy.edge.limits import Limits
+from deploy.edge.observe.access_log import Journal
+from deploy.edge.observe.record import record_of
+from deploy.edge.openai.error_response import handle, json_response, plain_error
+from deploy.edge.openai.forms import ChatForm, TextForm
+from deploy.edge.openai.schemas import ChatRequest, CompletionRequest, R, Sampling, parse
+from deploy.edge.service import Service
+from engine.errors import QuartetError
+from engine.front.generation import Job
+
+
+def create_app(service: Service, *, echo: bool = True) -> ASGIApp:
+    """The whole ASGI app of one replica. `echo`: it puts `x-request-id` on replies; not where Ray Serve does."""
+    app = FastAPI(title="Quartet", description="OpenAI-compatible API of a Gemma 4 deployment.", redirect_slashes=False)
+    app.add_exception_handler(QuartetError, handle)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _bug)
+    _add_generation(app, service)
+    _add_models(app, service)
+    _add_health(app, service)
+    return Journal(Limits(app, service.limits), service, echo=echo)
+
+
+def _add_generation(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/chat/completions", response_model=None, openapi_extra=_body(ChatRequest))
+    async def chat_completions(request: Request) -> Response:
+        wanted = await _admitted(service, ChatRequest, request)
+        return _answer(service, wanted, await service.chat_job(wanted), ChatForm)
+
+    @app.post("/v1/completions", response_model=None, openapi_extra=_body(CompletionRequest))
+    async def completions(request: Request) -> Response:
+        wanted = await _admitted(service, CompletionRequest, request)
+        return _answer(service, wanted, await service.completion_job(wanted), TextForm)
+
+
+async def _admitted(service: Service, kind: type[R], request: Request) -> R:
+    """The request in the body, for a model that is served and with room for it. Raises what says otherwise."""
+    service.check_alive()
+    wanted = parse(kind, await request.body())
+    service.check_model(wanted.model)
+    service.check_room(wanted)
+    return wanted
+
+
+def _answer(service: Service, wanted: Sampling, job: Job, form: type[ChatForm] | type[TextForm]) -> Answer:
+    made = form(service.name, service.text.pieces, include_usage=wanted.wants_usage)
+    return Answer(service, job, made, stream=bool(wanted.stream), include_usage=wanted.wants_usage)
+
+
+def _add_models(app: FastAPI, service: Service) -> None:
+    card = {"id": service.name, "object": "model", "created": service.created, "owned_by": "quartet"}
+    card["max_model_len"] = service.max_len
+
+    @app.get("/v1/models", response_model=None)
+    async def models() -> Response:
+        return json_response({"object": "list", "data": [card]})
+
+    @app.get("/v1/models/{model:path}", response_model=None)
+    async def model(model: str) -> Response:
+        service.check_model(model)
+        return json_response(card)
+
+
+def _add_health(app: FastAPI, service: Service) -> None:
+    @app.get("/health/live", response_model=None)
+    async def live() -> Response:
+        return json_response({"status": "live"} if service.engine.dead is None else {"status": "dead"}, _status(service))
+
+    @app.get("/health", response_model=None)
+    @app.get("/health/ready", response_model=None)
+    async def ready() -> Response:
+        if service.engine.dead is not None:
+            return json_response({"status": "dead"}, 503)
+        if service.draining:
+            return json_response({"status": "draining"}, 503)
+        return json_response({"status": "ready", "model": service.name, **service.about})
+
+
+def _status(service: Service) -> int:
+    return 200 if service.engine.dead is None else 503
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Unknown paths and wrong methods."""
+    assert isinstance(error, HTTPException)
+    return plain_error(error.status_code, f"{error.detail}: {request.method} {request.url.path}")
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    """Not an error of ours: the traceback goes to the log, nothing of it to the client."""
+    record_of(request.scope).error = error
+    return plain_error(500, "Internal error", "internal_error")
+
+
+def _body(model: type[ChatRequest] | type[CompletionRequest]) -> dict[str, Any]:
+    """What /docs shows of a body that FastAPI itself does not read."""
+    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+    schema.pop("$defs", None)
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

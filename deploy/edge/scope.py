@@ -1,0 +1,23 @@
+"""What the edge keeps of a request in its ASGI scope, and which id it has."""
+
+import re
+import secrets
+from collections.abc import Iterable
+from contextvars import ContextVar
+
+RECORD = "quartet.record"  # the scope's key for its request's RequestRecord
+REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
+
+_SANE_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+
+
+def request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """The client's id, where it sent exactly one and it is 1 to 128 of A-Z a-z 0-9 . _ -; else a new one."""
+    given = only(headers, b"x-request-id")
+    return given.decode() if given is not None and _SANE_ID.fullmatch(given) else secrets.token_hex(16)
+
+
+def only(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> bytes | None:
+    """A header's value, where there is exactly one of that (lower-case) name."""
+    values = [value for name, value in headers if name.lower() == wanted]
+    return values[0] if len(values) == 1 else None

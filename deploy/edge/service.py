@@ -1,0 +1,231 @@
+"""What the routes stand on: one model's text processor, its engine, its defaults and limits, and the count of open answers.
+
+Tokenizing runs in a small thread pool: a long prompt must not hold up every stream.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from deploy.edge.edge_settings import LimitSettings, LogSettings
+from deploy.edge.observe.spans import Tracer
+from deploy.edge.openai.schemas import ChatRequest, CompletionRequest, Sampling
+from engine.checkpoint import generation_config
+from engine.errors import EngineDead, InvalidRequest, ModelNotFound, Overloaded
+from engine.front.generation import Engine, Generation, Job
+from engine.front.text import TextProcessor
+from engine.protocol import SamplingParams
+
+TEXT_THREADS = 2
+COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
+_SEED_BITS = 63
+_MIX = 0x9E3779B97F4A7C15  # apart: neighbouring choices must not share noise
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """Sampling where a request says nothing: the checkpoint's generation_config.json."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    @classmethod
+    def read(cls, folder: Path) -> "Defaults":
+        """From a checkpoint; do_sample: false means greedy."""
+        config = generation_config(folder)
+        if config.get("do_sample") is False:
+            return cls(temperature=0.0)
+        known = {name: config[name] for name in ("temperature", "top_k", "top_p") if config.get(name) is not None}
+        return cls(**known)
+
+
+@dataclass
+class Service:
+    """One served model. `vocab` is the model's (token ids must lie in it), `max_len` the context.
+
+    `capacity` and `open` count choices, from submission to the last byte of their answer. `tracer`: none unless configured.
+    """
+
+    name: str
+    text: TextProcessor
+    engine: Engine
+    vocab: int
+    max_len: int
+    defaults: Defaults = field(default_factory=Defaults)
+    limits: LimitSettings = field(default_factory=LimitSettings)
+    logs: LogSettings = field(default_factory=LogSettings)
+    tracer: Tracer | None = None
+    max_tokens: int | None = None
+    capacity: int = 1 << 30
+    about: dict[str, Any] = field(default_factory=dict)
+    created: int = field(default_factory=lambda: int(time.time()))
+    open: int = 0
+    draining: bool = False
+
+    def __post_init__(self) -> None:
+        self._pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    def check_model(self, name: str) -> None:
+        """Raises ModelNotFound unless `name` is served here."""
+        if name != self.name:
+            raise ModelNotFound(name)
+
+    def check_alive(self) -> None:
+        """Raises EngineDead once the group is gone."""
+        if self.engine.dead is not None:
+            raise EngineDead(self.engine.dead)
+
+    def check_room(self, request: Sampling) -> None:
+        """Raises Overloaded when the queue is full: before any work, so that the client hears it at once."""
+        if self.open + (request.n or 1) > self.capacity:
+            raise Overloaded("Too many requests are running or waiting; please try again shortly.")
+
+    @contextmanager
+    def answering(self, choices: int) -> Iterator[None]:
+        """Around each answer."""
+        self.open += choices
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self.open -= choices
+            if not self.open:
+                self.idle.set()
+
+    def end(self, timeout_s: float) -> None:
+        """Hand over the last traces; blocks for `timeout_s` at most."""
+        if self.tracer is not None:
+            self.tracer.close(timeout_s)
+
+    async def chat_job(self, request: ChatRequest) -> Job:
+        """The conversation as a prompt; raises InvalidRequest."""
+        wanted = request.max_completion_tokens or request.max_tokens
+        logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        prompt = await self._off_loop(lambda: self._render(request))
+        return self._job(request, prompt, wanted or self.max_tokens or self.max_len, clip=wanted is None, logprobs=logprobs)
+
+    async def completion_job(self, request: CompletionRequest) -> Job:
+        """A raw prompt; raises InvalidRequest."""
+        source = request.one_prompt()
+        if isinstance(source, str):
+            prompt = await self._off_loop(lambda: self._encode(source))
+        else:
+            prompt = self._in_vocab(source, "prompt")
+        wanted = request.max_tokens
+        return self._job(request, prompt, wanted or COMPLETION_TOKENS, clip=wanted is None, logprobs=request.logprobs)
+
+    def start(self, job: Job, params: SamplingParams) -> Generation:
+        """Submit one choice of a job."""
+        return Generation(self.engine, self.text, job, params)
+
+    async def _off_loop(self, work: Callable[[], list[int]]) -> list[int]:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    def _render(self, request: ChatRequest) -> list[int]:
+        messages = [message.model_dump(exclude_none=True) for message in request.messages]
+        self._check_size(sum(len(str(message.get("content", ""))) for message in messages), "messages")
+        options = dict(request.chat_template_kwargs or {})
+        thinking = options.pop("enable_thinking", False)
+        if not isinstance(thinking, bool):
+            raise InvalidRequest("chat_template_kwargs.enable_thinking: not a boolean", param="chat_template_kwargs")
+        for name in ("tools", "add_generation_prompt"):  # they are parameters of their own
+            if name in options:
+                raise InvalidRequest(f"chat_template_kwargs.{name}: not allowed", param="chat_template_kwargs")
+        return self.text.render_chat(
+            messages,
+            tools=request.tools if request.tool_choice != "none" else None,
+            enable_thinking=thinking,
+            add_generation_prompt=request.add_generation_prompt is not False,
+            **options,
+        )
+
+    def _encode(self, text: str) -> list[int]:
+        self._check_size(len(text), "prompt")
+        return self.text.encode(text, add_bos=True)
+
+    def _check_size(self, characters: int, param: str) -> None:
+        """No token stands for more than a few dozen characters: what cannot fit is not tokenized."""
+        if characters > self.max_len * 64:
+            raise too_long(f"about {characters} characters", self.max_len, param)
+
+    def _job(self, request: Sampling, prompt: list[int], wanted: int, *, clip: bool, logprobs: int | None) -> Job:
+        if len(prompt) + 1 > self.max_len:
+            param = "prompt" if isinstance(request, CompletionRequest) else "messages"
+            raise too_long(f"{len(prompt)} tokens", self.max_len, param)
+        if not prompt:
+            raise InvalidRequest("prompt: must not be empty", param="prompt")
+        self._check_limits(request, logprobs)
+        limit = min(wanted, self.max_len - len(prompt))
+        if (request.min_tokens or 0) > limit:
+            raise InvalidRequest(f"min_tokens: {request.min_tokens} exceeds the {limit} tokens to generate", param="min_tokens")
+        params = self._params(request, limit, logprobs)
+        seeds = _seeds(request.seed, request.n or 1)
+        choices = tuple(_with_seed(params, seed) for seed in seeds)
+        return Job(prompt, choices, clip, request.stops, request.skip_special_tokens is not False)
+
+    def _params(self, request: Sampling, limit: int, logprobs: int | None) -> SamplingParams:
+        eos = () if request.ignore_eos else self.text.eos_ids
+        own = self._in_vocab(request.stop_token_ids or [], "stop_token_ids")
+        top_k = _given(request.top_k, self.defaults.top_k)
+        return SamplingParams(
+            max_tokens=limit,
+            temperature=_given(request.temperature, self.defaults.temperature),
+            top_k=min(max(top_k, 0), self.vocab),
+            top_p=_given(request.top_p, self.defaults.top_p),
+            min_p=_given(request.min_p, 0.0),
+            min_tokens=request.min_tokens or 0,
+            stop_ids=tuple(dict.fromkeys((*eos, *own))),
+            logprobs=logprobs,
+        )
+
+    def _check_limits(self, request: Sampling, logprobs: int | None) -> None:
+        limits = self.limits
+        _at_most("n", request.n or 1, limits.n)
+        _at_most("stop", len(request.stops), limits.stop_strings, "strings")
+        for stop in request.stops:
+            _at_most("stop", len(stop.encode("utf-8", "replace")), limits.stop_bytes, "bytes")
+        _at_most("stop_token_ids", len(request.stop_token_ids or ()), limits.stop_token_ids, "ids")
+        _at_most("top_logprobs" if isinstance(request, ChatRequest) else "logprobs", logprobs or 0, limits.top_logprobs)
+        if "" in request.stops:
+            raise InvalidRequest("stop: a stop string must not be empty", param="stop")
+
+    def _in_vocab(self, ids: list[int], param: str) -> list[int]:
+        if ids and max(ids) >= self.vocab:
+            raise InvalidRequest(f"{param}: token id {max(ids)} is outside the vocabulary of {self.vocab}", param=param)
+        return ids
+
+
+def too_long(size: str, max_len: int, param: str) -> InvalidRequest:
+    """The prompt leaves no room for a token."""
+    message = f"This model's context is {max_len} tokens; the prompt has {size}, which leaves no room to generate."
+    return InvalidRequest(message, param=param, code="context_length_exceeded")
+
+
+def _given(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _at_most(param: str, value: int, limit: int, what: str = "") -> None:
+    if value > limit:
+        raise InvalidRequest(f"{param}: {value}{what and ' ' + what} exceeds the limit of {limit}", param=param)
+
+
+def _seeds(seed: int | None, n: int) -> list[int]:
+    """A seed per choice in [0, 2**63): the request's own for the first, mixed for the others; random where none was given."""
+    first = secrets.randbits(_SEED_BITS) if seed is None else seed & (2**_SEED_BITS - 1)
+    return [first, *((first ^ (_MIX * place)) & (2**_SEED_BITS - 1) for place in range(1, n))]
+
+
+def _with_seed(params: SamplingParams, seed: int) -> SamplingParams:
+    return msgspec.structs.replace(params, seed=seed)

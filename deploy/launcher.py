@@ -1,0 +1,269 @@
+"""Starts Ray and Serve on this machine, and ends them so that nothing is left: no process, port, socket or file.
+
+    private folder (Ray's session, HAProxy's files) -> environment -> ray.init -> capacity -> the YAML -> ready -> drain -> end
+
+Whatever Ray starts becomes a descendant of this process (PR_SET_CHILD_SUBREAPER), so the end can look for what is left and kill it.
+ray is imported late: its processes read their environment when they start.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cluster.capability import node_gpus, visible_gpus
+from deploy import environment
+from deploy.nodes import check_nodes
+from deploy.processes import adopt_orphans, command_line, descendants, is_ray_server, lives, reap
+from deploy.settings import Settings
+from engine.errors import ConfigError, EngineDead
+
+ROOT = Path(__file__).resolve().parents[1]
+HAPROXY_PORTS = {"RAY_SERVE_HAPROXY_METRICS_PORT": 9101, "RAY_SERVE_HAPROXY_STATS_PORT": 8404}
+_POLL_S = 0.1
+_OWNER = "launcher.pid"
+_CUT_S = 0.5
+_SHUT_S = 15.0
+
+
+class Interrupted(BaseException):
+    """SIGINT or SIGTERM; a BaseException, so that nothing on the way takes it for an error."""
+
+
+@dataclass
+class Launch:
+    """One run of one config. `say` takes progress lines."""
+
+    config: dict[str, Any]
+    settings: list[Settings]
+    say: Callable[[str], None]
+    folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="q-", dir="/tmp")))  # short: sockets lie below it
+    _started: float = field(default_factory=time.monotonic)
+    drains: bool = False
+    _servers: list[int] = field(default_factory=list)  # GCS and raylet: without them Ray's calls only wait
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where clients find it."""
+        options = self.config.get("http_options") or {}
+        return options.get("host", "127.0.0.1"), int(options.get("port", 8000))
+
+    def start(self) -> None:
+        """Everything until the first request can be answered. ConfigError: it cannot run like this; EngineDead: it did not."""
+        check_port(*self.address)
+        self._check_here()
+        _sweep()
+        (self.folder / _OWNER).write_text(str(os.getpid()))
+        adopt_orphans()
+        environment.prepare(os.environ, self.folder, {name: free_port(port) for name, port in HAPROXY_PORTS.items()})
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        os.environ.setdefault("QUARTET_BODY_BYTES", str(max(settings.limits.body_bytes for settings in self.settings)))
+        self._init_ray()
+        self._deploy()
+        self._wait_running()
+        self._wait_answering()
+        self.drains = True
+
+    def _check_here(self) -> None:
+        """Before Ray is up: it can only count what is in this machine."""
+        gpus = visible_gpus(node_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+        for settings in self.settings:
+            check_nodes(settings, [{"Alive": True, "Resources": {"GPU": len(gpus)}}])
+
+    def _init_ray(self) -> None:
+        import ray
+
+        ray.init(
+            address="local",
+            namespace="serve",
+            include_dashboard=False,
+            log_to_driver=True,
+            logging_level="warning",
+            _temp_dir=str(self.folder / "ray"),
+        )
+        self._servers = [pid for pid in descendants(os.getpid()) if is_ray_server(command_line(pid))]
+        for settings in self.settings:
+            check_nodes(settings, ray.nodes())
+        self._mark("Ray")
+
+    def _deploy(self) -> None:
+        from ray.serve._private import api
+        from ray.serve.schema import ServeDeploySchema
+
+        schema = ServeDeploySchema.model_validate(self.config)
+        client = api.serve_start(
+            http_options=schema.http_options.model_dump(),
+            proxy_location=schema.proxy_location,
+            grpc_options=schema.grpc_options.model_dump(),
+            controller_options=schema.controller_options,
+        )
+        client.deploy_apps(schema)
+        self._mark("Serve")
+
+    def _wait_running(self) -> None:
+        """Until every application runs. EngineDead with Serve's own words, in brief, when one cannot."""
+        from ray import serve
+
+        while True:
+            applications = serve.status().applications
+            for name, status in applications.items():
+                if status.status == "DEPLOY_FAILED":
+                    raise EngineDead(f"{name} could not start: {_last_words(status)}")
+            if applications and all(status.status == "RUNNING" for status in applications.values()):
+                break
+            time.sleep(_POLL_S)
+        self._mark("engine")
+
+    def _wait_answering(self) -> None:
+        """Until the front door has heard of the replica."""
+        host, port = self.address
+        url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}/health/ready"  # noqa: S104 - compared, not bound
+        while not _answers(url):
+            time.sleep(_POLL_S)
+        self._mark("HTTP")
+
+    def _mark(self, phase: str) -> None:
+        self.say(f"{phase} up after {time.monotonic() - self._started:.1f} s")
+
+    def drain(self, bound_s: float) -> None:
+        """Stop accepting and wait for the open answers, at most `bound_s`; what is open then ends with an error event.
+
+        A signal to the whole process group (a terminal's, systemd's) also ends Ray's servers: then there is nothing to drain.
+        """
+        if self.drains:
+            self._while_ray_lives(lambda: self._drain(bound_s), bound_s + _SHUT_S)
+
+    def _while_ray_lives(self, work: Callable[[], None], bound_s: float) -> bool:
+        """Run `work` on a thread of its own and give up on it when Ray's servers end, or at the bound; True when it is done."""
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        deadline = time.monotonic() + bound_s
+        while thread.is_alive() and time.monotonic() < deadline and all(map(lives, self._servers)):
+            thread.join(_POLL_S)
+        return not thread.is_alive()
+
+    def _drain(self, bound_s: float) -> None:
+        from ray import serve
+
+        deadline = time.monotonic() + bound_s
+        for name in list(serve.status().applications):
+            serve.delete(name, _blocking=False)
+        while serve.status().applications:
+            if time.monotonic() > deadline:
+                self.cut()
+                return
+            time.sleep(_POLL_S)
+
+    def cut(self) -> None:
+        """End the groups: their replicas then end every open stream properly, which Serve itself would not."""
+        for pid in descendants(os.getpid()):
+            if b"engine.core.loop" in command_line(pid):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_CUT_S)
+
+    def end(self) -> bool:
+        """Take down Serve and Ray, kill what is left, remove the folder. Never raises for what is gone already.
+
+        False when Ray did not go in order: its exit hooks would wait for servers that are gone, so leave by `os._exit`.
+        """
+        orderly = "ray" not in sys.modules or self._while_ray_lives(_shut_ray, _SHUT_S)
+        for pid in descendants(os.getpid()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        reap()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return orderly
+
+
+def check_port(host: str, port: int) -> None:
+    """ConfigError when clients could not connect here because somebody else listens."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror} (--port chooses another)") from error
+
+
+def free_port(wanted: int) -> int:
+    """`wanted` where it is free on all interfaces, else one that is."""
+    for port in (wanted, 0):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
+    raise ConfigError("no free port on this machine")
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """SIGINT and SIGTERM raise Interrupted; Ray's own SIGTERM handler must not stand in the way."""
+
+    def raise_it(number: int, _frame: object) -> None:
+        raise Interrupted(signal.Signals(number).name)
+
+    before = {number: signal.signal(number, raise_it) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _sweep() -> None:
+    """Remove the folders of launchers that were killed before they could."""
+    for owner in Path("/tmp").glob(f"q-*/{_OWNER}"):  # noqa: S108 - as in Launch.folder
+        with contextlib.suppress(OSError, ValueError):  # another user's, or just being removed
+            if not Path(f"/proc/{int(owner.read_text())}").exists():
+                shutil.rmtree(owner.parent)
+
+
+def _shut_ray() -> None:
+    import ray
+    from ray import serve
+
+    if not ray.is_initialized():
+        return
+    _silence_workers()
+    with contextlib.suppress(Exception):  # whatever is broken by now: the processes are killed next
+        serve.shutdown()
+    ray.shutdown()
+
+
+def _silence_workers() -> None:
+    """From here on workers only report each other's end."""
+    from ray._private.ray_logging import global_worker_stdstream_dispatcher
+
+    for name, _ in list(global_worker_stdstream_dispatcher.handlers):
+        global_worker_stdstream_dispatcher.remove_handler(name)
+
+
+def _last_words(status: Any) -> str:
+    """The last line of a traceback in Serve's message; the deployments' messages say more than the application's."""
+    messages = [deployment.message for deployment in status.deployments.values() if deployment.message]
+    lines = [line.strip() for line in "\n".join([status.message, *messages]).splitlines() if line.strip()]
+    telling = [line for line in lines if "Error: " in line or "EngineDead: " in line]
+    return (telling or lines or ["no reason given"])[-1][:500]
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as reply:  # noqa: S310 - our own http address
+            return bool(reply.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False

@@ -1,0 +1,1 @@
+"""The load generator: a client of any server that speaks OpenAI's API."""

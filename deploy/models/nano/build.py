@@ -1,0 +1,130 @@
+"""Builds nano checkpoints: `python -m deploy.models.nano.build --member 31b --out DIR [--seed 0] [--dtype bfloat16]`."""
+
+import argparse
+import hashlib
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from deploy.models.nano import random_weights, tokenizer
+from deploy.models.nano.nano_shapes import SHAPES
+from deploy.models.public_shapes import Shape, config
+from engine.errors import ConfigError
+
+_HERE = Path(__file__).parent
+_TEMPLATE = _HERE / "chat_template.jinja"
+
+
+def build(member: str, out: Path, seed: int = 0, dtype: str = "bfloat16") -> Path:
+    """Writes the nano checkpoint of one family member into the folder `out` (made if absent) and returns it.
+
+    member: a key of `SHAPES`; dtype: "bfloat16", as published, or "float32". Equal arguments give equal bytes.
+    Raises ConfigError for an unknown member or dtype, or an `out` that already holds something.
+    """
+    shape = _shape(member, dtype)
+    out.mkdir(parents=True, exist_ok=True)
+    if any(out.iterdir()):
+        raise ConfigError(f"out: {out} is not empty; a nano checkpoint is written into a folder of its own")
+    write(shape, out, partial(random_weights.draw, shape=shape, seed=seed), dtype)
+    return out
+
+
+def write(shape: Shape, out: Path, values: random_weights.Values, dtype: str) -> None:
+    """The checkpoint of `shape` with these weights, into the folder `out`."""
+    _dump(out / "config.json", config(shape, dtype))
+    _dump(out / "generation_config.json", _generation_config(shape))
+    (out / "chat_template.jinja").write_text(_chat_template(shape), encoding="utf-8")
+    tokenizer.write(out)
+    random_weights.write(shape, out, values, dtype)
+
+
+def ensure(member: str, cache: Path, seed: int = 0, dtype: str = "bfloat16") -> Path:
+    """The checkpoint's folder under `cache`, built if it is not there; safe when several processes ask at once.
+
+    The folder's name holds a hash of this package's files and of the arguments: a changed builder serves no old folder.
+    """
+    _shape(member, dtype)
+    target = cache / f"{member}-{_key(member, seed, dtype)}"
+    if target.is_dir():
+        return target
+    cache.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{member}-", dir=cache))
+    try:
+        draft.chmod(0o755)
+        build(member, draft, seed, dtype)
+        _publish(draft, target)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return target
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line; prints the folder."""
+    parser = argparse.ArgumentParser(prog="python -m deploy.models.nano.build", description="Build a nano Gemma 4 checkpoint.")
+    parser.add_argument("--member", required=True, choices=sorted(SHAPES))
+    parser.add_argument("--out", required=True, type=Path, help="an empty or new folder")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", default="bfloat16", choices=sorted(random_weights.DTYPES))
+    args = parser.parse_args(arguments)
+    try:
+        sys.stdout.write(f"{build(args.member, args.out, args.seed, args.dtype)}\n")
+    except ConfigError as error:
+        parser.error(str(error))
+
+
+def _shape(member: str, dtype: str) -> Shape:
+    if member not in SHAPES:
+        raise ConfigError(f"member: {member!r} is not one of {', '.join(SHAPES)}")
+    if dtype not in random_weights.DTYPES:
+        raise ConfigError(f"dtype: {dtype!r} is not one of {', '.join(random_weights.DTYPES)}")
+    return SHAPES[member]
+
+
+def _key(member: str, seed: int, dtype: str) -> str:
+    digest = hashlib.sha256(f"{member}/{seed}/{dtype}".encode())
+    for path in [*sorted(_HERE.glob("*.py")), _TEMPLATE]:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _publish(draft: Path, target: Path) -> None:
+    """One rename makes the folder appear whole; whoever comes second keeps the first one's (equal) folder."""
+    try:
+        draft.rename(target)
+    except OSError:
+        if not target.is_dir():
+            raise
+
+
+def _generation_config(shape: Shape) -> dict[str, Any]:
+    media = tokenizer.MEDIA_IDS
+    suppressed = {"suppress_tokens": [media["<audio|>"], media["<image|>"]]} if shape.unified else {}
+    return {
+        "bos_token_id": 2,
+        "do_sample": True,
+        "eos_token_id": list(tokenizer.EOS_IDS),
+        "pad_token_id": 0,
+        **suppressed,
+        "temperature": 1.0,
+        "top_k": 64,
+        "top_p": 0.95,
+    }
+
+
+def _chat_template(shape: Shape) -> str:
+    """The one template; E2B's and E4B's append no empty thought when thinking is off."""
+    first = "{%- set appends_empty_thought = " + ("false" if shape.small else "true") + " -%}\n"
+    return first + _TEMPLATE.read_text(encoding="utf-8")
+
+
+def _dump(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

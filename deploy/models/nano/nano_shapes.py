@@ -1,0 +1,113 @@
+"""The five nano geometries, and the tensors that each one implies.
+
+What makes a family member that member is kept: head dims 256 and 512, the sliding/full pattern ending on a full layer,
+which KV heads divide by TP=4 and which do not, KV sharing, per-layer embeddings, experts beside the dense MLP. What
+only costs time is small. hidden is 80: sqrt(80), like the square root of every public size, is not a bf16 number.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from deploy.models.nano.tokenizer import MEDIA_IDS, VOCAB_SIZE
+from deploy.models.public_shapes import Shape
+
+MAX_POSITIONS = 4096
+
+Kind = Literal["matrix", "embedding", "ple_embedding", "norm", "head_norm", "scalar", "router"]
+
+
+_nano = partial(Shape, hidden=80, heads=8, positions=MAX_POSITIONS, vocab=VOCAB_SIZE, media=MEDIA_IDS)
+
+SHAPES: dict[str, Shape] = {
+    shape.member: shape
+    for shape in (
+        _nano("e2b", 2, 2, 1, None, 64, 192, kv_shared=3, double_wide=True, ple=32),
+        _nano("e4b", 2, 3, 2, None, 64, 192, kv_shared=4, ple=32),
+        _nano("12b", 2, 2, 4, 1, 96, 192, unified=True, k_eq_v=True),
+        _nano("26b-a4b", 1, 4, 4, 2, 64, 96, k_eq_v=True, experts=16, top_k=4, moe_mlp=48),
+        _nano("31b", 2, 2, 4, 4, 64, 192, k_eq_v=True),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A checkpoint tensor: its public name, its shape, and how its values are drawn."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: Kind
+
+
+def tensors(shape: Shape) -> Iterator[Tensor]:
+    """Every tensor of the public checkpoint's text part, dead K/V tensors of the KV-shared layers included."""
+    yield _global("embed_tokens.weight", (VOCAB_SIZE, shape.hidden), "embedding")
+    if shape.ple:
+        yield from _ple_globals(shape)
+    for layer in range(shape.layers):
+        prefix = f"model.language_model.layers.{layer}."
+        for name, dims, kind in _layer(shape, layer):
+            yield Tensor(prefix + name, dims, kind)
+    yield _global("norm.weight", (shape.hidden,), "norm")
+
+
+_Row = tuple[str, tuple[int, ...], Kind]
+
+
+def _global(name: str, dims: tuple[int, ...], kind: Kind) -> Tensor:
+    return Tensor("model.language_model." + name, dims, kind)
+
+
+def _ple_globals(shape: Shape) -> Iterator[Tensor]:
+    packed = shape.layers * shape.ple
+    yield _global("embed_tokens_per_layer.weight", (VOCAB_SIZE, packed), "ple_embedding")
+    yield _global("per_layer_model_projection.weight", (packed, shape.hidden), "matrix")
+    yield _global("per_layer_projection_norm.weight", (shape.ple,), "norm")
+
+
+def _layer(shape: Shape, layer: int) -> Iterator[_Row]:
+    yield from _attention(shape, layer)
+    yield from _mlp(shape.hidden, shape.mlp_width(layer))
+    if shape.experts:
+        yield from _moe(shape)
+    if shape.ple:
+        yield from _ple(shape)
+    for norm in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
+        yield f"{norm}_layernorm.weight", (shape.hidden,), "norm"
+    yield "layer_scalar", (1,), "scalar"
+
+
+def _attention(shape: Shape, layer: int) -> Iterator[_Row]:
+    hidden, dim = shape.hidden, shape.head_dim(layer)
+    q, kv = shape.heads * dim, shape.kv(layer) * dim
+    yield "self_attn.q_proj.weight", (q, hidden), "matrix"
+    yield "self_attn.k_proj.weight", (kv, hidden), "matrix"
+    if not (shape.k_eq_v and shape.is_full(layer)):
+        yield "self_attn.v_proj.weight", (kv, hidden), "matrix"
+    yield "self_attn.o_proj.weight", (hidden, q), "matrix"
+    yield "self_attn.q_norm.weight", (dim,), "head_norm"
+    yield "self_attn.k_norm.weight", (dim,), "head_norm"
+
+
+def _mlp(hidden: int, width: int) -> Iterator[_Row]:
+    yield "mlp.gate_proj.weight", (width, hidden), "matrix"
+    yield "mlp.up_proj.weight", (width, hidden), "matrix"
+    yield "mlp.down_proj.weight", (hidden, width), "matrix"
+
+
+def _moe(shape: Shape) -> Iterator[_Row]:
+    yield "router.proj.weight", (shape.experts, shape.hidden), "router"
+    yield "router.scale", (shape.hidden,), "norm"
+    yield "router.per_expert_scale", (shape.experts,), "norm"
+    yield "experts.gate_up_proj", (shape.experts, 2 * shape.moe_mlp, shape.hidden), "matrix"
+    yield "experts.down_proj", (shape.experts, shape.hidden, shape.moe_mlp), "matrix"
+    for norm in ("post_feedforward_layernorm_1", "post_feedforward_layernorm_2", "pre_feedforward_layernorm_2"):
+        yield f"{norm}.weight", (shape.hidden,), "norm"
+
+
+def _ple(shape: Shape) -> Iterator[_Row]:
+    yield "per_layer_input_gate.weight", (shape.ple, shape.hidden), "matrix"
+    yield "per_layer_projection.weight", (shape.hidden, shape.ple), "matrix"
+    yield "post_per_layer_input_norm.weight", (shape.hidden,), "norm"

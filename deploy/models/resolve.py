@@ -1,0 +1,89 @@
+"""From a model reference to a local folder.
+
+    a folder               itself
+    nano:<member>          the trained nano checkpoint beside the code
+    random:<member>        a nano checkpoint of random weights, built from a seed into the cache
+    dummy:<member>         a public shape without weights, into the cache
+    <owner>/<name>         a Hugging Face hub id: safetensors, JSON and the template, nothing that could be executed
+
+The cache is QUARTET_CACHE, else `quartet` under XDG_CACHE_HOME or ~/.cache. HF_HOME, HF_TOKEN and HF_HUB_OFFLINE are the hub
+library's own and hold.
+"""
+
+import os
+import re
+from pathlib import Path
+
+from deploy.models import dummy
+from deploy.models.nano import TRAINED, trained
+from deploy.models.nano import build as nano_build
+from engine.checkpoint import generation_config
+from engine.errors import ConfigError
+
+HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def cache_folder() -> Path:
+    """Where built checkpoints live."""
+    own = os.environ.get("QUARTET_CACHE")
+    if own:
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quartet"
+
+
+def resolve(model: str, revision: str | None = None) -> Path:
+    """The local folder of `model`; ConfigError says what is absent and what would help."""
+    kind, _, member = model.partition(":")
+    if kind == "nano":
+        return _nano(member)
+    if kind == "random":
+        return _random(member)
+    if kind == "dummy":
+        return dummy.ensure(member, cache_folder())
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return _checked(folder)
+    if model.startswith(("/", "./", "../", "~")) or not _HUB_ID.fullmatch(model):
+        raise ConfigError(f"model: {model!r} is no folder here, and no hub id (<owner>/<name>), nano:, random: or dummy:<member>")
+    return _download(model, revision)
+
+
+def _nano(member: str) -> Path:
+    if member not in trained():
+        raise ConfigError(f"model: nano:{member} is not one of {', '.join(f'nano:{name}' for name in trained())}")
+    return _checked(TRAINED / member)
+
+
+def _random(member: str) -> Path:
+    try:
+        return nano_build.ensure(member, cache_folder())
+    except ConfigError as error:
+        raise ConfigError(f"model: random:{member}: {error}") from error
+
+
+def _checked(folder: Path) -> Path:
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model: {folder} has no config.json")
+    return folder
+
+
+def _download(model: str, revision: str | None) -> Path:
+    """The hub snapshot: from its cache when complete there, else downloaded."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return _checked(Path(snapshot_download(model, revision=revision, allow_patterns=list(HUB_PATTERNS))))
+    except LocalEntryNotFoundError as error:
+        why = "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") else "the hub cannot be reached"
+        raise ConfigError(
+            f"model: {model} is not in the local hub cache and {why}; download it where there is a network, or give a folder"
+        ) from error
+    except (HfHubHTTPError, HFValidationError) as error:
+        raise ConfigError(f"model: {model}: {' '.join(str(error).split())[:300]}") from error
+
+
+def suppressed(folder: Path) -> tuple[int, ...]:
+    """Token ids that the checkpoint's generation_config.json never wants sampled."""
+    return tuple(generation_config(folder).get("suppress_tokens") or ())

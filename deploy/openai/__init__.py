@@ -1,1 +1,0 @@
-"""The OpenAI API over HTTP: what a request may say, how it is answered, and how each error looks."""

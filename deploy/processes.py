@@ -1,0 +1,67 @@
+"""The processes below this one, by /proc: who descends from it, what runs in each, and their end."""
+
+import contextlib
+import ctypes
+import os
+from pathlib import Path
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def adopt_orphans() -> None:
+    """From now on an orphan below this process becomes its child."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def descendants(ancestor: int) -> list[int]:
+    """Process ids below `ancestor`."""
+    parents = {pid: parent for pid, parent in map(_parent, _pids()) if parent}
+    below = {ancestor}
+    grown = True
+    while grown:
+        more = {pid for pid, parent in parents.items() if parent in below} - below
+        below |= more
+        grown = bool(more)
+    return sorted(below - {ancestor})
+
+
+def is_ray_server(command: bytes) -> bool:
+    """GCS or raylet, by the program that runs."""
+    return Path(command.split(b"\0")[0].decode(errors="replace")).name in ("gcs_server", "raylet")
+
+
+def lives(pid: int) -> bool:
+    """Neither gone nor a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def _pids() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
+
+
+def _parent(pid: int) -> tuple[int, int]:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return pid, 0  # it has just ended
+    return pid, int(fields[1])
+
+
+def command_line(pid: int) -> bytes:
+    """Its arguments, each ended by a zero byte; empty when it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
+
+
+def reap() -> None:
+    """Wait for every child."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.waitpid(-1, 0)

@@ -1,0 +1,186 @@
+"""The Ray side of dashboards/discovery: one detached actor on the head node, and the thread by which a replica speaks to it.
+
+The actor outlives every replica, so that the dead stay counted. It needs nothing but the beats: where it is started anew, they
+register everybody again within a second, and its counters begin at zero, as a restarted process's do.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import ray
+from ray import serve
+from ray.exceptions import RayError
+
+from dashboards.discovery import Answer, Counts, DiscoveryServer, Fleet, ScrapeTarget
+from deploy.settings import DiscoverySettings
+from engine.errors import ConfigError
+
+NAME = "quartet-discovery"
+NAMESPACE = "quartet"
+PERIOD_S = 1.0
+_BEAT_TIMEOUT_S = 2.0
+_LEAVE_TIMEOUT_S = 0.5
+_START_TIMEOUT_S = 20.0
+_HEAD = {"node:__internal_head__": 0.001}
+_EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - compared, not bound
+
+logger = logging.getLogger("ray.serve")
+
+
+class Discovery:
+    """The actor: the books, and their endpoint."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._fleet = Fleet()
+        try:
+            self._server = DiscoveryServer(self._fleet, host, port, ray_exporters)
+        except ConfigError as error:
+            self._server = DiscoveryServer(self._fleet, host, 0, ray_exporters)
+            logger.warning("%s; it is %s instead", error, self._server.url)
+
+    def url(self) -> str:
+        """The address of the http_sd list."""
+        return self._server.url
+
+    def beat(self, target: ScrapeTarget, counts: Counts) -> Answer:
+        """As Fleet.beat."""
+        return self._fleet.beat(target, counts)
+
+    def leave(self, target: ScrapeTarget, cause: str | None, counts: Counts) -> None:
+        """As Fleet.leave."""
+        self._fleet.leave(target, cause, counts)
+
+
+class Post(Protocol):
+    """Where a replica's words go. Every call may raise RayError, within its timeout."""
+
+    def url(self) -> str: ...
+
+    def beat(self, target: ScrapeTarget, counts: Counts) -> Answer: ...
+
+    def leave(self, target: ScrapeTarget, cause: str | None, counts: Counts) -> None: ...
+
+
+class RayPost:
+    """The actor of this cluster, which is started where there is none."""
+
+    def __init__(self, settings: DiscoverySettings) -> None:
+        self._settings = settings
+        self._actor: Any = None
+
+    def url(self) -> str:
+        """Its address; raises RayError when it cannot be started."""
+        return str(ray.get(self._reach().url.remote(), timeout=_START_TIMEOUT_S))
+
+    def beat(self, target: ScrapeTarget, counts: Counts) -> Answer:
+        """As Fleet.beat."""
+        return self._ask("beat", _BEAT_TIMEOUT_S, target, counts)  # type: ignore[no-any-return]
+
+    def leave(self, target: ScrapeTarget, cause: str | None, counts: Counts) -> None:
+        """As Fleet.leave."""
+        self._ask("leave", _LEAVE_TIMEOUT_S, target, cause, counts)
+
+    def _ask(self, method: str, timeout_s: float, *args: object) -> Any:
+        try:
+            return ray.get(getattr(self._reach(), method).remote(*args), timeout=timeout_s)
+        except RayError:
+            self._actor = None  # it may have been killed: the next call looks for it, or starts another
+            raise
+
+    def _reach(self) -> Any:
+        if self._actor is None:
+            options = {"name": NAME, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True, "max_restarts": -1}
+            made = ray.remote(Discovery).options(num_cpus=0, resources=_HEAD, **options)
+            self._actor = made.remote(self._settings.host, self._settings.port)
+        return self._actor
+
+
+class Announcer:
+    """Tells `post` once a second, from a thread of its own, that the replica lives and what it has counted.
+
+    Whatever becomes of the post, the replica serves: what fails is logged once, and tried again. `on_url` hears where the list is.
+    """
+
+    def __init__(
+        self,
+        post: Post,
+        target: ScrapeTarget,
+        counts: Callable[[], Counts],
+        on_url: Callable[[str], None],
+        period_s: float = PERIOD_S,
+    ) -> None:
+        self.target = target
+        self._post = post
+        self._counts = counts
+        self._on_url = on_url
+        self._period_s = period_s
+        self._over = threading.Event()
+        self._complained = False
+        self._thread = threading.Thread(target=self._run, name="announcer", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        known = False
+        while True:
+            try:
+                if not known:
+                    self._on_url(self._post.url())  # starts the actor, where there is none: that may take a while
+                    known = True
+                if self._post.beat(self.target, self._counts()) == "gone":
+                    self._given_up()
+                    return
+                self._complained = False
+            except RayError as error:
+                self._complain(error)
+            if self._over.wait(self._period_s):
+                return
+
+    def _given_up(self) -> None:
+        if not self._over.is_set():
+            logger.error("discovery has given this replica up: Prometheus does not see it any more")
+
+    def _complain(self, error: RayError) -> None:
+        if not self._complained and not self._over.is_set():
+            logger.warning("discovery does not answer (%s); Prometheus may not see this replica", type(error).__name__)
+        self._complained = True
+
+    def leave(self, cause: str | None) -> None:
+        """The last word: the end's cause (None: in order), and the last counts. Blocks for half a second at most; once."""
+        if self._over.is_set():
+            return
+        self._over.set()
+        try:
+            self._post.leave(self.target, cause, self._counts())
+        except RayError as error:
+            logger.warning("discovery did not hear of the end (%s)", type(error).__name__)
+
+
+def ray_exporters() -> list[dict[str, Any]]:
+    """The http_sd list of Ray's own exporters: each living node's, whether Ray's dashboard runs or not. ConfigError: no answer."""
+    try:
+        nodes = ray.nodes()
+    except RayError as error:
+        raise ConfigError(f"Ray does not say which nodes there are: {error}") from error
+    return listed_nodes(nodes)
+
+
+def listed_nodes(nodes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """http_sd of what `ray.nodes()` says: living nodes that export metrics, by address."""
+    found = [(node["NodeManagerAddress"], node.get("MetricsExportPort", 0)) for node in nodes if node["Alive"]]
+    return [{"targets": [f"{address}:{port}"], "labels": {"node": address}} for address, port in sorted(found) if port > 0]
+
+
+def target_here(model: str, metrics_url: str) -> ScrapeTarget:
+    """This replica, as Serve and Ray call it, with the exporter at `metrics_url`."""
+    context = serve.get_replica_context()
+    node = ray.util.get_node_ip_address()
+    address = address_of(metrics_url, node)
+    return ScrapeTarget(context.app_name, context.deployment, context.replica_id.unique_id, node, model, address)
+
+
+def address_of(metrics_url: str, node: str) -> str:
+    """host:port as Prometheus reaches it: an exporter on all interfaces is called by its node's address."""
+    host, _, port = metrics_url.removeprefix("http://").partition("/")[0].rpartition(":")
+    return f"{node if host in _EVERYWHERE else host}:{port}"

@@ -1,0 +1,51 @@
+"""A config held against Ray Serve's own schema, strictly: Serve drops a key that it does not know without a word."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, get_args, get_origin
+
+from engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+
+def check_schema(config: dict[str, Any], source: str) -> None:
+    """ConfigError names the keys that Serve itself would refuse."""
+    import pydantic
+    from ray.serve.schema import ServeDeploySchema
+
+    try:
+        ServeDeploySchema.model_validate(config)
+    except pydantic.ValidationError as error:
+        found = (f"{_path(detail['loc'])}: {detail['msg']}" for detail in error.errors(include_url=False))
+        raise ConfigError(f"{source}: {'; '.join(found)}") from error
+    if unknown := list(unknown_keys(ServeDeploySchema, config, "")):
+        raise ConfigError(f"{source}: {'; '.join(f'{key}: unknown key, which Serve would ignore' for key in unknown)}")
+
+
+def unknown_keys(schema: type["BaseModel"], value: Any, path: str) -> Iterator[str]:
+    """Dotted paths in `value` that `schema` and the models inside it have no field for: Serve drops them without a word."""
+    if not isinstance(value, dict) or schema.model_config.get("extra") == "allow":
+        return
+    for key, inner in value.items():
+        field, here = schema.model_fields.get(key), f"{path}{key}"
+        if field is None:
+            yield here
+            continue
+        for model in _models(field.annotation):
+            for place, entry in enumerate(inner) if isinstance(inner, list) else [(None, inner)]:
+                yield from unknown_keys(model, entry, f"{here}." if place is None else f"{here}.{place}.")
+
+
+def _models(annotation: Any) -> list[type["BaseModel"]]:
+    """The one model that an annotation holds, as itself, optional or in a list; none where it holds several, or other things."""
+    from pydantic import BaseModel
+
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    found = [model for inner in get_args(annotation) for model in _models(inner)]
+    return found if len(found) == 1 and get_origin(annotation) is not dict else []
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    return ".".join(str(part) for part in location) or "the config"

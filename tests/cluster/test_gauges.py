@@ -1,0 +1,100 @@
+"""A group's processes as a scrape reads them: who is stalled, who idles, who is gone."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from cluster.gauges import alive, levels, processes
+from cluster.health import Bounds, Moment, verdict
+from engine.plan import RankStatus
+
+pytestmark = pytest.mark.pure
+
+S = 1_000_000_000
+NOW = 100 * S
+UP = [True] * 3
+
+
+def record(launched: int, finished: int, age_s: float, beat_s: float = 0.1) -> RankStatus:
+    return RankStatus(launched, finished, int(NOW - age_s * S), 0, 11_000, int(NOW - beat_s * S), 1 << 20)
+
+
+CASES = {
+    "idle": ((record(9, 9, 50), record(9, 9, 50), record(9, 9, 50)), None, (0, 0, 0)),
+    "rank 1 hangs in step 10": ((record(10, 10, 6), record(10, 9, 7), record(10, 9, 6)), 1, (0, 7, 0)),
+    "rank 1 never took step 10": ((record(10, 10, 6), record(9, 9, 50), record(10, 9, 5)), 1, (0, 5, 0)),
+    "the core owes a commit": ((record(10, 10, 6), record(10, 10, 6), record(10, 9, 8)), 1, (0, 0, 6)),
+    "the core owes a plan": ((record(9, 9, 50), record(9, 9, 50), record(9, 9, 50)), NOW - 4 * S, (0, 0, 4)),
+    "a step runs": ((record(10, 9, 0.01), record(10, 9, 0.01), record(10, 9, 0.012)), 1, (0.01, 0.01, 0)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_stall_is_time_owed(case: str) -> None:
+    """Since the process last did anything while a step of it is due; idling is none."""
+    statuses, waiting, stalls = CASES[case]
+    found = processes(statuses, UP, NOW, waiting)
+    assert [process.name for process in found] == ["0", "1", "core"]
+    assert [process.stall_s for process in found] == pytest.approx(stalls)
+    assert [process.steps for process in found] == [status.finished for status in statuses]
+    assert found[0].step_s == pytest.approx(0.011)
+    assert found[0].heartbeat_age_s == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_gauge_agrees_with_the_watcher(case: str) -> None:
+    """The group is ended exactly when some process' stall is above the bound, whatever the bound."""
+    statuses, waiting, stalls = CASES[case]
+    for bound in (0.005, 3.0, 5.5, 6.5, 40.0):
+        condemned = verdict(statuses, Moment(NOW, 0, waiting), Bounds(1e9, bound)) is not None
+        assert condemned == (max(process.stall_s for process in processes(statuses, UP, NOW, waiting)) > bound), bound
+    assert max(stalls) != 50, "idling would be taken for a stall"
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    yield process
+    process.kill()
+    process.wait()
+    assert process.stdin is not None
+    process.stdin.close()
+
+
+def test_who_lives_is_asked_of_the_kernel(child: subprocess.Popen[bytes]) -> None:
+    """A killed process is down at once, and not yet waited for; where the descriptors are gone, all are."""
+    fd, own = os.pidfd_open(child.pid), os.pidfd_open(os.getpid())
+    try:
+        assert alive({"rank 0": own, "the core": fd}) == [True, True]
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert alive({"rank 0": own, "the core": fd}) == [True, False]
+    finally:
+        os.close(fd)
+        os.close(own)
+    statuses = [record(9, 9, 1)] * 3
+    assert [process.up for process in processes(statuses, alive({}), NOW, None)] == [False] * 3
+
+
+class Still:
+    """A group and a front at rest."""
+
+    open = 7
+    waiting_since = None
+
+    @property
+    def pidfds(self) -> dict[str, int]:
+        return {}
+
+    def status(self) -> list[RankStatus]:
+        return [record(9, 9, 1)] * 3
+
+
+def test_the_levels_of_a_group() -> None:
+    """The front's open requests, and a record a process."""
+    found = levels(Still(), Still())
+    assert found.open == 7
+    assert len(found.processes) == 3

@@ -1,0 +1,87 @@
+"""The command line short of serving: exit codes and single lines."""
+
+import importlib.metadata
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deploy import launcher
+from deploy.cli.main import main
+from tests.support.houserules import ROOT
+
+pytestmark = pytest.mark.pure
+
+NANO = ROOT / "deploy" / "nano.yaml"
+
+
+def test_check_config_reads_what_we_ship(capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 0, and the settings as they will be."""
+    assert main(["check-config", str(NANO)]) == 0
+    assert '"tp":4' in capsys.readouterr().out
+
+
+def test_check_config_names_the_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2, one line on stderr."""
+    config = yaml.safe_load(NANO.read_text())
+    config["applications"][0]["args"]["max_sequences"] = 3
+    path = tmp_path / "odd.yaml"
+    path.write_text(yaml.safe_dump(config))
+    assert main(["check-config", str(path)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err == f"quartet: {path}: args of quartet: max_sequences: unknown setting\n"
+
+
+def test_a_missing_file_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """For every command that takes one."""
+    for command in ("check-config", "serve"):
+        assert main([command, "/no/such.yaml"]) == 2
+        assert capsys.readouterr().err == "quartet: /no/such.yaml: No such file or directory\n"
+
+
+def test_a_taken_port_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Said before Ray starts; nothing is left in /tmp."""
+    before = set(Path("/tmp").glob("q-*"))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert main(["serve", str(NANO), "--port", str(port)]) == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+    assert set(Path("/tmp").glob("q-*")) == before
+
+
+def test_the_distribution_named_kernels_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its package would stand in the place of ours."""
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: name)
+    assert main(["serve", str(NANO)]) == 2
+    assert "pip uninstall kernels" in capsys.readouterr().err
+
+
+def test_doctor_names_capability_and_ports(capsys: pytest.CaptureFixture[str]) -> None:
+    """And how streams would be carried."""
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    for word in ("capability", "niceness", "port 8000", "haproxy"):
+        assert word in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_both_signals_interrupt_and_the_handlers_come_back(number: signal.Signals) -> None:
+    """Inside the block they raise, after it they are what they were."""
+    before = signal.getsignal(number)
+    with pytest.raises(launcher.Interrupted, match=number.name), launcher.interruptible():
+        signal.raise_signal(number)
+    assert signal.getsignal(number) is before
+
+
+def test_a_dead_launchers_folder_is_swept_and_a_living_ones_is_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By the process id that it wrote down."""
+    monkeypatch.setattr(launcher, "Path", lambda path: tmp_path if path == "/tmp" else Path(path))
+    for name, pid in (("q-dead", 2**22 + 1), ("q-living", 1)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "launcher.pid").write_text(str(pid))
+    (tmp_path / "q-someone-elses").mkdir()
+    launcher._sweep()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["q-living", "q-someone-elses"]

@@ -1,0 +1,251 @@
+"""The API as OpenAI's own client sees it: shapes, streams, usage, logprobs, stop strings, errors."""
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from engine.protocol import FinishReason
+from tests.support.edge.http_edge import Edge, until
+
+pytestmark = pytest.mark.pure
+
+HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
+
+
+def client(edge: Edge) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{edge.url}/v1", api_key="none", max_retries=0, timeout=10)
+
+
+def spell(edge: Edge, text: str) -> list[list[int]]:
+    """`text` as steps of one token each, a byte at a time where the vocabulary has no piece."""
+    return [[token] for token in edge.text.encode(text, add_bos=False)]
+
+
+def events(edge: Edge, path: str, body: dict[str, Any]) -> list[str]:
+    """The data of every event of a stream."""
+    reply = httpx.post(f"{edge.url}{path}", json=body | {"stream": True}, timeout=10)
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    assert all(line.startswith("data: ") for line in reply.text.split("\n\n") if line)
+    return [line.removeprefix("data: ") for line in reply.text.split("\n\n") if line]
+
+
+def test_a_chat_completion_has_every_field_that_clients_read(edge: Edge) -> None:
+    """Content, role, refusal and annotations, logprobs null, finish_reason and usage."""
+    edge.core.steps = [*spell(edge, "hi there"), [106]]
+    with client(edge) as api:
+        answer = api.chat.completions.create(model="nano", messages=HELLO)
+    raw = answer.model_dump()
+    assert raw["choices"][0]["message"]["content"] == "hi there"
+    assert raw["object"] == "chat.completion"
+    assert raw["choices"][0]["finish_reason"] == "stop"
+    message = httpx.post(f"{edge.url}/v1/chat/completions", json={"model": "nano", "messages": HELLO}).json()["choices"][0]
+    assert message["message"] == {"role": "assistant", "content": "hi there", "refusal": None, "annotations": []}
+    assert message["logprobs"] is None
+    prompt = len(edge.core.requests[0].prompt)
+    assert raw["usage"]["prompt_tokens"] == prompt
+    assert raw["usage"]["completion_tokens"] == len(edge.core.steps)
+    assert raw["usage"]["total_tokens"] == prompt + len(edge.core.steps)
+
+
+def test_a_stream_equals_the_whole_answer(edge: Edge) -> None:
+    """Deltas add up to the text, the id never changes, the role comes first, usage last, then [DONE]."""
+    edge.core.steps = [*spell(edge, "größer 日本 🎉 ok"), [106]]
+    body = {"model": "nano", "messages": HELLO, "stream_options": {"include_usage": True}}
+    data = events(edge, "/v1/chat/completions", body)
+    assert data[-1] == "[DONE]"
+    chunks = [json.loads(line) for line in data[:-1]]
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": "", "refusal": None}
+    assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks if c["choices"]) == "größer 日本 🎉 ok"
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == len(edge.core.steps)
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+    assert [c["choices"][0]["finish_reason"] for c in chunks[:-1]].count("stop") == 1
+
+
+def test_openai_streams_a_text_completion(edge: Edge) -> None:
+    """Text deltas of /v1/completions with a token-id prompt, ended by length."""
+    edge.core.steps = spell(edge, "one two three four")
+    with client(edge) as api:
+        chunks = list(api.completions.create(model="nano", prompt=[5, 6, 7], max_tokens=3, stream=True))
+    assert edge.core.requests[0].prompt == [5, 6, 7]
+    assert "".join(chunk.choices[0].text for chunk in chunks) == edge.text.decode([t for [t] in edge.core.steps[:3]])
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_chat_logprobs_name_each_token_and_its_rivals(edge: Edge) -> None:
+    """content[i] has token, bytes, logprob and top_logprobs, streamed or whole alike."""
+    edge.core.steps = spell(edge, "the house")
+    with client(edge) as api:
+        answer = api.chat.completions.create(model="nano", messages=HELLO, logprobs=True, top_logprobs=2, max_tokens=50)
+        streamed = list(api.chat.completions.create(
+            model="nano", messages=HELLO, logprobs=True, top_logprobs=2, max_tokens=50, stream=True
+        ))  # fmt: skip
+    assert answer.choices[0].logprobs is not None
+    content = answer.choices[0].logprobs.content
+    assert content is not None
+    assert "".join(entry.token for entry in content) == "the house"
+    assert b"".join(bytes(entry.bytes or []) for entry in content) == b"the house"
+    assert [entry.logprob for entry in content] == [-0.5] * len(content)
+    assert [[top.logprob for top in entry.top_logprobs] for entry in content] == [[-0.5, -1.5]] * len(content)
+    pieces = [e for chunk in streamed for e in (chunk.choices[0].logprobs.content if chunk.choices[0].logprobs else None) or []]
+    assert pieces == content
+
+
+def test_completion_logprobs_have_the_old_shape(edge: Edge) -> None:
+    """tokens, token_logprobs, top_logprobs and text_offset run in parallel; the offsets go on through a stream."""
+    edge.core.steps = spell(edge, "a small house")
+    body = {"model": "nano", "prompt": "x", "logprobs": 1, "max_tokens": 40}
+    whole = httpx.post(f"{edge.url}/v1/completions", json=body).json()["choices"][0]
+    found = whole["logprobs"]
+    assert "".join(found["tokens"]) == whole["text"] == "a small house"
+    for offset, token in zip(found["text_offset"], found["tokens"], strict=True):
+        assert whole["text"][offset:].startswith(token)
+    assert all(len(top) == 1 for top in found["top_logprobs"])
+    chunks = [json.loads(line)["choices"][0]["logprobs"] for line in events(edge, "/v1/completions", body)[:-1]]
+    assert [o for chunk in chunks if chunk for o in chunk["text_offset"]] == found["text_offset"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_stop_string_ends_text_and_engine(edge: Edge, *, stream: bool, batched: bool) -> None:
+    """Text stops before the match however the tokens were batched, and the engine is told why."""
+    steps = spell(edge, "one two STOPthree four five")
+    edge.core.steps = [[t for [t] in steps]] if batched else steps
+    edge.core.forever = not batched
+    body = {"model": "nano", "messages": HELLO, "stop": ["nowhere", "STOP"], "max_tokens": 200}
+    if stream:
+        chunks = [json.loads(line) for line in events(edge, "/v1/chat/completions", body)[:-1]]
+        text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+        finish = chunks[-1]["choices"][0]["finish_reason"]
+    else:
+        choice = httpx.post(f"{edge.url}/v1/chat/completions", json=body).json()["choices"][0]
+        text, finish = choice["message"]["content"], choice["finish_reason"]
+    assert (text, finish) == ("one two ", "stop")
+    if not batched:
+        until(lambda: [reason for _, reason in edge.core.aborts] == ["stop_string"], "the abort")
+
+
+def test_text_that_only_looked_like_a_stop_string_comes_out(edge: Edge) -> None:
+    """What was held back is emitted when the stream ends without a match."""
+    edge.core.steps = [*spell(edge, "all ST"), [106]]
+    answer = httpx.post(f"{edge.url}/v1/chat/completions", json={"model": "nano", "messages": HELLO, "stop": "STOP"}).json()
+    assert answer["choices"][0]["message"]["content"] == "all ST"
+
+
+def test_a_stop_token_id_is_not_text(edge: Edge) -> None:
+    """The id that ended the text is counted, not shown."""
+    word = edge.text.encode("house", add_bos=False)[0]
+    edge.core.steps = [*spell(edge, "the "), [word]]
+    body = {"model": "nano", "messages": HELLO, "stop_token_ids": [word]}
+    answer = httpx.post(f"{edge.url}/v1/chat/completions", json=body).json()
+    assert answer["choices"][0]["message"]["content"] == "the "
+    assert word in edge.core.requests[0].params.stop_ids
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_choices_have_seeds_of_their_own(edge: Edge, *, stream: bool) -> None:
+    """n=3 gives three choices, each finished once, from three engine requests that differ in seed alone."""
+    edge.core.steps = [*spell(edge, "hi"), [106]]
+    body = {"model": "nano", "messages": HELLO, "n": 3, "seed": 7}
+    if stream:
+        chunks = [json.loads(line)["choices"][0] for line in events(edge, "/v1/chat/completions", body)[:-1]]
+        texts = ["".join(c["delta"].get("content", "") for c in chunks if c["index"] == index) for index in range(3)]
+        assert sorted(c["index"] for c in chunks if c["finish_reason"]) == [0, 1, 2]
+    else:
+        reply = httpx.post(f"{edge.url}/v1/chat/completions", json=body).json()
+        texts = [choice["message"]["content"] for choice in reply["choices"]]
+        assert reply["usage"]["completion_tokens"] == 3 * len(edge.core.steps)
+    assert texts == ["hi"] * 3
+    seeds = [request.params.seed for request in edge.core.requests]
+    assert seeds[0] == 7
+    assert len(set(seeds)) == 3
+
+
+def test_sampling_parameters_reach_the_engine(edge: Edge) -> None:
+    """What the request says, and what generation_config.json says where it is silent; seeds differ from request to request."""
+    chat = {"model": "nano", "messages": HELLO}
+    given = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 3, "min_tokens": 2, "max_completion_tokens": 9}
+    for body in (chat | given, chat, chat, chat | {"ignore_eos": True, "stop_token_ids": [9], "top_k": -1}):
+        httpx.post(f"{edge.url}/v1/chat/completions", json=body).raise_for_status()
+    first, second, third, last = edge.core.requests
+    params = first.params
+    assert (params.temperature, params.top_p, params.top_k, params.min_p, params.seed) == (0.5, 0.9, 5, 0.1, 3)
+    assert (params.min_tokens, params.max_tokens, first.clip) == (2, 9, False)
+    assert (second.params.temperature, second.params.top_k, second.params.top_p) == (1.0, 64, 0.95)
+    assert second.clip
+    assert second.params.stop_ids == edge.text.eos_ids
+    assert second.params.seed != third.params.seed
+    assert last.params.stop_ids == (9,)
+    assert last.params.top_k == 0
+
+
+def test_templates_options_and_tools_reach_the_prompt(edge: Edge) -> None:
+    """Thinking and tools change the prompt; tool_choice none keeps them out."""
+    tool = {"type": "function", "function": {"name": "now", "description": "d", "parameters": {"type": "object", "properties": {}}}}
+    variants: list[dict[str, Any]] = [
+        {}, {"chat_template_kwargs": {"enable_thinking": True}}, {"tools": [tool]}, {"tools": [tool], "tool_choice": "none"},
+    ]  # fmt: skip
+    for extra in variants:
+        httpx.post(f"{edge.url}/v1/chat/completions", json={"model": "nano", "messages": HELLO} | extra).raise_for_status()
+    plain, thinking, tools, none = [tuple(request.prompt) for request in edge.core.requests]
+    assert len({plain, thinking, tools}) == 3
+    assert none == plain
+
+
+def test_models_and_health(edge: Edge) -> None:
+    """The list, one card by name, 404 for others; live and ready."""
+    with client(edge) as api:
+        assert [model.id for model in api.models.list()] == ["nano"]
+        assert api.models.retrieve("nano").id == "nano"
+        with pytest.raises(openai.NotFoundError) as caught:
+            api.models.retrieve("other/name")
+    assert caught.value.code == "model_not_found"
+    for path in ("/health", "/health/live", "/health/ready"):
+        assert httpx.get(f"{edge.url}{path}").status_code == 200
+
+
+def test_an_engine_refusal_is_a_plain_400_even_for_a_stream(edge: Edge) -> None:
+    """Headers wait for the engine's first word."""
+    edge.core.refuse = "the request needs room for 9 tokens; the KV cache holds 8"
+    with client(edge) as api, pytest.raises(openai.BadRequestError, match="holds 8"):
+        api.chat.completions.create(model="nano", messages=HELLO, stream=True)
+
+
+def test_a_request_that_fails_midway_ends_with_one_error_event(edge: Edge) -> None:
+    """After the first token an error is the stream's last event, there is no [DONE], and OpenAI's client raises."""
+    edge.core.steps = spell(edge, "some words come")
+    edge.core.fail_after = 2
+    data = events(edge, "/v1/chat/completions", {"model": "nano", "messages": HELLO})
+    assert [("error" in json.loads(line)) for line in data].count(True) == 1
+    assert json.loads(data[-1])["error"]["code"] == "generation_failed"
+    with client(edge) as api, pytest.raises(openai.APIError, match="not finite"):
+        for _ in api.chat.completions.create(model="nano", messages=HELLO, stream=True):
+            pass
+
+
+def test_a_failure_before_the_first_token_is_not_retried(edge: Edge) -> None:
+    """500 with x-should-retry: false."""
+    edge.core.fail_after = 0
+    reply = httpx.post(f"{edge.url}/v1/chat/completions", json={"model": "nano", "messages": HELLO})
+    assert reply.status_code == 500
+    assert reply.headers["x-should-retry"] == "false"
+
+
+def test_an_end_that_nobody_asked_for_is_no_success(edge: Edge) -> None:
+    """Text that the engine broke off does not pass for complete."""
+    edge.core.steps, edge.core.finish = spell(edge, "some words"), FinishReason.abort
+    data = events(edge, "/v1/chat/completions", {"model": "nano", "messages": HELLO})
+    assert json.loads(data[-1])["error"]["code"] == "generation_failed"
+
+
+def test_length_is_said_to_be_length(edge: Edge) -> None:
+    """finish_reason is length when max_tokens ends it, and nothing but stop and length ever appears."""
+    edge.core.forever = True
+    answer = httpx.post(f"{edge.url}/v1/chat/completions", json={"model": "nano", "messages": HELLO, "max_tokens": 4}).json()
+    assert answer["choices"][0]["finish_reason"] == FinishReason.length.value
+    assert answer["usage"]["completion_tokens"] == 4

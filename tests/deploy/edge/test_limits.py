@@ -1,0 +1,117 @@
+"""What is refused before it is read: sizes, slow bodies, odd hosts, steering headers."""
+
+import asyncio
+import socket
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from starlette.types import Message, Receive, Scope, Send
+
+from deploy.edge.edge_settings import LimitSettings
+from deploy.edge.limits import Limits, outermost
+from tests.conftest import Nano
+from tests.support.edge.http_edge import Edge
+
+pytestmark = pytest.mark.pure
+
+SMALL = LimitSettings(body_bytes=2048, header_bytes=1024, body_timeout_s=0.3)
+
+
+@pytest.fixture(scope="module")
+def small(nano: Nano) -> Iterator[Edge]:
+    with Edge(nano("31b"), limits=SMALL) as edge:
+        yield edge
+
+
+def raw(edge: Edge, data: bytes, wait_s: float = 2.0) -> bytes:
+    """What the server says to these bytes."""
+    with socket.create_connection(("127.0.0.1", edge.port), timeout=wait_s) as sock:
+        sock.sendall(data)
+        reply = b""
+        while not reply.endswith(b"}") and (part := sock.recv(4096)):  # every answer here is a JSON object
+            reply += part
+        return reply
+
+
+def test_a_body_over_the_limit_is_413_by_its_announcement(small: Edge) -> None:
+    """Content-Length is enough: not one byte of the body need come."""
+    reply = raw(small, b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 999999999999\r\n\r\n")
+    assert reply.startswith(b"HTTP/1.1 413")
+    assert b"request_too_large" in reply
+
+
+def test_a_chunked_body_without_end_is_413_as_soon_as_it_is_too_long(small: Edge) -> None:
+    """Counted as it comes."""
+    chunk = b"400\r\n" + b"x" * 1024 + b"\r\n"
+    reply = raw(small, b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n" + chunk * 3)
+    assert reply.startswith(b"HTTP/1.1 413")
+
+
+def test_a_body_that_never_ends_is_408(small: Edge) -> None:
+    """A slow sender holds nothing for longer than body_timeout_s."""
+    before = time.monotonic()
+    reply = raw(small, b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{")
+    assert reply.startswith(b"HTTP/1.1 408")
+    assert 0.2 < time.monotonic() - before < 1.5
+
+
+def test_headers_over_the_limit_are_431(small: Edge) -> None:
+    """All of them together."""
+    assert httpx.get(f"{small.url}/v1/models", headers={"x-a": "y" * 1500}).status_code == 431
+    assert httpx.get(f"{small.url}/v1/models", headers={"x-a": "y" * 300}).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["a/b", "a?b", "a#b", "a@b", "a\\b", "a b", ""])
+def test_a_host_that_is_none_is_400(small: Edge, host: str) -> None:
+    """Nobody downstream may parse it differently."""
+    assert raw(small, f"GET /v1/models HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()).startswith(b"HTTP/1.1 400")
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:8000", "127.0.0.1:8000", "[::1]:80", "a-b.example"])
+def test_hosts_that_are_some_pass(small: Edge, host: str) -> None:
+    """The refusal above is not of everything."""
+    assert raw(small, f"GET /v1/models HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()).startswith(b"HTTP/1.1 200")
+
+
+def test_two_hosts_are_400(small: Edge) -> None:
+    """Even if they agree."""
+    assert raw(small, b"GET /v1/models HTTP/1.1\r\nHost: a\r\nHost: a\r\n\r\n").startswith(b"HTTP/1.1 400")
+
+
+@pytest.mark.parametrize(
+    ("request_id", "status"), [("abc-1.2_3", 200), ("x" * 128, 200), ("x" * 129, 400), ("a b", 400), ("é", 400)]
+)
+def test_request_ids_are_plain(small: Edge, request_id: str, status: int) -> None:
+    """What ends up in logs and headers is short and harmless."""
+    reply = httpx.get(f"{small.url}/v1/models", headers={b"x-request-id": request_id.encode()})
+    assert reply.status_code == status
+
+
+def test_the_guard_around_serve_has_the_applications_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve reads whole bodies before it calls an app: the largest limit of the applications holds there too."""
+    monkeypatch.setenv("QUARTET_BODY_BYTES", "4096")
+    [middleware] = outermost()
+    assert middleware.cls is Limits
+    assert middleware.kwargs["limits"].body_bytes == 4096
+
+
+def test_serves_own_headers_are_taken_out() -> None:
+    """A client cannot switch Serve's deadline off or choose its routing; other headers pass."""
+    seen: list[tuple[bytes, bytes]] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.extend(scope["headers"])
+
+    async def nothing() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def ignore(message: Message) -> None:
+        return
+
+    wrapped = Limits(app, LimitSettings())
+    steering = [(b"X-Request-Timeout-Seconds", b"0"), (b"x-session-id", b"1"), (b"serve_multiplexed_model_id", b"m")]
+    headers = [*steering, (b"accept", b"*/*")]
+    asyncio.run(wrapped({"type": "http", "headers": headers}, nothing, ignore))
+    assert seen == [(b"accept", b"*/*")]

@@ -1,0 +1,482 @@
+"""Logs as an operator reads them: the file that Ray Serve's own handler writes, as JSON and as text, and the ids on replies."""
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Iterator
+from logging.handlers import MemoryHandler
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from ray.serve._private.logging_utils import configure_component_logger
+from ray.serve.schema import LoggingConfig
+
+from deploy.edge.edge_settings import LimitSettings, LogSettings
+from deploy.edge.limits import Limits
+from deploy.edge.observe import access_log as journal
+from deploy.edge.observe import logs
+from deploy.edge.observe.record import RequestRecord
+from deploy.edge.routes import create_app
+from deploy.edge.scope import request_id
+from deploy.settings import Settings
+from engine.errors import GenerationFailed, QuartetError
+from engine.events import RequestFinished
+from tests.conftest import Nano
+from tests.support.edge.http_edge import Edge, until
+from tests.support.edge.paced_core import PacedCore
+
+pytestmark = pytest.mark.pure
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+BODY: dict[str, Any] = {"model": "nano", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
+LIMITS = LimitSettings(body_bytes=4096, request_timeout_s=1.0, write_timeout_s=0.4)
+
+
+SERVE = logging.getLogger("ray.serve")
+
+
+class Desk:
+    """An edge whose log goes where a replica's goes: through Serve's logger into Serve's file."""
+
+    def __init__(self, edge: Edge, folder: Path) -> None:
+        self.edge = edge
+        self._folder = folder
+        self._file: MemoryHandler | None = None
+
+    @property
+    def core(self) -> PacedCore:
+        assert isinstance(self.edge.core, PacedCore)
+        return self.edge.core
+
+    def open(self, settings: LogSettings) -> None:
+        """As a replica does when it starts."""
+        self.close()
+        config = LoggingConfig(encoding=settings.format.upper(), logs_dir=str(self._folder), log_level=settings.level.upper())
+        configure_component_logger(
+            component_name="app_Quartet", component_id="r1", logging_config=config, max_bytes=1 << 24, backup_count=1
+        )
+        (self._file,) = files = [handler for handler in SERVE.handlers if isinstance(handler, MemoryHandler)]
+        SERVE.handlers = [*files]
+        logs.install(settings)
+        self.edge.service.logs = settings
+
+    def close(self) -> None:
+        """The file."""
+        if self._file is not None and self._file.target is not None:
+            self._file.target.close()
+            self._file.close()
+
+    def text(self) -> str:
+        """The file, once every answer has its line."""
+        until(lambda: self.edge.service.open == 0, "the end of the answers")
+        self.edge.on_loop(lambda: None)
+        (file,) = self._folder.iterdir()
+        return file.read_text()
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Every line as the JSON object that it is."""
+        found = [json.loads(line) for line in self.text().splitlines()]
+        assert all(isinstance(line, dict) for line in found)
+        return found
+
+    def line(self) -> dict[str, Any]:
+        """The only one."""
+        (line,) = self.lines()
+        return line
+
+    def post(self, body: dict[str, Any], path: str = CHAT, **headers: str) -> httpx.Response:
+        return httpx.post(f"{self.edge.url}{path}", json=body, headers=headers, timeout=10)
+
+
+@pytest.fixture(scope="module")
+def paced(nano: Nano) -> Iterator[Edge]:
+    edge = Edge(nano("31b"), limits=LIMITS)
+    edge.core = PacedCore()
+    with edge:
+        yield edge
+
+
+@pytest.fixture
+def desk(paced: Edge, tmp_path: Path) -> Iterator[Desk]:
+    paced.core.__dict__.update({name: value for name, value in PacedCore().__dict__.items() if not name.startswith("_")})
+    paced.core.requests += [None] * paced.client.counters.received  # type: ignore[list-item]  # the core counts since its start
+    assert isinstance(paced.core, PacedCore)
+    paced.core.begun = paced.client.counters.received
+    paced.events.clear()
+    made = Desk(paced, tmp_path)
+    before = SERVE.handlers[:], SERVE.level, SERVE.propagate
+    made.open(LogSettings(format="json"))
+    yield made
+    logs.uninstall()
+    made.close()
+    SERVE.handlers, SERVE.level, SERVE.propagate = before
+    paced.service.logs = LogSettings()
+
+
+# (method, path, body) and the status it gets.
+ASKED: dict[str, tuple[str, str, Any, int]] = {
+    "chat": ("POST", CHAT, BODY, 200),
+    "stream": ("POST", CHAT, BODY | {"stream": True}, 200),
+    "text": ("POST", TEXT, {"model": "nano", "prompt": "a"}, 200),
+    "bad": ("POST", CHAT, BODY | {"n": 0}, 400),
+    "large": ("POST", CHAT, "x" * 5000, 413),
+    "model": ("POST", TEXT, {"model": "b", "prompt": "c"}, 404),
+    "path": ("GET", "/nothing", None, 404),
+    "method": ("GET", CHAT, None, 405),
+    "models": ("GET", "/v1/models", None, 200),
+    "health": ("GET", "/health", None, 200),
+    "docs": ("GET", "/openapi.json", None, 200),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_every_reply_and_its_line_carry_the_clients_id(desk: Desk, name: str) -> None:
+    """Once, whatever the reply is; at level debug every route has its one line, and it has the reply's status."""
+    desk.open(LogSettings(format="json", level="debug"))
+    method, path, body, status = ASKED[name]
+    reply = httpx.request(method, f"{desk.edge.url}{path}", json=body, headers={"x-request-id": "a-1"})
+    assert (reply.status_code, reply.headers.get_list("x-request-id")) == (status, ["a-1"])
+    line = desk.line()
+    assert (line["request_id"], line["status"]) == ("a-1", status)
+
+
+def test_without_a_sane_id_it_is_ours(desk: Desk) -> None:
+    """None given: a new one each time. One that is none is refused, and neither echoed nor logged; nor are two of them joined."""
+    replies = [desk.post(BODY), desk.post(BODY)]
+    bad = [desk.post(BODY, **{"x-request-id": value}) for value in ("a b", "x" * 129, 'a"b', "{}")]
+    assert [reply.status_code for reply in replies + bad] == [200, 200, 400, 400, 400, 400]
+    ids = [reply.headers["x-request-id"] for reply in replies + bad]
+    assert all(len(name) == 32 and set(name) <= set("0123456789abcdef") for name in ids)
+    assert len(set(ids)) == 6
+    assert [line["request_id"] for line in desk.lines()] == ids
+    assert request_id([(b"X-Request-Id", b"one")]) == "one"
+    assert request_id([(b"x-request-id", b"one"), (b"x-request-id", b"two")]) not in ("one", "two", "one,two")
+
+
+def call(app: Any, path: str, headers: list[tuple[bytes, bytes]]) -> list[Any]:
+    """A GET past any HTTP parser: what a server with a worse one would pass on."""
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "GET\nFORGED", "path": path, "headers": [(b"host", b"a"), *headers], "query_string": b""}
+    asyncio.run(app({**scope, "scheme": "http", "server": ("a", 80), "client": ("b", 1), "root_path": ""}, receive, send))
+    return sent
+
+
+@pytest.mark.parametrize("encoding", ["json", "text"])
+def test_a_line_cannot_be_forged(desk: Desk, encoding: Any) -> None:
+    """Newlines in id, path and method leave one line, which says none of it; what code of ours logs is one line as well."""
+    desk.open(LogSettings(format=encoding, level="debug"))
+    sent = call(create_app(desk.edge.service), "/a\nERROR FORGED", [(b"x-request-id", b"a\nERROR FORGED")])
+    assert b"FORGED" not in dict(sent[0]["headers"])[b"x-request-id"]
+    text = desk.text()
+    assert len(text.splitlines()) == 1
+    assert "FORGED" not in text
+    assert "OTHER unknown" in text
+    logging.getLogger("deploy.anything").warning("a %s", "b\nERROR 2026 {app} FORGED\u2028FORGED\x85FORGED")
+    assert len(desk.text().splitlines()) == 2
+
+
+def test_without_escaping_a_text_line_is_forged(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: the test above would notice."""
+    monkeypatch.setattr("deploy.edge.observe.logs.one_line", lambda text: text)
+    desk.open(LogSettings(format="text"))
+    logging.getLogger("deploy.anything").warning("a %s", "b\nERROR 2026 {app} FORGED\u2028FORGED\x85FORGED")
+    assert len(desk.text().splitlines()) == 4
+
+
+def test_serves_fields_stand_in_each_line(desk: Desk) -> None:
+    """One schema a file: when, how grave, which component; ours keep their numbers as numbers."""
+    desk.post(BODY)
+    line = desk.line()
+    assert line["levelname"] == "INFO"
+    assert line["component_name"] == "app_Quartet"
+    assert {"asctime", "message", "process", "filename"} <= set(line)
+    assert all(isinstance(line[name], float) for name in ("prepare_s", "queue_s", "ttft_s", "e2e_s"))
+
+
+def differences(line: dict[str, Any], usage: dict[str, int], finish: str, ended: RequestFinished) -> list[str]:
+    """Where an access line differs from the reply and from the engine's events; times to a microsecond."""
+    assert ended.ttft_s is not None
+    assert ended.queue_s is not None
+    pairs = {
+        "prompt_tokens": usage["prompt_tokens"],
+        "output_tokens": usage["completion_tokens"],
+        "finish_reason": finish,
+        "queue_s": pytest.approx(ended.queue_s, abs=1e-6),
+        "ttft_s": pytest.approx(ended.ttft_s, abs=1e-6),
+    }
+    return [name for name, value in pairs.items() if line[name] != value]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_access_line_says_what_the_reply_and_the_engine_say(desk: Desk, *, stream: bool) -> None:
+    """Tokens and finish as the client was told them, times as the metrics have them; each planted difference shows."""
+    desk.core.queue_s, desk.core.prefill_s, desk.core.delay_s = 0.02, 0.03, 0.01
+    options = {"stream_options": {"include_usage": True}} if stream else {}
+    reply = desk.post(BODY | {"stream": stream} | options)
+    shown = reply.json() if not stream else json.loads(reply.text.split("\n\n")[-3].removeprefix("data: "))
+    line = desk.line()
+    (ended,) = (event for event in desk.edge.events if isinstance(event, RequestFinished))
+    assert differences(line, shown["usage"], "length", ended) == []
+    for name, fault in (("prompt_tokens", 1), ("output_tokens", -1), ("queue_s", 1e-3), ("ttft_s", -1e-3)):
+        assert differences({**line, name: line[name] + fault}, shown["usage"], "length", ended) == [name]
+    assert line["prepare_s"] + ended.e2e_s <= line["e2e_s"] + 1e-6
+    told = {name: line[name] for name in ("http_method", "http_route", "status", "model", "stream", "n", "client_gone")}
+    assert told == {
+        "http_method": "POST", "http_route": CHAT, "status": 200, "model": "nano", "stream": stream, "n": 1, "client_gone": False,
+    }  # fmt: skip
+
+
+def test_choices_are_added_up(desk: Desk) -> None:
+    """n = 3: the tokens of all of them, and each finish that occurred."""
+    reply = desk.post(BODY | {"n": 3})
+    line = desk.line()
+    assert (line["n"], line["finish_reason"]) == (3, "length")
+    assert line["output_tokens"] == reply.json()["usage"]["completion_tokens"] == 9
+
+
+def leave(desk: Desk) -> None:
+    desk.core.forever, desk.core.delay_s = True, 0.02
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{desk.edge.url}{CHAT}", json=BODY | {"max_tokens": 99}, timeout=0.2)
+
+
+def late(desk: Desk) -> None:
+    desk.core.forever, desk.core.delay_s = True, 0.05
+    desk.post(BODY | {"stream": True, "max_tokens": 99})
+
+
+def fail(desk: Desk) -> None:
+    desk.core.fail_after = 1
+    desk.post(BODY | {"stream": True})
+
+
+def refuse(desk: Desk) -> None:
+    desk.core.refuse = "too long"
+    desk.post(BODY)
+
+
+def stop(desk: Desk) -> None:
+    desk.post(BODY | {"stop": desk.edge.text.decode([301]), "max_tokens": 50})
+
+
+def finish(desk: Desk) -> None:
+    desk.post(BODY | {"max_tokens": 50, "stream": True})
+
+
+ENDS: dict[str, tuple[Callable[[Desk], None], int, int]] = {
+    "client_gone": (leave, 499, logging.INFO),
+    "deadline": (late, 200, logging.ERROR),
+    "error": (fail, 200, logging.ERROR),
+    "refused": (refuse, 400, logging.INFO),
+    "stop string": (stop, 200, logging.INFO),
+    "stop": (finish, 200, logging.INFO),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_the_end_has_the_metrics_word(desk: Desk, end: str) -> None:
+    """finish_reason is the outcome under which quartet_requests_total counts the request, and our failures are errors."""
+    act, status, level = ENDS[end]
+    act(desk)
+    until(lambda: any(isinstance(event, RequestFinished) for event in desk.edge.events), "the engine's word")
+    line = desk.line()
+    (ended,) = (event for event in desk.edge.events if isinstance(event, RequestFinished))
+    assert (line["finish_reason"], line["status"], line["levelname"]) == (ended.outcome, status, logging.getLevelName(level))
+    assert line["client_gone"] is (end == "client_gone")
+
+
+def test_a_wrong_word_for_the_end_shows(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: an end that is called otherwise is not the metrics'."""
+    monkeypatch.setattr("deploy.edge.observe.record._outcome", lambda error: "stop")
+    fail(desk)
+    (ended,) = (event for event in desk.edge.events if isinstance(event, RequestFinished))
+    assert desk.line()["finish_reason"] != ended.outcome
+
+
+@pytest.fixture(scope="module")
+def mortal(nano: Nano) -> Iterator[Edge]:
+    with Edge(nano("31b")) as edge:
+        yield edge
+
+
+def test_the_engines_end_is_named_in_the_log_only(mortal: Edge, desk: Desk) -> None:
+    """Which process died is for the operator: in the line of each request that it took along, with its code."""
+    mortal.service.logs = LogSettings(format="json")
+    mortal.on_loop(lambda: mortal.client.fail("rank 2 was killed by SIGKILL"))
+    reply = httpx.post(f"{mortal.url}{CHAT}", json=BODY)
+    assert reply.status_code == 503
+    assert "SIGKILL" not in reply.text
+    mortal.on_loop(lambda: None)
+    line = desk.line()
+    assert (line["error"], line["error_code"], line["levelname"]) == ("EngineDead", "engine_restarting", "ERROR")
+    assert line["error_message"] == "rank 2 was killed by SIGKILL"
+
+
+def canaries(desk: Desk) -> list[str]:
+    """Requests with a word of their own in every place where a client may write; which of those words the log has."""
+    post = desk.post
+    desk.core.steps = [[token] for token in range(300, 330)]
+    answer = post(BODY | {"max_tokens": 30}).json()["choices"][0]["message"]["content"]
+    assert len(answer) >= 30
+    post(BODY | {"messages": [{"role": "user", "content": "canarya"}], "user": "canaryb", "metadata": {"canaryc": "canaryd"}})
+    post(BODY | {"messages": [{"role": "canarye", "content": "x"}]})
+    post(BODY | {"messages": [{"role": "user", "content": [{"type": "canaryf", "text": "y"}]}]})
+    post(BODY | {"stop": "canaryg" * 60})
+    post(BODY | {"model": "canaryh"})
+    post(BODY | {"logit_bias": {"canaryi": "canaryj"}, "tool_choice": "canaryk"})
+    post({"model": "nano", "prompt": "canaryl", "max_tokens": 2, "stream": True}, TEXT)
+    post({"model": "nano", "prompt": "canarym" * 500, "max_tokens": 2}, TEXT)
+    post(BODY, "/v1/canaryn")
+    post(BODY, **{"authorization": "Bearer canaryo", "user-agent": "canaryp", "cookie": "canaryq", "x-canaryr": "x"})
+    post(BODY | {"chat_template_kwargs": {"canarys": "canaryt"}, "response_format": {"type": "canaryu"}, "n": "canaryv"})
+    httpx.get(f"{desk.edge.url}/v1/models/canaryw?canaryx=canaryy")
+    httpx.post(f"{desk.edge.url}{CHAT}", content=b'{"canaryz')
+    text = desk.text()
+    return [word for word in ("canary", answer, answer[:10]) if word in text]
+
+
+@pytest.mark.parametrize("encoding", ["json", "text"])
+def test_nothing_that_a_client_wrote_is_logged(desk: Desk, encoding: Any) -> None:
+    """Neither prompts nor answers, nor names, keys, headers, paths or values that are refused; not at level debug either."""
+    desk.open(LogSettings(format=encoding, level="debug"))
+    assert canaries(desk) == []
+    assert len(desk.text().splitlines()) == 14
+
+
+def test_an_error_that_quotes_its_client_would_show(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: with a refusal's sentence in the line, the search above finds the client's words."""
+    monkeypatch.setattr("deploy.edge.observe.record._error_fields", lambda error: {"error": str(error)})
+    assert canaries(desk) == ["canary"]
+
+
+def test_a_text_line_has_all_fields(desk: Desk) -> None:
+    """As Serve's text lines begin, then name=value; the id stands where Serve puts it."""
+    desk.open(LogSettings(format="text"))
+    desk.post(BODY, **{"x-request-id": "a-1"})
+    line = desk.text().rstrip("\n")
+    assert line.startswith("INFO ")
+    head, _, rest = line.partition(f" a-1 -- POST {CHAT} ")
+    assert head.endswith("app_Quartet r1"), line
+    assert dict(pair.split("=") for pair in rest.split(" ")).keys() >= {"status", "finish_reason", "ttft_s", "output_tokens"}
+
+
+def test_access_off_leaves_what_is_our_fault(desk: Desk) -> None:
+    """No line for what went well or was refused; one for a failure. Probes have none at info in either case."""
+    desk.open(LogSettings(format="json", access=False))
+    desk.post(BODY)
+    desk.post(BODY | {"n": 0})
+    httpx.get(f"{desk.edge.url}/health")
+    desk.core.fail_after = 1
+    desk.post(BODY)
+    line = desk.line()
+    assert (line["status"], line["error"], line["error_message"]) == (500, "GenerationFailed", "the logits are not finite")
+
+
+def test_probes_are_not_worth_a_line(desk: Desk) -> None:
+    """A balancer asks every second; other routes have theirs."""
+    for path in ("/health", "/health/live", "/health/ready", "/v1/models", "/v1/models/nano"):
+        assert httpx.get(f"{desk.edge.url}{path}").status_code == 200
+    assert [line["http_route"] for line in desk.lines()] == ["/v1/models", "/v1/models/{model}"]
+
+
+def test_a_refusal_before_serve_has_an_id_and_a_line(desk: Desk) -> None:
+    """The limits stand around Ray Serve too, where no journal does."""
+
+    async def never(*_: Any) -> None:
+        raise AssertionError("refused requests go no further")
+
+    for given, status in ((b"a b", 400), (b"fine", 431)):
+        limits = LimitSettings(header_bytes=1024 if status == 431 else 4096)
+        sent = call(Limits(never, limits), "/x", [(b"x-request-id", given), (b"x-pad", b"y" * 2000)])
+        assert sent[0]["status"] == status
+        line = desk.lines()[-1]
+        assert line["request_id"].encode() == dict(sent[0]["headers"])[b"x-request-id"]
+        assert (line["request_id"] == given.decode(), line["status"]) == (status == 431, status)
+
+
+def test_a_line_of_anybody_within_a_request_carries_its_id(desk: Desk) -> None:
+    """Whoever logs while a request is served need not know which one it is; outside of one there is none."""
+    seen = logging.getLogger("engine.anything")
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.info("within")
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    call(journal.Journal(app, desk.edge.service), "/health", [(b"x-request-id", b"a-1")])
+    seen.info("outside")
+    assert [line.get("request_id") for line in desk.lines()] == ["a-1", None]
+
+
+def test_under_serve_the_id_is_left_to_it(desk: Desk) -> None:
+    """echo=False: Serve's middleware adds the header, and ours would be a second one."""
+    for echo in (True, False):
+        sent = call(create_app(desk.edge.service, echo=echo), "/health", [(b"x-request-id", b"a-1")])
+        assert ((b"x-request-id", b"a-1") in sent[0]["headers"]) is echo
+
+
+CONFIGS: list[tuple[dict[str, Any], dict[str, Any] | None]] = [
+    ({}, None),
+    ({"access": False}, None),
+    ({"format": "json"}, {"encoding": "JSON", "log_level": "INFO", "enable_access_log": False}),
+    ({"format": "json", "access": False}, {"encoding": "JSON", "log_level": "INFO", "enable_access_log": True}),
+    ({"level": "warning"}, {"encoding": "TEXT", "log_level": "WARNING"}),
+    ({"folder": "/var/log/q"}, {"encoding": "TEXT", "log_level": "INFO", "logs_dir": "/var/log/q"}),
+]
+
+
+@pytest.mark.parametrize(("values", "expected"), CONFIGS)
+def test_serve_is_told_only_what_the_settings_ask_for(values: dict[str, Any], expected: dict[str, Any] | None) -> None:
+    """Defaults leave the YAML's own logging_config alone, and what we say is what Serve understands."""
+    made = logs.serve_config(Settings.read({"model": "a/b", "logs": values}).logs)
+    assert made == expected
+    if made is not None:
+        assert LoggingConfig(**made).model_dump().items() >= made.items()
+
+
+def test_install_is_undone_and_does_not_add_up() -> None:
+    """Twice is once, and afterwards the loggers are as they were."""
+    logger = logging.getLogger("deploy")
+    before = logger.handlers[:], logger.level, logger.propagate
+    logs.install(LogSettings())
+    logs.install(LogSettings(level="error"))
+    assert (len(logger.handlers), logger.level) == (len(before[0]) + 1, logging.ERROR)
+    logs.uninstall()
+    assert (logger.handlers[:], logger.level, logger.propagate) == before
+
+
+def test_a_bug_is_a_500_with_its_name_and_no_sentence(desk: Desk) -> None:
+    """An exception of nobody's: its type in the line, its text nowhere in it."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        raise ZeroDivisionError("canary")
+
+    with pytest.raises(ZeroDivisionError):
+        call(journal.Journal(app, desk.edge.service), "/v1/models", [])
+    assert desk.line()["status"] == 500
+    assert "canary" not in desk.text()
+
+
+FAULTS = [(None, 200, False), (None, 404, False), (None, 503, True), (GenerationFailed("x"), 200, True),
+          (QuartetError("x"), 500, True)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "status", "failed"), FAULTS)
+def test_what_is_our_fault(error: QuartetError | None, status: int, *, failed: bool) -> None:
+    """5xx, or an error after the headers."""
+
+    async def nobody(message: Any) -> None:
+        raise AssertionError(message)
+
+    record = RequestRecord("a", "POST", CHAT, nobody, 0.0, status=status, error=error)
+    assert record.failed is failed

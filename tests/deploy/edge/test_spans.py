@@ -1,0 +1,477 @@
+"""Spans as a collector gets them over HTTP: times, attributes, parents, and a collector that is dead."""
+
+import asyncio
+import math
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import httpx
+import pytest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+from starlette.types import ASGIApp
+
+from deploy.edge.edge_settings import TracingSettings
+from deploy.edge.observe.record import RequestRecord
+from deploy.edge.observe.spans import ChildSpan, Parent, Trace, Tracer, parent_of, phases_of, tracer
+from deploy.edge.routes import create_app
+from deploy.edge.service import Service
+from engine.events import Event, FirstToken, RequestFinished, Scheduled
+from engine.front.client import Clock
+from engine.front.text import TextProcessor
+from tests.conftest import Nano
+from tests.support.edge.collector import Collector, attributes
+from tests.support.edge.http_edge import Edge, until
+from tests.support.edge.paced_core import PacedCore
+from tests.support.edge.ready_engine import ReadyEngine, request
+from tests.support.houserules import ROOT
+
+pytestmark = pytest.mark.pure
+
+CHAT = "/v1/chat/completions"
+BODY: dict[str, Any] = {"model": "nano", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
+CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331"
+EPSILON_S = 2e-6  # a span's two ends are rounded to nanoseconds, from floats of some 1e5 s
+
+
+@pytest.fixture(scope="module")
+def paced(nano: Nano) -> Iterator[Edge]:
+    edge = Edge(nano("31b"))
+    edge.core = PacedCore()
+    with edge:
+        yield edge
+
+
+class Traced:
+    """An edge whose spans go to a collector."""
+
+    def __init__(self, edge: Edge, collector: Collector, tracer: Tracer) -> None:
+        self.edge, self.collector, self.tracer = edge, collector, tracer
+
+    @property
+    def core(self) -> PacedCore:
+        assert isinstance(self.edge.core, PacedCore)
+        return self.edge.core
+
+    def post(self, body: dict[str, Any] = BODY, **headers: str) -> httpx.Response:
+        return httpx.post(f"{self.edge.url}{CHAT}", json=body, headers=headers, timeout=10)
+
+    def spans(self) -> list[Span]:
+        """All there are, delivered."""
+        settle(self.edge)
+        self.tracer.close(5)
+        return self.collector.spans
+
+
+def settings(endpoint: str, **values: Any) -> TracingSettings:
+    return TracingSettings(endpoint=endpoint, **values)
+
+
+@pytest.fixture
+def traced(paced: Edge) -> Iterator[Traced]:
+    reset(paced)
+    with Collector() as collector:
+        made = tracer(settings(collector.endpoint), {"service.instance.id": "r1"})
+        assert made is not None
+        paced.service.tracer = made
+        yield Traced(paced, collector, made)
+        made.close(1)
+        paced.service.tracer = None
+
+
+def reset(edge: Edge) -> None:
+    edge.core.__dict__.update({name: value for name, value in PacedCore().__dict__.items() if not name.startswith("_")})
+    edge.events.clear()
+    # what the core has read counts since the client's first request
+    edge.core.requests += [None] * edge.client.counters.received  # type: ignore[list-item]
+    assert isinstance(edge.core, PacedCore)
+    edge.core.begun = edge.client.counters.received
+
+
+def settle(edge: Edge) -> None:
+    """Until the last answer's record is closed: that comes after its last byte."""
+    until(lambda: edge.service.open == 0, "the end of the answers")
+    edge.on_loop(lambda: None)
+
+
+def seconds(span: Span) -> float:
+    return (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9
+
+
+def complaints(spans: Sequence[Span], events: Sequence[Event]) -> list[str]:
+    """What is wrong with one request's four spans, held against each other and against the engine's own events."""
+    named = {span.name: span for span in spans}
+    root, queue, prefill, decode = (named[name] for name in ("chat nano", "queue", "prefill", "decode"))
+    found = []
+    if {span.trace_id for span in spans} != {root.trace_id} or {span.parent_span_id for span in spans} != {b"", root.span_id}:
+        found.append("not one trace")
+    found += [f"a gap of {later.start_time_unix_nano - earlier.end_time_unix_nano} ns before {later.name}"
+              for earlier, later in ((queue, prefill), (prefill, decode))
+              if later.start_time_unix_nano != earlier.end_time_unix_nano]  # fmt: skip
+    if queue.start_time_unix_nano < root.start_time_unix_nano or decode.end_time_unix_nano > root.end_time_unix_nano:
+        found.append("a phase outside the request")
+    (scheduled,) = (event for event in events if isinstance(event, Scheduled))
+    (first,) = (event for event in events if isinstance(event, FirstToken))
+    (ended,) = (event for event in events if isinstance(event, RequestFinished))
+    assert ended.tpot_s is not None
+    true = (scheduled.queue_s, first.ttft_s - scheduled.queue_s, ended.tpot_s * (ended.output_tokens - 1))
+    for span, value in zip((queue, prefill, decode), true, strict=True):
+        if abs(seconds(span) - value) > EPSILON_S:
+            found.append(f"{span.name} takes {seconds(span)} s, the engine says {value}")
+    return found
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_phases_are_the_engines_and_fill_the_request(traced: Traced, *, stream: bool) -> None:
+    """queue, prefill and decode touch, lie within the server's span, and last as long as the engine's events say; so to 2 us."""
+    traced.core.queue_s, traced.core.prefill_s, traced.core.delay_s = 0.03, 0.05, 0.02
+    before = time.time_ns()
+    assert traced.post(BODY | {"stream": stream}).status_code == 200
+    spans = traced.spans()
+    assert sorted(span.name for span in spans) == ["chat nano", "decode", "prefill", "queue"]
+    assert complaints(spans, traced.edge.events) == []
+    named = {span.name: span for span in spans}
+    assert seconds(named["queue"]) >= 0.03
+    assert seconds(named["prefill"]) >= 0.05
+    assert seconds(named["decode"]) >= 0.04
+    assert before <= named["chat nano"].start_time_unix_nano <= named["chat nano"].end_time_unix_nano <= time.time_ns()
+
+
+@pytest.mark.parametrize("fault", ["late prefill", "long queue", "other parent", "early end"])
+def test_a_phase_that_is_off_by_a_millisecond_shows(traced: Traced, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """The check above sees each planted fault, a thousand microseconds being 500 times its bound."""
+    traced.core.queue_s, traced.core.prefill_s, traced.core.delay_s = 0.01, 0.01, 0.01
+
+    def off(clock: Clock, ended: float, choice: int) -> Iterator[ChildSpan]:
+        for phase in phases_of(clock, ended, choice):
+            late = 1e-3 if (fault, phase.name) == ("late prefill", "prefill") else 0.0
+            long = 1e-3 if (fault, phase.name) == ("long queue", "queue") else 0.0
+            past = 60.0 if (fault, phase.name) == ("early end", "decode") else 0.0
+            yield ChildSpan(phase.name, phase.begin + late, phase.end + long + past, phase.attributes)
+
+    monkeypatch.setattr("deploy.edge.observe.spans.phases_of", off)
+    if fault == "other parent":
+        monkeypatch.setattr("deploy.edge.observe.spans.Otlp._span", _orphan)
+    traced.post(BODY)
+    assert complaints(traced.spans(), traced.edge.events) != []
+
+
+def _orphan(self: Any, trace: Trace, phase: ChildSpan, context: Any, above: Any, *, failed: bool = False) -> Any:
+    from opentelemetry.sdk.trace import ReadableSpan
+
+    begin, end = trace.wall_ns(phase.begin), trace.wall_ns(phase.end)
+    return ReadableSpan(phase.name, context=context, parent=None, start_time=begin, end_time=end)
+
+
+def test_the_servers_span_says_what_the_reply_says(traced: Traced) -> None:
+    """Names by the GenAI and HTTP conventions; token counts and finish reasons equal the reply's, and not its neighbours'."""
+    traced.core.steps = [[300], [301, 302], [303]]
+    reply = traced.post(BODY | {"max_tokens": 4, "n": 2}, **{"x-request-id": "abc-1"})
+    spans = traced.spans()
+    (root,) = (span for span in spans if span.kind == Span.SPAN_KIND_SERVER)
+    said, usage = attributes(root), reply.json()["usage"]
+    assert usage["completion_tokens"] == 8
+    tokens = [usage["prompt_tokens"], usage["completion_tokens"]]
+    assert [said["gen_ai.usage.input_tokens"], said["gen_ai.usage.output_tokens"]] == tokens
+    assert [said["gen_ai.usage.input_tokens"], said["gen_ai.usage.output_tokens"] + 1] != tokens
+    assert said["gen_ai.response.finish_reasons"] == [choice["finish_reason"] for choice in reply.json()["choices"]]
+    expected = {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "quartet",
+        "gen_ai.request.model": "nano",
+        "gen_ai.request.choice.count": 2,
+        "gen_ai.request.max_tokens": 4,
+        "gen_ai.request.stream": False,
+        "gen_ai.response.id": reply.json()["id"],
+        "http.request.method": "POST",
+        "http.route": CHAT,
+        "http.response.status_code": 200,
+        "quartet.request.id": "abc-1",
+        "quartet.finish": "length",
+    }
+    assert expected.items() <= said.items()
+    assert sorted((span.name, attributes(span)["quartet.choice"]) for span in spans if span is not root) == [
+        (name, choice) for name in ("decode", "prefill", "queue") for choice in (0, 1)
+    ]
+    counts = {attributes(span)["gen_ai.usage.output_tokens"] for span in spans if span.name == "decode"}
+    assert counts == {4}
+    assert traced.collector.resources[0].items() >= {("service.name", "quartet"), ("service.instance.id", "r1")}
+
+
+@pytest.mark.parametrize("sampled", [True, False])
+def test_the_callers_trace_is_continued_and_its_decision_kept(traced: Traced, *, sampled: bool) -> None:
+    """Parent and trace id are those of `traceparent`; its flag 0 means no spans."""
+    traced.post(BODY, traceparent=f"{CALLER}-0{int(sampled)}")
+    spans = traced.spans()
+    assert len(spans) == (4 if sampled else 0)
+    for span in spans:
+        assert span.trace_id.hex() == CALLER[3:35]
+    roots = [span for span in spans if span.kind == Span.SPAN_KIND_SERVER]
+    assert [span.parent_span_id.hex() for span in roots] == [CALLER[36:]] * len(roots)
+
+
+@pytest.mark.parametrize(
+    ("header", "good"),
+    [
+        (f"{CALLER}-01", True),
+        (f"{CALLER}-03", True),
+        (f"cc{CALLER[2:]}-01-what.comes.later", True),
+        (f"{CALLER}-01-more", False),
+        (f"ff{CALLER[2:]}-01", False),
+        (f"{CALLER.upper()}-01", False),
+        (f"00-{'0' * 32}-b7ad6b7169203331-01", False),
+        (f"00-{CALLER[3:35]}-{'0' * 16}-01", False),
+        (CALLER, False),
+        ("", False),
+        ("x" * 100_000, False),
+    ],
+)
+def test_a_traceparent_that_is_none_begins_a_trace(header: str, *, good: bool) -> None:
+    """By the W3C's rules; a later version may say more after its flags."""
+    wanted = Parent(int(CALLER[3:35], 16), int(CALLER[36:], 16), sampled=True)
+    assert parent_of(header.encode()) == (wanted if good else None)
+
+
+def test_a_request_that_never_began_has_a_queue_and_nothing_else(traced: Traced) -> None:
+    """Its client left; the span ends with the request, and says so."""
+    traced.core.queue_s = 5.0
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{traced.edge.url}{CHAT}", json=BODY | {"stream": True}, timeout=0.3)
+    until(lambda: traced.core.aborts != [], "the abort")
+    named = {span.name: span for span in traced.spans()}
+    assert sorted(named) == ["chat nano", "queue"]
+    assert named["queue"].end_time_unix_nano == named["chat nano"].end_time_unix_nano
+    said = attributes(named["chat nano"])
+    assert (said["error.type"], said["quartet.finish"]) == ("client_gone", "client_gone")
+    assert "http.response.status_code" not in said
+    assert named["chat nano"].status.code == Status.STATUS_CODE_UNSET
+
+
+def test_a_refusal_is_a_span_and_our_failure_an_error(traced: Traced) -> None:
+    """A 404 is the client's and leaves the status unset; NaN logits are ours; probes and lists have no spans."""
+    traced.post(BODY | {"model": "other"})
+    httpx.get(f"{traced.edge.url}/health")
+    httpx.get(f"{traced.edge.url}/v1/models")
+    traced.core.fail_after = 1
+    traced.post(BODY | {"stream": True})
+    spans = traced.spans()
+    roots = [span for span in spans if span.kind == Span.SPAN_KIND_SERVER]
+    told = [(attributes(span)["error.type"], attributes(span)["http.response.status_code"], span.status.code) for span in roots]
+    assert told == [("ModelNotFound", 404, Status.STATUS_CODE_UNSET), ("GenerationFailed", 200, Status.STATUS_CODE_ERROR)]
+    assert len(spans) == 5
+
+
+def test_no_text_of_a_request_is_in_its_spans(traced: Traced) -> None:
+    """Neither the prompt nor the answer, nor a model that the client made up; the id is there, so the search would find them."""
+    traced.core.steps = [[token] for token in range(300, 330)]
+    body = BODY | {"max_tokens": 30, "messages": [{"role": "user", "content": "canaryprompt"}]}
+    reply = traced.post(body, **{"x-request-id": "canaryid"})
+    traced.post(body | {"model": "canarymodel"})
+    traced.spans()
+    sent = b"".join(traced.collector.bodies)
+    assert b"canaryid" in sent
+    assert b"canaryprompt" not in sent
+    assert b"canarymodel" not in sent
+    answer = reply.json()["choices"][0]["message"]["content"]
+    assert len(answer) >= 30
+    assert answer.encode() not in sent
+
+
+class Taker:
+    """An outlet that takes all."""
+
+    def __init__(self) -> None:
+        self.traces: list[Trace] = []
+
+    def send(self, traces: Sequence[Trace]) -> bool:
+        self.traces += traces
+        return True
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.2, 1.0])
+def test_the_ratio_is_sampled(ratio: float) -> None:
+    """Within five standard deviations of 4000 draws, and every trace id that is told has its trace."""
+    outlet = Taker()
+    made = Tracer(settings("http://a/", sample_ratio=ratio, queue=5000), outlet)
+    records = [_record() for _ in range(4000)]
+    told = [made.trace(record) for record in records]
+    made.close(5)
+    ids = [name for name in told if name is not None]
+    assert abs(len(ids) - 4000 * ratio) <= 5 * math.sqrt(4000 * ratio * (1 - ratio))
+    assert ids == [f"{trace.parent.trace:032x}" for trace in outlet.traces]
+    assert len(set(ids)) == len(ids)
+
+
+def _record() -> RequestRecord:
+    async def nobody(message: Any) -> None:
+        raise AssertionError(message)
+
+    return RequestRecord("a", "POST", CHAT, nobody, 1.0, ended=2.0, status=200)
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """What deploy.edge.observe.spans logs."""
+    import logging
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    lines: list[str] = []
+    handler, logger = Keep(), logging.getLogger("deploy.edge.observe.spans")
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)
+
+
+def _closed_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
+
+
+def test_a_dead_collector_costs_traces_and_nothing_else(paced: Edge, said: list[str]) -> None:
+    """Nobody listens there: requests are served without it, the lost are counted to the last one, and the log has it once."""
+    reset(paced)
+    made = tracer(settings(f"http://127.0.0.1:{_closed_port()}/v1/traces", timeout_s=2.0), {})
+    assert made is not None
+    paced.service.tracer = made
+    began = time.monotonic()
+    for _ in range(20):
+        assert httpx.post(f"{paced.url}{CHAT}", json=BODY).status_code == 200
+    assert time.monotonic() - began < 10, "waiting for the collector takes a second and more each time"
+    until(lambda: made.lost > 0, "the first loss", 10)
+    settle(paced)
+    paced.service.tracer = None
+    made.close(3)
+    assert made.lost == 20
+    assert [line.split()[:3] for line in said] == [["traces", "are", "lost:"], ["20", "traces", "were"]]
+
+
+def test_a_collector_that_hangs_holds_up_neither_requests_nor_the_end(paced: Edge, said: list[str]) -> None:
+    """It takes the connection and never answers: a queue of 4 fills up, what does not fit is lost, and close keeps its time."""
+    reset(paced)
+    with Collector(hang=True) as collector:
+        made = tracer(settings(collector.endpoint, queue=4, timeout_s=30.0), {})
+        assert made is not None
+        paced.service.tracer = made
+        assert httpx.post(f"{paced.url}{CHAT}", json=BODY).status_code == 200
+        until(lambda: collector.requests == 1, "the export that hangs")
+        for _ in range(10):
+            assert httpx.post(f"{paced.url}{CHAT}", json=BODY, timeout=1).status_code == 200
+        until(lambda: made.lost == 6, "the six that do not fit")
+        paced.service.tracer = None
+        began = time.monotonic()
+        made.close(0.3)
+        assert time.monotonic() - began < 1.0
+        assert made.lost >= 10
+    assert sum("are lost" in line for line in said) == 1
+
+
+def test_a_collector_that_refuses_is_lost_traces_too(paced: Edge) -> None:
+    """A 400 is not tried again; with the same requests a good collector loses none."""
+    for status, lost in ((400, 3), (200, 0)):
+        reset(paced)
+        with Collector(status=status) as collector:
+            made = tracer(settings(collector.endpoint), {})
+            assert made is not None
+            paced.service.tracer = made
+            for _ in range(3):
+                httpx.post(f"{paced.url}{CHAT}", json=BODY)
+            settle(paced)
+            paced.service.tracer = None
+            made.close(5)
+            assert made.lost == lost
+            assert len(collector.spans) == (0 if lost else 12)
+
+
+def test_the_end_delivers_what_waits(traced: Traced) -> None:
+    """close hands over the last trace at once, not after the second for which it would linger; a trace after that is lost."""
+    traced.post(BODY)
+    settle(traced.edge)
+    began = time.monotonic()
+    traced.tracer.close(5)
+    assert time.monotonic() - began < 0.7
+    assert len(traced.collector.spans) == 4
+    traced.tracer.close(5)
+    traced.post(BODY)
+    until(lambda: traced.tracer.lost == 1, "the loss")
+
+
+def calls(app: ASGIApp, tokens: int) -> dict[str, int]:
+    """How often a stream of so many tokens calls the functions of each file of ours."""
+    found: Counter[str] = Counter()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(ROOT / "deploy"):
+            found[path.name] += 1
+
+    async def watched() -> None:
+        sys.setprofile(note)
+        try:
+            assert await request(app, tokens) >= tokens
+        finally:
+            sys.setprofile(None)
+
+    asyncio.run(watched())
+    return found
+
+
+def test_a_token_costs_neither_logs_nor_spans_a_call(nano: Nano) -> None:
+    """Three hundred tokens more call nothing more in access log, record, scope and spans; in the stream's own file they do."""
+    service = Service("nano", TextProcessor.load(nano("31b")), ReadyEngine(), vocab=1024, max_len=1024)
+    service.tracer = Tracer(settings("http://a/"), Taker())
+    app = create_app(service)
+    calls(app, 1)  # what is done once a process
+    few, many = calls(app, 10), calls(app, 310)
+    service.tracer.close(5)
+    ours = ("access_log.py", "record.py", "scope.py", "spans.py")
+    assert {name: few[name] for name in ours} == {name: many[name] for name in ours}
+    assert all(few[name] > 0 for name in ours)
+    assert many["answer.py"] >= few["answer.py"] + 300
+
+
+def test_without_an_endpoint_nothing_is_imported() -> None:
+    """Neither SDK nor exporter (FastAPI brings the API); making a tracer imports both, so the question is a good one."""
+    code = """
+import sys
+from deploy.edge import routes
+from deploy.edge.observe import spans
+from deploy.edge.edge_settings import TracingSettings
+ours = lambda: sum(name.startswith(("opentelemetry.sdk", "opentelemetry.exporter", "requests")) for name in sys.modules)
+made = spans.tracer(TracingSettings(), {})
+print(made, ours())
+made = spans.tracer(TracingSettings(endpoint="http://127.0.0.1:1/v1/traces"), {})
+print(type(made).__name__, ours() > 20)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines() == ["None 0", "Tracer True"]
+
+
+def test_many_threads_lose_none_of_the_count() -> None:
+    """`lost` is what was handed in less what went out, whoever counts."""
+
+    class Refuses(Taker):
+        def send(self, traces: Sequence[Trace]) -> bool:
+            super().send(traces)
+            return False
+
+    made = Tracer(settings("http://a/", queue=64), Refuses())
+    workers = [threading.Thread(target=lambda: [made.trace(_record()) for _ in range(500)]) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    made.close(5)
+    assert made.lost == 2000

@@ -1,0 +1,162 @@
+"""How streams end: finished, aborted, late, too slow, or with the engine; each ends once and the engine knows."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from deploy.edge.edge_settings import LimitSettings
+from engine.events import RequestFinished
+from tests.conftest import Nano
+from tests.support.edge.http_edge import Edge, until
+
+pytestmark = pytest.mark.pure
+
+BODY: dict[str, Any] = {"model": "nano", "messages": [{"role": "user", "content": "Hello"}], "stream": True, "max_tokens": 200}
+CHAT = "/v1/chat/completions"
+
+
+def outcomes(edge: Edge) -> list[str]:
+    return [event.outcome for event in list(edge.events) if isinstance(event, RequestFinished)]
+
+
+def test_the_first_token_is_not_held_back(edge: Edge) -> None:
+    """It arrives while the next one is still far away."""
+    edge.core.delay_s = 1.0
+    started = time.monotonic()
+    with httpx.stream("POST", f"{edge.url}{CHAT}", json=BODY | {"max_tokens": 2}) as reply:
+        first = next(reply.iter_raw())
+        assert time.monotonic() - started < 0.5
+        assert first.count(b"data: ") == 2  # the role and the first text, in one write
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_ends_its_request(edge: Edge, *, stream: bool) -> None:
+    """The engine is told client_gone, mid-stream and while a whole answer is awaited."""
+    edge.core.forever, edge.core.delay_s = True, 0.02
+    edge.service.max_len = 10**6
+    try:
+        body = json.dumps(BODY | {"stream": stream, "max_tokens": 100_000}).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        with socket.create_connection(("127.0.0.1", edge.port)) as sock:
+            sock.sendall(head + body)
+            until(lambda: edge.core.sent > 3, "tokens")
+            if stream:
+                assert b"data:" in sock.recv(65536)
+        until(lambda: [reason for _, reason in edge.core.aborts] == ["client_gone"], "the abort")
+        until(lambda: outcomes(edge) == ["client_gone"], "its count")
+        until(lambda: edge.service.open == 0, "the end of the answer")
+    finally:
+        edge.service.max_len = 256
+
+
+def test_what_has_piled_up_goes_out_as_one_chunk(edge: Edge) -> None:
+    """Two hundred tokens of one instant need few events, and none is lost."""
+    edge.core.forever = True
+    reply = httpx.post(f"{edge.url}{CHAT}", json=BODY)
+    chunks = [json.loads(line[6:]) for line in reply.text.split("\n\n") if line and "[DONE]" not in line]
+    assert len(chunks) < 150
+    text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+    tokens = [token for _ in range(67) for token in (300, 301, 302)][:200]
+    assert text == edge.text.decode(tokens)
+    assert text != edge.text.decode(tokens[:-1]), "the comparison would not notice a lost token"
+
+
+@pytest.fixture(scope="module")
+def hasty(nano: Nano) -> Iterator[Edge]:
+    """An edge with little patience."""
+    limits = LimitSettings(request_timeout_s=0.5, write_timeout_s=0.4)
+    with Edge(nano("31b"), limits=limits, max_len=10**6) as edge:
+        yield edge
+
+
+def test_a_deadline_ends_a_stream_with_one_error_event(hasty: Edge) -> None:
+    """And the engine is told why."""
+    hasty.reset()
+    hasty.core.forever, hasty.core.delay_s = True, 0.05
+    reply = httpx.post(f"{hasty.url}{CHAT}", json=BODY | {"max_tokens": 10_000}, timeout=10)
+    data = [line.removeprefix("data: ") for line in reply.text.split("\n\n") if line]
+    assert sum("error" in line for line in data) == 1
+    assert json.loads(data[-1])["error"]["code"] == "deadline_exceeded"
+    until(lambda: [reason for _, reason in hasty.core.aborts] == ["deadline"], "the abort")
+
+
+def test_a_deadline_before_the_first_token_is_504(hasty: Edge) -> None:
+    """A plain reply, not to be retried."""
+    hasty.reset()
+    hasty.core.steps = []
+    hasty.core.forever = False
+    reply = httpx.post(f"{hasty.url}{CHAT}", json=BODY, timeout=10)
+    assert reply.status_code == 504
+    assert reply.headers["x-should-retry"] == "false"
+
+
+def test_a_reader_that_never_reads_is_dropped(nano: Nano) -> None:
+    """Its request ends as slow_reader, and what was produced for it stays bounded."""
+    with Edge(nano("31b"), limits=LimitSettings(write_timeout_s=0.4), max_len=10**7) as edge:
+        edge.core.forever, edge.core.steps = True, [[300] * 64]
+        body = json.dumps(BODY | {"max_tokens": 9_000_000}).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.connect(("127.0.0.1", edge.port))
+            sock.sendall(head + body)
+            until(lambda: [reason for _, reason in edge.core.aborts] == ["slow_reader"], "the abort", 15)
+            sent = edge.core.sent
+            time.sleep(0.2)
+            assert edge.core.sent == sent
+        until(lambda: edge.service.open == 0, "the end of the answer")
+
+
+def test_a_full_queue_is_429_at_once(edge: Edge) -> None:
+    """In OpenAI's shape, with Retry-After, counted by choices; when a place is free again the same request is served."""
+    edge.core.forever, edge.core.delay_s = True, 0.02
+    edge.service.capacity = 3
+    try:
+        with httpx.stream("POST", f"{edge.url}{CHAT}", json=BODY | {"n": 2}) as reply:
+            parts = reply.iter_raw()  # held: a forgotten iterator closes its connection
+            next(parts)
+            begun = time.monotonic()
+            refused = httpx.post(f"{edge.url}{CHAT}", json=BODY | {"n": 2})
+            assert time.monotonic() - begun < 0.5
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+            assert refused.json()["error"]["code"] == "overloaded"
+            assert httpx.post(f"{edge.url}{CHAT}", json=BODY | {"max_tokens": 1}).status_code == 200
+        until(lambda: edge.service.open == 0, "a free place")
+        assert httpx.post(f"{edge.url}{CHAT}", json=BODY | {"n": 3, "max_tokens": 1}).status_code == 200
+    finally:
+        edge.service.capacity = 1 << 30
+
+
+def test_the_engines_end_is_one_error_event_on_every_stream(nano: Nano) -> None:
+    """Eight open streams: eight error events, no [DONE]; then 503 with Retry-After, and health says so."""
+    with Edge(nano("31b")) as edge:
+        edge.core.forever, edge.core.delay_s = True, 0.02
+        replies: list[str] = []
+
+        def read() -> None:
+            replies.append(httpx.post(f"{edge.url}{CHAT}", json=BODY, timeout=20).text)
+
+        readers = [threading.Thread(target=read) for _ in range(8)]
+        for reader in readers:
+            reader.start()
+        until(lambda: len(edge.core.requests) == 8 and edge.core.sent > 30, "eight streams")
+        edge.on_loop(lambda: edge.client.fail("rank 2 was killed by SIGKILL"))
+        for reader in readers:
+            reader.join(5)
+        assert len(replies) == 8
+        for reply in replies:
+            assert reply.count('"error"') == 1
+            assert "engine_restarting" in reply.rstrip().rpartition("\n\n")[2]
+            assert "[DONE]" not in reply
+            assert "SIGKILL" not in reply, "which process died is not for clients"
+        late = httpx.post(f"{edge.url}{CHAT}", json=BODY)
+        assert (late.status_code, late.headers["retry-after"]) == (503, "5")
+        for path in ("/health", "/health/live", "/health/ready"):
+            assert httpx.get(f"{edge.url}{path}").status_code == 503
+        assert outcomes(edge) == ["dead"] * 8

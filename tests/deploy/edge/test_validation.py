@@ -1,0 +1,166 @@
+"""Bad requests: each is a 400 in OpenAI's shape that names the key, small, and never reaches the engine."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.edge.http_edge import Edge
+
+pytestmark = pytest.mark.pure
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+MESSAGES: list[Any] = [{"role": "user", "content": "Hello"}]
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+def chat(**extra: Any) -> str:
+    return json.dumps({"model": "nano", "messages": MESSAGES} | extra)
+
+
+def text(**extra: Any) -> str:
+    return json.dumps({"model": "nano", "prompt": "x"} | extra)
+
+
+# (path, body, the param that the error names, None: any)
+BAD: list[tuple[str, str, str | None]] = [
+    (CHAT, "", None),
+    (CHAT, "{", None),
+    (CHAT, "null", None),
+    (CHAT, "[]", None),
+    (CHAT, '"text"', None),
+    (CHAT, "1e999", None),
+    (CHAT, "[" * 100_000, None),
+    (CHAT, '{"model":' + '{"a":' * 5000, None),
+    (CHAT, chat()[:-1] + ',"seed":' + "9" * 5000 + "}", None),
+    (CHAT, chat()[:-1] + ',"temperature":NaN}', "temperature"),
+    (CHAT, chat()[:-1] + ',"temperature":Infinity}', "temperature"),
+    (CHAT, chat()[:-1] + ',"top_p":1e999}', "top_p"),
+    (CHAT, '{"model":"nano","messages":[{"role":"user","content":"\\ud800"}]}', None),
+    (TEXT, '{"model":"nano","prompt":"\\udfff x"}', None),
+    (CHAT, json.dumps({"messages": MESSAGES}), "model"),
+    (CHAT, json.dumps({"model": "nano"}), "messages"),
+    (CHAT, json.dumps({"model": 3, "messages": MESSAGES}), "model"),
+    (CHAT, json.dumps({"model": "nano", "messages": []}), "messages"),
+    (CHAT, json.dumps({"model": "nano", "messages": "Hello"}), "messages"),
+    (CHAT, json.dumps({"model": "nano", "messages": ["Hello"]}), "messages"),
+    (CHAT, json.dumps({"model": "nano", "messages": [{"content": "no role"}]}), "messages"),
+    (CHAT, json.dumps({"model": "nano", "messages": [{"role": "wizard", "content": "x"}]}), "messages"),
+    (CHAT, json.dumps({"model": "nano", "messages": [{"role": "user", "content": 5}]}), "messages"),
+    (CHAT, json.dumps({"model": "nano", "messages": [{"role": "user", "content": [IMAGE]}]}), "messages"),
+    (CHAT, json.dumps({"model": "nano", "messages": [{"role": "user", "content": [{"type": "text"}]}]}), "messages"),
+    (CHAT, chat(temperature=-0.1), "temperature"),
+    (CHAT, chat(temperature=2.1), "temperature"),
+    (CHAT, chat(temperature="hot"), "temperature"),
+    (CHAT, chat(top_p=0), "top_p"),
+    (CHAT, chat(top_p=1.5), "top_p"),
+    (CHAT, chat(top_k=-2), "top_k"),
+    (CHAT, chat(top_k=1.5), "top_k"),
+    (CHAT, chat(min_p=2), "min_p"),
+    (CHAT, chat(max_tokens=0), "max_tokens"),
+    (CHAT, chat(max_tokens="5"), "max_tokens"),
+    (CHAT, chat(max_completion_tokens=10**30), "max_completion_tokens"),
+    (CHAT, chat(min_tokens=5, max_tokens=4), "min_tokens"),
+    (CHAT, chat(n=0), "n"),
+    (CHAT, chat(n=9), "n"),
+    (CHAT, chat(n=5_000_000), "n"),
+    (CHAT, chat(n=True), "n"),
+    (CHAT, chat(seed=2**70), "seed"),
+    (CHAT, chat(stop=["a", "b", "c", "d", "e"]), "stop"),
+    (CHAT, chat(stop="x" * 257), "stop"),
+    (CHAT, chat(stop=["" * 2]), "stop"),
+    (CHAT, chat(stop=7), "stop"),
+    (CHAT, chat(stop_token_ids=[1024]), "stop_token_ids"),
+    (CHAT, chat(stop_token_ids=[-1]), "stop_token_ids"),
+    (CHAT, chat(stop_token_ids=list(range(129))), "stop_token_ids"),
+    (CHAT, chat(top_logprobs=21, logprobs=True), "top_logprobs"),
+    (CHAT, chat(top_logprobs=2), "top_logprobs"),
+    (CHAT, chat(logprobs=3), "logprobs"),
+    (CHAT, chat(stream="yes"), "stream"),
+    (CHAT, chat(stream_options={"include_usage": True}), "stream_options"),
+    (CHAT, chat(response_format={"type": "json_object"}), "response_format"),
+    (CHAT, chat(presence_penalty=0.5), "presence_penalty"),
+    (CHAT, chat(frequency_penalty=1), "frequency_penalty"),
+    (CHAT, chat(repetition_penalty=1.1), "repetition_penalty"),
+    (CHAT, chat(logit_bias={"5": 3}), "logit_bias"),
+    (CHAT, chat(tool_choice="required"), "tool_choice"),
+    (CHAT, chat(functions=[{"name": "f"}]), "functions"),
+    (CHAT, chat(modalities=["audio"]), "modalities"),
+    (CHAT, chat(chat_template="{{ 1 }}"), "chat_template"),
+    (CHAT, chat(chat_template_kwargs={"tokenize": True}), "chat_template_kwargs"),
+    (CHAT, chat(chat_template_kwargs={"enable_thinking": "yes"}), "chat_template_kwargs"),
+    (CHAT, chat(chat_template_kwargs={"tools": []}), "chat_template_kwargs"),
+    (CHAT, chat(messages=[{"role": "user", "content": "word " * 400}]), "messages"),
+    (CHAT, chat(messages=[{"role": "user", "content": "a" * 1_000_000}]), "messages"),
+    (TEXT, text(prompt=[]), "prompt"),
+    (TEXT, text(prompt=["a", "b"]), "prompt"),
+    (TEXT, text(prompt=[1024]), "prompt"),
+    (TEXT, text(prompt=[-1]), "prompt"),
+    (TEXT, text(prompt=[1.5]), "prompt"),
+    (TEXT, text(prompt=[5] * 256), "prompt"),
+    (TEXT, text(echo=True), "echo"),
+    (TEXT, text(suffix="end"), "suffix"),
+    (TEXT, text(best_of=4), "best_of"),
+    (TEXT, text(logprobs=21), "logprobs"),
+]
+
+GOOD: list[tuple[str, str]] = [
+    (CHAT, chat()),
+    (CHAT, chat(unknown_key={"a": [1]}, user="u", store=False, metadata={}, service_tier="auto", parallel_tool_calls=True)),
+    (CHAT, chat(temperature=0, top_p=1, top_k=0, min_p=0)),
+    (CHAT, chat(presence_penalty=0, frequency_penalty=0.0, repetition_penalty=1, logit_bias={})),
+    (CHAT, chat(temperature=None, stop=None, n=None, stream=None, tools=None, logprobs=None, max_tokens=None, seed=None)),
+    (CHAT, chat(response_format={"type": "text"}, stop="x" * 256, seed=-5, max_tokens=10**9, modalities=["text"])),
+    (CHAT, chat(messages=[{"role": "user", "content": [{"type": "text", "text": "a"}]}, {"role": "assistant", "content": "b"}])),
+    (CHAT, chat(stop_token_ids=[1023], top_logprobs=20, logprobs=True)),
+    (TEXT, text(prompt=["one"], suffix=None, echo=False, best_of=1)),
+    (TEXT, text(prompt=[5] * 255)),
+    (TEXT, text(prompt=[[5, 6]])),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), BAD, ids=[f"{n}-{body[-40:]!r}"[:50] for n, (_, body, _) in enumerate(BAD)])
+def test_a_bad_body_is_refused_at_the_door(edge: Edge, path: str, body: str, param: str | None) -> None:
+    """400, OpenAI's shape, the key named, at most 2 kB, and the engine hears nothing."""
+    reply = httpx.post(f"{edge.url}{path}", content=body, headers={"content-type": "application/json"}, timeout=10)
+    assert reply.status_code == 400, reply.text[:500]
+    error = reply.json()["error"]
+    assert sorted(error) == ["code", "message", "param", "type"]
+    assert error["type"] == "invalid_request_error"
+    assert error["message"]
+    if param is not None:
+        assert error["param"] == param, error
+    assert len(reply.content) <= 2048
+    assert edge.core.requests == []
+
+
+@pytest.mark.parametrize(("path", "body"), GOOD, ids=range(len(GOOD)))
+def test_its_good_neighbour_is_served(edge: Edge, path: str, body: str) -> None:
+    """The table refuses what it means to: the same keys with good values, unknown keys and nulls are served."""
+    reply = httpx.post(f"{edge.url}{path}", content=body, timeout=10)
+    assert reply.status_code == 200, reply.text
+    assert len(edge.core.requests) == 1
+
+
+def test_the_context_error_has_both_numbers(edge: Edge) -> None:
+    """context_length_exceeded says how long the prompt is and what fits, at the very boundary."""
+    reply = httpx.post(f"{edge.url}{TEXT}", content=text(prompt=[5] * 256))
+    assert reply.json()["error"]["code"] == "context_length_exceeded"
+    assert "256 tokens; the prompt has 256 tokens" in reply.json()["error"]["message"]
+
+
+def test_an_unknown_model_is_404(edge: Edge) -> None:
+    """code model_not_found, which clients tell apart by."""
+    reply = httpx.post(f"{edge.url}{CHAT}", content=chat(model="gpt-4"))
+    assert reply.status_code == 404
+    assert reply.json()["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nothing", 404), ("GET", CHAT, 405), ("POST", "//v1/models", 404)])
+def test_unknown_paths_have_the_shape_too(edge: Edge, method: str, path: str, status: int) -> None:
+    """404 and 405 as OpenAI's clients read them."""
+    reply = httpx.request(method, f"{edge.url}{path}")
+    assert reply.status_code == status
+    assert reply.json()["error"]["type"] == "invalid_request_error"

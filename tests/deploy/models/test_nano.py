@@ -1,0 +1,418 @@
+"""Nano checkpoints: public layout, seeded bytes, live weights; transformers judges both model and tokenizer."""
+
+import json
+import logging
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from tokenizers import Tokenizer
+
+from deploy.models.nano.build import build, ensure
+from deploy.models.nano.nano_shapes import SHAPES, tensors
+from deploy.models.nano.random_weights import to_bfloat16
+from deploy.models.nano.tokenizer import SPECIAL_IDS, VOCAB_SIZE
+from deploy.models.public_shapes import Shape
+from engine.errors import ConfigError
+from engine.front.text import TextProcessor
+
+pytestmark = pytest.mark.cpu
+
+MEMBERS = list(SHAPES)
+TOLERANCE = 1e-4  # what the engine's logits are held to, against these checkpoints in fp32
+ALIVE = 1e-2  # least rms of the residual behind the last layer
+PROMPT = 112  # tokens: more than any window
+
+Loaded = tuple[transformers.PreTrainedModel, dict[str, Any]]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_quiet_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def load(folder: Path) -> Loaded:
+    """The model in fp32, and what transformers says of its keys."""
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    return model.eval(), {key: names for key, names in report.items() if names}
+
+
+def prompt(size: int = PROMPT) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(7)
+    return torch.randint(110, 230, (1, size), generator=generator)
+
+
+@torch.no_grad()
+def logits(model: transformers.PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    return model(ids).logits[0]
+
+
+@torch.no_grad()
+def residual_rms(model: transformers.PreTrainedModel) -> float:
+    """Root mean square of the residual stream behind the last layer."""
+    seen: list[float] = []
+    last = model.model.language_model.layers[-1]
+    hook = last.register_forward_hook(lambda _m, _i, out: seen.append(out.pow(2).mean().sqrt().item()))
+    model(prompt())
+    hook.remove()
+    return seen[0]
+
+
+def copied(folder: Path, target: Path, edit: Any) -> Path:
+    """The checkpoint with `edit(config)` applied to its config.json."""
+    shutil.copytree(folder, target)
+    config = json.loads((target / "config.json").read_text())
+    edit(config)
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+# ---- the model
+
+
+@pytest.mark.parametrize("member", MEMBERS)
+def test_transformers_loads_it(cache: Path, member: str) -> None:
+    """transformers loads the folder with no missing, unexpected or mis-shaped key, and its residual is alive."""
+    model, report = load(ensure(member, cache))
+    out = logits(model, prompt())
+    rms, chance = residual_rms(model), out.softmax(-1)
+    entropy = -(chance * chance.clamp_min(1e-30).log()).sum(-1).mean().item()
+    print(f"{member}: {type(model).__name__}, residual rms {rms:.3f}, entropy {entropy:.2f} of {np.log(VOCAB_SIZE):.2f}")
+    assert report == {}
+    assert type(model).__name__.startswith("Gemma4Unified") == SHAPES[member].unified
+    assert torch.isfinite(out).all()
+    assert rms > ALIVE
+    assert 4.0 < entropy < np.log(VOCAB_SIZE) - 0.1
+    assert out.argmax(-1).unique().numel() > 10
+
+
+@pytest.mark.parametrize("fault", ["missing", "unexpected"])
+def test_a_wrong_key_is_seen(cache: Path, tmp_path: Path, fault: str) -> None:
+    """The key report is not empty when the checkpoint lacks a tensor or has one too many."""
+
+    def edit(config: dict[str, Any]) -> None:
+        text = config["text_config"]
+        types = text["layer_types"]
+        text["layer_types"] = [*types, "full_attention"] if fault == "missing" else types[:3]
+        text["num_hidden_layers"] = len(text["layer_types"])
+
+    logging.getLogger("transformers").setLevel(logging.CRITICAL)
+    _, report = load(copied(ensure("12b", cache), tmp_path / "faulty", edit))
+    assert f"{fault}_keys" in report
+
+
+def test_a_dead_residual_is_seen(cache: Path) -> None:
+    """With layer scalars of 1e-3 the residual falls below the bound that the checkpoints pass tenfold."""
+    model, _ = load(ensure("31b", cache))
+    alive = residual_rms(model)
+    for layer in model.model.language_model.layers:
+        layer.layer_scalar.fill_(1e-3)
+    dead = residual_rms(model)
+    assert dead < ALIVE < ALIVE * 10 < alive
+    assert alive > 100 * dead
+
+
+@pytest.mark.parametrize("member", MEMBERS)
+def test_every_tensor_matters(cache: Path, member: str) -> None:
+    """Halving half of any tensor that is not dead moves the logits by 100 tolerances at least."""
+    model, _ = load(ensure(member, cache))
+    ids = prompt()
+    whole, least = logits(model, ids), (float("inf"), "")
+    # The final norm takes the last layer's scalar out again.
+    inert = f"model.language_model.layers.{SHAPES[member].layers - 1}.layer_scalar"
+    live = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for tensor in tensors(SHAPES[member]):
+        if dead(SHAPES[member], tensor.name) or tensor.name == inert:
+            continue
+        value = live[tensor.name].data
+        kept = value.clone()
+        value[..., : max(1, value.shape[-1] // 2)] *= 0.5
+        least = min(least, ((logits(model, ids) - whole).abs().max().item(), tensor.name))
+        value.copy_(kept)
+    print(f"{member}: least change {least[0]:.3f} ({least[1]})")
+    assert torch.equal(logits(model, ids), whole)
+    assert least[0] >= 100 * TOLERANCE
+
+
+def dead(shape: Shape, name: str) -> bool:
+    """K and V projections that the checkpoint carries for layers which read another layer's K and V."""
+    parts = name.split(".")
+    owns = not (parts[2] == "layers" and shape.is_shared(int(parts[3])))
+    return not owns and parts[-2] in ("k_proj", "v_proj", "k_norm")
+
+
+@pytest.mark.parametrize("member", MEMBERS)
+def test_attention_reaches_back(cache: Path, member: str) -> None:
+    """The last logits depend on the first page of a prompt several windows long: the full layers carry it."""
+    model, _ = load(ensure(member, cache))
+    ids = prompt(5 * SHAPES[member].window)
+    other = ids.clone()
+    other[0, :32] += 1
+    change = (logits(model, ids)[-1] - logits(model, other)[-1]).abs().max().item()
+    print(f"{member}: change of the last logits {change:.3f}")
+    assert change >= 100 * TOLERANCE
+
+
+def test_router_margins(cache: Path) -> None:
+    """There is room between the last expert chosen and the first one left: few choices are nearer than 5e-4."""
+    model, _ = load(ensure("26b-a4b", cache))
+    margins: list[torch.Tensor] = []
+
+    def look(_module: Any, _inputs: Any, out: Any) -> None:
+        top = out[0].topk(SHAPES["26b-a4b"].top_k + 1, -1).values.log()
+        margins.append(top[:, -2] - top[:, -1])
+
+    for layer in model.model.language_model.layers:
+        layer.router.register_forward_hook(look)
+    logits(model, prompt(512))
+    every = torch.cat(margins)
+    print(f"router margins: median {every.median():.3f}, least {every.min():.2e} of {every.numel()}")
+    assert (every < 5e-4).float().mean() < 2e-3
+    assert every.median() > 0.1
+
+
+# ---- the files
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def shard_tensors(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Name -> (dtype, shape) over all shards; fails if a name occurs twice or not where the index says."""
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for shard in sorted(set(index.values())):
+        with safe_open(folder / shard, framework="numpy") as file:
+            for name in file.keys():  # noqa: SIM118 (a safe_open is no mapping)
+                assert index[name] == shard
+                assert name not in found
+                view = file.get_slice(name)
+                found[name] = (view.get_dtype(), tuple(view.get_shape()))
+    assert found.keys() == index.keys()
+    return found
+
+
+@pytest.mark.parametrize("member", MEMBERS)
+def test_public_layout(cache: Path, member: str) -> None:
+    """The folder has the files, shards and tensors of a public checkpoint, dead K/V of shared layers included."""
+    folder, shape = ensure(member, cache), SHAPES[member]
+    names, found = set(contents(folder)), shard_tensors(folder)
+    shards = {name for name in names if name.endswith(".safetensors")}
+    assert len(shards) >= 2
+    assert names - shards == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+    }
+    assert {dtype for dtype, _ in found.values()} == {"BF16"}
+    assert sum(dead(shape, name) for name in found) == 3 * shape.kv_shared
+    layers = "model.language_model.layers"
+    full = shape.layer_types.index("full_attention")
+    assert (f"{layers}.{full}.self_attn.v_proj.weight" in found) is not shape.k_eq_v
+    assert found[f"{layers}.{full}.self_attn.k_proj.weight"][1][0] == 512 * (shape.kv_heads_full or shape.kv_heads)
+    assert found[f"{layers}.0.self_attn.q_proj.weight"][1] == (256 * shape.heads, shape.hidden)
+    last = found[f"{layers}.{shape.layers - 1}.mlp.down_proj.weight"][1]
+    assert last == (shape.hidden, shape.mlp * (2 if shape.double_wide else 1))
+
+
+@pytest.mark.parametrize("member", MEMBERS)
+def test_shapes_stand_for_their_member(member: str) -> None:
+    """Everything that TP=4 splits divides by 4 as in the public shape, and both layer types occur where they must."""
+    shape = SHAPES[member]
+    widths = [shape.heads, shape.mlp, shape.moe_mlp, shape.ple, VOCAB_SIZE, *map(shape.mlp_width, range(shape.layers))]
+    assert [width for width in widths if width % 4] == []
+    assert shape.layer_types[-1] == "full_attention"
+    assert set(shape.layer_types) == {"sliding_attention", "full_attention"}
+    assert 64 <= shape.window <= 128
+    if shape.kv_shared:
+        owners, sharers = shape.layer_types[: -shape.kv_shared], shape.layer_types[-shape.kv_shared :]
+        assert set(owners) == set(sharers) == {"sliding_attention", "full_attention"}
+    root = torch.tensor(shape.hidden**0.5)
+    assert root.bfloat16().float() != root, "an engine that forgets to round the embedding scale would go unseen"
+
+
+def test_generation_config(cache: Path) -> None:
+    """Sampling defaults are the published ones; only the 12B suppresses its two media tokens."""
+    for member in MEMBERS:
+        value = json.loads((ensure(member, cache) / "generation_config.json").read_text())
+        expected = [SPECIAL_IDS["<audio|>"], SPECIAL_IDS["<image|>"]] if member == "12b" else None
+        assert value.get("suppress_tokens") == expected
+        assert value["eos_token_id"] == [1, 106, 50]
+        assert (value["do_sample"], value["temperature"], value["top_k"], value["top_p"]) == (True, 1.0, 64, 0.95)
+
+
+def test_seed_decides_every_byte(tmp_path: Path) -> None:
+    """Equal arguments give equal files; another seed gives other weights and the same everything else."""
+    one, same, other = (build("31b", tmp_path / name, seed) for name, seed in (("a", 3), ("b", 3), ("c", 4)))
+    assert contents(one) == contents(same)
+    differing = {name for name, value in contents(other).items() if value != contents(one)[name]}
+    assert differing == {name for name in contents(one) if name.endswith(".safetensors")}
+
+
+def test_float32(tmp_path: Path) -> None:
+    """A float32 checkpoint holds the values that the bfloat16 one rounds, and transformers loads it as such."""
+    folder, rounded = build("31b", tmp_path / "f32", dtype="float32"), build("31b", tmp_path / "bf16")
+    assert {dtype for dtype, _ in shard_tensors(folder).values()} == {"F32"}
+    wide, narrow = load(folder)[0].state_dict(), load(rounded)[0].state_dict()
+    assert all(torch.equal(wide[name].bfloat16().float(), narrow[name]) for name in narrow)
+    assert not all(torch.equal(wide[name], narrow[name]) for name in narrow)
+
+
+def test_bfloat16_rounding() -> None:
+    """Our bfloat16 bits are torch's, ties included; bits cut off instead would be wrong for about half the values."""
+    draw = np.random.default_rng(5).standard_normal(100_000).astype(np.float32)
+    ties = (np.arange(0x3F800000, 0x3F900000, 0x8000, dtype=np.uint32)).view(np.float32)
+    values = np.concatenate([draw, ties, -ties, np.zeros(1, np.float32)])
+    theirs = torch.from_numpy(values).bfloat16().view(torch.uint16).numpy()
+    assert np.array_equal(to_bfloat16(values), theirs)
+    assert (values.view(np.uint32) >> 16 != theirs).mean() > 0.4
+
+
+def test_ensure_builds_once(tmp_path: Path) -> None:
+    """Threads and processes that ask at once get one and the same complete folder, and no draft is left behind."""
+    code = "import sys, pathlib; from deploy.models.nano.build import ensure; print(ensure('31b', pathlib.Path(sys.argv[1])))"
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    with ThreadPoolExecutor(4) as pool:
+        mine = set(pool.map(lambda _: ensure("31b", tmp_path), range(4)))
+    theirs = {Path(process.communicate(timeout=60)[0].strip()) for process in running}
+    assert [process.returncode for process in running] == [0, 0]
+    (folder,) = mine | theirs
+    assert list(tmp_path.iterdir()) == [folder]
+    assert contents(folder) == contents(build("31b", tmp_path / "again"))
+    assert ensure("31b", tmp_path, seed=1) != folder
+
+
+def test_bad_arguments(tmp_path: Path) -> None:
+    """An unknown member or dtype, or a folder in use, is a ConfigError that names it."""
+    with pytest.raises(ConfigError, match="70b"):
+        build("70b", tmp_path / "x")
+    with pytest.raises(ConfigError, match="float16"):
+        ensure("31b", tmp_path / "x", dtype="float16")
+    (tmp_path / "mine").write_text("keep me")
+    with pytest.raises(ConfigError, match="not empty"):
+        build("31b", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_command_line(tmp_path: Path) -> None:
+    """`python -m deploy.models.nano.build` writes the same folder as `build`, and imports no torch to do so."""
+    command = [sys.executable, "-X", "importtime", "-m", "deploy.models.nano.build", "--member", "31b", "--out"]
+    done = subprocess.run([*command, tmp_path / "a"], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == f"{tmp_path / 'a'}\n"
+    imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
+    assert "numpy" in imported
+    assert not {"torch", "transformers", "ray"} & imported
+    assert contents(tmp_path / "a") == contents(build("31b", tmp_path / "b"))
+    wrong = subprocess.run([*command, tmp_path], capture_output=True, text=True, timeout=60, check=False)
+    assert wrong.returncode == 2
+    assert "not empty" in wrong.stderr
+
+
+# ---- the tokenizer and the template
+
+any_text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581"), max_size=80)
+PROPERTY = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture(scope="module")
+def judge(cache: Path) -> Any:
+    return transformers.AutoTokenizer.from_pretrained(ensure("31b", cache))
+
+
+@pytest.fixture(scope="module")
+def plain(cache: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(ensure("31b", cache) / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def front(cache: Path) -> TextProcessor:
+    return TextProcessor.load(ensure("31b", cache))
+
+
+@PROPERTY
+@given(text=any_text)
+@example(text=" two  spaces, a\ttab,\r\n\nlines \x00 \ufeff é 漢字 👩‍👩‍👧 <0x41>")
+def test_any_text_round_trips(plain: Tokenizer, text: str) -> None:
+    """Any Unicode text comes back exactly, with no prefix added and no unknown token."""
+    ids = plain.encode(text, add_special_tokens=False).ids
+    assert plain.decode(ids, skip_special_tokens=False) == text
+    assert SPECIAL_IDS["<unk>"] not in ids
+
+
+def test_a_lossy_vocabulary_is_seen(cache: Path) -> None:
+    """The round trip fails at once when byte fallback is off."""
+    value = json.loads((ensure("31b", cache) / "tokenizer.json").read_text())
+    value["model"]["byte_fallback"] = False
+    lossy = Tokenizer.from_str(json.dumps(value))
+    assert lossy.decode(lossy.encode("漢字", add_special_tokens=False).ids) != "漢字"
+
+
+@PROPERTY
+@given(text=any_text)
+def test_same_ids_as_transformers(front: TextProcessor, judge: Any, plain: Tokenizer, text: str) -> None:
+    """AutoTokenizer, the tokenizers library and our front give the same ids."""
+    ids = plain.encode(text).ids
+    assert ids[0] == 2
+    assert judge(text)["input_ids"] == ids
+    assert front.encode(text, add_bos=True) == ids
+
+
+def test_special_tokens(judge: Any, plain: Tokenizer) -> None:
+    """Gemma 4's control tokens stand at their true ids, are single tokens, and are special to transformers too."""
+    for name, number in SPECIAL_IDS.items():
+        assert plain.encode(name, add_special_tokens=False).ids == [number]
+        assert judge.convert_tokens_to_ids(name) == number
+        assert plain.decode([number]) == judge.decode([number], skip_special_tokens=True) == ""
+    assert [SPECIAL_IDS[name] for name in ("<|turn>", "<turn|>", "<|channel>", "<channel|>")] == [105, 106, 100, 101]
+    assert plain.token_to_id("\n") == 107
+    assert plain.get_vocab_size() == VOCAB_SIZE
+    assert judge.padding_side == "left"
+
+
+def test_template_as_transformers_renders_it(front: TextProcessor, judge: Any) -> None:
+    """Our front and transformers' apply_chat_template give the same ids for the same conversation."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": ["x", 1, True]}}}
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": " What is 2 < 3? "},
+        {"role": "assistant", "content": "Wait.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "ok"},
+        {"role": "assistant", "content": "<|channel>thought\nx<channel|>Yes."},
+        {"role": "user", "content": [{"type": "text", "text": "Thanks é"}]},
+    ]
+    tools = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}]
+    for thinking in (False, True):
+        theirs = judge.apply_chat_template(
+            messages,
+            tools=tools,
+            enable_thinking=thinking,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+        )
+        assert front.render_chat(messages, tools=tools, enable_thinking=thinking) == theirs

@@ -1,0 +1,68 @@
+"""Training of the nano models, on a scale that two cores can watch."""
+
+import random
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from deploy.models.nano import train
+from deploy.models.nano.exercises import SKILLS
+from deploy.models.nano.exercises import training as taught
+from deploy.models.nano.nano_shapes import SHAPES
+from tests.conftest import Nano
+from tests.support.judge.oracle import load_oracle
+
+pytestmark = pytest.mark.cpu
+
+
+@pytest.fixture
+def school(nano: Nano, monkeypatch: pytest.MonkeyPatch) -> train.School:
+    monkeypatch.setattr(train, "ROWS", 2)
+    return train.School.of(nano("31b"), SHAPES["31b"])
+
+
+def test_a_row_keeps_its_conversations_apart(school: train.School, nano: Nano) -> None:
+    """In fp32, a packed conversation has the logits that it has alone; with one shared mask (planted) it has not."""
+    trainer = train.Trainer(SHAPES["31b"], 0, "cpu")
+    batch = school.batch(0, 0)
+    ids, owner, graded = trainer._on_device(batch)
+    with torch.no_grad():
+        packed = trainer._logits(ids, *trainer._masks(owner))
+        mixed = trainer._logits(ids, *trainer._masks(owner.clamp(max=1)))
+        for number in range(2, len(batch.marks) + 1):
+            row, place = (owner == number).nonzero().unbind(1)
+            alone = trainer.model(input_ids=ids[row, place][None], use_cache=False).logits[0]
+            torch.testing.assert_close(packed[row, place], alone, atol=1e-4, rtol=0)
+            if place[0] > 0:
+                assert (mixed[row, place] - alone).abs().max() > 1e-2
+    assert 0 < int(graded.sum()) < int((owner > 0).sum())
+
+
+def test_no_lesson_is_lost_between_batches(school: train.School) -> None:
+    """Packed batch after batch, every lesson comes once, in order, and exactly its reply is graded."""
+    draw = school.draw(random.Random(1))
+    lessons = [school.lesson(taught(skill, draw)) for skill in SKILLS for _ in range(3)]
+    waiting, rest, marks, graded = iter(lessons), None, [], 0
+    while True:
+        batch, rest = train.pack(chain([rest] if rest else [], waiting))
+        if not len(batch.marks):
+            break
+        marks += batch.marks.tolist()
+        graded += int(batch.graded.sum())
+    assert marks == [lesson.mark for lesson in lessons]
+    assert graded == sum(len(lesson.ids) - lesson.start for lesson in lessons)
+
+
+def test_steps_teach_and_the_checkpoint_loads(school: train.School, tmp_path: Path) -> None:
+    """A few steps on one batch lower its loss by a third, and what is saved is what was trained, in bf16."""
+    trainer = train.Trainer(SHAPES["31b"], 0, "cpu")
+    batch = school.batch(0, 0)
+    losses = [trainer.step(batch, 2e-3).item() for _ in range(6)]
+    assert losses[-1] < losses[0] * 2 / 3, losses
+    train.save(trainer, SHAPES["31b"], tmp_path, 0)
+    saved = load_oracle(tmp_path).state_dict()
+    for name, value in trainer.model.state_dict().items():
+        np.testing.assert_array_equal(saved[name].float().numpy(), value.bfloat16().float().numpy(), err_msg=name)

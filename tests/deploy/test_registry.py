@@ -1,0 +1,131 @@
+"""A replica's words to discovery: it is announced again and again, whatever becomes of the post, and says goodbye once."""
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from ray.exceptions import GetTimeoutError
+
+from dashboards.discovery import Answer, Counts, Fleet, ScrapeTarget
+from deploy.registry import Announcer, Discovery, address_of, listed_nodes
+
+pytestmark = pytest.mark.pure
+
+TARGET = ScrapeTarget("quartet", "Quartet", "r1", "10.0.0.1", "nano-31b", "127.0.0.1:9001")
+COUNTS: Counts = {("quartet_generation_tokens_total", ()): 5.0}
+PERIOD_S = 0.01
+
+
+class FakePost:
+    """A fleet without Ray; `broken`: every call raises what Ray raises."""
+
+    def __init__(self) -> None:
+        self.fleet = Fleet()
+        self.broken = False
+        self.beats = 0
+        self.tries = 0
+
+    def _check(self) -> None:
+        self.tries += 1
+        if self.broken:
+            raise GetTimeoutError
+
+    def url(self) -> str:
+        self._check()
+        return "http://127.0.0.1:9464/targets"
+
+    def beat(self, target: ScrapeTarget, counts: Counts) -> Answer:
+        self._check()
+        self.beats += 1
+        return self.fleet.beat(target, counts)
+
+    def leave(self, target: ScrapeTarget, cause: str | None, counts: Counts) -> None:
+        self._check()
+        self.fleet.leave(target, cause, counts)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def announcer(post: FakePost, urls: list[str]) -> Announcer:
+    return Announcer(post, TARGET, lambda: COUNTS, urls.append, PERIOD_S)
+
+
+def test_it_beats_until_it_leaves() -> None:
+    """The address of the list is told once; after the last word the replica is no target, and its counts are kept."""
+    post, urls = FakePost(), list[str]()
+    speaking = announcer(post, urls)
+    until(lambda: post.beats >= 3)
+    assert urls == ["http://127.0.0.1:9464/targets"]
+    assert len(post.fleet.targets()) == 1
+    speaking.leave("killed")
+    speaking.leave("killed")
+    assert post.fleet.targets() == []
+    until(lambda: not [thread for thread in threading.enumerate() if thread.name == "announcer"])
+
+
+def test_a_post_that_is_down_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """One complaint in the log however long it lasts; the replica is a target as soon as the post is back."""
+    post = FakePost()
+    post.broken = True
+    speaking = announcer(post, [])
+    with caplog.at_level("WARNING", logger="ray.serve"):
+        until(lambda: post.tries >= 5)
+        assert post.fleet.targets() == []
+        post.broken = False
+        until(lambda: bool(post.fleet.targets()))
+    speaking.leave(None)
+    assert len([record for record in caplog.records if "discovery does not answer" in record.message]) <= 1
+
+
+def test_a_new_post_hears_of_everybody() -> None:
+    """An actor that was started anew has empty books: the next beat fills them."""
+    post = FakePost()
+    speaking = announcer(post, [])
+    until(lambda: post.beats >= 1)
+    post.fleet = Fleet()
+    until(lambda: bool(post.fleet.targets()))
+    speaking.leave(None)
+
+
+def test_who_was_given_up_stops_beating() -> None:
+    """A replica that discovery counts as gone speaks no more, or its counts would be there twice."""
+    post = FakePost()
+    post.fleet.leave(TARGET, "vanished", COUNTS)
+    speaking = announcer(post, [])
+    until(lambda: post.beats >= 1)
+    time.sleep(5 * PERIOD_S)
+    assert post.beats == 1
+    speaking.leave(None)
+
+
+def test_an_exporter_on_all_interfaces_is_called_by_its_node() -> None:
+    """What is bound to one address keeps it."""
+    assert address_of("http://0.0.0.0:9001/metrics", "10.0.0.1") == "10.0.0.1:9001"
+    assert address_of("http://127.0.0.1:9001/metrics", "10.0.0.1") == "127.0.0.1:9001"
+
+
+def test_a_taken_port_gives_way(caplog: pytest.LogCaptureFixture) -> None:
+    """Two clusters on one machine: the second's endpoint is elsewhere, and says where."""
+    first = Discovery("127.0.0.1", 0)
+    port = int(first.url().rpartition(":")[2].partition("/")[0])
+    with caplog.at_level("WARNING", logger="ray.serve"):
+        second = Discovery("127.0.0.1", port)
+    try:
+        assert second.url() != first.url()
+    finally:
+        first._server.close()
+        second._server.close()
+
+
+def test_rays_exporters_are_listed() -> None:
+    """Of living nodes that export; not of one that is gone or has no exporter."""
+    first = {"NodeManagerAddress": "10.0.0.2", "Alive": True, "MetricsExportPort": 8080}
+    second = {**first, "NodeManagerAddress": "10.0.0.1"}
+    found = listed_nodes([first, second, {**first, "Alive": False}, {**first, "MetricsExportPort": -1}])
+    assert found == [{"targets": [f"{node}:8080"], "labels": {"node": node}} for node in ("10.0.0.1", "10.0.0.2")]

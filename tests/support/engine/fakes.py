@@ -1,0 +1,174 @@
+"""Fakes of the engine: the core at the far end of a client's socket, and the client itself, each with the real interface."""
+
+import asyncio
+import itertools
+import json
+import socket
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from deploy.models.nano.nano_shapes import SHAPES
+from deploy.models.public_shapes import config
+from engine.config import EngineConfig, engine_config
+from engine.errors import EngineDead, InvalidRequest
+from engine.front.stream import Stream
+from engine.protocol import (
+    Abort,
+    AbortReason,
+    FinishReason,
+    FrameReader,
+    FrontMessage,
+    GenerateRequest,
+    Load,
+    Output,
+    SamplingParams,
+    TokenBatch,
+    decode_front_message,
+    encode_message,
+    frame,
+)
+from tests.support.engine.load_figures import load
+
+
+def fake_config(folder: Path, member: str = "31b", **settings: object) -> EngineConfig:
+    """Settings for a group of fake ranks: a nano shape's config.json in `folder`, no weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config(SHAPES[member], "bfloat16")))
+    usual = {"tp": 2, "device": "cpu", "dtype": "float32", "max_len": 512, "boot_timeout_s": 30.0}
+    return engine_config(model=str(folder), **{**usual, **settings})
+
+
+class FakeCore:
+    """The core's end of a front socket, by hand: read what the client said, answer what the test wants."""
+
+    def __init__(self) -> None:
+        self.front, self._sock = socket.socketpair()
+        self._sock.setblocking(False)
+        self._frames = FrameReader()
+        self._heard: list[FrontMessage] = []
+        self._step = 0
+
+    async def hear(self) -> FrontMessage:
+        """The next message from the client, within two seconds."""
+        while not self._heard:
+            data = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(self._sock, 1 << 20), 2)
+            assert data, "the client closed its socket"
+            self._heard += [decode_front_message(raw) for raw in self._frames.feed(data)]
+        return self._heard.pop(0)
+
+    async def hear_request(self) -> GenerateRequest:
+        """The next message, which is a request."""
+        message = await self.hear()
+        assert isinstance(message, GenerateRequest), message
+        return message
+
+    async def hear_abort(self) -> Abort:
+        """The next message, which is an abort."""
+        message = await self.hear()
+        assert isinstance(message, Abort), message
+        return message
+
+    async def silent(self) -> bool:
+        """True when the client says nothing for a moment."""
+        try:
+            message = await asyncio.wait_for(self.hear(), 0.05)
+        except TimeoutError:
+            return True
+        self._heard.insert(0, message)
+        return False
+
+    async def send(self, *outputs: Output) -> None:
+        """One TokenBatch."""
+        self._step += 1
+        await self.send_raw(encode_message(TokenBatch(outputs=list(outputs), load=load(self._step))))
+
+    async def send_raw(self, message: bytes) -> None:
+        """One message, whatever it is."""
+        await asyncio.get_running_loop().sock_sendall(self._sock, frame(message))
+
+    def close(self) -> None:
+        """The core ends."""
+        self._sock.close()
+
+
+Answer = Callable[[list[int], SamplingParams], Iterable[int]]
+
+
+def count_up(prompt: list[int], params: SamplingParams) -> Iterable[int]:
+    """The default answer: the ids that follow the prompt's last one."""
+    return itertools.count(prompt[-1] + 1)
+
+
+class FakeEngineClient:
+    """`generate`, `abort` and `health` without an engine: `answer(prompt, params)` gives the token ids, one an Output.
+
+    Ends by `stop_ids` or max_tokens as the core does. `requests` and `aborted` record what was asked;
+    `refuse` set: every request is refused with that sentence. `step_s` is slept before each token.
+    """
+
+    def __init__(self, answer: Answer = count_up, *, step_s: float = 0.0) -> None:
+        self.requests: list[GenerateRequest] = []
+        self.aborted: list[tuple[int, AbortReason]] = []
+        self.refuse: str | None = None
+        self.dead: str | None = None
+        self.load: Load | None = load()
+        self._answer = answer
+        self._step_s = step_s
+        self._open: dict[int, tuple[Stream, asyncio.Task[None]]] = {}
+
+    def generate(self, prompt: list[int], params: SamplingParams, *, clip: bool = False) -> Stream:
+        """As EngineClient.generate."""
+        stream = Stream(len(self.requests) + 1, self.abort)
+        self.requests.append(GenerateRequest(id=stream.id, prompt=prompt, params=params, clip=clip))
+        if self.dead is not None:
+            stream.fail(EngineDead(self.dead))
+        elif self.refuse is not None:
+            stream.fail(InvalidRequest(self.refuse))
+        else:
+            tokens = self._answer(prompt, params)
+            self._open[stream.id] = stream, asyncio.get_running_loop().create_task(self._feed(stream, tokens, params))
+        return stream
+
+    async def _feed(self, stream: Stream, tokens: Iterable[int], params: SamplingParams) -> None:
+        for count, token in enumerate(tokens, 1):
+            await asyncio.sleep(self._step_s)
+            stopped = token in params.stop_ids and count > params.min_tokens
+            full = count >= params.max_tokens
+            finish = FinishReason.stop if stopped else FinishReason.length if full else None
+            stream.push(Output(id=stream.id, tokens=[token], finish=finish))
+            if finish:
+                break
+        else:
+            stream.push(Output(id=stream.id, finish=FinishReason.stop))
+        del self._open[stream.id]
+
+    def abort(self, request: int, reason: AbortReason) -> None:
+        """As EngineClient.abort."""
+        if request in self._open:
+            self.aborted.append((request, reason))
+            self._open.pop(request)[1].cancel()
+
+    def health(self) -> None:
+        """As EngineClient.health."""
+        if self.dead is not None:
+            raise EngineDead(self.dead)
+
+    @property
+    def open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._open)
+
+    def fail(self, reason: str) -> None:
+        """As EngineClient.fail."""
+        self.dead = reason
+        for stream, task in self._open.values():
+            task.cancel()
+            stream.fail(EngineDead(reason))
+        self._open.clear()
+
+
+def broken_batch(outputs: Sequence[object]) -> bytes:
+    """A TokenBatch message whose outputs are whatever is given."""
+    return msgspec.msgpack.encode({"outputs": list(outputs), "load": load()})

@@ -1,0 +1,101 @@
+"""A rank with a fault planted in it: `python -m tests.support.engine.faulty_rank FAULT '<BootArgs>'`, the real worker otherwise.
+
+    none      nothing: the instrument alone
+    sliding   one page of the sliding group: an append names a page that another slot holds
+    full      the same in the full group
+    reduce    one sum over the ranks is left out: this rank keeps its own part
+
+The fault falls once, in the PURE-th step that only decodes: by then every request is running.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from cluster.children import boot_json, child_command
+from engine.lifeline import BootArgs
+from engine.plan import PageAppend, StepPlan, decode_plan
+from engine.rank import worker
+from kernels.allreduce import MappedCollectives
+
+FAULTS = ("none", "sliding", "full", "reduce")
+PURE = 5
+SUM = 4  # of the step's sums: the embedding's is 0
+
+
+def faulty(fault: str, rank: int = 1) -> "Plant":
+    """For `Group.boot`: rank `rank` has `fault`, every other process is the real one."""
+    return Plant(fault, rank)
+
+
+@dataclass(frozen=True)
+class Plant:
+    """A Command of `Group.boot`."""
+
+    fault: str
+    rank: int
+
+    def __call__(self, args: BootArgs) -> Sequence[str]:
+        """The child's command line."""
+        if args.role == "core" or args.index != self.rank:
+            return child_command(args)
+        return [sys.executable, "-m", "tests.support.engine.faulty_rank", self.fault, boot_json(args)]
+
+
+@dataclass
+class _Fault:
+    """What the patched functions know between calls. `held`: the last page appended to each (group, slot)."""
+
+    name: str
+    pure: int = 0
+    planted: bool = False
+    countdown: int = -1
+    held: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def read(self, data: bytes) -> StepPlan:
+        """In place of decode_plan."""
+        plan = decode_plan(data)
+        self.pure += not plan.chunks
+        if self.pure >= PURE and not self.planted and self.name in ("sliding", "full"):
+            plan = self._misplace(plan, 0 if self.name == "sliding" else 1)
+        elif self.pure >= PURE and not self.planted and self.name == "reduce":
+            self.planted, self.countdown = True, SUM
+        self.held |= {(append.group, append.slot): append.page for append in plan.appends}
+        return plan
+
+    def _misplace(self, plan: StepPlan, group: int) -> StepPlan:
+        for at, append in enumerate(plan.appends):
+            others = [page for (other, slot), page in self.held.items() if other == group and slot != append.slot]
+            if append.group == group and others:
+                self.planted = True
+                wrong = PageAppend(group, append.slot, append.index, others[0])
+                return replace(plan, appends=[*plan.appends[:at], wrong, *plan.appends[at + 1 :]])
+        return plan
+
+    def deaf(self, x: Tensor) -> bool:
+        """Whether this sum is the one to be left out."""
+        due = self.countdown == 0
+        self.countdown -= x.dim() == 2
+        return due
+
+
+def main() -> None:
+    """Patch, then be the worker."""
+    fault = _Fault(sys.argv.pop(1))
+    assert fault.name in FAULTS, fault.name
+    whole = MappedCollectives.all_reduce
+
+    def all_reduce(self: MappedCollectives, x: Tensor) -> Tensor:
+        own = x.clone()
+        total = whole(self, x)
+        return own if fault.deaf(x) else total
+
+    worker.decode_plan = fault.read  # type: ignore[attr-defined]
+    MappedCollectives.all_reduce = all_reduce  # type: ignore[method-assign]
+    worker.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""What a load generator's ledger says that the boards must show: panel by panel, the figure and where it comes from.
+
+Quantiles are another matter: a histogram knows them to within a bucket, so they are compared by bucket.
+"""
+
+import bisect
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from dashboards.boards.committed import Asked, paths, read
+from dashboards.metrics import E2E_BUCKETS, LENGTH_BUCKETS, TPOT_BUCKETS, TTFT_BUCKETS
+from dashboards.prometheus import Api
+from deploy.load.request import RequestResult
+from tests.support.stack.live_stack import CLIENTS, REPLICAS, TPOT_S, TTFT_S, Phase
+
+Kind = Literal["rate", "level", "late", "mean", "share", "state"]
+MARGIN_S = 2.0  # from the last answer to the moment of asking: the last scrapes come within it
+EDGE_S = 5.0  # levels are read when the load has settled in, and before it ends
+USD_HOUR = 4.0
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One figure of a panel (its lines of these legends added up), and what the ledger says it is.
+
+    `kind`: a level is read throughout the load, one that is late (Ray says it every ten seconds) at its end, all else after it.
+    """
+
+    panel: str
+    legends: tuple[str, ...]
+    kind: Kind
+    true: float
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A claim, and what the panel shows."""
+
+    claim: Claim
+    value: float
+
+    @property
+    def apart(self) -> float:
+        """Relative difference."""
+        return abs(self.value - self.claim.true) / abs(self.claim.true)
+
+    def __str__(self) -> str:
+        claim = self.claim
+        return f"{self.apart:6.1%} {self.value:10.5g} {claim.true:10.5g} {claim.kind:6} {claim.panel}: {', '.join(claim.legends)}"
+
+
+def window(phase: Phase) -> int:
+    """Seconds that rates look back over: the whole load, and no more."""
+    return math.ceil(phase.ended - phase.began + MARGIN_S)
+
+
+def claims(phase: Phase) -> list[Claim]:
+    """All of them, of a load of which every request was finished."""
+    return [*_rates(phase), *_levels(phase), *_means(phase.finished), *_states()]
+
+
+def _rates(phase: Phase) -> list[Claim]:
+    """Everything that was counted, over the window."""
+    seconds, count = window(phase), len(phase.finished)
+    prompt, output = (sum(getattr(each, name) for each in phase.finished) for name in ("prompt_tokens", "output_tokens"))
+    usd = REPLICAS * USD_HOUR / 3600 * 1e6
+    counted: list[tuple[str, str, float]] = [
+        ("Tokens a second", "generated", output),
+        ("Requests", "received", count),
+        ("Requests", "ended", count),
+        ("Tokens", "prompt", prompt),
+        ("Tokens", "generated", output),
+        ("Generated, by replica", "{{replica}}", output),
+        ("Computed against asked", "prefill computed", prompt),
+        ("Computed against asked", "prompt", prompt),
+        ("Computed against asked", "decode computed", output - count),  # the first token comes with the prefill
+        ("Computed against asked", "generated", output),
+        ("Ends", "{{outcome}}", count),
+        ("Tokens a second and GPU", "generated", output / REPLICAS),
+    ]
+    cost = [
+        ("USD a million generated tokens", "generated", output),
+        ("USD a million tokens", "prompt and generated", prompt + output),
+    ]
+    return [Claim(panel, (legend,), "rate", amount / seconds) for panel, legend, amount in counted] + [
+        Claim(panel, (legend,), "rate", usd / (amount / seconds)) for panel, legend, amount in cost
+    ]
+
+
+def _levels(phase: Phase) -> list[Claim]:
+    """How many were open, on average while the load had settled in."""
+    begin, end = phase.began + EDGE_S, phase.ended - EDGE_S
+    spans = ((each.sent + phase.clock, each.done + phase.clock) for each in phase.ledger.records)
+    held = sum(max(0.0, min(done, end) - max(sent, begin)) for sent, done in spans)
+    true = held / (end - begin)
+    assert true > 0.9 * CLIENTS, "it is a closed load"
+    return [
+        Claim("Running and waiting", ("running", "waiting"), "level", true),
+        Claim("Load a group", ("open requests",), "level", true / REPLICAS),
+        Claim("Requests as Serve counts them", ("ours",), "level", true),
+        Claim("Requests as Serve counts them", ("{{deployment}} Serve",), "late", true),
+        Claim("Open, twice counted", ("{{replica}} front",), "level", true),
+        Claim("Open, twice counted", ("{{replica}} core",), "level", true),
+    ]
+
+
+def _means(records: Sequence[RequestResult]) -> list[Claim]:
+    ttft, tpot = _seconds(records, "ttft"), _seconds(records, "tpot")
+    e2e = statistics.fmean(each.e2e for each in records)
+    spread = sum(each.last - each.first for each in records if each.first is not None and each.last is not None)
+    gap = spread / sum(each.output_tokens - 1 for each in records)
+    means = {
+        "TTFT": statistics.fmean(ttft),
+        "TPOT": statistics.fmean(tpot),
+        "ITL": gap,
+        "E2E": e2e,
+        "Prompt tokens of a request": statistics.fmean(each.prompt_tokens for each in records),
+        "Generated tokens of a request": statistics.fmean(each.output_tokens for each in records),
+    }
+    return [
+        *(Claim(panel, ("mean",), "mean", value) for panel, value in means.items()),
+        Claim("Phases", ("queue", "prefill", "decode"), "mean", e2e),
+        Claim("First token in time, 1 h", ("ttft",), "share", sum(value <= TTFT_S for value in ttft) / len(ttft)),
+        Claim("Tokens in time, 1 h", ("tpot",), "share", sum(value <= TPOT_S for value in tpot) / len(tpot)),
+        Claim("Answered, 1 h", ("availability",), "share", 1.0),
+    ]
+
+
+def _states() -> list[Claim]:
+    """One rank a group, and its core."""
+    replicas = float(REPLICAS)
+    return [
+        Claim("Groups alive", ("groups",), "state", replicas),
+        Claim("Processes alive", ("alive",), "state", 2 * replicas),
+        Claim("Groups", ("{{deployment}} target",), "state", replicas),
+        Claim("Groups", ("{{deployment}} live",), "state", replicas),
+        Claim("Groups over time", ("{{replica}}",), "state", replicas),
+        Claim("Engines over time", ("{{replica}}",), "state", replicas),
+    ]
+
+
+def shown(api: Api, phase: Phase) -> list[Shown]:
+    """Every claim beside what its panel shows."""
+    queries = _queries(f"{window(phase)}s")
+    return [Shown(claim, _read(api, claim, queries, phase)) for claim in claims(phase)]
+
+
+def _queries(rates: str) -> dict[tuple[str, str], Asked]:
+    pages = [read(path, rates, USD_HOUR) for path in paths()]
+    return {(panel.title, asked.legend): asked for page in pages for panel in page.panels for asked in panel.asked}
+
+
+def _read(api: Api, claim: Claim, queries: Mapping[tuple[str, str], Asked], phase: Phase) -> float:
+    exprs = [queries[claim.panel, legend].expr for legend in claim.legends]
+    if claim.kind != "level":
+        at = phase.ended + (-1.0 if claim.kind == "late" else MARGIN_S - 0.5)
+        return sum(series.last for expr in exprs for series in api.ask(expr, at))
+    lines = [line for expr in exprs for line in api.ask_range(expr, phase.began + EDGE_S, phase.ended - EDGE_S, 0.5)]
+    instants = max(len(line.points) for line in lines)
+    return sum(value for line in lines for _, value in line.points) / instants
+
+
+# -- quantiles
+
+
+@dataclass(frozen=True)
+class Quantile:
+    """One quantile twice, and the bounds of the histogram's buckets."""
+
+    panel: str
+    q: int
+    server: float
+    client: float
+    bounds: tuple[float, ...]
+
+    def buckets_apart(self, times: float = 1.0) -> int:
+        """How many buckets lie between the server's and the client's, the latter multiplied by `times` first."""
+        return abs(bisect.bisect_left(self.bounds, self.server) - bisect.bisect_left(self.bounds, times * self.client))
+
+
+_QUANTILES: Mapping[str, tuple[tuple[float, ...], Callable[[Sequence[RequestResult]], Sequence[float]]]] = {
+    "TTFT": (TTFT_BUCKETS, lambda records: _seconds(records, "ttft")),
+    "TPOT": (TPOT_BUCKETS, lambda records: _seconds(records, "tpot")),
+    "E2E": (E2E_BUCKETS, lambda records: _seconds(records, "e2e")),
+    "Prompt tokens of a request": (LENGTH_BUCKETS, lambda records: [each.prompt_tokens for each in records]),
+    "Generated tokens of a request": (LENGTH_BUCKETS, lambda records: [each.output_tokens for each in records]),
+}
+
+
+def quantiles(api: Api, phase: Phase) -> list[Quantile]:
+    """Every quantile of the Latency board that a client can measure."""
+    queries, at = _queries(f"{window(phase)}s"), phase.ended + MARGIN_S - 0.5
+    found = []
+    for panel, (bounds, values) in _QUANTILES.items():
+        for q in (50, 95, 99):
+            if (asked := queries.get((panel, f"p{q}"))) is not None:
+                client = float(np.percentile(values(phase.finished), q))
+                found.append(Quantile(panel, q, api.ask(asked.expr, at)[0].last, client, bounds))
+    return found
+
+
+def _seconds(records: Sequence[RequestResult], name: str) -> list[float]:
+    return [value for each in records if (value := getattr(each, name)) is not None]

@@ -1,0 +1,36 @@
+"""An exporter that was told things: whose it is, a request's life in events, and the exporter that has heard them."""
+
+from dashboards.exporter import Exporter, Facts
+from engine.events import Event, FirstToken, RequestFinished, RequestStarted, Scheduled, Tokens
+from engine.protocol import PoolLoad
+from tests.support.engine.load_figures import pool
+
+MODEL = "google/gemma-4-31B-it"
+ABOUT = {"model_name": MODEL, "build": "1", "attention": "reference", "tp": "4"}
+
+
+def begun(request: int, prompt: int, queue_s: float, ttft_s: float) -> list[Event]:
+    """A request up to its first token; seconds since its submission."""
+    return [RequestStarted(request, prompt), Scheduled(request, queue_s), FirstToken(request, prompt, ttft_s, queue_s)]
+
+
+# One request from its submission to its stop: 11 tokens in, 4 out at 2 ms each.
+ANSWERED: list[Event] = [
+    *begun(1, 11, 0.004, 0.012),
+    Tokens(1, 1, None),
+    Tokens(1, 3, 0.006),
+    RequestFinished(1, "stop", 11, 4, 0.012, 0.002, 0.02, 0.004),
+]
+
+
+def pools(sliding: int, full: int) -> list[PoolLoad]:
+    """Used pages of a group's two pools."""
+    return [pool("sliding", sliding, 70), pool("full", full, 90)]
+
+
+def told(facts: Facts, *events: Event) -> Exporter:
+    """An exporter that has heard `events`."""
+    exporter = Exporter(ABOUT, facts)
+    for event in events:
+        exporter(event)
+    return exporter

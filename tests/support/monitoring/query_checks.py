@@ -1,0 +1,91 @@
+"""Holds a Prometheus' answers against the truth: every query of every board and rule answers, as the script itself counts."""
+
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from dashboards.alerts import ALERTS, RECORDS
+from dashboards.boards.committed import paths, read
+from dashboards.prometheus import Api, finite
+from dashboards.promql import RULE
+from tests.support.monitoring.event_script import Life
+from tests.support.monitoring.promcheck import names
+from tests.support.monitoring.scripted_exporters import Cast
+
+
+def silent(api: Api, window: str, at: float) -> list[str]:
+    """Every panel query, recording and alert input without a finite answer at `at` (unix time)."""
+    found = []
+    for page in (read(path, window) for path in paths()):
+        asked = [(f"{page.uid}: {panel.title}", query.expr) for panel in page.panels for query in panel.asked]
+        found += [f"{where}: {expr}" for where, expr in asked if not finite(api.ask(expr, at))]
+    found += [f"records {record.name}" for record in RECORDS if not finite(api.ask(record.name, at))]
+    needed = {name for alert in ALERTS for name in names(alert.expr)}
+    found += [f"alerts need {name}" for name in sorted(needed) if not finite(api.ask(name, at))]
+    return found + [f"{rule['name']}: {rule['lastError']}" for rule in api.rules() if rule["health"] != "ok"]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure twice: as Prometheus answers, and as the script has it."""
+
+    what: str
+    answered: float
+    true: float
+
+    @property
+    def apart(self) -> float:
+        """Relative difference."""
+        return abs(self.answered - self.true) / abs(self.true)
+
+
+def figures(api: Api, played: Cast, began: float, at: float, window: int) -> list[Figure]:
+    """Rates over the `window` seconds before `at`, and quantiles and ends over all that came before `at` (script's seconds)."""
+    lives = [life for scene in played.scenes.values() for life in scene.lives]
+    asked = RULE.over(f"{window}s")
+
+    def rate(expr: str, moments: Iterable[tuple[float, float]]) -> Figure:
+        """Moments: (when, how much)."""
+        true = sum(amount for when, amount in moments if at - window < when <= at) / window
+        return Figure(expr, api.ask(expr, began + at)[0].last, true)
+
+    found = [
+        rate(asked.rate("quartet_requests_received_total"), ((life.submitted, 1) for life in lives)),
+        rate(asked.rate("quartet_requests_total"), ((life.ended, 1) for life in lives)),
+        rate(asked.rate("quartet_generation_tokens_total"), ((when, 1) for life in lives for when in life.tokens)),
+        rate(asked.rate("quartet_prompt_tokens_total"), ((life.submitted, life.prompt) for life in lives)),
+    ]
+    whole = RULE.over(f"{int(played.seconds) + 10}s")
+    for name, values in DURATIONS.items():
+        true = [value for life in lives for when, value in values(life) if when <= at]
+        for q in (0.5, 0.95):
+            expr = whole.quantile(q, name)
+            found.append(Figure(expr, api.ask(expr, began + at)[0].last, statistics.quantiles(true, n=100)[int(q * 100) - 1]))
+        expr = whole.mean(name)
+        found.append(Figure(expr, api.ask(expr, began + at)[0].last, statistics.fmean(true)))
+    return found
+
+
+def _first(life: Life) -> list[tuple[float, float]]:
+    return [(life.tokens[0], life.tokens[0] - life.submitted)] if life.tokens else []
+
+
+def _pace(life: Life) -> list[tuple[float, float]]:
+    return [(life.ended, (life.tokens[-1] - life.tokens[0]) / (len(life.tokens) - 1))] if life.tokens else []
+
+
+def _gaps(life: Life) -> list[tuple[float, float]]:
+    return [(later, later - earlier) for earlier, later in zip(life.tokens, life.tokens[1:], strict=False)]
+
+
+def _whole(life: Life) -> list[tuple[float, float]]:
+    return [(life.ended, life.ended - life.submitted)] if life.outcome in ("stop", "length") else []
+
+
+# (when it is observed, what is observed), by histogram.
+DURATIONS: dict[str, Callable[[Life], list[tuple[float, float]]]] = {
+    "quartet_time_to_first_token_seconds": _first,
+    "quartet_time_per_output_token_seconds": _pace,
+    "quartet_inter_token_latency_seconds": _gaps,
+    "quartet_e2e_request_latency_seconds": _whole,
+}
