@@ -11,7 +11,7 @@ from engine.geometry import PAGE_SIZE, Geometry, check_tp, kv_groups, read_geome
 Device = Literal["cpu", "cuda"]
 DType = Literal["float32", "bfloat16"]
 LoadFormat = Literal["safetensors", "dummy"]
-AttentionName = Literal["reference"]
+AttentionName = Literal["reference", "triton"]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,7 +23,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_len          tokens of one sequence, prompt and output
     prefill_budget   prompt tokens computed in one step, over all sequences
     pages            pages of each KV group, null page included; None: sized by need from `memory_fraction` of the device
-    attention        backend asked for; None: what this node's capability runs today
+    attention        backend asked for; None: what the device runs: triton on a GPU, reference on a CPU
+    graphs           on a GPU, decode steps are captured and replayed
     debug_hash       mix the bits of the final hidden rows into the state hash (tests; costs a copy a step)
     step_timeout_s   a step that makes no progress for so long ends the group
     heartbeat_timeout_s  a process that is not scheduled for so long ends the group
@@ -41,6 +42,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     page: int = PAGE_SIZE
     pages: tuple[int, ...] | None = None
     attention: AttentionName | None = None
+    graphs: bool = True
     memory_fraction: float = 0.9
     suppress: tuple[int, ...] = ()
     debug_hash: bool = False

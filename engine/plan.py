@@ -165,6 +165,13 @@ class PlanView:
         return int((self.chunks[:, 2] - self.chunks[:, 1]).sum()) + len(self.decodes)
 
 
+class PlanHeader(NamedTuple):
+    """What the loop around a rank's runner needs to know of a plan."""
+
+    step: int
+    stop: bool
+
+
 class ResultRow(NamedTuple):
     """What one result row gave. `tokens` empty with `nan`: the logits held NaN and nothing was sampled."""
 
@@ -200,11 +207,18 @@ def encode_plan(plan: StepPlan) -> bytes:
     return b"".join([header, _ints(flat), *map(_encode_admission, plan.admissions)])
 
 
-def read_plan(data: bytes) -> PlanView:
-    """The plan in `data`, unparsed; raises ValueError when it is not one (wrong version or length)."""
-    version, flags, step, *counts, n_admissions = _PLAN.unpack_from(data)
+def read_header(data: bytes) -> PlanHeader:
+    """The head of the plan in `data`; ValueError when it is of another version."""
+    version, flags, step, *_ = _PLAN.unpack_from(data)
     if version != PLAN_VERSION:
         raise ValueError(f"plan version {version}, expected {PLAN_VERSION}")
+    return PlanHeader(step, bool(flags & FLAG_STOP))
+
+
+def read_plan(data: bytes) -> PlanView:
+    """The plan in `data`, unparsed; raises ValueError when it is not one (wrong version or length)."""
+    step, stop = read_header(data)
+    _, _, _, *counts, n_admissions = _PLAN.unpack_from(data)
     widths = (1, 4, 4, 4, 2)
     ends = list(accumulate((count * width for count, width in zip(counts, widths, strict=True)), initial=HEADER_INTS))
     fixed = np.frombuffer(data, np.int32, ends[-1])
@@ -217,7 +231,7 @@ def read_plan(data: bytes) -> PlanView:
         admissions.append(admission)
     if offset != len(data):
         raise ValueError(f"plan {step} is {len(data)} bytes long, its sections end at {offset}")
-    return PlanView(step, bool(flags & FLAG_STOP), fixed, decodes, chunks, appends, releases, zeros, tuple(admissions))
+    return PlanView(step, stop, fixed, decodes, chunks, appends, releases, zeros, tuple(admissions))
 
 
 def decode_plan(data: bytes) -> StepPlan:

@@ -10,6 +10,7 @@ import struct
 import msgspec
 
 MAX_MESSAGE_BYTES = 64 << 20
+MAX_STOP_IDS = 1024  # of one request, its end-of-sequence ids among them: a rank's table has a fixed width
 _LENGTH = struct.Struct("<I")
 
 

@@ -77,6 +77,9 @@ class MappedCollectives:
             first += piece.numel()
         return gathered.view(self.size, *x.shape).movedim(0, -2).flatten(-2)
 
+    def inboxes(self, rows: int, width: int, dtype: torch.dtype) -> None:
+        """None: on a CPU every sum is a collective."""
+
     def _exchange(self, piece: Tensor) -> Tensor:
         """[size, numel]: everybody's piece, a view of the slots that holds until the next but one exchange."""
         self._round += 1
@@ -110,6 +113,15 @@ class MappedCollectives:
             self._fence.release()
 
 
+def symmetric_memory(group: torch.distributed.ProcessGroup, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """uint8 [size] of this rank's that every rank of `group` can write; int64 [ranks]: where each rank's lies. Collective."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    memory = symmetric.empty(size, dtype=torch.uint8, device=device)
+    handle = symmetric.rendezvous(memory, group)
+    return memory, torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
+
+
 class SymmetricReduce:
     """One-shot sums over torch's symmetric memory, for messages of at most `max_bytes`; the process group is already up.
 
@@ -117,12 +129,9 @@ class SymmetricReduce:
     """
 
     def __init__(self, group: torch.distributed.ProcessGroup, device: torch.device, max_bytes: int) -> None:
-        from torch.distributed import _symmetric_memory as symmetric
-
         self.max_bytes = max_bytes
         self._group_name = group.group_name
-        self._buffer = symmetric.empty(max_bytes, dtype=torch.uint8, device=device)
-        symmetric.rendezvous(self._buffer, group)
+        self._buffer, _ = symmetric_memory(group, max_bytes, device)
 
     def fits(self, x: Tensor) -> bool:
         """Whether `x` may be passed: small enough, and of whole 16-byte words."""

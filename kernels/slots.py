@@ -1,25 +1,89 @@
-"""Apply a plan's deltas to device tables: flat writes and reads of (row, column) pairs.
+"""Apply a plan to device tables and make a step's inputs from them: what lies at fixed addresses is all that a step reads.
 
-    put    table[row_i, column_i] = value_i          pages into page tables, sampled tokens into token rows
-    take   table[row_i, column_i]                    the input tokens of a step
-    clear  table[row_i, :] = 0                       a new tenant's page table row
+    apply_plan      releases, then appends, to the page tables; lengths of chunked slots
+    decode_inputs   slot, position and token of each decode row; lengths advance
+    gather_pages    the page ids that each row reads, in one row of their own
+    rotary_table    cos and sin of each row's position
+    put, clear      flat writes of (row, column) pairs; a new tenant's page table row
 
-Pairs are distinct within a call, or the result would depend on the order in which a device writes.
+The plan is int32, as `engine.plan` lays it out: 16 of header with the counts of decodes, chunks, appends and releases from the
+fifth on, then those sections. A step's rows beyond the plan's decodes are padding: slot `padding`, position -1, token 0.
 """
 
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+
+from kernels.launch import launch, trigger, usable, wait
+
+_HEADER, _COUNTS = 16, 4
+
+
+def apply_plan(plan: Tensor, tables: Sequence[Tensor], lengths: Tensor) -> None:
+    """plan int32 [n] on the tables' device; tables int32 [slots, width], one a KV group, in order; lengths int32 [slots].
+
+    Entries of releases become 0, then those of appends their page; an append of group -1 is left out. Entries named twice among
+    the appends must be made unique before: the device writes them in any order.
+    """
+    assert 1 <= len(tables) <= 2, len(tables)
+    assert plan.dtype == lengths.dtype == torch.int32, (plan.dtype, lengths.dtype)
+    if usable(plan):
+        first, last = tables[0], tables[-1]
+        launch(_apply, (1,), plan, first, first.shape[1], last, last.shape[1], lengths, warps=4, BLOCK=128)
+    else:
+        _apply_reference(plan, tables, lengths)
+
+
+def decode_inputs(
+    plan: Tensor, tokens: Tensor, lengths: Tensor, padding: int, ids: Tensor, positions: Tensor, slots: Tensor
+) -> None:
+    """Fill ids, positions and slots int32 [rows] from the plan's decodes; the rows' lengths grow by one.
+
+    tokens int32 [slots, max_len + 1]; lengths int32 [slots]: a row's position is its slot's length, its token the one there.
+    """
+    assert ids.shape == positions.shape == slots.shape, (ids.shape, positions.shape, slots.shape)
+    rows = ids.shape[0]
+    if usable(plan):
+        grid = (triton.cdiv(rows, 32),)
+        launch(_inputs, grid, plan, tokens, tokens.shape[1], lengths, padding, ids, positions, slots, rows, warps=1, BLOCK=32)
+    else:
+        _inputs_reference(plan, tokens, lengths, padding, ids, positions, slots)
+
+
+def gather_pages(table: Tensor, slots: Tensor, positions: Tensor, page: int, window: int | None, out: Tensor) -> None:
+    """out int32 [rows, width]: entry j is the page of positions (first + j) * page .. of the row's slot.
+
+    first is 0, or with a window that of the oldest visible key. Entries behind the position's own page are left as they are.
+    """
+    assert out.shape[0] == slots.shape[0] == positions.shape[0], (out.shape, slots.shape)
+    if usable(table):
+        block = min(1024, triton.next_power_of_2(out.shape[1]))
+        grid = (out.shape[0], triton.cdiv(out.shape[1], block))
+        strides = (table.shape[1], out.shape[1])
+        launch(_pages, grid, table, slots, positions, out, *strides, PAGE=page, WINDOW=window or 0, BLOCK=block, warps=2)
+    else:
+        _pages_reference(table, slots, positions, page, window, out)
+
+
+def rotary_table(positions: Tensor, frequencies: Tensor, out: Tensor) -> None:
+    """positions int32 [rows], frequencies fp32 [pairs] -> out fp32 [rows, 2 * pairs]: cos, then sin, of position * frequency."""
+    assert frequencies.dtype == torch.float32, frequencies.dtype
+    assert out.shape == (positions.shape[0], 2 * frequencies.shape[0]), (out.shape, positions.shape, frequencies.shape)
+    pairs = frequencies.shape[0]
+    if usable(positions):
+        launch(_rotary, (positions.shape[0],), positions, frequencies, out, pairs, warps=1, BLOCK=triton.next_power_of_2(pairs))
+    else:
+        angles = positions[:, None].float() * frequencies
+        out[:, :pairs], out[:, pairs:] = angles.cos(), angles.sin()
 
 
 def put(table: Tensor, rows: Tensor, columns: Tensor, values: Tensor) -> None:
-    """table [m, n], rows and columns int64 [k], values [k] of any integer dtype."""
+    """table [m, n], rows and columns int64 [k], values [k] of any integer dtype; pairs are distinct."""
     assert rows.shape == columns.shape == values.shape, (rows.shape, columns.shape, values.shape)
     _flat(table)[rows * table.shape[1] + columns] = values.to(table.dtype)
-
-
-def take(table: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """table [m, n], rows and columns int64 [k] -> [k] in the table's dtype."""
-    assert rows.shape == columns.shape, (rows.shape, columns.shape)
-    return _flat(table)[rows * table.shape[1] + columns]
 
 
 def clear(table: Tensor, rows: Tensor) -> None:
@@ -30,3 +94,133 @@ def clear(table: Tensor, rows: Tensor) -> None:
 def _flat(table: Tensor) -> Tensor:
     assert table.dim() == 2, table.shape
     return table.view(-1)  # raises where the table is not contiguous
+
+
+# ---- references
+
+
+def _sections(plan: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """decodes [n], chunks, appends and releases [n, 4], int64."""
+    counts = plan[_COUNTS : _COUNTS + 4].tolist()
+    sizes = [counts[0], *(4 * count for count in counts[1:])]
+    decodes, *tables = plan[_HEADER : _HEADER + sum(sizes)].long().split(sizes)
+    chunks, appends, releases = (table.view(-1, 4) for table in tables)
+    return decodes, chunks, appends, releases
+
+
+def _apply_reference(plan: Tensor, tables: Sequence[Tensor], lengths: Tensor) -> None:
+    _, chunks, appends, releases = _sections(plan)
+    for group, slot, first, count in releases.tolist():
+        tables[group][slot, first : first + count] = 0
+    for index, table in enumerate(tables):
+        mine = appends[appends[:, 0] == index]
+        put(table, mine[:, 1], mine[:, 2], mine[:, 3])
+    lengths[chunks[:, 0]] = chunks[:, 2].int()
+
+
+def _inputs_reference(
+    plan: Tensor, tokens: Tensor, lengths: Tensor, padding: int, ids: Tensor, positions: Tensor, slots: Tensor
+) -> None:
+    decodes, *_ = _sections(plan)
+    count = decodes.shape[0]
+    slots[:count], slots[count:] = decodes.int(), padding
+    positions[:count], positions[count:] = lengths[decodes], -1
+    ids[:count], ids[count:] = tokens[decodes, lengths[decodes].long()], 0
+    lengths[decodes] += 1
+
+
+def _pages_reference(table: Tensor, slots: Tensor, positions: Tensor, page: int, window: int | None, out: Tensor) -> None:
+    first = torch.zeros_like(positions) if window is None else (positions - window + 1).clamp(min=0) // page
+    entries = first[:, None] + torch.arange(out.shape[1], device=out.device)
+    used = (entries * page <= positions[:, None]) & (positions[:, None] >= 0)
+    found = table[slots[:, None].long(), entries.clamp(max=table.shape[1] - 1)]
+    out.copy_(torch.where(used, found, out))
+
+
+# ---- kernels
+
+
+@triton.jit
+def _apply(plan, first_table, first_width, last_table, last_width, lengths, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    trigger(PDL)
+    wait(PDL)
+    decodes, chunks = tl.load(plan + 4), tl.load(plan + 5)
+    appends, releases = tl.load(plan + 6), tl.load(plan + 7)
+    chunk_at = plan + 16 + decodes
+    append_at = chunk_at + 4 * chunks
+    release_at = append_at + 4 * appends
+    lane = tl.arange(0, BLOCK)
+    for start in range(0, releases, BLOCK):
+        row = start + lane
+        live = row < releases
+        group = tl.load(release_at + 4 * row, live, -1)
+        slot = tl.load(release_at + 4 * row + 1, live, 0).to(tl.int64)
+        first = tl.load(release_at + 4 * row + 2, live, 0)
+        count = tl.load(release_at + 4 * row + 3, live, 0)
+        for step in range(tl.max(count, 0)):
+            named = live & (step < count)
+            tl.store(first_table + slot * first_width + first + step, 0, named & (group == 0))
+            tl.store(last_table + slot * last_width + first + step, 0, named & (group == 1))
+    tl.debug_barrier()  # a page that is appended where another was released stands
+    for start in range(0, appends, BLOCK):
+        row = start + lane
+        live = row < appends
+        group = tl.load(append_at + 4 * row, live, -1)
+        slot = tl.load(append_at + 4 * row + 1, live, 0).to(tl.int64)
+        entry = tl.load(append_at + 4 * row + 2, live, 0)
+        page = tl.load(append_at + 4 * row + 3, live, 0)
+        tl.store(first_table + slot * first_width + entry, page, live & (group == 0))
+        tl.store(last_table + slot * last_width + entry, page, live & (group == 1))
+    for start in range(0, chunks, BLOCK):
+        row = start + lane
+        live = row < chunks
+        slot = tl.load(chunk_at + 4 * row, live, 0)
+        tl.store(lengths + slot, tl.load(chunk_at + 4 * row + 2, live, 0), live)
+
+
+@triton.jit
+def _inputs(
+    plan, tokens, tokens_width, lengths, padding, ids, positions, slots, rows, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    trigger(PDL)
+    wait(PDL)
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = row < tl.load(plan + 4)
+    slot = tl.load(plan + 16 + row, live, padding)
+    position = tl.load(lengths + slot, live, -1)
+    token = tl.load(tokens + slot.to(tl.int64) * tokens_width + position, live, 0)
+    tl.store(slots + row, slot, row < rows)
+    tl.store(positions + row, position, row < rows)
+    tl.store(ids + row, token, row < rows)
+    tl.store(lengths + slot, position + 1, live)
+
+
+@triton.jit
+def _pages(
+    table, slots, positions, out, width, out_width,
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):
+    trigger(PDL)
+    wait(PDL)
+    row = tl.program_id(0)
+    position = tl.load(positions + row)
+    slot = tl.load(slots + row).to(tl.int64)
+    first = tl.maximum(position - WINDOW + 1, 0) // PAGE if WINDOW else 0
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    entry = first + at
+    live = (at < out_width) & (entry * PAGE <= position) & (position >= 0)
+    found = tl.load(table + slot * width + entry, live, 0)
+    tl.store(out + row.to(tl.int64) * out_width + at, found, live)
+
+
+@triton.jit
+def _rotary(positions, frequencies, out, pairs, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    trigger(PDL)
+    row = tl.program_id(0)
+    pair = tl.arange(0, BLOCK)
+    live = pair < pairs
+    frequency = tl.load(frequencies + pair, live, 0.0)
+    wait(PDL)
+    angle = tl.load(positions + row).to(tl.float32) * frequency
+    tl.store(out + row * 2 * pairs + pair, tl.cos(angle), live)
+    tl.store(out + row * 2 * pairs + pairs + pair, tl.sin(angle), live)

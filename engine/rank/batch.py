@@ -1,8 +1,16 @@
 """What one step computes, as the model sees it: flat token rows, prefill chunks first, then decode rows."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from engine.geometry import Rope
+from engine.rank.kv import KVCache
+from kernels.slots import rotary_table
+
+RopeKey = tuple[Rope, int]  # a rotary embedding and the head size that it turns
 
 
 @dataclass(frozen=True)
@@ -21,24 +29,54 @@ class Chunk:
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """One step's inputs; complete when built, read-only after. T tokens = chunk tokens, then one token per decode row.
+    """One step's inputs; complete when built, read-only after. T rows: chunk tokens, then decode rows, padding rows last.
 
-    ids       int64 [T]  input token ids
-    positions int64 [T]  0-based
-    slots     int64 [T]  the slot (row of every page table) each token belongs to
-    logit_rows int64 [R] rows of [0, T) whose logits are wanted, ascending
+    ids       int32 [T]  input token ids
+    positions int32 [T]  0-based; -1: a padding row, which writes nothing
+    slots     int32 [T]  the slot (row of every page table) each token belongs to
+    rope      fp32 [T, 2 * pairs] of each rotary embedding of the model: cos, then sin, of every row's position
+    pages     int32 [decode rows, width] of each KV group: the page ids that a decode row reads (`kernels.slots.gather_pages`)
+    logit_rows int64 [R] rows of [0, T) whose logits are wanted, ascending; None: all rows
     chunks               host facts of the prefill chunks, in row order
-    decode_bounds        host upper bound of each decode row's length, its own token included (position + 1)
     """
 
     ids: Tensor
     positions: Tensor
     slots: Tensor
-    logit_rows: Tensor
-    chunks: tuple[Chunk, ...]
-    decode_bounds: tuple[int, ...]
+    rope: Mapping[RopeKey, Tensor]
+    pages: tuple[Tensor, ...]
+    logit_rows: Tensor | None = None
+    chunks: tuple[Chunk, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        """T."""
+        return self.ids.shape[0]
 
     @property
     def decode_start(self) -> int:
         """First decode row."""
-        return self.ids.shape[0] - len(self.decode_bounds)
+        return self.chunks[-1].offset + self.chunks[-1].size if self.chunks else 0
+
+
+def eager_batch(
+    cache: KVCache,
+    frequencies: Mapping[RopeKey, Tensor],
+    ids: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    chunks: tuple[Chunk, ...],
+    logit_rows: Tensor | None = None,
+) -> ForwardBatch:
+    """A batch in memory of its own, from ids, slots and positions int [T] on the cache's device; rows behind the chunks decode."""
+    ids, slots, positions = ids.int(), slots.int(), positions.int()
+    first = chunks[-1].offset + chunks[-1].size if chunks else 0
+    pages = []
+    for group in cache:
+        pages.append(torch.zeros((len(ids) - first, group.read_width), dtype=torch.int32, device=ids.device))
+        group.gather(slots[first:], positions[first:], pages[-1])
+    rope = {}
+    for key, frequency in frequencies.items():
+        rope[key] = torch.empty((len(ids), 2 * len(frequency)), dtype=torch.float32, device=ids.device)
+        rotary_table(positions, frequency, rope[key])
+    return ForwardBatch(ids, positions, slots, rope, tuple(pages), logit_rows, chunks)

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.geometry import KVGroup, Layer
-from engine.rank.batch import ForwardBatch
-from kernels.qkv import write_pages
+from kernels.slots import gather_pages
 
 _ROW = 256  # a table row covers a multiple of so many positions: whole cache lines at every page size
 
@@ -25,6 +24,7 @@ class GroupCache:
     group  what it holds
     pool   [owned layers, pages, 2, kv_heads, page, head_dim] of `dtype`: K at [..., 0, ...], V at [..., 1, ...]; page 0 is null
     table  int32 [slots, width], contiguous; width covers `max_len` and is a multiple of 256 // page
+    read_width  page ids that one row reads at most: the table's width, or those of a window
     """
 
     def __init__(
@@ -42,15 +42,16 @@ class GroupCache:
         unit = _ROW // group.page
         width = math.ceil(math.ceil(max_len / group.page) / unit) * unit
         self.table = torch.zeros((slots, width), dtype=torch.int32, device=device)
+        self.read_width = group.worst_pages(width * group.page)
         self._place = {layer: place for place, layer in enumerate(group.layers)}
 
     def layer(self, layer_index: int) -> Tensor:
         """View [pages, 2, kv_heads, page, head_dim] of the model's layer `layer_index`, which must own its K and V."""
         return self.pool[self._place[layer_index]]
 
-    def write(self, layer_index: int, batch: ForwardBatch, k: Tensor, v: Tensor) -> None:
-        """Store k and v [T, kv_heads, head_dim] of the batch's tokens, through the table."""
-        write_pages(self.layer(layer_index), self.table, batch.slots, batch.positions, k, v)
+    def gather(self, slots: Tensor, positions: Tensor, out: Tensor) -> None:
+        """The page ids that rows (slot, position), int32 [rows] each, read -> out int32 [rows, read_width]."""
+        gather_pages(self.table, slots, positions, self.group.page, self.group.window, out)
 
 
 class KVCache:

@@ -8,6 +8,7 @@ A group of one needs none of them. An all-reduce is also the barrier at boot: no
 """
 
 import os
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
@@ -16,9 +17,12 @@ from torch import Tensor, distributed
 
 from engine.channel import map_shared
 from engine.errors import ConfigError
-from kernels.allreduce import SLOT_BYTES, MappedCollectives, SymmetricReduce
+from kernels.allreduce import SLOT_BYTES, MappedCollectives, SymmetricReduce, symmetric_memory
+from kernels.choose import Ballot
+from kernels.joint import Peers
 
 SYMMETRIC_BYTES = 512 << 10  # from about here on NCCL is the faster one
+SHARDED_ROWS = 32  # from here on a joint's rows are shared out
 
 
 class Parallel(Protocol):
@@ -38,6 +42,19 @@ class Parallel(Protocol):
         """`[..., n]` of every rank -> `[..., n * size]`, concatenated in rank order."""
         ...
 
+    def inboxes(self, rows: int, width: int, dtype: torch.dtype) -> "Inboxes | None":
+        """Memory that the ranks write into each other's, for decode steps of up to `rows` rows and joints of up to `width`
+        elements a row; None where there is none (one rank, or ranks on a CPU). Every rank calls it once, at boot."""
+        ...
+
+
+@dataclass(frozen=True)
+class Inboxes:
+    """One rank's end of the memory that the ranks of a decode step write into each other's."""
+
+    joints: Peers
+    choices: Ballot
+
 
 class Single:
     """A group of one."""
@@ -50,6 +67,9 @@ class Single:
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x
+
+    def inboxes(self, rows: int, width: int, dtype: torch.dtype) -> None:
+        """None."""
 
 
 class Distributed:
@@ -81,6 +101,9 @@ class Distributed:
         distributed.all_gather(list(gathered.unbind(0)), x.contiguous())
         return gathered.movedim(0, -2).flatten(-2)
 
+    def inboxes(self, rows: int, width: int, dtype: torch.dtype) -> None:
+        """None."""
+
 
 class CudaGroup:
     """Symmetric memory where a message fits it, NCCL for the rest."""
@@ -93,6 +116,7 @@ class CudaGroup:
         self._large = Distributed("nccl", rank, size, store, timeout_s, device)
         world = distributed.group.WORLD
         assert world is not None
+        self._world, self._device = world, device
         self._small = SymmetricReduce(world, device, SYMMETRIC_BYTES)
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -100,6 +124,16 @@ class CudaGroup:
 
     def all_gather(self, x: Tensor) -> Tensor:
         return self._large.all_gather(x)
+
+    def inboxes(self, rows: int, width: int, dtype: torch.dtype) -> Inboxes:
+        """As `Parallel.inboxes`: symmetric memory, empty on every rank before anybody can write."""
+        sizes = [Peers.bytes(self.size, rows, width, dtype), Ballot.bytes(self.size, rows)]
+        memory, pointers = symmetric_memory(self._world, sum(sizes), self._device)
+        joints = Peers(memory[: sizes[0]], pointers, self.rank, rows, width, dtype, SHARDED_ROWS)
+        choices = Ballot(memory[sizes[0] :], pointers + sizes[0], self.rank, rows, joints.errors)
+        torch.cuda.synchronize(self._device)
+        distributed.barrier()
+        return Inboxes(joints, choices)
 
 
 def connect(rank: int, size: int, device: torch.device, reduce: int, store: str, timeout_s: float) -> Parallel:

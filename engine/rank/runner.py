@@ -1,55 +1,60 @@
 """One plan in, one result out.
 
-    launch   apply the plan -> forward -> sample -> store the tokens -> start the copy out      the host waits for nothing
-    finish   wait for the copy -> fold the state hash -> StepResult                            in plan order
+    launch   upload the plan -> forward -> sample, store the tokens -> start the copy out       the host waits for nothing
+    result   wait for the copy -> the result's bytes                                            in plan order
+    fold     the state hash moves on
 
-Two steps may be launched and not finished: what a step copies out belongs to that step. The state hash after step n is
-crc32(plan n | tokens and NaN flags of n | with debug_hash the bits of n's final hidden rows), chained from step n - 1: ranks that
-ran the same plans and sampled the same tokens agree on it, and replaying a plan stream gives it again.
+A plan of decode rows alone runs padded to a bucket: on a GPU as captured graphs, else, and for rows that need whole logits, by the
+same functions called eagerly. A plan with chunks runs eagerly. Two steps may be launched and not finished: what a step copies out
+belongs to that step. The state hash after step n is crc32(plan n | tokens and NaN flags of n | with debug_hash the bits of n's
+final hidden rows), chained from step n - 1: ranks that ran the same plans and sampled the same tokens agree on it, and replaying a
+plan stream gives it again.
 """
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.geometry import Geometry
-from engine.plan import ResultRow, StepPlan, StepResult
+from engine.plan import DEPTH, RESULT_WIDTH, ROW_NAN, PlanView, encode_rows, read_plan
 from engine.protocol import Logprobs
-from engine.rank.attention.base import AttentionBackend
+from engine.rank.attention import attention_backend
 from engine.rank.batch import ForwardBatch
+from engine.rank.graphs import DecodeGraphs
 from engine.rank.kv import KVCache
-from engine.rank.parallel import Parallel
-from engine.rank.sampler import Sampled, Sampler
-from engine.rank.slots import SlotState, StepRows
+from engine.rank.models.gemma4 import Gemma4
+from engine.rank.parallel import Inboxes
+from engine.rank.sampler import Sampler, TopLogprobs
+from engine.rank.slots import ResultRows, SlotState
+from engine.rank.step import StepBuffers, buckets
+from kernels.choose import ROW_ERROR, ROW_HAS_NAN
+from kernels.launch import usable
 
 
-class Model(Protocol):
-    """What a runner asks of a model."""
+@dataclass(frozen=True)
+class Sampled:
+    """chosen int32 [>= R, 2]: each row's token, 0 where there is none, and its flags (`kernels.choose`); the reported logprobs."""
 
-    def forward(self, batch: ForwardBatch, cache: KVCache, attention: AttentionBackend) -> Tensor:
-        """[R, hidden] of the batch's logit rows."""
-        ...
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[R, hidden] -> fp32 [R, vocab / size], before the soft cap."""
-        ...
+    chosen: Tensor
+    logprobs: TopLogprobs | None = None
 
 
 class CopyOut:
-    """Named device tensors on their way to the host, into memory of their own. On the CPU they are there already.
+    """Device tensors on their way to the host. On the CPU they are there already.
 
     Also marks the end of a step that gives nothing: a step is done when the device is done with it.
     """
 
-    def __init__(self, tensors: dict[str, Tensor], device: torch.device) -> None:
+    def __init__(self, pairs: dict[str, tuple[Tensor, Tensor | None]], device: torch.device) -> None:
+        """pairs: a device tensor and pinned memory of its shape, made here where it is None."""
         self._event: torch.cuda.Event | None = None
-        self._host = {name: _copy_out(tensor) for name, tensor in tensors.items()}
+        self._host = {name: _copy_out(*pair) for name, pair in pairs.items()}
         if device.type == "cuda":
             self._event = torch.cuda.Event()
             self._event.record()
@@ -59,112 +64,180 @@ class CopyOut:
         """Whether `wait` would return at once."""
         return self._event is None or self._event.query()
 
-    def wait(self) -> dict[str, Tensor]:
+    def wait(self) -> dict[str, np.ndarray]:
         """The tensors on the host."""
         if self._event is not None:
             self._event.synchronize()
-        return self._host
+        return {name: tensor.numpy() for name, tensor in self._host.items()}
 
 
-def _copy_out(tensor: Tensor) -> Tensor:
+def _copy_out(tensor: Tensor, host: Tensor | None) -> Tensor:
     if not tensor.is_cuda:
-        return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+        return tensor.clone()
+    if host is None:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
 
 
 @dataclass(frozen=True)
 class Launched:
-    """A step on its way; `finish` it once, in plan order. `rows` and `copy` are of the rows that sample."""
+    """A step on its way: `result`, then `fold`, each once and in plan order. `rows`: those that sample."""
 
-    plan: StepPlan
-    rows: StepRows | None
-    logprob_rows: Sequence[int]
+    step: int
+    rows: ResultRows | None
+    logprob_rows: tuple[int, ...]
     copy: CopyOut
-    fold: Callable[[int, dict[str, Tensor]], None]
+    move_hash: Callable[[int, dict[str, np.ndarray]], None]
 
     @property
     def done(self) -> bool:
-        """Whether `finish` would return at once."""
+        """Whether `result` would return at once."""
         return self.copy.done
 
-    def finish(self) -> StepResult:
-        """Wait for the step, fold it into the runner's state hash, and give its result."""
+    def result(self) -> bytes:
+        """Wait for the step; the bytes of its StepResult. RuntimeError if a rank's part of a sum did not come."""
         host = self.copy.wait()
-        self.fold(self.plan.step, host)
-        return StepResult(self.plan.step, [] if self.rows is None else self._rows(self.rows, host))
+        if self.rows is None:
+            return encode_rows(self.step, np.zeros((0, 4 + RESULT_WIDTH), np.int32), {})
+        tokens, flags = host["chosen"].T
+        if (flags & ROW_ERROR).any():
+            raise RuntimeError(f"step {self.step}: a rank's part of a sum did not come within its bound")
+        table = np.empty((len(tokens), 4 + RESULT_WIDTH), np.int32)
+        nan = (flags & ROW_HAS_NAN) != 0
+        table[:, 0], table[:, 1], table[:, 2] = self.rows.slots, self.rows.numbers, ~nan
+        table[:, 3], table[:, 4] = np.where(nan, ROW_NAN, 0), tokens
+        return encode_rows(self.step, table, self._logprobs(host, nan) if self.logprob_rows else {})
 
-    def _rows(self, rows: StepRows, host: dict[str, Tensor]) -> list[ResultRow]:
-        logprobs = self._logprobs(rows, host)
-        found = zip(rows.slots, rows.numbers, host["tokens"].tolist(), host["nan"].tolist(), strict=True)
-        return [
-            ResultRow(slot, number, () if nan else (token,), nan, None if nan else logprobs.get(row))
-            for row, (slot, number, token, nan) in enumerate(found)
-        ]
+    def fold(self) -> None:
+        """Move the runner's state hash past this step."""
+        self.move_hash(self.step, self.copy.wait())
 
-    def _logprobs(self, rows: StepRows, host: dict[str, Tensor]) -> dict[int, Logprobs]:
-        if not self.logprob_rows:
-            return {}
-        lists = zip(self.logprob_rows, host["chosen"].tolist(), host["ids"].tolist(), host["values"].tolist(), strict=True)
-        counts = rows.sampling.logprobs
-        return {row: Logprobs(chosen, list(zip(ids, values, strict=True))[: counts[row]]) for row, chosen, ids, values in lists}
+    def _logprobs(self, host: dict[str, np.ndarray], nan: np.ndarray) -> dict[int, Logprobs]:
+        assert self.rows is not None
+        found = {}
+        for at, row in enumerate(self.logprob_rows):
+            if not nan[row]:
+                count = self.rows.logprobs[row]
+                pairs = zip(host["ids"][at, :count].tolist(), host["values"][at, :count].tolist(), strict=True)
+                found[row] = Logprobs(float(host["logprobs"][at]), list(pairs))
+        return found
 
 
 class Runner:
-    """Runs plans on one rank; decides nothing. `state_hash` is the fold over the finished steps."""
+    """Runs plans on one rank; decides nothing. `state_hash` is the fold over the finished steps.
+
+    inboxes  of the group, for decode rows; None: sums over ranks are collectives
+    """
 
     def __init__(
-        self,
-        model: Model,
-        cache: KVCache,
-        parallel: Parallel,
-        attention: AttentionBackend,
-        config: EngineConfig,
-        geometry: Geometry,
+        self, model: Gemma4, cache: KVCache, config: EngineConfig, geometry: Geometry, inboxes: Inboxes | None = None
     ) -> None:
-        device = next(iter(cache)).table.device
+        self._device = next(iter(cache)).table.device
+        on_gpu = self._device.type == "cuda"
+        self._buckets = buckets(config.max_seqs) if on_gpu else tuple(range(1, config.max_seqs + 1))
         self.state_hash = 0
-        self.slots = SlotState(config.max_seqs, config.max_len, cache, device)
-        self._device = device
-        self._model = model
-        self._cache = cache
-        self._attention = attention
-        self._sampler = Sampler(parallel, geometry.softcap, config.suppress, device)
+        self.slots = SlotState(config.max_seqs, config.max_len, cache, self._device)
+        self._step = StepBuffers(self.slots, model.frequencies, config.prefill_budget, self._buckets)
+        self._model, self._cache, self._inboxes = model, cache, inboxes
+        self._attention = attention_backend(config.attention, geometry, cache, config.tp, self._buckets, self._device)
+        self._sampler = Sampler(model.parallel, geometry.softcap, config.suppress, self._device)
         self._debug = config.debug_hash
         self._plans: deque[tuple[int, bytes]] = deque()
+        self._host = [
+            torch.zeros((self._buckets[-1] + config.prefill_budget, 2), dtype=torch.int32, pin_memory=on_gpu)
+            for _ in range(DEPTH + 1)
+        ]
+        self.capturable = on_gpu and config.graphs and geometry.moe is None  # experts' reference asks the host
+        self._graphs: DecodeGraphs[tuple[ForwardBatch, Tensor], Sampled] | None = None
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan, data: bytes) -> Launched:
-        """Start the step `plan`, whose bytes are `data`. At most two may be launched and not finished."""
+    def capture(self) -> None:
+        """Records the decode step of every bucket; on a GPU, once, before the first plan. Every rank must call it."""
+        self._graphs = DecodeGraphs(
+            lambda rows: self._forward(rows, self._step.plan), lambda _, step: self._maxima(*step), self._buckets, self._device
+        )
+
+    @torch.inference_mode()
+    def launch(self, data: bytes) -> Launched:
+        """Start the step whose plan is `data`. At most two may be launched and not finished."""
+        plan = read_plan(data)
         self._plans.append((plan.step, data))
-        self.slots.apply(plan)
+        self.slots.admit(plan.admissions)
+        for group, page in plan.zeros.tolist():
+            self._cache.groups[group].pool[:, page] = 0
+        uploaded = self._step.upload(plan)
+        rows = self.slots.results(plan.result_slots)
+        run = self._decode if len(plan.decodes) and not len(plan.chunks) else self._mixed
+        sampled, hidden = run(plan, uploaded, rows)
         if self._debug:
             self.slots.check()
-        if not plan.tokens:
-            return Launched(plan, None, (), CopyOut({}, self._device), self._fold)
-        hidden = self._model.forward(self.slots.batch(plan), self._cache, self._attention)
-        if not plan.result_slots:
-            return Launched(plan, None, (), CopyOut({}, self._device), self._fold)
-        rows = self.slots.rows(plan)
-        sampled = self._sampler.sample(self._model.logits(hidden), rows.sampling)
-        self.slots.store(rows, sampled.tokens)
-        logprob_rows = sampled.logprobs.rows if sampled.logprobs else ()
-        return Launched(plan, rows, logprob_rows, CopyOut(self._outputs(sampled, hidden), self._device), self._fold)
+        if sampled is None:
+            return Launched(plan.step, None, (), CopyOut({}, self._device), self._move_hash)
+        copy = CopyOut(self._outputs(sampled, hidden, len(rows.slots)), self._device)
+        return Launched(plan.step, rows, tuple(sampled.logprobs.rows) if sampled.logprobs else (), copy, self._move_hash)
 
-    def _outputs(self, sampled: Sampled, hidden: Tensor) -> dict[str, Tensor]:
-        outputs = {"tokens": sampled.tokens, "nan": sampled.nan}
+    def _decode(self, plan: PlanView, uploaded: Tensor, rows: ResultRows) -> tuple[Sampled, Tensor]:
+        """A step of decode rows, padded to a bucket: what it samples, and its final hidden rows."""
+        count = len(plan.decodes)
+        bucket = self._step.bucket(count)
+        graphs = self._graphs if uploaded is self._step.plan else None
+        batch, hidden = graphs.forward(bucket) if graphs else self._forward(bucket, uploaded)
+        if rows.maxima and usable(hidden):
+            return graphs.sample(bucket) if graphs else self._maxima(batch, hidden), hidden
+        return self._whole(rows, batch.slots[:count], batch.positions[:count], hidden[:count]), hidden
+
+    def _mixed(self, plan: PlanView, uploaded: Tensor, rows: ResultRows) -> tuple[Sampled | None, Tensor]:
+        """A step with chunks, or with no rows at all."""
+        self._step.apply(uploaded)
+        if not len(plan.chunks):
+            return None, self._step.ids[:0]
+        batch = self._step.mixed(plan, uploaded)
+        hidden = self._model.forward(batch, self._cache, self._attention)
+        if not len(rows.slots):
+            return None, hidden
+        slots, positions = batch.slots[batch.logit_rows], batch.positions[batch.logit_rows]
+        if rows.maxima and usable(hidden):
+            return self._maxima(replace(batch, slots=slots, positions=positions), hidden), hidden
+        return self._whole(rows, slots, positions, hidden), hidden
+
+    def _forward(self, bucket: int, plan: Tensor) -> tuple[ForwardBatch, Tensor]:
+        """Inputs and final hidden rows of the plan's decodes, padded to `bucket`. Nothing that the host decides: capturable."""
+        self._step.apply(plan)
+        batch = self._step.decodes(plan, bucket)
+        peers = self._inboxes.joints if self._inboxes else None
+        return batch, self._model.forward(batch, self._cache, self._attention, peers)
+
+    def _maxima(self, batch: ForwardBatch, hidden: Tensor) -> Sampled:
+        """Tokens that are maxima, for rows that are all greedy or plain. Capturable."""
+        choices = self._inboxes.choices if self._inboxes else None
+        logits = self._model.logits(hidden)
+        slots = self.slots
+        return Sampled(self._sampler.maxima(logits, batch.slots, batch.positions, slots.parameters, slots.tokens, choices))
+
+    def _whole(self, rows: ResultRows, slots: Tensor, positions: Tensor, hidden: Tensor) -> Sampled:
+        """Tokens, and logprobs, of rows of any kind."""
+        sampled = self._sampler.sample(self._model.logits(hidden), self.slots.sampling(rows, slots, positions))
+        self.slots.store(slots, positions, sampled.tokens)
+        flags = torch.where(sampled.nan, ROW_HAS_NAN, 0)
+        return Sampled(torch.stack([sampled.tokens, flags], dim=1).int(), sampled.logprobs)
+
+    def _outputs(self, sampled: Sampled, hidden: Tensor, count: int) -> dict[str, tuple[Tensor, Tensor | None]]:
+        """What goes to the host, and where."""
+        self._host.append(self._host.pop(0))
+        outputs: dict[str, tuple[Tensor, Tensor | None]] = {"chosen": (sampled.chosen[:count], self._host[-1][:count])}
         if sampled.logprobs is not None:
             top = sampled.logprobs
-            outputs |= {"chosen": top.chosen, "ids": top.ids, "values": top.values}
+            outputs |= {"logprobs": (top.chosen, None), "ids": (top.ids, None), "values": (top.values, None)}
         if self._debug:
-            outputs["hidden"] = hidden.contiguous()
+            outputs["hidden"] = (hidden[:count].contiguous().view(torch.uint8), None)
         return outputs
 
-    def _fold(self, step: int, host: dict[str, Tensor]) -> None:
+    def _move_hash(self, step: int, host: dict[str, np.ndarray]) -> None:
         """Chain one finished step into the state hash."""
         expected, data = self._plans.popleft()
         assert step == expected, f"step {step} finished before step {expected}"
         state = zlib.crc32(data, self.state_hash)
-        for name in ("tokens", "nan", "hidden"):
+        for name in ("chosen", "hidden"):
             if name in host:
-                state = zlib.crc32(host[name].view(torch.uint8).numpy().tobytes(), state)
+                state = zlib.crc32(host[name].tobytes(), state)
         self.state_hash = state

@@ -1,8 +1,10 @@
 """Logits to tokens over a vocabulary that is cut across ranks: every rank ends with the same tokens, and none is sent.
 
-    greedy rows        each rank's best (value, id) and NaN flag are gathered: 12 bytes a row and rank; lowest id wins ties
-    all other rows     the whole logits are gathered: 4 x vocabulary bytes a row, 105 MB for 100 rows of 262 144: the reference path
-    rows with logprobs likewise
+    maxima   greedy and plain rows on a GPU: each rank's best is exchanged in one small launch (`kernels.choose`)
+    sample   rows of all kinds:
+        greedy rows        each rank's best (value, id) and NaN flag are gathered: 12 bytes a row and rank; lowest id wins ties
+        all other rows     the whole logits are gathered: 4 x vocabulary bytes a row, 105 MB for 100 rows of 262 144
+        rows with logprobs likewise
 
 The order of work is in `kernels.sample`; log-probabilities are of the capped logits, before anything is masked. A row with a NaN
 anywhere samples nothing: its token is 0 and its flag is set, on every rank.
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.rank.parallel import Parallel
+from kernels.choose import Ballot, SlotParameters, choose_best, local_best, parts_of
 from kernels.sample import cap, choose, choose_filtered, mask, top_logprobs
 
 
@@ -68,6 +71,30 @@ class Sampler:
         self._parallel = parallel
         self._softcap = softcap
         self._suppress = torch.tensor(list(suppress), dtype=torch.int64, device=device)
+        self._suppressed = self._suppress.int()
+        self._processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+    def maxima(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        parameters: SlotParameters,
+        tokens: Tensor,
+        ballot: Ballot | None,
+    ) -> Tensor:
+        """logits fp32 [R, vocab / size] of rows that are greedy or plain -> int32 [R, 2]: token, flags (`kernels.choose`).
+
+        slots and positions int32 [R], of each row's input; the token is written behind it into tokens [slots, max_len + 1].
+        Overwrites logits of forbidden ids. Rows at position -1 are padding. Capturable.
+        """
+        rows, share = logits.shape
+        parts = parts_of(share, rows, self._processors)
+        first = self._parallel.rank * share
+        best = local_best(logits, slots, positions, parameters, self._suppressed, self._softcap, first, parts)
+        chosen = torch.empty((rows, 2), dtype=torch.int32, device=logits.device)
+        choose_best(best, slots, positions, tokens, chosen, ballot)
+        return chosen
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Sampled:
         """logits fp32 [R, vocab / size], before the soft cap."""

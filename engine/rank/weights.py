@@ -25,8 +25,8 @@ from torch import Tensor
 
 from engine.errors import CheckpointError
 from engine.geometry import Geometry, Layer, kv_groups, shard_kv_heads
-from engine.rank.attention.reference import ReferenceAttention
-from engine.rank.batch import Chunk, ForwardBatch
+from engine.rank.attention import attention_backend
+from engine.rank.batch import Chunk, eager_batch
 from engine.rank.kv import GroupCache, KVCache
 from engine.rank.models.gemma4 import Gemma4
 
@@ -435,11 +435,13 @@ def residual_rms(model: Gemma4) -> float:
     geometry, size, device = model.geometry, 16, model.device
     ids = (torch.arange(size, device=device) * 7 + 2) % geometry.vocab
     positions = torch.arange(size, device=device)
-    batch = ForwardBatch(ids, positions, torch.zeros_like(ids), positions, (Chunk(0, 0, size, 0),), ())
-    caches = [GroupCache(group, 2, 1, size, model.dtype, device) for group in kv_groups(geometry, model.parallel.size)]
-    for cache in caches:
-        cache.table[0, 0] = 1
-    rms = model.residual(batch, KVCache(caches), ReferenceAttention()).float().pow(2).mean().sqrt().item()
+    groups = [GroupCache(group, 2, 1, size, model.dtype, device) for group in kv_groups(geometry, model.parallel.size)]
+    for group in groups:
+        group.table[0, 0] = 1
+    cache = KVCache(groups)
+    batch = eager_batch(cache, model.frequencies, ids, torch.zeros_like(ids), positions, (Chunk(0, 0, size, 0),))
+    attention = attention_backend(None, geometry, cache, model.parallel.size, (1,), device)
+    rms = model.states(batch, cache, attention)[0].float().pow(2).mean().sqrt().item()
     if not rms >= ALIVE:
         raise CheckpointError(f"the residual's rms behind the last layer is {rms:.2e}, not at least {ALIVE}: dead weights")
     return rms

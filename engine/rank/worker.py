@@ -1,8 +1,8 @@
 """A rank's process: plans in, results out. `python -m engine.rank.worker '<BootArgs>'`.
 
     boot   Configure -> geometry, group, model, weights -> Loaded -> Allocate -> KV cache, self-check -> Ready
-    loop   a step that is done is published; a plan that is there is launched; with two launched, or no plan there, the oldest
-           is waited for
+    loop   a step that is done is published; a plan that is there is launched; only with two launched the oldest is waited for:
+           with one, its end and the next plan are polled together, or the device would stand idle after every second step
 
 Rank 0 writes the results to its ring. A stop plan ends the process, as does the end of the lifeline; any exception ends it too, and
 by that the group: the replica is told why.
@@ -20,13 +20,13 @@ from engine.config import EngineConfig
 from engine.geometry import Geometry, kv_groups, read_geometry
 from engine.lifeline import BootArgs, Lifeline, Loaded, Ready, run
 from engine.memory import cpu_budget, gpu_budget
-from engine.plan import DEPTH, Phase, StepResult, decode_plan, encode_result
+from engine.plan import DEPTH, Phase, read_header
 from engine.rank import weights
-from engine.rank.attention import attention_backend
 from engine.rank.kv import GroupCache, KVCache
 from engine.rank.models.gemma4 import Gemma4
-from engine.rank.parallel import Parallel, connect, self_check
+from engine.rank.parallel import Inboxes, Parallel, connect, self_check
 from engine.rank.runner import Launched, Runner
+from engine.rank.step import buckets
 from kernels.allreduce import MappedCollectives
 
 IDLE_S = 200e-6
@@ -41,6 +41,7 @@ class Rank:
     device: torch.device
     parallel: Parallel
     model: Gemma4
+    inboxes: Inboxes | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -67,18 +68,20 @@ def load(config: EngineConfig, args: BootArgs) -> Rank:
         weights.dummy(model, geometry)
     else:
         weights.load(model, Path(config.model), geometry, args.index, args.tp, progress=args.index == 0)
-    return Rank(config, geometry, device, parallel, model)
+    width = geometry.hidden * (2 if geometry.moe else 1)
+    inboxes = parallel.inboxes(buckets(config.max_seqs)[-1], width, torch_dtype(config))
+    return Rank(config, geometry, device, parallel, model, inboxes)
 
 
 def build(rank: Rank, pages: tuple[int, ...]) -> Runner:
     """The runner of a loaded rank, with a KV cache of `pages` pages a group."""
     config = rank.config
+    slots = config.max_seqs + 1  # one is the padding's
     caches = [
-        GroupCache(group, count, config.max_seqs, config.max_len, rank.dtype, rank.device)
+        GroupCache(group, count, slots, config.max_len, rank.dtype, rank.device)
         for group, count in zip(kv_groups(rank.geometry, config.tp, config.page), pages, strict=True)
     ]
-    attention = attention_backend(config.attention or "reference")
-    return Runner(rank.model, KVCache(caches), rank.parallel, attention, config, rank.geometry)
+    return Runner(rank.model, KVCache(caches), config, rank.geometry, rank.inboxes)
 
 
 def kv_bytes(rank: Rank) -> int:
@@ -102,6 +105,8 @@ def boot(lifeline: Lifeline) -> Runner:
     lifeline.send(Loaded(kv_bytes=kv_bytes(rank), weight_bytes=weight_bytes, residual_rms=rms, seconds=seconds))
     runner = build(rank, lifeline.allocate())
     self_check(rank.parallel, rank.device, rank.dtype)
+    if runner.capturable:
+        runner.capture()
     if isinstance(rank.parallel, MappedCollectives):
         rank.parallel.timeout_s = config.step_timeout_s  # from here on everybody is up
     lifeline.phase(Phase.ready, weight_bytes)
@@ -119,49 +124,52 @@ class Worker:
         self._plans = RingReader(map_shared(args.plan), args.tp, args.index)
         self._results = RingWriter(map_shared(args.result), 1) if args.index == 0 else None
         self._waiter = Waiter(args.spin, idle_s=IDLE_S)
-        self._launched: deque[tuple[Launched, int]] = deque()
+        self._launched: deque[tuple[int, Launched, int]] = deque()
         self._last = 0
         self._step_us = 0
 
     def run(self) -> None:
         """Until a stop plan comes; the steps before it are finished."""
         running = True
-        while running:
-            while self._launched and self._launched[0][0].done:
-                self._finish()
-            record = self._plans.poll() if len(self._launched) < DEPTH else None
+        while running or self._launched:
+            finished = self._finish_done()
+            record = self._plans.poll() if running and len(self._launched) < DEPTH else None
             if record is not None:
                 self._waiter.reset()
                 running = self._launch(*record)
-            elif self._launched:
+            elif len(self._launched) == DEPTH or (self._launched and not running):
                 self._finish()
-            else:
+            elif not finished:
                 self._waiter.wait()
-        while self._launched:
+
+    def _finish_done(self) -> bool:
+        """Finish the launched steps that are done; whether there were any."""
+        before = len(self._launched)
+        while self._launched and self._launched[0][1].done:
             self._finish()
+        return len(self._launched) < before
 
     def _launch(self, step: int, data: bytes) -> bool:
         """Start a step; False for a stop plan."""
-        plan = decode_plan(data)
-        assert plan.step == step, f"record {step} holds plan {plan.step}"
-        if plan.stop:
+        header = read_header(data)
+        assert header.step == step, f"record {step} holds plan {header.step}"
+        if header.stop:
             return False
         started = time.monotonic_ns()
         self._last = step
         self._progress(step - 1 - len(self._launched))  # before: on the CPU the launch is the step, and a hang shows as no progress
-        self._launched.append((self._runner.launch(plan, data), started))
+        self._launched.append((step, self._runner.launch(data), started))
         return True
 
     def _finish(self) -> None:
-        launched, started = self._launched.popleft()
-        result = launched.finish()
-        self._publish(result)
-        self._step_us = (time.monotonic_ns() - started) // 1000
-        self._progress(result.step)
-
-    def _publish(self, result: StepResult) -> None:
+        """Publish the oldest step's result, then do what nobody waits for."""
+        step, launched, started = self._launched.popleft()
+        result = launched.result()
         if self._results is not None:
-            self._results.write(result.step, encode_result(result))
+            self._results.write(step, result)
+        launched.fold()
+        self._step_us = (time.monotonic_ns() - started) // 1000
+        self._progress(step)
 
     def _progress(self, finished: int) -> None:
         args, now = self._lifeline.args, time.monotonic_ns()

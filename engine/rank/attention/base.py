@@ -1,5 +1,6 @@
 """What a model asks of attention."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -9,9 +10,34 @@ from engine.rank.batch import ForwardBatch
 from engine.rank.kv import GroupCache
 
 
-class AttentionBackend(Protocol):
-    """Attends over pages. The batch's own K and V are written before it is called."""
+@dataclass(frozen=True)
+class AttentionPlan:
+    """What a backend prepares of a step's chunks, once for all layers. tiles: int32 [n, 4] of each KV group, by index
+    (`kernels.prefill.extend_tiles`)."""
 
-    def attend(self, q: Tensor, layer: Layer, batch: ForwardBatch, cache: GroupCache) -> Tensor:
-        """q [T, heads, head_dim], normed and roped -> [T, heads, head_dim]; keys and values are those of `layer.kv_source`."""
+    tiles: tuple[Tensor, ...] = ()
+
+
+class AttentionBackend(Protocol):
+    """Everything between the QKV product and the output product."""
+
+    def prepare(self, batch: ForwardBatch) -> AttentionPlan:
+        """Once a step, before `attend`. For a batch of decode rows alone it makes nothing, so that a graph can hold the step."""
+        ...
+
+    def attend(
+        self,
+        qkv: Tensor,
+        layer: Layer,
+        norms: tuple[Tensor, Tensor | None],
+        batch: ForwardBatch,
+        plan: AttentionPlan,
+        group: GroupCache,
+        out: Tensor,
+    ) -> None:
+        """qkv [T, (heads + sides * kv_heads) * head_dim], the raw product: q, then k and v as far as the layer has its own.
+
+        norms: of q and, where the layer owns K and V, of k. Writes K and V of every row into the pages of `group`, which holds
+        those of `layer.kv_source`, and out [T, heads * head_dim].
+        """
         ...

@@ -7,8 +7,9 @@
                     h = h * scalar
     logits = norm(h) E^T
 
-Every row-parallel sum is complete before the norm that follows it. Layers that read another layer's K and V store nothing: behind
-the last layer that does store, only the rows whose logits are wanted go on.
+A block speaks (h, x): the residual stream, and its normed form that the next product reads. A joint ends a block's half: the sum
+over ranks, the norm behind it, the residual, and the norm before what follows, also where that is the next block's. Layers that
+read another layer's K and V store nothing: behind the last layer that does store, only the rows whose logits are wanted go on.
 """
 
 import math
@@ -18,77 +19,64 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import CheckpointError
-from engine.geometry import Geometry, Layer, Rope, check_tp, shard_kv_heads
-from engine.rank.attention.base import AttentionBackend
-from engine.rank.batch import ForwardBatch
+from engine.geometry import Geometry, Layer, check_tp, shard_kv_heads
+from engine.rank.attention.base import AttentionBackend, AttentionPlan
+from engine.rank.batch import ForwardBatch, RopeKey
 from engine.rank.kv import KVCache
-from engine.rank.models.layers import Experts, Linear, Mlp, Router, RowLinear, VocabTable, empty, reduce_together
+from engine.rank.models.layers import Experts, Joint, Linear, Mlp, Router, VocabTable, empty, reduce_together
 from engine.rank.parallel import Parallel
 from kernels.activation import gelu_mul
-from kernels.norm import norm_add, rms_norm
-from kernels.qkv import inverse_frequencies, norm_rope, rotary
-
-_RopeKey = tuple[Rope, int]
+from kernels.joint import Peers
+from kernels.norm import rms_norm
+from kernels.qkv import inverse_frequencies
 
 
 @dataclass(frozen=True)
 class _Step:
-    """What the layers of one forward share: the batch, its rotary tables [T, pairs], its per-layer embeddings [T, layers, ple]."""
+    """What the layers of one forward share: batch, cache, what attention has prepared, joints, per-layer embeddings
+    [T, layers, ple] or None."""
 
     batch: ForwardBatch
-    rope: dict[_RopeKey, tuple[Tensor, Tensor]]
+    cache: KVCache
+    attention: AttentionBackend
+    plan: AttentionPlan
+    joint: Joint
     ple: Tensor | None
 
     def logit_rows(self) -> "_Step":
-        """The same step with only the rows whose logits are wanted, each a row of its own."""
+        """The same step with only the rows whose logits are wanted, as decode rows."""
         rows = self.batch.logit_rows
-        rope = {key: (cos[rows], sin[rows]) for key, (cos, sin) in self.rope.items()}
-        return _Step(_logit_batch(self.batch), rope, None if self.ple is None else self.ple[rows])
-
-
-def _logit_batch(batch: ForwardBatch) -> ForwardBatch:
-    """Rows of `batch.logit_rows` as decode rows. Every decode row wants logits; the other rows come from chunks, and the host
-    knows no more of their positions than that they lie before the longest chunk's end."""
-    rows, decodes = batch.logit_rows, len(batch.decode_bounds)
-    prefills = rows.shape[0] - decodes
-    assert prefills >= 0, f"{decodes} decode rows, but {rows.shape[0]} logit rows"
-    bound = max((chunk.end for chunk in batch.chunks), default=0)
-    return replace(
-        batch,
-        ids=batch.ids[rows],
-        positions=batch.positions[rows],
-        slots=batch.slots[rows],
-        logit_rows=torch.arange(rows.shape[0], device=rows.device),
-        chunks=(),
-        decode_bounds=(bound,) * prefills + batch.decode_bounds,
-    )
+        assert rows is not None
+        slots, positions = self.batch.slots[rows], self.batch.positions[rows]
+        pages = []
+        for group in self.cache:
+            pages.append(torch.zeros((len(rows), group.read_width), dtype=torch.int32, device=rows.device))
+            group.gather(slots, positions, pages[-1])
+        rope = {key: table[rows] for key, table in self.batch.rope.items()}
+        batch = ForwardBatch(self.batch.ids[rows], positions, slots, rope, tuple(pages))
+        ple = None if self.ple is None else self.ple[rows]
+        return replace(self, batch=batch, plan=self.attention.prepare(batch), ple=ple)
 
 
 class Attention(nn.Module):
-    """q, k and v in one product: no v where it is k's raw product, q alone where K and V are another layer's."""
+    """q, k and v in one product: no v where it is k's raw product, q alone where K and V are another layer's. Yields o's part."""
 
     def __init__(self, geometry: Geometry, layer: Layer, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.layer, self._eps = layer, geometry.eps
+        self.layer = layer
         heads = geometry.heads // parallel.size
         kv_heads = len(shard_kv_heads(geometry.heads, layer.kv_heads, parallel.size, parallel.rank))
         sides = (2 - layer.k_eq_v) if layer.owns_kv else 0
-        self._heads = (heads, *(kv_heads,) * sides)
-        self.qkv = Linear(geometry.hidden, sum(self._heads) * layer.head_dim, dtype, device)
-        self.o = RowLinear(heads * layer.head_dim, geometry.hidden, parallel, dtype, device)
+        self.qkv = Linear(geometry.hidden, (heads + sides * kv_heads) * layer.head_dim, dtype, device)
+        self.o = Linear(heads * layer.head_dim, geometry.hidden, dtype, device)
         self.q_norm = empty(layer.head_dim, dtype=dtype, device=device)
-        if layer.owns_kv:
-            self.k_norm = empty(layer.head_dim, dtype=dtype, device=device)
+        self.k_norm = empty(layer.head_dim, dtype=dtype, device=device) if layer.owns_kv else None
 
-    def forward(self, x: Tensor, step: _Step, cache: KVCache, attention: AttentionBackend) -> Tensor:
-        layer, group = self.layer, cache.of(self.layer)
-        cos, sin = step.rope[layer.rope, layer.head_dim]
-        q, *kv = self.qkv(x).view(x.shape[0], -1, layer.head_dim).split(self._heads, dim=1)
-        if kv:
-            k = norm_rope(kv[0], self.k_norm, cos, sin, self._eps)
-            group.write(layer.index, step.batch, k, rms_norm(kv[-1], None, self._eps))
-        q = norm_rope(q, self.q_norm, cos, sin, self._eps)
-        return self.o(attention.attend(q, layer, step.batch, group).flatten(1))
+    def forward(self, x: Tensor, step: _Step) -> Tensor:
+        group = step.cache.of(self.layer)
+        out = x.new_empty(x.shape[0], self.o.weight.shape[1])
+        step.attention.attend(self.qkv(x), self.layer, (self.q_norm, self.k_norm), step.batch, step.plan, group, out)
+        return self.o(out)
 
 
 class Block(nn.Module):
@@ -113,26 +101,26 @@ class Block(nn.Module):
         self.norms = nn.ParameterDict({name: empty(hidden, dtype=dtype, device=device) for name in norms})
         self.scalar = empty(1, dtype=dtype, device=device)
 
-    def forward(self, h: Tensor, step: _Step, cache: KVCache, attention: AttentionBackend) -> Tensor:
-        a = self.attention(self._norm("pre_attention", h), step, cache, attention)
-        h = norm_add(h, a, self.norms["post_attention"], self._eps)
-        y = self._dense_and_experts(h) if self._moe else self.mlp(self._norm("pre_mlp", h))
+    def forward(self, h: Tensor, x: Tensor, following: Tensor, step: _Step) -> tuple[Tensor, Tensor]:
+        """h [T, hidden] and its normed form x -> the same behind this layer, normed by `following`."""
+        norms = self.norms
+        h, x = step.joint(self.attention(x, step), h, norms["post_attention"], norms["pre_mlp"])
+        after = None if self._ple else following
+        scalar = None if self._ple else self.scalar
+        if self._moe:
+            each = (norms["post_dense"], norms["post_experts"])
+            h, x = step.joint(self._dense_and_experts(h, x), h, norms["post_mlp"], after, scalar, each=each)
+        else:
+            h, x = step.joint(self.mlp(x), h, norms["post_mlp"], after, scalar)
         if step.ple is None:
-            return norm_add(h, y, self.norms["post_mlp"], self._eps, self.scalar)
-        h = norm_add(h, y, self.norms["post_mlp"], self._eps)
+            return h, x
         p = self.ple_out(gelu_mul(self.ple_gate(h), step.ple[:, self._index]))
-        return norm_add(h, p, self.norms["post_ple"], self._eps, self.scalar)
+        return step.joint.whole(p, h, norms["post_ple"], following, self.scalar)
 
-    def _dense_and_experts(self, h: Tensor) -> Tensor:
-        """Both branches are whole, and normed apart, before they are added."""
+    def _dense_and_experts(self, h: Tensor, x: Tensor) -> Tensor:
+        """Both branches' parts, side by side: they are whole, and normed apart, before they are added."""
         weights, chosen = self.router(h)
-        dense = self.mlp.partial(self._norm("pre_mlp", h))
-        sparse = self.experts.partial(self._norm("pre_experts", h), weights, chosen)
-        dense, sparse = reduce_together(self._parallel, dense, sparse)
-        return self._norm("post_dense", dense) + self._norm("post_experts", sparse)
-
-    def _norm(self, name: str, x: Tensor) -> Tensor:
-        return rms_norm(x, self.norms[name], self._eps)
+        return torch.cat([self.mlp(x), self.experts(rms_norm(h, self.norms["pre_experts"], self._eps), weights, chosen)], dim=-1)
 
 
 class Embedding(nn.Module):
@@ -145,7 +133,7 @@ class Embedding(nn.Module):
         super().__init__()
         self._geometry, self._parallel = geometry, parallel
         self.tokens = VocabTable(geometry.vocab, geometry.hidden, parallel, dtype, device)
-        self._placeholders = torch.tensor(geometry.placeholders, dtype=torch.int64, device=device)
+        self._placeholders = torch.tensor(geometry.placeholders, dtype=torch.int32, device=device)
         self._scale = torch.tensor(geometry.embedding_scale, dtype=dtype).item()
         self._ple_scale = torch.tensor(math.sqrt(geometry.ple), dtype=dtype).item()
         if geometry.ple:
@@ -154,14 +142,14 @@ class Embedding(nn.Module):
             self.ple_projection = Linear(geometry.hidden, width, dtype, device)
             self.ple_norm = empty(geometry.ple, dtype=dtype, device=device)
 
-    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """ids int64 [T] -> (h [T, hidden], per-layer embeddings [T, layers, ple] or None)."""
+    def forward(self, ids: Tensor, following: Tensor, joint: Joint) -> tuple[Tensor, Tensor, Tensor | None]:
+        """ids int32 [T] -> (h [T, hidden], h normed by `following`, per-layer embeddings [T, layers, ple] or None)."""
         ids = torch.where(torch.isin(ids, self._placeholders), self._geometry.pad, ids)
         if not self._geometry.ple:
-            return self._parallel.all_reduce(self.tokens.partial(ids)) * self._scale, None
-        rows, ple = reduce_together(self._parallel, self.tokens.partial(ids), self.ple_tokens.partial(ids))
-        h = rows * self._scale
-        return h, self._per_layer(h, ple * self._ple_scale)
+            return *joint(self.tokens(ids), None, None, following, scale=self._scale), None
+        rows, ple = reduce_together(self._parallel, self.tokens(ids), self.ple_tokens(ids))
+        h, x = joint.whole(rows.contiguous(), None, None, following, scale=self._scale)
+        return h, x, self._per_layer(h, ple * self._ple_scale)
 
     def _per_layer(self, h: Tensor, tokens: Tensor) -> Tensor:
         geometry = self._geometry
@@ -181,30 +169,39 @@ class Gemma4(nn.Module):
         self.blocks = nn.ModuleList(Block(geometry, layer, parallel, dtype, device) for layer in geometry.layers)
         self.norm = empty(geometry.hidden, dtype=dtype, device=device)
         self._sharing = max(layer.kv_source for layer in geometry.layers) + 1
-        self._frequencies = {(layer.rope, layer.head_dim): _frequencies(layer).to(device) for layer in geometry.layers}
+        self.frequencies: dict[RopeKey, Tensor] = {
+            (layer.rope, layer.head_dim): _frequencies(layer).to(device) for layer in geometry.layers
+        }
 
-    def forward(self, batch: ForwardBatch, cache: KVCache, attention: AttentionBackend) -> Tensor:
-        """[R, hidden]: the final-normed rows of `batch.logit_rows`. Writes the batch's K and V into `cache`."""
-        return rms_norm(self.residual(batch, cache, attention), self.norm, self.geometry.eps)
+    def forward(
+        self, batch: ForwardBatch, cache: KVCache, attention: AttentionBackend, peers: Peers | None = None
+    ) -> Tensor:
+        """[R, hidden]: the final-normed rows of `batch.logit_rows`. Writes the batch's K and V into `cache`.
+
+        peers: the ranks' inboxes, for a step of decode rows; None: sums over ranks are collectives.
+        """
+        return self.states(batch, cache, attention, peers)[1]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> fp32 [R, vocab / size]: this rank's slice, before the soft cap (`geometry.softcap`)."""
-        return self.embedding.tokens.head.wide(hidden)
+        return self.embedding.tokens.head.fp32(hidden)
 
-    def residual(self, batch: ForwardBatch, cache: KVCache, attention: AttentionBackend) -> Tensor:
-        """[R, hidden]: the residual stream behind the last layer, before the final norm."""
-        h, ple = self.embedding(batch.ids)
-        rope = {key: rotary(batch.positions, inverse) for key, inverse in self._frequencies.items()}
-        step = _Step(batch, rope, ple)
-        for block in self.blocks[: self._sharing]:
-            h = block(h, step, cache, attention)
-        if batch.logit_rows.shape[0] == batch.ids.shape[0]:
-            rest = step
-        else:
-            h, rest = h[batch.logit_rows], step.logit_rows()
-        for block in self.blocks[self._sharing :] if h.shape[0] else ():
-            h = block(h, rest, cache, attention)
-        return h
+    def states(
+        self, batch: ForwardBatch, cache: KVCache, attention: AttentionBackend, peers: Peers | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """[R, hidden] each: the residual stream behind the last layer, and its final-normed form."""
+        assert peers is None or not batch.chunks, "chunks are summed by collectives"
+        joint = Joint(self.parallel, peers, self.geometry.eps)
+        first = [block.norms["pre_attention"] for block in self.blocks]
+        h, x, ple = self.embedding(batch.ids, first[0], joint)
+        step = _Step(batch, cache, attention, attention.prepare(batch), joint, ple)
+        narrow = batch.logit_rows is not None and len(batch.logit_rows) < batch.rows
+        for index, (block, following) in enumerate(zip(self.blocks, [*first[1:], self.norm], strict=True)):
+            if narrow and index == self._sharing:
+                h, x, step, narrow = h[batch.logit_rows], x[batch.logit_rows], step.logit_rows(), False
+            if h.shape[0]:
+                h, x = block(h, x, following, step)
+        return (h[batch.logit_rows], x[batch.logit_rows]) if narrow else (h, x)
 
 
 def _frequencies(layer: Layer) -> Tensor:

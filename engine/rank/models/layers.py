@@ -1,22 +1,23 @@
 """The few tensor-parallel layers. Every weight product of a model goes through `Linear`, except the experts' own op.
 
 A column-parallel product is a `Linear` whose weight holds this rank's rows; what it yields stays local. A row-parallel one holds
-this rank's columns, and its `partial` sums are added over ranks before anything else may touch them: Gemma norms every such output.
-KV heads that do not divide are held by several ranks. Weights are made empty; `engine.rank.weights` fills them.
+this rank's columns and yields a part of the sum: parts are added over ranks before anything else may touch them, and Gemma norms
+every such sum, so that sum, norm, residual and next norm are one step: `Joint`. KV heads that do not divide are held by several
+ranks. Weights are made empty; `engine.rank.weights` fills them.
 """
 
 import math
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from engine.errors import CheckpointError
 from engine.geometry import Moe
 from engine.rank.parallel import Parallel
-from kernels.activation import geglu
 from kernels.embed import embed
 from kernels.experts import experts
+from kernels.joint import Norms, Peers, joint
+from kernels.linear import linear, linear_geglu
 from kernels.norm import rms_norm
 from kernels.route import route
 
@@ -34,30 +35,50 @@ class Linear(nn.Module):
         self.weight = empty(outputs, inputs, dtype=dtype, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight)
+        return linear(x, self.weight)
 
-    def wide(self, x: Tensor) -> Tensor:
+    def fp32(self, x: Tensor) -> Tensor:
         """x [T, n] -> fp32 [T, m], the product not rounded to x's dtype: bf16 logits would tie in one row of fourteen."""
-        if x.dtype == torch.float32:
-            return self(x)
-        if x.is_cuda:
-            return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
-        return functional.linear(x.float(), self.weight.float())
+        return linear(x, self.weight, dtype=torch.float32)
 
 
-class RowLinear(Linear):
-    """Row-parallel: this rank's columns of W, `inputs` of them, and the sum over ranks."""
+class Joint:
+    """Joins a layer's parts to the residual (`kernels.joint`): over inboxes where a step has them, else behind an all-reduce."""
 
-    def __init__(self, inputs: int, outputs: int, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(inputs, outputs, dtype, device)
-        self._parallel = parallel
+    def __init__(self, parallel: Parallel, peers: Peers | None, eps: float) -> None:
+        self._parallel, self._eps = parallel, eps
+        self._peers = peers.begin() if peers is not None else None
 
-    def partial(self, x: Tensor) -> Tensor:
-        """This rank's part of the sum."""
-        return super().forward(x)
+    def __call__(
+        self,
+        part: Tensor,
+        residual: Tensor | None,
+        post: Tensor | None,
+        following: Tensor | None,
+        scalar: Tensor | None = None,
+        *,
+        each: tuple[Tensor, Tensor] | None = None,
+        scale: float = 1.0,
+    ) -> tuple[Tensor, Tensor]:
+        """This rank's part [T, n], or [T, 2 n] with norms for `each` half -> (h, x); x is h where nothing is `following`."""
+        whole = part if self._peers is not None else self._parallel.all_reduce(part)
+        return self.whole(whole, residual, post, following, scalar, each=each, scale=scale, peers=self._peers)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self._parallel.all_reduce(self.partial(x))
+    def whole(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        post: Tensor | None,
+        following: Tensor | None,
+        scalar: Tensor | None = None,
+        *,
+        each: tuple[Tensor, Tensor] | None = None,
+        scale: float = 1.0,
+        peers: Peers | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The same of a sum that is whole on every rank."""
+        h, normed = joint(x, residual, Norms(post, following, each), self._eps, scalar, scale, peers)
+        return h, h if normed is None else normed
 
 
 class VocabTable(nn.Module):
@@ -75,25 +96,22 @@ class VocabTable(nn.Module):
     def weight(self) -> Tensor:
         return self.head.weight
 
-    def partial(self, ids: Tensor) -> Tensor:
-        """ids int64 [T] -> [T, width]: zero rows for ids of other ranks, to be added over ranks."""
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids int [T] -> [T, width]: zero rows for ids of other ranks, to be added over ranks."""
         return embed(ids, self.weight, self._first)
 
 
 class Mlp(nn.Module):
-    """down( gelu_tanh(gate x) * up x ), cut along its width; gate and up are one product."""
+    """down( gelu_tanh(gate x) * up x ), cut along its width; gate and up are one product. Yields this rank's part."""
 
     def __init__(self, hidden: int, width: int, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         share = width // parallel.size
         self.gate_up = Linear(hidden, 2 * share, dtype, device)
-        self.down = RowLinear(share, hidden, parallel, dtype, device)
-
-    def partial(self, x: Tensor) -> Tensor:
-        return self.down.partial(geglu(self.gate_up(x)))
+        self.down = Linear(share, hidden, dtype, device)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(geglu(self.gate_up(x)))
+        return self.down(linear_geglu(x, self.gate_up.weight))
 
 
 class Router(nn.Module):
@@ -121,7 +139,7 @@ class Experts(nn.Module):
         self.gate_up = empty(moe.experts, 2 * share, hidden, dtype=dtype, device=device)
         self.down = empty(moe.experts, hidden, share, dtype=dtype, device=device)
 
-    def partial(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """x [T, hidden], weights and chosen [T, top_k] -> this rank's part of [T, hidden]."""
         return experts(x, weights, chosen, self.gate_up, self.down)
 

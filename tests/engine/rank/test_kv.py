@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from engine.geometry import KVGroup, Layer, Rope
-from engine.rank.batch import ForwardBatch
 from engine.rank.kv import GroupCache, KVCache
 
 pytestmark = pytest.mark.cpu
@@ -26,20 +25,20 @@ def test_shapes(page: int, max_len: int, width: int) -> None:
     assert not cache.table.any()
 
 
-def test_write_lands_where_the_table_says() -> None:
-    """K and V of each token are found at its page and offset, in its layer, and nowhere else."""
-    cache = GroupCache(GROUP, 6, 2, 100, torch.float32, CPU)
-    cache.table[0, :3] = torch.tensor([4, 1, 3])
-    cache.table[1, :2] = torch.tensor([5, 2])
-    slots, positions = torch.tensor([0, 0, 1, 1]), torch.tensor([31, 64, 0, 33])
-    k, v = torch.randn(4, 2, 8), torch.randn(4, 2, 8)
-    empty = torch.empty(0, dtype=torch.int64)
-    cache.write(5, ForwardBatch(slots, positions, slots, empty, (), ()), k, v)
-    for row, (page, offset) in enumerate([(4, 31), (3, 0), (5, 0), (2, 1)]):
-        assert torch.equal(cache.layer(5)[page, 0, :, offset], k[row])
-        assert torch.equal(cache.layer(5)[page, 1, :, offset], v[row])
-    assert cache.pool.count_nonzero() == 2 * k.numel()
-    assert not cache.layer(2).any()
+@pytest.mark.parametrize(("window", "width"), [(None, 8), (64, 3), (65, 3), (66, 4)])
+def test_a_row_reads_its_own_pages(window: int | None, width: int) -> None:
+    """Gathered page ids are the slot's, from the window's first page to the row's own; what lies behind is left alone."""
+    group = KVGroup(0, "full" if window is None else "sliding", (0,), 1, 8, window)
+    cache = GroupCache(group, 100, 3, 256, torch.float32, CPU)
+    assert cache.read_width == width
+    cache.table.copy_(torch.arange(24).view(3, 8))
+    slots, positions = torch.tensor([2, 0, 1, 2], dtype=torch.int32), torch.tensor([200, 5, -1, 95], dtype=torch.int32)
+    out = torch.full((4, width), -7, dtype=torch.int32)
+    cache.gather(slots, positions, out)
+    for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
+        first = 0 if window is None else max(0, position - window + 1) // 32
+        read = [8 * slot + entry for entry in range(first, position // 32 + 1)] if position >= 0 else []
+        assert out[row].tolist() == read + [-7] * (width - len(read))
 
 
 def test_a_shared_layer_finds_its_producer() -> None:

@@ -4,17 +4,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import kernels.decode
+import kernels.qkv
 from deploy.models.nano.nano_shapes import SHAPES
 from engine.errors import CheckpointError, ConfigError
 from engine.geometry import Geometry, read_geometry
 from engine.rank.attention import attention_backend
-from engine.rank.kv import GroupCache, KVCache
+from engine.rank.kv import KVCache
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.parallel import Parallel, Single
 from engine.rank.weights import load
@@ -209,12 +210,13 @@ def test_a_window_off_by_one_is_seen(case: Callable[[str], Case], member: str, o
 def test_k_as_v_is_seen(case: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where V is K's raw product, storing the finished K in its place moves the logits by at least 1e-2."""
     it = case("31b")
-    write = GroupCache.write
+    write = kernels.qkv.store
 
-    def alias(self: GroupCache, layer: int, batch: Any, k: Tensor, v: Tensor) -> None:
-        write(self, layer, batch, k, k if self.group.window is None else v)
+    def alias(pool: Tensor, pages: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
+        write(pool, pages, offsets, k, k if k.shape[2] == it.geometry.layers[-1].head_dim else v)
 
-    monkeypatch.setattr(GroupCache, "write", alias)
+    monkeypatch.setattr(kernels.qkv, "store", alias)
+    monkeypatch.setattr(kernels.decode, "store", alias)
     error = it.error(it.run(Single(), it.steps(whole=True)))
     print(f"K as V: error {error:.2g}")
     assert FAULT <= error < torch.inf
@@ -237,7 +239,8 @@ def test_a_short_per_layer_table_is_refused(case: Callable[[str], Case]) -> None
         Gemma4(short, Single(), torch.float32, torch.device("cpu"))
 
 
-def test_an_unknown_backend_is_refused() -> None:
+def test_an_unknown_backend_is_refused(case: Callable[[str], Case]) -> None:
     """A backend that does not exist is a ConfigError that lists those that do."""
+    it = case("31b")
     with pytest.raises(ConfigError, match="'flash' is not one of reference"):
-        attention_backend("flash")
+        attention_backend("flash", it.geometry, it.caches(), 1, (1,), torch.device("cpu"))

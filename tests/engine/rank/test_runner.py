@@ -1,18 +1,19 @@
 """One plan in, one result out, on one rank: against the same model asked in another way, and against itself."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import msgspec
 import pytest
 import torch
 
 from engine.config import EngineConfig, engine_config
-from engine.plan import Admission, PageAppend, PrefillChunk, StepPlan, StepResult, encode_plan
+from engine.plan import Admission, PageAppend, PrefillChunk, StepPlan, StepResult, encode_plan, read_header
 from engine.protocol import SamplingParams
-from engine.rank.runner import Runner
+from engine.rank.runner import Launched, Runner
 from engine.rank.worker import Rank, build
 from tests.conftest import Nano
-from tests.support.engine.ranks import run, single
+from tests.support.engine.ranks import finish, run, single
 
 pytestmark = pytest.mark.cpu
 
@@ -37,7 +38,7 @@ def runner(rank: Rank) -> Runner:
 
 def with_config(rank: Rank, **changes: object) -> Runner:
     config: EngineConfig = msgspec.structs.replace(rank.config, **changes)
-    return build(Rank(config, rank.geometry, rank.device, rank.parallel, rank.model), PAGES)
+    return build(replace(rank, config=config), PAGES)
 
 
 def admit(slot: int, number: int, tokens: list[int], params: SamplingParams) -> tuple[Admission, list[PageAppend]]:
@@ -117,12 +118,12 @@ def overlapped(runner: Runner, plans: list[StepPlan]) -> list[StepResult]:
     """Two launched before the first is finished."""
     results, before = [], None
     for plan in plans:
-        launched = runner.launch(plan, encode_plan(plan))
+        launched = runner.launch(encode_plan(plan))
         if before is not None:
-            results.append(before.finish())
+            results.append(finish(before))
         before = launched
     assert before is not None
-    return [*results, before.finish()]
+    return [*results, finish(before)]
 
 
 def test_replay_and_overlap_end_on_the_same_hash(rank: Rank) -> None:
@@ -148,12 +149,12 @@ def test_hash_sees_plan_tokens_and_hidden_bits(rank: Rank, debug: bool) -> None:
         """One K or V value off by a little, where slot 2's first page lies."""
         launch = made.launch
 
-        def launched(plan: StepPlan, data: bytes) -> object:
-            if plan.step == 2:
+        def launched(data: bytes) -> Launched:
+            if read_header(data).step == 2:
                 next(iter(made.slots.cache)).pool[0, 11, 0, 0, 0, 0] += 1e-4
-            return launch(plan, data)
+            return launch(data)
 
-        made.launch = launched  # type: ignore[method-assign, assignment]
+        made.launch = launched  # type: ignore[method-assign]
 
     plain, tokens = hash_of(stream(5))
     seeded, _ = hash_of(stream(5, params=(GREEDY, msgspec.structs.replace(SAMPLED, seed=-78))))
@@ -166,9 +167,9 @@ def test_hash_sees_plan_tokens_and_hidden_bits(rank: Rank, debug: bool) -> None:
 def test_steps_finish_in_order(runner: Runner) -> None:
     """Finishing the second of two steps first is an error, not another hash."""
     plans = stream(2)
-    launched = [runner.launch(plan, encode_plan(plan)) for plan in plans]
+    launched = [runner.launch(encode_plan(plan)) for plan in plans]
     with pytest.raises(AssertionError, match="step 2 finished before step 1"):
-        launched[1].finish()
+        finish(launched[1])
 
 
 def test_a_plan_without_rows_has_an_empty_result(runner: Runner) -> None:

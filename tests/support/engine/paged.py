@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from engine.geometry import Geometry, KVGroup, kv_groups
-from engine.rank.attention.reference import ReferenceAttention
-from engine.rank.batch import Chunk, ForwardBatch
+from engine.rank.attention import attention_backend
+from engine.rank.batch import Chunk, ForwardBatch, eager_batch
 from engine.rank.kv import GroupCache, KVCache
 from engine.rank.models.gemma4 import Gemma4
 
@@ -113,6 +113,8 @@ def caches(geometry: Geometry, size: int, slots: int, max_len: int, pages: int, 
 def play(model: Gemma4, cache: KVCache, steps: Sequence[Step], ids: Sequence[Tensor], meddle: Meddle | None = None) -> Logits:
     """Run the steps on one rank. `meddle(step number, cache)` runs before each step: it plants faults."""
     found: Logits = {}
+    most = max(len(step.wanted) + len(step.decodes) for step in steps)
+    attention = attention_backend(None, model.geometry, cache, model.parallel.size, (max(1, most),), model.device)
     for number, step in enumerate(steps):
         for group, slot, entry, page in step.released:
             cache.groups[group].table[slot, entry] = 0
@@ -121,8 +123,8 @@ def play(model: Gemma4, cache: KVCache, steps: Sequence[Step], ids: Sequence[Ten
             cache.groups[group].table[slot, entry] = page
         if meddle is not None:
             meddle(number, cache)
-        batch = _batch(step, ids)
-        hidden = model(batch, cache, ReferenceAttention())
+        batch = _batch(step, ids, model, cache)
+        hidden = model(batch, cache, attention)
         assert hidden.shape[0] == len(step.wanted)
         logits = model.parallel.all_gather(model.logits(hidden)) if len(step.wanted) else hidden
         where = zip(batch.slots[batch.logit_rows].tolist(), batch.positions[batch.logit_rows].tolist(), strict=True)
@@ -130,16 +132,16 @@ def play(model: Gemma4, cache: KVCache, steps: Sequence[Step], ids: Sequence[Ten
     return found
 
 
-def _batch(step: Step, ids: Sequence[Tensor]) -> ForwardBatch:
+def _batch(step: Step, ids: Sequence[Tensor], model: Gemma4, cache: KVCache) -> ForwardBatch:
     rows = (*step.chunks, *step.decodes)
     places = [(slot, position) for slot, start, end in rows for position in range(start, end)]
     offsets = [sum(end - start for _, start, end in step.chunks[:index]) for index in range(len(step.chunks))]
-    return ForwardBatch(
-        ids=torch.stack([ids[slot][position] for slot, position in places]),
-        positions=torch.tensor([position for _, position in places]),
-        slots=torch.tensor([slot for slot, _ in places]),
-        logit_rows=torch.tensor(step.wanted, dtype=torch.int64),
-        chunks=tuple(Chunk(*row, offset) for row, offset in zip(step.chunks, offsets, strict=True)),
-        # the host knows an upper bound only
-        decode_bounds=tuple(end + 1 for _, _, end in step.decodes),
+    return eager_batch(
+        cache,
+        model.frequencies,
+        torch.stack([ids[slot][position] for slot, position in places]),
+        torch.tensor([slot for slot, _ in places]),
+        torch.tensor([position for _, position in places]),
+        tuple(Chunk(*row, offset) for row, offset in zip(step.chunks, offsets, strict=True)),
+        torch.tensor(step.wanted, dtype=torch.int64),
     )

@@ -20,8 +20,8 @@ from cluster.children import environment
 from engine.channel import RingReader, RingWriter, create_shared, map_shared, ring_bytes
 from engine.config import EngineConfig
 from engine.lifeline import Allocate, BootArgs, BootMessage, BootSocket, Configure, Failed, Loaded, Ready
-from engine.plan import RankStatus, StatusBlock, StepPlan, StepResult, decode_plan, decode_result, encode_plan
-from engine.rank.runner import Runner
+from engine.plan import RankStatus, StatusBlock, StepPlan, StepResult, decode_result, encode_plan
+from engine.rank.runner import Launched, Runner
 from engine.rank.worker import Rank, load
 from kernels.allreduce import shared_bytes
 
@@ -180,5 +180,11 @@ def single(config: EngineConfig) -> Rank:
 
 def run(runner: Runner, plan: StepPlan) -> StepResult:
     """One plan through its bytes, launched and finished."""
-    data = encode_plan(plan)
-    return runner.launch(decode_plan(data), data).finish()
+    return finish(runner.launch(encode_plan(plan)))
+
+
+def finish(launched: Launched) -> StepResult:
+    """The result of a launched step, which moves the runner's state hash."""
+    result = decode_result(launched.result())
+    launched.fold()
+    return result

@@ -9,11 +9,11 @@ from typing import Any
 from engine.config import EngineConfig, engine_config
 from engine.core.loop import scheduler_config
 from engine.core.scheduler import Scheduler
-from engine.plan import ResultRow, StepPlan, StepResult, decode_plan, encode_plan
+from engine.plan import ResultRow, StepPlan, StepResult, encode_plan
 from engine.protocol import GenerateRequest, SamplingParams
 from engine.rank.runner import Launched, Runner
 from engine.rank.worker import build
-from tests.support.engine.ranks import Ranks, single
+from tests.support.engine.ranks import Ranks, finish, single
 
 PAGES = (22, 6)  # full pages so few that sequences of the requests below must preempt
 REQUESTS = 12
@@ -81,10 +81,9 @@ def serve(runner: Runner, config: EngineConfig, waves: Iterable[list[GenerateReq
             for request in pending.popleft():
                 scheduler.add(0, request)
         while len(launched) < 2 and (plan := scheduler.schedule()) is not None:
-            data = encode_plan(plan)
             plans.append(plan)
-            launched.append(runner.launch(decode_plan(data), data))
-        results.append(launched.popleft().finish())
+            launched.append(runner.launch(encode_plan(plan)))
+        results.append(finish(launched.popleft()))
         scheduler.commit(results[-1])
     return plans, results
 

@@ -1,0 +1,139 @@
+"""A step's inputs at fixed addresses, made on the device from the plan's own bytes.
+
+    host    plan's header and fixed sections --one copy--> plan [n]        from pinned memory that belongs to a step in flight
+    device  plan --apply--> page tables, lengths --decode rows--> ids, positions, slots --gather--> each row's page ids, cos, sin
+
+A decode step's rows are padded to a bucket (`BUCKETS`); its kernels read nothing that the host decides, so they can be captured.
+Chunk rows lie before the decode rows in the same buffers; what they are is known to the host, and uploaded.
+"""
+
+import bisect
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.plan import COUNTS, DEPTH, HEADER_INTS, PlanView
+from engine.rank.batch import Chunk, ForwardBatch, RopeKey
+from engine.rank.slots import SlotState
+from kernels.slots import apply_plan, decode_inputs, rotary_table
+
+BUCKETS = (1, 2, 4, 8, *range(16, 65, 8), *range(80, 257, 16))
+
+
+def buckets(max_seqs: int) -> tuple[int, ...]:
+    """The row counts that decode steps of up to `max_seqs` rows are padded to, ascending; multiples of 64 above 256."""
+    known = [*BUCKETS, *range(320, max_seqs + 64, 64)]
+    return tuple(known[: bisect.bisect_left(known, max_seqs) + 1])
+
+
+class StepBuffers:
+    """Inputs of a rank's steps: of at most `prefill` chunk tokens, and decode rows up to the largest of `sizes`.
+
+    frequencies  fp32 [pairs] of each rotary embedding of the model
+    """
+
+    def __init__(self, slots: SlotState, frequencies: Mapping[RopeKey, Tensor], prefill: int, sizes: tuple[int, ...]) -> None:
+        device, self._most = slots.device, sizes[-1]
+        self._slots, self._frequencies, self._sizes = slots, frequencies, sizes
+        rows = prefill + self._most
+        self.ids, self.positions, self.slots = torch.zeros((3, rows), dtype=torch.int32, device=device).unbind()
+        self._pages = tuple(
+            torch.zeros((self._most, cache.read_width), dtype=torch.int32, device=device) for cache in slots.cache
+        )
+        self._rope = {
+            key: torch.zeros((rows, 2 * len(frequency)), dtype=torch.float32, device=device)
+            for key, frequency in frequencies.items()
+        }
+        capacity = HEADER_INTS + 64 * self._most + prefill + 1024  # of a steady step; a larger plan goes up by itself
+        self.plan = torch.zeros(capacity, dtype=torch.int32, device=device)
+        pinned = device.type == "cuda"
+        self._staging = [torch.zeros(capacity, dtype=torch.int32, pin_memory=pinned) for _ in range(DEPTH + 1)]
+        self._turn = 0
+
+    def bucket(self, decodes: int) -> int:
+        """The rows that `decodes` decode rows are padded to."""
+        return self._sizes[bisect.bisect_left(self._sizes, decodes)]
+
+    def upload(self, plan: PlanView) -> Tensor:
+        """The plan on the device: `self.plan`, or where it is larger than that, memory of its own."""
+        size = len(plan.fixed)
+        if size > len(self.plan):
+            return torch.from_numpy(_unique_appends(plan)).to(self.plan.device)
+        self._turn = (self._turn + 1) % len(self._staging)
+        staging = self._staging[self._turn][:size]
+        staging.numpy()[:] = _unique_appends(plan) if plan.admissions else plan.fixed
+        self.plan[:size].copy_(staging, non_blocking=True)
+        return self.plan
+
+    def apply(self, plan: Tensor) -> None:
+        """Fold an uploaded plan into the tables."""
+        apply_plan(plan, [cache.table for cache in self._slots.cache], self._slots.lengths)
+
+    def decodes(self, plan: Tensor, rows: int, first: int = 0) -> ForwardBatch:
+        """The plan's decode rows, padded to `rows`, behind `first` rows of chunks; lengths advance. No host facts."""
+        inputs = ForwardBatch(*(x[first : first + rows] for x in (self.ids, self.positions, self.slots)), rope={}, pages=())
+        decode_inputs(
+            plan, self._slots.tokens, self._slots.lengths, self._slots.padding, inputs.ids, inputs.positions, inputs.slots
+        )
+        pages = tuple(page_ids[:rows] for page_ids in self._pages)
+        for cache, page_ids in zip(self._slots.cache, pages, strict=True):
+            cache.gather(inputs.slots, inputs.positions, page_ids)
+        return replace(inputs, rope=self._turned(first, first + rows), pages=pages)
+
+    def mixed(self, plan: PlanView, device_plan: Tensor) -> ForwardBatch:
+        """Chunks, then the decode rows as they are; `logit_rows` are those of the plan's results."""
+        chunks = _chunks(plan.chunks)
+        size, count = chunks[-1].offset + chunks[-1].size, len(plan.decodes)
+        pages: tuple[Tensor, ...] = ()
+        if count:
+            pages = self.decodes(device_plan, count, size).pages
+        else:
+            pages = tuple(page_ids[:0] for page_ids in self._pages)
+        host = np.zeros((2, size), np.int64)
+        for chunk in chunks:
+            rows = slice(chunk.offset, chunk.offset + chunk.size)
+            host[0, rows], host[1, rows] = chunk.slot, np.arange(chunk.start, chunk.end)
+        ends = [chunk.offset + chunk.size - 1 for chunk, row in zip(chunks, plan.chunks, strict=True) if row[3] < row[2]]
+        packed = torch.from_numpy(np.concatenate([host.ravel(), ends, np.arange(size, size + count)]).astype(np.int64))
+        if self.plan.is_cuda:
+            packed = packed.pin_memory().to(self.plan.device, non_blocking=True)
+        slots, positions = packed[:size], packed[size : 2 * size]
+        self.slots[:size], self.positions[:size] = slots, positions
+        self.ids[:size] = self._slots.tokens[slots, positions]
+        total = size + count
+        return ForwardBatch(
+            self.ids[:total], self.positions[:total], self.slots[:total],
+            self._turned(0, total), pages, packed[2 * size :], tuple(chunks),
+        )  # fmt: skip
+
+    def _turned(self, first: int, last: int) -> dict[RopeKey, Tensor]:
+        """Cos and sin of rows [first, last)."""
+        rope = {key: table[first:last] for key, table in self._rope.items()}
+        for key, table in rope.items():
+            rotary_table(self.positions[first:last], self._frequencies[key], table)
+        return rope
+
+
+def _chunks(rows: np.ndarray) -> list[Chunk]:
+    """The plan's chunks, int32 [n, 4], each where its rows begin."""
+    chunks: list[Chunk] = []
+    for slot, start, end, _ in rows.tolist():
+        chunks.append(Chunk(slot, start, end, chunks[-1].offset + chunks[-1].size if chunks else 0))
+    return chunks
+
+
+def _unique_appends(plan: PlanView) -> np.ndarray:
+    """The plan's fixed sections with each table entry appended once, the last time; the others name group -1.
+
+    Only a slot that is given away within a plan is appended to twice.
+    """
+    fixed = plan.fixed.copy()
+    first = HEADER_INTS + len(plan.decodes) + plan.chunks.size
+    appends = fixed[first : first + plan.appends.size].reshape(-1, 4)
+    assert fixed[COUNTS + 2] == len(appends), (fixed[:HEADER_INTS], len(appends))
+    last = {tuple(entry): at for at, entry in enumerate(appends[:, :3].tolist())}
+    appends[np.setdiff1d(np.arange(len(appends)), list(last.values())), 0] = -1
+    return fixed

@@ -1,0 +1,262 @@
+"""Greedy and plain sampling over a vocabulary that is cut across ranks, in two launches: nobody gathers logits.
+
+    local_best    of each row and part of this rank's slice: the largest of
+                      l_i                                where the row is greedy
+                      cap(l_i) / temperature + g_i       else: Gumbel noise g of (seed, position, id), as in `kernels.sample`
+                  over the ids that the row may give; equal values: the lowest id. Also whether a NaN was seen
+    choose_best   the best of the parts, and over the ranks' inboxes of all ranks; written where the next step reads its token
+
+Rows that filter (top_k, top_p, min_p) or report logprobs need more than a maximum and take the way of `engine.rank.sampler`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.joint import SPINS
+from kernels.launch import launch, trigger, usable, wait
+
+GREEDY_BELOW = 1e-5  # temperatures under it are greedy: logits divided by less would overflow into ties
+ROW_HAS_NAN, ROW_ERROR = 1, 2  # a row's flags; an error: a rank's part of a sum or a choice did not come within the bound
+_FIELDS = 4  # of a part's best: value, id (exact in fp32 below 2^24), whether there was a NaN, nothing
+_EMPTY = -(1 << 31)  # -0.0
+_BLOCK = 1024
+_PART = 4096  # ids of a part at least
+
+
+@dataclass(frozen=True)
+class SlotParameters:
+    """How each slot samples: integers int64 [slots, 3] (seed, top_k, first position that may stop), floats fp32 [slots, 3]
+    (temperature, top_p, min_p), stop int32 [slots, ids], -1: none."""
+
+    integers: Tensor
+    floats: Tensor
+    stop: Tensor
+
+
+class Ballot:
+    """The ranks' inboxes of `choose_best`, for `rows` rows: `memory`, of `Ballot.bytes`, that all ranks write; `pointers` to each.
+
+    One inbox is enough: a rank writes the next step's choice only after sums of that step, which every rank joins after this
+    step's choice was read.
+    """
+
+    def __init__(self, memory: Tensor, pointers: Tensor, rank: int, rows: int, errors: Tensor) -> None:
+        self.rank, self.size, self.rows = rank, pointers.shape[0], rows
+        self.pointers, self.errors = pointers, errors
+        self.inbox = memory.view(torch.int32)
+        self.inbox.fill_(_EMPTY)
+
+    @staticmethod
+    def bytes(size: int, rows: int) -> int:
+        """Bytes of one rank's inbox."""
+        return size * rows * _FIELDS * 4
+
+
+def parts_of(vocabulary: int, rows: int, processors: int) -> int:
+    """Parts that a slice of the vocabulary is cut into: a power of two that fills the processors, each of _PART ids at least."""
+    wanted = max(1, min(2 * processors // rows, vocabulary // _PART, 64))
+    return 1 << (wanted.bit_length() - 1)
+
+
+def local_best(
+    logits: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    parameters: SlotParameters,
+    suppress: Tensor,
+    softcap: float | None,
+    first: int,
+    parts: int,
+) -> Tensor:
+    """logits fp32 [rows, n] of ids first .. first + n - 1, before the cap -> fp32 [rows, parts, 4].
+
+    slots and positions int32 [rows]: whose parameters count, and the position of the row's input; -1 is a padding row.
+    suppress int32 [m]: ids that no row may give. Logits of forbidden ids are overwritten with -inf.
+    """
+    rows, n = logits.shape
+    assert usable(logits), "local_best has no reference apart: engine.rank.sampler is what it is held to"
+    best = torch.empty((rows, parts, _FIELDS), dtype=torch.float32, device=logits.device)
+    launch(
+        _local_best, (rows, parts),
+        logits, slots, positions, parameters.integers, parameters.floats, parameters.stop, suppress, suppress.shape[0],
+        best, n, first, triton.cdiv(n, parts), softcap or 1.0,
+        CAP=softcap is not None, STOP=parameters.stop.shape[1], SUPPRESS=triton.next_power_of_2(max(1, suppress.shape[0])),
+        GREEDY=GREEDY_BELOW, BLOCK=_BLOCK, warps=4,
+    )  # fmt: skip
+    return best
+
+
+def choose_best(best: Tensor, slots: Tensor, positions: Tensor, tokens: Tensor, results: Tensor, ballot: Ballot | None) -> None:
+    """best fp32 [rows, parts, 4] -> results int32 [rows, 2]: token and flags; where there was a NaN the token is 0.
+
+    The token is also written to tokens int32 [slots, max_len + 1] at the position behind the row's own. ballot: None for one rank.
+    """
+    parts = best.shape[1]
+    assert parts & (parts - 1) == 0, parts
+    shared = (None, None, None, 0, 0) if ballot is None else (
+        ballot.pointers, ballot.inbox, ballot.errors, ballot.rank, ballot.rows * _FIELDS
+    )  # fmt: skip
+    _launch_choose(best, slots, positions, tokens, results, shared, 1 if ballot is None else ballot.size)
+
+
+def _launch_choose(
+    best: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    tokens: Tensor,
+    results: Tensor,
+    shared: tuple[object, ...],
+    size: int,
+    send: bool = True,
+    receive: bool = True,
+) -> None:
+    """`send` and `receive` apart: the interpreter runs ranks one after the other."""
+    launch(
+        _choose, (best.shape[0],),
+        best, slots, positions, tokens, tokens.shape[1], results, *shared,
+        PARTS=best.shape[1], SIZE=size, WIDTH=max(1, triton.next_power_of_2(size)), EMPTY=_EMPTY, SPINS=SPINS, SEND=send,
+        RECEIVE=receive, warps=1,
+    )  # fmt: skip
+
+
+# ---- kernels
+
+
+@triton.jit
+def _mix(x):
+    """As `kernels.sample` mixes: int64 holding 32 bits."""
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
+    x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
+    return x ^ (x >> 15)
+
+
+@triton.jit
+def _key(seed, position):
+    key = _mix(seed & 0xFFFFFFFF)
+    key = _mix(key ^ ((seed >> 32) & 0xFFFFFFFF) ^ 0x5BD1E995)
+    return _mix(key ^ (position & 0xFFFFFFFF) ^ 0x27D4EB2F)
+
+
+@triton.jit
+def _gumbel(key, ids):
+    """Standard Gumbel noise of each id. -log1p(-v) by its series where 1 - v would round the small v away: they decide maxima."""
+    hashed = _mix(_mix((ids + key) & 0xFFFFFFFF) ^ _mix(key ^ 0x165667B1))
+    v = tl.minimum((hashed.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
+    series = v * (1.0 + v * (0.5 + v * (0.33333334 + v * (0.25 + v * 0.2))))
+    return -tl.log(tl.where(v < 0.015625, series, -tl.log(1.0 - v)))
+
+
+@triton.jit
+def _capped(x, cap):
+    """cap * tanh(x / cap)."""
+    return cap * (2.0 * tl.sigmoid(2.0 * x / cap) - 1.0)
+
+
+@triton.jit
+def _local_best(
+    logits, slots, positions, integers, floats, stop, suppress, suppressed, best, n, first, part_size, cap,
+    CAP: tl.constexpr, STOP: tl.constexpr, SUPPRESS: tl.constexpr, GREEDY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):
+    trigger(PDL)
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    start = part * part_size
+    end = tl.minimum(start + part_size, n)
+    wait(PDL)
+    slot = tl.load(slots + row).to(tl.int64)
+    position = tl.load(positions + row).to(tl.int64) + 1
+    seed, may_stop = tl.load(integers + slot * 3), tl.load(integers + slot * 3 + 2)
+    temperature = tl.load(floats + slot * 3)
+    line = logits + row * n
+    lane = tl.arange(0, SUPPRESS)
+    ids = tl.load(suppress + lane, lane < suppressed, -1) - first
+    tl.store(line + ids, float("-inf"), (lane < suppressed) & (ids >= start) & (ids < end))
+    if position < may_stop:
+        for at in range(0, STOP, BLOCK):
+            entry = at + tl.arange(0, BLOCK)
+            stops = tl.load(stop + slot * STOP + entry, entry < STOP, -1)
+            tl.store(line + stops - first, float("-inf"), (stops >= 0) & (stops - first >= start) & (stops - first < end))
+    tl.debug_barrier()
+    key = _key(seed, position)
+    top, top_id, bad = float("-inf"), start, 0
+    for at in range(start, end, BLOCK):
+        entry = at + tl.arange(0, BLOCK)
+        x = tl.load(line + entry, entry < end, float("-inf"))
+        bad = tl.maximum(bad, tl.max((x != x).to(tl.int32), 0))
+        value = x
+        if temperature >= GREEDY:
+            scaled = _capped(x, cap) / temperature if CAP else x / temperature
+            noisy = scaled + _gumbel(key, (first + entry).to(tl.int64))
+            value = tl.where(x == float("-inf"), x, noisy)
+        value = tl.where(value != value, float("-inf"), value)
+        high, where = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
+        top_id = tl.where(high > top, at + where, top_id)
+        top = tl.maximum(top, high)
+    out = best + (row * tl.num_programs(1) + part) * 4
+    tl.store(out, top)
+    tl.store(out + 1, (first + top_id).to(tl.float32))
+    tl.store(out + 2, bad.to(tl.float32))
+    tl.store(out + 3, 0.0)
+
+
+@triton.jit
+def _first_best(values, ids, bad):
+    """(value, id, bad) of the largest value; equal values: the first."""
+    top, where = tl.max(values, 0, return_indices=True, return_indices_tie_break_left=True)
+    lane = tl.arange(0, values.shape[0])
+    return top, tl.sum(tl.where(lane == where, ids, 0.0), 0), tl.max(bad, 0)
+
+
+@triton.jit
+def _choose(
+    best, slots, positions, tokens, tokens_width, results, pointers, inbox, errors, rank, rank_stride,
+    PARTS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, EMPTY: tl.constexpr, SPINS: tl.constexpr,
+    SEND: tl.constexpr, RECEIVE: tl.constexpr, PDL: tl.constexpr,
+):
+    trigger(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, PARTS)
+    wait(PDL)
+    mine = best + (row * PARTS + lane) * 4
+    top, token, bad = _first_best(tl.load(mine), tl.load(mine + 1), tl.load(mine + 2))
+    if SIZE > 1:
+        if SEND:
+            for peer in tl.static_range(SIZE):
+                base = tl.load(pointers + peer).to(tl.pointer_type(tl.int32)) + rank * rank_stride + row * 4
+                field = tl.arange(0, 4)
+                values = tl.where(field == 0, top, tl.where(field == 1, token, tl.where(field == 2, bad, 0.0)))
+                sent = values.to(tl.int32, bitcast=True)
+                tl.store(base + field, tl.where(sent == EMPTY, 0, sent))
+        if RECEIVE:
+            word = tl.arange(0, 4 * WIDTH)
+            entry = inbox + (word // 4) * rank_stride + row * 4 + word % 4
+            live = word < 4 * SIZE
+            missing, spins = 1, 0
+            while (missing > 0) & (spins < SPINS):
+                bits = tl.load(entry, live, 0, volatile=True)
+                missing = tl.max((bits == EMPTY).to(tl.int32), 0)
+                spins += 1
+            if missing > 0:
+                tl.store(errors, 1)
+            peer = tl.arange(0, WIDTH)
+            theirs = inbox + peer * rank_stride + row * 4
+            here = peer < SIZE
+            values = tl.load(theirs, here, 0, volatile=True).to(tl.float32, bitcast=True)
+            ids = tl.load(theirs + 1, here, 0, volatile=True).to(tl.float32, bitcast=True)
+            flags = tl.load(theirs + 2, here, 0, volatile=True).to(tl.float32, bitcast=True)
+            top, token, bad = _first_best(tl.where(here, values, float("-inf")), ids, tl.where(here, flags, 0.0))
+            tl.debug_barrier()
+            tl.store(entry, tl.full([4 * WIDTH], EMPTY, tl.int32), live)
+    if RECEIVE:
+        failed = 0
+        if SIZE > 1:
+            failed = tl.load(errors, volatile=True)
+        chosen = tl.where(bad > 0, 0.0, token).to(tl.int32)
+        tl.store(results + row * 2, chosen)
+        tl.store(results + row * 2 + 1, (bad > 0).to(tl.int32) + 2 * failed)
+        position = tl.load(positions + row)
+        slot = tl.load(slots + row).to(tl.int64)
+        tl.store(tokens + slot * tokens_width + position + 1, chosen, position >= 0)

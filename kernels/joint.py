@@ -1,0 +1,335 @@
+"""The joint of Gemma's sandwich: the sum over ranks, the post-norm, the residual, the next block's pre-norm; one launch.
+
+    s = cast( p_0 + p_1 + ... + p_{n-1} )                   each rank's part, in rank order, in fp32
+    h = ( r + rms_norm(s; post) ) * scalar                  with two parts: rms_norm( rms_norm(s_a; a) + rms_norm(s_b; b); post)
+    h = s * scale                                           the first joint: an embedding has no residual and no norm
+    x = rms_norm(h; following)
+
+The order of casts is `kernels.norm`'s: each norm is rounded, then the add, then the product.
+
+**Over ranks** (`Peers`): a rank writes its part of a row into every peer's inbox, then reads all parts of that row from its own.
+The data is its own flag: an inbox holds -0.0 where nothing has come, and a part that is -0.0 is written as +0.0 (which no sum over
+ranks can tell apart unless all parts are zero). Whoever has read a part puts -0.0 back. There is no barrier:
+
+    call k     write part k to the peers | wait for all parts k | read them, put -0.0 back | h, x
+    call k+1   is begun after k on every rank, so nobody writes k+1 before its own k has been read whole
+
+so that an inbox could serve every other call. Five are used in turn, the first two for a forward's first two calls: a forward may
+have any number of calls above two, and two forwards in a row never meet in one inbox.
+
+**Sharded**, for many rows: rank i sums and norms the rows r with r mod n = i, keeps their residual, and writes x to everybody.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.launch import launch, trigger, usable, wait
+from kernels.norm import norm_add, rms_norm
+
+INBOXES = 5
+SPINS = 1 << 21  # polls of an inbox, about a microsecond each: a dead peer is an error, not a hung GPU
+_EMPTY = {torch.bfloat16: -(1 << 15), torch.float32: -(1 << 31)}
+_BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Weights [n] of a joint: `post`, for two parts behind one for `each`; `following`: the next pre-norm, None: no x is wanted."""
+
+    post: Tensor | None
+    following: Tensor | None
+    each: tuple[Tensor, Tensor] | None = None
+
+
+class Peers:
+    """One rank's end of the ranks' inboxes, for rows of `width` elements at most and `rows` rows at most.
+
+    memory    this rank's inboxes, `Peers.bytes(...)` bytes that all ranks can write; `pointers` int64 [size]: every rank's, own too
+    errors    int32 [1], set when a peer's part did not come within the bound
+    sharded   rows from which on joints are sharded
+    """
+
+    def __init__(
+        self, memory: Tensor, pointers: Tensor, rank: int, rows: int, width: int, dtype: torch.dtype, sharded: int
+    ) -> None:
+        self.rank, self.size = rank, pointers.shape[0]
+        self.rows, self.width, self.dtype, self.sharded = rows, width, dtype, sharded
+        self.pointers = pointers
+        self.inbox = memory.view(_BITS[dtype])
+        self.inbox.fill_(_EMPTY[dtype])
+        self.errors = torch.zeros(1, dtype=torch.int32, device=memory.device)
+        self._calls = 0
+
+    @staticmethod
+    def bytes(size: int, rows: int, width: int, dtype: torch.dtype) -> int:
+        """Bytes of one rank's inboxes: a part of each rank, and the rows that a sharded joint sends."""
+        return INBOXES * (size + 1) * rows * width * dtype.itemsize
+
+    def begin(self) -> "Peers":
+        """A forward begins: its calls are numbered from here."""
+        self._calls = 0
+        return self
+
+    def call(self) -> int:
+        """Where the next call's inbox begins, in elements."""
+        turn = 3 + self._calls if self._calls < 2 else (self._calls - 2) % 3
+        self._calls += 1
+        return turn * (self.size + 1) * self.rows * self.width
+
+
+def joint(
+    part: Tensor,
+    residual: Tensor | None,
+    norms: Norms,
+    eps: float,
+    scalar: Tensor | None = None,
+    scale: float = 1.0,
+    peers: Peers | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """part [T, n], or [T, 2 n] for two parts side by side -> (h [T, n], x [T, n] or None), in part's dtype.
+
+    part is this rank's with `peers`, else the whole sum. residual [T, n]; None: the first joint, h = s * scale. scalar [1].
+    Where peers shard the rows, h holds this rank's rows only, and the next joint must be given it as it is.
+    """
+    rows, width = part.shape
+    n = width // 2 if norms.each else width
+    assert residual is None or residual.shape == (rows, n), (residual and residual.shape, part.shape)
+    assert (residual is None) == (norms.post is None), "a residual is added behind a norm"
+    if not usable(part):
+        assert peers is None, "on this device sums are made by a collective"
+        return _joint_reference(part, residual, norms, eps, scalar, scale)
+    h = torch.empty((rows, n), dtype=part.dtype, device=part.device)
+    x = None if norms.following is None else torch.empty_like(h)
+    if peers is not None and rows >= peers.sharded and x is not None and norms.each is None:
+        _launch_sharded(part, residual, norms, eps, scalar, scale, peers, h, x, peers.call())
+    else:
+        _launch(part, residual, norms, eps, scalar, scale, peers, h, x, 0 if peers is None else peers.call())
+    return h, x
+
+
+def _joint_reference(
+    part: Tensor, residual: Tensor | None, norms: Norms, eps: float, scalar: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor | None]:
+    if residual is None or norms.post is None:
+        h = part * scale
+    else:
+        if norms.each is not None:
+            one, other = part.chunk(2, dim=-1)
+            part = rms_norm(one, norms.each[0], eps) + rms_norm(other, norms.each[1], eps)
+        h = norm_add(residual, part, norms.post, eps, scalar)
+    return h, None if norms.following is None else rms_norm(h, norms.following, eps)
+
+
+def _launch(
+    part: Tensor,
+    residual: Tensor | None,
+    norms: Norms,
+    eps: float,
+    scalar: Tensor | None,
+    scale: float,
+    peers: Peers | None,
+    h: Tensor,
+    x: Tensor | None,
+    offset: int,
+    send: bool = True,
+    receive: bool = True,
+) -> None:
+    """`send` and `receive` apart: the interpreter runs ranks one after the other."""
+    rows, n = h.shape
+    each = norms.each or (None, None)
+    launch(
+        _joint, (rows,),
+        part, residual, norms.post, each[0], each[1], norms.following, scalar, h, x,
+        *_peer_arguments(peers), offset, n, eps, scale,
+        SIZE=1 if peers is None else peers.size,
+        EMPTY=_EMPTY[part.dtype], SPINS=SPINS, SEND=send, RECEIVE=receive,
+        warps=_warps(n), BLOCK=triton.next_power_of_2(n),
+    )  # fmt: skip
+
+
+def _launch_sharded(
+    part: Tensor,
+    residual: Tensor | None,
+    norms: Norms,
+    eps: float,
+    scalar: Tensor | None,
+    scale: float,
+    peers: Peers,
+    h: Tensor,
+    x: Tensor,
+    offset: int,
+    stages: tuple[bool, bool, bool] = (True, True, True),
+) -> None:
+    """`stages`: send parts, norm own rows, take in x; apart for the interpreter."""
+    rows, n = h.shape
+    launch(
+        _joint_sharded, (rows,),
+        part, residual, norms.post, norms.following, scalar, h, x,
+        *_peer_arguments(peers), offset, n, eps, scale,
+        SIZE=peers.size, EMPTY=_EMPTY[part.dtype], SPINS=SPINS, SEND=stages[0], NORM=stages[1], TAKE=stages[2],
+        warps=_warps(n), BLOCK=triton.next_power_of_2(n),
+    )  # fmt: skip
+
+
+def _peer_arguments(peers: Peers | None) -> tuple[Tensor | int | None, ...]:
+    """pointers, inbox, errors, rank, elements of a rank's part of all rows, elements of a row."""
+    if peers is None:
+        return None, None, None, 0, 0, 0
+    return peers.pointers, peers.inbox, peers.errors, peers.rank, peers.rows * peers.width, peers.width
+
+
+def _warps(n: int) -> int:
+    return 8 if n > 2048 else 4
+
+
+# ---- kernels
+
+
+@triton.jit
+def _normed(x, weight, n, eps, dtype: tl.constexpr):
+    """rms_norm of one row, rounded to `dtype`; x fp32 with zeros behind n."""
+    return (x * tl.rsqrt(tl.sum(x * x, 0) / n + eps) * weight.to(tl.float32)).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _post(total, post, residual, scalar, scale, n, eps, dtype: tl.constexpr):
+    """h of one row from its sum, fp32 holding values of `dtype`."""
+    if post is None:
+        return (total * scale).to(dtype).to(tl.float32)
+    h = (residual.to(tl.float32) + _normed(total, post, n, eps, dtype)).to(dtype).to(tl.float32)
+    if scalar is not None:
+        h = (h * scalar).to(dtype).to(tl.float32)
+    return h
+
+
+@triton.jit
+def _send(bits, pointers, at, live, SIZE: tl.constexpr, EMPTY: tl.constexpr):
+    """Write a row's bits to every rank's inbox, from element `at` on."""
+    lane = tl.arange(0, bits.shape[0])
+    sent = tl.where(bits == EMPTY, 0, bits).to(bits.dtype)
+    for peer in tl.static_range(SIZE):
+        base = tl.load(pointers + peer).to(tl.pointer_type(bits.dtype))
+        tl.store(base + at + lane, sent, live)
+
+
+@triton.jit
+def _receive(inbox, at, rank_stride, live, errors, dtype: tl.constexpr, COUNT: tl.constexpr, EMPTY: tl.constexpr,
+             SPINS: tl.constexpr, BLOCK: tl.constexpr):
+    """Sum, in rank order, of COUNT parts of a row, once all have come; the inbox is empty again behind it."""
+    lane = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    missing, spins = 1, 0
+    while (missing > 0) & (spins < SPINS):
+        total = tl.zeros([BLOCK], tl.float32)
+        absent = tl.zeros([BLOCK], tl.int32)
+        for rank in tl.static_range(COUNT):
+            bits = tl.load(inbox + at + rank * rank_stride + lane, live, 0, volatile=True)
+            absent = tl.where(bits == EMPTY, 1, absent)
+            total += bits.to(dtype, bitcast=True).to(tl.float32)
+        missing = tl.max(absent, 0)
+        spins += 1
+    if missing > 0:
+        tl.store(errors, 1)
+    for rank in tl.static_range(COUNT):
+        tl.store(inbox + at + rank * rank_stride + lane, tl.full([BLOCK], EMPTY, inbox.dtype.element_ty), live)
+    return total
+
+
+@triton.jit
+def _joint(
+    part, residual, post, post_a, post_b, following, scalar, h_out, x_out,
+    pointers, inbox, errors, rank, rank_stride, row_stride, offset, n, eps, scale,
+    SIZE: tl.constexpr, EMPTY: tl.constexpr, SPINS: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):
+    trigger(PDL)
+    dtype: tl.constexpr = part.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    live = lane < n
+    post_weight = None
+    if post is not None:
+        post_weight = tl.load(post + lane, live, 0.0)
+    next_weight = None
+    if following is not None:
+        next_weight = tl.load(following + lane, live, 0.0)
+    factor = None
+    if scalar is not None:
+        factor = tl.load(scalar).to(tl.float32)
+    wait(PDL)
+    sides: tl.constexpr = 1 if post_a is None else 2
+    mine = part + row * sides * n
+    if SIZE > 1:
+        at = offset + row * row_stride
+        if SEND:
+            bits_type: tl.constexpr = inbox.dtype.element_ty
+            for side in tl.static_range(sides):
+                bits = tl.load(mine + side * n + lane, live, 0.0).to(bits_type, bitcast=True)
+                _send(bits, pointers, at + rank * rank_stride + side * n, live, SIZE, EMPTY)
+    if RECEIVE:
+        before = None
+        if post is not None:
+            before = tl.load(residual + row * n + lane, live, 0.0)
+        if SIZE > 1:
+            total = _receive(inbox, at, rank_stride, live, errors, dtype, SIZE, EMPTY, SPINS, BLOCK).to(dtype).to(tl.float32)
+        else:
+            total = tl.load(mine + lane, live, 0.0).to(tl.float32)
+        if sides == 2:
+            if SIZE > 1:
+                other = _receive(inbox, at + n, rank_stride, live, errors, dtype, SIZE, EMPTY, SPINS, BLOCK)
+                other = other.to(dtype).to(tl.float32)
+            else:
+                other = tl.load(mine + n + lane, live, 0.0).to(tl.float32)
+            one = _normed(total, tl.load(post_a + lane, live, 0.0), n, eps, dtype)
+            total = (one + _normed(other, tl.load(post_b + lane, live, 0.0), n, eps, dtype)).to(dtype).to(tl.float32)
+        h = _post(total, post_weight, before, factor, scale, n, eps, dtype)
+        tl.store(h_out + row * n + lane, h.to(dtype), live)
+        if following is not None:
+            tl.store(x_out + row * n + lane, _normed(h, next_weight, n, eps, dtype).to(dtype), live)
+
+
+@triton.jit
+def _joint_sharded(
+    part, residual, post, following, scalar, h_out, x_out,
+    pointers, inbox, errors, rank, rank_stride, row_stride, offset, n, eps, scale,
+    SIZE: tl.constexpr, EMPTY: tl.constexpr, SPINS: tl.constexpr, SEND: tl.constexpr, NORM: tl.constexpr, TAKE: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):
+    trigger(PDL)
+    dtype: tl.constexpr = part.dtype.element_ty
+    bits_type: tl.constexpr = inbox.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    owner = (row % SIZE).to(tl.int32)
+    lane = tl.arange(0, BLOCK)
+    live = lane < n
+    next_weight = tl.load(following + lane, live, 0.0)
+    post_weight = None
+    if post is not None:
+        post_weight = tl.load(post + lane, live, 0.0)
+    factor = None
+    if scalar is not None:
+        factor = tl.load(scalar).to(tl.float32)
+    wait(PDL)
+    parts_at = offset + row * row_stride
+    x_at = offset + SIZE * rank_stride + row * row_stride
+    if SEND:
+        bits = tl.load(part + row * n + lane, live, 0.0).to(bits_type, bitcast=True)
+        base = tl.load(pointers + owner).to(tl.pointer_type(bits_type))
+        tl.store(base + parts_at + rank * rank_stride + lane, tl.where(bits == EMPTY, 0, bits).to(bits_type), live)
+    if NORM:  # noqa: SIM102 (NORM is known when the kernel is compiled)
+        if owner == rank:
+            before = None
+            if post is not None:
+                before = tl.load(residual + row * n + lane, live, 0.0)
+            total = _receive(inbox, parts_at, rank_stride, live, errors, dtype, SIZE, EMPTY, SPINS, BLOCK)
+            h = _post(total.to(dtype).to(tl.float32), post_weight, before, factor, scale, n, eps, dtype)
+            tl.store(h_out + row * n + lane, h.to(dtype), live)
+            x = _normed(h, next_weight, n, eps, dtype).to(dtype)
+            _send(x.to(bits_type, bitcast=True), pointers, x_at, live, SIZE, EMPTY)
+    if TAKE:
+        taken = _receive(inbox, x_at, rank_stride, live, errors, dtype, 1, EMPTY, SPINS, BLOCK)
+        tl.store(x_out + row * n + lane, taken.to(dtype), live)

@@ -1,0 +1,134 @@
+"""The worker's loop and the real core around a device that takes time: it must never stand idle while there is work."""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from engine.channel import Waiter, create_shared, map_shared, ring_bytes
+from engine.core.loop import Core, FrontLink, RingExecutor
+from engine.core.scheduler import Scheduler, SchedulerConfig
+from engine.geometry import KVGroup
+from engine.lifeline import BootArgs
+from engine.plan import StatusBlock, encode_rows, read_plan
+from engine.protocol import Control, FrameReader, GenerateRequest, SamplingParams, decode_token_batch, encode_message, frame
+from engine.rank.worker import Worker
+
+pytestmark = pytest.mark.cpu
+
+GROUPS = (KVGroup(0, "full", (0,), 1, 64, None),)
+STEP_S = 0.02
+TOKENS = 60
+
+
+@dataclass
+class SlowDevice:
+    """A stand-in runner whose steps run one after the other, STEP_S each; it knows when the device had nothing to do."""
+
+    free_at: float = 0.0
+    idle_s: list[float] = field(default_factory=list)
+    state_hash: int = 0
+
+    def launch(self, data: bytes) -> "SlowStep":
+        plan, now = read_plan(data), time.monotonic()
+        if self.free_at:
+            self.idle_s.append(max(0.0, now - self.free_at))
+        self.free_at = max(now, self.free_at) + STEP_S
+        rows = np.zeros((len(plan.result_slots), 5), np.int32)
+        rows[:, 0], rows[:, 1], rows[:, 2] = plan.result_slots, 1, 1
+        return SlowStep(plan.step, rows, self.free_at)
+
+
+@dataclass(frozen=True)
+class SlowStep:
+    """A step that is done at a time."""
+
+    step: int
+    rows: np.ndarray
+    end: float
+
+    @property
+    def done(self) -> bool:
+        return time.monotonic() >= self.end
+
+    def result(self) -> bytes:
+        time.sleep(max(0.0, self.end - time.monotonic()))
+        return encode_rows(self.step, self.rows, {})
+
+    def fold(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Wires:
+    """The lifeline of both processes, as far as their loops need one."""
+
+    args: BootArgs
+    status: StatusBlock
+
+
+@contextmanager
+def wires() -> Iterator[Wires]:
+    rings = [create_shared(name, ring_bytes(1, 1 << 16)) for name in ("plan", "result")]
+    args = BootArgs(role="rank", index=0, tp=1, parent=0, lifeline=-1, status=-1, plan=rings[0], result=rings[1])
+    yield Wires(args, StatusBlock(memoryview(bytearray(StatusBlock.size(2)))))
+    for ring in rings:
+        os.close(ring)
+
+
+def serve(worker: Callable[[SlowDevice, Wires], Worker]) -> list[float]:
+    """One request of TOKENS tokens through core and worker: how long the device stood idle before each step but the first."""
+    ours, theirs = socket.socketpair()
+    device = SlowDevice()
+    with ours, theirs, wires() as ends:
+        scheduler = Scheduler(SchedulerConfig(GROUPS, (8,), 2, 256, 64))
+        core = Core(scheduler, RingExecutor(ends.args), FrontLink(theirs), ends, Waiter())  # type: ignore[arg-type]
+        threads = [threading.Thread(target=core.run), threading.Thread(target=worker(device, ends).run)]
+        for thread in threads:
+            thread.start()
+        ours.sendall(frame(encode_message(GenerateRequest(id=1, prompt=[1] * 10, params=SamplingParams(max_tokens=TOKENS)))))
+        frames, ended = FrameReader(), False
+        while not ended:
+            batches = [decode_token_batch(raw) for raw in frames.feed(ours.recv(1 << 16))]
+            ended = any(output.finish for batch in batches for output in batch.outputs)
+        ours.sendall(frame(encode_message(Control(action="stop"))))
+        for thread in threads:
+            thread.join(10)
+            assert not thread.is_alive()
+    assert len(device.idle_s) == TOKENS - 1
+    return device.idle_s
+
+
+class Draining(Worker):
+    """Planted fault: with no plan there the oldest step is waited for, also when it is the only one."""
+
+    def run(self) -> None:
+        running = True
+        while running or self._launched:
+            record = self._plans.poll() if running and len(self._launched) < 2 else None
+            if record is not None:
+                running = self._launch(*record)
+            elif self._launched:
+                self._finish()
+            else:
+                time.sleep(1e-5)
+
+
+def test_the_device_never_waits_for_the_host() -> None:
+    """With 20 ms steps the next one is always launched before the last one ends: idle 0, but for a hiccup of a loaded machine."""
+    idle = serve(Worker)  # type: ignore[arg-type]
+    print(f"idle {1e6 * sum(idle) / len(idle):.0f} us a step, {sum(gap > 0 for gap in idle)} of {len(idle)} steps late")
+    assert sum(gap > 0 for gap in idle) <= 0.1 * len(idle)
+
+
+def test_a_loop_that_drains_is_seen() -> None:
+    """Planted fault: a worker that waits for its only step lets the device stand idle after every second one."""
+    idle = serve(Draining)  # type: ignore[arg-type]
+    print(f"idle {1e6 * sum(idle) / len(idle):.0f} us a step, {sum(gap > 0 for gap in idle)} of {len(idle)} steps late")
+    assert sum(gap > 0 for gap in idle) >= 0.4 * len(idle)
