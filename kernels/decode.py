@@ -10,24 +10,25 @@ included: their scores and their values are replaced, not multiplied by zero.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import launch, trigger, usable, wait
+from kernels.launch import launch, shared_memory, trigger, usable, wait
 from kernels.norm import rms_norm
 from kernels.numerics import LOG2E, cast, dot
 from kernels.prefill import gather
 from kernels.qkv import norm_rope, norm_turn, split_heads, store, turn
+from kernels.tiles import LARGE_SHARED
 
 _GATHERED = {"cpu": 1 << 20, "cuda": 1 << 27}  # elements of K gathered at once: what a cache holds; what spares launches
 
 
 @dataclass(frozen=True)
-class Tile:
+class DecodeTile:
     """How a launch is cut. A CTA takes every `splits`-th run of `keys` keys of a row's KV head, and d / `values` columns of V.
 
     early: the first run's loads are issued before q is normed, which pays where a CTA has but one or two runs
@@ -38,6 +39,10 @@ class Tile:
     warps: int
     stages: int
     early: bool
+
+    def shared_bytes(self, d: int, itemsize: int = 2) -> int:
+        """What the pipeline holds of K and V, q, and what layouts are exchanged in."""
+        return (self.stages - 1) * self.keys * (d + d // self.values) * itemsize + 2 * 16 * d * itemsize
 
 
 class DecodeScratch:
@@ -74,14 +79,21 @@ def most_parts(buckets: Sequence[int], kv_heads: int, pages: int, processors: in
     return max(rows * decode_splits(rows, kv_heads, pages, processors) for rows in buckets)
 
 
-def decode_tile(d: int, page: int, splits: int) -> Tile:
-    """The cut for a head dim, a page size and a launch's splits: where splits are many, CTAs are few and latency counts."""
+def decode_tile(d: int, page: int, splits: int, shared: int = LARGE_SHARED) -> DecodeTile:
+    """The cut for a head dim, a page size and a launch's splits, where a CTA may have `shared` bytes of shared memory.
+
+    Many splits mean few rows: few CTAs, whose latency counts.
+    """
     keys = min(page, 32)
     if d <= 256:
-        return Tile(keys, 1, 4, 3, early=splits >= 8)
-    if splits >= 8:
-        return Tile(keys, 4, 8, 3, early=True)
-    return Tile(keys, 1, 4 if splits <= 4 else 8, 3, early=False)
+        tile = DecodeTile(keys, 1, 4, 3, early=splits >= 8)
+    elif splits >= 8:
+        tile = DecodeTile(keys, 4, 8, 3, early=True)
+    else:
+        tile = DecodeTile(keys, 1, 4 if splits <= 4 else 8, 3, early=False)
+    while tile.shared_bytes(d) > shared and tile.keys > 16:
+        tile = replace(tile, stages=2) if tile.stages > 2 else replace(tile, keys=tile.keys // 2)
+    return tile
 
 
 def decode_attention(
@@ -97,7 +109,7 @@ def decode_attention(
     scratch: DecodeScratch,
     out: Tensor,
     splits: int,
-    tile: Tile | None = None,
+    tile: DecodeTile | None = None,
 ) -> None:
     """Attention of one layer for `rows` decode rows, written to `out`; appends each row's K and V to the page of its position.
 
@@ -120,8 +132,8 @@ def decode_attention(
     assert rows * splits <= scratch.max_parts, (rows, splits, scratch.max_parts)
     inputs = (qkv, pool, page_ids, positions, cos_sin, q_norm, k_norm)
     if not usable(qkv):
-        return _attention_reference(*inputs, eps, window, out)
-    return _launch(inputs, eps, window, scratch, out, splits, tile or decode_tile(d, pool.shape[3], splits))
+        return paged_decode_step(*inputs, eps, window, out)
+    return _launch(inputs, eps, window, scratch, out, splits, tile or decode_tile(d, pool.shape[3], splits, shared_memory(qkv)))
 
 
 def paged_decode(
@@ -151,7 +163,7 @@ def paged_decode(
     return out
 
 
-def _attention_reference(
+def paged_decode_step(
     qkv: Tensor,
     pool: Tensor,
     page_ids: Tensor,
@@ -163,6 +175,7 @@ def _attention_reference(
     window: int | None,
     out: Tensor,
 ) -> None:
+    """`decode_attention` in plain torch."""
     live = (positions >= 0).nonzero().squeeze(1)
     if live.shape[0] < positions.shape[0]:
         qkv, page_ids, positions, cos_sin = (x[live] for x in (qkv, page_ids, positions, cos_sin))
@@ -238,7 +251,7 @@ def _launch(
     scratch: DecodeScratch,
     out: Tensor,
     splits: int,
-    tile: Tile,
+    tile: DecodeTile,
 ) -> None:
     qkv, pool, page_ids, positions, cos_sin, q_norm, k_norm = inputs
     kv_heads, page, d = pool.shape[2:]
@@ -283,7 +296,7 @@ def _launch(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def _decode(
     qkv: tl.tensor,
     pool: tl.tensor,

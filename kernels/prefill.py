@@ -16,15 +16,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import launch, trigger, usable, wait
+from kernels.launch import launch, shared_memory, trigger, usable, wait
 from kernels.numerics import LOG2E, cast, dot
+from kernels.tiles import LARGE_SHARED
 
 _SCORES = 1 << 26  # scores held at once (256 MiB): long chunks run in blocks of queries
 
 
-def tile_tokens(heads: int, kv_heads: int, head_dim: int) -> int:
-    """Queries of one sequence that a tile holds: as many as fill the rows of a matrix product with the heads of a KV head."""
-    return max(1, (128 if head_dim <= 256 else 64) // (heads // kv_heads))
+def tile_tokens(heads: int, kv_heads: int, head_dim: int, shared: int = LARGE_SHARED) -> int:
+    """Queries of one sequence that a tile holds, where a CTA may have `shared` bytes of shared memory.
+
+    Queries times heads of a KV head are rows of a matrix product: 128 at head dim 256 and 64 at 512, fewer in less memory.
+    """
+    rows = 128 if head_dim <= 256 else 64
+    while rows > 16 and _shared_bytes(rows, _keys(head_dim, shared), head_dim) > shared:
+        rows //= 2
+    return max(1, rows // (heads // kv_heads))
 
 
 def extend_tiles(chunks: Iterable[tuple[int, int, int, int]], tokens: int) -> list[tuple[int, int, int, int]]:
@@ -58,7 +65,8 @@ def extend_attention(
     assert q.shape[2] == pool.shape[4], (q.shape, pool.shape)
     assert tiles.shape[1] == 4, tiles.shape
     if usable(q):
-        return _launch(q, pool, table, tiles, window, out, tokens or tile_tokens(q.shape[1], pool.shape[2], pool.shape[4]))
+        tokens = tokens or tile_tokens(q.shape[1], pool.shape[2], pool.shape[4], shared_memory(q))
+        return _launch(q, pool, table, tiles, window, out, tokens)
     for slot, row, position, count in _whole(tiles.tolist()):
         out[row : row + count] = paged_prefill(q[row : row + count], pool, table[slot], position, window)
     return None
@@ -142,11 +150,24 @@ def _launch(q: Tensor, pool: Tensor, table: Tensor, tiles: Tensor, window: int |
         WINDOW=window or 0,
         PAGE=page,
         ROWS=rows,
-        KEYS=64 if d <= 256 else 32,
+        KEYS=_keys(d, shared_memory(q)),
     )
 
 
-@triton.jit
+def _keys(d: int, shared: int) -> int:
+    """Keys a turn: half of the shared memory holds two turns of K and V."""
+    keys = 64 if d <= 256 else 32
+    while keys > 16 and _shared_bytes(0, keys, d) > shared * 3 // 4:
+        keys //= 2
+    return keys
+
+
+def _shared_bytes(rows: int, keys: int, d: int) -> int:
+    """q, and two turns of K and V, in two bytes a number."""
+    return 2 * d * (rows + 4 * keys)
+
+
+@triton.jit(do_not_specialize=["width"])
 def _extend(
     q: tl.tensor,
     pool: tl.tensor,

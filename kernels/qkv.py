@@ -147,7 +147,7 @@ def _rope_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def _post(
     qkv: tl.tensor,
     pool: tl.tensor,

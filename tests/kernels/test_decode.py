@@ -3,6 +3,8 @@
 The reference runs here; the Triton kernel in `interpreted_*`, under the interpreter.
 """
 
+import io
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -10,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.decode import DecodeScratch, Tile, decode_attention, decode_splits, most_parts
+from kernels.decode import DecodeScratch, DecodeTile, decode_attention, decode_splits, most_parts
 from kernels.launch import record
+from tests.bench import attention as bench
 from tests.support import interpreter
 from tests.support.attention import EPS, Case, Shape, decode_case
 
@@ -41,7 +44,7 @@ class Call:
 
 
 def attend(
-    case: Case, splits: int = 1, tile: Tile | None = None, window: int | None = -1, scratch: DecodeScratch | None = None
+    case: Case, splits: int = 1, tile: DecodeTile | None = None, window: int | None = -1, scratch: DecodeScratch | None = None
 ) -> Call:
     """`window` in place of the case's own."""
     shape, rows = case.shape, case.qkv.shape[0]
@@ -121,6 +124,19 @@ def test_wrong_sizes_are_refused() -> None:
             decode_attention(*given, scratch, result, 4)
 
 
+def test_the_bench_runs_dry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every shape goes through the bench's steps, a figure for each; a launch that strays from the reference is refused."""
+    out = io.StringIO()
+    bench.dry(out)
+    rows = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert {row["shape"] for row in rows} == {layer.name for layer in bench.LAYERS}
+    assert all(row["us"] > 0 and row["error"] < bench.TOLERANCE for row in rows)
+    whole = bench.paged_decode_step
+    monkeypatch.setattr(bench, "paged_decode_step", lambda *given: (whole(*given), given[-1].mul_(1.02)))
+    with pytest.raises(AssertionError, match="relative error"):
+        bench.dry(out)
+
+
 def test_under_the_interpreter() -> None:
     """The interpreted cases of this file hold."""
     interpreter.run(__file__)
@@ -128,17 +144,17 @@ def test_under_the_interpreter() -> None:
 
 CUTS = [
     (Shape(4, 2, 32, 16, window=WINDOW), 3, None),
-    (Shape(8, 1, 64, 8, sides=1), 4, Tile(32, 4, 8, 3, early=True)),
+    (Shape(8, 1, 64, 8, sides=1), 4, DecodeTile(32, 4, 8, 3, early=True)),
     (Shape(2, 2, 16, 8, sides=0, window=WINDOW - 3), 1, None),
     (Shape(16, 1, 16, 4, window=1, page=16), 2, None),
-    (Shape(3, 1, 32, 16, page=64), 5, Tile(64, 2, 4, 3, early=False)),
-    (Shape(2, 1, 16, 8, window=WINDOW, page=16), 2, Tile(32, 1, 4, 3, early=True)),
-    (Shape(5, 1, 16, 8, page=64, window=2 * WINDOW), 9, Tile(16, 1, 4, 3, early=True)),
+    (Shape(3, 1, 32, 16, page=64), 5, DecodeTile(64, 2, 4, 3, early=False)),
+    (Shape(2, 1, 16, 8, window=WINDOW, page=16), 2, DecodeTile(32, 1, 4, 3, early=True)),
+    (Shape(5, 1, 16, 8, page=64, window=2 * WINDOW), 9, DecodeTile(16, 1, 4, 3, early=True)),
 ]
 
 
 @pytest.mark.parametrize(("shape", "splits", "tile"), CUTS)
-def interpreted_equals_dense_attention(shape: Shape, splits: int, tile: Tile | None) -> None:
+def interpreted_equals_dense_attention(shape: Shape, splits: int, tile: DecodeTile | None) -> None:
     """Page edges and window edges under every way to cut the work, in one launch; runs of half a page, a page and two pages."""
     case = decode_case(shape, [1, 32, 0, WINDOW - 1, WINDOW, WINDOW + 1, 170])
     with record() as nodes:
