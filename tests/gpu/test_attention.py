@@ -70,9 +70,9 @@ def test_decode(name: str, dtype: torch.dtype) -> None:
         again, _ = attend(case, splits, scratch)
         assert torch.equal(out, again)
     window = case.shape.window
-    if window is not None:
+    if window is not None and dtype == torch.float32:  # one key of a thousand is lost in bf16's rounding
         off = replace(case, shape=replace(case.shape, window=window - 1), page_ids=shifted(case, window - 1))
-        assert error(attend(off, 8, scratch_of(off, 8))[0], case) > 3 * tolerance
+        assert error(attend(off, 8, scratch_of(off, 8))[0], case) > 10 * tolerance
 
 
 def shifted(case: Case, window: int) -> Tensor:
