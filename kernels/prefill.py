@@ -12,14 +12,26 @@ the chunk sees are not touched: what lies there, NaN included, changes nothing.
 from collections.abc import Iterable, Sequence
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+
+from kernels.launch import launch, shared_memory, trigger, usable, wait
+from kernels.numerics import LOG2E, cast, dot
+from kernels.tiles import LARGE_SHARED
 
 _SCORES = 1 << 26  # scores held at once (256 MiB): long chunks run in blocks of queries
 
 
-def tile_tokens(heads: int, kv_heads: int, head_dim: int) -> int:
-    """Queries of one sequence that a tile holds: as many as fill the rows of a matrix product with the heads of a KV head."""
-    return max(1, (128 if head_dim <= 256 else 64) // (heads // kv_heads))
+def tile_tokens(heads: int, kv_heads: int, head_dim: int, shared: int = LARGE_SHARED) -> int:
+    """Queries of one sequence that a tile holds, where a CTA may have `shared` bytes of shared memory.
+
+    Queries times heads of a KV head are rows of a matrix product: 128 at head dim 256 and 64 at 512, fewer in less memory.
+    """
+    rows = 128 if head_dim <= 256 else 64
+    while rows > 16 and _shared_bytes(rows, _keys(head_dim, shared), head_dim) > shared:
+        rows //= 2
+    return max(1, rows // (heads // kv_heads))
 
 
 def extend_tiles(chunks: Iterable[tuple[int, int, int, int]], tokens: int) -> list[tuple[int, int, int, int]]:
@@ -39,6 +51,7 @@ def extend_attention(
     tiles: Tensor,
     window: int | None,
     out: Tensor,
+    tokens: int | None = None,
 ) -> None:
     """q [T, heads, d], normed and roped -> out [T, heads, d]; rows that no tile names are left alone.
 
@@ -51,8 +64,12 @@ def extend_attention(
     assert q.shape == out.shape, (q.shape, out.shape)
     assert q.shape[2] == pool.shape[4], (q.shape, pool.shape)
     assert tiles.shape[1] == 4, tiles.shape
+    if usable(q):
+        tokens = tokens or tile_tokens(q.shape[1], pool.shape[2], pool.shape[4], shared_memory(q))
+        return _launch(q, pool, table, tiles, window, out, tokens)
     for slot, row, position, count in _whole(tiles.tolist()):
         out[row : row + count] = paged_prefill(q[row : row + count], pool, table[slot], position, window)
+    return None
 
 
 def paged_prefill(q: Tensor, pool: Tensor, pages: Tensor, start: int, window: int | None) -> Tensor:
@@ -106,3 +123,154 @@ def _whole(tiles: Iterable[Sequence[int]]) -> list[list[int]]:
         else:
             chunks.append([slot, row, position, count])
     return chunks
+
+
+def _launch(q: Tensor, pool: Tensor, table: Tensor, tiles: Tensor, window: int | None, out: Tensor, tokens: int) -> None:
+    kv_heads, page, d = pool.shape[2:]
+    heads = q.shape[1]
+    rows = max(16, triton.next_power_of_2(tokens * (heads // kv_heads)))
+    assert d >= 16, d
+    assert d & (d - 1) == 0, f"head dim {d} is no power of two"
+    for x in (q, pool, table, tiles, out):
+        assert x.is_contiguous(), (x.shape, x.stride())
+    launch(
+        _extend,
+        (tiles.shape[0], kv_heads),
+        q,
+        pool,
+        table,
+        tiles,
+        out,
+        table.shape[1],
+        warps=8 if rows >= 64 else 4,
+        stages=2,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        D=d,
+        WINDOW=window or 0,
+        PAGE=page,
+        ROWS=rows,
+        KEYS=_keys(d, shared_memory(q)),
+    )
+
+
+def _keys(d: int, shared: int) -> int:
+    """Keys a turn: half of the shared memory holds two turns of K and V."""
+    keys = 64 if d <= 256 else 32
+    while keys > 16 and _shared_bytes(0, keys, d) > shared * 3 // 4:
+        keys //= 2
+    return keys
+
+
+def _shared_bytes(rows: int, keys: int, d: int) -> int:
+    """q, and two turns of K and V, in two bytes a number."""
+    return 2 * d * (rows + 4 * keys)
+
+
+@triton.jit(do_not_specialize=["width"])
+def _extend(
+    q: tl.tensor,
+    pool: tl.tensor,
+    table: tl.tensor,
+    tiles: tl.tensor,
+    out: tl.tensor,
+    width: tl.tensor,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """A CTA: one tile of queries times the heads of one KV head. Keys in three runs: the window's edge, all seen, the diagonal."""
+    trigger(PDL)
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    tile, head = tl.program_id(0), tl.program_id(1)
+    dims, token = tl.arange(0, D), tl.arange(0, ROWS) // GROUP
+    wait(PDL)
+    slot, row = tl.load(tiles + 4 * tile), tl.load(tiles + 4 * tile + 1)
+    start, count = tl.load(tiles + 4 * tile + 2), tl.load(tiles + 4 * tile + 3)
+    at = ((row + token).to(tl.int64) * HEADS + head * GROUP + tl.arange(0, ROWS) % GROUP)[:, None] * D + dims[None, :]
+    live = (token < count)[:, None]
+    queries = tl.load(q + at, live, other=0.0)
+    positions = start + token
+    end = start + count
+    oldest = 0
+    inside = 0  # from here on no query's window ends
+    if WINDOW > 0:
+        oldest = tl.maximum(start - WINDOW + 1, 0)
+        inside = tl.maximum(end - WINDOW, 0)
+    first = oldest // KEYS * KEYS
+    left = tl.minimum(tl.maximum((inside + KEYS - 1) // KEYS * KEYS, first), (end + KEYS - 1) // KEYS * KEYS)
+    right = tl.maximum((start + 1) // KEYS * KEYS, left)  # from here on some query is older than a key
+
+    ids = table + slot.to(tl.int64) * width
+    side = pool + head * PAGE * D
+    top = tl.full([ROWS], -1e30, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, D], tl.float32)
+    state = (top, total, sums)
+    state = _walk(queries, side, ids, width, first, left, positions, oldest, end, *state, KV_HEADS, D, WINDOW, PAGE, KEYS, True)
+    state = _walk(queries, side, ids, width, left, right, positions, oldest, end, *state, KV_HEADS, D, WINDOW, PAGE, KEYS, False)
+    state = _walk(queries, side, ids, width, right, end, positions, oldest, end, *state, KV_HEADS, D, WINDOW, PAGE, KEYS, True)
+    top, total, sums = state
+    tl.store(out + at, cast(sums / tl.where(total > 0, total, 1.0)[:, None], out.dtype.element_ty), live)
+
+
+@triton.jit
+def _walk(
+    q: tl.tensor,
+    side: tl.tensor,
+    ids: tl.tensor,
+    width: tl.tensor,
+    first: tl.tensor,
+    last: tl.tensor,
+    positions: tl.tensor,
+    oldest: tl.tensor,
+    end: tl.tensor,
+    top: tl.tensor,
+    total: tl.tensor,
+    sums: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PAGE: tl.constexpr,
+    KEYS: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Keys first .. last - 1, `first` a multiple of KEYS: the running maximum, sum of weights and sums of values after them."""
+    dims = tl.arange(0, D)
+    pages = _pages_of(ids, first, width, KEYS, PAGE)
+    for key in tl.range(first, last, KEYS):
+        keys = key + tl.arange(0, KEYS)
+        at = side + (pages.to(tl.int64) * (2 * KV_HEADS * PAGE * D) + keys % PAGE * D)[:, None] + dims[None, :]
+        if MASKED:
+            held = ((keys >= oldest) & (keys < end))[:, None]
+            k = tl.load(at, held, other=0.0)
+            v = tl.load(at + KV_HEADS * PAGE * D, held, other=0.0)
+        else:
+            k = tl.load(at)
+            v = tl.load(at + KV_HEADS * PAGE * D)
+        pages = _pages_of(ids, key + KEYS, width, KEYS, PAGE)  # one turn ahead
+        scores = dot(q, tl.trans(k)) * LOG2E
+        if MASKED:
+            seen = (keys[None, :] <= positions[:, None]) & (keys < end)[None, :]
+            if WINDOW > 0:
+                seen = seen & (keys[None, :] > positions[:, None] - WINDOW)
+            scores = tl.where(seen, scores, -float("inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - higher[:, None])
+        keep = tl.exp2(top - higher)
+        total = total * keep + tl.sum(weights, 1)
+        sums = sums * keep[:, None] + dot(cast(weights, v.dtype), v)
+        top = higher
+    return top, total, sums
+
+
+@triton.jit
+def _pages_of(ids: tl.tensor, key: tl.tensor, width: tl.tensor, KEYS: tl.constexpr, PAGE: tl.constexpr) -> tl.tensor:
+    """The pages of KEYS keys from `key` on, int32 [KEYS]; 0 behind the table's end."""
+    entries = (key + tl.arange(0, KEYS)) // PAGE
+    return tl.load(ids + entries, entries < width, other=0)

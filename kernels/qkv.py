@@ -11,9 +11,13 @@ a fused kernel holds all of it in registers anyway.
 """
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
+from kernels.launch import launch, trigger, usable, wait
 from kernels.norm import rms_norm
+from kernels.numerics import cast
 
 
 def inverse_frequencies(theta: float, pairs: int, head_dim: int, factor: float = 1.0) -> Tensor:
@@ -83,7 +87,29 @@ def qkv_post(
     """
     assert q.shape[0] == slots.shape[0] == positions.shape[0] == cos_sin.shape[0] == qkv.shape[0], (q.shape, qkv.shape)
     assert q.shape[2] == pool.shape[4], (q.shape, pool.shape)
-    _post_reference(qkv, pool, table, slots, positions, cos_sin, q_norm, k_norm, eps, q)
+    if not usable(qkv):
+        return _post_reference(qkv, pool, table, slots, positions, cos_sin, q_norm, k_norm, eps, q)
+    heads, kv_heads, d = q.shape[1], pool.shape[2], pool.shape[4]
+    sides = (qkv.shape[1] // d - heads) // kv_heads
+    assert d & (d - 1) == 0, f"head dim {d} is no power of two"
+    assert (sides > 0) == (k_norm is not None), (qkv.shape, k_norm)
+    inputs = (qkv, pool, table, slots, positions, cos_sin, q_norm, q_norm if k_norm is None else k_norm, q)
+    assert all(x.is_contiguous() for x in inputs), [x.stride() for x in inputs]
+    launch(
+        _post,
+        (qkv.shape[0], kv_heads),
+        *inputs,
+        table.shape[1],
+        eps,
+        warps=4 if heads // kv_heads * d >= 1024 else 2,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        D=d,
+        PAIRS=cos_sin.shape[1] // 2,
+        SIDES=sides,
+        PAGE=pool.shape[3],
+    )
+    return None
 
 
 def _post_reference(
@@ -119,3 +145,73 @@ def _rope_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     turned[..., :pairs] = first * cos - second * sin
     turned[..., half : half + pairs] = second * cos + first * sin
     return turned
+
+
+@triton.jit(do_not_specialize=["width"])
+def _post(
+    qkv: tl.tensor,
+    pool: tl.tensor,
+    table: tl.tensor,
+    slots: tl.tensor,
+    positions: tl.tensor,
+    cos_sin: tl.tensor,
+    q_norm: tl.tensor,
+    k_norm: tl.tensor,
+    q: tl.tensor,
+    width: tl.tensor,
+    eps: tl.tensor,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    PAIRS: tl.constexpr,
+    SIDES: tl.constexpr,
+    PAGE: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """A CTA: one token's query heads of one KV head, and that head's K and V."""
+    trigger(PDL)
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    dims = tl.arange(0, D)
+    mates = (dims + D // 2) % D
+    group = head * GROUP + tl.arange(0, triton.next_power_of_2(GROUP))[:, None]
+    live = tl.arange(0, triton.next_power_of_2(GROUP))[:, None] < GROUP
+    q_scale, q_scale_mate = tl.load(q_norm + dims).to(tl.float32), tl.load(q_norm + mates).to(tl.float32)
+    wait(PDL)
+    position = tl.load(positions + token)
+    if position < 0:
+        return
+    cos, sin = turn(cos_sin + token * 2 * PAIRS, dims, D, PAIRS)
+    raw = qkv + token * (HEADS + SIDES * KV_HEADS) * D
+    x = tl.load(raw + group * D + dims[None, :], live, other=0.0).to(tl.float32)
+    mate = tl.load(raw + group * D + mates[None, :], live, other=0.0).to(tl.float32)
+    x = norm_turn(x, mate, tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None], q_scale, q_scale_mate, cos, sin)
+    tl.store(q + token * HEADS * D + group * D + dims[None, :], cast(x, q.dtype.element_ty), live)
+    if SIDES > 0:
+        slot = tl.load(slots + token).to(tl.int64)
+        page = tl.load(table + slot * width + position // PAGE).to(tl.int64)
+        at = pool + page * (2 * KV_HEADS * PAGE * D) + head * PAGE * D + position % PAGE * D + dims
+        k_at = raw + (HEADS + head) * D
+        k, mate = tl.load(k_at + dims).to(tl.float32), tl.load(k_at + mates).to(tl.float32)
+        k_scale, k_scale_mate = tl.load(k_norm + dims).to(tl.float32), tl.load(k_norm + mates).to(tl.float32)
+        v = tl.load(k_at + (SIDES - 1) * KV_HEADS * D + dims).to(tl.float32)
+        k = norm_turn(k, mate, tl.rsqrt(tl.sum(k * k, 0) / D + eps), k_scale, k_scale_mate, cos, sin)
+        tl.store(at, cast(k, pool.dtype.element_ty))
+        tl.store(at + KV_HEADS * PAGE * D, cast(v * tl.rsqrt(tl.sum(v * v, 0) / D + eps), pool.dtype.element_ty))
+
+
+@triton.jit
+def turn(cos_sin: tl.tensor, dims: tl.tensor, D: tl.constexpr, PAIRS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """cos, and sin with the sign that a dim's mate gets, for each dim; 1 and 0 where a dim does not rotate."""
+    pair = dims % (D // 2)
+    cos = tl.load(cos_sin + pair, pair < PAIRS, other=1.0)
+    sin = tl.load(cos_sin + PAIRS + pair, pair < PAIRS, other=0.0)
+    return cos, tl.where(dims < D // 2, -sin, sin)
+
+
+@triton.jit
+def norm_turn(
+    x: tl.tensor, mate: tl.tensor, scale: tl.tensor, weight: tl.tensor, weight_mate: tl.tensor, cos: tl.tensor, sin: tl.tensor
+) -> tl.tensor:
+    """x and its mates d/2 further, times `scale` and the norm's weight, rotated."""
+    return x * scale * weight * cos + mate * scale * weight_mate * sin

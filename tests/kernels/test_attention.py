@@ -8,7 +8,9 @@ from torch import Tensor
 
 from kernels import decode, prefill
 from kernels.decode import paged_decode
+from kernels.launch import record
 from kernels.prefill import extend_attention, extend_tiles, paged_prefill, tile_tokens
+from tests.support import interpreter
 
 pytestmark = pytest.mark.cpu
 
@@ -167,3 +169,51 @@ def test_wrong_shapes_are_refused() -> None:
         paged_prefill(q[..., :16], it.pool, it.table[0], 0, None)
     with pytest.raises(AssertionError):
         paged_prefill(q, it.pool, it.table[0], 7 * PAGE, None)
+
+
+def test_under_the_interpreter() -> None:
+    """The interpreted cases of this file hold."""
+    interpreter.run(__file__)
+
+
+@pytest.mark.parametrize("window", [None, WINDOW, WINDOW - 3, 1])
+@pytest.mark.parametrize(("heads", "kv_heads", "d"), [(4, 2, 16), (3, 1, 32)])
+def interpreted_extend(heads: int, kv_heads: int, d: int, window: int | None) -> None:
+    """All chunks in one launch equal dense attention at every length; a window off by one does not; rows of no tile are left."""
+    starts = [0, 5, PAGE - 1, WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW + 7]
+    sizes = [WINDOW + 1, 1, PAGE, 2, PAGE + 1, 40, 9]
+    lengths = [start + size for start, size in zip(starts, sizes, strict=True)]
+    it = paged(lengths, kv_heads, d, None)
+    chunks, rows = [], 2
+    for slot, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        chunks.append((slot, rows, start, size))
+        rows += size
+    q = torch.randn(rows, heads, d) / d**0.5
+    want, off = torch.full_like(q, 7.0), torch.full_like(q, 7.0)
+    for slot, row, start, size in chunks:
+        for answer, by in ((want, window), (off, (window or 1 << 20) + 1)):
+            answer[row : row + size] = dense(q[row : row + size], it.k[slot], it.v[slot], start, by)
+    out = torch.full_like(q, 7.0)
+    with record() as nodes:
+        extend_attention(q, it.pool, it.table, torch.tensor(extend_tiles(chunks, 16), dtype=torch.int32), window, out, 16)
+    assert len(nodes) == 1
+    assert (out - want).abs().max() < TOLERANCE
+    if window is not None:
+        assert (out - off).abs().max() > FAULT
+
+
+@pytest.mark.parametrize("size", [2, 5, 8])
+def interpreted_verify(size: int) -> None:
+    """A few rows a sequence behind long prefixes, as when drafts are verified."""
+    lengths = [150, 33, 8]
+    it = paged(lengths, 1, 16, None)
+    chunks = [(slot, slot * size, length - size, size) for slot, length in enumerate(lengths)]
+    q = torch.randn(3 * size, 4, 16) / 4
+    out = torch.zeros_like(q)
+    extend_attention(q, it.pool, it.table, torch.tensor(extend_tiles(chunks, size), dtype=torch.int32), WINDOW, out, size)
+    for slot, row, start, _ in chunks:
+        rows = slice(row, row + size)
+        assert (out[rows] - dense(q[rows], it.k[slot], it.v[slot], start, WINDOW)).abs().max() < TOLERANCE
+
+
+interpreted_chunks_in_tiles = test_extend

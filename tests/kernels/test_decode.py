@@ -1,13 +1,21 @@
-"""A decode step's attention of a layer, from the raw product to the output, against fp64, with NaN wherever nothing may be read."""
+"""A decode step's attention of a layer, from the raw product to the output, against fp64, with NaN wherever nothing may be read.
 
+The reference runs here; the Triton kernel in `interpreted_*`, under the interpreter.
+"""
+
+import io
+import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from kernels.decode import DecodeScratch, decode_attention, decode_splits, most_parts
+from kernels.decode import DecodeScratch, DecodeTile, decode_attention, decode_splits, most_parts
+from kernels.launch import record
+from tests.bench import attention as bench
+from tests.support import interpreter
 from tests.support.attention import EPS, Case, Shape, decode_case
 
 pytestmark = pytest.mark.cpu
@@ -26,38 +34,54 @@ SHAPES = [
 NAMES = [f"{s.heads}/{s.kv_heads} d{s.d} sides {s.sides} window {s.window} page {s.page}" for s in SHAPES]
 
 
-def attend(case: Case, splits: int = 1, window: int | None = -1) -> tuple[Tensor, Tensor]:
-    """The output and the pool as the call leaves it; `window` in place of the case's own."""
+@dataclass
+class Call:
+    """One call of `decode_attention`: the output, the pool as it leaves it, and the scratch it used."""
+
+    out: Tensor
+    pool: Tensor
+    scratch: DecodeScratch
+
+
+def attend(
+    case: Case, splits: int = 1, tile: DecodeTile | None = None, window: int | None = -1, scratch: DecodeScratch | None = None
+) -> Call:
+    """`window` in place of the case's own."""
     shape, rows = case.shape, case.qkv.shape[0]
     pool, out = case.pool.clone(), torch.full((rows, shape.heads * shape.d), torch.nan, dtype=case.qkv.dtype)
-    scratch = DecodeScratch(rows, shape.heads, shape.kv_heads, shape.d, rows * splits, torch.device("cpu"))
+    scratch = scratch or DecodeScratch(rows, shape.heads, shape.kv_heads, shape.d, rows * splits, torch.device("cpu"))
     given = (case.qkv, pool, case.page_ids, case.positions, case.cos_sin, case.q_norm, case.k_norm, EPS)
-    decode_attention(*given, shape.window if window == -1 else window, scratch, out, splits)
-    return out, pool
+    decode_attention(*given, shape.window if window == -1 else window, scratch, out, splits, tile)
+    return Call(out, pool, scratch)
 
 
-def error(out: Tensor, case: Case) -> float:
+def error(call: Call, case: Case) -> float:
     """The largest absolute one; NaN counts as infinite."""
-    return float((out.double() - case.want).abs().nan_to_num(torch.inf).max())
+    return float((call.out.double() - case.want).abs().nan_to_num(torch.inf).max())
+
+
+def check(case: Case, call: Call, tolerance: float = TOLERANCE) -> None:
+    """The output is dense attention's, padding rows are zero, the pool has gained each row's K and V and is else the same bits."""
+    assert error(call, case) < tolerance
+    assert (call.out[case.positions < 0] == 0).all()
+    assert torch.allclose(call.pool, case.pool_after, rtol=0, atol=tolerance, equal_nan=True)
+    before = ~case.pool.isnan()
+    assert torch.equal(call.pool[before], case.pool[before])
+    assert not call.scratch.tickets.any()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=NAMES)
 def test_equals_dense_attention(shape: Shape) -> None:
-    """Every length, a padding row among them: the output is dense attention's, the pool gains each row's K and V."""
+    """Every length, a padding row among them, equals dense attention, and K and V of each row are appended."""
     case = decode_case(shape, LENGTHS)
-    out, pool = attend(case)
-    assert error(out, case) < TOLERANCE
-    assert (out[LENGTHS.index(0)] == 0).all()
-    assert torch.allclose(pool, case.pool_after, rtol=0, atol=TOLERANCE, equal_nan=True)
-    untouched = ~(pool.isnan() | case.pool.isnan())
-    assert torch.equal(pool[untouched], case.pool[untouched])
+    check(case, attend(case))
 
 
 FAULTS: dict[str, Callable[[Case], Case]] = {
     "K as V": lambda case: replace(case, pool=case.pool.flip(1)),
     "a wrong page": lambda case: replace(case, page_ids=case.page_ids.index_fill(1, torch.tensor([0]), 2)),
     "a shifted position": lambda case: replace(case, positions=(case.positions - 1).clamp(min=-1)),
-    "no rope": lambda case: replace(case, cos_sin=torch.tensor([1.0, 0.0]).repeat_interleave(16).expand_as(case.cos_sin)),
+    "no rope": lambda case: replace(case, cos_sin=torch.tensor([1.0, 0.0]).repeat_interleave(16).repeat(len(case.cos_sin), 1)),
 }
 
 
@@ -65,15 +89,15 @@ FAULTS: dict[str, Callable[[Case], Case]] = {
 def test_a_fault_is_seen(fault: str) -> None:
     """A planted fault strays by a hundred tolerances, where the case as it stands does not."""
     case = decode_case(SHAPES[0], LENGTHS)
-    assert error(attend(case)[0], case) < TOLERANCE
-    assert error(attend(FAULTS[fault](case))[0], case) > FAULT
+    assert error(attend(case), case) < TOLERANCE
+    assert error(attend(FAULTS[fault](case)), case) > FAULT
 
 
 @pytest.mark.parametrize("by", [-1, 1])
 def test_a_window_off_by_one_is_seen(by: int) -> None:
     """One key more or less in the window strays by a hundred tolerances."""
     case = decode_case(SHAPES[0], [WINDOW + 9, 2 * WINDOW + 22])
-    assert error(attend(case, window=WINDOW + by)[0], case) > FAULT
+    assert error(attend(case, window=WINDOW + by), case) > FAULT
 
 
 def test_splits_fill_the_gpu_and_no_more() -> None:
@@ -98,3 +122,95 @@ def test_wrong_sizes_are_refused() -> None:
         scratch = DecodeScratch(rows, shape.heads, shape.kv_heads, shape.d, parts, device)
         with pytest.raises(AssertionError):
             decode_attention(*given, scratch, result, 4)
+
+
+def test_the_bench_runs_dry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every shape goes through the bench's steps, a figure for each; a launch that strays from the reference is refused."""
+    out = io.StringIO()
+    bench.dry(out)
+    rows = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert {row["shape"] for row in rows} == {layer.name for layer in bench.LAYERS}
+    assert all(row["us"] > 0 and row["error"] < bench.TOLERANCE for row in rows)
+    whole = bench.paged_decode_step
+    monkeypatch.setattr(bench, "paged_decode_step", lambda *given: (whole(*given), given[-1].mul_(1.02)))
+    with pytest.raises(AssertionError, match="relative error"):
+        bench.dry(out)
+
+
+def test_under_the_interpreter() -> None:
+    """The interpreted cases of this file hold."""
+    interpreter.run(__file__)
+
+
+CUTS = [
+    (Shape(4, 2, 32, 16, window=WINDOW), 3, None),
+    (Shape(8, 1, 64, 8, sides=1), 4, DecodeTile(32, 4, 8, 3, early=True)),
+    (Shape(2, 2, 16, 8, sides=0, window=WINDOW - 3), 1, None),
+    (Shape(16, 1, 16, 4, window=1, page=16), 2, None),
+    (Shape(3, 1, 32, 16, page=64), 5, DecodeTile(64, 2, 4, 3, early=False)),
+    (Shape(2, 1, 16, 8, window=WINDOW, page=16), 2, DecodeTile(32, 1, 4, 3, early=True)),
+    (Shape(5, 1, 16, 8, page=64, window=2 * WINDOW), 9, DecodeTile(16, 1, 4, 3, early=True)),
+]
+
+
+@pytest.mark.parametrize(("shape", "splits", "tile"), CUTS)
+def interpreted_equals_dense_attention(shape: Shape, splits: int, tile: DecodeTile | None) -> None:
+    """Page edges and window edges under every way to cut the work, in one launch; runs of half a page, a page and two pages."""
+    case = decode_case(shape, [1, 32, 0, WINDOW - 1, WINDOW, WINDOW + 1, 170])
+    with record() as nodes:
+        call = attend(case, splits, tile)
+    check(case, call)
+    assert len(nodes) == 1
+
+
+@pytest.mark.parametrize("group", range(1, 17))
+def interpreted_group_sizes(group: int) -> None:
+    """1 to 16 query heads a KV head; the parts of rows that a product of 16 rows pads are never written."""
+    case = decode_case(Shape(group, 1, 16, 4), [40, 1])
+    scratch = DecodeScratch(2, group, 1, 16, 4, torch.device("cpu"))
+    scratch.parts = torch.full((4, group + 1, 16), 7.0)[:, :group].contiguous()
+    check(case, attend(case, 2, scratch=scratch))
+
+
+@pytest.mark.parametrize("splits", range(1, 17))
+def interpreted_splits(splits: int) -> None:
+    """1 to 16 splits of eleven pages, of three and of one."""
+    case = decode_case(Shape(2, 1, 16, 8), [330, 70, 5])
+    check(case, attend(case, splits))
+
+
+def interpreted_bfloat16() -> None:
+    """bf16 in and out strays by the rounding of q, of the softmax's weights and of the output."""
+    case = decode_case(Shape(4, 2, 32, 16, window=WINDOW), [0, 33, 170], torch.bfloat16)
+    check(case, attend(case, 2), 0.03)
+
+
+def interpreted_scratch_is_left_as_it_was() -> None:
+    """Launches may share a scratch, whatever the one before left in it."""
+    shape = Shape(2, 1, 16, 8)
+    scratch = DecodeScratch(2, 2, 1, 16, 8, torch.device("cpu"))
+    scratch.parts.fill_(torch.nan)
+    scratch.lse.fill_(torch.nan)
+    for lengths in ([200, 40], [40, 200], [1, 0]):
+        case = decode_case(shape, lengths)
+        check(case, attend(case, 4, scratch=scratch))
+
+
+def interpreted_a_row_does_not_depend_on_the_others() -> None:
+    """The same bits for a row, whatever stands beside it in its bucket."""
+    case = decode_case(Shape(4, 2, 32, 16, window=WINDOW), [170, 33, 90])
+    whole = attend(case, 3).out
+    alone = replace(case, positions=torch.tensor([169, -1, -1], dtype=torch.int32))
+    assert torch.equal(attend(alone, 3).out[0], whole[0])
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def interpreted_a_fault_is_seen(fault: str) -> None:
+    """As for the reference."""
+    case = decode_case(Shape(2, 1, 32, 16, window=WINDOW), [33, 2 * WINDOW + 16])
+    assert error(attend(case, 2), case) < TOLERANCE
+    assert error(attend(FAULTS[fault](case), 2), case) > FAULT
+
+
+interpreted_a_window_off_by_one_is_seen = test_a_window_off_by_one_is_seen
+interpreted_wrong_sizes_are_refused = test_wrong_sizes_are_refused

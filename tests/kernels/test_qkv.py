@@ -7,6 +7,7 @@ from transformers.models.gemma4.modeling_gemma4 import apply_rotary_pos_emb
 
 from kernels.norm import rms_norm
 from kernels.qkv import inverse_frequencies, norm_rope, qkv_post, rotary, write_pages
+from tests.support import interpreter
 from tests.support.attention import normed, turned
 
 pytestmark = pytest.mark.cpu
@@ -102,3 +103,11 @@ def test_wrong_shapes_are_refused() -> None:
             write_pages(pool, table, slots, slots, bad, bad)
     with pytest.raises(AssertionError):
         norm_rope(k, torch.ones(16), torch.zeros(4, 9), torch.zeros(4, 9), EPS)
+
+
+def test_under_the_interpreter() -> None:
+    """The interpreted cases of this file hold."""
+    interpreter.run(__file__)
+
+
+interpreted_qkv_post = test_qkv_post

@@ -1,0 +1,347 @@
+"""Attention kernels timed on one GPU: `python -m tests.bench.attention --out FILE`, every figure a JSON line of FILE.
+
+Decode attention of one layer at a rank's real shapes. Launches follow one another in a CUDA graph under programmatic dependent
+launch, each over a pool of its own, together far larger than the L2 cache. Every cut of the work is compared with the fp32
+reference first. Variants are compiled beforehand by as many processes as there are cores.
+
+--dry runs the same steps on the CPU, small and without figures.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor
+
+from kernels.decode import DecodeScratch, DecodeTile, decode_attention, decode_splits, decode_tile, paged_decode_step
+from kernels.launch import variants
+
+PAGE = 32
+EPS = 1e-6
+CANDIDATES = 24
+IN_TURN = 256 << 20  # bytes of pools that launches read in turn: several times the L2 cache
+BATCHES = (1, 4, 8, 16, 32, 100)
+TOLERANCE = 1e-2  # relative error of bf16 attention against fp32: 2e-3 is usual
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One rank's share of a layer."""
+
+    name: str
+    heads: int
+    kv_heads: int
+    d: int
+    pairs: int
+    sides: int
+    window: int | None
+    contexts: tuple[int, ...] = (1024,)
+
+
+LAYERS = (
+    Layer("31b-tp4-sliding", 8, 4, 256, 128, 2, 1024),
+    Layer("31b-tp4-full", 8, 1, 512, 64, 1, None, (1024, 8192)),
+    Layer("26b-tp4-sliding", 4, 2, 256, 128, 2, 1024),
+    Layer("26b-tp4-full", 4, 1, 512, 64, 1, None, (1024, 8192)),
+    Layer("26b-tp1-sliding", 16, 8, 256, 128, 2, 1024),
+    Layer("26b-tp1-full", 16, 2, 512, 64, 1, None, (1024, 8192)),
+    Layer("e2b-tp1-sliding", 8, 1, 256, 128, 2, 512),
+)
+Cut = tuple[int, DecodeTile]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A layer at a batch and a context; rows' lengths differ by less than two pages."""
+
+    layer: Layer
+    rows: int
+    context: int
+
+    @property
+    def positions(self) -> list[int]:
+        return [self.context + 17 + 13 * row % 48 for row in range(self.rows)]
+
+    def first(self, position: int) -> int:
+        """The first page that a row reads."""
+        return 0 if self.layer.window is None else max(0, position - self.layer.window + 1) // PAGE
+
+    @property
+    def pages(self) -> int:
+        """Pages of the longest row."""
+        return max(position // PAGE - self.first(position) + 1 for position in self.positions)
+
+    @property
+    def bytes(self) -> int:
+        """K and V that a launch must read."""
+        window = self.layer.window or 1 << 30
+        return sum(min(position + 1, window) for position in self.positions) * 4 * self.layer.kv_heads * self.layer.d
+
+
+def candidates(problem: Problem, processors: int) -> list[Cut]:
+    """Cuts worth trying, the default first: splits that leave no CTA a page more than needed, CTAs from half a wave to four."""
+    layer, rows, pages = problem.layer, problem.rows, problem.pages
+    splits = decode_splits(rows, layer.kv_heads, pages, processors)
+    default = (splits, decode_tile(layer.d, PAGE, splits))
+    found = {default: None}
+    even = sorted({-(-pages // turns) for turns in range(1, pages + 1) if -(-pages // turns) <= 64}, reverse=True)
+    for splits, values in itertools.product(even, (1, 2, 4) if layer.d > 256 else (1, 2)):
+        ctas = rows * layer.kv_heads * splits * values
+        fewest = splits == even[-1] or ctas >= processors // 2
+        if (ctas > 4 * processors and splits * values > 1) or not (fewest or splits == even[0]):
+            continue
+        for warps, stages in ((4, 3), (8, 3), (4, 2)):
+            early = 2 * splits >= pages
+            found[splits, DecodeTile(PAGE, values, warps, stages, early)] = None
+            if early and stages == 3:
+                found[splits, DecodeTile(PAGE // 2, values, warps, stages, early=False)] = None
+    return list(found)[:1] + _spread(list(found)[1:], CANDIDATES - 1)
+
+
+def _spread(cuts: list[Cut], most: int) -> list[Cut]:
+    step = max(1.0, len(cuts) / most)
+    return [cuts[int(i * step)] for i in range(min(most, len(cuts)))]
+
+
+class Inputs:
+    """Random inputs of a problem, for `copies` launches over pools of their own."""
+
+    def __init__(self, problem: Problem, copies: int, device: torch.device, memory: Tensor | None = None) -> None:
+        layer, rows = problem.layer, problem.rows
+        self.problem = problem
+        self.width = -(-problem.pages // 16) * 16
+        shape = (copies, rows * problem.pages + 1, 2, layer.kv_heads, PAGE, layer.d)
+        size = math.prod(shape)
+        if memory is None:
+            memory = torch.randn(size, device=device).to(torch.bfloat16) * layer.d**-0.25
+        self.pools = memory[:size].view(shape)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, device=device).to(torch.bfloat16)
+
+        self.qkv = draw(rows, (layer.heads + layer.sides * layer.kv_heads) * layer.d)
+        self.norms = [(1 + 0.1 * draw(layer.d)) * layer.d**-0.25 for _ in "qk"]
+        angles = torch.rand(rows, layer.pairs, device=device) * 6.28
+        self.cos_sin = torch.cat([angles.cos(), angles.sin()], 1)
+        self.positions = torch.tensor(problem.positions, dtype=torch.int32, device=device)
+        self.page_ids = torch.full((rows, self.width), 2**31 - 7, dtype=torch.int32, device=device)
+        order = torch.randperm(rows * problem.pages, device=device).to(torch.int32).view(rows, -1) + 1
+        self.page_ids[:, : problem.pages] = order
+        self.out = torch.empty(rows, layer.heads * layer.d, dtype=torch.bfloat16, device=device)
+
+    def run(self, copy: int, cut: Cut, scratch: DecodeScratch) -> None:
+        """One launch."""
+        given = (self.qkv, self.pools[copy], self.page_ids, self.positions, self.cos_sin, *self.norms, EPS)
+        decode_attention(*given, self.problem.layer.window, scratch, self.out, *cut)
+
+    def reference(self) -> Tensor:
+        """What a launch over the first pool must give."""
+        out = torch.empty_like(self.out)
+        given = (self.qkv, self.pools[0], self.page_ids, self.positions, self.cos_sin, *self.norms, EPS)
+        paged_decode_step(*given, self.problem.layer.window, out)
+        return out
+
+
+def error(out: Tensor, want: Tensor) -> float:
+    """Relative, over the whole output; NaN counts as infinite."""
+    value = float((out.float() - want.float()).norm() / want.float().norm())
+    return math.inf if math.isnan(value) else value
+
+
+# -- time on a device
+
+
+def graph_us(launches: Sequence[Callable[[], None]], replays: int = 4) -> float:
+    """Microseconds a launch, of all of them one after another in a CUDA graph: the best replay."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for launch in launches:
+            launch()
+    marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
+    graph.replay()
+    for began, ended in marks:
+        began.record()
+        graph.replay()
+        ended.record()
+    torch.cuda.synchronize()
+    return 1e3 * min(began.elapsed_time(ended) for began, ended in marks) / len(launches)
+
+
+def wall_us(launches: Sequence[Callable[[], None]]) -> float:
+    """The same without a GPU, to have been through it."""
+    began = time.perf_counter()
+    for launch in launches:
+        launch()
+    return 1e6 * (time.perf_counter() - began) / len(launches)
+
+
+def copy_rate(device: torch.device) -> float:
+    """TB/s of a device copy, read and written."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    return 2 * source.numel() / graph_us([lambda: target.copy_(source)] * 4) / 1e6
+
+
+# -- compilation ahead
+
+
+def compile_ahead(jobs: Sequence[tuple[Layer, Cut]]) -> float:
+    """Compiles every variant into Triton's cache on disk; seconds."""
+    began = time.perf_counter()
+    workers = max(1, min(len(os.sched_getaffinity(0)) - 1, 14, len(jobs)))
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(_compile, jobs, chunksize=4))
+    return time.perf_counter() - began
+
+
+def _compile(job: tuple[Layer, Cut]) -> None:
+    layer, cut = job
+    device = torch.device("cuda")
+    inputs = Inputs(Problem(layer, 1, 64), 1, device)
+    inputs.positions.fill_(-1)
+    inputs.run(0, cut, DecodeScratch(1, layer.heads, layer.kv_heads, layer.d, cut[0], device))
+    torch.cuda.synchronize()
+
+
+# -- the run
+
+
+@dataclass
+class Bench:
+    """Where figures go, and what they are held to."""
+
+    device: torch.device
+    out: TextIO
+    processors: int
+    rate: float  # TB/s of a copy
+    deadline: float
+    skipped: int = 0
+
+    def problem(self, problem: Problem, cuts: Sequence[Cut], memory: Tensor | None) -> Iterator[dict[str, Any]]:
+        """A row for each cut, once the default has been compared with the reference; after the deadline the default alone."""
+        copies = max(1, min(96, -(-IN_TURN // problem.bytes))) if self.device.type == "cuda" else 2
+        inputs = Inputs(problem, copies, self.device, memory)
+        want = inputs.reference()
+        layer = problem.layer
+        parts = problem.rows * max(splits for splits, _ in cuts)
+        scratch = DecodeScratch(problem.rows, layer.heads, layer.kv_heads, layer.d, parts, self.device)
+        for place, cut in enumerate(cuts):
+            if place and time.perf_counter() > self.deadline:
+                self.skipped += len(cuts) - place
+                return
+            yield self.row(inputs, cut, scratch, want, copies)
+
+    def row(self, inputs: Inputs, cut: Cut, scratch: DecodeScratch, want: Tensor, copies: int) -> dict[str, Any]:
+        """One cut, right or refused, timed."""
+        problem = inputs.problem
+        known = len(variants())
+        inputs.out.fill_(math.nan)
+        inputs.run(0, cut, scratch)
+        off = error(inputs.out, want)
+        assert off < TOLERANCE, f"{problem} {cut}: relative error {off}"
+        us = 0.0
+        launches = [lambda copy=i % copies: inputs.run(copy, cut, scratch) for i in range(max(copies, 16))]
+        us = graph_us(launches) if self.device.type == "cuda" else wall_us(launches[:2])
+        compiled = variants()[-1] if len(variants()) > known else None
+        floor = problem.bytes / self.rate / 1e6
+        return {
+            "kernel": "decode_attention",
+            "shape": problem.layer.name,
+            "rows": problem.rows,
+            "context": problem.context,
+            "splits": cut[0],
+            "tile": asdict(cut[1]),
+            "us": round(us, 2),
+            "bytes": problem.bytes,
+            "tb_s": round(problem.bytes / us / 1e6, 3),
+            "floor_us": round(floor, 2),
+            "predicted_us": round(4.5 + floor / 0.9, 2),
+            "registers": compiled.n_regs if compiled else None,
+            "error": round(off, 5),
+        }
+
+
+def best_line(rows: Sequence[dict[str, Any]]) -> str:
+    """The best cut of a problem beside the default, for people."""
+    best, default = min(rows, key=lambda row: row["us"]), rows[0]
+    tile = " ".join(f"{name} {value}" for name, value in best["tile"].items())
+    head = f"{best['shape']:16} rows {best['rows']:3} ctx {best['context']:5}"
+    figures = f"{best['us']:8.2f} us {best['tb_s']:6.3f} TB/s (default {default['us']:8.2f}, floor {best['floor_us']:7.2f})"
+    return f"{head} {figures}  splits {best['splits']} {tile}"
+
+
+def problems(names: Sequence[str], batches: Sequence[int]) -> list[Problem]:
+    """What is measured."""
+    layers = [layer for layer in LAYERS if not names or layer.name in names]
+    return [Problem(layer, rows, context) for layer in layers for context in layer.contexts for rows in batches]
+
+
+def on_gpu(args: argparse.Namespace, out: TextIO) -> None:
+    """Compile, compare, time."""
+    device = torch.device("cuda")
+    properties = torch.cuda.get_device_properties(device)
+    began = time.perf_counter()
+    todo = problems(args.layers, args.batches)
+    cuts = {problem: candidates(problem, properties.multi_processor_count)[: args.most] for problem in todo}
+    jobs = list(dict.fromkeys((problem.layer, cut) for problem in todo for cut in cuts[problem]))
+    seconds = compile_ahead(jobs)
+    bench = Bench(device, out, properties.multi_processor_count, copy_rate(device), began + args.seconds)
+    print(f"{properties.name}: copy {bench.rate:.2f} TB/s; {len(jobs)} variants compiled in {seconds:.0f} s", flush=True)
+    largest = max(problem.bytes for problem in todo)
+    memory = torch.randn((2 * max(largest, IN_TURN)), device=device, dtype=torch.bfloat16).mul_(256**-0.25)
+    for problem in todo:
+        write(bench.problem(problem, cuts[problem], memory), out)
+    print(f"{time.perf_counter() - began:.0f} s in all, {bench.skipped} cuts left out", flush=True)
+
+
+def dry(out: TextIO) -> None:
+    """Every layer, head dims cut to a sixteenth, on the CPU."""
+    bench = Bench(torch.device("cpu"), out, 132, 0.02, math.inf)
+    for layer in LAYERS:
+        small = replace(layer, d=layer.d // 16, pairs=layer.pairs // 16, window=64 if layer.window else None)
+        for rows in BATCHES:
+            assert 1 <= len(candidates(Problem(layer, rows, 1024), 132)) <= CANDIDATES
+        problem = Problem(small, 2, 70)
+        write(bench.problem(problem, candidates(problem, 8)[:2], None), out)
+
+
+def write(rows: Iterator[dict[str, Any]], out: TextIO) -> None:
+    """JSON lines to `out`, the best to people."""
+    done = []
+    for row in rows:
+        out.write(json.dumps(row) + "\n")
+        done.append(row)
+    out.flush()
+    print(best_line(done), flush=True)
+
+
+def main() -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--layers", nargs="*", default=[], choices=[layer.name for layer in LAYERS])
+    parser.add_argument("--batches", nargs="*", type=int, default=list(BATCHES))
+    parser.add_argument("--most", type=int, default=CANDIDATES, help="cuts a problem")
+    parser.add_argument("--seconds", type=float, default=150, help="after so many the default cut alone is measured")
+    parser.add_argument("--dry", action="store_true")
+    args = parser.parse_args()
+    with args.out.open("w") as out:
+        if args.dry:
+            dry(out)
+        else:
+            on_gpu(args, out)
+
+
+if __name__ == "__main__":
+    main()

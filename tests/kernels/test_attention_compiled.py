@@ -1,0 +1,128 @@
+"""The attention kernels compiled for every GPU they are meant for: resources, and what they read before their predecessors end."""
+
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.decode import DecodeScratch, decode_attention, decode_splits
+from kernels.launch import Node, record
+from kernels.prefill import extend_attention
+from kernels.qkv import qkv_post
+from tests.bench.attention import LAYERS, PAGE, Layer, Problem
+from tests.support.compiled import Compiled, compile_node
+
+pytestmark = pytest.mark.cpu
+
+HOPPER, BLACKWELL = (9, 0), (10, 0)
+SMALL = [(8, 0), (12, 0)]
+SHARED = {HOPPER: 232448, BLACKWELL: 232448, (8, 0): 166912, (12, 0): 101376}
+SPILLED = {"_extend": 160}  # bytes a thread
+WIDTH = 64
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def ints(*shape: int) -> Tensor:
+    return meta(*shape, dtype=torch.int32)
+
+
+def decode_node(layer: Layer, rows: int, target: tuple[int, int]) -> Node:
+    """The launch for a batch at context 1024."""
+    splits = decode_splits(rows, layer.kv_heads, Problem(layer, rows, 1024).pages, 132)
+    with record(target) as nodes:
+        decode_attention(
+            meta(rows, (layer.heads + layer.sides * layer.kv_heads) * layer.d),
+            meta(9, 2, layer.kv_heads, PAGE, layer.d),
+            ints(rows, WIDTH),
+            ints(rows),
+            meta(rows, 2 * layer.pairs, dtype=torch.float32),
+            meta(layer.d),
+            meta(layer.d) if layer.sides else None,
+            1e-6,
+            layer.window,
+            DecodeScratch(rows, layer.heads, layer.kv_heads, layer.d, rows * splits, torch.device("meta")),
+            meta(rows, layer.heads * layer.d),
+            splits,
+        )
+    (node,) = nodes
+    return node
+
+
+def chunk_nodes(layer: Layer, target: tuple[int, int]) -> list[Node]:
+    """What comes before attention, and attention, for prefill chunks and for rows that verify drafts."""
+    pool, table, tokens = meta(9, 2, layer.kv_heads, PAGE, layer.d), ints(3, WIDTH), 100
+    q = meta(tokens, layer.heads, layer.d)
+    with record(target) as nodes:
+        qkv = meta(tokens, (layer.heads + layer.sides * layer.kv_heads) * layer.d)
+        cos_sin = meta(tokens, 2 * layer.pairs, dtype=torch.float32)
+        qkv_post(qkv, pool, table, ints(tokens), ints(tokens), cos_sin, meta(layer.d), meta(layer.d), 1e-6, q)
+        for size in (None, 4):
+            extend_attention(q, pool, table, ints(5, 4), layer.window, meta(tokens, layer.heads, layer.d), size)
+    return nodes
+
+
+def named(name: str) -> Layer:
+    return next(layer for layer in LAYERS if layer.name == name)
+
+
+def nodes(target: tuple[int, int]) -> Iterator[Node]:
+    """31B at TP=4 with one row and with many; on Hopper the other layers too."""
+    for layer in LAYERS if target == HOPPER else [named("31b-tp4-sliding"), named("31b-tp4-full")]:
+        for rows in (1, 100) if layer.name.startswith("31b") else (1,):
+            yield decode_node(layer, rows, target)
+    for name in ("31b-tp4-sliding", "31b-tp4-full"):
+        yield from chunk_nodes(named(name), target)
+
+
+def check(compiled: Compiled) -> None:
+    what = (compiled.node.kernel, compiled.node.constexprs, compiled.target, compiled.registers, compiled.stack, compiled.shared)
+    assert compiled.shared <= SHARED[compiled.target], what
+    assert compiled.stack <= SPILLED.get(compiled.node.kernel, 0), what
+
+
+@pytest.mark.parametrize("target", [HOPPER, BLACKWELL])
+def test_every_variant_compiles_without_spilling(target: tuple[int, int]) -> None:
+    """Machine code for each, within a block's shared memory; only prefill spills, a few registers outside its loops."""
+    for node in nodes(target):
+        check(compile_node(node, target))
+
+
+@pytest.mark.parametrize("target", SMALL)
+def test_small_gpus_get_smaller_tiles(target: tuple[int, int]) -> None:
+    """The largest head dim fits the shared memory of GPUs that have less."""
+    layer = named("31b-tp4-full")
+    for node in (decode_node(layer, 100, target), chunk_nodes(layer, target)[1]):
+        compiled = compile_node(node, target)
+        assert compiled.shared <= SHARED[target], (node.constexprs, compiled.shared)
+
+
+def early_reads(compiled: Compiled) -> int:
+    """Loads from global memory before the wait for the kernel's predecessors."""
+    lines = compiled.ptx_memory
+    wait = next(place for place, line in enumerate(lines) if "griddepcontrol.wait" in line)
+    return sum(not line.startswith("griddepcontrol") for line in lines[:wait])
+
+
+def test_only_norm_weights_are_read_before_the_wait() -> None:
+    """Dependents are released first thing; of memory, only the norms' weights are read before the predecessors have ended."""
+    for name, rows in (("31b-tp4-sliding", 1), ("31b-tp4-full", 100)):
+        compiled = compile_node(decode_node(named(name), rows, HOPPER), HOPPER)
+        assert compiled.ptx_memory[0].startswith("griddepcontrol.launch_dependents")
+        weights = re.findall(r"ld\.global[^\n]*", compiled.ptx.split("griddepcontrol.wait")[0])
+        assert 4 <= len(weights) == early_reads(compiled) <= 16, weights
+    for node in chunk_nodes(named("31b-tp4-sliding"), HOPPER)[1:]:
+        assert early_reads(compile_node(node, HOPPER)) == 0
+
+
+def test_keys_are_fetched_ahead() -> None:
+    """At a batch of 100 two turns of K and V are in flight: shared memory holds them, and the loop waits for the older one."""
+    for name, kept in (("31b-tp4-sliding", 2 * 2 * PAGE * 256 * 2), ("31b-tp4-full", 2 * 2 * PAGE * 512 * 2)):
+        compiled = compile_node(decode_node(named(name), 100, HOPPER), HOPPER)
+        assert compiled.shared >= kept, compiled.shared
+        assert any(re.search(r"cp\.async\.cg", line) for line in compiled.ptx_memory)
+        assert re.search(r"cp\.async\.wait_group\s+(0x)?2", compiled.ptx)
