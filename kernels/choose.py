@@ -127,7 +127,7 @@ def _launch_choose(
 
 
 @triton.jit
-def _mix(x):
+def _mix(x: tl.tensor) -> tl.tensor:
     """As `kernels.sample` mixes: int64 holding 32 bits."""
     x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
@@ -135,14 +135,14 @@ def _mix(x):
 
 
 @triton.jit
-def _key(seed, position):
+def _key(seed: tl.tensor, position: tl.tensor) -> tl.tensor:
     key = _mix(seed & 0xFFFFFFFF)
     key = _mix(key ^ ((seed >> 32) & 0xFFFFFFFF) ^ 0x5BD1E995)
     return _mix(key ^ (position & 0xFFFFFFFF) ^ 0x27D4EB2F)
 
 
 @triton.jit
-def _gumbel(key, ids):
+def _gumbel(key: tl.tensor, ids: tl.tensor) -> tl.tensor:
     """Standard Gumbel noise of each id. -log1p(-v) by its series where 1 - v would round the small v away: they decide maxima."""
     hashed = _mix(_mix((ids + key) & 0xFFFFFFFF) ^ _mix(key ^ 0x165667B1))
     v = tl.minimum((hashed.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
@@ -151,16 +151,18 @@ def _gumbel(key, ids):
 
 
 @triton.jit
-def _capped(x, cap):
+def _capped(x: tl.tensor, cap: tl.tensor) -> tl.tensor:
     """cap * tanh(x / cap)."""
     return cap * (2.0 * tl.sigmoid(2.0 * x / cap) - 1.0)
 
 
 @triton.jit
 def _local_best(
-    logits, slots, positions, integers, floats, stop, suppress, suppressed, best, n, first, part_size, cap,
+    logits: tl.tensor, slots: tl.tensor, positions: tl.tensor, integers: tl.tensor, floats: tl.tensor, stop: tl.tensor,
+    suppress: tl.tensor, suppressed: tl.tensor, best: tl.tensor, n: tl.tensor, first: tl.tensor, part_size: tl.tensor,
+    cap: tl.tensor,
     CAP: tl.constexpr, STOP: tl.constexpr, SUPPRESS: tl.constexpr, GREEDY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):
+) -> None:
     trigger(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start = part * part_size
@@ -181,7 +183,7 @@ def _local_best(
             tl.store(line + stops - first, float("-inf"), (stops >= 0) & (stops - first >= start) & (stops - first < end))
     tl.debug_barrier()
     key = _key(seed, position)
-    top, top_id, bad = float("-inf"), start, 0
+    top, top_id, bad = float("-inf"), start, tl.full([], 0, tl.int32)
     for at in range(start, end, BLOCK):
         entry = at + tl.arange(0, BLOCK)
         x = tl.load(line + entry, entry < end, float("-inf"))
@@ -203,7 +205,7 @@ def _local_best(
 
 
 @triton.jit
-def _first_best(values, ids, bad):
+def _first_best(values: tl.tensor, ids: tl.tensor, bad: tl.tensor) -> tl.tensor:
     """(value, id, bad) of the largest value; equal values: the first."""
     top, where = tl.max(values, 0, return_indices=True, return_indices_tie_break_left=True)
     lane = tl.arange(0, values.shape[0])
@@ -212,10 +214,11 @@ def _first_best(values, ids, bad):
 
 @triton.jit
 def _choose(
-    best, slots, positions, tokens, tokens_width, results, pointers, inbox, errors, rank, rank_stride,
+    best: tl.tensor, slots: tl.tensor, positions: tl.tensor, tokens: tl.tensor, tokens_width: tl.tensor, results: tl.tensor,
+    pointers: tl.tensor, inbox: tl.tensor, errors: tl.tensor, rank: tl.tensor, rank_stride: tl.tensor,
     PARTS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, EMPTY: tl.constexpr, SPINS: tl.constexpr,
     SEND: tl.constexpr, RECEIVE: tl.constexpr, PDL: tl.constexpr,
-):
+) -> None:
     trigger(PDL)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, PARTS)

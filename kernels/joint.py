@@ -190,13 +190,16 @@ def _warps(n: int) -> int:
 
 
 @triton.jit
-def _normed(x, weight, n, eps, dtype: tl.constexpr):
+def _normed(x: tl.tensor, weight: tl.tensor, n: tl.tensor, eps: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     """rms_norm of one row, rounded to `dtype`; x fp32 with zeros behind n."""
     return (x * tl.rsqrt(tl.sum(x * x, 0) / n + eps) * weight.to(tl.float32)).to(dtype).to(tl.float32)
 
 
 @triton.jit
-def _post(total, post, residual, scalar, scale, n, eps, dtype: tl.constexpr):
+def _post(
+    total: tl.tensor, post: tl.tensor, residual: tl.tensor, scalar: tl.tensor, scale: tl.tensor, n: tl.tensor, eps: tl.tensor,
+    dtype: tl.constexpr,
+) -> tl.tensor:
     """h of one row from its sum, fp32 holding values of `dtype`."""
     if post is None:
         return (total * scale).to(dtype).to(tl.float32)
@@ -207,7 +210,7 @@ def _post(total, post, residual, scalar, scale, n, eps, dtype: tl.constexpr):
 
 
 @triton.jit
-def _send(bits, pointers, at, live, SIZE: tl.constexpr, EMPTY: tl.constexpr):
+def _send(bits: tl.tensor, pointers: tl.tensor, at: tl.tensor, live: tl.tensor, SIZE: tl.constexpr, EMPTY: tl.constexpr) -> None:
     """Write a row's bits to every rank's inbox, from element `at` on."""
     lane = tl.arange(0, bits.shape[0])
     sent = tl.where(bits == EMPTY, 0, bits).to(bits.dtype)
@@ -217,8 +220,10 @@ def _send(bits, pointers, at, live, SIZE: tl.constexpr, EMPTY: tl.constexpr):
 
 
 @triton.jit
-def _receive(inbox, at, rank_stride, live, errors, dtype: tl.constexpr, COUNT: tl.constexpr, EMPTY: tl.constexpr,
-             SPINS: tl.constexpr, BLOCK: tl.constexpr):
+def _receive(
+    inbox: tl.tensor, at: tl.tensor, rank_stride: tl.tensor, live: tl.tensor, errors: tl.tensor, dtype: tl.constexpr,
+    COUNT: tl.constexpr, EMPTY: tl.constexpr, SPINS: tl.constexpr, BLOCK: tl.constexpr,
+) -> tl.tensor:
     """Sum, in rank order, of COUNT parts of a row, once all have come; the inbox is empty again behind it."""
     lane = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
@@ -241,11 +246,13 @@ def _receive(inbox, at, rank_stride, live, errors, dtype: tl.constexpr, COUNT: t
 
 @triton.jit
 def _joint(
-    part, residual, post, post_a, post_b, following, scalar, h_out, x_out,
-    pointers, inbox, errors, rank, rank_stride, row_stride, offset, n, eps, scale,
+    part: tl.tensor, residual: tl.tensor, post: tl.tensor, post_a: tl.tensor, post_b: tl.tensor, following: tl.tensor,
+    scalar: tl.tensor, h_out: tl.tensor, x_out: tl.tensor,
+    pointers: tl.tensor, inbox: tl.tensor, errors: tl.tensor, rank: tl.tensor, rank_stride: tl.tensor, row_stride: tl.tensor,
+    offset: tl.tensor, n: tl.tensor, eps: tl.tensor, scale: tl.tensor,
     SIZE: tl.constexpr, EMPTY: tl.constexpr, SPINS: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
-):
+) -> None:
     trigger(PDL)
     dtype: tl.constexpr = part.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
@@ -294,11 +301,13 @@ def _joint(
 
 @triton.jit
 def _joint_sharded(
-    part, residual, post, following, scalar, h_out, x_out,
-    pointers, inbox, errors, rank, rank_stride, row_stride, offset, n, eps, scale,
+    part: tl.tensor, residual: tl.tensor, post: tl.tensor, following: tl.tensor, scalar: tl.tensor, h_out: tl.tensor,
+    x_out: tl.tensor,
+    pointers: tl.tensor, inbox: tl.tensor, errors: tl.tensor, rank: tl.tensor, rank_stride: tl.tensor, row_stride: tl.tensor,
+    offset: tl.tensor, n: tl.tensor, eps: tl.tensor, scale: tl.tensor,
     SIZE: tl.constexpr, EMPTY: tl.constexpr, SPINS: tl.constexpr, SEND: tl.constexpr, NORM: tl.constexpr, TAKE: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
-):
+) -> None:
     trigger(PDL)
     dtype: tl.constexpr = part.dtype.element_ty
     bits_type: tl.constexpr = inbox.dtype.element_ty

@@ -141,7 +141,10 @@ def _pages_reference(table: Tensor, slots: Tensor, positions: Tensor, page: int,
 
 
 @triton.jit
-def _apply(plan, first_table, first_width, last_table, last_width, lengths, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _apply(
+    plan: tl.tensor, first_table: tl.tensor, first_width: tl.tensor, last_table: tl.tensor, last_width: tl.tensor,
+    lengths: tl.tensor, BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:
     trigger(PDL)
     wait(PDL)
     decodes, chunks = tl.load(plan + 4), tl.load(plan + 5)
@@ -180,8 +183,9 @@ def _apply(plan, first_table, first_width, last_table, last_width, lengths, BLOC
 
 @triton.jit
 def _inputs(
-    plan, tokens, tokens_width, lengths, padding, ids, positions, slots, rows, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+    plan: tl.tensor, tokens: tl.tensor, tokens_width: tl.tensor, lengths: tl.tensor, padding: tl.tensor, ids: tl.tensor,
+    positions: tl.tensor, slots: tl.tensor, rows: tl.tensor, BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:
     trigger(PDL)
     wait(PDL)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -197,9 +201,9 @@ def _inputs(
 
 @triton.jit
 def _pages(
-    table, slots, positions, out, width, out_width,
+    table: tl.tensor, slots: tl.tensor, positions: tl.tensor, out: tl.tensor, width: tl.tensor, out_width: tl.tensor,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):
+) -> None:
     trigger(PDL)
     wait(PDL)
     row = tl.program_id(0)
@@ -214,7 +218,9 @@ def _pages(
 
 
 @triton.jit
-def _rotary(positions, frequencies, out, pairs, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _rotary(
+    positions: tl.tensor, frequencies: tl.tensor, out: tl.tensor, pairs: tl.tensor, BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:
     trigger(PDL)
     row = tl.program_id(0)
     pair = tl.arange(0, BLOCK)

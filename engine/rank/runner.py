@@ -141,21 +141,25 @@ class Runner:
         self._model, self._cache, self._inboxes = model, cache, inboxes
         self._attention = attention_backend(config.attention, geometry, cache, config.tp, self._buckets, self._device)
         self._sampler = Sampler(model.parallel, geometry.softcap, config.suppress, self._device)
-        self._debug = config.debug_hash
+        self.debug_hash = config.debug_hash
         self._plans: deque[tuple[int, bytes]] = deque()
         self._host = [
             torch.zeros((self._buckets[-1] + config.prefill_budget, 2), dtype=torch.int32, pin_memory=on_gpu)
             for _ in range(DEPTH + 1)
         ]
         self.capturable = on_gpu and config.graphs and geometry.moe is None  # experts' reference asks the host
-        self._graphs: DecodeGraphs[tuple[ForwardBatch, Tensor], Sampled] | None = None
+        self.graphs: DecodeGraphs[tuple[ForwardBatch, Tensor], Sampled] | None = None
 
     @torch.inference_mode()
     def capture(self) -> None:
         """Records the decode step of every bucket; on a GPU, once, before the first plan. Every rank must call it."""
-        self._graphs = DecodeGraphs(
+        self.graphs = DecodeGraphs(
             lambda rows: self._forward(rows, self._step.plan), lambda _, step: self._maxima(*step), self._buckets, self._device
         )
+
+    def bucket(self, decodes: int) -> int:
+        """The rows that `decodes` decode rows are padded to."""
+        return self._step.bucket(decodes)
 
     @torch.inference_mode()
     def launch(self, data: bytes) -> Launched:
@@ -169,7 +173,7 @@ class Runner:
         rows = self.slots.results(plan.result_slots)
         run = self._decode if len(plan.decodes) and not len(plan.chunks) else self._mixed
         sampled, hidden = run(plan, uploaded, rows)
-        if self._debug:
+        if self.debug_hash:
             self.slots.check()
         if sampled is None:
             return Launched(plan.step, None, (), CopyOut({}, self._device), self._move_hash)
@@ -180,7 +184,7 @@ class Runner:
         """A step of decode rows, padded to a bucket: what it samples, and its final hidden rows."""
         count = len(plan.decodes)
         bucket = self._step.bucket(count)
-        graphs = self._graphs if uploaded is self._step.plan else None
+        graphs = self.graphs if uploaded is self._step.plan else None
         batch, hidden = graphs.forward(bucket) if graphs else self._forward(bucket, uploaded)
         if rows.maxima and usable(hidden):
             return graphs.sample(bucket) if graphs else self._maxima(batch, hidden), hidden
@@ -228,7 +232,7 @@ class Runner:
         if sampled.logprobs is not None:
             top = sampled.logprobs
             outputs |= {"logprobs": (top.chosen, None), "ids": (top.ids, None), "values": (top.values, None)}
-        if self._debug:
+        if self.debug_hash:
             outputs["hidden"] = (hidden[:count].contiguous().view(torch.uint8), None)
         return outputs
 

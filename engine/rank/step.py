@@ -9,7 +9,6 @@ Chunk rows lie before the decode rows in the same buffers; what they are is know
 
 import bisect
 from collections.abc import Mapping
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -74,14 +73,12 @@ class StepBuffers:
 
     def decodes(self, plan: Tensor, rows: int, first: int = 0) -> ForwardBatch:
         """The plan's decode rows, padded to `rows`, behind `first` rows of chunks; lengths advance. No host facts."""
-        inputs = ForwardBatch(*(x[first : first + rows] for x in (self.ids, self.positions, self.slots)), rope={}, pages=())
-        decode_inputs(
-            plan, self._slots.tokens, self._slots.lengths, self._slots.padding, inputs.ids, inputs.positions, inputs.slots
-        )
+        ids, positions, slots = (x[first : first + rows] for x in (self.ids, self.positions, self.slots))
+        decode_inputs(plan, self._slots.tokens, self._slots.lengths, self._slots.padding, ids, positions, slots)
         pages = tuple(page_ids[:rows] for page_ids in self._pages)
         for cache, page_ids in zip(self._slots.cache, pages, strict=True):
-            cache.gather(inputs.slots, inputs.positions, page_ids)
-        return replace(inputs, rope=self._turned(first, first + rows), pages=pages)
+            cache.gather(slots, positions, page_ids)
+        return ForwardBatch(ids, positions, slots, self._turned(first, first + rows), pages)
 
     def mixed(self, plan: PlanView, device_plan: Tensor) -> ForwardBatch:
         """Chunks, then the decode rows as they are; `logit_rows` are those of the plan's results."""

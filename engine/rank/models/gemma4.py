@@ -192,11 +192,12 @@ class Gemma4(nn.Module):
         """[R, hidden] each: the residual stream behind the last layer, and its final-normed form."""
         assert peers is None or not batch.chunks, "chunks are summed by collectives"
         joint = Joint(self.parallel, peers, self.geometry.eps)
-        first = [block.norms["pre_attention"] for block in self.blocks]
+        blocks = [block for block in self.blocks if isinstance(block, Block)]
+        first = [block.norms["pre_attention"] for block in blocks]
         h, x, ple = self.embedding(batch.ids, first[0], joint)
         step = _Step(batch, cache, attention, attention.prepare(batch), joint, ple)
         narrow = batch.logit_rows is not None and len(batch.logit_rows) < batch.rows
-        for index, (block, following) in enumerate(zip(self.blocks, [*first[1:], self.norm], strict=True)):
+        for index, (block, following) in enumerate(zip(blocks, [*first[1:], self.norm], strict=True)):
             if narrow and index == self._sharing:
                 h, x, step, narrow = h[batch.logit_rows], x[batch.logit_rows], step.logit_rows(), False
             if h.shape[0]:

@@ -1,0 +1,49 @@
+"""Captured decode steps of one rank on a GPU: the CPU's tokens, and the eager step's bits."""
+
+import pytest
+
+from deploy.models.resolve import resolve
+from engine.plan import StepPlan, StepResult
+from engine.rank.runner import Runner
+from engine.rank.worker import build
+from tests.golden.record import load
+from tests.support.engine.ranks import run, single
+from tests.support.engine.recording import PAGES, config_of, logprob_error, tokens_of
+
+pytestmark = pytest.mark.gpu
+
+
+def runner(dtype: str, **changes: object) -> Runner:
+    """Nano 31b on the GPU, its decode steps captured unless `graphs` is False."""
+    made = build(single(config_of(resolve("nano:31b"), 1, device="cuda", dtype=dtype, **changes)), PAGES)
+    if made.capturable:
+        made.capture()
+    return made
+
+
+def replay(made: Runner, plans: list[StepPlan]) -> list[StepResult]:
+    return [run(made, plan) for plan in plans]
+
+
+def test_fp32_gives_the_cpus_tokens() -> None:
+    """The committed stream, decoded by graphs in fp32, gives the committed tokens and, to 1e-3, logprobs."""
+    plans, expected = load()
+    made = runner("float32")
+    assert made.capturable
+    results = replay(made, plans)
+    print(f"logprob error {logprob_error(results, expected):.1e}")
+    assert tokens_of(results) == tokens_of(expected)
+    assert logprob_error(results, expected) < 1e-3
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_graph_gives_the_eager_steps_bits(dtype: str) -> None:
+    """With and without graphs every step's tokens and final hidden rows are the same bits; a changed page changes them."""
+    plans, _ = load()
+    captured, eager, wrong = runner(dtype), runner(dtype, graphs=False), runner(dtype)
+    assert replay(captured, plans) == replay(eager, plans)
+    assert captured.state_hash == eager.state_hash
+    replay(wrong, plans[:30])
+    next(iter(wrong.slots.cache)).pool[:, 1:] *= 1.01
+    replay(wrong, plans[30:])
+    assert wrong.state_hash != captured.state_hash
