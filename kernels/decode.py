@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kernels.launch import launch, shared_memory, trigger, usable, wait
 from kernels.norm import rms_norm
-from kernels.numerics import LOG2E, cast, dot
+from kernels.numerics import LOG2E, cast, dot, hold
 from kernels.prefill import gather
 from kernels.qkv import norm_rope, norm_turn, split_heads, store, turn
 from kernels.tiles import LARGE_SHARED
@@ -334,26 +334,27 @@ def _decode(
     KEPT: tl.constexpr = KV_HEADS * PAGE * D  # elements of a page's K, and of its V
     row, split = tl.program_id(0), tl.program_id(2)
     head, part = tl.program_id(1) // VALUES, tl.program_id(1) % VALUES
-    dims, columns = tl.arange(0, D), part * DV + tl.arange(0, DV)
-    mates = (dims + D // 2) % D
-    group = tl.arange(0, _ROWS)
-    q_scale, q_scale_mate = tl.load(q_norm + dims).to(tl.float32), tl.load(q_norm + mates).to(tl.float32)
-    k_scale, k_scale_mate = tl.load(k_norm + dims).to(tl.float32), tl.load(k_norm + mates).to(tl.float32)
+    group, dims, columns = tl.arange(0, _ROWS), tl.arange(0, D), part * DV + tl.arange(0, DV)
+    # A tile of heads is read in two dimensions, its weights and angles too: one layout, nothing to exchange between threads.
+    rows, wide = group[:, None], group[:, None] * 0 + dims[None, :]
+    mates = (wide + D // 2) % D
+    own, is_q = rows == 0, rows < GROUP  # of the tile of K and V: row 0 is K's, row 1 is V's
+    q_scale, q_scale_mate = _weights(q_norm, wide, mates, is_q)
+    k_scale, k_scale_mate = _weights(k_norm, wide, mates, own)
     wait(PDL)
 
     position = tl.load(positions + row)
     ids = page_ids + row * width
     page = _page_of(ids, split, width, KEYS, PAGE)
-    cos, sin = turn(cos_sin + row * 2 * PAIRS, dims, D, PAIRS)
     token = qkv + row * (HEADS + SIDES * KV_HEADS) * D
-    q_at = token + (head * GROUP + group[:, None]) * D
-    q = tl.load(q_at + dims[None, :], group[:, None] < GROUP, other=0.0).to(tl.float32)
-    q_mate = tl.load(q_at + mates[None, :], group[:, None] < GROUP, other=0.0).to(tl.float32)
+    q_at = token + (head * GROUP + rows) * D
+    q, q_mate = tl.load(q_at + wide, is_q, other=0.0).to(tl.float32), tl.load(q_at + mates, is_q, other=0.0).to(tl.float32)
+    cos, sin = turn(cos_sin + row * 2 * PAIRS, wide, is_q, D, PAIRS)
     if SIDES > 0:
-        k_at = token + (HEADS + head) * D
-        v_at = k_at + (SIDES - 1) * KV_HEADS * D
-        k_new, k_mate = tl.load(k_at + dims).to(tl.float32), tl.load(k_at + mates).to(tl.float32)
-        v_whole, v_new = tl.load(v_at + dims).to(tl.float32), tl.load(v_at + columns).to(tl.float32)
+        kv_at = token + (HEADS + head + rows * (SIDES - 1) * KV_HEADS) * D
+        kv = tl.load(kv_at + wide, rows < 2, other=0.0).to(tl.float32)
+        kv_mate = tl.load(kv_at + mates, own, other=0.0).to(tl.float32)
+        v_new = tl.load(token + (HEADS + (SIDES - 1) * KV_HEADS + head) * D + columns).to(tl.float32)
 
     first = 0  # position of the first key of the first page
     oldest = 0
@@ -366,7 +367,7 @@ def _decode(
     if position < 0:
         if split == 0:
             zero = tl.zeros([_ROWS, DV], out.dtype.element_ty)
-            tl.store(out_at + group[:, None] * D + columns[None, :], zero, group[:, None] < GROUP)
+            tl.store(out_at + rows * D + columns[None, :], zero, is_q)
         return
     if split >= runs:
         return
@@ -383,13 +384,14 @@ def _decode(
     sums = tl.zeros([_ROWS, DV], tl.float32)
     if SIDES > 0:  # noqa: SIM102 - a constexpr around a branch
         if split == (runs - 1) % SPLITS:  # this CTA owns the page of the new token: append it, and begin with it
-            key = norm_turn(k_new, k_mate, tl.rsqrt(tl.sum(k_new * k_new, 0) / D + eps), k_scale, k_scale_mate, cos, sin)
-            key = cast(key, pool.dtype.element_ty)
-            value = cast(v_new * tl.rsqrt(tl.sum(v_whole * v_whole, 0) / D + eps), pool.dtype.element_ty)
-            own = tl.load(ids + (position - first) // PAGE).to(tl.int64) * (2 * KEPT) + position % PAGE * D
+            scale = tl.rsqrt(tl.sum(kv * kv, 1) / D + eps)
+            key = norm_turn(kv, kv_mate, scale[:, None], k_scale, k_scale_mate, cos, sin)
+            key = cast(tl.sum(tl.where(own, key, 0.0), 0), pool.dtype.element_ty)
+            value = cast(v_new * tl.sum(tl.where(group == 1, scale, 0.0), 0), pool.dtype.element_ty)
+            at = tl.load(ids + (position - first) // PAGE).to(tl.int64) * (2 * KEPT) + position % PAGE * D
             if part == 0:
-                tl.store(heads_k + own + dims, key)
-            tl.store(heads_v + own + columns, value)
+                tl.store(heads_k + at + dims, key)
+            tl.store(heads_v + at + columns, value)
             top = tl.sum(q.to(tl.float32) * key.to(tl.float32)[None, :], 1) * LOG2E
             total += 1.0
             sums += value.to(tl.float32)[None, :]
@@ -398,7 +400,7 @@ def _decode(
     if EARLY:
         page = _page_of(ids, split + SPLITS, width, KEYS, PAGE)
         seen = _seen(split, first, oldest, end, KEYS)
-        top, total, sums = _attend(q, k, v, seen, top, total, sums)
+        top, total, sums = _attend(q, hold(k), hold(v), seen, top, total, sums)
         begin += SPLITS
     for run in tl.range(begin, runs, SPLITS):
         k = _load_run(heads_k, page, run, first, oldest, end, dims, D, 2 * KEPT, KEYS, PAGE)
@@ -406,18 +408,17 @@ def _decode(
         page = _page_of(ids, run + SPLITS, width, KEYS, PAGE)  # one turn ahead
         top, total, sums = _attend(q, k, v, _seen(run, first, oldest, end, KEYS), top, total, sums)
 
-    live = group[:, None] < GROUP
     norm = tl.where(total > 0, total, 1.0)
     sums = sums / norm[:, None]
     done = tl.minimum(runs, SPLITS)
     if done == 1:
-        tl.store(out_at + group[:, None] * D + columns[None, :], cast(sums, out.dtype.element_ty), live)
+        tl.store(out_at + rows * D + columns[None, :], cast(sums, out.dtype.element_ty), is_q)
         return
     if SPLITS > 1:
         lse_at = lse + (row * SPLITS * VALUES + part) * HEADS + head * GROUP
         parts_at = parts + row * SPLITS * HEADS * D + head * GROUP * D
         tl.store(lse_at + split * VALUES * HEADS + group, tl.where(total > 0, top + tl.log2(norm), -1e30), group < GROUP)
-        tl.store(parts_at + split * HEADS * D + group[:, None] * D + columns[None, :], sums, live)
+        tl.store(parts_at + split * HEADS * D + rows * D + columns[None, :], sums, is_q)
         tl.debug_barrier()  # every thread's part is written before the ticket is taken
         ticket = tickets + (row * KV_HEADS + head) * VALUES + part
         if tl.atomic_add(ticket, 1, sem="acq_rel") == done - 1:
@@ -425,6 +426,12 @@ def _decode(
             whole = _combine(lse_at, parts_at, columns, done, VALUES * HEADS, HEADS * D, D, GROUP, SPLITS, DV)
             few = tl.arange(0, triton.next_power_of_2(GROUP))[:, None]
             tl.store(out_at + few * D + columns[None, :], cast(whole, out.dtype.element_ty), few < GROUP)
+
+
+@triton.jit
+def _weights(norm: tl.tensor, dims: tl.tensor, mates: tl.tensor, live: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """A norm's weights and their mates', where a row is `live`; ones elsewhere."""
+    return tl.load(norm + dims, live, other=1.0).to(tl.float32), tl.load(norm + mates, live, other=1.0).to(tl.float32)
 
 
 @triton.jit

@@ -181,7 +181,7 @@ def _post(
     position = tl.load(positions + token)
     if position < 0:
         return
-    cos, sin = turn(cos_sin + token * 2 * PAIRS, dims, D, PAIRS)
+    cos, sin = turn(cos_sin + token * 2 * PAIRS, dims, dims < D, D, PAIRS)
     raw = qkv + token * (HEADS + SIDES * KV_HEADS) * D
     x = tl.load(raw + group * D + dims[None, :], live, other=0.0).to(tl.float32)
     mate = tl.load(raw + group * D + mates[None, :], live, other=0.0).to(tl.float32)
@@ -201,11 +201,13 @@ def _post(
 
 
 @triton.jit
-def turn(cos_sin: tl.tensor, dims: tl.tensor, D: tl.constexpr, PAIRS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """cos, and sin with the sign that a dim's mate gets, for each dim; 1 and 0 where a dim does not rotate."""
+def turn(
+    cos_sin: tl.tensor, dims: tl.tensor, live: tl.tensor, D: tl.constexpr, PAIRS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """cos, and sin with the sign that a dim's mate gets, for each dim; 1 and 0 where a dim does not rotate or is not `live`."""
     pair = dims % (D // 2)
-    cos = tl.load(cos_sin + pair, pair < PAIRS, other=1.0)
-    sin = tl.load(cos_sin + PAIRS + pair, pair < PAIRS, other=0.0)
+    cos = tl.load(cos_sin + pair, live & (pair < PAIRS), other=1.0)
+    sin = tl.load(cos_sin + PAIRS + pair, live & (pair < PAIRS), other=0.0)
     return cos, tl.where(dims < D // 2, -sin, sin)
 
 

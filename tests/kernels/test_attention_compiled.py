@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -101,11 +102,21 @@ def test_small_gpus_get_smaller_tiles(target: tuple[int, int]) -> None:
         assert compiled.shared <= SHARED[target], (node.constexprs, compiled.shared)
 
 
-def early_reads(compiled: Compiled) -> int:
-    """Loads from global memory before the wait for the kernel's predecessors."""
-    lines = compiled.ptx_memory
-    wait = next(place for place, line in enumerate(lines) if "griddepcontrol.wait" in line)
-    return sum(not line.startswith("griddepcontrol") for line in lines[:wait])
+def early_reads(compiled: Compiled) -> set[str]:
+    """The kernel's arguments from whose memory something is read before the wait for its predecessors."""
+    names = list(compiled.node.types)
+    sources: dict[str, set[str]] = {}
+    read: set[str] = set()
+    for line in compiled.ptx.split("griddepcontrol.wait")[0].splitlines():
+        registers = re.findall(r"%\w+", line)
+        if parameter := re.search(r"ld\.param\.\w+\s+(%\w+), \[\w+_param_(\d+)\]", line):
+            sources[parameter[1]] = {names[int(parameter[2])]}
+        elif address := re.search(r"(?:ld\.global|cp\.async.*\],)[^\[]*\[\s*(%\w+)", line):
+            read |= sources.get(address[1], set())
+        elif registers:
+            target, *given = registers
+            sources[target] = set().union(*(sources.get(register, set()) for register in given))
+    return read
 
 
 def test_only_norm_weights_are_read_before_the_wait() -> None:
@@ -113,10 +124,12 @@ def test_only_norm_weights_are_read_before_the_wait() -> None:
     for name, rows in (("31b-tp4-sliding", 1), ("31b-tp4-full", 100)):
         compiled = compile_node(decode_node(named(name), rows, HOPPER), HOPPER)
         assert compiled.ptx_memory[0].startswith("griddepcontrol.launch_dependents")
-        weights = re.findall(r"ld\.global[^\n]*", compiled.ptx.split("griddepcontrol.wait")[0])
-        assert 4 <= len(weights) == early_reads(compiled) <= 16, weights
-    for node in chunk_nodes(named("31b-tp4-sliding"), HOPPER)[1:]:
-        assert early_reads(compile_node(node, HOPPER)) == 0
+        assert early_reads(compiled) == {"q_norm", "k_norm"}
+        late = replace(compiled, ptx=compiled.ptx.replace("griddepcontrol.wait", "", 1) + "griddepcontrol.wait")
+        assert {"positions", "page_ids", "qkv", "pool"} <= early_reads(late)
+    post, extend, _ = (compile_node(node, HOPPER) for node in chunk_nodes(named("31b-tp4-sliding"), HOPPER))
+    assert early_reads(post) <= {"q_norm", "k_norm"}
+    assert early_reads(extend) == set()
 
 
 def test_keys_are_fetched_ahead() -> None:
