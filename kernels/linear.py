@@ -17,14 +17,14 @@ from torch import Tensor
 
 from kernels.activation import geglu
 from kernels.launch import INTERPRET, launch, shared_memory, trigger, usable, wait
-from kernels.tiles import Shape, Tile, choose
+from kernels.tiles import GemmShape, Tile, choose
 
 
 def linear(x: Tensor, weight: Tensor, out: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
     """x [T, n], weight [m, n] -> [T, m] in `dtype`, by default x's. fp32 keeps the products unrounded: bf16 logits would tie in one
     row of fourteen. `out` [T, m], contiguous, is written and returned; then nothing is allocated."""
     out = _checked(x, weight, weight.shape[0], out, dtype)
-    tile = _tile(x, Shape(weight.shape[0], weight.shape[1]))
+    tile = _tile(x, GemmShape(weight.shape[0], weight.shape[1]))
     if tile is None:
         return _linear_reference(x, weight, out)
     return _run(tile, x, weight, out, gated=False)
@@ -36,7 +36,7 @@ def linear_geglu(x: Tensor, gate_up: Tensor, out: Tensor | None = None) -> Tenso
     Up to 128 rows on a GPU both products stay fp32 until the one cast; elsewhere they are rounded to x's dtype before the gate."""
     assert gate_up.shape[0] % 2 == 0, gate_up.shape
     out = _checked(x, gate_up, gate_up.shape[0] // 2, out, None)
-    tile = _tile(x, Shape(gate_up.shape[0] // 2, gate_up.shape[1], gated=True))
+    tile = _tile(x, GemmShape(gate_up.shape[0] // 2, gate_up.shape[1], gated=True))
     if tile is None:
         return out.copy_(geglu(linear(x, gate_up)))
     return _run(tile, x, gate_up, out, gated=True)
@@ -65,7 +65,7 @@ def _linear_reference(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
     return torch.mm(x.to(out.dtype), weight.to(out.dtype).t(), out=out)
 
 
-def _tile(x: Tensor, shape: Shape) -> Tile | None:
+def _tile(x: Tensor, shape: GemmShape) -> Tile | None:
     """None: the library computes this product."""
     rows = x.shape[0]
     if rows == 0 or not usable(x) or not (x.dtype == torch.bfloat16 or INTERPRET):
@@ -74,13 +74,13 @@ def _tile(x: Tensor, shape: Shape) -> Tile | None:
 
 
 def _run(tile: Tile, x: Tensor, weight: Tensor, out: Tensor, *, gated: bool) -> Tensor:
-    """Starts `tile`'s kernel. A gated product is followed by another product: its dependents may start with it (kernels.launch)."""
+    """Starts `tile`'s kernel."""
     rows, m = out.shape
     kernel = _gemv if tile.kind == "gemv" else _gemm
     extra = {"SWAP": tile.swap} if tile.kind == "gemm" else {}
     launch(
         kernel, (triton.cdiv(m, tile.bn),), x, weight, out, rows,
-        M=m, K=x.shape[1], ROWS=tile.rows, BN=tile.bn, BK=tile.bk, EARLY=tile.early, GATED=gated, START=gated,
+        M=m, K=x.shape[1], ROWS=tile.rows, BN=tile.bn, BK=tile.bk, EARLY=tile.early, GATED=gated, START=tile.start,
         warps=tile.warps, stages=tile.stages, registers=tile.registers, **extra,
     )  # fmt: skip
     return out

@@ -11,7 +11,7 @@ from torch.nn import functional
 from kernels.activation import geglu
 from kernels.launch import record
 from kernels.linear import _run, linear, linear_geglu
-from kernels.tiles import ROW_CLASSES, TABLE, Shape, Tile, choose, fit, gemm, gemv, row_class
+from kernels.tiles import ROW_CLASSES, TABLE, GemmShape, Tile, choose, fit, gemm, gemv, row_class
 from tests.support import interpreter
 
 pytestmark = pytest.mark.cpu
@@ -164,10 +164,10 @@ def test_a_missing_shape_takes_the_nearest_and_says_so_once(caplog: pytest.LogCa
     """It takes the tile of the nearest shape of its kind, with one line in the log; a shape of the table logs nothing."""
     caplog.set_level(logging.INFO, "kernels.tiles")
     for _ in range(2):
-        assert choose(1, Shape(5376, 2049)) == TABLE[Shape(5376, 2048)][1]
-        assert choose(16, Shape(70000, 5376)) == TABLE[Shape(65536, 5376)][16]
-        assert choose(1, Shape(100, 100, gated=True)) == TABLE[Shape(5376, 5376, gated=True)][1]
-        assert choose(1, Shape(5376, 2048)) == TABLE[Shape(5376, 2048)][1]
+        assert choose(1, GemmShape(5376, 2049)) == TABLE[GemmShape(5376, 2048)][1]
+        assert choose(16, GemmShape(70000, 5376)) == TABLE[GemmShape(65536, 5376)][16]
+        assert choose(1, GemmShape(100, 100, gated=True)) == TABLE[GemmShape(5376, 5376, gated=True)][1]
+        assert choose(1, GemmShape(5376, 2048)) == TABLE[GemmShape(5376, 2048)][1]
     assert len(caplog.messages) == 3
     assert "70000" in caplog.messages[1]
 

@@ -5,15 +5,12 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from kernels.launch import Node
+from kernels.precompile import precompile
 
-OPTIONS = {"warps": "num_warps", "stages": "num_stages", "registers": "maxnreg"}
 _RESOURCE = re.compile(r"\b(REG|STACK|SHARED|LOCAL):(\d+)")
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", re.MULTILINE)
 
@@ -55,16 +52,8 @@ class Compiled:
 
 
 def compile_node(node: Node, target: tuple[int, int]) -> Compiled:
-    """Compiles a recorded launch; pointers count as 16-byte aligned, as torch's allocator makes them."""
-    major, minor = target
-    options: dict[str, Any] = {ours: node.constexprs[name] for name, ours in OPTIONS.items()}
-    options["launch_pdl"] = node.constexprs.get("PDL", False)
-    constexprs = {name: value for name, value in node.constexprs.items() if name not in OPTIONS}
-    names = node.function.arg_names
-    signature = {name: node.types.get(name, "constexpr") for name in names}
-    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name, kind in node.types.items() if kind.startswith("*")}
-    source = ASTSource(node.function, signature=signature, constexprs=constexprs, attrs=aligned)
-    kernel = triton.compile(source, target=GPUTarget("cuda", 10 * major + minor, 32), options=options)
+    """Compiles a listed launch for a GPU of compute capability `target`."""
+    kernel = precompile(node, target)
     return Compiled(node, target, kernel.metadata.shared, kernel.asm["ptx"], kernel.asm["cubin"])
 
 

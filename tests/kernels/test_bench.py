@@ -1,0 +1,73 @@
+"""The kernel bench reaches its end on the CPU: every mode, at small shapes, in the interpreter."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from deploy.models.public_shapes import PUBLIC
+from kernels.tiles import LARGE_SHARED, fit
+from tests.bench.gemms import candidates
+from tests.bench.kernels import best_tiles, step_rows
+from tests.support.engine.products import products
+
+pytestmark = pytest.mark.cpu
+
+
+def rows(*arguments: str) -> list[dict[str, Any]]:
+    """What a dry run prints."""
+    command = [sys.executable, "-m", "tests.bench.kernels", "--dry", "--tp", "4", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_committed_tiles() -> None:
+    """A row for our kernel and one for torch's product, both right to a bf16 rounding, then the sum."""
+    ours, theirs, total = rows("--rows", "3", "--only", "o_sliding")
+    assert (ours["kernel"], theirs["kernel"], total["step_of_rows"]) == ("gemv", "cublas", 3)
+    assert max(ours["error"], theirs["error"]) < 2**-6
+    assert ours["bytes"] == theirs["bytes"] > 0
+
+
+def test_chain() -> None:
+    """The chain's settings all run; its floor is that of the weights."""
+    first, *rest = [row for row in rows("--chain", "--sweep", "--only", "nothing", "--rows", "16") if "chain" in row]
+    assert first["chain"] == "best"
+    assert rest[-1]["chain"] == "best tiles"
+    assert rest[-1]["ms"] > rest[-1]["floor_ms"]
+
+
+def test_candidates_fit() -> None:
+    """At most 24 tiles a shape and number of rows, each once, within shared memory, holding the rows."""
+    for product in products(PUBLIC["31b"], 4):
+        for count in (1, 2, 4, 8, 16, 32, 64, 100):
+            tiles = candidates(product.shape, count)
+            assert 0 < len(tiles) <= 24
+            assert len(set(tiles)) == len(tiles)
+            assert all(tile.rows >= count and tile == fit(tile, product.shape.gated, LARGE_SHARED) for tile in tiles)
+    assert candidates(product.shape, 129) == []
+
+
+def test_products_of_a_step() -> None:
+    """31B at TP=4 reads 15.348 GB of product weights a step, its four kinds of layer product and the head in their known shapes."""
+    found = products(PUBLIC["31b"], 4)
+    assert sum(product.count * product.weight_bytes for product in found) == 15_348_006_912
+    sizes = {product.name: (product.shape.m, product.shape.n, product.count) for product in found}
+    assert sizes["qkv_full"] == (4608, 5376, 10)
+    assert sizes["o_sliding"] == (5376, 2048, 50)
+    assert sizes["head"] == (65536, 5376, 1)
+
+
+def test_sums_need_every_product() -> None:
+    """The best of each product counts as often as it comes; a step with a product missing has no sum."""
+    chosen = [product for product in products(PUBLIC["31b"], 4) if product.name in {"down", "head"}]
+    timed = [
+        {"case": case, "rows": 1, "kernel": kernel, "us": us, "floor_us": 1.0, "tile": kernel, "tb_per_s": 1.0}
+        for case, kernel, us in (("down", "gemv", 15.0), ("down", "cublas", 17.0), ("head", "gemv", 155.0))
+    ]
+    (total,) = step_rows(chosen, timed, [1])
+    assert total == {"step_of_rows": 1, "best_ms": 1.055, "ours_ms": 1.055, "cublas_ms": None, "floor_ms": 0.061}
+    best = [(row["tile"], row["us"], row["cublas_us"]) for row in best_tiles(timed)]
+    assert best == [("gemv", 15.0, 17.0), ("gemv", 155.0, None)]
