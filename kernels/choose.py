@@ -83,9 +83,9 @@ def local_best(
     launch(
         _local_best, (rows, parts),
         logits, slots, positions, parameters.integers, parameters.floats, parameters.stop, suppress, suppress.shape[0],
-        best, n, first, triton.cdiv(n, parts), softcap or 1.0,
-        CAP=softcap is not None, STOP=parameters.stop.shape[1], SUPPRESS=triton.next_power_of_2(max(1, suppress.shape[0])),
-        GREEDY=GREEDY_BELOW, BLOCK=_BLOCK, warps=4,
+        best, first, softcap or 1.0,
+        N=n, PART=triton.cdiv(n, parts), CAP=softcap is not None, STOP=parameters.stop.shape[1],
+        SUPPRESS=triton.next_power_of_2(max(1, suppress.shape[0])), GREEDY=GREEDY_BELOW, BLOCK=_BLOCK, warps=4,
     )  # fmt: skip
     return best
 
@@ -156,23 +156,23 @@ def _capped(x: tl.tensor, cap: tl.tensor) -> tl.tensor:
     return cap * (2.0 * tl.sigmoid(2.0 * x / cap) - 1.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["suppressed", "first"])
 def _local_best(
     logits: tl.tensor, slots: tl.tensor, positions: tl.tensor, integers: tl.tensor, floats: tl.tensor, stop: tl.tensor,
-    suppress: tl.tensor, suppressed: tl.tensor, best: tl.tensor, n: tl.tensor, first: tl.tensor, part_size: tl.tensor,
-    cap: tl.tensor,
+    suppress: tl.tensor, suppressed: tl.tensor, best: tl.tensor, first: tl.tensor, cap: tl.tensor,
+    N: tl.constexpr, PART: tl.constexpr,
     CAP: tl.constexpr, STOP: tl.constexpr, SUPPRESS: tl.constexpr, GREEDY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     trigger(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    start = part * part_size
-    end = tl.minimum(start + part_size, n)
+    start = part * PART
+    end = tl.minimum(start + PART, N)
     wait(PDL)
     slot = tl.load(slots + row).to(tl.int64)
     position = tl.load(positions + row).to(tl.int64) + 1
     seed, may_stop = tl.load(integers + slot * 3), tl.load(integers + slot * 3 + 2)
     temperature = tl.load(floats + slot * 3)
-    line = logits + row * n
+    line = logits + row * N
     lane = tl.arange(0, SUPPRESS)
     ids = tl.load(suppress + lane, lane < suppressed, -1) - first
     tl.store(line + ids, float("-inf"), (lane < suppressed) & (ids >= start) & (ids < end))
@@ -212,7 +212,7 @@ def _first_best(values: tl.tensor, ids: tl.tensor, bad: tl.tensor) -> tl.tensor:
     return top, tl.sum(tl.where(lane == where, ids, 0.0), 0), tl.max(bad, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens_width", "rank", "rank_stride"])
 def _choose(
     best: tl.tensor, slots: tl.tensor, positions: tl.tensor, tokens: tl.tensor, tokens_width: tl.tensor, results: tl.tensor,
     pointers: tl.tensor, inbox: tl.tensor, errors: tl.tensor, rank: tl.tensor, rank_stride: tl.tensor,

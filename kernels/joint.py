@@ -75,10 +75,10 @@ class Peers:
         return self
 
     def call(self) -> int:
-        """Where the next call's inbox begins, in elements."""
+        """The next call's inbox, of INBOXES."""
         turn = 3 + self._calls if self._calls < 2 else (self._calls - 2) % 3
         self._calls += 1
-        return turn * (self.size + 1) * self.rows * self.width
+        return turn
 
 
 def joint(
@@ -134,7 +134,7 @@ def _launch(
     peers: Peers | None,
     h: Tensor,
     x: Tensor | None,
-    offset: int,
+    turn: int,
     send: bool = True,
     receive: bool = True,
 ) -> None:
@@ -144,9 +144,9 @@ def _launch(
     launch(
         _joint, (rows,),
         part, residual, norms.post, each[0], each[1], norms.following, scalar, h, x,
-        *_peer_arguments(peers), offset, n, eps, scale,
-        SIZE=1 if peers is None else peers.size,
-        EMPTY=_EMPTY[part.dtype], SPINS=SPINS, SEND=send, RECEIVE=receive,
+        *_peer_arguments(peers), turn, eps, scale,
+        N=n, SIZE=1 if peers is None else peers.size, ROWS=0 if peers is None else peers.rows,
+        WIDTH=0 if peers is None else peers.width, EMPTY=_EMPTY[part.dtype], SPINS=SPINS, SEND=send, RECEIVE=receive,
         warps=_warps(n), BLOCK=triton.next_power_of_2(n),
     )  # fmt: skip
 
@@ -161,7 +161,7 @@ def _launch_sharded(
     peers: Peers,
     h: Tensor,
     x: Tensor,
-    offset: int,
+    turn: int,
     stages: tuple[bool, bool, bool] = (True, True, True),
 ) -> None:
     """`stages`: send parts, norm own rows, take in x; apart for the interpreter."""
@@ -169,17 +169,18 @@ def _launch_sharded(
     launch(
         _joint_sharded, (rows,),
         part, residual, norms.post, norms.following, scalar, h, x,
-        *_peer_arguments(peers), offset, n, eps, scale,
-        SIZE=peers.size, EMPTY=_EMPTY[part.dtype], SPINS=SPINS, SEND=stages[0], NORM=stages[1], TAKE=stages[2],
+        *_peer_arguments(peers), turn, eps, scale,
+        N=n, SIZE=peers.size, ROWS=peers.rows, WIDTH=peers.width, EMPTY=_EMPTY[part.dtype], SPINS=SPINS,
+        SEND=stages[0], NORM=stages[1], TAKE=stages[2],
         warps=_warps(n), BLOCK=triton.next_power_of_2(n),
     )  # fmt: skip
 
 
 def _peer_arguments(peers: Peers | None) -> tuple[Tensor | int | None, ...]:
-    """pointers, inbox, errors, rank, elements of a rank's part of all rows, elements of a row."""
+    """pointers, inbox, errors, rank."""
     if peers is None:
-        return None, None, None, 0, 0, 0
-    return peers.pointers, peers.inbox, peers.errors, peers.rank, peers.rows * peers.width, peers.width
+        return None, None, None, 0
+    return peers.pointers, peers.inbox, peers.errors, peers.rank
 
 
 def _warps(n: int) -> int:
@@ -190,22 +191,23 @@ def _warps(n: int) -> int:
 
 
 @triton.jit
-def _normed(x: tl.tensor, weight: tl.tensor, n: tl.tensor, eps: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+def _normed(x: tl.tensor, weight: tl.tensor, N: tl.constexpr, eps: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     """rms_norm of one row, rounded to `dtype`; x fp32 with zeros behind n."""
-    return (x * tl.rsqrt(tl.sum(x * x, 0) / n + eps) * weight.to(tl.float32)).to(dtype).to(tl.float32)
+    return (x * tl.rsqrt(tl.sum(x * x, 0) / N + eps) * weight.to(tl.float32)).to(dtype).to(tl.float32)
 
 
 @triton.jit
 def _post(
-    total: tl.tensor, post: tl.tensor, residual: tl.tensor, scalar: tl.tensor, scale: tl.tensor, n: tl.tensor, eps: tl.tensor,
+    total: tl.tensor, post: tl.tensor, residual: tl.tensor, scalar: tl.tensor, scale: tl.tensor, N: tl.constexpr, eps: tl.tensor,
     dtype: tl.constexpr,
 ) -> tl.tensor:
     """h of one row from its sum, fp32 holding values of `dtype`."""
     if post is None:
-        return (total * scale).to(dtype).to(tl.float32)
-    h = (residual.to(tl.float32) + _normed(total, post, n, eps, dtype)).to(dtype).to(tl.float32)
-    if scalar is not None:
-        h = (h * scalar).to(dtype).to(tl.float32)
+        h = (total * scale).to(dtype).to(tl.float32)
+    else:
+        h = (residual.to(tl.float32) + _normed(total, post, N, eps, dtype)).to(dtype).to(tl.float32)
+        if scalar is not None:
+            h = (h * scalar).to(dtype).to(tl.float32)
     return h
 
 
@@ -215,13 +217,13 @@ def _send(bits: tl.tensor, pointers: tl.tensor, at: tl.tensor, live: tl.tensor, 
     lane = tl.arange(0, bits.shape[0])
     sent = tl.where(bits == EMPTY, 0, bits).to(bits.dtype)
     for peer in tl.static_range(SIZE):
-        base = tl.load(pointers + peer).to(tl.pointer_type(bits.dtype))
+        base = tl.multiple_of(tl.load(pointers + peer), 16).to(tl.pointer_type(bits.dtype))
         tl.store(base + at + lane, sent, live)
 
 
 @triton.jit
 def _receive(
-    inbox: tl.tensor, at: tl.tensor, rank_stride: tl.tensor, live: tl.tensor, errors: tl.tensor, dtype: tl.constexpr,
+    inbox: tl.tensor, at: tl.tensor, STRIDE: tl.constexpr, live: tl.tensor, errors: tl.tensor, dtype: tl.constexpr,
     COUNT: tl.constexpr, EMPTY: tl.constexpr, SPINS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> tl.tensor:
     """Sum, in rank order, of COUNT parts of a row, once all have come; the inbox is empty again behind it."""
@@ -232,7 +234,7 @@ def _receive(
         total = tl.zeros([BLOCK], tl.float32)
         absent = tl.zeros([BLOCK], tl.int32)
         for rank in tl.static_range(COUNT):
-            bits = tl.load(inbox + at + rank * rank_stride + lane, live, 0, volatile=True)
+            bits = tl.load(inbox + at + rank * STRIDE + lane, live, 0, volatile=True)
             absent = tl.where(bits == EMPTY, 1, absent)
             total += bits.to(dtype, bitcast=True).to(tl.float32)
         missing = tl.max(absent, 0)
@@ -240,24 +242,24 @@ def _receive(
     if missing > 0:
         tl.store(errors, 1)
     for rank in tl.static_range(COUNT):
-        tl.store(inbox + at + rank * rank_stride + lane, tl.full([BLOCK], EMPTY, inbox.dtype.element_ty), live)
+        tl.store(inbox + at + rank * STRIDE + lane, tl.full([BLOCK], EMPTY, inbox.dtype.element_ty), live)
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank", "turn"])
 def _joint(
     part: tl.tensor, residual: tl.tensor, post: tl.tensor, post_a: tl.tensor, post_b: tl.tensor, following: tl.tensor,
     scalar: tl.tensor, h_out: tl.tensor, x_out: tl.tensor,
-    pointers: tl.tensor, inbox: tl.tensor, errors: tl.tensor, rank: tl.tensor, rank_stride: tl.tensor, row_stride: tl.tensor,
-    offset: tl.tensor, n: tl.tensor, eps: tl.tensor, scale: tl.tensor,
-    SIZE: tl.constexpr, EMPTY: tl.constexpr, SPINS: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr,
+    pointers: tl.tensor, inbox: tl.tensor, errors: tl.tensor, rank: tl.tensor, turn: tl.tensor, eps: tl.tensor, scale: tl.tensor,
+    N: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, EMPTY: tl.constexpr,
+    SPINS: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     trigger(PDL)
     dtype: tl.constexpr = part.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
-    live = lane < n
+    live = lane < N
     post_weight = None
     if post is not None:
         post_weight = tl.load(post + lane, live, 0.0)
@@ -269,43 +271,43 @@ def _joint(
         factor = tl.load(scalar).to(tl.float32)
     wait(PDL)
     sides: tl.constexpr = 1 if post_a is None else 2
-    mine = part + row * sides * n
+    mine = part + row * sides * N
     if SIZE > 1:
-        at = offset + row * row_stride
+        at = (row + turn * ((SIZE + 1) * ROWS)) * WIDTH
         if SEND:
             bits_type: tl.constexpr = inbox.dtype.element_ty
             for side in tl.static_range(sides):
-                bits = tl.load(mine + side * n + lane, live, 0.0).to(bits_type, bitcast=True)
-                _send(bits, pointers, at + rank * rank_stride + side * n, live, SIZE, EMPTY)
+                bits = tl.load(mine + side * N + lane, live, 0.0).to(bits_type, bitcast=True)
+                _send(bits, pointers, at + rank * (ROWS * WIDTH) + side * N, live, SIZE, EMPTY)
     if RECEIVE:
         before = None
         if post is not None:
-            before = tl.load(residual + row * n + lane, live, 0.0)
+            before = tl.load(residual + row * N + lane, live, 0.0)
         if SIZE > 1:
-            total = _receive(inbox, at, rank_stride, live, errors, dtype, SIZE, EMPTY, SPINS, BLOCK).to(dtype).to(tl.float32)
+            total = _receive(inbox, at, ROWS * WIDTH, live, errors, dtype, SIZE, EMPTY, SPINS, BLOCK).to(dtype).to(tl.float32)
         else:
             total = tl.load(mine + lane, live, 0.0).to(tl.float32)
         if sides == 2:
             if SIZE > 1:
-                other = _receive(inbox, at + n, rank_stride, live, errors, dtype, SIZE, EMPTY, SPINS, BLOCK)
+                other = _receive(inbox, at + N, ROWS * WIDTH, live, errors, dtype, SIZE, EMPTY, SPINS, BLOCK)
                 other = other.to(dtype).to(tl.float32)
             else:
-                other = tl.load(mine + n + lane, live, 0.0).to(tl.float32)
-            one = _normed(total, tl.load(post_a + lane, live, 0.0), n, eps, dtype)
-            total = (one + _normed(other, tl.load(post_b + lane, live, 0.0), n, eps, dtype)).to(dtype).to(tl.float32)
-        h = _post(total, post_weight, before, factor, scale, n, eps, dtype)
-        tl.store(h_out + row * n + lane, h.to(dtype), live)
+                other = tl.load(mine + N + lane, live, 0.0).to(tl.float32)
+            one = _normed(total, tl.load(post_a + lane, live, 0.0), N, eps, dtype)
+            total = (one + _normed(other, tl.load(post_b + lane, live, 0.0), N, eps, dtype)).to(dtype).to(tl.float32)
+        h = _post(total, post_weight, before, factor, scale, N, eps, dtype)
+        tl.store(h_out + row * N + lane, h.to(dtype), live)
         if following is not None:
-            tl.store(x_out + row * n + lane, _normed(h, next_weight, n, eps, dtype).to(dtype), live)
+            tl.store(x_out + row * N + lane, _normed(h, next_weight, N, eps, dtype).to(dtype), live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank", "turn"])
 def _joint_sharded(
     part: tl.tensor, residual: tl.tensor, post: tl.tensor, following: tl.tensor, scalar: tl.tensor, h_out: tl.tensor,
     x_out: tl.tensor,
-    pointers: tl.tensor, inbox: tl.tensor, errors: tl.tensor, rank: tl.tensor, rank_stride: tl.tensor, row_stride: tl.tensor,
-    offset: tl.tensor, n: tl.tensor, eps: tl.tensor, scale: tl.tensor,
-    SIZE: tl.constexpr, EMPTY: tl.constexpr, SPINS: tl.constexpr, SEND: tl.constexpr, NORM: tl.constexpr, TAKE: tl.constexpr,
+    pointers: tl.tensor, inbox: tl.tensor, errors: tl.tensor, rank: tl.tensor, turn: tl.tensor, eps: tl.tensor, scale: tl.tensor,
+    N: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, EMPTY: tl.constexpr,
+    SPINS: tl.constexpr, SEND: tl.constexpr, NORM: tl.constexpr, TAKE: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     trigger(PDL)
@@ -314,7 +316,7 @@ def _joint_sharded(
     row = tl.program_id(0).to(tl.int64)
     owner = (row % SIZE).to(tl.int32)
     lane = tl.arange(0, BLOCK)
-    live = lane < n
+    live = lane < N
     next_weight = tl.load(following + lane, live, 0.0)
     post_weight = None
     if post is not None:
@@ -323,22 +325,22 @@ def _joint_sharded(
     if scalar is not None:
         factor = tl.load(scalar).to(tl.float32)
     wait(PDL)
-    parts_at = offset + row * row_stride
-    x_at = offset + SIZE * rank_stride + row * row_stride
+    parts_at = (row + turn * ((SIZE + 1) * ROWS)) * WIDTH
+    x_at = parts_at + SIZE * ROWS * WIDTH
     if SEND:
-        bits = tl.load(part + row * n + lane, live, 0.0).to(bits_type, bitcast=True)
-        base = tl.load(pointers + owner).to(tl.pointer_type(bits_type))
-        tl.store(base + parts_at + rank * rank_stride + lane, tl.where(bits == EMPTY, 0, bits).to(bits_type), live)
+        bits = tl.load(part + row * N + lane, live, 0.0).to(bits_type, bitcast=True)
+        base = tl.multiple_of(tl.load(pointers + owner), 16).to(tl.pointer_type(bits_type))
+        tl.store(base + parts_at + rank * (ROWS * WIDTH) + lane, tl.where(bits == EMPTY, 0, bits).to(bits_type), live)
     if NORM:  # noqa: SIM102 (NORM is known when the kernel is compiled)
         if owner == rank:
             before = None
             if post is not None:
-                before = tl.load(residual + row * n + lane, live, 0.0)
-            total = _receive(inbox, parts_at, rank_stride, live, errors, dtype, SIZE, EMPTY, SPINS, BLOCK)
-            h = _post(total.to(dtype).to(tl.float32), post_weight, before, factor, scale, n, eps, dtype)
-            tl.store(h_out + row * n + lane, h.to(dtype), live)
-            x = _normed(h, next_weight, n, eps, dtype).to(dtype)
+                before = tl.load(residual + row * N + lane, live, 0.0)
+            total = _receive(inbox, parts_at, ROWS * WIDTH, live, errors, dtype, SIZE, EMPTY, SPINS, BLOCK)
+            h = _post(total.to(dtype).to(tl.float32), post_weight, before, factor, scale, N, eps, dtype)
+            tl.store(h_out + row * N + lane, h.to(dtype), live)
+            x = _normed(h, next_weight, N, eps, dtype).to(dtype)
             _send(x.to(bits_type, bitcast=True), pointers, x_at, live, SIZE, EMPTY)
     if TAKE:
-        taken = _receive(inbox, x_at, rank_stride, live, errors, dtype, 1, EMPTY, SPINS, BLOCK)
-        tl.store(x_out + row * n + lane, taken.to(dtype), live)
+        taken = _receive(inbox, x_at, ROWS * WIDTH, live, errors, dtype, 1, EMPTY, SPINS, BLOCK)
+        tl.store(x_out + row * N + lane, taken.to(dtype), live)

@@ -123,6 +123,13 @@ def launch(
     _count(kernel[grid](*args, num_warps=warps, num_stages=stages, maxnreg=registers, launch_pdl=early, **constexprs))
 
 
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; an H200's where launches are only listed, 1 on a CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return 132 if device.type == "meta" else 1
+
+
 @contextmanager
 def record(target: tuple[int, int] | None = None) -> Iterator[list[Node]]:
     """Lists the launches made inside the `with`, in order; with a `target` (compute capability) they are not started.
@@ -164,7 +171,8 @@ def _count(compiled: Any) -> None:
 
 
 def _types(kernel: Any, args: tuple[Any, ...]) -> dict[str, str]:
-    return {name: _type(arg) for name, arg in zip(kernel.arg_names, args, strict=False)}
+    """Of the arguments that are not None: Triton takes that for a constant."""
+    return {name: _type(arg) for name, arg in zip(kernel.arg_names, args, strict=False) if arg is not None}
 
 
 def _type(arg: Any) -> str:

@@ -140,7 +140,7 @@ def _pages_reference(table: Tensor, slots: Tensor, positions: Tensor, page: int,
 # ---- kernels
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_width", "last_width"])
 def _apply(
     plan: tl.tensor, first_table: tl.tensor, first_width: tl.tensor, last_table: tl.tensor, last_width: tl.tensor,
     lengths: tl.tensor, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -181,7 +181,7 @@ def _apply(
         tl.store(lengths + slot, tl.load(chunk_at + 4 * row + 2, live, 0), live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens_width", "padding", "rows"])
 def _inputs(
     plan: tl.tensor, tokens: tl.tensor, tokens_width: tl.tensor, lengths: tl.tensor, padding: tl.tensor, ids: tl.tensor,
     positions: tl.tensor, slots: tl.tensor, rows: tl.tensor, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -199,7 +199,7 @@ def _inputs(
     tl.store(lengths + slot, position + 1, live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width", "out_width"])
 def _pages(
     table: tl.tensor, slots: tl.tensor, positions: tl.tensor, out: tl.tensor, width: tl.tensor, out_width: tl.tensor,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -217,7 +217,7 @@ def _pages(
     tl.store(out + row.to(tl.int64) * out_width + at, found, live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _rotary(
     positions: tl.tensor, frequencies: tl.tensor, out: tl.tensor, pairs: tl.tensor, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engine.rank.parallel import Parallel
 from kernels.choose import Ballot, SlotParameters, choose_best, local_best, parts_of
+from kernels.launch import processors
 from kernels.sample import cap, choose, choose_filtered, mask, top_logprobs
 
 
@@ -72,7 +73,7 @@ class Sampler:
         self._softcap = softcap
         self._suppress = torch.tensor(list(suppress), dtype=torch.int64, device=device)
         self._suppressed = self._suppress.int()
-        self._processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+        self._processors = processors(device)
 
     def maxima(
         self,

@@ -14,6 +14,7 @@ from engine.rank.attention.base import AttentionPlan
 from engine.rank.batch import ForwardBatch
 from engine.rank.kv import GroupCache, KVCache
 from kernels.decode import DecodeScratch, decode_attention, decode_splits, most_parts
+from kernels.launch import processors
 from kernels.prefill import extend_attention, extend_tiles, tile_tokens
 from kernels.qkv import qkv_post
 
@@ -24,7 +25,7 @@ class PagedAttention:
     def __init__(self, geometry: Geometry, cache: KVCache, tp: int, buckets: Sequence[int], device: torch.device) -> None:
         self._eps, self._device = geometry.eps, device
         self._heads = geometry.heads // tp
-        self._processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+        self._processors = processors(device)
         self._groups = cache.groups
         self._scratch = [self._scratch_of(group, buckets) for group in cache]
 
@@ -74,10 +75,10 @@ class PagedAttention:
 
 
 class TritonAttention(PagedAttention):
-    """On a GPU."""
+    """On a GPU, or where a GPU's launches are only listed (`kernels.launch.record`)."""
 
     def __init__(self, geometry: Geometry, cache: KVCache, tp: int, buckets: Sequence[int], device: torch.device) -> None:
-        if device.type != "cuda":
+        if device.type == "cpu":
             raise ConfigError("attention: triton needs a GPU; this engine runs on the CPU, where reference is the backend")
         super().__init__(geometry, cache, tp, buckets, device)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from engine.channel import Waiter, create_shared, map_shared, ring_bytes
+from engine.channel import Waiter, create_shared, ring_bytes
 from engine.core.loop import Core, FrontLink, RingExecutor
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.geometry import KVGroup

@@ -1,0 +1,95 @@
+"""A decode step as its launches, listed for an H200 without one: how many there are, and that each compiles."""
+
+from functools import cache
+
+import pytest
+import torch
+
+from deploy.models.resolve import resolve
+from engine.geometry import Geometry, kv_groups, read_geometry
+from engine.rank.attention import attention_backend
+from engine.rank.batch import ForwardBatch
+from engine.rank.kv import GroupCache, KVCache
+from engine.rank.models.gemma4 import Gemma4
+from engine.rank.parallel import Single
+from engine.rank.sampler import Sampler
+from kernels.choose import Ballot, SlotParameters
+from kernels.joint import Peers
+from kernels.launch import Node, record
+from kernels.slots import apply_plan, decode_inputs, rotary_table
+from tests.support.compiled import compile_node
+
+pytestmark = pytest.mark.cpu
+
+META = torch.device("meta")
+SLOTS, MAX_LEN = 257, 8192
+TP = 4
+
+
+class OneOfFour(Single):
+    """A rank whose peers are only named."""
+
+    size = TP
+
+
+def int32(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.int32, device=META)
+
+
+@cache
+def geometry(member: str) -> Geometry:
+    return read_geometry(resolve(f"dummy:{member}"))
+
+
+@cache
+def step(member: str, rows: int) -> tuple[Node, ...]:
+    """The launches of a decode step of `rows` rows on one rank of four: inputs, forward, sampling."""
+    shape = geometry(member)
+    model = Gemma4(shape, OneOfFour(), torch.bfloat16, META)
+    caches = [GroupCache(group, 100, SLOTS, MAX_LEN, torch.bfloat16, META) for group in kv_groups(shape, TP)]
+    cache = KVCache(caches)
+    pointers = torch.empty(TP, dtype=torch.int64, device=META)
+    peers = Peers(torch.empty(Peers.bytes(TP, 256, shape.hidden, torch.bfloat16), dtype=torch.uint8, device=META), pointers, 0,
+                  256, shape.hidden, torch.bfloat16, sharded=32)  # fmt: skip
+    ballot = Ballot(torch.empty(Ballot.bytes(TP, 256), dtype=torch.uint8, device=META), pointers, 0, 256, peers.errors)
+    parameters = SlotParameters(
+        torch.empty((SLOTS, 3), dtype=torch.int64, device=META), torch.empty((SLOTS, 3), device=META), int32(SLOTS, 1024)
+    )
+    attention = attention_backend("triton", shape, cache, TP, (rows,), META)
+    sampler = Sampler(model.parallel, shape.softcap, (), META)
+    with record(target=(9, 0)) as nodes:
+        plan, lengths, tokens = int32(4096), int32(SLOTS), int32(SLOTS, MAX_LEN + 1)
+        ids, positions, slots = int32(rows), int32(rows), int32(rows)
+        apply_plan(plan, [group.table for group in cache], lengths)
+        decode_inputs(plan, tokens, lengths, SLOTS - 1, ids, positions, slots)
+        pages = tuple(int32(rows, group.read_width) for group in cache)
+        for group, out in zip(cache, pages, strict=True):
+            group.gather(slots, positions, out)
+        rope = {key: torch.empty((rows, 2 * len(frequency)), device=META) for key, frequency in model.frequencies.items()}
+        for key, table in rope.items():
+            rotary_table(positions, model.frequencies[key], table)
+        hidden = model(ForwardBatch(ids, positions, slots, rope, pages), cache, attention, peers)
+        sampler.maxima(model.logits(hidden), slots, positions, parameters, tokens, ballot)
+    return tuple(nodes)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64])
+def test_a_dense_layer_is_seven_launches(rows: int) -> None:
+    """QKV, attention, O, joint, gate and up, down, joint: seven nodes in each of the 60 layers of the 31B, and ten around them."""
+    names = [node.kernel for node in step("31b", rows)]
+    products = "_gemv" if rows <= 4 else "_gemm"
+    joint = "_joint_sharded" if rows >= 32 else "_joint"
+    layer = [products, "_decode", products, joint, products, products, joint]
+    before = ["_apply", "_inputs", "_pages", "_pages", "_rotary", "_rotary", joint]
+    assert names == before + 60 * layer + [products, "_local_best", "_choose"]
+
+
+@pytest.mark.parametrize(("rows", "target"), [(1, (9, 0)), (96, (9, 0)), (1, (10, 0))])
+def test_every_launch_compiles(rows: int, target: tuple[int, int]) -> None:
+    """Each distinct launch of a step compiles for its target, within its shared memory; joints and inputs without spills."""
+    distinct = {(node.kernel, tuple(sorted(node.types.items())), repr(node.constexprs)): node for node in step("31b", rows)}
+    for node in distinct.values():
+        made = compile_node(node, target)
+        print(f"{node.kernel:16} {node.grid!s:16} {made.registers:4} registers, {made.shared:6} B shared, stack {made.stack}")
+        assert made.shared <= 232448, node
+        assert made.stack == 0 or node.kernel == "_rotary", (node.kernel, made.stack)  # the slow path of sin and cos
