@@ -79,18 +79,19 @@ def most_parts(buckets: Sequence[int], kv_heads: int, pages: int, processors: in
     return max(rows * decode_splits(rows, kv_heads, pages, processors) for rows in buckets)
 
 
-def decode_tile(d: int, page: int, splits: int, shared: int = LARGE_SHARED) -> DecodeTile:
-    """The cut for a head dim, a page size and a launch's splits, where a CTA may have `shared` bytes of shared memory.
+def decode_tile(d: int, page: int, splits: int, pages: int, shared: int = LARGE_SHARED) -> DecodeTile:
+    """The cut for a head dim, a page size, a launch's splits and the most pages that a row reads.
 
-    Many splits mean few rows: few CTAs, whose latency counts.
+    Many splits mean few rows: few CTAs, whose latency counts. `shared`: bytes of shared memory that a CTA may have.
     """
     keys = min(page, 32)
+    early = splits > 1 and 2 * splits * keys >= pages * page
     if d <= 256:
-        tile = DecodeTile(keys, 1, 4, 3, early=splits >= 8)
+        tile = DecodeTile(keys, 1, 4, 3, early)
     elif splits >= 8:
-        tile = DecodeTile(keys, 4, 8, 3, early=True)
+        tile = DecodeTile(keys, 4, 8, 3, early)
     else:
-        tile = DecodeTile(keys, 1, 4 if splits <= 4 else 8, 3, early=False)
+        tile = DecodeTile(keys, 1, 4 if splits <= 4 else 8, 3, early)
     while tile.shared_bytes(d) > shared and tile.keys > 16:
         tile = replace(tile, stages=2) if tile.stages > 2 else replace(tile, keys=tile.keys // 2)
     return tile
@@ -133,7 +134,9 @@ def decode_attention(
     inputs = (qkv, pool, page_ids, positions, cos_sin, q_norm, k_norm)
     if not usable(qkv):
         return paged_decode_step(*inputs, eps, window, out)
-    return _launch(inputs, eps, window, scratch, out, splits, tile or decode_tile(d, pool.shape[3], splits, shared_memory(qkv)))
+    page = pool.shape[3]
+    pages = _pages(page_ids.shape[1] * page, page, window)
+    return _launch(inputs, eps, window, scratch, out, splits, tile or decode_tile(d, page, splits, pages, shared_memory(qkv)))
 
 
 def paged_decode(
