@@ -25,12 +25,14 @@ from torch import Tensor
 
 from kernels.decode import DecodeScratch, DecodeTile, decode_attention, decode_splits, decode_tile, paged_decode_step
 from kernels.launch import variants
+from kernels.prefill import extend_attention, extend_tiles, paged_prefill, tile_tokens
 
 PAGE = 32
 EPS = 1e-6
 CANDIDATES = 24
 IN_TURN = 256 << 20  # bytes of pools that launches read in turn: several times the L2 cache
 BATCHES = (1, 4, 8, 16, 32, 100)
+LONG = (1, 8, 32, 100)  # batches of the longer contexts
 TOLERANCE = 1e-2  # relative error of bf16 attention against fp32: 2e-3 is usual
 
 
@@ -46,11 +48,12 @@ class Layer:
     sides: int
     window: int | None
     contexts: tuple[int, ...] = (1024,)
+    candidates: int = 5
 
 
 LAYERS = (
-    Layer("31b-tp4-sliding", 8, 4, 256, 128, 2, 1024),
-    Layer("31b-tp4-full", 8, 1, 512, 64, 1, None, (1024, 8192)),
+    Layer("31b-tp4-sliding", 8, 4, 256, 128, 2, 1024, candidates=CANDIDATES),
+    Layer("31b-tp4-full", 8, 1, 512, 64, 1, None, (1024, 8192), CANDIDATES),
     Layer("26b-tp4-sliding", 4, 2, 256, 128, 2, 1024),
     Layer("26b-tp4-full", 4, 1, 512, 64, 1, None, (1024, 8192)),
     Layer("26b-tp1-sliding", 16, 8, 256, 128, 2, 1024),
@@ -89,28 +92,28 @@ class Problem:
 
 
 def candidates(problem: Problem, processors: int) -> list[Cut]:
-    """Cuts worth trying, the default first: splits that leave no CTA a page more than needed, CTAs from half a wave to four."""
+    """Cuts worth trying, the default first, the likeliest next: splits that leave no CTA a page more than needed."""
     layer, rows, pages = problem.layer, problem.rows, problem.pages
     splits = decode_splits(rows, layer.kv_heads, pages, processors)
-    default = (splits, decode_tile(layer.d, PAGE, splits))
+    default = (splits, decode_tile(layer.d, PAGE, splits, pages))
+    few = (1, 2, 3, 4, 5, 6, 8, 11, 17, 24, 33, 48, 64)
+    even = {-(-pages // -(-pages // n)) for n in few if n <= pages}
+    near = sorted(even, key=lambda n: abs(math.log(n / splits)))
     found = {default: None}
-    even = sorted({-(-pages // turns) for turns in range(1, pages + 1) if -(-pages // turns) <= 64}, reverse=True)
-    for splits, values in itertools.product(even, (1, 2, 4) if layer.d > 256 else (1, 2)):
-        ctas = rows * layer.kv_heads * splits * values
-        fewest = splits == even[-1] or ctas >= processors // 2
-        if (ctas > 4 * processors and splits * values > 1) or not (fewest or splits == even[0]):
-            continue
-        for warps, stages in ((4, 3), (8, 3), (4, 2)):
-            early = 2 * splits >= pages
-            found[splits, DecodeTile(PAGE, values, warps, stages, early)] = None
-            if early and stages == 3:
-                found[splits, DecodeTile(PAGE // 2, values, warps, stages, early=False)] = None
-    return list(found)[:1] + _spread(list(found)[1:], CANDIDATES - 1)
+    for n, tile in itertools.product(near[:5], _tiles(layer.d)):
+        early = 2 * n >= pages and tile.keys == PAGE
+        ctas = rows * layer.kv_heads * n * tile.values
+        if tile.values == 1 or ctas <= 3 * processors:
+            found[n, replace(tile, early=early)] = None
+    return list(found)[: layer.candidates]
 
 
-def _spread(cuts: list[Cut], most: int) -> list[Cut]:
-    step = max(1.0, len(cuts) / most)
-    return [cuts[int(i * step)] for i in range(min(most, len(cuts)))]
+def _tiles(d: int) -> list[DecodeTile]:
+    if d <= 256:
+        shapes = [(PAGE, 1, 4, 3), (PAGE, 2, 4, 3), (PAGE, 1, 4, 4), (16, 1, 4, 3), (PAGE, 1, 8, 3)]
+    else:
+        shapes = [(PAGE, 1, 4, 3), (PAGE, 1, 8, 3), (PAGE, 4, 8, 3), (PAGE, 2, 8, 3), (16, 1, 4, 3), (PAGE, 4, 4, 3), (16, 1, 8, 4)]
+    return [DecodeTile(*shape, early=False) for shape in shapes]
 
 
 class Inputs:
@@ -272,8 +275,35 @@ class Bench:
         }
 
 
+def extend_rows(bench: Bench, layer: Layer, chunks: int, length: int) -> Iterator[dict[str, Any]]:
+    """Prefill of `chunks` whole prompts of `length` tokens, by the committed tile, compared with the reference and timed."""
+    device, pages = bench.device, -(-length // PAGE)
+    pool = torch.randn(chunks * pages + 1, 2, layer.kv_heads, PAGE, layer.d, device=device).to(torch.bfloat16) * layer.d**-0.25
+    table = (torch.randperm(chunks * pages, device=device).to(torch.int32) + 1).view(chunks, pages)
+    q = torch.randn(chunks * length, layer.heads, layer.d, device=device).to(torch.bfloat16) * layer.d**-0.25
+    tokens = tile_tokens(layer.heads, layer.kv_heads, layer.d)
+    tiles = extend_tiles([(slot, slot * length, 0, length) for slot in range(chunks)], tokens)
+    listed, out = torch.tensor(tiles, dtype=torch.int32, device=device), torch.empty_like(q)
+
+    def run() -> None:
+        extend_attention(q, pool, table, listed, layer.window, out)
+
+    run()
+    last = min(64, length)
+    off = error(out[length - last : length], paged_prefill(q[length - last : length], pool, table[0], length - last, layer.window))
+    assert off < TOLERANCE, f"{layer.name}: relative error {off}"
+    us = graph_us([run] * 4) if device.type == "cuda" else wall_us([run])
+    window = layer.window or length
+    pairs = chunks * sum(min(position + 1, window) for position in range(length))
+    tflops = 4e-6 * pairs * layer.heads * layer.d / us
+    found = {"kernel": "extend_attention", "shape": layer.name, "rows": chunks * length, "context": length, "us": round(us, 1)}
+    yield {**found, "tflop_s": round(tflops, 1), "error": round(off, 5)}
+
+
 def best_line(rows: Sequence[dict[str, Any]]) -> str:
     """The best cut of a problem beside the default, for people."""
+    if "tile" not in rows[0]:
+        return "  ".join(f"{name} {value}" for name, value in rows[0].items())
     best, default = min(rows, key=lambda row: row["us"]), rows[0]
     tile = " ".join(f"{name} {value}" for name, value in best["tile"].items())
     head = f"{best['shape']:16} rows {best['rows']:3} ctx {best['context']:5}"
@@ -284,7 +314,8 @@ def best_line(rows: Sequence[dict[str, Any]]) -> str:
 def problems(names: Sequence[str], batches: Sequence[int]) -> list[Problem]:
     """What is measured."""
     layers = [layer for layer in LAYERS if not names or layer.name in names]
-    return [Problem(layer, rows, context) for layer in layers for context in layer.contexts for rows in batches]
+    cases = [(layer, context) for layer in layers for context in layer.contexts]
+    return [Problem(layer, rows, context) for layer, context in cases for rows in batches if context == 1024 or rows in LONG]
 
 
 def on_gpu(args: argparse.Namespace, out: TextIO) -> None:
@@ -302,6 +333,8 @@ def on_gpu(args: argparse.Namespace, out: TextIO) -> None:
     memory = torch.randn((2 * max(largest, IN_TURN)), device=device, dtype=torch.bfloat16).mul_(256**-0.25)
     for problem in todo:
         write(bench.problem(problem, cuts[problem], memory), out)
+    for layer, (chunks, length) in itertools.product(LAYERS[:2], ((1, 1024), (8, 1024), (1, 8192))):
+        write(extend_rows(bench, layer, chunks, length), out)
     print(f"{time.perf_counter() - began:.0f} s in all, {bench.skipped} cuts left out", flush=True)
 
 
@@ -314,6 +347,7 @@ def dry(out: TextIO) -> None:
             assert 1 <= len(candidates(Problem(layer, rows, 1024), 132)) <= CANDIDATES
         problem = Problem(small, 2, 70)
         write(bench.problem(problem, candidates(problem, 8)[:2], None), out)
+        write(extend_rows(bench, small, 2, 70), out)
 
 
 def write(rows: Iterator[dict[str, Any]], out: TextIO) -> None:

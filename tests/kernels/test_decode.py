@@ -129,7 +129,8 @@ def test_the_bench_runs_dry(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     bench.dry(out)
     rows = [json.loads(line) for line in out.getvalue().splitlines()]
-    assert {row["shape"] for row in rows} == {layer.name for layer in bench.LAYERS}
+    found = {(row["kernel"], row["shape"]) for row in rows}
+    assert found == {(kernel, layer.name) for kernel in ("decode_attention", "extend_attention") for layer in bench.LAYERS}
     assert all(row["us"] > 0 and row["error"] < bench.TOLERANCE for row in rows)
     whole = bench.paged_decode_step
     monkeypatch.setattr(bench, "paged_decode_step", lambda *given: (whole(*given), given[-1].mul_(1.02)))
