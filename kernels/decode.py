@@ -62,33 +62,37 @@ class DecodeScratch:
 _MOST_VALUES = 8
 
 
-def decode_splits(rows: int, kv_heads: int, pages: int, processors: int) -> int:
+def decode_splits(rows: int, kv_heads: int, head_dim: int, pages: int, processors: int) -> int:
     """Splits along the keys for a bucket of `rows` rows whose longest reads `pages` pages, on so many streaming multiprocessors.
 
-    Two CTAs a multiprocessor, at most 32 and none without a page; fewer where the longest split reads as many pages even so.
+    As many CTAs as a multiprocessor has room for (three at head dim 256, one at 512), at most 33, none without a page; fewer where
+    the longest split reads as many pages even so.
     """
-    wanted = max(1, min(2 * processors // (rows * kv_heads), pages, 32))
+    room = 3 if head_dim <= 256 else 1
+    wanted = max(1, min(room * processors // (rows * kv_heads), pages, 33))
     return -(-pages // -(-pages // wanted))
 
 
-def most_parts(buckets: Sequence[int], kv_heads: int, pages: int, processors: int) -> int:
+def most_parts(buckets: Sequence[int], kv_heads: int, head_dim: int, pages: int, processors: int) -> int:
     """`max_parts` of a scratch for all these buckets."""
-    return max(rows * decode_splits(rows, kv_heads, pages, processors) for rows in buckets)
+    return max(rows * decode_splits(rows, kv_heads, head_dim, pages, processors) for rows in buckets)
 
 
-def decode_tile(d: int, page: int, splits: int, pages: int, shared: int = LARGE_SHARED) -> DecodeTile:
-    """The cut for a head dim, a page size, a launch's splits and the most pages that a row reads.
+def decode_tile(d: int, page: int, splits: int, shared: int = LARGE_SHARED) -> DecodeTile:
+    """The cut for a head dim, a page size and a launch's splits: the fastest of those tried on an H200 (tests/bench/attention.py).
 
-    Many splits mean few rows: few CTAs, whose latency counts. `shared`: bytes of shared memory that a CTA may have.
+    Many splits mean few rows: few CTAs, whose latency counts. `shared`: bytes of shared memory that a CTA may have, for
+    two bytes a number.
     """
     keys = min(page, 32)
-    early = splits > 1 and 2 * splits * keys >= pages * page
     if d <= 256:
-        tile = DecodeTile(keys, 1, 4, 3, early)
+        tile = DecodeTile(keys, 1, 4, 2, early=True) if splits > 16 else DecodeTile(keys, 1, 4, 3, early=False)
+    elif splits > 16:
+        tile = DecodeTile(keys, 4, 4, 2, early=True)
     elif splits >= 8:
-        tile = DecodeTile(keys, 4, 8, 3, early)
+        tile = DecodeTile(keys, 2, 4, 2, early=False)
     else:
-        tile = DecodeTile(keys, 1, 4 if splits <= 4 else 8, 3, early)
+        tile = DecodeTile(keys, 1, 4, 3, early=False)
     while tile.shared_bytes(d) > shared and tile.keys > 16:
         tile = replace(tile, stages=2) if tile.stages > 2 else replace(tile, keys=tile.keys // 2)
     return tile
@@ -132,8 +136,8 @@ def decode_attention(
     if not usable(qkv):
         return paged_decode_step(*inputs, eps, window, out)
     page = pool.shape[3]
-    pages = _pages(page_ids.shape[1] * page, page, window)
-    return _launch(inputs, eps, window, scratch, out, splits, tile or decode_tile(d, page, splits, pages, shared_memory(qkv)))
+    tile = tile or decode_tile(d, page, splits, shared_memory(qkv) * 2 // qkv.itemsize)
+    return _launch(inputs, eps, window, scratch, out, splits, tile)
 
 
 def paged_decode(

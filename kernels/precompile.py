@@ -13,26 +13,32 @@ from triton.compiler import ASTSource
 from kernels.launch import Node
 
 _OPTIONS = {"warps": "num_warps", "stages": "num_stages", "registers": "maxnreg"}
-_INTEGERS = ("i32", "i64")
-# By a type's first letter: pointers, and from Triton 3.7 on constexprs, whose empty list is part of the cache's key.
-_ATTRIBUTES: dict[str, list[list[Any]]] = {"*": [["tt.divisibility", 16]]}
-if not triton.__version__.startswith("3.6."):
-    _ATTRIBUTES["c"] = []
+_DIVISIBLE = [["tt.divisibility", 16]]
+_CONSTANTS_HAVE_ATTRIBUTES = not triton.__version__.startswith("3.6.")  # an empty list each, as part of the cache's key
 
 
 def precompile(node: Node, target: tuple[int, int]) -> Any:
-    """Triton's compiled kernel of `node` for a GPU of compute capability `target`. Pointers count as 16-byte aligned, as torch's
-    allocator makes them. An integer that Triton would specialise on is an error: it makes variants that nobody listed."""
+    """Triton's compiled kernel of `node` for a GPU of compute capability `target`; pointers count as 16-byte aligned, as torch's
+    allocator makes them."""
     major, minor = target
     names = node.function.arg_names
-    signature = {name: node.types.get(name, "constexpr") for name in names}
-    for parameter in node.function.params:
-        free = parameter.do_not_specialize or signature[parameter.name] not in _INTEGERS
-        assert free, f"{node.kernel} is compiled again for other values of {parameter.name}: name it in do_not_specialize"
-    constexprs = {(names.index(name),): value for name, value in node.constexprs.items() if name not in _OPTIONS}
-    initials = [signature[name][0] for name in names]
-    attributes = {(index,): _ATTRIBUTES[initial] for index, initial in enumerate(initials) if initial in _ATTRIBUTES}
+    constexprs = {name: value for name, value in node.constexprs.items() if name not in _OPTIONS} | node.constants
+    source = ASTSource(
+        node.function,
+        signature={name: node.types.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): constexprs[name] for name in names if name in constexprs},
+        attrs={(index,): found for index, name in enumerate(names) if (found := _attributes(node, name)) is not None},
+    )
     options = {theirs: node.constexprs[ours] for ours, theirs in _OPTIONS.items()}
     options["launch_pdl"] = node.constexprs.get("PDL", False)
-    source = ASTSource(node.function, signature=signature, constexprs=constexprs, attrs=attributes)
     return triton.compile(source, target=GPUTarget("cuda", 10 * major + minor, 32), options=options)
+
+
+def _attributes(node: Node, name: str) -> list[list[Any]] | None:
+    """What Triton's own launch notes of an argument; None: nothing, as of integers that it must not specialise on, and floats."""
+    if name not in node.types:
+        return [] if _CONSTANTS_HAVE_ATTRIBUTES else None
+    if name in node.aligned:
+        return _DIVISIBLE
+    free = node.function.params[node.function.arg_names.index(name)].do_not_specialize
+    return [] if node.types[name] in {"i32", "i64"} and not free else None

@@ -23,11 +23,13 @@ from kernels.tiles import LARGE_SHARED
 _SCORES = 1 << 26  # scores held at once (256 MiB): long chunks run in blocks of queries
 
 
-def tile_tokens(heads: int, kv_heads: int, head_dim: int, shared: int = LARGE_SHARED) -> int:
-    """Queries of one sequence that a tile holds, where a CTA may have `shared` bytes of shared memory.
+def tile_tokens(heads: int, pool: Tensor) -> int:
+    """Queries of one sequence that a tile holds, for `heads` query heads over a pool [..., kv_heads, page, d].
 
-    Queries times heads of a KV head are rows of a matrix product: 128 at head dim 256 and 64 at 512, fewer in less memory.
+    Queries times heads of a KV head are rows of a matrix product: 128 at head dim 256 and 64 at 512, fewer in less shared memory.
     """
+    kv_heads, _, head_dim = pool.shape[-3:]
+    shared = _shared(pool)
     rows = 128 if head_dim <= 256 else 64
     while rows > 16 and _shared_bytes(rows, _keys(head_dim, shared), head_dim) > shared:
         rows //= 2
@@ -65,7 +67,7 @@ def extend_attention(
     assert q.shape[2] == pool.shape[4], (q.shape, pool.shape)
     assert tiles.shape[1] == 4, tiles.shape
     if usable(q):
-        tokens = tokens or tile_tokens(q.shape[1], pool.shape[2], pool.shape[4], shared_memory(q))
+        tokens = tokens or tile_tokens(q.shape[1], pool)
         return _launch(q, pool, table, tiles, window, out, tokens)
     for slot, row, position, count in _whole(tiles.tolist()):
         out[row : row + count] = paged_prefill(q[row : row + count], pool, table[slot], position, window)
@@ -150,8 +152,13 @@ def _launch(q: Tensor, pool: Tensor, table: Tensor, tiles: Tensor, window: int |
         WINDOW=window or 0,
         PAGE=page,
         ROWS=rows,
-        KEYS=_keys(d, shared_memory(q)),
+        KEYS=_keys(d, _shared(pool)),
     )
+
+
+def _shared(x: Tensor) -> int:
+    """Bytes of shared memory that a CTA may have on x's device, were x's numbers of two bytes."""
+    return (shared_memory(x) if usable(x) else LARGE_SHARED) * 2 // x.itemsize
 
 
 def _keys(d: int, shared: int) -> int:

@@ -34,7 +34,7 @@ def ints(*shape: int) -> Tensor:
 
 def decode_node(layer: Layer, rows: int, target: tuple[int, int]) -> Node:
     """The launch for a batch at context 1024."""
-    splits = decode_splits(rows, layer.kv_heads, Problem(layer, rows, 1024).pages, 132)
+    splits = decode_splits(rows, layer.kv_heads, layer.d, Problem(layer, rows, 1024).pages, 132)
     with record(target) as nodes:
         decode_attention(
             meta(rows, (layer.heads + layer.sides * layer.kv_heads) * layer.d),
