@@ -38,9 +38,9 @@ class DecodeTile:
     stages: int
     early: bool
 
-    def shared_bytes(self, d: int, itemsize: int = 2) -> int:
-        """What the pipeline holds of K and V, q, and what layouts are exchanged in."""
-        return (self.stages - 1) * self.keys * (d + d // self.values) * itemsize + 2 * 16 * d * itemsize
+    def shared_bytes(self, d: int) -> int:
+        """What the pipeline holds of K and V, q, and what layouts are exchanged in, in two bytes a number."""
+        return 2 * (self.stages - 1) * self.keys * (d + d // self.values) + 4 * 16 * d
 
 
 class DecodeScratch:
@@ -76,11 +76,14 @@ def most_parts(buckets: Sequence[int], kv_heads: int, pages: int, processors: in
     return max(rows * decode_splits(rows, kv_heads, pages, processors) for rows in buckets)
 
 
-def decode_tile(d: int, page: int, splits: int, pages: int, shared: int = LARGE_SHARED) -> DecodeTile:
+def decode_tile(d: int, page: int, splits: int, pages: int, itemsize: int = 2, shared: int = LARGE_SHARED) -> DecodeTile:
     """The cut for a head dim, a page size, a launch's splits and the most pages that a row reads.
 
-    Many splits mean few rows: few CTAs, whose latency counts. `shared`: bytes of shared memory that a CTA may have.
+    Many splits mean few rows: few CTAs, whose latency counts. `itemsize`: bytes of a number; fp32, for tests, takes the least.
+    `shared`: bytes of shared memory that a CTA may have.
     """
+    if itemsize == 4:
+        return DecodeTile(16, 1, 4, 2, early=False)
     keys = min(page, 32)
     early = splits > 1 and 2 * splits * keys >= pages * page
     if d <= 256:
@@ -133,7 +136,8 @@ def decode_attention(
         return paged_decode_step(*inputs, eps, window, out)
     page = pool.shape[3]
     pages = _pages(page_ids.shape[1] * page, page, window)
-    return _launch(inputs, eps, window, scratch, out, splits, tile or decode_tile(d, page, splits, pages, shared_memory(qkv)))
+    tile = tile or decode_tile(d, page, splits, pages, pool.element_size(), shared_memory(qkv))
+    return _launch(inputs, eps, window, scratch, out, splits, tile)
 
 
 def paged_decode(

@@ -22,7 +22,8 @@ if not triton.__version__.startswith("3.6."):
 
 def precompile(node: Node, target: tuple[int, int]) -> Any:
     """Triton's compiled kernel of `node` for a GPU of compute capability `target`. Pointers count as 16-byte aligned, as torch's
-    allocator makes them. An integer that Triton would specialise on is an error: it makes variants that nobody listed."""
+    allocator makes them, but for those that the kernel does not specialise on. An integer that Triton would specialise on is an
+    error: it makes variants that nobody listed."""
     major, minor = target
     names = node.function.arg_names
     signature = {name: node.types.get(name, "constexpr") for name in names}
@@ -30,8 +31,11 @@ def precompile(node: Node, target: tuple[int, int]) -> Any:
         free = parameter.do_not_specialize or signature[parameter.name] not in _INTEGERS
         assert free, f"{node.kernel} is compiled again for other values of {parameter.name}: name it in do_not_specialize"
     constexprs = {(names.index(name),): value for name, value in node.constexprs.items() if name not in _OPTIONS}
-    initials = [signature[name][0] for name in names]
-    attributes = {(index,): _ATTRIBUTES[initial] for index, initial in enumerate(initials) if initial in _ATTRIBUTES}
+    attributes = {
+        (parameter.num,): _ATTRIBUTES[signature[parameter.name][0]]
+        for parameter in node.function.params
+        if signature[parameter.name][0] in _ATTRIBUTES and not parameter.do_not_specialize
+    }
     options = {theirs: node.constexprs[ours] for ours, theirs in _OPTIONS.items()}
     options["launch_pdl"] = node.constexprs.get("PDL", False)
     source = ASTSource(node.function, signature=signature, constexprs=constexprs, attrs=attributes)
