@@ -296,7 +296,8 @@ def best_line(rows: Sequence[dict[str, Any]]) -> str:
     best, default = min((row for row in rows if "us" in row), key=lambda row: row["us"]), rows[0]
     tile = " ".join(f"{name} {value}" for name, value in best["tile"].items())
     head = f"{best['shape']:16} rows {best['rows']:3} ctx {best['context']:5}"
-    figures = f"{best['us']:8.2f} us {best['tb_s']:6.3f} TB/s (default {default.get('us', math.nan):8.2f}, floor {best['floor_us']:7.2f})"
+    usual = default.get("us", math.nan)
+    figures = f"{best['us']:8.2f} us {best['tb_s']:6.3f} TB/s (default {usual:8.2f}, floor {best['floor_us']:7.2f})"
     return f"{head} {figures}  splits {best['splits']} {tile}"
 
 
