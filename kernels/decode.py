@@ -76,22 +76,20 @@ def most_parts(buckets: Sequence[int], kv_heads: int, pages: int, processors: in
     return max(rows * decode_splits(rows, kv_heads, pages, processors) for rows in buckets)
 
 
-def decode_tile(d: int, page: int, splits: int, pages: int, itemsize: int = 2, shared: int = LARGE_SHARED) -> DecodeTile:
-    """The cut for a head dim, a page size, a launch's splits and the most pages that a row reads.
+def decode_tile(d: int, page: int, ctas: int, turns: int, itemsize: int = 2, shared: int = LARGE_SHARED) -> DecodeTile:
+    """The cut for a head dim, a page size, rows x KV heads x splits, and the most pages that a split reads.
 
-    Many splits mean few rows: few CTAs, whose latency counts. `itemsize`: bytes of a number; fp32, for tests, takes the least.
-    `shared`: bytes of shared memory that a CTA may have.
+    Where CTAs are few, latency counts: more warps, and V's columns shared out, at the price of reading K from L2 more than once.
+    itemsize: bytes of a number; fp32, for tests, takes the least. shared: bytes of shared memory that a CTA may have.
     """
     if itemsize == 4:
         return DecodeTile(16, 1, 4, 2, early=False)
-    keys = min(page, 32)
-    early = splits > 1 and 2 * splits * keys >= pages * page
+    keys, early = min(page, 32), turns <= 2
     if d <= 256:
         tile = DecodeTile(keys, 1, 4, 3, early)
-    elif splits >= 8:
-        tile = DecodeTile(keys, 4, 8, 3, early)
     else:
-        tile = DecodeTile(keys, 1, 4 if splits <= 4 else 8, 3, early)
+        values = 4 if ctas <= 40 else 2 if ctas <= 80 else 1
+        tile = DecodeTile(keys, values, 8 if values > 1 else 4, 3, early and values > 1)  # whole rows of V would spill
     while tile.shared_bytes(d) > shared and tile.keys > 16:
         tile = replace(tile, stages=2) if tile.stages > 2 else replace(tile, keys=tile.keys // 2)
     return tile
@@ -135,8 +133,8 @@ def decode_attention(
     if not usable(qkv):
         return paged_decode_step(*inputs, eps, window, out)
     page = pool.shape[3]
-    pages = _pages(page_ids.shape[1] * page, page, window)
-    tile = tile or decode_tile(d, page, splits, pages, pool.element_size(), shared_memory(qkv))
+    turns = -(-_pages(page_ids.shape[1] * page, page, window) // splits)
+    tile = tile or decode_tile(d, page, rows * pool.shape[2] * splits, turns, pool.element_size(), shared_memory(qkv))
     return _launch(inputs, eps, window, scratch, out, splits, tile)
 
 

@@ -100,7 +100,7 @@ def candidates(problem: Problem, processors: int) -> list[Cut]:
     """Cuts worth trying, the default first, the likeliest next: splits that leave no CTA a page more than needed."""
     layer, rows, pages = problem.layer, problem.rows, problem.pages
     splits = decode_splits(rows, layer.kv_heads, pages, processors)
-    default = (splits, decode_tile(layer.d, PAGE, splits, pages))
+    default = (splits, decode_tile(layer.d, PAGE, rows * layer.kv_heads * splits, -(-pages // splits)))
     few = (1, 2, 3, 4, 5, 6, 8, 11, 17, 24, 33, 48, 64)
     even = {-(-pages // -(-pages // n)) for n in few if n <= pages}
     near = sorted(even, key=lambda n: abs(math.log(n / splits)))
