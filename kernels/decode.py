@@ -38,9 +38,9 @@ class DecodeTile:
     stages: int
     early: bool
 
-    def shared_bytes(self, d: int, itemsize: int = 2) -> int:
-        """What the pipeline holds of K and V, q, and what layouts are exchanged in."""
-        return (self.stages - 1) * self.keys * (d + d // self.values) * itemsize + 2 * 16 * d * itemsize
+    def shared_bytes(self, d: int) -> int:
+        """What the pipeline holds of K and V, q, and what layouts are exchanged in, in two bytes a number."""
+        return 2 * (self.stages - 1) * self.keys * (d + d // self.values) + 4 * 16 * d
 
 
 class DecodeScratch:
@@ -78,19 +78,17 @@ def most_parts(buckets: Sequence[int], kv_heads: int, head_dim: int, pages: int,
     return max(rows * decode_splits(rows, kv_heads, head_dim, pages, processors) for rows in buckets)
 
 
-def decode_tile(d: int, page: int, splits: int, shared: int = LARGE_SHARED) -> DecodeTile:
+def decode_tile(d: int, page: int, splits: int, itemsize: int = 2, shared: int = LARGE_SHARED) -> DecodeTile:
     """The cut for a head dim, a page size and a launch's splits: the fastest of those tried on an H200 (tests/bench/attention.py).
 
-    Many splits mean few rows: few CTAs, whose latency counts. `shared`: bytes of shared memory that a CTA may have, for
-    two bytes a number.
+    Many splits mean few rows: latency counts, and V's columns are shared out, at the price of reading K from L2 more than once.
+    itemsize: bytes of a number; fp32, for tests, takes the least. shared: bytes of shared memory that a CTA may have.
     """
+    if itemsize == 4:
+        return DecodeTile(16, 1, 4, 2, early=False)
     keys = min(page, 32)
-    if d <= 256:
-        tile = DecodeTile(keys, 1, 4, 2, early=True) if splits > 16 else DecodeTile(keys, 1, 4, 3, early=False)
-    elif splits > 16:
-        tile = DecodeTile(keys, 4, 4, 2, early=True)
-    elif splits >= 8:
-        tile = DecodeTile(keys, 2, 4, 2, early=False)
+    if splits > 16:
+        tile = DecodeTile(keys, 1 if d <= 256 else 4, 4, 2, early=True)
     else:
         tile = DecodeTile(keys, 1, 4, 3, early=False)
     while tile.shared_bytes(d) > shared and tile.keys > 16:
@@ -136,7 +134,7 @@ def decode_attention(
     if not usable(qkv):
         return paged_decode_step(*inputs, eps, window, out)
     page = pool.shape[3]
-    tile = tile or decode_tile(d, page, splits, shared_memory(qkv) * 2 // qkv.itemsize)
+    tile = tile or decode_tile(d, page, splits, pool.element_size(), shared_memory(qkv))
     return _launch(inputs, eps, window, scratch, out, splits, tile)
 
 

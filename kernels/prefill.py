@@ -18,22 +18,13 @@ from torch import Tensor
 
 from kernels.launch import launch, shared_memory, trigger, usable, wait
 from kernels.numerics import LOG2E, cast, dot
-from kernels.tiles import LARGE_SHARED
 
 _SCORES = 1 << 26  # scores held at once (256 MiB): long chunks run in blocks of queries
 
 
-def tile_tokens(heads: int, pool: Tensor) -> int:
-    """Queries of one sequence that a tile holds, for `heads` query heads over a pool [..., kv_heads, page, d].
-
-    Queries times heads of a KV head are rows of a matrix product: 128 at head dim 256 and 64 at 512, fewer in less shared memory.
-    """
-    kv_heads, _, head_dim = pool.shape[-3:]
-    shared = _shared(pool)
-    rows = 128 if head_dim <= 256 else 64
-    while rows > 16 and _shared_bytes(rows, _keys(head_dim, shared), head_dim) > shared:
-        rows //= 2
-    return max(1, rows // (heads // kv_heads))
+def tile_tokens(heads: int, kv_heads: int, head_dim: int) -> int:
+    """Queries of one sequence that a tile holds: times heads of a KV head 128 rows of a matrix product, 64 at head dim 512."""
+    return max(1, (128 if head_dim <= 256 else 64) // (heads // kv_heads))
 
 
 def extend_tiles(chunks: Iterable[tuple[int, int, int, int]], tokens: int) -> list[tuple[int, int, int, int]]:
@@ -67,8 +58,7 @@ def extend_attention(
     assert q.shape[2] == pool.shape[4], (q.shape, pool.shape)
     assert tiles.shape[1] == 4, tiles.shape
     if usable(q):
-        tokens = tokens or tile_tokens(q.shape[1], pool)
-        return _launch(q, pool, table, tiles, window, out, tokens)
+        return _launch(q, pool, table, tiles, window, out, tokens or tile_tokens(q.shape[1], pool.shape[2], pool.shape[4]))
     for slot, row, position, count in _whole(tiles.tolist()):
         out[row : row + count] = paged_prefill(q[row : row + count], pool, table[slot], position, window)
     return None
@@ -130,14 +120,16 @@ def _whole(tiles: Iterable[Sequence[int]]) -> list[list[int]]:
 def _launch(q: Tensor, pool: Tensor, table: Tensor, tiles: Tensor, window: int | None, out: Tensor, tokens: int) -> None:
     kv_heads, page, d = pool.shape[2:]
     heads = q.shape[1]
-    rows = max(16, triton.next_power_of_2(tokens * (heads // kv_heads)))
+    group = heads // kv_heads
     assert d >= 16, d
     assert d & (d - 1) == 0, f"head dim {d} is no power of two"
     for x in (q, pool, table, tiles, out):
         assert x.is_contiguous(), (x.shape, x.stride())
+    rows, keys = _cut(tokens * group, d, q.element_size(), shared_memory(q))
+    held = max(1, rows // group)
     launch(
         _extend,
-        (tiles.shape[0], kv_heads),
+        (tiles.shape[0], kv_heads, -(-tokens // held)),
         q,
         pool,
         table,
@@ -151,27 +143,23 @@ def _launch(q: Tensor, pool: Tensor, table: Tensor, tiles: Tensor, window: int |
         D=d,
         WINDOW=window or 0,
         PAGE=page,
-        ROWS=rows,
-        KEYS=_keys(d, _shared(pool)),
+        TOKENS=held,
+        ROWS=max(rows, triton.next_power_of_2(group)),
+        KEYS=keys,
     )
 
 
-def _shared(x: Tensor) -> int:
-    """Bytes of shared memory that a CTA may have on x's device, were x's numbers of two bytes."""
-    return (shared_memory(x) if usable(x) else LARGE_SHARED) * 2 // x.itemsize
-
-
-def _keys(d: int, shared: int) -> int:
-    """Keys a turn: half of the shared memory holds two turns of K and V."""
+def _cut(rows: int, d: int, itemsize: int, shared: int) -> tuple[int, int]:
+    """Rows of a CTA and keys a turn, for tiles of `rows` rows: what shared memory holds; fp32, for tests, takes the least."""
+    rows = min(max(16, triton.next_power_of_2(rows)), 128 if d <= 256 else 64)
     keys = 64 if d <= 256 else 32
-    while keys > 16 and _shared_bytes(0, keys, d) > shared * 3 // 4:
+    if itemsize == 4:
+        return 16, 16
+    while keys > 16 and 2 * d * 4 * keys > shared * 3 // 4:
         keys //= 2
-    return keys
-
-
-def _shared_bytes(rows: int, keys: int, d: int) -> int:
-    """q, and two turns of K and V, in two bytes a number."""
-    return 2 * d * (rows + 4 * keys)
+    while rows > 16 and 2 * d * (rows + 4 * keys) > shared:
+        rows //= 2
+    return rows, keys
 
 
 @triton.jit(do_not_specialize=["width"])
@@ -187,18 +175,25 @@ def _extend(
     D: tl.constexpr,
     WINDOW: tl.constexpr,
     PAGE: tl.constexpr,
+    TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """A CTA: one tile of queries times the heads of one KV head. Keys in three runs: the window's edge, all seen, the diagonal."""
+    """A CTA: TOKENS queries of a tile, times the heads of one KV head.
+
+    Keys in three runs: the window's edge, where some query does not see all, what all see, the diagonal.
+    """
     trigger(PDL)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     tile, head = tl.program_id(0), tl.program_id(1)
     dims, token = tl.arange(0, D), tl.arange(0, ROWS) // GROUP
     wait(PDL)
-    slot, row = tl.load(tiles + 4 * tile), tl.load(tiles + 4 * tile + 1)
-    start, count = tl.load(tiles + 4 * tile + 2), tl.load(tiles + 4 * tile + 3)
+    done = tl.program_id(2) * TOKENS
+    slot, row = tl.load(tiles + 4 * tile), tl.load(tiles + 4 * tile + 1) + done
+    start, count = tl.load(tiles + 4 * tile + 2) + done, tl.minimum(tl.load(tiles + 4 * tile + 3) - done, TOKENS)
+    if count <= 0:
+        return
     at = ((row + token).to(tl.int64) * HEADS + head * GROUP + tl.arange(0, ROWS) % GROUP)[:, None] * D + dims[None, :]
     live = (token < count)[:, None]
     queries = tl.load(q + at, live, other=0.0)

@@ -16,7 +16,7 @@ from kernels.qkv import norm_turn, turn
 ROWS = tl.constexpr(16)  # rows of a product: the heads of a KV head, and padding
 
 
-@triton.jit(do_not_specialize=["width"])
+@triton.jit(do_not_specialize=["width", "positions"])  # a mixed step's rows begin anywhere
 def decode_kernel(
     qkv: tl.tensor,
     pool: tl.tensor,

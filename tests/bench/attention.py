@@ -11,11 +11,9 @@ import argparse
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -26,8 +24,11 @@ from torch import Tensor
 from kernels.decode import DecodeScratch, DecodeTile, decode_attention, decode_splits, decode_tile, paged_decode_step
 from kernels.launch import variants
 from kernels.prefill import extend_attention, extend_tiles, paged_prefill, tile_tokens
+from tests.bench.timing import FAILURES, precompile_all
+from tests.support.attention import Shape, decode_node
 
 PAGE = 32
+HOPPER, PROCESSORS = (9, 0), 132  # what variants are compiled for
 EPS = 1e-6
 CANDIDATES = 24
 IN_TURN = 256 << 20  # bytes of pools that launches read in turn: several times the L2 cache
@@ -49,6 +50,10 @@ class Layer:
     window: int | None
     contexts: tuple[int, ...] = (1024,)
     candidates: int = 5
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.heads, self.kv_heads, self.d, self.pairs, self.sides, self.window, PAGE)
 
 
 LAYERS = (
@@ -196,27 +201,6 @@ def copy_rate(device: torch.device) -> float:
     return 2 * source.numel() / graph_us([lambda: target.copy_(source)] * 4) / 1e6
 
 
-# -- compilation ahead
-
-
-def compile_ahead(jobs: Sequence[tuple[Layer, Cut]]) -> float:
-    """Compiles every variant into Triton's cache on disk; seconds."""
-    began = time.perf_counter()
-    workers = max(1, min(len(os.sched_getaffinity(0)) - 1, 14, len(jobs)))
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(_compile, jobs, chunksize=4))
-    return time.perf_counter() - began
-
-
-def _compile(job: tuple[Layer, Cut]) -> None:
-    layer, cut = job
-    device = torch.device("cuda")
-    inputs = Inputs(Problem(layer, 1, 64), 1, device)
-    inputs.positions.fill_(-1)
-    inputs.run(0, cut, DecodeScratch(1, layer.heads, layer.kv_heads, layer.d, cut[0], device))
-    torch.cuda.synchronize()
-
-
 # -- the run
 
 
@@ -226,7 +210,6 @@ class Bench:
 
     device: torch.device
     out: TextIO
-    processors: int
     rate: float  # TB/s of a copy
     deadline: float
     skipped: int = 0
@@ -243,7 +226,10 @@ class Bench:
             if place and time.perf_counter() > self.deadline:
                 self.skipped += len(cuts) - place
                 return
-            yield self.row(inputs, cut, scratch, want, copies)
+            try:
+                yield self.row(inputs, cut, scratch, want, copies)
+            except FAILURES as failure:  # a cut that does not fit ends no sweep; a wrong result does
+                yield {**_named(problem, cut), "failed": str(failure)[:200]}
 
     def row(self, inputs: Inputs, cut: Cut, scratch: DecodeScratch, want: Tensor, copies: int) -> dict[str, Any]:
         """One cut, right or refused, timed."""
@@ -259,12 +245,7 @@ class Bench:
         compiled = variants()[-1] if len(variants()) > known else None
         floor = problem.bytes / self.rate / 1e6
         return {
-            "kernel": "decode_attention",
-            "shape": problem.layer.name,
-            "rows": problem.rows,
-            "context": problem.context,
-            "splits": cut[0],
-            "tile": asdict(cut[1]),
+            **_named(problem, cut),
             "us": round(us, 2),
             "bytes": problem.bytes,
             "tb_s": round(problem.bytes / us / 1e6, 3),
@@ -275,13 +256,19 @@ class Bench:
         }
 
 
+def _named(problem: Problem, cut: Cut) -> dict[str, Any]:
+    splits, tile = cut
+    named = {"kernel": "decode_attention", "shape": problem.layer.name, "rows": problem.rows, "context": problem.context}
+    return {**named, "splits": splits, "tile": asdict(tile)}
+
+
 def extend_rows(bench: Bench, layer: Layer, chunks: int, length: int) -> Iterator[dict[str, Any]]:
     """Prefill of `chunks` whole prompts of `length` tokens, by the committed tile, compared with the reference and timed."""
     device, pages = bench.device, -(-length // PAGE)
     pool = torch.randn(chunks * pages + 1, 2, layer.kv_heads, PAGE, layer.d, device=device).to(torch.bfloat16) * layer.d**-0.25
     table = (torch.randperm(chunks * pages, device=device).to(torch.int32) + 1).view(chunks, pages)
     q = torch.randn(chunks * length, layer.heads, layer.d, device=device).to(torch.bfloat16) * layer.d**-0.25
-    tokens = tile_tokens(layer.heads, pool)
+    tokens = tile_tokens(layer.heads, layer.kv_heads, layer.d)
     tiles = extend_tiles([(slot, slot * length, 0, length) for slot in range(chunks)], tokens)
     listed, out = torch.tensor(tiles, dtype=torch.int32, device=device), torch.empty_like(q)
 
@@ -304,10 +291,13 @@ def best_line(rows: Sequence[dict[str, Any]]) -> str:
     """The best cut of a problem beside the default, for people."""
     if "tile" not in rows[0]:
         return "  ".join(f"{name} {value}" for name, value in rows[0].items())
-    best, default = min(rows, key=lambda row: row["us"]), rows[0]
+    if failed := [row for row in rows if "failed" in row]:
+        print(f"{len(failed)} cuts failed, the first: {failed[0]}", flush=True)
+    best, default = min((row for row in rows if "us" in row), key=lambda row: row["us"]), rows[0]
     tile = " ".join(f"{name} {value}" for name, value in best["tile"].items())
     head = f"{best['shape']:16} rows {best['rows']:3} ctx {best['context']:5}"
-    figures = f"{best['us']:8.2f} us {best['tb_s']:6.3f} TB/s (default {default['us']:8.2f}, floor {best['floor_us']:7.2f})"
+    usual = default.get("us", math.nan)
+    figures = f"{best['us']:8.2f} us {best['tb_s']:6.3f} TB/s (default {usual:8.2f}, floor {best['floor_us']:7.2f})"
     return f"{head} {figures}  splits {best['splits']} {tile}"
 
 
@@ -318,21 +308,30 @@ def problems(names: Sequence[str], batches: Sequence[int]) -> list[Problem]:
     return [Problem(layer, rows, context) for layer, context in cases for rows in batches if context == 1024 or rows in LONG]
 
 
+def compiled_ahead(args: argparse.Namespace) -> dict[Problem, list[Cut]]:
+    """The problems and their cuts, every variant compiled into Triton's cache on disk, before CUDA is used."""
+    began = time.perf_counter()
+    cuts = {problem: candidates(problem, PROCESSORS)[: args.most] for problem in problems(args.layers, args.batches)}
+    unique = dict.fromkeys((problem.layer, cut) for problem in cuts for cut in cuts[problem])
+    nodes = (decode_node(layer.shape, 4, splits, HOPPER, tile) for layer, (splits, tile) in unique)
+    count = precompile_all(nodes, HOPPER, args.workers)
+    print(f"{count} variants compiled in {time.perf_counter() - began:.0f} s", flush=True)
+    return cuts
+
+
 def on_gpu(args: argparse.Namespace, out: TextIO) -> None:
     """Compile, compare, time."""
-    device = torch.device("cuda")
-    properties = torch.cuda.get_device_properties(device)
     began = time.perf_counter()
-    todo = problems(args.layers, args.batches)
-    cuts = {problem: candidates(problem, properties.multi_processor_count)[: args.most] for problem in todo}
-    jobs = list(dict.fromkeys((problem.layer, cut) for problem in todo for cut in cuts[problem]))
-    seconds = compile_ahead(jobs)
-    bench = Bench(device, out, properties.multi_processor_count, copy_rate(device), began + args.seconds)
-    print(f"{properties.name}: copy {bench.rate:.2f} TB/s; {len(jobs)} variants compiled in {seconds:.0f} s", flush=True)
-    largest = max(problem.bytes for problem in todo)
+    cuts = compiled_ahead(args)
+    device = torch.device("cuda")
+    if torch.cuda.get_device_capability() != HOPPER:
+        print(f"compiled ahead for {HOPPER}, but this GPU is {torch.cuda.get_device_capability()}")
+    bench = Bench(device, out, copy_rate(device), began + args.seconds)
+    print(f"{torch.cuda.get_device_name()}: copy {bench.rate:.2f} TB/s", flush=True)
+    largest = max(problem.bytes for problem in cuts)
     memory = torch.randn((2 * max(largest, IN_TURN)), device=device, dtype=torch.bfloat16).mul_(256**-0.25)
-    for problem in todo:
-        write(bench.problem(problem, cuts[problem], memory), out)
+    for problem, tried in cuts.items():
+        write(bench.problem(problem, tried, memory), out)
     for layer, (chunks, length) in itertools.product(LAYERS[:2], ((1, 1024), (8, 1024), (1, 8192))):
         write(extend_rows(bench, layer, chunks, length), out)
     print(f"{time.perf_counter() - began:.0f} s in all, {bench.skipped} cuts left out", flush=True)
@@ -340,7 +339,7 @@ def on_gpu(args: argparse.Namespace, out: TextIO) -> None:
 
 def dry(out: TextIO) -> None:
     """Every layer, head dims cut to a sixteenth, on the CPU."""
-    bench = Bench(torch.device("cpu"), out, 132, 0.02, math.inf)
+    bench = Bench(torch.device("cpu"), out, 0.02, math.inf)
     for layer in LAYERS:
         small = replace(layer, d=layer.d // 16, pairs=layer.pairs // 16, window=64 if layer.window else None)
         for rows in BATCHES:
@@ -368,6 +367,7 @@ def main() -> None:
     parser.add_argument("--batches", nargs="*", type=int, default=list(BATCHES))
     parser.add_argument("--most", type=int, default=CANDIDATES, help="cuts a problem")
     parser.add_argument("--seconds", type=float, default=150, help="after so many the default cut alone is measured")
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 1) - 1), help="processes that compile")
     parser.add_argument("--dry", action="store_true")
     args = parser.parse_args()
     with args.out.open("w") as out:

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
-from kernels.decode import DecodeScratch, decode_attention, decode_splits
+from kernels.decode import decode_splits
 from kernels.launch import Node, record
 from kernels.prefill import extend_attention
 from kernels.qkv import qkv_post
 from tests.bench.attention import LAYERS, PAGE, Layer, Problem
+from tests.support.attention import decode_node, ints, meta
 from tests.support.compiled import Compiled, compile_node
 
 pytestmark = pytest.mark.cpu
@@ -24,34 +24,10 @@ SPILLED = {"_extend": 160}  # bytes a thread
 WIDTH = 64
 
 
-def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def ints(*shape: int) -> Tensor:
-    return meta(*shape, dtype=torch.int32)
-
-
-def decode_node(layer: Layer, rows: int, target: tuple[int, int]) -> Node:
+def decode(layer: Layer, rows: int, target: tuple[int, int]) -> Node:
     """The launch for a batch at context 1024."""
-    splits = decode_splits(rows, layer.kv_heads, layer.d, Problem(layer, rows, 1024).pages, 132)
-    with record(target) as nodes:
-        decode_attention(
-            meta(rows, (layer.heads + layer.sides * layer.kv_heads) * layer.d),
-            meta(9, 2, layer.kv_heads, PAGE, layer.d),
-            ints(rows, WIDTH),
-            ints(rows),
-            meta(rows, 2 * layer.pairs, dtype=torch.float32),
-            meta(layer.d),
-            meta(layer.d) if layer.sides else None,
-            1e-6,
-            layer.window,
-            DecodeScratch(rows, layer.heads, layer.kv_heads, layer.d, rows * splits, torch.device("meta")),
-            meta(rows, layer.heads * layer.d),
-            splits,
-        )
-    (node,) = nodes
-    return node
+    pages = Problem(layer, rows, 1024).pages
+    return decode_node(layer.shape, rows, decode_splits(rows, layer.kv_heads, layer.d, pages, 132), target, pages=pages)
 
 
 def chunk_nodes(layer: Layer, target: tuple[int, int]) -> list[Node]:
@@ -75,7 +51,7 @@ def nodes(target: tuple[int, int]) -> Iterator[Node]:
     """31B at TP=4 with one row and with many; on Hopper the other layers too."""
     for layer in LAYERS if target == HOPPER else [named("31b-tp4-sliding"), named("31b-tp4-full")]:
         for rows in (1, 100) if layer.name.startswith("31b") else (1,):
-            yield decode_node(layer, rows, target)
+            yield decode(layer, rows, target)
     for name in ("31b-tp4-sliding", "31b-tp4-full"):
         yield from chunk_nodes(named(name), target)
 
@@ -97,7 +73,7 @@ def test_every_variant_compiles_without_spilling(target: tuple[int, int]) -> Non
 def test_small_gpus_get_smaller_tiles(target: tuple[int, int]) -> None:
     """The largest head dim fits the shared memory of GPUs that have less."""
     layer = named("31b-tp4-full")
-    for node in (decode_node(layer, 100, target), chunk_nodes(layer, target)[1]):
+    for node in (decode(layer, 100, target), chunk_nodes(layer, target)[1]):
         compiled = compile_node(node, target)
         assert compiled.shared <= SHARED[target], (node.constexprs, compiled.shared)
 
@@ -122,7 +98,7 @@ def early_reads(compiled: Compiled) -> set[str]:
 def test_only_norm_weights_are_read_before_the_wait() -> None:
     """Dependents are released first thing; of memory, only the norms' weights are read before the predecessors have ended."""
     for name, rows in (("31b-tp4-sliding", 1), ("31b-tp4-full", 100)):
-        compiled = compile_node(decode_node(named(name), rows, HOPPER), HOPPER)
+        compiled = compile_node(decode(named(name), rows, HOPPER), HOPPER)
         assert compiled.ptx_memory[0].startswith("griddepcontrol.launch_dependents")
         assert early_reads(compiled) == {"q_norm", "k_norm"}
         late = replace(compiled, ptx=compiled.ptx.replace("griddepcontrol.wait", "", 1) + "griddepcontrol.wait")
@@ -135,7 +111,7 @@ def test_only_norm_weights_are_read_before_the_wait() -> None:
 def test_keys_are_fetched_ahead() -> None:
     """At a batch of 100 two turns of K and V are in flight: shared memory holds them, and the loop waits for the older one."""
     for name, kept in (("31b-tp4-sliding", 2 * 2 * PAGE * 256 * 2), ("31b-tp4-full", 2 * 2 * PAGE * 512 * 2)):
-        compiled = compile_node(decode_node(named(name), 100, HOPPER), HOPPER)
+        compiled = compile_node(decode(named(name), 100, HOPPER), HOPPER)
         assert compiled.shared >= kept, compiled.shared
         assert any(re.search(r"cp\.async\.cg", line) for line in compiled.ptx_memory)
         assert re.search(r"cp\.async\.wait_group\s+(0x)?2", compiled.ptx)

@@ -1,6 +1,6 @@
 """Decode rows and prefill chunks for the attention kernels: inputs in shuffled pages amid NaN, and the answer in fp64.
 
-The answer is worked out from the raw product by formulas of its own: nothing here calls `kernels`.
+The answer is worked out from the raw product by formulas of its own.
 """
 
 import math
@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from kernels.decode import DecodeScratch, DecodeTile, decode_attention
+from kernels.launch import Node, record
 
 EPS = 1e-6
 OUTSIDE = 2**31 - 7  # a page id that no pool has
@@ -116,3 +119,44 @@ def decode_case(shape: Shape, lengths: Sequence[int], dtype: torch.dtype = torch
             pool[page_ids[row, 0], :, :, :gone] = after[page_ids[row, 0], :, :, :gone] = math.nan
         want[row] = attended(q[row : row + 1], k, v, positions[row : row + 1], window).flatten()
     return Case(shape, qkv, pool, page_ids, positions, cos_sin, q_norm, k_norm if shape.sides else None, want, after)
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """A tensor without memory, for launches that are only listed."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def ints(*shape: int) -> Tensor:
+    """As `meta`, of int32."""
+    return meta(*shape, dtype=torch.int32)
+
+
+def decode_node(
+    shape: Shape,
+    rows: int,
+    splits: int,
+    target: tuple[int, int],
+    tile: DecodeTile | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    pages: int = 64,
+) -> Node:
+    """The launch of `decode_attention` on a GPU of compute capability `target`."""
+    heads, kv_heads, d = shape.heads, shape.kv_heads, shape.d
+    with record(target) as nodes:
+        decode_attention(
+            meta(rows, (heads + shape.sides * kv_heads) * d, dtype=dtype),
+            meta(9, 2, kv_heads, shape.page, d, dtype=dtype),
+            ints(rows, pages),
+            ints(rows),
+            meta(rows, 2 * shape.pairs, dtype=torch.float32),
+            meta(d, dtype=dtype),
+            meta(d, dtype=dtype) if shape.sides else None,
+            EPS,
+            shape.window,
+            DecodeScratch(rows, heads, kv_heads, d, rows * splits, torch.device("meta")),
+            meta(rows, heads * d, dtype=dtype),
+            splits,
+            tile,
+        )
+    (node,) = nodes
+    return node
