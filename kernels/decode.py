@@ -65,11 +65,12 @@ _MOST_VALUES = 8
 def decode_splits(rows: int, kv_heads: int, head_dim: int, pages: int, processors: int) -> int:
     """Splits along the keys for a bucket of `rows` rows whose longest reads `pages` pages, on so many streaming multiprocessors.
 
-    As many CTAs as a multiprocessor has room for (three at head dim 256, one at 512), at most 33, none without a page; fewer where
-    the longest split reads as many pages even so.
+    As many CTAs as multiprocessors have room for (three each at head dim 256, one at 512), at most 33, none without a page; fewer
+    where the longest split reads as many pages even so. Where one split would fill them, five, so that the last wave is short.
     """
-    room = 3 if head_dim <= 256 else 1
-    wanted = max(1, min(room * processors // (rows * kv_heads), pages, 33))
+    room, ctas = (3 if head_dim <= 256 else 1) * processors, rows * kv_heads
+    wanted = 5 if head_dim <= 256 and 4 * ctas > 3 * room else room // ctas
+    wanted = max(1, min(wanted, pages, 33))
     return -(-pages // -(-pages // wanted))
 
 
@@ -90,7 +91,7 @@ def decode_tile(d: int, page: int, splits: int, itemsize: int = 2, shared: int =
     if splits > 16:
         tile = DecodeTile(keys, 1 if d <= 256 else 4, 4, 2, early=True)
     else:
-        tile = DecodeTile(keys, 1, 4, 3, early=False)
+        tile = DecodeTile(keys, 1, 4, 4 if splits == 1 and d <= 256 else 3, early=False)
     while tile.shared_bytes(d) > shared and tile.keys > 16:
         tile = replace(tile, stages=2) if tile.stages > 2 else replace(tile, keys=tile.keys // 2)
     return tile

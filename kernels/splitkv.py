@@ -42,13 +42,12 @@ def decode_kernel(
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
     EARLY: tl.constexpr,
-    PDL: tl.constexpr, AFTER: tl.constexpr = False,
+    PDL: tl.constexpr,
 ) -> None:
     """A CTA: one row, one KV head, one part of V's columns, one split of the keys. The last split to end adds them all.
 
     What the loads before the first page need are program ids alone, so that they are in flight together.
     """
-    trigger(PDL and not AFTER)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     DV: tl.constexpr = D // VALUES
     KEPT: tl.constexpr = KV_HEADS * PAGE * D  # elements of a page's K, and of its V
@@ -62,7 +61,7 @@ def decode_kernel(
     q_scale, q_scale_mate = _weights(q_norm, wide, mates, is_q)
     k_scale, k_scale_mate = _weights(k_norm, wide, mates, own)
     wait(PDL)
-    trigger(PDL and AFTER)
+    trigger(PDL)  # not before: products that start early would take the memory that this one waits for
 
     position = tl.load(positions + row)
     ids = page_ids + row * width
