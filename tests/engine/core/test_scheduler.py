@@ -203,7 +203,7 @@ def test_machine_notices_an_early_release(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_results_matched_by_slot_alone_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault: a result row is taken for the slot's present tenant, whatever admission it was computed for."""
-    monkeypatch.setattr("engine.core.scheduler._Row.stale", property(lambda row: not row.sequence.running))
+    monkeypatch.setattr("engine.core.results.Row.stale", property(lambda row: not row.sequence.running))
     caught = 0
     for seed in range(600):
         workload = Workload(seed)

@@ -1,0 +1,123 @@
+"""Which requests there are, which of them wait and run, how each one ends, and what their clients are to be told.
+
+received = finished + refused + aborted + failed + (waiting + running), always.
+"""
+
+import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from engine.core.allocator import Allocator
+from engine.core.sequence import Key, Sequence
+from engine.protocol import FinishReason, Output
+
+
+@dataclass
+class Counters:
+    """Since boot."""
+
+    received: int = 0
+    finished: int = 0
+    refused: int = 0
+    aborted: int = 0
+    failed: int = 0
+    preemptions: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+
+
+class Requests:
+    """The queue, the slots and the outputs. `waiting` and `running` are in order of arrival."""
+
+    def __init__(self, allocator: Allocator, slots: int) -> None:
+        self.allocator = allocator
+        self.counters = Counters()
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self._by_key: dict[Key, Sequence] = {}
+        self._slots = list(range(slots - 1, -1, -1))
+        self._outputs: list[tuple[int, Output]] = []
+        self._admissions = 0
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._by_key
+
+    def find(self, key: Key) -> Sequence | None:
+        """The request that has not ended."""
+        return self._by_key.get(key)
+
+    @property
+    def free_slots(self) -> int:
+        """Slots without a tenant."""
+        return len(self._slots)
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that have not ended."""
+        return len(self.waiting) + len(self.running)
+
+    # -- queue and slots
+
+    def add(self, sequence: Sequence) -> None:
+        """A new request waits."""
+        self._by_key[sequence.key] = sequence
+        self._enqueue(sequence)
+
+    def admit(self) -> Sequence:
+        """Give the head of the queue a slot under a new admission number."""
+        sequence = self.waiting.pop(0)
+        self._admissions += 1
+        sequence.admit(self._slots.pop(), self._admissions, len(self.allocator.pools))
+        bisect.insort(self.running, sequence, key=lambda running: running.arrival)
+        return sequence
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Back into the queue; its tokens stay and are computed again."""
+        self.counters.preemptions += 1
+        self._vacate(sequence)
+        self._enqueue(sequence)
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        bisect.insort(self.waiting, sequence, key=lambda waiting: waiting.arrival)
+
+    def _vacate(self, sequence: Sequence) -> None:
+        """Take slot and pages back; rows of this admission still in flight become stale."""
+        self.allocator.give_all(sequence)
+        self.running.remove(sequence)
+        self._slots.append(sequence.leave())
+
+    # -- outputs and ends
+
+    def refuse(self, client: int, request: int, reason: str) -> None:
+        """Count and answer a request that is not let in."""
+        self.counters.refused += 1
+        self.emit(client, Output(id=request, finish=FinishReason.error, error=reason, invalid=True))
+
+    def end(self, sequence: Sequence, output: Output) -> None:
+        """The one place where a request ends."""
+        assert not sequence.ended, sequence
+        sequence.ended = True
+        if sequence.running:
+            self._vacate(sequence)
+        else:
+            self.waiting.remove(sequence)
+        del self._by_key[sequence.key]
+        self._count(output.finish)
+        self.emit(sequence.key[0], output)
+
+    def _count(self, finish: FinishReason | None) -> None:
+        if finish is FinishReason.abort:
+            self.counters.aborted += 1
+        elif finish is FinishReason.error:
+            self.counters.failed += 1
+        else:
+            self.counters.finished += 1
+
+    def emit(self, client: int, output: Output) -> None:
+        """Something for a client."""
+        self._outputs.append((client, output))
+
+    def drain(self) -> Iterator[tuple[int, Output]]:
+        """What clients are to be told since the last call, in order."""
+        outputs, self._outputs = self._outputs, []
+        return iter(outputs)
