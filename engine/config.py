@@ -89,6 +89,6 @@ def _check_model(config: EngineConfig, geometry: Geometry) -> None:
     if len(config.pages) != len(groups):
         raise ConfigError(f"pages has {len(config.pages)} entries for {len(groups)} KV groups")
     for group, pages in zip(groups, config.pages, strict=True):
-        least = group.worst_pages(min(config.max_len, group.window or 1)) + 1
+        least = group.worst_pages(config.max_len if group.window else 1) + 1
         if pages < least:
             raise ConfigError(f"pages: the {group.name} group needs at least {least} pages (null page included), not {pages}")

@@ -35,7 +35,7 @@ from engine.protocol import (
     frame,
 )
 
-MAX_UNSENT = 64 << 20
+MAX_UNSENT_BYTES = 64 << 20  # answers that a front has not read; beyond, it has stopped reading
 _CLIENT = 0
 
 
@@ -77,8 +77,11 @@ class FrontLink:
         self._unsent = bytearray()
 
     def receive(self, timeout_s: float) -> list[bytes]:
-        """Messages that have come, waiting up to `timeout_s` for the first; raises EOFError when the front is gone."""
-        if not select.select([self._sock], [], [], timeout_s)[0]:
+        """Messages that have come, after `timeout_s` at most, or once there was room to send; EOFError when the front is gone."""
+        readable, writable, _ = select.select([self._sock], [self._sock] if self._unsent else [], [], timeout_s)
+        if writable:
+            self.flush()
+        if not readable:
             return []
         try:
             data = self._sock.recv(1 << 20)
@@ -92,7 +95,7 @@ class FrontLink:
         """Queue a batch and send what the socket takes; raises BufferError when the front has stopped reading."""
         self._unsent += frame(encode_message(batch))
         self.flush()
-        if len(self._unsent) > MAX_UNSENT:
+        if len(self._unsent) > MAX_UNSENT_BYTES:
             raise BufferError(f"the front has left {len(self._unsent)} bytes unread")
 
     def flush(self) -> None:
@@ -103,11 +106,6 @@ class FrontLink:
             except BlockingIOError:
                 return
             del self._unsent[:sent]
-
-    @property
-    def unsent(self) -> int:
-        """Bytes the socket has not taken."""
-        return len(self._unsent)
 
 
 class Core:
@@ -121,6 +119,7 @@ class Core:
         self._waiter = waiter
         self._stopping = False
         self._report = False
+        self._idle = True  # nothing to do until the front speaks
         self._submitted = 0
         self._committed = 0
 
@@ -131,6 +130,7 @@ class Core:
             planned = self._plan()
             committed = self._commit()
             self._send()
+            self._idle = not (planned or committed or self._scheduler.in_flight)
             if planned or committed:
                 self._waiter.reset()
             elif self._scheduler.in_flight:
@@ -139,8 +139,7 @@ class Core:
 
     def _read(self) -> None:
         """Take in what the front says; sleep on its socket while there is nothing else to wait for."""
-        busy = self._scheduler.in_flight or self._scheduler.unfinished or self._link.unsent
-        for raw in self._link.receive(0 if busy else 1.0):
+        for raw in self._link.receive(1.0 if self._idle else 0):
             message = self._decode(raw)
             if message is not None:
                 self._handle(message)
@@ -179,8 +178,7 @@ class Core:
             self._report = self._report or bool(plan.admissions)  # the front learns at once what waits no longer
             self._progress()
             planned = True
-        stuck = self._scheduler.unfinished and not self._scheduler.in_flight
-        if stuck:
+        if self._scheduler.stuck:
             raise RuntimeError(f"{self._scheduler.unfinished} requests wait, but none can run: {self._scheduler.load()}")
         return planned
 
@@ -204,8 +202,6 @@ class Core:
         if outputs or self._report:
             self._report = False
             self._link.send(TokenBatch(outputs=outputs, load=self._scheduler.load()))
-        elif self._link.unsent:
-            self._link.flush()
 
 
 def _request_id(raw: bytes) -> int | None:

@@ -2,24 +2,24 @@
 
 from collections.abc import Sequence as Several
 
-from engine.core.pages import PagePool
+from engine.core.allocator import Allocator
 from engine.core.sequence import Sequence
 
 
-def fits(sequence: Sequence, running: Several[Sequence], pools: Several[PagePool]) -> bool:
+def fits(sequence: Sequence, running: Several[Sequence], allocator: Allocator) -> bool:
     """All known tokens fit what running prefills leave, with a page to grow for everybody; anything fits empty pools."""
     if not running:
         return True
-    for index, pool in enumerate(pools):
-        promised = sum(_outstanding(other, index, pool) for other in running)
-        need = pool.group.worst_pages(len(sequence.tokens) + 1)
+    for index, pool in enumerate(allocator.pools):
+        promised = sum(_outstanding(other, index, allocator) for other in running)
+        need = allocator.worst_pages(index, len(sequence.tokens) + 1)
         if need + promised + len(running) > pool.free:
             return False
     return True
 
 
-def _outstanding(sequence: Sequence, index: int, pool: PagePool) -> int:
+def _outstanding(sequence: Sequence, index: int, allocator: Allocator) -> int:
     """Pages a running prefill still has to take in pool `index`."""
     if not sequence.prefilling:
         return 0
-    return max(0, pool.group.worst_pages(sequence.target + 1) - len(sequence.runs[index].pages))
+    return max(0, allocator.worst_pages(index, sequence.target + 1) - len(sequence.runs[index].pages))

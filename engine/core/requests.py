@@ -42,6 +42,10 @@ class Requests:
     def __contains__(self, key: Key) -> bool:
         return key in self._by_key
 
+    def __iter__(self) -> Iterator[Sequence]:
+        """All that have not ended."""
+        return iter(self._by_key.values())
+
     def find(self, key: Key) -> Sequence | None:
         """The request that has not ended."""
         return self._by_key.get(key)
@@ -63,13 +67,16 @@ class Requests:
         self._by_key[sequence.key] = sequence
         self._enqueue(sequence)
 
-    def admit(self) -> Sequence:
-        """Give the head of the queue a slot under a new admission number."""
-        sequence = self.waiting.pop(0)
+    def admissible(self) -> Iterator[Sequence]:
+        """The queue in order, without those that have nothing to compute before the host has spoken. It may be admitted from."""
+        return (sequence for sequence in list(self.waiting) if len(sequence.tokens) > (sequence.waits_for is not None))
+
+    def admit(self, sequence: Sequence) -> None:
+        """Give a waiting sequence a slot under a new admission number."""
+        self.waiting.remove(sequence)
         self._admissions += 1
         sequence.admit(self._slots.pop(), self._admissions, len(self.allocator.pools))
         bisect.insort(self.running, sequence, key=lambda running: running.arrival)
-        return sequence
 
     def preempt(self, sequence: Sequence) -> None:
         """Back into the queue; its tokens stay and are computed again."""

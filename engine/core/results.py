@@ -1,6 +1,11 @@
-"""Folds results back: plans in flight, and what their rows gave to whom."""
+"""Folds results back: plans in flight, and what their rows gave to whom.
+
+A row belongs to an admission: a sequence that was preempted or ended since has another number, and what the row gave is dropped.
+"""
 
 from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.core.requests import Requests
@@ -9,33 +14,38 @@ from engine.plan import ResultRow, StepResult
 from engine.protocol import FinishReason, Output
 
 
-class Row(NamedTuple):
-    """A row of a plan in flight: whose it was when it was planned, and how far it computes."""
+class ChunkRow(NamedTuple):
+    """A prefill chunk in flight: whose it was when it was planned, and how far it computes."""
 
     sequence: Sequence
     number: int
     end: int
     samples: bool
 
-    @property
-    def stale(self) -> bool:
-        return self.sequence.number != self.number
+
+class DecodeRow(NamedTuple):
+    """A decode row in flight."""
+
+    sequence: Sequence
+    number: int
 
 
-class Flight(NamedTuple):
-    """A plan whose result has not come."""
+@dataclass
+class Flight:
+    """A plan whose result has not come; result rows come in the order: chunks that sample, then decodes."""
 
     step: int
-    rows: list[Row]
-    prefill_tokens: int
-    decode_tokens: int
+    chunks: list[ChunkRow] = field(default_factory=list)
+    decodes: list[DecodeRow] = field(default_factory=list)
+    prefill_tokens: int = 0
 
 
 class Results:
-    """Plans in flight, oldest first. `done` is the step of the last result."""
+    """Plans in flight, oldest first. `done` is the step of the last result; a decode row gives up to `width` tokens."""
 
-    def __init__(self, requests: Requests) -> None:
+    def __init__(self, requests: Requests, width: int) -> None:
         self._requests = requests
+        self._width = width
         self._in_flight: deque[Flight] = deque()
         self.done = 0
 
@@ -49,49 +59,61 @@ class Results:
         self._in_flight.append(flight)
 
     def commit(self, result: StepResult) -> None:
-        """Fold one result in. Rows of sequences that were preempted or ended since are dropped."""
-        step, rows, prefill_tokens, decode_tokens = self._in_flight.popleft()
-        assert result.step == step, (result.step, step)
-        self.done = step
-        self._requests.counters.prefill_tokens += prefill_tokens
-        self._requests.counters.decode_tokens += decode_tokens
-        results = iter(result.rows)
-        for row in rows:
-            outcome = next(results) if row.samples else None
-            if row.stale:
-                continue
-            row.sequence.committed = row.end
-            if outcome is not None:
-                assert (outcome.slot, outcome.number) == (row.sequence.slot, row.number & 0x7FFFFFFF), (outcome, row)
-                self._take(row.sequence, outcome)
-        assert next(results, None) is None, f"step {step} gave more rows than it had"
+        """Fold one result in."""
+        flight = self._in_flight.popleft()
+        assert result.step == flight.step, (result.step, flight.step)
+        self.done = flight.step
+        self._requests.counters.prefill_tokens += flight.prefill_tokens
+        rows = iter(result.rows)
+        self._commit_chunks(flight.chunks, rows)
+        self._commit_decodes(flight.decodes, rows)
+        assert next(rows, None) is None, f"step {flight.step} gave more rows than it had"
 
-    def _take(self, sequence: Sequence, row: ResultRow) -> None:
-        """Append the row's tokens up to the first that ends the sequence, and tell its client."""
-        request = sequence.key[1]
+    def _commit_chunks(self, chunks: list[ChunkRow], rows: Iterator[ResultRow]) -> None:
+        for sequence, number, end, samples in chunks:
+            row = next(rows) if samples else None
+            if sequence.number != number:
+                continue
+            sequence.low = end
+            if row is not None:
+                self._take(sequence, row, *_cut(sequence, row.tokens))
+
+    def _commit_decodes(self, decodes: list[DecodeRow], rows: Iterator[ResultRow]) -> None:
+        width, tokens = self._width, 0
+        for sequence, number in decodes:
+            row = next(rows)
+            tokens += len(row.tokens)
+            if sequence.number != number:
+                continue
+            taken, finish = _cut(sequence, row.tokens)
+            sequence.low += len(taken)
+            sequence.high -= width - len(row.tokens)
+            self._take(sequence, row, taken, finish)
+        self._requests.counters.decode_tokens += tokens
+
+    def _take(self, sequence: Sequence, row: ResultRow, taken: list[int], finish: FinishReason | None) -> None:
+        """Append a row's tokens, and tell the client."""
+        assert (row.slot, row.number) == (sequence.slot, sequence.number & 0x7FFFFFFF), (row, sequence)
         if row.nan:
             error = "the model's logits were not finite"
-            self._requests.end(sequence, Output(id=request, finish=FinishReason.error, error=error))
+            self._requests.end(sequence, Output(id=sequence.key[1], finish=FinishReason.error, error=error))
             return
-        taken: list[int] = []
-        finish: FinishReason | None = None
-        for token in row.tokens:
-            taken.append(token)
-            sequence.tokens.append(token)
-            finish = _finish(sequence, token)
-            if finish:
-                break
+        sequence.tokens.extend(taken)
         logprobs = [] if row.logprobs is None else [row.logprobs]
-        output = Output(id=request, tokens=taken, logprobs=logprobs, finish=finish)
+        output = Output(id=sequence.key[1], tokens=taken, logprobs=logprobs, finish=finish)
         if finish:
             self._requests.end(sequence, output)
         else:
             self._requests.emit(sequence.key[0], output)
 
 
-def _finish(sequence: Sequence, token: int) -> FinishReason | None:
+def _cut(sequence: Sequence, tokens: tuple[int, ...]) -> tuple[list[int], FinishReason | None]:
+    """The row's tokens up to the first that ends the sequence, and why it ends."""
     params = sequence.params
-    generated = len(sequence.tokens) - sequence.prompt
-    if token in params.stop_ids and generated > params.min_tokens:
-        return FinishReason.stop
-    return FinishReason.length if len(sequence.tokens) >= sequence.limit else None
+    length = len(sequence.tokens)
+    for count, token in enumerate(tokens, 1):
+        if token in params.stop_ids and length + count - sequence.prompt > params.min_tokens:
+            return list(tokens[:count]), FinishReason.stop
+        if length + count >= sequence.limit:
+            return list(tokens[:count]), FinishReason.length
+    return list(tokens), None

@@ -2,7 +2,7 @@
 
 Per call of `schedule`, oldest request first:
 
-    1. release   sliding pages that no later position of a sequence can see
+    1. release   sliding pages that no position after the committed ones can see
     2. run       one decode row, or one prefill chunk within the step's budget, for each running sequence
     3. admit     from the head of the queue, while slots, pages and budget last
 
@@ -10,15 +10,16 @@ A sequence short of pages shrinks its chunk, then preempts the youngest sequence
 The oldest therefore always advances: its worst case fits the empty pools (or it was refused), and everybody else can be preempted.
 """
 
+from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from engine.core import policy
 from engine.core.allocator import Allocator
 from engine.core.pages import PagePool
 from engine.core.requests import Counters, Requests
-from engine.core.results import Flight, Results, Row
-from engine.core.sequence import Sequence
+from engine.core.results import ChunkRow, DecodeRow, Flight, Results
+from engine.core.sequence import Sequence, Wait
 from engine.geometry import KVGroup
 from engine.plan import Admission, PageRelease, PrefillChunk, StepPlan, StepResult
 from engine.protocol import AbortReason, FinishReason, GenerateRequest, Load, Output, PoolLoad
@@ -26,23 +27,26 @@ from engine.protocol import AbortReason, FinishReason, GenerateRequest, Load, Ou
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """`pages` counts each group's pages with its null page; `prefill_budget` is in tokens a step, over all sequences."""
+    """`pages` counts each group's pages with its null page; `prefill_budget` is in tokens a step, over all sequences.
+
+    `drafts`: tokens that a decode row guesses beyond its own; it gives between one and 1 + drafts.
+    """
 
     groups: tuple[KVGroup, ...]
     pages: tuple[int, ...]
     max_seqs: int
     max_len: int
     prefill_budget: int
+    drafts: int = 0
 
 
 @dataclass
 class _Draft:
-    """A plan being made."""
+    """A plan being made, and what it leaves in flight."""
 
     plan: StepPlan
+    flight: Flight
     budget: int
-    chunk_rows: list[Row] = field(default_factory=list)
-    decode_rows: list[Row] = field(default_factory=list)
 
 
 class Scheduler:
@@ -50,9 +54,10 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self._allocator = Allocator(config.groups, config.pages)
+        self._width = 1 + config.drafts
+        self._allocator = Allocator(config.groups, config.pages, self._width)
         self._requests = Requests(self._allocator, config.max_seqs)
-        self._results = Results(self._requests)
+        self._results = Results(self._requests, self._width)
         self._releases: list[PageRelease] = []  # made when no plan went out; the next plan carries them
         self._arrivals = 0
         self._step = 0  # of the last plan
@@ -80,6 +85,11 @@ class Scheduler:
         return self._requests.running
 
     @property
+    def sequences(self) -> Iterator[Sequence]:
+        """All that have not ended."""
+        return iter(self._requests)
+
+    @property
     def in_flight(self) -> int:
         """Plans scheduled and not yet committed."""
         return self._results.in_flight
@@ -89,6 +99,11 @@ class Scheduler:
         """Requests that have not ended."""
         return self._requests.unfinished
 
+    @property
+    def stuck(self) -> bool:
+        """Requests wait, nothing is in flight, and not one of them waits for the host: an invariant is broken."""
+        return bool(self.unfinished) and not self.in_flight and not any(sequence.waits_for for sequence in self._requests)
+
     # -- requests in, outputs out
 
     def refuse(self, client: int, request: int, reason: str) -> None:
@@ -96,8 +111,9 @@ class Scheduler:
         self.counters.received += 1
         self._requests.refuse(client, request, reason)
 
-    def add(self, client: int, request: GenerateRequest) -> None:
-        """Queue a request, or refuse it at once when it can never run here."""
+    def add(self, client: int, request: GenerateRequest, *, masked: bool = False) -> None:
+        """Queue a request, or refuse it at once when it can never run here. `masked`: each token waits for `mask_ready`."""
+        assert not (masked and self.config.drafts), "a row with drafts cannot be masked token by token"
         self.counters.received += 1
         key = (client, request.id)
         limit, refusal = self._limit(request)
@@ -107,7 +123,8 @@ class Scheduler:
             self._requests.refuse(client, request.id, refusal)
             return
         self._arrivals += 1
-        self._requests.add(Sequence(key, list(request.prompt), len(request.prompt), limit, request.params, self._arrivals))
+        tokens = array("i", request.prompt)
+        self._requests.add(Sequence(key, tokens, len(tokens), limit, request.params, self._arrivals, masked))
 
     def _limit(self, request: GenerateRequest) -> tuple[int, str | None]:
         """(length at which the request ends, why it is refused)."""
@@ -140,68 +157,85 @@ class Scheduler:
         """Fold one result in; results come in the order of their plans."""
         self._results.commit(result)
 
+    def mask_ready(self, client: int, request: int, length: int) -> None:
+        """The host has the mask of the token at index `length`; one that comes too late, or twice, changes nothing."""
+        sequence = self._requests.find((client, request))
+        if sequence is not None and length == len(sequence.tokens) > sequence.high:
+            sequence.waits_for = None
+
     # -- the next plan
 
     def schedule(self) -> StepPlan | None:
-        """The next plan, or None when no sequence can use a step now (all wait for results, or there are none)."""
-        draft = _Draft(StepPlan(step=self._step + 1, releases=self._releases), self.config.prefill_budget)
-        for sequence in self.running:
-            if sequence.scheduled >= sequence.quiet:
-                draft.plan.releases.extend(self._allocator.release_dead(sequence))
+        """The next plan, or None when no sequence can use a step now (all wait for results or the host, or there are none)."""
+        draft = _Draft(StepPlan(step=self._step + 1, releases=self._releases), Flight(self._step + 1), self.config.prefill_budget)
+        self._release(draft.plan)
         for sequence in list(self.running):
             if sequence.running:
                 self._run(sequence, draft)
         self._admit(draft)
-        rows = draft.chunk_rows + draft.decode_rows
-        if not rows:
+        if not draft.flight.chunks and not draft.flight.decodes:
             assert not draft.plan.admissions, "a sequence was admitted without a row"
             return None
         self._releases = []
         self._step += 1
-        self._results.expect(Flight(self._step, rows, self.config.prefill_budget - draft.budget, len(draft.decode_rows)))
+        draft.flight.prefill_tokens = self.config.prefill_budget - draft.budget
+        self._results.expect(draft.flight)
         return draft.plan
+
+    def _release(self, plan: StepPlan) -> None:
+        for sequence in self.running:
+            if sequence.low >= sequence.release_at:
+                plan.releases.extend(self._allocator.release(sequence))
 
     def _run(self, sequence: Sequence, draft: _Draft) -> None:
         """Plan the sequence's next chunk or decode row, if it has one and the pages for it."""
         if sequence.prefilling:
             self._prefill(sequence, draft)
-        elif not sequence.exhausted and self._room_for_one(sequence, draft.plan):
-            sequence.scheduled += 1
+        elif not (sequence.exhausted or sequence.waits_for) and self._hold_row(sequence, draft.plan):
+            sequence.high += self._width
             draft.plan.decodes.append(sequence.slot)
-            draft.decode_rows.append(Row(sequence, sequence.number, sequence.scheduled, samples=True))
+            draft.flight.decodes.append(DecodeRow(sequence, sequence.number))
+            self._sampled(sequence)
 
-    def _room_for_one(self, sequence: Sequence, plan: StepPlan) -> bool:
-        """Pages for the next position, held. Most positions need no work: their page is held and nothing leaves the window."""
-        if sequence.scheduled < sequence.quiet:
-            return True
-        if not self._make_room(sequence):
-            return False
-        plan.appends.extend(self._allocator.hold_next(sequence))
+    def _hold_row(self, sequence: Sequence, plan: StepPlan) -> bool:
+        """Pages for the next decode row, if it can have them; most rows find theirs held."""
+        end = sequence.high + self._width
+        if end > sequence.held:
+            if not self._make_room(sequence, self._width):
+                return False
+            plan.appends.extend(self._allocator.hold(sequence, end))
         return True
 
     def _prefill(self, sequence: Sequence, draft: _Draft) -> None:
-        wanted = min(sequence.target - sequence.scheduled, draft.budget)
+        wanted = min(sequence.ready, draft.budget)
         if wanted < 1:
             return
         fitting = self._allocator.fitting
         size = fitting(sequence, wanted, headroom=len(self.running) - 1) or fitting(sequence, wanted)
-        if not size and self._make_room(sequence):
+        if not size and self._make_room(sequence, 1):
             size = 1
         if size:
             self._chunk(sequence, size, draft)
 
     def _chunk(self, sequence: Sequence, size: int, draft: _Draft) -> None:
-        start, end = sequence.scheduled, sequence.scheduled + size
+        start, end = sequence.high, sequence.high + size
         draft.plan.appends.extend(self._allocator.hold(sequence, end))
-        sequence.scheduled = end
+        sequence.high = end
         draft.budget -= size
         samples = end == sequence.target
         draft.plan.chunks.append(PrefillChunk(sequence.slot, start, end, end - 1 if samples else end))
-        draft.chunk_rows.append(Row(sequence, sequence.number, end, samples))
+        draft.flight.chunks.append(ChunkRow(sequence, sequence.number, end, samples))
+        if samples:
+            self._sampled(sequence)
 
-    def _make_room(self, sequence: Sequence) -> bool:
-        """Preempt younger sequences, youngest first, until the next position has pages; False if that is not enough."""
-        while not self._allocator.fitting(sequence, 1):
+    def _sampled(self, sequence: Sequence) -> None:
+        """A row that gives a token is planned; with a mask, the next one waits for what the host makes of it."""
+        if sequence.masked:
+            sequence.waits_for = Wait.mask
+
+    def _make_room(self, sequence: Sequence, wanted: int) -> bool:
+        """Preempt younger sequences, youngest first, until `wanted` positions have pages; False if that is not enough."""
+        while self._allocator.fitting(sequence, wanted) < wanted:
             youngest = self.running[-1]
             if youngest is sequence:
                 return False
@@ -209,11 +243,11 @@ class Scheduler:
         return True
 
     def _admit(self, draft: _Draft) -> None:
-        """Admit from the head of the queue only, so that nobody is overtaken."""
-        while self.waiting and self._requests.free_slots and draft.budget:
-            if not policy.fits(self.waiting[0], self.running, self.pools):
+        """Admit from the head of the queue only, so that nobody is overtaken but those who wait for the host."""
+        for sequence in self._requests.admissible():
+            if not (self._requests.free_slots and draft.budget and policy.fits(sequence, self.running, self._allocator)):
                 return
-            sequence = self._requests.admit()
+            self._requests.admit(sequence)
             draft.plan.admissions.append(
                 Admission(sequence.slot, sequence.number, list(sequence.tokens), sequence.prompt, sequence.params)
             )

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from deploy.shapes import PUBLIC, config
+from deploy.models.public_shapes import PUBLIC, config
 from engine.channel import RingReader, RingWriter, create_shared, map_shared, ring_bytes
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.geometry import kv_groups, parse_config

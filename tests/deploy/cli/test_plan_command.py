@@ -162,7 +162,7 @@ def run_at_once(planned: Sizing, sequences: int, tokens: int) -> tuple[int, int]
     engine = planned.config
     groups, pages = tuple(pool.group for pool in planned.pools), tuple(pool.pages for pool in planned.pools)
     scheduler = Scheduler(SchedulerConfig(groups, pages, sequences, engine.max_len, engine.prefill_budget))
-    machine = KVMachine(groups, pages, sequences, engine.max_len, lambda number, position: 300)
+    machine = KVMachine(groups, pages, sequences, engine.max_len, lambda prefix, position, seed: 300)
     for number in range(sequences):
         scheduler.add(0, GenerateRequest(id=number, prompt=[5] * 8, params=SamplingParams(max_tokens=tokens - 8)))
     most = 0
