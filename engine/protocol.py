@@ -6,6 +6,8 @@ step and front. They are msgspec structs, sent as length-prefixed msgpack over a
 
 import enum
 import struct
+from array import array
+from collections.abc import Iterable
 
 import msgspec
 
@@ -52,15 +54,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
-    """Front -> core: generate from `prompt` (token ids). `id` is the front's own and returns in every TokenBatch entry.
+    """Front -> core: generate from `prompt` (token ids, int32). `id` is the front's own and returns in every TokenBatch entry.
 
     `clip`: max_tokens was a default, so it may be lowered to what fits instead of refusing.
     """
 
     id: int
-    prompt: list[int]
+    prompt: bytes
     params: SamplingParams
     clip: bool = False
+
+    @property
+    def tokens(self) -> "array[int]":
+        """The prompt's token ids; raises ValueError when its bytes are not whole int32 numbers."""
+        return unpack_tokens(self.prompt)
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
@@ -133,9 +140,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """Core -> front: one step's outputs for this front, and the load figures."""
+    """Core -> front: one step's outputs for this front, the requests that were scheduled for the first time, the load figures."""
 
     outputs: list[Output]
+    started: list[int] = []
     load: Load
 
 
@@ -144,6 +152,18 @@ FrontMessage = GenerateRequest | Abort | Control
 encode_message = msgspec.msgpack.Encoder().encode
 decode_front_message = msgspec.msgpack.Decoder(FrontMessage).decode
 decode_token_batch = msgspec.msgpack.Decoder(TokenBatch).decode
+
+
+def pack_tokens(tokens: Iterable[int]) -> bytes:
+    """Token ids as they cross sockets and rings: int32, little-endian. Raises OverflowError or TypeError when one is no int32."""
+    return (tokens if isinstance(tokens, array) and tokens.typecode == "i" else array("i", tokens)).tobytes()
+
+
+def unpack_tokens(data: bytes) -> "array[int]":
+    """The inverse of `pack_tokens`; raises ValueError when the bytes are not whole int32 numbers."""
+    tokens = array("i")
+    tokens.frombytes(data)
+    return tokens
 
 
 def frame(message: bytes) -> bytes:

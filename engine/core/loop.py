@@ -199,9 +199,10 @@ class Core:
     def _send(self) -> None:
         """One TokenBatch for everything that happened in this turn."""
         outputs = [output for _, output in self._scheduler.drain()]
-        if outputs or self._report:
+        started = [request for _, request in self._scheduler.drain_started()]
+        if outputs or started or self._report:
             self._report = False
-            self._link.send(TokenBatch(outputs=outputs, load=self._scheduler.load()))
+            self._link.send(TokenBatch(outputs=outputs, started=started, load=self._scheduler.load()))
 
 
 def _request_id(raw: bytes) -> int | None:

@@ -37,6 +37,7 @@ class Requests:
         self._by_key: dict[Key, Sequence] = {}
         self._slots = list(range(slots - 1, -1, -1))
         self._outputs: list[tuple[int, Output]] = []
+        self._started: list[Key] = []
         self._admissions = 0
 
     def __contains__(self, key: Key) -> bool:
@@ -75,6 +76,9 @@ class Requests:
         """Give a waiting sequence a slot under a new admission number."""
         self.waiting.remove(sequence)
         self._admissions += 1
+        if not sequence.started:
+            sequence.started = True
+            self._started.append(sequence.key)
         sequence.admit(self._slots.pop(), self._admissions, len(self.allocator.pools))
         bisect.insort(self.running, sequence, key=lambda running: running.arrival)
 
@@ -123,6 +127,11 @@ class Requests:
     def emit(self, client: int, output: Output) -> None:
         """Something for a client."""
         self._outputs.append((client, output))
+
+    def drain_started(self) -> list[Key]:
+        """Who was admitted for the first time since the last call."""
+        started, self._started = self._started, []
+        return started
 
     def drain(self) -> Iterator[tuple[int, Output]]:
         """What clients are to be told since the last call, in order."""

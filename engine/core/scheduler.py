@@ -19,10 +19,10 @@ from engine.core.allocator import Allocator
 from engine.core.pages import PagePool
 from engine.core.requests import Counters, Requests
 from engine.core.results import ChunkRow, DecodeRow, Flight, Results
-from engine.core.sequence import Sequence, Wait
+from engine.core.sequence import Key, Sequence, Wait
 from engine.geometry import KVGroup
 from engine.plan import Admission, PageRelease, PrefillChunk, StepPlan, StepResult
-from engine.protocol import AbortReason, FinishReason, GenerateRequest, Load, Output, PoolLoad
+from engine.protocol import MAX_STOP_IDS, AbortReason, FinishReason, GenerateRequest, Load, Output, PoolLoad
 
 
 @dataclass(frozen=True)
@@ -116,21 +116,25 @@ class Scheduler:
         assert not (masked and self.config.drafts), "a row with drafts cannot be masked token by token"
         self.counters.received += 1
         key = (client, request.id)
-        limit, refusal = self._limit(request)
+        tokens, refusal = _prompt(request)
+        limit = 0
+        if refusal is None:
+            limit, refusal = self._limit(request, len(tokens))
         if key in self._requests:
             refusal = f"request id {request.id} is already in use"
         if refusal is not None:
             self._requests.refuse(client, request.id, refusal)
             return
         self._arrivals += 1
-        tokens = array("i", request.prompt)
         self._requests.add(Sequence(key, tokens, len(tokens), limit, request.params, self._arrivals, masked))
 
-    def _limit(self, request: GenerateRequest) -> tuple[int, str | None]:
-        """(length at which the request ends, why it is refused)."""
-        prompt, max_len = len(request.prompt), self.config.max_len
+    def _limit(self, request: GenerateRequest, prompt: int) -> tuple[int, str | None]:
+        """(length at which a request with so many prompt tokens ends, why it is refused)."""
+        max_len = self.config.max_len
         if not prompt:
             return 0, "the prompt is empty"
+        if len(request.params.stop_ids) > MAX_STOP_IDS:
+            return 0, f"{len(request.params.stop_ids)} stop ids, end ids included; at most {MAX_STOP_IDS} are possible"
         if request.params.max_tokens < 1:
             return 0, f"max_tokens must be at least 1, not {request.params.max_tokens}"
         if prompt + 1 > max_len:
@@ -152,6 +156,10 @@ class Scheduler:
     def drain(self) -> Iterator[tuple[int, Output]]:
         """What clients are to be told since the last call, in order."""
         return self._requests.drain()
+
+    def drain_started(self) -> list[Key]:
+        """Requests that were scheduled for the first time since the last call."""
+        return self._requests.drain_started()
 
     def commit(self, result: StepResult) -> None:
         """Fold one result in; results come in the order of their plans."""
@@ -271,3 +279,11 @@ class Scheduler:
             decode_tokens=counters.decode_tokens,
             pools=[PoolLoad(name=pool.group.name, total=pool.total, used=pool.used) for pool in self.pools],
         )
+
+
+def _prompt(request: GenerateRequest) -> tuple["array[int]", str | None]:
+    """(the prompt's tokens, why they cannot be read)."""
+    try:
+        return request.tokens, None
+    except ValueError as error:
+        return array("i"), f"the prompt could not be read: {error}"

@@ -16,7 +16,7 @@ from engine.channel import RingReader, RingWriter, create_shared, map_shared, ri
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.geometry import kv_groups, parse_config
 from engine.plan import ResultRow, StepPlan, StepResult, decode_result, encode_plan, encode_result
-from engine.protocol import GenerateRequest, SamplingParams, TokenBatch, encode_message
+from engine.protocol import GenerateRequest, SamplingParams, TokenBatch, encode_message, pack_tokens
 from tests.bench.run import record
 
 STAGES = ("schedule", "submit", "result", "commit", "batch")
@@ -85,7 +85,7 @@ def measure(sequences: int, steps: int) -> dict[str, float]:
     """Mean microseconds of each stage and of all, over `steps` steps in which every sequence decodes."""
     core, rings, watch = scheduler(sequences), Rings(), Stopwatch()
     for number in range(sequences):
-        prompt = [5 + (number + at) % 1000 for at in range(1100)]
+        prompt = pack_tokens(5 + (number + at) % 1000 for at in range(1100))
         core.add(0, GenerateRequest(id=number, prompt=prompt, params=SamplingParams(max_tokens=900, stop_ids=(1, 106))))
     while step(core, rings, watch) < sequences:
         pass

@@ -26,6 +26,7 @@ from engine.protocol import (
     decode_token_batch,
     encode_message,
     frame,
+    pack_tokens,
 )
 from tests.support.engine.kvmachine import KVMachine
 from tests.support.engine.load_figures import load
@@ -111,7 +112,7 @@ def test_requests_stream_to_their_ends(core) -> None:  # noqa: ANN001
     """Tokens of concurrent requests come in order, each request ends once, and two plans were out at a time."""
     front, executor, _ = core
     for number in range(6):
-        front.send(GenerateRequest(id=number, prompt=[1] * (3 + number), params=SamplingParams(max_tokens=12)))
+        front.send(GenerateRequest(id=number, prompt=pack_tokens([1] * (3 + number)), params=SamplingParams(max_tokens=12)))
     outputs = front.outputs(ends(6))
     for number in range(6):
         tokens = [token for output in outputs if output.id == number for token in output.tokens]
@@ -123,7 +124,7 @@ def test_an_unreadable_message_fails_its_own_request_only(core) -> None:  # noqa
     """A message that does not decode is refused by id; the request beside it is served."""
     front, _, scheduler = core
     front.send({"type": "generate", "id": 7, "prompt": "not a list"})
-    front.send(GenerateRequest(id=8, prompt=[1, 2], params=SamplingParams(max_tokens=2)))
+    front.send(GenerateRequest(id=8, prompt=pack_tokens([1, 2]), params=SamplingParams(max_tokens=2)))
     outputs = front.outputs(ends(2))
     assert [(output.id, output.invalid) for output in outputs if output.finish] == [(7, True), (8, False)]
     assert outputs[-1].finish is FinishReason.length
@@ -173,7 +174,7 @@ def test_an_idle_core_sleeps(core) -> None:  # noqa: ANN001
     front, _, scheduler = core
     began = time.process_time()
     time.sleep(0.3)
-    scheduler.add(0, GenerateRequest(id=1, prompt=[1], params=SamplingParams(max_tokens=2)), masked=True)
+    scheduler.add(0, GenerateRequest(id=1, prompt=pack_tokens([1]), params=SamplingParams(max_tokens=2)), masked=True)
     time.sleep(0.5)
     assert time.process_time() - began < 0.2
     front.send(Control(action="report"))

@@ -11,7 +11,7 @@ from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.sequence import Sequence
 from engine.geometry import KVGroup
 from engine.plan import PageAppend, StepPlan
-from engine.protocol import AbortReason, FinishReason, GenerateRequest, SamplingParams
+from engine.protocol import MAX_STOP_IDS, AbortReason, FinishReason, GenerateRequest, SamplingParams, pack_tokens
 from tests.support.engine.kvmachine import KVFault, KVMachine
 from tests.support.engine.worlds import World, check_ends, run_worlds, simulate
 
@@ -175,7 +175,7 @@ def test_a_mask_taken_for_the_wrong_token_is_noticed(monkeypatch: pytest.MonkeyP
 
 def request(number: int, prompt: int, max_tokens: int, **settings: object) -> GenerateRequest:
     params = SamplingParams(max_tokens=max_tokens)
-    return GenerateRequest(id=number, prompt=[1] * prompt, params=params, **settings)
+    return GenerateRequest(id=number, prompt=pack_tokens([1] * prompt), params=params, **settings)
 
 
 def small_scheduler(full_pages: int = 9, max_len: int = 64) -> Scheduler:
@@ -256,3 +256,33 @@ def test_a_prompt_is_computed_up_to_its_last_token_while_its_mask_is_made() -> N
     scheduler.mask_ready(0, 1, 10)
     second = scheduler.schedule()
     assert [(chunk.start, chunk.end, chunk.samples) for chunk in second.chunks] == [(9, 10, True)]
+
+
+def test_a_request_is_said_to_have_started_once() -> None:
+    """At its first admission, and not when it comes back after a preemption; those refused or aborted in the queue never."""
+    started = total = preempted = 0
+    for seed in range(200):
+        run = simulate(World(seed))
+        named = run.started
+        assert len(named) == len(set(named))
+        assert {output.id for output in run.outputs if output.tokens} <= set(named)
+        started, total = started + len(named), total + len(World(seed).requests)
+        preempted += run.scheduler.counters.preemptions
+    assert preempted > 20
+    assert total // 2 < started < total
+
+
+@pytest.mark.parametrize("stop_ids", [MAX_STOP_IDS, MAX_STOP_IDS + 1])
+def test_more_stop_ids_than_the_ranks_can_hold_are_refused(stop_ids: int) -> None:
+    """As many as their table is wide fit, end ids included."""
+    scheduler = small_scheduler()
+    params = SamplingParams(max_tokens=2, stop_ids=tuple(range(stop_ids)))
+    scheduler.add(0, GenerateRequest(id=1, prompt=pack_tokens([1]), params=params))
+    assert [output.invalid for _, output in scheduler.drain()] == ([True] if stop_ids > MAX_STOP_IDS else [])
+
+
+def test_a_torn_prompt_is_refused() -> None:
+    """A prompt whose bytes are not whole token ids fails its own request."""
+    scheduler = small_scheduler()
+    scheduler.add(0, GenerateRequest(id=1, prompt=b"abcde", params=SamplingParams(max_tokens=2)))
+    assert [output.invalid for _, output in scheduler.drain()] == [True]

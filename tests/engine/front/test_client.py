@@ -12,7 +12,17 @@ from engine.errors import EngineDead, GenerationFailed, InvalidRequest
 from engine.events import EngineFailed, EngineLoad, Event, FirstToken, RequestFinished, RequestStarted, Tokens
 from engine.front.client import MAX_PILED_TOKENS, EngineClient
 from engine.front.stream import Stream
-from engine.protocol import AbortReason, Control, FinishReason, GenerateRequest, Load, Logprobs, Output, SamplingParams
+from engine.protocol import (
+    AbortReason,
+    Control,
+    FinishReason,
+    GenerateRequest,
+    Load,
+    Logprobs,
+    Output,
+    SamplingParams,
+    pack_tokens,
+)
 from tests.support.engine.fakes import FakeCore, FakeEngineClient, broken_batch
 
 pytestmark = pytest.mark.pure
@@ -72,7 +82,7 @@ def test_a_request_streams_to_its_end() -> None:
 
     async def story(client: EngineClient, core: FakeCore) -> None:
         stream = client.generate([1, 2, 3], PARAMS, clip=True)
-        assert await core.hear() == GenerateRequest(id=stream.id, prompt=[1, 2, 3], params=PARAMS, clip=True)
+        assert await core.hear() == GenerateRequest(id=stream.id, prompt=pack_tokens([1, 2, 3]), params=PARAMS, clip=True)
         await core.send(Output(id=stream.id, tokens=[7]))
         reader = aiter(stream)
         assert await anext(reader) == Output(id=stream.id, tokens=[7])

@@ -14,7 +14,7 @@ from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.sequence import Wait
 from engine.geometry import KVGroup
 from engine.plan import StepPlan
-from engine.protocol import AbortReason, FinishReason, GenerateRequest, Output, SamplingParams
+from engine.protocol import AbortReason, FinishReason, GenerateRequest, Output, SamplingParams, pack_tokens
 from tests.support.engine.kvmachine import KVMachine, identity
 
 STOP = 7
@@ -76,7 +76,7 @@ class World:
             params = SamplingParams(
                 max_tokens=rng.randint(1, max_len), stop_ids=(STOP,), min_tokens=rng.choice((0, 0, 3)), seed=rng.choice((0, number))
             )
-            self.requests.append(GenerateRequest(id=number, prompt=prompt, params=params, clip=rng.random() < 0.5))
+            self.requests.append(GenerateRequest(id=number, prompt=pack_tokens(prompt), params=params, clip=rng.random() < 0.5))
 
     def token(self, prefix: int, position: int, seed: int) -> int:
         """The model: now and then a stop id."""
@@ -91,9 +91,9 @@ class World:
         """What the request must give, from the model alone."""
         tokens: list[int] = []
         prefix = 0
-        for token in request.prompt:
+        for token in request.tokens:
             prefix = identity(prefix, token)
-        prompt = len(request.prompt)
+        prompt = len(request.tokens)
         while True:
             token = self.token(prefix, prompt + len(tokens), request.params.seed)
             tokens.append(token)
@@ -112,6 +112,7 @@ class Run:
     scheduler: Scheduler
     machine: KVMachine
     steps: int
+    started: list[int]
 
 
 def simulate(world: World, plant: Callable[[StepPlan], StepPlan] = lambda plan: plan) -> Run:
@@ -120,7 +121,9 @@ def simulate(world: World, plant: Callable[[StepPlan], StepPlan] = lambda plan: 
     scheduler = Scheduler(config)
     machine = KVMachine(config.groups, config.pages, config.max_seqs, config.max_len, world.token, config.drafts)
     machine.plant, machine.guess = plant, world.guess
-    waiting, outputs, steps = list(world.requests), [], 0
+    waiting, steps = list(world.requests), 0
+    outputs: list[Output] = []
+    started: list[int] = []
     while waiting or scheduler.unfinished or scheduler.in_flight:
         while waiting and world.rng.random() < 0.5:
             request = waiting.pop(0)
@@ -139,9 +142,10 @@ def simulate(world: World, plant: Callable[[StepPlan], StepPlan] = lambda plan: 
         if scheduler.in_flight:
             scheduler.commit(machine.result())
         outputs += [output for _, output in scheduler.drain()]
+        started += [request for _, request in scheduler.drain_started()]
         steps += 1
         assert steps < _MAX_STEPS, "no end in sight"
-    return Run(outputs, scheduler, machine, steps)
+    return Run(outputs, scheduler, machine, steps, started)
 
 
 def give_masks(world: World, scheduler: Scheduler) -> None:
