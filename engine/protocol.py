@@ -56,13 +56,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     """Front -> core: generate from `prompt` (token ids, int32). `id` is the front's own and returns in every TokenBatch entry.
 
-    `clip`: max_tokens was a default, so it may be lowered to what fits instead of refusing.
+    `clip`: max_tokens was a default, so it may be lowered to what fits instead of refusing. `salt`: only requests of the same salt
+    share cached prefixes.
     """
 
     id: int
     prompt: bytes
     params: SamplingParams
     clip: bool = False
+    salt: str = ""
 
     @property
     def tokens(self) -> "array[int]":

@@ -4,12 +4,14 @@ received = finished + refused + aborted + failed + (waiting + running), always.
 """
 
 import bisect
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.core.allocator import Allocator
+from engine.core.segment import root_key
 from engine.core.sequence import Key, Sequence
-from engine.protocol import FinishReason, Output
+from engine.protocol import MAX_STOP_IDS, FinishReason, GenerateRequest, Output
 
 
 @dataclass
@@ -24,12 +26,14 @@ class Counters:
     preemptions: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
+    queried_tokens: int = 0  # of prompts that the prefix cache was asked for
+    hit_tokens: int = 0  # and had
 
 
 class Requests:
     """The queue, the slots and the outputs. `waiting` and `running` are in order of arrival."""
 
-    def __init__(self, allocator: Allocator, slots: int) -> None:
+    def __init__(self, allocator: Allocator, slots: int, max_len: int) -> None:
         self.allocator = allocator
         self.counters = Counters()
         self.waiting: list[Sequence] = []
@@ -38,10 +42,9 @@ class Requests:
         self._slots = list(range(slots - 1, -1, -1))
         self._outputs: list[tuple[int, Output]] = []
         self._started: list[Key] = []
+        self._max_len = max_len
+        self._arrivals = 0
         self._admissions = 0
-
-    def __contains__(self, key: Key) -> bool:
-        return key in self._by_key
 
     def __iter__(self) -> Iterator[Sequence]:
         """All that have not ended."""
@@ -63,10 +66,39 @@ class Requests:
 
     # -- queue and slots
 
-    def add(self, sequence: Sequence) -> None:
-        """A new request waits."""
-        self._by_key[sequence.key] = sequence
+    def add(self, client: int, request: GenerateRequest, *, masked: bool) -> None:
+        """A new request waits, or is refused when it can never run here."""
+        key = (client, request.id)
+        tokens, refusal = _prompt(request)
+        limit = 0
+        if refusal is None:
+            limit, refusal = self._limit(request, len(tokens))
+        if key in self._by_key:
+            refusal = f"request id {request.id} is already in use"
+        if refusal is not None:
+            self.refuse(client, request.id, refusal)
+            return
+        self._arrivals += 1
+        root = root_key(0, request.salt)
+        sequence = Sequence(key, tokens, len(tokens), limit, request.params, self._arrivals, masked, root=root)
+        self._by_key[key] = sequence
         self._enqueue(sequence)
+
+    def _limit(self, request: GenerateRequest, prompt: int) -> tuple[int, str | None]:
+        """(length at which a request with so many prompt tokens ends, why it is refused)."""
+        if not prompt:
+            return 0, "the prompt is empty"
+        if len(request.params.stop_ids) > MAX_STOP_IDS:
+            return 0, f"{len(request.params.stop_ids)} stop ids, end ids included; at most {MAX_STOP_IDS} are possible"
+        if request.params.max_tokens < 1:
+            return 0, f"max_tokens must be at least 1, not {request.params.max_tokens}"
+        if prompt + 1 > self._max_len:
+            return 0, f"the prompt has {prompt} tokens; with one to generate it exceeds the context of {self._max_len}"
+        limit = min(prompt + request.params.max_tokens, self._max_len)
+        fits = self.allocator.longest()
+        if limit > fits and (prompt + 1 > fits or not request.clip):
+            return 0, f"the request needs room for {limit} tokens; the KV cache holds at most {fits} of one request"
+        return min(limit, fits), None
 
     def admissible(self) -> Iterator[Sequence]:
         """The queue in order, without those that have nothing to compute before the host has spoken. It may be admitted from."""
@@ -83,7 +115,7 @@ class Requests:
         bisect.insort(self.running, sequence, key=lambda running: running.arrival)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Back into the queue; its tokens stay and are computed again."""
+        """Back into the queue; its tokens stay, and what the prefix cache has lost of them is computed again."""
         self.counters.preemptions += 1
         self._vacate(sequence)
         self._enqueue(sequence)
@@ -91,9 +123,11 @@ class Requests:
     def _enqueue(self, sequence: Sequence) -> None:
         bisect.insort(self.waiting, sequence, key=lambda waiting: waiting.arrival)
 
-    def _vacate(self, sequence: Sequence) -> None:
+    def _vacate(self, sequence: Sequence, *, poisoned: bool = False) -> None:
         """Take slot and pages back; rows of this admission still in flight become stale."""
-        self.allocator.give_all(sequence)
+        if not poisoned:
+            self.allocator.leave_all(sequence)
+        self.allocator.give_all(sequence, poisoned=poisoned)
         self.running.remove(sequence)
         self._slots.append(sequence.leave())
 
@@ -104,12 +138,12 @@ class Requests:
         self.counters.refused += 1
         self.emit(client, Output(id=request, finish=FinishReason.error, error=reason, invalid=True))
 
-    def end(self, sequence: Sequence, output: Output) -> None:
-        """The one place where a request ends."""
+    def end(self, sequence: Sequence, output: Output, *, poisoned: bool = False) -> None:
+        """The one place where a request ends. `poisoned`: what it computed was not finite."""
         assert not sequence.ended, sequence
         sequence.ended = True
         if sequence.running:
-            self._vacate(sequence)
+            self._vacate(sequence, poisoned=poisoned)
         else:
             self.waiting.remove(sequence)
         del self._by_key[sequence.key]
@@ -137,3 +171,11 @@ class Requests:
         """What clients are to be told since the last call, in order."""
         outputs, self._outputs = self._outputs, []
         return iter(outputs)
+
+
+def _prompt(request: GenerateRequest) -> tuple["array[int]", str | None]:
+    """(the prompt's tokens, why they cannot be read)."""
+    try:
+        return request.tokens, None
+    except ValueError as error:
+        return array("i"), f"the prompt could not be read: {error}"

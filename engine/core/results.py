@@ -75,6 +75,8 @@ class Results:
             if sequence.number != number:
                 continue
             sequence.low = end
+            if sequence.marks and (row is None or not row.nan):
+                self._requests.allocator.leave_marks(sequence)
             if row is not None:
                 self._take(sequence, row, *_cut(sequence, row.tokens))
 
@@ -96,7 +98,7 @@ class Results:
         assert (row.slot, row.number) == (sequence.slot, sequence.number & 0x7FFFFFFF), (row, sequence)
         if row.nan:
             error = "the model's logits were not finite"
-            self._requests.end(sequence, Output(id=sequence.key[1], finish=FinishReason.error, error=error))
+            self._requests.end(sequence, Output(id=sequence.key[1], finish=FinishReason.error, error=error), poisoned=True)
             return
         sequence.tokens.extend(taken)
         logprobs = [] if row.logprobs is None else [row.logprobs]

@@ -15,21 +15,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.core import policy
-from engine.core.allocator import Allocator
+from engine.core.allocator import Allocator, Changes
 from engine.core.pages import PagePool
+from engine.core.prefix import PrefixCache
 from engine.core.requests import Counters, Requests
 from engine.core.results import ChunkRow, DecodeRow, Flight, Results
 from engine.core.sequence import Key, Sequence, Wait
 from engine.geometry import KVGroup
-from engine.plan import Admission, PageRelease, PrefillChunk, StepPlan, StepResult
-from engine.protocol import MAX_STOP_IDS, AbortReason, FinishReason, GenerateRequest, Load, Output, PoolLoad
+from engine.plan import Admission, PrefillChunk, StepPlan, StepResult
+from engine.protocol import AbortReason, FinishReason, GenerateRequest, Load, Output, PoolLoad
+
+MAX_ADMITTED_TOKENS = 1 << 18  # in one plan, one sequence apart: 1 MiB of a ring record
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
     """`pages` counts each group's pages with its null page; `prefill_budget` is in tokens a step, over all sequences.
 
-    `drafts`: tokens that a decode row guesses beyond its own; it gives between one and 1 + drafts.
+    `drafts`: tokens that a decode row guesses beyond its own; it gives between one and 1 + drafts. `cache_share`: how much of each
+    pool the prefix cache may keep idle; None: there is no cache.
     """
 
     groups: tuple[KVGroup, ...]
@@ -38,6 +42,7 @@ class SchedulerConfig:
     max_len: int
     prefill_budget: int
     drafts: int = 0
+    cache_share: float | None = None
 
 
 @dataclass
@@ -45,8 +50,10 @@ class _Draft:
     """A plan being made, and what it leaves in flight."""
 
     plan: StepPlan
+    changes: Changes
     flight: Flight
     budget: int
+    admitted: int = 0
 
 
 class Scheduler:
@@ -55,11 +62,10 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self._width = 1 + config.drafts
-        self._allocator = Allocator(config.groups, config.pages, self._width)
-        self._requests = Requests(self._allocator, config.max_seqs)
+        self._allocator = Allocator(config.groups, config.pages, self._width, config.cache_share)
+        self._requests = Requests(self._allocator, config.max_seqs, config.max_len)
         self._results = Results(self._requests, self._width)
-        self._releases: list[PageRelease] = []  # made when no plan went out; the next plan carries them
-        self._arrivals = 0
+        self._changes = Changes()  # made when no plan went out; the next plan carries them
         self._step = 0  # of the last plan
 
     # -- what it holds
@@ -68,6 +74,11 @@ class Scheduler:
     def pools(self) -> list[PagePool]:
         """One pool per KV group."""
         return self._allocator.pools
+
+    @property
+    def cache(self) -> PrefixCache | None:
+        """The prefix cache, if there is one."""
+        return self._allocator.cache
 
     @property
     def counters(self) -> Counters:
@@ -115,35 +126,7 @@ class Scheduler:
         """Queue a request, or refuse it at once when it can never run here. `masked`: each token waits for `mask_ready`."""
         assert not (masked and self.config.drafts), "a row with drafts cannot be masked token by token"
         self.counters.received += 1
-        key = (client, request.id)
-        tokens, refusal = _prompt(request)
-        limit = 0
-        if refusal is None:
-            limit, refusal = self._limit(request, len(tokens))
-        if key in self._requests:
-            refusal = f"request id {request.id} is already in use"
-        if refusal is not None:
-            self._requests.refuse(client, request.id, refusal)
-            return
-        self._arrivals += 1
-        self._requests.add(Sequence(key, tokens, len(tokens), limit, request.params, self._arrivals, masked))
-
-    def _limit(self, request: GenerateRequest, prompt: int) -> tuple[int, str | None]:
-        """(length at which a request with so many prompt tokens ends, why it is refused)."""
-        max_len = self.config.max_len
-        if not prompt:
-            return 0, "the prompt is empty"
-        if len(request.params.stop_ids) > MAX_STOP_IDS:
-            return 0, f"{len(request.params.stop_ids)} stop ids, end ids included; at most {MAX_STOP_IDS} are possible"
-        if request.params.max_tokens < 1:
-            return 0, f"max_tokens must be at least 1, not {request.params.max_tokens}"
-        if prompt + 1 > max_len:
-            return 0, f"the prompt has {prompt} tokens; with one to generate it exceeds the context of {max_len}"
-        limit = min(prompt + request.params.max_tokens, max_len)
-        fits = self._allocator.longest()
-        if limit > fits and (prompt + 1 > fits or not request.clip):
-            return 0, f"the request needs room for {limit} tokens; the KV cache holds at most {fits} of one request"
-        return min(limit, fits), None
+        self._requests.add(client, request, masked=masked)
 
     def abort(self, client: int, request: int, reason: AbortReason) -> None:
         """End a request at whatever stage it is; unknown ids are fine. A stop string is a success."""
@@ -175,8 +158,10 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next plan, or None when no sequence can use a step now (all wait for results or the host, or there are none)."""
-        draft = _Draft(StepPlan(step=self._step + 1, releases=self._releases), Flight(self._step + 1), self.config.prefill_budget)
-        self._release(draft.plan)
+        changes = self._changes
+        plan = StepPlan(self._step + 1, releases=changes.releases, appends=changes.appends, zeros=changes.zeros)
+        draft = _Draft(plan, changes, Flight(plan.step), self.config.prefill_budget)
+        self._release(changes)
         for sequence in list(self.running):
             if sequence.running:
                 self._run(sequence, draft)
@@ -184,50 +169,50 @@ class Scheduler:
         if not draft.flight.chunks and not draft.flight.decodes:
             assert not draft.plan.admissions, "a sequence was admitted without a row"
             return None
-        self._releases = []
+        self._changes = Changes()
         self._step += 1
         draft.flight.prefill_tokens = self.config.prefill_budget - draft.budget
         self._results.expect(draft.flight)
         return draft.plan
 
-    def _release(self, plan: StepPlan) -> None:
+    def _release(self, changes: Changes) -> None:
         for sequence in self.running:
             if sequence.low >= sequence.release_at:
-                plan.releases.extend(self._allocator.release(sequence))
+                self._allocator.release(sequence, changes)
 
     def _run(self, sequence: Sequence, draft: _Draft) -> None:
         """Plan the sequence's next chunk or decode row, if it has one and the pages for it."""
         if sequence.prefilling:
             self._prefill(sequence, draft)
-        elif not (sequence.exhausted or sequence.waits_for) and self._hold_row(sequence, draft.plan):
+        elif not (sequence.exhausted or sequence.waits_for) and self._hold_row(sequence, draft.changes):
             sequence.high += self._width
             draft.plan.decodes.append(sequence.slot)
             draft.flight.decodes.append(DecodeRow(sequence, sequence.number))
             self._sampled(sequence)
 
-    def _hold_row(self, sequence: Sequence, plan: StepPlan) -> bool:
+    def _hold_row(self, sequence: Sequence, changes: Changes) -> bool:
         """Pages for the next decode row, if it can have them; most rows find theirs held."""
         end = sequence.high + self._width
         if end > sequence.held:
             if not self._make_room(sequence, self._width):
                 return False
-            plan.appends.extend(self._allocator.hold(sequence, end))
+            self._allocator.hold(sequence, end, changes)
         return True
 
-    def _prefill(self, sequence: Sequence, draft: _Draft) -> None:
+    def _prefill(self, sequence: Sequence, draft: _Draft, *, may_preempt: bool = True) -> None:
         wanted = min(sequence.ready, draft.budget)
         if wanted < 1:
             return
         fitting = self._allocator.fitting
         size = fitting(sequence, wanted, headroom=len(self.running) - 1) or fitting(sequence, wanted)
-        if not size and self._make_room(sequence, 1):
+        if not size and may_preempt and self._make_room(sequence, 1):
             size = 1
         if size:
             self._chunk(sequence, size, draft)
 
     def _chunk(self, sequence: Sequence, size: int, draft: _Draft) -> None:
         start, end = sequence.high, sequence.high + size
-        draft.plan.appends.extend(self._allocator.hold(sequence, end))
+        self._allocator.hold(sequence, end, draft.changes)
         sequence.high = end
         draft.budget -= size
         samples = end == sequence.target
@@ -253,13 +238,25 @@ class Scheduler:
     def _admit(self, draft: _Draft) -> None:
         """Admit from the head of the queue only, so that nobody is overtaken but those who wait for the host."""
         for sequence in self._requests.admissible():
-            if not (self._requests.free_slots and draft.budget and policy.fits(sequence, self.running, self._allocator)):
+            if not (self._requests.free_slots and draft.budget):
                 return
+            draft.admitted += len(sequence.tokens)
+            if draft.plan.admissions and draft.admitted > MAX_ADMITTED_TOKENS:
+                return
+            hit = self._allocator.find(sequence)
+            if sequence.waits_for and hit is not None and len(sequence.tokens) - hit.count * self._allocator.page < 2:
+                continue  # nothing to compute before the host has spoken
+            if not policy.fits(sequence, hit, self.running, self._allocator):
+                return
+            first = not sequence.started
             self._requests.admit(sequence)
-            draft.plan.admissions.append(
-                Admission(sequence.slot, sequence.number, list(sequence.tokens), sequence.prompt, sequence.params)
-            )
-            self._prefill(sequence, draft)
+            if hit is not None:
+                self._allocator.attach(sequence, hit, draft.changes)
+            if first:
+                self.counters.queried_tokens += len(sequence.tokens)
+                self.counters.hit_tokens += sequence.cached
+            draft.plan.admissions.append(_admission(sequence))
+            self._prefill(sequence, draft, may_preempt=False)  # the others have rows in this plan
 
     def load(self) -> Load:
         """The figures that admission and metrics see."""
@@ -281,9 +278,6 @@ class Scheduler:
         )
 
 
-def _prompt(request: GenerateRequest) -> tuple["array[int]", str | None]:
-    """(the prompt's tokens, why they cannot be read)."""
-    try:
-        return request.tokens, None
-    except ValueError as error:
-        return array("i"), f"the prompt could not be read: {error}"
+def _admission(sequence: Sequence) -> Admission:
+    tokens = array("i", sequence.tokens)
+    return Admission(sequence.slot, sequence.number, tokens, sequence.prompt, sequence.params, cached=sequence.cached)

@@ -33,6 +33,9 @@ class Sequence:
     tokens      int32, prompt and what was generated
     masked      each of its tokens needs a mask that the host computes from those before it
     target      length at its admission: positions below it are prefill
+    root, keys  what its first page's key follows, and the keys of its pages as far as they were needed
+    cached      positions that it found in the prefix cache at its admission
+    marks       pages at whose ends it is to leave a prefix in the cache, ascending
     held        positions that it holds pages for, in every group
     release_at  value of `low` from which on a page can be given back
     """
@@ -47,6 +50,10 @@ class Sequence:
     number: int = 0
     slot: int = -1
     target: int = 0
+    root: bytes = b""
+    keys: list[bytes] = field(default_factory=list)
+    cached: int = 0
+    marks: list[int] = field(default_factory=list)
     low: int = 0
     high: int = 0
     held: int = 0
@@ -84,7 +91,8 @@ class Sequence:
         """Take a slot under a new admission number; everything is to be computed."""
         self.slot, self.number = slot, number
         self.target = len(self.tokens)
-        self.low = self.high = self.held = self.release_at = 0
+        self.low = self.high = self.cached = self.held = self.release_at = 0
+        self.marks = []
         self.runs = [PageRun() for _ in range(groups)]
 
     def leave(self) -> int:

@@ -9,7 +9,6 @@ With `drafts`, a decode row computes 1 + drafts positions: guesses of the next t
 accepted. What the others wrote is wrong, and stays in its pages until it is written again.
 """
 
-from array import array
 from collections import deque
 from collections.abc import Callable
 
@@ -53,6 +52,7 @@ class KVMachine:
         self.seed = [0] * slots
         self.model = model
         self.drafts = drafts
+        self.poisoned: list[set[int]] = [set() for _ in groups]  # pages where NaN stands
         self.queue: deque[StepPlan] = deque()
         self.reads = 0
         self.rejected = 0
@@ -88,12 +88,16 @@ class KVMachine:
             self.tables[release.group][release.slot, release.first : release.first + release.count] = 0
         for admission in plan.admissions:
             slot, before = admission.slot, 0
-            self.number[slot], self.length[slot], self.seed[slot] = admission.number, 0, admission.params.seed
-            for at, token in enumerate(array("i", admission.tokens)):
+            self.number[slot], self.length[slot], self.seed[slot] = admission.number, admission.cached, admission.params.seed
+            for at, token in enumerate(admission.tokens):
                 before = self.prefixes[slot, at] = identity(before, token)
             for table in self.tables:
                 table[slot] = 0
+        for zero in plan.zeros:
+            self.poisoned[zero.group].discard(zero.page)
         for append in plan.appends:
+            if append.page in self.poisoned[append.group]:
+                raise KVFault(f"page {append.page} of group {append.group} holds NaN and is not zeroed before its next use")
             if not 0 < append.page < self.pages[append.group]:
                 raise KVFault(f"page {append.page} is not one of group {append.group}'s {self.pages[append.group]}")
             self.tables[append.group][append.slot, append.index] = append.page
@@ -133,12 +137,14 @@ class KVMachine:
         tokens: list[int] = []
         before = int(self.prefixes[slot, position - 1])
         if self.nan(before):
+            for table, poisoned in zip(self.tables, self.poisoned, strict=True):
+                poisoned.update(table[slot, (position - 1) // self.groups[0].page :][:1].tolist())
             return ResultRow(slot, self.number[slot], (), nan=True)
         for draft in [*drafts, None]:
             token = self.model(before, position + len(tokens), self.seed[slot])
             tokens.append(token)
             before = identity(before, token)
-            if draft != token:
+            if draft != token or self.nan(before):
                 break
         self.rejected += 1 + len(drafts) - len(tokens)
         self.length[slot] = position + len(tokens) - 1

@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from engine.core.allocator import first_page
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.sequence import Wait
@@ -19,6 +21,7 @@ from tests.support.engine.kvmachine import KVMachine, identity
 
 STOP = 7
 _MAX_STEPS = 20_000
+_MAX_REQUESTS = 14
 
 
 def mixed(*values: int) -> int:
@@ -53,14 +56,17 @@ class World:
             KVGroup(1, "full", (1,), 1, 512, None, page),
         )
         drafts = rng.choice((0, 0, 0, 1, 3))
+        share = rng.choice((None, 1.0, 1.0, 0.3))
         two_windows = 2 * (self.groups[0].worst_pages(max_len) + -(-drafts // page))
         pages = (two_windows + rng.choice((0, 1, 8)) + 1, -(-max_len // page) * rng.randint(1, 2) + rng.randint(-2, 3) + 1)
-        self.config = SchedulerConfig(self.groups, pages, rng.randint(1, 6), max_len, rng.choice((3, 8, 32)), drafts)
+        self.config = SchedulerConfig(self.groups, pages, rng.randint(1, 6), max_len, rng.choice((3, 8, 32)), drafts, share)
         self._ask(max_len)
         self.depth = rng.choice((2, 2, 2, 4))  # plans out at a time; the core keeps two
         self.stop_chance = rng.choice((0.0, 0.05, 0.2))
         self.abort_chance = rng.choice((0.0, 0.02, 0.1))
         self.guess_chance = rng.choice((0.0, 0.3, 0.8, 1.0))
+        self.nan_chance = rng.choice((0.0, 0.0, 0.02))
+        self.follow_chance = rng.choice((0.0, 0.5, 0.9))  # an answer is followed by a next turn
         self.mask_chance = rng.choice((0.1, 0.5, 1.0))  # a turn that the host has a mask in
         if not drafts and rng.random() < 0.3:
             self.masked = {request.id for request in self.requests if rng.random() < 0.7}
@@ -77,6 +83,20 @@ class World:
                 max_tokens=rng.randint(1, max_len), stop_ids=(STOP,), min_tokens=rng.choice((0, 0, 3)), seed=rng.choice((0, number))
             )
             self.requests.append(GenerateRequest(id=number, prompt=pack_tokens(prompt), params=params, clip=rng.random() < 0.5))
+
+    def follow(self, request: GenerateRequest, tokens: list[int]) -> GenerateRequest | None:
+        """The next turn of a conversation, now and then, while it fits."""
+        turn = [*request.tokens, *tokens, *(self.rng.randint(10, 99) for _ in range(self.rng.randint(1, 6)))]
+        if self.rng.random() >= self.follow_chance or len(turn) >= self.config.max_len or len(self.requests) >= _MAX_REQUESTS:
+            return None
+        params = msgspec.structs.replace(request.params, max_tokens=self.rng.randint(1, self.config.max_len))
+        following = GenerateRequest(id=len(self.requests), prompt=pack_tokens(turn), params=params, clip=request.clip)
+        self.requests.append(following)
+        return following
+
+    def nan(self, prefix: int) -> bool:
+        """Whether the logits behind a prefix are not finite."""
+        return chance(self.nan_chance, self.seed, prefix, 2)
 
     def token(self, prefix: int, position: int, seed: int) -> int:
         """The model: now and then a stop id."""
@@ -95,6 +115,8 @@ class World:
             prefix = identity(prefix, token)
         prompt = len(request.tokens)
         while True:
+            if self.nan(prefix):
+                return tokens, FinishReason.error
             token = self.token(prefix, prompt + len(tokens), request.params.seed)
             tokens.append(token)
             prefix = identity(prefix, token)
@@ -120,7 +142,8 @@ def simulate(world: World, plant: Callable[[StepPlan], StepPlan] = lambda plan: 
     config = world.config
     scheduler = Scheduler(config)
     machine = KVMachine(config.groups, config.pages, config.max_seqs, config.max_len, world.token, config.drafts)
-    machine.plant, machine.guess = plant, world.guess
+    machine.plant, machine.guess, machine.nan = plant, world.guess, world.nan
+    given: dict[int, list[int]] = {request.id: [] for request in world.requests}
     waiting, steps = list(world.requests), 0
     outputs: list[Output] = []
     started: list[int] = []
@@ -141,7 +164,12 @@ def simulate(world: World, plant: Callable[[StepPlan], StepPlan] = lambda plan: 
         assert planned or not scheduler.stuck, "requests wait, but nothing can run"
         if scheduler.in_flight:
             scheduler.commit(machine.result())
-        outputs += [output for _, output in scheduler.drain()]
+        for _, output in scheduler.drain():
+            outputs.append(output)
+            given.setdefault(output.id, []).extend(output.tokens)
+            ended = output.finish in (FinishReason.stop, FinishReason.length)
+            if ended and (turn := world.follow(world.requests[output.id], given[output.id])):
+                waiting.append(turn)
         started += [request for _, request in scheduler.drain_started()]
         steps += 1
         assert steps < _MAX_STEPS, "no end in sight"
@@ -166,12 +194,35 @@ def check_masks(scheduler: Scheduler, plan: StepPlan) -> None:
 
 
 def check_pages(scheduler: Scheduler) -> None:
-    """Free + held pages are the whole pool, and no page has two owners."""
+    """Free, held and idle pages are the whole pool; a shared page is full and committed in all; the cache's tree is sound."""
+    kept = check_tree(scheduler)
     for index, pool in enumerate(scheduler.pools):
-        held = [page for sequence in scheduler.running for page in sequence.runs[index].pages]
-        assert len(held) == len(set(held)), "a page has two owners"
-        assert len(held) + pool.free == pool.total
+        held = Counter(page for sequence in scheduler.running for page in sequence.runs[index].pages)
+        idle = kept[index].keys() - held.keys()
         assert 0 not in held
+        assert (len(held), len(idle)) == (pool.used, pool.idle)
+        assert len(held) + len(idle) + pool.free == pool.total
+        shared = {page for page, count in held.items() if count > 1}
+        for sequence in scheduler.running if shared else ():
+            run = sequence.runs[index]
+            ends = [(at + 1) * pool.group.page for at, page in enumerate(run.pages, run.first) if page in shared]
+            assert all(end <= sequence.low for end in ends), "a page that is still written has two owners"
+
+
+def check_tree(scheduler: Scheduler) -> list[Counter[int]]:
+    """How often the cache names each page of each pool. A segment comes before the one above it; each leads to a tail."""
+    kept: list[Counter[int]] = [Counter() for _ in scheduler.pools]
+    if scheduler.cache is None:
+        return kept
+    seen = set()
+    for segment in scheduler.cache:
+        assert segment.parent not in seen, "a segment would be evicted before what is below it"
+        seen.add(segment)
+        assert segment.children or segment.tail is not None, "pages that no hit can use"
+        kept[1].update(segment.pages)
+        kept[0].update(segment.tail or ())
+    assert max(kept[1].values(), default=1) == 1, "a full page is cached under two keys"
+    return kept
 
 
 def check_windows(scheduler: Scheduler) -> None:
@@ -225,5 +276,8 @@ def run_worlds(seeds: range) -> Counter[str]:
             aborted=counters.aborted,
             rejected=run.machine.rejected,
             masked=len(world.masked),
+            hit_tokens=counters.hit_tokens,
+            evicted=run.scheduler.cache.counters.evicted_pages if run.scheduler.cache else 0,
+            failed=counters.failed,
         )
     return seen
