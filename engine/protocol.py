@@ -92,7 +92,7 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
     top: list[tuple[int, float]]
 
 
-class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """What one step gave one request. `finish` set: the request has ended and this is its last entry.
 
     `cached` and `prompt` counts are not here: the front knows the prompt. `error` is a sentence for the client, with

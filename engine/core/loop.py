@@ -9,6 +9,7 @@ While plans are out it polls the result ring; with nothing to do it sleeps in `s
 the group; one while reading a single message ends that request only. Several fronts may attach; today there is one, client 0.
 """
 
+import gc
 import select
 import socket
 import time
@@ -221,6 +222,14 @@ def scheduler_config(config: EngineConfig, pages: tuple[int, ...]) -> SchedulerC
     return SchedulerConfig(groups, pages, config.max_seqs, config.max_len, config.prefill_budget)
 
 
+def collect_rarely() -> None:
+    """Leave what has been made so far out of garbage collection, and look at the rest seldom: a step makes no cycles, and a pass
+    over every sequence and every cached prefix would hold up all streams."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
+
+
 def serve(lifeline: Lifeline) -> None:
     """Boot by the handshake, then run until told to stop."""
     args = lifeline.args
@@ -228,6 +237,7 @@ def serve(lifeline: Lifeline) -> None:
     executor = RingExecutor(args)
     link = FrontLink(socket.socket(fileno=args.front))
     scheduler = Scheduler(scheduler_config(config, lifeline.allocate()))
+    collect_rarely()
     lifeline.phase(Phase.ready)
     lifeline.send(Ready())
     try:

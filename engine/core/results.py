@@ -23,20 +23,16 @@ class ChunkRow(NamedTuple):
     samples: bool
 
 
-class DecodeRow(NamedTuple):
-    """A decode row in flight."""
-
-    sequence: Sequence
-    number: int
-
-
 @dataclass
 class Flight:
-    """A plan whose result has not come; result rows come in the order: chunks that sample, then decodes."""
+    """A plan whose result has not come; result rows come in the order: chunks that sample, then decodes.
+
+    decodes   each decode row's sequence, and its admission number when it was planned
+    """
 
     step: int
     chunks: list[ChunkRow] = field(default_factory=list)
-    decodes: list[DecodeRow] = field(default_factory=list)
+    decodes: list[tuple[Sequence, int]] = field(default_factory=list)
     prefill_tokens: int = 0
 
 
@@ -80,18 +76,30 @@ class Results:
             if row is not None:
                 self._take(sequence, row, *_cut(sequence, row.tokens))
 
-    def _commit_decodes(self, decodes: list[DecodeRow], rows: Iterator[ResultRow]) -> None:
-        width, tokens = self._width, 0
+    def _commit_decodes(self, decodes: list[tuple[Sequence, int]], rows: Iterator[ResultRow]) -> None:
+        width, given, emit = self._width, 0, self._requests.emit
         for sequence, number in decodes:
             row = next(rows)
-            tokens += len(row.tokens)
+            tokens = row.tokens
+            given += len(tokens)
             if sequence.number != number:
                 continue
-            taken, finish = _cut(sequence, row.tokens)
-            sequence.low += len(taken)
-            sequence.high -= width - len(row.tokens)
-            self._take(sequence, row, taken, finish)
-        self._requests.counters.decode_tokens += tokens
+            if len(tokens) != 1 or row.logprobs is not None or tokens[0] in sequence.stop_ids or sequence.low + 2 >= sequence.limit:
+                self._fold(sequence, row)
+                continue
+            assert row.slot == sequence.slot, (row, sequence)  # the steady state: one token that ends nothing
+            sequence.low += 1
+            sequence.high += 1 - width
+            sequence.tokens.append(tokens[0])
+            emit(sequence.key[0], Output(id=sequence.key[1], tokens=[tokens[0]]))
+        self._requests.counters.decode_tokens += given
+
+    def _fold(self, sequence: Sequence, row: ResultRow) -> None:
+        """A decode row with more to it than one token."""
+        taken, finish = _cut(sequence, row.tokens)
+        sequence.low += len(taken)
+        sequence.high -= self._width - len(row.tokens)
+        self._take(sequence, row, taken, finish)
 
     def _take(self, sequence: Sequence, row: ResultRow, taken: list[int], finish: FinishReason | None) -> None:
         """Append a row's tokens, and tell the client."""
@@ -111,10 +119,9 @@ class Results:
 
 def _cut(sequence: Sequence, tokens: tuple[int, ...]) -> tuple[list[int], FinishReason | None]:
     """The row's tokens up to the first that ends the sequence, and why it ends."""
-    params = sequence.params
-    length = len(sequence.tokens)
+    length, may_stop = len(sequence.tokens), sequence.prompt + sequence.params.min_tokens
     for count, token in enumerate(tokens, 1):
-        if token in params.stop_ids and length + count - sequence.prompt > params.min_tokens:
+        if token in sequence.stop_ids and length + count > may_stop:
             return list(tokens[:count]), FinishReason.stop
         if length + count >= sequence.limit:
             return list(tokens[:count]), FinishReason.length

@@ -19,7 +19,7 @@ from engine.core.allocator import Allocator, Changes
 from engine.core.pages import PagePool
 from engine.core.prefix import PrefixCache
 from engine.core.requests import Counters, Requests
-from engine.core.results import ChunkRow, DecodeRow, Flight, Results
+from engine.core.results import ChunkRow, Flight, Results
 from engine.core.sequence import Key, Sequence, Wait
 from engine.geometry import KVGroup
 from engine.plan import Admission, PrefillChunk, StepPlan, StepResult
@@ -163,7 +163,7 @@ class Scheduler:
         draft = _Draft(plan, changes, Flight(plan.step), self.config.prefill_budget)
         self._release(changes)
         for sequence in list(self.running):
-            if sequence.running:
+            if sequence.slot >= 0:  # it may have been preempted by one before it
                 self._run(sequence, draft)
         self._admit(draft)
         if not draft.flight.chunks and not draft.flight.decodes:
@@ -181,22 +181,26 @@ class Scheduler:
                 self._allocator.release(sequence, changes)
 
     def _run(self, sequence: Sequence, draft: _Draft) -> None:
-        """Plan the sequence's next chunk or decode row, if it has one and the pages for it."""
-        if sequence.prefilling:
-            self._prefill(sequence, draft)
-        elif not (sequence.exhausted or sequence.waits_for) and self._hold_row(sequence, draft.changes):
-            sequence.high += self._width
-            draft.plan.decodes.append(sequence.slot)
-            draft.flight.decodes.append(DecodeRow(sequence, sequence.number))
-            self._sampled(sequence)
+        """Plan the sequence's next chunk or decode row, if it has one and the pages for it.
 
-    def _hold_row(self, sequence: Sequence, changes: Changes) -> bool:
-        """Pages for the next decode row, if it can have them; most rows find theirs held."""
-        end = sequence.high + self._width
-        if end > sequence.held:
-            if not self._make_room(sequence, self._width):
-                return False
-            self._allocator.hold(sequence, end, changes)
+        The last decode row is that of position limit - 2: once it may be planned, nothing more is.
+        """
+        if sequence.high < sequence.target:
+            self._prefill(sequence, draft)
+        elif sequence.high < sequence.limit - 1 and sequence.waits_for is None:
+            end = sequence.high + self._width
+            if end <= sequence.held or self._hold_row(sequence, end, draft.changes):
+                sequence.high = end
+                draft.plan.decodes.append(sequence.slot)
+                draft.flight.decodes.append((sequence, sequence.number))
+                if sequence.masked:
+                    sequence.waits_for = Wait.mask
+
+    def _hold_row(self, sequence: Sequence, end: int, changes: Changes) -> bool:
+        """Pages for a decode row up to `end`, if it can have them."""
+        if not self._make_room(sequence, self._width):
+            return False
+        self._allocator.hold(sequence, end, changes)
         return True
 
     def _prefill(self, sequence: Sequence, draft: _Draft, *, may_preempt: bool = True) -> None:
@@ -218,13 +222,8 @@ class Scheduler:
         samples = end == sequence.target
         draft.plan.chunks.append(PrefillChunk(sequence.slot, start, end, end - 1 if samples else end))
         draft.flight.chunks.append(ChunkRow(sequence, sequence.number, end, samples))
-        if samples:
-            self._sampled(sequence)
-
-    def _sampled(self, sequence: Sequence) -> None:
-        """A row that gives a token is planned; with a mask, the next one waits for what the host makes of it."""
-        if sequence.masked:
-            sequence.waits_for = Wait.mask
+        if samples and sequence.masked:
+            sequence.waits_for = Wait.mask  # the next row that gives a token, until the host has made it of this one's
 
     def _make_room(self, sequence: Sequence, wanted: int) -> bool:
         """Preempt younger sequences, youngest first, until `wanted` positions have pages; False if that is not enough."""

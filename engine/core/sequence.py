@@ -63,7 +63,10 @@ class Sequence:
     ended: bool = False
     runs: list[PageRun] = field(default_factory=list)
 
+    stop_ids: frozenset[int] = field(init=False)
+
     def __post_init__(self) -> None:
+        self.stop_ids = frozenset(self.params.stop_ids)
         if self.masked:
             self.waits_for = Wait.mask
 
@@ -75,11 +78,6 @@ class Sequence:
     def prefilling(self) -> bool:
         """Known tokens of this admission still wait to be computed."""
         return self.high < self.target
-
-    @property
-    def exhausted(self) -> bool:
-        """Every token it may produce may be planned already: the last one comes from position limit - 2."""
-        return self.high >= self.limit - 1
 
     @property
     def ready(self) -> int:

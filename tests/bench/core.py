@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from deploy.models.public_shapes import PUBLIC, config
 from engine.channel import RingReader, RingWriter, create_shared, map_shared, ring_bytes
+from engine.core.loop import collect_rarely
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.geometry import kv_groups, parse_config
 from engine.plan import ResultRow, StepPlan, StepResult, decode_result, encode_plan, encode_result
@@ -56,7 +57,7 @@ def scheduler(sequences: int) -> Scheduler:
     """A scheduler with room for all, cut as 31B at TP=4 is."""
     groups = kv_groups(parse_config(config(PUBLIC["31b"], "bfloat16")), 4)
     pages = (sequences * 40 + 200, sequences * 64 + 200)
-    return Scheduler(SchedulerConfig(groups, pages, sequences, 2048, 4096))
+    return Scheduler(SchedulerConfig(groups, pages, sequences, 2048, 4096, cache_share=1.0))
 
 
 def step(core: Scheduler, rings: Rings, watch: Stopwatch) -> int:
@@ -103,6 +104,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--record", metavar="MACHINE", help="append to results.csv under this machine's name")
     args = parser.parse_args()
+    collect_rarely()
     found: dict[str, float] = {}
     for sequences in args.sequences:
         figures = measure(sequences, args.steps)
