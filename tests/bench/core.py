@@ -1,8 +1,9 @@
 """What a step costs the core: `python -m tests.bench.core [--record MACHINE]`.
 
 31B geometry at TP=4, every sequence decoding at 1.1k to 1.5k tokens, page appends and releases included. Each stage is timed by its
-thread's CPU time and shown as a mean over the steps: schedule; encode the plan and write it to the ring; read a result from the
-ring and decode it; commit; gather and encode the TokenBatch.
+thread's CPU time and shown as a mean over steps: schedule; encode the plan and write it to the ring; read a result from the
+ring and decode it; commit; gather and encode the TokenBatch. Shown is the least of several blocks of steps: a busy neighbour on
+the same core only ever adds.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from engine.plan import ResultRow, StepPlan, StepResult, decode_result, encode_p
 from engine.protocol import GenerateRequest, SamplingParams, TokenBatch, encode_message, pack_tokens
 from tests.bench.run import record
 
+BLOCKS = 10
 STAGES = ("schedule", "submit", "result", "commit", "batch")
 
 
@@ -83,25 +85,28 @@ def step(core: Scheduler, rings: Rings, watch: Stopwatch) -> int:
 
 
 def measure(sequences: int, steps: int) -> dict[str, float]:
-    """Mean microseconds of each stage and of all, over `steps` steps in which every sequence decodes."""
+    """Mean microseconds of each stage and of all, over the best block of `steps` steps in which every sequence decodes."""
     core, rings, watch = scheduler(sequences), Rings(), Stopwatch()
     for number in range(sequences):
         prompt = pack_tokens(5 + (number + at) % 1000 for at in range(1100))
         core.add(0, GenerateRequest(id=number, prompt=prompt, params=SamplingParams(max_tokens=900, stop_ids=(1, 106))))
     while step(core, rings, watch) < sequences:
         pass
-    watch = Stopwatch()
-    for _ in range(steps):
-        assert step(core, rings, watch) == sequences
-    figures = {name: spent / steps / 1e3 for name, spent in watch.spent.items()}
-    return figures | {"core": sum(figures.values())}
+    blocks = []
+    for _ in range(BLOCKS):
+        watch = Stopwatch()
+        for _ in range(steps):
+            assert step(core, rings, watch) == sequences
+        blocks.append({name: spent / steps / 1e3 for name, spent in watch.spent.items()})
+    least = min(blocks, key=lambda block: sum(block.values()))
+    return least | {"core": sum(least.values())}
 
 
 def main() -> None:
     """A line a size."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 32, 100, 256])
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--record", metavar="MACHINE", help="append to results.csv under this machine's name")
     args = parser.parse_args()
     collect_rarely()
