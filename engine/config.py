@@ -22,6 +22,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_seqs         slots: sequences running at once
     max_len          tokens of one sequence, prompt and output
     prefill_budget   prompt tokens computed in one step, over all sequences
+    prefix_cache     keep the pages of prompts and answers, and compute nothing twice that is still there
+    prefix_cache_share  how much of each pool may lie idle for it; running sequences take it back whenever they need it
     pages            pages of each KV group, null page included; None: sized by need from `memory_fraction` of the device
     attention        backend asked for; None: what the device runs: triton on a GPU, reference on a CPU
     graphs           on a GPU, decode steps are captured and replayed
@@ -39,6 +41,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_seqs: int = 16
     max_len: int = 2048
     prefill_budget: int = 512
+    prefix_cache: bool = True
+    prefix_cache_share: float = 1.0
     page: int = PAGE_SIZE
     pages: tuple[int, ...] | None = None
     attention: AttentionName | None = None
@@ -75,8 +79,9 @@ def _check_numbers(config: EngineConfig) -> None:
             raise ConfigError(f"{name} must be positive, not {getattr(config, name)}")
     if config.page not in (16, 32, 64):
         raise ConfigError(f"page must be 16, 32 or 64, not {config.page}")
-    if not 0 < config.memory_fraction <= 1:
-        raise ConfigError(f"memory_fraction must lie in (0, 1], not {config.memory_fraction}")
+    for name in ("memory_fraction", "prefix_cache_share"):
+        if not 0 < getattr(config, name) <= 1:
+            raise ConfigError(f"{name} must lie in (0, 1], not {getattr(config, name)}")
 
 
 def _check_model(config: EngineConfig, geometry: Geometry) -> None:

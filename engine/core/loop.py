@@ -219,7 +219,8 @@ def _request_id(raw: bytes) -> int | None:
 def scheduler_config(config: EngineConfig, pages: tuple[int, ...]) -> SchedulerConfig:
     """What the scheduler needs to know of the engine's settings, once the pools are sized."""
     groups = kv_groups(read_geometry(Path(config.model)), config.tp, config.page)
-    return SchedulerConfig(groups, pages, config.max_seqs, config.max_len, config.prefill_budget)
+    share = config.prefix_cache_share if config.prefix_cache else None
+    return SchedulerConfig(groups, pages, config.max_seqs, config.max_len, config.prefill_budget, cache_share=share)
 
 
 def collect_rarely() -> None:
