@@ -5,11 +5,13 @@ ranks run plans in order on one stream, so whatever step n still writes there co
 needed.
 """
 
+import bisect
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from engine.core.pages import PagePool, PageRun
 from engine.core.prefix import Hit, PrefixCache
-from engine.core.segment import extend_keys
+from engine.core.segment import equal_keys, extend_keys
 from engine.core.sequence import Sequence
 from engine.geometry import KVGroup
 from engine.plan import PageAppend, PageRelease, PageZero
@@ -123,6 +125,21 @@ class Allocator:
         marks = {hit.branch, (sequence.prompt - 1) // self.page}
         sequence.marks = sorted(mark for mark in marks if mark > hit.count)
         self._watch(sequence)
+
+    def coming(self, sequence: Sequence, hit: Hit, running: Iterable[Sequence], gain: int) -> bool:
+        """Whether a running prefill is about to compute `gain` tokens more of this prompt than the hit has.
+
+        It is asked to leave a tail where the two part: so the choices of one request, and a burst behind one system prompt,
+        cost one prefill.
+        """
+        for other in running:
+            if other.low < other.target:  # a result of its prefill is still to come
+                shared = min(equal_keys(sequence.keys, other.keys), (len(sequence.tokens) - 1) // self.page)
+                if shared * self.page > other.low and (shared - hit.count) * self.page >= gain:
+                    if shared not in other.marks:
+                        bisect.insort(other.marks, shared)
+                    return True
+        return False
 
     def leave_marks(self, sequence: Sequence) -> None:
         """Cache the prefixes whose ends the sequence has passed; the last one is its prompt's."""

@@ -62,6 +62,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self._width = 1 + config.drafts
+        self._worth_waiting = max(config.groups[0].page, config.prefill_budget // 8)  # tokens that another one is about to compute
         self._allocator = Allocator(config.groups, config.pages, self._width, config.cache_share)
         self._requests = Requests(self._allocator, config.max_seqs, config.max_len)
         self._results = Results(self._requests, self._width)
@@ -239,12 +240,13 @@ class Scheduler:
         for sequence in self._requests.admissible():
             if not (self._requests.free_slots and draft.budget):
                 return
-            draft.admitted += len(sequence.tokens)
-            if draft.plan.admissions and draft.admitted > MAX_ADMITTED_TOKENS:
+            if draft.plan.admissions and draft.admitted + len(sequence.tokens) > MAX_ADMITTED_TOKENS:
                 return
             hit = self._allocator.find(sequence)
             if sequence.waits_for and hit is not None and len(sequence.tokens) - hit.count * self._allocator.page < 2:
                 continue  # nothing to compute before the host has spoken
+            if hit is not None and self._allocator.coming(sequence, hit, self.running, self._worth_waiting):
+                continue
             if not policy.fits(sequence, hit, self.running, self._allocator):
                 return
             first = not sequence.started
@@ -254,6 +256,7 @@ class Scheduler:
             if first:
                 self.counters.queried_tokens += len(sequence.tokens)
                 self.counters.hit_tokens += sequence.cached
+            draft.admitted += len(sequence.tokens)
             draft.plan.admissions.append(_admission(sequence))
             self._prefill(sequence, draft, may_preempt=False)  # the others have rows in this plan
 

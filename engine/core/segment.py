@@ -50,14 +50,18 @@ class Segment:
 
 
 def common(segment: Segment, keys: list[bytes]) -> int:
-    """How many of the segment's pages go on as `keys` do: equal keys mean equal prefixes, so a bisection finds it."""
-    start, size = segment.start, min(len(segment.keys), len(keys) - segment.start)
-    if segment.keys[size - 1] == keys[start + size - 1]:
-        return size
-    low, high = 0, size - 1
+    """How many of the segment's pages go on as `keys` do."""
+    return equal_keys(segment.keys, keys, segment.start)
+
+
+def equal_keys(keys: list[bytes], others: list[bytes], offset: int = 0) -> int:
+    """How many of `keys` are those of `others` from `offset` on: equal keys mean equal prefixes, so a bisection finds it."""
+    low, high = 0, min(len(keys), len(others) - offset)
+    if high > 0 and keys[high - 1] == others[offset + high - 1]:
+        return high
     while low < high:
         middle = (low + high) // 2
-        if segment.keys[middle] == keys[start + middle]:
+        if keys[middle] == others[offset + middle]:
             low = middle + 1
         else:
             high = middle

@@ -4,15 +4,17 @@ import random
 from array import array
 from dataclasses import replace
 
+import msgspec
 import pytest
 
+from engine.core.allocator import Allocator
 from engine.core.pages import PagePool
 from engine.core.prefix import PrefixCache
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.segment import extend_keys, root_key
 from engine.geometry import KVGroup
 from engine.plan import StepPlan
-from engine.protocol import FinishReason, GenerateRequest, SamplingParams, pack_tokens
+from engine.protocol import AbortReason, FinishReason, GenerateRequest, SamplingParams, pack_tokens
 from tests.support.engine.kvmachine import KVFault, KVMachine
 from tests.support.engine.worlds import World, check_ends, check_pages, simulate
 
@@ -132,6 +134,82 @@ def test_keys_tell_adapters_and_every_token_apart() -> None:
     for at in range(12):
         changed = keys([*prompt[:at], 77, *prompt[at + 1 :]])
         assert [a == b for a, b in zip(keys(prompt), changed, strict=True)] == [page < at // PAGE for page in range(3)]
+
+
+def computed(requests: list[GenerateRequest]) -> tuple[int, list[list[int]]]:
+    """(tokens prefilled for all of them when they come at once, what each gave)."""
+    bench = Bench((60, 100))
+    for request in requests:
+        bench.scheduler.add(0, request)
+    given: dict[int, list[int]] = {request.id: [] for request in requests}
+    while bench.scheduler.unfinished:
+        while bench.scheduler.in_flight < 2 and (plan := bench.scheduler.schedule()) is not None:
+            bench.machine.submit(plan)
+        check_pages(bench.scheduler)
+        bench.scheduler.commit(bench.machine.result())
+        for _, output in bench.scheduler.drain():
+            given[output.id] += output.tokens
+    return bench.scheduler.counters.prefill_tokens, list(given.values())
+
+
+def choices(count: int, length: int = 101) -> list[GenerateRequest]:
+    """The choices of one request."""
+    prompt = pack_tokens(10 + at % 13 for at in range(length))
+    return [GenerateRequest(id=each, prompt=prompt, params=SamplingParams(max_tokens=3, seed=each)) for each in range(count)]
+
+
+def test_choices_of_a_request_cost_one_prefill() -> None:
+    """Each beyond the first computes the tokens of the last page only, and all give what they give alone."""
+    alone, answer = computed(choices(1))
+    together, answers = computed(choices(4))
+    assert alone == 101
+    assert together == alone + 3 * (101 % PAGE)
+    assert answers == answer * 4
+
+
+def test_choices_that_do_not_wait_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted fault: each begins at once, and most of the prompt is computed several times."""
+    monkeypatch.setattr(Allocator, "coming", lambda self, sequence, hit, running, gain: False)
+    assert computed(choices(4))[0] > 2 * 101
+
+
+def test_nobody_waits_for_a_prefill_that_ended() -> None:
+    """When the one that computes a shared prompt is aborted halfway, those that waited for it go on behind what it left."""
+    bench = Bench((60, 100))
+    first, second = choices(2)
+    bench.scheduler.add(0, first)
+    bench.scheduler.add(0, second)
+    for _ in range(3):
+        bench.machine.submit(bench.scheduler.schedule())
+        bench.scheduler.commit(bench.machine.result())
+    assert [sequence.key[1] for sequence in bench.scheduler.running] == [0]
+    bench.scheduler.abort(0, 0, AbortReason.client_gone)
+    bench.machine.submit(bench.scheduler.schedule())
+    assert [sequence.cached for sequence in bench.scheduler.running] == [48]
+
+
+def test_admissions_of_a_plan_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many long prompts are found whole, their tokens fit a ring record together; one alone may exceed the bound."""
+    monkeypatch.setattr("engine.core.scheduler.MAX_ADMITTED_TOKENS", 150)
+    bench = Bench((60, 100))
+    bench.ask([10 + at % 13 for at in range(101)])
+    for request in choices(4):
+        bench.scheduler.add(0, msgspec.structs.replace(request, id=100 + request.id))
+    sizes = []
+    while bench.scheduler.waiting:
+        plan = bench.scheduler.schedule()
+        sizes.append(sum(len(admission.tokens) for admission in plan.admissions))
+        bench.machine.submit(plan)
+        bench.scheduler.commit(bench.machine.result())
+    assert sizes[:4] == [101] * 4
+    monkeypatch.setattr("engine.core.scheduler.MAX_ADMITTED_TOKENS", 1000)
+    for request in choices(4):
+        bench.scheduler.add(0, msgspec.structs.replace(request, id=200 + request.id))
+    while bench.scheduler.in_flight:
+        bench.scheduler.commit(bench.machine.result())
+    for sequence in list(bench.scheduler.running):
+        bench.scheduler.abort(0, sequence.key[1], AbortReason.client_gone)
+    assert len(bench.scheduler.schedule().admissions) == 4, "the fault beside it: without the bound all come at once"
 
 
 def test_a_hit_is_charged_to_nobody_else() -> None:
