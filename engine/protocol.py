@@ -95,8 +95,8 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
 class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """What one step gave one request. `finish` set: the request has ended and this is its last entry.
 
-    `cached` and `prompt` counts are not here: the front knows the prompt. `error` is a sentence for the client, with
-    `invalid` set when the request itself was at fault (refused: nothing was computed).
+    `cached`, with its first tokens: how many of its prompt's were found in the prefix cache when it was first scheduled. `error` is
+    a sentence for the client, with `invalid` set when the request itself was at fault (refused: nothing was computed).
     """
 
     id: int
@@ -105,14 +105,16 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=F
     finish: FinishReason | None = None
     error: str | None = None
     invalid: bool = False
+    cached: int = 0
 
 
 class PoolLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """Pages of one KV group: `total` without the null page."""
+    """Pages of one KV group: `total` without the null page, `used` by running sequences, `cached` by the prefix cache alone."""
 
     name: str
     total: int
     used: int
+    cached: int = 0
 
     @property
     def usage(self) -> float:
@@ -123,6 +125,7 @@ class PoolLoad(msgspec.Struct, frozen=True, kw_only=True):
 class Load(msgspec.Struct, frozen=True, kw_only=True):
     """The core's figures, for admission and metrics. Counters are since boot; `step` is the last whose result has come.
 
+    `queried_tokens` of first-time prompts were looked up in the prefix cache, `hit_tokens` were there; `evicted_pages` had to go.
     They come with each step's outputs, when a plan admits a sequence, and when asked for.
     """
 
@@ -138,6 +141,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     failed: int
     prefill_tokens: int
     decode_tokens: int
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    evicted_pages: int = 0
     pools: list[PoolLoad]
 
 

@@ -108,9 +108,10 @@ class Results:
             error = "the model's logits were not finite"
             self._requests.end(sequence, Output(id=sequence.key[1], finish=FinishReason.error, error=error), poisoned=True)
             return
+        cached = sequence.found if len(sequence.tokens) == sequence.prompt else 0
         sequence.tokens.extend(taken)
         logprobs = [] if row.logprobs is None else [row.logprobs]
-        output = Output(id=sequence.key[1], tokens=taken, logprobs=logprobs, finish=finish)
+        output = Output(id=sequence.key[1], tokens=taken, logprobs=logprobs, finish=finish, cached=cached)
         if finish:
             self._requests.end(sequence, output)
         else:

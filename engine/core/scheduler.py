@@ -256,6 +256,7 @@ class Scheduler:
             if first:
                 self.counters.queried_tokens += len(sequence.tokens)
                 self.counters.hit_tokens += sequence.cached
+                sequence.found = sequence.cached
             draft.admitted += len(sequence.tokens)
             draft.plan.admissions.append(_admission(sequence))
             self._prefill(sequence, draft, may_preempt=False)  # the others have rows in this plan
@@ -276,7 +277,12 @@ class Scheduler:
             failed=counters.failed,
             prefill_tokens=counters.prefill_tokens,
             decode_tokens=counters.decode_tokens,
-            pools=[PoolLoad(name=pool.group.name, total=pool.total, used=pool.used) for pool in self.pools],
+            queried_tokens=counters.queried_tokens,
+            hit_tokens=counters.hit_tokens,
+            evicted_pages=self.cache.counters.evicted_pages if self.cache else 0,
+            pools=[
+                PoolLoad(name=pool.group.name, total=pool.total, used=pool.used, cached=pool.idle) for pool in self.pools
+            ],
         )
 
 

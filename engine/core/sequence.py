@@ -34,7 +34,7 @@ class Sequence:
     masked      each of its tokens needs a mask that the host computes from those before it
     target      length at its admission: positions below it are prefill
     root, keys  what its first page's key follows, and the keys of its pages as far as they were needed
-    cached      positions that it found in the prefix cache at its admission
+    cached      positions that it found in the prefix cache at its admission; `found`: at its first one
     marks       pages at whose ends it is to leave a prefix in the cache, ascending
     held        positions that it holds pages for, in every group
     release_at  value of `low` from which on a page can be given back
@@ -53,6 +53,7 @@ class Sequence:
     root: bytes = b""
     keys: list[bytes] = field(default_factory=list)
     cached: int = 0
+    found: int = 0
     marks: list[int] = field(default_factory=list)
     low: int = 0
     high: int = 0

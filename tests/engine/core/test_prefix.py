@@ -343,6 +343,24 @@ def test_a_page_freed_while_shared_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     assert worlds_with_cache(100) > 10
 
 
+def test_the_first_output_says_how_much_was_found() -> None:
+    """`cached` comes once, with the first tokens, and counts what the prompt found; the figures agree with it."""
+    bench = Bench()
+    prompt = tokens(*range(10, 20))
+    bench.ask(prompt)
+    bench.scheduler.add(0, GenerateRequest(id=99, prompt=pack_tokens(prompt), params=SamplingParams(max_tokens=3)))
+    found = []
+    while bench.scheduler.unfinished:
+        bench.machine.submit(bench.scheduler.schedule())
+        bench.scheduler.commit(bench.machine.result())
+        found += [output.cached for _, output in bench.scheduler.drain()]
+    assert found == [36, 0, 0]
+    load = bench.scheduler.load()
+    assert (load.queried_tokens, load.hit_tokens, load.evicted_pages) == (80, 36, 0)
+    assert load.prefill_tokens == load.queried_tokens - load.hit_tokens
+    assert [pool.cached for pool in load.pools] == [pool.idle for pool in bench.scheduler.pools] != [0, 0]
+
+
 def test_a_finished_request_says_why() -> None:
     """A hit changes no finish: one token asked for ends by length."""
     bench = Bench()

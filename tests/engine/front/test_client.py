@@ -113,10 +113,11 @@ def test_what_piled_up_comes_as_one() -> None:
         probs = [Logprobs(-float(index), []) for index in range(3)]
         for index in range(3):
             finish = FinishReason.stop if index == 2 else None
-            await core.send(Output(id=stream.id, tokens=[index], logprobs=[probs[index]], finish=finish))
+            cached = 32 if index == 0 else 0
+            await core.send(Output(id=stream.id, tokens=[index], logprobs=[probs[index]], finish=finish, cached=cached))
         await delivered()
         got = [output async for output in stream]
-        assert got == [Output(id=stream.id, tokens=[0, 1, 2], logprobs=probs, finish=FinishReason.stop)]
+        assert got == [Output(id=stream.id, tokens=[0, 1, 2], logprobs=probs, finish=FinishReason.stop, cached=32)]
 
     play(story)
 
