@@ -57,7 +57,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate")
     """Front -> core: generate from `prompt` (token ids, int32). `id` is the front's own and returns in every TokenBatch entry.
 
     `clip`: max_tokens was a default, so it may be lowered to what fits instead of refusing. `salt`: only requests of the same salt
-    share cached prefixes.
+    share cached prefixes. `priority`: lower ones are served first.
     """
 
     id: int
@@ -65,6 +65,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate")
     params: SamplingParams
     clip: bool = False
     salt: str = ""
+    priority: int = 0
 
     @property
     def tokens(self) -> "array[int]":

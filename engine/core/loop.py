@@ -220,7 +220,8 @@ def scheduler_config(config: EngineConfig, pages: tuple[int, ...]) -> SchedulerC
     """What the scheduler needs to know of the engine's settings, once the pools are sized."""
     groups = kv_groups(read_geometry(Path(config.model)), config.tp, config.page)
     share = config.prefix_cache_share if config.prefix_cache else None
-    return SchedulerConfig(groups, pages, config.max_seqs, config.max_len, config.prefill_budget, cache_share=share)
+    sizes = (config.max_seqs, config.max_len, config.prefill_budget)
+    return SchedulerConfig(groups, pages, *sizes, cache_share=share, policy=config.policy)
 
 
 def collect_rarely() -> None:

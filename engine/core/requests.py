@@ -31,7 +31,7 @@ class Counters:
 
 
 class Requests:
-    """The queue, the slots and the outputs. `waiting` and `running` are in order of arrival."""
+    """The queue, the slots and the outputs. `waiting` and `running` are in order of rank."""
 
     def __init__(self, allocator: Allocator, slots: int, max_len: int) -> None:
         self.allocator = allocator
@@ -80,7 +80,8 @@ class Requests:
             return
         self._arrivals += 1
         root = root_key(0, request.salt)
-        sequence = Sequence(key, tokens, len(tokens), limit, request.params, self._arrivals, masked, root=root)
+        rank = (request.priority, self._arrivals)
+        sequence = Sequence(key, tokens, len(tokens), limit, request.params, rank, masked, root=root)
         self._by_key[key] = sequence
         self._enqueue(sequence)
 
@@ -100,10 +101,6 @@ class Requests:
             return 0, f"the request needs room for {limit} tokens; the KV cache holds at most {fits} of one request"
         return min(limit, fits), None
 
-    def admissible(self) -> Iterator[Sequence]:
-        """The queue in order, without those that have nothing to compute before the host has spoken. It may be admitted from."""
-        return (sequence for sequence in list(self.waiting) if len(sequence.tokens) > (sequence.waits_for is not None))
-
     def admit(self, sequence: Sequence) -> None:
         """Give a waiting sequence a slot under a new admission number."""
         self.waiting.remove(sequence)
@@ -112,7 +109,7 @@ class Requests:
             sequence.started = True
             self._started.append(sequence.key)
         sequence.admit(self._slots.pop(), self._admissions, len(self.allocator.pools))
-        bisect.insort(self.running, sequence, key=lambda running: running.arrival)
+        bisect.insort(self.running, sequence, key=lambda running: running.rank)
 
     def preempt(self, sequence: Sequence) -> None:
         """Back into the queue; its tokens stay, and what the prefix cache has lost of them is computed again."""
@@ -121,7 +118,7 @@ class Requests:
         self._enqueue(sequence)
 
     def _enqueue(self, sequence: Sequence) -> None:
-        bisect.insort(self.waiting, sequence, key=lambda waiting: waiting.arrival)
+        bisect.insort(self.waiting, sequence, key=lambda waiting: waiting.rank)
 
     def _vacate(self, sequence: Sequence, *, poisoned: bool = False) -> None:
         """Take slot and pages back; rows of this admission still in flight become stale."""

@@ -28,8 +28,10 @@ class Wait(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """`key` is (client, the client's id); `arrival` orders the queue; `limit` is the length (prompt and output) it ends at.
+    """`key` is (client, the client's id); `rank` (priority, arrival) orders the queue.
 
+    limit       length, prompt and output, at which it ends
+    overtaken   how many of a later rank were admitted before it
     tokens      int32, prompt and what was generated
     masked      each of its tokens needs a mask that the host computes from those before it
     target      length at its admission: positions below it are prefill
@@ -45,7 +47,7 @@ class Sequence:
     prompt: int
     limit: int
     params: SamplingParams
-    arrival: int
+    rank: tuple[int, int]
     masked: bool = False
     number: int = 0
     slot: int = -1
@@ -61,6 +63,7 @@ class Sequence:
     release_at: int = 0
     waits_for: Wait | None = None
     started: bool = False
+    overtaken: int = 0
     ended: bool = False
     runs: list[PageRun] = field(default_factory=list)
 

@@ -128,11 +128,20 @@ class EngineClient:
 
     # -- the interface: generate, abort, health
 
-    def generate(self, prompt: Sequence[int], params: SamplingParams, *, clip: bool = False) -> Stream:
-        """Submit a request at once; `clip` as in GenerateRequest. Raises InvalidRequest only if it cannot be sent as it is."""
+    def generate(
+        self, prompt: Sequence[int], params: SamplingParams, *, clip: bool = False, salt: str = "", priority: int = 0
+    ) -> Stream:
+        """Submit a request at once; `clip`, `salt` and `priority` as in GenerateRequest.
+
+        Raises InvalidRequest only if it cannot be sent as it is.
+        """
         self._last_id += 1
         stream = Stream(self._last_id, self.abort)
-        message = self._frame(GenerateRequest(id=stream.id, prompt=_packed(prompt), params=params, clip=clip))
+        message = self._frame(
+            GenerateRequest(
+                id=stream.id, prompt=_packed(prompt), params=params, clip=clip, salt=salt, priority=priority
+            )
+        )
         if not self._requests:
             self._waiting_since = time.monotonic_ns()
         self._requests[stream.id] = _Request(stream, len(prompt), Clock(self._clock()))

@@ -81,8 +81,10 @@ def test_a_request_streams_to_its_end() -> None:
     """The core gets what was asked, the reader gets the outputs in order and the finish, and the request counts as finished."""
 
     async def story(client: EngineClient, core: FakeCore) -> None:
-        stream = client.generate([1, 2, 3], PARAMS, clip=True)
-        assert await core.hear() == GenerateRequest(id=stream.id, prompt=pack_tokens([1, 2, 3]), params=PARAMS, clip=True)
+        stream = client.generate([1, 2, 3], PARAMS, clip=True, salt="a", priority=-1)
+        prompt = pack_tokens([1, 2, 3])
+        wanted = GenerateRequest(id=stream.id, prompt=prompt, params=PARAMS, clip=True, salt="a", priority=-1)
+        assert await core.hear() == wanted
         await core.send(Output(id=stream.id, tokens=[7]))
         reader = aiter(stream)
         assert await anext(reader) == Output(id=stream.id, tokens=[7])

@@ -7,7 +7,7 @@ preemption, no rejected draft may show in it.
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -60,6 +60,7 @@ class World:
         two_windows = 2 * (self.groups[0].worst_pages(max_len) + -(-drafts // page))
         pages = (two_windows + rng.choice((0, 1, 8)) + 1, -(-max_len // page) * rng.randint(1, 2) + rng.randint(-2, 3) + 1)
         self.config = SchedulerConfig(self.groups, pages, rng.randint(1, 6), max_len, rng.choice((3, 8, 32)), drafts, share)
+        self.config = replace(self.config, policy=rng.choice(("fair", "fair", "arrival")))
         self._ask(max_len)
         self.depth = rng.choice((2, 2, 2, 4))  # plans out at a time; the core keeps two
         self.stop_chance = rng.choice((0.0, 0.05, 0.2))
