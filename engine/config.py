@@ -11,6 +11,7 @@ from engine.geometry import PAGE_SIZE, Geometry, check_tp, kv_groups, read_geome
 Device = Literal["cpu", "cuda"]
 DType = Literal["float32", "bfloat16"]
 LoadFormat = Literal["safetensors", "dummy"]
+LogLevel = Literal["debug", "info", "warning"]
 PolicyName = Literal["fair", "arrival"]
 AttentionName = Literal["reference", "triton"]
 
@@ -23,6 +24,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_seqs         slots: sequences running at once
     max_len          tokens of one sequence, prompt and output
     prefill_budget   prompt tokens computed in one step, over all sequences
+    core_log         what the core writes to stderr: info, a line a second of work and class of step; debug, a line a step
     policy           who is served when: "fair", or "arrival" (strictly in order)
     prefix_cache     keep the pages of prompts and answers, and compute nothing twice that is still there
     prefix_cache_share  how much of each pool may lie idle for it; running sequences take it back whenever they need it
@@ -43,6 +45,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_seqs: int = 16
     max_len: int = 2048
     prefill_budget: int = 512
+    core_log: LogLevel = "info"
     policy: PolicyName = "fair"
     prefix_cache: bool = True
     prefix_cache_share: float = 1.0

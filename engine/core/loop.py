@@ -10,8 +10,9 @@ the group; one while reading a single message ends that request only. Several fr
 """
 
 import gc
-import select
+import logging
 import socket
+import sys
 import time
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +21,8 @@ import msgspec
 
 from engine.channel import RingReader, RingWriter, Waiter, map_shared
 from engine.config import EngineConfig
+from engine.core.figures import StepFigures
+from engine.core.front_link import FrontLink
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.geometry import kv_groups, read_geometry
 from engine.lifeline import BootArgs, Lifeline, Ready, run
@@ -27,16 +30,12 @@ from engine.plan import DEPTH, Phase, StepPlan, StepResult, decode_result, encod
 from engine.protocol import (
     Abort,
     Control,
-    FrameReader,
     FrontMessage,
     GenerateRequest,
     TokenBatch,
     decode_front_message,
-    encode_message,
-    frame,
 )
 
-MAX_UNSENT_BYTES = 64 << 20  # answers that a front has not read; beyond, it has stopped reading
 _CLIENT = 0
 
 
@@ -68,47 +67,6 @@ class RingExecutor:
         return None if record is None else decode_result(record[1])
 
 
-class FrontLink:
-    """The front's socket: whole messages in, buffered frames out, never blocking."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._sock.setblocking(False)
-        self._frames = FrameReader()
-        self._unsent = bytearray()
-
-    def receive(self, timeout_s: float) -> list[bytes]:
-        """Messages that have come, after `timeout_s` at most, or once there was room to send; EOFError when the front is gone."""
-        readable, writable, _ = select.select([self._sock], [self._sock] if self._unsent else [], [], timeout_s)
-        if writable:
-            self.flush()
-        if not readable:
-            return []
-        try:
-            data = self._sock.recv(1 << 20)
-        except BlockingIOError:
-            return []
-        if not data:
-            raise EOFError("the front closed its socket")
-        return self._frames.feed(data)
-
-    def send(self, batch: TokenBatch) -> None:
-        """Queue a batch and send what the socket takes; raises BufferError when the front has stopped reading."""
-        self._unsent += frame(encode_message(batch))
-        self.flush()
-        if len(self._unsent) > MAX_UNSENT_BYTES:
-            raise BufferError(f"the front has left {len(self._unsent)} bytes unread")
-
-    def flush(self) -> None:
-        """Send what is queued, as far as the socket takes it."""
-        while self._unsent:
-            try:
-                sent = self._sock.send(self._unsent)
-            except BlockingIOError:
-                return
-            del self._unsent[:sent]
-
-
 class Core:
     """The loop around the scheduler."""
 
@@ -120,6 +78,7 @@ class Core:
         self._waiter = waiter
         self._stopping = False
         self._report = False
+        self._figures = StepFigures()
         self._idle = True  # nothing to do until the front speaks
         self._submitted = 0
         self._committed = 0
@@ -131,6 +90,8 @@ class Core:
             planned = self._plan()
             committed = self._commit()
             self._send()
+            if self._figures.due(now := time.monotonic()):
+                self._figures.report(self._scheduler.load(), now)
             self._idle = not (planned or committed or self._scheduler.in_flight)
             if planned or committed:
                 self._waiter.reset()
@@ -176,6 +137,7 @@ class Core:
         while self._scheduler.in_flight < DEPTH and (plan := self._scheduler.schedule()) is not None:
             self._executor.submit(plan)
             self._submitted = plan.step
+            self._figures.planned(plan, time.monotonic())
             self._report = self._report or bool(plan.admissions)  # the front learns at once what waits no longer
             self._progress()
             planned = True
@@ -236,6 +198,7 @@ def serve(lifeline: Lifeline) -> None:
     """Boot by the handshake, then run until told to stop."""
     args = lifeline.args
     config = lifeline.configure()
+    logging.basicConfig(stream=sys.stderr, format="core: %(message)s", level=config.core_log.upper())
     executor = RingExecutor(args)
     link = FrontLink(socket.socket(fileno=args.front))
     scheduler = Scheduler(scheduler_config(config, lifeline.allocate()))

@@ -47,6 +47,12 @@ class Rings:
         self.results, self._result_writer = RingReader(results, 1, 0), RingWriter(results, 1)
         self._numbers: dict[int, int] = {}
 
+    def result(self) -> StepResult:
+        """What the ranks have answered."""
+        record = self.results.poll()
+        assert record is not None
+        return decode_result(record[1])
+
     def run(self, plan: StepPlan) -> None:
         """Answer a plan as rank 0 would: one token a row, never a stop id."""
         assert self._plan_reader.poll() is not None
@@ -73,9 +79,7 @@ def step(core: Scheduler, rings: Rings, watch: Stopwatch) -> int:
     if core.in_flight < 2:
         return 0
     with watch.stage("result"):
-        found = rings.results.poll()
-        assert found is not None
-        result = decode_result(found[1])
+        result = rings.result()
     with watch.stage("commit"):
         core.commit(result)
     with watch.stage("batch"):

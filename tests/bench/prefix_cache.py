@@ -1,7 +1,7 @@
 """What the prefix cache finds and what it costs: `python -m tests.bench.prefix_cache [--plot FILE]`.
 
 Round robin of conversations at several working sets, beside a cache that never forgets and beside Belady's optimum; then the time
-and memory of lookups: a 128k prompt, and a million cached pages.
+and memory of lookups and admissions: a 128k prompt, and a million cached pages.
 """
 
 import argparse
@@ -10,11 +10,18 @@ import tracemalloc
 from array import array
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
+from deploy.models.public_shapes import PUBLIC, config
 from engine.core.pages import PagePool
 from engine.core.prefix import PrefixCache
+from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.segment import extend_keys, root_key
+from engine.geometry import kv_groups, parse_config
+from engine.plan import encode_plan
+from engine.protocol import GenerateRequest, SamplingParams, decode_front_message, encode_message, pack_tokens
+from tests.bench.core import Rings
 from tests.support.engine.conversations import GROUPS, PAGE, TAIL, Trace, optimum, portions, serve, unlimited
 
 WORKING_SETS = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5)
@@ -68,6 +75,32 @@ def lookup_ms(tokens: int) -> tuple[float, float]:
     return 1e3 * min(made), 1e3 * min(known)
 
 
+def admission_ms(tokens: int) -> tuple[float, float]:
+    """Core milliseconds, CPU, from the message of such a prompt to its plan in the ring: of one never seen, of one cached whole."""
+    groups = kv_groups(parse_config(config(PUBLIC["31b"], "bfloat16")), 4)
+    pages = (4000, 2 * tokens // 32 + 4000)
+    core, rings = Scheduler(SchedulerConfig(groups, pages, 4, 2 * tokens, 8192, cache_share=1.0)), Rings()
+    prompt = pack_tokens(np.random.default_rng(0).integers(0, 200_000, tokens).tolist())
+    spent = []
+    for number in range(4):
+        raw = encode_message(GenerateRequest(id=number, prompt=prompt, params=SamplingParams(max_tokens=1)))
+        began = time.thread_time()
+        core.add(0, msgspec.convert(decode_front_message(raw), GenerateRequest))
+        plan = core.schedule()
+        assert plan is not None
+        rings.plans.write(plan.step, encode_plan(plan))
+        spent.append(1e3 * (time.thread_time() - began))
+        while plan is not None:
+            rings.run(plan)
+            core.commit(rings.result())
+            plan = core.schedule()
+            if plan is not None:
+                rings.plans.write(plan.step, encode_plan(plan))
+        list(core.drain())
+    assert core.counters.hit_tokens == 3 * ((tokens - 1) // 32 * 32)
+    return spent[0], min(spent[1:])
+
+
 def cached_mb(pages: int, each: int = 100) -> float:
     """Megabytes that so many cached pages take, in conversations of `each`, pools included."""
     tracemalloc.start()
@@ -100,6 +133,8 @@ def main() -> None:
     args = parser.parse_args()
     made, known = lookup_ms(131_072)
     print(f"lookup of a cached 128k prompt: {made:.2f} ms with its keys made, {known:.2f} ms with them known")
+    cold, hit = admission_ms(131_072)
+    print(f"a 128k prompt from its message to its plan in the ring: {cold:.1f} ms, {hit:.1f} ms when it is cached")
     print(f"a million cached pages: {cached_mb(1_000_000):.0f} MB")
     found = rates(Trace(args.conversations))
     if args.plot:

@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from engine.channel import Waiter
-from engine.core.loop import Core, FrontLink
+from engine.core.front_link import FrontLink
+from engine.core.loop import Core
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.geometry import KVGroup
 from engine.plan import StatusBlock, StepPlan, StepResult
@@ -144,10 +145,10 @@ def unread(link: FrontLink, batches: int) -> int:
 
 def test_a_front_that_never_reads_ends_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a front leaves unread is bounded: sending never blocks, and beyond the bound it raises; without one it never would."""
-    monkeypatch.setattr("engine.core.loop.MAX_UNSENT_BYTES", 1 << 20)
+    monkeypatch.setattr("engine.core.front_link.MAX_UNSENT_BYTES", 1 << 20)
     ours, theirs = socket.socketpair()
     assert unread(FrontLink(theirs), 5000) < 5000
-    monkeypatch.setattr("engine.core.loop.MAX_UNSENT_BYTES", 1 << 40)
+    monkeypatch.setattr("engine.core.front_link.MAX_UNSENT_BYTES", 1 << 40)
     assert unread(FrontLink(theirs), 5000) == 5000
     ours.close()
     theirs.close()
