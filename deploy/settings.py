@@ -12,6 +12,7 @@ import yaml
 from pydantic import Field
 
 from deploy.edge.edge_settings import FrozenSettings, LimitSettings, LogSettings, TracingSettings
+from engine.config import PolicyName
 from engine.errors import ConfigError
 
 IMPORT_PATH = "deploy.app:build"
@@ -52,6 +53,9 @@ class Settings(FrozenSettings):
     tp                 ranks of a group: GPUs of one node
     device             auto: cuda where NVML shows a GPU to this replica
     max_queue          choices that may wait beyond max_seqs; more are refused at once with 429 (default: 32, or twice max_seqs)
+    policy             who is served when: fair, or arrival (strictly in order)
+    prefix_cache       keep the pages of prompts and answers for requests that begin alike
+    prefix_cache_share  how much of each pool may lie idle for that
     pages              pages of each KV group, null page included; default: sized by need
     wait_for_nodes     do not refuse when no node can hold a group now: the cluster scales GPU nodes from zero
     build              any string; changing it makes Serve replace the replicas (it compares configuration, not code)
@@ -69,6 +73,9 @@ class Settings(FrozenSettings):
     max_len: int = Field(default=2048, ge=2)
     max_queue: int | None = Field(default=None, ge=0)
     prefill_budget: int = Field(default=512, ge=1)
+    policy: PolicyName = "fair"
+    prefix_cache: bool = True
+    prefix_cache_share: float = Field(default=1.0, gt=0, le=1)
     pages: tuple[int, ...] | None = None
     memory_fraction: float = Field(default=0.9, gt=0, le=1)
     step_timeout_s: float = Field(default=60.0, gt=0)

@@ -21,7 +21,7 @@ from engine.config import EngineConfig
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.geometry import read_geometry
 from engine.memory import pages_of
-from engine.protocol import GenerateRequest, SamplingParams
+from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
 from engine.rank import worker
 from engine.rank.parallel import Single
 from tests.conftest import Nano
@@ -162,9 +162,9 @@ def run_at_once(planned: Sizing, sequences: int, tokens: int) -> tuple[int, int]
     engine = planned.config
     groups, pages = tuple(pool.group for pool in planned.pools), tuple(pool.pages for pool in planned.pools)
     scheduler = Scheduler(SchedulerConfig(groups, pages, sequences, engine.max_len, engine.prefill_budget))
-    machine = KVMachine(groups, pages, sequences, engine.max_len, lambda number, position: 300)
+    machine = KVMachine(groups, pages, sequences, engine.max_len, lambda prefix, position, seed: 300)
     for number in range(sequences):
-        scheduler.add(0, GenerateRequest(id=number, prompt=[5] * 8, params=SamplingParams(max_tokens=tokens - 8)))
+        scheduler.add(0, GenerateRequest(id=number, prompt=pack_tokens([5] * 8), params=SamplingParams(max_tokens=tokens - 8)))
     most = 0
     while scheduler.unfinished:
         while scheduler.in_flight < 2 and (plan := scheduler.schedule()) is not None:

@@ -102,9 +102,6 @@ def paced(nano: Nano) -> Iterator[Edge]:
 @pytest.fixture
 def desk(paced: Edge, tmp_path: Path) -> Iterator[Desk]:
     paced.core.__dict__.update({name: value for name, value in PacedCore().__dict__.items() if not name.startswith("_")})
-    paced.core.requests += [None] * paced.client.counters.received  # type: ignore[list-item]  # the core counts since its start
-    assert isinstance(paced.core, PacedCore)
-    paced.core.begun = paced.client.counters.received
     paced.events.clear()
     made = Desk(paced, tmp_path)
     before = SERVE.handlers[:], SERVE.level, SERVE.propagate

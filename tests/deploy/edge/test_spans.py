@@ -89,10 +89,6 @@ def traced(paced: Edge) -> Iterator[Traced]:
 def reset(edge: Edge) -> None:
     edge.core.__dict__.update({name: value for name, value in PacedCore().__dict__.items() if not name.startswith("_")})
     edge.events.clear()
-    # what the core has read counts since the client's first request
-    edge.core.requests += [None] * edge.client.counters.received  # type: ignore[list-item]
-    assert isinstance(edge.core, PacedCore)
-    edge.core.begun = edge.client.counters.received
 
 
 def settle(edge: Edge) -> None:

@@ -28,6 +28,7 @@ from engine.protocol import (
     decode_front_message,
     encode_message,
     frame,
+    pack_tokens,
 )
 from tests.support.engine.load_figures import load
 
@@ -121,7 +122,7 @@ class FakeEngineClient:
     def generate(self, prompt: list[int], params: SamplingParams, *, clip: bool = False) -> Stream:
         """As EngineClient.generate."""
         stream = Stream(len(self.requests) + 1, self.abort)
-        self.requests.append(GenerateRequest(id=stream.id, prompt=prompt, params=params, clip=clip))
+        self.requests.append(GenerateRequest(id=stream.id, prompt=pack_tokens(prompt), params=params, clip=clip))
         if self.dead is not None:
             stream.fail(EngineDead(self.dead))
         elif self.refuse is not None:
