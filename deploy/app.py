@@ -24,8 +24,7 @@ from ray.serve import Application
 
 from cluster.gauges import levels
 from cluster.group import Group
-from cluster.health import Watcher, raylet_pid
-from dashboards.discovery import cause_of
+from cluster.health import Death, Watcher, raylet_pid
 from dashboards.exporter import Exporter, Facts
 from deploy import environment
 from deploy.edge.observe import logs
@@ -163,21 +162,21 @@ class Quartet:
         """What Serve collects for the autoscaling policy."""
         return self._demand.figures()
 
-    def _died(self, reason: str) -> None:
+    def _died(self, death: Death) -> None:
         """The group is gone: tell every stream, then end this process."""
         if self._closing:
             return
         self._closing = True
-        self._client.fail(reason)
-        self._exit = asyncio.ensure_future(self._leave(reason))
+        self._client.fail(death.sentence)
+        self._exit = asyncio.ensure_future(self._leave(death))
 
-    async def _leave(self, reason: str) -> None:
+    async def _leave(self, death: Death) -> None:
         """Children first (they may hold GPUs), flushing meanwhile; then the fastest way to a new replica."""
         try:
             assert self._group is not None
             loop = asyncio.get_running_loop()
             killed = loop.run_in_executor(None, self._group.kill)
-            told = loop.run_in_executor(None, self._last_word(cause_of(reason)))
+            told = loop.run_in_executor(None, self._last_word(death.cause))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._service.idle.wait(), FLUSH_S)
             await asyncio.sleep(0.02)  # the last bytes are the transport's by now; let it write them
@@ -185,8 +184,8 @@ class Quartet:
             await killed
             await told
             await traced
-            logger.error("replica exits: %s", reason)
-            sys.stderr.write(f"quartet: the group ended ({reason}); this replica exits, Serve starts a new one\n")
+            logger.error("replica exits: %s", death)
+            sys.stderr.write(f"quartet: the group ended ({death}); this replica exits, Serve starts a new one\n")
             sys.stderr.flush()
         finally:
             os._exit(1)
