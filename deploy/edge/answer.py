@@ -111,7 +111,7 @@ class Answer(Response):
             parts = [] if index in opened else [self._form.opening(index)]
             opened.add(index)
             tokens += len(delta.tokens)
-            if delta.text or delta.logprobs:
+            if delta.parts or delta.logprobs:
                 parts.append(self._form.chunk(index, delta))
             if delta.finish is not None:
                 left -= 1

@@ -100,7 +100,7 @@ class ChatForm(_Base):
     def chunk(self, index: int, delta: Delta) -> bytes:
         """More text."""
         logprobs = encode(self._logprobs(delta)) if delta.logprobs else b"null"
-        content = encode(delta.text)
+        content = encode(_text_of(delta))
         return self._event(
             b'{"index":%d,"delta":{"content":%b},"logprobs":%b,"finish_reason":null}' % (index, content, logprobs)
         )
@@ -115,7 +115,7 @@ class ChatForm(_Base):
         return encode(self._identity("chat.completion") | {"choices": answers, "usage": usage.json()})
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None, "annotations": []}
+        message: dict[str, Any] = {"role": "assistant", "content": choice.content, "refusal": None, "annotations": []}
         logprobs = self._logprobs(choice) if choice.logprobs else None
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish}
 
@@ -146,7 +146,7 @@ class TextForm(_Base):
         """More text."""
         logprobs = encode(self._logprobs(delta, self._offsets[index])) if delta.logprobs else b"null"
         self._offsets[index] += sum(len(self._text(token)) for token in delta.tokens)
-        content = encode(delta.text)
+        content = encode(_text_of(delta))
         return self._event(b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null}' % (index, content, logprobs))
 
     def closing(self, index: int, finish: str) -> bytes:
@@ -158,7 +158,7 @@ class TextForm(_Base):
         answers = [
             {
                 "index": index,
-                "text": choice.text,
+                "text": choice.content,
                 "logprobs": self._logprobs(choice, 0) if choice.logprobs else None,
                 "finish_reason": choice.finish,
             }
@@ -177,6 +177,10 @@ class TextForm(_Base):
             "top_logprobs": [{self._text(token): _finite(value) for token, value in entry.top} for entry in delta.logprobs],
             "text_offset": starts[:-1],
         }
+
+
+def _text_of(delta: Delta) -> str:
+    return delta.parts[0].text if len(delta.parts) == 1 else "".join(part.text for part in delta.parts)
 
 
 def _finite(logprob: float) -> float:
