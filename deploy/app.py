@@ -9,6 +9,7 @@ handlers get a moment to flush, and the process exits: Serve starts a new one fa
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import sys
@@ -141,6 +142,8 @@ class Quartet:
         self._watcher = Watcher(group, self._died, waiting=lambda: self._client.waiting_since, raylet=raylet_pid())
         self._watcher.start()
         self._client.report()
+        gc.collect()
+        gc.freeze()  # what lives as long as the process: a full collection then takes a millisecond, not a hundred
         self._announcer = self._announce(metrics)
 
     def _announce(self, metrics: str) -> Announcer | None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from deploy.models.public_shapes import PUBLIC, Shape, config
+from deploy.models.public_shapes import PUBLIC, ModelShape, config
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.geometry import KVGroup, kv_groups, read_geometry
@@ -86,7 +86,7 @@ def _holds(group: KVGroup, pages: int, tokens: int) -> int:
     return (pages - 1) // group.worst_pages(max(1, tokens - 1))
 
 
-def shape_of(model: str) -> Shape | None:
+def shape_of(model: str) -> ModelShape | None:
     """The shape that a name stands for: `31b`, `dummy:31b`, `nano:31b`, `random:31b`, `<owner>/gemma-4-31B-it`.
 
     None for any other name; ConfigError for an unknown member behind `dummy:`, `nano:` or `random:`.

@@ -20,7 +20,7 @@ from deploy.edge.openai.error_response import DeadlineExceeded, body_of
 from deploy.edge.openai.forms import DONE, Form, Usage
 from deploy.edge.service import Service
 from engine.errors import QuartetError
-from engine.front.generation import Choice, Delta, Generation, Job, merged
+from engine.front.generation import Delta, Generation, Job, merged
 from engine.protocol import AbortReason
 
 _SSE_HEADERS = [
@@ -88,15 +88,16 @@ class Answer(Response):
 
     async def _whole(self, deltas: AsyncIterator[tuple[int, Delta]], send: Send) -> bool:
         """Collect, then reply; False when some choice has no end."""
-        choices = [Choice() for _ in self._job.params]
+        collectors = [self._form.collector() for _ in self._job.params]
         async for index, delta in deltas:
-            choices[index].add(delta)
+            collectors[index].add(delta)
+        choices = [collector.choice for collector in collectors]
         if any(choice.finish is None for choice in choices):
             return False
         usage = Usage(len(self._job.prompt), sum(len(choice.tokens) for choice in choices))
         self._record.finishes = {index: choice.finish for index, choice in enumerate(choices) if choice.finish is not None}
         self._record.output_tokens = usage.completion
-        body = self._form.whole(choices, usage)
+        body = self._form.whole(collectors, usage)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})

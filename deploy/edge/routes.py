@@ -15,7 +15,7 @@ from deploy.edge.observe.access_log import Journal
 from deploy.edge.observe.record import record_of
 from deploy.edge.openai.error_response import handle, json_response, plain_error
 from deploy.edge.openai.forms import ChatForm, TextForm
-from deploy.edge.openai.schemas import ChatRequest, CompletionRequest, R, Sampling, parse
+from deploy.edge.openai.schemas import ChatRequest, CompletionRequest, R, Sampling, documentation
 from deploy.edge.service import Service
 from engine.errors import QuartetError
 from engine.front.generation import Job
@@ -30,6 +30,7 @@ def create_app(service: Service, *, echo: bool = True) -> ASGIApp:
     _add_generation(app, service)
     _add_models(app, service)
     _add_health(app, service)
+    _document_components(app)
     return Journal(Limits(app, service.limits), service, echo=echo)
 
 
@@ -48,7 +49,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 async def _admitted(service: Service, kind: type[R], request: Request) -> R:
     """The request in the body, for a model that is served and with room for it. Raises what says otherwise."""
     service.check_alive()
-    wanted = parse(kind, await request.body())
+    wanted = await service.parsed(kind, await request.body())
     service.check_model(wanted.model)
     service.check_room(wanted)
     return wanted
@@ -104,8 +105,19 @@ async def _bug(request: Request, error: Exception) -> Response:
     return plain_error(500, "Internal error", "internal_error")
 
 
-def _body(model: type[ChatRequest] | type[CompletionRequest]) -> dict[str, Any]:
+def _body(kind: type[Sampling]) -> dict[str, Any]:
     """What /docs shows of a body that FastAPI itself does not read."""
-    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-    schema.pop("$defs", None)
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    schemas, _ = documentation()
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schemas[kind]}}}}
+
+
+def _document_components(app: FastAPI) -> None:
+    """Have the API's document hold what the bodies' schemas refer to."""
+    generate = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = generate()
+        document.setdefault("components", {}).setdefault("schemas", {}).update(documentation()[1])
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]  # the way that FastAPI documents

@@ -73,18 +73,16 @@ class Delta:
 
 @dataclass(slots=True)
 class Choice:
-    """All deltas of one choice, added up."""
+    """The deltas of one choice, added up, their logprobs apart: those are as large as anybody asks for."""
 
     texts: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[Logprobs] = field(default_factory=list)
     finish: str | None = None
 
     def add(self, delta: Delta) -> None:
         """One more."""
         self.texts += [part.text for part in delta.parts]
         self.tokens += delta.tokens
-        self.logprobs += delta.logprobs
         self.finish = delta.finish
 
     @property

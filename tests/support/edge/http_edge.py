@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -61,6 +62,10 @@ class Edge:
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(20)
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> "Future[Any]":
+        """Run `work` beside the app, until it ends or is cancelled."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def reset(self) -> None:
         """A fresh script for the next test."""
