@@ -44,7 +44,6 @@ from engine.front.text import TextProcessor
 from engine.geometry import read_geometry
 
 FLUSH_S = 0.3
-MARGIN = 16  # requests beyond our own capacity that reach us, to be refused in OpenAI's shape; Serve refuses the rest
 DRAIN_MARGIN_S = 10.0  # beyond the deadline of the last request: a replica that goes (fewer replicas, a new build) cuts no answer
 TRACES_S = 2.0  # for the last traces, at an orderly end
 
@@ -65,10 +64,9 @@ def deployment_options(settings: Settings) -> dict[str, Any]:
     logging_config = logs.serve_config(settings.logs)
     gpus = {"num_gpus": settings.tp, "num_cpus": 1} if settings.needs_gpus else {"num_gpus": 0, "num_cpus": 0.5}
     return {
-        "max_ongoing_requests": settings.capacity + MARGIN,
-        # Who may wait while there is no replica, and the burst that one turn of a replica's loop may find at its socket, free slots
-        # or not: a whole replica's worth serves both.
-        "max_queued_requests": settings.capacity + MARGIN,
+        # The guard around Serve lets no more in than this, so that Serve never refuses anything itself, in words of its own.
+        "max_ongoing_requests": settings.limits.requests,
+        "max_queued_requests": settings.limits.requests,
         "backpressure_config": {"status_code": 429, "retry_after_s": 1},
         "health_check_period_s": 2.0,
         "health_check_timeout_s": 10.0,
@@ -137,6 +135,7 @@ class Quartet:
             tracer=tracer(settings.tracing, {"service.namespace": replica.app_name, "service.instance.id": replica.replica_tag}),
             max_tokens=settings.max_tokens,
             capacity=settings.capacity,
+            queue_tokens=settings.queue_tokens,
             about={"metrics": metrics, "attention": str(group.capability)},
         )
         self._watcher = Watcher(group, self._died, waiting=lambda: self._client.waiting_since, raylet=raylet_pid())

@@ -3,13 +3,18 @@
 Bodies are read raw and validated by our own models, so that every error has OpenAI's shape; FastAPI routes and documents (/docs).
 """
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
+from deploy.edge.admission import Place
 from deploy.edge.answer import Answer
+from deploy.edge.http_errors import DeadlineExceeded
 from deploy.edge.limits import Limits
 from deploy.edge.observe.access_log import Journal
 from deploy.edge.observe.record import record_of
@@ -37,25 +42,39 @@ def create_app(service: Service, *, echo: bool = True) -> ASGIApp:
 def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", response_model=None, openapi_extra=_body(ChatRequest))
     async def chat_completions(request: Request) -> Response:
-        wanted = await _admitted(service, ChatRequest, request)
-        return _answer(service, wanted, await service.chat_job(wanted), ChatForm)
+        async with _admitted(service, request) as place:
+            wanted = await _wanted(service, ChatRequest, request)
+            return _answer(service, wanted, await service.chat_job(wanted), ChatForm, place)
 
     @app.post("/v1/completions", response_model=None, openapi_extra=_body(CompletionRequest))
     async def completions(request: Request) -> Response:
-        wanted = await _admitted(service, CompletionRequest, request)
-        return _answer(service, wanted, await service.completion_job(wanted), TextForm)
+        async with _admitted(service, request) as place:
+            wanted = await _wanted(service, CompletionRequest, request)
+            return _answer(service, wanted, await service.completion_job(wanted), TextForm, place)
 
 
-async def _admitted(service: Service, kind: type[R], request: Request) -> R:
-    """The request in the body, for a model that is served and with room for it. Raises what says otherwise."""
+@asynccontextmanager
+async def _admitted(service: Service, request: Request) -> AsyncIterator[Place]:
+    """With a place, and until the deadline. The access log gives the place back when the request has ended, whichever way."""
     service.check_alive()
+    record = record_of(request.scope)
+    record.place = service.admission.enter()
+    try:
+        async with asyncio.timeout_at(record.deadline):
+            yield record.place
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"The request took longer than {service.limits.request_timeout_s:g} s.") from error
+
+
+async def _wanted(service: Service, kind: type[R], request: Request) -> R:
+    """The request in the body, for a model that is served. Raises what says otherwise."""
     wanted = await service.parsed(kind, await request.body())
     service.check_model(wanted.model)
-    service.check_room(wanted)
     return wanted
 
 
-def _answer(service: Service, wanted: Sampling, job: Job, form: type[ChatForm] | type[TextForm]) -> Answer:
+def _answer(service: Service, wanted: Sampling, job: Job, form: type[ChatForm] | type[TextForm], place: Place) -> Answer:
+    place.settle(len(job.params), len(job.params) * len(job.prompt))
     made = form(service.name, service.text.pieces, include_usage=wanted.wants_usage)
     return Answer(service, job, made, stream=bool(wanted.stream), include_usage=wanted.wants_usage)
 

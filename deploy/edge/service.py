@@ -15,17 +15,19 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from deploy.edge.admission import AdmissionControl
 from deploy.edge.edge_settings import LimitSettings, LogSettings
 from deploy.edge.observe.spans import Tracer
 from deploy.edge.openai.schemas import ChatRequest, CompletionRequest, R, Sampling, parse
 from engine.checkpoint import generation_config
-from engine.errors import EngineDead, InvalidRequest, ModelNotFound, Overloaded
+from engine.errors import EngineDead, InvalidRequest, ModelNotFound
 from engine.front.generation import Engine, Generation, Job
 from engine.front.template import characters
 from engine.front.text import TextProcessor
 from engine.protocol import SamplingParams
 
 TEXT_THREADS = 2
+READERS = 4  # answers under way, in capacities: beyond what the engine works on, those that only wait for their readers
 SMALL_BODY = 64 << 10  # bytes of JSON that take less than a millisecond to read
 COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 _SEED_BITS = 63
@@ -56,7 +58,8 @@ class Defaults:
 class Service:
     """One served model. `vocab` is the model's (token ids must lie in it), `max_len` the context.
 
-    `capacity` and `open` count choices, from submission to the last byte of their answer. `tracer`: none unless configured.
+    `capacity` choices, and `queue_tokens` tokens of those that wait, are let in (admission.py); `open` counts choices from their
+    submission to the last byte of their answer. `tracer`: none unless configured.
     """
 
     name: str
@@ -69,7 +72,8 @@ class Service:
     logs: LogSettings = field(default_factory=LogSettings)
     tracer: Tracer | None = None
     max_tokens: int | None = None
-    capacity: int = 1 << 30
+    capacity: int = 1 << 20
+    queue_tokens: int = 1 << 30
     about: dict[str, Any] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
     open: int = 0
@@ -77,6 +81,7 @@ class Service:
 
     def __post_init__(self) -> None:
         self._pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
+        self.admission = AdmissionControl(self.engine, self.capacity, self.queue_tokens, READERS * self.capacity)
         self.idle = asyncio.Event()
         self.idle.set()
 
@@ -89,11 +94,6 @@ class Service:
         """Raises EngineDead once the group is gone."""
         if self.engine.dead is not None:
             raise EngineDead(self.engine.dead)
-
-    def check_room(self, request: Sampling) -> None:
-        """Raises Overloaded when the queue is full: before any work, so that the client hears it at once."""
-        if self.open + (request.n or 1) > self.capacity:
-            raise Overloaded("Too many requests are running or waiting; please try again shortly.")
 
     @contextmanager
     def answering(self, choices: int) -> Iterator[None]:

@@ -12,7 +12,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.errors import GenerationFailed
+from engine.errors import GenerationFailed, SlowReader
 from engine.front.client import Clock
 from engine.front.text import StopStrings, TextProcessor
 from engine.protocol import AbortReason, FinishReason, Logprobs, Output, SamplingParams
@@ -34,6 +34,9 @@ class Engine(Protocol):
     """What the edge needs of an `EngineClient`."""
 
     dead: str | None
+
+    @property
+    def open(self) -> int: ...
 
     def generate(self, prompt: list[int], params: SamplingParams, *, clip: bool = False) -> EngineStream: ...
 
@@ -174,6 +177,7 @@ async def merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, 
         while left:
             item = await queue.get()
             if isinstance(item, BaseException):
+                _abort_siblings(generations, item)
                 raise item
             if item is None:
                 left -= 1
@@ -183,6 +187,13 @@ async def merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, 
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _abort_siblings(generations: Sequence[Generation], error: BaseException) -> None:
+    """Before their streams are closed, which would say that the client has gone."""
+    reason = AbortReason.slow_reader if isinstance(error, SlowReader) else AbortReason.sibling_failed
+    for generation in generations:
+        generation.abort(reason)
 
 
 async def _pump(index: int, generation: Generation, queue: asyncio.Queue[tuple[int, Delta] | BaseException | None]) -> None:

@@ -1,6 +1,7 @@
 """A core that answers by a script, and tells its load as the real one does: how many requests it has read, and how many wait."""
 
 import asyncio
+from collections.abc import Callable
 
 import msgspec
 
@@ -16,7 +17,7 @@ class ScriptedCore(FakeCore):
 
     queue_s, prefill_s   how long a request waits, and then takes to its first token; delay_s: between steps
     forever              the steps again and again
-    refuse, fail_after   refuse every request with that sentence; fail each one at that step
+    refuse, fail_after   refuse every request with that sentence; fail at that step each one that `fails`
     requests, aborts     what the client asked for since the last reset; sent: tokens
     """
 
@@ -35,6 +36,7 @@ class ScriptedCore(FakeCore):
         self.forever = False
         self.refuse: str | None = None
         self.fail_after: int | None = None
+        self.fails: Callable[[GenerateRequest], bool] = lambda request: True
         self.requests: list[GenerateRequest] = []
         self.aborts: list[tuple[int, AbortReason]] = []
         self.sent = 0
@@ -71,7 +73,7 @@ class ScriptedCore(FakeCore):
         left = request.params.max_tokens
         place = 0
         while left > 0 and (self.forever or place < len(self.steps)):
-            if self.fail_after == place:
+            if self.fail_after == place and self.fails(request):
                 await self.send(Output(id=request.id, finish=FinishReason.error, error="the logits are not finite"))
                 return
             tokens = self.steps[place % len(self.steps)][:left]

@@ -50,6 +50,7 @@ class FakeCore:
         self._frames = FrameReader()
         self._heard: list[FrontMessage] = []
         self._step = 0
+        self._sending = asyncio.Lock()
 
     async def receive(self) -> FrontMessage | None:
         """The next message from the client; None once it has closed its end."""
@@ -98,7 +99,8 @@ class FakeCore:
 
     async def send_raw(self, message: bytes) -> None:
         """One message, whatever it is."""
-        await asyncio.get_running_loop().sock_sendall(self._sock, frame(message))
+        async with self._sending:  # a socket has one writer at a time
+            await asyncio.get_running_loop().sock_sendall(self._sock, frame(message))
 
     def close(self) -> None:
         """The core ends."""
