@@ -189,7 +189,8 @@ def pools(engine: EngineConfig, pages: tuple[int, ...]) -> tuple[Pool, ...]:
     dtype, meta = torch_dtype(engine), torch.device("meta")
     made: list[Pool] = []
     for group, count in zip(kv_groups(read_geometry(Path(engine.model)), engine.tp, engine.page), pages, strict=True):
-        cache: Any = GroupCache(group, count, engine.max_seqs, engine.max_len, dtype, meta)
+        slots = engine.max_seqs + 1  # as the worker has it: one is the padding's
+        cache: Any = GroupCache(group, count, slots, engine.max_len, dtype, meta)
         made.append(Pool(group, count, group.page_bytes(dtype.itemsize), cache.pool.nbytes, cache.table.nbytes))
     return tuple(made)
 
