@@ -16,6 +16,7 @@ PREFIX = "vllm:"
 _REASONS = {
     "stop": "stop", "length": "length", "error": "error", "dead": "error",
     "client_gone": "abort", "deadline": "abort", "slow_reader": "abort",
+    "queue_timeout": "abort", "sibling_failed": "error",
 }  # fmt: skip
 
 

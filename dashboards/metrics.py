@@ -17,7 +17,9 @@ Kind = Literal["counter", "gauge", "histogram"]
 Unit = Literal["seconds", "tokens", "requests", "steps", "pages", "ratio", "bytes", "ranks", "replicas", "info"]
 
 TARGET_LABELS = ("application", "deployment", "replica", "node", "model")
-OUTCOMES = ("stop", "length", "client_gone", "deadline", "slow_reader", "refused", "error", "dead")
+OUTCOMES = (
+    "stop", "length", "client_gone", "deadline", "slow_reader", "queue_timeout", "sibling_failed", "refused", "error", "dead",
+)  # fmt: skip
 CAUSES = ("killed", "failed", "unscheduled", "rank_stalled", "core_stalled", "raylet", "vanished", "other")
 SLOS = ("ttft", "tpot")
 VERDICTS = ("good", "bad")

@@ -32,6 +32,8 @@ class AbortReason(enum.StrEnum):
     stop_string = "stop_string"
     deadline = "deadline"
     slow_reader = "slow_reader"
+    queue_timeout = "queue_timeout"  # it had not begun in time
+    sibling_failed = "sibling_failed"  # another choice of the same request ended in error
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

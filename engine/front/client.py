@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from engine.errors import EngineDead, GenerationFailed, InvalidRequest
+from engine.errors import EngineDead, GenerationFailed, InvalidRequest, SlowReader
 from engine.events import (
     EngineFailed,
     EngineLoad,
@@ -51,7 +51,12 @@ from engine.protocol import (
 )
 
 MAX_PILED_TOKENS = 4096
-_ABORTS: dict[AbortReason | None, Outcome] = {AbortReason.deadline: "deadline", AbortReason.slow_reader: "slow_reader"}
+_ABORTS: dict[AbortReason | None, Outcome] = {
+    AbortReason.deadline: "deadline",
+    AbortReason.slow_reader: "slow_reader",
+    AbortReason.queue_timeout: "queue_timeout",
+    AbortReason.sibling_failed: "sibling_failed",
+}
 EOF_GRACE_S = 0.25  # after the socket's end the watcher may still name who died; its reason is the better one
 
 
@@ -255,7 +260,7 @@ class EngineClient:
             self._end(output.id, _outcome(output.finish, entry.aborted), None)
         elif piled > MAX_PILED_TOKENS:
             entry.stream.drop()
-            entry.stream.fail(GenerationFailed(f"the reader is more than {MAX_PILED_TOKENS} tokens behind"))
+            entry.stream.fail(SlowReader(f"the reader is more than {MAX_PILED_TOKENS} tokens behind"))
             self.abort(output.id, AbortReason.slow_reader)
 
     def _started(self, request: int) -> None:

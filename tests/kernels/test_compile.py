@@ -26,7 +26,7 @@ from kernels.linear import linear, linear_geglu
 from kernels.slots import apply_plan, decode_inputs, gather_pages, rotary_table
 from kernels.tiles import TABLE, GemmShape, Tile, gemv
 from tests.bench.gemms import GemmCase
-from tests.kernels.test_attention_compiled import chunk_nodes, decode_node, named
+from tests.kernels.test_attention_compiled import chunk_nodes, decode, named
 from tests.support.compiled import Compiled, compile_node
 from tests.support.ptx import accesses, early_reads, ends_without_waiting, narrow_products
 
@@ -48,7 +48,7 @@ CONSTANT = {
     "_post": {"q_norm", "k_norm"},
 }
 PAGE_IDS = {"decode_kernel": "page_ids", "_post": "table", "_extend": "table"}
-SPILLED = {"_rotary": 32, "_extend": 160, "decode_kernel": 40}  # bytes a thread: the slow path of sine and cosine; a few registers outside its loops
+SPILLED = {"_rotary": 32, "_extend": 160, "decode_kernel": 40}  # bytes a thread: sine and cosine's slow path; what loops do not touch
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -114,7 +114,7 @@ def slots_nodes(target: Target) -> Iterator[Node]:
 def attention_nodes(target: Target) -> Iterator[Node]:
     """Decode with one row and with many, and what a prompt's chunk takes; tests.kernels.test_attention_compiled has the rest."""
     for name, rows in (("31b-tp4-sliding", 1), ("31b-tp4-full", 100)):
-        yield decode_node(named(name), rows, target)
+        yield decode(named(name), rows, target)
     yield from chunk_nodes(named("31b-tp4-sliding"), target)
 
 

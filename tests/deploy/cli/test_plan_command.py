@@ -15,7 +15,7 @@ from deploy.cli import plan_command as plan
 from deploy.cli.main import main
 from deploy.cli.sizing import Sizing, configured, kv_budget, meta_model, pools, size, weigh
 from deploy.models.nano.nano_shapes import SHAPES
-from deploy.models.public_shapes import PUBLIC, Shape, config
+from deploy.models.public_shapes import PUBLIC, ModelShape, config
 from deploy.settings import Settings
 from engine.config import EngineConfig
 from engine.core.scheduler import Scheduler, SchedulerConfig
@@ -45,7 +45,7 @@ RANK_GB = {"e2b": (4.56, 1.22), "e4b": (9.29, 2.48), "12b": (23.8, 5.98), "26b-a
 def engine_of(tmp_path: Path) -> Callable[..., EngineConfig]:
     """The engine's settings for a shape, whose config.json stays until the test ends."""
 
-    def make(shape: Shape, **given: object) -> EngineConfig:
+    def make(shape: ModelShape, **given: object) -> EngineConfig:
         folder = tmp_path / f"{shape.member}-{shape.groups}"
         folder.mkdir(exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config(shape, "bfloat16")))

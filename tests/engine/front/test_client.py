@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.errors import EngineDead, GenerationFailed, InvalidRequest
+from engine.errors import EngineDead, GenerationFailed, InvalidRequest, SlowReader
 from engine.events import EngineFailed, EngineLoad, Event, FirstToken, RequestFinished, RequestStarted, Tokens
 from engine.front.client import MAX_PILED_TOKENS, EngineClient
 from engine.front.stream import Stream
@@ -273,7 +273,7 @@ def test_a_slow_reader_is_cut_off() -> None:
         await core.send(Output(id=stream.id, finish=FinishReason.abort))
         await delivered()
         assert client.open == 0
-        with pytest.raises(GenerationFailed, match="behind"):
+        with pytest.raises(SlowReader, match="behind"):
             await read(stream)
 
     assert play(story).counters.aborted == 1
