@@ -11,7 +11,7 @@ from engine.core.allocator import Allocator
 from engine.core.pages import PagePool
 from engine.core.prefix import PrefixCache
 from engine.core.scheduler import Scheduler, SchedulerConfig
-from engine.core.segment import extend_keys, root_key
+from engine.core.segment import equal_keys, extend_keys, root_key
 from engine.geometry import KVGroup
 from engine.plan import StepPlan
 from engine.protocol import AbortReason, FinishReason, GenerateRequest, SamplingParams, pack_tokens
@@ -210,6 +210,19 @@ def test_admissions_of_a_plan_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     for sequence in list(bench.scheduler.running):
         bench.scheduler.abort(0, sequence.key[1], AbortReason.client_gone)
     assert len(bench.scheduler.schedule().admissions) == 4, "the fault beside it: without the bound all come at once"
+
+
+def test_equal_keys_are_counted_as_one_by_one() -> None:
+    """The bisection finds what a comparison key by key finds, at every offset and length."""
+    rng = random.Random(3)
+    for _ in range(2000):
+        whole = [bytes([at]) for at in range(rng.randint(1, 40))]
+        offset = rng.randint(0, len(whole))
+        split = rng.randint(offset, len(whole))
+        part = whole[offset:split] + [b"other"] * rng.randint(0, 5)
+        naive = next((at for at, (a, b) in enumerate(zip(part, whole[offset:], strict=False)) if a != b), None)
+        wanted = min(len(part), len(whole) - offset) if naive is None else naive
+        assert equal_keys(part, whole, offset) == wanted
 
 
 def test_a_hit_is_charged_to_nobody_else() -> None:
