@@ -32,10 +32,12 @@ def tokens(*values: int) -> list[int]:
 class Bench:
     """A scheduler with a prefix cache over the KV machine; one request at a time, each to its end."""
 
-    def __init__(self, pages: tuple[int, int] = (40, 60), **settings: float | None) -> None:
-        self.config = SchedulerConfig(GROUPS, pages, 4, 200, 16, **{"cache_share": 1.0, **settings})
+    def __init__(
+        self, pages: tuple[int, ...] = (40, 60), groups: tuple[KVGroup, ...] = GROUPS, **settings: float | None
+    ) -> None:
+        self.config = SchedulerConfig(groups, pages, 4, 200, 16, **{"cache_share": 1.0, **settings})
         self.scheduler = Scheduler(self.config)
-        self.machine = KVMachine(GROUPS, pages, 4, 200, lambda prefix, position, seed: 50 + prefix % 40)
+        self.machine = KVMachine(groups, pages, 4, 200, lambda prefix, position, seed: 50 + prefix % 40)
         self.plans: list[StepPlan] = []
         self._asked = 0
 
@@ -273,6 +275,20 @@ def test_a_pool_under_pressure_loses_cached_pages_only(pages: tuple[int, int]) -
     assert scheduler.counters.hit_tokens > 200
     assert scheduler.cache.counters.evicted_pages > 100
     assert [pool.free + pool.idle for pool in scheduler.pools] == [pool.total for pool in scheduler.pools]
+
+
+def test_a_model_of_full_layers_alone_has_a_cache_too() -> None:
+    """Without sliding layers a prefix is its full pages, found where prompts and answers end, and evicted when needed."""
+    bench = Bench((24,), (KVGroup(0, "full", (0,), 1, 512, None, PAGE),))
+    prompt = tokens(*range(10, 20))
+    first = bench.ask(prompt, 5)
+    assert bench.ask(prompt, 5) == first
+    assert bench.cached == 36
+    for start in range(100, 400, 50):
+        bench.ask(tokens(*range(start, start + 12)))
+    bench.ask(prompt, 5)
+    assert bench.cached == 0
+    assert bench.scheduler.cache.counters.evicted_pages > 0
 
 
 def test_the_share_bounds_what_lies_idle() -> None:
