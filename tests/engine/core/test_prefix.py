@@ -304,14 +304,21 @@ def test_the_share_bounds_what_lies_idle() -> None:
 
 
 def test_pages_that_held_nan_are_not_found_and_are_zeroed() -> None:
-    """A request whose logits are not finite leaves nothing to find; its pages are zeroed before anybody writes to them."""
+    """Requests whose logits are not finite leave nothing, and take away what they began with; their pages are zeroed before use."""
     bench = Bench()
-    prompt = tokens(*range(10, 20))
+    other, prompt = tokens(5, 6, 7), tokens(*range(10, 20))
+    bench.ask(other)
     bench.ask(prompt)
     bench.machine.nan = lambda prefix: True
-    bench.ask(prompt, 4)
-    assert bench.scheduler.counters.failed == 1
+    found = []
+    for _ in range(3):
+        bench.ask(prompt, 4)
+        found.append(bench.cached)
+    assert found == [36, 36, 0], "the answer's end goes first, then the prompt's"
+    assert bench.scheduler.counters.failed == 3
     bench.machine.nan = lambda prefix: False
+    bench.ask(other)
+    assert bench.cached == 8, "its neighbours keep theirs"
     zeroed = sum(len(plan.zeros) for plan in bench.plans)
     bench.ask(prompt, 4)
     assert bench.cached == 0
