@@ -183,6 +183,14 @@ def test_the_largest_node_decides() -> None:
     check_nodes(Settings(model="a/b", tp=4, device="cpu"), [])
 
 
+def test_a_prefix_is_refused(tmp_path: Path) -> None:
+    """Clients of OpenAI's API know its paths: a config that moves them is refused with the key; one that says / is not."""
+    app = {"name": "q", "import_path": "deploy.app:build", "args": {"model": "a/b"}}
+    assert len(read_settings({"applications": [app | {"route_prefix": "/"}]}, "c.yaml")) == 1
+    with pytest.raises(ConfigError, match=r"c\.yaml: route_prefix: only /"):
+        read_settings({"applications": [app | {"route_prefix": "/x"}]}, "c.yaml")
+
+
 def test_rays_environment_is_set_and_the_users_wins(tmp_path: Path) -> None:
     """HAProxy's files and Ray's token go to the private folder, and what stood there stays."""
     environ = {"RAY_worker_niceness": "5", "PYTHONBREAKPOINT": "ray.util.rpdb.set_trace"}
