@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kernels.activation import geglu, gelu
 from kernels.launch import INTERPRET, launch, shared_memory, trigger, usable, wait
+from kernels.numerics import cast
 from kernels.tiles import GemmShape, Tile, choose
 
 
@@ -141,7 +142,7 @@ def _gemv(
         total = tl.sum(sums[row * SIDES], 1)
         if GATED:
             total = gelu(total) * tl.sum(sums[row * SIDES + 1], 1)
-        tl.store(out + row * M + column, total.to(out.dtype.element_ty), (column < M) & (row < T))
+        tl.store(out + row * M + column, cast(total, out.dtype.element_ty), (column < M) & (row < T))
 
 
 @triton.jit
@@ -204,4 +205,4 @@ def _gemm(
     if SWAP:
         total = total.T
     at_out = out + row[:, None].to(tl.int64) * M + column[None, :]
-    tl.store(at_out, total.to(out.dtype.element_ty), (row[:, None] < T) & (column[None, :] < M))
+    tl.store(at_out, cast(total, out.dtype.element_ty), (row[:, None] < T) & (column[None, :] < M))
