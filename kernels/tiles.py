@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
-Kind = Literal["gemv", "gemm"]
-ROW_CLASSES = (1, 2, 4, 16, 32, 64, 128)
+Kind = Literal["gemv", "mma", "gemm"]
+ROW_CLASSES = (1, 2, 4, 8, 16, 32, 64, 128)
 LARGE_SHARED = 232448  # bytes a block may have on sm_90 and sm_100
 
 _logger = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ _logger = logging.getLogger(__name__)
 class Tile:
     """One variant of a kernel. `rows` of x a CTA takes, `bn` of its outputs, `bk` of the inner dimension a turn.
 
-    `early`: weight tiles asked for before the kernel waits for its predecessors: held in registers (gemv), fetched to L2 (gemm).
+    `early`: weight tiles asked for before the kernel waits for its predecessors: held in registers (gemv, mma), fetched to L2 (gemm).
     `swap`: the weight is the MMA's left operand, whose 64 rows it fills, and x the right one. `stages`: depth of gemm's pipeline.
     `registers`: at most so many a thread, so that more CTAs stay on an SM. `start`: the next kernel may start with this one; it
     pays where that is a product too and has weights to ask for (31B TP=4 on H200: 4.42 against 4.50 ms a step, gate_up alone).
@@ -40,7 +40,7 @@ class Tile:
     start: bool = False
 
     def shared_bytes(self, gated: bool, itemsize: int = 2) -> int:
-        """What gemm's pipeline holds of x and weight; 0 for gemv, which needs only its reduction's few bytes."""
+        """What gemm's pipeline holds of x and weight; 0 for the others, which need only their sums' few bytes."""
         width = self.bn * (2 if gated else 1)
         return self.stages * (self.rows + width) * self.bk * itemsize if self.kind == "gemm" else 0
 
@@ -62,6 +62,10 @@ class GemmShape:
 
 def gemv(rows: int, bn: int, bk: int, early: int, warps: int = 4, registers: int | None = None) -> Tile:
     return Tile("gemv", rows, bn, bk, early, warps, registers=registers)
+
+
+def mma(rows: int, bn: int, early: int, warps: int = 4, registers: int | None = None) -> Tile:
+    return Tile("mma", rows, bn, 32 * warps, early, warps, registers=registers)
 
 
 def gemm(rows: int, bn: int, bk: int, stages: int, early: int = 0, warps: int = 4, swap: bool = False) -> Tile:

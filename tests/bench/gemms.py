@@ -60,15 +60,18 @@ class GemmCase(Case):
         weights = torch.empty(copies, m, n, dtype=torch.bfloat16, device=device).normal_(std=n**-0.5)
         out = torch.empty(self.rows, self.shape.m, dtype=torch.bfloat16, device=device)
         error = partial(_error, x, weights[0], out, self.shape.gated)
-        return Made(lambda i: self._launch(x, weights[i % copies], out), copies, error)
+        gated = self.shape.gated
+        return Made(lambda i: multiply(self.choice, x, weights[i % copies], out, gated), copies, error)
 
-    def _launch(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
-        if self.choice is not None:
-            _run(self.choice, x, weight, out, gated=self.shape.gated)
-        elif self.shape.gated:
-            out.copy_(geglu(torch.mm(x, weight.t())))
-        else:
-            torch.mm(x, weight.t(), out=out)
+
+def multiply(choice: Tile | None, x: Tensor, weight: Tensor, out: Tensor, gated: bool) -> None:
+    """The product by our kernel with a tile, or by cuBLAS, with the gate as a kernel of its own behind it."""
+    if choice is not None:
+        _run(choice, x, weight, out, gated=gated)
+    elif gated:
+        geglu(torch.mm(x, weight.t()), out)
+    else:
+        torch.mm(x, weight.t(), out=out)
 
 
 def _error(x: Tensor, weight: Tensor, out: Tensor, gated: bool) -> float:

@@ -19,7 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.activation import geglu
 from kernels.choose import Ballot, SlotParameters, choose_best, local_best, parts_of
+from kernels.embed import embed
 from kernels.joint import Norms, Peers, joint
 from kernels.launch import Node, launch, record, trigger, wait
 from kernels.linear import linear, linear_geglu
@@ -44,6 +46,7 @@ CONSTANT = {
     "_joint": {"post", "following", "scalar"},
     "_joint_sharded": {"post", "following", "scalar"},
     "_rotary": {"frequencies"},
+    "_embed": {"placeholders"},
     "decode_kernel": {"q_norm", "k_norm"},
     "_post": {"q_norm", "k_norm"},
 }
@@ -111,6 +114,14 @@ def slots_nodes(target: Target) -> Iterator[Node]:
     yield from nodes
 
 
+def embed_nodes(target: Target) -> Iterator[Node]:
+    """Lookup in a quarter of the vocabulary, and the MLP's gate behind a product of many rows."""
+    with record(target) as nodes:
+        embed(ints(ROWS), meta(65536, HIDDEN), 65536, ints(7), 0)
+        geglu(meta(200, 2 * HIDDEN))
+    yield from nodes
+
+
 def attention_nodes(target: Target) -> Iterator[Node]:
     """Decode with one row and with many, and what a prompt's chunk takes; tests.kernels.test_attention_compiled has the rest."""
     for name, rows in (("31b-tp4-sliding", 1), ("31b-tp4-full", 100)):
@@ -123,6 +134,7 @@ SUBJECTS: dict[str, Callable[[Target], Iterator[Node]]] = {
     "joint": joint_nodes,
     "choose": choose_nodes,
     "slots": slots_nodes,
+    "embed": embed_nodes,
     "attention": attention_nodes,
 }
 

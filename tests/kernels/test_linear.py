@@ -16,8 +16,8 @@ from tests.support import interpreter
 
 pytestmark = pytest.mark.cpu
 
-# Largest error relative to the largest output: fp32 sums; one rounding to bf16 (the interpreter truncates: 2^-7 instead of 2^-8).
-TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-7}
+# Largest error relative to the largest output: sums in fp32, and one rounding to bf16.
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-8}
 DTYPES = list(TOLERANCE)
 TILES = [
     gemv(1, 4, 64, early=4),
@@ -70,7 +70,7 @@ def test_under_the_interpreter() -> None:
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def interpreted_kernels(tile: Tile, gated: bool, dtype: torch.dtype) -> None:
     """Each kernel is the formula, also where no tile divides the sizes; a lost column or swapped halves are not."""
-    for rows, m, n in ((1, 22, 200), (max(1, tile.rows - 1), 16, 256)):
+    for rows, m, n in ((1, 14, 200), (max(1, tile.rows - 1), 8, 256)):
         x, weight = case(rows, m, n, dtype, gated)
         out, want = run(tile, x, weight, gated), product(x, weight, gated)
         assert error(out, want) < TOLERANCE[dtype]
@@ -108,13 +108,14 @@ def interpreted_wrappers_take_the_tables_tile(rows: int) -> None:
 
 
 def interpreted_many_rows_take_the_library() -> None:
-    """Above the largest class, and for no rows at all, nothing is launched and the result is torch's."""
+    """Above the largest class, and for no rows at all, the product is torch's, and only the gate a kernel of its own."""
     x, weight = case(ROW_CLASSES[-1] + 1, 8, 32, torch.float32, True)
     with record() as nodes:
-        assert torch.equal(linear(x, weight), functional.linear(x, weight))
-        assert torch.equal(linear_geglu(x, weight), geglu(functional.linear(x, weight)))
-        assert linear(x[:0], weight).shape == (0, 16)
-    assert nodes == []
+        plain, gated, none = linear(x, weight), linear_geglu(x, weight), linear(x[:0], weight)
+    assert [node.kernel for node in nodes] == ["_geglu"]
+    assert torch.equal(plain, functional.linear(x, weight))
+    assert torch.equal(gated, geglu(plain))
+    assert none.shape == (0, 16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
