@@ -60,36 +60,51 @@ class DecodeScratch:
 
 
 _MOST_VALUES = 8
+_MOST_SPLITS = 33
+_START = 3
 
 
-def decode_splits(rows: int, kv_heads: int, pages: int, processors: int) -> int:
+def decode_splits(rows: int, kv_heads: int, head_dim: int, pages: int, processors: int) -> int:
     """Splits along the keys for a bucket of `rows` rows whose longest reads `pages` pages, on so many streaming multiprocessors.
 
-    Two CTAs a multiprocessor, at most 32 and none without a page; fewer where the longest split reads as many pages even so.
+    At head dim 256 as many CTAs as the multiprocessors hold at once, three each, and fewer splits where the longest reads as many
+    pages even so. At 512 each holds one, and CTAs run in waves: the splits whose waves take the fewest turns, a page a turn and
+    `_START` turns for a CTA's begin and end.
     """
-    wanted = max(1, min(2 * processors // (rows * kv_heads), pages, 32))
-    return -(-pages // -(-pages // wanted))
+    most = min(pages, _MOST_SPLITS)
+    if head_dim <= 256:
+        wanted = max(1, min(3 * processors // (rows * kv_heads), most))
+        return -(-pages // -(-pages // wanted))
+
+    def turns(splits: int) -> int:
+        return -(-rows * kv_heads * splits // processors) * (-(-pages // splits) + _START)
+
+    return min(range(1, most + 1), key=turns)
 
 
-def most_parts(buckets: Sequence[int], kv_heads: int, pages: int, processors: int) -> int:
+def most_parts(buckets: Sequence[int], kv_heads: int, head_dim: int, pages: int, processors: int) -> int:
     """`max_parts` of a scratch for all these buckets."""
-    return max(rows * decode_splits(rows, kv_heads, pages, processors) for rows in buckets)
+    return max(rows * decode_splits(rows, kv_heads, head_dim, pages, processors) for rows in buckets)
 
 
 def decode_tile(d: int, page: int, ctas: int, turns: int, itemsize: int = 2, shared: int = LARGE_SHARED) -> DecodeTile:
     """The cut for a head dim, a page size, rows x KV heads x splits, and the most pages that a split reads.
 
-    Where CTAs are few, latency counts: more warps, and V's columns shared out, at the price of reading K from L2 more than once.
-    itemsize: bytes of a number; fp32, for tests, takes the least. shared: bytes of shared memory that a CTA may have.
+    The fastest of those tried on an H200 (tests/bench/attention.py). Where CTAs are few, latency counts: V's columns are shared
+    out, at the price of reading K from L2 more than once. itemsize: bytes of a number; fp32, for tests, takes the least. shared:
+    bytes of shared memory that a CTA may have.
     """
     if itemsize == 4:
         return DecodeTile(16, 1, 4, 2, early=False)
-    keys, early = min(page, 32), turns <= 2
+    keys, early = min(page, 32), turns <= 1
     if d <= 256:
-        tile = DecodeTile(keys, 1, 4, 3, early)
+        tile = DecodeTile(keys, 1, 4, 2 if early else 3, early)
+    elif ctas <= 40:
+        tile = DecodeTile(keys, 4, 4, 2, early=True) if turns <= 2 else DecodeTile(keys, 4, 8, 3, early=True)
+    elif turns <= 4:
+        tile = DecodeTile(keys, 2, 4, 2, early=False)
     else:
-        values = 4 if ctas <= 40 else 2 if ctas <= 80 else 1
-        tile = DecodeTile(keys, values, 8 if values > 1 else 4, 3, early and values > 1)  # whole rows of V would spill
+        tile = DecodeTile(keys, 1, 4, 3, early=False)
     while tile.shared_bytes(d) > shared and tile.keys > 16:
         tile = replace(tile, stages=2) if tile.stages > 2 else replace(tile, keys=tile.keys // 2)
     return tile

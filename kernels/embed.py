@@ -1,17 +1,29 @@
 """Lookup in a vocabulary-parallel table.
 
-    embed(ids) = table[id - first] where this rank holds the row, zero where it does not
+    embed(ids) = table[id - first] where this rank holds the row, zero where it does not; some ids are read as `pad`
 
 Summed over ranks it is the whole table's row, exactly: one term is the row, the others are zero.
 """
 
+import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
+from kernels.launch import launch, trigger, usable, wait
 
-def embed(ids: Tensor, table: Tensor, first: int) -> Tensor:
-    """ids int64 [T], table [rows, n]: rows first .. first + rows - 1 of the vocabulary -> [T, n] in the table's dtype."""
+
+def embed(ids: Tensor, table: Tensor, first: int, placeholders: Tensor | None = None, pad: int = 0) -> Tensor:
+    """ids int [T], table [rows, n]: rows first .. first + rows - 1 of the vocabulary -> [T, n] in the table's dtype.
+
+    placeholders int32 [m]: ids that stand for images, video or audio, and embed as `pad` where they occur in text.
+    """
     assert ids.dim() == 1, ids.shape
     assert table.dim() == 2, table.shape
+    if usable(ids):
+        return _launch(ids, table, first, placeholders, pad)
+    if placeholders is not None:
+        ids = torch.where(torch.isin(ids, placeholders), pad, ids)
     return _embed_reference(ids, table, first)
 
 
@@ -19,3 +31,34 @@ def _embed_reference(ids: Tensor, table: Tensor, first: int) -> Tensor:
     local = ids - first
     mine = (local >= 0) & (local < table.shape[0])
     return table[local.clamp(0, table.shape[0] - 1)].masked_fill(~mine[:, None], 0.0)
+
+
+def _launch(ids: Tensor, table: Tensor, first: int, placeholders: Tensor | None, pad: int) -> Tensor:
+    out = table.new_empty(ids.shape[0], table.shape[1])
+    count = 0 if placeholders is None else placeholders.shape[0]
+    block = min(2048, triton.next_power_of_2(table.shape[1]))
+    launch(
+        _embed, (ids.shape[0], triton.cdiv(table.shape[1], block)),
+        ids, table, placeholders, out, first, pad,
+        ROWS=table.shape[0], N=table.shape[1], COUNT=count, WIDTH=max(1, triton.next_power_of_2(count)), BLOCK=block, warps=4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["first", "pad"])
+def _embed(
+    ids: tl.tensor, table: tl.tensor, placeholders: tl.tensor, out: tl.tensor, first: tl.tensor, pad: tl.tensor,
+    ROWS: tl.constexpr, N: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    trigger(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    wait(PDL)
+    token = tl.load(ids + row)
+    if COUNT > 0:
+        lane = tl.arange(0, WIDTH)
+        found = tl.load(placeholders + lane, lane < COUNT, -1) == token
+        token = tl.where(tl.max(found.to(tl.int32), 0) > 0, pad, token)
+    local = (token - first).to(tl.int64)
+    mine = (local >= 0) & (local < ROWS) & (column < N)
+    tl.store(out + row * N + column, tl.load(table + local * N + column, mine, 0.0), column < N)

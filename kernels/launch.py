@@ -53,13 +53,18 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class Node:
-    """One launch: the kernel's name, its grid, its constexprs and options; its function and the types of its arguments."""
+    """One launch: the kernel's name, its grid, its constexprs and options; and what a compiler needs beside them.
+
+    `types` of arguments in Triton's words, `aligned` of them divisible by 16; `constants`: arguments that Triton compiles in, by
+    their values None and 1."""
 
     kernel: str
     grid: tuple[int, ...]
     constexprs: dict[str, Any]
     function: Any = field(default=None, compare=False, repr=False)
     types: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
+    aligned: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    constants: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass
@@ -113,7 +118,7 @@ def launch(
         constexprs["PDL"] = pdl and _has_pdl()
     if _launcher.recorder is not None:
         options = {"warps": warps, "stages": stages, "registers": registers}
-        _launcher.recorder.nodes.append(Node(kernel.__name__, grid, {**constexprs, **options}, kernel, _types(kernel, args)))
+        _launcher.recorder.nodes.append(_node(kernel, grid, {**constexprs, **options}, args))
     if _launcher.target is not None:
         return
     if INTERPRET:
@@ -170,15 +175,28 @@ def _count(compiled: Any) -> None:
         _launcher.late += _launcher.ready
 
 
-def _types(kernel: Any, args: tuple[Any, ...]) -> dict[str, str]:
-    """Of the arguments that are not None: Triton takes that for a constant."""
-    return {name: _type(arg) for name, arg in zip(kernel.arg_names, args, strict=False) if arg is not None}
+def _node(kernel: Any, grid: tuple[int, ...], constexprs: dict[str, Any], args: tuple[Any, ...]) -> Node:
+    named = dict(zip(kernel.arg_names, args, strict=False))
+    seen = {name for name, arg in named.items() if _specialised(kernel, name, arg)}
+    constants = {name: arg for name, arg in named.items() if arg is None or (name in seen and arg == 1)}
+    types = {name: _type(arg) for name, arg in named.items() if name not in constants}
+    aligned = (name for name in types if isinstance(named[name], Tensor) or (name in seen and named[name] % 16 == 0))
+    return Node(kernel.__name__, grid, constexprs, kernel, types, tuple(aligned), constants)
+
+
+def _specialised(kernel: Any, name: str, arg: Any) -> bool:
+    """Whether `arg` is an integer for other values of which Triton compiles other variants."""
+    if INTERPRET or isinstance(arg, bool) or not isinstance(arg, int):
+        return False
+    return not kernel.params[kernel.arg_names.index(name)].do_not_specialize
 
 
 def _type(arg: Any) -> str:
     """The type of an argument in Triton's signatures."""
     if isinstance(arg, Tensor):
         return "*" + _TYPES[arg.dtype]
+    if isinstance(arg, bool):
+        return "u1"
     if isinstance(arg, int):
         return "i32" if -(2**31) <= arg < 2**31 else "i64"
     if isinstance(arg, float):

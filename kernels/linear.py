@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.activation import geglu
+from kernels.activation import geglu, gelu
 from kernels.launch import INTERPRET, launch, shared_memory, trigger, usable, wait
 from kernels.tiles import GemmShape, Tile, choose
 
@@ -38,7 +38,7 @@ def linear_geglu(x: Tensor, gate_up: Tensor, out: Tensor | None = None) -> Tenso
     out = _checked(x, gate_up, gate_up.shape[0] // 2, out, None)
     tile = _tile(x, GemmShape(gate_up.shape[0] // 2, gate_up.shape[1], gated=True))
     if tile is None:
-        return out.copy_(geglu(linear(x, gate_up)))
+        return geglu(linear(x, gate_up), out)
     return _run(tile, x, gate_up, out, gated=True)
 
 
@@ -98,12 +98,6 @@ def _load(base: tl.tensor, TURN: tl.constexpr, K: tl.constexpr, BK: tl.constexpr
 
 
 @triton.jit
-def _gelu(x: tl.tensor) -> tl.tensor:
-    """tanh(y) = 2 sigmoid(2 y) - 1, and x/2 (1 + tanh y) = x sigmoid(2 y)."""
-    return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-
-
-@triton.jit
 def _add_products(
     sums: tl.tuple, tiles: tl.tuple, x: tl.tensor, T: tl.tensor,
     TURN: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, SIDES: tl.constexpr,
@@ -146,7 +140,7 @@ def _gemv(
     for row in tl.static_range(ROWS):
         total = tl.sum(sums[row * SIDES], 1)
         if GATED:
-            total = _gelu(total) * tl.sum(sums[row * SIDES + 1], 1)
+            total = gelu(total) * tl.sum(sums[row * SIDES + 1], 1)
         tl.store(out + row * M + column, total.to(out.dtype.element_ty), (column < M) & (row < T))
 
 
@@ -206,7 +200,7 @@ def _gemm(
                 tile = tl.load(base + M * K + k + at, mask=k + at < K, other=0.0, eviction_policy="evict_first")
             up = _dot(values, tile, up, SWAP)
     if GATED:
-        total = _gelu(total) * up
+        total = gelu(total) * up
     if SWAP:
         total = total.T
     at_out = out + row[:, None].to(tl.int64) * M + column[None, :]

@@ -13,30 +13,33 @@ from triton.compiler import ASTSource
 from kernels.launch import Node
 
 _OPTIONS = {"warps": "num_warps", "stages": "num_stages", "registers": "maxnreg"}
-_INTEGERS = ("i32", "i64")
-# By a type's first letter: pointers, and from Triton 3.7 on constexprs, whose empty list is part of the cache's key.
-_ATTRIBUTES: dict[str, list[list[Any]]] = {"*": [["tt.divisibility", 16]]}
-if not triton.__version__.startswith("3.6."):
-    _ATTRIBUTES["c"] = []
+_DIVISIBLE = [["tt.divisibility", 16]]
+_CONSTANTS_HAVE_ATTRIBUTES = not triton.__version__.startswith("3.6.")  # an empty list each, as part of the cache's key
 
 
 def precompile(node: Node, target: tuple[int, int]) -> Any:
-    """Triton's compiled kernel of `node` for a GPU of compute capability `target`. Pointers count as 16-byte aligned, as torch's
-    allocator makes them, but for those that the kernel does not specialise on. An integer that Triton would specialise on is an
-    error: it makes variants that nobody listed."""
+    """Triton's compiled kernel of `node` for a GPU of compute capability `target`; pointers count as 16-byte aligned, as torch's
+    allocator makes them."""
     major, minor = target
     names = node.function.arg_names
-    signature = {name: node.types.get(name, "constexpr") for name in names}
-    for parameter in node.function.params:
-        free = parameter.do_not_specialize or signature[parameter.name] not in _INTEGERS
-        assert free, f"{node.kernel} is compiled again for other values of {parameter.name}: name it in do_not_specialize"
-    constexprs = {(names.index(name),): value for name, value in node.constexprs.items() if name not in _OPTIONS}
-    attributes = {
-        (parameter.num,): _ATTRIBUTES[signature[parameter.name][0]]
-        for parameter in node.function.params
-        if signature[parameter.name][0] in _ATTRIBUTES and not parameter.do_not_specialize
-    }
+    constexprs = {name: value for name, value in node.constexprs.items() if name not in _OPTIONS} | node.constants
+    source = ASTSource(
+        node.function,
+        signature={name: node.types.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): constexprs[name] for name in names if name in constexprs},
+        attrs={(index,): found for index, name in enumerate(names) if (found := _attributes(node, name)) is not None},
+    )
     options = {theirs: node.constexprs[ours] for ours, theirs in _OPTIONS.items()}
     options["launch_pdl"] = node.constexprs.get("PDL", False)
-    source = ASTSource(node.function, signature=signature, constexprs=constexprs, attrs=attributes)
     return triton.compile(source, target=GPUTarget("cuda", 10 * major + minor, 32), options=options)
+
+
+def _attributes(node: Node, name: str) -> list[list[Any]] | None:
+    """What Triton's own launch notes of an argument; None: nothing, as of integers that it must not specialise on, and floats."""
+    if name not in node.types:
+        return [] if _CONSTANTS_HAVE_ATTRIBUTES else None
+    if node.function.params[node.function.arg_names.index(name)].do_not_specialize:
+        return None
+    if name in node.aligned:
+        return _DIVISIBLE
+    return [] if node.types[name] in {"i32", "i64"} else None

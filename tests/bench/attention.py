@@ -99,7 +99,7 @@ class Problem:
 def candidates(problem: Problem, processors: int) -> list[Cut]:
     """Cuts worth trying, the default first, the likeliest next: splits that leave no CTA a page more than needed."""
     layer, rows, pages = problem.layer, problem.rows, problem.pages
-    splits = decode_splits(rows, layer.kv_heads, pages, processors)
+    splits = decode_splits(rows, layer.kv_heads, layer.d, pages, processors)
     default = (splits, decode_tile(layer.d, PAGE, rows * layer.kv_heads * splits, -(-pages // splits)))
     few = (1, 2, 3, 4, 5, 6, 8, 11, 17, 24, 33, 48, 64)
     even = {-(-pages // -(-pages // n)) for n in few if n <= pages}
@@ -268,7 +268,7 @@ def extend_rows(bench: Bench, layer: Layer, chunks: int, length: int) -> Iterato
     pool = torch.randn(chunks * pages + 1, 2, layer.kv_heads, PAGE, layer.d, device=device).to(torch.bfloat16) * layer.d**-0.25
     table = (torch.randperm(chunks * pages, device=device).to(torch.int32) + 1).view(chunks, pages)
     q = torch.randn(chunks * length, layer.heads, layer.d, device=device).to(torch.bfloat16) * layer.d**-0.25
-    tokens = tile_tokens(layer.heads, layer.kv_heads, layer.d)
+    tokens = tile_tokens(layer.heads, pool)
     tiles = extend_tiles([(slot, slot * length, 0, length) for slot in range(chunks)], tokens)
     listed, out = torch.tensor(tiles, dtype=torch.int32, device=device), torch.empty_like(q)
 

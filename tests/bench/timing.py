@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from math import ceil
@@ -80,21 +80,17 @@ class _Job:
 def precompile_all(nodes: Iterable[Node], target: tuple[int, int], workers: int) -> int:
     """Compiles each node once into Triton's cache, `workers` at a time; their number. Workers are forks: before CUDA is used.
     One that does not compile is left to its launch, whose row says why."""
-    unique = {(node.kernel, str(sorted(node.constexprs.items())), str(node.types)): node for node in nodes}
-    jobs = [_Job(node.function.fn.__module__, _sendable(node), target) for node in unique.values()]
+    unique = {(node.kernel, str(sorted(node.constexprs.items())), str(node.types), node.aligned): node for node in nodes}
+    jobs = [_Job(node.function.fn.__module__, replace(node, function=None), target) for node in unique.values()]
     with ProcessPoolExecutor(workers, get_context("fork")) as pool:
         list(pool.map(_precompile, jobs))
     return len(jobs)
 
 
-def _sendable(node: Node) -> Node:
-    return Node(node.kernel, node.grid, node.constexprs, None, node.types)
-
-
 def _precompile(job: _Job) -> None:
     function = getattr(import_module(job.module), job.node.kernel)
     with suppress(*FAILURES):
-        precompile(Node(job.node.kernel, job.node.grid, job.node.constexprs, function, job.node.types), job.target)
+        precompile(replace(job.node, function=function), job.target)
 
 
 def try_case(case: Case, device: torch.device) -> dict[str, Any]:

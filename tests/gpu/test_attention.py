@@ -186,7 +186,7 @@ def test_extend(heads: int, kv_heads: int, d: int, window: int | None) -> None:
     q = torch.empty(tokens, heads, d, dtype=torch.bfloat16, device="cuda")
     qkv_post(qkv, pool, table, slot_of.cuda(), position_of.cuda(), cos_sin, *norms, EPS, q)
     out = torch.full_like(q, torch.nan)
-    tiles = torch.tensor(extend_tiles(chunks, tile_tokens(heads, kv_heads, d)), dtype=torch.int32, device="cuda")
+    tiles = torch.tensor(extend_tiles(chunks, tile_tokens(heads, pool)), dtype=torch.int32, device="cuda")
     extend_attention(q, pool, table, tiles, window, out)
     for slot, row, start, count in chunks:
         want = paged_prefill(q[row : row + count], pool, table[slot], start, window)
@@ -200,6 +200,6 @@ def test_defaults_fill_the_gpu() -> None:
     """The committed cut of batch 1 puts at least half of the multiprocessors to work."""
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     for shape in (SHAPES["31b sliding"], SHAPES["31b full"]):
-        splits = decode_splits(1, shape.kv_heads, 33, processors)
+        splits = decode_splits(1, shape.kv_heads, shape.d, 33, processors)
         ctas = shape.kv_heads * splits
         assert ctas * decode_tile(shape.d, PAGE, ctas, -(-33 // splits)).values >= processors // 2

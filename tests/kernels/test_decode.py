@@ -102,14 +102,14 @@ def test_a_window_off_by_one_is_seen(by: int) -> None:
 
 def test_splits_fill_the_gpu_and_no_more() -> None:
     """One row of a window of 1024 takes a page or two a split; many rows take one; the scratch covers every bucket."""
-    assert decode_splits(1, 4, 33, 132) == 17
-    assert decode_splits(1, 1, 33, 132) == 17
-    assert decode_splits(100, 4, 33, 132) == 1
-    assert decode_splits(1, 1, 1, 132) == 1
+    assert decode_splits(1, 4, 256, 33, 132) == 33
+    assert decode_splits(8, 1, 512, 33, 132) == 11
+    assert decode_splits(100, 4, 256, 33, 132) == 1
+    assert decode_splits(1, 1, 512, 1, 132) == 1
     buckets = (1, 2, 4, 8, 16, 24, 32, 256)
-    most = most_parts(buckets, 4, 33, 132)
+    most = most_parts(buckets, 4, 256, 33, 132)
     assert most == 256
-    assert all(rows * decode_splits(rows, 4, 33, 132) <= most for rows in buckets)
+    assert all(rows * decode_splits(rows, 4, 256, 33, 132) <= most for rows in buckets)
 
 
 def test_wrong_sizes_are_refused() -> None:

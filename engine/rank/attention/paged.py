@@ -32,7 +32,7 @@ class PagedAttention:
     def _scratch_of(self, group: GroupCache, buckets: Sequence[int]) -> DecodeScratch:
         """Of a mixed step, any number of rows up to the largest bucket may decode."""
         kv_heads, head_dim = group.group.kv_heads, group.group.head_dim
-        parts = most_parts(range(1, buckets[-1] + 1), kv_heads, group.read_width, self._processors)
+        parts = most_parts(range(1, buckets[-1] + 1), kv_heads, head_dim, group.read_width, self._processors)
         return DecodeScratch(buckets[-1], self._heads, kv_heads, head_dim, parts, self._device)
 
     def prepare(self, batch: ForwardBatch) -> AttentionPlan:
@@ -42,7 +42,7 @@ class PagedAttention:
         chunks = [(chunk.slot, chunk.offset, chunk.start, chunk.size) for chunk in batch.chunks]
         tiles = []
         for cache in self._groups:
-            tokens = tile_tokens(self._heads, cache.group.kv_heads, cache.group.head_dim)
+            tokens = tile_tokens(self._heads, cache.pool)
             tiles.append(torch.tensor(extend_tiles(chunks, tokens), dtype=torch.int32).to(self._device, non_blocking=True))
         return AttentionPlan(tuple(tiles))
 
@@ -67,7 +67,7 @@ class PagedAttention:
             extend_attention(q, pool, group.table, plan.tiles[index], window, out[chunked].view(q.shape))
         rows = batch.rows - first
         if rows:
-            splits = decode_splits(rows, group.group.kv_heads, group.read_width, self._processors)
+            splits = decode_splits(rows, group.group.kv_heads, layer.head_dim, group.read_width, self._processors)
             decode_attention(
                 qkv[first:], pool, batch.pages[index], batch.positions[first:], rope[first:], *norms, self._eps, window,
                 self._scratch[index], out[first:], splits,

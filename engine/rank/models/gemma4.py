@@ -144,10 +144,10 @@ class Embedding(nn.Module):
 
     def forward(self, ids: Tensor, following: Tensor, joint: Joint) -> tuple[Tensor, Tensor, Tensor | None]:
         """ids int32 [T] -> (h [T, hidden], h normed by `following`, per-layer embeddings [T, layers, ple] or None)."""
-        ids = torch.where(torch.isin(ids, self._placeholders), self._geometry.pad, ids)
+        rows = self.tokens(ids, self._placeholders, self._geometry.pad)
         if not self._geometry.ple:
-            return *joint(self.tokens(ids), None, None, following, scale=self._scale), None
-        rows, ple = reduce_together(self._parallel, self.tokens(ids), self.ple_tokens(ids))
+            return *joint(rows, None, None, following, scale=self._scale), None
+        rows, ple = reduce_together(self._parallel, rows, self.ple_tokens(ids, self._placeholders, self._geometry.pad))
         h, x = joint.whole(rows.contiguous(), None, None, following, scale=self._scale)
         return h, x, self._per_layer(h, ple * self._ple_scale)
 

@@ -96,9 +96,9 @@ class VocabTable(nn.Module):
     def weight(self) -> Tensor:
         return self.head.weight
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """ids int [T] -> [T, width]: zero rows for ids of other ranks, to be added over ranks."""
-        return embed(ids, self.weight, self._first)
+    def forward(self, ids: Tensor, placeholders: Tensor, pad: int) -> Tensor:
+        """ids int [T] -> [T, width]: zero rows for ids of other ranks, to be added over ranks. Placeholders are read as pad."""
+        return embed(ids, self.weight, self._first, placeholders, pad)
 
 
 class Mlp(nn.Module):

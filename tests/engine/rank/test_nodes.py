@@ -26,6 +26,10 @@ SLOTS, MAX_LEN = 257, 8192
 TP = 4
 
 
+# Bytes of stack that are known: the slow path of sin and cos; a spill of the head dim 512 cut that is the fastest on sm_90.
+STACK = {("_rotary", (9, 0)): 32, ("_rotary", (10, 0)): 32, ("decode_kernel", (10, 0)): 40}
+
+
 class OneOfFour(Single):
     """A rank whose peers are only named."""
 
@@ -75,12 +79,12 @@ def step(member: str, rows: int) -> tuple[Node, ...]:
 
 @pytest.mark.parametrize("rows", [1, 8, 64])
 def test_a_dense_layer_is_seven_launches(rows: int) -> None:
-    """QKV, attention, O, joint, gate and up, down, joint: seven nodes in each of the 60 layers of the 31B, and ten around them."""
+    """QKV, attention, O, joint, gate and up, down, joint: seven nodes in each of the 60 layers of the 31B; eleven around them."""
     names = [node.kernel for node in step("31b", rows)]
     products = "_gemv" if rows <= 4 else "_gemm"
     joint = "_joint_sharded" if rows >= 32 else "_joint"
-    layer = [products, "_decode", products, joint, products, products, joint]
-    before = ["_apply", "_inputs", "_pages", "_pages", "_rotary", "_rotary", joint]
+    layer = [products, "decode_kernel", products, joint, products, products, joint]
+    before = ["_apply", "_inputs", "_pages", "_pages", "_rotary", "_rotary", "_embed", joint]
     assert names == before + 60 * layer + [products, "_local_best", "_choose"]
 
 
@@ -92,4 +96,4 @@ def test_every_launch_compiles(rows: int, target: tuple[int, int]) -> None:
         made = compile_node(node, target)
         print(f"{node.kernel:16} {node.grid!s:16} {made.registers:4} registers, {made.shared:6} B shared, stack {made.stack}")
         assert made.shared <= 232448, node
-        assert made.stack == 0 or node.kernel == "_rotary", (node.kernel, made.stack)  # the slow path of sin and cos
+        assert made.stack <= STACK.get((node.kernel, target), 0), (node.kernel, made.stack)
