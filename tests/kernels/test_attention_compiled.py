@@ -114,4 +114,4 @@ def test_keys_are_fetched_ahead() -> None:
         compiled = compile_node(decode(named(name), 100, HOPPER), HOPPER)
         assert compiled.shared >= kept, compiled.shared
         assert any(re.search(r"cp\.async\.cg", line) for line in compiled.ptx_memory)
-        assert re.search(r"cp\.async\.wait_group\s+(0x)?2", compiled.ptx)
+        assert re.search(r"cp\.async\.wait_group\s+(0x)?[2-9]", compiled.ptx)
