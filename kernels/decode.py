@@ -67,17 +67,17 @@ _START = 3
 def decode_splits(rows: int, kv_heads: int, head_dim: int, pages: int, processors: int) -> int:
     """Splits along the keys for a bucket of `rows` rows whose longest reads `pages` pages, on so many streaming multiprocessors.
 
-    At head dim 256 as many CTAs as the multiprocessors hold at once, three each, and fewer splits where the longest reads as many
-    pages even so. At 512 each holds one, and CTAs run in waves: the splits whose waves take the fewest turns, a page a turn and
-    `_START` turns for a CTA's begin and end.
+    As measured on an H200 (tests/bench/attention.py). At head dim 256 a multiprocessor holds three CTAs: splits for all of them, at
+    most 33 and none without a page; where one CTA a (row, KV head) is more than they hold, five, so that the last wave is short. At
+    512 it holds one: the splits whose waves take the fewest turns, a page a turn and `_START` turns for a CTA's begin and end.
     """
-    most = min(pages, _MOST_SPLITS)
+    most, heads = min(pages, _MOST_SPLITS), rows * kv_heads
     if head_dim <= 256:
-        wanted = max(1, min(3 * processors // (rows * kv_heads), most))
+        wanted = min(5 if heads > 3 * processors else max(1, 3 * processors // heads), most)
         return -(-pages // -(-pages // wanted))
 
     def turns(splits: int) -> int:
-        return -(-rows * kv_heads * splits // processors) * (-(-pages // splits) + _START)
+        return -(-heads * splits // processors) * (-(-pages // splits) + _START)
 
     return min(range(1, most + 1), key=turns)
 
@@ -96,15 +96,14 @@ def decode_tile(d: int, page: int, ctas: int, turns: int, itemsize: int = 2, sha
     """
     if itemsize == 4:
         return DecodeTile(16, 1, 4, 2, early=False)
-    keys, early = min(page, 32), turns <= 1
+    keys = min(page, 32)
     if d <= 256:
-        tile = DecodeTile(keys, 1, 4, 2 if early else 3, early)
-    elif ctas <= 40:
-        tile = DecodeTile(keys, 4, 4, 2, early=True) if turns <= 2 else DecodeTile(keys, 4, 8, 3, early=True)
-    elif turns <= 4:
-        tile = DecodeTile(keys, 2, 4, 2, early=False)
+        deep = 200 <= ctas <= 264  # two on each of Hopper's 132 multiprocessors: room for one stage more
+        tile = DecodeTile(keys, 1, 4, 4 if deep else 3, early=False) if turns > 1 else DecodeTile(keys, 1, 4, 2, early=True)
+    elif ctas <= 66 and turns <= 2:
+        tile = DecodeTile(keys, 4, 4, 2, early=True) if ctas <= 33 else DecodeTile(keys, 2, 8, 2, early=True)
     else:
-        tile = DecodeTile(keys, 1, 4, 3, early=False)
+        tile = DecodeTile(keys, 4 if ctas <= 33 else 1, 4, 3, early=False)
     while tile.shared_bytes(d) > shared and tile.keys > 16:
         tile = replace(tile, stages=2) if tile.stages > 2 else replace(tile, keys=tile.keys // 2)
     return tile

@@ -22,12 +22,8 @@ from kernels.numerics import LOG2E, cast, dot
 _SCORES = 1 << 26  # scores held at once (256 MiB): long chunks run in blocks of queries
 
 
-def tile_tokens(heads: int, pool: Tensor) -> int:
-    """Queries of one sequence that a tile holds, for `heads` query heads over a pool [..., kv_heads, page, d].
-
-    Queries times heads of a KV head are rows of a matrix product: 128 at head dim 256 and 64 at 512.
-    """
-    kv_heads, _, head_dim = pool.shape[-3:]
+def tile_tokens(heads: int, kv_heads: int, head_dim: int) -> int:
+    """Queries of one sequence that a tile holds: times heads of a KV head 128 rows of a matrix product, 64 at head dim 512."""
     return max(1, (128 if head_dim <= 256 else 64) // (heads // kv_heads))
 
 
@@ -62,7 +58,7 @@ def extend_attention(
     assert q.shape[2] == pool.shape[4], (q.shape, pool.shape)
     assert tiles.shape[1] == 4, tiles.shape
     if usable(q):
-        return _launch(q, pool, table, tiles, window, out, tokens or tile_tokens(q.shape[1], pool))
+        return _launch(q, pool, table, tiles, window, out, tokens or tile_tokens(q.shape[1], pool.shape[2], pool.shape[4]))
     for slot, row, position, count in _whole(tiles.tolist()):
         out[row : row + count] = paged_prefill(q[row : row + count], pool, table[slot], position, window)
     return None

@@ -186,7 +186,7 @@ def test_extend(heads: int, kv_heads: int, d: int, window: int | None) -> None:
     q = torch.empty(tokens, heads, d, dtype=torch.bfloat16, device="cuda")
     qkv_post(qkv, pool, table, slot_of.cuda(), position_of.cuda(), cos_sin, *norms, EPS, q)
     out = torch.full_like(q, torch.nan)
-    tiles = torch.tensor(extend_tiles(chunks, tile_tokens(heads, pool)), dtype=torch.int32, device="cuda")
+    tiles = torch.tensor(extend_tiles(chunks, tile_tokens(heads, kv_heads, d)), dtype=torch.int32, device="cuda")
     extend_attention(q, pool, table, tiles, window, out)
     for slot, row, start, count in chunks:
         want = paged_prefill(q[row : row + count], pool, table[slot], start, window)

@@ -118,15 +118,11 @@ def test_extend(window: int | None) -> None:
         assert strays or (out - want).abs().max() < TOLERANCE
 
 
-def pool(kv_heads: int, d: int) -> Tensor:
-    return torch.empty(1, 2, kv_heads, 32, d, dtype=torch.bfloat16)
-
-
 def test_a_tile_fills_the_rows_of_a_product() -> None:
     """Queries times heads of a KV head are 128 rows at head dim 256, 64 at 512."""
-    assert tile_tokens(8, pool(4, 256)) == 64
-    assert tile_tokens(8, pool(1, 512)) == 8
-    assert tile_tokens(8, pool(8, 256)) == 128
+    assert tile_tokens(8, 4, 256) == 64
+    assert tile_tokens(8, 1, 512) == 8
+    assert tile_tokens(8, 8, 256) == 128
 
 
 @pytest.mark.parametrize("heads", [(8, 4, 32), (6, 3, 24)])

@@ -42,7 +42,7 @@ class PagedAttention:
         chunks = [(chunk.slot, chunk.offset, chunk.start, chunk.size) for chunk in batch.chunks]
         tiles = []
         for cache in self._groups:
-            tokens = tile_tokens(self._heads, cache.pool)
+            tokens = tile_tokens(self._heads, cache.group.kv_heads, cache.group.head_dim)
             tiles.append(torch.tensor(extend_tiles(chunks, tokens), dtype=torch.int32).to(self._device, non_blocking=True))
         return AttentionPlan(tuple(tiles))
 

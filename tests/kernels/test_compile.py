@@ -1,0 +1,261 @@
+"""Every kernel compiled for the GPUs it is meant for: registers, shared memory, spills, and the order of its accesses to memory.
+
+No GPU is needed: wrappers are called on meta tensors, what they would launch is compiled. A kernel joins by a function that lists
+its launches for a target, added to `SUBJECTS`, and a row in `CONSTANT`: the arguments that may be read before `wait`, since
+nothing writes them while the engine serves. This holds for each:
+
+    it compiles, for sm_90 and sm_100, for the smaller shared memory of sm_80 and sm_120, and fits
+    nothing spills, but for what `SPILLED` lists
+    no path to its end passes no wait; before the wait it writes nothing and reads only constants
+    page ids are 64-bit before anything is multiplied with them; inboxes are polled by volatile loads
+"""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.choose import Ballot, SlotParameters, choose_best, local_best, parts_of
+from kernels.joint import Norms, Peers, joint
+from kernels.launch import Node, launch, record, trigger, wait
+from kernels.linear import linear, linear_geglu
+from kernels.slots import apply_plan, decode_inputs, gather_pages, rotary_table
+from kernels.tiles import TABLE, GemmShape, Tile, gemv
+from tests.bench.gemms import GemmCase
+from tests.kernels.test_attention_compiled import chunk_nodes, decode, named
+from tests.support.compiled import Compiled, compile_node
+from tests.support.ptx import accesses, early_reads, ends_without_waiting, narrow_products
+
+pytestmark = pytest.mark.cpu
+
+Target = tuple[int, int]
+HOPPER, BLACKWELL = (9, 0), (10, 0)
+SHARED = {HOPPER: 232448, BLACKWELL: 232448, (8, 0): 166912, (12, 0): 101376}
+ROWS = 8
+HIDDEN = 5376
+
+CONSTANT = {
+    "_gemv": {"weight"},
+    "_gemm": {"weight"},
+    "_joint": {"post", "following", "scalar"},
+    "_joint_sharded": {"post", "following", "scalar"},
+    "_rotary": {"frequencies"},
+    "decode_kernel": {"q_norm", "k_norm"},
+    "_post": {"q_norm", "k_norm"},
+}
+PAGE_IDS = {"decode_kernel": "page_ids", "_post": "table", "_extend": "table"}
+SPILLED = {"_rotary": 32, "_extend": 160, "decode_kernel": 40}  # bytes a thread: the slow path of sine and cosine; a few registers outside its loops
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def ints(*shape: int) -> Tensor:
+    return meta(*shape, dtype=torch.int32)
+
+
+def linear_nodes(target: Target) -> Iterator[Node]:
+    """Each tile of the table once, in the first shape that names it, and once more where no tile divides the sizes."""
+    seen: dict[tuple[Tile, bool], GemmShape] = {}
+    for shape, tiles in TABLE.items():
+        for tile in tiles.values():
+            if tile is not None:
+                seen.setdefault((tile, shape.gated), shape)
+    for (tile, gated), shape in seen.items():
+        yield from GemmCase("table", shape, tile.rows, tile).nodes(target)
+        if tile.rows in {1, 16}:
+            yield from GemmCase("ragged", GemmShape(1031, 1032, gated), tile.rows, tile).nodes(target)
+
+
+def joint_nodes(target: Target) -> Iterator[Node]:
+    """One rank's, two parts, and over four ranks one-shot, the first one, and sharded."""
+    n, bf16 = HIDDEN, torch.bfloat16
+    memory = meta(Peers.bytes(4, 64, n, bf16) // 2, dtype=torch.int16)
+    peers = Peers(memory, meta(4, dtype=torch.int64), 2, 64, n, bf16, sharded=32)
+    both = Norms(meta(n), meta(n))
+    with record(target) as nodes:
+        joint(meta(ROWS, n), meta(ROWS, n), both, 1e-6, meta(1))
+        joint(meta(ROWS, 2 * 2816), meta(ROWS, 2816), Norms(meta(2816), meta(2816), (meta(2816), meta(2816))), 1e-6, meta(1))
+        joint(meta(ROWS, n), meta(ROWS, n), both, 1e-6, meta(1), peers=peers)
+        joint(meta(ROWS, n), None, Norms(None, meta(n)), 1e-6, scale=73.5, peers=peers)
+        joint(meta(64, n), meta(64, n), both, 1e-6, meta(1), peers=peers)
+    yield from nodes
+
+
+def choose_nodes(target: Target) -> Iterator[Node]:
+    """Sampling over a quarter of the vocabulary, alone and over four ranks."""
+    parameters = SlotParameters(meta(9, 3, dtype=torch.int64), meta(9, 3, dtype=torch.float32), ints(9, 8))
+    parts = parts_of(65536, ROWS, 132)
+    rows = (ints(ROWS), ints(ROWS))
+    ballot = Ballot(ints(Ballot.bytes(4, ROWS) // 4), meta(4, dtype=torch.int64), 2, ROWS, ints(1))
+    with record(target) as nodes:
+        best = local_best(meta(ROWS, 65536, dtype=torch.float32), *rows, parameters, ints(5), 30.0, 65536, parts)
+        for ranks in (None, ballot):
+            choose_best(best, *rows, ints(9, 2049), ints(ROWS, 2), ranks)
+    yield from nodes
+
+
+def slots_nodes(target: Target) -> Iterator[Node]:
+    """A step's inputs."""
+    table = ints(9, 64)
+    with record(target) as nodes:
+        apply_plan(ints(500), [table, table], ints(9))
+        decode_inputs(ints(500), ints(9, 2049), ints(9), 8, ints(ROWS), ints(ROWS), ints(ROWS))
+        gather_pages(table, ints(ROWS), ints(ROWS), 32, 1024, ints(ROWS, 64))
+        rotary_table(ints(ROWS), meta(128, dtype=torch.float32), meta(ROWS, 256, dtype=torch.float32))
+    yield from nodes
+
+
+def attention_nodes(target: Target) -> Iterator[Node]:
+    """Decode with one row and with many, and what a prompt's chunk takes; tests.kernels.test_attention_compiled has the rest."""
+    for name, rows in (("31b-tp4-sliding", 1), ("31b-tp4-full", 100)):
+        yield decode(named(name), rows, target)
+    yield from chunk_nodes(named("31b-tp4-sliding"), target)
+
+
+SUBJECTS: dict[str, Callable[[Target], Iterator[Node]]] = {
+    "linear": linear_nodes,
+    "joint": joint_nodes,
+    "choose": choose_nodes,
+    "slots": slots_nodes,
+    "attention": attention_nodes,
+}
+
+
+@cache
+def compiled(subject: str, target: Target) -> list[Compiled]:
+    return [compile_node(node, target) for node in SUBJECTS[subject](target)]
+
+
+@pytest.mark.parametrize("target", [HOPPER, BLACKWELL], ids=str)
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_fits_and_does_not_spill(subject: str, target: Target) -> None:
+    """Machine code for each launch, within a block's registers and shared memory, without spills that nobody listed."""
+    for kernel in compiled(subject, target):
+        what = (kernel.node.kernel, kernel.node.constexprs, kernel.registers, kernel.shared, kernel.stack)
+        assert kernel.registers * 32 * kernel.node.constexprs["warps"] <= 65536, what
+        assert kernel.shared <= SHARED[target], what
+        assert kernel.stack <= SPILLED.get(kernel.node.kernel, 0), what
+
+
+@pytest.mark.parametrize("target", [(8, 0), (12, 0)], ids=str)
+def test_smaller_shared_memory(target: Target) -> None:
+    """The largest pipeline of the table, cut for a GPU with less shared memory, fits it; uncut it would not."""
+    largest = max(
+        ((shape, tile) for shape, tiles in TABLE.items() for tile in tiles.values() if tile is not None),
+        key=lambda pair: pair[1].shared_bytes(pair[0].gated),
+    )
+    shape, tile = largest
+    assert tile.shared_bytes(shape.gated) > SHARED[12, 0]
+    x, weight = meta(tile.rows, shape.n), meta(shape.m * (1 + shape.gated), shape.n)
+    with record(target) as nodes:
+        linear_geglu(x, weight) if shape.gated else linear(x, weight)
+    assert compile_node(nodes[0], target).shared <= SHARED[target]
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_dependent_launch_is_safe(subject: str) -> None:
+    """Before it waits for its predecessors a kernel writes nothing and reads only what is constant, and no path skips the wait."""
+    for kernel in compiled(subject, HOPPER):
+        name, arguments = kernel.node.kernel, list(kernel.node.types)
+        assert kernel.node.constexprs["PDL"], name
+        assert not ends_without_waiting(kernel.ptx), name
+        assert early_reads(kernel.ptx, arguments) <= CONSTANT.get(name, set()), name
+        found = accesses(kernel.ptx, arguments)
+        assert not [access for access in found if access.early and access.writes], name
+        assert any(access.writes and access.arguments for access in found), name
+        assert any(access.reads and access.arguments for access in found), name
+        if name in PAGE_IDS:
+            assert not narrow_products(kernel.ptx, arguments, PAGE_IDS[name])
+
+
+def test_inboxes_are_polled() -> None:
+    """What another rank writes is read by volatile loads alone."""
+    polls = [
+        access.op
+        for subject in ("joint", "choose")
+        for kernel in compiled(subject, HOPPER)
+        for access in accesses(kernel.ptx, list(kernel.node.types))
+        if access.reads and "inbox" in access.arguments
+    ]
+    assert polls
+    assert all("volatile" in op for op in polls), polls
+
+
+def test_weights_are_on_their_way_before_the_wait() -> None:
+    """gemv's tiles are loaded, gemm's first ones fetched to L2, before the wait, in PTX and in machine code; a tile with `start`
+    lets its dependents start before that, no other ever."""
+    for kernel in compiled("linear", HOPPER):
+        choices = kernel.node.constexprs
+        names = list(kernel.node.types)
+        early = [access for access in accesses(kernel.ptx, names) if access.early]
+        loads = [access for access in early if access.reads]
+        vectors = choices["BN"] * choices["BK"] * (1 + choices["GATED"]) // (8 * 32 * choices["warps"])
+        tiles = min(choices["EARLY"], -(-choices["K"] // choices["BK"]))
+        if kernel.node.kernel == "_gemv":
+            assert len(loads) >= tiles * vectors > 0, (choices, len(loads))
+        else:
+            assert not loads
+            assert any(access.op.startswith("prefetch") for access in early) == (choices["EARLY"] > 0)
+        code = [instruction.split()[1 if instruction.startswith("@") else 0] for instruction in kernel.instructions]
+        before = code[: next(place for place, opcode in enumerate(code) if opcode.startswith("ACQBULK"))]
+        assert sum(opcode.startswith("LDG") for opcode in before) == len(loads)
+        assert ("PREEXIT" in before) == choices["START"], choices
+        assert ("PREEXIT" in code) == choices["START"]
+
+
+# ---- planted faults
+
+
+@triton.jit
+def _early_read(x: tl.tensor, table: tl.tensor, out: tl.tensor, PDL: tl.constexpr) -> None:
+    value = tl.load(x)
+    tl.store(out, value)
+    trigger(PDL)
+    wait(PDL)
+    page = tl.load(table)
+    tl.store(out + page * 4096 + tl.arange(0, 4), tl.load(x + page * 8192 + tl.arange(0, 4)))
+
+
+@triton.jit
+def _careful(x: tl.tensor, table: tl.tensor, out: tl.tensor, PDL: tl.constexpr) -> None:
+    wait(PDL)
+    page = tl.load(table).to(tl.int64)
+    tl.store(out + page * 4096 + tl.arange(0, 4), tl.load(x + page * 8192 + tl.arange(0, 4)))
+
+
+@triton.jit
+def _skips_the_wait(x: tl.tensor, table: tl.tensor, out: tl.tensor, PDL: tl.constexpr) -> None:
+    if tl.program_id(0) == 1:
+        wait(PDL)
+        tl.store(out + tl.program_id(0), tl.load(x) + tl.load(table))
+
+
+def planted(kernel: object) -> Compiled:
+    with record(HOPPER) as nodes:
+        launch(kernel, (2,), meta(8, dtype=torch.float32), ints(8), meta(8, dtype=torch.float32), warps=1)
+    return compile_node(nodes[0], HOPPER)
+
+
+def test_planted_faults_are_seen() -> None:
+    """A read and a write before the wait, a path around it and a 32-bit page offset are found, and not in a kernel without them."""
+    names = ["x", "table", "out"]
+    good, bad, skips = (planted(kernel).ptx for kernel in (_careful, _early_read, _skips_the_wait))
+    assert (early_reads(good, names), early_reads(bad, names)) == (set(), {"x"})
+    assert [access.arguments for access in accesses(bad, names) if access.early and access.writes] == [{"out"}]
+    assert not [access for access in accesses(good, names) if access.early]
+    assert [ends_without_waiting(ptx) for ptx in (good, bad, skips)] == [False, False, True]
+    assert narrow_products(bad, names, "table")
+    assert not narrow_products(good, names, "table")
+
+
+def test_a_spill_is_seen() -> None:
+    """A kernel that holds more than the registers it is given shows a stack."""
+    case = GemmCase("starved", GemmShape(4096, HIDDEN), 1, gemv(1, 4, 1024, early=4, registers=40))
+    (node,) = case.nodes(HOPPER)
+    assert compile_node(node, HOPPER).stack > 0
