@@ -1,7 +1,6 @@
 """What a scrape reads of a group: its processes' records in the status block, as figures of this moment.
 
-A process owes a step, and so can be stalled, by the rules of cluster/health: a rank while a plan is out that it has not finished;
-the core while results wait for it, or requests do and it has planned nothing. What idles is not stalled, however old its progress.
+How long a process has owed a step, cluster/health says. What idles is not stalled, however old its progress.
 """
 
 import select
@@ -9,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from cluster.health import Moment, stalls
 from engine.events import Levels, ProcessFigures
 from engine.plan import RankStatus
 
@@ -53,38 +53,20 @@ def processes(
     statuses: Sequence[RankStatus], up: Sequence[bool], now_ns: int, waiting_ns: int | None
 ) -> tuple[ProcessFigures, ...]:
     """Figures of the ranks and, last, the core, from their records. `waiting_ns`: since when requests are open. Pure."""
-    *ranks, core = statuses
-    due = max(status.launched for status in statuses)
-    stalls = [_rank_stall_ns(rank, core, due, now_ns) for rank in ranks] + [_core_stall_ns(ranks, core, now_ns, waiting_ns)]
     states = list(up) if len(up) == len(statuses) else [False] * len(statuses)
-    names = [*map(str, range(len(ranks))), "core"]
-    return tuple(map(_figures, names, statuses, states, stalls, [now_ns] * len(statuses)))
+    names = [*map(str, range(len(statuses) - 1)), "core"]
+    stalled_s = stalls(statuses, Moment(now_ns, waiting=waiting_ns))
+    return tuple(map(_figures, names, statuses, states, stalled_s, [now_ns] * len(statuses)))
 
 
-def _figures(name: str, status: RankStatus, up: bool, stall_ns: int, now_ns: int) -> ProcessFigures:
+def _figures(name: str, status: RankStatus, up: bool, stall_s: float, now_ns: int) -> ProcessFigures:
     return ProcessFigures(
         name=name,
         up=up,
-        stall_s=max(0, stall_ns) / _NS,
+        stall_s=max(0.0, stall_s),
         progress_age_s=max(0, now_ns - status.progress_ns) / _NS if status.progress_ns else 0.0,
         heartbeat_age_s=max(0, now_ns - status.heartbeat_ns) / _NS if status.heartbeat_ns else 0.0,
         steps=status.finished,
         step_s=status.step_us / 1e6,
         memory_bytes=status.memory_bytes,
     )
-
-
-def _rank_stall_ns(rank: RankStatus, core: RankStatus, due: int, now_ns: int) -> int:
-    if rank.finished >= due:
-        return 0
-    began = rank.progress_ns if rank.launched > rank.finished else max(rank.progress_ns, core.progress_ns)
-    return now_ns - began
-
-
-def _core_stall_ns(ranks: Sequence[RankStatus], core: RankStatus, now_ns: int, waiting_ns: int | None) -> int:
-    done = min(rank.finished for rank in ranks)
-    owes_commit = core.finished < core.launched <= done
-    owes_plan = waiting_ns is not None and core.launched == core.finished
-    if not (owes_commit or owes_plan):
-        return 0
-    return now_ns - max(core.progress_ns, waiting_ns or 0, *(rank.progress_ns for rank in ranks))

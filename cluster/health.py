@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from cluster.children import Fate, blame, child_name
 from cluster.handshake import SETTLE_S
@@ -25,6 +25,20 @@ _NEARLY = 0.9
 _NS = 1_000_000_000
 
 logger = logging.getLogger(__name__)
+
+
+Cause = Literal["killed", "failed", "unscheduled", "rank_stalled", "core_stalled", "raylet"]
+
+
+@dataclass(frozen=True)
+class Death:
+    """Why a group ended: a cause to count by, and a sentence for the log."""
+
+    cause: Cause
+    sentence: str
+
+    def __str__(self) -> str:
+        return self.sentence
 
 
 @dataclass(frozen=True)
@@ -53,51 +67,58 @@ class Moment:
         return (self.now - max(self.since, *stamps)) / _NS
 
 
-def verdict(statuses: Sequence[RankStatus], moment: Moment, bounds: Bounds) -> str | None:
-    """What is wrong with the group whose records (ranks, then the core) are `statuses`: a sentence, or None. Pure."""
-    return _unscheduled(statuses, moment, bounds) or _stalled(statuses, moment, bounds) or _idle(statuses, moment, bounds)
+def verdict(statuses: Sequence[RankStatus], moment: Moment, bounds: Bounds) -> Death | None:
+    """Why the group whose records (ranks, then the core) are `statuses` must end; None: it is well. Pure."""
+    return _unscheduled(statuses, moment, bounds.heartbeat_s) or _stalled(statuses, stalls(statuses, moment), bounds.step_s)
 
 
-def _unscheduled(statuses: Sequence[RankStatus], moment: Moment, bounds: Bounds) -> str | None:
-    ages = [moment.age_s(status.heartbeat_ns) for status in statuses]
-    late = [index for index, age in enumerate(ages) if age > bounds.heartbeat_s]
-    if not late:
-        return None
-    verb = "is" if len(late) == 1 else "are"
-    return f"{_names(late, statuses)} {verb} not scheduled for {max(ages):.1f} s (stopped or hung host)"
+def stalls(statuses: Sequence[RankStatus], moment: Moment) -> list[float]:
+    """Seconds for which each process (ranks, then the core) has owed a step; 0.0 where it owes none, however long it idles. Pure.
 
-
-def _stalled(statuses: Sequence[RankStatus], moment: Moment, bounds: Bounds) -> str | None:
-    """Some rank is over the bound in a step that is due: blame the furthest behind, for the others may only wait for it."""
+    A rank owes every step that anybody has launched. The core owes a commit once all ranks have finished a step, and a plan while
+    requests wait and nothing is out.
+    """
     *ranks, core = statuses
     due = max(status.launched for status in statuses)
-    behind = [index for index, rank in enumerate(ranks) if rank.finished < due]
-    age = max((_step_age_s(ranks[index], core, moment) for index in behind), default=0.0)
-    if age <= bounds.step_s:
-        return None
-    least = min((ranks[index].finished, ranks[index].launched) for index in behind)
-    last = [index for index in behind if (ranks[index].finished, ranks[index].launched) == least]
-    return f"{_names(last, statuses)} made no progress in step {least[0] + 1} for {age:.0f} s"
+    return [*(_rank_stall_s(rank, core, due, moment) for rank in ranks), _core_stall_s(ranks, core, moment)]
 
 
-def _step_age_s(rank: RankStatus, core: RankStatus, moment: Moment) -> float:
-    """How long the rank has been at its next step: since it launched it, or since the core last published anything."""
+def _rank_stall_s(rank: RankStatus, core: RankStatus, due: int, moment: Moment) -> float:
+    """Since the rank launched its next step, or since the core last published anything."""
+    if rank.finished >= due:
+        return 0.0
     started = [rank.progress_ns] if rank.launched > rank.finished else [rank.progress_ns, core.progress_ns]
     return moment.age_s(*started)
 
 
-def _idle(statuses: Sequence[RankStatus], moment: Moment, bounds: Bounds) -> str | None:
-    """The ranks have done all they were given; the core owes a commit, or a plan to those who wait."""
-    *ranks, core = statuses
-    done = min(rank.finished for rank in ranks)
-    owes_commit = core.finished < core.launched <= done
+def _core_stall_s(ranks: Sequence[RankStatus], core: RankStatus, moment: Moment) -> float:
+    """Since anybody last made progress, or since requests wait."""
+    owes_commit = core.finished < core.launched <= min(rank.finished for rank in ranks)
     owes_plan = moment.waiting is not None and core.launched == core.finished
     if not (owes_commit or owes_plan):
+        return 0.0
+    return moment.age_s(core.progress_ns, *(rank.progress_ns for rank in ranks), moment.waiting or 0)
+
+
+def _unscheduled(statuses: Sequence[RankStatus], moment: Moment, bound_s: float) -> Death | None:
+    ages = [moment.age_s(status.heartbeat_ns) for status in statuses]
+    late = [index for index, age in enumerate(ages) if age > bound_s]
+    if not late:
         return None
-    age = moment.age_s(core.progress_ns, *(rank.progress_ns for rank in ranks), moment.waiting or 0)
-    if age <= bounds.step_s:
-        return None
-    return f"the core made no progress after step {core.finished} for {age:.0f} s"
+    verb = "is" if len(late) == 1 else "are"
+    return Death("unscheduled", f"{_names(late, statuses)} {verb} not scheduled for {max(ages):.1f} s (stopped or hung host)")
+
+
+def _stalled(statuses: Sequence[RankStatus], stalled_s: Sequence[float], bound_s: float) -> Death | None:
+    """A rank first: the furthest behind, for the others may only wait for it."""
+    *ranks, core = statuses
+    if (age := max(stalled_s[:-1])) > bound_s:
+        progress = [(rank.finished, rank.launched) for rank in ranks]
+        last = [index for index, made in enumerate(progress) if made == min(progress)]
+        return Death("rank_stalled", f"{_names(last, statuses)} made no progress in step {min(progress)[0] + 1} for {age:.0f} s")
+    if stalled_s[-1] > bound_s:
+        return Death("core_stalled", f"the core made no progress after step {core.finished} for {stalled_s[-1]:.0f} s")
+    return None
 
 
 def _names(indices: Sequence[int], statuses: Sequence[RankStatus]) -> str:
@@ -119,7 +140,7 @@ class WatchedGroup(Protocol):
 
 
 class Watcher:
-    """Watches a group from the running loop and calls `on_death(reason)` exactly once, unless it is closed first.
+    """Watches a group from the running loop and calls `on_death(death)` exactly once, unless it is closed first.
 
     waiting     monotonic ns since when requests have been open (EngineClient.waiting_since), or None
     raylet      process id of the raylet that this replica belongs to (`raylet_pid()`): its end is the group's
@@ -128,7 +149,7 @@ class Watcher:
     def __init__(
         self,
         group: WatchedGroup,
-        on_death: Callable[[str], None],
+        on_death: Callable[[Death], None],
         *,
         waiting: Callable[[], int | None] = lambda: None,
         raylet: int | None = None,
@@ -162,9 +183,9 @@ class Watcher:
         try:
             self._raylet_fd = os.pidfd_open(pid)
         except ProcessLookupError:
-            self._loop.call_soon(self._die, "the raylet is gone")
+            self._loop.call_soon(self._die, Death("raylet", "the raylet is gone"))
             return False
-        self._read(self._raylet_fd, lambda: self._die("the raylet ended"))
+        self._read(self._raylet_fd, lambda: self._die(Death("raylet", "the raylet ended")))
         return True
 
     def _ended(self) -> None:
@@ -172,7 +193,7 @@ class Watcher:
         self._stop_reading()
         cause = blame(self._group.fates())
         if cause is not None and cause.killed:
-            self._die(str(cause))
+            self._die(_death_of(cause))
         else:
             self._timer = self._loop.call_later(SETTLE_S, self._settle)
 
@@ -180,31 +201,31 @@ class Watcher:
         """No signal: a rank that gave up waiting for a hung one ends at about the bound, and the hung one is to blame."""
         cause = blame(self._group.fates())
         hung = None if cause is not None and cause.killed else self._verdict(_NEARLY)
-        self._die(hung or (str(cause) if cause is not None else "a process of the group ended"))
+        self._die(hung or _death_of(cause))
 
     def _look(self) -> None:
         now = time.monotonic_ns()
         if now - self._looked_ns > (PERIOD_S + self._bounds.heartbeat_s / 2) * _NS:
             self._since_ns = now  # this process itself did not run: nobody else's age counts from before that
         self._looked_ns = now
-        reason = self._verdict(1.0)
-        if reason is not None:
-            self._die(reason)
+        death = self._verdict(1.0)
+        if death is not None:
+            self._die(death)
             return
         self._timer = self._loop.call_later(PERIOD_S, self._look)
 
-    def _verdict(self, share: float) -> str | None:
+    def _verdict(self, share: float) -> Death | None:
         """The verdict now, by `share` of the bounds."""
         bounds = Bounds(share * self._bounds.heartbeat_s, share * self._bounds.step_s)
         moment = Moment(time.monotonic_ns(), self._since_ns, self._waiting())
         return verdict(self._group.status(), moment, bounds)
 
-    def _die(self, reason: str) -> None:
+    def _die(self, death: Death) -> None:
         if self._closed:
             return
         self.close()
-        logger.error("group ended: %s", reason)
-        self._on_death(reason)
+        logger.error("group ended: %s", death)
+        self._on_death(death)
 
     def close(self) -> None:
         """Stop watching: nothing is called after this. Idempotent; call it before an orderly end."""
@@ -221,6 +242,13 @@ class Watcher:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _death_of(fate: Fate | None) -> Death:
+    """By a process that ended; None: it said nothing and was gone."""
+    if fate is None:
+        return Death("failed", "a process of the group ended")
+    return Death("killed" if fate.killed else "failed", str(fate))
 
 
 def raylet_pid() -> int | None:

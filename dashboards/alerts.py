@@ -99,6 +99,8 @@ def _burns() -> Iterator[RecordingRule]:
 _RECEIVED = RULE.count("quartet_requests_received_total", REPLICA)
 _ENDED = RULE.count("quartet_requests_total", REPLICA)
 _OPEN = RULE.total("quartet_requests_in_flight", REPLICA)
+_HITS = RULE.over("10m").rate("quartet_prefix_cache_hit_tokens_total", REPLICA)
+_LOOKUPS = RULE.over("10m").rate("quartet_prefix_cache_queried_tokens_total", REPLICA)
 
 RECORDS: tuple[RecordingRule, ...] = (
     *_burns(),
@@ -108,6 +110,7 @@ RECORDS: tuple[RecordingRule, ...] = (
     RecordingRule("quartet:requests_unaccounted", f"{_RECEIVED} - {_ENDED} - {_OPEN}", REPLICA),
     RecordingRule("quartet:rank_stall_seconds:max", RULE.total("quartet_rank_stall_seconds", REPLICA, fold="max"), REPLICA),
     RecordingRule("quartet:requests_waiting:sum", RULE.total("quartet_requests_waiting", PLACE), PLACE),
+    RecordingRule("quartet:prefix_cache_hit_ratio:rate10m", f"{_HITS} / ({_LOOKUPS} > 0)", REPLICA),
     RecordingRule("quartet:waiting_tokens:sum", RULE.total("quartet_waiting_tokens", PLACE), PLACE),
 )
 
@@ -125,6 +128,7 @@ def _burning(short: str, long: str, factor: float) -> str:
 
 
 _WAITING, _QUEUE = recorded("quartet:requests_waiting:sum"), recorded("quartet:waiting_tokens:sum")
+_FOUND = recorded("quartet:prefix_cache_hit_ratio:rate10m")
 _STEP_BOUND = RULE.total("quartet_engine_bound_seconds", REPLICA, fold="max", bound="step")
 _TARGET_REPLICAS = RULE.total("ray_serve_autoscaling_target_replicas", PLACE, fold="max")
 
@@ -229,6 +233,15 @@ ALERTS: tuple[Alert, ...] = (
         "ticket",
         "{{ $labels.replica }}: more than one preemption for five requests",
         "Sequences are put back and computed again: TTFT and cost suffer. Fewer slots (max_seqs) or more pages.",
+    ),
+    Alert(
+        "QuartetPrefixCacheCollapsed",
+        f"{_FOUND} < 0.02 and {_FOUND} offset 1h > 0.2",
+        "10m",
+        "ticket",
+        "{{ $labels.replica }}: the prefix cache finds nothing any more; an hour ago it found more than a fifth",
+        "Operator board, prefix cache: pages evicted fast means the working set outgrew the pools (more replicas, or route a"
+        " conversation to the replica that has it). None evicted means other prompts: a date or an id at their beginning?",
     ),
     Alert(
         "QuartetDiscoveryStale",

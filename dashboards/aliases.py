@@ -16,6 +16,7 @@ PREFIX = "vllm:"
 _REASONS = {
     "stop": "stop", "length": "length", "error": "error", "dead": "error",
     "client_gone": "abort", "deadline": "abort", "slow_reader": "abort",
+    "queue_timeout": "abort", "sibling_failed": "error",
 }  # fmt: skip
 
 
@@ -31,6 +32,8 @@ ALIASES: tuple[Alias, ...] = (
     Alias("num_requests_running", "quartet_requests_running"),
     Alias("num_requests_waiting", "quartet_requests_waiting"),
     Alias("kv_cache_usage_perc", "quartet_kv_cache_usage_ratio"),
+    Alias("prefix_cache_queries_total", "quartet_prefix_cache_queried_tokens_total"),
+    Alias("prefix_cache_hits_total", "quartet_prefix_cache_hit_tokens_total"),
     Alias("num_preemptions_total", "quartet_preemptions_total"),
     Alias("prompt_tokens_total", "quartet_prompt_tokens_total"),
     Alias("generation_tokens_total", "quartet_generation_tokens_total"),

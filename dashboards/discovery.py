@@ -11,7 +11,6 @@ there twice. What a replica had open when it went is lost with it: its book is c
 
 import json
 import logging
-import re
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -42,22 +41,7 @@ Answer = Literal["ok", "gone"]
 _DEAD = ("quartet_requests_total", ("dead",))
 _LOST: tuple[str, tuple[str, ...]] = ("quartet_requests_lost_total", ())
 
-# How cluster/health and cluster/children put it, in the order in which they are tried.
-_CAUSES = (
-    ("killed", r"was killed by"),
-    ("failed", r" failed: |ended with exit code|a process of the group ended"),
-    ("unscheduled", r"not scheduled for"),
-    ("rank_stalled", r"made no progress in step"),
-    ("core_stalled", r"the core made no progress"),
-    ("raylet", r"the raylet"),
-)
-
 logger = logging.getLogger(__name__)
-
-
-def cause_of(reason: str) -> str:
-    """The cause, one of CAUSES, for the sentence with which a group ended."""
-    return next((cause for cause, pattern in _CAUSES if re.search(pattern, reason)), "other")
 
 
 @dataclass(frozen=True)

@@ -199,6 +199,7 @@ class Exporter(Collector):
         for pool in load.pools:
             self._of("quartet_kv_pages").labels(pool.name).set(pool.total)
             self._of("quartet_kv_pages_used").labels(pool.name).set(pool.used)
+            self._of("quartet_kv_pages_cached").labels(pool.name).set(pool.cached)
             self._of("quartet_kv_usage_ratio").labels(pool.name).set(pool.usage)
         self._of("quartet_kv_cache_usage_ratio").set(max((pool.usage for pool in load.pools), default=0.0))
 
@@ -272,6 +273,9 @@ def _counted(event: EngineLoad) -> dict[str, int]:
         "quartet_engine_steps_total": load.step,
         "quartet_engine_prefill_tokens_total": load.prefill_tokens,
         "quartet_engine_decode_tokens_total": load.decode_tokens,
+        "quartet_prefix_cache_queried_tokens_total": load.queried_tokens,
+        "quartet_prefix_cache_hit_tokens_total": load.hit_tokens,
+        "quartet_prefix_cache_evicted_pages_total": load.evicted_pages,
     }
 
 

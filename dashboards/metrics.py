@@ -17,7 +17,9 @@ Kind = Literal["counter", "gauge", "histogram"]
 Unit = Literal["seconds", "tokens", "requests", "steps", "pages", "ratio", "bytes", "ranks", "replicas", "info"]
 
 TARGET_LABELS = ("application", "deployment", "replica", "node", "model")
-OUTCOMES = ("stop", "length", "client_gone", "deadline", "slow_reader", "refused", "error", "dead")
+OUTCOMES = (
+    "stop", "length", "client_gone", "deadline", "slow_reader", "queue_timeout", "sibling_failed", "refused", "error", "dead",
+)  # fmt: skip
 CAUSES = ("killed", "failed", "unscheduled", "rank_stalled", "core_stalled", "raylet", "vanished", "other")
 SLOS = ("ttft", "tpot")
 VERDICTS = ("good", "bad")
@@ -205,9 +207,13 @@ _SCHEDULER = (
     ),
     Metric("quartet_kv_pages", "gauge", "pages", "Pages of a KV group (sliding, full layers), without the null page.", ("group",)),
     Metric("quartet_kv_pages_used", "gauge", "pages", "Pages of a KV group that are held.", ("group",)),
+    Metric("quartet_kv_pages_cached", "gauge", "pages", "Pages of a KV group that only the prefix cache keeps.", ("group",)),
     Metric("quartet_kv_usage_ratio", "gauge", "ratio", "Used of all pages of a KV group, 0 to 1.", ("group",)),
     Metric("quartet_kv_cache_usage_ratio", "gauge", "ratio", "The fuller KV group's usage, 0 to 1: the pool that binds."),
     Metric("quartet_kv_page_tokens", "gauge", "tokens", "Tokens a page holds."),
+    Metric("quartet_prefix_cache_queried_tokens_total", "counter", "tokens", "Prompt tokens that were looked up, once a request."),
+    Metric("quartet_prefix_cache_hit_tokens_total", "counter", "tokens", "Prompt tokens that were found, and not computed again."),
+    Metric("quartet_prefix_cache_evicted_pages_total", "counter", "pages", "Cached pages given up, of all KV groups."),
 )
 
 _RANKS = (

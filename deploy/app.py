@@ -9,6 +9,7 @@ handlers get a moment to flush, and the process exits: Serve starts a new one fa
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import sys
@@ -24,8 +25,7 @@ from ray.serve import Application
 
 from cluster.gauges import levels
 from cluster.group import Group
-from cluster.health import Watcher, raylet_pid
-from dashboards.discovery import cause_of
+from cluster.health import Death, Watcher, raylet_pid
 from dashboards.exporter import Exporter, Facts
 from deploy import environment
 from deploy.edge.observe import logs
@@ -44,7 +44,6 @@ from engine.front.text import TextProcessor
 from engine.geometry import read_geometry
 
 FLUSH_S = 0.3
-MARGIN = 16  # requests beyond our own capacity that reach us, to be refused in OpenAI's shape; Serve refuses the rest
 DRAIN_MARGIN_S = 10.0  # beyond the deadline of the last request: a replica that goes (fewer replicas, a new build) cuts no answer
 TRACES_S = 2.0  # for the last traces, at an orderly end
 
@@ -65,10 +64,9 @@ def deployment_options(settings: Settings) -> dict[str, Any]:
     logging_config = logs.serve_config(settings.logs)
     gpus = {"num_gpus": settings.tp, "num_cpus": 1} if settings.needs_gpus else {"num_gpus": 0, "num_cpus": 0.5}
     return {
-        "max_ongoing_requests": settings.capacity + MARGIN,
-        # Who may wait while there is no replica, and the burst that one turn of a replica's loop may find at its socket, free slots
-        # or not: a whole replica's worth serves both.
-        "max_queued_requests": settings.capacity + MARGIN,
+        # The guard around Serve lets no more in than this, so that Serve never refuses anything itself, in words of its own.
+        "max_ongoing_requests": settings.limits.requests,
+        "max_queued_requests": settings.limits.requests,
         "backpressure_config": {"status_code": 429, "retry_after_s": 1},
         "health_check_period_s": 2.0,
         "health_check_timeout_s": 10.0,
@@ -137,11 +135,14 @@ class Quartet:
             tracer=tracer(settings.tracing, {"service.namespace": replica.app_name, "service.instance.id": replica.replica_tag}),
             max_tokens=settings.max_tokens,
             capacity=settings.capacity,
+            queue_tokens=settings.queue_tokens,
             about={"metrics": metrics, "attention": str(group.capability)},
         )
         self._watcher = Watcher(group, self._died, waiting=lambda: self._client.waiting_since, raylet=raylet_pid())
         self._watcher.start()
         self._client.report()
+        gc.collect()
+        gc.freeze()  # what lives as long as the process: a full collection then takes a millisecond, not a hundred
         self._announcer = self._announce(metrics)
 
     def _announce(self, metrics: str) -> Announcer | None:
@@ -163,21 +164,21 @@ class Quartet:
         """What Serve collects for the autoscaling policy."""
         return self._demand.figures()
 
-    def _died(self, reason: str) -> None:
+    def _died(self, death: Death) -> None:
         """The group is gone: tell every stream, then end this process."""
         if self._closing:
             return
         self._closing = True
-        self._client.fail(reason)
-        self._exit = asyncio.ensure_future(self._leave(reason))
+        self._client.fail(death.sentence)
+        self._exit = asyncio.ensure_future(self._leave(death))
 
-    async def _leave(self, reason: str) -> None:
+    async def _leave(self, death: Death) -> None:
         """Children first (they may hold GPUs), flushing meanwhile; then the fastest way to a new replica."""
         try:
             assert self._group is not None
             loop = asyncio.get_running_loop()
             killed = loop.run_in_executor(None, self._group.kill)
-            told = loop.run_in_executor(None, self._last_word(cause_of(reason)))
+            told = loop.run_in_executor(None, self._last_word(death.cause))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._service.idle.wait(), FLUSH_S)
             await asyncio.sleep(0.02)  # the last bytes are the transport's by now; let it write them
@@ -185,8 +186,8 @@ class Quartet:
             await killed
             await told
             await traced
-            logger.error("replica exits: %s", reason)
-            sys.stderr.write(f"quartet: the group ended ({reason}); this replica exits, Serve starts a new one\n")
+            logger.error("replica exits: %s", death)
+            sys.stderr.write(f"quartet: the group ended ({death}); this replica exits, Serve starts a new one\n")
             sys.stderr.flush()
         finally:
             os._exit(1)

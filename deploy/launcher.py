@@ -24,6 +24,7 @@ from typing import Any
 
 from cluster.capability import node_gpus, visible_gpus
 from deploy import environment
+from deploy.edge.edge_settings import LIMITS_VARIABLE, shared_limits
 from deploy.nodes import check_nodes
 from deploy.processes import adopt_orphans, command_line, descendants, is_ray_server, lives, reap
 from deploy.settings import Settings
@@ -68,7 +69,8 @@ class Launch:
         adopt_orphans()
         environment.prepare(os.environ, self.folder, {name: free_port(port) for name, port in HAPROXY_PORTS.items()})
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        os.environ.setdefault("QUARTET_BODY_BYTES", str(max(settings.limits.body_bytes for settings in self.settings)))
+        limits = shared_limits((settings.limits for settings in self.settings), self.address[0])
+        os.environ.setdefault(LIMITS_VARIABLE, limits)
         self._init_ray()
         self._deploy()
         self._wait_running()

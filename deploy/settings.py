@@ -12,6 +12,7 @@ import yaml
 from pydantic import Field
 
 from deploy.edge.edge_settings import FrozenSettings, LimitSettings, LogSettings, TracingSettings
+from engine.config import PolicyName
 from engine.errors import ConfigError
 
 IMPORT_PATH = "deploy.app:build"
@@ -51,7 +52,11 @@ class Settings(FrozenSettings):
     served_model_name  what clients call it; default: the model's own name
     tp                 ranks of a group: GPUs of one node
     device             auto: cuda where NVML shows a GPU to this replica
-    max_queue          choices that may wait beyond max_seqs; more are refused at once with 429 (default: 32, or twice max_seqs)
+    max_queue          choices that may wait beyond max_seqs; more are refused at once (default: 256, or four times max_seqs)
+    max_queue_tokens   tokens of the prompts that wait; a prompt may always wait alone (default: 32 prompts of max_len)
+    policy             who is served when: fair, or arrival (strictly in order)
+    prefix_cache       keep the pages of prompts and answers for requests that begin alike
+    prefix_cache_share  how much of each pool may lie idle for that
     pages              pages of each KV group, null page included; default: sized by need
     wait_for_nodes     do not refuse when no node can hold a group now: the cluster scales GPU nodes from zero
     build              any string; changing it makes Serve replace the replicas (it compares configuration, not code)
@@ -68,7 +73,11 @@ class Settings(FrozenSettings):
     max_seqs: int = Field(default=16, ge=1, le=4096)
     max_len: int = Field(default=2048, ge=2)
     max_queue: int | None = Field(default=None, ge=0)
+    max_queue_tokens: int | None = Field(default=None, ge=1)
     prefill_budget: int = Field(default=512, ge=1)
+    policy: PolicyName = "fair"
+    prefix_cache: bool = True
+    prefix_cache_share: float = Field(default=1.0, gt=0, le=1)
     pages: tuple[int, ...] | None = None
     memory_fraction: float = Field(default=0.9, gt=0, le=1)
     step_timeout_s: float = Field(default=60.0, gt=0)
@@ -90,7 +99,12 @@ class Settings(FrozenSettings):
     @property
     def capacity(self) -> int:
         """Choices that a replica takes on at once, running or waiting."""
-        return self.max_seqs + (max(32, 2 * self.max_seqs) if self.max_queue is None else self.max_queue)
+        return self.max_seqs + (max(256, 4 * self.max_seqs) if self.max_queue is None else self.max_queue)
+
+    @property
+    def queue_tokens(self) -> int:
+        """Tokens of prompts that may wait at once."""
+        return 32 * self.max_len if self.max_queue_tokens is None else self.max_queue_tokens
 
     @property
     def needs_gpus(self) -> bool:

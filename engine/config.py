@@ -11,6 +11,8 @@ from engine.geometry import PAGE_SIZE, Geometry, check_tp, kv_groups, read_geome
 Device = Literal["cpu", "cuda"]
 DType = Literal["float32", "bfloat16"]
 LoadFormat = Literal["safetensors", "dummy"]
+LogLevel = Literal["debug", "info", "warning"]
+PolicyName = Literal["fair", "arrival"]
 AttentionName = Literal["reference", "triton"]
 
 
@@ -22,6 +24,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_seqs         slots: sequences running at once
     max_len          tokens of one sequence, prompt and output
     prefill_budget   prompt tokens computed in one step, over all sequences
+    core_log         what the core writes to stderr: info, a line a second of work and class of step; debug, a line a step
+    policy           who is served when: "fair", or "arrival" (strictly in order)
+    prefix_cache     keep the pages of prompts and answers, and compute nothing twice that is still there
+    prefix_cache_share  how much of each pool may lie idle for it; running sequences take it back whenever they need it
     pages            pages of each KV group, null page included; None: sized by need from `memory_fraction` of the device
     attention        backend asked for; None: what the device runs: triton on a GPU, reference on a CPU
     graphs           on a GPU, decode steps are captured and replayed
@@ -39,6 +45,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_seqs: int = 16
     max_len: int = 2048
     prefill_budget: int = 512
+    core_log: LogLevel = "info"
+    policy: PolicyName = "fair"
+    prefix_cache: bool = True
+    prefix_cache_share: float = 1.0
     page: int = PAGE_SIZE
     pages: tuple[int, ...] | None = None
     attention: AttentionName | None = None
@@ -75,8 +85,9 @@ def _check_numbers(config: EngineConfig) -> None:
             raise ConfigError(f"{name} must be positive, not {getattr(config, name)}")
     if config.page not in (16, 32, 64):
         raise ConfigError(f"page must be 16, 32 or 64, not {config.page}")
-    if not 0 < config.memory_fraction <= 1:
-        raise ConfigError(f"memory_fraction must lie in (0, 1], not {config.memory_fraction}")
+    for name in ("memory_fraction", "prefix_cache_share"):
+        if not 0 < getattr(config, name) <= 1:
+            raise ConfigError(f"{name} must lie in (0, 1], not {getattr(config, name)}")
 
 
 def _check_model(config: EngineConfig, geometry: Geometry) -> None:
@@ -89,6 +100,6 @@ def _check_model(config: EngineConfig, geometry: Geometry) -> None:
     if len(config.pages) != len(groups):
         raise ConfigError(f"pages has {len(config.pages)} entries for {len(groups)} KV groups")
     for group, pages in zip(groups, config.pages, strict=True):
-        least = group.worst_pages(min(config.max_len, group.window or 1)) + 1
+        least = group.worst_pages(config.max_len if group.window else 1) + 1
         if pages < least:
             raise ConfigError(f"pages: the {group.name} group needs at least {least} pages (null page included), not {pages}")

@@ -5,11 +5,12 @@
     |   `-- ModelNotFound   a model name that this deployment does not serve                               -> HTTP 404
     |-- Overloaded          refused before any work was done; try again later                              -> HTTP 429
     |-- EngineDead          the group ended (a process died, hung or raised); a new one is on its way      -> HTTP 503
+    |-- SlowReader          the client took its answer too slowly, and what waited for it was too much     -> HTTP 408
     |-- GenerationFailed    one request ended in error (NaN logits, a message that could not be read)      -> HTTP 500
     |-- ConfigError         a setting, a YAML key or the node cannot be used as asked; names the key
     `-- CheckpointError     a checkpoint is absent, incomplete or mis-shaped; names the tensor or the file
 
-`deploy/edge/openai/error_response.py` maps this tree to HTTP once; nothing else decides a status code.
+`deploy/edge/http_errors.py` adds those of HTTP, and maps the whole tree to it once; nothing else decides a status code.
 """
 
 
@@ -43,6 +44,10 @@ class Overloaded(QuartetError):
 
 class EngineDead(QuartetError):
     """The group that carried this request is gone; the message says which process ended it and how."""
+
+
+class SlowReader(QuartetError):
+    """The client took its answer too slowly."""
 
 
 class GenerationFailed(QuartetError):

@@ -19,7 +19,9 @@ from typing import Literal, Protocol
 
 from engine.protocol import Load
 
-Outcome = Literal["stop", "length", "client_gone", "deadline", "slow_reader", "refused", "error", "dead"]
+Outcome = Literal[
+    "stop", "length", "client_gone", "deadline", "slow_reader", "queue_timeout", "sibling_failed", "refused", "error", "dead"
+]
 
 
 @dataclass(frozen=True, slots=True)

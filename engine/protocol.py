@@ -6,6 +6,8 @@ step and front. They are msgspec structs, sent as length-prefixed msgpack over a
 
 import enum
 import struct
+from array import array
+from collections.abc import Iterable
 
 import msgspec
 
@@ -30,6 +32,8 @@ class AbortReason(enum.StrEnum):
     stop_string = "stop_string"
     deadline = "deadline"
     slow_reader = "slow_reader"
+    queue_timeout = "queue_timeout"  # it had not begun in time
+    sibling_failed = "sibling_failed"  # another choice of the same request ended in error
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -52,15 +56,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
-    """Front -> core: generate from `prompt` (token ids). `id` is the front's own and returns in every TokenBatch entry.
+    """Front -> core: generate from `prompt` (token ids, int32). `id` is the front's own and returns in every TokenBatch entry.
 
-    `clip`: max_tokens was a default, so it may be lowered to what fits instead of refusing.
+    `clip`: max_tokens was a default, so it may be lowered to what fits instead of refusing. `salt`: only requests of the same salt
+    share cached prefixes. `priority`: lower ones are served first.
     """
 
     id: int
-    prompt: list[int]
+    prompt: bytes
     params: SamplingParams
     clip: bool = False
+    salt: str = ""
+    priority: int = 0
+
+    @property
+    def tokens(self) -> "array[int]":
+        """The prompt's token ids; raises ValueError when its bytes are not whole int32 numbers."""
+        return unpack_tokens(self.prompt)
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
@@ -83,11 +95,11 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
     top: list[tuple[int, float]]
 
 
-class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """What one step gave one request. `finish` set: the request has ended and this is its last entry.
 
-    `cached` and `prompt` counts are not here: the front knows the prompt. `error` is a sentence for the client, with
-    `invalid` set when the request itself was at fault (refused: nothing was computed).
+    `cached`, with its first tokens: how many of its prompt's were found in the prefix cache when it was first scheduled. `error` is
+    a sentence for the client, with `invalid` set when the request itself was at fault (refused: nothing was computed).
     """
 
     id: int
@@ -96,14 +108,16 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     finish: FinishReason | None = None
     error: str | None = None
     invalid: bool = False
+    cached: int = 0
 
 
 class PoolLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """Pages of one KV group: `total` without the null page."""
+    """Pages of one KV group: `total` without the null page, `used` by running sequences, `cached` by the prefix cache alone."""
 
     name: str
     total: int
     used: int
+    cached: int = 0
 
     @property
     def usage(self) -> float:
@@ -114,6 +128,7 @@ class PoolLoad(msgspec.Struct, frozen=True, kw_only=True):
 class Load(msgspec.Struct, frozen=True, kw_only=True):
     """The core's figures, for admission and metrics. Counters are since boot; `step` is the last whose result has come.
 
+    `queried_tokens` of first-time prompts were looked up in the prefix cache, `hit_tokens` were there; `evicted_pages` had to go.
     They come with each step's outputs, when a plan admits a sequence, and when asked for.
     """
 
@@ -129,13 +144,17 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     failed: int
     prefill_tokens: int
     decode_tokens: int
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    evicted_pages: int = 0
     pools: list[PoolLoad]
 
 
 class TokenBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """Core -> front: one step's outputs for this front, and the load figures."""
+    """Core -> front: one step's outputs for this front, the requests that were scheduled for the first time, the load figures."""
 
     outputs: list[Output]
+    started: list[int] = []
     load: Load
 
 
@@ -144,6 +163,18 @@ FrontMessage = GenerateRequest | Abort | Control
 encode_message = msgspec.msgpack.Encoder().encode
 decode_front_message = msgspec.msgpack.Decoder(FrontMessage).decode
 decode_token_batch = msgspec.msgpack.Decoder(TokenBatch).decode
+
+
+def pack_tokens(tokens: Iterable[int]) -> bytes:
+    """Token ids as they cross sockets and rings: int32, little-endian. Raises OverflowError or TypeError when one is no int32."""
+    return (tokens if isinstance(tokens, array) and tokens.typecode == "i" else array("i", tokens)).tobytes()
+
+
+def unpack_tokens(data: bytes) -> "array[int]":
+    """The inverse of `pack_tokens`; raises ValueError when the bytes are not whole int32 numbers."""
+    tokens = array("i")
+    tokens.frombytes(data)
+    return tokens
 
 
 def frame(message: bytes) -> bytes:

@@ -68,12 +68,12 @@ def decode_splits(rows: int, kv_heads: int, head_dim: int, pages: int, processor
     """Splits along the keys for a bucket of `rows` rows whose longest reads `pages` pages, on so many streaming multiprocessors.
 
     As measured on an H200 (tests/bench/attention.py). At head dim 256 a multiprocessor holds three CTAs: splits for all of them, at
-    most 33 and none without a page; where one CTA a (row, KV head) is more than they hold, five, so that the last wave is short. At
-    512 it holds one: the splits whose waves take the fewest turns, a page a turn and `_START` turns for a CTA's begin and end.
+    most 33 and none without a page; where one split would all but fill them, five, so that the last wave is short. At 512 it
+    holds one: the splits whose waves take the fewest turns, a page a turn and `_START` turns for a CTA's begin and end.
     """
     most, heads = min(pages, _MOST_SPLITS), rows * kv_heads
     if head_dim <= 256:
-        wanted = min(5 if heads > 3 * processors else max(1, 3 * processors // heads), most)
+        wanted = min(5 if 4 * heads > 9 * processors else max(1, 3 * processors // heads), most)
         return -(-pages // -(-pages // wanted))
 
     def turns(splits: int) -> int:

@@ -253,9 +253,8 @@ def _joint(
     pointers: tl.tensor, inbox: tl.tensor, errors: tl.tensor, rank: tl.tensor, turn: tl.tensor, eps: tl.tensor, scale: tl.tensor,
     N: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, EMPTY: tl.constexpr,
     SPINS: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr, AFTER: tl.constexpr = False,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
-    trigger(PDL and not AFTER)
     dtype: tl.constexpr = part.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
@@ -270,7 +269,7 @@ def _joint(
     if scalar is not None:
         factor = tl.load(scalar).to(tl.float32)
     wait(PDL)
-    trigger(PDL and AFTER)
+    trigger(PDL)  # not before: products that start early would take the memory that this one waits for
     sides: tl.constexpr = 1 if post_a is None else 2
     mine = part + row * sides * N
     if SIZE > 1:
@@ -309,9 +308,8 @@ def _joint_sharded(
     pointers: tl.tensor, inbox: tl.tensor, errors: tl.tensor, rank: tl.tensor, turn: tl.tensor, eps: tl.tensor, scale: tl.tensor,
     N: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, EMPTY: tl.constexpr,
     SPINS: tl.constexpr, SEND: tl.constexpr, NORM: tl.constexpr, TAKE: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr, AFTER: tl.constexpr = False,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
-    trigger(PDL and not AFTER)
     dtype: tl.constexpr = part.dtype.element_ty
     bits_type: tl.constexpr = inbox.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
@@ -326,7 +324,7 @@ def _joint_sharded(
     if scalar is not None:
         factor = tl.load(scalar).to(tl.float32)
     wait(PDL)
-    trigger(PDL and AFTER)
+    trigger(PDL)  # not before: products that start early would take the memory that this one waits for
     parts_at = (row + turn * ((SIZE + 1) * ROWS)) * WIDTH
     x_at = parts_at + SIZE * ROWS * WIDTH
     if SEND:

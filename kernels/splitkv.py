@@ -42,13 +42,12 @@ def decode_kernel(
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
     EARLY: tl.constexpr,
-    PDL: tl.constexpr, AFTER: tl.constexpr = False,
+    PDL: tl.constexpr,
 ) -> None:
     """A CTA: one row, one KV head, one part of V's columns, one split of the keys. The last split to end adds them all.
 
     What the loads before the first page need are program ids alone, so that they are in flight together.
     """
-    trigger(PDL and not AFTER)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     DV: tl.constexpr = D // VALUES
     KEPT: tl.constexpr = KV_HEADS * PAGE * D  # elements of a page's K, and of its V
@@ -64,7 +63,7 @@ def decode_kernel(
     q_weight = load_halves(q_norm + half, is_q, 1.0, HALF)
     k_weight = load_halves(k_norm + half, own, 1.0, HALF)
     wait(PDL)
-    trigger(PDL and AFTER)
+    trigger(PDL)  # not before: products that start early would take the memory that this one waits for
 
     position = tl.load(positions + row)
     ids = page_ids + row * width

@@ -73,24 +73,31 @@ def _gated(tiles: dict[int, Tile | None]) -> dict[int, Tile | None]:
     return {rows: tile and replace(tile, start=True) for rows, tile in tiles.items()}
 
 
-# Tiles of each class of rows; None: cuBLAS. 31B at TP=4 at 1 and 16 rows was measured on an H200, the other rows are to be.
-_FEW = {2: gemv(2, 4, 1024, 2), 4: gemv(4, 4, 1024, 1), 16: gemm(16, 32, 256, 4, early=1)}
-_MORE: dict[int, Tile | None] = {32: gemm(32, 32, 128, 5), 64: gemm(64, 64, 128, 4), 128: None}
+# Tiles of each class of rows; None: cuBLAS. The fastest of those tried on an H200 for 31B at TP=4 (2 and 4 rows: not tried).
+_FEW = {2: gemv(2, 4, 1024, 2), 4: gemv(4, 4, 1024, 1), 16: gemm(16, 64, 128, 5, early=1, swap=True)}
+_MORE: dict[int, Tile | None] = {32: gemm(32, 64, 128, 5, early=1, swap=True), 64: gemm(64, 64, 128, 5, early=1), 128: None}
 TABLE: dict[GemmShape, dict[int, Tile | None]] = {
     GemmShape(4096, 5376): {1: gemv(1, 4, 1024, 4), **_FEW, **_MORE},
     GemmShape(4608, 5376): {1: gemv(1, 4, 1024, 4), **_FEW, **_MORE},
     GemmShape(5376, 2048): {1: gemv(1, 4, 1024, 2), **_FEW, **_MORE},
     GemmShape(5376, 4096): {1: gemv(1, 4, 1024, 2), **_FEW, **_MORE},
     GemmShape(5376, 5376): {1: gemv(1, 4, 1024, 4), **_FEW, **_MORE},
-    GemmShape(65536, 5376): {1: gemv(1, 4, 1024, 4), **_FEW, 16: gemm(16, 64, 128, 5, early=1), **_MORE},
+    GemmShape(65536, 5376): {
+        1: gemv(1, 4, 1024, 4),
+        **_FEW,
+        16: gemm(16, 64, 128, 4, early=1, swap=True),
+        32: gemm(32, 128, 128, 3, early=1),
+        64: gemm(64, 128, 128, 3, early=1),
+        128: None,
+    },
     GemmShape(5376, 5376, gated=True): _gated(
         {
             1: gemv(1, 2, 1024, 4),
             2: gemv(2, 2, 1024, 2),
             4: gemv(4, 2, 1024, 1),
-            16: gemm(16, 32, 128, 5, early=1),
-            32: gemm(32, 32, 128, 4),
-            64: gemm(64, 32, 128, 4),
+            16: gemm(16, 64, 128, 3, early=1, swap=True),
+            32: gemm(32, 64, 128, 3, early=1, swap=True),
+            64: gemm(64, 64, 128, 3, early=1),
             128: None,
         }
     ),

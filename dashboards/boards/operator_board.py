@@ -191,6 +191,9 @@ def _pool(group: str, about: str) -> Panel:
     )
 
 
+_FOUND = BOARD.rate("quartet_prefix_cache_hit_tokens_total", ("replica",))
+_LOOKED_UP = BOARD.rate("quartet_prefix_cache_queried_tokens_total", ("replica",))
+
 _FULL, _SLIDING = (BOARD.total("quartet_kv_usage_ratio", ("replica",), "max", group=group) for group in ("full", "sliding"))
 
 KV_ROW = Row(
@@ -216,6 +219,23 @@ KV_ROW = Row(
             "timeline",
             6,
             names=((0, "sliding", "blue"), (1, "full", "orange")),
+        ),
+        Panel(
+            "Prefix cache: found",
+            "Of the prompt tokens looked up, those that were in the prefix cache and were not computed again.",
+            "percentunit",
+            (Query(f"{_FOUND} / ({_LOOKED_UP} > 0)", "{{replica}}"),),
+            width=12,
+        ),
+        Panel(
+            "Prefix cache: pages",
+            "Pages that only the prefix cache keeps, by pool, and pages that it gave up a second.",
+            "short",
+            (
+                Query(BOARD.total("quartet_kv_pages_cached", ("group",)), "{{group}} cached"),
+                Query(BOARD.rate("quartet_prefix_cache_evicted_pages_total"), "evicted a second"),
+            ),
+            width=12,
         ),
     ),
 )

@@ -62,6 +62,9 @@ def deployment_notes(app: dict[str, Any], settings: "Settings", source: str) -> 
         if options.get("name") != DEPLOYMENT:
             raise ConfigError(f"{source}: deployments: {options.get('name')!r} is not {DEPLOYMENT!r}, the one deployment there is")
         gpus = (options.get("ray_actor_options") or {}).get("num_gpus")
+        for name in ("max_ongoing_requests", "max_queued_requests"):
+            if isinstance(most := options.get(name), int) and 0 <= most < settings.limits.requests:
+                yield f"{name} {most} is below limits.requests {settings.limits.requests}: beyond it Serve refuses in its own words"
         if settings.needs_gpus and gpus is not None and gpus != settings.tp:
             yield f"num_gpus is {gpus}, but tp {settings.tp} uses {settings.tp}: Ray would place replicas where they cannot run"
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from deploy.models.public_shapes import PUBLIC, Shape, config
+from deploy.models.public_shapes import PUBLIC, ModelShape, config
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.geometry import KVGroup, kv_groups, read_geometry
@@ -86,7 +86,7 @@ def _holds(group: KVGroup, pages: int, tokens: int) -> int:
     return (pages - 1) // group.worst_pages(max(1, tokens - 1))
 
 
-def shape_of(model: str) -> Shape | None:
+def shape_of(model: str) -> ModelShape | None:
     """The shape that a name stands for: `31b`, `dummy:31b`, `nano:31b`, `random:31b`, `<owner>/gemma-4-31B-it`.
 
     None for any other name; ConfigError for an unknown member behind `dummy:`, `nano:` or `random:`.
@@ -189,7 +189,8 @@ def pools(engine: EngineConfig, pages: tuple[int, ...]) -> tuple[Pool, ...]:
     dtype, meta = torch_dtype(engine), torch.device("meta")
     made: list[Pool] = []
     for group, count in zip(kv_groups(read_geometry(Path(engine.model)), engine.tp, engine.page), pages, strict=True):
-        cache: Any = GroupCache(group, count, engine.max_seqs, engine.max_len, dtype, meta)
+        slots = engine.max_seqs + 1  # as the worker has it: one is the padding's
+        cache: Any = GroupCache(group, count, slots, engine.max_len, dtype, meta)
         made.append(Pool(group, count, group.page_bytes(dtype.itemsize), cache.pool.nbytes, cache.table.nbytes))
     return tuple(made)
 

@@ -15,12 +15,13 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from deploy.edge.observe.record import RequestRecord, SlowReader, record_of
-from deploy.edge.openai.error_response import DeadlineExceeded, body_of
+from deploy.edge.http_errors import DeadlineExceeded
+from deploy.edge.observe.record import RequestRecord, record_of
+from deploy.edge.openai.error_response import body_of
 from deploy.edge.openai.forms import DONE, Form, Usage
 from deploy.edge.service import Service
-from engine.errors import QuartetError
-from engine.front.generation import Choice, Delta, Generation, Job, merged
+from engine.errors import Overloaded, QuartetError, SlowReader
+from engine.front.generation import Delta, Generation, Job, merged
 from engine.protocol import AbortReason
 
 _SSE_HEADERS = [
@@ -42,6 +43,7 @@ class Answer(Response):
         self._include_usage = include_usage
         self._generations: list[Generation] = []
         self._started = False
+        self._stuck = self._waited_too_long = False
         self._record: RequestRecord
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -67,36 +69,60 @@ class Answer(Response):
         record.prompt_tokens = len(self._job.prompt)
 
     async def _serve(self, send: Send) -> None:
-        limit = self._service.limits.request_timeout_s
-        deadline = asyncio.get_running_loop().call_later(limit, self._abort, AbortReason.deadline)
+        limits, loop = self._service.limits, asyncio.get_running_loop()
+        timers = [
+            loop.call_at(self._record.deadline, self._abort, AbortReason.deadline),
+            loop.call_later(limits.queue_timeout_s, self._give_up_waiting),
+        ]
         try:
-            for params in self._job.params:
-                generation = self._service.start(self._job, params)
-                self._generations.append(generation)
-                self._record.clocks.append(generation.clock)
+            self._submit()
             async with aclosing(merged(self._generations)) as deltas:  # type: ignore[type-var]
                 whole = await (self._stream(deltas, send) if self._streams else self._whole(deltas, send))
-            if not whole:  # an aborted generation ends without a word, and only the deadline aborts one from outside
-                await self._fail(DeadlineExceeded(f"The request took longer than {limit:g} s."), send)
+            if not whole:  # an aborted generation ends without a word, and only the timers abort one from outside
+                await self._fail(self._late(), send)
         except SlowReader as error:
             self._record.error = error
+            if not self._stuck:
+                await self._fail(error, send)
         except QuartetError as error:
-            self._abort(AbortReason.client_gone)
             await self._fail(error, send)
         finally:
-            deadline.cancel()
+            for timer in timers:
+                timer.cancel()
+
+    def _submit(self) -> None:
+        """All choices, which the engine counts from here on."""
+        for params in self._job.params:
+            generation = self._service.start(self._job, params)
+            self._generations.append(generation)
+            self._record.clocks.append(generation.clock)
+        if self._record.place is not None:
+            self._record.place.submitted(self._record.clocks)
+
+    def _give_up_waiting(self) -> None:
+        """The time that a request may wait is over; one that has begun goes on."""
+        if all(clock is not None and clock.scheduled is None for clock in self._record.clocks):
+            self._waited_too_long = True
+            self._abort(AbortReason.queue_timeout)
+
+    def _late(self) -> QuartetError:
+        limits = self._service.limits
+        if self._waited_too_long:
+            return Overloaded(f"The request has waited {limits.queue_timeout_s:g} s for its turn; please try again shortly.")
+        return DeadlineExceeded(f"The request took longer than {limits.request_timeout_s:g} s.")
 
     async def _whole(self, deltas: AsyncIterator[tuple[int, Delta]], send: Send) -> bool:
         """Collect, then reply; False when some choice has no end."""
-        choices = [Choice() for _ in self._job.params]
+        collectors = [self._form.collector() for _ in self._job.params]
         async for index, delta in deltas:
-            choices[index].add(delta)
+            collectors[index].add(delta)
+        choices = [collector.choice for collector in collectors]
         if any(choice.finish is None for choice in choices):
             return False
         usage = Usage(len(self._job.prompt), sum(len(choice.tokens) for choice in choices))
         self._record.finishes = {index: choice.finish for index, choice in enumerate(choices) if choice.finish is not None}
         self._record.output_tokens = usage.completion
-        body = self._form.whole(choices, usage)
+        body = self._form.whole(collectors, usage)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
@@ -111,7 +137,7 @@ class Answer(Response):
             parts = [] if index in opened else [self._form.opening(index)]
             opened.add(index)
             tokens += len(delta.tokens)
-            if delta.text or delta.logprobs:
+            if delta.parts or delta.logprobs:
                 parts.append(self._form.chunk(index, delta))
             if delta.finish is not None:
                 left -= 1
@@ -138,8 +164,9 @@ class Answer(Response):
                     await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
                 await self._record.send({"type": "http.response.body", "body": body, "more_body": more})
         except TimeoutError as error:
+            self._stuck = True
             self._abort(AbortReason.slow_reader)
-            raise SlowReader from error
+            raise SlowReader(f"the client took nothing for {self._service.limits.write_timeout_s:g} s") from error
 
     async def _fail(self, error: QuartetError, send: Send) -> None:
         """Before the headers an error is its own reply (Starlette's handler writes it); after them, the stream's last event."""

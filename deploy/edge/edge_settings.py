@@ -1,6 +1,8 @@
 """Settings of the edge: what one request may ask for, what is logged of it, and where its spans go."""
 
-from typing import Literal
+import json
+from collections.abc import Iterable
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -12,8 +14,12 @@ class FrozenSettings(BaseModel):
 
 
 class LimitSettings(FrozenSettings):
-    """What one request may ask for; beyond it the answer is a 4xx before any work."""
+    """What one request may ask for, and how much of all there may be at once; beyond it the answer is a 4xx before any work.
 
+    hosts    names in the Host header that are answered to, without ports; none: any
+    """
+
+    hosts: tuple[str, ...] | None = None
     body_bytes: int = Field(default=8 << 20, ge=1024)
     header_bytes: int = Field(default=32 << 10, ge=1024)
     body_timeout_s: float = Field(default=30.0, gt=0)
@@ -22,8 +28,32 @@ class LimitSettings(FrozenSettings):
     stop_token_ids: int = Field(default=128, ge=0, le=1024)
     top_logprobs: int = Field(default=20, ge=0, le=20)
     n: int = Field(default=8, ge=1, le=64)
-    request_timeout_s: float = Field(default=600.0, gt=0, description="deadline of one request, queue included")
+    request_timeout_s: float = Field(default=600.0, gt=0, description="deadline of one request, from its head to its last byte")
+    queue_timeout_s: float = Field(default=60.0, gt=0, description="a request that has not begun by then is refused with 429")
+    requests: int = Field(default=4096, ge=16, description="requests of any kind that a replica may have at once; more get 429")
+    uploads: int = Field(default=512, ge=1, description="bodies that may be on their way at once; the oldest gives way with 408")
+    upload_bytes: int = Field(default=256 << 20, ge=1 << 20, description="what has come of bodies that are on their way")
     write_timeout_s: float = Field(default=30.0, gt=0, description="a client that takes no byte for so long is dropped")
+
+
+LIMITS_VARIABLE = "QUARTET_LIMITS"  # in the environment: the limits as JSON of the guard around Serve
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+_GUARDED = ("body_bytes", "header_bytes", "body_timeout_s", "requests", "uploads", "upload_bytes")
+
+
+def shared_limits(limits: Iterable[LimitSettings], host: str) -> str:
+    """The loosest of several applications' limits, for the guard around them all, at a server that listens on `host`.
+
+    Where no application says by which names it is known, it is by those of loopback and by `host`; by any at a wildcard address.
+    """
+    every = list(limits)
+    shared: dict[str, Any] = {name: max(getattr(one, name) for one in every) for name in _GUARDED}
+    named = [name for one in every for name in one.hosts or ()]
+    if all(one.hosts is not None for one in every):
+        shared["hosts"] = sorted(set(named))
+    elif host not in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
+        shared["hosts"] = sorted({*LOOPBACK_NAMES, host, *named})
+    return json.dumps(shared)
 
 
 class LogSettings(FrozenSettings):

@@ -1,33 +1,37 @@
 """What is refused before anybody reads it: a pure ASGI middleware, around our app and, by `outermost`, around Ray Serve's own.
 
-    headers too large            431        a Host that is none, or two       400
-    body too large               413, by Content-Length, or when the bytes exceed it; nothing is buffered here
-    body that does not come      408
-    x-request-id that is none    400
+    headers too large            431        a Host that is none, or two       400        a Host that is not ours     403
+    body too large               413, by Content-Length, or when the bytes exceed it
+    body that does not come      408        x-request-id that is none         400        too many requests at once   429
 
-Headers by which a client would steer Ray Serve's own deadlines and routing are taken out. It must stand around Serve as well, where
-Serve lets it: Serve reads those headers, and whole bodies, before it calls an app. A body that is refused midway is answered here;
-whoever was reading it is told that the client has gone, and what it still says is dropped.
+A body is read here, whole, before anybody else hears of its request: whoever sends slowly holds no place but one of `uploads`, and
+the oldest of those gives way to a newcomer. Headers by which a client would steer Ray Serve's own deadlines and routing are taken
+out. It must stand around Serve as well, where Serve lets it: Serve reads those headers, and gives a request a place, before it
+calls an app.
 """
 
 import asyncio
 import os
 import re
-from collections.abc import Iterable
+import time
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deploy.edge.edge_settings import LimitSettings
-from deploy.edge.openai.error_response import HeadersTooLarge, TooLarge, TooSlow, response_of
-from engine.errors import InvalidRequest
+from deploy.edge.edge_settings import LIMITS_VARIABLE, LimitSettings
+from deploy.edge.http_errors import ForeignHost, HeadersTooLarge, TooLarge, TooSlow
+from deploy.edge.openai.error_response import response_of
+from deploy.edge.scope import BEGAN
+from engine.errors import InvalidRequest, Overloaded, QuartetError
 
 STRIPPED = frozenset(
     {b"x-request-timeout-seconds", b"x-request-disconnect-disabled", b"serve_multiplexed_model_id", b"x-session-id"}
 )
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
-_HOST = re.compile(rb"[A-Za-z0-9._-]+(:\d{1,5})?|\[[0-9A-Fa-f:.]+\](:\d{1,5})?")
+_HOST = re.compile(rb"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?")
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -38,23 +42,109 @@ class Limits:
     def __init__(self, app: ASGIApp, limits: LimitSettings) -> None:
         self._app = app
         self._limits = limits
+        self._uploads = Uploads(limits)
+        self._open = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check an HTTP request's head, pass it on with its body counted."""
+        """Check an HTTP request's head, read its body, pass both on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        exchange = _Exchange(scope, receive, send, self._limits)
+        began = scope.get(BEGAN, time.monotonic())
+        self._open += 1
         try:
+            body = await self._taken_in(scope, receive)
+            await self._app({**scope, "headers": _kept(scope["headers"]), BEGAN: began}, replayed(body, receive), send)
+        except _Refused as refused:
+            await response_of(refused.error)(scope, receive, send)
+        finally:
+            self._open -= 1
+
+    async def _taken_in(self, scope: Scope, receive: Receive) -> bytes:
+        try:
+            if self._open > self._limits.requests:
+                raise Overloaded("Too many requests at once; please try again shortly.")
             check_head(scope["headers"], self._limits)
-        except InvalidRequest as error:
-            await exchange.refuse(error)
-            return
+            return await self._uploads.read(receive) if _has_body(scope) else b""
+        except QuartetError as error:
+            raise _Refused(error) from error
+
+
+class _Refused(Exception):
+    """By us, and not by the app inside."""
+
+    def __init__(self, error: QuartetError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Uploads:
+    """Bodies that are on their way, the oldest first; each ends by its own deadline, or when others need its room."""
+
+    def __init__(self, limits: LimitSettings) -> None:
+        self._limits = limits
+        self._deadlines: dict[asyncio.Timeout, int] = {}  # of each, and the bytes that have come
+        self._bytes = 0
+
+    async def read(self, receive: Receive) -> bytes:
+        """The whole body. TooLarge, TooSlow; ClientDisconnect when the client leaves before its end."""
+        parts: list[bytes] = []
+        async with self._on_its_way() as upload:
+            more = True
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                parts.append(message.get("body", b""))
+                more = message.get("more_body", False)
+                self._count(upload, len(parts[-1]))
+        return b"".join(parts)
+
+    @asynccontextmanager
+    async def _on_its_way(self) -> AsyncIterator[asyncio.Timeout]:
+        loop = asyncio.get_running_loop()
+        ends = loop.time() + self._limits.body_timeout_s
         try:
-            await self._app(dict(scope, headers=_kept(scope["headers"])), exchange.receive, exchange.send)
-        except ClientDisconnect:
-            if not exchange.refused:
-                raise
+            async with asyncio.timeout_at(ends) as upload:
+                self._deadlines[upload] = 0
+                if len(self._deadlines) > self._limits.uploads:
+                    self._end_oldest()
+                try:
+                    yield upload
+                finally:
+                    self._bytes -= self._deadlines.pop(upload)
+        except TimeoutError as error:
+            gave_way = loop.time() < ends
+            why = "gave way to newer ones" if gave_way else f"did not arrive within {self._limits.body_timeout_s:g} s"
+            raise TooSlow(f"the body {why}") from error
+
+    def _count(self, upload: asyncio.Timeout, size: int) -> None:
+        self._deadlines[upload] += size
+        self._bytes += size
+        if self._deadlines[upload] > self._limits.body_bytes:
+            raise TooLarge(f"the body exceeds the limit of {self._limits.body_bytes} bytes")
+        if self._bytes > self._limits.upload_bytes:
+            self._end_oldest()
+
+    def _end_oldest(self) -> None:
+        """Its reader gets the timeout at its next turn."""
+        oldest = next(upload for upload in self._deadlines if not upload.expired())
+        oldest.reschedule(asyncio.get_running_loop().time())
+
+
+def replayed(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that gives `body` first, and then what the server has to say."""
+    whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def again() -> Message:
+        return whole.pop() if whole else await receive()
+
+    return again
+
+
+def _has_body(scope: Scope) -> bool:
+    said = (value != b"0" for name, value in scope["headers"] if name in (b"content-length", b"transfer-encoding"))
+    return scope.get("method") == "POST" or any(said)
 
 
 def check_head(headers: Iterable[tuple[bytes, bytes]], limits: LimitSettings) -> None:
@@ -63,11 +153,20 @@ def check_head(headers: Iterable[tuple[bytes, bytes]], limits: LimitSettings) ->
     size = sum(len(name) + len(value) for name, value in headers)
     if size > limits.header_bytes:
         raise HeadersTooLarge(f"the headers have {size} bytes; the limit is {limits.header_bytes}")
-    hosts = [value for name, value in headers if name.lower() == b"host"]
-    if len(hosts) > 1 or not all(_HOST.fullmatch(host) for host in hosts):
-        raise InvalidRequest("the Host header is not one host name")
+    _check_host([value for name, value in headers if name.lower() == b"host"], limits)
     for name, value in headers:
         _check_header(name.lower(), value, limits)
+
+
+def _check_host(hosts: list[bytes], limits: LimitSettings) -> None:
+    """A page of another site reaches a loopback server by a name of its own that leads here: such names are refused."""
+    found = [_HOST.fullmatch(host) for host in hosts]
+    if len(found) > 1 or not all(found):
+        raise InvalidRequest("the Host header is not one host name")
+    for match in found:
+        name = match[1].decode().lower() if match else ""
+        if limits.hosts is not None and name not in limits.hosts:
+            raise ForeignHost("this server is not known by the name in the Host header; limits.hosts lists its names")
 
 
 def _check_header(name: bytes, value: bytes, limits: LimitSettings) -> None:
@@ -82,64 +181,10 @@ def _check_header(name: bytes, value: bytes, limits: LimitSettings) -> None:
 
 
 def outermost() -> list[Middleware]:
-    """What RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names; QUARTET_BODY_BYTES is the largest of the applications' limits."""
-    body_bytes = os.environ.get("QUARTET_BODY_BYTES")
-    limits = LimitSettings(body_bytes=int(body_bytes)) if body_bytes else LimitSettings()
-    return [Middleware(Limits, limits=limits)]
+    """What RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names; the launcher has put `shared_limits` into the environment."""
+    given = os.environ.get(LIMITS_VARIABLE)
+    return [Middleware(Limits, limits=LimitSettings.model_validate_json(given) if given else LimitSettings())]
 
 
 def _kept(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
     return [(name, value) for name, value in headers if name.lower() not in STRIPPED]
-
-
-class _Exchange:
-    """One request's `receive`, counting and with a deadline for the body, and its `send`."""
-
-    def __init__(self, scope: Scope, receive: Receive, send: Send, limits: LimitSettings) -> None:
-        self._scope = scope
-        self._receive = receive
-        self._send = send
-        self._limits = limits
-        self._size = 0
-        self._whole = False
-        self._started = False
-        self._deadline: float | None = None
-        self.refused = False
-
-    async def receive(self) -> Message:
-        """The next message; http.disconnect once the body has been refused."""
-        if self.refused:
-            return {"type": "http.disconnect"}
-        if self._whole:
-            return await self._receive()
-        try:
-            return await self._more()
-        except InvalidRequest as error:
-            await self.refuse(error)
-            return {"type": "http.disconnect"}
-
-    async def _more(self) -> Message:
-        self._deadline = self._deadline or asyncio.get_running_loop().time() + self._limits.body_timeout_s
-        try:
-            async with asyncio.timeout_at(self._deadline):
-                message = await self._receive()
-        except TimeoutError as error:
-            raise TooSlow(f"the body did not arrive within {self._limits.body_timeout_s:g} s") from error
-        self._size += len(message.get("body", b""))
-        self._whole = not message.get("more_body", False)
-        if self._size > self._limits.body_bytes:
-            raise TooLarge(f"the body exceeds the limit of {self._limits.body_bytes} bytes")
-        return message
-
-    async def send(self, message: Message) -> None:
-        """The app's messages, unless the answer was ours."""
-        if self.refused:
-            return
-        self._started = True
-        await self._send(message)
-
-    async def refuse(self, error: InvalidRequest) -> None:
-        """Answer, unless the app already has."""
-        self.refused = True
-        if not self._started:
-            await response_of(error)(self._scope, self._receive, self._send)

@@ -3,19 +3,24 @@
 Bodies are read raw and validated by our own models, so that every error has OpenAI's shape; FastAPI routes and documents (/docs).
 """
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
+from deploy.edge.admission import Place
 from deploy.edge.answer import Answer
+from deploy.edge.http_errors import DeadlineExceeded
 from deploy.edge.limits import Limits
 from deploy.edge.observe.access_log import Journal
 from deploy.edge.observe.record import record_of
 from deploy.edge.openai.error_response import handle, json_response, plain_error
 from deploy.edge.openai.forms import ChatForm, TextForm
-from deploy.edge.openai.schemas import ChatRequest, CompletionRequest, R, Sampling, parse
+from deploy.edge.openai.schemas import ChatRequest, CompletionRequest, R, Sampling, documentation
 from deploy.edge.service import Service
 from engine.errors import QuartetError
 from engine.front.generation import Job
@@ -30,31 +35,46 @@ def create_app(service: Service, *, echo: bool = True) -> ASGIApp:
     _add_generation(app, service)
     _add_models(app, service)
     _add_health(app, service)
+    _document_components(app)
     return Journal(Limits(app, service.limits), service, echo=echo)
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", response_model=None, openapi_extra=_body(ChatRequest))
     async def chat_completions(request: Request) -> Response:
-        wanted = await _admitted(service, ChatRequest, request)
-        return _answer(service, wanted, await service.chat_job(wanted), ChatForm)
+        async with _admitted(service, request) as place:
+            wanted = await _wanted(service, ChatRequest, request)
+            return _answer(service, wanted, await service.chat_job(wanted), ChatForm, place)
 
     @app.post("/v1/completions", response_model=None, openapi_extra=_body(CompletionRequest))
     async def completions(request: Request) -> Response:
-        wanted = await _admitted(service, CompletionRequest, request)
-        return _answer(service, wanted, await service.completion_job(wanted), TextForm)
+        async with _admitted(service, request) as place:
+            wanted = await _wanted(service, CompletionRequest, request)
+            return _answer(service, wanted, await service.completion_job(wanted), TextForm, place)
 
 
-async def _admitted(service: Service, kind: type[R], request: Request) -> R:
-    """The request in the body, for a model that is served and with room for it. Raises what says otherwise."""
+@asynccontextmanager
+async def _admitted(service: Service, request: Request) -> AsyncIterator[Place]:
+    """With a place, and until the deadline. The access log gives the place back when the request has ended, whichever way."""
     service.check_alive()
-    wanted = parse(kind, await request.body())
+    record = record_of(request.scope)
+    record.place = service.admission.enter()
+    try:
+        async with asyncio.timeout_at(record.deadline):
+            yield record.place
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"The request took longer than {service.limits.request_timeout_s:g} s.") from error
+
+
+async def _wanted(service: Service, kind: type[R], request: Request) -> R:
+    """The request in the body, for a model that is served. Raises what says otherwise."""
+    wanted = await service.parsed(kind, await request.body())
     service.check_model(wanted.model)
-    service.check_room(wanted)
     return wanted
 
 
-def _answer(service: Service, wanted: Sampling, job: Job, form: type[ChatForm] | type[TextForm]) -> Answer:
+def _answer(service: Service, wanted: Sampling, job: Job, form: type[ChatForm] | type[TextForm], place: Place) -> Answer:
+    place.settle(len(job.params), len(job.params) * len(job.prompt))
     made = form(service.name, service.text.pieces, include_usage=wanted.wants_usage)
     return Answer(service, job, made, stream=bool(wanted.stream), include_usage=wanted.wants_usage)
 
@@ -104,8 +124,19 @@ async def _bug(request: Request, error: Exception) -> Response:
     return plain_error(500, "Internal error", "internal_error")
 
 
-def _body(model: type[ChatRequest] | type[CompletionRequest]) -> dict[str, Any]:
+def _body(kind: type[Sampling]) -> dict[str, Any]:
     """What /docs shows of a body that FastAPI itself does not read."""
-    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-    schema.pop("$defs", None)
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    schemas, _ = documentation()
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schemas[kind]}}}}
+
+
+def _document_components(app: FastAPI) -> None:
+    """Have the API's document hold what the bodies' schemas refer to."""
+    generate = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = generate()
+        document.setdefault("components", {}).setdefault("schemas", {}).update(documentation()[1])
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]  # the way that FastAPI documents

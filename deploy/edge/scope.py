@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from contextvars import ContextVar
 
 RECORD = "quartet.record"  # the scope's key for its request's RequestRecord
+BEGAN = "quartet.began"  # and for when its head was read, by the monotonic clock
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 
 _SANE_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")

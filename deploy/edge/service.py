@@ -11,22 +11,28 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
+from deploy.edge.admission import AdmissionControl
 from deploy.edge.edge_settings import LimitSettings, LogSettings
 from deploy.edge.observe.spans import Tracer
-from deploy.edge.openai.schemas import ChatRequest, CompletionRequest, Sampling
+from deploy.edge.openai.schemas import ChatRequest, CompletionRequest, R, Sampling, parse
 from engine.checkpoint import generation_config
-from engine.errors import EngineDead, InvalidRequest, ModelNotFound, Overloaded
+from engine.errors import EngineDead, InvalidRequest, ModelNotFound
 from engine.front.generation import Engine, Generation, Job
+from engine.front.template import characters
 from engine.front.text import TextProcessor
 from engine.protocol import SamplingParams
 
 TEXT_THREADS = 2
+READERS = 4  # answers under way, in capacities: beyond what the engine works on, those that only wait for their readers
+SMALL_BODY = 64 << 10  # bytes of JSON that take less than a millisecond to read
 COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 _SEED_BITS = 63
+
+T = TypeVar("T")
 _MIX = 0x9E3779B97F4A7C15  # apart: neighbouring choices must not share noise
 
 
@@ -52,7 +58,8 @@ class Defaults:
 class Service:
     """One served model. `vocab` is the model's (token ids must lie in it), `max_len` the context.
 
-    `capacity` and `open` count choices, from submission to the last byte of their answer. `tracer`: none unless configured.
+    `capacity` choices, and `queue_tokens` tokens of those that wait, are let in (admission.py); `open` counts choices from their
+    submission to the last byte of their answer. `tracer`: none unless configured.
     """
 
     name: str
@@ -65,7 +72,8 @@ class Service:
     logs: LogSettings = field(default_factory=LogSettings)
     tracer: Tracer | None = None
     max_tokens: int | None = None
-    capacity: int = 1 << 30
+    capacity: int = 1 << 20
+    queue_tokens: int = 1 << 30
     about: dict[str, Any] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
     open: int = 0
@@ -73,6 +81,7 @@ class Service:
 
     def __post_init__(self) -> None:
         self._pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
+        self.admission = AdmissionControl(self.engine, self.capacity, self.queue_tokens, READERS * self.capacity)
         self.idle = asyncio.Event()
         self.idle.set()
 
@@ -85,11 +94,6 @@ class Service:
         """Raises EngineDead once the group is gone."""
         if self.engine.dead is not None:
             raise EngineDead(self.engine.dead)
-
-    def check_room(self, request: Sampling) -> None:
-        """Raises Overloaded when the queue is full: before any work, so that the client hears it at once."""
-        if self.open + (request.n or 1) > self.capacity:
-            raise Overloaded("Too many requests are running or waiting; please try again shortly.")
 
     @contextmanager
     def answering(self, choices: int) -> Iterator[None]:
@@ -107,6 +111,10 @@ class Service:
         """Hand over the last traces; blocks for `timeout_s` at most."""
         if self.tracer is not None:
             self.tracer.close(timeout_s)
+
+    async def parsed(self, kind: type[R], body: bytes) -> R:
+        """The request in `body`; a large one is read off the loop. Raises InvalidRequest."""
+        return parse(kind, body) if len(body) <= SMALL_BODY else await self._off_loop(lambda: parse(kind, body))
 
     async def chat_job(self, request: ChatRequest) -> Job:
         """The conversation as a prompt; raises InvalidRequest."""
@@ -129,22 +137,21 @@ class Service:
         """Submit one choice of a job."""
         return Generation(self.engine, self.text, job, params)
 
-    async def _off_loop(self, work: Callable[[], list[int]]) -> list[int]:
+    async def _off_loop(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     def _render(self, request: ChatRequest) -> list[int]:
-        messages = [message.model_dump(exclude_none=True) for message in request.messages]
-        self._check_size(sum(len(str(message.get("content", ""))) for message in messages), "messages")
-        options = dict(request.chat_template_kwargs or {})
+        messages = [message.plain() for message in request.turns()]
+        tools = request.declared_tools if request.offers_tools else None
+        self._check_size(characters([messages, tools]), "messages")
+        options = request.template_options
         thinking = options.pop("enable_thinking", False)
-        if not isinstance(thinking, bool):
-            raise InvalidRequest("chat_template_kwargs.enable_thinking: not a boolean", param="chat_template_kwargs")
         for name in ("tools", "add_generation_prompt"):  # they are parameters of their own
             if name in options:
                 raise InvalidRequest(f"chat_template_kwargs.{name}: not allowed", param="chat_template_kwargs")
         return self.text.render_chat(
             messages,
-            tools=request.tools if request.tool_choice != "none" else None,
+            tools=tools,
             enable_thinking=thinking,
             add_generation_prompt=request.add_generation_prompt is not False,
             **options,
@@ -176,7 +183,7 @@ class Service:
 
     def _params(self, request: Sampling, limit: int, logprobs: int | None) -> SamplingParams:
         eos = () if request.ignore_eos else self.text.eos_ids
-        own = self._in_vocab(request.stop_token_ids or [], "stop_token_ids")
+        own = self._in_vocab(request.stop_ids, "stop_token_ids")
         top_k = _given(request.top_k, self.defaults.top_k)
         return SamplingParams(
             max_tokens=limit,
@@ -195,7 +202,7 @@ class Service:
         _at_most("stop", len(request.stops), limits.stop_strings, "strings")
         for stop in request.stops:
             _at_most("stop", len(stop.encode("utf-8", "replace")), limits.stop_bytes, "bytes")
-        _at_most("stop_token_ids", len(request.stop_token_ids or ()), limits.stop_token_ids, "ids")
+        _at_most("stop_token_ids", len(request.stop_ids), limits.stop_token_ids, "ids")
         _at_most("top_logprobs" if isinstance(request, ChatRequest) else "logprobs", logprobs or 0, limits.top_logprobs)
         if "" in request.stops:
             raise InvalidRequest("stop: a stop string must not be empty", param="stop")

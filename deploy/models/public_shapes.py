@@ -23,7 +23,7 @@ MEDIA = {
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """One text model: `groups` x (`sliding` sliding layers + 1 full layer); widths in elements, window and positions in tokens.
 
     `media`: ids of the control tokens around and for images, audio and video, by their names.
@@ -80,10 +80,10 @@ class Shape:
         return 2 * self.mlp if self.double_wide and self.is_shared(layer) else self.mlp
 
 
-_small = partial(Shape, heads=8, positions=131072, vocab=VOCAB, media=MEDIA, ple=256)
-_large = partial(Shape, positions=262144, vocab=VOCAB, media=MEDIA, k_eq_v=True)
+_small = partial(ModelShape, heads=8, positions=131072, vocab=VOCAB, media=MEDIA, ple=256)
+_large = partial(ModelShape, positions=262144, vocab=VOCAB, media=MEDIA, k_eq_v=True)
 
-PUBLIC: dict[str, Shape] = {
+PUBLIC: dict[str, ModelShape] = {
     shape.member: shape
     for shape in (
         _small("e2b", 7, 4, 1, None, 512, 6144, hidden=1536, kv_shared=20, double_wide=True),
@@ -95,7 +95,7 @@ PUBLIC: dict[str, Shape] = {
 }
 
 
-def config(shape: Shape, dtype: str) -> dict[str, Any]:
+def config(shape: ModelShape, dtype: str) -> dict[str, Any]:
     """The outer config.json. Vision and audio configs are null, so that no tower tensor is expected."""
     family = "gemma4_unified" if shape.unified else "gemma4"
     architecture = "Gemma4UnifiedForConditionalGeneration" if shape.unified else "Gemma4ForConditionalGeneration"
@@ -120,7 +120,7 @@ def config(shape: Shape, dtype: str) -> dict[str, Any]:
     }
 
 
-def _text_config(shape: Shape, dtype: str, model_type: str) -> dict[str, Any]:
+def _text_config(shape: ModelShape, dtype: str, model_type: str) -> dict[str, Any]:
     return {
         "attention_bias": False,
         "attention_dropout": 0.0,

@@ -9,8 +9,10 @@ While plans are out it polls the result ring; with nothing to do it sleeps in `s
 the group; one while reading a single message ends that request only. Several fronts may attach; today there is one, client 0.
 """
 
-import select
+import gc
+import logging
 import socket
+import sys
 import time
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +21,8 @@ import msgspec
 
 from engine.channel import RingReader, RingWriter, Waiter, map_shared
 from engine.config import EngineConfig
+from engine.core.figures import StepFigures
+from engine.core.front_link import FrontLink
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.geometry import kv_groups, read_geometry
 from engine.lifeline import BootArgs, Lifeline, Ready, run
@@ -26,16 +30,12 @@ from engine.plan import DEPTH, Phase, StepPlan, StepResult, decode_result, encod
 from engine.protocol import (
     Abort,
     Control,
-    FrameReader,
     FrontMessage,
     GenerateRequest,
     TokenBatch,
     decode_front_message,
-    encode_message,
-    frame,
 )
 
-MAX_UNSENT = 64 << 20
 _CLIENT = 0
 
 
@@ -67,49 +67,6 @@ class RingExecutor:
         return None if record is None else decode_result(record[1])
 
 
-class FrontLink:
-    """The front's socket: whole messages in, buffered frames out, never blocking."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._sock.setblocking(False)
-        self._frames = FrameReader()
-        self._unsent = bytearray()
-
-    def receive(self, timeout_s: float) -> list[bytes]:
-        """Messages that have come, waiting up to `timeout_s` for the first; raises EOFError when the front is gone."""
-        if not select.select([self._sock], [], [], timeout_s)[0]:
-            return []
-        try:
-            data = self._sock.recv(1 << 20)
-        except BlockingIOError:
-            return []
-        if not data:
-            raise EOFError("the front closed its socket")
-        return self._frames.feed(data)
-
-    def send(self, batch: TokenBatch) -> None:
-        """Queue a batch and send what the socket takes; raises BufferError when the front has stopped reading."""
-        self._unsent += frame(encode_message(batch))
-        self.flush()
-        if len(self._unsent) > MAX_UNSENT:
-            raise BufferError(f"the front has left {len(self._unsent)} bytes unread")
-
-    def flush(self) -> None:
-        """Send what is queued, as far as the socket takes it."""
-        while self._unsent:
-            try:
-                sent = self._sock.send(self._unsent)
-            except BlockingIOError:
-                return
-            del self._unsent[:sent]
-
-    @property
-    def unsent(self) -> int:
-        """Bytes the socket has not taken."""
-        return len(self._unsent)
-
-
 class Core:
     """The loop around the scheduler."""
 
@@ -121,6 +78,8 @@ class Core:
         self._waiter = waiter
         self._stopping = False
         self._report = False
+        self._figures = StepFigures()
+        self._idle = True  # nothing to do until the front speaks
         self._submitted = 0
         self._committed = 0
 
@@ -131,6 +90,9 @@ class Core:
             planned = self._plan()
             committed = self._commit()
             self._send()
+            if self._figures.due(now := time.monotonic()):
+                self._figures.report(self._scheduler.load(), now)
+            self._idle = not (planned or committed or self._scheduler.in_flight)
             if planned or committed:
                 self._waiter.reset()
             elif self._scheduler.in_flight:
@@ -139,8 +101,7 @@ class Core:
 
     def _read(self) -> None:
         """Take in what the front says; sleep on its socket while there is nothing else to wait for."""
-        busy = self._scheduler.in_flight or self._scheduler.unfinished or self._link.unsent
-        for raw in self._link.receive(0 if busy else 1.0):
+        for raw in self._link.receive(1.0 if self._idle else 0):
             message = self._decode(raw)
             if message is not None:
                 self._handle(message)
@@ -176,11 +137,11 @@ class Core:
         while self._scheduler.in_flight < DEPTH and (plan := self._scheduler.schedule()) is not None:
             self._executor.submit(plan)
             self._submitted = plan.step
+            self._figures.planned(plan, time.monotonic())
             self._report = self._report or bool(plan.admissions)  # the front learns at once what waits no longer
             self._progress()
             planned = True
-        stuck = self._scheduler.unfinished and not self._scheduler.in_flight
-        if stuck:
+        if self._scheduler.stuck:
             raise RuntimeError(f"{self._scheduler.unfinished} requests wait, but none can run: {self._scheduler.load()}")
         return planned
 
@@ -201,11 +162,10 @@ class Core:
     def _send(self) -> None:
         """One TokenBatch for everything that happened in this turn."""
         outputs = [output for _, output in self._scheduler.drain()]
-        if outputs or self._report:
+        started = [request for _, request in self._scheduler.drain_started()]
+        if outputs or started or self._report:
             self._report = False
-            self._link.send(TokenBatch(outputs=outputs, load=self._scheduler.load()))
-        elif self._link.unsent:
-            self._link.flush()
+            self._link.send(TokenBatch(outputs=outputs, started=started, load=self._scheduler.load()))
 
 
 def _request_id(raw: bytes) -> int | None:
@@ -221,16 +181,28 @@ def _request_id(raw: bytes) -> int | None:
 def scheduler_config(config: EngineConfig, pages: tuple[int, ...]) -> SchedulerConfig:
     """What the scheduler needs to know of the engine's settings, once the pools are sized."""
     groups = kv_groups(read_geometry(Path(config.model)), config.tp, config.page)
-    return SchedulerConfig(groups, pages, config.max_seqs, config.max_len, config.prefill_budget)
+    share = config.prefix_cache_share if config.prefix_cache else None
+    sizes = (config.max_seqs, config.max_len, config.prefill_budget)
+    return SchedulerConfig(groups, pages, *sizes, cache_share=share, policy=config.policy)
+
+
+def collect_rarely() -> None:
+    """Leave what has been made so far out of garbage collection, and look at the rest seldom: a step makes no cycles, and a pass
+    over every sequence and every cached prefix would hold up all streams."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
 
 
 def serve(lifeline: Lifeline) -> None:
     """Boot by the handshake, then run until told to stop."""
     args = lifeline.args
     config = lifeline.configure()
+    logging.basicConfig(stream=sys.stderr, format="core: %(message)s", level=config.core_log.upper())
     executor = RingExecutor(args)
     link = FrontLink(socket.socket(fileno=args.front))
     scheduler = Scheduler(scheduler_config(config, lifeline.allocate()))
+    collect_rarely()
     lifeline.phase(Phase.ready)
     lifeline.send(Ready())
     try:

@@ -1,7 +1,13 @@
-"""Who holds which page: one pool of page numbers per KV group, with reference counts.
+"""Who holds which page: one pool of page numbers per KV group.
+
+    free   nobody has it
+    held   by one sequence or several
+    idle   by none, but the prefix cache keeps it: taken back when a sequence needs a page
 
 Page 0 is the null page: it is never handed out and every unused table entry names it.
 """
+
+from collections.abc import Iterable
 
 from engine.geometry import KVGroup
 
@@ -12,47 +18,111 @@ class PagePool:
     def __init__(self, group: KVGroup, pages: int) -> None:
         self.group = group
         self.total = pages - 1
+        self.idle = 0
         self._free = list(range(pages - 1, 0, -1))
-        self._references = [0] * pages
+        self._holders = [0] * pages
+        self._kept = [0] * pages  # times that the prefix cache names it
+        self._poisoned: set[int] = set()
 
     @property
     def free(self) -> int:
-        """Pages nobody holds."""
+        """Pages that nobody has."""
         return len(self._free)
 
     @property
+    def available(self) -> int:
+        """Pages that a sequence could have: free, or given up by the prefix cache."""
+        return len(self._free) + self.idle
+
+    @property
     def used(self) -> int:
-        """Pages somebody holds."""
-        return self.total - len(self._free)
+        """Pages that sequences hold."""
+        return self.total - len(self._free) - self.idle
+
+    # -- sequences
 
     def take(self, count: int) -> list[int]:
-        """`count` pages, each with one reference; the caller has checked `free`."""
+        """`count` free pages, each with one holder; the caller has checked `free`."""
         assert count <= len(self._free), (count, len(self._free))
-        pages = [self._free.pop() for _ in range(count)]
+        if not count:
+            return []
+        pages = self._free[: -count - 1 : -1]
+        del self._free[-count:]
         for page in pages:
-            self._references[page] = 1
+            self._holders[page] = 1
         return pages
 
-    def share(self, page: int) -> None:
-        """One more holder of a held page."""
-        assert self._references[page] > 0, page
-        self._references[page] += 1
-
-    def give(self, pages: list[int]) -> None:
-        """One holder fewer of each page; a page without holders is free."""
+    def share(self, pages: Iterable[int]) -> None:
+        """One more holder of pages that are held, or kept."""
         for page in pages:
-            assert self._references[page] > 0, page
-            self._references[page] -= 1
-            if not self._references[page]:
+            if not self._holders[page]:
+                assert self._kept[page], page
+                self.idle -= 1
+            self._holders[page] += 1
+
+    def give(self, pages: Iterable[int]) -> None:
+        """One holder fewer of each page; without holders it is idle if the cache keeps it, else free."""
+        for page in pages:
+            assert self._holders[page] > 0, page
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                if self._kept[page]:
+                    self.idle += 1
+                else:
+                    self._free.append(page)
+
+    def holders(self, page: int) -> int:
+        """How many sequences hold it."""
+        return self._holders[page]
+
+    # -- the prefix cache
+
+    def keep(self, pages: Iterable[int]) -> None:
+        """The cache names pages that are held, or kept already."""
+        for page in pages:
+            assert self._holders[page] or self._kept[page], page
+            self._kept[page] += 1
+
+    def drop(self, pages: Iterable[int]) -> int:
+        """The cache names each page once less; how many of them are free now."""
+        before = len(self._free)
+        for page in pages:
+            assert self._kept[page] > 0, page
+            self._kept[page] -= 1
+            if not self._kept[page] and not self._holders[page]:
+                self.idle -= 1
                 self._free.append(page)
+        return len(self._free) - before
+
+    def idle_in(self, pages: Iterable[int]) -> int:
+        """How many of these kept pages no sequence holds."""
+        return list(map(self._holders.__getitem__, pages)).count(0)
+
+    def has_idle(self, pages: Iterable[int]) -> bool:
+        """Whether no sequence holds one of these kept pages."""
+        return 0 in map(self._holders.__getitem__, pages)
+
+    # -- pages with values that are not finite
+
+    def poison(self, pages: Iterable[int]) -> None:
+        """What stands in these pages may be NaN: 0 x NaN is NaN, so a masked value could leave the page."""
+        self._poisoned.update(pages)
+
+    def cleanse(self, pages: Iterable[int]) -> list[int]:
+        """Those of the pages that must be zeroed before they are written; they count as clean from now on."""
+        if not self._poisoned:
+            return []
+        dirty = [page for page in pages if page in self._poisoned]
+        self._poisoned.difference_update(dirty)
+        return dirty
 
 
 class PageRun:
     """The pages one sequence holds in one group: table entries [first, first + len(pages)), in order."""
 
-    def __init__(self) -> None:
-        self.first = 0
-        self.pages: list[int] = []
+    def __init__(self, first: int = 0, pages: Iterable[int] = ()) -> None:
+        self.first = first
+        self.pages = list(pages)
 
     @property
     def end(self) -> int:
@@ -62,6 +132,11 @@ class PageRun:
     def missing(self, end: int) -> int:
         """Pages to append so that entries up to `end` are held."""
         return max(0, end - self.end)
+
+    def between(self, first: int, end: int) -> list[int]:
+        """The pages of entries [first, end), which are held."""
+        assert self.first <= first <= end <= self.end, (self.first, first, end, self.end)
+        return self.pages[first - self.first : end - self.first]
 
     def drop_before(self, index: int) -> list[int]:
         """Forget and return the pages of entries before `index`."""

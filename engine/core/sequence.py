@@ -1,14 +1,17 @@
 """One request's life: the one mutable request object of the engine.
 
-             admit                  schedule                    commit
-    waiting ------> running: [0 ............ scheduled) planned ......> committed tokens in `tokens`
+             admit                  schedule                          commit
+    waiting ------> running: [0 ......... low) committed [low ......... high) planned ......> committed tokens in `tokens`
        ^               |
        +---------------+  preempt: pages and slot go back, `tokens` stay, computed again at the next admission
 
-`scheduled` and `committed` are separate counters: a step that is planned has not happened yet. At most `len(tokens) + 1` positions
-are ever scheduled: the one beyond is a decode row whose input token the device will know before the core does.
+`low` is exact: so many positions are computed and their results are in. `high` is an upper bound: what is planned, if every draft
+is accepted; a row that gives fewer tokens lowers it at its commit. Pages are held up to `high` and given back below `low`'s window.
+At most `limit - 1` positions are ever needed: the last token is sampled from position limit - 2 and is never fed back.
 """
 
+import enum
+from array import array
 from dataclasses import dataclass, field
 
 from engine.core.pages import PageRun
@@ -17,27 +20,59 @@ from engine.protocol import SamplingParams
 Key = tuple[int, int]
 
 
-@dataclass(eq=False)
-class Sequence:
-    """`key` is (client, the client's id); `arrival` orders the queue; `limit` is the length (prompt and output) it ends at.
+class Wait(enum.Enum):
+    """What of the host a sequence's next token waits for."""
 
-    Positions before `quiet` need no page to be taken or given back.
+    mask = "mask"
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """`key` is (client, the client's id); `rank` (priority, arrival) orders the queue.
+
+    limit       length, prompt and output, at which it ends
+    overtaken   how many of a later rank were admitted before it
+    tokens      int32, prompt and what was generated
+    masked      each of its tokens needs a mask that the host computes from those before it
+    target      length at its admission: positions below it are prefill
+    root, keys  what its first page's key follows, and the keys of its pages as far as they were needed
+    cached      positions that it found in the prefix cache at its admission; `found`: at its first one
+    marks       pages at whose ends it is to leave a prefix in the cache, ascending
+    held        positions that it holds pages for, in every group
+    release_at  value of `low` from which on a page can be given back
     """
 
     key: Key
-    tokens: list[int]
+    tokens: "array[int]"
     prompt: int
     limit: int
     params: SamplingParams
-    arrival: int
+    rank: tuple[int, int]
+    masked: bool = False
     number: int = 0
     slot: int = -1
     target: int = 0
-    scheduled: int = 0
-    committed: int = 0
-    quiet: int = 0
+    root: bytes = b""
+    keys: list[bytes] = field(default_factory=list)
+    cached: int = 0
+    found: int = 0
+    marks: list[int] = field(default_factory=list)
+    low: int = 0
+    high: int = 0
+    held: int = 0
+    release_at: int = 0
+    waits_for: Wait | None = None
+    started: bool = False
+    overtaken: int = 0
     ended: bool = False
     runs: list[PageRun] = field(default_factory=list)
+
+    stop_ids: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stop_ids = frozenset(self.params.stop_ids)
+        if self.masked:
+            self.waits_for = Wait.mask
 
     @property
     def running(self) -> bool:
@@ -46,18 +81,20 @@ class Sequence:
     @property
     def prefilling(self) -> bool:
         """Known tokens of this admission still wait to be computed."""
-        return self.scheduled < self.target
+        return self.high < self.target
 
     @property
-    def exhausted(self) -> bool:
-        """Every token it may produce is planned: the last one comes from position limit - 2."""
-        return self.scheduled >= self.limit - 1
+    def ready(self) -> int:
+        """Known tokens that can be computed now; the last one gives a token, so it waits for what the token waits for."""
+        known = self.target - self.high
+        return known - 1 if self.waits_for else known
 
     def admit(self, slot: int, number: int, groups: int) -> None:
         """Take a slot under a new admission number; everything is to be computed."""
         self.slot, self.number = slot, number
         self.target = len(self.tokens)
-        self.scheduled = self.committed = self.quiet = 0
+        self.low = self.high = self.cached = self.held = self.release_at = 0
+        self.marks = []
         self.runs = [PageRun() for _ in range(groups)]
 
     def leave(self) -> int:

@@ -13,13 +13,13 @@ leaves `open` only when the core has said its last word on it (or the core is go
 import asyncio
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from engine.errors import EngineDead, GenerationFailed, InvalidRequest
+from engine.errors import EngineDead, GenerationFailed, InvalidRequest, SlowReader
 from engine.events import (
     EngineFailed,
     EngineLoad,
@@ -32,7 +32,6 @@ from engine.events import (
     Tokens,
     no_sink,
 )
-from engine.front.queue import Queue
 from engine.front.stream import Stream
 from engine.protocol import (
     Abort,
@@ -45,14 +44,19 @@ from engine.protocol import (
     Load,
     Output,
     SamplingParams,
-    TokenBatch,
     decode_token_batch,
     encode_message,
     frame,
+    pack_tokens,
 )
 
 MAX_PILED_TOKENS = 4096
-_ABORTS: dict[AbortReason | None, Outcome] = {AbortReason.deadline: "deadline", AbortReason.slow_reader: "slow_reader"}
+_ABORTS: dict[AbortReason | None, Outcome] = {
+    AbortReason.deadline: "deadline",
+    AbortReason.slow_reader: "slow_reader",
+    AbortReason.queue_timeout: "queue_timeout",
+    AbortReason.sibling_failed: "sibling_failed",
+}
 EOF_GRACE_S = 0.25  # after the socket's end the watcher may still name who died; its reason is the better one
 
 
@@ -115,7 +119,6 @@ class EngineClient:
         self._sink = sink
         self._clock = clock
         self._requests: dict[int, _Request] = {}
-        self._queue = Queue()
         self._stepped = 0.0  # when the core last reported a step, or work where it had none
         self._last_id = 0
         self._waiting_since = 0
@@ -130,16 +133,24 @@ class EngineClient:
 
     # -- the interface: generate, abort, health
 
-    def generate(self, prompt: list[int], params: SamplingParams, *, clip: bool = False) -> Stream:
-        """Submit a request at once; `clip` as in GenerateRequest. Raises InvalidRequest only if it is too large to send."""
+    def generate(
+        self, prompt: Sequence[int], params: SamplingParams, *, clip: bool = False, salt: str = "", priority: int = 0
+    ) -> Stream:
+        """Submit a request at once; `clip`, `salt` and `priority` as in GenerateRequest.
+
+        Raises InvalidRequest only if it cannot be sent as it is.
+        """
         self._last_id += 1
         stream = Stream(self._last_id, self.abort)
-        message = self._frame(GenerateRequest(id=stream.id, prompt=prompt, params=params, clip=clip))
+        message = self._frame(
+            GenerateRequest(
+                id=stream.id, prompt=_packed(prompt), params=params, clip=clip, salt=salt, priority=priority
+            )
+        )
         if not self._requests:
             self._waiting_since = time.monotonic_ns()
         self._requests[stream.id] = _Request(stream, len(prompt), Clock(self._clock()))
         self.counters.received += 1
-        self._queue.add(stream.id, self.counters.received)
         self._sink(RequestStarted(stream.id, len(prompt)))
         if self.dead is not None:
             self._kill(stream.id, self.dead)
@@ -212,7 +223,8 @@ class EngineClient:
             self._salvage(raw, error)
             return
         self._loaded(batch.load)
-        self._schedule(batch)
+        for request in batch.started:
+            self._started(request)
         for output in batch.outputs:
             self._output(output)
 
@@ -248,19 +260,17 @@ class EngineClient:
             self._end(output.id, _outcome(output.finish, entry.aborted), None)
         elif piled > MAX_PILED_TOKENS:
             entry.stream.drop()
-            entry.stream.fail(GenerationFailed(f"the reader is more than {MAX_PILED_TOKENS} tokens behind"))
+            entry.stream.fail(SlowReader(f"the reader is more than {MAX_PILED_TOKENS} tokens behind"))
             self.abort(output.id, AbortReason.slow_reader)
 
-    def _schedule(self, batch: TokenBatch) -> None:
-        """Whom the core's figures show as scheduled for the first time."""
-        if not self._queue:
+    def _started(self, request: int) -> None:
+        """The core has scheduled a request for the first time; one that this client has given up needs no event."""
+        entry = self._requests.get(request)
+        if entry is None:
             return
-        unbegun = {output.id for output in batch.outputs if output.finish is not None and not output.tokens}
-        for request in self._queue.leave(batch.load.received, batch.load.waiting, unbegun):
-            entry = self._requests[request]
-            now = entry.clock.scheduled = self._clock()
-            if entry.aborted is None:
-                self._sink(Scheduled(request, now - entry.clock.submitted))
+        now = entry.clock.scheduled = self._clock()
+        if entry.aborted is None:
+            self._sink(Scheduled(request, now - entry.clock.submitted))
 
     def _count_tokens(self, output: Output, entry: _Request) -> None:
         now, clock = self._clock(), entry.clock
@@ -274,7 +284,6 @@ class EngineClient:
     def _end(self, request: int, outcome: Outcome, error: Exception | None) -> None:
         """The one place where a request leaves `open`."""
         entry = self._requests.pop(request)
-        self._queue.drop(request)
         if error is not None:
             entry.stream.fail(error)
         self._count_end(outcome)
@@ -351,6 +360,13 @@ class _Link(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._on_lost(exc)
+
+
+def _packed(prompt: Sequence[int]) -> bytes:
+    try:
+        return pack_tokens(prompt)
+    except (OverflowError, TypeError) as error:
+        raise InvalidRequest(f"the prompt holds what is no token id: {error}") from error
 
 
 def _sort_outputs(values: list[Any]) -> tuple[list[Output], list[int]]:

@@ -1,6 +1,6 @@
 """From an engine's stream of token ids to text: detokenized, cut at stop strings, with how it ended.
 
-    Output(tokens) --Detokenizer--> text --StopStrings--> Delta(text, tokens, logprobs, finish)
+    Output(tokens) --Detokenizer--> text --StopStrings--> Delta((Content(text), ...), tokens, logprobs, finish)
 
 With stop strings tokens are taken one by one, so that where a text ends does not depend on how tokens were batched; a match ends
 the request in the engine too, which counts it as a success.
@@ -12,7 +12,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.errors import GenerationFailed
+from engine.errors import GenerationFailed, SlowReader
 from engine.front.client import Clock
 from engine.front.text import StopStrings, TextProcessor
 from engine.protocol import AbortReason, FinishReason, Logprobs, Output, SamplingParams
@@ -35,6 +35,9 @@ class Engine(Protocol):
 
     dead: str | None
 
+    @property
+    def open(self) -> int: ...
+
     def generate(self, prompt: list[int], params: SamplingParams, *, clip: bool = False) -> EngineStream: ...
 
     def clock(self, request: int) -> Clock | None: ...
@@ -51,11 +54,21 @@ class Job:
     skip_special_tokens: bool = True
 
 
-@dataclass(slots=True)
-class Delta:
-    """What one step added to one choice; `finish` set: it is the last. `logprobs` is empty, or one a token."""
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text of the answer itself."""
 
     text: str
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one step added to one choice; `finish` set: it is the last. `logprobs` is empty, or one a token.
+
+    `parts` say what the new text is, in order; none where the step gave no text yet.
+    """
+
+    parts: tuple[Content, ...]
     tokens: list[int]
     logprobs: list[Logprobs]
     finish: str | None = None
@@ -63,19 +76,22 @@ class Delta:
 
 @dataclass(slots=True)
 class Choice:
-    """All deltas of one choice, added up."""
+    """The deltas of one choice, added up, their logprobs apart: those are as large as anybody asks for."""
 
-    text: str = ""
+    texts: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[Logprobs] = field(default_factory=list)
     finish: str | None = None
 
     def add(self, delta: Delta) -> None:
         """One more."""
-        self.text += delta.text
+        self.texts += [part.text for part in delta.parts]
         self.tokens += delta.tokens
-        self.logprobs += delta.logprobs
         self.finish = delta.finish
+
+    @property
+    def content(self) -> str:
+        """The whole answer."""
+        return "".join(self.texts)
 
 
 class Generation:
@@ -105,7 +121,7 @@ class Generation:
         text = self._detokenizer.push(self._shown(output))
         if output.finish is not None:
             text += self._detokenizer.flush()
-        return Delta(text, output.tokens, output.logprobs, _finish(output))
+        return Delta(_content(text), output.tokens, output.logprobs, _finish(output))
 
     def _shown(self, output: Output) -> list[int]:
         """The tokens that are text: not the stop id that ended it."""
@@ -121,10 +137,10 @@ class Generation:
             if match is not None:
                 self._stream.abort(AbortReason.stop_string)
                 used = min(place + 1, len(output.tokens))
-                return Delta("".join(parts), output.tokens[:used], output.logprobs[:used], FinishReason.stop.value)
+                return Delta(_content("".join(parts)), output.tokens[:used], output.logprobs[:used], FinishReason.stop.value)
         if output.finish is not None:
             parts.append(self._stops.flush())
-        return Delta("".join(parts), output.tokens, output.logprobs, _finish(output))
+        return Delta(_content("".join(parts)), output.tokens, output.logprobs, _finish(output))
 
     def _texts(self, tokens: Sequence[int], *, final: bool) -> Iterator[str]:
         """Each token's text, then what was held back."""
@@ -132,6 +148,10 @@ class Generation:
             yield self._detokenizer.push([token])
         if final:
             yield self._detokenizer.flush()
+
+
+def _content(text: str) -> tuple[Content, ...]:
+    return (Content(text),) if text else ()
 
 
 def _finish(output: Output) -> str | None:
@@ -157,6 +177,7 @@ async def merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, 
         while left:
             item = await queue.get()
             if isinstance(item, BaseException):
+                _abort_siblings(generations, item)
                 raise item
             if item is None:
                 left -= 1
@@ -166,6 +187,13 @@ async def merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, 
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _abort_siblings(generations: Sequence[Generation], error: BaseException) -> None:
+    """Before their streams are closed, which would say that the client has gone."""
+    reason = AbortReason.slow_reader if isinstance(error, SlowReader) else AbortReason.sibling_failed
+    for generation in generations:
+        generation.abort(reason)
 
 
 async def _pump(index: int, generation: Generation, queue: asyncio.Queue[tuple[int, Delta] | BaseException | None]) -> None:

@@ -24,6 +24,7 @@ class Stream:
         self._abort = abort
         self._tokens: list[int] = []
         self._logprobs: list[Logprobs] = []
+        self._cached = 0
         self._finish: FinishReason | None = None
         self._error: Exception | None = None
         self._left = False
@@ -35,6 +36,7 @@ class Stream:
             return 0
         self._tokens += output.tokens
         self._logprobs += output.logprobs
+        self._cached += output.cached
         self._finish = output.finish
         self._changed.set()
         return len(self._tokens)
@@ -76,8 +78,8 @@ class Stream:
             return None
         if self._error and not self._tokens:
             raise self._error
-        output = Output(id=self.id, tokens=self._tokens, logprobs=self._logprobs, finish=self._finish)
-        self._tokens, self._logprobs = [], []
+        output = Output(id=self.id, tokens=self._tokens, logprobs=self._logprobs, finish=self._finish, cached=self._cached)
+        self._tokens, self._logprobs, self._cached = [], [], 0
         return output
 
     async def aclose(self) -> None:

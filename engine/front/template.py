@@ -7,12 +7,12 @@ at its control tokens first, and takes the sentinel out of what lies between aft
 """
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+import msgspec
 from jinja2 import TemplateError, TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -21,7 +21,9 @@ from engine.errors import CheckpointError, InvalidRequest
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 EXTRAS = frozenset({"preserve_thinking"})
 
-_SENTINELS = range(0xF0000, 0xFFFFE)  # private use: no meaning to any template or tokenizer
+# Candidates for the sentinel: the last of the private-use characters, which have no meaning to any template or tokenizer.
+_SENTINELS = [chr(code) for code in range(0x10FFF6, 0x10FFFE)]
+MAX_VALUES = 1 << 16  # strings, numbers, lists and objects of a conversation, keys included
 # What a sandboxed template can raise when a message is not what it expects.
 _FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
@@ -42,7 +44,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, tokens: Mapping[str, str], control: Iterable[str]) -> None:
         self._tokens = dict(tokens)
-        self._openers = re.compile("[" + re.escape("".join(sorted({name[0] for name in control}))) + "]")
+        self._openers = sorted({name[0] for name in control})
         try:
             self._template = _environment().from_string(source)
         except TemplateSyntaxError as error:
@@ -75,7 +77,9 @@ class ChatTemplate:
     def _guard(self, value: Any, sentinel: str) -> Any:
         """A copy of a JSON value in which no string holds, or can help to form, a control token."""
         if isinstance(value, str):
-            return self._openers.sub(lambda opener: opener[0] + sentinel, value)
+            for opener in self._openers:
+                value = value.replace(opener, opener + sentinel)
+            return value
         if isinstance(value, Mapping):
             return {self._guard(key, sentinel): self._guard(item, sentinel) for key, item in value.items()}
         if isinstance(value, Sequence):
@@ -127,8 +131,8 @@ def _with_mapping(call: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _parse_arguments(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidRequest(f"{where}.function.arguments: not JSON ({error})", param="messages") from error
 
 
@@ -141,22 +145,36 @@ def _check_extras(extra: Mapping[str, Any]) -> None:
             raise InvalidRequest(f"chat_template_kwargs.{name}: not a boolean", param="chat_template_kwargs")
 
 
+def characters(value: Any) -> int:
+    """Characters in all strings of a JSON value, keys included. InvalidRequest: it has more than MAX_VALUES values."""
+    return sum(map(len, _strings(value)))
+
+
 def _sentinel(value: Any) -> str:
-    """A character that occurs in no string of a JSON value."""
-    used = set().union(*_strings(value))
-    return next(chr(code) for code in _SENTINELS if chr(code) not in used)
+    """A character that occurs in no string of a JSON value. InvalidRequest: somebody has written them all."""
+    strings = list(_strings(value))
+    free = (sentinel for sentinel in _SENTINELS if not any(sentinel in text for text in strings))
+    sentinel = next(free, None)
+    if sentinel is None:
+        raise InvalidRequest("messages: the private-use characters U+10FFF6 to U+10FFFD all occur; leave one out", param="messages")
+    return sentinel
 
 
 def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _strings(key)
-            yield from _strings(item)
-    elif isinstance(value, Sequence):
-        for item in value:
-            yield from _strings(item)
+    """Every string of a JSON value, in no order. InvalidRequest: it has more than MAX_VALUES values."""
+    left, seen = [value], 0
+    while left:
+        seen += 1
+        if seen > MAX_VALUES:
+            raise InvalidRequest(f"messages and tools hold more than {MAX_VALUES} values", param="messages")
+        match left.pop():
+            case str(text):
+                yield text
+            case Mapping() as entries:
+                left += entries.keys()
+                left += entries.values()
+            case Sequence() as items:
+                left += items
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -19,7 +19,7 @@ from engine.rank.batch import Chunk, ForwardBatch, RopeKey
 from engine.rank.slots import SlotState
 from kernels.slots import apply_plan, decode_inputs, rotary_table
 
-BUCKETS = (1, 2, 4, 8, *range(16, 65, 8), *range(80, 257, 16))
+BUCKETS = (1, 2, 4, *range(8, 129, 8), *range(144, 257, 16))
 
 
 def buckets(max_seqs: int) -> tuple[int, ...]:

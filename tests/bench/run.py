@@ -73,11 +73,11 @@ async def measure(group: Group, vocab: int, args: argparse.Namespace) -> dict[st
     return figures
 
 
-def record(figures: dict[str, float], machine: str) -> None:
-    """Append to the results file, with commit and command."""
+def record(figures: dict[str, float], machine: str, module: str = "tests.bench.run") -> None:
+    """Append to the results file, with commit and command; a name's first word ends in its unit."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
     date = dt.datetime.now(tz=dt.UTC).date()
-    command = "python -m tests.bench.run " + " ".join(sys.argv[1:])
+    command = f"python -m {module} " + " ".join(sys.argv[1:])
     with RESULTS.open("a", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         for name, value in figures.items():

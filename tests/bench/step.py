@@ -26,7 +26,7 @@ from torch import Tensor, multiprocessing
 from deploy.models.resolve import resolve
 from engine.config import EngineConfig, engine_config
 from engine.geometry import Geometry, KVGroup, kv_groups, read_geometry
-from engine.plan import Admission, PageAppend, StepPlan, encode_plan, read_plan
+from engine.plan import Admission, PageAppend, StepPlan, encode_plan
 from engine.protocol import SamplingParams
 from engine.rank import weights
 from engine.rank.kv import GroupCache, KVCache

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from cluster.children import Fate
-from cluster.health import Bounds, Moment, Watcher, raylet_pid, verdict
+from cluster.health import Bounds, Death, Moment, Watcher, raylet_pid, verdict
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.lifeline import Failed
 from engine.plan import RankStatus
 from tests.support.engine.fakes import fake_config
 
@@ -49,14 +50,15 @@ def test_a_group_at_rest_is_well() -> None:
 def test_an_old_heartbeat_names_its_process(index: int, name: str) -> None:
     """One heartbeat just over the bound is reported with its owner's name; one just under it is not."""
     late = verdict(with_record(statuses(), index, heartbeat_ns=NOW - 31 * S // 10), MOMENT, BOUNDS)
-    assert late == f"{name} is not scheduled for 3.1 s (stopped or hung host)"
+    assert late == Death("unscheduled", f"{name} is not scheduled for 3.1 s (stopped or hung host)")
     assert verdict(with_record(statuses(), index, heartbeat_ns=NOW - 29 * S // 10), MOMENT, BOUNDS) is None
 
 
 def test_all_hearts_at_once() -> None:
     """Several stopped processes are all named."""
     records = [replace(record, heartbeat_ns=NOW - 5 * S) for record in statuses(tp=1)]
-    assert verdict(records, MOMENT, BOUNDS) == "rank 0, the core are not scheduled for 5.0 s (stopped or hung host)"
+    expected = Death("unscheduled", "rank 0, the core are not scheduled for 5.0 s (stopped or hung host)")
+    assert verdict(records, MOMENT, BOUNDS) == expected
 
 
 def test_a_suspended_machine_is_no_death() -> None:
@@ -69,19 +71,19 @@ def test_a_suspended_machine_is_no_death() -> None:
 def test_a_hang_inside_a_step_blames_the_rank_that_did_not_launch() -> None:
     """Three ranks wait in step 812's collective for rank 1, which never launched it: rank 1 alone is named, with the step."""
     records = with_record(launched(statuses(), 812, NOW - 61 * S), 1, launched=811, progress_ns=NOW - 62 * S)
-    assert verdict(records, MOMENT, BOUNDS) == "rank 1 made no progress in step 812 for 61 s"
+    assert verdict(records, MOMENT, BOUNDS) == Death("rank_stalled", "rank 1 made no progress in step 812 for 61 s")
 
 
 def test_a_hang_blames_the_rank_that_is_behind() -> None:
     """A rank that finished less than its peers is named, however long the peers have waited for it."""
     records = with_record(launched(statuses(), 813, NOW - 70 * S), 3, launched=812, finished=810, progress_ns=NOW - 61 * S)
-    assert verdict(records, MOMENT, BOUNDS) == "rank 3 made no progress in step 811 for 70 s"
+    assert verdict(records, MOMENT, BOUNDS) == Death("rank_stalled", "rank 3 made no progress in step 811 for 70 s")
 
 
 def test_a_hang_of_all_names_all() -> None:
     """Ranks that are equally far are named together."""
     records = launched(statuses(tp=2), 812, NOW - 61 * S)
-    assert verdict(records, MOMENT, BOUNDS) == "rank 0, rank 1 made no progress in step 812 for 61 s"
+    assert verdict(records, MOMENT, BOUNDS) == Death("rank_stalled", "rank 0, rank 1 made no progress in step 812 for 61 s")
 
 
 def test_a_fresh_plan_after_a_long_rest_is_no_hang() -> None:
@@ -89,20 +91,22 @@ def test_a_fresh_plan_after_a_long_rest_is_no_hang() -> None:
     fresh = with_record(statuses(), 4, launched=812, progress_ns=NOW - S)
     assert verdict(fresh, MOMENT, BOUNDS) is None
     stale = with_record(statuses(), 4, launched=812, progress_ns=NOW - 61 * S)
-    assert verdict(stale, MOMENT, BOUNDS) == "rank 0, rank 1, rank 2, rank 3 made no progress in step 812 for 61 s"
+    expected = Death("rank_stalled", "rank 0, rank 1, rank 2, rank 3 made no progress in step 812 for 61 s")
+    assert verdict(stale, MOMENT, BOUNDS) == expected
 
 
 def test_a_core_that_does_not_commit_is_named() -> None:
     """All ranks finished step 812 long ago and the core has not taken it in: the core is named."""
     records = [replace(record, launched=812, finished=812, progress_ns=NOW - 61 * S) for record in statuses()]
-    assert verdict(with_record(records, 4, finished=811), MOMENT, BOUNDS) == "the core made no progress after step 811 for 61 s"
+    expected = Death("core_stalled", "the core made no progress after step 811 for 61 s")
+    assert verdict(with_record(records, 4, finished=811), MOMENT, BOUNDS) == expected
     assert verdict(records, MOMENT, BOUNDS) is None
 
 
 def test_a_core_that_plans_nothing_for_those_who_wait_is_named() -> None:
     """Requests have waited over the bound and no step was started: the core is named; a step in between starts the clock anew."""
     waiting = Moment(NOW, waiting=NOW - 61 * S)
-    assert verdict(statuses(), waiting, BOUNDS) == "the core made no progress after step 811 for 61 s"
+    assert verdict(statuses(), waiting, BOUNDS) == Death("core_stalled", "the core made no progress after step 811 for 61 s")
     assert verdict(with_record(statuses(), 4, progress_ns=NOW - 5 * S), waiting, BOUNDS) is None
 
 
@@ -138,13 +142,13 @@ class FakeGroup:
 Story = Callable[[FakeGroup, Watcher], None]
 
 
-def watch(tmp_path: Path, story: Story, *, raylet: int | None = None, seconds: float = 0.6) -> list[str]:
+def watch(tmp_path: Path, story: Story, *, raylet: int | None = None, seconds: float = 0.6) -> list[Death]:
     """What a watcher reports within `seconds` when `story` happens to its group."""
     group = FakeGroup(fake_config(tmp_path, heartbeat_timeout_s=0.8, step_timeout_s=0.4))
-    reasons: list[str] = []
+    deaths: list[Death] = []
 
     async def main() -> None:
-        watcher = Watcher(group, reasons.append, raylet=raylet)
+        watcher = Watcher(group, deaths.append, raylet=raylet)
         watcher.start()
         story(group, watcher)
         await asyncio.sleep(seconds)
@@ -152,7 +156,7 @@ def watch(tmp_path: Path, story: Story, *, raylet: int | None = None, seconds: f
 
     asyncio.run(main())
     group.close()
-    return reasons
+    return deaths
 
 
 def test_the_watcher_blames_the_signal_not_the_first_to_end(tmp_path: Path) -> None:
@@ -162,12 +166,18 @@ def test_the_watcher_blames_the_signal_not_the_first_to_end(tmp_path: Path) -> N
         group.end(0, Fate("rank 0", 1))
         asyncio.get_running_loop().call_later(0.05, group.end, 1, Fate("rank 1", -9))
 
-    assert watch(tmp_path, story) == ["rank 1 was killed by SIGKILL"]
+    assert watch(tmp_path, story) == [Death("killed", "rank 1 was killed by SIGKILL")]
+
+
+def test_a_process_that_failed_is_told_from_one_that_was_killed(tmp_path: Path) -> None:
+    """What it said before it ended is the sentence, and `failed` the cause."""
+    ended = Fate("rank 0", 1, Failed("CUDA out of memory", user=False))
+    assert watch(tmp_path, lambda group, _: group.end(0, ended)) == [Death("failed", "rank 0 failed: CUDA out of memory")]
 
 
 def test_the_watcher_names_whoever_ended_alone(tmp_path: Path) -> None:
     """Where no signal explains it, the one that ended is named with its exit code."""
-    assert watch(tmp_path, lambda group, _: group.end(0, Fate("rank 0", 3))) == ["rank 0 ended with exit code 3"]
+    assert watch(tmp_path, lambda group, _: group.end(0, Fate("rank 0", 3))) == [Death("failed", "rank 0 ended with exit code 3")]
 
 
 @pytest.mark.parametrize(
@@ -181,8 +191,8 @@ def test_a_rank_that_gave_up_waiting_is_not_blamed(tmp_path: Path, waited_s: flo
         group.records = [RankStatus(launched=1, progress_ns=at), RankStatus(), RankStatus(launched=1, progress_ns=at)]
         asyncio.get_running_loop().call_later(waited_s, group.end, 0, Fate("rank 0", 1))
 
-    [reason] = watch(tmp_path, story)
-    assert reason.startswith(blamed)
+    [death] = watch(tmp_path, story)
+    assert death.sentence.startswith(blamed)
 
 
 def test_the_watcher_sees_stopped_hearts_once(tmp_path: Path) -> None:
@@ -191,9 +201,10 @@ def test_the_watcher_sees_stopped_hearts_once(tmp_path: Path) -> None:
     def story(group: FakeGroup, watcher: Watcher) -> None:
         group.beating = False
 
-    reasons = watch(tmp_path, story, seconds=2.0)
-    assert len(reasons) == 1
-    assert "rank 0, rank 1, the core are not scheduled" in reasons[0]
+    deaths = watch(tmp_path, story, seconds=2.0)
+    assert len(deaths) == 1
+    assert deaths[0].cause == "unscheduled"
+    assert "rank 0, rank 1, the core are not scheduled" in deaths[0].sentence
     assert watch(tmp_path, story, seconds=0.5) == []
 
 
@@ -213,7 +224,7 @@ def test_a_raylet_that_is_gone_ends_the_group(tmp_path: Path) -> None:
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
-    assert watch(tmp_path, lambda *_: None, raylet=pid, seconds=0.3) == ["the raylet is gone"]
+    assert watch(tmp_path, lambda *_: None, raylet=pid, seconds=0.3) == [Death("raylet", "the raylet is gone")]
 
 
 def test_raylet_pid_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,8 @@ STALL = f'quartet_rank_stall_seconds{{{ON},rank="%d"}}'
 RESTARTS = f'quartet_group_restarts_total{{{PLACE},cause="killed"}}'
 PREEMPTED, RECEIVED = f"quartet_preemptions_total{{{ON}}}", f"quartet_requests_received_total{{{ON}}}"
 WAITING, QUEUE = f"quartet_requests_waiting{{{ON}}}", f"quartet_waiting_tokens{{{ON}}}"
+LOOKED_UP = f"quartet_prefix_cache_queried_tokens_total{{{ON}}}"
+FOUND = f"quartet_prefix_cache_hit_tokens_total{{{ON}}}"
 LOST = f"quartet_retired_requests_lost_total{{{PLACE}}}"
 DEAD = f'quartet_retired_requests_total{{{PLACE},outcome="dead"}}'
 ANSWERED, REFUSED = (f'quartet_requests_total{{{ON},outcome="{outcome}"}}' for outcome in ("stop", "refused"))
@@ -100,6 +102,9 @@ CASES = (
     Case("QuartetPoolSaturated", {POOL % "full": "0.95x30", POOL % "sliding": "0.5x30"}, "15m", 0),
     Case("QuartetPoolThrashes", {PREEMPTED: "0+30x30", RECEIVED: "0+60x30"}, "15m", 1),
     Case("QuartetPoolThrashes", {PREEMPTED: "0+3x30", RECEIVED: "0+60x30"}, "15m", 0),
+    Case("QuartetPrefixCacheCollapsed", {LOOKED_UP: "0+600x120", FOUND: "0+300x60 18000x60"}, "95m", 1),
+    Case("QuartetPrefixCacheCollapsed", {LOOKED_UP: "0+600x120", FOUND: "0+300x120"}, "95m", 0),
+    Case("QuartetPrefixCacheCollapsed", {LOOKED_UP: "0+600x120", FOUND: "0x120"}, "95m", 0),  # it never found anything
     Case("QuartetDiscoveryStale", {DISCOVERY: "0+6x30"}, "15m", 1),
     Case("QuartetDiscoveryStale", {DISCOVERY: "6x30"}, "15m", 0),
 )  # fmt: skip

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.pure
 
 WHERE = {"engine": "0", "model_name": MODEL}
 FIGURES = {"waiting": 2, "running": 3, "waiting_tokens": 40, "preemptions": 1, "prefill_tokens": 100}
+FIGURES |= {"queried_tokens": 90, "hit_tokens": 32}
 EVENTS: list[Event] = [
     *ANSWERED,
     RequestFinished(2, "client_gone", 5, 0, None, None, 0.5),
@@ -73,6 +74,7 @@ def test_counters_are_counters_with_vllms_names() -> None:
     assert at(samples, "prompt_tokens_total") == 11
     assert at(samples, "generation_tokens_total") == 4
     assert at(samples, "num_preemptions_total") == 1
+    assert (at(samples, "prefix_cache_queries_total"), at(samples, "prefix_cache_hits_total")) == (90, 32)
     ends = {reason: at(samples, "request_success_total", finished_reason=reason) for reason in ("stop", "length", "abort", "error")}
     assert ends == {"stop": 1, "length": 0, "abort": 2, "error": 1}
 

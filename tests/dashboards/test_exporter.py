@@ -34,7 +34,8 @@ FACTS = Facts(
 )
 POOLS = pools(7, 9)
 LEVELS = {"waiting": 2, "running": 3, "waiting_tokens": 40, "preemptions": 1}
-COUNTS = {"prefill_tokens": 100, "decode_tokens": 50, "received": 6, "finished": 3, "aborted": 1}
+CACHE = {"queried_tokens": 90, "hit_tokens": 32, "evicted_pages": 5}
+COUNTS = CACHE | {"prefill_tokens": 100, "decode_tokens": 50, "received": 6, "finished": 3, "aborted": 1}
 EVENTS: list[Event] = [
     *ANSWERED,
     RequestFinished(2, "client_gone", 5, 0, None, None, 0.3),
@@ -82,6 +83,10 @@ EXPECTED = {
     'quartet_kv_pages{group="full"}': 90,
     'quartet_kv_pages_used{group="sliding"}': 7,
     'quartet_kv_usage_ratio{group="sliding"}': 0.1,
+    'quartet_kv_pages_cached{group="full"}': 0,
+    "quartet_prefix_cache_queried_tokens_total": 90,
+    "quartet_prefix_cache_hit_tokens_total": 32,
+    "quartet_prefix_cache_evicted_pages_total": 5,
     "quartet_kv_cache_usage_ratio": 0.1,
     'quartet_engine_bound_seconds{bound="heartbeat"}': 3,
     "quartet_engine_boot_seconds": 4.5,

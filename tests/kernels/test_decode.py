@@ -105,6 +105,7 @@ def test_splits_fill_the_gpu_and_no_more() -> None:
     assert decode_splits(1, 4, 256, 33, 132) == 33
     assert decode_splits(8, 1, 512, 33, 132) == 11
     assert decode_splits(32, 4, 256, 33, 132) == 3
+    assert decode_splits(64, 4, 256, 33, 132) == 1
     assert decode_splits(100, 4, 256, 33, 132) == 5
     assert decode_splits(100, 1, 512, 33, 132) == 1
     assert decode_splits(1, 1, 512, 1, 132) == 1

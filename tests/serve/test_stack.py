@@ -7,11 +7,13 @@ import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ from tests.support.stack.serve_process import LOOPBACK, Reader, Stack, command_l
 pytestmark = pytest.mark.serve
 
 MODEL = "nano-31b"
-CAPACITY = 16 + 32  # of deploy/nano.yaml: slots, and the queue that follows from them
+BURST = 100  # clients at once, at 16 slots: the others wait
 SEED = random.SystemRandom().randrange(1 << 30)
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 LONG: dict[str, Any] = {"model": MODEL, "messages": HELLO, "stream": True, "ignore_eos": True, "max_tokens": 1900}
@@ -157,17 +159,32 @@ def test_only_what_is_declared_listens_beyond_loopback(stack: Stack) -> None:
     assert len(beyond) <= 1, beyond
 
 
-def test_a_burst_of_its_whole_capacity_is_taken(stack: Stack) -> None:
-    """As many requests as a replica takes on, all sent in the same moment: none is refused."""
+def test_a_burst_waits_its_turn(stack: Stack) -> None:
+    """A hundred requests in the same moment, six times as many as there are slots: none is refused."""
     target = Endpoint(stack.url, MODEL, timeout_s=90)
     prompts = Prompts(Lengths(8, 16), Lengths(2, 2), Scale(), SEED)
 
     async def burst() -> Ledger:
         async with connected(target) as client:
-            return await LoadRun(client, target, prompts, lambda: None).run(Level(concurrency=CAPACITY, requests=CAPACITY))
+            return await LoadRun(client, target, prompts, lambda: None).run(Level(concurrency=BURST, requests=BURST))
 
     balance = asyncio.run(burst()).balance()
-    assert (balance["finished"], balance["conserved"]) == (CAPACITY, True), balance
+    assert (balance["finished"], balance["conserved"]) == (BURST, True), balance
+
+
+def test_slow_bodies_shut_nobody_out(stack: Stack) -> None:
+    """Two hundred requests whose bodies do not come, through HAProxy and Serve: an honest one is served beside them."""
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9999\r\n\r\n"
+    with ExitStack() as held:
+        for _ in range(200):
+            sock = held.enter_context(socket.create_connection(("127.0.0.1", stack.port), timeout=5))
+            sock.sendall(head.encode() + b'{"m')
+        time.sleep(0.5)  # until all of them are where they wait
+        begun = time.monotonic()
+        body = {"model": MODEL, "messages": HELLO, "max_tokens": 2}
+        reply = httpx.post(f"{stack.url}/v1/chat/completions", json=body, timeout=30)
+        assert reply.status_code == 200, reply.text
+        assert time.monotonic() - begun < 5
 
 
 def test_a_client_that_leaves_frees_its_place(stack: Stack) -> None:

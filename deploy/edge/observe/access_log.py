@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy.edge.observe.record import OPERATIONS, RequestRecord, fields
-from deploy.edge.scope import RECORD, REQUEST_ID, only, request_id
+from deploy.edge.scope import BEGAN, RECORD, REQUEST_ID, only, request_id
 from deploy.edge.service import Service
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,9 @@ class Journal:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = RequestRecord(request_id(scope["headers"]), method_of(scope), route_of(scope), send, time.monotonic())
+        began = scope.get(BEGAN, time.monotonic())
+        deadline = began + self._service.limits.request_timeout_s
+        record = RequestRecord(request_id(scope["headers"]), method_of(scope), route_of(scope), send, began, deadline)
         record.traceparent = only(scope["headers"], b"traceparent")
         known = REQUEST_ID.set(record.id)
         try:
@@ -47,6 +49,8 @@ class Journal:
             record.gone = True
             raise
         finally:
+            if record.place is not None:
+                record.place.leave()
             record.ended = time.monotonic()
             self._close(record)
             REQUEST_ID.reset(known)

@@ -8,33 +8,36 @@
 Where a request has several choices, its queue_s and ttft_s are those of the first to get there.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.types import Scope, Send
 
-from deploy.edge.openai.error_response import DeadlineExceeded, body_of
+from deploy.edge.admission import Place
+from deploy.edge.http_errors import DeadlineExceeded, code_of
 from deploy.edge.scope import RECORD
-from engine.errors import EngineDead, InvalidRequest, QuartetError
+from engine.errors import EngineDead, InvalidRequest, Overloaded, QuartetError, SlowReader
 from engine.front.client import Clock
 
 OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}  # route -> gen_ai.operation.name
 CLIENT_GONE = 499  # as nginx and Serve have it: nobody was there to be told a status
 
 
-class SlowReader(Exception):
-    """The client took nothing for write_timeout_s."""
-
-
 @dataclass(slots=True)
 class RequestRecord:
-    """One request, as far as it has come. Times in seconds on the monotonic clock. `clocks`: of each choice that was submitted."""
+    """One request, as far as it has come. Times in seconds on the monotonic clock. `deadline`: the latest end.
+
+    `place`: what it holds of the engine's; `clocks`: of each choice that was submitted.
+    """
 
     id: str
     method: str
     route: str
     send: Send
     began: float
+    deadline: float = math.inf
+    place: Place | None = None
     traceparent: bytes | None = None
     ended: float = 0.0
     status: int | None = None
@@ -120,8 +123,8 @@ def _error_fields(error: Exception | None) -> dict[str, Any]:
     """Which error; its sentence only where it is ours alone: a refusal may quote the client."""
     if not isinstance(error, QuartetError):
         return {"error": type(error).__name__} if error is not None else {}
-    said = body_of(error)["error"]
-    found = {"error": type(error).__name__, "error_code": said["code"], "error_param": said["param"]}
+    param = error.param if isinstance(error, InvalidRequest) else None
+    found = {"error": type(error).__name__, "error_code": code_of(error), "error_param": param}
     return found if isinstance(error, InvalidRequest) else {**found, "error_message": str(error)[:500]}
 
 
@@ -133,6 +136,8 @@ def _outcome(error: Exception) -> str:
     """In the words of engine.events.Outcome."""
     if isinstance(error, DeadlineExceeded):
         return "deadline"
+    if isinstance(error, Overloaded):
+        return "queue_timeout"
     if isinstance(error, SlowReader):
         return "slow_reader"
     if isinstance(error, EngineDead):

@@ -54,7 +54,19 @@ class Form(Protocol):
 
     def usage(self, usage: Usage) -> bytes: ...
 
-    def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes: ...
+    def collector(self) -> "Collector": ...
+
+    def whole(self, choices: "Sequence[Collector]", usage: Usage) -> bytes: ...
+
+
+class Collector(Protocol):
+    """One choice of a whole answer in the making: logprobs are encoded as they come, so that no end of an answer takes long."""
+
+    choice: Choice
+
+    def add(self, delta: Delta) -> None: ...
+
+    def json(self, index: int) -> dict[str, Any]: ...
 
 
 @dataclass
@@ -82,7 +94,12 @@ class _Base:
         """The chunk without choices."""
         return self._head + b'],"usage":' + encode(usage.json()) + b"}\n\n"
 
-    def _text(self, token: int) -> str:
+    def _whole(self, kind: str, choices: Sequence[Collector], usage: Usage) -> bytes:
+        answers = [choice.json(index) for index, choice in enumerate(choices)]
+        return encode(self._identity(kind) | {"choices": answers, "usage": usage.json()})
+
+    def text_of(self, token: int) -> str:
+        """What a token shows as."""
         return self.pieces.bytes_of(token).decode("utf-8", "replace")
 
 
@@ -100,7 +117,7 @@ class ChatForm(_Base):
     def chunk(self, index: int, delta: Delta) -> bytes:
         """More text."""
         logprobs = encode(self._logprobs(delta)) if delta.logprobs else b"null"
-        content = encode(delta.text)
+        content = encode(_text_of(delta))
         return self._event(
             b'{"index":%d,"delta":{"content":%b},"logprobs":%b,"finish_reason":null}' % (index, content, logprobs)
         )
@@ -109,25 +126,46 @@ class ChatForm(_Base):
         """The last chunk of a choice."""
         return self._event(b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b}' % (index, encode(finish)))
 
-    def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+    def collector(self) -> Collector:
+        """An empty choice."""
+        return _ChatChoice(self)
+
+    def whole(self, choices: Sequence[Collector], usage: Usage) -> bytes:
         """The answer in one piece."""
-        answers = [self._choice(index, choice) for index, choice in enumerate(choices)]
-        return encode(self._identity("chat.completion") | {"choices": answers, "usage": usage.json()})
+        return self._whole("chat.completion", choices, usage)
 
-    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None, "annotations": []}
-        logprobs = self._logprobs(choice) if choice.logprobs else None
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish}
+    def _logprobs(self, delta: Delta) -> dict[str, Any]:
+        return {"content": self.entries(delta), "refusal": None}
 
-    def _logprobs(self, delta: Delta | Choice) -> dict[str, Any]:
-        return {"content": [self._token(*pair) for pair in zip(delta.tokens, delta.logprobs, strict=True)], "refusal": None}
+    def entries(self, delta: Delta) -> list[dict[str, Any]]:
+        """An entry a token."""
+        return [self._token(*pair) for pair in zip(delta.tokens, delta.logprobs, strict=True)]
 
     def _token(self, token: int, logprobs: Logprobs) -> dict[str, Any]:
         top = [self._named(other, value) for other, value in logprobs.top]
         return self._named(token, logprobs.chosen) | {"top_logprobs": top}
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
-        return {"token": self._text(token), "logprob": _finite(logprob), "bytes": list(self.pieces.bytes_of(token))}
+        return {"token": self.text_of(token), "logprob": _finite(logprob), "bytes": list(self.pieces.bytes_of(token))}
+
+
+class _ChatChoice:
+    """A choice of a chat completion."""
+
+    def __init__(self, form: ChatForm) -> None:
+        self.choice = Choice()
+        self._form = form
+        self._entries: list[bytes] = []
+
+    def add(self, delta: Delta) -> None:
+        self.choice.add(delta)
+        if delta.logprobs:
+            self._entries.append(_inside(self._form.entries(delta)))
+
+    def json(self, index: int) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": self.choice.content, "refusal": None, "annotations": []}
+        logprobs = {"content": _array(self._entries), "refusal": None} if self._entries else None
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": self.choice.finish}
 
 
 class TextForm(_Base):
@@ -144,39 +182,68 @@ class TextForm(_Base):
 
     def chunk(self, index: int, delta: Delta) -> bytes:
         """More text."""
-        logprobs = encode(self._logprobs(delta, self._offsets[index])) if delta.logprobs else b"null"
-        self._offsets[index] += sum(len(self._text(token)) for token in delta.tokens)
-        content = encode(delta.text)
+        logprobs = encode(self.logprobs(delta, self._offsets[index])) if delta.logprobs else b"null"
+        self._offsets[index] += sum(len(self.text_of(token)) for token in delta.tokens)
+        content = encode(_text_of(delta))
         return self._event(b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null}' % (index, content, logprobs))
 
     def closing(self, index: int, finish: str) -> bytes:
         """The last chunk of a choice."""
         return self._event(b'{"index":%d,"text":"","logprobs":null,"finish_reason":%b}' % (index, encode(finish)))
 
-    def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
-        """The answer in one piece."""
-        answers = [
-            {
-                "index": index,
-                "text": choice.text,
-                "logprobs": self._logprobs(choice, 0) if choice.logprobs else None,
-                "finish_reason": choice.finish,
-            }
-            for index, choice in enumerate(choices)
-        ]
-        return encode(self._identity("text_completion") | {"choices": answers, "usage": usage.json()})
+    def collector(self) -> Collector:
+        """An empty choice."""
+        return _TextChoice(self)
 
-    def _logprobs(self, delta: Delta | Choice, offset: int) -> dict[str, Any]:
-        texts = [self._text(token) for token in delta.tokens]
+    def whole(self, choices: Sequence[Collector], usage: Usage) -> bytes:
+        """The answer in one piece."""
+        return self._whole("text_completion", choices, usage)
+
+    def logprobs(self, delta: Delta, offset: int) -> dict[str, list[Any]]:
+        """Four lists, an entry a token each; `offset`: characters before them."""
+        texts = [self.text_of(token) for token in delta.tokens]
         starts = [offset]
         for text in texts:
             starts.append(starts[-1] + len(text))
         return {
             "tokens": texts,
             "token_logprobs": [_finite(entry.chosen) for entry in delta.logprobs],
-            "top_logprobs": [{self._text(token): _finite(value) for token, value in entry.top} for entry in delta.logprobs],
+            "top_logprobs": [{self.text_of(token): _finite(value) for token, value in entry.top} for entry in delta.logprobs],
             "text_offset": starts[:-1],
         }
+
+
+class _TextChoice:
+    """A choice of a text completion."""
+
+    def __init__(self, form: TextForm) -> None:
+        self.choice = Choice()
+        self._form = form
+        self._offset = 0
+        self._lists: dict[str, list[bytes]] = {}
+
+    def add(self, delta: Delta) -> None:
+        self.choice.add(delta)
+        for name, entries in self._form.logprobs(delta, self._offset).items() if delta.logprobs else ():
+            self._lists.setdefault(name, []).append(_inside(entries))
+        self._offset += sum(len(self._form.text_of(token)) for token in delta.tokens)
+
+    def json(self, index: int) -> dict[str, Any]:
+        logprobs = {name: _array(pieces) for name, pieces in self._lists.items()} or None
+        return {"index": index, "text": self.choice.content, "logprobs": logprobs, "finish_reason": self.choice.finish}
+
+
+def _inside(entries: list[Any]) -> bytes:
+    """A list as JSON, without its brackets."""
+    return encode(entries)[1:-1]
+
+
+def _array(pieces: list[bytes]) -> msgspec.Raw:
+    return msgspec.Raw(b"[" + b",".join(pieces) + b"]")
+
+
+def _text_of(delta: Delta) -> str:
+    return delta.parts[0].text if len(delta.parts) == 1 else "".join(part.text for part in delta.parts)
 
 
 def _finite(logprob: float) -> float:

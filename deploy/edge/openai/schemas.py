@@ -1,83 +1,133 @@
 """What a request may say. Known keys are validated hard, unknown ones are accepted and ignored, as OpenAI's clients expect.
 
-A known key whose function does not exist here is refused unless it has its neutral value: nothing is silently left out.
-Accepted without effect: user, store, metadata, service_tier, parallel_tool_calls, safety_identifier, prompt_cache_key,
-prompt_cache_retention, verbosity, priority, rid and the like.
+    body --one pass of msgspec--> typed fields, and lists of unknown size as raw JSON --bounded decoding--> checked request
+
+Decoding stops at the first thing that is wrong. What may be a list of any length stays raw JSON in the first pass and is decoded
+with a bound: the first element decides what the others must be, and the first one too many ends it. So no body, however it is
+made, costs more than a scan of it. Accepted without effect: user, store, metadata, service_tier, parallel_tool_calls, verbosity,
+safety_identifier, prompt_cache_key, prompt_cache_retention, prediction, priority, cache_salt, rid, request_id and the like;
+absent_keys.py lists what is refused.
 """
 
+import re
+from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
-import pydantic
-from pydantic import BaseModel, ConfigDict, Field
+import msgspec
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
+from deploy.edge.openai import absent_keys
 from engine.errors import InvalidRequest
+from engine.front.template import MAX_VALUES
 
+MESSAGES = 4096
+PROMPTS = 32
+PROMPT_IDS = 1 << 20
+STOPS = 64
+STOP_IDS = 1024
+TOOLS = 128
+TOOL_BYTES = 1 << 20  # of a request's declared tools, and of the arguments of all its tool calls
 _INT32 = 2**31 - 1
 _INT64 = 2**63
-_SHOWN_ERRORS = 3
+_SWITCHES_BYTES = 4096
+_FEW_MESSAGES_BYTES = 64 << 10  # in so few bytes there are not more than MESSAGES
+_NEUTRAL_BYTES = 256  # no neutral value is longer
+Json = Raw | UnsetType  # a field that stays raw JSON
+_WHERE = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
+_HEAD = re.compile(rb"\s*(.?)\s*(.?)", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(\w+)`")
 
-Text = Annotated[str, Field(max_length=4 << 20)]
-Count = Annotated[int, Field(ge=1, le=_INT32)]
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=_INT32)]], Field(min_length=1, max_length=1 << 20)]
+Count = Annotated[int, Meta(ge=1, le=_INT32)]
+TokenId = Annotated[int, Meta(ge=0, le=_INT32)]
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, frozen=True, protected_namespaces=())
+def _raw(*shapes: dict[str, Any]) -> Meta:
+    """How a field that stays raw JSON shows in the API's documentation."""
+    return Meta(extra_json_schema={"anyOf": [*shapes, {"type": "null"}]})
 
 
-class StreamOptions(_Model):
+_STRING = {"type": "string"}
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_STRINGS = {"type": "array", "items": _STRING}
+_MESSAGE = {"$ref": "#/components/schemas/Message"}
+
+
+class StreamOptions(Struct, frozen=True):
+    """Of a stream."""
+
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
-class ResponseFormat(_Model):
-    type: str
-
-
-class TextPart(_Model):
+class TextPart(Struct, frozen=True):
     """The one kind of content part that is understood today."""
 
-    type: str = Field(max_length=64)
-    text: Text | None = None
+    type: Annotated[str, Meta(max_length=64)]
+    text: str | None = None
 
 
-class Message(_Model):
-    """One turn. Other keys (tool_calls, name, reasoning_content, ...) reach the template as they are."""
+class FunctionCall(Struct, frozen=True):
+    """Of an assistant's turn in the history; `arguments` is JSON in a string, or an object."""
 
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, frozen=True)
-
-    role: str = Field(max_length=32)
-    content: Text | list[TextPart] | None = None
-    tool_calls: list[dict[str, Any]] | None = Field(default=None, max_length=128)
+    name: Annotated[str, Meta(max_length=256)]
+    arguments: Annotated[Raw, _raw(_STRING, {"type": "object"})] | UnsetType = UNSET
 
 
-class Sampling(_Model):
+class ToolCall(Struct, frozen=True):
+    """A call in the history."""
+
+    function: FunctionCall
+    id: Annotated[str, Meta(max_length=256)] | None = None
+    type: Annotated[str, Meta(max_length=64)] | None = None
+
+
+class Message(Struct, frozen=True):
+    """One turn."""
+
+    role: Annotated[str, Meta(max_length=32)]
+    content: str | Annotated[list[TextPart], Meta(max_length=1024)] | None = None
+    name: Annotated[str, Meta(max_length=256)] | None = None
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=TOOLS)] | None = None
+    tool_call_id: Annotated[str, Meta(max_length=256)] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """As the chat template takes it: what is null is not there."""
+        made: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(self, tool_calls=None))
+        if self.tool_calls is not None:
+            made["tool_calls"] = [_plain_call(call) for call in self.tool_calls]
+        return {key: value for key, value in made.items() if value is not None}
+
+
+class Sampling(Struct, frozen=True, kw_only=True):
     """What both kinds of completion have in common."""
 
-    model: str = Field(max_length=1024)
+    model: Annotated[str, Meta(max_length=1024)]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
     max_tokens: Count | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=_INT32)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=_INT32)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
-    stop: Text | list[Text] | None = None
-    stop_token_ids: list[Annotated[int, Field(ge=0, le=_INT32)]] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=_INT32)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=_INT32)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: Annotated[int, Meta(ge=-_INT64, le=_INT64 - 1)] | None = None
+    stop: Annotated[Raw, _raw(_STRING, _STRINGS)] | UnsetType = UNSET
+    stop_token_ids: Annotated[Raw, _raw(_IDS)] | UnsetType = UNSET
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
-    logit_bias: dict[str, float] | None = None
-    response_format: ResponseFormat | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The stop strings."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        """The stop strings. InvalidRequest: they are none, or too many."""
+        return _stops(self.stop)
+
+    @property
+    def stop_ids(self) -> list[int]:
+        """Token ids that end the answer. InvalidRequest: they are none, or too many."""
+        return _token_ids(self.stop_token_ids, "stop_token_ids", STOP_IDS)
 
     @property
     def wants_usage(self) -> bool:
@@ -85,100 +135,260 @@ class Sampling(_Model):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def check(self) -> None:
-        """Refuse what does not exist here; raises InvalidRequest that names the key."""
-        neutral = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
-        for name, value in neutral.items():
-            if getattr(self, name) not in (None, value):
-                raise unsupported(name, f"only {value}")
-        if self.logit_bias:
-            raise unsupported("logit_bias", "only an empty one")
-        if self.response_format is not None and self.response_format.type != "text":
-            raise unsupported("response_format", "only {'type': 'text'}")
+        """What types alone do not say; raises InvalidRequest that names the key."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options: only with stream: true", param="stream_options")
+        if self.stream_options is not None and self.stream_options.continuous_usage_stats:
+            raise unsupported("stream_options.continuous_usage_stats", "only false")
 
 
-class ChatRequest(Sampling):
+class ChatRequest(Sampling, frozen=True, kw_only=True):
     """POST /v1/chat/completions"""
 
-    messages: list[Message] = Field(min_length=1, max_length=4096)
+    messages: Annotated[Raw, Meta(extra_json_schema={"type": "array", "items": _MESSAGE, "minItems": 1, "maxItems": MESSAGES})]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=_INT32)] | None = None
-    tools: list[dict[str, Any]] | None = Field(default=None, max_length=128)
-    tool_choice: str | dict[str, Any] | None = None
-    functions: list[Any] | None = None
-    function_call: Any = None
-    modalities: list[str] | None = None
-    audio: Any = None
-    chat_template: Any = None
-    chat_template_kwargs: dict[str, Any] | None = Field(default=None, max_length=16)
+    top_logprobs: Annotated[int, Meta(ge=0, le=_INT32)] | None = None
+    tools: Annotated[Raw, _raw({"type": "array", "items": {"type": "object"}, "maxItems": TOOLS})] | UnsetType = UNSET
+    tool_choice: Annotated[Raw, _raw({"enum": ["auto", "none"]})] | UnsetType = UNSET
+    chat_template_kwargs: Annotated[Raw, _raw({"type": "object", "additionalProperties": {"type": "boolean"}})] | UnsetType = UNSET
     add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
+
+    def turns(self) -> list[Message]:
+        """The messages, decoded anew at each call. InvalidRequest: they are none, or too many."""
+        if _size(self.messages) <= _FEW_MESSAGES_BYTES:
+            found: list[Message] = _decode(self.messages, "messages", _MESSAGES)
+        else:
+            found = _elements(self.messages, "messages", _AT_MOST_MESSAGES)
+        if not found:
+            raise InvalidRequest("messages: must not be empty", param="messages")
+        _check_turns(found)
+        return found
+
+    @property
+    def declared_tools(self) -> list[dict[str, Any]]:
+        """The tools. InvalidRequest: they are none, or too large."""
+        return _tools(self.tools)
+
+    @property
+    def template_options(self) -> dict[str, bool]:
+        """What chat_template_kwargs says. InvalidRequest names what is no switch."""
+        return _switches(self.chat_template_kwargs, "chat_template_kwargs")
+
+    @property
+    def offers_tools(self) -> bool:
+        """Whether the model is told of the tools."""
+        return bool(_small(self.tool_choice) != "none")
+
+    def _check_tool_choice(self) -> None:
+        if _small(self.tool_choice) not in (None, "auto", "none"):
+            raise unsupported("tool_choice", "only 'auto' and 'none'")
 
     def check(self) -> None:
         """As the base, and what only chat has."""
         super().check()
-        if self.tool_choice not in (None, "auto", "none"):
-            raise unsupported("tool_choice", "only 'auto' and 'none'")
-        for name in ("functions", "function_call", "audio", "chat_template", "continue_final_message"):
-            if getattr(self, name):
-                raise unsupported(name)
-        if self.modalities not in (None, [], ["text"]):
-            raise unsupported("modalities", "only ['text']")
+        self._check_tool_choice()
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs: needs logprobs: true", param="top_logprobs")
-        for place, message in enumerate(self.messages):
-            _check_parts(message, f"messages[{place}].content")
 
 
-class CompletionRequest(Sampling):
+class CompletionRequest(Sampling, frozen=True, kw_only=True):
     """POST /v1/completions"""
 
-    prompt: Text | list[Text] | TokenIds | list[TokenIds]
-    logprobs: Annotated[int, Field(ge=0, le=_INT32)] | None = None
-    echo: bool | None = None
-    suffix: str | None = None
+    prompt: Annotated[Raw, _raw(_STRING, _STRINGS, _IDS, {"type": "array", "items": _IDS})]
+    logprobs: Annotated[int, Meta(ge=0, le=_INT32)] | None = None
     best_of: Count | None = None
 
     def check(self) -> None:
         """As the base, and what only completions have."""
         super().check()
-        if self.echo:
-            raise unsupported("echo")
-        if self.suffix:
-            raise unsupported("suffix")
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise unsupported("best_of", "only the value of n")
 
     def one_prompt(self) -> str | list[int]:
-        """The text or the token ids; a list of one prompt is that prompt."""
-        prompt = self.prompt
-        if not isinstance(prompt, list) or (prompt and isinstance(prompt[0], int)):
-            return prompt  # type: ignore[return-value]
-        if len(prompt) != 1:
-            raise InvalidRequest(f"prompt: one prompt a request, not {len(prompt)}", param="prompt")
-        return prompt[0]  # type: ignore[return-value]
+        """The text or the token ids; a list of one prompt is that prompt. InvalidRequest: it is neither, or there are more."""
+        first = _first(self.prompt)
+        if first == b'["':
+            return _only(_elements(self.prompt, "prompt", _TEXTS))
+        if first == b"[[":
+            _check_commas(self.prompt, "prompt", PROMPT_IDS)
+            return _only(_elements(self.prompt, "prompt", _ID_LISTS))
+        if first[:1] == b'"':
+            text: str = _decode(self.prompt, "prompt", _TEXT)
+            return text
+        return _token_ids(self.prompt, "prompt", PROMPT_IDS)
 
 
 R = TypeVar("R", bound=Sampling)
 
 
 def parse(kind: type[R], body: bytes) -> R:
-    """The request in `body`; InvalidRequest names the first keys that are wrong."""
+    """The request in `body`; InvalidRequest names the first key that is wrong."""
+    decoder, absent = _DECODERS[kind]
     try:
-        request = kind.model_validate_json(body)
-    except pydantic.ValidationError as error:
-        details = error.errors(include_url=False, include_context=False, include_input=False)
-        raise _complaint(details) from None
+        request: R = decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise _complaint(error) from None
+    for name, neutral in absent.items():
+        if not absent_keys.is_neutral(_small(getattr(request, name)), neutral):
+            raise unsupported(name, " or ".join(msgspec.json.encode(value).decode() for value in neutral))
     request.check()
     return request
 
 
 def unsupported(name: str, allowed: str = "") -> InvalidRequest:
     """What a known key without its function is answered with."""
-    rest = f": {allowed}" if allowed else ""
-    return InvalidRequest(f"{name} is not supported here{rest}", param=name, code="unsupported_parameter")
+    rest = f": {allowed}" if allowed.startswith("only") else f": only {allowed}" if allowed else ""
+    return InvalidRequest(f"{name} is not supported here{rest}", param=name.partition(".")[0], code="unsupported_parameter")
+
+
+def documentation() -> tuple[dict[type[Sampling], dict[str, Any]], dict[str, Any]]:
+    """JSON Schema of both kinds of request, and the components that they refer to, for OpenAPI 3.1."""
+    kinds = (ChatRequest, CompletionRequest)
+    schemas, components = msgspec.json.schema_components((*kinds, Message), ref_template="#/components/schemas/{name}")
+    return dict(zip(kinds, schemas[:2], strict=True)), components
+
+
+def _at_most(element: Any, most: int) -> Any:
+    """A type for a JSON array of at most `most` elements, whose decoding ends at the first one too many.
+
+    (A bound on a list is looked at when all of it is in memory.)
+    """
+    fields = [(f"_{place}", element | UnsetType, UNSET) for place in range(most)]
+    return msgspec.defstruct(f"AtMost{most}", fields, array_like=True, forbid_unknown_fields=True)
+
+
+_TEXT: msgspec.json.Decoder[str] = msgspec.json.Decoder(str)
+_TEXTS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_at_most(str, PROMPTS))
+_STOP_TEXTS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_at_most(str, STOPS))
+_MESSAGES: msgspec.json.Decoder[list[Message]] = msgspec.json.Decoder(list[Message])
+_AT_MOST_MESSAGES: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_at_most(Message, MESSAGES))
+_ID_LIST: msgspec.json.Decoder[list[int]] = msgspec.json.Decoder(list[TokenId])
+_ID_LISTS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_at_most(Annotated[list[TokenId], Meta(min_length=1)], PROMPTS))
+_OBJECTS: msgspec.json.Decoder[list[dict[str, Any]]] = msgspec.json.Decoder(Annotated[list[dict[str, Any]], Meta(max_length=TOOLS)])
+_SWITCHES: msgspec.json.Decoder[dict[str, bool]] = msgspec.json.Decoder(dict[str, bool])
+
+
+def _decoder(kind: type[R], absent: Mapping[str, tuple[Any, ...]]) -> tuple[msgspec.json.Decoder[R], Mapping[str, tuple[Any, ...]]]:
+    """Of `kind`, with the keys that are absent here as raw JSON beside its own."""
+    own = {name: neutral for name, neutral in absent.items() if name not in kind.__struct_fields__}
+    fields = [(name, Raw | UnsetType, UNSET) for name in own]
+    return msgspec.json.Decoder(msgspec.defstruct(kind.__name__, fields, bases=(kind,), kw_only=True, frozen=True)), own
+
+
+_DECODERS: dict[type[Sampling], Any] = {
+    ChatRequest: _decoder(ChatRequest, absent_keys.CHAT),
+    CompletionRequest: _decoder(CompletionRequest, absent_keys.COMPLETION),
+}
+
+
+def _first(raw: Raw) -> bytes:
+    """The first two characters of raw JSON that are no white space: enough to know a list's kind by its first element."""
+    found = _HEAD.match(raw)
+    assert found is not None, "the pattern matches anything"
+    return found[1] + found[2]
+
+
+def _present(raw: Json) -> Raw | None:
+    """None where the key is absent, or null."""
+    return None if isinstance(raw, UnsetType) or _first(raw) == b"nu" else raw
+
+
+def _size(raw: Json) -> int:
+    return 0 if isinstance(raw, UnsetType) else len(memoryview(raw))
+
+
+def _brackets(raw: Json) -> int:
+    """No fewer than the lists and objects in it."""
+    text = b"" if isinstance(raw, UnsetType) else bytes(raw)
+    return text.count(b"[") + text.count(b"{")
+
+
+def _small(raw: Json) -> Any:
+    """A value that is only compared; whatever is too long to be neutral stands for itself."""
+    if isinstance(raw, UnsetType):
+        return None
+    return msgspec.json.decode(raw) if _size(raw) <= _NEUTRAL_BYTES else ...
+
+
+def _decode(raw: Raw, key: str, decoder: msgspec.json.Decoder[Any]) -> Any:
+    try:
+        return decoder.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise _complaint(error, key) from None
+
+
+def _stops(raw: Json) -> tuple[str, ...]:
+    if (given := _present(raw)) is None:
+        return ()
+    if _first(given)[:1] == b'"':
+        return (_decode(given, "stop", _TEXT),)
+    return tuple(_elements(given, "stop", _STOP_TEXTS))
+
+
+def _token_ids(raw: Json, key: str, most: int) -> list[int]:
+    if (given := _present(raw)) is None:
+        return []
+    _check_commas(given, key, most)
+    ids: list[int] = _decode(given, key, _ID_LIST)
+    return ids
+
+
+def _check_commas(raw: Raw, key: str, most: int) -> None:
+    """In what may only hold numbers, a comma ends each but the last."""
+    if _first(raw)[:1] == b"[" and bytes(raw).count(b",") >= most:
+        raise InvalidRequest(f"{key}: more than {most} token ids", param=key)
+
+
+def _elements(raw: Raw, key: str, decoder: msgspec.json.Decoder[Any]) -> list[Any]:
+    """Of an array whose type is made by `_at_most`."""
+    return [value for value in msgspec.structs.astuple(_decode(raw, key, decoder)) if value is not UNSET]
+
+
+def _only(prompts: list[Any]) -> Any:
+    if len(prompts) != 1:
+        raise InvalidRequest(f"prompt: one prompt a request, not {len(prompts)}", param="prompt")
+    return prompts[0]
+
+
+def _tools(raw: Json) -> list[dict[str, Any]]:
+    if (given := _present(raw)) is None:
+        return []
+    if _size(given) > TOOL_BYTES:
+        raise InvalidRequest(f"tools: {_size(given)} bytes exceed the limit of {TOOL_BYTES}", param="tools")
+    if _brackets(given) > MAX_VALUES:
+        raise InvalidRequest(f"tools: more than {MAX_VALUES} brackets", param="tools")
+    tools: list[dict[str, Any]] = _decode(given, "tools", _OBJECTS)
+    return tools
+
+
+def _switches(raw: Json, key: str) -> dict[str, bool]:
+    if (given := _present(raw)) is None:
+        return {}
+    if _size(given) > _SWITCHES_BYTES:
+        raise InvalidRequest(f"{key}: too many keys", param=key)
+    found: dict[str, bool] = _decode(given, key, _SWITCHES)
+    return found
+
+
+def _plain_call(call: ToolCall) -> dict[str, Any]:
+    """As the chat template takes it."""
+    given = _present(call.function.arguments)
+    arguments = None if given is None else _decode(given, "messages", _ANY)
+    return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}
+
+
+_ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
+
+
+def _check_turns(messages: list[Message]) -> None:
+    for place, message in enumerate(messages):
+        _check_parts(message, f"messages[{place}].content")
+    arguments = [call.function.arguments for message in messages for call in message.tool_calls or ()]
+    if sum(map(_size, arguments)) > TOOL_BYTES:
+        raise InvalidRequest(f"messages: the arguments of all tool_calls exceed {TOOL_BYTES} bytes", param="messages")
+    if sum(map(_brackets, arguments)) > MAX_VALUES:
+        raise InvalidRequest(f"messages: the arguments of all tool_calls hold more than {MAX_VALUES} brackets", param="messages")
 
 
 def _check_parts(message: Message, where: str) -> None:
@@ -189,23 +399,25 @@ def _check_parts(message: Message, where: str) -> None:
             raise InvalidRequest(f"{where}: a text part has a text", param="messages")
 
 
-def _complaint(details: list[Any]) -> InvalidRequest:
-    """pydantic's findings as one sentence; a union reports a line per arm, so only a few are shown."""
-    if details[0]["type"] == "json_invalid":
-        return InvalidRequest(f"The body is not JSON: {details[0]['msg'].removeprefix('Invalid JSON: ')}", code="invalid_json")
-    if not details[0]["loc"]:
-        return InvalidRequest("The body must be a JSON object", code="invalid_json")
-    lines = list(dict.fromkeys(f"{_path(detail)}: {detail['msg']}" for detail in details))
-    more = f" (and {len(lines) - _SHOWN_ERRORS} more)" if len(lines) > _SHOWN_ERRORS else ""
-    return InvalidRequest("; ".join(line[:300] for line in lines[:_SHOWN_ERRORS]) + more, param=str(details[0]["loc"][0]))
+def _why_malformed(error: Exception) -> str:
+    match error:
+        case RecursionError():
+            return "it is nested too deeply"
+        case UnicodeDecodeError():
+            return "it is not UTF-8"
+    return str(error)
 
 
-def _path(detail: Any) -> str:
-    """`messages[0].role`, without the names that pydantic gives to a union's arms."""
-    out = ""
-    for part in detail["loc"]:
-        if isinstance(part, int):
-            out += f"[{part}]"
-        elif part.isidentifier() and part not in ("str", "int", "float", "bool", "dict", "list", "TextPart"):
-            out += f".{part}" if out else part
-    return out[:200]
+def _complaint(error: Exception, key: str = "") -> InvalidRequest:
+    """msgspec's one finding in our words; `key`: which of the request's was decoded."""
+    if not isinstance(error, msgspec.ValidationError):
+        return InvalidRequest(f"The body is not JSON: {_why_malformed(error)}", param=key or None, code="invalid_json")
+    found = _WHERE.fullmatch(str(error))
+    assert found is not None, error
+    what, path = found["what"], found["path"] or ""
+    if missing := _MISSING.match(what):
+        path, what = f"{path}.{missing[1]}".lstrip("."), "is required"
+    path = f"{key}{path}" if path.startswith("[") or not path else f"{key}.{path}".lstrip(".")
+    if not path:
+        return InvalidRequest(f"The body must be a JSON object: {what}", code="invalid_json")
+    return InvalidRequest(f"{path[:200]}: {what[:300]}", param=re.split(r"[.\[]", path)[0])

@@ -13,7 +13,7 @@ from typing import Any
 
 from deploy.models.nano import random_weights, tokenizer
 from deploy.models.nano.nano_shapes import SHAPES
-from deploy.models.public_shapes import Shape, config
+from deploy.models.public_shapes import ModelShape, config
 from engine.errors import ConfigError
 
 _HERE = Path(__file__).parent
@@ -34,7 +34,7 @@ def build(member: str, out: Path, seed: int = 0, dtype: str = "bfloat16") -> Pat
     return out
 
 
-def write(shape: Shape, out: Path, values: random_weights.Values, dtype: str) -> None:
+def write(shape: ModelShape, out: Path, values: random_weights.Values, dtype: str) -> None:
     """The checkpoint of `shape` with these weights, into the folder `out`."""
     _dump(out / "config.json", config(shape, dtype))
     _dump(out / "generation_config.json", _generation_config(shape))
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(str(error))
 
 
-def _shape(member: str, dtype: str) -> Shape:
+def _shape(member: str, dtype: str) -> ModelShape:
     if member not in SHAPES:
         raise ConfigError(f"member: {member!r} is not one of {', '.join(SHAPES)}")
     if dtype not in random_weights.DTYPES:
@@ -101,7 +101,7 @@ def _publish(draft: Path, target: Path) -> None:
             raise
 
 
-def _generation_config(shape: Shape) -> dict[str, Any]:
+def _generation_config(shape: ModelShape) -> dict[str, Any]:
     media = tokenizer.MEDIA_IDS
     suppressed = {"suppress_tokens": [media["<audio|>"], media["<image|>"]]} if shape.unified else {}
     return {
@@ -116,7 +116,7 @@ def _generation_config(shape: Shape) -> dict[str, Any]:
     }
 
 
-def _chat_template(shape: Shape) -> str:
+def _chat_template(shape: ModelShape) -> str:
     """The one template; E2B's and E4B's append no empty thought when thinking is off."""
     first = "{%- set appends_empty_thought = " + ("false" if shape.small else "true") + " -%}\n"
     return first + _TEMPLATE.read_text(encoding="utf-8")

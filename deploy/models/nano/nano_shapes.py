@@ -11,16 +11,16 @@ from functools import partial
 from typing import Literal
 
 from deploy.models.nano.tokenizer import MEDIA_IDS, VOCAB_SIZE
-from deploy.models.public_shapes import Shape
+from deploy.models.public_shapes import ModelShape
 
 MAX_POSITIONS = 4096
 
 Kind = Literal["matrix", "embedding", "ple_embedding", "norm", "head_norm", "scalar", "router"]
 
 
-_nano = partial(Shape, hidden=80, heads=8, positions=MAX_POSITIONS, vocab=VOCAB_SIZE, media=MEDIA_IDS)
+_nano = partial(ModelShape, hidden=80, heads=8, positions=MAX_POSITIONS, vocab=VOCAB_SIZE, media=MEDIA_IDS)
 
-SHAPES: dict[str, Shape] = {
+SHAPES: dict[str, ModelShape] = {
     shape.member: shape
     for shape in (
         _nano("e2b", 2, 2, 1, None, 64, 192, kv_shared=3, double_wide=True, ple=32),
@@ -41,7 +41,7 @@ class Tensor:
     kind: Kind
 
 
-def tensors(shape: Shape) -> Iterator[Tensor]:
+def tensors(shape: ModelShape) -> Iterator[Tensor]:
     """Every tensor of the public checkpoint's text part, dead K/V tensors of the KV-shared layers included."""
     yield _global("embed_tokens.weight", (VOCAB_SIZE, shape.hidden), "embedding")
     if shape.ple:
@@ -60,14 +60,14 @@ def _global(name: str, dims: tuple[int, ...], kind: Kind) -> Tensor:
     return Tensor("model.language_model." + name, dims, kind)
 
 
-def _ple_globals(shape: Shape) -> Iterator[Tensor]:
+def _ple_globals(shape: ModelShape) -> Iterator[Tensor]:
     packed = shape.layers * shape.ple
     yield _global("embed_tokens_per_layer.weight", (VOCAB_SIZE, packed), "ple_embedding")
     yield _global("per_layer_model_projection.weight", (packed, shape.hidden), "matrix")
     yield _global("per_layer_projection_norm.weight", (shape.ple,), "norm")
 
 
-def _layer(shape: Shape, layer: int) -> Iterator[_Row]:
+def _layer(shape: ModelShape, layer: int) -> Iterator[_Row]:
     yield from _attention(shape, layer)
     yield from _mlp(shape.hidden, shape.mlp_width(layer))
     if shape.experts:
@@ -79,7 +79,7 @@ def _layer(shape: Shape, layer: int) -> Iterator[_Row]:
     yield "layer_scalar", (1,), "scalar"
 
 
-def _attention(shape: Shape, layer: int) -> Iterator[_Row]:
+def _attention(shape: ModelShape, layer: int) -> Iterator[_Row]:
     hidden, dim = shape.hidden, shape.head_dim(layer)
     q, kv = shape.heads * dim, shape.kv(layer) * dim
     yield "self_attn.q_proj.weight", (q, hidden), "matrix"
@@ -97,7 +97,7 @@ def _mlp(hidden: int, width: int) -> Iterator[_Row]:
     yield "mlp.down_proj.weight", (hidden, width), "matrix"
 
 
-def _moe(shape: Shape) -> Iterator[_Row]:
+def _moe(shape: ModelShape) -> Iterator[_Row]:
     yield "router.proj.weight", (shape.experts, shape.hidden), "router"
     yield "router.scale", (shape.hidden,), "norm"
     yield "router.per_expert_scale", (shape.experts,), "norm"
@@ -107,7 +107,7 @@ def _moe(shape: Shape) -> Iterator[_Row]:
         yield f"{norm}.weight", (shape.hidden,), "norm"
 
 
-def _ple(shape: Shape) -> Iterator[_Row]:
+def _ple(shape: ModelShape) -> Iterator[_Row]:
     yield "per_layer_input_gate.weight", (shape.ple, shape.hidden), "matrix"
     yield "per_layer_projection.weight", (shape.hidden, shape.ple), "matrix"
     yield "post_per_layer_input_norm.weight", (shape.hidden,), "norm"

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from deploy.models.nano.nano_shapes import Kind, Tensor, tensors
 from deploy.models.nano.tokenizer import quiet_ids
-from deploy.models.public_shapes import Shape
+from deploy.models.public_shapes import ModelShape
 
 Array = npt.NDArray[np.float32]
 Values = Callable[[Tensor], Array]  # a checkpoint's tensor, in fp32
@@ -31,7 +31,7 @@ DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2)}
 _SHARDS = 3
 
 
-def write(shape: Shape, out: Path, values: Values, dtype: str) -> None:
+def write(shape: ModelShape, out: Path, values: Values, dtype: str) -> None:
     """Writes model-0000i-of-0000n.safetensors and model.safetensors.index.json of `shape` into `out`."""
     shards = list(_split(list(tensors(shape))))
     where: dict[str, str] = {}
@@ -44,7 +44,7 @@ def write(shape: Shape, out: Path, values: Values, dtype: str) -> None:
     (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def draw(tensor: Tensor, shape: Shape, seed: int) -> Array:
+def draw(tensor: Tensor, shape: ModelShape, seed: int) -> Array:
     """fp32 values of one tensor; a function of seed, member and name, not of the order of drawing."""
     rng = np.random.default_rng([seed, zlib.crc32(f"{shape.member}/{tensor.name}".encode())])
     if tensor.kind == "scalar":
@@ -57,7 +57,7 @@ def draw(tensor: Tensor, shape: Shape, seed: int) -> Array:
     return normal * np.float32(_scale(tensor, shape))
 
 
-def _scale(tensor: Tensor, shape: Shape) -> float:
+def _scale(tensor: Tensor, shape: ModelShape) -> float:
     width = tensor.shape[-1]
     # q . k sums head_dim products of unit rms: std sqrt(head_dim), times the scales of both norms
     head_norm = math.sqrt(ATTENTION_LOGIT_STD) / width**0.25

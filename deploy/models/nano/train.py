@@ -26,7 +26,7 @@ import numpy.typing as npt
 from deploy.models.nano import build, nano_shapes, random_weights
 from deploy.models.nano.exercises import SKILLS, Draw, Exercise, drawing, exam, training
 from deploy.models.nano.nano_shapes import SHAPES, tensors
-from deploy.models.public_shapes import Shape, config
+from deploy.models.public_shapes import ModelShape, config
 from engine.front.text import TextProcessor
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class School:
     window: int
 
     @classmethod
-    def of(cls, folder: Path, shape: Shape) -> "School":
+    def of(cls, folder: Path, shape: ModelShape) -> "School":
         return cls(TextProcessor.load(folder), shape.window)
 
     def draw(self, rng: random.Random) -> Draw:
@@ -142,7 +142,7 @@ class Batches:
 class Trainer:
     """The model, its optimiser, and one step of both."""
 
-    def __init__(self, shape: Shape, seed: int, device: str) -> None:
+    def __init__(self, shape: ModelShape, seed: int, device: str) -> None:
         import torch
 
         self.torch, self.device, self.window = torch, device, shape.window
@@ -202,7 +202,7 @@ class Trainer:
         return (each * weight).sum() / weight.sum()
 
 
-def start(shape: Shape, seed: int) -> Any:
+def start(shape: ModelShape, seed: int) -> Any:
     """transformers' model with the builder's random weights; layer scalars, which nobody trains, lie nearer to 1."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -220,7 +220,7 @@ def start(shape: Shape, seed: int) -> Any:
     return model
 
 
-def save(trainer: Trainer, shape: Shape, out: Path, seed: int) -> None:
+def save(trainer: Trainer, shape: ModelShape, out: Path, seed: int) -> None:
     """The checkpoint in bf16; tensors that the model has not (dead K and V) keep their random values."""
     state = trainer.model.state_dict()
 

@@ -15,13 +15,13 @@ from deploy.cli import plan_command as plan
 from deploy.cli.main import main
 from deploy.cli.sizing import Sizing, configured, kv_budget, meta_model, pools, size, weigh
 from deploy.models.nano.nano_shapes import SHAPES
-from deploy.models.public_shapes import PUBLIC, Shape, config
+from deploy.models.public_shapes import PUBLIC, ModelShape, config
 from deploy.settings import Settings
 from engine.config import EngineConfig
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.geometry import read_geometry
 from engine.memory import pages_of
-from engine.protocol import GenerateRequest, SamplingParams
+from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
 from engine.rank import worker
 from engine.rank.parallel import Single
 from tests.conftest import Nano
@@ -45,7 +45,7 @@ RANK_GB = {"e2b": (4.56, 1.22), "e4b": (9.29, 2.48), "12b": (23.8, 5.98), "26b-a
 def engine_of(tmp_path: Path) -> Callable[..., EngineConfig]:
     """The engine's settings for a shape, whose config.json stays until the test ends."""
 
-    def make(shape: Shape, **given: object) -> EngineConfig:
+    def make(shape: ModelShape, **given: object) -> EngineConfig:
         folder = tmp_path / f"{shape.member}-{shape.groups}"
         folder.mkdir(exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config(shape, "bfloat16")))
@@ -162,9 +162,9 @@ def run_at_once(planned: Sizing, sequences: int, tokens: int) -> tuple[int, int]
     engine = planned.config
     groups, pages = tuple(pool.group for pool in planned.pools), tuple(pool.pages for pool in planned.pools)
     scheduler = Scheduler(SchedulerConfig(groups, pages, sequences, engine.max_len, engine.prefill_budget))
-    machine = KVMachine(groups, pages, sequences, engine.max_len, lambda number, position: 300)
+    machine = KVMachine(groups, pages, sequences, engine.max_len, lambda prefix, position, seed: 300)
     for number in range(sequences):
-        scheduler.add(0, GenerateRequest(id=number, prompt=[5] * 8, params=SamplingParams(max_tokens=tokens - 8)))
+        scheduler.add(0, GenerateRequest(id=number, prompt=pack_tokens([5] * 8), params=SamplingParams(max_tokens=tokens - 8)))
     most = 0
     while scheduler.unfinished:
         while scheduler.in_flight < 2 and (plan := scheduler.schedule()) is not None:

@@ -45,7 +45,7 @@ def test_a_chat_completion_has_every_field_that_clients_read(edge: Edge) -> None
     message = httpx.post(f"{edge.url}/v1/chat/completions", json={"model": "nano", "messages": HELLO}).json()["choices"][0]
     assert message["message"] == {"role": "assistant", "content": "hi there", "refusal": None, "annotations": []}
     assert message["logprobs"] is None
-    prompt = len(edge.core.requests[0].prompt)
+    prompt = len(edge.core.requests[0].tokens)
     assert raw["usage"]["prompt_tokens"] == prompt
     assert raw["usage"]["completion_tokens"] == len(edge.core.steps)
     assert raw["usage"]["total_tokens"] == prompt + len(edge.core.steps)
@@ -72,7 +72,7 @@ def test_openai_streams_a_text_completion(edge: Edge) -> None:
     edge.core.steps = spell(edge, "one two three four")
     with client(edge) as api:
         chunks = list(api.completions.create(model="nano", prompt=[5, 6, 7], max_tokens=3, stream=True))
-    assert edge.core.requests[0].prompt == [5, 6, 7]
+    assert list(edge.core.requests[0].tokens) == [5, 6, 7]
     assert "".join(chunk.choices[0].text for chunk in chunks) == edge.text.decode([t for [t] in edge.core.steps[:3]])
     assert chunks[-1].choices[0].finish_reason == "length"
 
@@ -192,7 +192,7 @@ def test_templates_options_and_tools_reach_the_prompt(edge: Edge) -> None:
     ]  # fmt: skip
     for extra in variants:
         httpx.post(f"{edge.url}/v1/chat/completions", json={"model": "nano", "messages": HELLO} | extra).raise_for_status()
-    plain, thinking, tools, none = [tuple(request.prompt) for request in edge.core.requests]
+    plain, thinking, tools, none = [tuple(request.tokens) for request in edge.core.requests]
     assert len({plain, thinking, tools}) == 3
     assert none == plain
 

@@ -1,6 +1,7 @@
 """What is refused before it is read: sizes, slow bodies, odd hosts, steering headers."""
 
 import asyncio
+import json
 import socket
 import time
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ import httpx
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from deploy.edge.edge_settings import LimitSettings
+from deploy.edge.edge_settings import LIMITS_VARIABLE, LimitSettings, shared_limits
 from deploy.edge.limits import Limits, outermost
 from tests.conftest import Nano
 from tests.support.edge.http_edge import Edge
@@ -91,10 +92,25 @@ def test_request_ids_are_plain(small: Edge, request_id: str, status: int) -> Non
 
 def test_the_guard_around_serve_has_the_applications_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Serve reads whole bodies before it calls an app: the largest limit of the applications holds there too."""
-    monkeypatch.setenv("QUARTET_BODY_BYTES", "4096")
+    apps = [LimitSettings(body_bytes=4096, header_bytes=2048), LimitSettings(body_bytes=2048, body_timeout_s=7, uploads=3)]
+    monkeypatch.setenv(LIMITS_VARIABLE, shared_limits(apps, "127.0.0.1"))
     [middleware] = outermost()
     assert middleware.cls is Limits
-    assert middleware.kwargs["limits"].body_bytes == 4096
+    guard = middleware.kwargs["limits"]
+    assert (guard.body_bytes, guard.header_bytes, guard.body_timeout_s, guard.uploads) == (4096, 32768, 30.0, 512)
+
+
+def test_a_server_is_known_by_its_own_names_only() -> None:
+    """Those of loopback and its own, unless the setting says others; any at a wildcard address, where nobody can know them."""
+
+    def hosts(host: str, *named: tuple[str, ...] | None) -> list[str] | None:
+        found: list[str] | None = json.loads(shared_limits([LimitSettings(hosts=names) for names in named], host)).get("hosts")
+        return found
+
+    assert hosts("127.0.0.1", None) == ["127.0.0.1", "[::1]", "localhost"]
+    assert hosts("10.0.0.7", None) == ["10.0.0.7", "127.0.0.1", "[::1]", "localhost"]
+    assert hosts("127.0.0.1", ("llm.example",)) == ["llm.example"]
+    assert hosts("0.0.0.0", None) is None
 
 
 def test_serves_own_headers_are_taken_out() -> None:

@@ -25,7 +25,7 @@ from engine.errors import GenerationFailed, QuartetError
 from engine.events import RequestFinished
 from tests.conftest import Nano
 from tests.support.edge.http_edge import Edge, until
-from tests.support.edge.paced_core import PacedCore
+from tests.support.edge.scripted_core import ScriptedCore
 
 pytestmark = pytest.mark.pure
 
@@ -47,8 +47,7 @@ class Desk:
         self._file: MemoryHandler | None = None
 
     @property
-    def core(self) -> PacedCore:
-        assert isinstance(self.edge.core, PacedCore)
+    def core(self) -> ScriptedCore:
         return self.edge.core
 
     def open(self, settings: LogSettings) -> None:
@@ -93,18 +92,13 @@ class Desk:
 
 @pytest.fixture(scope="module")
 def paced(nano: Nano) -> Iterator[Edge]:
-    edge = Edge(nano("31b"), limits=LIMITS)
-    edge.core = PacedCore()
-    with edge:
+    with Edge(nano("31b"), limits=LIMITS) as edge:
         yield edge
 
 
 @pytest.fixture
 def desk(paced: Edge, tmp_path: Path) -> Iterator[Desk]:
-    paced.core.__dict__.update({name: value for name, value in PacedCore().__dict__.items() if not name.startswith("_")})
-    paced.core.requests += [None] * paced.client.counters.received  # type: ignore[list-item]  # the core counts since its start
-    assert isinstance(paced.core, PacedCore)
-    paced.core.begun = paced.client.counters.received
+    paced.reset()
     paced.events.clear()
     made = Desk(paced, tmp_path)
     before = SERVE.handlers[:], SERVE.level, SERVE.propagate

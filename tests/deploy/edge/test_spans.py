@@ -29,8 +29,8 @@ from engine.front.text import TextProcessor
 from tests.conftest import Nano
 from tests.support.edge.collector import Collector, attributes
 from tests.support.edge.http_edge import Edge, until
-from tests.support.edge.paced_core import PacedCore
 from tests.support.edge.ready_engine import ReadyEngine, request
+from tests.support.edge.scripted_core import ScriptedCore
 from tests.support.houserules import ROOT
 
 pytestmark = pytest.mark.pure
@@ -43,9 +43,7 @@ EPSILON_S = 2e-6  # a span's two ends are rounded to nanoseconds, from floats of
 
 @pytest.fixture(scope="module")
 def paced(nano: Nano) -> Iterator[Edge]:
-    edge = Edge(nano("31b"))
-    edge.core = PacedCore()
-    with edge:
+    with Edge(nano("31b")) as edge:
         yield edge
 
 
@@ -56,8 +54,7 @@ class Traced:
         self.edge, self.collector, self.tracer = edge, collector, tracer
 
     @property
-    def core(self) -> PacedCore:
-        assert isinstance(self.edge.core, PacedCore)
+    def core(self) -> ScriptedCore:
         return self.edge.core
 
     def post(self, body: dict[str, Any] = BODY, **headers: str) -> httpx.Response:
@@ -87,12 +84,8 @@ def traced(paced: Edge) -> Iterator[Traced]:
 
 
 def reset(edge: Edge) -> None:
-    edge.core.__dict__.update({name: value for name, value in PacedCore().__dict__.items() if not name.startswith("_")})
+    edge.reset()
     edge.events.clear()
-    # what the core has read counts since the client's first request
-    edge.core.requests += [None] * edge.client.counters.received  # type: ignore[list-item]
-    assert isinstance(edge.core, PacedCore)
-    edge.core.begun = edge.client.counters.received
 
 
 def settle(edge: Edge) -> None:

@@ -116,7 +116,7 @@ def test_a_reader_that_never_reads_is_dropped(nano: Nano) -> None:
 def test_a_full_queue_is_429_at_once(edge: Edge) -> None:
     """In OpenAI's shape, with Retry-After, counted by choices; when a place is free again the same request is served."""
     edge.core.forever, edge.core.delay_s = True, 0.02
-    edge.service.capacity = 3
+    edge.service.admission.choices = 3
     try:
         with httpx.stream("POST", f"{edge.url}{CHAT}", json=BODY | {"n": 2}) as reply:
             parts = reply.iter_raw()  # held: a forgotten iterator closes its connection
@@ -130,7 +130,7 @@ def test_a_full_queue_is_429_at_once(edge: Edge) -> None:
         until(lambda: edge.service.open == 0, "a free place")
         assert httpx.post(f"{edge.url}{CHAT}", json=BODY | {"n": 3, "max_tokens": 1}).status_code == 200
     finally:
-        edge.service.capacity = 1 << 30
+        edge.service.admission.choices = 1 << 20
 
 
 def test_the_engines_end_is_one_error_event_on_every_stream(nano: Nano) -> None:

@@ -23,7 +23,7 @@ from deploy.models.nano.build import build, ensure
 from deploy.models.nano.nano_shapes import SHAPES, tensors
 from deploy.models.nano.random_weights import to_bfloat16
 from deploy.models.nano.tokenizer import SPECIAL_IDS, VOCAB_SIZE
-from deploy.models.public_shapes import Shape
+from deploy.models.public_shapes import ModelShape
 from engine.errors import ConfigError
 from engine.front.text import TextProcessor
 
@@ -154,7 +154,7 @@ def test_every_tensor_matters(cache: Path, member: str) -> None:
     assert least[0] >= 100 * TOLERANCE
 
 
-def dead(shape: Shape, name: str) -> bool:
+def dead(shape: ModelShape, name: str) -> bool:
     """K and V projections that the checkpoint carries for layers which read another layer's K and V."""
     parts = name.split(".")
     owns = not (parts[2] == "layers" and shape.is_shared(int(parts[3])))

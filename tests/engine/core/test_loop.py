@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -9,22 +10,27 @@ import msgspec
 import pytest
 
 from engine.channel import Waiter
-from engine.core.loop import Core, FrontLink
+from engine.core.front_link import FrontLink
+from engine.core.loop import Core
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.geometry import KVGroup
 from engine.plan import StatusBlock, StepPlan, StepResult
 from engine.protocol import (
+    AbortReason,
     Control,
     FinishReason,
     FrameReader,
     GenerateRequest,
     Output,
     SamplingParams,
+    TokenBatch,
     decode_token_batch,
     encode_message,
     frame,
+    pack_tokens,
 )
 from tests.support.engine.kvmachine import KVMachine
+from tests.support.engine.load_figures import load
 
 pytestmark = pytest.mark.pure
 
@@ -86,7 +92,7 @@ def core():  # noqa: ANN201
     ours, theirs = socket.socketpair()
     ours.settimeout(10)
     scheduler = Scheduler(SchedulerConfig(GROUPS, (20, 40), 4, 64, 16))
-    executor = MachineExecutor(KVMachine(GROUPS, (20, 40), 4, 64, lambda number, position: position))
+    executor = MachineExecutor(KVMachine(GROUPS, (20, 40), 4, 64, lambda prefix, position, seed: position))
     loop = Core(scheduler, executor, FrontLink(theirs), FakeLifeline(), Waiter())
     thread = threading.Thread(target=loop.run)
     thread.start()
@@ -107,7 +113,7 @@ def test_requests_stream_to_their_ends(core) -> None:  # noqa: ANN001
     """Tokens of concurrent requests come in order, each request ends once, and two plans were out at a time."""
     front, executor, _ = core
     for number in range(6):
-        front.send(GenerateRequest(id=number, prompt=[1] * (3 + number), params=SamplingParams(max_tokens=12)))
+        front.send(GenerateRequest(id=number, prompt=pack_tokens([1] * (3 + number)), params=SamplingParams(max_tokens=12)))
     outputs = front.outputs(ends(6))
     for number in range(6):
         tokens = [token for output in outputs if output.id == number for token in output.tokens]
@@ -119,8 +125,58 @@ def test_an_unreadable_message_fails_its_own_request_only(core) -> None:  # noqa
     """A message that does not decode is refused by id; the request beside it is served."""
     front, _, scheduler = core
     front.send({"type": "generate", "id": 7, "prompt": "not a list"})
-    front.send(GenerateRequest(id=8, prompt=[1, 2], params=SamplingParams(max_tokens=2)))
+    front.send(GenerateRequest(id=8, prompt=pack_tokens([1, 2]), params=SamplingParams(max_tokens=2)))
     outputs = front.outputs(ends(2))
     assert [(output.id, output.invalid) for output in outputs if output.finish] == [(7, True), (8, False)]
     assert outputs[-1].finish is FinishReason.length
     assert (scheduler.counters.received, scheduler.counters.refused) == (2, 1)
+
+
+def unread(link: FrontLink, batches: int) -> int:
+    """How many of so many batches a front that reads nothing is sent before the link gives up."""
+    batch = TokenBatch(outputs=[Output(id=1, tokens=[7] * 1000)], load=load())
+    for sent in range(batches):
+        try:
+            link.send(batch)
+        except BufferError:
+            return sent
+    return batches
+
+
+def test_a_front_that_never_reads_ends_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a front leaves unread is bounded: sending never blocks, and beyond the bound it raises; without one it never would."""
+    monkeypatch.setattr("engine.core.front_link.MAX_UNSENT_BYTES", 1 << 20)
+    ours, theirs = socket.socketpair()
+    assert unread(FrontLink(theirs), 5000) < 5000
+    monkeypatch.setattr("engine.core.front_link.MAX_UNSENT_BYTES", 1 << 40)
+    assert unread(FrontLink(theirs), 5000) == 5000
+    ours.close()
+    theirs.close()
+
+
+def test_what_a_front_left_unread_goes_out_when_it_reads() -> None:
+    """A core that has nothing to do but unsent answers sends them as the socket takes them, in order and whole."""
+    ours, theirs = socket.socketpair()
+    link, front = FrontLink(theirs), Front(ours)
+    for number in range(500):
+        link.send(TokenBatch(outputs=[Output(id=number, tokens=[7] * 1000, finish=FinishReason.length)], load=load()))
+    reader = threading.Thread(target=lambda: got.extend(front.outputs(ends(500))))
+    got: list[Output] = []
+    reader.start()
+    while reader.is_alive():
+        assert link.receive(0.1) == []
+    assert [output.id for output in got] == list(range(500))
+    ours.close()
+    theirs.close()
+
+
+def test_an_idle_core_sleeps(core) -> None:  # noqa: ANN001
+    """With nothing to do, and with requests that only wait for the host, the loop blocks on its socket instead of spinning."""
+    front, _, scheduler = core
+    began = time.process_time()
+    time.sleep(0.3)
+    scheduler.add(0, GenerateRequest(id=1, prompt=pack_tokens([1]), params=SamplingParams(max_tokens=2)), masked=True)
+    time.sleep(0.5)
+    assert time.process_time() - began < 0.2
+    front.send(Control(action="report"))
+    scheduler.abort(0, 1, AbortReason.client_gone)

@@ -1,154 +1,50 @@
-"""The scheduler against a machine that remembers whose K and V every page slot holds, on random workloads."""
+"""The scheduler against a machine that remembers what every page slot holds, on random worlds; beside it, faults that must show."""
 
 import random
-from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 
+from engine.core import results
+from engine.core.allocator import Allocator, Changes
 from engine.core.scheduler import Scheduler, SchedulerConfig
+from engine.core.sequence import Sequence
 from engine.geometry import KVGroup
 from engine.plan import PageAppend, StepPlan
-from engine.protocol import AbortReason, FinishReason, GenerateRequest, Output, SamplingParams
+from engine.protocol import MAX_STOP_IDS, AbortReason, FinishReason, GenerateRequest, SamplingParams, pack_tokens
 from tests.support.engine.kvmachine import KVFault, KVMachine
+from tests.support.engine.worlds import World, check_ends, run_worlds, simulate
 
 pytestmark = pytest.mark.pure
 
-STOP = 7
-WORKLOADS = 10_000
+WORLDS = 2_000
 
 
-@dataclass
-class Workload:
-    """A random small world: pools from two windows up, prompts from one token to beyond what fits, aborts, surprise ends."""
-
-    seed: int
-    requests: list[GenerateRequest] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        rng = self.rng = random.Random(self.seed)
-        page = rng.choice((2, 4, 8))
-        window = rng.randint(2, 4) * page - rng.randint(0, page - 1)
-        max_len = rng.choice((24, 48, 96))
-        self.groups = (
-            KVGroup(0, "sliding", (0,), 1, 256, window, page),
-            KVGroup(1, "full", (1,), 1, 512, None, page),
-        )
-        two_windows = 2 * self.groups[0].worst_pages(max_len)
-        pages = (two_windows + rng.choice((0, 1, 8)) + 1, -(-max_len // page) * rng.randint(1, 2) + rng.randint(-2, 3) + 1)
-        self.config = SchedulerConfig(self.groups, pages, rng.randint(1, 6), max_len, rng.choice((3, 8, 32)))
-        for number in range(rng.randint(1, 8)):
-            params = SamplingParams(max_tokens=rng.randint(1, max_len), stop_ids=(STOP,), min_tokens=rng.choice((0, 0, 3)))
-            prompt = [1] * rng.randint(1, max_len + 2 if rng.random() < 0.1 else max_len // rng.choice((2, 8)))
-            self.requests.append(GenerateRequest(id=number, prompt=prompt, params=params, clip=rng.random() < 0.5))
-        self.depth = rng.choice((2, 2, 2, 4))  # plans out at a time; the core keeps two
-        self.stop_chance = rng.choice((0.0, 0.05, 0.2))
-        self.abort_chance = rng.choice((0.0, 0.02, 0.1))
-
-    def token(self, number: int, position: int) -> int:
-        """The 'model': surprise ends, the same for the same admission and position."""
-        return STOP if random.Random(f"{self.seed} {number} {position}").random() < self.stop_chance else 100 + position
-
-
-@dataclass
-class Run:
-    """One workload run to its end."""
-
-    outputs: list[Output]
-    scheduler: Scheduler
-    machine: KVMachine
-    steps: int
-
-
-def simulate(workload: Workload, plant=lambda plan: plan) -> Run:  # noqa: ANN001
-    """Drive scheduler and machine some steps apart, as the core does, checking pages and progress at every step."""
-    scheduler = Scheduler(workload.config)
-    config = workload.config
-    machine = KVMachine(config.groups, config.pages, config.max_seqs, config.max_len, workload.token)
-    machine.plant = plant
-    waiting, outputs, steps = list(workload.requests), [], 0
-    while waiting or scheduler.unfinished or scheduler.in_flight:
-        while waiting and workload.rng.random() < 0.5:
-            scheduler.add(0, waiting.pop(0))
-        if workload.rng.random() < workload.abort_chance:
-            scheduler.abort(0, workload.rng.choice(workload.requests).id, AbortReason.client_gone)
-        planned = False
-        while scheduler.in_flight < workload.depth and (plan := scheduler.schedule()) is not None:
-            machine.submit(plan)
-            planned = True
-        check_pages(scheduler)
-        assert planned or scheduler.in_flight or not scheduler.unfinished, "requests wait, but nothing can run"
-        if scheduler.in_flight:
-            scheduler.commit(machine.result())
-        outputs += [output for _, output in scheduler.drain()]
-        steps += 1
-        assert steps < 20_000, "no end in sight"
-    return Run(outputs, scheduler, machine, steps)
-
-
-def check_pages(scheduler: Scheduler) -> None:
-    """Free + held pages are the whole pool, and no page has two owners."""
-    for index, pool in enumerate(scheduler.pools):
-        held = [page for sequence in scheduler.running for page in sequence.runs[index].pages]
-        assert len(held) == len(set(held)), "a page has two owners"
-        assert len(held) + pool.free == pool.total
-        assert 0 not in held
-
-
-def check_ends(workload: Workload, run: Run) -> None:
-    """Every request ended exactly once, the books balance, and everything was given back."""
-    ends = Counter(output.id for output in run.outputs if output.finish)
-    assert ends == Counter(request.id for request in workload.requests)
-    counters = run.scheduler.counters
-    assert counters.received == counters.finished + counters.refused + counters.aborted + counters.failed
-    assert all(pool.used == 0 for pool in run.scheduler.pools)
-    for request in workload.requests:
-        check_request(workload, request, [output for output in run.outputs if output.id == request.id])
-
-
-def check_request(workload: Workload, request: GenerateRequest, outputs: list[Output]) -> None:
-    """Lengths and reasons are what was asked for."""
-    tokens = [token for output in outputs for token in output.tokens]
-    last = outputs[-1]
-    first = 100 + len(request.prompt)
-    for at, token in enumerate(tokens):
-        may_stop = at < request.params.min_tokens or at == len(tokens) - 1  # the fake does not mask stop ids
-        assert token == first + at or (token == STOP and may_stop), "a token of another position, or another's"
-    room = min(request.params.max_tokens, workload.config.max_len - len(request.prompt))
-    assert len(tokens) <= max(room, 0)
-    if last.finish is FinishReason.stop:
-        assert tokens[-1] == STOP
-        assert len(tokens) > request.params.min_tokens
-    if last.finish is FinishReason.length and not request.clip:
-        assert len(tokens) == room, (len(tokens), room)
-
-
-def run_workloads(seeds: range) -> Counter[str]:
-    seen: Counter[str] = Counter()
-    for seed in seeds:
-        workload = Workload(seed)
-        run = simulate(workload)
-        check_ends(workload, run)
-        seen["steps"] += run.steps
-        seen["reads"] += run.machine.reads
-        seen["preemptions"] += run.scheduler.counters.preemptions
-        seen["refused"] += run.scheduler.counters.refused
-        seen["aborted"] += run.scheduler.counters.aborted
-    return seen
-
-
-def test_random_workloads() -> None:
-    """No row ever reads K and V that is not its own, no page leaks, every request ends exactly once."""
-    seen = run_workloads(range(WORKLOADS))
-    print(f"{WORKLOADS} workloads: {dict(seen)}")
-    assert min(seen["preemptions"], seen["refused"], seen["aborted"]) > 500, "the workloads exercise too little"
+def test_random_worlds() -> None:
+    """No row reads K and V that is not its own, pages balance at every step, each request gets the model's own answer, once."""
+    seen = run_worlds(range(WORLDS))
+    print(f"{WORLDS} worlds: {dict(seen)}")
+    names = ("preemptions", "refused", "aborted", "failed", "rejected", "masked", "hit_tokens", "evicted")
+    assert min(seen[name] for name in names) > WORLDS // 20, seen
 
 
 @pytest.mark.slow
-def test_many_random_workloads() -> None:
-    """The same over 12 000 workloads from a fresh seed."""
+def test_many_random_worlds() -> None:
+    """The same over 20 000 worlds from a fresh seed."""
     start = random.SystemRandom().randrange(1 << 40)
-    print(f"seeds from {start}: {dict(run_workloads(range(start, start + 12_000)))}")
+    print(f"seeds from {start}: {dict(run_worlds(range(start, start + 20_000)))}")
+
+
+def caught(worlds: int) -> int:
+    """In how many worlds a planted fault shows."""
+    count = 0
+    for seed in range(worlds):
+        world = World(seed)
+        try:
+            check_ends(world, simulate(world))
+        except (AssertionError, StopIteration, ValueError):
+            count += 1
+    return count
 
 
 def wrong_page(group: int):  # noqa: ANN201
@@ -170,21 +66,21 @@ def wrong_page(group: int):  # noqa: ANN201
 @pytest.mark.parametrize("group", [0, 1], ids=["sliding", "full"])
 def test_machine_notices_one_wrong_page(group: int) -> None:
     """Planted fault: one wrong page number in one append is caught wherever two sequences share the pool."""
-    planted = caught = 0
+    planted = found = 0
     for seed in range(300):
         plant, done = wrong_page(group)
         try:
-            simulate(Workload(seed), plant)
+            simulate(World(seed), plant)
         except KVFault:
-            caught += 1
+            found += 1
         planted += bool(done)
-    print(f"{caught} of {planted} planted pages caught")
+    print(f"{found} of {planted} planted pages caught")
     assert planted > 30
-    assert caught > planted * 0.25
+    assert found > planted * 0.25
 
 
-def test_machine_notices_an_early_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted fault: a window believed one token shorter than it is frees a page too early, and is caught."""
+def test_an_early_release_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted fault: a window believed one token shorter than it is frees a page too early, and a row reads another's entry."""
     honest = KVGroup.pages_for
 
     def hasty(self: KVGroup, start: int, end: int) -> range:
@@ -192,33 +88,95 @@ def test_machine_notices_an_early_release(monkeypatch: pytest.MonkeyPatch) -> No
         return range((max(0, start - self.window + 2) // self.page) if self.window else pages.start, pages.stop)
 
     monkeypatch.setattr(KVGroup, "pages_for", hasty)
-    caught = 0
-    for seed in range(100):
+    monkeypatch.setattr("tests.support.engine.worlds.check_windows", lambda scheduler: None)
+    found = 0
+    for seed in range(300):
         try:
-            simulate(Workload(seed))
+            simulate(World(seed))
         except KVFault:
-            caught += 1
-    assert caught > 10, caught
+            found += 1
+    assert found > 10, found
+
+
+def test_a_page_held_past_its_window_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted fault: pages are given back one page later than the window has left them."""
+    honest = Allocator.release
+
+    def late(self: Allocator, sequence: Sequence, changes: Changes) -> None:
+        low, sequence.low = sequence.low, max(0, sequence.low - self.pools[0].group.page)
+        honest(self, sequence, changes)
+        sequence.low = low
+
+    monkeypatch.setattr(Allocator, "release", late)
+    assert caught(100) > 30
+
+
+def test_a_release_by_what_is_planned_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted fault: pages go by the upper bound, as if no draft could be rejected, and a rejected row's window is torn."""
+    honest = Allocator.release
+
+    def by_high(self: Allocator, sequence: Sequence, changes: Changes) -> None:
+        low, sequence.low = sequence.low, sequence.high
+        honest(self, sequence, changes)
+        sequence.low = low
+
+    monkeypatch.setattr(Allocator, "release", by_high)
+    monkeypatch.setattr("engine.core.allocator._release_at", lambda pool, run: 0)
+    monkeypatch.setattr("tests.support.engine.worlds.check_windows", lambda scheduler: None)
+    found = 0
+    for seed in range(300):
+        world = World(seed)
+        world.config = replace(world.config, cache_share=None)
+        try:
+            simulate(world)
+        except KVFault:
+            found += 1
+    assert found > 10, found
+
+
+def test_tokens_behind_a_stop_id_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted fault: a row of several tokens is taken whole, though one of them ends the request."""
+    honest = results._cut
+
+    def whole(sequence: Sequence, tokens: tuple[int, ...]) -> tuple[list[int], FinishReason | None]:
+        return list(tokens), honest(sequence, tokens)[1]
+
+    monkeypatch.setattr(results, "_cut", whole)
+    assert caught(300) > 10
 
 
 def test_results_matched_by_slot_alone_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted fault: a result row is taken for the slot's present tenant, whatever admission it was computed for."""
-    monkeypatch.setattr("engine.core.scheduler._Row.stale", property(lambda row: not row.sequence.running))
-    caught = 0
-    for seed in range(600):
-        workload = Workload(seed)
-        workload.depth = 4
-        try:
-            check_ends(workload, simulate(workload))
-        except (AssertionError, StopIteration):
-            caught += 1
-    print(f"{caught} workloads went wrong")
-    assert caught > 5
+    """Planted fault: an admission number that a sequence keeps, so that rows of before its preemption are taken for new ones."""
+    admit, leave = Sequence.admit, Sequence.leave
+
+    def readmit(self: Sequence, slot: int, number: int, groups: int) -> None:
+        admit(self, slot, self.number or number, groups)
+
+    def keep(self: Sequence) -> int:
+        number = self.number
+        slot = leave(self)
+        self.number = number
+        return slot
+
+    monkeypatch.setattr(Sequence, "admit", readmit)
+    monkeypatch.setattr(Sequence, "leave", keep)
+    assert caught(600) > 3
+
+
+def test_a_mask_taken_for_the_wrong_token_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted fault: a mask that was made for an earlier token lets the next row go."""
+    def hasty(self: Scheduler, client: int, request: int, length: int) -> None:
+        sequence = self._requests.find((client, request))
+        if sequence is not None:
+            sequence.waits_for = None
+
+    monkeypatch.setattr(Scheduler, "mask_ready", hasty)
+    assert caught(300) > 10
 
 
 def request(number: int, prompt: int, max_tokens: int, **settings: object) -> GenerateRequest:
     params = SamplingParams(max_tokens=max_tokens)
-    return GenerateRequest(id=number, prompt=[1] * prompt, params=params, **settings)
+    return GenerateRequest(id=number, prompt=pack_tokens([1] * prompt), params=params, **settings)
 
 
 def small_scheduler(full_pages: int = 9, max_len: int = 64) -> Scheduler:
@@ -259,7 +217,7 @@ def test_abort_is_idempotent_and_a_stop_string_is_a_success() -> None:
 def test_nan_ends_only_its_own_request() -> None:
     """A row whose logits were not finite ends its request in error; its neighbour goes on."""
     scheduler = small_scheduler()
-    machine = KVMachine(scheduler.config.groups, scheduler.config.pages, 4, 64, lambda number, position: position)
+    machine = KVMachine(scheduler.config.groups, scheduler.config.pages, 4, 64, lambda prefix, position, seed: position)
     scheduler.add(0, request(1, 4, 3))
     scheduler.add(0, request(2, 4, 3))
     machine.submit(scheduler.schedule())
@@ -269,3 +227,64 @@ def test_nan_ends_only_its_own_request() -> None:
     outputs = [output for _, output in scheduler.drain()]
     assert [(output.id, output.finish) for output in outputs] == [(1, FinishReason.error), (2, None)]
     assert scheduler.counters.failed == 1
+
+
+def test_all_may_wait_for_the_host() -> None:
+    """Requests whose masks have not come are not planned, nor called stuck; each mask lets one token through."""
+    scheduler = small_scheduler()
+    machine = KVMachine(scheduler.config.groups, scheduler.config.pages, 4, 64, lambda prefix, position, seed: position)
+    scheduler.add(0, request(1, 1, 3), masked=True)
+    tokens = []
+    for length in (1, 2, 3):
+        assert scheduler.schedule() is None
+        assert not scheduler.stuck
+        scheduler.mask_ready(0, 1, length)
+        machine.submit(scheduler.schedule())
+        assert scheduler.schedule() is None
+        scheduler.commit(machine.result())
+        tokens += [token for _, output in scheduler.drain() for token in output.tokens]
+    assert tokens == [1, 2, 3]
+    assert not scheduler.unfinished
+
+
+def test_a_prompt_is_computed_up_to_its_last_token_while_its_mask_is_made() -> None:
+    """All but the last position of a masked prompt run at once; the last one, which gives a token, follows the mask."""
+    scheduler = small_scheduler()
+    scheduler.add(0, request(1, 10, 3), masked=True)
+    first = scheduler.schedule()
+    assert [(chunk.start, chunk.end, chunk.samples) for chunk in first.chunks] == [(0, 9, False)]
+    assert scheduler.schedule() is None
+    scheduler.mask_ready(0, 1, 10)
+    second = scheduler.schedule()
+    assert [(chunk.start, chunk.end, chunk.samples) for chunk in second.chunks] == [(9, 10, True)]
+
+
+def test_a_request_is_said_to_have_started_once() -> None:
+    """At its first admission, and not when it comes back after a preemption; those refused or aborted in the queue never."""
+    started = total = preempted = 0
+    for seed in range(200):
+        world = World(seed)
+        run = simulate(world)
+        named = run.started
+        assert len(named) == len(set(named))
+        assert {output.id for output in run.outputs if output.tokens} <= set(named)
+        started, total = started + len(named), total + len(world.requests)
+        preempted += run.scheduler.counters.preemptions
+    assert preempted > 20
+    assert total // 2 < started < total
+
+
+@pytest.mark.parametrize("stop_ids", [MAX_STOP_IDS, MAX_STOP_IDS + 1])
+def test_more_stop_ids_than_the_ranks_can_hold_are_refused(stop_ids: int) -> None:
+    """As many as their table is wide fit, end ids included."""
+    scheduler = small_scheduler()
+    params = SamplingParams(max_tokens=2, stop_ids=tuple(range(stop_ids)))
+    scheduler.add(0, GenerateRequest(id=1, prompt=pack_tokens([1]), params=params))
+    assert [output.invalid for _, output in scheduler.drain()] == ([True] if stop_ids > MAX_STOP_IDS else [])
+
+
+def test_a_torn_prompt_is_refused() -> None:
+    """A prompt whose bytes are not whole token ids fails its own request."""
+    scheduler = small_scheduler()
+    scheduler.add(0, GenerateRequest(id=1, prompt=b"abcde", params=SamplingParams(max_tokens=2)))
+    assert [output.invalid for _, output in scheduler.drain()] == [True]

@@ -8,11 +8,21 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.errors import EngineDead, GenerationFailed, InvalidRequest
+from engine.errors import EngineDead, GenerationFailed, InvalidRequest, SlowReader
 from engine.events import EngineFailed, EngineLoad, Event, FirstToken, RequestFinished, RequestStarted, Tokens
 from engine.front.client import MAX_PILED_TOKENS, EngineClient
 from engine.front.stream import Stream
-from engine.protocol import AbortReason, Control, FinishReason, GenerateRequest, Load, Logprobs, Output, SamplingParams
+from engine.protocol import (
+    AbortReason,
+    Control,
+    FinishReason,
+    GenerateRequest,
+    Load,
+    Logprobs,
+    Output,
+    SamplingParams,
+    pack_tokens,
+)
 from tests.support.engine.fakes import FakeCore, FakeEngineClient, broken_batch
 
 pytestmark = pytest.mark.pure
@@ -71,8 +81,10 @@ def test_a_request_streams_to_its_end() -> None:
     """The core gets what was asked, the reader gets the outputs in order and the finish, and the request counts as finished."""
 
     async def story(client: EngineClient, core: FakeCore) -> None:
-        stream = client.generate([1, 2, 3], PARAMS, clip=True)
-        assert await core.hear() == GenerateRequest(id=stream.id, prompt=[1, 2, 3], params=PARAMS, clip=True)
+        stream = client.generate([1, 2, 3], PARAMS, clip=True, salt="a", priority=-1)
+        prompt = pack_tokens([1, 2, 3])
+        wanted = GenerateRequest(id=stream.id, prompt=prompt, params=PARAMS, clip=True, salt="a", priority=-1)
+        assert await core.hear() == wanted
         await core.send(Output(id=stream.id, tokens=[7]))
         reader = aiter(stream)
         assert await anext(reader) == Output(id=stream.id, tokens=[7])
@@ -103,10 +115,11 @@ def test_what_piled_up_comes_as_one() -> None:
         probs = [Logprobs(-float(index), []) for index in range(3)]
         for index in range(3):
             finish = FinishReason.stop if index == 2 else None
-            await core.send(Output(id=stream.id, tokens=[index], logprobs=[probs[index]], finish=finish))
+            cached = 32 if index == 0 else 0
+            await core.send(Output(id=stream.id, tokens=[index], logprobs=[probs[index]], finish=finish, cached=cached))
         await delivered()
         got = [output async for output in stream]
-        assert got == [Output(id=stream.id, tokens=[0, 1, 2], logprobs=probs, finish=FinishReason.stop)]
+        assert got == [Output(id=stream.id, tokens=[0, 1, 2], logprobs=probs, finish=FinishReason.stop, cached=32)]
 
     play(story)
 
@@ -260,7 +273,7 @@ def test_a_slow_reader_is_cut_off() -> None:
         await core.send(Output(id=stream.id, finish=FinishReason.abort))
         await delivered()
         assert client.open == 0
-        with pytest.raises(GenerationFailed, match="behind"):
+        with pytest.raises(SlowReader, match="behind"):
             await read(stream)
 
     assert play(story).counters.aborted == 1

@@ -1,7 +1,7 @@
 """What the front makes of the core's figures: who was scheduled when, and how long steps take."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 
@@ -32,11 +32,12 @@ class Play:
         if isinstance(event, EngineLoad):
             self.told.set()
 
-    async def report(self, at: float, step: int, *outputs: Output, **figures: int) -> None:
+    async def report(self, at: float, step: int, *outputs: Output, started: Sequence[int] = (), **figures: int) -> None:
         """The core speaks, `at` seconds after the curtain."""
         self.now = 100.0 + at
         self.told.clear()
-        await self.core.send_raw(encode_message(TokenBatch(outputs=list(outputs), load=load(step, **figures))))
+        batch = TokenBatch(outputs=list(outputs), started=list(started), load=load(step, **figures))
+        await self.core.send_raw(encode_message(batch))
         await asyncio.wait_for(self.told.wait(), 2)
 
     def scheduled(self) -> dict[int, float]:
@@ -58,19 +59,18 @@ def play(story: Story) -> Play:
     return asyncio.run(main())
 
 
-def test_a_request_is_scheduled_when_the_core_first_shows_it() -> None:
-    """Not while it waits there, not before the core has read it; its first token and its end say for how long it queued."""
+def test_a_request_is_scheduled_when_the_core_says_so() -> None:
+    """Whatever the order, and whatever the figures look like; its first token and its end say for how long it queued."""
 
     async def story(played: Play) -> None:
         first, second = (played.client.generate([1], PARAMS).id for _ in range(2))
-        await played.report(0.1, 1, received=1, waiting=0, running=1)
-        assert played.scheduled() == {first: 0.1}
+        await played.report(0.1, 1, received=2, waiting=1, running=1, started=(second,))
+        assert played.scheduled() == {second: 0.1}
         await played.report(0.2, 2, received=2, waiting=1, running=1)
-        assert played.scheduled() == {first: 0.1}
-        await played.report(0.5, 3, received=2, waiting=0, running=2)
-        assert played.scheduled() == {first: 0.1, second: 0.5}
-        done = Output(id=second, tokens=[7], finish=FinishReason.length)
-        await played.report(0.6, 4, done, received=2, running=1)
+        assert played.scheduled() == {second: 0.1}
+        done = Output(id=first, tokens=[7], finish=FinishReason.length)
+        await played.report(0.5, 3, done, received=2, running=1, started=(first,))
+        assert played.scheduled() == {second: 0.1, first: 0.5}
 
     events = play(story).events
     assert next(event.queue_s for event in events if isinstance(event, FirstToken)) == pytest.approx(0.5)
@@ -78,21 +78,22 @@ def test_a_request_is_scheduled_when_the_core_first_shows_it() -> None:
 
 
 def test_who_ends_in_the_queue_was_never_scheduled() -> None:
-    """An abort and a refusal leave the queue with their end, and the one behind them is not mistaken for them."""
+    """An abort and a refusal end unscheduled; so does one that is scheduled after its client has gone."""
 
     async def story(played: Play) -> None:
-        gone, refused, behind = (played.client.generate([1], PARAMS).id for _ in range(3))
+        gone, refused, late = (played.client.generate([1], PARAMS).id for _ in range(3))
         played.client.abort(gone, AbortReason.client_gone)
         ends = (
             Output(id=gone, finish=FinishReason.abort),
             Output(id=refused, finish=FinishReason.error, error="no", invalid=True),
         )
-        await played.report(0.1, 1, *ends, received=3, waiting=1, running=1)
+        await played.report(0.1, 1, *ends, received=3, waiting=1)
+        played.client.abort(late, AbortReason.client_gone)
+        await played.report(0.2, 2, Output(id=late, finish=FinishReason.abort), received=3, started=(late, gone))
         assert played.scheduled() == {}
-        await played.report(0.2, 2, received=3, waiting=0, running=2)
-        assert played.scheduled() == {behind: 0.2}
 
-    play(story)
+    played = play(story)
+    assert [event.queue_s for event in played.events if isinstance(event, RequestFinished)][:2] == [None, None]
 
 
 def test_a_step_takes_the_time_between_two_reports_of_work() -> None:

@@ -17,6 +17,7 @@ class ReadyEngine:
     """Every token of an answer is there, one a turn of the loop."""
 
     dead: str | None = None
+    open = 0
 
     def __init__(self) -> None:
         self._last = 0

@@ -13,6 +13,7 @@ from deploy.models.nano.nano_shapes import SHAPES
 from deploy.models.public_shapes import config
 from engine.config import EngineConfig, engine_config
 from engine.errors import EngineDead, InvalidRequest
+from engine.front.client import Clock
 from engine.front.stream import Stream
 from engine.protocol import (
     Abort,
@@ -28,6 +29,7 @@ from engine.protocol import (
     decode_front_message,
     encode_message,
     frame,
+    pack_tokens,
 )
 from tests.support.engine.load_figures import load
 
@@ -49,14 +51,22 @@ class FakeCore:
         self._frames = FrameReader()
         self._heard: list[FrontMessage] = []
         self._step = 0
+        self._sending = asyncio.Lock()
+
+    async def receive(self) -> FrontMessage | None:
+        """The next message from the client; None once it has closed its end."""
+        while not self._heard:
+            data = await asyncio.get_running_loop().sock_recv(self._sock, 1 << 20)
+            if not data:
+                return None
+            self._heard += [decode_front_message(raw) for raw in self._frames.feed(data)]
+        return self._heard.pop(0)
 
     async def hear(self) -> FrontMessage:
         """The next message from the client, within two seconds."""
-        while not self._heard:
-            data = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(self._sock, 1 << 20), 2)
-            assert data, "the client closed its socket"
-            self._heard += [decode_front_message(raw) for raw in self._frames.feed(data)]
-        return self._heard.pop(0)
+        message = await asyncio.wait_for(self.receive(), 2)
+        assert message is not None, "the client closed its socket"
+        return message
 
     async def hear_request(self) -> GenerateRequest:
         """The next message, which is a request."""
@@ -81,12 +91,17 @@ class FakeCore:
 
     async def send(self, *outputs: Output) -> None:
         """One TokenBatch."""
+        await self.send_raw(encode_message(TokenBatch(outputs=list(outputs), load=self.load())))
+
+    def load(self) -> Load:
+        """The figures that go with a batch: a new step each time."""
         self._step += 1
-        await self.send_raw(encode_message(TokenBatch(outputs=list(outputs), load=load(self._step))))
+        return load(self._step)
 
     async def send_raw(self, message: bytes) -> None:
         """One message, whatever it is."""
-        await asyncio.get_running_loop().sock_sendall(self._sock, frame(message))
+        async with self._sending:  # a socket has one writer at a time
+            await asyncio.get_running_loop().sock_sendall(self._sock, frame(message))
 
     def close(self) -> None:
         """The core ends."""
@@ -121,7 +136,7 @@ class FakeEngineClient:
     def generate(self, prompt: list[int], params: SamplingParams, *, clip: bool = False) -> Stream:
         """As EngineClient.generate."""
         stream = Stream(len(self.requests) + 1, self.abort)
-        self.requests.append(GenerateRequest(id=stream.id, prompt=prompt, params=params, clip=clip))
+        self.requests.append(GenerateRequest(id=stream.id, prompt=pack_tokens(prompt), params=params, clip=clip))
         if self.dead is not None:
             stream.fail(EngineDead(self.dead))
         elif self.refuse is not None:
@@ -149,6 +164,10 @@ class FakeEngineClient:
         if request in self._open:
             self.aborted.append((request, reason))
             self._open.pop(request)[1].cancel()
+
+    def clock(self, request: int) -> Clock | None:
+        """As EngineClient.clock: nothing is timed here."""
+        return None
 
     def health(self) -> None:
         """As EngineClient.health."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.group import Group
-from cluster.health import Watcher
+from cluster.health import Death, Watcher
 from engine.front.client import EngineClient
 from engine.front.stream import Stream
 from engine.protocol import Load
@@ -17,7 +17,7 @@ from engine.protocol import Load
 
 @dataclass
 class Running:
-    """A group under watch. `deaths` are (reason, monotonic seconds) as the watcher reported them."""
+    """A group under watch. `deaths` are (sentence, monotonic seconds) as the watcher reported them."""
 
     group: Group
     client: EngineClient
@@ -32,9 +32,9 @@ async def running(group: Group) -> AsyncIterator[Running]:
     await client.start()
     deaths: list[tuple[str, float]] = []
 
-    def on_death(reason: str) -> None:
-        deaths.append((reason, time.monotonic()))
-        client.fail(reason)
+    def on_death(death: Death) -> None:
+        deaths.append((death.sentence, time.monotonic()))
+        client.fail(death.sentence)
 
     watcher = Watcher(group, on_death, waiting=lambda: client.waiting_since)
     watcher.start()

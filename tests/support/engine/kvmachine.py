@@ -1,41 +1,64 @@
-"""A fake of all ranks that checks instead of computing: every page slot remembers whose entry it holds.
+"""A fake of all ranks that checks instead of computing: every page slot remembers what stands in it.
 
-It runs plans as a rank would (releases, admissions, appends, then all writes of the step, then all reads) and raises KVFault when a
-row would read a position whose page slot does not hold that row's own entry, or when a page number is not one of its pool's.
+An entry is known by its content: the identity of all tokens up to and including its position, so that a page shared by sequences
+with an equal prefix is right for each of them, and nothing else is. It runs plans as a rank would (releases, admissions, appends,
+then all writes of the step, then all reads) and raises KVFault when a row would read a position whose page slot does not hold that
+entry, or when a page number is not one of its pool's.
+
+With `drafts`, a decode row computes 1 + drafts positions: guesses of the next tokens, of which those before the first wrong one are
+accepted. What the others wrote is wrong, and stays in its pages until it is written again.
 """
 
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
 from engine.geometry import KVGroup
 from engine.plan import ResultRow, StepPlan, StepResult, decode_plan, encode_plan
 
-_POSITIONS = 1 << 20
+Model = Callable[[int, int, int], int]
+_MASK = (1 << 63) - 1
 
 
 class KVFault(AssertionError):
-    """A row would have read somebody else's K and V."""
+    """A row would have read what is not its own, or an equal prefix's, K and V."""
+
+
+def identity(before: int, token: int) -> int:
+    """Of a prefix, from the identity of all of it but its last token."""
+    return ((before ^ (token + 1)) * 0x5851F42D4C957F2D + 0x14057B7EF767814F) & _MASK
 
 
 class KVMachine:
     """Executor with the two-step depth of the real one: `submit` a plan, `result` of the oldest comes when asked for.
 
-    `next_token(number, slot, position)` stands for the model. Planted faults: `plant(plan)` may alter each plan before it runs.
+    `model(prefix, position, seed)` gives the token at `position` behind a prefix of that identity; `guess(prefix, position)` says
+    whether a draft is right there; `nan(prefix)` whether the logits behind it are finite. `plant(plan)` may alter each plan before
+    it runs.
     """
 
-    def __init__(self, groups: tuple[KVGroup, ...], pages: tuple[int, ...], slots: int, max_len: int, model) -> None:  # noqa: ANN001
+    def __init__(
+        self, groups: tuple[KVGroup, ...], pages: tuple[int, ...], slots: int, max_len: int, model: Model, drafts: int = 0
+    ) -> None:
         self.groups = groups
         self.pages = pages
-        width = -(-max_len // groups[0].page) + 1
+        width = -(-(max_len + drafts) // groups[0].page) + 1
         self.tables = [np.zeros((slots, width), np.int64) for _ in groups]
-        self.owner = [np.full((count, group.page), -1, np.int64) for group, count in zip(groups, pages, strict=True)]
+        self.entries = [np.zeros((count, group.page), np.int64) for group, count in zip(groups, pages, strict=True)]
+        self.prefixes = np.zeros((slots, max_len + drafts + 2), np.int64)  # identity of each slot's tokens up to a position
         self.number = [0] * slots
         self.length = [0] * slots
+        self.seed = [0] * slots
         self.model = model
+        self.drafts = drafts
+        self.poisoned: list[set[int]] = [set() for _ in groups]  # pages where NaN stands
         self.queue: deque[StepPlan] = deque()
         self.reads = 0
-        self.plant = lambda plan: plan
+        self.rejected = 0
+        self.plant: Callable[[StepPlan], StepPlan] = lambda plan: plan
+        self.guess: Callable[[int, int], bool] = lambda prefix, position: True
+        self.nan: Callable[[int], bool] = lambda prefix: False
 
     def submit(self, plan: StepPlan) -> None:
         """Queue a plan, through its bytes."""
@@ -48,49 +71,82 @@ class KVMachine:
         plan = self.queue.popleft()
         self._apply(plan)
         rows = [(chunk.slot, chunk.start, chunk.end) for chunk in plan.chunks]
-        rows += [(slot, self.length[slot], self.length[slot] + 1) for slot in plan.decodes]
-        for slot, start, end in rows:
+        decodes = [(slot, self.length[slot], self.length[slot] + 1 + self.drafts) for slot in plan.decodes]
+        guessed = [self._draft(slot, start) for slot, start, _ in decodes]
+        for slot, start, end in rows + decodes:
             self._write(slot, start, end)
-            self.length[slot] = end
-        for slot, start, end in rows:
+        for slot, start, end in rows + decodes:
             self._read(slot, start, end)
-        return StepResult(plan.step, [self._sample(slot) for slot in plan.result_slots])
+        for slot, _, end in rows:
+            self.length[slot] = end
+        results = [self._sample(chunk.slot, chunk.end, []) for chunk in plan.chunks if chunk.samples]
+        results += [self._sample(slot, start + 1, drafts) for (slot, start, _), drafts in zip(decodes, guessed, strict=True)]
+        return StepResult(plan.step, results)
 
     def _apply(self, plan: StepPlan) -> None:
         for release in plan.releases:
             self.tables[release.group][release.slot, release.first : release.first + release.count] = 0
         for admission in plan.admissions:
-            self.number[admission.slot] = admission.number
-            self.length[admission.slot] = 0
+            slot, before = admission.slot, 0
+            self.number[slot], self.length[slot], self.seed[slot] = admission.number, admission.cached, admission.params.seed
+            for at, token in enumerate(admission.tokens):
+                before = self.prefixes[slot, at] = identity(before, token)
             for table in self.tables:
-                table[admission.slot] = 0
+                table[slot] = 0
+        for zero in plan.zeros:
+            self.poisoned[zero.group].discard(zero.page)
         for append in plan.appends:
+            if append.page in self.poisoned[append.group]:
+                raise KVFault(f"page {append.page} of group {append.group} holds NaN and is not zeroed before its next use")
             if not 0 < append.page < self.pages[append.group]:
                 raise KVFault(f"page {append.page} is not one of group {append.group}'s {self.pages[append.group]}")
             self.tables[append.group][append.slot, append.index] = append.page
 
-    def _entries(self, slot: int, positions: np.ndarray) -> np.ndarray:
-        return self.number[slot] * _POSITIONS + positions
+    def _draft(self, slot: int, start: int) -> list[int]:
+        """Guess the tokens behind the one at `start`; the row's positions get their identities."""
+        drafts = []
+        before = int(self.prefixes[slot, start])
+        for at in range(start + 1, start + 1 + self.drafts):
+            right = self.model(before, at, self.seed[slot])
+            token = right if self.guess(before, at) else right + 1
+            drafts.append(token)
+            before = self.prefixes[slot, at] = identity(before, token)
+        return drafts
 
     def _write(self, slot: int, start: int, end: int) -> None:
         positions = np.arange(start, end)
-        for group, table, owner in zip(self.groups, self.tables, self.owner, strict=True):
+        for group, table, entries in zip(self.groups, self.tables, self.entries, strict=True):
             pages = table[slot, positions // group.page]
             if not pages.all():
                 raise KVFault(f"slot {slot} writes to the null page of {group.name} in [{start}, {end})")
-            owner[pages, positions % group.page] = self._entries(slot, positions)
+            entries[pages, positions % group.page] = self.prefixes[slot, start:end]
 
     def _read(self, slot: int, start: int, end: int) -> None:
-        for group, table, owner in zip(self.groups, self.tables, self.owner, strict=True):
+        for group, table, entries in zip(self.groups, self.tables, self.entries, strict=True):
             first = 0 if group.window is None else max(0, start - group.window + 1)
             positions = np.arange(first, end)
-            held = owner[table[slot, positions // group.page], positions % group.page]
+            held = entries[table[slot, positions // group.page], positions % group.page]
             self.reads += len(positions)
-            wrong = held != self._entries(slot, positions)
+            wrong = held != self.prefixes[slot, first:end]
             if wrong.any():
                 at = int(positions[wrong][0])
                 raise KVFault(f"slot {slot} at [{start}, {end}) reads position {at} of {group.name}: not its own entry")
 
-    def _sample(self, slot: int) -> ResultRow:
-        number = self.number[slot]
-        return ResultRow(slot, number, (self.model(number, self.length[slot]),))
+    def _sample(self, slot: int, position: int, drafts: list[int]) -> ResultRow:
+        """The token at `position`, and one more for each draft that was right; the last one is the next row's input."""
+        tokens: list[int] = []
+        before = int(self.prefixes[slot, position - 1])
+        if self.nan(before):
+            for table, poisoned in zip(self.tables, self.poisoned, strict=True):
+                poisoned.update(table[slot, (position - 1) // self.groups[0].page :][:1].tolist())
+            return ResultRow(slot, self.number[slot], (), nan=True)
+        for draft in [*drafts, None]:
+            token = self.model(before, position + len(tokens), self.seed[slot])
+            tokens.append(token)
+            before = identity(before, token)
+            if draft != token or self.nan(before):
+                break
+        self.rejected += 1 + len(drafts) - len(tokens)
+        self.length[slot] = position + len(tokens) - 1
+        self.prefixes[slot, self.length[slot]] = before
+        return ResultRow(slot, self.number[slot], tuple(tokens))

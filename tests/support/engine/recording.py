@@ -10,7 +10,7 @@ from engine.config import EngineConfig, engine_config
 from engine.core.loop import scheduler_config
 from engine.core.scheduler import Scheduler
 from engine.plan import ResultRow, StepPlan, StepResult, encode_plan
-from engine.protocol import GenerateRequest, SamplingParams
+from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
 from engine.rank.runner import Launched, Runner
 from engine.rank.worker import build
 from tests.support.engine.ranks import Ranks, finish, single
@@ -49,7 +49,8 @@ def request(number: int) -> GenerateRequest:
         min_tokens=3 if number % 4 == 3 else 0,
         logprobs=3 if number % 4 == 0 else None,
     )
-    return GenerateRequest(id=number, prompt=[(number * 31 + at * 7) % 900 + 10 for at in range(length)], params=params)
+    prompt = pack_tokens((number * 31 + at * 7) % 900 + 10 for at in range(length))
+    return GenerateRequest(id=number, prompt=prompt, params=params)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,84 @@
+"""Every error that has an HTTP status: those of the edge, and which status, type and code each class of the whole tree has.
+
+    InvalidRequest (engine/errors.py)
+    |-- TooLarge            the body exceeds the limit                                          -> 413
+    |-- HeadersTooLarge     the headers exceed the limit                                        -> 431
+    |-- TooSlow             the body did not arrive in time, or gave way to others              -> 408
+    |-- WrongMediaType      a POST whose body does not say that it is JSON                      -> 415
+    `-- ForeignHost         a Host that this server is not known by                             -> 403
+    GenerationFailed
+    `-- DeadlineExceeded    the request took longer than this server allows                     -> 504
+
+OpenAI's clients retry 408, 409, 429 and 5xx unless `x-should-retry: false`. So an overload says when to come back, a group that is
+being rebuilt says so too, and what would fail again says not to try. How an error looks is for openai/error_response.py.
+"""
+
+from dataclasses import dataclass
+
+from engine.errors import EngineDead, GenerationFailed, InvalidRequest, ModelNotFound, Overloaded, QuartetError, SlowReader
+
+RESTART_S = 5
+
+
+class TooLarge(InvalidRequest):
+    """The body exceeds the limit."""
+
+
+class HeadersTooLarge(InvalidRequest):
+    """The headers exceed the limit."""
+
+
+class TooSlow(InvalidRequest):
+    """The body did not arrive in time."""
+
+
+class WrongMediaType(InvalidRequest):
+    """The body does not say that it is JSON."""
+
+
+class ForeignHost(InvalidRequest):
+    """The Host header names somebody else."""
+
+
+class DeadlineExceeded(GenerationFailed):
+    """The request took longer than this server allows."""
+
+
+@dataclass(frozen=True)
+class HttpStatus:
+    """How one class of the tree looks from outside."""
+
+    status: int
+    type: str
+    code: str | None = None
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+NO_RETRY = (("x-should-retry", "false"),)
+
+# The most derived class that is listed counts.
+_TABLE: dict[type[QuartetError], HttpStatus] = {
+    TooLarge: HttpStatus(413, "invalid_request_error", "request_too_large"),
+    HeadersTooLarge: HttpStatus(431, "invalid_request_error", "headers_too_large"),
+    TooSlow: HttpStatus(408, "invalid_request_error", "request_timeout", NO_RETRY),
+    WrongMediaType: HttpStatus(415, "invalid_request_error", "unsupported_media_type"),
+    ForeignHost: HttpStatus(403, "invalid_request_error", "host_not_allowed"),
+    ModelNotFound: HttpStatus(404, "invalid_request_error", "model_not_found"),
+    InvalidRequest: HttpStatus(400, "invalid_request_error"),
+    Overloaded: HttpStatus(429, "rate_limit_error", "overloaded"),
+    EngineDead: HttpStatus(503, "server_error", "engine_restarting", (("retry-after", str(RESTART_S)),)),
+    SlowReader: HttpStatus(408, "invalid_request_error", "slow_reader", NO_RETRY),
+    DeadlineExceeded: HttpStatus(504, "server_error", "deadline_exceeded", NO_RETRY),
+    GenerationFailed: HttpStatus(500, "server_error", "generation_failed", NO_RETRY),
+    QuartetError: HttpStatus(500, "server_error", "internal_error", NO_RETRY),
+}
+
+
+def status_of(error: QuartetError) -> HttpStatus:
+    """Of the most derived class that has one."""
+    return next(_TABLE[kind] for kind in type(error).__mro__ if kind in _TABLE)
+
+
+def code_of(error: QuartetError) -> str | None:
+    """The error's own short code, or its class'."""
+    return error.code if isinstance(error, InvalidRequest) and error.code else status_of(error).code

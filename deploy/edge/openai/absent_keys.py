@@ -1,0 +1,98 @@
+"""Keys of a request that other servers know and that have no function here: refused unless they ask for what is done anyway.
+
+A key that nobody knows is ignored, as OpenAI's clients expect; one that changes the answer elsewhere is never left out silently.
+`null` is neutral for every key. Sources: OpenAI's API reference; the request types of vLLM 0.11 and SGLang 0.5.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+_EMPTY: tuple[Any, ...] = ("", [], {})
+
+# key -> values that ask for nothing, beside null
+COMMON: Mapping[str, tuple[Any, ...]] = {
+    # sampling
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "bad_words": _EMPTY,
+    "allowed_token_ids": (),
+    "logits_processors": _EMPTY,
+    "custom_logit_processor": _EMPTY,
+    "custom_params": _EMPTY,
+    "vllm_xargs": ({},),
+    "use_beam_search": (False,),
+    "early_stopping": (False,),
+    "thinking_token_budget": (),
+    # structured output
+    "response_format": ({"type": "text"},),
+    "structured_outputs": ({},),
+    "structural_tag": _EMPTY,
+    "json_schema": _EMPTY,
+    "regex": _EMPTY,
+    "ebnf": _EMPTY,
+    "guided_json": _EMPTY,
+    "guided_regex": _EMPTY,
+    "guided_choice": _EMPTY,
+    "guided_grammar": _EMPTY,
+    "guided_json_object": (False,),
+    "guided_decoding_backend": _EMPTY,
+    "guided_whitespace_pattern": _EMPTY,
+    # stopping, and what is shown
+    "stop_regex": _EMPTY,
+    "include_stop_str_in_output": (False,),
+    "no_stop_trim": (False,),
+    "spaces_between_special_tokens": (True,),
+    "prompt_logprobs": (False,),
+    "logprob_token_ids": _EMPTY,
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "return_prompt_text": (False,),
+    "return_hidden_states": (False,),
+    # the prompt
+    "truncate_prompt_tokens": (),
+    "input_ids": (),
+    "input_embeds": (),
+    "prompt_embeds": _EMPTY,
+    "image_data": _EMPTY,
+    # the model
+    "lora_path": _EMPTY,
+    "kv_transfer_params": ({},),
+    "session_params": ({},),
+}
+
+CHAT: Mapping[str, tuple[Any, ...]] = {
+    **COMMON,
+    "add_special_tokens": (False,),  # the template has them all
+    "audio": _EMPTY,
+    "best_of": (1,),
+    "chat_template": _EMPTY,
+    "continue_final_message": (False,),
+    "documents": _EMPTY,
+    "echo": (False,),
+    "function_call": ("", "none", "auto"),
+    "functions": _EMPTY,
+    "include_reasoning": (True,),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "modalities": ([], ["text"]),
+    "reasoning": _EMPTY,
+    "reasoning_effort": ("none",),
+    "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
+    "web_search_options": (),
+}
+
+COMPLETION: Mapping[str, tuple[Any, ...]] = {
+    **COMMON,
+    "add_special_tokens": (True,),
+    "echo": (False,),
+    "suffix": ("",),
+}
+
+
+def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
+    """Whether a key's value is null or one of `neutral`; true and 1 are not the same."""
+    return value is None or any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral)

@@ -1,0 +1,82 @@
+"""Who of the queue gets a slot: in order, past those that cannot begin now, but past nobody for ever."""
+
+from array import array
+from collections.abc import Callable
+from itertools import islice
+
+from engine.core.allocator import Allocator, Changes
+from engine.core.policy import Policy, Room
+from engine.core.prefix import Hit
+from engine.core.requests import Requests
+from engine.core.sequence import Sequence
+from engine.plan import Admission
+
+MAX_ADMITTED_TOKENS = 1 << 18  # in one plan, one sequence apart: 1 MiB of a ring record
+_LOOKAHEAD = 16  # requests that are looked at behind those that can begin
+
+
+class Admissions:
+    """Takes requests from the queue; `budget` is what a step may prefill."""
+
+    def __init__(self, requests: Requests, allocator: Allocator, policy: Policy, budget: int) -> None:
+        self._requests = requests
+        self._allocator = allocator
+        self._policy = policy
+        self._budget = budget
+        self._gain = max(allocator.page, budget // 8)  # tokens worth waiting for while another computes them
+
+    def admit(self, changes: Changes, budget_left: Callable[[], int], begin: Callable[[Sequence, Admission], None]) -> None:
+        """Hand each that is admitted to `begin`, while slots, pages and this step's budget last."""
+        if not (self._requests.waiting and self._requests.free_slots and budget_left()):
+            return
+        room, passed, tokens = Room(self._requests.running, self._allocator), [], 0
+        for sequence in list(islice(self._requests.waiting, self._requests.free_slots + _LOOKAHEAD)):
+            if not (self._requests.free_slots and budget_left()):
+                return
+            hit = self._allocator.find(sequence)
+            if self._waits(sequence, hit):
+                continue
+            if tokens and tokens + len(sequence.tokens) > MAX_ADMITTED_TOKENS:
+                return
+            if not self._may_begin(sequence, hit, room):
+                if sequence.overtaken >= self._policy.overtaking:
+                    return
+                passed.append(sequence)
+                continue
+            self._admit(sequence, hit, changes)
+            room.admitted(sequence)
+            tokens += len(sequence.tokens)
+            for other in passed:
+                other.overtaken += 1
+            begin(sequence, _admission(sequence))
+
+    def _waits(self, sequence: Sequence, hit: Hit | None) -> bool:
+        """It has nothing to compute before the host has spoken, or another is about to compute what it begins with."""
+        found = 0 if hit is None else hit.count * self._allocator.page
+        if sequence.waits_for is not None and len(sequence.tokens) - found < 2:
+            return True
+        return hit is not None and self._allocator.coming(sequence, hit, self._requests.running, self._gain)
+
+    def _may_begin(self, sequence: Sequence, hit: Hit | None, room: Room) -> bool:
+        """There are pages, and it is short or not too many long ones are being computed."""
+        found = 0 if hit is None else hit.count * self._allocator.page
+        if len(sequence.tokens) - found > self._budget:
+            long = sum(other.target - other.high > self._budget for other in self._requests.running)
+            if long >= self._policy.long and sequence.overtaken < self._policy.overtaking:
+                return False
+        return room.fits(sequence, hit)
+
+    def _admit(self, sequence: Sequence, hit: Hit | None, changes: Changes) -> None:
+        first = not sequence.started
+        self._requests.admit(sequence)
+        if hit is not None:
+            self._allocator.attach(sequence, hit, changes)
+        if first:
+            self._requests.counters.queried_tokens += len(sequence.tokens)
+            self._requests.counters.hit_tokens += sequence.cached
+            sequence.found = sequence.cached
+
+
+def _admission(sequence: Sequence) -> Admission:
+    tokens = array("i", sequence.tokens)
+    return Admission(sequence.slot, sequence.number, tokens, sequence.prompt, sequence.params, cached=sequence.cached)

@@ -1,0 +1,187 @@
+"""Pages of sequences: how many fit, who holds which, and what plans are told about it.
+
+One pool per KV group; a sequence holds a run of pages in each. Pages given back while step n runs are first named in a later plan;
+ranks run plans in order on one stream, so whatever step n still writes there comes before the new owner's writes, and no lock is
+needed.
+"""
+
+import bisect
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from engine.core.pages import PagePool, PageRun
+from engine.core.prefix import Hit, PrefixCache
+from engine.core.segment import equal_keys, extend_keys
+from engine.core.sequence import Sequence
+from engine.geometry import KVGroup
+from engine.plan import PageAppend, PageRelease, PageZero
+
+
+@dataclass
+class Changes:
+    """What a plan says of pages; a plan that is not sent leaves them to the next."""
+
+    releases: list[PageRelease] = field(default_factory=list)
+    appends: list[PageAppend] = field(default_factory=list)
+    zeros: list[PageZero] = field(default_factory=list)
+
+
+class Allocator:
+    """`pages` counts each group's pages with its null page; a decode row computes up to `width` positions (1 + drafts).
+
+    `share`: how much of each pool the prefix cache may keep idle; None: there is no cache.
+    """
+
+    def __init__(self, groups: tuple[KVGroup, ...], pages: tuple[int, ...], width: int = 1, share: float | None = None) -> None:
+        self.pools = [PagePool(group, count) for group, count in zip(groups, pages, strict=True)]
+        self.width = width
+        self.page = groups[0].page
+        (self._full,) = (pool for pool in self.pools if pool.group.window is None)
+        self._sliding = next((pool for pool in self.pools if pool.group.window is not None), None)
+        self.cache = None if share is None else PrefixCache(self._full, self._sliding, share)
+
+    def longest(self) -> int:
+        """Tokens of the longest sequence that fits the empty pools; its last token needs no page."""
+        whole = self._full.total * self.page
+        return whole + 1 - (self.width - 1)
+
+    def worst_pages(self, index: int, tokens: int) -> int:
+        """Pages of pool `index` that a sequence of `tokens` tokens needs at once when it runs a row at a time."""
+        group, drafts = self.pools[index].group, self.width - 1
+        whole = -(-(tokens + drafts) // group.page)
+        return whole if group.window is None else min(whole, group.worst_pages(tokens) + -(-drafts // group.page))
+
+    def fitting(self, sequence: Sequence, wanted: int, headroom: int = 0) -> int:
+        """How many of the next `wanted` positions the free pages allow; 0 when not even one fits."""
+        room = wanted
+        for pool, run in zip(self.pools, sequence.runs, strict=True):
+            held = (run.end + max(0, pool.available - headroom)) * pool.group.page
+            room = min(room, held - sequence.high)
+        return max(0, room)
+
+    def hold(self, sequence: Sequence, end: int, changes: Changes) -> None:
+        """Take the pages for positions up to `end`."""
+        for pool, run in zip(self.pools, sequence.runs, strict=True):
+            count = run.missing(-(-end // pool.group.page))
+            if self.cache is not None and count > pool.free:
+                self.cache.make_free(pool, count)
+            pages = pool.take(count)
+            self._append(pool, sequence, run.end, pages, changes)
+            changes.zeros.extend(PageZero(pool.group.index, page) for page in pool.cleanse(pages))
+            run.pages += pages
+        self._watch(sequence)
+
+    def _append(self, pool: PagePool, sequence: Sequence, at: int, pages: list[int], changes: Changes) -> None:
+        group, slot = pool.group.index, sequence.slot
+        changes.appends.extend(PageAppend(group, slot, index, page) for index, page in enumerate(pages, at))
+
+    def release(self, sequence: Sequence, changes: Changes) -> None:
+        """Give back the pages that no position from the edge of `low`'s page on can see."""
+        for pool, run in zip(self.pools, sequence.runs, strict=True):
+            at = run.first
+            dropped = run.drop_before(first_page(pool.group, sequence.low))
+            if dropped:
+                pool.give(dropped)
+                changes.releases.append(PageRelease(pool.group.index, sequence.slot, at, len(dropped)))
+        self._watch(sequence)
+
+    def _watch(self, sequence: Sequence) -> None:
+        """Note up to where nothing is to be taken, nor given back."""
+        sequence.held = min(run.end * pool.group.page for pool, run in zip(self.pools, sequence.runs, strict=True))
+        sequence.release_at = min(map(_release_at, self.pools, sequence.runs))
+
+    def give_all(self, sequence: Sequence, *, poisoned: bool = False) -> None:
+        """Give back every page of a sequence that leaves its slot. `poisoned`: its values were not finite.
+
+        Nobody will hear what its rows in flight have written beyond `low`: that is not known to be finite either.
+        """
+        if self.cache is not None and poisoned:
+            self.cache.discard(self._keys(sequence, sequence.low // self.page))
+        for pool, run in zip(self.pools, sequence.runs, strict=True):
+            certain = 0 if poisoned else sequence.low // self.page if sequence.high > sequence.low else run.end
+            pool.poison(page for page in run.pages[max(0, certain - run.first) :] if pool.holders(page) == 1)
+            pool.give(run.pages)
+        if self.cache is not None:
+            self.cache.trim()
+
+    # -- prefixes
+
+    def find(self, sequence: Sequence) -> Hit | None:
+        """What of a waiting sequence is cached; one token at least is to be computed."""
+        if self.cache is None:
+            return None
+        return self.cache.find(self._keys(sequence, (len(sequence.tokens) - 1) // self.page))
+
+    def attach(self, sequence: Sequence, hit: Hit, changes: Changes) -> None:
+        """Let an admitted sequence share the pages of a hit: it goes on behind them, and leaves tails where others may."""
+        assert self.cache is not None
+        self.cache.use(sequence.keys, hit)
+        for at, pool in enumerate(self.pools):
+            pages = hit.full if pool is self._full else hit.tail
+            pool.share(pages)
+            sequence.runs[at] = PageRun(hit.count - len(pages), pages)
+            self._append(pool, sequence, hit.count - len(pages), list(pages), changes)
+        sequence.low = sequence.high = sequence.cached = hit.count * self.page
+        marks = {hit.branch, (sequence.prompt - 1) // self.page}
+        sequence.marks = sorted(mark for mark in marks if mark > hit.count)
+        self._watch(sequence)
+
+    def coming(self, sequence: Sequence, hit: Hit, running: Iterable[Sequence], gain: int) -> bool:
+        """Whether a running prefill is about to compute `gain` tokens more of this prompt than the hit has.
+
+        It is asked to leave a tail where the two part: so the choices of one request, and a burst behind one system prompt,
+        cost one prefill.
+        """
+        for other in running:
+            if other.low < other.target:  # a result of its prefill is still to come
+                shared = min(equal_keys(sequence.keys, other.keys), (len(sequence.tokens) - 1) // self.page)
+                if shared * self.page > other.low and (shared - hit.count) * self.page >= gain:
+                    if shared not in other.marks:
+                        bisect.insort(other.marks, shared)
+                    return True
+        return False
+
+    def leave_marks(self, sequence: Sequence) -> None:
+        """Cache the prefixes whose ends the sequence has passed; the last one is its prompt's."""
+        while sequence.marks and sequence.low >= sequence.marks[0] * self.page:
+            mark = sequence.marks.pop(0)
+            self._insert(sequence, mark, supersedes=not sequence.marks)
+
+    def leave_all(self, sequence: Sequence) -> None:
+        """Cache what a sequence that leaves its slot has computed."""
+        if self.cache is not None:
+            self._insert(sequence, sequence.low // self.page)
+
+    def _insert(self, sequence: Sequence, count: int, *, supersedes: bool = False) -> None:
+        """Cache its first `count` pages; the tail is held, because pages are released by the edge of `low`'s page."""
+        assert self.cache is not None
+        tail: list[int] = []
+        for pool, run in zip(self.pools, sequence.runs, strict=True):
+            if pool is self._full:
+                full = run.between(0, count)
+            else:
+                tail = run.between(first_page(pool.group, count * self.page), count)
+        self.cache.insert(self._keys(sequence, count), full, tail, supersedes=supersedes)
+
+    def _keys(self, sequence: Sequence, count: int) -> list[bytes]:
+        if len(sequence.keys) < count:
+            extend_keys(sequence.keys, sequence.root, sequence.tokens, self.page, count)
+        return sequence.keys[:count]
+
+
+def first_page(group: KVGroup, low: int) -> int:
+    """The first table index that a sequence with `low` computed positions holds.
+
+    It is counted from the edge of low's page: whole pages below `low` with the window before that edge can be shared, and
+    the window's worst case is the same, because the page of `low` is held anyway.
+    """
+    return group.pages_for(low - low % group.page, low + 1).start
+
+
+def _release_at(pool: PagePool, run: PageRun) -> int:
+    """The least `low` at which the run's first page is no longer held."""
+    group = pool.group
+    if group.window is None:
+        return 1 << 62
+    seen = (run.first + 1) * group.page + group.window - 1
+    return -(-seen // group.page) * group.page

@@ -1,0 +1,181 @@
+"""Makes the next plan. Pure: no clock, no sockets, no torch.
+
+Per plan, in order of rank (priority, then arrival):
+
+    1. release   sliding pages that no position after the committed ones can see
+    2. run       a decode row, or a prefill chunk of its share of the step's budget, for each running sequence
+    3. admit     from the queue, while slots, pages and budget last; what is left of the budget goes to those who run
+
+A sequence short of pages shrinks its chunk, then preempts the last in rank if that is not itself, else sits the step out. The first
+therefore always advances: its worst case fits the empty pools (or it was refused), and everybody else can be preempted.
+"""
+
+from dataclasses import dataclass, field
+
+from engine.core.admission import Admissions
+from engine.core.allocator import Allocator, Changes
+from engine.core.policy import POLICIES, StepTimes
+from engine.core.requests import Requests
+from engine.core.results import ChunkRow, Flight
+from engine.core.sequence import Sequence, Wait
+from engine.geometry import KVGroup
+from engine.plan import Admission, PrefillChunk, StepPlan
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """`pages` counts each group's pages with its null page; `prefill_budget` is in tokens a step, over all sequences.
+
+    `drafts`: tokens that a decode row guesses beyond its own; it gives between one and 1 + drafts. `cache_share`: how much of each
+    pool the prefix cache may keep idle; None: there is no cache. `policy` is a name of core/policy.py; by `step_times` a step's
+    prefill is kept so small that it takes `tpot_target_ms` at most.
+    """
+
+    groups: tuple[KVGroup, ...]
+    pages: tuple[int, ...]
+    max_seqs: int
+    max_len: int
+    prefill_budget: int
+    drafts: int = 0
+    cache_share: float | None = None
+    policy: str = "fair"
+    step_times: StepTimes | None = None
+    tpot_target_ms: float | None = None
+
+
+@dataclass
+class Draft:
+    """A plan being made, and what it leaves in flight."""
+
+    plan: StepPlan
+    changes: Changes
+    flight: Flight
+    budget: int
+    chunks: dict[int, int] = field(default_factory=dict)  # of each slot, where in the plan
+
+
+class Drafts:
+    """Plans, one after the other; each call of `next` moves what is planned of every sequence in it."""
+
+    def __init__(self, config: SchedulerConfig, requests: Requests, allocator: Allocator) -> None:
+        self.config = config
+        self._requests = requests
+        self._allocator = allocator
+        self._policy = POLICIES[config.policy]
+        self._admissions = Admissions(requests, allocator, self._policy, config.prefill_budget)
+        self._changes = Changes()  # made when no plan went out; the next plan carries them
+        self._width = 1 + config.drafts
+        self._step = 0  # of the last plan
+
+    def next(self) -> tuple[StepPlan, Flight] | None:
+        """The next plan and what it leaves in flight, or None when no sequence can use a step now."""
+        changes = self._changes
+        plan = StepPlan(self._step + 1, releases=changes.releases, appends=changes.appends, zeros=changes.zeros)
+        draft = Draft(plan, changes, Flight(plan.step), self._budget())
+        self._release(changes)
+        self._run_all(draft)
+        self._admit(draft)
+        self._spend(draft)
+        if not (plan.chunks or plan.decodes or plan.admissions):
+            return None
+        self._changes = Changes()
+        self._step += 1
+        return plan, draft.flight
+
+    def _budget(self) -> int:
+        """Prompt tokens of this step."""
+        config = self.config
+        if config.step_times is None or config.tpot_target_ms is None:
+            return config.prefill_budget
+        decodes = sum(sequence.high >= sequence.target for sequence in self._requests.running)
+        return config.step_times.prefill_budget(decodes, config.tpot_target_ms, config.prefill_budget)
+
+    def _release(self, changes: Changes) -> None:
+        for sequence in self._requests.running:
+            if sequence.low >= sequence.release_at:
+                self._allocator.release(sequence, changes)
+
+    def _run_all(self, draft: Draft) -> None:
+        """A row for everybody who runs, in order; those who prefill get their shares of the budget."""
+        prefills = [sequence for sequence in self._requests.running if sequence.high < sequence.target and sequence.ready > 0]
+        remaining = [sequence.ready for sequence in prefills]
+        shares = self._policy.shares(remaining, draft.budget, bool(self._requests.waiting and self._requests.free_slots))
+        share = dict(zip(prefills, shares, strict=True))
+        for sequence in list(self._requests.running):
+            if sequence.slot >= 0:  # it may have been preempted by one before it
+                if sequence.high < sequence.target:
+                    self._prefill(sequence, share.get(sequence, 0), draft)
+                else:
+                    self._decode(sequence, draft)
+
+    def _decode(self, sequence: Sequence, draft: Draft) -> None:
+        """Plan a decode row, if there is one left and pages for it.
+
+        The last one is that of position limit - 2: once it may be planned, nothing more is.
+        """
+        if sequence.high < sequence.limit - 1 and sequence.waits_for is None:
+            end = sequence.high + self._width
+            if end <= sequence.held or self._hold_row(sequence, end, draft.changes):
+                sequence.high = end
+                draft.plan.decodes.append(sequence.slot)
+                draft.flight.decodes.append((sequence, sequence.number))
+                if sequence.masked:
+                    sequence.waits_for = Wait.mask
+
+    def _hold_row(self, sequence: Sequence, end: int, changes: Changes) -> bool:
+        """Pages for a decode row up to `end`, if it can have them."""
+        if not self._make_room(sequence, self._width):
+            return False
+        self._allocator.hold(sequence, end, changes)
+        return True
+
+    def _prefill(self, sequence: Sequence, share: int, draft: Draft, *, may_preempt: bool = True) -> None:
+        """Compute up to `share` more of its known tokens, as far as there are pages."""
+        wanted = min(sequence.ready, share, draft.budget)
+        if wanted < 1:
+            return
+        fitting = self._allocator.fitting
+        size = fitting(sequence, wanted, headroom=len(self._requests.running) - 1) or fitting(sequence, wanted)
+        if not size and may_preempt and self._make_room(sequence, 1):
+            size = 1
+        if size:
+            self._chunk(sequence, size, draft)
+
+    def _chunk(self, sequence: Sequence, size: int, draft: Draft) -> None:
+        """So many tokens more: a chunk, or more of the one that it has in this plan."""
+        plan, rows, start, end = draft.plan, draft.flight.chunks, sequence.high, sequence.high + size
+        self._allocator.hold(sequence, end, draft.changes)
+        sequence.high = end
+        draft.budget -= size
+        draft.flight.prefill_tokens += size
+        at = draft.chunks.setdefault(sequence.slot, len(rows))
+        if at < len(rows):
+            start = plan.chunks[at].start
+        samples = end == sequence.target
+        plan.chunks[at : at + 1] = [PrefillChunk(sequence.slot, start, end, end - 1 if samples else end)]
+        rows[at : at + 1] = [ChunkRow(sequence, sequence.number, end, samples)]
+        if samples and sequence.masked:
+            sequence.waits_for = Wait.mask  # the next row that gives a token, until the host has made it of this one's
+
+    def _admit(self, draft: Draft) -> None:
+        """Newcomers, with what of the budget is theirs. Nobody is preempted for them: the others have rows in this plan."""
+        def begin(sequence: Sequence, admission: Admission) -> None:
+            draft.plan.admissions.append(admission)
+            self._prefill(sequence, draft.budget, draft, may_preempt=False)
+
+        self._admissions.admit(draft.changes, lambda: draft.budget, begin)
+
+    def _spend(self, draft: Draft) -> None:
+        """What newcomers have left of the budget goes to those who run, in order."""
+        for sequence in self._requests.running if draft.budget else ():
+            if sequence.ready > 0:
+                self._prefill(sequence, draft.budget, draft, may_preempt=False)
+
+    def _make_room(self, sequence: Sequence, wanted: int) -> bool:
+        """Preempt younger sequences, youngest first, until `wanted` positions have pages; False if that is not enough."""
+        while self._allocator.fitting(sequence, wanted) < wanted:
+            youngest = self._requests.running[-1]
+            if youngest is sequence:
+                return False
+            self._requests.preempt(youngest)
+        return True

@@ -1,0 +1,49 @@
+"""The core's end of a front's socket."""
+
+import select
+import socket
+
+from engine.protocol import FrameReader, TokenBatch, encode_message, frame
+
+MAX_UNSENT_BYTES = 64 << 20  # answers that a front has not read; beyond, it has stopped reading
+
+
+class FrontLink:
+    """The front's socket: whole messages in, buffered frames out, never blocking."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._sock.setblocking(False)
+        self._frames = FrameReader()
+        self._unsent = bytearray()
+
+    def receive(self, timeout_s: float) -> list[bytes]:
+        """Messages that have come, after `timeout_s` at most, or once there was room to send; EOFError when the front is gone."""
+        readable, writable, _ = select.select([self._sock], [self._sock] if self._unsent else [], [], timeout_s)
+        if writable:
+            self.flush()
+        if not readable:
+            return []
+        try:
+            data = self._sock.recv(1 << 20)
+        except BlockingIOError:
+            return []
+        if not data:
+            raise EOFError("the front closed its socket")
+        return self._frames.feed(data)
+
+    def send(self, batch: TokenBatch) -> None:
+        """Queue a batch and send what the socket takes; raises BufferError when the front has stopped reading."""
+        self._unsent += frame(encode_message(batch))
+        self.flush()
+        if len(self._unsent) > MAX_UNSENT_BYTES:
+            raise BufferError(f"the front has left {len(self._unsent)} bytes unread")
+
+    def flush(self) -> None:
+        """Send what is queued, as far as the socket takes it."""
+        while self._unsent:
+            try:
+                sent = self._sock.send(self._unsent)
+            except BlockingIOError:
+                return
+            del self._unsent[:sent]

@@ -1,0 +1,119 @@
+"""Who is admitted next, and how a step's prefill tokens are shared: pure functions, chosen by name.
+
+    arrival   strictly in order: the oldest prompt takes what it can use, and a head of the queue that lacks pages blocks it
+    fair      the oldest prompt gets half of the budget at least, the others the rest, shortest first; a part of that is for those
+              who wait. Of long prompts two are computed at a time. A request may be overtaken so many times, then it blocks
+
+The order is by `priority` (lower first, as vLLM has it), then by arrival; it is also the reverse order of preemption.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from engine.core.allocator import Allocator
+from engine.core.prefix import Hit
+from engine.core.sequence import Sequence
+
+Shares = Callable[[list[int], int, bool], list[int]]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """`shares(remaining, budget, queued)`: tokens of each prefill, in order, `queued` when others wait to begin.
+
+    overtaking  how many later ones may be admitted before a request that could not be
+    long        how many prompts longer than a step's budget are computed side by side
+    """
+
+    shares: Shares
+    overtaking: int
+    long: int
+
+
+def in_order(remaining: list[int], budget: int, queued: bool) -> list[int]:  # noqa: ARG001 (a Shares)
+    """To each what it can use, the first first."""
+    shares = []
+    for wanted in remaining:
+        shares.append(min(wanted, budget))
+        budget -= shares[-1]
+    return shares
+
+
+def shortest_beside_oldest(remaining: list[int], budget: int, queued: bool) -> list[int]:
+    """Half to the first, half to the others, shortest first, and half of that to those who wait; the first has what is not used."""
+    if not remaining:
+        return []
+    first, *others = remaining
+    newcomers = budget // 4 if queued else 0
+    left = budget // 2 - newcomers if first > budget - sum(others) - newcomers else budget - newcomers - min(first, budget)
+    shares = [0] * len(remaining)
+    for at in sorted(range(len(others)), key=others.__getitem__):
+        shares[1 + at] = min(others[at], left)
+        left -= shares[1 + at]
+    shares[0] = min(first, budget - newcomers - sum(shares))
+    return shares
+
+
+POLICIES = {"fair": Policy(shortest_beside_oldest, overtaking=64, long=2), "arrival": Policy(in_order, overtaking=0, long=1 << 30)}
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Measured (rows, milliseconds) of steps, ascending: of decode rows alone, and of a prefill alone."""
+
+    decodes: tuple[tuple[int, float], ...]
+    prefills: tuple[tuple[int, float], ...]
+
+    def prefill_budget(self, decodes: int, target_ms: float, most: int) -> int:
+        """The most prefill tokens, up to `most`, of a step that takes `target_ms` at the longest beside so many decode rows.
+
+        A step's fixed cost is counted once. One token in sixteen of `most` is always allowed: prompts must not stand still where
+        decodes alone exceed the target.
+        """
+        fixed = self.prefills[0][1]
+        left = target_ms - _line(self.decodes, decodes) + fixed
+        tokens = _line(tuple((ms, float(rows)) for rows, ms in self.prefills), left)
+        return max(most // 16, 1, min(most, int(tokens)))
+
+
+def _line(points: tuple[tuple[float, float], ...], at: float) -> float:
+    """The value there, on straight lines between the points, and on the outer ones beyond them."""
+    after = min(max(bisect_right([x for x, _ in points], at), 1), len(points) - 1)
+    (x0, y0), (x1, y1) = points[after - 1 : after + 1]
+    return y0 + (at - x0) * (y1 - y0) / (x1 - x0)
+
+
+class Room:
+    """Pages that are free for newcomers: what running prefills still have to take is promised to them."""
+
+    def __init__(self, running: Iterable[Sequence], allocator: Allocator) -> None:
+        self._allocator = allocator
+        self._running = 0
+        self._promised = [0] * len(allocator.pools)
+        for sequence in running:
+            self.admitted(sequence)
+
+    def admitted(self, sequence: Sequence) -> None:
+        """One more runs."""
+        self._running += 1
+        if sequence.high < sequence.target:
+            for index in range(len(self._promised)):
+                worst = self._allocator.worst_pages(index, sequence.target + 1)
+                self._promised[index] += max(0, worst - len(sequence.runs[index].pages))
+
+    def fits(self, sequence: Sequence, hit: Hit | None) -> bool:
+        """All known tokens fit what is left, with a page to grow for everybody; anything fits empty pools.
+
+        Pages of the hit need not be taken, but those that lie idle are no longer there for others.
+        """
+        if not self._running:
+            return True
+        for index, pool in enumerate(self._allocator.pools):
+            need = self._allocator.worst_pages(index, len(sequence.tokens) + 1)
+            if hit is not None and hit.count:
+                cached = hit.full if pool.group.window is None else hit.tail
+                need = max(0, need - len(cached)) + pool.idle_in(cached)
+            if need + self._promised[index] + self._running > pool.available:
+                return False
+        return True

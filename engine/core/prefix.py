@@ -1,0 +1,234 @@
+"""The prefix cache: pages of both KV groups, found again by what stands before them.
+
+Segments are runs of pages in a tree, found by keys (core/segment.py):
+
+    root -- S ----+-- A ---- A'        full pages    S S S S S S A A A A' A'      kept for the whole path
+      system      |                    sliding         . . . s s . . a a  .  a'   a tail at the end of S, A, A', B:
+      prompt      +-- B                                                           the window before it, and nothing else
+
+A prefix can be taken up where a segment ends with its tail: there the full layers find all that is before, and the sliding layers
+the window that the next position reads. Whoever finds more full pages than that has found a branch point without a tail: it
+computes them, and leaves one there. Tails are dear (a window of all sliding layers), so those that a conversation has grown past
+go first.
+
+Both groups are evicted together: a segment that leads to no tail is worth nothing, and goes. The order is least recently used,
+leaves first: using a segment also uses the path to it, so the first in order is never above another that is cached.
+"""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from engine.core.pages import PagePool
+from engine.core.segment import Segment, common
+
+
+@dataclass(frozen=True)
+class Hit:
+    """Of a prefix: pages that need not be computed, by group, and up to which page full attention knows it (`branch`)."""
+
+    count: int
+    full: "array[int]"
+    tail: "array[int]"
+    branch: int
+
+
+@dataclass
+class CacheCounters:
+    """Since boot."""
+
+    evicted_pages: int = 0
+
+
+class PrefixCache:
+    """Segments of both pools; `sliding` None: a model without sliding layers. `share`: of each pool, what may lie idle."""
+
+    def __init__(self, full: PagePool, sliding: PagePool | None, share: float = 1.0) -> None:
+        self.counters = CacheCounters()
+        self._full = full
+        self._sliding = sliding
+        self._share = share
+        self._root = Segment(None, 0, [], array("i"), array("i"))
+        self._order: OrderedDict[Segment, None] = OrderedDict()
+        self._tails: OrderedDict[Segment, None] = OrderedDict()
+
+    def __iter__(self) -> Iterator[Segment]:
+        """Every segment, the next to be evicted first."""
+        return iter(self._order)
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    # -- find
+
+    def find(self, keys: list[bytes]) -> Hit:
+        """The longest prefix of `keys` whose pages are here; nothing is taken yet."""
+        last, known = self._walk(keys)
+        while last.tail is None:
+            assert last.parent is not None
+            last = last.parent
+        full = array("i")
+        for segment in reversed(list(last.path())):
+            full.extend(segment.pages)
+        return Hit(last.end, full, last.tail, known)
+
+    def _walk(self, keys: list[bytes]) -> tuple[Segment, int]:
+        """(the last segment that is wholly a prefix of `keys`, pages that full attention knows)."""
+        segment = self._root
+        while segment.end < len(keys):
+            child = segment.children.get(keys[segment.end])
+            if child is None:
+                break
+            equal = common(child, keys)
+            if equal < len(child.keys):
+                return segment, child.start + equal
+            segment = child
+        return segment, segment.end
+
+    def use(self, keys: list[bytes], hit: Hit) -> None:
+        """A sequence takes a hit up: its path is the most recently used."""
+        segment, _ = self._walk(keys[: hit.count])
+        self._touch(segment)
+
+    def _touch(self, segment: Segment) -> None:
+        for each in segment.path():
+            self._order.move_to_end(each)
+        if segment in self._tails:
+            self._tails.move_to_end(segment)
+
+    # -- insert
+
+    def insert(self, keys: list[bytes], full: list[int], tail: list[int], *, supersedes: bool = False) -> None:
+        """Keep the prefix of all `keys`: a full page each, and the sliding pages before its end. What is here already stays.
+
+        `supersedes`: a conversation has grown to here; the tails on its way that no other branch uses go first from now on.
+        """
+        segment = self._grow(keys, full)
+        if segment is self._root:
+            return
+        if segment.tail is None:
+            segment.tail = array("i", tail)
+            self._tails[segment] = None
+            if self._sliding is not None:
+                self._sliding.keep(tail)
+        self._touch(segment)
+        if supersedes:
+            self._supersede(segment)
+        self.trim()
+
+    def _grow(self, keys: list[bytes], full: list[int]) -> Segment:
+        """The segment that ends where `keys` do, made of what is missing."""
+        segment = self._root
+        while segment.end < len(keys):
+            child = segment.children.get(keys[segment.end])
+            if child is None:
+                return self._add(segment, keys[segment.end :], full[segment.end :])
+            equal = common(child, keys)
+            segment = child if equal == len(child.keys) else self._split(child, equal)
+        return segment
+
+    def _add(self, parent: Segment, keys: list[bytes], pages: list[int]) -> Segment:
+        self._full.keep(pages)
+        segment = Segment(parent, parent.end, keys, array("i", pages))
+        parent.children[keys[0]] = segment
+        self._order[segment] = None
+        return segment
+
+    def _split(self, segment: Segment, at: int) -> Segment:
+        """Cut off its first `at` pages as a segment of their own, above it."""
+        parent = segment.parent
+        assert parent is not None
+        upper = Segment(parent, segment.start, segment.keys[:at], segment.pages[:at])
+        parent.children[upper.keys[0]] = upper
+        segment.parent, segment.start = upper, segment.start + at
+        segment.keys, segment.pages = segment.keys[at:], segment.pages[at:]
+        upper.children[segment.keys[0]] = segment
+        self._order[upper] = None
+        return upper
+
+    def _supersede(self, segment: Segment) -> None:
+        for above in segment.path():
+            if above is not segment and len(above.children) == 1 and above in self._tails:
+                self._tails.move_to_end(above, last=False)
+
+    # -- evict
+
+    def make_free(self, pool: PagePool, count: int) -> None:
+        """Evict until `count` pages of `pool` are free; the caller has checked `available`."""
+        while pool.free < count:
+            self._evict(pool)
+
+    def trim(self) -> None:
+        """Evict what exceeds the share of each pool that may lie idle."""
+        for pool in (self._full, self._sliding):
+            while pool is not None and pool.idle > self._share * pool.total:
+                self._evict(pool)
+
+    def discard(self, keys: list[bytes]) -> None:
+        """Forget every prefix that begins as `keys` do, and all that follows it: its values cannot be trusted."""
+        child = self._root.children.get(keys[0]) if keys else None
+        if child is not None:
+            self._remove_subtree(child)
+
+    def _evict(self, pool: PagePool) -> None:
+        """Give up the least recently used that has an idle page in `pool`."""
+        if pool is self._sliding:
+            self._evict_tail()
+        else:
+            self._evict_leaf()
+
+    def _evict_tail(self) -> None:
+        assert self._sliding is not None
+        for _ in range(len(self._tails)):
+            segment = next(iter(self._tails))
+            assert segment.tail is not None
+            if self._sliding.has_idle(segment.tail):
+                self._drop_tail(segment)
+                self._prune(segment)
+                return
+            self._tails.move_to_end(segment)  # in use: it is not the least recently used
+        raise AssertionError("idle sliding pages that no tail names")
+
+    def _evict_leaf(self) -> None:
+        for _ in range(len(self._order)):
+            leaf = next(iter(self._order))
+            if self._full.has_idle(leaf.pages):
+                self._remove(leaf)
+                self._prune(leaf.parent)
+                return
+            self._touch(leaf)  # in use: it is not the least recently used
+        inner = next(segment for segment in self._order if self._full.has_idle(segment.pages))
+        self._remove_subtree(inner)  # whoever computed below it has pages of its own
+
+    def _prune(self, segment: Segment | None) -> None:
+        """Remove a segment that leads to no tail, and those above it that lead to none then."""
+        while segment is not None and segment.parent is not None and not segment.children and segment.tail is None:
+            self._remove(segment)
+            segment = segment.parent
+
+    def _remove_subtree(self, segment: Segment) -> None:
+        stack, found = [segment], []
+        while stack:
+            each = stack.pop()
+            found.append(each)
+            stack.extend(each.children.values())
+        for each in reversed(found):
+            self._remove(each)
+        self._prune(segment.parent)
+
+    def _remove(self, segment: Segment) -> None:
+        assert segment.parent is not None
+        assert not segment.children
+        if segment.tail is not None:
+            self._drop_tail(segment)
+        self.counters.evicted_pages += self._full.drop(segment.pages)
+        del segment.parent.children[segment.keys[0]]
+        del self._order[segment]
+
+    def _drop_tail(self, segment: Segment) -> None:
+        assert segment.tail is not None
+        if self._sliding is not None:
+            self.counters.evicted_pages += self._sliding.drop(segment.tail)
+        segment.tail = None
+        del self._tails[segment]

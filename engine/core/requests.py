@@ -1,0 +1,178 @@
+"""Which requests there are, which of them wait and run, how each one ends, and what their clients are to be told.
+
+received = finished + refused + aborted + failed + (waiting + running), always.
+"""
+
+import bisect
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from engine.core.allocator import Allocator
+from engine.core.segment import root_key
+from engine.core.sequence import Key, Sequence
+from engine.protocol import MAX_STOP_IDS, FinishReason, GenerateRequest, Output
+
+
+@dataclass
+class Counters:
+    """Since boot."""
+
+    received: int = 0
+    finished: int = 0
+    refused: int = 0
+    aborted: int = 0
+    failed: int = 0
+    preemptions: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    queried_tokens: int = 0  # of prompts that the prefix cache was asked for
+    hit_tokens: int = 0  # and had
+
+
+class Requests:
+    """The queue, the slots and the outputs. `waiting` and `running` are in order of rank."""
+
+    def __init__(self, allocator: Allocator, slots: int, max_len: int) -> None:
+        self.allocator = allocator
+        self.counters = Counters()
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self._by_key: dict[Key, Sequence] = {}
+        self._slots = list(range(slots - 1, -1, -1))
+        self._outputs: list[tuple[int, Output]] = []
+        self._started: list[Key] = []
+        self._max_len = max_len
+        self._arrivals = 0
+        self._admissions = 0
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """All that have not ended."""
+        return iter(self._by_key.values())
+
+    def find(self, key: Key) -> Sequence | None:
+        """The request that has not ended."""
+        return self._by_key.get(key)
+
+    @property
+    def free_slots(self) -> int:
+        """Slots without a tenant."""
+        return len(self._slots)
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that have not ended."""
+        return len(self.waiting) + len(self.running)
+
+    # -- queue and slots
+
+    def add(self, client: int, request: GenerateRequest, *, masked: bool) -> None:
+        """A new request waits, or is refused when it can never run here."""
+        key = (client, request.id)
+        tokens, refusal = _prompt(request)
+        limit = 0
+        if refusal is None:
+            limit, refusal = self._limit(request, len(tokens))
+        if key in self._by_key:
+            refusal = f"request id {request.id} is already in use"
+        if refusal is not None:
+            self.refuse(client, request.id, refusal)
+            return
+        self._arrivals += 1
+        root = root_key(0, request.salt)
+        rank = (request.priority, self._arrivals)
+        sequence = Sequence(key, tokens, len(tokens), limit, request.params, rank, masked, root=root)
+        self._by_key[key] = sequence
+        self._enqueue(sequence)
+
+    def _limit(self, request: GenerateRequest, prompt: int) -> tuple[int, str | None]:
+        """(length at which a request with so many prompt tokens ends, why it is refused)."""
+        if not prompt:
+            return 0, "the prompt is empty"
+        if len(request.params.stop_ids) > MAX_STOP_IDS:
+            return 0, f"{len(request.params.stop_ids)} stop ids, end ids included; at most {MAX_STOP_IDS} are possible"
+        if request.params.max_tokens < 1:
+            return 0, f"max_tokens must be at least 1, not {request.params.max_tokens}"
+        if prompt + 1 > self._max_len:
+            return 0, f"the prompt has {prompt} tokens; with one to generate it exceeds the context of {self._max_len}"
+        limit = min(prompt + request.params.max_tokens, self._max_len)
+        fits = self.allocator.longest()
+        if limit > fits and (prompt + 1 > fits or not request.clip):
+            return 0, f"the request needs room for {limit} tokens; the KV cache holds at most {fits} of one request"
+        return min(limit, fits), None
+
+    def admit(self, sequence: Sequence) -> None:
+        """Give a waiting sequence a slot under a new admission number."""
+        self.waiting.remove(sequence)
+        self._admissions += 1
+        if not sequence.started:
+            sequence.started = True
+            self._started.append(sequence.key)
+        sequence.admit(self._slots.pop(), self._admissions, len(self.allocator.pools))
+        bisect.insort(self.running, sequence, key=lambda running: running.rank)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Back into the queue; its tokens stay, and what the prefix cache has lost of them is computed again."""
+        self.counters.preemptions += 1
+        self._vacate(sequence)
+        self._enqueue(sequence)
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        bisect.insort(self.waiting, sequence, key=lambda waiting: waiting.rank)
+
+    def _vacate(self, sequence: Sequence, *, poisoned: bool = False) -> None:
+        """Take slot and pages back; rows of this admission still in flight become stale."""
+        if not poisoned:
+            self.allocator.leave_all(sequence)
+        self.allocator.give_all(sequence, poisoned=poisoned)
+        self.running.remove(sequence)
+        self._slots.append(sequence.leave())
+
+    # -- outputs and ends
+
+    def refuse(self, client: int, request: int, reason: str) -> None:
+        """Count and answer a request that is not let in."""
+        self.counters.refused += 1
+        self.emit(client, Output(id=request, finish=FinishReason.error, error=reason, invalid=True))
+
+    def end(self, sequence: Sequence, output: Output, *, poisoned: bool = False) -> None:
+        """The one place where a request ends. `poisoned`: what it computed was not finite."""
+        assert not sequence.ended, sequence
+        sequence.ended = True
+        if sequence.running:
+            self._vacate(sequence, poisoned=poisoned)
+        else:
+            self.waiting.remove(sequence)
+        del self._by_key[sequence.key]
+        self._count(output.finish)
+        self.emit(sequence.key[0], output)
+
+    def _count(self, finish: FinishReason | None) -> None:
+        if finish is FinishReason.abort:
+            self.counters.aborted += 1
+        elif finish is FinishReason.error:
+            self.counters.failed += 1
+        else:
+            self.counters.finished += 1
+
+    def emit(self, client: int, output: Output) -> None:
+        """Something for a client."""
+        self._outputs.append((client, output))
+
+    def drain_started(self) -> list[Key]:
+        """Who was admitted for the first time since the last call."""
+        started, self._started = self._started, []
+        return started
+
+    def drain(self) -> Iterator[tuple[int, Output]]:
+        """What clients are to be told since the last call, in order."""
+        outputs, self._outputs = self._outputs, []
+        return iter(outputs)
+
+
+def _prompt(request: GenerateRequest) -> tuple["array[int]", str | None]:
+    """(the prompt's tokens, why they cannot be read)."""
+    try:
+        return request.tokens, None
+    except ValueError as error:
+        return array("i"), f"the prompt could not be read: {error}"

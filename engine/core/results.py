@@ -1,0 +1,129 @@
+"""Folds results back: plans in flight, and what their rows gave to whom.
+
+A row belongs to an admission: a sequence that was preempted or ended since has another number, and what the row gave is dropped.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from engine.core.requests import Requests
+from engine.core.sequence import Sequence
+from engine.plan import ResultRow, StepResult
+from engine.protocol import FinishReason, Output
+
+
+class ChunkRow(NamedTuple):
+    """A prefill chunk in flight: whose it was when it was planned, and how far it computes."""
+
+    sequence: Sequence
+    number: int
+    end: int
+    samples: bool
+
+
+@dataclass
+class Flight:
+    """A plan whose result has not come; result rows come in the order: chunks that sample, then decodes.
+
+    decodes   each decode row's sequence, and its admission number when it was planned
+    """
+
+    step: int
+    chunks: list[ChunkRow] = field(default_factory=list)
+    decodes: list[tuple[Sequence, int]] = field(default_factory=list)
+    prefill_tokens: int = 0
+
+
+class Results:
+    """Plans in flight, oldest first. `done` is the step of the last result; a decode row gives up to `width` tokens."""
+
+    def __init__(self, requests: Requests, width: int) -> None:
+        self._requests = requests
+        self._width = width
+        self._in_flight: deque[Flight] = deque()
+        self.done = 0
+
+    @property
+    def in_flight(self) -> int:
+        """Plans sent and not yet committed."""
+        return len(self._in_flight)
+
+    def expect(self, flight: Flight) -> None:
+        """A plan was sent."""
+        self._in_flight.append(flight)
+
+    def commit(self, result: StepResult) -> None:
+        """Fold one result in."""
+        flight = self._in_flight.popleft()
+        assert result.step == flight.step, (result.step, flight.step)
+        self.done = flight.step
+        self._requests.counters.prefill_tokens += flight.prefill_tokens
+        rows = iter(result.rows)
+        self._commit_chunks(flight.chunks, rows)
+        self._commit_decodes(flight.decodes, rows)
+        assert next(rows, None) is None, f"step {flight.step} gave more rows than it had"
+
+    def _commit_chunks(self, chunks: list[ChunkRow], rows: Iterator[ResultRow]) -> None:
+        for sequence, number, end, samples in chunks:
+            row = next(rows) if samples else None
+            if sequence.number != number:
+                continue
+            sequence.low = end
+            if sequence.marks and (row is None or not row.nan):
+                self._requests.allocator.leave_marks(sequence)
+            if row is not None:
+                self._take(sequence, row, *_cut(sequence, row.tokens))
+
+    def _commit_decodes(self, decodes: list[tuple[Sequence, int]], rows: Iterator[ResultRow]) -> None:
+        width, given, emit = self._width, 0, self._requests.emit
+        for sequence, number in decodes:
+            row = next(rows)
+            tokens = row.tokens
+            given += len(tokens)
+            if sequence.number != number:
+                continue
+            if len(tokens) != 1 or row.logprobs is not None or tokens[0] in sequence.stop_ids or sequence.low + 2 >= sequence.limit:
+                self._fold(sequence, row)
+                continue
+            assert row.slot == sequence.slot, (row, sequence)  # the steady state: one token that ends nothing
+            sequence.low += 1
+            sequence.high += 1 - width
+            sequence.tokens.append(tokens[0])
+            emit(sequence.key[0], Output(id=sequence.key[1], tokens=[tokens[0]]))
+        self._requests.counters.decode_tokens += given
+
+    def _fold(self, sequence: Sequence, row: ResultRow) -> None:
+        """A decode row with more to it than one token."""
+        taken, finish = _cut(sequence, row.tokens)
+        sequence.low += len(taken)
+        sequence.high -= self._width - len(row.tokens)
+        self._take(sequence, row, taken, finish)
+
+    def _take(self, sequence: Sequence, row: ResultRow, taken: list[int], finish: FinishReason | None) -> None:
+        """Append a row's tokens, and tell the client."""
+        assert (row.slot, row.number) == (sequence.slot, sequence.number & 0x7FFFFFFF), (row, sequence)
+        if row.nan:
+            error = "the model's logits were not finite"
+            self._requests.end(sequence, Output(id=sequence.key[1], finish=FinishReason.error, error=error), poisoned=True)
+            return
+        cached = sequence.found if len(sequence.tokens) == sequence.prompt else 0
+        sequence.tokens.extend(taken)
+        logprobs = [] if row.logprobs is None else [row.logprobs]
+        output = Output(id=sequence.key[1], tokens=taken, logprobs=logprobs, finish=finish, cached=cached)
+        if finish:
+            self._requests.end(sequence, output)
+        else:
+            self._requests.emit(sequence.key[0], output)
+
+
+def _cut(sequence: Sequence, tokens: tuple[int, ...]) -> tuple[list[int], FinishReason | None]:
+    """The row's tokens up to the first that ends the sequence, and why it ends."""
+    length, may_stop = len(sequence.tokens), sequence.prompt + sequence.params.min_tokens
+    for count, token in enumerate(tokens, 1):
+        if token in sequence.stop_ids and length + count > may_stop:
+            return list(tokens[:count]), FinishReason.stop
+        if length + count >= sequence.limit:
+            return list(tokens[:count]), FinishReason.length
+    return list(tokens), None

@@ -1,0 +1,236 @@
+"""Who is let in: places are counted where they are promised, and slow senders, slow readers and long queues shut nobody out."""
+
+import asyncio
+import json
+import random
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import httpx
+import pytest
+
+from deploy.edge.admission import AdmissionControl, Place
+from deploy.edge.edge_settings import LimitSettings
+from engine.errors import Overloaded
+from engine.events import RequestFinished
+from engine.front.client import Clock
+from tests.conftest import Nano
+from tests.support.edge.http_edge import Edge, until
+from tests.support.edge.ready_engine import ReadyEngine
+
+pytestmark = pytest.mark.pure
+
+CHAT = "/v1/chat/completions"
+BODY: dict[str, Any] = {"model": "nano", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
+
+
+class Book:
+    """Requests at random stages of their lives, and an engine that has some of their choices."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.engine = ReadyEngine()
+        self.admission = AdmissionControl(self.engine, choices=20, tokens=500, answers=40)
+        self.places: list[Place] = []
+        self.most = 0
+
+    def step(self) -> None:
+        """One of them comes a stage further, or a new one enters."""
+        with suppress(Overloaded):
+            self._advance(self.rng.choice(["enter", "settle", "submit", "engine ends", "leave"]))
+        self.most = max(self.most, self.admission.taken)
+
+    def _advance(self, what: str) -> None:
+        if what == "enter":
+            self.places.append(self.admission.enter())
+        elif what == "engine ends":
+            self.engine.open = max(0, self.engine.open - 1)
+        elif self.places:
+            place = self.rng.choice(self.places)
+            if what == "leave":
+                place.leave()
+                place.leave()
+                self.places.remove(place)
+            elif what == "settle" and place.tokens == 0:
+                place.settle(self.rng.randint(1, 8), self.rng.randint(1, 300))
+            elif what == "submit" and place._reserved and place.tokens:
+                self.engine.open += place._reserved
+                place.submitted([Clock(0.0, scheduled=self.rng.choice([None, 1.0]))])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_more_is_promised_than_there_is(seed: int) -> None:
+    """Over a thousand random steps never more than all are taken, at times too many for a request of eight, and all come back."""
+    book = Book(seed)
+    for _ in range(1000):
+        book.step()
+        assert book.admission.taken <= 20
+    assert book.most > 20 - 8, "the limit was never near: it was not tested"
+    for place in book.places:
+        place.leave()
+    book.engine.open = 0
+    assert (book.admission.taken, book.admission.waiting_tokens, book.admission._open_answers) == (0, 0, 0)
+
+
+def test_a_place_that_is_kept_would_show() -> None:
+    """The same count when one of the places is not given back."""
+    book = Book(0)
+    kept = book.admission.enter()
+    kept.settle(3, 10)
+    assert (book.admission.taken, book.admission.waiting_tokens) == (3, 10)
+
+
+def test_a_long_prompt_may_wait_alone() -> None:
+    """Beyond the tokens that may wait, but nothing else does; the next one may not, until the first has begun."""
+    book = Book(0)
+    long, short, later = (book.admission.enter() for _ in range(3))
+    long.settle(1, 10_000)
+    with pytest.raises(Overloaded, match="10000 tokens"):
+        short.settle(1, 1)
+    clock = Clock(0.0)
+    long.submitted([clock])
+    with pytest.raises(Overloaded):
+        short.settle(1, 1)
+    clock.scheduled = 1.0
+    later.settle(1, 1)
+
+
+def test_a_burst_gets_what_there_is(nano: Nano) -> None:
+    """144 requests of eight choices at 128 places: 16 are served, and each other is refused in shape, with Retry-After."""
+
+    async def burst(edge: Edge) -> list[httpx.Response]:
+        limits = httpx.Limits(max_connections=200)
+        async with httpx.AsyncClient(timeout=30, limits=limits) as client:
+            return await asyncio.gather(*(client.post(f"{edge.url}{CHAT}", json=BODY | {"n": 8}) for _ in range(144)))
+
+    with Edge(nano("31b")) as edge:
+        edge.service.admission.choices = 128
+        edge.core.delay_s = 0.5
+        replies = asyncio.run(burst(edge))
+        assert Counter(reply.status_code for reply in replies) == {200: 16, 429: 128}
+        assert len(edge.core.requests) == 128
+        until(lambda: edge.service.admission.taken == 0, "every place back")
+    for reply in replies:
+        if reply.status_code == 429:
+            assert int(reply.headers["retry-after"]) >= 1
+            assert reply.json()["error"]["code"] == "overloaded"
+
+
+def half_sent(edge: Edge, body: bytes = b'{"m') -> socket.socket:
+    """A request whose body does not come."""
+    sock = socket.create_connection(("127.0.0.1", edge.port), timeout=5)
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 1000000\r\n\r\n"
+    sock.sendall(head.encode() + body)
+    return sock
+
+
+def test_slow_bodies_shut_nobody_out(nano: Nano) -> None:
+    """Two hundred requests whose bodies do not come hold no place: an honest one is served at once, at eight places."""
+    with Edge(nano("31b")) as edge, ExitStack() as stack:
+        edge.service.admission.choices = 8
+        for _ in range(200):
+            stack.enter_context(half_sent(edge))
+        begun = time.monotonic()
+        reply = httpx.post(f"{edge.url}{CHAT}", json=BODY)
+        assert reply.status_code == 200
+        assert time.monotonic() - begun < 1.0
+        assert edge.service.admission.taken == 0
+
+
+@pytest.fixture(scope="module")
+def narrow(nano: Nano) -> Iterator[Edge]:
+    limits = LimitSettings(uploads=4, upload_bytes=1 << 20, queue_timeout_s=0.3, request_timeout_s=2.0)
+    with Edge(nano("31b"), limits=limits) as edge:
+        yield edge
+
+
+@pytest.mark.parametrize(("count", "size"), [(4, 3), (2, 600_000)])
+def test_the_oldest_body_gives_way(narrow: Edge, count: int, size: int) -> None:
+    """By number and by bytes: it alone gets a 408, the newcomer is served, and those between still wait."""
+    narrow.reset()
+    with ExitStack() as stack:
+        slow = [stack.enter_context(half_sent(narrow, b"x" * size)) for _ in range(count)]
+        assert httpx.post(f"{narrow.url}{CHAT}", json=BODY).status_code == 200
+        slow[0].settimeout(2)
+        assert slow[0].recv(4096).startswith(b"HTTP/1.1 408")
+        slow[-1].settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            slow[-1].recv(1)
+
+
+def test_a_request_waits_its_time_and_no_longer(narrow: Edge) -> None:
+    """One that has not begun after queue_timeout_s is refused with 429 and Retry-After, and counted so; one that has goes on."""
+    narrow.reset()
+    narrow.events.clear()
+    narrow.core.queue_s = 10.0
+    begun = time.monotonic()
+    reply = httpx.post(f"{narrow.url}{CHAT}", json=BODY)
+    assert (reply.status_code, reply.headers["retry-after"]) == (429, "1")
+    assert 0.2 < time.monotonic() - begun < 1.0
+    until(lambda: [reason for _, reason in narrow.core.aborts] == ["queue_timeout"], "the abort")
+    until(lambda: [e.outcome for e in narrow.events if isinstance(e, RequestFinished)] == ["queue_timeout"], "its count")
+    narrow.reset()
+    narrow.core.prefill_s = 0.6
+    assert httpx.post(f"{narrow.url}{CHAT}", json=BODY).status_code == 200
+
+
+def test_too_many_requests_at_once_are_refused_in_shape(nano: Nano) -> None:
+    """Of any kind, by the guard that stands outermost: whoever comes after them hears 429, and is served when they are gone."""
+    with Edge(nano("31b"), limits=LimitSettings(requests=16)) as edge:
+        with ExitStack() as stack:
+            for _ in range(16):
+                stack.enter_context(half_sent(edge))
+            until(lambda: asked(edge) == 429, "a refusal")
+        until(lambda: asked(edge) == 200, "room again")
+
+
+def asked(edge: Edge) -> int:
+    """The status of a small question."""
+    reply = httpx.get(f"{edge.url}/v1/models")
+    assert reply.status_code == 200 or reply.json()["error"]["code"] == "overloaded"
+    return reply.status_code
+
+
+def test_rendering_is_part_of_the_deadline(nano: Nano) -> None:
+    """A prompt that takes too long to render ends by the request's deadline, as one error, and reaches no engine."""
+    with Edge(nano("31b"), limits=LimitSettings(request_timeout_s=0.3)) as edge:
+        real = edge.text.render_chat
+        edge.text.render_chat = lambda *args, **kwargs: time.sleep(1) or real(*args, **kwargs)  # type: ignore[method-assign]
+        begun = time.monotonic()
+        reply = httpx.post(f"{edge.url}{CHAT}", json=BODY)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (504, "deadline_exceeded")
+        assert time.monotonic() - begun < 0.8
+        assert edge.core.requests == []
+        assert edge.service.admission.taken == 0
+
+
+def test_the_others_of_a_failed_choice_are_not_the_clients_fault(nano: Nano) -> None:
+    """One of three choices fails: the others are aborted as its siblings, and the client has gone nowhere."""
+    with Edge(nano("31b")) as edge:
+        edge.core.forever, edge.core.delay_s, edge.core.fail_after = True, 0.01, 3
+        edge.core.fails = lambda request: request is edge.core.requests[0]
+        reply = httpx.post(f"{edge.url}{CHAT}", json=BODY | {"n": 3, "max_tokens": 200})
+        assert reply.json()["error"]["code"] == "generation_failed"
+        until(lambda: [reason for _, reason in edge.core.aborts] == ["sibling_failed"] * 2, "the aborts")
+        outcomes = Counter(event.outcome for event in edge.events if isinstance(event, RequestFinished))
+        assert outcomes == {"error": 1, "sibling_failed": 2}
+
+
+def test_a_reader_holds_no_place_once_the_engine_is_done(nano: Nano) -> None:
+    """Its answer waits for it outside the count: at as many places as it has choices, the next request is served meanwhile."""
+    with Edge(nano("31b"), max_len=2048) as edge, socket.socket() as sock:
+        edge.service.admission.choices = 4
+        edge.core.forever = True
+        body = json.dumps(BODY | {"stream": True, "n": 4, "max_tokens": 1900, "logprobs": True, "top_logprobs": 20}).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", edge.port))
+        sock.sendall(head.encode() + body)
+        until(lambda: len(edge.core.requests) == 4 and edge.client.open == 0, "the engine's part", 20)
+        assert edge.service.open == 4, "the answer was read: nothing is tested"
+        reply = httpx.post(f"{edge.url}{CHAT}", json=BODY)
+        assert reply.status_code == 200

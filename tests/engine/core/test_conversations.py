@@ -1,0 +1,59 @@
+"""Round robin over the prefix cache: what it finds beside a cache that never forgets, and beside what any cache could find."""
+
+import pytest
+
+from engine.core.allocator import Allocator
+from engine.core.sequence import Sequence
+from tests.support.engine.conversations import Trace, optimum, portions, serve, unlimited
+
+pytestmark = pytest.mark.pure
+
+FEW = Trace(conversations=150)
+MANY = Trace(conversations=10_000)
+
+
+def shares(trace: Trace, pages: tuple[int, int]) -> float:
+    """What is found in such pools, of what a cache finds that never forgets."""
+    found, scheduler = serve(trace, pages)
+    assert scheduler.counters.preemptions == 0
+    assert [pool.free + pool.idle for pool in scheduler.pools] == [pool.total for pool in scheduler.pools]
+    return found.hit / unlimited(trace).hit
+
+
+def check(trace: Trace) -> None:
+    """No collapse while the working set fits, in both pools or in the scarce one alone; and never better than possible."""
+    best = unlimited(trace).hit
+    for working_set in (0.25, 0.5, 0.9, 1.5):
+        pages = portions(trace, working_set)
+        found, bound = shares(trace, pages), optimum(trace, pages).hit / best
+        print(f"{trace.conversations} conversations at {working_set:.0%} of the pools: {found:.3f}, and {bound:.3f} at most")
+        assert found <= bound + 1e-9
+        assert found >= (0.9 if working_set <= 0.9 else 0.4), (working_set, found)
+    sliding, full = portions(trace, 0.9)
+    for name, pages in (("sliding", (sliding, 3 * full)), ("full", (3 * sliding, full))):
+        found = shares(trace, pages)
+        print(f"{trace.conversations} conversations, {name} scarce at 90%: {found:.3f}")
+        assert found >= 0.9, name
+
+
+def test_conversations_that_fit_are_found() -> None:
+    """At 90 % of the pools at least 90 % of an infinite cache's tokens, whichever pool is the scarce one."""
+    check(FEW)
+
+
+@pytest.mark.slow
+def test_many_conversations_that_fit_are_found() -> None:
+    """The same with ten thousand conversations."""
+    check(MANY)
+
+
+def test_a_cache_without_branch_points_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted fault: tails are left at the ends of prompts and answers only, so that no first turn finds the system prompt."""
+    honest = Allocator.leave_marks
+
+    def ends_only(self: Allocator, sequence: Sequence) -> None:
+        sequence.marks = sequence.marks[-1:]
+        honest(self, sequence)
+
+    monkeypatch.setattr(Allocator, "leave_marks", ends_only)
+    assert shares(FEW, portions(FEW, 0.5)) < 0.9

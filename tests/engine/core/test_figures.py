@@ -1,0 +1,50 @@
+"""The core's lines about its steps."""
+
+import logging
+
+import pytest
+
+from engine.core.figures import StepFigures
+from engine.plan import Admission, PrefillChunk, StepPlan
+from engine.protocol import PoolLoad, SamplingParams
+from tests.support.engine.load_figures import load
+
+pytestmark = pytest.mark.pure
+
+ADMISSION = Admission(0, 1, [1] * 96, 96, SamplingParams(max_tokens=1), cached=64)
+PREFILL = StepPlan(1, admissions=[ADMISSION], chunks=[PrefillChunk(0, 64, 96, 95)])
+MIXED = StepPlan(2, chunks=[PrefillChunk(1, 0, 10, 9)], decodes=[0, 2])
+DECODE = StepPlan(3, decodes=[0, 1, 2])
+
+
+def test_a_line_a_class_and_second(caplog: pytest.LogCaptureFixture) -> None:
+    """Once a second of work has passed: steps and tokens of each class, cached tokens, queue, pools, preemptions since the last."""
+    figures = StepFigures()
+    pools = [PoolLoad(name="full", total=90, used=7, cached=5)]
+    with caplog.at_level(logging.INFO):
+        assert not figures.due(5.0)
+        for at, plan in enumerate((PREFILL, MIXED, DECODE, DECODE)):
+            figures.planned(plan, 10 + at / 10)
+        assert not figures.due(10.9)
+        assert figures.due(11.0)
+        figures.report(load(4, pools, hit_tokens=64, running=3, waiting=2, preemptions=1), 11.0)
+        figures.planned(DECODE, 12.0)
+        figures.report(load(5, pools, hit_tokens=64, running=3, preemptions=1), 13.5)
+    state = "cached 64, running 3, waiting 2, preempted 1, pages full 7+5 of 90"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"1.0 s: 2 decode steps, prefill 0, decode 6; {state}",
+        f"1.0 s: 1 mixed steps, prefill 10, decode 2; {state}",
+        f"1.0 s: 1 prefill steps, prefill 32, decode 0; {state}",
+        "1.5 s: 1 decode steps, prefill 0, decode 3; cached 0, running 3, waiting 0, preempted 0, pages full 7+5 of 90",
+    ]
+
+
+def test_a_line_a_step_when_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    """At debug level each step says its class and tokens."""
+    with caplog.at_level(logging.DEBUG):
+        for plan in (PREFILL, MIXED):
+            StepFigures().planned(plan, 0.0)
+    assert [record.getMessage() for record in caplog.records] == [
+        "step 1 prefill: prefill 32, cached 64, decode 0, admitted 1",
+        "step 2 mixed: prefill 10, cached 0, decode 2, admitted 0",
+    ]

@@ -1,0 +1,371 @@
+"""The prefix cache: what is found, what is kept, what goes first; beside it, faults that must show."""
+
+import random
+from array import array
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from engine.core.allocator import Allocator
+from engine.core.pages import PagePool
+from engine.core.prefix import PrefixCache
+from engine.core.scheduler import Scheduler, SchedulerConfig
+from engine.core.segment import extend_keys, root_key
+from engine.geometry import KVGroup
+from engine.plan import StepPlan
+from engine.protocol import AbortReason, FinishReason, GenerateRequest, SamplingParams, pack_tokens
+from tests.support.engine.kvmachine import KVFault, KVMachine
+from tests.support.engine.worlds import World, check_ends, check_pages, simulate
+
+pytestmark = pytest.mark.pure
+
+PAGE, WINDOW = 4, 9
+GROUPS = (KVGroup(0, "sliding", (0,), 1, 256, WINDOW, PAGE), KVGroup(1, "full", (1,), 1, 512, None, PAGE))
+
+
+def tokens(*values: int) -> list[int]:
+    """A page of each value."""
+    return [value for value in values for _ in range(PAGE)]
+
+
+class Bench:
+    """A scheduler with a prefix cache over the KV machine; one request at a time, each to its end."""
+
+    def __init__(self, pages: tuple[int, int] = (40, 60), **settings: float | None) -> None:
+        self.config = SchedulerConfig(GROUPS, pages, 4, 200, 16, **{"cache_share": 1.0, **settings})
+        self.scheduler = Scheduler(self.config)
+        self.machine = KVMachine(GROUPS, pages, 4, 200, lambda prefix, position, seed: 50 + prefix % 40)
+        self.plans: list[StepPlan] = []
+        self._asked = 0
+
+    def ask(self, prompt: list[int], count: int = 1, salt: str = "") -> list[int]:
+        """What the request gave; `cached` says what it found."""
+        self._asked += 1
+        request = GenerateRequest(id=self._asked, prompt=pack_tokens(prompt), params=SamplingParams(max_tokens=count), salt=salt)
+        before = self.scheduler.counters.hit_tokens
+        self.scheduler.add(0, request)
+        given: list[int] = []
+        while self.scheduler.unfinished:
+            while self.scheduler.in_flight < 2 and (plan := self.scheduler.schedule()) is not None:
+                self.plans.append(plan)
+                self.machine.submit(plan)
+            check_pages(self.scheduler)
+            self.scheduler.commit(self.machine.result())
+            given += [token for _, output in self.scheduler.drain() for token in output.tokens]
+        while self.scheduler.in_flight:
+            self.scheduler.commit(self.machine.result())
+        self.cached = self.scheduler.counters.hit_tokens - before
+        return given
+
+
+def test_a_prompt_asked_again_is_found_up_to_its_last_page() -> None:
+    """At least one token is computed; the answer is the same, and so many tokens fewer were computed."""
+    bench = Bench()
+    prompt = tokens(*range(10, 20))
+    first = bench.ask(prompt, 5)
+    computed = bench.scheduler.counters.prefill_tokens
+    assert (computed, bench.cached) == (len(prompt), 0)
+    assert bench.ask(prompt, 5) == first
+    assert bench.cached == len(prompt) - PAGE
+    assert bench.scheduler.counters.prefill_tokens == computed + PAGE
+
+
+def test_the_next_turn_goes_on_behind_the_answer() -> None:
+    """A prompt that holds the last prompt and its answer finds both, to the page."""
+    bench = Bench()
+    prompt = tokens(*range(10, 20))
+    turn = prompt + bench.ask(prompt, 9) + [7, 7, 7]
+    bench.ask(turn, 2)
+    assert bench.cached == (len(prompt) + 8) // PAGE * PAGE
+
+
+def test_a_branch_point_is_a_hit_from_its_third_visitor_on() -> None:
+    """The second to come learns from the full pages where the paths part and leaves a tail there; the third finds it."""
+    bench = Bench()
+    system = tokens(*range(10, 20))
+    found = []
+    for branch in range(30, 34):
+        bench.ask(system + tokens(branch, branch + 40))
+        found.append(bench.cached)
+    assert found == [0, 0, len(system), len(system)]
+
+
+@pytest.mark.parametrize("length", [1, PAGE - 1, PAGE, PAGE + 1, WINDOW, 3 * PAGE, 3 * PAGE + 1, 40])
+def test_hits_end_on_page_edges(length: int) -> None:
+    """Whatever the length: a hit is whole pages, and shorter than the prompt."""
+    bench = Bench()
+    prompt = [10 + at % 7 for at in range(length)]
+    bench.ask(prompt, 3)
+    bench.ask(prompt, 3)
+    assert bench.cached == (length - 1) // PAGE * PAGE
+
+
+def test_another_salt_finds_nothing() -> None:
+    """Equal prompts of two salts share no page, in either direction."""
+    bench = Bench()
+    prompt = tokens(*range(10, 20))
+    for salt, cached in (("", 0), ("a", 0), ("b", 0), ("a", 36), ("", 36)):
+        bench.ask(prompt, salt=salt)
+        assert bench.cached == cached, salt
+
+
+def test_a_key_without_its_salt_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted fault: with one root for all salts the same questions find another's prompt."""
+    monkeypatch.setattr("engine.core.requests.root_key", lambda adapter, salt: root_key(adapter, ""))
+    bench = Bench()
+    prompt = tokens(*range(10, 20))
+    bench.ask(prompt, salt="a")
+    bench.ask(prompt, salt="b")
+    assert bench.cached == 36
+
+
+def test_keys_tell_adapters_and_every_token_apart() -> None:
+    """A page's key depends on all tokens before it, on its own, on the adapter and on the salt; and on nothing else."""
+    def keys(values: list[int], adapter: int = 0, salt: str = "") -> list[bytes]:
+        found: list[bytes] = []
+        for count in range(len(values) // PAGE + 1):  # a page at a time, as they are asked for
+            extend_keys(found, root_key(adapter, salt), array("i", values), PAGE, count)
+        return found
+
+    prompt = list(range(12))
+    assert keys(prompt) == keys([*prompt, 99])
+    assert len({*keys(prompt), *keys(prompt, 1), *keys(prompt, 0, "1"), *keys(prompt, 1, "0")}) == 12
+    for at in range(12):
+        changed = keys([*prompt[:at], 77, *prompt[at + 1 :]])
+        assert [a == b for a, b in zip(keys(prompt), changed, strict=True)] == [page < at // PAGE for page in range(3)]
+
+
+def computed(requests: list[GenerateRequest]) -> tuple[int, list[list[int]]]:
+    """(tokens prefilled for all of them when they come at once, what each gave)."""
+    bench = Bench((60, 100))
+    for request in requests:
+        bench.scheduler.add(0, request)
+    given: dict[int, list[int]] = {request.id: [] for request in requests}
+    while bench.scheduler.unfinished:
+        while bench.scheduler.in_flight < 2 and (plan := bench.scheduler.schedule()) is not None:
+            bench.machine.submit(plan)
+        check_pages(bench.scheduler)
+        bench.scheduler.commit(bench.machine.result())
+        for _, output in bench.scheduler.drain():
+            given[output.id] += output.tokens
+    return bench.scheduler.counters.prefill_tokens, list(given.values())
+
+
+def choices(count: int, length: int = 101) -> list[GenerateRequest]:
+    """The choices of one request."""
+    prompt = pack_tokens(10 + at % 13 for at in range(length))
+    return [GenerateRequest(id=each, prompt=prompt, params=SamplingParams(max_tokens=3, seed=each)) for each in range(count)]
+
+
+def test_choices_of_a_request_cost_one_prefill() -> None:
+    """Each beyond the first computes the tokens of the last page only, and all give what they give alone."""
+    alone, answer = computed(choices(1))
+    together, answers = computed(choices(4))
+    assert alone == 101
+    assert together == alone + 3 * (101 % PAGE)
+    assert answers == answer * 4
+
+
+def test_choices_that_do_not_wait_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted fault: each begins at once, and most of the prompt is computed several times."""
+    monkeypatch.setattr(Allocator, "coming", lambda self, sequence, hit, running, gain: False)
+    assert computed(choices(4))[0] > 2 * 101
+
+
+def test_nobody_waits_for_a_prefill_that_ended() -> None:
+    """When the one that computes a shared prompt is aborted halfway, those that waited for it go on behind what it left."""
+    bench = Bench((60, 100))
+    first, second = choices(2)
+    bench.scheduler.add(0, first)
+    bench.scheduler.add(0, second)
+    for _ in range(3):
+        bench.machine.submit(bench.scheduler.schedule())
+        bench.scheduler.commit(bench.machine.result())
+    assert [sequence.key[1] for sequence in bench.scheduler.running] == [0]
+    bench.scheduler.abort(0, 0, AbortReason.client_gone)
+    bench.machine.submit(bench.scheduler.schedule())
+    assert [sequence.cached for sequence in bench.scheduler.running] == [48]
+
+
+def test_admissions_of_a_plan_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many long prompts are found whole, their tokens fit a ring record together; one alone may exceed the bound."""
+    monkeypatch.setattr("engine.core.admission.MAX_ADMITTED_TOKENS", 150)
+    bench = Bench((60, 100))
+    bench.ask([10 + at % 13 for at in range(101)])
+    for request in choices(4):
+        bench.scheduler.add(0, msgspec.structs.replace(request, id=100 + request.id))
+    sizes = []
+    while bench.scheduler.waiting:
+        plan = bench.scheduler.schedule()
+        sizes.append(sum(len(admission.tokens) for admission in plan.admissions))
+        bench.machine.submit(plan)
+        bench.scheduler.commit(bench.machine.result())
+    assert sizes[:4] == [101] * 4
+    monkeypatch.setattr("engine.core.admission.MAX_ADMITTED_TOKENS", 1000)
+    for request in choices(4):
+        bench.scheduler.add(0, msgspec.structs.replace(request, id=200 + request.id))
+    while bench.scheduler.in_flight:
+        bench.scheduler.commit(bench.machine.result())
+    for sequence in list(bench.scheduler.running):
+        bench.scheduler.abort(0, sequence.key[1], AbortReason.client_gone)
+    assert len(bench.scheduler.schedule().admissions) == 4, "the fault beside it: without the bound all come at once"
+
+
+def test_a_hit_is_charged_to_nobody_else() -> None:
+    """Sequences that share a prefix run side by side in pools that do not hold it twice."""
+    config = SchedulerConfig(GROUPS, (40, 24), 4, 80, 64, cache_share=1.0)
+    scheduler = Scheduler(config)
+    machine = KVMachine(GROUPS, config.pages, 4, 80, lambda prefix, position, seed: 50)
+    prefix = tokens(*range(10, 24))
+    for number in range(4):
+        request = GenerateRequest(id=number, prompt=pack_tokens([*prefix, number]), params=SamplingParams(max_tokens=4))
+        scheduler.add(0, request)
+        if number == 0:
+            machine.submit(scheduler.schedule())
+            scheduler.commit(machine.result())
+    machine.submit(scheduler.schedule())
+    check_pages(scheduler)
+    assert len(scheduler.running) == 4
+    assert scheduler.counters.hit_tokens == 3 * len(prefix)
+
+
+@pytest.mark.parametrize(("honest", "found"), [(True, 5 * PAGE), (False, 0)], ids=["honest", "planted fault"])
+def test_superseded_tails_go_first(honest: bool, found: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where sliding pages are scarce, a conversation's earlier turns lose their tails before another conversation's last one."""
+    if not honest:
+        monkeypatch.setattr(PrefixCache, "_supersede", lambda self, segment: None)
+    bench = Bench(pages=(14, 60))
+    bench.ask(tokens(*range(60, 66)))
+    conversation = tokens(*range(10, 16))
+    for _ in range(4):
+        conversation += bench.ask(conversation) + tokens(6, 7, 8, 9)[1:]
+    bench.ask(conversation)
+    assert bench.cached == len(conversation) - 4 * PAGE, "the turn before"
+    bench.ask(tokens(*range(60, 66)))
+    assert bench.cached == found, "the other conversation"
+    assert bench.scheduler.cache.counters.evicted_pages > 0
+
+
+@pytest.mark.parametrize("pages", [(12, 60), (40, 24)], ids=["sliding scarce", "full scarce"])
+def test_a_pool_under_pressure_loses_cached_pages_only(pages: tuple[int, int]) -> None:
+    """Many conversations through pools that hold a few: all answers are right, nobody is preempted, nothing leaks."""
+    bench = Bench(pages)
+    rng = random.Random(1)
+    for _ in range(60):
+        start = rng.randint(0, 5)
+        bench.ask(tokens(*range(10 * start, 10 * start + rng.randint(2, 9))), rng.randint(1, 6))
+    scheduler = bench.scheduler
+    assert scheduler.counters.preemptions == 0
+    assert scheduler.counters.hit_tokens > 200
+    assert scheduler.cache.counters.evicted_pages > 100
+    assert [pool.free + pool.idle for pool in scheduler.pools] == [pool.total for pool in scheduler.pools]
+
+
+def test_the_share_bounds_what_lies_idle() -> None:
+    """No pool has more idle pages than its share, at the end of every request."""
+    bench = Bench(cache_share=0.25)
+    for start in range(0, 80, 10):
+        bench.ask(tokens(*range(start, start + 6)))
+        assert all(pool.idle <= 0.25 * pool.total for pool in bench.scheduler.pools)
+    bench = Bench(cache_share=1.0)
+    for start in range(0, 80, 10):
+        bench.ask(tokens(*range(start, start + 6)))
+    assert any(pool.idle > 0.25 * pool.total for pool in bench.scheduler.pools)
+
+
+def test_pages_that_held_nan_are_not_found_and_are_zeroed() -> None:
+    """A request whose logits are not finite leaves nothing to find; its pages are zeroed before anybody writes to them."""
+    bench = Bench()
+    prompt = tokens(*range(10, 20))
+    bench.ask(prompt)
+    bench.machine.nan = lambda prefix: True
+    bench.ask(prompt, 4)
+    assert bench.scheduler.counters.failed == 1
+    bench.machine.nan = lambda prefix: False
+    zeroed = sum(len(plan.zeros) for plan in bench.plans)
+    bench.ask(prompt, 4)
+    assert bench.cached == 0
+    assert sum(len(plan.zeros) for plan in bench.plans) > zeroed
+
+
+def test_an_unzeroed_page_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted fault: pages that held NaN are handed on as they are."""
+    monkeypatch.setattr(PagePool, "cleanse", lambda self, pages: [])
+    found = 0
+    for seed in range(400):
+        try:
+            simulate(World(seed))
+        except KVFault:
+            found += 1
+    assert found > 10, found
+
+
+def worlds_with_cache(count: int) -> int:
+    """In how many worlds, all with a cache and follow-up turns, something shows."""
+    found = 0
+    for seed in range(count):
+        world = World(seed)
+        world.config, world.follow_chance = replace(world.config, cache_share=1.0), 0.9
+        try:
+            check_ends(world, simulate(world))
+        except (AssertionError, ValueError):
+            found += 1
+    return found
+
+
+def test_worlds_with_a_cache_are_sound() -> None:
+    """The same worlds as the planted faults below, without one."""
+    assert worlds_with_cache(200) == 0
+
+
+def test_a_tail_one_page_short_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted fault: the first page of a window's tail is another page than the one that was computed there."""
+    honest = PrefixCache.insert
+
+    def short(self: PrefixCache, keys: list[bytes], full: list[int], tail: list[int], **options: bool) -> None:
+        honest(self, keys, full, [*tail[-1:], *tail[1:]], **options)
+
+    monkeypatch.setattr(PrefixCache, "insert", short)
+    assert worlds_with_cache(100) > 10
+
+
+def test_a_page_freed_while_shared_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted fault: the first of two holders to go frees the page."""
+    honest = PagePool.give
+
+    def hasty(self: PagePool, pages: list[int]) -> None:
+        pages = list(pages)
+        honest(self, pages)
+        self._free.extend(page for page in pages if self._holders[page] and page not in self._free)
+
+    monkeypatch.setattr(PagePool, "give", hasty)
+    assert worlds_with_cache(100) > 10
+
+
+def test_the_first_output_says_how_much_was_found() -> None:
+    """`cached` comes once, with the first tokens, and counts what the prompt found; the figures agree with it."""
+    bench = Bench()
+    prompt = tokens(*range(10, 20))
+    bench.ask(prompt)
+    bench.scheduler.add(0, GenerateRequest(id=99, prompt=pack_tokens(prompt), params=SamplingParams(max_tokens=3)))
+    found = []
+    while bench.scheduler.unfinished:
+        bench.machine.submit(bench.scheduler.schedule())
+        bench.scheduler.commit(bench.machine.result())
+        found += [output.cached for _, output in bench.scheduler.drain()]
+    assert found == [36, 0, 0]
+    load = bench.scheduler.load()
+    assert (load.queried_tokens, load.hit_tokens, load.evicted_pages) == (80, 36, 0)
+    assert load.prefill_tokens == load.queried_tokens - load.hit_tokens
+    assert [pool.cached for pool in load.pools] == [pool.idle for pool in bench.scheduler.pools] != [0, 0]
+
+
+def test_a_finished_request_says_why() -> None:
+    """A hit changes no finish: one token asked for ends by length."""
+    bench = Bench()
+    bench.ask(tokens(1, 2, 3))
+    bench.scheduler.add(0, GenerateRequest(id=99, prompt=pack_tokens(tokens(1, 2, 3)), params=SamplingParams(max_tokens=1)))
+    bench.machine.submit(bench.scheduler.schedule())
+    bench.scheduler.commit(bench.machine.result())
+    assert [output.finish for _, output in bench.scheduler.drain()] == [FinishReason.length]

@@ -1,0 +1,153 @@
+"""What a rank computes behind a cached prefix, against what it computes from nothing: every nano member, fp32.
+
+One rank in this process, a real scheduler, one request at a time: each question is asked of an engine that has never heard of it
+and of one that has its beginning, and the logprobs of every token must agree.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.models.nano.nano_shapes import SHAPES
+from engine.config import engine_config
+from engine.core.loop import scheduler_config
+from engine.core.prefix import PrefixCache
+from engine.core.scheduler import Scheduler
+from engine.geometry import read_geometry
+from engine.plan import encode_plan
+from engine.protocol import GenerateRequest, Logprobs, SamplingParams, pack_tokens
+from engine.rank.worker import Rank, build
+from tests.conftest import Nano
+from tests.support.engine.ranks import finish, single
+
+pytestmark = pytest.mark.cpu
+
+TOLERANCE = 1e-4  # fp32 logprobs: other chunk edges, hence another order of additions
+FAULT = 100 * TOLERANCE
+PAGE = 16
+LENGTH = 6
+PAGES = (24, 40)
+
+
+class Asked:
+    """One engine of one rank, and what it was asked: each request alone, greedy, to its end."""
+
+    def __init__(self, rank: Rank, **settings: Any) -> None:
+        self.config = settings_of(Path(rank.config.model), **settings)
+        self._runner = build(rank, PAGES)
+        self.scheduler = Scheduler(scheduler_config(self.config, PAGES))
+        self._count = 0
+
+    def ask(self, prompt: list[int], count: int = LENGTH) -> list[tuple[int, Logprobs]]:
+        """Each token with its logprobs; `cached` is how many tokens of the prompt were found."""
+        self._count += 1
+        before = self.scheduler.counters.hit_tokens
+        params = SamplingParams(max_tokens=count, logprobs=5)
+        self.scheduler.add(0, GenerateRequest(id=self._count, prompt=pack_tokens(prompt), params=params))
+        given: list[tuple[int, Logprobs]] = []
+        while self.scheduler.unfinished:
+            plan = self.scheduler.schedule()
+            assert plan is not None
+            self.scheduler.commit(finish(self._runner.launch(encode_plan(plan))))
+            for _, output in self.scheduler.drain():
+                assert output.error is None, output.error
+                given += zip(output.tokens, output.logprobs, strict=True)
+        self.cached = self.scheduler.counters.hit_tokens - before
+        return given
+
+
+def settings_of(folder: Path, **changes: Any):  # noqa: ANN201
+    usual = {"tp": 1, "device": "cpu", "dtype": "float32", "pages": PAGES, "max_seqs": 2, "max_len": 400}
+    return engine_config(**{"model": str(folder), "page": PAGE, "prefill_budget": 48, **usual, **changes})
+
+
+@pytest.fixture(scope="module")
+def rank(nano: Nano) -> Callable[[str], Rank]:
+    return cache(lambda member: single(settings_of(nano(member))))
+
+
+def error(one: list[tuple[int, Logprobs]], other: list[tuple[int, Logprobs]]) -> float:
+    """The largest difference of a reported logprob up to and with the first token that differs, whose own must be a near tie."""
+    worst = 0.0
+    for (token, first), (another, second) in zip(one, other, strict=True):
+        known = dict(second.top)
+        worst = max([worst, *(abs(value - known[key]) for key, value in first.top if key in known)])
+        if token != another:
+            return max(worst, abs(first.chosen - second.chosen))
+    return worst
+
+
+def prompt_of(member: str, length: int, start: int = 0) -> list[int]:
+    vocab = SHAPES[member].vocab
+    return [3 + (start + at * 31 + at * at * 7) % (vocab - 100) for at in range(length)]
+
+
+MEMBERS = list(SHAPES)
+
+
+@pytest.mark.parametrize("member", MEMBERS)
+def test_logits_behind_a_hit_are_those_from_nothing(member: str, rank: Callable[[str], Rank]) -> None:
+    """At page edges and off them, inside the window and beyond it, at a whole prompt asked again and at a next turn."""
+    window = read_geometry(Path(rank(member).config.model)).window
+    worst = 0.0
+    for length in (PAGE + 1, window - 1, window, window + 1, window + PAGE, 3 * window, 3 * window + 5):
+        engine = Asked(rank(member))
+        prompt = prompt_of(member, length)
+        cold = engine.ask(prompt)
+        warm = engine.ask(prompt)
+        assert engine.cached == (length - 1) // PAGE * PAGE
+        worst = max(worst, error(cold, warm))
+        turn = prompt + [token for token, _ in warm] + prompt_of(member, 7, start=5)
+        later = engine.ask(turn)
+        assert engine.cached >= (length + LENGTH - 1) // PAGE * PAGE
+        worst = max(worst, error(Asked(rank(member), prefix_cache=False).ask(turn), later))
+    print(f"{member}: largest logprob difference behind a hit {worst:.1e}")
+    assert worst <= TOLERANCE
+
+
+@pytest.mark.parametrize("member", MEMBERS)
+def test_logits_at_a_branch_point_and_after_evictions(member: str, rank: Callable[[str], Rank]) -> None:
+    """A third visitor of a branch point, and those who come after much else in small pools, agree with an uncached run."""
+    window = read_geometry(Path(rank(member).config.model)).window
+    engine, plain = Asked(rank(member)), Asked(rank(member), prefix_cache=False)
+    system = prompt_of(member, 2 * window)
+    worst, hits = 0.0, 0
+    for visit in range(12):
+        prompt = system + prompt_of(member, 9 + visit, start=100 * visit)
+        worst = max(worst, error(plain.ask(prompt), engine.ask(prompt)))
+        hits += engine.cached
+        other = prompt_of(member, window + 3 * visit, start=1000 + visit)
+        worst = max(worst, error(plain.ask(other), engine.ask(other)))
+    assert hits >= 5 * (len(system) - PAGE)
+    assert engine.scheduler.cache is not None
+    assert engine.scheduler.cache.counters.evicted_pages > 0
+    assert worst <= TOLERANCE
+
+
+def test_a_wrong_tail_is_noticed(rank: Callable[[str], Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted fault: the first page of a tail is another one of the same sequence; the logits say so by far."""
+    honest = PrefixCache.insert
+
+    def short(self: PrefixCache, keys: list[bytes], full: list[int], tail: list[int], **options: bool) -> None:
+        honest(self, keys, full, [*tail[-1:], *tail[1:]], **options)
+
+    monkeypatch.setattr(PrefixCache, "insert", short)
+    engine = Asked(rank("31b"))
+    prompt = prompt_of("31b", 150)
+    assert error(engine.ask(prompt), engine.ask(prompt)) > FAULT
+
+
+def test_a_page_freed_while_shared_is_noticed(rank: Callable[[str], Rank]) -> None:
+    """Planted fault: a cached full page is handed to another request, and the next hit computes something else."""
+    engine = Asked(rank("31b"))
+    prompt = prompt_of("31b", 150)
+    cold = engine.ask(prompt)
+    full = engine.scheduler.pools[1]
+    assert engine.scheduler.cache is not None
+    (segment,) = (each for each in engine.scheduler.cache if each.start == 0)
+    full._free.append(segment.pages[1])  # last in, first out: the next request writes there
+    engine.ask(prompt_of("31b", PAGE, start=9), 1)
+    assert error(cold, engine.ask(prompt)) > FAULT

@@ -1,0 +1,186 @@
+"""An edge in a process of its own that says what a request cost: `python -m tests.support.edge.edge_process FOLDER MAX_LEN FAULT`.
+
+CPU and memory are the process', so nothing of the client's is in them. How long the event loop was kept from its other work is told
+in CPU seconds of that process between two turns of the loop: a machine that is busy with other things adds nothing to it, and a
+thread that keeps the interpreter's lock adds all that it takes.
+"""
+
+import asyncio
+import gc
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from deploy.edge import service
+from deploy.edge.openai import forms
+from deploy.edge.openai.schemas import R
+from engine.front.generation import Delta
+from tests.support.edge.http_edge import Edge
+from tests.support.houserules import ROOT
+
+_TICK_S = 0.002
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Since the mark: CPU seconds, the peak of memory above what it was then, the longest that the loop was kept."""
+
+    cpu_s: float
+    memory_mb: float
+    loop_held_s: float
+
+
+class EdgeProcess:
+    """Runs the module below as a child, with one of FAULTS planted in it. `url` is the API's base."""
+
+    def __init__(self, folder: Path, max_len: int, fault: str = "none") -> None:
+        command = [sys.executable, "-m", "tests.support.edge.edge_process", str(folder), str(max_len), fault]
+        self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.url = f"http://127.0.0.1:{self._line()['port']}"
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def mark(self) -> None:
+        """From now on costs are counted."""
+        self._ask("mark")
+
+    def cost(self) -> Cost:
+        """Since the mark."""
+        return Cost(**self._ask("cost"))
+
+    def hurry(self) -> None:
+        """From now on the core gives tokens as fast as it can."""
+        self._ask("hurry")
+
+    def _ask(self, question: str) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(question + "\n")
+        self._process.stdin.flush()
+        return self._line()
+
+    def _line(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        found: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return found
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.stdout.close()
+        try:
+            self._process.wait(20)
+        finally:
+            self._process.kill()
+
+
+class _Meter:
+    """What the child tells of itself."""
+
+    def __init__(self) -> None:
+        self._longest = 0.0
+
+    async def watch(self) -> None:
+        """Turn with the loop."""
+        last = time.process_time()
+        while True:
+            await asyncio.sleep(_TICK_S)
+            now = time.process_time()
+            self._longest = max(self._longest, now - last)
+            last = now
+
+    def mark(self) -> dict[str, float]:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        self._cpu, self._memory, self._longest = time.process_time(), _memory_mb("VmRSS"), 0.0
+        return {}
+
+    def cost(self) -> dict[str, float]:
+        peak = _memory_mb("VmHWM") - self._memory
+        return {"cpu_s": time.process_time() - self._cpu, "memory_mb": peak, "loop_held_s": self._longest}
+
+
+def _memory_mb(name: str) -> float:
+    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None, name
+    return int(found[1]) / 1024
+
+
+def _costly_parse(edge: Edge) -> None:
+    """Reading a body takes 300 MB and a loop that no other thread gets into."""
+    real = service.parse
+
+    def parse(kind: type[R], body: bytes) -> R:
+        kept = bytearray(300 << 20)
+        assert sum(range(20_000_000)) + kept.count(b"x") > 0
+        return real(kind, body)
+
+    service.parse = parse  # type: ignore[attr-defined]
+
+
+def _encode_alone(edge: Edge) -> None:
+    """The tokenizer's call for one text, which keeps the interpreter's lock."""
+    inner = edge.text._tokenizer
+
+    class Alone:
+        def encode_batch_fast(self, texts: list[str], *, add_special_tokens: bool) -> list[Any]:
+            return [inner.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+
+    edge.text._tokenizer = Alone()  # type: ignore[assignment]
+
+
+def _logprobs_at_the_end(edge: Edge) -> None:
+    """A whole answer's logprobs become JSON when the answer is complete, not as they come."""
+    add, made = forms._ChatChoice.add, forms._ChatChoice.json
+    waiting: dict[int, list[Delta]] = {}
+
+    def keep(choice: forms._ChatChoice, delta: Delta) -> None:
+        waiting.setdefault(id(choice), []).append(delta)
+        choice.choice.finish = delta.finish
+
+    def json_of(choice: forms._ChatChoice, index: int) -> dict[str, Any]:
+        for delta in waiting.pop(id(choice)):
+            add(choice, delta)
+        return made(choice, index)
+
+    forms._ChatChoice.add, forms._ChatChoice.json = keep, json_of  # type: ignore[method-assign]
+
+
+FAULTS: dict[str, Callable[[Edge], None]] = {
+    "none": lambda edge: None,
+    "parse": _costly_parse,
+    "encode": _encode_alone,
+    "logprobs": _logprobs_at_the_end,
+}
+
+
+def main() -> None:
+    """Serve until stdin ends."""
+    folder, max_len, fault = sys.argv[1:4]
+    with Edge(Path(folder), max_len=int(max_len)) as edge:
+        FAULTS[fault](edge)
+        edge.core.forever, edge.core.delay_s = True, 0.01
+        gc.collect()
+        gc.freeze()  # as a replica does
+        meter = _Meter()
+        watch = edge.start(meter.watch())
+        answers = {"mark": meter.mark, "cost": meter.cost, "hurry": lambda: edge.core.__dict__.update(delay_s=0.0) or {}}
+        print(json.dumps({"port": edge.port}), flush=True)
+        for line in sys.stdin:
+            print(json.dumps(answers[line.strip()]()), flush=True)
+        watch.cancel()
+
+
+if __name__ == "__main__":
+    main()

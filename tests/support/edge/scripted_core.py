@@ -1,0 +1,97 @@
+"""A core that answers by a script, and tells its load as the real one does: how many requests it has read, and how many wait."""
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+
+from engine.protocol import Abort, AbortReason, Control, FinishReason, FrontMessage, GenerateRequest, Load, Logprobs, Output
+from tests.support.engine.fakes import FakeCore
+from tests.support.engine.load_figures import load, pool
+
+LOAD = load(pools=[pool("sliding", 3, 7), pool("full", 0, 9)])
+
+
+class ScriptedCore(FakeCore):
+    """Answers every request with `steps` (token ids of each step), then `finish`; cut at max_tokens as the real one does.
+
+    queue_s, prefill_s   how long a request waits, and then takes to its first token; delay_s: between steps
+    forever              the steps again and again
+    refuse, fail_after   refuse every request with that sentence; fail at that step each one that `fails`
+    requests, aborts     what the client asked for since the last reset; sent: tokens
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._received = 0
+        self._waiting: set[int] = set()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """The script and the records of a new core; what it has read still counts in its load."""
+        self.steps: list[list[int]] = [[300], [301], [302]]
+        self.finish = FinishReason.stop
+        self.queue_s = self.prefill_s = self.delay_s = 0.0
+        self.forever = False
+        self.refuse: str | None = None
+        self.fail_after: int | None = None
+        self.fails: Callable[[GenerateRequest], bool] = lambda request: True
+        self.requests: list[GenerateRequest] = []
+        self.aborts: list[tuple[int, AbortReason]] = []
+        self.sent = 0
+
+    async def serve(self) -> None:
+        """Until the client closes its end."""
+        while (message := await self.receive()) is not None:
+            await self._handle(message)
+
+    async def _handle(self, message: FrontMessage) -> None:
+        match message:
+            case GenerateRequest():
+                self.requests.append(message)
+                self._received += 1
+                self._waiting.add(message.id)
+                self._tasks[message.id] = asyncio.create_task(self._answer(message))
+            case Abort():
+                self.aborts.append((message.id, message.reason))
+                self._tasks.pop(message.id).cancel()
+                self._waiting.discard(message.id)
+                success = message.reason is AbortReason.stop_string
+                await self.send(Output(id=message.id, finish=FinishReason.stop if success else FinishReason.abort))
+            case Control():
+                await self.send()
+
+    async def _answer(self, request: GenerateRequest) -> None:
+        await asyncio.sleep(self.queue_s)
+        self._waiting.remove(request.id)
+        await self.send()
+        await asyncio.sleep(self.prefill_s)
+        if self.refuse is not None:
+            await self.send(Output(id=request.id, finish=FinishReason.error, error=self.refuse, invalid=True))
+            return
+        left = request.params.max_tokens
+        place = 0
+        while left > 0 and (self.forever or place < len(self.steps)):
+            if self.fail_after == place and self.fails(request):
+                await self.send(Output(id=request.id, finish=FinishReason.error, error="the logits are not finite"))
+                return
+            tokens = self.steps[place % len(self.steps)][:left]
+            left -= len(tokens)
+            place += 1
+            last = not self.forever and place == len(self.steps)
+            finish = FinishReason.length if left == 0 else self.finish if last else None
+            self.sent += len(tokens)
+            await self.send(Output(id=request.id, tokens=tokens, logprobs=_logprobs(request, tokens), finish=finish))
+            await asyncio.sleep(self.delay_s)
+
+    def load(self) -> Load:
+        """What the real core would tell now."""
+        return msgspec.structs.replace(LOAD, received=self._received, waiting=len(self._waiting))
+
+
+def _logprobs(request: GenerateRequest, tokens: list[int]) -> list[Logprobs]:
+    count = request.params.logprobs
+    if count is None:
+        return []
+    return [Logprobs(-0.5 - index, [(token + place, -0.5 - place) for place in range(count)]) for index, token in enumerate(tokens)]

@@ -1,0 +1,247 @@
+"""Conversations that take turns over a prefix cache: a trace, what a run of it found, and what any cache could have found.
+
+Every conversation begins with the same system prompt, goes on with a private context, and grows by a user's message and an answer
+at each turn. Round robin: everybody's first turn, everybody's second turn, ... which is the order that recency alone serves worst.
+"""
+
+import heapq
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engine.core.scheduler import Scheduler, SchedulerConfig
+from engine.core.segment import extend_keys, root_key
+from engine.geometry import KVGroup
+from engine.plan import ResultRow, StepPlan, StepResult
+from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
+
+PAGE, WINDOW = 32, 256
+TAIL = -(-(WINDOW - 1) // PAGE)
+GROUPS = (KVGroup(0, "sliding", (0,), 1, 256, WINDOW, PAGE), KVGroup(1, "full", (1,), 1, 512, None, PAGE))
+AT_ONCE = 8
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Sizes in tokens. `answer` counts the tokens generated at each turn."""
+
+    conversations: int
+    turns: int = 4
+    system: int = 1300
+    context: int = 1000
+    message: int = 52
+    answer: int = 12
+
+    @property
+    def length(self) -> int:
+        """Of a conversation, at its end."""
+        return self.system + self.context + self.turns * (self.message + self.answer)
+
+    @property
+    def full_pages(self) -> int:
+        """What keeping everything takes of the full pool."""
+        return self.system // PAGE + self.conversations * -(-(self.length - self.system) // PAGE)
+
+    @property
+    def sliding_pages(self) -> int:
+        """What keeping a tail where each conversation goes on, and one behind the system prompt, takes of the sliding pool.
+
+        A turn leaves one behind its prompt and one behind its answer, which overlap but for a page.
+        """
+        return TAIL + self.conversations * (TAIL + 1)
+
+    def opening(self, conversation: int) -> "array[int]":
+        """The system prompt and a context."""
+        system = np.random.default_rng(1).integers(10, 5000, self.system, np.int32)
+        context = np.random.default_rng((2, conversation)).integers(10, 5000, self.context, np.int32)
+        return array("i", np.concatenate([system, context]).tobytes())
+
+    def said(self, conversation: int, turn: int) -> "array[int]":
+        """A user's message."""
+        return array("i", np.random.default_rng((3, conversation, turn)).integers(10, 5000, self.message, np.int32).tobytes())
+
+    def answered(self, conversation: int, turn: int) -> "array[int]":
+        """An answer."""
+        return array("i", np.random.default_rng((4, conversation, turn)).integers(10, 5000, self.answer, np.int32).tobytes())
+
+    def prompts(self) -> Iterator[tuple[int, int, "array[int]"]]:
+        """(conversation, turn, prompt) in order of arrival."""
+        so_far = [self.opening(each) for each in range(self.conversations)]
+        for turn in range(self.turns):
+            for each in range(self.conversations):
+                so_far[each] += self.said(each, turn)
+                yield each, turn, so_far[each][:]
+                so_far[each] += self.answered(each, turn)
+
+
+@dataclass
+class Found:
+    """Tokens of all prompts, and how many of them were found."""
+
+    asked: int = 0
+    hit: int = 0
+
+    @property
+    def rate(self) -> float:
+        return self.hit / self.asked
+
+
+@dataclass
+class Server:
+    """A scheduler whose ranks answer at once, `AT_ONCE` conversations at a time."""
+
+    trace: Trace
+    scheduler: Scheduler
+    _slots: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    _open: dict[int, tuple[int, int]] = field(default_factory=dict)
+    _given: dict[int, int] = field(default_factory=dict)
+
+    def run(self) -> Found:
+        """The whole trace."""
+        waiting = self.trace.prompts()
+        ended, count = False, 0
+        while not ended or self.scheduler.unfinished:
+            while not ended and self.scheduler.unfinished < AT_ONCE:
+                following = next(waiting, None)
+                if following is None:
+                    ended = True
+                    break
+                conversation, turn, prompt = following
+                self._open[count] = (conversation, turn)
+                self._given[count] = 0
+                params = SamplingParams(max_tokens=self.trace.answer)
+                self.scheduler.add(0, GenerateRequest(id=count, prompt=pack_tokens(prompt), params=params))
+                count += 1
+            self._step()
+        counters = self.scheduler.counters
+        assert counters.finished == count, counters
+        return Found(counters.queried_tokens, counters.hit_tokens)
+
+    def _step(self) -> None:
+        plan = self.scheduler.schedule()
+        assert plan is not None
+        for sequence in self.scheduler.running:
+            self._slots[sequence.slot] = (*self._open[sequence.key[1]], sequence.key[1])
+        self.scheduler.commit(StepResult(plan.step, list(self._rows(plan))))
+        for _ in self.scheduler.drain():
+            pass
+        self.scheduler.drain_started()
+
+    def _rows(self, plan: StepPlan) -> Iterator[ResultRow]:
+        numbers = {sequence.slot: sequence.number for sequence in self.scheduler.running}
+        for slot in plan.result_slots:
+            conversation, turn, request = self._slots[slot]
+            token = self.trace.answered(conversation, turn)[self._given[request]]
+            self._given[request] += 1
+            yield ResultRow(slot, numbers[slot], (token,))
+
+
+def serve(trace: Trace, pages: tuple[int, int], share: float | None = 1.0) -> tuple[Found, Scheduler]:
+    """Run the trace through pools of so many pages beyond what running sequences need."""
+    running = (AT_ONCE * (TAIL + 2 + 512 // PAGE), 2 * AT_ONCE * (-(-trace.length // PAGE) - trace.system // PAGE + 1))
+    total = tuple(count + extra + 1 for count, extra in zip(pages, running, strict=True))
+    total = (total[0], max(total[1], trace.length // PAGE + 2))
+    scheduler = Scheduler(SchedulerConfig(GROUPS, total, AT_ONCE, trace.length + 1, 4096, cache_share=share))
+    return Server(trace, scheduler).run(), scheduler
+
+
+def unlimited(trace: Trace) -> Found:
+    """What a cache finds that never forgets a page."""
+    found, known = Found(), set()
+    for conversation, turn, prompt in trace.prompts():
+        keys = page_keys(prompt + trace.answered(conversation, turn))
+        count = 0
+        while count < (len(prompt) - 1) // PAGE and keys[count] in known:
+            count += 1
+        found.asked += len(prompt)
+        found.hit += count * PAGE
+        known.update(keys)
+    return found
+
+
+def page_keys(tokens: "array[int]") -> list[bytes]:
+    """Of all whole pages."""
+    keys: list[bytes] = []
+    extend_keys(keys, root_key(0, ""), tokens, PAGE, len(tokens) // PAGE)
+    return keys
+
+
+def optimum(trace: Trace, pages: tuple[int, int]) -> Found:
+    """An upper bound of what any cache of so many pages finds: Belady's rule for full pages, or for tails, whichever is less."""
+    return min(_belady(trace, pages[1]), _belady_tails(trace, pages[0]), key=lambda found: found.hit)
+
+
+def _belady(trace: Trace, capacity: int) -> Found:
+    """Evict the page whose next use is furthest away; a page is used with all before it, so that the last of a path go first."""
+    names: dict[bytes, int] = {}
+    asked = []
+    for each, turn, prompt in trace.prompts():
+        keys = page_keys(prompt + trace.answered(each, turn))
+        asked.append((len(prompt), array("i", (names.setdefault(key, len(names)) for key in keys))))
+    following = [array("i") for _ in asked]  # when each page of a request is used next; -1: never
+    seen = [-1] * len(names)
+    for at in range(len(asked) - 1, -1, -1):
+        following[at] = array("i", (seen[page] for page in asked[at][1]))
+        for page in asked[at][1]:
+            seen[page] = at
+    found, cached = Found(), _Furthest(capacity)
+    for (length, pages), uses in zip(asked, following, strict=True):
+        limit = (length - 1) // PAGE
+        hit = next((at for at, page in enumerate(pages[:limit]) if page not in cached), limit)
+        found.asked += length
+        found.hit += hit * PAGE
+        for page, use in zip(pages, uses, strict=True):
+            cached.put(page, use if use >= 0 else None, 1)
+    return found
+
+
+def _belady_tails(trace: Trace, capacity: int) -> Found:
+    """The same for windows: a conversation's next turn needs the one behind its last, everybody's first the system prompt's."""
+    found, cached = Found(), _Furthest(capacity)
+    for at, (conversation, turn, prompt) in enumerate(trace.prompts()):
+        found.asked += len(prompt)
+        if turn == 0:
+            found.hit += trace.system // PAGE * PAGE if at else 0
+        elif conversation in cached:
+            found.hit += (len(prompt) - trace.message) // PAGE * PAGE
+        else:
+            found.hit += trace.system // PAGE * PAGE
+        cached.put(conversation, at + trace.conversations if turn + 1 < trace.turns else None, TAIL)
+    return found
+
+
+class _Furthest:
+    """A set of a bounded size that keeps what is used soonest."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._next: dict[int, int] = {}
+        self._heap: list[tuple[int, int, int]] = []
+        self._count = 0
+        self._size = 0
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._next
+
+    def put(self, key: int, following: int | None, size: int) -> None:
+        """It is used next at `following`; None: never, so that it need not be kept."""
+        if self._next.pop(key, None) is not None:
+            self._size -= size
+        if following is None:
+            return
+        self._next[key] = following
+        self._size += size
+        self._count += 1
+        heapq.heappush(self._heap, (-following, -self._count, key))
+        while self._size > self._capacity:
+            use, _, evicted = heapq.heappop(self._heap)
+            if self._next.get(evicted) == -use:
+                del self._next[evicted]
+                self._size -= size
+
+
+def portions(trace: Trace, working_set: float) -> tuple[int, int]:
+    """Pools of which everything that the trace would keep is so large a part."""
+    return int(trace.sliding_pages / working_set), int(trace.full_pages / working_set)

@@ -1,0 +1,114 @@
+"""A scheduler in virtual time: ranks whose steps take what a measured table says, and requests that arrive when they do."""
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import quantiles
+
+from engine.core.policy import StepTimes
+from engine.core.scheduler import Scheduler, SchedulerConfig
+from engine.geometry import KVGroup
+from engine.plan import DEPTH, ResultRow, StepPlan, StepResult
+from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
+
+GROUPS = (KVGroup(0, "sliding", (0,), 4, 256, 1024), KVGroup(1, "full", (1,), 1, 512, None))
+BASE_MS, DECODE_MS, PREFILL_MS = 5.1, 0.093, 0.022  # 31B, TP=4, bf16: a step, and what each row adds (kernel model and 4 x H200)
+TIMES = StepTimes(
+    tuple((rows, BASE_MS + DECODE_MS * rows) for rows in (1, 32, 128, 256)),
+    tuple((rows, BASE_MS + PREFILL_MS * rows) for rows in (1, 64, 256, 1024, 4096)),
+)
+
+
+def step_ms(plan: StepPlan) -> float:
+    """What a step of 31B takes."""
+    decodes = len(plan.decodes)
+    return BASE_MS + DECODE_MS * decodes + PREFILL_MS * (plan.tokens - decodes)
+
+
+@dataclass
+class Clocks:
+    """Of one request, in milliseconds: when it came, its first and last token, and how many it has."""
+
+    prompt: int
+    came: float
+    first: float = 0.0
+    last: float = 0.0
+    tokens: int = 0
+
+    @property
+    def ttft(self) -> float:
+        return self.first - self.came
+
+    @property
+    def tpot(self) -> float:
+        return (self.last - self.first) / max(1, self.tokens - 1)
+
+
+@dataclass
+class Pace:
+    """Drives a scheduler with two plans out at a time. `arrive` puts a request on the way; `run` goes on until a time."""
+
+    scheduler: Scheduler
+    now: float = 0.0
+    clocks: dict[int, Clocks] = field(default_factory=dict)
+    prefilled: int = 0
+    _arrivals: list[tuple[float, int, GenerateRequest]] = field(default_factory=list)
+    _out: deque[tuple[StepPlan, float]] = field(default_factory=deque)
+    _free_at: float = 0.0
+    _numbers: dict[int, int] = field(default_factory=dict)
+
+    def arrive(self, at: float, prompt: int, tokens: int, priority: int = 0) -> int:
+        """A request of its own content; returns its id."""
+        number = len(self.clocks)
+        self.clocks[number] = Clocks(prompt, at)
+        request = GenerateRequest(
+            id=number,
+            prompt=pack_tokens([number + 5] * prompt),
+            params=SamplingParams(max_tokens=tokens),
+            priority=priority,
+        )
+        heapq.heappush(self._arrivals, (at, number, request))
+        return number
+
+    def run(self, until: float, refill: Callable[["Pace"], None] = lambda pace: None) -> None:
+        """Go on until then, or until nothing is left to do. `refill` may let more arrive after each step."""
+        while self.now < until:
+            refill(self)
+            while self._arrivals and self._arrivals[0][0] <= self.now:
+                self.scheduler.add(0, heapq.heappop(self._arrivals)[2])
+            while len(self._out) < DEPTH and (plan := self.scheduler.schedule()) is not None:
+                self._numbers |= {admission.slot: admission.number for admission in plan.admissions}
+                self._free_at = max(self._free_at, self.now) + step_ms(plan)
+                self._out.append((plan, self._free_at))
+            if self._out:
+                self._finish()
+            elif self._arrivals:
+                self.now = self._arrivals[0][0]
+            else:
+                return
+
+    def _finish(self) -> None:
+        plan, self.now = self._out.popleft()
+        rows = [ResultRow(slot, self._numbers[slot] & 0x7FFFFFFF, (7,)) for slot in plan.result_slots]
+        self.scheduler.commit(StepResult(plan.step, rows))
+        self.prefilled += plan.tokens - len(plan.decodes)
+        for _, output in self.scheduler.drain():
+            clock = self.clocks[output.id]
+            if output.tokens:
+                clock.first = clock.first or self.now
+                clock.last = self.now
+                clock.tokens += len(output.tokens)
+
+
+def pace(policy: str, *, budget: int = 2048, tpot_target_ms: float | None = None, slots: int = 64) -> Pace:
+    """31B with room for a dozen 100k prompts."""
+    pages = (slots * 34 + 2 * budget // 32 + 1, 12 * 3200 + slots * 64)
+    times = TIMES if tpot_target_ms else None
+    config = SchedulerConfig(GROUPS, pages, slots, 131_072, budget, policy=policy, step_times=times, tpot_target_ms=tpot_target_ms)
+    return Pace(Scheduler(config))
+
+
+def p99(values: list[float]) -> float:
+    """The 99th percentile."""
+    return quantiles(values, n=100, method="inclusive")[98]

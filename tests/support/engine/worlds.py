@@ -1,0 +1,284 @@
+"""Random small worlds for the scheduler: who asks what, what the model would answer, and a run of it checked at every step.
+
+The model is a function of the prefix, so that what each request must give is known beforehand (`World.answer`): no scheduling, no
+preemption, no rejected draft may show in it.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from engine.core.allocator import first_page
+from engine.core.scheduler import Scheduler, SchedulerConfig
+from engine.core.sequence import Wait
+from engine.geometry import KVGroup
+from engine.plan import StepPlan
+from engine.protocol import AbortReason, FinishReason, GenerateRequest, Output, SamplingParams, pack_tokens
+from tests.support.engine.kvmachine import KVMachine, identity
+
+STOP = 7
+_MAX_STEPS = 20_000
+_MAX_REQUESTS = 14
+
+
+def mixed(*values: int) -> int:
+    """A number below 2**32 that depends on all values."""
+    mix = 0x9E3779B97F4A7C15
+    for value in values:
+        mix = (mix ^ value) * 0xBF58476D1CE4E5B9 & (1 << 64) - 1
+        mix ^= mix >> 29
+    return mix >> 32
+
+
+def chance(probability: float, *values: int) -> bool:
+    """True with `probability`, always the same for the same values."""
+    return mixed(*values) < probability * (1 << 32)
+
+
+@dataclass
+class World:
+    """Pools from two windows up, prompts from one token to beyond what fits, aborts, surprise ends, drafts or late masks."""
+
+    seed: int
+    requests: list[GenerateRequest] = field(default_factory=list)
+    masked: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        rng = self.rng = random.Random(self.seed)
+        page = rng.choice((2, 4, 8))
+        window = rng.randint(2, 4) * page - rng.randint(0, page - 1)
+        max_len = rng.choice((24, 48, 96))
+        self.groups = (
+            KVGroup(0, "sliding", (0,), 1, 256, window, page),
+            KVGroup(1, "full", (1,), 1, 512, None, page),
+        )
+        drafts = rng.choice((0, 0, 0, 1, 3))
+        share = rng.choice((None, 1.0, 1.0, 0.3))
+        two_windows = 2 * (self.groups[0].worst_pages(max_len) + -(-drafts // page))
+        pages = (two_windows + rng.choice((0, 1, 8)) + 1, -(-max_len // page) * rng.randint(1, 2) + rng.randint(-2, 3) + 1)
+        self.config = SchedulerConfig(self.groups, pages, rng.randint(1, 6), max_len, rng.choice((3, 8, 32)), drafts, share)
+        self.config = replace(self.config, policy=rng.choice(("fair", "fair", "arrival")))
+        self._ask(max_len)
+        self.depth = rng.choice((2, 2, 2, 4))  # plans out at a time; the core keeps two
+        self.stop_chance = rng.choice((0.0, 0.05, 0.2))
+        self.abort_chance = rng.choice((0.0, 0.02, 0.1))
+        self.guess_chance = rng.choice((0.0, 0.3, 0.8, 1.0))
+        self.nan_chance = rng.choice((0.0, 0.0, 0.02))
+        self.follow_chance = rng.choice((0.0, 0.5, 0.9))  # an answer is followed by a next turn
+        self.mask_chance = rng.choice((0.1, 0.5, 1.0))  # a turn that the host has a mask in
+        if not drafts and rng.random() < 0.3:
+            self.masked = {request.id for request in self.requests if rng.random() < 0.7}
+
+    def _ask(self, max_len: int) -> None:
+        """Prompts share beginnings now and then."""
+        rng = self.rng
+        common = [rng.randint(10, 99) for _ in range(max_len)]
+        for number in range(rng.randint(1, 8)):
+            length = rng.randint(1, max_len + 2 if rng.random() < 0.1 else max_len // rng.choice((2, 8)))
+            shared = rng.choice((0, length // 2, length - 1, length))
+            prompt = common[:shared] + [rng.randint(10, 99) for _ in range(length - shared)]
+            params = SamplingParams(
+                max_tokens=rng.randint(1, max_len), stop_ids=(STOP,), min_tokens=rng.choice((0, 0, 3)), seed=rng.choice((0, number))
+            )
+            self.requests.append(GenerateRequest(id=number, prompt=pack_tokens(prompt), params=params, clip=rng.random() < 0.5))
+
+    def follow(self, request: GenerateRequest, tokens: list[int]) -> GenerateRequest | None:
+        """The next turn of a conversation, now and then, while it fits."""
+        turn = [*request.tokens, *tokens, *(self.rng.randint(10, 99) for _ in range(self.rng.randint(1, 6)))]
+        if self.rng.random() >= self.follow_chance or len(turn) >= self.config.max_len or len(self.requests) >= _MAX_REQUESTS:
+            return None
+        params = msgspec.structs.replace(request.params, max_tokens=self.rng.randint(1, self.config.max_len))
+        following = GenerateRequest(id=len(self.requests), prompt=pack_tokens(turn), params=params, clip=request.clip)
+        self.requests.append(following)
+        return following
+
+    def nan(self, prefix: int) -> bool:
+        """Whether the logits behind a prefix are not finite."""
+        return chance(self.nan_chance, self.seed, prefix, 2)
+
+    def token(self, prefix: int, position: int, seed: int) -> int:
+        """The model: now and then a stop id."""
+        drawn = mixed(self.seed, prefix, position, seed)
+        return STOP if drawn % 1000 < 1000 * self.stop_chance else 100 + drawn % 5
+
+    def guess(self, prefix: int, position: int) -> bool:
+        """Whether a draft is right."""
+        return chance(self.guess_chance, self.seed, prefix, position, 1)
+
+    def answer(self, request: GenerateRequest) -> tuple[list[int], FinishReason]:
+        """What the request must give, from the model alone."""
+        tokens: list[int] = []
+        prefix = 0
+        for token in request.tokens:
+            prefix = identity(prefix, token)
+        prompt = len(request.tokens)
+        while True:
+            if self.nan(prefix):
+                return tokens, FinishReason.error
+            token = self.token(prefix, prompt + len(tokens), request.params.seed)
+            tokens.append(token)
+            prefix = identity(prefix, token)
+            if token == STOP and len(tokens) > request.params.min_tokens:
+                return tokens, FinishReason.stop
+            if len(tokens) >= min(request.params.max_tokens, self.config.max_len - prompt):
+                return tokens, FinishReason.length
+
+
+@dataclass
+class Run:
+    """One world, run to its end."""
+
+    outputs: list[Output]
+    scheduler: Scheduler
+    machine: KVMachine
+    steps: int
+    started: list[int]
+
+
+def simulate(world: World, plant: Callable[[StepPlan], StepPlan] = lambda plan: plan) -> Run:
+    """Drive scheduler and machine some steps apart, as the core does, checking pages and progress at every step."""
+    config = world.config
+    scheduler = Scheduler(config)
+    machine = KVMachine(config.groups, config.pages, config.max_seqs, config.max_len, world.token, config.drafts)
+    machine.plant, machine.guess, machine.nan = plant, world.guess, world.nan
+    given: dict[int, list[int]] = {request.id: [] for request in world.requests}
+    waiting, steps = list(world.requests), 0
+    outputs: list[Output] = []
+    started: list[int] = []
+    while waiting or scheduler.unfinished or scheduler.in_flight:
+        while waiting and world.rng.random() < 0.5:
+            request = waiting.pop(0)
+            scheduler.add(0, request, masked=request.id in world.masked)
+        if world.rng.random() < world.abort_chance:
+            scheduler.abort(0, world.rng.choice(world.requests).id, AbortReason.client_gone)
+        give_masks(world, scheduler)
+        planned = False
+        while scheduler.in_flight < world.depth and (plan := scheduler.schedule()) is not None:
+            check_masks(scheduler, plan)
+            machine.submit(plan)
+            planned = True
+        check_pages(scheduler)
+        check_windows(scheduler)
+        assert planned or not scheduler.stuck, "requests wait, but nothing can run"
+        if scheduler.in_flight:
+            scheduler.commit(machine.result())
+        for _, output in scheduler.drain():
+            outputs.append(output)
+            given.setdefault(output.id, []).extend(output.tokens)
+            ended = output.finish in (FinishReason.stop, FinishReason.length)
+            if ended and (turn := world.follow(world.requests[output.id], given[output.id])):
+                waiting.append(turn)
+        started += [request for _, request in scheduler.drain_started()]
+        steps += 1
+        assert steps < _MAX_STEPS, "no end in sight"
+    return Run(outputs, scheduler, machine, steps, started)
+
+
+def give_masks(world: World, scheduler: Scheduler) -> None:
+    """The host computes masks from committed tokens: late, and now and then twice or for a token that has come already."""
+    for sequence in scheduler.sequences:
+        if sequence.masked and world.rng.random() < world.mask_chance:
+            late = world.rng.random() < 0.2
+            scheduler.mask_ready(*sequence.key, len(sequence.tokens) - late)
+
+
+def check_masks(scheduler: Scheduler, plan: StepPlan) -> None:
+    """A row of a masked sequence that gives a token has no other such row in flight before it, and waits behind it."""
+    sampling = {chunk.slot for chunk in plan.chunks if chunk.samples} | set(plan.decodes)
+    for sequence in scheduler.running:
+        if sequence.masked and sequence.slot in sampling:
+            assert sequence.high == len(sequence.tokens), "a row was planned before its mask could be known"
+            assert sequence.waits_for is Wait.mask
+
+
+def check_pages(scheduler: Scheduler) -> None:
+    """Free, held and idle pages are the whole pool; a shared page is full and committed in all; the cache's tree is sound."""
+    kept = check_tree(scheduler)
+    for index, pool in enumerate(scheduler.pools):
+        held = Counter(page for sequence in scheduler.running for page in sequence.runs[index].pages)
+        idle = kept[index].keys() - held.keys()
+        assert 0 not in held
+        assert (len(held), len(idle)) == (pool.used, pool.idle)
+        assert len(held) + len(idle) + pool.free == pool.total
+        shared = {page for page, count in held.items() if count > 1}
+        for sequence in scheduler.running if shared else ():
+            run = sequence.runs[index]
+            ends = [(at + 1) * pool.group.page for at, page in enumerate(run.pages, run.first) if page in shared]
+            assert all(end <= sequence.low for end in ends), "a page that is still written has two owners"
+
+
+def check_tree(scheduler: Scheduler) -> list[Counter[int]]:
+    """How often the cache names each page of each pool. A segment comes before the one above it; each leads to a tail."""
+    kept: list[Counter[int]] = [Counter() for _ in scheduler.pools]
+    if scheduler.cache is None:
+        return kept
+    seen = set()
+    for segment in scheduler.cache:
+        assert segment.parent not in seen, "a segment would be evicted before what is below it"
+        seen.add(segment)
+        assert segment.children or segment.tail is not None, "pages that no hit can use"
+        kept[1].update(segment.pages)
+        kept[0].update(segment.tail or ())
+    assert max(kept[1].values(), default=1) == 1, "a full page is cached under two keys"
+    return kept
+
+
+def check_windows(scheduler: Scheduler) -> None:
+    """Up to the last plan, nobody holds a page that its window has left, nor lacks one that is planned to be written."""
+    for sequence in scheduler.running:
+        assert sequence.low <= sequence.high
+        for pool, run in zip(scheduler.pools, sequence.runs, strict=True):
+            assert run.first == first_page(pool.group, sequence.low), "a page is held past its window, or was given back before"
+            assert run.end * pool.group.page >= sequence.high, "a position is planned without a page"
+
+
+def check_ends(world: World, run: Run) -> None:
+    """Every request ended exactly once, the books balance, and everything was given back."""
+    ends = Counter(output.id for output in run.outputs if output.finish)
+    assert ends == Counter(request.id for request in world.requests)
+    counters = run.scheduler.counters
+    assert counters.received == counters.finished + counters.refused + counters.aborted + counters.failed
+    assert all(pool.used == 0 for pool in run.scheduler.pools)
+    for request in world.requests:
+        check_request(world, request, [output for output in run.outputs if output.id == request.id])
+
+
+def check_request(world: World, request: GenerateRequest, outputs: list[Output]) -> None:
+    """Its tokens are the model's own, up to its end; it ends as the model says unless it was aborted or clipped."""
+    tokens = [token for output in outputs for token in output.tokens]
+    last = outputs[-1]
+    if last.invalid:
+        assert not tokens
+        return
+    wanted, reason = world.answer(request)
+    assert tokens == wanted[: len(tokens)], "a token of another position, or another's"
+    if last.finish is FinishReason.length and request.clip:
+        return
+    if last.finish is not FinishReason.abort:
+        assert (len(tokens), last.finish) == (len(wanted), reason)
+
+
+def run_worlds(seeds: range) -> Counter[str]:
+    """Run and check a world a seed; what happened in all of them together."""
+    seen: Counter[str] = Counter()
+    for seed in seeds:
+        world = World(seed)
+        run = simulate(world)
+        check_ends(world, run)
+        counters = run.scheduler.counters
+        seen.update(
+            steps=run.steps,
+            reads=run.machine.reads,
+            preemptions=counters.preemptions,
+            refused=counters.refused,
+            aborted=counters.aborted,
+            rejected=run.machine.rejected,
+            masked=len(world.masked),
+            hit_tokens=counters.hit_tokens,
+            evicted=run.scheduler.cache.counters.evicted_pages if run.scheduler.cache else 0,
+            failed=counters.failed,
+        )
+    return seen
