@@ -60,18 +60,26 @@ class DecodeScratch:
 
 
 _MOST_VALUES = 8
+_MOST_SPLITS = 33
+_START = 3
 
 
 def decode_splits(rows: int, kv_heads: int, head_dim: int, pages: int, processors: int) -> int:
     """Splits along the keys for a bucket of `rows` rows whose longest reads `pages` pages, on so many streaming multiprocessors.
 
-    As many CTAs as multiprocessors have room for (three each at head dim 256, one at 512), at most 33, none without a page; fewer
-    where the longest split reads as many pages even so. Where one split would fill them, five, so that the last wave is short.
+    As measured on an H200 (tests/bench/attention.py). At head dim 256 a multiprocessor holds three CTAs: splits for all of them, at
+    most 33 and none without a page; where one split would all but fill them, five, so that the last wave is short. At 512 it
+    holds one: the splits whose waves take the fewest turns, a page a turn and `_START` turns for a CTA's begin and end.
     """
-    room, ctas = (3 if head_dim <= 256 else 1) * processors, rows * kv_heads
-    wanted = 5 if head_dim <= 256 and 4 * ctas > 3 * room else room // ctas
-    wanted = max(1, min(wanted, pages, 33))
-    return -(-pages // -(-pages // wanted))
+    most, heads = min(pages, _MOST_SPLITS), rows * kv_heads
+    if head_dim <= 256:
+        wanted = min(5 if 4 * heads > 9 * processors else max(1, 3 * processors // heads), most)
+        return -(-pages // -(-pages // wanted))
+
+    def turns(splits: int) -> int:
+        return -(-heads * splits // processors) * (-(-pages // splits) + _START)
+
+    return min(range(1, most + 1), key=turns)
 
 
 def most_parts(buckets: Sequence[int], kv_heads: int, head_dim: int, pages: int, processors: int) -> int:
@@ -79,19 +87,23 @@ def most_parts(buckets: Sequence[int], kv_heads: int, head_dim: int, pages: int,
     return max(rows * decode_splits(rows, kv_heads, head_dim, pages, processors) for rows in buckets)
 
 
-def decode_tile(d: int, page: int, splits: int, itemsize: int = 2, shared: int = LARGE_SHARED) -> DecodeTile:
-    """The cut for a head dim, a page size and a launch's splits: the fastest of those tried on an H200 (tests/bench/attention.py).
+def decode_tile(d: int, page: int, ctas: int, turns: int, itemsize: int = 2, shared: int = LARGE_SHARED) -> DecodeTile:
+    """The cut for a head dim, a page size, rows x KV heads x splits, and the most pages that a split reads.
 
-    Many splits mean few rows: latency counts, and V's columns are shared out, at the price of reading K from L2 more than once.
-    itemsize: bytes of a number; fp32, for tests, takes the least. shared: bytes of shared memory that a CTA may have.
+    The fastest of those tried on an H200 (tests/bench/attention.py). Where CTAs are few, latency counts: V's columns are shared
+    out, at the price of reading K from L2 more than once. itemsize: bytes of a number; fp32, for tests, takes the least. shared:
+    bytes of shared memory that a CTA may have.
     """
     if itemsize == 4:
         return DecodeTile(16, 1, 4, 2, early=False)
     keys = min(page, 32)
-    if splits > 16:
-        tile = DecodeTile(keys, 1 if d <= 256 else 4, 4, 2, early=True)
+    if d <= 256:
+        deep = 200 <= ctas <= 264  # two on each of Hopper's 132 multiprocessors: room for one stage more
+        tile = DecodeTile(keys, 1, 4, 4 if deep else 3, early=False) if turns > 1 else DecodeTile(keys, 1, 4, 2, early=True)
+    elif ctas <= 66 and turns <= 2:
+        tile = DecodeTile(keys, 4, 4, 2, early=True) if ctas <= 33 else DecodeTile(keys, 2, 8, 2, early=True)
     else:
-        tile = DecodeTile(keys, 1, 4, 4 if splits == 1 and d <= 256 else 3, early=False)
+        tile = DecodeTile(keys, 4 if ctas <= 33 else 1, 4, 3, early=False)
     while tile.shared_bytes(d) > shared and tile.keys > 16:
         tile = replace(tile, stages=2) if tile.stages > 2 else replace(tile, keys=tile.keys // 2)
     return tile
@@ -135,7 +147,8 @@ def decode_attention(
     if not usable(qkv):
         return paged_decode_step(*inputs, eps, window, out)
     page = pool.shape[3]
-    tile = tile or decode_tile(d, page, splits, pool.element_size(), shared_memory(qkv))
+    turns = -(-_pages(page_ids.shape[1] * page, page, window) // splits)
+    tile = tile or decode_tile(d, page, rows * pool.shape[2] * splits, turns, pool.element_size(), shared_memory(qkv))
     return _launch(inputs, eps, window, scratch, out, splits, tile)
 
 

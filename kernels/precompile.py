@@ -38,7 +38,8 @@ def _attributes(node: Node, name: str) -> list[list[Any]] | None:
     """What Triton's own launch notes of an argument; None: nothing, as of integers that it must not specialise on, and floats."""
     if name not in node.types:
         return [] if _CONSTANTS_HAVE_ATTRIBUTES else None
+    if node.function.params[node.function.arg_names.index(name)].do_not_specialize:
+        return None
     if name in node.aligned:
         return _DIVISIBLE
-    free = node.function.params[node.function.arg_names.index(name)].do_not_specialize
-    return [] if node.types[name] in {"i32", "i64"} and not free else None
+    return [] if node.types[name] in {"i32", "i64"} else None

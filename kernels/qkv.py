@@ -172,48 +172,69 @@ def _post(
     trigger(PDL)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    dims = tl.arange(0, D)
-    mates = (dims + D // 2) % D
-    group = head * GROUP + tl.arange(0, triton.next_power_of_2(GROUP))[:, None]
-    live = tl.arange(0, triton.next_power_of_2(GROUP))[:, None] < GROUP
-    q_scale, q_scale_mate = tl.load(q_norm + dims).to(tl.float32), tl.load(q_norm + mates).to(tl.float32)
+    HALF: tl.constexpr = D // 2
+    rows = tl.arange(0, triton.next_power_of_2(GROUP))[:, None]
+    half = rows * 0 + tl.arange(0, HALF)[None, :]
+    live = rows < GROUP
+    weight = load_halves(q_norm + half, live, 1.0, HALF)
     wait(PDL)
     position = tl.load(positions + token)
     if position < 0:
         return
-    cos, sin = turn(cos_sin + token * 2 * PAIRS, dims, dims < D, D, PAIRS)
+    cos, sin = turn(cos_sin + token * 2 * PAIRS, half, live, PAIRS)
     raw = qkv + token * (HEADS + SIDES * KV_HEADS) * D
-    x = tl.load(raw + group * D + dims[None, :], live, other=0.0).to(tl.float32)
-    mate = tl.load(raw + group * D + mates[None, :], live, other=0.0).to(tl.float32)
-    x = norm_turn(x, mate, tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None], q_scale, q_scale_mate, cos, sin)
-    tl.store(q + token * HEADS * D + group * D + dims[None, :], cast(x, q.dtype.element_ty), live)
+    x = load_halves(raw + (head * GROUP + rows) * D + half, live, 0.0, HALF)
+    low, high, _ = norm_turn(*x, *weight, cos, sin, eps, D)
+    at = q + (token * HEADS + head * GROUP + rows) * D + half
+    tl.store(at, cast(low, q.dtype.element_ty), live)
+    tl.store(at + HALF, cast(high, q.dtype.element_ty), live)
     if SIDES > 0:
+        own = tl.arange(0, HALF)[None, :]
         slot = tl.load(slots + token).to(tl.int64)
         page = tl.load(table + slot * width + position // PAGE).to(tl.int64)
-        at = pool + page * (2 * KV_HEADS * PAGE * D) + head * PAGE * D + position % PAGE * D + dims
-        k_at = raw + (HEADS + head) * D
-        k, mate = tl.load(k_at + dims).to(tl.float32), tl.load(k_at + mates).to(tl.float32)
-        k_scale, k_scale_mate = tl.load(k_norm + dims).to(tl.float32), tl.load(k_norm + mates).to(tl.float32)
-        v = tl.load(k_at + (SIDES - 1) * KV_HEADS * D + dims).to(tl.float32)
-        k = norm_turn(k, mate, tl.rsqrt(tl.sum(k * k, 0) / D + eps), k_scale, k_scale_mate, cos, sin)
-        tl.store(at, cast(k, pool.dtype.element_ty))
-        tl.store(at + KV_HEADS * PAGE * D, cast(v * tl.rsqrt(tl.sum(v * v, 0) / D + eps), pool.dtype.element_ty))
+        at = pool + page * (2 * KV_HEADS * PAGE * D) + head * PAGE * D + position % PAGE * D + own
+        k_at = raw + (HEADS + head) * D + own
+        cos, sin = turn(cos_sin + token * 2 * PAIRS, own, own < HALF, PAIRS)
+        k, k_weight = load_halves(k_at, own < HALF, 0.0, HALF), load_halves(k_norm + own, own < HALF, 1.0, HALF)
+        low, high, _ = norm_turn(*k, *k_weight, cos, sin, eps, D)
+        tl.store(at, cast(low, pool.dtype.element_ty))
+        tl.store(at + HALF, cast(high, pool.dtype.element_ty))
+        low, high = load_halves(k_at + (SIDES - 1) * KV_HEADS * D, own < HALF, 0.0, HALF)
+        scale = _root(low, high, eps, D)
+        tl.store(at + KV_HEADS * PAGE * D, cast(low * scale, pool.dtype.element_ty))
+        tl.store(at + KV_HEADS * PAGE * D + HALF, cast(high * scale, pool.dtype.element_ty))
 
 
 @triton.jit
-def turn(
-    cos_sin: tl.tensor, dims: tl.tensor, live: tl.tensor, D: tl.constexpr, PAIRS: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """cos, and sin with the sign that a dim's mate gets, for each dim; 1 and 0 where a dim does not rotate or is not `live`."""
-    pair = dims % (D // 2)
-    cos = tl.load(cos_sin + pair, live & (pair < PAIRS), other=1.0)
-    sin = tl.load(cos_sin + PAIRS + pair, live & (pair < PAIRS), other=0.0)
-    return cos, tl.where(dims < D // 2, -sin, sin)
+def load_halves(at: tl.tensor, live: tl.tensor, other: tl.constexpr, HALF: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Dims i and i + d/2 of heads, fp32 [rows, HALF] each, or of weights; `other` where a row is not live."""
+    return tl.load(at, live, other=other).to(tl.float32), tl.load(at + HALF, live, other=other).to(tl.float32)
+
+
+@triton.jit
+def turn(cos_sin: tl.tensor, half: tl.tensor, live: tl.tensor, PAIRS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """cos and sin of pairs [rows, HALF]; 1 and 0 where a pair does not rotate or a row is not live."""
+    turned = live & (half < PAIRS)
+    return tl.load(cos_sin + half, turned, other=1.0), tl.load(cos_sin + PAIRS + half, turned, other=0.0)
 
 
 @triton.jit
 def norm_turn(
-    x: tl.tensor, mate: tl.tensor, scale: tl.tensor, weight: tl.tensor, weight_mate: tl.tensor, cos: tl.tensor, sin: tl.tensor
-) -> tl.tensor:
-    """x and its mates d/2 further, times `scale` and the norm's weight, rotated."""
-    return x * scale * weight * cos + mate * scale * weight_mate * sin
+    low: tl.tensor,
+    high: tl.tensor,
+    weight_low: tl.tensor,
+    weight_high: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    eps: tl.tensor,
+    D: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Both halves of heads [rows, HALF], normed, weighted and rotated; and what the norm multiplied by, [rows, 1]."""
+    scale = _root(low, high, eps, D)
+    low, high = low * scale * weight_low, high * scale * weight_high
+    return low * cos - high * sin, high * cos + low * sin, scale
+
+
+@triton.jit
+def _root(low: tl.tensor, high: tl.tensor, eps: tl.tensor, D: tl.constexpr) -> tl.tensor:
+    return tl.rsqrt(tl.sum(low * low + high * high, 1) / D + eps)[:, None]

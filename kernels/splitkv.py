@@ -11,7 +11,7 @@ import triton.language as tl
 
 from kernels.launch import trigger, wait
 from kernels.numerics import LOG2E, cast, dot, hold
-from kernels.qkv import norm_turn, turn
+from kernels.qkv import load_halves, norm_turn, turn
 
 ROWS = tl.constexpr(16)  # rows of a product: the heads of a KV head, and padding
 
@@ -53,13 +53,15 @@ def decode_kernel(
     KEPT: tl.constexpr = KV_HEADS * PAGE * D  # elements of a page's K, and of its V
     row, split = tl.program_id(0), tl.program_id(2)
     head, part = tl.program_id(1) // VALUES, tl.program_id(1) % VALUES
-    group, dims, columns = tl.arange(0, ROWS), tl.arange(0, D), part * DV + tl.arange(0, DV)
-    # A tile of heads is read in two dimensions, its weights and angles too: one layout, nothing to exchange between threads.
-    rows, wide = group[:, None], group[:, None] * 0 + dims[None, :]
-    mates = (wide + D // 2) % D
-    own, is_q = rows == 0, rows < GROUP  # of the tile of K and V: row 0 is K's, row 1 is V's
-    q_scale, q_scale_mate = _weights(q_norm, wide, mates, is_q)
-    k_scale, k_scale_mate = _weights(k_norm, wide, mates, own)
+    HALF: tl.constexpr = D // 2
+    group, columns = tl.arange(0, ROWS), part * DV + tl.arange(0, DV)
+    # Heads are read as [rows, D/2] twice, dims i and i + D/2 that rope turns together, and so are weights and angles: one layout,
+    # nothing to exchange between threads. Of the tile of K and V, row 0 is K's and row 1 is V's.
+    rows = group[:, None]
+    half = rows * 0 + tl.arange(0, HALF)[None, :]
+    own, is_q = rows == 0, rows < GROUP
+    q_weight = load_halves(q_norm + half, is_q, 1.0, HALF)
+    k_weight = load_halves(k_norm + half, own, 1.0, HALF)
     wait(PDL)
     trigger(PDL)  # not before: products that start early would take the memory that this one waits for
 
@@ -67,13 +69,10 @@ def decode_kernel(
     ids = page_ids + row * width
     page = _page_of(ids, split, width, KEYS, PAGE)
     token = qkv + row * (HEADS + SIDES * KV_HEADS) * D
-    q_at = token + (head * GROUP + rows) * D
-    q, q_mate = tl.load(q_at + wide, is_q, other=0.0).to(tl.float32), tl.load(q_at + mates, is_q, other=0.0).to(tl.float32)
-    cos, sin = turn(cos_sin + row * 2 * PAIRS, wide, is_q, D, PAIRS)
+    q_raw = load_halves(token + (head * GROUP + rows) * D + half, is_q, 0.0, HALF)
+    cos, sin = turn(cos_sin + row * 2 * PAIRS, half, is_q, PAIRS)
     if SIDES > 0:
-        kv_at = token + (HEADS + head + rows * (SIDES - 1) * KV_HEADS) * D
-        kv = tl.load(kv_at + wide, rows < 2, other=0.0).to(tl.float32)
-        kv_mate = tl.load(kv_at + mates, own, other=0.0).to(tl.float32)
+        kv_raw = load_halves(token + (HEADS + head + rows * (SIDES - 1) * KV_HEADS) * D + half, rows < 2, 0.0, HALF)
         v_new = tl.load(token + (HEADS + (SIDES - 1) * KV_HEADS + head) * D + columns).to(tl.float32)
 
     first = 0  # position of the first key of the first page
@@ -93,41 +92,48 @@ def decode_kernel(
         return
 
     heads_k, heads_v = pool + head * PAGE * D, pool + KEPT + head * PAGE * D
+    low = tl.arange(0, HALF)
     if EARLY:
-        k = _load_run(heads_k, page, split, first, oldest, end, dims, D, 2 * KEPT, KEYS, PAGE)
+        k_low = _load_run(heads_k, page, split, first, oldest, end, low, D, 2 * KEPT, KEYS, PAGE)
+        k_high = _load_run(heads_k, page, split, first, oldest, end, low + HALF, D, 2 * KEPT, KEYS, PAGE)
         v = _load_run(heads_v, page, split, first, oldest, end, columns, D, 2 * KEPT, KEYS, PAGE)
 
-    q = norm_turn(q, q_mate, tl.rsqrt(tl.sum(q * q, 1) / D + eps)[:, None], q_scale, q_scale_mate, cos, sin)
-    q = cast(q, pool.dtype.element_ty)
+    q_low, q_high, _ = norm_turn(*q_raw, *q_weight, cos, sin, eps, D)
+    q_low, q_high = cast(q_low, pool.dtype.element_ty), cast(q_high, pool.dtype.element_ty)
     top = tl.full([ROWS], -1e30, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    totals = tl.zeros([ROWS, KEYS], tl.float32)  # of each column of the turns' keys: added up once, at the end
     sums = tl.zeros([ROWS, DV], tl.float32)
     if SIDES > 0:  # noqa: SIM102 - a constexpr around a branch
         if split == (runs - 1) % SPLITS:  # this CTA owns the page of the new token: append it, and begin with it
-            scale = tl.rsqrt(tl.sum(kv * kv, 1) / D + eps)
-            key = norm_turn(kv, kv_mate, scale[:, None], k_scale, k_scale_mate, cos, sin)
-            key = cast(tl.sum(tl.where(own, key, 0.0), 0), pool.dtype.element_ty)
-            value = cast(v_new * tl.sum(tl.where(group == 1, scale, 0.0), 0), pool.dtype.element_ty)
+            low_new, high_new, scale = norm_turn(*kv_raw, *k_weight, cos, sin, eps, D)
+            key_low = cast(tl.sum(tl.where(own, low_new, 0.0), 0), pool.dtype.element_ty)
+            key_high = cast(tl.sum(tl.where(own, high_new, 0.0), 0), pool.dtype.element_ty)
+            value = cast(v_new * tl.sum(tl.where(rows == 1, scale, 0.0)), pool.dtype.element_ty)
             at = tl.load(ids + (position - first) // PAGE).to(tl.int64) * (2 * KEPT) + position % PAGE * D
             if part == 0:
-                tl.store(heads_k + at + dims, key)
+                tl.store(heads_k + at + low, key_low)
+                tl.store(heads_k + at + HALF + low, key_high)
             tl.store(heads_v + at + columns, value)
-            top = tl.sum(q.to(tl.float32) * key.to(tl.float32)[None, :], 1) * LOG2E
-            total += 1.0
+            products = q_low.to(tl.float32) * key_low.to(tl.float32)[None, :]
+            top = tl.sum(products + q_high.to(tl.float32) * key_high.to(tl.float32)[None, :], 1) * LOG2E
+            totals += tl.where(tl.arange(0, KEYS) == 0, 1.0, 0.0)[None, :]
             sums += value.to(tl.float32)[None, :]
 
     begin = split
     if EARLY:
         page = _page_of(ids, split + SPLITS, width, KEYS, PAGE)
         seen = _seen(split, first, oldest, end, KEYS)
-        top, total, sums = _attend(q, hold(k), hold(v), seen, top, total, sums)
+        top, totals, sums = _attend(q_low, q_high, hold(k_low), hold(k_high), hold(v), seen, top, totals, sums)
         begin += SPLITS
     for run in tl.range(begin, runs, SPLITS):
-        k = _load_run(heads_k, page, run, first, oldest, end, dims, D, 2 * KEPT, KEYS, PAGE)
+        k_low = _load_run(heads_k, page, run, first, oldest, end, low, D, 2 * KEPT, KEYS, PAGE)
+        k_high = _load_run(heads_k, page, run, first, oldest, end, low + HALF, D, 2 * KEPT, KEYS, PAGE)
         v = _load_run(heads_v, page, run, first, oldest, end, columns, D, 2 * KEPT, KEYS, PAGE)
         page = _page_of(ids, run + SPLITS, width, KEYS, PAGE)  # one turn ahead
-        top, total, sums = _attend(q, k, v, _seen(run, first, oldest, end, KEYS), top, total, sums)
+        seen = _seen(run, first, oldest, end, KEYS)
+        top, totals, sums = _attend(q_low, q_high, k_low, k_high, v, seen, top, totals, sums)
 
+    total = tl.sum(totals, 1)
     norm = tl.where(total > 0, total, 1.0)
     sums = sums / norm[:, None]
     done = tl.minimum(runs, SPLITS)
@@ -146,12 +152,6 @@ def decode_kernel(
             whole = _combine(lse_at, parts_at, columns, done, VALUES * HEADS, HEADS * D, D, GROUP, SPLITS, DV)
             few = tl.arange(0, triton.next_power_of_2(GROUP))[:, None]
             tl.store(out_at + few * D + columns[None, :], cast(whole, out.dtype.element_ty), few < GROUP)
-
-
-@triton.jit
-def _weights(norm: tl.tensor, dims: tl.tensor, mates: tl.tensor, live: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """A norm's weights and their mates', where a row is `live`; ones elsewhere."""
-    return tl.load(norm + dims, live, other=1.0).to(tl.float32), tl.load(norm + mates, live, other=1.0).to(tl.float32)
 
 
 @triton.jit
@@ -184,20 +184,36 @@ def _load_run(
     PAGE: tl.constexpr,
 ) -> tl.tensor:
     """[KEYS, columns] of one side's pages; keys that are not seen are zeros, and are not read."""
-    at = page.to(tl.int64) * STRIDE + (run * KEYS + tl.arange(0, KEYS)) % PAGE * D
-    return tl.load(side + at[:, None] + columns[None, :], _seen(run, first, oldest, end, KEYS)[:, None], other=0.0)
+    if KEYS <= PAGE:
+        start = side + page.to(tl.int64) * STRIDE + run * KEYS % PAGE * D  # one address a run, and offsets that stay the same
+        at = start + (tl.arange(0, KEYS)[:, None] * D + columns[None, :])
+    else:
+        at = side + (page.to(tl.int64) * STRIDE + tl.arange(0, KEYS) % PAGE * D)[:, None] + columns[None, :]
+    return tl.load(at, _seen(run, first, oldest, end, KEYS)[:, None], other=0.0)
 
 
 @triton.jit
 def _attend(
-    q: tl.tensor, k: tl.tensor, v: tl.tensor, seen: tl.tensor, top: tl.tensor, total: tl.tensor, sums: tl.tensor
+    q_low: tl.tensor,
+    q_high: tl.tensor,
+    k_low: tl.tensor,
+    k_high: tl.tensor,
+    v: tl.tensor,
+    seen: tl.tensor,
+    top: tl.tensor,
+    totals: tl.tensor,
+    sums: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """One turn of the online softmax, in base 2: the running maximum, sum of weights, weighted sum of values."""
-    scores = tl.where(seen[None, :], dot(q, tl.trans(k)) * LOG2E, -float("inf"))
+    """One turn of the online softmax, in base 2: the running maximum, sums of weights and weighted sums of values.
+
+    Two products of half the head dim, each scaled by itself: neither waits for the other's sum.
+    """
+    scores = dot(q_low, tl.trans(k_low)) * LOG2E + dot(q_high, tl.trans(k_high)) * LOG2E
+    scores = tl.where(seen[None, :], scores, -float("inf"))
     higher = tl.maximum(top, tl.max(scores, 1))
     weights = tl.exp2(scores - higher[:, None])
-    keep = tl.exp2(top - higher)
-    return higher, total * keep + tl.sum(weights, 1), sums * keep[:, None] + dot(cast(weights, v.dtype), v)
+    keep = tl.exp2(top - higher)[:, None]
+    return higher, totals * keep + weights, sums * keep + dot(cast(weights, v.dtype), v)
 
 
 @triton.jit

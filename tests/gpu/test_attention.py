@@ -202,4 +202,4 @@ def test_defaults_fill_the_gpu() -> None:
     for shape in (SHAPES["31b sliding"], SHAPES["31b full"]):
         splits = decode_splits(1, shape.kv_heads, shape.d, 33, processors)
         ctas = shape.kv_heads * splits
-        assert ctas * decode_tile(shape.d, PAGE, splits).values >= processors // 2
+        assert ctas * decode_tile(shape.d, PAGE, ctas, -(-33 // splits)).values >= processors // 2

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.cpu
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 SMALL = [(8, 0), (12, 0)]
 SHARED = {HOPPER: 232448, BLACKWELL: 232448, (8, 0): 166912, (12, 0): 101376}
-SPILLED = {"_extend": 160, "decode_kernel": 40}  # bytes a thread; of decode_kernel at head dim 512 on sm_100
+SPILLED = {"_extend": 160, "decode_kernel": 32}  # bytes a thread
 WIDTH = 64
 
 
@@ -64,7 +64,7 @@ def check(compiled: Compiled) -> None:
 
 @pytest.mark.parametrize("target", [HOPPER, BLACKWELL])
 def test_every_variant_compiles_without_spilling(target: tuple[int, int]) -> None:
-    """Machine code for each, within a block's shared memory; only prefill spills, a few registers outside its loops."""
+    """Machine code for each, within a block's shared memory; few registers spilled."""
     for node in nodes(target):
         check(compile_node(node, target))
 
@@ -99,7 +99,7 @@ def test_only_norm_weights_are_read_before_the_wait() -> None:
     """Of memory, only the norms' weights are read before the predecessors have ended; dependents are released right behind that."""
     for name, rows in (("31b-tp4-sliding", 1), ("31b-tp4-full", 100)):
         compiled = compile_node(decode(named(name), rows, HOPPER), HOPPER)
-        dependency = [line.rstrip(";") for line in compiled.ptx_memory if line.startswith("griddepcontrol")]
+        dependency = [line.split(";")[0] for line in compiled.ptx_memory if line.startswith("griddepcontrol")]
         assert dependency == ["griddepcontrol.wait", "griddepcontrol.launch_dependents"]
         assert early_reads(compiled) == {"q_norm", "k_norm"}
         late = replace(compiled, ptx=compiled.ptx.replace("griddepcontrol.wait", "", 1) + "griddepcontrol.wait")
@@ -115,4 +115,4 @@ def test_keys_are_fetched_ahead() -> None:
         compiled = compile_node(decode(named(name), 100, HOPPER), HOPPER)
         assert compiled.shared >= kept, compiled.shared
         assert any(re.search(r"cp\.async\.cg", line) for line in compiled.ptx_memory)
-        assert re.search(r"cp\.async\.wait_group\s+(0x)?2", compiled.ptx)
+        assert re.search(r"cp\.async\.wait_group\s+(0x)?[2-9]", compiled.ptx)

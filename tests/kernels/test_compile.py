@@ -19,9 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.activation import geglu
 from kernels.choose import Ballot, SlotParameters, choose_best, local_best, parts_of
-from kernels.embed import embed
 from kernels.joint import Norms, Peers, joint
 from kernels.launch import Node, launch, record, trigger, wait
 from kernels.linear import linear, linear_geglu
@@ -46,12 +44,11 @@ CONSTANT = {
     "_joint": {"post", "following", "scalar"},
     "_joint_sharded": {"post", "following", "scalar"},
     "_rotary": {"frequencies"},
-    "_embed": {"placeholders"},
     "decode_kernel": {"q_norm", "k_norm"},
     "_post": {"q_norm", "k_norm"},
 }
 PAGE_IDS = {"decode_kernel": "page_ids", "_post": "table", "_extend": "table"}
-SPILLED = {"_rotary": 32, "_extend": 160, "decode_kernel": 40}  # bytes a thread: the slow path of sine; outside of loops
+SPILLED = {"_rotary": 32, "_extend": 160, "decode_kernel": 40}  # bytes a thread: sine and cosine; what loops do not touch
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -114,14 +111,6 @@ def slots_nodes(target: Target) -> Iterator[Node]:
     yield from nodes
 
 
-def embed_nodes(target: Target) -> Iterator[Node]:
-    """Lookup in a quarter of the vocabulary, and the MLP's gate behind a product of many rows."""
-    with record(target) as nodes:
-        embed(ints(ROWS), meta(65536, HIDDEN), 65536, ints(7), 0)
-        geglu(meta(200, 2 * HIDDEN))
-    yield from nodes
-
-
 def attention_nodes(target: Target) -> Iterator[Node]:
     """Decode with one row and with many, and what a prompt's chunk takes; tests.kernels.test_attention_compiled has the rest."""
     for name, rows in (("31b-tp4-sliding", 1), ("31b-tp4-full", 100)):
@@ -134,7 +123,6 @@ SUBJECTS: dict[str, Callable[[Target], Iterator[Node]]] = {
     "joint": joint_nodes,
     "choose": choose_nodes,
     "slots": slots_nodes,
-    "embed": embed_nodes,
     "attention": attention_nodes,
 }
 
