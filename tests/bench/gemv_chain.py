@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deploy.models.public_shapes import Shape as Model
+from deploy.models.public_shapes import ModelShape as Model
 from kernels.launch import INTERPRET, launch, trigger, wait
 from kernels.linear import _run
 from kernels.tiles import GemmShape, Tile, choose
