@@ -16,7 +16,7 @@ from torch.nn import functional
 from kernels.activation import geglu
 from kernels.launch import INTERPRET
 from kernels.linear import _run
-from kernels.tiles import LARGE_SHARED, GemmShape, Tile, choose, fit, gemm, gemv, row_class, tma, wgmma
+from kernels.tiles import LARGE_SHARED, GemmShape, Tile, choose, fit, gemm, gemv, mma, row_class, tma, wgmma
 from tests.bench.timing import COLD_BYTES, L2_RATE, READ_RATE, Case, Made
 from tests.support.engine.products import Product
 
@@ -118,10 +118,12 @@ def candidates(shape: GemmShape, rows: int) -> list[Tile]:
     size = row_class(rows)
     if size is None:
         return []
-    found = [*(_gemvs(size) if size <= 4 else _gemvs(8) if rows <= 8 else ()), *_gemms(max(size, 16), rows)]
+    lanes = _gemvs(size) if size <= 4 else _gemvs(8) if rows <= 8 else ()
+    found = [*lanes, *(_mmas(size) if 1 < size <= 16 else ()), *_gemms(max(size, 16), rows)]
     if shape.gated:
         found = [replace(tile, bn=max(tile.bn // 2, 1 if tile.kind == "gemv" else 16)) for tile in found]
-    found = [replace(tile, bk=min(tile.bk, 1 << (shape.n - 1).bit_length())) for tile in found]
+    whole = 1 << (shape.n - 1).bit_length()
+    found = [tile if tile.kind == "mma" else replace(tile, bk=min(tile.bk, whole)) for tile in found]
     found += streams(shape, 8 if rows <= 8 else size) if rows > 4 and not INTERPRET else []
     found = [tile for tile in (choose(rows, shape), *(replace(tile, start=shape.gated) for tile in found)) if tile is not None]
     fitting = [tile for tile in found if tile == fit(tile, shape.gated, LARGE_SHARED)]
@@ -177,12 +179,19 @@ def _gemvs(rows: int) -> list[Tile]:
     ]
 
 
+def _mmas(size: int) -> list[Tile]:
+    """8 or 16 padded rows; 4 KiB of 16 outputs' weights a turn of 4 warps."""
+    rows = max(8, size)
+    return [
+        *(mma(rows, 16, early) for early in (4, 8, 12)),
+        *(mma(rows, 32, early) for early in (2, 4, 6)),
+        *(mma(rows, 16, early, warps=8) for early in (4, 6)),
+        mma(rows, 16, 8, warps=2),
+    ]
+
+
 def _gemms(size: int, rows: int) -> list[Tile]:
-    """`size` padded rows. Few outputs a CTA keep all SMs busy; many spare L2 the repeated reading of x."""
-    narrow = [(32, 128, 5), (32, 256, 3), (32, 256, 4), (16, 256, 4)]
-    wide = [(64, 64, 6), (64, 128, 4), (64, 256, 3), (128, 64, 4)]
-    shapes = narrow[:3] if rows <= 4 else [*narrow, (64, 128, 4)] if size == 16 else [*narrow[:3], *wide]
-    plain = [gemm(size, bn, bk, stages, early=1) for bn, bk, stages in shapes]
-    swapped = [gemm(size, bn, bk, stages, early=1, swap=True) for bn, bk, stages in wide[1:]] if rows > 4 else []
-    eight = [gemm(size, bn, bk, stages, early=1, warps=8) for bn, bk, stages in wide[2:]] if size >= 64 else []
-    return [*plain, *swapped, *eight]
+    """`size` padded rows: the fastest of many that were timed."""
+    if rows > 4:
+        return [gemm(size, 64, 128, stages, early=1, swap=swap) for stages, swap in ((5, True), (4, True), (5, False))]
+    return [gemm(size, bn, bk, stages, early=1) for bn, bk, stages in ((32, 128, 5), (32, 256, 3), (32, 256, 4))]

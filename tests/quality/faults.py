@@ -89,11 +89,9 @@ def _stale_tail() -> None:
     """A second launch, of queries alone, a position further on where that is the same page."""
     whole = paged.decode_attention
 
-    def decode_attention(
-        qkv: Tensor, pool: Tensor, page_ids: Tensor, positions: Tensor, cos_sin: Tensor, q_norm: Tensor, k_norm: Tensor | None,
-        eps: float, window: int | None, scratch: Any, out: Tensor, splits: int,
-    ) -> None:  # fmt: skip
-        whole(qkv, pool, page_ids, positions, cos_sin, q_norm, k_norm, eps, window, scratch, out, splits)
+    def decode_attention(qkv: Tensor, pool: Tensor, page_ids: Tensor, positions: Tensor, *rest: Any) -> None:
+        whole(qkv, pool, page_ids, positions, *rest)
+        cos_sin, q_norm, _, eps, window, scratch, out, splits = rest
         page, further = pool.shape[3], positions + 1
         same = (further % page != 0) & (positions >= 0)
         if window is not None:
