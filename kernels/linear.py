@@ -153,8 +153,8 @@ def _gemv(
 def _pieces(
     rows: tl.tensor, live: tl.tensor, TURN: tl.constexpr, K: tl.constexpr, WARPS: tl.constexpr, POLICY: tl.constexpr
 ) -> tl.tensor:
-    """Of 8 rows and turn TURN, a piece of 32 columns for each warp: [WARPS * 8, 32], 16 bytes a thread. `rows`: pointers to the rows'
-    first pieces, [WARPS * 8, 1]; those that are not `live` are zero."""
+    """Of 8 rows and turn TURN, a piece of 32 columns for each warp: [WARPS * 8, 32], 16 bytes a thread. `rows`: pointers to
+    their first pieces, [WARPS * 8, 1]; those that are not `live` are zero."""
     at = TURN * WARPS * 32 + tl.arange(0, 32)[None, :]
     if (TURN + 1) * WARPS * 32 > K:
         live = live & (at + tl.arange(0, WARPS * 8)[:, None] // 8 * 32 < K)
@@ -163,8 +163,8 @@ def _pieces(
 
 @triton.jit
 def _lanes(pieces: tl.tensor, WARPS: tl.constexpr) -> tl.tensor:
-    """[WARPS, 8, 32] of pieces, columns renamed so that the 8 which a thread has loaded are those that it holds of an MMA's operand:
-    a sum over columns does not ask for their order, and nothing moves between threads."""
+    """[WARPS, 8, 32] of pieces, columns renamed so that the 8 which a thread has loaded are those that it holds of an MMA's
+    operand: a sum over columns does not ask for their order, and nothing moves between threads."""
     if WIDE_OPERAND:
         columns = tl.permute(tl.reshape(pieces, [WARPS, 8, 4, 2, 4]), [0, 1, 3, 2, 4])
     else:
@@ -186,7 +186,7 @@ def _mma(
     x: tl.tensor, weight: tl.tensor, out: tl.tensor, T: tl.tensor, M: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr, GATED: tl.constexpr, START: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """BN outputs, 16 an MMA, of up to ROWS rows, 8 or 16. Each of BK / 32 warps has its own columns; the sum over warps comes last."""
+    """BN outputs, 16 an MMA, of up to ROWS rows, 8 or 16. Each of BK / 32 warps has columns of its own; their sum comes last."""
     if START:
         trigger(PDL)
     WARPS: tl.constexpr = BK // 32

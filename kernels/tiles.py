@@ -22,7 +22,7 @@ _logger = logging.getLogger(__name__)
 class Tile:
     """One variant of a kernel. `rows` of x a CTA takes, `bn` of its outputs, `bk` of the inner dimension a turn.
 
-    `early`: weight tiles asked for before the kernel waits for its predecessors: held in registers (gemv, mma), fetched to L2 (gemm).
+    `early`: weight tiles asked for before the kernel waits for its predecessors, into registers (gemv, mma) or L2 (gemm).
     `swap`: the weight is the MMA's left operand, whose 64 rows it fills, and x the right one. `stages`: depth of gemm's pipeline.
     `registers`: at most so many a thread, so that more CTAs stay on an SM. `start`: the next kernel may start with this one; it
     pays where that is a product too and has weights to ask for (31B TP=4 on H200: 4.42 against 4.50 ms a step, gate_up alone).
@@ -78,7 +78,8 @@ def _gated(tiles: dict[int, Tile | None]) -> dict[int, Tile | None]:
 
 
 # Tiles of each class of rows; None: cuBLAS. The fastest of those tried on an H200 for 31B at TP=4 (2 and 4 rows: not tried).
-_FEW = {2: gemv(2, 4, 1024, 2), 4: gemv(4, 4, 1024, 1), 16: gemm(16, 64, 128, 5, early=1, swap=True)}
+_EIGHT = gemm(16, 64, 128, 5, early=1, swap=True)
+_FEW = {2: gemv(2, 4, 1024, 2), 4: gemv(4, 4, 1024, 1), 8: _EIGHT, 16: _EIGHT}
 _MORE: dict[int, Tile | None] = {32: gemm(32, 64, 128, 5, early=1, swap=True), 64: gemm(64, 64, 128, 5, early=1), 128: None}
 TABLE: dict[GemmShape, dict[int, Tile | None]] = {
     GemmShape(4096, 5376): {1: gemv(1, 4, 1024, 4), **_FEW, **_MORE},
@@ -89,6 +90,7 @@ TABLE: dict[GemmShape, dict[int, Tile | None]] = {
     GemmShape(65536, 5376): {
         1: gemv(1, 4, 1024, 4),
         **_FEW,
+        8: gemm(16, 64, 128, 4, early=1, swap=True),
         16: gemm(16, 64, 128, 4, early=1, swap=True),
         32: gemm(32, 128, 128, 3, early=1),
         64: gemm(64, 128, 128, 3, early=1),
@@ -99,6 +101,7 @@ TABLE: dict[GemmShape, dict[int, Tile | None]] = {
             1: gemv(1, 2, 1024, 4),
             2: gemv(2, 2, 1024, 2),
             4: gemv(4, 2, 1024, 1),
+            8: gemm(16, 64, 128, 3, early=1, swap=True),
             16: gemm(16, 64, 128, 3, early=1, swap=True),
             32: gemm(32, 64, 128, 3, early=1, swap=True),
             64: gemm(64, 64, 128, 3, early=1),
