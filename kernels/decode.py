@@ -30,6 +30,7 @@ class DecodeTile:
     """How a launch is cut. A CTA takes every `splits`-th run of `keys` keys of a row's KV head, and d / `values` columns of V.
 
     early: the first run's loads are issued before q is normed, which pays where a CTA has but one or two runs
+    ahead: so many runs are fetched to L2 while earlier kernels end, from sm_90 on
     """
 
     keys: int
@@ -37,6 +38,7 @@ class DecodeTile:
     warps: int
     stages: int
     early: bool
+    ahead: int = 0
 
     def shared_bytes(self, d: int) -> int:
         """What the pipeline holds of K and V, q, and what layouts are exchanged in, in two bytes a number."""
@@ -295,6 +297,7 @@ def _launch(
         scratch.lse,
         scratch.tickets,
         page_ids.shape[1],
+        pool.shape[0],
         eps,
         warps=tile.warps,
         stages=tile.stages,
@@ -309,4 +312,5 @@ def _launch(
         KEYS=tile.keys,
         VALUES=tile.values,
         EARLY=tile.early,
+        AHEAD=tile.ahead,
     )
