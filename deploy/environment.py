@@ -7,6 +7,7 @@ user has set already stays.
 import importlib.metadata
 import importlib.util
 import os
+import secrets
 import shutil
 from collections.abc import MutableMapping
 from pathlib import Path
@@ -17,7 +18,7 @@ from engine.errors import ConfigError
 RAY: dict[str, tuple[str, str]] = {
     "RAY_worker_niceness": ("0", "Ray runs workers at nice 15, which ranks would inherit"),
     "RAY_worker_oom_score_adjustment": ("0", "Ray offers workers to the kernel's OOM killer first"),
-    "RAY_AUTH_MODE": ("disabled", "explicit: ray.init and ray start differ in their default; everything is on loopback here"),
+    "RAY_AUTH_MODE": ("token", "loopback is open to every user of the machine, and Ray runs whatever code it is given"),
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": ("0", "one machine: puts Ray's processes on loopback"),
     "RAY_USAGE_STATS_ENABLED": ("0", "no calls home"),
     "RAY_SERVE_ENABLE_HA_PROXY": ("1", "HAProxy in front of the replicas: a tenth of the CPU per streamed token"),
@@ -40,18 +41,27 @@ HAPROXY_FILES = {
 }
 
 
-def prepare(environ: MutableMapping[str, str], haproxy: Path, ports: dict[str, int]) -> None:
-    """Set what Ray must find. `haproxy`: a private folder for HAProxy's files, whose default is one fixed folder in /tmp."""
+def prepare(environ: MutableMapping[str, str], private: Path, ports: dict[str, int]) -> None:
+    """Set what Ray must find. `private`: a folder for Ray's token, and for HAProxy's files, whose default is one folder in /tmp."""
     for name, (value, _) in RAY.items():
         environ.setdefault(name, value)
     for name, file in HAPROXY_FILES.items():
-        environ.setdefault(name, str(haproxy / file) if file else str(haproxy))
+        environ.setdefault(name, str(private / file) if file else str(private))
+    if environ["RAY_AUTH_MODE"] == "token" and not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & environ.keys():
+        environ["RAY_AUTH_TOKEN_PATH"] = str(_new_token(private / "ray-token"))
     for name, port in ports.items():
         environ.setdefault(name, str(port))
     environ.pop("PYTHONBREAKPOINT", None)
     if binary := haproxy_binary():
         environ.setdefault("QUARTET_HAPROXY", binary)
         environ.setdefault("RAY_SERVE_HAPROXY_BINARY_PATH", str(WRAPPER))
+
+
+def _new_token(path: Path) -> Path:
+    """A file that only this user can read."""
+    path.touch(mode=0o600, exist_ok=False)
+    path.write_text(secrets.token_hex(32))
+    return path
 
 
 def niceness() -> int:

@@ -33,6 +33,7 @@ from engine.errors import ConfigError, EngineDead
 ROOT = Path(__file__).resolve().parents[1]
 HAPROXY_PORTS = {"RAY_SERVE_HAPROXY_METRICS_PORT": 9101, "RAY_SERVE_HAPROXY_STATS_PORT": 8404}
 _POLL_S = 0.1
+ROUTED_S = 60.0  # HAProxy learns of a replica within a few seconds
 _OWNER = "launcher.pid"
 _CUT_S = 0.5
 _SHUT_S = 15.0
@@ -128,10 +129,13 @@ class Launch:
         self._mark("engine")
 
     def _wait_answering(self) -> None:
-        """Until the front door has heard of the replica."""
+        """Until the ingress routes to the replica. EngineDead: it does not in time."""
+        deadline = time.monotonic() + ROUTED_S
         host, port = self.address
         url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}/health/ready"  # noqa: S104 - compared, not bound
         while not _answers(url):
+            if time.monotonic() > deadline:
+                raise EngineDead(f"{url} did not answer within {ROUTED_S:g} s, though the replica runs")
             time.sleep(_POLL_S)
         self._mark("HTTP")
 

@@ -151,6 +151,8 @@ def read_settings(config: Mapping[str, Any], source: str) -> list[Settings]:
         raise ConfigError(f"{source}: no application has import_path {IMPORT_PATH}")
     found = []
     for app in ours:
+        if app.get("route_prefix", "/") != "/":
+            raise ConfigError(f"{source}: route_prefix: only /, because the paths of the API are OpenAI's")
         try:
             found.append(Settings.read(app.get("args") or {}))
         except ConfigError as error:

@@ -5,9 +5,11 @@
 
 x [T, n], W [m, n], contiguous. A decode step reads every weight once, so up to 128 rows these are streams of weights, and the
 kernels exist to keep memory busy: weights are constant, so they are asked for before the kernel waits for its predecessors
-(kernels.launch), x after. One to four rows: products by lanes in fp32, weight tiles in registers (`_gemv`). Up to 128: `tl.dot`
-on padded rows (`_gemm`). Above, and for dtypes other than bf16: cuBLAS. All sums are fp32. A row's result depends on that row
-alone, and on the kernel and tile that `kernels.tiles` names for the number of rows.
+(kernels.launch), x after. One to four rows: products by lanes in fp32, weight tiles in registers (`_gemv`). Up to 16: tiles in
+registers that are an MMA's operand as they come from memory (`_mma`). Up to 128: `tl.dot` on tiles in shared memory (`_gemm`),
+rows padded, or where the table says so weights streamed by TMA (`kernels.tma`). Above, and for dtypes other than bf16: cuBLAS. All
+sums are fp32. A row's result depends on that row alone, and on the kernel and tile that `kernels.tiles` names for the number of
+rows.
 """
 
 import torch
@@ -16,8 +18,13 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.activation import geglu, gelu
-from kernels.launch import INTERPRET, launch, shared_memory, trigger, usable, wait
-from kernels.tiles import GemmShape, Tile, choose
+from kernels.launch import INTERPRET, capability, launch, shared_memory, trigger, usable, wait
+from kernels.numerics import cast
+from kernels.tiles import GemmShape, Tile, adapt, choose, fit
+from kernels.tma import gemm_tma
+
+# How many neighbouring elements of an operand's column a thread holds: Triton chooses 4 up to 3.7, later 2.
+WIDE_OPERAND = tl.constexpr(triton.__version__.startswith(("3.6.", "3.7.")))
 
 
 def linear(x: Tensor, weight: Tensor, out: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -70,13 +77,19 @@ def _tile(x: Tensor, shape: GemmShape) -> Tile | None:
     rows = x.shape[0]
     if rows == 0 or not usable(x) or not (x.dtype == torch.bfloat16 or INTERPRET):
         return None
-    return choose(rows, shape, shared_memory(x))
+    shared = shared_memory(x)
+    tile = choose(rows, shape, shared)
+    instructions = (8, 0) if INTERPRET or shape.n % 8 else capability(x)  # Gluon is not interpreted; TMA wants strides of 16 bytes
+    return tile and fit(adapt(tile, instructions), shape.gated, shared)
 
 
 def _run(tile: Tile, x: Tensor, weight: Tensor, out: Tensor, *, gated: bool) -> Tensor:
     """Starts `tile`'s kernel."""
+    if tile.kind in {"tma", "wgmma"}:
+        gemm_tma(tile, x, weight, out, gated=gated)
+        return out
     rows, m = out.shape
-    kernel = _gemv if tile.kind == "gemv" else _gemm
+    kernel = {"gemv": _gemv, "mma": _mma, "gemm": _gemm}[tile.kind]
     extra = {"SWAP": tile.swap} if tile.kind == "gemm" else {}
     launch(
         kernel, (triton.cdiv(m, tile.bn),), x, weight, out, rows,
@@ -141,7 +154,93 @@ def _gemv(
         total = tl.sum(sums[row * SIDES], 1)
         if GATED:
             total = gelu(total) * tl.sum(sums[row * SIDES + 1], 1)
-        tl.store(out + row * M + column, total.to(out.dtype.element_ty), (column < M) & (row < T))
+        tl.store(out + row * M + column, cast(total, out.dtype.element_ty), (column < M) & (row < T))
+
+
+@triton.jit
+def _pieces(
+    rows: tl.tensor, live: tl.tensor, TURN: tl.constexpr, K: tl.constexpr, WARPS: tl.constexpr, POLICY: tl.constexpr
+) -> tl.tensor:
+    """Of 8 rows and turn TURN, a piece of 32 columns for each warp: [WARPS * 8, 32], 16 bytes a thread. `rows`: pointers to
+    their first pieces, [WARPS * 8, 1]; those that are not `live` are zero."""
+    at = TURN * WARPS * 32 + tl.arange(0, 32)[None, :]
+    if (TURN + 1) * WARPS * 32 > K:
+        live = live & (at + tl.arange(0, WARPS * 8)[:, None] // 8 * 32 < K)
+    return tl.load(rows + at, mask=live, other=0.0, eviction_policy=POLICY)
+
+
+@triton.jit
+def _lanes(pieces: tl.tensor, WARPS: tl.constexpr) -> tl.tensor:
+    """[WARPS, 8, 32] of pieces, columns renamed so that the 8 which a thread has loaded are those that it holds of an MMA's
+    operand: a sum over columns does not ask for their order, and nothing moves between threads."""
+    if WIDE_OPERAND:
+        columns = tl.permute(tl.reshape(pieces, [WARPS, 8, 4, 2, 4]), [0, 1, 3, 2, 4])
+    else:
+        columns = tl.permute(tl.reshape(pieces, [WARPS, 8, 4, 2, 2, 2]), [0, 1, 3, 4, 2, 5])
+    operand = tl.reshape(columns, [WARPS, 8, 32])
+    if INTERPRET:
+        operand = operand.to(tl.float32)
+    return operand
+
+
+@triton.jit
+def _sixteen(upper: tl.tensor, lower: tl.tensor, WARPS: tl.constexpr) -> tl.tensor:
+    """[WARPS, 16, 32] of two [WARPS, 8, 32]."""
+    return tl.reshape(tl.permute(tl.join(upper, lower), [0, 3, 1, 2]), [WARPS, 16, 32])
+
+
+@triton.jit(do_not_specialize=["T"])
+def _mma(
+    x: tl.tensor, weight: tl.tensor, out: tl.tensor, T: tl.tensor, M: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr, GATED: tl.constexpr, START: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """BN outputs, 16 an MMA, of up to ROWS rows, 8 or 16. Each of BK / 32 warps has columns of its own; their sum comes last."""
+    if START:
+        trigger(PDL)
+    WARPS: tl.constexpr = BK // 32
+    TURNS: tl.constexpr = (K + BK - 1) // BK
+    EIGHTS: tl.constexpr = BN // 8 * (2 if GATED else 1)
+    first = tl.program_id(0) * BN
+    lane = tl.arange(0, WARPS * 8)[:, None]
+    piece, eight, every = lane // 8 * 32, lane % 8, lane >= 0
+    bases: tl.tuple = ()
+    for j in tl.static_range(EIGHTS):
+        side = j // (BN // 8) * (M * K)
+        bases += (weight + side + tl.minimum(first + j % (BN // 8) * 8 + eight, M - 1).to(tl.int64) * K + piece,)
+    tiles: tl.tuple = ()
+    for i in tl.static_range(min(EARLY, TURNS)):
+        for j in tl.static_range(EIGHTS):
+            tiles += (_pieces(bases[j], every, i, K, WARPS, "evict_first"),)
+    wait(PDL)
+    sums = (tl.zeros([WARPS, 16, ROWS], tl.float32),) * (EIGHTS // 2)
+    for i in tl.static_range(TURNS):
+        if i + EARLY < TURNS:
+            for j in tl.static_range(EIGHTS):
+                tiles += (_pieces(bases[j], every, i + EARLY, K, WARPS, "evict_first"),)
+        values = _lanes(_pieces(x + eight * K + piece, eight < T, i, K, WARPS, ""), WARPS)
+        if ROWS == 16:
+            more = _lanes(_pieces(x + (8 + eight) * K + piece, 8 + eight < T, i, K, WARPS, ""), WARPS)
+            values = _sixteen(values, more, WARPS)
+        sums = _add_mmas(sums, tiles, tl.trans(values, 0, 2, 1), i, WARPS, EIGHTS)
+    row = tl.arange(0, ROWS)[None, :]
+    for j in tl.static_range(BN // 16):
+        total = tl.sum(sums[j], 0)
+        if GATED:
+            total = gelu(total) * tl.sum(sums[j + BN // 16], 0)
+        column = first + j * 16 + tl.arange(0, 16)[:, None]
+        tl.store(out + row * M + column, cast(total, out.dtype.element_ty), (row < T) & (column < M))
+
+
+@triton.jit
+def _add_mmas(
+    sums: tl.tuple, tiles: tl.tuple, values: tl.tensor, TURN: tl.constexpr, WARPS: tl.constexpr, EIGHTS: tl.constexpr
+) -> tl.tuple:
+    """`sums` [WARPS, 16, rows] of each 16 outputs, and their products of turn TURN."""
+    added: tl.tuple = ()
+    for j in tl.static_range(EIGHTS // 2):
+        upper, lower = tiles[TURN * EIGHTS + 2 * j], tiles[TURN * EIGHTS + 2 * j + 1]
+        added += (tl.dot(_sixteen(_lanes(upper, WARPS), _lanes(lower, WARPS), WARPS), values, sums[j]),)
+    return added
 
 
 @triton.jit
@@ -169,7 +268,7 @@ def _gemm(
     BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr, SWAP: tl.constexpr, GATED: tl.constexpr, START: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """BN outputs of up to ROWS rows; rows behind T repeat the last one and are not stored."""
+    """BN outputs of up to ROWS rows; rows behind T are zero: were they to repeat one, all CTAs would wait for its cache lines."""
     if START:
         trigger(PDL)
     column = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -181,16 +280,16 @@ def _gemm(
                 _fetch(base + M * K, i, K, BK)
     wait(PDL)
     row = tl.arange(0, ROWS)
-    xs = x + tl.minimum(row, T - 1)[:, None] * K
+    xs, live = x + row[:, None] * K, row[:, None] < T
     at = tl.arange(0, BK)[None, :]
     total = tl.zeros([BN, ROWS] if SWAP else [ROWS, BN], tl.float32)
     up = total
     for k in range(0, K, BK):
         if K % BK == 0:
-            values = tl.load(xs + k + at)
+            values = tl.load(xs + k + at, mask=live, other=0.0)
             tile = tl.load(base + k + at, eviction_policy="evict_first")
         else:
-            values = tl.load(xs + k + at, mask=k + at < K, other=0.0)
+            values = tl.load(xs + k + at, mask=live & (k + at < K), other=0.0)
             tile = tl.load(base + k + at, mask=k + at < K, other=0.0, eviction_policy="evict_first")
         total = _dot(values, tile, total, SWAP)
         if GATED:
@@ -204,4 +303,4 @@ def _gemm(
     if SWAP:
         total = total.T
     at_out = out + row[:, None].to(tl.int64) * M + column[None, :]
-    tl.store(at_out, total.to(out.dtype.element_ty), (row[:, None] < T) & (column[None, :] < M))
+    tl.store(at_out, cast(total, out.dtype.element_ty), (row[:, None] < T) & (column[None, :] < M))

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
-Kind = Literal["gemv", "gemm"]
-ROW_CLASSES = (1, 2, 4, 16, 32, 64, 128)
+Kind = Literal["gemv", "mma", "gemm", "tma", "wgmma"]
+ROW_CLASSES = (1, 2, 4, 8, 16, 32, 64, 128)
 LARGE_SHARED = 232448  # bytes a block may have on sm_90 and sm_100
 
 _logger = logging.getLogger(__name__)
@@ -22,7 +22,10 @@ _logger = logging.getLogger(__name__)
 class Tile:
     """One variant of a kernel. `rows` of x a CTA takes, `bn` of its outputs, `bk` of the inner dimension a turn.
 
-    `early`: weight tiles asked for before the kernel waits for its predecessors: held in registers (gemv), fetched to L2 (gemm).
+    `kind`: products by lanes (gemv), MMA on registers (mma), `tl.dot` on pipelined loads (gemm), weights by TMA to mma.sync (tma)
+    or to wgmma (wgmma).
+    `early`: weight tiles asked for before the kernel waits for its predecessors: held in registers (gemv, mma), in L2 (gemm);
+    with TMA all `stages` are.
     `swap`: the weight is the MMA's left operand, whose 64 rows it fills, and x the right one. `stages`: depth of gemm's pipeline.
     `registers`: at most so many a thread, so that more CTAs stay on an SM. `start`: the next kernel may start with this one; it
     pays where that is a product too and has weights to ask for (31B TP=4 on H200: 4.42 against 4.50 ms a step, gate_up alone).
@@ -40,9 +43,9 @@ class Tile:
     start: bool = False
 
     def shared_bytes(self, gated: bool, itemsize: int = 2) -> int:
-        """What gemm's pipeline holds of x and weight; 0 for gemv, which needs only its reduction's few bytes."""
+        """What the pipeline holds of x and weight; 0 where tiles are held in registers."""
         width = self.bn * (2 if gated else 1)
-        return self.stages * (self.rows + width) * self.bk * itemsize if self.kind == "gemm" else 0
+        return self.stages * (self.rows + width) * self.bk * itemsize if self.kind not in {"gemv", "mma"} else 0
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,22 @@ def gemv(rows: int, bn: int, bk: int, early: int, warps: int = 4, registers: int
     return Tile("gemv", rows, bn, bk, early, warps, registers=registers)
 
 
+def mma(rows: int, bn: int, early: int, warps: int = 4, registers: int | None = None) -> Tile:
+    return Tile("mma", rows, bn, 32 * warps, early, warps, registers=registers)
+
+
 def gemm(rows: int, bn: int, bk: int, stages: int, early: int = 0, warps: int = 4, swap: bool = False) -> Tile:
     return Tile("gemm", rows, bn, bk, early, warps, stages, swap)
+
+
+def tma(rows: int, bn: int, bk: int, stages: int) -> Tile:
+    """A warp for each 16 outputs of a side. Rows and outputs in MMA's units: rows 8 or more, outputs 16 or more, powers of two."""
+    return Tile("tma", rows, bn, bk, 0, bn // 16, stages)
+
+
+def wgmma(rows: int, bn: int, bk: int, stages: int) -> Tile:
+    """A warp for each 16 outputs, of which there are 64 or 128."""
+    return Tile("wgmma", rows, bn, bk, 0, bn // 16, stages)
 
 
 def _gated(tiles: dict[int, Tile | None]) -> dict[int, Tile | None]:
@@ -74,7 +91,8 @@ def _gated(tiles: dict[int, Tile | None]) -> dict[int, Tile | None]:
 
 
 # Tiles of each class of rows; None: cuBLAS. The fastest of those tried on an H200 for 31B at TP=4 (2 and 4 rows: not tried).
-_FEW = {2: gemv(2, 4, 1024, 2), 4: gemv(4, 4, 1024, 1), 16: gemm(16, 64, 128, 5, early=1, swap=True)}
+_EIGHT = gemm(16, 64, 128, 5, early=1, swap=True)
+_FEW = {2: gemv(2, 4, 1024, 2), 4: gemv(4, 4, 1024, 1), 8: _EIGHT, 16: _EIGHT}
 _MORE: dict[int, Tile | None] = {32: gemm(32, 64, 128, 5, early=1, swap=True), 64: gemm(64, 64, 128, 5, early=1), 128: None}
 TABLE: dict[GemmShape, dict[int, Tile | None]] = {
     GemmShape(4096, 5376): {1: gemv(1, 4, 1024, 4), **_FEW, **_MORE},
@@ -85,6 +103,7 @@ TABLE: dict[GemmShape, dict[int, Tile | None]] = {
     GemmShape(65536, 5376): {
         1: gemv(1, 4, 1024, 4),
         **_FEW,
+        8: gemm(16, 64, 128, 4, early=1, swap=True),
         16: gemm(16, 64, 128, 4, early=1, swap=True),
         32: gemm(32, 128, 128, 3, early=1),
         64: gemm(64, 128, 128, 3, early=1),
@@ -95,6 +114,7 @@ TABLE: dict[GemmShape, dict[int, Tile | None]] = {
             1: gemv(1, 2, 1024, 4),
             2: gemv(2, 2, 1024, 2),
             4: gemv(4, 2, 1024, 1),
+            8: gemm(16, 64, 128, 3, early=1, swap=True),
             16: gemm(16, 64, 128, 3, early=1, swap=True),
             32: gemm(32, 64, 128, 3, early=1, swap=True),
             64: gemm(64, 64, 128, 3, early=1),
@@ -123,6 +143,15 @@ def fit(tile: Tile, gated: bool, shared: int) -> Tile:
     """`tile` with fewer stages, then a smaller `bk`, until its pipeline fits in `shared` bytes beside 1 KiB for reductions."""
     while tile.shared_bytes(gated) > shared - 1024:
         tile = replace(tile, stages=tile.stages - 1) if tile.stages > 2 else replace(tile, bk=tile.bk // 2)
+    return tile
+
+
+def adapt(tile: Tile, capability: tuple[int, int]) -> Tile:
+    """`tile` for a GPU of this compute capability: wgmma is sm_90's alone, TMA starts with it."""
+    if tile.kind == "wgmma" and capability[0] != 9:
+        tile = replace(tile, kind="tma")
+    if tile.kind == "tma" and capability < (9, 0):
+        tile = replace(tile, kind="gemm", rows=max(tile.rows, 16), early=1)
     return tile
 
 

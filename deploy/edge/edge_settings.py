@@ -16,10 +16,13 @@ class FrozenSettings(BaseModel):
 class LimitSettings(FrozenSettings):
     """What one request may ask for, and how much of all there may be at once; beyond it the answer is a 4xx before any work.
 
-    hosts    names in the Host header that are answered to, without ports; none: any
+    hosts         names in the Host header that are answered to, without ports; none: loopback's and that of http_options, where the
+                  launcher starts Serve and the address is no wildcard; any elsewhere
+    cors_origins  of web pages that may use the API; "*": all
     """
 
     hosts: tuple[str, ...] | None = None
+    cors_origins: tuple[str, ...] = ()
     body_bytes: int = Field(default=8 << 20, ge=1024)
     header_bytes: int = Field(default=32 << 10, ge=1024)
     body_timeout_s: float = Field(default=30.0, gt=0)

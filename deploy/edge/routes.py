@@ -10,17 +10,19 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from deploy.edge.admission import Place
 from deploy.edge.answer import Answer
-from deploy.edge.http_errors import DeadlineExceeded
+from deploy.edge.http_errors import DeadlineExceeded, WrongMediaType
 from deploy.edge.limits import Limits
 from deploy.edge.observe.access_log import Journal
 from deploy.edge.observe.record import record_of
 from deploy.edge.openai.error_response import handle, json_response, plain_error
 from deploy.edge.openai.forms import ChatForm, TextForm
 from deploy.edge.openai.schemas import ChatRequest, CompletionRequest, R, Sampling, documentation
+from deploy.edge.scope import from_here
 from deploy.edge.service import Service
 from engine.errors import QuartetError
 from engine.front.generation import Job
@@ -36,7 +38,15 @@ def create_app(service: Service, *, echo: bool = True) -> ASGIApp:
     _add_models(app, service)
     _add_health(app, service)
     _document_components(app)
-    return Journal(Limits(app, service.limits), service, echo=echo)
+    return Journal(_for_browsers(Limits(app, service.limits), service.limits.cors_origins), service, echo=echo)
+
+
+def _for_browsers(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
+    """`app`, with web pages of `origins` let in; as it is where there are none."""
+    if not origins:
+        return app
+    headers = ["x-request-id", "retry-after"]
+    return CORSMiddleware(app, origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=headers)
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
@@ -57,6 +67,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 async def _admitted(service: Service, request: Request) -> AsyncIterator[Place]:
     """With a place, and until the deadline. The access log gives the place back when the request has ended, whichever way."""
     service.check_alive()
+    _check_media_type(request)
     record = record_of(request.scope)
     record.place = service.admission.enter()
     try:
@@ -64,6 +75,13 @@ async def _admitted(service: Service, request: Request) -> AsyncIterator[Place]:
             yield record.place
     except TimeoutError as error:
         raise DeadlineExceeded(f"The request took longer than {service.limits.request_timeout_s:g} s.") from error
+
+
+def _check_media_type(request: Request) -> None:
+    """A web page of another site can send anything but this without being asked for permission first."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise WrongMediaType("the body must be JSON: set the header Content-Type: application/json", code="unsupported_media_type")
 
 
 async def _wanted(service: Service, kind: type[R], request: Request) -> R:
@@ -100,12 +118,12 @@ def _add_health(app: FastAPI, service: Service) -> None:
 
     @app.get("/health", response_model=None)
     @app.get("/health/ready", response_model=None)
-    async def ready() -> Response:
+    async def ready(request: Request) -> Response:
         if service.engine.dead is not None:
             return json_response({"status": "dead"}, 503)
         if service.draining:
             return json_response({"status": "draining"}, 503)
-        return json_response({"status": "ready", "model": service.name, **service.about})
+        return json_response({"status": "ready", "model": service.name, **(service.about if from_here(request.scope) else {})})
 
 
 def _status(service: Service) -> int:
@@ -115,7 +133,7 @@ def _status(service: Service) -> int:
 async def _http_error(request: Request, error: Exception) -> Response:
     """Unknown paths and wrong methods."""
     assert isinstance(error, HTTPException)
-    return plain_error(error.status_code, f"{error.detail}: {request.method} {request.url.path}")
+    return plain_error(error.status_code, f"{error.detail}: {request.method} {request.url.path}", headers=error.headers)
 
 
 async def _bug(request: Request, error: Exception) -> Response:

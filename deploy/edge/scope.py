@@ -1,9 +1,12 @@
 """What the edge keeps of a request in its ASGI scope, and which id it has."""
 
+import ipaddress
 import re
 import secrets
 from collections.abc import Iterable
 from contextvars import ContextVar
+
+from starlette.types import Scope
 
 RECORD = "quartet.record"  # the scope's key for its request's RequestRecord
 BEGAN = "quartet.began"  # and for when its head was read, by the monotonic clock
@@ -22,3 +25,18 @@ def only(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> bytes | None:
     """A header's value, where there is exactly one of that (lower-case) name."""
     values = [value for name, value in headers if name.lower() == wanted]
     return values[0] if len(values) == 1 else None
+
+
+def from_here(scope: Scope) -> bool:
+    """Whether the request comes from this machine: its connection does, and so does what a proxy before us says of it."""
+    client = scope.get("client")
+    forwarded = [value for name, value in scope["headers"] if name.lower() == b"x-forwarded-for"]
+    peers = [client[0] if client else "", *(forwarded[-1].decode("latin-1").rpartition(",")[2:] if forwarded else ())]
+    return all(_is_loopback(peer.strip()) for peer in peers)
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False

@@ -106,6 +106,11 @@ class Allocator:
 
     # -- prefixes
 
+    def make_keys(self, sequence: Sequence) -> None:
+        """Hash a prompt when it comes: several long ones that are looked up in one step would hold it up."""
+        if self.cache is not None:
+            self._keys(sequence, (len(sequence.tokens) - 1) // self.page)
+
     def find(self, sequence: Sequence) -> Hit | None:
         """What of a waiting sequence is cached; one token at least is to be computed."""
         if self.cache is None:

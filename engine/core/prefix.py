@@ -166,10 +166,13 @@ class PrefixCache:
                 self._evict(pool)
 
     def discard(self, keys: list[bytes]) -> None:
-        """Forget every prefix that begins as `keys` do, and all that follows it: its values cannot be trusted."""
-        child = self._root.children.get(keys[0]) if keys else None
-        if child is not None:
-            self._remove_subtree(child)
+        """Forget the longest prefix of `keys` that is here, and all that follows it: what was computed behind it was not finite.
+
+        What is above it gave finite values to others. If it is at fault after all, the next one to say so takes it away too.
+        """
+        segment, _ = self._walk(keys)
+        if segment is not self._root:
+            self._remove_subtree(segment)
 
     def _evict(self, pool: PagePool) -> None:
         """Give up the least recently used that has an idle page in `pool`."""

@@ -82,6 +82,7 @@ class Requests:
         root = root_key(0, request.salt)
         rank = (request.priority, self._arrivals)
         sequence = Sequence(key, tokens, len(tokens), limit, request.params, rank, masked, root=root)
+        self.allocator.make_keys(sequence)
         self._by_key[key] = sequence
         self._enqueue(sequence)
 

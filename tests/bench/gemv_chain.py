@@ -15,15 +15,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deploy.models.public_shapes import Shape as Model
+from deploy.models.public_shapes import ModelShape as Model
 from kernels.launch import INTERPRET, launch, trigger, wait
-from kernels.linear import _run
 from kernels.tiles import GemmShape, Tile, choose
-from tests.bench.gemms import GemmCase, candidates, describe
+from tests.bench.gemms import GemmCase, candidates, describe, multiply
 from tests.bench.timing import READ_RATE, seconds
 from tests.support.engine.products import layer_products
 
-Tiles = dict[tuple[str, GemmShape], Tile]
+Tiles = dict[tuple[str, GemmShape], Tile | None]
+EARLY = (1, 2, 4)
 Launches = list[Callable[[], object]]
 
 
@@ -54,11 +54,15 @@ class Chain:
         self.device, self.rows = device, rows
         layers = [layer_products(model, layer, tp) for layer in range(model.layers)]
         self._products = [*layers, [("head", GemmShape(model.vocab // tp, model.hidden))]]
-        self.tiles = {product: _chosen(product[1], rows) for layer in self._products for product in layer}
+        self.tiles: Tiles = {product: choose(rows, product[1]) for layer in self._products for product in layer}
         self._weights = [[self._weight(shape) for _, shape in layer] for layer in self._products]
         shapes = [shape for _, shape in self.tiles]
         self._x = {shape.n: torch.empty(rows, shape.n, dtype=torch.bfloat16, device=device).normal_() for shape in shapes}
         self._out = {shape.m: torch.empty(rows, shape.m, dtype=torch.bfloat16, device=device) for shape in shapes}
+
+    def changed(self, **change: Any) -> Tiles:
+        """The committed tiles with one choice changed in all of them."""
+        return {product: tile and replace(tile, **change) for product, tile in self.tiles.items()}
 
     @property
     def weight_bytes(self) -> int:
@@ -84,7 +88,7 @@ class Chain:
         for layer, weights in zip(self._products, self._weights, strict=True):
             for product, weight, gap in zip(layer, weights, after, strict=False):
                 shape = product[1]
-                yield partial(_run, tiles[product], self._x[shape.n], weight, self._out[shape.m], gated=shape.gated)
+                yield partial(multiply, tiles[product], self._x[shape.n], weight, self._out[shape.m], shape.gated)
                 if gap is not None and gap[2] and product[0] != "head":
                     yield partial(launch, _hold, (gap[0],), round(1e3 * gap[2]), warps=gap[1])
 
@@ -97,29 +101,30 @@ def stand_in_us(us: float, device: torch.device) -> float:
 
 
 def chain_rows(chain: Chain, stand_ins: StandIns) -> Iterator[dict[str, Any]]:
-    """The committed tiles and what each of their choices is worth: tiles before the wait, who triggers at its start."""
-    tiles = chain.tiles
-    starts = {product: replace(tile, start=True) for product, tile in tiles.items()}
+    """The committed tiles and what each of their choices is worth: tiles before the wait, who triggers at its start, cuBLAS."""
+    nothing = StandIns(0, 0)
     settings: list[tuple[str, Tiles, StandIns]] = [
-        ("products alone", {}, StandIns(0, 0)),
+        ("products alone", {}, nothing),
+        ("cuBLAS alone", dict.fromkeys(chain.tiles), nothing),
         ("committed tiles", {}, stand_ins),
+        ("cuBLAS", dict.fromkeys(chain.tiles), stand_ins),
         ("joints of 3.5 us", {}, replace(stand_ins, joint=3.5)),
-        ("nobody triggers at its start", {product: replace(tile, start=False) for product, tile in tiles.items()}, stand_ins),
-        ("everybody triggers at its start", starts, stand_ins),
+        ("nobody triggers at its start", chain.changed(start=False), stand_ins),
+        ("everybody triggers at its start", chain.changed(start=True), stand_ins),
+        *((f"{early} tiles early", chain.changed(early=early), stand_ins) for early in EARLY),
     ]
-    for early in (1, 2, 4):
-        changed = {product: replace(tile, early=early) for product, tile in tiles.items()}
-        settings.append((f"{early} tiles early", changed, stand_ins))
     for setting, changed, between in settings:
         yield _row(chain, setting, chain.ms(changed, between), between)
 
 
 def chain_cases(chain: Chain) -> Iterator[GemmCase]:
     """What `chain_rows` and `chain_sweep` launch of products, to be compiled ahead."""
+    changed: list[dict[str, Any]] = [{}, {"start": False}, {"start": True}, *({"early": early} for early in EARLY)]
     for (name, shape), chosen in chain.tiles.items():
-        varied = [replace(chosen, early=early, start=start) for early in (1, 2, 4, chosen.early) for start in (False, True)]
+        varied = [replace(chosen, **change) for change in changed] if chosen else []
         for tile in (*varied, *chain_candidates(shape, chain.rows)):
-            yield GemmCase(name, shape, chain.rows, tile)
+            if tile is not None:
+                yield GemmCase(name, shape, chain.rows, tile)
 
 
 def chain_sweep(chain: Chain, stand_ins: StandIns, only: str) -> Iterator[dict[str, Any]]:
@@ -138,15 +143,15 @@ def chain_sweep(chain: Chain, stand_ins: StandIns, only: str) -> Iterator[dict[s
     yield _row(chain, "best tiles", chain.ms(best, stand_ins), stand_ins)
 
 
-def chain_candidates(shape: GemmShape, rows: int) -> list[Tile]:
-    """A sweep's candidates; at one row only those that hold weights in registers."""
-    return [tile for tile in candidates(shape, rows) if rows > 1 or tile.kind == "gemv"]
-
-
-def _chosen(shape: GemmShape, rows: int) -> Tile:
-    tile = choose(rows, shape)
-    assert tile is not None, f"{shape} at {rows} rows is cuBLAS's"
-    return tile
+def chain_candidates(shape: GemmShape, rows: int) -> list[Tile | None]:
+    """At one row a sweep's candidates that hold weights in registers. From two rows on those that ask for up to 8 tiles early: what
+    a gap can bring to L2 is some 20 MB; and cuBLAS."""
+    found = candidates(shape, rows)
+    if rows == 1:
+        return [tile for tile in found if tile.kind == "gemv"]
+    plain = list(dict.fromkeys(replace(tile, early=0) for tile in found if tile.kind == "gemm"))
+    early = [replace(tile, early=early) for tile in plain for early in (1, 4, 8)]
+    return [None, *(tile for tile in found if tile.kind == "gemv"), *early]
 
 
 def _row(chain: Chain, setting: str, ms: float, stand_ins: StandIns) -> dict[str, Any]:

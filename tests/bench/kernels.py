@@ -21,7 +21,7 @@ import torch
 import triton
 
 from deploy.models.public_shapes import PUBLIC
-from deploy.models.public_shapes import Shape as Model
+from deploy.models.public_shapes import ModelShape as Model
 from kernels.launch import INTERPRET
 from tests.bench.gemms import committed, sweep
 from tests.bench.gemv_chain import Chain, StandIns, chain_cases, chain_rows, chain_sweep, stand_in_us

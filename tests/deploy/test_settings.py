@@ -183,15 +183,35 @@ def test_the_largest_node_decides() -> None:
     check_nodes(Settings(model="a/b", tp=4, device="cpu"), [])
 
 
-def test_rays_environment_is_set_and_the_users_wins() -> None:
-    """HAProxy's files go to the private folder, and what stood there stays."""
+def test_a_prefix_is_refused(tmp_path: Path) -> None:
+    """Clients of OpenAI's API know its paths: a config that moves them is refused with the key; one that says / is not."""
+    app = {"name": "q", "import_path": "deploy.app:build", "args": {"model": "a/b"}}
+    assert len(read_settings({"applications": [app | {"route_prefix": "/"}]}, "c.yaml")) == 1
+    with pytest.raises(ConfigError, match=r"c\.yaml: route_prefix: only /"):
+        read_settings({"applications": [app | {"route_prefix": "/x"}]}, "c.yaml")
+
+
+def test_rays_environment_is_set_and_the_users_wins(tmp_path: Path) -> None:
+    """HAProxy's files and Ray's token go to the private folder, and what stood there stays."""
     environ = {"RAY_worker_niceness": "5", "PYTHONBREAKPOINT": "ray.util.rpdb.set_trace"}
-    environment.prepare(environ, Path("/tmp/q-1"), {"RAY_SERVE_HAPROXY_STATS_PORT": 8404})
+    environment.prepare(environ, tmp_path, {"RAY_SERVE_HAPROXY_STATS_PORT": 8404})
     assert environ["RAY_worker_niceness"] == "5"
     assert environ["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
-    assert environ["RAY_SERVE_HAPROXY_SOCKET_PATH"] == "/tmp/q-1/admin.sock"
+    assert environ["RAY_SERVE_HAPROXY_SOCKET_PATH"] == f"{tmp_path}/admin.sock"
     assert environ["RAY_SERVE_HAPROXY_STATS_PORT"] == "8404"
     assert "PYTHONBREAKPOINT" not in environ
+    token = Path(environ["RAY_AUTH_TOKEN_PATH"])
+    assert (environ["RAY_AUTH_MODE"], token.parent, token.stat().st_mode & 0o777) == ("token", tmp_path, 0o600)
+    assert len(token.read_text()) == 64
+
+
+@pytest.mark.parametrize("own", [{"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN": "x"}, {"RAY_AUTH_TOKEN_PATH": "/x"}])
+def test_a_token_of_the_users_own_is_kept(tmp_path: Path, own: dict[str, str]) -> None:
+    """As is their choice to have none: no file is written."""
+    environ = dict(own)
+    environment.prepare(environ, tmp_path, {})
+    assert own.items() <= environ.items()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_every_variable_has_a_reader_in_ray() -> None:

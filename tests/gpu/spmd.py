@@ -10,6 +10,8 @@ import random
 import sys
 import time
 import zlib
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -19,11 +21,12 @@ from torch import Tensor
 from engine.geometry import Geometry, kv_groups, read_geometry
 from engine.rank import weights
 from engine.rank.attention import attention_backend
-from engine.rank.batch import Chunk, ForwardBatch
+from engine.rank.batch import Chunk, ForwardBatch, eager_batch
 from engine.rank.kv import GroupCache, KVCache
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.parallel import Parallel, connect, self_check
 
+Maker = Callable[[], ForwardBatch]
 CHUNK = 384  # crosses page and window edges at every step
 
 
@@ -93,22 +96,22 @@ def caches(geometry: Geometry, job: Job, device: torch.device) -> KVCache:
     return KVCache(made)
 
 
-def batches(job: Job, slot: int, device: torch.device) -> list[ForwardBatch]:
-    """One prompt's chunks, then its decode rows; logits are wanted of the last `rows` positions."""
+def batches(job: Job, slot: int, cache: KVCache, model: Gemma4, device: torch.device) -> Iterator[tuple[int, bool, Maker]]:
+    """One prompt's chunks, then its decode rows, each as (first position, whether it decodes, how to make its batch); logits are
+    wanted of the last `rows` positions. A batch reads the page tables when it is made."""
     ids = torch.tensor(job.prompts[slot], device=device)
     wanted = len(ids) - job.rows
     prefill = len(ids) - job.decodes
     edges = [*range(0, prefill, CHUNK), prefill]
     spans = list(itertools.pairwise(edges)) + [(p, p + 1) for p in range(prefill, len(ids))]
-    made = []
     for start, end in spans:
         decode = start >= prefill
         positions = torch.arange(start, end, device=device)
         logit_rows = torch.arange(max(0, min(wanted, end) - start), end - start, device=device)
         chunks = () if decode else (Chunk(slot, start, end, 0),)
         slots = torch.full_like(positions, slot)
-        made.append(ForwardBatch(ids[start:end], positions, slots, logit_rows, chunks, (end,) if decode else ()))
-    return made
+        inputs = (ids[start:end], slots, positions, chunks, logit_rows)
+        yield start, decode, partial(eager_batch, cache, model.frequencies, *inputs)
 
 
 def check_bits(hidden: Tensor, parallel: Parallel) -> None:
@@ -121,18 +124,20 @@ def check_bits(hidden: Tensor, parallel: Parallel) -> None:
 @torch.inference_mode()
 def run(job: Job, model: Gemma4, parallel: Parallel, device: torch.device) -> list[Tensor]:
     """Logits of each prompt."""
-    geometry, attention, cache = model.geometry, attention_backend("reference"), caches(model.geometry, job, device)
+    geometry, cache = model.geometry, caches(model.geometry, job, device)
+    attention = attention_backend(None, geometry, cache, job.size, (job.rows,), device)
     found, began, steps = [], time.monotonic(), 0
     for slot in range(len(job.prompts)):
         rows = []
-        for batch in batches(job, slot, device):
-            if job.fault in ("sliding", "full") and slot and not batch.chunks:
-                wrong_page(cache, job.fault, slot, int(batch.positions[0]))
+        for start, decode, make in batches(job, slot, cache, model, device):
+            if job.fault in ("sliding", "full") and slot and decode:
+                wrong_page(cache, job.fault, slot, start)
+            batch = make()
             if isinstance(parallel, Deaf):
                 parallel.calls = 0
             hidden = model(batch, cache, attention)
             steps += 1
-            if not len(batch.logit_rows):
+            if not hidden.shape[0]:
                 continue
             if not job.fault:
                 check_bits(hidden, parallel)

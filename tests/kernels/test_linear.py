@@ -8,22 +8,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+import kernels.linear as linear_module
 from kernels.activation import geglu
 from kernels.launch import record
 from kernels.linear import _run, linear, linear_geglu
-from kernels.tiles import ROW_CLASSES, TABLE, GemmShape, Tile, choose, fit, gemm, gemv, row_class
+from kernels.tiles import ROW_CLASSES, TABLE, GemmShape, Tile, adapt, choose, fit, gemm, gemv, mma, row_class, tma, wgmma
 from tests.support import interpreter
 
 pytestmark = pytest.mark.cpu
 
-# Largest error relative to the largest output: fp32 sums; one rounding to bf16 (the interpreter truncates: 2^-7 instead of 2^-8).
-TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-7}
+# Largest error relative to the largest output: sums in fp32, and one rounding to bf16.
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-8}
 DTYPES = list(TOLERANCE)
 TILES = [
     gemv(1, 4, 64, early=4),
     gemv(1, 2, 256, early=1),
     gemv(2, 4, 64, early=2),
     gemv(4, 2, 64, early=9),
+    gemv(8, 2, 64, early=2),
+    mma(8, 16, early=2),
+    mma(16, 32, early=9, warps=2),
     gemm(16, 32, 64, stages=2, early=1),
     gemm(32, 16, 32, stages=3, swap=True),
 ]
@@ -70,7 +74,7 @@ def test_under_the_interpreter() -> None:
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def interpreted_kernels(tile: Tile, gated: bool, dtype: torch.dtype) -> None:
     """Each kernel is the formula, also where no tile divides the sizes; a lost column or swapped halves are not."""
-    for rows, m, n in ((1, 22, 200), (max(1, tile.rows - 1), 16, 256)):
+    for rows, m, n in ((1, 14, 200), (max(1, tile.rows - 1), 8, 256)):
         x, weight = case(rows, m, n, dtype, gated)
         out, want = run(tile, x, weight, gated), product(x, weight, gated)
         assert error(out, want) < TOLERANCE[dtype]
@@ -108,13 +112,14 @@ def interpreted_wrappers_take_the_tables_tile(rows: int) -> None:
 
 
 def interpreted_many_rows_take_the_library() -> None:
-    """Above the largest class, and for no rows at all, nothing is launched and the result is torch's."""
+    """Above the largest class, and for no rows at all, the product is torch's, and only the gate a kernel of its own."""
     x, weight = case(ROW_CLASSES[-1] + 1, 8, 32, torch.float32, True)
     with record() as nodes:
-        assert torch.equal(linear(x, weight), functional.linear(x, weight))
-        assert torch.equal(linear_geglu(x, weight), geglu(functional.linear(x, weight)))
-        assert linear(x[:0], weight).shape == (0, 16)
-    assert nodes == []
+        plain, gated, none = linear(x, weight), linear_geglu(x, weight), linear(x[:0], weight)
+    assert [node.kernel for node in nodes] == ["_geglu"]
+    assert torch.equal(plain, functional.linear(x, weight))
+    assert torch.equal(gated, geglu(plain))
+    assert none.shape == (0, 16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -147,17 +152,18 @@ def test_wrong_arguments_are_refused() -> None:
 
 
 def test_every_shape_has_a_tile_for_every_row_class() -> None:
-    """The table is whole; tiles hold the rows of their class, gemv only few; `swap` needs the MMA's 64 rows."""
+    """The table is whole; tiles hold the rows of their class, gemv up to 4 and mma 8 or 16; `swap` needs the MMA's 64 rows."""
     for shape, tiles in TABLE.items():
         assert tuple(tiles) == ROW_CLASSES, shape
         for rows, tile in tiles.items():
             if tile is None:
                 continue
-            assert tile.rows == rows
-            assert (tile.kind == "gemv") == (rows <= 4), (shape, tile)
+            assert tile.rows >= rows
+            assert tile.kind != "gemv" or tile.rows == rows <= 4, (shape, tile)
+            assert tile.kind != "mma" or tile.rows in {8, 16}, (shape, tile)
             assert not tile.swap or tile.bn % 64 == 0
             assert tile == fit(tile, shape.gated, 232448), (shape, tile)
-    assert [row_class(rows) for rows in (1, 2, 3, 5, 16, 17, 100, 129)] == [1, 2, 4, 16, 16, 32, 128, None]
+    assert [row_class(rows) for rows in (1, 2, 3, 5, 9, 16, 17, 100, 129)] == [1, 2, 4, 8, 16, 16, 32, 128, None]
 
 
 def test_a_missing_shape_takes_the_nearest_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -183,3 +189,34 @@ def test_less_shared_memory_takes_fewer_stages() -> None:
         for rows in tiles:
             small = choose(rows, shape, 101376)
             assert small is None or small.shared_bytes(shape.gated) <= 101376 - 1024
+
+
+@pytest.mark.parametrize("streamed", [tma(8, 32, 128, 6), wgmma(64, 64, 128, 6)], ids=str)
+def test_tma_tiles_give_way_where_a_gpu_lacks_them(streamed: Tile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """wgmma only on sm_90, TMA from there on and for rows that lie a multiple of 16 bytes apart; elsewhere cp.async, cut to the
+    shared memory there."""
+    capabilities = {(9, 0): streamed.kind, (10, 0): "tma", (12, 0): "tma", (8, 0): "gemm"}
+    monkeypatch.setattr(linear_module, "choose", lambda rows, shape, shared: fit(streamed, shape.gated, shared))
+    for target, kind in capabilities.items():
+        for n in (5376, 5372):
+            with record(target) as nodes:
+                linear(*(torch.empty(size, n, dtype=torch.bfloat16, device="meta") for size in (5, 96)))
+            found = nodes[0].constexprs
+            assert nodes[0].kernel == ("_gemm_tma" if kind != "gemm" and n % 8 == 0 else "_gemm")
+            assert found.get("WGMMA", False) == (kind == "wgmma" and n % 8 == 0)
+            assert found["ROWS"] == (streamed.rows if nodes[0].kernel == "_gemm_tma" else max(16, streamed.rows))
+    assert adapt(streamed, (9, 0)) == streamed
+    assert fit(streamed, False, 101376).shared_bytes(False) <= 101376 - 1024
+
+
+def test_tma_needs_rows_of_16_bytes() -> None:
+    """The kernel refuses strides that a tensor map cannot have, and more rows than its tile holds."""
+    x, weight, out = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((9, 84), (32, 84), (9, 32)))
+    with record((9, 0)) as nodes:
+        with pytest.raises(AssertionError, match="84"):
+            _run(tma(16, 32, 64, 2), x, weight, out, gated=False)
+        x, weight = (torch.empty(size, 88, dtype=torch.bfloat16, device="meta") for size in (9, 32))
+        with pytest.raises(AssertionError, match="9"):
+            _run(tma(8, 32, 64, 2), x, weight, out, gated=False)
+        _run(tma(16, 32, 64, 2), x, weight, out, gated=False)
+    assert [node.kernel for node in nodes] == ["_gemm_tma"]

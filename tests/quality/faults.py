@@ -15,15 +15,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cluster.children import boot_json, child_command
-from engine.geometry import Layer
+from engine.geometry import KVGroup, Layer
 from engine.lifeline import BootArgs
-from engine.plan import StepPlan
-from engine.rank import worker
-from engine.rank.attention import reference
-from engine.rank.kv import GroupCache
+from engine.plan import PlanView
+from engine.rank import runner, worker
+from engine.rank.attention import paged
 from engine.rank.models import gemma4
 from kernels.allreduce import MappedCollectives
 
@@ -44,66 +44,95 @@ class Everywhere:
         return [sys.executable, "-m", "tests.quality.faults", self.fault, boot_json(args)]
 
 
-def _wrong_page(table: Tensor, slots: Tensor, positions: Tensor, page: int) -> Tensor:
-    place = positions // page
-    rows = place >= 2
-    table = table.clone()
-    table[slots[rows], place[rows] - 1] = table[slots[rows], place[rows] - 2]
-    return table
+def _plant_decode(change: Callable[[Tensor, Tensor, int, int | None], Tensor]) -> None:
+    """`change` gets (page ids, positions, page, window) of a layer's decode rows and gives the page ids that are read."""
+    whole = paged.decode_attention
+
+    def decode_attention(
+        qkv: Tensor, pool: Tensor, page_ids: Tensor, positions: Tensor, *rest: Any, **more: Any
+    ) -> None:
+        whole(qkv, pool, change(page_ids, positions, pool.shape[3], rest[4]), positions, *rest, **more)
+
+    paged.decode_attention = decode_attention  # type: ignore[attr-defined]
 
 
-def _plant_decode(change: Callable[..., tuple[Tensor, Tensor, Sequence[int], int | None]]) -> None:
-    """`change` gets (table, slots, positions, bounds, window, page) and gives (table, positions, bounds, window)."""
-    whole = reference.paged_decode
-
-    def paged_decode(
-        q: Tensor, pool: Tensor, table: Tensor, slots: Tensor, positions: Tensor, bounds: Sequence[int], window: int | None
-    ) -> Tensor:
-        table, positions, bounds, window = change(table, slots, positions, bounds, window, pool.shape[3])
-        return whole(q, pool, table, slots, positions, bounds, window)
-
-    reference.paged_decode = paged_decode  # type: ignore[attr-defined]
+def _own(positions: Tensor, page: int, window: int | None) -> Tensor:
+    """The place, among a row's page ids, of the page of its own position."""
+    first = torch.zeros_like(positions) if window is None else (positions - window + 1).clamp(min=0) // page
+    return (positions // page - first).long()
 
 
 def _wrong_sliding_page() -> None:
-    def change(table: Tensor, slots: Tensor, positions: Tensor, bounds: Any, window: int | None, page: int) -> Any:
-        return (_wrong_page(table, slots, positions, page) if window else table), positions, bounds, window
+    def change(page_ids: Tensor, positions: Tensor, page: int, window: int | None) -> Tensor:
+        place = _own(positions, page, window)
+        rows = (place >= 2).nonzero().squeeze(1)
+        if window is None or not len(rows):
+            return page_ids
+        page_ids = page_ids.clone()
+        page_ids[rows, place[rows] - 1] = page_ids[rows, place[rows] - 2]
+        return page_ids
 
     _plant_decode(change)
 
 
 def _dropped_page() -> None:
-    def change(table: Tensor, slots: Tensor, positions: Tensor, bounds: Any, window: int | None, page: int) -> Any:
-        if not window:
-            table = table.clone()
-            table[slots[positions >= 2 * page], _PAGE_DROPPED] = 0
-        return table, positions, bounds, window
+    def change(page_ids: Tensor, positions: Tensor, page: int, window: int | None) -> Tensor:
+        if window is None:
+            page_ids = page_ids.clone()
+            page_ids[positions >= 2 * page, _PAGE_DROPPED] = 0
+        return page_ids
 
     _plant_decode(change)
 
 
 def _stale_tail() -> None:
-    def change(table: Tensor, slots: Tensor, positions: Tensor, bounds: Any, window: int | None, page: int) -> Any:
-        room = table.shape[1] * page
-        return table, (positions + 1).clamp(max=room - 1), [min(bound + 1, room) for bound in bounds], window
+    """A second launch, of queries alone, a position further on where that is the same page."""
+    whole = paged.decode_attention
 
-    _plant_decode(change)
+    def decode_attention(qkv: Tensor, pool: Tensor, page_ids: Tensor, positions: Tensor, *rest: Any) -> None:
+        whole(qkv, pool, page_ids, positions, *rest)
+        cos_sin, q_norm, _, eps, window, scratch, out, splits = rest
+        page, further = pool.shape[3], positions + 1
+        same = (further % page != 0) & (positions >= 0)
+        if window is not None:
+            same &= ((further - window + 1).clamp(min=0) // page) == ((positions - window + 1).clamp(min=0) // page)
+        queries = qkv[:, : out.shape[1]].contiguous()
+        at = torch.where(same, further, positions)
+        whole(queries, pool, page_ids, at, cos_sin, q_norm, None, eps, window, scratch, out, splits)
+
+    paged.decode_attention = decode_attention  # type: ignore[attr-defined]
 
 
 def _window(by: int) -> None:
-    def change(table: Tensor, slots: Tensor, positions: Tensor, bounds: Any, window: int | None, page: int) -> Any:
-        return table, positions, bounds, window + by if window else None
+    """Of the ranks' own groups; the core releases by the right one."""
+    whole = worker.kv_groups
 
-    _plant_decode(change)
-    whole = reference.paged_prefill
-    reference.paged_prefill = lambda q, pool, pages, start, window: whole(  # type: ignore[attr-defined]
-        q, pool, pages, start, window + by if window else None
-    )
+    def kv_groups(*arguments: Any) -> tuple[KVGroup, ...]:
+        return tuple(replace(group, window=group.window and group.window + by) for group in whole(*arguments))
+
+    worker.kv_groups = kv_groups  # type: ignore[attr-defined]
 
 
 def _key_as_value() -> None:
-    whole = GroupCache.write
-    GroupCache.write = lambda self, layer, batch, k, v: whole(self, layer, batch, k, k)  # type: ignore[method-assign]
+    decode, post = paged.decode_attention, paged.qkv_post
+
+    def copy(pool: Tensor, pages: Tensor, positions: Tensor) -> None:
+        offsets = positions.long() % pool.shape[3]
+        pool[pages.long(), 1, :, offsets] = pool[pages.long(), 0, :, offsets]
+
+    def decode_attention(qkv: Tensor, pool: Tensor, page_ids: Tensor, positions: Tensor, *rest: Any) -> None:
+        decode(qkv, pool, page_ids, positions, *rest)
+        rows = (positions >= 0).nonzero().squeeze(1)
+        own = _own(positions, pool.shape[3], rest[4])
+        if qkv.shape[1] > rest[6].shape[1]:
+            copy(pool, page_ids[rows, own[rows]], positions[rows])
+
+    def qkv_post(qkv: Tensor, pool: Tensor, table: Tensor, slots: Tensor, positions: Tensor, *rest: Any) -> None:
+        post(qkv, pool, table, slots, positions, *rest)
+        if qkv.shape[1] > rest[4].shape[1] * rest[4].shape[2]:
+            copy(pool, table[slots.long(), positions.long() // pool.shape[3]], positions)
+
+    paged.decode_attention, paged.qkv_post = decode_attention, qkv_post  # type: ignore[attr-defined]
 
 
 def _rope_dims() -> None:
@@ -118,12 +147,12 @@ def _rope_dims() -> None:
 
 
 def _lost_sum() -> None:
-    whole, read = MappedCollectives.all_reduce, worker.decode_plan  # type: ignore[attr-defined]
+    whole, read = MappedCollectives.all_reduce, runner.read_plan  # type: ignore[attr-defined]
     left = [-1]
 
-    def decode_plan(data: bytes) -> StepPlan:
-        plan: StepPlan = read(data)
-        left[0] = -1 if plan.chunks else SUM
+    def read_plan(data: bytes) -> PlanView:
+        plan: PlanView = read(data)
+        left[0] = -1 if len(plan.chunks) else SUM
         return plan
 
     def all_reduce(self: MappedCollectives, x: Tensor) -> Tensor:
@@ -133,7 +162,7 @@ def _lost_sum() -> None:
         left[0] -= x.dim() == 2
         return own if due else total
 
-    worker.decode_plan = decode_plan  # type: ignore[attr-defined]
+    runner.read_plan = read_plan  # type: ignore[attr-defined]
     MappedCollectives.all_reduce = all_reduce  # type: ignore[method-assign]
 
 

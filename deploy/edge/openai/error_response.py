@@ -7,6 +7,7 @@ the request) brings its own request id and log line.
 """
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -65,10 +66,10 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
     return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
 
 
-def plain_error(status: int, message: str, code: str | None = None) -> Response:
+def plain_error(status: int, message: str, code: str | None = None, headers: Mapping[str, str] | None = None) -> Response:
     """An error that no exception of ours stands for: unknown path, wrong method, a bug."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    headers = dict(NO_RETRY) if status >= 500 else None
+    headers = {**(headers or {}), **(dict(NO_RETRY) if status >= 500 else {})}
     return json_response({"error": {"message": _cut(message), "type": kind, "param": None, "code": code}}, status, headers)
 
 

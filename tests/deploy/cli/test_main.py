@@ -10,6 +10,7 @@ import yaml
 
 from deploy import launcher
 from deploy.cli.main import main
+from engine.errors import EngineDead
 from tests.support.houserules import ROOT
 
 pytestmark = pytest.mark.pure
@@ -85,3 +86,13 @@ def test_a_dead_launchers_folder_is_swept_and_a_living_ones_is_not(monkeypatch: 
     (tmp_path / "q-someone-elses").mkdir()
     launcher._sweep()
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["q-living", "q-someone-elses"]
+
+
+def test_an_ingress_that_never_answers_is_an_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The launcher says so after its bound, and waits no longer."""
+    monkeypatch.setattr(launcher, "ROUTED_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # it accepts, and says nothing
+        config = {"http_options": {"host": "127.0.0.1", "port": taken.getsockname()[1]}, "applications": []}
+        launch = launcher.Launch(config, [], lambda line: None, folder=tmp_path)
+        with pytest.raises(EngineDead, match="did not answer within"):
+            launch._wait_answering()

@@ -334,7 +334,7 @@ def canaries(desk: Desk) -> list[str]:
     post(BODY, **{"authorization": "Bearer canaryo", "user-agent": "canaryp", "cookie": "canaryq", "x-canaryr": "x"})
     post(BODY | {"chat_template_kwargs": {"canarys": "canaryt"}, "response_format": {"type": "canaryu"}, "n": "canaryv"})
     httpx.get(f"{desk.edge.url}/v1/models/canaryw?canaryx=canaryy")
-    httpx.post(f"{desk.edge.url}{CHAT}", content=b'{"canaryz')
+    httpx.post(f"{desk.edge.url}{CHAT}", content=b'{"canaryz', headers={"content-type": "application/json"})
     text = desk.text()
     return [word for word in ("canary", answer, answer[:10]) if word in text]
 

@@ -42,7 +42,7 @@ def test_a_client_that_leaves_ends_its_request(edge: Edge, *, stream: bool) -> N
     edge.service.max_len = 10**6
     try:
         body = json.dumps(BODY | {"stream": stream, "max_tokens": 100_000}).encode()
-        head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         with socket.create_connection(("127.0.0.1", edge.port)) as sock:
             sock.sendall(head + body)
             until(lambda: edge.core.sent > 3, "tokens")
@@ -101,7 +101,7 @@ def test_a_reader_that_never_reads_is_dropped(nano: Nano) -> None:
     with Edge(nano("31b"), limits=LimitSettings(write_timeout_s=0.4), max_len=10**7) as edge:
         edge.core.forever, edge.core.steps = True, [[300] * 64]
         body = json.dumps(BODY | {"max_tokens": 9_000_000}).encode()
-        head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         with socket.socket() as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             sock.connect(("127.0.0.1", edge.port))

@@ -139,21 +139,21 @@ def test_a_bad_body_is_refused_at_the_door(edge: Edge, path: str, body: str, par
 @pytest.mark.parametrize(("path", "body"), GOOD, ids=range(len(GOOD)))
 def test_its_good_neighbour_is_served(edge: Edge, path: str, body: str) -> None:
     """The table refuses what it means to: the same keys with good values, unknown keys and nulls are served."""
-    reply = httpx.post(f"{edge.url}{path}", content=body, timeout=10)
+    reply = httpx.post(f"{edge.url}{path}", content=body, headers={"content-type": "application/json"}, timeout=10)
     assert reply.status_code == 200, reply.text
     assert len(edge.core.requests) == 1
 
 
 def test_the_context_error_has_both_numbers(edge: Edge) -> None:
     """context_length_exceeded says how long the prompt is and what fits, at the very boundary."""
-    reply = httpx.post(f"{edge.url}{TEXT}", content=text(prompt=[5] * 256))
+    reply = httpx.post(f"{edge.url}{TEXT}", content=text(prompt=[5] * 256), headers={"content-type": "application/json"})
     assert reply.json()["error"]["code"] == "context_length_exceeded"
     assert "256 tokens; the prompt has 256 tokens" in reply.json()["error"]["message"]
 
 
 def test_an_unknown_model_is_404(edge: Edge) -> None:
     """code model_not_found, which clients tell apart by."""
-    reply = httpx.post(f"{edge.url}{CHAT}", content=chat(model="gpt-4"))
+    reply = httpx.post(f"{edge.url}{CHAT}", content=chat(model="gpt-4"), headers={"content-type": "application/json"})
     assert reply.status_code == 404
     assert reply.json()["error"]["code"] == "model_not_found"
 

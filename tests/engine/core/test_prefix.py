@@ -11,7 +11,7 @@ from engine.core.allocator import Allocator
 from engine.core.pages import PagePool
 from engine.core.prefix import PrefixCache
 from engine.core.scheduler import Scheduler, SchedulerConfig
-from engine.core.segment import extend_keys, root_key
+from engine.core.segment import equal_keys, extend_keys, root_key
 from engine.geometry import KVGroup
 from engine.plan import StepPlan
 from engine.protocol import AbortReason, FinishReason, GenerateRequest, SamplingParams, pack_tokens
@@ -32,10 +32,12 @@ def tokens(*values: int) -> list[int]:
 class Bench:
     """A scheduler with a prefix cache over the KV machine; one request at a time, each to its end."""
 
-    def __init__(self, pages: tuple[int, int] = (40, 60), **settings: float | None) -> None:
-        self.config = SchedulerConfig(GROUPS, pages, 4, 200, 16, **{"cache_share": 1.0, **settings})
+    def __init__(
+        self, pages: tuple[int, ...] = (40, 60), groups: tuple[KVGroup, ...] = GROUPS, **settings: float | None
+    ) -> None:
+        self.config = SchedulerConfig(groups, pages, 4, 200, 16, **{"cache_share": 1.0, **settings})
         self.scheduler = Scheduler(self.config)
-        self.machine = KVMachine(GROUPS, pages, 4, 200, lambda prefix, position, seed: 50 + prefix % 40)
+        self.machine = KVMachine(groups, pages, 4, 200, lambda prefix, position, seed: 50 + prefix % 40)
         self.plans: list[StepPlan] = []
         self._asked = 0
 
@@ -212,6 +214,19 @@ def test_admissions_of_a_plan_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(bench.scheduler.schedule().admissions) == 4, "the fault beside it: without the bound all come at once"
 
 
+def test_equal_keys_are_counted_as_one_by_one() -> None:
+    """The bisection finds what a comparison key by key finds, at every offset and length."""
+    rng = random.Random(3)
+    for _ in range(2000):
+        whole = [bytes([at]) for at in range(rng.randint(1, 40))]
+        offset = rng.randint(0, len(whole))
+        split = rng.randint(offset, len(whole))
+        part = whole[offset:split] + [b"other"] * rng.randint(0, 5)
+        naive = next((at for at, (a, b) in enumerate(zip(part, whole[offset:], strict=False)) if a != b), None)
+        wanted = min(len(part), len(whole) - offset) if naive is None else naive
+        assert equal_keys(part, whole, offset) == wanted
+
+
 def test_a_hit_is_charged_to_nobody_else() -> None:
     """Sequences that share a prefix run side by side in pools that do not hold it twice."""
     config = SchedulerConfig(GROUPS, (40, 24), 4, 80, 64, cache_share=1.0)
@@ -262,6 +277,20 @@ def test_a_pool_under_pressure_loses_cached_pages_only(pages: tuple[int, int]) -
     assert [pool.free + pool.idle for pool in scheduler.pools] == [pool.total for pool in scheduler.pools]
 
 
+def test_a_model_of_full_layers_alone_has_a_cache_too() -> None:
+    """Without sliding layers a prefix is its full pages, found where prompts and answers end, and evicted when needed."""
+    bench = Bench((24,), (KVGroup(0, "full", (0,), 1, 512, None, PAGE),))
+    prompt = tokens(*range(10, 20))
+    first = bench.ask(prompt, 5)
+    assert bench.ask(prompt, 5) == first
+    assert bench.cached == 36
+    for start in range(100, 400, 50):
+        bench.ask(tokens(*range(start, start + 12)))
+    bench.ask(prompt, 5)
+    assert bench.cached == 0
+    assert bench.scheduler.cache.counters.evicted_pages > 0
+
+
 def test_the_share_bounds_what_lies_idle() -> None:
     """No pool has more idle pages than its share, at the end of every request."""
     bench = Bench(cache_share=0.25)
@@ -275,14 +304,21 @@ def test_the_share_bounds_what_lies_idle() -> None:
 
 
 def test_pages_that_held_nan_are_not_found_and_are_zeroed() -> None:
-    """A request whose logits are not finite leaves nothing to find; its pages are zeroed before anybody writes to them."""
+    """Requests whose logits are not finite leave nothing, and take away what they began with; their pages are zeroed before use."""
     bench = Bench()
-    prompt = tokens(*range(10, 20))
+    other, prompt = tokens(5, 6, 7), tokens(*range(10, 20))
+    bench.ask(other)
     bench.ask(prompt)
     bench.machine.nan = lambda prefix: True
-    bench.ask(prompt, 4)
-    assert bench.scheduler.counters.failed == 1
+    found = []
+    for _ in range(3):
+        bench.ask(prompt, 4)
+        found.append(bench.cached)
+    assert found == [36, 36, 0], "the answer's end goes first, then the prompt's"
+    assert bench.scheduler.counters.failed == 3
     bench.machine.nan = lambda prefix: False
+    bench.ask(other)
+    assert bench.cached == 8, "its neighbours keep theirs"
     zeroed = sum(len(plan.zeros) for plan in bench.plans)
     bench.ask(prompt, 4)
     assert bench.cached == 0

@@ -29,6 +29,7 @@ def test_random_worlds() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_many_random_worlds() -> None:
     """The same over 20 000 worlds from a fresh seed."""
     start = random.SystemRandom().randrange(1 << 40)

@@ -8,11 +8,14 @@ import pytest
 import torch
 
 from engine.geometry import KVGroup
-from engine.plan import Admission, PageAppend, PageRelease, PrefillChunk, StepPlan, decode_plan, encode_plan
+from engine.plan import Admission, PageAppend, PageRelease, PrefillChunk, StepPlan, encode_plan, read_plan
 from engine.protocol import SamplingParams
+from engine.rank.batch import ForwardBatch
 from engine.rank.kv import GroupCache, KVCache
+from engine.rank.sampler import SamplingRows
 from engine.rank.slots import SlotState
-from kernels.slots import clear, put, take
+from engine.rank.step import StepBuffers
+from kernels.slots import clear, put
 
 pytestmark = pytest.mark.cpu
 
@@ -21,13 +24,33 @@ CPU = torch.device("cpu")
 GROUPS = (KVGroup(0, "sliding", (0,), 1, 2, 64), KVGroup(1, "full", (1,), 1, 2, None))
 
 
-def state() -> SlotState:
-    caches = [GroupCache(group, PAGES, SLOTS, MAX_LEN, torch.float32, CPU) for group in GROUPS]
-    return SlotState(SLOTS, MAX_LEN, KVCache(caches), CPU)
+class Rank:
+    """Slot state and step buffers, as a runner holds them."""
+
+    def __init__(self) -> None:
+        caches = [GroupCache(group, PAGES, SLOTS + 1, MAX_LEN, torch.float32, CPU) for group in GROUPS]
+        self.slots = SlotState(SLOTS, MAX_LEN, KVCache(caches), CPU)
+        self.step = StepBuffers(self.slots, {}, SLOTS * MAX_LEN, tuple(range(1, SLOTS + 1)))
+
+    def run(self, plan: StepPlan, padding: int = 0) -> ForwardBatch | None:
+        """The plan, through its bytes, into the tables; its inputs, decode rows alone with `padding` rows behind them."""
+        view = read_plan(encode_plan(plan))
+        self.slots.admit(view.admissions)
+        uploaded = self.step.upload(view)
+        self.step.apply(uploaded)
+        if plan.chunks:
+            return self.step.mixed(view, uploaded)
+        return self.step.decodes(uploaded, len(plan.decodes) + padding) if plan.decodes else None
+
+    def sampling(self, plan: StepPlan, batch: ForwardBatch) -> SamplingRows:
+        """How the rows of the plan's results sample."""
+        rows = torch.arange(batch.rows) if batch.logit_rows is None else batch.logit_rows
+        results = self.slots.results(read_plan(encode_plan(plan)).result_slots)
+        return self.slots.sampling(results, batch.slots[rows], batch.positions[rows])
 
 
-def run(slots: SlotState, plan: StepPlan) -> None:
-    slots.apply(decode_plan(encode_plan(plan)))
+def state() -> Rank:
+    return Rank()
 
 
 @dataclass
@@ -68,8 +91,8 @@ class Book:
             for table in self.tables:
                 table[slot] = {}
         for group, table in enumerate(self.tables):
-            for _ in range(rng.randrange(3)):
-                index, page = rng.randrange(MAX_LEN // 32), rng.randrange(1, PAGES)
+            for index in rng.sample(range(MAX_LEN // 32), rng.randrange(3)):
+                page = rng.randrange(1, PAGES)
                 plan.appends.append(PageAppend(group, slot, index, page))
                 table[slot][index] = page
         self._work(slot, tenant, plan)
@@ -107,6 +130,9 @@ class Book:
 
 
 def compare(slots: SlotState, book: Book) -> None:
+    """Tables, tokens and lengths are the book's; the padding's slot stays as it was."""
+    assert not slots.tokens[SLOTS].any()
+    assert slots.lengths[SLOTS] == 0
     for cache, table in zip(slots.cache, book.tables, strict=True):
         expected = torch.zeros_like(cache.table)
         for slot, entries in enumerate(table):
@@ -115,28 +141,29 @@ def compare(slots: SlotState, book: Book) -> None:
         assert torch.equal(cache.table, expected)
     for slot, tenant in enumerate(book.tenants):
         assert slots.tokens[slot, : len(tenant.tokens)].tolist() == tenant.tokens
-        assert slots.lengths[slot] == slots.bounds[slot] == tenant.computed
+        assert slots.lengths[slot] == tenant.computed
 
 
 def play(seed: int, meddle: Callable[[StepPlan], StepPlan]) -> None:
     """Sixty random plans; the state runs what `meddle` makes of each, the book the plan itself."""
-    slots, book = state(), Book(seed)
+    rank, book = state(), Book(seed)
+    slots = rank.slots
     for _ in range(60):
         plan = book.plan()
-        run(slots, meddle(plan))
-        batch = slots.batch(plan)
+        batch = rank.run(meddle(plan))
         inputs, wanted = book.expect(plan)
-        assert list(zip(batch.slots.tolist(), batch.positions.tolist(), batch.ids.tolist(), strict=True)) == inputs
-        assert batch.logit_rows.tolist() == wanted
-        assert batch.decode_bounds == tuple(book.tenants[slot].computed for slot in plan.decodes)
-        assert [(chunk.slot, chunk.start) for chunk in batch.chunks] == [inputs[chunk.offset][:2] for chunk in batch.chunks]
-        rows = slots.rows(plan)
-        assert rows.slots == tuple(plan.result_slots)
-        assert rows.numbers == tuple(book.tenants[slot].number for slot in rows.slots)
-        sampled = [book.rng.randrange(1000) for _ in rows.slots]
-        slots.store(rows, torch.tensor(sampled, dtype=torch.int64))
-        for slot, token in zip(rows.slots, sampled, strict=True):
-            book.tenants[slot].tokens.append(token)
+        if batch is not None:
+            assert list(zip(batch.slots.tolist(), batch.positions.tolist(), batch.ids.tolist(), strict=True)) == inputs
+            assert batch.logit_rows is None or batch.logit_rows.tolist() == wanted
+            assert [(chunk.slot, chunk.start) for chunk in batch.chunks] == [inputs[chunk.offset][:2] for chunk in batch.chunks]
+            rows = slots.results(read_plan(encode_plan(plan)).result_slots)
+            assert rows.slots.tolist() == plan.result_slots
+            assert rows.numbers.tolist() == [book.tenants[slot].number for slot in plan.result_slots]
+            sampled = [book.rng.randrange(1000) for _ in plan.result_slots]
+            index = torch.tensor(wanted, dtype=torch.int64)
+            slots.store(batch.slots[index], batch.positions[index], torch.tensor(sampled, dtype=torch.int64))
+            for slot, token in zip(plan.result_slots, sampled, strict=True):
+                book.tenants[slot].tokens.append(token)
         compare(slots, book)
         slots.check()
 
@@ -156,7 +183,7 @@ def test_a_dropped_section_is_seen(section: str) -> None:
 
 def test_sampling_parameters_live_with_their_tenant() -> None:
     """Rows carry their own tenant's parameters to the bit of fp32; a new tenant's replace them whole, stop ids included."""
-    slots = state()
+    rank = state()
     seed = -(2**63) + 12345
     first = SamplingParams(
         max_tokens=1, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=seed, min_tokens=2, stop_ids=tuple(range(30)), logprobs=4
@@ -167,9 +194,9 @@ def test_sampling_parameters_live_with_their_tenant() -> None:
         admissions=[Admission(0, 1, [5, 6], 2, first), Admission(2, 2, [5, 6, 7], 3, second)],
         chunks=[PrefillChunk(2, 0, 3, 2), PrefillChunk(0, 0, 2, 1)],
     )
-    run(slots, plan)
-    slots.batch(plan)
-    sampling = slots.rows(plan).sampling
+    batch = rank.run(plan)
+    assert batch is not None
+    sampling = rank.sampling(plan, batch)
     assert (sampling.greedy, sampling.plain, sampling.filtered) == ([0], [], [1])
     assert sampling.positions.tolist() == [3, 2]
     assert sampling.seeds.tolist() == [0, seed]
@@ -179,9 +206,9 @@ def test_sampling_parameters_live_with_their_tenant() -> None:
     assert sampling.logprobs == [None, 4]
     assert set(sampling.forbidden[1].tolist()) == {-1, *range(30)}
     again = StepPlan(2, admissions=[Admission(0, 3, [1], 1, second)], chunks=[PrefillChunk(0, 0, 1, 0)])
-    run(slots, again)
-    slots.batch(again)
-    sampling = slots.rows(again).sampling
+    batch = rank.run(again)
+    assert batch is not None
+    sampling = rank.sampling(again, batch)
     assert sampling.greedy == [0]
     assert set(sampling.forbidden[0].tolist()) == {-1, 9}
     assert sampling.seeds.tolist() == [0]
@@ -191,43 +218,72 @@ def test_stop_ids_are_masked_until_min_tokens_are_out() -> None:
     """With min_tokens 2, exactly the first two generated tokens may not be stop ids, also after a preemption."""
     params = SamplingParams(max_tokens=9, min_tokens=2, stop_ids=(9,))
     for done in range(4):  # tokens generated before this admission
-        slots = state()
+        rank = state()
         known = 3 + done
         plan = StepPlan(1, admissions=[Admission(1, 1, [4] * known, 3, params)], chunks=[PrefillChunk(1, 0, known, known - 1)])
         masked = []
         for step in range(4):
-            run(slots, plan)
-            slots.batch(plan)
-            masked.append(bool((slots.rows(plan).sampling.forbidden == 9).any()))
+            batch = rank.run(plan)
+            assert batch is not None
+            masked.append(bool((rank.sampling(plan, batch).forbidden == 9).any()))
             plan = StepPlan(2 + step, decodes=[1])
         assert masked == [done + more < 2 for more in range(4)]
 
 
 def test_an_entry_outside_its_pool_is_found() -> None:
     """The debug check names the group of a page number that its pool does not have."""
-    slots = state()
-    run(slots, StepPlan(1, appends=[PageAppend(1, 0, 0, PAGES - 1)]))
-    slots.check()
-    run(slots, StepPlan(2, appends=[PageAppend(1, 0, 0, PAGES)]))
+    rank = state()
+    rank.run(StepPlan(1, appends=[PageAppend(1, 0, 0, PAGES - 1)]))
+    rank.slots.check()
+    rank.run(StepPlan(2, appends=[PageAppend(1, 0, 0, PAGES)]))
     with pytest.raises(AssertionError, match="group full"):
-        slots.check()
+        rank.slots.check()
 
 
 def test_the_last_of_equal_appends_counts() -> None:
-    """Two appends to one entry in one plan leave the later page."""
-    slots = state()
-    run(slots, StepPlan(1, appends=[PageAppend(0, 1, 2, page) for page in (5, 6, 7)]))
-    assert next(iter(slots.cache)).table[1].tolist() == [0, 0, 7, 0, 0, 0, 0, 0]
+    """A slot given away within a plan is appended to twice: the later page stands."""
+    rank = state()
+    admission = Admission(1, 1, [5], 1, SamplingParams(max_tokens=1))
+    rank.run(StepPlan(1, admissions=[admission], appends=[PageAppend(0, 1, 2, page) for page in (5, 6, 7)]))
+    assert next(iter(rank.slots.cache)).table[1].tolist() == [0, 0, 7, 0, 0, 0, 0, 0]
 
 
-def test_flat_writes_and_reads() -> None:
-    """put, take and clear are plain indexing of (row, column) pairs, and refuse a table that is not contiguous."""
+def test_cached_positions_are_not_computed_again() -> None:
+    """An admission with cached positions decodes behind them."""
+    rank = state()
+    admission = Admission(2, 1, [5, 6, 7, 8], 4, SamplingParams(max_tokens=1), cached=3)
+    batch = rank.run(StepPlan(1, admissions=[admission], decodes=[2]))
+    assert batch is not None
+    assert (batch.slots.tolist(), batch.positions.tolist(), batch.ids.tolist()) == ([2], [3], [8])
+
+
+def test_padding_rows_change_nothing() -> None:
+    """Rows behind the plan's decodes name the padding's slot and no position, and advance no length."""
+    rank = state()
+    rank.run(StepPlan(1, admissions=[Admission(0, 1, [5, 6], 2, SamplingParams(max_tokens=1), cached=1)]))
+    batch = rank.run(StepPlan(2, decodes=[0]), padding=2)
+    assert batch is not None
+    assert (batch.slots.tolist(), batch.positions.tolist()) == ([0, SLOTS, SLOTS], [1, -1, -1])
+    assert rank.slots.lengths.tolist() == [2, 0, 0, 0, 0]
+
+
+def test_a_plan_too_large_for_the_buffer_goes_up_by_itself() -> None:
+    """More appends than the device buffer holds are applied all the same."""
+    rank = state()
+    room = len(rank.step.plan)
+    appends = [PageAppend(1, at % SLOTS, at % 8, 1 + at % 90) for at in range(room)]
+    rank.run(StepPlan(1, appends=appends))
+    last = {(append.slot, append.index): append.page for append in appends}
+    for (slot, index), page in last.items():
+        assert rank.slots.cache.groups[1].table[slot, index] == page
+
+
+def test_flat_writes() -> None:
+    """put and clear are plain indexing of (row, column) pairs, and refuse a table that is not contiguous."""
     table = torch.zeros((3, 5), dtype=torch.int32)
     rows, columns = torch.tensor([0, 2, 2]), torch.tensor([4, 0, 3])
     put(table, rows, columns, torch.tensor([7, 8, 9]))
     assert table.tolist() == [[0, 0, 0, 0, 7], [0, 0, 0, 0, 0], [8, 0, 0, 9, 0]]
-    assert take(table, rows, columns).tolist() == [7, 8, 9]
-    assert take(table, rows, columns - torch.tensor([1, 0, 0])).tolist() != [7, 8, 9]
     clear(table, torch.tensor([2]))
     assert table.tolist() == [[0, 0, 0, 0, 7], [0] * 5, [0] * 5]
     with pytest.raises(RuntimeError):

@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from deploy.models.public_shapes import Shape as Model
+from deploy.models.public_shapes import ModelShape as Model
 from kernels.tiles import GemmShape
 
 

@@ -220,9 +220,9 @@ def check_tree(scheduler: Scheduler) -> list[Counter[int]]:
         assert segment.parent not in seen, "a segment would be evicted before what is below it"
         seen.add(segment)
         assert segment.children or segment.tail is not None, "pages that no hit can use"
-        kept[1].update(segment.pages)
+        kept[-1].update(segment.pages)
         kept[0].update(segment.tail or ())
-    assert max(kept[1].values(), default=1) == 1, "a full page is cached under two keys"
+    assert max(kept[-1].values(), default=1) == 1, "a full page is cached under two keys"
     return kept
 
 

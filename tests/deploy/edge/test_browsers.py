@@ -1,0 +1,151 @@
+"""What a web page of another site, and a neighbour on the network, may do and learn; and that the API's document is a valid one."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import SchemaError, ValidationError
+
+from deploy.edge.edge_settings import LimitSettings
+from deploy.edge.scope import from_here
+from tests.conftest import Nano
+from tests.support.edge.http_edge import Edge
+
+pytestmark = pytest.mark.pure
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+BODY: dict[str, Any] = {"model": "nano", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+PAGE = "https://page.example"
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "text/json"])
+def test_a_body_must_say_that_it_is_json(edge: Edge, kind: str | None) -> None:
+    """A page may send these three without asking: 415, and the engine hears nothing."""
+    reply = httpx.post(f"{edge.url}{CHAT}", content=json.dumps(BODY), headers={"content-type": kind} if kind else {})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (415, "unsupported_media_type")
+    assert edge.core.requests == []
+
+
+@pytest.mark.parametrize("kind", ["application/json", "Application/JSON", "application/json; charset=utf-8"])
+def test_json_is_json_however_it_is_spelled(edge: Edge, kind: str) -> None:
+    """In any case, with parameters."""
+    assert httpx.post(f"{edge.url}{CHAT}", content=json.dumps(BODY), headers={"content-type": kind}).status_code == 200
+
+
+@pytest.fixture(scope="module")
+def known(nano: Nano) -> Iterator[Edge]:
+    limits = LimitSettings(hosts=("localhost", "127.0.0.1", "[::1]", "llm.example"), cors_origins=(PAGE,))
+    with Edge(nano("31b"), limits=limits) as edge:
+        yield edge
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:8000", "[::1]:8000", "llm.example", "LLM.example:443"])
+def test_it_answers_to_its_names(known: Edge, host: str) -> None:
+    """With any port, in any case."""
+    assert httpx.get(f"{known.url}/v1/models", headers={"host": host}).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["rebound.example", "localhost.example", "127.0.0.2", "[::2]", "example"])
+def test_it_does_not_answer_to_others(known: Edge, host: str) -> None:
+    """A name of the attacker's that leads to loopback is none of them."""
+    reply = httpx.get(f"{known.url}/v1/models", headers={"host": host})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (403, "host_not_allowed")
+
+
+def asked_by(edge: Edge, origin: str) -> httpx.Response:
+    """The question that a browser asks before a page of `origin` may post JSON."""
+    wants = {"origin": origin, "access-control-request-method": "POST", "access-control-request-headers": "content-type"}
+    return httpx.options(f"{edge.url}{CHAT}", headers=wants)
+
+
+def test_no_page_is_let_in_unless_it_is_named(edge: Edge, known: Edge) -> None:
+    """Off by default; with the setting, the named origin alone, for its question and for its request."""
+    assert "access-control-allow-origin" not in asked_by(edge, PAGE).headers
+    assert "access-control-allow-origin" not in asked_by(known, "https://other.example").headers
+    granted = asked_by(known, PAGE)
+    assert (granted.status_code, granted.headers["access-control-allow-origin"]) == (200, PAGE)
+    reply = httpx.post(f"{known.url}{CHAT}", json=BODY, headers={"origin": PAGE})
+    assert (reply.status_code, reply.headers["access-control-allow-origin"]) == (200, PAGE)
+
+
+def test_a_wrong_method_hears_the_right_ones(edge: Edge) -> None:
+    """405 with Allow, as HTTP wants it."""
+    reply = httpx.get(f"{edge.url}{CHAT}")
+    assert (reply.status_code, reply.headers["allow"]) == (405, "POST")
+
+
+@pytest.mark.parametrize(
+    ("client", "forwarded", "here"),
+    [
+        ("127.0.0.1", (), True),
+        ("::1", (), True),
+        ("127.0.0.1", ("127.0.0.1",), True),
+        ("127.0.0.1", ("10.0.0.9, 127.0.0.1",), True),
+        ("127.0.0.1", ("127.0.0.1, 10.0.0.9",), False),
+        ("127.0.0.1", ("127.0.0.1", "10.0.0.9"), False),
+        ("127.0.0.1", ("somebody",), False),
+        ("10.0.0.9", ("127.0.0.1",), False),
+        ("10.0.0.9", (), False),
+    ],
+)
+def test_only_this_machine_is_here(client: str, forwarded: tuple[str, ...], here: bool) -> None:
+    """The connection must come from loopback, and so must what the nearest proxy says; what a client says of itself is nothing."""
+    headers = [(b"x-forwarded-for", value.encode()) for value in forwarded]
+    assert from_here({"type": "http", "client": (client, 1), "headers": headers}) is here
+
+
+def test_addresses_are_for_this_machine(edge: Edge) -> None:
+    """/health/ready names the exporter to loopback, and says no more than that it is ready to others."""
+    edge.service.about["metrics"] = "http://127.0.0.1:9/metrics"
+    try:
+        assert "metrics" in httpx.get(f"{edge.url}/health/ready").json()
+        far = httpx.get(f"{edge.url}/health/ready", headers={"x-forwarded-for": "10.0.0.9"})
+        assert (far.status_code, far.json()) == (200, {"status": "ready", "model": "nano"})
+    finally:
+        del edge.service.about["metrics"]
+
+
+def references(value: Any) -> Iterator[str]:
+    """Every $ref of a document."""
+    if isinstance(value, dict):
+        yield from (item for key, item in value.items() if key == "$ref")
+        yield from (found for item in value.values() for found in references(item))
+    elif isinstance(value, list):
+        yield from (found for item in value for found in references(item))
+
+
+def resolved(document: dict[str, Any], reference: str) -> Any:
+    """What it refers to; KeyError: nothing."""
+    value: Any = document
+    for part in reference.removeprefix("#/").split("/"):
+        value = value[part]
+    return value
+
+
+def body_schema(document: dict[str, Any], path: str) -> dict[str, Any]:
+    """The schema of a path's body, with the components that it refers to."""
+    content = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+    return {**content["schema"], "components": document["components"]}
+
+
+def test_the_document_of_the_api_is_whole(edge: Edge) -> None:
+    """OpenAPI 3.1: every reference leads somewhere, every schema is one, and they tell a good body from a bad one."""
+    document = httpx.get(f"{edge.url}/openapi.json").json()
+    assert document["openapi"].startswith("3.1")
+    found = list(references(document))
+    assert found, "nothing refers to anything: nothing is tested"
+    for reference in found:
+        resolved(document, reference)
+    with pytest.raises(KeyError):
+        resolved(document, "#/components/schemas/Nothing")
+    for path, good in ((CHAT, BODY), (TEXT, {"model": "nano", "prompt": [1, 2]})):
+        Draft202012Validator.check_schema(body_schema(document, path))
+        validator = Draft202012Validator(body_schema(document, path))
+        validator.validate(good)
+        with pytest.raises(ValidationError):
+            validator.validate(good | {"temperature": 3})
+    with pytest.raises(SchemaError):
+        Draft202012Validator.check_schema({"type": "nothing"})
