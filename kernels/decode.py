@@ -111,6 +111,17 @@ def decode_tile(d: int, page: int, ctas: int, turns: int, itemsize: int = 2, sha
     return tile
 
 
+def decode_cut(rows: int, pool: Tensor, pages: int, processors: int) -> tuple[int, DecodeTile]:
+    """Splits and tile of a bucket of `rows` rows that read at most `pages` pages of `pool`, one layer's.
+
+    Fewer rows may be launched by the same cut: then they need no variant of their own.
+    """
+    kv_heads, page, d = pool.shape[2:]
+    splits = decode_splits(rows, kv_heads, d, pages, processors)
+    shared = shared_memory(pool) if usable(pool) else LARGE_SHARED
+    return splits, decode_tile(d, page, rows * kv_heads * splits, -(-pages // splits), pool.element_size(), shared)
+
+
 def decode_attention(
     qkv: Tensor,
     pool: Tensor,
