@@ -30,6 +30,7 @@ class DecodeTile:
     """How a launch is cut. A CTA takes every `splits`-th run of `keys` keys of a row's KV head, and d / `values` columns of V.
 
     early: the first run's loads are issued before q is normed, which pays where a CTA has but one or two runs
+    ahead: so many runs are fetched to L2 while earlier kernels end, from sm_90 on
     """
 
     keys: int
@@ -37,6 +38,7 @@ class DecodeTile:
     warps: int
     stages: int
     early: bool
+    ahead: int = 0
 
     def shared_bytes(self, d: int) -> int:
         """What the pipeline holds of K and V, q, and what layouts are exchanged in, in two bytes a number."""
@@ -107,6 +109,17 @@ def decode_tile(d: int, page: int, ctas: int, turns: int, itemsize: int = 2, sha
     while tile.shared_bytes(d) > shared and tile.keys > 16:
         tile = replace(tile, stages=2) if tile.stages > 2 else replace(tile, keys=tile.keys // 2)
     return tile
+
+
+def decode_cut(rows: int, pool: Tensor, pages: int, processors: int) -> tuple[int, DecodeTile]:
+    """Splits and tile of a bucket of `rows` rows that read at most `pages` pages of `pool`, one layer's.
+
+    Fewer rows may be launched by the same cut: then they need no variant of their own.
+    """
+    kv_heads, page, d = pool.shape[2:]
+    splits = decode_splits(rows, kv_heads, d, pages, processors)
+    shared = shared_memory(pool) if usable(pool) else LARGE_SHARED
+    return splits, decode_tile(d, page, rows * kv_heads * splits, -(-pages // splits), pool.element_size(), shared)
 
 
 def decode_attention(
@@ -295,6 +308,7 @@ def _launch(
         scratch.lse,
         scratch.tickets,
         page_ids.shape[1],
+        pool.shape[0],
         eps,
         warps=tile.warps,
         stages=tile.stages,
@@ -309,4 +323,5 @@ def _launch(
         KEYS=tile.keys,
         VALUES=tile.values,
         EARLY=tile.early,
+        AHEAD=tile.ahead,
     )

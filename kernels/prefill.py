@@ -247,7 +247,11 @@ def _walk(
     pages = _pages_of(ids, first, width, KEYS, PAGE)
     for key in tl.range(first, last, KEYS):
         keys = key + tl.arange(0, KEYS)
-        at = side + (pages.to(tl.int64) * (2 * KV_HEADS * PAGE * D) + keys % PAGE * D)[:, None] + dims[None, :]
+        if KEYS <= PAGE:
+            start = side + pages.to(tl.int64) * (2 * KV_HEADS * PAGE * D) + key % PAGE * D  # one address a turn, and fixed offsets
+            at = start + (tl.arange(0, KEYS)[:, None] * D + dims[None, :])
+        else:
+            at = side + (pages.to(tl.int64) * (2 * KV_HEADS * PAGE * D) + keys % PAGE * D)[:, None] + dims[None, :]
         if MASKED:
             held = ((keys >= oldest) & (keys < end))[:, None]
             k = tl.load(at, held, other=0.0)
@@ -273,6 +277,8 @@ def _walk(
 
 @triton.jit
 def _pages_of(ids: tl.tensor, key: tl.tensor, width: tl.tensor, KEYS: tl.constexpr, PAGE: tl.constexpr) -> tl.tensor:
-    """The pages of KEYS keys from `key` on, int32 [KEYS]; 0 behind the table's end."""
-    entries = (key + tl.arange(0, KEYS)) // PAGE
+    """The page of KEYS keys from `key` on, or of each where they have several; 0 behind the table's end."""
+    entries = key // PAGE
+    if KEYS > PAGE:
+        entries += tl.arange(0, KEYS) // PAGE
     return tl.load(ids + entries, entries < width, other=0)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.decode import decode_splits
+from kernels.decode import DecodeTile, decode_splits
 from kernels.launch import Node, record
 from kernels.prefill import extend_attention
 from kernels.qkv import qkv_post
@@ -116,3 +116,15 @@ def test_keys_are_fetched_ahead() -> None:
         assert compiled.shared >= kept, compiled.shared
         assert any(re.search(r"cp\.async\.cg", line) for line in compiled.ptx_memory)
         assert re.search(r"cp\.async\.wait_group\s+(0x)?[2-9]", compiled.ptx)
+
+
+def test_pages_fetched_ahead_are_hints() -> None:
+    """With `ahead`, position and page ids are also read before the wait: past L1, only to know which lines to fetch to L2."""
+    tile = DecodeTile(PAGE, 1, 4, 3, early=False, ahead=3)
+    compiled = compile_node(decode_node(named("31b-tp4-sliding").shape, 8, 11, HOPPER, tile), HOPPER)
+    before = compiled.ptx.split("griddepcontrol.wait")[0]
+    assert {"positions", "page_ids"} <= early_reads(compiled) <= {"positions", "page_ids", "width", "q_norm", "k_norm"}
+    assert len(re.findall(r"ld\.global\.cg\.b32", before)) == 1 + 3
+    assert before.count("prefetch.global.L2") == compiled.ptx.count("prefetch.global.L2") == 2 * 3
+    plain = compile_node(decode_node(named("31b-tp4-sliding").shape, 8, 11, HOPPER, replace(tile, ahead=0)), HOPPER)
+    assert "prefetch" not in plain.ptx

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.decode import DecodeScratch, DecodeTile, decode_attention, decode_splits, most_parts
+from kernels.decode import DecodeScratch, DecodeTile, decode_attention, decode_cut, decode_splits, most_parts
 from kernels.launch import record
 from tests.bench import attention as bench
 from tests.support import interpreter
-from tests.support.attention import EPS, Case, Shape, decode_case
+from tests.support.attention import EPS, Case, Shape, decode_case, decode_node, meta
 
 pytestmark = pytest.mark.cpu
 
@@ -113,6 +113,17 @@ def test_splits_fill_the_gpu_and_no_more() -> None:
     most = most_parts(buckets, 4, 256, 33, 132)
     assert most == 5 * 256
     assert all(rows * decode_splits(rows, 4, 256, 33, 132) <= most for rows in buckets)
+
+
+def test_fewer_rows_take_their_buckets_cut() -> None:
+    """A bucket's cut is what its full launch takes by itself; a launch of fewer rows can be told to take it too."""
+    layer, pool = bench.LAYERS[1], meta(9, 2, 1, 32, 512)
+    with record((9, 0)):
+        splits, tile = decode_cut(4, pool, 33, 132)
+    full = decode_node(layer.shape, 4, splits, (9, 0), pages=33)
+    fewer = decode_node(layer.shape, 1, splits, (9, 0), tile, pages=33)
+    assert full.constexprs == fewer.constexprs
+    assert decode_node(layer.shape, 1, splits, (9, 0), pages=33).constexprs != full.constexprs
 
 
 def test_wrong_sizes_are_refused() -> None:
