@@ -15,6 +15,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from deploy.edge.bounded import bounded
 from deploy.edge.http_errors import DeadlineExceeded
 from deploy.edge.observe.record import RequestRecord, record_of
 from deploy.edge.openai.error_response import body_of
@@ -158,11 +159,12 @@ class CompletionResponse(Response):
         if more and not body:
             return
         try:
-            async with asyncio.timeout(self._service.limits.write_timeout_s):
-                if not self._started:
-                    self._started = True
-                    await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
-                await self._record.send({"type": "http.response.body", "body": body, "more_body": more})
+            if not self._started:
+                self._started = True
+                head = send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
+                await bounded(head, self._service.limits.write_timeout_s)
+            write = self._record.send({"type": "http.response.body", "body": body, "more_body": more})
+            await bounded(write, self._service.limits.write_timeout_s)
         except TimeoutError as error:
             self._stuck = True
             self._abort(AbortReason.slow_reader)
