@@ -28,12 +28,12 @@ Command = Callable[[BootArgs], Sequence[str]]
 
 
 @dataclass(frozen=True)
-class Fate:
+class ExitStatus:
     """How a child ended: `code` as Popen has it (a negative one is a signal; None: it lives still), and its last words."""
 
     name: str
     code: int | None
-    words: Failed | None = None
+    last_error: Failed | None = None
 
     @property
     def killed(self) -> bool:
@@ -43,22 +43,22 @@ class Fate:
     def __str__(self) -> str:
         if self.killed:
             return f"{self.name} was killed by {_signal_name(-(self.code or 0))}"
-        if self.words is not None:
-            return f"{self.name} failed: {self.words.error}"
+        if self.last_error is not None:
+            return f"{self.name} failed: {self.last_error.error}"
         return f"{self.name} ended with exit code {self.code}"
 
 
-def blame(fates: Iterable[Fate]) -> Fate | None:
-    """The cause among `fates`: who died by a signal, else who said something (fit for the user first), else whoever ended."""
-    return min(fates, key=_innocence, default=None)
+def root_cause(exits: Iterable[ExitStatus]) -> ExitStatus | None:
+    """The cause among `exits`: who died by a signal, else who said something (fit for the user first), else whoever ended."""
+    return min(exits, key=_cause_priority, default=None)
 
 
-def _innocence(fate: Fate) -> int:
-    if fate.killed:
+def _cause_priority(exit_status: ExitStatus) -> int:
+    if exit_status.killed:
         return 0
-    if fate.words is not None:
-        return 1 if fate.words.user else 2
-    return 3 if fate.code else 4
+    if exit_status.last_error is not None:
+        return 1 if exit_status.last_error.user else 2
+    return 3 if exit_status.code else 4
 
 
 def _signal_name(number: int) -> str:
@@ -76,20 +76,20 @@ class Child:
         self.process = process
         self.pidfd = os.pidfd_open(process.pid)
         self.lifeline = BootSocket(lifeline)
-        self._words: Failed | None = None
+        self._last_error: Failed | None = None
 
     @property
     def pid(self) -> int:
         return self.process.pid
 
-    def say(self, message: BootMessage) -> None:
+    def send(self, message: BootMessage) -> None:
         """Send a boot message; a child that is gone already is found out by its pidfd."""
         try:
             self.lifeline.send(message)
         except (BrokenPipeError, ConnectionResetError):
             return
 
-    def hear(self) -> BootMessage | None:
+    def receive(self) -> BootMessage | None:
         """The next boot message, at most a second away once its socket is readable; None at the end of its lifeline."""
         self.lifeline.sock.settimeout(1.0)
         try:
@@ -97,23 +97,23 @@ class Child:
         except ConnectionResetError:  # it ended with something of ours unread
             return None
         if isinstance(message, Failed):
-            self._words = message
+            self._last_error = message
         return message
 
-    def fate(self) -> Fate | None:
+    def exit_status(self) -> ExitStatus | None:
         """How it ended or what it complained of; None while it runs and is content."""
         code = self.process.poll()
         self._listen()
-        return None if code is None and self._words is None else Fate(self.name, code, self._words)
+        return None if code is None and self._last_error is None else ExitStatus(self.name, code, self._last_error)
 
     def _listen(self) -> None:
         """Take in what it may have said before it ended."""
-        if self._words is not None or self.lifeline.sock.fileno() < 0:
+        if self._last_error is not None or self.lifeline.sock.fileno() < 0:
             return
         self.lifeline.sock.setblocking(False)
         try:
-            while (message := self.lifeline.receive()) is not None and self._words is None:
-                self._words = message if isinstance(message, Failed) else None
+            while (message := self.lifeline.receive()) is not None and self._last_error is None:
+                self._last_error = message if isinstance(message, Failed) else None
         except (BlockingIOError, ConnectionResetError):
             return
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from cluster.health import Moment, stalls
-from engine.events import Levels, ProcessFigures
+from engine.events import ProcessFigures, ScrapeGauges
 from engine.plan import RankStatus
 
 _NS = 1_000_000_000
@@ -34,10 +34,10 @@ class Front(Protocol):
     def waiting_since(self) -> int | None: ...
 
 
-def levels(group: StatusSource, front: Front) -> Levels:
+def read_gauges(group: StatusSource, front: Front) -> ScrapeGauges:
     """The figures now; from any thread."""
     statuses = group.status()
-    return Levels(front.open, processes(statuses, alive(group.pidfds), time.monotonic_ns(), front.waiting_since))
+    return ScrapeGauges(front.open, processes(statuses, alive(group.pidfds), time.monotonic_ns(), front.waiting_since))
 
 
 def alive(pidfds: Mapping[str, int]) -> list[bool]:

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from cluster import children as family
+from cluster import children
 from cluster.capability import Capability, check_group, probe
-from cluster.children import Child, Command, Fate, child_command
+from cluster.children import Child, Command, ExitStatus, child_command
 from cluster.handshake import Handshake
 from engine.channel import create_shared, map_shared, ring_bytes
 from engine.config import EngineConfig
@@ -93,7 +93,7 @@ class Group:
             with theirs:
                 args = _boot_args(index, self.config.tp, shared, core.fileno(), theirs.fileno(), spin)
                 try:
-                    child = family.spawn(args, ours, _descriptors(args, shared), self.config.device, command)
+                    child = children.spawn(args, ours, _descriptors(args, shared), self.config.device, command)
                 except BaseException:
                     ours.close()
                     raise
@@ -124,10 +124,10 @@ class Group:
     def _read(self) -> list[RankStatus]:
         return [self._status.read(index) for index in range(self.config.tp + 1)]
 
-    def fates(self) -> list[Fate]:
+    def exits(self) -> list[ExitStatus]:
         """How the children that ended did so, and what those that complained said."""
         with self._lock:
-            return [fate for child in self.children if (fate := child.fate()) is not None]
+            return [exit_status for child in self.children if (exit_status := child.exit_status()) is not None]
 
     def close(self, timeout_s: float = CLOSE_WAIT_S) -> bool:
         """Let the core stop after the plan in flight, then end whatever is left; True when all ended by themselves in time.
@@ -153,11 +153,11 @@ class Group:
             if self._last is not None:
                 return
             self._last = self._read()
-            left = family.kill(self.children)
+            left = children.kill(self.children)
             self.front_socket.close()
             _unmap(self._memory)
         if left:
-            logger.error("killed, but not gone after %g s: %s", family.KILL_WAIT_S, ", ".join(left))
+            logger.error("killed, but not gone after %g s: %s", children.KILL_WAIT_S, ", ".join(left))
 
     def __enter__(self) -> Self:
         return self

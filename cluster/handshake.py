@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn, TypeVar
 
-from cluster.children import Child, blame
+from cluster.children import Child, root_cause
 from engine.errors import ConfigError, EngineDead
 from engine.lifeline import BootMessage, Failed
 
@@ -37,14 +37,14 @@ class Handshake:
     def tell(self, message: BootMessage) -> None:
         """Send `message` to every child."""
         for child in self._children:
-            child.say(message)
+            child.send(message)
 
     def gather(self, children: Sequence[Child], kind: type[M]) -> list[M]:
         """One message of `kind` from each of `children`, in their order."""
         answers: dict[str, M] = {}
         while len(answers) < len(children):
             for child in self._speaking([child.name for child in children if child.name not in answers], kind.__name__):
-                message = child.hear()
+                message = child.receive()
                 if not isinstance(message, kind) or child not in children or child.name in answers:
                     self._give_up(child, message)
                 answers[child.name] = message
@@ -67,9 +67,9 @@ class Handshake:
         if message is not None and not isinstance(message, Failed):
             raise EngineDead(f"{child.name} said {type(message).__name__} out of turn")
         time.sleep(SETTLE_S)
-        cause = blame(fate for each in self._children if (fate := each.fate()) is not None)
+        cause = root_cause(exit_status for each in self._children if (exit_status := each.exit_status()) is not None)
         if cause is None:
             raise EngineDead(f"{child.name} closed its lifeline")
-        if cause.words is not None and cause.words.user and not cause.killed:
-            raise ConfigError(cause.words.error)
+        if cause.last_error is not None and cause.last_error.user and not cause.killed:
+            raise ConfigError(cause.last_error.error)
         raise EngineDead(f"boot: {cause}")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from cluster.children import Fate, blame, child_name
+from cluster.children import ExitStatus, child_name, root_cause
 from cluster.handshake import SETTLE_S
 from engine.config import EngineConfig
 from engine.errors import ConfigError
@@ -136,7 +136,7 @@ class WatchedGroup(Protocol):
 
     def status(self) -> list[RankStatus]: ...
 
-    def fates(self) -> list[Fate]: ...
+    def exits(self) -> list[ExitStatus]: ...
 
 
 class Watcher:
@@ -191,7 +191,7 @@ class Watcher:
     def _ended(self) -> None:
         """A child has ended. The first one seen may only have lost its peer: unless a signal ended it, let the others speak."""
         self._stop_reading()
-        cause = blame(self._group.fates())
+        cause = root_cause(self._group.exits())
         if cause is not None and cause.killed:
             self._die(_death_of(cause))
         else:
@@ -199,7 +199,7 @@ class Watcher:
 
     def _settle(self) -> None:
         """No signal: a rank that gave up waiting for a hung one ends at about the bound, and the hung one is to blame."""
-        cause = blame(self._group.fates())
+        cause = root_cause(self._group.exits())
         hung = None if cause is not None and cause.killed else self._verdict(_NEARLY)
         self._die(hung or _death_of(cause))
 
@@ -244,11 +244,11 @@ class Watcher:
             self._timer = None
 
 
-def _death_of(fate: Fate | None) -> Death:
+def _death_of(exit_status: ExitStatus | None) -> Death:
     """By a process that ended; None: it said nothing and was gone."""
-    if fate is None:
+    if exit_status is None:
         return Death("failed", "a process of the group ended")
-    return Death("killed" if fate.killed else "failed", str(fate))
+    return Death("killed" if exit_status.killed else "failed", str(exit_status))
 
 
 def raylet_pid() -> int | None:

@@ -1,12 +1,12 @@
-"""Who is to be scraped, and what those that are gone have left: the books of the discovery endpoint, and the endpoint.
+"""Who is to be scraped, and what those that are gone have left: the registry of replicas, and the endpoint that serves it.
 
-    replica --beat(target, counts)--> Fleet --targets()--> /targets   Prometheus http_sd
-            `-leave(cause, counts)->        `-collect()--> /metrics   groups up and down, restarts, counts of the dead
-                                      nodes ------------> /ray       http_sd of Ray's own exporters, one a node
+    replica --heartbeat(target, counts)--> ReplicaRegistry --targets()--> /targets   Prometheus http_sd
+            `-deregister(cause, counts)->      `-collect()--------------> /metrics   groups up and down, restarts, retired counts
+                                           nodes -----------------------> /ray       http_sd of Ray's own exporters, one a node
 
 A replica that is silent for SILENT_S is no target any more; after GONE_S it counts as vanished, and its last counts go into the
 retired ones, when Prometheus has long ceased to scrape it. Gone is gone: a beat of it afterwards is refused, or its counts would be
-there twice. What a replica had open when it went is lost with it: its book is closed with so many requests that ended `dead`.
+there twice. What a replica had open when it went is lost with it: its final counts have as many more requests that ended `dead`.
 """
 
 import json
@@ -25,7 +25,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
 from dashboards import web
-from dashboards.metrics import CAUSES, EVER, FLEET, RETIRED, Metric
+from dashboards.metrics import CAUSES, DEPLOYMENT_TOTALS, FLEET, RETIRED, Metric
 from engine.errors import ConfigError
 
 SILENT_S = 3.5
@@ -36,7 +36,7 @@ _PAUSE_S = 2.0  # the endpoint itself did not run for so long: nobody is blamed 
 _REMEMBERED = 4096
 
 Counts = Mapping[tuple[str, tuple[str, ...]], float]
-Answer = Literal["ok", "gone"]
+HeartbeatReply = Literal["ok", "gone"]
 
 _DEAD = ("quartet_requests_total", ("dead",))
 _LOST: tuple[str, tuple[str, ...]] = ("quartet_requests_lost_total", ())
@@ -70,7 +70,7 @@ class _Member:
 
 
 @dataclass
-class _Books:
+class RetiredCounters:
     """What a deployment's replicas have left behind."""
 
     restarts: Counter[str] = field(default_factory=Counter)
@@ -78,14 +78,14 @@ class _Books:
     counts: dict[tuple[str, tuple[str, ...]], float] = field(default_factory=dict)
 
 
-class Fleet(Collector):
-    """The books. Every method may be called from any thread; `clock` in seconds, monotonic."""
+class ReplicaRegistry(Collector):
+    """The registry. Every method may be called from any thread; `clock` in seconds, monotonic."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._members: dict[str, _Member] = {}
-        self._books: dict[tuple[str, str], _Books] = {}
+        self._retired: dict[tuple[str, str], RetiredCounters] = {}
         self._down: dict[str, tuple[ScrapeTarget, float]] = {}
         self._gone: OrderedDict[str, None] = OrderedDict()
         self._ticked = clock()
@@ -93,18 +93,18 @@ class Fleet(Collector):
 
     # -- replicas
 
-    def beat(self, target: ScrapeTarget, counts: Counts) -> Answer:
+    def heartbeat(self, target: ScrapeTarget, counts: Counts) -> HeartbeatReply:
         """A replica lives, and has counted so far; the first beat registers it. `gone`: it has left, or was given up."""
         with self._lock:
             if target.replica in self._gone:
                 return "gone"
-            book = self._book(target)
+            retired = self._retired_of(target)
             for key in counts:
-                book.counts.setdefault(key, 0.0)  # at zero before its first death, or `increase` would miss that
+                retired.counts.setdefault(key, 0.0)  # at zero before its first death, or `increase` would miss that
             self._members[target.replica] = _Member(target, counts, self._clock())
             return "ok"
 
-    def leave(self, target: ScrapeTarget, cause: str | None, counts: Counts) -> None:
+    def deregister(self, target: ScrapeTarget, cause: str | None, counts: Counts) -> None:
         """A replica's last word; `cause`: one of CAUSES, or None for an orderly end. Idempotent: the first one counts."""
         with self._lock:
             if target.replica not in self._gone:
@@ -126,20 +126,20 @@ class Fleet(Collector):
 
     def _retire(self, replica: str, cause: str | None) -> None:
         member = self._members.pop(replica)
-        book = self._book(member.target)
+        retired = self._retired_of(member.target)
         if cause is None:
-            book.drained += 1
+            retired.drained += 1
         else:
-            book.restarts[cause if cause in CAUSES else "other"] += 1
-        for key, value in _closed(member.counts).items():
-            book.counts[key] = book.counts.get(key, 0.0) + value
+            retired.restarts[cause if cause in CAUSES else "other"] += 1
+        for key, value in final_counts(member.counts).items():
+            retired.counts[key] = retired.counts.get(key, 0.0) + value
         self._down[replica] = member.target, self._clock()
         self._gone[replica] = None
         if len(self._gone) > _REMEMBERED:
             self._gone.popitem(last=False)
 
-    def _book(self, target: ScrapeTarget) -> _Books:
-        return self._books.setdefault((target.application, target.deployment), _Books())
+    def _retired_of(self, target: ScrapeTarget) -> RetiredCounters:
+        return self._retired.setdefault((target.application, target.deployment), RetiredCounters())
 
     # -- Prometheus
 
@@ -154,9 +154,9 @@ class Fleet(Collector):
         with self._lock:
             families = {row.name: Family(row.stem, row.help, row.kind) for row in FLEET}
             self._show_groups(families)
-            for place, book in self._books.items():
-                _show_book(families, place, book)
-                _show_counts(families, place, EVER, [book.counts, *self._living(place)])
+            for place, retired in self._retired.items():
+                _show_retired(families, place, retired)
+                _show_counts(families, place, DEPLOYMENT_TOTALS, [retired.counts, *self._living(place)])
             families["quartet_discovery_start_time_seconds"].add_sample("quartet_discovery_start_time_seconds", {}, self._started)
         yield from families.values()
 
@@ -168,13 +168,13 @@ class Fleet(Collector):
         ups = [(member.target, not member.silent) for member in self._members.values()]
         for target, up in (*ups, *((target, False) for target, _ in self._down.values())):
             families["quartet_group_up"].add_sample("quartet_group_up", target.labels, float(up))
-        for application, deployment in self._books:
+        for application, deployment in self._retired:
             live = sum(up for target, up in ups if (target.application, target.deployment) == (application, deployment))
             labels = {"application": application, "deployment": deployment}
             families["quartet_groups"].add_sample("quartet_groups", labels, float(live))
 
 
-def _closed(counts: Counts) -> dict[tuple[str, tuple[str, ...]], float]:
+def final_counts(counts: Counts) -> dict[tuple[str, tuple[str, ...]], float]:
     """A replica's last counts, with an end for each request that it had received and not ended: `dead`, and lost."""
     ended = sum(value for (name, _), value in counts.items() if name == "quartet_requests_total")
     lost = max(0.0, counts.get(("quartet_requests_received_total", ()), 0.0) - ended)
@@ -184,11 +184,11 @@ def _closed(counts: Counts) -> dict[tuple[str, tuple[str, ...]], float]:
     return closed
 
 
-def _show_book(families: dict[str, Family], place: tuple[str, str], book: _Books) -> None:
+def _show_retired(families: dict[str, Family], place: tuple[str, str], retired: RetiredCounters) -> None:
     for cause in CAUSES:
-        _show(families, _ROWS["quartet_group_restarts_total"], (*place, cause), float(book.restarts[cause]))
-    _show(families, _ROWS["quartet_groups_drained_total"], place, float(book.drained))
-    _show_counts(families, place, RETIRED, [book.counts])
+        _show(families, _ROWS["quartet_group_restarts_total"], (*place, cause), float(retired.restarts[cause]))
+    _show(families, _ROWS["quartet_groups_drained_total"], place, float(retired.drained))
+    _show_counts(families, place, RETIRED, [retired.counts])
 
 
 def _show_counts(families: dict[str, Family], place: tuple[str, str], rows: Mapping[str, Metric], books: list[Counts]) -> None:
@@ -212,14 +212,14 @@ Listing = Callable[[], list[dict[str, Any]]]
 
 
 class DiscoveryServer:
-    """`/targets`, `/ray`, `/metrics` and `/health` of a fleet, on a thread of its own, which also ticks."""
+    """`/targets`, `/ray`, `/metrics` and `/health` of a registry, on a thread of its own, which also ticks."""
 
-    def __init__(self, fleet: Fleet, host: str, port: int, nodes: Listing = list) -> None:
+    def __init__(self, registry: ReplicaRegistry, host: str, port: int, nodes: Listing = list) -> None:
         """Open the port (0: a free one). ConfigError when it is taken. `nodes`: what /ray lists; 503 where that raises one."""
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(fleet)
+        collectors = CollectorRegistry(auto_describe=False)
+        collectors.register(registry)
         try:
-            self._server = _Server((host, port), _handler(fleet, registry, nodes), fleet)
+            self._server = _Server((host, port), _handler(registry, collectors, nodes), registry)
         except OSError as error:
             raise ConfigError(f"metrics.discovery: cannot listen on {host}:{port}: {error.strerror}") from error
         self.url = f"http://{host}:{self._server.server_port}/targets"
@@ -236,20 +236,20 @@ class DiscoveryServer:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler], fleet: Fleet) -> None:
-        self._fleet = fleet
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler], registry: ReplicaRegistry) -> None:
+        self._registry = registry
         super().__init__(address, handler)
 
     def service_actions(self) -> None:
         """Called by serve_forever at every turn."""
-        self._fleet.tick()
+        self._registry.tick()
 
 
-def _handler(fleet: Fleet, registry: CollectorRegistry, nodes: Listing) -> type[BaseHTTPRequestHandler]:
+def _handler(registry: ReplicaRegistry, collectors: CollectorRegistry, nodes: Listing) -> type[BaseHTTPRequestHandler]:
     pages: dict[str, tuple[str, Callable[[], bytes]]] = {
-        "/targets": ("application/json", lambda: json.dumps(fleet.targets()).encode()),
+        "/targets": ("application/json", lambda: json.dumps(registry.targets()).encode()),
         "/ray": ("application/json", lambda: json.dumps(nodes()).encode()),
-        "/metrics": (CONTENT_TYPE_PLAIN_0_0_4, lambda: generate_latest(registry)),
+        "/metrics": (CONTENT_TYPE_PLAIN_0_0_4, lambda: generate_latest(collectors)),
         "/health": ("text/plain", lambda: b"ok\n"),
     }
 

@@ -28,11 +28,11 @@ from engine.events import (
     EngineLoad,
     Event,
     FirstToken,
-    Levels,
     ProcessFigures,
     RequestFinished,
     RequestStarted,
     Scheduled,
+    ScrapeGauges,
     Tokens,
 )
 
@@ -62,18 +62,20 @@ class Exporter(Collector):
     """A sink of events with its own registry; `serve` opens the port, `close` gives it back.
 
     about   labels of quartet_build_info: model_name, build, attention, tp
-    levels  asked at each scrape, from the scrape's own thread
+    read_gauges  called at each scrape, from the scrape's own thread
     """
 
-    def __init__(self, about: Mapping[str, str], facts: Facts | None = None, levels: Callable[[], Levels] = Levels) -> None:
+    def __init__(
+        self, about: Mapping[str, str], facts: Facts | None = None, read_gauges: Callable[[], ScrapeGauges] = ScrapeGauges
+    ) -> None:
         self.facts = facts or Facts()
-        self.levels = levels
+        self.read_gauges = read_gauges
         self.registry = CollectorRegistry(auto_describe=False)
         self._about = dict(about)
         self._own = CollectorRegistry()
         self._metrics: dict[str, Any] = {metric.name: _collector(metric, self._own) for metric in ENGINE}
         self._load: EngineLoad | None = None
-        self._steps: dict[str, int] = {}
+        self._exported: dict[str, int] = {}
         self._scraping = threading.Lock()
         self._server: WSGIServer | None = None
         self._thread: threading.Thread | None = None
@@ -181,9 +183,9 @@ class Exporter(Collector):
     def _refresh(self) -> None:
         if self._load is not None:
             self._show_load(self._load)
-        levels = self.levels()
-        self._of("quartet_requests_in_flight").set(levels.open)
-        for process in levels.processes:
+        gauges = self.read_gauges()
+        self._of("quartet_requests_in_flight").set(gauges.open)
+        for process in gauges.processes:
             self._show_process(process)
 
     def _show_load(self, event: EngineLoad) -> None:
@@ -191,11 +193,11 @@ class Exporter(Collector):
         self._of("quartet_requests_running").set(load.running)
         self._of("quartet_requests_waiting").set(load.waiting)
         self._of("quartet_waiting_tokens").set(load.waiting_tokens)
-        _count_to(self._of("quartet_core_requests_received_total"), "received", load.received, self._steps)
+        _count_to(self._of("quartet_core_requests_received_total"), "received", load.received, self._exported)
         for end, child in self._ends.items():
-            _count_to(child, end, getattr(load, end), self._steps)
+            _count_to(child, end, getattr(load, end), self._exported)
         for name, value in _counted(event).items():
-            _count_to(self._of(name), name, value, self._steps)
+            _count_to(self._of(name), name, value, self._exported)
         for pool in load.pools:
             self._of("quartet_kv_pages").labels(pool.name).set(pool.total)
             self._of("quartet_kv_pages_used").labels(pool.name).set(pool.used)
@@ -214,7 +216,7 @@ class Exporter(Collector):
         }
         for name, value in values.items():
             self._of(name).labels(process.name).set(value)
-        _count_to(self._of("quartet_rank_steps_total").labels(process.name), f"rank {process.name}", process.steps, self._steps)
+        _count_to(self._of("quartet_rank_steps_total").labels(process.name), f"rank {process.name}", process.steps, self._exported)
 
     # -- scrapes
 

@@ -1,9 +1,9 @@
 """The one table of metrics: name, kind, unit, labels, buckets, and a help that says between which two moments a clock runs.
 
-    ENGINE   one target a replica: its exporter registers what stands here and nothing else
-    FLEET    one target a cluster: what the discovery endpoint knows, and a dead replica cannot say any more
-    RETIRED  of FLEET: each counter of ENGINE once more, summed over the replicas that are gone
-    EVER     of FLEET: the same, over the living, too
+    ENGINE             one target a replica: its exporter registers what stands here and nothing else
+    FLEET              one target a cluster: what the discovery endpoint knows, and a dead replica cannot say any more
+    RETIRED            of FLEET: each counter of ENGINE once more, summed over the replicas that are gone
+    DEPLOYMENT_TOTALS  of FLEET: the same, over the running ones, too
 
 Labels that say who is scraped (`TARGET_LABELS`) come from service discovery and stand on no row of ENGINE. Buckets resolve what
 Gemma 4 does, 2 to 40 ms a token, and contain every bound that vLLM has, so that its dashboards' `le=` selectors hit.
@@ -179,7 +179,7 @@ _REQUESTS = (
         buckets=LENGTH_BUCKETS,
     ),
     Metric("quartet_prompt_tokens_total", "counter", "tokens", "Prompt tokens of all submitted requests."),
-    Metric("quartet_generation_tokens_total", "counter", "tokens", "Tokens that arrived in the replica, for whom they were meant."),
+    Metric("quartet_generation_tokens_total", "counter", "tokens", "Output tokens delivered to requests that were still open."),
 )
 
 _SCHEDULER = (
@@ -265,11 +265,11 @@ def sibling(row: Metric, prefix: str, says: str) -> Metric:
 
 _GONE = "last known counts of the replicas that are gone, summed."
 _ALL = (
-    "summed over the replicas that live, as of their last beat, and those that are gone: what no death makes fall, or counts twice."
+    "summed over all replicas of the deployment, running (as of their last heartbeat) and gone: monotonic across replica restarts."
 )
 _LASTING = [row for row in ENGINE if row.kind == "counter" and "rank" not in row.labels]
 RETIRED: dict[str, Metric] = {row.name: sibling(row, "quartet_retired_", _GONE) for row in _LASTING}
-EVER: dict[str, Metric] = {row.name: sibling(row, "quartet_ever_", _ALL) for row in _LASTING}
+DEPLOYMENT_TOTALS: dict[str, Metric] = {row.name: sibling(row, "quartet_deployment_", _ALL) for row in _LASTING}
 
 FLEET: tuple[Metric, ...] = (
     Metric("quartet_groups", "gauge", "replicas", "Replicas registered and heard of lately.", ("application", "deployment")),
@@ -291,7 +291,7 @@ FLEET: tuple[Metric, ...] = (
     Metric("quartet_groups_drained_total", "counter", "replicas", "Replicas that left in order.", ("application", "deployment")),
     Metric("quartet_discovery_start_time_seconds", "gauge", "seconds", "When the discovery endpoint started, Unix time."),
     *RETIRED.values(),
-    *EVER.values(),
+    *DEPLOYMENT_TOTALS.values(),
 )
 
 METRICS: tuple[Metric, ...] = (*ENGINE, *FLEET)

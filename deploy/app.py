@@ -23,7 +23,7 @@ import ray
 from ray import serve
 from ray.serve import Application
 
-from cluster.gauges import levels
+from cluster.gauges import read_gauges
 from cluster.group import Group
 from cluster.health import Death, Watcher, raylet_pid
 from dashboards.exporter import Exporter, Facts
@@ -34,7 +34,7 @@ from deploy.edge.routes import create_app
 from deploy.edge.service import Defaults, Service
 from deploy.nodes import check_nodes
 from deploy.placement import configure, place
-from deploy.registry import Announcer, RayPost, target_here
+from deploy.registry import HeartbeatSender, RayRegistryClient, target_here
 from deploy.scaling import Demand
 from deploy.settings import DEPLOYMENT, Settings
 from engine.config import EngineConfig
@@ -121,7 +121,7 @@ class Quartet:
         metrics = self._exporter.serve(settings.metrics.host, settings.metrics.port)
         self._demand = Demand(config.max_seqs, settings.metrics.ttft_objective_s)
         self._client = EngineClient(group.front_socket, sink=to_each(self._exporter, self._demand))
-        self._exporter.levels = partial(levels, group, self._client)
+        self._exporter.read_gauges = partial(read_gauges, group, self._client)
         await self._client.start()
         self._service = Service(
             name=settings.name,
@@ -143,15 +143,15 @@ class Quartet:
         self._client.report()
         gc.collect()
         gc.freeze()  # what lives as long as the process: a full collection then takes a millisecond, not a hundred
-        self._announcer = self._announce(metrics)
+        self._heartbeats = self._start_heartbeats(metrics)
 
-    def _announce(self, metrics: str) -> Announcer | None:
+    def _start_heartbeats(self, metrics: str) -> HeartbeatSender | None:
         """Have Prometheus find the exporter at `metrics`."""
         if not self._settings.metrics.discovery.enabled:
             return None
         target = target_here(self._settings.name, metrics)
-        post = RayPost(self._settings.metrics.discovery)
-        return Announcer(post, target, self._exporter.counts, lambda url: self._service.about.update(discovery=url))
+        registry = RayRegistryClient(self._settings.metrics.discovery)
+        return HeartbeatSender(registry, target, self._exporter.counts, lambda url: self._service.about.update(discovery=url))
 
     def __serve_build_asgi_app__(self) -> Callable[..., Awaitable[None]]:
         return create_app(self._service, echo=False)  # Serve puts the request's id on replies
@@ -194,7 +194,7 @@ class Quartet:
 
     def _last_word(self, cause: str | None) -> Callable[[], None]:
         """What tells discovery that this replica is gone; it blocks for half a second at most."""
-        return (lambda: None) if self._announcer is None else partial(self._announcer.leave, cause)
+        return (lambda: None) if self._heartbeats is None else partial(self._heartbeats.deregister, cause)
 
     async def __del__(self) -> None:
         """Serve's orderly end: open answers are done, or their time is up."""

@@ -13,15 +13,15 @@ import ray
 from ray import serve
 from ray.exceptions import RayError
 
-from dashboards.discovery import Answer, Counts, DiscoveryServer, Fleet, ScrapeTarget
+from dashboards.discovery import Counts, DiscoveryServer, HeartbeatReply, ReplicaRegistry, ScrapeTarget
 from deploy.settings import DiscoverySettings
 from engine.errors import ConfigError
 
 NAME = "quartet-discovery"
 NAMESPACE = "quartet"
 PERIOD_S = 1.0
-_BEAT_TIMEOUT_S = 2.0
-_LEAVE_TIMEOUT_S = 0.5
+_HEARTBEAT_TIMEOUT_S = 2.0
+_DEREGISTER_TIMEOUT_S = 0.5
 _START_TIMEOUT_S = 20.0
 _HEAD = {"node:__internal_head__": 0.001}
 _EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - compared, not bound
@@ -33,37 +33,37 @@ class Discovery:
     """The actor: the books, and their endpoint."""
 
     def __init__(self, host: str, port: int) -> None:
-        self._fleet = Fleet()
+        self._registry = ReplicaRegistry()
         try:
-            self._server = DiscoveryServer(self._fleet, host, port, ray_exporters)
+            self._server = DiscoveryServer(self._registry, host, port, ray_exporters)
         except ConfigError as error:
-            self._server = DiscoveryServer(self._fleet, host, 0, ray_exporters)
+            self._server = DiscoveryServer(self._registry, host, 0, ray_exporters)
             logger.warning("%s; it is %s instead", error, self._server.url)
 
     def url(self) -> str:
         """The address of the http_sd list."""
         return self._server.url
 
-    def beat(self, target: ScrapeTarget, counts: Counts) -> Answer:
-        """As Fleet.beat."""
-        return self._fleet.beat(target, counts)
+    def heartbeat(self, target: ScrapeTarget, counts: Counts) -> HeartbeatReply:
+        """As ReplicaRegistry.heartbeat."""
+        return self._registry.heartbeat(target, counts)
 
-    def leave(self, target: ScrapeTarget, cause: str | None, counts: Counts) -> None:
-        """As Fleet.leave."""
-        self._fleet.leave(target, cause, counts)
+    def deregister(self, target: ScrapeTarget, cause: str | None, counts: Counts) -> None:
+        """As ReplicaRegistry.deregister."""
+        self._registry.deregister(target, cause, counts)
 
 
-class Post(Protocol):
+class RegistryClient(Protocol):
     """Where a replica's words go. Every call may raise RayError, within its timeout."""
 
     def url(self) -> str: ...
 
-    def beat(self, target: ScrapeTarget, counts: Counts) -> Answer: ...
+    def heartbeat(self, target: ScrapeTarget, counts: Counts) -> HeartbeatReply: ...
 
-    def leave(self, target: ScrapeTarget, cause: str | None, counts: Counts) -> None: ...
+    def deregister(self, target: ScrapeTarget, cause: str | None, counts: Counts) -> None: ...
 
 
-class RayPost:
+class RayRegistryClient:
     """The actor of this cluster, which is started where there is none."""
 
     def __init__(self, settings: DiscoverySettings) -> None:
@@ -74,13 +74,13 @@ class RayPost:
         """Its address; raises RayError when it cannot be started."""
         return str(ray.get(self._reach().url.remote(), timeout=_START_TIMEOUT_S))
 
-    def beat(self, target: ScrapeTarget, counts: Counts) -> Answer:
-        """As Fleet.beat."""
-        return self._ask("beat", _BEAT_TIMEOUT_S, target, counts)  # type: ignore[no-any-return]
+    def heartbeat(self, target: ScrapeTarget, counts: Counts) -> HeartbeatReply:
+        """As ReplicaRegistry.heartbeat."""
+        return self._ask("heartbeat", _HEARTBEAT_TIMEOUT_S, target, counts)  # type: ignore[no-any-return]
 
-    def leave(self, target: ScrapeTarget, cause: str | None, counts: Counts) -> None:
-        """As Fleet.leave."""
-        self._ask("leave", _LEAVE_TIMEOUT_S, target, cause, counts)
+    def deregister(self, target: ScrapeTarget, cause: str | None, counts: Counts) -> None:
+        """As ReplicaRegistry.deregister."""
+        self._ask("deregister", _DEREGISTER_TIMEOUT_S, target, cause, counts)
 
     def _ask(self, method: str, timeout_s: float, *args: object) -> Any:
         try:
@@ -97,28 +97,28 @@ class RayPost:
         return self._actor
 
 
-class Announcer:
-    """Tells `post` once a second, from a thread of its own, that the replica lives and what it has counted.
+class HeartbeatSender:
+    """Tells `registry` once a second, from a thread of its own, that the replica lives and what it has counted.
 
-    Whatever becomes of the post, the replica serves: what fails is logged once, and tried again. `on_url` hears where the list is.
+    Registry failures never affect serving: what fails is logged once, and tried again. `on_url` hears where the list is.
     """
 
     def __init__(
         self,
-        post: Post,
+        registry: RegistryClient,
         target: ScrapeTarget,
         counts: Callable[[], Counts],
         on_url: Callable[[str], None],
         period_s: float = PERIOD_S,
     ) -> None:
         self.target = target
-        self._post = post
+        self._registry = registry
         self._counts = counts
         self._on_url = on_url
         self._period_s = period_s
         self._over = threading.Event()
         self._complained = False
-        self._thread = threading.Thread(target=self._run, name="announcer", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
@@ -126,9 +126,9 @@ class Announcer:
         while True:
             try:
                 if not known:
-                    self._on_url(self._post.url())  # starts the actor, where there is none: that may take a while
+                    self._on_url(self._registry.url())  # starts the actor, where there is none: that may take a while
                     known = True
-                if self._post.beat(self.target, self._counts()) == "gone":
+                if self._registry.heartbeat(self.target, self._counts()) == "gone":
                     self._given_up()
                     return
                 self._complained = False
@@ -146,13 +146,13 @@ class Announcer:
             logger.warning("discovery does not answer (%s); Prometheus may not see this replica", type(error).__name__)
         self._complained = True
 
-    def leave(self, cause: str | None) -> None:
+    def deregister(self, cause: str | None) -> None:
         """The last word: the end's cause (None: in order), and the last counts. Blocks for half a second at most; once."""
         if self._over.is_set():
             return
         self._over.set()
         try:
-            self._post.leave(self.target, cause, self._counts())
+            self._registry.deregister(self.target, cause, self._counts())
         except RayError as error:
             logger.warning("discovery did not hear of the end (%s)", type(error).__name__)
 

@@ -108,10 +108,10 @@ class Context(Protocol):
 class Scaling:
     """Wants the least number of replicas that keeps every figure within its target; ValueError for a target out of its range.
 
-    slots           running and waiting sequences, as a share of the slots of one replica
-    kv              pages in use of the fullest KV pool, as a share
-    waiting_tokens  tokens that may wait for their prefill at one replica
-    calm            replicas go only if the rest then stay below this share of each target: between both nothing moves
+    slots                running and waiting sequences, as a share of the slots of one replica
+    kv                   pages in use of the fullest KV pool, as a share
+    waiting_tokens       tokens that may wait for their prefill at one replica
+    downscale_threshold  replicas go only if the rest then stay below this share of each target: between both nothing moves
 
     While first tokens come later than the objective, and something does wait, replicas are added in proportion: twice as many at
     most, and only once what the last change brought can be seen. While no replica tells figures, nothing moves.
@@ -120,7 +120,7 @@ class Scaling:
     slots: float = 0.8
     kv: float = 0.8
     waiting_tokens: float = 8192.0
-    calm: float = 0.8
+    downscale_threshold: float = 0.8
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -140,7 +140,7 @@ class Scaling:
         if late > 1 and sums["waiting_tokens"] and _seen(context, settled):
             wanted, why = max((wanted, why), (math.ceil(now * min(late, 2.0)), "late"))
         if wanted < now:
-            wanted, why = max(self._needed(sums, self.calm))
+            wanted, why = max(self._needed(sums, self.downscale_threshold))
             wanted = min(wanted, now)
         if not wanted:
             wanted, why = (1, "requests at no replica") if context.total_queued_requests else (0, "idleness")

@@ -111,7 +111,7 @@ class ProcessFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class Levels:
+class ScrapeGauges:
     """What is read at a scrape rather than told: the front's open requests, and the group's processes."""
 
     open: int = 0

@@ -97,12 +97,8 @@ def usable(x: Tensor) -> bool:
 
 def shared_memory(x: Tensor) -> int:
     """Bytes of shared memory that a block may have on `x`'s GPU, or on the recorder's target; an H200's under the interpreter."""
-    return _SHARED.get(capability(x), 101376)
-
-
-def capability(x: Tensor) -> tuple[int, int]:
-    """Compute capability of `x`'s GPU, or the recorder's target; an H200's under the interpreter."""
-    return _device_capability(x.device.index) if x.is_cuda else _launcher.target or (9, 0)
+    target = _device_capability(x.device.index) if x.is_cuda else _launcher.target or (9, 0)
+    return _SHARED.get(target, 101376)
 
 
 def launch(
@@ -205,8 +201,7 @@ def _type(arg: Any) -> str:
         return "i32" if -(2**31) <= arg < 2**31 else "i64"
     if isinstance(arg, float):
         return "fp32"
-    layout = f",{arg.layout!r}" if hasattr(arg, "layout") else ""  # Gluon's descriptors have one
-    return f"tensordesc<{_TYPES[arg.base.dtype]}{list(arg.block_shape)}{layout}>"
+    return f"tensordesc<{_TYPES[arg.base.dtype]}{list(arg.block_shape)}>"
 
 
 def _has_pdl() -> bool:

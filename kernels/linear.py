@@ -7,9 +7,8 @@ x [T, n], W [m, n], contiguous. A decode step reads every weight once, so up to 
 kernels exist to keep memory busy: weights are constant, so they are asked for before the kernel waits for its predecessors
 (kernels.launch), x after. One to four rows: products by lanes in fp32, weight tiles in registers (`_gemv`). Up to 16: tiles in
 registers that are an MMA's operand as they come from memory (`_mma`). Up to 128: `tl.dot` on tiles in shared memory (`_gemm`),
-rows padded, or where the table says so weights streamed by TMA (`kernels.tma`). Above, and for dtypes other than bf16: cuBLAS. All
-sums are fp32. A row's result depends on that row alone, and on the kernel and tile that `kernels.tiles` names for the number of
-rows.
+rows padded. Above, and for dtypes other than bf16: cuBLAS. All sums are fp32. A row's result depends on that row
+alone, and on the kernel and tile that `kernels.tiles` names for the number of rows.
 """
 
 import torch
@@ -18,10 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.activation import geglu, gelu
-from kernels.launch import INTERPRET, capability, launch, shared_memory, trigger, usable, wait
+from kernels.launch import INTERPRET, launch, shared_memory, trigger, usable, wait
 from kernels.numerics import cast
-from kernels.tiles import GemmShape, Tile, adapt, choose, fit
-from kernels.tma import gemm_tma
+from kernels.tiles import GemmShape, Tile, choose
 
 # How many neighbouring elements of an operand's column a thread holds: Triton chooses 4 up to 3.7, later 2.
 WIDE_OPERAND = tl.constexpr(triton.__version__.startswith(("3.6.", "3.7.")))
@@ -77,17 +75,11 @@ def _tile(x: Tensor, shape: GemmShape) -> Tile | None:
     rows = x.shape[0]
     if rows == 0 or not usable(x) or not (x.dtype == torch.bfloat16 or INTERPRET):
         return None
-    shared = shared_memory(x)
-    tile = choose(rows, shape, shared)
-    instructions = (8, 0) if INTERPRET or shape.n % 8 else capability(x)  # Gluon is not interpreted; TMA wants strides of 16 bytes
-    return tile and fit(adapt(tile, instructions), shape.gated, shared)
+    return choose(rows, shape, shared_memory(x))
 
 
 def _run(tile: Tile, x: Tensor, weight: Tensor, out: Tensor, *, gated: bool) -> Tensor:
     """Starts `tile`'s kernel."""
-    if tile.kind in {"tma", "wgmma"}:
-        gemm_tma(tile, x, weight, out, gated=gated)
-        return out
     rows, m = out.shape
     kernel = {"gemv": _gemv, "mma": _mma, "gemm": _gemm}[tile.kind]
     extra = {"SWAP": tile.swap} if tile.kind == "gemm" else {}

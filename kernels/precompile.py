@@ -9,7 +9,6 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
 
 from kernels.launch import Node
 
@@ -24,7 +23,7 @@ def precompile(node: Node, target: tuple[int, int]) -> Any:
     major, minor = target
     names = node.function.arg_names
     constexprs = {name: value for name, value in node.constexprs.items() if name not in _OPTIONS} | node.constants
-    source = (GluonASTSource if node.function.is_gluon() else ASTSource)(
+    source = ASTSource(
         node.function,
         signature={name: node.types.get(name, "constexpr") for name in names},
         constexprs={(names.index(name),): constexprs[name] for name in names if name in constexprs},

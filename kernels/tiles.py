@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
-Kind = Literal["gemv", "mma", "gemm", "tma", "wgmma"]
+Kind = Literal["gemv", "mma", "gemm"]
 ROW_CLASSES = (1, 2, 4, 8, 16, 32, 64, 128)
 LARGE_SHARED = 232448  # bytes a block may have on sm_90 and sm_100
 
@@ -22,10 +22,7 @@ _logger = logging.getLogger(__name__)
 class Tile:
     """One variant of a kernel. `rows` of x a CTA takes, `bn` of its outputs, `bk` of the inner dimension a turn.
 
-    `kind`: products by lanes (gemv), MMA on registers (mma), `tl.dot` on pipelined loads (gemm), weights by TMA to mma.sync (tma)
-    or to wgmma (wgmma).
-    `early`: weight tiles asked for before the kernel waits for its predecessors: held in registers (gemv, mma), in L2 (gemm);
-    with TMA all `stages` are.
+    `early`: weight tiles asked for before the kernel waits for its predecessors, into registers (gemv, mma) or L2 (gemm).
     `swap`: the weight is the MMA's left operand, whose 64 rows it fills, and x the right one. `stages`: depth of gemm's pipeline.
     `registers`: at most so many a thread, so that more CTAs stay on an SM. `start`: the next kernel may start with this one; it
     pays where that is a product too and has weights to ask for (31B TP=4 on H200: 4.42 against 4.50 ms a step, gate_up alone).
@@ -43,9 +40,9 @@ class Tile:
     start: bool = False
 
     def shared_bytes(self, gated: bool, itemsize: int = 2) -> int:
-        """What the pipeline holds of x and weight; 0 where tiles are held in registers."""
+        """What gemm's pipeline holds of x and weight; 0 for the others, which need only their sums' few bytes."""
         width = self.bn * (2 if gated else 1)
-        return self.stages * (self.rows + width) * self.bk * itemsize if self.kind not in {"gemv", "mma"} else 0
+        return self.stages * (self.rows + width) * self.bk * itemsize if self.kind == "gemm" else 0
 
 
 @dataclass(frozen=True)
@@ -73,16 +70,6 @@ def mma(rows: int, bn: int, early: int, warps: int = 4, registers: int | None = 
 
 def gemm(rows: int, bn: int, bk: int, stages: int, early: int = 0, warps: int = 4, swap: bool = False) -> Tile:
     return Tile("gemm", rows, bn, bk, early, warps, stages, swap)
-
-
-def tma(rows: int, bn: int, bk: int, stages: int) -> Tile:
-    """A warp for each 16 outputs of a side. Rows and outputs in MMA's units: rows 8 or more, outputs 16 or more, powers of two."""
-    return Tile("tma", rows, bn, bk, 0, bn // 16, stages)
-
-
-def wgmma(rows: int, bn: int, bk: int, stages: int) -> Tile:
-    """A warp for each 16 outputs, of which there are 64 or 128."""
-    return Tile("wgmma", rows, bn, bk, 0, bn // 16, stages)
 
 
 def _gated(tiles: dict[int, Tile | None]) -> dict[int, Tile | None]:
@@ -143,15 +130,6 @@ def fit(tile: Tile, gated: bool, shared: int) -> Tile:
     """`tile` with fewer stages, then a smaller `bk`, until its pipeline fits in `shared` bytes beside 1 KiB for reductions."""
     while tile.shared_bytes(gated) > shared - 1024:
         tile = replace(tile, stages=tile.stages - 1) if tile.stages > 2 else replace(tile, bk=tile.bk // 2)
-    return tile
-
-
-def adapt(tile: Tile, capability: tuple[int, int]) -> Tile:
-    """`tile` for a GPU of this compute capability: wgmma is sm_90's alone, TMA starts with it."""
-    if tile.kind == "wgmma" and capability[0] != 9:
-        tile = replace(tile, kind="tma")
-    if tile.kind == "tma" and capability < (9, 0):
-        tile = replace(tile, kind="gemm", rows=max(tile.rows, 16), early=1)
     return tile
 
 

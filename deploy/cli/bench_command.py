@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 RECEIVED, GENERATED = "quartet_requests_received_total", "quartet_generation_tokens_total"
 _LATE_S = 0.01
 
-TEACH = """\
+HELP = """\
 A closed load (--concurrency) keeps so many requests open; an open one (--rate) sends them at Poisson times, however long the
 answers take. Several values are run one after the other. Prompts are random words, their length set by what the server counts;
 every answer is as long as asked (ignore_eos), unless --eos.
@@ -38,7 +38,7 @@ exit codes: 0 all finished and everything is accounted for; 1 not so (--tolerate
 
 def register(commands: Subparsers) -> None:
     """Adds the subcommand."""
-    parser = command(commands, "bench", "load an OpenAI endpoint: percentiles, throughput, conservation", TEACH)
+    parser = command(commands, "bench", "load an OpenAI endpoint: percentiles, throughput, conservation", HELP)
     where = parser.add_argument_group("where")
     where.add_argument("--url", default="http://127.0.0.1:8000", help="the API (default: %(default)s)")
     where.add_argument("--model", help="default: the first that /v1/models names")

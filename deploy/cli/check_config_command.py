@@ -14,7 +14,7 @@ from engine.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from deploy.settings import Settings
 
-TEACH = """\
+HELP = """\
 Every key is checked: ours (deploy/settings.py lists them), Serve's, and what follows from the model's shape (context, tp).
 Nothing is started or downloaded. A model whose config.json is not on this machine is checked by its published shape where
 its name is a known one, and said to be unchecked where it is not.
@@ -27,7 +27,7 @@ exit codes: 0 it can be deployed; 2 it cannot, and the line on stderr names the 
 
 def register(commands: Subparsers) -> None:
     """Adds the subcommand."""
-    parser = command(commands, "check-config", "read a config and say what is wrong with it", TEACH)
+    parser = command(commands, "check-config", "read a config and say what is wrong with it", HELP)
     parser.add_argument("config", type=Path, help="a Serve config: what `serve run` takes")
     parser.set_defaults(run=run)
 
@@ -75,7 +75,8 @@ def time_notes(app: dict[str, Any], http: dict[str, Any], settings: "Settings") 
     bound, own = http.get("request_timeout_s"), settings.limits.request_timeout_s
     for drain in filter(None, (options.get("graceful_shutdown_timeout_s") for options in deployments)):
         if drain < own:
-            yield f"graceful_shutdown_timeout_s {drain:g} is below limits.request_timeout_s {own:g}: who goes may cut answers"
+            below = f"graceful_shutdown_timeout_s {drain:g} is below limits.request_timeout_s {own:g}"
+            yield f"{below}: downscaling may truncate open streams"
     if bound is None and any((options.get("autoscaling_config") or {}).get("min_replicas") == 0 for options in deployments):
         yield "request_timeout_s is not in http_options: at 0 replicas (min_replicas) a request may wait for ever"
     if bound is not None and bound < own:

@@ -34,7 +34,7 @@ _SCRAPES = 4
 _FOUND_TIMEOUT_S = 30.0
 _NEXT = "import a board into Grafana and choose its data source; rules go into rule_files of prometheus.yml"
 
-TEACH = """\
+HELP = """\
 Boards are code, committed as JSON that any Grafana imports ($datasource chooses the Prometheus); rules are Prometheus' own.
 
   quartet dashboards               what there is, and where
@@ -51,7 +51,7 @@ exit codes: 0 as asked; 1 this checkout has no boards; 2 they cannot be built or
 
 def register(commands: Subparsers) -> None:
     """Adds the subcommand."""
-    parser = command(commands, "dashboards", "where boards and alerts are; builds them", TEACH)
+    parser = command(commands, "dashboards", "where boards and alerts are; builds them", HELP)
     parser.add_argument("--build", action="store_true", help="write them anew, then list them")
     parser.add_argument("--live", action="store_true", help="show every panel on a page at loopback, from a local Prometheus")
     live = parser.add_argument_group("with --live")

@@ -11,7 +11,7 @@ from deploy.cli.output import NO, OK, Subparsers, Table, command, emit
 if TYPE_CHECKING:
     from deploy.cli.machine_checks import Finding
 
-TEACH = """\
+HELP = """\
 Looks, and changes nothing; Ray is not started and torch is not loaded. `ok` is as it should be, `warn` works with a cost that
 the line names, `fail` does not work until you do what the line says.
 
@@ -24,7 +24,7 @@ exit codes: 0 nothing fails (with --strict: nothing warns either); 1 something d
 
 def register(commands: Subparsers) -> None:
     """Adds the subcommand."""
-    parser = command(commands, "doctor", "what this machine can do, and what stands in the way", TEACH)
+    parser = command(commands, "doctor", "what this machine can do, and what stands in the way", HELP)
     parser.add_argument("config", type=Path, nargs="?", help="a config that this machine is to serve")
     parser.add_argument("--strict", action="store_true", help="a warning counts as a failure")
     parser.set_defaults(run=run)

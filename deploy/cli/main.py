@@ -34,7 +34,7 @@ COMMANDS = (
 )
 INTERRUPTED = 130  # as a shell counts a SIGINT
 
-TEACH = """\
+HELP = """\
 from nothing to tokens:
   quartet doctor                               what this machine has and lacks
   quartet plan --model 31b --tp 4 --gpu h200   will it fit, and how much runs at once
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     about = "Quartet: Gemma 4 on Ray Serve."
-    parser = argparse.ArgumentParser(prog="quartet", description=about, epilog=TEACH, formatter_class=raw)
+    parser = argparse.ArgumentParser(prog="quartet", description=about, epilog=HELP, formatter_class=raw)
     commands = parser.add_subparsers(required=True, metavar="command")
     for module in COMMANDS:
         module.register(commands)

@@ -13,7 +13,7 @@ from deploy.cli.output import NO, OK, Part, Subparsers, Table, command, emit, pl
 if TYPE_CHECKING:
     from deploy.cli.scrape import Snapshot
 
-TEACH = """\
+HELP = """\
 URL is an exporter, an http_sd list (all its targets, added up), or the API, whose /health/ready names its exporter.
 Latencies are quantiles of histograms: of everything since boot at first, then of what came since the line before.
 
@@ -48,7 +48,7 @@ _SHARES = (0.5, 0.9, 0.99)
 
 def register(commands: Subparsers) -> None:
     """Adds the subcommand."""
-    parser = command(commands, "metrics", "the main figures of a running deployment, live", TEACH)
+    parser = command(commands, "metrics", "the main figures of a running deployment, live", HELP)
     where = "exporter, http_sd list or API (default: %(default)s)"
     parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000", help=where)
     parser.add_argument("--once", action="store_true", help="one scrape, then end")

@@ -22,7 +22,7 @@ TPS = (1, 2, 4, 8)
 _OVERRIDES = ("model", "tp", "dtype", "device", "max_seqs", "max_len", "prefill_budget", "memory_fraction")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
-TEACH = """\
+HELP = """\
 The numbers come from the engine's own code: model and caches are built without memory, so they are what an engine allocates.
 The five public shapes are known by name, with no network: e2b, e4b, 12b, 26b-a4b, 31b (or their hub ids).
 
@@ -39,7 +39,7 @@ exit codes: 0 it fits; 1 it does not, or not one sequence of max_len does; 2 the
 
 def register(commands: Subparsers) -> None:
     """Adds the subcommand."""
-    parser = command(commands, "plan", "will this model fit: weights, KV pools, concurrency", TEACH)
+    parser = command(commands, "plan", "will this model fit: weights, KV pools, concurrency", HELP)
     parser.add_argument("config", type=Path, nargs="?", help="a Serve config; the options below win over it")
     parser.add_argument("--model", help="a shape by name, a hub id, or a folder")
     parser.add_argument("--tp", type=int, help="GPUs of one group")

@@ -15,7 +15,7 @@ from engine.errors import ConfigError, QuartetError
 
 _GOODBYE = "no new requests; open ones may finish. Once more to stop now."
 
-TEACH = """\
+HELP = """\
 Starts Ray and Serve on this machine and serves CONFIG until SIGINT or SIGTERM. The first signal drains: no new requests, open
 answers finish within --drain seconds; a second one stops at once. Nothing is left behind.
 
@@ -28,7 +28,7 @@ exit codes: 0 stopped as asked; 1 it could not start or broke; 2 this machine or
 def register(commands: Subparsers) -> None:
     """Adds the subcommand."""
     summary = "start Ray and serve a config on this machine; Ctrl-C or SIGTERM drains"
-    serve = command(commands, "serve", summary, TEACH, as_json=False)
+    serve = command(commands, "serve", summary, HELP, as_json=False)
     serve.add_argument("config", type=Path)
     serve.add_argument("--host", help="instead of the config's")
     serve.add_argument("--port", type=int, help="instead of the config's")

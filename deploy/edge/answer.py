@@ -15,10 +15,11 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from deploy.edge.bounded import bounded
 from deploy.edge.http_errors import DeadlineExceeded
 from deploy.edge.observe.record import RequestRecord, record_of
 from deploy.edge.openai.error_response import body_of
-from deploy.edge.openai.forms import DONE, Form, Usage
+from deploy.edge.openai.forms import DONE, ResponseFormat, Usage
 from deploy.edge.service import Service
 from engine.errors import Overloaded, QuartetError, SlowReader
 from engine.front.generation import Delta, Generation, Job, merged
@@ -31,14 +32,14 @@ _SSE_HEADERS = [
 ]
 
 
-class Answer(Response):
+class CompletionResponse(Response):
     """Submits `job` when it is called as an ASGI app, and answers in `form`."""
 
-    def __init__(self, service: Service, job: Job, form: Form, *, stream: bool, include_usage: bool) -> None:
+    def __init__(self, service: Service, job: Job, form: ResponseFormat, *, stream: bool, include_usage: bool) -> None:
         super().__init__()
         self._service = service
         self._job = job
-        self._form = form
+        self._format = form
         self._streams = stream
         self._include_usage = include_usage
         self._generations: list[Generation] = []
@@ -64,7 +65,7 @@ class Answer(Response):
     def _note(self, record: RequestRecord) -> None:
         """What is known before the first token."""
         self._record = record
-        record.model, record.answer, record.stream = self._service.name, self._form.id, self._streams
+        record.model, record.answer, record.stream = self._service.name, self._format.id, self._streams
         record.choices, record.max_tokens = len(self._job.params), self._job.params[0].max_tokens
         record.prompt_tokens = len(self._job.prompt)
 
@@ -113,7 +114,7 @@ class Answer(Response):
 
     async def _whole(self, deltas: AsyncIterator[tuple[int, Delta]], send: Send) -> bool:
         """Collect, then reply; False when some choice has no end."""
-        collectors = [self._form.collector() for _ in self._job.params]
+        collectors = [self._format.collector() for _ in self._job.params]
         async for index, delta in deltas:
             collectors[index].add(delta)
         choices = [collector.choice for collector in collectors]
@@ -122,7 +123,7 @@ class Answer(Response):
         usage = Usage(len(self._job.prompt), sum(len(choice.tokens) for choice in choices))
         self._record.finishes = {index: choice.finish for index, choice in enumerate(choices) if choice.finish is not None}
         self._record.output_tokens = usage.completion
-        body = self._form.whole(collectors, usage)
+        body = self._format.full(collectors, usage)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
@@ -134,15 +135,15 @@ class Answer(Response):
         tokens = 0
         left = len(self._job.params)
         async for index, delta in deltas:
-            parts = [] if index in opened else [self._form.opening(index)]
+            parts = [] if index in opened else [self._format.first(index)]
             opened.add(index)
             tokens += len(delta.tokens)
             if delta.parts or delta.logprobs:
-                parts.append(self._form.chunk(index, delta))
+                parts.append(self._format.chunk(index, delta))
             if delta.finish is not None:
                 left -= 1
                 self._record.finishes[index] = delta.finish
-                parts.append(self._form.closing(index, delta.finish))
+                parts.append(self._format.last(index, delta.finish))
             if left == 0:
                 parts += self._ending(tokens)
             await self._write(b"".join(parts), send, more=left > 0)
@@ -150,7 +151,7 @@ class Answer(Response):
 
     def _ending(self, tokens: int) -> list[bytes]:
         self._record.output_tokens = tokens
-        usage = [self._form.usage(Usage(len(self._job.prompt), tokens))] if self._include_usage else []
+        usage = [self._format.usage(Usage(len(self._job.prompt), tokens))] if self._include_usage else []
         return [*usage, DONE]
 
     async def _write(self, body: bytes, send: Send, *, more: bool) -> None:
@@ -158,11 +159,12 @@ class Answer(Response):
         if more and not body:
             return
         try:
-            async with asyncio.timeout(self._service.limits.write_timeout_s):
-                if not self._started:
-                    self._started = True
-                    await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
-                await self._record.send({"type": "http.response.body", "body": body, "more_body": more})
+            if not self._started:
+                self._started = True
+                head = send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
+                await bounded(head, self._service.limits.write_timeout_s)
+            write = self._record.send({"type": "http.response.body", "body": body, "more_body": more})
+            await bounded(write, self._service.limits.write_timeout_s)
         except TimeoutError as error:
             self._stuck = True
             self._abort(AbortReason.slow_reader)

@@ -13,14 +13,14 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from deploy.edge.admission import Place
-from deploy.edge.answer import Answer
+from deploy.edge.admission_control import Place
+from deploy.edge.answer import CompletionResponse
 from deploy.edge.http_errors import DeadlineExceeded, WrongMediaType
 from deploy.edge.limits import Limits
-from deploy.edge.observe.access_log import Journal
+from deploy.edge.observe.access_log import AccessLog
 from deploy.edge.observe.record import record_of
 from deploy.edge.openai.error_response import handle, json_response, plain_error
-from deploy.edge.openai.forms import ChatForm, TextForm
+from deploy.edge.openai.forms import ChatFormat, TextFormat
 from deploy.edge.openai.schemas import ChatRequest, CompletionRequest, R, Sampling, documentation
 from deploy.edge.scope import from_here
 from deploy.edge.service import Service
@@ -38,7 +38,7 @@ def create_app(service: Service, *, echo: bool = True) -> ASGIApp:
     _add_models(app, service)
     _add_health(app, service)
     _document_components(app)
-    return Journal(_for_browsers(Limits(app, service.limits), service.limits.cors_origins), service, echo=echo)
+    return AccessLog(_for_browsers(Limits(app, service.limits), service.limits.cors_origins), service, echo=echo)
 
 
 def _for_browsers(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
@@ -54,13 +54,13 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def chat_completions(request: Request) -> Response:
         async with _admitted(service, request) as place:
             wanted = await _wanted(service, ChatRequest, request)
-            return _answer(service, wanted, await service.chat_job(wanted), ChatForm, place)
+            return _answer(service, wanted, await service.chat_job(wanted), ChatFormat, place)
 
     @app.post("/v1/completions", response_model=None, openapi_extra=_body(CompletionRequest))
     async def completions(request: Request) -> Response:
         async with _admitted(service, request) as place:
             wanted = await _wanted(service, CompletionRequest, request)
-            return _answer(service, wanted, await service.completion_job(wanted), TextForm, place)
+            return _answer(service, wanted, await service.completion_job(wanted), TextFormat, place)
 
 
 @asynccontextmanager
@@ -91,10 +91,12 @@ async def _wanted(service: Service, kind: type[R], request: Request) -> R:
     return wanted
 
 
-def _answer(service: Service, wanted: Sampling, job: Job, form: type[ChatForm] | type[TextForm], place: Place) -> Answer:
+def _answer(
+    service: Service, wanted: Sampling, job: Job, form: type[ChatFormat] | type[TextFormat], place: Place
+) -> CompletionResponse:
     place.settle(len(job.params), len(job.params) * len(job.prompt))
     made = form(service.name, service.text.pieces, include_usage=wanted.wants_usage)
-    return Answer(service, job, made, stream=bool(wanted.stream), include_usage=wanted.wants_usage)
+    return CompletionResponse(service, job, made, stream=bool(wanted.stream), include_usage=wanted.wants_usage)
 
 
 def _add_models(app: FastAPI, service: Service) -> None:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from deploy.edge.admission import AdmissionControl
+from deploy.edge.admission_control import AdmissionControl
 from deploy.edge.edge_settings import LimitSettings, LogSettings
 from deploy.edge.observe.spans import Tracer
 from deploy.edge.openai.schemas import ChatRequest, CompletionRequest, R, Sampling, parse
@@ -58,8 +58,8 @@ class Defaults:
 class Service:
     """One served model. `vocab` is the model's (token ids must lie in it), `max_len` the context.
 
-    `capacity` choices, and `queue_tokens` tokens of those that wait, are let in (admission.py); `open` counts choices from their
-    submission to the last byte of their answer. `tracer`: none unless configured.
+    `capacity` choices, and `queue_tokens` tokens of those that wait, are let in (admission_control.py); `open` counts choices from
+    their submission to the last byte of their answer. `tracer`: none unless configured.
     """
 
     name: str

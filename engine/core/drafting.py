@@ -96,31 +96,35 @@ class Drafts:
                 self._allocator.release(sequence, changes)
 
     def _run_all(self, draft: Draft) -> None:
-        """A row for everybody who runs, in order; those who prefill get their shares of the budget."""
-        prefills = [sequence for sequence in self._requests.running if sequence.high < sequence.target and sequence.ready > 0]
-        remaining = [sequence.ready for sequence in prefills]
-        shares = self._policy.shares(remaining, draft.budget, bool(self._requests.waiting and self._requests.free_slots))
-        share = dict(zip(prefills, shares, strict=True))
-        for sequence in list(self._requests.running):
-            if sequence.slot >= 0:  # it may have been preempted by one before it
-                if sequence.high < sequence.target:
-                    self._prefill(sequence, share.get(sequence, 0), draft)
-                else:
-                    self._decode(sequence, draft)
+        """A row for everybody who runs, in order, if it has one and pages for it; prefills get their shares of the budget.
 
-    def _decode(self, sequence: Sequence, draft: Draft) -> None:
-        """Plan a decode row, if there is one left and pages for it.
-
-        The last one is that of position limit - 2: once it may be planned, nothing more is.
+        The last decode row is that of position limit - 2: once it may be planned, nothing more is.
         """
-        if sequence.high < sequence.limit - 1 and sequence.waits_for is None:
-            end = sequence.high + self._width
-            if end <= sequence.held or self._hold_row(sequence, end, draft.changes):
-                sequence.high = end
-                draft.plan.decodes.append(sequence.slot)
-                draft.flight.decodes.append((sequence, sequence.number))
-                if sequence.masked:
-                    sequence.waits_for = Wait.mask
+        shares, width = self._shares(draft.budget), self._width
+        slots, rows = draft.plan.decodes, draft.flight.decodes
+        for sequence in list(self._requests.running):
+            if sequence.slot < 0:
+                continue  # preempted by one before it
+            high = sequence.high
+            if high < sequence.target:
+                self._prefill(sequence, shares.get(sequence, 0), draft)
+            elif high < sequence.limit - 1 and sequence.waits_for is None:
+                end = high + width
+                if end <= sequence.held or self._hold_row(sequence, end, draft.changes):
+                    sequence.high = end
+                    slots.append(sequence.slot)
+                    rows.append((sequence, sequence.number))
+                    if sequence.masked:
+                        sequence.waits_for = Wait.mask
+
+    def _shares(self, budget: int) -> dict[Sequence, int]:
+        """Tokens of each running prefill."""
+        prefills = [sequence for sequence in self._requests.running if sequence.high < sequence.target and sequence.ready]
+        if not prefills:
+            return {}
+        queued = bool(self._requests.waiting and self._requests.free_slots)
+        shares = self._policy.shares([sequence.ready for sequence in prefills], budget, queued)
+        return dict(zip(prefills, shares, strict=True))
 
     def _hold_row(self, sequence: Sequence, end: int, changes: Changes) -> bool:
         """Pages for a decode row up to `end`, if it can have them."""

@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.activation import geglu
-from kernels.launch import INTERPRET
 from kernels.linear import _run
-from kernels.tiles import LARGE_SHARED, GemmShape, Tile, choose, fit, gemm, gemv, mma, row_class, tma, wgmma
+from kernels.tiles import LARGE_SHARED, GemmShape, Tile, choose, fit, gemm, gemv, mma, row_class
 from tests.bench.timing import COLD_BYTES, L2_RATE, READ_RATE, Case, Made
 from tests.support.engine.products import Product
 
@@ -86,11 +85,11 @@ def _error(x: Tensor, weight: Tensor, out: Tensor, gated: bool) -> float:
 
 
 def describe(tile: Tile | None) -> str:
-    """`gemv 4x1024 early 4 warps 4`: kind, arguments and options as `kernels.tiles` makes tiles of them."""
+    """`gemv 4x1024 early 4 warps 4`: the arguments of `kernels.tiles.gemv` and `gemm` in their order."""
     if tile is None:
         return "cublas"
     parts = [f"{tile.kind} {tile.rows}x{tile.bn}x{tile.bk} early {tile.early} warps {tile.warps}"]
-    parts += [f"stages {tile.stages}"] if tile.kind != "gemv" else []
+    parts += [f"stages {tile.stages}"] if tile.kind == "gemm" else []
     parts += ["swap"] if tile.swap else []
     parts += [f"registers {tile.registers}"] if tile.registers else []
     return " ".join([*parts, "start"] if tile.start else parts)
@@ -118,46 +117,17 @@ def candidates(shape: GemmShape, rows: int) -> list[Tile]:
     size = row_class(rows)
     if size is None:
         return []
-    lanes = _gemvs(size) if size <= 4 else _gemvs(8) if rows <= 8 else ()
-    found = [*lanes, *(_mmas(size) if 1 < size <= 16 else ()), *_gemms(max(size, 16), rows)]
+    found = [*(_gemvs(size) if size <= 4 else ()), *(_mmas(size) if 1 < size <= 16 else ()), *_gemms(max(size, 16), rows)]
     if shape.gated:
-        found = [replace(tile, bn=max(tile.bn // 2, 1 if tile.kind == "gemv" else 16)) for tile in found]
+        found = [replace(tile, bn=max(tile.bn // 2, 1 if tile.kind == "gemv" else 16), start=True) for tile in found]
     whole = 1 << (shape.n - 1).bit_length()
     found = [tile if tile.kind == "mma" else replace(tile, bk=min(tile.bk, whole)) for tile in found]
-    found += streams(shape, 8 if rows <= 8 else size) if rows > 4 and not INTERPRET else []
-    found = [tile for tile in (choose(rows, shape), *(replace(tile, start=shape.gated) for tile in found)) if tile is not None]
     fitting = [tile for tile in found if tile == fit(tile, shape.gated, LARGE_SHARED)]
     return list(dict.fromkeys(fitting))[:24]
 
 
-def streams(shape: GemmShape, rows: int) -> list[Tile]:
-    """TMA's tiles: a width of weight rows, gate and up together, and as many stages as let one, two or three CTAs share an SM."""
-    sides = 2 if shape.gated else 1
-    found = []
-    for make, width, bk, ctas in _FEW_ROWS_STREAMS if rows <= 32 else _MANY_ROWS_STREAMS:
-        bn = width // sides
-        stages = min(((228 << 10) // ctas - 2048) // (2 * bk * (width + rows)), ceil(shape.n / bk), 24)
-        if bn >= (64 if make is wgmma else 16) and stages >= 3 and bk < 2 * shape.n:
-            found.append(make(rows, bn, bk, stages))
-    return found
-
-
-# Kind, weight rows, BK, CTAs an SM.
-_FEW_ROWS_STREAMS = (
-    (wgmma, 64, 128, 2), (wgmma, 64, 128, 1), (wgmma, 64, 256, 1), (wgmma, 128, 128, 1), (wgmma, 128, 64, 1),
-    (tma, 64, 128, 2), (tma, 64, 256, 2), (tma, 64, 128, 1), (tma, 128, 128, 1),
-    (tma, 32, 128, 3), (tma, 32, 256, 3), (tma, 32, 128, 2), (tma, 32, 256, 2), (tma, 16, 256, 3),
-)  # fmt: skip
-_MANY_ROWS_STREAMS = (
-    (wgmma, 64, 128, 2), (wgmma, 64, 128, 1), (wgmma, 64, 256, 1), (wgmma, 128, 64, 2), (wgmma, 128, 128, 1), (wgmma, 128, 64, 1),
-    (wgmma, 256, 64, 1), (tma, 64, 128, 2), (tma, 32, 128, 2),
-)  # fmt: skip
-
-
 def _gemvs(rows: int) -> list[Tile]:
     """Tiles of 8 KiB a warp group and turn or about; with more rows the sums take the registers that weights had."""
-    if rows == 8:
-        return [gemv(8, 4, 1024, early=2), gemv(8, 2, 1024, early=4), gemv(8, 8, 512, early=2)]
     if rows == 1:
         return [
             *(gemv(1, 4, 1024, early) for early in (4, 3, 2, 1)),
@@ -191,7 +161,12 @@ def _mmas(size: int) -> list[Tile]:
 
 
 def _gemms(size: int, rows: int) -> list[Tile]:
-    """`size` padded rows: the fastest of many that were timed."""
-    if rows > 4:
-        return [gemm(size, 64, 128, stages, early=1, swap=swap) for stages, swap in ((5, True), (4, True), (5, False))]
-    return [gemm(size, bn, bk, stages, early=1) for bn, bk, stages in ((32, 128, 5), (32, 256, 3), (32, 256, 4))]
+    """`size` padded rows. Few outputs a CTA keep all SMs busy; many spare L2 the repeated reading of x."""
+    narrow = [(16, 256, 4), (32, 128, 5), (32, 256, 3), (32, 256, 4)]
+    wide = [(64, 64, 6), (64, 128, 4), (64, 128, 5), (64, 256, 3), (128, 64, 4), (128, 128, 3)]
+    shapes = narrow[1:] if rows <= 4 else [*narrow, *wide[1:4]] if size == 16 else [*narrow[1:], *wide]
+    plain = [gemm(size, bn, bk, stages, early=1) for bn, bk, stages in shapes]
+    more = [gemm(size, 32, 256, 4, early=early) for early in (0, 2)] if size == 16 and rows > 4 else []
+    swapped = [gemm(size, bn, bk, stages, early=1, swap=True) for bn, bk, stages in wide] if rows > 4 else []
+    eight = [gemm(size, bn, bk, stages, early=1, warps=8) for bn, bk, stages in wide[3:]] if size >= 64 else []
+    return [*plain, *more, *swapped, *eight]

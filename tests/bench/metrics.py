@@ -15,16 +15,16 @@ from dashboards.metrics import OUTCOMES
 from deploy.scaling import Demand
 from engine.events import (
     EngineLoad,
-    Levels,
     Outcome,
     ProcessFigures,
     RequestFinished,
+    ScrapeGauges,
     Tokens,
     to_each,
 )
 from tests.support.engine import load_figures as figures
 from tests.support.engine.load_figures import pool
-from tests.support.monitoring.exporter_fixture import begun, told
+from tests.support.monitoring.exporter_fixture import begun, exporter_after
 
 RUNNING = 256
 STEPS = 200
@@ -42,9 +42,9 @@ def busy(*, aliases: bool) -> Exporter:
     """An exporter with a past: every bucket it has was likely filled, every outcome seen."""
     rng = random.Random(1)
     lives = (begun(request, rng.randint(10, 30000), rng.random(), 1 + rng.random()) for request in range(RUNNING))
-    exporter = told(Facts(slots=RUNNING, page_tokens=32, aliases=aliases), *chain.from_iterable(lives))
+    exporter = exporter_after(Facts(slots=RUNNING, page_tokens=32, aliases=aliases), *chain.from_iterable(lives))
     processes = tuple(ProcessFigures(name, True, 0, 0.01, 0.1, 12345, 0.011, 1 << 36) for name in ("0", "1", "2", "3", "core"))
-    exporter.levels = lambda: Levels(RUNNING, processes)
+    exporter.read_gauges = lambda: ScrapeGauges(RUNNING, processes)
     for step in range(STEPS):
         exporter(load(step))
         for request in range(RUNNING):

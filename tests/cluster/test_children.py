@@ -5,17 +5,17 @@ import os
 
 import pytest
 
-from cluster.children import ROOT, Fate, blame, child_name, environment
+from cluster.children import ROOT, ExitStatus, child_name, environment, root_cause
 from cluster.group import spin_polls
 from engine.lifeline import Failed
 
 pytestmark = pytest.mark.pure
 
-KILLED = Fate("rank 2", -9)
-REFUSED = Fate("rank 1", 1, Failed("a tensor is missing", user=True))
-RAISED = Fate("rank 0", 1, Failed("RuntimeError: peer closed", user=False))
-ENDED = Fate("rank 3", 7)
-LEFT = Fate("the core", 0)
+KILLED = ExitStatus("rank 2", -9)
+REFUSED = ExitStatus("rank 1", 1, Failed("a tensor is missing", user=True))
+RAISED = ExitStatus("rank 0", 1, Failed("RuntimeError: peer closed", user=False))
+ENDED = ExitStatus("rank 3", 7)
+LEFT = ExitStatus("the core", 0)
 
 
 def test_blame_goes_to_the_cause() -> None:
@@ -23,19 +23,19 @@ def test_blame_goes_to_the_cause() -> None:
     ranked = [KILLED, REFUSED, RAISED, ENDED, LEFT]
     for count in range(1, 6):
         for found in itertools.permutations(ranked[-count:]):
-            assert blame(found) is ranked[-count]
-    assert blame([]) is None
+            assert root_cause(found) is ranked[-count]
+    assert root_cause([]) is None
 
 
 def test_a_fate_is_a_sentence() -> None:
     """Each way to end reads as one: who, and by what."""
-    assert [str(fate) for fate in (KILLED, RAISED, ENDED, LEFT)] == [
+    assert [str(exit_status) for exit_status in (KILLED, RAISED, ENDED, LEFT)] == [
         "rank 2 was killed by SIGKILL",
         "rank 0 failed: RuntimeError: peer closed",
         "rank 3 ended with exit code 7",
         "the core ended with exit code 0",
     ]
-    assert str(Fate("rank 0", -35)) == "rank 0 was killed by signal 35"
+    assert str(ExitStatus("rank 0", -35)) == "rank 0 was killed by signal 35"
 
 
 def test_the_last_record_is_the_core() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster.gauges import alive, levels, processes
+from cluster.gauges import alive, processes, read_gauges
 from cluster.health import Bounds, Moment, verdict
 from engine.plan import RankStatus
 
@@ -95,6 +95,6 @@ class Still:
 
 def test_the_levels_of_a_group() -> None:
     """The front's open requests, and a record a process."""
-    found = levels(Still(), Still())
+    found = read_gauges(Still(), Still())
     assert found.open == 7
     assert len(found.processes) == 3

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.children import Fate
+from cluster.children import ExitStatus
 from cluster.health import Bounds, Death, Moment, Watcher, raylet_pid, verdict
 from engine.config import EngineConfig
 from engine.errors import ConfigError
@@ -116,7 +116,7 @@ class FakeGroup:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.ends = [os.pipe() for _ in range(2)]
-        self.found: list[Fate] = []
+        self.found: list[ExitStatus] = []
         self.beating = True
         self.records = [RankStatus()] * 3
 
@@ -127,12 +127,12 @@ class FakeGroup:
     def status(self) -> list[RankStatus]:
         return [replace(record, heartbeat_ns=time.monotonic_ns() if self.beating else 1) for record in self.records]
 
-    def fates(self) -> list[Fate]:
+    def exits(self) -> list[ExitStatus]:
         return self.found
 
-    def end(self, index: int, *fates: Fate) -> None:
+    def end(self, index: int, *exits: ExitStatus) -> None:
         os.write(self.ends[index][1], b"x")
-        self.found += fates
+        self.found += exits
 
     def close(self) -> None:
         for fd in (end for pair in self.ends for end in pair):
@@ -163,21 +163,22 @@ def test_the_watcher_blames_the_signal_not_the_first_to_end(tmp_path: Path) -> N
     """Rank 0 ends first because it lost rank 1, which a signal killed: rank 1 is named, once."""
 
     def story(group: FakeGroup, watcher: Watcher) -> None:
-        group.end(0, Fate("rank 0", 1))
-        asyncio.get_running_loop().call_later(0.05, group.end, 1, Fate("rank 1", -9))
+        group.end(0, ExitStatus("rank 0", 1))
+        asyncio.get_running_loop().call_later(0.05, group.end, 1, ExitStatus("rank 1", -9))
 
     assert watch(tmp_path, story) == [Death("killed", "rank 1 was killed by SIGKILL")]
 
 
 def test_a_process_that_failed_is_told_from_one_that_was_killed(tmp_path: Path) -> None:
     """What it said before it ended is the sentence, and `failed` the cause."""
-    ended = Fate("rank 0", 1, Failed("CUDA out of memory", user=False))
+    ended = ExitStatus("rank 0", 1, Failed("CUDA out of memory", user=False))
     assert watch(tmp_path, lambda group, _: group.end(0, ended)) == [Death("failed", "rank 0 failed: CUDA out of memory")]
 
 
 def test_the_watcher_names_whoever_ended_alone(tmp_path: Path) -> None:
     """Where no signal explains it, the one that ended is named with its exit code."""
-    assert watch(tmp_path, lambda group, _: group.end(0, Fate("rank 0", 3))) == [Death("failed", "rank 0 ended with exit code 3")]
+    expected = Death("failed", "rank 0 ended with exit code 3")
+    assert watch(tmp_path, lambda group, _: group.end(0, ExitStatus("rank 0", 3))) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -189,7 +190,7 @@ def test_a_rank_that_gave_up_waiting_is_not_blamed(tmp_path: Path, waited_s: flo
     def story(group: FakeGroup, watcher: Watcher) -> None:
         at = time.monotonic_ns()
         group.records = [RankStatus(launched=1, progress_ns=at), RankStatus(), RankStatus(launched=1, progress_ns=at)]
-        asyncio.get_running_loop().call_later(waited_s, group.end, 0, Fate("rank 0", 1))
+        asyncio.get_running_loop().call_later(waited_s, group.end, 0, ExitStatus("rank 0", 1))
 
     [death] = watch(tmp_path, story)
     assert death.sentence.startswith(blamed)
@@ -213,7 +214,7 @@ def test_a_closed_watcher_is_silent(tmp_path: Path) -> None:
 
     def story(group: FakeGroup, watcher: Watcher) -> None:
         watcher.close()
-        group.end(0, Fate("rank 0", -9))
+        group.end(0, ExitStatus("rank 0", -9))
 
     assert watch(tmp_path, story) == []
 

@@ -11,7 +11,7 @@ from dashboards.exporter import Exporter, Facts
 from dashboards.metrics import ENGINE
 from engine.events import EngineLoad, Event, RequestFinished
 from tests.support.engine.load_figures import load
-from tests.support.monitoring.exporter_fixture import ABOUT, ANSWERED, MODEL, pools, told
+from tests.support.monitoring.exporter_fixture import ABOUT, ANSWERED, MODEL, exporter_after, pools
 
 pytestmark = pytest.mark.pure
 
@@ -50,7 +50,7 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 def scrape(*, on: bool = True) -> Samples:
     """What a scrape parses to after EVENTS."""
-    exporter = told(Facts(page_tokens=32, aliases=on), *EVENTS)
+    exporter = exporter_after(Facts(page_tokens=32, aliases=on), *EVENTS)
     families = text_string_to_metric_families(exporter.text())
     return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
 

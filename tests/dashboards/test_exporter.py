@@ -18,14 +18,14 @@ from engine.events import (
     EngineLoad,
     Event,
     FirstToken,
-    Levels,
     Outcome,
     ProcessFigures,
     RequestFinished,
+    ScrapeGauges,
     Tokens,
 )
 from tests.support.engine.load_figures import load
-from tests.support.monitoring.exporter_fixture import ABOUT, ANSWERED, pools, told
+from tests.support.monitoring.exporter_fixture import ABOUT, ANSWERED, exporter_after, pools
 
 pytestmark = pytest.mark.pure
 
@@ -101,7 +101,7 @@ def values(text: str) -> dict[str, float]:
 
 def test_events_become_figures() -> None:
     """Every figure of the table above; a second round of events moves the counters on, and a scrape between moves nothing."""
-    exporter = told(FACTS, *EVENTS)
+    exporter = exporter_after(FACTS, *EVENTS)
     for _ in range(2):
         found = values(exporter.text())
         assert {name: found[name] for name in EXPECTED} == pytest.approx(EXPECTED)
@@ -113,7 +113,7 @@ def test_events_become_figures() -> None:
 
 def test_every_row_of_the_table_is_exposed_with_its_help_and_kind() -> None:
     """And nothing else of ours is; what counts is a counter, and no series has a `_created` beside it."""
-    text = told(FACTS, *EVENTS).text()
+    text = exporter_after(FACTS, *EVENTS).text()
     exposed = set(re.findall(r"^# TYPE (quartet_\w+) (\w+)$", text, re.MULTILINE))
     assert exposed == {(metric.name, metric.kind) for metric in ENGINE}
     assert all(f"# HELP {metric.name} {metric.help}\n" in text for metric in ENGINE)
@@ -151,7 +151,7 @@ def test_names_follow_the_house() -> None:
 )
 def test_objectives_are_judged_once_a_request(event: Event, moved: str) -> None:
     """At the first token, or at an end without one that was ours or late; a refusal and an early leaver are not judged."""
-    found = values(told(FACTS, event).text())
+    found = values(exporter_after(FACTS, event).text())
     judged = {f"{slo} {verdict}" for slo in ("ttft", "tpot") for verdict in ("good", "bad")
               if found[f'quartet_slo_requests_total{{slo="{slo}",verdict="{verdict}"}}']}  # fmt: skip
     assert judged == ({moved} if moved else set())
@@ -160,7 +160,7 @@ def test_objectives_are_judged_once_a_request(event: Event, moved: str) -> None:
 @pytest.mark.parametrize("outcome", OUTCOMES)
 def test_every_end_counts_once(outcome: Outcome) -> None:
     """Under its own name; only a dead one is lost too."""
-    found = values(told(FACTS, RequestFinished(1, outcome, 9, 0, None, None, 0.1)).text())
+    found = values(exporter_after(FACTS, RequestFinished(1, outcome, 9, 0, None, None, 0.1)).text())
     ends = {name: found[f'quartet_requests_total{{outcome="{name}"}}'] for name in OUTCOMES}
     assert ends == {**dict.fromkeys(OUTCOMES, 0), outcome: 1}
     assert found["quartet_requests_lost_total"] == (outcome == "dead")
@@ -168,10 +168,10 @@ def test_every_end_counts_once(outcome: Outcome) -> None:
 
 def test_levels_are_read_at_the_scrape() -> None:
     """A rank that hangs is seen to, by each scrape anew; its steps count on."""
-    exporter = told(FACTS)
+    exporter = exporter_after(FACTS)
     for stall, steps in ((0.0, 40), (7.5, 41)):
         rank = ProcessFigures("1", True, stall, stall, 0.2, steps, 0.011, 1 << 30)
-        exporter.levels = partial(Levels, open=3, processes=(rank,))
+        exporter.read_gauges = partial(ScrapeGauges, open=3, processes=(rank,))
         found = values(exporter.text())
         assert found['quartet_rank_stall_seconds{rank="1"}'] == stall
         assert found['quartet_rank_steps_total{rank="1"}'] == steps
@@ -181,7 +181,7 @@ def test_levels_are_read_at_the_scrape() -> None:
 
 def test_counts_are_what_a_scrape_says() -> None:
     """Every counter but the ranks', with its labels: what is left in the books when the group is gone."""
-    exporter = told(FACTS, *EVENTS)
+    exporter = exporter_after(FACTS, *EVENTS)
     found = values(exporter.text())
     counts = exporter.counts()
     assert counts["quartet_generation_tokens_total", ()] == 4
@@ -202,7 +202,7 @@ def test_buckets_resolve_what_gemma_does() -> None:
 
 def test_a_scrape_over_loopback_and_the_engines_end() -> None:
     """The port is ours alone, shows engine_up 0 after the end, and is free again after close."""
-    exporter = told(FACTS, EngineFailed("rank 1 was killed"))
+    exporter = exporter_after(FACTS, EngineFailed("rank 1 was killed"))
     url = exporter.serve("127.0.0.1", 0)
     with urllib.request.urlopen(url, timeout=5) as reply:
         assert values(reply.read().decode())["quartet_engine_up"] == 0
@@ -236,5 +236,5 @@ def test_a_token_costs_microseconds() -> None:
             for _ in range(10):
                 self.text()
 
-    assert cost_us(told(FACTS, *EVENTS), Tokens(1, 1, 0.01)) < 30
+    assert cost_us(exporter_after(FACTS, *EVENTS), Tokens(1, 1, 0.01)) < 30
     assert cost_us(Scraping(ABOUT), Tokens(1, 1, 0.01), repeats=2) > 3000

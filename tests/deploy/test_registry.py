@@ -1,4 +1,4 @@
-"""A replica's words to discovery: it is announced again and again, whatever becomes of the post, and says goodbye once."""
+"""A replica's words to discovery: it is announced again and again, whatever becomes of the registry, and says goodbye once."""
 
 import threading
 import time
@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 from ray.exceptions import GetTimeoutError
 
-from dashboards.discovery import Answer, Counts, Fleet, ScrapeTarget
-from deploy.registry import Announcer, Discovery, address_of, listed_nodes
+from dashboards.discovery import Counts, HeartbeatReply, ReplicaRegistry, ScrapeTarget
+from deploy.registry import Discovery, HeartbeatSender, address_of, listed_nodes
 
 pytestmark = pytest.mark.pure
 
@@ -17,11 +17,11 @@ COUNTS: Counts = {("quartet_generation_tokens_total", ()): 5.0}
 PERIOD_S = 0.01
 
 
-class FakePost:
-    """A fleet without Ray; `broken`: every call raises what Ray raises."""
+class FakeRegistryClient:
+    """A registry without Ray; `broken`: every call raises what Ray raises."""
 
     def __init__(self) -> None:
-        self.fleet = Fleet()
+        self.registry = ReplicaRegistry()
         self.broken = False
         self.beats = 0
         self.tries = 0
@@ -35,14 +35,14 @@ class FakePost:
         self._check()
         return "http://127.0.0.1:9464/targets"
 
-    def beat(self, target: ScrapeTarget, counts: Counts) -> Answer:
+    def heartbeat(self, target: ScrapeTarget, counts: Counts) -> HeartbeatReply:
         self._check()
         self.beats += 1
-        return self.fleet.beat(target, counts)
+        return self.registry.heartbeat(target, counts)
 
-    def leave(self, target: ScrapeTarget, cause: str | None, counts: Counts) -> None:
+    def deregister(self, target: ScrapeTarget, cause: str | None, counts: Counts) -> None:
         self._check()
-        self.fleet.leave(target, cause, counts)
+        self.registry.deregister(target, cause, counts)
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -52,56 +52,56 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
-def announcer(post: FakePost, urls: list[str]) -> Announcer:
-    return Announcer(post, TARGET, lambda: COUNTS, urls.append, PERIOD_S)
+def heartbeats(client: FakeRegistryClient, urls: list[str]) -> HeartbeatSender:
+    return HeartbeatSender(client, TARGET, lambda: COUNTS, urls.append, PERIOD_S)
 
 
 def test_it_beats_until_it_leaves() -> None:
     """The address of the list is told once; after the last word the replica is no target, and its counts are kept."""
-    post, urls = FakePost(), list[str]()
-    speaking = announcer(post, urls)
-    until(lambda: post.beats >= 3)
+    client, urls = FakeRegistryClient(), list[str]()
+    speaking = heartbeats(client, urls)
+    until(lambda: client.beats >= 3)
     assert urls == ["http://127.0.0.1:9464/targets"]
-    assert len(post.fleet.targets()) == 1
-    speaking.leave("killed")
-    speaking.leave("killed")
-    assert post.fleet.targets() == []
-    until(lambda: not [thread for thread in threading.enumerate() if thread.name == "announcer"])
+    assert len(client.registry.targets()) == 1
+    speaking.deregister("killed")
+    speaking.deregister("killed")
+    assert client.registry.targets() == []
+    until(lambda: not [thread for thread in threading.enumerate() if thread.name == "heartbeats"])
 
 
 def test_a_post_that_is_down_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    """One complaint in the log however long it lasts; the replica is a target as soon as the post is back."""
-    post = FakePost()
-    post.broken = True
-    speaking = announcer(post, [])
+    """One complaint in the log however long it lasts; the replica is a target as soon as the registry is back."""
+    client = FakeRegistryClient()
+    client.broken = True
+    speaking = heartbeats(client, [])
     with caplog.at_level("WARNING", logger="ray.serve"):
-        until(lambda: post.tries >= 5)
-        assert post.fleet.targets() == []
-        post.broken = False
-        until(lambda: bool(post.fleet.targets()))
-    speaking.leave(None)
+        until(lambda: client.tries >= 5)
+        assert client.registry.targets() == []
+        client.broken = False
+        until(lambda: bool(client.registry.targets()))
+    speaking.deregister(None)
     assert len([record for record in caplog.records if "discovery does not answer" in record.message]) <= 1
 
 
 def test_a_new_post_hears_of_everybody() -> None:
     """An actor that was started anew has empty books: the next beat fills them."""
-    post = FakePost()
-    speaking = announcer(post, [])
-    until(lambda: post.beats >= 1)
-    post.fleet = Fleet()
-    until(lambda: bool(post.fleet.targets()))
-    speaking.leave(None)
+    client = FakeRegistryClient()
+    speaking = heartbeats(client, [])
+    until(lambda: client.beats >= 1)
+    client.registry = ReplicaRegistry()
+    until(lambda: bool(client.registry.targets()))
+    speaking.deregister(None)
 
 
 def test_who_was_given_up_stops_beating() -> None:
     """A replica that discovery counts as gone speaks no more, or its counts would be there twice."""
-    post = FakePost()
-    post.fleet.leave(TARGET, "vanished", COUNTS)
-    speaking = announcer(post, [])
-    until(lambda: post.beats >= 1)
+    client = FakeRegistryClient()
+    client.registry.deregister(TARGET, "vanished", COUNTS)
+    speaking = heartbeats(client, [])
+    until(lambda: client.beats >= 1)
     time.sleep(5 * PERIOD_S)
-    assert post.beats == 1
-    speaking.leave(None)
+    assert client.beats == 1
+    speaking.deregister(None)
 
 
 def test_an_exporter_on_all_interfaces_is_called_by_its_node() -> None:

@@ -165,19 +165,19 @@ def test_without_calm_it_does() -> None:
     """The same test with a policy that gives up a replica as soon as the rest could just do: it flaps."""
     eager = AutoscalingConfig(**(CONFIG.model_dump(exclude={"policy"}) | {"downscale_delay_s": 3.0, "look_back_period_s": 11.0}))
 
-    def flapping(calm: float) -> int:
+    def flapping(downscale_threshold: float) -> int:
         total = 0
         for seed in range(8):
-            fleet = Fleet(Scaling(calm=calm), eager, seed=seed)
+            fleet = Fleet(Scaling(downscale_threshold=downscale_threshold), eager, seed=seed)
             fleet.run(240, 3.9)
             fleet.targets.clear()
             fleet.run(600, 3.9)
             total += turns(fleet.targets)
         return total
 
-    calm, planted = flapping(0.8), flapping(1.0)
-    print(f"turns: calm {calm}, planted {planted}")
-    assert calm == 0
+    downscale_threshold, planted = flapping(0.8), flapping(1.0)
+    print(f"turns: downscale_threshold {downscale_threshold}, planted {planted}")
+    assert downscale_threshold == 0
     assert planted >= 4
 
 
@@ -223,13 +223,14 @@ def test_silence_is_no_idleness() -> None:
 
 
 def test_it_keeps_what_the_rest_could_hardly_do_without() -> None:
-    """Between the target and the calm share of it, nothing moves."""
+    """Between the target and the downscale_threshold share of it, nothing moves."""
     assert [Scaling()(context(3, {"slots": total}))[0] for total in (2.5, 2.3, 1.7, 1.65, 1.1)] == [4, 3, 3, 3, 2]
 
 
 def test_bad_targets_are_refused() -> None:
     """A target out of its range is named."""
-    bad: list[tuple[str, Any]] = [("slots", 0.0), ("kv", 1.5), ("waiting_tokens", -1), ("calm", "x"), ("slots", True)]
+    bad: list[tuple[str, Any]] = [("slots", 0.0), ("kv", 1.5), ("waiting_tokens", -1), ("downscale_threshold", "x")]
+    bad.append(("slots", True))
     for name, value in bad:
         with pytest.raises(ValueError, match=f"policy_kwargs.{name}"):
             Scaling(**{name: value})

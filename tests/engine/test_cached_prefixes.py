@@ -35,28 +35,35 @@ PAGES = (24, 40)
 class Asked:
     """One engine of one rank, and what it was asked: each request alone, greedy, to its end."""
 
-    def __init__(self, rank: Rank, **settings: Any) -> None:
+    def __init__(self, rank: Rank, pages: tuple[int, int] = PAGES, **settings: Any) -> None:
         self.config = settings_of(Path(rank.config.model), **settings)
-        self._runner = build(rank, PAGES)
-        self.scheduler = Scheduler(scheduler_config(self.config, PAGES))
+        self._runner = build(rank, pages)
+        self.scheduler = Scheduler(scheduler_config(self.config, pages))
         self._count = 0
 
     def ask(self, prompt: list[int], count: int = LENGTH) -> list[tuple[int, Logprobs]]:
         """Each token with its logprobs; `cached` is how many tokens of the prompt were found."""
-        self._count += 1
+        (given,) = self.ask_all([prompt], count)
+        return given
+
+    def ask_all(self, prompts: list[list[int]], count: int) -> list[list[tuple[int, Logprobs]]]:
+        """The same of several at once."""
         before = self.scheduler.counters.hit_tokens
         params = SamplingParams(max_tokens=count, logprobs=5)
-        self.scheduler.add(0, GenerateRequest(id=self._count, prompt=pack_tokens(prompt), params=params))
-        given: list[tuple[int, Logprobs]] = []
+        given: dict[int, list[tuple[int, Logprobs]]] = {}
+        for prompt in prompts:
+            self._count += 1
+            given[self._count] = []
+            self.scheduler.add(0, GenerateRequest(id=self._count, prompt=pack_tokens(prompt), params=params))
         while self.scheduler.unfinished:
             plan = self.scheduler.schedule()
             assert plan is not None
             self.scheduler.commit(finish(self._runner.launch(encode_plan(plan))))
             for _, output in self.scheduler.drain():
                 assert output.error is None, output.error
-                given += zip(output.tokens, output.logprobs, strict=True)
+                given[output.id] += zip(output.tokens, output.logprobs, strict=True)
         self.cached = self.scheduler.counters.hit_tokens - before
-        return given
+        return list(given.values())
 
 
 def settings_of(folder: Path, **changes: Any):  # noqa: ANN201
@@ -124,6 +131,20 @@ def test_logits_at_a_branch_point_and_after_evictions(member: str, rank: Callabl
     assert hits >= 5 * (len(system) - PAGE)
     assert engine.scheduler.cache is not None
     assert engine.scheduler.cache.counters.evicted_pages > 0
+    assert worst <= TOLERANCE
+
+
+@pytest.mark.parametrize("member", ["31b", "e2b"])
+def test_logits_after_a_preemption(member: str, rank: Callable[[str], Rank]) -> None:
+    """Two that outgrow the full pool: the one that is put back goes on from the cache, and both give what they give alone."""
+    engine, plain = Asked(rank(member), (24, 19)), Asked(rank(member), prefix_cache=False)
+    prompts = [prompt_of(member, 90), prompt_of(member, 85, start=500)]
+    together = engine.ask_all(prompts, 60)
+    counters = engine.scheduler.counters
+    assert counters.preemptions > 0
+    assert counters.prefill_tokens < sum(map(len, prompts)) + 85, "the prompt of the one that was put back was found again"
+    worst = max(error(plain.ask(prompt, 60), answer) for prompt, answer in zip(prompts, together, strict=True))
+    print(f"{member}: {counters.preemptions} preemptions, largest logprob difference {worst:.1e}")
     assert worst <= TOLERANCE
 
 

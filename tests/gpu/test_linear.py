@@ -1,7 +1,6 @@
 """Products of few rows on a GPU: real shapes against fp32, graphs against eager, and dependent launches in a row."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,9 +9,7 @@ from torch.nn import functional
 
 from deploy.models.public_shapes import PUBLIC
 from kernels.launch import compilations, record
-from kernels.linear import _run, linear, linear_geglu
-from kernels.tiles import GemmShape, row_class
-from tests.bench.gemms import streams
+from kernels.linear import linear, linear_geglu
 from tests.support.engine.products import Product, products
 
 pytestmark = pytest.mark.gpu
@@ -25,9 +22,6 @@ CASES = [
     for member, tp in RANKS
     for product in products(PUBLIC[member], tp)
 ]
-
-SHAPES = list(dict.fromkeys(product.shape for product in products(PUBLIC["31b"], 4) if product.name != "head"))
-RAGGED = GemmShape(1031, 1032)
 
 
 def run(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
@@ -51,15 +45,6 @@ def error(out: Tensor, x: Tensor, weight: Tensor, gated: bool) -> float:
     return float((out.float() - want).abs().max() / want.abs().max())
 
 
-def exact(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
-    """The formula in fp64."""
-    want = x.double() @ weight.double().t()
-    if gated:
-        gate, up = want.chunk(2, dim=-1)
-        want = functional.gelu(gate, approximate="tanh") * up
-    return want
-
-
 @pytest.mark.parametrize("product", CASES)
 def test_real_shapes(product: Product) -> None:
     """Every product of a rank at every class of rows is the formula; with another row's input it is not. A row's bits do not depend
@@ -71,32 +56,6 @@ def test_real_shapes(product: Product) -> None:
         assert error(out, x.flip(1), weight, product.shape.gated) > 100 * TOLERANCE
         x[:-1] = torch.nan
         assert torch.equal(run(x, weight, product.shape.gated)[-1], out[-1])
-
-
-@pytest.mark.parametrize("rows", [5, 8, 16, 27, 64, 100])
-@pytest.mark.parametrize("shape", [*SHAPES, RAGGED, replace(RAGGED, gated=True)], ids=str)
-def test_streams(shape: GemmShape, rows: int) -> None:
-    """Every candidate by TMA is the formula in fp64, where its tiles divide the sizes and where not, whatever lies behind x's rows;
-    with another row's input it is not. A row's bits do not depend on the rows beside it, nor on how often it is computed."""
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("wgmma is sm_90's")
-    x, weight = tensors(Product("stream", shape, 1), rows)
-    around = torch.full((rows + 2, shape.m), torch.nan, dtype=torch.bfloat16, device=DEVICE)
-    out, want = around[1:-1], exact(x, weight, shape.gated)
-    other = exact(x.flip(1), weight, shape.gated)
-    for tile in streams(shape, 8 if rows <= 8 else row_class(rows) or 0):
-        _run(tile, x, weight, out.fill_(torch.nan), gated=shape.gated)
-        first = out.clone()
-        assert around[[0, -1]].isnan().all(), tile
-        assert float((out.double() - want).abs().max() / want.abs().max()) < TOLERANCE, tile
-        assert float((out.double() - other).abs().max() / want.abs().max()) > 100 * TOLERANCE, tile
-        poisoned = torch.full_like(x, torch.nan)
-        poisoned[-1] = x[-1]
-        _run(tile, poisoned, weight, out, gated=shape.gated)
-        assert torch.equal(out[-1], first[-1]), tile
-        for _ in range(20):
-            _run(tile, x, weight, out, gated=shape.gated)
-        assert torch.equal(out, first), tile
 
 
 class Stack:

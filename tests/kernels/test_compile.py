@@ -10,7 +10,6 @@ nothing writes them while the engine serves. This holds for each:
     page ids are 64-bit before anything is multiplied with them; inboxes are polled by volatile loads
 """
 
-import re
 from collections.abc import Callable, Iterator
 from functools import cache
 
@@ -25,7 +24,7 @@ from kernels.joint import Norms, Peers, joint
 from kernels.launch import Node, launch, record, trigger, wait
 from kernels.linear import linear, linear_geglu
 from kernels.slots import apply_plan, decode_inputs, gather_pages, rotary_table
-from kernels.tiles import TABLE, GemmShape, Tile, adapt, gemv, mma, tma, wgmma
+from kernels.tiles import TABLE, GemmShape, Tile, gemv, mma
 from tests.bench.gemms import GemmCase
 from tests.kernels.test_attention_compiled import chunk_nodes, decode, named
 from tests.support.compiled import Compiled, compile_node
@@ -42,7 +41,6 @@ HIDDEN = 5376
 CONSTANT = {
     "_gemv": {"weight"},
     "_gemm": {"weight"},
-    "_gemm_tma": {"weight"},
     "_mma": {"weight"},
     "_joint": {"post", "following", "scalar"},
     "_joint_sharded": {"post", "following", "scalar"},
@@ -51,15 +49,7 @@ CONSTANT = {
     "_post": {"q_norm", "k_norm"},
 }
 PAGE_IDS = {"decode_kernel": "page_ids", "_post": "table", "_extend": "table"}
-SPILLED = {"_rotary": 32, "_extend": 160, "decode_kernel": 40}  # bytes a thread: sine's and cosine's slow path; outside loops
-STREAMS = [
-    tma(8, 32, 128, 7),
-    tma(16, 16, 256, 3),
-    tma(64, 64, 128, 3),
-    wgmma(8, 64, 128, 6),
-    wgmma(64, 64, 256, 2),
-    wgmma(128, 128, 64, 4),
-]
+SPILLED = {"_rotary": 32, "_extend": 160, "decode_kernel": 40}  # bytes a thread: sine and cosine; what loops do not touch
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -71,7 +61,7 @@ def ints(*shape: int) -> Tensor:
 
 
 def linear_nodes(target: Target) -> Iterator[Node]:
-    """Each tile of the table once, in the first shape that names it, and once more where no tile divides the sizes; and TMA's."""
+    """Each tile of the table once, in the first shape that names it, and some again where no tile divides the sizes."""
     seen: dict[tuple[Tile, bool], GemmShape] = {}
     for shape, tiles in TABLE.items():
         for tile in tiles.values():
@@ -84,9 +74,6 @@ def linear_nodes(target: Target) -> Iterator[Node]:
         yield from GemmCase("table", shape, tile.rows, tile).nodes(target)
         if tile.rows in {1, 16}:
             yield from GemmCase("ragged", GemmShape(1031, 1032, gated), tile.rows, tile).nodes(target)
-    for tile in STREAMS:
-        for shape in (GemmShape(5376, HIDDEN), GemmShape(5376, HIDDEN, gated=True), GemmShape(1031, 136)):
-            yield from GemmCase("streamed", shape, tile.rows, adapt(tile, target)).nodes(target)
 
 
 def joint_nodes(target: Target) -> Iterator[Node]:
@@ -179,7 +166,7 @@ def test_smaller_shared_memory(target: Target) -> None:
 def test_dependent_launch_is_safe(subject: str) -> None:
     """Before it waits for its predecessors a kernel writes nothing and reads only what is constant, and no path skips the wait."""
     for kernel in compiled(subject, HOPPER):
-        name, arguments = kernel.node.kernel, kernel.parameters
+        name, arguments = kernel.node.kernel, list(kernel.node.types)
         assert kernel.node.constexprs["PDL"], name
         assert not ends_without_waiting(kernel.ptx), name
         assert early_reads(kernel.ptx, arguments) <= CONSTANT.get(name, set()), name
@@ -208,7 +195,7 @@ def test_inboxes_are_polled() -> None:
         access.op
         for subject in ("joint", "choose")
         for kernel in compiled(subject, HOPPER)
-        for access in accesses(kernel.ptx, kernel.parameters)
+        for access in accesses(kernel.ptx, list(kernel.node.types))
         if access.reads and "inbox" in access.arguments
     ]
     assert polls
@@ -216,46 +203,25 @@ def test_inboxes_are_polled() -> None:
 
 
 def test_weights_are_on_their_way_before_the_wait() -> None:
-    """gemv's tiles are loaded, gemm's first ones fetched to L2, TMA's whole ring is asked for before the wait, in PTX and in
-    machine code; a tile with `start` lets its dependents start before that, no other ever."""
+    """gemv's tiles are loaded, gemm's first ones fetched to L2, before the wait, in PTX and in machine code; a tile with `start`
+    lets its dependents start before that, no other ever."""
     for kernel in compiled("linear", HOPPER):
         choices = kernel.node.constexprs
-        early = [access for access in accesses(kernel.ptx, kernel.parameters) if access.early]
+        names = list(kernel.node.types)
+        early = [access for access in accesses(kernel.ptx, names) if access.early]
         loads = [access for access in early if access.reads]
-        sides = 1 + choices["GATED"]
-        vectors = choices["BN"] * choices["BK"] * sides // (8 * 32 * choices["warps"])
-        tiles = min(choices.get("EARLY", 0), -(-choices["K"] // choices["BK"]))
-        if kernel.node.kernel == "_gemm_tma":
-            assert [access.op.startswith("cp.async.bulk.tensor") for access in loads] == [True] * choices["STAGES"] * sides
-        elif kernel.node.kernel in {"_gemv", "_mma"}:
+        vectors = choices["BN"] * choices["BK"] * (1 + choices["GATED"]) // (8 * 32 * choices["warps"])
+        tiles = min(choices["EARLY"], -(-choices["K"] // choices["BK"]))
+        if kernel.node.kernel in {"_gemv", "_mma"}:
             assert len(loads) >= tiles * vectors > 0, (choices, len(loads))
         else:
             assert not loads
             assert any(access.op.startswith("prefetch") for access in early) == (choices["EARLY"] > 0)
         code = [instruction.split()[1 if instruction.startswith("@") else 0] for instruction in kernel.instructions]
         before = code[: next(place for place, opcode in enumerate(code) if opcode.startswith("ACQBULK"))]
-        assert sum(opcode.startswith(("LDG", "UTMALDG")) for opcode in before) == len(loads)
+        assert sum(opcode.startswith("LDG") for opcode in before) == len(loads)
         assert ("PREEXIT" in before) == choices["START"], choices
         assert ("PREEXIT" in code) == choices["START"]
-
-
-def test_tma_feeds_the_matrix_units() -> None:
-    """A wgmma tile multiplies by wgmma, another TMA tile by mma.sync; each of a turn's tiles is asked for again in the loop, behind
-    a barrier of the CTA: no buffer is written while a warp may read it."""
-    streamed = [kernel for kernel in compiled("linear", HOPPER) if kernel.node.kernel == "_gemm_tma"]
-    assert {kernel.node.constexprs["WGMMA"] for kernel in streamed} == {False, True}
-    for kernel in streamed:
-        choices = kernel.node.constexprs
-        assert ("wgmma.mma_async" in kernel.ptx) == choices["WGMMA"]
-        assert ("mma.sync" in kernel.ptx) != choices["WGMMA"]
-        if -(-choices["K"] // choices["BK"]) <= choices["STAGES"]:
-            continue
-        loop = kernel.ptx.split("waitLoop:")[1]
-        order = re.findall(r"bar\.sync|cp\.async\.bulk\.tensor|(?:wgmma\.wait_group|ldmatrix)", loop)
-        refills = [place for place, op in enumerate(order) if op.startswith("cp")]
-        reads = [place for place, op in enumerate(order) if op.startswith(("wgmma", "ldmatrix")) and place < refills[0]]
-        assert len(refills) == 2 + choices["GATED"]
-        assert "bar.sync" in order[reads[-1] : refills[0]]
 
 
 # ---- planted faults

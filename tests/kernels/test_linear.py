@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-import kernels.linear as linear_module
 from kernels.activation import geglu
 from kernels.launch import record
 from kernels.linear import _run, linear, linear_geglu
-from kernels.tiles import ROW_CLASSES, TABLE, GemmShape, Tile, adapt, choose, fit, gemm, gemv, mma, row_class, tma, wgmma
+from kernels.tiles import ROW_CLASSES, TABLE, GemmShape, Tile, choose, fit, gemm, gemv, mma, row_class
 from tests.support import interpreter
 
 pytestmark = pytest.mark.cpu
@@ -25,7 +24,6 @@ TILES = [
     gemv(1, 2, 256, early=1),
     gemv(2, 4, 64, early=2),
     gemv(4, 2, 64, early=9),
-    gemv(8, 2, 64, early=2),
     mma(8, 16, early=2),
     mma(16, 32, early=9, warps=2),
     gemm(16, 32, 64, stages=2, early=1),
@@ -189,34 +187,3 @@ def test_less_shared_memory_takes_fewer_stages() -> None:
         for rows in tiles:
             small = choose(rows, shape, 101376)
             assert small is None or small.shared_bytes(shape.gated) <= 101376 - 1024
-
-
-@pytest.mark.parametrize("streamed", [tma(8, 32, 128, 6), wgmma(64, 64, 128, 6)], ids=str)
-def test_tma_tiles_give_way_where_a_gpu_lacks_them(streamed: Tile, monkeypatch: pytest.MonkeyPatch) -> None:
-    """wgmma only on sm_90, TMA from there on and for rows that lie a multiple of 16 bytes apart; elsewhere cp.async, cut to the
-    shared memory there."""
-    capabilities = {(9, 0): streamed.kind, (10, 0): "tma", (12, 0): "tma", (8, 0): "gemm"}
-    monkeypatch.setattr(linear_module, "choose", lambda rows, shape, shared: fit(streamed, shape.gated, shared))
-    for target, kind in capabilities.items():
-        for n in (5376, 5372):
-            with record(target) as nodes:
-                linear(*(torch.empty(size, n, dtype=torch.bfloat16, device="meta") for size in (5, 96)))
-            found = nodes[0].constexprs
-            assert nodes[0].kernel == ("_gemm_tma" if kind != "gemm" and n % 8 == 0 else "_gemm")
-            assert found.get("WGMMA", False) == (kind == "wgmma" and n % 8 == 0)
-            assert found["ROWS"] == (streamed.rows if nodes[0].kernel == "_gemm_tma" else max(16, streamed.rows))
-    assert adapt(streamed, (9, 0)) == streamed
-    assert fit(streamed, False, 101376).shared_bytes(False) <= 101376 - 1024
-
-
-def test_tma_needs_rows_of_16_bytes() -> None:
-    """The kernel refuses strides that a tensor map cannot have, and more rows than its tile holds."""
-    x, weight, out = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((9, 84), (32, 84), (9, 32)))
-    with record((9, 0)) as nodes:
-        with pytest.raises(AssertionError, match="84"):
-            _run(tma(16, 32, 64, 2), x, weight, out, gated=False)
-        x, weight = (torch.empty(size, 88, dtype=torch.bfloat16, device="meta") for size in (9, 32))
-        with pytest.raises(AssertionError, match="9"):
-            _run(tma(8, 32, 64, 2), x, weight, out, gated=False)
-        _run(tma(16, 32, 64, 2), x, weight, out, gated=False)
-    assert [node.kernel for node in nodes] == ["_gemm_tma"]

@@ -12,8 +12,6 @@ from triton.backends.compiler import GPUTarget
 
 from kernels.launch import Node, launch, record, wait
 from kernels.precompile import precompile
-from kernels.tiles import tma
-from kernels.tma import _gemm_tma, _tiles, gemm_tma
 
 pytestmark = pytest.mark.cpu
 
@@ -86,19 +84,3 @@ def test_a_launch_finds_what_was_compiled_ahead(hits: list[bool]) -> None:
     assert hits == []
     start(x, x, 16, 47, 0.5, True)
     assert hits == [False]
-
-
-def test_a_launch_with_descriptors_finds_what_was_compiled_ahead(hits: list[bool]) -> None:
-    """Gluon's kernel with tensor maps; other rows of x are known, another ring is not."""
-    x, weight, out = (torch.empty(*shape, device="meta", dtype=torch.bfloat16) for shape in ((7, 64), (96, 64), (7, 48)))
-    with record(TARGET) as nodes:
-        gemm_tma(tma(8, 16, 32, 2), x, weight, out, gated=True)
-    precompile(nodes[0], TARGET)
-    names = ("warps", "stages", "registers")
-    given = {name: value for name, value in nodes[0].constexprs.items() if name not in names}
-    options = {"num_warps": 1, "num_stages": 3, "maxnreg": None, "launch_pdl": True, "grid": (3,)}
-    for rows in (7, 1):
-        _gemm_tma.warmup(_tiles(x[:rows], 8, 32), _tiles(weight, 16, 32), out.dtype, rows, **given, **options)
-    assert hits == [False, True]
-    _gemm_tma.warmup(_tiles(x, 8, 32), _tiles(weight, 16, 32), out.dtype, 7, **{**given, "START": True}, **options)
-    assert hits == [False, True, False]

@@ -102,7 +102,7 @@ def test_a_death_counts_nothing_twice_and_loses_a_beat_at_most(run: Show) -> Non
     assert [each for each in run.death.sums if each[1] > each[2]] == []
     assert len({received for since, received, _ in run.death.sums if since < run.death.retired}) > 3, "it goes on meanwhile"
     for name in ("requests_received_total", "requests_total", "generation_tokens_total"):
-        assert run.api.ask(f"sum(quartet_ever_{name})", run.settled)[0].last == total(run, name)
+        assert run.api.ask(f"sum(quartet_deployment_{name})", run.settled)[0].last == total(run, name)
     recent = run.rough.around(run.death.killed - BEAT_S, run.death.killed + 0.5)
     received, ended = total(run, "requests_received_total"), total(run, "requests_total")
     assert run.death.before < received == ended

@@ -59,16 +59,16 @@ def test_replicas_follow_the_load_and_no_request_is_lost(place: tuple[Stack, str
     """
     stack, url = place
     tide = run(stack, url, [Phase("flood", FLOOD, 24), Phase("two long answers", 2, tokens=LONG), Phase("nobody", 0, 40)])
-    (_, flood, _), (_, calm, answers), _ = tide.phases
+    (_, flood, _), (_, downscale_threshold, answers), _ = tide.phases
     second = next(at for at, replicas in tide.seen if replicas == 2)
-    slow, fast = ttft(tide, flood, second), ttft(tide, second + 3, calm)
+    slow, fast = ttft(tide, flood, second), ttft(tide, second + 3, downscale_threshold)
     print(f"second replica {second - flood:.1f} s after the step; TTFT {slow:.2f} s before it, {fast:.2f} s after")
     replicas = tide.replicas(flood, tide.seen[-1][0] + 1)
     print(f"{sum(ledger.sent for _, _, ledger in tide.phases)} requests; replicas {replicas}")
     assert replicas == [1, 2, 1, 0]
     ended = max(record.done for record in answers.records)
-    gone = next(at for at, replicas in tide.seen if at > calm and replicas < 2)
-    print(f"two answers took {ended - calm:.1f} s; the second replica went {gone - ended:.1f} s after them")
+    gone = next(at for at, replicas in tide.seen if at > downscale_threshold and replicas < 2)
+    print(f"two answers took {ended - downscale_threshold:.1f} s; the second replica went {gone - ended:.1f} s after them")
     assert gone - ended < AUTOSCALING["downscale_delay_s"], "it was to go only when they had ended"
     assert FLOOD > SLOTS, "one replica would do"
     assert fast < slow / 2

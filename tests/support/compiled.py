@@ -26,12 +26,6 @@ class Compiled:
     cubin: bytes
 
     @property
-    def parameters(self) -> list[str]:
-        """The argument behind each of the PTX's parameters: a descriptor is passed as a tensor map, then its sizes and strides."""
-        types = self.node.types.items()
-        return [name for name, type_ in types for _ in range(5 if type_.startswith("tensordesc") else 1)]
-
-    @property
     def registers(self) -> int:
         return self._resources["REG"]
 

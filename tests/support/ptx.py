@@ -5,12 +5,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 WAIT = "griddepcontrol.wait"
-_ACCESS = re.compile(
-    r"(?P<op>(?:ld|st|atom|red|prefetch)\.[\w.:]*global[\w.:]*|cp\.async\.(?:c[ga]|bulk\.tensor)[\w.:]*)(?P<rest>.*)"
-)
-_PARAMETER = re.compile(r"(?:ld\.param|mov)\.\w+\s+(%\w+), \[?\w+_param_(\d+)\]?")  # tensor maps are taken by their address
+_ACCESS = re.compile(r"(?P<op>(?:ld|st|atom|red|prefetch)\.[\w.:]*global[\w.:]*|cp\.async\.c[ga][\w.:]*)(?P<rest>.*)")
+_PARAMETER = re.compile(r"ld\.param\.\w+\s+(%\w+), \[\w+_param_(\d+)\]")
 _REGISTER = re.compile(r"%[a-z]+\d+")
-_BRANCH = re.compile(r"(?P<condition>@!?%?\w+\s+)?(?P<op>bra(?:\.uni)?|ret|exit|trap)\b\s*(?P<label>[$\w]*)")
+_BRANCH = re.compile(r"(?P<condition>@!?%p\d+\s+)?(?P<op>bra(?:\.uni)?|ret|exit|trap)\b\s*(?P<label>[$\w]*)")
 _LABEL = re.compile(r"([$\w]+):")
 _NARROW = re.compile(r"(mul\.lo|mad\.lo|shl)\.[bsu]32\b")
 
@@ -25,16 +23,15 @@ class Access:
 
     @property
     def reads(self) -> bool:
-        return self.op.startswith(("ld", "atom", "cp.async")) and ".global.shared" not in self.op
+        return self.op.startswith(("ld", "atom", "cp.async"))
 
     @property
     def writes(self) -> bool:
-        return self.op.startswith(("st", "atom", "red")) or ".global.shared" in self.op
+        return self.op.startswith(("st", "atom", "red"))
 
 
 def accesses(ptx: str, names: Sequence[str]) -> list[Access]:
-    """All accesses in the PTX's order; `names`: the kernel's parameters (`Compiled.parameters`). An asynchronous copy to shared
-    memory counts as a read."""
+    """All accesses in the PTX's order; `names`: the arguments that are not compiled in. An asynchronous copy counts as a read."""
     return [access for _, access in _annotated(ptx, names) if access is not None]
 
 
@@ -96,9 +93,9 @@ def _annotated(ptx: str, names: Sequence[str]) -> Iterator[tuple[str, Access | N
 
 
 def _address(op: str, rest: str, sources: dict[str, frozenset[str]]) -> frozenset[str]:
-    """The arguments behind an access's address: its first bracket, of an asynchronous copy to shared memory its second."""
+    """The arguments behind an access's address: its first bracket, of an asynchronous copy its second."""
     brackets = re.findall(r"\[([^\]]*)\]", rest)
-    address = brackets[1] if op.startswith("cp.async") and ".global.shared" not in op else brackets[0]
+    address = brackets[1] if op.startswith("cp.async") else brackets[0]
     return frozenset().union(*(sources.get(register, frozenset()) for register in _REGISTER.findall(address)))
 
 

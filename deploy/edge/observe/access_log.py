@@ -1,6 +1,6 @@
 """What is said of each request: its id on the reply, one access line and one trace at its end.
 
-    access log (this) -> limits -> FastAPI -> route -> Answer      the RequestRecord travels in the scope; each notes what it learns
+    access log (this) -> limits -> FastAPI -> route -> CompletionResponse     the RequestRecord goes along in the scope
        `- at the end: access line, spans
 
 A stream's chunks are sent past this and past Starlette's wrappers, who only look at the reply's head: a token costs nothing here.
@@ -13,7 +13,7 @@ import time
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deploy.edge.observe.record import OPERATIONS, RequestRecord, fields
+from deploy.edge.observe.record import OPERATIONS, RequestRecord, access_fields
 from deploy.edge.scope import BEGAN, RECORD, REQUEST_ID, only, request_id
 from deploy.edge.service import Service
 
@@ -25,7 +25,7 @@ _MODEL = "/v1/models/{model}"
 _KNOWN = frozenset({*OPERATIONS, *_PROBES, "/v1/models", "/docs", "/redoc", "/openapi.json"})
 
 
-class Journal:
+class AccessLog:
     """Wraps the whole app. `echo`: put the id on replies; under Ray Serve it is Serve that does."""
 
     def __init__(self, app: ASGIApp, service: Service, *, echo: bool = True) -> None:
@@ -70,7 +70,7 @@ class Journal:
             record.trace_id = self._service.tracer.trace(record)
         level = _level(record)
         if (self._service.logs.access or level >= logging.ERROR) and logger.isEnabledFor(level):
-            said = fields(record)
+            said = access_fields(record)
             detail = "".join(f" {name}={value}" for name, value in said.items()) if self._service.logs.format == "text" else ""
             logger.log(level, "%s %s%s", record.method, record.route, detail, extra={**said, **_where(record)})
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from starlette.types import Scope, Send
 
-from deploy.edge.admission import Place
+from deploy.edge.admission_control import Place
 from deploy.edge.http_errors import DeadlineExceeded, code_of
 from deploy.edge.scope import RECORD
 from engine.errors import EngineDead, InvalidRequest, Overloaded, QuartetError, SlowReader
@@ -98,7 +98,7 @@ def record_of(scope: Scope) -> RequestRecord:
     return record
 
 
-def fields(record: RequestRecord) -> dict[str, Any]:
+def access_fields(record: RequestRecord) -> dict[str, Any]:
     """What the access line states beside method, route and id; what does not apply is left out."""
     said: dict[str, Any] = {
         "status": record.shown_status,

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Parent:
+class TraceContext:
     """Where a trace hangs: `span` 0 where nobody called with one."""
 
     trace: int
@@ -61,7 +61,7 @@ class ChildSpan:
 class Trace:
     """All that the spans of one request need; `offset_ns` takes the monotonic clock to the wall's, the same for all of them."""
 
-    parent: Parent
+    parent: TraceContext
     name: str
     begin: float
     end: float
@@ -75,7 +75,7 @@ class Trace:
         return round(moment * 1e9) + self.offset_ns
 
 
-class Outlet(Protocol):
+class SpanSink(Protocol):
     """Where traces leave: blocks for as long as the collector takes; False: it did not take them."""
 
     def send(self, traces: Sequence[Trace]) -> bool: ...
@@ -84,15 +84,15 @@ class Outlet(Protocol):
 
 
 class Tracer:
-    """Takes records on the event loop, and hands traces to `outlet` on a thread of its own.
+    """Takes records on the event loop, and hands traces to `sink` on a thread of its own.
 
     `lost` counts the traces that no collector got.
     """
 
-    def __init__(self, settings: TracingSettings, outlet: Outlet) -> None:
+    def __init__(self, settings: TracingSettings, sink: SpanSink) -> None:
         self.lost = 0
         self._settings = settings
-        self._outlet = outlet
+        self._sink = sink
         self._draw = random.Random()  # noqa: S311 - ids, not secrets
         self._said = False
         self._waiting: queue.Queue[Trace | None] = queue.Queue(settings.queue)
@@ -126,22 +126,22 @@ class Tracer:
             pass
         else:
             self._thread.join(max(0.0, deadline - time.monotonic()))
-        self._outlet.close()  # ends the pause between two attempts, if that is where the thread is
+        self._sink.close()  # ends the pause between two attempts, if that is where the thread is
         self._thread.join(GRACE_S)
         if self._thread.is_alive():
             self._lose(self._waiting.qsize())
         if self.lost:
             logger.warning("%d traces were lost in all", self.lost)
 
-    def _root(self) -> Parent:
+    def _root(self) -> TraceContext:
         """A trace that begins here, sampled by its id, as OpenTelemetry's own sampler does it."""
         trace = self._draw.getrandbits(128) or 1
-        return Parent(trace, 0, (trace & (2**64 - 1)) < self._settings.sample_ratio * 2**64)
+        return TraceContext(trace, 0, (trace & (2**64 - 1)) < self._settings.sample_ratio * 2**64)
 
     def _deliver(self) -> None:
         while batch := self._batch():
             traces = [trace for trace in batch if trace is not None]
-            if traces and not self._outlet.send(traces):
+            if traces and not self._sink.send(traces):
                 self._lose(len(traces))
             if None in batch:
                 return
@@ -173,16 +173,16 @@ def tracer(settings: TracingSettings, about: Mapping[str, str]) -> Tracer | None
     return None if settings.endpoint is None else Tracer(settings, Otlp(settings, about))
 
 
-def parent_of(header: bytes | None) -> Parent | None:
+def parent_of(header: bytes | None) -> TraceContext | None:
     """A W3C traceparent; None where it is none, and the trace begins here."""
     found = _TRACEPARENT.fullmatch(header or b"")
     if found is None or found[1] == b"ff" or (found[1] == b"00" and found[5]):
         return None
     trace, span = int(found[2], 16), int(found[3], 16)
-    return Parent(trace, span, bool(int(found[4], 16) & 1)) if trace and span else None
+    return TraceContext(trace, span, bool(int(found[4], 16) & 1)) if trace and span else None
 
 
-def trace_of(record: RequestRecord, parent: Parent) -> Trace:
+def trace_of(record: RequestRecord, parent: TraceContext) -> Trace:
     """What the spans of an ended request say."""
     name = " ".join(filter(None, (OPERATIONS[record.route], record.model)))
     offset_ns = time.time_ns() - time.monotonic_ns()
@@ -233,7 +233,7 @@ def _attributes(record: RequestRecord) -> dict[str, Any]:
 
 
 class Otlp:
-    """The outlet that speaks OTLP over HTTP, by OpenTelemetry's own SDK and exporter. Imports them when it is made."""
+    """The sink that speaks OTLP over HTTP, by OpenTelemetry's own SDK and exporter. Imports them when it is made."""
 
     def __init__(self, settings: TracingSettings, about: Mapping[str, str]) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter

@@ -41,22 +41,22 @@ class Usage:
         }
 
 
-class Form(Protocol):
+class ResponseFormat(Protocol):
     """One kind of answer; `id` is its name for the client."""
 
     id: str
 
-    def opening(self, index: int) -> bytes: ...
+    def first(self, index: int) -> bytes: ...
 
     def chunk(self, index: int, delta: Delta) -> bytes: ...
 
-    def closing(self, index: int, finish: str) -> bytes: ...
+    def last(self, index: int, finish: str) -> bytes: ...
 
     def usage(self, usage: Usage) -> bytes: ...
 
     def collector(self) -> "Collector": ...
 
-    def whole(self, choices: "Sequence[Collector]", usage: Usage) -> bytes: ...
+    def full(self, choices: "Sequence[Collector]", usage: Usage) -> bytes: ...
 
 
 class Collector(Protocol):
@@ -103,13 +103,13 @@ class _Base:
         return self.pieces.bytes_of(token).decode("utf-8", "replace")
 
 
-class ChatForm(_Base):
+class ChatFormat(_Base):
     """chat.completion and chat.completion.chunk"""
 
     def __init__(self, model: str, pieces: Pieces, *, include_usage: bool) -> None:
         super().__init__(model, pieces, include_usage, id=f"chatcmpl-{secrets.token_hex(12)}", object="chat.completion.chunk")
 
-    def opening(self, index: int) -> bytes:
+    def first(self, index: int) -> bytes:
         """The first chunk of a choice."""
         delta = b'{"role":"assistant","content":"","refusal":null}'
         return self._event(b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":null}' % (index, delta))
@@ -122,7 +122,7 @@ class ChatForm(_Base):
             b'{"index":%d,"delta":{"content":%b},"logprobs":%b,"finish_reason":null}' % (index, content, logprobs)
         )
 
-    def closing(self, index: int, finish: str) -> bytes:
+    def last(self, index: int, finish: str) -> bytes:
         """The last chunk of a choice."""
         return self._event(b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b}' % (index, encode(finish)))
 
@@ -130,7 +130,7 @@ class ChatForm(_Base):
         """An empty choice."""
         return _ChatChoice(self)
 
-    def whole(self, choices: Sequence[Collector], usage: Usage) -> bytes:
+    def full(self, choices: Sequence[Collector], usage: Usage) -> bytes:
         """The answer in one piece."""
         return self._whole("chat.completion", choices, usage)
 
@@ -152,15 +152,15 @@ class ChatForm(_Base):
 class _ChatChoice:
     """A choice of a chat completion."""
 
-    def __init__(self, form: ChatForm) -> None:
+    def __init__(self, form: ChatFormat) -> None:
         self.choice = Choice()
-        self._form = form
+        self._format = form
         self._entries: list[bytes] = []
 
     def add(self, delta: Delta) -> None:
         self.choice.add(delta)
         if delta.logprobs:
-            self._entries.append(_inside(self._form.entries(delta)))
+            self._entries.append(_inside(self._format.entries(delta)))
 
     def json(self, index: int) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": self.choice.content, "refusal": None, "annotations": []}
@@ -168,14 +168,14 @@ class _ChatChoice:
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": self.choice.finish}
 
 
-class TextForm(_Base):
+class TextFormat(_Base):
     """text_completion, whole and in chunks"""
 
     def __init__(self, model: str, pieces: Pieces, *, include_usage: bool) -> None:
         super().__init__(model, pieces, include_usage, id=f"cmpl-{secrets.token_hex(12)}", object="text_completion")
         self._offsets: dict[int, int] = {}
 
-    def opening(self, index: int) -> bytes:
+    def first(self, index: int) -> bytes:
         """Nothing comes before the text."""
         self._offsets[index] = 0
         return b""
@@ -187,7 +187,7 @@ class TextForm(_Base):
         content = encode(_text_of(delta))
         return self._event(b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null}' % (index, content, logprobs))
 
-    def closing(self, index: int, finish: str) -> bytes:
+    def last(self, index: int, finish: str) -> bytes:
         """The last chunk of a choice."""
         return self._event(b'{"index":%d,"text":"","logprobs":null,"finish_reason":%b}' % (index, encode(finish)))
 
@@ -195,7 +195,7 @@ class TextForm(_Base):
         """An empty choice."""
         return _TextChoice(self)
 
-    def whole(self, choices: Sequence[Collector], usage: Usage) -> bytes:
+    def full(self, choices: Sequence[Collector], usage: Usage) -> bytes:
         """The answer in one piece."""
         return self._whole("text_completion", choices, usage)
 
@@ -216,17 +216,17 @@ class TextForm(_Base):
 class _TextChoice:
     """A choice of a text completion."""
 
-    def __init__(self, form: TextForm) -> None:
+    def __init__(self, form: TextFormat) -> None:
         self.choice = Choice()
-        self._form = form
+        self._format = form
         self._offset = 0
         self._lists: dict[str, list[bytes]] = {}
 
     def add(self, delta: Delta) -> None:
         self.choice.add(delta)
-        for name, entries in self._form.logprobs(delta, self._offset).items() if delta.logprobs else ():
+        for name, entries in self._format.logprobs(delta, self._offset).items() if delta.logprobs else ():
             self._lists.setdefault(name, []).append(_inside(entries))
-        self._offset += sum(len(self._form.text_of(token)) for token in delta.tokens)
+        self._offset += sum(len(self._format.text_of(token)) for token in delta.tokens)
 
     def json(self, index: int) -> dict[str, Any]:
         logprobs = {name: _array(pieces) for name, pieces in self._lists.items()} or None

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
-from deploy.models.nano.casts import ADJECTIVES, CITIES, ITEMS, JOBS, NAMES, NOUNS, PLACES, VERBS, WEATHER
 from deploy.models.nano.corpus import WORDS
+from deploy.models.nano.word_lists import ADJECTIVES, CITIES, ITEMS, JOBS, NAMES, NOUNS, PLACES, VERBS, WEATHER
 from engine.front.text import TextProcessor
 
 SYSTEMS = ("You are a helpful assistant.", "Answer briefly.", "You are a tiny model. Be honest.")

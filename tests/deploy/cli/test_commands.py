@@ -367,7 +367,7 @@ def once(capsys: Captured, url: str, code: int = 0) -> dict[str, Any]:
 
 
 def test_one_scrape(pages: Pages, capsys: Captured) -> None:
-    """Levels, totals, outcomes, pools, and quantiles as Prometheus would compute them."""
+    """ScrapeGauges, totals, outcomes, pools, and quantiles as Prometheus would compute them."""
     found = once(capsys, f"{pages.url}/metrics")
     assert (found["requests_running"], found["groups_up"], found["totals"]["generated_tokens"]) == (7, 1, 640)
     assert found["outcomes"] == {"stop": 90, "error": 3}

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from deploy.edge.admission import AdmissionControl, Place
+from deploy.edge.admission_control import AdmissionControl, Place
 from deploy.edge.edge_settings import LimitSettings
 from engine.errors import Overloaded
 from engine.events import RequestFinished

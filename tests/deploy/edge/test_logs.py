@@ -15,8 +15,7 @@ from ray.serve.schema import LoggingConfig
 
 from deploy.edge.edge_settings import LimitSettings, LogSettings
 from deploy.edge.limits import Limits
-from deploy.edge.observe import access_log as journal
-from deploy.edge.observe import logs
+from deploy.edge.observe import access_log, logs
 from deploy.edge.observe.record import RequestRecord
 from deploy.edge.routes import create_app
 from deploy.edge.scope import request_id
@@ -407,7 +406,7 @@ def test_a_line_of_anybody_within_a_request_carries_its_id(desk: Desk) -> None:
         await send({"type": "http.response.start", "status": 204, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    call(journal.Journal(app, desk.edge.service), "/health", [(b"x-request-id", b"a-1")])
+    call(access_log.AccessLog(app, desk.edge.service), "/health", [(b"x-request-id", b"a-1")])
     seen.info("outside")
     assert [line.get("request_id") for line in desk.lines()] == ["a-1", None]
 
@@ -456,7 +455,7 @@ def test_a_bug_is_a_500_with_its_name_and_no_sentence(desk: Desk) -> None:
         raise ZeroDivisionError("canary")
 
     with pytest.raises(ZeroDivisionError):
-        call(journal.Journal(app, desk.edge.service), "/v1/models", [])
+        call(access_log.AccessLog(app, desk.edge.service), "/v1/models", [])
     assert desk.line()["status"] == 500
     assert "canary" not in desk.text()
 

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 
 from deploy.edge.edge_settings import TracingSettings
 from deploy.edge.observe.record import RequestRecord
-from deploy.edge.observe.spans import ChildSpan, Parent, Trace, Tracer, parent_of, phases_of, tracer
+from deploy.edge.observe.spans import ChildSpan, Trace, TraceContext, Tracer, parent_of, phases_of, tracer
 from deploy.edge.routes import create_app
 from deploy.edge.service import Service
 from engine.events import Event, FirstToken, RequestFinished, Scheduled
@@ -200,7 +200,7 @@ def test_the_servers_span_says_what_the_reply_says(traced: Traced) -> None:
 
 @pytest.mark.parametrize("sampled", [True, False])
 def test_the_callers_trace_is_continued_and_its_decision_kept(traced: Traced, *, sampled: bool) -> None:
-    """Parent and trace id are those of `traceparent`; its flag 0 means no spans."""
+    """TraceContext and trace id are those of `traceparent`; its flag 0 means no spans."""
     traced.post(BODY, traceparent=f"{CALLER}-0{int(sampled)}")
     spans = traced.spans()
     assert len(spans) == (4 if sampled else 0)
@@ -228,7 +228,7 @@ def test_the_callers_trace_is_continued_and_its_decision_kept(traced: Traced, *,
 )
 def test_a_traceparent_that_is_none_begins_a_trace(header: str, *, good: bool) -> None:
     """By the W3C's rules; a later version may say more after its flags."""
-    wanted = Parent(int(CALLER[3:35], 16), int(CALLER[36:], 16), sampled=True)
+    wanted = TraceContext(int(CALLER[3:35], 16), int(CALLER[36:], 16), sampled=True)
     assert parent_of(header.encode()) == (wanted if good else None)
 
 
@@ -278,7 +278,7 @@ def test_no_text_of_a_request_is_in_its_spans(traced: Traced) -> None:
 
 
 class Taker:
-    """An outlet that takes all."""
+    """An sink that takes all."""
 
     def __init__(self) -> None:
         self.traces: list[Trace] = []
@@ -294,14 +294,14 @@ class Taker:
 @pytest.mark.parametrize("ratio", [0.0, 0.2, 1.0])
 def test_the_ratio_is_sampled(ratio: float) -> None:
     """Within five standard deviations of 4000 draws, and every trace id that is told has its trace."""
-    outlet = Taker()
-    made = Tracer(settings("http://a/", sample_ratio=ratio, queue=5000), outlet)
+    sink = Taker()
+    made = Tracer(settings("http://a/", sample_ratio=ratio, queue=5000), sink)
     records = [_record() for _ in range(4000)]
     told = [made.trace(record) for record in records]
     made.close(5)
     ids = [name for name in told if name is not None]
     assert abs(len(ids) - 4000 * ratio) <= 5 * math.sqrt(4000 * ratio * (1 - ratio))
-    assert ids == [f"{trace.parent.trace:032x}" for trace in outlet.traces]
+    assert ids == [f"{trace.parent.trace:032x}" for trace in sink.traces]
     assert len(set(ids)) == len(ids)
 
 

@@ -65,7 +65,7 @@ class ScriptedCore(FakeCore):
     async def _answer(self, request: GenerateRequest) -> None:
         await asyncio.sleep(self.queue_s)
         self._waiting.remove(request.id)
-        await self.send()
+        await self.send(started=[request.id])
         await asyncio.sleep(self.prefill_s)
         if self.refuse is not None:
             await self.send(Output(id=request.id, finish=FinishReason.error, error=self.refuse, invalid=True))

@@ -89,9 +89,9 @@ class FakeCore:
         self._heard.insert(0, message)
         return False
 
-    async def send(self, *outputs: Output) -> None:
+    async def send(self, *outputs: Output, started: Sequence[int] = ()) -> None:
         """One TokenBatch."""
-        await self.send_raw(encode_message(TokenBatch(outputs=list(outputs), load=self.load())))
+        await self.send_raw(encode_message(TokenBatch(outputs=list(outputs), started=list(started), load=self.load())))
 
     def load(self) -> Load:
         """The figures that go with a batch: a new step each time."""

@@ -11,11 +11,11 @@ from engine.events import (
     EngineLoad,
     Event,
     FirstToken,
-    Levels,
     ProcessFigures,
     RequestFinished,
     RequestStarted,
     Scheduled,
+    ScrapeGauges,
     Tokens,
 )
 from tests.support.engine.load_figures import load, pool
@@ -58,12 +58,12 @@ class Scene:
     moments: tuple[Moment, ...]
     lives: tuple[Life, ...]
 
-    def levels(self, now: float) -> Levels:
+    def gauges(self, now: float) -> ScrapeGauges:
         """What a scrape reads `now` seconds after the curtain: open requests, and four ranks and a core in good health."""
         opened = sum(life.submitted <= now < life.ended for life in self.lives)
         steps = max(0, int(now / STEP_S))
         names = ("0", "1", "2", "3", "core")
-        return Levels(opened, tuple(ProcessFigures(name, True, 0.0, STEP_S, 0.02, steps, STEP_S, 20 << 30) for name in names))
+        return ScrapeGauges(opened, tuple(ProcessFigures(name, True, 0.0, STEP_S, 0.02, steps, STEP_S, 20 << 30) for name in names))
 
 
 def script(seed: int, seconds: float, rate: float) -> Scene:

@@ -28,7 +28,7 @@ def pools(sliding: int, full: int) -> list[PoolLoad]:
     return [pool("sliding", sliding, 70), pool("full", full, 90)]
 
 
-def told(facts: Facts, *events: Event) -> Exporter:
+def exporter_after(facts: Facts, *events: Event) -> Exporter:
     """An exporter that has heard `events`."""
     exporter = Exporter(ABOUT, facts)
     for event in events:

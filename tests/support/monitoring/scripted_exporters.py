@@ -18,13 +18,13 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
 from dashboards.alerts import FILE
-from dashboards.discovery import DiscoveryServer, Fleet, ScrapeTarget
+from dashboards.discovery import DiscoveryServer, ReplicaRegistry, ScrapeTarget
 from dashboards.exporter import Exporter, Facts
 from dashboards.pictures import draw_all
 from dashboards.prometheus import Api, Prometheus, jobs
 from dashboards.promql import FOREIGN, RAY_JOB
 from engine.errors import ConfigError
-from engine.events import Levels
+from engine.events import ScrapeGauges
 from tests.support.monitoring.event_script import Scene, script
 from tests.support.monitoring.periodic import repeating
 
@@ -80,7 +80,7 @@ def play(played: Cast, ready: "Stage") -> float:
 
 @dataclass(frozen=True)
 class Stage:
-    """What a Prometheus may scrape: the groups' exporters by replica, and scrape_configs that reach them, their fleet and Ray.
+    """What a Prometheus may scrape: the groups' exporters by replica, and scrape_configs that reach them, their registry and Ray.
 
     `discovery`: the address of the http_sd list.
     """
@@ -95,28 +95,28 @@ class Stage:
 def stage(scenes: Mapping[str, Scene]) -> Iterator[Stage]:
     """Real exporters on ports of their own, which tell a real discovery endpoint of themselves; a stand-in for Ray's figures."""
     with ExitStack() as stack:
-        curtain, fleet = Curtain(), Fleet()
-        exporters = {name: Exporter(ABOUT, FACTS, partial(_levels, scene, curtain)) for name, scene in scenes.items()}
+        curtain, registry = Curtain(), ReplicaRegistry()
+        exporters = {name: Exporter(ABOUT, FACTS, partial(_gauges, scene, curtain)) for name, scene in scenes.items()}
         members = []
         for name, exporter in exporters.items():
             stack.callback(exporter.close)
             address = exporter.serve("127.0.0.1", 0).removeprefix("http://").removesuffix("/metrics")
             members.append((ScrapeTarget(**PLACE, replica=name, address=address), exporter))
         ray = stack.enter_context(_served(_ray(len(members))))
-        server = DiscoveryServer(fleet, "127.0.0.1", 0, lambda: [{"targets": [ray], "labels": {"node": PLACE["node"]}}])
+        server = DiscoveryServer(registry, "127.0.0.1", 0, lambda: [{"targets": [ray], "labels": {"node": PLACE["node"]}}])
         stack.callback(server.close)
-        stack.enter_context(repeating(lambda: _beat(fleet, members), BEAT_S))
+        stack.enter_context(repeating(lambda: _beat(registry, members), BEAT_S))
         yield Stage(exporters, curtain, server.url, jobs(server.url, ray_interval_s=1))
 
 
-def _beat(fleet: Fleet, members: Sequence[tuple[ScrapeTarget, Exporter]]) -> None:
+def _beat(registry: ReplicaRegistry, members: Sequence[tuple[ScrapeTarget, Exporter]]) -> None:
     """What each replica's announcer does."""
     for target, exporter in members:
-        fleet.beat(target, exporter.counts())
+        registry.heartbeat(target, exporter.counts())
 
 
-def _levels(scene: Scene, curtain: Curtain) -> Levels:
-    return scene.levels(curtain.now())
+def _gauges(scene: Scene, curtain: Curtain) -> ScrapeGauges:
+    return scene.gauges(curtain.now())
 
 
 def wait_scraped(api: Api, targets: int) -> None:

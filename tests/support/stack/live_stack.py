@@ -186,7 +186,7 @@ def _calm(served: Stack, scale: Scale, seconds: float, seed: int) -> Phase:
     return phase
 
 
-RECEIVED = "sum(quartet_ever_requests_received_total)"
+RECEIVED = "sum(quartet_deployment_requests_received_total)"
 
 
 def _rough(served: Stack, api: Api, scale: Scale, seconds: float, seed: int, earlier: int) -> tuple[Phase, Death]:

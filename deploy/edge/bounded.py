@@ -1,0 +1,35 @@
+"""Awaiting with a bound that costs nothing where nothing is awaited: most writes end at once, and would pay for a timer each."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Generator
+from functools import partial
+from types import coroutine
+from typing import Any
+
+
+async def bounded(work: Awaitable[None], timeout_s: float) -> None:
+    """Await `work`; a timer is set only once it has to wait. TimeoutError after `timeout_s`."""
+    steps = work.__await__()
+    try:
+        awaited = next(steps)
+    except StopIteration:
+        return
+    async with asyncio.timeout(timeout_s):
+        await _rest(steps, awaited)
+
+
+@coroutine
+def _rest(steps: Generator[Any, Any, None], awaited: Any) -> Generator[Any, Any, None]:
+    """What is left of `steps`, which has begun and waits for `awaited`."""
+    resume: Callable[[], Any]
+    while True:
+        try:
+            yield awaited
+        except BaseException as error:  # noqa: BLE001 - a cancellation, say: it is for whoever waits inside
+            resume = partial(steps.throw, error)
+        else:
+            resume = partial(steps.send, None)
+        try:
+            awaited = resume()
+        except StopIteration:
+            return
