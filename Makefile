@@ -47,7 +47,7 @@ lint: $(VENV)/.installed-lint
 	$(BIN)/mypy $(ROOMS)
 
 bench: $(VENV)/.installed-test
-	$(BIN)/python -m tests.bench.run
+	$(BIN)/python -m tests.bench.engine
 
 dashboards: $(VENV)/.installed-dashboards
 	$(BIN)/python -m dashboards.boards

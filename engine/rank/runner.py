@@ -22,7 +22,7 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.geometry import Geometry
-from engine.plan import DEPTH, RESULT_WIDTH, ROW_NAN, PlanView, encode_rows, read_plan
+from engine.plan import DEPTH, RESULT_WIDTH, ROW_NAN, PlanView, PrefillChunk, StepPlan, encode_plan, encode_rows, read_plan
 from engine.protocol import Logprobs
 from engine.rank.attention import attention_backend
 from engine.rank.batch import ForwardBatch
@@ -38,7 +38,7 @@ from kernels.launch import usable
 
 
 @dataclass(frozen=True)
-class Sampled:
+class StepTokens:
     """chosen int32 [>= R, 2]: each row's token, 0 where there is none, and its flags (`kernels.choose`); the reported logprobs."""
 
     chosen: Tensor
@@ -141,6 +141,7 @@ class Runner:
         self._model, self._cache, self._inboxes = model, cache, inboxes
         self._attention = attention_backend(config.attention, geometry, cache, config.tp, self._buckets, self._device)
         self._sampler = Sampler(model.parallel, geometry.softcap, config.suppress, self._device)
+        self._prefill = min(config.prefill_budget, config.max_len)
         self.debug_hash = config.debug_hash
         self._plans: deque[tuple[int, bytes]] = deque()
         self._host = [
@@ -148,7 +149,7 @@ class Runner:
             for _ in range(DEPTH + 1)
         ]
         self.capturable = on_gpu and config.graphs and geometry.moe is None  # experts' reference asks the host
-        self.graphs: DecodeGraphs[tuple[ForwardBatch, Tensor], Sampled] | None = None
+        self.graphs: DecodeGraphs[tuple[ForwardBatch, Tensor], StepTokens] | None = None
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -156,6 +157,23 @@ class Runner:
         self.graphs = DecodeGraphs(
             lambda rows: self._forward(rows, self._step.plan), lambda _, step: self._maxima(*step), self._buckets, self._device
         )
+
+    @torch.inference_mode()
+    def warm(self) -> None:
+        """Runs one prefill of a whole budget, so that its kernels are compiled; on a GPU, once, before the first plan.
+
+        It runs in the padding's slot, whose pages are the null page: what it wrote there is taken back.
+        """
+        size, slot = self._prefill, self.slots.padding
+        plan = read_plan(encode_plan(StepPlan(1, chunks=[PrefillChunk(slot, 0, size, size - 1)])))
+        uploaded = self._step.upload(plan)
+        self._step.apply(uploaded)
+        batch = self._step.mixed(plan, uploaded)
+        hidden = self._model.forward(batch, self._cache, self._attention)
+        self._maxima(replace(batch, slots=batch.slots[-1:], positions=torch.full_like(batch.positions[-1:], -1)), hidden)
+        self.slots.lengths[slot] = 0
+        for group in self._cache:
+            group.pool[:, 0] = 0
 
     def bucket(self, decodes: int) -> int:
         """The rows that `decodes` decode rows are padded to."""
@@ -180,7 +198,7 @@ class Runner:
         copy = CopyOut(self._outputs(sampled, hidden, len(rows.slots)), self._device)
         return Launched(plan.step, rows, tuple(sampled.logprobs.rows) if sampled.logprobs else (), copy, self._move_hash)
 
-    def _decode(self, plan: PlanView, uploaded: Tensor, rows: ResultRows) -> tuple[Sampled, Tensor]:
+    def _decode(self, plan: PlanView, uploaded: Tensor, rows: ResultRows) -> tuple[StepTokens, Tensor]:
         """A step of decode rows, padded to a bucket: what it samples, and its final hidden rows."""
         count = len(plan.decodes)
         bucket = self._step.bucket(count)
@@ -190,7 +208,7 @@ class Runner:
             return graphs.sample(bucket) if graphs else self._maxima(batch, hidden), hidden
         return self._whole(rows, batch.slots[:count], batch.positions[:count], hidden[:count]), hidden
 
-    def _mixed(self, plan: PlanView, uploaded: Tensor, rows: ResultRows) -> tuple[Sampled | None, Tensor]:
+    def _mixed(self, plan: PlanView, uploaded: Tensor, rows: ResultRows) -> tuple[StepTokens | None, Tensor]:
         """A step with chunks, or with no rows at all."""
         self._step.apply(uploaded)
         if not len(plan.chunks):
@@ -211,21 +229,21 @@ class Runner:
         peers = self._inboxes.joints if self._inboxes else None
         return batch, self._model.forward(batch, self._cache, self._attention, peers)
 
-    def _maxima(self, batch: ForwardBatch, hidden: Tensor) -> Sampled:
+    def _maxima(self, batch: ForwardBatch, hidden: Tensor) -> StepTokens:
         """Tokens that are maxima, for rows that are all greedy or plain. Capturable."""
         choices = self._inboxes.choices if self._inboxes else None
         logits = self._model.logits(hidden)
         slots = self.slots
-        return Sampled(self._sampler.maxima(logits, batch.slots, batch.positions, slots.parameters, slots.tokens, choices))
+        return StepTokens(self._sampler.maxima(logits, batch.slots, batch.positions, slots.parameters, slots.tokens, choices))
 
-    def _whole(self, rows: ResultRows, slots: Tensor, positions: Tensor, hidden: Tensor) -> Sampled:
+    def _whole(self, rows: ResultRows, slots: Tensor, positions: Tensor, hidden: Tensor) -> StepTokens:
         """Tokens, and logprobs, of rows of any kind."""
         sampled = self._sampler.sample(self._model.logits(hidden), self.slots.sampling(rows, slots, positions))
         self.slots.store(slots, positions, sampled.tokens)
         flags = torch.where(sampled.nan, ROW_HAS_NAN, 0)
-        return Sampled(torch.stack([sampled.tokens, flags], dim=1).int(), sampled.logprobs)
+        return StepTokens(torch.stack([sampled.tokens, flags], dim=1).int(), sampled.logprobs)
 
-    def _outputs(self, sampled: Sampled, hidden: Tensor, count: int) -> dict[str, tuple[Tensor, Tensor | None]]:
+    def _outputs(self, sampled: StepTokens, hidden: Tensor, count: int) -> dict[str, tuple[Tensor, Tensor | None]]:
         """What goes to the host, and where."""
         self._host.append(self._host.pop(0))
         outputs: dict[str, tuple[Tensor, Tensor | None]] = {"chosen": (sampled.chosen[:count], self._host[-1][:count])}

@@ -27,6 +27,7 @@ from engine.rank.models.gemma4 import Gemma4
 from engine.rank.parallel import Inboxes, Parallel, connect, self_check
 from engine.rank.runner import Launched, Runner
 from engine.rank.step import buckets
+from kernels import launch
 from kernels.allreduce import MappedCollectives
 
 IDLE_S = 200e-6
@@ -105,8 +106,11 @@ def boot(lifeline: Lifeline) -> Runner:
     lifeline.send(Loaded(kv_bytes=kv_bytes(rank), weight_bytes=weight_bytes, residual_rms=rms, seconds=seconds))
     runner = build(rank, lifeline.allocate())
     self_check(rank.parallel, rank.device, rank.dtype)
+    if rank.device.type == "cuda":
+        runner.warm()
     if runner.capturable:
         runner.capture()
+    launch.ready()
     if isinstance(rank.parallel, MappedCollectives):
         rank.parallel.timeout_s = config.step_timeout_s  # from here on everybody is up
     lifeline.phase(Phase.ready, weight_bytes)

@@ -3,6 +3,7 @@
 The ops choose: Triton kernels on a GPU (`TritonAttention`), plain torch elsewhere (`ReferenceAttention`).
 """
 
+import bisect
 from collections.abc import Sequence
 
 import torch
@@ -13,27 +14,30 @@ from engine.geometry import Geometry, Layer
 from engine.rank.attention.base import AttentionPlan
 from engine.rank.batch import ForwardBatch
 from engine.rank.kv import GroupCache, KVCache
-from kernels.decode import DecodeScratch, decode_attention, decode_splits, most_parts
+from kernels.decode import DecodeScratch, DecodeTile, decode_attention, decode_cut
 from kernels.launch import processors
 from kernels.prefill import extend_attention, extend_tiles, tile_tokens
 from kernels.qkv import qkv_post
 
 
 class PagedAttention:
-    """For steps of decode rows padded to one of `buckets`, or fewer rows than the largest."""
+    """For steps of decode rows padded to one of `buckets`, ascending; other numbers of rows are launched as the next bucket is."""
 
     def __init__(self, geometry: Geometry, cache: KVCache, tp: int, buckets: Sequence[int], device: torch.device) -> None:
         self._eps, self._device = geometry.eps, device
         self._heads = geometry.heads // tp
         self._processors = processors(device)
         self._groups = cache.groups
-        self._scratch = [self._scratch_of(group, buckets) for group in cache]
+        self._buckets = tuple(buckets)
+        self._cuts = [[self._cut(group, rows) for rows in buckets] for group in cache]
+        self._scratch = [self._scratch_of(group, cuts) for group, cuts in zip(cache, self._cuts, strict=True)]
 
-    def _scratch_of(self, group: GroupCache, buckets: Sequence[int]) -> DecodeScratch:
-        """Of a mixed step, any number of rows up to the largest bucket may decode."""
-        kv_heads, head_dim = group.group.kv_heads, group.group.head_dim
-        parts = most_parts(range(1, buckets[-1] + 1), kv_heads, head_dim, group.read_width, self._processors)
-        return DecodeScratch(buckets[-1], self._heads, kv_heads, head_dim, parts, self._device)
+    def _cut(self, group: GroupCache, rows: int) -> tuple[int, DecodeTile]:
+        return decode_cut(rows, group.pool[0], group.read_width, self._processors)
+
+    def _scratch_of(self, group: GroupCache, cuts: Sequence[tuple[int, DecodeTile]]) -> DecodeScratch:
+        parts = max(rows * splits for rows, (splits, _) in zip(self._buckets, cuts, strict=True))
+        return DecodeScratch(self._buckets[-1], self._heads, group.group.kv_heads, group.group.head_dim, parts, self._device)
 
     def prepare(self, batch: ForwardBatch) -> AttentionPlan:
         """The chunks, cut into tiles of queries."""
@@ -67,10 +71,10 @@ class PagedAttention:
             extend_attention(q, pool, group.table, plan.tiles[index], window, out[chunked].view(q.shape))
         rows = batch.rows - first
         if rows:
-            splits = decode_splits(rows, group.group.kv_heads, layer.head_dim, group.read_width, self._processors)
+            cut = self._cuts[index][bisect.bisect_left(self._buckets, rows)]
             decode_attention(
                 qkv[first:], pool, batch.pages[index], batch.positions[first:], rope[first:], *norms, self._eps, window,
-                self._scratch[index], out[first:], splits,
+                self._scratch[index], out[first:], *cut,
             )  # fmt: skip
 
 

@@ -1,0 +1,128 @@
+"""An engine group by the protocol that its peers were measured by: `python -m tests.bench.engine --help`, or `make bench`.
+
+A group boots without Ray and is driven through EngineClient: random token ids, greedy, no stop ids, no detokenisation. Of each
+batch, all requests at once:
+
+    prefill   seconds for one output token, the best of --repeat
+    step      (seconds for --tokens + 1 output tokens - seconds for one) / --tokens, in ms
+
+vLLM's and SGLang's figures for the same stand beside ours where they are known (four H200, random live weights, 1024 tokens of
+prompt). --record MACHINE appends to tests/bench/results.csv.
+"""
+
+import argparse
+import asyncio
+import csv
+import datetime as dt
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from cluster.group import Group
+from deploy.models.resolve import resolve
+from engine.config import engine_config
+from engine.front.client import EngineClient
+from engine.geometry import read_geometry
+from engine.protocol import SamplingParams
+
+RESULTS = Path(__file__).with_name("results.csv")
+PEERS = {  # decode step in ms, by model, ranks and batch: vLLM 0.26.0, SGLang 0.5.17
+    ("31b", 4, 1): (7.40, 8.51), ("31b", 4, 8): (7.97, 8.91), ("31b", 4, 32): (9.85, 10.88),
+    ("31b", 4, 64): (12.62, 13.89), ("31b", 4, 100): (17.56, 16.99),
+    ("e2b", 1, 1): (3.24, 4.02), ("e2b", 1, 8): (3.33, 4.09), ("e2b", 1, 32): (3.69, 4.30), ("e2b", 1, 64): (4.82, 4.82),
+    ("e2b", 1, 100): (7.79, 9.61),
+}  # fmt: skip
+
+
+async def one(client: EngineClient, prompt: list[int], tokens: int) -> None:
+    """Run one request to its length."""
+    count = 0
+    async for output in client.generate(prompt, SamplingParams(max_tokens=tokens)):
+        count += len(output.tokens)
+    assert count == tokens, (count, tokens)
+
+
+async def seconds(client: EngineClient, prompts: list[list[int]], tokens: int) -> float:
+    """All prompts at once, to their last token."""
+    began = time.monotonic()
+    await asyncio.gather(*(one(client, prompt, tokens) for prompt in prompts))
+    return time.monotonic() - began
+
+
+async def measure(group: Group, vocab: int, args: argparse.Namespace) -> list[tuple[str, str, float, str]]:
+    """(case, metric, value, unit) of every batch, behind one request that warms up."""
+    client = EngineClient(group.front_socket)
+    await client.start()
+    rng = random.Random(args.seed)
+    rows: list[tuple[str, str, float, str]] = []
+    await seconds(client, [[rng.randrange(300, vocab - 10) for _ in range(args.prompt)]], 8)
+    for size in args.batches:
+        prompts = [[rng.randrange(300, vocab - 10) for _ in range(args.prompt)] for _ in range(size)]
+        first = min([await seconds(client, prompts, 1) for _ in range(args.repeat)])
+        step = 1e3 * (await seconds(client, prompts, args.tokens + 1) - first) / args.tokens
+        name = f"{args.model.split(':')[-1]}-tp{args.tp}"
+        rows += [(f"{name}-prefill-b{size}", "prefill", first, "s"), (f"{name}-decode-b{size}", "step", step, "ms")]
+        peers = PEERS.get((args.model.split(":")[-1], args.tp, size))
+        beside = f"  vLLM {peers[0]:.2f} ({peers[0] / step:.2f}x), SGLang {peers[1]:.2f} ({peers[1] / step:.2f}x)" if peers else ""
+        print(f"batch {size:4}  prefill {first:8.4f} s  step {step:8.3f} ms{beside}", flush=True)
+    await client.close()
+    return rows
+
+
+def record(rows: list[tuple[str, str, float, str]], machine: str) -> None:
+    """Append to the results file, with commit and command."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    command = "python -m tests.bench.engine " + " ".join(sys.argv[1:])
+    with RESULTS.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        for case, metric, value, unit in rows:
+            writer.writerow([dt.datetime.now(tz=dt.UTC).date(), commit, machine, command, case, metric, f"{value:.4g}", unit, ""])
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--model", default="random:31b")
+    parser.add_argument("--tp", type=int, default=4)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--prompt", type=int, default=1024, help="prompt tokens")
+    parser.add_argument("--tokens", type=int, default=128, help="output tokens behind the first")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64, 100])
+    parser.add_argument("--repeat", type=int, default=3, help="prefills, of which the best counts")
+    parser.add_argument("--max-len", type=int, default=2048)
+    parser.add_argument("--prefill-budget", type=int, default=2048, help="prefill tokens a step")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--record", metavar="MACHINE", help="append to results.csv under this machine's name")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Boot, measure, end."""
+    args = arguments()
+    folder = resolve(args.model)
+    config = engine_config(
+        model=str(folder),
+        tp=args.tp,
+        device=args.device,
+        dtype="bfloat16" if args.device == "cuda" else "float32",
+        load_format="dummy" if args.model.startswith("dummy:") else "safetensors",
+        max_seqs=max(args.batches),
+        max_len=args.max_len,
+        prefill_budget=args.prefill_budget,
+        prefix_cache=False,
+    )
+    group = Group.boot(config)
+    try:
+        print(f"ready in {group.boot_s:.1f} s, pages {group.pages}", flush=True)
+        rows = [(f"{args.model.split(':')[-1]}-tp{args.tp}-start", "ready", group.boot_s, "s")]
+        rows += asyncio.run(measure(group, read_geometry(folder).vocab, args))
+    finally:
+        group.close()
+    if args.record:
+        record(rows, args.record)
+
+
+if __name__ == "__main__":
+    main()
