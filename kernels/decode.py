@@ -64,6 +64,7 @@ class DecodeScratch:
 _MOST_VALUES = 8
 _MOST_SPLITS = 33
 _START = 3
+_AHEAD = 0  # runs that a default cut fetches to L2 while earlier kernels end: to be measured in a whole step
 
 
 def decode_splits(rows: int, kv_heads: int, head_dim: int, pages: int, processors: int) -> int:
@@ -108,7 +109,7 @@ def decode_tile(d: int, page: int, ctas: int, turns: int, itemsize: int = 2, sha
         tile = DecodeTile(keys, 4 if ctas <= 33 else 1, 4, 3, early=False)
     while tile.shared_bytes(d) > shared and tile.keys > 16:
         tile = replace(tile, stages=2) if tile.stages > 2 else replace(tile, keys=tile.keys // 2)
-    return tile
+    return replace(tile, ahead=min(turns, _AHEAD))
 
 
 def decode_cut(rows: int, pool: Tensor, pages: int, processors: int) -> tuple[int, DecodeTile]:

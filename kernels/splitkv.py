@@ -253,14 +253,23 @@ def _attend(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """One turn of the online softmax, in base 2: the running maximum, sums of weights and weighted sums of values.
 
-    Two products of half the head dim, each scaled by itself: neither waits for the other's sum.
+    Two products of half the head dim, each scaled by itself: neither waits for the other's sum. A product takes 16 dims at least.
     """
-    scores = dot(q_low, tl.trans(k_low)) * LOG2E + dot(q_high, tl.trans(k_high)) * LOG2E
+    if q_low.shape[1] < 16:
+        scores = dot(_joined(q_low, q_high), tl.trans(_joined(k_low, k_high))) * LOG2E
+    else:
+        scores = dot(q_low, tl.trans(k_low)) * LOG2E + dot(q_high, tl.trans(k_high)) * LOG2E
     scores = tl.where(seen[None, :], scores, -float("inf"))
     higher = tl.maximum(top, tl.max(scores, 1))
     weights = tl.exp2(scores - higher[:, None])
     keep = tl.exp2(top - higher)[:, None]
     return higher, totals * keep + weights, sums * keep + dot(cast(weights, v.dtype), v)
+
+
+@triton.jit
+def _joined(low: tl.tensor, high: tl.tensor) -> tl.tensor:
+    """Both halves [n, d/2] -> [n, d], in any order that is the same for every tensor."""
+    return tl.reshape(tl.join(low, high), (low.shape[0], 2 * low.shape[1]))
 
 
 @triton.jit

@@ -1,6 +1,5 @@
 """The attention kernels on a GPU, at the public models' shapes: against fp64, in graphs, and beyond 2^31 elements."""
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -11,8 +10,7 @@ from kernels.decode import DecodeScratch, decode_attention, decode_splits, decod
 from kernels.prefill import extend_attention, extend_tiles, paged_prefill, tile_tokens
 from kernels.qkv import qkv_post
 from tests.bench.attention import LAYERS, PAGE, Layer, Problem, candidates
-from tests.bench.timing import precompile_all
-from tests.support.attention import EPS, Case, Shape, decode_case, decode_node
+from tests.support.attention import EPS, Case, Shape, decode_case, precompile_decode
 
 pytestmark = pytest.mark.gpu
 
@@ -26,6 +24,7 @@ SHAPES = {
     "e2b sliding": Shape(8, 1, 256, 128, window=512),
     "e2b sliding shared": Shape(8, 1, 256, 128, sides=0, window=512),
     "e4b full": Shape(8, 2, 512, 64),
+    "small heads": Shape(6, 2, 16, 4, window=40),
     "page 16": Shape(8, 4, 256, 128, window=1024, page=16),
     "page 64": Shape(8, 1, 512, 64, sides=1, page=64),
 }
@@ -36,11 +35,12 @@ LENGTHS = [1, 31, 32, 33, 0, 511, 512, 513, 1023, 1024, 1025, 1500]
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     """Every variant below, compiled in parallel."""
-    target, width = torch.cuda.get_device_capability(), pages_of(LENGTHS)
-    plain = [(shape, n, None, dtype) for shape in SHAPES.values() for dtype, splits in SPLITS.items() for n in splits]
-    cuts = [(layer.shape, n, tile, torch.bfloat16) for layer in LAYERS for n, tile in candidates(Problem(layer, 4, 1024), 132)]
-    nodes = (decode_node(shape, 4, n, target, tile, dtype, width[shape.page]) for shape, n, tile, dtype in plain + cuts)
-    precompile_all(nodes, target, max(1, (os.cpu_count() or 1) - 1))
+    width = pages_of(LENGTHS)
+    variants = [
+        (shape, n, None, dtype, width[shape.page]) for shape in SHAPES.values() for dtype, splits in SPLITS.items() for n in splits
+    ]
+    cuts = [(layer.shape, n, tile, torch.bfloat16, 64) for layer in LAYERS for n, tile in candidates(Problem(layer, 4, 1024), 132)]
+    precompile_decode([*variants, *cuts], len(LENGTHS), torch.cuda.get_device_capability())
 
 
 def pages_of(lengths: list[int]) -> dict[int, int]:

@@ -12,7 +12,7 @@ from kernels.launch import Node, record
 from kernels.prefill import extend_attention
 from kernels.qkv import qkv_post
 from tests.bench.attention import LAYERS, PAGE, Layer, Problem
-from tests.support.attention import decode_node, ints, meta
+from tests.support.attention import Shape, decode_node, ints, meta, precompile_decode
 from tests.support.compiled import Compiled, compile_node
 
 pytestmark = pytest.mark.cpu
@@ -128,3 +128,10 @@ def test_pages_fetched_ahead_are_hints() -> None:
     assert before.count("prefetch.global.L2") == compiled.ptx.count("prefetch.global.L2") == 2 * 3
     plain = compile_node(decode_node(named("31b-tp4-sliding").shape, 8, 11, HOPPER, replace(tile, ahead=0)), HOPPER)
     assert "prefetch" not in plain.ptx
+
+
+def test_variants_are_compiled_in_other_processes() -> None:
+    """Each once, whatever was asked for twice."""
+    tile = DecodeTile(16, 1, 4, 2, early=False)
+    variant = (Shape(2, 1, 16, 8), 2, tile, torch.bfloat16, 8)
+    assert precompile_decode([variant, variant], 3, HOPPER) == 1

@@ -4,14 +4,19 @@ The answer is worked out from the raw product by formulas of its own.
 """
 
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
 
 import torch
 from torch import Tensor
 
 from kernels.decode import DecodeScratch, DecodeTile, decode_attention
 from kernels.launch import Node, record
+from kernels.precompile import precompile
 
 EPS = 1e-6
 OUTSIDE = 2**31 - 7  # a page id that no pool has
@@ -160,3 +165,18 @@ def decode_node(
         )
     (node,) = nodes
     return node
+
+
+Variant = tuple[Shape, int, DecodeTile | None, torch.dtype, int]  # shape, splits, tile, dtype, pages of a row
+
+
+def precompile_decode(variants: Iterable[Variant], rows: int, target: tuple[int, int]) -> int:
+    """Compiles launches of `rows` rows into Triton's cache, on all cores: fresh processes, so that CUDA may be in use. How many."""
+    with ProcessPoolExecutor(max(1, (os.cpu_count() or 1) - 1), get_context("spawn")) as pool:
+        return sum(pool.map(partial(_precompile, rows=rows, target=target), set(variants)))
+
+
+def _precompile(variant: Variant, rows: int, target: tuple[int, int]) -> int:
+    shape, splits, tile, dtype, pages = variant
+    precompile(decode_node(shape, rows, splits, target, tile, dtype, pages), target)
+    return 1
