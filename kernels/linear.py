@@ -204,18 +204,16 @@ def _mma(
         for j in tl.static_range(EIGHTS):
             tiles += (_pieces(bases[j], every, early, K, WARPS, "evict_first"),)
     wait(PDL)
+    values = _row_pieces(x + piece, eight, T, 0, K, WARPS, ROWS, EARLY)
     sums = (tl.zeros([WARPS, 16, ROWS], tl.float32),) * (EIGHTS // 2)
     for turn in range(0, TURNS, EARLY):
         later: tl.tuple = ()
         for early in tl.static_range(EARLY):
-            values = _lanes(_pieces(x + eight * K + piece, eight < T, turn + early, K, WARPS, ""), WARPS)
-            if ROWS == 16:
-                more = _lanes(_pieces(x + (8 + eight) * K + piece, 8 + eight < T, turn + early, K, WARPS, ""), WARPS)
-                values = _sixteen(values, more, WARPS)
-            sums = _add_mmas(sums, tiles, tl.trans(values, 0, 2, 1), early, WARPS, EIGHTS)
+            sums = _add_mmas(sums, tiles, values, early, WARPS, EIGHTS, ROWS // 8)
             for j in tl.static_range(EIGHTS):
                 later += (_pieces(bases[j], every, turn + early + EARLY, K, WARPS, "evict_first"),)
         tiles = later
+        values = _row_pieces(x + piece, eight, T, turn + EARLY, K, WARPS, ROWS, EARLY)
     row = tl.arange(0, ROWS)[None, :]
     for j in tl.static_range(BN // 16):
         total = tl.sum(sums[j], 0)
@@ -227,14 +225,33 @@ def _mma(
 
 @triton.jit
 def _add_mmas(
-    sums: tl.tuple, tiles: tl.tuple, values: tl.tensor, TURN: tl.constexpr, WARPS: tl.constexpr, EIGHTS: tl.constexpr
-) -> tl.tuple:
-    """`sums` [WARPS, 16, rows] of each 16 outputs, and their products of turn TURN."""
+    sums: tl.tuple, tiles: tl.tuple, values: tl.tuple, TURN: tl.constexpr, WARPS: tl.constexpr, EIGHTS: tl.constexpr,
+    HALVES: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
+    """`sums` [WARPS, 16, rows] of each 16 outputs, and their products of turn TURN with the rows' pieces, HALVES a turn."""
+    rows = _lanes(values[TURN * HALVES], WARPS)
+    if HALVES == 2:
+        rows = _sixteen(rows, _lanes(values[TURN * HALVES + 1], WARPS), WARPS)
+    rows = tl.trans(rows, 0, 2, 1)
     added: tl.tuple = ()
     for j in tl.static_range(EIGHTS // 2):
         upper, lower = tiles[TURN * EIGHTS + 2 * j], tiles[TURN * EIGHTS + 2 * j + 1]
-        added += (tl.dot(_sixteen(_lanes(upper, WARPS), _lanes(lower, WARPS), WARPS), values, sums[j]),)
+        added += (tl.dot(_sixteen(_lanes(upper, WARPS), _lanes(lower, WARPS), WARPS), rows, sums[j]),)
     return added
+
+
+@triton.jit
+def _row_pieces(
+    x: tl.tensor, eight: tl.tensor, T: tl.tensor, turn: tl.tensor,
+    K: tl.constexpr, WARPS: tl.constexpr, ROWS: tl.constexpr, TURNS: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
+    """The pieces of all rows of x for TURNS turns, 8 rows each; zeros behind row T."""
+    pieces: tl.tuple = ()
+    for i in tl.static_range(TURNS):
+        for half in tl.static_range(ROWS // 8):
+            row = half * 8 + eight
+            pieces += (_pieces(x + row * K, row < T, turn + i, K, WARPS, ""),)
+    return pieces
 
 
 @triton.jit
