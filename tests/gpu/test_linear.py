@@ -10,6 +10,7 @@ from torch.nn import functional
 from deploy.models.public_shapes import PUBLIC
 from kernels.launch import compilations, record
 from kernels.linear import linear, linear_geglu
+from kernels.tiles import choose
 from tests.support.engine.products import Product, products
 
 pytestmark = pytest.mark.gpu
@@ -52,7 +53,8 @@ def test_real_shapes(product: Product) -> None:
     for rows in (1, 2, 3, 8, 24, 64, 100):
         x, weight = tensors(product, rows)
         out = run(x, weight, product.shape.gated)
-        assert error(out, x, weight, product.shape.gated) < TOLERANCE
+        rounded = product.shape.gated and choose(rows, product.shape) is None  # cuBLAS rounds gate and up before their product
+        assert error(out, x, weight, product.shape.gated) < (3 if rounded else 1) * TOLERANCE
         assert error(out, x.flip(1), weight, product.shape.gated) > 100 * TOLERANCE
         x[:-1] = torch.nan
         assert torch.equal(run(x, weight, product.shape.gated)[-1], out[-1])
