@@ -72,7 +72,7 @@ def decode_splits(rows: int, kv_heads: int, head_dim: int, pages: int, processor
 
     As measured on an H200 (tests/bench/attention.py). At head dim 256 a multiprocessor holds three CTAs: splits for all of them, at
     most 33 and none without a page; where one split would all but fill them, five, so that the last wave is short. At 512 it holds
-    one, and waves take a turn a page, `_START` turns for a CTA's begin and end, and half a turn for each split that one CTA adds up,
+    one, and waves take a turn a page, `_START` turns for a CTA's begin and end, and half a turn for each split one CTA adds up,
     where V's columns are not shared out. The splits that are never far from the fewest turns are taken, whether rows are as long as
     they may be or as short as a thousand tokens.
     """
