@@ -12,7 +12,7 @@ import yaml
 from pydantic import Field
 
 from deploy.edge.edge_settings import FrozenSettings, LimitSettings, LogSettings, TracingSettings
-from engine.config import PolicyName
+from engine.config import LogLevel, PolicyName
 from engine.errors import ConfigError
 
 IMPORT_PATH = "deploy.app:build"
@@ -54,6 +54,7 @@ class Settings(FrozenSettings):
     device             auto: cuda where NVML shows a GPU to this replica
     max_queue          choices that may wait beyond max_seqs; more are refused at once (default: 256, or four times max_seqs)
     max_queue_tokens   tokens of the prompts that wait; a prompt may always wait alone (default: 32 prompts of max_len)
+    core_log           info: a line a second of work and class of step on stderr; debug: a line a step; warning: none
     policy             who is served when: fair, or arrival (strictly in order)
     prefix_cache       keep the pages of prompts and answers for requests that begin alike
     prefix_cache_share  how much of each pool may lie idle for that
@@ -75,6 +76,7 @@ class Settings(FrozenSettings):
     max_queue: int | None = Field(default=None, ge=0)
     max_queue_tokens: int | None = Field(default=None, ge=1)
     prefill_budget: int = Field(default=512, ge=1)
+    core_log: LogLevel = "info"
     policy: PolicyName = "fair"
     prefix_cache: bool = True
     prefix_cache_share: float = Field(default=1.0, gt=0, le=1)

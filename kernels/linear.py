@@ -151,14 +151,13 @@ def _gemv(
 
 @triton.jit
 def _pieces(
-    rows: tl.tensor, live: tl.tensor, TURN: tl.constexpr, K: tl.constexpr, WARPS: tl.constexpr, POLICY: tl.constexpr
+    rows: tl.tensor, live: tl.tensor, turn: tl.tensor, K: tl.constexpr, WARPS: tl.constexpr, POLICY: tl.constexpr
 ) -> tl.tensor:
-    """Of 8 rows and turn TURN, a piece of 32 columns for each warp: [WARPS * 8, 32], 16 bytes a thread. `rows`: pointers to
-    their first pieces, [WARPS * 8, 1]; those that are not `live` are zero."""
-    at = TURN * WARPS * 32 + tl.arange(0, 32)[None, :]
-    if (TURN + 1) * WARPS * 32 > K:
-        live = live & (at + tl.arange(0, WARPS * 8)[:, None] // 8 * 32 < K)
-    return tl.load(rows + at, mask=live, other=0.0, eviction_policy=POLICY)
+    """Of 8 rows and one turn, a piece of 32 columns for each warp: [WARPS * 8, 32], 16 bytes a thread; zeros behind K. `rows`:
+    pointers to the rows' first pieces, [WARPS * 8, 1]; those that are not `live` are zero."""
+    at = turn * WARPS * 32 + tl.arange(0, 32)[None, :]
+    inside = at + tl.arange(0, WARPS * 8)[:, None] // 8 * 32 < K
+    return tl.load(rows + at, mask=live & inside, other=0.0, eviction_policy=POLICY)
 
 
 @triton.jit
@@ -186,7 +185,8 @@ def _mma(
     x: tl.tensor, weight: tl.tensor, out: tl.tensor, T: tl.tensor, M: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr, GATED: tl.constexpr, START: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """BN outputs, 16 an MMA, of up to ROWS rows, 8 or 16. Each of BK / 32 warps has columns of its own; their sum comes last."""
+    """BN outputs, 16 an MMA, of up to ROWS rows, 8 or 16. Each of BK / 32 warps has columns of its own; their sum comes last.
+    EARLY turns are on their way at any time, each in registers of its own."""
     if START:
         trigger(PDL)
     WARPS: tl.constexpr = BK // 32
@@ -200,20 +200,20 @@ def _mma(
         side = j // (BN // 8) * (M * K)
         bases += (weight + side + tl.minimum(first + j % (BN // 8) * 8 + eight, M - 1).to(tl.int64) * K + piece,)
     tiles: tl.tuple = ()
-    for i in tl.static_range(min(EARLY, TURNS)):
+    for early in tl.static_range(EARLY):
         for j in tl.static_range(EIGHTS):
-            tiles += (_pieces(bases[j], every, i, K, WARPS, "evict_first"),)
+            tiles += (_pieces(bases[j], every, early, K, WARPS, "evict_first"),)
     wait(PDL)
+    values = _row_pieces(x + piece, eight, T, 0, K, WARPS, ROWS, EARLY)
     sums = (tl.zeros([WARPS, 16, ROWS], tl.float32),) * (EIGHTS // 2)
-    for i in tl.static_range(TURNS):
-        if i + EARLY < TURNS:
+    for turn in range(0, TURNS, EARLY):
+        later: tl.tuple = ()
+        for early in tl.static_range(EARLY):
+            sums = _add_mmas(sums, tiles, values, early, WARPS, EIGHTS, ROWS // 8)
             for j in tl.static_range(EIGHTS):
-                tiles += (_pieces(bases[j], every, i + EARLY, K, WARPS, "evict_first"),)
-        values = _lanes(_pieces(x + eight * K + piece, eight < T, i, K, WARPS, ""), WARPS)
-        if ROWS == 16:
-            more = _lanes(_pieces(x + (8 + eight) * K + piece, 8 + eight < T, i, K, WARPS, ""), WARPS)
-            values = _sixteen(values, more, WARPS)
-        sums = _add_mmas(sums, tiles, tl.trans(values, 0, 2, 1), i, WARPS, EIGHTS)
+                later += (_pieces(bases[j], every, turn + early + EARLY, K, WARPS, "evict_first"),)
+        tiles = later
+        values = _row_pieces(x + piece, eight, T, turn + EARLY, K, WARPS, ROWS, EARLY)
     row = tl.arange(0, ROWS)[None, :]
     for j in tl.static_range(BN // 16):
         total = tl.sum(sums[j], 0)
@@ -225,14 +225,33 @@ def _mma(
 
 @triton.jit
 def _add_mmas(
-    sums: tl.tuple, tiles: tl.tuple, values: tl.tensor, TURN: tl.constexpr, WARPS: tl.constexpr, EIGHTS: tl.constexpr
-) -> tl.tuple:
-    """`sums` [WARPS, 16, rows] of each 16 outputs, and their products of turn TURN."""
+    sums: tl.tuple, tiles: tl.tuple, values: tl.tuple, TURN: tl.constexpr, WARPS: tl.constexpr, EIGHTS: tl.constexpr,
+    HALVES: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
+    """`sums` [WARPS, 16, rows] of each 16 outputs, and their products of turn TURN with the rows' pieces, HALVES a turn."""
+    rows = _lanes(values[TURN * HALVES], WARPS)
+    if HALVES == 2:
+        rows = _sixteen(rows, _lanes(values[TURN * HALVES + 1], WARPS), WARPS)
+    rows = tl.trans(rows, 0, 2, 1)
     added: tl.tuple = ()
     for j in tl.static_range(EIGHTS // 2):
         upper, lower = tiles[TURN * EIGHTS + 2 * j], tiles[TURN * EIGHTS + 2 * j + 1]
-        added += (tl.dot(_sixteen(_lanes(upper, WARPS), _lanes(lower, WARPS), WARPS), values, sums[j]),)
+        added += (tl.dot(_sixteen(_lanes(upper, WARPS), _lanes(lower, WARPS), WARPS), rows, sums[j]),)
     return added
+
+
+@triton.jit
+def _row_pieces(
+    x: tl.tensor, eight: tl.tensor, T: tl.tensor, turn: tl.tensor,
+    K: tl.constexpr, WARPS: tl.constexpr, ROWS: tl.constexpr, TURNS: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
+    """The pieces of all rows of x for TURNS turns, 8 rows each; zeros behind row T."""
+    pieces: tl.tuple = ()
+    for i in tl.static_range(TURNS):
+        for half in tl.static_range(ROWS // 8):
+            row = half * 8 + eight
+            pieces += (_pieces(x + row * K, row < T, turn + i, K, WARPS, ""),)
+    return pieces
 
 
 @triton.jit

@@ -120,7 +120,7 @@ class CompletionResponse(Response):
         choices = [collector.choice for collector in collectors]
         if any(choice.finish is None for choice in choices):
             return False
-        usage = Usage(len(self._job.prompt), sum(len(choice.tokens) for choice in choices))
+        usage = self._usage(sum(len(choice.tokens) for choice in choices))
         self._record.finishes = {index: choice.finish for index, choice in enumerate(choices) if choice.finish is not None}
         self._record.output_tokens = usage.completion
         body = self._format.full(collectors, usage)
@@ -151,8 +151,12 @@ class CompletionResponse(Response):
 
     def _ending(self, tokens: int) -> list[bytes]:
         self._record.output_tokens = tokens
-        usage = [self._format.usage(Usage(len(self._job.prompt), tokens))] if self._include_usage else []
+        usage = [self._format.usage(self._usage(tokens))] if self._include_usage else []
         return [*usage, DONE]
+
+    def _usage(self, tokens: int) -> Usage:
+        """All choices together. What one of them computed of the prompt was not cached, though the others found it then."""
+        return Usage(len(self._job.prompt), tokens, min(generation.cached for generation in self._generations))
 
     async def _write(self, body: bytes, send: Send, *, more: bool) -> None:
         """One chunk; the first brings the headers along. The chunks go past everybody who only looks at the headers."""

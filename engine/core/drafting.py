@@ -12,7 +12,7 @@ therefore always advances: its worst case fits the empty pools (or it was refuse
 
 from dataclasses import dataclass, field
 
-from engine.core.admissions import Admissions
+from engine.core.admit import Admissions
 from engine.core.allocator import Allocator, Changes
 from engine.core.policy import POLICIES, StepTimes
 from engine.core.requests import Requests

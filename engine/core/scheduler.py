@@ -1,7 +1,7 @@
 """The scheduler: requests in, plans out, results in, outputs out. Pure: no clock, no sockets, no torch.
 
     add, abort --> requests --> drafting --> plan ... result --> results --> outputs
-                                 policy, admission, allocator (pages, prefix)
+                                 policy, admit, allocator (pages, prefix)
 """
 
 from collections.abc import Iterator

@@ -95,12 +95,16 @@ class Choice:
 
 
 class Generation:
-    """One choice in the making; iterate it once. `clock`: its clock points, unless the engine was gone already."""
+    """One choice in the making; iterate it once. `clock`: its clock points, unless the engine was gone already.
+
+    `cached`: tokens of its prompt that were found in the prefix cache, known with its first tokens.
+    """
 
     def __init__(self, engine: Engine, text: TextProcessor, job: Job, params: SamplingParams) -> None:
         """Submits it."""
         self._stream = engine.generate(job.prompt, params, clip=job.clip)
         self.clock = engine.clock(self._stream.id)
+        self.cached = 0
         self._detokenizer = text.detokenizer(skip_special_tokens=job.skip_special_tokens)
         self._stops = StopStrings(job.stops) if job.stops else None
         self._stop_ids = frozenset(params.stop_ids)
@@ -112,6 +116,7 @@ class Generation:
     async def deltas(self) -> AsyncIterator[Delta]:
         """Every step's delta, the last with `finish`. Raises what the engine's stream raises."""
         async for output in self._stream:
+            self.cached += output.cached
             delta = self._cut(output) if self._stops else self._plain(output)
             yield delta
             if delta.finish is not None:

@@ -119,11 +119,18 @@ def candidates(shape: GemmShape, rows: int) -> list[Tile]:
         return []
     found = [*(_gemvs(size) if size <= 4 else ()), *(_mmas(size) if 1 < size <= 16 else ()), *_gemms(max(size, 16), rows)]
     if shape.gated:
-        found = [replace(tile, bn=max(tile.bn // 2, 1 if tile.kind == "gemv" else 16), start=True) for tile in found]
+        found = [_halved(tile) for tile in found]
     whole = 1 << (shape.n - 1).bit_length()
     found = [tile if tile.kind == "mma" else replace(tile, bk=min(tile.bk, whole)) for tile in found]
     fitting = [tile for tile in found if tile == fit(tile, shape.gated, LARGE_SHARED)]
     return list(dict.fromkeys(fitting))[:24]
+
+
+def _halved(tile: Tile) -> Tile:
+    """A tile for a gated product, two weight rows an output: half the outputs, or where an MMA forbids that half as many early."""
+    least = 1 if tile.kind == "gemv" else 16
+    early = max(2, tile.early // 2) if tile.kind == "mma" and tile.bn == least else tile.early
+    return replace(tile, bn=max(tile.bn // 2, least), early=early, start=True)
 
 
 def _gemvs(rows: int) -> list[Tile]:

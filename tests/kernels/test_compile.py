@@ -67,12 +67,11 @@ def linear_nodes(target: Target) -> Iterator[Node]:
         for tile in tiles.values():
             if tile is not None:
                 seen.setdefault((tile, shape.gated), shape)
-    for gated in (False, True):
-        for tile in (mma(8, 16, early=8), mma(16, 32, early=2)):
-            seen.setdefault((tile, gated), GemmShape(HIDDEN, HIDDEN, gated))
+    for tile, gated in ((mma(8, 16, early=8), False), (mma(16, 32, early=4), False), (mma(16, 16, early=4), True)):
+        seen.setdefault((tile, gated), GemmShape(HIDDEN, HIDDEN, gated))
     for (tile, gated), shape in seen.items():
         yield from GemmCase("table", shape, tile.rows, tile).nodes(target)
-        if tile.rows in {1, 16}:
+        if tile.rows in {1, 16} and target == HOPPER:
             yield from GemmCase("ragged", GemmShape(1031, 1032, gated), tile.rows, tile).nodes(target)
 
 

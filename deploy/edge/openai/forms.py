@@ -28,16 +28,18 @@ encode = msgspec.json.encode
 
 @dataclass(frozen=True)
 class Usage:
-    """Token counts of a request, all choices together."""
+    """Token counts of a request, all choices together. `cached` of the prompt's were not computed for any of them."""
 
     prompt: int
     completion: int
+    cached: int = 0
 
-    def json(self) -> dict[str, int]:
+    def json(self) -> dict[str, int | dict[str, int]]:
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
         }
 
 

@@ -21,6 +21,7 @@ from engine.errors import InvalidRequest
 from engine.front.template import MAX_VALUES
 
 MESSAGES = 4096
+PARTS = 1024
 PROMPTS = 32
 PROMPT_IDS = 1 << 20
 STOPS = 64
@@ -85,7 +86,7 @@ class Message(Struct, frozen=True):
     """One turn."""
 
     role: Annotated[str, Meta(max_length=32)]
-    content: str | Annotated[list[TextPart], Meta(max_length=1024)] | None = None
+    content: str | Annotated[list[TextPart], Meta(max_length=PARTS)] | None = None
     name: Annotated[str, Meta(max_length=256)] | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=TOOLS)] | None = None
     tool_call_id: Annotated[str, Meta(max_length=256)] | None = None
@@ -159,7 +160,7 @@ class ChatRequest(Sampling, frozen=True, kw_only=True):
         if _size(self.messages) <= _FEW_MESSAGES_BYTES:
             found: list[Message] = _decode(self.messages, "messages", _MESSAGES)
         else:
-            found = _elements(self.messages, "messages", _AT_MOST_MESSAGES)
+            found = [_with_parts(message) for message in _elements(self.messages, "messages", _AT_MOST_MESSAGES)]
         if not found:
             raise InvalidRequest("messages: must not be empty", param="messages")
         _check_turns(found)
@@ -262,7 +263,9 @@ _TEXT: msgspec.json.Decoder[str] = msgspec.json.Decoder(str)
 _TEXTS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_at_most(str, PROMPTS))
 _STOP_TEXTS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_at_most(str, STOPS))
 _MESSAGES: msgspec.json.Decoder[list[Message]] = msgspec.json.Decoder(list[Message])
-_AT_MOST_MESSAGES: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_at_most(Message, MESSAGES))
+_Parts = _at_most(TextPart, PARTS)
+_LargeMessage = msgspec.defstruct("Message", [("content", str | _Parts | None, None)], bases=(Message,), frozen=True)
+_AT_MOST_MESSAGES: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_at_most(_LargeMessage, MESSAGES))
 _ID_LIST: msgspec.json.Decoder[list[int]] = msgspec.json.Decoder(list[TokenId])
 _ID_LISTS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_at_most(Annotated[list[TokenId], Meta(min_length=1)], PROMPTS))
 _OBJECTS: msgspec.json.Decoder[list[dict[str, Any]]] = msgspec.json.Decoder(Annotated[list[dict[str, Any]], Meta(max_length=TOOLS)])
@@ -379,6 +382,14 @@ def _plain_call(call: ToolCall) -> dict[str, Any]:
 
 
 _ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
+
+
+def _with_parts(message: Message) -> Message:
+    """With its parts as a list, as a message out of few bytes has them."""
+    if not isinstance(message.content, _Parts):
+        return message
+    parts = [part for part in msgspec.structs.astuple(message.content) if part is not UNSET]
+    return msgspec.structs.replace(message, content=parts)
 
 
 def _check_turns(messages: list[Message]) -> None:

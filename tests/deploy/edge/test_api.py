@@ -49,6 +49,7 @@ def test_a_chat_completion_has_every_field_that_clients_read(edge: Edge) -> None
     assert raw["usage"]["prompt_tokens"] == prompt
     assert raw["usage"]["completion_tokens"] == len(edge.core.steps)
     assert raw["usage"]["total_tokens"] == prompt + len(edge.core.steps)
+    assert raw["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
 def test_a_stream_equals_the_whole_answer(edge: Edge) -> None:
@@ -65,6 +66,17 @@ def test_a_stream_equals_the_whole_answer(edge: Edge) -> None:
     assert chunks[-1]["usage"]["completion_tokens"] == len(edge.core.steps)
     assert all(chunk["usage"] is None for chunk in chunks[:-1])
     assert [c["choices"][0]["finish_reason"] for c in chunks[:-1]].count("stop") == 1
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_usage_says_how_much_of_the_prompt_was_cached(edge: Edge, n: int) -> None:
+    """Whole and streamed, as the core says it with each first output; a prompt is counted once, however many choices share it."""
+    edge.core.steps, edge.core.cached = [*spell(edge, "hi"), [106]], 32
+    body = {"model": "nano", "messages": HELLO, "n": n}
+    whole = httpx.post(f"{edge.url}/v1/chat/completions", json=body).json()
+    data = events(edge, "/v1/chat/completions", body | {"stream_options": {"include_usage": True}})
+    for usage in (whole["usage"], json.loads(data[-2])["usage"]):
+        assert usage["prompt_tokens_details"] == {"cached_tokens": 32}
 
 
 def test_openai_streams_a_text_completion(edge: Edge) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
+from deploy.edge.openai.schemas import ChatRequest, parse
 from tests.support.edge.http_edge import Edge
 
 pytestmark = pytest.mark.pure
@@ -142,6 +143,17 @@ def test_its_good_neighbour_is_served(edge: Edge, path: str, body: str) -> None:
     reply = httpx.post(f"{edge.url}{path}", content=body, headers={"content-type": "application/json"}, timeout=10)
     assert reply.status_code == 200, reply.text
     assert len(edge.core.requests) == 1
+
+
+def test_a_large_body_is_read_as_a_small_one() -> None:
+    """The same turns, parts and all, whichever of the two ways they were decoded; another text would show."""
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    turns = [{"role": "user", "content": parts}, {"role": "user", "content": "c"}]
+    padded = json.dumps({"model": "nano", "messages": turns}).replace("}, {", "}, " + " " * 70_000 + "{", 1)
+    small, large = parse(ChatRequest, chat(messages=turns).encode()), parse(ChatRequest, padded.encode())
+    assert [turn.plain() for turn in large.turns()] == [turn.plain() for turn in small.turns()] == turns
+    other = parse(ChatRequest, padded.replace('"b"', '"x"').encode())
+    assert [turn.plain() for turn in other.turns()] != turns
 
 
 def test_the_context_error_has_both_numbers(edge: Edge) -> None:

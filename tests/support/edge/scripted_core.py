@@ -18,6 +18,7 @@ class ScriptedCore(FakeCore):
     queue_s, prefill_s   how long a request waits, and then takes to its first token; delay_s: between steps
     forever              the steps again and again
     refuse, fail_after   refuse every request with that sentence; fail at that step each one that `fails`
+    cached               tokens of each prompt that are said to be cached, with its first output
     requests, aborts     what the client asked for since the last reset; sent: tokens
     """
 
@@ -34,6 +35,7 @@ class ScriptedCore(FakeCore):
         self.finish = FinishReason.stop
         self.queue_s = self.prefill_s = self.delay_s = 0.0
         self.forever = False
+        self.cached = 0
         self.refuse: str | None = None
         self.fail_after: int | None = None
         self.fails: Callable[[GenerateRequest], bool] = lambda request: True
@@ -82,7 +84,8 @@ class ScriptedCore(FakeCore):
             last = not self.forever and place == len(self.steps)
             finish = FinishReason.length if left == 0 else self.finish if last else None
             self.sent += len(tokens)
-            await self.send(Output(id=request.id, tokens=tokens, logprobs=_logprobs(request, tokens), finish=finish))
+            cached, logprobs = self.cached if place == 1 else 0, _logprobs(request, tokens)
+            await self.send(Output(id=request.id, tokens=tokens, logprobs=logprobs, finish=finish, cached=cached))
             await asyncio.sleep(self.delay_s)
 
     def load(self) -> Load:

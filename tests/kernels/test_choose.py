@@ -1,0 +1,159 @@
+"""Greedy and plain sampling in the interpreter: the tokens of whole logits, whatever the cut; and small ops of a step's ends."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import sample
+from kernels.activation import geglu
+from kernels.choose import ROW_HAS_NAN, Ballot, SlotParameters, _launch_choose, choose_best, local_best
+from kernels.embed import _embed_reference, embed
+from kernels.slots import (
+    _apply_reference,
+    _inputs_reference,
+    _pages_reference,
+    apply_plan,
+    decode_inputs,
+    gather_pages,
+    rotary_table,
+)
+from tests.support import interpreter
+
+pytestmark = pytest.mark.cpu
+
+VOCAB, SLOTS, SOFTCAP = 1 << 14, 8, 30.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """Logits of rows whose slots are greedy, plain, forbidden to stop, or padding."""
+
+    logits: Tensor
+    slots: Tensor
+    positions: Tensor
+    parameters: SlotParameters
+    suppress: Tensor
+
+    @property
+    def want(self) -> Tensor:
+        """Each row's token, by the reference over whole logits."""
+        slots, ahead = self.slots.long(), self.positions.long() + 1
+        seeds, _, may_stop = self.parameters.integers[slots].unbind(1)
+        temperature = self.parameters.floats[slots, 0]
+        stop = self.parameters.stop[slots].long().masked_fill((ahead >= may_stop)[:, None], -1)
+        forbidden = torch.cat([stop, self.suppress.long().expand(len(slots), -1)], dim=1)
+        greedy = sample.mask(self.logits, forbidden, 0).argmax(-1)
+        capped = sample.mask(sample.cap(self.logits, SOFTCAP), forbidden, 0)
+        plain = sample.choose(capped, temperature.clamp(min=1e-3), seeds, ahead)
+        return torch.where(temperature < 1e-5, greedy, plain)
+
+
+def case(seed: int) -> Case:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(6, VOCAB, generator=generator) * 6
+    integers = torch.zeros(SLOTS, 3, dtype=torch.int64)
+    integers[:, 0] = torch.randint(-(2**62), 2**62, (SLOTS,), generator=generator)
+    integers[:, 2] = torch.tensor([0, 50, 0, 50, 0, 0, 0, 0])  # the first position that may stop
+    floats = torch.ones(SLOTS, 3)
+    floats[:, 0] = torch.tensor([0.7, 0.0, 1.3, 0.0, 1.0, 0.9, 1.0, 0.0])
+    stop = torch.full((SLOTS, 16), -1, dtype=torch.int32)
+    stop[1, 0], stop[3, 3] = logits[1].argmax(), logits[0].argmax()
+    slots = torch.tensor([3, 1, 0, 2, 5, 7], dtype=torch.int32)
+    positions = torch.tensor([4, 9, 100, 2, 7, -1], dtype=torch.int32)
+    return Case(logits, slots, positions, SlotParameters(integers, floats, stop), logits[4].argmax().int()[None])
+
+
+def chosen(it: Case, size: int, parts: int) -> tuple[Tensor, Tensor]:
+    """Token and flags of each row, and the token table, once every rank gave the same."""
+    share = VOCAB // size
+    memories = [torch.zeros(Ballot.bytes(size, 6), dtype=torch.uint8) for _ in range(size)]
+    pointers, errors = torch.tensor([memory.data_ptr() for memory in memories]), torch.zeros(1, dtype=torch.int32)
+    ballots = [Ballot(memory, pointers, rank, 6, errors) for rank, memory in enumerate(memories)]
+    tokens = [torch.zeros(SLOTS, 200, dtype=torch.int32) for _ in range(size)]
+    results = [torch.zeros(6, 2, dtype=torch.int32) for _ in range(size)]
+    best = []
+    for rank in range(size):
+        mine = it.logits[:, rank * share : (rank + 1) * share].contiguous()
+        best.append(local_best(mine, it.slots, it.positions, it.parameters, it.suppress, SOFTCAP, rank * share, parts))
+    if size == 1:
+        choose_best(best[0], it.slots, it.positions, tokens[0], results[0], None)
+        return results[0], tokens[0]
+    for send in (True, False):
+        for rank, ballot in enumerate(ballots):
+            shared = (ballot.pointers, ballot.inbox, ballot.errors, ballot.rank, ballot.rows * 4)
+            where = (best[rank], it.slots, it.positions, tokens[rank], results[rank])
+            _launch_choose(*where, shared, size, send=send, receive=not send)
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert all(torch.equal(table, tokens[0]) for table in tokens)
+    return results[0], tokens[0]
+
+
+def test_under_the_interpreter() -> None:
+    """The interpreted cases of this file hold."""
+    interpreter.run(__file__)
+
+
+@pytest.mark.parametrize(("size", "parts"), [(1, 1), (1, 4), (4, 2)])
+def interpreted_tokens_are_the_references(size: int, parts: int) -> None:
+    """Greedy and plain rows, stop ids masked and not, give the reference's tokens, stored behind each row's input."""
+    for seed in range(2):
+        it = case(seed)
+        results, tokens = chosen(it, size, parts)
+        assert results[:, 0].tolist() == it.want.tolist()
+        assert not results[:, 1].any()
+        for row, (slot, position) in enumerate(zip(it.slots.tolist(), it.positions.tolist(), strict=True)):
+            assert position < 0 or tokens[slot, position + 1] == results[row, 0]
+        assert tokens.count_nonzero() <= 5, "the padding row stored a token"
+        other = replace(it, positions=it.positions + 1)
+        assert other.want.tolist() != results[:, 0].tolist()
+
+
+def interpreted_a_nan_silences_its_row() -> None:
+    """A NaN in any rank's slice flags the row on every rank; other rows keep their tokens."""
+    it = case(0)
+    want = it.want.tolist()
+    it.logits[2, VOCAB - 5] = torch.nan
+    results, _ = chosen(it, 4, 2)
+    assert results[2].tolist() == [0, ROW_HAS_NAN]
+    assert [token for row, token in enumerate(results[:, 0].tolist()) if row != 2] == [*want[:2], *want[3:]]
+
+
+def interpreted_embedding_and_gate() -> None:
+    """A lookup gives this rank's rows, zeros elsewhere, placeholders as pad; the gate is the formula."""
+    ids, table = torch.tensor([5, 9, 70, 0, 33], dtype=torch.int32), torch.randn(40, 300)
+    placeholders = torch.tensor([9, 33], dtype=torch.int32)
+    assert torch.equal(embed(ids, table, 2), _embed_reference(ids, table, 2))
+    assert torch.equal(embed(ids, table, 2, placeholders, 3), _embed_reference(torch.tensor([5, 3, 70, 0, 3]), table, 2))
+    x = torch.randn(3, 140)
+    gate, up = x.chunk(2, -1)
+    assert (geglu(x) - torch.nn.functional.gelu(gate, approximate="tanh") * up).abs().max() < 1e-5
+
+
+def interpreted_inputs_of_a_step() -> None:
+    """Releases before appends, lengths of chunks, decode rows with padding behind them, page ids and rotary tables."""
+    plan = torch.zeros(64, dtype=torch.int32)
+    sections = [[3, 1], [[0, 0, 9, 8]], [[0, 3, 2, 7], [1, 3, 0, 5], [-1, 3, 2, 9]], [[0, 3, 1, 3], [1, 1, 0, 1]]]
+    plan[4:8] = torch.tensor([len(section) for section in sections])
+    flat = torch.tensor([*sections[0], *(value for section in sections[1:] for row in section for value in row)])
+    plan[16 : 16 + len(flat)] = flat
+    tables = [torch.arange(1, 33, dtype=torch.int32).view(4, 8) for _ in range(2)]
+    tokens = torch.arange(200, dtype=torch.int32).view(4, 50)
+    lengths = torch.tensor([4, 40, 6, 33], dtype=torch.int32)
+    found: list[list[Tensor]] = []
+    for ops in ((apply_plan, decode_inputs, gather_pages), (_apply_reference, _inputs_reference, _pages_reference)):
+        state = [*(table.clone() for table in tables), lengths.clone()]
+        rows = [torch.full((4,), -9, dtype=torch.int32) for _ in range(3)]
+        pages = torch.full((4, 3), -7, dtype=torch.int32)
+        ops[0](plan, state[:2], state[2])
+        ops[1](plan, tokens, state[2], 3, *rows)
+        ops[2](state[0], rows[2], rows[1], 16, 20, pages)
+        found.append([*state, *rows, pages])
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs), (ours, theirs)
+    positions, frequencies = torch.tensor([0, 7, 1000, -1], dtype=torch.int32), torch.tensor([1.0, 0.5, 0.01])
+    turned = torch.empty(4, 6)
+    rotary_table(positions, frequencies, turned)
+    angles = positions[:, None].double() * frequencies
+    assert (turned - torch.cat([angles.cos(), angles.sin()], 1)).abs().max() < 1e-4

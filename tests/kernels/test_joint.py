@@ -1,0 +1,160 @@
+"""The joint: over one rank and over four, whose inboxes lie in one process, in the interpreter; and without it, the reference."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.joint import _EMPTY, INBOXES, Norms, Peers, _joint_reference, _launch, _launch_sharded, joint
+from kernels.norm import norm_add, rms_norm
+from tests.support import interpreter
+
+pytestmark = pytest.mark.cpu
+
+EPS = 1e-6
+SIZE, ROWS, N = 4, 6, 48
+TOLERANCE = 2e-6  # fp32: the sum of squares is added in another order
+
+
+@dataclass(frozen=True)
+class Case:
+    """Parts of SIZE ranks, and what is joined to their sum."""
+
+    parts: list[Tensor]
+    residual: Tensor
+    norms: Norms
+    scalar: Tensor
+
+    @property
+    def whole(self) -> Tensor:
+        """The sum in rank order."""
+        total = self.parts[0]
+        for part in self.parts[1:]:
+            total = total + part
+        return total
+
+    @property
+    def want(self) -> tuple[Tensor, Tensor]:
+        """h and x."""
+        h, x = _joint_reference(self.whole, self.residual, self.norms, EPS, self.scalar, 1.0)
+        assert x is not None
+        return h, x
+
+
+def case(seed: int = 0, sides: int = 1) -> Case:
+    generator = torch.Generator().manual_seed(seed)
+    draw: Callable[..., Tensor] = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    parts = [draw(ROWS, sides * N) for _ in range(SIZE)]
+    for part in parts:
+        part[:, 5] = -0.0  # what an inbox takes for "not there"
+    each = (draw(N).abs() + 0.5, draw(N).abs() + 0.5) if sides == 2 else None
+    return Case(parts, draw(ROWS, N), Norms(draw(N).abs() + 0.5, draw(N).abs() + 0.5, each), torch.tensor([1.25]))
+
+
+def group(width: int, sharded: int = 1 << 30) -> list[Peers]:
+    """SIZE ranks whose inboxes are ordinary memory."""
+    dtype = torch.float32
+    memories = [torch.zeros(Peers.bytes(SIZE, ROWS, width, dtype), dtype=torch.uint8) for _ in range(SIZE)]
+    pointers = torch.tensor([memory.data_ptr() for memory in memories])
+    return [Peers(memory, pointers, rank, ROWS, width, dtype, sharded) for rank, memory in enumerate(memories)]
+
+
+def one_shot(it: Case, peers: list[Peers]) -> list[tuple[Tensor, Tensor]]:
+    """Every rank writes, then every rank reads: the interpreter runs one after the other."""
+    found = [(torch.empty_like(it.residual), torch.empty_like(it.residual)) for _ in peers]
+    turns = [rank.call() for rank in peers]
+    for send in (True, False):
+        for part, rank, out, turn in zip(it.parts, peers, found, turns, strict=True):
+            _launch(part, it.residual, it.norms, EPS, it.scalar, 1.0, rank, *out, turn, send=send, receive=not send)
+    return found
+
+
+def sharded(it: Case, peers: list[Peers]) -> list[tuple[Tensor, Tensor]]:
+    """Likewise, in three stages."""
+    found = [(torch.full_like(it.residual, torch.nan), torch.empty_like(it.residual)) for _ in peers]
+    turns = [rank.call() for rank in peers]
+    for stage in ((True, False, False), (False, True, False), (False, False, True)):
+        for part, rank, out, turn in zip(it.parts, peers, found, turns, strict=True):
+            _launch_sharded(part, it.residual, it.norms, EPS, it.scalar, 1.0, rank, *out, turn, stages=stage)
+    return found
+
+
+def empty(peers: list[Peers]) -> bool:
+    return all(bool((rank.inbox == _EMPTY[rank.dtype]).all()) and not rank.errors.any() for rank in peers)
+
+
+def off(one: Tensor, other: Tensor) -> float:
+    return float((one - other).abs().max())
+
+
+def test_under_the_interpreter() -> None:
+    """The interpreted cases of this file hold."""
+    interpreter.run(__file__)
+
+
+@pytest.mark.parametrize("sides", [1, 2])
+def interpreted_ranks_agree_and_leave_empty_inboxes(sides: int) -> None:
+    """Seven calls in a row give the reference's h and x, the same bits on all ranks, and inboxes that are empty again; a part left
+    out is 100 tolerances off."""
+    peers = group(sides * N)
+    for seed in range(7):
+        it = case(seed, sides)
+        found = one_shot(it, peers)
+        assert all(torch.equal(h, found[0][0]) and torch.equal(x, found[0][1]) for h, x in found)
+        assert max(map(off, found[0], it.want)) < TOLERANCE
+        lost = replace(it, parts=[*it.parts[:3], torch.zeros_like(it.parts[3])])
+        assert max(map(off, one_shot(lost, peers)[0], it.want)) > 100 * TOLERANCE
+        assert empty(peers)
+
+
+def interpreted_sharded_rows() -> None:
+    """Each rank ends with every row's x, the same bits everywhere, and with h of its own rows alone."""
+    peers = group(N)
+    for seed in range(4):
+        it = case(seed)
+        want_h, want_x = it.want
+        found = sharded(it, peers)
+        for rank, (h, x) in enumerate(found):
+            assert torch.equal(x, found[0][1])
+            assert off(x, want_x) < TOLERANCE
+            assert off(h[rank::SIZE], want_h[rank::SIZE]) < TOLERANCE
+            assert h.isnan().all(1).tolist() == [row % SIZE != rank for row in range(ROWS)]
+        assert empty(peers)
+
+
+def interpreted_one_rank() -> None:
+    """Without peers the part is the sum: with a residual, as the first joint, and where nothing follows."""
+    it = case()
+    h, x = joint(it.whole, it.residual, it.norms, EPS, it.scalar)
+    assert x is not None
+    assert max(map(off, (h, x), it.want)) < TOLERANCE
+    following = it.norms.following
+    first, normed = joint(it.whole, None, Norms(None, following), EPS, scale=3.5)
+    assert torch.equal(first, it.whole * 3.5)
+    assert normed is not None
+    assert off(normed, rms_norm(first, following, EPS)) < TOLERANCE
+    assert joint(it.whole, it.residual, Norms(it.norms.post, None), EPS)[1] is None
+
+
+def test_the_reference_is_the_norms_one_after_the_other() -> None:
+    """Sum, post-norm, residual, scalar and next norm are `kernels.norm`'s ops in this order."""
+    it = case(sides=2)
+    assert it.norms.each is not None
+    assert it.norms.post is not None
+    one, other = it.whole.chunk(2, dim=1)
+    y = rms_norm(one, it.norms.each[0], EPS) + rms_norm(other, it.norms.each[1], EPS)
+    h, x = joint(it.whole, it.residual, it.norms, EPS, it.scalar)
+    assert torch.equal(h, norm_add(it.residual, y, it.norms.post, EPS, it.scalar))
+    assert x is not None
+    assert torch.equal(x, rms_norm(h, it.norms.following, EPS))
+
+
+@pytest.mark.parametrize("calls", [3, 4, 5, 121])
+def test_an_inbox_rests_for_two_calls(calls: int) -> None:
+    """Whatever number of calls a forward has, no inbox serves two of any three calls in a row, across forwards too."""
+    peers = group(N)[0]
+    turns = [peers.begin().call() if call == 0 else peers.call() for _ in range(4) for call in range(calls)]
+    assert max(turns) < INBOXES
+    assert all(len({*turns[at : at + 3]}) == 3 for at in range(len(turns) - 2))

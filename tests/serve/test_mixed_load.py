@@ -1,0 +1,126 @@
+"""Five hundred requests of all kinds at once, through the whole stack: each one's end is known, on both sides."""
+
+import asyncio
+import json
+import random
+import re
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.stack.serve_process import Stack, wait
+
+pytestmark = [pytest.mark.serve, pytest.mark.slow]
+
+CHAT = "/v1/chat/completions"
+REQUESTS, CONCURRENCY = 500, 64
+ABORTS, SLOW = 107, 35
+SEED = random.SystemRandom().randrange(1 << 30)
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    stack = Stack(tmp_path_factory.mktemp("mixed"))
+    stack.start()
+    yield stack
+    stack.clean_up()
+
+
+def counted(stack: Stack) -> dict[str, float]:
+    """The exporter's counters of requests."""
+    address = httpx.get(f"{stack.url}/health/ready").json()["metrics"]
+    found = re.findall(r"^(quartet_requests_(?:received_)?total(?:\{[^}]*\})?) (\S+)$", httpx.get(address).text, re.MULTILINE)
+    return {name: float(value) for name, value in found}
+
+
+def body(rng: random.Random, *, slow: bool) -> dict[str, Any]:
+    """One request: short or long, whole or streamed, one choice or two; a slow reader's is large."""
+    words = " ".join(rng.choices(["tell", "me", "a", "tiny", "story", "about", "rivers"], k=rng.randint(1, 60)))
+    asked: dict[str, Any] = {"model": "nano-31b", "messages": [{"role": "user", "content": words}], "ignore_eos": True}
+    if slow:
+        return asked | {"max_tokens": 200, "stream": True, "logprobs": True, "top_logprobs": 20}
+    return asked | {"max_tokens": rng.randint(1, 24), "stream": rng.random() < 0.7, "n": rng.choice([1, 1, 1, 2])}
+
+
+@asynccontextmanager
+async def connected(stack: Stack, asked: dict[str, Any]) -> AsyncIterator[asyncio.StreamReader]:
+    """A connection of its own with a small buffer, whose request is sent."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", stack.port, limit=4096)
+    data = json.dumps(asked).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    try:
+        writer.write(head.encode() + data)
+        await writer.drain()
+        yield reader
+    finally:
+        writer.transport.abort()
+
+
+async def reads_nothing(stack: Stack, asked: dict[str, Any]) -> str:
+    """Sends, takes nothing for seconds, and goes."""
+    async with connected(stack, asked):
+        await asyncio.sleep(4)
+    return "slow"
+
+
+async def leaves(stack: Stack, asked: dict[str, Any], after_s: float) -> str:
+    """Goes before its answer is complete, perhaps before it has begun."""
+    async with connected(stack, asked):
+        await asyncio.sleep(after_s)
+    return "left"
+
+
+async def asks(client: httpx.AsyncClient, asked: dict[str, Any]) -> str:
+    """An honest request: finished, refused in shape, or whatever else it was."""
+    reply = await client.post(CHAT, json=asked)
+    if reply.status_code == 200:
+        whole = reply.text.rstrip().endswith("data: [DONE]") if asked["stream"] else reply.json()["choices"]
+        return "finished" if whole else f"cut: {reply.text[-200:]}"
+    shape = reply.headers.get("content-type") == "application/json" and set(reply.json()["error"]) >= {"message", "type", "code"}
+    refused = reply.status_code in (429, 503) and int(reply.headers.get("retry-after", 0)) >= 1
+    return "refused" if shape and refused else f"{reply.status_code}: {reply.text[:200]}"
+
+
+async def load(stack: Stack) -> Counter[str]:
+    """All of them, CONCURRENCY at once, in random order."""
+    rng = random.Random(SEED)
+    kinds = ["leaves"] * ABORTS + ["slow"] * SLOW + ["asks"] * (REQUESTS - ABORTS - SLOW)
+    rng.shuffle(kinds)
+    places = asyncio.Semaphore(CONCURRENCY)
+    async with httpx.AsyncClient(base_url=stack.url, timeout=120, limits=httpx.Limits(max_connections=CONCURRENCY)) as client:
+
+        async def one(kind: str) -> str:
+            async with places:
+                if kind == "asks":
+                    return await asks(client, body(rng, slow=False))
+                if kind == "slow":
+                    return await reads_nothing(stack, body(rng, slow=True))
+                return await leaves(stack, body(rng, slow=False), rng.uniform(0, 1))
+
+        return Counter(await asyncio.gather(*map(one, kinds)))
+
+
+def test_five_hundred_mixed_requests_are_accounted_for(stack: Stack) -> None:
+    """Nine in ten of those that read finish, whoever does not hears 429 or 503 with Retry-After, and the engine loses none."""
+    before, began = counted(stack), time.monotonic()
+    ends = asyncio.run(load(stack))
+    print(f"seed {SEED}: {dict(ends)} in {time.monotonic() - began:.0f} s")
+    honest = REQUESTS - ABORTS - SLOW
+    assert (ends["left"], ends["slow"]) == (ABORTS, SLOW)
+    assert ends["finished"] + ends["refused"] == honest, ends
+    assert ends["finished"] >= 0.9 * honest
+
+    def balanced() -> bool:
+        moved = {name: value - before.get(name, 0.0) for name, value in counted(stack).items()}
+        received = moved.pop("quartet_requests_received_total")
+        return received == sum(moved.values())
+
+    wait(balanced, 60, stack.said)
+    outcomes = {name: value - before.get(name, 0.0) for name, value in counted(stack).items()}
+    print({name: value for name, value in outcomes.items() if value})
+    assert not any(value for name, value in outcomes.items() if "error" in name or "dead" in name), outcomes
