@@ -63,7 +63,7 @@ class DecodeScratch:
 
 _MOST_VALUES = 8
 _MOST_SPLITS = 33
-_START = 3
+_START = 6
 _AHEAD = 0  # runs that a default cut fetches to L2 while earlier kernels end: to be measured in a whole step
 
 
@@ -71,18 +71,23 @@ def decode_splits(rows: int, kv_heads: int, head_dim: int, pages: int, processor
     """Splits along the keys for a bucket of `rows` rows whose longest reads `pages` pages, on so many streaming multiprocessors.
 
     As measured on an H200 (tests/bench/attention.py). At head dim 256 a multiprocessor holds three CTAs: splits for all of them, at
-    most 33 and none without a page; where one split would all but fill them, five, so that the last wave is short. At 512 it
-    holds one: the splits whose waves take the fewest turns, a page a turn and `_START` turns for a CTA's begin and end.
+    most 33 and none without a page; where one split would all but fill them, five, so that the last wave is short. At 512 it holds
+    one, and waves take a turn a page, `_START` turns for a CTA's begin and end, and half a turn for each split one CTA adds up,
+    where V's columns are not shared out. The splits that are never far from the fewest turns are taken, whether rows are as long as
+    they may be or as short as a thousand tokens.
     """
     most, heads = min(pages, _MOST_SPLITS), rows * kv_heads
     if head_dim <= 256:
         wanted = min(5 if 4 * heads > 9 * processors else max(1, 3 * processors // heads), most)
         return -(-pages // -(-pages // wanted))
 
-    def turns(splits: int) -> int:
-        return -(-heads * splits // processors) * (-(-pages // splits) + _START)
+    def turns(splits: int, held: int) -> float:
+        adding = splits / 2 if 2 * heads * splits > processors else 0.0
+        return -(-heads * min(splits, held) // processors) * (-(-held // splits) + _START) + adding
 
-    return min(range(1, most + 1), key=turns)
+    options, lengths = range(1, most + 1), [pages, *(1 << n for n in range(5, pages.bit_length()) if 1 << n < pages)]
+    fewest = {held: min(turns(splits, held) for splits in options) for held in lengths}
+    return min(options, key=lambda splits: max(turns(splits, held) / fewest[held] for held in lengths))
 
 
 def most_parts(buckets: Sequence[int], kv_heads: int, head_dim: int, pages: int, processors: int) -> int:
