@@ -77,9 +77,9 @@ def _gated(tiles: dict[int, Tile | None]) -> dict[int, Tile | None]:
     return {rows: tile and replace(tile, start=True) for rows, tile in tiles.items()}
 
 
-# Tiles of each class of rows; None: cuBLAS. The fastest of those tried on an H200 for 31B at TP=4 (2 and 4 rows: not tried).
+# Tiles of each class of rows; None: cuBLAS. The fastest of those tried on an H200 for 31B at TP=4.
 _EIGHT = gemm(16, 64, 128, 5, early=1, swap=True)
-_FEW = {2: gemv(2, 4, 1024, 2), 4: gemv(4, 4, 1024, 1), 8: _EIGHT, 16: _EIGHT}
+_FEW = {2: gemv(2, 4, 1024, 2), 4: _EIGHT, 8: _EIGHT, 16: _EIGHT}
 _MORE: dict[int, Tile | None] = {32: gemm(32, 64, 128, 5, early=1, swap=True), 64: gemm(64, 64, 128, 5, early=1), 128: None}
 TABLE: dict[GemmShape, dict[int, Tile | None]] = {
     GemmShape(4096, 5376): {1: gemv(1, 4, 1024, 4), **_FEW, **_MORE},
@@ -90,6 +90,7 @@ TABLE: dict[GemmShape, dict[int, Tile | None]] = {
     GemmShape(65536, 5376): {
         1: gemv(1, 4, 1024, 4),
         **_FEW,
+        4: gemm(16, 64, 128, 4, early=1, swap=True),
         8: gemm(16, 64, 128, 4, early=1, swap=True),
         16: gemm(16, 64, 128, 4, early=1, swap=True),
         32: gemm(32, 128, 128, 3, early=1),
@@ -100,7 +101,7 @@ TABLE: dict[GemmShape, dict[int, Tile | None]] = {
         {
             1: gemv(1, 2, 1024, 4),
             2: gemv(2, 2, 1024, 2),
-            4: gemv(4, 2, 1024, 1),
+            4: gemm(16, 64, 128, 3, early=1, swap=True),
             8: gemm(16, 64, 128, 3, early=1, swap=True),
             16: gemm(16, 64, 128, 3, early=1, swap=True),
             32: gemm(32, 64, 128, 3, early=1, swap=True),

@@ -19,7 +19,7 @@ from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.geometry import kv_groups, parse_config
 from engine.plan import ResultRow, StepPlan, StepResult, decode_result, encode_plan, encode_result
 from engine.protocol import GenerateRequest, SamplingParams, TokenBatch, encode_message, pack_tokens
-from tests.bench.run import record
+from tests.bench.record import Row, append
 
 BLOCKS = 10
 STAGES = ("schedule", "submit", "result", "commit", "batch")
@@ -114,13 +114,13 @@ def main() -> None:
     parser.add_argument("--record", metavar="MACHINE", help="append to results.csv under this machine's name")
     args = parser.parse_args()
     collect_rarely()
-    found: dict[str, float] = {}
+    found: list[Row] = []
     for sequences in args.sequences:
         figures = measure(sequences, args.steps)
         print(sequences, {name: round(value, 1) for name, value in figures.items()}, flush=True)
-        found[f"core_us a step, {sequences} sequences decoding, 31B"] = figures["core"]
+        found.append((f"core-b{sequences}", "core, CPU time a step, decoding, 31B", figures["core"], "us"))
     if args.record:
-        record(found, args.record, "tests.bench.core")
+        append(found, args.record, "tests.bench.core")
 
 
 if __name__ == "__main__":

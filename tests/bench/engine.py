@@ -12,13 +12,8 @@ prompt). --record MACHINE appends to tests/bench/results.csv.
 
 import argparse
 import asyncio
-import csv
-import datetime as dt
 import random
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 from cluster.group import Group
 from deploy.models.resolve import resolve
@@ -26,8 +21,8 @@ from engine.config import engine_config
 from engine.front.client import EngineClient
 from engine.geometry import read_geometry
 from engine.protocol import SamplingParams
+from tests.bench.record import Row, append
 
-RESULTS = Path(__file__).with_name("results.csv")
 PEERS = {  # decode step in ms, by model, ranks and batch: vLLM 0.26.0, SGLang 0.5.17
     ("31b", 4, 1): (7.40, 8.51), ("31b", 4, 8): (7.97, 8.91), ("31b", 4, 32): (9.85, 10.88),
     ("31b", 4, 64): (12.62, 13.89), ("31b", 4, 100): (17.56, 16.99),
@@ -51,12 +46,12 @@ async def seconds(client: EngineClient, prompts: list[list[int]], tokens: int) -
     return time.monotonic() - began
 
 
-async def measure(group: Group, vocab: int, args: argparse.Namespace) -> list[tuple[str, str, float, str]]:
+async def measure(group: Group, vocab: int, args: argparse.Namespace) -> list[Row]:
     """(case, metric, value, unit) of every batch, behind one request that warms up."""
     client = EngineClient(group.front_socket)
     await client.start()
     rng = random.Random(args.seed)
-    rows: list[tuple[str, str, float, str]] = []
+    rows: list[Row] = []
     await seconds(client, [[rng.randrange(300, vocab - 10) for _ in range(args.prompt)]], 8)
     for size in args.batches:
         prompts = [[rng.randrange(300, vocab - 10) for _ in range(args.prompt)] for _ in range(size)]
@@ -69,16 +64,6 @@ async def measure(group: Group, vocab: int, args: argparse.Namespace) -> list[tu
         print(f"batch {size:4}  prefill {first:8.4f} s  step {step:8.3f} ms{beside}", flush=True)
     await client.close()
     return rows
-
-
-def record(rows: list[tuple[str, str, float, str]], machine: str) -> None:
-    """Append to the results file, with commit and command."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-    command = "python -m tests.bench.engine " + " ".join(sys.argv[1:])
-    with RESULTS.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        for case, metric, value, unit in rows:
-            writer.writerow([dt.datetime.now(tz=dt.UTC).date(), commit, machine, command, case, metric, f"{value:.4g}", unit, ""])
 
 
 def arguments() -> argparse.Namespace:
@@ -121,7 +106,7 @@ def main() -> None:
     finally:
         group.close()
     if args.record:
-        record(rows, args.record)
+        append(rows, args.record, "tests.bench.engine")
 
 
 if __name__ == "__main__":
