@@ -4,7 +4,7 @@
     any other GPU                  -> triton
     no GPU                         -> reference
 
-Asks NVML, never torch, so that the replica stays light. Today only `reference` exists: it is what runs, whatever would be chosen.
+Asks NVML, never torch, so that the replica stays light. trtllm_mha is not there yet: its GPUs run triton.
 """
 
 import importlib.metadata
@@ -32,12 +32,16 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Capability:
-    """`backend_choice` is what these GPUs ask for, `runs` what this version has; `reason` is one line for log and doctor."""
+    """`backend_choice` is what these GPUs ask for; `reason` is one line for log and doctor."""
 
     backend_choice: Backend
     reason: str
     gpus: tuple[Gpu, ...] = ()
-    runs: Backend = "reference"
+
+    @property
+    def runs(self) -> Backend:
+        """What this version has for these GPUs."""
+        return "triton" if self.gpus else "reference"
 
     def __str__(self) -> str:
         return f"attention {self.runs}; this node asks for {self.backend_choice}: {self.reason}"

@@ -116,7 +116,8 @@ class Quartet:
     async def _open(self, group: Group, config: EngineConfig) -> None:
         settings, folder = self._settings, Path(config.model)
         replica = serve.get_replica_context()
-        about = {"model_name": settings.name, "build": settings.build, "attention": group.capability.runs, "tp": str(settings.tp)}
+        attention = "triton" if config.device == "cuda" else "reference"
+        about = {"model_name": settings.name, "build": settings.build, "attention": attention, "tp": str(settings.tp)}
         self._exporter = Exporter(about, exporter_facts(settings, config, group.boot_s))
         metrics = self._exporter.serve(settings.metrics.host, settings.metrics.port)
         self._demand = Demand(config.max_seqs, settings.metrics.ttft_objective_s)

@@ -12,7 +12,7 @@ import yaml
 from pydantic import Field
 
 from deploy.edge.edge_settings import FrozenSettings, LimitSettings, LogSettings, TracingSettings
-from engine.config import LogLevel, PolicyName
+from engine.config import AttentionName, LogLevel, PolicyName
 from engine.errors import ConfigError
 
 IMPORT_PATH = "deploy.app:build"
@@ -70,7 +70,7 @@ class Settings(FrozenSettings):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     load_format: Literal["safetensors", "dummy"] | None = None
-    attention: Literal["reference"] | None = None
+    attention: AttentionName | None = None
     max_seqs: int = Field(default=16, ge=1, le=4096)
     max_len: int = Field(default=2048, ge=2)
     max_queue: int | None = Field(default=None, ge=0)

@@ -8,6 +8,7 @@ Rank 0 writes the results to its ring. A stop plan ends the process, as does the
 by that the group: the replica is told why.
 """
 
+import gc
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -111,6 +112,9 @@ def boot(lifeline: Lifeline) -> Runner:
     if runner.capturable:
         runner.capture()
     launch.ready()
+    gc.collect()
+    gc.freeze()
+    gc.disable()  # a step makes no cycles, and a collection would hold up every rank
     if isinstance(rank.parallel, MappedCollectives):
         rank.parallel.timeout_s = config.step_timeout_s  # from here on everybody is up
     lifeline.phase(Phase.ready, weight_bytes)

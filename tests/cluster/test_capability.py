@@ -26,16 +26,17 @@ def gpus(count: int = 4, name: str = "B200", capability: tuple[int, int] = (10, 
     ],
 )
 def test_the_device_chooses_the_backend(capability: tuple[int, int], flashinfer: str | None, choice: str) -> None:
-    """SM100 family with FlashInfer asks for trtllm_mha, any other GPU for triton; what runs today is reference, and it says so."""
+    """SM100 family with FlashInfer asks for trtllm_mha, any other GPU for triton; triton is what runs today, and it says so."""
     found = choose(gpus(capability=capability), flashinfer)
-    assert (found.backend_choice, found.runs) == (choice, "reference")
+    assert (found.backend_choice, found.runs) == (choice, "triton")
     assert f"asks for {choice}" in str(found)
     assert "B200" in found.reason
 
 
 def test_no_gpu_is_reference() -> None:
     """Without a GPU the choice is reference, FlashInfer or not."""
-    assert choose((), "0.7.2").backend_choice == "reference"
+    found = choose((), "0.7.2")
+    assert (found.backend_choice, found.runs) == ("reference", "reference")
     assert probe("").gpus == ()
 
 
