@@ -17,7 +17,16 @@ from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.geometry import KVGroup
 from engine.lifeline import BootArgs
 from engine.plan import StatusBlock, encode_rows, read_plan
-from engine.protocol import Control, FrameReader, GenerateRequest, SamplingParams, decode_token_batch, encode_message, frame
+from engine.protocol import (
+    Control,
+    FrameReader,
+    GenerateRequest,
+    SamplingParams,
+    decode_token_batch,
+    encode_message,
+    frame,
+    pack_tokens,
+)
 from engine.rank.worker import Worker
 
 pytestmark = pytest.mark.cpu
@@ -92,7 +101,8 @@ def serve(worker: Callable[[SlowDevice, Wires], Worker]) -> list[float]:
         threads = [threading.Thread(target=core.run), threading.Thread(target=worker(device, ends).run)]
         for thread in threads:
             thread.start()
-        ours.sendall(frame(encode_message(GenerateRequest(id=1, prompt=[1] * 10, params=SamplingParams(max_tokens=TOKENS)))))
+        request = GenerateRequest(id=1, prompt=pack_tokens([1] * 10), params=SamplingParams(max_tokens=TOKENS))
+        ours.sendall(frame(encode_message(request)))
         frames, ended = FrameReader(), False
         while not ended:
             batches = [decode_token_batch(raw) for raw in frames.feed(ours.recv(1 << 16))]
