@@ -16,8 +16,8 @@ from torch import Tensor
 
 from cluster.children import boot_json, child_command
 from engine.lifeline import BootArgs
-from engine.plan import PageAppend, StepPlan, decode_plan
-from engine.rank import worker
+from engine.plan import PageAppend, PlanView, StepPlan, decode_plan, encode_plan, read_plan
+from engine.rank import runner, worker
 from kernels.allreduce import MappedCollectives
 
 FAULTS = ("none", "sliding", "full", "reduce")
@@ -54,8 +54,8 @@ class _Fault:
     countdown: int = -1
     held: dict[tuple[int, int], int] = field(default_factory=dict)
 
-    def read(self, data: bytes) -> StepPlan:
-        """In place of decode_plan."""
+    def read(self, data: bytes) -> PlanView:
+        """In place of read_plan."""
         plan = decode_plan(data)
         self.pure += not plan.chunks
         if self.pure >= PURE and not self.planted and self.name in ("sliding", "full"):
@@ -63,7 +63,7 @@ class _Fault:
         elif self.pure >= PURE and not self.planted and self.name == "reduce":
             self.planted, self.countdown = True, SUM
         self.held |= {(append.group, append.slot): append.page for append in plan.appends}
-        return plan
+        return read_plan(encode_plan(plan))
 
     def _misplace(self, plan: StepPlan, group: int) -> StepPlan:
         for at, append in enumerate(plan.appends):
@@ -92,7 +92,7 @@ def main() -> None:
         total = whole(self, x)
         return own if fault.deaf(x) else total
 
-    worker.decode_plan = fault.read  # type: ignore[attr-defined]
+    runner.read_plan = fault.read  # type: ignore[attr-defined]
     MappedCollectives.all_reduce = all_reduce  # type: ignore[method-assign]
     worker.main()
 
