@@ -91,14 +91,14 @@ def _stale_tail() -> None:
 
     def decode_attention(qkv: Tensor, pool: Tensor, page_ids: Tensor, positions: Tensor, *rest: Any) -> None:
         whole(qkv, pool, page_ids, positions, *rest)
-        cos_sin, q_norm, _, eps, window, scratch, out, splits = rest
+        cos_sin, q_norm, _, eps, window, scratch, out, *cut = rest
         page, further = pool.shape[3], positions + 1
         same = (further % page != 0) & (positions >= 0)
         if window is not None:
             same &= ((further - window + 1).clamp(min=0) // page) == ((positions - window + 1).clamp(min=0) // page)
         queries = qkv[:, : out.shape[1]].contiguous()
         at = torch.where(same, further, positions)
-        whole(queries, pool, page_ids, at, cos_sin, q_norm, None, eps, window, scratch, out, splits)
+        whole(queries, pool, page_ids, at, cos_sin, q_norm, None, eps, window, scratch, out, *cut)
 
     paged.decode_attention = decode_attention  # type: ignore[attr-defined]
 

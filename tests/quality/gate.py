@@ -54,7 +54,7 @@ class Setup:
     def config(self, folder: Path, longest: int) -> EngineConfig:
         """`longest`: tokens of the longest prompt and its answer."""
         groups = kv_groups(read_geometry(folder), self.tp, self.page)
-        tokens = 3 * longest if self.tight else AT_ONCE * longest
+        tokens = 5 * longest // 4 if self.tight else AT_ONCE * longest
         pages = [AT_ONCE * (group.worst_pages(longest) + 1) + 4 if group.window else tokens // self.page + 2 for group in groups]
         return engine_config(
             model=str(folder),
