@@ -62,6 +62,7 @@ def check(compiled: Compiled) -> None:
     assert compiled.stack <= SPILLED.get(compiled.node.kernel, 0), what
 
 
+@pytest.mark.slow  # tests/kernels/test_compile.py and tests/engine/rank/test_nodes.py compile what a step launches
 @pytest.mark.parametrize("target", [HOPPER, BLACKWELL])
 def test_every_variant_compiles_without_spilling(target: tuple[int, int]) -> None:
     """Machine code for each, within a block's shared memory; few registers spilled."""

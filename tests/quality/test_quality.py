@@ -15,6 +15,7 @@ pytestmark = pytest.mark.cpu
 
 SEED = random.SystemRandom().randrange(1 << 30)
 
+SLOW = dict.fromkeys(("dropped page", "window + 1", "rope dims"), pytest.mark.slow)  # their like is asked in the fast tier
 SETUPS = {
     "31b": (Setup("TP=4", tp=4), Setup("TP=2, pages of 16, preempted", tp=2, page=16, tight=True, budget=64)),
     "26b-a4b": (Setup("TP=2", tp=2),),
@@ -47,7 +48,7 @@ def test_a_member_answers_right_and_as_transformers_does(member: str) -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "none"])
+@pytest.mark.parametrize("fault", [pytest.param(fault, marks=SLOW.get(fault, ())) for fault in FAULTS if fault != "none"])
 def test_a_fault_shows(fault: str) -> None:
     """The same questions with one lasting fault on the ranks: at least one answer in twenty is not transformers' any more."""
     sheet, judge = asked("31b")

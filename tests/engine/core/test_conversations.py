@@ -42,6 +42,7 @@ def test_conversations_that_fit_are_found() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_many_conversations_that_fit_are_found() -> None:
     """The same with ten thousand conversations."""
     check(MANY)

@@ -17,7 +17,7 @@ from tests.support.engine.worlds import World, check_ends, run_worlds, simulate
 
 pytestmark = pytest.mark.pure
 
-WORLDS = 2_000
+WORLDS = 1_000
 
 
 def test_random_worlds() -> None:

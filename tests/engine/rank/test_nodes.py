@@ -26,8 +26,8 @@ SLOTS, MAX_LEN = 257, 8192
 TP = 4
 
 
-# Bytes of stack that are known: the slow path of sin and cos; a spill of the head dim 512 cut that is the fastest on sm_90.
-STACK = {("_rotary", (9, 0)): 32, ("_rotary", (10, 0)): 32, ("decode_kernel", (10, 0)): 40}
+# Bytes of stack that are known: the slow path of sin and cos.
+STACK = {("_rotary", (9, 0)): 32}
 
 
 class OneOfFour(Single):
@@ -88,7 +88,7 @@ def test_a_dense_layer_is_seven_launches(rows: int) -> None:
     assert names == before + 60 * layer + [products, "_local_best", "_choose"]
 
 
-@pytest.mark.parametrize(("rows", "target"), [(1, (9, 0)), (96, (9, 0)), (1, (10, 0))])
+@pytest.mark.parametrize(("rows", "target"), [(1, (9, 0)), (96, (9, 0))])
 def test_every_launch_compiles(rows: int, target: tuple[int, int]) -> None:
     """Each distinct launch of a step compiles for its target, within its shared memory; joints and inputs without spills."""
     distinct = {(node.kernel, tuple(sorted(node.types.items())), repr(node.constexprs)): node for node in step("31b", rows)}
