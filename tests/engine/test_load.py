@@ -25,12 +25,12 @@ from tests.conftest import Nano
 from tests.support.engine.drive import Answer, Request, ask, ask_all, attached, still
 from tests.support.judge.near_tie import Twins, twins
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.slow]
 
 TP = 4
 VOCAB = 1024
 MAX_LEN = 512
-REQUESTS = 300
+REQUESTS = 500
 STREAMS = 64
 SAMPLE = 40
 PLANTED = 4  # of each kind
