@@ -159,11 +159,6 @@ class PlanView:
         """Slot of each result row, int32."""
         return np.concatenate([self.sampling_chunks[:, 0], self.decodes])
 
-    @property
-    def tokens(self) -> int:
-        """Rows of the forward."""
-        return int((self.chunks[:, 2] - self.chunks[:, 1]).sum()) + len(self.decodes)
-
 
 class PlanHeader(NamedTuple):
     """What the loop around a rank's runner needs to know of a plan."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from engine.core.requests import Requests
 from engine.core.sequence import Sequence
-from engine.plan import ResultRow, StepResult
+from engine.plan import NUMBER_MASK, ResultRow, StepResult
 from engine.protocol import FinishReason, Output
 
 
@@ -103,7 +103,7 @@ class Results:
 
     def _take(self, sequence: Sequence, row: ResultRow, taken: list[int], finish: FinishReason | None) -> None:
         """Append a row's tokens, and tell the client."""
-        assert (row.slot, row.number) == (sequence.slot, sequence.number & 0x7FFFFFFF), (row, sequence)
+        assert (row.slot, row.number) == (sequence.slot, sequence.number & NUMBER_MASK), (row, sequence)
         if row.nan:
             error = "the model's logits were not finite"
             self._requests.end(sequence, Output(id=sequence.key[1], finish=FinishReason.error, error=error), poisoned=True)

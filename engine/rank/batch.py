@@ -1,6 +1,6 @@
 """What one step computes, as the model sees it: flat token rows, prefill chunks first, then decode rows."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,11 @@ class Chunk:
     @property
     def size(self) -> int:
         return self.end - self.start
+
+
+def chunk_rows(chunks: Sequence[Chunk]) -> int:
+    """Batch rows that `chunks`, in row order, take: the first row behind them."""
+    return chunks[-1].offset + chunks[-1].size if chunks else 0
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class ForwardBatch:
     @property
     def decode_start(self) -> int:
         """First decode row."""
-        return self.chunks[-1].offset + self.chunks[-1].size if self.chunks else 0
+        return chunk_rows(self.chunks)
 
 
 def eager_batch(
@@ -70,7 +75,7 @@ def eager_batch(
 ) -> ForwardBatch:
     """A batch in memory of its own, from ids, slots and positions int [T] on the cache's device; rows behind the chunks decode."""
     ids, slots, positions = ids.int(), slots.int(), positions.int()
-    first = chunks[-1].offset + chunks[-1].size if chunks else 0
+    first = chunk_rows(chunks)
     pages = []
     for group in cache:
         pages.append(torch.zeros((len(ids) - first, group.read_width), dtype=torch.int32, device=ids.device))

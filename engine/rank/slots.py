@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.plan import Admission
+from engine.plan import NUMBER_MASK, Admission
 from engine.protocol import MAX_STOP_IDS, SamplingParams
 from engine.rank.kv import KVCache
 from engine.rank.sampler import SamplingRows
@@ -74,7 +74,7 @@ class SlotState:
         self._store_tokens(admissions)
         self._store_parameters(admissions, slots)
         for admission in admissions:
-            self._numbers[admission.slot] = admission.number & 0x7FFFFFFF
+            self._numbers[admission.slot] = admission.number & NUMBER_MASK
             self._logprobs[admission.slot] = admission.params.logprobs
             self._kinds[admission.slot] = _kind(admission.params)
 

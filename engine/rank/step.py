@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.plan import COUNTS, DEPTH, HEADER_INTS, PlanView
-from engine.rank.batch import Chunk, ForwardBatch, RopeKey
+from engine.rank.batch import Chunk, ForwardBatch, RopeKey, chunk_rows
 from engine.rank.slots import SlotState
 from kernels.slots import apply_plan, decode_inputs, rotary_table
 
@@ -83,7 +83,7 @@ class StepBuffers:
     def mixed(self, plan: PlanView, device_plan: Tensor) -> ForwardBatch:
         """Chunks, then the decode rows as they are; `logit_rows` are those of the plan's results."""
         chunks = _chunks(plan.chunks)
-        size, count = chunks[-1].offset + chunks[-1].size, len(plan.decodes)
+        size, count = chunk_rows(chunks), len(plan.decodes)
         pages: tuple[Tensor, ...] = ()
         if count:
             pages = self.decodes(device_plan, count, size).pages
@@ -118,7 +118,7 @@ def _chunks(rows: np.ndarray) -> list[Chunk]:
     """The plan's chunks, int32 [n, 4], each where its rows begin."""
     chunks: list[Chunk] = []
     for slot, start, end, _ in rows.tolist():
-        chunks.append(Chunk(slot, start, end, chunks[-1].offset + chunks[-1].size if chunks else 0))
+        chunks.append(Chunk(slot, start, end, chunk_rows(chunks)))
     return chunks
 
 

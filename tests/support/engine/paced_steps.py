@@ -9,7 +9,7 @@ from statistics import quantiles
 from engine.core.policy import StepTimes
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.geometry import KVGroup
-from engine.plan import DEPTH, ResultRow, StepPlan, StepResult
+from engine.plan import DEPTH, NUMBER_MASK, ResultRow, StepPlan, StepResult
 from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
 
 GROUPS = (KVGroup(0, "sliding", (0,), 4, 256, 1024), KVGroup(1, "full", (1,), 1, 512, None))
@@ -90,7 +90,7 @@ class Pace:
 
     def _finish(self) -> None:
         plan, self.now = self._out.popleft()
-        rows = [ResultRow(slot, self._numbers[slot] & 0x7FFFFFFF, (7,)) for slot in plan.result_slots]
+        rows = [ResultRow(slot, self._numbers[slot] & NUMBER_MASK, (7,)) for slot in plan.result_slots]
         self.scheduler.commit(StepResult(plan.step, rows))
         self.prefilled += plan.tokens - len(plan.decodes)
         for _, output in self.scheduler.drain():
