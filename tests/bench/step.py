@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from engine.rank.parallel import Parallel, Single, connect
 from engine.rank.profiling import bare_rank
 from engine.rank.profiling.bare_rank import READ_RATE, BareRank, pages_held
 from engine.rank.profiling.loopback import Loopback
+from engine.rank.profiling.step_times import time_step
 
 
 def say(parallel: Parallel, text: str) -> None:
@@ -45,30 +47,12 @@ def build(args: argparse.Namespace, parallel: Parallel, device: torch.device, *,
     return bare_rank.build(config, parallel, device, pages, lambda text: say(parallel, text))
 
 
-def measure(bench: BareRank, parallel: Parallel, batch: int, args: argparse.Namespace, step: int) -> tuple[int, dict[str, float]]:
-    """The figures of one batch; the next step number."""
-    first = encode_plan(bench.admission(batch, args.context, args.steps, step))
-    rest = [encode_plan(StepPlan(step + at, decodes=list(range(batch)))) for at in range(1, args.steps + 1)]
-    bench.run([first, *rest[:8]])
-    _, seconds = bench.run(rest[8:])
-    figures = {"launch_ms": 1e3 * seconds / len(rest[8:])}
-    graphs = bench.runner.graphs
-    if graphs is not None:
-        rows = bench.runner.bucket(batch)
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        times = []
-        for _ in range(3):
-            start.record()
-            for _ in range(args.steps):
-                graphs.forward(rows)
-                graphs.sample(rows)
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / args.steps)
-        figures["graph_ms"] = min(times)
-    figures["floor_ms"] = 1e3 * bench.step_bytes(batch, args.context) / READ_RATE
-    say(parallel, json.dumps({"batch": batch, **{name: round(value, 4) for name, value in figures.items()}}))
-    return step + args.steps + 1, figures
+def measure(bench: BareRank, parallel: Parallel, batch: int, args: argparse.Namespace, step: int) -> int:
+    """Prints the figures of one batch; the next step number."""
+    found = time_step(bench, batch, args.context, args.steps, step, READ_RATE)
+    figures = {name: round(value, 4) for name, value in asdict(found).items() if name.endswith("_ms") and value is not None}
+    say(parallel, json.dumps({"batch": batch, **figures}))
+    return step + args.steps + 1
 
 
 def check_graphs(bench: BareRank, parallel: Parallel, args: argparse.Namespace) -> None:
@@ -118,7 +102,7 @@ def run(args: argparse.Namespace, parallel: Parallel, device: torch.device) -> N
         check_graphs(bench, parallel, args)
     step = 1
     for batch in args.batches:
-        step, _ = measure(bench, parallel, batch, args, step)
+        step = measure(bench, parallel, batch, args, step)
         if args.profile and batch in args.profile:
             profile(bench, parallel, batch, args.out)
 
