@@ -44,7 +44,7 @@ def build(args: argparse.Namespace, parallel: Parallel, device: torch.device, *,
         max_seqs=most, max_len=args.max_len, prefill_budget=args.prefill_budget, page=32, graphs=graphs,
     )  # fmt: skip
     pages = pages_held(kv_groups(read_geometry(folder), parallel.size), most, args.context, args.steps)
-    return bare_rank.build(config, parallel, device, pages, lambda text: say(parallel, text))
+    return bare_rank.build(config, parallel, device, lambda: pages, lambda text: say(parallel, text))
 
 
 def measure(bench: BareRank, parallel: Parallel, batch: int, args: argparse.Namespace, step: int) -> int:

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,14 +44,14 @@ class BareRank:
     parallel: Parallel
     model: Gemma4
     groups: tuple[KVGroup, ...]
-    caches: tuple[GroupCache, ...]
+    cache: KVCache
     runner: Runner
 
     def admission(self, batch: int, context: int, steps: int, step: int) -> StepPlan:
         """Plan `step`: `batch` sequences of `context` tokens whose K and V are there; each decodes its last one."""
         rng = np.random.default_rng(batch)
         plan = StepPlan(step, decodes=list(range(batch)))
-        for group, cache in zip(self.groups, self.caches, strict=True):
+        for group, cache in zip(self.groups, self.cache, strict=True):
             free = iter(rng.permutation(np.arange(1, cache.pool.shape[1])).tolist())
             for slot in range(batch):
                 plan.appends.extend(PageAppend(group.index, slot, entry, next(free)) for entry in held(group, context, steps))
@@ -79,11 +79,9 @@ class BareRank:
         skipped = ("ple_tokens", "experts")
         dense = sum(p.nbytes for name, p in self.model.named_parameters() if not any(part in name for part in skipped))
         assert table.nbytes < dense
-        seen = sum(
-            2 * len(group.layers) * group.kv_heads * group.head_dim * min(context, group.window or context)
-            for group in self.groups
-        )
-        return dense + batch * seen * self.caches[0].pool.element_size()
+        read = [self.cache.of(layer).group for layer in self.geometry.layers]
+        seen = sum(2 * group.kv_heads * group.head_dim * min(context, group.window or context) for group in read)
+        return dense + batch * seen * self.cache.groups[0].pool.element_size()
 
 
 def _finish(step: Launched) -> bytes:
@@ -93,9 +91,18 @@ def _finish(step: Launched) -> bytes:
 
 
 def build(
-    config: EngineConfig, parallel: Parallel, device: torch.device, pages: Sequence[int], report: Callable[[str], None]
+    config: EngineConfig,
+    parallel: Parallel,
+    device: torch.device,
+    pages: Callable[[], Sequence[int]],
+    report: Callable[[str], None],
+    batches: Callable[[], Iterable[int]] | None = None,
 ) -> BareRank:
-    """A rank with `pages` pages a group, captured where it can be; `report` hears how long each part took."""
+    """A rank, captured where it can be.
+
+    pages    asked once the weights are there: pages of each group's pool;  report  hears how long each part took
+    batches  of which steps are captured; None: all up to max_seqs
+    """
     began = time.monotonic()
     geometry = read_geometry(Path(config.model))
     dtype: torch.dtype = getattr(torch, config.dtype)
@@ -106,15 +113,14 @@ def build(
     inboxes = parallel.inboxes(buckets(config.max_seqs)[-1], width, dtype)
     groups = kv_groups(geometry, parallel.size, config.page)
     slots = config.max_seqs + 1
-    caches = tuple(
-        GroupCache(group, count, slots, config.max_len, dtype, device) for group, count in zip(groups, pages, strict=True)
-    )
-    for cache in caches:
-        for layer in cache.pool:
+    counts = zip(groups, pages(), strict=True)
+    cache = KVCache([GroupCache(group, count, slots, config.max_len, dtype, device) for group, count in counts])
+    for group_cache in cache:
+        for layer in group_cache.pool:
             layer[1:].normal_()
-    runner = Runner(model, KVCache(caches), config, geometry, inboxes)
+    runner = Runner(model, cache, config, geometry, inboxes)
     if runner.capturable:
         began = time.monotonic()
-        runner.capture()
+        runner.capture(None if batches is None else sorted({runner.bucket(batch) for batch in batches()}))
         report(f"{launch.compilations()} kernels, graphs captured in {time.monotonic() - began:.1f} s")
-    return BareRank(config, geometry, parallel, model, groups, caches, runner)
+    return BareRank(config, geometry, parallel, model, groups, cache, runner)

@@ -1,7 +1,8 @@
 """How long a decode step takes, by batch and context: on the device alone, and through the runner."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -54,25 +55,32 @@ def replay_ms(rank: BareRank, graphs: DecodeGraphs, batch: int, steps: int) -> f
     """Milliseconds of a replay of the last plan's step, of `steps` back to back; lengths are as before behind it."""
     rows = rank.runner.bucket(batch)
 
-    def replays() -> None:
-        for _ in range(steps):
-            graphs.forward(rows)
-            graphs.sample(rows)
+    times = []
+    for _ in range(_SERIES):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        with lengths_kept(rank):
+            start.record()
+            for _ in range(steps):
+                replay(graphs, rows)
+            end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / steps)
+    return min(times)
 
-    return min(device_ms(rank, replays) for _ in range(_SERIES)) / steps
+
+def replay(graphs: DecodeGraphs, rows: int) -> None:
+    """One step."""
+    graphs.forward(rows)
+    graphs.sample(rows)
 
 
-def device_ms(rank: BareRank, work: Callable[[], None]) -> float:
-    """Milliseconds that a GPU takes for `work`, which may advance the sequences: their lengths are set back."""
+@contextmanager
+def lengths_kept(rank: BareRank) -> Iterator[None]:
+    """Sequences that advance inside the `with` are set back behind it: they stay on the pages that are held for them."""
     lengths = rank.runner.slots.lengths
     before = lengths.clone()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    work()
-    end.record()
+    yield
     lengths.copy_(before)
-    end.synchronize()
-    return float(start.elapsed_time(end))
 
 
 def measured_read_rate(device: torch.device) -> float:
