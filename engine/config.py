@@ -13,6 +13,7 @@ DType = Literal["float32", "bfloat16"]
 LoadFormat = Literal["safetensors", "dummy"]
 LogLevel = Literal["debug", "info", "warning"]
 PolicyName = Literal["fair", "arrival"]
+PageChecks = Literal["off", "sample", "every"]
 AttentionName = Literal["reference", "triton"]
 
 
@@ -32,6 +33,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     attention        backend asked for; None: what the device runs: triton on a GPU, reference on a CPU
     graphs           on a GPU, decode steps are captured and replayed
     debug_hash       mix the bits of the final hidden rows into the state hash (tests; costs a copy a step)
+    debug_pages      hold page tables, plans and the allocator's books against each other: off; every, in every step; sample, a
+                     sixteenth of the tables a step and the books now and then. A violation ends the group and leaves a dump
     step_timeout_s   a step that makes no progress for so long ends the group
     heartbeat_timeout_s  a process that is not scheduled for so long ends the group
     boot_timeout_s   spawn to ready
@@ -56,6 +59,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     memory_fraction: float = 0.9
     suppress: tuple[int, ...] = ()
     debug_hash: bool = False
+    debug_pages: PageChecks = "off"
     step_timeout_s: float = 60.0
     heartbeat_timeout_s: float = 3.0
     boot_timeout_s: float = 600.0
