@@ -16,7 +16,7 @@ from deploy.settings import Settings, read_config, read_settings
 from engine.config import engine_config
 from engine.errors import ConfigError
 from engine.geometry import Geometry, read_geometry
-from tests.support.houserules import ROOT
+from tests.support.repo_rules import ROOT
 
 pytestmark = pytest.mark.pure
 
