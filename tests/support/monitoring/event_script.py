@@ -103,9 +103,8 @@ def _events_of(request: ScriptedRequest) -> Iterator[TimedEvent]:
         yield TimedEvent(request.tokens[0], Tokens(request.number, 1, None))
     for before, at in pairwise(request.tokens):
         yield TimedEvent(at, Tokens(request.number, 1, at - before))
-    wall = request.ended - request.submitted
-    count = len(request.tokens)
-    yield TimedEvent(request.ended, RequestFinished(request.number, request.outcome, request.prompt, count, ttft, tpot, wall, queue))
+    wall, count, outcome = request.ended - request.submitted, len(request.tokens), request.outcome
+    yield TimedEvent(request.ended, RequestFinished(request.number, outcome, request.prompt, count, ttft, tpot, wall, queue))
 
 
 def _loads(requests: tuple[ScriptedRequest, ...], seconds: float) -> Iterator[TimedEvent]:
