@@ -5,6 +5,7 @@
 #   make quality [QUALITY_ARGS=...]         the nano models' exam: every setup against transformers, every planted fault
 #   make lint | bench | clean                ruff, mypy and sizes | benchmarks | remove what the tools leave behind (not .venv)
 #   make dashboards | pictures               writes dashboards/*.json, alerts.yaml and METRICS.md from code | draws the boards of a live run, and steps of load
+#   make docs                               writes docs/settings.md and dashboards/METRICS.md from the declarations
 #   make install-gpu                         adds the extra [gpu]
 #
 # PYTHON (3.11 or 3.12) makes the virtual environment; pip's own settings decide where packages, and so torch's build, come from.
@@ -24,7 +25,7 @@ EXTRAS-lint := [lint,test,dashboards]
 EXTRAS-dashboards := [dashboards]
 EXTRAS-gpu := [gpu]
 
-.PHONY: serve test test-full quality lint bench clean install-gpu dashboards pictures
+.PHONY: serve test test-full quality lint bench clean install-gpu dashboards docs pictures
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -52,6 +53,10 @@ bench: $(VENV)/.installed-test
 dashboards: $(VENV)/.installed-dashboards
 	$(BIN)/python -m dashboards.boards
 	$(BIN)/python -m dashboards.alerts
+	$(BIN)/python -m dashboards.metrics_reference
+
+docs: $(VENV)/.installed-serve
+	$(BIN)/python -m deploy.settings_reference
 	$(BIN)/python -m dashboards.metrics_reference
 
 pictures: $(VENV)/.installed-test

@@ -62,7 +62,7 @@ def build(args: dict[str, Any]) -> Application:
 def deployment_options(settings: Settings) -> dict[str, Any]:
     """Serve's options where the YAML's `deployments:` says nothing else."""
     logging_config = logs.serve_config(settings.logs)
-    gpus = {"num_gpus": settings.tp, "num_cpus": 1} if settings.needs_gpus else {"num_gpus": 0, "num_cpus": 0.5}
+    gpus = {"num_gpus": settings.engine.tp, "num_cpus": 1} if settings.needs_gpus else {"num_gpus": 0, "num_cpus": 0.5}
     return {
         # The guard around Serve lets no more in than this, so that Serve never refuses anything itself, in words of its own.
         "max_ongoing_requests": settings.limits.requests,
@@ -117,7 +117,7 @@ class Quartet:
         settings, folder = self._settings, Path(config.model)
         replica = serve.get_replica_context()
         attention = "triton" if config.device == "cuda" else "reference"
-        about = {"model_name": settings.name, "build": settings.build, "attention": attention, "tp": str(settings.tp)}
+        about = {"model_name": settings.name, "build": settings.build, "attention": attention, "tp": str(settings.engine.tp)}
         self._exporter = Exporter(about, exporter_facts(settings, config, group.boot_s))
         metrics = self._exporter.serve(settings.metrics.host, settings.metrics.port)
         self._demand = Demand(config.max_seqs, settings.metrics.ttft_objective_s)
@@ -129,7 +129,7 @@ class Quartet:
             text=TextProcessor.load(folder),
             engine=self._client,
             vocab=read_geometry(folder).vocab,
-            max_len=settings.max_len,
+            max_len=settings.engine.max_len,
             defaults=Defaults.read(folder),
             limits=settings.limits,
             logs=settings.logs,

@@ -72,7 +72,7 @@ def test_our_own_files_are_good(name: str) -> None:
 
     config = read_config(ROOT / "deploy" / name)
     [settings] = read_settings(config, name)
-    assert settings.tp == 4
+    assert settings.engine.tp == 4
     schema = ServeDeploySchema.model_validate(config)
     assert [deployment.name for deployment in schema.applications[0].deployments] == ["Quartet"]
     assert schema.http_options.host == "127.0.0.1"
