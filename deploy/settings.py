@@ -54,6 +54,7 @@ class Settings(FrozenSettings):
     device             auto: cuda where NVML shows a GPU to this replica
     max_queue          choices that may wait beyond max_seqs; more are refused at once (default: 256, or four times max_seqs)
     max_queue_tokens   tokens of the prompts that wait; a prompt may always wait alone (default: 32 prompts of max_len)
+    prefill_budget     rows of a step that computes prompt tokens, decode rows among them; a quarter of it is always the prompts'
     core_log           info: a line a second of work and class of step on stderr; debug: a line a step; warning: none
     policy             who is served when: fair, or arrival (strictly in order)
     prefix_cache       keep the pages of prompts and answers for requests that begin alike

@@ -23,7 +23,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     tp               ranks
     max_seqs         slots: sequences running at once
     max_len          tokens of one sequence, prompt and output
-    prefill_budget   prompt tokens computed in one step, over all sequences
+    prefill_budget   rows of a step that computes prompt tokens, of all sequences, decode rows among them (vLLM's
+                     max_num_batched_tokens); a quarter of it is always the prompts'
     core_log         what the core writes to stderr: info, a line a second of work and class of step; debug, a line a step
     policy           who is served when: "fair", or "arrival" (strictly in order)
     prefix_cache     keep the pages of prompts and answers, and compute nothing twice that is still there

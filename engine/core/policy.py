@@ -60,21 +60,25 @@ POLICIES = {"fair": Policy(shortest_beside_oldest, overtaking=64, long=2), "arri
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Measured (rows, milliseconds) of steps, ascending: of decode rows alone, and of a prefill alone."""
+    """Measured (rows, milliseconds) of steps, ascending: of decode rows alone, and of prompt tokens alone, from one row on.
+
+    tile  rows that large products are cut by: of a step with prompt tokens a part of a tile costs as much as the whole
+    """
 
     decodes: tuple[tuple[int, float], ...]
     prefills: tuple[tuple[int, float], ...]
+    tile: int = 1
 
     def prefill_budget(self, decodes: int, target_ms: float, most: int) -> int:
-        """The most prefill tokens, up to `most`, of a step that takes `target_ms` at the longest beside so many decode rows.
+        """The most prompt tokens, up to `most`, of a step that takes `target_ms` at the longest beside so many decode rows.
 
-        A step's fixed cost is counted once. One token in sixteen of `most` is always allowed: prompts must not stand still where
-        decodes alone exceed the target.
+        The step's time is taken to be that of its decode rows, and what a prefill of all its rows takes more than one of so many
+        rows. One token in 32 of `most` is always allowed: prompts must not stand still where decodes alone exceed the target.
         """
-        fixed = self.prefills[0][1]
-        left = target_ms - _line(self.decodes, decodes) + fixed
-        tokens = _line(tuple((ms, float(rows)) for rows, ms in self.prefills), left)
-        return max(most // 16, 1, min(most, int(tokens)))
+        left = target_ms - _line(self.decodes, decodes) + _line(self.prefills, decodes)
+        rows = _line(tuple((ms, float(rows)) for rows, ms in self.prefills), left)
+        tokens = int(rows / self.tile + 1e-9) * self.tile - decodes
+        return max(most // 32, 1, min(most, tokens))
 
 
 def _line(points: tuple[tuple[float, float], ...], at: float) -> float:
