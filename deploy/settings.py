@@ -57,6 +57,8 @@ class Settings(FrozenSettings):
     prefill_budget     rows of a step that computes prompt tokens, decode rows among them; a quarter of it is always the prompts'
     core_log           info: a line a second of work and class of step on stderr; debug: a line a step; warning: none
     policy             who is served when: fair, or arrival (strictly in order)
+    tpot_target_ms     steps with prompt tokens are kept so short, by what the ranks measure at boot, that running streams get a
+                       token every so many milliseconds; default: a step takes what prefill_budget allows
     prefix_cache       keep the pages of prompts and answers for requests that begin alike
     prefix_cache_share  how much of each pool may lie idle for that
     pages              pages of each KV group, null page included; default: sized by need
@@ -79,6 +81,7 @@ class Settings(FrozenSettings):
     prefill_budget: int = Field(default=512, ge=1)
     core_log: LogLevel = "info"
     policy: PolicyName = "fair"
+    tpot_target_ms: float | None = Field(default=None, gt=0)
     prefix_cache: bool = True
     prefix_cache_share: float = Field(default=1.0, gt=0, le=1)
     pages: tuple[int, ...] | None = None

@@ -27,6 +27,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                      max_num_batched_tokens); a quarter of it is always the prompts'
     core_log         what the core writes to stderr: info, a line a second of work and class of step; debug, a line a step
     policy           who is served when: "fair", or "arrival" (strictly in order)
+    tpot_target_ms   steps are kept so short, by what the ranks measure at boot, that running streams get a token every so many
+                     milliseconds: a prompt takes longer then; None: each step takes what the budget allows
     prefix_cache     keep the pages of prompts and answers, and compute nothing twice that is still there
     prefix_cache_share  how much of each pool may lie idle for it; running sequences take it back whenever they need it
     pages            pages of each KV group, null page included; None: sized by need from `memory_fraction` of the device
@@ -48,6 +50,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefill_budget: int = 512
     core_log: LogLevel = "info"
     policy: PolicyName = "fair"
+    tpot_target_ms: float | None = None
     prefix_cache: bool = True
     prefix_cache_share: float = 1.0
     page: int = PAGE_SIZE
@@ -84,6 +87,10 @@ def _check_numbers(config: EngineConfig) -> None:
     for name in ("step_timeout_s", "heartbeat_timeout_s", "boot_timeout_s"):
         if not getattr(config, name) > 0:
             raise ConfigError(f"{name} must be positive, not {getattr(config, name)}")
+    if config.tpot_target_ms is not None and not config.tpot_target_ms > 0:
+        raise ConfigError(f"tpot_target_ms must be positive, not {config.tpot_target_ms}")
+    if config.tpot_target_ms is not None and config.max_len < 8:
+        raise ConfigError(f"tpot_target_ms needs a max_len of at least 8 to measure steps by, not {config.max_len}")
     if config.page not in (16, 32, 64):
         raise ConfigError(f"page must be 16, 32 or 64, not {config.page}")
     for name in ("memory_fraction", "prefix_cache_share"):

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 
 from engine.core.admit import Admissions
 from engine.core.allocator import Allocator, Changes
-from engine.core.policy import POLICIES, StepTimes
+from engine.core.policy import POLICIES, prefill_tokens
 from engine.core.requests import Requests
 from engine.core.results import ChunkRow, Flight
 from engine.core.sequence import Sequence, Wait
 from engine.geometry import KVGroup
+from engine.lifeline import StepTimes
 from engine.plan import Admission, PrefillChunk, StepPlan
 
 
@@ -91,7 +92,7 @@ class Drafts:
         most = max(config.prefill_budget - decodes * self._width, config.prefill_budget // 4, 1)
         if config.step_times is None or config.tpot_target_ms is None:
             return most
-        return config.step_times.prefill_budget(decodes, config.tpot_target_ms, most)
+        return prefill_tokens(config.step_times, decodes, config.tpot_target_ms, most)
 
     def _release(self, changes: Changes) -> None:
         for sequence in self._requests.running:

@@ -6,10 +6,11 @@ from statistics import mean
 
 import pytest
 
-from engine.core.policy import POLICIES, StepTimes, in_order, shortest_beside_oldest
+from engine.core.policy import POLICIES, in_order, prefill_tokens, shortest_beside_oldest
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.sequence import Sequence
 from engine.geometry import KVGroup
+from engine.lifeline import StepTimes
 from engine.plan import PrefillChunk, ResultRow, StepPlan, StepResult
 from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
 from tests.support.engine.paced_steps import BASE_MS, DECODE_MS, TIMES, Pace, p99, pace, step_ms
@@ -51,12 +52,12 @@ def test_the_shortest_go_beside_the_oldest() -> None:
 def test_the_budget_keeps_a_step_below_its_target() -> None:
     """The most tokens that fit, between measured points and beyond them; never fewer than one in 32, never more than all."""
     times = StepTimes(((1, 5.0), (101, 15.0)), ((1, 5.0), (101, 7.0), (1101, 27.0)))
-    assert times.prefill_budget(1, 6.0, 2048) == 64  # one in 32: 50 would be in time
-    assert times.prefill_budget(1, 7.0, 64) == 64
-    assert times.prefill_budget(1, 17.0, 2048) == 600
-    assert times.prefill_budget(51, 22.0, 2048) == 600
-    assert times.prefill_budget(1, 1000.0, 2048) == 2048
-    assert times.prefill_budget(500, 10.0, 2048) == 64
+    assert prefill_tokens(times, 1, 6.0, 2048) == 64  # one in 32: 50 would be in time
+    assert prefill_tokens(times, 1, 7.0, 64) == 64
+    assert prefill_tokens(times, 1, 17.0, 2048) == 600
+    assert prefill_tokens(times, 51, 22.0, 2048) == 600
+    assert prefill_tokens(times, 1, 1000.0, 2048) == 2048
+    assert prefill_tokens(times, 500, 10.0, 2048) == 64
 
 
 def test_the_budget_fills_whole_tiles() -> None:
@@ -64,7 +65,7 @@ def test_the_budget_fills_whole_tiles() -> None:
     rng = random.Random(3)
     for _ in range(2000):
         decodes, target = rng.randint(0, 200), rng.uniform(5, 60)
-        tokens = TIMES.prefill_budget(decodes, target, 2048 - decodes)
+        tokens = prefill_tokens(TIMES, decodes, target, 2048 - decodes)
         assert tokens <= 2048 - decodes
         if tokens < 2048 - decodes:
             assert step_ms(filled(decodes, tokens + TIMES.tile)) > target

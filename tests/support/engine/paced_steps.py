@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import quantiles
 
-from engine.core.policy import StepTimes
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.geometry import KVGroup
+from engine.lifeline import StepTimes
 from engine.plan import DEPTH, NUMBER_MASK, ResultRow, StepPlan, StepResult
 from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
 
