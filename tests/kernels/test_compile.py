@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.block_tables import block_tables
 from kernels.choose import Ballot, SlotParameters, choose_best, local_best, parts_of
 from kernels.experts import experts
 from kernels.joint import Norms, Peers, joint
@@ -122,6 +123,7 @@ def slots_nodes(target: Target) -> Iterator[Node]:
         apply_plan(ints(500), [table, table], ints(9))
         decode_inputs(ints(500), ints(9, 2049), ints(9), 8, ints(ROWS), ints(ROWS), ints(ROWS))
         gather_pages(table, ints(ROWS), ints(ROWS), 32, 1024, ints(ROWS, 64))
+        block_tables(table, ints(ROWS), ints(ROWS), 32, 1024, ints(ROWS, 40), ints(ROWS))
         rotary_table(ints(ROWS), meta(128, dtype=torch.float32), meta(ROWS, 256, dtype=torch.float32))
     yield from nodes
 
