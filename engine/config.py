@@ -52,9 +52,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = 1.0
     policy: Annotated[PolicyName, Meta(description="who is served when: fair, or arrival (strictly in order)")] = "fair"
     tpot_target_ms: Annotated[
-        float | None,
+        Annotated[float, Meta(gt=0)] | None,
         Meta(
-            gt=0,
             description="steps with prompt tokens are kept so short, by what the ranks measure at boot, that running streams get a "
             "token every so many milliseconds; none: a step takes what prefill_budget allows",
         ),
@@ -111,7 +110,12 @@ def _setting(name: str, hint: Any, default: Any) -> Setting:
     kind, meta = get_args(hint)[:2]
     assert default is not NODEFAULT, f"{name}: no default"
     assert meta.description, f"{name}: no description"
-    bounds = {bound: value for bound in ("ge", "gt", "le", "lt") if (value := getattr(meta, bound)) is not None}
+    limits = meta
+    for option in get_args(kind):
+        if get_origin(option) is Annotated:  # a bounded number, or none
+            number, limits = get_args(option)
+            kind = number | None
+    bounds = {bound: value for bound in ("ge", "gt", "le", "lt") if (value := getattr(limits, bound)) is not None}
     return Setting(name, kind, default, meta.description, bounds, bool((meta.extra or {}).get("sizes")))
 
 
