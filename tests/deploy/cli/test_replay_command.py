@@ -51,8 +51,9 @@ def dump_with(entry: int, page: int) -> PageDump:
     tables[1, 0, entry] = page
     lengths = np.array([40, 0, 0, 0, 0], np.int32)
     return PageDump(
-        config=config_of(resolve("nano:31b"), 1), rank=0, step=7, pages=PAGES, message="as it was", plan=encode_plan(StepPlan(7, decodes=[0])),
-        robbed={}, tables=tables.ravel(), expected=expected.ravel(), lengths=lengths, expected_lengths=lengths,
+        config=config_of(resolve("nano:31b"), 1), rank=0, step=7, pages=PAGES, message="as it was",
+        plan=encode_plan(StepPlan(7, decodes=[0])), robbed={}, tables=tables.ravel(),
+        expected=expected.ravel(), lengths=lengths, expected_lengths=lengths,
         tokens=np.full((5, 42), 9, np.int32),
     )  # fmt: skip
 
