@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import msgspec
 
 from engine.front.generation import Choice, Delta
+from engine.front.parts import Content
 from engine.front.text import Pieces
 from engine.protocol import Logprobs
 
@@ -245,7 +246,7 @@ def _array(pieces: list[bytes]) -> msgspec.Raw:
 
 
 def _text_of(delta: Delta) -> str:
-    return delta.parts[0].text if len(delta.parts) == 1 else "".join(part.text for part in delta.parts)
+    return "".join(part.text for part in delta.parts if isinstance(part, Content))
 
 
 def _finite(logprob: float) -> float:
