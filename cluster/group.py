@@ -102,10 +102,10 @@ class Group:
     def _handshake(self) -> None:
         ranks = self.children[: self.config.tp]
         handshake = Handshake(self.children, self.config.boot_timeout_s)
-        handshake.tell(Configure(self.config))
+        handshake.send(Configure(self.config))
         self.loaded = handshake.gather(ranks, Loaded)
         self.pages = pages_of(self.config, min(loaded.kv_bytes for loaded in self.loaded))
-        handshake.tell(Allocate(self.pages))
+        handshake.send(Allocate(self.pages))
         for child, ready in zip(self.children, handshake.gather(self.children, Ready), strict=True):
             logger.info("%s ready (pid %d) %s", child.name, child.pid, ready.note)
 

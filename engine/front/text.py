@@ -1,6 +1,6 @@
 """Text in, text out: prompts to token ids, token ids to text, and the cut at a stop string.
 
-Only this room and the template's see text; everything behind them sees token ids.
+Only this module and the template see text; everything behind them sees token ids.
 
     messages --template--> guarded text --cut at control tokens--> pieces --tokenize--> ids
     ids --Detokenizer--> text --StopStrings--> client

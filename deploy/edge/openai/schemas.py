@@ -18,7 +18,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from deploy.edge.openai import absent_keys
 from engine.errors import InvalidRequest
-from engine.front.template import MAX_VALUES
+from engine.front.template import EXTRAS, MAX_VALUES, ROLES
 
 MESSAGES = 4096
 PARTS = 1024
@@ -50,6 +50,11 @@ def _raw(*shapes: dict[str, Any]) -> Meta:
 _STRING = {"type": "string"}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _STRINGS = {"type": "array", "items": _STRING}
+_SWITCHES = {
+    "type": "object",
+    "additionalProperties": False,
+    "properties": {name: {"type": "boolean"} for name in ("enable_thinking", *sorted(EXTRAS))},
+}
 _MESSAGE = {"$ref": "#/components/schemas/Message"}
 
 
@@ -63,7 +68,7 @@ class StreamOptions(Struct, frozen=True):
 class TextPart(Struct, frozen=True):
     """The one kind of content part that is understood today."""
 
-    type: Annotated[str, Meta(max_length=64)]
+    type: Annotated[str, Meta(max_length=64, extra_json_schema={"enum": ["text"]})]
     text: str | None = None
 
 
@@ -85,7 +90,7 @@ class ToolCall(Struct, frozen=True):
 class Message(Struct, frozen=True):
     """One turn."""
 
-    role: Annotated[str, Meta(max_length=32)]
+    role: Annotated[str, Meta(max_length=32, extra_json_schema={"enum": sorted(ROLES)})]
     content: str | Annotated[list[TextPart], Meta(max_length=PARTS)] | None = None
     name: Annotated[str, Meta(max_length=256)] | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=TOOLS)] | None = None
@@ -152,7 +157,7 @@ class ChatRequest(Sampling, frozen=True, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=_INT32)] | None = None
     tools: Annotated[Raw, _raw({"type": "array", "items": {"type": "object"}, "maxItems": TOOLS})] | UnsetType = UNSET
     tool_choice: Annotated[Raw, _raw({"enum": ["auto", "none"]})] | UnsetType = UNSET
-    chat_template_kwargs: Annotated[Raw, _raw({"type": "object", "additionalProperties": {"type": "boolean"}})] | UnsetType = UNSET
+    chat_template_kwargs: Annotated[Raw, _raw(_SWITCHES)] | UnsetType = UNSET
     add_generation_prompt: bool | None = None
 
     def turns(self) -> list[Message]:

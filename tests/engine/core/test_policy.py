@@ -59,7 +59,7 @@ def test_the_budget_keeps_a_step_below_its_target() -> None:
 
 
 @dataclass(frozen=True)
-class Felt:
+class Latencies:
     """First tokens of short prompts and pace of running streams, ms; prompt tokens computed."""
 
     ttft_p99: float
@@ -68,7 +68,7 @@ class Felt:
     answered: int
 
 
-def felt(policy: str, *, longs: bool, tpot_target_ms: float | None, seconds: float = 30.0) -> Felt:
+def latencies(policy: str, *, longs: bool, tpot_target_ms: float | None, seconds: float = 30.0) -> Latencies:
     """Thirty-two streams run; 100-token prompts come at random; with `longs` three 100k prompts are always on their way."""
     rng, world = random.Random(7), pace(policy, tpot_target_ms=tpot_target_ms)
     streams = [world.arrive(0, 200, 10**5) for _ in range(STREAMS)]
@@ -84,15 +84,15 @@ def felt(policy: str, *, longs: bool, tpot_target_ms: float | None, seconds: flo
     world.run(1000 * seconds, refill)
     answered = [world.clocks[each] for each in shorts if world.clocks[each].tokens]
     tpot = mean(world.clocks[each].tpot for each in streams)
-    return Felt(p99([clock.ttft for clock in answered]), tpot, world.prefilled, len(answered))
+    return Latencies(p99([clock.ttft for clock in answered]), tpot, world.prefilled, len(answered))
 
 
 def test_short_prompts_do_not_wait_for_long_ones() -> None:
     """At 31B's step times and a TPOT target: TTFT p99 at most 3 x quiet, TPOT 1.5 x, throughput within 3 % of arrival order's."""
     target = 1.5 * QUIET_TPOT_MS
-    quiet = felt("fair", longs=False, tpot_target_ms=target)
-    busy = felt("fair", longs=True, tpot_target_ms=target)
-    ordered = felt("arrival", longs=True, tpot_target_ms=target)
+    quiet = latencies("fair", longs=False, tpot_target_ms=target)
+    busy = latencies("fair", longs=True, tpot_target_ms=target)
+    ordered = latencies("arrival", longs=True, tpot_target_ms=target)
     print(f"quiet {quiet}\nbusy {busy}\nin order of arrival {ordered}")
     assert busy.ttft_p99 <= 3 * quiet.ttft_p99
     assert busy.tpot <= 1.5 * quiet.tpot
@@ -102,7 +102,7 @@ def test_short_prompts_do_not_wait_for_long_ones() -> None:
 
 def test_without_a_target_streams_stall() -> None:
     """The fault beside it: with the whole budget in every step running streams take several times their quiet pace."""
-    assert felt("fair", longs=True, tpot_target_ms=None, seconds=10).tpot > 4 * QUIET_TPOT_MS
+    assert latencies("fair", longs=True, tpot_target_ms=None, seconds=10).tpot > 4 * QUIET_TPOT_MS
 
 
 def test_priorities_come_first_and_are_preempted_last() -> None:
@@ -156,6 +156,6 @@ def step(scheduler: Scheduler) -> list[int]:
     return [request for _, request in scheduler.drain_started()]
 
 
-def test_times_are_the_paced_worlds_own() -> None:
+def test_times_are_the_simulations_own() -> None:
     """The table that the policy reads says what the virtual ranks take."""
     assert TIMES.prefill_budget(STREAMS, QUIET_TPOT_MS + 22 * 0.022, 2048) == pytest.approx(128)
