@@ -3,7 +3,8 @@
     Output(tokens) --ReplyParser, or PlainText--> parts --StopStrings, of the content--> Delta(parts, tokens, logprobs, finish)
 
 With stop strings tokens are taken one by one, so that where a text ends does not depend on how tokens were batched; a match ends
-the request in the engine too, which counts it as a success. Thoughts and calls are never cut.
+the request in the engine too, which counts it as a success, and so does the end of the one call that was asked for. Thoughts and
+calls are never cut.
 """
 
 import asyncio
@@ -51,7 +52,8 @@ class Engine(Protocol):
 class Job:
     """One request, validated: what goes to the engine and what happens to the text that comes back. `params`: one per choice.
 
-    `is_chat`: the reply is one of a conversation, with thoughts, and with calls of `tools` where there are some.
+    `is_chat`: the reply is one of a conversation, with thoughts, and with calls of `tools` where there are some; `one_call`: and it
+    ends with the first.
     """
 
     prompt: list[int]
@@ -61,6 +63,7 @@ class Job:
     skip_special_tokens: bool = True
     is_chat: bool = False
     tools: Tools | None = None
+    one_call: bool = False
 
 
 @dataclass(slots=True)
@@ -129,8 +132,7 @@ class Choice:
 class PlainText:
     """A reply that is nothing but text."""
 
-    reasoning_tokens = 0
-    calls = 0
+    reasoning_tokens = calls = ended_calls = 0
 
     def __init__(self, detokenizer: Detokenizer) -> None:
         self._detokenizer = detokenizer
@@ -164,7 +166,8 @@ class Generation:
         self.clock = engine.clock(self._stream.id)
         self.cached = 0
         self._reader = _reader(text, job)
-        self._stops = StopStrings(job.stops) if job.stops else None
+        self._one_call = job.one_call
+        self._stops = StopStrings(job.stops) if job.stops or job.one_call else None
         self._stop_ids = frozenset(params.stop_ids)
 
     @property
@@ -203,7 +206,7 @@ class Generation:
         assert self._stops is not None
         kept: list[Part] = []
         for place, parts in enumerate(self._by_token(output)):
-            if _keep(parts, self._stops, kept):
+            if _keep(parts, self._stops, kept) or (self._one_call and self._reader.ended_calls):
                 self._stream.abort(AbortReason.stop_string)
                 used = min(place + 1, len(output.tokens))
                 finish = self._finish(FinishReason.stop)

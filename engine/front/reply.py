@@ -101,7 +101,7 @@ def _new_id() -> str:
 class ReplyParser:
     """One reply. `tools`: only with some are calls looked for. `show_special`: other control tokens show in the content.
 
-    `reasoning_tokens` of those pushed were thoughts, markers included; `calls` have begun.
+    `reasoning_tokens` of those pushed were thoughts, markers included; `calls` have begun, `ended_calls` of them are over.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class ReplyParser:
         self._reasoned = self._new_block = False
         self._arguments: ArgumentsParser | None = None
         self._call_is_open = False  # <tool_call|> may still come
-        self.reasoning_tokens = self.calls = 0
+        self.reasoning_tokens = self.calls = self.ended_calls = 0
         self._state = State.GAP if self._tools else State.CONTENT
         self._readers: dict[State, Callable[[str], str]] = {
             State.CONTENT: self._content,
@@ -345,6 +345,7 @@ class ReplyParser:
         self._put_arguments()
         rest, self._arguments = self._arguments.rest, None
         self._state = State.GAP
+        self.ended_calls += 1
         return rest
 
     def _put_arguments(self) -> None:
