@@ -33,7 +33,12 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_seqs: Annotated[int, Meta(ge=1, le=4096, description="sequences running at once", extra=_SIZES)] = 16
     max_len: Annotated[int, Meta(ge=2, description="tokens of one sequence, prompt and output", extra=_SIZES)] = 2048
     prefill_budget: Annotated[
-        int, Meta(ge=1, description="prompt tokens computed in one step, over all sequences", extra=_SIZES)
+        int,
+        Meta(
+            ge=1,
+            description="rows of a step that computes prompt tokens, decode rows among them; a quarter is always the prompts'",
+            extra=_SIZES,
+        ),
     ] = 512
     memory_fraction: Annotated[
         float, Meta(gt=0, le=1, description="share of the device that weights and KV pools may take", extra=_SIZES)
@@ -46,6 +51,14 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         float, Meta(gt=0, le=1, description="share of each pool that idle cached pages may take; running sequences take it back")
     ] = 1.0
     policy: Annotated[PolicyName, Meta(description="who is served when: fair, or arrival (strictly in order)")] = "fair"
+    tpot_target_ms: Annotated[
+        float | None,
+        Meta(
+            gt=0,
+            description="steps with prompt tokens are kept so short, by what the ranks measure at boot, that running streams get a "
+            "token every so many milliseconds; none: a step takes what prefill_budget allows",
+        ),
+    ] = None
     attention: Annotated[AttentionName | None, Meta(description="backend; none: triton on a GPU, reference on a CPU")] = None
     graphs: Annotated[bool, Meta(description="on a GPU, decode steps are captured as CUDA graphs and replayed")] = True
     core_log: Annotated[
@@ -117,6 +130,8 @@ def engine_config(**settings: object) -> EngineConfig:
 
 
 def _check_model(config: EngineConfig, geometry: Geometry) -> None:
+    if config.tpot_target_ms is not None and config.max_len < 8:
+        raise ConfigError(f"tpot_target_ms needs a max_len of at least 8 to measure steps by, not {config.max_len}")
     if config.max_len > geometry.max_position:
         raise ConfigError(f"max_len {config.max_len} exceeds the model's {geometry.max_position} positions")
     check_tp(geometry, config.tp)

@@ -148,7 +148,7 @@ class Runner:
             torch.zeros((self._buckets[-1] + config.prefill_budget, 2), dtype=torch.int32, pin_memory=on_gpu)
             for _ in range(DEPTH + 1)
         ]
-        self.capturable = on_gpu and config.graphs and geometry.moe is None  # experts' reference asks the host
+        self.capturable = on_gpu and config.graphs
         self.graphs: DecodeGraphs[tuple[ForwardBatch, Tensor], StepTokens] | None = None
 
     @torch.inference_mode()

@@ -11,7 +11,7 @@ nothing writes them while the engine serves. This holds for each:
 """
 
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -19,10 +19,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.block_tables import block_tables
 from kernels.choose import Ballot, SlotParameters, choose_best, local_best, parts_of
+from kernels.experts import experts
 from kernels.joint import Norms, Peers, joint
 from kernels.launch import Node, launch, record, trigger, wait
 from kernels.linear import linear, linear_geglu
+from kernels.route import route, router_logits
 from kernels.slots import apply_plan, decode_inputs, gather_pages, rotary_table
 from kernels.tiles import TABLE, GemmShape, Tile, gemv
 from tests.bench.gemms import GemmCase
@@ -43,6 +46,7 @@ CONSTANT = {
     "_gemm": {"weight"},
     "_joint": {"post", "following", "scalar"},
     "_joint_sharded": {"post", "following", "scalar"},
+    "_logits": {"proj", "scale", "norm"},
     "_rotary": {"frequencies"},
     "decode_kernel": {"q_norm", "k_norm"},
     "_post": {"q_norm", "k_norm"},
@@ -100,6 +104,18 @@ def choose_nodes(target: Target) -> Iterator[Node]:
     yield from nodes
 
 
+def experts_nodes(target: Target) -> Iterator[Node]:
+    """Router and experts of the 26B: one row, few, a decode step's many and a prompt's, of a rank's quarter and of the whole."""
+    n, count, top_k = 2816, 128, 8
+    with record(target) as nodes:
+        for rows, m in ((1, 704), (ROWS, 176), (100, 704), (256, 176), (1024, 704)):
+            fp32 = partial(meta, dtype=torch.float32)
+            logits, x = router_logits(meta(rows, n), fp32(count, n), fp32(n), meta(n), 1e-6)
+            weights, chosen = route(logits, fp32(count), top_k)
+            experts(x, weights, chosen, meta(count, 2 * m, n), meta(count, n, m), meta(rows, n))
+    yield from {(node.kernel, repr(node.constexprs)): node for node in nodes}.values()
+
+
 def slots_nodes(target: Target) -> Iterator[Node]:
     """A step's inputs."""
     table = ints(9, 64)
@@ -107,6 +123,7 @@ def slots_nodes(target: Target) -> Iterator[Node]:
         apply_plan(ints(500), [table, table], ints(9))
         decode_inputs(ints(500), ints(9, 2049), ints(9), 8, ints(ROWS), ints(ROWS), ints(ROWS))
         gather_pages(table, ints(ROWS), ints(ROWS), 32, 1024, ints(ROWS, 64))
+        block_tables(table, ints(ROWS), ints(ROWS), 32, 1024, ints(ROWS, 40), ints(ROWS))
         rotary_table(ints(ROWS), meta(128, dtype=torch.float32), meta(ROWS, 256, dtype=torch.float32))
     yield from nodes
 
@@ -122,6 +139,7 @@ SUBJECTS: dict[str, Callable[[Target], Iterator[Node]]] = {
     "linear": linear_nodes,
     "joint": joint_nodes,
     "choose": choose_nodes,
+    "experts": experts_nodes,
     "slots": slots_nodes,
     "attention": attention_nodes,
 }

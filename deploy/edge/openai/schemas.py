@@ -51,7 +51,7 @@ REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")  # the
 _STRING = {"type": "string"}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _STRINGS = {"type": "array", "items": _STRING}
-_SWITCHES = {
+_SWITCHES_SCHEMA = {
     "type": "object",
     "additionalProperties": False,
     "properties": {name: {"type": "boolean"} for name in ("enable_thinking", *sorted(EXTRAS))},
@@ -158,7 +158,7 @@ class ChatRequest(Sampling, frozen=True, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=_INT32)] | None = None
     tools: Annotated[Raw, _raw({"type": "array", "items": {"type": "object"}, "maxItems": TOOLS})] | UnsetType = UNSET
     tool_choice: Annotated[Raw, _raw({"enum": ["auto", "none"]})] | UnsetType = UNSET
-    chat_template_kwargs: Annotated[Raw, _raw(_SWITCHES)] | UnsetType = UNSET
+    chat_template_kwargs: Annotated[Raw, _raw(_SWITCHES_SCHEMA)] | UnsetType = UNSET
     add_generation_prompt: bool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Annotated[str, Meta(extra_json_schema={"enum": [*REASONING_EFFORTS]})] | None = None
