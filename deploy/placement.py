@@ -28,9 +28,10 @@ def place(settings: Settings) -> Placement:
 def configure(settings: Settings, node: Placement) -> EngineConfig:
     """The engine's own settings."""
     kept = ("tp", "dtype", "max_seqs", "max_len", "prefill_budget", "pages", "attention", "memory_fraction")
+    attention = ("attention_decode", "attention_extend", "flashinfer_download")
     core = ("core_log", "policy", "prefix_cache", "prefix_cache_share")
     timeouts = ("step_timeout_s", "heartbeat_timeout_s", "boot_timeout_s")
-    values = {name: getattr(settings, name) for name in (*kept, *core, *timeouts)}
+    values = {name: getattr(settings, name) for name in (*kept, *attention, *core, *timeouts)}
     return engine_config(
         model=str(node.folder),
         device=node.device,

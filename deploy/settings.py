@@ -52,6 +52,9 @@ class Settings(FrozenSettings):
     served_model_name  what clients call it; default: the model's own name
     tp                 ranks of a group: GPUs of one node
     device             auto: cuda where NVML shows a GPU to this replica
+    attention          reference, triton or trtllm_mha; default: by GPU and FlashInfer, and `quartet doctor` says which and why
+    attention_decode, attention_extend  the same for decode rows and for prefill chunks alone
+    flashinfer_download  FlashInfer may fetch kernels that it lacks at the first request
     max_queue          choices that may wait beyond max_seqs; more are refused at once (default: 256, or four times max_seqs)
     max_queue_tokens   tokens of the prompts that wait; a prompt may always wait alone (default: 32 prompts of max_len)
     core_log           info: a line a second of work and class of step on stderr; debug: a line a step; warning: none
@@ -71,6 +74,9 @@ class Settings(FrozenSettings):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     load_format: Literal["safetensors", "dummy"] | None = None
     attention: AttentionName | None = None
+    attention_decode: AttentionName | None = None
+    attention_extend: AttentionName | None = None
+    flashinfer_download: bool = False
     max_seqs: int = Field(default=16, ge=1, le=4096)
     max_len: int = Field(default=2048, ge=2)
     max_queue: int | None = Field(default=None, ge=0)

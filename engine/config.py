@@ -13,7 +13,7 @@ DType = Literal["float32", "bfloat16"]
 LoadFormat = Literal["safetensors", "dummy"]
 LogLevel = Literal["debug", "info", "warning"]
 PolicyName = Literal["fair", "arrival"]
-AttentionName = Literal["reference", "triton"]
+AttentionName = Literal["reference", "triton", "trtllm_mha"]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +29,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache     keep the pages of prompts and answers, and compute nothing twice that is still there
     prefix_cache_share  how much of each pool may lie idle for it; running sequences take it back whenever they need it
     pages            pages of each KV group, null page included; None: sized by need from `memory_fraction` of the device
-    attention        backend asked for; None: what the device runs: triton on a GPU, reference on a CPU
+    attention        backend asked for; None: what the device runs (cluster/attention_choice.py)
+    attention_decode, attention_extend  of decode rows and of prefill chunks, in place of `attention`
+    flashinfer_download  FlashInfer may fetch kernels that it lacks; off, so that no request waits for a network
     graphs           on a GPU, decode steps are captured and replayed
     debug_hash       mix the bits of the final hidden rows into the state hash (tests; costs a copy a step)
     step_timeout_s   a step that makes no progress for so long ends the group
@@ -52,6 +54,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     page: int = PAGE_SIZE
     pages: tuple[int, ...] | None = None
     attention: AttentionName | None = None
+    attention_decode: AttentionName | None = None
+    attention_extend: AttentionName | None = None
+    flashinfer_download: bool = False
     graphs: bool = True
     memory_fraction: float = 0.9
     suppress: tuple[int, ...] = ()
