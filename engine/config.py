@@ -20,7 +20,7 @@ DType = Literal["float32", "bfloat16"]
 LoadFormat = Literal["safetensors", "dummy"]
 LogLevel = Literal["debug", "info", "warning"]
 PolicyName = Literal["fair", "arrival"]
-AttentionName = Literal["reference", "triton"]
+AttentionName = Literal["reference", "triton", "trtllm_mha"]
 
 _SIZES = {"sizes": True}  # decides what fits into memory, so that `quartet plan` has an option for it
 
@@ -58,7 +58,14 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
             "token every so many milliseconds; none: a step takes what prefill_budget allows",
         ),
     ] = None
-    attention: Annotated[AttentionName | None, Meta(description="backend; none: triton on a GPU, reference on a CPU")] = None
+    attention: Annotated[
+        AttentionName | None, Meta(description="backend; none: by GPU and FlashInfer, and `quartet doctor` says which and why")
+    ] = None
+    attention_decode: Annotated[AttentionName | None, Meta(description="the same for decode rows alone")] = None
+    attention_extend: Annotated[AttentionName | None, Meta(description="the same for prefill chunks alone")] = None
+    flashinfer_download: Annotated[
+        bool, Meta(description="FlashInfer may fetch kernels that it lacks, at the first request that needs one")
+    ] = False
     graphs: Annotated[bool, Meta(description="on a GPU, decode steps are captured as CUDA graphs and replayed")] = True
     core_log: Annotated[
         LogLevel, Meta(description="the core's log on stderr; info: a line a second and class of step; debug: a line a step")

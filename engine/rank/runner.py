@@ -24,7 +24,7 @@ from engine.config import EngineConfig
 from engine.geometry import Geometry
 from engine.plan import DEPTH, RESULT_WIDTH, ROW_NAN, PlanView, PrefillChunk, StepPlan, encode_plan, encode_rows, read_plan
 from engine.protocol import Logprobs
-from engine.rank.attention import attention_backend
+from engine.rank.attention import AskedAttention, attention_backend
 from engine.rank.batch import ForwardBatch
 from engine.rank.graphs import DecodeGraphs
 from engine.rank.kv import KVCache
@@ -139,7 +139,8 @@ class Runner:
         self.slots = SlotState(config.max_seqs, config.max_len, cache, self._device)
         self._step = StepBuffers(self.slots, model.frequencies, config.prefill_budget, self._buckets)
         self._model, self._cache, self._inboxes = model, cache, inboxes
-        self._attention = attention_backend(config.attention, geometry, cache, config.tp, self._buckets, self._device)
+        asked = AskedAttention.of(config)
+        self._attention = attention_backend(asked, geometry, cache, config.tp, self._buckets, self._device)
         self._sampler = Sampler(model.parallel, geometry.softcap, config.suppress, self._device)
         self._prefill = min(config.prefill_budget, config.max_len)
         self.debug_hash = config.debug_hash
