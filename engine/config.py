@@ -12,8 +12,10 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import NODEFAULT, Meta
 
+from engine.channel import MAX_RECORD
 from engine.errors import ConfigError
 from engine.geometry import PAGE_SIZE, Geometry, check_tp, kv_groups, read_geometry
+from engine.plan import largest_plan
 
 Device = Literal["cpu", "cuda"]
 DType = Literal["float32", "bfloat16"]
@@ -147,6 +149,12 @@ def _check_model(config: EngineConfig, geometry: Geometry) -> None:
         raise ConfigError(f"max_len {config.max_len} exceeds the model's {geometry.max_position} positions")
     check_tp(geometry, config.tp)
     groups = kv_groups(geometry, config.tp, config.page)
+    largest = largest_plan(config.max_seqs, config.max_len, config.prefill_budget, config.page, len(groups))
+    if largest > MAX_RECORD:
+        raise ConfigError(
+            f"a step's plan may take {largest} bytes with max_seqs {config.max_seqs}, max_len {config.max_len} and prefill_budget "
+            f"{config.prefill_budget}; the ring to the ranks carries at most {MAX_RECORD} at once"
+        )
     if config.pages is None:
         return
     if len(config.pages) != len(groups):
