@@ -22,6 +22,7 @@ DType = Literal["float32", "bfloat16"]
 LoadFormat = Literal["safetensors", "dummy"]
 LogLevel = Literal["debug", "info", "warning"]
 PolicyName = Literal["fair", "arrival"]
+PageChecks = Literal["off", "sample", "every"]
 AttentionName = Literal["reference", "triton", "trtllm_mha"]
 
 _SIZES = {"sizes": True}  # decides what fits into memory, so that `quartet plan` has an option for it
@@ -69,6 +70,13 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         bool, Meta(description="FlashInfer may fetch kernels that it lacks, at the first request that needs one")
     ] = False
     graphs: Annotated[bool, Meta(description="on a GPU, decode steps are captured as CUDA graphs and replayed")] = True
+    debug_pages: Annotated[
+        PageChecks,
+        Meta(
+            description="hold page tables, plans and the allocator's books against each other; sample: a sixteenth of the tables a "
+            "step; every: all. A violation ends the group and leaves a file for `quartet replay`"
+        ),
+    ] = "off"
     core_log: Annotated[
         LogLevel, Meta(description="the core's log on stderr; info: a line a second and class of step; debug: a line a step")
     ] = "info"
