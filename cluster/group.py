@@ -15,7 +15,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -29,7 +29,7 @@ from cluster.children import Child, Command, ExitStatus, child_command
 from cluster.handshake import Handshake
 from engine.channel import create_shared, map_shared, ring_bytes
 from engine.config import EngineConfig
-from engine.lifeline import Allocate, BootArgs, Configure, Loaded, Ready
+from engine.lifeline import Allocate, BootArgs, Configure, Loaded, RanksReady, Ready, StepTimes, slowest
 from engine.memory import pages_of
 from engine.plan import RankStatus, StatusBlock
 from engine.protocol import Control, encode_message, frame
@@ -107,12 +107,16 @@ class Group:
     def _handshake(self) -> None:
         ranks = self.children[: self.config.tp]
         handshake = Handshake(self.children, self.config.boot_timeout_s)
-        handshake.tell(Configure(self.config))
+        handshake.send(Configure(self.config))
         self.loaded = handshake.gather(ranks, Loaded)
         self.pages = pages_of(self.config, min(loaded.kv_bytes for loaded in self.loaded))
-        handshake.tell(Allocate(self.pages))
-        for child, ready in zip(self.children, handshake.gather(self.children, Ready), strict=True):
-            logger.info("%s ready (pid %d) %s", child.name, child.pid, ready.note)
+        handshake.send(Allocate(self.pages))
+        ready = handshake.gather(ranks, Ready)
+        core = self.children[self.config.tp]
+        core.send(RanksReady(_step_times(ready)))
+        ready += handshake.gather([core], Ready)
+        for child, message in zip(self.children, ready, strict=True):
+            logger.info("%s ready (pid %d) %s", child.name, child.pid, message.note)
 
     @property
     def pidfds(self) -> Mapping[str, int]:
@@ -169,6 +173,12 @@ class Group:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.kill()
+
+
+def _step_times(ready: Sequence[Ready]) -> StepTimes | None:
+    """What a step of all ranks takes, if they have measured it."""
+    measured = [message.step_times for message in ready if message.step_times is not None]
+    return slowest(measured) if measured else None
 
 
 def spin_polls(tp: int, cores: int) -> int:

@@ -158,13 +158,13 @@ def links(indices: list[int]) -> Finding:
         handles = {index: pynvml.nvmlDeviceGetHandleByIndex(index) for index in indices}
         pairs = list(combinations(indices, 2))
         apart = [pair for pair in pairs if not _peers(handles, pair, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)]
-        deaf = [pair for pair in pairs if not _peers(handles, pair, pynvml.NVML_P2P_CAPS_INDEX_READ)]
+        without_p2p = [pair for pair in pairs if not _peers(handles, pair, pynvml.NVML_P2P_CAPS_INDEX_READ)]
     finally:
         pynvml.nvmlShutdown()
     if not apart:
         return Finding("nvlink", "ok", f"all {len(pairs)} pairs are linked: symmetric memory can carry the sums")
-    named = ", ".join(f"{first}-{second}" for first, second in (deaf or apart)[:4])
-    if not deaf:
+    named = ", ".join(f"{first}-{second}" for first, second in (without_p2p or apart)[:4])
+    if not without_p2p:
         return Finding("nvlink", "warn", f"no NVLink between {named}", "sums go over PCIe: correct, and slow")
     return Finding("nvlink", "fail", f"no peer access between {named}", "symmetric memory needs it: choose others")
 

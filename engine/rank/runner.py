@@ -13,7 +13,7 @@ plan stream gives it again.
 
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -149,15 +149,25 @@ class Runner:
             torch.zeros((self._buckets[-1] + config.prefill_budget, 2), dtype=torch.int32, pin_memory=on_gpu)
             for _ in range(DEPTH + 1)
         ]
-        self.capturable = on_gpu and config.graphs and geometry.moe is None  # experts' reference asks the host
+        self.capturable = on_gpu and config.graphs
         self.graphs: DecodeGraphs[tuple[ForwardBatch, Tensor], StepTokens] | None = None
 
     @torch.inference_mode()
-    def capture(self) -> None:
-        """Records the decode step of every bucket; on a GPU, once, before the first plan. Every rank must call it."""
-        self.graphs = DecodeGraphs(
-            lambda rows: self._forward(rows, self._step.plan), lambda _, step: self._maxima(*step), self._buckets, self._device
+    def capture(self, sizes: Sequence[int] | None = None) -> None:
+        """Records the decode step of every bucket, or of some `sizes`; on a GPU, once, before the first plan, on every rank."""
+        self.graphs = self.graphs_of(sizes or self._buckets)
+
+    @torch.inference_mode()
+    def graphs_of(self, sizes: Sequence[int]) -> DecodeGraphs[tuple[ForwardBatch, Tensor], StepTokens]:
+        """The decode step of these buckets, captured on a GPU. Every rank must call it."""
+        return DecodeGraphs(
+            lambda rows: self._forward(rows, self._step.plan), lambda _, step: self._maxima(*step), sizes, self._device
         )
+
+    @torch.inference_mode()
+    def repeat(self, rows: int) -> None:
+        """Runs what a graph of `rows` rows holds, of the plan that was uploaded last, eagerly; on a GPU, for measuring."""
+        self._maxima(*self._forward(rows, self._step.plan))
 
     @torch.inference_mode()
     def warm(self) -> None:

@@ -1,4 +1,4 @@
-"""Attention by the house's own ops: decode rows in one launch a layer; chunks by a launch for K and V, and one for all queries.
+"""Attention by Quartet's own ops: decode rows in one launch a layer; chunks by a launch for K and V, and one for all queries.
 
 The ops choose: Triton kernels on a GPU, plain torch elsewhere. So the backends `triton` and `reference` are the same parts.
 """

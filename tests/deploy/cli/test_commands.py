@@ -31,7 +31,7 @@ from deploy.cli.output import Table, gib, plain
 from deploy.cli.scrape import Snapshot, quantile
 from engine.errors import ConfigError
 from tests.support.edge.http_edge import Edge
-from tests.support.houserules import ROOT
+from tests.support.repo_rules import ROOT
 
 pytestmark = pytest.mark.pure
 
@@ -393,7 +393,7 @@ def test_all_targets_of_a_list_are_added_up(pages: Pages, capsys: Captured) -> N
     assert "/gone answers 404" in found["down"][0]
 
 
-def test_a_dead_group_is_a_one(pages: Pages, capsys: Captured) -> None:
+def test_a_dead_group_exits_with_1(pages: Pages, capsys: Captured) -> None:
     """engine_up 0 is exit code 1; an address where nothing is, 2."""
     pages.pages["/sd"] = json.dumps([{"targets": [pages.url.removeprefix("http://")], "labels": {"__metrics_path__": "/dead"}}])
     assert once(capsys, f"{pages.url}/sd", code=1)["groups_up"] == 0
@@ -473,7 +473,7 @@ def test_dashboards_lists_what_there_is(tmp_path: Path, capsys: Captured, monkey
     assert found == [("board", "One: 3 panels"), ("rules", "1 alerts, 2 recording rules")]
 
 
-def test_a_builder_that_is_absent_or_fails_is_a_two(tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_builder_that_is_absent_or_fails_exits_with_2(tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     """Named, with the last thing that it said; one that works writes its file."""
     monkeypatch.setattr(dashboards, "FOLDER", tmp_path / "dashboards")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -27,7 +27,7 @@ from engine.rank.parallel import Single
 from engine.rank.weights import load
 from kernels.qkv import qkv_post
 from tests.support.engine.kv_scene import FULL, SLIDING, Kind, Scene, attended, ours, relative, scene, theirs
-from tests.support.engine.paged import Backend, Meddle, caches, play, script
+from tests.support.engine.paged import Backend, PlantFault, caches, run_steps, script
 from tests.support.flashinfer_calls import CONTEXT_FFI, DECODE_FFI, PROCESSORS, SIGNATURES, KernelStandIn, pinned, real, signature
 
 pytestmark = pytest.mark.cpu
@@ -219,9 +219,9 @@ def test_whole_models(member: str, nano: Callable[[str], Path]) -> None:
     steps = script(geometry, lengths, PAGES, seed=3, whole=False)
     kernel = KernelStandIn()
 
-    def logits(backend: Backend, meddle: Meddle | None = None) -> Tensor:
+    def logits(backend: Backend, plant_fault: PlantFault | None = None) -> Tensor:
         cache = caches(geometry, 1, len(lengths), max(map(sum, lengths)), PAGES, poison=20.0)
-        return torch.stack(list(play(model, cache, steps, ids, meddle, 20.0, backend).values()))
+        return torch.stack(list(run_steps(model, cache, steps, ids, plant_fault, 20.0, backend).values()))
 
     def routed(_: None, geometry: Geometry, cache: KVCache, tp: int, buckets: tuple[int, ...], __: torch.device) -> AttentionRouter:
         settings = PartSettings(geometry.heads // tp, geometry.eps, buckets, CPU)

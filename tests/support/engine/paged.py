@@ -1,6 +1,6 @@
 """Plays sequences through a model step by step: chunks and decode rows mixed, pages in random order, dead pages poisoned.
 
-`script` decides everything on the host, once, so that every rank of a group can play the same steps.
+`script` decides everything on the host, once, so that every rank of a group can run the same steps.
 """
 
 import math
@@ -21,7 +21,7 @@ from engine.rank.models.gemma4 import Gemma4
 Rows = tuple[int, int, int]  # slot, start, end
 Entry = tuple[int, int, int, int]  # group, slot, table entry, page
 Logits = dict[tuple[int, int], Tensor]  # (slot, position) -> fp32 [vocab], before the soft cap
-Meddle = Callable[[int, KVCache], None]
+PlantFault = Callable[[int, KVCache], None]
 Backend = Callable[..., AttentionBackend]  # `attention_backend`, or what stands in for it
 
 
@@ -121,16 +121,16 @@ def caches(
     return made
 
 
-def play(
+def run_steps(
     model: Gemma4,
     cache: KVCache,
     steps: Sequence[Step],
     ids: Sequence[Tensor],
-    meddle: Meddle | None = None,
+    plant_fault: PlantFault | None = None,
     poison: float = math.nan,
     backend: Backend = attention_backend,
 ) -> Logits:
-    """Run the steps on one rank. `meddle(step number, cache)` runs before each step, for faults; `poison` fills released pages."""
+    """Run the steps on one rank. `plant_fault(step number, cache)` runs before each step; `poison` fills released pages."""
     found: Logits = {}
     most = max(len(step.wanted) + len(step.decodes) for step in steps)
     attention = backend(None, model.geometry, cache, model.parallel.size, (max(1, most),), model.device)
@@ -140,8 +140,8 @@ def play(
             cache.groups[group].pool[:, page] = poison
         for group, slot, entry, page in step.mapped:
             cache.groups[group].table[slot, entry] = page
-        if meddle is not None:
-            meddle(number, cache)
+        if plant_fault is not None:
+            plant_fault(number, cache)
         batch = _batch(step, ids, model, cache)
         hidden = model(batch, cache, attention)
         assert hidden.shape[0] == len(step.wanted)
