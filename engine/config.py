@@ -12,8 +12,10 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import NODEFAULT, Meta
 
+from engine.channel import MAX_RECORD
 from engine.errors import ConfigError
 from engine.geometry import PAGE_SIZE, Geometry, check_tp, kv_groups, read_geometry
+from engine.plan import largest_plan
 
 Device = Literal["cpu", "cuda"]
 DType = Literal["float32", "bfloat16"]
@@ -21,7 +23,7 @@ LoadFormat = Literal["safetensors", "dummy"]
 LogLevel = Literal["debug", "info", "warning"]
 PolicyName = Literal["fair", "arrival"]
 PageChecks = Literal["off", "sample", "every"]
-AttentionName = Literal["reference", "triton"]
+AttentionName = Literal["reference", "triton", "trtllm_mha"]
 
 _SIZES = {"sizes": True}  # decides what fits into memory, so that `quartet plan` has an option for it
 
@@ -59,7 +61,14 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
             "token every so many milliseconds; none: a step takes what prefill_budget allows",
         ),
     ] = None
-    attention: Annotated[AttentionName | None, Meta(description="backend; none: triton on a GPU, reference on a CPU")] = None
+    attention: Annotated[
+        AttentionName | None, Meta(description="backend; none: by GPU and FlashInfer, and `quartet doctor` says which and why")
+    ] = None
+    attention_decode: Annotated[AttentionName | None, Meta(description="the same for decode rows alone")] = None
+    attention_extend: Annotated[AttentionName | None, Meta(description="the same for prefill chunks alone")] = None
+    flashinfer_download: Annotated[
+        bool, Meta(description="FlashInfer may fetch kernels that it lacks, at the first request that needs one")
+    ] = False
     graphs: Annotated[bool, Meta(description="on a GPU, decode steps are captured as CUDA graphs and replayed")] = True
     debug_pages: Annotated[
         PageChecks,
@@ -148,6 +157,12 @@ def _check_model(config: EngineConfig, geometry: Geometry) -> None:
         raise ConfigError(f"max_len {config.max_len} exceeds the model's {geometry.max_position} positions")
     check_tp(geometry, config.tp)
     groups = kv_groups(geometry, config.tp, config.page)
+    largest = largest_plan(config.max_seqs, config.max_len, config.prefill_budget, config.page, len(groups))
+    if largest > MAX_RECORD:
+        raise ConfigError(
+            f"a step's plan may take {largest} bytes with max_seqs {config.max_seqs}, max_len {config.max_len} and prefill_budget "
+            f"{config.prefill_budget}; the ring to the ranks carries at most {MAX_RECORD} at once"
+        )
     if config.pages is None:
         return
     if len(config.pages) != len(groups):

@@ -50,7 +50,7 @@ def read_stream(path: Path) -> PlanStream:
             value = json.load(file)
         plans = [_plan_of(step["plan"]) for step in value["steps"]]
         rows = [[_row_of(row) for row in step["rows"]] for step in value["steps"]]
-        results = [StepResult(plan.step, found) for plan, found in zip(plans, rows, strict=True)]
+        results = [StepResult.of(plan.step, found) for plan, found in zip(plans, rows, strict=True)]
         return PlanStream(value["model"], value["settings"], tuple(value["pages"]), plans, results)
     except (OSError, EOFError, zlib.error, KeyError, TypeError, ValueError, msgspec.ValidationError) as error:
         raise ConfigError(f"{path}: no plan stream: {error}") from error

@@ -22,6 +22,7 @@ from torch import Tensor
 from kernels.block_tables import block_tables
 from kernels.choose import Ballot, SlotParameters, choose_best, local_best, parts_of
 from kernels.experts import experts
+from kernels.filters import Share, adopt, filtered_tokens, scaled_rows
 from kernels.joint import Norms, Peers, joint
 from kernels.launch import Node, launch, record, trigger, wait
 from kernels.linear import linear, linear_geglu
@@ -53,7 +54,7 @@ CONSTANT = {
     "_post": {"q_norm", "k_norm"},
 }
 PAGE_IDS = {"decode_kernel": "page_ids", "_post": "table", "_extend": "table"}
-SPILLED = {"_rotary": 32, "_extend": 160, "decode_kernel": 40}  # bytes a thread: sine and cosine; what loops do not touch
+SPILLED = {"_rotary": 32, "_extend": 160, "decode_kernel": 40, "_filter": 8}  # bytes a thread: sine; what loops do not touch
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -105,6 +106,17 @@ def choose_nodes(target: Target) -> Iterator[Node]:
     yield from nodes
 
 
+def filters_nodes(target: Target) -> Iterator[Node]:
+    """Filtered rows of one rank of four, and its share of 30 rows."""
+    parameters = SlotParameters(meta(9, 3, dtype=torch.int64), meta(9, 3, dtype=torch.float32), ints(9, 1024))
+    where, share = (ints(30), ints(30), parameters), Share(1, 4)
+    with record(target) as nodes:
+        scaled = scaled_rows(meta(4, 8, 65536, dtype=torch.float32), *where, ints(5), 30.0, share, 262144)
+        filtered_tokens(scaled, *where, ints(30, 2), share)
+        adopt(meta(32, 43, dtype=torch.float32)[:, 0], ints(30), ints(30), ints(9, 2049), ints(30, 2))
+    yield from nodes
+
+
 def experts_nodes(target: Target) -> Iterator[Node]:
     """Router and experts of the 26B: one row, few, a decode step's many and a prompt's, of a rank's quarter and of the whole."""
     n, count, top_k = 2816, 128, 8
@@ -150,6 +162,7 @@ SUBJECTS: dict[str, Callable[[Target], Iterator[Node]]] = {
     "joint": joint_nodes,
     "choose": choose_nodes,
     "experts": experts_nodes,
+    "filters": filters_nodes,
     "slots": slots_nodes,
     "table_check": table_check_nodes,
     "attention": attention_nodes,
