@@ -2,9 +2,11 @@
 #
 #   make serve [CONFIG=deploy/gemma4.yaml]   install if needed, then serve on 127.0.0.1:8000; Ctrl-C or SIGTERM drains
 #   make test | test-full                    the tiers pure, cpu and serve without the slow tests | everything that this machine can run
+#   make coverage                           make test, with a table of the lines that no test runs
 #   make quality [QUALITY_ARGS=...]         the nano models' exam: every setup against transformers, every planted fault
 #   make lint | bench | clean                ruff, mypy and sizes | benchmarks | remove what the tools leave behind (not .venv)
-#   make dashboards | pictures               writes dashboards/*.json, alerts.yaml and METRICS.md from code | draws the boards of a live run, and a tide of load
+#   make dashboards | pictures               writes dashboards/*.json, alerts.yaml and METRICS.md from code | draws the boards of a live run, and steps of load
+#   make docs                               writes docs/settings.md and dashboards/METRICS.md from the declarations
 #   make install-gpu                         adds the extra [gpu]
 #
 # PYTHON (3.11 or 3.12) makes the virtual environment; pip's own settings decide where packages, and so torch's build, come from.
@@ -14,7 +16,7 @@ CONFIG ?= deploy/nano.yaml
 PYTEST_ARGS ?=
 
 VENV := .venv
-ROOMS := $(foreach room,kernels engine cluster deploy dashboards,$(if $(wildcard $(room)/*.py),$(room)))
+PACKAGES := $(foreach package,kernels engine cluster deploy dashboards,$(if $(wildcard $(package)/*.py),$(package)))
 BIN := $(VENV)/bin
 
 # A stamp a set of extras. While it is newer than the two files that say what to install, nothing asks pip.
@@ -24,7 +26,7 @@ EXTRAS-lint := [lint,test,dashboards]
 EXTRAS-dashboards := [dashboards]
 EXTRAS-gpu := [gpu]
 
-.PHONY: serve test test-full quality lint bench clean install-gpu dashboards pictures
+.PHONY: serve test test-full coverage quality lint bench clean install-gpu dashboards docs pictures
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -38,13 +40,20 @@ test: $(VENV)/.installed-test
 test-full: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+# The lines that the tests of `make test` run, children included: half as much CPU again, so not part of it.
+coverage: $(VENV)/.installed-test
+	rm -rf .coverage
+	$(BIN)/python -m coverage run -m pytest -m "(pure or cpu or serve) and not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report
+
 quality: $(VENV)/.installed-test
 	$(BIN)/python -m tests.quality.run $(QUALITY_ARGS)
 
 lint: $(VENV)/.installed-lint
 	@$(BIN)/python -m tests.support.sizes
 	$(BIN)/ruff check .
-	$(BIN)/mypy $(ROOMS)
+	$(BIN)/mypy $(PACKAGES)
 
 bench: $(VENV)/.installed-test
 	$(BIN)/python -m tests.bench.engine
@@ -54,6 +63,10 @@ dashboards: $(VENV)/.installed-dashboards
 	$(BIN)/python -m dashboards.alerts
 	$(BIN)/python -m dashboards.metrics_reference
 
+docs: $(VENV)/.installed-serve
+	$(BIN)/python -m deploy.settings_reference
+	$(BIN)/python -m dashboards.metrics_reference
+
 pictures: $(VENV)/.installed-test
 	$(BIN)/python -m tests.support.stack.live_stack dashboards/pictures
 	$(BIN)/python -m tests.support.stack.load_steps tests/bench/autoscaling.png
@@ -61,7 +74,7 @@ pictures: $(VENV)/.installed-test
 install-gpu: $(VENV)/.installed-gpu
 
 clean:
-	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .nano .bench
+	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .nano .bench .coverage
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 $(BIN)/python:

@@ -148,7 +148,7 @@ class BootSocket:
 
 
 class Lifeline:
-    """A child's side: dies with the replica, beats the heart, speaks the handshake."""
+    """A child's side: ends with the replica, sends heartbeats, takes part in the boot handshake."""
 
     def __init__(self, args: BootArgs) -> None:
         _die_with_parent(args.parent)

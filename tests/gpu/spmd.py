@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.geometry import Geometry, kv_groups, read_geometry
 from engine.rank import weights
-from engine.rank.attention import attention_backend
+from engine.rank.attention import AskedAttention, attention_backend
 from engine.rank.batch import Chunk, ForwardBatch, eager_batch
 from engine.rank.kv import GroupCache, KVCache
 from engine.rank.models.gemma4 import Gemma4
@@ -31,7 +31,8 @@ CHUNK = 384  # crosses page and window edges at every step
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What the ranks compute. `decodes`: how many of the last positions run as decode rows; fault: sliding, full, reduce."""
+    """What the ranks compute. `decodes`: how many of the last positions run as decode rows; fault: sliding, full, reduce.
+    attention_decode: the backend of decode rows; none: the device's."""
 
     rank: int
     size: int
@@ -46,9 +47,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     store: str = ""
     reduce: int = -1
     fault: str = ""
+    attention_decode: str | None = None
 
 
-class Deaf:
+class SkippedReduce:
     """A planted fault: all-reduce number 3 of every forward yields this rank's own part only."""
 
     def __init__(self, parallel: Parallel) -> None:
@@ -125,7 +127,8 @@ def check_bits(hidden: Tensor, parallel: Parallel) -> None:
 def run(job: Job, model: Gemma4, parallel: Parallel, device: torch.device) -> list[Tensor]:
     """Logits of each prompt."""
     geometry, cache = model.geometry, caches(model.geometry, job, device)
-    attention = attention_backend(None, geometry, cache, job.size, (job.rows,), device)
+    asked = AskedAttention(decode=job.attention_decode)
+    attention = attention_backend(asked, geometry, cache, job.size, (job.rows,), device)
     found, began, steps = [], time.monotonic(), 0
     for slot in range(len(job.prompts)):
         rows = []
@@ -133,7 +136,7 @@ def run(job: Job, model: Gemma4, parallel: Parallel, device: torch.device) -> li
             if job.fault in ("sliding", "full") and slot and decode:
                 wrong_page(cache, job.fault, slot, start)
             batch = make()
-            if isinstance(parallel, Deaf):
+            if isinstance(parallel, SkippedReduce):
                 parallel.calls = 0
             hidden = model(batch, cache, attention)
             steps += 1
@@ -169,7 +172,7 @@ def main() -> None:
     self_check(parallel, device, getattr(torch, job.dtype))
     say(job, f"collectives checked on {device}")
     if job.fault == "reduce":
-        parallel = Deaf(parallel)
+        parallel = SkippedReduce(parallel)
     model = build(job, parallel, device)
     found = run(job, model, parallel, device)
     if job.rank == 0:

@@ -80,7 +80,7 @@ def filled(decodes: int, tokens: int) -> StepPlan:
 
 
 @dataclass(frozen=True)
-class Felt:
+class Latencies:
     """First tokens of short prompts (of those without one, how long they have waited) and pace of running streams, ms."""
 
     ttft_p99: float
@@ -89,7 +89,7 @@ class Felt:
     answered: int
 
 
-def felt(policy: str, *, longs: bool, tpot_target_ms: float | None, seconds: float = 30.0) -> Felt:
+def latencies(policy: str, *, longs: bool, tpot_target_ms: float | None, seconds: float = 30.0) -> Latencies:
     """Thirty-two streams run; 100-token prompts come at random; with `longs` three 100k prompts are always on their way."""
     rng, world = random.Random(7), pace(policy, tpot_target_ms=tpot_target_ms)
     streams = [world.arrive(0, 200, 10**5) for _ in range(STREAMS)]
@@ -106,15 +106,15 @@ def felt(policy: str, *, longs: bool, tpot_target_ms: float | None, seconds: flo
     clocks = [world.clocks[each] for each in shorts]
     waited = [(clock.first or world.now) - clock.came for clock in clocks]
     tpot = mean(world.clocks[each].tpot for each in streams)
-    return Felt(p99(waited), tpot, world.prefilled, sum(clock.tokens > 0 for clock in clocks))
+    return Latencies(p99(waited), tpot, world.prefilled, sum(clock.tokens > 0 for clock in clocks))
 
 
 def test_short_prompts_do_not_wait_for_long_ones() -> None:
     """At 31B's step times and a TPOT target: TTFT p99 at most 3 x quiet, TPOT 1.5 x, throughput within 3 % of arrival order's."""
     target = 1.5 * QUIET_TPOT_MS
-    quiet = felt("fair", longs=False, tpot_target_ms=target)
-    busy = felt("fair", longs=True, tpot_target_ms=target)
-    ordered = felt("arrival", longs=True, tpot_target_ms=target)
+    quiet = latencies("fair", longs=False, tpot_target_ms=target)
+    busy = latencies("fair", longs=True, tpot_target_ms=target)
+    ordered = latencies("arrival", longs=True, tpot_target_ms=target)
     print(f"quiet {quiet}\nbusy {busy}\nin order of arrival {ordered}")
     assert busy.ttft_p99 <= 3 * quiet.ttft_p99
     assert busy.tpot <= 1.5 * quiet.tpot
@@ -124,7 +124,7 @@ def test_short_prompts_do_not_wait_for_long_ones() -> None:
 
 def test_without_a_target_streams_stall() -> None:
     """The fault beside it: with the whole budget in every step running streams take several times their quiet pace."""
-    assert felt("fair", longs=True, tpot_target_ms=None, seconds=10).tpot > 4 * QUIET_TPOT_MS
+    assert latencies("fair", longs=True, tpot_target_ms=None, seconds=10).tpot > 4 * QUIET_TPOT_MS
 
 
 def prompt_ms(streams: int) -> float:

@@ -281,7 +281,7 @@ def check_windows(scheduler: Scheduler) -> None:
 
 
 def check_ends(world: World, run: Run) -> None:
-    """Every request ended exactly once, the books balance, and everything was given back."""
+    """Every request ended exactly once, the counters balance, and everything was given back."""
     ends = Counter(output.id for output in run.outputs if output.finish)
     assert ends == Counter(request.id for request in world.requests)
     counters = run.scheduler.counters
