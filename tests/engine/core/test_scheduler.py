@@ -48,7 +48,7 @@ def test_a_mask_lost_with_its_row_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(Sequence, "leave", forgetful)
     monkeypatch.setattr("tests.support.engine.worlds._MAX_STEPS", 1000)
-    assert caught(400) > 2
+    assert caught(250) > 1
 
 
 def test_a_first_that_stands_still_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -315,8 +315,12 @@ def run_worlds(seeds: range) -> Counter[str]:
     seen: Counter[str] = Counter()
     for seed in seeds:
         world = World(seed)
-        run = simulate(world)
-        check_ends(world, run)
+        try:
+            run = simulate(world)
+            check_ends(world, run)
+        except Exception as error:
+            error.add_note(f"in world {seed}")
+            raise
         counters = run.scheduler.counters
         seen.update(
             steps=run.steps,
