@@ -14,6 +14,7 @@ import logging
 import socket
 import sys
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,6 +38,7 @@ from engine.protocol import (
 )
 
 _CLIENT = 0
+_TURN_BYTES = 1 << 19  # of messages between two plans: the keys of a prompt of 128k tokens take some 3 ms
 
 
 class Executor(Protocol):
@@ -76,6 +78,7 @@ class Core:
         self._link = link
         self._lifeline = lifeline
         self._waiter = waiter
+        self._unread: deque[bytes] = deque()
         self._stopping = False
         self._report = False
         self._figures = StepFigures()
@@ -101,7 +104,11 @@ class Core:
 
     def _read(self) -> None:
         """Take in what the front says; sleep on its socket while there is nothing else to wait for."""
-        for raw in self._link.receive(1.0 if self._idle else 0):
+        self._unread.extend(self._link.receive(1.0 if self._idle and not self._unread else 0))
+        size = 0
+        while self._unread and size < _TURN_BYTES:
+            raw = self._unread.popleft()
+            size += len(raw)
             message = self._decode(raw)
             if message is not None:
                 self._handle(message)

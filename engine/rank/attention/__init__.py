@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 
+from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.geometry import Geometry
 from engine.rank.attention.base import AttentionBackend, DecodePart, ExtendPart, PartSettings
@@ -21,11 +22,18 @@ BACKENDS = ("reference", "triton", "trtllm_mha")
 @dataclass(frozen=True)
 class AskedAttention:
     """Backends by kind of rows; None: the device's. unsound: (kind, KV group) that run the house's own ops whatever was asked for,
-    because a check at start found the others wrong."""
+    because a check at start found the others wrong. download: FlashInfer may fetch kernels that it lacks."""
 
     decode: str | None = None
     extend: str | None = None
     unsound: Collection[tuple[Kind, int]] = ()
+    download: bool = False
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> "AskedAttention":
+        """What the settings ask for."""
+        decode, extend = config.attention_decode or config.attention, config.attention_extend or config.attention
+        return cls(decode, extend, download=config.flashinfer_download)
 
 
 def attention_backend(
@@ -46,7 +54,7 @@ def attention_backend(
         for group in cache
         if backend == "trtllm_mha" and (kind, group.group.index) not in unsound
     }
-    scratch = TrtllmScratch(load(device), settings) if theirs else None
+    scratch = TrtllmScratch(load(device, download=asked.download), settings) if theirs else None
     decodes: list[DecodePart] = []
     extends: list[ExtendPart] = []
     for group in cache:

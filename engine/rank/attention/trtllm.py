@@ -64,14 +64,15 @@ class FlashInfer:
     context: Callable[..., Any]
 
 
-def load(device: torch.device) -> FlashInfer:
+def load(device: torch.device, *, download: bool) -> FlashInfer:
     """FlashInfer for the GPU `device`. ConfigError: it is not there, or lacks an argument that the calls need."""
-    return load_for("trtllm-gen" if torch.cuda.get_device_capability(device)[0] == 10 else "xqa")
+    return load_for("trtllm-gen" if torch.cuda.get_device_capability(device)[0] == 10 else "xqa", download=download)
 
 
-def load_for(kernels: Kernels) -> FlashInfer:
-    """FlashInfer, imported; what it lacks on disk it may download only where FLASHINFER_NO_DOWNLOAD is set to nothing."""
-    os.environ.setdefault("FLASHINFER_NO_DOWNLOAD", "1")  # or a first request waits a minute for the network
+def load_for(kernels: Kernels, *, download: bool = False) -> FlashInfer:
+    """FlashInfer, imported; download: it may fetch what it lacks on disk, for which a first call waits up to minutes."""
+    if not download:
+        os.environ["FLASHINFER_NO_DOWNLOAD"] = "1"
     try:
         import flashinfer
         from flashinfer.decode import trtllm_batch_decode_with_kv_cache as decode

@@ -10,9 +10,9 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from engine.rank.profiling.bare_rank import BareRank
+from engine.rank.profiling.decode_times import admit, lengths_kept, replay, replay_ms
 from engine.rank.profiling.scopes import Stretch, align, trace, wall_times
 from engine.rank.profiling.step_nodes import StepNode, StepProfile, nodes_of
-from engine.rank.profiling.step_times import admit, lengths_kept, replay, replay_ms
 from kernels.launch import without_overlap
 
 REPEATS = 5

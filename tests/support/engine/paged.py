@@ -130,7 +130,7 @@ def run_steps(
     poison: float = math.nan,
     backend: Backend = attention_backend,
 ) -> Logits:
-    """Run the steps on one rank. `plant_fault(step number, cache)` runs before each step, for faults; `poison` fills released pages."""
+    """Run the steps on one rank. `plant_fault(step number, cache)` runs before each step; `poison` fills released pages."""
     found: Logits = {}
     most = max(len(step.wanted) + len(step.decodes) for step in steps)
     attention = backend(None, model.geometry, cache, model.parallel.size, (max(1, most),), model.device)
