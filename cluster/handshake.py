@@ -1,6 +1,6 @@
 """The replica's side of the boot handshake: settings out, a message of one kind back from each, within a deadline.
 
-    Configure -> all    Loaded <- every rank    Allocate -> all    Ready <- all
+    Configure -> all    Loaded <- every rank    Allocate -> all    Ready <- every rank    RanksReady -> core    Ready <- core
 
 A child that ends, complains or says something else ends the boot, and the error raised names the first real cause: ConfigError with
 the child's own sentence when that is fit for the user (a bad checkpoint, a bad setting), EngineDead for everything else.

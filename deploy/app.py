@@ -116,8 +116,8 @@ class Quartet:
     async def _open(self, group: Group, config: EngineConfig) -> None:
         settings, folder = self._settings, Path(config.model)
         replica = serve.get_replica_context()
-        attention = "triton" if config.device == "cuda" else "reference"
-        about = {"model_name": settings.name, "build": settings.build, "attention": attention, "tp": str(settings.engine.tp)}
+        chosen, tp = group.attention.name, str(settings.engine.tp)
+        about = {"model_name": settings.name, "build": settings.build, "attention": chosen, "tp": tp}
         self._exporter = Exporter(about, exporter_facts(settings, config, group.boot_s))
         metrics = self._exporter.serve(settings.metrics.host, settings.metrics.port)
         self._demand = Demand(config.max_seqs, settings.metrics.ttft_objective_s)
@@ -137,7 +137,7 @@ class Quartet:
             max_tokens=settings.max_tokens,
             capacity=settings.capacity,
             queue_tokens=settings.queue_tokens,
-            about={"metrics": metrics, "attention": str(group.capability)},
+            about={"metrics": metrics, "attention": str(group.attention)},
         )
         self._watcher = Watcher(group, self._died, waiting=lambda: self._client.waiting_since, raylet=raylet_pid())
         self._watcher.start()

@@ -12,15 +12,18 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import NODEFAULT, Meta
 
+from engine.channel import MAX_RECORD
 from engine.errors import ConfigError
 from engine.geometry import PAGE_SIZE, Geometry, check_tp, kv_groups, read_geometry
+from engine.plan import largest_plan
 
 Device = Literal["cpu", "cuda"]
 DType = Literal["float32", "bfloat16"]
 LoadFormat = Literal["safetensors", "dummy"]
 LogLevel = Literal["debug", "info", "warning"]
 PolicyName = Literal["fair", "arrival"]
-AttentionName = Literal["reference", "triton"]
+PageChecks = Literal["off", "sample", "every"]
+AttentionName = Literal["reference", "triton", "trtllm_mha"]
 
 _SIZES = {"sizes": True}  # decides what fits into memory, so that `quartet plan` has an option for it
 
@@ -33,7 +36,12 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_seqs: Annotated[int, Meta(ge=1, le=4096, description="sequences running at once", extra=_SIZES)] = 16
     max_len: Annotated[int, Meta(ge=2, description="tokens of one sequence, prompt and output", extra=_SIZES)] = 2048
     prefill_budget: Annotated[
-        int, Meta(ge=1, description="prompt tokens computed in one step, over all sequences", extra=_SIZES)
+        int,
+        Meta(
+            ge=1,
+            description="rows of a step that computes prompt tokens, decode rows among them; a quarter is always the prompts'",
+            extra=_SIZES,
+        ),
     ] = 512
     memory_fraction: Annotated[
         float, Meta(gt=0, le=1, description="share of the device that weights and KV pools may take", extra=_SIZES)
@@ -46,8 +54,29 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         float, Meta(gt=0, le=1, description="share of each pool that idle cached pages may take; running sequences take it back")
     ] = 1.0
     policy: Annotated[PolicyName, Meta(description="who is served when: fair, or arrival (strictly in order)")] = "fair"
-    attention: Annotated[AttentionName | None, Meta(description="backend; none: triton on a GPU, reference on a CPU")] = None
+    tpot_target_ms: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(
+            description="steps with prompt tokens are kept so short, by what the ranks measure at boot, that running streams get a "
+            "token every so many milliseconds; none: a step takes what prefill_budget allows",
+        ),
+    ] = None
+    attention: Annotated[
+        AttentionName | None, Meta(description="backend; none: by GPU and FlashInfer, and `quartet doctor` says which and why")
+    ] = None
+    attention_decode: Annotated[AttentionName | None, Meta(description="the same for decode rows alone")] = None
+    attention_extend: Annotated[AttentionName | None, Meta(description="the same for prefill chunks alone")] = None
+    flashinfer_download: Annotated[
+        bool, Meta(description="FlashInfer may fetch kernels that it lacks, at the first request that needs one")
+    ] = False
     graphs: Annotated[bool, Meta(description="on a GPU, decode steps are captured as CUDA graphs and replayed")] = True
+    debug_pages: Annotated[
+        PageChecks,
+        Meta(
+            description="hold page tables, plans and the allocator's books against each other; sample: a sixteenth of the tables a "
+            "step; every: all. A violation ends the group and leaves a file for `quartet replay`"
+        ),
+    ] = "off"
     core_log: Annotated[
         LogLevel, Meta(description="the core's log on stderr; info: a line a second and class of step; debug: a line a step")
     ] = "info"
@@ -98,7 +127,12 @@ def _setting(name: str, hint: Any, default: Any) -> Setting:
     kind, meta = get_args(hint)[:2]
     assert default is not NODEFAULT, f"{name}: no default"
     assert meta.description, f"{name}: no description"
-    bounds = {bound: value for bound in ("ge", "gt", "le", "lt") if (value := getattr(meta, bound)) is not None}
+    limits = meta
+    for option in get_args(kind):
+        if get_origin(option) is Annotated:  # a bounded number, or none
+            number, limits = get_args(option)
+            kind = number | None
+    bounds = {bound: value for bound in ("ge", "gt", "le", "lt") if (value := getattr(limits, bound)) is not None}
     return Setting(name, kind, default, meta.description, bounds, bool((meta.extra or {}).get("sizes")))
 
 
@@ -117,10 +151,18 @@ def engine_config(**settings: object) -> EngineConfig:
 
 
 def _check_model(config: EngineConfig, geometry: Geometry) -> None:
+    if config.tpot_target_ms is not None and config.max_len < 8:
+        raise ConfigError(f"tpot_target_ms needs a max_len of at least 8 to measure steps by, not {config.max_len}")
     if config.max_len > geometry.max_position:
         raise ConfigError(f"max_len {config.max_len} exceeds the model's {geometry.max_position} positions")
     check_tp(geometry, config.tp)
     groups = kv_groups(geometry, config.tp, config.page)
+    largest = largest_plan(config.max_seqs, config.max_len, config.prefill_budget, config.page, len(groups))
+    if largest > MAX_RECORD:
+        raise ConfigError(
+            f"a step's plan may take {largest} bytes with max_seqs {config.max_seqs}, max_len {config.max_len} and prefill_budget "
+            f"{config.prefill_budget}; the ring to the ranks carries at most {MAX_RECORD} at once"
+        )
     if config.pages is None:
         return
     if len(config.pages) != len(groups):

@@ -89,11 +89,13 @@ def joint(
     scalar: Tensor | None = None,
     scale: float = 1.0,
     peers: Peers | None = None,
+    every_row: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """part [T, n], or [T, 2 n] for two parts side by side -> (h [T, n], x [T, n] or None), in part's dtype.
 
     part is this rank's with `peers`, else the whole sum. residual [T, n]; None: the first joint, h = s * scale. scalar [1].
-    Where peers shard the rows, h holds this rank's rows only, and the next joint must be given it as it is.
+    Where peers shard the rows, h holds this rank's rows only, and the next joint must be given it as it is. With `every_row`
+    they do not.
     """
     rows, width = part.shape
     n = width // 2 if norms.each else width
@@ -104,7 +106,7 @@ def joint(
         return _joint_reference(part, residual, norms, eps, scalar, scale)
     h = torch.empty((rows, n), dtype=part.dtype, device=part.device)
     x = None if norms.following is None else torch.empty_like(h)
-    if peers is not None and rows >= peers.sharded and x is not None and norms.each is None:
+    if peers is not None and not every_row and rows >= peers.sharded and x is not None and norms.each is None:
         _launch_sharded(part, residual, norms, eps, scalar, scale, peers, h, x, peers.call())
     else:
         _launch(part, residual, norms, eps, scalar, scale, peers, h, x, 0 if peers is None else peers.call())

@@ -1,22 +1,132 @@
-"""The router's choice of experts.
+"""The router: every expert's score for each token, and the choice of the best.
 
+    z      = rms_norm(h) * scale * n^(-1/2)                no weight in the norm; fp32 from here on
+    logits = z proj^T
+    x      = rms_norm(h; norm)                             what the experts will read, in h's dtype: the norms share one variance
     p = softmax(logits) over all experts;  (e_k, w_k) = top_k(p);  w_k = w_k / sum(w) * per_expert_scale[e_k]
 
-In fp32. The scale comes after the renormalisation, so weights need not sum to one.
+Equal logits: the lower expert first. The scale comes after the renormalisation, so weights need not sum to one. A row with a NaN
+has weights of NaN and experts that exist.
 """
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+
+from kernels.launch import launch, trigger, usable, wait
+from kernels.norm import rms_norm
+from kernels.numerics import cast
+
+_ROWS = 8  # rows of one CTA at most: it reads its experts' weights once for them
+
+
+def router_logits(h: Tensor, proj: Tensor, scale: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """h [T, n], proj fp32 [experts, n], scale fp32 [n], norm [n] -> (logits fp32 [T, experts], x [T, n])."""
+    assert proj.dtype == scale.dtype == torch.float32, (proj.dtype, scale.dtype)
+    assert proj.shape[1:] == scale.shape == norm.shape == h.shape[1:], (proj.shape, scale.shape, norm.shape, h.shape)
+    if usable(h):
+        return _launch_logits(h, proj, scale, norm, eps)
+    z = rms_norm(h, None, eps, torch.float32) * scale * h.shape[1] ** -0.5
+    return z @ proj.t(), rms_norm(h, norm, eps)
 
 
 def route(logits: Tensor, per_expert_scale: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """logits fp32 [T, experts], per_expert_scale fp32 [experts] -> (weights fp32 [T, top_k], experts int64 [T, top_k])."""
+    """logits fp32 [T, experts], per_expert_scale fp32 [experts] -> (weights fp32 [T, top_k], experts int32 [T, top_k])."""
     assert logits.dtype == per_expert_scale.dtype == torch.float32, (logits.dtype, per_expert_scale.dtype)
     assert per_expert_scale.shape == logits.shape[1:], (per_expert_scale.shape, logits.shape)
     assert 0 < top_k <= logits.shape[1], (top_k, logits.shape)
-    return _route_reference(logits, per_expert_scale, top_k)
-
-
-def _route_reference(logits: Tensor, per_expert_scale: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    if usable(logits):
+        return _launch_route(logits, per_expert_scale, top_k)
     weights, chosen = logits.softmax(-1).topk(top_k, dim=-1)
-    return weights / weights.sum(-1, keepdim=True) * per_expert_scale[chosen], chosen
+    return weights / weights.sum(-1, keepdim=True) * per_expert_scale[chosen], chosen.int()
+
+
+def _launch_logits(h: Tensor, proj: Tensor, scale: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    (rows, n), experts = h.shape, proj.shape[0]
+    assert h.is_contiguous(), h.stride()
+    assert proj.is_contiguous(), proj.stride()
+    logits = torch.empty((rows, experts), dtype=torch.float32, device=h.device)
+    x = torch.empty_like(h)
+    width = 2 if rows <= _ROWS else 4  # experts of a CTA
+    parts, each = triton.cdiv(experts, width), min(_ROWS, triton.next_power_of_2(rows))
+    launch(
+        _logits, (parts + each, triton.cdiv(rows, each)),
+        h, proj, scale, norm, logits, x, rows, eps, n**-0.5,
+        N=n, EXPERTS=experts, PARTS=parts, ROWS=each, WIDTH=width, BLOCK=triton.next_power_of_2(n), warps=8,
+    )  # fmt: skip
+    return logits, x
+
+
+def _launch_route(logits: Tensor, per_expert_scale: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    rows, experts = logits.shape
+    weights = torch.empty((rows, top_k), dtype=torch.float32, device=logits.device)
+    chosen = torch.empty((rows, top_k), dtype=torch.int32, device=logits.device)
+    launch(
+        _route, (rows,), logits, per_expert_scale, weights, chosen,
+        EXPERTS=experts, WIDTH=triton.next_power_of_2(experts), TOP=top_k, SLOTS=triton.next_power_of_2(top_k), warps=1,
+    )  # fmt: skip
+    return weights, chosen
+
+
+@triton.jit
+def _variance_scale(values: tl.tensor, eps: tl.tensor, N: tl.constexpr) -> tl.tensor:
+    """What rms_norm multiplies a row with; zeros behind N."""
+    return tl.rsqrt(tl.sum(values * values, 0) / N + eps)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _logits(
+    h: tl.tensor, proj: tl.tensor, scale: tl.tensor, norm: tl.tensor, logits: tl.tensor, x: tl.tensor, T: tl.tensor, eps: tl.tensor,
+    root: tl.tensor, N: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """The first PARTS CTAs of a group of ROWS rows have WIDTH experts each, the other ROWS a row's x."""
+    trigger(PDL)
+    part, first = tl.program_id(0), tl.program_id(1) * ROWS
+    lane = tl.arange(0, BLOCK)
+    live = lane < N
+    if part < PARTS:
+        expert = part * WIDTH + tl.arange(0, WIDTH)
+        weight = tl.load(proj + tl.minimum(expert, EXPERTS - 1)[:, None] * N + lane[None, :], live[None, :], 0.0)
+        weight *= (tl.load(scale + lane, live, 0.0) * root)[None, :]
+        wait(PDL)
+        for i in tl.static_range(ROWS):
+            row = (first + i).to(tl.int64)
+            values = tl.load(h + row * N + lane, live & (row < T), 0.0).to(tl.float32)
+            products = tl.sum(weight * values[None, :], 1) * _variance_scale(values, eps, N)
+            tl.store(logits + row * EXPERTS + expert, products, (expert < EXPERTS) & (row < T))
+    else:
+        factor = tl.load(norm + lane, live, 0.0).to(tl.float32)
+        own = (first + part - PARTS).to(tl.int64)
+        wait(PDL)
+        before = tl.load(h + own * N + lane, live & (own < T), 0.0).to(tl.float32)
+        normed = before * _variance_scale(before, eps, N) * factor
+        tl.store(x + own * N + lane, cast(normed, x.dtype.element_ty), live & (own < T))
+
+
+@triton.jit
+def _route(
+    logits: tl.tensor, per_expert_scale: tl.tensor, weights: tl.tensor, chosen: tl.tensor, EXPERTS: tl.constexpr,
+    WIDTH: tl.constexpr, TOP: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """One row. softmax over all and renormalised is softmax over the best."""
+    trigger(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    lane, slot = tl.arange(0, WIDTH), tl.arange(0, SLOTS)
+    wait(PDL)
+    x = tl.load(logits + row * EXPERTS + lane, lane < EXPERTS, float("-inf"))
+    spoilt = tl.max((x != x).to(tl.int32), 0) > 0
+    left = tl.where(x != x, float("-inf"), x)
+    highest = tl.maximum(tl.max(left, 0), -3e38)
+    share = tl.zeros([SLOTS], tl.float32)
+    expert = tl.zeros([SLOTS], tl.int32)
+    for k in tl.static_range(TOP):
+        high, at = tl.max(left, 0, return_indices=True, return_indices_tie_break_left=True)
+        share = tl.where(slot == k, tl.exp(high - highest), share)
+        expert = tl.where(slot == k, at, expert)
+        left = tl.where(lane == at, float("-inf"), left)
+    total = tl.where(spoilt, float("nan"), tl.sum(share, 0))
+    kept = slot < TOP
+    tl.store(weights + row * TOP + slot, share / total * tl.load(per_expert_scale + expert, kept, 0.0), kept)
+    tl.store(chosen + row * TOP + slot, expert, kept)

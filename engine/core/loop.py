@@ -14,6 +14,7 @@ import logging
 import socket
 import sys
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,7 +26,7 @@ from engine.core.figures import StepFigures
 from engine.core.front_link import FrontLink
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.geometry import kv_groups, read_geometry
-from engine.lifeline import BootArgs, Lifeline, Ready, run
+from engine.lifeline import BootArgs, Lifeline, Ready, StepTimes, run
 from engine.plan import DEPTH, Phase, StepPlan, StepResult, decode_result, encode_plan
 from engine.protocol import (
     Abort,
@@ -37,6 +38,7 @@ from engine.protocol import (
 )
 
 _CLIENT = 0
+_TURN_BYTES = 1 << 19  # of messages between two plans: the keys of a prompt of 128k tokens take some 3 ms
 
 
 class Executor(Protocol):
@@ -76,6 +78,7 @@ class Core:
         self._link = link
         self._lifeline = lifeline
         self._waiter = waiter
+        self._unread: deque[bytes] = deque()
         self._stopping = False
         self._report = False
         self._figures = StepFigures()
@@ -101,7 +104,11 @@ class Core:
 
     def _read(self) -> None:
         """Take in what the front says; sleep on its socket while there is nothing else to wait for."""
-        for raw in self._link.receive(1.0 if self._idle else 0):
+        self._unread.extend(self._link.receive(1.0 if self._idle and not self._unread else 0))
+        size = 0
+        while self._unread and size < _TURN_BYTES:
+            raw = self._unread.popleft()
+            size += len(raw)
             message = self._decode(raw)
             if message is not None:
                 self._handle(message)
@@ -178,12 +185,21 @@ def _request_id(raw: bytes) -> int | None:
     return request if isinstance(request, int) else None
 
 
-def scheduler_config(config: EngineConfig, pages: tuple[int, ...]) -> SchedulerConfig:
-    """What the scheduler needs to know of the engine's settings, once the pools are sized."""
+def scheduler_config(config: EngineConfig, pages: tuple[int, ...], times: StepTimes | None = None) -> SchedulerConfig:
+    """What the scheduler needs to know of the engine's settings, once the pools are sized and the ranks are ready."""
     groups = kv_groups(read_geometry(Path(config.model)), config.tp, config.page)
     share = config.prefix_cache_share if config.prefix_cache else None
-    sizes = (config.max_seqs, config.max_len, config.prefill_budget)
-    return SchedulerConfig(groups, pages, *sizes, cache_share=share, policy=config.policy)
+    return SchedulerConfig(
+        groups,
+        pages,
+        config.max_seqs,
+        config.max_len,
+        config.prefill_budget,
+        cache_share=share,
+        policy=config.policy,
+        step_times=times,
+        tpot_target_ms=config.tpot_target_ms,
+    )
 
 
 def collect_rarely() -> None:
@@ -201,7 +217,7 @@ def serve(lifeline: Lifeline) -> None:
     logging.basicConfig(stream=sys.stderr, format="core: %(message)s", level=config.core_log.upper())
     executor = RingExecutor(args)
     link = FrontLink(socket.socket(fileno=args.front))
-    scheduler = Scheduler(scheduler_config(config, lifeline.allocate()))
+    scheduler = Scheduler(scheduler_config(config, lifeline.allocate(), lifeline.ranks_ready()))
     collect_rarely()
     lifeline.phase(Phase.ready)
     lifeline.send(Ready())

@@ -54,7 +54,7 @@ def load() -> tuple[list[StepPlan], list[StepResult]]:
     with gzip.open(PATH, "rt", encoding="utf-8") as file:
         steps = json.load(file)
     plans = [plan_of(step["plan"]) for step in steps]
-    return plans, [StepResult(plan.step, [row_of(row) for row in step["rows"]]) for plan, step in zip(plans, steps, strict=True)]
+    return plans, [StepResult.of(plan.step, [row_of(row) for row in step["rows"]]) for plan, step in zip(plans, steps, strict=True)]
 
 
 def main() -> None:

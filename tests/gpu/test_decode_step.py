@@ -13,9 +13,9 @@ from tests.support.engine.recording import PAGES, config_of, logprob_error, toke
 pytestmark = pytest.mark.gpu
 
 
-def runner(dtype: str, **changes: object) -> Runner:
-    """Nano 31b on the GPU, its decode steps captured unless `graphs` is False."""
-    made = build(single(config_of(resolve("nano:31b"), 1, device="cuda", dtype=dtype, **changes)), PAGES)
+def runner(dtype: str, member: str = "31b", **changes: object) -> Runner:
+    """A nano model on the GPU, its decode steps captured unless `graphs` is False."""
+    made = build(single(config_of(resolve(f"nano:{member}"), 1, device="cuda", dtype=dtype, **changes)), PAGES)
     if made.capturable:
         made.capture()
     return made
@@ -37,10 +37,12 @@ def test_fp32_gives_the_cpus_tokens() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_graph_gives_the_eager_steps_bits(dtype: str) -> None:
+@pytest.mark.parametrize("member", ["31b", "26b-a4b", "e2b"])
+def test_a_graph_gives_the_eager_steps_bits(member: str, dtype: str) -> None:
     """With and without graphs every step's tokens and final hidden rows are the same bits; a changed page changes them."""
     plans, _ = load()
-    captured, eager, wrong = runner(dtype), runner(dtype, graphs=False), runner(dtype)
+    captured, eager, wrong = runner(dtype, member), runner(dtype, member, graphs=False), runner(dtype, member)
+    assert captured.capturable
     assert replay(captured, plans) == replay(eager, plans)
     assert captured.state_hash == eager.state_hash
     replay(wrong, plans[:30])

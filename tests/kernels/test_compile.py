@@ -11,7 +11,7 @@ nothing writes them while the engine serves. This holds for each:
 """
 
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -19,12 +19,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.block_tables import block_tables
 from kernels.choose import Ballot, SlotParameters, choose_best, local_best, parts_of
+from kernels.experts import experts
+from kernels.filters import Share, adopt, filtered_tokens, scaled_rows
 from kernels.joint import Norms, Peers, joint
 from kernels.launch import Node, launch, record, trigger, wait
 from kernels.linear import linear, linear_geglu
+from kernels.route import route, router_logits
 from kernels.slots import apply_plan, decode_inputs, gather_pages, rotary_table
-from kernels.tiles import TABLE, GemmShape, Tile, gemv, mma
+from kernels.table_check import check_table
+from kernels.tiles import TABLE, GemmShape, Tile, gemv
 from tests.bench.gemms import GemmCase
 from tests.kernels.test_attention_compiled import chunk_nodes, decode, named
 from tests.support.compiled import Compiled, compile_node
@@ -41,15 +46,15 @@ HIDDEN = 5376
 CONSTANT = {
     "_gemv": {"weight"},
     "_gemm": {"weight"},
-    "_mma": {"weight"},
     "_joint": {"post", "following", "scalar"},
     "_joint_sharded": {"post", "following", "scalar"},
+    "_logits": {"proj", "scale", "norm"},
     "_rotary": {"frequencies"},
     "decode_kernel": {"q_norm", "k_norm"},
     "_post": {"q_norm", "k_norm"},
 }
 PAGE_IDS = {"decode_kernel": "page_ids", "_post": "table", "_extend": "table"}
-SPILLED = {"_rotary": 32, "_extend": 160, "decode_kernel": 40}  # bytes a thread: sine and cosine; what loops do not touch
+SPILLED = {"_rotary": 32, "_extend": 160, "decode_kernel": 40, "_filter": 8}  # bytes a thread: sine; what loops do not touch
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -67,8 +72,6 @@ def linear_nodes(target: Target) -> Iterator[Node]:
         for tile in tiles.values():
             if tile is not None:
                 seen.setdefault((tile, shape.gated), shape)
-    for tile, gated in ((mma(8, 16, early=8), False), (mma(16, 32, early=4), False), (mma(16, 16, early=4), True)):
-        seen.setdefault((tile, gated), GemmShape(HIDDEN, HIDDEN, gated))
     for (tile, gated), shape in seen.items():
         yield from GemmCase("table", shape, tile.rows, tile).nodes(target)
         if tile.rows in {1, 16} and target == HOPPER:
@@ -103,6 +106,29 @@ def choose_nodes(target: Target) -> Iterator[Node]:
     yield from nodes
 
 
+def filters_nodes(target: Target) -> Iterator[Node]:
+    """Filtered rows of one rank of four, and its share of 30 rows."""
+    parameters = SlotParameters(meta(9, 3, dtype=torch.int64), meta(9, 3, dtype=torch.float32), ints(9, 1024))
+    where, share = (ints(30), ints(30), parameters), Share(1, 4)
+    with record(target) as nodes:
+        scaled = scaled_rows(meta(4, 8, 65536, dtype=torch.float32), *where, ints(5), 30.0, share, 262144)
+        filtered_tokens(scaled, *where, ints(30, 2), share)
+        adopt(meta(32, 43, dtype=torch.float32)[:, 0], ints(30), ints(30), ints(9, 2049), ints(30, 2))
+    yield from nodes
+
+
+def experts_nodes(target: Target) -> Iterator[Node]:
+    """Router and experts of the 26B: one row, few, a decode step's many and a prompt's, of a rank's quarter and of the whole."""
+    n, count, top_k = 2816, 128, 8
+    with record(target) as nodes:
+        for rows, m in ((1, 704), (ROWS, 176), (100, 704), (256, 176), (1024, 704)):
+            fp32 = partial(meta, dtype=torch.float32)
+            logits, x = router_logits(meta(rows, n), fp32(count, n), fp32(n), meta(n), 1e-6)
+            weights, chosen = route(logits, fp32(count), top_k)
+            experts(x, weights, chosen, meta(count, 2 * m, n), meta(count, n, m), meta(rows, n))
+    yield from {(node.kernel, repr(node.constexprs)): node for node in nodes}.values()
+
+
 def slots_nodes(target: Target) -> Iterator[Node]:
     """A step's inputs."""
     table = ints(9, 64)
@@ -110,7 +136,17 @@ def slots_nodes(target: Target) -> Iterator[Node]:
         apply_plan(ints(500), [table, table], ints(9))
         decode_inputs(ints(500), ints(9, 2049), ints(9), 8, ints(ROWS), ints(ROWS), ints(ROWS))
         gather_pages(table, ints(ROWS), ints(ROWS), 32, 1024, ints(ROWS, 64))
+        block_tables(table, ints(ROWS), ints(ROWS), 32, 1024, ints(ROWS, 40), ints(ROWS))
         rotary_table(ints(ROWS), meta(128, dtype=torch.float32), meta(ROWS, 256, dtype=torch.float32))
+    yield from nodes
+
+
+def table_check_nodes(target: Target) -> Iterator[Node]:
+    """Both kinds of group, every step and sampled."""
+    table, rows = ints(9, 4096), (ints(ROWS), ints(ROWS))
+    with record(target) as nodes:
+        for window, width, every in ((1024, 34, 1), (None, 4096, 16)):
+            check_table(ints(500), 0, table, table, 100, *rows, ints(ROWS, width), 32, window, every, ints(8 * 65))
     yield from nodes
 
 
@@ -125,7 +161,10 @@ SUBJECTS: dict[str, Callable[[Target], Iterator[Node]]] = {
     "linear": linear_nodes,
     "joint": joint_nodes,
     "choose": choose_nodes,
+    "experts": experts_nodes,
+    "filters": filters_nodes,
     "slots": slots_nodes,
+    "table_check": table_check_nodes,
     "attention": attention_nodes,
 }
 
@@ -177,17 +216,6 @@ def test_dependent_launch_is_safe(subject: str) -> None:
             assert not narrow_products(kernel.ptx, arguments, PAGE_IDS[name])
 
 
-def test_mma_operands_come_from_memory_as_they_are() -> None:
-    """A 16-byte load is half of an MMA's operand: between loads and MMAs nothing moves between threads."""
-    for kernel in compiled("linear", HOPPER):
-        if kernel.node.kernel == "_mma":
-            opcodes = [instruction.split()[1 if instruction.startswith("@") else 0] for instruction in kernel.instructions]
-            multiplied = [place for place, opcode in enumerate(opcodes) if opcode.startswith("HMMA")]
-            within = opcodes[: multiplied[-1]]
-            assert multiplied
-            assert not [opcode for opcode in within if opcode.startswith(("SHFL", "STS", "LDS", "BAR"))], kernel.node.constexprs
-
-
 def test_inboxes_are_polled() -> None:
     """What another rank writes is read by volatile loads alone."""
     polls = [
@@ -211,7 +239,7 @@ def test_weights_are_on_their_way_before_the_wait() -> None:
         loads = [access for access in early if access.reads]
         vectors = choices["BN"] * choices["BK"] * (1 + choices["GATED"]) // (8 * 32 * choices["warps"])
         tiles = min(choices["EARLY"], -(-choices["K"] // choices["BK"]))
-        if kernel.node.kernel in {"_gemv", "_mma"}:
+        if kernel.node.kernel == "_gemv":
             assert len(loads) >= tiles * vectors > 0, (choices, len(loads))
         else:
             assert not loads

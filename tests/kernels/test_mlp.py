@@ -1,4 +1,4 @@
-"""The gate, the router's choice, the experts and the vocabulary-parallel lookup."""
+"""The gate and the vocabulary-parallel lookup."""
 
 import pytest
 import torch
@@ -6,8 +6,6 @@ from torch.nn import functional
 
 from kernels.activation import geglu, gelu_mul
 from kernels.embed import embed
-from kernels.experts import experts
-from kernels.route import route
 
 pytestmark = pytest.mark.cpu
 
@@ -27,46 +25,6 @@ def test_geglu(dtype: torch.dtype) -> None:
     assert torch.equal(got, gelu_mul(*x.chunk(2, -1)))
     assert (functional.gelu(gate) * up - want).abs().max() > 10 * TOLERANCE
     assert not torch.allclose(geglu(x.roll(32, -1)).double(), want, rtol=0.1, atol=0.1)
-
-
-def test_route() -> None:
-    """Softmax over all, the top k, renormalised, then scaled: written out for each row."""
-    logits, scale = torch.randn(50, 16) * 2, 1 + 0.2 * torch.randn(16)
-    weights, chosen = route(logits, scale, 4)
-    for row, (w, e) in enumerate(zip(weights, chosen, strict=True)):
-        best = sorted(range(16), key=lambda expert, row=row: -float(logits[row, expert]))[:4]
-        assert e.tolist() == best
-        p = logits[row, best].double().exp()
-        assert torch.allclose(w.double(), p / p.sum() * scale[best], atol=TOLERANCE)
-    unscaled, _ = route(logits, torch.ones(16), 4)
-    assert torch.allclose(unscaled.sum(-1), torch.ones(50))
-    assert (weights - unscaled).abs().max() > 100 * TOLERANCE
-    with pytest.raises(AssertionError, match="bfloat16"):
-        route(logits.bfloat16(), scale, 4)
-
-
-def test_experts() -> None:
-    """Each token's weighted sum over its experts, token by token in fp64; experts that nobody chose are not touched."""
-    x, gate_up, down = torch.randn(20, 24), torch.randn(6, 2 * 16, 24) / 5, torch.randn(6, 24, 16) / 4
-    chosen = torch.stack([torch.randperm(5)[:2] for _ in range(20)])
-    weights = torch.rand(20, 2)
-    gate_up[5] = torch.nan
-    want = torch.zeros(20, 24, dtype=torch.float64)
-    for token in range(20):
-        for place in range(2):
-            e = int(chosen[token, place])
-            g, u = (gate_up[e].double() @ x[token].double()).chunk(2)
-            want[token] += weights[token, place] * (down[e].double() @ (functional.gelu(g, approximate="tanh") * u))
-    assert (experts(x, weights, chosen, gate_up, down) - want).abs().max() < TOLERANCE
-    assert (experts(x, weights, chosen.flip(1), gate_up, down) - want).abs().max() > 100 * TOLERANCE
-    halves = [experts(x, weights, chosen, gate_up[:, rows], down[..., half]) for rows, half in _halves()]
-    assert (halves[0] + halves[1] - want).abs().max() < TOLERANCE
-    assert (halves[0] - want).abs().max() > 100 * TOLERANCE
-
-
-def _halves() -> list[tuple[list[int], slice]]:
-    """Rows of gate_up and columns of down that each of two ranks holds."""
-    return [([*range(8 * r, 8 * r + 8), *range(16 + 8 * r, 24 + 8 * r)], slice(8 * r, 8 * r + 8)) for r in (0, 1)]
 
 
 def test_embed() -> None:

@@ -85,7 +85,7 @@ class Block(nn.Module):
     def __init__(self, geometry: Geometry, layer: Layer, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         hidden = geometry.hidden
-        self._index, self._eps, self._parallel = layer.index, geometry.eps, parallel
+        self._index = layer.index
         self.attention = Attention(geometry, layer, parallel, dtype, device)
         self.mlp = Mlp(hidden, layer.intermediate, parallel, dtype, device)
         norms = ["pre_attention", "post_attention", "pre_mlp", "post_mlp"]
@@ -119,8 +119,8 @@ class Block(nn.Module):
 
     def _dense_and_experts(self, h: Tensor, x: Tensor) -> Tensor:
         """Both branches' parts, side by side: they are whole, and normed apart, before they are added."""
-        weights, chosen = self.router(h)
-        return torch.cat([self.mlp(x), self.experts(rms_norm(h, self.norms["pre_experts"], self._eps), weights, chosen)], dim=-1)
+        weights, chosen, inner = self.router(h, self.norms["pre_experts"])  # first: the MLP's weights come while it runs
+        return self.experts(inner, weights, chosen, beside=self.mlp(x))
 
 
 class Embedding(nn.Module):
@@ -191,7 +191,8 @@ class Gemma4(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """[R, hidden] each: the residual stream behind the last layer, and its final-normed form."""
         assert peers is None or not batch.chunks, "chunks are summed by collectives"
-        joint = Joint(self.parallel, peers, self.geometry.eps)
+        residual_is_read = self.geometry.moe is not None or self.geometry.ple > 0  # by routers and gates
+        joint = Joint(self.parallel, peers, self.geometry.eps, every_row=residual_is_read)
         blocks = [block for block in self.blocks if isinstance(block, Block)]
         first = [block.norms["pre_attention"] for block in blocks]
         h, x, ple = self.embedding(batch.ids, first[0], joint)

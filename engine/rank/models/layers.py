@@ -6,8 +6,6 @@ every such sum, so that sum, norm, residual and next norm are one step: `Joint`.
 ranks. Weights are made empty; `engine.rank.weights` fills them.
 """
 
-import math
-
 import torch
 from torch import Tensor, nn
 
@@ -18,8 +16,7 @@ from kernels.embed import embed
 from kernels.experts import experts
 from kernels.joint import Norms, Peers, joint
 from kernels.linear import linear, linear_geglu
-from kernels.norm import rms_norm
-from kernels.route import route
+from kernels.route import route, router_logits
 
 
 def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -43,10 +40,13 @@ class Linear(nn.Module):
 
 
 class Joint:
-    """Joins a layer's parts to the residual (`kernels.joint`): over inboxes where a step has them, else behind an all-reduce."""
+    """Joins a layer's parts to the residual (`kernels.joint`): over inboxes where a step has them, else behind an all-reduce.
 
-    def __init__(self, parallel: Parallel, peers: Peers | None, eps: float) -> None:
-        self._parallel, self._eps = parallel, eps
+    every_row  of the residual is needed on every rank, because something besides joints reads it
+    """
+
+    def __init__(self, parallel: Parallel, peers: Peers | None, eps: float, *, every_row: bool = False) -> None:
+        self._parallel, self._eps, self._every_row = parallel, eps, every_row
         self._peers = peers.begin() if peers is not None else None
 
     def __call__(
@@ -77,7 +77,8 @@ class Joint:
         peers: Peers | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The same of a sum that is whole on every rank."""
-        h, normed = joint(x, residual, Norms(post, following, each), self._eps, scalar, scale, peers)
+        norms = Norms(post, following, each)
+        h, normed = joint(x, residual, norms, self._eps, scalar, scale, peers, self._every_row)
         return h, h if normed is None else normed
 
 
@@ -119,15 +120,15 @@ class Router(nn.Module):
 
     def __init__(self, hidden: int, moe: Moe, eps: float, device: torch.device) -> None:
         super().__init__()
-        self._top_k, self._eps, self._root = moe.top_k, eps, 1.0 / math.sqrt(hidden)
+        self._top_k, self._eps = moe.top_k, eps
         self.proj = Linear(hidden, moe.experts, torch.float32, device)
         self.scale = empty(hidden, dtype=torch.float32, device=device)
         self.per_expert_scale = empty(moe.experts, dtype=torch.float32, device=device)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, hidden], the raw residual -> (weights fp32, experts int64), [T, top_k] each."""
-        scaled = rms_norm(x, None, self._eps, torch.float32) * self.scale * self._root
-        return route(self.proj(scaled), self.per_expert_scale, self._top_k)
+    def forward(self, h: Tensor, norm: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """h [T, hidden], the raw residual -> (weights fp32, experts int32), [T, top_k] each, and h normed by `norm`."""
+        logits, x = router_logits(h, self.proj.weight, self.scale, norm, self._eps)
+        return *route(logits, self.per_expert_scale, self._top_k), x
 
 
 class Experts(nn.Module):
@@ -139,9 +140,9 @@ class Experts(nn.Module):
         self.gate_up = empty(moe.experts, 2 * share, hidden, dtype=dtype, device=device)
         self.down = empty(moe.experts, hidden, share, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """x [T, hidden], weights and chosen [T, top_k] -> this rank's part of [T, hidden]."""
-        return experts(x, weights, chosen, self.gate_up, self.down)
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor, beside: Tensor) -> Tensor:
+        """x and beside [T, hidden], weights and chosen [T, top_k] -> [T, 2 hidden]: beside, this rank's part of the experts."""
+        return experts(x, weights, chosen, self.gate_up, self.down, beside)
 
 
 def reduce_together(parallel: Parallel, *parts: Tensor) -> tuple[Tensor, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 from engine.config import EngineConfig, engine_config
 from engine.core.loop import scheduler_config
 from engine.core.scheduler import Scheduler
-from engine.plan import ResultRow, StepPlan, StepResult, encode_plan
+from engine.plan import ResultRow, StepPlan, StepResult, decode_plan, encode_plan
 from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
 from engine.rank.runner import Launched, Runner
 from engine.rank.worker import build
@@ -82,8 +82,9 @@ def serve(runner: Runner, config: EngineConfig, waves: Iterable[list[GenerateReq
             for request in pending.popleft():
                 scheduler.add(0, request)
         while len(launched) < 2 and (plan := scheduler.schedule()) is not None:
-            plans.append(plan)
-            launched.append(runner.launch(encode_plan(plan)))
+            data = encode_plan(plan)
+            plans.append(decode_plan(data))
+            launched.append(runner.launch(data))
         results.append(finish(launched.popleft()))
         scheduler.commit(results[-1])
     return plans, results

@@ -1,0 +1,343 @@
+"""The adapter to FlashInfer's attention, by its pinned signatures and, where FlashInfer is installed, through its own front end.
+
+Behind the front end stands `KernelStandIn`; what it must agree with is the house's own attention, over the same pages.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.errors import ConfigError
+from engine.geometry import Geometry, KVGroup, read_geometry
+from engine.rank.attention import attention_backend, trtllm
+from engine.rank.attention.base import PartSettings
+from engine.rank.attention.paged import PagedDecode, PagedExtend
+from engine.rank.attention.router import AttentionRouter
+from engine.rank.attention.trtllm import TableRows, TrtllmDecode, TrtllmExtend, TrtllmScratch, call_decode, check_group
+from engine.rank.batch import eager_batch
+from engine.rank.kv import KVCache
+from engine.rank.models.gemma4 import Gemma4
+from engine.rank.parallel import Single
+from engine.rank.weights import load
+from kernels.qkv import qkv_post
+from tests.support.engine.kv_scene import FULL, SLIDING, Kind, Scene, attended, ours, relative, scene, theirs
+from tests.support.engine.paged import Backend, PlantFault, caches, run_steps, script
+from tests.support.flashinfer_calls import CONTEXT_FFI, DECODE_FFI, PROCESSORS, SIGNATURES, KernelStandIn, pinned, real, signature
+
+pytestmark = pytest.mark.cpu
+
+CPU = torch.device("cpu")
+NEWEST = "0.7.2.post1"
+FRONTS = [*SIGNATURES, "installed"]
+TOLERANCE = 2e-5  # fp32: sums in another order
+BF16 = 0.001  # of a row's norm: one rounding on either side
+FAULT = 100 * TOLERANCE
+WORKSPACE = 1 << 10
+PAGES = 60
+SMALL = Kind(4, 2, 32, 300, page=16)
+ScratchFor = Callable[[Scene], tuple[TrtllmScratch, KernelStandIn]]
+
+
+@pytest.fixture
+def any_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in has kernels for every head dim, and for fp32."""
+    monkeypatch.setattr(trtllm, "processors", lambda _: PROCESSORS)
+    monkeypatch.setattr(trtllm, "check_group", lambda *_: None)
+
+
+@pytest.fixture(params=FRONTS)
+def scratch_for(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ScratchFor:
+    """Scratch on a front end of each version, and the kernel behind it."""
+    monkeypatch.setattr(trtllm, "processors", lambda _: PROCESSORS)
+
+    def make(it: Scene) -> tuple[TrtllmScratch, KernelStandIn]:
+        kernel = KernelStandIn()
+        front = real(kernel, monkeypatch) if request.param == "installed" else pinned(request.param, kernel)
+        return TrtllmScratch(front, it.settings, WORKSPACE), kernel
+
+    return make
+
+
+# ---- signatures
+
+
+@pytest.mark.parametrize("version", SIGNATURES)
+def test_every_supported_version_takes_what_we_give(version: str) -> None:
+    """Each argument that the calls name is one of the version's; a name of ours that it lacks would be seen."""
+    for text, names in zip(SIGNATURES[version], (trtllm.DECODE_ARGUMENTS, trtllm.CONTEXT_ARGUMENTS), strict=True):
+        known = signature(text).parameters
+        assert set(names) <= set(known)
+        assert not {*names, "page_table"} <= set(known)
+        assert {name for name, each in known.items() if each.default is each.empty} <= set(names)
+
+
+def test_the_installed_version_is_one_that_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The installed FlashInfer's parameters, their order and defaults are those that are pinned for its version."""
+    found = real(KernelStandIn(), monkeypatch)
+    assert found.version in SIGNATURES, f"FlashInfer {found.version} is new here: read its front end, then pin it"
+    for call, text in zip((found.decode, found.context), SIGNATURES[found.version], strict=True):
+        theirs = [(name, each.default) for name, each in inspect.signature(call).parameters.items()]
+        assert theirs == [(name, each.default) for name, each in signature(text).parameters.items()]
+
+
+def test_a_version_that_lacks_an_argument_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A FlashInfer without the counters' argument is a ConfigError that names it."""
+    real(KernelStandIn(), monkeypatch)
+    monkeypatch.setattr("flashinfer.decode.trtllm_batch_decode_with_kv_cache", lambda query, kv_cache: None)
+    with pytest.raises(ConfigError, match="has no backend, block_tables"):
+        trtllm.load_for("trtllm-gen")
+
+
+# ---- answers
+
+
+@pytest.mark.parametrize("kind", [SLIDING, FULL, replace(FULL, page=64), replace(SLIDING, page=16, sides=0)])
+def test_decode_rows_at_the_models_shapes(kind: Kind, scratch_for: ScratchFor) -> None:
+    """bf16 rows at the window's and the pages' edges, and padding, equal the house's own attention, pages included."""
+    it = scene(kind, [1023, 1024, 1500, 0, -1, 31, 32], dtype=torch.bfloat16)
+    scratch, kernel = scratch_for(it)
+    other = it.copy()
+    want, found = ours(it), attended(other, theirs(other, scratch))
+    assert relative(found, want) < BF16
+    assert torch.equal(other.cache.pool, it.cache.pool)
+    (given,) = kernel.calls
+    assert given["window_left"] == (-1 if kind.window is None else kind.window - 1)
+    assert (given["batch_size"], given["max_q_len"], given["bmm1_scale"], given["bmm2_scale"]) == (7, 1, 1.0, 1.0)
+    assert given["max_kv_len"] == it.cache.read_width * kind.page
+    assert given["key_cache"].data_ptr() == other.cache.pool[0].data_ptr()
+    assert given["value_cache"].data_ptr() - given["key_cache"].data_ptr() == other.cache.pool[0, 0, 0].nbytes
+    assert given["enable_pdl"] is False
+    if kind.window is not None:  # a key of a thousand: as much as one of sixteen of a row's norm
+        wide = it.copy()
+        wide.cache.group = replace(wide.cache.group, window=kind.window + 1)
+        assert relative(attended(wide, theirs(wide, scratch)), want) > 20 * BF16
+
+
+@pytest.mark.usefixtures("any_shape")
+@pytest.mark.parametrize("kind", [SMALL, replace(SMALL, window=None, sides=1), replace(SMALL, page=64, window=65)])
+def test_chunks_and_decode_rows(kind: Kind, scratch_for: ScratchFor) -> None:
+    """fp32 chunks, fresh and continued, and decode rows of one step equal the house's own; a window off by one does not."""
+    it = scene(kind, [700, 299, -1], [(0, 70), (600, 640), (299, 301), (1000, 1001)])
+    scratch, kernel = scratch_for(it)
+    other = it.copy()
+    want, found = ours(it), attended(other, theirs(other, scratch))
+    assert (found - want).abs().max() < TOLERANCE
+    assert torch.equal(other.cache.pool, it.cache.pool)
+    assert len(kernel.calls) == 2
+    if kind.window is not None:
+        wide = it.copy()
+        wide.cache.group = replace(wide.cache.group, window=kind.window + 1)
+        assert (attended(wide, theirs(wide, scratch)) - want).abs().max() > FAULT
+
+
+@pytest.mark.usefixtures("any_shape")
+@pytest.mark.parametrize("q_len", [2, 4, 8])
+def test_rows_of_several_queries(q_len: int, scratch_for: ScratchFor) -> None:
+    """Drafts that are verified: a row's queries are its last keys, each causal among them; equal to chunks of as many tokens."""
+    it = scene(SMALL, [], [(start, start + q_len) for start in (5, 290, 511)])
+    scratch, _ = scratch_for(it)
+    want = ours(it).view(-1, SMALL.heads, SMALL.head_dim)
+    q = torch.empty_like(want)
+    rope = next(iter(it.batch.rope.values()))
+    qkv_post(it.qkv, it.cache.pool[0], it.cache.table, it.batch.slots, it.batch.positions, rope, *it.norms, it.settings.eps, q)
+    lengths = torch.tensor([chunk.end for chunk in it.batch.chunks], dtype=torch.int32)
+    out = torch.empty_like(q)
+    rows = TableRows(it.cache.table, lengths, it.cache.table.shape[1] * SMALL.page)
+    call_decode(scratch, it.cache.group, q, it.cache.pool[0], rows, out, q_len)
+    assert (out - want).abs().max() < TOLERANCE
+    call_decode(scratch, it.cache.group, q, it.cache.pool[0], replace(rows, lengths=lengths - 1), out, q_len)
+    assert (out - want).abs().max() > FAULT
+
+
+@pytest.mark.usefixtures("any_shape")
+def test_a_step_after_a_longer_one() -> None:
+    """What an earlier step with more and longer rows left in tables and lengths reaches no later one."""
+    kernel = KernelStandIn()
+    it = scene(SMALL, [900, 700, 800])
+    scratch = TrtllmScratch(pinned(NEWEST, kernel), it.settings, WORKSPACE)
+    router = theirs(it, scratch)
+    attended(it, router)
+    it.cache.table[0, 0], it.cache.table[0, 1:] = it.cache.table[1, 40], 10**6  # the tail of a row, which nobody may read
+    batch = eager_batch(KVCache([it.cache]), {}, torch.zeros(2), torch.tensor([0, 2]), torch.tensor([5, -1]), ())
+    rope = {key: table[:2] for key, table in it.batch.rope.items()}
+    short = replace(it, qkv=it.qkv[:2], batch=replace(batch, rope=rope))
+    assert (attended(short, router) - ours(short)).abs().max() < TOLERANCE
+    first, second = kernel.calls
+    assert first["max_kv_len"] == second["max_kv_len"]
+    assert first["block_tables"].data_ptr() == second["block_tables"].data_ptr()
+    assert second["block_tables"].flatten().count_nonzero() == 1
+
+
+@pytest.mark.usefixtures("any_shape")
+@pytest.mark.parametrize("sides", [2, 0])
+def test_a_wrong_page_is_seen(sides: int) -> None:
+    """An id of another row's page changes the answer by a hundred tolerances; one that the pool lacks is caught by the stand-in."""
+    kernel = KernelStandIn()
+    it = scene(replace(SMALL, sides=sides), [500, 600], [(100, 200)])
+    router = theirs(it, TrtllmScratch(pinned(NEWEST, kernel), it.settings, WORKSPACE))
+    want = attended(it, router)
+    kept = it.cache.table.clone()
+    for place in ((0, 3), (1, 20)):  # of the chunk's slot and of a decode row's, behind the positions that this step writes
+        it.cache.table[place] = it.cache.table[2, 35]
+        assert (attended(it, router) - want).abs().max() > FAULT
+        it.cache.table[place] = it.cache.pool.shape[1]
+        with pytest.raises(AssertionError, match="a page id that the pool does not have"):
+            attended(it, router)
+        it.cache.table.copy_(kept)
+
+
+@pytest.mark.usefixtures("any_shape")
+def test_garbage_that_is_no_number_is_seen() -> None:
+    """The stand-in multiplies masked values by zero as FlashInfer does: NaN behind a row's end, in its own page, shows."""
+    it = scene(SMALL, [500])
+    router = theirs(it, TrtllmScratch(pinned(NEWEST, KernelStandIn()), it.settings, WORKSPACE))
+    it.cache.pool[0, it.cache.table[0, 500 // 16], 1, :, 500 % 16 + 1 :] = torch.nan
+    assert attended(it, router).isnan().all()
+    assert not ours(it).isnan().any()
+
+
+# ---- whole models
+
+
+@pytest.mark.usefixtures("any_shape")
+@pytest.mark.parametrize("member", ["31b", "e2b"])
+def test_whole_models(member: str, nano: Callable[[str], Path]) -> None:
+    """Prompts in chunks, mixed steps and decode rows of a whole model, KV-shared layers too, over pages full of finite garbage: the
+    house's own attention's logits; pages of one group in the other's table do not give them."""
+    folder = nano(member)
+    geometry = read_geometry(folder)
+    model = Gemma4(geometry, Single(), torch.float32, CPU)
+    load(model, folder, geometry, 0, 1)
+    lengths = ((3 * geometry.window + 7, 5), (geometry.window // 2, 9))
+    ids = [torch.arange(sum(each)) * 7 % geometry.vocab + 3 * slot for slot, each in enumerate(lengths)]
+    steps = script(geometry, lengths, PAGES, seed=3, whole=False)
+    kernel = KernelStandIn()
+
+    def logits(backend: Backend, plant_fault: PlantFault | None = None) -> Tensor:
+        cache = caches(geometry, 1, len(lengths), max(map(sum, lengths)), PAGES, poison=20.0)
+        return torch.stack(list(run_steps(model, cache, steps, ids, plant_fault, 20.0, backend).values()))
+
+    def routed(_: None, geometry: Geometry, cache: KVCache, tp: int, buckets: tuple[int, ...], __: torch.device) -> AttentionRouter:
+        settings = PartSettings(geometry.heads // tp, geometry.eps, buckets, CPU)
+        scratch = TrtllmScratch(pinned(NEWEST, kernel), settings, WORKSPACE)
+        return AttentionRouter(
+            [TrtllmDecode(group, settings, scratch) for group in cache],
+            [TrtllmExtend(group, settings, scratch) for group in cache],
+            settings,
+        )
+
+    want, found = logits(attention_backend), logits(routed)
+    assert len(kernel.calls) > 4 * len(geometry.layers)
+    assert (found - want).abs().max() < 1e-4
+    if member == "31b":
+        assert (logits(routed, lambda _, cache: cache.groups[1].table.copy_(cache.groups[0].table)) - want).abs().max() > 1e-2
+
+
+# ---- refusals
+
+
+def rows_of(it: Scene) -> TableRows:
+    lengths = it.batch.positions + 1
+    return TableRows(it.cache.table.clone(), lengths, it.cache.table.shape[1] * it.cache.group.page)
+
+
+TRAPS: dict[str, Callable[[TableRows], TableRows]] = {
+    "int64 tables": lambda rows: replace(rows, tables=rows.tables.long()),
+    "int64 lengths": lambda rows: replace(rows, lengths=rows.lengths.long()),
+    "a slice of a wider table": lambda rows: replace(rows, tables=torch.cat([rows.tables] * 2, 1)[:, : rows.tables.shape[1]]),
+    "every other length": lambda rows: replace(rows, lengths=rows.lengths.repeat_interleave(2)[::2]),
+    "a row too few": lambda rows: replace(rows, tables=rows.tables[1:]),
+    "a bound beyond the table": lambda rows: replace(rows, max_len=rows.max_len + 1),
+    "no bound": lambda rows: replace(rows, max_len=0),
+    "a width that ends inside a step of keys": lambda rows: replace(rows, tables=rows.tables[:, :-1].contiguous()),
+}
+
+
+@pytest.mark.usefixtures("any_shape")
+@pytest.mark.parametrize("trap", TRAPS)
+def test_what_flashinfer_takes_on_trust_is_refused(trap: str) -> None:
+    """Each misuse that FlashInfer's front end lets through stops before it; the same call without it passes."""
+    it = scene(SMALL, [500, 40])
+    kernel = KernelStandIn()
+    scratch = TrtllmScratch(pinned(NEWEST, kernel), it.settings, WORKSPACE)
+    q = torch.zeros(2, SMALL.heads, SMALL.head_dim)
+    call = partial(call_decode, scratch, it.cache.group, q, it.cache.pool[0])
+    call(rows_of(it), torch.empty_like(q))
+    with pytest.raises(AssertionError):
+        call(TRAPS[trap](rows_of(it)), torch.empty_like(q))
+    assert len(kernel.calls) == 1
+
+
+@pytest.mark.usefixtures("any_shape")
+def test_wrong_tensors_are_refused() -> None:
+    """A pool with its sides apart, an output of another dtype or layout, and tokens that no rows make up stop before FlashInfer."""
+    it = scene(SMALL, [500, 40])
+    kernel = KernelStandIn()
+    scratch = TrtllmScratch(pinned(NEWEST, kernel), it.settings, WORKSPACE)
+    q, pool, group = torch.zeros(2, SMALL.heads, SMALL.head_dim), it.cache.pool[0], it.cache.group
+    apart = pool.transpose(0, 1).contiguous().transpose(0, 1)
+    with pytest.raises(AssertionError):
+        call_decode(scratch, group, q, apart, rows_of(it), torch.empty_like(q))
+    with pytest.raises(AssertionError):
+        call_decode(scratch, group, q, pool, rows_of(it), torch.empty_like(q).bfloat16())
+    with pytest.raises(AssertionError):
+        call_decode(scratch, group, q, pool, rows_of(it), torch.empty(2, SMALL.head_dim, SMALL.heads).mT)
+    with pytest.raises(AssertionError):
+        call_decode(scratch, group, q, pool, rows_of(it), torch.empty_like(q), q_len=2)
+    assert not kernel.calls
+
+
+def test_what_has_no_kernel_is_refused() -> None:
+    """Page, dtype, head dim, head ratio and queries a row that the kernels lack are ConfigErrors that name them."""
+    group = KVGroup(0, "full", (0,), 1, 512, None, 32)
+    check_group(group, 8, torch.bfloat16, "trtllm-gen", 8)
+    refused = [
+        (replace(group, page=128), 8, torch.bfloat16, "trtllm-gen", 1, "pages of 16, 32 or 64"),
+        (group, 8, torch.float32, "trtllm-gen", 1, "runs bfloat16, not float32"),
+        (replace(group, head_dim=192), 8, torch.bfloat16, "trtllm-gen", 1, "head dim 192"),
+        (replace(group, kv_heads=3), 8, torch.bfloat16, "trtllm-gen", 1, "8 query heads on 3"),
+        (group, 32, torch.bfloat16, "xqa", 1, "32 query heads on 1"),
+        (group, 8, torch.bfloat16, "trtllm-gen", 9, "1 to 8 queries a row, not 9"),
+        (group, 8, torch.bfloat16, "xqa", 2, "1 to 1 queries a row, not 2"),
+    ]
+    for bad, heads, dtype, kernels, q_len, said in refused:
+        with pytest.raises(ConfigError, match=said):
+            check_group(bad, heads, dtype, kernels, q_len)  # type: ignore[arg-type]
+
+
+def test_xqa_has_no_prefill() -> None:
+    """Chunks on a GPU that is none of the SM100 family are refused when the part is made, not when a prompt comes."""
+    it = scene(FULL, [5], dtype=torch.bfloat16)
+    scratch = TrtllmScratch(pinned(NEWEST, KernelStandIn(), "xqa"), it.settings, WORKSPACE)
+    TrtllmDecode(it.cache, it.settings, scratch)
+    with pytest.raises(ConfigError, match="attention_extend"):
+        TrtllmExtend(it.cache, it.settings, scratch)
+
+
+def test_a_cpu_is_refused() -> None:
+    """trtllm_mha on the CPU is a ConfigError that says what runs there."""
+    with pytest.raises(ConfigError, match="trtllm_mha needs a GPU; this engine runs on the CPU, where reference"):
+        attention_backend("trtllm_mha", None, KVCache([]), 1, (1,), CPU)  # type: ignore[arg-type]
+
+
+def test_spans_are_refused() -> None:
+    """A chunk whose tokens see each other both ways raises: no backend may run it causally."""
+    it = scene(SMALL, [], [(0, 20)])
+    router = AttentionRouter([PagedDecode(it.cache, it.settings)], [PagedExtend(it.cache, it.settings)], it.settings)
+    spans = replace(it.batch, chunks=(replace(it.batch.chunks[0], spans=((3, 9),)),))
+    router.prepare(it.batch)
+    with pytest.raises(NotImplementedError, match="see both ways"):
+        router.prepare(spans)
+
+
+def test_the_launchers_arguments_are_pinned() -> None:
+    """The compiled launcher takes 36 arguments for decode rows and 35 for chunks; one more or less does not bind."""
+    assert (len(DECODE_FFI), len(CONTEXT_FFI)) == (36, 35)
+    with pytest.raises(ValueError, match="zip"):
+        KernelStandIn().trtllm_paged_attention_decode(*range(35))

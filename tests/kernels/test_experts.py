@@ -1,0 +1,197 @@
+"""The router's choice and the experts: the references, and every kernel of both in the interpreter."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import kernels.experts
+from kernels.experts import experts
+from kernels.launch import record
+from kernels.norm import rms_norm
+from kernels.route import route, router_logits
+from tests.support import interpreter
+
+pytestmark = pytest.mark.cpu
+
+TOLERANCE = 1e-5  # fp32, another order of sums
+ROUNDED = 2**-7  # bf16, relative to the largest output: each assignment's gated activations and y, and the sum, are rounded
+EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Case:
+    """Tokens, who computes them with what weight, and experts of which the last is chosen by nobody."""
+
+    x: Tensor
+    weights: Tensor
+    chosen: Tensor
+    gate_up: Tensor
+    down: Tensor
+    beside: Tensor
+
+    @property
+    def want(self) -> Tensor:
+        """Each token's weighted sum, token by token in fp64."""
+        want = torch.zeros(self.x.shape, dtype=torch.float64)
+        for token, (weights, chosen) in enumerate(zip(self.weights.double(), self.chosen.tolist(), strict=True)):
+            for weight, e in zip(weights, chosen, strict=True):
+                g, u = (self.gate_up[e].double() @ self.x[token].double()).chunk(2)
+                want[token] += weight * (self.down[e].double() @ (functional.gelu(g, approximate="tanh") * u))
+        return want
+
+    def run(self) -> Tensor:
+        """y; what stands beside it must come out as it is."""
+        out = experts(self.x, self.weights, self.chosen, self.gate_up, self.down, self.beside)
+        beside, y = out.chunk(2, dim=-1)
+        assert torch.equal(beside, self.beside)
+        return y
+
+    def error(self, y: Tensor) -> float:
+        """Relative to the largest output; a NaN is infinite."""
+        want = self.want
+        return float(((y.double() - want).abs().max() / want.abs().max()).nan_to_num(torch.inf))
+
+    def share(self, rank: int, size: int) -> "Case":
+        """What a rank holds: its columns of each expert's width."""
+        gate, up = self.gate_up.chunk(2, dim=1)
+        rows, columns = (torch.cat([side.chunk(size, 1)[rank] for side in (gate, up)], 1), self.down.chunk(size, 2)[rank])
+        return replace(self, gate_up=rows.contiguous(), down=columns.contiguous())
+
+
+def case(tokens: int, dtype: torch.dtype = torch.float32, n: int = 24, m: int = 16, count: int = 6, top_k: int = 2) -> Case:
+    generator = torch.Generator().manual_seed(tokens)
+    chosen = torch.stack([torch.randperm(count - 1, generator=generator)[:top_k] for _ in range(tokens)]).int()
+    gate_up = torch.randn(count, 2 * m, n, generator=generator) / n**0.5
+    down = torch.randn(count, n, m, generator=generator) / m**0.5
+    gate_up[-1] = torch.nan
+    x, beside = torch.randn(2, tokens, n, generator=generator).to(dtype).unbind()
+    weights = torch.rand(tokens, top_k, generator=generator)
+    return Case(x, weights, chosen, gate_up.to(dtype), down.to(dtype), beside)
+
+
+def scored(tokens: int, dtype: torch.dtype, n: int = 80, count: int = 18) -> tuple[Tensor, ...]:
+    """h, proj, scale, the experts' norm, and what each expert is scaled with."""
+    generator = torch.Generator().manual_seed(tokens)
+    h = (3 * torch.randn(tokens, n, generator=generator)).to(dtype)
+    proj, norms = torch.randn(count, n, generator=generator), 1 + 0.3 * torch.randn(2, n, generator=generator)
+    return h, proj, norms[0], norms[1].to(dtype), 1 + 0.2 * torch.randn(count, generator=generator)
+
+
+def test_under_the_interpreter() -> None:
+    """The interpreted cases of this file hold."""
+    interpreter.run(__file__)
+
+
+def test_route() -> None:
+    """Softmax over all, the top k, renormalised, then scaled: written out for each row."""
+    logits, scale = torch.randn(50, 16) * 2, 1 + 0.2 * torch.randn(16)
+    weights, chosen = route(logits, scale, 4)
+    for row, (w, e) in enumerate(zip(weights, chosen, strict=True)):
+        best = sorted(range(16), key=lambda expert, row=row: -float(logits[row, expert]))[:4]
+        assert e.tolist() == best
+        p = logits[row, best].double().exp()
+        assert torch.allclose(w.double(), p / p.sum() * scale[best], atol=TOLERANCE)
+    unscaled, _ = route(logits, torch.ones(16), 4)
+    assert torch.allclose(unscaled.sum(-1), torch.ones(50))
+    assert (weights - unscaled).abs().max() > 100 * TOLERANCE
+    with pytest.raises(AssertionError, match="bfloat16"):
+        route(logits.bfloat16(), scale, 4)
+
+
+def test_router_logits() -> None:
+    """The raw residual, normed without a weight, times scale and 1 / sqrt(n), in fp64; and the experts' input beside it."""
+    h, proj, scale, norm, _ = scored(5, torch.float32)
+    logits, x = router_logits(h, proj, scale, norm, EPS)
+    z = h.double() / (h.double().pow(2).mean(-1, keepdim=True) + EPS).sqrt() * scale * 80**-0.5
+    assert (logits - z @ proj.double().t()).abs().max() < TOLERANCE
+    assert (logits - (z / scale) @ proj.double().t()).abs().max() > 100 * TOLERANCE
+    assert torch.equal(x, rms_norm(h, norm, EPS))
+
+
+def test_experts() -> None:
+    """The reference is the formula, token by token in fp64; experts that nobody chose are not touched; ranks' shares add up."""
+    it = case(20)
+    assert it.error(it.run()) < TOLERANCE
+    assert it.error(replace(it, chosen=it.chosen.flip(1)).run()) > 100 * TOLERANCE
+    halves = [it.share(rank, 2).run() for rank in range(2)]
+    assert it.error(halves[0] + halves[1]) < TOLERANCE
+    assert it.error(halves[0]) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 3, 11])
+def interpreted_router(tokens: int, dtype: torch.dtype) -> None:
+    """Logits are the reference's to fp32's last digits and x its bits but for a last one; without the scale they are not."""
+    h, proj, scale, norm, _ = scored(tokens, dtype)
+    with record() as nodes:
+        logits, x = router_logits(h, proj, scale, norm, EPS)
+    assert [node.kernel for node in nodes] == ["_logits"]
+    z = rms_norm(h.float(), None, EPS) * scale * 80**-0.5
+    assert (logits - z @ proj.t()).abs().max() < TOLERANCE
+    assert (logits - z / scale @ proj.t()).abs().max() > 100 * TOLERANCE
+    off = lambda other: float(((x - other).double() / x.double()).abs().max())  # noqa: E731
+    assert off(rms_norm(h, norm, EPS)) < 4 * torch.finfo(dtype).eps
+    assert off(rms_norm(h, None, EPS)) > 400 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize(("count", "top_k"), [(18, 3), (128, 8)])
+def interpreted_route(count: int, top_k: int) -> None:
+    """The reference's experts in its order, and its weights; equal logits: the lower expert. A NaN spoils a row's weights alone."""
+    generator = torch.Generator().manual_seed(count)
+    logits, scale = 2 * torch.randn(9, count, generator=generator), 1 + 0.2 * torch.randn(count, generator=generator)
+    best = logits.topk(top_k, dim=-1).indices
+    logits[1, 5] = torch.nan
+    logits[2] = torch.nan
+    logits[3] = 0.5
+    weights, chosen = route(logits, scale, top_k)
+    sound = [0, *range(4, 9)]
+    assert torch.equal(chosen[sound].long(), best[sound])
+    want = logits[sound].gather(1, best[sound]).softmax(-1) * scale[best[sound]]
+    assert (weights[sound] - want).abs().max() < TOLERANCE
+    assert (weights[sound] - logits[sound].gather(1, best[sound]).softmax(-1)).abs().max() > 100 * TOLERANCE
+    assert chosen[3].tolist() == list(range(top_k))
+    assert weights[1:3].isnan().all()
+    assert bool(((chosen >= 0) & (chosen < count)).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 3, 11, 40])
+def interpreted_experts(tokens: int, dtype: torch.dtype) -> None:
+    """Few tokens and many, sizes that no tile divides: the formula. Other experts, other weights, or a lost column of the width are
+    not, and an expert that nobody chose is not read."""
+    tolerance = TOLERANCE if dtype == torch.float32 else ROUNDED
+    it = case(tokens, dtype, n=72, m=44)
+    with record() as nodes:
+        found = it.run()
+    few = tokens <= kernels.experts.FEW
+    assert [node.kernel for node in nodes] == (["_up", "_down"] if few else ["_group", "_grouped", "_grouped", "_combine"])
+    assert it.error(found) < tolerance
+    assert it.error(replace(it, chosen=(it.chosen + 1) % 5).run()) > 100 * tolerance
+    assert it.error(replace(it, weights=it.weights.roll(1, 1)).run()) > 10 * tolerance
+    narrow = replace(it, gate_up=it.gate_up.unflatten(1, (2, 44))[:, :, :-1].flatten(1, 2), down=it.down[..., :-1].contiguous())
+    assert it.error(narrow.run()) > 4 * tolerance
+
+
+def interpreted_shares() -> None:
+    """Four ranks' shares of 11 columns add up to the whole; three of them do not."""
+    for tokens in (2, 12):
+        it = case(tokens, n=72, m=44, top_k=3)
+        parts = [it.share(rank, 4).run() for rank in range(4)]
+        assert it.error(sum(parts, torch.zeros(()))) < TOLERANCE
+        assert it.error(sum(parts[1:], torch.zeros(()))) > 100 * TOLERANCE
+
+
+def interpreted_skew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One expert with every token, more than a CTA takes at once, and assignments that one block does not hold; a row's bits do
+    not depend on the rows beside it."""
+    it = case(150, n=16, m=16, count=4, top_k=1)
+    monkeypatch.setattr(kernels.experts, "_GROUP_BLOCK", 64)
+    it = replace(it, chosen=torch.zeros_like(it.chosen))
+    found = it.run()
+    assert it.error(found) < TOLERANCE
+    apart = replace(it, x=it.x.clone(), chosen=it.chosen.clone())
+    apart.x[:-1], apart.chosen[1:-1] = torch.nan, 1
+    assert torch.equal(apart.run()[-1], found[-1])
