@@ -4,7 +4,8 @@
 #   make test | test-full                    the tiers pure, cpu and serve without the slow tests | everything that this machine can run
 #   make quality [QUALITY_ARGS=...]         the nano models' exam: every setup against transformers, every planted fault
 #   make lint | bench | clean                ruff, mypy and sizes | benchmarks | remove what the tools leave behind (not .venv)
-#   make dashboards | pictures               writes dashboards/*.json, alerts.yaml and METRICS.md from code | draws the boards of a live run, and a tide of load
+#   make dashboards | pictures               writes dashboards/*.json, alerts.yaml and METRICS.md from code | draws the boards of a live run, and steps of load
+#   make docs                               writes docs/settings.md and dashboards/METRICS.md from the declarations
 #   make install-gpu                         adds the extra [gpu]
 #
 # PYTHON (3.11 or 3.12) makes the virtual environment; pip's own settings decide where packages, and so torch's build, come from.
@@ -14,7 +15,7 @@ CONFIG ?= deploy/nano.yaml
 PYTEST_ARGS ?=
 
 VENV := .venv
-ROOMS := $(foreach room,kernels engine cluster deploy dashboards,$(if $(wildcard $(room)/*.py),$(room)))
+PACKAGES := $(foreach package,kernels engine cluster deploy dashboards,$(if $(wildcard $(package)/*.py),$(package)))
 BIN := $(VENV)/bin
 
 # A stamp a set of extras. While it is newer than the two files that say what to install, nothing asks pip.
@@ -24,7 +25,7 @@ EXTRAS-lint := [lint,test,dashboards]
 EXTRAS-dashboards := [dashboards]
 EXTRAS-gpu := [gpu]
 
-.PHONY: serve test test-full quality lint bench clean install-gpu dashboards pictures
+.PHONY: serve test test-full quality lint bench clean install-gpu dashboards docs pictures
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -44,7 +45,7 @@ quality: $(VENV)/.installed-test
 lint: $(VENV)/.installed-lint
 	@$(BIN)/python -m tests.support.sizes
 	$(BIN)/ruff check .
-	$(BIN)/mypy $(ROOMS)
+	$(BIN)/mypy $(PACKAGES)
 
 bench: $(VENV)/.installed-test
 	$(BIN)/python -m tests.bench.engine
@@ -52,6 +53,10 @@ bench: $(VENV)/.installed-test
 dashboards: $(VENV)/.installed-dashboards
 	$(BIN)/python -m dashboards.boards
 	$(BIN)/python -m dashboards.alerts
+	$(BIN)/python -m dashboards.metrics_reference
+
+docs: $(VENV)/.installed-serve
+	$(BIN)/python -m deploy.settings_reference
 	$(BIN)/python -m dashboards.metrics_reference
 
 pictures: $(VENV)/.installed-test

@@ -1,22 +1,13 @@
-"""What this node's GPUs can do, which attention backend that means, and why.
+"""What this node has for a group: its GPUs, as CUDA would show them, and FlashInfer's files.
 
-    SM100 family with FlashInfer   -> trtllm_mha
-    any other GPU                  -> triton
-    no GPU                         -> reference
-
-Asks NVML, never torch, so that the replica stays light. trtllm_mha is not there yet: its GPUs run triton.
+Asks NVML, never torch, so that the replica stays light. What attention runs on them is `cluster.attention_choice`'s.
 """
 
-import importlib.metadata
-import importlib.util
 import os
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
 
+from cluster.flashinfer_files import FlashInferFiles, flashinfer_files
 from engine.errors import ConfigError
-
-Backend = Literal["trtllm_mha", "triton", "reference"]
-_SM100 = 10
 
 
 @dataclass(frozen=True)
@@ -32,38 +23,26 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Capability:
-    """`backend_choice` is what these GPUs ask for; `reason` is one line for log and doctor."""
+    """The visible GPUs, and what of FlashInfer is installed beside them."""
 
-    backend_choice: Backend
-    reason: str
     gpus: tuple[Gpu, ...] = ()
+    flashinfer: FlashInferFiles = field(default_factory=FlashInferFiles)
 
     @property
-    def runs(self) -> Backend:
-        """What this version has for these GPUs."""
-        return "triton" if self.gpus else "reference"
+    def architecture(self) -> tuple[int, int] | None:
+        """The least compute capability of the GPUs; None where there are none."""
+        return min((gpu.capability for gpu in self.gpus), default=None)
 
     def __str__(self) -> str:
-        return f"attention {self.runs}; this node asks for {self.backend_choice}: {self.reason}"
+        gpus = ", ".join(sorted({f"{gpu.name} (SM{gpu.capability[0]}{gpu.capability[1]})" for gpu in self.gpus}))
+        flashinfer = f"FlashInfer {self.flashinfer.version}" if self.flashinfer.version else "no FlashInfer"
+        return f"{len(self.gpus)} x {gpus}, {flashinfer}" if gpus else "no GPU is visible"
 
 
 def probe(visible: str | None = None) -> Capability:
     """This node's capability. `visible` stands for CUDA_VISIBLE_DEVICES, which is read when it is None."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES") if visible is None else visible
-    return choose(visible_gpus(node_gpus(), named), flashinfer_version())
-
-
-def choose(gpus: tuple[Gpu, ...], flashinfer: str | None) -> Capability:
-    """The backend for `gpus`, given the version of FlashInfer that is installed (None: none)."""
-    if not gpus:
-        return Capability("reference", "no GPU is visible")
-    major, minor = min(gpu.capability for gpu in gpus)
-    device = f"{gpus[0].name} (SM{major}{minor})"
-    if major != _SM100:
-        return Capability("triton", f"{device} is not of the SM100 family", gpus)
-    if flashinfer is None:
-        return Capability("triton", f"{device} without FlashInfer (make install-gpu)", gpus)
-    return Capability("trtllm_mha", f"{device} with FlashInfer {flashinfer}", gpus)
+    return Capability(visible_gpus(node_gpus(), named), flashinfer_files())
 
 
 def check_group(capability: Capability, tp: int) -> tuple[Gpu, ...]:
@@ -119,13 +98,3 @@ def _gpu(index: int) -> Gpu:
         capability=tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
         memory=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
     )
-
-
-def flashinfer_version() -> str | None:
-    """The installed FlashInfer's version, or None. It is only looked up: importing it would import torch."""
-    if importlib.util.find_spec("flashinfer") is None:
-        return None
-    try:
-        return importlib.metadata.version("flashinfer-python")
-    except importlib.metadata.PackageNotFoundError:
-        return None

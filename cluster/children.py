@@ -1,4 +1,4 @@
-"""The child processes of a group: how one is spawned, spoken to and ended, and whose end is to blame for a group's.
+"""The child processes of a group: how one is spawned, spoken to and ended, and whose end caused a group's.
 
 Spawned plainly: no preexec_fn (it would run Python in the fork of a many-threaded process) and no new session (Ray kills a dead
 replica's process group, and that must reach the children). PR_SET_PDEATHSIG fires when the spawning *thread* ends.

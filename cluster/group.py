@@ -15,18 +15,21 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+import msgspec
+
 from cluster import children
-from cluster.capability import Capability, check_group, probe
+from cluster.attention_choice import AttentionChoice, choose_attention
+from cluster.capability import check_group, probe
 from cluster.children import Child, Command, ExitStatus, child_command
 from cluster.handshake import Handshake
 from engine.channel import create_shared, map_shared, ring_bytes
 from engine.config import EngineConfig
-from engine.lifeline import Allocate, BootArgs, Configure, Loaded, Ready
+from engine.lifeline import Allocate, BootArgs, Configure, Loaded, RanksReady, Ready, StepTimes, slowest
 from engine.memory import pages_of
 from engine.plan import RankStatus, StatusBlock
 from engine.protocol import Control, encode_message, frame
@@ -53,9 +56,9 @@ class _Shared:
 class Group:
     """A running group. Boot it from a thread that lives as long as the group must: a child dies with the thread that spawned it."""
 
-    def __init__(self, config: EngineConfig, capability: Capability, front: socket.socket, status: memoryview) -> None:
+    def __init__(self, config: EngineConfig, attention: AttentionChoice, front: socket.socket, status: memoryview) -> None:
         self.config = config
-        self.capability = capability
+        self.attention = attention
         self.front_socket = front
         self.children: list[Child] = []
         self.pages: tuple[int, ...] = ()
@@ -73,9 +76,11 @@ class Group:
         capability = probe("" if config.device == "cpu" else None)
         if config.device == "cuda":
             check_group(capability, config.tp)
+        attention = choose_attention(config, capability.architecture, capability.flashinfer)
+        config = msgspec.structs.replace(config, attention_decode=attention.decode, attention_extend=attention.extend)
         front, core = socket.socketpair()
         with _shared(config.tp) as shared, core:
-            group = cls(config, capability, front, map_shared(shared.status))
+            group = cls(config, attention, front, map_shared(shared.status))
             try:
                 group._spawn(shared, core, command)
                 group._handshake()
@@ -83,7 +88,7 @@ class Group:
                 group.kill()
                 raise
         group.boot_s = time.monotonic() - started
-        logger.info("group of %d ready in %.1f s, pages %s; %s", config.tp, group.boot_s, group.pages, capability)
+        logger.info("group of %d ready in %.1f s, pages %s; %s", config.tp, group.boot_s, group.pages, group.attention)
         return group
 
     def _spawn(self, shared: _Shared, core: socket.socket, command: Command) -> None:
@@ -102,12 +107,16 @@ class Group:
     def _handshake(self) -> None:
         ranks = self.children[: self.config.tp]
         handshake = Handshake(self.children, self.config.boot_timeout_s)
-        handshake.tell(Configure(self.config))
+        handshake.send(Configure(self.config))
         self.loaded = handshake.gather(ranks, Loaded)
         self.pages = pages_of(self.config, min(loaded.kv_bytes for loaded in self.loaded))
-        handshake.tell(Allocate(self.pages))
-        for child, ready in zip(self.children, handshake.gather(self.children, Ready), strict=True):
-            logger.info("%s ready (pid %d) %s", child.name, child.pid, ready.note)
+        handshake.send(Allocate(self.pages))
+        ready = handshake.gather(ranks, Ready)
+        core = self.children[self.config.tp]
+        core.send(RanksReady(_step_times(ready)))
+        ready += handshake.gather([core], Ready)
+        for child, message in zip(self.children, ready, strict=True):
+            logger.info("%s ready (pid %d) %s", child.name, child.pid, message.note)
 
     @property
     def pidfds(self) -> Mapping[str, int]:
@@ -164,6 +173,12 @@ class Group:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.kill()
+
+
+def _step_times(ready: Sequence[Ready]) -> StepTimes | None:
+    """What a step of all ranks takes, if they have measured it."""
+    measured = [message.step_times for message in ready if message.step_times is not None]
+    return slowest(measured) if measured else None
 
 
 def spin_polls(tp: int, cores: int) -> int:

@@ -1,6 +1,6 @@
 """The replica's side of the boot handshake: settings out, a message of one kind back from each, within a deadline.
 
-    Configure -> all    Loaded <- every rank    Allocate -> all    Ready <- all
+    Configure -> all    Loaded <- every rank    Allocate -> all    Ready <- every rank    RanksReady -> core    Ready <- core
 
 A child that ends, complains or says something else ends the boot, and the error raised names the first real cause: ConfigError with
 the child's own sentence when that is fit for the user (a bad checkpoint, a bad setting), EngineDead for everything else.
@@ -34,7 +34,7 @@ class Handshake:
                 self._poll.register(fd, select.POLLIN)
                 self._by_fd[fd] = child
 
-    def tell(self, message: BootMessage) -> None:
+    def send(self, message: BootMessage) -> None:
         """Send `message` to every child."""
         for child in self._children:
             child.send(message)
@@ -43,15 +43,15 @@ class Handshake:
         """One message of `kind` from each of `children`, in their order."""
         answers: dict[str, M] = {}
         while len(answers) < len(children):
-            for child in self._speaking([child.name for child in children if child.name not in answers], kind.__name__):
+            for child in self._readable([child.name for child in children if child.name not in answers], kind.__name__):
                 message = child.receive()
                 if not isinstance(message, kind) or child not in children or child.name in answers:
                     self._give_up(child, message)
                 answers[child.name] = message
         return [answers[child.name] for child in children]
 
-    def _speaking(self, missing: list[str], awaited: str) -> list[Child]:
-        """Children with something to hear; raises EngineDead at the deadline, and at once when a child has ended."""
+    def _readable(self, missing: list[str], awaited: str) -> list[Child]:
+        """Children that have sent something; raises EngineDead at the deadline, and at once when a child has ended."""
         left = self._deadline - time.monotonic()
         ready = self._poll.poll(max(0.0, left) * 1000)
         if not ready:

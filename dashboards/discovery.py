@@ -5,7 +5,7 @@
                                            nodes -----------------------> /ray       http_sd of Ray's own exporters, one a node
 
 A replica that is silent for SILENT_S is no target any more; after GONE_S it counts as vanished, and its last counts go into the
-retired ones, when Prometheus has long ceased to scrape it. Gone is gone: a beat of it afterwards is refused, or its counts would be
+retired ones, when Prometheus has long ceased to scrape it. A later heartbeat of it is refused, or its counts would be
 there twice. What a replica had open when it went is lost with it: its final counts have as many more requests that ended `dead`.
 """
 
@@ -94,7 +94,7 @@ class ReplicaRegistry(Collector):
     # -- replicas
 
     def heartbeat(self, target: ScrapeTarget, counts: Counts) -> HeartbeatReply:
-        """A replica lives, and has counted so far; the first beat registers it. `gone`: it has left, or was given up."""
+        """A replica lives, and has counted so far; the first heartbeat registers it. `gone`: it has left, or was given up."""
         with self._lock:
             if target.replica in self._gone:
                 return "gone"
@@ -105,7 +105,7 @@ class ReplicaRegistry(Collector):
             return "ok"
 
     def deregister(self, target: ScrapeTarget, cause: str | None, counts: Counts) -> None:
-        """A replica's last word; `cause`: one of CAUSES, or None for an orderly end. Idempotent: the first one counts."""
+        """A replica's last message; `cause`: one of CAUSES, or None for an orderly end. Idempotent: the first one counts."""
         with self._lock:
             if target.replica not in self._gone:
                 self._members[target.replica] = _Member(target, counts, self._clock())
@@ -161,7 +161,7 @@ class ReplicaRegistry(Collector):
         yield from families.values()
 
     def _living(self, place: tuple[str, str]) -> list[Counts]:
-        """Of the replicas of a deployment that are not given up, as of their last beat."""
+        """Of the replicas of a deployment that are not given up, as of their last heartbeat."""
         return [each.counts for each in self._members.values() if (each.target.application, each.target.deployment) == place]
 
     def _show_groups(self, families: dict[str, Family]) -> None:
@@ -191,10 +191,10 @@ def _show_retired(families: dict[str, Family], place: tuple[str, str], retired: 
     _show_counts(families, place, RETIRED, [retired.counts])
 
 
-def _show_counts(families: dict[str, Family], place: tuple[str, str], rows: Mapping[str, Metric], books: list[Counts]) -> None:
-    """The sum of `books` under the names that `rows` have for its counters."""
+def _show_counts(families: dict[str, Family], place: tuple[str, str], rows: Mapping[str, Metric], summands: list[Counts]) -> None:
+    """The sum of `summands` under the names that `rows` have for its counters."""
     total: Counter[tuple[str, tuple[str, ...]]] = Counter()
-    for counts in books:
+    for counts in summands:
         total.update(counts)  # type: ignore[arg-type]  # it adds, whatever the numbers are
     for (name, values), value in total.items():
         if name in rows:

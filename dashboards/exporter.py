@@ -170,7 +170,7 @@ class Exporter(Collector):
     # -- the core's figures
 
     def _loaded(self, event: EngineLoad) -> None:
-        """Levels are set at the scrape; what counts since boot moves the counters on by what is new."""
+        """Gauges are set at the scrape; what counts since boot moves the counters on by what is new."""
         last, self._load = self._load, event
         if last is None or event.load.step == last.load.step or event.interval_s is None:
             return
@@ -234,7 +234,7 @@ class Exporter(Collector):
         return generate_latest(self.registry).decode()
 
     def counts(self) -> Counts:
-        """Every counter's value now, but those of single ranks: what outlives the group in the discovery's books."""
+        """Every counter's value now, but those of single ranks: what discovery keeps when the group has gone."""
         with self._scraping:
             self._refresh()
             rows = [row for row in ENGINE if row.kind == "counter" and "rank" not in row.labels]

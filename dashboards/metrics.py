@@ -147,17 +147,17 @@ _REQUESTS = (
         "quartet_requests_in_flight",
         "gauge",
         "requests",
-        "Requests without an end, read at the scrape from the front's own book. received - sum(requests) - in_flight is 0, or"
+        "Requests without an end, read at the scrape from the front end's own count. received - sum(requests) - in_flight is 0, or"
         " one is lost.",
     ),
     Metric(
-        "quartet_core_requests_received_total", "counter", "requests", "Requests that the core has read, as its last report says."
+        "quartet_core_requests_received_total", "counter", "requests", "Requests that the core has read, by its last report."
     ),
     Metric(
         "quartet_core_requests_total",
         "counter",
         "requests",
-        "Requests on which the core has said its last word, as its last report says.",
+        "Requests that have ended in the core, by its last report.",
         ("end",),
     ),
     Metric(

@@ -1,6 +1,6 @@
 """Draws the committed boards from a Prometheus: `python -m dashboards.pictures --prometheus URL --minutes 15 FOLDER`.
 
-The panels' queries, units, legends and places are the boards' own; the skin is matplotlib's, not Grafana's. It comes with the extra
+The panels' queries, units, legends and places are the boards' own; drawn by matplotlib, not by Grafana. It comes with the extra
 [dashboards].
 """
 

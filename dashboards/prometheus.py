@@ -122,7 +122,7 @@ class Prometheus:
         with (folder / "log").open("wb") as log:
             self._process = subprocess.Popen(
                 [
-                    *_fate_shared(),
+                    *_dies_with_parent(),
                     self._binary,
                     f"--config.file={folder / 'prometheus.yml'}",
                     f"--storage.tsdb.path={folder / 'data'}",
@@ -188,7 +188,7 @@ def _point(pair: Sequence[Any]) -> tuple[float, float]:
     return float(pair[0]), float(pair[1])
 
 
-def _fate_shared() -> list[str]:
+def _dies_with_parent() -> list[str]:
     """What a command begins with to end with us, even where we are killed; nothing where util-linux is not."""
     setpriv = shutil.which("setpriv")
     return [setpriv, "--pdeathsig", "TERM", "--"] if setpriv else []

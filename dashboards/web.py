@@ -1,4 +1,4 @@
-"""What the small HTTP servers of this room share: a handler that answers GET from one function, and says nothing of it."""
+"""What the small HTTP servers of this package share: a handler that answers GET from one function, and says nothing of it."""
 
 from collections.abc import Callable
 from contextlib import suppress

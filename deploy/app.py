@@ -62,7 +62,7 @@ def build(args: dict[str, Any]) -> Application:
 def deployment_options(settings: Settings) -> dict[str, Any]:
     """Serve's options where the YAML's `deployments:` says nothing else."""
     logging_config = logs.serve_config(settings.logs)
-    gpus = {"num_gpus": settings.tp, "num_cpus": 1} if settings.needs_gpus else {"num_gpus": 0, "num_cpus": 0.5}
+    gpus = {"num_gpus": settings.engine.tp, "num_cpus": 1} if settings.needs_gpus else {"num_gpus": 0, "num_cpus": 0.5}
     return {
         # The guard around Serve lets no more in than this, so that Serve never refuses anything itself, in words of its own.
         "max_ongoing_requests": settings.limits.requests,
@@ -103,7 +103,7 @@ class Quartet:
         self._group: Group | None = None
         self._settings = Settings.read(args)
         logs.install(self._settings.logs)
-        _say_how_ray_was_started()
+        _warn_about_ray_settings()
         config = configure(self._settings, place(self._settings))
         self._group = Group.boot(config)  # blocks this loop: there is nothing to serve yet
         try:
@@ -116,8 +116,8 @@ class Quartet:
     async def _open(self, group: Group, config: EngineConfig) -> None:
         settings, folder = self._settings, Path(config.model)
         replica = serve.get_replica_context()
-        attention = "triton" if config.device == "cuda" else "reference"
-        about = {"model_name": settings.name, "build": settings.build, "attention": attention, "tp": str(settings.tp)}
+        chosen, tp = group.attention.name, str(settings.engine.tp)
+        about = {"model_name": settings.name, "build": settings.build, "attention": chosen, "tp": tp}
         self._exporter = Exporter(about, exporter_facts(settings, config, group.boot_s))
         metrics = self._exporter.serve(settings.metrics.host, settings.metrics.port)
         self._demand = Demand(config.max_seqs, settings.metrics.ttft_objective_s)
@@ -129,7 +129,7 @@ class Quartet:
             text=TextProcessor.load(folder),
             engine=self._client,
             vocab=read_geometry(folder).vocab,
-            max_len=settings.max_len,
+            max_len=settings.engine.max_len,
             defaults=Defaults.read(folder),
             limits=settings.limits,
             logs=settings.logs,
@@ -137,7 +137,7 @@ class Quartet:
             max_tokens=settings.max_tokens,
             capacity=settings.capacity,
             queue_tokens=settings.queue_tokens,
-            about={"metrics": metrics, "attention": str(group.capability)},
+            about={"metrics": metrics, "attention": str(group.attention)},
         )
         self._watcher = Watcher(group, self._died, waiting=lambda: self._client.waiting_since, raylet=raylet_pid())
         self._watcher.start()
@@ -171,21 +171,21 @@ class Quartet:
             return
         self._closing = True
         self._client.fail(death.sentence)
-        self._exit = asyncio.ensure_future(self._leave(death))
+        self._exit = asyncio.ensure_future(self._exit_replica(death))
 
-    async def _leave(self, death: Death) -> None:
+    async def _exit_replica(self, death: Death) -> None:
         """Children first (they may hold GPUs), flushing meanwhile; then the fastest way to a new replica."""
         try:
             assert self._group is not None
             loop = asyncio.get_running_loop()
             killed = loop.run_in_executor(None, self._group.kill)
-            told = loop.run_in_executor(None, self._last_word(death.cause))
+            deregistered = loop.run_in_executor(None, self._deregister(death.cause))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._service.idle.wait(), FLUSH_S)
             await asyncio.sleep(0.02)  # the last bytes are the transport's by now; let it write them
             traced = loop.run_in_executor(None, self._service.end, FLUSH_S)
             await killed
-            await told
+            await deregistered
             await traced
             logger.error("replica exits: %s", death)
             sys.stderr.write(f"quartet: the group ended ({death}); this replica exits, Serve starts a new one\n")
@@ -193,7 +193,7 @@ class Quartet:
         finally:
             os._exit(1)
 
-    def _last_word(self, cause: str | None) -> Callable[[], None]:
+    def _deregister(self, cause: str | None) -> Callable[[], None]:
         """What tells discovery that this replica is gone; it blocks for half a second at most."""
         return (lambda: None) if self._heartbeats is None else partial(self._heartbeats.deregister, cause)
 
@@ -206,14 +206,14 @@ class Quartet:
         self._watcher.close()
         self._client.stop()
         await asyncio.get_running_loop().run_in_executor(None, self._group.close)
-        await asyncio.get_running_loop().run_in_executor(None, self._last_word(None))
+        await asyncio.get_running_loop().run_in_executor(None, self._deregister(None))
         await self._client.close()
         await asyncio.get_running_loop().run_in_executor(None, self._service.end, TRACES_S)
         self._exporter.close()
 
 
-def _say_how_ray_was_started() -> None:
-    """Once a replica: what a plain `ray start` leaves on the table."""
+def _warn_about_ray_settings() -> None:
+    """Once a replica: settings that a plain `ray start` leaves at costly defaults."""
     if environment.niceness() > 0:
         logger.warning(
             "this replica runs at niceness %d, and so do its ranks: start Ray with RAY_worker_niceness=0", environment.niceness()

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from cluster.capability import probe
 from deploy.models.resolve import resolve, suppressed
 from deploy.settings import Settings
@@ -27,14 +29,10 @@ def place(settings: Settings) -> Placement:
 
 def configure(settings: Settings, node: Placement) -> EngineConfig:
     """The engine's own settings."""
-    kept = ("tp", "dtype", "max_seqs", "max_len", "prefill_budget", "pages", "attention", "memory_fraction")
-    core = ("core_log", "policy", "prefix_cache", "prefix_cache_share")
-    timeouts = ("step_timeout_s", "heartbeat_timeout_s", "boot_timeout_s")
-    values = {name: getattr(settings, name) for name in (*kept, *core, *timeouts)}
     return engine_config(
         model=str(node.folder),
         device=node.device,
         load_format=node.load_format,
         suppress=suppressed(node.folder),
-        **values,
+        **msgspec.structs.asdict(settings.engine),
     )

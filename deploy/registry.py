@@ -30,7 +30,7 @@ logger = logging.getLogger("ray.serve")
 
 
 class Discovery:
-    """The actor: the books, and their endpoint."""
+    """The actor: the replica registry, and its HTTP endpoint."""
 
     def __init__(self, host: str, port: int) -> None:
         self._registry = ReplicaRegistry()

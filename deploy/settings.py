@@ -5,14 +5,14 @@ An unknown key or a bad value is a ConfigError of one line that names it.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import pydantic
 import yaml
 from pydantic import Field
 
 from deploy.edge.edge_settings import FrozenSettings, LimitSettings, LogSettings, TracingSettings
-from engine.config import AttentionName, LogLevel, PolicyName
+from engine.config import EngineSettings, LoadFormat, declared
 from engine.errors import ConfigError
 
 IMPORT_PATH = "deploy.app:build"
@@ -20,78 +20,70 @@ DEPLOYMENT = "Quartet"
 
 
 class DiscoverySettings(FrozenSettings):
-    """The cluster's http_sd endpoint, on the head node. A cluster's first replica decides; a taken port gives way to a free one."""
+    """The cluster's http_sd endpoint, on the head node. A cluster's first replica decides."""
 
-    enabled: bool = True
-    host: str = "127.0.0.1"
-    port: int = Field(default=9464, ge=0, le=65535)
+    enabled: bool = Field(default=True, description="list the replicas' exporters for Prometheus")
+    host: str = Field(default="127.0.0.1", description="address of the list")
+    port: int = Field(default=9464, ge=0, le=65535, description="of the list; a taken port gives way to a free one")
 
 
 class MetricsSettings(FrozenSettings):
-    """Where the exporter of each replica listens. Port 0: a free one, written to the log and to `/health/ready`.
+    """Where the exporter of each replica listens, and by what it judges."""
 
-    aliases           vLLM's metric names too
-    ttft_objective_s  what a first token, and
-    tpot_objective_s  what a token after it, may take: quartet_slo_requests_total judges by them
-    """
-
-    host: str = "127.0.0.1"
-    port: int = Field(default=0, ge=0, le=65535)
-    aliases: bool = True
-    ttft_objective_s: float = Field(default=1.0, gt=0)
-    tpot_objective_s: float = Field(default=0.05, gt=0)
+    host: str = Field(default="127.0.0.1", description="address of each replica's exporter")
+    port: int = Field(default=0, ge=0, le=65535, description="0: a free one, written to the log and to /health/ready")
+    aliases: bool = Field(default=True, description="vLLM's metric names too")
+    ttft_objective_s: float = Field(default=1.0, gt=0, description="a first token in time, for quartet_slo_requests_total")
+    tpot_objective_s: float = Field(default=0.05, gt=0, description="a later token in time, for quartet_slo_requests_total")
     discovery: DiscoverySettings = DiscoverySettings()
 
 
+Model = TypeVar("Model", bound=FrozenSettings)
+
+
+def with_engine_settings(model: type[Model]) -> type[Model]:
+    """`model` with a field for each setting of the engine, as engine/config.py declares it."""
+    fields: dict[str, Any] = {
+        each.name: (each.type, Field(default=each.default, description=each.help, **each.bounds)) for each in declared()
+    }
+    return pydantic.create_model(model.__name__, __base__=model, __module__=model.__module__, __doc__=model.__doc__, **fields)
+
+
+@with_engine_settings
 class Settings(FrozenSettings):
-    """One deployment of one model.
+    """One deployment of one model: these keys, and those of engine.config.EngineSettings."""
 
-    model              a local folder, a Hugging Face hub id, `nano:<member>` (trained, beside the code: e2b, 26b-a4b, 31b),
-                       `random:<member>` (nano with random weights) or `dummy:<member>` (a public shape with random weights)
-    revision           of a hub id
-    served_model_name  what clients call it; default: the model's own name
-    tp                 ranks of a group: GPUs of one node
-    device             auto: cuda where NVML shows a GPU to this replica
-    max_queue          choices that may wait beyond max_seqs; more are refused at once (default: 256, or four times max_seqs)
-    max_queue_tokens   tokens of the prompts that wait; a prompt may always wait alone (default: 32 prompts of max_len)
-    core_log           info: a line a second of work and class of step on stderr; debug: a line a step; warning: none
-    policy             who is served when: fair, or arrival (strictly in order)
-    prefix_cache       keep the pages of prompts and answers for requests that begin alike
-    prefix_cache_share  how much of each pool may lie idle for that
-    pages              pages of each KV group, null page included; default: sized by need
-    wait_for_nodes     do not refuse when no node can hold a group now: the cluster scales GPU nodes from zero
-    build              any string; changing it makes Serve replace the replicas (it compares configuration, not code)
-    """
-
-    model: str = Field(min_length=1)
-    revision: str | None = None
-    served_model_name: str | None = Field(default=None, min_length=1, max_length=256)
-    tp: int = Field(default=1, ge=1, le=64)
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    load_format: Literal["safetensors", "dummy"] | None = None
-    attention: AttentionName | None = None
-    max_seqs: int = Field(default=16, ge=1, le=4096)
-    max_len: int = Field(default=2048, ge=2)
-    max_queue: int | None = Field(default=None, ge=0)
-    max_queue_tokens: int | None = Field(default=None, ge=1)
-    prefill_budget: int = Field(default=512, ge=1)
-    core_log: LogLevel = "info"
-    policy: PolicyName = "fair"
-    prefix_cache: bool = True
-    prefix_cache_share: float = Field(default=1.0, gt=0, le=1)
-    pages: tuple[int, ...] | None = None
-    memory_fraction: float = Field(default=0.9, gt=0, le=1)
-    step_timeout_s: float = Field(default=60.0, gt=0)
-    heartbeat_timeout_s: float = Field(default=3.0, gt=0)
-    boot_timeout_s: float = Field(default=600.0, gt=0)
+    model: str = Field(
+        min_length=1,
+        description="a local folder, a Hugging Face hub id, nano:<member> (trained, beside the code: e2b, 26b-a4b, 31b), "
+        "random:<member> (nano with random weights) or dummy:<member> (a public shape with random weights)",
+    )
+    revision: str | None = Field(default=None, description="of a hub id")
+    served_model_name: str | None = Field(
+        default=None, min_length=1, max_length=256, description="what clients call it; none: the model's own name"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda where NVML shows a GPU to this replica")
+    load_format: LoadFormat | None = Field(default=None, description="dummy: random weights; none: as `model` says")
+    max_queue: int | None = Field(
+        default=None, ge=0, description="choices that may wait beyond max_seqs; none: 256, or four times max_seqs"
+    )
+    max_queue_tokens: int | None = Field(
+        default=None, ge=1, description="prompt tokens that may wait; one prompt always may; none: 32 prompts of max_len"
+    )
     max_tokens: int | None = Field(default=None, ge=1, description="default of a chat completion; none: what fits")
     metrics: MetricsSettings = MetricsSettings()
     limits: LimitSettings = LimitSettings()
     logs: LogSettings = LogSettings()
     tracing: TracingSettings = TracingSettings()
-    wait_for_nodes: bool = False
-    build: str = ""
+    wait_for_nodes: bool = Field(
+        default=False, description="do not refuse when no node can hold a group now: the cluster starts GPU nodes on demand"
+    )
+    build: str = Field(default="", description="any string; a change makes Serve replace the replicas (it compares no code)")
+
+    @property
+    def engine(self) -> EngineSettings:
+        """The engine's part."""
+        return EngineSettings(**{name: getattr(self, name) for name in EngineSettings.__struct_fields__})
 
     @property
     def name(self) -> str:
@@ -101,12 +93,13 @@ class Settings(FrozenSettings):
     @property
     def capacity(self) -> int:
         """Choices that a replica takes on at once, running or waiting."""
-        return self.max_seqs + (max(256, 4 * self.max_seqs) if self.max_queue is None else self.max_queue)
+        running = self.engine.max_seqs
+        return running + (max(256, 4 * running) if self.max_queue is None else self.max_queue)
 
     @property
     def queue_tokens(self) -> int:
         """Tokens of prompts that may wait at once."""
-        return 32 * self.max_len if self.max_queue_tokens is None else self.max_queue_tokens
+        return 32 * self.engine.max_len if self.max_queue_tokens is None else self.max_queue_tokens
 
     @property
     def needs_gpus(self) -> bool:

@@ -61,7 +61,7 @@ class Waiter:
         self._polls = 0
 
     def reset(self) -> None:
-        """Something came."""
+        """Something arrived: restart the back-off."""
         self._polls = 0
 
     def wait(self) -> None:

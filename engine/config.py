@@ -1,9 +1,16 @@
-"""Settings of one engine group: frozen, validated once, handed to every process over the boot handshake."""
+"""Settings of one engine group: each declared once, with its default, bounds and help; frozen, and handed to every process at boot.
 
+    EngineSettings   what a user may set. deploy/settings.py (YAML), `quartet plan` (options), `quartet check-config` and
+                     docs/settings.md are made from it: a new setting is one field here
+    EngineConfig     the same, with what the model and the node decide
+"""
+
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
+from msgspec import NODEFAULT, Meta
 
 from engine.errors import ConfigError
 from engine.geometry import PAGE_SIZE, Geometry, check_tp, kv_groups, read_geometry
@@ -13,52 +20,110 @@ DType = Literal["float32", "bfloat16"]
 LoadFormat = Literal["safetensors", "dummy"]
 LogLevel = Literal["debug", "info", "warning"]
 PolicyName = Literal["fair", "arrival"]
-AttentionName = Literal["reference", "triton"]
+AttentionName = Literal["reference", "triton", "trtllm_mha"]
+
+_SIZES = {"sizes": True}  # decides what fits into memory, so that `quartet plan` has an option for it
 
 
-class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a user may set. The description is the help that users read; times are in seconds."""
+
+    tp: Annotated[int, Meta(ge=1, le=64, description="ranks of a group: GPUs of one node", extra=_SIZES)] = 1
+    dtype: Annotated[DType, Meta(description="of weights, activations and KV cache", extra=_SIZES)] = "bfloat16"
+    max_seqs: Annotated[int, Meta(ge=1, le=4096, description="sequences running at once", extra=_SIZES)] = 16
+    max_len: Annotated[int, Meta(ge=2, description="tokens of one sequence, prompt and output", extra=_SIZES)] = 2048
+    prefill_budget: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="rows of a step that computes prompt tokens, decode rows among them; a quarter is always the prompts'",
+            extra=_SIZES,
+        ),
+    ] = 512
+    memory_fraction: Annotated[
+        float, Meta(gt=0, le=1, description="share of the device that weights and KV pools may take", extra=_SIZES)
+    ] = 0.9
+    pages: Annotated[
+        tuple[int, ...] | None, Meta(description="pages of each KV group, null page included; none: sized by need")
+    ] = None
+    prefix_cache: Annotated[bool, Meta(description="keep the KV pages of prompts and answers for requests that begin alike")] = True
+    prefix_cache_share: Annotated[
+        float, Meta(gt=0, le=1, description="share of each pool that idle cached pages may take; running sequences take it back")
+    ] = 1.0
+    policy: Annotated[PolicyName, Meta(description="who is served when: fair, or arrival (strictly in order)")] = "fair"
+    tpot_target_ms: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(
+            description="steps with prompt tokens are kept so short, by what the ranks measure at boot, that running streams get a "
+            "token every so many milliseconds; none: a step takes what prefill_budget allows",
+        ),
+    ] = None
+    attention: Annotated[
+        AttentionName | None, Meta(description="backend; none: by GPU and FlashInfer, and `quartet doctor` says which and why")
+    ] = None
+    attention_decode: Annotated[AttentionName | None, Meta(description="the same for decode rows alone")] = None
+    attention_extend: Annotated[AttentionName | None, Meta(description="the same for prefill chunks alone")] = None
+    flashinfer_download: Annotated[
+        bool, Meta(description="FlashInfer may fetch kernels that it lacks, at the first request that needs one")
+    ] = False
+    graphs: Annotated[bool, Meta(description="on a GPU, decode steps are captured as CUDA graphs and replayed")] = True
+    core_log: Annotated[
+        LogLevel, Meta(description="the core's log on stderr; info: a line a second and class of step; debug: a line a step")
+    ] = "info"
+    step_timeout_s: Annotated[float, Meta(gt=0, description="a step without progress for so long ends the group")] = 60.0
+    heartbeat_timeout_s: Annotated[
+        float, Meta(gt=0, description="a process that is not scheduled for so long ends the group")
+    ] = 3.0
+    boot_timeout_s: Annotated[float, Meta(gt=0, description="from spawn to ready")] = 600.0
+
+
+class EngineConfig(EngineSettings, frozen=True, kw_only=True):
     """One group. Built by `engine_config`, which checks it; never mutated.
 
-    model            local folder with config.json (and the weights, unless load_format is dummy)
-    tp               ranks
-    max_seqs         slots: sequences running at once
-    max_len          tokens of one sequence, prompt and output
-    prefill_budget   prompt tokens computed in one step, over all sequences
-    core_log         what the core writes to stderr: info, a line a second of work and class of step; debug, a line a step
-    policy           who is served when: "fair", or "arrival" (strictly in order)
-    prefix_cache     keep the pages of prompts and answers, and compute nothing twice that is still there
-    prefix_cache_share  how much of each pool may lie idle for it; running sequences take it back whenever they need it
-    pages            pages of each KV group, null page included; None: sized by need from `memory_fraction` of the device
-    attention        backend asked for; None: what the device runs: triton on a GPU, reference on a CPU
-    graphs           on a GPU, decode steps are captured and replayed
-    debug_hash       mix the bits of the final hidden rows into the state hash (tests; costs a copy a step)
-    step_timeout_s   a step that makes no progress for so long ends the group
-    heartbeat_timeout_s  a process that is not scheduled for so long ends the group
-    boot_timeout_s   spawn to ready
+    model       local folder with config.json (and the weights, unless load_format is dummy)
+    page        tokens of a KV page
+    suppress    token ids that are never sampled
+    debug_hash  mix the bits of the final hidden rows into the state hash (tests; costs a copy a step)
     """
 
     model: str
-    tp: int
     device: Device
-    dtype: DType
     load_format: LoadFormat = "safetensors"
-    max_seqs: int = 16
-    max_len: int = 2048
-    prefill_budget: int = 512
-    core_log: LogLevel = "info"
-    policy: PolicyName = "fair"
-    prefix_cache: bool = True
-    prefix_cache_share: float = 1.0
-    page: int = PAGE_SIZE
-    pages: tuple[int, ...] | None = None
-    attention: AttentionName | None = None
-    graphs: bool = True
-    memory_fraction: float = 0.9
+    page: Literal[16, 32, 64] = PAGE_SIZE
     suppress: tuple[int, ...] = ()
     debug_hash: bool = False
-    step_timeout_s: float = 60.0
-    heartbeat_timeout_s: float = 3.0
-    boot_timeout_s: float = 600.0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The declaration of one of EngineSettings' fields. `bounds`: ge, gt, le, lt. `sizes`: it decides what fits into memory."""
+
+    name: str
+    type: Any
+    default: Any
+    help: str
+    bounds: dict[str, Any]
+    sizes: bool
+
+
+def declared(struct: type[msgspec.Struct] = EngineSettings) -> tuple[Setting, ...]:
+    """Every setting that a user may set, in the order of declaration. AssertionError for one without default or help."""
+    hints = get_type_hints(struct, include_extras=True)
+    return tuple(_setting(field.name, hints[field.name], field.default) for field in msgspec.structs.fields(struct))
+
+
+def _setting(name: str, hint: Any, default: Any) -> Setting:
+    assert get_origin(hint) is Annotated, f"{name}: no Meta"
+    kind, meta = get_args(hint)[:2]
+    assert default is not NODEFAULT, f"{name}: no default"
+    assert meta.description, f"{name}: no description"
+    limits = meta
+    for option in get_args(kind):
+        if get_origin(option) is Annotated:  # a bounded number, or none
+            number, limits = get_args(option)
+            kind = number | None
+    bounds = {bound: value for bound in ("ge", "gt", "le", "lt") if (value := getattr(limits, bound)) is not None}
+    return Setting(name, kind, default, meta.description, bounds, bool((meta.extra or {}).get("sizes")))
 
 
 def engine_config(**settings: object) -> EngineConfig:
@@ -71,26 +136,13 @@ def engine_config(**settings: object) -> EngineConfig:
         config = msgspec.convert(settings, EngineConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"engine settings: {error}") from error
-    _check_numbers(config)
     _check_model(config, read_geometry(Path(config.model)))
     return config
 
 
-def _check_numbers(config: EngineConfig) -> None:
-    for name in ("tp", "max_seqs", "max_len", "prefill_budget"):
-        if getattr(config, name) < 1:
-            raise ConfigError(f"{name} must be at least 1, not {getattr(config, name)}")
-    for name in ("step_timeout_s", "heartbeat_timeout_s", "boot_timeout_s"):
-        if not getattr(config, name) > 0:
-            raise ConfigError(f"{name} must be positive, not {getattr(config, name)}")
-    if config.page not in (16, 32, 64):
-        raise ConfigError(f"page must be 16, 32 or 64, not {config.page}")
-    for name in ("memory_fraction", "prefix_cache_share"):
-        if not 0 < getattr(config, name) <= 1:
-            raise ConfigError(f"{name} must lie in (0, 1], not {getattr(config, name)}")
-
-
 def _check_model(config: EngineConfig, geometry: Geometry) -> None:
+    if config.tpot_target_ms is not None and config.max_len < 8:
+        raise ConfigError(f"tpot_target_ms needs a max_len of at least 8 to measure steps by, not {config.max_len}")
     if config.max_len > geometry.max_position:
         raise ConfigError(f"max_len {config.max_len} exceeds the model's {geometry.max_position} positions")
     check_tp(geometry, config.tp)

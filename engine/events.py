@@ -112,7 +112,7 @@ class ProcessFigures:
 
 @dataclass(frozen=True, slots=True)
 class ScrapeGauges:
-    """What is read at a scrape rather than told: the front's open requests, and the group's processes."""
+    """What is read at a scrape, not sent as an event: the front's open requests, and the group's processes."""
 
     open: int = 0
     processes: tuple[ProcessFigures, ...] = ()

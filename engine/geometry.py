@@ -8,13 +8,13 @@ one (`global_head_dim`, `num_global_key_value_heads`) and the one that transform
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from engine.checkpoint import generation_config, read_json
 from engine.errors import CheckpointError
 
 LayerKind = Literal["sliding", "full"]
-PAGE_SIZE = 32
+PAGE_SIZE: Final = 32
 _ARCHITECTURES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 
 

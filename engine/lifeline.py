@@ -1,6 +1,6 @@
 """The child's end of its lifeline: a socket pair to the replica that carries the boot handshake, and whose end of file means exit.
 
-    replica -> child   Configure, then Allocate once every rank has loaded
+    replica -> child   Configure, Allocate once every rank has loaded; to the core, RanksReady once every rank is
     child -> replica   Loaded (ranks), Ready, or Failed with the reason, before it exits
 
 It is the only two-way conversation in an engine. After `Ready` nothing is sent on it any more: it only has to stay open. A thread
@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import msgspec
@@ -79,10 +79,38 @@ class Allocate(msgspec.Struct, frozen=True, tag="allocate"):
     pages: tuple[int, ...]
 
 
+class StepTimes(msgspec.Struct, frozen=True):
+    """Measured (rows, milliseconds) of steps, both ascending: of decode rows alone, and of prompt tokens alone, from one row on.
+
+    tile  rows that large products are cut by: of a step with prompt tokens a part of a tile costs as much as the whole
+    """
+
+    decodes: tuple[tuple[int, float], ...]
+    prefills: tuple[tuple[int, float], ...]
+    tile: int = 1
+
+
+def slowest(measured: Sequence[StepTimes]) -> StepTimes:
+    """What a step takes that ends when its last rank does; all have measured the same rows."""
+    first = measured[0]
+    decodes, prefills = (
+        tuple((same[0][0], max(ms for _, ms in same)) for same in zip(*curves, strict=True))
+        for curves in ([times.decodes for times in measured], [times.prefills for times in measured])
+    )
+    return StepTimes(decodes, prefills, first.tile)
+
+
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """child -> replica: it will run the first plan. `note` is for the log."""
+    """child -> replica: it will run the first plan. `note` is for the log; `step_times` what a rank has measured, if it did."""
 
     note: str = ""
+    step_times: StepTimes | None = None
+
+
+class RanksReady(msgspec.Struct, frozen=True, tag="ranks_ready"):
+    """replica -> core: every rank is; how long their steps take, if they have measured it."""
+
+    step_times: StepTimes | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -92,7 +120,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     user: bool
 
 
-BootMessage = Configure | Loaded | Allocate | Ready | Failed
+BootMessage = Configure | Loaded | Allocate | Ready | RanksReady | Failed
 _decode = msgspec.msgpack.Decoder(BootMessage).decode
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -120,7 +148,7 @@ class BootSocket:
 
 
 class Lifeline:
-    """A child's side: dies with the replica, beats the heart, speaks the handshake."""
+    """A child's side: ends with the replica, sends heartbeats, takes part in the boot handshake."""
 
     def __init__(self, args: BootArgs) -> None:
         _die_with_parent(args.parent)
@@ -151,6 +179,12 @@ class Lifeline:
         message = self._receive()
         assert isinstance(message, Allocate), message
         return message.pages
+
+    def ranks_ready(self) -> StepTimes | None:
+        """Wait for the ranks; what they have measured."""
+        message = self._receive()
+        assert isinstance(message, RanksReady), message
+        return message.step_times
 
     def _receive(self) -> BootMessage:
         message = self._boot.receive()

@@ -63,7 +63,7 @@ class PrefillChunk:
 class Admission:
     """A sequence takes `slot`: all its tokens so far (after a preemption also generated ones) and how it samples.
 
-    `number` grows with every admission, so that a result can be told from one of the slot's last tenant. `prompt` is the
+    `number` grows with every admission, so that a result can be told from one of the slot's last sequence. `prompt` is the
     length of the prompt proper; `params.min_tokens` counts from there. `cached`: positions whose K and V its pages hold already.
     `tokens` may be any sequence of integers; a rank reads it as an int32 array.
     """

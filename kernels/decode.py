@@ -30,7 +30,6 @@ class DecodeTile:
     """How a launch is cut. A CTA takes every `splits`-th run of `keys` keys of a row's KV head, and d / `values` columns of V.
 
     early: the first run's loads are issued before q is normed, which pays where a CTA has but one or two runs
-    ahead: so many runs are fetched to L2 while earlier kernels end, from sm_90 on
     """
 
     keys: int
@@ -38,7 +37,6 @@ class DecodeTile:
     warps: int
     stages: int
     early: bool
-    ahead: int = 0
 
     def shared_bytes(self, d: int) -> int:
         """What the pipeline holds of K and V, q, and what layouts are exchanged in, in two bytes a number."""
@@ -48,7 +46,7 @@ class DecodeTile:
 class DecodeScratch:
     """Device memory that `decode_attention` sums in; zeroed once, left zeroed. Launches that follow each other may share it.
 
-    max_rows rows of a launch at most;  max_parts rows x splits of a launch at most, see `most_parts`
+    max_rows rows of a launch at most;  max_parts rows x splits of a launch at most
     parts    fp32 [max_parts, heads, head_dim], a split's own output;  lse fp32 [max_parts, values, heads], its base-2 log-sum-exp
     tickets  int32 [max_rows, kv_heads, values], how many splits are done
     """
@@ -64,21 +62,20 @@ class DecodeScratch:
 _MOST_VALUES = 8
 _MOST_SPLITS = 33
 _START = 6
-_AHEAD = 0  # runs that a default cut fetches to L2 while earlier kernels end: to be measured in a whole step
 
 
 def decode_splits(rows: int, kv_heads: int, head_dim: int, pages: int, processors: int) -> int:
     """Splits along the keys for a bucket of `rows` rows whose longest reads `pages` pages, on so many streaming multiprocessors.
 
     As measured on an H200 (tests/bench/attention.py). At head dim 256 a multiprocessor holds three CTAs: splits for all of them, at
-    most 33 and none without a page; where one split would all but fill them, five, so that the last wave is short. At 512 it holds
+    most 33 and none without a page; where one split would all but fill them, four, so that the last wave is short. At 512 it holds
     one, and waves take a turn a page, `_START` turns for a CTA's begin and end, and half a turn for each split one CTA adds up,
     where V's columns are not shared out. The splits that are never far from the fewest turns are taken, whether rows are as long as
     they may be or as short as a thousand tokens.
     """
     most, heads = min(pages, _MOST_SPLITS), rows * kv_heads
     if head_dim <= 256:
-        wanted = min(5 if 4 * heads > 9 * processors else max(1, 3 * processors // heads), most)
+        wanted = min(4 if 4 * heads > 9 * processors else max(1, 3 * processors // heads), most)
         return -(-pages // -(-pages // wanted))
 
     def turns(splits: int, held: int) -> float:
@@ -88,11 +85,6 @@ def decode_splits(rows: int, kv_heads: int, head_dim: int, pages: int, processor
     options, lengths = range(1, most + 1), [pages, *(1 << n for n in range(5, pages.bit_length()) if 1 << n < pages)]
     fewest = {held: min(turns(splits, held) for splits in options) for held in lengths}
     return min(options, key=lambda splits: max(turns(splits, held) / fewest[held] for held in lengths))
-
-
-def most_parts(buckets: Sequence[int], kv_heads: int, head_dim: int, pages: int, processors: int) -> int:
-    """`max_parts` of a scratch for all these buckets."""
-    return max(rows * decode_splits(rows, kv_heads, head_dim, pages, processors) for rows in buckets)
 
 
 def decode_tile(d: int, page: int, ctas: int, turns: int, itemsize: int = 2, shared: int = LARGE_SHARED) -> DecodeTile:
@@ -105,7 +97,9 @@ def decode_tile(d: int, page: int, ctas: int, turns: int, itemsize: int = 2, sha
     if itemsize == 4:
         return DecodeTile(16, 1, 4, 2, early=False)
     keys = min(page, 32)
-    if d <= 256:
+    if d <= 256 and ctas > 8 * 132:
+        tile = DecodeTile(2 * keys, 1, 4, 2, early=False)  # waves of CTAs follow one another: fewer, longer turns
+    elif d <= 256:
         deep = 200 <= ctas <= 264  # two on each of Hopper's 132 multiprocessors: room for one stage more
         tile = DecodeTile(keys, 1, 4, 4 if deep else 3, early=False) if turns > 1 else DecodeTile(keys, 1, 4, 2, early=True)
     elif ctas <= 66 and turns <= 2:
@@ -114,7 +108,7 @@ def decode_tile(d: int, page: int, ctas: int, turns: int, itemsize: int = 2, sha
         tile = DecodeTile(keys, 4 if ctas <= 33 else 1, 4, 3, early=False)
     while tile.shared_bytes(d) > shared and tile.keys > 16:
         tile = replace(tile, stages=2) if tile.stages > 2 else replace(tile, keys=tile.keys // 2)
-    return replace(tile, ahead=min(turns, _AHEAD))
+    return tile
 
 
 def decode_cut(rows: int, pool: Tensor, pages: int, processors: int) -> tuple[int, DecodeTile]:
@@ -314,7 +308,6 @@ def _launch(
         scratch.lse,
         scratch.tickets,
         page_ids.shape[1],
-        pool.shape[0],
         eps,
         warps=tile.warps,
         stages=tile.stages,
@@ -329,5 +322,4 @@ def _launch(
         KEYS=tile.keys,
         VALUES=tile.values,
         EARLY=tile.early,
-        AHEAD=tile.ahead,
     )

@@ -80,6 +80,7 @@ class _Launcher:
     variants: dict[int, Any]
     ready: bool = False
     late: int = 0
+    overlap: bool = True
     recorder: _Recorder | None = None
 
     @property
@@ -169,6 +170,16 @@ def variants() -> list[Any]:
     return list(_launcher.variants.values())
 
 
+@contextmanager
+def without_overlap() -> Iterator[None]:
+    """Inside the `with`, launches are made without PDL: a kernel starts when its predecessor has ended."""
+    before, _launcher.overlap = _launcher.overlap, False
+    try:
+        yield
+    finally:
+        _launcher.overlap = before
+
+
 def _count(compiled: Any) -> None:
     if id(compiled) not in _launcher.variants:
         _launcher.variants[id(compiled)] = compiled
@@ -205,6 +216,8 @@ def _type(arg: Any) -> str:
 
 
 def _has_pdl() -> bool:
+    if not _launcher.overlap:
+        return False
     if _launcher.target is not None:
         return _launcher.target >= (9, 0)
     return not INTERPRET and _device_capability(torch.cuda.current_device()) >= (9, 0)

@@ -5,10 +5,9 @@
 
 x [T, n], W [m, n], contiguous. A decode step reads every weight once, so up to 128 rows these are streams of weights, and the
 kernels exist to keep memory busy: weights are constant, so they are asked for before the kernel waits for its predecessors
-(kernels.launch), x after. One to four rows: products by lanes in fp32, weight tiles in registers (`_gemv`). Up to 16: tiles in
-registers that are an MMA's operand as they come from memory (`_mma`). Up to 128: `tl.dot` on tiles in shared memory (`_gemm`),
-rows padded. Above, and for dtypes other than bf16: cuBLAS. All sums are fp32. A row's result depends on that row
-alone, and on the kernel and tile that `kernels.tiles` names for the number of rows.
+(kernels.launch), x after. One or two rows: products by lanes in fp32, weight tiles in registers (`_gemv`). Up to 64: `tl.dot` on
+tiles in shared memory (`_gemm`), rows padded. Above, and for dtypes other than bf16: cuBLAS. All sums are fp32. A row's result
+depends on that row alone, and on the kernel and tile that `kernels.tiles` names for the number of rows.
 """
 
 import torch
@@ -20,9 +19,6 @@ from kernels.activation import geglu, gelu
 from kernels.launch import INTERPRET, launch, shared_memory, trigger, usable, wait
 from kernels.numerics import cast
 from kernels.tiles import GemmShape, Tile, choose
-
-# How many neighbouring elements of an operand's column a thread holds: Triton chooses 4 up to 3.7, later 2.
-WIDE_OPERAND = tl.constexpr(triton.__version__.startswith(("3.6.", "3.7.")))
 
 
 def linear(x: Tensor, weight: Tensor, out: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -81,7 +77,7 @@ def _tile(x: Tensor, shape: GemmShape) -> Tile | None:
 def _run(tile: Tile, x: Tensor, weight: Tensor, out: Tensor, *, gated: bool) -> Tensor:
     """Starts `tile`'s kernel."""
     rows, m = out.shape
-    kernel = {"gemv": _gemv, "mma": _mma, "gemm": _gemm}[tile.kind]
+    kernel = {"gemv": _gemv, "gemm": _gemm}[tile.kind]
     extra = {"SWAP": tile.swap} if tile.kind == "gemm" else {}
     launch(
         kernel, (triton.cdiv(m, tile.bn),), x, weight, out, rows,
@@ -147,111 +143,6 @@ def _gemv(
         if GATED:
             total = gelu(total) * tl.sum(sums[row * SIDES + 1], 1)
         tl.store(out + row * M + column, cast(total, out.dtype.element_ty), (column < M) & (row < T))
-
-
-@triton.jit
-def _pieces(
-    rows: tl.tensor, live: tl.tensor, turn: tl.tensor, K: tl.constexpr, WARPS: tl.constexpr, POLICY: tl.constexpr
-) -> tl.tensor:
-    """Of 8 rows and one turn, a piece of 32 columns for each warp: [WARPS * 8, 32], 16 bytes a thread; zeros behind K. `rows`:
-    pointers to the rows' first pieces, [WARPS * 8, 1]; those that are not `live` are zero."""
-    at = turn * WARPS * 32 + tl.arange(0, 32)[None, :]
-    inside = at + tl.arange(0, WARPS * 8)[:, None] // 8 * 32 < K
-    return tl.load(rows + at, mask=live & inside, other=0.0, eviction_policy=POLICY)
-
-
-@triton.jit
-def _lanes(pieces: tl.tensor, WARPS: tl.constexpr) -> tl.tensor:
-    """[WARPS, 8, 32] of pieces, columns renamed so that the 8 which a thread has loaded are those that it holds of an MMA's
-    operand: a sum over columns does not ask for their order, and nothing moves between threads."""
-    if WIDE_OPERAND:
-        columns = tl.permute(tl.reshape(pieces, [WARPS, 8, 4, 2, 4]), [0, 1, 3, 2, 4])
-    else:
-        columns = tl.permute(tl.reshape(pieces, [WARPS, 8, 4, 2, 2, 2]), [0, 1, 3, 4, 2, 5])
-    operand = tl.reshape(columns, [WARPS, 8, 32])
-    if INTERPRET:
-        operand = operand.to(tl.float32)
-    return operand
-
-
-@triton.jit
-def _sixteen(upper: tl.tensor, lower: tl.tensor, WARPS: tl.constexpr) -> tl.tensor:
-    """[WARPS, 16, 32] of two [WARPS, 8, 32]."""
-    return tl.reshape(tl.permute(tl.join(upper, lower), [0, 3, 1, 2]), [WARPS, 16, 32])
-
-
-@triton.jit(do_not_specialize=["T"])
-def _mma(
-    x: tl.tensor, weight: tl.tensor, out: tl.tensor, T: tl.tensor, M: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr, GATED: tl.constexpr, START: tl.constexpr, PDL: tl.constexpr,
-) -> None:  # fmt: skip
-    """BN outputs, 16 an MMA, of up to ROWS rows, 8 or 16. Each of BK / 32 warps has columns of its own; their sum comes last.
-    EARLY turns are on their way at any time, each in registers of its own."""
-    if START:
-        trigger(PDL)
-    WARPS: tl.constexpr = BK // 32
-    TURNS: tl.constexpr = (K + BK - 1) // BK
-    EIGHTS: tl.constexpr = BN // 8 * (2 if GATED else 1)
-    first = tl.program_id(0) * BN
-    lane = tl.arange(0, WARPS * 8)[:, None]
-    piece, eight, every = lane // 8 * 32, lane % 8, lane >= 0
-    bases: tl.tuple = ()
-    for j in tl.static_range(EIGHTS):
-        side = j // (BN // 8) * (M * K)
-        bases += (weight + side + tl.minimum(first + j % (BN // 8) * 8 + eight, M - 1).to(tl.int64) * K + piece,)
-    tiles: tl.tuple = ()
-    for early in tl.static_range(EARLY):
-        for j in tl.static_range(EIGHTS):
-            tiles += (_pieces(bases[j], every, early, K, WARPS, "evict_first"),)
-    wait(PDL)
-    values = _row_pieces(x + piece, eight, T, 0, K, WARPS, ROWS, EARLY)
-    sums = (tl.zeros([WARPS, 16, ROWS], tl.float32),) * (EIGHTS // 2)
-    for turn in range(0, TURNS, EARLY):
-        later: tl.tuple = ()
-        for early in tl.static_range(EARLY):
-            sums = _add_mmas(sums, tiles, values, early, WARPS, EIGHTS, ROWS // 8)
-            for j in tl.static_range(EIGHTS):
-                later += (_pieces(bases[j], every, turn + early + EARLY, K, WARPS, "evict_first"),)
-        tiles = later
-        values = _row_pieces(x + piece, eight, T, turn + EARLY, K, WARPS, ROWS, EARLY)
-    row = tl.arange(0, ROWS)[None, :]
-    for j in tl.static_range(BN // 16):
-        total = tl.sum(sums[j], 0)
-        if GATED:
-            total = gelu(total) * tl.sum(sums[j + BN // 16], 0)
-        column = first + j * 16 + tl.arange(0, 16)[:, None]
-        tl.store(out + row * M + column, cast(total, out.dtype.element_ty), (row < T) & (column < M))
-
-
-@triton.jit
-def _add_mmas(
-    sums: tl.tuple, tiles: tl.tuple, values: tl.tuple, TURN: tl.constexpr, WARPS: tl.constexpr, EIGHTS: tl.constexpr,
-    HALVES: tl.constexpr,
-) -> tl.tuple:  # fmt: skip
-    """`sums` [WARPS, 16, rows] of each 16 outputs, and their products of turn TURN with the rows' pieces, HALVES a turn."""
-    rows = _lanes(values[TURN * HALVES], WARPS)
-    if HALVES == 2:
-        rows = _sixteen(rows, _lanes(values[TURN * HALVES + 1], WARPS), WARPS)
-    rows = tl.trans(rows, 0, 2, 1)
-    added: tl.tuple = ()
-    for j in tl.static_range(EIGHTS // 2):
-        upper, lower = tiles[TURN * EIGHTS + 2 * j], tiles[TURN * EIGHTS + 2 * j + 1]
-        added += (tl.dot(_sixteen(_lanes(upper, WARPS), _lanes(lower, WARPS), WARPS), rows, sums[j]),)
-    return added
-
-
-@triton.jit
-def _row_pieces(
-    x: tl.tensor, eight: tl.tensor, T: tl.tensor, turn: tl.tensor,
-    K: tl.constexpr, WARPS: tl.constexpr, ROWS: tl.constexpr, TURNS: tl.constexpr,
-) -> tl.tuple:  # fmt: skip
-    """The pieces of all rows of x for TURNS turns, 8 rows each; zeros behind row T."""
-    pieces: tl.tuple = ()
-    for i in tl.static_range(TURNS):
-        for half in tl.static_range(ROWS // 8):
-            row = half * 8 + eight
-            pieces += (_pieces(x + row * K, row < T, turn + i, K, WARPS, ""),)
-    return pieces
 
 
 @triton.jit

@@ -83,7 +83,7 @@ def qkv_post(
     """Raw product of T tokens -> normed and roped q [T, heads, d]; their K and V go into their pages.
 
     qkv [T, (heads + sides * kv_heads) * d], cos_sin fp32 [T, 2 * pairs], norms and pool as in `kernels.decode.decode_attention`;
-    table int32 [slots, width]; slots and positions int [T]. A padding row (position -1) writes nothing, its q is undefined.
+    table int32 [slots, width]; slots and positions int [T]. A padding row (position -1) writes nothing into pages; its q is zero.
     """
     assert q.shape[0] == slots.shape[0] == positions.shape[0] == cos_sin.shape[0] == qkv.shape[0], (q.shape, qkv.shape)
     assert q.shape[2] == pool.shape[4], (q.shape, pool.shape)
@@ -127,6 +127,7 @@ def _post_reference(
     raw, k, v = split_heads(qkv, q.shape[1], pool)
     cos, sin = cos_sin.chunk(2, dim=1)
     q.copy_(norm_rope(raw, q_norm, cos, sin, eps))
+    q.masked_fill_((positions < 0)[:, None, None], 0)
     if k is None or v is None:
         return
     assert k_norm is not None, "a layer that writes K needs its norm"
@@ -179,13 +180,15 @@ def _post(
     weight = load_halves(q_norm + half, live, 1.0, HALF)
     wait(PDL)
     position = tl.load(positions + token)
+    at = q + (token * HEADS + head * GROUP + rows) * D + half
     if position < 0:
+        tl.store(at, tl.zeros([rows.shape[0], HALF], q.dtype.element_ty), live)
+        tl.store(at + HALF, tl.zeros([rows.shape[0], HALF], q.dtype.element_ty), live)
         return
     cos, sin = turn(cos_sin + token * 2 * PAIRS, half, live, PAIRS)
     raw = qkv + token * (HEADS + SIDES * KV_HEADS) * D
     x = load_halves(raw + (head * GROUP + rows) * D + half, live, 0.0, HALF)
     low, high, _ = norm_turn(*x, *weight, cos, sin, eps, D)
-    at = q + (token * HEADS + head * GROUP + rows) * D + half
     tl.store(at, cast(low, q.dtype.element_ty), live)
     tl.store(at + HALF, cast(high, q.dtype.element_ty), live)
     if SIDES > 0:

@@ -16,7 +16,7 @@ from kernels.qkv import load_halves, norm_turn, turn
 ROWS = tl.constexpr(16)  # rows of a product: the heads of a KV head, and padding
 
 
-@triton.jit(do_not_specialize=["width", "pages", "positions"])  # a mixed step's rows begin anywhere
+@triton.jit(do_not_specialize=["width", "positions"])  # a mixed step's rows begin anywhere
 def decode_kernel(
     qkv: tl.tensor,
     pool: tl.tensor,
@@ -30,7 +30,6 @@ def decode_kernel(
     lse: tl.tensor,
     tickets: tl.tensor,
     width: tl.tensor,
-    pages: tl.tensor,
     eps: tl.tensor,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -43,7 +42,6 @@ def decode_kernel(
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
     EARLY: tl.constexpr,
-    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """A CTA: one row, one KV head, one part of V's columns, one split of the keys. The last split to end adds them all.
@@ -66,8 +64,6 @@ def decode_kernel(
     k_weight = load_halves(k_norm + half, own, 1.0, HALF)
     ids = page_ids + row * width
     heads_k, heads_v = pool + head * PAGE * D, pool + KEPT + head * PAGE * D
-    if PDL:
-        _fetch_ahead(heads_k, ids, positions + row, split, part, width, pages, D, WINDOW, PAGE, SPLITS, KEYS, VALUES, KEPT, AHEAD)
     wait(PDL)
     trigger(PDL)  # not before: products that start early would take the memory that this one waits for
 
@@ -156,49 +152,6 @@ def decode_kernel(
             whole = _combine(lse_at, parts_at, columns, done, VALUES * HEADS, HEADS * D, D, GROUP, SPLITS, DV)
             few = tl.arange(0, triton.next_power_of_2(GROUP))[:, None]
             tl.store(out_at + few * D + columns[None, :], cast(whole, out.dtype.element_ty), few < GROUP)
-
-
-@triton.jit
-def _fetch_ahead(
-    side: tl.tensor,
-    ids: tl.tensor,
-    at: tl.tensor,
-    split: tl.tensor,
-    part: tl.tensor,
-    width: tl.tensor,
-    pages: tl.tensor,
-    D: tl.constexpr,
-    WINDOW: tl.constexpr,
-    PAGE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
-    KEPT: tl.constexpr,
-    AHEAD: tl.constexpr,
-) -> None:
-    """The first AHEAD runs of K and V on their way to L2 while earlier kernels end; the CTAs of one split take a part each.
-
-    Position and page ids are hints here, read past L1 and once more behind the wait: stale ones fetch other lines of the pool.
-    """
-    SIZE: tl.constexpr = side.dtype.element_ty.primitive_bitwidth // 8
-    LINES: tl.constexpr = KEYS * D * SIZE // 128 // VALUES
-    if AHEAD > 0 and KEYS <= PAGE:
-        position = tl.load(at, cache_modifier=".cg")
-        first = 0
-        if WINDOW > 0:
-            first = tl.maximum(position - WINDOW + 1, 0) // PAGE * PAGE
-        lines = (part * LINES + tl.arange(0, LINES)) * (128 // SIZE)
-        for turn in tl.static_range(AHEAD):
-            run = split + turn * SPLITS
-            page = tl.load(ids + run * KEYS // PAGE, run * KEYS // PAGE < width, other=-1, cache_modifier=".cg")
-            start = side + page.to(tl.int64) * (2 * KEPT) + run * KEYS % PAGE * D
-            known = ((page >= 0) & (page < pages) & (first + run * KEYS <= position)).to(tl.int32)
-            for half in tl.static_range(2):
-                line = start + half * KEPT + lines
-                tl.inline_asm_elementwise(
-                    "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
-                    "=r,l,r", [line, known], dtype=tl.int32, is_pure=False, pack=1,
-                )  # fmt: skip
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests.support.houserules import TIERS
+from tests.support.repo_rules import TIERS
 
 ORDER = ("pure", "cpu", "serve", "gpu", "gpu4")  # cheap tiers first: a broken leaf shows in seconds
 GPUS_NEEDED = {"gpu": 1, "gpu4": 4}

@@ -1,4 +1,4 @@
-"""The import law of the house: who may import whom, and that the control side needs neither torch nor transformers."""
+"""The import law: who may import whom, and that the control side needs neither torch nor transformers."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.houserules import CONTROL, LEAVES, ROOT, law_complaints, module_name, room_of, sources
+from tests.support.repo_rules import CONTROL, LEAVES, ROOT, law_complaints, module_name, package_of, sources
 
 pytestmark = pytest.mark.pure
 
@@ -37,7 +37,7 @@ BREACHES = [
         "import importlib\nimportlib.import_module('engine.core.loop')",
         "may not import engine.core",
     ),
-    ("engine.sidecar", "", "no room"),
+    ("engine.sidecar", "", "no package"),
     ("cluster.group", "def f():\n    import ray", "only deploy imports ray"),
     ("cluster.group", "from fastapi import FastAPI", "only deploy.edge imports fastapi"),
     ("cluster.group", "from deploy.settings import Settings", "may not import deploy"),
@@ -106,7 +106,7 @@ def import_all(root: str, names: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_repository_keeps_the_law() -> None:
-    """No file of the import packages imports what its room may not."""
+    """No file of the import packages imports what its package may not."""
     assert sources(), "no sources found: the checker looked in the wrong place"
     complaints = [
         line
@@ -158,4 +158,4 @@ def test_the_block_catches_a_planted_torch_import(tmp_path: Path) -> None:
 
 
 def _is_control(module: str) -> bool:
-    return module == "engine" or module in LEAVES or room_of(module) in CONTROL
+    return module == "engine" or module in LEAVES or package_of(module) in CONTROL

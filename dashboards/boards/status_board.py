@@ -179,7 +179,7 @@ TRUTH_ROW = Row(
         ),
         Panel(
             "Open, twice counted",
-            "Open requests by the replica's book and by the core's: they agree but for what is on its way.",
+            "Open requests as counted by the replica and by the core: they agree but for what is on its way.",
             "short",
             (
                 Query(BOARD.total("quartet_requests_in_flight", ("replica",)), "{{replica}} front"),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from deploy.settings import Settings
 
 HELP = """\
-Every key is checked: ours (deploy/settings.py lists them), Serve's, and what follows from the model's shape (context, tp).
+Every key is checked: ours (docs/settings.md lists them), Serve's, and what follows from the model's shape (context, tp).
 Nothing is started or downloaded. A model whose config.json is not on this machine is checked by its published shape where
 its name is a known one, and said to be unchecked where it is not.
 
@@ -65,8 +65,8 @@ def deployment_notes(app: dict[str, Any], settings: "Settings", source: str) -> 
         for name in ("max_ongoing_requests", "max_queued_requests"):
             if isinstance(most := options.get(name), int) and 0 <= most < settings.limits.requests:
                 yield f"{name} {most} is below limits.requests {settings.limits.requests}: beyond it Serve refuses in its own words"
-        if settings.needs_gpus and gpus is not None and gpus != settings.tp:
-            yield f"num_gpus is {gpus}, but tp {settings.tp} uses {settings.tp}: Ray would place replicas where they cannot run"
+        if settings.needs_gpus and gpus is not None and gpus != settings.engine.tp:
+            yield f"num_gpus is {gpus}, but tp needs {settings.engine.tp}: Ray would place replicas where they cannot run"
 
 
 def time_notes(app: dict[str, Any], http: dict[str, Any], settings: "Settings") -> Iterator[str]:

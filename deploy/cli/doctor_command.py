@@ -1,6 +1,7 @@
 """`quartet doctor`: what this machine has and lacks, a line a check."""
 
 import argparse
+import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +18,7 @@ the line names, `fail` does not work until you do what the line says.
 
   quartet doctor
   quartet doctor deploy/gemma4.yaml        also: can this machine hold what the config asks for?
+  quartet doctor --as sm100                which attention would run on that GPU with the FlashInfer that is here
   quartet doctor --json | jq '.findings[] | select(.state != "ok")'
 
 exit codes: 0 nothing fails (with --strict: nothing warns either); 1 something does"""
@@ -26,13 +28,14 @@ def register(commands: Subparsers) -> None:
     """Adds the subcommand."""
     parser = command(commands, "doctor", "what this machine can do, and what stands in the way", HELP)
     parser.add_argument("config", type=Path, nargs="?", help="a config that this machine is to serve")
+    parser.add_argument("--as", dest="architecture", type=architecture, metavar="SM100", help="choose attention as for that GPU")
     parser.add_argument("--strict", action="store_true", help="a warning counts as a failure")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints every finding; 1 where one of them is a no."""
-    findings = list(look(args.config))
+    findings = list(look(args.config, args.architecture))
     bad = {"fail", "warn"} if args.strict else {"fail"}
     fine = not any(finding.state in bad for finding in findings)
     counts = {state: sum(finding.state == state for finding in findings) for state in ("ok", "warn", "fail")}
@@ -43,8 +46,16 @@ def run(args: argparse.Namespace) -> int:
     return OK if fine else NO
 
 
-def look(config: Path | None) -> Iterator["Finding"]:
-    """Every check, in the order in which one would set a machine up."""
+def architecture(text: str) -> tuple[int, int]:
+    """`sm100`, `sm_100a` or `10.0` -> (10, 0)."""
+    found = re.fullmatch(r"(?:sm_?(\d{1,2})|(\d{1,2})\.)(\d)[af]?", text.lower())
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no compute capability such as sm100, sm90 or 12.0")
+    return int(found[1] or found[2]), int(found[3])
+
+
+def look(config: Path | None, asked: tuple[int, int] | None = None) -> Iterator["Finding"]:
+    """Every check, in the order in which one would set a machine up. asked: another GPU's compute capability, for attention."""
     from cluster.capability import probe
     from deploy.cli import machine_checks as checks
     from deploy.launcher import ROOT
@@ -52,6 +63,7 @@ def look(config: Path | None) -> Iterator["Finding"]:
     capability = probe()
     yield from checks.software()
     yield from checks.devices(capability)
+    yield from checks.attention(capability, config, asked)
     yield from checks.machine()
     yield from checks.ports(_port(config))
     yield checks.ingress()

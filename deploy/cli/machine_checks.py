@@ -17,9 +17,13 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal
 
+from cluster.attention_choice import IMAGE_LINE, SM100, choose_attention
 from cluster.capability import Capability, Gpu
+from cluster.flashinfer_files import FlashInferFiles
 from deploy import environment
 from deploy.launcher import HAPROXY_PORTS, ROOT, check_port
+from deploy.settings import Settings
+from engine.config import EngineConfig
 from engine.errors import ConfigError
 
 State = Literal["ok", "warn", "fail"]
@@ -108,6 +112,37 @@ def devices(found: Capability) -> Iterator[Finding]:
     yield links([gpu.index for gpu in found.gpus])
 
 
+def attention(found: Capability, path: Path | None, asked: tuple[int, int] | None) -> Iterator[Finding]:
+    """Which attention backend runs here, or on a GPU of compute capability `asked`, and why; with the settings of config `path`."""
+    from deploy.settings import read_config, read_settings
+
+    architecture = asked or found.architecture
+    settings = read_settings(read_config(path), str(path)) if path else [Settings(model="any")]
+    for each in settings:
+        name = f"attention of {each.name}" if len(settings) > 1 else "attention"
+        yield _attention(name, each, architecture if each.needs_gpus or asked else None, found.flashinfer)
+    if architecture is not None and found.flashinfer.version is not None:
+        yield _flashinfer(found.flashinfer, needs_cubins=architecture[0] == SM100)
+
+
+def _attention(name: str, settings: Settings, architecture: tuple[int, int] | None, files: FlashInferFiles) -> Finding:
+    names = ("tp", "dtype", "attention", "attention_decode", "attention_extend", "flashinfer_download")
+    asked = {key: getattr(settings, key) for key in names}
+    try:
+        choice = choose_attention(EngineConfig(model="", device="cuda" if architecture else "cpu", **asked), architecture, files)
+    except ConfigError as error:
+        return Finding(name, "fail", str(error))
+    return judge(name, not choice.advice, f"{choice.name}: {choice.reason}", choice.advice)
+
+
+def _flashinfer(files: FlashInferFiles, *, needs_cubins: bool) -> Finding:
+    kernels = f"kernels in {files.cubins}" if files.cubins else "no kernels of trtllm-gen on disk"
+    launcher = {"prebuilt": "launchers from flashinfer-jit-cache", "nvcc": "launchers built by nvcc"}.get(files.launcher or "")
+    good = files.launcher is not None and (files.cubins is not None or not needs_cubins)
+    line = f"{files.version}: {kernels}, {launcher or 'no way to build launchers'}"
+    return judge("flashinfer", good, line, f"in the image: {IMAGE_LINE}")
+
+
 def _kind(gpu: Gpu) -> str:
     return f"{gpu.name} (SM{gpu.capability[0]}{gpu.capability[1]}, {gpu.memory / 2**30:.0f} GiB)"
 
@@ -123,13 +158,13 @@ def links(indices: list[int]) -> Finding:
         handles = {index: pynvml.nvmlDeviceGetHandleByIndex(index) for index in indices}
         pairs = list(combinations(indices, 2))
         apart = [pair for pair in pairs if not _peers(handles, pair, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)]
-        deaf = [pair for pair in pairs if not _peers(handles, pair, pynvml.NVML_P2P_CAPS_INDEX_READ)]
+        without_p2p = [pair for pair in pairs if not _peers(handles, pair, pynvml.NVML_P2P_CAPS_INDEX_READ)]
     finally:
         pynvml.nvmlShutdown()
     if not apart:
         return Finding("nvlink", "ok", f"all {len(pairs)} pairs are linked: symmetric memory can carry the sums")
-    named = ", ".join(f"{first}-{second}" for first, second in (deaf or apart)[:4])
-    if not deaf:
+    named = ", ".join(f"{first}-{second}" for first, second in (without_p2p or apart)[:4])
+    if not without_p2p:
         return Finding("nvlink", "warn", f"no NVLink between {named}", "sums go over PCIe: correct, and slow")
     return Finding("nvlink", "fail", f"no peer access between {named}", "symmetric memory needs it: choose others")
 

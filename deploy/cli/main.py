@@ -17,6 +17,7 @@ from deploy.cli import (
     doctor_command,
     metrics_command,
     plan_command,
+    profile_command,
     serve_command,
 )
 from deploy.cli.output import CANNOT
@@ -29,6 +30,7 @@ COMMANDS = (
     doctor_command,
     plan_command,
     bench_command,
+    profile_command,
     metrics_command,
     dashboards_command,
 )
@@ -41,6 +43,7 @@ from nothing to tokens:
   quartet check-config deploy/gemma4.yaml      what is wrong with a config
   quartet serve deploy/nano.yaml               start Ray and serve; Ctrl-C drains
   quartet bench --concurrency 1 8 32           load, percentiles, and whether every request is accounted for
+  quartet profile dummy:31b --tp 4             where the time of a decode step goes
   quartet metrics                              the main figures, live
 
 `quartet COMMAND --help` teaches each. Every command but serve takes --json.

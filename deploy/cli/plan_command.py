@@ -4,9 +4,10 @@ import argparse
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from deploy.cli.output import NO, OK, Part, Subparsers, Table, command, emit, gib
+from engine.config import Setting, declared
 from engine.errors import CheckpointError, ConfigError
 from engine.geometry import read_geometry
 
@@ -19,7 +20,6 @@ GPUS = {"l40s": 46068, "a100-40": 40960, "a100": 81920, "h100": 81559, "h200": 1
 CONTEXTS = (1024, 4096, 9216, 32768, 131072)
 LONGEST = 32768  # max_len of a bare --model, where the model has so many positions
 TPS = (1, 2, 4, 8)
-_OVERRIDES = ("model", "tp", "dtype", "device", "max_seqs", "max_len", "prefill_budget", "memory_fraction")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 HELP = """\
@@ -42,19 +42,25 @@ def register(commands: Subparsers) -> None:
     parser = command(commands, "plan", "will this model fit: weights, KV pools, concurrency", HELP)
     parser.add_argument("config", type=Path, nargs="?", help="a Serve config; the options below win over it")
     parser.add_argument("--model", help="a shape by name, a hub id, or a folder")
-    parser.add_argument("--tp", type=int, help="GPUs of one group")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"])
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"])
-    parser.add_argument("--max-seqs", type=int, help="sequences running at once")
-    parser.add_argument("--max-len", type=int, help="tokens of one sequence, prompt and output")
-    parser.add_argument("--prefill-budget", type=int, help="prompt tokens computed in one step")
-    parser.add_argument("--memory-fraction", type=float, help="share of the device that weights and pools may take")
+    for each in sizes():
+        parser.add_argument("--" + each.name.replace("_", "-"), help=each.help, **_reading(each))
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--gpu", choices=GPUS, help="a GPU by name (default: this machine's)")
     size.add_argument("--gpu-memory", type=byte_size, metavar="SIZE", help="bytes of one GPU: 80GiB, 141GB")
     parser.add_argument("--reserve", type=byte_size, metavar="SIZE", help="held beside weights and pools (default: 1.5GiB)")
     parser.add_argument("--context", type=int, nargs="+", metavar="TOKENS", help="lengths to count sequences at")
     parser.set_defaults(run=run)
+
+
+def sizes() -> list[Setting]:
+    """The engine's settings that decide what fits into memory: an option each."""
+    return [each for each in declared() if each.sizes]
+
+
+def _reading(setting: Setting) -> dict[str, Any]:
+    """How argparse reads it: one of its values, or a number that Settings.read checks against the bounds."""
+    return {"choices": list(get_args(setting.type))} if get_origin(setting.type) is Literal else {"type": setting.type}
 
 
 def byte_size(text: str) -> int:
@@ -76,7 +82,8 @@ def wanted(args: argparse.Namespace) -> list["Settings"]:
     """The settings asked about: a config's, or defaults; options win. ConfigError names a bad one."""
     from deploy.settings import Settings, read_config, read_settings
 
-    given = {name: value for name in _OVERRIDES if (value := getattr(args, name)) is not None}
+    names = ("model", "device", *(each.name for each in sizes()))
+    given = {name: value for name in names if (value := getattr(args, name)) is not None}
     if args.config is None:
         if "model" not in given:
             raise ConfigError("plan: name a config file, or a --model")
@@ -98,11 +105,9 @@ def report(settings: "Settings", args: argparse.Namespace) -> dict[str, Any]:
         engine = sizing.configured(settings, folder)
         memory = 0 if engine.device == "cpu" else gpu_memory(args)
         weights, parameters = sizing.weigh(engine)
-        asked = {
-            "model": settings.model, "tp": engine.tp, "dtype": engine.dtype, "device": engine.device, "max_seqs": engine.max_seqs,
-            "max_len": engine.max_len, "prefill_budget": engine.prefill_budget, "memory_fraction": engine.memory_fraction,
-            "gpu_memory": memory, "reserve": reserve, "parameters": parameters, "weights_per_rank": weights,
-        }  # fmt: skip
+        given = {each.name: getattr(engine, each.name) for each in sizes()}
+        measured = {"gpu_memory": memory, "reserve": reserve, "parameters": parameters, "weights_per_rank": weights}
+        asked = {"model": settings.model, "device": engine.device, **given, **measured}
         try:
             return {**asked, **figures(sizing.size(engine, weights, memory, reserve), args.context)}
         except ConfigError as error:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from deploy.models.public_shapes import PUBLIC, ModelShape, config
-from engine.config import EngineConfig
+from engine.config import EngineConfig, declared
 from engine.errors import ConfigError
 from engine.geometry import KVGroup, kv_groups, read_geometry
 from engine.memory import cpu_budget, gpu_budget
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from engine.rank.models.gemma4 import Gemma4
 
 RESERVE = 3 << 29  # 1.5 GiB
-MAX_SEQS = 4096  # as deploy/settings.py bounds it
 _PUBLISHED = re.compile(r"(?:.*/)?gemma-4-(e2b|e4b|12b|26b-a4b|31b)(?:-it)?", re.IGNORECASE)
 
 
@@ -68,7 +67,8 @@ class Sizing:
 
     def most(self, tokens: int) -> int:
         """The largest max_seqs, up to the setting's bound, at which all slots can hold `tokens` tokens at once."""
-        return bisect.bisect_left(range(1, MAX_SEQS + 1), x=True, key=lambda slots: not self._all_fit(slots, tokens))
+        bound = next(int(each.bounds["le"]) for each in declared() if each.name == "max_seqs")
+        return bisect.bisect_left(range(1, bound + 1), x=True, key=lambda slots: not self._all_fit(slots, tokens))
 
     def _all_fit(self, slots: int, tokens: int) -> bool:
         from engine.memory import pages_of

@@ -156,7 +156,9 @@ class CompletionResponse(Response):
 
     def _usage(self, tokens: int) -> Usage:
         """All choices together. What one of them computed of the prompt was not cached, though the others found it then."""
-        return Usage(len(self._job.prompt), tokens, min(generation.cached for generation in self._generations))
+        cached = min(generation.cached for generation in self._generations)
+        reasoning = sum(generation.reasoning_tokens for generation in self._generations)
+        return Usage(len(self._job.prompt), tokens, cached, reasoning)
 
     async def _write(self, body: bytes, send: Send, *, more: bool) -> None:
         """One chunk; the first brings the headers along. The chunks go past everybody who only looks at the headers."""

@@ -14,28 +14,27 @@ class FrozenSettings(BaseModel):
 
 
 class LimitSettings(FrozenSettings):
-    """What one request may ask for, and how much of all there may be at once; beyond it the answer is a 4xx before any work.
+    """What one request may ask for, and how much of all there may be at once; beyond it the answer is a 4xx before any work."""
 
-    hosts         names in the Host header that are answered to, without ports; none: loopback's and that of http_options, where the
-                  launcher starts Serve and the address is no wildcard; any elsewhere
-    cors_origins  of web pages that may use the API; "*": all
-    """
-
-    hosts: tuple[str, ...] | None = None
-    cors_origins: tuple[str, ...] = ()
-    body_bytes: int = Field(default=8 << 20, ge=1024)
-    header_bytes: int = Field(default=32 << 10, ge=1024)
-    body_timeout_s: float = Field(default=30.0, gt=0)
-    stop_strings: int = Field(default=4, ge=0, le=64)
-    stop_bytes: int = Field(default=256, ge=1, le=4096)
-    stop_token_ids: int = Field(default=128, ge=0, le=1024)
-    top_logprobs: int = Field(default=20, ge=0, le=20)
-    n: int = Field(default=8, ge=1, le=64)
+    hosts: tuple[str, ...] | None = Field(
+        default=None,
+        description="names in the Host header that are answered to, without ports; none: loopback's and that of http_options where "
+        "the launcher starts Serve and the address is no wildcard, any elsewhere",
+    )
+    cors_origins: tuple[str, ...] = Field(default=(), description='of web pages that may use the API; "*": all')
+    body_bytes: int = Field(default=8 << 20, ge=1024, description="bytes of a request's body; more get 413")
+    header_bytes: int = Field(default=32 << 10, ge=1024, description="bytes of a request's headers; more get 431")
+    body_timeout_s: float = Field(default=30.0, gt=0, description="a body that has not come by then gets 408")
+    stop_strings: int = Field(default=4, ge=0, le=64, description="stop strings of a request")
+    stop_bytes: int = Field(default=256, ge=1, le=4096, description="bytes of a stop string")
+    stop_token_ids: int = Field(default=128, ge=0, le=1024, description="stop token ids of a request")
+    top_logprobs: int = Field(default=20, ge=0, le=20, description="alternatives per token whose logprobs may be asked for")
+    n: int = Field(default=8, ge=1, le=64, description="choices of a request")
     request_timeout_s: float = Field(default=600.0, gt=0, description="deadline of one request, from its head to its last byte")
     queue_timeout_s: float = Field(default=60.0, gt=0, description="a request that has not begun by then is refused with 429")
     requests: int = Field(default=4096, ge=16, description="requests of any kind that a replica may have at once; more get 429")
     uploads: int = Field(default=512, ge=1, description="bodies that may be on their way at once; the oldest gives way with 408")
-    upload_bytes: int = Field(default=256 << 20, ge=1 << 20, description="what has come of bodies that are on their way")
+    upload_bytes: int = Field(default=256 << 20, ge=1 << 20, description="bytes held of bodies that are on their way")
     write_timeout_s: float = Field(default=30.0, gt=0, description="a client that takes no byte for so long is dropped")
 
 
@@ -62,29 +61,31 @@ def shared_limits(limits: Iterable[LimitSettings], host: str) -> str:
 class LogSettings(FrozenSettings):
     """What a replica writes to Ray Serve's own log file of it (logs/serve/replica_*.log of Ray's session).
 
-    format  text, as Serve's default; json: one object a line, Serve's fields and ours, and Serve's access line gives way to ours
-    level   of our loggers and, with format json, of Serve's
-    access  one line a request at its end; false: only of those that failed by our fault
-    folder  where the files go instead
     Serve's own `logging_config` in the YAML stays in force while format is text and no folder is set.
     """
 
-    format: Literal["text", "json"] = "text"
-    level: Literal["debug", "info", "warning", "error"] = "info"
-    access: bool = True
-    folder: str | None = Field(default=None, min_length=1)
+    format: Literal["text", "json"] = Field(
+        default="text",
+        description="text: as Serve's default; json: one object a line, Serve's fields and ours, with our access line for Serve's",
+    )
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="of our loggers and, with format json, of Serve's"
+    )
+    access: bool = Field(default=True, description="one line a request at its end; false: only of those that failed by our fault")
+    folder: str | None = Field(default=None, min_length=1, description="where the files go; none: Ray's session")
 
 
 class TracingSettings(FrozenSettings):
-    """OpenTelemetry spans of each request. Without an endpoint nothing is imported, and nothing costs.
+    """OpenTelemetry spans of each request. Without an endpoint nothing is imported, and nothing costs."""
 
-    endpoint      OTLP over HTTP, whole: http://host:4318/v1/traces. Headers (keys) by OTEL_EXPORTER_OTLP_HEADERS, not from here
-    sample_ratio  of the requests whose caller has not decided by `traceparent`
-    queue         requests that may wait for the collector; beyond them spans are dropped, and counted
-    """
-
-    endpoint: str | None = Field(default=None, pattern=r"^https?://[^\s/]+(/\S*)?$")
-    sample_ratio: float = Field(default=1.0, ge=0, le=1)
-    service_name: str = Field(default="quartet", min_length=1, max_length=256)
-    queue: int = Field(default=2048, ge=1, le=1 << 20)
+    endpoint: str | None = Field(
+        default=None,
+        pattern=r"^https?://[^\s/]+(/\S*)?$",
+        description="OTLP over HTTP, whole: http://host:4318/v1/traces; keys by OTEL_EXPORTER_OTLP_HEADERS, not from here",
+    )
+    sample_ratio: float = Field(default=1.0, ge=0, le=1, description="of the requests whose caller has not decided by traceparent")
+    service_name: str = Field(default="quartet", min_length=1, max_length=256, description="the spans' service.name")
+    queue: int = Field(
+        default=2048, ge=1, le=1 << 20, description="requests that may wait for the collector; beyond, spans are dropped"
+    )
     timeout_s: float = Field(default=10.0, gt=0, description="one attempt to hand over a batch, retries included")

@@ -27,6 +27,26 @@ from deploy.edge.service import Service
 from engine.errors import QuartetError
 from engine.front.generation import Job
 
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {name: {"type": ["string", "null"]} for name in ("message", "type", "param", "code")},
+        }
+    },
+}
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"description": text, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
+    for status, text in (("4XX", "The request cannot be served as it is."), ("5XX", "The server failed, or is not ready."))
+}
+_GENERATED: dict[int | str, dict[str, Any]] = {
+    200: {"description": "Successful Response", "content": {"application/json": {}, "text/event-stream": {}}},
+    **_ERRORS,
+}
+
 
 def create_app(service: Service, *, echo: bool = True) -> ASGIApp:
     """The whole ASGI app of one replica. `echo`: it puts `x-request-id` on replies; not where Ray Serve does."""
@@ -50,13 +70,13 @@ def _for_browsers(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/chat/completions", response_model=None, openapi_extra=_body(ChatRequest))
+    @app.post("/v1/chat/completions", response_model=None, responses=_GENERATED, openapi_extra=_body(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         async with _admitted(service, request) as place:
             wanted = await _wanted(service, ChatRequest, request)
             return _answer(service, wanted, await service.chat_job(wanted), ChatFormat, place)
 
-    @app.post("/v1/completions", response_model=None, openapi_extra=_body(CompletionRequest))
+    @app.post("/v1/completions", response_model=None, responses=_GENERATED, openapi_extra=_body(CompletionRequest))
     async def completions(request: Request) -> Response:
         async with _admitted(service, request) as place:
             wanted = await _wanted(service, CompletionRequest, request)
@@ -103,23 +123,23 @@ def _add_models(app: FastAPI, service: Service) -> None:
     card = {"id": service.name, "object": "model", "created": service.created, "owned_by": "quartet"}
     card["max_model_len"] = service.max_len
 
-    @app.get("/v1/models", response_model=None)
+    @app.get("/v1/models", response_model=None, responses=_ERRORS)
     async def models() -> Response:
         return json_response({"object": "list", "data": [card]})
 
-    @app.get("/v1/models/{model:path}", response_model=None)
+    @app.get("/v1/models/{model:path}", response_model=None, responses=_ERRORS)
     async def model(model: str) -> Response:
         service.check_model(model)
         return json_response(card)
 
 
 def _add_health(app: FastAPI, service: Service) -> None:
-    @app.get("/health/live", response_model=None)
+    @app.get("/health/live", response_model=None, responses=_ERRORS)
     async def live() -> Response:
         return json_response({"status": "live"} if service.engine.dead is None else {"status": "dead"}, _status(service))
 
-    @app.get("/health", response_model=None)
-    @app.get("/health/ready", response_model=None)
+    @app.get("/health", response_model=None, responses=_ERRORS)
+    @app.get("/health/ready", response_model=None, responses=_ERRORS)
     async def ready(request: Request) -> Response:
         if service.engine.dead is not None:
             return json_response({"status": "dead"}, 503)
@@ -156,7 +176,7 @@ def _document_components(app: FastAPI) -> None:
 
     def openapi() -> dict[str, Any]:
         document = generate()
-        document.setdefault("components", {}).setdefault("schemas", {}).update(documentation()[1])
+        document.setdefault("components", {}).setdefault("schemas", {}).update(documentation()[1], Error=_ERROR)
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]  # the way that FastAPI documents

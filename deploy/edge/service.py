@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ from engine.errors import EngineDead, InvalidRequest, ModelNotFound
 from engine.front.generation import Engine, Generation, Job
 from engine.front.template import characters
 from engine.front.text import TextProcessor
+from engine.front.tools import Tools
 from engine.protocol import SamplingParams
 
 TEXT_THREADS = 2
@@ -120,8 +121,9 @@ class Service:
         """The conversation as a prompt; raises InvalidRequest."""
         wanted = request.max_completion_tokens or request.max_tokens
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
-        prompt = await self._off_loop(lambda: self._render(request))
-        return self._job(request, prompt, wanted or self.max_tokens or self.max_len, clip=wanted is None, logprobs=logprobs)
+        prompt, tools = await self._off_loop(lambda: self._render(request))
+        job = self._job(request, prompt, wanted or self.max_tokens or self.max_len, clip=wanted is None, logprobs=logprobs)
+        return replace(job, is_chat=True, tools=tools, one_call=request.parallel_tool_calls is False)
 
     async def completion_job(self, request: CompletionRequest) -> Job:
         """A raw prompt; raises InvalidRequest."""
@@ -140,22 +142,24 @@ class Service:
     async def _off_loop(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
-    def _render(self, request: ChatRequest) -> list[int]:
-        messages = [message.plain() for message in request.turns()]
-        tools = request.declared_tools if request.offers_tools else None
-        self._check_size(characters([messages, tools]), "messages")
+    def _render(self, request: ChatRequest) -> tuple[list[int], Tools]:
+        """The prompt, and the tools that the reply may call."""
+        messages, declared = [message.plain() for message in request.turns()], request.declared_tools
+        self._check_size(characters([messages, declared]), "messages")
+        tools, offered = Tools(declared), declared if request.offers_tools else []
         options = request.template_options
         thinking = options.pop("enable_thinking", False)
         for name in ("tools", "add_generation_prompt"):  # they are parameters of their own
             if name in options:
                 raise InvalidRequest(f"chat_template_kwargs.{name}: not allowed", param="chat_template_kwargs")
-        return self.text.render_chat(
+        prompt = self.text.render_chat(
             messages,
-            tools=tools,
+            tools=offered or None,
             enable_thinking=thinking,
             add_generation_prompt=request.add_generation_prompt is not False,
             **options,
         )
+        return prompt, tools if offered else Tools(())
 
     def _encode(self, text: str) -> list[int]:
         self._check_size(len(text), "prompt")

@@ -102,7 +102,7 @@ class Ledger:
     lag: list[float] = field(default_factory=list)
     seconds: float = 0.0
 
-    def book(self, record: RequestResult) -> None:
+    def add(self, record: RequestResult) -> None:
         """A request has ended."""
         self.records.append(record)
 
@@ -219,7 +219,7 @@ class LoadRun:
             record.end = "cancelled"
         elif (bug := task.exception()) is not None:
             self._bugs.append(bug)
-        self.ledger.book(record)
+        self.ledger.add(record)
         self._ended()
 
     async def _drain(self) -> None:

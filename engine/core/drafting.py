@@ -14,17 +14,19 @@ from dataclasses import dataclass, field
 
 from engine.core.admit import Admissions
 from engine.core.allocator import Allocator, Changes
-from engine.core.policy import POLICIES, StepTimes
+from engine.core.policy import POLICIES, prefill_tokens
 from engine.core.requests import Requests
 from engine.core.results import ChunkRow, Flight
 from engine.core.sequence import Sequence, Wait
 from engine.geometry import KVGroup
+from engine.lifeline import StepTimes
 from engine.plan import Admission, PrefillChunk, StepPlan
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """`pages` counts each group's pages with its null page; `prefill_budget` is in tokens a step, over all sequences.
+    """`pages` counts each group's pages with its null page; `prefill_budget`: rows of a step that has prompt tokens, decode rows
+    among them; a quarter of it is always the prompts'.
 
     `drafts`: tokens that a decode row guesses beyond its own; it gives between one and 1 + drafts. `cache_share`: how much of each
     pool the prefix cache may keep idle; None: there is no cache. `policy` is a name of core/policy.py; by `step_times` a step's
@@ -71,9 +73,10 @@ class Drafts:
         """The next plan and what it leaves in flight, or None when no sequence can use a step now."""
         changes = self._changes
         plan = StepPlan(self._step + 1, releases=changes.releases, appends=changes.appends, zeros=changes.zeros)
-        draft = Draft(plan, changes, Flight(plan.step), self._budget())
+        prefills = [sequence for sequence in self._requests.running if sequence.high < sequence.target and sequence.ready]
+        draft = Draft(plan, changes, Flight(plan.step), self._budget() if prefills or self._requests.waiting else 0)
         self._release(changes)
-        self._run_all(draft)
+        self._run_all(draft, self._shares(prefills, draft.budget))
         self._admit(draft)
         self._spend(draft)
         if not (plan.chunks or plan.decodes or plan.admissions):
@@ -83,24 +86,22 @@ class Drafts:
         return plan, draft.flight
 
     def _budget(self) -> int:
-        """Prompt tokens of this step."""
+        """Prompt tokens of this step: what its decode rows leave of the rows, and so few that it takes its time at most."""
         config = self.config
+        decodes = sum(sequence.decodable for sequence in self._requests.running)
+        most = max(config.prefill_budget - decodes * self._width, config.prefill_budget // 4, 1)
         if config.step_times is None or config.tpot_target_ms is None:
-            return config.prefill_budget
-        decodes = sum(sequence.high >= sequence.target for sequence in self._requests.running)
-        return config.step_times.prefill_budget(decodes, config.tpot_target_ms, config.prefill_budget)
+            return most
+        return prefill_tokens(config.step_times, decodes, config.tpot_target_ms, most)
 
     def _release(self, changes: Changes) -> None:
         for sequence in self._requests.running:
             if sequence.low >= sequence.release_at:
                 self._allocator.release(sequence, changes)
 
-    def _run_all(self, draft: Draft) -> None:
-        """A row for everybody who runs, in order, if it has one and pages for it; prefills get their shares of the budget.
-
-        The last decode row is that of position limit - 2: once it may be planned, nothing more is.
-        """
-        shares, width = self._shares(draft.budget), self._width
+    def _run_all(self, draft: Draft, shares: dict[Sequence, int]) -> None:
+        """A row for everybody who runs, in order, if it has one and pages for it; prefills get their shares of the budget."""
+        width = self._width
         slots, rows = draft.plan.decodes, draft.flight.decodes
         for sequence in list(self._requests.running):
             if sequence.slot < 0:
@@ -117,9 +118,8 @@ class Drafts:
                     if sequence.masked:
                         sequence.waits_for = Wait.mask
 
-    def _shares(self, budget: int) -> dict[Sequence, int]:
+    def _shares(self, prefills: list[Sequence], budget: int) -> dict[Sequence, int]:
         """Tokens of each running prefill."""
-        prefills = [sequence for sequence in self._requests.running if sequence.high < sequence.target and sequence.ready]
         if not prefills:
             return {}
         queued = bool(self._requests.waiting and self._requests.free_slots)

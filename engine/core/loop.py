@@ -25,7 +25,7 @@ from engine.core.figures import StepFigures
 from engine.core.front_link import FrontLink
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.geometry import kv_groups, read_geometry
-from engine.lifeline import BootArgs, Lifeline, Ready, run
+from engine.lifeline import BootArgs, Lifeline, Ready, StepTimes, run
 from engine.plan import DEPTH, Phase, StepPlan, StepResult, decode_result, encode_plan
 from engine.protocol import (
     Abort,
@@ -178,12 +178,21 @@ def _request_id(raw: bytes) -> int | None:
     return request if isinstance(request, int) else None
 
 
-def scheduler_config(config: EngineConfig, pages: tuple[int, ...]) -> SchedulerConfig:
-    """What the scheduler needs to know of the engine's settings, once the pools are sized."""
+def scheduler_config(config: EngineConfig, pages: tuple[int, ...], times: StepTimes | None = None) -> SchedulerConfig:
+    """What the scheduler needs to know of the engine's settings, once the pools are sized and the ranks are ready."""
     groups = kv_groups(read_geometry(Path(config.model)), config.tp, config.page)
     share = config.prefix_cache_share if config.prefix_cache else None
-    sizes = (config.max_seqs, config.max_len, config.prefill_budget)
-    return SchedulerConfig(groups, pages, *sizes, cache_share=share, policy=config.policy)
+    return SchedulerConfig(
+        groups,
+        pages,
+        config.max_seqs,
+        config.max_len,
+        config.prefill_budget,
+        cache_share=share,
+        policy=config.policy,
+        step_times=times,
+        tpot_target_ms=config.tpot_target_ms,
+    )
 
 
 def collect_rarely() -> None:
@@ -201,7 +210,7 @@ def serve(lifeline: Lifeline) -> None:
     logging.basicConfig(stream=sys.stderr, format="core: %(message)s", level=config.core_log.upper())
     executor = RingExecutor(args)
     link = FrontLink(socket.socket(fileno=args.front))
-    scheduler = Scheduler(scheduler_config(config, lifeline.allocate()))
+    scheduler = Scheduler(scheduler_config(config, lifeline.allocate(), lifeline.ranks_ready()))
     collect_rarely()
     lifeline.phase(Phase.ready)
     lifeline.send(Ready())

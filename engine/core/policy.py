@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from engine.core.allocator import Allocator
 from engine.core.prefix import Hit
 from engine.core.sequence import Sequence
+from engine.lifeline import StepTimes
 
 Shares = Callable[[list[int], int, bool], list[int]]
 
@@ -58,27 +59,22 @@ def shortest_beside_oldest(remaining: list[int], budget: int, queued: bool) -> l
 POLICIES = {"fair": Policy(shortest_beside_oldest, overtaking=64, long=2), "arrival": Policy(in_order, overtaking=0, long=1 << 30)}
 
 
-@dataclass(frozen=True)
-class StepTimes:
-    """Measured (rows, milliseconds) of steps, ascending: of decode rows alone, and of a prefill alone."""
+def prefill_tokens(times: StepTimes, decodes: int, target_ms: float, most: int) -> int:
+    """The most prompt tokens, up to `most`, of a step that takes `target_ms` at the longest beside so many decode rows.
 
-    decodes: tuple[tuple[int, float], ...]
-    prefills: tuple[tuple[int, float], ...]
-
-    def prefill_budget(self, decodes: int, target_ms: float, most: int) -> int:
-        """The most prefill tokens, up to `most`, of a step that takes `target_ms` at the longest beside so many decode rows.
-
-        A step's fixed cost is counted once. One token in sixteen of `most` is always allowed: prompts must not stand still where
-        decodes alone exceed the target.
-        """
-        fixed = self.prefills[0][1]
-        left = target_ms - _line(self.decodes, decodes) + fixed
-        tokens = _line(tuple((ms, float(rows)) for rows, ms in self.prefills), left)
-        return max(most // 16, 1, min(most, int(tokens)))
+    The step's time is taken to be that of its decode rows, and what a prefill of all its rows takes more than one of so many
+    rows. One token in 32 of `most` is always allowed: prompts must not stand still where decodes alone exceed the target.
+    """
+    left = target_ms - _line(times.decodes, decodes) + _line(times.prefills, decodes)
+    rows = _line(tuple((ms, float(rows)) for rows, ms in times.prefills), left)
+    tokens = int(rows / times.tile + 1e-9) * times.tile - decodes
+    return max(most // 32, 1, min(most, tokens))
 
 
 def _line(points: tuple[tuple[float, float], ...], at: float) -> float:
-    """The value there, on straight lines between the points, and on the outer ones beyond them."""
+    """The value there, on straight lines between the points, and on the outer ones beyond them; one point: everywhere its own."""
+    if len(points) == 1:
+        return points[0][1]
     after = min(max(bisect_right([x for x, _ in points], at), 1), len(points) - 1)
     (x0, y0), (x1, y1) = points[after - 1 : after + 1]
     return y0 + (at - x0) * (y1 - y0) / (x1 - x0)

@@ -79,9 +79,9 @@ class Sequence:
         return self.slot >= 0
 
     @property
-    def prefilling(self) -> bool:
-        """Known tokens of this admission still wait to be computed."""
-        return self.high < self.target
+    def decodable(self) -> bool:
+        """A decode row can be planned now. The last is that of position limit - 2: once it may be planned, nothing more is."""
+        return self.target <= self.high < self.limit - 1 and self.waits_for is None
 
     @property
     def ready(self) -> int:

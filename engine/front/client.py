@@ -324,7 +324,7 @@ class EngineClient:
         return now - since if busy else None
 
     def _lost(self, error: Exception | None) -> None:
-        """The socket ended. Whoever watches the processes knows better why, if it speaks soon."""
+        """The socket ended. The process watcher may report a more specific cause: it has EOF_GRACE_S to do so."""
         if self.dead is not None:
             return
         ended = error is None or isinstance(error, ConnectionError)  # reset: it left messages unread
@@ -370,7 +370,7 @@ def _packed(prompt: Sequence[int]) -> bytes:
 
 
 def _sort_outputs(values: list[Any]) -> tuple[list[Output], list[int]]:
-    """(entries that can be read, ids of those that cannot); raises TypeError or KeyError when one has no id to be blamed by."""
+    """(entries that can be read, ids of those that cannot); raises TypeError or KeyError when one has no id."""
     good: list[Output] = []
     bad: list[int] = []
     for value in values:

@@ -1,22 +1,27 @@
-"""From an engine's stream of token ids to text: detokenized, cut at stop strings, with how it ended.
+"""From an engine's stream of token ids to typed parts: detokenized, taken apart, cut at stop strings, with how it ended.
 
-    Output(tokens) --Detokenizer--> text --StopStrings--> Delta((Content(text), ...), tokens, logprobs, finish)
+    Output(tokens) --ReplyParser, or PlainText--> parts --StopStrings, of the content--> Delta(parts, tokens, logprobs, finish)
 
 With stop strings tokens are taken one by one, so that where a text ends does not depend on how tokens were batched; a match ends
-the request in the engine too, which counts it as a success.
+the request in the engine too, which counts it as a success, and so does the end of the one call that was asked for. Thoughts and
+calls are never cut.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.errors import GenerationFailed, SlowReader
 from engine.front.client import Clock
-from engine.front.text import StopStrings, TextProcessor
+from engine.front.parts import Arguments, Content, Part, Reasoning, ToolCallStart, joined
+from engine.front.reply import Markers, ReplyParser
+from engine.front.text import Detokenizer, StopStrings, TextProcessor
+from engine.front.tools import Tools
 from engine.protocol import AbortReason, FinishReason, Logprobs, Output, SamplingParams
 
+TOOL_CALLS = "tool_calls"  # OpenAI's word for an end by which the model waits for what its calls give
 _QUEUE = 16
 
 
@@ -45,20 +50,20 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """One request, validated: what goes to the engine and what happens to the text that comes back. `params`: one per choice."""
+    """One request, validated: what goes to the engine and what happens to the text that comes back. `params`: one per choice.
+
+    `is_chat`: the reply is one of a conversation, with thoughts, and with calls of `tools` where there are some; `one_call`: and it
+    ends with the first.
+    """
 
     prompt: list[int]
     params: tuple[SamplingParams, ...]
     clip: bool
     stops: tuple[str, ...] = ()
     skip_special_tokens: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """Text of the answer itself."""
-
-    text: str
+    is_chat: bool = False
+    tools: Tools | None = None
+    one_call: bool = False
 
 
 @dataclass(slots=True)
@@ -68,10 +73,24 @@ class Delta:
     `parts` say what the new text is, in order; none where the step gave no text yet.
     """
 
-    parts: tuple[Content, ...]
+    parts: tuple[Part, ...]
     tokens: list[int]
     logprobs: list[Logprobs]
     finish: str | None = None
+
+
+@dataclass(slots=True)
+class Call:
+    """A tool call. `pieces` of its arguments are JSON text together."""
+
+    id: str
+    name: str
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def arguments(self) -> str:
+        """All of them: JSON text, unless the call was cut."""
+        return "".join(self.pieces)
 
 
 @dataclass(slots=True)
@@ -79,12 +98,23 @@ class Choice:
     """The deltas of one choice, added up, their logprobs apart: those are as large as anybody asks for."""
 
     texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     finish: str | None = None
 
     def add(self, delta: Delta) -> None:
         """One more."""
-        self.texts += [part.text for part in delta.parts]
+        for part in delta.parts:
+            match part:
+                case Content(text):
+                    self.texts.append(text)
+                case Reasoning(text):
+                    self.thoughts.append(text)
+                case ToolCallStart(_, number, name):
+                    self.calls.append(Call(number, name))
+                case Arguments(index, text):
+                    self.calls[index].pieces.append(text)
         self.tokens += delta.tokens
         self.finish = delta.finish
 
@@ -92,6 +122,36 @@ class Choice:
     def content(self) -> str:
         """The whole answer."""
         return "".join(self.texts)
+
+    @property
+    def reasoning(self) -> str:
+        """All thoughts."""
+        return "".join(self.thoughts)
+
+
+class PlainText:
+    """A reply that is nothing but text."""
+
+    reasoning_tokens = calls = ended_calls = 0
+
+    def __init__(self, detokenizer: Detokenizer) -> None:
+        self._detokenizer = detokenizer
+
+    def push(self, tokens: Sequence[int]) -> list[Part]:
+        """What these tokens add."""
+        return _content(self._detokenizer.push(tokens))
+
+    def end(self, *, cut: bool) -> list[Part]:  # noqa: ARG002 - as ReplyParser has it
+        """What was held back."""
+        return _content(self._detokenizer.flush())
+
+
+def _reader(text: TextProcessor, job: Job) -> ReplyParser | PlainText:
+    """What takes a job's replies apart: nothing but the detokenizer, where the model has no markers for thoughts and calls."""
+    markers = Markers.of(text) if job.is_chat else None
+    if markers is None:
+        return PlainText(text.detokenizer(skip_special_tokens=job.skip_special_tokens))
+    return ReplyParser(text.pieces, markers, job.tools, prompt=job.prompt, show_special=not job.skip_special_tokens)
 
 
 class Generation:
@@ -105,9 +165,15 @@ class Generation:
         self._stream = engine.generate(job.prompt, params, clip=job.clip)
         self.clock = engine.clock(self._stream.id)
         self.cached = 0
-        self._detokenizer = text.detokenizer(skip_special_tokens=job.skip_special_tokens)
-        self._stops = StopStrings(job.stops) if job.stops else None
+        self._reader = _reader(text, job)
+        self._one_call = job.one_call
+        self._stops = StopStrings(job.stops) if job.stops or job.one_call else None
         self._stop_ids = frozenset(params.stop_ids)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of its thoughts so far, markers included."""
+        return self._reader.reasoning_tokens
 
     def abort(self, reason: AbortReason) -> None:
         """End it in the engine; nothing when it has ended."""
@@ -123,10 +189,13 @@ class Generation:
                 return
 
     def _plain(self, output: Output) -> Delta:
-        text = self._detokenizer.push(self._shown(output))
+        parts = self._reader.push(self._shown(output))
         if output.finish is not None:
-            text += self._detokenizer.flush()
-        return Delta(_content(text), output.tokens, output.logprobs, _finish(output))
+            parts = joined([*parts, *self._end(output.finish)])
+        return Delta(tuple(parts), output.tokens, output.logprobs, self._finish(output.finish))
+
+    def _end(self, finish: FinishReason) -> list[Part]:
+        return self._reader.end(cut=finish is FinishReason.length)
 
     def _shown(self, output: Output) -> list[int]:
         """The tokens that are text: not the stop id that ended it."""
@@ -135,37 +204,48 @@ class Generation:
 
     def _cut(self, output: Output) -> Delta:
         assert self._stops is not None
-        shown, parts = self._shown(output), []
-        for place, text in enumerate(self._texts(shown, final=output.finish is not None)):
-            kept, match = self._stops.push(text)
-            parts.append(kept)
-            if match is not None:
+        kept: list[Part] = []
+        for place, parts in enumerate(self._by_token(output)):
+            if _keep(parts, self._stops, kept) or (self._one_call and self._reader.ended_calls):
                 self._stream.abort(AbortReason.stop_string)
                 used = min(place + 1, len(output.tokens))
-                return Delta(_content("".join(parts)), output.tokens[:used], output.logprobs[:used], FinishReason.stop.value)
+                finish = self._finish(FinishReason.stop)
+                return Delta(tuple(joined(kept)), output.tokens[:used], output.logprobs[:used], finish)
         if output.finish is not None:
-            parts.append(self._stops.flush())
-        return Delta(_content("".join(parts)), output.tokens, output.logprobs, _finish(output))
+            kept += _content(self._stops.flush())
+        return Delta(tuple(joined(kept)), output.tokens, output.logprobs, self._finish(output.finish))
 
-    def _texts(self, tokens: Sequence[int], *, final: bool) -> Iterator[str]:
-        """Each token's text, then what was held back."""
-        for token in tokens:
-            yield self._detokenizer.push([token])
-        if final:
-            yield self._detokenizer.flush()
+    def _by_token(self, output: Output) -> Iterator[list[Part]]:
+        """What each token adds, then what was held back."""
+        for token in self._shown(output):
+            yield self._reader.push([token])
+        if output.finish is not None:
+            yield self._end(output.finish)
+
+    def _finish(self, finish: FinishReason | None) -> str | None:
+        """OpenAI's word for the end. An abort that this side did not ask for is a failure: the text is not complete."""
+        if finish is None:
+            return None
+        if finish not in (FinishReason.stop, FinishReason.length):
+            raise GenerationFailed("the engine ended the request early")
+        return TOOL_CALLS if finish is FinishReason.stop and self._reader.calls else finish.value
 
 
-def _content(text: str) -> tuple[Content, ...]:
-    return (Content(text),) if text else ()
+def _keep(parts: Iterable[Part], stops: StopStrings, kept: list[Part]) -> bool:
+    """Adds what stands before a stop string in the content; True: it has come. No match goes across a thought or a call."""
+    for part in parts:
+        if not isinstance(part, Content):
+            kept += (*_content(stops.flush()), part)
+            continue
+        text, match = stops.push(part.text)
+        kept += _content(text)
+        if match is not None:
+            return True
+    return False
 
 
-def _finish(output: Output) -> str | None:
-    """OpenAI's word for the end. An abort that this side did not ask for is a failure: the text is not complete."""
-    if output.finish is None:
-        return None
-    if output.finish not in (FinishReason.stop, FinishReason.length):
-        raise GenerationFailed("the engine ended the request early")
-    return output.finish.value
+def _content(text: str) -> list[Part]:
+    return [Content(text)] if text else []
 
 
 async def merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, Delta]]:

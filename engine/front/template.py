@@ -10,9 +10,8 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, Self
 
-import msgspec
 from jinja2 import TemplateError, TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -129,11 +128,37 @@ def _with_mapping(call: Mapping[str, Any], where: str) -> dict[str, Any]:
     return dict(call) | {"function": function | {"arguments": arguments}}
 
 
+class Lexeme(float):
+    """A number that prints as it was written (1e5, 0.10): a call is rendered as the model wrote it."""
+
+    _text: str
+
+    def __new__(cls, text: str) -> Self:
+        """From a number as JSON writes it."""
+        number = super().__new__(cls, text)
+        number._text = text
+        return number
+
+    def __repr__(self) -> str:
+        return self._text
+
+    __str__ = __repr__
+
+
 def _parse_arguments(text: str, where: str) -> Any:
     try:
-        return msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError) as error:
+        return json.loads(text, parse_float=Lexeme, parse_int=_integer, parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{where}.function.arguments: not JSON ({error})", param="messages") from error
+
+
+def _integer(text: str) -> int | Lexeme:
+    number = int(text)
+    return number if str(number) == text else Lexeme(text)  # -0
+
+
+def _refuse(word: str) -> None:
+    raise ValueError(f"{word} is no number")
 
 
 def _check_extras(extra: Mapping[str, Any]) -> None:

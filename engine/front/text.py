@@ -1,6 +1,6 @@
 """Text in, text out: prompts to token ids, token ids to text, and the cut at a stop string.
 
-Only this room and the template's see text; everything behind them sees token ids.
+Only this module and the template see text; everything behind them sees token ids.
 
     messages --template--> guarded text --cut at control tokens--> pieces --tokenize--> ids
     ids --Detokenizer--> text --StopStrings--> client
@@ -128,8 +128,10 @@ class StopStrings:
         return text[:kept], None
 
     def flush(self) -> str:
-        """What was held back, at the end of a stream that ended without a match."""
+        """What was held back: the text goes on elsewhere, or has ended, and there was no match."""
         held, self._held = self._held, ""
+        for matcher in self._matchers:
+            matcher.length = 0
         return held
 
     def _finish(self, text: str, end: int, stop: str) -> tuple[str, str]:
@@ -211,6 +213,10 @@ class TextProcessor:
         conversation = Conversation(messages, tools, enable_thinking, add_generation_prompt, extra)
         text, sentinel = self._template.render(conversation)
         return self._tokenize(text, "messages", sentinel)
+
+    def control_id(self, name: str) -> int | None:
+        """The id of a control token; None: there is no such token."""
+        return self._control.get(name)
 
     def encode(self, text: str, add_bos: bool) -> list[int]:
         """Token ids of a raw prompt. Control tokens in it count as such; `add_bos` adds no second <bos>."""

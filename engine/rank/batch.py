@@ -15,12 +15,16 @@ RopeKey = tuple[Rope, int]  # a rotary embedding and the head size that it turns
 
 @dataclass(frozen=True)
 class Chunk:
-    """A prefill chunk: positions [start, end) of `slot`, at batch rows [offset, offset + end - start)."""
+    """A prefill chunk: positions [start, end) of `slot`, at batch rows [offset, offset + end - start).
+
+    spans: positions [first, last) whose tokens see each other both ways in sliding layers (an image's); none are planned yet.
+    """
 
     slot: int
     start: int
     end: int
     offset: int
+    spans: tuple[tuple[int, int], ...] = ()
 
     @property
     def size(self) -> int:

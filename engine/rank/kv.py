@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.geometry import KVGroup, Layer
 from kernels.slots import gather_pages
 
-_ROW = 256  # a table row covers a multiple of so many positions: whole cache lines at every page size
+ROW_TOKENS = 256  # a table row covers a multiple of so many positions: the step of the widest kernel, and whole cache lines
 
 
 class GroupCache:
@@ -39,7 +39,7 @@ class GroupCache:
         self.group = group
         shape = (len(group.layers), pages, 2, group.kv_heads, group.page, group.head_dim)
         self.pool = torch.zeros(shape, dtype=dtype, device=device)
-        unit = _ROW // group.page
+        unit = ROW_TOKENS // group.page
         width = math.ceil(math.ceil(max_len / group.page) / unit) * unit
         self.table = torch.zeros((slots, width), dtype=torch.int32, device=device)
         self.read_width = group.worst_pages(width * group.page)

@@ -13,7 +13,7 @@ replaying a plan stream gives it again.
 
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,7 +24,7 @@ from engine.config import EngineConfig
 from engine.geometry import Geometry
 from engine.plan import DEPTH, RESULT_WIDTH, ROW_NAN, PlanView, PrefillChunk, StepPlan, encode_plan, encode_rows, read_plan
 from engine.protocol import Logprobs
-from engine.rank.attention import attention_backend
+from engine.rank.attention import AskedAttention, attention_backend
 from engine.rank.batch import ForwardBatch
 from engine.rank.graphs import DecodeGraphs
 from engine.rank.kv import KVCache
@@ -143,7 +143,8 @@ class Runner:
         self.slots = SlotState(config.max_seqs, config.max_len, cache, self._device)
         self._step = StepBuffers(self.slots, model.frequencies, config.prefill_budget, self._buckets)
         self._model, self._cache, self._inboxes = model, cache, inboxes
-        self._attention = attention_backend(config.attention, geometry, cache, config.tp, self._buckets, self._device)
+        asked = AskedAttention.of(config)
+        self._attention = attention_backend(asked, geometry, cache, config.tp, self._buckets, self._device)
         self._sampler = Sampler(model.parallel, geometry.vocab, geometry.softcap, config.suppress, self._device)
         self._prefill = min(config.prefill_budget, config.max_len)
         self.debug_hash = config.debug_hash
@@ -156,10 +157,20 @@ class Runner:
         self.graphs: DecodeGraphs[tuple[ForwardBatch, Tensor], StepTokens] | None = None
 
     @torch.inference_mode()
-    def capture(self) -> None:
-        """Records the decode step of every bucket; on a GPU, once, before the first plan. Every rank must call it."""
+    def capture(self, sizes: Sequence[int] | None = None) -> None:
+        """Records the decode step of every bucket, or of some `sizes`; on a GPU, once, before the first plan, on every rank."""
+        self.graphs = self.graphs_of(sizes or self._buckets)
+
+    @torch.inference_mode()
+    def graphs_of(self, sizes: Sequence[int]) -> DecodeGraphs[tuple[ForwardBatch, Tensor], StepTokens]:
+        """The decode step of these buckets, captured on a GPU. Every rank must call it."""
         samplers = {name: lambda _, step, name=name: self._sample(name, *step) for name in SAMPLERS}
-        self.graphs = DecodeGraphs(lambda rows: self._forward(rows, self._step.plan), samplers, self._buckets, self._device)
+        return DecodeGraphs(lambda rows: self._forward(rows, self._step.plan), samplers, sizes, self._device)
+
+    @torch.inference_mode()
+    def repeat(self, rows: int) -> None:
+        """Runs what a graph of `rows` rows holds, of the plan that was uploaded last, eagerly; on a GPU, for measuring."""
+        self._sample("maxima", *self._forward(rows, self._step.plan))
 
     @torch.inference_mode()
     def warm(self) -> None:

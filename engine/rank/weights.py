@@ -31,7 +31,7 @@ from engine.rank.kv import GroupCache, KVCache
 from engine.rank.models.gemma4 import Gemma4
 
 INDEX = "model.safetensors.index.json"
-ALIVE = 1e-3  # least rms of a residual stream that still says something
+MIN_RESIDUAL_RMS = 1e-3  # of a forward over random ids: below it weights are missing or zero
 _TOWERS = ("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio.", "model.vision_embedder.")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _EVEN = {"rows": 0, "q": 0, "gate": 0, "up": 0, "columns": 1, "depth": 2}  # parts that are even shares of a dimension
@@ -41,8 +41,8 @@ _DRAW = 1 << 24  # values drawn at once
 _LISTED = 20  # wrong tensors named in one error
 
 Part = Literal["whole", "rows", "columns", "depth", "q", "k", "v", "gate", "up", "gate_up"]
-Fill = Literal["matrix", "embedding", "ple_table", "norm", "head_norm", "scalar", "one"]
-When = Literal["always", "moe", "ple", "kv", "v"]
+Init = Literal["matrix", "embedding", "ple_table", "norm", "head_norm", "scalar", "one"]
+Present = Literal["always", "moe", "ple", "kv", "v"]
 
 
 @dataclass(frozen=True)
@@ -50,52 +50,52 @@ class Rule:
     """A checkpoint tensor (its name behind the text prefix; {i} is the layer) and where it goes.
 
     shape: names of `_sizes`; part: the rank's share of it and its place in a merged parameter, see `_cuts`;
-    fill: how a random one is drawn, see `_draw`; when: which models and layers have it, see `_present`.
+    init: how a random one is drawn, see `_draw`; present: which models and layers have it, see `_present`.
     """
 
     name: str
     parameter: str
     shape: tuple[str, ...]
     part: Part = "whole"
-    fill: Fill = "matrix"
-    when: When = "always"
+    init: Init = "matrix"
+    present: Present = "always"
 
 
-def _norm(name: str, parameter: str, size: str = "hidden", when: When = "always") -> Rule:
-    return Rule(name, parameter, (size,), fill="norm", when=when)
+def _norm(name: str, parameter: str, size: str = "hidden", present: Present = "always") -> Rule:
+    return Rule(name, parameter, (size,), init="norm", present=present)
 
 
 _I, _B = "layers.{i}.", "blocks.{i}."
 TABLE = (
     Rule("embed_tokens.weight", "embedding.tokens.head.weight", ("vocab", "hidden"), "rows", "embedding"),
     Rule("embed_tokens_per_layer.weight", "embedding.ple_tokens.head.weight", ("ple_vocab", "ples"), "rows", "ple_table", "ple"),
-    Rule("per_layer_model_projection.weight", "embedding.ple_projection.weight", ("ples", "hidden"), when="ple"),
+    Rule("per_layer_model_projection.weight", "embedding.ple_projection.weight", ("ples", "hidden"), present="ple"),
     _norm("per_layer_projection_norm.weight", "embedding.ple_norm", "ple", "ple"),
     Rule(_I + "self_attn.q_proj.weight", _B + "attention.qkv.weight", ("q", "hidden"), "q"),
-    Rule(_I + "self_attn.k_proj.weight", _B + "attention.qkv.weight", ("kv", "hidden"), "k", when="kv"),
-    Rule(_I + "self_attn.v_proj.weight", _B + "attention.qkv.weight", ("kv", "hidden"), "v", when="v"),
+    Rule(_I + "self_attn.k_proj.weight", _B + "attention.qkv.weight", ("kv", "hidden"), "k", present="kv"),
+    Rule(_I + "self_attn.v_proj.weight", _B + "attention.qkv.weight", ("kv", "hidden"), "v", present="v"),
     Rule(_I + "self_attn.o_proj.weight", _B + "attention.o.weight", ("hidden", "q"), "columns"),
-    Rule(_I + "self_attn.q_norm.weight", _B + "attention.q_norm", ("head_dim",), fill="head_norm"),
-    Rule(_I + "self_attn.k_norm.weight", _B + "attention.k_norm", ("head_dim",), fill="head_norm", when="kv"),
+    Rule(_I + "self_attn.q_norm.weight", _B + "attention.q_norm", ("head_dim",), init="head_norm"),
+    Rule(_I + "self_attn.k_norm.weight", _B + "attention.k_norm", ("head_dim",), init="head_norm", present="kv"),
     Rule(_I + "mlp.gate_proj.weight", _B + "mlp.gate_up.weight", ("width", "hidden"), "gate"),
     Rule(_I + "mlp.up_proj.weight", _B + "mlp.gate_up.weight", ("width", "hidden"), "up"),
     Rule(_I + "mlp.down_proj.weight", _B + "mlp.down.weight", ("hidden", "width"), "columns"),
-    Rule(_I + "router.proj.weight", _B + "router.proj.weight", ("experts", "hidden"), when="moe"),
-    Rule(_I + "router.scale", _B + "router.scale", ("hidden",), fill="one", when="moe"),
+    Rule(_I + "router.proj.weight", _B + "router.proj.weight", ("experts", "hidden"), present="moe"),
+    Rule(_I + "router.scale", _B + "router.scale", ("hidden",), init="one", present="moe"),
     _norm(_I + "router.per_expert_scale", _B + "router.per_expert_scale", "experts", "moe"),
-    Rule(_I + "experts.gate_up_proj", _B + "experts.gate_up", ("experts", "expert_pair", "hidden"), "gate_up", when="moe"),
-    Rule(_I + "experts.down_proj", _B + "experts.down", ("experts", "hidden", "expert"), "depth", when="moe"),
-    _norm(_I + "pre_feedforward_layernorm_2.weight", _B + "norms.pre_experts", when="moe"),
-    _norm(_I + "post_feedforward_layernorm_1.weight", _B + "norms.post_dense", when="moe"),
-    _norm(_I + "post_feedforward_layernorm_2.weight", _B + "norms.post_experts", when="moe"),
-    Rule(_I + "per_layer_input_gate.weight", _B + "ple_gate.weight", ("ple", "hidden"), when="ple"),
-    Rule(_I + "per_layer_projection.weight", _B + "ple_out.weight", ("hidden", "ple"), when="ple"),
-    _norm(_I + "post_per_layer_input_norm.weight", _B + "norms.post_ple", when="ple"),
+    Rule(_I + "experts.gate_up_proj", _B + "experts.gate_up", ("experts", "expert_pair", "hidden"), "gate_up", present="moe"),
+    Rule(_I + "experts.down_proj", _B + "experts.down", ("experts", "hidden", "expert"), "depth", present="moe"),
+    _norm(_I + "pre_feedforward_layernorm_2.weight", _B + "norms.pre_experts", present="moe"),
+    _norm(_I + "post_feedforward_layernorm_1.weight", _B + "norms.post_dense", present="moe"),
+    _norm(_I + "post_feedforward_layernorm_2.weight", _B + "norms.post_experts", present="moe"),
+    Rule(_I + "per_layer_input_gate.weight", _B + "ple_gate.weight", ("ple", "hidden"), present="ple"),
+    Rule(_I + "per_layer_projection.weight", _B + "ple_out.weight", ("hidden", "ple"), present="ple"),
+    _norm(_I + "post_per_layer_input_norm.weight", _B + "norms.post_ple", present="ple"),
     _norm(_I + "input_layernorm.weight", _B + "norms.pre_attention"),
     _norm(_I + "post_attention_layernorm.weight", _B + "norms.post_attention"),
     _norm(_I + "pre_feedforward_layernorm.weight", _B + "norms.pre_mlp"),
     _norm(_I + "post_feedforward_layernorm.weight", _B + "norms.post_mlp"),
-    Rule(_I + "layer_scalar", _B + "scalar", ("one",), fill="scalar"),
+    Rule(_I + "layer_scalar", _B + "scalar", ("one",), init="scalar"),
     _norm("norm.weight", "norm"),
 )
 
@@ -133,7 +133,7 @@ class Piece:
     shape: tuple[int, ...]
     parameter: str
     cuts: tuple[Cut, ...]
-    fill: Fill
+    init: Init
 
     @property
     def kept(self) -> int:
@@ -147,7 +147,7 @@ def pieces(geometry: Geometry, rank: int, size: int) -> dict[str, Piece]:
         _piece(rule, geometry, layer, rank, size)
         for rule in TABLE
         for layer in (geometry.layers if "{i}" in rule.name else geometry.layers[:1])
-        if _present(rule.when, geometry, layer)
+        if _present(rule.present, geometry, layer)
     )
     return {piece.name: piece for piece in found}
 
@@ -156,10 +156,10 @@ def _piece(rule: Rule, geometry: Geometry, layer: Layer, rank: int, size: int) -
     sizes = _sizes(geometry, layer)
     name, parameter = (text.format(i=layer.index) for text in (rule.name, rule.parameter))
     shape = tuple(sizes[axis] for axis in rule.shape)
-    return Piece(geometry.prefix + name, shape, parameter, _cuts(rule.part, shape, geometry, layer, rank, size), rule.fill)
+    return Piece(geometry.prefix + name, shape, parameter, _cuts(rule.part, shape, geometry, layer, rank, size), rule.init)
 
 
-def _present(when: When, geometry: Geometry, layer: Layer) -> bool:
+def _present(when: Present, geometry: Geometry, layer: Layer) -> bool:
     return {
         "always": True,
         "moe": geometry.moe is not None,
@@ -256,7 +256,7 @@ def _parameters(model: Gemma4, needed: dict[str, Piece]) -> dict[str, Tensor]:
 def _places(folder: Path, needed: dict[str, Piece], geometry: Geometry) -> dict[str, Path]:
     """The file of every needed tensor, once all of the folder's tensors were found to be right."""
     found, complaints = _found(folder)
-    live = {name for name in found if not _dead(name, geometry)}
+    live = {name for name in found if not _unused(name, geometry)}
     complaints += [f"{name} is missing" for name in needed if name not in live]
     complaints += [f"{name} is unexpected" for name in sorted(live - set(needed))]
     complaints += [why for name in needed if name in found and (why := _unlike(needed[name], *found[name][1:]))]
@@ -274,7 +274,7 @@ def _unlike(piece: Piece, shape: tuple[int, ...], dtype: str) -> str | None:
     return None
 
 
-def _dead(name: str, geometry: Geometry) -> bool:
+def _unused(name: str, geometry: Geometry) -> bool:
     """Towers, and the K and V weights that checkpoints carry for layers which read another layer's."""
     if name.startswith(_TOWERS):
         return True
@@ -398,7 +398,7 @@ def _draw(piece: Piece, geometry: Geometry, normal: Tensor) -> Tensor:
     A layer multiplies a relative error by sqrt(c^2 + J^2 (1 - c^2)), c the layer scalar and J ~ 1.6 the gain of a random branch: at
     c = 0.6 sixty layers make it 10^8 times, and bf16 agrees with fp32 in no token, whoever computes it; at 0.95 it is 60 times.
     """
-    match piece.fill:
+    match piece.init:
         case "matrix":
             return normal / math.sqrt(piece.shape[-1])
         case "embedding":
@@ -442,6 +442,6 @@ def residual_rms(model: Gemma4) -> float:
     batch = eager_batch(cache, model.frequencies, ids, torch.zeros_like(ids), positions, (Chunk(0, 0, size, 0),))
     attention = attention_backend(None, geometry, cache, model.parallel.size, (1,), device)
     rms = model.states(batch, cache, attention)[0].float().pow(2).mean().sqrt().item()
-    if not rms >= ALIVE:
-        raise CheckpointError(f"the residual's rms behind the last layer is {rms:.2e}, not at least {ALIVE}: dead weights")
+    if not rms >= MIN_RESIDUAL_RMS:
+        raise CheckpointError(f"rms of the last residual is {rms:.2e}, below {MIN_RESIDUAL_RMS}: weights missing or zero")
     return rms

@@ -28,6 +28,7 @@ from engine.rank.models.gemma4 import Gemma4
 from engine.rank.parallel import Inboxes, Parallel, connect, self_check
 from engine.rank.runner import Launched, Runner
 from engine.rank.step import buckets
+from engine.rank.step_times import measure
 from kernels import launch
 from kernels.allreduce import MappedCollectives
 
@@ -111,6 +112,7 @@ def boot(lifeline: Lifeline) -> Runner:
         runner.warm()
     if runner.capturable:
         runner.capture()
+    times = measure(runner, config, rank.geometry.vocab) if config.tpot_target_ms is not None else None
     launch.ready()
     gc.collect()
     gc.freeze()
@@ -118,7 +120,7 @@ def boot(lifeline: Lifeline) -> Runner:
     if isinstance(rank.parallel, MappedCollectives):
         rank.parallel.timeout_s = config.step_timeout_s  # from here on everybody is up
     lifeline.phase(Phase.ready, weight_bytes)
-    lifeline.send(Ready(note=f"{weight_bytes / 1e9:.2f} GB of weights, residual rms {rms:.2f}, {seconds:.1f} s"))
+    lifeline.send(Ready(note=f"{weight_bytes / 1e9:.2f} GB of weights, residual rms {rms:.2f}, {seconds:.1f} s", step_times=times))
     return runner
 
 

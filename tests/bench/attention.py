@@ -105,9 +105,6 @@ def candidates(problem: Problem, processors: int) -> list[Cut]:
     even = {-(-pages // -(-pages // n)) for n in few if n <= pages}
     near = sorted(even, key=lambda n: abs(math.log(n / splits)))
     found = {default: None}
-    for ahead in (1, 2, 4):
-        if ahead <= -(-pages // splits):
-            found[splits, replace(default[1], ahead=ahead)] = None
     for n, tile in itertools.product(near[:5], _tiles(layer.d)):
         early = 2 * n >= pages and tile.keys == PAGE
         ctas = rows * layer.kv_heads * n * tile.values

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from kernels.activation import geglu
 from kernels.linear import _run
-from kernels.tiles import LARGE_SHARED, GemmShape, Tile, choose, fit, gemm, gemv, mma, row_class
+from kernels.tiles import LARGE_SHARED, GemmShape, Tile, choose, fit, gemm, gemv, row_class
 from tests.bench.timing import COLD_BYTES, L2_RATE, READ_RATE, Case, Made
 from tests.support.engine.products import Product
 
@@ -117,20 +117,18 @@ def candidates(shape: GemmShape, rows: int) -> list[Tile]:
     size = row_class(rows)
     if size is None:
         return []
-    found = [*(_gemvs(size) if size <= 4 else ()), *(_mmas(size) if 1 < size <= 16 else ()), *_gemms(max(size, 16), rows)]
+    found = [*(_gemvs(size) if size <= 4 else ()), *_gemms(max(size, 16), rows)]
     if shape.gated:
         found = [_halved(tile) for tile in found]
     whole = 1 << (shape.n - 1).bit_length()
-    found = [tile if tile.kind == "mma" else replace(tile, bk=min(tile.bk, whole)) for tile in found]
+    found = [replace(tile, bk=min(tile.bk, whole)) for tile in found]
     fitting = [tile for tile in found if tile == fit(tile, shape.gated, LARGE_SHARED)]
     return list(dict.fromkeys(fitting))[:24]
 
 
 def _halved(tile: Tile) -> Tile:
-    """A tile for a gated product, two weight rows an output: half the outputs, or where an MMA forbids that half as many early."""
-    least = 1 if tile.kind == "gemv" else 16
-    early = max(2, tile.early // 2) if tile.kind == "mma" and tile.bn == least else tile.early
-    return replace(tile, bn=max(tile.bn // 2, least), early=early, start=True)
+    """A tile for a gated product, two weight rows an output: half the outputs, but no fewer than an MMA takes."""
+    return replace(tile, bn=max(tile.bn // 2, 1 if tile.kind == "gemv" else 16), start=True)
 
 
 def _gemvs(rows: int) -> list[Tile]:
@@ -156,22 +154,11 @@ def _gemvs(rows: int) -> list[Tile]:
     ]
 
 
-def _mmas(size: int) -> list[Tile]:
-    """8 or 16 padded rows; 4 KiB of 16 outputs' weights a turn of 4 warps."""
-    rows = max(8, size)
-    return [
-        *(mma(rows, 16, early) for early in (4, 8, 12)),
-        *(mma(rows, 32, early) for early in (2, 4, 6)),
-        *(mma(rows, 16, early, warps=8) for early in (4, 6)),
-        mma(rows, 16, 8, warps=2),
-    ]
-
-
 def _gemms(size: int, rows: int) -> list[Tile]:
     """`size` padded rows. Few outputs a CTA keep all SMs busy; many spare L2 the repeated reading of x."""
     narrow = [(16, 256, 4), (32, 128, 5), (32, 256, 3), (32, 256, 4)]
-    wide = [(64, 64, 6), (64, 128, 4), (64, 128, 5), (64, 256, 3), (128, 64, 4), (128, 128, 3)]
-    shapes = narrow[1:] if rows <= 4 else [*narrow, *wide[1:4]] if size == 16 else [*narrow[1:], *wide]
+    wide = [(64, 64, 6), (64, 128, 5), (64, 128, 6), (64, 128, 8), (64, 256, 3), (128, 128, 3), (128, 128, 4)]
+    shapes = narrow[1:] if rows <= 4 else [*narrow, *wide[1:5]] if size == 16 else [*narrow[1:], *wide]
     plain = [gemm(size, bn, bk, stages, early=1) for bn, bk, stages in shapes]
     more = [gemm(size, 32, 256, 4, early=early) for early in (0, 2)] if size == 16 and rows > 4 else []
     swapped = [gemm(size, bn, bk, stages, early=1, swap=True) for bn, bk, stages in wide] if rows > 4 else []

@@ -12,116 +12,23 @@ time, which is what the host allows. The bytes of a step at the best read rate s
 import argparse
 import json
 import os
-import random
 import sys
 import tempfile
-import time
-from collections import deque
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from torch import Tensor, multiprocessing
+from torch import multiprocessing
 
 from deploy.models.resolve import resolve
-from engine.config import EngineConfig, engine_config
-from engine.geometry import Geometry, KVGroup, kv_groups, read_geometry
-from engine.plan import Admission, PageAppend, StepPlan, encode_plan
-from engine.protocol import SamplingParams
-from engine.rank import weights
-from engine.rank.kv import GroupCache, KVCache
-from engine.rank.models.gemma4 import Gemma4
-from engine.rank.parallel import Inboxes, Parallel, Single, connect
-from engine.rank.runner import Runner
-from engine.rank.step import buckets
-from kernels import launch
-from kernels.choose import Ballot
-from kernels.joint import Peers
-
-READ_RATE = 4.56e12  # bytes a second, the best seen on an H200
-
-
-class Loopback(Single):
-    """Rank 0 of `size`, alone: a sum over ranks is `size` times its own part, a gather `size` copies."""
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        self.size, self._device = size, device
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """size * x."""
-        return x * self.size
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        """x, size times along its last axis."""
-        return torch.cat([x] * self.size, dim=-1)
-
-    def exchange_rows(self, x: Tensor) -> Tensor:
-        """This rank's rows, size times."""
-        return x[:: self.size].expand(self.size, -1, -1).contiguous()
-
-    def inboxes(self, rows: int, width: int, dtype: torch.dtype) -> Inboxes | None:
-        """What goes to peer q arrives in this rank's own inbox, as q's. Joints are never sharded: their owner would wait."""
-        if self._device.type == "cpu":
-            return None
-        sizes = [Peers.bytes(self.size, rows, width, dtype), Ballot.bytes(self.size, rows)]
-        memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=self._device)
-        peers = torch.arange(self.size, dtype=torch.int64, device=self._device)
-        joints = Peers(
-            memory[: sizes[0]], memory.data_ptr() + peers * rows * width * dtype.itemsize, 0, rows, width, dtype, sharded=1 << 30
-        )
-        choices = Ballot(
-            memory[sizes[0] :], memory.data_ptr() + sizes[0] + peers * rows * 16, 0, rows, joints.errors
-        )
-        return Inboxes(joints, choices)
-
-
-@dataclass(frozen=True)
-class Bench:
-    """A rank and its settings."""
-
-    config: EngineConfig
-    geometry: Geometry
-    runner: Runner
-    model: Gemma4
-    groups: tuple[KVGroup, ...]
-    caches: tuple[GroupCache, ...]
-    steps: int
-
-
-def build(args: argparse.Namespace, parallel: Parallel, device: torch.device, graphs: bool) -> Bench:
-    """The runner over pools that hold the largest batch, filled with random values."""
-    began = time.monotonic()
-    folder, most = resolve(args.model), max(args.batches)
-    config = engine_config(
-        model=str(folder), tp=parallel.size, device=device.type, dtype=args.dtype, load_format="dummy",
-        max_seqs=most, max_len=args.max_len, prefill_budget=args.prefill_budget, page=32, graphs=graphs,
-    )  # fmt: skip
-    geometry = read_geometry(folder)
-    dtype = getattr(torch, args.dtype)
-    model = Gemma4(geometry, parallel, dtype, device)
-    weights.dummy(model, geometry)
-    say(parallel, f"weights in {time.monotonic() - began:.1f} s")
-    width = geometry.hidden * (2 if geometry.moe else 1)
-    inboxes = parallel.inboxes(buckets(most)[-1], width, dtype)
-    groups = kv_groups(geometry, parallel.size)
-    caches = tuple(
-        GroupCache(group, most * len(held(group, args.context, args.steps)) + 1, most + 1, args.max_len, dtype, device)
-        for group in groups
-    )
-    for cache in caches:
-        for layer in cache.pool:
-            layer[1:].normal_()
-    runner = Runner(model, KVCache(caches), config, geometry, inboxes)
-    if runner.capturable:
-        began = time.monotonic()
-        runner.capture()
-        say(parallel, f"{launch.compilations()} kernels, graphs captured in {time.monotonic() - began:.1f} s")
-    return Bench(config, geometry, runner, model, groups, caches, args.steps)
-
-
-def held(group: KVGroup, context: int, steps: int) -> range:
-    """Table entries that a sequence needs while `steps` tokens are decoded behind `context`."""
-    return range(group.pages_for(context - 1, context).start, group.pages_for(0, context + steps + 8).stop)
+from engine.config import engine_config
+from engine.geometry import kv_groups, read_geometry
+from engine.plan import StepPlan, encode_plan
+from engine.rank.parallel import Parallel, Single, connect
+from engine.rank.profiling import bare_rank
+from engine.rank.profiling.bare_rank import READ_RATE, BareRank, pages_held
+from engine.rank.profiling.loopback import Loopback
+from engine.rank.profiling.step_times import time_step
 
 
 def say(parallel: Parallel, text: str) -> None:
@@ -129,97 +36,45 @@ def say(parallel: Parallel, text: str) -> None:
         print(text, flush=True)
 
 
-def admission(bench: Bench, batch: int, context: int, step: int) -> StepPlan:
-    """`batch` sequences of `context` tokens whose K and V are there; each decodes its last one."""
-    rng = random.Random(batch)
-    plan = StepPlan(step, decodes=list(range(batch)))
-    for group in bench.groups:
-        pages = bench.caches[group.index].pool.shape[1]
-        free = iter(rng.sample(range(1, pages), pages - 1))
-        for slot in range(batch):
-            plan.appends.extend(PageAppend(group.index, slot, entry, next(free)) for entry in held(group, context, bench.steps))
-    params = SamplingParams(max_tokens=1)
-    for slot in range(batch):
-        tokens = [rng.randrange(300, bench.geometry.vocab - 10) for _ in range(context)]
-        plan.admissions.append(Admission(slot, step, tokens, context, params, cached=context - 1))
-    return plan
+def build(args: argparse.Namespace, parallel: Parallel, device: torch.device, *, graphs: bool) -> BareRank:
+    """The rank over pools that hold the largest batch."""
+    folder, most = resolve(args.model), max(args.batches)
+    config = engine_config(
+        model=str(folder), tp=parallel.size, device=device.type, dtype=args.dtype, load_format="dummy",
+        max_seqs=most, max_len=args.max_len, prefill_budget=args.prefill_budget, page=32, graphs=graphs,
+    )  # fmt: skip
+    pages = pages_held(kv_groups(read_geometry(folder), parallel.size), most, args.context, args.steps)
+    return bare_rank.build(config, parallel, device, lambda: pages, lambda text: say(parallel, text))
 
 
-def through_runner(bench: Bench, plans: list[bytes]) -> tuple[list[bytes], float]:
-    """Every plan, two out at a time: results, and seconds."""
-    launched: deque = deque()
-    results = []
-    began = time.monotonic()
-    for data in plans:
-        launched.append(bench.runner.launch(data))
-        if len(launched) == 2:
-            results.append(finish(launched.popleft()))
-    results += [finish(step) for step in launched]
-    return results, time.monotonic() - began
+def measure(bench: BareRank, parallel: Parallel, batch: int, args: argparse.Namespace, step: int) -> int:
+    """Prints the figures of one batch; the next step number."""
+    found = time_step(bench, batch, args.context, args.steps, step, READ_RATE)
+    figures = {name: round(value, 4) for name, value in asdict(found).items() if name.endswith("_ms") and value is not None}
+    say(parallel, json.dumps({"batch": batch, **figures}))
+    return step + args.steps + 1
 
 
-def finish(step) -> bytes:  # noqa: ANN001
-    result: bytes = step.result()
-    step.fold()
-    return result
-
-
-def step_bytes(bench: Bench, batch: int, context: int) -> int:
-    """Weights that a decode step reads once, and the K and V that `batch` rows see."""
-    table = bench.model.embedding.tokens.weight
-    dense = sum(p.nbytes for name, p in bench.model.named_parameters() if "ple_tokens" not in name and "experts" not in name)
-    assert table.nbytes < dense
-    seen = sum(
-        2 * len(group.layers) * group.kv_heads * group.head_dim * min(context, group.window or context) for group in bench.groups
-    )
-    return dense + batch * seen * bench.caches[0].pool.element_size()
-
-
-def measure(bench: Bench, parallel: Parallel, batch: int, args: argparse.Namespace, step: int) -> tuple[int, dict[str, float]]:
-    """The figures of one batch; the next step number."""
-    first = encode_plan(admission(bench, batch, args.context, step))
-    rest = [encode_plan(StepPlan(step + at, decodes=list(range(batch)))) for at in range(1, args.steps + 1)]
-    through_runner(bench, [first, *rest[:8]])
-    _, seconds = through_runner(bench, rest[8:])
-    figures = {"launch_ms": 1e3 * seconds / len(rest[8:])}
-    graphs = bench.runner.graphs
-    if graphs is not None:
-        rows = bench.runner.bucket(batch)
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        times = []
-        for _ in range(3):
-            start.record()
-            for _ in range(args.steps):
-                graphs.forward(rows)
-                graphs.sample(rows)
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / args.steps)
-        figures["graph_ms"] = min(times)
-    figures["floor_ms"] = 1e3 * step_bytes(bench, batch, args.context) / READ_RATE
-    say(parallel, json.dumps({"batch": batch, **{name: round(value, 4) for name, value in figures.items()}}))
-    return step + args.steps + 1, figures
-
-
-def check_graphs(bench: Bench, parallel: Parallel, args: argparse.Namespace) -> None:
+def check_graphs(bench: BareRank, parallel: Parallel, args: argparse.Namespace) -> None:
     """A captured step gives the bits of the eager one: the same plans through both, hidden rows included."""
     if bench.runner.graphs is None:
         return
     runner, graphs = bench.runner, bench.runner.graphs
+    rows = min(3, bench.config.max_seqs)
     runner.debug_hash = True
     runs = []
     for runner.graphs in (graphs, None):
         runner.state_hash = 0
-        plans = [encode_plan(admission(bench, 3, args.context, 1))]
-        plans += [encode_plan(StepPlan(at, decodes=[0, 1, 2])) for at in range(2, 10)]
-        results, _ = through_runner(bench, plans)
+        plans = [encode_plan(bench.admission(rows, args.context, args.steps, 1))]
+        plans += [encode_plan(StepPlan(at, decodes=list(range(rows)))) for at in range(2, 10)]
+        results, _ = bench.run(plans)
         runs.append((results, runner.state_hash))
     runner.graphs, runner.debug_hash = graphs, False
     say(parallel, f"graph equals eager, hidden bits included: {runs[0] == runs[1]}")
     assert runs[0] == runs[1], "a captured step differs from the eager one"
 
 
-def profile(bench: Bench, parallel: Parallel, batch: int, out: str) -> None:
+def profile(bench: BareRank, parallel: Parallel, batch: int, out: str) -> None:
     """Kernels of one step by name: calls, total and mean microseconds; the trace in `out`."""
     graphs, rows = bench.runner.graphs, bench.runner.bucket(batch)
     if graphs is None:
@@ -247,7 +102,7 @@ def run(args: argparse.Namespace, parallel: Parallel, device: torch.device) -> N
         check_graphs(bench, parallel, args)
     step = 1
     for batch in args.batches:
-        step, _ = measure(bench, parallel, batch, args, step)
+        step = measure(bench, parallel, batch, args, step)
         if args.profile and batch in args.profile:
             profile(bench, parallel, batch, args.out)
 

@@ -1,10 +1,11 @@
-"""What GPUs mean for the attention backend, from invented GPUs."""
+"""What a node has for a group, from invented GPUs."""
 
 import sys
 
 import pytest
 
-from cluster.capability import Gpu, check_group, choose, node_gpus, probe, visible_gpus
+from cluster.capability import Capability, Gpu, check_group, node_gpus, probe, visible_gpus
+from cluster.flashinfer_files import FlashInferFiles
 from engine.errors import ConfigError
 
 pytestmark = pytest.mark.pure
@@ -14,44 +15,33 @@ def gpus(count: int = 4, name: str = "B200", capability: tuple[int, int] = (10, 
     return tuple(Gpu(index, name, f"GPU-{index}abc", capability, 180 << 30) for index in range(count))
 
 
-@pytest.mark.parametrize(
-    ("capability", "flashinfer", "choice"),
-    [
-        ((10, 0), "0.7.2", "trtllm_mha"),
-        ((10, 3), "0.7.2", "trtllm_mha"),
-        ((10, 0), None, "triton"),
-        ((9, 0), "0.7.2", "triton"),
-        ((12, 0), "0.7.2", "triton"),
-        ((8, 0), None, "triton"),
-    ],
-)
-def test_the_device_chooses_the_backend(capability: tuple[int, int], flashinfer: str | None, choice: str) -> None:
-    """SM100 family with FlashInfer asks for trtllm_mha, any other GPU for triton; triton is what runs today, and it says so."""
-    found = choose(gpus(capability=capability), flashinfer)
-    assert (found.backend_choice, found.runs) == (choice, "triton")
-    assert f"asks for {choice}" in str(found)
-    assert "B200" in found.reason
+def test_the_oldest_gpu_counts() -> None:
+    """A node's architecture is the least of its GPUs'; its line names every kind of GPU, and FlashInfer."""
+    mixed = Capability((*gpus(2), Gpu(2, "H200", "GPU-2", (9, 0), 1)), FlashInferFiles("0.7.2"))
+    assert mixed.architecture == (9, 0)
+    assert str(mixed) == "3 x B200 (SM100), H200 (SM90), FlashInfer 0.7.2"
+    assert str(Capability(gpus(1))) == "1 x B200 (SM100), no FlashInfer"
 
 
-def test_no_gpu_is_reference() -> None:
-    """Without a GPU the choice is reference, FlashInfer or not."""
-    found = choose((), "0.7.2")
-    assert (found.backend_choice, found.runs) == ("reference", "reference")
+def test_no_gpu() -> None:
+    """Without a GPU there is no architecture, and the line says so."""
     assert probe("").gpus == ()
+    assert Capability().architecture is None
+    assert str(Capability()) == "no GPU is visible"
 
 
 def test_a_group_needs_its_gpus_on_one_node() -> None:
     """TP above the visible GPUs is refused in one line with both numbers; TP at their number is not."""
     with pytest.raises(ConfigError, match="tp 4 needs 4 GPUs on one node; this one shows 3") as refused:
-        check_group(choose(gpus(3), None), 4)
+        check_group(Capability(gpus(3)), 4)
     assert "\n" not in str(refused.value)
-    assert len(check_group(choose(gpus(4), None), 4)) == 4
-    assert len(check_group(choose(gpus(4), None), 2)) == 2
+    assert len(check_group(Capability(gpus(4)), 4)) == 4
+    assert len(check_group(Capability(gpus(4)), 2)) == 2
 
 
 def test_the_gpus_of_a_group_must_agree() -> None:
     """A different fourth GPU is refused with both names for TP=4, and does not matter to TP=2."""
-    mixed = choose((*gpus(3), Gpu(3, "H200", "GPU-3", (9, 0), 1)), None)
+    mixed = Capability((*gpus(3), Gpu(3, "H200", "GPU-3", (9, 0), 1)))
     with pytest.raises(ConfigError, match="GPU 0 is B200, GPU 3 is H200"):
         check_group(mixed, 4)
     assert len(check_group(mixed, 2)) == 2

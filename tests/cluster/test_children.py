@@ -1,4 +1,4 @@
-"""Names, blame and environment of children, without any process."""
+"""Names, root cause and environment of children, without any process."""
 
 import itertools
 import os
@@ -18,7 +18,7 @@ ENDED = ExitStatus("rank 3", 7)
 LEFT = ExitStatus("the core", 0)
 
 
-def test_blame_goes_to_the_cause() -> None:
+def test_the_root_cause_is_named() -> None:
     """In every order of discovery: a signal before a refusal, that before an exception, that before an exit code, that before 0."""
     ranked = [KILLED, REFUSED, RAISED, ENDED, LEFT]
     for count in range(1, 6):
@@ -27,7 +27,7 @@ def test_blame_goes_to_the_cause() -> None:
     assert root_cause([]) is None
 
 
-def test_a_fate_is_a_sentence() -> None:
+def test_an_exit_status_is_a_sentence() -> None:
     """Each way to end reads as one: who, and by what."""
     assert [str(exit_status) for exit_status in (KILLED, RAISED, ENDED, LEFT)] == [
         "rank 2 was killed by SIGKILL",

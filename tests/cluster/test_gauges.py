@@ -93,7 +93,7 @@ class Still:
         return [record(9, 9, 1)] * 3
 
 
-def test_the_levels_of_a_group() -> None:
+def test_the_scrape_gauges_of_a_group() -> None:
     """The front's open requests, and a record a process."""
     found = read_gauges(Still(), Still())
     assert found.open == 7

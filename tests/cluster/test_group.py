@@ -22,7 +22,7 @@ from engine.protocol import AbortReason, FinishReason, SamplingParams
 from tests.support.engine.fake_child import FIRST_TOKEN, Behaviour, commands
 from tests.support.engine.fakes import fake_config
 from tests.support.engine.groups import Held, Running, alive, end_of, read, running, settled, until
-from tests.support.houserules import ROOT
+from tests.support.repo_rules import ROOT
 
 pytestmark = pytest.mark.cpu
 

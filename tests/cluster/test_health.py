@@ -54,7 +54,7 @@ def test_an_old_heartbeat_names_its_process(index: int, name: str) -> None:
     assert verdict(with_record(statuses(), index, heartbeat_ns=NOW - 29 * S // 10), MOMENT, BOUNDS) is None
 
 
-def test_all_hearts_at_once() -> None:
+def test_all_heartbeats_stop_at_once() -> None:
     """Several stopped processes are all named."""
     records = [replace(record, heartbeat_ns=NOW - 5 * S) for record in statuses(tp=1)]
     expected = Death("unscheduled", "rank 0, the core are not scheduled for 5.0 s (stopped or hung host)")
@@ -196,7 +196,7 @@ def test_a_rank_that_gave_up_waiting_is_not_blamed(tmp_path: Path, waited_s: flo
     assert death.sentence.startswith(blamed)
 
 
-def test_the_watcher_sees_stopped_hearts_once(tmp_path: Path) -> None:
+def test_the_watcher_reports_stopped_heartbeats_once(tmp_path: Path) -> None:
     """Hearts that stop are reported once, and not before the bound."""
 
     def story(group: FakeGroup, watcher: Watcher) -> None:

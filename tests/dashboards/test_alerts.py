@@ -32,7 +32,7 @@ def slo(slo: str, good: int, bad: int, until: int = MINUTES_OF_DAY) -> dict[str,
     }
 
 
-def book(received: int, ended: int, in_flight: int) -> dict[str, str]:
+def request_counts(received: int, ended: int, in_flight: int) -> dict[str, str]:
     return {
         f"quartet_requests_received_total{{{ON}}}": f"{received}x20",
         f'quartet_requests_total{{{ON},outcome="stop"}}': f"{ended}x20",
@@ -94,8 +94,8 @@ CASES = (
     Case("QuartetBudgetBurnsFast", {ANSWERED: "0+100x65", DEAD: "0+2x65"}, "65m", 1),  # groups die, and nobody else can tell
     Case("QuartetBudgetBurnsFast", {ANSWERED: "0+100x65", DEAD: "0+1x65"}, "65m", 0),
     Case("QuartetBudgetBurnsFast", {ANSWERED: "0+100x65", REFUSED: "0+2x65"}, "65m", 1),   # no death yet: no series of one
-    Case("QuartetRequestsUnaccounted", book(100, 90, 9), "10m", 1),
-    Case("QuartetRequestsUnaccounted", book(100, 90, 10), "10m", 0),
+    Case("QuartetRequestsUnaccounted", request_counts(100, 90, 9), "10m", 1),
+    Case("QuartetRequestsUnaccounted", request_counts(100, 90, 10), "10m", 0),
     Case("QuartetQueueGrows", {WAITING: "5x30", QUEUE: "100+50x30"}, "20m", 1),
     Case("QuartetQueueGrows", {WAITING: "5x30", QUEUE: "1000-10x30"}, "20m", 0),
     Case("QuartetPoolSaturated", {POOL % "full": "0.99x30", POOL % "sliding": "0.5x30"}, "15m", 1),
@@ -109,7 +109,7 @@ CASES = (
     Case("QuartetDiscoveryStale", {DISCOVERY: "6x30"}, "15m", 0),
 )  # fmt: skip
 
-# What somebody is told: the template is filled in with the labels and the value.
+# The text of a notification: the template is filled in with the labels and the value.
 TOLD = {
     "interval": "1m",
     "input_series": [{"series": f"quartet_engine_up{{{ON}}}", "values": "1x4 0x10"}],
@@ -175,8 +175,8 @@ def test_every_rule_holds_against_the_table() -> None:
     exprs = {rule.name: rule.expr for rule in RECORDS} | {rule.name: rule.expr for rule in ALERTS}
     assert [f"{name}: {line}" for name, expr in exprs.items() for line in complaints(expr)] == []
     for record in RECORDS:
-        told = " ".join(f"{{{{{label}}}}}" for label in set(record.carries) - dict(record.labels).keys())
-        assert complaints(record.expr, told) == [], record.name
+        text = " ".join(f"{{{{{label}}}}}" for label in set(record.carries) - dict(record.labels).keys())
+        assert complaints(record.expr, text) == [], record.name
     assert complaints("quartet_engine_down == 0") == ["nothing is called quartet_engine_down"]
 
 

@@ -1,4 +1,4 @@
-"""The books of discovery: who is a target, who is gone and why, and what the dead have counted."""
+"""The replica registry: who is a target, who is gone and why, and what the dead have counted."""
 
 import json
 import socket
@@ -66,7 +66,7 @@ def addresses(registry: ReplicaRegistry) -> list[str]:
 
 
 def test_a_replica_is_a_target_with_its_labels() -> None:
-    """From its first beat on, as Prometheus' http_sd wants it."""
+    """From its first heartbeat on, as Prometheus' http_sd wants it."""
     registry = ReplicaRegistry()
     assert registry.targets() == []
     assert registry.heartbeat(TWO, counts(0)) == registry.heartbeat(ONE, counts(0)) == "ok"
@@ -77,7 +77,7 @@ def test_a_replica_is_a_target_with_its_labels() -> None:
     assert figure(registry, "quartet_group_up", **labels) == 1
 
 
-def test_who_says_goodbye_is_gone_at_once_and_stays_counted() -> None:
+def test_a_deregistered_replica_is_gone_at_once_and_stays_counted() -> None:
     """Target, group_up and the number of groups change with the call; cause and counts stay; nobody else's do."""
     registry = ReplicaRegistry()
     registry.heartbeat(ONE, counts(40, 3))
@@ -115,26 +115,26 @@ def test_what_was_open_is_lost_with_its_replica() -> None:
     assert figure(clock.registry, "quartet_retired_requests_total", **WHERE, outcome="dead") == 2 + 3
     assert figure(clock.registry, "quartet_retired_requests_lost_total", **WHERE) == 3
     assert figure(clock.registry, "quartet_retired_requests_received_total", **WHERE) == 52
-    assert last[received] == 52, "the last beat itself is nobody's to change"
+    assert last[received] == 52, "the last heartbeat itself is nobody's to change"
     clock.registry.deregister(TWO, None, {received: 4, ("quartet_requests_total", ("length",)): 4})
     assert figure(clock.registry, "quartet_retired_requests_lost_total", **WHERE) == 3
 
 
 def test_totals_neither_fall_nor_count_twice() -> None:
-    """Over beats, silence, return and death, a counter of all replicas ever goes up by what is counted, and stays otherwise."""
-    clock, ever = Time(), f"quartet_deployment_{TOKENS.removeprefix('quartet_')}"
+    """Over heartbeats, silence, return and death, a deployment total rises by what is counted, and never falls."""
+    clock, total = Time(), f"quartet_deployment_{TOKENS.removeprefix('quartet_')}"
     seen = []
     for tokens in (0, 20, 40):
         clock.registry.heartbeat(ONE, counts(tokens))
-        seen.append(figure(clock.registry, ever, **WHERE))
+        seen.append(figure(clock.registry, total, **WHERE))
     assert seen == [0, 20, 40]
     for _ in range(round((GONE_S + 4) / TICK_S)):
         clock.passes(TICK_S, TWO)  # it counts one token, once
-        assert figure(clock.registry, ever, **WHERE) == 41
+        assert figure(clock.registry, total, **WHERE) == 41
     assert restarts(clock.registry) == {"vanished": 1}
     clock.registry.heartbeat(ONE, counts(60))
     clock.registry.deregister(TWO, None, counts(3))
-    assert figure(clock.registry, ever, **WHERE) == 43
+    assert figure(clock.registry, total, **WHERE) == 43
 
 
 def test_nothing_is_counted_twice() -> None:
@@ -162,8 +162,8 @@ def test_totals_add_up_over_deaths() -> None:
         assert figure(registry, RETIRED[TOKENS].name, **WHERE) == total
 
 
-def test_who_falls_silent_is_dropped_then_vanished() -> None:
-    """No target after SILENT_S, back with a beat; after GONE_S a restart whose last counts are those of its last beat."""
+def test_a_silent_replica_is_dropped_then_vanished() -> None:
+    """No target after SILENT_S, back with a heartbeat; after GONE_S a restart whose last counts are those of its last heartbeat."""
     clock = Time()
     clock.registry.heartbeat(ONE, counts(40))
     clock.passes(SILENT_S, TWO)
@@ -181,7 +181,7 @@ def test_who_falls_silent_is_dropped_then_vanished() -> None:
     assert clock.registry.heartbeat(ONE, counts(45)) == "gone"
 
 
-def test_a_pause_of_the_endpoint_is_nobodys_silence() -> None:
+def test_a_pause_of_the_endpoint_makes_no_replica_silent() -> None:
     """Suspended as a whole for a minute, it drops nobody; a replica that really died is found out afterwards."""
     clock = Time()
     clock.passes(1, ONE, TWO)
@@ -193,7 +193,7 @@ def test_a_pause_of_the_endpoint_is_nobodys_silence() -> None:
     assert restarts(clock.registry) == {"vanished": 1}
 
 
-def test_the_dead_are_forgotten_in_the_end() -> None:
+def test_gone_replicas_are_forgotten_in_the_end() -> None:
     """Ten minutes as down, then no series; the counts stay."""
     clock = Time()
     clock.registry.heartbeat(ONE, counts(40))

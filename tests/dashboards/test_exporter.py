@@ -120,7 +120,7 @@ def test_every_row_of_the_table_is_exposed_with_its_help_and_kind() -> None:
     assert "_created" not in text
 
 
-def test_names_follow_the_house() -> None:
+def test_names_follow_the_convention() -> None:
     """Counters end in _total, seconds say so, no row says who is scraped, and no name stands twice."""
     rows = [*ENGINE, *FLEET]
     assert len({row.name for row in rows}) == len(rows)
@@ -166,7 +166,7 @@ def test_every_end_counts_once(outcome: Outcome) -> None:
     assert found["quartet_requests_lost_total"] == (outcome == "dead")
 
 
-def test_levels_are_read_at_the_scrape() -> None:
+def test_gauges_are_read_at_the_scrape() -> None:
     """A rank that hangs is seen to, by each scrape anew; its steps count on."""
     exporter = exporter_after(FACTS)
     for stall, steps in ((0.0, 40), (7.5, 41)):
@@ -180,7 +180,7 @@ def test_levels_are_read_at_the_scrape() -> None:
 
 
 def test_counts_are_what_a_scrape_says() -> None:
-    """Every counter but the ranks', with its labels: what is left in the books when the group is gone."""
+    """Every counter but the ranks', with its labels: what is left in the registry when the group is gone."""
     exporter = exporter_after(FACTS, *EVENTS)
     found = values(exporter.text())
     counts = exporter.counts()

@@ -18,7 +18,7 @@ from dashboards.pictures import Span, text
 from dashboards.prometheus import Api, Prometheus, Series
 from dashboards.svg import newest, panel
 from engine.errors import ConfigError
-from tests.support.monitoring.scripted_exporters import cast, play, stage, wait_scraped
+from tests.support.monitoring.scripted_exporters import replay, scripted_load, serve_exporters, wait_scraped
 
 pytestmark = pytest.mark.cpu
 needs_prometheus = pytest.mark.skipif(
@@ -32,10 +32,10 @@ WINDOW = "6s"
 @pytest.fixture(scope="module")
 def api() -> Iterator[Api]:
     """A Prometheus that has scraped two groups for eight seconds, and still does."""
-    played = cast(groups=2, seconds=SECONDS)
-    with stage(played.scenes) as ready, Prometheus(ready.scrapes, FILE) as prometheus:
+    load_script = scripted_load(groups=2, seconds=SECONDS)
+    with serve_exporters(load_script.scripts) as ready, Prometheus(ready.scrapes, FILE) as prometheus:
         wait_scraped(prometheus.api, 5)
-        play(played, ready)
+        replay(load_script, ready)
         yield prometheus.api
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.houserules import ROOT
-from tests.support.monitoring.scripted_exporters import Stage, cast, stage
+from tests.support.monitoring.scripted_exporters import ServedExporters, scripted_load, serve_exporters
+from tests.support.repo_rules import ROOT
 from tests.support.stack.serve_process import command_line, descendants, wait
 
 pytestmark = pytest.mark.cpu
@@ -27,9 +27,9 @@ COMMAND = (sys.executable, "-m", "deploy.cli", "dashboards", "--live")
 
 
 @pytest.fixture(scope="module")
-def ready() -> Iterator[Stage]:
+def ready() -> Iterator[ServedExporters]:
     """Two groups that nobody asks anything, and their discovery endpoint."""
-    with stage(cast(groups=GROUPS, seconds=5.0).scenes) as ready:
+    with serve_exporters(scripted_load(groups=GROUPS, seconds=5.0).scripts) as ready:
         yield ready
 
 
@@ -46,7 +46,7 @@ def fetched(url: str) -> object:
 
 
 @needs_prometheus
-def test_one_command_shows_the_boards(ready: Stage) -> None:
+def test_one_command_shows_the_boards(ready: ServedExporters) -> None:
     """It says where the page is; the page has the groups' figures; Ctrl-C ends page and Prometheus, with code 0."""
     command = [*COMMAND, "--url", ready.discovery, "--port", "0"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -76,7 +76,7 @@ def test_one_command_shows_the_boards(ready: Stage) -> None:
 
 @needs_prometheus
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="setpriv is not here: apt-get install util-linux")
-def test_a_killed_command_leaves_no_prometheus(ready: Stage) -> None:
+def test_a_killed_command_leaves_no_prometheus(ready: ServedExporters) -> None:
     """SIGKILL gives it no time to end anything: Prometheus ends all the same."""
     process = subprocess.Popen([*COMMAND, "--url", ready.discovery, "--port", "0"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -91,7 +91,7 @@ def test_a_killed_command_leaves_no_prometheus(ready: Stage) -> None:
 
 
 @needs_prometheus
-def test_the_figures_once_as_json(ready: Stage) -> None:
+def test_the_figures_once_as_json(ready: ServedExporters) -> None:
     """Every board with all of its panels, and then it ends."""
     command = [*COMMAND, "--json", "--url", ready.discovery]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
@@ -108,7 +108,7 @@ def test_the_figures_once_as_json(ready: Stage) -> None:
         (("--prometheus", "http://127.0.0.1:9", "--json"), None, "no Prometheus answers at http://127.0.0.1:9"),
     ],
 )
-def test_what_is_missing_is_one_line(ready: Stage, extra: tuple[str, ...], path: str | None, line: str) -> None:
+def test_what_is_missing_is_one_line(ready: ServedExporters, extra: tuple[str, ...], path: str | None, line: str) -> None:
     """No binary, or no Prometheus: code 2, and a line that says what to do."""
     environ = {**os.environ, "PATH": os.environ["PATH"] if path is None else path}
     command = [*COMMAND, "--url", ready.discovery, *extra]

@@ -1,7 +1,8 @@
-"""A real Prometheus scrapes real exporters while a seeded script of load is played: the boards' and the rules' answers are true."""
+"""A real Prometheus scrapes real exporters while a seeded script of load runs: the boards' and the rules' answers are true."""
 
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from dashboards.pictures import Span, draw, draw_all
 from dashboards.prometheus import Api, Prometheus
 from engine.errors import ConfigError
 from tests.support.monitoring.query_checks import figures, silent
-from tests.support.monitoring.scripted_exporters import Cast, cast, play, stage, wait_scraped
+from tests.support.monitoring.scripted_exporters import ScriptedLoad, replay, scripted_load, serve_exporters, wait_scraped
 
 pytestmark = [
     pytest.mark.cpu,
@@ -36,7 +37,7 @@ RENAMED = "quartet_generation_tokens_total"
 class Run:
     """A rehearsal that is over: Prometheus still answers, and so does one that scraped the same under a wrong name."""
 
-    played: Cast
+    load_script: ScriptedLoad
     began: float
     api: Api
     faulty: Api
@@ -45,15 +46,15 @@ class Run:
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
     """Three groups, twenty seconds."""
-    played = cast(seconds=SECONDS)
+    load_script = scripted_load(seconds=SECONDS)
     with ExitStack() as stack:
-        ready = stack.enter_context(stage(played.scenes))
+        ready = stack.enter_context(serve_exporters(load_script.scripts))
         right, wrong = (stack.enter_context(Prometheus(scrapes, FILE)) for scrapes in (ready.scrapes, renaming(ready.scrapes)))
         for prometheus in (right, wrong):
-            wait_scraped(prometheus.api, len(played.scenes) + 3)
-        began = play(played, ready)
+            wait_scraped(prometheus.api, len(load_script.scripts) + 3)
+        began = replay(load_script, ready)
         time.sleep(max(0.0, began + SECONDS + 2.5 - time.time()))  # two more scrapes
-        yield Run(played, began, right.api, wrong.api)
+        yield Run(load_script, began, right.api, wrong.api)
 
 
 def renaming(scrapes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -76,29 +77,29 @@ def test_a_renamed_metric_is_caught(run: Run) -> None:
 
 def test_answers_agree_with_the_script(run: Run) -> None:
     """Rates, quantiles and means are within 20 % of what the script itself counts."""
-    found = figures(run.api, run.played, run.began, AT, WINDOW)
-    print("\n".join(f"{figure.apart:6.1%} {figure.answered:10.5g} {figure.true:10.5g} {figure.what}" for figure in found))
-    assert [figure for figure in found if figure.apart > TOLERANCE] == []
+    found = figures(run.api, run.load_script, run.began, AT, WINDOW)
+    print("\n".join(f"{figure.relative_error:6.1%} {figure.answered:10.5g} {figure.true:10.5g} {figure.what}" for figure in found))
+    assert [figure for figure in found if figure.relative_error > TOLERANCE] == []
 
 
 def test_a_group_left_out_is_caught(run: Run) -> None:
     """Against the counts of two groups of the three, the rates are off by far more than the tolerance."""
-    two = replace(run.played, scenes=dict(list(run.played.scenes.items())[:2]))
+    two = replace(run.load_script, scripts=dict(list(run.load_script.scripts.items())[:2]))
     rates = figures(run.api, two, run.began, AT, WINDOW)[:4]
-    assert all(figure.apart > 0.35 for figure in rates), rates
+    assert all(figure.relative_error > 0.35 for figure in rates), rates
 
 
-def test_the_book_closes(run: Run) -> None:
+def test_the_counts_add_up(run: Run) -> None:
     """After the last event every request received has exactly one end, by outcome as the script has them, to the last one."""
     now = run.began + SECONDS + 2
-    lives = [life for scene in run.played.scenes.values() for life in scene.lives]
+    requests = [request for group in run.load_script.scripts.values() for request in group.requests]
     answer = run.api.ask("sum by (outcome) (quartet_requests_total) > 0", now)
     ends = {series.labels["outcome"]: int(series.last) for series in answer}
-    assert ends == {outcome: sum(life.outcome == outcome for life in lives) for outcome in {life.outcome for life in lives}}
+    assert ends == Counter(request.outcome for request in requests)
     assert {series.last for series in run.api.ask("quartet:requests_unaccounted", now)} == {0.0}
     tokens = run.api.ask("sum (quartet_generation_tokens_total)", now)[0].last
-    assert tokens == sum(len(life.tokens) for life in lives)
-    assert tokens != sum(len(life.tokens) for life in lives[1:])
+    assert tokens == sum(len(request.tokens) for request in requests)
+    assert tokens != sum(len(request.tokens) for request in requests[1:])
 
 
 def test_the_boards_can_be_drawn(run: Run, tmp_path: Path) -> None:

@@ -56,8 +56,8 @@ def heartbeats(client: FakeRegistryClient, urls: list[str]) -> HeartbeatSender:
     return HeartbeatSender(client, TARGET, lambda: COUNTS, urls.append, PERIOD_S)
 
 
-def test_it_beats_until_it_leaves() -> None:
-    """The address of the list is told once; after the last word the replica is no target, and its counts are kept."""
+def test_heartbeats_go_on_until_deregistration() -> None:
+    """The address of the list is reported once; after it deregistered the replica is no target, and its counts are kept."""
     client, urls = FakeRegistryClient(), list[str]()
     speaking = heartbeats(client, urls)
     until(lambda: client.beats >= 3)
@@ -69,7 +69,7 @@ def test_it_beats_until_it_leaves() -> None:
     until(lambda: not [thread for thread in threading.enumerate() if thread.name == "heartbeats"])
 
 
-def test_a_post_that_is_down_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unreachable_registry_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """One complaint in the log however long it lasts; the replica is a target as soon as the registry is back."""
     client = FakeRegistryClient()
     client.broken = True
@@ -83,8 +83,8 @@ def test_a_post_that_is_down_stops_nothing(caplog: pytest.LogCaptureFixture) -> 
     assert len([record for record in caplog.records if "discovery does not answer" in record.message]) <= 1
 
 
-def test_a_new_post_hears_of_everybody() -> None:
-    """An actor that was started anew has empty books: the next beat fills them."""
+def test_a_new_registry_learns_every_replica() -> None:
+    """An actor that was started anew knows no replica: the next heartbeat registers it."""
     client = FakeRegistryClient()
     speaking = heartbeats(client, [])
     until(lambda: client.beats >= 1)
@@ -93,7 +93,7 @@ def test_a_new_post_hears_of_everybody() -> None:
     speaking.deregister(None)
 
 
-def test_who_was_given_up_stops_beating() -> None:
+def test_a_replica_given_up_stops_its_heartbeats() -> None:
     """A replica that discovery counts as gone speaks no more, or its counts would be there twice."""
     client = FakeRegistryClient()
     client.registry.deregister(TARGET, "vanished", COUNTS)

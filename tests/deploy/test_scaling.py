@@ -161,7 +161,7 @@ def test_a_steady_load_does_not_flap(rate: float, seed: int) -> None:
     assert len(set(fleet.targets)) <= 2, fleet.targets
 
 
-def test_without_calm_it_does() -> None:
+def test_without_the_downscale_threshold_it_flaps() -> None:
     """The same test with a policy that gives up a replica as soon as the rest could just do: it flaps."""
     eager = AutoscalingConfig(**(CONFIG.model_dump(exclude={"policy"}) | {"downscale_delay_s": 3.0, "look_back_period_s": 11.0}))
 
@@ -215,7 +215,7 @@ def test_late_first_tokens_ask_for_more() -> None:
     assert Scaling()(context(2, {**late, "late": 0.9}, settled=long_ago))[0] == 2 - 1
 
 
-def test_silence_is_no_idleness() -> None:
+def test_missing_figures_do_not_scale_down() -> None:
     """Replicas that run and have told nothing stay; those that say they have nothing to do go."""
     assert Scaling()(context(3, {}))[0] == 3
     assert Scaling()(context(3, {"slots": 0.0}))[0] == 0

@@ -16,7 +16,7 @@ from deploy.settings import Settings, read_config, read_settings
 from engine.config import engine_config
 from engine.errors import ConfigError
 from engine.geometry import Geometry, read_geometry
-from tests.support.houserules import ROOT
+from tests.support.repo_rules import ROOT
 
 pytestmark = pytest.mark.pure
 
@@ -72,7 +72,7 @@ def test_our_own_files_are_good(name: str) -> None:
 
     config = read_config(ROOT / "deploy" / name)
     [settings] = read_settings(config, name)
-    assert settings.tp == 4
+    assert settings.engine.tp == 4
     schema = ServeDeploySchema.model_validate(config)
     assert [deployment.name for deployment in schema.applications[0].deployments] == ["Quartet"]
     assert schema.http_options.host == "127.0.0.1"

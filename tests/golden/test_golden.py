@@ -17,12 +17,12 @@ pytestmark = pytest.mark.cpu
 TOLERANCE = 2e-5  # fp32 on the CPU: another torch or processor adds in another order; the file rounds at 1e-6
 
 
-def replay(plans: list[StepPlan], meddle: Callable[[Runner, StepPlan], None] = lambda *_: None) -> list[StepResult]:
+def replay(plans: list[StepPlan], plant_fault: Callable[[Runner, StepPlan], None] = lambda *_: None) -> list[StepResult]:
     """The committed plans through one rank."""
     runner = build(single(config_of(resolve("nano:31b"), 1)), PAGES)
     results = []
     for plan in plans:
-        meddle(runner, plan)
+        plant_fault(runner, plan)
         results.append(run(runner, plan))
     return results
 
@@ -39,11 +39,11 @@ def test_the_committed_stream_gives_the_committed_tokens() -> None:
 def test_one_wrong_page_is_seen() -> None:
     """Planted fault: a page that lies in another's place gives other tokens, or logprobs 100 tolerances off."""
 
-    def meddle(runner: Runner, plan: StepPlan) -> None:
+    def plant_fault(runner: Runner, plan: StepPlan) -> None:
         if plan.step == 30:
             pool = next(iter(runner.slots.cache)).pool
             pool[:, 1:] = pool[:, 1:].roll(1, dims=1)
 
     plans, expected = load()
-    results = replay(plans, meddle)
+    results = replay(plans, plant_fault)
     assert tokens_of(results) != tokens_of(expected) or logprob_error(results, expected) > 100 * TOLERANCE

@@ -48,7 +48,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     fault: str = ""
 
 
-class Deaf:
+class SkippedReduce:
     """A planted fault: all-reduce number 3 of every forward yields this rank's own part only."""
 
     def __init__(self, parallel: Parallel) -> None:
@@ -133,7 +133,7 @@ def run(job: Job, model: Gemma4, parallel: Parallel, device: torch.device) -> li
             if job.fault in ("sliding", "full") and slot and decode:
                 wrong_page(cache, job.fault, slot, start)
             batch = make()
-            if isinstance(parallel, Deaf):
+            if isinstance(parallel, SkippedReduce):
                 parallel.calls = 0
             hidden = model(batch, cache, attention)
             steps += 1
@@ -169,7 +169,7 @@ def main() -> None:
     self_check(parallel, device, getattr(torch, job.dtype))
     say(job, f"collectives checked on {device}")
     if job.fault == "reduce":
-        parallel = Deaf(parallel)
+        parallel = SkippedReduce(parallel)
     model = build(job, parallel, device)
     found = run(job, model, parallel, device)
     if job.rank == 0:

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.block_tables import block_tables
 from kernels.choose import Ballot, SlotParameters, choose_best, local_best, parts_of
 from kernels.experts import experts
 from kernels.filters import Share, adopt, filtered_tokens, scaled_rows
@@ -27,7 +28,7 @@ from kernels.launch import Node, launch, record, trigger, wait
 from kernels.linear import linear, linear_geglu
 from kernels.route import route, router_logits
 from kernels.slots import apply_plan, decode_inputs, gather_pages, rotary_table
-from kernels.tiles import TABLE, GemmShape, Tile, gemv, mma
+from kernels.tiles import TABLE, GemmShape, Tile, gemv
 from tests.bench.gemms import GemmCase
 from tests.kernels.test_attention_compiled import chunk_nodes, decode, named
 from tests.support.compiled import Compiled, compile_node
@@ -44,7 +45,6 @@ HIDDEN = 5376
 CONSTANT = {
     "_gemv": {"weight"},
     "_gemm": {"weight"},
-    "_mma": {"weight"},
     "_joint": {"post", "following", "scalar"},
     "_joint_sharded": {"post", "following", "scalar"},
     "_logits": {"proj", "scale", "norm"},
@@ -71,8 +71,6 @@ def linear_nodes(target: Target) -> Iterator[Node]:
         for tile in tiles.values():
             if tile is not None:
                 seen.setdefault((tile, shape.gated), shape)
-    for tile, gated in ((mma(8, 16, early=8), False), (mma(16, 32, early=4), False), (mma(16, 16, early=4), True)):
-        seen.setdefault((tile, gated), GemmShape(HIDDEN, HIDDEN, gated))
     for (tile, gated), shape in seen.items():
         yield from GemmCase("table", shape, tile.rows, tile).nodes(target)
         if tile.rows in {1, 16} and target == HOPPER:
@@ -137,6 +135,7 @@ def slots_nodes(target: Target) -> Iterator[Node]:
         apply_plan(ints(500), [table, table], ints(9))
         decode_inputs(ints(500), ints(9, 2049), ints(9), 8, ints(ROWS), ints(ROWS), ints(ROWS))
         gather_pages(table, ints(ROWS), ints(ROWS), 32, 1024, ints(ROWS, 64))
+        block_tables(table, ints(ROWS), ints(ROWS), 32, 1024, ints(ROWS, 40), ints(ROWS))
         rotary_table(ints(ROWS), meta(128, dtype=torch.float32), meta(ROWS, 256, dtype=torch.float32))
     yield from nodes
 
@@ -206,17 +205,6 @@ def test_dependent_launch_is_safe(subject: str) -> None:
             assert not narrow_products(kernel.ptx, arguments, PAGE_IDS[name])
 
 
-def test_mma_operands_come_from_memory_as_they_are() -> None:
-    """A 16-byte load is half of an MMA's operand: between loads and MMAs nothing moves between threads."""
-    for kernel in compiled("linear", HOPPER):
-        if kernel.node.kernel == "_mma":
-            opcodes = [instruction.split()[1 if instruction.startswith("@") else 0] for instruction in kernel.instructions]
-            multiplied = [place for place, opcode in enumerate(opcodes) if opcode.startswith("HMMA")]
-            within = opcodes[: multiplied[-1]]
-            assert multiplied
-            assert not [opcode for opcode in within if opcode.startswith(("SHFL", "STS", "LDS", "BAR"))], kernel.node.constexprs
-
-
 def test_inboxes_are_polled() -> None:
     """What another rank writes is read by volatile loads alone."""
     polls = [
@@ -240,7 +228,7 @@ def test_weights_are_on_their_way_before_the_wait() -> None:
         loads = [access for access in early if access.reads]
         vectors = choices["BN"] * choices["BK"] * (1 + choices["GATED"]) // (8 * 32 * choices["warps"])
         tiles = min(choices["EARLY"], -(-choices["K"] // choices["BK"]))
-        if kernel.node.kernel in {"_gemv", "_mma"}:
+        if kernel.node.kernel == "_gemv":
             assert len(loads) >= tiles * vectors > 0, (choices, len(loads))
         else:
             assert not loads

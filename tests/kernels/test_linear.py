@@ -11,7 +11,7 @@ from torch.nn import functional
 from kernels.activation import geglu
 from kernels.launch import record
 from kernels.linear import _run, linear, linear_geglu
-from kernels.tiles import ROW_CLASSES, TABLE, GemmShape, Tile, choose, fit, gemm, gemv, mma, row_class
+from kernels.tiles import ROW_CLASSES, TABLE, GemmShape, Tile, choose, fit, gemm, gemv, row_class
 from tests.support import interpreter
 
 pytestmark = pytest.mark.cpu
@@ -24,8 +24,6 @@ TILES = [
     gemv(1, 2, 256, early=1),
     gemv(2, 4, 64, early=2),
     gemv(4, 2, 64, early=9),
-    mma(8, 16, early=2),
-    mma(16, 32, early=9, warps=2),
     gemm(16, 32, 64, stages=2, early=1),
     gemm(32, 16, 32, stages=3, swap=True),
 ]
@@ -150,7 +148,7 @@ def test_wrong_arguments_are_refused() -> None:
 
 
 def test_every_shape_has_a_tile_for_every_row_class() -> None:
-    """The table is whole; tiles hold the rows of their class, gemv up to 4 and mma 8 or 16; `swap` needs the MMA's 64 rows."""
+    """The table is whole; tiles hold the rows of their class, gemv up to 4; `swap` needs the MMA's 64 rows."""
     for shape, tiles in TABLE.items():
         assert tuple(tiles) == ROW_CLASSES, shape
         for rows, tile in tiles.items():
@@ -158,7 +156,6 @@ def test_every_shape_has_a_tile_for_every_row_class() -> None:
                 continue
             assert tile.rows >= rows
             assert tile.kind != "gemv" or tile.rows == rows <= 4, (shape, tile)
-            assert tile.kind != "mma" or tile.rows in {8, 16}, (shape, tile)
             assert not tile.swap or tile.bn % 64 == 0
             assert tile == fit(tile, shape.gated, 232448), (shape, tile)
     assert [row_class(rows) for rows in (1, 2, 3, 5, 9, 16, 17, 100, 129)] == [1, 2, 4, 8, 16, 16, 32, 128, None]

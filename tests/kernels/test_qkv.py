@@ -70,7 +70,7 @@ def test_write_pages(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("sides", [0, 1, 2])
 def test_qkv_post(sides: int) -> None:
-    """From the raw product to q and to K and V in their pages; padding rows write nothing; v is k's raw product with one side."""
+    """From the raw product to q and to K and V in their pages; padding rows write zeros to q alone; one side: v is k's raw."""
     heads, kv_heads, d, pairs = 4, 2, 16, 4
     table = torch.tensor([[5, 2, 0], [7, 8, 0]], dtype=torch.int32)
     slots = torch.tensor([0, 0, 1, 0, 1], dtype=torch.int32)
@@ -82,6 +82,7 @@ def test_qkv_post(sides: int) -> None:
     qkv_post(qkv, pool, table, slots, positions, cos_sin, q_norm, k_norm if sides else None, EPS, q)
     raw = qkv.view(5, -1, d)
     live = positions >= 0
+    assert not q[~live].any()
     assert torch.allclose(q.double()[live], turned(normed(raw[:, :heads], q_norm), cos_sin)[live], rtol=0, atol=1e-5)
     places = {0: (5, 31), 1: (2, 0), 2: (7, 5), 4: (8, 31)} if sides else {}
     for row, (page, offset) in places.items():

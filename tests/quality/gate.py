@@ -81,7 +81,7 @@ SETUPS = (
 
 
 @dataclass(frozen=True)
-class Sheet:
+class QuestionSet:
     """The questions put to one member: exercises and their prompts' token ids."""
 
     folder: Path
@@ -90,7 +90,7 @@ class Sheet:
     prompts: list[list[int]]
 
     @classmethod
-    def of(cls, member: str, questions: Mapping[str, int], seed: int) -> "Sheet":
+    def of(cls, member: str, questions: Mapping[str, int], seed: int) -> "QuestionSet":
         """`questions`: how many of each skill."""
         folder = resolve(f"nano:{member}")
         text, geometry = TextProcessor.load(folder), read_geometry(folder)
@@ -113,19 +113,19 @@ class Run:
     seconds: float
 
 
-def answer(sheet: Sheet, setup: Setup, command: Command | None = None) -> Run:
+def answer(question_set: QuestionSet, setup: Setup, command: Command | None = None) -> Run:
     """All questions through a real group: core, ring and ranks; `command` starts its processes (faults are planted there)."""
-    config = setup.config(sheet.folder, sheet.longest)
+    config = setup.config(question_set.folder, question_set.longest)
     began = time.monotonic()
     with Group.boot(config, command) if command else Group.boot(config) as group:
-        answers, preemptions = asyncio.run(_ask(group, sheet))
+        answers, preemptions = asyncio.run(_ask(group, question_set))
     return Run(answers, preemptions, time.monotonic() - began)
 
 
-async def _ask(group: Group, sheet: Sheet) -> tuple[list[list[int]], int]:
-    params = SamplingParams(max_tokens=LONGEST, stop_ids=sheet.text.eos_ids)
+async def _ask(group: Group, question_set: QuestionSet) -> tuple[list[list[int]], int]:
+    params = SamplingParams(max_tokens=LONGEST, stop_ids=question_set.text.eos_ids)
     async with attached(group) as (client, _):
-        answers = await ask_all(client, [Request(prompt, params) for prompt in sheet.prompts], AT_ONCE)
+        answers = await ask_all(client, [Request(prompt, params) for prompt in question_set.prompts], AT_ONCE)
         load = await still(client)
     assert all(each.end in ("stop", "length") for each in answers), Counter(each.end for each in answers)
     assert [pool.used for pool in load.pools] == [0] * len(load.pools)
@@ -136,7 +136,7 @@ async def _ask(group: Group, sheet: Sheet) -> tuple[list[list[int]], int]:
 class Judge:
     """transformers' opinion of answers, each asked once. `model`: the member in fp32, on the device where it shall compute."""
 
-    sheet: Sheet
+    question_set: QuestionSet
     model: PreTrainedModel
     _gaps: dict[tuple[int, tuple[int, ...]], tuple[float, bool]] = field(default_factory=dict)
 
@@ -149,7 +149,7 @@ class Judge:
         """How far below the likeliest token the first one lies that is not it; and whether no router was near a tie before it."""
         key = (number, tuple(tokens))
         if key not in self._gaps:
-            prompt = self.sheet.prompts[number]
+            prompt = self.question_set.prompts[number]
             found = judge(self.model, torch.tensor(prompt + tokens, device=self.model.device))
             logits = found.logits[len(prompt) - 1 : -1].cpu()
             gaps = logits.amax(-1) - logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
@@ -159,14 +159,14 @@ class Judge:
 
     def own_answer(self, number: int) -> list[int]:
         """transformers' greedy answer to question `number`, with its cache."""
-        prompt = torch.tensor([self.sheet.prompts[number]], device=self.model.device)
+        prompt = torch.tensor([self.question_set.prompts[number]], device=self.model.device)
         with torch.inference_mode():
             out = self.model.generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
                 do_sample=False,
                 max_new_tokens=LONGEST,
-                eos_token_id=list(self.sheet.text.eos_ids),
+                eos_token_id=list(self.question_set.text.eos_ids),
                 pad_token_id=0,
                 top_k=None,
                 top_p=None,
@@ -200,23 +200,23 @@ class Grades:
         return self.right[skill] / self.asked[skill]
 
 
-def grade(sheet: Sheet, run: Run, judge_: Judge, tie: float, *, theirs: bool = False) -> Grades:
+def grade(question_set: QuestionSet, run: Run, judge_: Judge, tie: float, *, theirs: bool = False) -> Grades:
     """`theirs`: also grade transformers' own answers, which are ours wherever ours are the same."""
     grades = Grades(*(Counter() for _ in range(5)))
-    for number, (exercise, tokens) in enumerate(zip(sheet.exercises, run.answers, strict=True)):
-        verdict, good = judge_.verdict(number, tokens, tie), _good(sheet, exercise, tokens)
+    for number, (exercise, tokens) in enumerate(zip(question_set.exercises, run.answers, strict=True)):
+        verdict, good = judge_.verdict(number, tokens, tie), _good(question_set, exercise, tokens)
         grades.asked[exercise.skill] += 1
         grades.right[exercise.skill] += good
         grades.differ[exercise.skill] += verdict == "differs"
         grades.ties[exercise.skill] += verdict == "tie"
         if theirs:
             same = verdict == "same"
-            grades.theirs[exercise.skill] += good if same else _good(sheet, exercise, judge_.own_answer(number))
+            grades.theirs[exercise.skill] += good if same else _good(question_set, exercise, judge_.own_answer(number))
     return grades
 
 
-def _good(sheet: Sheet, exercise: Exercise, tokens: list[int]) -> bool:
-    return right(exercise, sheet.text.decode(tokens, skip_special_tokens=False))
+def _good(question_set: QuestionSet, exercise: Exercise, tokens: list[int]) -> bool:
+    return right(exercise, question_set.text.decode(tokens, skip_special_tokens=False))
 
 
 def questions(size: int) -> dict[str, int]:

@@ -8,7 +8,7 @@ import pytest
 from deploy.models.nano import trained
 from deploy.models.nano.exercises import SKILLS
 from tests.quality.faults import FAULTS, Everywhere
-from tests.quality.gate import PASS, SHARE, Judge, Setup, Sheet, answer, grade, questions
+from tests.quality.gate import PASS, SHARE, Judge, QuestionSet, Setup, answer, grade, questions
 from tests.support.judge.oracle import load_oracle
 
 pytestmark = pytest.mark.cpu
@@ -24,19 +24,19 @@ SETUPS = {
 
 
 @cache
-def asked(member: str) -> tuple[Sheet, Judge]:
-    sheet = Sheet.of(member, questions(2) | {"story": 24}, SEED)  # half of them stories: what a small sample needs to see
-    return sheet, Judge(sheet, load_oracle(sheet.folder))
+def asked(member: str) -> tuple[QuestionSet, Judge]:
+    question_set = QuestionSet.of(member, questions(2) | {"story": 24}, SEED)  # half stories, for a small sample
+    return question_set, Judge(question_set, load_oracle(question_set.folder))
 
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("member", trained())
 def test_a_member_answers_right_and_as_transformers_does(member: str) -> None:
     """Held-out questions of every skill: none differs from transformers' greedy answer, and at most one in twenty is wrong."""
-    sheet, judge = asked(member)
+    question_set, judge = asked(member)
     for setup in SETUPS[member]:
-        run = answer(sheet, setup)
-        grades = grade(sheet, run, judge, setup.tie)
+        run = answer(question_set, setup)
+        grades = grade(question_set, run, judge, setup.tie)
         print(
             f"{member} {setup.name} seed {SEED}: {grades.right.total()} of {grades.asked.total()} right, "
             f"{grades.differing} differ, {grades.ties.total()} ties, {run.preemptions} preemptions"
@@ -51,9 +51,9 @@ def test_a_member_answers_right_and_as_transformers_does(member: str) -> None:
 @pytest.mark.parametrize("fault", [pytest.param(fault, marks=SLOW.get(fault, ())) for fault in FAULTS if fault != "none"])
 def test_a_fault_shows(fault: str) -> None:
     """The same questions with one lasting fault on the ranks: at least one answer in twenty is not transformers' any more."""
-    sheet, judge = asked("31b")
+    question_set, judge = asked("31b")
     setup = Setup(fault, tp=2 if fault == "lost sum" else 1)
-    grades = grade(sheet, answer(sheet, setup, Everywhere(fault)), judge, setup.tie)
+    grades = grade(question_set, answer(question_set, setup, Everywhere(fault)), judge, setup.tie)
     wrong = grades.asked.total() - grades.right.total()
     print(f"{fault}: {grades.share:.1%} differ, {wrong} of {grades.asked.total()} wrong (seed {SEED})")
     assert grades.share >= SHARE
@@ -61,5 +61,5 @@ def test_a_fault_shows(fault: str) -> None:
 
 def test_the_instrument_alone_changes_nothing() -> None:
     """Ranks started through the fault's own command line, without a fault, answer as transformers does."""
-    sheet, judge = asked("31b")
-    assert grade(sheet, answer(sheet, Setup("none"), Everywhere("none")), judge, 1e-4).differing == 0
+    question_set, judge = asked("31b")
+    assert grade(question_set, answer(question_set, Setup("none"), Everywhere("none")), judge, 1e-4).differing == 0

@@ -1,5 +1,5 @@
 """The live proof of what an operator sees: `quartet serve` with two replicas, a real Prometheus that finds them by itself, and a
-load generator that keeps its own book. One boot: a calm load, then one under which a replica is killed.
+load generator that keeps its own ledger. One boot: a steady load, then one under which a replica is killed.
 """
 
 import shutil
@@ -11,56 +11,57 @@ import pytest
 from dashboards.prometheus import finite
 from tests.support.monitoring.board_checks import MARGIN_S, quantiles, shown, window
 from tests.support.monitoring.query_checks import silent
-from tests.support.stack.live_stack import CALIBRATION, Show, show
+from tests.support.stack.live_stack import CALIBRATION, LiveRun, live_run
 
 pytestmark = [
     pytest.mark.serve,
     pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not here: apt-get install prometheus"),
 ]
 
-CALM_S, ROUGH_S = 30.0, 26.0
+STEADY_S, FAILOVER_S = 30.0, 26.0
 TOLERANCE = 0.20
 STALE_S = 15.0
-BEAT_S = 2.0  # what a replica has counted since its last word dies with it: at most so much
+HEARTBEAT_S = 2.0  # what a replica has counted since its last heartbeat dies with it: at most so much
 SEED = 8
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Show]:
-    with show(tmp_path_factory.mktemp("live"), CALM_S, ROUGH_S, SEED, faults=True) as seen:
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
+    with live_run(tmp_path_factory.mktemp("live"), STEADY_S, FAILOVER_S, SEED, faults=True) as seen:
         yield seen
 
 
-def test_every_query_of_every_board_and_rule_answers(run: Show) -> None:
+def test_every_query_of_every_board_and_rule_answers(run: LiveRun) -> None:
     """Every panel query, recording rule and alert input is finite, under load and after a death; before there was anything, not."""
-    assert silent(run.api, f"{window(run.calm)}s", run.calm.ended + MARGIN_S) == []
+    assert silent(run.api, f"{window(run.steady)}s", run.steady.ended + MARGIN_S) == []
     assert silent(run.api, "20s", run.settled) == []
-    assert len(silent(run.api, "20s", run.calm.began - 3600)) > 100
+    assert len(silent(run.api, "20s", run.steady.began - 3600)) > 100
 
 
-def test_boards_agree_with_the_load_generator(run: Show) -> None:
+def test_boards_agree_with_the_load_generator(run: LiveRun) -> None:
     """Whatever a panel shows that the client counts, too, is within 20 % of the client's own figure."""
-    assert len(run.calm.finished) == run.calm.ledger.sent > 60
-    found = shown(run.api, run.calm)
+    assert len(run.steady.finished) == run.steady.ledger.sent > 60
+    found = shown(run.api, run.steady)
     print("\n" + "\n".join(map(str, found)))
     assert len(found) > 30
-    assert [str(each) for each in found if each.apart > TOLERANCE] == []
+    assert [str(each) for each in found if each.relative_error > TOLERANCE] == []
 
 
 @pytest.mark.parametrize("fault", ["doubled", "dropped"])
-def test_a_group_counted_twice_or_left_out_is_caught(run: Show, fault: str) -> None:
+def test_a_group_counted_twice_or_left_out_is_caught(run: LiveRun, fault: str) -> None:
     """The same comparison fails for every rate and level where one of the two groups is scraped as two, or not at all."""
     api = getattr(run, fault)
-    ours = [each for each in shown(api, run.calm) if each.claim.kind in ("rate", "level")]
+    ours = [each for each in shown(api, run.steady) if each.expected.kind in ("rate", "level")]
     assert len(ours) > 15
     split = ("and GPU", "Load a group", "USD")  # over the groups, which are miscounted alike
-    hidden = [str(each) for each in ours if each.apart <= TOLERANCE and not any(word in each.claim.panel for word in split)]
+    close = [each for each in ours if each.relative_error <= TOLERANCE]
+    hidden = [str(each) for each in close if not any(word in each.expected.panel for word in split)]
     assert hidden == []
 
 
-def test_histograms_agree_with_the_client_within_a_bucket(run: Show) -> None:
+def test_histograms_agree_with_the_client_within_a_bucket(run: LiveRun) -> None:
     """p50 and p99 of TTFT and TPOT (clock points of engine/events.py) are within a bucket of the client's; of 4 x, not."""
-    found = quantiles(run.api, run.calm)
+    found = quantiles(run.api, run.steady)
     for each in found:
         print(f"{each.panel} p{each.q}: server {each.server:.4g}, client {each.client:.4g}, {each.buckets_apart()} buckets apart")
     assert {(each.panel, each.q) for each in found} >= {(panel, q) for panel in ("TTFT", "TPOT") for q in (50, 99)}
@@ -68,7 +69,7 @@ def test_histograms_agree_with_the_client_within_a_bucket(run: Show) -> None:
     assert [each for each in found if each.panel in ("TTFT", "TPOT") and each.buckets_apart(times=4) <= 1] == []
 
 
-def test_a_killed_replicas_series_go_stale(run: Show) -> None:
+def test_a_killed_replicas_series_go_stale(run: LiveRun) -> None:
     """Within 15 s no series of it answers, nor is it a target; the other's still do. It is down, and counted once, as vanished."""
     death = run.death
     print(f"\nstale after {death.stale:.1f} s, off the list after {death.unlisted:.1f} s, retired after {death.retired:.1f} s")
@@ -88,27 +89,27 @@ def test_a_killed_replicas_series_go_stale(run: Show) -> None:
     assert run.api.ask("quartet_groups", run.settled)[0].last == len(run.replicas)
 
 
-def total(run: Show, name: str) -> float:
+def total(run: LiveRun, name: str) -> float:
     """Over all that live or have lived."""
     both = (f"sum(quartet_{name})", f"sum(quartet_retired_{name})")
     return sum(run.api.ask(expr, run.settled)[0].last for expr in both)
 
 
-def test_a_death_counts_nothing_twice_and_loses_a_beat_at_most(run: Show) -> None:
-    """All-time totals never fall, nor exceed what the client has sent, and end as living and retired; only a last beat is short."""
-    sent = CALIBRATION + run.calm.ledger.sent + run.rough.ledger.sent
+def test_a_death_counts_nothing_twice_and_loses_one_heartbeat_at_most(run: LiveRun) -> None:
+    """All-time totals never fall, nor exceed what the client has sent, and end as running and retired; one heartbeat may lack."""
+    sent = CALIBRATION + run.steady.ledger.sent + run.failover.ledger.sent
     sums = [received for _, received, _ in run.death.sums]
     assert sums == sorted(sums)
     assert [each for each in run.death.sums if each[1] > each[2]] == []
     assert len({received for since, received, _ in run.death.sums if since < run.death.retired}) > 3, "it goes on meanwhile"
     for name in ("requests_received_total", "requests_total", "generation_tokens_total"):
         assert run.api.ask(f"sum(quartet_deployment_{name})", run.settled)[0].last == total(run, name)
-    recent = run.rough.around(run.death.killed - BEAT_S, run.death.killed + 0.5)
+    recent = run.failover.around(run.death.killed - HEARTBEAT_S, run.death.killed + 0.5)
     received, ended = total(run, "requests_received_total"), total(run, "requests_total")
     assert run.death.before < received == ended
     print(f"\nsent {sent}, received {received:g}; {recent} begun or ended around the kill")
     assert sent - recent <= received <= sent
-    done = [*run.calm.finished, *run.rough.finished]
+    done = [*run.steady.finished, *run.failover.finished]
     tokens, prompts = (sum(getattr(each, name) for each in done) for name in ("output_tokens", "prompt_tokens"))
     slack = 0.03  # of what was on its way, no usage ever came
     assert tokens * (1 - slack) <= total(run, "generation_tokens_total") <= tokens * (1 + slack)
@@ -117,19 +118,19 @@ def test_a_death_counts_nothing_twice_and_loses_a_beat_at_most(run: Show) -> Non
     assert total(run, "generation_tokens_total") + dead > tokens * (1 + 5 * slack), "were the dead's counted twice, it would show"
 
 
-def test_every_request_that_was_cut_is_accounted_for(run: Show) -> None:
-    """The client's book balances; what did not finish ended there as cut or failed, here as dead and lost, and nothing silently."""
-    balance = run.rough.ledger.balance()
+def test_every_request_that_was_cut_is_accounted_for(run: LiveRun) -> None:
+    """The client's ledger balances; what did not finish is cut or failed there, dead and lost here, and nothing is silent."""
+    balance = run.failover.ledger.balance()
     print("\n", {end: count for end, count in balance.items() if count})
     assert balance["conserved"]
-    ends = Counter(record.end for record in run.rough.ledger.records)
+    ends = Counter(record.end for record in run.failover.ledger.records)
     assert set(ends) <= {"finished", "cut", "failed", "refused", "unreachable"}
     broken = ends["cut"] + ends["failed"]
     assert broken > 0
-    assert all(record.detail for record in run.rough.ledger.records if record.end != "finished")
+    assert all(record.detail for record in run.failover.ledger.records if record.end != "finished")
     lost = run.api.ask("sum(quartet_retired_requests_lost_total)", run.settled)[0].last
     assert lost == run.api.ask('sum(quartet_retired_requests_total{outcome="dead"})', run.settled)[0].last
-    recent = run.rough.around(run.death.killed - BEAT_S, run.death.killed + 0.5)
+    recent = run.failover.around(run.death.killed - HEARTBEAT_S, run.death.killed + 0.5)
     assert lost > 0
     assert abs(lost - broken) <= recent
     unaccounted = run.api.ask("quartet:requests_unaccounted", run.settled)
@@ -137,9 +138,9 @@ def test_every_request_that_was_cut_is_accounted_for(run: Show) -> None:
     assert {series.last for series in unaccounted} == {0.0}
 
 
-def test_scrapes_are_small(run: Show) -> None:
+def test_scrapes_are_small(run: LiveRun) -> None:
     """What one scrape of a replica costs, with two of them under load."""
-    at = run.calm.ended - 1
+    at = run.steady.ended - 1
     for name, bound in (("scrape_duration_seconds", 0.5), ("scrape_samples_scraped", 2000)):
         found = [series.last for series in run.api.ask(f'max_over_time({name}{{job="quartet"}}[20s])', at)]
         print(f"\n{name}: {[f'{value:.4g}' for value in found]}")

@@ -8,7 +8,17 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.stack.load_steps import AUTOSCALING, MODEL, SLOTS, Phase, Tide, count, ebb, run, shore
+from tests.support.stack.load_steps import (
+    AUTOSCALING,
+    MODEL,
+    SLOTS,
+    Phase,
+    ScalingTrace,
+    autoscaled_stack,
+    count,
+    run,
+    wait_for_zero,
+)
 from tests.support.stack.serve_process import Stack
 
 pytestmark = pytest.mark.serve
@@ -17,14 +27,14 @@ WAIT = 12  # requests that may wait where there is no replica; more are refused
 MORE = 4
 RETRY_AFTER_S = 7
 BODY: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
-FLOOD = 8
+CLIENTS = 8
 LONG = 1600  # tokens of an answer that takes longer than it takes to see that one replica would do
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stack, str]]:
     refusal = {"status_code": 503, "retry_after_s": RETRY_AFTER_S}
-    with shore(tmp_path_factory.mktemp("tide"), max_queued_requests=WAIT, backpressure_config=refusal) as place:
+    with autoscaled_stack(tmp_path_factory.mktemp("scaling"), max_queued_requests=WAIT, backpressure_config=refusal) as place:
         yield place
 
 
@@ -32,10 +42,10 @@ def ask(stack: Stack) -> httpx.Response:
     return httpx.post(f"{stack.url}/v1/chat/completions", json=BODY, timeout=60)
 
 
-def test_at_zero_requests_wait_or_hear_when_to_retry(place: tuple[Stack, str]) -> None:
+def test_at_zero_replicas_requests_wait_or_get_retry_after(place: tuple[Stack, str]) -> None:
     """An idle stack goes to zero; then as many requests as the setting says wait for the replica, the others get Retry-After."""
     stack, url = place
-    ebb(url, 40)
+    wait_for_zero(url, 40)
     assert count(url) == 0
     with ThreadPoolExecutor(WAIT + MORE) as pool:
         replies = list(pool.map(ask, [stack] * (WAIT + MORE)))
@@ -47,32 +57,32 @@ def test_at_zero_requests_wait_or_hear_when_to_retry(place: tuple[Stack, str]) -
     assert count(url) == 1
 
 
-def ttft(tide: Tide, since: float, until: float) -> float:
+def ttft(trace: ScalingTrace, since: float, until: float) -> float:
     """Median of those sent between the two moments, seconds."""
-    return statistics.median(each.ttft for each in tide.records() if each.ttft is not None and since <= each.sent < until)
+    return statistics.median(each.ttft for each in trace.records() if each.ttft is not None and since <= each.sent < until)
 
 
 def test_replicas_follow_the_load_and_no_request_is_lost(place: tuple[Stack, str]) -> None:
     """A step up brings the second replica and faster first tokens, a plateau keeps it, a step down and nobody take both away.
 
-    What is left after the flood are two long answers, one at each replica: the one that is to go ends its own first.
+    What is left after the step up are two long answers, one at each replica: the one that is to go ends its own first.
     """
     stack, url = place
-    tide = run(stack, url, [Phase("flood", FLOOD, 24), Phase("two long answers", 2, tokens=LONG), Phase("nobody", 0, 40)])
-    (_, flood, _), (_, downscale_threshold, answers), _ = tide.phases
-    second = next(at for at, replicas in tide.seen if replicas == 2)
-    slow, fast = ttft(tide, flood, second), ttft(tide, second + 3, downscale_threshold)
-    print(f"second replica {second - flood:.1f} s after the step; TTFT {slow:.2f} s before it, {fast:.2f} s after")
-    replicas = tide.replicas(flood, tide.seen[-1][0] + 1)
-    print(f"{sum(ledger.sent for _, _, ledger in tide.phases)} requests; replicas {replicas}")
+    trace = run(stack, url, [Phase("8 clients", CLIENTS, 24), Phase("two long answers", 2, tokens=LONG), Phase("nobody", 0, 40)])
+    (_, step_up, _), (_, step_down, answers), _ = trace.phases
+    second = next(at for at, replicas in trace.seen if replicas == 2)
+    slow, fast = ttft(trace, step_up, second), ttft(trace, second + 3, step_down)
+    print(f"second replica {second - step_up:.1f} s after the step; TTFT {slow:.2f} s before it, {fast:.2f} s after")
+    replicas = trace.replicas(step_up, trace.seen[-1][0] + 1)
+    print(f"{sum(ledger.sent for _, _, ledger in trace.phases)} requests; replicas {replicas}")
     assert replicas == [1, 2, 1, 0]
     ended = max(record.done for record in answers.records)
-    gone = next(at for at, replicas in tide.seen if at > downscale_threshold and replicas < 2)
-    print(f"two answers took {ended - downscale_threshold:.1f} s; the second replica went {gone - ended:.1f} s after them")
+    gone = next(at for at, replicas in trace.seen if at > step_down and replicas < 2)
+    print(f"two answers took {ended - step_down:.1f} s; the second replica went {gone - ended:.1f} s after them")
     assert gone - ended < AUTOSCALING["downscale_delay_s"], "it was to go only when they had ended"
-    assert FLOOD > SLOTS, "one replica would do"
+    assert CLIENTS > SLOTS, "one replica would do"
     assert fast < slow / 2
-    for phase, _, ledger in tide.phases:
+    for phase, _, ledger in trace.phases:
         balance = ledger.balance()
         assert balance["conserved"], (phase, balance)
         assert balance["finished"] == ledger.sent, (phase, balance)

@@ -27,7 +27,7 @@ from deploy.load.request import Endpoint
 from deploy.models.nano.exercises import SKILLS, Exercise, drawing, exam, right
 from deploy.models.resolve import resolve
 from engine.front.text import TextProcessor
-from tests.support.houserules import ROOT
+from tests.support.repo_rules import ROOT
 from tests.support.stack.serve_process import LOOPBACK, Reader, Stack, command_line, folders, free_port, is_free, listeners, wait
 
 pytestmark = pytest.mark.serve

@@ -5,13 +5,13 @@ Kernels are counted apart: one launch is one function.
 
 from pathlib import Path
 
-from tests.support.houserules import ROOT, functions, sources
+from tests.support.repo_rules import ROOT, functions, sources
 
 FILE_CEILING = 500
 
 
 def main() -> None:
-    """One line a group of rooms, then every file above the ceiling."""
+    """One line a group of packages, then every file above the ceiling."""
     tests = sorted((ROOT / "tests").rglob("*.py"))
     kernels = [path for path in sources() if path.relative_to(ROOT).parts[0] == "kernels"]
     for label, paths in (

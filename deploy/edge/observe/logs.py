@@ -15,7 +15,7 @@ from deploy.edge.edge_settings import LogSettings
 from deploy.edge.scope import REQUEST_ID
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-_ROOMS = ("cluster", "dashboards", "deploy", "engine")
+_PACKAGES = ("cluster", "dashboards", "deploy", "engine")
 _SERVE = "ray.serve"
 
 
@@ -33,8 +33,8 @@ def serve_config(settings: LogSettings) -> dict[str, Any] | None:
 
 def install(settings: LogSettings) -> None:
     """Send what our packages log to Serve's logger; once a process, again to change the level."""
-    for room in _ROOMS:
-        logger = logging.getLogger(room)
+    for package in _PACKAGES:
+        logger = logging.getLogger(package)
         logger.setLevel(settings.level.upper())
         logger.propagate = False  # the root's handler would say it twice
         if not any(isinstance(handler, Forward) for handler in logger.handlers):
@@ -43,8 +43,8 @@ def install(settings: LogSettings) -> None:
 
 def uninstall() -> None:
     """As before `install`."""
-    for room in _ROOMS:
-        logger = logging.getLogger(room)
+    for package in _PACKAGES:
+        logger = logging.getLogger(package)
         logger.setLevel(logging.NOTSET)
         logger.propagate = True
         for handler in [handler for handler in logger.handlers if isinstance(handler, Forward)]:

@@ -79,7 +79,6 @@ CHAT: Mapping[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "modalities": ([], ["text"]),
     "reasoning": _EMPTY,
-    "reasoning_effort": ("none",),
     "separate_reasoning": (True,),
     "stream_reasoning": (True,),
     "web_search_options": (),

@@ -5,6 +5,7 @@ A stream's JSON is the same from chunk to chunk but for one string: prefix and s
     data: {"id":...,"choices":[{"index":0,"delta":{"content":   TEXT   },"logprobs":null,"finish_reason":null}],"usage":null}
 
 First chunk: delta.role. Last: finish_reason. With include_usage one more, without choices, and "usage": null in all others.
+Thoughts are `reasoning_content`, and `reasoning` once more: clients read the one or the other.
 """
 
 import math
@@ -16,7 +17,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from engine.front.generation import Choice, Delta
+from engine.front.generation import Call, Choice, Delta
+from engine.front.parts import Arguments, Content, Part, Reasoning, ToolCallStart
 from engine.front.text import Pieces
 from engine.protocol import Logprobs
 
@@ -28,11 +30,15 @@ encode = msgspec.json.encode
 
 @dataclass(frozen=True)
 class Usage:
-    """Token counts of a request, all choices together. `cached` of the prompt's were not computed for any of them."""
+    """Token counts of a request, all choices together.
+
+    `cached` of the prompt's were not computed for any of them; `reasoning` of the completion's were thoughts, markers included.
+    """
 
     prompt: int
     completion: int
     cached: int = 0
+    reasoning: int = 0
 
     def json(self) -> dict[str, int | dict[str, int]]:
         return {
@@ -40,6 +46,7 @@ class Usage:
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
             "prompt_tokens_details": {"cached_tokens": self.cached},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning},
         }
 
 
@@ -117,12 +124,15 @@ class ChatFormat(_Base):
         return self._event(b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":null}' % (index, delta))
 
     def chunk(self, index: int, delta: Delta) -> bytes:
-        """More text."""
+        """A chunk a part; the first has the logprobs of all."""
         logprobs = encode(self._logprobs(delta)) if delta.logprobs else b"null"
-        content = encode(_text_of(delta))
-        return self._event(
-            b'{"index":%d,"delta":{"content":%b},"logprobs":%b,"finish_reason":null}' % (index, content, logprobs)
-        )
+        events = []
+        for part in delta.parts or (Content(""),):
+            events.append(
+                self._event(b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":null}' % (index, _delta(part), logprobs))
+            )
+            logprobs = b"null"
+        return b"".join(events)
 
     def last(self, index: int, finish: str) -> bytes:
         """The last chunk of a choice."""
@@ -165,7 +175,13 @@ class _ChatChoice:
             self._entries.append(_inside(self._format.entries(delta)))
 
     def json(self, index: int) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": self.choice.content, "refusal": None, "annotations": []}
+        content, calls = self.choice.content, [_call(call) for call in self.choice.calls]
+        message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
+        message |= {"refusal": None, "annotations": []}
+        if reasoning := self.choice.reasoning:
+            message |= {"reasoning_content": reasoning, "reasoning": reasoning}
+        if calls:
+            message["tool_calls"] = calls
         logprobs = {"content": _array(self._entries), "refusal": None} if self._entries else None
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": self.choice.finish}
 
@@ -244,8 +260,26 @@ def _array(pieces: list[bytes]) -> msgspec.Raw:
     return msgspec.Raw(b"[" + b",".join(pieces) + b"]")
 
 
+def _delta(part: Part) -> bytes:
+    """What a chunk of chat says."""
+    match part:
+        case Content(text):
+            return b'{"content":%b}' % encode(text)
+        case Reasoning(text):
+            return b'{"reasoning_content":%b,"reasoning":%b}' % (encode(text), encode(text))
+        case ToolCallStart(index, number, name):
+            begun = {"index": index, "id": number, "type": "function", "function": {"name": name, "arguments": ""}}
+            return b'{"tool_calls":[%b]}' % encode(begun)
+        case Arguments(index, text):
+            return b'{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]}' % (index, encode(text))
+
+
+def _call(call: Call) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
 def _text_of(delta: Delta) -> str:
-    return delta.parts[0].text if len(delta.parts) == 1 else "".join(part.text for part in delta.parts)
+    return "".join(part.text for part in delta.parts if isinstance(part, Content))
 
 
 def _finite(logprob: float) -> float:

@@ -4,7 +4,7 @@
 
 Decoding stops at the first thing that is wrong. What may be a list of any length stays raw JSON in the first pass and is decoded
 with a bound: the first element decides what the others must be, and the first one too many ends it. So no body, however it is
-made, costs more than a scan of it. Accepted without effect: user, store, metadata, service_tier, parallel_tool_calls, verbosity,
+made, costs more than a scan of it. Accepted without effect: user, store, metadata, service_tier, verbosity,
 safety_identifier, prompt_cache_key, prompt_cache_retention, prediction, priority, cache_salt, rid, request_id and the like;
 absent_keys.py lists what is refused.
 """
@@ -18,7 +18,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from deploy.edge.openai import absent_keys
 from engine.errors import InvalidRequest
-from engine.front.template import MAX_VALUES
+from engine.front.template import EXTRAS, MAX_VALUES, ROLES
 
 MESSAGES = 4096
 PARTS = 1024
@@ -47,9 +47,15 @@ def _raw(*shapes: dict[str, Any]) -> Meta:
     return Meta(extra_json_schema={"anyOf": [*shapes, {"type": "null"}]})
 
 
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")  # the model knows two: none, and all others
 _STRING = {"type": "string"}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _STRINGS = {"type": "array", "items": _STRING}
+_SWITCHES_SCHEMA = {
+    "type": "object",
+    "additionalProperties": False,
+    "properties": {name: {"type": "boolean"} for name in ("enable_thinking", *sorted(EXTRAS))},
+}
 _MESSAGE = {"$ref": "#/components/schemas/Message"}
 
 
@@ -63,7 +69,7 @@ class StreamOptions(Struct, frozen=True):
 class TextPart(Struct, frozen=True):
     """The one kind of content part that is understood today."""
 
-    type: Annotated[str, Meta(max_length=64)]
+    type: Annotated[str, Meta(max_length=64, extra_json_schema={"enum": ["text"]})]
     text: str | None = None
 
 
@@ -85,7 +91,7 @@ class ToolCall(Struct, frozen=True):
 class Message(Struct, frozen=True):
     """One turn."""
 
-    role: Annotated[str, Meta(max_length=32)]
+    role: Annotated[str, Meta(max_length=32, extra_json_schema={"enum": sorted(ROLES)})]
     content: str | Annotated[list[TextPart], Meta(max_length=PARTS)] | None = None
     name: Annotated[str, Meta(max_length=256)] | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=TOOLS)] | None = None
@@ -152,8 +158,10 @@ class ChatRequest(Sampling, frozen=True, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=_INT32)] | None = None
     tools: Annotated[Raw, _raw({"type": "array", "items": {"type": "object"}, "maxItems": TOOLS})] | UnsetType = UNSET
     tool_choice: Annotated[Raw, _raw({"enum": ["auto", "none"]})] | UnsetType = UNSET
-    chat_template_kwargs: Annotated[Raw, _raw({"type": "object", "additionalProperties": {"type": "boolean"}})] | UnsetType = UNSET
+    chat_template_kwargs: Annotated[Raw, _raw(_SWITCHES_SCHEMA)] | UnsetType = UNSET
     add_generation_prompt: bool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Annotated[str, Meta(extra_json_schema={"enum": [*REASONING_EFFORTS]})] | None = None
 
     def turns(self) -> list[Message]:
         """The messages, decoded anew at each call. InvalidRequest: they are none, or too many."""
@@ -173,8 +181,9 @@ class ChatRequest(Sampling, frozen=True, kw_only=True):
 
     @property
     def template_options(self) -> dict[str, bool]:
-        """What chat_template_kwargs says. InvalidRequest names what is no switch."""
-        return _switches(self.chat_template_kwargs, "chat_template_kwargs")
+        """What chat_template_kwargs says, and whether to think, which reasoning_effort may say. InvalidRequest names no switch."""
+        effort = {} if self.reasoning_effort is None else {"enable_thinking": self.reasoning_effort != "none"}
+        return effort | _switches(self.chat_template_kwargs, "chat_template_kwargs")
 
     @property
     def offers_tools(self) -> bool:
@@ -189,6 +198,8 @@ class ChatRequest(Sampling, frozen=True, kw_only=True):
         """As the base, and what only chat has."""
         super().check()
         self._check_tool_choice()
+        if self.reasoning_effort is not None and self.reasoning_effort not in REASONING_EFFORTS:
+            raise InvalidRequest(f"reasoning_effort: not one of {', '.join(REASONING_EFFORTS)}", param="reasoning_effort")
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs: needs logprobs: true", param="top_logprobs")
 

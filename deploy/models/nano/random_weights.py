@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deploy.models.nano.nano_shapes import Kind, Tensor, tensors
-from deploy.models.nano.tokenizer import quiet_ids
+from deploy.models.nano.tokenizer import never_emitted_ids
 from deploy.models.public_shapes import ModelShape
 
 Array = npt.NDArray[np.float32]
@@ -53,7 +53,7 @@ def draw(tensor: Tensor, shape: ModelShape, seed: int) -> Array:
     if tensor.kind in ("norm", "head_norm"):
         normal = np.float32(1.0) + np.float32(0.2) * normal
     if tensor.kind == "embedding":
-        normal[quiet_ids()] *= np.float32(0.5)
+        normal[never_emitted_ids()] *= np.float32(0.5)
     return normal * np.float32(_scale(tensor, shape))
 
 

@@ -85,7 +85,7 @@ def write(out: Path) -> None:
     _dump(out / "tokenizer_config.json", _NAMED_TOKENS | settings)
 
 
-def quiet_ids() -> list[int]:
+def never_emitted_ids() -> list[int]:
     """Ids that a random model should rarely say: the bytes, and the control tokens that do not end a reply."""
     return sorted(set(BYTE_IDS.values()) | set(SPECIAL_IDS.values()) - set(EOS_IDS))
 

@@ -58,7 +58,7 @@ SHARE = {
 
 
 @dataclass(frozen=True)
-class Lesson:
+class TrainingExample:
     """Token ids of one conversation, where its reply begins, and the item's hash."""
 
     ids: list[int]
@@ -80,51 +80,51 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class School:
+class ExampleBuilder:
     """A member's tokenizer and window: what turns exercises into tokens."""
 
     text: TextProcessor
     window: int
 
     @classmethod
-    def of(cls, folder: Path, shape: ModelShape) -> "School":
+    def of(cls, folder: Path, shape: ModelShape) -> "ExampleBuilder":
         return cls(TextProcessor.load(folder), shape.window)
 
     def draw(self, rng: random.Random) -> Draw:
         return drawing(rng, self.window, self.text)
 
-    def lesson(self, exercise: Exercise) -> Lesson:
+    def example(self, exercise: Exercise) -> TrainingExample:
         prompt = exercise.prompt(self.text)
-        return Lesson(prompt + self.text.encode(exercise.reply, add_bos=False), len(prompt), exercise.mark)
+        return TrainingExample(prompt + self.text.encode(exercise.reply, add_bos=False), len(prompt), exercise.mark)
 
     def batch(self, seed: int, step: int) -> Batch:
         """The training data of one step."""
         rng = random.Random(f"{seed}/{step}")  # noqa: S311 - exercises, no secrets
         draw, names, shares = self.draw(rng), list(SHARE), list(SHARE.values())
-        return pack(self.lesson(training(rng.choices(names, shares)[0], draw)) for _ in count())[0]
+        return pack(self.example(training(rng.choices(names, shares)[0], draw)) for _ in count())[0]
 
-    def exam(self, size: int) -> dict[str, list[Lesson]]:
-        """`size` held-out lessons of each skill that has one right reply."""
+    def exam(self, size: int) -> dict[str, list[TrainingExample]]:
+        """`size` held-out examples of each skill that has one right reply."""
         draw = self.draw(random.Random("exam"))  # noqa: S311 - exercises, no secrets
-        return {skill: [self.lesson(each) for each in exam(skill, draw, size)] for skill in SKILLS if skill != "story"}
+        return {skill: [self.example(each) for each in exam(skill, draw, size)] for skill in SKILLS if skill != "story"}
 
 
-def pack(lessons: Iterator[Lesson]) -> tuple[Batch, Lesson | None]:
-    """Lessons side by side; one that does not fit begins the next row. Also the lesson that no row had room for."""
+def pack(examples: Iterator[TrainingExample]) -> tuple[Batch, TrainingExample | None]:
+    """Examples side by side; one that does not fit begins the next row. Also the example that no row had room for."""
     ids, owner, graded = (np.zeros((ROWS, ROW), np.int32) for _ in range(3))
     marks: list[int] = []
     row = column = 0
-    for lesson in lessons:
-        assert len(lesson.ids) <= ROW, len(lesson.ids)
-        if column + len(lesson.ids) > ROW:
+    for example in examples:
+        assert len(example.ids) <= ROW, len(example.ids)
+        if column + len(example.ids) > ROW:
             row, column = row + 1, 0
         if row == ROWS:
-            return Batch(ids, owner, graded, np.array(marks)), lesson
-        here = slice(column, column + len(lesson.ids))
-        marks.append(lesson.mark)
-        ids[row, here] = lesson.ids
+            return Batch(ids, owner, graded, np.array(marks)), example
+        here = slice(column, column + len(example.ids))
+        marks.append(example.mark)
+        ids[row, here] = example.ids
         owner[row, here] = len(marks)
-        graded[row, column + lesson.start : here.stop] = 1
+        graded[row, column + example.start : here.stop] = 1
         column = here.stop
     return Batch(ids, owner, graded, np.array(marks)), None
 
@@ -132,8 +132,8 @@ def pack(lessons: Iterator[Lesson]) -> tuple[Batch, Lesson | None]:
 class Batches:
     """A torch dataset: the item at a step is its batch."""
 
-    def __init__(self, school: School, seed: int) -> None:
-        self._of_step = partial(school.batch, seed)
+    def __init__(self, builder: ExampleBuilder, seed: int) -> None:
+        self._of_step = partial(builder.batch, seed)
 
     def __getitem__(self, step: int) -> Batch:
         return self._of_step(step)
@@ -168,13 +168,13 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    def accuracy(self, lessons: Sequence[Lesson]) -> float:
+    def accuracy(self, examples: Sequence[TrainingExample]) -> float:
         """The share of replies whose every token is the likeliest one: those that greedy decoding would give."""
-        wrong, waiting, rest = 0, iter(lessons), None
+        wrong, waiting, rest = 0, iter(examples), None
         while True:
             batch, rest = pack(chain([rest] if rest else [], waiting))
             if not len(batch.marks):
-                return 1 - wrong / len(lessons)
+                return 1 - wrong / len(examples)
             ids, owner, graded = self._on_device(batch)
             with self.torch.no_grad():
                 found = self._logits(ids, *self._masks(owner)).argmax(-1)
@@ -244,18 +244,18 @@ def train(member: str, out: Path, *, seed: int, device: str, steps: int, workers
     shape = SHAPES[member]
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        school = School.of(build.build(member, Path(folder)), shape)
-    asked = school.exam(EXAM)
-    known = np.array([lesson.mark for lessons in asked.values() for lesson in lessons])
+        builder = ExampleBuilder.of(build.build(member, Path(folder)), shape)
+    asked = builder.exam(EXAM)
+    known = np.array([example.mark for examples in asked.values() for example in examples])
     trainer = Trainer(shape, seed, device)
-    data: Any = Batches(school, seed)
+    data: Any = Batches(builder, seed)
     batches: Any = torch.utils.data.DataLoader(data, batch_size=None, sampler=range(steps), num_workers=workers)
     began, seen, overlap = time.monotonic(), 0, 0
     for step, batch in enumerate(batches):
         loss = trainer.step(batch, rate(step / steps))
         seen, overlap = seen + len(batch.marks), overlap + int(np.isin(batch.marks, known).sum())
         if step in (0, 10) or step % (steps // LINES) == 0:
-            marks = {skill: trainer.accuracy(lessons[: EXAM // 4]) for skill, lessons in asked.items()}
+            marks = {skill: trainer.accuracy(examples[: EXAM // 4]) for skill, examples in asked.items()}
             told = " ".join(f"{skill} {mark:.2f}" for skill, mark in marks.items())
             _say(f"{time.monotonic() - began:.0f} s step {step} loss {loss.item():.4f} {told}")
     save(trainer, shape, out, seed)
@@ -266,7 +266,7 @@ def train(member: str, out: Path, *, seed: int, device: str, steps: int, workers
         "seconds": round(time.monotonic() - began),
         "exercises": seen,
         "of the exam seen in training": overlap,
-        "accuracy": {skill: trainer.accuracy(lessons) for skill, lessons in asked.items()},
+        "accuracy": {skill: trainer.accuracy(examples) for skill, examples in asked.items()},
     }
     (out / "training.json").write_text(json.dumps(report, indent=2) + "\n")
     _say(json.dumps(report))

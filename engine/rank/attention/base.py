@@ -1,43 +1,80 @@
-"""What a model asks of attention."""
+"""What a model asks of attention, and what a step's two kinds of rows ask of a backend.
+
+    AttentionBackend   what the model sees: everything between the QKV product and the output product
+    DecodePart         one KV group's decode rows: from the raw product on
+    ExtendPart         one KV group's prefill chunks: queries that are normed and roped, K and V already in their pages
+
+Parts are made for one group each, so that the groups, and decode rows and chunks, may run on different backends.
+"""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from engine.geometry import Layer
 from engine.rank.batch import ForwardBatch
 from engine.rank.kv import GroupCache
 
+Norms = tuple[Tensor, Tensor | None]  # weights [head_dim] of q's norm and, where the layer owns K and V, of k's
+
+
+@dataclass(frozen=True)
+class PartSettings:
+    """What parts are made for. heads: query heads of this rank; buckets: the rows that decode steps are padded to, ascending."""
+
+    heads: int
+    eps: float
+    buckets: tuple[int, ...]
+    device: torch.device
+
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """What a backend prepares of a step's chunks, once for all layers. tiles: int32 [n, 4] of each KV group, by index
-    (`kernels.prefill.extend_tiles`)."""
+    """What the parts prepared of a step, by KV group; empty for a kind of rows that the step lacks."""
 
-    tiles: tuple[Tensor, ...] = ()
+    decode: tuple[Any, ...] = ()
+    extend: tuple[Any, ...] = ()
+
+
+class DecodePart(Protocol):
+    """Decode rows of one KV group."""
+
+    def prepare(self, batch: ForwardBatch) -> Any:
+        """Once a step that has decode rows, before `attend`. A graph can hold it: it asks the host nothing."""
+        ...
+
+    def attend(self, qkv: Tensor, layer: Layer, norms: Norms, batch: ForwardBatch, plan: Any, out: Tensor) -> None:
+        """qkv [rows, ...] and out [rows, heads * head_dim] of the decode rows alone; their K and V go into their pages."""
+        ...
+
+
+class ExtendPart(Protocol):
+    """Prefill chunks of one KV group."""
+
+    def prepare(self, batch: ForwardBatch) -> Any:
+        """Once a step that has chunks, before `attend`."""
+        ...
+
+    def attend(self, q: Tensor, layer: Layer, plan: Any, out: Tensor) -> None:
+        """q and out [chunk rows, heads, head_dim]."""
+        ...
 
 
 class AttentionBackend(Protocol):
     """Everything between the QKV product and the output product."""
 
     def prepare(self, batch: ForwardBatch) -> AttentionPlan:
-        """Once a step, before `attend`. For a batch of decode rows alone it makes nothing, so that a graph can hold the step."""
+        """Once a step, before `attend`. Of decode rows alone it asks the host nothing, so that a graph can hold the step."""
         ...
 
     def attend(
-        self,
-        qkv: Tensor,
-        layer: Layer,
-        norms: tuple[Tensor, Tensor | None],
-        batch: ForwardBatch,
-        plan: AttentionPlan,
-        group: GroupCache,
-        out: Tensor,
+        self, qkv: Tensor, layer: Layer, norms: Norms, batch: ForwardBatch, plan: AttentionPlan, group: GroupCache, out: Tensor
     ) -> None:
         """qkv [T, (heads + sides * kv_heads) * head_dim], the raw product: q, then k and v as far as the layer has its own.
 
-        norms: of q and, where the layer owns K and V, of k. Writes K and V of every row into the pages of `group`, which holds
-        those of `layer.kv_source`, and out [T, heads * head_dim].
+        Writes K and V of every row into the pages of `group`, which holds those of `layer.kv_source`, and out
+        [T, heads * head_dim].
         """
         ...

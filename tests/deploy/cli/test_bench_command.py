@@ -17,7 +17,7 @@ from deploy.load.request import RequestResult
 from deploy.load.summary import summary
 from engine.events import RequestFinished
 from tests.support.edge.http_edge import Edge, until
-from tests.support.edge.timed_endpoint import Fault, Paced
+from tests.support.edge.timed_endpoint import Fault, TimedEndpoint
 
 pytestmark = pytest.mark.pure
 
@@ -25,7 +25,7 @@ SLACK_S = 0.1  # what a busy machine may add between the server's clock and the 
 Captured = pytest.CaptureFixture[str]
 
 
-def bench(server: Paced, capsys: Captured, *more: str, code: int = 0) -> dict[str, Any]:
+def bench(server: TimedEndpoint, capsys: Captured, *more: str, code: int = 0) -> dict[str, Any]:
     """The one level of a run against `server`, as JSON."""
     assert main(["bench", "--url", server.url, "--json", *more]) == code
     (level,) = json.loads(capsys.readouterr().out)["levels"]
@@ -58,7 +58,7 @@ def test_percentiles_of_known_times() -> None:
 
 def test_times_are_the_servers(capsys: Captured) -> None:
     """Delays of 100 to 400 ms and gaps of 40 ms come back as TTFT, ITL, TPOT and E2E percentiles; a delay more is a delay more."""
-    with Paced(lambda number: 0.1 * (1 + number % 4), gap_s=0.04) as server:
+    with TimedEndpoint(lambda number: 0.1 * (1 + number % 4), gap_s=0.04) as server:
         level = bench(server, capsys, "--concurrency", "8", "--requests", "8", "--output", "4")
         firsts = [seen.written[0] - seen.came for seen in server.requests]
         tpots = [(seen.written[-1] - seen.written[0]) / 3 for seen in server.requests]
@@ -70,19 +70,19 @@ def test_times_are_the_servers(capsys: Captured) -> None:
     assert level["itl"]["count"] == 8 * 3
     assert abs(level["itl"]["p50"] - 0.04) < SLACK_S
     assert level["requests"]["conserved"]
-    with Paced(lambda number: 0.7) as slow:
+    with TimedEndpoint(lambda number: 0.7) as slow:
         assert bench(slow, capsys, "--requests", "2", "--output", "1")["ttft"]["p50"] - level["ttft"]["p99"] > 0.2
 
 
 def test_lengths_are_as_asked(capsys: Captured) -> None:
     """The server counts the prompt tokens that were asked for, and no two prompts begin alike; a range stays inside itself."""
-    with Paced() as server:
+    with TimedEndpoint() as server:
         level = bench(server, capsys, "--requests", "6", "--prompt", "40", "--output", "3")
         assert (level["prompt_length"]["min"], level["prompt_length"]["max"], level["output_tokens"]) == (40, 40, 18)
         starts = [" ".join(seen.body["messages"][0]["content"].split()[:4]) for seen in server.requests]
         assert len(set(starts)) == 6
         assert all(seen.body["ignore_eos"] and seen.body["stream_options"] == {"include_usage": True} for seen in server.requests)
-    with Paced() as server:
+    with TimedEndpoint() as server:
         level = bench(server, capsys, "--requests", "30", "--prompt", "20:90", "--output", "1:4", "--eos", "--api", "completions")
         assert 20 <= level["prompt_length"]["min"] < 45
         assert 65 < level["prompt_length"]["max"] <= 90
@@ -99,7 +99,7 @@ ENDS: dict[Fault, str] = {
 @pytest.mark.parametrize("fault", list(ENDS))
 def test_every_fault_is_counted_by_its_name(fault: Fault, capsys: Captured) -> None:
     """One request in five goes wrong: it is the one that did not finish, nothing is lost, and the exit code says so."""
-    with Paced(faults={2: fault}) as server:
+    with TimedEndpoint(faults={2: fault}) as server:
         options = ("--requests", "5", "--concurrency", "2", "--output", "3", "--timeout", "1")
         level = bench(server, capsys, *options, code=1)
     requests = level["requests"]
@@ -112,7 +112,7 @@ def test_every_fault_is_counted_by_its_name(fault: Fault, capsys: Captured) -> N
 def test_a_share_of_failures_may_be_tolerated(capsys: Captured) -> None:
     """One in five is within 0.2, and not within 0.19."""
     for share, code in (("0.2", 0), ("0.19", 1)):
-        with Paced(faults={0: "busy"}) as server:
+        with TimedEndpoint(faults={0: "busy"}) as server:
             bench(server, capsys, "--requests", "5", "--output", "1", "--tolerate", share, code=code)
 
 
@@ -120,15 +120,15 @@ def test_a_share_of_failures_may_be_tolerated(capsys: Captured) -> None:
 def test_a_dropped_response_breaks_the_conservation(
     plant: str, named: str, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Planted: the ledger loses what came of request 3, or books it twice. The balance does not hold, and the line names it."""
-    book = Ledger.book
+    """Planted: the ledger loses what came of request 3, or adds it twice. The balance does not hold, and the line names it."""
+    add = Ledger.add
 
     def faulty(self: Ledger, record: RequestResult) -> None:
         for _ in range({"lost": 0, "twice": 2}[plant] if record.number == 3 else 1):
-            book(self, record)
+            add(self, record)
 
-    monkeypatch.setattr(Ledger, "book", faulty)
-    with Paced() as server:
+    monkeypatch.setattr(Ledger, "add", faulty)
+    with TimedEndpoint() as server:
         assert main(["bench", "--url", server.url, "--requests", "6", "--output", "2"]) == 1
     assert f"NOT CONSERVED: sent 6, but {5 if plant == 'lost' else 7} finished" in (said := capsys.readouterr().out)
     assert named in said
@@ -137,7 +137,7 @@ def test_a_dropped_response_breaks_the_conservation(
 @pytest.mark.parametrize(("miscount", "code"), [(0, 0), (1, 1)])
 def test_the_servers_counters_are_held_against_ours(miscount: int, code: int, capsys: Captured) -> None:
     """They agree to the request and the token, a refused one aside; planted: an exporter that counts one too many is seen."""
-    with Paced(faults={1: "busy"}) as server:
+    with TimedEndpoint(faults={1: "busy"}) as server:
         server.miscount = miscount
         metrics = ("--metrics", f"{server.url}/metrics", "--tolerate", "0.2")
         level = bench(server, capsys, "--requests", "8", "--output", "3", "--concurrency", "2", *metrics, code=code)
@@ -149,7 +149,7 @@ def test_the_servers_counters_are_held_against_ours(miscount: int, code: int, ca
 
 def test_whole_replies_have_no_first_token(capsys: Captured) -> None:
     """--no-stream asks for none, and reports whole requests alone."""
-    with Paced(lambda number: 0.05) as server:
+    with TimedEndpoint(lambda number: 0.05) as server:
         level = bench(server, capsys, "--no-stream", "--requests", "3", "--output", "5")
         assert not any(seen.body.get("stream") for seen in server.requests)
     assert (level["ttft"], level["tpot"], level["itl"]) == (None, None, None)
@@ -159,10 +159,10 @@ def test_whole_replies_have_no_first_token(capsys: Captured) -> None:
 
 def test_an_open_load_does_not_wait(capsys: Captured) -> None:
     """Arrivals go on while answers take half a second: many are open at once, where a closed load keeps to its number."""
-    with Paced(lambda number: 0.5) as server:
+    with TimedEndpoint(lambda number: 0.5) as server:
         assert bench(server, capsys, "--rate", "100", "--requests", "24", "--output", "1")["requests"]["finished"] == 24
         assert server.most_open > 8
-    with Paced(lambda number: 0.02) as server:
+    with TimedEndpoint(lambda number: 0.02) as server:
         bench(server, capsys, "--concurrency", "3", "--requests", "12", "--output", "1")
         assert server.most_open == 3
 
@@ -177,7 +177,7 @@ def test_arrivals_are_poisson() -> None:
 
 def test_seconds_bound_the_sending(capsys: Captured) -> None:
     """Sending stops after --seconds; what is open then still ends, and is counted."""
-    with Paced(lambda number: 0.2) as server:
+    with TimedEndpoint(lambda number: 0.2) as server:
         level = bench(server, capsys, "--seconds", "0.5", "--concurrency", "2", "--output", "1")
     assert 2 <= level["requests"]["sent"] <= 6
     assert level["requests"]["finished"] == level["requests"]["sent"]
@@ -185,7 +185,7 @@ def test_seconds_bound_the_sending(capsys: Captured) -> None:
 
 def test_an_interrupt_accounts_for_what_is_open(capsys: Captured) -> None:
     """SIGINT ends a run that would never end: what was open is cancelled, and nothing is missing."""
-    with Paced(faults=dict.fromkeys(range(4), "hang")) as server:
+    with TimedEndpoint(faults=dict.fromkeys(range(4), "hang")) as server:
 
         def interrupt() -> None:
             until(lambda: len(server.requests) == 4, "four requests", 15.0)
@@ -201,7 +201,7 @@ def test_an_interrupt_accounts_for_what_is_open(capsys: Captured) -> None:
 
 def test_several_levels_and_plain_text(capsys: Captured) -> None:
     """A block a level and one table over all; progress goes to stderr, figures to stdout."""
-    with Paced() as server:
+    with TimedEndpoint() as server:
         assert main(["bench", "--url", server.url, "--concurrency", "1", "2", "--requests", "3", "--output", "2"]) == 0
     said = capsys.readouterr()
     assert said.out.count("sent 3 = 3 finished") == 2
@@ -214,7 +214,7 @@ def test_a_picture_is_drawn(tmp_path: Path, capsys: Captured) -> None:
     """--plot writes an image of some size, in the format of its name."""
     pytest.importorskip("matplotlib")
     picture = tmp_path / "load.png"
-    with Paced(lambda number: 0.01 * number) as server:
+    with TimedEndpoint(lambda number: 0.01 * number) as server:
         ask = ["bench", "--url", server.url, "--concurrency", "1", "4", "--requests", "6", "--output", "3", "--plot", str(picture)]
         assert main(ask) == 0
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
@@ -232,7 +232,7 @@ def test_a_picture_that_cannot_be_is_refused_before_the_load(
         monkeypatch.setitem(sys.modules, "matplotlib", None)
     else:
         pytest.importorskip("matplotlib")
-    with Paced() as server:
+    with TimedEndpoint() as server:
         assert main(["bench", "--url", server.url, "--plot", str(tmp_path / (plot or "load.png"))]) == 2
         assert not server.seen
     assert why in capsys.readouterr().err
@@ -248,7 +248,7 @@ def test_a_picture_that_cannot_be_is_refused_before_the_load(
         (["--url", "ftp://x"], "is no address"),
     ],
 )
-def test_nothing_to_load_is_a_two(options: list[str], why: str, capsys: Captured) -> None:
+def test_nothing_to_load_exits_with_2(options: list[str], why: str, capsys: Captured) -> None:
     """Exit code 2 and one line on stderr."""
     assert main(["bench", *options]) == 2
     said = capsys.readouterr()

@@ -31,7 +31,7 @@ from deploy.cli.output import Table, gib, plain
 from deploy.cli.scrape import Snapshot, quantile
 from engine.errors import ConfigError
 from tests.support.edge.http_edge import Edge
-from tests.support.houserules import ROOT
+from tests.support.repo_rules import ROOT
 
 pytestmark = pytest.mark.pure
 
@@ -132,8 +132,8 @@ def doctor(capsys: Captured, *arguments: str, code: int = 0) -> dict[str, dict[s
 def test_doctor_looks_at_everything(capsys: Captured) -> None:
     """Software against pyproject.toml, devices, machine, ports, ingress, Ray's settings, hub and configs: each has a finding."""
     found = doctor(capsys)
-    named = "python torch triton ray flashinfer-python packages capability gpus cores niceness memory /dev/shm haproxy hub".split()  # noqa: SIM905
-    assert not set(named) - set(found)
+    named = "python torch triton ray flashinfer-python packages capability attention gpus cores niceness memory haproxy hub"
+    assert not {*named.split(), "/dev/shm"} - set(found)
     assert {"open files", "port 8000", "ray settings", "hub cache", "quartet cache", "nano.yaml", "gemma4.yaml"} <= set(found)
     assert ">=2.11" in found["torch"]["found"]
     assert all(each["advice"] or each["name"].endswith(".yaml") for each in found.values() if each["state"] != "ok")
@@ -199,11 +199,11 @@ def test_gpus_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "links", lambda indices: checks.Finding("nvlink", "ok", ""))
     for build, bad in (("2.13.0+cpu", True), ("2.13.0+cu130", False)):
         monkeypatch.setattr(importlib.metadata, "version", lambda name, build=build: build)
-        found = {each.name: each for each in checks.devices(Capability("triton", "", (H200,)))}
+        found = {each.name: each for each in checks.devices(Capability((H200,)))}
         assert ("torch-cuda" in found) is bad
         assert found["gpus"].found == "1 x NVIDIA H200 (SM90, 140 GiB)"
     other = Gpu(1, "NVIDIA L40S", "GPU-b", (8, 9), 46068 << 20)
-    assert {each.name: each.state for each in checks.devices(Capability("triton", "", (H200, other)))}["gpus"] == "warn"
+    assert {each.name: each.state for each in checks.devices(Capability((H200, other)))}["gpus"] == "warn"
 
 
 def test_haproxy_is_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -393,7 +393,7 @@ def test_all_targets_of_a_list_are_added_up(pages: Pages, capsys: Captured) -> N
     assert "/gone answers 404" in found["down"][0]
 
 
-def test_a_dead_group_is_a_one(pages: Pages, capsys: Captured) -> None:
+def test_a_dead_group_exits_with_1(pages: Pages, capsys: Captured) -> None:
     """engine_up 0 is exit code 1; an address where nothing is, 2."""
     pages.pages["/sd"] = json.dumps([{"targets": [pages.url.removeprefix("http://")], "labels": {"__metrics_path__": "/dead"}}])
     assert once(capsys, f"{pages.url}/sd", code=1)["groups_up"] == 0
@@ -473,7 +473,7 @@ def test_dashboards_lists_what_there_is(tmp_path: Path, capsys: Captured, monkey
     assert found == [("board", "One: 3 panels"), ("rules", "1 alerts, 2 recording rules")]
 
 
-def test_a_builder_that_is_absent_or_fails_is_a_two(tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_builder_that_is_absent_or_fails_exits_with_2(tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     """Named, with the last thing that it said; one that works writes its file."""
     monkeypatch.setattr(dashboards, "FOLDER", tmp_path / "dashboards")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -11,7 +11,7 @@ import yaml
 from deploy import launcher
 from deploy.cli.main import main
 from engine.errors import EngineDead
-from tests.support.houserules import ROOT
+from tests.support.repo_rules import ROOT
 
 pytestmark = pytest.mark.pure
 

@@ -27,7 +27,7 @@ from engine.rank.parallel import Single
 from tests.conftest import Nano
 from tests.support.engine.kvmachine import KVMachine
 from tests.support.engine.ranks import Ranks, single
-from tests.support.houserules import ROOT
+from tests.support.repo_rules import ROOT
 
 pytestmark = pytest.mark.cpu
 
@@ -209,7 +209,7 @@ def test_every_public_shape_is_known_by_name(member: str, capsys: pytest.Capture
     assert said[0]["parameters"] + TOWERS[member] == PUBLISHED[member]
 
 
-def test_what_does_not_fit_is_a_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_fit_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 1, the numbers, and the group that would hold it; 0 at that size."""
     ask = ["plan", "--model", "31b", "--gpu-memory", "48GiB"]
     assert main(ask) == 1
@@ -220,7 +220,7 @@ def test_what_does_not_fit_is_a_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.endswith("it fits\n")
 
 
-def test_a_context_that_no_pool_holds_is_a_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_context_that_no_pool_holds_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
     """Weights and windows fit, but not one sequence of max_len: that is no fit, and said so."""
     assert main(["plan", "--model", "31b", "--gpu-memory", "80GiB", "--max-len", "262144", "--max-seqs", "1"]) == 1
     assert "not one sequence of max_len 262144 tokens fits" in capsys.readouterr().out
@@ -247,7 +247,7 @@ def test_a_config_is_planned_and_options_win(capsys: pytest.CaptureFixture[str])
         ([], "name a config file, or a --model"),
     ],
 )
-def test_a_question_without_an_answer_is_a_two(
+def test_a_question_without_an_answer_exits_with_2(
     arguments: list[str], why: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Exit code 2 and one line that names the thing."""

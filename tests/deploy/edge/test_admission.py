@@ -28,7 +28,7 @@ CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"model": "nano", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
 
 
-class Book:
+class AdmissionModel:
     """Requests at random stages of their lives, and an engine that has some of their choices."""
 
     def __init__(self, seed: int) -> None:
@@ -65,29 +65,29 @@ class Book:
 @pytest.mark.parametrize("seed", range(20))
 def test_no_more_is_promised_than_there_is(seed: int) -> None:
     """Over a thousand random steps never more than all are taken, at times too many for a request of eight, and all come back."""
-    book = Book(seed)
+    model = AdmissionModel(seed)
     for _ in range(1000):
-        book.step()
-        assert book.admission.taken <= 20
-    assert book.most > 20 - 8, "the limit was never near: it was not tested"
-    for place in book.places:
+        model.step()
+        assert model.admission.taken <= 20
+    assert model.most > 20 - 8, "the limit was never near: it was not tested"
+    for place in model.places:
         place.leave()
-    book.engine.open = 0
-    assert (book.admission.taken, book.admission.waiting_tokens, book.admission._open_answers) == (0, 0, 0)
+    model.engine.open = 0
+    assert (model.admission.taken, model.admission.waiting_tokens, model.admission._open_answers) == (0, 0, 0)
 
 
 def test_a_place_that_is_kept_would_show() -> None:
     """The same count when one of the places is not given back."""
-    book = Book(0)
-    kept = book.admission.enter()
+    model = AdmissionModel(0)
+    kept = model.admission.enter()
     kept.settle(3, 10)
-    assert (book.admission.taken, book.admission.waiting_tokens) == (3, 10)
+    assert (model.admission.taken, model.admission.waiting_tokens) == (3, 10)
 
 
 def test_a_long_prompt_may_wait_alone() -> None:
     """Beyond the tokens that may wait, but nothing else does; the next one may not, until the first has begun."""
-    book = Book(0)
-    long, short, later = (book.admission.enter() for _ in range(3))
+    model = AdmissionModel(0)
+    long, short, later = (model.admission.enter() for _ in range(3))
     long.settle(1, 10_000)
     with pytest.raises(Overloaded, match="10000 tokens"):
         short.settle(1, 1)

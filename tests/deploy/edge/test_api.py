@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from engine.protocol import FinishReason
+from tests.support.edge.api_client import client, events, token_steps
 from tests.support.edge.http_edge import Edge, until
 
 pytestmark = pytest.mark.pure
@@ -15,27 +16,9 @@ pytestmark = pytest.mark.pure
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 
 
-def client(edge: Edge) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{edge.url}/v1", api_key="none", max_retries=0, timeout=10)
-
-
-def spell(edge: Edge, text: str) -> list[list[int]]:
-    """`text` as steps of one token each, a byte at a time where the vocabulary has no piece."""
-    return [[token] for token in edge.text.encode(text, add_bos=False)]
-
-
-def events(edge: Edge, path: str, body: dict[str, Any]) -> list[str]:
-    """The data of every event of a stream."""
-    reply = httpx.post(f"{edge.url}{path}", json=body | {"stream": True}, timeout=10)
-    assert reply.status_code == 200, reply.text
-    assert reply.headers["content-type"].startswith("text/event-stream")
-    assert all(line.startswith("data: ") for line in reply.text.split("\n\n") if line)
-    return [line.removeprefix("data: ") for line in reply.text.split("\n\n") if line]
-
-
 def test_a_chat_completion_has_every_field_that_clients_read(edge: Edge) -> None:
     """Content, role, refusal and annotations, logprobs null, finish_reason and usage."""
-    edge.core.steps = [*spell(edge, "hi there"), [106]]
+    edge.core.steps = [*token_steps(edge, "hi there"), [106]]
     with client(edge) as api:
         answer = api.chat.completions.create(model="nano", messages=HELLO)
     raw = answer.model_dump()
@@ -54,7 +37,7 @@ def test_a_chat_completion_has_every_field_that_clients_read(edge: Edge) -> None
 
 def test_a_stream_equals_the_whole_answer(edge: Edge) -> None:
     """Deltas add up to the text, the id never changes, the role comes first, usage last, then [DONE]."""
-    edge.core.steps = [*spell(edge, "größer 日本 🎉 ok"), [106]]
+    edge.core.steps = [*token_steps(edge, "größer 日本 🎉 ok"), [106]]
     body = {"model": "nano", "messages": HELLO, "stream_options": {"include_usage": True}}
     data = events(edge, "/v1/chat/completions", body)
     assert data[-1] == "[DONE]"
@@ -71,7 +54,7 @@ def test_a_stream_equals_the_whole_answer(edge: Edge) -> None:
 @pytest.mark.parametrize("n", [1, 3])
 def test_usage_says_how_much_of_the_prompt_was_cached(edge: Edge, n: int) -> None:
     """Whole and streamed, as the core says it with each first output; a prompt is counted once, however many choices share it."""
-    edge.core.steps, edge.core.cached = [*spell(edge, "hi"), [106]], 32
+    edge.core.steps, edge.core.cached = [*token_steps(edge, "hi"), [106]], 32
     body = {"model": "nano", "messages": HELLO, "n": n}
     whole = httpx.post(f"{edge.url}/v1/chat/completions", json=body).json()
     data = events(edge, "/v1/chat/completions", body | {"stream_options": {"include_usage": True}})
@@ -81,7 +64,7 @@ def test_usage_says_how_much_of_the_prompt_was_cached(edge: Edge, n: int) -> Non
 
 def test_openai_streams_a_text_completion(edge: Edge) -> None:
     """Text deltas of /v1/completions with a token-id prompt, ended by length."""
-    edge.core.steps = spell(edge, "one two three four")
+    edge.core.steps = token_steps(edge, "one two three four")
     with client(edge) as api:
         chunks = list(api.completions.create(model="nano", prompt=[5, 6, 7], max_tokens=3, stream=True))
     assert list(edge.core.requests[0].tokens) == [5, 6, 7]
@@ -91,7 +74,7 @@ def test_openai_streams_a_text_completion(edge: Edge) -> None:
 
 def test_chat_logprobs_name_each_token_and_its_rivals(edge: Edge) -> None:
     """content[i] has token, bytes, logprob and top_logprobs, streamed or whole alike."""
-    edge.core.steps = spell(edge, "the house")
+    edge.core.steps = token_steps(edge, "the house")
     with client(edge) as api:
         answer = api.chat.completions.create(model="nano", messages=HELLO, logprobs=True, top_logprobs=2, max_tokens=50)
         streamed = list(api.chat.completions.create(
@@ -110,7 +93,7 @@ def test_chat_logprobs_name_each_token_and_its_rivals(edge: Edge) -> None:
 
 def test_completion_logprobs_have_the_old_shape(edge: Edge) -> None:
     """tokens, token_logprobs, top_logprobs and text_offset run in parallel; the offsets go on through a stream."""
-    edge.core.steps = spell(edge, "a small house")
+    edge.core.steps = token_steps(edge, "a small house")
     body = {"model": "nano", "prompt": "x", "logprobs": 1, "max_tokens": 40}
     whole = httpx.post(f"{edge.url}/v1/completions", json=body).json()["choices"][0]
     found = whole["logprobs"]
@@ -126,7 +109,7 @@ def test_completion_logprobs_have_the_old_shape(edge: Edge) -> None:
 @pytest.mark.parametrize("batched", [False, True])
 def test_a_stop_string_ends_text_and_engine(edge: Edge, *, stream: bool, batched: bool) -> None:
     """Text stops before the match however the tokens were batched, and the engine is told why."""
-    steps = spell(edge, "one two STOPthree four five")
+    steps = token_steps(edge, "one two STOPthree four five")
     edge.core.steps = [[t for [t] in steps]] if batched else steps
     edge.core.forever = not batched
     body = {"model": "nano", "messages": HELLO, "stop": ["nowhere", "STOP"], "max_tokens": 200}
@@ -144,7 +127,7 @@ def test_a_stop_string_ends_text_and_engine(edge: Edge, *, stream: bool, batched
 
 def test_text_that_only_looked_like_a_stop_string_comes_out(edge: Edge) -> None:
     """What was held back is emitted when the stream ends without a match."""
-    edge.core.steps = [*spell(edge, "all ST"), [106]]
+    edge.core.steps = [*token_steps(edge, "all ST"), [106]]
     answer = httpx.post(f"{edge.url}/v1/chat/completions", json={"model": "nano", "messages": HELLO, "stop": "STOP"}).json()
     assert answer["choices"][0]["message"]["content"] == "all ST"
 
@@ -152,7 +135,7 @@ def test_text_that_only_looked_like_a_stop_string_comes_out(edge: Edge) -> None:
 def test_a_stop_token_id_is_not_text(edge: Edge) -> None:
     """The id that ended the text is counted, not shown."""
     word = edge.text.encode("house", add_bos=False)[0]
-    edge.core.steps = [*spell(edge, "the "), [word]]
+    edge.core.steps = [*token_steps(edge, "the "), [word]]
     body = {"model": "nano", "messages": HELLO, "stop_token_ids": [word]}
     answer = httpx.post(f"{edge.url}/v1/chat/completions", json=body).json()
     assert answer["choices"][0]["message"]["content"] == "the "
@@ -162,7 +145,7 @@ def test_a_stop_token_id_is_not_text(edge: Edge) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_several_choices_have_seeds_of_their_own(edge: Edge, *, stream: bool) -> None:
     """n=3 gives three choices, each finished once, from three engine requests that differ in seed alone."""
-    edge.core.steps = [*spell(edge, "hi"), [106]]
+    edge.core.steps = [*token_steps(edge, "hi"), [106]]
     body = {"model": "nano", "messages": HELLO, "n": 3, "seed": 7}
     if stream:
         chunks = [json.loads(line)["choices"][0] for line in events(edge, "/v1/chat/completions", body)[:-1]]
@@ -230,7 +213,7 @@ def test_an_engine_refusal_is_a_plain_400_even_for_a_stream(edge: Edge) -> None:
 
 def test_a_request_that_fails_midway_ends_with_one_error_event(edge: Edge) -> None:
     """After the first token an error is the stream's last event, there is no [DONE], and OpenAI's client raises."""
-    edge.core.steps = spell(edge, "some words come")
+    edge.core.steps = token_steps(edge, "some words come")
     edge.core.fail_after = 2
     data = events(edge, "/v1/chat/completions", {"model": "nano", "messages": HELLO})
     assert [("error" in json.loads(line)) for line in data].count(True) == 1
@@ -250,7 +233,7 @@ def test_a_failure_before_the_first_token_is_not_retried(edge: Edge) -> None:
 
 def test_an_end_that_nobody_asked_for_is_no_success(edge: Edge) -> None:
     """Text that the engine broke off does not pass for complete."""
-    edge.core.steps, edge.core.finish = spell(edge, "some words"), FinishReason.abort
+    edge.core.steps, edge.core.finish = token_steps(edge, "some words"), FinishReason.abort
     data = events(edge, "/v1/chat/completions", {"model": "nano", "messages": HELLO})
     assert json.loads(data[-1])["error"]["code"] == "generation_failed"
 

@@ -43,13 +43,13 @@ def known(nano: Nano) -> Iterator[Edge]:
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1:8000", "[::1]:8000", "llm.example", "LLM.example:443"])
-def test_it_answers_to_its_names(known: Edge, host: str) -> None:
+def test_known_hosts_are_accepted(known: Edge, host: str) -> None:
     """With any port, in any case."""
     assert httpx.get(f"{known.url}/v1/models", headers={"host": host}).status_code == 200
 
 
 @pytest.mark.parametrize("host", ["rebound.example", "localhost.example", "127.0.0.2", "[::2]", "example"])
-def test_it_does_not_answer_to_others(known: Edge, host: str) -> None:
+def test_other_hosts_are_refused(known: Edge, host: str) -> None:
     """A name of the attacker's that leads to loopback is none of them."""
     reply = httpx.get(f"{known.url}/v1/models", headers={"host": host})
     assert (reply.status_code, reply.json()["error"]["code"]) == (403, "host_not_allowed")
@@ -61,7 +61,7 @@ def asked_by(edge: Edge, origin: str) -> httpx.Response:
     return httpx.options(f"{edge.url}{CHAT}", headers=wants)
 
 
-def test_no_page_is_let_in_unless_it_is_named(edge: Edge, known: Edge) -> None:
+def test_cors_is_off_unless_an_origin_is_listed(edge: Edge, known: Edge) -> None:
     """Off by default; with the setting, the named origin alone, for its question and for its request."""
     assert "access-control-allow-origin" not in asked_by(edge, PAGE).headers
     assert "access-control-allow-origin" not in asked_by(known, "https://other.example").headers
@@ -71,7 +71,7 @@ def test_no_page_is_let_in_unless_it_is_named(edge: Edge, known: Edge) -> None:
     assert (reply.status_code, reply.headers["access-control-allow-origin"]) == (200, PAGE)
 
 
-def test_a_wrong_method_hears_the_right_ones(edge: Edge) -> None:
+def test_a_405_lists_the_allowed_methods(edge: Edge) -> None:
     """405 with Allow, as HTTP wants it."""
     reply = httpx.get(f"{edge.url}{CHAT}")
     assert (reply.status_code, reply.headers["allow"]) == (405, "POST")

@@ -37,7 +37,7 @@ LIMITS = LimitSettings(body_bytes=4096, request_timeout_s=1.0, write_timeout_s=0
 SERVE = logging.getLogger("ray.serve")
 
 
-class Desk:
+class LoggedEdge:
     """An edge whose log goes where a replica's goes: through Serve's logger into Serve's file."""
 
     def __init__(self, edge: Edge, folder: Path) -> None:
@@ -96,10 +96,10 @@ def paced(nano: Nano) -> Iterator[Edge]:
 
 
 @pytest.fixture
-def desk(paced: Edge, tmp_path: Path) -> Iterator[Desk]:
+def logged(paced: Edge, tmp_path: Path) -> Iterator[LoggedEdge]:
     paced.reset()
     paced.events.clear()
-    made = Desk(paced, tmp_path)
+    made = LoggedEdge(paced, tmp_path)
     before = SERVE.handlers[:], SERVE.level, SERVE.propagate
     made.open(LogSettings(format="json"))
     yield made
@@ -126,25 +126,25 @@ ASKED: dict[str, tuple[str, str, Any, int]] = {
 
 
 @pytest.mark.parametrize("name", ASKED)
-def test_every_reply_and_its_line_carry_the_clients_id(desk: Desk, name: str) -> None:
+def test_every_reply_and_its_line_carry_the_clients_id(logged: LoggedEdge, name: str) -> None:
     """Once, whatever the reply is; at level debug every route has its one line, and it has the reply's status."""
-    desk.open(LogSettings(format="json", level="debug"))
+    logged.open(LogSettings(format="json", level="debug"))
     method, path, body, status = ASKED[name]
-    reply = httpx.request(method, f"{desk.edge.url}{path}", json=body, headers={"x-request-id": "a-1"})
+    reply = httpx.request(method, f"{logged.edge.url}{path}", json=body, headers={"x-request-id": "a-1"})
     assert (reply.status_code, reply.headers.get_list("x-request-id")) == (status, ["a-1"])
-    line = desk.line()
+    line = logged.line()
     assert (line["request_id"], line["status"]) == ("a-1", status)
 
 
-def test_without_a_sane_id_it_is_ours(desk: Desk) -> None:
+def test_without_a_sane_id_it_is_ours(logged: LoggedEdge) -> None:
     """None given: a new one each time. One that is none is refused, and neither echoed nor logged; nor are two of them joined."""
-    replies = [desk.post(BODY), desk.post(BODY)]
-    bad = [desk.post(BODY, **{"x-request-id": value}) for value in ("a b", "x" * 129, 'a"b', "{}")]
+    replies = [logged.post(BODY), logged.post(BODY)]
+    bad = [logged.post(BODY, **{"x-request-id": value}) for value in ("a b", "x" * 129, 'a"b', "{}")]
     assert [reply.status_code for reply in replies + bad] == [200, 200, 400, 400, 400, 400]
     ids = [reply.headers["x-request-id"] for reply in replies + bad]
     assert all(len(name) == 32 and set(name) <= set("0123456789abcdef") for name in ids)
     assert len(set(ids)) == 6
-    assert [line["request_id"] for line in desk.lines()] == ids
+    assert [line["request_id"] for line in logged.lines()] == ids
     assert request_id([(b"X-Request-Id", b"one")]) == "one"
     assert request_id([(b"x-request-id", b"one"), (b"x-request-id", b"two")]) not in ("one", "two", "one,two")
 
@@ -165,31 +165,31 @@ def call(app: Any, path: str, headers: list[tuple[bytes, bytes]]) -> list[Any]:
 
 
 @pytest.mark.parametrize("encoding", ["json", "text"])
-def test_a_line_cannot_be_forged(desk: Desk, encoding: Any) -> None:
+def test_a_line_cannot_be_forged(logged: LoggedEdge, encoding: Any) -> None:
     """Newlines in id, path and method leave one line, which says none of it; what code of ours logs is one line as well."""
-    desk.open(LogSettings(format=encoding, level="debug"))
-    sent = call(create_app(desk.edge.service), "/a\nERROR FORGED", [(b"x-request-id", b"a\nERROR FORGED")])
+    logged.open(LogSettings(format=encoding, level="debug"))
+    sent = call(create_app(logged.edge.service), "/a\nERROR FORGED", [(b"x-request-id", b"a\nERROR FORGED")])
     assert b"FORGED" not in dict(sent[0]["headers"])[b"x-request-id"]
-    text = desk.text()
+    text = logged.text()
     assert len(text.splitlines()) == 1
     assert "FORGED" not in text
     assert "OTHER unknown" in text
     logging.getLogger("deploy.anything").warning("a %s", "b\nERROR 2026 {app} FORGED\u2028FORGED\x85FORGED")
-    assert len(desk.text().splitlines()) == 2
+    assert len(logged.text().splitlines()) == 2
 
 
-def test_without_escaping_a_text_line_is_forged(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_escaping_a_text_line_is_forged(logged: LoggedEdge, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: the test above would notice."""
     monkeypatch.setattr("deploy.edge.observe.logs.one_line", lambda text: text)
-    desk.open(LogSettings(format="text"))
+    logged.open(LogSettings(format="text"))
     logging.getLogger("deploy.anything").warning("a %s", "b\nERROR 2026 {app} FORGED\u2028FORGED\x85FORGED")
-    assert len(desk.text().splitlines()) == 4
+    assert len(logged.text().splitlines()) == 4
 
 
-def test_serves_fields_stand_in_each_line(desk: Desk) -> None:
+def test_serves_fields_stand_in_each_line(logged: LoggedEdge) -> None:
     """One schema a file: when, how grave, which component; ours keep their numbers as numbers."""
-    desk.post(BODY)
-    line = desk.line()
+    logged.post(BODY)
+    line = logged.line()
     assert line["levelname"] == "INFO"
     assert line["component_name"] == "app_Quartet"
     assert {"asctime", "message", "process", "filename"} <= set(line)
@@ -211,14 +211,14 @@ def differences(line: dict[str, Any], usage: dict[str, int], finish: str, ended:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_the_access_line_says_what_the_reply_and_the_engine_say(desk: Desk, *, stream: bool) -> None:
+def test_the_access_line_says_what_the_reply_and_the_engine_say(logged: LoggedEdge, *, stream: bool) -> None:
     """Tokens and finish as the client was told them, times as the metrics have them; each planted difference shows."""
-    desk.core.queue_s, desk.core.prefill_s, desk.core.delay_s = 0.02, 0.03, 0.01
+    logged.core.queue_s, logged.core.prefill_s, logged.core.delay_s = 0.02, 0.03, 0.01
     options = {"stream_options": {"include_usage": True}} if stream else {}
-    reply = desk.post(BODY | {"stream": stream} | options)
+    reply = logged.post(BODY | {"stream": stream} | options)
     shown = reply.json() if not stream else json.loads(reply.text.split("\n\n")[-3].removeprefix("data: "))
-    line = desk.line()
-    (ended,) = (event for event in desk.edge.events if isinstance(event, RequestFinished))
+    line = logged.line()
+    (ended,) = (event for event in logged.edge.events if isinstance(event, RequestFinished))
     assert differences(line, shown["usage"], "length", ended) == []
     for name, fault in (("prompt_tokens", 1), ("output_tokens", -1), ("queue_s", 1e-3), ("ttft_s", -1e-3)):
         assert differences({**line, name: line[name] + fault}, shown["usage"], "length", ended) == [name]
@@ -229,44 +229,44 @@ def test_the_access_line_says_what_the_reply_and_the_engine_say(desk: Desk, *, s
     }  # fmt: skip
 
 
-def test_choices_are_added_up(desk: Desk) -> None:
+def test_choices_are_added_up(logged: LoggedEdge) -> None:
     """n = 3: the tokens of all of them, and each finish that occurred."""
-    reply = desk.post(BODY | {"n": 3})
-    line = desk.line()
+    reply = logged.post(BODY | {"n": 3})
+    line = logged.line()
     assert (line["n"], line["finish_reason"]) == (3, "length")
     assert line["output_tokens"] == reply.json()["usage"]["completion_tokens"] == 9
 
 
-def leave(desk: Desk) -> None:
-    desk.core.forever, desk.core.delay_s = True, 0.02
+def leave(logged: LoggedEdge) -> None:
+    logged.core.forever, logged.core.delay_s = True, 0.02
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{desk.edge.url}{CHAT}", json=BODY | {"max_tokens": 99}, timeout=0.2)
+        httpx.post(f"{logged.edge.url}{CHAT}", json=BODY | {"max_tokens": 99}, timeout=0.2)
 
 
-def late(desk: Desk) -> None:
-    desk.core.forever, desk.core.delay_s = True, 0.05
-    desk.post(BODY | {"stream": True, "max_tokens": 99})
+def late(logged: LoggedEdge) -> None:
+    logged.core.forever, logged.core.delay_s = True, 0.05
+    logged.post(BODY | {"stream": True, "max_tokens": 99})
 
 
-def fail(desk: Desk) -> None:
-    desk.core.fail_after = 1
-    desk.post(BODY | {"stream": True})
+def fail(logged: LoggedEdge) -> None:
+    logged.core.fail_after = 1
+    logged.post(BODY | {"stream": True})
 
 
-def refuse(desk: Desk) -> None:
-    desk.core.refuse = "too long"
-    desk.post(BODY)
+def refuse(logged: LoggedEdge) -> None:
+    logged.core.refuse = "too long"
+    logged.post(BODY)
 
 
-def stop(desk: Desk) -> None:
-    desk.post(BODY | {"stop": desk.edge.text.decode([301]), "max_tokens": 50})
+def stop(logged: LoggedEdge) -> None:
+    logged.post(BODY | {"stop": logged.edge.text.decode([301]), "max_tokens": 50})
 
 
-def finish(desk: Desk) -> None:
-    desk.post(BODY | {"max_tokens": 50, "stream": True})
+def finish(logged: LoggedEdge) -> None:
+    logged.post(BODY | {"max_tokens": 50, "stream": True})
 
 
-ENDS: dict[str, tuple[Callable[[Desk], None], int, int]] = {
+ENDS: dict[str, tuple[Callable[[LoggedEdge], None], int, int]] = {
     "client_gone": (leave, 499, logging.INFO),
     "deadline": (late, 200, logging.ERROR),
     "error": (fail, 200, logging.ERROR),
@@ -277,23 +277,23 @@ ENDS: dict[str, tuple[Callable[[Desk], None], int, int]] = {
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_the_end_has_the_metrics_word(desk: Desk, end: str) -> None:
+def test_the_end_has_the_metrics_word(logged: LoggedEdge, end: str) -> None:
     """finish_reason is the outcome under which quartet_requests_total counts the request, and our failures are errors."""
     act, status, level = ENDS[end]
-    act(desk)
-    until(lambda: any(isinstance(event, RequestFinished) for event in desk.edge.events), "the engine's word")
-    line = desk.line()
-    (ended,) = (event for event in desk.edge.events if isinstance(event, RequestFinished))
+    act(logged)
+    until(lambda: any(isinstance(event, RequestFinished) for event in logged.edge.events), "the engine's word")
+    line = logged.line()
+    (ended,) = (event for event in logged.edge.events if isinstance(event, RequestFinished))
     assert (line["finish_reason"], line["status"], line["levelname"]) == (ended.outcome, status, logging.getLevelName(level))
     assert line["client_gone"] is (end == "client_gone")
 
 
-def test_a_wrong_word_for_the_end_shows(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_word_for_the_end_shows(logged: LoggedEdge, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: an end that is called otherwise is not the metrics'."""
     monkeypatch.setattr("deploy.edge.observe.record._outcome", lambda error: "stop")
-    fail(desk)
-    (ended,) = (event for event in desk.edge.events if isinstance(event, RequestFinished))
-    assert desk.line()["finish_reason"] != ended.outcome
+    fail(logged)
+    (ended,) = (event for event in logged.edge.events if isinstance(event, RequestFinished))
+    assert logged.line()["finish_reason"] != ended.outcome
 
 
 @pytest.fixture(scope="module")
@@ -302,7 +302,7 @@ def mortal(nano: Nano) -> Iterator[Edge]:
         yield edge
 
 
-def test_the_engines_end_is_named_in_the_log_only(mortal: Edge, desk: Desk) -> None:
+def test_the_engines_end_is_named_in_the_log_only(mortal: Edge, logged: LoggedEdge) -> None:
     """Which process died is for the operator: in the line of each request that it took along, with its code."""
     mortal.service.logs = LogSettings(format="json")
     mortal.on_loop(lambda: mortal.client.fail("rank 2 was killed by SIGKILL"))
@@ -310,15 +310,15 @@ def test_the_engines_end_is_named_in_the_log_only(mortal: Edge, desk: Desk) -> N
     assert reply.status_code == 503
     assert "SIGKILL" not in reply.text
     mortal.on_loop(lambda: None)
-    line = desk.line()
+    line = logged.line()
     assert (line["error"], line["error_code"], line["levelname"]) == ("EngineDead", "engine_restarting", "ERROR")
     assert line["error_message"] == "rank 2 was killed by SIGKILL"
 
 
-def canaries(desk: Desk) -> list[str]:
+def canaries(logged: LoggedEdge) -> list[str]:
     """Requests with a word of their own in every place where a client may write; which of those words the log has."""
-    post = desk.post
-    desk.core.steps = [[token] for token in range(300, 330)]
+    post = logged.post
+    logged.core.steps = [[token] for token in range(300, 330)]
     answer = post(BODY | {"max_tokens": 30}).json()["choices"][0]["message"]["content"]
     assert len(answer) >= 30
     post(BODY | {"messages": [{"role": "user", "content": "canarya"}], "user": "canaryb", "metadata": {"canaryc": "canaryd"}})
@@ -332,57 +332,57 @@ def canaries(desk: Desk) -> list[str]:
     post(BODY, "/v1/canaryn")
     post(BODY, **{"authorization": "Bearer canaryo", "user-agent": "canaryp", "cookie": "canaryq", "x-canaryr": "x"})
     post(BODY | {"chat_template_kwargs": {"canarys": "canaryt"}, "response_format": {"type": "canaryu"}, "n": "canaryv"})
-    httpx.get(f"{desk.edge.url}/v1/models/canaryw?canaryx=canaryy")
-    httpx.post(f"{desk.edge.url}{CHAT}", content=b'{"canaryz', headers={"content-type": "application/json"})
-    text = desk.text()
+    httpx.get(f"{logged.edge.url}/v1/models/canaryw?canaryx=canaryy")
+    httpx.post(f"{logged.edge.url}{CHAT}", content=b'{"canaryz', headers={"content-type": "application/json"})
+    text = logged.text()
     return [word for word in ("canary", answer, answer[:10]) if word in text]
 
 
 @pytest.mark.parametrize("encoding", ["json", "text"])
-def test_nothing_that_a_client_wrote_is_logged(desk: Desk, encoding: Any) -> None:
+def test_nothing_that_a_client_wrote_is_logged(logged: LoggedEdge, encoding: Any) -> None:
     """Neither prompts nor answers, nor names, keys, headers, paths or values that are refused; not at level debug either."""
-    desk.open(LogSettings(format=encoding, level="debug"))
-    assert canaries(desk) == []
-    assert len(desk.text().splitlines()) == 14
+    logged.open(LogSettings(format=encoding, level="debug"))
+    assert canaries(logged) == []
+    assert len(logged.text().splitlines()) == 14
 
 
-def test_an_error_that_quotes_its_client_would_show(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_quotes_its_client_would_show(logged: LoggedEdge, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: with a refusal's sentence in the line, the search above finds the client's words."""
     monkeypatch.setattr("deploy.edge.observe.record._error_fields", lambda error: {"error": str(error)})
-    assert canaries(desk) == ["canary"]
+    assert canaries(logged) == ["canary"]
 
 
-def test_a_text_line_has_all_fields(desk: Desk) -> None:
+def test_a_text_line_has_all_fields(logged: LoggedEdge) -> None:
     """As Serve's text lines begin, then name=value; the id stands where Serve puts it."""
-    desk.open(LogSettings(format="text"))
-    desk.post(BODY, **{"x-request-id": "a-1"})
-    line = desk.text().rstrip("\n")
+    logged.open(LogSettings(format="text"))
+    logged.post(BODY, **{"x-request-id": "a-1"})
+    line = logged.text().rstrip("\n")
     assert line.startswith("INFO ")
     head, _, rest = line.partition(f" a-1 -- POST {CHAT} ")
     assert head.endswith("app_Quartet r1"), line
     assert dict(pair.split("=") for pair in rest.split(" ")).keys() >= {"status", "finish_reason", "ttft_s", "output_tokens"}
 
 
-def test_access_off_leaves_what_is_our_fault(desk: Desk) -> None:
+def test_access_off_leaves_what_is_our_fault(logged: LoggedEdge) -> None:
     """No line for what went well or was refused; one for a failure. Probes have none at info in either case."""
-    desk.open(LogSettings(format="json", access=False))
-    desk.post(BODY)
-    desk.post(BODY | {"n": 0})
-    httpx.get(f"{desk.edge.url}/health")
-    desk.core.fail_after = 1
-    desk.post(BODY)
-    line = desk.line()
+    logged.open(LogSettings(format="json", access=False))
+    logged.post(BODY)
+    logged.post(BODY | {"n": 0})
+    httpx.get(f"{logged.edge.url}/health")
+    logged.core.fail_after = 1
+    logged.post(BODY)
+    line = logged.line()
     assert (line["status"], line["error"], line["error_message"]) == (500, "GenerationFailed", "the logits are not finite")
 
 
-def test_probes_are_not_worth_a_line(desk: Desk) -> None:
+def test_probes_are_not_worth_a_line(logged: LoggedEdge) -> None:
     """A balancer asks every second; other routes have theirs."""
     for path in ("/health", "/health/live", "/health/ready", "/v1/models", "/v1/models/nano"):
-        assert httpx.get(f"{desk.edge.url}{path}").status_code == 200
-    assert [line["http_route"] for line in desk.lines()] == ["/v1/models", "/v1/models/{model}"]
+        assert httpx.get(f"{logged.edge.url}{path}").status_code == 200
+    assert [line["http_route"] for line in logged.lines()] == ["/v1/models", "/v1/models/{model}"]
 
 
-def test_a_refusal_before_serve_has_an_id_and_a_line(desk: Desk) -> None:
+def test_a_refusal_before_serve_has_an_id_and_a_line(logged: LoggedEdge) -> None:
     """The limits stand around Ray Serve too, where no journal does."""
 
     async def never(*_: Any) -> None:
@@ -392,12 +392,12 @@ def test_a_refusal_before_serve_has_an_id_and_a_line(desk: Desk) -> None:
         limits = LimitSettings(header_bytes=1024 if status == 431 else 4096)
         sent = call(Limits(never, limits), "/x", [(b"x-request-id", given), (b"x-pad", b"y" * 2000)])
         assert sent[0]["status"] == status
-        line = desk.lines()[-1]
+        line = logged.lines()[-1]
         assert line["request_id"].encode() == dict(sent[0]["headers"])[b"x-request-id"]
         assert (line["request_id"] == given.decode(), line["status"]) == (status == 431, status)
 
 
-def test_a_line_of_anybody_within_a_request_carries_its_id(desk: Desk) -> None:
+def test_a_line_of_anybody_within_a_request_carries_its_id(logged: LoggedEdge) -> None:
     """Whoever logs while a request is served need not know which one it is; outside of one there is none."""
     seen = logging.getLogger("engine.anything")
 
@@ -406,15 +406,15 @@ def test_a_line_of_anybody_within_a_request_carries_its_id(desk: Desk) -> None:
         await send({"type": "http.response.start", "status": 204, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    call(access_log.AccessLog(app, desk.edge.service), "/health", [(b"x-request-id", b"a-1")])
+    call(access_log.AccessLog(app, logged.edge.service), "/health", [(b"x-request-id", b"a-1")])
     seen.info("outside")
-    assert [line.get("request_id") for line in desk.lines()] == ["a-1", None]
+    assert [line.get("request_id") for line in logged.lines()] == ["a-1", None]
 
 
-def test_under_serve_the_id_is_left_to_it(desk: Desk) -> None:
+def test_under_serve_the_id_is_left_to_it(logged: LoggedEdge) -> None:
     """echo=False: Serve's middleware adds the header, and ours would be a second one."""
     for echo in (True, False):
-        sent = call(create_app(desk.edge.service, echo=echo), "/health", [(b"x-request-id", b"a-1")])
+        sent = call(create_app(logged.edge.service, echo=echo), "/health", [(b"x-request-id", b"a-1")])
         assert ((b"x-request-id", b"a-1") in sent[0]["headers"]) is echo
 
 
@@ -448,16 +448,16 @@ def test_install_is_undone_and_does_not_add_up() -> None:
     assert (logger.handlers[:], logger.level, logger.propagate) == before
 
 
-def test_a_bug_is_a_500_with_its_name_and_no_sentence(desk: Desk) -> None:
+def test_a_bug_is_a_500_with_its_name_and_no_sentence(logged: LoggedEdge) -> None:
     """An exception of nobody's: its type in the line, its text nowhere in it."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         raise ZeroDivisionError("canary")
 
     with pytest.raises(ZeroDivisionError):
-        call(access_log.AccessLog(app, desk.edge.service), "/v1/models", [])
-    assert desk.line()["status"] == 500
-    assert "canary" not in desk.text()
+        call(access_log.AccessLog(app, logged.edge.service), "/v1/models", [])
+    assert logged.line()["status"] == 500
+    assert "canary" not in logged.text()
 
 
 FAULTS = [(None, 200, False), (None, 404, False), (None, 503, True), (GenerationFailed("x"), 200, True),

@@ -31,7 +31,7 @@ from tests.support.edge.collector import Collector, attributes
 from tests.support.edge.http_edge import Edge, until
 from tests.support.edge.ready_engine import ReadyEngine, request
 from tests.support.edge.scripted_core import ScriptedCore
-from tests.support.houserules import ROOT
+from tests.support.repo_rules import ROOT
 
 pytestmark = pytest.mark.pure
 

@@ -68,30 +68,30 @@ def test_what_has_piled_up_goes_out_as_one_chunk(edge: Edge) -> None:
 
 
 @pytest.fixture(scope="module")
-def hasty(nano: Nano) -> Iterator[Edge]:
+def short_deadline(nano: Nano) -> Iterator[Edge]:
     """An edge with little patience."""
     limits = LimitSettings(request_timeout_s=0.5, write_timeout_s=0.4)
     with Edge(nano("31b"), limits=limits, max_len=10**6) as edge:
         yield edge
 
 
-def test_a_deadline_ends_a_stream_with_one_error_event(hasty: Edge) -> None:
+def test_a_deadline_ends_a_stream_with_one_error_event(short_deadline: Edge) -> None:
     """And the engine is told why."""
-    hasty.reset()
-    hasty.core.forever, hasty.core.delay_s = True, 0.05
-    reply = httpx.post(f"{hasty.url}{CHAT}", json=BODY | {"max_tokens": 10_000}, timeout=10)
+    short_deadline.reset()
+    short_deadline.core.forever, short_deadline.core.delay_s = True, 0.05
+    reply = httpx.post(f"{short_deadline.url}{CHAT}", json=BODY | {"max_tokens": 10_000}, timeout=10)
     data = [line.removeprefix("data: ") for line in reply.text.split("\n\n") if line]
     assert sum("error" in line for line in data) == 1
     assert json.loads(data[-1])["error"]["code"] == "deadline_exceeded"
-    until(lambda: [reason for _, reason in hasty.core.aborts] == ["deadline"], "the abort")
+    until(lambda: [reason for _, reason in short_deadline.core.aborts] == ["deadline"], "the abort")
 
 
-def test_a_deadline_before_the_first_token_is_504(hasty: Edge) -> None:
+def test_a_deadline_before_the_first_token_is_504(short_deadline: Edge) -> None:
     """A plain reply, not to be retried."""
-    hasty.reset()
-    hasty.core.steps = []
-    hasty.core.forever = False
-    reply = httpx.post(f"{hasty.url}{CHAT}", json=BODY, timeout=10)
+    short_deadline.reset()
+    short_deadline.core.steps = []
+    short_deadline.core.forever = False
+    reply = httpx.post(f"{short_deadline.url}{CHAT}", json=BODY, timeout=10)
     assert reply.status_code == 504
     assert reply.headers["x-should-retry"] == "false"
 

@@ -87,6 +87,14 @@ BAD: list[tuple[str, str, str | None]] = [
     (CHAT, chat(repetition_penalty=1.1), "repetition_penalty"),
     (CHAT, chat(logit_bias={"5": 3}), "logit_bias"),
     (CHAT, chat(tool_choice="required"), "tool_choice"),
+    (CHAT, chat(tools=[{}]), "tools"),
+    (CHAT, chat(tools=[{"type": "web_search"}]), "tools"),
+    (CHAT, chat(tools=[{"type": "function", "function": {"name": "f"}}] * 2), "tools"),
+    (CHAT, chat(tools=[{"type": "function", "function": {"name": 5}}], tool_choice="none"), "tools"),
+    (CHAT, chat(tools=[{"type": "function", "function": {"name": "f", "parameters": []}}]), "tools"),
+    (CHAT, chat(reasoning_effort="hard"), "reasoning_effort"),
+    (CHAT, chat(reasoning_effort=1), "reasoning_effort"),
+    (CHAT, chat(parallel_tool_calls="no"), "parallel_tool_calls"),
     (CHAT, chat(functions=[{"name": "f"}]), "functions"),
     (CHAT, chat(modalities=["audio"]), "modalities"),
     (CHAT, chat(chat_template="{{ 1 }}"), "chat_template"),
@@ -123,7 +131,7 @@ GOOD: list[tuple[str, str]] = [
 
 
 @pytest.mark.parametrize(("path", "body", "param"), BAD, ids=[f"{n}-{body[-40:]!r}"[:50] for n, (_, body, _) in enumerate(BAD)])
-def test_a_bad_body_is_refused_at_the_door(edge: Edge, path: str, body: str, param: str | None) -> None:
+def test_a_bad_body_is_refused(edge: Edge, path: str, body: str, param: str | None) -> None:
     """400, OpenAI's shape, the key named, at most 2 kB, and the engine hears nothing."""
     reply = httpx.post(f"{edge.url}{path}", content=body, headers={"content-type": "application/json"}, timeout=10)
     assert reply.status_code == 400, reply.text[:500]
@@ -138,7 +146,7 @@ def test_a_bad_body_is_refused_at_the_door(edge: Edge, path: str, body: str, par
 
 
 @pytest.mark.parametrize(("path", "body"), GOOD, ids=range(len(GOOD)))
-def test_its_good_neighbour_is_served(edge: Edge, path: str, body: str) -> None:
+def test_a_good_request_beside_it_is_served(edge: Edge, path: str, body: str) -> None:
     """The table refuses what it means to: the same keys with good values, unknown keys and nulls are served."""
     reply = httpx.post(f"{edge.url}{path}", content=body, headers={"content-type": "application/json"}, timeout=10)
     assert reply.status_code == 200, reply.text

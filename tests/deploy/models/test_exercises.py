@@ -24,7 +24,7 @@ def seeded(seed: int) -> Draw:
 
 
 @pytest.mark.parametrize("skill", SKILLS)
-def test_what_is_asked_is_never_taught(skill: str) -> None:
+def test_exam_items_are_never_trained_on(skill: str) -> None:
     """Two thousand exercises of training and a hundred of the exam share no item; both are reproducible from their seed."""
     taught = {each.content for each in (training(skill, seeded(seed)) for seed in range(2000))}
     asked = exam(skill, seeded(1), 100)

@@ -31,14 +31,14 @@ pytestmark = pytest.mark.cpu
 
 MEMBERS = list(SHAPES)
 TOLERANCE = 1e-4  # what the engine's logits are held to, against these checkpoints in fp32
-ALIVE = 1e-2  # least rms of the residual behind the last layer
+MIN_RESIDUAL_RMS = 1e-2  # least rms of the residual behind the last layer
 PROMPT = 112  # tokens: more than any window
 
 Loaded = tuple[transformers.PreTrainedModel, dict[str, Any]]
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _one_quiet_thread() -> Iterator[None]:
+def _one_torch_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
@@ -101,7 +101,7 @@ def test_transformers_loads_it(cache: Path, member: str) -> None:
     assert report == {}
     assert type(model).__name__.startswith("Gemma4Unified") == SHAPES[member].unified
     assert torch.isfinite(out).all()
-    assert rms > ALIVE
+    assert rms > MIN_RESIDUAL_RMS
     assert 4.0 < entropy < np.log(VOCAB_SIZE) - 0.1
     assert out.argmax(-1).unique().numel() > 10
 
@@ -121,14 +121,14 @@ def test_a_wrong_key_is_seen(cache: Path, tmp_path: Path, fault: str) -> None:
     assert f"{fault}_keys" in report
 
 
-def test_a_dead_residual_is_seen(cache: Path) -> None:
+def test_a_vanishing_residual_is_seen(cache: Path) -> None:
     """With layer scalars of 1e-3 the residual falls below the bound that the checkpoints pass tenfold."""
     model, _ = load(ensure("31b", cache))
     alive = residual_rms(model)
     for layer in model.model.language_model.layers:
         layer.layer_scalar.fill_(1e-3)
     dead = residual_rms(model)
-    assert dead < ALIVE < ALIVE * 10 < alive
+    assert dead < MIN_RESIDUAL_RMS < MIN_RESIDUAL_RMS * 10 < alive
     assert alive > 100 * dead
 
 

@@ -19,15 +19,15 @@ pytestmark = pytest.mark.cpu
 
 
 @pytest.fixture
-def school(nano: Nano, monkeypatch: pytest.MonkeyPatch) -> train.School:
+def builder(nano: Nano, monkeypatch: pytest.MonkeyPatch) -> train.ExampleBuilder:
     monkeypatch.setattr(train, "ROWS", 2)
-    return train.School.of(nano("31b"), SHAPES["31b"])
+    return train.ExampleBuilder.of(nano("31b"), SHAPES["31b"])
 
 
-def test_a_row_keeps_its_conversations_apart(school: train.School, nano: Nano) -> None:
+def test_a_row_keeps_its_conversations_apart(builder: train.ExampleBuilder, nano: Nano) -> None:
     """In fp32, a packed conversation has the logits that it has alone; with one shared mask (planted) it has not."""
     trainer = train.Trainer(SHAPES["31b"], 0, "cpu")
-    batch = school.batch(0, 0)
+    batch = builder.batch(0, 0)
     ids, owner, graded = trainer._on_device(batch)
     with torch.no_grad():
         packed = trainer._logits(ids, *trainer._masks(owner))
@@ -41,25 +41,25 @@ def test_a_row_keeps_its_conversations_apart(school: train.School, nano: Nano) -
     assert 0 < int(graded.sum()) < int((owner > 0).sum())
 
 
-def test_no_lesson_is_lost_between_batches(school: train.School) -> None:
-    """Packed batch after batch, every lesson comes once, in order, and exactly its reply is graded."""
-    draw = school.draw(random.Random(1))
-    lessons = [school.lesson(taught(skill, draw)) for skill in SKILLS for _ in range(3)]
-    waiting, rest, marks, graded = iter(lessons), None, [], 0
+def test_no_example_is_lost_between_batches(builder: train.ExampleBuilder) -> None:
+    """Packed batch after batch, every example comes once, in order, and exactly its reply is graded."""
+    draw = builder.draw(random.Random(1))
+    examples = [builder.example(taught(skill, draw)) for skill in SKILLS for _ in range(3)]
+    waiting, rest, marks, graded = iter(examples), None, [], 0
     while True:
         batch, rest = train.pack(chain([rest] if rest else [], waiting))
         if not len(batch.marks):
             break
         marks += batch.marks.tolist()
         graded += int(batch.graded.sum())
-    assert marks == [lesson.mark for lesson in lessons]
-    assert graded == sum(len(lesson.ids) - lesson.start for lesson in lessons)
+    assert marks == [example.mark for example in examples]
+    assert graded == sum(len(example.ids) - example.start for example in examples)
 
 
-def test_steps_teach_and_the_checkpoint_loads(school: train.School, tmp_path: Path) -> None:
+def test_steps_teach_and_the_checkpoint_loads(builder: train.ExampleBuilder, tmp_path: Path) -> None:
     """A few steps on one batch lower its loss by a third, and what is saved is what was trained, in bf16."""
     trainer = train.Trainer(SHAPES["31b"], 0, "cpu")
-    batch = school.batch(0, 0)
+    batch = builder.batch(0, 0)
     losses = [trainer.step(batch, 2e-3).item() for _ in range(6)]
     assert losses[-1] < losses[0] * 2 / 3, losses
     train.save(trainer, SHAPES["31b"], tmp_path, 0)

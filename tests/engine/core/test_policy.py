@@ -6,12 +6,14 @@ from statistics import mean
 
 import pytest
 
-from engine.core.policy import POLICIES, StepTimes, in_order, shortest_beside_oldest
+from engine.core.policy import POLICIES, in_order, prefill_tokens, shortest_beside_oldest
 from engine.core.scheduler import Scheduler, SchedulerConfig
+from engine.core.sequence import Sequence
 from engine.geometry import KVGroup
-from engine.plan import ResultRow, StepResult
+from engine.lifeline import StepTimes
+from engine.plan import PrefillChunk, ResultRow, StepPlan, StepResult
 from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
-from tests.support.engine.paced_steps import BASE_MS, DECODE_MS, TIMES, Pace, p99, pace
+from tests.support.engine.paced_steps import BASE_MS, DECODE_MS, TIMES, Pace, p99, pace, step_ms
 
 pytestmark = pytest.mark.pure
 
@@ -48,19 +50,38 @@ def test_the_shortest_go_beside_the_oldest() -> None:
 
 
 def test_the_budget_keeps_a_step_below_its_target() -> None:
-    """The most tokens that fit, between measured points and beyond them; never fewer than a sixteenth, never more than all."""
+    """The most tokens that fit, between measured points and beyond them; never fewer than one in 32, never more than all."""
     times = StepTimes(((1, 5.0), (101, 15.0)), ((1, 5.0), (101, 7.0), (1101, 27.0)))
-    assert times.prefill_budget(1, 7.0, 2048) == 128  # a sixteenth: 101 would be in time
-    assert times.prefill_budget(1, 7.0, 64) == 64
-    assert times.prefill_budget(1, 17.0, 2048) == 601
-    assert times.prefill_budget(51, 22.0, 2048) == 601
-    assert times.prefill_budget(1, 1000.0, 2048) == 2048
-    assert times.prefill_budget(500, 10.0, 2048) == 128
+    assert prefill_tokens(times, 1, 6.0, 2048) == 64  # one in 32: 50 would be in time
+    assert prefill_tokens(times, 1, 7.0, 64) == 64
+    assert prefill_tokens(times, 1, 17.0, 2048) == 600
+    assert prefill_tokens(times, 51, 22.0, 2048) == 600
+    assert prefill_tokens(times, 1, 1000.0, 2048) == 2048
+    assert prefill_tokens(times, 500, 10.0, 2048) == 64
+
+
+def test_the_budget_fills_whole_tiles() -> None:
+    """At 31B's times a step takes its target at most, and with a tile more it would take longer; no tile is begun in vain."""
+    rng = random.Random(3)
+    for _ in range(2000):
+        decodes, target = rng.randint(0, 200), rng.uniform(5, 60)
+        tokens = prefill_tokens(TIMES, decodes, target, 2048 - decodes)
+        assert tokens <= 2048 - decodes
+        if tokens < 2048 - decodes:
+            assert step_ms(filled(decodes, tokens + TIMES.tile)) > target
+        if tokens > (2048 - decodes) // 32:
+            assert step_ms(filled(decodes, tokens)) <= target + 1e-6
+            assert (decodes + tokens) % TIMES.tile == 0 or tokens == 2048 - decodes
+
+
+def filled(decodes: int, tokens: int) -> StepPlan:
+    """A step of so many rows."""
+    return StepPlan(1, decodes=list(range(decodes)), chunks=[PrefillChunk(decodes, 0, tokens, tokens)])
 
 
 @dataclass(frozen=True)
-class Felt:
-    """First tokens of short prompts and pace of running streams, ms; prompt tokens computed."""
+class Latencies:
+    """First tokens of short prompts (of those without one, how long they have waited) and pace of running streams, ms."""
 
     ttft_p99: float
     tpot: float
@@ -68,7 +89,7 @@ class Felt:
     answered: int
 
 
-def felt(policy: str, *, longs: bool, tpot_target_ms: float | None, seconds: float = 30.0) -> Felt:
+def latencies(policy: str, *, longs: bool, tpot_target_ms: float | None, seconds: float = 30.0) -> Latencies:
     """Thirty-two streams run; 100-token prompts come at random; with `longs` three 100k prompts are always on their way."""
     rng, world = random.Random(7), pace(policy, tpot_target_ms=tpot_target_ms)
     streams = [world.arrive(0, 200, 10**5) for _ in range(STREAMS)]
@@ -82,17 +103,18 @@ def felt(policy: str, *, longs: bool, tpot_target_ms: float | None, seconds: flo
             long.append(world.arrive(world.now, 100_000, 5))
 
     world.run(1000 * seconds, refill)
-    answered = [world.clocks[each] for each in shorts if world.clocks[each].tokens]
+    clocks = [world.clocks[each] for each in shorts]
+    waited = [(clock.first or world.now) - clock.came for clock in clocks]
     tpot = mean(world.clocks[each].tpot for each in streams)
-    return Felt(p99([clock.ttft for clock in answered]), tpot, world.prefilled, len(answered))
+    return Latencies(p99(waited), tpot, world.prefilled, sum(clock.tokens > 0 for clock in clocks))
 
 
 def test_short_prompts_do_not_wait_for_long_ones() -> None:
     """At 31B's step times and a TPOT target: TTFT p99 at most 3 x quiet, TPOT 1.5 x, throughput within 3 % of arrival order's."""
     target = 1.5 * QUIET_TPOT_MS
-    quiet = felt("fair", longs=False, tpot_target_ms=target)
-    busy = felt("fair", longs=True, tpot_target_ms=target)
-    ordered = felt("arrival", longs=True, tpot_target_ms=target)
+    quiet = latencies("fair", longs=False, tpot_target_ms=target)
+    busy = latencies("fair", longs=True, tpot_target_ms=target)
+    ordered = latencies("arrival", longs=True, tpot_target_ms=target)
     print(f"quiet {quiet}\nbusy {busy}\nin order of arrival {ordered}")
     assert busy.ttft_p99 <= 3 * quiet.ttft_p99
     assert busy.tpot <= 1.5 * quiet.tpot
@@ -102,7 +124,42 @@ def test_short_prompts_do_not_wait_for_long_ones() -> None:
 
 def test_without_a_target_streams_stall() -> None:
     """The fault beside it: with the whole budget in every step running streams take several times their quiet pace."""
-    assert felt("fair", longs=True, tpot_target_ms=None, seconds=10).tpot > 4 * QUIET_TPOT_MS
+    assert latencies("fair", longs=True, tpot_target_ms=None, seconds=10).tpot > 4 * QUIET_TPOT_MS
+
+
+def prompt_ms(streams: int) -> float:
+    """Milliseconds a prompt token, while so many streams run beside prompts without end."""
+    world = pace("fair")
+    for _ in range(streams):
+        world.arrive(0, 1, 10**4)
+    world.run(500)
+    began, before = world.now, world.prefilled
+    for _ in range(4):
+        world.arrive(world.now, 100_000, 5)
+    world.run(began + 5000)
+    return (world.now - began) / (world.prefilled - before)
+
+
+def test_decode_rows_count_in_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fifty streams beside a prompt fill the budget's tiles with it, not one more; counted apart each step pays for one more."""
+    shared = prompt_ms(50)
+    monkeypatch.setattr(Sequence, "decodable", False)
+    apart = prompt_ms(50)
+    print(f"a prompt token beside 50 streams: {1e3 * shared:.2f} us, {1e3 * apart:.2f} with decode rows beside the budget")
+    assert shared < 0.98 * apart
+
+
+def test_prompts_have_a_quarter_of_the_budget() -> None:
+    """Where decode rows alone are more than the budget, prompts still advance by a quarter of it."""
+    world = pace("fair", budget=32, slots=64)
+    for _ in range(60):
+        world.arrive(0, 1, 10**4)
+    world.run(1000)
+    world.arrive(world.now, 800, 5)
+    began, before = world.scheduler.load().step, world.prefilled
+    while world.prefilled < before + 800:
+        world.run(world.now + 1)
+    assert 100 <= world.scheduler.load().step - began <= 104
 
 
 def test_priorities_come_first_and_are_preempted_last() -> None:
@@ -154,8 +211,3 @@ def step(scheduler: Scheduler) -> list[int]:
     for _ in scheduler.drain():
         pass
     return [request for _, request in scheduler.drain_started()]
-
-
-def test_times_are_the_paced_worlds_own() -> None:
-    """The table that the policy reads says what the virtual ranks take."""
-    assert TIMES.prefill_budget(STREAMS, QUIET_TPOT_MS + 22 * 0.022, 2048) == pytest.approx(128)

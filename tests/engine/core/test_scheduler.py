@@ -146,6 +146,12 @@ def test_tokens_behind_a_stop_id_are_noticed(monkeypatch: pytest.MonkeyPatch) ->
     assert caught(300) > 10
 
 
+def test_decode_rows_beside_the_budget_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted fault: decode rows do not count in the budget of a step with chunks."""
+    monkeypatch.setattr(Sequence, "decodable", False)
+    assert caught(100) > 30
+
+
 def test_results_matched_by_slot_alone_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault: an admission number that a sequence keeps, so that rows of before its preemption are taken for new ones."""
     admit, leave = Sequence.admit, Sequence.leave

@@ -41,7 +41,7 @@ class Clock:
         return self.now
 
 
-def play(story: Story, **options: Any) -> EngineClient:
+def run_story(story: Story, **options: Any) -> EngineClient:
     """Run `story` with a started client and its core; whatever happens, the counters must balance at the end."""
 
     async def main() -> EngineClient:
@@ -84,7 +84,7 @@ def test_a_request_streams_to_its_end() -> None:
         stream = client.generate([1, 2, 3], PARAMS, clip=True, salt="a", priority=-1)
         prompt = pack_tokens([1, 2, 3])
         wanted = GenerateRequest(id=stream.id, prompt=prompt, params=PARAMS, clip=True, salt="a", priority=-1)
-        assert await core.hear() == wanted
+        assert await core.receive() == wanted
         await core.send(Output(id=stream.id, tokens=[7]))
         reader = aiter(stream)
         assert await anext(reader) == Output(id=stream.id, tokens=[7])
@@ -94,7 +94,7 @@ def test_a_request_streams_to_its_end() -> None:
             await anext(reader)
         assert await core.silent()
 
-    assert play(story).counters.finished == 1
+    assert run_story(story).counters.finished == 1
 
 
 def test_submission_does_not_wait_for_the_reader() -> None:
@@ -102,9 +102,9 @@ def test_submission_does_not_wait_for_the_reader() -> None:
 
     async def story(client: EngineClient, core: FakeCore) -> None:
         stream = client.generate([1], PARAMS)
-        assert (await core.hear_request()).id == stream.id
+        assert (await core.receive_request()).id == stream.id
 
-    play(story)
+    run_story(story)
 
 
 def test_what_piled_up_comes_as_one() -> None:
@@ -121,7 +121,7 @@ def test_what_piled_up_comes_as_one() -> None:
         got = [output async for output in stream]
         assert got == [Output(id=stream.id, tokens=[0, 1, 2], logprobs=probs, finish=FinishReason.stop, cached=32)]
 
-    play(story)
+    run_story(story)
 
 
 def test_streams_do_not_mix() -> None:
@@ -136,7 +136,7 @@ def test_streams_do_not_mix() -> None:
         got = await asyncio.gather(*map(read, streams))
         assert got == [[10 * stream.id + step for step in range(4)] for stream in streams]
 
-    assert play(story).counters.finished == 3
+    assert run_story(story).counters.finished == 3
 
 
 @pytest.mark.parametrize(("invalid", "kind", "counter"), [(True, InvalidRequest, "refused"), (False, GenerationFailed, "failed")])
@@ -157,7 +157,7 @@ def test_an_error_reaches_its_own_reader(invalid: bool, kind: type[Exception], c
             await anext(reader)
         assert await read(neighbour) == [6]
 
-    counters = play(story).counters
+    counters = run_story(story).counters
     assert (getattr(counters, counter), counters.finished) == (1, 1)
 
 
@@ -201,11 +201,11 @@ def test_leaving_early_aborts(leave: Callable[[Stream], Awaitable[None]]) -> Non
 
     async def story(client: EngineClient, core: FakeCore) -> None:
         stream = client.generate([1], PARAMS)
-        await core.hear_request()
+        await core.receive_request()
         await core.send(Output(id=stream.id, tokens=[5]))
         await leave(stream)
         gc.collect()
-        abort = await core.hear_abort()
+        abort = await core.receive_abort()
         assert (abort.id, abort.reason) == (stream.id, AbortReason.client_gone)
         assert client.open == 1
         await core.send(Output(id=stream.id, tokens=[6]))
@@ -214,7 +214,7 @@ def test_leaving_early_aborts(leave: Callable[[Stream], Awaitable[None]]) -> Non
         assert await core.silent()
         assert client.counters.aborted == 1
 
-    play(story)
+    run_story(story)
 
 
 @pytest.mark.parametrize("reason", list(AbortReason))
@@ -224,19 +224,19 @@ def test_an_abort_carries_its_reason_and_ends_the_iteration(reason: AbortReason)
 
     async def story(client: EngineClient, core: FakeCore) -> None:
         stream = client.generate([1], PARAMS)
-        await core.hear_request()
+        await core.receive_request()
         reading = asyncio.create_task(read(stream))
         await delivered()
         stream.abort(reason)
         stream.abort(AbortReason.client_gone)
         assert await asyncio.wait_for(reading, 0.1) == []
-        assert (await core.hear_abort()).reason is reason
+        assert (await core.receive_abort()).reason is reason
         stopped = reason is AbortReason.stop_string
         await core.send(Output(id=stream.id, finish=FinishReason.stop if stopped else FinishReason.abort))
         await delivered()
         assert await core.silent()
 
-    counters = play(story, sink=events.append).counters
+    counters = run_story(story, sink=events.append).counters
     finished = reason is AbortReason.stop_string
     assert (counters.finished, counters.aborted) == (int(finished), int(not finished))
     outcome = next(event.outcome for event in events if isinstance(event, RequestFinished))
@@ -248,7 +248,7 @@ def test_an_abort_after_the_end_is_silent() -> None:
 
     async def story(client: EngineClient, core: FakeCore) -> None:
         async with client.generate([1], PARAMS) as stream:
-            await core.hear_request()
+            await core.receive_request()
             await core.send(Output(id=stream.id, tokens=[3], finish=FinishReason.length))
             assert await read(stream) == [3]
         stream.abort(AbortReason.deadline)
@@ -256,7 +256,7 @@ def test_an_abort_after_the_end_is_silent() -> None:
         client.abort(4711, AbortReason.deadline)
         assert await core.silent()
 
-    play(story)
+    run_story(story)
 
 
 def test_a_slow_reader_is_cut_off() -> None:
@@ -264,11 +264,11 @@ def test_a_slow_reader_is_cut_off() -> None:
 
     async def story(client: EngineClient, core: FakeCore) -> None:
         stream = client.generate([1], PARAMS)
-        await core.hear_request()
+        await core.receive_request()
         await core.send(Output(id=stream.id, tokens=list(range(MAX_PILED_TOKENS))))
         assert await core.silent()
         await core.send(Output(id=stream.id, tokens=[1]))
-        assert (await core.hear_abort()).reason is AbortReason.slow_reader
+        assert (await core.receive_abort()).reason is AbortReason.slow_reader
         await core.send(Output(id=stream.id, tokens=[1]))
         await core.send(Output(id=stream.id, finish=FinishReason.abort))
         await delivered()
@@ -276,7 +276,7 @@ def test_a_slow_reader_is_cut_off() -> None:
         with pytest.raises(SlowReader, match="behind"):
             await read(stream)
 
-    assert play(story).counters.aborted == 1
+    assert run_story(story).counters.aborted == 1
 
 
 def test_death_wakes_every_reader() -> None:
@@ -297,7 +297,7 @@ def test_death_wakes_every_reader() -> None:
         with pytest.raises(EngineDead, match="rank 2"):
             client.health()
 
-    assert play(story).counters.failed == 9
+    assert run_story(story).counters.failed == 9
 
 
 def test_the_end_of_the_socket_is_death() -> None:
@@ -318,8 +318,8 @@ def test_the_end_of_the_socket_is_death() -> None:
         with pytest.raises(EngineDead, match="SIGKILL"):
             await read(stream)
 
-    play(story)
-    play(explained)
+    run_story(story)
+    run_story(explained)
 
 
 def test_an_unreadable_entry_fails_its_own_request() -> None:
@@ -327,17 +327,17 @@ def test_an_unreadable_entry_fails_its_own_request() -> None:
 
     async def story(client: EngineClient, core: FakeCore) -> None:
         stream, neighbour = client.generate([1], PARAMS), client.generate([2], PARAMS)
-        await core.hear()
-        await core.hear()
+        await core.receive()
+        await core.receive()
         good = msgspec.to_builtins(Output(id=neighbour.id, tokens=[6], finish=FinishReason.stop))
         await core.send_raw(broken_batch([{"id": stream.id, "tokens": ["x"]}, good]))
         assert await read(neighbour) == [6]
         with pytest.raises(GenerationFailed, match="could not be read"):
             await read(stream)
-        assert (await core.hear_abort()).id == stream.id
+        assert (await core.receive_abort()).id == stream.id
         client.health()
 
-    counters = play(story).counters
+    counters = run_story(story).counters
     assert (counters.finished, counters.failed) == (1, 1)
 
 
@@ -354,7 +354,7 @@ def test_a_message_that_nobody_can_be_blamed_for_is_death(raw: bytes) -> None:
         with pytest.raises(EngineDead, match="cannot be read"):
             await read(stream)
 
-    play(story)
+    run_story(story)
 
 
 def test_load_stop_and_report() -> None:
@@ -365,12 +365,12 @@ def test_load_stop_and_report() -> None:
     async def story(client: EngineClient, core: FakeCore) -> None:
         client.report()
         client.stop()
-        assert [await core.hear(), await core.hear()] == [Control(action="report"), Control(action="stop")]
+        assert [await core.receive(), await core.receive()] == [Control(action="report"), Control(action="stop")]
         await core.send()
         await delivered()
         assert client.load is loads[0]
 
-    play(story, on_load=loads.append, sink=events.append)
+    run_story(story, on_load=loads.append, sink=events.append)
     assert [event.load.step for event in events if isinstance(event, EngineLoad)] == [load.step for load in loads] == [1]
 
 
@@ -390,7 +390,7 @@ def test_waiting_since_spans_open_requests() -> None:
         await read(second)
         assert client.waiting_since is None
 
-    play(story)
+    run_story(story)
 
 
 def test_events_state_their_times() -> None:
@@ -407,7 +407,7 @@ def test_events_state_their_times() -> None:
         clock.now += 100
         assert await read(stream) == [1, 2, 3, 4]
 
-    play(story, clock=clock, sink=events.append)
+    run_story(story, clock=clock, sink=events.append)
     assert [event for event in events if not isinstance(event, EngineLoad)] == [
         RequestStarted(1, 2),
         FirstToken(1, 2, 0.5),
@@ -433,7 +433,7 @@ def test_an_abort_stops_the_clock() -> None:
         await core.send(Output(id=stream.id, finish=FinishReason.abort))
         await delivered()
 
-    play(story, clock=clock, sink=events.append)
+    run_story(story, clock=clock, sink=events.append)
     assert RequestFinished(1, "deadline", 1, 0, None, None, 1.0) in events
 
 

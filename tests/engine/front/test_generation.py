@@ -2,11 +2,14 @@
 
 import asyncio
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
-from engine.front.generation import Choice, Content, Delta, Generation, Job, merged
+from engine.front.generation import Choice, Delta, Generation, Job, merged
+from engine.front.parts import Content
 from engine.front.text import TextProcessor
+from engine.front.tools import Tools
 from engine.protocol import SamplingParams
 from tests.conftest import Nano
 from tests.support.engine.fakes import FakeEngineClient
@@ -21,16 +24,17 @@ def text(nano: Nano) -> TextProcessor:
     return TextProcessor.load(nano("31b"))
 
 
-def deltas_of(text: TextProcessor, tokens: list[int], *, choices: int = 1, stops: tuple[str, ...] = ()) -> list[tuple[int, Delta]]:
-    """What `choices` generations give when the engine answers each with `tokens`."""
+def deltas_of(text: TextProcessor, tokens: list[int], *, choices: int = 1, most: int = 1000, **job: Any) -> list[tuple[int, Delta]]:
+    """What `choices` generations give when the engine answers each with `tokens`, of which `most` may come."""
 
     def answer(prompt: list[int], params: SamplingParams) -> Iterable[int]:
         return tokens
 
     async def main() -> list[tuple[int, Delta]]:
-        job = Job([1], (SamplingParams(max_tokens=1000),) * choices, clip=False, stops=stops)
+        params = SamplingParams(max_tokens=most, stop_ids=text.eos_ids)
+        made = Job([1], (params,) * choices, clip=False, **job)
         engine = FakeEngineClient(answer)
-        generations = [Generation(engine, text, job, params) for params in job.params]
+        generations = [Generation(engine, text, made, params) for params in made.params]
         return [pair async for pair in merged(generations)]
 
     return asyncio.run(main())
@@ -43,7 +47,7 @@ def test_the_parts_of_all_deltas_are_the_text(text: TextProcessor) -> None:
     parts = [part for delta in found for part in delta.parts]
     assert all(isinstance(part, Content) and part.text for part in parts)
     assert any(not delta.parts for delta in found[:-1]), "no character took several tokens: the text is too plain for this test"
-    assert "".join(part.text for part in parts) == text.decode(tokens) == WORDS
+    assert "".join(part.text for part in parts if isinstance(part, Content)) == text.decode(tokens) == WORDS
     assert "".join(part.text for part in parts[:-1]) != WORDS
 
 
@@ -63,3 +67,79 @@ def test_a_stop_string_cuts_the_parts(text: TextProcessor) -> None:
     found = [delta for _, delta in deltas_of(text, text.encode(WORDS, add_bos=False), stops=(" and",))]
     assert "".join(part.text for delta in found for part in delta.parts) == WORDS.partition(" and")[0]
     assert [delta.finish for delta in found][-1] == "stop"
+
+
+# ---- chat: thoughts, calls, and stop strings beside them
+
+TOOLS = Tools([{"type": "function", "function": {"name": "get_weather"}}])
+THOUGHT = "<|channel>thought\nObservation: none\n<channel|>"
+CALL = '<|tool_call>call:get_weather{city:<|"|>Observation: Paris<|"|>}<tool_call|>'
+
+
+def chat(text: TextProcessor, reply: str, **job: Any) -> tuple[Choice, list[Delta]]:
+    """The choice and its deltas of a reply in a conversation with a tool."""
+    choice, tokens = Choice(), text.encode(reply, add_bos=False)
+    found = [delta for _, delta in deltas_of(text, tokens, is_chat=True, tools=TOOLS, **job)]
+    for delta in found:
+        choice.add(delta)
+    return choice, found
+
+
+def seen(choice: Choice) -> tuple[str, str, list[tuple[str, str]], str | None]:
+    return choice.reasoning, choice.content, [(call.name, call.arguments) for call in choice.calls], choice.finish
+
+
+PARIS = ("get_weather", '{"city":"Observation: Paris"}')
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        (f"{THOUGHT}Hi<turn|>", ("Observation: none", "Hi", [], "stop")),
+        (f"{CALL}<|tool_response>", ("", "", [PARIS], "tool_calls")),
+        (f"{CALL}{CALL}", ("", "", [PARIS] * 2, "tool_calls")),
+        (f"{THOUGHT}Hi{CALL}<|tool_response>", ("Observation: none", "Hi", [PARIS], "tool_calls")),
+    ],
+)
+def test_a_chat_reply_has_parts(text: TextProcessor, reply: str, expected: tuple[Any, ...]) -> None:
+    """Thought, content and calls are apart, and an end after calls is `tool_calls`."""
+    choice, found = chat(text, reply)
+    assert seen(choice) == expected
+    assert [delta.finish for delta in found[:-1]] == [None] * (len(found) - 1)
+
+
+def test_a_cut_call_is_not_completed(text: TextProcessor) -> None:
+    """At every limit of tokens: the arguments so far, and `length`, also where a whole call came before the cut."""
+    size = len(text.encode(CALL, add_bos=False))
+    for most in range(1, 2 * size):
+        choice, _ = chat(text, CALL + CALL, most=most)
+        assert choice.finish == "length"
+        assert all(PARIS[1].startswith(call.arguments) for call in choice.calls)
+        assert len(choice.calls[-1].arguments) < len(PARIS[1]) if most < size - 1 and choice.calls else True
+
+
+def test_without_chat_it_is_text(text: TextProcessor) -> None:
+    """A raw completion is not taken apart."""
+    tokens = text.encode(THOUGHT + "Hi", add_bos=False)
+    found = deltas_of(text, tokens)
+    assert (
+        "".join(part.text for _, delta in found for part in delta.parts if isinstance(part, Content))
+        == "thought\nObservation: none\nHi"
+    )
+
+
+def test_stop_strings_match_the_content_alone(text: TextProcessor) -> None:
+    """An agent's "Observation:" ends neither its thought nor a call's arguments; in the content it ends the answer."""
+    stops = ("Observation:",)
+    expected = ("Observation: none", "Hi ", [("get_weather", '{"city":"Observation: Paris"}')], "tool_calls")
+    assert seen(chat(text, f"{THOUGHT}Hi {CALL}<|tool_response>", stops=stops)[0]) == expected
+    assert seen(chat(text, f"{THOUGHT}Hi Observation: there", stops=stops)[0]) == ("Observation: none", "Hi ", [], "stop")
+    assert seen(chat(text, f"Hi Obser{THOUGHT}vation: there", stops=stops)[0])[1] == "Hi Observation: there"
+
+
+def test_tokens_behind_a_stop_string_do_not_count(text: TextProcessor) -> None:
+    """With a stop string the tokens of the deltas are those up to it, whatever part they are of."""
+    reply = f"{THOUGHT}Hi Observation: there"
+    whole, cut = chat(text, reply)[0], chat(text, reply, stops=("Hi",))[0]
+    assert cut.tokens == whole.tokens[: len(cut.tokens)]
+    assert len(text.encode(THOUGHT, add_bos=False)) < len(cut.tokens) < len(whole.tokens)

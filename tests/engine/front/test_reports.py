@@ -14,10 +14,10 @@ from tests.support.engine.load_figures import load
 pytestmark = pytest.mark.pure
 
 PARAMS = SamplingParams(max_tokens=8)
-Story = Callable[["Play"], Awaitable[None]]
+Story = Callable[["StoryRun"], Awaitable[None]]
 
 
-class Play:
+class StoryRun:
     """A client, its core, and a clock that passes when told."""
 
     def __init__(self) -> None:
@@ -25,9 +25,9 @@ class Play:
         self.events: list[Event] = []
         self.core = FakeCore()
         self.told = asyncio.Event()
-        self.client = EngineClient(self.core.front, sink=self.hear, clock=lambda: self.now)
+        self.client = EngineClient(self.core.front, sink=self.receive, clock=lambda: self.now)
 
-    def hear(self, event: Event) -> None:
+    def receive(self, event: Event) -> None:
         self.events.append(event)
         if isinstance(event, EngineLoad):
             self.told.set()
@@ -45,16 +45,16 @@ class Play:
         return {event.request: round(event.queue_s, 6) for event in self.events if isinstance(event, Scheduled)}
 
 
-def play(story: Story) -> Play:
-    async def main() -> Play:
-        played = Play()
-        await played.client.start()
+def run_story(story: Story) -> StoryRun:
+    async def main() -> StoryRun:
+        ran = StoryRun()
+        await ran.client.start()
         try:
-            await story(played)
+            await story(ran)
         finally:
-            await played.client.close()
-            played.core.close()
-        return played
+            await ran.client.close()
+            ran.core.close()
+        return ran
 
     return asyncio.run(main())
 
@@ -62,17 +62,17 @@ def play(story: Story) -> Play:
 def test_a_request_is_scheduled_when_the_core_says_so() -> None:
     """Whatever the order, and whatever the figures look like; its first token and its end say for how long it queued."""
 
-    async def story(played: Play) -> None:
-        first, second = (played.client.generate([1], PARAMS).id for _ in range(2))
-        await played.report(0.1, 1, received=2, waiting=1, running=1, started=(second,))
-        assert played.scheduled() == {second: 0.1}
-        await played.report(0.2, 2, received=2, waiting=1, running=1)
-        assert played.scheduled() == {second: 0.1}
+    async def story(ran: StoryRun) -> None:
+        first, second = (ran.client.generate([1], PARAMS).id for _ in range(2))
+        await ran.report(0.1, 1, received=2, waiting=1, running=1, started=(second,))
+        assert ran.scheduled() == {second: 0.1}
+        await ran.report(0.2, 2, received=2, waiting=1, running=1)
+        assert ran.scheduled() == {second: 0.1}
         done = Output(id=first, tokens=[7], finish=FinishReason.length)
-        await played.report(0.5, 3, done, received=2, running=1, started=(first,))
-        assert played.scheduled() == {second: 0.1, first: 0.5}
+        await ran.report(0.5, 3, done, received=2, running=1, started=(first,))
+        assert ran.scheduled() == {second: 0.1, first: 0.5}
 
-    events = play(story).events
+    events = run_story(story).events
     assert next(event.queue_s for event in events if isinstance(event, FirstToken)) == pytest.approx(0.5)
     assert next(event.queue_s for event in events if isinstance(event, RequestFinished)) == pytest.approx(0.5)
 
@@ -80,32 +80,32 @@ def test_a_request_is_scheduled_when_the_core_says_so() -> None:
 def test_who_ends_in_the_queue_was_never_scheduled() -> None:
     """An abort and a refusal end unscheduled; so does one that is scheduled after its client has gone."""
 
-    async def story(played: Play) -> None:
-        gone, refused, late = (played.client.generate([1], PARAMS).id for _ in range(3))
-        played.client.abort(gone, AbortReason.client_gone)
+    async def story(ran: StoryRun) -> None:
+        gone, refused, late = (ran.client.generate([1], PARAMS).id for _ in range(3))
+        ran.client.abort(gone, AbortReason.client_gone)
         ends = (
             Output(id=gone, finish=FinishReason.abort),
             Output(id=refused, finish=FinishReason.error, error="no", invalid=True),
         )
-        await played.report(0.1, 1, *ends, received=3, waiting=1)
-        played.client.abort(late, AbortReason.client_gone)
-        await played.report(0.2, 2, Output(id=late, finish=FinishReason.abort), received=3, started=(late, gone))
-        assert played.scheduled() == {}
+        await ran.report(0.1, 1, *ends, received=3, waiting=1)
+        ran.client.abort(late, AbortReason.client_gone)
+        await ran.report(0.2, 2, Output(id=late, finish=FinishReason.abort), received=3, started=(late, gone))
+        assert ran.scheduled() == {}
 
-    played = play(story)
-    assert [event.queue_s for event in played.events if isinstance(event, RequestFinished)][:2] == [None, None]
+    ran = run_story(story)
+    assert [event.queue_s for event in ran.events if isinstance(event, RequestFinished)][:2] == [None, None]
 
 
 def test_a_step_takes_the_time_between_two_reports_of_work() -> None:
     """Idle time is none of it, nor is a report without a new step an end of the interval."""
 
-    async def story(played: Play) -> None:
-        await played.report(0.0, 4)
-        await played.report(9.0, 4, running=1)
-        await played.report(9.1, 5, running=1)
-        await played.report(9.2, 5, running=1)
-        await played.report(9.4, 7)
-        await played.report(20.0, 8, running=1)
+    async def story(ran: StoryRun) -> None:
+        await ran.report(0.0, 4)
+        await ran.report(9.0, 4, running=1)
+        await ran.report(9.1, 5, running=1)
+        await ran.report(9.2, 5, running=1)
+        await ran.report(9.4, 7)
+        await ran.report(20.0, 8, running=1)
 
-    found = [event.interval_s for event in play(story).events if isinstance(event, EngineLoad)]
+    found = [event.interval_s for event in run_story(story).events if isinstance(event, EngineLoad)]
     assert found == [None, None, pytest.approx(0.1), None, pytest.approx(0.3), None]

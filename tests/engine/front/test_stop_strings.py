@@ -46,7 +46,7 @@ def test_stop_strings(chunks: list[str], stops: list[str], include: bool) -> Non
     assert stopped(StopStrings(stops, include=include), chunks) == cut("".join(chunks), stops, include)
 
 
-class Leaky(StopStrings):
+class KeepsNothingBack(StopStrings):
     """A planted fault: forgets what was held when a new chunk comes, so a match across chunks is missed."""
 
     def push(self, delta: str) -> tuple[str, str | None]:
@@ -55,13 +55,13 @@ class Leaky(StopStrings):
         return super().push(delta)
 
 
-def test_a_leaky_cut_is_seen() -> None:
+def test_a_cut_that_holds_nothing_back_is_seen() -> None:
     """The comparison above fails for a cut that does not look across chunks."""
     draw = random.Random(2)
     wrong = 0
     for _ in range(200):
         whole = "".join(draw.choice("ab") for _ in range(20))
-        wrong += stopped(Leaky(["abba", "bab"]), list(whole)) != cut(whole, ["abba", "bab"], False)
+        wrong += stopped(KeepsNothingBack(["abba", "bab"]), list(whole)) != cut(whole, ["abba", "bab"], False)
     assert wrong >= 190
 
 

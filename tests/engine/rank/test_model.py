@@ -19,8 +19,8 @@ from engine.rank.kv import KVCache
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.parallel import Parallel, Single
 from engine.rank.weights import load
-from tests.support.engine.paged import Meddle, Step, caches, play, script
-from tests.support.engine.threads import Deaf, ThreadParallel, run_ranks
+from tests.support.engine.paged import PlantFault, Step, caches, run_steps, script
+from tests.support.engine.threads import SkippedReduce, ThreadParallel, run_ranks
 from tests.support.judge.oracle import Verdict, judge, load_oracle, soft_cap
 
 pytestmark = pytest.mark.cpu
@@ -59,8 +59,8 @@ class Case:
     def caches(self, size: int = 1, geometry: Geometry | None = None) -> KVCache:
         return caches(geometry or self.geometry, size, len(self.lengths), self.max_len, PAGES)
 
-    def run(self, parallel: Parallel, steps: list[Step], meddle: Meddle | None = None) -> dict[tuple[int, int], Tensor]:
-        return play(self.model(parallel), self.caches(parallel.size), steps, self.ids, meddle)
+    def run(self, parallel: Parallel, steps: list[Step], plant_fault: PlantFault | None = None) -> dict[tuple[int, int], Tensor]:
+        return run_steps(self.model(parallel), self.caches(parallel.size), steps, self.ids, plant_fault)
 
     def error(self, found: dict[tuple[int, int], Tensor]) -> float:
         """Largest difference of soft-capped logits over positions that no router's near tie has touched; NaN counts as infinite."""
@@ -119,7 +119,7 @@ def test_placeholders_embed_as_pad(case: Callable[[str], Case]) -> None:
     def last(token: int) -> Tensor:
         ids = it.ids[0][:20].clone()
         ids[7] = token
-        return play(it.model(Single()), it.caches(), steps, [ids])[0, 19]
+        return run_steps(it.model(Single()), it.caches(), steps, [ids])[0, 19]
 
     assert torch.equal(last(placeholder), last(it.geometry.pad))
     assert (last(placeholder) - last(200)).abs().max() > FAULT
@@ -131,8 +131,8 @@ def test_no_logits_wanted(case: Callable[[str], Case], member: str) -> None:
     it = case(member)
     steps = script(it.geometry, ((40, 0),), PAGES, 1, whole=True)
     quiet, loud = it.caches(), it.caches()
-    assert play(it.model(Single()), quiet, [replace(step, wanted=()) for step in steps], it.ids) == {}
-    play(it.model(Single()), loud, steps, it.ids)
+    assert run_steps(it.model(Single()), quiet, [replace(step, wanted=()) for step in steps], it.ids) == {}
+    run_steps(it.model(Single()), loud, steps, it.ids)
     for ours, theirs in zip(quiet, loud, strict=True):
         assert torch.equal(ours.pool.nan_to_num(), theirs.pool.nan_to_num())
         assert ours.pool.nan_to_num().any()
@@ -145,7 +145,7 @@ def test_bfloat16_is_as_good_as_transformers(case: Callable[[str], Case]) -> Non
     exact = it.verdicts[0].logits.log_softmax(-1)
     steps = script(it.geometry, ((len(it.ids[0]), 0),), PAGES, 1, whole=True)
     model, pools = it.model(Single(), torch.bfloat16), caches(it.geometry, 1, 1, it.max_len, PAGES, torch.bfloat16)
-    rows = torch.stack(list(play(model, pools, steps, it.ids).values()))
+    rows = torch.stack(list(run_steps(model, pools, steps, it.ids).values()))
     ours = soft_cap(rows, it.geometry.softcap).log_softmax(-1)
     mean_ours, mean_theirs = ((some - exact).abs().mean().item() for some in (ours, theirs))
     print(f"mean logprob error in bf16: {mean_ours:.2e}, transformers {mean_theirs:.2e}, ratio {mean_ours / mean_theirs:.2f}")
@@ -164,12 +164,12 @@ def test_a_wrong_page_is_seen(case: Callable[[str], Case], member: str, kind: st
     last = next(number for number, step in reversed(list(enumerate(steps))) if any(row[0] == 0 for row in step.decodes))
     entry = it.lengths[0][0] // 32 - 1
 
-    def meddle(number: int, cache: KVCache) -> None:
+    def plant_fault(number: int, cache: KVCache) -> None:
         table = next(group.table for group in cache if group.group.name == kind)
         if number == last:
             table[0, entry] = table[1, it.lengths[1][0] // 32 - 1]
 
-    error = it.error(it.run(Single(), steps, meddle))
+    error = it.error(it.run(Single(), steps, plant_fault))
     print(f"{member}: a wrong {kind} page: error {error:.2g}")
     assert FAULT <= error < torch.inf
 
@@ -184,13 +184,13 @@ def test_a_missing_all_reduce_is_seen(case: Callable[[str], Case], member: str) 
     for missing in (-1, sums, sums + 1, sums + 2, 2 * sums - 2, 2 * sums - 1):
 
         def body(parallel: ThreadParallel, missing: int = missing) -> float:
-            assert isinstance(parallel, Deaf)
-            parallel.deaf = missing
+            assert isinstance(parallel, SkippedReduce)
+            parallel.skipped = missing
             found = it.run(parallel, steps)
             assert parallel.reduces == 2 * sums
             return it.error(found)
 
-        error = max(run_ranks(2, body, Deaf))
+        error = max(run_ranks(2, body, SkippedReduce))
         print(f"{member}: all-reduce {missing - sums} of the last step left out: error {error:.2g}")
         assert error < TOLERANCE if missing < 0 else FAULT <= error < torch.inf
 
@@ -202,7 +202,7 @@ def test_a_window_off_by_one_is_seen(case: Callable[[str], Case], member: str, o
     it = case(member)
     wrong = replace(it.geometry, window=it.geometry.window + off)
     steps = script(wrong, it.lengths, PAGES, 3, whole=False)
-    error = it.error(play(it.model(Single()), it.caches(geometry=wrong), steps, it.ids))
+    error = it.error(run_steps(it.model(Single()), it.caches(geometry=wrong), steps, it.ids))
     print(f"{member}: window off by {off}: error {error:.2g}")
     assert FAULT <= error < torch.inf
 

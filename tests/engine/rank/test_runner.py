@@ -87,10 +87,10 @@ def test_decoding_equals_asking_for_each_prefix_whole(rank: Rank, runner: Runner
 def test_a_wrong_input_token_is_seen(rank: Rank, runner: Runner) -> None:
     """Planted fault: one token of the table changed between two steps gives other tokens, and far other logprobs."""
     clean = [run(runner, plan) for plan in stream(9)]
-    meddled = build(rank, PAGES)
-    dirty = [run(meddled, plan) for plan in stream(9)[:4]]
-    meddled.slots.tokens[2, int(meddled.slots.lengths[2])] += 1
-    dirty += [run(meddled, plan) for plan in stream(9)[4:]]
+    with_fault = build(rank, PAGES)
+    dirty = [run(with_fault, plan) for plan in stream(9)[:4]]
+    with_fault.slots.tokens[2, int(with_fault.slots.lengths[2])] += 1
+    dirty += [run(with_fault, plan) for plan in stream(9)[4:]]
     assert dirty[:4] == clean[:4]
     pairs = [(one.rows[1].logprobs, other.rows[1].logprobs) for one, other in zip(dirty[4:], clean[4:], strict=True)]
     assert max(abs(one.chosen - other.chosen) for one, other in pairs if one and other) > 1e-2
@@ -139,9 +139,9 @@ def test_replay_and_overlap_end_on_the_same_hash(rank: Rank) -> None:
 def test_hash_sees_plan_tokens_and_hidden_bits(rank: Rank, debug: bool) -> None:
     """Another plan byte or another token changes the hash; a hidden bit that changes no token only with debug_hash."""
 
-    def hash_of(plans: list[StepPlan], meddle: Callable[[Runner], None] = lambda _: None) -> tuple[int, dict[int, list[int]]]:
+    def hash_of(plans: list[StepPlan], plant_fault: Callable[[Runner], None] = lambda _: None) -> tuple[int, dict[int, list[int]]]:
         made = with_config(rank, debug_hash=debug)
-        meddle(made)
+        plant_fault(made)
         results = [run(made, plan) for plan in plans]
         return made.state_hash, tokens_of(results)
 

@@ -54,7 +54,7 @@ def state() -> Rank:
 
 
 @dataclass
-class Tenant:
+class SlotSequence:
     """What one slot should hold."""
 
     tokens: list[int] = field(default_factory=list)
@@ -62,12 +62,12 @@ class Tenant:
     computed: int = 0
 
 
-class Book:
+class SlotModel:
     """Draws random plans and keeps the expected state the slow way."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.tenants = [Tenant() for _ in range(SLOTS)]
+        self.sequences = [SlotSequence() for _ in range(SLOTS)]
         self.tables = [[{} for _ in range(SLOTS)] for _ in GROUPS]
         self.step = 0
 
@@ -81,13 +81,13 @@ class Book:
         return plan
 
     def _slot(self, slot: int, plan: StepPlan) -> None:
-        tenant, rng = self.tenants[slot], self.rng
+        sequence, rng = self.sequences[slot], self.rng
         if rng.random() < 0.3:
             self._release(slot, plan)
-        if tenant.number == 0 or rng.random() < 0.1 or tenant.computed > MAX_LEN - 3:
+        if sequence.number == 0 or rng.random() < 0.1 or sequence.computed > MAX_LEN - 3:
             tokens = [rng.randrange(1000) for _ in range(rng.randint(1, 60))]
-            tenant = self.tenants[slot] = Tenant(tokens, self.step * 10 + slot)
-            plan.admissions.append(Admission(slot, tenant.number, list(tokens), len(tokens), SamplingParams(max_tokens=1)))
+            sequence = self.sequences[slot] = SlotSequence(tokens, self.step * 10 + slot)
+            plan.admissions.append(Admission(slot, sequence.number, list(tokens), len(tokens), SamplingParams(max_tokens=1)))
             for table in self.tables:
                 table[slot] = {}
         for group, table in enumerate(self.tables):
@@ -95,7 +95,7 @@ class Book:
                 page = rng.randrange(1, PAGES)
                 plan.appends.append(PageAppend(group, slot, index, page))
                 table[slot][index] = page
-        self._work(slot, tenant, plan)
+        self._work(slot, sequence, plan)
 
     def _release(self, slot: int, plan: StepPlan) -> None:
         group, first, count = self.rng.randrange(len(GROUPS)), self.rng.randrange(4), self.rng.randint(1, 4)
@@ -103,86 +103,86 @@ class Book:
         for index in range(first, first + count):
             self.tables[group][slot].pop(index, None)
 
-    def _work(self, slot: int, tenant: Tenant, plan: StepPlan) -> None:
-        left = len(tenant.tokens) - tenant.computed
-        if left > 1 or (left and not tenant.computed):
+    def _work(self, slot: int, sequence: SlotSequence, plan: StepPlan) -> None:
+        left = len(sequence.tokens) - sequence.computed
+        if left > 1 or (left and not sequence.computed):
             size = self.rng.randint(1, left)
-            end = tenant.computed + size
-            plan.chunks.append(PrefillChunk(slot, tenant.computed, end, end - 1 if size == left else end))
+            end = sequence.computed + size
+            plan.chunks.append(PrefillChunk(slot, sequence.computed, end, end - 1 if size == left else end))
         elif self.rng.random() < 0.7:
             plan.decodes.append(slot)
 
     def expect(self, plan: StepPlan) -> tuple[list[tuple[int, int, int]], list[int]]:
-        """Advance the tenants; (slot, position, token) of each row, and the rows whose logits are wanted."""
+        """Advance the sequences; (slot, position, token) of each row, and the rows whose logits are wanted."""
         inputs: list[tuple[int, int, int]] = []
         wanted = []
         for chunk in plan.chunks:
-            tenant = self.tenants[chunk.slot]
-            inputs += [(chunk.slot, at, tenant.tokens[at]) for at in range(chunk.start, chunk.end)]
-            wanted += [len(inputs) - 1] if chunk.end == len(tenant.tokens) else []
-            tenant.computed = chunk.end
+            sequence = self.sequences[chunk.slot]
+            inputs += [(chunk.slot, at, sequence.tokens[at]) for at in range(chunk.start, chunk.end)]
+            wanted += [len(inputs) - 1] if chunk.end == len(sequence.tokens) else []
+            sequence.computed = chunk.end
         for slot in plan.decodes:
-            tenant = self.tenants[slot]
+            sequence = self.sequences[slot]
             wanted.append(len(inputs))
-            inputs.append((slot, tenant.computed, tenant.tokens[tenant.computed]))
-            tenant.computed += 1
+            inputs.append((slot, sequence.computed, sequence.tokens[sequence.computed]))
+            sequence.computed += 1
         return inputs, wanted
 
 
-def compare(slots: SlotState, book: Book) -> None:
-    """Tables, tokens and lengths are the book's; the padding's slot stays as it was."""
+def compare(slots: SlotState, model: SlotModel) -> None:
+    """Tables, tokens and lengths are the model's; the padding's slot stays as it was."""
     assert not slots.tokens[SLOTS].any()
     assert slots.lengths[SLOTS] == 0
-    for cache, table in zip(slots.cache, book.tables, strict=True):
+    for cache, table in zip(slots.cache, model.tables, strict=True):
         expected = torch.zeros_like(cache.table)
         for slot, entries in enumerate(table):
             for index, page in entries.items():
                 expected[slot, index] = page
         assert torch.equal(cache.table, expected)
-    for slot, tenant in enumerate(book.tenants):
-        assert slots.tokens[slot, : len(tenant.tokens)].tolist() == tenant.tokens
-        assert slots.lengths[slot] == tenant.computed
+    for slot, sequence in enumerate(model.sequences):
+        assert slots.tokens[slot, : len(sequence.tokens)].tolist() == sequence.tokens
+        assert slots.lengths[slot] == sequence.computed
 
 
-def play(seed: int, meddle: Callable[[StepPlan], StepPlan]) -> None:
-    """Sixty random plans; the state runs what `meddle` makes of each, the book the plan itself."""
-    rank, book = state(), Book(seed)
+def run_plans(seed: int, plant_fault: Callable[[StepPlan], StepPlan]) -> None:
+    """Sixty random plans; the state runs what `plant_fault` makes of each, the model the plan itself."""
+    rank, model = state(), SlotModel(seed)
     slots = rank.slots
     for _ in range(60):
-        plan = book.plan()
-        batch = rank.run(meddle(plan))
-        inputs, wanted = book.expect(plan)
+        plan = model.plan()
+        batch = rank.run(plant_fault(plan))
+        inputs, wanted = model.expect(plan)
         if batch is not None:
             assert list(zip(batch.slots.tolist(), batch.positions.tolist(), batch.ids.tolist(), strict=True)) == inputs
             assert batch.logit_rows is None or batch.logit_rows.tolist() == wanted
             assert [(chunk.slot, chunk.start) for chunk in batch.chunks] == [inputs[chunk.offset][:2] for chunk in batch.chunks]
             rows = slots.results(read_plan(encode_plan(plan)).result_slots)
             assert rows.slots.tolist() == plan.result_slots
-            assert rows.numbers.tolist() == [book.tenants[slot].number for slot in plan.result_slots]
-            sampled = [book.rng.randrange(1000) for _ in plan.result_slots]
+            assert rows.numbers.tolist() == [model.sequences[slot].number for slot in plan.result_slots]
+            sampled = [model.rng.randrange(1000) for _ in plan.result_slots]
             index = torch.tensor(wanted, dtype=torch.int64)
             slots.store(batch.slots[index], batch.positions[index], torch.tensor(sampled, dtype=torch.int64))
             for slot, token in zip(plan.result_slots, sampled, strict=True):
-                book.tenants[slot].tokens.append(token)
-        compare(slots, book)
+                model.sequences[slot].tokens.append(token)
+        compare(slots, model)
         slots.check()
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_state_is_the_fold_of_its_plans(seed: int) -> None:
-    """Over random plans, tables, tokens, lengths, inputs and row numbers equal a dictionary's; nothing is left of old tenants."""
-    play(seed, lambda plan: plan)
+    """Over random plans, tables, tokens, lengths, inputs and row numbers equal a dictionary's; nothing is left of old sequences."""
+    run_plans(seed, lambda plan: plan)
 
 
 @pytest.mark.parametrize("section", ["releases", "admissions", "appends"])
 def test_a_dropped_section_is_seen(section: str) -> None:
-    """Planted faults: plans without their releases, admissions or appends leave another state than the book's."""
+    """Planted faults: plans without their releases, admissions or appends leave another state than the model's."""
     with pytest.raises(AssertionError):
-        play(1, lambda plan: replace(plan, **{section: []}))
+        run_plans(1, lambda plan: replace(plan, **{section: []}))
 
 
 def test_sampling_parameters_live_with_their_tenant() -> None:
-    """Rows carry their own tenant's parameters to the bit of fp32; a new tenant's replace them whole, stop ids included."""
+    """Rows carry their own sequence's parameters to the bit of fp32; a new sequence's replace them whole, stop ids included."""
     rank = state()
     seed = -(2**63) + 12345
     first = SamplingParams(

@@ -323,7 +323,7 @@ def test_dummy_is_drawn_as_said(nano: Nano) -> None:
     assert all(torch.equal(each, each.bfloat16().to(each.dtype)) for each in model.parameters())
 
 
-def test_residual_is_alive_or_refused(nano: Nano) -> None:
+def test_a_vanishing_residual_is_refused(nano: Nano) -> None:
     """The residual's rms is the same at every TP size; a model whose scalars are tiny, or not numbers, is refused."""
     geometry = read_geometry(nano("e4b"))
 
@@ -335,13 +335,13 @@ def test_residual_is_alive_or_refused(nano: Nano) -> None:
     found = {tp: run_ranks(tp, rms) for tp in (1, 2, 4)}
     print(f"residual rms {found}")
     assert all(len(set(ranks)) == 1 and ranks[0] == pytest.approx(found[1][0], rel=1e-4) for ranks in found.values())
-    assert found[1][0] > 100 * weights.ALIVE
+    assert found[1][0] > 100 * weights.MIN_RESIDUAL_RMS
     for scalar in (1e-5, math.nan):
         model = shard(geometry)
         dummy(model, geometry, 0)
         for block in model.blocks:
             block.scalar.fill_(scalar)
-        with pytest.raises(CheckpointError, match="dead weights"):
+        with pytest.raises(CheckpointError, match="weights missing or zero"):
             residual_rms(model)
 
 

@@ -125,7 +125,7 @@ def test_an_impossible_boot_is_told(recording: Recording, tmp_path: Path) -> Non
     """A folder without weights is a Failed fit for the user, from every rank, which then ends with code 1."""
     (tmp_path / "config.json").write_bytes((recording.folder / "config.json").read_bytes())
     with Ranks(config_of(tmp_path, 2)) as ranks:
-        ranks.tell(Configure(ranks.config))
+        ranks.send(Configure(ranks.config))
         failures = [lifeline.receive() for lifeline in ranks.lifelines]
         assert ranks.wait() == [1, 1]
     for failure in failures:
@@ -141,7 +141,7 @@ def test_the_end_of_the_lifeline_ends_a_rank(recording: Recording) -> None:
             if booted:
                 ranks.boot(PAGES)
             else:
-                ranks.tell(Configure(ranks.config))
+                ranks.send(Configure(ranks.config))
             for lifeline in ranks.lifelines:
                 lifeline.sock.close()
             assert ranks.wait(10.0 if not booted else 2.0) == [0, 0]

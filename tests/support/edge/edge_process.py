@@ -23,7 +23,7 @@ from deploy.edge.openai import forms
 from deploy.edge.openai.schemas import R
 from engine.front.generation import Delta
 from tests.support.edge.http_edge import Edge
-from tests.support.houserules import ROOT
+from tests.support.repo_rules import ROOT
 
 _TICK_S = 0.002
 

@@ -45,7 +45,7 @@ class ScriptedCore(FakeCore):
 
     async def serve(self) -> None:
         """Until the client closes its end."""
-        while (message := await self.receive()) is not None:
+        while (message := await self.receive_or_end()) is not None:
             await self._handle(message)
 
     async def _handle(self, message: FrontMessage) -> None:

@@ -1,4 +1,4 @@
-"""An OpenAI endpoint that answers at known times, counts what it does, and breaks off where it is told to.
+"""An OpenAI endpoint that answers at known times, counts what it does, and breaks off where its script says so.
 
 Requests are numbered from zero as they come, the calibration's two not counted. A prompt of n words has n + 10 tokens.
 """
@@ -26,7 +26,7 @@ class Seen:
     written: list[float] = field(default_factory=list)
 
 
-class Paced:
+class TimedEndpoint:
     """`first_s(number)`: delay of a request's first token; `gap_s`: between tokens; `faults`: number -> how it goes wrong."""
 
     def __init__(
@@ -116,7 +116,7 @@ class Paced:
         if number >= 0:
             await asyncio.sleep(self.first_s(number))
         if fault in ("busy", "bug"):
-            return _reply(writer, 429 if fault == "busy" else 500, '{"error": {"message": "as told"}}')
+            return _reply(writer, 429 if fault == "busy" else 500, '{"error": {"message": "as scripted"}}')
         self.received += 1
         if fault == "drop":
             return None
@@ -134,7 +134,7 @@ class Paced:
             if place == 1 and fault == "hang":
                 await asyncio.sleep(3600)
             if place == 1 and fault == "error_event":
-                return _event(writer, {"error": {"message": "as told"}})
+                return _event(writer, {"error": {"message": "as scripted"}})
             if place == 1 and fault == "garbage":
                 return _write(writer, b"data: {oops\n\n")
             seen.written.append(time.perf_counter())

@@ -43,50 +43,50 @@ def fake_config(folder: Path, member: str = "31b", **settings: object) -> Engine
 
 
 class FakeCore:
-    """The core's end of a front socket, by hand: read what the client said, answer what the test wants."""
+    """The core's end of a front socket, driven by the test: read what the client sent, answer what the test wants."""
 
     def __init__(self) -> None:
         self.front, self._sock = socket.socketpair()
         self._sock.setblocking(False)
         self._frames = FrameReader()
-        self._heard: list[FrontMessage] = []
+        self._pending: list[FrontMessage] = []
         self._step = 0
         self._sending = asyncio.Lock()
 
-    async def receive(self) -> FrontMessage | None:
+    async def receive_or_end(self) -> FrontMessage | None:
         """The next message from the client; None once it has closed its end."""
-        while not self._heard:
+        while not self._pending:
             data = await asyncio.get_running_loop().sock_recv(self._sock, 1 << 20)
             if not data:
                 return None
-            self._heard += [decode_front_message(raw) for raw in self._frames.feed(data)]
-        return self._heard.pop(0)
+            self._pending += [decode_front_message(raw) for raw in self._frames.feed(data)]
+        return self._pending.pop(0)
 
-    async def hear(self) -> FrontMessage:
+    async def receive(self) -> FrontMessage:
         """The next message from the client, within two seconds."""
-        message = await asyncio.wait_for(self.receive(), 2)
+        message = await asyncio.wait_for(self.receive_or_end(), 2)
         assert message is not None, "the client closed its socket"
         return message
 
-    async def hear_request(self) -> GenerateRequest:
+    async def receive_request(self) -> GenerateRequest:
         """The next message, which is a request."""
-        message = await self.hear()
+        message = await self.receive()
         assert isinstance(message, GenerateRequest), message
         return message
 
-    async def hear_abort(self) -> Abort:
+    async def receive_abort(self) -> Abort:
         """The next message, which is an abort."""
-        message = await self.hear()
+        message = await self.receive()
         assert isinstance(message, Abort), message
         return message
 
     async def silent(self) -> bool:
         """True when the client says nothing for a moment."""
         try:
-            message = await asyncio.wait_for(self.hear(), 0.05)
+            message = await asyncio.wait_for(self.receive(), 0.05)
         except TimeoutError:
             return True
-        self._heard.insert(0, message)
+        self._pending.insert(0, message)
         return False
 
     async def send(self, *outputs: Output, started: Sequence[int] = ()) -> None:

@@ -74,7 +74,7 @@ class _Fault:
                 return replace(plan, appends=[*plan.appends[:at], wrong, *plan.appends[at + 1 :]])
         return plan
 
-    def deaf(self, x: Tensor) -> bool:
+    def skips(self, x: Tensor) -> bool:
         """Whether this sum is the one to be left out."""
         due = self.countdown == 0
         self.countdown -= x.dim() == 2
@@ -90,7 +90,7 @@ def main() -> None:
     def all_reduce(self: MappedCollectives, x: Tensor) -> Tensor:
         own = x.clone()
         total = whole(self, x)
-        return own if fault.deaf(x) else total
+        return own if fault.skips(x) else total
 
     runner.read_plan = fault.read  # type: ignore[attr-defined]
     MappedCollectives.all_reduce = all_reduce  # type: ignore[method-assign]

@@ -6,24 +6,28 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import quantiles
 
-from engine.core.policy import StepTimes
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.geometry import KVGroup
+from engine.lifeline import StepTimes
 from engine.plan import DEPTH, NUMBER_MASK, ResultRow, StepPlan, StepResult
 from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
 
 GROUPS = (KVGroup(0, "sliding", (0,), 4, 256, 1024), KVGroup(1, "full", (1,), 1, 512, None))
 BASE_MS, DECODE_MS, PREFILL_MS = 5.1, 0.093, 0.022  # 31B, TP=4, bf16: a step, and what each row adds (kernel model and 4 x H200)
+TILE = 128  # rows of large products: those of a step with chunks cost as if rounded up to whole tiles (measured on 4 x H200)
 TIMES = StepTimes(
     tuple((rows, BASE_MS + DECODE_MS * rows) for rows in (1, 32, 128, 256)),
-    tuple((rows, BASE_MS + PREFILL_MS * rows) for rows in (1, 64, 256, 1024, 4096)),
+    tuple((rows, BASE_MS + PREFILL_MS * rows) for rows in (1, 128, 512, 2048)),
+    TILE,
 )
+
 
 
 def step_ms(plan: StepPlan) -> float:
     """What a step of 31B takes."""
     decodes = len(plan.decodes)
-    return BASE_MS + DECODE_MS * decodes + PREFILL_MS * (plan.tokens - decodes)
+    prefill = -(-plan.tokens // TILE) * TILE - decodes if plan.chunks else 0
+    return BASE_MS + DECODE_MS * decodes + PREFILL_MS * prefill
 
 
 @dataclass

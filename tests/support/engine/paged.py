@@ -1,8 +1,9 @@
 """Plays sequences through a model step by step: chunks and decode rows mixed, pages in random order, dead pages poisoned.
 
-`script` decides everything on the host, once, so that every rank of a group can play the same steps.
+`script` decides everything on the host, once, so that every rank of a group can run the same steps.
 """
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from engine.geometry import Geometry, KVGroup, kv_groups
 from engine.rank.attention import attention_backend
+from engine.rank.attention.base import AttentionBackend
 from engine.rank.batch import Chunk, ForwardBatch, eager_batch
 from engine.rank.kv import GroupCache, KVCache
 from engine.rank.models.gemma4 import Gemma4
@@ -19,7 +21,8 @@ from engine.rank.models.gemma4 import Gemma4
 Rows = tuple[int, int, int]  # slot, start, end
 Entry = tuple[int, int, int, int]  # group, slot, table entry, page
 Logits = dict[tuple[int, int], Tensor]  # (slot, position) -> fp32 [vocab], before the soft cap
-Meddle = Callable[[int, KVCache], None]
+PlantFault = Callable[[int, KVCache], None]
+Backend = Callable[..., AttentionBackend]  # `attention_backend`, or what stands in for it
 
 
 @dataclass(frozen=True)
@@ -101,28 +104,44 @@ def _wanted(chunks: Sequence[Rows], decodes: Sequence[Rows], rng: random.Random,
     return (*wanted, *range(offset, offset + len(decodes)))
 
 
-def caches(geometry: Geometry, size: int, slots: int, max_len: int, pages: int, dtype: torch.dtype = torch.float32) -> KVCache:
+def caches(
+    geometry: Geometry,
+    size: int,
+    slots: int,
+    max_len: int,
+    pages: int,
+    dtype: torch.dtype = torch.float32,
+    poison: float = math.nan,
+) -> KVCache:
     """Every group's cache, all pages poisoned: the null page too."""
     groups = kv_groups(geometry, size)
     made = KVCache([GroupCache(group, pages, slots, max_len, dtype, torch.device("cpu")) for group in groups])
     for cache in made:
-        cache.pool.fill_(torch.nan)
+        cache.pool.fill_(poison)
     return made
 
 
-def play(model: Gemma4, cache: KVCache, steps: Sequence[Step], ids: Sequence[Tensor], meddle: Meddle | None = None) -> Logits:
-    """Run the steps on one rank. `meddle(step number, cache)` runs before each step: it plants faults."""
+def run_steps(
+    model: Gemma4,
+    cache: KVCache,
+    steps: Sequence[Step],
+    ids: Sequence[Tensor],
+    plant_fault: PlantFault | None = None,
+    poison: float = math.nan,
+    backend: Backend = attention_backend,
+) -> Logits:
+    """Run the steps on one rank. `plant_fault(step number, cache)` runs before each step; `poison` fills released pages."""
     found: Logits = {}
     most = max(len(step.wanted) + len(step.decodes) for step in steps)
-    attention = attention_backend(None, model.geometry, cache, model.parallel.size, (max(1, most),), model.device)
+    attention = backend(None, model.geometry, cache, model.parallel.size, (max(1, most),), model.device)
     for number, step in enumerate(steps):
         for group, slot, entry, page in step.released:
             cache.groups[group].table[slot, entry] = 0
-            cache.groups[group].pool[:, page] = torch.nan
+            cache.groups[group].pool[:, page] = poison
         for group, slot, entry, page in step.mapped:
             cache.groups[group].table[slot, entry] = page
-        if meddle is not None:
-            meddle(number, cache)
+        if plant_fault is not None:
+            plant_fault(number, cache)
         batch = _batch(step, ids, model, cache)
         hidden = model(batch, cache, attention)
         assert hidden.shape[0] == len(step.wanted)

@@ -93,18 +93,18 @@ class Ranks:
 
     def boot(self, pages: tuple[int, ...]) -> list[Loaded]:
         """The whole handshake."""
-        self.tell(Configure(self.config))
-        loaded = [message for message in self.hear() if isinstance(message, Loaded)]
+        self.send(Configure(self.config))
+        loaded = [message for message in self.receive() if isinstance(message, Loaded)]
         assert len(loaded) == self.config.tp, self.stderr()
-        self.tell(Allocate(pages))
-        assert all(isinstance(message, Ready) for message in self.hear()), self.stderr()
+        self.send(Allocate(pages))
+        assert all(isinstance(message, Ready) for message in self.receive()), self.stderr()
         return loaded
 
-    def tell(self, message: BootMessage) -> None:
+    def send(self, message: BootMessage) -> None:
         for lifeline in self.lifelines:
             lifeline.send(message)
 
-    def hear(self) -> list[BootMessage]:
+    def receive(self) -> list[BootMessage]:
         """One message of each; a rank that ended or failed is an error."""
         messages = [lifeline.receive() for lifeline in self.lifelines]
         assert all(message is not None and not isinstance(message, Failed) for message in messages), (messages, self.stderr())

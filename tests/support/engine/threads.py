@@ -42,13 +42,13 @@ class ThreadParallel:
         return parts
 
 
-class Deaf(ThreadParallel):
-    """A planted fault: its all-reduce number `deaf` (from 0) yields this rank's own part."""
+class SkippedReduce(ThreadParallel):
+    """A planted fault: its all-reduce number `skipped` (from 0) yields this rank's own part."""
 
-    deaf = -1
+    skipped = -1
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        skipped = self.reduces == self.deaf
+        skipped = self.reduces == self.skipped
         own = x.clone()
         total = super().all_reduce(x)
         return own if skipped else total

@@ -158,6 +158,7 @@ def simulate(world: World, plant: Callable[[StepPlan], StepPlan] = lambda plan: 
         planned = False
         while scheduler.in_flight < world.depth and (plan := scheduler.schedule()) is not None:
             check_masks(scheduler, plan)
+            check_rows(scheduler, plan)
             machine.submit(plan)
             planned = True
         check_pages(scheduler)
@@ -192,6 +193,13 @@ def check_masks(scheduler: Scheduler, plan: StepPlan) -> None:
         if sequence.masked and sequence.slot in sampling:
             assert sequence.high == len(sequence.tokens), "a row was planned before its mask could be known"
             assert sequence.waits_for is Wait.mask
+
+
+def check_rows(scheduler: Scheduler, plan: StepPlan) -> None:
+    """A step with chunks has at most its budget of rows, decode rows and their drafts among them; prompts may have a quarter."""
+    budget, decodes = scheduler.config.prefill_budget, len(plan.decodes) * (1 + scheduler.config.drafts)
+    prefill = sum(chunk.end - chunk.start for chunk in plan.chunks)
+    assert prefill <= max(budget - decodes, budget // 4, 1), (prefill, decodes, budget)
 
 
 def check_pages(scheduler: Scheduler) -> None:
@@ -236,7 +244,7 @@ def check_windows(scheduler: Scheduler) -> None:
 
 
 def check_ends(world: World, run: Run) -> None:
-    """Every request ended exactly once, the books balance, and everything was given back."""
+    """Every request ended exactly once, the counters balance, and everything was given back."""
     ends = Counter(output.id for output in run.outputs if output.finish)
     assert ends == Counter(request.id for request in world.requests)
     counters = run.scheduler.counters

@@ -25,7 +25,7 @@ USD_HOUR = 4.0
 
 
 @dataclass(frozen=True)
-class Claim:
+class ExpectedFigure:
     """One figure of a panel (its lines of these legends added up), and what the ledger says it is.
 
     `kind`: a level is read throughout the load, one that is late (Ray says it every ten seconds) at its end, all else after it.
@@ -38,20 +38,20 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Shown:
-    """A claim, and what the panel shows."""
+class ShownFigure:
+    """An expected figure, and what the panel shows."""
 
-    claim: Claim
+    expected: ExpectedFigure
     value: float
 
     @property
-    def apart(self) -> float:
+    def relative_error(self) -> float:
         """Relative difference."""
-        return abs(self.value - self.claim.true) / abs(self.claim.true)
+        return abs(self.value - self.expected.true) / abs(self.expected.true)
 
     def __str__(self) -> str:
-        claim = self.claim
-        return f"{self.apart:6.1%} {self.value:10.5g} {claim.true:10.5g} {claim.kind:6} {claim.panel}: {', '.join(claim.legends)}"
+        figure, legends = self.expected, ", ".join(self.expected.legends)
+        return f"{self.relative_error:6.1%} {self.value:10.5g} {figure.true:10.5g} {figure.kind:6} {figure.panel}: {legends}"
 
 
 def window(phase: Phase) -> int:
@@ -59,12 +59,12 @@ def window(phase: Phase) -> int:
     return math.ceil(phase.ended - phase.began + MARGIN_S)
 
 
-def claims(phase: Phase) -> list[Claim]:
+def expected_figures(phase: Phase) -> list[ExpectedFigure]:
     """All of them, of a load of which every request was finished."""
     return [*_rates(phase), *_levels(phase), *_means(phase.finished), *_states()]
 
 
-def _rates(phase: Phase) -> list[Claim]:
+def _rates(phase: Phase) -> list[ExpectedFigure]:
     """Everything that was counted, over the window."""
     seconds, count = window(phase), len(phase.finished)
     prompt, output = (sum(getattr(each, name) for each in phase.finished) for name in ("prompt_tokens", "output_tokens"))
@@ -87,12 +87,12 @@ def _rates(phase: Phase) -> list[Claim]:
         ("USD a million generated tokens", "generated", output),
         ("USD a million tokens", "prompt and generated", prompt + output),
     ]
-    return [Claim(panel, (legend,), "rate", amount / seconds) for panel, legend, amount in counted] + [
-        Claim(panel, (legend,), "rate", usd / (amount / seconds)) for panel, legend, amount in cost
+    return [ExpectedFigure(panel, (legend,), "rate", amount / seconds) for panel, legend, amount in counted] + [
+        ExpectedFigure(panel, (legend,), "rate", usd / (amount / seconds)) for panel, legend, amount in cost
     ]
 
 
-def _levels(phase: Phase) -> list[Claim]:
+def _levels(phase: Phase) -> list[ExpectedFigure]:
     """How many were open, on average while the load had settled in."""
     begin, end = phase.began + EDGE_S, phase.ended - EDGE_S
     spans = ((each.sent + phase.clock, each.done + phase.clock) for each in phase.ledger.records)
@@ -100,16 +100,16 @@ def _levels(phase: Phase) -> list[Claim]:
     true = held / (end - begin)
     assert true > 0.9 * CLIENTS, "it is a closed load"
     return [
-        Claim("Running and waiting", ("running", "waiting"), "level", true),
-        Claim("Load a group", ("open requests",), "level", true / REPLICAS),
-        Claim("Requests as Serve counts them", ("ours",), "level", true),
-        Claim("Requests as Serve counts them", ("{{deployment}} Serve",), "late", true),
-        Claim("Open, twice counted", ("{{replica}} front",), "level", true),
-        Claim("Open, twice counted", ("{{replica}} core",), "level", true),
+        ExpectedFigure("Running and waiting", ("running", "waiting"), "level", true),
+        ExpectedFigure("Load a group", ("open requests",), "level", true / REPLICAS),
+        ExpectedFigure("Requests as Serve counts them", ("ours",), "level", true),
+        ExpectedFigure("Requests as Serve counts them", ("{{deployment}} Serve",), "late", true),
+        ExpectedFigure("Open, twice counted", ("{{replica}} front",), "level", true),
+        ExpectedFigure("Open, twice counted", ("{{replica}} core",), "level", true),
     ]
 
 
-def _means(records: Sequence[RequestResult]) -> list[Claim]:
+def _means(records: Sequence[RequestResult]) -> list[ExpectedFigure]:
     ttft, tpot = _seconds(records, "ttft"), _seconds(records, "tpot")
     e2e = statistics.fmean(each.e2e for each in records)
     spread = sum(each.last - each.first for each in records if each.first is not None and each.last is not None)
@@ -123,31 +123,31 @@ def _means(records: Sequence[RequestResult]) -> list[Claim]:
         "Generated tokens of a request": statistics.fmean(each.output_tokens for each in records),
     }
     return [
-        *(Claim(panel, ("mean",), "mean", value) for panel, value in means.items()),
-        Claim("Phases", ("queue", "prefill", "decode"), "mean", e2e),
-        Claim("First token in time, 1 h", ("ttft",), "share", sum(value <= TTFT_S for value in ttft) / len(ttft)),
-        Claim("Tokens in time, 1 h", ("tpot",), "share", sum(value <= TPOT_S for value in tpot) / len(tpot)),
-        Claim("Answered, 1 h", ("availability",), "share", 1.0),
+        *(ExpectedFigure(panel, ("mean",), "mean", value) for panel, value in means.items()),
+        ExpectedFigure("Phases", ("queue", "prefill", "decode"), "mean", e2e),
+        ExpectedFigure("First token in time, 1 h", ("ttft",), "share", sum(value <= TTFT_S for value in ttft) / len(ttft)),
+        ExpectedFigure("Tokens in time, 1 h", ("tpot",), "share", sum(value <= TPOT_S for value in tpot) / len(tpot)),
+        ExpectedFigure("Answered, 1 h", ("availability",), "share", 1.0),
     ]
 
 
-def _states() -> list[Claim]:
+def _states() -> list[ExpectedFigure]:
     """One rank a group, and its core."""
     replicas = float(REPLICAS)
     return [
-        Claim("Groups alive", ("groups",), "state", replicas),
-        Claim("Processes alive", ("alive",), "state", 2 * replicas),
-        Claim("Groups", ("{{deployment}} target",), "state", replicas),
-        Claim("Groups", ("{{deployment}} live",), "state", replicas),
-        Claim("Groups over time", ("{{replica}}",), "state", replicas),
-        Claim("Engines over time", ("{{replica}}",), "state", replicas),
+        ExpectedFigure("Groups alive", ("groups",), "state", replicas),
+        ExpectedFigure("Processes alive", ("alive",), "state", 2 * replicas),
+        ExpectedFigure("Groups", ("{{deployment}} target",), "state", replicas),
+        ExpectedFigure("Groups", ("{{deployment}} live",), "state", replicas),
+        ExpectedFigure("Groups over time", ("{{replica}}",), "state", replicas),
+        ExpectedFigure("Engines over time", ("{{replica}}",), "state", replicas),
     ]
 
 
-def shown(api: Api, phase: Phase) -> list[Shown]:
-    """Every claim beside what its panel shows."""
+def shown(api: Api, phase: Phase) -> list[ShownFigure]:
+    """Every expected figure beside what its panel shows."""
     queries = _queries(f"{window(phase)}s")
-    return [Shown(claim, _read(api, claim, queries, phase)) for claim in claims(phase)]
+    return [ShownFigure(expected, _read(api, expected, queries, phase)) for expected in expected_figures(phase)]
 
 
 def _queries(rates: str) -> dict[tuple[str, str], Asked]:
@@ -155,10 +155,10 @@ def _queries(rates: str) -> dict[tuple[str, str], Asked]:
     return {(panel.title, asked.legend): asked for page in pages for panel in page.panels for asked in panel.asked}
 
 
-def _read(api: Api, claim: Claim, queries: Mapping[tuple[str, str], Asked], phase: Phase) -> float:
-    exprs = [queries[claim.panel, legend].expr for legend in claim.legends]
-    if claim.kind != "level":
-        at = phase.ended + (-1.0 if claim.kind == "late" else MARGIN_S - 0.5)
+def _read(api: Api, expected: ExpectedFigure, queries: Mapping[tuple[str, str], Asked], phase: Phase) -> float:
+    exprs = [queries[expected.panel, legend].expr for legend in expected.legends]
+    if expected.kind != "level":
+        at = phase.ended + (-1.0 if expected.kind == "late" else MARGIN_S - 0.5)
         return sum(series.last for expr in exprs for series in api.ask(expr, at))
     lines = [line for expr in exprs for line in api.ask_range(expr, phase.began + EDGE_S, phase.ended - EDGE_S, 0.5)]
     instants = max(len(line.points) for line in lines)

@@ -1,4 +1,4 @@
-"""What a group lives through, written beforehand from a seed: events with their times, and what anybody may count in them."""
+"""What a group requests through, written beforehand from a seed: events with their times, and what anybody may count in them."""
 
 import random
 from collections import Counter
@@ -31,16 +31,16 @@ _CORE_ENDS = {
 
 
 @dataclass(frozen=True)
-class Moment:
-    """One event, `at` seconds after the curtain."""
+class TimedEvent:
+    """One event, `at` seconds after the script's start."""
 
     at: float
     event: Event
 
 
 @dataclass(frozen=True)
-class Life:
-    """One request: seconds after the curtain at which it was submitted, scheduled, got its tokens and ended; its end."""
+class ScriptedRequest:
+    """One request: seconds after the script's start at which it was submitted, scheduled, got its tokens and ended; its end."""
 
     number: int
     prompt: int
@@ -52,83 +52,83 @@ class Life:
 
 
 @dataclass(frozen=True)
-class Scene:
-    """A group's events in order, and the lives they tell."""
+class GroupScript:
+    """A group's events in order, and the requests they stem from."""
 
-    moments: tuple[Moment, ...]
-    lives: tuple[Life, ...]
+    moments: tuple[TimedEvent, ...]
+    requests: tuple[ScriptedRequest, ...]
 
     def gauges(self, now: float) -> ScrapeGauges:
-        """What a scrape reads `now` seconds after the curtain: open requests, and four ranks and a core in good health."""
-        opened = sum(life.submitted <= now < life.ended for life in self.lives)
+        """What a scrape reads `now` seconds after the script's start: open requests, and four healthy ranks and a core."""
+        opened = sum(request.submitted <= now < request.ended for request in self.requests)
         steps = max(0, int(now / STEP_S))
         names = ("0", "1", "2", "3", "core")
         return ScrapeGauges(opened, tuple(ProcessFigures(name, True, 0.0, STEP_S, 0.02, steps, STEP_S, 20 << 30) for name in names))
 
 
-def script(seed: int, seconds: float, rate: float) -> Scene:
+def script(seed: int, seconds: float, rate: float) -> GroupScript:
     """`rate` requests a second, evenly spaced with jitter, all over before `seconds` are; the same for the same seed."""
     rng = random.Random(seed)
     count = int((seconds - 2.5) * rate)
-    lives = tuple(_life(rng, number, (number + rng.random()) / rate) for number in range(count))
-    moments = [moment for life in lives for moment in _told(life)]
-    moments += _loads(lives, seconds)
-    return Scene(tuple(sorted(moments, key=lambda moment: moment.at)), lives)
+    requests = tuple(_request(rng, number, (number + rng.random()) / rate) for number in range(count))
+    moments = [moment for request in requests for moment in _events_of(request)]
+    moments += _loads(requests, seconds)
+    return GroupScript(tuple(sorted(moments, key=lambda moment: moment.at)), requests)
 
 
-def _life(rng: random.Random, number: int, submitted: float) -> Life:
+def _request(rng: random.Random, number: int, submitted: float) -> ScriptedRequest:
     """Queue about 10 ms, TTFT about 90 ms, TPOT about 12 ms, forty tokens; one in twenty ends otherwise than well."""
     prompt, length = rng.randint(40, 400), rng.randint(20, 60)
     scheduled = submitted + rng.uniform(0.005, 0.02)
     outcome = rng.choices(("stop", "length", "client_gone", "deadline", "error", "refused"), (60, 30, 4, 2, 2, 2))[0]
     if outcome == "refused":
-        return Life(number, prompt, submitted, None, (), submitted + 0.002, outcome)
+        return ScriptedRequest(number, prompt, submitted, None, (), submitted + 0.002, outcome)
     first = scheduled + rng.lognormvariate(-2.6, 0.5)
     pace = rng.lognormvariate(-4.4, 0.3)
     times = [first]
     for _ in range(length - 1):
         times.append(times[-1] + pace * rng.uniform(0.7, 1.3))
-    return Life(number, prompt, submitted, scheduled, tuple(times), times[-1] + 0.001, outcome)
+    return ScriptedRequest(number, prompt, submitted, scheduled, tuple(times), times[-1] + 0.001, outcome)
 
 
-def _told(life: Life) -> Iterator[Moment]:
-    yield Moment(life.submitted, RequestStarted(life.number, life.prompt))
+def _events_of(request: ScriptedRequest) -> Iterator[TimedEvent]:
+    yield TimedEvent(request.submitted, RequestStarted(request.number, request.prompt))
     ttft = tpot = queue = None
-    if life.scheduled is not None:
-        queue = life.scheduled - life.submitted
-        ttft = life.tokens[0] - life.submitted
-        tpot = (life.tokens[-1] - life.tokens[0]) / (len(life.tokens) - 1)
-        yield Moment(life.scheduled, Scheduled(life.number, queue))
-        yield Moment(life.tokens[0], FirstToken(life.number, life.prompt, ttft, queue))
-        yield Moment(life.tokens[0], Tokens(life.number, 1, None))
-    for before, at in pairwise(life.tokens):
-        yield Moment(at, Tokens(life.number, 1, at - before))
-    wall = life.ended - life.submitted
-    yield Moment(life.ended, RequestFinished(life.number, life.outcome, life.prompt, len(life.tokens), ttft, tpot, wall, queue))
+    if request.scheduled is not None:
+        queue = request.scheduled - request.submitted
+        ttft = request.tokens[0] - request.submitted
+        tpot = (request.tokens[-1] - request.tokens[0]) / (len(request.tokens) - 1)
+        yield TimedEvent(request.scheduled, Scheduled(request.number, queue))
+        yield TimedEvent(request.tokens[0], FirstToken(request.number, request.prompt, ttft, queue))
+        yield TimedEvent(request.tokens[0], Tokens(request.number, 1, None))
+    for before, at in pairwise(request.tokens):
+        yield TimedEvent(at, Tokens(request.number, 1, at - before))
+    wall, count, outcome = request.ended - request.submitted, len(request.tokens), request.outcome
+    yield TimedEvent(request.ended, RequestFinished(request.number, outcome, request.prompt, count, ttft, tpot, wall, queue))
 
 
-def _loads(lives: tuple[Life, ...], seconds: float) -> Iterator[Moment]:
-    """The core's reports, as the lives imply them."""
+def _loads(requests: tuple[ScriptedRequest, ...], seconds: float) -> Iterator[TimedEvent]:
+    """The core's reports, as the requests imply."""
     for tick in range(int(seconds / LOAD_PERIOD_S)):
         now = tick * LOAD_PERIOD_S
-        yield Moment(now, _load(lives, now))
+        yield TimedEvent(now, _load(requests, now))
 
 
-def _load(lives: tuple[Life, ...], now: float) -> EngineLoad:
-    begun = [life for life in lives if life.scheduled is not None and life.scheduled <= now]
-    running = [life for life in begun if now < life.ended]
-    waiting = [life for life in lives if life.scheduled is not None and life.submitted <= now < life.scheduled]
-    over = Counter(_CORE_ENDS[life.outcome] for life in lives if life.ended <= now)
-    held = sum(life.prompt // PAGE + 1 for life in running)
+def _load(requests: tuple[ScriptedRequest, ...], now: float) -> EngineLoad:
+    begun = [request for request in requests if request.scheduled is not None and request.scheduled <= now]
+    running = [request for request in begun if now < request.ended]
+    waiting = [request for request in requests if request.scheduled is not None and request.submitted <= now < request.scheduled]
+    over = Counter(_CORE_ENDS[request.outcome] for request in requests if request.ended <= now)
+    held = sum(request.prompt // PAGE + 1 for request in running)
     figures = load(
         step=int(now / STEP_S),
         waiting=len(waiting),
         running=len(running),
-        waiting_tokens=sum(life.prompt for life in waiting),
-        prefill_tokens=sum(life.prompt for life in begun),
-        decode_tokens=sum(at <= now for life in begun for at in life.tokens),
+        waiting_tokens=sum(request.prompt for request in waiting),
+        prefill_tokens=sum(request.prompt for request in begun),
+        decode_tokens=sum(at <= now for request in begun for at in request.tokens),
         pools=[pool("sliding", 12 * len(running), SLIDING_PAGES), pool("full", held, FULL_PAGES)],
-        received=sum(life.submitted <= now for life in lives),
+        received=sum(request.submitted <= now for request in requests),
         finished=over["finished"],
         refused=over["refused"],
         aborted=over["aborted"],

@@ -1,4 +1,4 @@
-"""An exporter that was told things: whose it is, a request's life in events, and the exporter that has heard them."""
+"""Exporters for tests: their labels, one request as events, and an exporter that has received given events."""
 
 from dashboards.exporter import Exporter, Facts
 from engine.events import Event, FirstToken, RequestFinished, RequestStarted, Scheduled, Tokens
@@ -29,7 +29,7 @@ def pools(sliding: int, full: int) -> list[PoolLoad]:
 
 
 def exporter_after(facts: Facts, *events: Event) -> Exporter:
-    """An exporter that has heard `events`."""
+    """An exporter that has received `events`."""
     exporter = Exporter(ABOUT, facts)
     for event in events:
         exporter(event)

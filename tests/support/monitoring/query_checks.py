@@ -8,9 +8,9 @@ from dashboards.alerts import ALERTS, RECORDS
 from dashboards.boards.committed import paths, read
 from dashboards.prometheus import Api, finite
 from dashboards.promql import RULE
-from tests.support.monitoring.event_script import Life
+from tests.support.monitoring.event_script import ScriptedRequest
 from tests.support.monitoring.promcheck import names
-from tests.support.monitoring.scripted_exporters import Cast
+from tests.support.monitoring.scripted_exporters import ScriptedLoad
 
 
 def silent(api: Api, window: str, at: float) -> list[str]:
@@ -34,14 +34,14 @@ class Figure:
     true: float
 
     @property
-    def apart(self) -> float:
+    def relative_error(self) -> float:
         """Relative difference."""
         return abs(self.answered - self.true) / abs(self.true)
 
 
-def figures(api: Api, played: Cast, began: float, at: float, window: int) -> list[Figure]:
+def figures(api: Api, load_script: ScriptedLoad, began: float, at: float, window: int) -> list[Figure]:
     """Rates over the `window` seconds before `at`, and quantiles and ends over all that came before `at` (script's seconds)."""
-    lives = [life for scene in played.scenes.values() for life in scene.lives]
+    requests = [request for group in load_script.scripts.values() for request in group.requests]
     asked = RULE.over(f"{window}s")
 
     def rate(expr: str, moments: Iterable[tuple[float, float]]) -> Figure:
@@ -50,14 +50,14 @@ def figures(api: Api, played: Cast, began: float, at: float, window: int) -> lis
         return Figure(expr, api.ask(expr, began + at)[0].last, true)
 
     found = [
-        rate(asked.rate("quartet_requests_received_total"), ((life.submitted, 1) for life in lives)),
-        rate(asked.rate("quartet_requests_total"), ((life.ended, 1) for life in lives)),
-        rate(asked.rate("quartet_generation_tokens_total"), ((when, 1) for life in lives for when in life.tokens)),
-        rate(asked.rate("quartet_prompt_tokens_total"), ((life.submitted, life.prompt) for life in lives)),
+        rate(asked.rate("quartet_requests_received_total"), ((request.submitted, 1) for request in requests)),
+        rate(asked.rate("quartet_requests_total"), ((request.ended, 1) for request in requests)),
+        rate(asked.rate("quartet_generation_tokens_total"), ((when, 1) for request in requests for when in request.tokens)),
+        rate(asked.rate("quartet_prompt_tokens_total"), ((request.submitted, request.prompt) for request in requests)),
     ]
-    whole = RULE.over(f"{int(played.seconds) + 10}s")
+    whole = RULE.over(f"{int(load_script.seconds) + 10}s")
     for name, values in DURATIONS.items():
-        true = [value for life in lives for when, value in values(life) if when <= at]
+        true = [value for request in requests for when, value in values(request) if when <= at]
         for q in (0.5, 0.95):
             expr = whole.quantile(q, name)
             found.append(Figure(expr, api.ask(expr, began + at)[0].last, statistics.quantiles(true, n=100)[int(q * 100) - 1]))
@@ -66,24 +66,24 @@ def figures(api: Api, played: Cast, began: float, at: float, window: int) -> lis
     return found
 
 
-def _first(life: Life) -> list[tuple[float, float]]:
-    return [(life.tokens[0], life.tokens[0] - life.submitted)] if life.tokens else []
+def _first(request: ScriptedRequest) -> list[tuple[float, float]]:
+    return [(request.tokens[0], request.tokens[0] - request.submitted)] if request.tokens else []
 
 
-def _pace(life: Life) -> list[tuple[float, float]]:
-    return [(life.ended, (life.tokens[-1] - life.tokens[0]) / (len(life.tokens) - 1))] if life.tokens else []
+def _pace(request: ScriptedRequest) -> list[tuple[float, float]]:
+    return [(request.ended, (request.tokens[-1] - request.tokens[0]) / (len(request.tokens) - 1))] if request.tokens else []
 
 
-def _gaps(life: Life) -> list[tuple[float, float]]:
-    return [(later, later - earlier) for earlier, later in zip(life.tokens, life.tokens[1:], strict=False)]
+def _gaps(request: ScriptedRequest) -> list[tuple[float, float]]:
+    return [(later, later - earlier) for earlier, later in zip(request.tokens, request.tokens[1:], strict=False)]
 
 
-def _whole(life: Life) -> list[tuple[float, float]]:
-    return [(life.ended, life.ended - life.submitted)] if life.outcome in ("stop", "length") else []
+def _whole(request: ScriptedRequest) -> list[tuple[float, float]]:
+    return [(request.ended, request.ended - request.submitted)] if request.outcome in ("stop", "length") else []
 
 
 # (when it is observed, what is observed), by histogram.
-DURATIONS: dict[str, Callable[[Life], list[tuple[float, float]]]] = {
+DURATIONS: dict[str, Callable[[ScriptedRequest], list[tuple[float, float]]]] = {
     "quartet_time_to_first_token_seconds": _first,
     "quartet_time_per_output_token_seconds": _pace,
     "quartet_inter_token_latency_seconds": _gaps,

@@ -1,4 +1,4 @@
-"""A rehearsal of load: seeded scripts of events, played in real time into real exporters that a real Prometheus scrapes.
+"""Scripted load: seeded scripts of events, replayed in real time into real exporters that a real Prometheus scrapes.
 
     script(seed) --events--> dashboards/exporter.py --/metrics--> prometheus --HTTP--> board queries, pictures
          `---------------- what the script itself says happened: the truth that answers are held against
@@ -25,78 +25,78 @@ from dashboards.prometheus import Api, Prometheus, jobs
 from dashboards.promql import FOREIGN, RAY_JOB
 from engine.errors import ConfigError
 from engine.events import ScrapeGauges
-from tests.support.monitoring.event_script import Scene, script
+from tests.support.monitoring.event_script import GroupScript, script
 from tests.support.monitoring.periodic import repeating
 
-ABOUT = {"model_name": "nano-31b", "build": "rehearsal", "attention": "reference", "tp": "4"}
+ABOUT = {"model_name": "nano-31b", "build": "scripted", "attention": "reference", "tp": "4"}
 PLACE = {"application": "quartet", "deployment": "gemma", "node": "node-1", "model": "nano-31b"}
 FACTS = Facts(
     slots=64, page_tokens=32, boot_s=5.2, step_bound_s=30.0, heartbeat_bound_s=3.0, ttft_objective_s=0.2, tpot_objective_s=0.02
 )
-BEAT_S = 1.0
+HEARTBEAT_S = 1.0
 SCRAPES_BEFORE = 3  # each series is seen at zero before anything happens, or its first events would be missed
 TARGETS_TIMEOUT_S = 15.0
 
 
 @dataclass(frozen=True)
-class Cast:
-    """What is played: the scene of each group, by replica."""
+class ScriptedLoad:
+    """What is replayed: the script of each group, by replica."""
 
-    scenes: Mapping[str, Scene]
+    scripts: Mapping[str, GroupScript]
     seconds: float
 
 
-def cast(groups: int = 3, seconds: float = 20.0, rate: float = 5.0, seed: int = 7) -> Cast:
+def scripted_load(groups: int = 3, seconds: float = 20.0, rate: float = 5.0, seed: int = 7) -> ScriptedLoad:
     """Groups of equal load; `rate` is requests a second and group."""
-    return Cast({f"replica-{index}": script(seed * 100 + index, seconds, rate) for index in range(groups)}, seconds)
+    return ScriptedLoad({f"replica-{index}": script(seed * 100 + index, seconds, rate) for index in range(groups)}, seconds)
 
 
-class Curtain:
-    """The script's clock: before it rises, nothing has happened yet."""
+class ScriptClock:
+    """The script's clock: before it starts, nothing has happened yet."""
 
     def __init__(self) -> None:
         self._zero: float | None = None
 
-    def rise(self) -> None:
+    def start(self) -> None:
         """Now is zero."""
         self._zero = time.monotonic()
 
     def now(self) -> float:
-        """Seconds since it rose; below zero before."""
+        """Seconds since it started; below zero before."""
         return -1.0 if self._zero is None else time.monotonic() - self._zero
 
 
-def play(played: Cast, ready: "Stage") -> float:
+def replay(load_script: ScriptedLoad, ready: "ServedExporters") -> float:
     """Feed each event to its exporter at its time; returns the unix time at which the script's clock was zero."""
-    steps = [(moment.at, name, moment.event) for name, scene in played.scenes.items() for moment in scene.moments]
+    steps = [(moment.at, name, moment.event) for name, group in load_script.scripts.items() for moment in group.moments]
     began = time.time()
-    ready.curtain.rise()
+    ready.clock.start()
     for at, name, event in sorted(steps, key=lambda step: step[0]):
-        if (ahead := at - ready.curtain.now()) > 0:
+        if (ahead := at - ready.clock.now()) > 0:
             time.sleep(ahead)
         ready.exporters[name](event)
     return began
 
 
 @dataclass(frozen=True)
-class Stage:
+class ServedExporters:
     """What a Prometheus may scrape: the groups' exporters by replica, and scrape_configs that reach them, their registry and Ray.
 
     `discovery`: the address of the http_sd list.
     """
 
     exporters: Mapping[str, Exporter]
-    curtain: Curtain
+    clock: ScriptClock
     discovery: str
     scrapes: tuple[dict[str, Any], ...]
 
 
 @contextmanager
-def stage(scenes: Mapping[str, Scene]) -> Iterator[Stage]:
+def serve_exporters(scripts: Mapping[str, GroupScript]) -> Iterator[ServedExporters]:
     """Real exporters on ports of their own, which tell a real discovery endpoint of themselves; a stand-in for Ray's figures."""
     with ExitStack() as stack:
-        curtain, registry = Curtain(), ReplicaRegistry()
-        exporters = {name: Exporter(ABOUT, FACTS, partial(_gauges, scene, curtain)) for name, scene in scenes.items()}
+        clock, registry = ScriptClock(), ReplicaRegistry()
+        exporters = {name: Exporter(ABOUT, FACTS, partial(_gauges, group, clock)) for name, group in scripts.items()}
         members = []
         for name, exporter in exporters.items():
             stack.callback(exporter.close)
@@ -105,18 +105,18 @@ def stage(scenes: Mapping[str, Scene]) -> Iterator[Stage]:
         ray = stack.enter_context(_served(_ray(len(members))))
         server = DiscoveryServer(registry, "127.0.0.1", 0, lambda: [{"targets": [ray], "labels": {"node": PLACE["node"]}}])
         stack.callback(server.close)
-        stack.enter_context(repeating(lambda: _beat(registry, members), BEAT_S))
-        yield Stage(exporters, curtain, server.url, jobs(server.url, ray_interval_s=1))
+        stack.enter_context(repeating(lambda: _send_heartbeats(registry, members), HEARTBEAT_S))
+        yield ServedExporters(exporters, clock, server.url, jobs(server.url, ray_interval_s=1))
 
 
-def _beat(registry: ReplicaRegistry, members: Sequence[tuple[ScrapeTarget, Exporter]]) -> None:
-    """What each replica's announcer does."""
+def _send_heartbeats(registry: ReplicaRegistry, members: Sequence[tuple[ScrapeTarget, Exporter]]) -> None:
+    """What each replica's heartbeat sender does."""
     for target, exporter in members:
         registry.heartbeat(target, exporter.counts())
 
 
-def _gauges(scene: Scene, curtain: Curtain) -> ScrapeGauges:
-    return scene.gauges(curtain.now())
+def _gauges(group: GroupScript, clock: ScriptClock) -> ScrapeGauges:
+    return group.gauges(clock.now())
 
 
 def wait_scraped(api: Api, targets: int) -> None:
@@ -155,10 +155,10 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seconds", type=float, default=120.0)
     args = parser.parse_args()
-    played = cast(seconds=args.seconds, rate=8.0)
-    with stage(played.scenes) as ready, Prometheus(ready.scrapes, FILE) as prometheus:
-        wait_scraped(prometheus.api, len(played.scenes) + 3)
-        began = play(played, ready)
+    load_script = scripted_load(seconds=args.seconds, rate=8.0)
+    with serve_exporters(load_script.scripts) as ready, Prometheus(ready.scrapes, FILE) as prometheus:
+        wait_scraped(prometheus.api, len(load_script.scripts) + 3)
+        began = replay(load_script, ready)
         for path in draw_all(prometheus.api, args.seconds - 6, args.folder, "10s", began + args.seconds - 3):
             print(path)
 

@@ -1,6 +1,6 @@
 """The whole stack under a known load, and a real Prometheus that finds it by itself: what the live proof and the pictures stand on.
 
-    quartet serve (two replicas) <-- calm load, then load under which one replica is killed; the client keeps its own ledger
+    quartet serve (two replicas) <-- steady load, then load under which one replica is killed; the client keeps its own ledger
          `-- discovery --http_sd--> Prometheus: groups, fleet, Ray's own exporter
 
 `python -m tests.support.stack.live_stack FOLDER` plays a longer run and draws the boards into FOLDER: that is `make pictures`.
@@ -44,7 +44,7 @@ REPLICA_OPTIONS = {"autoscaling_config": {"min_replicas": REPLICAS, "max_replica
 BACK_S = 40.0
 
 
-class Crowd:
+class BackgroundLoad:
     """A closed load in a thread of its own: CLIENTS requests are open at any time, for so many seconds."""
 
     def __init__(self, url: str, scale: Scale, seconds: float, seed: int) -> None:
@@ -109,7 +109,7 @@ CALIBRATION = 2
 
 
 @dataclass(frozen=True)
-class Death:
+class KilledReplica:
     """What was seen of a replica that was killed under load; unix times, and seconds since the kill.
 
     stale      its series no longer answer
@@ -129,14 +129,14 @@ class Death:
 
 
 @dataclass(frozen=True)
-class Show:
-    """All of it. `calm`: a load that nothing disturbs; `rough`: one under which a replica is killed and has a successor."""
+class LiveRun:
+    """All of it. `steady`: a load that nothing disturbs; `failover`: one under which a replica is killed and has a successor."""
 
     api: Api
     replicas: tuple[str, ...]
-    calm: Phase
-    rough: Phase
-    death: Death
+    steady: Phase
+    failover: Phase
+    death: KilledReplica
     settled: float
     doubled: Api | None = None
     dropped: Api | None = None
@@ -155,7 +155,7 @@ def fault_dropped(found: Sequence[dict[str, Any]], listed: Mapping[str, Any]) ->
 
 
 @contextmanager
-def show(folder: Path, calm_s: float, rough_s: float, seed: int, *, faults: bool = False) -> Iterator[Show]:
+def live_run(folder: Path, steady_s: float, failover_s: float, seed: int, *, faults: bool = False) -> Iterator[LiveRun]:
     """Boot, load, kill one replica, load on; all is over when it is yielded, but Prometheus still answers."""
     with ExitStack() as stack:
         served = Stack(folder, args=ARGS, deployment=REPLICA_OPTIONS)
@@ -171,17 +171,17 @@ def show(folder: Path, calm_s: float, rough_s: float, seed: int, *, faults: bool
         apis = [stack.enter_context(Prometheus(each, FILE)).api for each in wrong]
         wait_scraped(prometheus.api, REPLICAS + 3)
         scale = measure(served.url, seed)
-        calm = _calm(served, scale, calm_s, seed)
-        rough, death = _rough(served, prometheus.api, scale, rough_s, seed + 1, CALIBRATION + calm.ledger.sent)
+        steady = _steady(served, scale, steady_s, seed)
+        failover, death = _failover(served, prometheus.api, scale, failover_s, seed + 1, CALIBRATION + steady.ledger.sent)
         time.sleep(3)  # two scrapes of what has ended, and an evaluation of the rules
         settled = time.time()
         served.end()
         names = tuple(group["labels"]["replica"] for group in groups)
-        yield Show(prometheus.api, names, calm, rough, death, settled, *apis)
+        yield LiveRun(prometheus.api, names, steady, failover, death, settled, *apis)
 
 
-def _calm(served: Stack, scale: Scale, seconds: float, seed: int) -> Phase:
-    phase = Crowd(served.url, scale, seconds, seed).join()
+def _steady(served: Stack, scale: Scale, seconds: float, seed: int) -> Phase:
+    phase = BackgroundLoad(served.url, scale, seconds, seed).join()
     time.sleep(2.5)  # two more scrapes
     return phase
 
@@ -189,16 +189,16 @@ def _calm(served: Stack, scale: Scale, seconds: float, seed: int) -> Phase:
 RECEIVED = "sum(quartet_deployment_requests_received_total)"
 
 
-def _rough(served: Stack, api: Api, scale: Scale, seconds: float, seed: int, earlier: int) -> tuple[Phase, Death]:
+def _failover(served: Stack, api: Api, scale: Scale, seconds: float, seed: int, earlier: int) -> tuple[Phase, KilledReplica]:
     """A load of `seconds`; after a quarter of it a replica is killed."""
-    crowd = Crowd(served.url, scale, seconds, seed)
+    load = BackgroundLoad(served.url, scale, seconds, seed)
     time.sleep(seconds / 4)
     before = api.ask(RECEIVED)[0].last
     pid = served.find("ServeReplica")[0]
     replica = _replica_of(api, pid)
     os.kill(pid, signal.SIGKILL)
-    death = _watch(api, crowd, earlier, replica, before, time.time())
-    return crowd.join(), death
+    death = _watch(api, load, earlier, replica, before, time.time())
+    return load.join(), death
 
 
 def _replica_of(api: Api, pid: int) -> str:
@@ -209,7 +209,7 @@ def _replica_of(api: Api, pid: int) -> str:
     return str(found[0]["replica"])
 
 
-def _watch(api: Api, crowd: Crowd, earlier: int, replica: str, before: float, killed: float) -> Death:
+def _watch(api: Api, load: BackgroundLoad, earlier: int, replica: str, before: float, killed: float) -> KilledReplica:
     """Ask every quarter of a second until there are two living groups and one that is retired."""
     over = {
         "stale": lambda: not api.ask(f'{{replica="{replica}",job="{JOB}",__name__=~"quartet_.*"}}'),
@@ -219,10 +219,10 @@ def _watch(api: Api, crowd: Crowd, earlier: int, replica: str, before: float, ki
     seen: dict[str, float] = {}
     sums: list[tuple[float, float, int]] = []
     while (since := time.time() - killed) < BACK_S:
-        sums.append((since, api.ask(RECEIVED)[0].last, earlier + crowd.so_far))
+        sums.append((since, api.ask(RECEIVED)[0].last, earlier + load.so_far))
         seen |= {what: since for what, happened in over.items() if what not in seen and happened()}
         if len(seen) == len(over) and len(api.ask("quartet_engine_up")) == REPLICAS:
-            return Death(replica, killed, **seen, before=before, sums=tuple(sums))
+            return KilledReplica(replica, killed, **seen, before=before, sums=tuple(sums))
         time.sleep(0.25)
     raise AssertionError(f"after {BACK_S} s there is only {seen}")
 
@@ -233,8 +233,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seconds", type=float, default=60.0, help="of each of the two loads")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, show(Path(folder), args.seconds, args.seconds, seed=8) as seen:
-        for path in draw_all(seen.api, seen.settled - seen.calm.began, args.folder, "10s", seen.settled):
+    with tempfile.TemporaryDirectory() as folder, live_run(Path(folder), args.seconds, args.seconds, seed=8) as seen:
+        for path in draw_all(seen.api, seen.settled - seen.steady.began, args.folder, "10s", seen.settled):
             print(path)
 
 

@@ -1,9 +1,9 @@
-"""A tide of load over a real stack that scales from and to zero: what users saw, and how many replicas there were meanwhile.
+"""Steps of load on a real stack that scales from and to zero: what users saw, and how many replicas there were meanwhile.
 
     phases ----> deploy/load ----> HAProxy ----> 0 .. 2 replicas of nano:e2b at TP=1, deploy/scaling's policy
     watch  <---- the discovery endpoint's list of groups, four times a second
 
-`python -m tests.support.stack.load_steps OUT.png` runs the longer tide and draws it.
+`python -m tests.support.stack.load_steps OUT.png` runs the longer sequence and draws it.
 """
 
 import argparse
@@ -62,7 +62,7 @@ class Phase:
 
 
 @dataclass
-class Tide:
+class ScalingTrace:
     """What happened: each phase with its beginning and ledger; (moment, replicas) as they were seen. Seconds on perf_counter."""
 
     phases: list[tuple[Phase, float, Ledger]] = field(default_factory=list)
@@ -80,7 +80,7 @@ class Tide:
 
 
 @contextmanager
-def shore(folder: Path, **deployment: Any) -> Iterator[tuple[Stack, str]]:
+def autoscaled_stack(folder: Path, **deployment: Any) -> Iterator[tuple[Stack, str]]:
     """A stack with its first replica, and the URL of its list of groups."""
     port = free_port()
     url = f"http://127.0.0.1:{port}/targets"
@@ -103,65 +103,65 @@ def count(url: str) -> int:
         return len(json.load(reply))
 
 
-def run(stack: Stack, url: str, phases: list[Phase]) -> Tide:
+def run(stack: Stack, url: str, phases: list[Phase]) -> ScalingTrace:
     """Each phase after the other; one without clients lasts until there is no replica, `seconds` at most if given."""
-    tide = Tide()
+    trace = ScalingTrace()
 
-    def look() -> None:
-        tide.seen.append((time.perf_counter(), count(url)))
+    def sample() -> None:
+        trace.seen.append((time.perf_counter(), count(url)))
 
-    with repeating(look, WATCH_S):
+    with repeating(sample, WATCH_S):
         for number, phase in enumerate(phases):
             began = time.perf_counter()
             ledger = Ledger()
             if phase.level is None:
-                ebb(url, phase.seconds)
+                wait_for_zero(url, phase.seconds)
             else:
-                ledger = asyncio.run(_flow(stack.url, phase.level, phase.tokens, number))
-            tide.phases.append((phase, began, ledger))
-    look()
-    return tide
+                ledger = asyncio.run(_send(stack.url, phase.level, phase.tokens, number))
+            trace.phases.append((phase, began, ledger))
+    sample()
+    return trace
 
 
-def ebb(url: str, bound_s: float) -> None:
+def wait_for_zero(url: str, bound_s: float) -> None:
     """Until there is no replica, or `bound_s` has passed."""
     end = time.monotonic() + bound_s
     while count(url) and time.monotonic() < end:
         time.sleep(WATCH_S)
 
 
-async def _flow(url: str, level: Level, tokens: int, seed: int) -> Ledger:
+async def _send(url: str, level: Level, tokens: int, seed: int) -> Ledger:
     target = Endpoint(url, MODEL, timeout_s=90)
     prompts = Prompts(Lengths(16, 48), Lengths(tokens, tokens), Scale(), seed)
     async with connected(target) as client:
         return await LoadRun(client, target, prompts, lambda: None).run(level)
 
 
-def draw(tide: Tide, path: Path) -> None:
+def draw(trace: ScalingTrace, path: Path) -> None:
     """Replicas and each request's TTFT over time."""
     import matplotlib as mpl
 
     mpl.use("agg")
     from matplotlib import pyplot as plt
 
-    zero = tide.seen[0][0]
+    zero = trace.seen[0][0]
     figure, (above, below) = plt.subplots(2, 1, figsize=(11, 6), sharex=True, layout="constrained")
-    above.step([at - zero for at, _ in tide.seen], [count for _, count in tide.seen], where="post", color="tab:blue")
-    above.set(ylabel="replicas", ylim=(-0.1, max(count for _, count in tide.seen) + 0.6), yticks=range(4))
-    records = [record for record in tide.records() if record.ttft is not None]
+    above.step([at - zero for at, _ in trace.seen], [count for _, count in trace.seen], where="post", color="tab:blue")
+    above.set(ylabel="replicas", ylim=(-0.1, max(count for _, count in trace.seen) + 0.6), yticks=range(4))
+    records = [record for record in trace.records() if record.ttft is not None]
     below.scatter([record.sent - zero for record in records], [record.ttft for record in records], s=9, color="tab:orange")
     below.set(ylabel="TTFT, s", xlabel="s", yscale="log")
-    for number, (phase, began, _) in enumerate(tide.phases):
+    for number, (phase, began, _) in enumerate(trace.phases):
         for axes in (above, below):
             axes.axvline(began - zero, color="gray", linewidth=0.6)
         above.text(began - zero + 0.5, above.get_ylim()[1] - 0.1 - 0.2 * (number % 2), phase.name, fontsize="small", va="top")
-    sent, finished = sum(ledger.sent for _, _, ledger in tide.phases), sum(each.end == "finished" for each in tide.records())
+    sent, finished = sum(ledger.sent for _, _, ledger in trace.phases), sum(each.end == "finished" for each in trace.records())
     figure.suptitle(f"Autoscaling on two CPU cores: {sent} requests sent, {finished} finished")
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
-TIDE = [
+PHASES = [
     Phase("to zero", 0, 60),
     Phase("one request", 1),
     Phase("8 clients", 8, 30),
@@ -177,12 +177,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.support.stack.load_steps", description=__doc__)
     parser.add_argument("picture", type=Path)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, shore(Path(folder)) as (stack, url):
-        tide = run(stack, url, TIDE)
-    draw(tide, args.picture)
-    for phase, began, ledger in tide.phases:
-        print(f"{began - tide.seen[0][0]:6.1f} s  {phase.name}: {ledger.balance()}")
-    print("replicas", tide.replicas(0, time.perf_counter()))
+    with tempfile.TemporaryDirectory() as folder, autoscaled_stack(Path(folder)) as (stack, url):
+        trace = run(stack, url, PHASES)
+    draw(trace, args.picture)
+    for phase, began, ledger in trace.phases:
+        print(f"{began - trace.seen[0][0]:6.1f} s  {phase.name}: {ledger.balance()}")
+    print("replicas", trace.replicas(0, time.perf_counter()))
 
 
 if __name__ == "__main__":

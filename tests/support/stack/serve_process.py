@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import yaml
 
-from tests.support.houserules import ROOT
+from tests.support.repo_rules import ROOT
 
 READY = "quartet: ready."
 

@@ -1,4 +1,4 @@
-"""The house: what no tracked text may name, how long a function may be, and what every file starts with."""
+"""The rules of this repository: what no tracked text may name, how long a function may be, and what every file starts with."""
 
 import re
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.houserules import (
+from tests.support.repo_rules import (
     ROOT,
     class_names,
     docstring_complaints,

@@ -1,6 +1,6 @@
-"""The house rules as functions over source text: what its room may import, how long its functions are, what it states.
+"""The rules of this repository as functions over source text: imports, lengths of functions, docstrings, tiers.
 
-Rooms are the folders of the import law (`engine`'s leaves are one room). Every checker takes text and returns
+Packages are the folders of the import law (`engine`'s leaves count as one). Every checker takes text and returns
 complaints, one line each, so that the tests can hand it a planted fault as easily as the repository.
 """
 
@@ -23,15 +23,15 @@ TIERS = frozenset({"pure", "cpu", "serve", "gpu", "gpu4"})
 _LEAVES = tuple(sorted(LEAVES))
 _OURS = frozenset({*PACKAGES, "tests"})
 _LAZY = frozenset({"torch", "transformers"})
-# Distributions that one room alone may import.
+# Distributions that one package alone may import.
 _ONLY_IN = {"ray": "deploy", "fastapi": "deploy.edge", "starlette": "deploy.edge"}
 _KERNELS_MAY = frozenset({"torch", "triton", "flashinfer"}) | sys.stdlib_module_names
 
-# deploy/ has four rooms and a handful of files beside them, the only ones that import ray.
-_DEPLOY_ROOMS = ("deploy.edge", "deploy.models", "deploy.load")
+# deploy/ has four packages and a handful of files beside them, the only ones that import ray.
+_DEPLOY_PACKAGES = ("deploy.edge", "deploy.models", "deploy.load")
 _DEPLOY_FILES = tuple(f"deploy.{path.stem}" for path in sorted((ROOT / "deploy").glob("*.py")) if path.stem != "__init__")
 
-# What of ours each room may import. A room may always import itself; where one lies inside another, the inner one comes first.
+# What of ours each package may import, besides itself; where one lies inside another, the inner one comes first.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "kernels": (),
     "engine.leaf": _LEAVES,
@@ -42,7 +42,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "deploy.edge": (*_LEAVES, "engine.front"),
     "deploy.models": (*_LEAVES, "engine.front"),
     "deploy.load": (),
-    "deploy.cli": (*_LEAVES, "engine.front", "engine.rank", "cluster", "dashboards", *_DEPLOY_FILES, *_DEPLOY_ROOMS),
+    "deploy.cli": (*_LEAVES, "engine.front", "engine.rank", "cluster", "dashboards", *_DEPLOY_FILES, *_DEPLOY_PACKAGES),
     "deploy": (*_LEAVES, "engine.front", "cluster", "dashboards", "deploy.edge", "deploy.models", *_DEPLOY_FILES),
     "dashboards": ("engine.events", "engine.errors"),
 }
@@ -77,12 +77,12 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def room_of(module: str) -> str | None:
-    """The room that `module` lies in; None where the house has none for it. `engine` itself counts as a leaf."""
+def package_of(module: str) -> str | None:
+    """The package of the import law that `module` lies in, or None. `engine` itself counts as a leaf."""
     if module == "engine" or module in LEAVES:
         return "engine.leaf"
-    rooms = (room for room in MAY_IMPORT if module == room or module.startswith(room + "."))
-    return next(rooms, None)
+    packages = (package for package in MAY_IMPORT if module == package or module.startswith(package + "."))
+    return next(packages, None)
 
 
 def imports(source: str, module: str, *, is_package: bool = False) -> Iterator[Import]:
@@ -127,30 +127,30 @@ def _absolute(name: str, level: int, package: str) -> str:
 
 def law_complaints(source: str, module: str, *, is_package: bool = False) -> list[str]:
     """Each breach of the import law in `source`, as `module:line: why`."""
-    room = room_of(module)
-    if room is None:
-        return [f"{module}:1: lies in no room of the house; engine's leaves are {', '.join(_LEAVES)}"]
+    package = package_of(module)
+    if package is None:
+        return [f"{module}:1: lies in no package of the import law; engine's leaves are {', '.join(_LEAVES)}"]
     found = imports(source, module, is_package=is_package)
-    return [f"{module}:{item.line}: {why}" for item in found if (why := _breach(item, room))]
+    return [f"{module}:{item.line}: {why}" for item in found if (why := _breach(item, package))]
 
 
-def _breach(item: Import, room: str) -> str | None:
+def _breach(item: Import, package: str) -> str | None:
     if item.top in _OURS:
-        return None if _may_import_ours(item, room) else f"{room} may not import {item.target}"
-    if room == "kernels" and item.top not in _KERNELS_MAY:
+        return None if _may_import_ours(item, package) else f"{package} may not import {item.target}"
+    if package == "kernels" and item.top not in _KERNELS_MAY:
         return f"kernels imports torch, triton and flashinfer only, not {item.target}"
-    if room != (only := _ONLY_IN.get(item.top, room)):
+    if package != (only := _ONLY_IN.get(item.top, package)):
         return f"only {only} imports {item.top}"
-    if item.top in _LAZY and room == "engine.leaf":
+    if item.top in _LAZY and package == "engine.leaf":
         return f"a leaf may not import {item.top} at all"
-    if item.top in _LAZY and room in CONTROL and item.at_import:
-        return f"{room} may not import {item.top} at module level"
+    if item.top in _LAZY and package in CONTROL and item.at_import:
+        return f"{package} may not import {item.top} at module level"
     return None
 
 
-def _may_import_ours(item: Import, room: str) -> bool:
-    own = [room] if room not in ("engine.leaf", "deploy") else []
-    return any(item.within(allowed) for allowed in (*MAY_IMPORT[room], *own))
+def _may_import_ours(item: Import, package: str) -> bool:
+    own = [package] if package not in ("engine.leaf", "deploy") else []
+    return any(item.within(allowed) for allowed in (*MAY_IMPORT[package], *own))
 
 
 @dataclass(frozen=True)

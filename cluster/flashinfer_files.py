@@ -1,0 +1,89 @@
+"""What of FlashInfer lies on this node: its version, the kernels' binaries, and how their launchers come about.
+
+Nothing is imported: that would import torch, and take seconds. Where FlashInfer looks is read from its own files and variables.
+"""
+
+import ast
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Launcher = Literal["prebuilt", "nvcc"]
+
+
+@dataclass(frozen=True)
+class FlashInferFiles:
+    """version: installed, None: none. cubins: where all of trtllm-gen's kernels lie, None: some are missing. launcher: how compiled
+    parts come about: from the package flashinfer-jit-cache, by nvcc at the first call, None: not at all."""
+
+    version: str | None = None
+    cubins: str | None = None
+    launcher: Launcher | None = None
+
+
+def flashinfer_files(environment: Mapping[str, str] = os.environ) -> FlashInferFiles:
+    """What this node has."""
+    version = _version("flashinfer-python")
+    package = _folder("flashinfer")
+    if version is None or package is None:
+        return FlashInferFiles()
+    return FlashInferFiles(version, _cubins(package, version, environment), _launcher(version, environment))
+
+
+def _cubins(package: Path, version: str, environment: Mapping[str, str]) -> str | None:
+    """The folder that FlashInfer would read, if every kernel that its list names is in it."""
+    folder, kernels = _cubin_folder(version, environment), _kernel_path(package)
+    if kernels is None or not (folder / kernels / "checksums.txt").is_file():
+        return None
+    listed = (folder / kernels / "checksums.txt").read_text(encoding="utf-8").count(".cubin")
+    found = sum(entry.name.endswith(".cubin") for entry in os.scandir(folder / kernels))
+    return str(folder) if 0 < listed <= found else None
+
+
+def _cubin_folder(version: str, environment: Mapping[str, str]) -> Path:
+    """FlashInfer's order: its variable, the package of the same version, the cache."""
+    if named := environment.get("FLASHINFER_CUBIN_DIR"):
+        return Path(named)
+    package, unchecked = _folder("flashinfer_cubin"), environment.get("FLASHINFER_DISABLE_VERSION_CHECK")
+    if package is not None and (unchecked or _version("flashinfer-cubin") == version):
+        return package / "cubins"
+    return Path(environment.get("FLASHINFER_WORKSPACE_BASE") or Path.home()) / ".cache" / "flashinfer" / "cubins"
+
+
+def _kernel_path(package: Path) -> str | None:
+    """`ArtifactPath.TRTLLM_GEN_FMHA` of FlashInfer's artifacts.py: the folder of the attention kernels, named by their build."""
+    tree = ast.parse((package / "artifacts.py").read_text(encoding="utf-8"))
+    paths = next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "ArtifactPath"), None)
+    for node in paths.body if paths else ():
+        match node:
+            case ast.AnnAssign(target=ast.Name(id="TRTLLM_GEN_FMHA"), value=ast.Constant(value=str(path))):
+                return path
+    return None
+
+
+def _launcher(version: str, environment: Mapping[str, str]) -> Launcher | None:
+    if (_version("flashinfer-jit-cache") or "").partition("+")[0] == version:
+        return "prebuilt"
+    path = environment.get("PATH", os.defpath)
+    home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH") or "/usr/local/cuda"
+    nvcc = shutil.which("nvcc", path=os.pathsep.join([path, str(Path(home) / "bin")]))
+    ninja = shutil.which("ninja", path=path) or importlib.util.find_spec("ninja")
+    return "nvcc" if nvcc and ninja else None
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _folder(package: str) -> Path | None:
+    """Where a package lies, without importing it."""
+    found = importlib.util.find_spec(package)
+    return Path(found.origin).parent if found is not None and found.origin else None

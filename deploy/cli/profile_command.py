@@ -1,0 +1,229 @@
+"""`quartet profile`: where the time of a decode step goes, without Ray and without a core."""
+
+import argparse
+import csv
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deploy.cli.output import OK, Part, Subparsers, Table, command, emit
+from engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from engine.rank.profiling.session import ProfileRequest
+    from engine.rank.profiling.step_nodes import StepNode, StepProfile
+    from engine.rank.profiling.step_times import StepTime
+
+SWEEP_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+SWEEP_CONTEXTS = (1024, 8192, 32768, 131072)
+
+HELP = """\
+Weights and contexts are random and made on the device; nothing is downloaded but a config, and nothing is served.
+
+  quartet profile dummy:31b --tp 4                          four ranks on four GPUs: a step's nodes, batch 1, context 1024
+  quartet profile dummy:31b --tp 4 --loopback               one rank's shard on one GPU, its sums looped back: all but the wires
+  quartet profile dummy:26b-a4b --batch 1 32 --trace t.json    and a trace for Perfetto or chrome://tracing, a file a batch
+  quartet profile dummy:31b --tp 4 --loopback --sweep --csv tpot.csv --plot tpot.png     step time by batch and context
+  quartet profile random:31b --device cpu --dtype float32   a rehearsal on a nano shape, by the wall clock
+
+us: from the end of the node before to its own end, so that nodes add up to the step. alone: its kernels where none overlaps
+another. floor: its weights, K and V at the read rate. hidden: what of its time alone costs the step nothing.
+hidden share = 1 - (step - sum of the products alone) / (sum of the other nodes alone).
+--sweep: launch is a step through the runner, two out at a time; graph the captured step replayed back to back. Batches and
+contexts whose pages do not fit beside the others are left out, and named.
+
+exit codes: 0 measured; 2 it cannot run like this"""
+
+
+def register(commands: Subparsers) -> None:
+    """Adds the subcommand."""
+    parser = command(commands, "profile", "the nodes of a decode step, or its time by batch and context", HELP)
+    parser.add_argument("model", help="a folder, a hub id, nano:, random: or dummy:<member>; only its config is read")
+    where = parser.add_argument_group("where")
+    where.add_argument("--tp", type=int, default=1, help="ranks (default: %(default)s)")
+    where.add_argument("--loopback", action="store_true", help="one rank of them, on one device")
+    where.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    where.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    what = parser.add_argument_group("what")
+    what.add_argument("--batch", type=int, nargs="+", metavar="N", help="sequences decoding (default: 1; sweep: 1 to 256)")
+    what.add_argument("--context", type=int, nargs="+", metavar="N", help="tokens of each (default: 1024; sweep: 1k to 128k)")
+    what.add_argument("--steps", type=int, default=64, help="steps timed (default: %(default)s)")
+    what.add_argument("--prefill-budget", type=int, default=512, help="of the engine that is measured (default: %(default)s)")
+    what.add_argument("--read-rate", type=float, metavar="TB/S", help="of the floors (default: H200's best 4.56, or measured)")
+    what.add_argument("--sweep", action="store_true", help="times of whole steps instead of nodes")
+    out = parser.add_argument_group("output")
+    out.add_argument("--all", action="store_true", help="every node, not folded over layers")
+    out.add_argument("--trace", type=Path, metavar="FILE", help="write the nodes as a Chrome trace")
+    out.add_argument("--csv", type=Path, metavar="FILE", help="write the sweep as CSV")
+    out.add_argument("--plot", type=Path, metavar="FILE", help="draw the sweep: *.png, *.svg or *.pdf (needs matplotlib)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures and prints."""
+    _check_outputs(args)
+    request = _request(args)
+    if args.sweep:
+        _sweep(args, request)
+    else:
+        _nodes(args, request)
+    return OK
+
+
+def _check_outputs(args: argparse.Namespace) -> None:
+    """Before anything is measured: ConfigError where an output has no place, or does not belong to what is measured."""
+    for name, wanted in (("trace", not args.sweep), ("csv", args.sweep), ("plot", args.sweep)):
+        path: Path | None = getattr(args, name)
+        if path is not None and not wanted:
+            raise ConfigError(f"--{name} goes {'with' if name != 'trace' else 'without'} --sweep")
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigError(f"--{name}: {path.parent} is no folder")
+    if args.plot is not None:
+        from deploy.load.plot import check_plot
+
+        check_plot(args.plot)
+
+
+def _request(args: argparse.Namespace) -> "ProfileRequest":
+    from deploy.models.resolve import resolve
+    from engine.rank.profiling.session import ProfileRequest
+
+    _check_device(args)
+    batches = args.batch or (SWEEP_BATCHES if args.sweep else (1,))
+    contexts = args.context or (SWEEP_CONTEXTS if args.sweep else (1024,))
+    if min(*batches, *contexts, args.tp) < 1:
+        raise ConfigError("--batch, --context and --tp begin at 1")
+    return ProfileRequest(
+        folder=resolve(args.model), tp=args.tp, loopback=args.loopback, device=args.device, dtype=args.dtype,
+        batches=tuple(batches), contexts=tuple(contexts), steps=args.steps, prefill_budget=args.prefill_budget,
+        read_rate=args.read_rate and 1e12 * args.read_rate,
+    )  # fmt: skip
+
+
+def _check_device(args: argparse.Namespace) -> None:
+    """ConfigError where the GPUs are not there."""
+    import torch
+
+    if args.device == "cuda":
+        found, wanted = torch.cuda.device_count(), 1 if args.loopback else args.tp
+        if found < wanted:
+            raise ConfigError(f"{wanted} GPUs are asked for, this machine has {found}; --device cpu rehearses on nano shapes")
+
+
+def report(text: str) -> None:
+    """Progress, on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+# -- nodes
+
+
+def _nodes(args: argparse.Namespace, request: "ProfileRequest") -> None:
+    from engine.rank.profiling.chrome_trace import chrome_trace
+    from engine.rank.profiling.session import profiles
+
+    found = profiles(request, report)
+    shown = [part for each in found for part in parts(each, folded=not args.all)]
+    emit([_value(each) for each in found], shown, as_json=args.json)
+    if args.trace is not None:
+        for each in found:
+            path = args.trace if len(found) == 1 else _numbered(args.trace, f"b{each.batch}-c{each.context}")
+            path.write_text(json.dumps(chrome_trace(each)), encoding="utf-8")
+            report(f"trace in {path}")
+
+
+def _numbered(path: Path, name: str) -> Path:
+    return path.with_stem(f"{path.stem}-{name}")
+
+
+def _value(profile: "StepProfile") -> dict[str, Any]:
+    """For --json."""
+    nodes = [{**asdict(node), "bytes": node.bytes, "floor_us": profile.floor_us(node)} for node in profile.nodes]
+    about = {name: getattr(profile, name) for name in ("batch", "context", "step_ms", "hidden_share", "read_rate", "overlapped")}
+    return {**about, "floor_ms": 1e-3 * sum(node["floor_us"] for node in nodes), "nodes": nodes}
+
+
+def parts(profile: "StepProfile", *, folded: bool) -> Iterator[Part]:
+    """The table of one profile, and its sums."""
+    alone = "us alone" if profile.overlapped else ""
+    columns = ("node", "kernels", ">count", ">us each", f">{alone}", ">us", ">MB", ">floor us", ">share", ">hidden")
+    nodes = profile.folded() if folded else [(1, replace(node, name=_full_name(node))) for node in profile.nodes]
+    rows = [_row(profile, count, node) for count, node in nodes]
+    yield Table(f"batch {profile.batch}, context {profile.context}", columns, rows)
+    floor = sum(profile.floor_us(node) for node in profile.nodes)
+    yield f"step {profile.step_ms:.3f} ms; floor {1e-3 * floor:.3f} ms, of bytes at {profile.read_rate / 1e12:.2f} TB/s"
+    if profile.hidden_share is not None:
+        yield f"hidden share of all but the products: {profile.hidden_share:.0%}"
+
+
+def _full_name(node: "StepNode") -> str:
+    return node.name if node.layer is None else f"{node.layer} {node.name}"
+
+
+def _row(profile: "StepProfile", count: int, node: "StepNode") -> tuple[str, ...]:
+    hides = profile.overlapped and not node.weights and node.alone_us
+    return (
+        node.name,
+        _short(node.kernels),
+        str(count),
+        f"{node.us / count:.2f}",
+        f"{node.alone_us / count:.2f}" if profile.overlapped else "",
+        f"{node.us:.1f}",
+        f"{node.bytes / 1e6:.1f}" if node.bytes else "",
+        f"{profile.floor_us(node):.1f}" if node.bytes else "",
+        f"{1e-3 * node.us / profile.step_ms:.1%}",
+        f"{1 - node.us / node.alone_us:.0%}" if hides else "",
+    )
+
+
+def _short(kernels: Sequence[str]) -> str:
+    return " ".join(kernels[:3]) + (f" +{len(kernels) - 3}" if len(kernels) > 3 else "")
+
+
+# -- sweep
+
+
+def _sweep(args: argparse.Namespace, request: "ProfileRequest") -> None:
+    from engine.rank.profiling.session import step_times
+
+    found = step_times(request, report)
+    columns = (">batch", ">context", ">launch ms", ">graph ms", ">floor ms")
+    rows = [tuple(_cell(value) for value in asdict(each).values()) for each in found]
+    emit([asdict(each) for each in found], [Table("milliseconds a step", columns, rows)], as_json=args.json)
+    if args.csv is not None:
+        _write_csv(args.csv, found)
+    if args.plot is not None:
+        _draw(args.plot, f"{args.model}, TP={args.tp}{', one rank in loopback' if args.loopback else ''}", found)
+
+
+def _cell(value: float | None) -> str:
+    return "" if value is None else str(value) if isinstance(value, int) else f"{value:.3f}"
+
+
+def _write_csv(path: Path, found: "Sequence[StepTime]") -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [*asdict(found[0])], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({name: _cell(value) for name, value in asdict(each).items()} for each in found)
+
+
+def _draw(path: Path, title: str, found: "Sequence[StepTime]") -> None:
+    """Time per output token against batch, a line a context; its floor dashed in the same colour."""
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    for context in sorted({each.context for each in found}):
+        line = [each for each in found if each.context == context]
+        batches = [each.batch for each in line]
+        (drawn,) = axes.plot(batches, [each.launch_ms for each in line], marker="o", label=f"context {context}")
+        axes.plot(batches, [each.floor_ms for each in line], linestyle="--", color=drawn.get_color(), alpha=0.6)
+    axes.set_xscale("log", base=2)
+    axes.set(title=title, xlabel="batch", ylabel="time per output token, ms (dashed: its bytes at the read rate)")
+    axes.set_ylim(bottom=0)
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,474 @@
+"""The arguments of a tool call, from Gemma 4's notation to JSON, piece by piece.
+
+    {city:<|"|>Paris<|"|>,days:3,at:{lat:48.9}}        ->        {"city":"Paris","days":3,"at":{"lat":48.9}}
+
+Strings stand between quote markers, which are token ids: `quote()` says that one came, and a `<|"|>` spelled in ordinary tokens is
+text. A pushdown automaton reads the rest; what a reader cannot decide yet stays in the text until more has come:
+
+                  key:                   { or [                       marker, " or '
+    _key ----------------> _value_start ---------> _key/_value_start ---------------> _string <--------.
+      ^                        |                                                         | quote       | the string goes on
+      |                        | anything else                                           v             |
+      |                        `---------> _bare -----> _bare_string                  _closing --------'
+      '------- , -------------------- , ----'------ marker --'---------- the string is over '
+
+JSON goes out as soon as it is certain, numbers as they are written. What models write beside the notation is understood:
+
+    key:Paris, France<|"|>,            the first marker is missing: the string goes up to the next one
+    key:<|"|>say <|"|>hi<|"|>.<|"|>    a marker inside a string stands for ": one ends it only where the notation can go on
+    key:"a", key:'a', "key":1          JSON's and Python's quotes
+    (key=1), ({"key":1}), {{key:1}}    Python's and JSON's calls
+    key:<|"|>a<|"|>b:2, [1,,2]         commas too few or too many
+    {key}                              a key without a value: null
+    key:anything else                  a string
+
+What the model did not end is not ended here when it is a string: the beginning of a command may be another command.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.front.value_schema import ValueSchema, json_kind, literal_kind
+
+_KEY = r"""(?:[\w$./@-]{1,128}|"[^"]{1,128}"|'[^']{1,128}')"""
+_SPACE = re.compile(r"\s*")
+_SPACE_AND_COMMAS = re.compile(r"[\s,]*")
+_KEY_END = {closer: re.compile(rf"""(?:"[^"]*"|'[^']*')?[^:=,{closer}]*""") for closer in "})"}
+_VALUE_END = {closer: re.compile(rf"[,\{closer}]") for closer in "})]"}
+_PLAIN_TEXT = {quote: re.compile(rf"(?:[^{quote}\\]|\\.)*", re.DOTALL) for quote in "\"'"}
+_HALF_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?\Z")
+_ESCAPE = re.compile(r'(\\(?:u[0-9a-fA-F]{4}|["\\/bfnrt]))')
+_NEXT_KEY = re.compile(rf",\s*{_KEY}\s*[:=]")
+_NEXT_KEY_OF_ANY_FORM = re.compile(r"""(?:,\s*)?(?P<key>"[^"]{1,128}"|'[^']{1,128}'|[^\s"':=,][^"':=,]{0,127}?)\s*[:=]""")
+_NEXT_KEY_BEGUN = re.compile(r"""(?:,\s*)?(?:"[^"]{0,128}"?|'[^']{0,128}'?|[^\s"':=,][^"':=,]{0,127})?\s*""")
+_BEFORE_MEMBER = re.compile(rf".*(?:[,{{(]\s*{_KEY}\s*[:=]|\[)\s*", re.DOTALL)  # text behind which a string begins: of an object
+_BEFORE_ELEMENT = re.compile(r".*,\s*", re.DOTALL)  # and of an array
+_BRACKETS = re.compile(r"[][{}(),]")
+_HALF_LITERAL = re.compile(r"-?(?:[0-9][0-9.eE+-]*)?|t(?:r(?:ue?)?)?|f(?:a(?:l(?:se?)?)?)?|n(?:u(?:ll?)?)?")
+_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+_AHEAD = 256  # characters that a reader may wait for; longer keys are cut, longer look ahead has found nothing
+
+
+@dataclass(slots=True)
+class _Container:
+    """An open object or array: `closer` ends it in the model's text, `json` in JSON (nothing: its brackets were superfluous)."""
+
+    closer: str
+    json: str
+    schema: ValueSchema
+    empty: bool = True
+    quoted_keys: bool = False
+
+    @property
+    def is_array(self) -> bool:
+        return self.closer == "]"
+
+
+class ArgumentsParser:
+    """One call's arguments from behind their opening bracket on. Feed it text and quote markers; `take` the JSON made of them."""
+
+    def __init__(self, schema: ValueSchema, opener: str = "{") -> None:
+        self._out = ["{"]
+        self._open = [_Container(")" if opener == "(" else "}", "}", schema)]
+        self._text, self._at = "", 0  # read from _at on
+        self._waiting: list[str] = []  # text that nobody reads before the next marker
+        self._schema = schema  # of the value that is being read
+        self._quote = ""  # what began the open string: " or ', or the marker
+        self._collected: list[str] | None = None  # of a string where the schema knows none
+        self._final = False  # nothing more comes: what is ambiguous is decided
+        self._read: Callable[[], bool] = self._key  # True: it got on; False: it needs more text
+
+    @property
+    def ended(self) -> bool:
+        """The arguments are over."""
+        return not self._open
+
+    @property
+    def in_string(self) -> bool:
+        """Markers other than the quote are text now."""
+        return self._read in (self._string, self._quoted_key)
+
+    def take(self) -> str:
+        """The JSON made since the last call."""
+        made, self._out = "".join(self._out), []
+        return made
+
+    def push(self, text: str) -> None:
+        """More text. Once `ended`, what stands behind the closing bracket is `rest`."""
+        self._waiting.append(text)
+        if self._read not in (self._bare_string, self._quoted_key):
+            self._run()
+
+    @property
+    def rest(self) -> str:
+        """What has not been read."""
+        return self._text[self._at :]
+
+    def quote(self) -> None:
+        """A quote marker has come."""
+        self._gather()
+        match self._read:
+            case self._string:
+                self._read = self._closing
+            case self._closing:
+                self._marker_after_quote()
+            case self._bare | self._bare_string:
+                self._marker_after_bare()
+            case self._value_start:
+                self._begin_string("")
+            case self._quoted_key:
+                self._begin_member(self._take_rest())
+                self._read = self._colon
+            case self._key if not self.rest.strip(" \t\r\n,"):
+                self._open[-1].quoted_keys = True
+                self._take_rest()
+                self._read = self._quoted_key
+            case _:
+                self._text += '"'
+
+    def end(self) -> None:
+        """The model has ended the call: open brackets are closed, an open string is not."""
+        self._finish()
+        if self.ended:
+            return
+        if self.in_string:
+            self._cut_off()
+            return
+        if self._read in (self._bare, self._bare_string):
+            self._put_bare(self._take_rest())
+        elif self._read == self._key and self.rest.strip():
+            self._begin_member(self._take_rest())
+        self._put_null_if_absent()
+        self._out += [container.json for container in reversed(self._open)]
+        self._open.clear()
+
+    def cut(self) -> None:
+        """Nothing more comes: all that came goes out, and nothing is closed."""
+        self._gather()
+        while self._read == self._closing:
+            self._end_string()
+            self._run()
+        if not self.ended:
+            self._cut_off()
+
+    def _cut_off(self) -> None:
+        """Whatever is left, as the beginning of what it seems to be."""
+        text = self._take_rest()
+        if self._read == self._string:
+            self._put_text(_json_text(text, self._quote))
+            self._out += ['"', *self._collected] if self._collected else []
+        elif self._read in (self._bare, self._bare_string):
+            self._begin_value()
+            half_literal = self._read == self._bare and _HALF_LITERAL.fullmatch(text) and self._literal("0")
+            self._out.append(text if half_literal else '"' + _escaped(text))
+        elif text:
+            self._begin_element()
+            self._out.append('"' + _escaped(text))
+        self._open.clear()
+
+    # --- the text ---
+
+    def _run(self) -> None:
+        self._gather()
+        while self._at < len(self._text) and self._open and self._read():
+            pass
+
+    def _finish(self) -> None:
+        """Read on as if nothing more came."""
+        self._final = True
+        self._run()
+
+    def _gather(self) -> None:
+        self._text = self._text[self._at :] + "".join(self._waiting)
+        self._at = 0
+        self._waiting.clear()
+
+    def _take_rest(self) -> str:
+        rest, self._text, self._at = self.rest, "", 0
+        return rest
+
+    def _skip(self, pattern: re.Pattern[str]) -> bool:
+        """Whether something is left behind what is skipped."""
+        found = pattern.match(self._text, self._at)
+        self._at = found.end() if found else self._at
+        return self._at < len(self._text)
+
+    def _may_wait(self) -> bool:
+        return not self._final and len(self._text) - self._at <= _AHEAD
+
+    # --- keys ---
+
+    def _key(self) -> bool:
+        if not self._skip(_SPACE_AND_COMMAS):
+            return False
+        container, char = self._open[-1], self._text[self._at]
+        if char == container.closer:
+            return self._close()
+        if char == "{":
+            self._at += 1
+            self._open.append(_Container("}", "", container.schema, container.empty))
+            return True
+        found = _KEY_END[container.closer].match(self._text, self._at)
+        end = found.end() if found else self._at
+        half_quoted = char in "\"'" and self._text.find(char, self._at + 1) < 0
+        if (end == len(self._text) or half_quoted) and self._may_wait():
+            return False
+        end = min(end, self._at + _AHEAD)
+        self._begin_member(self._text[self._at : end])
+        self._at = end
+        self._read = self._colon
+        return True
+
+    def _quoted_key(self) -> bool:
+        return False
+
+    def _begin_member(self, key: str) -> None:
+        name = _without_quotes(key.strip())
+        self._begin_element()
+        self._out += (_quoted(name), ":")
+        self._schema = self._open[-1].schema.member(name)
+
+    def _colon(self) -> bool:
+        if not self._skip(_SPACE):
+            return False
+        if self._text[self._at] in ":=":
+            self._at += 1
+            self._read = self._value_start
+        else:
+            self._put_null_if_absent()
+        return True
+
+    def _put_null_if_absent(self) -> None:
+        """A key without a value is null."""
+        if self._read == self._colon or (self._read == self._value_start and not self._open[-1].is_array):
+            self._put("null")
+
+    def _begin_element(self) -> None:
+        if not self._open[-1].empty:
+            self._out.append(",")
+        self._open[-1].empty = False
+
+    # --- values ---
+
+    def _value_start(self) -> bool:
+        container = self._open[-1]
+        if not self._skip(_SPACE_AND_COMMAS if container.is_array else _SPACE):
+            return False
+        char = self._text[self._at]
+        if char in (container.closer, ","):
+            return self._close() if container.is_array else self._put("null")
+        if char in "{[":
+            self._at += 1
+            return self._begin_container(char)
+        if char in "\"'":
+            self._at += 1
+            return self._begin_string(char)
+        self._read = self._bare
+        return True
+
+    def _begin_container(self, opener: str) -> bool:
+        self._begin_value()
+        self._out.append(opener)
+        if opener == "{":
+            self._open.append(_Container("}", "}", self._schema))
+            self._read = self._key
+        else:
+            self._open.append(_Container("]", "]", self._schema))
+            self._schema = self._schema.element()
+        return True
+
+    def _close(self) -> bool:
+        self._at += 1
+        closed = self._open.pop()
+        self._out.append(closed.json)
+        if self._open:
+            self._open[-1].empty &= closed.empty and not closed.json
+            self._after_value()
+        return True
+
+    def _begin_value(self) -> None:
+        if self._open[-1].is_array:
+            self._begin_element()
+
+    def _put(self, value: str) -> bool:
+        self._begin_value()
+        self._out.append(value)
+        self._after_value()
+        return True
+
+    def _after_value(self) -> None:
+        if self._open[-1].is_array:
+            self._schema = self._open[-1].schema.element()
+            self._read = self._value_start
+        else:
+            self._read = self._key
+
+    # --- values without quotes ---
+
+    def _bare(self) -> bool:
+        end = _VALUE_END[self._open[-1].closer].search(self._text, self._at)
+        if end is None and self._may_wait():
+            return False
+        literal = self._literal(self._text[self._at : end.start()]) if end else None
+        if end is None or literal is None:
+            self._read = self._bare_string
+            return self._final
+        self._at = end.start()
+        return self._put(literal)
+
+    def _bare_string(self) -> bool:
+        """Its first marker may be missing: whether a comma or bracket ends it is known at the next marker."""
+        end = self._end_of_bare_string()
+        if end is None:
+            return False
+        self._put_bare(self._text[self._at : end])
+        self._at = end
+        return True
+
+    def _end_of_bare_string(self) -> int | None:
+        """The comma before the next key or element, or the closing bracket; None: neither is there."""
+        container, depth = self._open[-1], 0
+        for found in _BRACKETS.finditer(self._text, self._at):
+            char, place = found[0], found.start()
+            if depth == 0 and char == container.closer:
+                return place
+            if depth == 0 and char == "," and (container.is_array or _NEXT_KEY.match(self._text, place)):
+                return place
+            depth += (char in "([{") - (char in ")]}" and depth > 0)
+        return None
+
+    def _put_bare(self, text: str) -> None:
+        self._put(self._literal(text) or _quoted(text.strip()))
+
+    def _literal(self, text: str) -> str | None:
+        """A number or a word as JSON has it; None: it is a string, also where the schema wants one."""
+        word = text.strip() if self._schema.allows("string") else _PYTHON_WORDS.get(text.strip(), text.strip())
+        kind = literal_kind(word)
+        wanted = kind == "null" or self._schema.allows(kind or "") or not self._schema.allows("string")
+        return word if kind and wanted else None
+
+    def _marker_after_bare(self) -> None:
+        """It ends a string whose first marker is missing; or other values came in between, and it begins one."""
+        before = self.rest
+        if _BEFORE_MEMBER.fullmatch(before) or (self._open[-1].is_array and _BEFORE_ELEMENT.fullmatch(before)):
+            self._finish()
+            self._final = False
+        if self._read == self._value_start:
+            self._begin_string("")
+        elif self._read == self._key:
+            self.quote()
+        else:
+            self._begin_string("")
+            self._put_text(_escaped(self._take_rest()))
+            self._end_string()
+
+    # --- strings ---
+
+    def _begin_string(self, quote: str) -> bool:
+        self._begin_value()
+        self._quote = quote
+        self._collected = None if self._schema.allows("string") else []
+        if self._collected is None:
+            self._out.append('"')
+        self._read = self._string
+        return True
+
+    def _string(self) -> bool:
+        if not self._quote:
+            self._put_text(_escaped(self._take_rest()))
+            return True
+        found = _PLAIN_TEXT[self._quote].match(self._text, self._at)
+        end = found.end() if found else self._at
+        half = _HALF_ESCAPE.search(self._text, max(self._at, len(self._text) - 6))
+        if half is not None and end + 1 >= half.start():
+            end = min(end, half.start())
+        self._put_text(_json_text(self._text[self._at : end], self._quote))
+        self._at = end
+        if self._text[end : end + 1] != self._quote:
+            return False
+        self._at += 1
+        self._read = self._closing
+        return True
+
+    def _put_text(self, text: str) -> None:
+        (self._out if self._collected is None else self._collected).append(text)
+
+    def _closing(self) -> bool:
+        """A quote has come: it ends the string, if what follows says so."""
+        over = self._string_is_over()
+        if over is None and not self._may_wait():
+            over = self._final
+        if over:
+            self._end_string()
+        elif over is False:
+            self._put_text(_escaped(self._quote or '"'))
+            self._read = self._string
+        return over is not None
+
+    def _marker_after_quote(self) -> None:
+        """A marker in the look ahead: behind a comma it may begin the next string; otherwise it is as good an end as the last."""
+        ahead = self.rest.strip()
+        if ahead == "," and self._open[-1].quoted_keys:
+            self._end_string()
+            self.quote()
+        else:
+            self._put_text(_escaped((self._quote or '"') + self._take_rest()))
+
+    def _string_is_over(self) -> bool | None:
+        """Whether the notation can go on with the text as it stands; None: there is too little of it."""
+        text, at, depth = self._text, self._at, len(self._open)
+        while True:
+            at = _end_of(_SPACE, text, at)
+            if not depth or text[at : at + 1] != self._open[depth - 1].closer:
+                break
+            at, depth = at + 1, depth - 1
+        if at == len(text):
+            return None
+        if not depth:
+            return text.startswith("call:", at)
+        container = self._open[depth - 1]
+        if container.is_array:
+            return text[at] == ","
+        if _NEXT_KEY.match(text, at):
+            return True
+        other = _NEXT_KEY_OF_ANY_FORM.match(text, at)
+        if other is not None:
+            return container.schema.declares(_without_quotes(other["key"]))
+        return None if _end_of(_NEXT_KEY_BEGUN, text, at) == len(text) else False
+
+    def _end_string(self) -> None:
+        if self._collected is None:
+            self._out.append('"')
+        else:
+            escaped = "".join(self._collected)
+            text = json.loads(f'"{escaped}"')
+            kind = json_kind(text)
+            self._out.append(text if kind and self._schema.allows(kind) else f'"{escaped}"')
+        self._after_value()
+
+
+def _end_of(pattern: re.Pattern[str], text: str, at: int) -> int:
+    found = pattern.match(text, at)
+    return found.end() if found else at
+
+
+def _without_quotes(key: str) -> str:
+    return key[1:-1] if len(key) > 1 and key[0] == key[-1] and key[0] in "\"'" else key
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _escaped(text: str) -> str:
+    return _quoted(text)[1:-1]
+
+
+def _json_text(text: str, quote: str) -> str:
+    """The inside of a string as JSON writes it; between plain quotes the model's own escapes stay."""
+    if not quote:
+        return _escaped(text)
+    parts = _ESCAPE.split(text.replace("\\'", "'"))
+    return "".join(part if place % 2 else _escaped(part) for place, part in enumerate(parts))

@@ -1,0 +1,69 @@
+"""What a reply is made of, as typed parts: text of the answer, text of a thought, a tool call, more of a call's arguments."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text of the answer itself."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text of a thought, which comes before the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallStart:
+    """A call begins; its arguments follow. `index`: its place among the reply's calls; `id`: no other call has it."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """More of the arguments of call `index`: JSON text, which is only complete once the call is."""
+
+    index: int
+    text: str
+
+
+Part = Content | Reasoning | ToolCallStart | Arguments
+
+
+def joined(parts: Iterable[Part]) -> list[Part]:
+    """The same parts; neighbours of one kind (and of one call) are one part."""
+    made: list[Part] = []
+    for _, group in groupby(parts, _kind):
+        run = list(group)
+        made.append(run[0] if len(run) == 1 else _concatenated(run))
+    return made
+
+
+def _kind(part: Part) -> tuple[type[Part], int | str]:
+    match part:
+        case Arguments(index=index):
+            return Arguments, index
+        case ToolCallStart(id=name):
+            return ToolCallStart, name
+    return type(part), 0
+
+
+def _concatenated(run: list[Part]) -> Part:
+    text = "".join(part.text for part in run if not isinstance(part, ToolCallStart))
+    match run[0]:
+        case Content():
+            return Content(text)
+        case Reasoning():
+            return Reasoning(text)
+        case Arguments(index=index):
+            return Arguments(index, text)
+    raise AssertionError(f"two calls of one id: {run}")

@@ -1,0 +1,366 @@
+"""A reply, token by token: the answer's text, thoughts and tool calls told apart by Gemma 4's markers, which are token ids.
+
+    <|channel>thought\\n ... \\n<channel|>  Sure.  <|tool_call>call:get_weather{city:<|"|>Paris<|"|>}<tool_call|>
+              Reasoning                   Content             ToolCallStart, Arguments ...
+
+A marker never comes in halves, and one that is spelled in ordinary tokens is text. Each token is looked at once; how tokens are
+batched does not matter. Nothing is lost: what turns out to be no call is content, its markers written out.
+
+    state      text is                                            left by
+    CONTENT    content                                            <|channel>, and with tools <|tool_call>
+    LABEL      "thought\\n", the channel's name                    its end, or anything else
+    THOUGHT    reasoning; one final newline belongs to the marker <channel|>, <|tool_call>
+    GAP        white space, or `call:NAME{` without its marker    text that is neither
+    HEAD       a call's name                                      { or (, or text that is no name
+    ARGUMENTS  for ArgumentsParser                                the closing bracket, <tool_call|>
+
+GAP is where a call may begin: the start of the answer, behind a thought, behind a call. Some models leave its marker out there.
+"""
+
+import enum
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from engine.front.arguments import ArgumentsParser
+from engine.front.parts import Arguments, Content, Part, Reasoning, ToolCallStart, joined
+from engine.front.text import Detokenizer, Pieces, TextProcessor
+from engine.front.tools import Tools
+
+LABEL = "thought\n"
+_NAME = r"[\w.:/-]{0,256}"
+_HEAD = re.compile(rf"\s*(?P<prefix>call\s*:)?:?\s*(?P<name>{_NAME})\s*")
+_OPENER = re.compile(r"[{(]")
+_HEAD_CHARACTERS = 300
+
+
+_MARKERS = {
+    "<|channel>": "begin_thought",
+    "<channel|>": "end_thought",
+    "<|tool_call>": "begin_call",
+    "<tool_call|>": "end_call",
+    '<|"|>': "quote",
+}
+_BOUNDARIES = ("<|turn>", "<turn|>", "<|tool_response>", "<tool_response|>")
+
+
+@dataclass(frozen=True)
+class Markers:
+    """The token ids that give a reply its structure."""
+
+    begin_thought: int
+    end_thought: int
+    begin_call: int
+    end_call: int
+    quote: int
+    boundaries: frozenset[int]  # where a thought, a call, a result or a turn begins or ends
+
+    @property
+    def of_calls(self) -> tuple[int, int, int]:
+        """Those that are written out where there is no call."""
+        return self.begin_call, self.end_call, self.quote
+
+    @classmethod
+    def of(cls, text: TextProcessor) -> Self | None:
+        """Of a checkpoint; None where its vocabulary lacks them."""
+        ids = {name: text.control_id(name) for name in (*_MARKERS, *_BOUNDARIES)}
+        found = {name: number for name, number in ids.items() if number is not None}
+        if not found.keys() >= _MARKERS.keys():
+            return None
+        boundaries = frozenset(number for name, number in found.items() if _MARKERS.get(name) != "quote")
+        return cls(**{field: found[name] for name, field in _MARKERS.items()}, boundaries=boundaries)
+
+    def open_thought(self, prompt: Sequence[int]) -> Sequence[int] | None:
+        """What the prompt has of a thought that the reply goes on with; None: it leaves none open."""
+        for place in range(len(prompt) - 1, -1, -1):
+            if prompt[place] in self.boundaries:
+                return prompt[place + 1 :] if prompt[place] == self.begin_thought else None
+        return None
+
+
+class State(enum.Enum):
+    """What text is, at one point of a reply."""
+
+    CONTENT = enum.auto()
+    LABEL = enum.auto()
+    THOUGHT = enum.auto()
+    GAP = enum.auto()
+    HEAD = enum.auto()
+    ARGUMENTS = enum.auto()
+
+
+_THINKING = (State.LABEL, State.THOUGHT)
+
+
+def _new_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+class ReplyParser:
+    """One reply. `tools`: only with some are calls looked for. `show_special`: other control tokens show in the content.
+
+    `reasoning_tokens` of those pushed were thoughts, markers included; `calls` have begun, `ended_calls` of them are over.
+    """
+
+    def __init__(
+        self,
+        pieces: Pieces,
+        markers: Markers,
+        tools: Tools | None = None,
+        *,
+        prompt: Sequence[int] = (),
+        show_special: bool = False,
+        new_id: Callable[[], str] = _new_id,
+    ) -> None:
+        self._pieces, self._markers, self._tools, self._new_id = pieces, markers, tools or Tools(()), new_id
+        self._detokenizer = Detokenizer(pieces, skip_special_tokens=False)
+        self._show_special = show_special
+        self._parts: list[Part] = []
+        self._held = ""  # text whose meaning is not known yet; of one kind a state
+        self._reasoned = self._new_block = False
+        self._arguments: ArgumentsParser | None = None
+        self._call_is_open = False  # <tool_call|> may still come
+        self.reasoning_tokens = self.calls = self.ended_calls = 0
+        self._state = State.GAP if self._tools else State.CONTENT
+        self._readers: dict[State, Callable[[str], str]] = {
+            State.CONTENT: self._content,
+            State.LABEL: self._label,
+            State.THOUGHT: self._thought,
+            State.GAP: self._gap,
+            State.HEAD: self._head,
+            State.ARGUMENTS: self._more_arguments,
+        }
+        self._resume(markers.open_thought(prompt))
+
+    def push(self, tokens: Sequence[int]) -> list[Part]:
+        """What these tokens add."""
+        if self._pieces.special.isdisjoint(tokens):
+            self._count(len(tokens))
+            self._read(self._detokenizer.push(tokens))
+        else:
+            for token in tokens:
+                self._one(token)
+        return self._take()
+
+    def end(self, *, cut: bool) -> list[Part]:
+        """The end. `cut`: by the limit of tokens; then half of a name is nothing, and arguments are not completed."""
+        if self._state is not State.HEAD or not cut:
+            self._read(self._detokenizer.flush())
+        if self._arguments is not None:
+            self._read(self._end_arguments(complete=not cut))
+        match self._state:
+            case State.LABEL | State.THOUGHT if not cut:
+                self._end_thought()
+            case State.GAP if self._held.strip() or not self.calls:
+                self._answer(self._held)
+            case State.HEAD if not cut:
+                self._no_call()
+        self._held = ""
+        return self._take()
+
+    def _resume(self, thought: Sequence[int] | None) -> None:
+        """Go on with a thought that the prompt has begun: what stands there is not said again."""
+        if thought is not None:
+            self._begin_thought()
+            self.push(thought)
+            self.reasoning_tokens, self._reasoned = 0, False
+            self._held = self._held if self._state is State.LABEL else ""
+
+    # --- tokens ---
+
+    def _one(self, token: int) -> None:
+        if token not in self._pieces.special:
+            self._count(1)
+            self._read(self._detokenizer.push([token]))
+            return
+        self._read(self._detokenizer.flush())
+        if self._arguments is None:
+            self._marker(token)
+        else:
+            self._marker_in_arguments(token, self._arguments)
+
+    def _marker(self, token: int) -> None:
+        """A control token outside of arguments."""
+        markers, thinking = self._markers, self._state in _THINKING
+        if token == markers.begin_thought:
+            self._count(1, begins=True)
+            if not thinking:
+                self._begin_thought()
+        elif token == markers.end_thought and thinking:
+            self._count(1)
+            self._end_thought()
+        elif token == markers.begin_call and self._tools:
+            self._begin_head()
+        elif token == markers.end_call and (self._call_is_open or self._state is State.HEAD):
+            self._end_call()
+        else:
+            self._count(1)
+            if token in markers.of_calls or (self._show_special and not thinking):
+                self._write_out(token)
+
+    def _write_out(self, token: int) -> None:
+        if self._state not in _THINKING:
+            self._no_call()
+        self._read(str(self._pieces[token]))
+
+    def _marker_in_arguments(self, token: int, arguments: ArgumentsParser) -> None:
+        if token == self._markers.quote:
+            arguments.quote()
+        elif arguments.in_string:
+            arguments.push(str(self._pieces[token]))
+        elif token == self._markers.begin_call:
+            self._begin_head()
+        elif token == self._markers.end_call:
+            self._end_call()
+        if self._arguments is arguments and arguments.ended:
+            self._read(self._end_arguments(complete=True))
+
+    def _count(self, tokens: int, *, begins: bool = False) -> None:
+        if begins or self._state in _THINKING:
+            self.reasoning_tokens += tokens
+
+    def _read(self, text: str) -> None:
+        while text:
+            text = self._readers[self._state](text)
+
+    def _take(self) -> list[Part]:
+        if self._arguments is not None:
+            self._put_arguments()
+        parts, self._parts = self._parts, []
+        return joined(parts) if len(parts) > 1 else parts
+
+    # --- text of the answer, and of thoughts ---
+
+    def _content(self, text: str) -> str:
+        self._answer(text)
+        return ""
+
+    def _answer(self, text: str) -> None:
+        if text:
+            self._parts.append(Content(text))
+
+    def _reason(self, text: str) -> None:
+        """Thoughts of several blocks are joined by a newline."""
+        if text:
+            between = "\n" if self._reasoned and self._new_block else ""
+            self._parts.append(Reasoning(between + text))
+            self._reasoned, self._new_block = True, False
+
+    def _begin_thought(self) -> None:
+        if self._held.strip() or self._state is State.HEAD:
+            self._no_call()
+        self._state, self._held, self._new_block = State.LABEL, "", True
+
+    def _label(self, text: str) -> str:
+        text = self._held + text
+        if LABEL.startswith(text) and text != LABEL:
+            self._held = text
+            return ""
+        self._held, self._state = "", State.THOUGHT
+        return text.removeprefix(LABEL)
+
+    def _thought(self, text: str) -> str:
+        text = self._held + text
+        self._held = "\n" if text.endswith("\n") else ""
+        self._reason(text.removesuffix("\n"))
+        return ""
+
+    def _end_thought(self) -> None:
+        """The newline before the marker is the template's; so is a label without one."""
+        if self._state is State.LABEL and self._held != LABEL.rstrip():
+            self._reason(self._held)
+        self._held = ""
+        self._state = State.GAP if self._tools else State.CONTENT
+
+    # --- calls ---
+
+    def _gap(self, text: str) -> str:
+        text = self._held + text
+        begun = text.lstrip()
+        head, opener, arguments = begun.partition("{")
+        if opener and self._tools.is_call(head):
+            self._begin_call(head.removeprefix("call:"), opener)
+            return arguments
+        if not begun or (not opener and self._tools.may_become_call(begun)):
+            self._held = text
+            return ""
+        self._held, self._state = "", State.CONTENT
+        return text
+
+    def _begin_head(self) -> None:
+        """<|tool_call>: it ends whatever there was."""
+        if self._arguments is not None:
+            self._read(self._end_arguments(complete=True))
+        if self._state in _THINKING:
+            self._end_thought()
+        elif self._state is State.HEAD or self._held.strip():
+            self._no_call()
+        self._state, self._held = State.HEAD, ""
+
+    def _head(self, text: str) -> str:
+        self._held += text
+        opener = _OPENER.search(self._held)
+        head = self._held[: opener.start()] if opener else self._held
+        name = self._called(head) if opener else None
+        if opener is not None and name is not None:
+            arguments = self._held[opener.end() :]
+            self._begin_call(name, opener[0])
+            return arguments
+        if opener is not None or len(head) > _HEAD_CHARACTERS or not _HEAD.fullmatch(head):
+            self._no_call()
+        return ""
+
+    def _called(self, head: str) -> str | None:
+        """The tool that the text behind <|tool_call> names; without `call:` only a declared one. None: it names none."""
+        found = _HEAD.fullmatch(head) if len(head) <= _HEAD_CHARACTERS else None
+        if found is None or not found["name"]:
+            return None
+        name = found["name"]
+        return self._tools.resolve(name) if found["prefix"] else name if self._tools.declares(name) else None
+
+    def _begin_call(self, name: str, opener: str) -> None:
+        self._parts.append(ToolCallStart(self.calls, self._new_id(), name))
+        self._arguments = ArgumentsParser(self._tools.parameters(name), opener)
+        self.calls += 1
+        self._held, self._state, self._call_is_open = "", State.ARGUMENTS, True
+
+    def _no_call(self) -> None:
+        """What was held for the head of a call is content."""
+        marker = str(self._pieces[self._markers.begin_call]) if self._state is State.HEAD else ""
+        self._answer(marker + self._held)
+        self._held, self._state = "", State.CONTENT
+
+    def _more_arguments(self, text: str) -> str:
+        assert self._arguments is not None
+        self._arguments.push(text)
+        return self._end_arguments(complete=True) if self._arguments.ended else ""
+
+    def _end_arguments(self, *, complete: bool) -> str:
+        """Returns the text behind them."""
+        assert self._arguments is not None
+        if not self._arguments.ended:
+            self._arguments.end() if complete else self._arguments.cut()
+        self._put_arguments()
+        rest, self._arguments = self._arguments.rest, None
+        self._state = State.GAP
+        self.ended_calls += 1
+        return rest
+
+    def _put_arguments(self) -> None:
+        assert self._arguments is not None
+        json_text = self._arguments.take()
+        if json_text:
+            self._parts.append(Arguments(self.calls - 1, json_text))
+
+    def _end_call(self) -> None:
+        """<tool_call|>"""
+        name = self._called(self._held) if self._state is State.HEAD else None
+        if name is not None:
+            self._begin_call(name, "{")
+        if self._arguments is not None:
+            self._read(self._end_arguments(complete=True))
+        elif self._state is State.HEAD:
+            self._write_out(self._markers.end_call)
+        self._call_is_open = False

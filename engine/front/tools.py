@@ -1,0 +1,132 @@
+"""The tools that a request declares: checked, and looked up by the names that models call them by.
+
+A declaration is OpenAI's: {"type": "function", "function": {"name", "description"?, "parameters"?: a JSON Schema of an object}}.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from engine.errors import InvalidRequest
+from engine.front.value_schema import ValueSchema
+
+NAME = re.compile(r"[\w.:/-]{1,128}")
+_TYPES = frozenset({"object", "array", "string", "number", "integer", "boolean", "null"})
+_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SCHEMAS = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
+_ANYTHING = ValueSchema()
+
+
+class Tools:
+    """Declared tools by name; raises InvalidRequest that names what is wrong with a declaration."""
+
+    def __init__(self, declarations: Sequence[Mapping[str, Any]]) -> None:
+        self._schemas: dict[str, ValueSchema] = {}
+        for place, declaration in enumerate(declarations):
+            name, parameters = _checked(declaration, f"tools[{place}]")
+            if name in self._schemas:
+                raise _wrong(f"tools[{place}].function.name", f"{name!r} is declared twice")
+            self._schemas[name] = ValueSchema(parameters, parameters)
+
+    def __bool__(self) -> bool:
+        return bool(self._schemas)
+
+    def declares(self, name: str) -> bool:
+        """Whether there is a tool of this name."""
+        return name in self._schemas
+
+    def resolve(self, name: str) -> str:
+        """The tool that the model means: where `server:tool` is not declared, `tool` may be."""
+        last = re.split(r"[:/.]", name)[-1]
+        return last if name not in self._schemas and last in self._schemas else name
+
+    def parameters(self, name: str) -> ValueSchema:
+        """What a tool's arguments may be; anything, of one that is not declared."""
+        return self._schemas.get(name, _ANYTHING)
+
+    def is_call(self, head: str) -> bool:
+        """Whether this is `call:NAME` of a declared tool, as the model writes it."""
+        return head.startswith("call:") and head[5:] in self._schemas
+
+    def may_become_call(self, text: str) -> bool:
+        """Whether such a head begins with `text`."""
+        return any(f"call:{name}".startswith(text) for name in self._schemas)
+
+
+def _wrong(where: str, why: str) -> InvalidRequest:
+    return InvalidRequest(f"{where}: {why}", param="tools")
+
+
+def _checked(declaration: Mapping[str, Any], where: str) -> tuple[str, Mapping[str, Any]]:
+    """(name, parameters) of a declaration."""
+    if declaration.get("type") != "function":
+        raise _wrong(f"{where}.type", f"only 'function' is supported, not {_shown(declaration.get('type'))}")
+    function = declaration.get("function")
+    if not isinstance(function, Mapping):
+        raise _wrong(f"{where}.function", "must be an object")
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise _wrong(f"{where}.function.name", f"{_shown(name)} is no name of 1 to 128 letters, digits and _ - . : /")
+    if not isinstance(function.get("description", ""), str | None):
+        raise _wrong(f"{where}.function.description", "must be a string")
+    if parameters is None:
+        return name, {}
+    _check_parameters(parameters, f"{where}.function.parameters")
+    return name, parameters
+
+
+def _check_parameters(parameters: Any, where: str) -> None:
+    if not isinstance(parameters, Mapping):
+        raise _wrong(where, "must be a JSON Schema, an object")
+    if parameters.get("type", "object") != "object":
+        raise _wrong(f"{where}.type", f"must be 'object', not {_shown(parameters['type'])}")
+    left: list[tuple[str, Any]] = [(where, parameters)]
+    while left:
+        place, schema = left.pop()
+        left += _checked_schema(schema, place)
+
+
+def _checked_schema(schema: Any, where: str) -> Iterator[tuple[str, Any]]:
+    """The schemas inside this one, each with its place; what is wrong with itself is raised."""
+    if isinstance(schema, bool):
+        return
+    if not isinstance(schema, Mapping):
+        raise _wrong(where, "must be a JSON Schema: an object, true or false")
+    _check_keywords(schema, where)
+    for keyword in _SCHEMAS_BY_NAME:
+        for name, inner in _a(Mapping, schema, keyword, where).items():
+            yield f"{where}.{keyword}.{name}", inner
+    for keyword in _SCHEMA_LISTS:
+        for place, inner in enumerate(_a(list, schema, keyword, where)):
+            yield f"{where}.{keyword}[{place}]", inner
+    for keyword in _SCHEMAS:
+        inner = schema.get(keyword)
+        if inner is not None:
+            yield from ((f"{where}.{keyword}", each) for each in (inner if isinstance(inner, list) else [inner]))
+
+
+def _check_keywords(schema: Mapping[str, Any], where: str) -> None:
+    types = schema.get("type", [])
+    for name in types if isinstance(types, list) else [types]:
+        if not isinstance(name, str) or name.lower() not in _TYPES:
+            raise _wrong(f"{where}.type", f"{_shown(name)} is not one of {', '.join(sorted(_TYPES))}")
+    _a(list, schema, "enum", where)
+    if not all(isinstance(name, str) for name in _a(list, schema, "required", where)):
+        raise _wrong(f"{where}.required", "must be a list of strings")
+    if not isinstance(schema.get("description", ""), str | None):
+        raise _wrong(f"{where}.description", "must be a string")
+
+
+def _a(kind: type[Any], schema: Mapping[str, Any], keyword: str, where: str) -> Any:
+    """The value of `keyword`, which must be of this kind; an empty one where there is none."""
+    value = schema.get(keyword)
+    if value is None:
+        return {} if kind is Mapping else kind()
+    if not isinstance(value, kind):
+        raise _wrong(f"{where}.{keyword}", "must be an object" if kind is Mapping else "must be a list")
+    return value
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:100]

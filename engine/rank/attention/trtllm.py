@@ -1,0 +1,265 @@
+"""Attention by FlashInfer's TensorRT-LLM kernels, as the same two parts: trtllm-gen on SM10x; for decode rows alone, xqa elsewhere.
+
+    decode rows   qkv_post: q, and K and V into pages | block_tables, once a step and group | trtllm_batch_decode_with_kv_cache
+    chunks        (q normed, K and V in their pages)  | rows of the page table              | trtllm_batch_context_with_kv_cache
+
+FlashInfer hands what it is given to its kernels as bare pointers: it checks neither dtype nor contiguity of tables and lengths, nor
+lengths against their bound, and a wrong one becomes a wrong answer or a fault of the GPU. So each call is checked here
+(`check_call`). The rules, which are FlashInfer's own (0.7.2):
+
+    tables      int32 [rows, width], contiguous: width is the kernel's row stride; 256 keys a step, so width * page is a multiple of
+                256 and every entry, also behind a row's end, names a page of the same pool
+    lengths     int32 [rows], the new keys included, at most max_len, which is the same at every call: it chooses kernel and splits
+    window      window_left = W - 1, since a window counts the query's own key
+    scales      1.0 times those of K and V, as floats (a tensor costs a launch each call, unless it comes as its log2)
+    scratch     zeroed once; counters beside it, or each call clears a buffer of its own; one stream only
+
+A KV-shared layer reads its producer's pool, by the group's own table. PDL is off: nobody has tried these kernels between ours.
+"""
+
+import inspect
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from engine.errors import ConfigError
+from engine.geometry import KVGroup, Layer
+from engine.rank.attention.base import Norms, PartSettings
+from engine.rank.batch import ForwardBatch
+from engine.rank.kv import ROW_TOKENS, GroupCache
+from kernels.block_tables import block_tables
+from kernels.launch import processors
+from kernels.qkv import qkv_post
+
+Kernels = Literal["trtllm-gen", "xqa"]
+PAGES = (16, 32, 64)  # 128 and more take another set of kernels, which head dim 512 lacks
+HEAD_DIMS = (256, 512)
+MAX_Q_LEN = {"trtllm-gen": 8, "xqa": 1}  # queries of a row: xqa wants a packed mask for more
+WORKSPACE_BYTES = 256 << 20  # splits' partial results: at most about 42 MiB at head dim 512; xqa keeps 8 MiB of semaphores
+_MOST_GROUP = {"trtllm-gen": 128, "xqa": 16}  # query heads of a KV head
+
+# What each call is given by name; a FlashInfer that lacks one is refused when it is loaded.
+DECODE_ARGUMENTS = (
+    "query", "kv_cache", "workspace_buffer", "block_tables", "seq_lens", "max_seq_len", "bmm1_scale", "bmm2_scale", "window_left",
+    "out", "kv_layout", "enable_pdl", "backend", "q_len_per_req", "multi_ctas_kv_counter_buffer",
+)  # fmt: skip
+CONTEXT_ARGUMENTS = (
+    "query", "kv_cache", "workspace_buffer", "block_tables", "seq_lens", "max_q_len", "max_kv_len", "bmm1_scale", "bmm2_scale",
+    "batch_size", "cum_seq_lens_q", "cum_seq_lens_kv", "window_left", "out", "kv_layout", "enable_pdl", "causal",
+    "multi_ctas_kv_counter_buffer",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FlashInfer:
+    """FlashInfer's two entry points, and which of its kernels serve this GPU."""
+
+    version: str
+    kernels: Kernels
+    decode: Callable[..., Any]
+    context: Callable[..., Any]
+
+
+def load(device: torch.device, *, download: bool) -> FlashInfer:
+    """FlashInfer for the GPU `device`. ConfigError: it is not there, or lacks an argument that the calls need."""
+    return load_for("trtllm-gen" if torch.cuda.get_device_capability(device)[0] == 10 else "xqa", download=download)
+
+
+def load_for(kernels: Kernels, *, download: bool = False) -> FlashInfer:
+    """FlashInfer, imported; download: it may fetch what it lacks on disk, for which a first call waits up to minutes."""
+    if not download:
+        os.environ["FLASHINFER_NO_DOWNLOAD"] = "1"
+    try:
+        import flashinfer
+        from flashinfer.decode import trtllm_batch_decode_with_kv_cache as decode
+        from flashinfer.prefill import trtllm_batch_context_with_kv_cache as context
+    except ImportError as error:
+        raise ConfigError(f"attention: trtllm_mha needs FlashInfer (make install-gpu): {error}") from error
+    for call, needed in ((decode, DECODE_ARGUMENTS), (context, CONTEXT_ARGUMENTS)):
+        missing = set(needed) - set(inspect.signature(call).parameters)
+        if missing:
+            lacks = f"FlashInfer {flashinfer.__version__}: {call.__name__} has no {', '.join(sorted(missing))}"
+            raise ConfigError(f"attention: trtllm_mha: {lacks}")
+    return FlashInfer(flashinfer.__version__, kernels, decode, context)
+
+
+class TrtllmScratch:
+    """What all calls of a rank share, on one stream: zeroed once; the kernels leave the counters zero behind them."""
+
+    def __init__(self, flashinfer: FlashInfer, settings: PartSettings, workspace_bytes: int = WORKSPACE_BYTES) -> None:
+        self.flashinfer = flashinfer
+        self.workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=settings.device)
+        counters = max(settings.buckets[-1] * settings.heads, processors(settings.device))
+        self.counters = torch.zeros(-(-counters // 8) * 8, dtype=torch.int32, device=settings.device)
+
+
+@dataclass(frozen=True)
+class TableRows:
+    """int32 on the device: tables [rows, width], lengths [rows], their new keys included; max_len: no length is above it."""
+
+    tables: Tensor
+    lengths: Tensor
+    max_len: int
+
+
+def check_group(group: KVGroup, heads: int, dtype: torch.dtype, kernels: Kernels, q_len: int = 1) -> None:
+    """ConfigError unless the kernels have `group`, read by `heads` query heads with `q_len` queries a row."""
+    ratio = heads // group.kv_heads
+    if group.page not in PAGES:
+        raise ConfigError(f"attention: trtllm_mha takes pages of 16, 32 or 64 tokens, not {group.page}")
+    if dtype != torch.bfloat16:
+        raise ConfigError(f"attention: trtllm_mha runs bfloat16, not {str(dtype).removeprefix('torch.')}")
+    if group.head_dim not in HEAD_DIMS:
+        raise ConfigError(f"attention: trtllm_mha has no kernels for head dim {group.head_dim}")
+    if heads % group.kv_heads or ratio > _MOST_GROUP[kernels]:
+        raise ConfigError(f"attention: {kernels} has no kernels for {heads} query heads on {group.kv_heads} KV heads")
+    if not 1 <= q_len <= MAX_Q_LEN[kernels]:
+        raise ConfigError(f"attention: {kernels} takes 1 to {MAX_Q_LEN[kernels]} queries a row, not {q_len}")
+
+
+def check_call(scratch: TrtllmScratch, query: Tensor, pool: Tensor, rows: TableRows, group: KVGroup, out: Tensor) -> None:
+    """What FlashInfer takes on trust. query and out [tokens, heads, d]; pool one layer's [pages, 2, kv_heads, page, d]."""
+    tables, lengths, count = rows.tables, rows.lengths, len(rows.tables)
+    assert query.dtype == pool.dtype == out.dtype, (query.dtype, pool.dtype, out.dtype)
+    assert query.shape == out.shape, (query.shape, out.shape)
+    assert pool.shape[1:] == (2, group.kv_heads, group.page, group.head_dim), (pool.shape, group)
+    assert query.shape[2] == group.head_dim, (query.shape, group)
+    for x in (query, out, pool, tables, lengths):
+        assert x.is_contiguous(), (x.shape, x.stride())
+    assert tables.dtype == lengths.dtype == torch.int32, (tables.dtype, lengths.dtype)
+    assert tables.dim() == 2, tables.shape
+    assert lengths.shape == (count,), (lengths.shape, tables.shape)
+    assert tables.shape[1] * group.page % ROW_TOKENS == 0, (tables.shape, group.page)
+    assert 1 <= rows.max_len <= tables.shape[1] * group.page, (rows.max_len, tables.shape, group.page)
+    assert count * query.shape[1] <= len(scratch.counters), (count, query.shape, scratch.counters.shape)
+
+
+def call_decode(
+    scratch: TrtllmScratch, group: KVGroup, query: Tensor, pool: Tensor, rows: TableRows, out: Tensor, q_len: int = 1
+) -> None:
+    """Attention of rows of `q_len` queries each, the last ones of their sequences; query and out [rows * q_len, heads, d]."""
+    flashinfer = scratch.flashinfer
+    check_group(group, query.shape[1], pool.dtype, flashinfer.kernels, q_len)
+    check_call(scratch, query, pool, rows, group, out)
+    assert len(query) == len(rows.tables) * q_len, (query.shape, rows.tables.shape, q_len)
+    flashinfer.decode(
+        query=query,
+        kv_cache=pool,
+        workspace_buffer=scratch.workspace,
+        block_tables=rows.tables,
+        seq_lens=rows.lengths,
+        max_seq_len=rows.max_len,
+        bmm1_scale=group.k_scale,
+        bmm2_scale=group.v_scale,
+        window_left=window_left(group),
+        out=out,
+        kv_layout="HND",
+        enable_pdl=False,
+        backend=flashinfer.kernels,
+        q_len_per_req=q_len,
+        multi_ctas_kv_counter_buffer=scratch.counters,
+    )
+
+
+def window_left(group: KVGroup) -> int:
+    """FlashInfer's window: keys to the left of the query's own; -1: all."""
+    return -1 if group.window is None else group.window - 1
+
+
+class TrtllmDecode:
+    """Decode rows, by tables at fixed addresses.
+
+    A row's table begins with the first page that its window reads, so that the bound of lengths, the same at every step, is the
+    window's and not the context's.
+    """
+
+    def __init__(self, cache: GroupCache, settings: PartSettings, scratch: TrtllmScratch) -> None:
+        group, most, unit = cache.group, settings.buckets[-1], ROW_TOKENS // cache.group.page
+        check_group(group, settings.heads, cache.pool.dtype, scratch.flashinfer.kernels)
+        self._cache, self._settings, self._scratch = cache, settings, scratch
+        width = -(-cache.read_width // unit) * unit
+        self._tables = torch.zeros((most, width), dtype=torch.int32, device=settings.device)
+        self._lengths = torch.ones(most, dtype=torch.int32, device=settings.device)
+        self._q = torch.zeros((most, settings.heads, group.head_dim), dtype=cache.pool.dtype, device=settings.device)
+
+    def prepare(self, batch: ForwardBatch) -> TableRows:
+        """The rows' tables and lengths."""
+        first, cache = batch.decode_start, self._cache
+        count = batch.rows - first
+        assert count <= len(self._tables), (count, len(self._tables))
+        rows = TableRows(self._tables[:count], self._lengths[:count], cache.read_width * cache.group.page)
+        places = (batch.slots[first:], batch.positions[first:])
+        block_tables(cache.table, *places, cache.group.page, cache.group.window, rows.tables, rows.lengths)
+        return rows
+
+    def attend(self, qkv: Tensor, layer: Layer, norms: Norms, batch: ForwardBatch, plan: TableRows, out: Tensor) -> None:
+        """As `DecodePart.attend`."""
+        first, pool, q = batch.decode_start, self._cache.layer(layer.kv_source), self._q[: len(qkv)]
+        places = (batch.slots[first:], batch.positions[first:], batch.rope[layer.rope, layer.head_dim][first:])
+        qkv_post(qkv, pool, self._cache.table, *places, *norms, self._settings.eps, q)
+        call_decode(self._scratch, self._cache.group, q, pool, plan, out.view(q.shape))
+
+
+@dataclass(frozen=True)
+class ChunkRows:
+    """A step's chunks. queries and keys int32 [chunks + 1]: running sums; longest: queries of the longest chunk."""
+
+    rows: TableRows
+    queries: Tensor
+    keys: Tensor
+    longest: int
+
+
+class TrtllmExtend:
+    """Prefill chunks; trtllm-gen alone has kernels for them."""
+
+    def __init__(self, cache: GroupCache, settings: PartSettings, scratch: TrtllmScratch) -> None:
+        if scratch.flashinfer.kernels != "trtllm-gen":
+            raise ConfigError("attention_extend: trtllm_mha has kernels for prefill on GPUs of the SM100 family alone")
+        check_group(cache.group, settings.heads, cache.pool.dtype, scratch.flashinfer.kernels)
+        self._cache, self._settings, self._scratch = cache, settings, scratch
+
+    def prepare(self, batch: ForwardBatch) -> ChunkRows:
+        """The chunks' rows of the page table, whole, and their running sums."""
+        queries, keys = [0], [0]
+        for chunk in batch.chunks:
+            queries.append(queries[-1] + chunk.size)
+            keys.append(keys[-1] + chunk.end)
+        offsets = [chunk.offset for chunk in batch.chunks]
+        assert offsets == queries[:-1], f"chunks lie one behind the other, from row 0: {offsets}"
+        sections = [queries, keys, [chunk.end for chunk in batch.chunks], [chunk.slot for chunk in batch.chunks]]
+        packed = torch.tensor([number for section in sections for number in section], dtype=torch.int32)
+        packed = packed.to(self._settings.device, non_blocking=True)
+        query_sums, key_sums, lengths, slots = packed.split([len(section) for section in sections])
+        table = self._cache.table
+        rows = TableRows(table[slots.long()], lengths, table.shape[1] * self._cache.group.page)
+        return ChunkRows(rows, query_sums, key_sums, max(chunk.size for chunk in batch.chunks))
+
+    def attend(self, q: Tensor, layer: Layer, plan: ChunkRows, out: Tensor) -> None:
+        """As `ExtendPart.attend`."""
+        pool, group, rows, scratch = self._cache.layer(layer.kv_source), self._cache.group, plan.rows, self._scratch
+        check_call(scratch, q, pool, rows, group, out)
+        scratch.flashinfer.context(
+            query=q,
+            kv_cache=pool,
+            workspace_buffer=scratch.workspace,
+            block_tables=rows.tables,
+            seq_lens=rows.lengths,
+            max_q_len=plan.longest,
+            max_kv_len=rows.max_len,
+            bmm1_scale=group.k_scale,
+            bmm2_scale=group.v_scale,
+            batch_size=len(rows.tables),
+            cum_seq_lens_q=plan.queries,
+            cum_seq_lens_kv=plan.keys,
+            window_left=window_left(group),
+            out=out,
+            kv_layout="HND",
+            enable_pdl=False,
+            causal=True,
+            multi_ctas_kv_counter_buffer=scratch.counters,
+        )

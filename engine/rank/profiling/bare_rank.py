@@ -1,0 +1,126 @@
+"""A rank without core and replica: random weights, pools full of random K and V, sequences admitted with their context computed."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from engine.config import EngineConfig
+from engine.geometry import Geometry, KVGroup, kv_groups, read_geometry
+from engine.plan import Admission, PageAppend, StepPlan
+from engine.protocol import SamplingParams
+from engine.rank import weights
+from engine.rank.kv import GroupCache, KVCache
+from engine.rank.models.gemma4 import Gemma4
+from engine.rank.parallel import Parallel
+from engine.rank.runner import Launched, Runner
+from engine.rank.step import buckets
+from kernels import launch
+
+READ_RATE = 4.56e12  # bytes a second, the best seen on an H200
+_SPARE = 8           # tokens that pages are held for behind the last step
+
+
+def held(group: KVGroup, context: int, steps: int) -> range:
+    """Table entries that a sequence needs while `steps` tokens are decoded behind `context`."""
+    return range(group.pages_for(context - 1, context).start, group.pages_for(0, context + steps + _SPARE).stop)
+
+
+def pages_held(groups: Sequence[KVGroup], batch: int, context: int, steps: int) -> tuple[int, ...]:
+    """Pages of each group's pool, null page included, for `batch` such sequences."""
+    return tuple(batch * len(held(group, context, steps)) + 1 for group in groups)
+
+
+@dataclass(frozen=True)
+class BareRank:
+    """A rank and its settings."""
+
+    config: EngineConfig
+    geometry: Geometry
+    parallel: Parallel
+    model: Gemma4
+    groups: tuple[KVGroup, ...]
+    cache: KVCache
+    runner: Runner
+
+    def admission(self, batch: int, context: int, steps: int, step: int) -> StepPlan:
+        """Plan `step`: `batch` sequences of `context` tokens whose K and V are there; each decodes its last one."""
+        rng = np.random.default_rng(batch)
+        plan = StepPlan(step, decodes=list(range(batch)))
+        for group, cache in zip(self.groups, self.cache, strict=True):
+            free = iter(rng.permutation(np.arange(1, cache.pool.shape[1])).tolist())
+            for slot in range(batch):
+                plan.appends.extend(PageAppend(group.index, slot, entry, next(free)) for entry in held(group, context, steps))
+        params = SamplingParams(max_tokens=1)
+        for slot in range(batch):
+            tokens = rng.integers(300, self.geometry.vocab - 10, context).tolist()
+            plan.admissions.append(Admission(slot, step, tokens, context, params, cached=context - 1))
+        return plan
+
+    def run(self, plans: Sequence[bytes]) -> tuple[list[bytes], float]:
+        """Every plan, two out at a time: results, and seconds."""
+        launched: deque[Launched] = deque()
+        results = []
+        began = time.monotonic()
+        for data in plans:
+            launched.append(self.runner.launch(data))
+            if len(launched) == 2:
+                results.append(_finish(launched.popleft()))
+        results += [_finish(step) for step in launched]
+        return results, time.monotonic() - began
+
+    def step_bytes(self, batch: int, context: int) -> int:
+        """Weights that a decode step reads once, and the K and V that `batch` rows see."""
+        table = self.model.embedding.tokens.weight
+        skipped = ("ple_tokens", "experts")
+        dense = sum(p.nbytes for name, p in self.model.named_parameters() if not any(part in name for part in skipped))
+        assert table.nbytes < dense
+        read = [self.cache.of(layer).group for layer in self.geometry.layers]
+        seen = sum(2 * group.kv_heads * group.head_dim * min(context, group.window or context) for group in read)
+        return dense + batch * seen * self.cache.groups[0].pool.element_size()
+
+
+def _finish(step: Launched) -> bytes:
+    result = step.result()
+    step.fold()
+    return result
+
+
+def build(
+    config: EngineConfig,
+    parallel: Parallel,
+    device: torch.device,
+    pages: Callable[[], Sequence[int]],
+    report: Callable[[str], None],
+    batches: Callable[[], Iterable[int]] | None = None,
+) -> BareRank:
+    """A rank, captured where it can be.
+
+    pages    asked once the weights are there: pages of each group's pool;  report  hears how long each part took
+    batches  of which steps are captured; None: all up to max_seqs
+    """
+    began = time.monotonic()
+    geometry = read_geometry(Path(config.model))
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    model = Gemma4(geometry, parallel, dtype, device)
+    weights.dummy(model, geometry)
+    report(f"weights in {time.monotonic() - began:.1f} s")
+    width = geometry.hidden * (2 if geometry.moe else 1)
+    inboxes = parallel.inboxes(buckets(config.max_seqs)[-1], width, dtype)
+    groups = kv_groups(geometry, parallel.size, config.page)
+    slots = config.max_seqs + 1
+    counts = zip(groups, pages(), strict=True)
+    cache = KVCache([GroupCache(group, count, slots, config.max_len, dtype, device) for group, count in counts])
+    for group_cache in cache:
+        for layer in group_cache.pool:
+            layer[1:].normal_()
+    runner = Runner(model, cache, config, geometry, inboxes)
+    if runner.capturable:
+        began = time.monotonic()
+        runner.capture(None if batches is None else sorted({runner.bucket(batch) for batch in batches()}))
+        report(f"{launch.compilations()} kernels, graphs captured in {time.monotonic() - began:.1f} s")
+    return BareRank(config, geometry, parallel, model, groups, cache, runner)

@@ -1,0 +1,42 @@
+"""One rank of a group on one GPU, its collectives looped back: everything but the wires can be timed."""
+
+import torch
+from torch import Tensor
+
+from engine.rank.parallel import Inboxes, Single
+from kernels.choose import Ballot
+from kernels.joint import Peers
+
+
+class Loopback(Single):
+    """Rank 0 of `size`, alone: a sum over ranks is `size` times its own part, a gather `size` copies."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.size, self._device = size, device
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """size * x."""
+        return x * self.size
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """x, size times along its last axis."""
+        return torch.cat([x] * self.size, dim=-1)
+
+    def exchange_rows(self, x: Tensor) -> Tensor:
+        """This rank's rows, size times."""
+        return x[:: self.size].expand(self.size, -1, -1).contiguous()
+
+    def inboxes(self, rows: int, width: int, dtype: torch.dtype) -> Inboxes | None:  # type: ignore[override]  # Single has none
+        """What goes to peer q arrives in this rank's own inbox, as q's. Joints are never sharded: their owner would wait."""
+        if self._device.type == "cpu":
+            return None
+        sizes = [Peers.bytes(self.size, rows, width, dtype), Ballot.bytes(self.size, rows)]
+        memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=self._device)
+        peers = torch.arange(self.size, dtype=torch.int64, device=self._device)
+        joints = Peers(
+            memory[: sizes[0]], memory.data_ptr() + peers * rows * width * dtype.itemsize, 0, rows, width, dtype, sharded=1 << 30
+        )
+        choices = Ballot(
+            memory[sizes[0] :], memory.data_ptr() + sizes[0] + peers * rows * 16, 0, rows, joints.errors
+        )
+        return Inboxes(joints, choices)

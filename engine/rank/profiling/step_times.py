@@ -1,0 +1,98 @@
+"""How long a decode step takes, by batch and context: on the device alone, and through the runner."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from engine.plan import StepPlan, encode_plan
+from engine.rank.graphs import DecodeGraphs
+from engine.rank.profiling.bare_rank import BareRank
+
+WARM_STEPS = 8
+_SERIES = 3  # of replays, of which the fastest counts
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Milliseconds of a step.
+
+    launch_ms  plans through the runner, two out at a time: what the host allows
+    graph_ms   replays back to back: what the device takes; None where nothing is captured
+    floor_ms   the bytes of the step at the read rate
+    """
+
+    batch: int
+    context: int
+    launch_ms: float
+    graph_ms: float | None
+    floor_ms: float
+
+
+def admit(rank: BareRank, batch: int, context: int, steps: int, step: int) -> list[bytes]:
+    """Runs plan `step`, which admits `batch` sequences of `context` tokens, and some to warm up; the plans of the `steps` after it
+    that are left to run."""
+    first = encode_plan(rank.admission(batch, context, steps, step))
+    rest = [encode_plan(StepPlan(step + at, decodes=list(range(batch)))) for at in range(1, steps + 1)]
+    rank.run([first, *rest[:WARM_STEPS]])
+    return rest[WARM_STEPS:]
+
+
+def time_step(rank: BareRank, batch: int, context: int, steps: int, step: int, read_rate: float) -> StepTime:
+    """The mean over `steps` steps, more than `WARM_STEPS`, numbered from `step` on; read_rate in bytes a second."""
+    assert steps > WARM_STEPS, steps
+    plans = admit(rank, batch, context, steps, step)
+    _, seconds = rank.run(plans)
+    graphs = rank.runner.graphs
+    graph_ms = None if graphs is None else replay_ms(rank, graphs, batch, steps)
+    floor_ms = 1e3 * rank.step_bytes(batch, context) / read_rate
+    return StepTime(batch, context, 1e3 * seconds / len(plans), graph_ms, floor_ms)
+
+
+def replay_ms(rank: BareRank, graphs: DecodeGraphs, batch: int, steps: int) -> float:
+    """Milliseconds of a replay of the last plan's step, of `steps` back to back; lengths are as before behind it."""
+    rows = rank.runner.bucket(batch)
+
+    times = []
+    for _ in range(_SERIES):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        with lengths_kept(rank):
+            start.record()
+            for _ in range(steps):
+                replay(graphs, rows)
+            end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / steps)
+    return min(times)
+
+
+def replay(graphs: DecodeGraphs, rows: int) -> None:
+    """One step."""
+    graphs.forward(rows)
+    graphs.sample(rows)
+
+
+@contextmanager
+def lengths_kept(rank: BareRank) -> Iterator[None]:
+    """Sequences that advance inside the `with` are set back behind it: they stay on the pages that are held for them."""
+    lengths = rank.runner.slots.lengths
+    before = lengths.clone()
+    yield
+    lengths.copy_(before)
+
+
+def measured_read_rate(device: torch.device) -> float:
+    """Bytes a second at which one large tensor is read: the best of a few sums over it."""
+    size = 2 << 30 if device.type == "cuda" else 64 << 20
+    x = torch.ones(size // 4, device=device)
+    return max(size / _sum_seconds(x) for _ in range(5))
+
+
+def _sum_seconds(x: torch.Tensor) -> float:
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)
+    began = time.perf_counter()
+    x.sum().item()
+    return time.perf_counter() - began

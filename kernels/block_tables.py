@@ -1,0 +1,67 @@
+"""Tables for attention kernels that take one contiguous row of page ids a sequence, and its length.
+
+    tables[r, j]    the page of keys j * page ..  of row r, counted from the first page that the row's query reads; 0 behind them
+    lengths[r]      keys of row r, its own included, counted from there
+
+With a window only its pages are named: keys carry their rotation, so only their distance to the query matters, and a window that is
+masked by distance sees the same. A kernel may then touch any entry of a row: each names a page of the table's own pool.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.launch import launch, trigger, usable, wait
+
+
+def block_tables(
+    table: Tensor, slots: Tensor, positions: Tensor, page: int, window: int | None, tables: Tensor, lengths: Tensor
+) -> None:
+    """Fill tables int32 [rows, width] and lengths int32 [rows] for queries at `positions`, which are each row's last keys.
+
+    table int32 [slots, columns], a KV group's; slots and positions int32 [rows]. A padding row (position -1) has one key, in the
+    null page.
+    """
+    rows, width = tables.shape
+    assert tables.dtype == lengths.dtype == torch.int32, (tables.dtype, lengths.dtype)
+    assert tables.is_contiguous(), tables.stride()
+    assert lengths.shape == slots.shape == positions.shape == (rows,), (lengths.shape, slots.shape, positions.shape)
+    if not usable(table):
+        return _reference(table, slots, positions, page, window, tables, lengths)
+    block = min(1024, triton.next_power_of_2(width))
+    launch(
+        _tables, (rows, triton.cdiv(width, block)),
+        table, slots, positions, tables, lengths, table.shape[1], width,
+        PAGE=page, WINDOW=window or 0, BLOCK=block, warps=2,
+    )  # fmt: skip
+    return None
+
+
+def _reference(
+    table: Tensor, slots: Tensor, positions: Tensor, page: int, window: int | None, tables: Tensor, lengths: Tensor
+) -> None:
+    first = torch.zeros_like(positions) if window is None else (positions - window + 1).clamp(min=0) // page
+    entries = first[:, None] + torch.arange(tables.shape[1], dtype=torch.int32, device=tables.device)
+    found = table[slots[:, None].long(), entries.clamp(max=table.shape[1] - 1).long()]
+    tables.copy_(torch.where(entries * page <= positions[:, None], found, 0))
+    lengths.copy_((positions + 1 - first * page).clamp(min=1))
+
+
+@triton.jit(do_not_specialize=["columns", "width"])
+def _tables(
+    table: tl.tensor, slots: tl.tensor, positions: tl.tensor, tables: tl.tensor, lengths: tl.tensor, columns: tl.tensor,
+    width: tl.tensor, PAGE: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:
+    trigger(PDL)
+    wait(PDL)
+    row = tl.program_id(0)
+    position = tl.load(positions + row)
+    slot = tl.load(slots + row).to(tl.int64)
+    first = tl.maximum(position - WINDOW + 1, 0) // PAGE if WINDOW else 0
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    entry = first + at
+    found = tl.load(table + slot * columns + entry, (at < width) & (entry * PAGE <= position) & (entry < columns), 0)
+    tl.store(tables + row.to(tl.int64) * width + at, found, at < width)
+    if tl.program_id(1) == 0:
+        tl.store(lengths + row, tl.maximum(position + 1 - first * PAGE, 1))

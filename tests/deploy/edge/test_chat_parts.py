@@ -1,0 +1,190 @@
+"""Thoughts and tool calls over HTTP, as OpenAI's own client sees them: whole, streamed, and sent back."""
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from engine.protocol import AbortReason, FinishReason
+from tests.support.edge.api_client import client, events, token_steps
+from tests.support.edge.http_edge import Edge, until
+
+pytestmark = pytest.mark.pure
+
+CHAT = "/v1/chat/completions"
+ASK: list[Any] = [{"role": "user", "content": "Weather in Paris and Rome?"}]
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]}
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "get_weather", "description": "d", "parameters": PARAMETERS}}]
+THOUGHT = "<|channel>thought\nTwo calls.\n<channel|>"
+PARIS = '<|tool_call>call:get_weather{city:<|"|>Paris "日本"<|"|>,days:3}<tool_call|>'
+ROME = '<|tool_call>call:get_weather{city:<|"|>Rome<|"|>}<tool_call|>'
+ARGUMENTS = ['{"city":"Paris \\"日本\\"","days":3}', '{"city":"Rome"}']
+
+
+def script(edge: Edge, reply: str, *, batch: int = 1) -> None:
+    """The core answers with this reply, `batch` tokens a step."""
+    ids = [token for [token] in token_steps(edge, reply)]
+    edge.core.steps = [ids[at : at + batch] for at in range(0, len(ids), batch)]
+
+
+def asked(**more: Any) -> dict[str, Any]:
+    return {"model": "nano", "messages": ASK, "tools": TOOLS} | more
+
+
+def summed(chunks: list[Any]) -> dict[str, Any]:
+    """A stream's deltas added up as clients do it."""
+    found: dict[str, Any] = {"content": "", "reasoning_content": "", "reasoning": "", "calls": [], "finish": None}
+    for choice in (chunk["choices"][0] for chunk in chunks if chunk["choices"]):
+        delta = choice["delta"]
+        for key in ("content", "reasoning_content", "reasoning"):
+            found[key] += delta.get(key) or ""
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                assert call["index"] == len(found["calls"])
+                assert call["type"] == "function"
+                found["calls"].append([call["id"], call["function"]["name"], ""])
+            found["calls"][call["index"]][2] += call["function"]["arguments"]
+        found["finish"] = choice["finish_reason"] or found["finish"]
+    return found
+
+
+@pytest.mark.parametrize("batch", [1, 3, 1000])
+def test_thoughts_and_parallel_calls(edge: Edge, batch: int) -> None:
+    """Whole and streamed say the same: reasoning under both its names, two calls, no content, and how many tokens were thoughts."""
+    script(edge, f"{THOUGHT}{PARIS}{ROME}<|tool_response>", batch=batch)
+    whole = httpx.post(f"{edge.url}{CHAT}", json=asked()).json()
+    message, usage = whole["choices"][0]["message"], whole["usage"]
+    assert whole["choices"][0]["finish_reason"] == "tool_calls"
+    assert message["content"] is None
+    assert message["reasoning_content"] == message["reasoning"] == "Two calls."
+    assert [call["function"]["arguments"] for call in message["tool_calls"]] == ARGUMENTS
+    assert [(call["type"], call["function"]["name"]) for call in message["tool_calls"]] == [("function", "get_weather")] * 2
+    assert len({call["id"] for call in message["tool_calls"]}) == 2
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": len(edge.text.encode(THOUGHT, add_bos=False))}
+    chunks = [json.loads(line) for line in events(edge, CHAT, asked(stream_options={"include_usage": True}))[:-1]]
+    streamed = summed(chunks)
+    assert streamed["reasoning_content"] == streamed["reasoning"] == "Two calls."
+    assert [(name, arguments) for _, name, arguments in streamed["calls"]] == [("get_weather", each) for each in ARGUMENTS]
+    assert (streamed["content"], streamed["finish"]) == ("", "tool_calls")
+    assert chunks[-1]["usage"] == usage
+
+
+def test_openais_stream_helper_puts_calls_together(edge: Edge) -> None:
+    """Its events name each call when it is done, and the final message is that of a whole answer."""
+    script(edge, f"Let me see.{PARIS}{ROME}<|tool_response>")
+    with client(edge) as api, api.chat.completions.stream(model="nano", messages=ASK, tools=TOOLS) as stream:
+        done = [event.arguments for event in stream if event.type == "tool_calls.function.arguments.done"]
+        final = stream.get_final_completion().choices[0]
+    assert done == ARGUMENTS
+    assert final.message.content == "Let me see."
+    assert [call.function.arguments for call in final.message.tool_calls or ()] == ARGUMENTS
+    assert final.finish_reason == "tool_calls"
+
+
+def test_arguments_stream_as_they_come(edge: Edge) -> None:
+    """A string's text is on its way before the call is over; nothing waits for a closing bracket."""
+    script(edge, f'<|tool_call>call:get_weather{{city:<|"|>{"word " * 50}<|"|>}}<tool_call|><|tool_response>')
+    edge.core.delay_s = 0.002
+    chunks = [json.loads(line) for line in events(edge, CHAT, asked())[:-1]]
+    pieces = [call["function"]["arguments"] for c in chunks for call in c["choices"][0]["delta"].get("tool_calls", ())]
+    assert len(pieces) > 40
+    assert max(map(len, pieces)) < 20
+    assert json.loads("".join(pieces)) == {"city": "word " * 50}
+
+
+def test_a_tool_loop_with_openais_client(edge: Edge) -> None:
+    """The message that came is sent back as it is, with results: the next prompt begins with all that was said."""
+    script(edge, f"{THOUGHT}{PARIS}{ROME}<|tool_response>")
+    thinking = {"chat_template_kwargs": {"enable_thinking": True}}
+    with client(edge) as api:
+        first = api.chat.completions.create(model="nano", messages=ASK, tools=TOOLS, extra_body=thinking).choices[0].message
+        calls = first.tool_calls or []
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "18C"} for call in calls]
+        script(edge, "It is 18C.<turn|>")
+        messages: list[Any] = [*ASK, first.model_dump(exclude_none=True), *results]
+        second = api.chat.completions.create(model="nano", messages=messages, tools=TOOLS, extra_body=thinking).choices[0]
+    assert (second.message.content, second.finish_reason) == ("It is 18C.", "stop")
+    before, after = (list(request.tokens) for request in edge.core.requests)
+    said = [*before, *edge.text.encode(THOUGHT + PARIS + ROME, add_bos=False)]
+    assert after[: len(said)] == said
+    assert len(after) > len(said)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_cut_call_says_length(edge: Edge, *, stream: bool) -> None:
+    """Its arguments are not completed, and the finish is length, not tool_calls."""
+    script(edge, PARIS)
+    body = asked(max_tokens=len(edge.core.steps) - 4)
+    if stream:
+        found = summed([json.loads(line) for line in events(edge, CHAT, body)[:-1]])
+        arguments, finish = found["calls"][0][2], found["finish"]
+    else:
+        choice = httpx.post(f"{edge.url}{CHAT}", json=body).json()["choices"][0]
+        arguments, finish = choice["message"]["tool_calls"][0]["function"]["arguments"], choice["finish_reason"]
+    assert finish == "length"
+    assert ARGUMENTS[0].startswith(arguments)
+    assert not arguments.endswith("}")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_one_call_where_parallel_ones_are_not_wanted(edge: Edge, *, stream: bool) -> None:
+    """parallel_tool_calls: false ends the request with its first call, in the engine, too."""
+    script(edge, f"{PARIS}{ROME}<|tool_response>")
+    body = asked(parallel_tool_calls=False)
+    if stream:
+        found = summed([json.loads(line) for line in events(edge, CHAT, body)[:-1]])
+        calls, finish = [call[2] for call in found["calls"]], found["finish"]
+    else:
+        choice = httpx.post(f"{edge.url}{CHAT}", json=body).json()["choices"][0]
+        calls, finish = [call["function"]["arguments"] for call in choice["message"]["tool_calls"]], choice["finish_reason"]
+    assert (calls, finish) == (ARGUMENTS[:1], "tool_calls")
+    until(lambda: edge.core.aborts[-1:] == [(edge.core.requests[-1].id, AbortReason.stop_string)], "the engine is told")
+
+
+def test_without_tools_a_call_is_text(edge: Edge) -> None:
+    """tool_choice none, or no tools: the model's markup is the content, readable."""
+    for body in (asked(tool_choice="none"), {"model": "nano", "messages": ASK}):
+        script(edge, f"{ROME}<turn|>")
+        choice = httpx.post(f"{edge.url}{CHAT}", json=body).json()["choices"][0]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (ROME, "stop")
+        assert "tool_calls" not in choice["message"]
+
+
+@pytest.mark.parametrize(("effort", "thinks"), [("none", False), ("low", True), ("high", True), (None, False)])
+def test_reasoning_effort_switches_thinking(edge: Edge, effort: str | None, *, thinks: bool) -> None:
+    """none: off; anything else: on; chat_template_kwargs decide where both are given."""
+    httpx.post(f"{edge.url}{CHAT}", json=asked(reasoning_effort=effort)).raise_for_status()
+    httpx.post(f"{edge.url}{CHAT}", json=asked(reasoning_effort=effort, chat_template_kwargs={"enable_thinking": False}))
+    think = edge.text.control_id("<|think|>")
+    assert [think in request.tokens for request in edge.core.requests] == [thinks, False]
+
+
+def test_logprobs_beside_calls(edge: Edge) -> None:
+    """Every token has its entry, markers and calls included, whole and streamed."""
+    script(edge, f"{THOUGHT}Hi{ROME}<|tool_response>", batch=2)
+    size = sum(map(len, edge.core.steps))
+    whole = httpx.post(f"{edge.url}{CHAT}", json=asked(logprobs=True)).json()["choices"][0]
+    chunks = [json.loads(line) for line in events(edge, CHAT, asked(logprobs=True))[:-1]]
+    streamed = [entry for c in chunks for entry in (c["choices"][0]["logprobs"] or {"content": []})["content"]]
+    assert len(whole["logprobs"]["content"]) == size
+    assert streamed == whole["logprobs"]["content"]
+
+
+def test_a_plain_answer_has_no_new_fields(edge: Edge) -> None:
+    """Neither reasoning nor tool_calls where there are none."""
+    script(edge, "hi<turn|>")
+    choice = httpx.post(f"{edge.url}{CHAT}", json=asked()).json()["choices"][0]
+    assert choice["message"] == {"role": "assistant", "content": "hi", "refusal": None, "annotations": []}
+    assert edge.core.finish is FinishReason.stop
+
+
+def test_openais_client_reads_bad_tools(edge: Edge) -> None:
+    """A declaration that is wrong is a BadRequestError that names its place."""
+    wrong: list[Any] = [{"type": "function", "function": {"name": "a b"}}]
+    with client(edge) as api, pytest.raises(openai.BadRequestError) as caught:
+        api.chat.completions.create(model="nano", messages=ASK, tools=wrong)
+    assert caught.value.param == "tools"
+    assert "tools[0].function.name" in str(caught.value)
+    assert not edge.core.requests

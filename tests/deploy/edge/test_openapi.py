@@ -1,0 +1,101 @@
+"""The API's document by two judges of others: openapi-spec-validator, and requests that schemathesis makes up from it."""
+
+from collections import Counter
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from openapi_spec_validator import OpenAPIV31SpecValidator
+from schemathesis import Case, GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.core.failures import Failure, FailureGroup
+from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance, status_code_conformance
+
+from deploy.edge.openai import error_response
+from deploy.edge.service import Service
+from engine.errors import ModelNotFound
+from tests.support.edge.http_edge import Edge
+
+pytestmark = pytest.mark.pure
+
+CHAT, TEXT, MODEL = "/v1/chat/completions", "/v1/completions", "/v1/models/{model}"
+POSITIVE, NEGATIVE = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
+GETS = ("/v1/models", MODEL, "/health", "/health/live", "/health/ready")
+CASES = [(path, "POST", mode) for path in (CHAT, TEXT) for mode in (POSITIVE, NEGATIVE)]
+CASES += [(path, "GET", POSITIVE) for path in GETS]
+EXAMPLES = 30
+CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+
+
+@pytest.fixture(scope="module")
+def document(shared_edge: Edge) -> dict[str, Any]:
+    found: dict[str, Any] = httpx.get(f"{shared_edge.url}/openapi.json").json()
+    return found
+
+
+def test_the_document_is_valid_openapi(document: dict[str, Any]) -> None:
+    """No complaint of a validator that is not ours; each planted mistake gives one."""
+    assert [str(error) for error in OpenAPIV31SpecValidator(document).iter_errors()] == []
+    post, get = document["paths"][CHAT]["post"], document["paths"][MODEL]["get"]
+    faults: list[dict[str, Any]] = [
+        {"info": {"title": "Quartet"}},
+        {"paths": document["paths"] | {CHAT: {"post": post | {"responses": {"fine": {"description": "no status"}}}}}},
+        {"paths": document["paths"] | {MODEL: {"get": get | {"parameters": []}}}},
+        {"paths": document["paths"] | {MODEL: {"get": get | {"operationId": post["operationId"]}}}},
+    ]
+    for fault in faults:
+        assert list(OpenAPIV31SpecValidator(document | fault).iter_errors()), fault
+
+
+def requests(edge: Edge, document: dict[str, Any], path: str, method: str, mode: GenerationMode) -> Counter[int]:
+    """Statuses of the replies to requests as the document has them, or as it forbids them; a reply that breaks a check raises.
+
+    A positive body names the model that is served, and keeps what no schema says: stream_options belong to streams, top_logprobs to
+    logprobs. Otherwise nearly all would be refused for these.
+    """
+    codes: Counter[int] = Counter()
+
+    @given(case=schemathesis.openapi.from_dict(document)[path][method].as_strategy(generation_mode=mode))
+    @settings(max_examples=EXAMPLES, derandomize=True, database=None, deadline=None, phases=[Phase.generate],
+              suppress_health_check=list(HealthCheck))  # fmt: skip
+    def run(case: Case) -> None:
+        if mode is POSITIVE and isinstance(case.body, dict):
+            case.body |= {"model": edge.name, "stream_options": None, "logprobs": True if path == CHAT else None}
+        reply = case.call(base_url=edge.url, timeout=20)
+        case.validate_response(reply, checks=CHECKS)
+        codes[reply.status_code] += 1
+
+    run()
+    return codes
+
+
+@pytest.mark.parametrize(("path", "method", "mode"), CASES)
+def test_no_request_is_answered_by_a_5xx(
+    edge: Edge, document: dict[str, Any], path: str, method: str, mode: GenerationMode
+) -> None:
+    """Good requests and bad ones: a status, a type and a shape that the document names, and no 5xx."""
+    codes = requests(edge, document, path, method, mode)
+    print(f"\n{method} {path}, {mode.value}: {dict(codes)}")
+    assert codes.total() == EXAMPLES or method == "GET"
+    if mode is POSITIVE:
+        assert codes[200] > 0 or path == MODEL
+    else:
+        assert codes[200] < EXAMPLES / 2
+
+
+@pytest.mark.parametrize("fault", ["bug", "shape"])
+def test_a_5xx_and_a_wrong_shape_are_noticed(
+    edge: Edge, document: dict[str, Any], fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: a check of ours raises what it should not; an error has no code."""
+
+    def broken(self: Service, model: str) -> None:
+        raise ZeroDivisionError if fault == "bug" else ModelNotFound("nothing here")
+
+    if fault == "shape":
+        monkeypatch.setattr(error_response, "body_of", lambda error: {"error": {"message": str(error)}})
+    monkeypatch.setattr(Service, "check_model", broken)
+    with pytest.raises((FailureGroup, Failure)):
+        requests(edge, document, TEXT, "POST", POSITIVE)

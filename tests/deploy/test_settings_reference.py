@@ -1,0 +1,86 @@
+"""One declaration of each setting: what is added to engine/config.py is in YAML, check-config, plan, engine and reference."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deploy.settings import Settings
+from deploy.settings_reference import PATH, reference
+from engine.config import declared
+from tests.support.repo_rules import ROOT
+
+pytestmark = pytest.mark.pure
+
+FIELD = '    spare_pages: Annotated[int, Meta(ge=1, le=9, description="pages kept for later", extra=_SIZES)] = 3\n'
+# engine.config from its source with one line more; then whatever argv asks of the code around it.
+PATCH = """
+import pathlib, sys, types
+module = types.ModuleType("engine.config")
+source = pathlib.Path("engine/config.py").read_text()
+mark = "    prefix_cache: "
+assert source.count(mark) == 1
+sys.modules["engine.config"] = module
+exec(compile(source.replace(mark, sys.argv.pop(1) + mark), "engine/config.py", "exec"), module.__dict__)
+import engine
+engine.config = module
+"""
+ENGINE = """
+from deploy.models.resolve import resolve
+from deploy.placement import Placement, configure
+from deploy.settings import Settings
+import msgspec
+def made(**args):
+    return configure(Settings.read({"model": "nano:31b", **args}), Placement(resolve("nano:31b"), "cpu", "safetensors"))
+print(made().spare_pages, msgspec.msgpack.decode(msgspec.msgpack.encode(made(spare_pages=7)))["spare_pages"])
+"""
+
+
+def patched(code: str, *argv: str, field: str = FIELD, code_of_exit: int = 0) -> str:
+    """What a process prints that runs `code` beside an engine with one setting more."""
+    command = [sys.executable, "-c", PATCH + code, field, *argv]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == code_of_exit, done.stderr
+    return done.stdout + done.stderr
+
+
+CLI = "from deploy.cli.main import main; sys.exit(main(sys.argv[1:]))"
+
+
+def config(path: Path, **args: Any) -> str:
+    app = {"name": "q", "import_path": "deploy.app:build", "args": {"model": "nano:31b", "device": "cpu", **args}}
+    path.write_text(yaml.safe_dump({"applications": [app]}))
+    return str(path)
+
+
+def test_a_setting_that_is_declared_once_is_everywhere(tmp_path: Path) -> None:
+    """One line in engine/config.py: the engine gets it, YAML and check-config know it with its bounds, plan has its option."""
+    assert patched(ENGINE).split() == ["3", "7"]
+    found = json.loads(patched(CLI, "check-config", config(tmp_path / "good.yaml", spare_pages=5), "--json"))
+    assert found["applications"][0]["settings"]["spare_pages"] == 5
+    bad = config(tmp_path / "bad.yaml", spare_pages=10)
+    assert "spare_pages: input should be less than or equal to 9" in patched(CLI, "check-config", bad, code_of_exit=2)
+    assert "--spare-pages SPARE_PAGES\n                        pages kept for later" in patched(CLI, "plan", "--help")
+    page = patched("from deploy.settings_reference import reference; print(reference())")
+    assert "| `spare_pages` | `3` | integer, at least 1, at most 9 | pages kept for later |" in page
+
+
+def test_without_the_line_nobody_knows_it(tmp_path: Path) -> None:
+    """Planted: the same questions where the line is missing."""
+    text = patched(CLI, "check-config", config(tmp_path / "good.yaml", spare_pages=5), field="", code_of_exit=2)
+    assert "spare_pages: unknown setting" in text
+    assert "--spare-pages" not in patched(CLI, "plan", "--help", field="")
+
+
+def test_the_committed_reference_is_current() -> None:
+    """`python -m deploy.settings_reference` would change nothing; every setting of the engine is in it with its help."""
+    page = reference()
+    assert PATH.read_text(encoding="utf-8") == page
+    for each in declared():
+        assert f"| `{each.name}` |" in page
+        assert each.help in page
+    assert {each.name for each in declared()} <= set(Settings.model_fields)

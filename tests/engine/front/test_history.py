@@ -1,0 +1,96 @@
+"""What a reply was read as, sent back as OpenAI's messages, is the very tokens that the model wrote."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.models.nano.build import build
+from engine.front.generation import Choice, Delta
+from engine.front.reply import Markers, ReplyParser
+from engine.front.text import TextProcessor
+from engine.front.tools import Tools
+from tests.support.engine.replies import NAMES, Segment, members, text_of, value
+
+pytestmark = pytest.mark.pure
+
+WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
+USER = {"role": "user", "content": "Weather?"}
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TextProcessor]:
+    """31b, whose template begins a reply with an empty thought where thinking is off, and e2b, whose does not."""
+    folder: Path = tmp_path_factory.mktemp("nano")
+    return {member: TextProcessor.load(build(member, folder / member)) for member in ("31b", "e2b")}
+
+
+def ids_of(text: TextProcessor, segments: list[Segment]) -> list[int]:
+    """As the model would write them: text between markers in the tokenizer's own cut."""
+    return text.encode("".join(NAMES[each] if isinstance(each, int) else each for each in segments), add_bos=False)
+
+
+def arguments(rng: random.Random) -> list[Segment]:
+    """Two random members in the order in which templates render them; none spells a marker."""
+    while True:
+        native, _ = members([value(rng, depth=1) for _ in range(2)], rng)
+        keys = [each[:-1] for each in native if isinstance(each, str) and each.endswith(":")]
+        spelled = any(name in each for name in NAMES for each in native if isinstance(each, str))
+        if not spelled and keys == sorted(keys, key=str.lower) and sum(each == "{" for each in native) == 1:
+            return native
+
+
+def message(text: TextProcessor, tools: list[dict[str, Any]], prompt: list[int], reply: list[int]) -> dict[str, Any]:
+    """The reply as a client keeps it."""
+    markers = Markers.of(text)
+    assert markers is not None
+    parser, choice = ReplyParser(text.pieces, markers, Tools(tools), prompt=prompt), Choice()
+    choice.add(Delta((*parser.push(reply), *parser.end(cut=False)), reply, [], None))
+    calls = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in choice.calls
+    ]
+    return {
+        "role": "assistant",
+        "content": choice.content or None,
+        "reasoning_content": choice.reasoning or None,
+        "tool_calls": calls,
+    }
+
+
+def again(text: TextProcessor, reply: list[Segment], *, thinking: bool) -> tuple[list[int], list[int]]:
+    """(prompt and reply, the next prompt up to where they end)"""
+    prompt = text.render_chat([USER], tools=[WEATHER], enable_thinking=thinking)
+    ids = ids_of(text, reply)
+    turn = message(text, [WEATHER], prompt, ids)
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "18C"} for call in turn["tool_calls"]]
+    after = text.render_chat([USER, turn, *results], tools=[WEATHER], enable_thinking=thinking)
+    return [*prompt, *ids], after[: len(prompt) + len(ids)]
+
+
+@pytest.mark.parametrize(("member", "thinking"), [("31b", True), ("e2b", False), ("e2b", True)])
+def test_history_is_token_identical(texts: dict[str, TextProcessor], member: str, thinking: bool) -> None:
+    """Thought, text and parallel calls of a tool loop come back as they went out: a prefix cache finds all of it."""
+    for seed in range(100):
+        rng = random.Random(seed)
+        thought = text_of(rng).replace("<", "").strip("\n")
+        reply: list[Segment] = [0, f"thought\n{thought}\n", 1] if thinking and thought else []
+        reply += rng.choice(([], ["Let me see."]))
+        for _ in range(rng.randint(1, 3)):
+            reply += [2, "call:get_weather", *arguments(rng), 3]
+        before, after = again(texts[member], reply, thinking=thinking)
+        assert before == after, (seed, reply)
+
+
+@pytest.mark.parametrize("number", ["1e5", "0.10", "-0", "-2.5E-3", "12345678901234567890", "1" * 400, "1e999"])
+def test_numbers_come_back_as_written(texts: dict[str, TextProcessor], number: str) -> None:
+    """Digit for digit; another number would differ."""
+    before, after = again(texts["e2b"], [2, f"call:get_weather{{a:{number}}}", 3], thinking=False)
+    assert before == after
+    assert ids_of(texts["e2b"], [number]) != ids_of(texts["e2b"], [number + "0"])
+
+
+def test_another_order_is_seen(texts: dict[str, TextProcessor]) -> None:
+    """The comparison fails for keys in an order that no template renders."""
+    before, after = again(texts["e2b"], [2, "call:get_weather{b:1,a:2}", 3], thinking=False)
+    assert before != after

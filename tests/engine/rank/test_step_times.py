@@ -1,0 +1,101 @@
+"""Step times as ranks measure them at boot: of the rows that a plan has, and without a trace in what is served afterwards."""
+
+import time
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+
+from engine.errors import ConfigError
+from engine.lifeline import StepTimes, slowest
+from engine.rank import step_times
+from engine.rank.runner import Launched, Runner
+from engine.rank.step_times import measure
+from engine.rank.worker import Rank, build
+from tests.conftest import Nano
+from tests.support.engine.ranks import single
+from tests.support.engine.recording import PAGES, config_of, request, serve
+
+pytestmark = pytest.mark.cpu
+
+
+@pytest.fixture(scope="module")
+def rank(nano: Nano) -> Rank:
+    return single(config_of(nano("31b"), 1, tpot_target_ms=50.0))
+
+
+def measured(rank: Rank, runner: Runner) -> StepTimes:
+    return measure(runner, rank.config, rank.geometry.vocab)
+
+
+def test_times_grow_with_rows(rank: Rank) -> None:
+    """Every point up to the most rows there can be, ascending in rows and time; on a CPU a row more costs what it costs."""
+    times = measured(rank, build(rank, PAGES))
+    print(times)
+    assert [rows for rows, _ in times.decodes] == [1, 4]
+    assert [rows for rows, _ in times.prefills] == [1, 64]
+    assert times.tile == 1
+    for curve in (times.decodes, times.prefills):
+        assert all(before < after for (_, before), (_, after) in pairwise(curve))
+    assert times.prefills[-1][1] > 2 * times.prefills[0][1]
+
+
+def test_times_are_those_of_steps(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that takes 30 ms longer is measured to: the mean of the timed steps, not of the one before them."""
+    runner, launch = build(rank, PAGES), Runner.launch
+    honest = measured(rank, runner)
+
+    def slow(self: Runner, data: bytes) -> Launched:
+        time.sleep(0.03)
+        return launch(self, data)
+
+    monkeypatch.setattr(Runner, "launch", slow)
+    for before, after in zip(honest.decodes, measured(rank, runner).decodes, strict=True):
+        assert after[1] - before[1] > 20
+
+
+def served(rank: Rank, before: Callable[[Runner], object] = lambda runner: None) -> tuple[object, int]:
+    """What a fresh runner gives to a few requests, and its state hash, when something was done to it before."""
+    runner = build(rank, PAGES)
+    before(runner)
+    _, results = serve(runner, rank.config, [[request(number) for number in range(3)]])
+    return results, runner.state_hash
+
+
+def test_measuring_leaves_no_trace(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages, tables and lengths are zero again, and what is served gives the same tokens, logprobs and state hash; planted fault:
+    nothing is cleared, and the hash tells."""
+    runner = build(rank, PAGES)
+    measured(rank, runner)
+    for cache in runner.slots.cache:
+        assert not cache.pool.any()
+        assert not cache.table.any()
+    assert not runner.slots.lengths.any()
+    untouched = served(rank)
+    assert served(rank, lambda runner: measured(rank, runner)) == untouched
+    monkeypatch.setattr(step_times._Probe, "clear", lambda self: None)
+    assert served(rank, lambda runner: measured(rank, runner)) != untouched
+
+
+def test_a_page_that_was_written_is_found(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fault beside it: measuring does write to pages, so that zeros afterwards mean something."""
+    runner = build(rank, PAGES)
+    monkeypatch.setattr(step_times._Probe, "clear", lambda self: None)
+    measured(rank, runner)
+    assert all(torch.count_nonzero(cache.pool[:, 1:]) > 0 for cache in runner.slots.cache)
+
+
+def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
+    """Point by point, whoever is slower there."""
+    one = StepTimes(((1, 5.0), (4, 6.0)), ((1, 5.0), (64, 9.0)), 128)
+    other = StepTimes(((1, 4.0), (4, 7.0)), ((1, 5.5), (64, 8.0)), 128)
+    assert slowest([one, other]) == StepTimes(((1, 5.0), (4, 7.0)), ((1, 5.5), (64, 9.0)), 128)
+
+
+def test_a_target_that_cannot_be_measured_for_is_refused(nano: Nano) -> None:
+    """No context to measure in, or no time at all."""
+    with pytest.raises(ConfigError, match="tpot_target_ms needs a max_len of at least 8"):
+        config_of(nano("31b"), 1, tpot_target_ms=50.0, max_len=7)
+    with pytest.raises(ConfigError, match="tpot_target_ms must be positive"):
+        config_of(nano("31b"), 1, tpot_target_ms=0.0)
