@@ -29,6 +29,7 @@ from engine.rank.batch import ForwardBatch
 from engine.rank.graphs import DecodeGraphs
 from engine.rank.kv import KVCache
 from engine.rank.models.gemma4 import Gemma4
+from engine.rank.page_check import PageCheck
 from engine.rank.parallel import Inboxes
 from engine.rank.sampler import Sampler, TopLogprobs
 from engine.rank.slots import ResultRows, SlotState
@@ -92,6 +93,7 @@ class Launched:
     logprob_rows: tuple[int, ...]
     copy: CopyOut
     move_hash: Callable[[int, dict[str, np.ndarray]], None]
+    pages: PageCheck | None = None
 
     @property
     def done(self) -> bool:
@@ -99,8 +101,11 @@ class Launched:
         return self.copy.done
 
     def result(self) -> bytes:
-        """Wait for the step; the bytes of its StepResult. RuntimeError if a rank's part of a sum did not come."""
+        """Wait for the step; the bytes of its StepResult. RuntimeError if a rank's part of a sum did not come, PageViolation if a
+        page table was wrong (`debug_pages`)."""
         host = self.copy.wait()
+        if self.pages is not None:
+            self.pages.verify(self.step, host["violations"])
         if self.rows is None:
             return encode_rows(self.step, np.zeros((0, 4 + RESULT_WIDTH), np.int32), {})
         tokens, flags = host["chosen"].T
@@ -131,6 +136,7 @@ class Runner:
     """Runs plans on one rank; decides nothing. `state_hash` is the fold over the finished steps.
 
     inboxes  of the group, for decode rows; None: sums over ranks are collectives
+    pages    the check that the setting `debug_pages` asks for
     """
 
     def __init__(
@@ -148,6 +154,7 @@ class Runner:
         self._sampler = Sampler(model.parallel, geometry.vocab, geometry.softcap, config.suppress, self._device)
         self._prefill = min(config.prefill_budget, config.max_len)
         self.debug_hash = config.debug_hash
+        self.pages = PageCheck(config, model.parallel.rank, self.slots) if config.debug_pages != "off" else None
         self._plans: deque[tuple[int, bytes]] = deque()
         self._host = [
             torch.zeros((self._buckets[-1] + config.prefill_budget, 2), dtype=torch.int32, pin_memory=on_gpu)
@@ -200,6 +207,8 @@ class Runner:
         """Start the step whose plan is `data`. At most two may be launched and not finished."""
         plan = read_plan(data)
         self._plans.append((plan.step, data))
+        if self.pages is not None:
+            self.pages.fold(plan, data)
         self.slots.admit(plan.admissions)
         for group, page in plan.zeros.tolist():
             self._cache.groups[group].pool[:, page] = 0
@@ -209,11 +218,9 @@ class Runner:
         sampled, hidden = run(plan, uploaded, rows)
         if self.debug_hash:
             self.slots.check()
-        if sampled is None:
-            return Launched(plan.step, None, (), CopyOut({}, self._device), self._move_hash)
         copy = CopyOut(self._outputs(sampled, hidden, len(rows.slots)), self._device)
-        reported = sampled.logprobs.rows if sampled.logprobs else ()
-        return Launched(plan.step, rows, tuple(reported[: len(rows.slots)]), copy, self._move_hash)
+        reported = sampled.logprobs.rows[: len(rows.slots)] if sampled is not None and sampled.logprobs else ()
+        return Launched(plan.step, None if sampled is None else rows, tuple(reported), copy, self._move_hash, self.pages)
 
     def _decode(self, plan: PlanView, uploaded: Tensor, rows: ResultRows) -> tuple[StepTokens, Tensor]:
         """A step of decode rows, padded to a bucket: what it samples, and its final hidden rows."""
@@ -233,6 +240,7 @@ class Runner:
         if not len(plan.chunks):
             return None, self._step.ids[:0]
         batch = self._step.mixed(plan, uploaded)
+        self._check_pages(uploaded, batch)
         hidden = self._model.forward(batch, self._cache, self._attention)
         if not len(rows.slots):
             return None, hidden
@@ -246,8 +254,14 @@ class Runner:
         """Inputs and final hidden rows of the plan's decodes, padded to `bucket`. Nothing that the host decides: capturable."""
         self._step.apply(plan)
         batch = self._step.decodes(plan, bucket)
+        self._check_pages(plan, batch)
         peers = self._inboxes.joints if self._inboxes else None
         return batch, self._model.forward(batch, self._cache, self._attention, peers)
+
+    def _check_pages(self, plan: Tensor, batch: ForwardBatch) -> None:
+        """Before any kernel reads a page. Capturable."""
+        if self.pages is not None:
+            self.pages.check(plan, batch)
 
     def _sample(self, sampler: str, batch: ForwardBatch, hidden: Tensor, alternatives: int = MAX_ALTERNATIVES) -> StepTokens:
         """Tokens of the batch's rows by one of SAMPLERS; `alternatives`: logprobs of a row beside its token's. Capturable."""
@@ -264,10 +278,15 @@ class Runner:
         flags = torch.where(sampled.nan, ROW_HAS_NAN, 0)
         return StepTokens(torch.stack([sampled.tokens, flags], dim=1).int(), sampled.logprobs)
 
-    def _outputs(self, sampled: StepTokens, hidden: Tensor, count: int) -> dict[str, tuple[Tensor, Tensor | None]]:
+    def _outputs(self, sampled: StepTokens | None, hidden: Tensor, count: int) -> dict[str, tuple[Tensor, Tensor | None]]:
         """What goes to the host, and where."""
+        outputs: dict[str, tuple[Tensor, Tensor | None]] = {}
+        if self.pages is not None:
+            outputs["violations"] = (self.pages.violations, None)
+        if sampled is None:
+            return outputs
         self._host.append(self._host.pop(0))
-        outputs: dict[str, tuple[Tensor, Tensor | None]] = {"chosen": (sampled.chosen[:count], self._host[-1][:count])}
+        outputs["chosen"] = (sampled.chosen[:count], self._host[-1][:count])
         if sampled.logprobs is not None:
             top = sampled.logprobs
             reports = {"logprobs": top.chosen, "ids": top.ids, "values": top.values}

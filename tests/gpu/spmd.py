@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.geometry import Geometry, kv_groups, read_geometry
 from engine.rank import weights
-from engine.rank.attention import attention_backend
+from engine.rank.attention import AskedAttention, attention_backend
 from engine.rank.batch import Chunk, ForwardBatch, eager_batch
 from engine.rank.kv import GroupCache, KVCache
 from engine.rank.models.gemma4 import Gemma4
@@ -31,7 +31,8 @@ CHUNK = 384  # crosses page and window edges at every step
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What the ranks compute. `decodes`: how many of the last positions run as decode rows; fault: sliding, full, reduce."""
+    """What the ranks compute. `decodes`: how many of the last positions run as decode rows; fault: sliding, full, reduce.
+    attention_decode: the backend of decode rows; none: the device's."""
 
     rank: int
     size: int
@@ -46,6 +47,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     store: str = ""
     reduce: int = -1
     fault: str = ""
+    attention_decode: str | None = None
 
 
 class SkippedReduce:
@@ -125,7 +127,8 @@ def check_bits(hidden: Tensor, parallel: Parallel) -> None:
 def run(job: Job, model: Gemma4, parallel: Parallel, device: torch.device) -> list[Tensor]:
     """Logits of each prompt."""
     geometry, cache = model.geometry, caches(model.geometry, job, device)
-    attention = attention_backend(None, geometry, cache, job.size, (job.rows,), device)
+    asked = AskedAttention(decode=job.attention_decode)
+    attention = attention_backend(asked, geometry, cache, job.size, (job.rows,), device)
     found, began, steps = [], time.monotonic(), 0
     for slot in range(len(job.prompts)):
         rows = []

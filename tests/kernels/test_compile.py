@@ -28,6 +28,7 @@ from kernels.launch import Node, launch, record, trigger, wait
 from kernels.linear import linear, linear_geglu
 from kernels.route import route, router_logits
 from kernels.slots import apply_plan, decode_inputs, gather_pages, rotary_table
+from kernels.table_check import check_table
 from kernels.tiles import TABLE, GemmShape, Tile, gemv
 from tests.bench.gemms import GemmCase
 from tests.kernels.test_attention_compiled import chunk_nodes, decode, named
@@ -140,6 +141,15 @@ def slots_nodes(target: Target) -> Iterator[Node]:
     yield from nodes
 
 
+def table_check_nodes(target: Target) -> Iterator[Node]:
+    """Both kinds of group, every step and sampled."""
+    table, rows = ints(9, 4096), (ints(ROWS), ints(ROWS))
+    with record(target) as nodes:
+        for window, width, every in ((1024, 34, 1), (None, 4096, 16)):
+            check_table(ints(500), 0, table, table, 100, *rows, ints(ROWS, width), 32, window, every, ints(8 * 65))
+    yield from nodes
+
+
 def attention_nodes(target: Target) -> Iterator[Node]:
     """Decode with one row and with many, and what a prompt's chunk takes; tests.kernels.test_attention_compiled has the rest."""
     for name, rows in (("31b-tp4-sliding", 1), ("31b-tp4-full", 100)):
@@ -154,6 +164,7 @@ SUBJECTS: dict[str, Callable[[Target], Iterator[Node]]] = {
     "experts": experts_nodes,
     "filters": filters_nodes,
     "slots": slots_nodes,
+    "table_check": table_check_nodes,
     "attention": attention_nodes,
 }
 
