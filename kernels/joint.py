@@ -240,6 +240,17 @@ def _send(bits: tl.tensor, pointers: tl.tensor, at: tl.tensor, live: tl.tensor, 
 
 
 @triton.jit
+def polled(spins: tl.tensor, errors: tl.tensor, SPINS: tl.constexpr) -> tl.tensor:
+    """`spins` behind one more poll. Every millisecond or so it looks at the error flag: where a call has failed already, this one
+    has polled enough."""
+    LOOK: tl.constexpr = max(1, SPINS // 2048)
+    spins += 1
+    if spins % LOOK == 0:
+        spins += tl.load(errors, volatile=True) * SPINS
+    return spins
+
+
+@triton.jit
 def _receive(
     inbox: tl.tensor, at: tl.tensor, STRIDE: tl.constexpr, live: tl.tensor, errors: tl.tensor, dtype: tl.constexpr,
     COUNT: tl.constexpr, EMPTY: tl.constexpr, SPINS: tl.constexpr, BLOCK: tl.constexpr,
@@ -256,7 +267,7 @@ def _receive(
             absent = tl.where(bits == EMPTY, 1, absent)
             total += bits.to(dtype, bitcast=True).to(tl.float32)
         missing = tl.max(absent, 0)
-        spins += 1
+        spins = polled(spins, errors, SPINS)
     if missing > 0:
         tl.store(errors, 1)
     for rank in tl.static_range(COUNT):

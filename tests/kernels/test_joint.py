@@ -1,5 +1,6 @@
 """The joint: over one rank and over four, whose inboxes lie in one process, in the interpreter; and without it, the reference."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import kernels.joint
 from kernels.joint import EMPTY, INBOXES, Norms, Peers, _joint_reference, _launch, _launch_sharded, joint
 from kernels.linear import linear_send
 from kernels.norm import norm_add, rms_norm
@@ -158,6 +160,25 @@ def interpreted_one_rank() -> None:
     assert normed is not None
     assert off(normed, rms_norm(first, following, EPS)) < TOLERANCE
     assert joint(it.whole, it.residual, Norms(it.norms.post, None), EPS)[1] is None
+
+
+def interpreted_a_failed_group_does_not_wait_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A joint whose peers send nothing polls to its bound and sets the error flag; the next ones give up when they first look."""
+    monkeypatch.setattr(kernels.joint, "SPINS", 64)
+    it, peers = case(), group(N)[0]
+    one_row = replace(it, residual=it.residual[:1])
+
+    def seconds() -> float:
+        out = torch.empty_like(one_row.residual), torch.empty_like(one_row.residual)
+        began = time.monotonic()
+        _launch(it.parts[0], one_row.residual, it.norms, EPS, it.scalar, 1.0, peers, *out, peers.call(), send=False)
+        return time.monotonic() - began
+
+    first = seconds()
+    assert peers.errors.tolist() == [1]
+    assert max(seconds(), seconds()) < first / 3
+    peers.errors.zero_()
+    assert seconds() > first / 3
 
 
 def test_the_reference_is_the_norms_one_after_the_other() -> None:

@@ -184,8 +184,9 @@ class Gemma4(nn.Module):
         return self.states(batch, cache, attention, peers)[1]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, hidden] -> fp32 [R, vocab / size]: this rank's slice, before the soft cap (`geometry.softcap`)."""
-        return self.embedding.tokens.head.fp32(hidden)
+        """hidden [R, hidden] -> fp32 [R, `vocab_share`]: this rank's slice, before the soft cap (`geometry.softcap`), and -inf
+        behind the vocabulary's end."""
+        return self.embedding.tokens.logits(hidden)
 
     def states(
         self, batch: ForwardBatch, cache: KVCache, attention: AttentionBackend, peers: Peers | None = None

@@ -9,8 +9,7 @@ ranks. Weights are made empty; `engine.rank.weights` fills them.
 import torch
 from torch import Tensor, nn
 
-from engine.errors import CheckpointError
-from engine.geometry import Moe
+from engine.geometry import Moe, shard_vocab, vocab_share
 from engine.rank.parallel import Parallel
 from kernels.embed import embed
 from kernels.experts import experts
@@ -85,14 +84,15 @@ class Joint:
 
 
 class VocabTable(nn.Module):
-    """This rank's rows of an embedding table: vocabulary-parallel lookup and, for a tied table, head."""
+    """This rank's rows of an embedding table: vocabulary-parallel lookup and, for a tied table, head.
+
+    Every rank has as many; where the vocabulary does not fill the last ranks', they are zero, and their logits -inf."""
 
     def __init__(self, rows: int, width: int, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        if rows % parallel.size:
-            raise CheckpointError(f"a vocabulary of {rows} does not divide by tensor-parallel size {parallel.size}")
-        share = rows // parallel.size
+        share = vocab_share(rows, parallel.size)
         self._first = parallel.rank * share
+        self._filled = len(shard_vocab(rows, parallel.size, parallel.rank))
         self.head = Linear(width, share, dtype, device)
 
     @property
@@ -102,6 +102,13 @@ class VocabTable(nn.Module):
     def forward(self, ids: Tensor, placeholders: Tensor, pad: int) -> Tensor:
         """ids int [T] -> [T, width]: zero rows for ids of other ranks, to be added over ranks. Placeholders are read as pad."""
         return embed(ids, self.weight, self._first, placeholders, pad)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x [T, width] -> fp32 [T, share]."""
+        logits = self.head.fp32(x)
+        if self._filled < logits.shape[1]:
+            logits[:, self._filled :] = -torch.inf
+        return logits
 
 
 class Mlp(nn.Module):
