@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["counter", "gauge", "histogram"]
-Unit = Literal["seconds", "tokens", "requests", "steps", "pages", "ratio", "bytes", "ranks", "replicas", "info"]
+Unit = Literal["seconds", "tokens", "requests", "steps", "pages", "ratio", "bytes", "ranks", "replicas", "kernels", "info"]
 
 TARGET_LABELS = ("application", "deployment", "replica", "node", "model")
 OUTCOMES = (
