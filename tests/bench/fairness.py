@@ -147,11 +147,13 @@ def measure(config: EngineConfig, args: argparse.Namespace) -> list[Row]:
     quiet, busy = with_group(kept, both)
     crowded = with_group(config, lambda load: felt(load, args, longs=2))
     print(f"no target, quiet  {plain}\nno target, busy   {crowded}\ntarget {target:.1f} ms, quiet {quiet}\ntarget, busy {busy}")
-    print(f"TTFT p99 {busy.ttft_p99 / quiet.ttft_p99:.2f} x quiet, TPOT {busy.tpot / plain.tpot:.2f} x quiet without a target", flush=True)
+    ttft, tpot = busy.ttft_p99 / quiet.ttft_p99, busy.tpot / plain.tpot
+    print(f"TTFT p99 {ttft:.2f} x quiet, TPOT {tpot:.2f} x quiet without a target", flush=True)
     name = f"{args.model.split(':')[-1]}-tp{args.tp}"
     rows = [(f"{name}-n1", "long prompt and 16 tokens", alone, "s"), (f"{name}-n4", "long prompt, four choices", four, "s")]
     for case, found in (("quiet", plain), ("busy", crowded), ("quiet-target", quiet), ("busy-target", busy)):
-        rows += [(f"{name}-{case}", "TTFT p99 of short prompts", found.ttft_p99, "ms"), (f"{name}-{case}", "TPOT", found.tpot, "ms")]
+        rows.append((f"{name}-{case}", "TTFT p99 of short prompts", found.ttft_p99, "ms"))
+        rows.append((f"{name}-{case}", "TPOT", found.tpot, "ms"))
     return rows
 
 
