@@ -24,7 +24,7 @@ from engine.config import EngineConfig
 from engine.geometry import Geometry
 from engine.plan import DEPTH, RESULT_WIDTH, ROW_NAN, PlanView, PrefillChunk, StepPlan, encode_plan, encode_rows, read_plan
 from engine.protocol import Logprobs
-from engine.rank.attention import AskedAttention, attention_backend
+from engine.rank.attention import AskedAttention, Unsound, attention_backend
 from engine.rank.batch import ForwardBatch
 from engine.rank.graphs import DecodeGraphs
 from engine.rank.kv import KVCache
@@ -34,7 +34,7 @@ from engine.rank.sampler import Sampler, TopLogprobs
 from engine.rank.slots import ResultRows, SlotState
 from engine.rank.step import StepBuffers, buckets
 from kernels.choose import ROW_ERROR, ROW_HAS_NAN
-from kernels.launch import usable
+from kernels.launch import distrusted, usable
 
 
 @dataclass(frozen=True)
@@ -127,10 +127,17 @@ class Runner:
     """Runs plans on one rank; decides nothing. `state_hash` is the fold over the finished steps.
 
     inboxes  of the group, for decode rows; None: sums over ranks are collectives
+    unsound  parts of attention that failed their check
     """
 
     def __init__(
-        self, model: Gemma4, cache: KVCache, config: EngineConfig, geometry: Geometry, inboxes: Inboxes | None = None
+        self,
+        model: Gemma4,
+        cache: KVCache,
+        config: EngineConfig,
+        geometry: Geometry,
+        inboxes: Inboxes | None = None,
+        unsound: Unsound = (),
     ) -> None:
         self._device = next(iter(cache)).table.device
         on_gpu = self._device.type == "cuda"
@@ -139,7 +146,7 @@ class Runner:
         self.slots = SlotState(config.max_seqs, config.max_len, cache, self._device)
         self._step = StepBuffers(self.slots, model.frequencies, config.prefill_budget, self._buckets)
         self._model, self._cache, self._inboxes = model, cache, inboxes
-        asked = AskedAttention.of(config)
+        asked = AskedAttention.of(config, unsound)
         self._attention = attention_backend(asked, geometry, cache, config.tp, self._buckets, self._device)
         self._sampler = Sampler(model.parallel, geometry.softcap, config.suppress, self._device)
         self._prefill = min(config.prefill_budget, config.max_len)
@@ -149,7 +156,7 @@ class Runner:
             torch.zeros((self._buckets[-1] + config.prefill_budget, 2), dtype=torch.int32, pin_memory=on_gpu)
             for _ in range(DEPTH + 1)
         ]
-        self.capturable = on_gpu and config.graphs
+        self.capturable = on_gpu and config.graphs and not distrusted()  # plain torch asks the host
         self.graphs: DecodeGraphs[tuple[ForwardBatch, Tensor], StepTokens] | None = None
 
     @torch.inference_mode()
@@ -181,7 +188,8 @@ class Runner:
         self._step.apply(uploaded)
         batch = self._step.mixed(plan, uploaded)
         hidden = self._model.forward(batch, self._cache, self._attention)
-        self._maxima(replace(batch, slots=batch.slots[-1:], positions=torch.full_like(batch.positions[-1:], -1)), hidden)
+        if usable(hidden, "kernels.choose"):
+            self._maxima(replace(batch, slots=batch.slots[-1:], positions=torch.full_like(batch.positions[-1:], -1)), hidden)
         self.slots.lengths[slot] = 0
         for group in self._cache:
             group.pool[:, 0] = 0
@@ -215,7 +223,7 @@ class Runner:
         bucket = self._step.bucket(count)
         graphs = self.graphs if uploaded is self._step.plan else None
         batch, hidden = graphs.forward(bucket) if graphs else self._forward(bucket, uploaded)
-        if rows.maxima and usable(hidden):
+        if rows.maxima and usable(hidden, "kernels.choose"):
             return graphs.sample(bucket) if graphs else self._maxima(batch, hidden), hidden
         return self._whole(rows, batch.slots[:count], batch.positions[:count], hidden[:count]), hidden
 
@@ -229,7 +237,7 @@ class Runner:
         if not len(rows.slots):
             return None, hidden
         slots, positions = batch.slots[batch.logit_rows], batch.positions[batch.logit_rows]
-        if rows.maxima and usable(hidden):
+        if rows.maxima and usable(hidden, "kernels.choose"):
             return self._maxima(replace(batch, slots=slots, positions=positions), hidden), hidden
         return self._whole(rows, slots, positions, hidden), hidden
 
