@@ -117,7 +117,7 @@ def joint(
     n = width // 2 if norms.each else width
     assert residual is None or residual.shape == (rows, n), (residual and residual.shape, part.shape)
     assert (residual is None) == (norms.post is None), "a residual is added behind a norm"
-    if not usable(part):
+    if not usable(part, __name__):
         assert peers is None, "on this device sums are made by a collective"
         return _joint_reference(part, residual, norms, eps, scalar, scale)
     h = torch.empty((rows, n), dtype=part.dtype, device=part.device)

@@ -84,7 +84,7 @@ def _linear_reference(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
 def _tile(x: Tensor, shape: GemmShape) -> Tile | None:
     """None: the library computes this product."""
     rows = x.shape[0]
-    if rows == 0 or not usable(x) or not (x.dtype == torch.bfloat16 or INTERPRET):
+    if rows == 0 or not usable(x, __name__) or not (x.dtype == torch.bfloat16 or INTERPRET):
         return None
     return choose(rows, shape, shared_memory(x))
 
