@@ -136,6 +136,7 @@ class Runner:
     """Runs plans on one rank; decides nothing. `state_hash` is the fold over the finished steps.
 
     inboxes  of the group, for decode rows; None: sums over ranks are collectives
+    pages    the check that the setting `debug_pages` asks for
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class Runner:
         self._sampler = Sampler(model.parallel, geometry.vocab, geometry.softcap, config.suppress, self._device)
         self._prefill = min(config.prefill_budget, config.max_len)
         self.debug_hash = config.debug_hash
-        self._pages = PageCheck(config, model.parallel.rank, self.slots) if config.debug_pages != "off" else None
+        self.pages = PageCheck(config, model.parallel.rank, self.slots) if config.debug_pages != "off" else None
         self._plans: deque[tuple[int, bytes]] = deque()
         self._host = [
             torch.zeros((self._buckets[-1] + config.prefill_budget, 2), dtype=torch.int32, pin_memory=on_gpu)
@@ -206,8 +207,8 @@ class Runner:
         """Start the step whose plan is `data`. At most two may be launched and not finished."""
         plan = read_plan(data)
         self._plans.append((plan.step, data))
-        if self._pages is not None:
-            self._pages.fold(plan, data)
+        if self.pages is not None:
+            self.pages.fold(plan, data)
         self.slots.admit(plan.admissions)
         for group, page in plan.zeros.tolist():
             self._cache.groups[group].pool[:, page] = 0
@@ -219,7 +220,7 @@ class Runner:
             self.slots.check()
         copy = CopyOut(self._outputs(sampled, hidden, len(rows.slots)), self._device)
         reported = sampled.logprobs.rows[: len(rows.slots)] if sampled is not None and sampled.logprobs else ()
-        return Launched(plan.step, None if sampled is None else rows, tuple(reported), copy, self._move_hash, self._pages)
+        return Launched(plan.step, None if sampled is None else rows, tuple(reported), copy, self._move_hash, self.pages)
 
     def _decode(self, plan: PlanView, uploaded: Tensor, rows: ResultRows) -> tuple[StepTokens, Tensor]:
         """A step of decode rows, padded to a bucket: what it samples, and its final hidden rows."""
@@ -259,8 +260,8 @@ class Runner:
 
     def _check_pages(self, plan: Tensor, batch: ForwardBatch) -> None:
         """Before any kernel reads a page. Capturable."""
-        if self._pages is not None:
-            self._pages.check(plan, batch)
+        if self.pages is not None:
+            self.pages.check(plan, batch)
 
     def _sample(self, sampler: str, batch: ForwardBatch, hidden: Tensor, alternatives: int = MAX_ALTERNATIVES) -> StepTokens:
         """Tokens of the batch's rows by one of SAMPLERS; `alternatives`: logprobs of a row beside its token's. Capturable."""
@@ -280,8 +281,8 @@ class Runner:
     def _outputs(self, sampled: StepTokens | None, hidden: Tensor, count: int) -> dict[str, tuple[Tensor, Tensor | None]]:
         """What goes to the host, and where."""
         outputs: dict[str, tuple[Tensor, Tensor | None]] = {}
-        if self._pages is not None:
-            outputs["violations"] = (self._pages.violations, None)
+        if self.pages is not None:
+            outputs["violations"] = (self.pages.violations, None)
         if sampled is None:
             return outputs
         self._host.append(self._host.pop(0))

@@ -9,7 +9,7 @@ from engine.core import results
 from engine.core.allocator import Allocator, Changes
 from engine.core.drafting import Drafts
 from engine.core.scheduler import Scheduler, SchedulerConfig
-from engine.core.sequence import Sequence
+from engine.core.sequence import Sequence, Wait
 from engine.geometry import KVGroup
 from engine.plan import MAX_ADMITTED, PageAppend, StepPlan, StepResult, largest_plan
 from engine.protocol import MAX_STOP_IDS, AbortReason, FinishReason, GenerateRequest, SamplingParams, pack_tokens
@@ -35,6 +35,20 @@ def test_many_random_worlds() -> None:
     """The same over 20 000 worlds from a fresh seed; `python -m tests.support.engine.worlds COUNT` runs any number."""
     start = random.SystemRandom().randrange(1 << 40)
     print(f"seeds from {start}: {dict(run_worlds(range(start, start + 20_000)))}")
+
+
+def test_a_mask_lost_with_its_row_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted fault: a sequence that is preempted while a masked row is in flight waits for a mask that has come already."""
+    honest = Sequence.leave
+
+    def forgetful(self: Sequence) -> int:
+        slot = honest(self)
+        self.waits_for = Wait.mask if self.masked else None
+        return slot
+
+    monkeypatch.setattr(Sequence, "leave", forgetful)
+    monkeypatch.setattr("tests.support.engine.worlds._MAX_STEPS", 1000)
+    assert caught(250) > 1
 
 
 def test_a_first_that_stands_still_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,7 @@ class World:
     seed: int
     requests: list[GenerateRequest] = field(default_factory=list)
     masked: set[int] = field(default_factory=set)
+    given: set[tuple[int, int, int]] = field(default_factory=set)  # masks: client, request, length
     forked: int = 0
 
     def __post_init__(self) -> None:
@@ -76,6 +77,7 @@ class World:
         self.guess_chance = rng.choice((0.0, 0.3, 0.8, 1.0))
         self.nan_chance = rng.choice((0.0, 0.0, 0.02))
         self.follow_chance = rng.choice((0.0, 0.5, 0.9))  # an answer is followed by a next turn
+        self.once = rng.random() < 0.5  # no mask comes twice
         self.mask_chance = rng.choice((0.1, 0.5, 1.0))  # a turn that the host has a mask in
         if not drafts and rng.random() < 0.3:
             self.masked = {request.id for request in self.requests if rng.random() < 0.7}
@@ -205,11 +207,13 @@ def simulate(world: World, plant: Callable[[StepPlan], StepPlan] = lambda plan: 
 
 
 def give_masks(world: World, scheduler: Scheduler) -> None:
-    """The host computes masks from committed tokens: late, and now and then twice or for a token that has come already."""
+    """The host computes masks from committed tokens: late, in some worlds twice, or for a token that has come already."""
     for sequence in scheduler.sequences:
         if sequence.masked and world.rng.random() < world.mask_chance:
-            late = world.rng.random() < 0.2
-            scheduler.mask_ready(*sequence.key, len(sequence.tokens) - late)
+            mask = (*sequence.key, len(sequence.tokens) - (world.rng.random() < 0.2))
+            if mask not in world.given or not world.once:
+                world.given.add(mask)
+                scheduler.mask_ready(*mask)
 
 
 def check_masks(scheduler: Scheduler, plan: StepPlan) -> None:
@@ -311,8 +315,12 @@ def run_worlds(seeds: range) -> Counter[str]:
     seen: Counter[str] = Counter()
     for seed in seeds:
         world = World(seed)
-        run = simulate(world)
-        check_ends(world, run)
+        try:
+            run = simulate(world)
+            check_ends(world, run)
+        except Exception as error:
+            error.add_note(f"in world {seed}")
+            raise
         counters = run.scheduler.counters
         seen.update(
             steps=run.steps,
