@@ -24,7 +24,7 @@ from engine.config import EngineConfig
 from engine.geometry import Geometry
 from engine.plan import DEPTH, RESULT_WIDTH, ROW_NAN, PlanView, PrefillChunk, StepPlan, encode_plan, encode_rows, read_plan
 from engine.protocol import Logprobs
-from engine.rank.attention import AskedAttention, attention_backend
+from engine.rank.attention import AskedAttention, Unsound, attention_backend
 from engine.rank.batch import ForwardBatch
 from engine.rank.graphs import DecodeGraphs
 from engine.rank.kv import KVCache
@@ -36,7 +36,7 @@ from engine.rank.slots import ResultRows, SlotState
 from engine.rank.step import StepBuffers, buckets
 from engine.rank.step_clock import StepClock, mark
 from kernels.choose import ROW_ERROR, ROW_HAS_NAN
-from kernels.launch import usable
+from kernels.launch import distrusted, usable
 
 SAMPLERS = ("maxima", "filtered", "logprobs")
 MAX_ALTERNATIVES = 20  # of a captured sampler: OpenAI's bound
@@ -136,10 +136,17 @@ class Runner:
 
     inboxes  of the group, for decode rows; None: sums over ranks are collectives
     pages    the check that the setting `debug_pages` asks for
+    unsound  parts of attention that failed their check
     """
 
     def __init__(
-        self, model: Gemma4, cache: KVCache, config: EngineConfig, geometry: Geometry, inboxes: Inboxes | None = None
+        self,
+        model: Gemma4,
+        cache: KVCache,
+        config: EngineConfig,
+        geometry: Geometry,
+        inboxes: Inboxes | None = None,
+        unsound: Unsound = (),
     ) -> None:
         self._device = next(iter(cache)).table.device
         on_gpu = self._device.type == "cuda"
@@ -148,7 +155,7 @@ class Runner:
         self.slots = SlotState(config.max_seqs, config.max_len, cache, self._device)
         self._step = StepBuffers(self.slots, model.frequencies, config.prefill_budget, self._buckets)
         self._model, self._cache, self._inboxes = model, cache, inboxes
-        asked = AskedAttention.of(config)
+        asked = AskedAttention.of(config, unsound)
         self._attention = attention_backend(asked, geometry, cache, config.tp, self._buckets, self._device)
         self._sampler = Sampler(model.parallel, geometry.vocab, geometry.softcap, config.suppress, self._device)
         self._prefill = min(config.prefill_budget, config.max_len)
@@ -160,7 +167,7 @@ class Runner:
             torch.zeros((self._buckets[-1] + config.prefill_budget, 2), dtype=torch.int32, pin_memory=on_gpu)
             for _ in range(DEPTH + 1)
         ]
-        self.capturable = on_gpu and config.graphs
+        self.capturable = on_gpu and config.graphs and not distrusted()  # plain torch asks the host
         self.graphs: DecodeGraphs[tuple[ForwardBatch, Tensor], StepTokens] | None = None
 
     @torch.inference_mode()
@@ -191,9 +198,10 @@ class Runner:
         self._step.apply(uploaded)
         batch = self._step.mixed(plan, uploaded)
         hidden = self._model.forward(batch, self._cache, self._attention)
-        ends = replace(batch, slots=batch.slots[-1:], positions=torch.full_like(batch.positions[-1:], -1))
-        for name in SAMPLERS:
-            self._sample(name, ends, hidden)
+        if usable(hidden, "kernels.choose"):
+            ends = replace(batch, slots=batch.slots[-1:], positions=torch.full_like(batch.positions[-1:], -1))
+            for name in SAMPLERS:
+                self._sample(name, ends, hidden)
         self.slots.lengths[slot] = 0
         for group in self._cache:
             group.pool[:, 0] = 0
@@ -231,7 +239,7 @@ class Runner:
         bucket = self._step.bucket(count)
         graphs = self.graphs if uploaded is self._step.plan else None
         batch, hidden = graphs.forward(bucket) if graphs else self._forward(bucket, uploaded)
-        if usable(hidden):
+        if usable(hidden, "kernels.choose"):
             if graphs and rows.alternatives <= MAX_ALTERNATIVES:
                 return graphs.sample(bucket, rows.sampler), hidden
             return self._sample(rows.sampler, batch, hidden, rows.alternatives), hidden
@@ -248,7 +256,7 @@ class Runner:
         if not len(rows.slots):
             return None, hidden
         slots, positions = batch.slots[batch.logit_rows], batch.positions[batch.logit_rows]
-        if usable(hidden):
+        if usable(hidden, "kernels.choose"):
             batch = replace(batch, slots=slots, positions=positions)
             return self._sample(rows.sampler, batch, hidden, rows.alternatives), hidden
         return self._whole(rows, slots, positions, hidden), hidden
