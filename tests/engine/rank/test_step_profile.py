@@ -238,7 +238,7 @@ def test_the_gpus_way_on_a_cpu(nano: Nano, monkeypatch: pytest.MonkeyPatch, *, c
     monkeypatch.setattr(rank.runner, "graphs_of", lambda sizes: Replays(step))
     monkeypatch.setattr(step_profile, "_kernels", kernels)
     monkeypatch.setattr(step_profile, "replay_ms", lambda *_: 0.5)
-    nodes, step_ms = step_profile._on_gpu(rank, BATCH, CONTEXT)
+    nodes, step_ms = step_profile._on_gpu(rank, BATCH, CONTEXT, STEPS)
     count = sum(len(node.kernels) for node in nodes)
     assert all(node.alone_us == pytest.approx(2.0 * len(node.kernels)) for node in nodes)
     if captured:
