@@ -1,8 +1,8 @@
 """What taking replies apart costs, a token; and grammars: compiling and masks. `python -m tests.bench.replies --machine NAME`.
 
-CPU time of one thread.
-Replies: the trained nano 31b's tokenizer, a token a call, the least of five rounds. Grammars: random schemas,
-64 of them, as JSON and as arguments of a call, over a vocabulary of 262 144 pieces (the nano's, and made-up words), walked at random.
+CPU time of one thread. Replies: the trained nano 31b's tokenizer, a token a call, the least of five rounds. Grammars: random
+schemas, 64 of them, as JSON and as arguments of a call, over a vocabulary of 262 144 pieces (the nano's, and made-up words), walked
+at random.
 """
 
 import argparse
