@@ -78,7 +78,7 @@ def local_best(
     suppress int32 [m]: ids that no row may give. Logits of forbidden ids are overwritten with -inf.
     """
     rows, n = logits.shape
-    assert usable(logits), "local_best has no reference apart: engine.rank.sampler is what it is held to"
+    assert usable(logits, __name__), "local_best has no reference apart: engine.rank.sampler is what it is held to"
     best = torch.empty((rows, parts, _FIELDS), dtype=torch.float32, device=logits.device)
     launch(
         _local_best, (rows, parts),

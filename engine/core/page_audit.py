@@ -71,7 +71,8 @@ def _pool(pool: PagePool, held: Counter[int], kept: set[int]) -> Iterator[str]:
 
 
 def _sequences(pool: PagePool, index: int, held: Counter[int], running: Sequence[Running]) -> Iterator[str]:
-    size, first = pool.group.page, {}
+    size = pool.group.page
+    first: dict[int, tuple[int, int]] = {}
     for sequence in running:
         run = sequence.runs[index]
         if run.end * size < sequence.high:

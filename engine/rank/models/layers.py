@@ -13,8 +13,8 @@ from engine.geometry import Moe, shard_vocab, vocab_share
 from engine.rank.parallel import Parallel
 from kernels.embed import embed
 from kernels.experts import experts
-from kernels.joint import Norms, Peers, joint
-from kernels.linear import linear, linear_geglu
+from kernels.joint import Norms, Peers, Sent, joint
+from kernels.linear import linear, linear_geglu, linear_send
 from kernels.route import route, router_logits
 
 
@@ -30,8 +30,10 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = empty(outputs, inputs, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight)
+    def forward(self, x: Tensor, peers: Peers | None = None) -> Tensor | Sent:
+        """With the ranks' inboxes, few rows of a row-parallel product go there, for the joint that comes next."""
+        sent = None if peers is None else linear_send(x, self.weight, peers)
+        return linear(x, self.weight) if sent is None else sent
 
     def fp32(self, x: Tensor) -> Tensor:
         """x [T, n] -> fp32 [T, m], the product not rounded to x's dtype: bf16 logits would tie in one row of fourteen."""
@@ -46,11 +48,11 @@ class Joint:
 
     def __init__(self, parallel: Parallel, peers: Peers | None, eps: float, *, every_row: bool = False) -> None:
         self._parallel, self._eps, self._every_row = parallel, eps, every_row
-        self._peers = peers.begin() if peers is not None else None
+        self.peers = peers.begin() if peers is not None else None
 
     def __call__(
         self,
-        part: Tensor,
+        part: Tensor | Sent,
         residual: Tensor | None,
         post: Tensor | None,
         following: Tensor | None,
@@ -60,12 +62,12 @@ class Joint:
         scale: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
         """This rank's part [T, n], or [T, 2 n] with norms for `each` half -> (h, x); x is h where nothing is `following`."""
-        whole = part if self._peers is not None else self._parallel.all_reduce(part)
-        return self.whole(whole, residual, post, following, scalar, each=each, scale=scale, peers=self._peers)
+        whole = part if isinstance(part, Sent) or self.peers is not None else self._parallel.all_reduce(part)
+        return self.whole(whole, residual, post, following, scalar, each=each, scale=scale, peers=self.peers)
 
     def whole(
         self,
-        x: Tensor,
+        x: Tensor | Sent,
         residual: Tensor | None,
         post: Tensor | None,
         following: Tensor | None,
@@ -118,8 +120,9 @@ class Mlp(nn.Module):
         self.gate_up = Linear(hidden, 2 * share, dtype, device)
         self.down = Linear(share, hidden, dtype, device)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(linear_geglu(x, self.gate_up.weight))
+    def forward(self, x: Tensor, peers: Peers | None = None) -> Tensor | Sent:
+        part: Tensor | Sent = self.down(linear_geglu(x, self.gate_up.weight), peers)
+        return part
 
 
 class Router(nn.Module):
