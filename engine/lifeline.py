@@ -103,10 +103,12 @@ def slowest(measured: Sequence[StepTimes]) -> StepTimes:
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """child -> replica: it will run the first plan. `note` is for the log; `step_times` what a rank has measured, if it did."""
+    """child -> replica: it will run the first plan. `note` is for the log; `step_times` what a rank has measured, if it did;
+    `fallbacks` what its checks found wrong and what runs in its place, a sentence each."""
 
     note: str = ""
     step_times: StepTimes | None = None
+    fallbacks: tuple[str, ...] = ()
 
 
 class RanksReady(msgspec.Struct, frozen=True, tag="ranks_ready"):

@@ -21,9 +21,10 @@ from typing import Any, Protocol
 import msgspec
 
 from engine.channel import RingReader, RingWriter, Waiter, map_shared
-from engine.config import EngineConfig
+from engine.config import EngineConfig, PageChecks
 from engine.core.figures import StepFigures
 from engine.core.front_link import FrontLink
+from engine.core.page_audit import PageAudit
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.geometry import kv_groups, read_geometry
 from engine.lifeline import BootArgs, Lifeline, Ready, StepTimes, run
@@ -72,8 +73,17 @@ class RingExecutor:
 class Core:
     """The loop around the scheduler."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, link: FrontLink, lifeline: Lifeline, waiter: Waiter) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        link: FrontLink,
+        lifeline: Lifeline,
+        waiter: Waiter,
+        debug_pages: PageChecks = "off",
+    ) -> None:
         self._scheduler = scheduler
+        self._audit = PageAudit(scheduler, debug_pages)
         self._executor = executor
         self._link = link
         self._lifeline = lifeline
@@ -142,6 +152,7 @@ class Core:
         """Keep one step running and one queued."""
         planned = False
         while self._scheduler.in_flight < DEPTH and (plan := self._scheduler.schedule()) is not None:
+            self._audit.planned(plan.step)
             self._executor.submit(plan)
             self._submitted = plan.step
             self._figures.planned(plan, time.monotonic())
@@ -222,7 +233,7 @@ def serve(lifeline: Lifeline) -> None:
     lifeline.phase(Phase.ready)
     lifeline.send(Ready())
     try:
-        Core(scheduler, executor, link, lifeline, Waiter(args.spin, idle_s=200e-6)).run()
+        Core(scheduler, executor, link, lifeline, Waiter(args.spin, idle_s=200e-6), config.debug_pages).run()
     except EOFError:
         return
 

@@ -59,6 +59,7 @@ class PageCheck:
         sizes = [cache.table.numel() for cache in caches]
         self._tables = [part.view_as(c.table) for part, c in zip(self._expected.split(sizes), caches, strict=True)]
         self.violations = new_violations(slots.device)
+        self.dumps = True  # False: where a dump is replayed
         self._plans: deque[bytes] = deque(maxlen=self.map.undo.maxlen)
 
     def fold(self, plan: PlanView, data: bytes) -> None:
@@ -126,8 +127,20 @@ class PageCheck:
 
     # -- the dump
 
+    def restore(self, dump: PageDump) -> None:
+        """Tables, lengths and tokens as in a dump of this rank's shape; its plan is the next to run."""
+        self.map.restore(dump.expected, dump.expected_lengths, dump.robbed)
+        self.expect(np.arange(len(dump.expected)), dump.expected)
+        sizes = [cache.table.numel() for cache in self._slots.cache]
+        for cache, table in zip(self._slots.cache, torch.from_numpy(dump.tables).split(sizes), strict=True):
+            cache.table.copy_(table.view_as(cache.table))
+        self._slots.lengths.copy_(torch.from_numpy(dump.lengths))
+        self._slots.tokens[:, : dump.tokens.shape[1]] = torch.from_numpy(dump.tokens).to(self._slots.device)
+
     def _dumped(self, step: int, message: str, found: Sequence[Found] = (), *, started: bool) -> PageViolation:
         """The error to raise, behind what could be written down."""
+        if not self.dumps:
+            return PageViolation(message)
         try:
             path = write_dump(self.dump(step, message, found, started=started))
         except (OSError, RuntimeError) as error:  # the violation must be heard, even where the disk is full or the device lost
@@ -145,6 +158,7 @@ class PageCheck:
         longest = int(min(max(lengths.max(), 0) + 2, self._slots.tokens.shape[1]))
         return PageDump(
             config=self._config, rank=self._rank, step=step, pages=self.pages, message=message, plan=plans[step],
+            robbed={slot: found for slot, found in self.map.robbed.items() if found[0] < step},
             tables=rolled_back(self._found_tables(found), back), expected=rolled_back(self.map.flat, back), lengths=lengths,
             expected_lengths=back[0].lengths, tokens=self._slots.tokens[:, :longest].cpu().numpy(),
         )  # fmt: skip

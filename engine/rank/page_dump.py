@@ -28,6 +28,7 @@ class PageDump:
     plan      bytes of the plan
     tables    int32, found [slots * widths] of all groups, flat;  expected: the same as it should be; both before the plan
     lengths   int32 [slots], found, before the plan;  expected_lengths: as the plans say
+    robbed    slots that may not run on, since their pages went to others: since which plan, and why
     tokens    int32 [slots, longest + 1]
     """
 
@@ -37,6 +38,7 @@ class PageDump:
     pages: tuple[int, ...]
     message: str
     plan: bytes
+    robbed: dict[int, tuple[int, str]]
     tables: np.ndarray
     expected: np.ndarray
     lengths: np.ndarray
@@ -61,18 +63,19 @@ def write_dump(dump: PageDump, folder: Path | None = None) -> Path:
 
 def _header(dump: PageDump) -> dict[str, Any]:
     plain = {name: getattr(dump, name) for name in ("rank", "step", "pages", "message")}
-    return {**plain, "config": msgspec.to_builtins(dump.config)}
+    return {**plain, "robbed": list(dump.robbed.items()), "config": msgspec.to_builtins(dump.config)}
 
 
 def read_dump(path: Path) -> PageDump:
     """What `write_dump` wrote; ConfigError where it is not such a file."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             header = json.loads(file["header"].tobytes())
             if header.pop("format") != _FORMAT:
                 raise ConfigError(f"{path}: a page dump of another version")
             config = msgspec.convert(header.pop("config"), EngineConfig)
             header["pages"] = tuple(header["pages"])
+            header["robbed"] = {slot: (step, why) for slot, (step, why) in header["robbed"]}
             return PageDump(config=config, plan=file["plan"].tobytes(), **header, **{name: file[name] for name in _ARRAYS})
-    except (KeyError, ValueError, TypeError, zipfile.BadZipFile, msgspec.ValidationError) as error:
+    except (OSError, KeyError, ValueError, TypeError, zipfile.BadZipFile, msgspec.ValidationError) as error:
         raise ConfigError(f"{path}: no page dump: {error}") from error

@@ -15,7 +15,7 @@ sequence by one: rows with drafts would need their results.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,7 +53,7 @@ class PageMap:
         self.undo: deque[Undo] = deque(maxlen=DEPTH + 1)
         self._holders: list[dict[int, set[int]]] = [{} for _ in groups]
         self._cached = [0] * slots
-        self._robbed: dict[int, str] = {}  # slots that may not run on, and why
+        self.robbed: dict[int, tuple[int, str]] = {}  # slots that may not run on: since which plan, and why
         self._changes: dict[int, int] = {}  # flat index -> what stood there
 
     def fold(self, plan: PlanView) -> tuple[np.ndarray, np.ndarray]:
@@ -74,6 +74,15 @@ class PageMap:
             self.undo.append(Undo(plan.step, index, before, lengths))
         return index, self.flat[index]
 
+    def restore(self, flat: np.ndarray, lengths: np.ndarray, robbed: Mapping[int, tuple[int, str]]) -> None:
+        """Begin anew from tables, lengths and slots that may not run on."""
+        self.flat[:], self.lengths[:], self.robbed = flat, lengths, dict(robbed)
+        self.undo.clear()
+        for table, holders in zip(self.tables, self._holders, strict=True):
+            holders.clear()
+            for slot, entry in np.argwhere(table).tolist():
+                holders.setdefault(int(table[slot, entry]), set()).add(slot)
+
     def holders(self, group: int, page: int) -> Iterator[tuple[int, int]]:
         """(slot, entry) of every table entry that should name `page`."""
         yield from map(tuple, np.argwhere(self.tables[group] == page).tolist())
@@ -91,7 +100,7 @@ class PageMap:
         for group, table in enumerate(self.tables):
             for entry in table[slot].nonzero()[0].tolist():
                 self._set(group, slot, entry, 0)
-        self._robbed.pop(slot, None)
+        self.robbed.pop(slot, None)
         self._cached[slot] = self.lengths[slot] = cached
 
     def _append(self, plan: PlanView) -> None:
@@ -104,19 +113,17 @@ class PageMap:
             whole = (entry + 1) * self.groups[group].page <= self._cached[slot]
             for other in list(self._holders[group].get(page, ())):
                 if not (whole and self.tables[group][other, entry] == page):
-                    self._rob(group, other, page, f"page {page} of slot {other}, group {self.groups[group].name}, was given to "
-                              f"slot {slot}, entry {entry}, in plan {plan.step}")  # fmt: skip
+                    name = self.groups[group].name
+                    why = f"its page {page} of group {name} went to slot {slot}, entry {entry}, in plan {plan.step}"
+                    self.robbed.setdefault(other, (plan.step, why))
+                    self._holders[group][page].discard(other)
             self._set(group, slot, entry, page)
-
-    def _rob(self, group: int, slot: int, page: int, why: str) -> None:
-        self._robbed.setdefault(slot, why)
-        self._holders[group][page].discard(slot)
 
     def _run(self, plan: PlanView) -> None:
         chunks, decodes = plan.chunks, plan.decodes
-        for slot in (*chunks[:, 0].tolist(), *decodes.tolist()) if self._robbed else ():
-            if slot in self._robbed:
-                raise PageViolation(f"slot {slot} runs on, but {self._robbed[slot]}")
+        for slot in (*chunks[:, 0].tolist(), *decodes.tolist()) if self.robbed else ():
+            if slot in self.robbed:
+                raise PageViolation(f"slot {slot} runs on, but {self.robbed[slot][1]}")
         for slot, start, end, _ in chunks.tolist():
             if start != self.lengths[slot]:
                 raise PageViolation(f"slot {slot} stands at position {self.lengths[slot]}, its chunk begins at {start}")

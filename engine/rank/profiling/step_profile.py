@@ -102,7 +102,7 @@ def _kernels(step: Callable[[], object]) -> list[KernelSpan]:
     """The kernels of `step`, in order, with the medians of a few runs."""
     step()
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], acc_events=True) as seen:
         for _ in range(REPEATS):
             step()
             torch.cuda.synchronize()

@@ -2,9 +2,10 @@
 
 import pytest
 
+from engine.rank.plan_stream import logprob_error
 from tests.conftest import Nano
 from tests.support.engine.ranks import Ranks
-from tests.support.engine.recording import PAGES, Recording, config_of, logprob_error, record, replay_in_step, tokens_of
+from tests.support.engine.recording import PAGES, Recording, config_of, record, replay_in_step, tokens_of
 
 pytestmark = pytest.mark.gpu4
 
