@@ -49,10 +49,11 @@ def rates(trace: Trace, larger: tuple[int, int]) -> list[Rate]:
     for working_set in WORKING_SETS:
         sliding, full = portions(trace, working_set)
         pages = (sliding * larger[0], full * larger[1])
-        here = serve(trace, pages)[0].hit / best
+        served, scheduler = serve(trace, pages)
+        here, (sliding, full) = served.hit / best, (pool.total for pool in scheduler.pools)
         with mock.patch("engine.core.prefix.SPARED", 0.0):
             strict = serve(trace, pages)[0].hit / best
-        found.append(Rate(working_set, here, strict, min(1.0, optimum(trace, pages).hit / best)))
+        found.append(Rate(working_set, here, strict, optimum(trace, (sliding, full)).hit / best))
         print(f"{working_set:.0%}: found {here:.3f}, in strict order {strict:.3f}, at most {found[-1].most:.3f}", flush=True)
     return found
 
@@ -70,7 +71,7 @@ def plot(found: dict[str, list[Rate]], file: Path) -> None:
         axes.plot(sets, [rate.most for rate in each], marker=".", linestyle="--", label="Belady's optimum (upper bound)")
         axes.plot(sets, [rate.found for rate in each], marker="o", label="this cache")
         axes.plot(sets, [rate.strict for rate in each], marker=".", linestyle=":", label="strictly least recently used first")
-        axes.set(xlabel="working set, % of what is there", title=f"scarce: {name}", ylim=(0, 1.05))
+        axes.set(xlabel="working set, % of the pages that running sequences leave", title=f"scarce: {name}", ylim=(0, 1.05))
         axes.grid(visible=True, alpha=0.3)
     panels[0].set(ylabel="tokens found, of an infinite cache's")
     panels[0].legend(loc="lower left", fontsize="small")
