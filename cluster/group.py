@@ -64,6 +64,7 @@ class Group:
         self.children: list[Child] = []
         self.pages: tuple[int, ...] = ()
         self.loaded: list[Loaded] = []
+        self.step_times: StepTimes | None = None
         self.boot_s = 0.0
         self._memory = status
         self._status = StatusBlock(status)
@@ -115,7 +116,8 @@ class Group:
         ready = handshake.gather(ranks, Ready)
         self._note_fallbacks(ready[0].fallbacks)
         core = self.children[self.config.tp]
-        core.send(RanksReady(_step_times(ready)))
+        self.step_times = _step_times(ready)
+        core.send(RanksReady(self.step_times))
         ready += handshake.gather([core], Ready)
         for child, message in zip(self.children, ready, strict=True):
             logger.info("%s ready (pid %d) %s", child.name, child.pid, message.note)

@@ -74,7 +74,7 @@ class Drafts:
         changes = self._changes
         plan = StepPlan(self._step + 1, releases=changes.releases, appends=changes.appends, zeros=changes.zeros)
         prefills = [sequence for sequence in self._requests.running if sequence.high < sequence.target and sequence.ready]
-        draft = Draft(plan, changes, Flight(plan.step), self._budget() if prefills or self._requests.waiting else 0)
+        draft = Draft(plan, changes, Flight(plan.step), self._budget(prefills) if prefills or self._requests.waiting else 0)
         self._release(changes)
         self._run_all(draft, self._shares(prefills, draft.budget))
         self._admit(draft)
@@ -85,14 +85,14 @@ class Drafts:
         self._step += 1
         return plan, draft.flight
 
-    def _budget(self) -> int:
+    def _budget(self, prefills: list[Sequence]) -> int:
         """Prompt tokens of this step: what its decode rows leave of the rows, and so few that it takes its time at most."""
         config = self.config
         contexts = [sequence.high for sequence in self._requests.running if sequence.decodable]
         most = max(config.prefill_budget - len(contexts) * self._width, config.prefill_budget // 4, 1)
         if config.step_times is None or config.tpot_target_ms is None:
             return most
-        return prefill_tokens(config.step_times, len(contexts), sum(contexts), config.tpot_target_ms, most)
+        return prefill_tokens(config.step_times, len(contexts), sum(contexts), _behind(prefills), config.tpot_target_ms, most)
 
     def _release(self, changes: Changes) -> None:
         for sequence in self._requests.running:
@@ -183,3 +183,11 @@ class Drafts:
                 return False
             self._requests.preempt(youngest)
         return True
+
+
+def _behind(prefills: list[Sequence]) -> int:
+    """Tokens behind those that a step is going to compute: half of it is the oldest's, the rest the shortest's."""
+    if not prefills:
+        return 0
+    first, *others = prefills
+    return (first.high + min(others, key=lambda other: other.ready, default=first).high) // 2

@@ -4,8 +4,8 @@ Wall time, not device time: a step with prompt tokens is launched kernel by kern
 rank runs the same plans, in as many repeats: nothing here may depend on a clock.
 """
 
-import time
 from collections import deque
+from time import monotonic
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from engine.rank.runner import Launched, Runner
 
 REPEATS = 3  # timed steps a point, after one that is not
 CONTEXTS = (16, 1024)  # tokens behind each decode row, where max_len allows it
+BEHIND = 16_384  # tokens behind a chunk, likewise
 TILE = 128  # rows that a GPU's large products are cut by
 _GREEDY = SamplingParams(max_tokens=1)
 
@@ -26,17 +27,19 @@ _GREEDY = SamplingParams(max_tokens=1)
 def measure(runner: Runner, config: EngineConfig, vocab: int) -> StepTimes:
     """Step times of a runner that has run no plan; it is left as it was. Every rank of the group must call it.
 
-    A second at most for 31B on four H200 by what its steps take: twenty of decode rows, sixteen of prompts.
+    A second at most for 31B on four H200 by what its steps take: twenty of decode rows, twenty of prompts.
     """
     probe = _Probe(runner, vocab)
     short, long = (min(context, config.max_len - 2 - REPEATS) for context in CONTEXTS)
     most = min(config.prefill_budget, config.max_len - 1)
     decodes = [(rows, probe.decode_ms(rows, short)) for rows in _points(config.max_seqs, (1, 32, 128))]
     prefills = [(rows, probe.prefill_ms(rows)) for rows in _points(most, (1, 128, 512))]
-    added = probe.decode_ms(config.max_seqs, long) - decodes[-1][1]
+    context_ms = max(0.0, probe.decode_ms(config.max_seqs, long) - decodes[-1][1]) / max(1, config.max_seqs * (long - short))
+    rows, first = prefills[len(prefills) // 2]
+    behind = min(BEHIND, config.max_len - 1 - rows)
+    behind_ms = max(0.0, probe.prefill_ms(rows, behind) - first) / max(1, rows * behind)
     probe.clear()
-    context_ms = max(0.0, added) / max(1, config.max_seqs * (long - short))
-    return StepTimes(_ascending(decodes), _ascending(prefills), context_ms, TILE if config.device == "cuda" else 1)
+    return StepTimes(_ascending(decodes), _ascending(prefills), context_ms, behind_ms, TILE if config.device == "cuda" else 1)
 
 
 def _points(most: int, usual: tuple[int, ...]) -> list[int]:
@@ -69,10 +72,11 @@ class _Probe:
         self._run([StepPlan(0, admissions=admissions, appends=appends), StepPlan(0, decodes=list(range(rows)))])
         return self._run([StepPlan(0, decodes=list(range(rows)))] * REPEATS)
 
-    def prefill_ms(self, rows: int) -> float:
-        """A step of the first so many tokens of one prompt."""
-        chunk, appends = PrefillChunk(0, 0, rows, rows - 1), self._appends(0, 0, rows)
-        plan = StepPlan(0, admissions=[self._admission(0, rows, 0)], appends=appends, chunks=[chunk])
+    def prefill_ms(self, rows: int, behind: int = 0) -> float:
+        """A step of so many tokens of one prompt, behind others of it."""
+        end = behind + rows
+        chunk, appends = PrefillChunk(0, behind, end, end - 1), self._appends(0, behind, end)
+        plan = StepPlan(0, admissions=[self._admission(0, end, behind)], appends=appends, chunks=[chunk])
         self._run([plan])
         return self._run([plan] * REPEATS)
 
@@ -89,7 +93,7 @@ class _Probe:
     def _run(self, plans: list[StepPlan]) -> float:
         """Mean milliseconds of plans, two out at a time as in the worker's loop."""
         launched: deque[Launched] = deque()
-        began = time.monotonic()
+        began = monotonic()
         for plan in plans:
             self._step += 1
             if len(launched) == DEPTH:
@@ -98,7 +102,7 @@ class _Probe:
             launched.append(self._runner.launch(data))
         while launched:
             _finish(launched.popleft())
-        return 1e3 * (time.monotonic() - began) / len(plans)
+        return 1e3 * (monotonic() - began) / len(plans)
 
     def _admission(self, slot: int, length: int, cached: int) -> Admission:
         """A tenant of random tokens: equal ones would all ask for the same experts."""

@@ -25,6 +25,7 @@ from engine.geometry import kv_groups, parse_config
 from engine.plan import encode_plan
 from engine.protocol import GenerateRequest, SamplingParams, decode_front_message, encode_message, pack_tokens
 from tests.bench.core import Rings
+from tests.bench.record import Row, append
 from tests.support.engine.conversations import GROUPS, PAGE, TAIL, Trace, optimum, portions, serve, unlimited
 
 WORKING_SETS = (0.25, 0.5, 0.9, 1.1, 1.25, 1.5)
@@ -48,10 +49,11 @@ def rates(trace: Trace, larger: tuple[int, int]) -> list[Rate]:
     for working_set in WORKING_SETS:
         sliding, full = portions(trace, working_set)
         pages = (sliding * larger[0], full * larger[1])
-        here = serve(trace, pages)[0].hit / best
+        served, scheduler = serve(trace, pages)
+        here, (sliding, full) = served.hit / best, (pool.total for pool in scheduler.pools)
         with mock.patch("engine.core.prefix.SPARED", 0.0):
             strict = serve(trace, pages)[0].hit / best
-        found.append(Rate(working_set, here, strict, min(1.0, optimum(trace, pages).hit / best)))
+        found.append(Rate(working_set, here, strict, optimum(trace, (sliding, full)).hit / best))
         print(f"{working_set:.0%}: found {here:.3f}, in strict order {strict:.3f}, at most {found[-1].most:.3f}", flush=True)
     return found
 
@@ -69,7 +71,7 @@ def plot(found: dict[str, list[Rate]], file: Path) -> None:
         axes.plot(sets, [rate.most for rate in each], marker=".", linestyle="--", label="Belady's optimum (upper bound)")
         axes.plot(sets, [rate.found for rate in each], marker="o", label="this cache")
         axes.plot(sets, [rate.strict for rate in each], marker=".", linestyle=":", label="strictly least recently used first")
-        axes.set(xlabel="working set, % of what is there", title=f"scarce: {name}", ylim=(0, 1.05))
+        axes.set(xlabel="working set, % of the pages that running sequences leave", title=f"scarce: {name}", ylim=(0, 1.05))
         axes.grid(visible=True, alpha=0.3)
     panels[0].set(ylabel="tokens found, of an infinite cache's")
     panels[0].legend(loc="lower left", fontsize="small")
@@ -146,23 +148,39 @@ def caches(full_pages: int, sliding_pages: int) -> tuple[PrefixCache, PagePool, 
     return PrefixCache(full, sliding), full, sliding
 
 
+def costs() -> list[Row]:
+    """What lookups and admissions take."""
+    made, known = lookup_ms(131_072)
+    print(f"lookup of a cached 128k prompt: {made:.2f} ms with its keys made, {known:.2f} ms with them known")
+    cold, hit = admission_ms(131_072)
+    print(f"a 128k prompt from its message to its plan in the ring: {cold:.1f} ms, {hit:.1f} ms when it is cached")
+    taken = cached_mb(1_000_000)
+    print(f"a million cached pages: {taken:.0f} MB")
+    return [
+        ("prefix-lookup-128k", "keys made and found", made, "ms"),
+        ("admission-128k", "core, message to plan", cold, "ms"),
+        ("admission-128k-cached", "core, message to plan", hit, "ms"),
+        ("prefix-million-pages", "memory of the core", taken, "MB"),
+    ]
+
+
 def main() -> None:
     """All figures."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--conversations", type=int, default=1000)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the rates")
+    parser.add_argument("--record", metavar="MACHINE", help="append to results.csv under this machine's name")
     args = parser.parse_args()
-    made, known = lookup_ms(131_072)
-    print(f"lookup of a cached 128k prompt: {made:.2f} ms with its keys made, {known:.2f} ms with them known")
-    cold, hit = admission_ms(131_072)
-    print(f"a 128k prompt from its message to its plan in the ring: {cold:.1f} ms, {hit:.1f} ms when it is cached")
-    print(f"a million cached pages: {cached_mb(1_000_000):.0f} MB")
-    found = {}
+    rows, found = costs(), {}
     for name, larger in SCARCE.items():
         print(f"scarce: {name}")
         found[name] = rates(Trace(args.conversations), larger)
+        metric, case = "tokens found, of an infinite cache's", f"prefix-{name.replace(' ', '-')}"
+        rows += [(f"{case}-{rate.working_set:.0%}", metric, rate.found, "") for rate in found[name]]
     if args.plot:
         plot(found, args.plot)
+    if args.record:
+        append(rows, args.record, "tests.bench.prefix_cache")
 
 
 if __name__ == "__main__":

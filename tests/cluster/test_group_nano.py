@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from cluster.group import Group
@@ -66,6 +67,25 @@ def test_the_nano_group_serves_aborts_and_closes(config: EngineConfig) -> None:
             assert run.deaths == []
 
     asyncio.run(main(Group.boot(config)))
+
+
+def test_a_group_with_a_target_measures_its_steps(config: EngineConfig) -> None:
+    """With a TPOT target the ranks measure at boot, together, and the core cuts a prompt into pieces that fit it: here the least
+    there are, so that it takes many steps where one would do."""
+
+    async def serve(group: Group) -> int:
+        async with running(group) as run, asyncio.timeout(60):
+            assert len(await read(run.client.generate(PROMPT, GREEDY))) == GREEDY.max_tokens
+            load = await settled(run.client)
+            await same_step(group)
+            assert len({status.state_hash for status in group.status()[: group.config.tp]}) == 1
+            return load.step
+
+    group = Group.boot(msgspec.structs.replace(config, tp=2, tpot_target_ms=0.001))
+    assert group.step_times is not None
+    assert [rows for rows, _ in group.step_times.decodes] == [1, config.max_seqs]
+    assert [rows for rows, _ in group.step_times.prefills] == [1, 128, config.prefill_budget]
+    assert asyncio.run(serve(group)) == GREEDY.max_tokens + len(PROMPT) // (config.prefill_budget // 32)
 
 
 async def same_step(group: Group) -> None:

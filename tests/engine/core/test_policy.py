@@ -52,33 +52,34 @@ def test_the_shortest_go_beside_the_oldest() -> None:
 def test_the_budget_keeps_a_step_below_its_target() -> None:
     """The most tokens that fit, between measured points and beyond them; never fewer than one in 32, never more than all."""
     times = StepTimes(((1, 5.0), (101, 15.0)), ((1, 5.0), (101, 7.0), (1101, 27.0)))
-    assert prefill_tokens(times, 1, 0, 6.0, 2048) == 64  # one in 32: 50 would be in time
-    assert prefill_tokens(times, 1, 0, 7.0, 64) == 64
-    assert prefill_tokens(times, 1, 0, 17.0, 2048) == 600
-    assert prefill_tokens(times, 51, 0, 22.0, 2048) == 600
-    assert prefill_tokens(times, 1, 0, 1000.0, 2048) == 2048
-    assert prefill_tokens(times, 500, 0, 10.0, 2048) == 64
+    assert prefill_tokens(times, 1, 0, 0, 6.0, 2048) == 64  # one in 32: 50 would be in time
+    assert prefill_tokens(times, 1, 0, 0, 7.0, 64) == 64
+    assert prefill_tokens(times, 1, 0, 0, 17.0, 2048) == 600
+    assert prefill_tokens(times, 51, 0, 0, 22.0, 2048) == 600
+    assert prefill_tokens(times, 1, 0, 0, 1000.0, 2048) == 2048
+    assert prefill_tokens(times, 500, 0, 0, 10.0, 2048) == 64
     longer = StepTimes(times.decodes, times.prefills, context_ms=0.001)
-    assert prefill_tokens(longer, 51, 5000, 22.0, 2048) == 350  # 5 ms of context are 250 tokens
+    assert prefill_tokens(longer, 51, 5000, 0, 22.0, 2048) == 350  # 5 ms of context are 250 tokens
 
 
 def test_the_budget_fills_whole_tiles() -> None:
     """At 31B's times a step takes its target at most, and with a tile more it would take longer; no tile is begun in vain."""
     rng = random.Random(3)
     for _ in range(2000):
-        decodes, target = rng.randint(0, 200), rng.uniform(5, 60)
-        tokens = prefill_tokens(TIMES, decodes, 0, target, 2048 - decodes)
+        decodes, behind, target = rng.randint(0, 200), rng.choice((0, 0, 30_000, 100_000)), rng.uniform(5, 60)
+        tokens = prefill_tokens(TIMES, decodes, 0, behind, target, 2048 - decodes)
         assert tokens <= 2048 - decodes
         if tokens < 2048 - decodes:
-            assert step_ms(filled(decodes, tokens + TIMES.tile)) > target
+            assert step_ms(filled(decodes, tokens + TIMES.tile, behind)) > target
         if tokens > (2048 - decodes) // 32:
-            assert step_ms(filled(decodes, tokens)) <= target + 1e-6
+            assert step_ms(filled(decodes, tokens, behind)) <= target + 1e-6
             assert (decodes + tokens) % TIMES.tile == 0 or tokens == 2048 - decodes
 
 
-def filled(decodes: int, tokens: int) -> StepPlan:
-    """A step of so many rows."""
-    return StepPlan(1, decodes=list(range(decodes)), chunks=[PrefillChunk(decodes, 0, tokens, tokens)])
+def filled(decodes: int, tokens: int, behind: int) -> StepPlan:
+    """A step of so many rows, and so many tokens behind its chunk."""
+    end = behind + tokens
+    return StepPlan(1, decodes=list(range(decodes)), chunks=[PrefillChunk(decodes, behind, end, end)])
 
 
 @dataclass(frozen=True)
@@ -130,14 +131,14 @@ def test_without_a_target_streams_stall() -> None:
 
 
 def prompt_ms(streams: int) -> float:
-    """Milliseconds a prompt token, while so many streams run beside prompts without end."""
+    """Milliseconds a prompt token, while so many streams run beside prompts of 5000 tokens, one behind the other."""
     world = pace("fair")
     for _ in range(streams):
         world.arrive(0, 1, 10**4)
     world.run(500)
     began, before = world.now, world.prefilled
-    for _ in range(4):
-        world.arrive(world.now, 100_000, 5)
+    for _ in range(45):
+        world.arrive(world.now, 5000, 5)
     world.run(began + 5000)
     return (world.now - began) / (world.prefilled - before)
 

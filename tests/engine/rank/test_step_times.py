@@ -9,6 +9,7 @@ import torch
 
 from engine.errors import ConfigError
 from engine.lifeline import StepTimes, slowest
+from engine.plan import read_plan
 from engine.rank import step_times
 from engine.rank.runner import Launched, Runner
 from engine.rank.step_times import measure
@@ -23,6 +24,12 @@ pytestmark = pytest.mark.cpu
 @pytest.fixture(scope="module")
 def rank(nano: Nano) -> Rank:
     return single(config_of(nano("31b"), 1, tpot_target_ms=50.0))
+
+
+@pytest.fixture(autouse=True)
+def cpu_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are timed by what they take of the CPU, so that a busy machine shows in none of it."""
+    monkeypatch.setattr(step_times, "monotonic", time.process_time)
 
 
 def measured(rank: Rank, runner: Runner) -> StepTimes:
@@ -40,20 +47,32 @@ def test_times_grow_with_rows(rank: Rank) -> None:
         assert all(before < after for (_, before), (_, after) in pairwise(curve))
     assert times.prefills[-1][1] > 2 * times.prefills[0][1]
     assert 0 < times.context_ms < 1
+    assert 0 < times.behind_ms < 0.1
 
 
 def test_times_are_those_of_steps(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that takes 30 ms longer is measured to: the mean of the timed steps, not of the one before them."""
-    runner, launch = build(rank, PAGES), Runner.launch
+    """Every step takes 50 ms longer, and the first of each kind half a second, which does not count."""
+    runner, launch, seen = build(rank, PAGES), Runner.launch, set()
     honest = measured(rank, runner)
 
     def slow(self: Runner, data: bytes) -> Launched:
-        time.sleep(0.03)
+        plan = read_plan(data)
+        kind = (len(plan.decodes), int(plan.chunks[:, 2].sum()))
+        spin(0.05 if kind in seen else 0.5)
+        seen.add(kind)
         return launch(self, data)
 
     monkeypatch.setattr(Runner, "launch", slow)
-    for before, after in zip(honest.decodes, measured(rank, runner).decodes, strict=True):
-        assert after[1] - before[1] > 20
+    found = measured(rank, runner)
+    for before, after in zip(honest.decodes + honest.prefills, found.decodes + found.prefills, strict=True):
+        assert 25 < after[1] - before[1] < 200
+
+
+def spin(seconds: float) -> None:
+    """Keep the CPU busy."""
+    until = time.process_time() + seconds
+    while time.process_time() < until:
+        pass
 
 
 def served(rank: Rank, before: Callable[[Runner], object] = lambda runner: None) -> tuple[object, int]:
@@ -89,9 +108,9 @@ def test_a_page_that_was_written_is_found(rank: Rank, monkeypatch: pytest.Monkey
 
 def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
     """Point by point, whoever is slower there."""
-    one = StepTimes(((1, 5.0), (4, 6.0)), ((1, 5.0), (64, 9.0)), 0.1, 128)
-    other = StepTimes(((1, 4.0), (4, 7.0)), ((1, 5.5), (64, 8.0)), 0.2, 128)
-    assert slowest([one, other]) == StepTimes(((1, 5.0), (4, 7.0)), ((1, 5.5), (64, 9.0)), 0.2, 128)
+    one = StepTimes(((1, 5.0), (4, 6.0)), ((1, 5.0), (64, 9.0)), 0.1, 0.02, 128)
+    other = StepTimes(((1, 4.0), (4, 7.0)), ((1, 5.5), (64, 8.0)), 0.2, 0.01, 128)
+    assert slowest([one, other]) == StepTimes(((1, 5.0), (4, 7.0)), ((1, 5.5), (64, 9.0)), 0.2, 0.02, 128)
 
 
 def test_a_target_that_cannot_be_measured_for_is_refused(nano: Nano) -> None:
