@@ -2,6 +2,7 @@
 #
 #   make serve [CONFIG=deploy/gemma4.yaml]   install if needed, then serve on 127.0.0.1:8000; Ctrl-C or SIGTERM drains
 #   make test | test-full                    the tiers pure, cpu and serve without the slow tests | everything that this machine can run
+#   make coverage                           make test, with a table of the lines that no test runs
 #   make quality [QUALITY_ARGS=...]         the nano models' exam: every setup against transformers, every planted fault
 #   make lint | bench | clean                ruff, mypy and sizes | benchmarks | remove what the tools leave behind (not .venv)
 #   make dashboards | pictures               writes dashboards/*.json, alerts.yaml and METRICS.md from code | draws the boards of a live run, and steps of load
@@ -25,7 +26,7 @@ EXTRAS-lint := [lint,test,dashboards]
 EXTRAS-dashboards := [dashboards]
 EXTRAS-gpu := [gpu]
 
-.PHONY: serve test test-full quality lint bench clean install-gpu dashboards docs pictures
+.PHONY: serve test test-full coverage quality lint bench clean install-gpu dashboards docs pictures
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -38,6 +39,13 @@ test: $(VENV)/.installed-test
 
 test-full: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The lines that the tests of `make test` run, children included: half as much CPU again, so not part of it.
+coverage: $(VENV)/.installed-test
+	rm -rf .coverage
+	$(BIN)/python -m coverage run -m pytest -m "(pure or cpu or serve) and not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report
 
 quality: $(VENV)/.installed-test
 	$(BIN)/python -m tests.quality.run $(QUALITY_ARGS)
@@ -66,7 +74,7 @@ pictures: $(VENV)/.installed-test
 install-gpu: $(VENV)/.installed-gpu
 
 clean:
-	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .nano .bench
+	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .nano .bench .coverage
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 $(BIN)/python:

@@ -24,6 +24,7 @@ _LINE = 64
 _WRAP = 0xFFFFFFFF
 _REREAD_S = 0.001
 RING_BYTES = 8 << 20
+MAX_RECORD = RING_BYTES // 2 - _RECORD.size  # of a ring of that size: the payload of one record
 _SHORT, _LONG = 5_000, 50_000  # sleeps before they get longer
 
 

@@ -12,14 +12,17 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import NODEFAULT, Meta
 
+from engine.channel import MAX_RECORD
 from engine.errors import ConfigError
 from engine.geometry import PAGE_SIZE, Geometry, check_tp, kv_groups, read_geometry
+from engine.plan import largest_plan
 
 Device = Literal["cpu", "cuda"]
 DType = Literal["float32", "bfloat16"]
 LoadFormat = Literal["safetensors", "dummy"]
 LogLevel = Literal["debug", "info", "warning"]
 PolicyName = Literal["fair", "arrival"]
+PageChecks = Literal["off", "sample", "every"]
 AttentionName = Literal["reference", "triton", "trtllm_mha"]
 
 _SIZES = {"sizes": True}  # decides what fits into memory, so that `quartet plan` has an option for it
@@ -67,6 +70,13 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         bool, Meta(description="FlashInfer may fetch kernels that it lacks, at the first request that needs one")
     ] = False
     graphs: Annotated[bool, Meta(description="on a GPU, decode steps are captured as CUDA graphs and replayed")] = True
+    debug_pages: Annotated[
+        PageChecks,
+        Meta(
+            description="hold page tables, plans and the allocator's books against each other; sample: a sixteenth of the tables a "
+            "step; every: all. A violation ends the group and leaves a file for `quartet replay`"
+        ),
+    ] = "off"
     core_log: Annotated[
         LogLevel, Meta(description="the core's log on stderr; info: a line a second and class of step; debug: a line a step")
     ] = "info"
@@ -147,6 +157,12 @@ def _check_model(config: EngineConfig, geometry: Geometry) -> None:
         raise ConfigError(f"max_len {config.max_len} exceeds the model's {geometry.max_position} positions")
     check_tp(geometry, config.tp)
     groups = kv_groups(geometry, config.tp, config.page)
+    largest = largest_plan(config.max_seqs, config.max_len, config.prefill_budget, config.page, len(groups))
+    if largest > MAX_RECORD:
+        raise ConfigError(
+            f"a step's plan may take {largest} bytes with max_seqs {config.max_seqs}, max_len {config.max_len} and prefill_budget "
+            f"{config.prefill_budget}; the ring to the ranks carries at most {MAX_RECORD} at once"
+        )
     if config.pages is None:
         return
     if len(config.pages) != len(groups):

@@ -1,12 +1,15 @@
 """The memory arithmetic of the KV cache: how many bytes it may take, and how many pages each group gets. No torch."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.geometry import KVGroup, kv_groups, read_geometry
+from engine.plan import DEPTH
 
+CACHED_TOKENS = 8192  # of a conversation, as the pools are sized for
 CPU_BYTES = 1 << 30  # of a whole group, where the device is the machine's own memory
 ITEMSIZE = {"float32": 4, "bfloat16": 2}  # bytes of an element, by the setting `dtype`
 
@@ -29,44 +32,76 @@ def pages_of(config: EngineConfig, kv_bytes: int) -> tuple[int, ...]:
     if config.pages is not None:
         return config.pages
     groups = kv_groups(read_geometry(Path(config.model)), config.tp, config.page)
-    return pool_pages(groups, config.max_seqs, config.max_len, config.prefill_budget, kv_bytes, ITEMSIZE[config.dtype])
+    need = Need(config.max_seqs, config.max_len, config.prefill_budget, cache=config.prefix_cache)
+    return pool_pages(groups, need, kv_bytes, ITEMSIZE[config.dtype])
 
 
-def pool_pages(
-    groups: Sequence[KVGroup], slots: int, max_len: int, prefill_budget: int, bytes_available: int, itemsize: int
-) -> tuple[int, ...]:
+@dataclass(frozen=True)
+class Need:
+    """What the pools are for: sequences that run at once, their tokens at most, rows of a step with prompt tokens; `cache`: and
+    prefixes that nobody runs on."""
+
+    slots: int
+    max_len: int
+    prefill_budget: int
+    cache: bool = False
+
+
+def pool_pages(groups: Sequence[KVGroup], need: Need, bytes_available: int, itemsize: int) -> tuple[int, ...]:
     """Pages of each group, null page included, for one rank that may spend `bytes_available` on all pools.
 
-    Sized by need: a sliding group gets what `slots` sequences and one prefill budget can hold at once, a full group what is
-    left, and none more than `slots` sequences of `max_len` tokens fill. ConfigError, with the numbers, if not even one page of a
-    full group fits.
+    Sized by need: a sliding group gets what all slots and the budgets of the plans that are out can hold at once, and a window for
+    each conversation that the cache is to hold beside them; a full group what is left, and none more than sequences of `max_len`
+    tokens fill. ConfigError, with the numbers, if not even one page of a full group fits.
     """
-    pages = {group.index: _windows(group, slots, max_len, prefill_budget) for group in groups if group.window is not None}
-    spent = sum(pages[group.index] * group.page_bytes(itemsize) for group in groups if group.index in pages)
+    sliding = [group for group in groups if group.window is not None]
     full = [group for group in groups if group.window is None]
-    left = bytes_available - spent
+    pages = {group.index: _windows(group, need) for group in sliding}
+    spent = sum(pages[group.index] * group.page_bytes(itemsize) for group in sliding)
     page_bytes = sum(group.page_bytes(itemsize) for group in full)
-    count = max(left, 0) // page_bytes if full else 0
-    if left < 0 or (full and count < 2):
-        raise ConfigError(_does_not_fit(slots, bytes_available, spent, 2 * page_bytes))
-    pages |= {group.index: min(count, _most(group, slots, max_len)) for group in full}
+    left = bytes_available - spent
+    if left < 0 or (full and left < 2 * page_bytes):
+        raise ConfigError(_does_not_fit(need.slots, bytes_available, spent, 2 * page_bytes))
+    tails = sum(_tail(group) * group.page_bytes(itemsize) for group in sliding)
+    usual = sum(_whole(group, need) * group.page_bytes(itemsize) for group in full)
+    cached = _cached(need, left, tails, usual) if need.cache else 0
+    pages = {group.index: pages[group.index] + cached * _tail(group) for group in sliding}
+    count = (left - cached * tails) // page_bytes if full else 0
+    pages |= {group.index: min(count, (need.slots + cached) * -(-need.max_len // group.page) + 1) for group in full}
     return tuple(pages[group.index] for group in groups)
 
 
-def _windows(group: KVGroup, slots: int, max_len: int, prefill_budget: int) -> int:
-    """Windows of all slots, one prefill budget, the null page."""
+def _windows(group: KVGroup, need: Need) -> int:
+    """Windows of all slots, the prompts of the plans that are out (held until their results are in), the null page."""
     assert group.window is not None
     each = -(-(group.window + 1) // group.page) + 1
-    return min(slots * each + -(-prefill_budget // group.page) + 1, _most(group, slots, max_len))
+    most = need.slots * -(-need.max_len // group.page) + 1
+    return min(need.slots * each + DEPTH * -(-need.prefill_budget // group.page) + 1, most)
 
 
-def _most(group: KVGroup, slots: int, max_len: int) -> int:
-    return slots * -(-max_len // group.page) + 1
+def _tail(group: KVGroup) -> int:
+    """Pages of a sliding group that a cached prefix ends with."""
+    assert group.window is not None
+    return -(-(group.window - 1) // group.page)
+
+
+def _whole(group: KVGroup, need: Need) -> int:
+    """Pages of a full group that a usual conversation fills."""
+    return -(-min(need.max_len, CACHED_TOKENS) // group.page)
+
+
+def _cached(need: Need, left: int, tails: int, usual: int) -> int:
+    """Conversations of the usual length that the cache is to hold, windows and all, once every slot has one; at most one a slot.
+
+    Without windows of its own the cache would be worth nothing whenever all slots run: what it has of full pages is found only up
+    to a place with a window before it.
+    """
+    return max(0, min(need.slots, (left - need.slots * usual) // (tails + usual))) if tails + usual else 0
 
 
 def _does_not_fit(slots: int, available: int, spent: int, least: int) -> str:
     return (
         f"the KV cache does not fit: {available / 2**20:.1f} MiB are available for it, the windows of {slots} sequences "
-        f"(max_seqs) and one prefill_budget take {spent / 2**20:.1f} MiB, and full attention needs {least / 2**20:.1f} MiB "
+        f"(max_seqs) and {DEPTH} x prefill_budget take {spent / 2**20:.1f} MiB, and full attention needs {least / 2**20:.1f} MiB "
         "at the very least; lower max_seqs, or give it more memory"
     )

@@ -16,21 +16,24 @@ the chunks and decodes run as one forward.
 """
 
 import struct
-from collections.abc import Mapping, Sequence, Sized
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple, cast
 
 import numpy as np
 
-from engine.protocol import Logprobs, SamplingParams
+from engine.protocol import MAX_STOP_IDS, Logprobs, SamplingParams
 
 PLAN_VERSION = 2
 DEPTH = 2  # plans out at a time: one running, one queued
 RESULT_WIDTH = 1
+MAX_ADMITTED = 1 << 17  # numbers (tokens, stop ids, pages) of one plan's admissions, one of them apart: 0.5 MiB of a ring record
 HEADER_INTS = 16
 COUNTS = 4  # the header's first count: decodes, chunks, appends, releases, zeros, admissions
 
+_WIDTHS = (1, 4, 4, 4, 2)  # int32 of a decode, chunk, append, release, zero
 _PLAN = struct.Struct("<IIQ6I24x")
 _ADMISSION = struct.Struct("<iiqqfff7i")
 _RESULT = struct.Struct("<QIIII")
@@ -107,13 +110,16 @@ class PageZero:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step for every rank. Result rows come in the order: chunks that sample, then decodes."""
+    """One step for every rank. Result rows come in the order: chunks that sample, then decodes.
+
+    Of releases and appends there may be thousands: the core has them as one int32 array, a row's four numbers after the other's.
+    """
 
     step: int
     stop: bool = False
-    releases: list[PageRelease] = field(default_factory=list)
+    releases: "list[PageRelease] | array[int]" = field(default_factory=list)
     admissions: list[Admission] = field(default_factory=list)
-    appends: list[PageAppend] = field(default_factory=list)
+    appends: "list[PageAppend] | array[int]" = field(default_factory=list)
     zeros: list[PageZero] = field(default_factory=list)
     chunks: list[PrefillChunk] = field(default_factory=list)
     decodes: list[int] = field(default_factory=list)
@@ -177,29 +183,71 @@ class ResultRow(NamedTuple):
     logprobs: Logprobs | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StepResult:
-    """Rank 0 -> core, one a plan that had rows or not, in plan order."""
+    """Rank 0 -> core, one a plan that had rows or not, in plan order.
+
+    table     int32 [n, 4 + width], in the order of the plan's result rows: slot, number & NUMBER_MASK, tokens given, flags, tokens
+    logprobs  of the rows that report them
+    """
 
     step: int
-    rows: list[ResultRow]
+    table: np.ndarray
+    logprobs: Mapping[int, Logprobs] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, step: int, rows: Sequence[ResultRow]) -> "StepResult":
+        """From objects: for fakes."""
+        width = max((len(row.tokens) for row in rows), default=RESULT_WIDTH)
+        table = np.zeros((len(rows), 4 + max(width, RESULT_WIDTH)), np.int32)
+        for at, row in enumerate(rows):
+            head = (row.slot, row.number & NUMBER_MASK, len(row.tokens), ROW_NAN if row.nan else 0)
+            table[at, : 4 + len(row.tokens)] = head + row.tokens
+        return cls(step, table, {at: row.logprobs for at, row in enumerate(rows) if row.logprobs is not None})
+
+    def row(self, at: int) -> ResultRow:
+        """One row as an object."""
+        slot, number, count, flags, *tokens = self.table[at].tolist()
+        return ResultRow(slot, number, tuple(tokens[:count]), bool(flags & ROW_NAN), self.logprobs.get(at))
+
+    @property
+    def rows(self) -> list[ResultRow]:
+        """All rows as objects."""
+        return [self.row(at) for at in range(len(self.table))]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StepResult) and (self.step, self.rows) == (other.step, other.rows)
+
+    __hash__ = None  # type: ignore[assignment]  # it holds an array
 
 
 def encode_plan(plan: StepPlan) -> bytes:
     """Bytes of `plan`; `decode_plan` is its inverse."""
     flags = FLAG_STOP if plan.stop else 0
-    sections: tuple[Sized, ...] = (plan.decodes, plan.chunks, plan.appends, plan.releases, plan.zeros, plan.admissions)
-    flat: list[int] = list(plan.decodes)
-    for chunk in plan.chunks:
-        flat += (chunk.slot, chunk.start, chunk.end, chunk.first_logit)
-    for append in plan.appends:
-        flat += (append.group, append.slot, append.index, append.page)
-    for release in plan.releases:
-        flat += (release.group, release.slot, release.first, release.count)
-    for zero in plan.zeros:
-        flat += (zero.group, zero.page)
-    header = _PLAN.pack(PLAN_VERSION, flags, plan.step, *map(len, sections))
-    return b"".join([header, _ints(flat), *map(_encode_admission, plan.admissions)])
+    tables = [_flat(section) for section in (plan.chunks, plan.appends, plan.releases, plan.zeros)]
+    counts = [len(table) // width for table, width in zip(tables, _WIDTHS[1:], strict=True)]
+    header = _PLAN.pack(PLAN_VERSION, flags, plan.step, len(plan.decodes), *counts, len(plan.admissions))
+    return b"".join([header, array("i", plan.decodes), *tables, *map(_encode_admission, plan.admissions)])
+
+
+def _flat(rows: "Sequence[PrefillChunk | PageAppend | PageRelease | PageZero] | array[int]") -> "array[int]":
+    """A section's numbers, one row's after the other's."""
+    return rows if isinstance(rows, array) else array("i", [getattr(row, name) for row in rows for name in row.__match_args__])
+
+
+def largest_plan(
+    seqs: int, max_len: int, budget: int, page: int, groups: int, *, width: int = 1, admitted: int = MAX_ADMITTED
+) -> int:
+    """Bytes that no plan of the core exceeds: `seqs` sequences, rows of up to `width` positions, and `budget` prompt tokens."""
+    admission = admission_size(max_len, MAX_STOP_IDS, groups * (max_len // page + 1))
+    held = groups * (budget // page + seqs * (-(-width // page) + 2))  # pages appended to rows and chunks
+    rows = seqs * (1 + 4) + 4 * held + 4 * groups * seqs + 2 * (held + groups * (max_len // page + 1))
+    return 4 * (HEADER_INTS + rows + max(admission, admitted))
+
+
+def admission_size(tokens: int, stop_ids: int, pages: int) -> int:
+    """Numbers of four bytes that an admission, and the appends of pages that it shares with a cached prefix, take in a plan."""
+    return _ADMISSION.size // 4 + tokens + stop_ids + 4 * pages
 
 
 def read_header(data: bytes) -> PlanHeader:
@@ -214,11 +262,10 @@ def read_plan(data: bytes) -> PlanView:
     """The plan in `data`, unparsed; raises ValueError when it is not one (wrong version or length)."""
     step, stop = read_header(data)
     _, _, _, *counts, n_admissions = _PLAN.unpack_from(data)
-    widths = (1, 4, 4, 4, 2)
-    ends = list(accumulate((count * width for count, width in zip(counts, widths, strict=True)), initial=HEADER_INTS))
+    ends = list(accumulate((count * width for count, width in zip(counts, _WIDTHS, strict=True)), initial=HEADER_INTS))
     fixed = np.frombuffer(data, np.int32, ends[-1])
     decodes, *tables = (fixed[first:last] for first, last in pairwise(ends))
-    chunks, appends, releases, zeros = (table.reshape(-1, width) for table, width in zip(tables, widths[1:], strict=True))
+    chunks, appends, releases, zeros = (table.reshape(-1, width) for table, width in zip(tables, _WIDTHS[1:], strict=True))
     offset = 4 * ends[-1]
     admissions = []
     for _ in range(n_admissions):
@@ -293,11 +340,7 @@ def _decode_admission(data: bytes, offset: int) -> tuple[Admission, int]:
 
 def encode_result(result: StepResult) -> bytes:
     """Bytes of `result`; `decode_result` is its inverse."""
-    table = np.zeros((len(result.rows), 4 + RESULT_WIDTH), np.int32)
-    for at, row in enumerate(result.rows):
-        tokens = row.tokens + (0,) * (RESULT_WIDTH - len(row.tokens))
-        table[at] = (row.slot, row.number & NUMBER_MASK, len(row.tokens), ROW_NAN if row.nan else 0, *tokens)
-    return encode_rows(result.step, table, {at: row.logprobs for at, row in enumerate(result.rows) if row.logprobs is not None})
+    return encode_rows(result.step, result.table, result.logprobs)
 
 
 def encode_rows(step: int, table: np.ndarray, logprobs: Mapping[int, Logprobs]) -> bytes:
@@ -319,21 +362,20 @@ def _encode_logprobs(logprobs: Logprobs | None) -> bytes:
 
 
 def decode_result(data: bytes) -> StepResult:
-    """The result in `data`; raises ValueError when its length is wrong. `number` comes back as `number & NUMBER_MASK`."""
+    """The result in `data`, in place; raises ValueError when its length is wrong."""
     step, n_rows, width, flags, _ = _RESULT.unpack_from(data)
-    stride = 4 + width
-    flat = struct.unpack_from(f"<{n_rows * stride}i", data, _RESULT.size)
-    offset = _RESULT.size + 4 * len(flat)
-    rows = []
-    for at in range(0, len(flat), stride):
-        slot, number, count, row_flags = flat[at : at + 4]
-        logprobs = None
-        if flags & RESULT_HAS_LOGPROBS:
-            logprobs, offset = _decode_logprobs(data, offset)
-        rows.append(ResultRow(slot, number, flat[at + 4 : at + 4 + count], bool(row_flags & ROW_NAN), logprobs))
+    offset = _RESULT.size + 4 * n_rows * (4 + width)
+    if offset > len(data):
+        raise ValueError(f"result {step} is {len(data)} bytes long, its rows end at {offset}")
+    table = np.frombuffer(data, np.int32, n_rows * (4 + width), _RESULT.size).reshape(n_rows, 4 + width)
+    logprobs: dict[int, Logprobs] = {}
+    for at in range(n_rows if flags & RESULT_HAS_LOGPROBS else 0):
+        reported, offset = _decode_logprobs(data, offset)
+        if reported is not None:
+            logprobs[at] = reported
     if offset != len(data):
         raise ValueError(f"result {step} is {len(data)} bytes long, its sections end at {offset}")
-    return StepResult(step, rows)
+    return StepResult(step, table, logprobs)
 
 
 def _decode_logprobs(data: bytes, offset: int) -> tuple[Logprobs | None, int]:

@@ -77,6 +77,11 @@ class MappedCollectives:
             first += piece.numel()
         return gathered.view(self.size, *x.shape).movedim(0, -2).flatten(-2)
 
+    def exchange_rows(self, x: Tensor) -> Tensor:
+        """`[rows, n]` of every rank -> `[size, rows / size, n]`: every rank's rows r with r mod size = rank. All are gathered: the
+        memory is everybody's."""
+        return self.all_gather(x).unflatten(1, (self.size, -1))[self.rank :: self.size].transpose(0, 1).contiguous()
+
     def inboxes(self, rows: int, width: int, dtype: torch.dtype) -> None:
         """None: on a CPU every sum is a collective."""
 

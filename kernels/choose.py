@@ -156,6 +156,13 @@ def _capped(x: tl.tensor, cap: tl.tensor) -> tl.tensor:
     return cap * (2.0 * tl.sigmoid(2.0 * x / cap) - 1.0)
 
 
+@triton.jit
+def _nans(at: tl.tensor, live: tl.tensor) -> tl.tensor:
+    """1 if there is a NaN at one of these places, else 0: what is overwritten may be the only one of a row."""
+    x = tl.load(at, live, 0.0)
+    return tl.max((x != x).to(tl.int32), 0)
+
+
 @triton.jit(do_not_specialize=["suppressed", "first"])
 def _local_best(
     logits: tl.tensor, slots: tl.tensor, positions: tl.tensor, integers: tl.tensor, floats: tl.tensor, stop: tl.tensor,
@@ -175,15 +182,19 @@ def _local_best(
     line = logits + row * N
     lane = tl.arange(0, SUPPRESS)
     ids = tl.load(suppress + lane, lane < suppressed, -1) - first
-    tl.store(line + ids, float("-inf"), (lane < suppressed) & (ids >= start) & (ids < end))
+    here = (lane < suppressed) & (ids >= start) & (ids < end)
+    bad = _nans(line + ids, here)
+    tl.store(line + ids, float("-inf"), here)
     if position < may_stop:
         for at in range(0, STOP, BLOCK):
             entry = at + tl.arange(0, BLOCK)
             stops = tl.load(stop + slot * STOP + entry, entry < STOP, -1)
-            tl.store(line + stops - first, float("-inf"), (stops >= 0) & (stops - first >= start) & (stops - first < end))
+            among = (stops >= 0) & (stops - first >= start) & (stops - first < end)
+            bad = tl.maximum(bad, _nans(line + stops - first, among))
+            tl.store(line + stops - first, float("-inf"), among)
     tl.debug_barrier()
     key = _key(seed, position)
-    top, top_id, bad = float("-inf"), start, tl.full([], 0, tl.int32)
+    top, top_id = float("-inf"), start
     for at in range(start, end, BLOCK):
         entry = at + tl.arange(0, BLOCK)
         x = tl.load(line + entry, entry < end, float("-inf"))

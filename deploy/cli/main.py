@@ -18,6 +18,7 @@ from deploy.cli import (
     metrics_command,
     plan_command,
     profile_command,
+    replay_command,
     serve_command,
 )
 from deploy.cli.output import CANNOT
@@ -31,6 +32,7 @@ COMMANDS = (
     plan_command,
     bench_command,
     profile_command,
+    replay_command,
     metrics_command,
     dashboards_command,
 )
@@ -44,6 +46,7 @@ from nothing to tokens:
   quartet serve deploy/nano.yaml               start Ray and serve; Ctrl-C drains
   quartet bench --concurrency 1 8 32           load, percentiles, and whether every request is accounted for
   quartet profile dummy:31b --tp 4             where the time of a decode step goes
+  quartet replay FILE                          a recorded plan stream, or a page violation's dump, again
   quartet metrics                              the main figures, live
 
 `quartet COMMAND --help` teaches each. Every command but serve takes --json.

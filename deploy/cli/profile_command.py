@@ -13,9 +13,9 @@ from deploy.cli.output import OK, Part, Subparsers, Table, command, emit
 from engine.errors import ConfigError
 
 if TYPE_CHECKING:
+    from engine.rank.profiling.decode_times import StepTime
     from engine.rank.profiling.session import ProfileRequest
     from engine.rank.profiling.step_nodes import StepNode, StepProfile
-    from engine.rank.profiling.step_times import StepTime
 
 SWEEP_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SWEEP_CONTEXTS = (1024, 8192, 32768, 131072)

@@ -30,6 +30,10 @@ class LimitSettings(FrozenSettings):
     stop_token_ids: int = Field(default=128, ge=0, le=1024, description="stop token ids of a request")
     top_logprobs: int = Field(default=20, ge=0, le=20, description="alternatives per token whose logprobs may be asked for")
     n: int = Field(default=8, ge=1, le=64, description="choices of a request")
+    min_priority: int = Field(default=0, description="most urgent `priority` of a request; lower numbers are served first")
+    isolate_cache: bool = Field(
+        default=False, description="requests share cached prefixes only with those of the same Authorization header"
+    )
     request_timeout_s: float = Field(default=600.0, gt=0, description="deadline of one request, from its head to its last byte")
     queue_timeout_s: float = Field(default=60.0, gt=0, description="a request that has not begun by then is refused with 429")
     requests: int = Field(default=4096, ge=16, description="requests of any kind that a replica may have at once; more get 429")

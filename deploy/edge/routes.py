@@ -74,13 +74,13 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def chat_completions(request: Request) -> Response:
         async with _admitted(service, request) as place:
             wanted = await _wanted(service, ChatRequest, request)
-            return _answer(service, wanted, await service.chat_job(wanted), ChatFormat, place)
+            return _answer(service, request, wanted, await service.chat_job(wanted), ChatFormat, place)
 
     @app.post("/v1/completions", response_model=None, responses=_GENERATED, openapi_extra=_body(CompletionRequest))
     async def completions(request: Request) -> Response:
         async with _admitted(service, request) as place:
             wanted = await _wanted(service, CompletionRequest, request)
-            return _answer(service, wanted, await service.completion_job(wanted), TextFormat, place)
+            return _answer(service, request, wanted, await service.completion_job(wanted), TextFormat, place)
 
 
 @asynccontextmanager
@@ -112,8 +112,9 @@ async def _wanted(service: Service, kind: type[R], request: Request) -> R:
 
 
 def _answer(
-    service: Service, wanted: Sampling, job: Job, form: type[ChatFormat] | type[TextFormat], place: Place
+    service: Service, request: Request, wanted: Sampling, job: Job, form: type[ChatFormat] | type[TextFormat], place: Place
 ) -> CompletionResponse:
+    job = service.ranked(job, wanted, request.headers.get("authorization"))
     place.settle(len(job.params), len(job.params) * len(job.prompt))
     made = form(service.name, service.text.pieces, include_usage=wanted.wants_usage)
     return CompletionResponse(service, job, made, stream=bool(wanted.stream), include_usage=wanted.wants_usage)

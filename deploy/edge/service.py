@@ -6,10 +6,12 @@ Tokenizing runs in a small thread pool: a long prompt must not hold up every str
 import asyncio
 import secrets
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -135,6 +137,14 @@ class Service:
         wanted = request.max_tokens
         return self._job(request, prompt, wanted or COMPLETION_TOKENS, clip=wanted is None, logprobs=request.logprobs)
 
+    def ranked(self, job: Job, request: Sampling, authorization: str | None) -> Job:
+        """`job` with its place in the queue, and with whom it shares cached prefixes. InvalidRequest: it is too urgent."""
+        priority, most = request.priority or 0, self.limits.min_priority
+        if priority < most:
+            raise InvalidRequest(f"priority: {priority} is more urgent than {most}, the most urgent allowed here", param="priority")
+        tenant = sha256((authorization or "").encode()).hexdigest() if self.limits.isolate_cache else ""
+        return replace(job, priority=priority, salt=f"{tenant}/{request.cache_salt or ''}")
+
     def start(self, job: Job, params: SamplingParams) -> Generation:
         """Submit one choice of a job."""
         return Generation(self.engine, self.text, job, params)
@@ -183,7 +193,8 @@ class Service:
         params = self._params(request, limit, logprobs)
         seeds = _seeds(request.seed, request.n or 1)
         choices = tuple(_with_seed(params, seed) for seed in seeds)
-        return Job(prompt, choices, clip, request.stops, request.skip_special_tokens is not False)
+        shown = request.skip_special_tokens is not False
+        return Job(array("i", prompt), choices, clip, stops=request.stops, skip_special_tokens=shown)
 
     def _params(self, request: Sampling, limit: int, logprobs: int | None) -> SamplingParams:
         eos = () if request.ignore_eos else self.text.eos_ids

@@ -9,9 +9,8 @@ from engine.core.policy import Policy, Room
 from engine.core.prefix import Hit
 from engine.core.requests import Requests
 from engine.core.sequence import Sequence
-from engine.plan import Admission
+from engine.plan import MAX_ADMITTED, Admission, admission_size
 
-MAX_ADMITTED_TOKENS = 1 << 18  # in one plan, one sequence apart: 1 MiB of a ring record
 _LOOKAHEAD = 16  # requests that are looked at behind those that can begin
 
 
@@ -29,14 +28,15 @@ class Admissions:
         """Hand each that is admitted to `begin`, while slots, pages and this step's budget last."""
         if not (self._requests.waiting and self._requests.free_slots and budget_left()):
             return
-        room, passed, tokens = Room(self._requests.running, self._allocator), [], 0
+        room, passed, size = Room(self._requests.running, self._allocator), [], 0
         for sequence in list(islice(self._requests.waiting, self._requests.free_slots + _LOOKAHEAD)):
             if not (self._requests.free_slots and budget_left()):
                 return
             hit = self._allocator.find(sequence)
             if self._waits(sequence, hit):
                 continue
-            if tokens and tokens + len(sequence.tokens) > MAX_ADMITTED_TOKENS:
+            following = size + _size(sequence, hit)
+            if size and following > MAX_ADMITTED:
                 return
             if not self._may_begin(sequence, hit, room):
                 if sequence.overtaken >= self._policy.overtaking:
@@ -45,7 +45,7 @@ class Admissions:
                 continue
             self._admit(sequence, hit, changes)
             room.admitted(sequence)
-            tokens += len(sequence.tokens)
+            size = following
             for other in passed:
                 other.overtaken += 1
             begin(sequence, _admission(sequence))
@@ -75,6 +75,12 @@ class Admissions:
             self._requests.counters.queried_tokens += len(sequence.tokens)
             self._requests.counters.hit_tokens += sequence.cached
             sequence.found = sequence.cached
+
+
+def _size(sequence: Sequence, hit: Hit | None) -> int:
+    """What its admission takes of a plan, in numbers."""
+    pages = 0 if hit is None else len(hit.full) + len(hit.tail)
+    return admission_size(len(sequence.tokens), len(sequence.params.stop_ids), pages)
 
 
 def _admission(sequence: Sequence) -> Admission:

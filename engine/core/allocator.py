@@ -6,23 +6,25 @@ needed.
 """
 
 import bisect
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 
 from engine.core.pages import PagePool, PageRun
 from engine.core.prefix import Hit, PrefixCache
 from engine.core.segment import equal_keys, extend_keys
 from engine.core.sequence import Sequence
 from engine.geometry import KVGroup
-from engine.plan import PageAppend, PageRelease, PageZero
+from engine.plan import PageZero
 
 
 @dataclass
 class Changes:
-    """What a plan says of pages; a plan that is not sent leaves them to the next."""
+    """What a plan says of pages; a plan that is not sent leaves them to the next. Releases and appends as in StepPlan, flat."""
 
-    releases: list[PageRelease] = field(default_factory=list)
-    appends: list[PageAppend] = field(default_factory=list)
+    releases: "array[int]" = field(default_factory=lambda: array("i"))
+    appends: "array[int]" = field(default_factory=lambda: array("i"))
     zeros: list[PageZero] = field(default_factory=list)
 
 
@@ -71,9 +73,9 @@ class Allocator:
             run.pages += pages
         self._watch(sequence)
 
-    def _append(self, pool: PagePool, sequence: Sequence, at: int, pages: list[int], changes: Changes) -> None:
+    def _append(self, pool: PagePool, sequence: Sequence, at: int, pages: "list[int] | array[int]", changes: Changes) -> None:
         group, slot = pool.group.index, sequence.slot
-        changes.appends.extend(PageAppend(group, slot, index, page) for index, page in enumerate(pages, at))
+        changes.appends.extend(chain.from_iterable(zip(repeat(group), repeat(slot), range(at, at + len(pages)), pages)))
 
     def release(self, sequence: Sequence, changes: Changes) -> None:
         """Give back the pages that no position from the edge of `low`'s page on can see."""
@@ -82,7 +84,7 @@ class Allocator:
             dropped = run.drop_before(first_page(pool.group, sequence.low))
             if dropped:
                 pool.give(dropped)
-                changes.releases.append(PageRelease(pool.group.index, sequence.slot, at, len(dropped)))
+                changes.releases.extend((pool.group.index, sequence.slot, at, len(dropped)))
         self._watch(sequence)
 
     def _watch(self, sequence: Sequence) -> None:
@@ -125,7 +127,7 @@ class Allocator:
             pages = hit.full if pool is self._full else hit.tail
             pool.share(pages)
             sequence.runs[at] = PageRun(hit.count - len(pages), pages)
-            self._append(pool, sequence, hit.count - len(pages), list(pages), changes)
+            self._append(pool, sequence, hit.count - len(pages), pages, changes)
         sequence.low = sequence.high = sequence.cached = hit.count * self.page
         marks = {hit.branch, (sequence.prompt - 1) // self.page}
         sequence.marks = sorted(mark for mark in marks if mark > hit.count)

@@ -14,15 +14,17 @@ import logging
 import socket
 import sys
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
 from engine.channel import RingReader, RingWriter, Waiter, map_shared
-from engine.config import EngineConfig
+from engine.config import EngineConfig, PageChecks
 from engine.core.figures import StepFigures
 from engine.core.front_link import FrontLink
+from engine.core.page_audit import PageAudit
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.geometry import kv_groups, read_geometry
 from engine.lifeline import BootArgs, Lifeline, Ready, StepTimes, run
@@ -37,6 +39,7 @@ from engine.protocol import (
 )
 
 _CLIENT = 0
+_TURN_BYTES = 1 << 19  # of messages between two plans: the keys of a prompt of 128k tokens take some 3 ms
 
 
 class Executor(Protocol):
@@ -70,12 +73,22 @@ class RingExecutor:
 class Core:
     """The loop around the scheduler."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, link: FrontLink, lifeline: Lifeline, waiter: Waiter) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        link: FrontLink,
+        lifeline: Lifeline,
+        waiter: Waiter,
+        debug_pages: PageChecks = "off",
+    ) -> None:
         self._scheduler = scheduler
+        self._audit = PageAudit(scheduler, debug_pages)
         self._executor = executor
         self._link = link
         self._lifeline = lifeline
         self._waiter = waiter
+        self._unread: deque[bytes] = deque()
         self._stopping = False
         self._report = False
         self._figures = StepFigures()
@@ -101,7 +114,11 @@ class Core:
 
     def _read(self) -> None:
         """Take in what the front says; sleep on its socket while there is nothing else to wait for."""
-        for raw in self._link.receive(1.0 if self._idle else 0):
+        self._unread.extend(self._link.receive(1.0 if self._idle and not self._unread else 0))
+        size = 0
+        while self._unread and size < _TURN_BYTES:
+            raw = self._unread.popleft()
+            size += len(raw)
             message = self._decode(raw)
             if message is not None:
                 self._handle(message)
@@ -135,6 +152,7 @@ class Core:
         """Keep one step running and one queued."""
         planned = False
         while self._scheduler.in_flight < DEPTH and (plan := self._scheduler.schedule()) is not None:
+            self._audit.planned(plan.step)
             self._executor.submit(plan)
             self._submitted = plan.step
             self._figures.planned(plan, time.monotonic())
@@ -215,7 +233,7 @@ def serve(lifeline: Lifeline) -> None:
     lifeline.phase(Phase.ready)
     lifeline.send(Ready())
     try:
-        Core(scheduler, executor, link, lifeline, Waiter(args.spin, idle_s=200e-6)).run()
+        Core(scheduler, executor, link, lifeline, Waiter(args.spin, idle_s=200e-6), config.debug_pages).run()
     except EOFError:
         return
 

@@ -7,7 +7,7 @@
 Page 0 is the null page: it is never handed out and every unused table entry names it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from engine.geometry import KVGroup
 
@@ -28,6 +28,11 @@ class PagePool:
     def free(self) -> int:
         """Pages that nobody has."""
         return len(self._free)
+
+    @property
+    def free_pages(self) -> Sequence[int]:
+        """Them, for whoever looks through the books."""
+        return self._free
 
     @property
     def available(self) -> int:

@@ -4,7 +4,6 @@ A row belongs to an admission: a sequence that was preempted or ended since has 
 """
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -60,14 +59,15 @@ class Results:
         assert result.step == flight.step, (result.step, flight.step)
         self.done = flight.step
         self._requests.counters.prefill_tokens += flight.prefill_tokens
-        rows = iter(result.rows)
-        self._commit_chunks(flight.chunks, rows)
-        self._commit_decodes(flight.decodes, rows)
-        assert next(rows, None) is None, f"step {flight.step} gave more rows than it had"
+        first = self._commit_chunks(flight.chunks, result)
+        self._commit_decodes(flight.decodes, result, first)
 
-    def _commit_chunks(self, chunks: list[ChunkRow], rows: Iterator[ResultRow]) -> None:
+    def _commit_chunks(self, chunks: list[ChunkRow], result: StepResult) -> int:
+        """The chunks' rows, which come first; how many they are."""
+        at = 0
         for sequence, number, end, samples in chunks:
-            row = next(rows) if samples else None
+            row = result.row(at) if samples else None
+            at += samples
             if sequence.number != number:
                 continue
             sequence.low = end
@@ -75,24 +75,24 @@ class Results:
                 self._requests.allocator.leave_marks(sequence)
             if row is not None:
                 self._take(sequence, row, *_cut(sequence, row.tokens))
+        return at
 
-    def _commit_decodes(self, decodes: list[tuple[Sequence, int]], rows: Iterator[ResultRow]) -> None:
-        width, given, emit = self._width, 0, self._requests.emit
-        for sequence, number in decodes:
-            row = next(rows)
-            tokens = row.tokens
-            given += len(tokens)
+    def _commit_decodes(self, decodes: list[tuple[Sequence, int]], result: StepResult, first: int) -> None:
+        """The steady state is a row of one token that ends nothing; what has more to it is folded in by itself."""
+        slots, _, counts, _, tokens = result.table[first:, :5].T.tolist()
+        width, emit, plain = self._width, self._requests.emit, not result.logprobs
+        for at, ((sequence, number), slot, count, token) in enumerate(zip(decodes, slots, counts, tokens, strict=True), first):
             if sequence.number != number:
                 continue
-            if len(tokens) != 1 or row.logprobs is not None or tokens[0] in sequence.stop_ids or sequence.low + 2 >= sequence.limit:
-                self._fold(sequence, row)
-                continue
-            assert row.slot == sequence.slot, (row, sequence)  # the steady state: one token that ends nothing
-            sequence.low += 1
-            sequence.high += 1 - width
-            sequence.tokens.append(tokens[0])
-            emit(sequence.key[0], Output(id=sequence.key[1], tokens=[tokens[0]]))
-        self._requests.counters.decode_tokens += given
+            if count == 1 and plain and token not in sequence.stop_ids and sequence.low + 2 < sequence.limit:
+                assert slot == sequence.slot, (slot, sequence)
+                sequence.low += 1
+                sequence.high += 1 - width
+                sequence.tokens.append(token)
+                emit(sequence.key[0], Output(id=sequence.key[1], tokens=[token]))
+            else:
+                self._fold(sequence, result.row(at))
+        self._requests.counters.decode_tokens += sum(counts)
 
     def _fold(self, sequence: Sequence, row: ResultRow) -> None:
         """A decode row with more to it than one token."""

@@ -113,8 +113,10 @@ class Scheduler:
     def mask_ready(self, client: int, request: int, length: int) -> None:
         """The host has the mask of the token at index `length`; one that comes too late, or twice, changes nothing."""
         sequence = self._requests.find((client, request))
-        if sequence is not None and length == len(sequence.tokens) > sequence.high:
-            sequence.waits_for = None
+        if sequence is not None and length == len(sequence.tokens):
+            sequence.mask_for = length
+            if length > sequence.high:
+                sequence.waits_for = None
 
     def schedule(self) -> StepPlan | None:
         """The next plan, or None when no sequence can use a step now (all wait for results or the host, or there are none)."""

@@ -34,6 +34,7 @@ class Sequence:
     overtaken   how many of a later rank were admitted before it
     tokens      int32, prompt and what was generated
     masked      each of its tokens needs a mask that the host computes from those before it
+    mask_for    length for whose next token the host has given a mask last
     target      length at its admission: positions below it are prefill
     root, keys  what its first page's key follows, and the keys of its pages as far as they were needed
     cached      positions that it found in the prefix cache at its admission; `found`: at its first one
@@ -49,6 +50,7 @@ class Sequence:
     params: SamplingParams
     rank: tuple[int, int]
     masked: bool = False
+    mask_for: int = 0
     number: int = 0
     slot: int = -1
     target: int = 0
@@ -98,7 +100,10 @@ class Sequence:
         self.runs = [PageRun() for _ in range(groups)]
 
     def leave(self) -> int:
-        """Give the slot back; results of this admission no longer count."""
+        """Give the slot back; results of this admission no longer count, and a mask that one of its rows had used is free again."""
         slot, self.slot, self.number = self.slot, -1, 0
+        self.low = self.high = 0
         self.runs = []
+        if self.masked:
+            self.waits_for = None if self.mask_for == len(self.tokens) else Wait.mask
         return slot

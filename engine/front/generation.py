@@ -8,6 +8,7 @@ calls are never cut.
 """
 
 import asyncio
+from array import array
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -43,7 +44,9 @@ class Engine(Protocol):
     @property
     def open(self) -> int: ...
 
-    def generate(self, prompt: list[int], params: SamplingParams, *, clip: bool = False) -> EngineStream: ...
+    def generate(
+        self, prompt: Sequence[int], params: SamplingParams, *, clip: bool = False, salt: str = "", priority: int = 0
+    ) -> EngineStream: ...
 
     def clock(self, request: int) -> Clock | None: ...
 
@@ -52,13 +55,16 @@ class Engine(Protocol):
 class Job:
     """One request, validated: what goes to the engine and what happens to the text that comes back. `params`: one per choice.
 
+    `prompt`: int32 token ids. `salt`: only requests of the same salt share cached prefixes. `priority`: lower ones go first.
     `is_chat`: the reply is one of a conversation, with thoughts, and with calls of `tools` where there are some; `one_call`: and it
     ends with the first.
     """
 
-    prompt: list[int]
+    prompt: "array[int]"
     params: tuple[SamplingParams, ...]
     clip: bool
+    salt: str = ""
+    priority: int = 0
     stops: tuple[str, ...] = ()
     skip_special_tokens: bool = True
     is_chat: bool = False
@@ -162,7 +168,7 @@ class Generation:
 
     def __init__(self, engine: Engine, text: TextProcessor, job: Job, params: SamplingParams) -> None:
         """Submits it."""
-        self._stream = engine.generate(job.prompt, params, clip=job.clip)
+        self._stream = engine.generate(job.prompt, params, clip=job.clip, salt=job.salt, priority=job.priority)
         self.clock = engine.clock(self._stream.id)
         self.cached = 0
         self._reader = _reader(text, job)

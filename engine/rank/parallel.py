@@ -1,4 +1,4 @@
-"""The tensor-parallel group: who this rank is, and two collectives, with one implementation for each kind of device.
+"""The tensor-parallel group: who this rank is, and three collectives, with one implementation for each kind of device.
 
     cpu    `MappedCollectives`: memory that the ranks inherit; sums and gathers of any size; no sockets, no torch.distributed
     cuda   `CudaGroup`: sums of few rows over symmetric memory, larger ones and gathers by NCCL; rendezvous in a file
@@ -42,6 +42,11 @@ class Parallel(Protocol):
         """`[..., n]` of every rank -> `[..., n * size]`, concatenated in rank order."""
         ...
 
+    def exchange_rows(self, x: Tensor) -> Tensor:
+        """`[rows, n]` of every rank, rows a multiple of size -> `[size, rows / size, n]`: of every rank, the rows r with
+        r mod size = this rank."""
+        ...
+
     def inboxes(self, rows: int, width: int, dtype: torch.dtype) -> "Inboxes | None":
         """Memory that the ranks write into each other's, for decode steps of up to `rows` rows and joints of up to `width`
         elements a row; None where there is none (one rank, or ranks on a CPU). Every rank calls it once, at boot."""
@@ -67,6 +72,9 @@ class Single:
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x
+
+    def exchange_rows(self, x: Tensor) -> Tensor:
+        return x[None]
 
     def inboxes(self, rows: int, width: int, dtype: torch.dtype) -> None:
         """None."""
@@ -101,6 +109,12 @@ class Distributed:
         distributed.all_gather(list(gathered.unbind(0)), x.contiguous())
         return gathered.movedim(0, -2).flatten(-2)
 
+    def exchange_rows(self, x: Tensor) -> Tensor:
+        sent = x.unflatten(0, (-1, self.size)).transpose(0, 1).contiguous()
+        received = torch.empty_like(sent)
+        distributed.all_to_all_single(received, sent)
+        return received
+
     def inboxes(self, rows: int, width: int, dtype: torch.dtype) -> None:
         """None."""
 
@@ -124,6 +138,9 @@ class CudaGroup:
 
     def all_gather(self, x: Tensor) -> Tensor:
         return self._large.all_gather(x)
+
+    def exchange_rows(self, x: Tensor) -> Tensor:
+        return self._large.exchange_rows(x)
 
     def inboxes(self, rows: int, width: int, dtype: torch.dtype) -> Inboxes:
         """As `Parallel.inboxes`: symmetric memory, empty on every rank before anybody can write."""
@@ -162,6 +179,10 @@ def self_check(parallel: Parallel, device: torch.device, dtype: torch.dtype) -> 
         _expect(parallel, total, pattern * (parallel.size * (parallel.size + 1) // 2), "sum")
         parts = [pattern + rank for rank in range(parallel.size)]
         _expect(parallel, parallel.all_gather(pattern + parallel.rank), torch.cat(parts), "gather")
+    rows, ranks = torch.arange(2 * parallel.size, device=device), torch.arange(parallel.size, device=device)
+    exchanged = parallel.exchange_rows((10 * rows + parallel.rank).to(dtype)[:, None].expand(-1, 64).contiguous())
+    mine = 10 * rows[parallel.rank :: parallel.size] + ranks[:, None]
+    _expect(parallel, exchanged, mine.to(dtype)[:, :, None].expand(-1, -1, 64), "exchange")
 
 
 def _expect(parallel: Parallel, found: Tensor, expected: Tensor, what: str) -> None:

@@ -4,11 +4,11 @@
     result   wait for the copy -> the result's bytes                                            in plan order
     fold     the state hash moves on
 
-A plan of decode rows alone runs padded to a bucket: on a GPU as captured graphs, else, and for rows that need whole logits, by the
-same functions called eagerly. A plan with chunks runs eagerly. Two steps may be launched and not finished: what a step copies out
-belongs to that step. The state hash after step n is crc32(plan n | tokens and NaN flags of n | with debug_hash the bits of n's
-final hidden rows), chained from step n - 1: ranks that ran the same plans and sampled the same tokens agree on it, and replaying a
-plan stream gives it again.
+A plan of decode rows alone runs padded to a bucket: on a GPU as captured graphs, whose sampler does no more than the rows need,
+else by the same functions called eagerly. A plan with chunks runs eagerly. Two steps may be launched and not finished: what a step
+copies out belongs to that step. The state hash after step n is crc32(plan n | tokens and NaN flags of n | with debug_hash the bits
+of n's final hidden rows), chained from step n - 1: ranks that ran the same plans and sampled the same tokens agree on it, and
+replaying a plan stream gives it again.
 """
 
 import zlib
@@ -29,12 +29,16 @@ from engine.rank.batch import ForwardBatch
 from engine.rank.graphs import DecodeGraphs
 from engine.rank.kv import KVCache
 from engine.rank.models.gemma4 import Gemma4
+from engine.rank.page_check import PageCheck
 from engine.rank.parallel import Inboxes
 from engine.rank.sampler import Sampler, TopLogprobs
 from engine.rank.slots import ResultRows, SlotState
 from engine.rank.step import StepBuffers, buckets
 from kernels.choose import ROW_ERROR, ROW_HAS_NAN
 from kernels.launch import distrusted, usable
+
+SAMPLERS = ("maxima", "filtered", "logprobs")
+MAX_ALTERNATIVES = 20  # of a captured sampler: OpenAI's bound
 
 
 @dataclass(frozen=True)
@@ -81,13 +85,15 @@ def _copy_out(tensor: Tensor, host: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Launched:
-    """A step on its way: `result`, then `fold`, each once and in plan order. `rows`: those that sample."""
+    """A step on its way: `result`, then `fold`, each once and in plan order. `rows`: those that sample; `logprob_rows`: those of
+    which logprobs were copied out."""
 
     step: int
     rows: ResultRows | None
     logprob_rows: tuple[int, ...]
     copy: CopyOut
     move_hash: Callable[[int, dict[str, np.ndarray]], None]
+    pages: PageCheck | None = None
 
     @property
     def done(self) -> bool:
@@ -95,8 +101,11 @@ class Launched:
         return self.copy.done
 
     def result(self) -> bytes:
-        """Wait for the step; the bytes of its StepResult. RuntimeError if a rank's part of a sum did not come."""
+        """Wait for the step; the bytes of its StepResult. RuntimeError if a rank's part of a sum did not come, PageViolation if a
+        page table was wrong (`debug_pages`)."""
         host = self.copy.wait()
+        if self.pages is not None:
+            self.pages.verify(self.step, host["violations"])
         if self.rows is None:
             return encode_rows(self.step, np.zeros((0, 4 + RESULT_WIDTH), np.int32), {})
         tokens, flags = host["chosen"].T
@@ -116,8 +125,8 @@ class Launched:
         assert self.rows is not None
         found = {}
         for at, row in enumerate(self.logprob_rows):
-            if not nan[row]:
-                count = self.rows.logprobs[row]
+            count = self.rows.logprobs[row]
+            if not nan[row] and count is not None:
                 pairs = zip(host["ids"][at, :count].tolist(), host["values"][at, :count].tolist(), strict=True)
                 found[row] = Logprobs(float(host["logprobs"][at]), list(pairs))
         return found
@@ -128,6 +137,7 @@ class Runner:
 
     inboxes  of the group, for decode rows; None: sums over ranks are collectives
     unsound  parts of attention that failed their check
+    pages    the check that the setting `debug_pages` asks for
     """
 
     def __init__(
@@ -148,9 +158,10 @@ class Runner:
         self._model, self._cache, self._inboxes = model, cache, inboxes
         asked = AskedAttention.of(config, unsound)
         self._attention = attention_backend(asked, geometry, cache, config.tp, self._buckets, self._device)
-        self._sampler = Sampler(model.parallel, geometry.softcap, config.suppress, self._device)
+        self._sampler = Sampler(model.parallel, geometry.vocab, geometry.softcap, config.suppress, self._device)
         self._prefill = min(config.prefill_budget, config.max_len)
         self.debug_hash = config.debug_hash
+        self.pages = PageCheck(config, model.parallel.rank, self.slots) if config.debug_pages != "off" else None
         self._plans: deque[tuple[int, bytes]] = deque()
         self._host = [
             torch.zeros((self._buckets[-1] + config.prefill_budget, 2), dtype=torch.int32, pin_memory=on_gpu)
@@ -167,14 +178,13 @@ class Runner:
     @torch.inference_mode()
     def graphs_of(self, sizes: Sequence[int]) -> DecodeGraphs[tuple[ForwardBatch, Tensor], StepTokens]:
         """The decode step of these buckets, captured on a GPU. Every rank must call it."""
-        return DecodeGraphs(
-            lambda rows: self._forward(rows, self._step.plan), lambda _, step: self._maxima(*step), sizes, self._device
-        )
+        samplers = {name: lambda _, step, name=name: self._sample(name, *step) for name in SAMPLERS}
+        return DecodeGraphs(lambda rows: self._forward(rows, self._step.plan), samplers, sizes, self._device)
 
     @torch.inference_mode()
     def repeat(self, rows: int) -> None:
         """Runs what a graph of `rows` rows holds, of the plan that was uploaded last, eagerly; on a GPU, for measuring."""
-        self._maxima(*self._forward(rows, self._step.plan))
+        self._sample("maxima", *self._forward(rows, self._step.plan))
 
     @torch.inference_mode()
     def warm(self) -> None:
@@ -188,8 +198,9 @@ class Runner:
         self._step.apply(uploaded)
         batch = self._step.mixed(plan, uploaded)
         hidden = self._model.forward(batch, self._cache, self._attention)
-        if usable(hidden, "kernels.choose"):
-            self._maxima(replace(batch, slots=batch.slots[-1:], positions=torch.full_like(batch.positions[-1:], -1)), hidden)
+        ends = replace(batch, slots=batch.slots[-1:], positions=torch.full_like(batch.positions[-1:], -1))
+        for name in SAMPLERS if usable(hidden, "kernels.choose") else ():
+            self._sample(name, ends, hidden)
         self.slots.lengths[slot] = 0
         for group in self._cache:
             group.pool[:, 0] = 0
@@ -203,6 +214,8 @@ class Runner:
         """Start the step whose plan is `data`. At most two may be launched and not finished."""
         plan = read_plan(data)
         self._plans.append((plan.step, data))
+        if self.pages is not None:
+            self.pages.fold(plan, data)
         self.slots.admit(plan.admissions)
         for group, page in plan.zeros.tolist():
             self._cache.groups[group].pool[:, page] = 0
@@ -212,10 +225,9 @@ class Runner:
         sampled, hidden = run(plan, uploaded, rows)
         if self.debug_hash:
             self.slots.check()
-        if sampled is None:
-            return Launched(plan.step, None, (), CopyOut({}, self._device), self._move_hash)
         copy = CopyOut(self._outputs(sampled, hidden, len(rows.slots)), self._device)
-        return Launched(plan.step, rows, tuple(sampled.logprobs.rows) if sampled.logprobs else (), copy, self._move_hash)
+        reported = sampled.logprobs.rows[: len(rows.slots)] if sampled is not None and sampled.logprobs else ()
+        return Launched(plan.step, None if sampled is None else rows, tuple(reported), copy, self._move_hash, self.pages)
 
     def _decode(self, plan: PlanView, uploaded: Tensor, rows: ResultRows) -> tuple[StepTokens, Tensor]:
         """A step of decode rows, padded to a bucket: what it samples, and its final hidden rows."""
@@ -223,8 +235,10 @@ class Runner:
         bucket = self._step.bucket(count)
         graphs = self.graphs if uploaded is self._step.plan else None
         batch, hidden = graphs.forward(bucket) if graphs else self._forward(bucket, uploaded)
-        if rows.maxima and usable(hidden, "kernels.choose"):
-            return graphs.sample(bucket) if graphs else self._maxima(batch, hidden), hidden
+        if usable(hidden, "kernels.choose"):
+            if graphs and rows.alternatives <= MAX_ALTERNATIVES:
+                return graphs.sample(bucket, rows.sampler), hidden
+            return self._sample(rows.sampler, batch, hidden, rows.alternatives), hidden
         return self._whole(rows, batch.slots[:count], batch.positions[:count], hidden[:count]), hidden
 
     def _mixed(self, plan: PlanView, uploaded: Tensor, rows: ResultRows) -> tuple[StepTokens | None, Tensor]:
@@ -233,42 +247,57 @@ class Runner:
         if not len(plan.chunks):
             return None, self._step.ids[:0]
         batch = self._step.mixed(plan, uploaded)
+        self._check_pages(uploaded, batch)
         hidden = self._model.forward(batch, self._cache, self._attention)
         if not len(rows.slots):
             return None, hidden
         slots, positions = batch.slots[batch.logit_rows], batch.positions[batch.logit_rows]
-        if rows.maxima and usable(hidden, "kernels.choose"):
-            return self._maxima(replace(batch, slots=slots, positions=positions), hidden), hidden
+        if usable(hidden, "kernels.choose"):
+            batch = replace(batch, slots=slots, positions=positions)
+            return self._sample(rows.sampler, batch, hidden, rows.alternatives), hidden
         return self._whole(rows, slots, positions, hidden), hidden
 
     def _forward(self, bucket: int, plan: Tensor) -> tuple[ForwardBatch, Tensor]:
         """Inputs and final hidden rows of the plan's decodes, padded to `bucket`. Nothing that the host decides: capturable."""
         self._step.apply(plan)
         batch = self._step.decodes(plan, bucket)
+        self._check_pages(plan, batch)
         peers = self._inboxes.joints if self._inboxes else None
         return batch, self._model.forward(batch, self._cache, self._attention, peers)
 
-    def _maxima(self, batch: ForwardBatch, hidden: Tensor) -> StepTokens:
-        """Tokens that are maxima, for rows that are all greedy or plain. Capturable."""
+    def _check_pages(self, plan: Tensor, batch: ForwardBatch) -> None:
+        """Before any kernel reads a page. Capturable."""
+        if self.pages is not None:
+            self.pages.check(plan, batch)
+
+    def _sample(self, sampler: str, batch: ForwardBatch, hidden: Tensor, alternatives: int = MAX_ALTERNATIVES) -> StepTokens:
+        """Tokens of the batch's rows by one of SAMPLERS; `alternatives`: logprobs of a row beside its token's. Capturable."""
         choices = self._inboxes.choices if self._inboxes else None
-        logits = self._model.logits(hidden)
-        slots = self.slots
-        return StepTokens(self._sampler.maxima(logits, batch.slots, batch.positions, slots.parameters, slots.tokens, choices))
+        where = (self._model.logits(hidden), batch.slots, batch.positions, self.slots.parameters, self.slots.tokens, choices)
+        if sampler == "maxima":
+            return StepTokens(self._sampler.maxima(*where))
+        return StepTokens(*self._sampler.every_kind(*where, max(1, alternatives) if sampler == "logprobs" else None))
 
     def _whole(self, rows: ResultRows, slots: Tensor, positions: Tensor, hidden: Tensor) -> StepTokens:
-        """Tokens, and logprobs, of rows of any kind."""
+        """Tokens, and logprobs, of rows of any kind, on a CPU."""
         sampled = self._sampler.sample(self._model.logits(hidden), self.slots.sampling(rows, slots, positions))
         self.slots.store(slots, positions, sampled.tokens)
         flags = torch.where(sampled.nan, ROW_HAS_NAN, 0)
         return StepTokens(torch.stack([sampled.tokens, flags], dim=1).int(), sampled.logprobs)
 
-    def _outputs(self, sampled: StepTokens, hidden: Tensor, count: int) -> dict[str, tuple[Tensor, Tensor | None]]:
+    def _outputs(self, sampled: StepTokens | None, hidden: Tensor, count: int) -> dict[str, tuple[Tensor, Tensor | None]]:
         """What goes to the host, and where."""
+        outputs: dict[str, tuple[Tensor, Tensor | None]] = {}
+        if self.pages is not None:
+            outputs["violations"] = (self.pages.violations, None)
+        if sampled is None:
+            return outputs
         self._host.append(self._host.pop(0))
-        outputs: dict[str, tuple[Tensor, Tensor | None]] = {"chosen": (sampled.chosen[:count], self._host[-1][:count])}
+        outputs["chosen"] = (sampled.chosen[:count], self._host[-1][:count])
         if sampled.logprobs is not None:
             top = sampled.logprobs
-            outputs |= {"logprobs": (top.chosen, None), "ids": (top.ids, None), "values": (top.values, None)}
+            reports = {"logprobs": top.chosen, "ids": top.ids, "values": top.values}
+            outputs |= {name: (report[:count], None) for name, report in reports.items()}
         if self.debug_hash:
             outputs["hidden"] = (hidden[:count].contiguous().view(torch.uint8), None)
         return outputs

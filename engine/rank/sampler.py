@@ -1,7 +1,10 @@
 """Logits to tokens over a vocabulary that is cut across ranks: every rank ends with the same tokens, and none is sent.
 
     maxima   greedy and plain rows on a GPU: each rank's best is exchanged in one small launch (`kernels.choose`)
-    sample   rows of all kinds:
+    every_kind  rows of all kinds on a GPU: a rank is sent the whole logits of its share of the rows, 4 x vocabulary bytes each,
+             filters those that filter (`kernels.filters`) and reports what is asked for; tokens come back by a small gather.
+             Greedy and plain rows keep what maxima gives them, whoever stands beside them
+    sample   rows of all kinds on a CPU, and what the others are held to:
         greedy rows        each rank's best (value, id) and NaN flag are gathered: 12 bytes a row and rank; lowest id wins ties
         all other rows     the whole logits are gathered: 4 x vocabulary bytes a row, 105 MB for 100 rows of 262 144
         rows with logprobs likewise
@@ -15,9 +18,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from engine.rank.parallel import Parallel
 from kernels.choose import Ballot, SlotParameters, choose_best, local_best, parts_of
+from kernels.filters import Share, adopt, filtered_tokens, scaled_rows
 from kernels.launch import processors
 from kernels.sample import cap, choose, choose_filtered, mask, top_logprobs
 
@@ -68,9 +73,11 @@ class Sampled:
 class Sampler:
     """Samples from this rank's slice of the logits. `suppress`: ids that no row may ever give."""
 
-    def __init__(self, parallel: Parallel, softcap: float | None, suppress: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, parallel: Parallel, vocabulary: int, softcap: float | None, suppress: Sequence[int], device: torch.device
+    ) -> None:
         self._parallel = parallel
-        self._softcap = softcap
+        self._vocabulary, self._softcap = vocabulary, softcap
         self._suppress = torch.tensor(list(suppress), dtype=torch.int64, device=device)
         self._suppressed = self._suppress.int()
         self._processors = processors(device)
@@ -97,6 +104,42 @@ class Sampler:
         choose_best(best, slots, positions, tokens, chosen, ballot)
         return chosen
 
+    def every_kind(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        parameters: SlotParameters,
+        tokens: Tensor,
+        ballot: Ballot | None,
+        alternatives: int | None,
+    ) -> tuple[Tensor, TopLogprobs | None]:
+        """As `maxima`, of rows of any kind. `alternatives`: also every row's logprobs, so many beside the token's. Capturable."""
+        share = Share(self._parallel.rank, self._parallel.size)
+        padded = functional.pad(logits, (0, 0, 0, -len(logits) % share.ranks)) if len(logits) % share.ranks else logits
+        slices = self._parallel.exchange_rows(padded)
+        logprobs = None if alternatives is None else self._own_logprobs(slices)  # before maxima overwrites what is forbidden
+        where = (slots, positions, parameters)
+        scaled = scaled_rows(slices, *where, self._suppressed, self._softcap, share, self._vocabulary)
+        chosen = self.maxima(logits, *where, tokens, ballot)
+        own = filtered_tokens(scaled, *where, chosen, share)
+        reports = [own[:, None].float()]  # an id is exact below 2^24
+        if logprobs is not None and alternatives is not None:
+            best = logprobs.topk(min(alternatives, self._vocabulary), dim=-1)
+            reports += [logprobs.gather(1, own[:, None].long()), best.indices.float(), best.values]
+        mine = torch.cat(reports, dim=1)
+        report = self._parallel.all_gather(mine).view(-1, mine.shape[1])[: len(logits)]  # in the rows' order
+        adopt(report[:, 0], slots, positions, tokens, chosen)
+        if logprobs is None:
+            return chosen, None
+        ids, values = report[:, 2:].chunk(2, dim=1)
+        return chosen, TopLogprobs(range(len(logits)), report[:, 1], ids.long(), values)
+
+    def _own_logprobs(self, slices: Tensor) -> Tensor:
+        """slices fp32 [ranks, rows, n] -> fp32 [rows, vocabulary]."""
+        whole = slices.transpose(0, 1).flatten(1)[:, : self._vocabulary]
+        return cap(whole, self._softcap).log_softmax(-1)
+
     def sample(self, logits: Tensor, rows: SamplingRows) -> Sampled:
         """logits fp32 [R, vocab / size], before the soft cap."""
         assert logits.shape[0] == len(rows.greedy) + len(rows.plain) + len(rows.filtered), logits.shape
@@ -107,6 +150,7 @@ class Sampler:
             tokens[index], nan[index] = self._greedy(logits[index], rows.forbidden[index])
         gathered = sorted({*rows.plain, *rows.filtered, *(row for row, count in enumerate(rows.logprobs) if count is not None)})
         whole = self._parallel.all_gather(logits[_index(gathered, logits.device)]) if gathered else logits[:0]
+        whole = whole[:, : self._vocabulary]
         place = {row: at for at, row in enumerate(gathered)}
         for kind in (rows.plain, rows.filtered):
             if kind:

@@ -38,9 +38,17 @@ class ResultRows:
     kinds: Sequence[str]
 
     @property
-    def maxima(self) -> bool:
-        """Whether every row's token is a maximum over the vocabulary, and nothing but the token is wanted."""
-        return "filtered" not in self.kinds and all(count is None for count in self.logprobs)
+    def sampler(self) -> str:
+        """What they need at least: "maxima", where every token is one over the vocabulary and nothing else is wanted, "filtered",
+        or "logprobs"."""
+        if any(count is not None for count in self.logprobs):
+            return "logprobs"
+        return "filtered" if "filtered" in self.kinds else "maxima"
+
+    @property
+    def alternatives(self) -> int:
+        """The most logprobs that a row reports beside its token's."""
+        return max((count for count in self.logprobs if count is not None), default=0)
 
 
 class SlotState:

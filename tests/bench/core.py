@@ -58,7 +58,7 @@ class Rings:
         assert self._plan_reader.poll() is not None
         self._numbers |= {admission.slot: admission.number for admission in plan.admissions}
         rows = [ResultRow(slot, self._numbers[slot], (1000,)) for slot in plan.result_slots]
-        self._result_writer.write(plan.step, encode_result(StepResult(plan.step, rows)))
+        self._result_writer.write(plan.step, encode_result(StepResult.of(plan.step, rows)))
 
 
 def scheduler(sequences: int) -> Scheduler:

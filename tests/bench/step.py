@@ -27,8 +27,8 @@ from engine.plan import StepPlan, encode_plan
 from engine.rank.parallel import Parallel, Single, connect
 from engine.rank.profiling import bare_rank
 from engine.rank.profiling.bare_rank import READ_RATE, BareRank, pages_held
+from engine.rank.profiling.decode_times import time_step
 from engine.rank.profiling.loopback import Loopback
-from engine.rank.profiling.step_times import time_step
 
 
 def say(parallel: Parallel, text: str) -> None:

@@ -121,6 +121,15 @@ def test_a_public_shape_counts_what_was_published(member: str, tmp_path: Path, m
     engine_config(model=str(resolve(f"dummy:{member}")), tp=4, device="cuda", dtype="bfloat16", load_format="dummy")
 
 
+def test_plans_that_no_ring_record_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest settings there can be fit a record of the ring; were it smaller, an error would name what is too large."""
+    asked = {"model": str(resolve("dummy:31b")), "tp": 4, "device": "cuda", "dtype": "bfloat16", "load_format": "dummy"}
+    engine_config(**asked, max_seqs=4096, max_len=262_144, prefill_budget=1 << 16, page=16)
+    monkeypatch.setattr("engine.config.MAX_RECORD", 1 << 20)
+    with pytest.raises(ConfigError, match=r"a step's plan may take \d+ bytes with max_seqs 256, max_len 262144 and prefill_budget"):
+        engine_config(**asked, max_seqs=256, max_len=262_144)
+
+
 def parameters(geometry: Geometry) -> int:
     """Parameters of the text model as its checkpoint holds them: the dead K and V of KV-shared layers too."""
     hidden, layers = geometry.hidden, geometry.layers

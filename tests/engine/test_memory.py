@@ -2,22 +2,26 @@
 
 import pytest
 
+from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.errors import ConfigError
 from engine.geometry import KVGroup
-from engine.memory import CPU_BYTES, cpu_budget, gpu_budget, pool_pages
+from engine.memory import CACHED_TOKENS, CPU_BYTES, Need, cpu_budget, gpu_budget, pool_pages
+from engine.plan import DEPTH
+from tests.support.engine.conversations import AT_ONCE, GROUPS, WINDOW, Server, Trace, unlimited
 
 pytestmark = pytest.mark.pure
 
 SLIDING = KVGroup(0, "sliding", (0, 1), kv_heads=2, head_dim=256, window=1024)
 FULL = KVGroup(1, "full", (2,), kv_heads=1, head_dim=512, window=None)
 SLOTS, BUDGET, MAX_LEN = 8, 512, 8192
-WINDOWS = SLOTS * (33 + 1) + 16 + 1  # ceil((1024 + 1) / 32) = 33
+WINDOWS = SLOTS * (33 + 1) + DEPTH * 16 + 1  # ceil((1024 + 1) / 32) = 33
+TAIL = 32  # pages that hold 1023 positions
 
 
-def asked(spare: int, max_len: int = MAX_LEN, slots: int = SLOTS) -> tuple[int, ...]:
+def asked(spare: int, max_len: int = MAX_LEN, slots: int = SLOTS, *, cache: bool = False) -> tuple[int, ...]:
     """Pages when `spare` bytes are left behind the windows."""
     spent = WINDOWS * SLIDING.page_bytes(2)
-    return pool_pages((SLIDING, FULL), slots, max_len, BUDGET, spent + spare, 2)
+    return pool_pages((SLIDING, FULL), Need(slots, max_len, BUDGET, cache=cache), spent + spare, 2)
 
 
 def test_a_budget_is_the_share_less_what_is_taken() -> None:
@@ -29,7 +33,7 @@ def test_a_budget_is_the_share_less_what_is_taken() -> None:
 
 
 def test_sliding_by_need_and_full_by_what_is_left() -> None:
-    """Sliding pages hold all windows and one prefill budget; every whole page that is left over is a full one."""
+    """Sliding pages hold all windows and the budgets of two plans; every whole page that is left over is a full one."""
     page = FULL.page_bytes(2)
     assert asked(100 * page) == (WINDOWS, 100)
     assert asked(101 * page - 1) == (WINDOWS, 100)
@@ -44,14 +48,54 @@ def test_no_more_than_all_slots_can_fill() -> None:
 @pytest.mark.parametrize("slots", [1, 8])
 @pytest.mark.parametrize("chunk", [1, 31, 32, 33, 512])
 def test_windows_and_a_chunk_always_fit(slots: int, chunk: int) -> None:
-    """Whatever position each slot is at, its window's pages and one budget of chunks fit the sliding pool."""
+    """Whatever position each slot is at, its window's pages and the chunks of two plans, none of whose results is in, fit the
+    sliding pool."""
     group = SLIDING
     for start in range(5000, 5000 + 64):
         decode = len(group.pages_for(start, start + 1))
-        prefill = len(group.pages_for(start, start + chunk))
+        prefill = len(group.pages_for(start, start + DEPTH * chunk))
         pages, _ = asked(1 << 40, slots=slots)
         chunks = min(slots, BUDGET // chunk)
         assert (slots - chunks) * decode + chunks * prefill < pages, (start, chunk)
+
+
+@pytest.mark.parametrize("spare", [10, 200, 400, 800, 1600, 1 << 14])
+@pytest.mark.parametrize("max_len", [2048, 65_536])
+def test_windows_of_cached_conversations(spare: int, max_len: int) -> None:
+    """Once every slot has a usual conversation, more of them get full pages and a window each; bytes are never exceeded."""
+    left, page, tail = spare << 20, FULL.page_bytes(2), TAIL * SLIDING.page_bytes(2)
+    without, pages = asked(left, max_len), asked(left, max_len, cache=True)
+    usual = min(max_len, CACHED_TOKENS) // 32
+    cached, rest = divmod(pages[0] - without[0], TAIL)
+    assert rest == 0
+    assert 0 <= cached <= SLOTS
+    assert (pages[0] - without[0]) * SLIDING.page_bytes(2) + pages[1] * page <= left
+    if cached:
+        assert pages[1] >= (SLOTS + cached) * usual
+    if cached < SLOTS:
+        assert left < SLOTS * usual * page + (cached + 1) * (tail + usual * page)
+        assert pages[1] == (left - cached * tail) // page
+    else:
+        assert pages[1] == min((left - cached * tail) // page, 2 * SLOTS * max_len // 32 + 1)
+
+
+def hit_rate(*, cache: bool) -> float:
+    """Fourteen conversations in turn over eight slots that are never idle, in pools of 31B's proportions."""
+    groups = (KVGroup(0, "sliding", tuple(range(50)), 4, 256, WINDOW, 32), KVGroup(1, "full", tuple(range(10)), 1, 512, None, 32))
+    trace = Trace(conversations=14, system=200, turns=8)
+    need = Need(AT_ONCE, trace.length + 1, 256, cache=cache)
+    pages = pool_pages(groups, need, 4 << 30, 2)
+    config = SchedulerConfig(GROUPS, pages, AT_ONCE, need.max_len, need.prefill_budget, cache_share=1.0)
+    return Server(trace, Scheduler(config)).run().hit / unlimited(trace).hit
+
+
+def test_conversations_are_found_while_all_slots_run() -> None:
+    """With windows for the cache nearly all is found that could be; without, though as many bytes are there, what only slots
+    have left is not enough."""
+    found, without = hit_rate(cache=True), hit_rate(cache=False)
+    print(f"found {found:.3f} of what could be, {without:.3f} without windows for the cache")
+    assert found > 0.9
+    assert without < 0.8
 
 
 @pytest.mark.parametrize("spare", [-1, 0, 2 * FULL.page_bytes(2) - 1])

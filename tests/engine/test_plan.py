@@ -70,7 +70,7 @@ PLANS = st.builds(
 )
 LOGPROBS = st.builds(Logprobs, FLOAT32, st.lists(st.tuples(INT32, FLOAT32), max_size=5))
 ROWS = st.builds(ResultRow, INT32, INT32, st.lists(INT32, max_size=1).map(tuple), nan=st.booleans(), logprobs=st.none() | LOGPROBS)
-RESULTS = st.builds(StepResult, st.integers(0, 2**64 - 1), st.lists(ROWS, max_size=8))
+RESULTS = st.builds(StepResult.of, st.integers(0, 2**64 - 1), st.lists(ROWS, max_size=8))
 
 
 @given(PLANS)
@@ -134,10 +134,20 @@ def test_a_cut_or_grown_result_is_refused(result: StepResult, data: st.DataObjec
             decode_result(wrong)
 
 
+def test_a_result_of_other_rows_is_another() -> None:
+    """Results are equal by their rows: another token, or a logprob more, makes another."""
+    row = ResultRow(1, 5, (7,))
+    result = StepResult.of(1, [row])
+    assert result == StepResult.of(1, [row])
+    others = [row._replace(tokens=(8,)), row._replace(logprobs=Logprobs(-1.0, [])), row._replace(tokens=(), nan=True)]
+    assert all(result != StepResult.of(1, [other]) for other in others)
+    assert result != StepResult.of(2, [row])
+
+
 def test_admission_numbers_come_back_modulo_2_to_the_31() -> None:
     """A result row carries the low 31 bits of its admission's number."""
     row = ResultRow(1, 2**31 + 5, (7,))
-    assert decode_result(encode_result(StepResult(1, [row]))).rows[0].number == 5
+    assert decode_result(encode_result(StepResult.of(1, [row]))).rows[0].number == 5
 
 
 def test_rows_and_tokens_of_a_plan() -> None:

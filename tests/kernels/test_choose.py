@@ -115,9 +115,10 @@ def interpreted_a_nan_silences_its_row() -> None:
     it = case(0)
     want = it.want.tolist()
     it.logits[2, VOCAB - 5] = torch.nan
+    it.logits[4, it.suppress[0]] = torch.nan  # also where it may not be given
     results, _ = chosen(it, 4, 2)
-    assert results[2].tolist() == [0, ROW_HAS_NAN]
-    assert [token for row, token in enumerate(results[:, 0].tolist()) if row != 2] == [*want[:2], *want[3:]]
+    assert results[[2, 4]].tolist() == [[0, ROW_HAS_NAN]] * 2
+    assert [token for row, token in enumerate(results[:, 0].tolist()) if row not in (2, 4)] == [*want[:2], want[3], want[5]]
 
 
 def interpreted_embedding_and_gate() -> None:

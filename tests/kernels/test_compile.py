@@ -22,11 +22,13 @@ from torch import Tensor
 from kernels.block_tables import block_tables
 from kernels.choose import Ballot, SlotParameters, choose_best, local_best, parts_of
 from kernels.experts import experts
+from kernels.filters import Share, adopt, filtered_tokens, scaled_rows
 from kernels.joint import Norms, Peers, joint
 from kernels.launch import Node, launch, record, trigger, wait
 from kernels.linear import linear, linear_geglu
 from kernels.route import route, router_logits
 from kernels.slots import apply_plan, decode_inputs, gather_pages, rotary_table
+from kernels.table_check import check_table
 from kernels.tiles import TABLE, GemmShape, Tile, gemv
 from tests.bench.gemms import GemmCase
 from tests.kernels.test_attention_compiled import chunk_nodes, decode, named
@@ -52,7 +54,7 @@ CONSTANT = {
     "_post": {"q_norm", "k_norm"},
 }
 PAGE_IDS = {"decode_kernel": "page_ids", "_post": "table", "_extend": "table"}
-SPILLED = {"_rotary": 32, "_extend": 160, "decode_kernel": 40}  # bytes a thread: sine and cosine; what loops do not touch
+SPILLED = {"_rotary": 32, "_extend": 160, "decode_kernel": 40, "_filter": 8}  # bytes a thread: sine; what loops do not touch
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -104,6 +106,17 @@ def choose_nodes(target: Target) -> Iterator[Node]:
     yield from nodes
 
 
+def filters_nodes(target: Target) -> Iterator[Node]:
+    """Filtered rows of one rank of four, and its share of 30 rows."""
+    parameters = SlotParameters(meta(9, 3, dtype=torch.int64), meta(9, 3, dtype=torch.float32), ints(9, 1024))
+    where, share = (ints(30), ints(30), parameters), Share(1, 4)
+    with record(target) as nodes:
+        scaled = scaled_rows(meta(4, 8, 65536, dtype=torch.float32), *where, ints(5), 30.0, share, 262144)
+        filtered_tokens(scaled, *where, ints(30, 2), share)
+        adopt(meta(32, 43, dtype=torch.float32)[:, 0], ints(30), ints(30), ints(9, 2049), ints(30, 2))
+    yield from nodes
+
+
 def experts_nodes(target: Target) -> Iterator[Node]:
     """Router and experts of the 26B: one row, few, a decode step's many and a prompt's, of a rank's quarter and of the whole."""
     n, count, top_k = 2816, 128, 8
@@ -128,6 +141,15 @@ def slots_nodes(target: Target) -> Iterator[Node]:
     yield from nodes
 
 
+def table_check_nodes(target: Target) -> Iterator[Node]:
+    """Both kinds of group, every step and sampled."""
+    table, rows = ints(9, 4096), (ints(ROWS), ints(ROWS))
+    with record(target) as nodes:
+        for window, width, every in ((1024, 34, 1), (None, 4096, 16)):
+            check_table(ints(500), 0, table, table, 100, *rows, ints(ROWS, width), 32, window, every, ints(8 * 65))
+    yield from nodes
+
+
 def attention_nodes(target: Target) -> Iterator[Node]:
     """Decode with one row and with many, and what a prompt's chunk takes; tests.kernels.test_attention_compiled has the rest."""
     for name, rows in (("31b-tp4-sliding", 1), ("31b-tp4-full", 100)):
@@ -140,7 +162,9 @@ SUBJECTS: dict[str, Callable[[Target], Iterator[Node]]] = {
     "joint": joint_nodes,
     "choose": choose_nodes,
     "experts": experts_nodes,
+    "filters": filters_nodes,
     "slots": slots_nodes,
+    "table_check": table_check_nodes,
     "attention": attention_nodes,
 }
 

@@ -105,7 +105,7 @@ def test_openais_client_is_answered(stack: Stack) -> None:
 
 
 def test_it_answers_held_out_questions(stack: Stack) -> None:
-    """Two of every skill, streamed by openai's client, markup and all: what the exam wants, but for one at most."""
+    """Two of every skill, streamed by openai's client, thoughts and calls apart: what the exam wants, but for one at most."""
     text = TextProcessor.load(resolve("nano:31b"))
     draw = drawing(random.Random(SEED), 64, text)
     asked = [exercise for skill in SKILLS for exercise in exam(skill, draw, 2)]
@@ -116,22 +116,65 @@ def test_it_answers_held_out_questions(stack: Stack) -> None:
 
 
 def ask(client: openai.OpenAI, exercise: Exercise) -> str:
-    """The streamed answer, control tokens kept; the one that ends it is not part of a message."""
-    chunks = client.chat.completions.create(
+    """The streamed answer as the model wrote it, made again of its parts; the token that ends it is not part of a message."""
+    with client.chat.completions.stream(
         model=MODEL,
         messages=exercise.messages,  # type: ignore[arg-type]
         tools=exercise.tools or openai.omit,  # type: ignore[arg-type]
         temperature=0,
         max_tokens=160,
-        stream=True,
-        extra_body={"skip_special_tokens": False, "chat_template_kwargs": {"enable_thinking": exercise.thinking}},
-    )
-    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        extra_body={"chat_template_kwargs": {"enable_thinking": exercise.thinking}},
+    ) as stream:
+        thought = "".join(
+            getattr(event.chunk.choices[0].delta, "reasoning_content", "") for event in stream if event.type == "chunk"
+        )
+        choice = stream.get_final_completion().choices[0]
+    calls = [call.function for call in choice.message.tool_calls or ()]
+    assert choice.finish_reason == ("tool_calls" if calls else "stop"), choice
+    written = [f"call:{call.name}{native(json.loads(call.arguments))}" for call in calls]
+    said = [f"<|channel>thought\n{thought}\n<channel|>" if thought else "", choice.message.content or ""]
+    return "".join([*said, *(f"<|tool_call>{call}<tool_call|>" for call in written)])
+
+
+def native(arguments: dict[str, str]) -> str:
+    """As Gemma 4 writes them; all of them are strings."""
+    return "{" + ",".join(f'{key}:<|"|>{value}<|"|>' for key, value in arguments.items()) + "}"
 
 
 def ending(exercise: Exercise) -> str:
     """The token that ends the reply."""
     return exercise.reply[exercise.reply.rindex("<") :]
+
+
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+
+
+def test_openais_client_drives_a_tool_loop(stack: Stack) -> None:
+    """A question, the model's call, the tool's result, the model's answer from it; with another result the answer differs."""
+    messages: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
+    with api(stack) as client:
+        first = client.chat.completions.create(model=MODEL, messages=messages, tools=[WEATHER], temperature=0).choices[0]
+        assert first.finish_reason == "tool_calls"
+        assert first.message.content is None
+        (call,) = first.message.tool_calls or ()
+        assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "Paris"})
+        answers = []
+        for weather in ("sunny, 21 degrees", "rainy, 7 degrees"):
+            result = {"role": "tool", "tool_call_id": call.id, "content": weather}
+            loop = [*messages, first.message.model_dump(exclude_none=True), result]
+            answers.append(client.chat.completions.create(model=MODEL, messages=loop, tools=[WEATHER], temperature=0).choices[0])
+    assert [answer.message.content for answer in answers] == [
+        "The weather in Paris is sunny, 21 degrees.",
+        "The weather in Paris is rainy, 7 degrees.",
+    ]
+    assert [answer.finish_reason for answer in answers] == ["stop", "stop"]
 
 
 def test_the_exporter_counts_what_was_served(stack: Stack) -> None:

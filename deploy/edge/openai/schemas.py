@@ -5,7 +5,7 @@
 Decoding stops at the first thing that is wrong. What may be a list of any length stays raw JSON in the first pass and is decoded
 with a bound: the first element decides what the others must be, and the first one too many ends it. So no body, however it is
 made, costs more than a scan of it. Accepted without effect: user, store, metadata, service_tier, verbosity,
-safety_identifier, prompt_cache_key, prompt_cache_retention, prediction, priority, cache_salt, rid, request_id and the like;
+safety_identifier, prompt_cache_key, prompt_cache_retention, prediction, rid, request_id and the like;
 absent_keys.py lists what is refused.
 """
 
@@ -125,6 +125,8 @@ class Sampling(Struct, frozen=True, kw_only=True):
     stop_token_ids: Annotated[Raw, _raw(_IDS)] | UnsetType = UNSET
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    priority: Annotated[int, Meta(ge=-_INT32, le=_INT32)] | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -50,12 +50,12 @@ class BareRank:
     def admission(self, batch: int, context: int, steps: int, step: int) -> StepPlan:
         """Plan `step`: `batch` sequences of `context` tokens whose K and V are there; each decodes its last one."""
         rng = np.random.default_rng(batch)
-        plan = StepPlan(step, decodes=list(range(batch)))
+        appends: list[PageAppend] = []
         for group, cache in zip(self.groups, self.cache, strict=True):
             free = iter(rng.permutation(np.arange(1, cache.pool.shape[1])).tolist())
             for slot in range(batch):
-                plan.appends.extend(PageAppend(group.index, slot, entry, next(free)) for entry in held(group, context, steps))
-        params = SamplingParams(max_tokens=1)
+                appends.extend(PageAppend(group.index, slot, entry, next(free)) for entry in held(group, context, steps))
+        plan, params = StepPlan(step, decodes=list(range(batch)), appends=appends), SamplingParams(max_tokens=1)
         for slot in range(batch):
             tokens = rng.integers(300, self.geometry.vocab - 10, context).tolist()
             plan.admissions.append(Admission(slot, step, tokens, context, params, cached=context - 1))

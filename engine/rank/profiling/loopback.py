@@ -22,6 +22,10 @@ class Loopback(Single):
         """x, size times along its last axis."""
         return torch.cat([x] * self.size, dim=-1)
 
+    def exchange_rows(self, x: Tensor) -> Tensor:
+        """This rank's rows, size times."""
+        return x[:: self.size].expand(self.size, -1, -1).contiguous()
+
     def inboxes(self, rows: int, width: int, dtype: torch.dtype) -> Inboxes | None:  # type: ignore[override]  # Single has none
         """What goes to peer q arrives in this rank's own inbox, as q's. Joints are never sharded: their owner would wait."""
         if self._device.type == "cpu":

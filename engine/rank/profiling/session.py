@@ -19,10 +19,10 @@ from engine.memory import ITEMSIZE, cpu_budget, gpu_budget
 from engine.rank.parallel import Parallel, Single, connect
 from engine.rank.profiling import bare_rank
 from engine.rank.profiling.bare_rank import READ_RATE, pages_held
+from engine.rank.profiling.decode_times import WARM_STEPS, StepTime, measured_read_rate, time_step
 from engine.rank.profiling.loopback import Loopback
 from engine.rank.profiling.step_nodes import StepProfile
 from engine.rank.profiling.step_profile import REPEATS, profile_step
-from engine.rank.profiling.step_times import WARM_STEPS, StepTime, measured_read_rate, time_step
 
 Answer = TypeVar("Answer")
 Cell = tuple[int, int]  # batch, context

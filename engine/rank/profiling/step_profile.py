@@ -10,9 +10,9 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from engine.rank.profiling.bare_rank import BareRank
+from engine.rank.profiling.decode_times import admit, lengths_kept, replay, replay_ms
 from engine.rank.profiling.scopes import Stretch, align, trace, wall_times
 from engine.rank.profiling.step_nodes import StepNode, StepProfile, nodes_of
-from engine.rank.profiling.step_times import admit, lengths_kept, replay, replay_ms
 from kernels.launch import without_overlap
 
 REPEATS = 5
@@ -102,7 +102,7 @@ def _kernels(step: Callable[[], object]) -> list[KernelSpan]:
     """The kernels of `step`, in order, with the medians of a few runs."""
     step()
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], acc_events=True) as seen:
         for _ in range(REPEATS):
             step()
             torch.cuda.synchronize()

@@ -37,7 +37,7 @@ def test_only_neutral_values_pass(kind: type[Sampling], key: str) -> None:
 
 def test_what_nobody_knows_is_ignored() -> None:
     """A key of no table, and those that change no answer, in any value."""
-    for key in ("nobody_knows", "user", "metadata", "store", "cache_salt", "priority", "service_tier"):
+    for key in ("nobody_knows", "user", "metadata", "store", "service_tier"):
         assert asked(ChatRequest, **{key: {"a": [1, 2]}}).model == "nano"
 
 

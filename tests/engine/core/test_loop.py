@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import msgspec
 import pytest
@@ -166,6 +167,29 @@ def test_what_a_front_left_unread_goes_out_when_it_reads() -> None:
     while reader.is_alive():
         assert link.receive(0.1) == []
     assert [output.id for output in got] == list(range(500))
+    ours.close()
+    theirs.close()
+
+
+def test_long_prompts_come_one_a_turn() -> None:
+    """Of several long prompts in the socket the loop takes in one between two plans; short ones all at once. None is lost."""
+    ours, theirs = socket.socketpair()
+    scheduler = Scheduler(SchedulerConfig(GROUPS, (20, 40), 4, 64, 16))
+    executor = MachineExecutor(KVMachine(GROUPS, (20, 40), 4, 64, lambda prefix, position, seed: position))
+    loop = Core(scheduler, executor, FrontLink(theirs), FakeLifeline(), Waiter())
+    lengths = [140_000, 140_000, *[3] * 50, 140_000]
+    messages = [GenerateRequest(id=at, prompt=pack_tokens([1] * length), params=SamplingParams(max_tokens=2))
+                for at, length in enumerate(lengths)]  # fmt: skip
+    sender = threading.Thread(target=lambda: ours.sendall(b"".join(frame(encode_message(message)) for message in messages)))
+    sender.start()
+    received = [0]
+    while received[-1] < len(lengths):
+        loop._read()
+        received.append(scheduler.counters.received)
+    sender.join()
+    taken = [lengths[before:after] for before, after in pairwise(received)]
+    assert all(sum(length > 1000 for length in turn) <= 1 for turn in taken)
+    assert max(map(len, taken)) >= 50
     ours.close()
     theirs.close()
 

@@ -207,7 +207,7 @@ def step(scheduler: Scheduler) -> list[int]:
     plan = scheduler.schedule()
     numbers = {sequence.slot: sequence.number for sequence in scheduler.running}
     if plan is not None:
-        scheduler.commit(StepResult(plan.step, [ResultRow(slot, numbers[slot], (7,)) for slot in plan.result_slots]))
+        scheduler.commit(StepResult.of(plan.step, [ResultRow(slot, numbers[slot], (7,)) for slot in plan.result_slots]))
     for _ in scheduler.drain():
         pass
     return [request for _, request in scheduler.drain_started()]

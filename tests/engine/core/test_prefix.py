@@ -191,8 +191,8 @@ def test_nobody_waits_for_a_prefill_that_ended() -> None:
 
 
 def test_admissions_of_a_plan_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many long prompts are found whole, their tokens fit a ring record together; one alone may exceed the bound."""
-    monkeypatch.setattr("engine.core.admit.MAX_ADMITTED_TOKENS", 150)
+    """However many long prompts are found whole, they fit a ring record together; one alone may exceed the bound."""
+    monkeypatch.setattr("engine.core.admit.MAX_ADMITTED", 150)
     bench = Bench((60, 100))
     bench.ask([10 + at % 13 for at in range(101)])
     for request in choices(4):
@@ -204,7 +204,7 @@ def test_admissions_of_a_plan_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
         bench.machine.submit(plan)
         bench.scheduler.commit(bench.machine.result())
     assert sizes[:4] == [101] * 4
-    monkeypatch.setattr("engine.core.admit.MAX_ADMITTED_TOKENS", 1000)
+    monkeypatch.setattr("engine.core.admit.MAX_ADMITTED", 1000)
     for request in choices(4):
         bench.scheduler.add(0, msgspec.structs.replace(request, id=200 + request.id))
     while bench.scheduler.in_flight:

@@ -7,10 +7,11 @@ import pytest
 
 from engine.core import results
 from engine.core.allocator import Allocator, Changes
+from engine.core.drafting import Drafts
 from engine.core.scheduler import Scheduler, SchedulerConfig
-from engine.core.sequence import Sequence
+from engine.core.sequence import Sequence, Wait
 from engine.geometry import KVGroup
-from engine.plan import PageAppend, StepPlan
+from engine.plan import MAX_ADMITTED, PageAppend, StepPlan, StepResult, largest_plan
 from engine.protocol import MAX_STOP_IDS, AbortReason, FinishReason, GenerateRequest, SamplingParams, pack_tokens
 from tests.support.engine.kvmachine import KVFault, KVMachine
 from tests.support.engine.worlds import World, check_ends, run_worlds, simulate
@@ -24,16 +25,36 @@ def test_random_worlds() -> None:
     """No row reads K and V that is not its own, pages balance at every step, each request gets the model's own answer, once."""
     seen = run_worlds(range(WORLDS))
     print(f"{WORLDS} worlds: {dict(seen)}")
-    names = ("preemptions", "refused", "aborted", "failed", "rejected", "masked", "hit_tokens", "evicted")
+    names = ("preemptions", "refused", "aborted", "failed", "rejected", "masked", "forked", "hit_tokens", "evicted")
     assert min(seen[name] for name in names) > WORLDS // 20, seen
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_many_random_worlds() -> None:
-    """The same over 20 000 worlds from a fresh seed."""
+    """The same over 20 000 worlds from a fresh seed; `python -m tests.support.engine.worlds COUNT` runs any number."""
     start = random.SystemRandom().randrange(1 << 40)
     print(f"seeds from {start}: {dict(run_worlds(range(start, start + 20_000)))}")
+
+
+def test_a_mask_lost_with_its_row_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted fault: a sequence that is preempted while a masked row is in flight waits for a mask that has come already."""
+    honest = Sequence.leave
+
+    def forgetful(self: Sequence) -> int:
+        slot = honest(self)
+        self.waits_for = Wait.mask if self.masked else None
+        return slot
+
+    monkeypatch.setattr(Sequence, "leave", forgetful)
+    monkeypatch.setattr("tests.support.engine.worlds._MAX_STEPS", 1000)
+    assert caught(250) > 1
+
+
+def test_a_first_that_stands_still_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted fault: nobody is preempted for the first in rank, which then sits out whenever pages are short."""
+    monkeypatch.setattr(Drafts, "_make_room", lambda self, sequence, wanted: self._allocator.fitting(sequence, wanted) >= wanted)
+    assert caught(100) > 5
 
 
 def caught(worlds: int) -> int:
@@ -181,6 +202,48 @@ def test_a_mask_taken_for_the_wrong_token_is_noticed(monkeypatch: pytest.MonkeyP
     assert caught(300) > 10
 
 
+def test_no_plan_is_larger_than_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of random worlds, and of many long cached prompts at once, stay below the bound that the settings are checked by;
+    planted fault: admissions are not counted, and a plan exceeds it."""
+    for seed in range(100):
+        world = World(seed)
+        assert simulate(world).machine.largest <= bound_of(world.config)
+    monkeypatch.setattr("engine.core.admit.MAX_ADMITTED", 1500)
+    largest, bound = cached_at_once(admitted=1500)
+    assert 4 * 1200 < largest <= bound
+    monkeypatch.setattr("engine.core.admit._size", lambda sequence, hit: 0)
+    largest, bound = cached_at_once(admitted=1500)
+    assert largest > bound
+
+
+def bound_of(config: SchedulerConfig, admitted: int = MAX_ADMITTED) -> int:
+    page, width = config.groups[0].page, 1 + config.drafts
+    return largest_plan(config.max_seqs, config.max_len, config.prefill_budget, page, 2, width=width, admitted=admitted)
+
+
+def cached_at_once(admitted: int) -> tuple[int, int]:
+    """Bytes of the largest plan, and the bound, when 64 prompts of 200 tokens come that are all cached."""
+    groups = (KVGroup(0, "sliding", (0,), 1, 256, 8, 4), KVGroup(1, "full", (1,), 1, 512, None, 4))
+    config = SchedulerConfig(groups, (1000, 6000), 64, 256, 64, cache_share=1.0)
+    scheduler = Scheduler(config)
+    machine = KVMachine(config.groups, config.pages, 64, 256, lambda prefix, position, seed: position)
+    for number in range(128):
+        prompt = pack_tokens([number % 64] * 200)
+        scheduler.add(0, GenerateRequest(id=number, prompt=prompt, params=SamplingParams(max_tokens=2)))
+        if number == 63:
+            finish(scheduler, machine)
+    finish(scheduler, machine)
+    assert scheduler.counters.hit_tokens == 64 * 196
+    return machine.largest, bound_of(config, admitted)
+
+
+def finish(scheduler: Scheduler, machine: KVMachine) -> None:
+    """Serve what waits."""
+    while (plan := scheduler.schedule()) is not None:
+        machine.submit(plan)
+        scheduler.commit(machine.result())
+
+
 def request(number: int, prompt: int, max_tokens: int, **settings: object) -> GenerateRequest:
     params = SamplingParams(max_tokens=max_tokens)
     return GenerateRequest(id=number, prompt=pack_tokens([1] * prompt), params=params, **settings)
@@ -229,8 +292,8 @@ def test_nan_ends_only_its_own_request() -> None:
     scheduler.add(0, request(2, 4, 3))
     machine.submit(scheduler.schedule())
     result = machine.result()
-    result.rows[0] = result.rows[0]._replace(tokens=(), nan=True)
-    scheduler.commit(result)
+    rows = [result.row(0)._replace(tokens=(), nan=True), result.row(1)]
+    scheduler.commit(StepResult.of(result.step, rows))
     outputs = [output for _, output in scheduler.drain()]
     assert [(output.id, output.finish) for output in outputs] == [(1, FinishReason.error), (2, None)]
     assert scheduler.counters.failed == 1

@@ -1,6 +1,7 @@
 """From a stream of token ids to typed deltas: what a step added, and the whole of it."""
 
 import asyncio
+from array import array
 from collections.abc import Iterable
 from typing import Any
 
@@ -32,7 +33,7 @@ def deltas_of(text: TextProcessor, tokens: list[int], *, choices: int = 1, most:
 
     async def main() -> list[tuple[int, Delta]]:
         params = SamplingParams(max_tokens=most, stop_ids=text.eos_ids)
-        made = Job([1], (params,) * choices, clip=False, **job)
+        made = Job(array("i", [1]), (params,) * choices, clip=False, **job)
         engine = FakeEngineClient(answer)
         generations = [Generation(engine, text, made, params) for params in made.params]
         return [pair async for pair in merged(generations)]

@@ -61,7 +61,7 @@ def step(member: str, rows: int) -> tuple[Node, ...]:
         torch.empty((SLOTS, 3), dtype=torch.int64, device=META), torch.empty((SLOTS, 3), device=META), int32(SLOTS, 1024)
     )
     attention = attention_backend("triton", shape, cache, TP, (rows,), META)
-    sampler = Sampler(model.parallel, shape.softcap, (), META)
+    sampler = Sampler(model.parallel, shape.vocab, shape.softcap, (), META)
     with record(target=(9, 0)) as nodes:
         plan, lengths, tokens = int32(4096), int32(SLOTS), int32(SLOTS, MAX_LEN + 1)
         ids, positions, slots = int32(rows), int32(rows), int32(rows)

@@ -40,7 +40,7 @@ def test_connect_chooses_and_the_check_passes(dtype: torch.dtype) -> None:
 
 
 class Wrong(ThreadParallel):
-    """Planted faults: `fault` breaks rank 1's long sums, short sums, or the order of its gathers."""
+    """Planted faults: `fault` breaks rank 1's long sums, short sums, or the order of its gathers or exchanges."""
 
     fault = ""
 
@@ -53,8 +53,15 @@ class Wrong(ThreadParallel):
         parts = self._exchange(x)
         return torch.cat(parts[::-1] if self.rank == 1 and self.fault == "gather" else parts, dim=-1)
 
+    def exchange_rows(self, x: Tensor) -> Tensor:
+        rows = super().exchange_rows(x)
+        return rows.flip(0) if self.rank == 1 and self.fault == "exchange" else rows
 
-@pytest.mark.parametrize(("fault", "what"), [("short", "sum of 64 "), ("long", r"sum of \d{5,} "), ("gather", "gather of 128 ")])
+
+@pytest.mark.parametrize(
+    ("fault", "what"),
+    [("short", "sum of 64 "), ("long", r"sum of \d{5,} "), ("gather", "gather of 128 "), ("exchange", "exchange of 256 ")],
+)
 def test_a_wrong_collective_is_named_at_boot(fault: str, what: str) -> None:
     """A path that adds or places wrongly is a ConfigError that names the rank and the message; without a fault there is none."""
     run_ranks(2, lambda parallel: self_check(parallel, CPU, torch.float32))
@@ -78,12 +85,15 @@ for shape in ((1, 96), (70, 33), (2, 200_000)):
     assert (theirs - mine).abs().max() < 1e-5, (theirs - mine).abs().max()
     assert (theirs - x).abs().max() > 1e-3
     assert torch.equal(gloo.all_gather(x), ours.all_gather(x))
+    rows = x.flatten()[:96].view(8, 12)
+    assert torch.equal(gloo.exchange_rows(rows), ours.exchange_rows(rows))
+    assert not torch.equal(gloo.exchange_rows(rows), ours.exchange_rows(rows.flip(0)))
 print("agree")
 """
 
 
 def test_gloo_agrees(tmp_path: Path) -> None:
-    """Two processes: sums equal gloo's to 1e-5, gathers to the bit; a rank's own part alone is 100 times as far off."""
+    """Two processes: sums equal gloo's to 1e-5, gathers and exchanges to the bit; a rank's own part is 100 times as far off."""
     fd = create_shared("reduce", shared_bytes(2))
     processes = [
         subprocess.Popen(

@@ -175,7 +175,7 @@ def test_steps_finish_in_order(runner: Runner) -> None:
 def test_a_plan_without_rows_has_an_empty_result(runner: Runner) -> None:
     """Releases alone run no forward, and still move the hash."""
     result = run(runner, StepPlan(1))
-    assert result == StepResult(1, [])
+    assert result == StepResult.of(1, [])
     assert runner.state_hash != 0
 
 

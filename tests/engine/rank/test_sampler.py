@@ -1,13 +1,19 @@
 """The sampler over a cut vocabulary: what it gives must not depend on the cut, the batch or the rank."""
 
+import threading
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import kernels.filters
 from engine.rank.parallel import Single
-from engine.rank.sampler import Sampled, Sampler, SamplingRows
+from engine.rank.sampler import Sampled, Sampler, SamplingRows, TopLogprobs
+from kernels.choose import SlotParameters
+from kernels.launch import launch
+from tests.support import interpreter
 from tests.support.engine.threads import ThreadParallel, run_ranks
 
 pytestmark = pytest.mark.cpu
@@ -46,7 +52,7 @@ def sample(parallel: ThreadParallel | Single, logits: Tensor, rows: SamplingRows
     """`logits` are whole; each rank samples from its slice."""
     share = VOCAB // parallel.size
     mine = logits[:, parallel.rank * share : (parallel.rank + 1) * share].contiguous()
-    return Sampler(parallel, SOFTCAP, SUPPRESS, CPU).sample(mine, rows)
+    return Sampler(parallel, VOCAB, SOFTCAP, SUPPRESS, CPU).sample(mine, rows)
 
 
 def same(first: Sampled, second: Sampled) -> bool:
@@ -165,3 +171,73 @@ def test_logprobs_are_of_capped_unmasked_logits() -> None:
     assert (found.logprobs.values - exact.topk(3).values).abs().max() < 1e-5
     uncapped = logits.double().log_softmax(-1)[list(found.logprobs.rows)]
     assert (found.logprobs.chosen[:, None] - uncapped.gather(1, tokens)).abs().max() > 1e-3
+
+
+# ---- every kind, by kernels
+
+
+def slot_parameters(rows: SamplingRows) -> SlotParameters:
+    """The rows' parameters, row i in slot i, with the filters of filtered rows alone and greedy rows at temperature 0."""
+    count = len(rows.positions)
+    integers, floats = torch.zeros(count, 3, dtype=torch.int64), torch.ones(count, 3)
+    filtered = list(rows.filtered)
+    integers[:, 0], integers[:, 2] = rows.seeds, 10_000
+    integers[filtered, 1] = rows.top_k[filtered]
+    floats[:, 0], floats[:, 2] = rows.temperature, 0.0
+    floats[filtered, 1], floats[filtered, 2] = rows.top_p[filtered], rows.min_p[filtered]
+    floats[list(rows.greedy), 0] = 0.0
+    return SlotParameters(integers, floats, rows.forbidden.int().contiguous())
+
+
+def every_kind(parallel: ThreadParallel | Single, logits: Tensor, rows: SamplingRows, **planted: Any) -> tuple[Tensor, TopLogprobs]:
+    """Tokens and flags of `logits`, whole, of which each rank has its slice; the same behind each row's input in the token table.
+
+    A choice over ranks spins, which no interpreter of one process can run: with several, greedy and plain tokens are the
+    reference's."""
+    share, count = VOCAB // parallel.size, len(logits)
+    sampler = Sampler(parallel, VOCAB, SOFTCAP, SUPPRESS, CPU)
+    if parallel.size > 1:
+        plain = replace(rows, plain=sorted([*rows.plain, *rows.filtered]), filtered=[])
+        alone = sample(Single(), logits, plain)
+        chosen = torch.stack([alone.tokens, alone.nan.long()], 1).int()
+        sampler.maxima = lambda *_: chosen.clone()  # type: ignore[method-assign]
+    mine = logits[:, parallel.rank * share : (parallel.rank + 1) * share].contiguous()
+    slots, positions = torch.arange(count, dtype=torch.int32), rows.positions.int() - 1
+    tokens = torch.zeros(count, 5001, dtype=torch.int32)
+    found, top = sampler.every_kind(mine, slots, positions, slot_parameters(replace(rows, **planted)), tokens, None, 3)
+    assert torch.equal(tokens[slots.long(), rows.positions], found[:, 0])
+    assert top is not None
+    return found, top
+
+
+def test_under_the_interpreter() -> None:
+    """The interpreted cases of this file hold."""
+    interpreter.run(__file__)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def interpreted_every_kind_is_the_reference(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens, flags and logprobs of mixed rows, in a number that the ranks do not divide, equal the reference's on every rank; with
+    other filters they do not. A NaN on one rank silences its row."""
+    one_at_a_time = threading.Lock()
+
+    def guarded(*args: Any, **options: Any) -> None:
+        with one_at_a_time:
+            launch(*args, **options)
+
+    monkeypatch.setattr(kernels.filters, "launch", guarded)
+    rows, logits = rows_of(17), logits_of(17) / 4
+    logits[5, 3] = torch.nan
+    want = sample(Single(), logits, replace(rows, logprobs=[3] * 17))
+    assert want.logprobs is not None
+    sound = [row for row in range(17) if row != 5]
+
+    def ranks(**planted: Tensor) -> list[tuple[Tensor, TopLogprobs]]:
+        return run_ranks(size, lambda parallel: every_kind(parallel if size > 1 else Single(), logits, rows, **planted))
+
+    for chosen, top in ranks():
+        assert chosen.tolist() == torch.stack([want.tokens, want.nan.long()], 1).tolist()
+        assert torch.equal(top.ids[sound], want.logprobs.ids[sound])
+        assert (top.chosen - want.logprobs.chosen)[sound].abs().max() < 1e-5
+        assert (top.values - want.logprobs.values)[sound].abs().max() < 1e-5
+    assert ranks(top_k=torch.full((17,), 1))[0][0].tolist() != chosen.tolist()

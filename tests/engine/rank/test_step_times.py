@@ -97,5 +97,5 @@ def test_a_target_that_cannot_be_measured_for_is_refused(nano: Nano) -> None:
     """No context to measure in, or no time at all."""
     with pytest.raises(ConfigError, match="tpot_target_ms needs a max_len of at least 8"):
         config_of(nano("31b"), 1, tpot_target_ms=50.0, max_len=7)
-    with pytest.raises(ConfigError, match="tpot_target_ms must be positive"):
+    with pytest.raises(ConfigError, match=r"> 0.0 - at `\$.tpot_target_ms`"):
         config_of(nano("31b"), 1, tpot_target_ms=0.0)

@@ -2,9 +2,10 @@
 
 import pytest
 
+from engine.rank.plan_stream import logprob_error
 from tests.conftest import Nano
 from tests.support.engine.ranks import Ranks
-from tests.support.engine.recording import PAGES, Recording, config_of, logprob_error, record, replay_in_step, tokens_of
+from tests.support.engine.recording import PAGES, Recording, config_of, record, replay_in_step, tokens_of
 
 pytestmark = pytest.mark.gpu4
 
@@ -26,11 +27,12 @@ def test_four_gpus_compute_what_one_cpu_does(recording: Recording) -> None:
     assert logprob_error(results, recording.results) < 1e-3
 
 
-def test_bf16_ranks_agree_and_replay(recording: Recording) -> None:
+@pytest.mark.parametrize("member", ["31b", "26b-a4b", "e2b"])
+def test_bf16_ranks_agree_and_replay(recording: Recording, nano: Nano, member: str) -> None:
     """In bf16 every rank's hash agrees after every step, and a replay of the plans gives the same hashes and tokens."""
     runs = []
     for _ in range(2):
-        with Ranks(config_of(recording.folder, 4, device="cuda", dtype="bfloat16")) as ranks:
+        with Ranks(config_of(nano(member), 4, device="cuda", dtype="bfloat16")) as ranks:
             ranks.boot(PAGES)
             runs.append(replay_in_step(ranks, recording.plans))
     assert all(len(set(step)) == 1 for step in runs[0][1])

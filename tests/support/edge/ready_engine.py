@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.types import ASGIApp
@@ -24,7 +25,9 @@ class ReadyEngine:
         self._clocks: dict[int, Clock] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def generate(self, prompt: list[int], params: SamplingParams, *, clip: bool = False) -> Stream:
+    def generate(
+        self, prompt: Sequence[int], params: SamplingParams, *, clip: bool = False, salt: str = "", priority: int = 0
+    ) -> Stream:
         """As EngineClient.generate."""
         self._last += 1
         now = time.monotonic()

@@ -124,7 +124,7 @@ class Server:
         assert plan is not None
         for sequence in self.scheduler.running:
             self._slots[sequence.slot] = (*self._open[sequence.key[1]], sequence.key[1])
-        self.scheduler.commit(StepResult(plan.step, list(self._rows(plan))))
+        self.scheduler.commit(StepResult.of(plan.step, list(self._rows(plan))))
         for _ in self.scheduler.drain():
             pass
         self.scheduler.drain_started()

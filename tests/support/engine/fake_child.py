@@ -90,7 +90,7 @@ class FakeRank:
         time.sleep(self._behaviour.step_s)
         rows = [self._row(slot) for slot in self._admitted(plan).result_slots]
         if self._results is not None:
-            self._results.write(plan.step, encode_result(StepResult(plan.step, rows)))
+            self._results.write(plan.step, encode_result(StepResult.of(plan.step, rows)))
         self._progress(plan.step, plan.step)
 
     def _admitted(self, plan: StepPlan) -> StepPlan:

@@ -133,10 +133,13 @@ class FakeEngineClient:
         self._step_s = step_s
         self._open: dict[int, tuple[Stream, asyncio.Task[None]]] = {}
 
-    def generate(self, prompt: list[int], params: SamplingParams, *, clip: bool = False) -> Stream:
+    def generate(
+        self, prompt: Sequence[int], params: SamplingParams, *, clip: bool = False, salt: str = "", priority: int = 0
+    ) -> Stream:
         """As EngineClient.generate."""
         stream = Stream(len(self.requests) + 1, self.abort)
-        self.requests.append(GenerateRequest(id=stream.id, prompt=pack_tokens(prompt), params=params, clip=clip))
+        packed = pack_tokens(prompt)
+        self.requests.append(GenerateRequest(id=stream.id, prompt=packed, params=params, clip=clip, salt=salt, priority=priority))
         if self.dead is not None:
             stream.fail(EngineDead(self.dead))
         elif self.refuse is not None:

@@ -56,13 +56,16 @@ class KVMachine:
         self.queue: deque[StepPlan] = deque()
         self.reads = 0
         self.rejected = 0
+        self.largest = 0  # bytes of a plan
         self.plant: Callable[[StepPlan], StepPlan] = lambda plan: plan
         self.guess: Callable[[int, int], bool] = lambda prefix, position: True
         self.nan: Callable[[int], bool] = lambda prefix: False
 
     def submit(self, plan: StepPlan) -> None:
         """Queue a plan, through its bytes."""
-        decoded = decode_plan(encode_plan(plan))
+        data = encode_plan(plan)
+        self.largest = max(self.largest, len(data))
+        decoded = decode_plan(data)
         assert (decoded.step, decoded.chunks, decoded.decodes) == (plan.step, plan.chunks, plan.decodes)
         self.queue.append(self.plant(decoded))
 
@@ -81,7 +84,7 @@ class KVMachine:
             self.length[slot] = end
         results = [self._sample(chunk.slot, chunk.end, []) for chunk in plan.chunks if chunk.samples]
         results += [self._sample(slot, start + 1, drafts) for (slot, start, _), drafts in zip(decodes, guessed, strict=True)]
-        return StepResult(plan.step, results)
+        return StepResult.of(plan.step, results)
 
     def _apply(self, plan: StepPlan) -> None:
         for release in plan.releases:

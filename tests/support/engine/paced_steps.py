@@ -95,7 +95,7 @@ class Pace:
     def _finish(self) -> None:
         plan, self.now = self._out.popleft()
         rows = [ResultRow(slot, self._numbers[slot] & NUMBER_MASK, (7,)) for slot in plan.result_slots]
-        self.scheduler.commit(StepResult(plan.step, rows))
+        self.scheduler.commit(StepResult.of(plan.step, rows))
         self.prefilled += plan.tokens - len(plan.decodes)
         for _, output in self.scheduler.drain():
             clock = self.clocks[output.id]

@@ -9,7 +9,7 @@ from typing import Any
 from engine.config import EngineConfig, engine_config
 from engine.core.loop import scheduler_config
 from engine.core.scheduler import Scheduler
-from engine.plan import ResultRow, StepPlan, StepResult, encode_plan
+from engine.plan import StepPlan, StepResult, decode_plan, encode_plan
 from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
 from engine.rank.runner import Launched, Runner
 from engine.rank.worker import build
@@ -17,6 +17,7 @@ from tests.support.engine.ranks import Ranks, finish, single
 
 PAGES = (22, 6)  # full pages so few that sequences of the requests below must preempt
 REQUESTS = 12
+SETTINGS = {"max_seqs": 4, "max_len": 256, "prefill_budget": 64}
 
 
 def config_of(folder: Path, tp: int, **changes: Any) -> EngineConfig:
@@ -28,12 +29,9 @@ def config_of(folder: Path, tp: int, **changes: Any) -> EngineConfig:
         "dtype": "float32",
         "pages": PAGES,
         "debug_hash": True,
-        "max_seqs": 4,
-        "max_len": 256,
-        "prefill_budget": 64,
         "step_timeout_s": 15.0,
     }
-    return engine_config(**(settings | changes))
+    return engine_config(**(settings | SETTINGS | changes))
 
 
 def request(number: int) -> GenerateRequest:
@@ -82,8 +80,9 @@ def serve(runner: Runner, config: EngineConfig, waves: Iterable[list[GenerateReq
             for request in pending.popleft():
                 scheduler.add(0, request)
         while len(launched) < 2 and (plan := scheduler.schedule()) is not None:
-            plans.append(plan)
-            launched.append(runner.launch(encode_plan(plan)))
+            data = encode_plan(plan)
+            plans.append(decode_plan(data))
+            launched.append(runner.launch(data))
         results.append(finish(launched.popleft()))
         scheduler.commit(results[-1])
     return plans, results
@@ -91,20 +90,6 @@ def serve(runner: Runner, config: EngineConfig, waves: Iterable[list[GenerateReq
 
 def tokens_of(results: Sequence[StepResult]) -> list[list[tuple[int, int, tuple[int, ...], bool]]]:
     return [[(row.slot, row.number, row.tokens, row.nan) for row in result.rows] for result in results]
-
-
-def logprob_error(one: Sequence[StepResult], other: Sequence[StepResult]) -> float:
-    """The largest difference of any reported logprob."""
-    rows: list[tuple[ResultRow, ResultRow]] = [
-        pair for first, second in zip(one, other, strict=True) for pair in zip(first.rows, second.rows, strict=True)
-    ]
-    errors = [0.0]
-    for first, second in rows:
-        assert (first.logprobs is None) == (second.logprobs is None)
-        if first.logprobs and second.logprobs:
-            errors.append(abs(first.logprobs.chosen - second.logprobs.chosen))
-            errors += [abs(a[1] - b[1]) for a, b in zip(first.logprobs.top, second.logprobs.top, strict=True)]
-    return max(errors)
 
 
 def replay_in_step(ranks: Ranks, plans: Sequence[StepPlan]) -> tuple[list[StepResult], list[list[int]]]:

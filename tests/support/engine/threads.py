@@ -30,6 +30,9 @@ class ThreadParallel:
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.cat(self._exchange(x), dim=-1)
 
+    def exchange_rows(self, x: Tensor) -> Tensor:
+        return torch.stack([part[self.rank :: self.size] for part in self._exchange(x)])
+
     def _exchange(self, x: Tensor) -> list[Tensor]:
         self._board[self.rank] = x.clone()
         self._barrier.wait(60)

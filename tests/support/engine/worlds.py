@@ -5,6 +5,8 @@ preemption, no rejected draft may show in it.
 """
 
 import random
+import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -13,13 +15,15 @@ import msgspec
 
 from engine.core.allocator import first_page
 from engine.core.scheduler import Scheduler, SchedulerConfig
-from engine.core.sequence import Wait
+from engine.core.sequence import Sequence, Wait
 from engine.geometry import KVGroup
+from engine.lifeline import StepTimes
 from engine.plan import StepPlan
 from engine.protocol import AbortReason, FinishReason, GenerateRequest, Output, SamplingParams, pack_tokens
 from tests.support.engine.kvmachine import KVMachine, identity
 
 STOP = 7
+TIMES = StepTimes(((1, 5.0), (6, 6.0)), ((1, 5.0), (8, 7.0), (32, 20.0)), 4)
 _MAX_STEPS = 20_000
 _MAX_REQUESTS = 14
 
@@ -40,11 +44,14 @@ def chance(probability: float, *values: int) -> bool:
 
 @dataclass
 class World:
-    """Pools from two windows up, prompts from one token to beyond what fits, aborts, surprise ends, drafts or late masks."""
+    """Pools from two windows up, prompts from one token to beyond what fits, choices of one prompt, salts and priorities, aborts,
+    surprise ends, drafts or late masks, and now and then steps that are kept short."""
 
     seed: int
     requests: list[GenerateRequest] = field(default_factory=list)
     masked: set[int] = field(default_factory=set)
+    given: set[tuple[int, int, int]] = field(default_factory=set)  # masks: client, request, length
+    forked: int = 0
 
     def __post_init__(self) -> None:
         rng = self.rng = random.Random(self.seed)
@@ -61,6 +68,8 @@ class World:
         pages = (two_windows + rng.choice((0, 1, 8)) + 1, -(-max_len // page) * rng.randint(1, 2) + rng.randint(-2, 3) + 1)
         self.config = SchedulerConfig(self.groups, pages, rng.randint(1, 6), max_len, rng.choice((3, 8, 32)), drafts, share)
         self.config = replace(self.config, policy=rng.choice(("fair", "fair", "arrival")))
+        if rng.random() < 0.3:
+            self.config = replace(self.config, step_times=TIMES, tpot_target_ms=rng.choice((1.0, 8.0, 30.0)))
         self._ask(max_len)
         self.depth = rng.choice((2, 2, 2, 4))  # plans out at a time; the core keeps two
         self.stop_chance = rng.choice((0.0, 0.05, 0.2))
@@ -68,6 +77,7 @@ class World:
         self.guess_chance = rng.choice((0.0, 0.3, 0.8, 1.0))
         self.nan_chance = rng.choice((0.0, 0.0, 0.02))
         self.follow_chance = rng.choice((0.0, 0.5, 0.9))  # an answer is followed by a next turn
+        self.once = rng.random() < 0.5  # no mask comes twice
         self.mask_chance = rng.choice((0.1, 0.5, 1.0))  # a turn that the host has a mask in
         if not drafts and rng.random() < 0.3:
             self.masked = {request.id for request in self.requests if rng.random() < 0.7}
@@ -83,7 +93,19 @@ class World:
             params = SamplingParams(
                 max_tokens=rng.randint(1, max_len), stop_ids=(STOP,), min_tokens=rng.choice((0, 0, 3)), seed=rng.choice((0, number))
             )
-            self.requests.append(GenerateRequest(id=number, prompt=pack_tokens(prompt), params=params, clip=rng.random() < 0.5))
+            priority, salt = rng.choice((0, 0, 0, -1, 2)), rng.choice(("", "", "", "other"))
+            asked = {"clip": rng.random() < 0.5, "priority": priority, "salt": salt}
+            self.requests.append(GenerateRequest(id=number, prompt=pack_tokens(prompt), params=params, **asked))
+        if rng.random() < 0.3:
+            self._fork()
+
+    def _fork(self) -> None:
+        """Choices: the last prompt once more, or a few times, each with its own seed; they come right behind it."""
+        last = self.requests[-1]
+        for _ in range(self.rng.randint(1, 4)):
+            params = msgspec.structs.replace(last.params, seed=1000 + len(self.requests))
+            self.requests.append(msgspec.structs.replace(last, id=len(self.requests), params=params))
+        self.forked = len(self.requests) - 1 - last.id
 
     def follow(self, request: GenerateRequest, tokens: list[int]) -> GenerateRequest | None:
         """The next turn of a conversation, now and then, while it fits."""
@@ -91,7 +113,7 @@ class World:
         if self.rng.random() >= self.follow_chance or len(turn) >= self.config.max_len or len(self.requests) >= _MAX_REQUESTS:
             return None
         params = msgspec.structs.replace(request.params, max_tokens=self.rng.randint(1, self.config.max_len))
-        following = GenerateRequest(id=len(self.requests), prompt=pack_tokens(turn), params=params, clip=request.clip)
+        following = msgspec.structs.replace(request, id=len(self.requests), prompt=pack_tokens(turn), params=params)
         self.requests.append(following)
         return following
 
@@ -156,7 +178,13 @@ def simulate(world: World, plant: Callable[[StepPlan], StepPlan] = lambda plan: 
             scheduler.abort(0, world.rng.choice(world.requests).id, AbortReason.client_gone)
         give_masks(world, scheduler)
         planned = False
-        while scheduler.in_flight < world.depth and (plan := scheduler.schedule()) is not None:
+        while scheduler.in_flight < world.depth:
+            first = first_of(scheduler)
+            plan = scheduler.schedule()
+            if plan is None:
+                assert first is None, f"{first} could have had a row"
+                break
+            check_first(first, plan)
             check_masks(scheduler, plan)
             check_rows(scheduler, plan)
             machine.submit(plan)
@@ -179,11 +207,13 @@ def simulate(world: World, plant: Callable[[StepPlan], StepPlan] = lambda plan: 
 
 
 def give_masks(world: World, scheduler: Scheduler) -> None:
-    """The host computes masks from committed tokens: late, and now and then twice or for a token that has come already."""
+    """The host computes masks from committed tokens: late, in some worlds twice, or for a token that has come already."""
     for sequence in scheduler.sequences:
         if sequence.masked and world.rng.random() < world.mask_chance:
-            late = world.rng.random() < 0.2
-            scheduler.mask_ready(*sequence.key, len(sequence.tokens) - late)
+            mask = (*sequence.key, len(sequence.tokens) - (world.rng.random() < 0.2))
+            if mask not in world.given or not world.once:
+                world.given.add(mask)
+                scheduler.mask_ready(*mask)
 
 
 def check_masks(scheduler: Scheduler, plan: StepPlan) -> None:
@@ -193,6 +223,17 @@ def check_masks(scheduler: Scheduler, plan: StepPlan) -> None:
         if sequence.masked and sequence.slot in sampling:
             assert sequence.high == len(sequence.tokens), "a row was planned before its mask could be known"
             assert sequence.waits_for is Wait.mask
+
+
+def first_of(scheduler: Scheduler) -> Sequence | None:
+    """The first in rank of those who run, if it has a row to be planned, and no result to wait for that may free its pages."""
+    first = scheduler.running[0] if scheduler.running and not scheduler.in_flight else None
+    return first if first is not None and (first.ready > 0 or first.decodable) else None
+
+
+def check_first(first: Sequence | None, plan: StepPlan) -> None:
+    """The first in rank has its row, whatever the others would have."""
+    assert first is None or first.slot in {*plan.decodes, *(chunk.slot for chunk in plan.chunks)}, (first, plan)
 
 
 def check_rows(scheduler: Scheduler, plan: StepPlan) -> None:
@@ -274,8 +315,12 @@ def run_worlds(seeds: range) -> Counter[str]:
     seen: Counter[str] = Counter()
     for seed in seeds:
         world = World(seed)
-        run = simulate(world)
-        check_ends(world, run)
+        try:
+            run = simulate(world)
+            check_ends(world, run)
+        except Exception as error:
+            error.add_note(f"in world {seed}")
+            raise
         counters = run.scheduler.counters
         seen.update(
             steps=run.steps,
@@ -285,8 +330,22 @@ def run_worlds(seeds: range) -> Counter[str]:
             aborted=counters.aborted,
             rejected=run.machine.rejected,
             masked=len(world.masked),
+            forked=world.forked,
             hit_tokens=counters.hit_tokens,
             evicted=run.scheduler.cache.counters.evicted_pages if run.scheduler.cache else 0,
             failed=counters.failed,
         )
     return seen
+
+
+def main() -> None:
+    """`python -m tests.support.engine.worlds COUNT [FIRST SEED]`: so many worlds, each to its end; the first that fails raises."""
+    count = int(sys.argv[1])
+    start = int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    began = time.monotonic()
+    seen = run_worlds(range(start, start + count))
+    print(f"{count} worlds from seed {start} in {time.monotonic() - began:.0f} s: {dict(seen)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""`quartet replay`: runs a recorded plan stream or a page dump again."""
+
+import argparse
+import sys
+import zipfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deploy.cli.output import NO, OK, Part, Subparsers, command, emit
+from engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from engine.config import Device
+
+_SHOWN = 10
+LOGPROBS = {"float32": 1e-3, "bfloat16": 0.5}  # how far a reported logprob may lie from one of fp32 on a CPU
+
+HELP = """\
+A plan stream (JSON, gzipped: plans and what they gave) is run through one rank, on a GPU by captured graphs; tokens must be the
+recorded ones, reported logprobs close. A page dump (.npz, which a violation of `debug_pages` leaves) is run over its tables, with
+random weights and empty pages: the violation must show again.
+
+  quartet replay tests/golden/nano-31b.json.gz
+  quartet replay tests/golden/nano-31b.json.gz --device cuda --dtype float32 --no-graphs
+  quartet replay quartet-pages-x1y2z3-step812-rank0.npz
+
+exit codes: 0 as recorded; 1 not so; 2 it cannot be run here"""
+
+
+def register(commands: Subparsers) -> None:
+    """Adds the subcommand."""
+    parser = command(commands, "replay", "run a recorded plan stream, or a page dump, again", HELP)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--model", help="folder, hub id, nano:, random: or dummy:<member> (default: the recorded one)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of a plan stream's replay")
+    parser.add_argument("--no-graphs", action="store_true", help="a plan stream's decode steps run eagerly on a GPU, too")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Says whether it went as recorded."""
+    if not args.file.is_file():
+        raise ConfigError(f"{args.file}: no such file")
+    _check_device(args.device)
+    value, told = _dump(args) if zipfile.is_zipfile(args.file) else _stream(args)
+    emit(value, told, as_json=args.json)
+    return OK if value["as_recorded"] else NO
+
+
+def _check_device(device: "Device") -> None:
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: this machine has no GPU")
+
+
+def _stream(args: argparse.Namespace) -> tuple[dict[str, Any], list[Part]]:
+    from deploy.models.resolve import resolve
+    from engine.rank.plan_stream import different_tokens, logprob_error, read_stream
+    from engine.rank.replay import replay_stream, stream_config
+
+    stream = read_stream(args.file)
+    config = stream_config(stream, resolve(args.model or stream.model), args.device, args.dtype, not args.no_graphs)
+    replayed = replay_stream(stream, config)
+    different = different_tokens(replayed.results, stream.results)
+    error = None if different else logprob_error(replayed.results, stream.results)
+    fine = error is not None and error <= LOGPROBS[args.dtype]
+    value = {
+        "steps": len(stream.plans), "as_recorded": fine, "different": different, "logprob_error": error,
+        "state_hash": f"{replayed.state_hash:08x}",
+    }  # fmt: skip
+    told: list[Part] = [*different[:_SHOWN]]
+    if len(different) > _SHOWN:
+        told.append(f"and {len(different) - _SHOWN} more")
+    if error is not None:
+        told.append(f"{len(stream.plans)} steps, every token as recorded, logprobs within {error:.1e}")
+    return value, [*told, f"state hash {value['state_hash']}"]
+
+
+def _dump(args: argparse.Namespace) -> tuple[dict[str, Any], list[Part]]:
+    from deploy.models.resolve import resolve
+    from engine.rank.page_dump import read_dump
+    from engine.rank.replay import replay_dump
+
+    dump = read_dump(args.file)
+    found = replay_dump(dump, resolve(args.model or dump.config.model), args.device, report)
+    value = {"step": dump.step, "rank": dump.rank, "recorded": dump.message, "found": found, "as_recorded": found is not None}
+    shown = f"shown again: {found}" if found else "nothing found this time: what made it happened outside of the plans"
+    return value, [f"rank {dump.rank}, recorded: {dump.message}", shown]
+
+
+def report(text: str) -> None:
+    """Progress, on stderr."""
+    print(text, file=sys.stderr, flush=True)

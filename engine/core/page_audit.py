@@ -1,0 +1,86 @@
+"""The setting `debug_pages` in the core: the allocator's books against what sequences and the prefix cache hold.
+
+Free, held and idle pages are the pool, each page on one list; the count of a page's holders is the number of sequences that name
+it; two name it only at the same entry, where the whole page is computed in both. A violation is raised before the next plan.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from engine.config import PageChecks
+from engine.core.pages import PagePool
+from engine.core.prefix import PrefixCache
+from engine.core.scheduler import Scheduler
+from engine.core.sequence import Sequence as Running
+from engine.errors import PageViolation
+
+SAMPLED = 1024  # with `sample`, the books are looked through every so many plans: milliseconds, where pages are many
+
+
+class PageAudit:
+    """Looks through a scheduler's books when it is time to."""
+
+    def __init__(self, scheduler: Scheduler, mode: PageChecks) -> None:
+        self._scheduler = scheduler
+        self._every = {"off": 0, "sample": SAMPLED, "every": 1}[mode]
+        self._next = self._every
+
+    def planned(self, step: int) -> None:
+        """Plan `step` has been made. PageViolation: the books are wrong; the message names page and holders."""
+        if self._every and step >= self._next:
+            self._next = step + self._every
+            complaint = next(complaints(self._scheduler), None)
+            if complaint is not None:
+                raise PageViolation(f"books at plan {step}: {complaint}")
+
+
+def complaints(scheduler: Scheduler) -> Iterator[str]:
+    """What is wrong, a sentence each."""
+    kept = _kept(scheduler.pools, scheduler.cache)
+    for index, pool in enumerate(scheduler.pools):
+        held = Counter(page for sequence in scheduler.running for page in sequence.runs[index].pages)
+        for sentence in _pool(pool, held, kept[index]):
+            yield f"group {pool.group.name}: {sentence}"
+        for sentence in _sequences(pool, index, held, scheduler.running):
+            yield f"group {pool.group.name}: {sentence}"
+
+
+def _kept(pools: Sequence[PagePool], cache: PrefixCache | None) -> list[set[int]]:
+    """The pages of each pool that the prefix cache names."""
+    kept: list[set[int]] = [set() for _ in pools]
+    for segment in cache or ():
+        kept[-1].update(segment.pages)
+        kept[0].update(segment.tail or ())
+    return kept
+
+
+def _pool(pool: PagePool, held: Counter[int], kept: set[int]) -> Iterator[str]:
+    free = Counter(pool.free_pages)
+    idle = kept - held.keys()
+    for page in sorted({page for page, count in free.items() if count > 1}):
+        yield f"page {page} is {free[page]} times among the free pages"
+    for page in sorted(free.keys() & (held.keys() | kept)):
+        yield f"page {page} is free, and {'held' if page in held else 'cached'}"
+    for page, count in held.items():
+        if not 0 < page <= pool.total:
+            yield f"page {page} is held, of a pool of {pool.total + 1}"
+        elif pool.holders(page) != count:
+            yield f"page {page} has {pool.holders(page)} holders by the books, and {count} sequences name it"
+    if len(free) + len(held) + len(idle) != pool.total or len(idle) != pool.idle:
+        yield f"{len(free)} free, {len(held)} held and {len(idle)} idle pages (by the books {pool.idle}) of {pool.total}"
+
+
+def _sequences(pool: PagePool, index: int, held: Counter[int], running: Sequence[Running]) -> Iterator[str]:
+    size = pool.group.page
+    first: dict[int, tuple[int, int]] = {}
+    for sequence in running:
+        run = sequence.runs[index]
+        if run.end * size < sequence.high:
+            yield f"slot {sequence.slot} has pages up to position {run.end * size}, and is planned up to {sequence.high}"
+        for entry, page in enumerate(run.pages, run.first):
+            if held[page] > 1:
+                other, at = first.setdefault(page, (sequence.slot, entry))
+                if at != entry:
+                    yield f"page {page} is slot {other}'s entry {at} and slot {sequence.slot}'s entry {entry}"
+                elif (entry + 1) * size > sequence.low:
+                    yield f"page {page}, entry {entry}, is shared and slot {sequence.slot} still writes to it"

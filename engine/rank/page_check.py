@@ -1,0 +1,172 @@
+"""The setting `debug_pages` on a rank: plans are held against those before them, the device's tables against the plans.
+
+    plan --fold--> PageMap (host) --what changed--> expected tables (device)
+                                                        |
+    plan --apply--> tables (device) --------------- check_table --> violations --with the step's result--> PageViolation
+
+A plan that contradicts itself raises before its step starts; a table that is wrong on the device raises with the result of the step
+that would have read it. Either way a dump is written first.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.config import EngineConfig
+from engine.errors import PageViolation
+from engine.plan import PlanView, read_plan
+from engine.rank.batch import ForwardBatch
+from engine.rank.page_dump import PageDump, write_dump
+from engine.rank.page_map import PageMap, rolled_back
+from engine.rank.slots import SlotState
+from kernels.table_check import RECORD, RECORDS, ROW_ENTRY, TABLE_ENTRY, check_table, new_violations
+
+SAMPLED = 16  # with `sample`, one slot of so many is checked a step
+_SHOWN = 4
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A record of `kernels.table_check`, by name."""
+
+    kind: int
+    group: int
+    slot: int
+    entry: int
+    found: int
+    wanted: int
+    row: int
+    position: int
+
+
+class PageCheck:
+    """Of one rank. `violations`: what a step copies out beside its result."""
+
+    def __init__(self, config: EngineConfig, rank: int, slots: SlotState) -> None:
+        self._config, self._rank, self._slots = config, rank, slots
+        self._every = 1 if config.debug_pages == "every" else SAMPLED
+        caches = slots.cache.groups
+        self.pages = tuple(cache.pool.shape[1] for cache in caches)
+        self.map = PageMap([cache.group for cache in caches], self.pages, slots.padding + 1, [c.table.shape[1] for c in caches])
+        self._expected = torch.zeros(len(self.map.flat), dtype=torch.int32, device=slots.device)
+        sizes = [cache.table.numel() for cache in caches]
+        self._tables = [part.view_as(c.table) for part, c in zip(self._expected.split(sizes), caches, strict=True)]
+        self.violations = new_violations(slots.device)
+        self.dumps = True  # False: where a dump is replayed
+        self._plans: deque[bytes] = deque(maxlen=self.map.undo.maxlen)
+
+    def fold(self, plan: PlanView, data: bytes) -> None:
+        """Before the step of `plan`, whose bytes are `data`, starts. PageViolation: the plan cannot be right."""
+        self._plans.append(data)
+        try:
+            index, values = self.map.fold(plan)
+        except PageViolation as error:
+            raise self._dumped(plan.step, str(error), started=False) from None
+        if len(index):
+            self.expect(index, values)
+
+    def expect(self, index: np.ndarray, values: np.ndarray) -> None:
+        """The device's tables should hold `values` at the flat indices `index`."""
+        packed = torch.from_numpy(np.stack([index, values.astype(np.int64)]))
+        if self._expected.is_cuda:
+            packed = packed.pin_memory().to(self._expected.device, non_blocking=True)
+        self._expected[packed[0]] = packed[1].int()
+
+    def check(self, plan: Tensor, batch: ForwardBatch) -> None:
+        """On the device, behind a step's inputs and before its model. Capturable."""
+        rows = slice(batch.decode_start, batch.rows)
+        for cache, expected, gathered in zip(self._slots.cache, self._tables, batch.pages, strict=True):
+            check_table(
+                plan, cache.group.index, cache.table, expected, cache.pool.shape[1], batch.slots[rows], batch.positions[rows],
+                gathered, cache.group.page, cache.group.window, self._every, self.violations,
+            )  # fmt: skip
+
+    def verify(self, step: int, violations: np.ndarray) -> None:
+        """What step `step` copied out. PageViolation: something was found; the message says what, and where the dump is."""
+        count = int(violations[0])
+        if count:
+            records = violations[RECORD:].reshape(RECORDS, RECORD)[:count].tolist()
+            found = sorted((Found(*record) for record in records), key=lambda each: (-each.kind, each.group, each.slot, each.entry))
+            shown = "; ".join(self._sentence(each) for each in found[:_SHOWN])
+            more = f"; and {count - _SHOWN} more" if count > _SHOWN else ""
+            raise self._dumped(step, f"step {step}: {shown}{more}", found, started=True)
+
+    def _sentence(self, found: Found) -> str:
+        """Row, group, entry, and whose the page is."""
+        name = self.map.groups[found.group].name
+        who = f"row {found.row} at position {found.position}, " if found.kind == ROW_ENTRY else ""
+        what = "reads" if found.kind == ROW_ENTRY else "names"
+        if found.kind == ROW_ENTRY and found.found == found.wanted == 0:
+            return f"{who}slot {found.slot}, group {name}, entry {found.entry}: needs a page and has none"
+        wanted = f"page {found.wanted}" if found.wanted else "no page"
+        return (
+            f"{who}slot {found.slot}, group {name}, entry {found.entry}: {what} page {found.found}, expected {wanted}; "
+            f"{self._owner(found)}"
+        )
+
+    def _owner(self, found: Found) -> str:
+        """Whose the page is that stands in the wrong place."""
+        page, group = found.found, found.group
+        if not 0 <= page < self.pages[group]:
+            return f"its pool has {self.pages[group]} pages"
+        if not page:
+            return "page 0 is the null page"
+        for slot, entry in self.map.holders(group, page):
+            return f"page {page} is slot {slot}'s entry {entry}"
+        for other in self.map.groups:
+            if other.index != group and (found.slot, found.entry) in self.map.holders(other.index, page):
+                return f"page {page} is that entry's in group {other.name}, and nobody's in this one"
+        return f"nobody holds page {page}"
+
+    # -- the dump
+
+    def restore(self, dump: PageDump) -> None:
+        """Tables, lengths and tokens as in a dump of this rank's shape; its plan is the next to run."""
+        self.map.restore(dump.expected, dump.expected_lengths, dump.robbed)
+        self.expect(np.arange(len(dump.expected)), dump.expected)
+        sizes = [cache.table.numel() for cache in self._slots.cache]
+        for cache, table in zip(self._slots.cache, torch.from_numpy(dump.tables).split(sizes), strict=True):
+            cache.table.copy_(table.view_as(cache.table))
+        self._slots.lengths.copy_(torch.from_numpy(dump.lengths))
+        self._slots.tokens[:, : dump.tokens.shape[1]] = torch.from_numpy(dump.tokens).to(self._slots.device)
+
+    def _dumped(self, step: int, message: str, found: Sequence[Found] = (), *, started: bool) -> PageViolation:
+        """The error to raise, behind what could be written down."""
+        if not self.dumps:
+            return PageViolation(message)
+        try:
+            path = write_dump(self.dump(step, message, found, started=started))
+        except (OSError, RuntimeError) as error:  # the violation must be heard, even where the disk is full or the device lost
+            logger.warning("no page dump: %s", error)
+            return PageViolation(message)
+        return PageViolation(f"{message} (dump: {path})")
+
+    def dump(self, step: int, message: str, found: Sequence[Found], *, started: bool) -> PageDump:
+        """Everything as it was before plan `step`, which has `started` or not; later steps on their way are taken back."""
+        back = [undo for undo in self.map.undo if undo.step >= step]
+        plans = {view.step: data for data in self._plans if (view := read_plan(data)).step >= step}
+        lengths = self._slots.lengths.cpu().numpy().copy()
+        for data in plans.values() if started else ():
+            np.subtract.at(lengths, read_plan(data).decodes, 1)
+        longest = int(min(max(lengths.max(), 0) + 2, self._slots.tokens.shape[1]))
+        return PageDump(
+            config=self._config, rank=self._rank, step=step, pages=self.pages, message=message, plan=plans[step],
+            robbed={slot: found for slot, found in self.map.robbed.items() if found[0] < step},
+            tables=rolled_back(self._found_tables(found), back), expected=rolled_back(self.map.flat, back), lengths=lengths,
+            expected_lengths=back[0].lengths, tokens=self._slots.tokens[:, :longest].cpu().numpy(),
+        )  # fmt: skip
+
+    def _found_tables(self, found: Sequence[Found]) -> np.ndarray:
+        """The device's tables, flat, with what the check has replaced."""
+        tables = [cache.table.cpu().numpy().copy() for cache in self._slots.cache]
+        for each in found:
+            if each.kind == TABLE_ENTRY:
+                tables[each.group][each.slot, each.entry] = each.found
+        return np.concatenate([table.ravel() for table in tables])

@@ -1,0 +1,74 @@
+"""Runs again, in one process, what was recorded: a plan stream to its tokens, a page dump to its violation."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+
+from engine.config import Device, DType, EngineConfig, engine_config
+from engine.errors import PageViolation
+from engine.lifeline import BootArgs
+from engine.plan import StepResult, decode_result, encode_plan
+from engine.rank.page_dump import PageDump
+from engine.rank.parallel import Single
+from engine.rank.plan_stream import PlanStream
+from engine.rank.profiling import bare_rank
+from engine.rank.profiling.loopback import Loopback
+from engine.rank.runner import Runner
+from engine.rank.worker import build, load
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What a stream gave this time, and the state hash at its end."""
+
+    results: list[StepResult]
+    state_hash: int
+
+
+def stream_config(stream: PlanStream, folder: Path, device: Device, dtype: DType, graphs: bool) -> EngineConfig:
+    """The engine that the stream was recorded from, on a device; ConfigError where it is impossible."""
+    settings = {**stream.settings, "model": str(folder), "tp": 1, "pages": stream.pages, "debug_hash": True, "graphs": graphs}
+    return engine_config(**settings, device=device, dtype=dtype)
+
+
+def replay_stream(stream: PlanStream, config: EngineConfig) -> Replayed:
+    """Every plan, in order, on one rank."""
+    rank = load(config, BootArgs(role="rank", index=0, tp=1, parent=0, lifeline=-1, status=-1, plan=-1, result=-1))
+    runner = build(rank, stream.pages)
+    if runner.capturable:
+        runner.capture()
+    return Replayed([_run(runner, encode_plan(plan)) for plan in stream.plans], runner.state_hash)
+
+
+def _run(runner: Runner, data: bytes) -> StepResult:
+    launched = runner.launch(data)
+    result = decode_result(launched.result())
+    launched.fold()
+    return result
+
+
+@torch.inference_mode()
+def replay_dump(dump: PageDump, folder: Path, device: Device, report: Callable[[str], None]) -> str | None:
+    """The dump's plan, over its tables, on one rank of its group: the violation that is found, None where there is none.
+
+    folder: of the model, of which the shape counts: weights, K and V are random.
+    """
+    config = msgspec.structs.replace(
+        dump.config, model=str(folder), device=device, load_format="dummy", graphs=False, debug_pages="every",
+        dtype=dump.config.dtype if device == "cuda" else "float32",
+    )  # fmt: skip
+    place = torch.device(device)
+    parallel = Single() if config.tp == 1 else Loopback(config.tp, place)
+    rank = bare_rank.build(config, parallel, place, lambda: dump.pages, report)
+    pages = rank.runner.pages
+    assert pages is not None, config
+    pages.dumps = False
+    pages.restore(dump)
+    try:
+        _run(rank.runner, dump.plan)
+    except PageViolation as error:
+        return str(error)
+    return None

@@ -1,0 +1,158 @@
+"""Page tables held against what they should hold, before the kernels of a step read them.
+
+    table entries   table[slot, entry] = expected[slot, entry], for every entry of every slot
+    row entries     a decode row's page ids, as gathered, are those expected of its slot, and none that its position needs is null
+
+What differs is recorded, RECORDS of them at most, and counted. An id outside the pool is replaced by the expected one, so that the
+kernels behind do not fault before anybody has read the record. With `every` = n a step looks at the slots and rows that are equal
+to its number modulo n.
+
+    violations int32 [RECORD * (RECORDS + 1)]    [0] how many there were; record r from RECORD * (r + 1):
+                                                 kind, group, slot, entry, found, expected, row, position
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.launch import launch, trigger, usable, wait
+
+RECORD, RECORDS = 8, 64
+TABLE_ENTRY, ROW_ENTRY = 1, 2  # kinds; a table entry has row and position -1
+_STEP = 2  # where a plan's header holds the step number's low word
+
+
+def new_violations(device: torch.device) -> Tensor:
+    """Zeroed; never reset: the first step with a violation is the last."""
+    return torch.zeros(RECORD * (RECORDS + 1), dtype=torch.int32, device=device)
+
+
+def check_table(
+    plan: Tensor,
+    group: int,
+    table: Tensor,
+    expected: Tensor,
+    pages: int,
+    slots: Tensor,
+    positions: Tensor,
+    gathered: Tensor,
+    page: int,
+    window: int | None,
+    every: int,
+    violations: Tensor,
+) -> None:
+    """Checks one KV group; may change `table` and `gathered`.
+
+    plan int32, as `engine.plan` lays it out; table and expected int32 [slots, width]; pages: of the pool
+    slots, positions int32 [rows] of the decode rows, gathered int32 [rows, read width] as `kernels.slots.gather_pages` made it
+    """
+    assert table.shape == expected.shape, (table.shape, expected.shape)
+    assert slots.shape == positions.shape == gathered.shape[:1], (slots.shape, positions.shape, gathered.shape)
+    rows, (count, width) = slots.shape[0], table.shape
+    if not usable(table, __name__):
+        places = (plan, group, table, expected, pages, slots, positions, gathered, page, window, every, violations)
+        _check_reference(*places)
+        return
+    block = min(1024, triton.next_power_of_2(max(width, gathered.shape[1])))
+    blocks = triton.cdiv(width, block)
+    launch(
+        _check, (count * blocks + rows,), plan, group, table, expected, pages, count * blocks, blocks, width, slots, positions,
+        gathered, gathered.shape[1], violations, PAGE=page, WINDOW=window or 0, EVERY=every, BLOCK=block, LIMIT=RECORDS, warps=4,
+    )  # fmt: skip
+
+
+# ---- reference
+
+
+def _check_reference(
+    plan: Tensor, group: int, table: Tensor, expected: Tensor, pages: int, slots: Tensor, positions: Tensor, gathered: Tensor,
+    page: int, window: int | None, every: int, violations: Tensor,
+) -> None:
+    turn = int(plan[_STEP]) % every
+    for slot, entry in (table != expected).nonzero().tolist():
+        if slot % every == turn:
+            found, wanted = int(table[slot, entry]), int(expected[slot, entry])
+            _record(violations, TABLE_ENTRY, group, slot, entry, found, wanted, -1, -1)
+            if not 0 <= found < pages:
+                table[slot, entry] = wanted
+    for row in range(turn, slots.shape[0], every):
+        slot, position = int(slots[row]), int(positions[row])
+        first = 0 if window is None else max(position - window + 1, 0) // page
+        for entry in range(first, min(position // page + 1, first + gathered.shape[1])):
+            found = int(gathered[row, entry - first])
+            wanted = int(expected[slot, entry]) if entry < table.shape[1] else 0
+            if found != wanted or not wanted:
+                _record(violations, ROW_ENTRY, group, slot, entry, found, wanted, row, position)
+            if not 0 <= found < pages:
+                gathered[row, entry - first] = wanted
+
+
+def _record(violations: Tensor, *values: int) -> None:
+    at = int(violations[0])
+    violations[0] += 1
+    if at < RECORDS:
+        violations[RECORD * (at + 1) : RECORD * (at + 2)] = torch.tensor(values, dtype=torch.int32)
+
+
+# ---- kernel
+
+
+@triton.jit
+def _note(
+    violations: tl.tensor, bad: tl.tensor, kind: tl.tensor, group: tl.tensor, slot: tl.tensor, entry: tl.tensor, found: tl.tensor,
+    wanted: tl.tensor, row: tl.tensor, position: tl.tensor, LIMIT: tl.constexpr,
+) -> None:
+    """A record of each lane that is `bad`."""
+    one = tl.full(entry.shape, 1, tl.int32)
+    at = tl.atomic_add(violations + entry * 0, one, mask=bad)
+    record = violations + 8 * (at + 1)
+    kept = bad & (at < LIMIT)
+    tl.store(record, one * kind, kept)
+    tl.store(record + 1, one * group, kept)
+    tl.store(record + 2, one * slot, kept)
+    tl.store(record + 3, entry, kept)
+    tl.store(record + 4, found, kept)
+    tl.store(record + 5, wanted, kept)
+    tl.store(record + 6, one * row, kept)
+    tl.store(record + 7, one * position, kept)
+
+
+@triton.jit(do_not_specialize=["group", "pages", "tables", "blocks", "width", "read_width"])
+def _check(
+    plan: tl.tensor, group: tl.tensor, table: tl.tensor, expected: tl.tensor, pages: tl.tensor, tables: tl.tensor,
+    blocks: tl.tensor, width: tl.tensor, slots: tl.tensor, positions: tl.tensor, gathered: tl.tensor, read_width: tl.tensor,
+    violations: tl.tensor, PAGE: tl.constexpr, WINDOW: tl.constexpr, EVERY: tl.constexpr, BLOCK: tl.constexpr,
+    LIMIT: tl.constexpr, PDL: tl.constexpr,
+) -> None:
+    trigger(PDL)
+    wait(PDL)
+    program = tl.program_id(0)
+    turn = tl.load(plan + 2) % EVERY
+    lane = tl.arange(0, BLOCK)
+    if program < tables:
+        slot = program // blocks
+        entry = (program % blocks) * BLOCK + lane
+        live = (entry < width) & (slot % EVERY == turn)
+        place = table + slot.to(tl.int64) * width + entry
+        found = tl.load(place, live, 0)
+        wanted = tl.load(expected + slot.to(tl.int64) * width + entry, live, 0)
+        bad = found != wanted
+        _note(violations, bad, 1, group, slot, entry, found, wanted, -1, -1, LIMIT)
+        tl.store(place, wanted, bad & ((found < 0) | (found >= pages)))
+    else:
+        row = program - tables
+        if row % EVERY == turn:
+            slot = tl.load(slots + row)
+            position = tl.load(positions + row)
+            first = tl.maximum(position - WINDOW + 1, 0) // PAGE if WINDOW else 0
+            for start in range(0, read_width, BLOCK):
+                at = start + lane
+                entry = first + at
+                used = (at < read_width) & (entry * PAGE <= position) & (position >= 0)
+                place = gathered + row.to(tl.int64) * read_width + at
+                found = tl.load(place, used, 0)
+                wanted = tl.load(expected + slot.to(tl.int64) * width + entry, used & (entry < width), 0)
+                bad = used & ((found != wanted) | (wanted == 0))
+                _note(violations, bad, 2, group, slot, entry, found, wanted, row, position, LIMIT)
+                tl.store(place, wanted, used & ((found < 0) | (found >= pages)))

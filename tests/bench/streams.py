@@ -1,0 +1,73 @@
+"""What a streamed token costs the CPU between engine and client: `python -m tests.bench.streams [--streams 32] [--tokens 512]`.
+
+The whole stack with the nano model on one rank; CPU of the replica's process (not of core and rank, its children) and of HAProxy's,
+from /proc, over a closed load of endless answers, divided by the tokens that the client received.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from deploy.load.generator import Ledger, Lengths, Level, LoadRun, Prompts, Scale, connected
+from deploy.load.request import Endpoint
+from tests.support.stack.serve_process import Stack
+
+MODEL = "nano-e2b"
+HZ = os.sysconf("SC_CLK_TCK")
+
+
+def cpu_s(pids: Sequence[int]) -> float:
+    """CPU seconds that the processes have used, user and system, their children's not."""
+    fields = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids)
+    return sum(int(found[11]) + int(found[12]) for found in fields) / HZ
+
+
+async def load(url: str, streams: int, requests: int, tokens: int, seed: int) -> Ledger:
+    """`requests` answers of `tokens` tokens, `streams` at a time."""
+    target = Endpoint(url, MODEL, timeout_s=300)
+    prompts = Prompts(Lengths(16, 48), Lengths(tokens, tokens), Scale(), seed)
+    async with connected(target) as client:
+        return await LoadRun(client, target, prompts, lambda: None).run(Level(concurrency=streams, requests=requests))
+
+
+def measured(stack: Stack, streams: int, tokens: int) -> dict[str, float]:
+    """CPU microseconds a token of replica and ingress, and the tokens a second at which they were seen."""
+    asyncio.run(load(stack.url, streams, streams, 32, 0))  # warm
+    processes = {"replica": stack.find("ServeReplica"), "haproxy": stack.find("haproxy")}
+    before = {name: cpu_s(pids) for name, pids in processes.items()}
+    ledger = asyncio.run(load(stack.url, streams, streams, tokens, 1))
+    used = {name: cpu_s(pids) - before[name] for name, pids in processes.items()}
+    records = [record for record in ledger.records if record.end == "finished"]
+    assert len(records) == streams, ledger.balance()
+    count = sum(record.output_tokens for record in records)
+    seconds = max(record.done for record in records) - min(record.sent for record in records)
+    found = {f"{name}_us": round(value / count * 1e6, 1) for name, value in used.items()}
+    return {"streams": streams, "tokens": count, "tokens_per_s": round(count / seconds), **found,
+            "us_a_token": round(sum(used.values()) / count * 1e6, 1)}  # fmt: skip
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.streams", description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        engine = {"model": "nano:e2b", "served_model_name": MODEL, "tp": 1, "max_seqs": args.streams}
+        stack = Stack(Path(folder), args=engine)
+        try:
+            stack.start()
+            for _ in range(args.rounds):
+                print(json.dumps(measured(stack, args.streams, args.tokens)), flush=True)
+            stack.end()
+        finally:
+            stack.clean_up()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Who shares cached prefixes with whom, and who goes first: what of it comes over HTTP, and what reaches the core."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from deploy.edge.edge_settings import LimitSettings
+from tests.conftest import Nano
+from tests.support.edge.http_edge import Edge
+
+pytestmark = pytest.mark.pure
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"model": "nano", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1},
+    "/v1/completions": {"model": "nano", "prompt": "Hello", "max_tokens": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def isolating(nano: Nano) -> Iterator[Edge]:
+    with Edge(nano("31b"), limits=LimitSettings(isolate_cache=True, min_priority=-5)) as edge:
+        yield edge
+
+
+def salt(edge: Edge, path: str, key: str | None = None, **body: Any) -> str:
+    """What the core is given for a request of the client whose key is `key`."""
+    edge.reset()
+    headers = {"authorization": f"Bearer {key}"} if key is not None else {}
+    httpx.post(f"{edge.url}{path}", json=BODIES[path] | body, headers=headers).raise_for_status()
+    (request,) = edge.core.requests
+    return request.salt
+
+
+@pytest.mark.parametrize("path", list(BODIES))
+def test_requests_share_by_their_salt(edge: Edge, path: str) -> None:
+    """Everybody by default, whatever their key; with a cache_salt only those that have the same one."""
+    assert salt(edge, path) == salt(edge, path, "a") == salt(edge, path, "b")
+    assert salt(edge, path, "a", cache_salt="x") == salt(edge, path, "b", cache_salt="x")
+    assert len({salt(edge, path), salt(edge, path, cache_salt="x"), salt(edge, path, cache_salt="y")}) == 3
+
+
+@pytest.mark.parametrize("path", list(BODIES))
+def test_tenants_can_be_kept_apart(isolating: Edge, path: str) -> None:
+    """With isolate_cache nobody reaches another key's prefixes, by no salt that they choose; the key itself goes nowhere."""
+    own, other = salt(isolating, path, "secret-a"), salt(isolating, path, "secret-b")
+    assert own == salt(isolating, path, "secret-a")
+    assert len({own, other, salt(isolating, path), salt(isolating, path, "secret-a", cache_salt="x")}) == 4
+    assert salt(isolating, path, "secret-b", cache_salt=own) != own
+    assert "secret" not in own
+
+
+def test_priorities_reach_the_core(edge: Edge, isolating: Edge) -> None:
+    """Lower numbers go first, 0 where none is given; more urgent than the setting allows is a 400 that names it."""
+    path = "/v1/completions"
+    for priority in (0, 7):
+        httpx.post(f"{edge.url}{path}", json=BODIES[path] | {"priority": priority}).raise_for_status()
+    httpx.post(f"{edge.url}{path}", json=BODIES[path]).raise_for_status()
+    assert [request.priority for request in edge.core.requests] == [0, 7, 0]
+    refused = httpx.post(f"{edge.url}{path}", json=BODIES[path] | {"priority": -1})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "priority")
+    isolating.reset()
+    httpx.post(f"{isolating.url}{path}", json=BODIES[path] | {"priority": -5}).raise_for_status()
+    assert isolating.core.requests[0].priority == -5
+
+
+BAD: list[dict[str, Any]] = [{"cache_salt": ""}, {"cache_salt": "x" * 257}, {"cache_salt": 1}, {"priority": 1.5}, {"priority": "a"}]
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_values_are_named(edge: Edge, bad: dict[str, Any]) -> None:
+    """A salt is a short string, a priority an int32."""
+    reply = httpx.post(f"{edge.url}/v1/completions", json=BODIES["/v1/completions"] | bad)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, next(iter(bad)))

@@ -1,0 +1,140 @@
+"""debug_pages in the core: nothing is wrong in random worlds; each way to spoil the books is found at the next plan, and named."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from engine.core.page_audit import SAMPLED, PageAudit, complaints
+from engine.core.pages import PagePool
+from engine.core.scheduler import Scheduler, SchedulerConfig
+from engine.errors import PageViolation
+from engine.geometry import KVGroup
+from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
+from tests.support.engine.kvmachine import KVMachine
+from tests.support.engine.worlds import World, simulate
+
+pytestmark = pytest.mark.pure
+
+PAGE = 4
+GROUPS = (KVGroup(0, "sliding", (0,), 1, 256, 9, PAGE), KVGroup(1, "full", (1,), 1, 512, None, PAGE))
+PAGES = (30, 40)
+
+
+def test_sound_books_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In random worlds, with and without a cache, the books are right after every plan."""
+    seen = 0
+    honest = Scheduler.schedule
+
+    def audited(self: Scheduler) -> object:
+        nonlocal seen
+        plan = honest(self)
+        seen += plan is not None
+        assert not list(complaints(self))
+        return plan
+
+    monkeypatch.setattr(Scheduler, "schedule", audited)
+    for seed in range(30):
+        world = World(seed)
+        world.config = replace(world.config, cache_share=1.0 if seed % 2 else None)
+        simulate(world)
+    assert seen > 1000
+
+
+def running(count: int = 3) -> Scheduler:
+    """Sequences that began alike, decoding."""
+    config = SchedulerConfig(GROUPS, PAGES, 4, 100, 32, cache_share=1.0)
+    scheduler = Scheduler(config)
+    machine = KVMachine(GROUPS, PAGES, 4, 100, lambda prefix, position, seed: 50 + prefix % 40)
+    prompt = pack_tokens([*range(16), 7])
+    for number in range(count):
+        scheduler.add(0, GenerateRequest(id=number, prompt=prompt, params=SamplingParams(max_tokens=60)))
+    for _ in range(12):
+        machine.submit(scheduler.schedule())
+        scheduler.commit(machine.result())
+    assert len(scheduler.running) == count
+    assert any(scheduler.pools[1].holders(page) > 1 for page in range(1, PAGES[1]))
+    return scheduler
+
+
+def full(scheduler: Scheduler) -> PagePool:
+    return scheduler.pools[1]
+
+
+def last_page(scheduler: Scheduler, index: int = 0) -> int:
+    return scheduler.running[index].runs[1].pages[-1]
+
+
+def free_twice(scheduler: Scheduler) -> None:
+    full(scheduler)._free.append(full(scheduler)._free[0])
+
+
+def freed(scheduler: Scheduler) -> None:
+    full(scheduler)._free.append(last_page(scheduler))
+
+
+def miscounted(scheduler: Scheduler) -> None:
+    full(scheduler)._holders[last_page(scheduler)] += 1
+
+
+def stolen(scheduler: Scheduler) -> None:
+    scheduler.running[1].runs[1].pages[-1] = last_page(scheduler)
+
+
+def moved(scheduler: Scheduler) -> None:
+    pages = scheduler.running[1].runs[1].pages
+    pages[0], pages[-1] = pages[-1], pages[0]
+
+
+def foreign(scheduler: Scheduler) -> None:
+    scheduler.running[0].runs[1].pages[-1] = 77
+
+
+def lost(scheduler: Scheduler) -> None:
+    full(scheduler)._free.pop()
+
+
+def dropped(scheduler: Scheduler) -> None:
+    pages = scheduler.running[0].runs[1].pages
+    full(scheduler).give([pages.pop()])
+
+
+def written_while_shared(scheduler: Scheduler) -> None:
+    scheduler.running[0].low = 2
+
+
+SPOILED: dict[Callable[[Scheduler], None], str] = {
+    free_twice: r"page \d+ is 2 times among the free pages",
+    freed: r"page \d+ is free, and held",
+    miscounted: r"page \d+ has 2 holders by the books, and 1 sequences name it",
+    stolen: r"page \d+ has 1 holders by the books, and 2 sequences name it",
+    moved: r"page \d+ is slot \d's entry 0 and slot \d's entry \d",
+    foreign: r"page 77 is held, of a pool of 40",
+    lost: r"\d+ free, \d+ held and \d+ idle pages .* of 39",
+    dropped: r"slot \d has pages up to position \d+, and is planned up to \d+",
+    written_while_shared: r"page \d+, entry \d, is shared and slot \d still writes to it",
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILED)
+def test_each_fault_is_found_at_the_next_plan(spoil: Callable[[Scheduler], None]) -> None:
+    """The plan behind it is not sent: PageViolation names the group, the page and who holds it."""
+    scheduler = running()
+    audit = PageAudit(scheduler, "every")
+    audit.planned(13)
+    spoil(scheduler)
+    with pytest.raises(PageViolation, match=f"books at plan 14: group full: {SPOILED[spoil]}"):
+        audit.planned(14)
+
+
+def test_sampled_and_off() -> None:
+    """Sampled, the books are looked through once in so many plans; off, never."""
+    scheduler = running()
+    sampled, off = PageAudit(scheduler, "sample"), PageAudit(scheduler, "off")
+    lost(scheduler)
+    for step in range(1, SAMPLED):
+        sampled.planned(step)
+    with pytest.raises(PageViolation):
+        sampled.planned(SAMPLED)
+    for step in range(3 * SAMPLED):
+        off.planned(step)

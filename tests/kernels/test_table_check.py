@@ -1,0 +1,142 @@
+"""Page tables held against what they should hold: the kernel, in the interpreter, records what the reference records."""
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.launch import usable
+from kernels.slots import gather_pages
+from kernels.table_check import RECORD, RECORDS, ROW_ENTRY, TABLE_ENTRY, _check_reference, check_table, new_violations
+from tests.support import interpreter
+
+pytestmark = pytest.mark.cpu
+
+PAGE, PAGES, SLOTS, WIDTH, ROWS = 32, 50, 20, 24, 9
+CPU = torch.device("cpu")
+
+
+def test_under_the_interpreter() -> None:
+    """The interpreted cases of this file hold."""
+    interpreter.run(__file__)
+
+
+@dataclass
+class Tables:
+    """A table that is right, and decode rows whose page ids were gathered from it."""
+
+    plan: Tensor
+    table: Tensor
+    expected: Tensor
+    slots: Tensor
+    positions: Tensor
+    gathered: Tensor
+    window: int | None
+
+    def check(self, every: int, *, reference: bool = False) -> list[tuple[int, ...]]:
+        """The records, sorted."""
+        violations = new_violations(CPU)
+        check = _check_reference if reference else check_table
+        check(
+            self.plan, 1, self.table, self.expected, PAGES, self.slots, self.positions, self.gathered, PAGE, self.window, every,
+            violations,
+        )  # fmt: skip
+        count = int(violations[0])
+        records = violations[RECORD:].view(RECORDS, RECORD)
+        assert not records[count:].any()
+        return [*sorted(tuple(record) for record in records[: min(count, RECORDS)].tolist()), (count,)]
+
+
+def made(seed: int, window: int | None) -> Tables:
+    """Slots of random lengths, their pages distinct; rows of some of them, the last one padding."""
+    rng = random.Random(seed)
+    table = torch.zeros((SLOTS, WIDTH), dtype=torch.int32)
+    slots = rng.sample(range(SLOTS - 1), ROWS - 1)
+    positions = [rng.randrange(WIDTH * PAGE) for _ in slots]
+    for slot, position in zip(slots, positions, strict=True):
+        first = 0 if window is None else max(position - window + 1, 0) // PAGE
+        for entry in range(first, position // PAGE + 1):
+            table[slot, entry] = rng.randrange(1, PAGES)
+    plan = torch.zeros(64, dtype=torch.int32)
+    plan[2] = rng.randrange(1000)
+    rows = torch.tensor([*slots, SLOTS - 1], dtype=torch.int32), torch.tensor([*positions, -1], dtype=torch.int32)
+    gathered = torch.full((ROWS, WIDTH if window is None else window // PAGE + 2), 2**31 - 7, dtype=torch.int32)
+    gather_pages(table, *rows, PAGE, window, gathered)
+    return Tables(plan, table, table.clone(), *rows, gathered, window)
+
+
+def spoil(tables: Tables, seed: int) -> None:
+    """Planted faults: table entries and gathered ids of all kinds, in and out of range, in use and behind it."""
+    rng = random.Random(seed)
+    for _ in range(rng.randrange(1, 8)):
+        tables.table[rng.randrange(SLOTS), rng.randrange(WIDTH)] = rng.choice([0, 7, PAGES - 1, PAGES, -1, 2**30])
+    for _ in range(rng.randrange(1, 4)):
+        tables.gathered[rng.randrange(ROWS), rng.randrange(tables.gathered.shape[1])] = rng.choice([0, 7, PAGES, -5])
+
+
+@pytest.mark.parametrize("window", [None, 128])
+def test_a_right_table_has_no_violations(window: int | None) -> None:
+    """Ids behind what a row reads may be anything; nothing is recorded, nothing changed."""
+    for seed in range(10):
+        tables = made(seed, window)
+        before = tables.gathered.clone()
+        assert tables.check(1) == [(0,)]
+        assert torch.equal(tables.gathered, before)
+
+
+def test_each_planted_fault_is_recorded() -> None:
+    """A stale tail, an id out of the pool, a null page that a row needs: each by its place, with what was found and wanted."""
+    tables = made(3, None)
+    slot, position = int(tables.slots[0]), int(tables.positions[0])
+    tail = position // PAGE + 1
+    tables.table[slot, tail], tables.table[slot, 0] = 9, PAGES + 3
+    first = int(tables.expected[slot, 0])
+    tables.expected[slot, 1] = tables.table[slot, 1] = tables.gathered[0, 1] = 0
+    assert tables.check(1) == [
+        (TABLE_ENTRY, 1, slot, 0, PAGES + 3, first, -1, -1),
+        (TABLE_ENTRY, 1, slot, tail, 9, 0, -1, -1),
+        (ROW_ENTRY, 1, slot, 1, 0, 0, 0, position),
+        (3,),
+    ]
+    assert tables.table[slot, 0] == first
+    assert tables.table[slot, tail] == 9
+
+
+def test_every_slot_is_looked_at_in_turn() -> None:
+    """With `every` 4, each slot and row is checked in one of four consecutive steps, and in that one only."""
+    found = []
+    for step in range(4):
+        tables = made(5, 128)
+        spoil(tables, 8)
+        tables.plan[2] = step
+        found += tables.check(4)[:-1]
+    tables = made(5, 128)
+    spoil(tables, 8)
+    assert sorted(found) == tables.check(1)[:-1]
+
+
+def interpreted_kernel_equals_reference() -> None:
+    """The same records and the same repairs, at every sampling, with a window and without; a fault more is a record more."""
+    for seed in range(4):
+        for window in (None, 128):
+            for every in (1, 4):
+                kernel, reference = made(seed, window), made(seed, window)
+                assert usable(kernel.table)
+                for tables in (kernel, reference):
+                    spoil(tables, seed + 100)
+                assert kernel.check(every) == reference.check(every, reference=True)
+                assert torch.equal(kernel.table, reference.table)
+                assert torch.equal(kernel.gathered, reference.gathered)
+
+
+def interpreted_many_violations_are_counted() -> None:
+    """More than there is room for: all are counted, the first are kept, nothing is written behind them."""
+    tables = made(1, None)
+    tables.table[:] = 3
+    tables.expected[:] = 4
+    tables.gathered[:] = 4
+    records = tables.check(1)
+    assert records[-1] == (SLOTS * WIDTH,)
+    assert len(records) == RECORDS + 1
