@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from triton.errors import TritonError
 
 from kernels.activation import geglu
 from kernels.block_tables import block_tables
@@ -90,7 +91,7 @@ def _failure(check: Check, device: torch.device, dtype: torch.dtype) -> Failure 
 
     try:
         found = check.run(draw())
-    except (RuntimeError, ValueError) as error:  # Triton's compiler, and CUDA's launches
+    except (TritonError, RuntimeError, ValueError) as error:  # it does not compile, or does not start
         return Failure(check.module, f"{check.what}: {type(error).__name__}: {error}", math.inf)
     with plain_torch(check.module):
         want = (check.want or check.run)(draw())
