@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.joint import SPINS
+from kernels.joint import SPINS, polled
 from kernels.launch import launch, trigger, usable, wait
 
 GREEDY_BELOW = 1e-5  # temperatures under it are greedy: logits divided by less would overflow into ties
@@ -252,7 +252,7 @@ def _choose(
             while (missing > 0) & (spins < SPINS):
                 bits = tl.load(entry, live, 0, volatile=True)
                 missing = tl.max((bits == EMPTY).to(tl.int32), 0)
-                spins += 1
+                spins = polled(spins, errors, SPINS)
             if missing > 0:
                 tl.store(errors, 1)
             peer = tl.arange(0, WIDTH)

@@ -3,16 +3,17 @@
     {city:<|"|>Paris<|"|>,days:3,at:{lat:48.9}}        ->        {"city":"Paris","days":3,"at":{"lat":48.9}}
 
 Strings stand between quote markers, which are token ids: `quote()` says that one came, and a `<|"|>` spelled in ordinary tokens is
-text. A pushdown automaton reads the rest; what a reader cannot decide yet stays in the text until more has come:
+text. Readers take the rest; what one cannot decide yet stays in the text until more has come. JSON goes out once it is certain.
 
-                  key:                   { or [                       marker, " or '
-    _key ----------------> _value_start ---------> _key/_value_start ---------------> _string <--------.
-      ^                        |                                                         | quote       | the string goes on
-      |                        | anything else                                           v             |
-      |                        `---------> _bare -----> _bare_string                  _closing --------'
-      '------- , -------------------- , ----'------ marker --'---------- the string is over '
+    reader          takes                                                then
+    _key            a key and its colon, or the closing bracket          _value_start
+    _value_start    a bracket, a quote, or nothing                       _key or _value_start inside, _string, _bare
+    _bare           a number or a word, up to a comma or bracket         _key, or _value_start in an array; _bare_string
+    _bare_string    nothing before the next marker: its own may be missing
+    _string         text, up to the quote                                _closing
+    _closing        nothing: does what follows let the quote end it?     _key, or _value_start in an array; _string again
 
-JSON goes out as soon as it is certain, numbers as they are written. What models write beside the notation is understood:
+What models write beside the notation is understood:
 
     key:Paris, France<|"|>,            the first marker is missing: the string goes up to the next one
     key:<|"|>say <|"|>hi<|"|>.<|"|>    a marker inside a string stands for ": one ends it only where the notation can go on
@@ -28,42 +29,27 @@ What the model did not end is not ended here when it is a string: the beginning 
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from engine.front.notation import (
+    HALF_LITERAL,
+    SPACE,
+    SPACE_AND_COMMAS,
+    VALUE_END,
+    Container,
+    end_of,
+    end_of_bare_string,
+    end_of_key,
+    end_of_plain_string,
+    json_inside,
+    json_string,
+    string_begins_behind,
+    string_is_over,
+    without_quotes,
+)
 from engine.front.value_schema import ValueSchema, json_kind, literal_kind
 
-_KEY = r"""(?:[\w$./@-]{1,128}|"[^"]{1,128}"|'[^']{1,128}')"""
-_SPACE = re.compile(r"\s*")
-_SPACE_AND_COMMAS = re.compile(r"[\s,]*")
-_KEY_END = {closer: re.compile(rf"""(?:"[^"]*"|'[^']*')?[^:=,{closer}]*""") for closer in "})"}
-_VALUE_END = {closer: re.compile(rf"[,\{closer}]") for closer in "})]"}
-_PLAIN_TEXT = {quote: re.compile(rf"(?:[^{quote}\\]|\\.)*", re.DOTALL) for quote in "\"'"}
-_HALF_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?\Z")
-_ESCAPE = re.compile(r'(\\(?:u[0-9a-fA-F]{4}|["\\/bfnrt]))')
-_NEXT_KEY = re.compile(rf",\s*{_KEY}\s*[:=]")
-_NEXT_KEY_OF_ANY_FORM = re.compile(r"""(?:,\s*)?(?P<key>"[^"]{1,128}"|'[^']{1,128}'|[^\s"':=,][^"':=,]{0,127}?)\s*[:=]""")
-_NEXT_KEY_BEGUN = re.compile(r"""(?:,\s*)?(?:"[^"]{0,128}"?|'[^']{0,128}'?|[^\s"':=,][^"':=,]{0,127})?\s*""")
-_BEFORE_MEMBER = re.compile(rf".*(?:[,{{(]\s*{_KEY}\s*[:=]|\[)\s*", re.DOTALL)  # text behind which a string begins: of an object
-_BEFORE_ELEMENT = re.compile(r".*,\s*", re.DOTALL)  # and of an array
-_BRACKETS = re.compile(r"[][{}(),]")
-_HALF_LITERAL = re.compile(r"-?(?:[0-9][0-9.eE+-]*)?|t(?:r(?:ue?)?)?|f(?:a(?:l(?:se?)?)?)?|n(?:u(?:ll?)?)?")
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _AHEAD = 256  # characters that a reader may wait for; longer keys are cut, longer look ahead has found nothing
-
-
-@dataclass(slots=True)
-class _Container:
-    """An open object or array: `closer` ends it in the model's text, `json` in JSON (nothing: its brackets were superfluous)."""
-
-    closer: str
-    json: str
-    schema: ValueSchema
-    empty: bool = True
-    quoted_keys: bool = False
-
-    @property
-    def is_array(self) -> bool:
-        return self.closer == "]"
 
 
 class ArgumentsParser:
@@ -71,7 +57,7 @@ class ArgumentsParser:
 
     def __init__(self, schema: ValueSchema, opener: str = "{") -> None:
         self._out = ["{"]
-        self._open = [_Container(")" if opener == "(" else "}", "}", schema)]
+        self._open = [Container(")" if opener == "(" else "}", "}", schema)]
         self._text, self._at = "", 0  # read from _at on
         self._waiting: list[str] = []  # text that nobody reads before the next marker
         self._schema = schema  # of the value that is being read
@@ -157,15 +143,15 @@ class ArgumentsParser:
         """Whatever is left, as the beginning of what it seems to be."""
         text = self._take_rest()
         if self._read == self._string:
-            self._put_text(_json_text(text, self._quote))
+            self._put_text(json_inside(text, self._quote))
             self._out += ['"', *self._collected] if self._collected else []
         elif self._read in (self._bare, self._bare_string):
             self._begin_value()
-            half_literal = self._read == self._bare and _HALF_LITERAL.fullmatch(text) and self._literal("0")
-            self._out.append(text if half_literal else '"' + _escaped(text))
+            half_literal = self._read == self._bare and HALF_LITERAL.fullmatch(text) and self._literal("0")
+            self._out.append(text if half_literal else '"' + json_inside(text))
         elif text:
             self._begin_element()
-            self._out.append('"' + _escaped(text))
+            self._out.append('"' + json_inside(text))
         self._open.clear()
 
     # --- the text ---
@@ -191,8 +177,7 @@ class ArgumentsParser:
 
     def _skip(self, pattern: re.Pattern[str]) -> bool:
         """Whether something is left behind what is skipped."""
-        found = pattern.match(self._text, self._at)
-        self._at = found.end() if found else self._at
+        self._at = end_of(pattern, self._text, self._at)
         return self._at < len(self._text)
 
     def _may_wait(self) -> bool:
@@ -201,19 +186,17 @@ class ArgumentsParser:
     # --- keys ---
 
     def _key(self) -> bool:
-        if not self._skip(_SPACE_AND_COMMAS):
+        if not self._skip(SPACE_AND_COMMAS):
             return False
         container, char = self._open[-1], self._text[self._at]
         if char == container.closer:
             return self._close()
         if char == "{":
             self._at += 1
-            self._open.append(_Container("}", "", container.schema, container.empty))
+            self._open.append(Container("}", "", container.schema, container.empty))
             return True
-        found = _KEY_END[container.closer].match(self._text, self._at)
-        end = found.end() if found else self._at
-        half_quoted = char in "\"'" and self._text.find(char, self._at + 1) < 0
-        if (end == len(self._text) or half_quoted) and self._may_wait():
+        end, certain = end_of_key(self._text, self._at, container.closer)
+        if not certain and self._may_wait():
             return False
         end = min(end, self._at + _AHEAD)
         self._begin_member(self._text[self._at : end])
@@ -225,13 +208,13 @@ class ArgumentsParser:
         return False
 
     def _begin_member(self, key: str) -> None:
-        name = _without_quotes(key.strip())
+        name = without_quotes(key.strip())
         self._begin_element()
-        self._out += (_quoted(name), ":")
+        self._out += (json_string(name), ":")
         self._schema = self._open[-1].schema.member(name)
 
     def _colon(self) -> bool:
-        if not self._skip(_SPACE):
+        if not self._skip(SPACE):
             return False
         if self._text[self._at] in ":=":
             self._at += 1
@@ -254,7 +237,7 @@ class ArgumentsParser:
 
     def _value_start(self) -> bool:
         container = self._open[-1]
-        if not self._skip(_SPACE_AND_COMMAS if container.is_array else _SPACE):
+        if not self._skip(SPACE_AND_COMMAS if container.is_array else SPACE):
             return False
         char = self._text[self._at]
         if char in (container.closer, ","):
@@ -272,10 +255,10 @@ class ArgumentsParser:
         self._begin_value()
         self._out.append(opener)
         if opener == "{":
-            self._open.append(_Container("}", "}", self._schema))
+            self._open.append(Container("}", "}", self._schema))
             self._read = self._key
         else:
-            self._open.append(_Container("]", "]", self._schema))
+            self._open.append(Container("]", "]", self._schema))
             self._schema = self._schema.element()
         return True
 
@@ -308,7 +291,7 @@ class ArgumentsParser:
     # --- values without quotes ---
 
     def _bare(self) -> bool:
-        end = _VALUE_END[self._open[-1].closer].search(self._text, self._at)
+        end = VALUE_END[self._open[-1].closer].search(self._text, self._at)
         if end is None and self._may_wait():
             return False
         literal = self._literal(self._text[self._at : end.start()]) if end else None
@@ -320,27 +303,15 @@ class ArgumentsParser:
 
     def _bare_string(self) -> bool:
         """Its first marker may be missing: whether a comma or bracket ends it is known at the next marker."""
-        end = self._end_of_bare_string()
+        end = end_of_bare_string(self._text, self._at, self._open[-1])
         if end is None:
             return False
         self._put_bare(self._text[self._at : end])
         self._at = end
         return True
 
-    def _end_of_bare_string(self) -> int | None:
-        """The comma before the next key or element, or the closing bracket; None: neither is there."""
-        container, depth = self._open[-1], 0
-        for found in _BRACKETS.finditer(self._text, self._at):
-            char, place = found[0], found.start()
-            if depth == 0 and char == container.closer:
-                return place
-            if depth == 0 and char == "," and (container.is_array or _NEXT_KEY.match(self._text, place)):
-                return place
-            depth += (char in "([{") - (char in ")]}" and depth > 0)
-        return None
-
     def _put_bare(self, text: str) -> None:
-        self._put(self._literal(text) or _quoted(text.strip()))
+        self._put(self._literal(text) or json_string(text.strip()))
 
     def _literal(self, text: str) -> str | None:
         """A number or a word as JSON has it; None: it is a string, also where the schema wants one."""
@@ -351,8 +322,7 @@ class ArgumentsParser:
 
     def _marker_after_bare(self) -> None:
         """It ends a string whose first marker is missing; or other values came in between, and it begins one."""
-        before = self.rest
-        if _BEFORE_MEMBER.fullmatch(before) or (self._open[-1].is_array and _BEFORE_ELEMENT.fullmatch(before)):
+        if string_begins_behind(self.rest, self._open[-1]):
             self._finish()
             self._final = False
         if self._read == self._value_start:
@@ -361,7 +331,7 @@ class ArgumentsParser:
             self.quote()
         else:
             self._begin_string("")
-            self._put_text(_escaped(self._take_rest()))
+            self._put_text(json_inside(self._take_rest()))
             self._end_string()
 
     # --- strings ---
@@ -377,14 +347,10 @@ class ArgumentsParser:
 
     def _string(self) -> bool:
         if not self._quote:
-            self._put_text(_escaped(self._take_rest()))
+            self._put_text(json_inside(self._take_rest()))
             return True
-        found = _PLAIN_TEXT[self._quote].match(self._text, self._at)
-        end = found.end() if found else self._at
-        half = _HALF_ESCAPE.search(self._text, max(self._at, len(self._text) - 6))
-        if half is not None and end + 1 >= half.start():
-            end = min(end, half.start())
-        self._put_text(_json_text(self._text[self._at : end], self._quote))
+        end = end_of_plain_string(self._text, self._at, self._quote)
+        self._put_text(json_inside(self._text[self._at : end], self._quote))
         self._at = end
         if self._text[end : end + 1] != self._quote:
             return False
@@ -397,13 +363,13 @@ class ArgumentsParser:
 
     def _closing(self) -> bool:
         """A quote has come: it ends the string, if what follows says so."""
-        over = self._string_is_over()
+        over = string_is_over(self._text, self._at, self._open)
         if over is None and not self._may_wait():
             over = self._final
         if over:
             self._end_string()
         elif over is False:
-            self._put_text(_escaped(self._quote or '"'))
+            self._put_text(json_inside(self._quote or '"'))
             self._read = self._string
         return over is not None
 
@@ -414,29 +380,7 @@ class ArgumentsParser:
             self._end_string()
             self.quote()
         else:
-            self._put_text(_escaped((self._quote or '"') + self._take_rest()))
-
-    def _string_is_over(self) -> bool | None:
-        """Whether the notation can go on with the text as it stands; None: there is too little of it."""
-        text, at, depth = self._text, self._at, len(self._open)
-        while True:
-            at = _end_of(_SPACE, text, at)
-            if not depth or text[at : at + 1] != self._open[depth - 1].closer:
-                break
-            at, depth = at + 1, depth - 1
-        if at == len(text):
-            return None
-        if not depth:
-            return text.startswith("call:", at)
-        container = self._open[depth - 1]
-        if container.is_array:
-            return text[at] == ","
-        if _NEXT_KEY.match(text, at):
-            return True
-        other = _NEXT_KEY_OF_ANY_FORM.match(text, at)
-        if other is not None:
-            return container.schema.declares(_without_quotes(other["key"]))
-        return None if _end_of(_NEXT_KEY_BEGUN, text, at) == len(text) else False
+            self._put_text(json_inside((self._quote or '"') + self._take_rest()))
 
     def _end_string(self) -> None:
         if self._collected is None:
@@ -447,28 +391,3 @@ class ArgumentsParser:
             kind = json_kind(text)
             self._out.append(text if kind and self._schema.allows(kind) else f'"{escaped}"')
         self._after_value()
-
-
-def _end_of(pattern: re.Pattern[str], text: str, at: int) -> int:
-    found = pattern.match(text, at)
-    return found.end() if found else at
-
-
-def _without_quotes(key: str) -> str:
-    return key[1:-1] if len(key) > 1 and key[0] == key[-1] and key[0] in "\"'" else key
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _escaped(text: str) -> str:
-    return _quoted(text)[1:-1]
-
-
-def _json_text(text: str, quote: str) -> str:
-    """The inside of a string as JSON writes it; between plain quotes the model's own escapes stay."""
-    if not quote:
-        return _escaped(text)
-    parts = _ESCAPE.split(text.replace("\\'", "'"))
-    return "".join(part if place % 2 else _escaped(part) for place, part in enumerate(parts))

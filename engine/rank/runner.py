@@ -34,6 +34,7 @@ from engine.rank.parallel import Inboxes
 from engine.rank.sampler import Sampler, TopLogprobs
 from engine.rank.slots import ResultRows, SlotState
 from engine.rank.step import StepBuffers, buckets
+from engine.rank.step_clock import StepClock, mark
 from kernels.choose import ROW_ERROR, ROW_HAS_NAN
 from kernels.launch import distrusted, usable
 
@@ -57,21 +58,18 @@ class CopyOut:
 
     def __init__(self, pairs: dict[str, tuple[Tensor, Tensor | None]], device: torch.device) -> None:
         """pairs: a device tensor and pinned memory of its shape, made here where it is None."""
-        self._event: torch.cuda.Event | None = None
         self._host = {name: _copy_out(*pair) for name, pair in pairs.items()}
-        if device.type == "cuda":
-            self._event = torch.cuda.Event()
-            self._event.record()
+        self.end = mark(device)
 
     @property
     def done(self) -> bool:
         """Whether `wait` would return at once."""
-        return self._event is None or self._event.query()
+        return self.end is None or self.end.query()
 
     def wait(self) -> dict[str, np.ndarray]:
         """The tensors on the host."""
-        if self._event is not None:
-            self._event.synchronize()
+        if self.end is not None:
+            self.end.synchronize()
         return {name: tensor.numpy() for name, tensor in self._host.items()}
 
 
@@ -93,7 +91,8 @@ class Launched:
     logprob_rows: tuple[int, ...]
     copy: CopyOut
     move_hash: Callable[[int, dict[str, np.ndarray]], None]
-    pages: PageCheck | None = None
+    pages: PageCheck | None
+    clock: StepClock
 
     @property
     def done(self) -> bool:
@@ -136,8 +135,8 @@ class Runner:
     """Runs plans on one rank; decides nothing. `state_hash` is the fold over the finished steps.
 
     inboxes  of the group, for decode rows; None: sums over ranks are collectives
-    unsound  parts of attention that failed their check
     pages    the check that the setting `debug_pages` asks for
+    unsound  parts of attention that failed their check
     """
 
     def __init__(
@@ -163,6 +162,7 @@ class Runner:
         self.debug_hash = config.debug_hash
         self.pages = PageCheck(config, model.parallel.rank, self.slots) if config.debug_pages != "off" else None
         self._plans: deque[tuple[int, bytes]] = deque()
+        self._end: torch.cuda.Event | None = None  # of the last step
         self._host = [
             torch.zeros((self._buckets[-1] + config.prefill_budget, 2), dtype=torch.int32, pin_memory=on_gpu)
             for _ in range(DEPTH + 1)
@@ -198,9 +198,10 @@ class Runner:
         self._step.apply(uploaded)
         batch = self._step.mixed(plan, uploaded)
         hidden = self._model.forward(batch, self._cache, self._attention)
-        ends = replace(batch, slots=batch.slots[-1:], positions=torch.full_like(batch.positions[-1:], -1))
-        for name in SAMPLERS if usable(hidden, "kernels.choose") else ():
-            self._sample(name, ends, hidden)
+        if usable(hidden, "kernels.choose"):
+            ends = replace(batch, slots=batch.slots[-1:], positions=torch.full_like(batch.positions[-1:], -1))
+            for name in SAMPLERS:
+                self._sample(name, ends, hidden)
         self.slots.lengths[slot] = 0
         for group in self._cache:
             group.pool[:, 0] = 0
@@ -216,6 +217,7 @@ class Runner:
         self._plans.append((plan.step, data))
         if self.pages is not None:
             self.pages.fold(plan, data)
+        start = mark(self._device)
         self.slots.admit(plan.admissions)
         for group, page in plan.zeros.tolist():
             self._cache.groups[group].pool[:, page] = 0
@@ -226,8 +228,10 @@ class Runner:
         if self.debug_hash:
             self.slots.check()
         copy = CopyOut(self._outputs(sampled, hidden, len(rows.slots)), self._device)
+        clock = StepClock(self._end if len(plan.decodes) else None, start, copy.end)
+        self._end = copy.end
         reported = sampled.logprobs.rows[: len(rows.slots)] if sampled is not None and sampled.logprobs else ()
-        return Launched(plan.step, None if sampled is None else rows, tuple(reported), copy, self._move_hash, self.pages)
+        return Launched(plan.step, None if sampled is None else rows, tuple(reported), copy, self._move_hash, self.pages, clock)
 
     def _decode(self, plan: PlanView, uploaded: Tensor, rows: ResultRows) -> tuple[StepTokens, Tensor]:
         """A step of decode rows, padded to a bucket: what it samples, and its final hidden rows."""

@@ -189,6 +189,8 @@ class Worker:
         launched.fold()
         self._step_us = (time.monotonic_ns() - started) // 1000
         self._progress(step)
+        clock, status = launched.clock, self._lifeline.status
+        status.device(self._lifeline.args.index, clock.busy_us, clock.idle_us, launch.late_compilations())
 
     def _progress(self, finished: int) -> None:
         args, now = self._lifeline.args, time.monotonic_ns()

@@ -1,0 +1,130 @@
+"""Gemma 4's notation of a tool call's arguments, read ahead: what ends a key, a value, a string; and what JSON makes of text.
+
+Every function looks at a text from a place on, and no further than it must.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.front.value_schema import ValueSchema
+
+SPACE = re.compile(r"\s*")
+SPACE_AND_COMMAS = re.compile(r"[\s,]*")
+HALF_LITERAL = re.compile(r"-?(?:[0-9][0-9.eE+-]*)?|t(?:r(?:ue?)?)?|f(?:a(?:l(?:se?)?)?)?|n(?:u(?:ll?)?)?")
+VALUE_END = {closer: re.compile(rf"[,\{closer}]") for closer in "})]"}
+
+_KEY = r"""(?:[\w$./@-]{1,128}|"[^"]{1,128}"|'[^']{1,128}')"""
+_KEY_TEXT = {closer: re.compile(rf"""(?:"[^"]*"|'[^']*')?[^:=,{closer}]*""") for closer in "})"}
+_NEXT_KEY = re.compile(rf",\s*{_KEY}\s*[:=]")
+_NEXT_KEY_OF_ANY_FORM = re.compile(r"""(?:,\s*)?(?P<key>"[^"]{1,128}"|'[^']{1,128}'|[^\s"':=,][^"':=,]{0,127}?)\s*[:=]""")
+_NEXT_KEY_BEGUN = re.compile(r"""(?:,\s*)?(?:"[^"]{0,128}"?|'[^']{0,128}'?|[^\s"':=,][^"':=,]{0,127})?\s*""")
+_BEFORE_MEMBER = re.compile(rf".*(?:[,{{(]\s*{_KEY}\s*[:=]|\[)\s*", re.DOTALL)
+_BEFORE_ELEMENT = re.compile(r".*,\s*", re.DOTALL)
+_PLAIN_TEXT = {quote: re.compile(rf"(?:[^{quote}\\]|\\.)*", re.DOTALL) for quote in "\"'"}
+_HALF_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?\Z")
+_ESCAPE = re.compile(r'(\\(?:u[0-9a-fA-F]{4}|["\\/bfnrt]))')
+_BRACKETS = re.compile(r"[][{}(),]")
+
+
+@dataclass(slots=True)
+class Container:
+    """An open object or array: `closer` ends it in the model's text, `json` in JSON (nothing: its brackets were superfluous)."""
+
+    closer: str
+    json: str
+    schema: ValueSchema
+    empty: bool = True
+    quoted_keys: bool = False
+
+    @property
+    def is_array(self) -> bool:
+        """Whether its values have no keys."""
+        return self.closer == "]"
+
+
+def end_of(pattern: re.Pattern[str], text: str, at: int) -> int:
+    """Where a match at this place ends; the place itself where there is none."""
+    found = pattern.match(text, at)
+    return found.end() if found else at
+
+
+def end_of_key(text: str, at: int, closer: str) -> tuple[int, bool]:
+    """(where the key ends, whether that is certain: its separator, or the bracket, is there)"""
+    end = end_of(_KEY_TEXT[closer], text, at)
+    half_quoted = text[at] in "\"'" and text.find(text[at], at + 1) < 0
+    return end, end < len(text) and not half_quoted
+
+
+def end_of_plain_string(text: str, at: int, quote: str) -> int:
+    """Where the text between JSON's or Python's quotes ends, or the text that there is; half an escape is left for later."""
+    end = end_of(_PLAIN_TEXT[quote], text, at)
+    half = _HALF_ESCAPE.search(text, max(at, len(text) - 6))
+    return min(end, half.start()) if half is not None and end + 1 >= half.start() else end
+
+
+def end_of_bare_string(text: str, at: int, container: Container) -> int | None:
+    """The comma before the next key or element, or the closing bracket; None: neither is there."""
+    depth = 0
+    for found in _BRACKETS.finditer(text, at):
+        char, place = found[0], found.start()
+        if depth == 0 and char == container.closer:
+            return place
+        if depth == 0 and char == "," and (container.is_array or _NEXT_KEY.match(text, place)):
+            return place
+        depth += (char in "([{") - (char in ")]}" and depth > 0)
+    return None
+
+
+def string_begins_behind(text: str, container: Container) -> bool:
+    """Whether a marker behind `text`, which began as a value without quotes, begins a string, and does not end that one."""
+    return bool(_BEFORE_MEMBER.fullmatch(text) or (container.is_array and _BEFORE_ELEMENT.fullmatch(text)))
+
+
+def string_is_over(text: str, at: int, containers: Sequence[Container]) -> bool | None:
+    """Whether the notation can go on behind a quote: with brackets that are open, then a comma and a key, or an element.
+
+    None: there is too little text to tell.
+    """
+    depth = len(containers)
+    while True:
+        at = end_of(SPACE, text, at)
+        if not depth or text[at : at + 1] != containers[depth - 1].closer:
+            break
+        at, depth = at + 1, depth - 1
+    if at == len(text):
+        return None
+    if not depth:
+        return text.startswith("call:", at)
+    if containers[depth - 1].is_array:
+        return text[at] == ","
+    return _key_follows(text, at, containers[depth - 1].schema)
+
+
+def _key_follows(text: str, at: int, schema: ValueSchema) -> bool | None:
+    """Behind a comma any key of letters; without one, or with spaces in it, only one that the schema has."""
+    if _NEXT_KEY.match(text, at):
+        return True
+    other = _NEXT_KEY_OF_ANY_FORM.match(text, at)
+    if other is not None:
+        return schema.declares(without_quotes(other["key"]))
+    return None if end_of(_NEXT_KEY_BEGUN, text, at) == len(text) else False
+
+
+def without_quotes(key: str) -> str:
+    """A key without JSON's or Python's quotes."""
+    return key[1:-1] if len(key) > 1 and key[0] == key[-1] and key[0] in "\"'" else key
+
+
+def json_string(text: str) -> str:
+    """Text as a JSON string."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def json_inside(text: str, quote: str = "") -> str:
+    """The inside of that string; of text between plain quotes the model's own escapes stay."""
+    if not quote:
+        return json_string(text)[1:-1]
+    parts = _ESCAPE.split(text.replace("\\'", "'"))
+    return "".join(part if place % 2 else json_inside(part) for place, part in enumerate(parts))

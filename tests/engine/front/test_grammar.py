@@ -1,0 +1,244 @@
+"""Grammars of answers and of tool calls: whatever is sampled within their masks is what was asked for, by judges of others."""
+
+import json
+import random
+import time
+from typing import Any
+
+import jsonschema
+import pytest
+
+from engine.errors import GenerationFailed, InvalidRequest
+from engine.front.call_grammar import UnsupportedSchema
+from engine.front.generation import Choice, Delta
+from engine.front.grammar import Thought, calls_answer, choice_answer, grammar, json_answer, lark_answer, regex_answer
+from engine.front.reply import Markers, ReplyParser
+from engine.front.text import TextProcessor
+from engine.front.tools import Tools
+from engine.matcher import Matcher, Vocabulary
+from tests.conftest import Nano
+from tests.support.engine.schemas import members
+
+pytestmark = pytest.mark.pure
+
+LONG = 150  # tokens after which a walk takes the shortest way out
+CLOSERS = frozenset(b'"}],:')
+
+
+class Walker:
+    """A model that knows nothing: it takes any token that the mask allows."""
+
+    def __init__(self, text: TextProcessor) -> None:
+        markers = Markers.of(text)
+        assert markers is not None
+        self.text, self.markers = text, markers
+        pieces = [text.pieces.bytes_of(token) for token in range(text.vocab_size)]
+        self.vocabulary = Vocabulary(pieces, text.pieces.special, text.eos_ids, lambda plain: text.encode(plain, add_bos=False))
+
+    def walk(self, rules: str, rng: random.Random) -> list[int]:
+        """Tokens up to an end that the grammar allows."""
+        self.vocabulary.check(rules, "response_format")
+        matcher, tokens = self.vocabulary.matcher(rules), list[int]()
+        while len(tokens) < 4 * LONG:
+            token = self._next(matcher, rng, hurry=len(tokens) > LONG)
+            if token in self.text.eos_ids:
+                assert matcher.complete
+                return tokens
+            matcher.consume([token])
+            tokens.append(token)
+        raise AssertionError(f"no end: {self.text.decode(tokens, skip_special_tokens=False)[:500]}")
+
+    def _next(self, matcher: Matcher, rng: random.Random, *, hurry: bool) -> int:
+        mask = matcher.mask()
+        allowed = [token for token in range(self.text.vocab_size) if mask[token >> 3] >> (token & 7) & 1]
+        ends = [token for token in allowed if token in self.text.eos_ids]
+        marks = [token for token in allowed if token in self.text.pieces.special]
+        if marks and (hurry or rng.random() < 0.3):
+            return (ends or marks)[0] if hurry else rng.choice(marks)
+        closers = [token for token in allowed if hurry and self.text.pieces.bytes_of(token)[0] in CLOSERS]
+        return rng.choice(closers or allowed)
+
+    def said(self, rules: str, rng: random.Random, tools: Tools | None = None) -> Choice:
+        """What such a reply says."""
+        tokens = self.walk(rules, rng)
+        parser, choice = ReplyParser(self.text.pieces, self.markers, tools), Choice()
+        choice.add(Delta((*parser.push(tokens), *parser.end(cut=False)), tokens, [], None))
+        return choice
+
+
+@pytest.fixture(scope="module")
+def walker(nano: Nano) -> Walker:
+    return Walker(TextProcessor.load(nano("31b")))
+
+
+def well_called(walker: Walker, seed: int) -> bool:
+    """Whether calls by two random tools name them, parse and validate."""
+    rng = random.Random(seed)
+    schemas = {name: members(rng, 2) for name in ("get_weather", "run-it")}
+    tools = Tools([{"type": "function", "function": {"name": name, "parameters": each}} for name, each in schemas.items()])
+    most = rng.choice((None, 1, 2))
+    answer = calls_answer(walker.markers, schemas, strict=True, most=most)
+    choice = walker.said(grammar(walker.markers, answer, rng.choice((Thought.none, Thought.optional))), rng, tools)
+    try:
+        for call in choice.calls:
+            jsonschema.validate(json.loads(call.arguments), schemas[call.name])
+    except (KeyError, ValueError, jsonschema.ValidationError):
+        return False
+    return choice.content == "" and 1 <= len(choice.calls) <= (most or 1000)
+
+
+CASES = 60
+
+
+def test_calls_keep_their_schemas(walker: Walker) -> None:
+    """required and named: of random schemas every call parses, names a tool and is valid by jsonschema; nothing stands beside."""
+    assert [seed for seed in range(CASES) if not well_called(walker, seed)] == []
+
+
+@pytest.mark.slow
+def test_many_calls_keep_their_schemas(walker: Walker) -> None:
+    """As above, a thousand."""
+    assert [seed for seed in range(1000, 2000) if not well_called(walker, seed)] == []
+
+
+def test_a_mask_that_is_not_kept_is_seen(walker: Walker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sampler that looks past its mask is told with the first token that the grammar forbids."""
+    everything = b"\xff" * (walker.text.vocab_size // 8)
+    monkeypatch.setattr(Matcher, "mask", lambda matcher: everything)
+    for seed in range(20):
+        with pytest.raises((GenerationFailed, AssertionError)):
+            well_called(walker, seed)
+
+
+@pytest.mark.parametrize("thought", [Thought.none, Thought.optional, Thought.forced])
+def test_json_keeps_its_schema(walker: Walker, thought: Thought) -> None:
+    """Random schemas: the content is valid by jsonschema and compact; a thought comes before it where it must, and nowhere else."""
+    thoughts = 0
+    for seed in range(CASES // 2):
+        rng = random.Random(seed)
+        wanted = members(rng, 2)
+        choice = walker.said(grammar(walker.markers, json_answer(wanted), thought), rng)
+        found = json.loads(choice.content)
+        jsonschema.validate(found, wanted)
+        assert "\n" not in choice.content
+        thoughts += walker.markers.begin_thought in choice.tokens
+    assert thoughts in {Thought.none: (0,), Thought.forced: (CASES // 2,)}.get(thought, range(1, CASES // 2))
+
+
+def test_any_object_is_an_object(walker: Walker) -> None:
+    """json_object: an object, whatever is in it."""
+    for seed in range(20):
+        choice = walker.said(grammar(walker.markers, json_answer(), Thought.none), random.Random(seed))
+        assert isinstance(json.loads(choice.content), dict)
+
+
+@pytest.mark.parametrize(
+    ("answer", "pattern"),
+    [
+        (regex_answer(r"[a-c]/\d{2}"), r"[a-c]/\d{2}"),
+        (choice_answer(["yes", "no", 'may"be']), r"yes|no|may\"be"),
+        (lark_answer('start: "x" tail\ntail: "z"+'), r"xz+"),
+    ],
+)
+def test_other_forms(walker: Walker, answer: str, pattern: str) -> None:
+    """A regular expression, words, and a grammar of the client's own."""
+    for seed in range(10):
+        choice = walker.said(grammar(walker.markers, answer, Thought.none), random.Random(seed))
+        assert jsonschema.Draft202012Validator({"pattern": f"^({pattern})$"}).is_valid(choice.content)
+
+
+def test_arguments_come_in_the_order_of_templates(walker: Walker) -> None:
+    """Keys are written as dictsort renders them, so that a call that is sent back is the same tokens."""
+    wanted = {"type": "object", "properties": {key: {"type": "null"} for key in ("b", "A", "c")}, "required": ["b", "A", "c"]}
+    answer = calls_answer(walker.markers, {"f": wanted}, strict=True, most=1)
+    tokens = walker.walk(grammar(walker.markers, answer, Thought.none), random.Random(1))
+    assert walker.text.decode(tokens, skip_special_tokens=False) == "<|tool_call>call:f{A:null,b:null,c:null}<tool_call|>"
+
+
+UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
+    ({"type": "string", "pattern": "a+"}, "'pattern'"),
+    ({"type": "string", "format": "date"}, "'format'"),
+    ({"type": "array", "uniqueItems": True}, "'uniqueItems'"),
+    ({"not": {}}, "'not'"),
+    ({"enum": [{}]}, "enum"),
+    ({"$ref": "#/nowhere"}, "#/nowhere"),
+    ({"type": "array", "maxItems": 100_000}, "length"),
+    ({"type": "object", "properties": {"a:b": {}}}, "a:b"),
+]
+
+
+@pytest.mark.parametrize(("part", "says"), UNSUPPORTED)
+def test_what_cannot_be_kept_is_refused_or_left_free(walker: Walker, part: dict[str, Any], says: str) -> None:
+    """strict: a 400 that names it; otherwise that tool's arguments are any that are well-formed, and the others keep theirs."""
+    tools = {
+        "f": {"type": "object", "properties": {"a": part}},
+        "g": {"type": "object", "properties": {}, "additionalProperties": False},
+    }
+    with pytest.raises(UnsupportedSchema, match="tools: ") as caught:
+        calls_answer(walker.markers, tools, strict=True)
+    assert says in str(caught.value)
+    free = grammar(walker.markers, calls_answer(walker.markers, tools, strict=False, most=1), Thought.none)
+    names = {}
+    for seed in range(12):
+        (call,) = walker.said(
+            free, random.Random(seed), Tools([{"type": "function", "function": {"name": name}} for name in "fg"])
+        ).calls
+        names[call.name] = json.loads(call.arguments)
+    assert names["g"] == {}
+
+
+def deep(levels: int) -> dict[str, Any]:
+    made: dict[str, Any] = {"type": "integer"}
+    for _ in range(levels):
+        made = {"type": "object", "properties": {"a": made}, "required": ["a"]}
+    return made
+
+
+BOMBS: dict[str, str] = {
+    "repeats of repeats": regex_answer("((a{1,1000}){1,1000}){1,1000}"),
+    "catastrophe": regex_answer("(a*)*(a*)*(a*)*b(.|x)*(.|y)*"),
+    "many words": choice_answer([f"word {place}" for place in range(1000)]),
+    "deep": json_answer(deep(150)),
+    "wide": json_answer({"anyOf": [{"type": "object", "properties": {f"k{place}": {}}} for place in range(500)]}),
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_bombs_cost_little(walker: Walker, bomb: str) -> None:
+    """Refused or compiled, and walked for a while, within a second of CPU."""
+    began = time.process_time()
+    rules = grammar(walker.markers, BOMBS[bomb], Thought.none)
+    try:
+        walker.vocabulary.check(rules, "regex")
+        matcher, rng = walker.vocabulary.matcher(rules), random.Random(1)
+        for _ in range(20):
+            matcher.consume([walker._next(matcher, rng, hurry=False)])
+    except (InvalidRequest, GenerationFailed) as refused:
+        print(f"{bomb}: {refused}")
+    assert time.process_time() - began < 1
+
+
+@pytest.mark.parametrize(
+    ("rules", "says"),
+    [
+        (lambda: json_answer({"type": "object", "uniqueItems": True, "if": {}}), "if"),
+        (lambda: regex_answer("a("), "regex"),
+        (lambda: regex_answer("(?=a)b"), "look"),
+        (lambda: lark_answer("nothing"), ""),
+        (lambda: choice_answer([]), "choice"),
+        (lambda: json_answer({"description": "x" * 70_000}), "larger"),
+    ],
+)
+def test_bad_grammars_are_refused(walker: Walker, rules: Any, says: str) -> None:
+    """A sentence says what of it cannot be kept."""
+    with pytest.raises(InvalidRequest) as caught:
+        walker.vocabulary.check(grammar(walker.markers, rules(), Thought.none), "response_format")
+    assert says in str(caught.value)
+
+
+def test_a_vocabulary_that_cannot_write_it_ends_the_request() -> None:
+    """A state without an allowed token is an error of that reply, not a loop."""
+    poor = Vocabulary([b"a", b"b", b"<end>"], frozenset({2}), [2], lambda plain: [])
+    matcher = poor.matcher("%llguidance {}\nstart: /[xy]+/\n")
+    with pytest.raises(GenerationFailed):
+        matcher.mask()
