@@ -67,7 +67,7 @@ def scaled_rows(
     assert ranks == share.ranks, (logits.shape, share)
     assert logits.is_contiguous(), logits.stride()
     assert vocabulary <= ranks * n, (vocabulary, logits.shape)
-    assert usable(logits), "kernels.sample is the reference"
+    assert usable(logits, __name__), "kernels.sample is the reference"
     blocks = triton.cdiv(vocabulary, _BLOCK)
     values = torch.empty((rows, vocabulary), dtype=torch.float32, device=logits.device)
     peaks, masses = torch.empty((2, rows, blocks), dtype=torch.float32, device=logits.device).unbind()
