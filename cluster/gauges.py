@@ -69,4 +69,7 @@ def _figures(name: str, status: RankStatus, up: bool, stall_s: float, now_ns: in
         steps=status.finished,
         step_s=status.step_us / 1e6,
         memory_bytes=status.memory_bytes,
+        busy_s=status.busy_us / 1e6,
+        idle_s=status.idle_us / 1e6,
+        late_compilations=status.late_compilations,
     )

@@ -9,6 +9,7 @@ is no name that a kill could leave behind.
 """
 
 import contextlib
+import dataclasses
 import logging
 import mmap
 import os
@@ -112,11 +113,18 @@ class Group:
         self.pages = pages_of(self.config, min(loaded.kv_bytes for loaded in self.loaded))
         handshake.send(Allocate(self.pages))
         ready = handshake.gather(ranks, Ready)
+        self._note_fallbacks(ready[0].fallbacks)
         core = self.children[self.config.tp]
         core.send(RanksReady(_step_times(ready)))
         ready += handshake.gather([core], Ready)
         for child, message in zip(self.children, ready, strict=True):
             logger.info("%s ready (pid %d) %s", child.name, child.pid, message.note)
+
+    def _note_fallbacks(self, fallbacks: tuple[str, ...]) -> None:
+        """What every rank leaves out, as rank 0 tells it."""
+        self.attention = dataclasses.replace(self.attention, fallbacks=fallbacks)
+        for sentence in fallbacks:
+            logger.warning("self-check: %s", sentence)
 
     @property
     def pidfds(self) -> Mapping[str, int]:

@@ -213,10 +213,14 @@ class Exporter(Collector):
             "quartet_rank_heartbeat_age_seconds": process.heartbeat_age_s,
             "quartet_rank_step_seconds": process.step_s,
             "quartet_rank_memory_bytes": process.memory_bytes,
+            "quartet_rank_device_busy_seconds": process.busy_s,
+            "quartet_rank_device_idle_seconds": process.idle_s,
         }
         for name, value in values.items():
             self._of(name).labels(process.name).set(value)
-        _count_to(self._of("quartet_rank_steps_total").labels(process.name), f"rank {process.name}", process.steps, self._exported)
+        for name, count in (("steps", process.steps), ("late_compilations", process.late_compilations)):
+            child = self._of(f"quartet_rank_{name}_total").labels(process.name)
+            _count_to(child, f"rank {process.name} {name}", count, self._exported)
 
     # -- scrapes
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["counter", "gauge", "histogram"]
-Unit = Literal["seconds", "tokens", "requests", "steps", "pages", "ratio", "bytes", "ranks", "replicas", "info"]
+Unit = Literal["seconds", "tokens", "requests", "steps", "pages", "ratio", "bytes", "ranks", "replicas", "kernels", "info"]
 
 TARGET_LABELS = ("application", "deployment", "replica", "node", "model")
 OUTCOMES = (
@@ -242,6 +242,27 @@ _RANKS = (
     ),
     Metric("quartet_rank_steps_total", "counter", "steps", "Steps it has finished.", ("rank",)),
     Metric("quartet_rank_step_seconds", "gauge", "seconds", "Wall time of the last step on a rank, as it measured it.", ("rank",)),
+    Metric(
+        "quartet_rank_device_busy_seconds",
+        "gauge",
+        "seconds",
+        "GPU time of the last step on a rank, from its first work to the end of its copies out, by CUDA events; 0 on a CPU.",
+        ("rank",),
+    ),
+    Metric(
+        "quartet_rank_device_idle_seconds",
+        "gauge",
+        "seconds",
+        "How long the GPU stood idle before the last step with decode rows: what host and core did not hide; 0 on a CPU.",
+        ("rank",),
+    ),
+    Metric(
+        "quartet_rank_late_compilations_total",
+        "counter",
+        "kernels",
+        "Kernel variants compiled, or loaded, after the rank was ready: each stalled a step. 0 in a warmed process.",
+        ("rank",),
+    ),
     Metric("quartet_rank_memory_bytes", "gauge", "bytes", "Memory it reported at its last change of phase.", ("rank",)),
     Metric("quartet_engine_bound_seconds", "gauge", "seconds", "After how long a lack of progress ends the group.", ("bound",)),
 )

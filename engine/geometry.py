@@ -127,9 +127,22 @@ def shard_kv_heads(heads: int, kv_heads: int, tp: int, rank: int) -> range:
     return range(first, first + 1)
 
 
+def vocab_share(rows: int, tp: int) -> int:
+    """Rows of a vocabulary's table that each of `tp` ranks has room for: what divides evenly, else more, in whole cache lines of
+    logits; the last ranks' room is not filled then."""
+    return rows // tp if rows % tp == 0 else 32 * -(-rows // (32 * tp))
+
+
+def shard_vocab(rows: int, tp: int, rank: int) -> range:
+    """Rows of a vocabulary's table that `rank` holds."""
+    share = vocab_share(rows, tp)
+    return range(min(rank * share, rows), min((rank + 1) * share, rows))
+
+
 def check_tp(geometry: Geometry, tp: int) -> None:
-    """Raise CheckpointError, naming the size, unless every sharded dimension divides by `tp` (KV heads may replicate)."""
-    sizes = {"attention heads": geometry.heads, "vocabulary": geometry.vocab}
+    """Raise CheckpointError, naming the size, unless every sharded dimension divides by `tp` (KV heads may replicate, a vocabulary
+    is padded)."""
+    sizes = {"attention heads": geometry.heads}
     sizes |= {f"intermediate size of layer {layer.index}": layer.intermediate for layer in geometry.layers}
     if geometry.moe is not None:
         sizes["expert intermediate size"] = geometry.moe.intermediate

@@ -80,13 +80,15 @@ class Allocate(msgspec.Struct, frozen=True, tag="allocate"):
 
 
 class StepTimes(msgspec.Struct, frozen=True):
-    """Measured (rows, milliseconds) of steps, both ascending: of decode rows alone, and of prompt tokens alone, from one row on.
+    """Measured (rows, milliseconds) of steps, both ascending: of decode rows with hardly a context, and of prompt tokens alone.
 
-    tile  rows that large products are cut by: of a step with prompt tokens a part of a tile costs as much as the whole
+    context_ms  milliseconds that a token of context adds to a step of decode rows
+    tile        rows that large products are cut by: of a step with prompt tokens a part of a tile costs as much as the whole
     """
 
     decodes: tuple[tuple[int, float], ...]
     prefills: tuple[tuple[int, float], ...]
+    context_ms: float = 0.0
     tile: int = 1
 
 
@@ -97,14 +99,16 @@ def slowest(measured: Sequence[StepTimes]) -> StepTimes:
         tuple((same[0][0], max(ms for _, ms in same)) for same in zip(*curves, strict=True))
         for curves in ([times.decodes for times in measured], [times.prefills for times in measured])
     )
-    return StepTimes(decodes, prefills, first.tile)
+    return StepTimes(decodes, prefills, max(times.context_ms for times in measured), first.tile)
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """child -> replica: it will run the first plan. `note` is for the log; `step_times` what a rank has measured, if it did."""
+    """child -> replica: it will run the first plan. `note` is for the log; `step_times` what a rank has measured, if it did;
+    `fallbacks` what its checks found wrong and what runs in its place, a sentence each."""
 
     note: str = ""
     step_times: StepTimes | None = None
+    fallbacks: tuple[str, ...] = ()
 
 
 class RanksReady(msgspec.Struct, frozen=True, tag="ranks_ready"):

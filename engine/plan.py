@@ -394,13 +394,14 @@ class Phase:
 
 
 STATUS_BYTES = 64
-_LOW = 0xFFFFFFFF
+_LOW, _24_BITS, _16_BITS = 0xFFFFFFFF, 0xFFFFFF, 0xFFFF
 
 
 @dataclass(frozen=True)
 class RankStatus:
     """One process's record. Times are CLOCK_MONOTONIC nanoseconds (the same clock in every process of a node).
 
+    `busy_us`, `idle_us`: how long the device took for the last step, and stood idle before the last one with decode rows.
     `launched`/`finished` are step numbers; `progress_ns` is when either last moved; `state_hash` is the fold after step
     `finished`; `heartbeat_ns` is written by the lifeline thread, the other fields by the main thread.
     """
@@ -414,6 +415,9 @@ class RankStatus:
     memory_bytes: int = 0
     phase: int = Phase.starting
     pid: int = 0
+    busy_us: int = 0
+    idle_us: int = 0
+    late_compilations: int = 0
 
 
 class StatusBlock:
@@ -433,10 +437,11 @@ class StatusBlock:
 
     def read(self, index: int) -> RankStatus:
         """The record as it stands; fields are read one by one and may belong to neighbouring moments."""
-        launched, finished, progress_ns, hash_us, heartbeat_ns, memory_bytes, phase_pid, _ = self._record(index).tolist()
+        launched, finished, progress_ns, hash_us, heartbeat_ns, memory_bytes, phase_pid, device = self._record(index).tolist()
         state_hash, step_us = hash_us & _LOW, hash_us >> 32
         phase, pid = phase_pid & _LOW, phase_pid >> 32
-        return RankStatus(launched, finished, progress_ns, state_hash, step_us, heartbeat_ns, memory_bytes, phase, pid)
+        times = (device & _24_BITS, device >> 24 & _24_BITS, device >> 48)
+        return RankStatus(launched, finished, progress_ns, state_hash, step_us, heartbeat_ns, memory_bytes, phase, pid, *times)
 
     def progress(self, index: int, launched: int, finished: int, now_ns: int, state_hash: int, step_us: int) -> None:
         """Main thread: a step was launched or finished."""
@@ -445,6 +450,11 @@ class StatusBlock:
         record[2] = now_ns
         record[3] = state_hash | min(step_us, _LOW) << 32
         record[1] = finished
+
+    def device(self, index: int, busy_us: int, idle_us: int, late_compilations: int) -> None:
+        """Main thread: how the device spent the last step; what does not fit is the most that does (16 s; 65 535)."""
+        words = (min(busy_us, _24_BITS), min(idle_us, _24_BITS), min(late_compilations, _16_BITS))
+        self._record(index)[7] = words[0] | words[1] << 24 | words[2] << 48
 
     def heartbeat(self, index: int, now_ns: int) -> None:
         """Lifeline thread: the process is scheduled at all."""

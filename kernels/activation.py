@@ -24,7 +24,7 @@ def gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
 def geglu(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     """[..., 2 n], gate first -> [..., n], into `out` where it is given."""
     assert gate_up.shape[-1] % 2 == 0, gate_up.shape
-    if usable(gate_up):
+    if usable(gate_up, __name__):
         return _launch(gate_up, gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2) if out is None else out)
     gated = gelu_mul(*gate_up.chunk(2, dim=-1))
     return gated if out is None else out.copy_(gated)

@@ -27,7 +27,7 @@ def block_tables(
     assert tables.dtype == lengths.dtype == torch.int32, (tables.dtype, lengths.dtype)
     assert tables.is_contiguous(), tables.stride()
     assert lengths.shape == slots.shape == positions.shape == (rows,), (lengths.shape, slots.shape, positions.shape)
-    if not usable(table):
+    if not usable(table, __name__):
         return _reference(table, slots, positions, page, window, tables, lengths)
     block = min(1024, triton.next_power_of_2(width))
     launch(

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.joint import SPINS
+from kernels.joint import SPINS, polled
 from kernels.launch import launch, trigger, usable, wait
 
 GREEDY_BELOW = 1e-5  # temperatures under it are greedy: logits divided by less would overflow into ties
@@ -78,7 +78,7 @@ def local_best(
     suppress int32 [m]: ids that no row may give. Logits of forbidden ids are overwritten with -inf.
     """
     rows, n = logits.shape
-    assert usable(logits), "local_best has no reference apart: engine.rank.sampler is what it is held to"
+    assert usable(logits, __name__), "local_best has no reference apart: engine.rank.sampler is what it is held to"
     best = torch.empty((rows, parts, _FIELDS), dtype=torch.float32, device=logits.device)
     launch(
         _local_best, (rows, parts),
@@ -252,7 +252,7 @@ def _choose(
             while (missing > 0) & (spins < SPINS):
                 bits = tl.load(entry, live, 0, volatile=True)
                 missing = tl.max((bits == EMPTY).to(tl.int32), 0)
-                spins += 1
+                spins = polled(spins, errors, SPINS)
             if missing > 0:
                 tl.store(errors, 1)
             peer = tl.arange(0, WIDTH)

@@ -20,7 +20,7 @@ def embed(ids: Tensor, table: Tensor, first: int, placeholders: Tensor | None = 
     """
     assert ids.dim() == 1, ids.shape
     assert table.dim() == 2, table.shape
-    if usable(ids):
+    if usable(ids, __name__):
         return _launch(ids, table, first, placeholders, pad)
     if placeholders is not None:
         ids = torch.where(torch.isin(ids, placeholders), pad, ids)

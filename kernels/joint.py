@@ -32,7 +32,7 @@ from kernels.norm import norm_add, rms_norm
 
 INBOXES = 5
 SPINS = 1 << 21  # polls of an inbox, about a microsecond each: a dead peer is an error, not a hung GPU
-_EMPTY = {torch.bfloat16: -(1 << 15), torch.float32: -(1 << 31)}
+EMPTY = {torch.bfloat16: -(1 << 15), torch.float32: -(1 << 31)}
 _BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 
 
@@ -45,22 +45,30 @@ class Norms:
     each: tuple[Tensor, Tensor] | None = None
 
 
+@dataclass(frozen=True)
+class Sent:
+    """A part that its product has written to the inboxes of call `turn` itself."""
+
+    turn: int
+
+
 class Peers:
     """One rank's end of the ranks' inboxes, for rows of `width` elements at most and `rows` rows at most.
 
     memory    this rank's inboxes, `Peers.bytes(...)` bytes that all ranks can write; `pointers` int64 [size]: every rank's, own too
     errors    int32 [1], set when a peer's part did not come within the bound
     sharded   rows from which on joints are sharded
+    sent      rows up to which products write their parts themselves (`kernels.linear.linear_send`)
     """
 
     def __init__(
-        self, memory: Tensor, pointers: Tensor, rank: int, rows: int, width: int, dtype: torch.dtype, sharded: int
+        self, memory: Tensor, pointers: Tensor, rank: int, rows: int, width: int, dtype: torch.dtype, sharded: int, sent: int = 0
     ) -> None:
         self.rank, self.size = rank, pointers.shape[0]
-        self.rows, self.width, self.dtype, self.sharded = rows, width, dtype, sharded
+        self.rows, self.width, self.dtype, self.sharded, self.sent_rows = rows, width, dtype, sharded, sent
         self.pointers = pointers
         self.inbox = memory.view(_BITS[dtype])
-        self.inbox.fill_(_EMPTY[dtype])
+        self.inbox.fill_(EMPTY[dtype])
         self.errors = torch.zeros(1, dtype=torch.int32, device=memory.device)
         self._calls = 0
 
@@ -82,7 +90,7 @@ class Peers:
 
 
 def joint(
-    part: Tensor,
+    part: Tensor | Sent,
     residual: Tensor | None,
     norms: Norms,
     eps: float,
@@ -93,15 +101,23 @@ def joint(
 ) -> tuple[Tensor, Tensor | None]:
     """part [T, n], or [T, 2 n] for two parts side by side -> (h [T, n], x [T, n] or None), in part's dtype.
 
-    part is this rank's with `peers`, else the whole sum. residual [T, n]; None: the first joint, h = s * scale. scalar [1].
+    part is this rank's with `peers`, else the whole sum; one that is `Sent` already has a residual and one side.
+    residual [T, n]; None: the first joint, h = s * scale. scalar [1].
     Where peers shard the rows, h holds this rank's rows only, and the next joint must be given it as it is. With `every_row`
     they do not.
     """
+    if isinstance(part, Sent):
+        assert residual is not None, "the first joint's part is an embedding"
+        assert peers is not None, "only an inbox can hold a part"
+        assert norms.each is None, "two sides are sent together"
+        h, x = torch.empty_like(residual), None if norms.following is None else torch.empty_like(residual)
+        _launch(residual, residual, norms, eps, scalar, scale, peers, h, x, part.turn, send=False)
+        return h, x
     rows, width = part.shape
     n = width // 2 if norms.each else width
     assert residual is None or residual.shape == (rows, n), (residual and residual.shape, part.shape)
     assert (residual is None) == (norms.post is None), "a residual is added behind a norm"
-    if not usable(part):
+    if not usable(part, __name__):
         assert peers is None, "on this device sums are made by a collective"
         return _joint_reference(part, residual, norms, eps, scalar, scale)
     h = torch.empty((rows, n), dtype=part.dtype, device=part.device)
@@ -140,7 +156,7 @@ def _launch(
     send: bool = True,
     receive: bool = True,
 ) -> None:
-    """`send` and `receive` apart: the interpreter runs ranks one after the other."""
+    """`send` is off where the product has sent the part; and so that the interpreter can run ranks one after the other."""
     rows, n = h.shape
     each = norms.each or (None, None)
     launch(
@@ -148,7 +164,7 @@ def _launch(
         part, residual, norms.post, each[0], each[1], norms.following, scalar, h, x,
         *_peer_arguments(peers), turn, eps, scale,
         N=n, SIZE=1 if peers is None else peers.size, ROWS=0 if peers is None else peers.rows,
-        WIDTH=0 if peers is None else peers.width, EMPTY=_EMPTY[part.dtype], SPINS=SPINS, SEND=send, RECEIVE=receive,
+        WIDTH=0 if peers is None else peers.width, EMPTY=EMPTY[part.dtype], SPINS=SPINS, SEND=send, RECEIVE=receive,
         warps=_warps(n), BLOCK=triton.next_power_of_2(n),
     )  # fmt: skip
 
@@ -172,7 +188,7 @@ def _launch_sharded(
         _joint_sharded, (rows,),
         part, residual, norms.post, norms.following, scalar, h, x,
         *_peer_arguments(peers), turn, eps, scale,
-        N=n, SIZE=peers.size, ROWS=peers.rows, WIDTH=peers.width, EMPTY=_EMPTY[part.dtype], SPINS=SPINS,
+        N=n, SIZE=peers.size, ROWS=peers.rows, WIDTH=peers.width, EMPTY=EMPTY[part.dtype], SPINS=SPINS,
         SEND=stages[0], NORM=stages[1], TAKE=stages[2],
         warps=_warps(n), BLOCK=triton.next_power_of_2(n),
     )  # fmt: skip
@@ -224,6 +240,17 @@ def _send(bits: tl.tensor, pointers: tl.tensor, at: tl.tensor, live: tl.tensor, 
 
 
 @triton.jit
+def polled(spins: tl.tensor, errors: tl.tensor, SPINS: tl.constexpr) -> tl.tensor:
+    """`spins` behind one more poll. Every millisecond or so it looks at the error flag: where a call has failed already, this one
+    has polled enough."""
+    LOOK: tl.constexpr = max(1, SPINS // 2048)
+    spins += 1
+    if spins % LOOK == 0:
+        spins += tl.load(errors, volatile=True) * SPINS
+    return spins
+
+
+@triton.jit
 def _receive(
     inbox: tl.tensor, at: tl.tensor, STRIDE: tl.constexpr, live: tl.tensor, errors: tl.tensor, dtype: tl.constexpr,
     COUNT: tl.constexpr, EMPTY: tl.constexpr, SPINS: tl.constexpr, BLOCK: tl.constexpr,
@@ -240,7 +267,7 @@ def _receive(
             absent = tl.where(bits == EMPTY, 1, absent)
             total += bits.to(dtype, bitcast=True).to(tl.float32)
         missing = tl.max(absent, 0)
-        spins += 1
+        spins = polled(spins, errors, SPINS)
     if missing > 0:
         tl.store(errors, 1)
     for rank in tl.static_range(COUNT):

@@ -16,7 +16,7 @@ the meta device choose kernels, tiles and grids as they would on a GPU of that c
 compiler needs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -80,6 +80,7 @@ class _Launcher:
     variants: dict[int, Any]
     ready: bool = False
     late: int = 0
+    distrusted: frozenset[str] = frozenset()
     overlap: bool = True
     recorder: _Recorder | None = None
 
@@ -91,9 +92,33 @@ class _Launcher:
 _launcher = _Launcher({})
 
 
-def usable(x: Tensor) -> bool:
-    """Whether Triton kernels take `x`: it is on a GPU, the interpreter is on, or launches are only listed and it is on meta."""
+def usable(x: Tensor, module: str = "") -> bool:
+    """Whether the Triton kernels of `module` (its `__name__`) take `x`: it is on a GPU, the interpreter is on, or launches are only
+    listed and it is on meta; and nobody distrusts them."""
+    if module in _launcher.distrusted:
+        return False
     return x.is_cuda or bool(INTERPRET) or (x.is_meta and _launcher.target is not None)
+
+
+def distrust(modules: Iterable[str]) -> None:
+    """From here on the ops of these modules run in plain torch: `kernels.selfcheck` found their kernels wrong on this GPU."""
+    _launcher.distrusted |= frozenset(modules)
+
+
+def distrusted() -> frozenset[str]:
+    """The modules whose kernels are not used."""
+    return _launcher.distrusted
+
+
+@contextmanager
+def plain_torch(module: str) -> Iterator[None]:
+    """Inside the `with` the ops of `module` run in plain torch."""
+    before = _launcher.distrusted
+    distrust([module])
+    try:
+        yield
+    finally:
+        _launcher.distrusted = before
 
 
 def shared_memory(x: Tensor) -> int:

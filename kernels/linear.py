@@ -10,12 +10,15 @@ tiles in shared memory (`_gemm`), rows padded. Above, and for dtypes other than 
 depends on that row alone, and on the kernel and tile that `kernels.tiles` names for the number of rows.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.activation import geglu, gelu
+from kernels.joint import EMPTY, Peers, Sent
 from kernels.launch import INTERPRET, launch, shared_memory, trigger, usable, wait
 from kernels.numerics import cast
 from kernels.tiles import GemmShape, Tile, choose
@@ -29,6 +32,18 @@ def linear(x: Tensor, weight: Tensor, out: Tensor | None = None, *, dtype: torch
     if tile is None:
         return _linear_reference(x, weight, out)
     return _run(tile, x, weight, out, gated=False)
+
+
+def linear_send(x: Tensor, weight: Tensor, peers: Peers) -> Sent | None:
+    """x [T, n], weight [m, n]: this rank's part of a sum over ranks, written to every rank's inbox by the product's own kernel, for
+    the next joint. None, and nothing done, for more rows than pay, or where the library computes the product."""
+    tile = _tile(x, GemmShape(weight.shape[0], weight.shape[1])) if x.shape[0] <= peers.sent_rows else None
+    if tile is None:
+        return None
+    assert weight.shape[0] <= peers.width, (weight.shape, peers.width)
+    sent = Sent(peers.call())
+    _run(tile, x, weight, peers.inbox, gated=False, sent=(peers, sent))
+    return sent
 
 
 def linear_geglu(x: Tensor, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
@@ -69,22 +84,46 @@ def _linear_reference(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
 def _tile(x: Tensor, shape: GemmShape) -> Tile | None:
     """None: the library computes this product."""
     rows = x.shape[0]
-    if rows == 0 or not usable(x) or not (x.dtype == torch.bfloat16 or INTERPRET):
+    if rows == 0 or not usable(x, __name__) or not (x.dtype == torch.bfloat16 or INTERPRET):
         return None
     return choose(rows, shape, shared_memory(x))
 
 
-def _run(tile: Tile, x: Tensor, weight: Tensor, out: Tensor, *, gated: bool) -> Tensor:
-    """Starts `tile`'s kernel."""
-    rows, m = out.shape
+def _run(tile: Tile, x: Tensor, weight: Tensor, out: Tensor, *, gated: bool, sent: tuple[Peers, Sent] | None = None) -> Tensor:
+    """Starts `tile`'s kernel. `sent`: it writes to the inboxes of that call, and `out` is this rank's own."""
+    m = weight.shape[0] // (1 + gated)
     kernel = {"gemv": _gemv, "gemm": _gemm}[tile.kind]
-    extra = {"SWAP": tile.swap} if tile.kind == "gemm" else {}
+    extra: dict[str, Any] = {"SWAP": tile.swap} if tile.kind == "gemm" else {}
+    pointers, rank, turn = None, 0, 0
+    target: dict[str, Any] = {"SIZE": 0, "INBOX_ROWS": 0, "WIDTH": m, "EMPTY": 0}
+    if sent is not None:
+        peers, turn = sent[0], sent[1].turn
+        pointers, rank = peers.pointers, peers.rank
+        target = {"SIZE": peers.size, "INBOX_ROWS": peers.rows, "WIDTH": peers.width, "EMPTY": EMPTY[peers.dtype]}
+    cut: dict[str, Any] = {"ROWS": tile.rows, "BN": tile.bn, "BK": tile.bk, "EARLY": tile.early, "START": tile.start}
     launch(
-        kernel, (triton.cdiv(m, tile.bn),), x, weight, out, rows,
-        M=m, K=x.shape[1], ROWS=tile.rows, BN=tile.bn, BK=tile.bk, EARLY=tile.early, GATED=gated, START=tile.start,
-        warps=tile.warps, stages=tile.stages, registers=tile.registers, **extra,
+        kernel, (triton.cdiv(m, tile.bn),), x, weight, out, x.shape[0], pointers, rank, turn,
+        M=m, K=x.shape[1], GATED=gated, warps=tile.warps, stages=tile.stages, registers=tile.registers, **cut, **target, **extra,
     )  # fmt: skip
     return out
+
+
+@triton.jit
+def _store(
+    total: tl.tensor, out: tl.tensor, row: tl.tensor, column: tl.tensor, live: tl.tensor, dtype: tl.constexpr,
+    pointers: tl.tensor, rank: tl.tensor, turn: tl.tensor,
+    SIZE: tl.constexpr, INBOX_ROWS: tl.constexpr, WIDTH: tl.constexpr, EMPTY: tl.constexpr,
+) -> None:  # fmt: skip
+    """`total` to its rows of `out`, or, rounded to `dtype`, to this rank's part in every rank's inbox (`kernels.joint`)."""
+    if SIZE == 0:
+        tl.store(out + row.to(tl.int64) * WIDTH + column, cast(total, out.dtype.element_ty), live)
+    else:
+        bits = cast(total, dtype).to(out.dtype.element_ty, bitcast=True)
+        bits = tl.where(bits == EMPTY, 0, bits).to(bits.dtype)
+        at = (row + turn * ((SIZE + 1) * INBOX_ROWS) + rank * INBOX_ROWS) * WIDTH
+        for peer in tl.static_range(SIZE):
+            base = tl.multiple_of(tl.load(pointers + peer), 16).to(tl.pointer_type(bits.dtype))
+            tl.store(base + at + column, bits, live)
 
 
 @triton.jit
@@ -114,10 +153,12 @@ def _add_products(
     return added
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "rank", "turn"])
 def _gemv(
-    x: tl.tensor, weight: tl.tensor, out: tl.tensor, T: tl.tensor, M: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr, GATED: tl.constexpr, START: tl.constexpr, PDL: tl.constexpr,
+    x: tl.tensor, weight: tl.tensor, out: tl.tensor, T: tl.tensor, pointers: tl.tensor, rank: tl.tensor, turn: tl.tensor,
+    M: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
+    GATED: tl.constexpr, START: tl.constexpr,
+    SIZE: tl.constexpr, INBOX_ROWS: tl.constexpr, WIDTH: tl.constexpr, EMPTY: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """BN outputs of up to ROWS rows. A thread adds up products of 8 neighbouring columns at once; the sum over threads comes last.
     The loop over K is unrolled, so that EARLY weight tiles are always on their way."""
@@ -142,7 +183,9 @@ def _gemv(
         total = tl.sum(sums[row * SIDES], 1)
         if GATED:
             total = gelu(total) * tl.sum(sums[row * SIDES + 1], 1)
-        tl.store(out + row * M + column, cast(total, out.dtype.element_ty), (column < M) & (row < T))
+        live = (column < M) & (row < T)
+        at = tl.zeros([BN], tl.int32) + row
+        _store(total, out, at, column, live, x.dtype.element_ty, pointers, rank, turn, SIZE, INBOX_ROWS, WIDTH, EMPTY)
 
 
 @triton.jit
@@ -164,11 +207,12 @@ def _dot(x: tl.tensor, weight: tl.tensor, total: tl.tensor, SWAP: tl.constexpr) 
     return total
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "rank", "turn"])
 def _gemm(
-    x: tl.tensor, weight: tl.tensor, out: tl.tensor, T: tl.tensor, M: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr, SWAP: tl.constexpr, GATED: tl.constexpr, START: tl.constexpr,
-    PDL: tl.constexpr,
+    x: tl.tensor, weight: tl.tensor, out: tl.tensor, T: tl.tensor, pointers: tl.tensor, rank: tl.tensor, turn: tl.tensor,
+    M: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
+    SWAP: tl.constexpr, GATED: tl.constexpr, START: tl.constexpr,
+    SIZE: tl.constexpr, INBOX_ROWS: tl.constexpr, WIDTH: tl.constexpr, EMPTY: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """BN outputs of up to ROWS rows; rows behind T are zero: were they to repeat one, all CTAs would wait for its cache lines."""
     if START:
@@ -204,5 +248,7 @@ def _gemm(
         total = gelu(total) * up
     if SWAP:
         total = total.T
-    at_out = out + row[:, None].to(tl.int64) * M + column[None, :]
-    tl.store(at_out, cast(total, out.dtype.element_ty), (row[:, None] < T) & (column[None, :] < M))
+    live = (row[:, None] < T) & (column[None, :] < M)
+    _store(
+        total, out, row[:, None], column[None, :], live, x.dtype.element_ty, pointers, rank, turn, SIZE, INBOX_ROWS, WIDTH, EMPTY
+    )

@@ -57,7 +57,7 @@ def extend_attention(
     assert q.shape == out.shape, (q.shape, out.shape)
     assert q.shape[2] == pool.shape[4], (q.shape, pool.shape)
     assert tiles.shape[1] == 4, tiles.shape
-    if usable(q):
+    if usable(q, __name__):
         return _launch(q, pool, table, tiles, window, out, tokens or tile_tokens(q.shape[1], pool.shape[2], pool.shape[4]))
     for slot, row, position, count in _whole(tiles.tolist()):
         out[row : row + count] = paged_prefill(q[row : row + count], pool, table[slot], position, window)

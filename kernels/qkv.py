@@ -87,7 +87,7 @@ def qkv_post(
     """
     assert q.shape[0] == slots.shape[0] == positions.shape[0] == cos_sin.shape[0] == qkv.shape[0], (q.shape, qkv.shape)
     assert q.shape[2] == pool.shape[4], (q.shape, pool.shape)
-    if not usable(qkv):
+    if not usable(qkv, __name__):
         return _post_reference(qkv, pool, table, slots, positions, cos_sin, q_norm, k_norm, eps, q)
     heads, kv_heads, d = q.shape[1], pool.shape[2], pool.shape[4]
     sides = (qkv.shape[1] // d - heads) // kv_heads

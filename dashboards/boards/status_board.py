@@ -161,6 +161,19 @@ RANK_ROW = Row(
             "short",
             (Query(BOARD.rate("quartet_rank_steps_total", ("replica", "rank")), RANK),),
         ),
+        _by_rank("GPU time of a step", "quartet_rank_device_busy_seconds", "s", "Of the last step, by CUDA events."),
+        _by_rank(
+            "GPU idle between steps",
+            "quartet_rank_device_idle_seconds",
+            "s",
+            "Before the last step with decode rows. Above 20 us for long: the host or the core is late.",
+        ),
+        Panel(
+            "Late compilations",
+            "Kernels compiled while serving, in all: each stalled a step by up to seconds. Zero, or a shape was not warmed.",
+            "short",
+            (Query(BOARD.count("quartet_rank_late_compilations_total", ("replica", "rank")), RANK),),
+        ),
         _by_rank("Memory", "quartet_rank_memory_bytes", "bytes", "As reported at the last change of phase."),
     ),
 )

@@ -88,11 +88,11 @@ class Drafts:
     def _budget(self) -> int:
         """Prompt tokens of this step: what its decode rows leave of the rows, and so few that it takes its time at most."""
         config = self.config
-        decodes = sum(sequence.decodable for sequence in self._requests.running)
-        most = max(config.prefill_budget - decodes * self._width, config.prefill_budget // 4, 1)
+        contexts = [sequence.high for sequence in self._requests.running if sequence.decodable]
+        most = max(config.prefill_budget - len(contexts) * self._width, config.prefill_budget // 4, 1)
         if config.step_times is None or config.tpot_target_ms is None:
             return most
-        return prefill_tokens(config.step_times, decodes, config.tpot_target_ms, most)
+        return prefill_tokens(config.step_times, len(contexts), sum(contexts), config.tpot_target_ms, most)
 
     def _release(self, changes: Changes) -> None:
         for sequence in self._requests.running:

@@ -59,13 +59,15 @@ def shortest_beside_oldest(remaining: list[int], budget: int, queued: bool) -> l
 POLICIES = {"fair": Policy(shortest_beside_oldest, overtaking=64, long=2), "arrival": Policy(in_order, overtaking=0, long=1 << 30)}
 
 
-def prefill_tokens(times: StepTimes, decodes: int, target_ms: float, most: int) -> int:
+def prefill_tokens(times: StepTimes, decodes: int, context: int, target_ms: float, most: int) -> int:
     """The most prompt tokens, up to `most`, of a step that takes `target_ms` at the longest beside so many decode rows.
+
+    `context`: tokens that those rows have behind them, together.
 
     The step's time is taken to be that of its decode rows, and what a prefill of all its rows takes more than one of so many
     rows. One token in 32 of `most` is always allowed: prompts must not stand still where decodes alone exceed the target.
     """
-    left = target_ms - _line(times.decodes, decodes) + _line(times.prefills, decodes)
+    left = target_ms - _line(times.decodes, decodes) - times.context_ms * context + _line(times.prefills, decodes)
     rows = _line(tuple((ms, float(rows)) for rows, ms in times.prefills), left)
     tokens = int(rows / times.tile + 1e-9) * times.tile - decodes
     return max(most // 32, 1, min(most, tokens))

@@ -12,16 +12,21 @@ computes them, and leaves one there. Tails are dear (a window of all sliding lay
 go first.
 
 Both groups are evicted together: a segment that leads to no tail is worth nothing, and goes. The order is least recently used,
-leaves first: using a segment also uses the path to it, so the first in order is never above another that is cached.
+leaves first: using a segment also uses the path to it, so the first in order is never above another that is cached. Of the ends of
+conversations every other is spared until its next turn, at random: where more of them take turns than there is room for, strict
+order would evict each just before it is asked for.
 """
 
+import random
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from engine.core.pages import PagePool
 from engine.core.segment import Segment, common
+
+SPARED = 0.5
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,7 @@ class PrefixCache:
         self._root = Segment(None, 0, [], array("i"), array("i"))
         self._order: OrderedDict[Segment, None] = OrderedDict()
         self._tails: OrderedDict[Segment, None] = OrderedDict()
+        self._dice = random.Random(0)  # noqa: S311 - no secret; the same requests leave the same cache
 
     def __iter__(self) -> Iterator[Segment]:
         """Every segment, the next to be evicted first."""
@@ -183,26 +189,25 @@ class PrefixCache:
 
     def _evict_tail(self) -> None:
         assert self._sliding is not None
-        for _ in range(len(self._tails)):
-            segment = next(iter(self._tails))
-            assert segment.tail is not None
-            if self._sliding.has_idle(segment.tail):
-                self._drop_tail(segment)
-                self._prune(segment)
-                return
-            self._tails.move_to_end(segment)  # in use: it is not the least recently used
-        raise AssertionError("idle sliding pages that no tail names")
+        sliding = self._sliding
+        segment = self._oldest(self._tails, lambda each: sliding.has_idle(each.tail or ()), self._tails.move_to_end)
+        self._drop_tail(segment)
+        self._prune(segment)
 
     def _evict_leaf(self) -> None:
-        for _ in range(len(self._order)):
-            leaf = next(iter(self._order))
-            if self._full.has_idle(leaf.pages):
-                self._remove(leaf)
-                self._prune(leaf.parent)
-                return
-            self._touch(leaf)  # in use: it is not the least recently used
-        inner = next(segment for segment in self._order if self._full.has_idle(segment.pages))
-        self._remove_subtree(inner)  # whoever computed below it has pages of its own
+        """Where no leaf is idle: what is above one, whose holders have computed pages of their own below it."""
+        self._remove_subtree(self._oldest(self._order, lambda each: self._full.has_idle(each.pages), self._touch))
+
+    def _oldest(
+        self, order: "OrderedDict[Segment, None]", idle: Callable[[Segment], bool], renew: Callable[[Segment], None]
+    ) -> Segment:
+        """The least recently used that has an idle page, but for those that are spared; what is in use is not the oldest."""
+        for _ in range(2 * len(order)):
+            segment = next(iter(order))
+            if idle(segment) and (segment.children or self._dice.random() >= SPARED):
+                return segment
+            renew(segment)
+        return next(segment for segment in order if idle(segment))
 
     def _prune(self, segment: Segment | None) -> None:
         """Remove a segment that leads to no tail, and those above it that lead to none then."""

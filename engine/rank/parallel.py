@@ -23,6 +23,7 @@ from kernels.joint import Peers
 
 SYMMETRIC_BYTES = 512 << 10  # from about here on NCCL is the faster one
 SHARDED_ROWS = 32  # from here on a joint's rows are shared out
+SENT_ROWS = 16  # up to here products write their parts to the ranks' inboxes themselves
 
 
 class Parallel(Protocol):
@@ -146,7 +147,7 @@ class CudaGroup:
         """As `Parallel.inboxes`: symmetric memory, empty on every rank before anybody can write."""
         sizes = [Peers.bytes(self.size, rows, width, dtype), Ballot.bytes(self.size, rows)]
         memory, pointers = symmetric_memory(self._world, sum(sizes), self._device)
-        joints = Peers(memory[: sizes[0]], pointers, self.rank, rows, width, dtype, SHARDED_ROWS)
+        joints = Peers(memory[: sizes[0]], pointers, self.rank, rows, width, dtype, SHARDED_ROWS, SENT_ROWS)
         choices = Ballot(memory[sizes[0] :], pointers + sizes[0], self.rank, rows, joints.errors)
         torch.cuda.synchronize(self._device)
         distributed.barrier()

@@ -24,7 +24,7 @@ from engine.config import EngineConfig
 from engine.geometry import Geometry
 from engine.plan import DEPTH, RESULT_WIDTH, ROW_NAN, PlanView, PrefillChunk, StepPlan, encode_plan, encode_rows, read_plan
 from engine.protocol import Logprobs
-from engine.rank.attention import AskedAttention, attention_backend
+from engine.rank.attention import AskedAttention, Unsound, attention_backend
 from engine.rank.batch import ForwardBatch
 from engine.rank.graphs import DecodeGraphs
 from engine.rank.kv import KVCache
@@ -34,8 +34,9 @@ from engine.rank.parallel import Inboxes
 from engine.rank.sampler import Sampler, TopLogprobs
 from engine.rank.slots import ResultRows, SlotState
 from engine.rank.step import StepBuffers, buckets
+from engine.rank.step_clock import StepClock, mark
 from kernels.choose import ROW_ERROR, ROW_HAS_NAN
-from kernels.launch import usable
+from kernels.launch import distrusted, usable
 
 SAMPLERS = ("maxima", "filtered", "logprobs")
 MAX_ALTERNATIVES = 20  # of a captured sampler: OpenAI's bound
@@ -57,21 +58,18 @@ class CopyOut:
 
     def __init__(self, pairs: dict[str, tuple[Tensor, Tensor | None]], device: torch.device) -> None:
         """pairs: a device tensor and pinned memory of its shape, made here where it is None."""
-        self._event: torch.cuda.Event | None = None
         self._host = {name: _copy_out(*pair) for name, pair in pairs.items()}
-        if device.type == "cuda":
-            self._event = torch.cuda.Event()
-            self._event.record()
+        self.end = mark(device)
 
     @property
     def done(self) -> bool:
         """Whether `wait` would return at once."""
-        return self._event is None or self._event.query()
+        return self.end is None or self.end.query()
 
     def wait(self) -> dict[str, np.ndarray]:
         """The tensors on the host."""
-        if self._event is not None:
-            self._event.synchronize()
+        if self.end is not None:
+            self.end.synchronize()
         return {name: tensor.numpy() for name, tensor in self._host.items()}
 
 
@@ -93,7 +91,8 @@ class Launched:
     logprob_rows: tuple[int, ...]
     copy: CopyOut
     move_hash: Callable[[int, dict[str, np.ndarray]], None]
-    pages: PageCheck | None = None
+    pages: PageCheck | None
+    clock: StepClock
 
     @property
     def done(self) -> bool:
@@ -137,10 +136,17 @@ class Runner:
 
     inboxes  of the group, for decode rows; None: sums over ranks are collectives
     pages    the check that the setting `debug_pages` asks for
+    unsound  parts of attention that failed their check
     """
 
     def __init__(
-        self, model: Gemma4, cache: KVCache, config: EngineConfig, geometry: Geometry, inboxes: Inboxes | None = None
+        self,
+        model: Gemma4,
+        cache: KVCache,
+        config: EngineConfig,
+        geometry: Geometry,
+        inboxes: Inboxes | None = None,
+        unsound: Unsound = (),
     ) -> None:
         self._device = next(iter(cache)).table.device
         on_gpu = self._device.type == "cuda"
@@ -149,18 +155,19 @@ class Runner:
         self.slots = SlotState(config.max_seqs, config.max_len, cache, self._device)
         self._step = StepBuffers(self.slots, model.frequencies, config.prefill_budget, self._buckets)
         self._model, self._cache, self._inboxes = model, cache, inboxes
-        asked = AskedAttention.of(config)
+        asked = AskedAttention.of(config, unsound)
         self._attention = attention_backend(asked, geometry, cache, config.tp, self._buckets, self._device)
         self._sampler = Sampler(model.parallel, geometry.vocab, geometry.softcap, config.suppress, self._device)
         self._prefill = min(config.prefill_budget, config.max_len)
         self.debug_hash = config.debug_hash
         self.pages = PageCheck(config, model.parallel.rank, self.slots) if config.debug_pages != "off" else None
         self._plans: deque[tuple[int, bytes]] = deque()
+        self._end: torch.cuda.Event | None = None  # of the last step
         self._host = [
             torch.zeros((self._buckets[-1] + config.prefill_budget, 2), dtype=torch.int32, pin_memory=on_gpu)
             for _ in range(DEPTH + 1)
         ]
-        self.capturable = on_gpu and config.graphs
+        self.capturable = on_gpu and config.graphs and not distrusted()  # plain torch asks the host
         self.graphs: DecodeGraphs[tuple[ForwardBatch, Tensor], StepTokens] | None = None
 
     @torch.inference_mode()
@@ -191,9 +198,10 @@ class Runner:
         self._step.apply(uploaded)
         batch = self._step.mixed(plan, uploaded)
         hidden = self._model.forward(batch, self._cache, self._attention)
-        ends = replace(batch, slots=batch.slots[-1:], positions=torch.full_like(batch.positions[-1:], -1))
-        for name in SAMPLERS:
-            self._sample(name, ends, hidden)
+        if usable(hidden, "kernels.choose"):
+            ends = replace(batch, slots=batch.slots[-1:], positions=torch.full_like(batch.positions[-1:], -1))
+            for name in SAMPLERS:
+                self._sample(name, ends, hidden)
         self.slots.lengths[slot] = 0
         for group in self._cache:
             group.pool[:, 0] = 0
@@ -209,6 +217,7 @@ class Runner:
         self._plans.append((plan.step, data))
         if self.pages is not None:
             self.pages.fold(plan, data)
+        start = mark(self._device)
         self.slots.admit(plan.admissions)
         for group, page in plan.zeros.tolist():
             self._cache.groups[group].pool[:, page] = 0
@@ -219,8 +228,10 @@ class Runner:
         if self.debug_hash:
             self.slots.check()
         copy = CopyOut(self._outputs(sampled, hidden, len(rows.slots)), self._device)
+        clock = StepClock(self._end if len(plan.decodes) else None, start, copy.end)
+        self._end = copy.end
         reported = sampled.logprobs.rows[: len(rows.slots)] if sampled is not None and sampled.logprobs else ()
-        return Launched(plan.step, None if sampled is None else rows, tuple(reported), copy, self._move_hash, self.pages)
+        return Launched(plan.step, None if sampled is None else rows, tuple(reported), copy, self._move_hash, self.pages, clock)
 
     def _decode(self, plan: PlanView, uploaded: Tensor, rows: ResultRows) -> tuple[StepTokens, Tensor]:
         """A step of decode rows, padded to a bucket: what it samples, and its final hidden rows."""
@@ -228,7 +239,7 @@ class Runner:
         bucket = self._step.bucket(count)
         graphs = self.graphs if uploaded is self._step.plan else None
         batch, hidden = graphs.forward(bucket) if graphs else self._forward(bucket, uploaded)
-        if usable(hidden):
+        if usable(hidden, "kernels.choose"):
             if graphs and rows.alternatives <= MAX_ALTERNATIVES:
                 return graphs.sample(bucket, rows.sampler), hidden
             return self._sample(rows.sampler, batch, hidden, rows.alternatives), hidden
@@ -245,7 +256,7 @@ class Runner:
         if not len(rows.slots):
             return None, hidden
         slots, positions = batch.slots[batch.logit_rows], batch.positions[batch.logit_rows]
-        if usable(hidden):
+        if usable(hidden, "kernels.choose"):
             batch = replace(batch, slots=slots, positions=positions)
             return self._sample(rows.sampler, batch, hidden, rows.alternatives), hidden
         return self._whole(rows, slots, positions, hidden), hidden

@@ -91,7 +91,7 @@ class Sampler:
         tokens: Tensor,
         ballot: Ballot | None,
     ) -> Tensor:
-        """logits fp32 [R, vocab / size] of rows that are greedy or plain -> int32 [R, 2]: token, flags (`kernels.choose`).
+        """logits fp32 [R, vocab share] of rows that are greedy or plain -> int32 [R, 2]: token, flags (`kernels.choose`).
 
         slots and positions int32 [R], of each row's input; the token is written behind it into tokens [slots, max_len + 1].
         Overwrites logits of forbidden ids. Rows at position -1 are padding. Capturable.
@@ -141,7 +141,7 @@ class Sampler:
         return cap(whole, self._softcap).log_softmax(-1)
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Sampled:
-        """logits fp32 [R, vocab / size], before the soft cap."""
+        """logits fp32 [R, vocab share], before the soft cap; -inf behind the vocabulary's end."""
         assert logits.shape[0] == len(rows.greedy) + len(rows.plain) + len(rows.filtered), logits.shape
         tokens = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
         nan = torch.zeros(logits.shape[0], dtype=torch.bool, device=logits.device)

@@ -17,7 +17,7 @@ from engine.protocol import SamplingParams
 from engine.rank.runner import Launched, Runner
 
 REPEATS = 3  # timed steps a point, after one that is not
-CONTEXT = 1024  # tokens behind each decode row, where max_len allows it
+CONTEXTS = (16, 1024)  # tokens behind each decode row, where max_len allows it
 TILE = 128  # rows that a GPU's large products are cut by
 _GREEDY = SamplingParams(max_tokens=1)
 
@@ -26,15 +26,17 @@ _GREEDY = SamplingParams(max_tokens=1)
 def measure(runner: Runner, config: EngineConfig, vocab: int) -> StepTimes:
     """Step times of a runner that has run no plan; it is left as it was. Every rank of the group must call it.
 
-    A second at most for 31B on four H200 by what its steps take: sixteen of decode rows, sixteen of prompts.
+    A second at most for 31B on four H200 by what its steps take: twenty of decode rows, sixteen of prompts.
     """
     probe = _Probe(runner, vocab)
-    context = min(CONTEXT, config.max_len - 2 - REPEATS)
+    short, long = (min(context, config.max_len - 2 - REPEATS) for context in CONTEXTS)
     most = min(config.prefill_budget, config.max_len - 1)
-    decodes = [(rows, probe.decode_ms(rows, context)) for rows in _points(config.max_seqs, (1, 32, 128))]
+    decodes = [(rows, probe.decode_ms(rows, short)) for rows in _points(config.max_seqs, (1, 32, 128))]
     prefills = [(rows, probe.prefill_ms(rows)) for rows in _points(most, (1, 128, 512))]
+    added = probe.decode_ms(config.max_seqs, long) - decodes[-1][1]
     probe.clear()
-    return StepTimes(_ascending(decodes), _ascending(prefills), TILE if config.device == "cuda" else 1)
+    context_ms = max(0.0, added) / max(1, config.max_seqs * (long - short))
+    return StepTimes(_ascending(decodes), _ascending(prefills), context_ms, TILE if config.device == "cuda" else 1)
 
 
 def _points(most: int, usual: tuple[int, ...]) -> list[int]:

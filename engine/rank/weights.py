@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import CheckpointError
-from engine.geometry import Geometry, Layer, kv_groups, shard_kv_heads
+from engine.geometry import Geometry, Layer, kv_groups, shard_kv_heads, shard_vocab
 from engine.rank.attention import attention_backend
 from engine.rank.batch import Chunk, eager_batch
 from engine.rank.kv import GroupCache, KVCache
@@ -34,13 +34,13 @@ INDEX = "model.safetensors.index.json"
 MIN_RESIDUAL_RMS = 1e-3  # of a forward over random ids: below it weights are missing or zero
 _TOWERS = ("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio.", "model.vision_embedder.")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_EVEN = {"rows": 0, "q": 0, "gate": 0, "up": 0, "columns": 1, "depth": 2}  # parts that are even shares of a dimension
+_EVEN = {"q": 0, "gate": 0, "up": 0, "columns": 1, "depth": 2}  # parts that are even shares of a dimension
 _FLOATS = {"BF16", "F16", "F32"}
 _BLOCK_BYTES = 16 << 20  # copied at once
 _DRAW = 1 << 24  # values drawn at once
 _LISTED = 20  # wrong tensors named in one error
 
-Part = Literal["whole", "rows", "columns", "depth", "q", "k", "v", "gate", "up", "gate_up"]
+Part = Literal["whole", "vocab", "columns", "depth", "q", "k", "v", "gate", "up", "gate_up"]
 Init = Literal["matrix", "embedding", "ple_table", "norm", "head_norm", "scalar", "one"]
 Present = Literal["always", "moe", "ple", "kv", "v"]
 
@@ -67,8 +67,8 @@ def _norm(name: str, parameter: str, size: str = "hidden", present: Present = "a
 
 _I, _B = "layers.{i}.", "blocks.{i}."
 TABLE = (
-    Rule("embed_tokens.weight", "embedding.tokens.head.weight", ("vocab", "hidden"), "rows", "embedding"),
-    Rule("embed_tokens_per_layer.weight", "embedding.ple_tokens.head.weight", ("ple_vocab", "ples"), "rows", "ple_table", "ple"),
+    Rule("embed_tokens.weight", "embedding.tokens.head.weight", ("vocab", "hidden"), "vocab", "embedding"),
+    Rule("embed_tokens_per_layer.weight", "embedding.ple_tokens.head.weight", ("ple_vocab", "ples"), "vocab", "ple_table", "ple"),
     Rule("per_layer_model_projection.weight", "embedding.ple_projection.weight", ("ples", "hidden"), present="ple"),
     _norm("per_layer_projection_norm.weight", "embedding.ple_norm", "ple", "ple"),
     Rule(_I + "self_attn.q_proj.weight", _B + "attention.qkv.weight", ("q", "hidden"), "q"),
@@ -192,6 +192,9 @@ def _cuts(part: Part, shape: tuple[int, ...], geometry: Geometry, layer: Layer, 
     """What `rank` keeps: even shares, its KV heads behind its query heads, its up rows behind its gate rows."""
     if part == "whole":
         return (Cut(0, 0, shape[0]),)
+    if part == "vocab":
+        rows = shard_vocab(shape[0], size, rank)
+        return (Cut(0, rows.start, rows.stop),)
     if part in ("k", "v"):
         return (_kv_cut(part, geometry, layer, rank, size),)
     if part == "gate_up":
@@ -232,7 +235,7 @@ def load(model: Gemma4, folder: Path, geometry: Geometry, rank: int, size: int, 
 
 def _copy(source: Any, piece: Piece, parameter: Tensor, advance: Callable[[int], None]) -> None:
     """Blocks of rows of each cut; `source` is a slice of the file that is read where it is indexed."""
-    for cut in piece.cuts:
+    for cut in piece.cuts if piece.kept else ():
         rows = cut.rows(piece.shape)
         step = max(1, _BLOCK_BYTES * len(piece.cuts) * len(rows) // (4 * piece.kept))
         for first in range(rows.start, rows.stop, step):
@@ -243,11 +246,15 @@ def _copy(source: Any, piece: Piece, parameter: Tensor, advance: Callable[[int],
 
 
 def _parameters(model: Gemma4, needed: dict[str, Piece]) -> dict[str, Tensor]:
-    """The model's parameters by name; every element of each is filled by exactly one piece."""
+    """The model's parameters by name; every element of each is filled by exactly one piece, but for what lies behind a vocabulary's
+    end, which is zero."""
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     filled = dict.fromkeys(parameters, 0)
     for piece in needed.values():
         filled[piece.parameter] += piece.kept
+        if piece.init in ("embedding", "ple_table"):
+            behind = parameters[piece.parameter][piece.kept // piece.shape[1] :]
+            filled[piece.parameter] += behind.zero_().numel()
     wrong = [name for name, parameter in parameters.items() if filled[name] != parameter.numel()]
     assert not wrong, f"the table does not fill {wrong}"
     return parameters

@@ -23,10 +23,12 @@ from engine.lifeline import BootArgs, Lifeline, Loaded, Ready, run
 from engine.memory import cpu_budget, gpu_budget
 from engine.plan import DEPTH, Phase, read_header
 from engine.rank import weights
+from engine.rank.attention import Unsound
 from engine.rank.kv import GroupCache, KVCache
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.parallel import Inboxes, Parallel, connect, self_check
 from engine.rank.runner import Launched, Runner
+from engine.rank.start_checks import check_attention, check_kernels
 from engine.rank.step import buckets
 from engine.rank.step_times import measure
 from kernels import launch
@@ -37,7 +39,7 @@ IDLE_S = 200e-6
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank that has loaded its weights."""
+    """A rank that has loaded its weights. unsound, fallbacks: what its checks left out, and a sentence for each."""
 
     config: EngineConfig
     geometry: Geometry
@@ -45,6 +47,8 @@ class Rank:
     parallel: Parallel
     model: Gemma4
     inboxes: Inboxes | None = None
+    unsound: Unsound = frozenset()
+    fallbacks: tuple[str, ...] = ()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -66,14 +70,18 @@ def load(config: EngineConfig, args: BootArgs) -> Rank:
     else:
         torch.set_num_threads(1)  # ranks share the cores; results must not depend on how many there are
     parallel = connect(args.index, args.tp, device, args.reduce, args.store, config.boot_timeout_s)
+    with torch.inference_mode():
+        fallbacks = check_kernels(parallel, device)
+        unsound, without = check_attention(parallel, config, geometry, device)
     model = Gemma4(geometry, parallel, torch_dtype(config), device)
     if config.load_format == "dummy":
         weights.dummy(model, geometry)
     else:
         weights.load(model, Path(config.model), geometry, args.index, args.tp, progress=args.index == 0)
     width = geometry.hidden * (2 if geometry.moe else 1)
-    inboxes = parallel.inboxes(buckets(config.max_seqs)[-1], width, torch_dtype(config))
-    return Rank(config, geometry, device, parallel, model, inboxes)
+    joined = "kernels.joint" not in launch.distrusted()
+    inboxes = parallel.inboxes(buckets(config.max_seqs)[-1], width, torch_dtype(config)) if joined else None
+    return Rank(config, geometry, device, parallel, model, inboxes, unsound, (*fallbacks, *without))
 
 
 def build(rank: Rank, pages: tuple[int, ...]) -> Runner:
@@ -84,7 +92,7 @@ def build(rank: Rank, pages: tuple[int, ...]) -> Runner:
         GroupCache(group, count, slots, config.max_len, rank.dtype, rank.device)
         for group, count in zip(kv_groups(rank.geometry, config.tp, config.page), pages, strict=True)
     ]
-    return Runner(rank.model, KVCache(caches), config, rank.geometry, rank.inboxes)
+    return Runner(rank.model, KVCache(caches), config, rank.geometry, rank.inboxes, rank.unsound)
 
 
 def kv_bytes(rank: Rank) -> int:
@@ -120,7 +128,8 @@ def boot(lifeline: Lifeline) -> Runner:
     if isinstance(rank.parallel, MappedCollectives):
         rank.parallel.timeout_s = config.step_timeout_s  # from here on everybody is up
     lifeline.phase(Phase.ready, weight_bytes)
-    lifeline.send(Ready(note=f"{weight_bytes / 1e9:.2f} GB of weights, residual rms {rms:.2f}, {seconds:.1f} s", step_times=times))
+    note = f"{weight_bytes / 1e9:.2f} GB of weights, residual rms {rms:.2f}, {seconds:.1f} s"
+    lifeline.send(Ready(note=note, step_times=times, fallbacks=rank.fallbacks))
     return runner
 
 
@@ -180,6 +189,8 @@ class Worker:
         launched.fold()
         self._step_us = (time.monotonic_ns() - started) // 1000
         self._progress(step)
+        clock, status = launched.clock, self._lifeline.status
+        status.device(self._lifeline.args.index, clock.busy_us, clock.idle_us, launch.late_compilations())
 
     def _progress(self, finished: int) -> None:
         args, now = self._lifeline.args, time.monotonic_ns()

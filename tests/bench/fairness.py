@@ -1,5 +1,6 @@
 """What company costs, on real ranks: `python -m tests.bench.fairness [--record MACHINE]`.
 
+    cached     seconds of a long prompt to its first token: never seen, and with fifteen sixteenths of it in the prefix cache
     choices    seconds of a long prompt to the last token, alone and as four choices of one request
     fairness   TTFT of short prompts that come at random, and TPOT of streams that run all the time: quiet, and while two long
                prompts are always on their way; the target of a step is 1.5 times the quiet TPOT without one
@@ -103,6 +104,18 @@ async def felt(load: Load, args: argparse.Namespace, *, longs: int) -> Felt:
     return Felt(1e3 * ordered[len(ordered) * 99 // 100], 1e3 * statistics.mean(load.gaps), len(ordered))
 
 
+async def cached(load: Load, args: argparse.Namespace) -> tuple[float, float]:
+    """Seconds of one token behind a long prompt, and behind one that begins like it; the best of three."""
+    cold, hit = [], []
+    for _ in range(3):
+        first = load.prompt(args.long)
+        for spent, prompt in ((cold, first), (hit, first[: args.long * 15 // 16] + load.prompt(args.long // 16))):
+            began = time.monotonic()
+            await load.ask(prompt, 1)
+            spent.append(time.monotonic() - began)
+    return min(cold), min(hit)
+
+
 async def choices(load: Load, args: argparse.Namespace) -> tuple[float, float]:
     """Seconds of one answer to a long prompt, and of four; the best of three."""
     alone, four = [], []
@@ -135,8 +148,21 @@ def with_group(config: EngineConfig, body: Callable[[Load], Awaitable[T]]) -> T:
 
 def measure(config: EngineConfig, args: argparse.Namespace) -> list[Row]:
     """(case, metric, value, unit) of everything."""
-    alone, four = with_group(config, lambda load: choices(load, args))
+    async def first(load: Load) -> tuple[tuple[float, float], tuple[float, float]]:
+        return await cached(load, args), await choices(load, args)
+
+    (cold, hit), (alone, four) = with_group(config, first)
+    print(f"a prompt of {args.long}: {cold:.3f} s to its first token, {hit:.3f} s where 15/16 are cached")
     print(f"a prompt of {args.long} and 16 tokens: {alone:.2f} s; four choices: {four:.2f} s", flush=True)
+    name = f"{args.model.split(':')[-1]}-tp{args.tp}"
+    rows = [(f"{name}-cold", "long prompt to its first token", cold, "s")]
+    rows += [(f"{name}-hit", "long prompt to its first token, 15/16 cached", hit, "s")]
+    rows += [(f"{name}-n1", "long prompt and 16 tokens", alone, "s"), (f"{name}-n4", "long prompt, four choices", four, "s")]
+    return rows + (fairness(config, name, args) if args.seconds else [])
+
+
+def fairness(config: EngineConfig, name: str, args: argparse.Namespace) -> list[Row]:
+    """The rows of quiet and busy loads, with and without a target."""
     plain = with_group(config, lambda load: felt(load, args, longs=0))
     target = 1.5 * plain.tpot
     kept = msgspec.structs.replace(config, tpot_target_ms=target)
@@ -147,13 +173,11 @@ def measure(config: EngineConfig, args: argparse.Namespace) -> list[Row]:
     quiet, busy = with_group(kept, both)
     crowded = with_group(config, lambda load: felt(load, args, longs=2))
     print(f"no target, quiet  {plain}\nno target, busy   {crowded}\ntarget {target:.1f} ms, quiet {quiet}\ntarget, busy {busy}")
-    ttft, tpot = busy.ttft_p99 / quiet.ttft_p99, busy.tpot / plain.tpot
-    print(f"TTFT p99 {ttft:.2f} x quiet, TPOT {tpot:.2f} x quiet without a target", flush=True)
-    name = f"{args.model.split(':')[-1]}-tp{args.tp}"
-    rows = [(f"{name}-n1", "long prompt and 16 tokens", alone, "s"), (f"{name}-n4", "long prompt, four choices", four, "s")]
-    for case, found in (("quiet", plain), ("busy", crowded), ("quiet-target", quiet), ("busy-target", busy)):
-        rows.append((f"{name}-{case}", "TTFT p99 of short prompts", found.ttft_p99, "ms"))
-        rows.append((f"{name}-{case}", "TPOT", found.tpot, "ms"))
+    print(f"TTFT p99 {busy.ttft_p99 / quiet.ttft_p99:.2f} x quiet, TPOT {busy.tpot / plain.tpot:.2f} x quiet without a target")
+    rows: list[Row] = []
+    for load, found in (("quiet", plain), ("busy", crowded), ("quiet-target", quiet), ("busy-target", busy)):
+        case = f"{name}-{load}"
+        rows += [(case, "TTFT p99 of short prompts", found.ttft_p99, "ms"), (case, "TPOT", found.tpot, "ms")]
     return rows
 
 
@@ -167,7 +191,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--short", type=int, default=100, help="tokens of a short prompt")
     parser.add_argument("--long", type=int, default=1800, help="tokens of a long prompt")
     parser.add_argument("--every", type=float, default=0.6, help="seconds between short prompts, on average")
-    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each load; 0: no fairness")
     parser.add_argument("--max-len", type=int, default=2048)
     parser.add_argument("--prefill-budget", type=int, default=256)
     parser.add_argument("--record", metavar="MACHINE", help="append to results.csv under this machine's name")

@@ -1,6 +1,7 @@
 """What the prefix cache finds and what it costs: `python -m tests.bench.prefix_cache [--plot FILE]`.
 
-Round robin of conversations at several working sets, beside a cache that never forgets and beside Belady's optimum; then the time
+Round robin of conversations at several working sets, with both pools as scarce as each other and with one of them, beside a cache
+that never forgets, one that evicts strictly in order, and Belady's optimum; then the time
 and memory of lookups and admissions: a 128k prompt, and a million cached pages.
 """
 
@@ -8,7 +9,9 @@ import argparse
 import time
 import tracemalloc
 from array import array
+from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -24,34 +27,52 @@ from engine.protocol import GenerateRequest, SamplingParams, decode_front_messag
 from tests.bench.core import Rings
 from tests.support.engine.conversations import GROUPS, PAGE, TAIL, Trace, optimum, portions, serve, unlimited
 
-WORKING_SETS = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5)
+WORKING_SETS = (0.25, 0.5, 0.9, 1.1, 1.25, 1.5)
+SCARCE = {"both pools": (1, 1), "sliding pool": (1, 3), "full pool": (3, 1)}  # how much larger (sliding, full) is than its portion
 
 
-def rates(trace: Trace) -> list[tuple[float, float, float]]:
-    """(working set over pools, found, at most), as parts of what an infinite cache finds."""
+@dataclass(frozen=True)
+class Rate:
+    """Of the tokens that an infinite cache finds: what is found, what strict least-recently-used order finds, and a bound."""
+
+    working_set: float
+    found: float
+    strict: float
+    most: float
+
+
+def rates(trace: Trace, larger: tuple[int, int]) -> list[Rate]:
+    """One a working set, in parts of the pool that is scarce."""
     best = unlimited(trace).hit
     found = []
     for working_set in WORKING_SETS:
-        pages = portions(trace, working_set)
-        found.append((working_set, serve(trace, pages)[0].hit / best, optimum(trace, pages).hit / best))
-        print(f"working set {working_set:.0%} of the pools: found {found[-1][1]:.3f}, at most {found[-1][2]:.3f}", flush=True)
+        sliding, full = portions(trace, working_set)
+        pages = (sliding * larger[0], full * larger[1])
+        here = serve(trace, pages)[0].hit / best
+        with mock.patch("engine.core.prefix.SPARED", 0.0):
+            strict = serve(trace, pages)[0].hit / best
+        found.append(Rate(working_set, here, strict, min(1.0, optimum(trace, pages).hit / best)))
+        print(f"{working_set:.0%}: found {here:.3f}, in strict order {strict:.3f}, at most {found[-1].most:.3f}", flush=True)
     return found
 
 
-def plot(found: list[tuple[float, float, float]], file: Path) -> None:
-    """Both curves over the working set."""
+def plot(found: dict[str, list[Rate]], file: Path) -> None:
+    """A panel for each scarce pool, over the working set."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
-    sets = [100 * each for each, _, _ in found]
-    axes.plot(sets, [value for _, value, _ in found], marker="o", label="this cache")
-    axes.plot(sets, [value for _, _, value in found], marker=".", linestyle="--", label="Belady's optimum (upper bound)")
-    axes.set(xlabel="working set, % of the pools", ylabel="tokens found, of an infinite cache's", ylim=(0, 1.05))
-    axes.legend()
-    axes.grid(visible=True, alpha=0.3)
+    figure, panels = plt.subplots(1, len(found), figsize=(11, 3.6), layout="constrained", sharey=True)
+    for axes, (name, each) in zip(panels, found.items(), strict=True):
+        sets = [100 * rate.working_set for rate in each]
+        axes.plot(sets, [rate.most for rate in each], marker=".", linestyle="--", label="Belady's optimum (upper bound)")
+        axes.plot(sets, [rate.found for rate in each], marker="o", label="this cache")
+        axes.plot(sets, [rate.strict for rate in each], marker=".", linestyle=":", label="strictly least recently used first")
+        axes.set(xlabel="working set, % of what is there", title=f"scarce: {name}", ylim=(0, 1.05))
+        axes.grid(visible=True, alpha=0.3)
+    panels[0].set(ylabel="tokens found, of an infinite cache's")
+    panels[0].legend(loc="lower left", fontsize="small")
     figure.savefig(file, dpi=110)
 
 
@@ -136,7 +157,10 @@ def main() -> None:
     cold, hit = admission_ms(131_072)
     print(f"a 128k prompt from its message to its plan in the ring: {cold:.1f} ms, {hit:.1f} ms when it is cached")
     print(f"a million cached pages: {cached_mb(1_000_000):.0f} MB")
-    found = rates(Trace(args.conversations))
+    found = {}
+    for name, larger in SCARCE.items():
+        print(f"scarce: {name}")
+        found[name] = rates(Trace(args.conversations), larger)
     if args.plot:
         plot(found, args.plot)
 

@@ -98,3 +98,10 @@ def test_the_scrape_gauges_of_a_group() -> None:
     found = read_gauges(Still(), Still())
     assert found.open == 7
     assert len(found.processes) == 3
+
+
+def test_how_a_device_spent_its_step() -> None:
+    """Microseconds of the status block are seconds of the gauges, each in its place."""
+    status = RankStatus(9, 9, NOW, busy_us=4500, idle_us=12, late_compilations=3)
+    (found, _) = processes([status, record(9, 9, 1)], [True, True], NOW, None)
+    assert (found.busy_s, found.idle_s, found.late_compilations) == (0.0045, 1.2e-5, 3)

@@ -127,6 +127,18 @@ def test_close_without_a_client_says_stop_itself(config: EngineConfig) -> None:
     assert group.children[0].process.returncode == -signal.SIGKILL
 
 
+def test_what_ranks_leave_out_is_said(config: EngineConfig) -> None:
+    """What a rank's checks found wrong stands in the group's choice of attention, its name and its sentence; else nothing does."""
+    sentence = "kernels.linear is wrong: plain torch in its place"
+    with Group.boot(config, commands(ranks=Behaviour(fallbacks=(sentence,)))) as group:
+        assert group.attention.fallbacks == (sentence,)
+        assert group.attention.name == "reference, with fallbacks"
+        assert str(group.attention) == f"attention reference, with fallbacks: no GPU; {sentence}"
+    with Group.boot(config, commands()) as group:
+        assert str(group.attention) == "attention reference: no GPU"
+        assert (group.config.attention_decode, group.config.attention_extend) == ("reference", "reference")
+
+
 def test_shared_memory_has_no_name(config: EngineConfig) -> None:
     """Every writable shared mapping of every child is an anonymous memfd: there is no file that a kill could leave behind."""
     with Group.boot(config, commands()) as group:

@@ -170,12 +170,15 @@ def test_gauges_are_read_at_the_scrape() -> None:
     """A rank that hangs is seen to, by each scrape anew; its steps count on."""
     exporter = exporter_after(FACTS)
     for stall, steps in ((0.0, 40), (7.5, 41)):
-        rank = ProcessFigures("1", True, stall, stall, 0.2, steps, 0.011, 1 << 30)
+        rank = ProcessFigures("1", True, stall, stall, 0.2, steps, 0.011, 1 << 30, 0.009, 2e-5, late_compilations=steps - 40)
         exporter.read_gauges = partial(ScrapeGauges, open=3, processes=(rank,))
         found = values(exporter.text())
         assert found['quartet_rank_stall_seconds{rank="1"}'] == stall
         assert found['quartet_rank_steps_total{rank="1"}'] == steps
         assert found['quartet_rank_up{rank="1"}'] == 1
+        assert found['quartet_rank_device_busy_seconds{rank="1"}'] == 0.009
+        assert found['quartet_rank_device_idle_seconds{rank="1"}'] == 2e-5
+        assert found['quartet_rank_late_compilations_total{rank="1"}'] == steps - 40
         assert found["quartet_requests_in_flight"] == 3
 
 

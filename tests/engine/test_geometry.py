@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from deploy.models.nano.nano_shapes import SHAPES
 from deploy.models.public_shapes import config
 from engine.errors import CheckpointError
-from engine.geometry import KVGroup, check_tp, kv_groups, parse_config, read_geometry, shard_kv_heads
+from engine.geometry import KVGroup, check_tp, kv_groups, parse_config, read_geometry, shard_kv_heads, shard_vocab, vocab_share
 
 pytestmark = pytest.mark.pure
 
@@ -112,3 +112,13 @@ def test_sizes_that_do_not_divide_are_named(tp: int, message: str) -> None:
     """A TP size that does not divide the model is refused by name."""
     with pytest.raises(CheckpointError, match=message):
         check_tp(parse_config(raw("31b")), tp)
+
+
+def test_a_vocabulary_is_shared_by_any_number_of_ranks() -> None:
+    """Every row has one owner and a place in its owner's share; shares are even where they can be, else of whole cache lines."""
+    for rows, tp in ((262144, 4), (262145, 4), (1061, 4), (40, 8), (7, 1)):
+        shards = [shard_vocab(rows, tp, rank) for rank in range(tp)]
+        share = vocab_share(rows, tp)
+        assert [row for shard in shards for row in shard] == list(range(rows))
+        assert all(rank * share <= shard.start and len(shard) <= share for rank, shard in enumerate(shards) if shard)
+        assert share == rows // tp if rows % tp == 0 else share % 32 == 0

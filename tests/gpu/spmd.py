@@ -144,7 +144,7 @@ def run(job: Job, model: Gemma4, parallel: Parallel, device: torch.device) -> li
                 continue
             if not job.fault:
                 check_bits(hidden, parallel)
-            logits = parallel.all_gather(model.logits(hidden))
+            logits = parallel.all_gather(model.logits(hidden))[:, : geometry.vocab]
             cap = geometry.softcap
             rows.append((logits if cap is None else torch.tanh(logits / cap) * cap).cpu())
         found.append(torch.cat(rows))

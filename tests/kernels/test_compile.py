@@ -25,7 +25,7 @@ from kernels.experts import experts
 from kernels.filters import Share, adopt, filtered_tokens, scaled_rows
 from kernels.joint import Norms, Peers, joint
 from kernels.launch import Node, launch, record, trigger, wait
-from kernels.linear import linear, linear_geglu
+from kernels.linear import linear, linear_geglu, linear_send
 from kernels.route import route, router_logits
 from kernels.slots import apply_plan, decode_inputs, gather_pages, rotary_table
 from kernels.table_check import check_table
@@ -76,6 +76,16 @@ def linear_nodes(target: Target) -> Iterator[Node]:
         yield from GemmCase("table", shape, tile.rows, tile).nodes(target)
         if tile.rows in {1, 16} and target == HOPPER:
             yield from GemmCase("ragged", GemmShape(1031, 1032, gated), tile.rows, tile).nodes(target)
+
+
+def sent_nodes(target: Target) -> Iterator[Node]:
+    """Products that write their parts to four inboxes."""
+    peers = Peers(meta(Peers.bytes(4, 64, HIDDEN, torch.bfloat16) // 2, dtype=torch.int16), meta(4, dtype=torch.int64), 2, 64,
+                  HIDDEN, torch.bfloat16, sharded=32, sent=16)  # fmt: skip
+    with record(target) as nodes:
+        for rows in (1, 8):
+            linear_send(meta(rows, 2048), meta(HIDDEN, 2048), peers)
+    yield from nodes
 
 
 def joint_nodes(target: Target) -> Iterator[Node]:
@@ -159,6 +169,7 @@ def attention_nodes(target: Target) -> Iterator[Node]:
 
 SUBJECTS: dict[str, Callable[[Target], Iterator[Node]]] = {
     "linear": linear_nodes,
+    "sent": sent_nodes,
     "joint": joint_nodes,
     "choose": choose_nodes,
     "experts": experts_nodes,

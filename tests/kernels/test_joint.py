@@ -1,5 +1,6 @@
 """The joint: over one rank and over four, whose inboxes lie in one process, in the interpreter; and without it, the reference."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -7,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.joint import _EMPTY, INBOXES, Norms, Peers, _joint_reference, _launch, _launch_sharded, joint
+import kernels.joint
+from kernels.joint import EMPTY, INBOXES, Norms, Peers, _joint_reference, _launch, _launch_sharded, joint
+from kernels.linear import linear_send
 from kernels.norm import norm_add, rms_norm
 from tests.support import interpreter
 
@@ -53,12 +56,11 @@ def case(seed: int = 0, sides: int = 1) -> Case:
     return Case(parts, draw(ROWS, N), Norms(draw(N).abs() + 0.5, draw(N).abs() + 0.5, each), torch.tensor([1.25]))
 
 
-def group(width: int, sharded: int = 1 << 30) -> list[Peers]:
+def group(width: int, sharded: int = 1 << 30, dtype: torch.dtype = torch.float32) -> list[Peers]:
     """SIZE ranks whose inboxes are ordinary memory."""
-    dtype = torch.float32
     memories = [torch.zeros(Peers.bytes(SIZE, ROWS, width, dtype), dtype=torch.uint8) for _ in range(SIZE)]
     pointers = torch.tensor([memory.data_ptr() for memory in memories])
-    return [Peers(memory, pointers, rank, ROWS, width, dtype, sharded) for rank, memory in enumerate(memories)]
+    return [Peers(memory, pointers, rank, ROWS, width, dtype, sharded, sent=ROWS) for rank, memory in enumerate(memories)]
 
 
 def one_shot(it: Case, peers: list[Peers]) -> list[tuple[Tensor, Tensor]]:
@@ -82,7 +84,7 @@ def sharded(it: Case, peers: list[Peers]) -> list[tuple[Tensor, Tensor]]:
 
 
 def empty(peers: list[Peers]) -> bool:
-    return all(bool((rank.inbox == _EMPTY[rank.dtype]).all()) and not rank.errors.any() for rank in peers)
+    return all(bool((rank.inbox == EMPTY[rank.dtype]).all()) and not rank.errors.any() for rank in peers)
 
 
 def off(one: Tensor, other: Tensor) -> float:
@@ -124,6 +126,28 @@ def interpreted_sharded_rows() -> None:
         assert empty(peers)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 2, ROWS])
+def interpreted_products_send_their_parts(rows: int, dtype: torch.dtype) -> None:
+    """Parts that products write to the inboxes themselves join to what parts in memory do, also where one rounds to -0.0; one that
+    another rank's product writes in its place is seen."""
+    generator = torch.Generator().manual_seed(rows)
+    draw: Callable[..., Tensor] = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
+    residual, norms, scalar = draw(rows, N), Norms(draw(N).abs() + 0.5, draw(N).abs() + 0.5), torch.tensor([1.25]).to(dtype)
+    for fault in (False, True):
+        peers = group(N, dtype=dtype)
+        x, weights = draw(SIZE, rows, 64), draw(SIZE, N, 64) / 8
+        x[0, 0], weights[0, 5] = 1e-20, -1e-22  # their product is no zero in fp32
+        sent = [linear_send(x[rank], weights[0 if fault else rank], peers[rank]) for rank in range(SIZE)]
+        found = [joint(part, residual, norms, EPS, scalar, peers=rank) for part, rank in zip(sent, peers, strict=True)]
+        whole = sum((x[rank] @ weights[rank].t()).float() for rank in range(SIZE)).to(dtype)
+        want = _joint_reference(whole, residual, norms, EPS, scalar, 1.0)
+        tolerance = 10 * TOLERANCE if dtype == torch.float32 else 0.1
+        assert all(torch.equal(h, found[0][0]) and torch.equal(normed, found[0][1]) for h, normed in found)
+        assert (max(map(off, found[0], want)) < tolerance) is not fault
+        assert empty(peers)
+
+
 def interpreted_one_rank() -> None:
     """Without peers the part is the sum: with a residual, as the first joint, and where nothing follows."""
     it = case()
@@ -136,6 +160,25 @@ def interpreted_one_rank() -> None:
     assert normed is not None
     assert off(normed, rms_norm(first, following, EPS)) < TOLERANCE
     assert joint(it.whole, it.residual, Norms(it.norms.post, None), EPS)[1] is None
+
+
+def interpreted_a_failed_group_does_not_wait_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A joint whose peers send nothing polls to its bound and sets the error flag; the next ones give up when they first look."""
+    monkeypatch.setattr(kernels.joint, "SPINS", 64)
+    it, peers = case(), group(N)[0]
+    one_row = replace(it, residual=it.residual[:1])
+
+    def seconds() -> float:
+        out = torch.empty_like(one_row.residual), torch.empty_like(one_row.residual)
+        began = time.monotonic()
+        _launch(it.parts[0], one_row.residual, it.norms, EPS, it.scalar, 1.0, peers, *out, peers.call(), send=False)
+        return time.monotonic() - began
+
+    first = seconds()
+    assert peers.errors.tolist() == [1]
+    assert max(seconds(), seconds()) < first / 3
+    peers.errors.zero_()
+    assert seconds() > first / 3
 
 
 def test_the_reference_is_the_norms_one_after_the_other() -> None:

@@ -2,20 +2,19 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.geometry import Geometry
-from engine.rank.attention.base import AttentionBackend, DecodePart, ExtendPart, PartSettings
+from engine.rank.attention.base import AttentionBackend, DecodePart, ExtendPart, Kind, PartSettings
 from engine.rank.attention.paged import PagedDecode, PagedExtend
 from engine.rank.attention.router import AttentionRouter
 from engine.rank.attention.trtllm import TrtllmDecode, TrtllmExtend, TrtllmScratch, load
 from engine.rank.kv import GroupCache, KVCache
 
-Kind = Literal["decode", "extend"]
+Unsound = Collection[tuple[Kind, int]]  # kinds of rows of KV groups
 BACKENDS = ("reference", "triton", "trtllm_mha")
 
 
@@ -26,14 +25,14 @@ class AskedAttention:
 
     decode: str | None = None
     extend: str | None = None
-    unsound: Collection[tuple[Kind, int]] = ()
+    unsound: Unsound = ()
     download: bool = False
 
     @classmethod
-    def of(cls, config: EngineConfig) -> "AskedAttention":
+    def of(cls, config: EngineConfig, unsound: Unsound = ()) -> "AskedAttention":
         """What the settings ask for."""
         decode, extend = config.attention_decode or config.attention, config.attention_extend or config.attention
-        return cls(decode, extend, download=config.flashinfer_download)
+        return cls(decode, extend, unsound, config.flashinfer_download)
 
 
 def attention_backend(

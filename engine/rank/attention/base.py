@@ -8,7 +8,7 @@ Parts are made for one group each, so that the groups, and decode rows and chunk
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from engine.geometry import Layer
 from engine.rank.batch import ForwardBatch
 from engine.rank.kv import GroupCache
 
+Kind = Literal["decode", "extend"]  # of rows
 Norms = tuple[Tensor, Tensor | None]  # weights [head_dim] of q's norm and, where the layer owns K and V, of k's
 
 

@@ -26,7 +26,7 @@ from engine.rank.kv import KVCache
 from engine.rank.models.layers import Experts, Joint, Linear, Mlp, Router, VocabTable, empty, reduce_together
 from engine.rank.parallel import Parallel
 from kernels.activation import gelu_mul
-from kernels.joint import Peers
+from kernels.joint import Peers, Sent
 from kernels.norm import rms_norm
 from kernels.qkv import inverse_frequencies
 
@@ -72,11 +72,12 @@ class Attention(nn.Module):
         self.q_norm = empty(layer.head_dim, dtype=dtype, device=device)
         self.k_norm = empty(layer.head_dim, dtype=dtype, device=device) if layer.owns_kv else None
 
-    def forward(self, x: Tensor, step: _Step) -> Tensor:
+    def forward(self, x: Tensor, step: _Step) -> Tensor | Sent:
         group = step.cache.of(self.layer)
         out = x.new_empty(x.shape[0], self.o.weight.shape[1])
         step.attention.attend(self.qkv(x), self.layer, (self.q_norm, self.k_norm), step.batch, step.plan, group, out)
-        return self.o(out)
+        part: Tensor | Sent = self.o(out, step.joint.peers)
+        return part
 
 
 class Block(nn.Module):
@@ -111,7 +112,7 @@ class Block(nn.Module):
             each = (norms["post_dense"], norms["post_experts"])
             h, x = step.joint(self._dense_and_experts(h, x), h, norms["post_mlp"], after, scalar, each=each)
         else:
-            h, x = step.joint(self.mlp(x), h, norms["post_mlp"], after, scalar)
+            h, x = step.joint(self.mlp(x, step.joint.peers), h, norms["post_mlp"], after, scalar)
         if step.ple is None:
             return h, x
         p = self.ple_out(gelu_mul(self.ple_gate(h), step.ple[:, self._index]))
@@ -183,8 +184,9 @@ class Gemma4(nn.Module):
         return self.states(batch, cache, attention, peers)[1]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, hidden] -> fp32 [R, vocab / size]: this rank's slice, before the soft cap (`geometry.softcap`)."""
-        return self.embedding.tokens.head.fp32(hidden)
+        """hidden [R, hidden] -> fp32 [R, `vocab_share`]: this rank's slice, before the soft cap (`geometry.softcap`), and -inf
+        behind the vocabulary's end."""
+        return self.embedding.tokens.logits(hidden)
 
     def states(
         self, batch: ForwardBatch, cache: KVCache, attention: AttentionBackend, peers: Peers | None = None

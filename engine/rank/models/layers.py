@@ -9,13 +9,12 @@ ranks. Weights are made empty; `engine.rank.weights` fills them.
 import torch
 from torch import Tensor, nn
 
-from engine.errors import CheckpointError
-from engine.geometry import Moe
+from engine.geometry import Moe, shard_vocab, vocab_share
 from engine.rank.parallel import Parallel
 from kernels.embed import embed
 from kernels.experts import experts
-from kernels.joint import Norms, Peers, joint
-from kernels.linear import linear, linear_geglu
+from kernels.joint import Norms, Peers, Sent, joint
+from kernels.linear import linear, linear_geglu, linear_send
 from kernels.route import route, router_logits
 
 
@@ -31,8 +30,10 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = empty(outputs, inputs, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight)
+    def forward(self, x: Tensor, peers: Peers | None = None) -> Tensor | Sent:
+        """With the ranks' inboxes, few rows of a row-parallel product go there, for the joint that comes next."""
+        sent = None if peers is None else linear_send(x, self.weight, peers)
+        return linear(x, self.weight) if sent is None else sent
 
     def fp32(self, x: Tensor) -> Tensor:
         """x [T, n] -> fp32 [T, m], the product not rounded to x's dtype: bf16 logits would tie in one row of fourteen."""
@@ -47,11 +48,11 @@ class Joint:
 
     def __init__(self, parallel: Parallel, peers: Peers | None, eps: float, *, every_row: bool = False) -> None:
         self._parallel, self._eps, self._every_row = parallel, eps, every_row
-        self._peers = peers.begin() if peers is not None else None
+        self.peers = peers.begin() if peers is not None else None
 
     def __call__(
         self,
-        part: Tensor,
+        part: Tensor | Sent,
         residual: Tensor | None,
         post: Tensor | None,
         following: Tensor | None,
@@ -61,12 +62,12 @@ class Joint:
         scale: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
         """This rank's part [T, n], or [T, 2 n] with norms for `each` half -> (h, x); x is h where nothing is `following`."""
-        whole = part if self._peers is not None else self._parallel.all_reduce(part)
-        return self.whole(whole, residual, post, following, scalar, each=each, scale=scale, peers=self._peers)
+        whole = part if isinstance(part, Sent) or self.peers is not None else self._parallel.all_reduce(part)
+        return self.whole(whole, residual, post, following, scalar, each=each, scale=scale, peers=self.peers)
 
     def whole(
         self,
-        x: Tensor,
+        x: Tensor | Sent,
         residual: Tensor | None,
         post: Tensor | None,
         following: Tensor | None,
@@ -83,14 +84,15 @@ class Joint:
 
 
 class VocabTable(nn.Module):
-    """This rank's rows of an embedding table: vocabulary-parallel lookup and, for a tied table, head."""
+    """This rank's rows of an embedding table: vocabulary-parallel lookup and, for a tied table, head.
+
+    Every rank has as many; where the vocabulary does not fill the last ranks', they are zero, and their logits -inf."""
 
     def __init__(self, rows: int, width: int, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        if rows % parallel.size:
-            raise CheckpointError(f"a vocabulary of {rows} does not divide by tensor-parallel size {parallel.size}")
-        share = rows // parallel.size
+        share = vocab_share(rows, parallel.size)
         self._first = parallel.rank * share
+        self._filled = len(shard_vocab(rows, parallel.size, parallel.rank))
         self.head = Linear(width, share, dtype, device)
 
     @property
@@ -100,6 +102,13 @@ class VocabTable(nn.Module):
     def forward(self, ids: Tensor, placeholders: Tensor, pad: int) -> Tensor:
         """ids int [T] -> [T, width]: zero rows for ids of other ranks, to be added over ranks. Placeholders are read as pad."""
         return embed(ids, self.weight, self._first, placeholders, pad)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x [T, width] -> fp32 [T, share]."""
+        logits = self.head.fp32(x)
+        if self._filled < logits.shape[1]:
+            logits[:, self._filled :] = -torch.inf
+        return logits
 
 
 class Mlp(nn.Module):
@@ -111,8 +120,9 @@ class Mlp(nn.Module):
         self.gate_up = Linear(hidden, 2 * share, dtype, device)
         self.down = Linear(share, hidden, dtype, device)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(linear_geglu(x, self.gate_up.weight))
+    def forward(self, x: Tensor, peers: Peers | None = None) -> Tensor | Sent:
+        part: Tensor | Sent = self.down(linear_geglu(x, self.gate_up.weight), peers)
+        return part
 
 
 class Router(nn.Module):

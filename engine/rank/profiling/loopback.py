@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from engine.rank.parallel import Inboxes, Single
+from engine.rank.parallel import SENT_ROWS, Inboxes, Single
 from kernels.choose import Ballot
 from kernels.joint import Peers
 
@@ -34,7 +34,8 @@ class Loopback(Single):
         memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=self._device)
         peers = torch.arange(self.size, dtype=torch.int64, device=self._device)
         joints = Peers(
-            memory[: sizes[0]], memory.data_ptr() + peers * rows * width * dtype.itemsize, 0, rows, width, dtype, sharded=1 << 30
+            memory[: sizes[0]], memory.data_ptr() + peers * rows * width * dtype.itemsize, 0, rows, width, dtype,
+            sharded=1 << 30, sent=SENT_ROWS,
         )
         choices = Ballot(
             memory[sizes[0] :], memory.data_ptr() + sizes[0] + peers * rows * 16, 0, rows, joints.errors

@@ -9,7 +9,7 @@ import pytest
 
 from deploy.cli.main import main
 from deploy.models.resolve import resolve
-from engine.plan import StepPlan, encode_plan
+from engine.plan import StepPlan, StepResult, encode_plan
 from engine.rank.page_dump import PageDump, write_dump
 from engine.rank.plan_stream import read_stream, write_stream
 from tests.golden.record import PATH
@@ -34,7 +34,8 @@ def test_another_token_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str
     stream = read_stream(PATH)
     at = next(at for at, result in enumerate(stream.results) if result.rows)
     row = stream.results[at].rows[0]
-    stream.results[at] = replace(stream.results[at], rows=[row._replace(tokens=(row.tokens[0] + 1,)), *stream.results[at].rows[1:]])
+    rows = [row._replace(tokens=(row.tokens[0] + 1,)), *stream.results[at].rows[1:]]
+    stream.results[at] = StepResult.of(at + 1, rows)
     short = replace(stream, plans=stream.plans[: at + 1], results=stream.results[: at + 1])
     write_stream(short, tmp_path / "x.json.gz")
     assert read_stream(tmp_path / "x.json.gz") == short

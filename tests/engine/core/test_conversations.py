@@ -9,6 +9,7 @@ from tests.support.engine.conversations import Trace, optimum, portions, serve, 
 pytestmark = pytest.mark.pure
 
 FEW = Trace(conversations=150)
+LONG = Trace(conversations=200, turns=5)
 MANY = Trace(conversations=10_000)
 
 
@@ -28,7 +29,7 @@ def check(trace: Trace) -> None:
         found, bound = shares(trace, pages), optimum(trace, pages).hit / best
         print(f"{trace.conversations} conversations at {working_set:.0%} of the pools: {found:.3f}, and {bound:.3f} at most")
         assert found <= bound + 1e-9
-        assert found >= (0.9 if working_set <= 0.9 else 0.4), (working_set, found)
+        assert found >= (0.9 if working_set <= 0.9 else 0.7), (working_set, found)
     sliding, full = portions(trace, 0.9)
     for name, pages in (("sliding", (sliding, 3 * full)), ("full", (3 * sliding, full))):
         found = shares(trace, pages)
@@ -42,10 +43,21 @@ def test_conversations_that_fit_are_found() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_many_conversations_that_fit_are_found() -> None:
     """The same with ten thousand conversations."""
     check(MANY)
+
+
+def test_turns_of_too_many_conversations_are_found_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 125 % and 150 % most of what could be found is; planted fault: strictly the least recently used goes, which is always the
+    one whose turn is next."""
+    for working_set, least, strict in ((1.25, 0.8, 0.75), (1.5, 0.7, 0.65)):
+        pages = portions(LONG, working_set)
+        with monkeypatch.context() as patch:
+            found = shares(LONG, pages)
+            patch.setattr("engine.core.prefix.SPARED", 0.0)
+            assert shares(LONG, pages) < strict < least < found
 
 
 def test_a_cache_without_branch_points_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

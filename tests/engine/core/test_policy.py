@@ -52,12 +52,14 @@ def test_the_shortest_go_beside_the_oldest() -> None:
 def test_the_budget_keeps_a_step_below_its_target() -> None:
     """The most tokens that fit, between measured points and beyond them; never fewer than one in 32, never more than all."""
     times = StepTimes(((1, 5.0), (101, 15.0)), ((1, 5.0), (101, 7.0), (1101, 27.0)))
-    assert prefill_tokens(times, 1, 6.0, 2048) == 64  # one in 32: 50 would be in time
-    assert prefill_tokens(times, 1, 7.0, 64) == 64
-    assert prefill_tokens(times, 1, 17.0, 2048) == 600
-    assert prefill_tokens(times, 51, 22.0, 2048) == 600
-    assert prefill_tokens(times, 1, 1000.0, 2048) == 2048
-    assert prefill_tokens(times, 500, 10.0, 2048) == 64
+    assert prefill_tokens(times, 1, 0, 6.0, 2048) == 64  # one in 32: 50 would be in time
+    assert prefill_tokens(times, 1, 0, 7.0, 64) == 64
+    assert prefill_tokens(times, 1, 0, 17.0, 2048) == 600
+    assert prefill_tokens(times, 51, 0, 22.0, 2048) == 600
+    assert prefill_tokens(times, 1, 0, 1000.0, 2048) == 2048
+    assert prefill_tokens(times, 500, 0, 10.0, 2048) == 64
+    longer = StepTimes(times.decodes, times.prefills, context_ms=0.001)
+    assert prefill_tokens(longer, 51, 5000, 22.0, 2048) == 350  # 5 ms of context are 250 tokens
 
 
 def test_the_budget_fills_whole_tiles() -> None:
@@ -65,7 +67,7 @@ def test_the_budget_fills_whole_tiles() -> None:
     rng = random.Random(3)
     for _ in range(2000):
         decodes, target = rng.randint(0, 200), rng.uniform(5, 60)
-        tokens = prefill_tokens(TIMES, decodes, target, 2048 - decodes)
+        tokens = prefill_tokens(TIMES, decodes, 0, target, 2048 - decodes)
         assert tokens <= 2048 - decodes
         if tokens < 2048 - decodes:
             assert step_ms(filled(decodes, tokens + TIMES.tile)) > target

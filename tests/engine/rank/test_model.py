@@ -1,5 +1,6 @@
 """The model against transformers in fp32: prefilled whole, in chunks, decoded, at every TP, over shuffled and poisoned pages."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -7,19 +8,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import kernels.decode
 import kernels.qkv
 from deploy.models.nano.nano_shapes import SHAPES
 from engine.errors import CheckpointError, ConfigError
-from engine.geometry import Geometry, read_geometry
+from engine.geometry import Geometry, read_geometry, shard_vocab
 from engine.rank.attention import attention_backend
 from engine.rank.kv import KVCache
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.parallel import Parallel, Single
 from engine.rank.weights import load
-from tests.support.engine.paged import PlantFault, Step, caches, run_steps, script
+from tests.support.engine.paged import Logits, PlantFault, Step, caches, run_steps, script
 from tests.support.engine.threads import SkippedReduce, ThreadParallel, run_ranks
 from tests.support.judge.oracle import Verdict, judge, load_oracle, soft_cap
 
@@ -76,15 +78,33 @@ class Case:
 def case(nano: Nano) -> Callable[[str], Case]:
     @cache
     def make(member: str) -> Case:
-        folder = nano(member)
-        geometry, oracle = read_geometry(folder), load_oracle(folder)
-        window = geometry.window
-        lengths = ((4 * window + 7, DECODED), (2 * window + 1, DECODED), (window // 2, DECODED))
-        generator = torch.Generator().manual_seed(12)
-        ids = tuple(torch.randint(3, geometry.vocab, (sum(length),), generator=generator) for length in lengths)
-        return Case(folder, geometry, lengths, ids, tuple(judge(oracle, row) for row in ids))
+        return case_of(nano(member))
 
     return make
+
+
+def case_of(folder: Path) -> Case:
+    """Random sequences for a checkpoint."""
+    geometry, oracle = read_geometry(folder), load_oracle(folder)
+    window = geometry.window
+    lengths = ((4 * window + 7, DECODED), (2 * window + 1, DECODED), (window // 2, DECODED))
+    generator = torch.Generator().manual_seed(12)
+    ids = tuple(torch.randint(3, geometry.vocab, (sum(length),), generator=generator) for length in lengths)
+    return Case(folder, geometry, lengths, ids, tuple(judge(oracle, row) for row in ids))
+
+
+def add_tokens(folder: Path, copy: Path, count: int) -> None:
+    """`copy` becomes the checkpoint in `folder` with `count` more rows in each table of tokens."""
+    tensors = {name: tensor for shard in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(shard).items()}
+    for name, table in tensors.items():
+        if "embed_tokens" in name:
+            tensors[name] = torch.cat([table, table[torch.randperm(len(table))[:count]] * 1.1])
+    save_file(tensors, copy / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    for name in ("vocab_size", "vocab_size_per_layer_input"):
+        if name in config["text_config"]:
+            config["text_config"][name] += count
+    (copy / "config.json").write_text(json.dumps(config))
 
 
 # ---- equal
@@ -108,6 +128,29 @@ def test_logits_are_transformers(case: Callable[[str], Case], member: str, tp: i
     assert error < TOLERANCE
     assert whole or mixed > 0
     assert any(step.released for step in steps)
+
+
+def test_a_vocabulary_that_ranks_do_not_divide(nano: Nano, tmp_path: Path) -> None:
+    """With 37 more tokens, which four ranks cannot share evenly, logits are still transformers', and -inf behind the last token;
+    with the last rank's rows one place further they are not."""
+    add_tokens(nano("e2b"), tmp_path, 37)
+    it = case_of(tmp_path)
+    assert it.geometry.vocab % 4 == 1
+    steps = it.steps(whole=False)
+
+    def run(parallel: ThreadParallel, shift: int) -> Logits:
+        model = it.model(parallel)
+        table = model.embedding.tokens.weight
+        filled = len(shard_vocab(it.geometry.vocab, 4, parallel.rank))
+        assert not table[filled:].any()
+        assert model.logits(torch.ones(2, it.geometry.hidden))[:, filled:].eq(-torch.inf).all()
+        if parallel.rank == 3:
+            assert 0 < filled < len(table)
+            table[:filled] = table[:filled].roll(shift, 0)
+        return run_steps(model, it.caches(4), steps, it.ids)
+
+    assert it.error(run_ranks(4, lambda parallel: run(parallel, 0))[0]) < TOLERANCE
+    assert it.error(run_ranks(4, lambda parallel: run(parallel, 1))[0]) > FAULT
 
 
 def test_placeholders_embed_as_pad(case: Callable[[str], Case]) -> None:

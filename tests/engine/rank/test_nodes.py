@@ -11,7 +11,7 @@ from engine.rank.attention import attention_backend
 from engine.rank.batch import ForwardBatch
 from engine.rank.kv import GroupCache, KVCache
 from engine.rank.models.gemma4 import Gemma4
-from engine.rank.parallel import Single
+from engine.rank.parallel import SENT_ROWS, SHARDED_ROWS, Single
 from engine.rank.sampler import Sampler
 from kernels.choose import Ballot, SlotParameters
 from kernels.joint import Peers
@@ -55,7 +55,7 @@ def step(member: str, rows: int) -> tuple[Node, ...]:
     pointers = torch.empty(TP, dtype=torch.int64, device=META)
     width = shape.hidden * (2 if shape.moe else 1)
     peers = Peers(torch.empty(Peers.bytes(TP, 256, width, torch.bfloat16), dtype=torch.uint8, device=META), pointers, 0,
-                  256, width, torch.bfloat16, sharded=32)  # fmt: skip
+                  256, width, torch.bfloat16, sharded=SHARDED_ROWS, sent=SENT_ROWS)  # fmt: skip
     ballot = Ballot(torch.empty(Ballot.bytes(TP, 256), dtype=torch.uint8, device=META), pointers, 0, 256, peers.errors)
     parameters = SlotParameters(
         torch.empty((SLOTS, 3), dtype=torch.int64, device=META), torch.empty((SLOTS, 3), device=META), int32(SLOTS, 1024)

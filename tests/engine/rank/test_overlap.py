@@ -27,6 +27,7 @@ from engine.protocol import (
     frame,
     pack_tokens,
 )
+from engine.rank.step_clock import StepClock
 from engine.rank.worker import Worker
 
 pytestmark = pytest.mark.cpu
@@ -61,6 +62,7 @@ class SlowStep:
     step: int
     rows: np.ndarray
     end: float
+    clock: StepClock = field(default_factory=StepClock)
 
     @property
     def done(self) -> bool:

@@ -115,6 +115,22 @@ def test_sampling_again_gives_the_same() -> None:
     assert torch.equal(later[rows.greedy], first.tokens[rows.greedy])
 
 
+def test_columns_behind_the_vocabulary_are_never_drawn() -> None:
+    """Where the last rank has more columns than the vocabulary, -inf, tokens and logprobs are those of the vocabulary alone; were
+    the columns zero instead, they would be others."""
+    rows, logits = rows_of(48), logits_of(48) / 6
+    whole = Sampler(Single(), VOCAB - 11, SOFTCAP, SUPPRESS, CPU).sample(logits[:, :-11], rows)
+
+    def padded(value: float, vocabulary: int) -> list[Sampled]:
+        filled = logits.clone()
+        filled[:, -11:] = value
+        cut = lambda rank: filled.chunk(4, 1)[rank].contiguous()  # noqa: E731
+        return run_ranks(4, lambda parallel: Sampler(parallel, vocabulary, SOFTCAP, SUPPRESS, CPU).sample(cut(parallel.rank), rows))
+
+    assert all(same(found, whole) for found in padded(-torch.inf, VOCAB - 11))
+    assert not same(padded(0.0, VOCAB)[0], whole)
+
+
 @pytest.mark.parametrize("size", [1, 4])
 def test_greedy_takes_the_best_allowed_and_the_lowest_of_equals(size: int) -> None:
     """Greedy is the argmax of the uncapped logits, lowest id first, also where the tie lies on several ranks."""

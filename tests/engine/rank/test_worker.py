@@ -8,6 +8,7 @@ import pytest
 
 from engine.lifeline import Configure, Failed
 from engine.plan import Phase, StepPlan, StepResult
+from engine.rank.plan_stream import logprob_error
 from tests.conftest import Nano
 from tests.support.engine.ranks import WORKER, Ranks
 from tests.support.engine.recording import (
@@ -15,7 +16,6 @@ from tests.support.engine.recording import (
     REQUESTS,
     Recording,
     config_of,
-    logprob_error,
     record,
     replay_in_step,
     request,

@@ -31,6 +31,7 @@ class Behaviour(msgspec.Struct, frozen=True, kw_only=True):
     crash    step in which it raises (0: never)
     step_s   seconds a step takes
     kv_bytes what it reports as left for KV pages
+    fallbacks  what its checks found wrong
     """
 
     load: str = ""
@@ -38,6 +39,7 @@ class Behaviour(msgspec.Struct, frozen=True, kw_only=True):
     crash: int = 0
     step_s: float = 0.001
     kv_bytes: int = 1 << 28
+    fallbacks: tuple[str, ...] = ()
 
 
 def commands(**odd: Behaviour) -> Callable[[BootArgs], list[str]]:
@@ -130,7 +132,7 @@ def serve(lifeline: Lifeline, behaviour: Behaviour) -> None:
     lifeline.allocate()
     rank = FakeRank(lifeline, behaviour)
     lifeline.phase(Phase.ready)
-    lifeline.send(Ready(note="fake"))
+    lifeline.send(Ready(note="fake", fallbacks=behaviour.fallbacks))
     rank.run()
 
 

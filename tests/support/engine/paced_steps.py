@@ -18,7 +18,7 @@ TILE = 128  # rows of large products: those of a step with chunks cost as if rou
 TIMES = StepTimes(
     tuple((rows, BASE_MS + DECODE_MS * rows) for rows in (1, 32, 128, 256)),
     tuple((rows, BASE_MS + PREFILL_MS * rows) for rows in (1, 128, 512, 2048)),
-    TILE,
+    tile=TILE,
 )
 
 

@@ -145,7 +145,7 @@ def run_steps(
         batch = _batch(step, ids, model, cache)
         hidden = model(batch, cache, attention)
         assert hidden.shape[0] == len(step.wanted)
-        logits = model.parallel.all_gather(model.logits(hidden)) if len(step.wanted) else hidden
+        logits = model.parallel.all_gather(model.logits(hidden))[:, : model.geometry.vocab] if len(step.wanted) else hidden
         where = zip(batch.slots[batch.logit_rows].tolist(), batch.positions[batch.logit_rows].tolist(), strict=True)
         found |= dict(zip(where, logits, strict=True))
     return found

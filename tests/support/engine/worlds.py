@@ -23,7 +23,7 @@ from engine.protocol import AbortReason, FinishReason, GenerateRequest, Output, 
 from tests.support.engine.kvmachine import KVMachine, identity
 
 STOP = 7
-TIMES = StepTimes(((1, 5.0), (6, 6.0)), ((1, 5.0), (8, 7.0), (32, 20.0)), 4)
+TIMES = StepTimes(((1, 5.0), (6, 6.0)), ((1, 5.0), (8, 7.0), (32, 20.0)), 0.05, 4)
 _MAX_STEPS = 20_000
 _MAX_REQUESTS = 14
 

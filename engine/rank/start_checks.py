@@ -1,0 +1,60 @@
+"""What a rank checks of its own GPU before it serves, and what all ranks then leave out.
+
+Ranks run one program: what one finds wrong, none uses.
+"""
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from engine.config import EngineConfig
+from engine.geometry import Geometry, kv_groups
+from engine.rank.attention import AskedAttention, parts_check, trtllm
+from engine.rank.attention.base import Kind, PartSettings
+from engine.rank.parallel import Parallel
+from kernels import selfcheck
+from kernels.launch import distrust
+
+_WORKSPACE = 64 << 20
+
+
+def check_kernels(parallel: Parallel, device: torch.device) -> list[str]:
+    """On a GPU of an architecture that nobody tried: runs each kernel against plain torch and turns off what any rank found wrong.
+
+    A sentence for each. Every rank must call it.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) in selfcheck.RUN_ON:
+        return []
+    found = {failure.module: str(failure) for failure in selfcheck.failures(device)}
+    wrong = agreed(parallel, list(dict.fromkeys(selfcheck.checked_modules())), found, device)
+    if "kernels.joint" in wrong:
+        wrong.add("kernels.choose")  # it needs the inboxes that joints bring
+    distrust(wrong)
+    elsewhere = "is wrong on another rank, or needs one that is: plain torch in its place"
+    return [found.get(module, f"{module} {elsewhere}") for module in sorted(wrong)]
+
+
+def check_attention(
+    parallel: Parallel, config: EngineConfig, geometry: Geometry, device: torch.device
+) -> tuple[frozenset[tuple[Kind, int]], list[str]]:
+    """Where trtllm_mha was asked for: the parts that any rank found wrong, and a sentence for each. Every rank must call it."""
+    asked = AskedAttention.of(config)
+    kinds: list[Kind] = [kind for kind in ("decode", "extend") if getattr(asked, kind) == "trtllm_mha"]
+    if not kinds or device.type != "cuda":
+        return frozenset(), []
+    groups = kv_groups(geometry, config.tp, config.page)
+    settings = PartSettings(geometry.heads // config.tp, geometry.eps, (parts_check.ROWS,), device)
+    scratch = trtllm.TrtllmScratch(trtllm.load(device, download=config.flashinfer_download), settings, _WORKSPACE)
+    mismatches = parts_check.mismatches(kinds, geometry, groups, settings, scratch)
+    found = {f"{each.kind} {each.group.index}": str(each) for each in mismatches}
+    names = {f"{kind} {group.index}": (kind, group.index) for kind in kinds for group in groups}
+    wrong = agreed(parallel, list(names), found, device)
+    sentences = [found.get(name, f"trtllm_mha ({name}) is wrong on another rank: triton in its place") for name in sorted(wrong)]
+    return frozenset(names[name] for name in wrong), sentences
+
+
+def agreed(parallel: Parallel, names: Sequence[str], found: Collection[str], device: torch.device) -> set[str]:
+    """Those of `names` that any rank has found."""
+    flags = torch.zeros(-(-len(names) // 64) * 64, device=device)
+    flags[: len(names)] = torch.tensor([float(name in found) for name in names], device=device)
+    return {name for name, count in zip(names, parallel.all_reduce(flags).tolist(), strict=False) if count}

@@ -1,0 +1,280 @@
+"""Each of our kernels once against plain torch, on one ugly shape: what a rank does before it serves on a GPU that nobody tried.
+
+    RUN_ON     compute capabilities on which the GPU tests have run (tests/gpu): there nothing is checked at start
+    failures   the ops whose kernel and whose plain torch disagree here; `kernels.launch.distrust` then turns their modules off
+
+A kernel may compile for an architecture and be wrong on it. Sizes are such that all of it takes half a second, compilation apart;
+sums over ranks are `engine.rank.parallel.self_check`'s.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.activation import geglu
+from kernels.block_tables import block_tables
+from kernels.choose import SlotParameters, choose_best, local_best
+from kernels.decode import DecodeScratch, decode_attention
+from kernels.embed import embed
+from kernels.experts import experts
+from kernels.joint import Norms, joint
+from kernels.launch import INTERPRET, plain_torch
+from kernels.linear import linear, linear_geglu
+from kernels.prefill import extend_attention, extend_tiles, tile_tokens
+from kernels.qkv import qkv_post
+from kernels.route import route, router_logits
+from kernels.sample import cap, gumbel
+from kernels.slots import apply_plan, decode_inputs, gather_pages, rotary_table
+
+RUN_ON = frozenset({(9, 0)})
+TOLERANCE = {torch.bfloat16: 0.02, torch.float32: 1e-3}  # of a row's norm: a rounding or two of bf16; other orders of sums
+_EPS = 1e-6
+_PAGE = 16
+
+Outputs = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What of `module` disagrees, and by how much: the largest error of a row as a part of its norm, of integers how many."""
+
+    module: str
+    what: str
+    error: float
+
+    def __str__(self) -> str:
+        return f"{self.what} ({self.module}) is wrong by {self.error:.2g}: plain torch in its place"
+
+
+@dataclass(frozen=True)
+class RandomInputs:
+    """Random inputs: the same ones for every draw of the same sizes in the same order."""
+
+    device: torch.device
+    dtype: torch.dtype
+    generator: torch.Generator
+
+    def floats(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
+        return (torch.randn(shape, generator=self.generator) * scale).to(self.device, dtype or self.dtype)
+
+    def ints(self, *values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+
+Op = Callable[[RandomInputs], Outputs]
+
+
+@dataclass(frozen=True)
+class Check:
+    """`run` gives an op's outputs, what it writes in place too; `want` those of another op, where plain torch lacks that one."""
+
+    module: str
+    what: str
+    run: Op
+    want: Op | None = None
+
+
+def failures(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> list[Failure]:
+    """The checks that do not hold on `device`; an op that raises is one of them."""
+    return [found for check in CHECKS if (found := _failure(check, device, torch.float32 if INTERPRET else dtype)) is not None]
+
+
+def _failure(check: Check, device: torch.device, dtype: torch.dtype) -> Failure | None:
+    def draw() -> RandomInputs:
+        return RandomInputs(device, dtype, torch.Generator().manual_seed(7))
+
+    try:
+        found = check.run(draw())
+    except (RuntimeError, ValueError) as error:  # Triton's compiler, and CUDA's launches
+        return Failure(check.module, f"{check.what}: {type(error).__name__}: {error}", math.inf)
+    with plain_torch(check.module):
+        want = (check.want or check.run)(draw())
+    worst = max(_error(one, other) for one, other in zip(found, want, strict=True))
+    return Failure(check.module, check.what, worst) if not worst <= TOLERANCE[dtype] else None
+
+
+def _error(found: Tensor, want: Tensor) -> float:
+    if not want.is_floating_point():
+        return float((found != want).sum())
+    found, want = (x.double().reshape(-1, x.shape[-1]) for x in (found, want))
+    unknown = want.isnan()
+    off = (found - want).masked_fill(unknown & found.isnan(), 0.0).norm(dim=1)
+    size = want.masked_fill(unknown, 0.0).norm(dim=1)
+    return float((off / size.clamp(min=1e-6)).nan_to_num(math.inf).max())
+
+
+# ---- the checks
+
+
+def _step_inputs(draw: RandomInputs) -> Outputs:
+    """A plan of two decode rows, a chunk, two appends and a release, applied; then the inputs of three rows."""
+    sections = [[2, 0], [1, 0, 33, 0], [0, 2, 3, 9], [1, 0, 1, 4], [0, 2, 0, 2]]
+    plan = draw.ints(*[0] * 4, 2, 1, 2, 1, *[0] * 8, *(number for section in sections for number in section))
+    tables = [torch.arange(4 * width, dtype=torch.int32, device=draw.device).view(4, width) for width in (6, 5)]
+    lengths, tokens = draw.ints(40, 7, 47, 0), torch.arange(4 * 60, dtype=torch.int32, device=draw.device).view(4, 60)
+    ids, positions, slots = (torch.full((3,), -7, dtype=torch.int32, device=draw.device) for _ in range(3))
+    apply_plan(plan, tables, lengths)
+    decode_inputs(plan, tokens, lengths, 3, ids, positions, slots)
+    pages = torch.full((3, 4), -7, dtype=torch.int32, device=draw.device)
+    gather_pages(tables[0], slots, positions, _PAGE, 20, pages)
+    angles = torch.empty((3, 10), device=draw.device)
+    rotary_table(positions, 0.1 * torch.arange(1, 6, device=draw.device), angles)
+    return *tables, lengths, ids, positions, slots, pages, angles
+
+
+def _block_tables(draw: RandomInputs) -> Outputs:
+    table = torch.arange(1, 19, dtype=torch.int32, device=draw.device).view(2, 9)
+    tables, lengths = torch.full((3, 16), 7, dtype=torch.int32, device=draw.device), draw.ints(9, 9, 9)
+    block_tables(table, draw.ints(1, 0, 0), draw.ints(100, 15, -1), _PAGE, 40, tables, lengths)
+    return tables, lengths
+
+
+def _geglu(draw: RandomInputs) -> Outputs:
+    return (geglu(draw.floats(3, 2 * 70)),)
+
+
+def _products(rows: int) -> Op:
+    """`rows` rows: each class has a kernel or a tile of its own."""
+
+    def run(draw: RandomInputs) -> Outputs:
+        x, weight = draw.floats(rows, 264), draw.floats(2 * 19, 264, scale=264**-0.5)
+        return linear(x, weight), linear(x, weight, dtype=torch.float32), linear_geglu(x, weight)
+
+    return run
+
+
+def _joint(draw: RandomInputs) -> Outputs:
+    n = 72
+    norms = Norms(draw.floats(n), draw.floats(n), (draw.floats(n), draw.floats(n)))
+    h, x = joint(draw.floats(3, 2 * n), draw.floats(3, n), norms, _EPS, draw.floats(1))
+    first, normed = joint(draw.floats(2, n), None, Norms(None, draw.floats(n)), _EPS, scale=8.5)
+    assert x is not None
+    assert normed is not None
+    return h, x, first, normed
+
+
+def _embed(draw: RandomInputs) -> Outputs:
+    return (embed(draw.ints(5, 40, 41, 73, 39, 7), draw.floats(33, 70), 40, draw.ints(7, 73), 41),)
+
+
+def _qkv_post(draw: RandomInputs) -> Outputs:
+    """Two sides, grouped heads, a padding row; the pool amid NaN."""
+    heads, kv_heads, d, pairs = 4, 2, 32, 5
+    pool, q = draw.floats(5, 2, kv_heads, _PAGE, d) * math.nan, draw.floats(4, heads, d)
+    places = (draw.ints(3, 1, 4, 2).view(2, 2), draw.ints(0, 1, 0, 1), draw.ints(17, 15, -1, 31))
+    raw, cos_sin = draw.floats(4, (heads + 2 * kv_heads) * d), draw.floats(4, 2 * pairs, dtype=torch.float32)
+    qkv_post(raw, pool, *places, cos_sin, draw.floats(d), draw.floats(d), _EPS, q)
+    return q, pool
+
+
+def _decode(heads: int, kv_heads: int, d: int, sides: int, window: int | None) -> Op:
+    """Rows over several splits, one of a single key, and padding; ids behind a row's own page name no page of the pool."""
+
+    def run(draw: RandomInputs) -> Outputs:
+        rows, splits, pages = 3, 3, 8
+        pool = draw.floats(1 + 2 * pages, 2, kv_heads, _PAGE, d, scale=d**-0.25)
+        ids = 1 + torch.arange(2 * pages, dtype=torch.int32, device=draw.device).flip(0).view(2, pages)
+        ids = torch.cat([ids, ids[:1]])
+        positions = draw.ints(pages * _PAGE - 14, 0, -1)
+        ids[1, 1:] = 2**31 - 7
+        out = draw.floats(rows, heads * d)
+        scratch = DecodeScratch(rows, heads, kv_heads, d, rows * splits, draw.device)
+        raw, cos_sin = draw.floats(rows, (heads + sides * kv_heads) * d), draw.floats(rows, 12, dtype=torch.float32)
+        norms = draw.floats(d, scale=d**-0.25), draw.floats(d, scale=d**-0.25) if sides else None
+        decode_attention(raw, pool, ids, positions, cos_sin, *norms, _EPS, window, scratch, out, splits)
+        return out, pool
+
+    return run
+
+
+def _extend(heads: int, kv_heads: int, d: int, window: int | None) -> Op:
+    """A fresh chunk, and one behind a prefix; rows that no tile names are left."""
+
+    def run(draw: RandomInputs) -> Outputs:
+        pool, q = draw.floats(17, 2, kv_heads, _PAGE, d, scale=d**-0.25), draw.floats(60, heads, d, scale=d**-0.25)
+        table = 1 + torch.arange(16, dtype=torch.int32, device=draw.device).flip(0).view(2, 8)
+        tiles = extend_tiles([(0, 2, 0, 33), (1, 40, 83, 20)], tile_tokens(heads, kv_heads, d))
+        out = draw.floats(60, heads, d)
+        extend_attention(q, pool, table, torch.tensor(tiles, dtype=torch.int32).to(draw.device), window, out)
+        return (out,)
+
+    return run
+
+
+_VOCABULARY, _CAP, _PARTS = 5000, 30.0, 2
+
+
+def _ballot(draw: RandomInputs) -> tuple[Tensor, Tensor, SlotParameters]:
+    """Logits of four rows, positions of their inputs, and how they sample: greedy and plain."""
+    integers = torch.tensor([[3, 0, 0], [2**40 + 5, 0, 0]], dtype=torch.int64, device=draw.device).repeat(2, 1)
+    floats = torch.tensor([[0.0, 1, 0], [0.8, 1, 0]], device=draw.device).repeat(2, 1)
+    stop = torch.full((4, 8), -1, dtype=torch.int32, device=draw.device)
+    return draw.floats(4, _VOCABULARY, scale=4, dtype=torch.float32), draw.ints(9, 8, 7, 6), SlotParameters(integers, floats, stop)
+
+
+def _choose(draw: RandomInputs) -> Outputs:
+    logits, positions, parameters = _ballot(draw)
+    slots, tokens, results = draw.ints(0, 1, 2, 3), torch.zeros((4, 12), dtype=torch.int32, device=draw.device), draw.ints(*[9] * 8)
+    best = local_best(logits, slots, positions, parameters, draw.ints(), _CAP, 0, _PARTS)
+    choose_best(best, slots, positions, tokens, results.view(4, 2), None)
+    return best[..., 0], best[..., 1].int(), results.view(4, 2)[:, 0], tokens
+
+
+def _choose_reference(draw: RandomInputs) -> Outputs:
+    logits, positions, parameters = _ballot(draw)
+    temperature, ahead, ids = parameters.floats[:, :1], positions.long() + 1, torch.arange(_VOCABULARY, device=draw.device)
+    noise = gumbel(parameters.integers[:, 0], ahead, ids)
+    capped = cap(logits, _CAP)
+    scores = torch.where(temperature > 0, capped / temperature.clamp(min=0.1) + noise, logits)
+    best, places = zip(*(part.max(-1) for part in scores.chunk(_PARTS, dim=-1)), strict=True)
+    found = torch.stack([place + at * (_VOCABULARY // _PARTS) for at, place in enumerate(places)], dim=1).int()
+    chosen = scores.argmax(-1).int()
+    tokens = torch.zeros((4, 12), dtype=torch.int32, device=draw.device)
+    tokens[torch.arange(4, device=draw.device), ahead] = chosen
+    return torch.stack(best, dim=1), found, chosen, tokens
+
+
+def _router(draw: RandomInputs) -> Outputs:
+    n, count = 72, 12
+    proj, scale = draw.floats(count, n, dtype=torch.float32), draw.floats(n, dtype=torch.float32)
+    logits, x = router_logits(draw.floats(3, n), proj, scale, draw.floats(n), _EPS)
+    weights, chosen = route(draw.floats(3, count, dtype=torch.float32), draw.floats(count, dtype=torch.float32), 3)
+    return logits, x, weights, chosen
+
+
+def _experts(rows: int) -> Op:
+    def run(draw: RandomInputs) -> Outputs:
+        n, m, count, top_k = 40, 24, 6, 2
+        first = torch.arange(rows, dtype=torch.int32, device=draw.device) % 4
+        chosen = torch.stack([first, first + 2], dim=1)
+        weights = draw.floats(rows, top_k, dtype=torch.float32)
+        gate_up, down = draw.floats(count, 2 * m, n, scale=n**-0.5), draw.floats(count, n, m, scale=m**-0.5)
+        return (experts(draw.floats(rows, n), weights, chosen, gate_up, down, draw.floats(rows, n)),)
+
+    return run
+
+
+CHECKS = (
+    Check("kernels.slots", "a step's inputs", _step_inputs),
+    Check("kernels.block_tables", "rows of page ids", _block_tables),
+    Check("kernels.activation", "the gate", _geglu),
+    *(Check("kernels.linear", f"products of {rows} rows", _products(rows)) for rows in (1, 2, 5, 30, 64)),
+    Check("kernels.joint", "a joint of one rank", _joint),
+    Check("kernels.embed", "the embedding", _embed),
+    Check("kernels.qkv", "head norms, rotation and pages", _qkv_post),
+    Check("kernels.decode", "decode attention at head dim 256", _decode(4, 2, 256, 2, 50)),
+    Check("kernels.decode", "decode attention at head dim 512", _decode(8, 1, 512, 1, None)),
+    Check("kernels.prefill", "prefill attention at head dim 256", _extend(4, 2, 256, 30)),
+    Check("kernels.prefill", "prefill attention at head dim 512", _extend(8, 1, 512, None)),
+    Check("kernels.choose", "sampling", _choose, _choose_reference),
+    Check("kernels.route", "the router", _router),
+    *(Check("kernels.experts", f"experts of {rows} tokens", _experts(rows)) for rows in (3, 20)),
+)
+
+
+def checked_modules() -> Iterator[str]:
+    """Modules that some check covers."""
+    yield from dict.fromkeys(check.module for check in CHECKS)

@@ -1,0 +1,175 @@
+"""What a rank checks before it serves: FlashInfer's parts against our own, each fault of theirs found; and what ranks agree on."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from deploy.models.resolve import resolve
+from engine.config import EngineConfig
+from engine.geometry import Geometry, KVGroup, kv_groups, read_geometry
+from engine.rank import start_checks
+from engine.rank.attention import AskedAttention, trtllm
+from engine.rank.attention.base import PartSettings
+from engine.rank.attention.parts_check import ROWS, PartMismatch, mismatches
+from engine.rank.attention.trtllm import TrtllmScratch
+from engine.rank.parallel import Parallel, Single
+from kernels import launch as launcher
+from kernels import selfcheck
+from kernels.launch import distrusted
+from kernels.selfcheck import Failure
+from tests.support.engine.threads import run_ranks
+from tests.support.flashinfer_calls import PROCESSORS, KernelStandIn, pinned
+
+pytestmark = pytest.mark.cpu
+
+CPU = torch.device("cpu")
+TP = 4
+
+
+@pytest.fixture(scope="module")
+def geometry() -> Geometry:
+    return read_geometry(resolve("dummy:31b"))
+
+
+@pytest.fixture(autouse=True)
+def many_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trtllm, "processors", lambda _: PROCESSORS)
+
+
+class Faulty(KernelStandIn):
+    """A kernel with a fault: `meddle` changes what a launch was given, by name."""
+
+    def __init__(self, meddle: Callable[[dict[str, Any]], None]) -> None:
+        super().__init__()
+        self._meddle = meddle
+
+    def _run(self, given: dict[str, Any], starts: list[int]) -> None:
+        self._meddle(given)
+        super()._run(given, starts)
+
+
+def found(geometry: Geometry, kernel: KernelStandIn) -> dict[tuple[str, str], float]:
+    """Errors of the parts that the check finds wrong, by kind of rows and group."""
+    settings = PartSettings(geometry.heads // TP, geometry.eps, (ROWS,), CPU)
+    scratch = TrtllmScratch(pinned("0.7.2.post1", kernel), settings, 1 << 10)
+    wrong = mismatches(("decode", "extend"), geometry, kv_groups(geometry, TP), settings, scratch)
+    return {(each.kind, each.group.name): each.error for each in wrong}
+
+
+def narrower(given: dict[str, Any]) -> None:
+    given["window_left"] -= given["window_left"] > 0
+
+
+def no_window(given: dict[str, Any]) -> None:
+    given["window_left"] = -1
+
+
+def one_key_less(given: dict[str, Any]) -> None:
+    given["seq_lens"] = (given["seq_lens"] - 1).clamp(min=1)
+    given["cum_seq_lens_kv"] = None if given.get("cum_seq_lens_kv") is None else torch.cat(
+        [given["seq_lens"].new_zeros(1), given["seq_lens"].cumsum(0).int()]
+    )  # fmt: skip
+
+
+def wrong_page(given: dict[str, Any]) -> None:
+    tables = given["block_tables"].clone()
+    tables[:, 5] = tables[:, 6]
+    given["block_tables"] = tables
+
+
+def sides_swapped(given: dict[str, Any]) -> None:
+    given["key_cache"], given["value_cache"] = given["value_cache"], given["key_cache"]
+
+
+EVERYTHING = {(kind, name) for kind in ("decode", "extend") for name in ("sliding", "full")}
+
+
+def test_sound_kernels_pass(geometry: Geometry) -> None:
+    """Kernels that answer rightly are not complained of, at the 31B's shapes, poison all around."""
+    assert found(geometry, KernelStandIn()) == {}
+
+
+@pytest.mark.parametrize(
+    ("fault", "where"),
+    [
+        (narrower, {("decode", "sliding"), ("extend", "sliding")}),
+        (no_window, {("decode", "sliding"), ("extend", "sliding")}),
+        (one_key_less, EVERYTHING),
+        (wrong_page, EVERYTHING),
+        (sides_swapped, EVERYTHING),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_each_fault_is_found_where_it_is(
+    geometry: Geometry, fault: Callable[[dict[str, Any]], None], where: set[tuple[str, str]]
+) -> None:
+    """A window off by one or left out, a key too few, a wrong page, K for V: found for the rows and layers that it harms, alone."""
+    assert set(found(geometry, Faulty(fault))) == where
+
+
+def test_a_sentence_says_what_runs_in_its_place() -> None:
+    """A mismatch names rows, layers, error and the backend that serves them."""
+    said = str(PartMismatch("decode", KVGroup(0, "sliding", (0,), 4, 256, 1024), 0.31))
+    assert said == "trtllm_mha is wrong by 0.31 for decode rows of sliding layers: triton in its place"
+
+
+# ---- among ranks
+
+
+def test_ranks_agree_on_what_any_of_them_found() -> None:
+    """What one rank of four found, all leave out; what nobody found, nobody does."""
+    names = [f"part {number}" for number in range(70)]
+
+    def found_by(parallel: Parallel) -> set[str]:
+        mine = {1: ["part 3"], 2: ["part 69"]}.get(parallel.rank, [])
+        return start_checks.agreed(parallel, names, mine, CPU)
+
+    assert run_ranks(4, found_by) == [{"part 3", "part 69"}] * 4
+
+
+@pytest.fixture
+def unknown_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that nobody tried, as far as the checks ask; sums are on the CPU."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
+    monkeypatch.setattr(start_checks, "agreed", lambda _, names, mine, __: {name for name in names if name in mine})
+    monkeypatch.setattr(launcher, "_launcher", launcher._Launcher({}))
+
+
+@pytest.mark.usefixtures("unknown_gpu")
+def test_a_wrong_kernel_is_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the check finds is distrusted and said; a joint takes sampling with it; a GPU that we know is not asked."""
+    cuda = torch.device("cuda", 0)
+    monkeypatch.setattr(selfcheck, "failures", lambda _: [Failure("kernels.joint", "a joint of one rank", 0.5)])
+    said = start_checks.check_kernels(Single(), cuda)
+    assert distrusted() == {"kernels.joint", "kernels.choose"}
+    assert "a joint of one rank (kernels.joint) is wrong by 0.5: plain torch in its place" in said
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    assert start_checks.check_kernels(Single(), cuda) == []
+    assert start_checks.check_kernels(Single(), CPU) == []
+
+
+@pytest.mark.usefixtures("unknown_gpu")
+def test_a_wrong_part_runs_triton(geometry: Geometry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that is wrong in sliding decode rows leaves those to triton, and says so; nothing asked, nothing checked."""
+
+    def narrow_rows(given: dict[str, Any]) -> None:
+        if given["max_q_len"] == 1:
+            narrower(given)
+
+    kernel = Faulty(narrow_rows)
+    monkeypatch.setattr(trtllm, "load", lambda *_, **__: pinned("0.7.2.post1", kernel))
+    real = PartSettings
+    monkeypatch.setattr(start_checks, "PartSettings", lambda heads, eps, buckets, _: real(heads, eps, buckets, CPU))
+    config = EngineConfig(model="", tp=TP, device="cuda", dtype="bfloat16", attention_decode="trtllm_mha")
+    unsound, said = start_checks.check_attention(Single(), config, geometry, torch.device("cuda", 0))
+    assert unsound == {("decode", 0)}
+    assert len(said) == 1
+    assert "decode rows of sliding layers: triton" in said[0]
+    asked = AskedAttention.of(config, unsound)
+    assert (asked.decode, asked.extend, asked.unsound) == ("trtllm_mha", None, unsound)
+    kernel.calls.clear()
+    plain = EngineConfig(model="", tp=TP, device="cuda", dtype="bfloat16")
+    assert start_checks.check_attention(Single(), plain, geometry, torch.device("cuda", 0)) == (frozenset(), [])
+    assert not kernel.calls

@@ -1,0 +1,147 @@
+"""The check at start: nothing to find in our kernels under the interpreter, and one wrong number of any kernel is found."""
+
+import importlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import launch as launcher
+from kernels import linear, selfcheck
+from kernels.launch import distrust, distrusted, plain_torch, record, usable
+from kernels.selfcheck import CHECKS, Check, Failure, checked_modules, failures
+from tests.support import interpreter
+from tests.support.repo_rules import ROOT
+
+pytestmark = pytest.mark.cpu
+
+CPU = torch.device("cpu")
+# Joints over ranks and NCCL's stand-in need other ranks: their check is engine.rank.parallel.self_check.
+OVER_RANKS = {"kernels.allreduce"}
+
+
+@pytest.fixture
+def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher of the test's own."""
+    monkeypatch.setattr(launcher, "_launcher", launcher._Launcher({}))
+
+
+def modules_with_kernels() -> set[str]:
+    """Modules that start a Triton kernel of their own."""
+    sources = {path.stem: path.read_text() for path in (ROOT / "kernels").glob("*.py") if path.stem != "launch"}
+    return {f"kernels.{name}" for name, text in sources.items() if "    launch(" in text}
+
+
+def test_every_kernel_is_checked() -> None:
+    """A module that launches kernels has a check, or stands in the list of those that need other ranks."""
+    assert modules_with_kernels() - OVER_RANKS == set(checked_modules())
+    assert all(Path(importlib.import_module(name).__file__ or "").is_file() for name in checked_modules())
+
+
+def test_every_check_holds_between_plain_torch_and_itself() -> None:
+    """On a CPU without the interpreter both sides are plain torch, but for sampling, which has no op of its own there."""
+    for check in CHECKS:
+        if check.want is None:
+            assert selfcheck._failure(check, CPU, torch.float32) is None, check.what
+
+
+def test_a_kernel_that_does_not_start_is_a_failure() -> None:
+    """An op that raises is found, with what it said; NaN, a missing row and another integer are."""
+
+    def raises(_: object) -> tuple[Tensor, ...]:
+        raise RuntimeError("out of resource: shared memory")
+
+    def fine(_: object) -> tuple[Tensor, ...]:
+        return (torch.ones(2, 3), torch.tensor([1, 2]))
+
+    found = selfcheck._failure(Check("kernels.linear", "a product", raises, fine), CPU, torch.float32)
+    assert found is not None
+    assert found.error == math.inf
+    assert "out of resource" in str(found)
+    for wrong in (torch.tensor([[1, 1, 1], [1, 1, math.nan]]), torch.tensor([[1.0, 1, 1], [0, 0, 0]])):
+        check = Check("kernels.linear", "", lambda _, it=wrong: (it, torch.tensor([1, 2])), fine)  # type: ignore[misc]
+        assert selfcheck._failure(check, CPU, torch.float32)
+    other = Check("kernels.linear", "", lambda _: (torch.ones(2, 3), torch.tensor([1, 3])), fine)
+    assert selfcheck._failure(other, CPU, torch.float32) == Failure("kernels.linear", "", 1.0)
+
+
+@pytest.mark.usefixtures("trusted")
+def test_a_distrusted_module_runs_plain_torch() -> None:
+    """What is distrusted takes no tensor of any device; others still do, and `plain_torch` ends with its block."""
+    x = torch.empty(1, 512, dtype=torch.bfloat16, device="meta")
+    with record(target=(9, 0)) as nodes:
+        linear.linear(x, torch.empty(512, 512, dtype=torch.bfloat16, device="meta"))
+        assert len(nodes) == 1
+        with plain_torch("kernels.linear"):
+            linear.linear(x, torch.empty(512, 512, dtype=torch.bfloat16, device="meta"))
+            assert usable(x, "kernels.joint")
+        assert len(nodes) == 1
+        assert usable(x, "kernels.linear")
+        distrust(["kernels.linear"])
+        assert not usable(x, "kernels.linear")
+    assert distrusted() == {"kernels.linear"}
+
+
+def test_under_the_interpreter() -> None:
+    """The interpreted cases of this file hold."""
+    interpreter.run(__file__)
+
+
+def interpreted_nothing_is_wrong() -> None:
+    """Every kernel agrees with plain torch."""
+    assert failures(CPU) == []
+
+
+def launched(check: Check) -> list[str]:
+    """Names of the kernels that a check starts."""
+    with record() as nodes:
+        check.run(selfcheck.RandomInputs(CPU, torch.float32, torch.Generator().manual_seed(7)))
+    return list(dict.fromkeys(node.kernel for node in nodes))
+
+
+def spoil(tensors: list[Tensor], before: list[Tensor]) -> Iterator[None]:
+    """One number, of those that a launch wrote to each tensor, becomes another."""
+    for tensor, old in zip(tensors, before, strict=True):
+        written = ((tensor != old) & ~tensor.isnan()).nonzero()
+        if len(written):
+            place = tuple(written[len(written) // 2].tolist())
+            tensor[place] += 1 + tensor[place].abs() if tensor.is_floating_point() else 1
+            yield
+
+
+@pytest.fixture
+def fresh_memory_is_nan() -> Iterator[None]:
+    """What a launch has written to new memory is all that differs from NaN, at every run."""
+    torch.use_deterministic_algorithms(mode=True)
+    yield
+    torch.use_deterministic_algorithms(mode=False)
+
+
+@pytest.mark.usefixtures("fresh_memory_is_nan")
+@pytest.mark.parametrize("number", range(len(CHECKS)))
+def interpreted_a_wrong_number_is_found(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One number of what each kernel of each check writes is changed: the check fails, each time."""
+    check = CHECKS[number]
+    module, real = importlib.import_module(check.module), launcher.launch
+    names = launched(check)
+    assert names
+    for name in names:
+        spoiled = 0
+
+        def faulty(kernel: Any, grid: Any, *args: Any, name: str = name, **named: Any) -> None:
+            nonlocal spoiled
+            tensors = [arg for arg in args if isinstance(arg, Tensor)]
+            before = [tensor.clone() for tensor in tensors]
+            real(kernel, grid, *args, **named)
+            if kernel.__name__ == name:
+                spoiled += sum(1 for _ in spoil(tensors, before))
+
+        monkeypatch.setattr(module, "launch", faulty)
+        found = selfcheck._failure(check, CPU, torch.float32)
+        assert spoiled, name
+        assert found is not None, name
+        assert found.module == check.module
