@@ -118,7 +118,7 @@ def _note(
     tl.store(record + 7, one * position, kept)
 
 
-@triton.jit(do_not_specialize=["group", "pages", "tables", "blocks", "width", "read_width"])
+@triton.jit(do_not_specialize=["group", "pages", "tables", "blocks", "width", "read_width", "slots", "positions"])
 def _check(
     plan: tl.tensor, group: tl.tensor, table: tl.tensor, expected: tl.tensor, pages: tl.tensor, tables: tl.tensor,
     blocks: tl.tensor, width: tl.tensor, slots: tl.tensor, positions: tl.tensor, gathered: tl.tensor, read_width: tl.tensor,

@@ -7,8 +7,8 @@ batch, all requests at once:
     step      (seconds for --tokens + 1 output tokens - seconds for one) / --tokens, in ms
 
 Beside it `idle`, microseconds that rank 0's device stood idle before a step (the median of those seen), and how many kernels the
-ranks compiled while they served. vLLM's and SGLang's figures for the same stand beside ours where they are known (four H200, random live weights, 1024 tokens of
-prompt). --record MACHINE appends to tests/bench/results.csv.
+ranks compiled while they served. vLLM's and SGLang's figures for the same stand beside ours where they are known (four H200, random
+live weights, 1024 tokens of prompt). --record MACHINE appends to tests/bench/results.csv.
 """
 
 import argparse
