@@ -29,7 +29,7 @@ Command = Callable[[BootArgs], Sequence[str]]
 
 @dataclass(frozen=True)
 class ExitStatus:
-    """How a child ended: `code` as Popen has it (a negative one is a signal; None: it lives still), and its last words."""
+    """How a child ended: `code` as Popen has it (a negative one is a signal; None: it still runs), and its last error."""
 
     name: str
     code: int | None
@@ -49,7 +49,7 @@ class ExitStatus:
 
 
 def root_cause(exits: Iterable[ExitStatus]) -> ExitStatus | None:
-    """The cause among `exits`: who died by a signal, else who said something (fit for the user first), else whoever ended."""
+    """The cause among `exits`: one ended by a signal, else one that sent an error (fit for the user first), else any."""
     return min(exits, key=_cause_priority, default=None)
 
 
@@ -107,7 +107,7 @@ class Child:
         return None if code is None and self._last_error is None else ExitStatus(self.name, code, self._last_error)
 
     def _listen(self) -> None:
-        """Take in what it may have said before it ended."""
+        """Read what it may have sent before it ended."""
         if self._last_error is not None or self.lifeline.sock.fileno() < 0:
             return
         self.lifeline.sock.setblocking(False)

@@ -144,7 +144,7 @@ class Group:
         return [self._status.read(index) for index in range(self.config.tp + 1)]
 
     def exits(self) -> list[ExitStatus]:
-        """How the children that ended did so, and what those that complained said."""
+        """How the children that ended did so, and the errors that they sent."""
         with self._lock:
             return [exit_status for child in self.children if (exit_status := child.exit_status()) is not None]
 

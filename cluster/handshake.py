@@ -15,7 +15,7 @@ from cluster.children import Child, root_cause
 from engine.errors import ConfigError, EngineDead
 from engine.lifeline import BootMessage, Failed
 
-SETTLE_S = 0.15  # a peer that lost its channel may be seen before the one that died: let the others speak
+SETTLE_S = 0.15  # a peer that lost its channel may be seen before the one that died: let the others report
 
 M = TypeVar("M", bound=BootMessage)
 
@@ -65,7 +65,7 @@ class Handshake:
     def _give_up(self, child: Child, message: BootMessage | None) -> NoReturn:
         """Raise the cause, once the others have had a moment to tell theirs."""
         if message is not None and not isinstance(message, Failed):
-            raise EngineDead(f"{child.name} said {type(message).__name__} out of turn")
+            raise EngineDead(f"{child.name} sent {type(message).__name__} out of turn")
         time.sleep(SETTLE_S)
         cause = root_cause(exit_status for each in self._children if (exit_status := each.exit_status()) is not None)
         if cause is None:

@@ -189,7 +189,7 @@ class Watcher:
         return True
 
     def _ended(self) -> None:
-        """A child has ended. The first one seen may only have lost its peer: unless a signal ended it, let the others speak."""
+        """A child has ended. The first one seen may only have lost its peer: unless a signal ended it, let the others report."""
         self._stop_reading()
         cause = root_cause(self._group.exits())
         if cause is not None and cause.killed:
@@ -198,7 +198,7 @@ class Watcher:
             self._timer = self._loop.call_later(SETTLE_S, self._settle)
 
     def _settle(self) -> None:
-        """No signal: a rank that gave up waiting for a hung one ends at about the bound, and the hung one is to blame."""
+        """No signal: a rank that gave up waiting for a hung one ends at about the bound, and the hung one is the cause."""
         cause = root_cause(self._group.exits())
         hung = None if cause is not None and cause.killed else self._verdict(_NEARLY)
         self._die(hung or _death_of(cause))
@@ -245,7 +245,7 @@ class Watcher:
 
 
 def _death_of(exit_status: ExitStatus | None) -> Death:
-    """By a process that ended; None: it said nothing and was gone."""
+    """By a process that ended; None: it sent nothing."""
     if exit_status is None:
         return Death("failed", "a process of the group ended")
     return Death("killed" if exit_status.killed else "failed", str(exit_status))

@@ -1,4 +1,4 @@
-"""Recording and alerting rules: objectives and how fast their budgets burn, and what an operator must be told.
+"""Recording and alerting rules: objectives and how fast their budgets burn, and what an operator must know.
 
 `python -m dashboards.alerts` writes `dashboards/alerts.yaml`. A rule's annotations say what happened and what to do (`runbook`).
 Burn rate: the share of requests that broke the objective, over the share that may (1 - target). At 1 the budget lasts its period of

@@ -32,7 +32,7 @@ SILENT_S = 3.5
 GONE_S = 10.0
 SHOWN_S = 600.0  # how long a replica that is gone still shows as down
 TICK_S = 0.5
-_PAUSE_S = 2.0  # the endpoint itself did not run for so long: nobody is blamed for it
+_PAUSE_S = 2.0  # the endpoint itself did not run for so long: no replica counts as silent for it
 _REMEMBERED = 4096
 
 Counts = Mapping[tuple[str, tuple[str, ...]], float]

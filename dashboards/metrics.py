@@ -140,7 +140,7 @@ _REQUESTS = (
         "quartet_requests_lost_total",
         "counter",
         "requests",
-        "Requests that their group's end took along (outcome dead); each was told so by an error event,"
+        "Requests that were open when their group ended (outcome dead); each got an error event,"
         " unless the replica died too.",
     ),
     Metric(
@@ -217,7 +217,7 @@ _SCHEDULER = (
 )
 
 _RANKS = (
-    Metric("quartet_rank_up", "gauge", "ranks", "1 while the process lives: of each rank, and of the core.", ("rank",)),
+    Metric("quartet_rank_up", "gauge", "ranks", "1 while the process runs: of each rank, and of the core.", ("rank",)),
     Metric(
         "quartet_rank_stall_seconds",
         "gauge",
@@ -268,7 +268,7 @@ _RANKS = (
 )
 
 _ENGINE = (
-    Metric("quartet_engine_up", "gauge", "replicas", "1 while the group lives."),
+    Metric("quartet_engine_up", "gauge", "replicas", "1 while the group runs."),
     Metric("quartet_engine_ranks", "gauge", "ranks", "Ranks of the group: GPUs in use, on GPUs."),
     Metric("quartet_engine_boot_seconds", "gauge", "seconds", "From spawn to ready."),
     Metric("quartet_engine_start_time_seconds", "gauge", "seconds", "When the exporter opened, Unix time."),
@@ -293,12 +293,12 @@ RETIRED: dict[str, Metric] = {row.name: sibling(row, "quartet_retired_", _GONE) 
 DEPLOYMENT_TOTALS: dict[str, Metric] = {row.name: sibling(row, "quartet_deployment_", _ALL) for row in _LASTING}
 
 FLEET: tuple[Metric, ...] = (
-    Metric("quartet_groups", "gauge", "replicas", "Replicas registered and heard of lately.", ("application", "deployment")),
+    Metric("quartet_groups", "gauge", "replicas", "Replicas registered, with a recent heartbeat.", ("application", "deployment")),
     Metric(
         "quartet_group_up",
         "gauge",
         "replicas",
-        "1 while the replica is registered and heard of; 0 once it is silent or gone, for ten minutes more.",
+        "1 while the replica is registered and sends heartbeats; 0 once it is silent or gone, for ten minutes more.",
         ("application", "deployment", "replica", "node", "model"),
     ),
     Metric(
@@ -306,7 +306,7 @@ FLEET: tuple[Metric, ...] = (
         "counter",
         "replicas",
         "Groups that ended without having been asked to, by cause: killed, failed (a process, by a signal or an exit), unscheduled"
-        " (no heartbeat), rank_stalled, core_stalled (no progress), raylet (the node's Ray), vanished (the replica said nothing).",
+        " (no heartbeat), rank_stalled, core_stalled (no progress), raylet (the node's Ray), vanished (the replica fell silent).",
         ("application", "deployment", "cause"),
     ),
     Metric("quartet_groups_drained_total", "counter", "replicas", "Replicas that left in order.", ("application", "deployment")),

@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,7 @@ def exporter_facts(settings: Settings, config: EngineConfig, boot_s: float) -> F
 @serve.deployment(name=DEPLOYMENT)
 @serve.ingress()
 class Quartet:
-    """One replica. Its `__init__` runs on the thread that lives as long as the process: the children hang on it."""
+    """One replica."""
 
     async def __init__(self, args: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
         started = time.monotonic()
@@ -105,7 +106,8 @@ class Quartet:
         logs.install(self._settings.logs)
         _warn_about_ray_settings()
         config = configure(self._settings, place(self._settings))
-        self._group = Group.boot(config)  # blocks this loop: there is nothing to serve yet
+        self._spawner = ThreadPoolExecutor(1, "spawner")  # its thread lives as long as the replica: children end with theirs
+        self._group = await asyncio.get_running_loop().run_in_executor(self._spawner, Group.boot, config)
         try:
             await self._open(self._group, config)
         except BaseException:
@@ -220,6 +222,8 @@ def _warn_about_ray_settings() -> None:
         )
     if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":
         logger.warning("Ray's Python proxy carries the streams (several times the CPU): start Ray with RAY_SERVE_ENABLE_HA_PROXY=1")
+    if os.environ.get("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD") != "0":
+        logger.warning("slow readers' text piles up in Serve: start Ray with RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD=0")
     if not os.environ.get("RAY_AUTH_MODE"):
         logger.warning("RAY_AUTH_MODE is not set: its default differs between ray.init and ray start; set it to token or disabled")
 

@@ -27,6 +27,10 @@ RAY: dict[str, tuple[str, str]] = {
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": ("2", "the same"),
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": ("1", "a stopped replica cannot drain"),
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": ("deploy.edge.limits:outermost", "takes headers out that would steer Serve"),
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": (
+        "0",
+        "between its threads Serve has a queue without a bound: what a slow reader does not take would pile up there, unseen",
+    ),
     "RAY_SERVE_LOG_TO_STDERR": ("0", "a line a request belongs into Serve's log files, not on the terminal"),
     "RAY_SERVE_HAPROXY_NBTHREAD": ("2", "a thread carries thousands of tokens a second; the default of 4 suits larger nodes"),
     "GLOO_SOCKET_IFNAME": ("lo", "ranks of a group talk inside the node"),
@@ -54,6 +58,7 @@ def prepare(environ: MutableMapping[str, str], private: Path, ports: dict[str, i
     environ.pop("PYTHONBREAKPOINT", None)
     if binary := haproxy_binary():
         environ.setdefault("QUARTET_HAPROXY", binary)
+        environ.setdefault("QUARTET_ERRORS", str(private))
         environ.setdefault("RAY_SERVE_HAPROXY_BINARY_PATH", str(WRAPPER))
 
 

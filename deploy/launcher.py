@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.capability import node_gpus, visible_gpus
-from deploy import environment
+from deploy import environment, ingress_errors
 from deploy.edge.edge_settings import LIMITS_VARIABLE, shared_limits
 from deploy.nodes import check_nodes
 from deploy.processes import adopt_orphans, command_line, descendants, is_ray_server, lives, reap
@@ -67,6 +67,7 @@ class Launch:
         self._check_here()
         _sweep()
         (self.folder / _OWNER).write_text(str(os.getpid()))
+        ingress_errors.write(self.folder)
         adopt_orphans()
         environment.prepare(os.environ, self.folder, {name: free_port(port) for name, port in HAPROXY_PORTS.items()})
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -1,6 +1,6 @@
-"""The Ray side of dashboards/discovery: one detached actor on the head node, and the thread by which a replica speaks to it.
+"""The Ray side of dashboards/discovery: one detached actor on the head node, and the thread by which a replica calls it.
 
-The actor outlives every replica, so that the dead stay counted. It needs nothing but the beats: where it is started anew, they
+The actor outlives every replica, so that the dead stay counted. It needs nothing but the heartbeats: where it is started anew, they
 register everybody again within a second, and its counters begin at zero, as a restarted process's do.
 """
 

@@ -67,15 +67,15 @@ def scaled_rows(
     assert ranks == share.ranks, (logits.shape, share)
     assert logits.is_contiguous(), logits.stride()
     assert vocabulary <= ranks * n, (vocabulary, logits.shape)
-    assert usable(logits), "kernels.sample is the reference"
+    assert usable(logits, __name__), "kernels.sample is the reference"
     blocks = triton.cdiv(vocabulary, _BLOCK)
     values = torch.empty((rows, vocabulary), dtype=torch.float32, device=logits.device)
     peaks, masses = torch.empty((2, rows, blocks), dtype=torch.float32, device=logits.device).unbind()
     launch(
         _scale, (rows, triton.cdiv(blocks, _CTA_BLOCKS)),
         logits, slots, positions, parameters.integers, parameters.floats, parameters.stop, suppress, suppress.shape[0],
-        values, peaks, masses, slots.shape[0], share.rank, softcap or 1.0,
-        SHARE=rows, N=n, V=vocabulary, RANKS=ranks, CAP=softcap is not None, STOP=parameters.stop.shape[1],
+        values, peaks, masses, slots.shape[0], share.rank, rows, softcap or 1.0,
+        N=n, V=vocabulary, RANKS=ranks, CAP=softcap is not None, STOP=parameters.stop.shape[1],
         SUPPRESS=triton.next_power_of_2(max(1, suppress.shape[0])), GREEDY=GREEDY_BELOW, BLOCK=_BLOCK, BLOCKS=_CTA_BLOCKS, warps=8,
     )  # fmt: skip
     return ScaledRows(values, peaks, masses)
@@ -116,12 +116,12 @@ def _filters(integers: tl.tensor, floats: tl.tensor, slot: tl.tensor, GREEDY: tl
     return cuts & (tl.load(floats + slot * 3) >= GREEDY)
 
 
-@triton.jit(do_not_specialize=["suppressed", "T", "rank"])
+@triton.jit(do_not_specialize=["suppressed", "T", "rank", "share"])
 def _scale(
     logits: tl.tensor, slots: tl.tensor, positions: tl.tensor, integers: tl.tensor, floats: tl.tensor, stop: tl.tensor,
     suppress: tl.tensor, suppressed: tl.tensor, values: tl.tensor, peaks: tl.tensor, masses: tl.tensor, T: tl.tensor,
-    rank: tl.tensor, cap: tl.tensor,
-    SHARE: tl.constexpr, N: tl.constexpr, V: tl.constexpr, RANKS: tl.constexpr, CAP: tl.constexpr, STOP: tl.constexpr,
+    rank: tl.tensor, share: tl.tensor, cap: tl.tensor,
+    N: tl.constexpr, V: tl.constexpr, RANKS: tl.constexpr, CAP: tl.constexpr, STOP: tl.constexpr,
     SUPPRESS: tl.constexpr, GREEDY: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     trigger(PDL)
@@ -135,7 +135,7 @@ def _scale(
             temperature = tl.load(floats + slot * 3)
             block = tl.arange(0, BLOCKS)
             ids = start + block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-            x = tl.load(logits + (ids // N * SHARE + own) * N + ids % N, ids < V, float("-inf"))
+            x = tl.load(logits + (ids // N * share + own) * N + ids % N, ids < V, float("-inf"))
             scaled = _capped(x, cap) / temperature if CAP else x / temperature
             line = values + own * V
             tl.store(line + ids, tl.where(x == float("-inf"), x, scaled), ids < V)

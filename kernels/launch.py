@@ -216,7 +216,7 @@ def _node(kernel: Any, grid: tuple[int, ...], constexprs: dict[str, Any], args: 
     seen = {name for name, arg in named.items() if _specialised(kernel, name, arg)}
     constants = {name: arg for name, arg in named.items() if arg is None or (name in seen and arg == 1)}
     types = {name: _type(arg) for name, arg in named.items() if name not in constants}
-    aligned = (name for name in types if isinstance(named[name], Tensor) or (name in seen and named[name] % 16 == 0))
+    aligned = (name for name in types if _aligned(kernel, name, named[name]) or (name in seen and named[name] % 16 == 0))
     return Node(kernel.__name__, grid, constexprs, kernel, types, tuple(aligned), constants)
 
 
@@ -225,6 +225,13 @@ def _specialised(kernel: Any, name: str, arg: Any) -> bool:
     if INTERPRET or isinstance(arg, bool) or not isinstance(arg, int):
         return False
     return not kernel.params[kernel.arg_names.index(name)].do_not_specialize
+
+
+def _aligned(kernel: Any, name: str, arg: Any) -> bool:
+    """Whether Triton compiles a variant for a tensor that begins at a multiple of 16 bytes, as all do that torch allocates."""
+    if not isinstance(arg, Tensor) or kernel.params[kernel.arg_names.index(name)].do_not_specialize:
+        return False
+    return bool(arg.storage_offset() * arg.element_size() % 16 == 0)
 
 
 def _type(arg: Any) -> str:

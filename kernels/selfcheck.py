@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from triton.errors import TritonError
 
 from kernels.activation import geglu
 from kernels.block_tables import block_tables
@@ -20,14 +21,16 @@ from kernels.choose import SlotParameters, choose_best, local_best
 from kernels.decode import DecodeScratch, decode_attention
 from kernels.embed import embed
 from kernels.experts import experts
+from kernels.filters import Share, adopt, filtered_tokens, scaled_rows
 from kernels.joint import Norms, joint
 from kernels.launch import INTERPRET, plain_torch
 from kernels.linear import linear, linear_geglu
 from kernels.prefill import extend_attention, extend_tiles, tile_tokens
 from kernels.qkv import qkv_post
 from kernels.route import route, router_logits
-from kernels.sample import cap, gumbel
+from kernels.sample import cap, choose_filtered, gumbel
 from kernels.slots import apply_plan, decode_inputs, gather_pages, rotary_table
+from kernels.table_check import check_table, new_violations
 
 RUN_ON = frozenset({(9, 0)})
 TOLERANCE = {torch.bfloat16: 0.02, torch.float32: 1e-3}  # of a row's norm: a rounding or two of bf16; other orders of sums
@@ -88,7 +91,7 @@ def _failure(check: Check, device: torch.device, dtype: torch.dtype) -> Failure 
 
     try:
         found = check.run(draw())
-    except (RuntimeError, ValueError) as error:  # Triton's compiler, and CUDA's launches
+    except (TritonError, RuntimeError, ValueError) as error:  # it does not compile, or does not start
         return Failure(check.module, f"{check.what}: {type(error).__name__}: {error}", math.inf)
     with plain_torch(check.module):
         want = (check.want or check.run)(draw())
@@ -237,6 +240,55 @@ def _choose_reference(draw: RandomInputs) -> Outputs:
     return torch.stack(best, dim=1), found, chosen, tokens
 
 
+def _filtered_inputs(draw: RandomInputs) -> tuple[Tensor, Tensor, SlotParameters]:
+    """As `_ballot`, with a filter for each row: top_k, top_p, min_p and all of them."""
+    logits, positions, _ = _ballot(draw)
+    integers = torch.tensor([[seed, top_k, 0] for seed, top_k in ((3, 20), (2**40, 0), (9, 0), (11, 7))], dtype=torch.int64)
+    floats = torch.tensor([[0.7, 1, 0], [1.3, 0.6, 0], [1.0, 1, 0.05], [0.9, 0.8, 0.02]])
+    stop = torch.full((4, 8), -1, dtype=torch.int32, device=draw.device)
+    return logits, positions, SlotParameters(integers.to(draw.device), floats.to(draw.device), stop)
+
+
+def _filter(draw: RandomInputs) -> Outputs:
+    logits, positions, parameters = _filtered_inputs(draw)
+    slots, tokens, share = draw.ints(0, 1, 2, 3), torch.zeros((4, 12), dtype=torch.int32, device=draw.device), Share(0, 1)
+    scaled = scaled_rows(logits[None], slots, positions, parameters, draw.ints(), _CAP, share, _VOCABULARY)
+    best = _scaled(logits, parameters) + gumbel(parameters.integers[:, 0], positions.long() + 1, _ids(draw))
+    chosen = torch.stack([best.argmax(-1), torch.zeros_like(best[:, 0])], dim=1).int()
+    drawn = filtered_tokens(scaled, slots, positions, parameters, chosen, share)
+    adopt(drawn.float(), slots, positions, tokens, chosen)
+    return scaled.values, drawn, chosen[:, 0], tokens
+
+
+def _filter_reference(draw: RandomInputs) -> Outputs:
+    logits, positions, parameters = _filtered_inputs(draw)
+    ahead, (seeds, top_k, _) = positions.long() + 1, parameters.integers.unbind(1)
+    temperature, top_p, min_p = parameters.floats.unbind(1)
+    drawn = choose_filtered(cap(logits, _CAP), temperature, seeds, ahead, top_k, top_p, min_p).int()
+    tokens = torch.zeros((4, 12), dtype=torch.int32, device=draw.device)
+    tokens[torch.arange(4, device=draw.device), ahead] = drawn
+    return _scaled(logits, parameters), drawn, drawn, tokens
+
+
+def _scaled(logits: Tensor, parameters: SlotParameters) -> Tensor:
+    return cap(logits, _CAP) / parameters.floats[:, :1]
+
+
+def _ids(draw: RandomInputs) -> Tensor:
+    return torch.arange(_VOCABULARY, device=draw.device)
+
+
+def _table_check(draw: RandomInputs) -> Outputs:
+    """A table with one entry outside the pool, and gathered rows that are right."""
+    expected = torch.arange(1, 19, dtype=torch.int32, device=draw.device).view(2, 9)
+    table, gathered = expected.clone(), expected[:1, :3].clone()
+    table[1, 4] = 99
+    violations = new_violations(draw.device)
+    place = (draw.ints(0), draw.ints(40), gathered)
+    check_table(draw.ints(*[0] * 16), 0, table, expected, 20, *place, _PAGE, None, 1, violations)
+    return table, violations
+
+
 def _router(draw: RandomInputs) -> Outputs:
     n, count = 72, 12
     proj, scale = draw.floats(count, n, dtype=torch.float32), draw.floats(n, dtype=torch.float32)
@@ -270,6 +322,8 @@ CHECKS = (
     Check("kernels.prefill", "prefill attention at head dim 256", _extend(4, 2, 256, 30)),
     Check("kernels.prefill", "prefill attention at head dim 512", _extend(8, 1, 512, None)),
     Check("kernels.choose", "sampling", _choose, _choose_reference),
+    Check("kernels.filters", "filtered sampling", _filter, _filter_reference),
+    Check("kernels.table_check", "the check of page tables", _table_check),
     Check("kernels.route", "the router", _router),
     *(Check("kernels.experts", f"experts of {rows} tokens", _experts(rows)) for rows in (3, 20)),
 )

@@ -181,7 +181,7 @@ def _apply(
         tl.store(lengths + slot, tl.load(chunk_at + 4 * row + 2, live, 0), live)
 
 
-@triton.jit(do_not_specialize=["tokens_width", "padding", "rows"])
+@triton.jit(do_not_specialize=["tokens_width", "padding", "rows", "ids", "positions", "slots"])  # rows may begin anywhere
 def _inputs(
     plan: tl.tensor, tokens: tl.tensor, tokens_width: tl.tensor, lengths: tl.tensor, padding: tl.tensor, ids: tl.tensor,
     positions: tl.tensor, slots: tl.tensor, rows: tl.tensor, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -199,7 +199,7 @@ def _inputs(
     tl.store(lengths + slot, position + 1, live)
 
 
-@triton.jit(do_not_specialize=["width", "out_width"])
+@triton.jit(do_not_specialize=["width", "out_width", "slots", "positions"])
 def _pages(
     table: tl.tensor, slots: tl.tensor, positions: tl.tensor, out: tl.tensor, width: tl.tensor, out_width: tl.tensor,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -217,7 +217,7 @@ def _pages(
     tl.store(out + row.to(tl.int64) * out_width + at, found, live)
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@triton.jit(do_not_specialize=["pairs", "positions"])
 def _rotary(
     positions: tl.tensor, frequencies: tl.tensor, out: tl.tensor, pairs: tl.tensor, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:

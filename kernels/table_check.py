@@ -50,7 +50,7 @@ def check_table(
     assert table.shape == expected.shape, (table.shape, expected.shape)
     assert slots.shape == positions.shape == gathered.shape[:1], (slots.shape, positions.shape, gathered.shape)
     rows, (count, width) = slots.shape[0], table.shape
-    if not usable(table):
+    if not usable(table, __name__):
         places = (plan, group, table, expected, pages, slots, positions, gathered, page, window, every, violations)
         _check_reference(*places)
         return

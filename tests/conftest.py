@@ -12,7 +12,7 @@ import pytest
 from tests.support.repo_rules import TIERS
 
 ORDER = ("pure", "cpu", "serve", "gpu", "gpu4")  # cheap tiers first: a broken leaf shows in seconds
-GPUS_NEEDED = {"gpu": 1, "gpu4": 4}
+GPUS_NEEDED = {"gpu": 1, "gpu4": 2}
 
 # Tests reach no network, and their children inherit that.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "RAY_USAGE_STATS_ENABLED": "0"}

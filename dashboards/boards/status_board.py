@@ -14,7 +14,7 @@ GLANCE_ROW = Row(
     (
         Panel(
             "Groups alive",
-            "Replicas registered and heard of lately.",
+            "Replicas registered, with a recent heartbeat.",
             "short",
             (Query(BOARD.total("quartet_groups"), "groups"),),
             "stat",
@@ -230,6 +230,6 @@ TRUTH_ROW = Row(
 BOARD_STATUS = Board(
     "quartet-status",
     "Quartet / Status",
-    "What lives, what hangs, and whether the figures can be believed.",
+    "What runs, what hangs, and whether the figures can be believed.",
     (GLANCE_ROW, LIFE_ROW, RANK_ROW, TRUTH_ROW),
 )

@@ -52,6 +52,7 @@ def register(commands: Subparsers) -> None:
     what.add_argument("--context", type=int, nargs="+", metavar="N", help="tokens of each (default: 1024; sweep: 1k to 128k)")
     what.add_argument("--steps", type=int, default=64, help="steps timed (default: %(default)s)")
     what.add_argument("--prefill-budget", type=int, default=512, help="of the engine that is measured (default: %(default)s)")
+    what.add_argument("--debug-pages", choices=("off", "sample", "every"), default="off", help="with the check of page tables")
     what.add_argument("--read-rate", type=float, metavar="TB/S", help="of the floors (default: H200's best 4.56, or measured)")
     what.add_argument("--sweep", action="store_true", help="times of whole steps instead of nodes")
     out = parser.add_argument_group("output")
@@ -99,7 +100,7 @@ def _request(args: argparse.Namespace) -> "ProfileRequest":
     return ProfileRequest(
         folder=resolve(args.model), tp=args.tp, loopback=args.loopback, device=args.device, dtype=args.dtype,
         batches=tuple(batches), contexts=tuple(contexts), steps=args.steps, prefill_budget=args.prefill_budget,
-        read_rate=args.read_rate and 1e12 * args.read_rate,
+        read_rate=args.read_rate and 1e12 * args.read_rate, debug_pages=args.debug_pages,
     )  # fmt: skip
 
 
@@ -221,7 +222,9 @@ def _draw(path: Path, title: str, found: "Sequence[StepTime]") -> None:
         (drawn,) = axes.plot(batches, [each.launch_ms for each in line], marker="o", label=f"context {context}")
         axes.plot(batches, [each.floor_ms for each in line], linestyle="--", color=drawn.get_color(), alpha=0.6)
     axes.set_xscale("log", base=2)
-    axes.set(title=title, xlabel="batch", ylabel="time per output token, ms (dashed: its bytes at the read rate)")
+    batches = sorted({each.batch for each in found})
+    axes.set_xticks(batches, [str(batch) for batch in batches])
+    axes.set(title=f"{title}; dashed: a step's bytes at the read rate", xlabel="batch", ylabel="time per output token, ms")
     axes.set_ylim(bottom=0)
     axes.grid(visible=True, alpha=0.3)
     axes.legend(fontsize="small")

@@ -43,8 +43,8 @@ def run(args: argparse.Namespace) -> int:
     if not args.file.is_file():
         raise ConfigError(f"{args.file}: no such file")
     _check_device(args.device)
-    value, told = _dump(args) if zipfile.is_zipfile(args.file) else _stream(args)
-    emit(value, told, as_json=args.json)
+    value, lines = _dump(args) if zipfile.is_zipfile(args.file) else _stream(args)
+    emit(value, lines, as_json=args.json)
     return OK if value["as_recorded"] else NO
 
 
@@ -70,12 +70,12 @@ def _stream(args: argparse.Namespace) -> tuple[dict[str, Any], list[Part]]:
         "steps": len(stream.plans), "as_recorded": fine, "different": different, "logprob_error": error,
         "state_hash": f"{replayed.state_hash:08x}",
     }  # fmt: skip
-    told: list[Part] = [*different[:_SHOWN]]
+    lines: list[Part] = [*different[:_SHOWN]]
     if len(different) > _SHOWN:
-        told.append(f"and {len(different) - _SHOWN} more")
+        lines.append(f"and {len(different) - _SHOWN} more")
     if error is not None:
-        told.append(f"{len(stream.plans)} steps, every token as recorded, logprobs within {error:.1e}")
-    return value, [*told, f"state hash {value['state_hash']}"]
+        lines.append(f"{len(stream.plans)} steps, every token as recorded, logprobs within {error:.1e}")
+    return value, [*lines, f"state hash {value['state_hash']}"]
 
 
 def _dump(args: argparse.Namespace) -> tuple[dict[str, Any], list[Part]]:

@@ -58,9 +58,9 @@ def summary(level: Level, ledger: Ledger) -> dict[str, Any]:
 
 
 def problems(records: list[RequestResult]) -> list[str]:
-    """The commonest ends other than `finished`, with what was said."""
-    said = Counter(f"{each.end}: {each.detail}" for each in records if each.end != "finished")
-    return [f"{times} x {what}" for what, times in said.most_common(_DETAILS)]
+    """The commonest ends other than `finished`, with their details."""
+    ends = Counter(f"{each.end}: {each.detail}" for each in records if each.end != "finished")
+    return [f"{times} x {what}" for what, times in ends.most_common(_DETAILS)]
 
 
 def against_server(ledger: Ledger, before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:

@@ -137,8 +137,11 @@ class ReplyParser:
     def push(self, tokens: Sequence[int]) -> list[Part]:
         """What these tokens add."""
         if self._pieces.special.isdisjoint(tokens):
+            text = self._detokenizer.push(tokens)
+            if self._state is State.CONTENT:  # nearly every token of a chat: nothing else can come of it
+                return [Content(text)] if text else []
             self._count(len(tokens))
-            self._read(self._detokenizer.push(tokens))
+            self._read(text)
         else:
             for token in tokens:
                 self._one(token)

@@ -108,7 +108,7 @@ class Distributed:
     def all_gather(self, x: Tensor) -> Tensor:
         gathered = x.new_empty((self.size, *x.shape))
         distributed.all_gather(list(gathered.unbind(0)), x.contiguous())
-        return gathered.movedim(0, -2).flatten(-2)
+        return gathered.movedim(0, -2).flatten(-2).contiguous()  # of one column, flatten leaves a transposed view
 
     def exchange_rows(self, x: Tensor) -> Tensor:
         sent = x.unflatten(0, (-1, self.size)).transpose(0, 1).contiguous()

@@ -6,13 +6,15 @@ batch, all requests at once:
     prefill   seconds for one output token, the best of --repeat
     step      (seconds for --tokens + 1 output tokens - seconds for one) / --tokens, in ms
 
-vLLM's and SGLang's figures for the same stand beside ours where they are known (four H200, random live weights, 1024 tokens of
+Beside it `idle`, microseconds that rank 0's device stood idle before a step (the median of those seen), and how many kernels the
+ranks compiled while they served. vLLM's and SGLang's figures for the same stand beside ours where they are known (four H200, random live weights, 1024 tokens of
 prompt). --record MACHINE appends to tests/bench/results.csv.
 """
 
 import argparse
 import asyncio
 import random
+import statistics
 import time
 
 from cluster.group import Group
@@ -46,6 +48,17 @@ async def seconds(client: EngineClient, prompts: list[list[int]], tokens: int) -
     return time.monotonic() - began
 
 
+async def idle_times(group: Group, found: list[int]) -> None:
+    """Appends, until cancelled, microseconds that rank 0's device stood idle before a step."""
+    last = -1
+    while True:
+        status = group.status()[0]
+        if status.finished != last:
+            last = status.finished
+            found.append(status.idle_us)
+        await asyncio.sleep(0.002)
+
+
 async def measure(group: Group, vocab: int, args: argparse.Namespace) -> list[Row]:
     """(case, metric, value, unit) of every batch, behind one request that warms up."""
     client = EngineClient(group.front_socket)
@@ -56,12 +69,17 @@ async def measure(group: Group, vocab: int, args: argparse.Namespace) -> list[Ro
     for size in args.batches:
         prompts = [[rng.randrange(300, vocab - 10) for _ in range(args.prompt)] for _ in range(size)]
         first = min([await seconds(client, prompts, 1) for _ in range(args.repeat)])
+        idle: list[int] = []
+        watching = asyncio.create_task(idle_times(group, idle))
         step = 1e3 * (await seconds(client, prompts, args.tokens + 1) - first) / args.tokens
+        watching.cancel()
+        pause = statistics.median(idle)
         name = f"{args.model.split(':')[-1]}-tp{args.tp}"
         rows += [(f"{name}-prefill-b{size}", "prefill", first, "s"), (f"{name}-decode-b{size}", "step", step, "ms")]
+        rows.append((f"{name}-decode-b{size}", "device idle before a step", pause / 1e3, "ms"))
         peers = PEERS.get((args.model.split(":")[-1], args.tp, size))
         beside = f"  vLLM {peers[0]:.2f} ({peers[0] / step:.2f}x), SGLang {peers[1]:.2f} ({peers[1] / step:.2f}x)" if peers else ""
-        print(f"batch {size:4}  prefill {first:8.4f} s  step {step:8.3f} ms{beside}", flush=True)
+        print(f"batch {size:4}  prefill {first:8.4f} s  step {step:8.3f} ms  idle {pause:.0f} us{beside}", flush=True)
     await client.close()
     return rows
 
@@ -103,6 +121,7 @@ def main() -> None:
         print(f"ready in {group.boot_s:.1f} s, pages {group.pages}", flush=True)
         rows = [(f"{args.model.split(':')[-1]}-tp{args.tp}-start", "ready", group.boot_s, "s")]
         rows += asyncio.run(measure(group, read_geometry(folder).vocab, args))
+        print(f"kernels compiled while serving: {[status.late_compilations for status in group.status()[: args.tp]]}", flush=True)
     finally:
         group.close()
     if args.record:

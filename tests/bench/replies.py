@@ -1,7 +1,8 @@
 """What taking replies apart costs, a token; and grammars: compiling and masks. `python -m tests.bench.replies --machine NAME`.
 
-CPU time of one thread. Replies: the trained nano 31b's tokenizer, a token a call, the least of five rounds. Grammars: random schemas,
-64 of them, as JSON and as arguments of a call, over a vocabulary of 262 144 pieces (the nano's, and made-up words), walked at random.
+CPU time of one thread. Replies: the trained nano 31b's tokenizer, a token a call, the least of five rounds. Grammars: random
+schemas, 64 of them, as JSON and as arguments of a call, over a vocabulary of 262 144 pieces (the nano's, and made-up words), walked
+at random.
 """
 
 import argparse
@@ -51,7 +52,8 @@ def replies(text: TextProcessor, markers: Markers) -> list[Row]:
         "arguments": (call, lambda: ReplyParser(text.pieces, markers, TOOLS)),
     }
     return [
-        (case, "CPU a token", microseconds(make, text.encode(written, add_bos=False)), "us") for case, (written, make) in cases.items()
+        (case, "CPU a token", microseconds(make, text.encode(written, add_bos=False)), "us")
+        for case, (written, make) in cases.items()
     ]
 
 
@@ -99,7 +101,8 @@ def grammars(text: TextProcessor, markers: Markers) -> list[Row]:
         found = [walked(vocabulary, grammar(markers, each, Thought.none), random.Random(at)) for at, each in enumerate(answers)]
         compiled, masks = sorted(each for each, _ in found), sorted(each for _, every in found for each in every)
         for name, values in (("compile", compiled), ("mask", masks)):
-            rows += [(case, f"{name} p{share}", 1e3 * values[min(len(values) - 1, len(values) * share // 100)], "ms") for share in (50, 99)]
+            at = {share: values[min(len(values) - 1, len(values) * share // 100)] for share in (50, 99)}
+            rows += [(case, f"{name} p{share}", 1e3 * value, "ms") for share, value in at.items()]
     return rows
 
 

@@ -42,6 +42,7 @@ def build(args: argparse.Namespace, parallel: Parallel, device: torch.device, *,
     config = engine_config(
         model=str(folder), tp=parallel.size, device=device.type, dtype=args.dtype, load_format="dummy",
         max_seqs=most, max_len=args.max_len, prefill_budget=args.prefill_budget, page=32, graphs=graphs,
+        debug_pages=args.debug_pages,
     )  # fmt: skip
     pages = pages_held(kv_groups(read_geometry(folder), parallel.size), most, args.context, args.steps)
     return bare_rank.build(config, parallel, device, lambda: pages, lambda text: say(parallel, text))
@@ -129,6 +130,7 @@ def main() -> None:
     parser.add_argument("--max-len", type=int, default=2048)
     parser.add_argument("--prefill-budget", type=int, default=512)
     parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--debug-pages", choices=("off", "sample", "every"), default="off", help="with the check of page tables")
     parser.add_argument("--eager", action="store_true", help="no graphs")
     parser.add_argument("--check", action="store_true", help="graph against eager, bit for bit, first")
     parser.add_argument("--profile", type=int, nargs="*", help="batches whose kernels are listed")

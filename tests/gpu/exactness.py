@@ -26,6 +26,7 @@ from kernels.allreduce import shared_bytes
 from tests.gpu.spmd import Job
 
 DEVICE = os.environ.get("QUARTET_GPU_DEVICE", "cuda")
+RANKS = 4 if DEVICE == "cpu" else min(4, torch.cuda.device_count())  # of a group over several GPUs
 ROOT = Path(__file__).resolve().parents[2]
 EXACT = 1e-4  # fp32 on both sides, largest logprob error: another order of sums
 SENSITIVE = 100  # how many times a planted fault must exceed a tolerance

@@ -18,8 +18,8 @@ from tests.support.compiled import Compiled, compile_node
 pytestmark = pytest.mark.cpu
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
-SMALL = [(8, 0), (12, 0)]
-SHARED = {HOPPER: 232448, BLACKWELL: 232448, (8, 0): 166912, (12, 0): 101376}
+SMALL = [(8, 0), (8, 9), (12, 0)]
+SHARED = {HOPPER: 232448, BLACKWELL: 232448, (8, 0): 166912, (8, 9): 101376, (12, 0): 101376}
 SPILLED = {"_extend": 160, "decode_kernel": 32}  # bytes a thread
 WIDTH = 64
 
@@ -72,11 +72,13 @@ def test_every_variant_compiles_without_spilling(target: tuple[int, int]) -> Non
 
 @pytest.mark.parametrize("target", SMALL)
 def test_small_gpus_get_smaller_tiles(target: tuple[int, int]) -> None:
-    """The largest head dim fits the shared memory of GPUs that have less."""
-    layer = named("31b-tp4-full")
-    for node in (decode(layer, 100, target), chunk_nodes(layer, target)[1]):
-        compiled = compile_node(node, target)
-        assert compiled.shared <= SHARED[target], (node.constexprs, compiled.shared)
+    """Decode rows and chunks of both kinds of layer fit the shared memory of GPUs that have less; a large one's tiles do not."""
+    for name in ("31b-tp4-sliding", "31b-tp4-full"):
+        for node in (decode(named(name), 100, target), *chunk_nodes(named(name), target)[1:]):
+            compiled = compile_node(node, target)
+            assert compiled.shared <= SHARED[target], (node.constexprs, compiled.shared)
+    large = compile_node(chunk_nodes(named("31b-tp4-full"), HOPPER)[1], HOPPER)
+    assert large.shared > SHARED[target]
 
 
 def early_reads(compiled: Compiled) -> set[str]:

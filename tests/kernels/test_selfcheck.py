@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from kernels import launch as launcher
 from kernels import linear, selfcheck
@@ -53,7 +54,7 @@ def test_a_kernel_that_does_not_start_is_a_failure() -> None:
     """An op that raises is found, with what it said; NaN, a missing row and another integer are."""
 
     def raises(_: object) -> tuple[Tensor, ...]:
-        raise RuntimeError("out of resource: shared memory")
+        raise OutOfResources(240000, 101376, "shared memory")
 
     def fine(_: object) -> tuple[Tensor, ...]:
         return (torch.ones(2, 3), torch.tensor([1, 2]))

@@ -1,4 +1,4 @@
-"""What is said of each request: its id on the reply, one access line and one trace at its end.
+"""What is logged of each request: its id on the reply, one access line and one trace at its end.
 
     access log (this) -> limits -> FastAPI -> route -> CompletionResponse     the RequestRecord goes along in the scope
        `- at the end: access line, spans
@@ -70,9 +70,9 @@ class AccessLog:
             record.trace_id = self._service.tracer.trace(record)
         level = _level(record)
         if (self._service.logs.access or level >= logging.ERROR) and logger.isEnabledFor(level):
-            said = access_fields(record)
-            detail = "".join(f" {name}={value}" for name, value in said.items()) if self._service.logs.format == "text" else ""
-            logger.log(level, "%s %s%s", record.method, record.route, detail, extra={**said, **_where(record)})
+            fields = access_fields(record)
+            detail = "".join(f" {name}={value}" for name, value in fields.items()) if self._service.logs.format == "text" else ""
+            logger.log(level, "%s %s%s", record.method, record.route, detail, extra={**fields, **_where(record)})
 
 
 def _level(record: RequestRecord) -> int:

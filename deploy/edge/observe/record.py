@@ -21,7 +21,7 @@ from engine.errors import EngineDead, InvalidRequest, Overloaded, QuartetError, 
 from engine.front.client import Clock
 
 OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}  # route -> gen_ai.operation.name
-CLIENT_GONE = 499  # as nginx and Serve have it: nobody was there to be told a status
+CLIENT_GONE = 499  # as nginx and Serve have it: nobody was there to read a status
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class RequestRecord:
 
     @property
     def tokens(self) -> int | None:
-        """Tokens of all choices: as the client was told, else as many as came."""
+        """Tokens of all choices: as the client was sent them, else as many as came."""
         if self.output_tokens is not None or not self.clocks:
             return self.output_tokens
         return sum(clock.output_tokens for clock in self.clocks if clock is not None)
@@ -100,7 +100,7 @@ def record_of(scope: Scope) -> RequestRecord:
 
 def access_fields(record: RequestRecord) -> dict[str, Any]:
     """What the access line states beside method, route and id; what does not apply is left out."""
-    said: dict[str, Any] = {
+    shown: dict[str, Any] = {
         "status": record.shown_status,
         "model": record.model,
         "stream": record.stream,
@@ -116,7 +116,7 @@ def access_fields(record: RequestRecord) -> dict[str, Any]:
         **_error_fields(record.error),
         "trace_id": record.trace_id,
     }
-    return {name: _short(value) for name, value in said.items() if value is not None}
+    return {name: _short(value) for name, value in shown.items() if value is not None}
 
 
 def _error_fields(error: Exception | None) -> dict[str, Any]:

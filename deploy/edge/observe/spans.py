@@ -7,7 +7,7 @@
 
 A caller's `traceparent` is the parent, and its sampled flag decides; without one `sample_ratio` does. Serving never waits for the
 collector: traces go through a bounded queue to a thread, and those that find it full, or that the collector does not take, are
-counted and said once. Without an endpoint nothing of OpenTelemetry is imported. No prompt, no answer, nothing the client named.
+counted, and logged once. Without an endpoint nothing of OpenTelemetry is imported. No prompt, no answer, nothing the client named.
 """
 
 import logging
@@ -94,7 +94,7 @@ class Tracer:
         self._settings = settings
         self._sink = sink
         self._draw = random.Random()  # noqa: S311 - ids, not secrets
-        self._said = False
+        self._complained = False
         self._waiting: queue.Queue[Trace | None] = queue.Queue(settings.queue)
         self._closing = False
         self._counting = threading.Lock()
@@ -160,10 +160,10 @@ class Tracer:
     def _lose(self, traces: int) -> None:
         with self._counting:
             self.lost += traces
-            say, self._said = bool(traces) and not self._said, self._said or bool(traces)
-        if say:
+            complain, self._complained = bool(traces) and not self._complained, self._complained or bool(traces)
+        if complain:
             logger.warning(
-                "traces are lost: %s does not take them, or not fast enough; said once, they are counted",
+                "traces are lost: %s does not take them, or not fast enough; logged once, they are counted",
                 self._settings.endpoint,
             )
 

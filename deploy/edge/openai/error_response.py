@@ -57,8 +57,8 @@ class Refusal(Response):
     def _introduce(self, name: str) -> None:
         self.headers["x-request-id"] = name
         kind = type(self._error).__name__
-        said = {"request_id": name, "status": self.status_code, "error": kind}
-        logger.info("rejected before routing: status=%d error=%s", self.status_code, kind, extra=said)
+        fields = {"request_id": name, "status": self.status_code, "error": kind}
+        logger.info("rejected before routing: status=%d error=%s", self.status_code, kind, extra=fields)
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -80,7 +80,7 @@ def handle(request: Request, error: Exception) -> Response:
 
 
 def _message(error: QuartetError) -> str:
-    """What the client is told. Which process died is for the log, not for the client."""
+    """The message for the client. Which process died is for the log, not for the client."""
     if isinstance(error, EngineDead):
         return "The engine was lost while this request was open; it is being restarted. Please try again."
     return str(error)

@@ -6,7 +6,7 @@ Decoding stops at the first thing that is wrong. What may be a list of any lengt
 with a bound: the first element decides what the others must be, and the first one too many ends it. So no body, however it is
 made, costs more than a scan of it. Accepted without effect: user, store, metadata, service_tier, verbosity,
 safety_identifier, prompt_cache_key, prompt_cache_retention, prediction, rid, request_id and the like;
-absent_keys.py lists what is refused.
+absent_keys.py lists what is refused. A tool's `strict` is accepted, and its schema not enforced.
 """
 
 import re

@@ -224,7 +224,7 @@ class TrtllmExtend:
         self._cache, self._settings, self._scratch = cache, settings, scratch
 
     def prepare(self, batch: ForwardBatch) -> ChunkRows:
-        """The chunks' rows of the page table, whole, and their running sums."""
+        """The chunks' rows of the page table, with nothing behind their ends, and their running sums."""
         queries, keys = [0], [0]
         for chunk in batch.chunks:
             queries.append(queries[-1] + chunk.size)
@@ -235,8 +235,10 @@ class TrtllmExtend:
         packed = torch.tensor([number for section in sections for number in section], dtype=torch.int32)
         packed = packed.to(self._settings.device, non_blocking=True)
         query_sums, key_sums, lengths, slots = packed.split([len(section) for section in sections])
-        table = self._cache.table
-        rows = TableRows(table[slots.long()], lengths, table.shape[1] * self._cache.group.page)
+        table, page = self._cache.table, self._cache.group.page
+        begins = torch.arange(0, table.shape[1] * page, page, device=table.device)
+        held = table[slots.long()].masked_fill_(begins >= lengths[:, None], 0)  # pages that are reserved ahead, or nobody's
+        rows = TableRows(held, lengths, table.shape[1] * page)
         return ChunkRows(rows, query_sums, key_sums, max(chunk.size for chunk in batch.chunks))
 
     def attend(self, q: Tensor, layer: Layer, plan: ChunkRows, out: Tensor) -> None:

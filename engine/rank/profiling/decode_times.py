@@ -44,7 +44,8 @@ def time_step(rank: BareRank, batch: int, context: int, steps: int, step: int, r
     """The mean over `steps` steps, more than `WARM_STEPS`, numbered from `step` on; read_rate in bytes a second."""
     assert steps > WARM_STEPS, steps
     plans = admit(rank, batch, context, steps, step)
-    _, seconds = rank.run(plans)
+    with lengths_kept(rank):
+        _, seconds = rank.run(plans)
     graphs = rank.runner.graphs
     graph_ms = None if graphs is None else replay_ms(rank, graphs, batch, steps)
     floor_ms = 1e3 * rank.step_bytes(batch, context) / read_rate

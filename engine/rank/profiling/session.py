@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch.multiprocessing.spawn import spawn
 
-from engine.config import Device, DType, EngineConfig, engine_config
+from engine.config import Device, DType, EngineConfig, PageChecks, engine_config
 from engine.errors import ConfigError
 from engine.geometry import KVGroup, kv_groups, read_geometry
 from engine.memory import ITEMSIZE, cpu_budget, gpu_budget
@@ -44,6 +44,7 @@ class ProfileRequest:
     steps: int
     prefill_budget: int
     read_rate: float | None = None
+    debug_pages: PageChecks = "off"
 
     def config(self) -> EngineConfig:
         """The rank's settings; ConfigError where they are impossible."""
@@ -55,6 +56,7 @@ class ProfileRequest:
         return engine_config(
             model=str(self.folder), tp=self.tp, device=self.device, dtype=self.dtype, load_format="dummy",
             max_seqs=max(self.batches), max_len=max(self.contexts) + self.steps + 1, prefill_budget=self.prefill_budget,
+            debug_pages=self.debug_pages,
         )  # fmt: skip
 
     def cells(self) -> list[Cell]:

@@ -31,11 +31,10 @@ class KernelSpan:
 def profile_step(rank: BareRank, batch: int, context: int, steps: int, step: int, read_rate: float) -> StepProfile:
     """Of `batch` sequences of `context` tokens, whose plans are numbered from `step` on; `steps` as in `time_step`."""
     plans = iter(admit(rank, batch, context, steps, step))
-    with lengths_kept(rank):
-        if next(rank.model.parameters()).is_cuda:
-            nodes, step_ms = _on_gpu(rank, batch, context)
-        else:
-            nodes, step_ms = _on_cpu(rank, batch, context, plans)
+    if next(rank.model.parameters()).is_cuda:
+        nodes, step_ms = _on_gpu(rank, batch, context, steps)
+    else:
+        nodes, step_ms = _on_cpu(rank, batch, context, plans)
     overlapped = rank.runner.graphs is not None
     return StepProfile(batch, context, read_rate, step_ms, overlapped, rank.geometry.layers, tuple(nodes))
 
@@ -55,21 +54,24 @@ def _on_cpu(rank: BareRank, batch: int, context: int, plans: Iterator[bytes]) ->
     return [replace(node, us=node.alone_us) for node in timed], 1e-3 * ends[-1]
 
 
-def _on_gpu(rank: BareRank, batch: int, context: int) -> tuple[list[StepNode], float]:
+def _on_gpu(rank: BareRank, batch: int, context: int, steps: int) -> tuple[list[StepNode], float]:
     """Times of graphs, with overlap and without; of eager steps without overlap where there are no graphs."""
     rows, runner = rank.runner.bucket(batch), rank.runner
-    stretches = trace(rank.model, lambda: runner.repeat(rows))
+    with lengths_kept(rank):
+        stretches = trace(rank.model, lambda: runner.repeat(rows))
     nodes = nodes_of(rank, stretches, batch, context)
     if runner.graphs is None:
-        with without_overlap():
+        with without_overlap(), lengths_kept(rank):
             timed = _timed(nodes, stretches, lambda: runner.repeat(rows))
         return [replace(node, us=node.alone_us) for node in timed], 1e-3 * sum(node.alone_us for node in timed)
-    with without_overlap():
+    with without_overlap(), lengths_kept(rank):
         apart = runner.graphs_of([rows])
     graphs = runner.graphs
-    alone = _timed(nodes, stretches, lambda: replay(apart, rows))
-    timed = _timed(nodes, stretches, lambda: replay(graphs, rows))
-    return _with_shares(timed, alone), replay_ms(rank, graphs, batch, _REPLAYS)
+    with lengths_kept(rank):
+        alone = _timed(nodes, stretches, lambda: replay(apart, rows))
+    with lengths_kept(rank):
+        timed = _timed(nodes, stretches, lambda: replay(graphs, rows))
+    return _with_shares(timed, alone), replay_ms(rank, graphs, batch, min(_REPLAYS, steps))
 
 
 def _with_shares(nodes: Sequence[StepNode], alone: Sequence[StepNode]) -> list[StepNode]:

@@ -14,6 +14,7 @@ from engine.channel import Waiter
 from engine.core.front_link import FrontLink
 from engine.core.loop import Core
 from engine.core.scheduler import Scheduler, SchedulerConfig
+from engine.errors import PageViolation
 from engine.geometry import KVGroup
 from engine.plan import StatusBlock, StepPlan, StepResult
 from engine.protocol import (
@@ -204,3 +205,25 @@ def test_an_idle_core_sleeps(core) -> None:  # noqa: ANN001
     assert time.process_time() - began < 0.2
     front.send(Control(action="report"))
     scheduler.abort(0, 1, AbortReason.client_gone)
+
+
+def test_a_page_violation_ends_the_loop() -> None:
+    """With debug_pages a plan behind spoilt books is not sent: the loop raises and says what is wrong; sound books pass."""
+
+    def serve(spoil: Callable[[Scheduler], None]) -> MachineExecutor:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            scheduler = Scheduler(SchedulerConfig(GROUPS, (20, 40), 4, 64, 16))
+            executor = MachineExecutor(KVMachine(GROUPS, (20, 40), 4, 64, lambda prefix, position, seed: position))
+            loop = Core(scheduler, executor, FrontLink(theirs), FakeLifeline(), Waiter(), "every")
+            front = Front(ours)
+            request = GenerateRequest(id=1, prompt=pack_tokens([1, 2, 3]), params=SamplingParams(max_tokens=5))
+            spoil(scheduler)
+            front.send(request)
+            front.send(Control(action="stop"))
+            loop.run()
+            return executor
+
+    assert serve(lambda _: None).deepest >= 1
+    with pytest.raises(PageViolation, match=r"books at plan 1: group full: 38 free, 1 held and 0 idle pages .* of 38"):
+        serve(lambda scheduler: setattr(scheduler.pools[1], "total", 38))

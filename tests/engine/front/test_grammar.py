@@ -87,7 +87,7 @@ def well_called(walker: Walker, seed: int) -> bool:
     return choice.content == "" and 1 <= len(choice.calls) <= (most or 1000)
 
 
-CASES = 60
+CASES = 40
 
 
 def test_calls_keep_their_schemas(walker: Walker) -> None:

@@ -8,7 +8,7 @@ import torch
 from deploy.models.resolve import resolve
 from engine.geometry import Geometry, kv_groups, read_geometry
 from engine.rank.attention import attention_backend
-from engine.rank.batch import ForwardBatch
+from engine.rank.batch import Chunk, ForwardBatch
 from engine.rank.kv import GroupCache, KVCache
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.parallel import SENT_ROWS, SHARDED_ROWS, Single
@@ -16,7 +16,7 @@ from engine.rank.sampler import Sampler
 from kernels.choose import Ballot, SlotParameters
 from kernels.joint import Peers
 from kernels.launch import Node, record
-from kernels.slots import apply_plan, decode_inputs, rotary_table
+from kernels.slots import apply_plan, decode_inputs, gather_pages, rotary_table
 from tests.support.compiled import compile_node
 
 pytestmark = pytest.mark.cpu
@@ -76,6 +76,46 @@ def step(member: str, rows: int) -> tuple[Node, ...]:
         hidden = model(ForwardBatch(ids, positions, slots, rope, pages), cache, attention, peers)
         sampler.maxima(model.logits(hidden), slots, positions, parameters, tokens, ballot)
     return tuple(nodes)
+
+
+@cache
+def mixed(chunk: int, decodes: int) -> tuple[Node, ...]:
+    """The launches of a step of the 31B with a prefill chunk, and decode rows behind it: inputs and forward."""
+    shape, rows = geometry("31b"), chunk + decodes
+    model = Gemma4(shape, OneOfFour(), torch.bfloat16, META)
+    cache = KVCache([GroupCache(group, 100, SLOTS, MAX_LEN, torch.bfloat16, META) for group in kv_groups(shape, TP)])
+    attention = attention_backend("triton", shape, cache, TP, (8,), META)
+    with record(target=(9, 0)) as nodes:
+        ids, positions, slots = int32(rows), int32(rows), int32(rows)
+        plan, tokens, lengths = int32(4096), int32(SLOTS, MAX_LEN + 1), int32(SLOTS)
+        decode_inputs(plan, tokens, lengths, SLOTS - 1, ids[chunk:], positions[chunk:], slots[chunk:])
+        pages = tuple(int32(decodes, group.read_width) for group in cache)
+        for group, out in zip(cache, pages, strict=True):
+            group.gather(slots[chunk:], positions[chunk:], out)
+        rope = {key: torch.empty((rows, 2 * len(frequency)), device=META) for key, frequency in model.frequencies.items()}
+        for key, table in rope.items():
+            rotary_table(positions[chunk:], model.frequencies[key], table[chunk:])
+            rotary_table(positions, model.frequencies[key], table)
+        ends = torch.arange(chunk - 1, rows, device=META)
+        model(ForwardBatch(ids, positions, slots, rope, pages, ends, (Chunk(0, 0, chunk, 0),)), cache, attention)
+    return tuple(nodes)
+
+
+def test_decode_rows_behind_a_chunk_need_no_variants_of_their_own() -> None:
+    """Wherever they begin: a variant that is first met while requests run is compiled while they wait. One whose argument's place
+    is compiled in is seen."""
+
+    def variants(nodes: tuple[Node, ...]) -> set[str]:
+        return {repr((node.kernel, sorted(node.types.items()), node.aligned, node.constants, node.constexprs)) for node in nodes}
+
+    ready = variants(mixed(2040, 8))
+    for chunk, decodes in ((2046, 2), (2045, 3), (1993, 7)):
+        assert variants(mixed(chunk, decodes)) <= ready
+    rows, table = int32(12), int32(12, 64)
+    with record(target=(9, 0)) as nodes:
+        for first in (0, 2):
+            gather_pages(int32(SLOTS, 64), rows[:4], rows[:4], 32, 1024, table.flatten()[first : first + 256].view(4, 64))
+    assert len(variants(tuple(nodes))) == 2
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64])

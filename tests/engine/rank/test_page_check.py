@@ -20,8 +20,9 @@ from engine.rank.page_map import PageMap, rolled_back
 from engine.rank.replay import replay_dump
 from engine.rank.runner import Runner
 from engine.rank.worker import Rank, build
+from tests.conftest import Nano
 from tests.golden.record import load
-from tests.support.engine.ranks import run, single
+from tests.support.engine.ranks import Ranks, run, single
 from tests.support.engine.recording import PAGES, config_of, tokens_of
 
 pytestmark = pytest.mark.cpu
@@ -39,7 +40,9 @@ def ranks() -> dict[str, Rank]:
 
 @pytest.fixture(autouse=True)
 def dumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dumps go into the test's own folder, those of its child processes too."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
 
 
 def decoding(step: int) -> int:
@@ -280,3 +283,18 @@ def test_a_file_that_is_no_dump_is_refused(tmp_path: Path) -> None:
     torch.save({}, path)
     with pytest.raises(ConfigError, match=r"x\.npz: no page dump"):
         read_dump(path)
+
+
+def test_a_violation_ends_the_process(nano: Nano, tmp_path: Path) -> None:
+    """Two real ranks: each stops at the plan that is wrong, says why in a sentence, and ends."""
+    config = config_of(nano("31b"), 2, debug_pages="every")
+    with Ranks(config) as ranks:
+        ranks.boot(PAGES)
+        for plan in PLANS[:2]:
+            ranks.submit(plan)
+            ranks.result()
+        ranks.submit(StepPlan(3, appends=[PageAppend(1, 0, 7, PAGES[1])], decodes=[0]))
+        assert ranks.wait() == [1, 1]
+        for text in ranks.stderr():
+            assert "plan 3: slot 0, group full, entry 7 gets page 6 of a pool of 6 (dump: " in text, text
+    assert len(list(tmp_path.glob("*.npz"))) == 2

@@ -85,6 +85,7 @@ for shape in ((1, 96), (70, 33), (2, 200_000)):
     assert (theirs - mine).abs().max() < 1e-5, (theirs - mine).abs().max()
     assert (theirs - x).abs().max() > 1e-3
     assert torch.equal(gloo.all_gather(x), ours.all_gather(x))
+    assert torch.equal(gloo.all_gather(x[:, :1]).view(-1), ours.all_gather(x[:, :1]).reshape(-1))
     rows = x.flatten()[:96].view(8, 12)
     assert torch.equal(gloo.exchange_rows(rows), ours.exchange_rows(rows))
     assert not torch.equal(gloo.exchange_rows(rows), ours.exchange_rows(rows.flip(0)))

@@ -3,7 +3,7 @@
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,9 +15,10 @@ from engine.errors import ConfigError
 from engine.geometry import kv_groups, read_geometry
 from engine.plan import encode_plan
 from engine.rank.parallel import Parallel, Single
-from engine.rank.profiling import bare_rank
+from engine.rank.profiling import bare_rank, step_profile
 from engine.rank.profiling.bare_rank import BareRank, pages_held
 from engine.rank.profiling.chrome_trace import chrome_trace
+from engine.rank.profiling.decode_times import admit
 from engine.rank.profiling.loopback import Loopback
 from engine.rank.profiling.scopes import align, trace
 from engine.rank.profiling.session import ProfileRequest, fitting, most_pages
@@ -200,3 +201,51 @@ def test_wall_times_see_a_slow_module(nano: Nano) -> None:
     slow.register_forward_pre_hook(lambda *_: time.sleep(0.2))
     slowest = max(profile_of(rank).nodes, key=lambda node: node.us)
     assert (slowest.layer, slowest.us > 1.9e5) == (2, True)
+
+
+class Replays:
+    """Stands in for captured graphs: a replay is a plan more."""
+
+    def __init__(self, step: Callable[[], object]) -> None:
+        self._step = step
+
+    def forward(self, rows: int) -> None:
+        self._step()
+
+    def sample(self, rows: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_the_gpus_way_on_a_cpu(nano: Nano, monkeypatch: pytest.MonkeyPatch, *, captured: bool) -> None:
+    """With a profiler that sees each operation take 2 us alone and 1 us more a step: times reach their nodes, and add up."""
+    rank = rank_of(nano("31b"), Single())
+    plans = iter(admit(rank, BATCH, CONTEXT, STEPS, 1))
+
+    def step() -> None:
+        graphs, rank.runner.graphs = rank.runner.graphs, None
+        rank.run([next(plans)])
+        rank.runner.graphs = graphs
+
+    def kernels(run: Callable[[], object]) -> list[KernelSpan]:
+        names = [name for stretch in trace(rank.model, run) for name in stretch.operations]
+        far = 1.0 if captured and not apart.pop() else 2.0
+        return [KernelSpan(name, at * far, at * far + 2.0) for at, name in enumerate(names)]
+
+    apart = [False, captured]
+    monkeypatch.setattr(rank.runner, "repeat", lambda rows: step())
+    rank.runner.graphs = Replays(step) if captured else None  # type: ignore[assignment]
+    monkeypatch.setattr(rank.runner, "graphs_of", lambda sizes: Replays(step))
+    monkeypatch.setattr(step_profile, "_kernels", kernels)
+    monkeypatch.setattr(step_profile, "replay_ms", lambda *_: 0.5)
+    nodes, step_ms = step_profile._on_gpu(rank, BATCH, CONTEXT, STEPS)
+    count = sum(len(node.kernels) for node in nodes)
+    assert all(node.alone_us == pytest.approx(2.0 * len(node.kernels)) for node in nodes)
+    if captured:
+        assert step_ms == 0.5
+        assert sum(node.us for node in nodes) == pytest.approx(count + 1.0)
+        found = replace(profile_from(*nodes), step_ms=step_ms)
+        products = sum(node.alone_us for node in nodes if node.weights)
+        assert found.hidden_share == pytest.approx(1 - (500 - products) / (2.0 * count - products))
+    else:
+        assert sum(node.us for node in nodes) == pytest.approx(2.0 * count) == pytest.approx(1e3 * step_ms)

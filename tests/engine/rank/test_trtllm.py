@@ -175,6 +175,26 @@ def test_a_step_after_a_longer_one() -> None:
 
 
 @pytest.mark.usefixtures("any_shape")
+@pytest.mark.parametrize("kind", [SMALL, replace(SMALL, window=None, sides=1)])
+def test_stale_tails(kind: Kind, scratch_for: ScratchFor) -> None:
+    """Ids that no pool has, behind the end of every row of the table, change nothing for either backend; a page earlier they do."""
+    it = scene(kind, [500, 31, -1], [(0, 70), (600, 640)])
+    scratch, _ = scratch_for(it)
+    want = ours(it)
+    ends = [70, 640, 501, 32, 0]
+    for slot, end in enumerate(ends):
+        it.cache.table[slot, -(-end // kind.page) :] = 10**6
+    other = it.copy()
+    batch = eager_batch(KVCache([it.cache]), {}, it.batch.ids, it.batch.slots, it.batch.positions, it.batch.chunks)
+    stale = replace(it, batch=replace(batch, rope=it.batch.rope))
+    assert torch.equal(ours(stale), want)
+    assert (attended(other, theirs(other, scratch)) - want).abs().max() < TOLERANCE
+    other.cache.table[1, 600 // kind.page - 1] = 10**6
+    with pytest.raises(AssertionError, match="a page id that the pool does not have"):
+        attended(other, theirs(other, scratch))
+
+
+@pytest.mark.usefixtures("any_shape")
 @pytest.mark.parametrize("sides", [2, 0])
 def test_a_wrong_page_is_seen(sides: int) -> None:
     """An id of another row's page changes the answer by a hundred tolerances; one that the pool lacks is caught by the stand-in."""

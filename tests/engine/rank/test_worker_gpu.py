@@ -1,9 +1,10 @@
-"""Four worker processes on four GPUs: symmetric memory and NCCL inside the group, one hash, and the CPU's tokens."""
+"""Worker processes on GPUs of their own: symmetric memory and NCCL inside the group, one hash, and the CPU's tokens."""
 
 import pytest
 
 from engine.rank.plan_stream import logprob_error
 from tests.conftest import Nano
+from tests.gpu.exactness import RANKS
 from tests.support.engine.ranks import Ranks
 from tests.support.engine.recording import PAGES, Recording, config_of, record, replay_in_step, tokens_of
 
@@ -15,9 +16,9 @@ def recording(nano: Nano) -> Recording:
     return record(nano("31b"))
 
 
-def test_four_gpus_compute_what_one_cpu_does(recording: Recording) -> None:
-    """In fp32, TP=4 on GPUs gives the CPU's tokens and, to 1e-3, its logprobs; hashes, hidden bits included, always agree."""
-    with Ranks(config_of(recording.folder, 4, device="cuda")) as ranks:
+def test_ranks_on_gpus_compute_what_one_cpu_does(recording: Recording) -> None:
+    """In fp32, ranks on GPUs give the CPU's tokens and, to 1e-3, its logprobs; hashes, hidden bits included, always agree."""
+    with Ranks(config_of(recording.folder, RANKS, device="cuda")) as ranks:
         ranks.boot(PAGES)
         results, hashes = replay_in_step(ranks, recording.plans)
         times = [status.step_us for status in ranks.statuses()]
@@ -32,7 +33,7 @@ def test_bf16_ranks_agree_and_replay(recording: Recording, nano: Nano, member: s
     """In bf16 every rank's hash agrees after every step, and a replay of the plans gives the same hashes and tokens."""
     runs = []
     for _ in range(2):
-        with Ranks(config_of(nano(member), 4, device="cuda", dtype="bfloat16")) as ranks:
+        with Ranks(config_of(nano(member), RANKS, device="cuda", dtype="bfloat16")) as ranks:
             ranks.boot(PAGES)
             runs.append(replay_in_step(ranks, recording.plans))
     assert all(len(set(step)) == 1 for step in runs[0][1])

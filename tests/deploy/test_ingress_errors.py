@@ -1,0 +1,100 @@
+"""What HAProxy answers by itself, through the real binary and the wrapper that Serve starts it by."""
+
+import os
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from deploy import ingress_errors
+from deploy.environment import WRAPPER, haproxy_binary
+from tests.support.stack.serve_process import free_port, is_free, wait
+
+pytestmark = [pytest.mark.pure, pytest.mark.skipif(haproxy_binary() is None, reason="no HAProxy here")]
+
+CONFIG = """
+defaults
+    mode http
+    timeout client 5s
+    timeout connect 1s
+    timeout server 300ms
+    errorfile 502 {folder}/500.http
+    errorfile 503 {folder}/500.http
+    errorfile 504 {folder}/500.http
+
+frontend api
+    bind *:{port}
+    default_backend replica
+
+backend replica
+    server one 127.0.0.1:{behind}
+"""  # the lines of Serve's template that matter here
+
+
+@contextmanager
+def haproxy(folder: Path, behind: int, errors: Path | None) -> Iterator[str]:
+    """HAProxy before the port `behind`; the URL."""
+    (folder / "500.http").write_text("HTTP/1.1 500 Internal Server Error\r\nContent-Type: text/plain\r\n\r\nInternal Server Error")
+    port = free_port()
+    path = folder / "haproxy.cfg"
+    path.write_text(CONFIG.format(folder=folder, port=port, behind=behind))
+    environ = {**os.environ, "QUARTET_HAPROXY": haproxy_binary() or "", "QUARTET_ERRORS": str(errors or "")}
+    process = subprocess.Popen([str(WRAPPER), "-db", "-f", str(path)], env=environ, stderr=subprocess.DEVNULL)
+    try:
+        wait(lambda: not is_free(port), 10)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def test_where_no_replica_answers_the_error_is_openais(tmp_path: Path) -> None:
+    """Nobody behind it: 503 with Retry-After and the code of a lost engine; Serve's own file is a plain-text 500."""
+    ingress_errors.write(tmp_path)
+    with haproxy(tmp_path, free_port(), tmp_path) as url:
+        reply = httpx.get(f"{url}/v1/models")
+    assert (reply.status_code, reply.json()["error"]["code"]) == (503, "engine_restarting")
+    assert int(reply.headers["retry-after"]) >= 1
+    assert reply.headers["content-type"] == "application/json"
+    with haproxy(tmp_path, free_port(), None) as url:
+        assert httpx.get(f"{url}/v1/models").text == "Internal Server Error"
+
+
+def test_a_replica_that_is_killed_or_hangs_is_said_so(tmp_path: Path) -> None:
+    """A connection that is closed before the reply is 503, one that stays silent is 504."""
+    ingress_errors.write(tmp_path)
+    for closes, status, code in ((True, 503, "engine_restarting"), (False, 504, "deadline_exceeded")):
+        with silent_server(closes=closes) as port, haproxy(tmp_path, port, tmp_path) as url:
+            reply = httpx.post(f"{url}/v1/completions", json={"prompt": "x"})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (status, code)
+
+
+@contextmanager
+def silent_server(*, closes: bool) -> Iterator[int]:
+    """A port whose connections are closed once a request has come, or never answered."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        kept: list[socket.socket] = []
+
+        def accept() -> None:
+            while True:
+                try:
+                    made, _ = listener.accept()
+                except OSError:
+                    return
+                made.recv(4096)
+                kept.append(made)
+                if closes:
+                    made.close()
+
+        thread = threading.Thread(target=accept, daemon=True)
+        thread.start()
+        yield int(listener.getsockname()[1])
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(5)
+        for made in kept:
+            made.close()
