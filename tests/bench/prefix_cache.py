@@ -59,7 +59,7 @@ def rates(trace: Trace, larger: tuple[int, int]) -> list[Rate]:
 
 
 def plot(found: dict[str, list[Rate]], file: Path) -> None:
-    """A panel for each scarce pool, over the working set."""
+    """A panel for each scarce pool, over the working set in parts of what running sequences leave of it."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -71,7 +71,7 @@ def plot(found: dict[str, list[Rate]], file: Path) -> None:
         axes.plot(sets, [rate.most for rate in each], marker=".", linestyle="--", label="Belady's optimum (upper bound)")
         axes.plot(sets, [rate.found for rate in each], marker="o", label="this cache")
         axes.plot(sets, [rate.strict for rate in each], marker=".", linestyle=":", label="strictly least recently used first")
-        axes.set(xlabel="working set, % of the pages that running sequences leave", title=f"scarce: {name}", ylim=(0, 1.05))
+        axes.set(xlabel="working set, % of the pool", title=f"scarce: {name}", ylim=(0, 1.05))
         axes.grid(visible=True, alpha=0.3)
     panels[0].set(ylabel="tokens found, of an infinite cache's")
     panels[0].legend(loc="lower left", fontsize="small")
