@@ -36,7 +36,8 @@ Verdict = Literal["same", "tie", "differs"]
 
 @dataclass(frozen=True)
 class Setup:
-    """How a group is run. tight: so few full-attention pages that sequences are preempted."""
+    """How a group is run. tight: so few full-attention pages that sequences are preempted. graphs: off where a fault is planted in
+    Python, which a captured step does not run again."""
 
     name: str
     tp: int = 1
@@ -45,6 +46,7 @@ class Setup:
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: Literal["cpu", "cuda"] = "cpu"
     page: int = 32
+    graphs: bool = True
 
     @property
     def tie(self) -> float:
@@ -66,6 +68,7 @@ class Setup:
             prefill_budget=self.budget,
             page=self.page,
             pages=tuple(pages),
+            graphs=self.graphs,
         )
 
 

@@ -58,7 +58,7 @@ def whole(member: str, args: argparse.Namespace, setups: list[Setup], faults: li
     sample = QuestionSet.of(member, questions(min(FAULT_SAMPLE, args.questions)), args.seed)
     second = Judge(sample, model)
     for fault in faults:
-        setup = Setup(fault, tp=2 if fault == "lost sum" else 1, device=args.device)
+        setup = Setup(fault, tp=2 if fault == "lost sum" else 1, device=args.device, graphs=False)
         grades = grade(sample, answer(sample, setup, Everywhere(fault)), second, setup.tie)
         tell(member, fault, grades.asked.total(), grades.right.total(), "", f"{grades.differing} ({grades.share:.0%})")
         if grades.share < SHARE:

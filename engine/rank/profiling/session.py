@@ -128,6 +128,7 @@ def _measure(
     for at, (batch, context) in enumerate(request.cells()):
         if (batch, context) in cells:
             answers.append(measure(rank, batch, context, request.steps, 1 + at * (request.steps + 1), rate))
+            report(f"batch {batch}, context {context}: measured")
         else:
             report(f"batch {batch}, context {context}: does not fit")
     return answers
