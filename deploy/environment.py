@@ -31,6 +31,7 @@ RAY: dict[str, tuple[str, str]] = {
         "0",
         "between its threads Serve has a queue without a bound: what a slow reader does not take would pile up there, unseen",
     ),
+    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": ("3600", "the default cuts streams that are open 120 s after HAProxy was reloaded"),
     "RAY_SERVE_LOG_TO_STDERR": ("0", "a line a request belongs into Serve's log files, not on the terminal"),
     "RAY_SERVE_HAPROXY_NBTHREAD": ("2", "a thread carries thousands of tokens a second; the default of 4 suits larger nodes"),
     "GLOO_SOCKET_IFNAME": ("lo", "ranks of a group talk inside the node"),
