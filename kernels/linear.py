@@ -5,7 +5,7 @@
 
 x [T, n], W [m, n], contiguous. A decode step reads every weight once, so up to 128 rows these are streams of weights, and the
 kernels exist to keep memory busy: weights are constant, so they are asked for before the kernel waits for its predecessors
-(kernels.launch), x after. One or two rows: products by lanes in fp32, weight tiles in registers (`_gemv`). Up to 64: `tl.dot` on
+(kernels.launch), x after. One row: products by lanes in fp32, weight tiles in registers (`_gemv`). Up to 64: `tl.dot` on
 tiles in shared memory (`_gemm`), rows padded. Above, and for dtypes other than bf16: cuBLAS. All sums are fp32. A row's result
 depends on that row alone, and on the kernel and tile that `kernels.tiles` names for the number of rows.
 """

@@ -74,9 +74,10 @@ def _gated(tiles: dict[int, Tile | None]) -> dict[int, Tile | None]:
 
 
 # Tiles of each class of rows; None: cuBLAS. The fastest of those tried on an H200 for 31B at TP=4.
-# Of 4 to 64 rows measured in a whole captured step: 84 CTAs need deep pipelines, beside which the next kernel's still fit.
-_SIXTEEN = gemm(16, 64, 128, 8, early=1, swap=True)
-_FEW = {2: gemv(2, 4, 1024, 2), 4: _SIXTEEN, 8: _SIXTEEN, 16: _SIXTEEN}
+# Of 4 to 64 rows measured in a whole captured step: 84 CTAs need deep pipelines, beside which the next kernel's still fit. Two rows
+# by `gemv` took longer than four by this tile, which does no less for two.
+_SHALLOW = gemm(16, 64, 128, 4, early=1, swap=True)
+_FEW = dict.fromkeys((2, 4, 8, 16), gemm(16, 64, 128, 8, early=1, swap=True))
 _MORE: dict[int, Tile | None] = {32: gemm(32, 64, 128, 6, early=1, swap=True), 64: gemm(64, 64, 128, 6, early=1), 128: None}
 TABLE: dict[GemmShape, dict[int, Tile | None]] = {
     GemmShape(4096, 5376): {1: gemv(1, 4, 1024, 4), **_FEW, **_MORE},
@@ -86,10 +87,7 @@ TABLE: dict[GemmShape, dict[int, Tile | None]] = {
     GemmShape(5376, 5376): {1: gemv(1, 4, 1024, 4), **_FEW, **_MORE},
     GemmShape(65536, 5376): {
         1: gemv(1, 4, 1024, 4),
-        **_FEW,
-        4: gemm(16, 64, 128, 4, early=1, swap=True),
-        8: gemm(16, 64, 128, 4, early=1, swap=True),
-        16: gemm(16, 64, 128, 4, early=1, swap=True),
+        **dict.fromkeys((2, 4, 8, 16), _SHALLOW),
         32: gemm(32, 128, 128, 3, early=1),
         64: gemm(64, 128, 128, 3, early=1),
         128: None,
@@ -97,10 +95,7 @@ TABLE: dict[GemmShape, dict[int, Tile | None]] = {
     GemmShape(5376, 5376, gated=True): _gated(
         {
             1: gemv(1, 2, 1024, 4),
-            2: gemv(2, 2, 1024, 2),
-            4: gemm(16, 64, 128, 4, early=1, swap=True),
-            8: gemm(16, 64, 128, 4, early=1, swap=True),
-            16: gemm(16, 64, 128, 4, early=1, swap=True),
+            **dict.fromkeys((2, 4, 8, 16), _SHALLOW),
             32: gemm(32, 64, 128, 4, early=1, swap=True),
             64: gemm(64, 64, 128, 4, early=1),
             128: None,

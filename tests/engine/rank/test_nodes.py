@@ -122,7 +122,7 @@ def test_decode_rows_behind_a_chunk_need_no_variants_of_their_own() -> None:
 def test_a_dense_layer_is_seven_launches(rows: int) -> None:
     """QKV, attention, O, joint, gate and up, down, joint: seven nodes in each of the 60 layers of the 31B; eleven around them."""
     names = [node.kernel for node in step("31b", rows)]
-    products = "_gemv" if rows <= 4 else "_gemm"
+    products = "_gemv" if rows == 1 else "_gemm"
     joint = "_joint_sharded" if rows >= 32 else "_joint"
     layer = [products, "decode_kernel", products, joint, products, products, joint]
     before = ["_apply", "_inputs", "_pages", "_pages", "_rotary", "_rotary", "_embed", joint]
@@ -134,7 +134,7 @@ def test_a_layer_with_experts(rows: int) -> None:
     """Eleven launches in each of the 30 layers of the 26B, thirteen from nine rows on; joints' rows are never shared out, because
     routers read the residual."""
     names = [node.kernel for node in step("26b-a4b", rows)]
-    products = "_gemv" if rows <= 4 else "_gemm"
+    products = "_gemv" if rows == 1 else "_gemm"
     some = "_few" if rows <= 8 else "_many"
     experts = {"_few": ["_up", "_down"], "_many": ["_group", "_grouped", "_grouped", "_combine"]}[some]
     layer = [products, "decode_kernel", products, "_joint", "_logits", "_route", products, products, *experts, "_joint"]
