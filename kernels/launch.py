@@ -229,7 +229,7 @@ def _specialised(kernel: Any, name: str, arg: Any) -> bool:
 
 def _aligned(kernel: Any, name: str, arg: Any) -> bool:
     """Whether Triton compiles a variant for a tensor that begins at a multiple of 16 bytes, as all do that torch allocates."""
-    if not isinstance(arg, Tensor) or kernel.params[kernel.arg_names.index(name)].do_not_specialize:
+    if INTERPRET or not isinstance(arg, Tensor) or kernel.params[kernel.arg_names.index(name)].do_not_specialize:
         return False
     return bool(arg.storage_offset() * arg.element_size() % 16 == 0)
 
