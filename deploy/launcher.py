@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.capability import node_gpus, visible_gpus
-from deploy import environment, ingress_errors
+from deploy import environment
 from deploy.edge.edge_settings import LIMITS_VARIABLE, shared_limits
 from deploy.nodes import check_nodes
 from deploy.processes import adopt_orphans, command_line, descendants, is_ray_server, lives, reap
@@ -67,6 +67,8 @@ class Launch:
         self._check_here()
         _sweep()
         (self.folder / _OWNER).write_text(str(os.getpid()))
+        from deploy import ingress_errors  # starlette and numpy come with it, which `quartet --help` does without
+
         ingress_errors.write(self.folder)
         adopt_orphans()
         environment.prepare(os.environ, self.folder, {name: free_port(port) for name, port in HAPROXY_PORTS.items()})

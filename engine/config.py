@@ -15,7 +15,6 @@ from msgspec import NODEFAULT, Meta
 from engine.channel import MAX_RECORD
 from engine.errors import ConfigError
 from engine.geometry import PAGE_SIZE, Geometry, check_tp, kv_groups, read_geometry
-from engine.plan import largest_plan
 
 Device = Literal["cpu", "cuda"]
 DType = Literal["float32", "bfloat16"]
@@ -157,6 +156,8 @@ def _check_model(config: EngineConfig, geometry: Geometry) -> None:
         raise ConfigError(f"max_len {config.max_len} exceeds the model's {geometry.max_position} positions")
     check_tp(geometry, config.tp)
     groups = kv_groups(geometry, config.tp, config.page)
+    from engine.plan import largest_plan  # numpy comes with it, which `quartet --help` does without
+
     largest = largest_plan(config.max_seqs, config.max_len, config.prefill_budget, config.page, len(groups))
     if largest > MAX_RECORD:
         raise ConfigError(

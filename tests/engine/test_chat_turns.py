@@ -72,6 +72,7 @@ def chat(folder: Path, turns: int, *, cache: bool) -> Chat:
         return asyncio.run(main(running))
 
 
+@pytest.mark.slow
 def test_a_chat_computes_what_is_new(nano: Nano) -> None:
     """Computed prompt tokens are those not cached, to the token; the last first token comes several times faster."""
     cached = chat(nano("31b"), TURNS, cache=True)

@@ -152,8 +152,14 @@ def check(case: Case, tp: int, *, tight: bool, name: str) -> Figures:
     return figures
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("member", MEMBERS)
+# The slow tier asks the members whose layers others have too, and the other sizes.
+SETTINGS = [(member, tp) for member in MEMBERS for tp in (1, 2, 4)]
+FAST = {("31b", 2), ("31b", 4), ("26b-a4b", 4), ("e2b", 4)}
+
+
+@pytest.mark.parametrize(
+    ("member", "tp"), [pytest.param(*each, marks=() if each in FAST else pytest.mark.slow) for each in SETTINGS]
+)
 def test_a_group_gives_transformers_tokens(case: Callable[..., Case], member: str, tp: int) -> None:
     """Every greedy token is transformers' argmax and every logprob within 1e-4 of its; with small pools also after preemptions."""
     tight = tp == 2

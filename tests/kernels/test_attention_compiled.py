@@ -70,6 +70,7 @@ def test_every_variant_compiles_without_spilling(target: tuple[int, int]) -> Non
         check(compile_node(node, target))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", SMALL)
 def test_small_gpus_get_smaller_tiles(target: tuple[int, int]) -> None:
     """Decode rows and chunks of both kinds of layer fit the shared memory of GPUs that have less; a large one's tiles do not."""

@@ -31,6 +31,7 @@ def test_committed_tiles() -> None:
     assert ours["bytes"] == theirs["bytes"] > 0
 
 
+@pytest.mark.slow
 def test_chain() -> None:
     """The chain's settings all run; its floor is that of the weights."""
     first, *rest = [row for row in rows("--chain", "--sweep", "--only", "nothing", "--rows", "16") if "chain" in row]

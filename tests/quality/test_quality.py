@@ -15,7 +15,8 @@ pytestmark = pytest.mark.cpu
 
 SEED = random.SystemRandom().randrange(1 << 30)
 
-SLOW = dict.fromkeys(("dropped page", "window + 1", "rope dims"), pytest.mark.slow)  # their like is asked in the fast tier
+_LATER = ("dropped page", "window + 1", "window - 1", "rope dims", "stale tail", "K as V", "lost sum")
+SLOW = dict.fromkeys(_LATER, pytest.mark.slow)  # their like is asked in the fast tier
 SETUPS = {
     "31b": (Setup("TP=4", tp=4), Setup("TP=2, pages of 16, preempted", tp=2, page=16, tight=True, budget=64)),
     "26b-a4b": (Setup("TP=2", tp=2),),
@@ -30,7 +31,7 @@ def asked(member: str) -> tuple[QuestionSet, Judge]:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("member", trained())
+@pytest.mark.parametrize("member", [pytest.param(each, marks=() if each == "31b" else pytest.mark.slow) for each in trained()])
 def test_a_member_answers_right_and_as_transformers_does(member: str) -> None:
     """Held-out questions of every skill: none differs from transformers' greedy answer, and at most one in twenty is wrong."""
     question_set, judge = asked(member)
@@ -59,6 +60,7 @@ def test_a_fault_shows(fault: str) -> None:
     assert grades.share >= SHARE
 
 
+@pytest.mark.slow
 def test_the_instrument_alone_changes_nothing() -> None:
     """Ranks started through the fault's own command line, without a fault, answer as transformers does."""
     question_set, judge = asked("31b")

@@ -15,7 +15,7 @@ from engine.front.text import TextProcessor
 from tests.support.judge.oracle import judge, load_oracle, soft_cap
 from tests.support.stack.serve_process import Stack
 
-pytestmark = pytest.mark.serve
+pytestmark = [pytest.mark.serve, pytest.mark.slow]  # a boot of its own; test_stack asks a model of the same shape
 
 PROMPTS = 20
 TOKENS = 64

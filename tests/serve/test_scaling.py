@@ -21,7 +21,7 @@ from tests.support.stack.load_steps import (
 )
 from tests.support.stack.serve_process import Stack
 
-pytestmark = pytest.mark.serve
+pytestmark = [pytest.mark.serve, pytest.mark.slow]  # a boot of its own, minutes of load
 
 WAIT = 12  # requests that may wait where there is no replica; more are refused
 MORE = 4

@@ -244,8 +244,8 @@ def test_a_client_that_leaves_frees_its_place(stack: Stack) -> None:
     ("victim", "blow", "bound_s"),
     [
         ("engine.rank.worker", signal.SIGKILL, 2),
-        ("engine.core.loop", signal.SIGKILL, 2),
-        ("engine.rank.worker", signal.SIGSTOP, 6),
+        pytest.param("engine.core.loop", signal.SIGKILL, 2, marks=pytest.mark.slow),
+        pytest.param("engine.rank.worker", signal.SIGSTOP, 6, marks=pytest.mark.slow),
         ("engine.core.loop", signal.SIGSTOP, 6),
     ],
 )
@@ -332,6 +332,7 @@ def test_too_few_gpus_is_one_line_and_exit_code_2() -> None:
     assert folders() == before
 
 
+@pytest.mark.slow
 def test_plain_serve_run_says_it_too(tmp_path: Path) -> None:
     """`serve run` of the same file on a cluster without GPUs prints the line within 15 s (on an idle machine) and can be ended."""
     config = yaml.safe_load((ROOT / "deploy" / "gemma4.yaml").read_text())
@@ -362,6 +363,7 @@ def test_the_ready_line_can_be_pasted(stack: Stack) -> None:
     assert json.loads(line[line.index("-d '") + 4 : line.rindex("'")])["model"] == MODEL
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_it_now(tmp_path: Path) -> None:
     """The drain would take a minute: the second signal ends open streams with an error event, and nothing is left."""
     before = folders()

@@ -56,6 +56,7 @@ def test_no_example_is_lost_between_batches(builder: train.ExampleBuilder) -> No
     assert graded == sum(len(example.ids) - example.start for example in examples)
 
 
+@pytest.mark.slow
 def test_steps_teach_and_the_checkpoint_loads(builder: train.ExampleBuilder, tmp_path: Path) -> None:
     """A few steps on one batch lower its loss by a third, and what is saved is what was trained, in bf16."""
     trainer = train.Trainer(SHAPES["31b"], 0, "cpu")
