@@ -48,7 +48,7 @@ def _reference(
     lengths.copy_((positions + 1 - first * page).clamp(min=1))
 
 
-@triton.jit(do_not_specialize=["columns", "width"])
+@triton.jit(do_not_specialize=["columns", "width", "slots", "positions"])  # rows may begin anywhere
 def _tables(
     table: tl.tensor, slots: tl.tensor, positions: tl.tensor, tables: tl.tensor, lengths: tl.tensor, columns: tl.tensor,
     width: tl.tensor, PAGE: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,

@@ -148,7 +148,7 @@ def _rope_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned
 
 
-@triton.jit(do_not_specialize=["width"])
+@triton.jit(do_not_specialize=["width", "slots", "positions"])  # rows may begin anywhere
 def _post(
     qkv: tl.tensor,
     pool: tl.tensor,
