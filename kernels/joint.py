@@ -231,13 +231,12 @@ def _post(
 
 
 @triton.jit
-def _send(bits: tl.tensor, pointers: tl.tensor, at: tl.tensor, live: tl.tensor, SIZE: tl.constexpr, EMPTY: tl.constexpr) -> None:
-    """Write a row's bits to every rank's inbox, from element `at` on."""
-    lane = tl.arange(0, bits.shape[0])
+def send(bits: tl.tensor, pointers: tl.tensor, at: tl.tensor, live: tl.tensor, SIZE: tl.constexpr, EMPTY: tl.constexpr) -> None:
+    """Write bits to elements `at` of every rank's inbox."""
     sent = tl.where(bits == EMPTY, 0, bits).to(bits.dtype)
     for peer in tl.static_range(SIZE):
         base = tl.multiple_of(tl.load(pointers + peer), 16).to(tl.pointer_type(bits.dtype))
-        tl.store(base + at + lane, sent, live)
+        tl.store(base + at, sent, live)
 
 
 @triton.jit
@@ -308,7 +307,7 @@ def _joint(
             bits_type: tl.constexpr = inbox.dtype.element_ty
             for side in tl.static_range(sides):
                 bits = tl.load(mine + side * N + lane, live, 0.0).to(bits_type, bitcast=True)
-                _send(bits, pointers, at + rank * (ROWS * WIDTH) + side * N, live, SIZE, EMPTY)
+                send(bits, pointers, at + rank * (ROWS * WIDTH) + side * N + lane, live, SIZE, EMPTY)
     if RECEIVE:
         before = None
         if post is not None:
@@ -370,7 +369,7 @@ def _joint_sharded(
             h = _post(total.to(dtype).to(tl.float32), post_weight, before, factor, scale, N, eps, dtype)
             tl.store(h_out + row * N + lane, h.to(dtype), live)
             x = _normed(h, next_weight, N, eps, dtype).to(dtype)
-            _send(x.to(bits_type, bitcast=True), pointers, x_at, live, SIZE, EMPTY)
+            send(x.to(bits_type, bitcast=True), pointers, x_at + lane, live, SIZE, EMPTY)
     if TAKE:
         taken = _receive(inbox, x_at, ROWS * WIDTH, live, errors, dtype, 1, EMPTY, SPINS, BLOCK)
         tl.store(x_out + row * N + lane, taken.to(dtype), live)

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.activation import geglu, gelu
-from kernels.joint import EMPTY, Peers, Sent
+from kernels.joint import EMPTY, Peers, Sent, send
 from kernels.launch import INTERPRET, launch, shared_memory, trigger, usable, wait
 from kernels.numerics import cast
 from kernels.tiles import GemmShape, Tile, choose
@@ -119,11 +119,8 @@ def _store(
         tl.store(out + row.to(tl.int64) * WIDTH + column, cast(total, out.dtype.element_ty), live)
     else:
         bits = cast(total, dtype).to(out.dtype.element_ty, bitcast=True)
-        bits = tl.where(bits == EMPTY, 0, bits).to(bits.dtype)
         at = (row + turn * ((SIZE + 1) * INBOX_ROWS) + rank * INBOX_ROWS) * WIDTH
-        for peer in tl.static_range(SIZE):
-            base = tl.multiple_of(tl.load(pointers + peer), 16).to(tl.pointer_type(bits.dtype))
-            tl.store(base + at + column, bits, live)
+        send(bits, pointers, at + column, live, SIZE, EMPTY)
 
 
 @triton.jit

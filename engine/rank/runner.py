@@ -13,7 +13,7 @@ replaying a plan stream gives it again.
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -119,6 +119,12 @@ class Launched:
     def fold(self) -> None:
         """Move the runner's state hash past this step."""
         self.move_hash(self.step, self.copy.wait())
+
+    def end(self) -> bytes:
+        """`result`, then `fold`."""
+        result = self.result()
+        self.fold()
+        return result
 
     def _logprobs(self, host: dict[str, np.ndarray], nan: np.ndarray) -> dict[int, Logprobs]:
         assert self.rows is not None
@@ -232,6 +238,16 @@ class Runner:
         self._end = copy.end
         reported = sampled.logprobs.rows[: len(rows.slots)] if sampled is not None and sampled.logprobs else ()
         return Launched(plan.step, None if sampled is None else rows, tuple(reported), copy, self._move_hash, self.pages, clock)
+
+    def run(self, plans: Iterable[bytes]) -> list[bytes]:
+        """Every plan, in order, DEPTH out at a time: the results."""
+        out: deque[Launched] = deque()
+        results = []
+        for data in plans:
+            out.append(self.launch(data))
+            if len(out) == DEPTH:
+                results.append(out.popleft().end())
+        return results + [launched.end() for launched in out]
 
     def _decode(self, plan: PlanView, uploaded: Tensor, rows: ResultRows) -> tuple[StepTokens, Tensor]:
         """A step of decode rows, padded to a bucket: what it samples, and its final hidden rows."""

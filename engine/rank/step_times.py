@@ -4,7 +4,6 @@ Wall time, not device time: a step with prompt tokens is launched kernel by kern
 rank runs the same plans, in as many repeats: nothing here may depend on a clock.
 """
 
-from collections import deque
 from time import monotonic
 
 import numpy as np
@@ -12,9 +11,9 @@ import torch
 
 from engine.config import EngineConfig
 from engine.lifeline import StepTimes
-from engine.plan import DEPTH, Admission, PageAppend, PrefillChunk, StepPlan, encode_plan
+from engine.plan import Admission, PageAppend, PrefillChunk, StepPlan, encode_plan
 from engine.protocol import SamplingParams
-from engine.rank.runner import Launched, Runner
+from engine.rank.runner import Runner
 
 REPEATS = 3  # timed steps a point, after one that is not
 CONTEXTS = (16, 1024)  # tokens behind each decode row, where max_len allows it
@@ -92,17 +91,14 @@ class _Probe:
 
     def _run(self, plans: list[StepPlan]) -> float:
         """Mean milliseconds of plans, two out at a time as in the worker's loop."""
-        launched: deque[Launched] = deque()
         began = monotonic()
-        for plan in plans:
-            self._step += 1
-            if len(launched) == DEPTH:
-                _finish(launched.popleft())
-            data = encode_plan(StepPlan(self._step, plan.stop, [], plan.admissions, plan.appends, [], plan.chunks, plan.decodes))
-            launched.append(self._runner.launch(data))
-        while launched:
-            _finish(launched.popleft())
+        self._runner.run(map(self._encoded, plans))
         return 1e3 * (monotonic() - began) / len(plans)
+
+    def _encoded(self, plan: StepPlan) -> bytes:
+        """Under the next step's number."""
+        self._step += 1
+        return encode_plan(StepPlan(self._step, plan.stop, [], plan.admissions, plan.appends, [], plan.chunks, plan.decodes))
 
     def _admission(self, slot: int, length: int, cached: int) -> Admission:
         """A tenant of random tokens: equal ones would all ask for the same experts."""
@@ -117,8 +113,3 @@ class _Probe:
             indices = group.pages_for(start, end)
             found += [PageAppend(group.index, slot, index, 1 + (slot * len(indices) + index) % count) for index in indices]
         return found
-
-
-def _finish(launched: Launched) -> None:
-    launched.result()
-    launched.fold()

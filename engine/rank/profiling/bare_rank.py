@@ -1,7 +1,6 @@
 """A rank without core and replica: random weights, pools full of random K and V, sequences admitted with their context computed."""
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from engine.rank import weights
 from engine.rank.kv import GroupCache, KVCache
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.parallel import Parallel
-from engine.rank.runner import Launched, Runner
+from engine.rank.runner import Runner
 from engine.rank.step import buckets
 from kernels import launch
 
@@ -63,15 +62,8 @@ class BareRank:
 
     def run(self, plans: Sequence[bytes]) -> tuple[list[bytes], float]:
         """Every plan, two out at a time: results, and seconds."""
-        launched: deque[Launched] = deque()
-        results = []
         began = time.monotonic()
-        for data in plans:
-            launched.append(self.runner.launch(data))
-            if len(launched) == 2:
-                results.append(_finish(launched.popleft()))
-        results += [_finish(step) for step in launched]
-        return results, time.monotonic() - began
+        return self.runner.run(plans), time.monotonic() - began
 
     def step_bytes(self, batch: int, context: int) -> int:
         """Weights that a decode step reads once, and the K and V that `batch` rows see."""
@@ -82,12 +74,6 @@ class BareRank:
         read = [self.cache.of(layer).group for layer in self.geometry.layers]
         seen = sum(2 * group.kv_heads * group.head_dim * min(context, group.window or context) for group in read)
         return dense + batch * seen * self.cache.groups[0].pool.element_size()
-
-
-def _finish(step: Launched) -> bytes:
-    result = step.result()
-    step.fold()
-    return result
 
 
 def build(
