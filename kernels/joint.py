@@ -231,12 +231,14 @@ def _post(
 
 
 @triton.jit
-def send(bits: tl.tensor, pointers: tl.tensor, at: tl.tensor, live: tl.tensor, SIZE: tl.constexpr, EMPTY: tl.constexpr) -> None:
-    """Write bits to elements `at` of every rank's inbox."""
+def send(
+    bits: tl.tensor, pointers: tl.tensor, at: tl.tensor, lane: tl.tensor, live: tl.tensor, SIZE: tl.constexpr, EMPTY: tl.constexpr
+) -> None:
+    """Write bits to elements `at + lane` of every rank's inbox; apart, so that the lanes' offsets stay 32 bits wide."""
     sent = tl.where(bits == EMPTY, 0, bits).to(bits.dtype)
     for peer in tl.static_range(SIZE):
         base = tl.multiple_of(tl.load(pointers + peer), 16).to(tl.pointer_type(bits.dtype))
-        tl.store(base + at, sent, live)
+        tl.store(base + at + lane, sent, live)
 
 
 @triton.jit
@@ -307,7 +309,7 @@ def _joint(
             bits_type: tl.constexpr = inbox.dtype.element_ty
             for side in tl.static_range(sides):
                 bits = tl.load(mine + side * N + lane, live, 0.0).to(bits_type, bitcast=True)
-                send(bits, pointers, at + rank * (ROWS * WIDTH) + side * N + lane, live, SIZE, EMPTY)
+                send(bits, pointers, at + rank * (ROWS * WIDTH) + side * N, lane, live, SIZE, EMPTY)
     if RECEIVE:
         before = None
         if post is not None:
@@ -369,7 +371,7 @@ def _joint_sharded(
             h = _post(total.to(dtype).to(tl.float32), post_weight, before, factor, scale, N, eps, dtype)
             tl.store(h_out + row * N + lane, h.to(dtype), live)
             x = _normed(h, next_weight, N, eps, dtype).to(dtype)
-            send(x.to(bits_type, bitcast=True), pointers, x_at + lane, live, SIZE, EMPTY)
+            send(x.to(bits_type, bitcast=True), pointers, x_at, lane, live, SIZE, EMPTY)
     if TAKE:
         taken = _receive(inbox, x_at, ROWS * WIDTH, live, errors, dtype, 1, EMPTY, SPINS, BLOCK)
         tl.store(x_out + row * N + lane, taken.to(dtype), live)

@@ -120,7 +120,7 @@ def _store(
     else:
         bits = cast(total, dtype).to(out.dtype.element_ty, bitcast=True)
         at = (row + turn * ((SIZE + 1) * INBOX_ROWS) + rank * INBOX_ROWS) * WIDTH
-        send(bits, pointers, at + column, live, SIZE, EMPTY)
+        send(bits, pointers, at, column, live, SIZE, EMPTY)
 
 
 @triton.jit
