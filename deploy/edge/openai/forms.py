@@ -19,7 +19,7 @@ import msgspec
 
 from engine.front.generation import Call, Choice, Delta
 from engine.front.parts import Arguments, Content, Part, Reasoning, ToolCallStart
-from engine.front.text import Pieces
+from engine.pieces import Pieces
 from engine.protocol import Logprobs
 
 DONE = b"data: [DONE]\n\n"
