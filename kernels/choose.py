@@ -9,8 +9,6 @@
 Rows that filter (top_k, top_p, min_p) or report logprobs need more than a maximum and take the way of `engine.rank.sampler`.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -18,42 +16,13 @@ from torch import Tensor
 
 from kernels.joint import SPINS, polled
 from kernels.launch import launch, trigger, usable, wait
+from kernels.sampling_batch import GREEDY_BELOW, SamplingBatch
 
-GREEDY_BELOW = 1e-5  # temperatures under it are greedy: logits divided by less would overflow into ties
 ROW_HAS_NAN, ROW_ERROR = 1, 2  # a row's flags; an error: a rank's part of a sum or a choice did not come within the bound
 _FIELDS = 4  # of a part's best: value, id (exact in fp32 below 2^24), whether there was a NaN, nothing
 _EMPTY = -(1 << 31)  # -0.0
 _BLOCK = 1024
 _PART = 4096  # ids of a part at least
-
-
-@dataclass(frozen=True)
-class SlotParameters:
-    """How each slot samples: integers int64 [slots, 3] (seed, top_k, first position that may stop), floats fp32 [slots, 3]
-    (temperature, top_p, min_p), stop int32 [slots, ids], -1: none."""
-
-    integers: Tensor
-    floats: Tensor
-    stop: Tensor
-
-
-@dataclass(frozen=True)
-class SamplingBatch:
-    """R rows that sample, and the tables of all slots that say how.
-
-    slots, positions  int32 [R], of each row's input; position -1: a padding row
-    parameters        of every slot
-    tokens            int32 [slots, max_len + 1]: a row's token is written behind its input
-    suppress          int32 [m]: ids that no row may give
-    softcap           of the logits; None: they have none
-    """
-
-    slots: Tensor
-    positions: Tensor
-    parameters: SlotParameters
-    tokens: Tensor
-    suppress: Tensor
-    softcap: float | None
 
 
 class Ballot:

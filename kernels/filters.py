@@ -22,8 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.choose import GREEDY_BELOW, SamplingBatch, _capped, _gumbel, _key
+from kernels.choose import _capped, _gumbel, _key
 from kernels.launch import launch, trigger, usable, wait
+from kernels.sampling_batch import GREEDY_BELOW, SamplingBatch
 
 _BLOCK = 64  # ids whose largest value is noted
 _CTA_BLOCKS = 64

@@ -17,7 +17,7 @@ from triton.errors import TritonError
 
 from kernels.activation import geglu
 from kernels.block_tables import block_tables
-from kernels.choose import SamplingBatch, SlotParameters, choose_best, local_best
+from kernels.choose import choose_best, local_best
 from kernels.decode import DecodeScratch, decode_attention
 from kernels.embed import embed
 from kernels.experts import experts
@@ -29,6 +29,7 @@ from kernels.prefill import extend_attention, extend_tiles, tile_tokens
 from kernels.qkv import qkv_post
 from kernels.route import route, router_logits
 from kernels.sample import cap, choose_filtered, gumbel
+from kernels.sampling_batch import SamplingBatch, SlotParameters
 from kernels.slots import apply_plan, decode_inputs, gather_pages, rotary_table
 from kernels.table_check import check_table, new_violations
 

@@ -21,10 +21,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.rank.parallel import Parallel
-from kernels.choose import Ballot, SamplingBatch, SlotParameters, choose_best, local_best, parts_of
+from kernels.choose import Ballot, choose_best, local_best, parts_of
 from kernels.filters import Share, adopt, filtered_tokens, scaled_rows
 from kernels.launch import processors
 from kernels.sample import cap, choose, choose_filtered, mask, top_logprobs
+from kernels.sampling_batch import SamplingBatch, SlotParameters
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from kernels import sample
-from kernels.choose import SamplingBatch, SlotParameters
 from kernels.filters import Share, filtered_tokens, scaled_rows
+from kernels.sampling_batch import SamplingBatch, SlotParameters
 
 pytestmark = pytest.mark.gpu
 

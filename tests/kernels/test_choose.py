@@ -8,8 +8,9 @@ from torch import Tensor
 
 from kernels import sample
 from kernels.activation import geglu
-from kernels.choose import ROW_HAS_NAN, Ballot, SamplingBatch, SlotParameters, _launch_choose, choose_best, local_best
+from kernels.choose import ROW_HAS_NAN, Ballot, _launch_choose, choose_best, local_best
 from kernels.embed import _embed_reference, embed
+from kernels.sampling_batch import SamplingBatch, SlotParameters
 from kernels.slots import (
     _apply_reference,
     _inputs_reference,

@@ -20,13 +20,14 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.block_tables import block_tables
-from kernels.choose import Ballot, SamplingBatch, SlotParameters, choose_best, local_best, parts_of
+from kernels.choose import Ballot, choose_best, local_best, parts_of
 from kernels.experts import experts
 from kernels.filters import Share, adopt, filtered_tokens, scaled_rows
 from kernels.joint import Norms, Peers, joint
 from kernels.launch import Node, launch, record, trigger, wait
 from kernels.linear import linear, linear_geglu, linear_send
 from kernels.route import route, router_logits
+from kernels.sampling_batch import SamplingBatch, SlotParameters
 from kernels.slots import apply_plan, decode_inputs, gather_pages, rotary_table
 from kernels.table_check import check_table
 from kernels.tiles import TABLE, GemmShape, Tile, gemv

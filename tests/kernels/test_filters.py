@@ -8,8 +8,9 @@ from torch import Tensor
 
 import kernels.filters
 from kernels import sample
-from kernels.choose import ROW_HAS_NAN, SamplingBatch, SlotParameters
+from kernels.choose import ROW_HAS_NAN
 from kernels.filters import Share, adopt, filtered_tokens, scaled_rows
+from kernels.sampling_batch import SamplingBatch, SlotParameters
 from tests.support import interpreter
 
 pytestmark = pytest.mark.cpu

@@ -11,8 +11,8 @@ from torch import Tensor
 import kernels.filters
 from engine.rank.parallel import Single
 from engine.rank.sampler import Sampled, Sampler, SamplingRows, TopLogprobs
-from kernels.choose import SlotParameters
 from kernels.launch import launch
+from kernels.sampling_batch import SlotParameters
 from tests.support import interpreter
 from tests.support.engine.threads import ThreadParallel, run_ranks
 
