@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.geometry import Geometry
+from engine.geometry import Geometry, vocab_share
 from engine.plan import DEPTH, RESULT_WIDTH, ROW_NAN, PlanView, PrefillChunk, StepPlan, encode_plan, encode_rows, read_plan
 from engine.protocol import Logprobs
 from engine.rank.attention import AskedAttention, Unsound, attention_backend
@@ -158,7 +158,9 @@ class Runner:
         on_gpu = self._device.type == "cuda"
         self._buckets = buckets(config.max_seqs) if on_gpu else tuple(range(1, config.max_seqs + 1))
         self.state_hash = 0
-        self.slots = SlotState(config.max_seqs, config.max_len, cache, self._device)
+        share = vocab_share(geometry.vocab, model.parallel.size)
+        ids = range(model.parallel.rank * share, (model.parallel.rank + 1) * share)
+        self.slots = SlotState(config.max_seqs, config.max_len, cache, ids, self._device)
         self._step = StepBuffers(self.slots, model.frequencies, config.prefill_budget, self._buckets)
         self._model, self._cache, self._inboxes = model, cache, inboxes
         asked = AskedAttention.of(config, unsound)
@@ -228,7 +230,7 @@ class Runner:
         for group, page in plan.zeros.tolist():
             self._cache.groups[group].pool[:, page] = 0
         uploaded = self._step.upload(plan)
-        rows = self.slots.results(plan.result_slots)
+        rows = self.slots.results(plan.result_slots, plan.step)
         run = self._decode if len(plan.decodes) and not len(plan.chunks) else self._mixed
         sampled, hidden = run(plan, uploaded, rows)
         if self.debug_hash:
@@ -255,11 +257,11 @@ class Runner:
         bucket = self._step.bucket(count)
         graphs = self.graphs if uploaded is self._step.plan else None
         batch, hidden = graphs.forward(bucket) if graphs else self._forward(bucket, uploaded)
-        if usable(hidden, "kernels.choose"):
+        if usable(hidden, "kernels.choose") and not any(rows.adjusted):
             if graphs and rows.alternatives <= MAX_ALTERNATIVES:
                 return graphs.sample(bucket, rows.sampler), hidden
             return self._sample(rows.sampler, batch, hidden, rows.alternatives), hidden
-        return self._whole(rows, batch.slots[:count], batch.positions[:count], hidden[:count]), hidden
+        return self._whole(rows, uploaded, batch.slots[:count], batch.positions[:count], hidden[:count]), hidden
 
     def _mixed(self, plan: PlanView, uploaded: Tensor, rows: ResultRows) -> tuple[StepTokens | None, Tensor]:
         """A step with chunks, or with no rows at all."""
@@ -272,10 +274,10 @@ class Runner:
         if not len(rows.slots):
             return None, hidden
         slots, positions = batch.slots[batch.logit_rows], batch.positions[batch.logit_rows]
-        if usable(hidden, "kernels.choose"):
+        if usable(hidden, "kernels.choose") and not any(rows.adjusted):
             batch = replace(batch, slots=slots, positions=positions)
             return self._sample(rows.sampler, batch, hidden, rows.alternatives), hidden
-        return self._whole(rows, slots, positions, hidden), hidden
+        return self._whole(rows, uploaded, slots, positions, hidden), hidden
 
     def _forward(self, bucket: int, plan: Tensor) -> tuple[ForwardBatch, Tensor]:
         """Inputs and final hidden rows of the plan's decodes, padded to `bucket`. Nothing that the host decides: capturable."""
@@ -293,14 +295,19 @@ class Runner:
     def _sample(self, sampler: str, batch: ForwardBatch, hidden: Tensor, alternatives: int = MAX_ALTERNATIVES) -> StepTokens:
         """Tokens of the batch's rows by one of SAMPLERS; `alternatives`: logprobs of a row beside its token's. Capturable."""
         choices = self._inboxes.choices if self._inboxes else None
-        where = (self._model.logits(hidden), batch.slots, batch.positions, self.slots.parameters, self.slots.tokens, choices)
+        logits = self._model.logits(hidden)
+        rows = self._sampler.batch(batch.slots, batch.positions, self.slots.parameters, self.slots.tokens)
         if sampler == "maxima":
-            return StepTokens(self._sampler.maxima(*where))
-        return StepTokens(*self._sampler.every_kind(*where, max(1, alternatives) if sampler == "logprobs" else None))
+            return StepTokens(self._sampler.maxima(logits, rows, choices))
+        return StepTokens(*self._sampler.every_kind(logits, rows, choices, max(1, alternatives) if sampler == "logprobs" else None))
 
-    def _whole(self, rows: ResultRows, slots: Tensor, positions: Tensor, hidden: Tensor) -> StepTokens:
+    def _whole(self, rows: ResultRows, plan: Tensor, slots: Tensor, positions: Tensor, hidden: Tensor) -> StepTokens:
         """Tokens, and logprobs, of rows of any kind, on a CPU."""
-        sampled = self._sampler.sample(self._model.logits(hidden), self.slots.sampling(rows, slots, positions))
+        batch = None
+        if any(rows.adjusted):
+            batch = self._sampler.batch(slots, positions, self.slots.parameters, self.slots.tokens)
+            batch = replace(batch, adjustments=self.slots.adjustments.tables, plan=plan)
+        sampled = self._sampler.sample(self._model.logits(hidden), self.slots.sampling(rows, slots, positions), batch)
         self.slots.store(slots, positions, sampled.tokens)
         flags = torch.where(sampled.nan, ROW_HAS_NAN, 0)
         return StepTokens(torch.stack([sampled.tokens, flags], dim=1).int(), sampled.logprobs)

@@ -9,8 +9,8 @@
         all other rows     the whole logits are gathered: 4 x vocabulary bytes a row, 105 MB for 100 rows of 262 144
         rows with logprobs likewise
 
-The order of work is in `kernels.sample`; log-probabilities are of the capped logits, before anything is masked. A row with a NaN
-anywhere samples nothing: its token is 0 and its flag is set, on every rank.
+The order of work is in `kernels.adjust`, then `kernels.sample`; log-probabilities are of the capped logits, before anything is
+adjusted or masked. A row with a NaN anywhere samples nothing: its token is 0 and its flag is set, on every rank.
 """
 
 from collections.abc import Sequence
@@ -21,10 +21,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.rank.parallel import Parallel
-from kernels.choose import Ballot, SlotParameters, choose_best, local_best, parts_of
+from kernels.adjust import adjust
+from kernels.choose import Ballot, choose_best, local_best, parts_of
 from kernels.filters import Share, adopt, filtered_tokens, scaled_rows
 from kernels.launch import processors
 from kernels.sample import cap, choose, choose_filtered, mask, top_logprobs
+from kernels.sampling_batch import SamplingBatch, SlotParameters
 
 
 @dataclass(frozen=True)
@@ -82,54 +84,41 @@ class Sampler:
         self._suppressed = self._suppress.int()
         self._processors = processors(device)
 
-    def maxima(
-        self,
-        logits: Tensor,
-        slots: Tensor,
-        positions: Tensor,
-        parameters: SlotParameters,
-        tokens: Tensor,
-        ballot: Ballot | None,
-    ) -> Tensor:
+    def batch(self, slots: Tensor, positions: Tensor, parameters: SlotParameters, tokens: Tensor) -> SamplingBatch:
+        """Rows that sample, for slots and input positions int32 [R] and the slots' tables. Their logits are not adjusted."""
+        return SamplingBatch(slots, positions, parameters, tokens, self._suppressed, self._softcap)
+
+    def maxima(self, logits: Tensor, batch: SamplingBatch, ballot: Ballot | None) -> Tensor:
         """logits fp32 [R, vocab share] of rows that are greedy or plain -> int32 [R, 2]: token, flags (`kernels.choose`).
 
-        slots and positions int32 [R], of each row's input; the token is written behind it into tokens [slots, max_len + 1].
-        Overwrites logits of forbidden ids. Rows at position -1 are padding. Capturable.
+        Overwrites logits of forbidden ids. Capturable.
         """
         rows, share = logits.shape
         parts = parts_of(share, rows, self._processors)
         first = self._parallel.rank * share
-        best = local_best(logits, slots, positions, parameters, self._suppressed, self._softcap, first, parts)
+        best = local_best(logits, batch, first, parts)
         chosen = torch.empty((rows, 2), dtype=torch.int32, device=logits.device)
-        choose_best(best, slots, positions, tokens, chosen, ballot)
+        choose_best(best, batch, chosen, ballot)
         return chosen
 
     def every_kind(
-        self,
-        logits: Tensor,
-        slots: Tensor,
-        positions: Tensor,
-        parameters: SlotParameters,
-        tokens: Tensor,
-        ballot: Ballot | None,
-        alternatives: int | None,
+        self, logits: Tensor, batch: SamplingBatch, ballot: Ballot | None, alternatives: int | None
     ) -> tuple[Tensor, TopLogprobs | None]:
         """As `maxima`, of rows of any kind. `alternatives`: also every row's logprobs, so many beside the token's. Capturable."""
         share = Share(self._parallel.rank, self._parallel.size)
         padded = functional.pad(logits, (0, 0, 0, -len(logits) % share.ranks)) if len(logits) % share.ranks else logits
         slices = self._parallel.exchange_rows(padded)
         logprobs = None if alternatives is None else self._own_logprobs(slices)  # before maxima overwrites what is forbidden
-        where = (slots, positions, parameters)
-        scaled = scaled_rows(slices, *where, self._suppressed, self._softcap, share, self._vocabulary)
-        chosen = self.maxima(logits, *where, tokens, ballot)
-        own = filtered_tokens(scaled, *where, chosen, share)
+        scaled = scaled_rows(slices, batch, share, self._vocabulary)
+        chosen = self.maxima(logits, batch, ballot)
+        own = filtered_tokens(scaled, batch, chosen, share)
         reports = [own[:, None].float()]  # an id is exact below 2^24
         if logprobs is not None and alternatives is not None:
             best = logprobs.topk(min(alternatives, self._vocabulary), dim=-1)
             reports += [logprobs.gather(1, own[:, None].long()), best.indices.float(), best.values]
         mine = torch.cat(reports, dim=1)
         report = self._parallel.all_gather(mine).view(-1, mine.shape[1])[: len(logits)]  # in the rows' order
-        adopt(report[:, 0], slots, positions, tokens, chosen)
+        adopt(report[:, 0], batch, chosen)
         if logprobs is None:
             return chosen, None
         ids, values = report[:, 2:].chunk(2, dim=1)
@@ -140,24 +129,40 @@ class Sampler:
         whole = slices.transpose(0, 1).flatten(1)[:, : self._vocabulary]
         return cap(whole, self._softcap).log_softmax(-1)
 
-    def sample(self, logits: Tensor, rows: SamplingRows) -> Sampled:
-        """logits fp32 [R, vocab share], before the soft cap; -inf behind the vocabulary's end."""
+    def sample(self, logits: Tensor, rows: SamplingRows, batch: SamplingBatch | None = None) -> Sampled:
+        """logits fp32 [R, vocab share], before the soft cap; -inf behind the vocabulary's end. `batch`: how some are adjusted."""
         assert logits.shape[0] == len(rows.greedy) + len(rows.plain) + len(rows.filtered), logits.shape
         tokens = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
         nan = torch.zeros(logits.shape[0], dtype=torch.bool, device=logits.device)
+        raw, capped = logits, nan
+        if batch is not None:
+            logits = raw.clone()
+            capped = self._adjust(logits, batch)
         if rows.greedy:
             index = _index(rows.greedy, logits.device)
             tokens[index], nan[index] = self._greedy(logits[index], rows.forbidden[index])
         gathered = sorted({*rows.plain, *rows.filtered, *(row for row, count in enumerate(rows.logprobs) if count is not None)})
-        whole = self._parallel.all_gather(logits[_index(gathered, logits.device)]) if gathered else logits[:0]
-        whole = whole[:, : self._vocabulary]
+        whole = self._whole(logits, gathered)
         place = {row: at for at, row in enumerate(gathered)}
         for kind in (rows.plain, rows.filtered):
             if kind:
                 index = _index(kind, logits.device)
                 mine = whole[_index([place[row] for row in kind], logits.device)]
+                mine = torch.where(capped[index, None], mine, cap(mine, self._softcap))
                 tokens[index], nan[index] = self._draw(mine, index, rows, filtered=kind is rows.filtered)
-        return Sampled(tokens, nan, self._logprobs(whole, place, tokens, rows))
+        reported = whole if batch is None else self._whole(raw, gathered)
+        return Sampled(tokens, nan, self._logprobs(reported, place, tokens, rows))
+
+    def _adjust(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        """bool [R]: whose logits are now capped and adjusted, in place."""
+        capped = adjust(logits, batch, self._parallel.rank * logits.shape[1]).capped
+        assert capped is not None
+        return capped.bool()
+
+    def _whole(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
+        """[R, vocab share] of every rank -> [rows, vocabulary]."""
+        mine = logits[_index(rows, logits.device)]
+        return (self._parallel.all_gather(mine) if rows else mine)[:, : self._vocabulary]
 
     def _greedy(self, logits: Tensor, forbidden: Tensor) -> tuple[Tensor, Tensor]:
         """(tokens, nan) of rows whose best allowed id is taken, from slices."""
@@ -172,9 +177,9 @@ class Sampler:
         return token.masked_fill(nan, 0), nan
 
     def _draw(self, whole: Tensor, index: Tensor, rows: SamplingRows, *, filtered: bool) -> tuple[Tensor, Tensor]:
-        """(tokens, nan) of the rows `index`, drawn from whole logits."""
+        """(tokens, nan) of the rows `index`, drawn from whole logits behind the cap."""
         nan = whole.isnan().any(-1)
-        logits = self._mask(cap(whole, self._softcap), rows.forbidden[index], 0)
+        logits = self._mask(whole, rows.forbidden[index], 0)
         arguments = (logits, rows.temperature[index], rows.seeds[index], rows.positions[index])
         if filtered:
             token = choose_filtered(*arguments, rows.top_k[index], rows.top_p[index], rows.min_p[index])

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from engine.plan import NUMBER_MASK, Admission
 from engine.protocol import MAX_STOP_IDS, SamplingParams
+from engine.rank.adjustments import Adjustments
 from engine.rank.kv import KVCache
 from engine.rank.sampler import SamplingRows
-from kernels.choose import GREEDY_BELOW, SlotParameters
+from kernels.sampling_batch import GREEDY_BELOW, SlotParameters
 from kernels.slots import clear, put
 
 
@@ -30,12 +31,14 @@ class ResultRows:
     slots     int32 [R] on the host, in the result's order;   numbers int32 [R]: of each row's admission, its low 31 bits
     logprobs  for each row how many alternatives it reports, None: no logprobs
     kinds     greedy, plain or filtered, of each row
+    adjusted  whether each row's logits are adjusted
     """
 
     slots: np.ndarray
     numbers: np.ndarray
     logprobs: Sequence[int | None]
     kinds: Sequence[str]
+    adjusted: Sequence[bool]
 
     @property
     def sampler(self) -> str:
@@ -52,10 +55,14 @@ class ResultRows:
 
 
 class SlotState:
-    """Device tables of all slots, and the host's mirror of what plans alone decide. `padding` is the padding rows' slot."""
+    """Device tables of all slots, and the host's mirror of what plans alone decide.
 
-    def __init__(self, slots: int, max_len: int, cache: KVCache, device: torch.device) -> None:
+    ids      whose logits this rank has;    padding  the padding rows' slot
+    """
+
+    def __init__(self, slots: int, max_len: int, cache: KVCache, ids: range, device: torch.device) -> None:
         self.device = device
+        self.adjustments = Adjustments(slots + 1, ids, device)
         self.cache = cache
         self.padding = slots
         self.tokens = torch.zeros((slots + 1, max_len + 1), dtype=torch.int32, device=device)
@@ -106,11 +113,19 @@ class SlotState:
         self.parameters.integers[slots] = integer_rows
         self.parameters.floats[slots] = float_bits.view(torch.float64).float()
 
-    def results(self, slots: np.ndarray) -> ResultRows:
-        """Who samples, of the plan's result slots int32 [R]."""
+    def set_masks(self, step: int, slots: np.ndarray, bits: np.ndarray) -> None:
+        """As `Adjustments.set_masks`."""
+        self.adjustments.set_masks(step, slots, bits)
+
+    def results(self, slots: np.ndarray, step: int) -> ResultRows:
+        """Who samples, of the result slots int32 [R] of plan `step`, whose masks are set."""
         listed = slots.tolist()
         return ResultRows(
-            slots, self._numbers[slots], [self._logprobs[slot] for slot in listed], [self._kinds[slot] for slot in listed]
+            slots,
+            self._numbers[slots],
+            [self._logprobs[slot] for slot in listed],
+            [self._kinds[slot] for slot in listed],
+            self.adjustments.of(slots, step),
         )
 
     def sampling(self, rows: ResultRows, slots: Tensor, positions: Tensor) -> SamplingRows:
