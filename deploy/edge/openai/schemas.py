@@ -260,13 +260,6 @@ def unsupported(name: str, allowed: str = "") -> InvalidRequest:
     return InvalidRequest(f"{name} is not supported here{rest}", param=name.partition(".")[0], code="unsupported_parameter")
 
 
-def documentation() -> tuple[dict[type[Sampling], dict[str, Any]], dict[str, Any]]:
-    """JSON Schema of both kinds of request, and the components that they refer to, for OpenAPI 3.1."""
-    kinds = (ChatRequest, CompletionRequest)
-    schemas, components = msgspec.json.schema_components((*kinds, Message), ref_template="#/components/schemas/{name}")
-    return dict(zip(kinds, schemas[:2], strict=True)), components
-
-
 _TEXT: msgspec.json.Decoder[str] = msgspec.json.Decoder(str)
 _TEXTS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(str, PROMPTS))
 _STOP_TEXTS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(str, STOPS))
