@@ -106,7 +106,7 @@ def _check_media_type(request: Request) -> None:
 
 def _answer(service: Service, request: Request, wanted: Wanted, job: Job, place: Place) -> CompletionResponse:
     job = service.ranked(job, wanted.request, request.headers.get("authorization"))
-    place.settle(len(job.params), len(job.params) * len(job.prompt))
+    place.settle(len(job.params), job.choices_each * job.prompt_tokens)
     return CompletionResponse(service, job, wanted.format(service.model), stream=bool(wanted.request.stream))
 
 

@@ -223,18 +223,17 @@ class CompletionRequest(Sampling, frozen=True, kw_only=True):
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise unsupported("best_of", "only the value of n")
 
-    def one_prompt(self) -> str | list[int]:
-        """The text or the token ids; a list of one prompt is that prompt. InvalidRequest: it is neither, or there are more."""
+    def prompts(self) -> list[str | list[int]]:
+        """Texts, or lists of token ids. InvalidRequest: they are neither, or too many."""
         first = opening(self.prompt)
         if first == b'["':
-            return _only(elements(self.prompt, "prompt", _TEXTS))
+            return elements(self.prompt, "prompt", _TEXTS)
         if first == b"[[":
             check_commas(self.prompt, "prompt", PROMPT_IDS)
-            return _only(elements(self.prompt, "prompt", _ID_LISTS))
+            return elements(self.prompt, "prompt", _ID_LISTS)
         if first[:1] == b'"':
-            text: str = decode(self.prompt, "prompt", _TEXT)
-            return text
-        return token_ids(self.prompt, "prompt", PROMPT_IDS)
+            return [decode(self.prompt, "prompt", _TEXT)]
+        return [token_ids(self.prompt, "prompt", PROMPT_IDS)]
 
 
 R = TypeVar("R", bound=Sampling)
@@ -291,12 +290,6 @@ def _stops(raw: Json) -> tuple[str, ...]:
     if opening(given)[:1] == b'"':
         return (decode(given, "stop", _TEXT),)
     return tuple(elements(given, "stop", _STOP_TEXTS))
-
-
-def _only(prompts: list[Any]) -> Any:
-    if len(prompts) != 1:
-        raise InvalidRequest(f"prompt: one prompt a request, not {len(prompts)}", param="prompt")
-    return prompts[0]
 
 
 def _tools(raw: Json) -> list[dict[str, Any]]:
