@@ -21,6 +21,7 @@ from deploy.edge.admission_control import AdmissionControl
 from deploy.edge.edge_settings import LimitSettings, LogSettings
 from deploy.edge.observe.spans import Tracer
 from deploy.edge.openai.schemas import ChatRequest, CompletionRequest, Sampling
+from deploy.edge.raw_json import FEW_BYTES
 from deploy.edge.response_format import ServedModel
 from engine.checkpoint import generation_config
 from engine.errors import EngineDead, InvalidRequest, ModelNotFound
@@ -32,7 +33,6 @@ from engine.protocol import SamplingParams
 
 TEXT_THREADS = 2
 READERS = 4  # answers under way, in capacities: beyond what the engine works on, those that only wait for their readers
-SMALL_BODY = 64 << 10  # bytes of JSON that take less than a millisecond to read
 MAX_CHOICES = 64  # of a request, all its prompts together
 COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 _SEED_BITS = 63
@@ -121,12 +121,17 @@ class Service:
 
     async def read(self, reader: Callable[[bytes, str], T], body: bytes) -> T:
         """What `reader` makes of `body` and the model's name; a large body is read off the loop. Raises what `reader` does."""
-        return reader(body, self.name) if len(body) <= SMALL_BODY else await self._off_loop(lambda: reader(body, self.name))
+        return reader(body, self.name) if len(body) <= FEW_BYTES else await self._off_loop(lambda: reader(body, self.name))
 
     async def job(self, request: ChatRequest | CompletionRequest) -> Job:
         """What goes to the engine. InvalidRequest, ModelNotFound."""
         self.check_model(request.model)
         return await (self._chat_job(request) if isinstance(request, ChatRequest) else self._completion_job(request))
+
+    async def prompt(self, request: ChatRequest) -> list[int]:
+        """The token ids that a chat begins with. InvalidRequest, ModelNotFound."""
+        self.check_model(request.model)
+        return (await self._off_loop(lambda: self._render(request)))[0]
 
     async def _chat_job(self, request: ChatRequest) -> Job:
         wanted = request.max_completion_tokens or request.max_tokens
