@@ -9,7 +9,7 @@ from typing import Protocol
 
 from engine.errors import QuartetError
 from engine.front.generation import Delta
-from engine.front.text import Pieces
+from engine.pieces import Pieces
 
 
 @dataclass(frozen=True)
