@@ -56,7 +56,7 @@ class Limits:
             body = await self._taken_in(scope, receive)
             await self._app({**scope, "headers": _kept(scope["headers"]), BEGAN: began}, replayed(body, receive), send)
         except _Refused as refused:
-            await response_of(refused.error)(scope, receive, send)
+            await response_of(refused.error, scope["path"])(scope, receive, send)
         finally:
             self._open -= 1
 
