@@ -17,7 +17,7 @@ from triton.errors import TritonError
 
 from kernels.activation import geglu
 from kernels.block_tables import block_tables
-from kernels.choose import SlotParameters, choose_best, local_best
+from kernels.choose import choose_best, local_best
 from kernels.decode import DecodeScratch, decode_attention
 from kernels.embed import embed
 from kernels.experts import experts
@@ -29,6 +29,7 @@ from kernels.prefill import extend_attention, extend_tiles, tile_tokens
 from kernels.qkv import qkv_post
 from kernels.route import route, router_logits
 from kernels.sample import cap, choose_filtered, gumbel
+from kernels.sampling_batch import SamplingBatch, SlotParameters
 from kernels.slots import apply_plan, decode_inputs, gather_pages, rotary_table
 from kernels.table_check import check_table, new_violations
 
@@ -220,10 +221,16 @@ def _ballot(draw: RandomInputs) -> tuple[Tensor, Tensor, SlotParameters]:
 
 def _choose(draw: RandomInputs) -> Outputs:
     logits, positions, parameters = _ballot(draw)
-    slots, tokens, results = draw.ints(0, 1, 2, 3), torch.zeros((4, 12), dtype=torch.int32, device=draw.device), draw.ints(*[9] * 8)
-    best = local_best(logits, slots, positions, parameters, draw.ints(), _CAP, 0, _PARTS)
-    choose_best(best, slots, positions, tokens, results.view(4, 2), None)
-    return best[..., 0], best[..., 1].int(), results.view(4, 2)[:, 0], tokens
+    batch, results = _batch(draw, positions, parameters), draw.ints(*[9] * 8)
+    best = local_best(logits, batch, 0, _PARTS)
+    choose_best(best, batch, results.view(4, 2), None)
+    return best[..., 0], best[..., 1].int(), results.view(4, 2)[:, 0], batch.tokens
+
+
+def _batch(draw: RandomInputs, positions: Tensor, parameters: SlotParameters) -> SamplingBatch:
+    """Four rows, a slot each."""
+    tokens = torch.zeros((4, 12), dtype=torch.int32, device=draw.device)
+    return SamplingBatch(draw.ints(0, 1, 2, 3), positions, parameters, tokens, draw.ints(), _CAP)
 
 
 def _choose_reference(draw: RandomInputs) -> Outputs:
@@ -251,13 +258,13 @@ def _filtered_inputs(draw: RandomInputs) -> tuple[Tensor, Tensor, SlotParameters
 
 def _filter(draw: RandomInputs) -> Outputs:
     logits, positions, parameters = _filtered_inputs(draw)
-    slots, tokens, share = draw.ints(0, 1, 2, 3), torch.zeros((4, 12), dtype=torch.int32, device=draw.device), Share(0, 1)
-    scaled = scaled_rows(logits[None], slots, positions, parameters, draw.ints(), _CAP, share, _VOCABULARY)
+    batch, share = _batch(draw, positions, parameters), Share(0, 1)
+    scaled = scaled_rows(logits[None], batch, share, _VOCABULARY)
     best = _scaled(logits, parameters) + gumbel(parameters.integers[:, 0], positions.long() + 1, _ids(draw))
     chosen = torch.stack([best.argmax(-1), torch.zeros_like(best[:, 0])], dim=1).int()
-    drawn = filtered_tokens(scaled, slots, positions, parameters, chosen, share)
-    adopt(drawn.float(), slots, positions, tokens, chosen)
-    return scaled.values, drawn, chosen[:, 0], tokens
+    drawn = filtered_tokens(scaled, batch, chosen, share)
+    adopt(drawn.float(), batch, chosen)
+    return scaled.values, drawn, chosen[:, 0], batch.tokens
 
 
 def _filter_reference(draw: RandomInputs) -> Outputs:

@@ -293,10 +293,11 @@ class Runner:
     def _sample(self, sampler: str, batch: ForwardBatch, hidden: Tensor, alternatives: int = MAX_ALTERNATIVES) -> StepTokens:
         """Tokens of the batch's rows by one of SAMPLERS; `alternatives`: logprobs of a row beside its token's. Capturable."""
         choices = self._inboxes.choices if self._inboxes else None
-        where = (self._model.logits(hidden), batch.slots, batch.positions, self.slots.parameters, self.slots.tokens, choices)
+        logits = self._model.logits(hidden)
+        rows = self._sampler.batch(batch.slots, batch.positions, self.slots.parameters, self.slots.tokens)
         if sampler == "maxima":
-            return StepTokens(self._sampler.maxima(*where))
-        return StepTokens(*self._sampler.every_kind(*where, max(1, alternatives) if sampler == "logprobs" else None))
+            return StepTokens(self._sampler.maxima(logits, rows, choices))
+        return StepTokens(*self._sampler.every_kind(logits, rows, choices, max(1, alternatives) if sampler == "logprobs" else None))
 
     def _whole(self, rows: ResultRows, slots: Tensor, positions: Tensor, hidden: Tensor) -> StepTokens:
         """Tokens, and logprobs, of rows of any kind, on a CPU."""

@@ -21,10 +21,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.rank.parallel import Parallel
-from kernels.choose import Ballot, SlotParameters, choose_best, local_best, parts_of
+from kernels.choose import Ballot, choose_best, local_best, parts_of
 from kernels.filters import Share, adopt, filtered_tokens, scaled_rows
 from kernels.launch import processors
 from kernels.sample import cap, choose, choose_filtered, mask, top_logprobs
+from kernels.sampling_batch import SamplingBatch, SlotParameters
 
 
 @dataclass(frozen=True)
@@ -82,54 +83,41 @@ class Sampler:
         self._suppressed = self._suppress.int()
         self._processors = processors(device)
 
-    def maxima(
-        self,
-        logits: Tensor,
-        slots: Tensor,
-        positions: Tensor,
-        parameters: SlotParameters,
-        tokens: Tensor,
-        ballot: Ballot | None,
-    ) -> Tensor:
+    def batch(self, slots: Tensor, positions: Tensor, parameters: SlotParameters, tokens: Tensor) -> SamplingBatch:
+        """Rows that sample, for slots and input positions int32 [R] and the slots' tables."""
+        return SamplingBatch(slots, positions, parameters, tokens, self._suppressed, self._softcap)
+
+    def maxima(self, logits: Tensor, batch: SamplingBatch, ballot: Ballot | None) -> Tensor:
         """logits fp32 [R, vocab share] of rows that are greedy or plain -> int32 [R, 2]: token, flags (`kernels.choose`).
 
-        slots and positions int32 [R], of each row's input; the token is written behind it into tokens [slots, max_len + 1].
-        Overwrites logits of forbidden ids. Rows at position -1 are padding. Capturable.
+        Overwrites logits of forbidden ids. Capturable.
         """
         rows, share = logits.shape
         parts = parts_of(share, rows, self._processors)
         first = self._parallel.rank * share
-        best = local_best(logits, slots, positions, parameters, self._suppressed, self._softcap, first, parts)
+        best = local_best(logits, batch, first, parts)
         chosen = torch.empty((rows, 2), dtype=torch.int32, device=logits.device)
-        choose_best(best, slots, positions, tokens, chosen, ballot)
+        choose_best(best, batch, chosen, ballot)
         return chosen
 
     def every_kind(
-        self,
-        logits: Tensor,
-        slots: Tensor,
-        positions: Tensor,
-        parameters: SlotParameters,
-        tokens: Tensor,
-        ballot: Ballot | None,
-        alternatives: int | None,
+        self, logits: Tensor, batch: SamplingBatch, ballot: Ballot | None, alternatives: int | None
     ) -> tuple[Tensor, TopLogprobs | None]:
         """As `maxima`, of rows of any kind. `alternatives`: also every row's logprobs, so many beside the token's. Capturable."""
         share = Share(self._parallel.rank, self._parallel.size)
         padded = functional.pad(logits, (0, 0, 0, -len(logits) % share.ranks)) if len(logits) % share.ranks else logits
         slices = self._parallel.exchange_rows(padded)
         logprobs = None if alternatives is None else self._own_logprobs(slices)  # before maxima overwrites what is forbidden
-        where = (slots, positions, parameters)
-        scaled = scaled_rows(slices, *where, self._suppressed, self._softcap, share, self._vocabulary)
-        chosen = self.maxima(logits, *where, tokens, ballot)
-        own = filtered_tokens(scaled, *where, chosen, share)
+        scaled = scaled_rows(slices, batch, share, self._vocabulary)
+        chosen = self.maxima(logits, batch, ballot)
+        own = filtered_tokens(scaled, batch, chosen, share)
         reports = [own[:, None].float()]  # an id is exact below 2^24
         if logprobs is not None and alternatives is not None:
             best = logprobs.topk(min(alternatives, self._vocabulary), dim=-1)
             reports += [logprobs.gather(1, own[:, None].long()), best.indices.float(), best.values]
         mine = torch.cat(reports, dim=1)
         report = self._parallel.all_gather(mine).view(-1, mine.shape[1])[: len(logits)]  # in the rows' order
-        adopt(report[:, 0], slots, positions, tokens, chosen)
+        adopt(report[:, 0], batch, chosen)
         if logprobs is None:
             return chosen, None
         ids, values = report[:, 2:].chunk(2, dim=1)

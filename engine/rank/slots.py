@@ -19,7 +19,7 @@ from engine.plan import NUMBER_MASK, Admission
 from engine.protocol import MAX_STOP_IDS, SamplingParams
 from engine.rank.kv import KVCache
 from engine.rank.sampler import SamplingRows
-from kernels.choose import GREEDY_BELOW, SlotParameters
+from kernels.sampling_batch import GREEDY_BELOW, SlotParameters
 from kernels.slots import clear, put
 
 
