@@ -7,7 +7,7 @@ the request) brings its own request id and log line.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -20,6 +20,8 @@ from deploy.edge.scope import RECORD, request_id
 from engine.errors import EngineDead, InvalidRequest, Overloaded, QuartetError
 
 MAX_MESSAGE = 1000
+# Another API's errors: the path that it begins with -> the error as that API's JSON. All others are OpenAI's.
+OTHER_SHAPES: dict[str, Callable[[QuartetError], dict[str, Any]]] = {}
 
 logger = logging.getLogger(__name__)
 
@@ -30,20 +32,21 @@ def body_of(error: QuartetError) -> dict[str, Any]:
     return {"error": {"message": _cut(_message(error)), "type": status_of(error).type, "param": param, "code": code_of(error)}}
 
 
-def response_of(error: QuartetError) -> Response:
-    """The whole reply."""
+def response_of(error: QuartetError, path: str = "") -> Response:
+    """The whole reply, in the shape of the API that `path` is of."""
     status = status_of(error)
     headers = dict(status.headers)
     if isinstance(error, Overloaded):
         headers["retry-after"] = str(error.retry_after_s)
-    return Refusal(error, status.status, headers)
+    shape = next((shape for begin, shape in OTHER_SHAPES.items() if path == begin or path.startswith(f"{begin}/")), body_of)
+    return Refusal(error, shape(error), status.status, headers)
 
 
 class Refusal(Response):
     """An error as a reply."""
 
-    def __init__(self, error: QuartetError, status: int, headers: dict[str, str]) -> None:
-        super().__init__(msgspec.json.encode(body_of(error)), status, headers, media_type="application/json")
+    def __init__(self, error: QuartetError, body: dict[str, Any], status: int, headers: dict[str, str]) -> None:
+        super().__init__(msgspec.json.encode(body), status, headers, media_type="application/json")
         self._error = error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -76,7 +79,7 @@ def plain_error(status: int, message: str, code: str | None = None, headers: Map
 def handle(request: Request, error: Exception) -> Response:
     """Starlette's exception handler for the whole tree."""
     assert isinstance(error, QuartetError), request.url.path
-    return response_of(error)
+    return response_of(error, request.url.path)
 
 
 def _message(error: QuartetError) -> str:
