@@ -94,13 +94,18 @@ def routes(edge: Edge) -> list[tuple[str, str]]:
     return [(method, route.path.replace("{model:path}", "nano")) for route in found for method in sorted(route.methods or ())]
 
 
+def is_unauthenticated(answer: dict[str, Any]) -> bool:
+    """In OpenAI's words or in Anthropic's."""
+    return answer["error"].get("code") == "invalid_api_key" or answer["error"]["type"] == "authentication_error"
+
+
 def answering(edge: Edge, asked: list[tuple[str, str]], headers: dict[str, str]) -> set[str]:
     """The paths that say anything but 401 with `invalid_api_key` and WWW-Authenticate."""
     found = set()
     with httpx.Client(base_url=edge.url) as client:
         for method, path in asked:
             reply = client.request(method, path, headers=headers)
-            told = method == "HEAD" or reply.json()["error"]["code"] == "invalid_api_key" if reply.status_code == 401 else False
+            told = reply.status_code == 401 and (method == "HEAD" or is_unauthenticated(reply.json()))
             if not told or reply.headers["www-authenticate"] != "Bearer":
                 found.add(path)
     return found
