@@ -6,26 +6,31 @@ Bodies are read raw and validated by our own models, so that every error has Ope
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import cache
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI, Request, Response
+from msgspec import Struct
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from deploy.edge.admission_control import Place
 from deploy.edge.answer import CompletionResponse
+from deploy.edge.api import GenerationApi, Wanted
 from deploy.edge.http_errors import DeadlineExceeded, WrongMediaType
 from deploy.edge.limits import Limits
 from deploy.edge.observe.access_log import AccessLog
 from deploy.edge.observe.record import record_of
+from deploy.edge.openai.completions import CHAT, COMPLETIONS
 from deploy.edge.openai.error_response import handle, json_response, plain_error
-from deploy.edge.openai.forms import ChatFormat, TextFormat
-from deploy.edge.openai.schemas import ChatRequest, CompletionRequest, R, Sampling, documentation
 from deploy.edge.scope import from_here
 from deploy.edge.service import Service
 from engine.errors import QuartetError
 from engine.front.generation import Job
+
+APIS = (CHAT, COMPLETIONS)
 
 _ERROR = {
     "type": "object",
@@ -54,7 +59,8 @@ def create_app(service: Service, *, echo: bool = True) -> ASGIApp:
     app.add_exception_handler(QuartetError, handle)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _bug)
-    _add_generation(app, service)
+    for api in APIS:
+        _add_generation(app, service, api)
     _add_models(app, service)
     _add_health(app, service)
     _document_components(app)
@@ -69,18 +75,12 @@ def _for_browsers(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
     return CORSMiddleware(app, origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=headers)
 
 
-def _add_generation(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/chat/completions", response_model=None, responses=_GENERATED, openapi_extra=_body(ChatRequest))
-    async def chat_completions(request: Request) -> Response:
+def _add_generation(app: FastAPI, service: Service, api: GenerationApi) -> None:
+    @app.post(api.path, response_model=None, responses=_GENERATED, openapi_extra=_body(api.body))
+    async def generate(request: Request) -> Response:
         async with _admitted(service, request) as place:
-            wanted = await _wanted(service, ChatRequest, request)
-            return _answer(service, request, wanted, await service.chat_job(wanted), ChatFormat, place)
-
-    @app.post("/v1/completions", response_model=None, responses=_GENERATED, openapi_extra=_body(CompletionRequest))
-    async def completions(request: Request) -> Response:
-        async with _admitted(service, request) as place:
-            wanted = await _wanted(service, CompletionRequest, request)
-            return _answer(service, request, wanted, await service.completion_job(wanted), TextFormat, place)
+            wanted = await service.read(api.read, await request.body())
+            return _answer(service, request, wanted, await service.job(wanted.request), place)
 
 
 @asynccontextmanager
@@ -104,20 +104,10 @@ def _check_media_type(request: Request) -> None:
         raise WrongMediaType("the body must be JSON: set the header Content-Type: application/json", code="unsupported_media_type")
 
 
-async def _wanted(service: Service, kind: type[R], request: Request) -> R:
-    """The request in the body, for a model that is served. Raises what says otherwise."""
-    wanted = await service.parsed(kind, await request.body())
-    service.check_model(wanted.model)
-    return wanted
-
-
-def _answer(
-    service: Service, request: Request, wanted: Sampling, job: Job, form: type[ChatFormat] | type[TextFormat], place: Place
-) -> CompletionResponse:
-    job = service.ranked(job, wanted, request.headers.get("authorization"))
+def _answer(service: Service, request: Request, wanted: Wanted, job: Job, place: Place) -> CompletionResponse:
+    job = service.ranked(job, wanted.request, request.headers.get("authorization"))
     place.settle(len(job.params), len(job.params) * len(job.prompt))
-    made = form(service.name, service.text.pieces, include_usage=wanted.wants_usage)
-    return CompletionResponse(service, job, made, stream=bool(wanted.stream), include_usage=wanted.wants_usage)
+    return CompletionResponse(service, job, wanted.format(service.model), stream=bool(wanted.request.stream))
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
@@ -165,10 +155,18 @@ async def _bug(request: Request, error: Exception) -> Response:
     return plain_error(500, "Internal error", "internal_error")
 
 
-def _body(kind: type[Sampling]) -> dict[str, Any]:
+@cache
+def _documentation() -> tuple[dict[type[Struct], dict[str, Any]], dict[str, Any]]:
+    """JSON Schema of every API's body, and the components that they refer to, for OpenAPI 3.1."""
+    kinds = [*(api.body for api in APIS), *(part for api in APIS for part in api.parts)]
+    schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    return dict(zip(kinds, schemas, strict=True)), components
+
+
+def _body(kind: type[Struct]) -> dict[str, Any]:
     """What /docs shows of a body that FastAPI itself does not read."""
-    schemas, _ = documentation()
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schemas[kind]}}}}
+    schema = _documentation()[0][kind]
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def _document_components(app: FastAPI) -> None:
@@ -177,7 +175,7 @@ def _document_components(app: FastAPI) -> None:
 
     def openapi() -> dict[str, Any]:
         document = generate()
-        document.setdefault("components", {}).setdefault("schemas", {}).update(documentation()[1], Error=_ERROR)
+        document.setdefault("components", {}).setdefault("schemas", {}).update(_documentation()[1], Error=_ERROR)
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]  # the way that FastAPI documents

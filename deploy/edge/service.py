@@ -20,7 +20,8 @@ import msgspec
 from deploy.edge.admission_control import AdmissionControl
 from deploy.edge.edge_settings import LimitSettings, LogSettings
 from deploy.edge.observe.spans import Tracer
-from deploy.edge.openai.schemas import ChatRequest, CompletionRequest, R, Sampling, parse
+from deploy.edge.openai.schemas import ChatRequest, CompletionRequest, Sampling
+from deploy.edge.response_format import ServedModel
 from engine.checkpoint import generation_config
 from engine.errors import EngineDead, InvalidRequest, ModelNotFound
 from engine.front.generation import Engine, Generation, Job
@@ -83,6 +84,7 @@ class Service:
     draining: bool = False
 
     def __post_init__(self) -> None:
+        self.model = ServedModel(self.name, self.text.pieces)
         self._pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
         self.admission = AdmissionControl(self.engine, self.capacity, self.queue_tokens, READERS * self.capacity)
         self.idle = asyncio.Event()
@@ -115,20 +117,23 @@ class Service:
         if self.tracer is not None:
             self.tracer.close(timeout_s)
 
-    async def parsed(self, kind: type[R], body: bytes) -> R:
-        """The request in `body`; a large one is read off the loop. Raises InvalidRequest."""
-        return parse(kind, body) if len(body) <= SMALL_BODY else await self._off_loop(lambda: parse(kind, body))
+    async def read(self, reader: Callable[[bytes, str], T], body: bytes) -> T:
+        """What `reader` makes of `body` and the model's name; a large body is read off the loop. Raises what `reader` does."""
+        return reader(body, self.name) if len(body) <= SMALL_BODY else await self._off_loop(lambda: reader(body, self.name))
 
-    async def chat_job(self, request: ChatRequest) -> Job:
-        """The conversation as a prompt; raises InvalidRequest."""
+    async def job(self, request: ChatRequest | CompletionRequest) -> Job:
+        """What goes to the engine. InvalidRequest, ModelNotFound."""
+        self.check_model(request.model)
+        return await (self._chat_job(request) if isinstance(request, ChatRequest) else self._completion_job(request))
+
+    async def _chat_job(self, request: ChatRequest) -> Job:
         wanted = request.max_completion_tokens or request.max_tokens
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         prompt, tools = await self._off_loop(lambda: self._render(request))
         job = self._job(request, prompt, wanted or self.max_tokens or self.max_len, clip=wanted is None, logprobs=logprobs)
         return replace(job, is_chat=True, tools=tools, one_call=request.parallel_tool_calls is False)
 
-    async def completion_job(self, request: CompletionRequest) -> Job:
-        """A raw prompt; raises InvalidRequest."""
+    async def _completion_job(self, request: CompletionRequest) -> Job:
         source = request.one_prompt()
         if isinstance(source, str):
             prompt = await self._off_loop(lambda: self._encode(source))
