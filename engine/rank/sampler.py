@@ -1,9 +1,9 @@
 """Logits to tokens over a vocabulary that is cut across ranks: every rank ends with the same tokens, and none is sent.
 
     maxima   greedy and plain rows on a GPU: each rank's best is exchanged in one small launch (`kernels.choose`)
-    every_kind  rows of all kinds on a GPU: a rank is sent the whole logits of its share of the rows, 4 x vocabulary bytes each,
-             filters those that filter (`kernels.filters`) and reports what is asked for; tokens come back by a small gather.
-             Greedy and plain rows keep what maxima gives them, whoever stands beside them
+    every_kind  rows of all kinds, adjusted ones too, on a GPU: a rank is sent the whole logits of its share of the rows, 4 x
+             vocabulary bytes each, filters those that filter (`kernels.filters`) and reports what is asked for; tokens come back by
+             a small gather. Greedy and plain rows keep what maxima gives them, whoever stands beside them
     sample   rows of all kinds on a CPU, and what the others are held to:
         greedy rows        each rank's best (value, id) and NaN flag are gathered: 12 bytes a row and rank; lowest id wins ties
         all other rows     the whole logits are gathered: 4 x vocabulary bytes a row, 105 MB for 100 rows of 262 144
@@ -106,9 +106,7 @@ class Sampler:
     ) -> tuple[Tensor, TopLogprobs | None]:
         """As `maxima`, of rows of any kind. `alternatives`: also every row's logprobs, so many beside the token's. Capturable."""
         share = Share(self._parallel.rank, self._parallel.size)
-        padded = functional.pad(logits, (0, 0, 0, -len(logits) % share.ranks)) if len(logits) % share.ranks else logits
-        slices = self._parallel.exchange_rows(padded)
-        logprobs = None if alternatives is None else self._own_logprobs(slices)  # before maxima overwrites what is forbidden
+        batch, slices, logprobs = self._exchanged(logits, batch, report=alternatives is not None)
         scaled = scaled_rows(slices, batch, share, self._vocabulary)
         chosen = self.maxima(logits, batch, ballot)
         own = filtered_tokens(scaled, batch, chosen, share)
@@ -124,6 +122,21 @@ class Sampler:
         ids, values = report[:, 2:].chunk(2, dim=1)
         return chosen, TopLogprobs(range(len(logits)), report[:, 1], ids.long(), values)
 
+    def _exchanged(self, logits: Tensor, batch: SamplingBatch, *, report: bool) -> tuple[SamplingBatch, Tensor, Tensor | None]:
+        """The batch, its logits adjusted; those of this rank's rows, [ranks, rows, n]; to `report`: logprobs before any change."""
+        slices, logprobs = logits[None], None
+        if report or batch.adjustments is None:
+            slices = self._exchange(logits)
+            logprobs = self._own_logprobs(slices) if report else None
+        if batch.adjustments is not None:
+            batch = self._adjust(logits, batch)
+            slices = self._exchange(logits)
+        return batch, slices, logprobs
+
+    def _exchange(self, logits: Tensor) -> Tensor:
+        spare = -len(logits) % self._parallel.size
+        return self._parallel.exchange_rows(functional.pad(logits, (0, 0, 0, spare)) if spare else logits)
+
     def _own_logprobs(self, slices: Tensor) -> Tensor:
         """slices fp32 [ranks, rows, n] -> fp32 [rows, vocabulary]."""
         whole = slices.transpose(0, 1).flatten(1)[:, : self._vocabulary]
@@ -137,7 +150,9 @@ class Sampler:
         raw, capped = logits, nan
         if batch is not None:
             logits = raw.clone()
-            capped = self._adjust(logits, batch)
+            adjusted = self._adjust(logits, batch).capped
+            assert adjusted is not None
+            capped = adjusted.bool()
         if rows.greedy:
             index = _index(rows.greedy, logits.device)
             tokens[index], nan[index] = self._greedy(logits[index], rows.forbidden[index])
@@ -153,11 +168,10 @@ class Sampler:
         reported = whole if batch is None else self._whole(raw, gathered)
         return Sampled(tokens, nan, self._logprobs(reported, place, tokens, rows))
 
-    def _adjust(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
-        """bool [R]: whose logits are now capped and adjusted, in place."""
-        capped = adjust(logits, batch, self._parallel.rank * logits.shape[1]).capped
-        assert capped is not None
-        return capped.bool()
+    def _adjust(self, logits: Tensor, batch: SamplingBatch) -> SamplingBatch:
+        """As `kernels.adjust`."""
+        rows, n = logits.shape
+        return adjust(logits, batch, self._parallel.rank * n, parts_of(n, rows, self._processors))
 
     def _whole(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
         """[R, vocab share] of every rank -> [rows, vocabulary]."""
