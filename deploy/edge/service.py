@@ -19,6 +19,7 @@ import msgspec
 
 from deploy.edge.admission_control import AdmissionControl
 from deploy.edge.edge_settings import LimitSettings, LogSettings
+from deploy.edge.logit_keys import logit_adjustments
 from deploy.edge.observe.spans import Tracer
 from deploy.edge.openai.schemas import ChatRequest, CompletionRequest, Sampling
 from deploy.edge.response_format import ServedModel
@@ -28,6 +29,7 @@ from engine.front.generation import Engine, Generation, Job
 from engine.front.template import characters
 from engine.front.text import TextProcessor
 from engine.front.tools import Tools
+from engine.logit_adjustments import LogitAdjustments
 from engine.protocol import SamplingParams
 
 TEXT_THREADS = 2
@@ -130,7 +132,9 @@ class Service:
         wanted = request.max_completion_tokens or request.max_tokens
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         prompt, tools = await self._off_loop(lambda: self._render(request))
-        job = self._job(request, prompt, wanted or self.max_tokens or self.max_len, clip=wanted is None, logprobs=logprobs)
+        adjustments = await self._adjustments(request)
+        limit = wanted or self.max_tokens or self.max_len
+        job = self._job(request, prompt, limit, adjustments, clip=wanted is None, logprobs=logprobs)
         return replace(job, is_chat=True, tools=tools, one_call=request.parallel_tool_calls is False)
 
     async def _completion_job(self, request: CompletionRequest) -> Job:
@@ -139,8 +143,10 @@ class Service:
             prompt = await self._off_loop(lambda: self._encode(source))
         else:
             prompt = self._in_vocab(source, "prompt")
-        wanted = request.max_tokens
-        return self._job(request, prompt, wanted or COMPLETION_TOKENS, clip=wanted is None, logprobs=request.logprobs)
+        wanted, adjustments = request.max_tokens, await self._adjustments(request)
+        return self._job(
+            request, prompt, wanted or COMPLETION_TOKENS, adjustments, clip=wanted is None, logprobs=request.logprobs
+        )
 
     def ranked(self, job: Job, request: Sampling, authorization: str | None) -> Job:
         """`job` with its place in the queue, and with whom it shares cached prefixes. InvalidRequest: it is too urgent."""
@@ -185,7 +191,22 @@ class Service:
         if characters > self.max_len * 64:
             raise too_long(f"about {characters} characters", self.max_len, param)
 
-    def _job(self, request: Sampling, prompt: list[int], wanted: int, *, clip: bool, logprobs: int | None) -> Job:
+    async def _adjustments(self, request: Sampling) -> LogitAdjustments | None:
+        def read() -> LogitAdjustments | None:
+            return logit_adjustments(request, self.vocab, lambda text: self.text.encode(text, add_bos=False))
+
+        return await self._off_loop(read) if request.forbidden_words else read()
+
+    def _job(
+        self,
+        request: Sampling,
+        prompt: list[int],
+        wanted: int,
+        adjustments: LogitAdjustments | None,
+        *,
+        clip: bool,
+        logprobs: int | None,
+    ) -> Job:
         if len(prompt) + 1 > self.max_len:
             param = "prompt" if isinstance(request, CompletionRequest) else "messages"
             raise too_long(f"{len(prompt)} tokens", self.max_len, param)
@@ -195,7 +216,7 @@ class Service:
         limit = min(wanted, self.max_len - len(prompt))
         if (request.min_tokens or 0) > limit:
             raise InvalidRequest(f"min_tokens: {request.min_tokens} exceeds the {limit} tokens to generate", param="min_tokens")
-        params = self._params(request, limit, logprobs)
+        params = msgspec.structs.replace(self._params(request, limit, logprobs), adjustments=adjustments)
         seeds = _seeds(request.seed, request.n or 1)
         choices = tuple(_with_seed(params, seed) for seed in seeds)
         shown = request.skip_special_tokens is not False
