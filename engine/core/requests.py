@@ -91,6 +91,8 @@ class Requests:
             return 0, "the prompt is empty"
         if len(request.params.stop_ids) > MAX_STOP_IDS:
             return 0, f"{len(request.params.stop_ids)} stop ids, end ids included; at most {MAX_STOP_IDS} are possible"
+        if request.params.adjustments is not None and (excess := request.params.adjustments.excess()) is not None:
+            return 0, excess
         if request.params.max_tokens < 1:
             return 0, f"max_tokens must be at least 1, not {request.params.max_tokens}"
         if prompt + 1 > self._max_len:
