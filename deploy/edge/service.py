@@ -19,12 +19,16 @@ import msgspec
 
 from deploy.edge.admission_control import AdmissionControl
 from deploy.edge.edge_settings import LimitSettings, LogSettings
+from deploy.edge.http_errors import Forbidden, QuotaExceeded, Unauthenticated
+from deploy.edge.keys.key_ring import KeyRing
+from deploy.edge.observe.record import RequestRecord
 from deploy.edge.observe.spans import Tracer
 from deploy.edge.openai.schemas import ChatRequest, CompletionRequest, Sampling
 from deploy.edge.raw_json import FEW_BYTES
 from deploy.edge.response_format import ServedModel
 from engine.checkpoint import generation_config
-from engine.errors import EngineDead, InvalidRequest, ModelNotFound
+from engine.errors import EngineDead, InvalidRequest, ModelNotFound, QuartetError
+from engine.events import KeyDecision, KeyTokens, KeyVerdict, Sink, no_sink
 from engine.front.generation import Engine, Generation, Job
 from engine.front.template import characters
 from engine.front.text import TextProcessor
@@ -36,6 +40,11 @@ READERS = 4  # answers under way, in capacities: beyond what the engine works on
 MAX_CHOICES = 64  # of a request, all its prompts together
 COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 _SEED_BITS = 63
+_REFUSALS: dict[type[QuartetError], KeyVerdict] = {
+    Unauthenticated: "unauthenticated",
+    Forbidden: "forbidden",
+    QuotaExceeded: "rate_limited",
+}
 
 T = TypeVar("T")
 _MIX = 0x9E3779B97F4A7C15  # apart: neighbouring choices must not share noise
@@ -59,12 +68,26 @@ class Defaults:
         return cls(**known)
 
 
+@dataclass(frozen=True)
+class Client:
+    """Who asks: the holder of an API key, or whoever sends such an Authorization header."""
+
+    key: str | None
+    authorization: str | None
+
+    @property
+    def tenant(self) -> str:
+        """Whose cached prefixes these are; no holder is taken for a header."""
+        return f"header {self.authorization or ''}" if self.key is None else f"key {self.key}"
+
+
 @dataclass
 class Service:
     """One served model. `vocab` is the model's (token ids must lie in it), `max_len` the context.
 
     `capacity` choices, and `queue_tokens` tokens of those that wait, are let in (admission_control.py); `open` counts choices from
     their submission to the last byte of their answer. `tracer`: none unless configured. `fingerprint`: of build, weights and setup.
+    `keys`: without them anybody may ask; what comes of them goes to `sink`.
     """
 
     name: str
@@ -76,6 +99,8 @@ class Service:
     limits: LimitSettings = field(default_factory=LimitSettings)
     logs: LogSettings = field(default_factory=LogSettings)
     tracer: Tracer | None = None
+    keys: KeyRing | None = None
+    sink: Sink = no_sink
     max_tokens: int | None = None
     capacity: int = 1 << 20
     queue_tokens: int = 1 << 30
@@ -149,13 +174,23 @@ class Service:
         wanted = request.max_tokens
         return self._job(request, prompts, wanted or COMPLETION_TOKENS, clip=wanted is None, logprobs=request.logprobs)
 
-    def ranked(self, job: Job, request: Sampling, authorization: str | None) -> Job:
+    def settle(self, record: RequestRecord) -> None:
+        """A request has ended: its API key's holder gets back what it did not use, and what became of it is counted."""
+        refused = next((verdict for kind, verdict in _REFUSALS.items() if isinstance(record.error, kind)), None)
+        if record.grant is not None or refused is not None:
+            self.sink(KeyDecision(record.key or "", refused or "admitted"))
+        if record.key is not None and record.grant is not None:
+            record.grant.close(record.used_tokens)
+            self.sink(KeyTokens(record.key, record.used_tokens))
+
+    def ranked(self, job: Job, request: Sampling, client: Client) -> Job:
         """`job` with its place in the queue, and with whom it shares cached prefixes. InvalidRequest: it is too urgent."""
         priority, most = request.priority or 0, self.limits.min_priority
         if priority < most:
             raise InvalidRequest(f"priority: {priority} is more urgent than {most}, the most urgent allowed here", param="priority")
-        tenant = sha256((authorization or "").encode()).hexdigest() if self.limits.isolate_cache else ""
-        return replace(job, priority=priority, salt=f"{tenant}/{request.cache_salt or ''}")
+        isolated = self.keys is not None if self.limits.isolate_cache is None else self.limits.isolate_cache
+        tenant = sha256(client.tenant.encode()).hexdigest() if isolated else ""
+        return replace(job, priority=priority, salt=f"{len(tenant)}:{tenant}{request.cache_salt or ''}")
 
     def start(self, job: Job, choice: int) -> Generation:
         """Submit one choice of a job."""

@@ -52,6 +52,7 @@ class AccessLog:
         finally:
             if record.place is not None:
                 record.place.leave()
+            self._service.settle(record)
             record.ended = time.monotonic()
             self._close(record)
             REQUEST_ID.reset(known)

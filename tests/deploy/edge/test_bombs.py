@@ -12,7 +12,7 @@ import pytest
 from tests.conftest import Nano
 from tests.support.edge.edge_process import EdgeProcess
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.alone]
 
 CHAT, TEXT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
 SIZE = (8 << 20) - 256  # of each body: what the limit lets through
