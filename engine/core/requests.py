@@ -82,7 +82,6 @@ class Requests:
         root = root_key(0, request.salt)
         rank = (request.priority, self._arrivals)
         sequence = Sequence(key, tokens, len(tokens), limit, request.params, rank, masked, root=root)
-        self.allocator.make_keys(sequence)
         self._by_key[key] = sequence
         self._enqueue(sequence)
 
@@ -121,6 +120,7 @@ class Requests:
         self._enqueue(sequence)
 
     def _enqueue(self, sequence: Sequence) -> None:
+        self.allocator.look_up(sequence)
         bisect.insort(self.waiting, sequence, key=lambda waiting: waiting.rank)
 
     def _vacate(self, sequence: Sequence, *, poisoned: bool = False) -> None:

@@ -17,6 +17,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from deploy.edge.openai import absent_keys
 from deploy.edge.raw_json import (
+    BoundedList,
     Json,
     TokenId,
     at_most,
@@ -49,7 +50,6 @@ _INT32 = 2**31 - 1
 _INT64 = 2**63
 _SWITCHES_BYTES = 4096
 _BIAS_BYTES = 64  # an entry of logit_bias in JSON
-_FEW_MESSAGES_BYTES = 64 << 10  # in so few bytes there are not more than MESSAGES
 
 Count = Annotated[int, Meta(ge=1, le=_INT32)]
 
@@ -208,10 +208,7 @@ class ChatRequest(Sampling, frozen=True, kw_only=True):
 
     def turns(self) -> list[Message]:
         """The messages, decoded anew at each call. InvalidRequest: they are none, or too many."""
-        if size(self.messages) <= _FEW_MESSAGES_BYTES:
-            found: list[Message] = decode(self.messages, "messages", _MESSAGES)
-        else:
-            found = [_with_parts(message) for message in elements(self.messages, "messages", _AT_MOST_MESSAGES)]
+        found = _MESSAGES.read(self.messages, "messages")
         if not found:
             raise InvalidRequest("messages: must not be empty", param="messages")
         _check_turns(found)
@@ -260,18 +257,17 @@ class CompletionRequest(Sampling, frozen=True, kw_only=True):
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise unsupported("best_of", "only the value of n")
 
-    def one_prompt(self) -> str | list[int]:
-        """The text or the token ids; a list of one prompt is that prompt. InvalidRequest: it is neither, or there are more."""
+    def prompts(self) -> list[str | list[int]]:
+        """Texts, or lists of token ids. InvalidRequest: they are neither, or too many."""
         first = opening(self.prompt)
         if first == b'["':
-            return _only(elements(self.prompt, "prompt", _TEXTS))
+            return elements(self.prompt, "prompt", _TEXTS)
         if first == b"[[":
             check_commas(self.prompt, "prompt", PROMPT_IDS)
-            return _only(elements(self.prompt, "prompt", _ID_LISTS))
+            return elements(self.prompt, "prompt", _ID_LISTS)
         if first[:1] == b'"':
-            text: str = decode(self.prompt, "prompt", _TEXT)
-            return text
-        return token_ids(self.prompt, "prompt", PROMPT_IDS)
+            return [decode(self.prompt, "prompt", _TEXT)]
+        return [token_ids(self.prompt, "prompt", PROMPT_IDS)]
 
 
 R = TypeVar("R", bound=Sampling)
@@ -302,10 +298,7 @@ _TEXTS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(str, PROMPTS))
 _WORDS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(str, MAX_BAD_WORDS // 2))  # two spellings each
 _BIAS: msgspec.json.Decoder[dict[int, float]] = msgspec.json.Decoder(dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]])
 _STOP_TEXTS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(str, STOPS))
-_MESSAGES: msgspec.json.Decoder[list[Message]] = msgspec.json.Decoder(list[Message])
-_Parts = at_most(TextPart, PARTS)
-_LargeMessage = msgspec.defstruct("Message", [("content", str | _Parts | None, None)], bases=(Message,), frozen=True)
-_AT_MOST_MESSAGES: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(_LargeMessage, MESSAGES))
+_MESSAGES = BoundedList(Message, MESSAGES, "content", TextPart, PARTS)
 _ID_LISTS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(Annotated[list[TokenId], Meta(min_length=1)], PROMPTS))
 _OBJECTS: msgspec.json.Decoder[list[dict[str, Any]]] = msgspec.json.Decoder(Annotated[list[dict[str, Any]], Meta(max_length=TOOLS)])
 _SWITCHES: msgspec.json.Decoder[dict[str, bool]] = msgspec.json.Decoder(dict[str, bool])
@@ -330,12 +323,6 @@ def _stops(raw: Json) -> tuple[str, ...]:
     if opening(given)[:1] == b'"':
         return (decode(given, "stop", _TEXT),)
     return tuple(elements(given, "stop", _STOP_TEXTS))
-
-
-def _only(prompts: list[Any]) -> Any:
-    if len(prompts) != 1:
-        raise InvalidRequest(f"prompt: one prompt a request, not {len(prompts)}", param="prompt")
-    return prompts[0]
 
 
 def _tools(raw: Json) -> list[dict[str, Any]]:
@@ -366,14 +353,6 @@ def _plain_call(call: ToolCall) -> dict[str, Any]:
 
 
 _ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
-
-
-def _with_parts(message: Message) -> Message:
-    """With its parts as a list, as a message out of few bytes has them."""
-    if not isinstance(message.content, _Parts):
-        return message
-    parts = [part for part in msgspec.structs.astuple(message.content) if part is not UNSET]
-    return msgspec.structs.replace(message, content=parts)
 
 
 def _check_turns(messages: list[Message]) -> None:
