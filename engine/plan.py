@@ -44,6 +44,7 @@ FLAG_STOP = 1
 FLAG_MASKED = 2
 RESULT_HAS_LOGPROBS = 1
 ROW_NAN = 1
+ROW_EMPTY = 2
 NUMBER_MASK = 0x7FFFFFFF  # of an admission's number, what a result row carries
 
 
@@ -180,13 +181,14 @@ class PlanHeader(NamedTuple):
 
 
 class ResultRow(NamedTuple):
-    """What one result row gave. `tokens` empty with `nan`: the logits held NaN and nothing was sampled."""
+    """What one result row gave. Without tokens nothing was sampled: `nan`, the logits held NaN; `empty`, every id was forbidden."""
 
     slot: int
     number: int
     tokens: tuple[int, ...]
     nan: bool = False
     logprobs: Logprobs | None = None
+    empty: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,14 +209,15 @@ class StepResult:
         width = max((len(row.tokens) for row in rows), default=RESULT_WIDTH)
         table = np.zeros((len(rows), 4 + max(width, RESULT_WIDTH)), np.int32)
         for at, row in enumerate(rows):
-            head = (row.slot, row.number & NUMBER_MASK, len(row.tokens), ROW_NAN if row.nan else 0)
+            head = (row.slot, row.number & NUMBER_MASK, len(row.tokens), ROW_NAN * row.nan | ROW_EMPTY * row.empty)
             table[at, : 4 + len(row.tokens)] = head + row.tokens
         return cls(step, table, {at: row.logprobs for at, row in enumerate(rows) if row.logprobs is not None})
 
     def row(self, at: int) -> ResultRow:
         """One row as an object."""
         slot, number, count, flags, *tokens = self.table[at].tolist()
-        return ResultRow(slot, number, tuple(tokens[:count]), bool(flags & ROW_NAN), self.logprobs.get(at))
+        nan, empty = bool(flags & ROW_NAN), bool(flags & ROW_EMPTY)
+        return ResultRow(slot, number, tuple(tokens[:count]), nan, self.logprobs.get(at), empty)
 
     @property
     def rows(self) -> list[ResultRow]:

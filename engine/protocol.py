@@ -114,7 +114,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=F
     """What one step gave one request. `finish` set: the request has ended and this is its last entry.
 
     `cached`, with its first tokens: how many of its prompt's were found in the prefix cache when it was first scheduled. `error` is
-    a sentence for the client, with `invalid` set when the request itself was at fault (refused: nothing was computed).
+    a sentence for the client, with `invalid` set when the request itself was at fault.
     """
 
     id: int

@@ -19,6 +19,7 @@ from kernels.launch import launch, trigger, usable, wait
 from kernels.sampling_batch import GREEDY_BELOW, SamplingBatch
 
 ROW_HAS_NAN, ROW_ERROR = 1, 2  # a row's flags; an error: a rank's part of a sum or a choice did not come within the bound
+ROW_NO_TOKEN = 4  # every id is forbidden
 _FIELDS = 4  # of a part's best: value, id (exact in fp32 below 2^24), whether there was a NaN, nothing
 _EMPTY = -(1 << 31)  # -0.0
 _BLOCK = 1024
@@ -70,7 +71,7 @@ def local_best(logits: Tensor, batch: SamplingBatch, first: int, parts: int) -> 
 
 
 def choose_best(best: Tensor, batch: SamplingBatch, results: Tensor, ballot: Ballot | None) -> None:
-    """best fp32 [R, parts, 4] -> results int32 [R, 2]: token and flags; where there was a NaN the token is 0.
+    """best fp32 [R, parts, 4] -> results int32 [R, 2]: token and flags; with a NaN, or every id forbidden, the token is 0.
 
     The token is also written behind the row's input. ballot: None for one rank.
     """
@@ -247,9 +248,10 @@ def _choose(
         failed = 0
         if SIZE > 1:
             failed = tl.load(errors, volatile=True)
-        chosen = tl.where(bad > 0, 0.0, token).to(tl.int32)
+        none = (bad <= 0) & (top == float("-inf"))
+        chosen = tl.where((bad > 0) | none, 0.0, token).to(tl.int32)
         tl.store(results + row * 2, chosen)
-        tl.store(results + row * 2 + 1, (bad > 0).to(tl.int32) + 2 * failed)
+        tl.store(results + row * 2 + 1, (bad > 0).to(tl.int32) + 2 * failed + 4 * none.to(tl.int32))
         position = tl.load(positions + row)
         slot = tl.load(slots + row).to(tl.int64)
         tl.store(tokens + slot * tokens_width + position + 1, chosen, position >= 0)

@@ -22,7 +22,18 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.geometry import Geometry, vocab_share
-from engine.plan import DEPTH, RESULT_WIDTH, ROW_NAN, PlanView, PrefillChunk, StepPlan, encode_plan, encode_rows, read_plan
+from engine.plan import (
+    DEPTH,
+    RESULT_WIDTH,
+    ROW_EMPTY,
+    ROW_NAN,
+    PlanView,
+    PrefillChunk,
+    StepPlan,
+    encode_plan,
+    encode_rows,
+    read_plan,
+)
 from engine.protocol import Logprobs
 from engine.rank.attention import AskedAttention, Unsound, attention_backend
 from engine.rank.batch import ForwardBatch
@@ -36,7 +47,7 @@ from engine.rank.slots import ResultRows, SlotState
 from engine.rank.step import StepBuffers, buckets
 from engine.rank.step_clock import StepClock, mark
 from engine.step_masks import decode_masks
-from kernels.choose import ROW_ERROR, ROW_HAS_NAN
+from kernels.choose import ROW_ERROR, ROW_HAS_NAN, ROW_NO_TOKEN
 from kernels.launch import distrusted, usable
 from kernels.sampling_batch import SamplingBatch
 
@@ -113,10 +124,10 @@ class Launched:
         if (flags & ROW_ERROR).any():
             raise RuntimeError(f"step {self.step}: a rank's part of a sum did not come within its bound")
         table = np.empty((len(tokens), 4 + RESULT_WIDTH), np.int32)
-        nan = (flags & ROW_HAS_NAN) != 0
-        table[:, 0], table[:, 1], table[:, 2] = self.rows.slots, self.rows.numbers, ~nan
-        table[:, 3], table[:, 4] = np.where(nan, ROW_NAN, 0), tokens
-        return encode_rows(self.step, table, self._logprobs(host, nan) if self.logprob_rows else {})
+        nan, empty = ((flags & flag) != 0 for flag in (ROW_HAS_NAN, ROW_NO_TOKEN))
+        table[:, 0], table[:, 1], table[:, 2] = self.rows.slots, self.rows.numbers, ~(nan | empty)
+        table[:, 3], table[:, 4] = np.where(nan, ROW_NAN, 0) + np.where(empty, ROW_EMPTY, 0), tokens
+        return encode_rows(self.step, table, self._logprobs(host, nan | empty) if self.logprob_rows else {})
 
     def fold(self) -> None:
         """Move the runner's state hash past this step."""
@@ -128,12 +139,12 @@ class Launched:
         self.fold()
         return result
 
-    def _logprobs(self, host: dict[str, np.ndarray], nan: np.ndarray) -> dict[int, Logprobs]:
+    def _logprobs(self, host: dict[str, np.ndarray], silent: np.ndarray) -> dict[int, Logprobs]:
         assert self.rows is not None
         found = {}
         for at, row in enumerate(self.logprob_rows):
             count = self.rows.logprobs[row]
-            if not nan[row] and count is not None:
+            if not silent[row] and count is not None:
                 pairs = zip(host["ids"][at, :count].tolist(), host["values"][at, :count].tolist(), strict=True)
                 found[row] = Logprobs(float(host["logprobs"][at]), list(pairs))
         return found
@@ -323,7 +334,7 @@ class Runner:
         batch = self._sampling_batch(plan, slots, positions) if any(rows.adjusted) else None
         sampled = self._sampler.sample(self._model.logits(hidden), self.slots.sampling(rows, slots, positions), batch)
         self.slots.store(slots, positions, sampled.tokens)
-        flags = torch.where(sampled.nan, ROW_HAS_NAN, 0)
+        flags = torch.where(sampled.nan, ROW_HAS_NAN, 0) + torch.where(sampled.empty, ROW_NO_TOKEN, 0)
         return StepTokens(torch.stack([sampled.tokens, flags], dim=1).int(), sampled.logprobs)
 
     def _outputs(self, sampled: StepTokens | None, hidden: Tensor, count: int) -> dict[str, tuple[Tensor, Tensor | None]]:

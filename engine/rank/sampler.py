@@ -65,10 +65,11 @@ class TopLogprobs:
 
 @dataclass(frozen=True)
 class Sampled:
-    """tokens int64 [R], 0 where `nan`; nan bool [R]; logprobs of the rows that want them."""
+    """tokens int64 [R]; bool [R], where there is none: nan, empty (every id is forbidden); logprobs of the rows that want them."""
 
     tokens: Tensor
     nan: Tensor
+    empty: Tensor
     logprobs: TopLogprobs | None
 
 
@@ -146,8 +147,8 @@ class Sampler:
         """logits fp32 [R, vocab share], before the soft cap; -inf behind the vocabulary's end. `batch`: how some are adjusted."""
         assert logits.shape[0] == len(rows.greedy) + len(rows.plain) + len(rows.filtered), logits.shape
         tokens = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
-        nan = torch.zeros(logits.shape[0], dtype=torch.bool, device=logits.device)
-        raw, capped = logits, nan
+        nan, empty, capped = torch.zeros((3, logits.shape[0]), dtype=torch.bool, device=logits.device).unbind()
+        raw = logits
         if batch is not None:
             logits = raw.clone()
             adjusted = self._adjust(logits, batch).capped
@@ -155,7 +156,7 @@ class Sampler:
             capped = adjusted.bool()
         if rows.greedy:
             index = _index(rows.greedy, logits.device)
-            tokens[index], nan[index] = self._greedy(logits[index], rows.forbidden[index])
+            tokens[index], nan[index], empty[index] = self._greedy(logits[index], rows.forbidden[index])
         gathered = sorted({*rows.plain, *rows.filtered, *(row for row, count in enumerate(rows.logprobs) if count is not None)})
         whole = self._whole(logits, gathered)
         place = {row: at for at, row in enumerate(gathered)}
@@ -164,9 +165,9 @@ class Sampler:
                 index = _index(kind, logits.device)
                 mine = whole[_index([place[row] for row in kind], logits.device)]
                 mine = torch.where(capped[index, None], mine, cap(mine, self._softcap))
-                tokens[index], nan[index] = self._draw(mine, index, rows, filtered=kind is rows.filtered)
+                tokens[index], nan[index], empty[index] = self._draw(mine, index, rows, filtered=kind is rows.filtered)
         reported = whole if batch is None else self._whole(raw, gathered)
-        return Sampled(tokens, nan, self._logprobs(reported, place, tokens, rows))
+        return Sampled(tokens, nan, empty, self._logprobs(reported, place, tokens, rows))
 
     def _adjust(self, logits: Tensor, batch: SamplingBatch) -> SamplingBatch:
         """As `kernels.adjust`."""
@@ -178,20 +179,19 @@ class Sampler:
         mine = logits[_index(rows, logits.device)]
         return (self._parallel.all_gather(mine) if rows else mine)[:, : self._vocabulary]
 
-    def _greedy(self, logits: Tensor, forbidden: Tensor) -> tuple[Tensor, Tensor]:
-        """(tokens, nan) of rows whose best allowed id is taken, from slices."""
+    def _greedy(self, logits: Tensor, forbidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(tokens, nan, empty) of rows whose best allowed id is taken, from slices."""
         first = self._parallel.rank * logits.shape[1]
         masked = self._mask(logits, forbidden, first)
         best = masked.argmax(-1, keepdim=True)
         nan = logits.isnan().any(-1, keepdim=True)
         mine = torch.cat([masked.gather(1, best), (best + first).float(), nan.float()], dim=1)  # an id is exact below 2^24
         values, ids, flags = self._parallel.all_gather(mine).view(len(logits), -1, 3).unbind(-1)
-        nan = flags.any(-1)
-        token = ids.gather(1, values.argmax(-1, keepdim=True)).squeeze(1).long()
-        return token.masked_fill(nan, 0), nan
+        highest, rank = values.max(-1, keepdim=True)
+        return _given(ids.gather(1, rank).squeeze(1).long(), flags.any(-1), highest.squeeze(1))
 
-    def _draw(self, whole: Tensor, index: Tensor, rows: SamplingRows, *, filtered: bool) -> tuple[Tensor, Tensor]:
-        """(tokens, nan) of the rows `index`, drawn from whole logits behind the cap."""
+    def _draw(self, whole: Tensor, index: Tensor, rows: SamplingRows, *, filtered: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """(tokens, nan, empty) of the rows `index`, drawn from whole logits behind the cap."""
         nan = whole.isnan().any(-1)
         logits = self._mask(whole, rows.forbidden[index], 0)
         arguments = (logits, rows.temperature[index], rows.seeds[index], rows.positions[index])
@@ -199,7 +199,7 @@ class Sampler:
             token = choose_filtered(*arguments, rows.top_k[index], rows.top_p[index], rows.min_p[index])
         else:
             token = choose(*arguments)
-        return token.masked_fill(nan, 0), nan
+        return _given(token, nan, logits.gather(1, token[:, None]).squeeze(1))
 
     def _mask(self, logits: Tensor, forbidden: Tensor, first: int) -> Tensor:
         return mask(logits, torch.cat([forbidden, self._suppress.expand(len(logits), -1)], dim=1), first)
@@ -211,6 +211,12 @@ class Sampler:
         most = max(count for count in rows.logprobs if count is not None)
         logits = cap(whole[_index([place[row] for row in wanted], tokens.device)], self._softcap)
         return TopLogprobs(wanted, *top_logprobs(logits, tokens[_index(wanted, tokens.device)], most))
+
+
+def _given(tokens: Tensor, nan: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(tokens, nan, empty): tokens whose logits are `values`, but where there is a NaN or nothing that may come."""
+    empty = values.isneginf() & ~nan
+    return tokens.masked_fill(nan | empty, 0), nan, empty
 
 
 def _index(rows: Sequence[int], device: torch.device) -> Tensor:

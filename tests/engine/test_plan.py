@@ -81,7 +81,8 @@ PLANS = st.builds(
     decodes=st.lists(INT32, max_size=20),
 )
 LOGPROBS = st.builds(Logprobs, FLOAT32, st.lists(st.tuples(INT32, FLOAT32), max_size=5))
-ROWS = st.builds(ResultRow, INT32, INT32, st.lists(INT32, max_size=1).map(tuple), nan=st.booleans(), logprobs=st.none() | LOGPROBS)
+TOKEN = st.lists(INT32, max_size=1).map(tuple)
+ROWS = st.builds(ResultRow, INT32, INT32, TOKEN, nan=st.booleans(), logprobs=st.none() | LOGPROBS, empty=st.booleans())
 RESULTS = st.builds(StepResult.of, st.integers(0, 2**64 - 1), st.lists(ROWS, max_size=8))
 
 

@@ -17,6 +17,7 @@ from engine.rank.adjustments import Adjustments
 from engine.rank.parallel import Single
 from engine.rank.sampler import Sampled, Sampler, SamplingRows
 from kernels.adjust import PLAN_STEP, adjust
+from kernels.choose import ROW_NO_TOKEN
 from kernels.sampling_batch import SamplingBatch, SlotParameters
 from tests.support import interpreter
 from tests.support.engine.adjusted_logits import AdjustedSequence, random_sequence
@@ -307,6 +308,18 @@ def test_a_forbidden_nan_is_a_nan() -> None:
     assert 70 not in found.tokens[::2]
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_row_that_may_give_nothing_is_told_apart(size: int) -> None:
+    """Rows of any kind whose constraints leave no id are flagged, without a token and without a NaN; no other row is."""
+    nothing = LogitAdjustments(allowed_ids=(5, 150), bad_words=((5,), (2, 150)))
+    one = LogitAdjustments(allowed_ids=(5,))
+    sequences = {slot: AdjustedSequence([1, 2], 1, nothing if slot < 3 else one) for slot in range(6)}
+    for found in run_ranks(size, lambda parallel: sampled(parallel, sequences, logits_of(6, 0))):
+        assert found.empty.tolist() == [True] * 3 + [False] * 3
+        assert found.tokens.tolist() == [0, 0, 0, 5, 5, 5]
+        assert not found.nan.any()
+
+
 def chi_square(tokens: Tensor, probabilities: Tensor) -> float:
     """In standard deviations above what is expected; ids of less than five expected draws together."""
     wanted = probabilities * len(tokens)
@@ -389,7 +402,7 @@ class OneOf(Single):
 
 def interpreted_every_kind_of_adjusted_rows() -> None:
     """Kernels give the tokens and logprobs that the plain sampler gives of adjusted and unadjusted rows of all kinds. Biases
-    against these tokens give others."""
+    against these tokens give others; where none may come, no row has one."""
     sequences, logits = sequences_of(0), logits_of(6, 0) / 4
     sequences[SLOTS - 4] = AdjustedSequence([1, 2, 3], 2)
     want = plain(sequences, expected(logits, sequences).float(), None)
@@ -401,13 +414,17 @@ def interpreted_every_kind_of_adjusted_rows() -> None:
     assert torch.equal(ids, alone.logprobs.ids)
     logprobs = torch.log_softmax(SOFTCAP * torch.tanh(logits / SOFTCAP), -1)
     assert (chosen - logprobs.gather(1, torch.tensor(found)[:, None])[:, 0]).abs().max() < TOLERANCE
+    nothing = replace(sequences[SLOTS - 2], allowed=np.zeros(VOCAB, np.bool_))
+    assert kernels_sampled({0: nothing, 1: nothing, 2: nothing, 3: nothing}, logits[:4], flag=ROW_NO_TOKEN)[0] == [0] * 4
     banned = zip(sequences.items(), found, strict=True)
     other = {slot: replace(it, wanted=LogitAdjustments(bias=((token, -50.0),))) for (slot, it), token in banned}
     assert kernels_sampled(other, logits)[0] != found
 
 
-def kernels_sampled(sequences: dict[int, AdjustedSequence], logits: Tensor) -> tuple[Sequence[int], Tensor, Tensor]:
-    """Tokens, their logprobs, and the ids of the best two."""
+def kernels_sampled(
+    sequences: dict[int, AdjustedSequence], logits: Tensor, flag: int = 0
+) -> tuple[Sequence[int], Tensor, Tensor]:
+    """Tokens, their logprobs, and the ids of the best two, once all rows have this flag."""
     rank = RankTables(Single())
     rank.admit(sequences)
     rank.mask(sequences)
@@ -422,5 +439,6 @@ def kernels_sampled(sequences: dict[int, AdjustedSequence], logits: Tensor) -> t
     batch = replace(batch, parameters=replace(batch.parameters, integers=integers, floats=floats))
     chosen, top = Sampler(Single(), VOCAB, SOFTCAP, (), CPU).every_kind(logits.clone(), batch, None, 2)
     assert top is not None
+    assert (chosen[:, 1] == flag).all()
     tokens: list[int] = chosen[:, 0].tolist()
     return tokens, top.chosen, top.ids
