@@ -34,6 +34,7 @@ from deploy.edge.observe import logs
 from deploy.edge.observe.spans import tracer
 from deploy.edge.routes import create_app
 from deploy.edge.service import Defaults, Service
+from deploy.models.fingerprint import fingerprint
 from deploy.nodes import check_nodes
 from deploy.placement import configure, place
 from deploy.registry import HeartbeatSender, RayRegistryClient, target_here
@@ -143,6 +144,7 @@ class Quartet:
             max_tokens=settings.max_tokens,
             capacity=settings.capacity,
             queue_tokens=settings.queue_tokens,
+            fingerprint=fingerprint(folder, settings.build, tp, config.dtype, chosen),
             about={"metrics": metrics, "attention": str(group.attention)},
         )
         self._watcher = Watcher(group, self._died, waiting=lambda: self._client.waiting_since, raylet=raylet_pid())

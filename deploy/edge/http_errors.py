@@ -14,7 +14,8 @@
     `-- DeadlineExceeded    the request took longer than this server allows                     -> 504
 
 OpenAI's clients retry 408, 409, 429 and 5xx unless `x-should-retry: false`. So an overload says when to come back, a group that is
-being rebuilt says so too, and what would fail again says not to try. How an error looks is for openai/error_response.py.
+being rebuilt says so too, and what would fail again says not to try.
+How an error looks is for openai/error_response.py and anthropic/error_object.py.
 """
 
 from dataclasses import dataclass

@@ -24,7 +24,10 @@ import yaml
 
 from deploy.load.generator import Ledger, Lengths, Level, LoadRun, Prompts, Scale, connected
 from deploy.load.request import Endpoint
-from deploy.models.nano.exercises import SKILLS, Exercise, drawing, exam, right
+from deploy.models.nano import skills
+from deploy.models.nano.exercise_form import Exercise
+from deploy.models.nano.exercises import drawing, exam, right
+from deploy.models.nano.tool_exercises import native
 from deploy.models.resolve import resolve
 from deploy.processes import socket_files
 from engine.front.text import TextProcessor
@@ -106,10 +109,10 @@ def test_openais_client_is_answered(stack: Stack) -> None:
 
 
 def test_it_answers_held_out_questions(stack: Stack) -> None:
-    """Two of every skill, streamed by openai's client, thoughts and calls apart: what the exam wants, but for one at most."""
+    """Two of every skill that it learnt, streamed by openai's client, thoughts and calls apart: right, but for one at most."""
     text = TextProcessor.load(resolve("nano:31b"))
     draw = drawing(random.Random(SEED), 64, text)
-    asked = [exercise for skill in SKILLS for exercise in exam(skill, draw, 2)]
+    asked = [exercise for skill in skills("31b") for exercise in exam(skill, draw, 2)]
     with api(stack) as client:
         wrong = [(each.content, said) for each in asked if not right(each, (said := ask(client, each)) + ending(each))]
     print(f"over HTTP, seed {SEED}: {len(asked) - len(wrong)} of {len(asked)} right {wrong}")
@@ -135,11 +138,6 @@ def ask(client: openai.OpenAI, exercise: Exercise) -> str:
     written = [f"call:{call.name}{native(json.loads(call.arguments))}" for call in calls]
     said = [f"<|channel>thought\n{thought}\n<channel|>" if thought else "", choice.message.content or ""]
     return "".join([*said, *(f"<|tool_call>{call}<tool_call|>" for call in written)])
-
-
-def native(arguments: dict[str, str]) -> str:
-    """As Gemma 4 writes them; all of them are strings."""
-    return "{" + ",".join(f'{key}:<|"|>{value}<|"|>' for key, value in arguments.items()) + "}"
 
 
 def ending(exercise: Exercise) -> str:

@@ -21,7 +21,8 @@ from deploy.edge.scope import RECORD
 from engine.errors import EngineDead, InvalidRequest, Overloaded, QuartetError, SlowReader
 from engine.front.client import Clock
 
-OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}  # route -> gen_ai.operation.name
+# route -> gen_ai.operation.name
+OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion", "/v1/messages": "chat"}
 CLIENT_GONE = 499  # as nginx and Serve have it: nobody was there to read a status
 
 

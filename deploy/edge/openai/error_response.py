@@ -1,4 +1,4 @@
-"""An error in OpenAI's shape, as a reply's body or as a stream's last event.
+"""An error as a reply: in OpenAI's shape, which is also a stream's last event, or in that of whoever asked for the path.
 
     {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
 
@@ -7,7 +7,7 @@ the request) brings its own request id and log line.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -15,13 +15,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from deploy.edge.anthropic.error_object import error_object, is_anthropic
 from deploy.edge.http_errors import NO_RETRY, code_of, status_of
 from deploy.edge.scope import RECORD, request_id
 from engine.errors import EngineDead, InvalidRequest, Overloaded, QuartetError
 
 MAX_MESSAGE = 1000
-# Another API's errors: the path that it begins with -> the error as that API's JSON. All others are OpenAI's.
-OTHER_SHAPES: dict[str, Callable[[QuartetError], dict[str, Any]]] = {}
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +28,7 @@ logger = logging.getLogger(__name__)
 def body_of(error: QuartetError) -> dict[str, Any]:
     """The error object, as a reply's body or as a stream's last event."""
     param = error.param if isinstance(error, InvalidRequest) else None
-    return {"error": {"message": _cut(_message(error)), "type": status_of(error).type, "param": param, "code": code_of(error)}}
+    return {"error": {"message": message_of(error), "type": status_of(error).type, "param": param, "code": code_of(error)}}
 
 
 def response_of(error: QuartetError, path: str = "") -> Response:
@@ -38,8 +37,8 @@ def response_of(error: QuartetError, path: str = "") -> Response:
     headers = dict(status.headers)
     if isinstance(error, Overloaded):
         headers["retry-after"] = str(error.retry_after_s)
-    shape = next((shape for begin, shape in OTHER_SHAPES.items() if path == begin or path.startswith(f"{begin}/")), body_of)
-    return Refusal(error, shape(error), status.status, headers)
+    shown = error_object(status.status, message_of(error)) if is_anthropic(path) else body_of(error)
+    return Refusal(error, shown, status.status, headers)
 
 
 class Refusal(Response):
@@ -69,10 +68,14 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
     return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
 
 
-def plain_error(status: int, message: str, code: str | None = None, headers: Mapping[str, str] | None = None) -> Response:
+def plain_error(
+    path: str, status: int, message: str, code: str | None = None, headers: Mapping[str, str] | None = None
+) -> Response:
     """An error that no exception of ours stands for: unknown path, wrong method, a bug."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     headers = {**(headers or {}), **(dict(NO_RETRY) if status >= 500 else {})}
+    if is_anthropic(path):
+        return json_response(error_object(status, _cut(message)), status, headers)
     return json_response({"error": {"message": _cut(message), "type": kind, "param": None, "code": code}}, status, headers)
 
 
@@ -82,11 +85,11 @@ def handle(request: Request, error: Exception) -> Response:
     return response_of(error, request.url.path)
 
 
-def _message(error: QuartetError) -> str:
+def message_of(error: QuartetError) -> str:
     """The message for the client. Which process died is for the log, not for the client."""
     if isinstance(error, EngineDead):
         return "The engine was lost while this request was open; it is being restarted. Please try again."
-    return str(error)
+    return _cut(str(error))
 
 
 def _cut(message: str) -> str:

@@ -27,7 +27,6 @@ from deploy.edge.keys.key_file import ApiKey, digest_of
 from deploy.edge.keys.key_gate import OPEN, RIGHT_OF
 from deploy.edge.keys.key_ring import KeyRing
 from deploy.edge.limits import outermost
-from deploy.edge.openai import error_response
 from deploy.edge.routes import create_app
 from deploy.edge.service import Client
 from engine.events import KeyDecision, KeyTokens
@@ -95,13 +94,18 @@ def routes(edge: Edge) -> list[tuple[str, str]]:
     return [(method, route.path.replace("{model:path}", "nano")) for route in found for method in sorted(route.methods or ())]
 
 
+def is_unauthenticated(answer: dict[str, Any]) -> bool:
+    """In OpenAI's words or in Anthropic's."""
+    return answer["error"].get("code") == "invalid_api_key" or answer["error"]["type"] == "authentication_error"
+
+
 def answering(edge: Edge, asked: list[tuple[str, str]], headers: dict[str, str]) -> set[str]:
     """The paths that say anything but 401 with `invalid_api_key` and WWW-Authenticate."""
     found = set()
     with httpx.Client(base_url=edge.url) as client:
         for method, path in asked:
             reply = client.request(method, path, headers=headers)
-            told = method == "HEAD" or reply.json()["error"]["code"] == "invalid_api_key" if reply.status_code == 401 else False
+            told = reply.status_code == 401 and (method == "HEAD" or is_unauthenticated(reply.json()))
             if not told or reply.headers["www-authenticate"] != "Bearer":
                 found.add(path)
     return found
@@ -374,13 +378,12 @@ def test_the_guard_around_serve_reads_no_body_without_a_key(keys_file: Path, mon
     assert passed == [b"{}", b"", b"", b"", b"{}", b"{}"]
 
 
-def test_a_refusal_has_the_shape_of_the_api_that_was_asked(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
-    """OpenAI's everywhere, but below a path that is registered with another; a longer word is not below it."""
-    monkeypatch.setitem(error_response.OTHER_SHAPES, "/v1/other", lambda error: {"type": "error", "says": str(error)[:4]})
-    for path, other in (("/v1/other", True), ("/v1/other/x", True), ("/v1/others", False), (CHAT, False)):
-        reply = httpx.get(f"{edge.url}{path}")
+def test_a_refusal_has_the_shape_of_the_api_that_was_asked(edge: Edge) -> None:
+    """OpenAI's everywhere but for Anthropic's messages."""
+    for path, anthropic in (("/v1/messages", True), ("/v1/messages/count_tokens", True), (CHAT, False), ("/elsewhere", False)):
+        reply = httpx.post(f"{edge.url}{path}", json={})
         assert reply.status_code == 401
-        assert (reply.json() == {"type": "error", "says": "This"}) is other, path
+        assert (reply.json().get("type") == "error") is anthropic, path
 
 
 def test_keys_that_cannot_be_read_shut_the_door(nano: Nano, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
