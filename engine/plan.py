@@ -24,18 +24,19 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
+from engine import logit_adjustments
 from engine.protocol import MAX_STOP_IDS, Logprobs, SamplingParams
 
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 DEPTH = 2  # plans out at a time: one running, one queued
 RESULT_WIDTH = 1
-MAX_ADMITTED = 1 << 17  # numbers (tokens, stop ids, pages) of one plan's admissions, one of them apart: 0.5 MiB of a ring record
+MAX_ADMITTED = 1 << 17  # numbers (`admission_size`) of one plan's admissions, one of them apart: 0.5 MiB of a ring record
 HEADER_INTS = 16
 COUNTS = 4  # the header's first count: decodes, chunks, appends, releases, zeros, admissions
 
 _WIDTHS = (1, 4, 4, 4, 2)  # int32 of a decode, chunk, append, release, zero
 _PLAN = struct.Struct("<IIQ6I24x")
-_ADMISSION = struct.Struct("<iiqqfff7i")
+_ADMISSION = struct.Struct("<iiqqfff8i")
 _RESULT = struct.Struct("<QIIII")
 _LOGPROB_COUNT = struct.Struct("<i")
 
@@ -239,15 +240,18 @@ def largest_plan(
     seqs: int, max_len: int, budget: int, page: int, groups: int, *, width: int = 1, admitted: int = MAX_ADMITTED
 ) -> int:
     """Bytes that no plan of the core exceeds: `seqs` sequences, rows of up to `width` positions, and `budget` prompt tokens."""
-    admission = admission_size(max_len, MAX_STOP_IDS, groups * (max_len // page + 1))
+    admission = admission_size(max_len, MAX_STOP_IDS, logit_adjustments.MAX_SIZE, groups * (max_len // page + 1))
     held = groups * (budget // page + seqs * (-(-width // page) + 2))  # pages appended to rows and chunks
     rows = seqs * (1 + 4) + 4 * held + 4 * groups * seqs + 2 * (held + groups * (max_len // page + 1))
     return 4 * (HEADER_INTS + rows + max(admission, admitted))
 
 
-def admission_size(tokens: int, stop_ids: int, pages: int) -> int:
-    """Numbers of four bytes that an admission, and the appends of pages that it shares with a cached prefix, take in a plan."""
-    return _ADMISSION.size // 4 + tokens + stop_ids + 4 * pages
+def admission_size(tokens: int, stop_ids: int, adjustments: int, pages: int) -> int:
+    """Numbers of four bytes that an admission, and the appends of pages that it shares with a cached prefix, take in a plan.
+
+    adjustments: `engine.logit_adjustments.encoded_size`.
+    """
+    return _ADMISSION.size // 4 + tokens + stop_ids + adjustments + 4 * pages
 
 
 def read_header(data: bytes) -> PlanHeader:
@@ -312,17 +316,20 @@ def _encode_admission(admission: Admission) -> bytes:
         admission.cached,
         len(params.stop_ids),
         len(admission.tokens),
+        params.adjustments is not None,
     )
-    return head + _ints(params.stop_ids) + np.asarray(admission.tokens, np.int32).tobytes()
+    adjustments = b"" if params.adjustments is None else logit_adjustments.encode(params.adjustments)
+    return head + _ints(params.stop_ids) + np.asarray(admission.tokens, np.int32).tobytes() + adjustments
 
 
 def _decode_admission(data: bytes, offset: int) -> tuple[Admission, int]:
     slot, prompt, number, seed, temperature, top_p, min_p, *rest = _ADMISSION.unpack_from(data, offset)
-    top_k, min_tokens, logprobs, adapter, cached, n_stop, n_tokens = rest
+    top_k, min_tokens, logprobs, adapter, cached, n_stop, n_tokens, adjusted = rest
     offset += _ADMISSION.size
     stop_ids = struct.unpack_from(f"<{n_stop}i", data, offset)
     offset += 4 * n_stop
     tokens = np.frombuffer(data, np.int32, n_tokens, offset)
+    adjustments, offset = logit_adjustments.decode(data, offset + 4 * n_tokens) if adjusted else (None, offset + 4 * n_tokens)
     params = SamplingParams(
         max_tokens=0,
         temperature=temperature,
@@ -333,9 +340,9 @@ def _decode_admission(data: bytes, offset: int) -> tuple[Admission, int]:
         min_tokens=min_tokens,
         stop_ids=stop_ids,
         logprobs=None if logprobs < 0 else logprobs,
+        adjustments=adjustments,
     )
-    admission = Admission(slot, number, cast("Sequence[int]", tokens), prompt, params, adapter, cached)
-    return admission, offset + 4 * n_tokens
+    return Admission(slot, number, cast("Sequence[int]", tokens), prompt, params, adapter, cached), offset
 
 
 def encode_result(result: StepResult) -> bytes:

@@ -51,7 +51,7 @@ def parts_of(vocabulary: int, rows: int, processors: int) -> int:
 
 
 def local_best(logits: Tensor, batch: SamplingBatch, first: int, parts: int) -> Tensor:
-    """logits fp32 [R, n] of ids first .. first + n - 1, before the cap -> fp32 [R, parts, 4].
+    """logits fp32 [R, n] of ids first .. first + n - 1, before the cap but where `batch.capped` -> fp32 [R, parts, 4].
 
     Logits of forbidden ids are overwritten with -inf.
     """
@@ -62,7 +62,7 @@ def local_best(logits: Tensor, batch: SamplingBatch, first: int, parts: int) -> 
     launch(
         _local_best, (rows, parts),
         logits, batch.slots, batch.positions, parameters.integers, parameters.floats, parameters.stop, suppress, suppress.shape[0],
-        best, first, batch.softcap or 1.0,
+        batch.capped, best, first, batch.softcap or 1.0,
         N=n, PART=triton.cdiv(n, parts), CAP=batch.softcap is not None, STOP=parameters.stop.shape[1],
         SUPPRESS=triton.next_power_of_2(max(1, suppress.shape[0])), GREEDY=GREEDY_BELOW, BLOCK=_BLOCK, warps=4,
     )  # fmt: skip
@@ -143,7 +143,7 @@ def _nans(at: tl.tensor, live: tl.tensor) -> tl.tensor:
 @triton.jit(do_not_specialize=["suppressed", "first"])
 def _local_best(
     logits: tl.tensor, slots: tl.tensor, positions: tl.tensor, integers: tl.tensor, floats: tl.tensor, stop: tl.tensor,
-    suppress: tl.tensor, suppressed: tl.tensor, best: tl.tensor, first: tl.tensor, cap: tl.tensor,
+    suppress: tl.tensor, suppressed: tl.tensor, capped: tl.tensor, best: tl.tensor, first: tl.tensor, cap: tl.tensor,
     N: tl.constexpr, PART: tl.constexpr,
     CAP: tl.constexpr, STOP: tl.constexpr, SUPPRESS: tl.constexpr, GREEDY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
@@ -179,6 +179,8 @@ def _local_best(
         value = x
         if temperature >= GREEDY:
             scaled = _capped(x, cap) / temperature if CAP else x / temperature
+            if capped is not None:
+                scaled = tl.where(tl.load(capped + row) != 0, x / temperature, scaled)
             noisy = scaled + _gumbel(key, (first + entry).to(tl.int64))
             value = tl.where(x == float("-inf"), x, noisy)
         value = tl.where(value != value, float("-inf"), value)

@@ -61,11 +61,13 @@ class CompletionResponse(Response):
                 self._abort(AbortReason.client_gone)
 
     def _note(self, record: RequestRecord) -> None:
-        """What is known before the first token."""
+        """What is known before the first token, and what it may cost its API key's holder. QuotaExceeded."""
         self._record = record
         record.model, record.answer, record.stream = self._service.name, self._format.id, self._streams
         record.choices, record.max_tokens = len(self._job.params), self._job.params[0].max_tokens
-        record.prompt_tokens = len(self._job.prompt)
+        record.prompt_tokens = self._job.prompt_tokens
+        if record.grant is not None:
+            record.grant.reserve(record.prompt_tokens + sum(params.max_tokens for params in self._job.params))
 
     async def _serve(self, send: Send) -> None:
         limits, loop = self._service.limits, asyncio.get_running_loop()
@@ -91,8 +93,8 @@ class CompletionResponse(Response):
 
     def _submit(self) -> None:
         """All choices, which the engine counts from here on."""
-        for params in self._job.params:
-            generation = self._service.start(self._job, params)
+        for choice in range(len(self._job.params)):
+            generation = self._service.start(self._job, choice)
             self._generations.append(generation)
             self._record.clocks.append(generation.clock)
         if self._record.place is not None:
@@ -150,10 +152,12 @@ class CompletionResponse(Response):
         return self._usage()
 
     def _usage(self) -> Usage:
-        """All choices together. What one of them computed of the prompt was not cached, though the others found it then."""
-        cached = min(generation.cached for generation in self._generations)
+        """All choices together. What one of them computed of its prompt was not cached, though the others found it then."""
+        cached = [generation.cached for generation in self._generations]
+        each = self._job.choices_each
+        found = sum(min(cached[first : first + each]) for first in range(0, len(cached), each))
         reasoning = sum(generation.reasoning_tokens for generation in self._generations)
-        return Usage(len(self._job.prompt), self._tokens, cached, reasoning)
+        return Usage(self._job.prompt_tokens, self._tokens, found, reasoning)
 
     async def _write(self, body: bytes, send: Send, *, more: bool) -> None:
         """One chunk; the first brings the headers along. The chunks go past everybody who only looks at the headers."""

@@ -5,19 +5,21 @@ scan of it. Every finding is an InvalidRequest that names the key.
 """
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
-from msgspec import UNSET, Meta, Raw, UnsetType
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from engine.errors import InvalidRequest
 
 _INT32 = 2**31 - 1
+FEW_BYTES = 64 << 10  # of JSON: read in less than a millisecond
 _SMALL_BYTES = 256  # no neutral value is longer
 _WHERE = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
 _HEAD = re.compile(rb"\s*(.?)\s*(.?)", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
 
+T = TypeVar("T", bound=Struct)
 Json = Raw | UnsetType  # a field that stays raw JSON
 TokenId = Annotated[int, Meta(ge=0, le=_INT32)]
 
@@ -94,6 +96,36 @@ def check_commas(raw: Raw, key: str, most: int) -> None:
 def elements(raw: Raw, key: str, decoder: msgspec.json.Decoder[Any]) -> list[Any]:
     """Of an array whose type is made by `at_most`."""
     return [value for value in msgspec.structs.astuple(decode(raw, key, decoder)) if value is not UNSET]
+
+
+class BoundedList(Generic[T]):
+    """Reads arrays of at most `most` of `kind`, a Struct whose `field` may itself be an array: of at most `parts` of `part`.
+
+    It may be a string instead, or null. In FEW_BYTES there is nothing that would need a bound.
+    """
+
+    def __init__(self, kind: type[T], most: int, field: str, part: type[Struct], parts: int) -> None:
+        self._most, self._field = most, field
+        self._small = msgspec.json.Decoder(list[kind])  # type: ignore[valid-type]
+        self._parts = at_most(part, parts)
+        large = msgspec.defstruct(kind.__name__, [(field, str | self._parts | None, None)], bases=(kind,), frozen=True)
+        self._large = msgspec.json.Decoder(at_most(large, most))
+
+    def read(self, raw: Raw, key: str) -> list[T]:
+        """The elements; their `field`, where it was an array, is a list. InvalidRequest: they are none, or too many."""
+        if size(raw) > FEW_BYTES:
+            return [self._with_list(element) for element in elements(raw, key, self._large)]
+        found: list[T] = decode(raw, key, self._small)
+        if len(found) > self._most:
+            raise InvalidRequest(f"{key}: more than {self._most} elements", param=key)
+        return found
+
+    def _with_list(self, element: T) -> T:
+        value = getattr(element, self._field)
+        if not isinstance(value, self._parts):
+            return element
+        parts = [part for part in msgspec.structs.astuple(value) if part is not UNSET]
+        return msgspec.structs.replace(element, **{self._field: parts})
 
 
 def _why_malformed(error: Exception) -> str:

@@ -14,10 +14,11 @@ from engine.pieces import Pieces
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What an answer says of the model: its name, and its vocabulary as output."""
+    """What an answer says of the model: its name, its vocabulary as output, and what OpenAI calls the system's fingerprint."""
 
     name: str
     pieces: Pieces
+    fingerprint: str | None = None
 
 
 @dataclass(frozen=True)

@@ -18,39 +18,50 @@ from starlette.types import ASGIApp
 
 from deploy.edge.admission_control import Place
 from deploy.edge.answer import CompletionResponse
-from deploy.edge.api import GenerationApi, Wanted
+from deploy.edge.anthropic.error_object import is_anthropic
+from deploy.edge.anthropic.messages_api import COUNT_TOKENS, MESSAGES_API
+from deploy.edge.api import GenerationApi, TokenApi, Wanted
 from deploy.edge.http_errors import DeadlineExceeded, WrongMediaType
+from deploy.edge.keys.key_gate import KeyGate
 from deploy.edge.limits import Limits
 from deploy.edge.observe.access_log import AccessLog
 from deploy.edge.observe.record import record_of
 from deploy.edge.openai.completions import CHAT, COMPLETIONS
 from deploy.edge.openai.error_response import handle, json_response, plain_error
 from deploy.edge.scope import from_here
-from deploy.edge.service import Service
-from engine.errors import QuartetError
+from deploy.edge.service import Client, Service
+from engine.errors import InvalidRequest, QuartetError
 from engine.front.generation import Job
 
-APIS = (CHAT, COMPLETIONS)
+GENERATION_APIS = (CHAT, COMPLETIONS, MESSAGES_API)
+TOKEN_APIS = (COUNT_TOKENS,)
 
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {name: {"type": ["string", "null"]} for name in ("message", "type", "param", "code")},
-        }
-    },
+Responses = dict[int | str, dict[str, Any]]
+
+_KEY_SCHEMES = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"description": text, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
-    for status, text in (("4XX", "The request cannot be served as it is."), ("5XX", "The server failed, or is not ready."))
-}
-_GENERATED: dict[int | str, dict[str, Any]] = {
+_GENERATED: Responses = {
     200: {"description": "Successful Response", "content": {"application/json": {}, "text/event-stream": {}}},
-    **_ERRORS,
 }
+
+
+def _error_schema(*names: str) -> dict[str, Any]:
+    """Of an object whose `error` has these fields, each a text or null."""
+    fields = {name: {"type": ["string", "null"]} for name in names}
+    inner = {"type": "object", "required": list(names), "properties": fields}
+    return {"type": "object", "required": ["error"], "properties": {"error": inner}}
+
+
+_ERROR_SCHEMAS = {"Error": _error_schema("message", "type", "param", "code"), "AnthropicError": _error_schema("message", "type")}
+
+
+def _errors(path: str) -> Responses:
+    """How the errors of a path look."""
+    schema = {"$ref": f"#/components/schemas/{'AnthropicError' if is_anthropic(path) else 'Error'}"}
+    texts = {"4XX": "The request cannot be served as it is.", "5XX": "The server failed, or is not ready."}
+    return {status: {"description": text, "content": {"application/json": {"schema": schema}}} for status, text in texts.items()}
 
 
 def create_app(service: Service, *, echo: bool = True) -> ASGIApp:
@@ -59,12 +70,16 @@ def create_app(service: Service, *, echo: bool = True) -> ASGIApp:
     app.add_exception_handler(QuartetError, handle)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _bug)
-    for api in APIS:
+    for api in GENERATION_APIS:
         _add_generation(app, service, api)
+    for tokens in TOKEN_APIS:
+        _add_tokens(app, service, tokens)
     _add_models(app, service)
     _add_health(app, service)
-    _document_components(app)
-    return AccessLog(_for_browsers(Limits(app, service.limits), service.limits.cors_origins), service, echo=echo)
+    _document_components(app, keys=service.keys is not None)
+    check_key = KeyGate(service.keys).check if service.keys is not None else None
+    limited = Limits(app, service.limits, check_key)
+    return AccessLog(_for_browsers(limited, service.limits.cors_origins), service, echo=echo)
 
 
 def _for_browsers(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
@@ -76,11 +91,22 @@ def _for_browsers(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
 
 
 def _add_generation(app: FastAPI, service: Service, api: GenerationApi) -> None:
-    @app.post(api.path, response_model=None, responses=_GENERATED, openapi_extra=_body(api.body))
+    @app.post(api.path, response_model=None, responses=_GENERATED | _errors(api.path), openapi_extra=_body(api.body))
     async def generate(request: Request) -> Response:
         async with _admitted(service, request) as place:
-            wanted = await service.read(api.read, await request.body())
-            return _answer(service, request, wanted, await service.job(wanted.request), place)
+            try:
+                wanted = await service.read(api.read, await request.body())
+                job = await service.job(wanted.request)
+            except InvalidRequest as error:
+                raise api.in_own_words(error) from error
+            return _answer(service, request, wanted, job, place)
+
+
+def _add_tokens(app: FastAPI, service: Service, api: TokenApi) -> None:
+    @app.post(api.path, response_model=None, responses=_errors(api.path), openapi_extra=_body(api.body))
+    async def tokens(request: Request) -> Response:
+        async with _admitted(service, request):
+            return json_response(await api.answer(service, await request.body()))
 
 
 @asynccontextmanager
@@ -105,8 +131,9 @@ def _check_media_type(request: Request) -> None:
 
 
 def _answer(service: Service, request: Request, wanted: Wanted, job: Job, place: Place) -> CompletionResponse:
-    job = service.ranked(job, wanted.request, request.headers.get("authorization"))
-    place.settle(len(job.params), len(job.params) * len(job.prompt))
+    client = Client(record_of(request.scope).key, request.headers.get("authorization") or request.headers.get("x-api-key"))
+    job = service.ranked(job, wanted.request, client)
+    place.settle(len(job.params), job.choices_each * job.prompt_tokens)
     return CompletionResponse(service, job, wanted.format(service.model), stream=bool(wanted.request.stream))
 
 
@@ -114,29 +141,35 @@ def _add_models(app: FastAPI, service: Service) -> None:
     card = {"id": service.name, "object": "model", "created": service.created, "owned_by": "quartet"}
     card["max_model_len"] = service.max_len
 
-    @app.get("/v1/models", response_model=None, responses=_ERRORS)
+    @app.get("/v1/models", response_model=None, responses=_errors(""))
     async def models() -> Response:
         return json_response({"object": "list", "data": [card]})
 
-    @app.get("/v1/models/{model:path}", response_model=None, responses=_ERRORS)
+    @app.get("/v1/models/{model:path}", response_model=None, responses=_errors(""))
     async def model(model: str) -> Response:
         service.check_model(model)
         return json_response(card)
 
 
 def _add_health(app: FastAPI, service: Service) -> None:
-    @app.get("/health/live", response_model=None, responses=_ERRORS)
+    @app.get("/health/live", response_model=None, responses=_errors(""))
     async def live() -> Response:
         return json_response({"status": "live"} if service.engine.dead is None else {"status": "dead"}, _status(service))
 
-    @app.get("/health", response_model=None, responses=_ERRORS)
-    @app.get("/health/ready", response_model=None, responses=_ERRORS)
+    @app.get("/health", response_model=None, responses=_errors(""))
+    @app.get("/health/ready", response_model=None, responses=_errors(""))
     async def ready(request: Request) -> Response:
         if service.engine.dead is not None:
             return json_response({"status": "dead"}, 503)
         if service.draining:
             return json_response({"status": "draining"}, 503)
-        return json_response({"status": "ready", "model": service.name, **(service.about if from_here(request.scope) else {})})
+        about = service.about if _may_know_addresses(service, request) else {}
+        return json_response({"status": "ready", "model": service.name, **about})
+
+
+def _may_know_addresses(service: Service, request: Request) -> bool:
+    """From this machine and, where there are API keys, with one."""
+    return from_here(request.scope) and (service.keys is None or record_of(request.scope).key is not None)
 
 
 def _status(service: Service) -> int:
@@ -146,19 +179,21 @@ def _status(service: Service) -> int:
 async def _http_error(request: Request, error: Exception) -> Response:
     """Unknown paths and wrong methods."""
     assert isinstance(error, HTTPException)
-    return plain_error(error.status_code, f"{error.detail}: {request.method} {request.url.path}", headers=error.headers)
+    path = request.url.path
+    return plain_error(path, error.status_code, f"{error.detail}: {request.method} {path}", headers=error.headers)
 
 
 async def _bug(request: Request, error: Exception) -> Response:
     """Not an error of ours: the traceback goes to the log, nothing of it to the client."""
     record_of(request.scope).error = error
-    return plain_error(500, "Internal error", "internal_error")
+    return plain_error(request.url.path, 500, "Internal error", "internal_error")
 
 
 @cache
 def _documentation() -> tuple[dict[type[Struct], dict[str, Any]], dict[str, Any]]:
     """JSON Schema of every API's body, and the components that they refer to, for OpenAPI 3.1."""
-    kinds = [*(api.body for api in APIS), *(part for api in APIS for part in api.parts)]
+    apis = (*GENERATION_APIS, *TOKEN_APIS)
+    kinds = [*(api.body for api in apis), *(part for api in apis for part in api.parts)]
     schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     return dict(zip(kinds, schemas, strict=True)), components
 
@@ -169,13 +204,16 @@ def _body(kind: type[Struct]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def _document_components(app: FastAPI) -> None:
-    """Have the API's document hold what the bodies' schemas refer to."""
+def _document_components(app: FastAPI, *, keys: bool) -> None:
+    """Have the API's document hold what the bodies' schemas refer to and, with `keys`, how to send one."""
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
         document = generate()
-        document.setdefault("components", {}).setdefault("schemas", {}).update(_documentation()[1], Error=_ERROR)
+        document.setdefault("components", {}).setdefault("schemas", {}).update(_documentation()[1] | _ERROR_SCHEMAS)
+        if keys:
+            document["components"]["securitySchemes"] = _KEY_SCHEMES
+            document["security"] = [{name: []} for name in _KEY_SCHEMES]
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]  # the way that FastAPI documents

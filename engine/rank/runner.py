@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.geometry import Geometry
+from engine.geometry import Geometry, vocab_share
 from engine.plan import DEPTH, RESULT_WIDTH, ROW_NAN, PlanView, PrefillChunk, StepPlan, encode_plan, encode_rows, read_plan
 from engine.protocol import Logprobs
 from engine.rank.attention import AskedAttention, Unsound, attention_backend
@@ -37,8 +37,9 @@ from engine.rank.step import StepBuffers, buckets
 from engine.rank.step_clock import StepClock, mark
 from kernels.choose import ROW_ERROR, ROW_HAS_NAN
 from kernels.launch import distrusted, usable
+from kernels.sampling_batch import SamplingBatch
 
-SAMPLERS = ("maxima", "filtered", "logprobs")
+SAMPLERS = ("maxima", "filtered", "logprobs", "adjusted", "adjusted_logprobs")
 MAX_ALTERNATIVES = 20  # of a captured sampler: OpenAI's bound
 
 
@@ -158,7 +159,9 @@ class Runner:
         on_gpu = self._device.type == "cuda"
         self._buckets = buckets(config.max_seqs) if on_gpu else tuple(range(1, config.max_seqs + 1))
         self.state_hash = 0
-        self.slots = SlotState(config.max_seqs, config.max_len, cache, self._device)
+        share = vocab_share(geometry.vocab, model.parallel.size)
+        ids = range(model.parallel.rank * share, (model.parallel.rank + 1) * share)
+        self.slots = SlotState(config.max_seqs, config.max_len, cache, ids, self._device)
         self._step = StepBuffers(self.slots, model.frequencies, config.prefill_budget, self._buckets)
         self._model, self._cache, self._inboxes = model, cache, inboxes
         asked = AskedAttention.of(config, unsound)
@@ -184,13 +187,13 @@ class Runner:
     @torch.inference_mode()
     def graphs_of(self, sizes: Sequence[int]) -> DecodeGraphs[tuple[ForwardBatch, Tensor], StepTokens]:
         """The decode step of these buckets, captured on a GPU. Every rank must call it."""
-        samplers = {name: lambda _, step, name=name: self._sample(name, *step) for name in SAMPLERS}
+        samplers = {name: lambda _, step, name=name: self._sample(name, self._step.plan, *step) for name in SAMPLERS}
         return DecodeGraphs(lambda rows: self._forward(rows, self._step.plan), samplers, sizes, self._device)
 
     @torch.inference_mode()
     def repeat(self, rows: int) -> None:
         """Runs what a graph of `rows` rows holds, of the plan that was uploaded last, eagerly; on a GPU, for measuring."""
-        self._sample("maxima", *self._forward(rows, self._step.plan))
+        self._sample("maxima", self._step.plan, *self._forward(rows, self._step.plan))
 
     @torch.inference_mode()
     def warm(self) -> None:
@@ -207,7 +210,7 @@ class Runner:
         if usable(hidden, "kernels.choose"):
             ends = replace(batch, slots=batch.slots[-1:], positions=torch.full_like(batch.positions[-1:], -1))
             for name in SAMPLERS:
-                self._sample(name, ends, hidden)
+                self._sample(name, uploaded, ends, hidden)
         self.slots.lengths[slot] = 0
         for group in self._cache:
             group.pool[:, 0] = 0
@@ -228,7 +231,7 @@ class Runner:
         for group, page in plan.zeros.tolist():
             self._cache.groups[group].pool[:, page] = 0
         uploaded = self._step.upload(plan)
-        rows = self.slots.results(plan.result_slots)
+        rows = self.slots.results(plan.result_slots, plan.step)
         run = self._decode if len(plan.decodes) and not len(plan.chunks) else self._mixed
         sampled, hidden = run(plan, uploaded, rows)
         if self.debug_hash:
@@ -258,8 +261,8 @@ class Runner:
         if usable(hidden, "kernels.choose"):
             if graphs and rows.alternatives <= MAX_ALTERNATIVES:
                 return graphs.sample(bucket, rows.sampler), hidden
-            return self._sample(rows.sampler, batch, hidden, rows.alternatives), hidden
-        return self._whole(rows, batch.slots[:count], batch.positions[:count], hidden[:count]), hidden
+            return self._sample(rows.sampler, uploaded, batch, hidden, rows.alternatives), hidden
+        return self._whole(rows, uploaded, batch.slots[:count], batch.positions[:count], hidden[:count]), hidden
 
     def _mixed(self, plan: PlanView, uploaded: Tensor, rows: ResultRows) -> tuple[StepTokens | None, Tensor]:
         """A step with chunks, or with no rows at all."""
@@ -274,8 +277,8 @@ class Runner:
         slots, positions = batch.slots[batch.logit_rows], batch.positions[batch.logit_rows]
         if usable(hidden, "kernels.choose"):
             batch = replace(batch, slots=slots, positions=positions)
-            return self._sample(rows.sampler, batch, hidden, rows.alternatives), hidden
-        return self._whole(rows, slots, positions, hidden), hidden
+            return self._sample(rows.sampler, uploaded, batch, hidden, rows.alternatives), hidden
+        return self._whole(rows, uploaded, slots, positions, hidden), hidden
 
     def _forward(self, bucket: int, plan: Tensor) -> tuple[ForwardBatch, Tensor]:
         """Inputs and final hidden rows of the plan's decodes, padded to `bucket`. Nothing that the host decides: capturable."""
@@ -290,18 +293,27 @@ class Runner:
         if self.pages is not None:
             self.pages.check(plan, batch)
 
-    def _sample(self, sampler: str, batch: ForwardBatch, hidden: Tensor, alternatives: int = MAX_ALTERNATIVES) -> StepTokens:
+    def _sample(
+        self, sampler: str, plan: Tensor, batch: ForwardBatch, hidden: Tensor, alternatives: int = MAX_ALTERNATIVES
+    ) -> StepTokens:
         """Tokens of the batch's rows by one of SAMPLERS; `alternatives`: logprobs of a row beside its token's. Capturable."""
         choices = self._inboxes.choices if self._inboxes else None
         logits = self._model.logits(hidden)
-        rows = self._sampler.batch(batch.slots, batch.positions, self.slots.parameters, self.slots.tokens)
+        rows = self._sampling_batch(plan if sampler.startswith("adjusted") else None, batch.slots, batch.positions)
         if sampler == "maxima":
             return StepTokens(self._sampler.maxima(logits, rows, choices))
-        return StepTokens(*self._sampler.every_kind(logits, rows, choices, max(1, alternatives) if sampler == "logprobs" else None))
+        reported = max(1, alternatives) if sampler.endswith("logprobs") else None
+        return StepTokens(*self._sampler.every_kind(logits, rows, choices, reported))
 
-    def _whole(self, rows: ResultRows, slots: Tensor, positions: Tensor, hidden: Tensor) -> StepTokens:
+    def _sampling_batch(self, plan: Tensor | None, slots: Tensor, positions: Tensor) -> SamplingBatch:
+        """Rows that sample; with the step's `plan` as its slots say they are adjusted."""
+        batch = self._sampler.batch(slots, positions, self.slots.parameters, self.slots.tokens)
+        return batch if plan is None else replace(batch, adjustments=self.slots.adjustments.tables, plan=plan)
+
+    def _whole(self, rows: ResultRows, plan: Tensor, slots: Tensor, positions: Tensor, hidden: Tensor) -> StepTokens:
         """Tokens, and logprobs, of rows of any kind, on a CPU."""
-        sampled = self._sampler.sample(self._model.logits(hidden), self.slots.sampling(rows, slots, positions))
+        batch = self._sampling_batch(plan, slots, positions) if any(rows.adjusted) else None
+        sampled = self._sampler.sample(self._model.logits(hidden), self.slots.sampling(rows, slots, positions), batch)
         self.slots.store(slots, positions, sampled.tokens)
         flags = torch.where(sampled.nan, ROW_HAS_NAN, 0)
         return StepTokens(torch.stack([sampled.tokens, flags], dim=1).int(), sampled.logprobs)

@@ -71,7 +71,7 @@ class _Base(abc.ABC):
     def _chunk(self, index: int, delta: Delta) -> bytes: ...
 
     @abc.abstractmethod
-    def _last(self, index: int, finish: str) -> bytes: ...
+    def _last(self, index: int, delta: Delta) -> bytes: ...
 
     @abc.abstractmethod
     def _collector(self) -> Collector: ...
@@ -86,7 +86,7 @@ class _Base(abc.ABC):
         self._opened.add(index)
         if delta.parts or delta.logprobs:
             found += self._chunk(index, delta)
-        return found if delta.finish is None else found + self._last(index, delta.finish)
+        return found if delta.finish is None else found + self._last(index, delta)
 
     def end(self, usage: Usage) -> bytes:
         """The chunk without choices, where it is wanted, and the end."""
@@ -109,7 +109,8 @@ class _Base(abc.ABC):
         return encode(self._identity(self._object) | {"choices": answers, "usage": usage_json(usage)})
 
     def _identity(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self._created, "model": self._model.name, "system_fingerprint": None}
+        model = {"model": self._model.name, "system_fingerprint": self._model.fingerprint}
+        return {"id": self.id, "object": kind, "created": self._created} | model
 
     def _event(self, choice: bytes) -> bytes:
         return self._head + choice + self._tail
@@ -142,9 +143,9 @@ class ChatFormat(_Base):
             logprobs = b"null"
         return b"".join(events)
 
-    def _last(self, index: int, finish: str) -> bytes:
+    def _last(self, index: int, delta: Delta) -> bytes:
         """The last chunk of a choice."""
-        return self._event(b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b}' % (index, encode(finish)))
+        return self._event(b'{"index":%d,"delta":{},"logprobs":null,%b}' % (index, _end(delta)))
 
     def _collector(self) -> Collector:
         """An empty choice."""
@@ -187,7 +188,7 @@ class _ChatChoice:
         if calls:
             message["tool_calls"] = calls
         logprobs = {"content": _array(self._entries), "refusal": None} if self._entries else None
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": self.choice.finish}
+        return {"index": index, "message": message, "logprobs": logprobs} | _ended(self.choice)
 
 
 class TextFormat(_Base):
@@ -210,9 +211,9 @@ class TextFormat(_Base):
         content = encode(_text_of(delta))
         return self._event(b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null}' % (index, content, logprobs))
 
-    def _last(self, index: int, finish: str) -> bytes:
+    def _last(self, index: int, delta: Delta) -> bytes:
         """The last chunk of a choice."""
-        return self._event(b'{"index":%d,"text":"","logprobs":null,"finish_reason":%b}' % (index, encode(finish)))
+        return self._event(b'{"index":%d,"text":"","logprobs":null,%b}' % (index, _end(delta)))
 
     def _collector(self) -> Collector:
         """An empty choice."""
@@ -249,7 +250,16 @@ class _TextChoice:
 
     def json(self, index: int) -> dict[str, Any]:
         logprobs = {name: _array(pieces) for name, pieces in self._lists.items()} or None
-        return {"index": index, "text": self.choice.content, "logprobs": logprobs, "finish_reason": self.choice.finish}
+        return {"index": index, "text": self.choice.content, "logprobs": logprobs} | _ended(self.choice)
+
+
+def _end(delta: Delta) -> bytes:
+    """How a choice ended; `stop_reason` is vLLM's."""
+    return b'"finish_reason":%b,"stop_reason":%b' % (encode(delta.finish), encode(delta.stop))
+
+
+def _ended(choice: Choice) -> dict[str, str | int | None]:
+    return {"finish_reason": choice.finish, "stop_reason": choice.stop}
 
 
 def _inside(entries: list[Any]) -> bytes:

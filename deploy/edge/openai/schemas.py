@@ -17,6 +17,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from deploy.edge.openai import absent_keys
 from deploy.edge.raw_json import (
+    BoundedList,
     Json,
     TokenId,
     at_most,
@@ -34,6 +35,7 @@ from deploy.edge.raw_json import (
 )
 from engine.errors import InvalidRequest
 from engine.front.template import EXTRAS, MAX_VALUES, ROLES
+from engine.logit_adjustments import MAX_ALLOWED_IDS, MAX_BAD_WORDS, MAX_BIAS_IDS
 
 MESSAGES = 4096
 PARTS = 1024
@@ -41,12 +43,13 @@ PROMPTS = 32
 PROMPT_IDS = 1 << 20
 STOPS = 64
 STOP_IDS = 1024
+WORD_CHARACTERS = 256
 TOOLS = 128
 TOOL_BYTES = 1 << 20  # of a request's declared tools, and of the arguments of all its tool calls
 _INT32 = 2**31 - 1
 _INT64 = 2**63
 _SWITCHES_BYTES = 4096
-_FEW_MESSAGES_BYTES = 64 << 10  # in so few bytes there are not more than MESSAGES
+_BIAS_BYTES = 64  # an entry of logit_bias in JSON
 
 Count = Annotated[int, Meta(ge=1, le=_INT32)]
 
@@ -55,6 +58,7 @@ REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")  # the
 _STRING = {"type": "string"}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _STRINGS = {"type": "array", "items": _STRING}
+_BIASES = {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}
 _SWITCHES_SCHEMA = {
     "type": "object",
     "additionalProperties": False,
@@ -124,6 +128,12 @@ class Sampling(Struct, frozen=True, kw_only=True):
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=_INT32)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    logit_bias: Annotated[Raw, shown_as(_BIASES)] | UnsetType = UNSET
+    bad_words: Annotated[Raw, shown_as(_STRINGS)] | UnsetType = UNSET
+    allowed_token_ids: Annotated[Raw, shown_as(_IDS)] | UnsetType = UNSET
     seed: Annotated[int, Meta(ge=-_INT64, le=_INT64 - 1)] | None = None
     stop: Annotated[Raw, shown_as(_STRING, _STRINGS)] | UnsetType = UNSET
     stop_token_ids: Annotated[Raw, shown_as(_IDS)] | UnsetType = UNSET
@@ -141,6 +151,33 @@ class Sampling(Struct, frozen=True, kw_only=True):
     def stop_ids(self) -> list[int]:
         """Token ids that end the answer. InvalidRequest: they are none, or too many."""
         return token_ids(self.stop_token_ids, "stop_token_ids", STOP_IDS)
+
+    @property
+    def biases(self) -> dict[int, float]:
+        """What logit_bias says of each id. InvalidRequest: too many, no ids, or no numbers from -100 to 100."""
+        if (given := present(self.logit_bias)) is None:
+            return {}
+        if size(given) > _BIAS_BYTES * MAX_BIAS_IDS or bytes(given).count(b",") >= MAX_BIAS_IDS:
+            raise InvalidRequest(f"logit_bias: more than {MAX_BIAS_IDS} token ids", param="logit_bias")
+        found: dict[int, float] = decode(given, "logit_bias", _BIAS)
+        return found
+
+    @property
+    def allowed_ids(self) -> list[int] | None:
+        """Of allowed_token_ids; None where it says nothing. InvalidRequest: they are none, or too many."""
+        if present(self.allowed_token_ids) is None:
+            return None
+        return token_ids(self.allowed_token_ids, "allowed_token_ids", MAX_ALLOWED_IDS)
+
+    @property
+    def forbidden_words(self) -> list[str]:
+        """Of bad_words. InvalidRequest: they are no strings, too many, or too long."""
+        if (given := present(self.bad_words)) is None:
+            return []
+        words = elements(given, "bad_words", _WORDS)
+        if any(len(word) > WORD_CHARACTERS for word in words):
+            raise InvalidRequest(f"bad_words: a word has more than {WORD_CHARACTERS} characters", param="bad_words")
+        return words
 
     @property
     def wants_usage(self) -> bool:
@@ -171,10 +208,7 @@ class ChatRequest(Sampling, frozen=True, kw_only=True):
 
     def turns(self) -> list[Message]:
         """The messages, decoded anew at each call. InvalidRequest: they are none, or too many."""
-        if size(self.messages) <= _FEW_MESSAGES_BYTES:
-            found: list[Message] = decode(self.messages, "messages", _MESSAGES)
-        else:
-            found = [_with_parts(message) for message in elements(self.messages, "messages", _AT_MOST_MESSAGES)]
+        found = _MESSAGES.read(self.messages, "messages")
         if not found:
             raise InvalidRequest("messages: must not be empty", param="messages")
         _check_turns(found)
@@ -223,18 +257,17 @@ class CompletionRequest(Sampling, frozen=True, kw_only=True):
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise unsupported("best_of", "only the value of n")
 
-    def one_prompt(self) -> str | list[int]:
-        """The text or the token ids; a list of one prompt is that prompt. InvalidRequest: it is neither, or there are more."""
+    def prompts(self) -> list[str | list[int]]:
+        """Texts, or lists of token ids. InvalidRequest: they are neither, or too many."""
         first = opening(self.prompt)
         if first == b'["':
-            return _only(elements(self.prompt, "prompt", _TEXTS))
+            return elements(self.prompt, "prompt", _TEXTS)
         if first == b"[[":
             check_commas(self.prompt, "prompt", PROMPT_IDS)
-            return _only(elements(self.prompt, "prompt", _ID_LISTS))
+            return elements(self.prompt, "prompt", _ID_LISTS)
         if first[:1] == b'"':
-            text: str = decode(self.prompt, "prompt", _TEXT)
-            return text
-        return token_ids(self.prompt, "prompt", PROMPT_IDS)
+            return [decode(self.prompt, "prompt", _TEXT)]
+        return [token_ids(self.prompt, "prompt", PROMPT_IDS)]
 
 
 R = TypeVar("R", bound=Sampling)
@@ -262,11 +295,10 @@ def unsupported(name: str, allowed: str = "") -> InvalidRequest:
 
 _TEXT: msgspec.json.Decoder[str] = msgspec.json.Decoder(str)
 _TEXTS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(str, PROMPTS))
+_WORDS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(str, MAX_BAD_WORDS // 2))  # two spellings each
+_BIAS: msgspec.json.Decoder[dict[int, float]] = msgspec.json.Decoder(dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]])
 _STOP_TEXTS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(str, STOPS))
-_MESSAGES: msgspec.json.Decoder[list[Message]] = msgspec.json.Decoder(list[Message])
-_Parts = at_most(TextPart, PARTS)
-_LargeMessage = msgspec.defstruct("Message", [("content", str | _Parts | None, None)], bases=(Message,), frozen=True)
-_AT_MOST_MESSAGES: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(_LargeMessage, MESSAGES))
+_MESSAGES = BoundedList(Message, MESSAGES, "content", TextPart, PARTS)
 _ID_LISTS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(Annotated[list[TokenId], Meta(min_length=1)], PROMPTS))
 _OBJECTS: msgspec.json.Decoder[list[dict[str, Any]]] = msgspec.json.Decoder(Annotated[list[dict[str, Any]], Meta(max_length=TOOLS)])
 _SWITCHES: msgspec.json.Decoder[dict[str, bool]] = msgspec.json.Decoder(dict[str, bool])
@@ -291,12 +323,6 @@ def _stops(raw: Json) -> tuple[str, ...]:
     if opening(given)[:1] == b'"':
         return (decode(given, "stop", _TEXT),)
     return tuple(elements(given, "stop", _STOP_TEXTS))
-
-
-def _only(prompts: list[Any]) -> Any:
-    if len(prompts) != 1:
-        raise InvalidRequest(f"prompt: one prompt a request, not {len(prompts)}", param="prompt")
-    return prompts[0]
 
 
 def _tools(raw: Json) -> list[dict[str, Any]]:
@@ -327,14 +353,6 @@ def _plain_call(call: ToolCall) -> dict[str, Any]:
 
 
 _ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
-
-
-def _with_parts(message: Message) -> Message:
-    """With its parts as a list, as a message out of few bytes has them."""
-    if not isinstance(message.content, _Parts):
-        return message
-    parts = [part for part in msgspec.structs.astuple(message.content) if part is not UNSET]
-    return msgspec.structs.replace(message, content=parts)
 
 
 def _check_turns(messages: list[Message]) -> None:

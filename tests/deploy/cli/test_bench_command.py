@@ -19,7 +19,7 @@ from engine.events import RequestFinished
 from tests.support.edge.http_edge import Edge, until
 from tests.support.edge.timed_endpoint import Fault, TimedEndpoint
 
-pytestmark = pytest.mark.pure
+pytestmark = [pytest.mark.pure, pytest.mark.alone]
 
 SLACK_S = 0.1  # what a busy machine may add between the server's clock and the client's
 Captured = pytest.CaptureFixture[str]

@@ -22,10 +22,18 @@ pytestmark = pytest.mark.pure
 
 CHAT, TEXT, MODEL = "/v1/chat/completions", "/v1/completions", "/v1/models/{model}"
 POSITIVE, NEGATIVE = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
+MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 GETS = ("/v1/models", MODEL, "/health", "/health/live", "/health/ready")
-CASES = [(path, "POST", mode) for path in (CHAT, TEXT) for mode in (POSITIVE, NEGATIVE)]
+CASES = [(path, "POST", mode) for path in (CHAT, TEXT, MESSAGES, COUNT) for mode in (POSITIVE, NEGATIVE)]
 CASES += [(path, "GET", POSITIVE) for path in GETS]
-EXAMPLES = 30
+EXAMPLES = 20
+# What makes a positive body one that can be served, beside the model: of these keys no schema says what they need or exclude.
+SERVED: dict[str, dict[str, Any]] = {
+    CHAT: {"stream_options": None, "logprobs": True},
+    TEXT: {"stream_options": None, "logprobs": None},
+    MESSAGES: {"output_config": None, "output_format": None},
+    COUNT: {"output_config": None, "output_format": None},
+}
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 
 
@@ -52,8 +60,7 @@ def test_the_document_is_valid_openapi(document: dict[str, Any]) -> None:
 def requests(edge: Edge, document: dict[str, Any], path: str, method: str, mode: GenerationMode) -> Counter[int]:
     """Statuses of the replies to requests as the document has them, or as it forbids them; a reply that breaks a check raises.
 
-    A positive body names the model that is served, and keeps what no schema says: stream_options belong to streams, top_logprobs to
-    logprobs. Otherwise nearly all would be refused for these.
+    A positive body names the model that is served, and keeps what no schema says. Otherwise nearly all would be refused for that.
     """
     codes: Counter[int] = Counter()
 
@@ -62,7 +69,7 @@ def requests(edge: Edge, document: dict[str, Any], path: str, method: str, mode:
               suppress_health_check=list(HealthCheck))  # fmt: skip
     def run(case: Case) -> None:
         if mode is POSITIVE and isinstance(case.body, dict):
-            case.body |= {"model": edge.name, "stream_options": None, "logprobs": True if path == CHAT else None}
+            case.body |= {"model": edge.name} | SERVED[path]
         reply = case.call(base_url=edge.url, timeout=20)
         case.validate_response(reply, checks=CHECKS)
         codes[reply.status_code] += 1

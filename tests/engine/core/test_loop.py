@@ -34,7 +34,7 @@ from engine.protocol import (
 from tests.support.engine.kvmachine import KVMachine
 from tests.support.engine.load_figures import load
 
-pytestmark = pytest.mark.pure
+pytestmark = [pytest.mark.pure, pytest.mark.alone]
 
 GROUPS = (KVGroup(0, "sliding", (0,), 1, 256, 8, 4), KVGroup(1, "full", (1,), 1, 512, None, 4))
 

@@ -30,7 +30,7 @@ from engine.protocol import (
 from engine.rank.step_clock import StepClock
 from engine.rank.worker import Worker
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.alone]
 
 GROUPS = (KVGroup(0, "full", (0,), 1, 64, None),)
 STEP_S = 0.02

@@ -18,7 +18,7 @@ from tests.conftest import Nano
 from tests.support.engine.ranks import single
 from tests.support.engine.recording import PAGES, config_of, request, serve
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.alone]
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from tests.support.engine.recording import (
     tokens_of,
 )
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.alone]
 
 
 @pytest.fixture(scope="module")
