@@ -21,6 +21,7 @@ from deploy.edge.admission_control import AdmissionControl
 from deploy.edge.edge_settings import LimitSettings, LogSettings
 from deploy.edge.http_errors import Forbidden, QuotaExceeded, Unauthenticated
 from deploy.edge.keys.key_ring import KeyRing
+from deploy.edge.logit_keys import logit_adjustments
 from deploy.edge.observe.record import RequestRecord
 from deploy.edge.observe.spans import Tracer
 from deploy.edge.openai.schemas import ChatRequest, CompletionRequest, Sampling
@@ -33,6 +34,7 @@ from engine.front.generation import Engine, Generation, Job
 from engine.front.template import characters
 from engine.front.text import TextProcessor
 from engine.front.tools import Tools
+from engine.logit_adjustments import LogitAdjustments
 from engine.protocol import SamplingParams
 
 TEXT_THREADS = 2
@@ -151,7 +153,16 @@ class Service:
     async def job(self, request: ChatRequest | CompletionRequest) -> Job:
         """What goes to the engine. InvalidRequest, ModelNotFound."""
         self.check_model(request.model)
-        return await (self._chat_job(request) if isinstance(request, ChatRequest) else self._completion_job(request))
+        adjustments = await self._adjustments(request)
+        job = await (self._chat_job(request) if isinstance(request, ChatRequest) else self._completion_job(request))
+        adjusted = (msgspec.structs.replace(params, adjustments=adjustments) for params in job.params)
+        return job if adjustments is None else replace(job, params=tuple(adjusted))
+
+    async def _adjustments(self, request: Sampling) -> LogitAdjustments | None:
+        def read() -> LogitAdjustments | None:
+            return logit_adjustments(request, self.vocab, lambda text: self.text.encode(text, add_bos=False))
+
+        return await self._off_loop(read) if request.forbidden_words else read()
 
     async def prompt(self, request: ChatRequest) -> list[int]:
         """The token ids that a chat begins with. InvalidRequest, ModelNotFound."""
