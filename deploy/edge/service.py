@@ -169,6 +169,16 @@ class Service:
         self.check_model(request.model)
         return (await self._off_loop(lambda: self._render(request)))[0]
 
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a raw prompt. InvalidRequest: it is longer than any that fits."""
+        self._check_size(len(text), "prompt")
+        return await self._off_loop(lambda: self.text.encode(text, add_bos=add_special_tokens))
+
+    async def decode(self, tokens: list[int]) -> str:
+        """The text of token ids, control tokens included. InvalidRequest: one lies outside the vocabulary."""
+        self._in_vocab(tokens, "tokens")
+        return await self._off_loop(lambda: self.text.decode(tokens, skip_special_tokens=False))
+
     async def _chat_job(self, request: ChatRequest) -> Job:
         wanted = request.max_completion_tokens or request.max_tokens
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
