@@ -41,6 +41,7 @@ _RESULT = struct.Struct("<QIIII")
 _LOGPROB_COUNT = struct.Struct("<i")
 
 FLAG_STOP = 1
+FLAG_MASKED = 2
 RESULT_HAS_LOGPROBS = 1
 ROW_NAN = 1
 ROW_EMPTY = 2
@@ -115,6 +116,7 @@ class StepPlan:
     """One step for every rank. Result rows come in the order: chunks that sample, then decodes.
 
     Of releases and appends there may be thousands: the core has them as one int32 array, a row's four numbers after the other's.
+    `masked`: in some rows not every token may come; the step's StepMasks say which.
     """
 
     step: int
@@ -125,6 +127,7 @@ class StepPlan:
     zeros: list[PageZero] = field(default_factory=list)
     chunks: list[PrefillChunk] = field(default_factory=list)
     decodes: list[int] = field(default_factory=list)
+    masked: bool = False
 
     @property
     def result_slots(self) -> list[int]:
@@ -149,6 +152,7 @@ class PlanView:
 
     step: int
     stop: bool
+    masked: bool
     fixed: np.ndarray
     decodes: np.ndarray
     chunks: np.ndarray
@@ -173,6 +177,7 @@ class PlanHeader(NamedTuple):
 
     step: int
     stop: bool
+    masked: bool
 
 
 class ResultRow(NamedTuple):
@@ -227,7 +232,7 @@ class StepResult:
 
 def encode_plan(plan: StepPlan) -> bytes:
     """Bytes of `plan`; `decode_plan` is its inverse."""
-    flags = FLAG_STOP if plan.stop else 0
+    flags = (FLAG_STOP if plan.stop else 0) | (FLAG_MASKED if plan.masked else 0)
     tables = [_flat(section) for section in (plan.chunks, plan.appends, plan.releases, plan.zeros)]
     counts = [len(table) // width for table, width in zip(tables, _WIDTHS[1:], strict=True)]
     header = _PLAN.pack(PLAN_VERSION, flags, plan.step, len(plan.decodes), *counts, len(plan.admissions))
@@ -262,12 +267,12 @@ def read_header(data: bytes) -> PlanHeader:
     version, flags, step, *_ = _PLAN.unpack_from(data)
     if version != PLAN_VERSION:
         raise ValueError(f"plan version {version}, expected {PLAN_VERSION}")
-    return PlanHeader(step, bool(flags & FLAG_STOP))
+    return PlanHeader(step, bool(flags & FLAG_STOP), bool(flags & FLAG_MASKED))
 
 
 def read_plan(data: bytes) -> PlanView:
     """The plan in `data`, unparsed; raises ValueError when it is not one (wrong version or length)."""
-    step, stop = read_header(data)
+    step, stop, masked = read_header(data)
     _, _, _, *counts, n_admissions = _PLAN.unpack_from(data)
     ends = list(accumulate((count * width for count, width in zip(counts, _WIDTHS, strict=True)), initial=HEADER_INTS))
     fixed = np.frombuffer(data, np.int32, ends[-1])
@@ -280,7 +285,7 @@ def read_plan(data: bytes) -> PlanView:
         admissions.append(admission)
     if offset != len(data):
         raise ValueError(f"plan {step} is {len(data)} bytes long, its sections end at {offset}")
-    return PlanView(step, stop, fixed, decodes, chunks, appends, releases, zeros, tuple(admissions))
+    return PlanView(step, stop, masked, fixed, decodes, chunks, appends, releases, zeros, tuple(admissions))
 
 
 def decode_plan(data: bytes) -> StepPlan:
@@ -289,6 +294,7 @@ def decode_plan(data: bytes) -> StepPlan:
     return StepPlan(
         step=view.step,
         stop=view.stop,
+        masked=view.masked,
         decodes=view.decodes.tolist(),
         chunks=[PrefillChunk(*row) for row in view.chunks.tolist()],
         appends=[PageAppend(*row) for row in view.appends.tolist()],

@@ -8,7 +8,7 @@
 A body is read here, whole, before anybody else hears of its request: whoever sends slowly holds no place but one of `uploads`, and
 the oldest of those gives way to a newcomer. Headers by which a client would steer Ray Serve's own deadlines and routing are taken
 out. It must stand around Serve as well, where Serve lets it: Serve reads those headers, and gives a request a place, before it
-calls an app.
+calls an app. Where there are API keys, that guard reads no body of whoever the application will refuse.
 """
 
 import asyncio
@@ -37,11 +37,11 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 _HOST = re.compile(rb"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?")
 
 Headers = list[tuple[bytes, bytes]]
-CheckKey = Callable[[Scope], Awaitable[None]]
+CheckKey = Callable[[Scope], Awaitable[bool]]
 
 
 class Limits:
-    """Wraps an ASGI app. `check_key`: raises where a request may not pass; none: everybody may."""
+    """Wraps an ASGI app. `check_key`: whether a request's body is read, or raises where it is refused; none: every body is."""
 
     def __init__(self, app: ASGIApp, limits: LimitSettings, check_key: CheckKey | None = None) -> None:
         self._app = app
@@ -53,10 +53,7 @@ class Limits:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check an HTTP request's head, read its body, pass both on."""
         if scope["type"] != "http":
-            if scope["type"] == "websocket" and self._check_key is not None:
-                await send({"type": "websocket.close", "code": 1008})  # no path has one, and none may be without a key
-            else:
-                await self._app(scope, receive, send)
+            await self._app(scope, receive, send)
             return
         began = scope.get(BEGAN, time.monotonic())
         self._open += 1
@@ -73,9 +70,8 @@ class Limits:
             if self._open > self._limits.requests:
                 raise Overloaded("Too many requests at once; please try again shortly.")
             check_head(scope["headers"], self._limits)
-            if self._check_key is not None:
-                await self._check_key(scope)
-            return await self._uploads.read(receive) if _has_body(scope) else b""
+            known = self._check_key is None or await self._check_key(scope)
+            return await self._uploads.read(receive) if known and _has_body(scope) else b""
         except QuartetError as error:
             raise _Refused(error) from error
 
@@ -143,11 +139,16 @@ class Uploads:
 
 
 def replayed(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives `body` first, and then what the server has to say."""
+    """A `receive` that gives `body` first, and then that the client has gone; more of its body, which nobody wants, is let go."""
     whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def again() -> Message:
-        return whole.pop() if whole else await receive()
+        if whole:
+            return whole.pop()
+        message = await receive()
+        while message["type"] == "http.request":
+            message = await receive()
+        return message
 
     return again
 
@@ -194,8 +195,8 @@ def outermost() -> list[Middleware]:
     """What RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names; the launcher has put its settings into the environment."""
     given, keys = os.environ.get(LIMITS_VARIABLE), os.environ.get(KEYS_VARIABLE)
     limits = LimitSettings.model_validate_json(given) if given else LimitSettings()
-    gate = KeyGate(KeyRing(KeySettings.model_validate_json(keys)), around_serve=True) if keys else None
-    return [Middleware(Limits, limits=limits, check_key=gate.check if gate else None)]
+    gate = KeyGate(KeyRing(KeySettings.model_validate_json(keys))) if keys else None
+    return [Middleware(Limits, limits=limits, check_key=gate.may_send if gate else None)]
 
 
 def _kept(headers: Iterable[tuple[bytes, bytes]]) -> Headers:

@@ -28,12 +28,13 @@ from deploy.edge.observe.access_log import AccessLog
 from deploy.edge.observe.record import record_of
 from deploy.edge.openai.completions import CHAT, COMPLETIONS
 from deploy.edge.openai.error_response import handle, json_response, plain_error
+from deploy.edge.openai.responses_api import RESPONSES
 from deploy.edge.scope import from_here
 from deploy.edge.service import Client, Service
 from engine.errors import InvalidRequest, QuartetError
 from engine.front.generation import Job
 
-GENERATION_APIS = (CHAT, COMPLETIONS, MESSAGES_API)
+GENERATION_APIS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES_API)
 TOKEN_APIS = (COUNT_TOKENS,)
 
 Responses = dict[int | str, dict[str, Any]]

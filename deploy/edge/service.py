@@ -153,9 +153,10 @@ class Service:
     async def job(self, request: ChatRequest | CompletionRequest) -> Job:
         """What goes to the engine. InvalidRequest, ModelNotFound."""
         self.check_model(request.model)
-        job = await (self._chat_job(request) if isinstance(request, ChatRequest) else self._completion_job(request))
         adjustments = await self._adjustments(request)
-        return replace(job, params=tuple(msgspec.structs.replace(params, adjustments=adjustments) for params in job.params))
+        job = await (self._chat_job(request) if isinstance(request, ChatRequest) else self._completion_job(request))
+        adjusted = (msgspec.structs.replace(params, adjustments=adjustments) for params in job.params)
+        return job if adjustments is None else replace(job, params=tuple(adjusted))
 
     async def _adjustments(self, request: Sampling) -> LogitAdjustments | None:
         def read() -> LogitAdjustments | None:

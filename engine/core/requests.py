@@ -114,8 +114,12 @@ class Requests:
         bisect.insort(self.running, sequence, key=lambda running: running.rank)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Back into the queue; its tokens stay, and what the prefix cache has lost of them is computed again."""
+        """Back into the queue for want of pages."""
         self.counters.preemptions += 1
+        self.requeue(sequence)
+
+    def requeue(self, sequence: Sequence) -> None:
+        """Back into the queue; its tokens stay, and what the prefix cache has lost of them is computed again."""
         self._vacate(sequence)
         self._enqueue(sequence)
 

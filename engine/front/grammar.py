@@ -59,6 +59,11 @@ def calls_answer(markers: Markers, tools: Mapping[str, Any], *, strict: bool, mo
     return f"answer: call{{1,{'' if most is None else most}}}\n{calls.text}"
 
 
+def begun_call(markers: Markers, tools: Mapping[str, Any], *, strict: bool) -> str:
+    """A whole grammar of what follows the marker that begins a call."""
+    return f"%llguidance {{}}\nstart: called\n{CallGrammar(markers, tools, strict=strict).text}"
+
+
 def grammar(markers: Markers, answer: str, thought: Thought) -> str:
     """The whole of it."""
     inside = rf'THOUGHT <[{markers.end_thought}]>'

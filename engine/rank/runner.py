@@ -6,9 +6,9 @@
 
 A plan of decode rows alone runs padded to a bucket: on a GPU as captured graphs, whose sampler does no more than the rows need,
 else by the same functions called eagerly. A plan with chunks runs eagerly. Two steps may be launched and not finished: what a step
-copies out belongs to that step. The state hash after step n is crc32(plan n | tokens and NaN flags of n | with debug_hash the bits
-of n's final hidden rows), chained from step n - 1: ranks that ran the same plans and sampled the same tokens agree on it, and
-replaying a plan stream gives it again.
+copies out belongs to that step. The state hash after step n is crc32(plan n | its masks | tokens and NaN flags of n | with
+debug_hash the bits of n's final hidden rows), chained from step n - 1: ranks that ran the same plans and sampled the same tokens
+agree on it, and replaying a plan stream gives it again.
 """
 
 import zlib
@@ -46,6 +46,7 @@ from engine.rank.sampler import Sampler, TopLogprobs
 from engine.rank.slots import ResultRows, SlotState
 from engine.rank.step import StepBuffers, buckets
 from engine.rank.step_clock import StepClock, mark
+from engine.step_masks import decode_masks
 from kernels.choose import ROW_ERROR, ROW_HAS_NAN, ROW_NO_TOKEN
 from kernels.launch import distrusted, usable
 from kernels.sampling_batch import SamplingBatch
@@ -181,7 +182,7 @@ class Runner:
         self._prefill = min(config.prefill_budget, config.max_len)
         self.debug_hash = config.debug_hash
         self.pages = PageCheck(config, model.parallel.rank, self.slots) if config.debug_pages != "off" else None
-        self._plans: deque[tuple[int, bytes]] = deque()
+        self._plans: deque[tuple[int, bytes, bytes]] = deque()
         self._end: torch.cuda.Event | None = None  # of the last step
         self._host = [
             torch.zeros((self._buckets[-1] + config.prefill_budget, 2), dtype=torch.int32, pin_memory=on_gpu)
@@ -231,14 +232,16 @@ class Runner:
         return self._step.bucket(decodes)
 
     @torch.inference_mode()
-    def launch(self, data: bytes) -> Launched:
-        """Start the step whose plan is `data`. At most two may be launched and not finished."""
+    def launch(self, data: bytes, masks: bytes = b"") -> Launched:
+        """Start the step whose plan is `data`, with `masks` if it has masked rows. At most two may be launched and not finished."""
         plan = read_plan(data)
-        self._plans.append((plan.step, data))
+        self._plans.append((plan.step, data, masks))
         if self.pages is not None:
-            self.pages.fold(plan, data)
+            self.pages.fold(plan, data, masks)
         start = mark(self._device)
         self.slots.admit(plan.admissions)
+        if plan.masked:
+            self._set_masks(plan.step, masks)
         for group, page in plan.zeros.tolist():
             self._cache.groups[group].pool[:, page] = 0
         uploaded = self._step.upload(plan)
@@ -252,6 +255,11 @@ class Runner:
         self._end = copy.end
         reported = sampled.logprobs.rows[: len(rows.slots)] if sampled is not None and sampled.logprobs else ()
         return Launched(plan.step, None if sampled is None else rows, tuple(reported), copy, self._move_hash, self.pages, clock)
+
+    def _set_masks(self, step: int, data: bytes) -> None:
+        masks = decode_masks(data)
+        assert masks.step == step, f"step {step} has the masks of step {masks.step}"
+        self.slots.set_masks(step, masks.slots, masks.bits)
 
     def run(self, plans: Iterable[bytes]) -> list[bytes]:
         """Every plan, in order, DEPTH out at a time: the results."""
@@ -348,9 +356,9 @@ class Runner:
 
     def _move_hash(self, step: int, host: dict[str, np.ndarray]) -> None:
         """Chain one finished step into the state hash."""
-        expected, data = self._plans.popleft()
+        expected, data, masks = self._plans.popleft()
         assert step == expected, f"step {step} finished before step {expected}"
-        state = zlib.crc32(data, self.state_hash)
+        state = zlib.crc32(masks, zlib.crc32(data, self.state_hash))
         for name in ("chosen", "hidden"):
             if name in host:
                 state = zlib.crc32(host[name].tobytes(), state)

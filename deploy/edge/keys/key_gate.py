@@ -15,12 +15,12 @@ from deploy.edge.http_errors import Forbidden, Unauthenticated
 from deploy.edge.keys.key_file import RIGHTS, ApiKey
 from deploy.edge.keys.key_ring import KeyRing
 from deploy.edge.scope import RECORD
+from engine.errors import QuartetError
 
 if TYPE_CHECKING:
     from deploy.edge.observe.record import RequestRecord
 
 OPEN = frozenset({"/health", "/health/live", "/health/ready"})
-SERVES_OWN = frozenset({"/-/healthz"})  # which Ray Serve answers itself, and HAProxy asks
 _PATHS = {
     "generate": ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate"),
     "tokenize": ("/tokenize", "/detokenize", "/v1/messages/count_tokens"),
@@ -32,37 +32,39 @@ _MODEL = "/v1/models/"
 
 
 class KeyGate:
-    """In front of an application; `around_serve`: in front of Ray Serve as well, where the application's own gate follows."""
+    """In front of an application, and in front of whatever reads bodies for it."""
 
-    def __init__(self, ring: KeyRing, *, around_serve: bool = False) -> None:
+    def __init__(self, ring: KeyRing) -> None:
         self._ring = ring
-        self._around_serve = around_serve
 
-    async def check(self, scope: Scope) -> None:
+    async def check(self, scope: Scope) -> bool:
         """Note whose the request is, and count it. Unauthenticated, Forbidden, QuotaExceeded: it may not pass."""
         key = await self._identify(scope)
-        record: RequestRecord | None = scope.get(RECORD)
-        if record is not None and key is not None:
-            record.key = key.name
-        if key is None or self._is_open(scope):
-            return
-        check_right(key, scope["path"])
-        if record is not None:
+        record: RequestRecord = scope[RECORD]
+        record.key = key.name if key is not None else None
+        if key is not None and scope["path"] not in OPEN:
+            check_right(key, scope["path"])
             record.grant = self._ring.open(key)
+        return True
+
+    async def may_send(self, scope: Scope) -> bool:
+        """Whether the request's body is worth reading: `check` will not refuse it for its key."""
+        try:
+            key = await self._identify(scope)
+            if key is not None and scope["path"] not in OPEN:
+                check_right(key, scope["path"])
+        except QuartetError:  # the application says it, with an access line
+            return False
+        return True
 
     async def _identify(self, scope: Scope) -> ApiKey | None:
-        """Whose request it is; None: nobody's, where that may be. Unauthenticated."""
+        """Whose request it is; None: nobody's, on an open path. Unauthenticated."""
         await self._ring.refresh()
         given = credentials(scope["headers"])
         key = self._ring.find(given[0]) if len(given) == 1 and given[0] else None
-        if key is None and not self._is_open(scope):
+        if key is None and scope["path"] not in OPEN:
             raise Unauthenticated(_what_is_wrong(given))
         return key
-
-    def _is_open(self, scope: Scope) -> bool:
-        if scope["path"] in OPEN:
-            return True
-        return self._around_serve and (scope["path"] in SERVES_OWN or _is_preflight(scope))
 
 
 def credentials(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
@@ -83,13 +85,6 @@ def check_right(key: ApiKey, path: str) -> None:
     wanted = {right} if right is not None else set(RIGHTS)
     if not wanted <= key.rights:
         raise Forbidden(f"This API key lacks the right `{right}`." if right else "This path needs an API key with all rights.")
-
-
-def _is_preflight(scope: Scope) -> bool:
-    """A browser's question, which never carries a key; the application's CORS settings answer it, or its own gate does."""
-    names = {name.lower() for name, _ in scope["headers"]}
-    asks = {b"origin", b"access-control-request-method"} <= names
-    return scope["method"] == "OPTIONS" and asks and not names & {b"content-length", b"transfer-encoding"}
 
 
 def _what_is_wrong(given: list[bytes]) -> str:

@@ -22,7 +22,12 @@ from engine.errors import EngineDead, InvalidRequest, Overloaded, QuartetError, 
 from engine.front.client import Clock
 
 # route -> gen_ai.operation.name
-OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion", "/v1/messages": "chat"}
+OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/responses": "chat",
+    "/v1/messages": "chat",
+}
 CLIENT_GONE = 499  # as nginx and Serve have it: nobody was there to read a status
 
 

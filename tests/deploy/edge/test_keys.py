@@ -95,15 +95,19 @@ def routes(edge: Edge) -> list[tuple[str, str]]:
 
 
 def answering(edge: Edge, asked: list[tuple[str, str]], headers: dict[str, str]) -> set[str]:
-    """The paths that say anything but 401 with `invalid_api_key` and WWW-Authenticate."""
+    """The paths that say anything but 401 with `invalid_api_key`, or Anthropic's word for it, and WWW-Authenticate."""
     found = set()
     with httpx.Client(base_url=edge.url) as client:
         for method, path in asked:
             reply = client.request(method, path, headers=headers)
-            told = method == "HEAD" or reply.json()["error"]["code"] == "invalid_api_key" if reply.status_code == 401 else False
+            told = reply.status_code == 401 and (method == "HEAD" or _of_a_key(reply.json()["error"]))
             if not told or reply.headers["www-authenticate"] != "Bearer":
                 found.add(path)
     return found
+
+
+def _of_a_key(error: dict[str, Any]) -> bool:
+    return error.get("code") == "invalid_api_key" or error["type"] == "authentication_error"
 
 
 STRANGE = (

@@ -23,14 +23,16 @@ pytestmark = pytest.mark.pure
 CHAT, TEXT, MODEL = "/v1/chat/completions", "/v1/completions", "/v1/models/{model}"
 POSITIVE, NEGATIVE = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
+RESPONSES = "/v1/responses"
 GETS = ("/v1/models", MODEL, "/health", "/health/live", "/health/ready")
-CASES = [(path, "POST", mode) for path in (CHAT, TEXT, MESSAGES, COUNT) for mode in (POSITIVE, NEGATIVE)]
+CASES = [(path, "POST", mode) for path in (CHAT, TEXT, RESPONSES, MESSAGES, COUNT) for mode in (POSITIVE, NEGATIVE)]
 CASES += [(path, "GET", POSITIVE) for path in GETS]
 EXAMPLES = 20
 # What makes a positive body one that can be served, beside the model: of these keys no schema says what they need or exclude.
 SERVED: dict[str, dict[str, Any]] = {
     CHAT: {"stream_options": None, "logprobs": True},
     TEXT: {"stream_options": None, "logprobs": None},
+    RESPONSES: {"input": "x", "tool_choice": None, "text": None, "include": None, "reasoning": None},
     MESSAGES: {"output_config": None, "output_format": None},
     COUNT: {"output_config": None, "output_format": None},
 }

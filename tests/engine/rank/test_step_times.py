@@ -79,7 +79,7 @@ def served(rank: Rank, before: Callable[[Runner], object] = lambda runner: None)
     """What a fresh runner gives to a few requests, and its state hash, when something was done to it before."""
     runner = build(rank, PAGES)
     before(runner)
-    _, results = serve(runner, rank.config, [[request(number) for number in range(3)]])
+    results = serve(runner, rank.config, [[request(number) for number in range(3)]]).results
     return results, runner.state_hash
 
 
