@@ -48,10 +48,10 @@ CLIENTS = (
     Client("anthropic", ["anthropic"]),
     Client("langchain", ["langchain-openai", "langchain"]),
     Client("llamaindex", ["llama-index-llms-openai-like", "llama-index-core"]),
-    Client("litellm", ["litellm"]),
+    Client("litellm", ["litellm", "mcp"]),
     Client("instructor", ["instructor", "openai"]),
     Client("pydantic_ai", ["pydantic-ai-slim[openai]"]),
-    Client("lm_eval", ["lm-eval[api]"]),
+    Client("lm_eval", ["lm-eval[api]", "transformers"]),
     Client("vllm_bench", ["httpx"], source="requests as at 02cfb53"),
     Client("sglang_bench", ["sglang", "aiohttp", "numpy", "pandas", "pillow", "requests", "tqdm", "transformers"], bare=["sglang"]),
 )

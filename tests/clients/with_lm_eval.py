@@ -17,7 +17,7 @@ CONTEXT = "The old cat saw the"
 
 def completions(server: Server, **more: Any) -> LocalCompletionsAPI:
     os.environ.setdefault("OPENAI_API_KEY", server.key)
-    tokens = {"tokenizer_backend": "huggingface", "tokenizer": str(TOKENIZER), "max_length": 1024}
+    tokens = {"tokenizer_backend": "huggingface", "tokenizer": str(TOKENIZER), "add_bos_token": True, "max_length": 1024}
     options = {**tokens, "batch_size": 2, "max_retries": 1}
     return LocalCompletionsAPI(model=server.model, base_url=f"{server.base}/completions", **(options | more))
 

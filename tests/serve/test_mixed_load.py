@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,12 +21,23 @@ pytestmark = [pytest.mark.serve, pytest.mark.slow]
 CHAT = "/v1/chat/completions"
 REQUESTS, CONCURRENCY = 500, 64
 ABORTS, SLOW = 107, 35
+WRITE_TIMEOUT_S = 6
+LARGE: dict[str, Any] = {  # more than the buffers of the kernel hold between replica, HAProxy and client, which is about 10 MB
+    "model": "nano-31b",
+    "messages": [{"role": "user", "content": "Hello"}],
+    "ignore_eos": True,
+    "stream": True,
+    "n": 8,
+    "max_tokens": 1900,
+    "logprobs": True,
+    "top_logprobs": 20,
+}
 SEED = random.SystemRandom().randrange(1 << 30)
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    stack = Stack(tmp_path_factory.mktemp("mixed"))
+    stack = Stack(tmp_path_factory.mktemp("mixed"), args={"limits": {"write_timeout_s": WRITE_TIMEOUT_S}})
     stack.start()
     yield stack
     stack.clean_up()
@@ -124,3 +136,44 @@ def test_five_hundred_mixed_requests_are_accounted_for(stack: Stack) -> None:
     outcomes = {name: value - before.get(name, 0.0) for name, value in counted(stack).items()}
     print({name: value for name, value in outcomes.items() if value})
     assert not any(value for name, value in outcomes.items() if "error" in name or "dead" in name), outcomes
+
+
+def memory_mb(stack: Stack) -> float:
+    """What the replica's process holds."""
+    (pid,) = stack.find("ServeReplica")
+    found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert found is not None
+    return int(found[1]) / 1024
+
+
+def test_a_slow_reader_of_a_large_answer_is_ended(stack: Stack) -> None:
+    """One that takes nothing: it ends as a slow reader once the buffers are full, memory stays, and a stream beside it is whole."""
+    before, memory = counted(stack), memory_mb(stack)
+    name = 'quartet_requests_total{outcome="slow_reader"}'
+
+    async def held() -> tuple[float, str, int]:
+        async with connected(stack, LARGE) as reader:
+            began = time.monotonic()
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200"), head
+            async with httpx.AsyncClient(base_url=stack.url, timeout=120) as client:
+                beside = await asks(client, body(random.Random(SEED), slow=False) | {"stream": True, "max_tokens": 200})
+                while (await asyncio.to_thread(counted, stack)).get(name, 0.0) < before.get(name, 0.0) + 8:
+                    assert time.monotonic() - began < 180, "nobody noticed"
+                    await asyncio.sleep(0.5)
+            took = time.monotonic() - began
+            rest = await reader.read(-1)
+        return took, beside, len(rest)
+
+    took, beside, size = asyncio.run(held())
+    print(f"ended after {took:.1f} s; {size / 1e6:.1f} MB lay in buffers; the replica holds {memory_mb(stack) - memory:+.0f} MB")
+    assert beside == "finished"
+    assert size > 1_000_000, "it was not slow enough to fill a buffer"
+    assert memory_mb(stack) - memory < 150
+    wait(lambda: kv_pages_used(stack) == 0, 10, stack.said)
+
+
+def kv_pages_used(stack: Stack) -> float:
+    """Of all KV groups, cached pages not counted."""
+    text = httpx.get(httpx.get(f"{stack.url}/health/ready").json()["metrics"]).text
+    return sum(float(value) for value in re.findall(r"^quartet_kv_pages_used\{[^}]*\} (\S+)$", text, re.MULTILINE))

@@ -29,6 +29,7 @@ from deploy.models.nano.exercise_form import Exercise
 from deploy.models.nano.exercises import drawing, exam, right
 from deploy.models.nano.tool_exercises import native
 from deploy.models.resolve import resolve
+from deploy.processes import socket_files
 from engine.front.text import TextProcessor
 from tests.support.repo_rules import ROOT
 from tests.support.stack.serve_process import LOOPBACK, Reader, Stack, command_line, folders, free_port, is_free, listeners, wait
@@ -300,6 +301,8 @@ def test_sigterm_drains_and_leaves_nothing(stack: Stack) -> None:
     reader = Reader(stack.url, LONG | {"max_tokens": 60})
     wait(lambda: "data:" in reader.text, 20, stack.said)
     ports = [port for _, port, _ in listeners(sorted(stack.grow()))]
+    sockets = socket_files(stack.grow())
+    assert any(file.parent.name.startswith("pymp-") for file in sockets), sockets
     stack.process.send_signal(signal.SIGTERM)
     wait(lambda: httpx.get(f"{stack.url}/v1/models", timeout=10).status_code >= 400, 10, stack.said)
     code = stack.process.wait(60)
@@ -310,6 +313,7 @@ def test_sigterm_drains_and_leaves_nothing(stack: Stack) -> None:
     assert [(pid, command_line(pid)) for pid in stack.tree if command_line(pid)] == []
     assert len(folders()) == len(ours) - 1
     assert set(Path("/dev/shm").iterdir()) <= shared
+    assert [file for file in sockets if file.exists() or (file.parent.name.startswith("pymp-") and file.parent.exists())] == []
     assert len(ports) > 5
     assert [port for port in ports if not is_free(port)] == []
     with pytest.raises(httpx.ConnectError):
