@@ -11,7 +11,7 @@ import pydantic
 import yaml
 from pydantic import Field
 
-from deploy.edge.edge_settings import FrozenSettings, LimitSettings, LogSettings, TracingSettings
+from deploy.edge.edge_settings import FrozenSettings, KeySettings, LimitSettings, LogSettings, TracingSettings
 from engine.config import EngineSettings, LoadFormat, ToolGrammar, declared
 from engine.errors import ConfigError
 
@@ -78,6 +78,7 @@ class Settings(FrozenSettings):
     )
     metrics: MetricsSettings = MetricsSettings()
     limits: LimitSettings = LimitSettings()
+    keys: KeySettings = KeySettings()
     logs: LogSettings = LogSettings()
     tracing: TracingSettings = TracingSettings()
     wait_for_nodes: bool = Field(

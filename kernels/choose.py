@@ -19,6 +19,7 @@ from kernels.launch import launch, trigger, usable, wait
 from kernels.sampling_batch import GREEDY_BELOW, SamplingBatch
 
 ROW_HAS_NAN, ROW_ERROR = 1, 2  # a row's flags; an error: a rank's part of a sum or a choice did not come within the bound
+ROW_NO_TOKEN = 4  # every id is forbidden
 _FIELDS = 4  # of a part's best: value, id (exact in fp32 below 2^24), whether there was a NaN, nothing
 _EMPTY = -(1 << 31)  # -0.0
 _BLOCK = 1024
@@ -51,7 +52,7 @@ def parts_of(vocabulary: int, rows: int, processors: int) -> int:
 
 
 def local_best(logits: Tensor, batch: SamplingBatch, first: int, parts: int) -> Tensor:
-    """logits fp32 [R, n] of ids first .. first + n - 1, before the cap -> fp32 [R, parts, 4].
+    """logits fp32 [R, n] of ids first .. first + n - 1, before the cap but where `batch.capped` -> fp32 [R, parts, 4].
 
     Logits of forbidden ids are overwritten with -inf.
     """
@@ -62,7 +63,7 @@ def local_best(logits: Tensor, batch: SamplingBatch, first: int, parts: int) -> 
     launch(
         _local_best, (rows, parts),
         logits, batch.slots, batch.positions, parameters.integers, parameters.floats, parameters.stop, suppress, suppress.shape[0],
-        best, first, batch.softcap or 1.0,
+        batch.capped, best, first, batch.softcap or 1.0,
         N=n, PART=triton.cdiv(n, parts), CAP=batch.softcap is not None, STOP=parameters.stop.shape[1],
         SUPPRESS=triton.next_power_of_2(max(1, suppress.shape[0])), GREEDY=GREEDY_BELOW, BLOCK=_BLOCK, warps=4,
     )  # fmt: skip
@@ -70,7 +71,7 @@ def local_best(logits: Tensor, batch: SamplingBatch, first: int, parts: int) -> 
 
 
 def choose_best(best: Tensor, batch: SamplingBatch, results: Tensor, ballot: Ballot | None) -> None:
-    """best fp32 [R, parts, 4] -> results int32 [R, 2]: token and flags; where there was a NaN the token is 0.
+    """best fp32 [R, parts, 4] -> results int32 [R, 2]: token and flags; with a NaN, or every id forbidden, the token is 0.
 
     The token is also written behind the row's input. ballot: None for one rank.
     """
@@ -143,7 +144,7 @@ def _nans(at: tl.tensor, live: tl.tensor) -> tl.tensor:
 @triton.jit(do_not_specialize=["suppressed", "first"])
 def _local_best(
     logits: tl.tensor, slots: tl.tensor, positions: tl.tensor, integers: tl.tensor, floats: tl.tensor, stop: tl.tensor,
-    suppress: tl.tensor, suppressed: tl.tensor, best: tl.tensor, first: tl.tensor, cap: tl.tensor,
+    suppress: tl.tensor, suppressed: tl.tensor, capped: tl.tensor, best: tl.tensor, first: tl.tensor, cap: tl.tensor,
     N: tl.constexpr, PART: tl.constexpr,
     CAP: tl.constexpr, STOP: tl.constexpr, SUPPRESS: tl.constexpr, GREEDY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
@@ -179,6 +180,8 @@ def _local_best(
         value = x
         if temperature >= GREEDY:
             scaled = _capped(x, cap) / temperature if CAP else x / temperature
+            if capped is not None:
+                scaled = tl.where(tl.load(capped + row) != 0, x / temperature, scaled)
             noisy = scaled + _gumbel(key, (first + entry).to(tl.int64))
             value = tl.where(x == float("-inf"), x, noisy)
         value = tl.where(value != value, float("-inf"), value)
@@ -245,9 +248,10 @@ def _choose(
         failed = 0
         if SIZE > 1:
             failed = tl.load(errors, volatile=True)
-        chosen = tl.where(bad > 0, 0.0, token).to(tl.int32)
+        none = (bad <= 0) & (top == float("-inf"))
+        chosen = tl.where((bad > 0) | none, 0.0, token).to(tl.int32)
         tl.store(results + row * 2, chosen)
-        tl.store(results + row * 2 + 1, (bad > 0).to(tl.int32) + 2 * failed)
+        tl.store(results + row * 2 + 1, (bad > 0).to(tl.int32) + 2 * failed + 4 * none.to(tl.int32))
         position = tl.load(positions + row)
         slot = tl.load(slots + row).to(tl.int64)
         tl.store(tokens + slot * tokens_width + position + 1, chosen, position >= 0)

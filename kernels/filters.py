@@ -50,9 +50,9 @@ class ScaledRows:
 
 
 def scaled_rows(logits: Tensor, batch: SamplingBatch, share: Share, vocabulary: int) -> ScaledRows:
-    """logits fp32 [ranks, rows, n], uncapped: every rank's slice of this rank's rows. Rows that do not filter are left out.
+    """logits fp32 [ranks, rows, n], uncapped but where `batch.capped`: every rank's slice of this rank's rows.
 
-    `batch`: all rows of the step. Columns from `vocabulary` on are nobody's.
+    Rows that do not filter are left out. `batch`: all rows of the step. Columns from `vocabulary` on are nobody's.
     """
     ranks, rows, n = logits.shape
     parameters, suppress = batch.parameters, batch.suppress
@@ -66,7 +66,7 @@ def scaled_rows(logits: Tensor, batch: SamplingBatch, share: Share, vocabulary: 
     launch(
         _scale, (rows, triton.cdiv(blocks, _CTA_BLOCKS)),
         logits, batch.slots, batch.positions, parameters.integers, parameters.floats, parameters.stop, suppress, suppress.shape[0],
-        values, peaks, masses, batch.slots.shape[0], share.rank, rows, batch.softcap or 1.0,
+        batch.capped, values, peaks, masses, batch.slots.shape[0], share.rank, rows, batch.softcap or 1.0,
         N=n, V=vocabulary, RANKS=ranks, CAP=batch.softcap is not None, STOP=parameters.stop.shape[1],
         SUPPRESS=triton.next_power_of_2(max(1, suppress.shape[0])), GREEDY=GREEDY_BELOW, BLOCK=_BLOCK, BLOCKS=_CTA_BLOCKS, warps=8,
     )  # fmt: skip
@@ -108,8 +108,8 @@ def _filters(integers: tl.tensor, floats: tl.tensor, slot: tl.tensor, GREEDY: tl
 @triton.jit(do_not_specialize=["suppressed", "T", "rank", "share"])
 def _scale(
     logits: tl.tensor, slots: tl.tensor, positions: tl.tensor, integers: tl.tensor, floats: tl.tensor, stop: tl.tensor,
-    suppress: tl.tensor, suppressed: tl.tensor, values: tl.tensor, peaks: tl.tensor, masses: tl.tensor, T: tl.tensor,
-    rank: tl.tensor, share: tl.tensor, cap: tl.tensor,
+    suppress: tl.tensor, suppressed: tl.tensor, capped: tl.tensor, values: tl.tensor, peaks: tl.tensor, masses: tl.tensor,
+    T: tl.tensor, rank: tl.tensor, share: tl.tensor, cap: tl.tensor,
     N: tl.constexpr, V: tl.constexpr, RANKS: tl.constexpr, CAP: tl.constexpr, STOP: tl.constexpr,
     SUPPRESS: tl.constexpr, GREEDY: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -126,6 +126,8 @@ def _scale(
             ids = start + block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
             x = tl.load(logits + (ids // N * share + own) * N + ids % N, ids < V, float("-inf"))
             scaled = _capped(x, cap) / temperature if CAP else x / temperature
+            if capped is not None:
+                scaled = tl.where(tl.load(capped + row) != 0, x / temperature, scaled)
             line = values + own * V
             tl.store(line + ids, tl.where(x == float("-inf"), x, scaled), ids < V)
             tl.debug_barrier()

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+BIASED, PENALIZED, LIMITED, BAD_WORDS = 1, 2, 4, 8  # flags of a slot
 GREEDY_BELOW = 1e-5  # temperatures under it are greedy: logits divided by less would overflow into ties
 
 
@@ -21,10 +22,25 @@ class SlotParameters:
 class SlotAdjustments:
     """What is done to each slot's logits before they are sampled, on a rank that has those of ids first .. first + n - 1.
 
-    masks       int32 [slots, words]: bit id % 32 of word id // 32 - first // 32 says whether the id may come
-    mask_steps  int32 [slots]: the low word of the one step that the slot's mask is for
+    flags       int32 [slots]: BIASED | PENALIZED | LIMITED | BAD_WORDS, which of the next four kinds of tables count; 0: none
+    bias_ids    int32 [slots, m], -1: none;  bias  fp32 [slots, m]
+    penalties   fp32 [slots, 3]: repetition, presence, frequency
+    counts      int16 [slots, n] of each id: how often it was generated, below 2^15; and 2^15 (the sign) if the prompt has it
+    starts      int32 [slots, 2]: the first generated position; the first that `counts` lacks when the slot is admitted
+    allowed     int32 [slots, words]: bit id % 32 of word id // 32 - first // 32 says whether the id may come
+    bad_words   int32 [slots, ids], one word's ids after the other's;  word_ends  int32 [slots, m], rising, then repeated
+    masks       as `allowed`, for one step;  mask_steps  int32 [slots]: which, by the low word of its number
     """
 
+    flags: Tensor
+    bias_ids: Tensor
+    bias: Tensor
+    penalties: Tensor
+    counts: Tensor
+    starts: Tensor
+    allowed: Tensor
+    bad_words: Tensor
+    word_ends: Tensor
     masks: Tensor
     mask_steps: Tensor
 

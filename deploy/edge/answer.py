@@ -61,11 +61,13 @@ class CompletionResponse(Response):
                 self._abort(AbortReason.client_gone)
 
     def _note(self, record: RequestRecord) -> None:
-        """What is known before the first token."""
+        """What is known before the first token, and what it may cost its API key's holder. QuotaExceeded."""
         self._record = record
         record.model, record.answer, record.stream = self._service.name, self._format.id, self._streams
         record.choices, record.max_tokens = len(self._job.params), self._job.params[0].max_tokens
         record.prompt_tokens = self._job.prompt_tokens
+        if record.grant is not None:
+            record.grant.reserve(record.prompt_tokens + sum(params.max_tokens for params in self._job.params))
 
     async def _serve(self, send: Send) -> None:
         limits, loop = self._service.limits, asyncio.get_running_loop()

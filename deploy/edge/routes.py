@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import cache
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
@@ -16,27 +17,36 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+from deploy.edge.absent_routes import why_absent
 from deploy.edge.admission_control import Place
 from deploy.edge.answer import CompletionResponse
 from deploy.edge.anthropic.error_object import is_anthropic
 from deploy.edge.anthropic.messages_api import COUNT_TOKENS, MESSAGES_API
 from deploy.edge.api import GenerationApi, TokenApi, Wanted
 from deploy.edge.http_errors import DeadlineExceeded, WrongMediaType
+from deploy.edge.keys.key_gate import KeyGate
 from deploy.edge.limits import Limits
+from deploy.edge.native.generate_api import GENERATE
+from deploy.edge.native.tokenization import DETOKENIZE, TOKENIZE
 from deploy.edge.observe.access_log import AccessLog
 from deploy.edge.observe.record import record_of
 from deploy.edge.openai.completions import CHAT, COMPLETIONS
 from deploy.edge.openai.error_response import handle, json_response, plain_error
+from deploy.edge.openai.responses_api import RESPONSES
 from deploy.edge.scope import from_here
-from deploy.edge.service import Service
+from deploy.edge.service import Client, Service
 from engine.errors import InvalidRequest, QuartetError
 from engine.front.generation import Job
 
-GENERATION_APIS = (CHAT, COMPLETIONS, MESSAGES_API)
-TOKEN_APIS = (COUNT_TOKENS,)
+GENERATION_APIS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES_API, GENERATE)
+TOKEN_APIS = (COUNT_TOKENS, TOKENIZE, DETOKENIZE)
 
 Responses = dict[int | str, dict[str, Any]]
 
+_KEY_SCHEMES = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
 _GENERATED: Responses = {
     200: {"description": "Successful Response", "content": {"application/json": {}, "text/event-stream": {}}},
 }
@@ -71,8 +81,10 @@ def create_app(service: Service, *, echo: bool = True) -> ASGIApp:
         _add_tokens(app, service, tokens)
     _add_models(app, service)
     _add_health(app, service)
-    _document_components(app)
-    return AccessLog(_for_browsers(Limits(app, service.limits), service.limits.cors_origins), service, echo=echo)
+    _document_components(app, keys=service.keys is not None)
+    check_key = KeyGate(service.keys).check if service.keys is not None else None
+    limited = Limits(app, service.limits, check_key)
+    return AccessLog(_for_browsers(limited, service.limits.cors_origins), service, echo=echo)
 
 
 def _for_browsers(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
@@ -124,7 +136,8 @@ def _check_media_type(request: Request) -> None:
 
 
 def _answer(service: Service, request: Request, wanted: Wanted, job: Job, place: Place) -> CompletionResponse:
-    job = service.ranked(job, wanted.request, request.headers.get("authorization") or request.headers.get("x-api-key"))
+    client = Client(record_of(request.scope).key, request.headers.get("authorization") or request.headers.get("x-api-key"))
+    job = service.ranked(job, wanted.request, client)
     place.settle(len(job.params), job.choices_each * job.prompt_tokens)
     return CompletionResponse(service, job, wanted.format(service.model), stream=bool(wanted.request.stream))
 
@@ -155,7 +168,13 @@ def _add_health(app: FastAPI, service: Service) -> None:
             return json_response({"status": "dead"}, 503)
         if service.draining:
             return json_response({"status": "draining"}, 503)
-        return json_response({"status": "ready", "model": service.name, **(service.about if from_here(request.scope) else {})})
+        about = service.about if _may_know_addresses(service, request) else {}
+        return json_response({"status": "ready", "model": service.name, **about})
+
+
+def _may_know_addresses(service: Service, request: Request) -> bool:
+    """From this machine and, where there are API keys, with one."""
+    return from_here(request.scope) and (service.keys is None or record_of(request.scope).key is not None)
 
 
 def _status(service: Service) -> int:
@@ -166,7 +185,9 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """Unknown paths and wrong methods."""
     assert isinstance(error, HTTPException)
     path = request.url.path
-    return plain_error(path, error.status_code, f"{error.detail}: {request.method} {path}", headers=error.headers)
+    why = why_absent(path) if error.status_code == HTTPStatus.NOT_FOUND else None
+    message = " ".join(filter(None, (f"{error.detail}: {request.method} {path}.", why)))
+    return plain_error(path, error.status_code, message, headers=error.headers)
 
 
 async def _bug(request: Request, error: Exception) -> Response:
@@ -190,13 +211,16 @@ def _body(kind: type[Struct]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def _document_components(app: FastAPI) -> None:
-    """Have the API's document hold what the bodies' schemas refer to."""
+def _document_components(app: FastAPI, *, keys: bool) -> None:
+    """Have the API's document hold what the bodies' schemas refer to and, with `keys`, how to send one."""
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
         document = generate()
         document.setdefault("components", {}).setdefault("schemas", {}).update(_documentation()[1] | _ERROR_SCHEMAS)
+        if keys:
+            document["components"]["securitySchemes"] = _KEY_SCHEMES
+            document["security"] = [{name: []} for name in _KEY_SCHEMES]
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]  # the way that FastAPI documents

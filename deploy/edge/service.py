@@ -19,13 +19,18 @@ import msgspec
 
 from deploy.edge.admission_control import AdmissionControl
 from deploy.edge.edge_settings import LimitSettings, LogSettings
+from deploy.edge.http_errors import Forbidden, QuotaExceeded, Unauthenticated
+from deploy.edge.keys.key_ring import KeyRing
+from deploy.edge.logit_keys import logit_adjustments
+from deploy.edge.observe.record import RequestRecord
 from deploy.edge.observe.spans import Tracer
 from deploy.edge.openai.schemas import ChatRequest, CompletionRequest, Sampling
 from deploy.edge.raw_json import FEW_BYTES
 from deploy.edge.response_format import ServedModel
 from engine.checkpoint import generation_config
 from engine.config import ToolGrammar
-from engine.errors import EngineDead, InvalidRequest, ModelNotFound
+from engine.errors import EngineDead, InvalidRequest, ModelNotFound, QuartetError
+from engine.events import KeyDecision, KeyTokens, KeyVerdict, Sink, no_sink
 from engine.front.constraints import Constraints, ToolChoice
 from engine.front.generation import Engine, Generation, Job
 from engine.front.grammar import Thought, grammar
@@ -34,6 +39,7 @@ from engine.front.reply import Markers
 from engine.front.template import characters
 from engine.front.text import TextProcessor
 from engine.front.tools import Tools
+from engine.logit_adjustments import LogitAdjustments
 from engine.protocol import Grammar, SamplingParams
 
 TEXT_THREADS = 2
@@ -41,6 +47,11 @@ READERS = 4  # answers under way, in capacities: beyond what the engine works on
 MAX_CHOICES = 64  # of a request, all its prompts together
 COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 _SEED_BITS = 63
+_REFUSALS: dict[type[QuartetError], KeyVerdict] = {
+    Unauthenticated: "unauthenticated",
+    Forbidden: "forbidden",
+    QuotaExceeded: "rate_limited",
+}
 
 T = TypeVar("T")
 _MIX = 0x9E3779B97F4A7C15  # apart: neighbouring choices must not share noise
@@ -64,12 +75,26 @@ class Defaults:
         return cls(**known)
 
 
+@dataclass(frozen=True)
+class Client:
+    """Who asks: the holder of an API key, or whoever sends such an Authorization header."""
+
+    key: str | None
+    authorization: str | None
+
+    @property
+    def tenant(self) -> str:
+        """Whose cached prefixes these are; no holder is taken for a header."""
+        return f"header {self.authorization or ''}" if self.key is None else f"key {self.key}"
+
+
 @dataclass
 class Service:
     """One served model. `vocab` is the model's (token ids must lie in it), `max_len` the context.
 
     `capacity` choices, and `queue_tokens` tokens of those that wait, are let in (admission_control.py); `open` counts choices from
     their submission to the last byte of their answer. `tracer`: none unless configured. `fingerprint`: of build, weights and setup.
+    `keys`: without them anybody may ask; what comes of them goes to `sink`.
     """
 
     name: str
@@ -81,6 +106,8 @@ class Service:
     limits: LimitSettings = field(default_factory=LimitSettings)
     logs: LogSettings = field(default_factory=LogSettings)
     tracer: Tracer | None = None
+    keys: KeyRing | None = None
+    sink: Sink = no_sink
     max_tokens: int | None = None
     capacity: int = 1 << 20
     queue_tokens: int = 1 << 30
@@ -133,12 +160,31 @@ class Service:
     async def job(self, request: ChatRequest | CompletionRequest) -> Job:
         """What goes to the engine. InvalidRequest, ModelNotFound."""
         self.check_model(request.model)
-        return await (self._chat_job(request) if isinstance(request, ChatRequest) else self._completion_job(request))
+        adjustments = await self._adjustments(request)
+        job = await (self._chat_job(request) if isinstance(request, ChatRequest) else self._completion_job(request))
+        adjusted = (msgspec.structs.replace(params, adjustments=adjustments) for params in job.params)
+        return job if adjustments is None else replace(job, params=tuple(adjusted))
+
+    async def _adjustments(self, request: Sampling) -> LogitAdjustments | None:
+        def read() -> LogitAdjustments | None:
+            return logit_adjustments(request, self.vocab, lambda text: self.text.encode(text, add_bos=False))
+
+        return await self._off_loop(read) if request.forbidden_words else read()
 
     async def prompt(self, request: ChatRequest) -> list[int]:
         """The token ids that a chat begins with. InvalidRequest, ModelNotFound."""
         self.check_model(request.model)
         return (await self._off_loop(lambda: self._render(request)))[0]
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a raw prompt. InvalidRequest: it is longer than any that fits."""
+        self._check_size(len(text), "prompt")
+        return await self._off_loop(lambda: self.text.encode(text, add_bos=add_special_tokens))
+
+    async def decode(self, tokens: list[int]) -> str:
+        """The text of token ids, control tokens included. InvalidRequest: one lies outside the vocabulary."""
+        self._in_vocab(tokens, "tokens")
+        return await self._off_loop(lambda: self.text.decode(tokens, skip_special_tokens=False))
 
     async def _chat_job(self, request: ChatRequest) -> Job:
         wanted = request.max_completion_tokens or request.max_tokens
@@ -178,13 +224,23 @@ class Service:
         await self._grammars.check(rules, form.param)
         return _with_grammar(job, Grammar(rules))
 
-    def ranked(self, job: Job, request: Sampling, authorization: str | None) -> Job:
+    def settle(self, record: RequestRecord) -> None:
+        """A request has ended: its API key's holder gets back what it did not use, and what became of it is counted."""
+        refused = next((verdict for kind, verdict in _REFUSALS.items() if isinstance(record.error, kind)), None)
+        if record.grant is not None or refused is not None:
+            self.sink(KeyDecision(record.key or "", refused or "admitted"))
+        if record.key is not None and record.grant is not None:
+            record.grant.close(record.used_tokens)
+            self.sink(KeyTokens(record.key, record.used_tokens))
+
+    def ranked(self, job: Job, request: Sampling, client: Client) -> Job:
         """`job` with its place in the queue, and with whom it shares cached prefixes. InvalidRequest: it is too urgent."""
         priority, most = request.priority or 0, self.limits.min_priority
         if priority < most:
             raise InvalidRequest(f"priority: {priority} is more urgent than {most}, the most urgent allowed here", param="priority")
-        tenant = sha256((authorization or "").encode()).hexdigest() if self.limits.isolate_cache else ""
-        return replace(job, priority=priority, salt=f"{tenant}/{request.cache_salt or ''}")
+        isolated = self.keys is not None if self.limits.isolate_cache is None else self.limits.isolate_cache
+        tenant = sha256(client.tenant.encode()).hexdigest() if isolated else ""
+        return replace(job, priority=priority, salt=f"{len(tenant)}:{tenant}{request.cache_salt or ''}")
 
     def start(self, job: Job, choice: int) -> Generation:
         """Submit one choice of a job."""

@@ -9,6 +9,7 @@ from engine.core.policy import Policy, Room
 from engine.core.prefix import Hit
 from engine.core.requests import Requests
 from engine.core.sequence import Sequence
+from engine.logit_adjustments import encoded_size
 from engine.plan import MAX_ADMITTED, Admission, admission_size
 
 _LOOKAHEAD = 16  # requests that are looked at behind those that can begin
@@ -24,12 +25,17 @@ class Admissions:
         self._budget = budget
         self._gain = max(allocator.page, budget // 8)  # tokens worth waiting for while another computes them
 
+    def candidates(self) -> list[Sequence]:
+        """Who of the queue is looked at, in order: more of them than there are slots."""
+        free = self._requests.free_slots
+        return list(islice(self._requests.waiting, free + _LOOKAHEAD)) if free else []
+
     def admit(self, changes: Changes, budget_left: Callable[[], int], begin: Callable[[Sequence, Admission], None]) -> None:
         """Hand each that is admitted to `begin`, while slots, pages and this step's budget last."""
         if not (self._requests.waiting and self._requests.free_slots and budget_left()):
             return
         room, passed, size = Room(self._requests.running, self._allocator), [], 0
-        for sequence in list(islice(self._requests.waiting, self._requests.free_slots + _LOOKAHEAD)):
+        for sequence in self.candidates():
             if not (self._requests.free_slots and budget_left()):
                 return
             hit = self._allocator.find(sequence)
@@ -80,7 +86,7 @@ class Admissions:
 def _size(sequence: Sequence, hit: Hit | None) -> int:
     """What its admission takes of a plan, in numbers."""
     pages = 0 if hit is None else len(hit.full) + len(hit.tail)
-    return admission_size(len(sequence.tokens), len(sequence.params.stop_ids), pages)
+    return admission_size(len(sequence.tokens), len(sequence.params.stop_ids), encoded_size(sequence.params.adjustments), pages)
 
 
 def _admission(sequence: Sequence) -> Admission:

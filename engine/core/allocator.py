@@ -108,10 +108,11 @@ class Allocator:
 
     # -- prefixes
 
-    def make_keys(self, sequence: Sequence) -> None:
-        """Hash a prompt when it comes: several long ones that are looked up in one step would hold it up."""
-        if self.cache is not None:
-            self._keys(sequence, (len(sequence.tokens) - 1) // self.page)
+    def look_up(self, sequence: Sequence) -> None:
+        """Note what of a queued one is cached. Its keys are made here: of several long ones looked up in one step they would hold
+        it up."""
+        hit = self.find(sequence)
+        sequence.expected = 0 if hit is None else hit.count * self.page
 
     def find(self, sequence: Sequence) -> Hit | None:
         """What of a waiting sequence is cached; one token at least is to be computed."""

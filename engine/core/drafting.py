@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from engine.core.admit import Admissions
 from engine.core.allocator import Allocator, Changes
-from engine.core.policy import POLICIES, prefill_tokens
+from engine.core.policy import LEAST, POLICIES, prefill_tokens
 from engine.core.requests import Requests
 from engine.core.results import ChunkRow, Flight
 from engine.core.sequence import Sequence, Wait
@@ -80,8 +80,9 @@ class Drafts:
         budget = self._budget(prefills) if prefills or self._requests.waiting else 0
         draft = Draft(plan, changes, Flight(plan.step), budget, self.config.masked_rows)
         self._release(changes)
-        self._run_all(draft, self._shares(prefills, draft.budget))
-        self._admit(draft)
+        shares = self._shares(prefills, self._admissions.candidates(), draft.budget)
+        self._run_all(draft, shares)
+        self._admit(draft, shares)
         self._spend(draft)
         if not (plan.chunks or plan.decodes or plan.admissions):
             return None
@@ -122,13 +123,12 @@ class Drafts:
                     if sequence.masked:
                         _use_mask(sequence, draft)
 
-    def _shares(self, prefills: list[Sequence], budget: int) -> dict[Sequence, int]:
-        """Tokens of each running prefill."""
-        if not prefills:
+    def _shares(self, prefills: list[Sequence], waiting: list[Sequence], budget: int) -> dict[Sequence, int]:
+        """Tokens of each running prefill, and of each that may be admitted."""
+        if not budget:
             return {}
-        queued = bool(self._requests.waiting and self._requests.free_slots)
-        shares = self._policy.shares([sequence.ready for sequence in prefills], budget, queued)
-        return dict(zip(prefills, shares, strict=True))
+        wanted = [sequence.ready for sequence in prefills] + [sequence.uncached for sequence in waiting]
+        return dict(zip(prefills + waiting, self._policy.shares(wanted, budget), strict=True))
 
     def _hold_row(self, sequence: Sequence, end: int, changes: Changes) -> bool:
         """Pages for a decode row up to `end`, if it can have them."""
@@ -167,19 +167,19 @@ class Drafts:
         if samples and sequence.masked:
             _use_mask(sequence, draft)
 
-    def _admit(self, draft: Draft) -> None:
-        """Newcomers, with what of the budget is theirs. Nobody is preempted for them: the others have rows in this plan."""
+    def _admit(self, draft: Draft, shares: dict[Sequence, int]) -> None:
+        """Newcomers, with their shares of the budget. Nobody is preempted for them: the others have rows in this plan."""
         def begin(sequence: Sequence, admission: Admission) -> None:
             draft.plan.admissions.append(admission)
-            self._prefill(sequence, draft.budget, draft, may_preempt=False)
+            self._prefill(sequence, shares.get(sequence, 0), draft, may_preempt=False)
 
         self._admissions.admit(draft.changes, lambda: draft.budget, begin)
 
     def _spend(self, draft: Draft) -> None:
-        """What newcomers have left of the budget goes to those who run, in order."""
-        for sequence in self._requests.running if draft.budget else ():
-            if sequence.ready > 0:
-                self._prefill(sequence, draft.budget, draft, may_preempt=False)
+        """What is left of the budget, where somebody could not have its share, goes to those who run."""
+        prefills = [sequence for sequence in self._requests.running if sequence.ready > 0] if draft.budget else []
+        for sequence, share in self._shares(prefills, [], draft.budget).items():
+            self._prefill(sequence, share, draft, may_preempt=False)
 
     def _make_room(self, sequence: Sequence, wanted: int) -> bool:
         """Preempt younger sequences, youngest first, until `wanted` positions have pages; False if that is not enough."""
@@ -198,8 +198,8 @@ def _use_mask(sequence: Sequence, draft: Draft) -> None:
 
 
 def _behind(prefills: list[Sequence]) -> int:
-    """Tokens behind those that a step is going to compute: half of it is the oldest's, the rest the shortest's."""
+    """Tokens behind those that a step is going to compute: the oldest has its part of them, the shortest the rest."""
     if not prefills:
         return 0
-    first, *others = prefills
-    return (first.high + min(others, key=lambda other: other.ready, default=first).high) // 2
+    first, shortest = prefills[0], min(prefills, key=lambda other: other.ready)
+    return (first.high + (LEAST - 1) * shortest.high) // LEAST

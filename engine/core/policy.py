@@ -1,8 +1,9 @@
 """Who is admitted next, and how a step's prefill tokens are shared: pure functions, chosen by name.
 
     arrival   strictly in order: the oldest prompt takes what it can use, and a head of the queue that lacks pages blocks it
-    fair      the oldest prompt gets half of the budget at least, the others the rest, shortest first; a part of that is for those
-              who wait. Of long prompts two are computed at a time. A request may be overtaken so many times, then it blocks
+    fair      the oldest prompt gets a quarter of the budget at least, and the rest goes to all, those who wait for a slot among
+              them, shortest first. Of long prompts two are computed at a time. A request may be overtaken so many times, then it
+              blocks
 
 The order is by `priority` (lower first, as vLLM has it), then by arrival; it is also the reverse order of preemption.
 """
@@ -16,12 +17,13 @@ from engine.core.prefix import Hit
 from engine.core.sequence import Sequence
 from engine.lifeline import StepTimes
 
-Shares = Callable[[list[int], int, bool], list[int]]
+Shares = Callable[[list[int], int], list[int]]
+LEAST = 4  # the oldest prompt has one in so many of the budget at least
 
 
 @dataclass(frozen=True)
 class Policy:
-    """`shares(remaining, budget, queued)`: tokens of each prefill, in order, `queued` when others wait to begin.
+    """`shares(wanted, budget)`: tokens of each prompt in a step, of those that it wants; running ones in order, then waiting ones.
 
     overtaking  how many later ones may be admitted before a request that could not be
     long        how many prompts longer than a step's budget are computed side by side
@@ -32,27 +34,25 @@ class Policy:
     long: int
 
 
-def in_order(remaining: list[int], budget: int, queued: bool) -> list[int]:  # noqa: ARG001 (a Shares)
+def in_order(wanted: list[int], budget: int) -> list[int]:
     """To each what it can use, the first first."""
     shares = []
-    for wanted in remaining:
-        shares.append(min(wanted, budget))
+    for each in wanted:
+        shares.append(min(each, budget))
         budget -= shares[-1]
     return shares
 
 
-def shortest_beside_oldest(remaining: list[int], budget: int, queued: bool) -> list[int]:
-    """Half to the first, half to the others, shortest first, and half of that to those who wait; the first has what is not used."""
-    if not remaining:
-        return []
-    first, *others = remaining
-    newcomers = budget // 4 if queued else 0
-    left = budget // 2 - newcomers if first > budget - sum(others) - newcomers else budget - newcomers - min(first, budget)
-    shares = [0] * len(remaining)
-    for at in sorted(range(len(others)), key=others.__getitem__):
-        shares[1 + at] = min(others[at], left)
-        left -= shares[1 + at]
-    shares[0] = min(first, budget - newcomers - sum(shares))
+def shortest_beside_oldest(wanted: list[int], budget: int) -> list[int]:
+    """A quarter to the first at least, so that it ends; the rest shortest first, so that short ones hardly notice long ones."""
+    shares = [0] * len(wanted)
+    if wanted:
+        shares[0] = min(wanted[0], max(1, budget // LEAST))
+        budget -= shares[0]
+    for at in sorted(range(len(wanted)), key=wanted.__getitem__):
+        more = min(wanted[at] - shares[at], budget)
+        shares[at] += more
+        budget -= more
     return shares
 
 

@@ -82,7 +82,6 @@ class Requests:
         root = root_key(0, request.salt)
         rank = (request.priority, self._arrivals)
         sequence = Sequence(key, tokens, len(tokens), limit, request.params, rank, masked, root=root)
-        self.allocator.make_keys(sequence)
         self._by_key[key] = sequence
         self._enqueue(sequence)
 
@@ -92,6 +91,8 @@ class Requests:
             return 0, "the prompt is empty"
         if len(request.params.stop_ids) > MAX_STOP_IDS:
             return 0, f"{len(request.params.stop_ids)} stop ids, end ids included; at most {MAX_STOP_IDS} are possible"
+        if request.params.adjustments is not None and (excess := request.params.adjustments.excess()) is not None:
+            return 0, excess
         if request.params.max_tokens < 1:
             return 0, f"max_tokens must be at least 1, not {request.params.max_tokens}"
         if prompt + 1 > self._max_len:
@@ -123,6 +124,7 @@ class Requests:
         self._enqueue(sequence)
 
     def _enqueue(self, sequence: Sequence) -> None:
+        self.allocator.look_up(sequence)
         bisect.insort(self.waiting, sequence, key=lambda waiting: waiting.rank)
 
     def _vacate(self, sequence: Sequence, *, poisoned: bool = False) -> None:

@@ -37,7 +37,8 @@ class Sequence:
     mask_for    length for whose next token the host has given a mask last
     target      length at its admission: positions below it are prefill
     root, keys  what its first page's key follows, and the keys of its pages as far as they were needed
-    cached      positions that it found in the prefix cache at its admission; `found`: at its first one
+    cached      positions that it found in the prefix cache at its admission; `found`: at its first one; `expected`: those that
+                were there when it was queued
     marks       pages at whose ends it is to leave a prefix in the cache, ascending
     held        positions that it holds pages for, in every group
     release_at  value of `low` from which on a page can be given back
@@ -58,6 +59,7 @@ class Sequence:
     keys: list[bytes] = field(default_factory=list)
     cached: int = 0
     found: int = 0
+    expected: int = 0
     marks: list[int] = field(default_factory=list)
     low: int = 0
     high: int = 0
@@ -90,6 +92,11 @@ class Sequence:
         """Known tokens that can be computed now; the last one gives a token, so it waits for what the token waits for."""
         known = self.target - self.high
         return known - 1 if self.waits_for else known
+
+    @property
+    def uncached(self) -> int:
+        """Of one that waits: known tokens that it will probably have to compute."""
+        return len(self.tokens) - self.expected
 
     def admit(self, slot: int, number: int, groups: int) -> None:
         """Take a slot under a new admission number; everything is to be computed."""

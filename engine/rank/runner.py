@@ -22,7 +22,18 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.geometry import Geometry, vocab_share
-from engine.plan import DEPTH, RESULT_WIDTH, ROW_NAN, PlanView, PrefillChunk, StepPlan, encode_plan, encode_rows, read_plan
+from engine.plan import (
+    DEPTH,
+    RESULT_WIDTH,
+    ROW_EMPTY,
+    ROW_NAN,
+    PlanView,
+    PrefillChunk,
+    StepPlan,
+    encode_plan,
+    encode_rows,
+    read_plan,
+)
 from engine.protocol import Logprobs
 from engine.rank.attention import AskedAttention, Unsound, attention_backend
 from engine.rank.batch import ForwardBatch
@@ -36,10 +47,11 @@ from engine.rank.slots import ResultRows, SlotState
 from engine.rank.step import StepBuffers, buckets
 from engine.rank.step_clock import StepClock, mark
 from engine.step_masks import decode_masks
-from kernels.choose import ROW_ERROR, ROW_HAS_NAN
+from kernels.choose import ROW_ERROR, ROW_HAS_NAN, ROW_NO_TOKEN
 from kernels.launch import distrusted, usable
+from kernels.sampling_batch import SamplingBatch
 
-SAMPLERS = ("maxima", "filtered", "logprobs")
+SAMPLERS = ("maxima", "filtered", "logprobs", "adjusted", "adjusted_logprobs")
 MAX_ALTERNATIVES = 20  # of a captured sampler: OpenAI's bound
 
 
@@ -112,10 +124,10 @@ class Launched:
         if (flags & ROW_ERROR).any():
             raise RuntimeError(f"step {self.step}: a rank's part of a sum did not come within its bound")
         table = np.empty((len(tokens), 4 + RESULT_WIDTH), np.int32)
-        nan = (flags & ROW_HAS_NAN) != 0
-        table[:, 0], table[:, 1], table[:, 2] = self.rows.slots, self.rows.numbers, ~nan
-        table[:, 3], table[:, 4] = np.where(nan, ROW_NAN, 0), tokens
-        return encode_rows(self.step, table, self._logprobs(host, nan) if self.logprob_rows else {})
+        nan, empty = ((flags & flag) != 0 for flag in (ROW_HAS_NAN, ROW_NO_TOKEN))
+        table[:, 0], table[:, 1], table[:, 2] = self.rows.slots, self.rows.numbers, ~(nan | empty)
+        table[:, 3], table[:, 4] = np.where(nan, ROW_NAN, 0) + np.where(empty, ROW_EMPTY, 0), tokens
+        return encode_rows(self.step, table, self._logprobs(host, nan | empty) if self.logprob_rows else {})
 
     def fold(self) -> None:
         """Move the runner's state hash past this step."""
@@ -127,12 +139,12 @@ class Launched:
         self.fold()
         return result
 
-    def _logprobs(self, host: dict[str, np.ndarray], nan: np.ndarray) -> dict[int, Logprobs]:
+    def _logprobs(self, host: dict[str, np.ndarray], silent: np.ndarray) -> dict[int, Logprobs]:
         assert self.rows is not None
         found = {}
         for at, row in enumerate(self.logprob_rows):
             count = self.rows.logprobs[row]
-            if not nan[row] and count is not None:
+            if not silent[row] and count is not None:
                 pairs = zip(host["ids"][at, :count].tolist(), host["values"][at, :count].tolist(), strict=True)
                 found[row] = Logprobs(float(host["logprobs"][at]), list(pairs))
         return found
@@ -187,13 +199,13 @@ class Runner:
     @torch.inference_mode()
     def graphs_of(self, sizes: Sequence[int]) -> DecodeGraphs[tuple[ForwardBatch, Tensor], StepTokens]:
         """The decode step of these buckets, captured on a GPU. Every rank must call it."""
-        samplers = {name: lambda _, step, name=name: self._sample(name, *step) for name in SAMPLERS}
+        samplers = {name: lambda _, step, name=name: self._sample(name, self._step.plan, *step) for name in SAMPLERS}
         return DecodeGraphs(lambda rows: self._forward(rows, self._step.plan), samplers, sizes, self._device)
 
     @torch.inference_mode()
     def repeat(self, rows: int) -> None:
         """Runs what a graph of `rows` rows holds, of the plan that was uploaded last, eagerly; on a GPU, for measuring."""
-        self._sample("maxima", *self._forward(rows, self._step.plan))
+        self._sample("maxima", self._step.plan, *self._forward(rows, self._step.plan))
 
     @torch.inference_mode()
     def warm(self) -> None:
@@ -210,7 +222,7 @@ class Runner:
         if usable(hidden, "kernels.choose"):
             ends = replace(batch, slots=batch.slots[-1:], positions=torch.full_like(batch.positions[-1:], -1))
             for name in SAMPLERS:
-                self._sample(name, ends, hidden)
+                self._sample(name, uploaded, ends, hidden)
         self.slots.lengths[slot] = 0
         for group in self._cache:
             group.pool[:, 0] = 0
@@ -265,10 +277,10 @@ class Runner:
         bucket = self._step.bucket(count)
         graphs = self.graphs if uploaded is self._step.plan else None
         batch, hidden = graphs.forward(bucket) if graphs else self._forward(bucket, uploaded)
-        if usable(hidden, "kernels.choose") and not any(rows.adjusted):
+        if usable(hidden, "kernels.choose"):
             if graphs and rows.alternatives <= MAX_ALTERNATIVES:
                 return graphs.sample(bucket, rows.sampler), hidden
-            return self._sample(rows.sampler, batch, hidden, rows.alternatives), hidden
+            return self._sample(rows.sampler, uploaded, batch, hidden, rows.alternatives), hidden
         return self._whole(rows, uploaded, batch.slots[:count], batch.positions[:count], hidden[:count]), hidden
 
     def _mixed(self, plan: PlanView, uploaded: Tensor, rows: ResultRows) -> tuple[StepTokens | None, Tensor]:
@@ -282,9 +294,9 @@ class Runner:
         if not len(rows.slots):
             return None, hidden
         slots, positions = batch.slots[batch.logit_rows], batch.positions[batch.logit_rows]
-        if usable(hidden, "kernels.choose") and not any(rows.adjusted):
+        if usable(hidden, "kernels.choose"):
             batch = replace(batch, slots=slots, positions=positions)
-            return self._sample(rows.sampler, batch, hidden, rows.alternatives), hidden
+            return self._sample(rows.sampler, uploaded, batch, hidden, rows.alternatives), hidden
         return self._whole(rows, uploaded, slots, positions, hidden), hidden
 
     def _forward(self, bucket: int, plan: Tensor) -> tuple[ForwardBatch, Tensor]:
@@ -300,24 +312,29 @@ class Runner:
         if self.pages is not None:
             self.pages.check(plan, batch)
 
-    def _sample(self, sampler: str, batch: ForwardBatch, hidden: Tensor, alternatives: int = MAX_ALTERNATIVES) -> StepTokens:
+    def _sample(
+        self, sampler: str, plan: Tensor, batch: ForwardBatch, hidden: Tensor, alternatives: int = MAX_ALTERNATIVES
+    ) -> StepTokens:
         """Tokens of the batch's rows by one of SAMPLERS; `alternatives`: logprobs of a row beside its token's. Capturable."""
         choices = self._inboxes.choices if self._inboxes else None
         logits = self._model.logits(hidden)
-        rows = self._sampler.batch(batch.slots, batch.positions, self.slots.parameters, self.slots.tokens)
+        rows = self._sampling_batch(plan if sampler.startswith("adjusted") else None, batch.slots, batch.positions)
         if sampler == "maxima":
             return StepTokens(self._sampler.maxima(logits, rows, choices))
-        return StepTokens(*self._sampler.every_kind(logits, rows, choices, max(1, alternatives) if sampler == "logprobs" else None))
+        reported = max(1, alternatives) if sampler.endswith("logprobs") else None
+        return StepTokens(*self._sampler.every_kind(logits, rows, choices, reported))
+
+    def _sampling_batch(self, plan: Tensor | None, slots: Tensor, positions: Tensor) -> SamplingBatch:
+        """Rows that sample; with the step's `plan` as its slots say they are adjusted."""
+        batch = self._sampler.batch(slots, positions, self.slots.parameters, self.slots.tokens)
+        return batch if plan is None else replace(batch, adjustments=self.slots.adjustments.tables, plan=plan)
 
     def _whole(self, rows: ResultRows, plan: Tensor, slots: Tensor, positions: Tensor, hidden: Tensor) -> StepTokens:
         """Tokens, and logprobs, of rows of any kind, on a CPU."""
-        batch = None
-        if any(rows.adjusted):
-            batch = self._sampler.batch(slots, positions, self.slots.parameters, self.slots.tokens)
-            batch = replace(batch, adjustments=self.slots.adjustments.tables, plan=plan)
+        batch = self._sampling_batch(plan, slots, positions) if any(rows.adjusted) else None
         sampled = self._sampler.sample(self._model.logits(hidden), self.slots.sampling(rows, slots, positions), batch)
         self.slots.store(slots, positions, sampled.tokens)
-        flags = torch.where(sampled.nan, ROW_HAS_NAN, 0)
+        flags = torch.where(sampled.nan, ROW_HAS_NAN, 0) + torch.where(sampled.empty, ROW_NO_TOKEN, 0)
         return StepTokens(torch.stack([sampled.tokens, flags], dim=1).int(), sampled.logprobs)
 
     def _outputs(self, sampled: StepTokens | None, hidden: Tensor, count: int) -> dict[str, tuple[Tensor, Tensor | None]]:

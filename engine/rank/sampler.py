@@ -1,9 +1,9 @@
 """Logits to tokens over a vocabulary that is cut across ranks: every rank ends with the same tokens, and none is sent.
 
     maxima   greedy and plain rows on a GPU: each rank's best is exchanged in one small launch (`kernels.choose`)
-    every_kind  rows of all kinds on a GPU: a rank is sent the whole logits of its share of the rows, 4 x vocabulary bytes each,
-             filters those that filter (`kernels.filters`) and reports what is asked for; tokens come back by a small gather.
-             Greedy and plain rows keep what maxima gives them, whoever stands beside them
+    every_kind  rows of all kinds, adjusted ones too, on a GPU: a rank is sent the whole logits of its share of the rows, 4 x
+             vocabulary bytes each, filters those that filter (`kernels.filters`) and reports what is asked for; tokens come back by
+             a small gather. Greedy and plain rows keep what maxima gives them, whoever stands beside them
     sample   rows of all kinds on a CPU, and what the others are held to:
         greedy rows        each rank's best (value, id) and NaN flag are gathered: 12 bytes a row and rank; lowest id wins ties
         all other rows     the whole logits are gathered: 4 x vocabulary bytes a row, 105 MB for 100 rows of 262 144
@@ -65,10 +65,11 @@ class TopLogprobs:
 
 @dataclass(frozen=True)
 class Sampled:
-    """tokens int64 [R], 0 where `nan`; nan bool [R]; logprobs of the rows that want them."""
+    """tokens int64 [R]; bool [R], where there is none: nan, empty (every id is forbidden); logprobs of the rows that want them."""
 
     tokens: Tensor
     nan: Tensor
+    empty: Tensor
     logprobs: TopLogprobs | None
 
 
@@ -106,9 +107,7 @@ class Sampler:
     ) -> tuple[Tensor, TopLogprobs | None]:
         """As `maxima`, of rows of any kind. `alternatives`: also every row's logprobs, so many beside the token's. Capturable."""
         share = Share(self._parallel.rank, self._parallel.size)
-        padded = functional.pad(logits, (0, 0, 0, -len(logits) % share.ranks)) if len(logits) % share.ranks else logits
-        slices = self._parallel.exchange_rows(padded)
-        logprobs = None if alternatives is None else self._own_logprobs(slices)  # before maxima overwrites what is forbidden
+        batch, slices, logprobs = self._exchanged(logits, batch, report=alternatives is not None)
         scaled = scaled_rows(slices, batch, share, self._vocabulary)
         chosen = self.maxima(logits, batch, ballot)
         own = filtered_tokens(scaled, batch, chosen, share)
@@ -124,6 +123,21 @@ class Sampler:
         ids, values = report[:, 2:].chunk(2, dim=1)
         return chosen, TopLogprobs(range(len(logits)), report[:, 1], ids.long(), values)
 
+    def _exchanged(self, logits: Tensor, batch: SamplingBatch, *, report: bool) -> tuple[SamplingBatch, Tensor, Tensor | None]:
+        """The batch, its logits adjusted; those of this rank's rows, [ranks, rows, n]; to `report`: logprobs before any change."""
+        slices, logprobs = logits[None], None
+        if report or batch.adjustments is None:
+            slices = self._exchange(logits)
+            logprobs = self._own_logprobs(slices) if report else None
+        if batch.adjustments is not None:
+            batch = self._adjust(logits, batch)
+            slices = self._exchange(logits)
+        return batch, slices, logprobs
+
+    def _exchange(self, logits: Tensor) -> Tensor:
+        spare = -len(logits) % self._parallel.size
+        return self._parallel.exchange_rows(functional.pad(logits, (0, 0, 0, spare)) if spare else logits)
+
     def _own_logprobs(self, slices: Tensor) -> Tensor:
         """slices fp32 [ranks, rows, n] -> fp32 [rows, vocabulary]."""
         whole = slices.transpose(0, 1).flatten(1)[:, : self._vocabulary]
@@ -133,14 +147,16 @@ class Sampler:
         """logits fp32 [R, vocab share], before the soft cap; -inf behind the vocabulary's end. `batch`: how some are adjusted."""
         assert logits.shape[0] == len(rows.greedy) + len(rows.plain) + len(rows.filtered), logits.shape
         tokens = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
-        nan = torch.zeros(logits.shape[0], dtype=torch.bool, device=logits.device)
-        raw, capped = logits, nan
+        nan, empty, capped = torch.zeros((3, logits.shape[0]), dtype=torch.bool, device=logits.device).unbind()
+        raw = logits
         if batch is not None:
             logits = raw.clone()
-            capped = self._adjust(logits, batch)
+            adjusted = self._adjust(logits, batch).capped
+            assert adjusted is not None
+            capped = adjusted.bool()
         if rows.greedy:
             index = _index(rows.greedy, logits.device)
-            tokens[index], nan[index] = self._greedy(logits[index], rows.forbidden[index])
+            tokens[index], nan[index], empty[index] = self._greedy(logits[index], rows.forbidden[index])
         gathered = sorted({*rows.plain, *rows.filtered, *(row for row, count in enumerate(rows.logprobs) if count is not None)})
         whole = self._whole(logits, gathered)
         place = {row: at for at, row in enumerate(gathered)}
@@ -149,35 +165,33 @@ class Sampler:
                 index = _index(kind, logits.device)
                 mine = whole[_index([place[row] for row in kind], logits.device)]
                 mine = torch.where(capped[index, None], mine, cap(mine, self._softcap))
-                tokens[index], nan[index] = self._draw(mine, index, rows, filtered=kind is rows.filtered)
+                tokens[index], nan[index], empty[index] = self._draw(mine, index, rows, filtered=kind is rows.filtered)
         reported = whole if batch is None else self._whole(raw, gathered)
-        return Sampled(tokens, nan, self._logprobs(reported, place, tokens, rows))
+        return Sampled(tokens, nan, empty, self._logprobs(reported, place, tokens, rows))
 
-    def _adjust(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
-        """bool [R]: whose logits are now capped and adjusted, in place."""
-        capped = adjust(logits, batch, self._parallel.rank * logits.shape[1]).capped
-        assert capped is not None
-        return capped.bool()
+    def _adjust(self, logits: Tensor, batch: SamplingBatch) -> SamplingBatch:
+        """As `kernels.adjust`."""
+        rows, n = logits.shape
+        return adjust(logits, batch, self._parallel.rank * n, parts_of(n, rows, self._processors))
 
     def _whole(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
         """[R, vocab share] of every rank -> [rows, vocabulary]."""
         mine = logits[_index(rows, logits.device)]
         return (self._parallel.all_gather(mine) if rows else mine)[:, : self._vocabulary]
 
-    def _greedy(self, logits: Tensor, forbidden: Tensor) -> tuple[Tensor, Tensor]:
-        """(tokens, nan) of rows whose best allowed id is taken, from slices."""
+    def _greedy(self, logits: Tensor, forbidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(tokens, nan, empty) of rows whose best allowed id is taken, from slices."""
         first = self._parallel.rank * logits.shape[1]
         masked = self._mask(logits, forbidden, first)
         best = masked.argmax(-1, keepdim=True)
         nan = logits.isnan().any(-1, keepdim=True)
         mine = torch.cat([masked.gather(1, best), (best + first).float(), nan.float()], dim=1)  # an id is exact below 2^24
         values, ids, flags = self._parallel.all_gather(mine).view(len(logits), -1, 3).unbind(-1)
-        nan = flags.any(-1)
-        token = ids.gather(1, values.argmax(-1, keepdim=True)).squeeze(1).long()
-        return token.masked_fill(nan, 0), nan
+        highest, rank = values.max(-1, keepdim=True)
+        return _given(ids.gather(1, rank).squeeze(1).long(), flags.any(-1), highest.squeeze(1))
 
-    def _draw(self, whole: Tensor, index: Tensor, rows: SamplingRows, *, filtered: bool) -> tuple[Tensor, Tensor]:
-        """(tokens, nan) of the rows `index`, drawn from whole logits behind the cap."""
+    def _draw(self, whole: Tensor, index: Tensor, rows: SamplingRows, *, filtered: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """(tokens, nan, empty) of the rows `index`, drawn from whole logits behind the cap."""
         nan = whole.isnan().any(-1)
         logits = self._mask(whole, rows.forbidden[index], 0)
         arguments = (logits, rows.temperature[index], rows.seeds[index], rows.positions[index])
@@ -185,7 +199,7 @@ class Sampler:
             token = choose_filtered(*arguments, rows.top_k[index], rows.top_p[index], rows.min_p[index])
         else:
             token = choose(*arguments)
-        return token.masked_fill(nan, 0), nan
+        return _given(token, nan, logits.gather(1, token[:, None]).squeeze(1))
 
     def _mask(self, logits: Tensor, forbidden: Tensor, first: int) -> Tensor:
         return mask(logits, torch.cat([forbidden, self._suppress.expand(len(logits), -1)], dim=1), first)
@@ -197,6 +211,12 @@ class Sampler:
         most = max(count for count in rows.logprobs if count is not None)
         logits = cap(whole[_index([place[row] for row in wanted], tokens.device)], self._softcap)
         return TopLogprobs(wanted, *top_logprobs(logits, tokens[_index(wanted, tokens.device)], most))
+
+
+def _given(tokens: Tensor, nan: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(tokens, nan, empty): tokens whose logits are `values`, but where there is a NaN or nothing that may come."""
+    empty = values.isneginf() & ~nan
+    return tokens.masked_fill(nan | empty, 0), nan, empty
 
 
 def _index(rows: Sequence[int], device: torch.device) -> Tensor:

@@ -43,8 +43,11 @@ class ResultRows:
     @property
     def sampler(self) -> str:
         """What they need at least: "maxima", where every token is one over the vocabulary and nothing else is wanted, "filtered",
-        or "logprobs"."""
-        if any(count is not None for count in self.logprobs):
+        or "logprobs"; where logits are adjusted, "adjusted" or "adjusted_logprobs"."""
+        reported = any(count is not None for count in self.logprobs)
+        if any(self.adjusted):
+            return "adjusted_logprobs" if reported else "adjusted"
+        if reported:
             return "logprobs"
         return "filtered" if "filtered" in self.kinds else "maxima"
 
@@ -85,6 +88,7 @@ class SlotState:
         )
         for cache in self.cache:
             clear(cache.table, slots)
+        self.adjustments.admit(admissions)
         self.lengths[slots] = cached.int()
         self._store_tokens(admissions)
         self._store_parameters(admissions, slots)

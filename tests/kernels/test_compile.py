@@ -11,6 +11,7 @@ nothing writes them while the engine serves. This holds for each:
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache, partial
 
 import pytest
@@ -19,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.adjust import adjust
 from kernels.block_tables import block_tables
 from kernels.choose import Ballot, choose_best, local_best, parts_of
 from kernels.experts import experts
@@ -27,7 +29,7 @@ from kernels.joint import Norms, Peers, joint
 from kernels.launch import Node, launch, record, trigger, wait
 from kernels.linear import linear, linear_geglu, linear_send
 from kernels.route import route, router_logits
-from kernels.sampling_batch import SamplingBatch, SlotParameters
+from kernels.sampling_batch import SamplingBatch, SlotAdjustments, SlotParameters
 from kernels.slots import apply_plan, decode_inputs, gather_pages, rotary_table
 from kernels.table_check import check_table
 from kernels.tiles import TABLE, GemmShape, Tile, gemv
@@ -110,6 +112,22 @@ def sampling_batch(rows: int, stops: int) -> SamplingBatch:
     return SamplingBatch(ints(rows), ints(rows), parameters, ints(9, 2049), ints(5), 30.0)
 
 
+def adjust_nodes(target: Target) -> Iterator[Node]:
+    """A quarter of the vocabulary, and what samples of adjusted rows."""
+    batch, parts = sampling_batch(ROWS, 1024), parts_of(65536, ROWS, 132)
+    fp32, counts = partial(meta, dtype=torch.float32), meta(9, 65536, dtype=torch.int16)
+    tables = SlotAdjustments(
+        ints(9), ints(9, 1024), fp32(9, 1024), fp32(9, 3), counts, ints(9, 2), ints(9, 2048), ints(9, 1024), ints(9, 128),
+        ints(9, 2048), ints(9),
+    )  # fmt: skip
+    with record(target) as nodes:
+        logits = meta(ROWS, 65536, dtype=torch.float32)
+        adjusted = adjust(logits, replace(batch, adjustments=tables, plan=ints(500)), 65536, parts)
+        local_best(logits, adjusted, 65536, parts)
+        scaled_rows(meta(4, 2, 65536, dtype=torch.float32), adjusted, Share(1, 4), 262144)
+    yield from nodes
+
+
 def choose_nodes(target: Target) -> Iterator[Node]:
     """Sampling over a quarter of the vocabulary, alone and over four ranks."""
     parts, batch = parts_of(65536, ROWS, 132), sampling_batch(ROWS, 8)
@@ -172,6 +190,7 @@ def attention_nodes(target: Target) -> Iterator[Node]:
 
 
 SUBJECTS: dict[str, Callable[[Target], Iterator[Node]]] = {
+    "adjust": adjust_nodes,
     "linear": linear_nodes,
     "sent": sent_nodes,
     "joint": joint_nodes,

@@ -12,13 +12,7 @@ _EMPTY: tuple[Any, ...] = ("", [], {})
 # key -> values that ask for nothing, beside null
 COMMON: Mapping[str, tuple[Any, ...]] = {
     # sampling
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
-    "bad_words": _EMPTY,
-    "allowed_token_ids": (),
     "logits_processors": _EMPTY,
     "custom_logit_processor": _EMPTY,
     "custom_params": _EMPTY,

@@ -32,7 +32,7 @@ def body_of(error: QuartetError) -> dict[str, Any]:
 
 
 def response_of(error: QuartetError, path: str = "") -> Response:
-    """The whole reply to a request for `path`."""
+    """The whole reply, in the shape of the API that `path` is of."""
     status = status_of(error)
     headers = dict(status.headers)
     if isinstance(error, Overloaded):

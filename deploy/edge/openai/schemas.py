@@ -39,6 +39,7 @@ from deploy.edge.raw_json import (
 from engine.errors import InvalidRequest
 from engine.front.constraints import ToolChoice
 from engine.front.template import EXTRAS, MAX_VALUES, ROLES
+from engine.logit_adjustments import MAX_ALLOWED_IDS, MAX_BAD_WORDS, MAX_BIAS_IDS
 
 MESSAGES = 4096
 PARTS = 1024
@@ -46,11 +47,13 @@ PROMPTS = 32
 PROMPT_IDS = 1 << 20
 STOPS = 64
 STOP_IDS = 1024
+WORD_CHARACTERS = 256
 TOOLS = 128
 TOOL_BYTES = 1 << 20  # of a request's declared tools, and of the arguments of all its tool calls
 _INT32 = 2**31 - 1
 _INT64 = 2**63
 _SWITCHES_BYTES = 4096
+_BIAS_BYTES = 64  # an entry of logit_bias in JSON
 
 Count = Annotated[int, Meta(ge=1, le=_INT32)]
 
@@ -59,6 +62,7 @@ REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")  # the
 _STRING = {"type": "string"}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _STRINGS = {"type": "array", "items": _STRING}
+_BIASES = {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}
 _SWITCHES_SCHEMA = {
     "type": "object",
     "additionalProperties": False,
@@ -128,6 +132,12 @@ class Sampling(Struct, frozen=True, kw_only=True):
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=_INT32)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    logit_bias: Annotated[Raw, shown_as(_BIASES)] | UnsetType = UNSET
+    bad_words: Annotated[Raw, shown_as(_STRINGS)] | UnsetType = UNSET
+    allowed_token_ids: Annotated[Raw, shown_as(_IDS)] | UnsetType = UNSET
     seed: Annotated[int, Meta(ge=-_INT64, le=_INT64 - 1)] | None = None
     stop: Annotated[Raw, shown_as(_STRING, _STRINGS)] | UnsetType = UNSET
     stop_token_ids: Annotated[Raw, shown_as(_IDS)] | UnsetType = UNSET
@@ -161,6 +171,33 @@ class Sampling(Struct, frozen=True, kw_only=True):
     def stop_ids(self) -> list[int]:
         """Token ids that end the answer. InvalidRequest: they are none, or too many."""
         return token_ids(self.stop_token_ids, "stop_token_ids", STOP_IDS)
+
+    @property
+    def biases(self) -> dict[int, float]:
+        """What logit_bias says of each id. InvalidRequest: too many, no ids, or no numbers from -100 to 100."""
+        if (given := present(self.logit_bias)) is None:
+            return {}
+        if size(given) > _BIAS_BYTES * MAX_BIAS_IDS or bytes(given).count(b",") >= MAX_BIAS_IDS:
+            raise InvalidRequest(f"logit_bias: more than {MAX_BIAS_IDS} token ids", param="logit_bias")
+        found: dict[int, float] = decode(given, "logit_bias", _BIAS)
+        return found
+
+    @property
+    def allowed_ids(self) -> list[int] | None:
+        """Of allowed_token_ids; None where it says nothing. InvalidRequest: they are none, or too many."""
+        if present(self.allowed_token_ids) is None:
+            return None
+        return token_ids(self.allowed_token_ids, "allowed_token_ids", MAX_ALLOWED_IDS)
+
+    @property
+    def forbidden_words(self) -> list[str]:
+        """Of bad_words. InvalidRequest: they are no strings, too many, or too long."""
+        if (given := present(self.bad_words)) is None:
+            return []
+        words = elements(given, "bad_words", _WORDS)
+        if any(len(word) > WORD_CHARACTERS for word in words):
+            raise InvalidRequest(f"bad_words: a word has more than {WORD_CHARACTERS} characters", param="bad_words")
+        return words
 
     @property
     def wants_usage(self) -> bool:
@@ -283,6 +320,8 @@ def unsupported(name: str, allowed: str = "") -> InvalidRequest:
 
 _TEXT: msgspec.json.Decoder[str] = msgspec.json.Decoder(str)
 _TEXTS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(str, PROMPTS))
+_WORDS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(str, MAX_BAD_WORDS // 2))  # two spellings each
+_BIAS: msgspec.json.Decoder[dict[int, float]] = msgspec.json.Decoder(dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]])
 _STOP_TEXTS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(str, STOPS))
 _MESSAGES = BoundedList(Message, MESSAGES, "content", TextPart, PARTS)
 _ID_LISTS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(Annotated[list[TokenId], Meta(min_length=1)], PROMPTS))

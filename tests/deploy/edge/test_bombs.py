@@ -14,7 +14,7 @@ from tests.support.edge.edge_process import EdgeProcess
 
 pytestmark = [pytest.mark.cpu, pytest.mark.alone]
 
-CHAT, TEXT, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
+CHAT, TEXT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
 SIZE = (8 << 20) - 256  # of each body: what the limit lets through
 MAX_LEN = 2048
 CPU_S, MEMORY_MB, HELD_S = 1.0, 100.0, 0.1
@@ -22,6 +22,7 @@ USER = b'{"model":"nano","messages":[{"role":"user","content":'
 CALL = USER + b'"x"},{"role":"assistant","tool_calls":[{"function":{"name":"f","arguments":'
 ANTHROPIC = b'{"model":"nano","max_tokens":1,"messages":['
 TOOL_USE = b'{"role":"assistant","content":[{"type":"tool_use","id":"a","name":"f","input":'
+ITEMS = b'{"model":"nano","input":['
 PLANE_15 = "".join(map(chr, range(0xF0000, 0xFFFFE)))  # private use, all of it
 
 
@@ -105,6 +106,14 @@ BOMBS: dict[str, Callable[[], tuple[str, bytes, int]]] = {
         repeated(ANTHROPIC + TOOL_USE + b'{"a":[', b"[]", b"]}}]}]}"),
         400,
     ),
+    "items": lambda: (RESPONSES, repeated(ITEMS, b'{"role":"user","content":""}', b"]}"), 400),
+    "parts of what a call gave": lambda: (
+        RESPONSES,
+        repeated(ITEMS + b'{"type":"function_call_output","call_id":"a","output":[', b'{"type":"text","text":""}', b"]}]}"),
+        400,
+    ),
+    "ids to be decoded": lambda: ("/detokenize", repeated(b'{"tokens":[', b"1", b"]}"), 400),
+    "sampling_params": lambda: ("/generate", repeated(b'{"text":"x","sampling_params":{', b'"a":1', b"}}"), 400),
     "a tool's text": lambda: (CHAT, filled(USER + b'"x"}],"tools":[{"type":"function","function":{"name":"', b"a", b'"}}]}'), 400),
 }
 

@@ -150,10 +150,10 @@ def test_hash_sees_plan_tokens_and_hidden_bits(rank: Rank, debug: bool) -> None:
         """One K or V value off by a little, where slot 2's first page lies."""
         launch = made.launch
 
-        def launched(data: bytes) -> Launched:
+        def launched(data: bytes, masks: bytes = b"") -> Launched:
             if read_header(data).step == 2:
                 next(iter(made.slots.cache)).pool[0, 11, 0, 0, 0, 0] += 1e-4
-            return launch(data)
+            return launch(data, masks)
 
         made.launch = launched  # type: ignore[method-assign]
 

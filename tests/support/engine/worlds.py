@@ -81,6 +81,16 @@ class World:
         self.mask_chance = rng.choice((0.1, 0.5, 1.0))  # a turn that the host has a mask in
         if not drafts and rng.random() < 0.3:
             self.masked = {request.id for request in self.requests if rng.random() < 0.7}
+        if rng.random() < 0.1:
+            self.all_masked()
+
+    def all_masked(self) -> "World":
+        """The same with a mask for every token of every request, none given twice, and pages so few that some are preempted."""
+        page, max_len = self.groups[0].page, self.config.max_len
+        pages = (2 * self.groups[0].worst_pages(max_len) + 2, -(-max_len // page) + 2)
+        self.config = replace(self.config, drafts=0, pages=pages, max_seqs=6)
+        self.masked, self.once = {request.id for request in self.requests}, True
+        return self
 
     def _ask(self, max_len: int) -> None:
         """Prompts share beginnings now and then."""
