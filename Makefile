@@ -14,6 +14,7 @@
 PYTHON ?= python3
 CONFIG ?= deploy/nano.yaml
 PYTEST_ARGS ?=
+WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 
 VENV := .venv
 PACKAGES := $(foreach package,kernels engine cluster deploy dashboards,$(if $(wildcard $(package)/*.py),$(package)))
@@ -34,8 +35,10 @@ EXTRAS-gpu := [gpu]
 serve: $(VENV)/.installed-serve
 	@exec $(BIN)/python -m deploy.cli serve $(CONFIG)
 
+# First what may share the machine, a file at a time on each of some workers; then, whatever came of that, what must have it for itself.
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -m "(pure or cpu or serve) and not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "(pure or cpu) and not alone and not slow" $(PYTEST_ARGS); shared=$$?; \
+	$(BIN)/python -m pytest -m "(alone or serve) and not (gpu or gpu4 or slow)" $(PYTEST_ARGS) && exit $$shared
 
 test-full: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

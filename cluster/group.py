@@ -48,6 +48,7 @@ class _Shared:
     """Descriptors of what the processes share; the replica keeps none of them open."""
 
     plan: int
+    masks: int
     result: int
     status: int
     reduce: int
@@ -200,6 +201,7 @@ def spin_polls(tp: int, cores: int) -> int:
 def _shared(tp: int) -> Iterator[_Shared]:
     sizes = {
         "plan": ring_bytes(tp),
+        "masks": ring_bytes(tp),
         "result": ring_bytes(1),
         "status": StatusBlock.size(tp + 1),
         "reduce": REDUCE_BYTES,
@@ -222,6 +224,7 @@ def _boot_args(index: int, tp: int, shared: _Shared, front: int, lifeline: int, 
         lifeline=lifeline,
         status=shared.status,
         plan=shared.plan,
+        masks=shared.masks,
         result=shared.result,
         reduce=-1 if core else shared.reduce,
         front=front if core else -1,
@@ -233,7 +236,7 @@ def _boot_args(index: int, tp: int, shared: _Shared, front: int, lifeline: int, 
 def _descriptors(args: BootArgs, shared: _Shared) -> list[int]:
     """What this child inherits."""
     own = [args.front] if args.role == "core" else [args.reduce, shared.store]
-    return [args.lifeline, args.status, args.plan, args.result, *own]
+    return [args.lifeline, args.status, args.plan, args.masks, args.result, *own]
 
 
 def _unmap(memory: memoryview) -> None:

@@ -28,6 +28,8 @@ from engine.events import (
     EngineLoad,
     Event,
     FirstToken,
+    KeyDecision,
+    KeyTokens,
     ProcessFigures,
     RequestFinished,
     RequestStarted,
@@ -37,6 +39,7 @@ from engine.events import (
 )
 
 _COMPLETED = ("stop", "length")
+_KEYS_SHOWN = 256  # names of API keys' holders that have series of their own; the others share one
 _OURS = ("error", "dead", "deadline")  # ends without a token that count against the objective at once
 
 Counts = dict[tuple[str, tuple[str, ...]], float]  # (row, label values) -> value
@@ -75,6 +78,7 @@ class Exporter(Collector):
         self._own = CollectorRegistry()
         self._metrics: dict[str, Any] = {metric.name: _collector(metric, self._own) for metric in ENGINE}
         self._load: EngineLoad | None = None
+        self._key_names: set[str] = set()
         self._exported: dict[str, int] = {}
         self._scraping = threading.Lock()
         self._server: WSGIServer | None = None
@@ -127,10 +131,25 @@ class Exporter(Collector):
                 self._of("quartet_request_prompt_tokens").observe(event.prompt_tokens)
             case RequestFinished():
                 self._finished(event)
+            case KeyDecision() | KeyTokens():
+                self._keyed(event)
             case EngineFailed():
                 self._of("quartet_engine_up").set(0)
             case _:
                 assert_never(event)
+
+    def _keyed(self, event: KeyDecision | KeyTokens) -> None:
+        label = self._key_label(event.key)
+        if isinstance(event, KeyTokens):
+            self._of("quartet_key_tokens_total").labels(label).inc(event.count)
+        else:
+            self._of("quartet_key_requests_total").labels(label, event.verdict).inc()
+
+    def _key_label(self, name: str) -> str:
+        """Keys come and go while a replica lives: not every name may have series for ever."""
+        if len(self._key_names) < _KEYS_SHOWN:
+            self._key_names.add(name)
+        return name if name in self._key_names or not name else "other"
 
     def _first(self, event: FirstToken) -> None:
         self._of("quartet_time_to_first_token_seconds").observe(event.ttft_s)

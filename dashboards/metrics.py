@@ -22,6 +22,7 @@ OUTCOMES = (
 )  # fmt: skip
 CAUSES = ("killed", "failed", "unscheduled", "rank_stalled", "core_stalled", "raylet", "vanished", "other")
 SLOS = ("ttft", "tpot")
+KEY_VERDICTS = ("admitted", "unauthenticated", "forbidden", "rate_limited")
 VERDICTS = ("good", "bad")
 CORE_ENDS = ("finished", "refused", "aborted", "failed")
 
@@ -182,6 +183,24 @@ _REQUESTS = (
     Metric("quartet_generation_tokens_total", "counter", "tokens", "Output tokens delivered to requests that were still open."),
 )
 
+_KEYS = (
+    Metric(
+        "quartet_key_requests_total",
+        "counter",
+        "requests",
+        "HTTP requests that needed an API key, by the name of the key's holder (empty: no valid key; other: one name too many for"
+        " labels) and by what became of them: admitted, unauthenticated (401), forbidden (403), rate_limited (429 by a quota).",
+        ("key", "verdict"),
+    ),
+    Metric(
+        "quartet_key_tokens_total",
+        "counter",
+        "tokens",
+        "Tokens of prompts and answers that counted against the quota of the API key's holder, when their requests had ended.",
+        ("key",),
+    ),
+)
+
 _SCHEDULER = (
     Metric("quartet_requests_running", "gauge", "requests", "Sequences that hold a slot, after the step last reported."),
     Metric("quartet_requests_waiting", "gauge", "requests", "Sequences that wait for a slot or for pages, preempted ones too."),
@@ -275,7 +294,7 @@ _ENGINE = (
     Metric("quartet_build_info", "gauge", "info", "Always 1; what runs here.", ("model_name", "build", "attention", "tp")),
 )
 
-ENGINE: tuple[Metric, ...] = (*_LATENCY, *_REQUESTS, *_SCHEDULER, *_RANKS, *_ENGINE)
+ENGINE: tuple[Metric, ...] = (*_LATENCY, *_REQUESTS, *_KEYS, *_SCHEDULER, *_RANKS, *_ENGINE)
 
 
 def sibling(row: Metric, prefix: str, says: str) -> Metric:

@@ -29,10 +29,12 @@ from cluster.group import Group
 from cluster.health import Death, Watcher, raylet_pid
 from dashboards.exporter import Exporter, Facts
 from deploy import environment
+from deploy.edge.keys.key_ring import KeyRing
 from deploy.edge.observe import logs
 from deploy.edge.observe.spans import tracer
 from deploy.edge.routes import create_app
 from deploy.edge.service import Defaults, Service
+from deploy.models.fingerprint import fingerprint
 from deploy.nodes import check_nodes
 from deploy.placement import configure, place
 from deploy.registry import HeartbeatSender, RayRegistryClient, target_here
@@ -105,6 +107,7 @@ class Quartet:
         self._settings = Settings.read(args)
         logs.install(self._settings.logs)
         _warn_about_ray_settings()
+        self._keys = KeyRing(self._settings.keys) if self._settings.keys.needed else None
         config = configure(self._settings, place(self._settings))
         self._spawner = ThreadPoolExecutor(1, "spawner")  # its thread lives as long as the replica: children end with theirs
         self._group = await asyncio.get_running_loop().run_in_executor(self._spawner, Group.boot, config)
@@ -134,11 +137,15 @@ class Quartet:
             max_len=settings.engine.max_len,
             defaults=Defaults.read(folder),
             limits=settings.limits,
+            keys=self._keys,
+            sink=self._exporter,
             logs=settings.logs,
             tracer=tracer(settings.tracing, {"service.namespace": replica.app_name, "service.instance.id": replica.replica_tag}),
             max_tokens=settings.max_tokens,
+            tool_grammar=settings.tool_grammar,
             capacity=settings.capacity,
             queue_tokens=settings.queue_tokens,
+            fingerprint=fingerprint(folder, settings.build, tp, config.dtype, chosen),
             about={"metrics": metrics, "attention": str(group.attention)},
         )
         self._watcher = Watcher(group, self._died, waiting=lambda: self._client.waiting_since, raylet=raylet_pid())

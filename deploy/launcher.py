@@ -17,16 +17,17 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cluster.capability import node_gpus, visible_gpus
 from deploy import environment
-from deploy.edge.edge_settings import LIMITS_VARIABLE, shared_limits
+from deploy.edge.edge_settings import KEYS_VARIABLE, LIMITS_VARIABLE, shared_limits
+from deploy.edge.keys.key_file import parse, read
 from deploy.nodes import check_nodes
-from deploy.processes import adopt_orphans, command_line, descendants, is_ray_server, lives, reap
+from deploy.processes import adopt_orphans, command_line, descendants, is_ray_server, lives, reap, socket_files
 from deploy.settings import Settings
 from engine.errors import ConfigError, EngineDead
 
@@ -73,16 +74,26 @@ class Launch:
         adopt_orphans()
         environment.prepare(os.environ, self.folder, {name: free_port(port) for name, port in HAPROXY_PORTS.items()})
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        limits = shared_limits((settings.limits for settings in self.settings), self.address[0])
-        os.environ.setdefault(LIMITS_VARIABLE, limits)
+        self._guard()
         self._init_ray()
         self._deploy()
         self._wait_running()
         self._wait_answering()
         self.drains = True
 
+    def _guard(self) -> None:
+        """Tell the guard around Serve, which has only the environment to read. One application has the paths, and the keys."""
+        keys = [settings.keys for settings in self.settings if settings.keys.needed]
+        limits = shared_limits((settings.limits for settings in self.settings), self.address[0], keys=bool(keys))
+        os.environ.setdefault(LIMITS_VARIABLE, limits)
+        for one in keys:
+            os.environ.setdefault(KEYS_VARIABLE, one.model_dump_json())
+
     def _check_here(self) -> None:
-        """Before Ray is up: it can only count what is in this machine."""
+        """Before Ray is up: the keys can be read, and it can only count what is in this machine."""
+        for settings in self.settings:
+            if settings.keys.needed:
+                parse(read(settings.keys))
         gpus = visible_gpus(node_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
         for settings in self.settings:
             check_nodes(settings, [{"Alive": True, "Resources": {"GPU": len(gpus)}}])
@@ -186,11 +197,13 @@ class Launch:
 
         False when Ray did not go in order: its exit hooks would wait for servers that are gone, so leave by `os._exit`.
         """
+        listeners = socket_files(descendants(os.getpid()))
         orderly = "ray" not in sys.modules or self._while_ray_lives(_shut_ray, _SHUT_S)
         for pid in descendants(os.getpid()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         reap()
+        _remove_listeners(listeners)
         shutil.rmtree(self.folder, ignore_errors=True)
         return orderly
 
@@ -240,6 +253,13 @@ def _sweep() -> None:
         with contextlib.suppress(OSError, ValueError):  # another user's, or just being removed
             if not Path(f"/proc/{int(owner.read_text())}").exists():
                 shutil.rmtree(owner.parent)
+
+
+def _remove_listeners(files: Iterable[Path]) -> None:
+    """Those of multiprocessing, whose folders a process that is killed leaves behind; Ray's dashboard has one."""
+    for file in files:
+        if file.parent.name.startswith("pymp-"):
+            shutil.rmtree(file.parent, ignore_errors=True)
 
 
 def _shut_ray() -> None:

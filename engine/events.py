@@ -22,6 +22,7 @@ from engine.protocol import Load
 Outcome = Literal[
     "stop", "length", "client_gone", "deadline", "slow_reader", "queue_timeout", "sibling_failed", "refused", "error", "dead"
 ]
+KeyVerdict = Literal["admitted", "unauthenticated", "forbidden", "rate_limited"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,22 @@ class RequestFinished:
 
 
 @dataclass(frozen=True, slots=True)
+class KeyDecision:
+    """An HTTP request that needs an API key was let in, or was not. `key`: its holder's name; empty where it has no valid key."""
+
+    key: str
+    verdict: KeyVerdict
+
+
+@dataclass(frozen=True, slots=True)
+class KeyTokens:
+    """A request of the key's holder has ended: tokens of its prompt and of its answers, once."""
+
+    key: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineLoad:
     """The core's figures have come.
 
@@ -122,7 +139,7 @@ class ScrapeGauges:
     processes: tuple[ProcessFigures, ...] = ()
 
 
-Event = RequestStarted | Scheduled | FirstToken | Tokens | RequestFinished | EngineLoad | EngineFailed
+Event = RequestStarted | Scheduled | FirstToken | Tokens | RequestFinished | KeyDecision | KeyTokens | EngineLoad | EngineFailed
 
 
 class Sink(Protocol):

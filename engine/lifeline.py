@@ -35,8 +35,9 @@ _PR_SET_PDEATHSIG = 1
 class BootArgs(msgspec.Struct, frozen=True, kw_only=True):
     """argv[1] of a child, as JSON: who it is and which inherited descriptors are what.
 
-    `plan` is the ring core -> ranks; `result` the ring rank 0 -> core; `reduce` the CPU all-reduce memory; `front` the core's
-    message socket; `store` a file for torch.distributed's rendezvous. `spin`: polls a ring reader may make before it sleeps.
+    `plan` is the ring core -> ranks, `masks` another for the masks of its steps; `result` the ring rank 0 -> core; `reduce` the CPU
+    all-reduce memory; `front` the core's message socket; `store` a file for torch.distributed's rendezvous. `spin`: polls a ring
+    reader may make before it sleeps.
     """
 
     role: str
@@ -46,6 +47,7 @@ class BootArgs(msgspec.Struct, frozen=True, kw_only=True):
     lifeline: int
     status: int
     plan: int
+    masks: int
     result: int
     reduce: int = -1
     front: int = -1

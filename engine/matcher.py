@@ -4,13 +4,20 @@ A grammar is text in llguidance's dialect of Lark, control tokens by id (`<[52]>
 of microseconds; one that takes more than its fuel ends in an error of its own request, and of no other.
 """
 
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Self
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from tokenizers import Tokenizer
 
-from engine.errors import GenerationFailed, InvalidRequest
+from engine.errors import CheckpointError, GenerationFailed
+from engine.pieces import Pieces, as_plain, control_ids, read_eos, read_tokenizer
+from engine.step_masks import mask_words
 
-MAX_GRAMMAR_BYTES = 256 << 10
+MAX_GRAMMAR_BYTES = 512 << 10
 _LIMITS = LLParserLimits(max_items_in_row=2000, initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, step_max_items=50_000)
 
 
@@ -25,52 +32,96 @@ class Vocabulary:
         self, pieces: Sequence[bytes], special: frozenset[int], ends: Sequence[int], encode: Callable[[str], list[int]]
     ) -> None:
         self.size = len(pieces)
+        self._threads: LLExecutor | None = None
         self._tokenizer = LLTokenizer(_Pieces(pieces, special, ends, encode), n_vocab=len(pieces), eos_token=list(ends))  # type: ignore[arg-type]
 
-    def check(self, grammar: str, param: str) -> None:
-        """Raises InvalidRequest that says what of the grammar cannot be kept, under `param`."""
-        if len(grammar) > MAX_GRAMMAR_BYTES:
-            raise InvalidRequest(f"{param}: the grammar is larger than {MAX_GRAMMAR_BYTES} bytes", param=param)
-        failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer, limits=_LIMITS)
-        if failed:
-            raise InvalidRequest(f"{param}: {messages[0][:500]}", param=param)
+    @classmethod
+    def of_checkpoint(cls, folder: Path, size: int) -> Self:
+        """Of a checkpoint whose model has `size` ids. CheckpointError: its tokenizer is absent or unusable."""
+        tokenizer = read_tokenizer(folder)
+        control = control_ids(tokenizer)
+        pieces = Pieces.of(tokenizer, frozenset(control.values()))
+        plain = as_plain(tokenizer, control)
+        table = [pieces.bytes_of(token) if token < len(pieces.table) else b"" for token in range(size)]
+        ends = [token for token in read_eos(folder) if token < size]
+        if not ends:
+            raise CheckpointError(f"{folder}: no file names the ids that end a reply")
+        return cls(table, frozenset(token for token in pieces.special if token < size), ends, lambda text: _encoded(plain, text))
+
+    def complaint(self, grammar: str) -> str | None:
+        """What of the grammar cannot be kept; None: all of it can."""
+        try:
+            failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer, limits=_LIMITS)
+        except UnicodeEncodeError:
+            return "it is not valid Unicode (a lone surrogate)"
+        return messages[0].splitlines()[0][:500] if failed else None
 
     def matcher(self, grammar: str) -> "Matcher":
         """A new reply's."""
         return Matcher(LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS), self.size)
+
+    def masks(self, matchers: Sequence["Matcher"]) -> np.ndarray:
+        """int32 [n, words]: each matcher's mask as in `engine.step_masks`, zeros where it has failed; made by several threads."""
+        bits = np.zeros((len(matchers), mask_words(self.size)), np.int32)
+        if len(matchers) == 1:
+            matchers[0].fill(bits[0])
+        elif matchers:
+            self._threads = self._threads or LLExecutor(max(1, (os.cpu_count() or 1) // 2))
+            rows = [(matcher.inner, at) for at, matcher in enumerate(matchers)]
+            self._threads.unsafe_compute_mask_ptr(rows, bits.ctypes.data, bits.strides[0], len(bits))
+        return bits
 
 
 class Matcher:
     """One reply's state in its grammar."""
 
     def __init__(self, matcher: LLMatcher, size: int) -> None:
-        self._matcher, self._size = matcher, size
+        self.inner, self._size = matcher, size
         self._check()
 
     @property
     def complete(self) -> bool:
         """The reply may end here."""
-        return self._matcher.is_accepting()
+        return self.inner.is_accepting()
 
     def mask(self) -> bytes:
         """A bit a token id, the lowest first: whether it may come next; an end id where the reply may end.
 
         Raises GenerationFailed where no token may: the vocabulary cannot write what the grammar wants.
         """
-        mask = self._matcher.compute_bitmask()
+        bits = np.zeros(mask_words(self._size), np.int32)
+        self.fill(bits)
+        self.check(bits)
+        return bits.tobytes()
+
+    def fill(self, bits: np.ndarray) -> None:
+        """The mask into int32 [words]."""
+        self.inner.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+
+    def check(self, bits: np.ndarray) -> None:
+        """Raises GenerationFailed where making this mask failed, or no token may come."""
         self._check()
-        if not any(mask):
+        if not bits.any():
             raise GenerationFailed("no token of this model can go on as the grammar wants")
-        return mask
+
+    def fresh(self) -> "Matcher":
+        """Another at the beginning of the same grammar, which this one must not have left."""
+        return Matcher(self.inner.deep_copy(), self._size)
 
     def consume(self, tokens: Sequence[int]) -> None:
         """Tokens that were sampled. Raises GenerationFailed for one that its mask forbids."""
-        self._matcher.consume_tokens(list(tokens))
+        self.inner.consume_tokens(list(tokens))
         self._check()
 
     def _check(self) -> None:
-        if self._matcher.is_error():
-            raise GenerationFailed(f"the grammar: {self._matcher.get_error()[:500]}")
+        if self.inner.is_error():
+            raise GenerationFailed(f"the grammar: {self.inner.get_error()[:500]}")
+
+
+def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Token ids of plain text."""
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    return ids
 
 
 class _Pieces:

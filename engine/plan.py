@@ -24,24 +24,27 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
+from engine import logit_adjustments
 from engine.protocol import MAX_STOP_IDS, Logprobs, SamplingParams
 
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 DEPTH = 2  # plans out at a time: one running, one queued
 RESULT_WIDTH = 1
-MAX_ADMITTED = 1 << 17  # numbers (tokens, stop ids, pages) of one plan's admissions, one of them apart: 0.5 MiB of a ring record
+MAX_ADMITTED = 1 << 17  # numbers (`admission_size`) of one plan's admissions, one of them apart: 0.5 MiB of a ring record
 HEADER_INTS = 16
 COUNTS = 4  # the header's first count: decodes, chunks, appends, releases, zeros, admissions
 
 _WIDTHS = (1, 4, 4, 4, 2)  # int32 of a decode, chunk, append, release, zero
 _PLAN = struct.Struct("<IIQ6I24x")
-_ADMISSION = struct.Struct("<iiqqfff7i")
+_ADMISSION = struct.Struct("<iiqqfff8i")
 _RESULT = struct.Struct("<QIIII")
 _LOGPROB_COUNT = struct.Struct("<i")
 
 FLAG_STOP = 1
+FLAG_MASKED = 2
 RESULT_HAS_LOGPROBS = 1
 ROW_NAN = 1
+ROW_EMPTY = 2
 NUMBER_MASK = 0x7FFFFFFF  # of an admission's number, what a result row carries
 
 
@@ -113,6 +116,7 @@ class StepPlan:
     """One step for every rank. Result rows come in the order: chunks that sample, then decodes.
 
     Of releases and appends there may be thousands: the core has them as one int32 array, a row's four numbers after the other's.
+    `masked`: in some rows not every token may come; the step's StepMasks say which.
     """
 
     step: int
@@ -123,6 +127,7 @@ class StepPlan:
     zeros: list[PageZero] = field(default_factory=list)
     chunks: list[PrefillChunk] = field(default_factory=list)
     decodes: list[int] = field(default_factory=list)
+    masked: bool = False
 
     @property
     def result_slots(self) -> list[int]:
@@ -147,6 +152,7 @@ class PlanView:
 
     step: int
     stop: bool
+    masked: bool
     fixed: np.ndarray
     decodes: np.ndarray
     chunks: np.ndarray
@@ -171,16 +177,18 @@ class PlanHeader(NamedTuple):
 
     step: int
     stop: bool
+    masked: bool
 
 
 class ResultRow(NamedTuple):
-    """What one result row gave. `tokens` empty with `nan`: the logits held NaN and nothing was sampled."""
+    """What one result row gave. Without tokens nothing was sampled: `nan`, the logits held NaN; `empty`, every id was forbidden."""
 
     slot: int
     number: int
     tokens: tuple[int, ...]
     nan: bool = False
     logprobs: Logprobs | None = None
+    empty: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,14 +209,15 @@ class StepResult:
         width = max((len(row.tokens) for row in rows), default=RESULT_WIDTH)
         table = np.zeros((len(rows), 4 + max(width, RESULT_WIDTH)), np.int32)
         for at, row in enumerate(rows):
-            head = (row.slot, row.number & NUMBER_MASK, len(row.tokens), ROW_NAN if row.nan else 0)
+            head = (row.slot, row.number & NUMBER_MASK, len(row.tokens), ROW_NAN * row.nan | ROW_EMPTY * row.empty)
             table[at, : 4 + len(row.tokens)] = head + row.tokens
         return cls(step, table, {at: row.logprobs for at, row in enumerate(rows) if row.logprobs is not None})
 
     def row(self, at: int) -> ResultRow:
         """One row as an object."""
         slot, number, count, flags, *tokens = self.table[at].tolist()
-        return ResultRow(slot, number, tuple(tokens[:count]), bool(flags & ROW_NAN), self.logprobs.get(at))
+        nan, empty = bool(flags & ROW_NAN), bool(flags & ROW_EMPTY)
+        return ResultRow(slot, number, tuple(tokens[:count]), nan, self.logprobs.get(at), empty)
 
     @property
     def rows(self) -> list[ResultRow]:
@@ -223,7 +232,7 @@ class StepResult:
 
 def encode_plan(plan: StepPlan) -> bytes:
     """Bytes of `plan`; `decode_plan` is its inverse."""
-    flags = FLAG_STOP if plan.stop else 0
+    flags = (FLAG_STOP if plan.stop else 0) | (FLAG_MASKED if plan.masked else 0)
     tables = [_flat(section) for section in (plan.chunks, plan.appends, plan.releases, plan.zeros)]
     counts = [len(table) // width for table, width in zip(tables, _WIDTHS[1:], strict=True)]
     header = _PLAN.pack(PLAN_VERSION, flags, plan.step, len(plan.decodes), *counts, len(plan.admissions))
@@ -239,15 +248,18 @@ def largest_plan(
     seqs: int, max_len: int, budget: int, page: int, groups: int, *, width: int = 1, admitted: int = MAX_ADMITTED
 ) -> int:
     """Bytes that no plan of the core exceeds: `seqs` sequences, rows of up to `width` positions, and `budget` prompt tokens."""
-    admission = admission_size(max_len, MAX_STOP_IDS, groups * (max_len // page + 1))
+    admission = admission_size(max_len, MAX_STOP_IDS, logit_adjustments.MAX_SIZE, groups * (max_len // page + 1))
     held = groups * (budget // page + seqs * (-(-width // page) + 2))  # pages appended to rows and chunks
     rows = seqs * (1 + 4) + 4 * held + 4 * groups * seqs + 2 * (held + groups * (max_len // page + 1))
     return 4 * (HEADER_INTS + rows + max(admission, admitted))
 
 
-def admission_size(tokens: int, stop_ids: int, pages: int) -> int:
-    """Numbers of four bytes that an admission, and the appends of pages that it shares with a cached prefix, take in a plan."""
-    return _ADMISSION.size // 4 + tokens + stop_ids + 4 * pages
+def admission_size(tokens: int, stop_ids: int, adjustments: int, pages: int) -> int:
+    """Numbers of four bytes that an admission, and the appends of pages that it shares with a cached prefix, take in a plan.
+
+    adjustments: `engine.logit_adjustments.encoded_size`.
+    """
+    return _ADMISSION.size // 4 + tokens + stop_ids + adjustments + 4 * pages
 
 
 def read_header(data: bytes) -> PlanHeader:
@@ -255,12 +267,12 @@ def read_header(data: bytes) -> PlanHeader:
     version, flags, step, *_ = _PLAN.unpack_from(data)
     if version != PLAN_VERSION:
         raise ValueError(f"plan version {version}, expected {PLAN_VERSION}")
-    return PlanHeader(step, bool(flags & FLAG_STOP))
+    return PlanHeader(step, bool(flags & FLAG_STOP), bool(flags & FLAG_MASKED))
 
 
 def read_plan(data: bytes) -> PlanView:
     """The plan in `data`, unparsed; raises ValueError when it is not one (wrong version or length)."""
-    step, stop = read_header(data)
+    step, stop, masked = read_header(data)
     _, _, _, *counts, n_admissions = _PLAN.unpack_from(data)
     ends = list(accumulate((count * width for count, width in zip(counts, _WIDTHS, strict=True)), initial=HEADER_INTS))
     fixed = np.frombuffer(data, np.int32, ends[-1])
@@ -273,7 +285,7 @@ def read_plan(data: bytes) -> PlanView:
         admissions.append(admission)
     if offset != len(data):
         raise ValueError(f"plan {step} is {len(data)} bytes long, its sections end at {offset}")
-    return PlanView(step, stop, fixed, decodes, chunks, appends, releases, zeros, tuple(admissions))
+    return PlanView(step, stop, masked, fixed, decodes, chunks, appends, releases, zeros, tuple(admissions))
 
 
 def decode_plan(data: bytes) -> StepPlan:
@@ -282,6 +294,7 @@ def decode_plan(data: bytes) -> StepPlan:
     return StepPlan(
         step=view.step,
         stop=view.stop,
+        masked=view.masked,
         decodes=view.decodes.tolist(),
         chunks=[PrefillChunk(*row) for row in view.chunks.tolist()],
         appends=[PageAppend(*row) for row in view.appends.tolist()],
@@ -312,17 +325,20 @@ def _encode_admission(admission: Admission) -> bytes:
         admission.cached,
         len(params.stop_ids),
         len(admission.tokens),
+        params.adjustments is not None,
     )
-    return head + _ints(params.stop_ids) + np.asarray(admission.tokens, np.int32).tobytes()
+    adjustments = b"" if params.adjustments is None else logit_adjustments.encode(params.adjustments)
+    return head + _ints(params.stop_ids) + np.asarray(admission.tokens, np.int32).tobytes() + adjustments
 
 
 def _decode_admission(data: bytes, offset: int) -> tuple[Admission, int]:
     slot, prompt, number, seed, temperature, top_p, min_p, *rest = _ADMISSION.unpack_from(data, offset)
-    top_k, min_tokens, logprobs, adapter, cached, n_stop, n_tokens = rest
+    top_k, min_tokens, logprobs, adapter, cached, n_stop, n_tokens, adjusted = rest
     offset += _ADMISSION.size
     stop_ids = struct.unpack_from(f"<{n_stop}i", data, offset)
     offset += 4 * n_stop
     tokens = np.frombuffer(data, np.int32, n_tokens, offset)
+    adjustments, offset = logit_adjustments.decode(data, offset + 4 * n_tokens) if adjusted else (None, offset + 4 * n_tokens)
     params = SamplingParams(
         max_tokens=0,
         temperature=temperature,
@@ -333,9 +349,9 @@ def _decode_admission(data: bytes, offset: int) -> tuple[Admission, int]:
         min_tokens=min_tokens,
         stop_ids=stop_ids,
         logprobs=None if logprobs < 0 else logprobs,
+        adjustments=adjustments,
     )
-    admission = Admission(slot, number, cast("Sequence[int]", tokens), prompt, params, adapter, cached)
-    return admission, offset + 4 * n_tokens
+    return Admission(slot, number, cast("Sequence[int]", tokens), prompt, params, adapter, cached), offset
 
 
 def encode_result(result: StepResult) -> bytes:

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 
 import msgspec
 
+from engine.logit_adjustments import LogitAdjustments
+
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_STOP_IDS = 1024  # of one request, its end-of-sequence ids among them: a rank's table has a fixed width
 _LENGTH = struct.Struct("<I")
@@ -36,12 +38,23 @@ class AbortReason(enum.StrEnum):
     sibling_failed = "sibling_failed"  # another choice of the same request ended in error
 
 
+class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a reply must look like: `text` as `engine.matcher` reads it, checked at the edge.
+
+    `trigger`: tokens are free up to each of this id, and again once what follows it is complete; None: the grammar is the reply's.
+    """
+
+    text: str
+    trigger: int | None = None
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How one request samples; validated once at the edge, the seed resolved there.
 
     temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off. `logprobs` is the number of alternatives reported a token
     (0: the chosen one alone; None: nothing). `stop_ids` end the request; they are masked until `min_tokens` tokens are out. The
     edge puts the end ids among them unless the client ignores those. Stop strings are text and stay in `front/text`.
+    `adjustments` None: there are none. `grammar` stays in the core, which makes masks of it.
     """
 
     max_tokens: int
@@ -53,6 +66,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     min_tokens: int = 0
     stop_ids: tuple[int, ...] = ()
     logprobs: int | None = None
+    adjustments: LogitAdjustments | None = None
+    grammar: Grammar | None = None
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
@@ -99,7 +114,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=F
     """What one step gave one request. `finish` set: the request has ended and this is its last entry.
 
     `cached`, with its first tokens: how many of its prompt's were found in the prefix cache when it was first scheduled. `error` is
-    a sentence for the client, with `invalid` set when the request itself was at fault (refused: nothing was computed).
+    a sentence for the client, with `invalid` set when the request itself was at fault.
     """
 
     id: int

@@ -9,8 +9,6 @@
 Rows that filter (top_k, top_p, min_p) or report logprobs need more than a maximum and take the way of `engine.rank.sampler`.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -18,23 +16,14 @@ from torch import Tensor
 
 from kernels.joint import SPINS, polled
 from kernels.launch import launch, trigger, usable, wait
+from kernels.sampling_batch import GREEDY_BELOW, SamplingBatch
 
-GREEDY_BELOW = 1e-5  # temperatures under it are greedy: logits divided by less would overflow into ties
 ROW_HAS_NAN, ROW_ERROR = 1, 2  # a row's flags; an error: a rank's part of a sum or a choice did not come within the bound
+ROW_NO_TOKEN = 4  # every id is forbidden
 _FIELDS = 4  # of a part's best: value, id (exact in fp32 below 2^24), whether there was a NaN, nothing
 _EMPTY = -(1 << 31)  # -0.0
 _BLOCK = 1024
 _PART = 4096  # ids of a part at least
-
-
-@dataclass(frozen=True)
-class SlotParameters:
-    """How each slot samples: integers int64 [slots, 3] (seed, top_k, first position that may stop), floats fp32 [slots, 3]
-    (temperature, top_p, min_p), stop int32 [slots, ids], -1: none."""
-
-    integers: Tensor
-    floats: Tensor
-    stop: Tensor
 
 
 class Ballot:
@@ -62,52 +51,41 @@ def parts_of(vocabulary: int, rows: int, processors: int) -> int:
     return 1 << (wanted.bit_length() - 1)
 
 
-def local_best(
-    logits: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    parameters: SlotParameters,
-    suppress: Tensor,
-    softcap: float | None,
-    first: int,
-    parts: int,
-) -> Tensor:
-    """logits fp32 [rows, n] of ids first .. first + n - 1, before the cap -> fp32 [rows, parts, 4].
+def local_best(logits: Tensor, batch: SamplingBatch, first: int, parts: int) -> Tensor:
+    """logits fp32 [R, n] of ids first .. first + n - 1, before the cap but where `batch.capped` -> fp32 [R, parts, 4].
 
-    slots and positions int32 [rows]: whose parameters count, and the position of the row's input; -1 is a padding row.
-    suppress int32 [m]: ids that no row may give. Logits of forbidden ids are overwritten with -inf.
+    Logits of forbidden ids are overwritten with -inf.
     """
     rows, n = logits.shape
+    parameters, suppress = batch.parameters, batch.suppress
     assert usable(logits, __name__), "local_best has no reference apart: engine.rank.sampler is what it is held to"
     best = torch.empty((rows, parts, _FIELDS), dtype=torch.float32, device=logits.device)
     launch(
         _local_best, (rows, parts),
-        logits, slots, positions, parameters.integers, parameters.floats, parameters.stop, suppress, suppress.shape[0],
-        best, first, softcap or 1.0,
-        N=n, PART=triton.cdiv(n, parts), CAP=softcap is not None, STOP=parameters.stop.shape[1],
+        logits, batch.slots, batch.positions, parameters.integers, parameters.floats, parameters.stop, suppress, suppress.shape[0],
+        batch.capped, best, first, batch.softcap or 1.0,
+        N=n, PART=triton.cdiv(n, parts), CAP=batch.softcap is not None, STOP=parameters.stop.shape[1],
         SUPPRESS=triton.next_power_of_2(max(1, suppress.shape[0])), GREEDY=GREEDY_BELOW, BLOCK=_BLOCK, warps=4,
     )  # fmt: skip
     return best
 
 
-def choose_best(best: Tensor, slots: Tensor, positions: Tensor, tokens: Tensor, results: Tensor, ballot: Ballot | None) -> None:
-    """best fp32 [rows, parts, 4] -> results int32 [rows, 2]: token and flags; where there was a NaN the token is 0.
+def choose_best(best: Tensor, batch: SamplingBatch, results: Tensor, ballot: Ballot | None) -> None:
+    """best fp32 [R, parts, 4] -> results int32 [R, 2]: token and flags; with a NaN, or every id forbidden, the token is 0.
 
-    The token is also written to tokens int32 [slots, max_len + 1] at the position behind the row's own. ballot: None for one rank.
+    The token is also written behind the row's input. ballot: None for one rank.
     """
     parts = best.shape[1]
     assert parts & (parts - 1) == 0, parts
     shared = (None, None, None, 0, 0) if ballot is None else (
         ballot.pointers, ballot.inbox, ballot.errors, ballot.rank, ballot.rows * _FIELDS
     )  # fmt: skip
-    _launch_choose(best, slots, positions, tokens, results, shared, 1 if ballot is None else ballot.size)
+    _launch_choose(best, batch, results, shared, 1 if ballot is None else ballot.size)
 
 
 def _launch_choose(
     best: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    tokens: Tensor,
+    batch: SamplingBatch,
     results: Tensor,
     shared: tuple[object, ...],
     size: int,
@@ -117,7 +95,7 @@ def _launch_choose(
     """`send` and `receive` apart: the interpreter runs ranks one after the other."""
     launch(
         _choose, (best.shape[0],),
-        best, slots, positions, tokens, tokens.shape[1], results, *shared,
+        best, batch.slots, batch.positions, batch.tokens, batch.tokens.shape[1], results, *shared,
         PARTS=best.shape[1], SIZE=size, WIDTH=max(1, triton.next_power_of_2(size)), EMPTY=_EMPTY, SPINS=SPINS, SEND=send,
         RECEIVE=receive, warps=1,
     )  # fmt: skip
@@ -166,7 +144,7 @@ def _nans(at: tl.tensor, live: tl.tensor) -> tl.tensor:
 @triton.jit(do_not_specialize=["suppressed", "first"])
 def _local_best(
     logits: tl.tensor, slots: tl.tensor, positions: tl.tensor, integers: tl.tensor, floats: tl.tensor, stop: tl.tensor,
-    suppress: tl.tensor, suppressed: tl.tensor, best: tl.tensor, first: tl.tensor, cap: tl.tensor,
+    suppress: tl.tensor, suppressed: tl.tensor, capped: tl.tensor, best: tl.tensor, first: tl.tensor, cap: tl.tensor,
     N: tl.constexpr, PART: tl.constexpr,
     CAP: tl.constexpr, STOP: tl.constexpr, SUPPRESS: tl.constexpr, GREEDY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
@@ -202,6 +180,8 @@ def _local_best(
         value = x
         if temperature >= GREEDY:
             scaled = _capped(x, cap) / temperature if CAP else x / temperature
+            if capped is not None:
+                scaled = tl.where(tl.load(capped + row) != 0, x / temperature, scaled)
             noisy = scaled + _gumbel(key, (first + entry).to(tl.int64))
             value = tl.where(x == float("-inf"), x, noisy)
         value = tl.where(value != value, float("-inf"), value)
@@ -268,9 +248,10 @@ def _choose(
         failed = 0
         if SIZE > 1:
             failed = tl.load(errors, volatile=True)
-        chosen = tl.where(bad > 0, 0.0, token).to(tl.int32)
+        none = (bad <= 0) & (top == float("-inf"))
+        chosen = tl.where((bad > 0) | none, 0.0, token).to(tl.int32)
         tl.store(results + row * 2, chosen)
-        tl.store(results + row * 2 + 1, (bad > 0).to(tl.int32) + 2 * failed)
+        tl.store(results + row * 2 + 1, (bad > 0).to(tl.int32) + 2 * failed + 4 * none.to(tl.int32))
         position = tl.load(positions + row)
         slot = tl.load(slots + row).to(tl.int64)
         tl.store(tokens + slot * tokens_width + position + 1, chosen, position >= 0)

@@ -22,8 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.choose import GREEDY_BELOW, SlotParameters, _capped, _gumbel, _key
+from kernels.choose import _capped, _gumbel, _key
 from kernels.launch import launch, trigger, usable, wait
+from kernels.sampling_batch import GREEDY_BELOW, SamplingBatch
 
 _BLOCK = 64  # ids whose largest value is noted
 _CTA_BLOCKS = 64
@@ -48,22 +49,13 @@ class ScaledRows:
     masses: Tensor
 
 
-def scaled_rows(
-    logits: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    parameters: SlotParameters,
-    suppress: Tensor,
-    softcap: float | None,
-    share: Share,
-    vocabulary: int,
-) -> ScaledRows:
-    """logits fp32 [ranks, rows, n], uncapped: every rank's slice of this rank's rows. Rows that do not filter are left out.
+def scaled_rows(logits: Tensor, batch: SamplingBatch, share: Share, vocabulary: int) -> ScaledRows:
+    """logits fp32 [ranks, rows, n], uncapped but where `batch.capped`: every rank's slice of this rank's rows.
 
-    slots and positions int32 [R] of all rows of the step, of each row's input; suppress int32 [m]: ids that no row may give.
-    Columns from `vocabulary` on are nobody's.
+    Rows that do not filter are left out. `batch`: all rows of the step. Columns from `vocabulary` on are nobody's.
     """
     ranks, rows, n = logits.shape
+    parameters, suppress = batch.parameters, batch.suppress
     assert ranks == share.ranks, (logits.shape, share)
     assert logits.is_contiguous(), logits.stride()
     assert vocabulary <= ranks * n, (vocabulary, logits.shape)
@@ -73,17 +65,15 @@ def scaled_rows(
     peaks, masses = torch.empty((2, rows, blocks), dtype=torch.float32, device=logits.device).unbind()
     launch(
         _scale, (rows, triton.cdiv(blocks, _CTA_BLOCKS)),
-        logits, slots, positions, parameters.integers, parameters.floats, parameters.stop, suppress, suppress.shape[0],
-        values, peaks, masses, slots.shape[0], share.rank, rows, softcap or 1.0,
-        N=n, V=vocabulary, RANKS=ranks, CAP=softcap is not None, STOP=parameters.stop.shape[1],
+        logits, batch.slots, batch.positions, parameters.integers, parameters.floats, parameters.stop, suppress, suppress.shape[0],
+        batch.capped, values, peaks, masses, batch.slots.shape[0], share.rank, rows, batch.softcap or 1.0,
+        N=n, V=vocabulary, RANKS=ranks, CAP=batch.softcap is not None, STOP=parameters.stop.shape[1],
         SUPPRESS=triton.next_power_of_2(max(1, suppress.shape[0])), GREEDY=GREEDY_BELOW, BLOCK=_BLOCK, BLOCKS=_CTA_BLOCKS, warps=8,
     )  # fmt: skip
     return ScaledRows(values, peaks, masses)
 
 
-def filtered_tokens(
-    scaled: ScaledRows, slots: Tensor, positions: Tensor, parameters: SlotParameters, chosen: Tensor, share: Share
-) -> Tensor:
+def filtered_tokens(scaled: ScaledRows, batch: SamplingBatch, chosen: Tensor, share: Share) -> Tensor:
     """chosen int32 [R, 2], what `kernels.choose` gave, of all rows -> int32 [rows]: the tokens of this rank's rows, which are those
     of `chosen` where nothing filters."""
     (rows, vocabulary), blocks = scaled.values.shape, scaled.peaks.shape[1]
@@ -91,19 +81,18 @@ def filtered_tokens(
     listed = torch.empty((rows, blocks), dtype=torch.int32, device=chosen.device)
     launch(
         _filter, (rows,),
-        scaled.values, scaled.peaks, scaled.masses, slots, positions, parameters.integers, parameters.floats, chosen, listed,
-        tokens, slots.shape[0], share.rank,
+        scaled.values, scaled.peaks, scaled.masses, batch.slots, batch.positions, batch.parameters.integers,
+        batch.parameters.floats, chosen, listed, tokens, batch.slots.shape[0], share.rank,
         V=vocabulary, NB=blocks, WIDTH=triton.next_power_of_2(blocks), RANKS=share.ranks, GREEDY=GREEDY_BELOW, BLOCK=_BLOCK,
         TILE=_LISTED, warps=8,
     )  # fmt: skip
     return tokens
 
 
-def adopt(drawn: Tensor, slots: Tensor, positions: Tensor, tokens: Tensor, chosen: Tensor) -> None:
-    """drawn fp32 [>= R], the rows' tokens in order: written to chosen int32 [R, 2] and, behind each row's input, to tokens
-    int32 [slots, max_len + 1]. Rows at position -1 are padding."""
-    stride = drawn.stride(0)
-    launch(_adopt, (chosen.shape[0],), drawn, stride, slots, positions, tokens, tokens.shape[1], chosen, warps=1)
+def adopt(drawn: Tensor, batch: SamplingBatch, chosen: Tensor) -> None:
+    """drawn fp32 [>= R], the rows' tokens in order: written to chosen int32 [R, 2] and behind each row's input."""
+    rows = (batch.slots, batch.positions, batch.tokens, batch.tokens.shape[1])
+    launch(_adopt, (chosen.shape[0],), drawn, drawn.stride(0), *rows, chosen, warps=1)
 
 
 # ---- kernels
@@ -119,8 +108,8 @@ def _filters(integers: tl.tensor, floats: tl.tensor, slot: tl.tensor, GREEDY: tl
 @triton.jit(do_not_specialize=["suppressed", "T", "rank", "share"])
 def _scale(
     logits: tl.tensor, slots: tl.tensor, positions: tl.tensor, integers: tl.tensor, floats: tl.tensor, stop: tl.tensor,
-    suppress: tl.tensor, suppressed: tl.tensor, values: tl.tensor, peaks: tl.tensor, masses: tl.tensor, T: tl.tensor,
-    rank: tl.tensor, share: tl.tensor, cap: tl.tensor,
+    suppress: tl.tensor, suppressed: tl.tensor, capped: tl.tensor, values: tl.tensor, peaks: tl.tensor, masses: tl.tensor,
+    T: tl.tensor, rank: tl.tensor, share: tl.tensor, cap: tl.tensor,
     N: tl.constexpr, V: tl.constexpr, RANKS: tl.constexpr, CAP: tl.constexpr, STOP: tl.constexpr,
     SUPPRESS: tl.constexpr, GREEDY: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -137,6 +126,8 @@ def _scale(
             ids = start + block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
             x = tl.load(logits + (ids // N * share + own) * N + ids % N, ids < V, float("-inf"))
             scaled = _capped(x, cap) / temperature if CAP else x / temperature
+            if capped is not None:
+                scaled = tl.where(tl.load(capped + row) != 0, x / temperature, scaled)
             line = values + own * V
             tl.store(line + ids, tl.where(x == float("-inf"), x, scaled), ids < V)
             tl.debug_barrier()

@@ -9,15 +9,16 @@ sums over ranks are `engine.rank.parallel.self_check`'s.
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from triton.errors import TritonError
 
 from kernels.activation import geglu
+from kernels.adjust import adjust
 from kernels.block_tables import block_tables
-from kernels.choose import SlotParameters, choose_best, local_best
+from kernels.choose import choose_best, local_best
 from kernels.decode import DecodeScratch, decode_attention
 from kernels.embed import embed
 from kernels.experts import experts
@@ -29,6 +30,7 @@ from kernels.prefill import extend_attention, extend_tiles, tile_tokens
 from kernels.qkv import qkv_post
 from kernels.route import route, router_logits
 from kernels.sample import cap, choose_filtered, gumbel
+from kernels.sampling_batch import BAD_WORDS, BIASED, LIMITED, PENALIZED, SamplingBatch, SlotAdjustments, SlotParameters
 from kernels.slots import apply_plan, decode_inputs, gather_pages, rotary_table
 from kernels.table_check import check_table, new_violations
 
@@ -218,12 +220,42 @@ def _ballot(draw: RandomInputs) -> tuple[Tensor, Tensor, SlotParameters]:
     return draw.floats(4, _VOCABULARY, scale=4, dtype=torch.float32), draw.ints(9, 8, 7, 6), SlotParameters(integers, floats, stop)
 
 
+def _adjust(draw: RandomInputs) -> Outputs:
+    """Four rows, each with another kind of adjustment, the last with a mask too; the second's input is counted."""
+    logits, positions, parameters = _ballot(draw)
+    words, device = -(-_VOCABULARY // 32), draw.device
+    tables = SlotAdjustments(
+        flags=draw.ints(BIASED, PENALIZED, LIMITED, BAD_WORDS),
+        bias_ids=draw.ints(5, 900, 4999, -1).repeat(4, 1),
+        bias=torch.tensor([2.5, -math.inf, -3.0, 9.0], device=device).repeat(4, 1),
+        penalties=torch.tensor([1.3, 0.7, 0.2], device=device).repeat(4, 1),
+        counts=torch.arange(-9, 11, device=device).repeat(4, _VOCABULARY // 20).to(torch.int16),
+        starts=draw.ints(3, 8).repeat(4, 1),
+        allowed=torch.full((4, words), 0x55555555, dtype=torch.int32, device=device),
+        bad_words=draw.ints(77, 6, 7, 44, 7, 8, 45).repeat(4, 1),
+        word_ends=draw.ints(1, 4, 7, 7).repeat(4, 1),
+        masks=torch.full((4, words), 0x33333333, dtype=torch.int32, device=device),
+        mask_steps=draw.ints(-1, -1, -1, 9),
+    )
+    history = torch.arange(12, dtype=torch.int32, device=device).repeat(4, 1)
+    plan, batch = draw.ints(0, 0, 9, 0), replace(_batch(draw, positions, parameters), tokens=history, adjustments=tables)
+    capped = adjust(logits, replace(batch, plan=plan), 0, _PARTS).capped
+    assert capped is not None
+    return logits.clamp(min=-1e3), logits.isneginf().int(), tables.counts.int(), capped
+
+
 def _choose(draw: RandomInputs) -> Outputs:
     logits, positions, parameters = _ballot(draw)
-    slots, tokens, results = draw.ints(0, 1, 2, 3), torch.zeros((4, 12), dtype=torch.int32, device=draw.device), draw.ints(*[9] * 8)
-    best = local_best(logits, slots, positions, parameters, draw.ints(), _CAP, 0, _PARTS)
-    choose_best(best, slots, positions, tokens, results.view(4, 2), None)
-    return best[..., 0], best[..., 1].int(), results.view(4, 2)[:, 0], tokens
+    batch, results = _batch(draw, positions, parameters), draw.ints(*[9] * 8)
+    best = local_best(logits, batch, 0, _PARTS)
+    choose_best(best, batch, results.view(4, 2), None)
+    return best[..., 0], best[..., 1].int(), results.view(4, 2)[:, 0], batch.tokens
+
+
+def _batch(draw: RandomInputs, positions: Tensor, parameters: SlotParameters) -> SamplingBatch:
+    """Four rows, a slot each."""
+    tokens = torch.zeros((4, 12), dtype=torch.int32, device=draw.device)
+    return SamplingBatch(draw.ints(0, 1, 2, 3), positions, parameters, tokens, draw.ints(), _CAP)
 
 
 def _choose_reference(draw: RandomInputs) -> Outputs:
@@ -251,13 +283,13 @@ def _filtered_inputs(draw: RandomInputs) -> tuple[Tensor, Tensor, SlotParameters
 
 def _filter(draw: RandomInputs) -> Outputs:
     logits, positions, parameters = _filtered_inputs(draw)
-    slots, tokens, share = draw.ints(0, 1, 2, 3), torch.zeros((4, 12), dtype=torch.int32, device=draw.device), Share(0, 1)
-    scaled = scaled_rows(logits[None], slots, positions, parameters, draw.ints(), _CAP, share, _VOCABULARY)
+    batch, share = _batch(draw, positions, parameters), Share(0, 1)
+    scaled = scaled_rows(logits[None], batch, share, _VOCABULARY)
     best = _scaled(logits, parameters) + gumbel(parameters.integers[:, 0], positions.long() + 1, _ids(draw))
     chosen = torch.stack([best.argmax(-1), torch.zeros_like(best[:, 0])], dim=1).int()
-    drawn = filtered_tokens(scaled, slots, positions, parameters, chosen, share)
-    adopt(drawn.float(), slots, positions, tokens, chosen)
-    return scaled.values, drawn, chosen[:, 0], tokens
+    drawn = filtered_tokens(scaled, batch, chosen, share)
+    adopt(drawn.float(), batch, chosen)
+    return scaled.values, drawn, chosen[:, 0], batch.tokens
 
 
 def _filter_reference(draw: RandomInputs) -> Outputs:
@@ -321,6 +353,7 @@ CHECKS = (
     Check("kernels.decode", "decode attention at head dim 512", _decode(8, 1, 512, 1, None)),
     Check("kernels.prefill", "prefill attention at head dim 256", _extend(4, 2, 256, 30)),
     Check("kernels.prefill", "prefill attention at head dim 512", _extend(8, 1, 512, None)),
+    Check("kernels.adjust", "adjusted logits", _adjust),
     Check("kernels.choose", "sampling", _choose, _choose_reference),
     Check("kernels.filters", "filtered sampling", _filter, _filter_reference),
     Check("kernels.table_check", "the check of page tables", _table_check),

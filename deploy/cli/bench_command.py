@@ -1,7 +1,6 @@
 """`quartet bench`: load against an OpenAI endpoint, and what came of every request."""
 
 import argparse
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,10 +98,10 @@ def levels(args: argparse.Namespace) -> list["Level"]:
 
 def target(args: argparse.Namespace) -> "Endpoint":
     """Where to; asks the endpoint for its model where none is named. ConfigError when it does not answer."""
-    from deploy.cli.fetch import base_of, get
+    from deploy.cli.fetch import api_key, base_of, get
     from deploy.load.request import Endpoint
 
-    url, key = base_of(args.url), args.api_key or os.environ.get("OPENAI_API_KEY")
+    url, key = base_of(args.url), api_key(args.api_key)
     model = args.model
     if model is None:
         try:
@@ -151,20 +150,20 @@ async def _levels(
         for level in wanted:
             with progress(str(level), level.requests) as advance:
                 load = LoadRun(client, where, prompts, advance)
-                runs.append((str(level), load.ledger, await _measured(load, level, args.metrics)))
+                runs.append((str(level), load.ledger, await _measured(load, level, args.metrics, where.key)))
             if load.interrupted:
                 break
     return runs
 
 
-async def _measured(load: Any, level: "Level", exporter: str | None) -> dict[str, Any]:
+async def _measured(load: Any, level: "Level", exporter: str | None, key: str | None) -> dict[str, Any]:
     """Run a level; with an exporter, between two scrapes."""
     from deploy.cli.scrape import find
     from deploy.load.summary import against_server, summary
 
     if exporter is None:
         return summary(level, await load.run(level))
-    urls = find(exporter)  # once: behind one address there may be several replicas, and the next answer another one's
+    urls = find(exporter, key)  # once: behind one address there may be several replicas, and the next answer another one's
     before = _counters(urls)
     ledger = await load.run(level)
     return {**summary(level, ledger), "server": against_server(ledger, before, _counters(urls))}

@@ -4,7 +4,9 @@
 """
 
 import argparse
+import os
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
     entries, lines = [], []
     for app, settings in zip(ours, found, strict=True):
         notes = [*deployment_notes(app, settings, str(args.config)), *model_notes(settings, str(args.config))]
+        notes += key_notes(config.get("http_options") or {}, settings, str(args.config))
         notes += time_notes(app, config.get("http_options") or {}, settings)
         entries.append({"name": app.get("name", ""), "settings": settings.model_dump(mode="json"), "notes": notes})
         lines += [f"{args.config}: {settings.name}: {settings.model_dump_json()}", *(f"note: {note}" for note in notes)]
@@ -67,6 +70,25 @@ def deployment_notes(app: dict[str, Any], settings: "Settings", source: str) -> 
                 yield f"{name} {most} is below limits.requests {settings.limits.requests}: beyond it Serve refuses in its own words"
         if settings.needs_gpus and gpus is not None and gpus != settings.engine.tp:
             yield f"num_gpus is {gpus}, but tp needs {settings.engine.tp}: Ray would place replicas where they cannot run"
+
+
+def key_notes(http: dict[str, Any], settings: "Settings", source: str) -> Iterator[str]:
+    """How many may ask, and whether anybody may. ConfigError: the file of keys is not as it should be."""
+    from deploy.edge.keys.key_file import parse, read
+
+    if not settings.keys.needed:
+        if (host := http.get("host", "127.0.0.1")) not in ("127.0.0.1", "localhost", "::1"):
+            yield f"no keys, and http_options.host is {host}: anybody who reaches the port may use it"
+        return
+    if settings.keys.variable is not None and settings.keys.variable not in os.environ:
+        yield f"keys.variable: {settings.keys.variable} is not set here: the keys were not checked"
+        return
+    try:
+        keys = parse(read(settings.keys))
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from error
+    expired = sum(key.has_expired(datetime.now(UTC)) for key in keys)
+    yield f"keys: {len(keys)} of {len({key.name for key in keys})} holders, {expired} of them expired"
 
 
 def time_notes(app: dict[str, Any], http: dict[str, Any], settings: "Settings") -> Iterator[str]:

@@ -129,11 +129,11 @@ def discovery(url: str) -> str:
 
 def _named(ready: str) -> str:
     """What a replica's health names; it takes a moment to learn it. ConfigError: it does not."""
-    from deploy.cli.fetch import get
+    from deploy.cli.fetch import api_key, get
 
     end = time.monotonic() + _FOUND_TIMEOUT_S / 3
     while time.monotonic() < end:
-        found: Any = get(ready).json()
+        found: Any = get(ready, key=api_key()).json()
         if isinstance(found, dict) and isinstance(found.get("discovery"), str):
             return str(found["discovery"])
         time.sleep(0.5)

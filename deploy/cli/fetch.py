@@ -1,5 +1,6 @@
 """HTTP for commands: where an address leads, and a client that goes there."""
 
+import os
 from urllib.parse import urlsplit
 
 import httpx
@@ -17,6 +18,11 @@ def base_of(url: str) -> str:
     for end in ("/chat/completions", "/completions", "/v1"):
         path = path.removesuffix(end)
     return f"{parts.scheme}://{parts.netloc}{path}"
+
+
+def api_key(given: str | None = None) -> str | None:
+    """The key for an API: as given, or where OpenAI's clients look for it."""
+    return given or os.environ.get("OPENAI_API_KEY")
 
 
 def get(url: str, timeout_s: float = 5.0, key: str | None = None) -> httpx.Response:

@@ -15,6 +15,7 @@ from deploy.cli import (
     check_config_command,
     dashboards_command,
     doctor_command,
+    key_command,
     metrics_command,
     plan_command,
     profile_command,
@@ -35,6 +36,7 @@ COMMANDS = (
     replay_command,
     metrics_command,
     dashboards_command,
+    key_command,
 )
 INTERRUPTED = 130  # as a shell counts a SIGINT
 
@@ -47,6 +49,7 @@ from nothing to tokens:
   quartet bench --concurrency 1 8 32           load, percentiles, and whether every request is accounted for
   quartet profile dummy:31b --tp 4             where the time of a decode step goes
   quartet replay FILE                          a recorded plan stream, or a page violation's dump, again
+  quartet key new --name alice                 an API key, and the line of it for the file of keys
   quartet metrics                              the main figures, live
 
 `quartet COMMAND --help` teaches each. Every command but serve takes --json.

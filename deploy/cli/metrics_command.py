@@ -51,6 +51,7 @@ def register(commands: Subparsers) -> None:
     parser = command(commands, "metrics", "the main figures of a running deployment, live", HELP)
     where = "exporter, http_sd list or API (default: %(default)s)"
     parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000", help=where)
+    parser.add_argument("--api-key", help="of the API, where it needs one (default: OPENAI_API_KEY)")
     parser.add_argument("--once", action="store_true", help="one scrape, then end")
     parser.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="between scrapes (default: %(default)s)")
     parser.set_defaults(run=run)
@@ -58,9 +59,10 @@ def register(commands: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Scrapes and shows, once or until Ctrl-C."""
+    from deploy.cli.fetch import api_key
     from deploy.cli.scrape import find, scrape
 
-    urls = find(args.url)
+    urls = find(args.url, api_key(args.api_key))
     first = scrape(urls)
     if args.once:
         value = figures(first, None)

@@ -64,8 +64,8 @@ def quantile(buckets: list[tuple[float, float]], share: float) -> float | None:
     return None
 
 
-def find(url: str) -> list[str]:
-    """The exporters that `url` leads to. ConfigError says what else was expected there."""
+def find(url: str, key: str | None = None) -> list[str]:
+    """The exporters that `url` leads to; `key`: for the API. ConfigError says what else was expected there."""
     address = url if "://" in url else f"http://{url}"
     if address.rstrip("/").endswith("/metrics"):
         return [address]
@@ -75,7 +75,7 @@ def find(url: str) -> list[str]:
         found = []
     if found:
         return found
-    ready: Any = get(f"{base_of(address)}/health/ready").json()
+    ready: Any = get(f"{base_of(address)}/health/ready", key=key).json()
     if not isinstance(ready, dict) or not isinstance(ready.get("metrics"), str):
         raise ConfigError(f"{url} is no exporter, no http_sd list, and names no exporter at /health/ready")
     return [ready["metrics"]]

@@ -84,4 +84,5 @@ def _ready_line(launch: Launch, settings: Settings) -> str:
     host, port = launch.address
     body = f'{{"model": "{settings.name}", "stream": true, "messages": [{{"role": "user", "content": "Hello"}}]}}'
     url = f"http://{host}:{port}/v1/chat/completions"
-    return f"quartet: ready. Try: curl -N {url} -H 'content-type: application/json' -d '{body}'"
+    key = "-H 'authorization: Bearer KEY' " if settings.keys.needed else ""
+    return f"quartet: ready. Try: curl -N {url} {key}-H 'content-type: application/json' -d '{body}'"

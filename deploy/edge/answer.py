@@ -11,15 +11,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from deploy.edge.bounded import bounded
 from deploy.edge.http_errors import DeadlineExceeded
 from deploy.edge.observe.record import RequestRecord, record_of
-from deploy.edge.openai.error_response import body_of
-from deploy.edge.openai.forms import DONE, ResponseFormat, Usage
+from deploy.edge.response_format import ResponseFormat, Usage
 from deploy.edge.service import Service
 from engine.errors import Overloaded, QuartetError, SlowReader
 from engine.front.generation import Delta, Generation, Job, merged
@@ -35,14 +33,14 @@ _SSE_HEADERS = [
 class CompletionResponse(Response):
     """Submits `job` when it is called as an ASGI app, and answers in `form`."""
 
-    def __init__(self, service: Service, job: Job, form: ResponseFormat, *, stream: bool, include_usage: bool) -> None:
+    def __init__(self, service: Service, job: Job, form: ResponseFormat, *, stream: bool) -> None:
         super().__init__()
         self._service = service
         self._job = job
         self._format = form
         self._streams = stream
-        self._include_usage = include_usage
         self._generations: list[Generation] = []
+        self._tokens = 0
         self._started = False
         self._stuck = self._waited_too_long = False
         self._record: RequestRecord
@@ -63,11 +61,13 @@ class CompletionResponse(Response):
                 self._abort(AbortReason.client_gone)
 
     def _note(self, record: RequestRecord) -> None:
-        """What is known before the first token."""
+        """What is known before the first token, and what it may cost its API key's holder. QuotaExceeded."""
         self._record = record
         record.model, record.answer, record.stream = self._service.name, self._format.id, self._streams
         record.choices, record.max_tokens = len(self._job.params), self._job.params[0].max_tokens
-        record.prompt_tokens = len(self._job.prompt)
+        record.prompt_tokens = self._job.prompt_tokens
+        if record.grant is not None:
+            record.grant.reserve(record.prompt_tokens + sum(params.max_tokens for params in self._job.params))
 
     async def _serve(self, send: Send) -> None:
         limits, loop = self._service.limits, asyncio.get_running_loop()
@@ -93,8 +93,8 @@ class CompletionResponse(Response):
 
     def _submit(self) -> None:
         """All choices, which the engine counts from here on."""
-        for params in self._job.params:
-            generation = self._service.start(self._job, params)
+        for choice in range(len(self._job.params)):
+            generation = self._service.start(self._job, choice)
             self._generations.append(generation)
             self._record.clocks.append(generation.clock)
         if self._record.place is not None:
@@ -114,16 +114,12 @@ class CompletionResponse(Response):
 
     async def _whole(self, deltas: AsyncIterator[tuple[int, Delta]], send: Send) -> bool:
         """Collect, then reply; False when some choice has no end."""
-        collectors = [self._format.collector() for _ in self._job.params]
         async for index, delta in deltas:
-            collectors[index].add(delta)
-        choices = [collector.choice for collector in collectors]
-        if any(choice.finish is None for choice in choices):
+            self._count(index, delta)
+            self._format.add(index, delta)
+        if not self._is_complete:
             return False
-        usage = self._usage(sum(len(choice.tokens) for choice in choices))
-        self._record.finishes = {index: choice.finish for index, choice in enumerate(choices) if choice.finish is not None}
-        self._record.output_tokens = usage.completion
-        body = self._format.full(collectors, usage)
+        body = self._format.full(self._final_usage())
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
@@ -131,34 +127,37 @@ class CompletionResponse(Response):
 
     async def _stream(self, deltas: AsyncIterator[tuple[int, Delta]], send: Send) -> bool:
         """Event by event; False when some choice has no end."""
-        opened: set[int] = set()
-        tokens = 0
-        left = len(self._job.params)
+        begun = False
         async for index, delta in deltas:
-            parts = [] if index in opened else [self._format.first(index)]
-            opened.add(index)
-            tokens += len(delta.tokens)
-            if delta.parts or delta.logprobs:
-                parts.append(self._format.chunk(index, delta))
-            if delta.finish is not None:
-                left -= 1
-                self._record.finishes[index] = delta.finish
-                parts.append(self._format.last(index, delta.finish))
-            if left == 0:
-                parts += self._ending(tokens)
-            await self._write(b"".join(parts), send, more=left > 0)
-        return left == 0
+            events = b"" if begun else self._format.begin(self._usage())
+            begun = True
+            self._count(index, delta)
+            events += self._format.events(index, delta)
+            if self._is_complete:
+                events += self._format.end(self._final_usage())
+            await self._write(events, send, more=not self._is_complete)
+        return self._is_complete
 
-    def _ending(self, tokens: int) -> list[bytes]:
-        self._record.output_tokens = tokens
-        usage = [self._format.usage(self._usage(tokens))] if self._include_usage else []
-        return [*usage, DONE]
+    def _count(self, index: int, delta: Delta) -> None:
+        self._tokens += len(delta.tokens)
+        if delta.finish is not None:
+            self._record.finishes[index] = delta.finish
 
-    def _usage(self, tokens: int) -> Usage:
-        """All choices together. What one of them computed of the prompt was not cached, though the others found it then."""
-        cached = min(generation.cached for generation in self._generations)
+    @property
+    def _is_complete(self) -> bool:
+        return len(self._record.finishes) == len(self._job.params)
+
+    def _final_usage(self) -> Usage:
+        self._record.output_tokens = self._tokens
+        return self._usage()
+
+    def _usage(self) -> Usage:
+        """All choices together. What one of them computed of its prompt was not cached, though the others found it then."""
+        cached = [generation.cached for generation in self._generations]
+        each = self._job.choices_each
+        found = sum(min(cached[first : first + each]) for first in range(0, len(cached), each))
         reasoning = sum(generation.reasoning_tokens for generation in self._generations)
-        return Usage(len(self._job.prompt), tokens, cached, reasoning)
+        return Usage(self._job.prompt_tokens, self._tokens, found, reasoning)
 
     async def _write(self, body: bytes, send: Send, *, more: bool) -> None:
         """One chunk; the first brings the headers along. The chunks go past everybody who only looks at the headers."""
@@ -181,7 +180,7 @@ class CompletionResponse(Response):
         self._record.error = error
         if not self._started:
             raise error
-        await self._write(b"data: " + msgspec.json.encode(body_of(error)) + b"\n\n", send, more=False)
+        await self._write(self._format.failure(error), send, more=False)
 
     def _abort(self, reason: AbortReason) -> None:
         for generation in self._generations:

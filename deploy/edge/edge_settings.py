@@ -1,10 +1,10 @@
-"""Settings of the edge: what one request may ask for, what is logged of it, and where its spans go."""
+"""Settings of the edge: what one request may ask for, who may, what is logged of it, and where its spans go."""
 
 import json
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class FrozenSettings(BaseModel):
@@ -19,7 +19,7 @@ class LimitSettings(FrozenSettings):
     hosts: tuple[str, ...] | None = Field(
         default=None,
         description="names in the Host header that are answered to, without ports; none: loopback's and that of http_options where "
-        "the launcher starts Serve and the address is no wildcard, any elsewhere",
+        "the launcher starts Serve, there are no API keys and the address is no wildcard, any elsewhere",
     )
     cors_origins: tuple[str, ...] = Field(default=(), description='of web pages that may use the API; "*": all')
     body_bytes: int = Field(default=8 << 20, ge=1024, description="bytes of a request's body; more get 413")
@@ -31,8 +31,10 @@ class LimitSettings(FrozenSettings):
     top_logprobs: int = Field(default=20, ge=0, le=20, description="alternatives per token whose logprobs may be asked for")
     n: int = Field(default=8, ge=1, le=64, description="choices of a request")
     min_priority: int = Field(default=0, description="most urgent `priority` of a request; lower numbers are served first")
-    isolate_cache: bool = Field(
-        default=False, description="requests share cached prefixes only with those of the same Authorization header"
+    isolate_cache: bool | None = Field(
+        default=None,
+        description="requests share cached prefixes only with those of the same API key's holder, or without keys of the same "
+        "Authorization header; none: where there are API keys",
     )
     request_timeout_s: float = Field(default=600.0, gt=0, description="deadline of one request, from its head to its last byte")
     queue_timeout_s: float = Field(default=60.0, gt=0, description="a request that has not begun by then is refused with 429")
@@ -42,22 +44,46 @@ class LimitSettings(FrozenSettings):
     write_timeout_s: float = Field(default=30.0, gt=0, description="a client that takes no byte for so long is dropped")
 
 
+class KeySettings(FrozenSettings):
+    """Where the API keys are listed: `quartet key new` makes a line of them. With neither set, no request needs a key."""
+
+    file: str | None = Field(
+        default=None, pattern="^/", description="a file of keys' hashes, on every node with replicas; read again when it changes"
+    )
+    variable: str | None = Field(
+        default=None, pattern="^[A-Za-z_][A-Za-z0-9_]*$", description="the environment variable of the replicas that has its lines"
+    )
+
+    @property
+    def needed(self) -> bool:
+        """Whether a request needs a key."""
+        return self.file is not None or self.variable is not None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if self.file is not None and self.variable is not None:
+            raise ValueError("either file or variable")
+        return self
+
+
+KEYS_VARIABLE = "QUARTET_KEYS"  # in the environment: the KeySettings as JSON of the guard around Serve
 LIMITS_VARIABLE = "QUARTET_LIMITS"  # in the environment: the limits as JSON of the guard around Serve
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 _GUARDED = ("body_bytes", "header_bytes", "body_timeout_s", "requests", "uploads", "upload_bytes")
 
 
-def shared_limits(limits: Iterable[LimitSettings], host: str) -> str:
+def shared_limits(limits: Iterable[LimitSettings], host: str, *, keys: bool = False) -> str:
     """The loosest of several applications' limits, for the guard around them all, at a server that listens on `host`.
 
-    Where no application says by which names it is known, it is by those of loopback and by `host`; by any at a wildcard address.
+    Where no application says by which names it is known, it is by those of loopback and by `host`; by any at a wildcard address,
+    and where requests need `keys`, which no page of another site has.
     """
     every = list(limits)
     shared: dict[str, Any] = {name: max(getattr(one, name) for one in every) for name in _GUARDED}
     named = [name for one in every for name in one.hosts or ()]
     if all(one.hosts is not None for one in every):
         shared["hosts"] = sorted(set(named))
-    elif host not in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
+    elif not keys and host not in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
         shared["hosts"] = sorted({*LOOPBACK_NAMES, host, *named})
     return json.dumps(shared)
 

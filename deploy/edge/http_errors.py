@@ -4,13 +4,18 @@
     |-- TooLarge            the body exceeds the limit                                          -> 413
     |-- HeadersTooLarge     the headers exceed the limit                                        -> 431
     |-- TooSlow             the body did not arrive in time, or gave way to others              -> 408
+    |-- Unauthenticated     no API key, more than one, or none that is valid                    -> 401
+    |-- Forbidden           the API key's holder has not the right                              -> 403
     |-- WrongMediaType      a POST whose body does not say that it is JSON                      -> 415
     `-- ForeignHost         a Host that this server is not known by                             -> 403
+    Overloaded
+    `-- QuotaExceeded       the API key's holder has used up a limit                            -> 429
     GenerationFailed
     `-- DeadlineExceeded    the request took longer than this server allows                     -> 504
 
 OpenAI's clients retry 408, 409, 429 and 5xx unless `x-should-retry: false`. So an overload says when to come back, a group that is
-being rebuilt says so too, and what would fail again says not to try. How an error looks is for openai/error_response.py.
+being rebuilt says so too, and what would fail again says not to try.
+How an error looks is for openai/error_response.py and anthropic/error_object.py.
 """
 
 from dataclasses import dataclass
@@ -30,6 +35,18 @@ class HeadersTooLarge(InvalidRequest):
 
 class TooSlow(InvalidRequest):
     """The body did not arrive in time."""
+
+
+class Unauthenticated(InvalidRequest):
+    """The request has no valid API key."""
+
+
+class Forbidden(InvalidRequest):
+    """The API key's holder may not ask for this."""
+
+
+class QuotaExceeded(Overloaded):
+    """The API key's holder has reached a limit; `retry_after_s` is when it is worth coming back."""
 
 
 class WrongMediaType(InvalidRequest):
@@ -61,6 +78,9 @@ _TABLE: dict[type[QuartetError], HttpStatus] = {
     TooLarge: HttpStatus(413, "invalid_request_error", "request_too_large"),
     HeadersTooLarge: HttpStatus(431, "invalid_request_error", "headers_too_large"),
     TooSlow: HttpStatus(408, "invalid_request_error", "request_timeout", NO_RETRY),
+    Unauthenticated: HttpStatus(401, "invalid_request_error", "invalid_api_key", (("www-authenticate", "Bearer"),)),
+    Forbidden: HttpStatus(403, "invalid_request_error", "insufficient_permissions"),
+    QuotaExceeded: HttpStatus(429, "rate_limit_error", "rate_limit_exceeded"),
     WrongMediaType: HttpStatus(415, "invalid_request_error", "unsupported_media_type"),
     ForeignHost: HttpStatus(403, "invalid_request_error", "host_not_allowed"),
     ModelNotFound: HttpStatus(404, "invalid_request_error", "model_not_found"),

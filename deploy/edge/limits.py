@@ -3,26 +3,29 @@
     headers too large            431        a Host that is none, or two       400        a Host that is not ours     403
     body too large               413, by Content-Length, or when the bytes exceed it
     body that does not come      408        x-request-id that is none         400        too many requests at once   429
+    no valid API key             401        a key without the right           403        a holder's quota            429
 
 A body is read here, whole, before anybody else hears of its request: whoever sends slowly holds no place but one of `uploads`, and
 the oldest of those gives way to a newcomer. Headers by which a client would steer Ray Serve's own deadlines and routing are taken
 out. It must stand around Serve as well, where Serve lets it: Serve reads those headers, and gives a request a place, before it
-calls an app.
+calls an app. Where there are API keys, that guard reads no body of whoever the application will refuse.
 """
 
 import asyncio
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deploy.edge.edge_settings import LIMITS_VARIABLE, LimitSettings
+from deploy.edge.edge_settings import KEYS_VARIABLE, LIMITS_VARIABLE, KeySettings, LimitSettings
 from deploy.edge.http_errors import ForeignHost, HeadersTooLarge, TooLarge, TooSlow
+from deploy.edge.keys.key_gate import KeyGate
+from deploy.edge.keys.key_ring import KeyRing
 from deploy.edge.openai.error_response import response_of
 from deploy.edge.scope import BEGAN
 from engine.errors import InvalidRequest, Overloaded, QuartetError
@@ -34,14 +37,16 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 _HOST = re.compile(rb"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?")
 
 Headers = list[tuple[bytes, bytes]]
+CheckKey = Callable[[Scope], Awaitable[bool]]
 
 
 class Limits:
-    """Wraps an ASGI app."""
+    """Wraps an ASGI app. `check_key`: whether a request's body is read, or raises where it is refused; none: every body is."""
 
-    def __init__(self, app: ASGIApp, limits: LimitSettings) -> None:
+    def __init__(self, app: ASGIApp, limits: LimitSettings, check_key: CheckKey | None = None) -> None:
         self._app = app
         self._limits = limits
+        self._check_key = check_key
         self._uploads = Uploads(limits)
         self._open = 0
 
@@ -56,7 +61,7 @@ class Limits:
             body = await self._taken_in(scope, receive)
             await self._app({**scope, "headers": _kept(scope["headers"]), BEGAN: began}, replayed(body, receive), send)
         except _Refused as refused:
-            await response_of(refused.error)(scope, receive, send)
+            await response_of(refused.error, scope["path"])(scope, receive, send)
         finally:
             self._open -= 1
 
@@ -65,7 +70,8 @@ class Limits:
             if self._open > self._limits.requests:
                 raise Overloaded("Too many requests at once; please try again shortly.")
             check_head(scope["headers"], self._limits)
-            return await self._uploads.read(receive) if _has_body(scope) else b""
+            known = self._check_key is None or await self._check_key(scope)
+            return await self._uploads.read(receive) if known and _has_body(scope) else b""
         except QuartetError as error:
             raise _Refused(error) from error
 
@@ -133,11 +139,16 @@ class Uploads:
 
 
 def replayed(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives `body` first, and then what the server has to say."""
+    """A `receive` that gives `body` first, and then that the client has gone; more of its body, which nobody wants, is let go."""
     whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def again() -> Message:
-        return whole.pop() if whole else await receive()
+        if whole:
+            return whole.pop()
+        message = await receive()
+        while message["type"] == "http.request":
+            message = await receive()
+        return message
 
     return again
 
@@ -181,9 +192,11 @@ def _check_header(name: bytes, value: bytes, limits: LimitSettings) -> None:
 
 
 def outermost() -> list[Middleware]:
-    """What RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names; the launcher has put `shared_limits` into the environment."""
-    given = os.environ.get(LIMITS_VARIABLE)
-    return [Middleware(Limits, limits=LimitSettings.model_validate_json(given) if given else LimitSettings())]
+    """What RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names; the launcher has put its settings into the environment."""
+    given, keys = os.environ.get(LIMITS_VARIABLE), os.environ.get(KEYS_VARIABLE)
+    limits = LimitSettings.model_validate_json(given) if given else LimitSettings()
+    gate = KeyGate(KeyRing(KeySettings.model_validate_json(keys))) if keys else None
+    return [Middleware(Limits, limits=limits, check_key=gate.may_send if gate else None)]
 
 
 def _kept(headers: Iterable[tuple[bytes, bytes]]) -> Headers:

@@ -6,46 +6,67 @@ Bodies are read raw and validated by our own models, so that every error has Ope
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import cache
+from http import HTTPStatus
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI, Request, Response
+from msgspec import Struct
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+from deploy.edge.absent_routes import why_absent
 from deploy.edge.admission_control import Place
 from deploy.edge.answer import CompletionResponse
+from deploy.edge.anthropic.error_object import is_anthropic
+from deploy.edge.anthropic.messages_api import COUNT_TOKENS, MESSAGES_API
+from deploy.edge.api import GenerationApi, TokenApi, Wanted
 from deploy.edge.http_errors import DeadlineExceeded, WrongMediaType
+from deploy.edge.keys.key_gate import KeyGate
 from deploy.edge.limits import Limits
+from deploy.edge.native.generate_api import GENERATE
+from deploy.edge.native.tokenization import DETOKENIZE, TOKENIZE
 from deploy.edge.observe.access_log import AccessLog
 from deploy.edge.observe.record import record_of
+from deploy.edge.openai.completions import CHAT, COMPLETIONS
 from deploy.edge.openai.error_response import handle, json_response, plain_error
-from deploy.edge.openai.forms import ChatFormat, TextFormat
-from deploy.edge.openai.schemas import ChatRequest, CompletionRequest, R, Sampling, documentation
+from deploy.edge.openai.responses_api import RESPONSES
 from deploy.edge.scope import from_here
-from deploy.edge.service import Service
-from engine.errors import QuartetError
+from deploy.edge.service import Client, Service
+from engine.errors import InvalidRequest, QuartetError
 from engine.front.generation import Job
 
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {name: {"type": ["string", "null"]} for name in ("message", "type", "param", "code")},
-        }
-    },
+GENERATION_APIS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES_API, GENERATE)
+TOKEN_APIS = (COUNT_TOKENS, TOKENIZE, DETOKENIZE)
+
+Responses = dict[int | str, dict[str, Any]]
+
+_KEY_SCHEMES = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"description": text, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
-    for status, text in (("4XX", "The request cannot be served as it is."), ("5XX", "The server failed, or is not ready."))
-}
-_GENERATED: dict[int | str, dict[str, Any]] = {
+_GENERATED: Responses = {
     200: {"description": "Successful Response", "content": {"application/json": {}, "text/event-stream": {}}},
-    **_ERRORS,
 }
+
+
+def _error_schema(*names: str) -> dict[str, Any]:
+    """Of an object whose `error` has these fields, each a text or null."""
+    fields = {name: {"type": ["string", "null"]} for name in names}
+    inner = {"type": "object", "required": list(names), "properties": fields}
+    return {"type": "object", "required": ["error"], "properties": {"error": inner}}
+
+
+_ERROR_SCHEMAS = {"Error": _error_schema("message", "type", "param", "code"), "AnthropicError": _error_schema("message", "type")}
+
+
+def _errors(path: str) -> Responses:
+    """How the errors of a path look."""
+    schema = {"$ref": f"#/components/schemas/{'AnthropicError' if is_anthropic(path) else 'Error'}"}
+    texts = {"4XX": "The request cannot be served as it is.", "5XX": "The server failed, or is not ready."}
+    return {status: {"description": text, "content": {"application/json": {"schema": schema}}} for status, text in texts.items()}
 
 
 def create_app(service: Service, *, echo: bool = True) -> ASGIApp:
@@ -54,11 +75,16 @@ def create_app(service: Service, *, echo: bool = True) -> ASGIApp:
     app.add_exception_handler(QuartetError, handle)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _bug)
-    _add_generation(app, service)
+    for api in GENERATION_APIS:
+        _add_generation(app, service, api)
+    for tokens in TOKEN_APIS:
+        _add_tokens(app, service, tokens)
     _add_models(app, service)
     _add_health(app, service)
-    _document_components(app)
-    return AccessLog(_for_browsers(Limits(app, service.limits), service.limits.cors_origins), service, echo=echo)
+    _document_components(app, keys=service.keys is not None)
+    check_key = KeyGate(service.keys).check if service.keys is not None else None
+    limited = Limits(app, service.limits, check_key)
+    return AccessLog(_for_browsers(limited, service.limits.cors_origins), service, echo=echo)
 
 
 def _for_browsers(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
@@ -69,18 +95,23 @@ def _for_browsers(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
     return CORSMiddleware(app, origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=headers)
 
 
-def _add_generation(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/chat/completions", response_model=None, responses=_GENERATED, openapi_extra=_body(ChatRequest))
-    async def chat_completions(request: Request) -> Response:
+def _add_generation(app: FastAPI, service: Service, api: GenerationApi) -> None:
+    @app.post(api.path, response_model=None, responses=_GENERATED | _errors(api.path), openapi_extra=_body(api.body))
+    async def generate(request: Request) -> Response:
         async with _admitted(service, request) as place:
-            wanted = await _wanted(service, ChatRequest, request)
-            return _answer(service, request, wanted, await service.chat_job(wanted), ChatFormat, place)
+            try:
+                wanted = await service.read(api.read, await request.body())
+                job = await service.job(wanted.request)
+            except InvalidRequest as error:
+                raise api.in_own_words(error) from error
+            return _answer(service, request, wanted, job, place)
 
-    @app.post("/v1/completions", response_model=None, responses=_GENERATED, openapi_extra=_body(CompletionRequest))
-    async def completions(request: Request) -> Response:
-        async with _admitted(service, request) as place:
-            wanted = await _wanted(service, CompletionRequest, request)
-            return _answer(service, request, wanted, await service.completion_job(wanted), TextFormat, place)
+
+def _add_tokens(app: FastAPI, service: Service, api: TokenApi) -> None:
+    @app.post(api.path, response_model=None, responses=_errors(api.path), openapi_extra=_body(api.body))
+    async def tokens(request: Request) -> Response:
+        async with _admitted(service, request):
+            return json_response(await api.answer(service, await request.body()))
 
 
 @asynccontextmanager
@@ -104,49 +135,46 @@ def _check_media_type(request: Request) -> None:
         raise WrongMediaType("the body must be JSON: set the header Content-Type: application/json", code="unsupported_media_type")
 
 
-async def _wanted(service: Service, kind: type[R], request: Request) -> R:
-    """The request in the body, for a model that is served. Raises what says otherwise."""
-    wanted = await service.parsed(kind, await request.body())
-    service.check_model(wanted.model)
-    return wanted
-
-
-def _answer(
-    service: Service, request: Request, wanted: Sampling, job: Job, form: type[ChatFormat] | type[TextFormat], place: Place
-) -> CompletionResponse:
-    job = service.ranked(job, wanted, request.headers.get("authorization"))
-    place.settle(len(job.params), len(job.params) * len(job.prompt))
-    made = form(service.name, service.text.pieces, include_usage=wanted.wants_usage)
-    return CompletionResponse(service, job, made, stream=bool(wanted.stream), include_usage=wanted.wants_usage)
+def _answer(service: Service, request: Request, wanted: Wanted, job: Job, place: Place) -> CompletionResponse:
+    client = Client(record_of(request.scope).key, request.headers.get("authorization") or request.headers.get("x-api-key"))
+    job = service.ranked(job, wanted.request, client)
+    place.settle(len(job.params), job.choices_each * job.prompt_tokens)
+    return CompletionResponse(service, job, wanted.format(service.model), stream=bool(wanted.request.stream))
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
     card = {"id": service.name, "object": "model", "created": service.created, "owned_by": "quartet"}
     card["max_model_len"] = service.max_len
 
-    @app.get("/v1/models", response_model=None, responses=_ERRORS)
+    @app.get("/v1/models", response_model=None, responses=_errors(""))
     async def models() -> Response:
         return json_response({"object": "list", "data": [card]})
 
-    @app.get("/v1/models/{model:path}", response_model=None, responses=_ERRORS)
+    @app.get("/v1/models/{model:path}", response_model=None, responses=_errors(""))
     async def model(model: str) -> Response:
         service.check_model(model)
         return json_response(card)
 
 
 def _add_health(app: FastAPI, service: Service) -> None:
-    @app.get("/health/live", response_model=None, responses=_ERRORS)
+    @app.get("/health/live", response_model=None, responses=_errors(""))
     async def live() -> Response:
         return json_response({"status": "live"} if service.engine.dead is None else {"status": "dead"}, _status(service))
 
-    @app.get("/health", response_model=None, responses=_ERRORS)
-    @app.get("/health/ready", response_model=None, responses=_ERRORS)
+    @app.get("/health", response_model=None, responses=_errors(""))
+    @app.get("/health/ready", response_model=None, responses=_errors(""))
     async def ready(request: Request) -> Response:
         if service.engine.dead is not None:
             return json_response({"status": "dead"}, 503)
         if service.draining:
             return json_response({"status": "draining"}, 503)
-        return json_response({"status": "ready", "model": service.name, **(service.about if from_here(request.scope) else {})})
+        about = service.about if _may_know_addresses(service, request) else {}
+        return json_response({"status": "ready", "model": service.name, **about})
+
+
+def _may_know_addresses(service: Service, request: Request) -> bool:
+    """From this machine and, where there are API keys, with one."""
+    return from_here(request.scope) and (service.keys is None or record_of(request.scope).key is not None)
 
 
 def _status(service: Service) -> int:
@@ -156,28 +184,43 @@ def _status(service: Service) -> int:
 async def _http_error(request: Request, error: Exception) -> Response:
     """Unknown paths and wrong methods."""
     assert isinstance(error, HTTPException)
-    return plain_error(error.status_code, f"{error.detail}: {request.method} {request.url.path}", headers=error.headers)
+    path = request.url.path
+    why = why_absent(path) if error.status_code == HTTPStatus.NOT_FOUND else None
+    message = " ".join(filter(None, (f"{error.detail}: {request.method} {path}.", why)))
+    return plain_error(path, error.status_code, message, headers=error.headers)
 
 
 async def _bug(request: Request, error: Exception) -> Response:
     """Not an error of ours: the traceback goes to the log, nothing of it to the client."""
     record_of(request.scope).error = error
-    return plain_error(500, "Internal error", "internal_error")
+    return plain_error(request.url.path, 500, "Internal error", "internal_error")
 
 
-def _body(kind: type[Sampling]) -> dict[str, Any]:
+@cache
+def _documentation() -> tuple[dict[type[Struct], dict[str, Any]], dict[str, Any]]:
+    """JSON Schema of every API's body, and the components that they refer to, for OpenAPI 3.1."""
+    apis = (*GENERATION_APIS, *TOKEN_APIS)
+    kinds = [*(api.body for api in apis), *(part for api in apis for part in api.parts)]
+    schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    return dict(zip(kinds, schemas, strict=True)), components
+
+
+def _body(kind: type[Struct]) -> dict[str, Any]:
     """What /docs shows of a body that FastAPI itself does not read."""
-    schemas, _ = documentation()
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schemas[kind]}}}}
+    schema = _documentation()[0][kind]
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def _document_components(app: FastAPI) -> None:
-    """Have the API's document hold what the bodies' schemas refer to."""
+def _document_components(app: FastAPI, *, keys: bool) -> None:
+    """Have the API's document hold what the bodies' schemas refer to and, with `keys`, how to send one."""
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
         document = generate()
-        document.setdefault("components", {}).setdefault("schemas", {}).update(documentation()[1], Error=_ERROR)
+        document.setdefault("components", {}).setdefault("schemas", {}).update(_documentation()[1] | _ERROR_SCHEMAS)
+        if keys:
+            document["components"]["securitySchemes"] = _KEY_SCHEMES
+            document["security"] = [{name: []} for name in _KEY_SCHEMES]
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]  # the way that FastAPI documents

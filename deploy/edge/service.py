@@ -19,21 +19,39 @@ import msgspec
 
 from deploy.edge.admission_control import AdmissionControl
 from deploy.edge.edge_settings import LimitSettings, LogSettings
+from deploy.edge.http_errors import Forbidden, QuotaExceeded, Unauthenticated
+from deploy.edge.keys.key_ring import KeyRing
+from deploy.edge.logit_keys import logit_adjustments
+from deploy.edge.observe.record import RequestRecord
 from deploy.edge.observe.spans import Tracer
-from deploy.edge.openai.schemas import ChatRequest, CompletionRequest, R, Sampling, parse
+from deploy.edge.openai.schemas import ChatRequest, CompletionRequest, Sampling
+from deploy.edge.raw_json import FEW_BYTES
+from deploy.edge.response_format import ServedModel
 from engine.checkpoint import generation_config
-from engine.errors import EngineDead, InvalidRequest, ModelNotFound
+from engine.config import ToolGrammar
+from engine.errors import EngineDead, InvalidRequest, ModelNotFound, QuartetError
+from engine.events import KeyDecision, KeyTokens, KeyVerdict, Sink, no_sink
+from engine.front.constraints import Constraints, ToolChoice
 from engine.front.generation import Engine, Generation, Job
+from engine.front.grammar import Thought, grammar
+from engine.front.grammar_check import GrammarCheck, vocabulary_of
+from engine.front.reply import Markers
 from engine.front.template import characters
 from engine.front.text import TextProcessor
 from engine.front.tools import Tools
-from engine.protocol import SamplingParams
+from engine.logit_adjustments import LogitAdjustments
+from engine.protocol import Grammar, SamplingParams
 
 TEXT_THREADS = 2
 READERS = 4  # answers under way, in capacities: beyond what the engine works on, those that only wait for their readers
-SMALL_BODY = 64 << 10  # bytes of JSON that take less than a millisecond to read
+MAX_CHOICES = 64  # of a request, all its prompts together
 COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 _SEED_BITS = 63
+_REFUSALS: dict[type[QuartetError], KeyVerdict] = {
+    Unauthenticated: "unauthenticated",
+    Forbidden: "forbidden",
+    QuotaExceeded: "rate_limited",
+}
 
 T = TypeVar("T")
 _MIX = 0x9E3779B97F4A7C15  # apart: neighbouring choices must not share noise
@@ -57,12 +75,26 @@ class Defaults:
         return cls(**known)
 
 
+@dataclass(frozen=True)
+class Client:
+    """Who asks: the holder of an API key, or whoever sends such an Authorization header."""
+
+    key: str | None
+    authorization: str | None
+
+    @property
+    def tenant(self) -> str:
+        """Whose cached prefixes these are; no holder is taken for a header."""
+        return f"header {self.authorization or ''}" if self.key is None else f"key {self.key}"
+
+
 @dataclass
 class Service:
     """One served model. `vocab` is the model's (token ids must lie in it), `max_len` the context.
 
     `capacity` choices, and `queue_tokens` tokens of those that wait, are let in (admission_control.py); `open` counts choices from
-    their submission to the last byte of their answer. `tracer`: none unless configured.
+    their submission to the last byte of their answer. `tracer`: none unless configured. `fingerprint`: of build, weights and setup.
+    `keys`: without them anybody may ask; what comes of them goes to `sink`.
     """
 
     name: str
@@ -74,16 +106,22 @@ class Service:
     limits: LimitSettings = field(default_factory=LimitSettings)
     logs: LogSettings = field(default_factory=LogSettings)
     tracer: Tracer | None = None
+    keys: KeyRing | None = None
+    sink: Sink = no_sink
     max_tokens: int | None = None
     capacity: int = 1 << 20
     queue_tokens: int = 1 << 30
+    fingerprint: str | None = None
+    tool_grammar: ToolGrammar = "strict"
     about: dict[str, Any] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
     open: int = 0
     draining: bool = False
 
     def __post_init__(self) -> None:
+        self.model = ServedModel(self.name, self.text.pieces, self.fingerprint)
         self._pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
+        self._grammars = GrammarCheck(lambda: vocabulary_of(self.text))
         self.admission = AdmissionControl(self.engine, self.capacity, self.queue_tokens, READERS * self.capacity)
         self.idle = asyncio.Event()
         self.idle.set()
@@ -115,39 +153,98 @@ class Service:
         if self.tracer is not None:
             self.tracer.close(timeout_s)
 
-    async def parsed(self, kind: type[R], body: bytes) -> R:
-        """The request in `body`; a large one is read off the loop. Raises InvalidRequest."""
-        return parse(kind, body) if len(body) <= SMALL_BODY else await self._off_loop(lambda: parse(kind, body))
+    async def read(self, reader: Callable[[bytes, str], T], body: bytes) -> T:
+        """What `reader` makes of `body` and the model's name; a large body is read off the loop. Raises what `reader` does."""
+        return reader(body, self.name) if len(body) <= FEW_BYTES else await self._off_loop(lambda: reader(body, self.name))
 
-    async def chat_job(self, request: ChatRequest) -> Job:
-        """The conversation as a prompt; raises InvalidRequest."""
+    async def job(self, request: ChatRequest | CompletionRequest) -> Job:
+        """What goes to the engine. InvalidRequest, ModelNotFound."""
+        self.check_model(request.model)
+        adjustments = await self._adjustments(request)
+        job = await (self._chat_job(request) if isinstance(request, ChatRequest) else self._completion_job(request))
+        adjusted = (msgspec.structs.replace(params, adjustments=adjustments) for params in job.params)
+        return job if adjustments is None else replace(job, params=tuple(adjusted))
+
+    async def _adjustments(self, request: Sampling) -> LogitAdjustments | None:
+        def read() -> LogitAdjustments | None:
+            return logit_adjustments(request, self.vocab, lambda text: self.text.encode(text, add_bos=False))
+
+        return await self._off_loop(read) if request.forbidden_words else read()
+
+    async def prompt(self, request: ChatRequest) -> list[int]:
+        """The token ids that a chat begins with. InvalidRequest, ModelNotFound."""
+        self.check_model(request.model)
+        return (await self._off_loop(lambda: self._render(request)))[0]
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a raw prompt. InvalidRequest: it is longer than any that fits."""
+        self._check_size(len(text), "prompt")
+        return await self._off_loop(lambda: self.text.encode(text, add_bos=add_special_tokens))
+
+    async def decode(self, tokens: list[int]) -> str:
+        """The text of token ids, control tokens included. InvalidRequest: one lies outside the vocabulary."""
+        self._in_vocab(tokens, "tokens")
+        return await self._off_loop(lambda: self.text.decode(tokens, skip_special_tokens=False))
+
+    async def _chat_job(self, request: ChatRequest) -> Job:
         wanted = request.max_completion_tokens or request.max_tokens
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         prompt, tools = await self._off_loop(lambda: self._render(request))
-        job = self._job(request, prompt, wanted or self.max_tokens or self.max_len, clip=wanted is None, logprobs=logprobs)
-        return replace(job, is_chat=True, tools=tools, one_call=request.parallel_tool_calls is False)
+        job = self._job(request, [prompt], wanted or self.max_tokens or self.max_len, clip=wanted is None, logprobs=logprobs)
+        job = replace(job, is_chat=True, tools=tools, one_call=request.chosen_tools.one)
+        form = request.answer_form
+        wants = Constraints(tools, request.chosen_tools, form.rules if form else None, self.tool_grammar)
+        thinking = bool(request.template_options.get("enable_thinking"))
+        return _with_grammar(job, await self._grammar(wants, prompt, thinking, form.param if form else "tools"))
 
-    async def completion_job(self, request: CompletionRequest) -> Job:
-        """A raw prompt; raises InvalidRequest."""
-        source = request.one_prompt()
-        if isinstance(source, str):
-            prompt = await self._off_loop(lambda: self._encode(source))
+    async def _grammar(self, wants: Constraints, prompt: list[int], thinking: bool, param: str) -> Grammar | None:
+        """Of a reply. InvalidRequest: what the request asks for cannot be kept; what is only our wish gives way."""
+        found = await self._off_loop(lambda: wants.grammar(Markers.of(self.text), prompt, thinking=thinking))
+        if found is None:
+            return None
+        try:
+            await self._grammars.check(found.text, param)
+        except InvalidRequest:
+            if not wants.ours:
+                raise
+            return await self._grammar(wants.looser(), prompt, thinking, param)
+        return found
+
+    async def _completion_job(self, request: CompletionRequest) -> Job:
+        sources = request.prompts()
+        if any(isinstance(source, str) for source in sources):
+            prompts = await self._off_loop(lambda: [self._tokens(source) for source in sources])
         else:
-            prompt = self._in_vocab(source, "prompt")
-        wanted = request.max_tokens
-        return self._job(request, prompt, wanted or COMPLETION_TOKENS, clip=wanted is None, logprobs=request.logprobs)
+            prompts = [self._tokens(source) for source in sources]
+        wanted, form = request.max_tokens, request.answer_form
+        job = self._job(request, prompts, wanted or COMPLETION_TOKENS, clip=wanted is None, logprobs=request.logprobs)
+        if form is None:
+            return job
+        rules = grammar(None, form.rules, Thought.none)
+        await self._grammars.check(rules, form.param)
+        return _with_grammar(job, Grammar(rules))
 
-    def ranked(self, job: Job, request: Sampling, authorization: str | None) -> Job:
+    def settle(self, record: RequestRecord) -> None:
+        """A request has ended: its API key's holder gets back what it did not use, and what became of it is counted."""
+        refused = next((verdict for kind, verdict in _REFUSALS.items() if isinstance(record.error, kind)), None)
+        if record.grant is not None or refused is not None:
+            self.sink(KeyDecision(record.key or "", refused or "admitted"))
+        if record.key is not None and record.grant is not None:
+            record.grant.close(record.used_tokens)
+            self.sink(KeyTokens(record.key, record.used_tokens))
+
+    def ranked(self, job: Job, request: Sampling, client: Client) -> Job:
         """`job` with its place in the queue, and with whom it shares cached prefixes. InvalidRequest: it is too urgent."""
         priority, most = request.priority or 0, self.limits.min_priority
         if priority < most:
             raise InvalidRequest(f"priority: {priority} is more urgent than {most}, the most urgent allowed here", param="priority")
-        tenant = sha256((authorization or "").encode()).hexdigest() if self.limits.isolate_cache else ""
-        return replace(job, priority=priority, salt=f"{tenant}/{request.cache_salt or ''}")
+        isolated = self.keys is not None if self.limits.isolate_cache is None else self.limits.isolate_cache
+        tenant = sha256(client.tenant.encode()).hexdigest() if isolated else ""
+        return replace(job, priority=priority, salt=f"{len(tenant)}:{tenant}{request.cache_salt or ''}")
 
-    def start(self, job: Job, params: SamplingParams) -> Generation:
+    def start(self, job: Job, choice: int) -> Generation:
         """Submit one choice of a job."""
-        return Generation(self.engine, self.text, job, params)
+        return Generation(self.engine, self.text, job, choice)
 
     async def _off_loop(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
@@ -156,7 +253,9 @@ class Service:
         """The prompt, and the tools that the reply may call."""
         messages, declared = [message.plain() for message in request.turns()], request.declared_tools
         self._check_size(characters([messages, declared]), "messages")
-        tools, offered = Tools(declared), declared if request.offers_tools else []
+        tools, choice = Tools(declared), request.chosen_tools
+        _check_choice(choice, tools)
+        offered = [] if choice.mode == "none" else declared
         options = request.template_options
         thinking = options.pop("enable_thinking", False)
         for name in ("tools", "add_generation_prompt"):  # they are parameters of their own
@@ -171,30 +270,43 @@ class Service:
         )
         return prompt, tools if offered else Tools(())
 
-    def _encode(self, text: str) -> list[int]:
-        self._check_size(len(text), "prompt")
-        return self.text.encode(text, add_bos=True)
+    def _tokens(self, source: str | list[int]) -> list[int]:
+        if not isinstance(source, str):
+            return self._in_vocab(source, "prompt")
+        self._check_size(len(source), "prompt")
+        return self.text.encode(source, add_bos=True)
 
     def _check_size(self, characters: int, param: str) -> None:
         """No token stands for more than a few dozen characters: what cannot fit is not tokenized."""
         if characters > self.max_len * 64:
             raise too_long(f"about {characters} characters", self.max_len, param)
 
-    def _job(self, request: Sampling, prompt: list[int], wanted: int, *, clip: bool, logprobs: int | None) -> Job:
+    def _job(self, request: Sampling, prompts: list[list[int]], wanted: int, *, clip: bool, logprobs: int | None) -> Job:
+        self._check_limits(request, logprobs)
+        self._check_choices(len(prompts), request.n or 1)
+        choices = tuple(params for prompt in prompts for params in self._choices(request, prompt, wanted, logprobs))
+        shown = request.skip_special_tokens is not False
+        packed = tuple(array("i", prompt) for prompt in prompts)
+        return Job(packed, choices, clip, stops=request.stops, skip_special_tokens=shown)
+
+    def _choices(self, request: Sampling, prompt: list[int], wanted: int, logprobs: int | None) -> list[SamplingParams]:
+        """Of one prompt: with the seeds that it has when it comes alone."""
         if len(prompt) + 1 > self.max_len:
             param = "prompt" if isinstance(request, CompletionRequest) else "messages"
             raise too_long(f"{len(prompt)} tokens", self.max_len, param)
         if not prompt:
             raise InvalidRequest("prompt: must not be empty", param="prompt")
-        self._check_limits(request, logprobs)
         limit = min(wanted, self.max_len - len(prompt))
         if (request.min_tokens or 0) > limit:
             raise InvalidRequest(f"min_tokens: {request.min_tokens} exceeds the {limit} tokens to generate", param="min_tokens")
         params = self._params(request, limit, logprobs)
-        seeds = _seeds(request.seed, request.n or 1)
-        choices = tuple(_with_seed(params, seed) for seed in seeds)
-        shown = request.skip_special_tokens is not False
-        return Job(array("i", prompt), choices, clip, stops=request.stops, skip_special_tokens=shown)
+        return [_with_seed(params, seed) for seed in _seeds(request.seed, request.n or 1)]
+
+    def _check_choices(self, prompts: int, n: int) -> None:
+        most = min(MAX_CHOICES, self.capacity)
+        if prompts * n > most:
+            which = "n" if n > 1 else "prompt"
+            raise InvalidRequest(f"{which}: {prompts} prompts of {n} choices each exceed the limit of {most}", param=which)
 
     def _params(self, request: Sampling, limit: int, logprobs: int | None) -> SamplingParams:
         eos = () if request.ignore_eos else self.text.eos_ids
@@ -228,6 +340,17 @@ class Service:
         return ids
 
 
+def _check_choice(choice: ToolChoice, tools: Tools) -> None:
+    """A choice of tools is one of those that are declared."""
+    for name in choice.names or ():
+        if not tools.declares(name):
+            raise InvalidRequest(f"tool_choice: {name[:100]!r} is not declared in tools", param="tool_choice")
+    if choice.mode == "required" and not tools:
+        raise InvalidRequest("tool_choice: 'required' needs tools", param="tool_choice")
+    if choice.names == ():
+        raise InvalidRequest("tool_choice: allowed_tools names no tool", param="tool_choice")
+
+
 def too_long(size: str, max_len: int, param: str) -> InvalidRequest:
     """The prompt leaves no room for a token."""
     message = f"This model's context is {max_len} tokens; the prompt has {size}, which leaves no room to generate."
@@ -247,6 +370,10 @@ def _seeds(seed: int | None, n: int) -> list[int]:
     """A seed per choice in [0, 2**63): the request's own for the first, mixed for the others; random where none was given."""
     first = secrets.randbits(_SEED_BITS) if seed is None else seed & (2**_SEED_BITS - 1)
     return [first, *((first ^ (_MIX * place)) & (2**_SEED_BITS - 1) for place in range(1, n))]
+
+
+def _with_grammar(job: Job, grammar: Grammar | None) -> Job:
+    return replace(job, params=tuple(msgspec.structs.replace(params, grammar=grammar) for params in job.params))
 
 
 def _with_seed(params: SamplingParams, seed: int) -> SamplingParams:

@@ -1,8 +1,8 @@
 """One request against an OpenAI endpoint, from the moment it is sent to its end, with the clock points of everything between.
 
     sent --------- first ------ event ------ ... ------ last -- done          all on time.perf_counter, seconds
-      |--- ttft -----|            |--- gap ---|                              first, event: an event that carries text
-      |--- e2e ------------------------------------------------|            last: the last event that carries text or a finish
+      |--- ttft -----|            |--- gap ---|                              first, event: an event with what the model wrote
+      |--- e2e ------------------------------------------------|            last: the last such event, or the finish
 
     tpot = (last - first) / (n - 1) over the n tokens that the server's usage counts; None below two tokens
 """
@@ -21,7 +21,7 @@ End = Literal["finished", "refused", "failed", "cut", "timeout", "unreachable", 
 ENDS: tuple[End, ...] = ("finished", "refused", "failed", "cut", "timeout", "unreachable", "cancelled")
 LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 _REFUSALS = (429, 503)
-_TEXTS = ("content", "reasoning_content", "reasoning")  # keys of a delta that hold text
+_SAID = ("content", "reasoning_content", "reasoning", "tool_calls")  # keys of a delta that hold what the model wrote
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def _take(event: dict[str, Any], now: float, record: RequestResult) -> str | Non
     finish = None
     for choice in event.get("choices") or ():
         finish = choice.get("finish_reason") or finish
-        says = choice.get("text") or any((choice.get("delta") or {}).get(key) for key in _TEXTS)
+        says = choice.get("text") or any((choice.get("delta") or {}).get(key) for key in _SAID)
         if says and record.first is None:
             record.first = now
         elif says and record.last is not None:

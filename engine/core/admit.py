@@ -9,6 +9,7 @@ from engine.core.policy import Policy, Room
 from engine.core.prefix import Hit
 from engine.core.requests import Requests
 from engine.core.sequence import Sequence
+from engine.logit_adjustments import encoded_size
 from engine.plan import MAX_ADMITTED, Admission, admission_size
 
 _LOOKAHEAD = 16  # requests that are looked at behind those that can begin
@@ -85,7 +86,7 @@ class Admissions:
 def _size(sequence: Sequence, hit: Hit | None) -> int:
     """What its admission takes of a plan, in numbers."""
     pages = 0 if hit is None else len(hit.full) + len(hit.tail)
-    return admission_size(len(sequence.tokens), len(sequence.params.stop_ids), pages)
+    return admission_size(len(sequence.tokens), len(sequence.params.stop_ids), encoded_size(sequence.params.adjustments), pages)
 
 
 def _admission(sequence: Sequence) -> Admission:

@@ -10,7 +10,7 @@ A sequence short of pages shrinks its chunk, then preempts the last in rank if t
 therefore always advances: its worst case fits the empty pools (or it was refused), and everybody else can be preempted.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.core.admit import Admissions
 from engine.core.allocator import Allocator, Changes
@@ -22,6 +22,7 @@ from engine.core.step_budget import DecodeRows, StepBudget
 from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
 from engine.plan import Admission, PrefillChunk, StepPlan
+from engine.step_masks import MAX_MASKED_ROWS
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class SchedulerConfig:
 
     `drafts`: tokens that a decode row guesses beyond its own; it gives between one and 1 + drafts. `cache_share`: how much of each
     pool the prefix cache may keep idle; None: there is no cache. `policy` is a name of core/policy.py; by `step_times` a step's
-    prefill is kept so small that it takes `tpot_target_ms` at most.
+    prefill is kept so small that it takes `tpot_target_ms` at most. `masked_rows`: the most of a step.
     """
 
     groups: tuple[KVGroup, ...]
@@ -44,6 +45,7 @@ class SchedulerConfig:
     policy: str = "fair"
     step_times: StepTimes | None = None
     tpot_target_ms: float | None = None
+    masked_rows: int = MAX_MASKED_ROWS
 
 
 @dataclass
@@ -53,6 +55,7 @@ class Draft:
     plan: StepPlan
     changes: Changes
     flight: Flight
+    masks: int  # masked rows that it may still have
     budget: int = 0  # prompt tokens that it may still have
     beside: DecodeRows = field(default_factory=DecodeRows)
     chunks: dict[int, int] = field(default_factory=dict)  # of each slot, where in the plan
@@ -76,7 +79,7 @@ class Drafts:
         """The next plan and what it leaves in flight, or None when no sequence can use a step now."""
         changes = self._changes
         plan = StepPlan(self._step + 1, releases=changes.releases, appends=changes.appends, zeros=changes.zeros)
-        draft = Draft(plan, changes, Flight(plan.step))
+        draft = Draft(plan, changes, Flight(plan.step), self.config.masked_rows)
         self._release(changes)
         shares = self._shares(draft)
         self._run_all(draft, shares)
@@ -87,7 +90,7 @@ class Drafts:
             return None
         self._changes = Changes()
         self._step += 1
-        return plan, draft.flight
+        return (plan if draft.masks == self.config.masked_rows else replace(plan, masked=True)), draft.flight
 
     def _shares(self, draft: Draft) -> dict[Sequence, int]:
         """Tokens of each running prefill in this step, and of each that may be admitted."""
@@ -118,14 +121,14 @@ class Drafts:
             high = sequence.high
             if high < sequence.target:
                 self._prefill(sequence, shares.get(sequence, 0), draft)
-            elif high < sequence.limit - 1 and sequence.waits_for is None:
+            elif high < sequence.limit - 1 and sequence.waits_for is None and (draft.masks or not sequence.masked):
                 end = high + width
                 if end <= sequence.held or self._hold_row(sequence, end, draft.changes):
                     sequence.high = end
                     slots.append(sequence.slot)
                     rows.append((sequence, sequence.number))
                     if sequence.masked:
-                        sequence.waits_for = Wait.mask
+                        _use_mask(sequence, draft)
 
     def _hold_row(self, sequence: Sequence, end: int, changes: Changes) -> bool:
         """Pages for a decode row up to `end`, if it can have them."""
@@ -137,6 +140,8 @@ class Drafts:
     def _prefill(self, sequence: Sequence, share: int, draft: Draft, *, may_preempt: bool = True) -> None:
         """Compute up to `share` more of its known tokens, as far as there are pages."""
         wanted = min(sequence.ready, share, draft.budget)
+        if sequence.masked and not draft.masks and wanted == sequence.target - sequence.high:
+            wanted -= 1
         if wanted < 1:
             return
         fitting = self._allocator.fitting
@@ -160,7 +165,7 @@ class Drafts:
         plan.chunks[at : at + 1] = [PrefillChunk(sequence.slot, start, end, end - 1 if samples else end)]
         rows[at : at + 1] = [ChunkRow(sequence, sequence.number, end, samples)]
         if samples and sequence.masked:
-            sequence.waits_for = Wait.mask  # the next row that gives a token, until the host has made it of this one's
+            _use_mask(sequence, draft)
 
     def _admit(self, draft: Draft, shares: dict[Sequence, int]) -> None:
         """Newcomers, with their shares of the budget. Nobody is preempted for them: the others have rows in this plan."""
@@ -200,3 +205,9 @@ class Drafts:
 def _prompt(sequence: Sequence) -> Prompt:
     """What of a running sequence's prompt is to be computed."""
     return Prompt(sequence.ready, sequence.high)
+
+
+def _use_mask(sequence: Sequence, draft: Draft) -> None:
+    """A row that gives a token uses the mask; the next waits until the host has made one of this row's token."""
+    sequence.waits_for = Wait.mask
+    draft.masks -= 1

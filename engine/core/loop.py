@@ -1,7 +1,7 @@
 """The core process: messages in, plans out, results in, tokens out. `python -m engine.core.loop '<BootArgs>'`.
 
-                     Scheduler.commit  <-- Executor.poll
-                     Scheduler.schedule --> Executor.submit     at most two plans are out: one running, one queued
+                     Scheduler.commit  <-- Executor.poll        at most two plans are out: one running, one queued
+                     Scheduler.schedule --> Executor.submit, with the masks of rows that have a grammar
     front socket <-- one TokenBatch a step
     front socket --> Scheduler.add / abort
 
@@ -24,10 +24,13 @@ from engine.channel import RingReader, RingWriter, Waiter, map_shared
 from engine.config import EngineConfig, PageChecks
 from engine.core.figures import StepFigures
 from engine.core.front_link import FrontLink
+from engine.core.masks import Masks
 from engine.core.page_audit import PageAudit
 from engine.core.scheduler import Scheduler, SchedulerConfig
+from engine.errors import CheckpointError
 from engine.geometry import kv_groups, read_geometry
 from engine.lifeline import BootArgs, Lifeline, Ready, StepTimes, run
+from engine.matcher import Vocabulary
 from engine.plan import DEPTH, Phase, StepPlan, StepResult, decode_result, encode_plan
 from engine.protocol import (
     Abort,
@@ -37,6 +40,9 @@ from engine.protocol import (
     TokenBatch,
     decode_front_message,
 )
+from engine.step_masks import masked_rows
+
+logger = logging.getLogger(__name__)
 
 _CLIENT = 0
 _TURN_BYTES = 1 << 19  # of messages between two plans: the keys of a prompt of 128k tokens take some 3 ms
@@ -45,8 +51,8 @@ _TURN_BYTES = 1 << 19  # of messages between two plans: the keys of a prompt of 
 class Executor(Protocol):
     """The ranks as the core sees them: plans go in, results come out in the same order."""
 
-    def submit(self, plan: StepPlan) -> None:
-        """Hand a plan to every rank; returns at once."""
+    def submit(self, plan: StepPlan, masks: bytes = b"") -> None:
+        """Hand a plan, and its masks where it is `masked`, to every rank; returns at once."""
 
     def poll(self) -> StepResult | None:
         """The next result, if there is one."""
@@ -58,10 +64,15 @@ class RingExecutor:
     def __init__(self, args: BootArgs) -> None:
         waiter = Waiter(args.spin)
         self._plans = RingWriter(map_shared(args.plan), args.tp, waiter)
+        self._masks = RingWriter(map_shared(args.masks), args.tp, waiter)
+        self._masked = 0  # steps so far that had masks
         self._results = RingReader(map_shared(args.result), 1, 0)
 
-    def submit(self, plan: StepPlan) -> None:
-        """Write the plan to the ring."""
+    def submit(self, plan: StepPlan, masks: bytes = b"") -> None:
+        """Write the masks, if any, then the plan, so that whoever reads the plan finds them."""
+        if masks:
+            self._masked += 1
+            self._masks.write(self._masked, masks)
         self._plans.write(plan.step, encode_plan(plan))
 
     def poll(self) -> StepResult | None:
@@ -81,9 +92,11 @@ class Core:
         lifeline: Lifeline,
         waiter: Waiter,
         debug_pages: PageChecks = "off",
+        vocabulary: Vocabulary | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._audit = PageAudit(scheduler, debug_pages)
+        self._masks = Masks(scheduler, vocabulary)
         self._executor = executor
         self._link = link
         self._lifeline = lifeline
@@ -104,11 +117,12 @@ class Core:
             self._send()
             if self._figures.due(now := time.monotonic()):
                 self._figures.report(self._scheduler.load(), now)
-            self._idle = not (planned or committed or self._scheduler.in_flight)
+            waits = self._scheduler.in_flight or self._masks.compiling
+            self._idle = not (planned or committed or waits)
             heard = self._read()
             if planned or committed or heard:
                 self._waiter.reset()
-            elif self._scheduler.in_flight:
+            elif waits:
                 self._waiter.wait()
         self._executor.submit(StepPlan(step=self._submitted + 1, stop=True))
 
@@ -138,6 +152,8 @@ class Core:
 
     def _handle(self, message: FrontMessage) -> None:
         match message:
+            case GenerateRequest() if message.params.grammar is not None:
+                self._masks.add(_CLIENT, message)
             case GenerateRequest():
                 self._scheduler.add(_CLIENT, message)
             case Abort():
@@ -152,9 +168,11 @@ class Core:
     def _plan(self) -> bool:
         """Keep one step running and one queued."""
         planned = False
+        if self._masks.compiling:
+            self._masks.advance()
         while self._scheduler.in_flight < DEPTH and (plan := self._scheduler.schedule()) is not None:
             self._audit.planned(plan.step)
-            self._executor.submit(plan)
+            self._executor.submit(plan, self._masks.of_step(plan) if plan.masked else b"")
             self._submitted = plan.step
             self._figures.planned(plan, time.monotonic())
             self._report = self._report or bool(plan.admissions)  # the front learns at once what waits no longer
@@ -169,6 +187,8 @@ class Core:
         committed = False
         while (result := self._executor.poll()) is not None:
             self._scheduler.commit(result)
+            if self._masks:
+                self._masks.advance()
             self._committed = result.step
             self._progress()
             committed = True
@@ -199,7 +219,8 @@ def _request_id(raw: bytes) -> int | None:
 
 def scheduler_config(config: EngineConfig, pages: tuple[int, ...], times: StepTimes | None = None) -> SchedulerConfig:
     """What the scheduler needs to know of the engine's settings, once the pools are sized and the ranks are ready."""
-    groups = kv_groups(read_geometry(Path(config.model)), config.tp, config.page)
+    geometry = read_geometry(Path(config.model))
+    groups = kv_groups(geometry, config.tp, config.page)
     share = config.prefix_cache_share if config.prefix_cache else None
     return SchedulerConfig(
         groups,
@@ -208,6 +229,7 @@ def scheduler_config(config: EngineConfig, pages: tuple[int, ...], times: StepTi
         config.max_len,
         config.prefill_budget,
         cache_share=share,
+        masked_rows=masked_rows(geometry.vocab),
         policy=config.policy,
         step_times=times,
         tpot_target_ms=config.tpot_target_ms,
@@ -222,6 +244,16 @@ def collect_rarely() -> None:
     gc.set_threshold(100_000, 50, 100)
 
 
+def read_vocabulary(config: EngineConfig) -> Vocabulary | None:
+    """What grammars are made for; None where the checkpoint has no tokenizer."""
+    folder = Path(config.model)
+    try:
+        return Vocabulary.of_checkpoint(folder, read_geometry(folder).vocab)
+    except CheckpointError as error:
+        logger.warning("no grammars: %s", error)
+        return None
+
+
 def serve(lifeline: Lifeline) -> None:
     """Boot by the handshake, then run until told to stop."""
     args = lifeline.args
@@ -229,12 +261,14 @@ def serve(lifeline: Lifeline) -> None:
     logging.basicConfig(stream=sys.stderr, format="core: %(message)s", level=config.core_log.upper())
     executor = RingExecutor(args)
     link = FrontLink(socket.socket(fileno=args.front))
+    vocabulary = read_vocabulary(config)  # while the ranks load their weights
     scheduler = Scheduler(scheduler_config(config, lifeline.allocate(), lifeline.ranks_ready()))
     collect_rarely()
     lifeline.phase(Phase.ready)
     lifeline.send(Ready())
     try:
-        Core(scheduler, executor, link, lifeline, Waiter(args.spin, idle_s=200e-6), config.debug_pages).run()
+        waiter = Waiter(args.spin, idle_s=200e-6)
+        Core(scheduler, executor, link, lifeline, waiter, config.debug_pages, vocabulary).run()
     except EOFError:
         return
 

@@ -91,6 +91,8 @@ class Requests:
             return 0, "the prompt is empty"
         if len(request.params.stop_ids) > MAX_STOP_IDS:
             return 0, f"{len(request.params.stop_ids)} stop ids, end ids included; at most {MAX_STOP_IDS} are possible"
+        if request.params.adjustments is not None and (excess := request.params.adjustments.excess()) is not None:
+            return 0, excess
         if request.params.max_tokens < 1:
             return 0, f"max_tokens must be at least 1, not {request.params.max_tokens}"
         if prompt + 1 > self._max_len:
@@ -112,8 +114,12 @@ class Requests:
         bisect.insort(self.running, sequence, key=lambda running: running.rank)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Back into the queue; its tokens stay, and what the prefix cache has lost of them is computed again."""
+        """Back into the queue for want of pages."""
         self.counters.preemptions += 1
+        self.requeue(sequence)
+
+    def requeue(self, sequence: Sequence) -> None:
+        """Back into the queue; its tokens stay, and what the prefix cache has lost of them is computed again."""
         self._vacate(sequence)
         self._enqueue(sequence)
 

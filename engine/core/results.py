@@ -108,6 +108,10 @@ class Results:
             error = "the model's logits were not finite"
             self._requests.end(sequence, Output(id=sequence.key[1], finish=FinishReason.error, error=error), poisoned=True)
             return
+        if row.empty:
+            error = "the request's constraints together forbid every token"
+            self._requests.end(sequence, Output(id=sequence.key[1], finish=FinishReason.error, error=error, invalid=True))
+            return
         cached = sequence.found if len(sequence.tokens) == sequence.prompt else 0
         sequence.tokens.extend(taken)
         logprobs = [] if row.logprobs is None else [row.logprobs]

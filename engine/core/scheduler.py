@@ -12,7 +12,7 @@ from engine.core.pages import PagePool
 from engine.core.prefix import PrefixCache
 from engine.core.requests import Counters, Requests
 from engine.core.results import Results
-from engine.core.sequence import Key, Sequence
+from engine.core.sequence import Key, Sequence, Wait
 from engine.plan import StepPlan, StepResult
 from engine.protocol import AbortReason, FinishReason, GenerateRequest, Load, Output, PoolLoad
 
@@ -109,6 +109,25 @@ class Scheduler:
     def commit(self, result: StepResult) -> None:
         """Fold one result in; results come in the order of their plans."""
         self._results.commit(result)
+
+    def find(self, client: int, request: int) -> Sequence | None:
+        """A request that has not ended."""
+        return self._requests.find((client, request))
+
+    def fail(self, sequence: Sequence, error: str) -> None:
+        """End a request that cannot go on; its client is told why."""
+        self._requests.end(sequence, Output(id=sequence.key[1], finish=FinishReason.error, error=error))
+
+    def constrain(self, sequence: Sequence) -> None:
+        """From here on each of its tokens waits for `mask_ready`. What is in flight of it does not count: it is computed again."""
+        assert not self.config.drafts, "a row with drafts cannot be masked token by token"
+        sequence.masked, sequence.waits_for = True, Wait.mask
+        if sequence.running and sequence.high > sequence.low:
+            self._requests.requeue(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """From here on its tokens wait for nothing."""
+        sequence.masked, sequence.waits_for = False, None
 
     def mask_ready(self, client: int, request: int, length: int) -> None:
         """The host has the mask of the token at index `length`; one that comes too late, or twice, changes nothing."""

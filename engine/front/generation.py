@@ -55,12 +55,13 @@ class Engine(Protocol):
 class Job:
     """One request, validated: what goes to the engine and what happens to the text that comes back. `params`: one per choice.
 
-    `prompt`: int32 token ids. `salt`: only requests of the same salt share cached prefixes. `priority`: lower ones go first.
+    `prompts`: int32 token ids; of several, each has as many choices as the others, those of the first come first.
+    `salt`: only requests of the same salt share cached prefixes. `priority`: lower ones go first.
     `is_chat`: the reply is one of a conversation, with thoughts, and with calls of `tools` where there are some; `one_call`: and it
     ends with the first.
     """
 
-    prompt: "array[int]"
+    prompts: "tuple[array[int], ...]"
     params: tuple[SamplingParams, ...]
     clip: bool
     salt: str = ""
@@ -71,18 +72,34 @@ class Job:
     tools: Tools | None = None
     one_call: bool = False
 
+    def prompt(self, choice: int) -> "array[int]":
+        """Of one of the choices."""
+        return self.prompts[choice // self.choices_each]
+
+    @property
+    def choices_each(self) -> int:
+        """Choices of each prompt."""
+        return len(self.params) // len(self.prompts)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all prompts, each counted once."""
+        return sum(map(len, self.prompts))
+
 
 @dataclass(slots=True)
 class Delta:
     """What one step added to one choice; `finish` set: it is the last. `logprobs` is empty, or one a token.
 
-    `parts` say what the new text is, in order; none where the step gave no text yet.
+    `parts` say what the new text is, in order; none where the step gave no text yet. `stop`: the stop string or the
+    token id that ended it, where the request has asked for that one.
     """
 
     parts: tuple[Part, ...]
     tokens: list[int]
     logprobs: list[Logprobs]
     finish: str | None = None
+    stop: str | int | None = None
 
 
 @dataclass(slots=True)
@@ -108,6 +125,7 @@ class Choice:
     calls: list[Call] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     finish: str | None = None
+    stop: str | int | None = None
 
     def add(self, delta: Delta) -> None:
         """One more."""
@@ -122,7 +140,7 @@ class Choice:
                 case Arguments(index, text):
                     self.calls[index].pieces.append(text)
         self.tokens += delta.tokens
-        self.finish = delta.finish
+        self.finish, self.stop = delta.finish, delta.stop
 
     @property
     def content(self) -> str:
@@ -152,12 +170,12 @@ class PlainText:
         return _content(self._detokenizer.flush())
 
 
-def _reader(text: TextProcessor, job: Job) -> ReplyParser | PlainText:
+def _reader(text: TextProcessor, job: Job, prompt: Sequence[int]) -> ReplyParser | PlainText:
     """What takes a job's replies apart: nothing but the detokenizer, where the model has no markers for thoughts and calls."""
     markers = Markers.of(text) if job.is_chat else None
     if markers is None:
         return PlainText(text.detokenizer(skip_special_tokens=job.skip_special_tokens))
-    return ReplyParser(text.pieces, markers, job.tools, prompt=job.prompt, show_special=not job.skip_special_tokens)
+    return ReplyParser(text.pieces, markers, job.tools, prompt=prompt, show_special=not job.skip_special_tokens)
 
 
 class Generation:
@@ -166,15 +184,17 @@ class Generation:
     `cached`: tokens of its prompt that were found in the prefix cache, known with its first tokens.
     """
 
-    def __init__(self, engine: Engine, text: TextProcessor, job: Job, params: SamplingParams) -> None:
+    def __init__(self, engine: Engine, text: TextProcessor, job: Job, choice: int) -> None:
         """Submits it."""
-        self._stream = engine.generate(job.prompt, params, clip=job.clip, salt=job.salt, priority=job.priority)
+        prompt, params = job.prompt(choice), job.params[choice]
+        self._stream = engine.generate(prompt, params, clip=job.clip, salt=job.salt, priority=job.priority)
         self.clock = engine.clock(self._stream.id)
         self.cached = 0
-        self._reader = _reader(text, job)
+        self._reader = _reader(text, job, prompt)
         self._one_call = job.one_call
         self._stops = StopStrings(job.stops) if job.stops or job.one_call else None
         self._stop_ids = frozenset(params.stop_ids)
+        self._own_stop_ids = self._stop_ids.difference(text.eos_ids)
 
     @property
     def reasoning_tokens(self) -> int:
@@ -198,28 +218,33 @@ class Generation:
         parts = self._reader.push(self._shown(output))
         if output.finish is not None:
             parts = joined([*parts, *self._end(output.finish)])
-        return Delta(tuple(parts), output.tokens, output.logprobs, self._finish(output.finish))
+        return Delta(tuple(parts), output.tokens, output.logprobs, self._finish(output.finish), self._stop_id(output))
 
     def _end(self, finish: FinishReason) -> list[Part]:
         return self._reader.end(cut=finish is FinishReason.length)
 
     def _shown(self, output: Output) -> list[int]:
         """The tokens that are text: not the stop id that ended it."""
-        ended = output.finish is FinishReason.stop and output.tokens and output.tokens[-1] in self._stop_ids
-        return output.tokens[:-1] if ended else output.tokens
+        return output.tokens[:-1] if _last(output) in self._stop_ids else output.tokens
+
+    def _stop_id(self, output: Output) -> int | None:
+        """The id that ended it, unless that is an end of sequence."""
+        return last if (last := _last(output)) in self._own_stop_ids else None
 
     def _cut(self, output: Output) -> Delta:
         assert self._stops is not None
         kept: list[Part] = []
         for place, parts in enumerate(self._by_token(output)):
-            if _keep(parts, self._stops, kept) or (self._one_call and self._reader.ended_calls):
+            matched = _keep(parts, self._stops, kept)
+            if matched is not None or (self._one_call and self._reader.ended_calls):
                 self._stream.abort(AbortReason.stop_string)
                 used = min(place + 1, len(output.tokens))
                 finish = self._finish(FinishReason.stop)
-                return Delta(tuple(joined(kept)), output.tokens[:used], output.logprobs[:used], finish)
+                return Delta(tuple(joined(kept)), output.tokens[:used], output.logprobs[:used], finish, matched)
         if output.finish is not None:
             kept += _content(self._stops.flush())
-        return Delta(tuple(joined(kept)), output.tokens, output.logprobs, self._finish(output.finish))
+        finish, stop = self._finish(output.finish), self._stop_id(output)
+        return Delta(tuple(joined(kept)), output.tokens, output.logprobs, finish, stop)
 
     def _by_token(self, output: Output) -> Iterator[list[Part]]:
         """What each token adds, then what was held back."""
@@ -237,8 +262,16 @@ class Generation:
         return TOOL_CALLS if finish is FinishReason.stop and self._reader.calls else finish.value
 
 
-def _keep(parts: Iterable[Part], stops: StopStrings, kept: list[Part]) -> bool:
-    """Adds what stands before a stop string in the content; True: it has come. No match goes across a thought or a call."""
+def _last(output: Output) -> int | None:
+    """The token by which the engine knew that this is the end."""
+    return output.tokens[-1] if output.finish is FinishReason.stop and output.tokens else None
+
+
+def _keep(parts: Iterable[Part], stops: StopStrings, kept: list[Part]) -> str | None:
+    """Adds what stands before a stop string in the content, and returns the one that has come.
+
+    No match goes across a thought or a call.
+    """
     for part in parts:
         if not isinstance(part, Content):
             kept += (*_content(stops.flush()), part)
@@ -246,8 +279,8 @@ def _keep(parts: Iterable[Part], stops: StopStrings, kept: list[Part]) -> bool:
         text, match = stops.push(part.text)
         kept += _content(text)
         if match is not None:
-            return True
-    return False
+            return match
+    return None
 
 
 def _content(text: str) -> list[Part]:

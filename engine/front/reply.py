@@ -26,8 +26,9 @@ from typing import Self
 
 from engine.front.arguments import ArgumentsParser
 from engine.front.parts import Arguments, Content, Part, Reasoning, ToolCallStart, joined
-from engine.front.text import Detokenizer, Pieces, TextProcessor
+from engine.front.text import Detokenizer, TextProcessor
 from engine.front.tools import Tools
+from engine.pieces import Pieces
 
 LABEL = "thought\n"
 _NAME = r"[\w.:/-]{0,256}"

@@ -7,50 +7,19 @@ Only this module and the template see text; everything behind them sees token id
 """
 
 import codecs
-import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 
-from engine.checkpoint import generation_config, read_optional
-from engine.errors import CheckpointError, InvalidRequest
+from engine.checkpoint import read_optional
+from engine.errors import InvalidRequest
 from engine.front.template import ChatTemplate, Conversation
+from engine.pieces import Pieces, as_plain, control_ids, read_eos, read_tokenizer
 
 _REPLACEMENT = "\ufffd"
-_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_CONTROL_SHAPE = re.compile(r"<\|.+>|<.+\|>", re.DOTALL)
-_DECODERS = ["Replace", "ByteFallback", "Fuse"]
-
-
-@dataclass(frozen=True)
-class Pieces:
-    """The vocabulary as output: per id its text, or one byte; `special` ids are control tokens."""
-
-    table: tuple[str | bytes, ...]
-    special: frozenset[int]
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer, special: frozenset[int]) -> Self:
-        """Reads the whole vocabulary once. Raises CheckpointError for a decoder chain other than Gemma's."""
-        space = _space_symbol(tokenizer)
-        vocab = tokenizer.get_vocab(with_added_tokens=True)
-        table: list[str | bytes] = [""] * (max(vocab.values(), default=-1) + 1)
-        for piece, number in vocab.items():
-            byte = _BYTE_PIECE.fullmatch(piece)
-            table[number] = bytes.fromhex(byte[1]) if byte else piece.replace(space, " ")
-        return cls(tuple(table), special)
-
-    def bytes_of(self, token_id: int) -> bytes:
-        """The UTF-8 bytes that one token stands for; a byte piece's single byte need not be valid UTF-8."""
-        piece = self[token_id]
-        return piece if isinstance(piece, bytes) else piece.encode()
-
-    def __getitem__(self, token_id: int) -> str | bytes:
-        return self.table[token_id] if 0 <= token_id < len(self.table) else "\ufffd"
 
 
 class Detokenizer:
@@ -172,11 +141,11 @@ class TextProcessor:
     def __init__(
         self, tokenizer: Tokenizer, template: str | None, tokens: Mapping[str, str], eos: Sequence[int]
     ) -> None:
-        self._control = _control_ids(tokenizer)
+        self._control = control_ids(tokenizer)
         self._bos_id = self._control.get(tokens.get("bos_token", "<bos>"))
         longest_first = sorted(self._control, key=len, reverse=True)
         self._cut = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
-        self._tokenizer = _as_plain(tokenizer, self._control)
+        self._tokenizer = as_plain(tokenizer, self._control)
         self._template = ChatTemplate(template, tokens, self._control) if template is not None else None
         self.pieces = Pieces.of(tokenizer, frozenset(self._control.values()))
         self.eos_ids = tuple(eos)
@@ -192,7 +161,7 @@ class TextProcessor:
         settings = read_optional(folder / "tokenizer_config.json")
         template = folder / "chat_template.jinja"
         source = template.read_text(encoding="utf-8") if template.is_file() else settings.get("chat_template")
-        return cls(_read_tokenizer(folder), source, _named_tokens(settings), _read_eos(folder))
+        return cls(read_tokenizer(folder), source, _named_tokens(settings), read_eos(folder))
 
     def render_chat(
         self,
@@ -255,45 +224,6 @@ class TextProcessor:
         return ids
 
 
-def _as_plain(tokenizer: Tokenizer, control: Mapping[str, int]) -> Tokenizer:
-    """The same tokenizer, reading control tokens as plain text: they are cut out before it sees any."""
-    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in control])
-    tokenizer.encode_special_tokens = True
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
-
-
-def _control_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    """Name -> id of the control tokens: added tokens flagged special, and any that look like it (<|x>, <x|>, <|x|>)."""
-    added = tokenizer.get_added_tokens_decoder().items()
-    control = {t.content: number for number, t in added if t.special or _CONTROL_SHAPE.fullmatch(t.content)}
-    if not control or min(map(len, control)) == 1:
-        raise CheckpointError("tokenizer.json: no special tokens, or one of a single character")
-    return control
-
-
-def _space_symbol(tokenizer: Tokenizer) -> str:
-    """The symbol that stands for a space, once the decoder is seen to be the chain that `Detokenizer` implements."""
-    state = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else {}
-    chain = state.get("decoders", [])
-    replace = chain[0] if [step.get("type") for step in chain] == _DECODERS else {}
-    if replace.get("content") != " ":
-        raise CheckpointError(f"tokenizer.json: decoder is not Gemma's Replace, ByteFallback, Fuse: {state}")
-    symbol: str = replace["pattern"]["String"]
-    return symbol
-
-
-def _read_tokenizer(folder: Path) -> Tokenizer:
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise CheckpointError(f"{path}: no such file; Quartet needs the fast tokenizer's tokenizer.json")
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the tokenizers library raises nothing narrower
-        raise CheckpointError(f"{path}: {error}") from error
-
-
 def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     """The `*_token` entries of tokenizer_config.json, which may be strings or serialized AddedTokens."""
     flat = {
@@ -302,12 +232,3 @@ def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
         if name.endswith("_token")
     }
     return {name: value for name, value in flat.items() if isinstance(value, str)}
-
-
-def _read_eos(folder: Path) -> tuple[int, ...]:
-    config = read_optional(folder / "config.json")
-    for source in (generation_config(folder), config, config.get("text_config") or {}):
-        eos = source.get("eos_token_id")
-        if eos is not None:
-            return tuple(eos) if isinstance(eos, list) else (eos,)
-    return ()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.errors import PageViolation
-from engine.plan import PlanView, read_plan
+from engine.plan import PlanView, read_header, read_plan
 from engine.rank.batch import ForwardBatch
 from engine.rank.page_dump import PageDump, write_dump
 from engine.rank.page_map import PageMap, rolled_back
@@ -60,11 +60,11 @@ class PageCheck:
         self._tables = [part.view_as(c.table) for part, c in zip(self._expected.split(sizes), caches, strict=True)]
         self.violations = new_violations(slots.device)
         self.dumps = True  # False: where a dump is replayed
-        self._plans: deque[bytes] = deque(maxlen=self.map.undo.maxlen)
+        self._plans: deque[tuple[bytes, bytes]] = deque(maxlen=self.map.undo.maxlen)
 
-    def fold(self, plan: PlanView, data: bytes) -> None:
-        """Before the step of `plan`, whose bytes are `data`, starts. PageViolation: the plan cannot be right."""
-        self._plans.append(data)
+    def fold(self, plan: PlanView, data: bytes, masks: bytes = b"") -> None:
+        """Before the step of `plan`, whose bytes are `data`, starts; its masks are kept for a dump. PageViolation: it is wrong."""
+        self._plans.append((data, masks))
         try:
             index, values = self.map.fold(plan)
         except PageViolation as error:
@@ -151,13 +151,14 @@ class PageCheck:
     def dump(self, step: int, message: str, found: Sequence[Found], *, started: bool) -> PageDump:
         """Everything as it was before plan `step`, which has `started` or not; later steps on their way are taken back."""
         back = [undo for undo in self.map.undo if undo.step >= step]
-        plans = {view.step: data for data in self._plans if (view := read_plan(data)).step >= step}
+        plans = {at: pair for pair in self._plans if (at := read_header(pair[0]).step) >= step}
+        plan, masks = plans[step]
         lengths = self._slots.lengths.cpu().numpy().copy()
-        for data in plans.values() if started else ():
+        for data, _ in plans.values() if started else ():
             np.subtract.at(lengths, read_plan(data).decodes, 1)
         longest = int(min(max(lengths.max(), 0) + 2, self._slots.tokens.shape[1]))
         return PageDump(
-            config=self._config, rank=self._rank, step=step, pages=self.pages, message=message, plan=plans[step],
+            config=self._config, rank=self._rank, step=step, pages=self.pages, message=message, plan=plan, masks=masks,
             robbed={slot: found for slot, found in self.map.robbed.items() if found[0] < step},
             tables=rolled_back(self._found_tables(found), back), expected=rolled_back(self.map.flat, back), lengths=lengths,
             expected_lengths=back[0].lengths, tokens=self._slots.tokens[:, :longest].cpu().numpy(),

@@ -18,14 +18,14 @@ import numpy as np
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
 class PageDump:
     """rank 0 <= rank < config.tp; step: the plan's; pages: of each group's pool, null page included; message: what was found.
 
-    plan      bytes of the plan
+    plan      bytes of the plan;  masks: of its masked rows, empty where it has none
     tables    int32, found [slots * widths] of all groups, flat;  expected: the same as it should be; both before the plan
     lengths   int32 [slots], found, before the plan;  expected_lengths: as the plans say
     robbed    slots that may not run on, since their pages went to others: since which plan, and why
@@ -38,6 +38,7 @@ class PageDump:
     pages: tuple[int, ...]
     message: str
     plan: bytes
+    masks: bytes
     robbed: dict[int, tuple[int, str]]
     tables: np.ndarray
     expected: np.ndarray
@@ -55,9 +56,9 @@ def write_dump(dump: PageDump, folder: Path | None = None) -> Path:
     descriptor, name = tempfile.mkstemp(f"-step{dump.step}-rank{dump.rank}.npz", "quartet-pages-", folder)
     with os.fdopen(descriptor, "wb") as file:
         arrays = {each: getattr(dump, each) for each in _ARRAYS}
-        np.savez_compressed(
-            file, header=np.frombuffer(json.dumps(header).encode(), np.uint8), plan=np.frombuffer(dump.plan, np.uint8), **arrays
-        )
+        encoded = {"header": json.dumps(header).encode(), "plan": dump.plan, "masks": dump.masks}
+        arrays |= {name: np.frombuffer(data, np.uint8) for name, data in encoded.items()}
+        np.savez_compressed(file, **arrays)
     return Path(name)
 
 
@@ -76,6 +77,7 @@ def read_dump(path: Path) -> PageDump:
             config = msgspec.convert(header.pop("config"), EngineConfig)
             header["pages"] = tuple(header["pages"])
             header["robbed"] = {slot: (step, why) for slot, (step, why) in header["robbed"]}
-            return PageDump(config=config, plan=file["plan"].tobytes(), **header, **{name: file[name] for name in _ARRAYS})
+            encoded = {name: file[name].tobytes() for name in ("plan", "masks")}
+            return PageDump(config=config, **encoded, **header, **{name: file[name] for name in _ARRAYS})
     except (OSError, KeyError, ValueError, TypeError, zipfile.BadZipFile, msgspec.ValidationError) as error:
         raise ConfigError(f"{path}: no page dump: {error}") from error

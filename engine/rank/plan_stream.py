@@ -1,7 +1,7 @@
 """Recorded plans and what they gave, as a file: JSON, so that the layout of plans in memory may change and the file stays.
 
     {"model": ..., "settings": {...}, "pages": [...],
-     "steps": [{"plan": {...}, "rows": [[slot, number, tokens, logprobs], ...]}, ...]}
+     "steps": [{"plan": {...}, "masks": base64, "rows": [[slot, number, tokens, logprobs], ...]}, ...]}       masks: if it has any
 
 Gzipped. `model` is a reference as the command line takes it; `settings` those of the engine that are not the defaults.
 """
@@ -9,8 +9,9 @@ Gzipped. `model` is a reference as the command line takes it; `settings` those o
 import gzip
 import json
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from base64 import b64decode, b64encode
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +26,23 @@ _SECTIONS = {"releases": PageRelease, "appends": PageAppend, "zeros": PageZero, 
 
 @dataclass(frozen=True)
 class PlanStream:
-    """Plans in order, each with its result; pages: of each group's pool, null page included."""
+    """Plans in order, each with its result; masks: bytes by step; pages: of each group's pool, null page included."""
 
     model: str
     settings: dict[str, Any]
     pages: tuple[int, ...]
     plans: list[StepPlan]
     results: list[StepResult]
+    masks: Mapping[int, bytes] = field(default_factory=dict)
 
 
 def write_stream(stream: PlanStream, path: Path) -> None:
     """Write the file; the same stream gives the same bytes."""
     pairs = zip(stream.plans, stream.results, strict=True)
-    steps = [{"plan": _plan_to_json(plan), "rows": [_row_to_json(row) for row in result.rows]} for plan, result in pairs]
+    steps = [
+        {"plan": _plan_to_json(plan), **_masks_to_json(stream.masks, plan.step), "rows": [_row_to_json(row) for row in result.rows]}
+        for plan, result in pairs
+    ]
     value = {"model": stream.model, "settings": stream.settings, "pages": stream.pages, "steps": steps}
     with path.open("wb") as raw, gzip.GzipFile(fileobj=raw, mode="wb", mtime=0, filename="") as file:
         file.write(json.dumps(value, separators=(",", ":")).encode())
@@ -51,7 +56,8 @@ def read_stream(path: Path) -> PlanStream:
         plans = [_plan_of(step["plan"]) for step in value["steps"]]
         rows = [[_row_of(row) for row in step["rows"]] for step in value["steps"]]
         results = [StepResult.of(plan.step, found) for plan, found in zip(plans, rows, strict=True)]
-        return PlanStream(value["model"], value["settings"], tuple(value["pages"]), plans, results)
+        masks = {step["plan"]["step"]: b64decode(step["masks"]) for step in value["steps"] if "masks" in step}
+        return PlanStream(value["model"], value["settings"], tuple(value["pages"]), plans, results, masks)
     except (OSError, EOFError, zlib.error, KeyError, TypeError, ValueError, msgspec.ValidationError) as error:
         raise ConfigError(f"{path}: no plan stream: {error}") from error
 
@@ -61,12 +67,17 @@ def _plan_to_json(plan: StepPlan) -> dict[str, Any]:
     return {name: value for name, value in made.items() if value}
 
 
+def _masks_to_json(masks: Mapping[int, bytes], step: int) -> dict[str, str]:
+    return {"masks": b64encode(masks[step]).decode()} if step in masks else {}
+
+
 def _plan_of(data: dict[str, Any]) -> StepPlan:
     sections: dict[str, Any] = {name: [kind(**row) for row in data.get(name, [])] for name, kind in _SECTIONS.items()}
     admissions = [
         Admission(**{**row, "params": msgspec.convert(row["params"], SamplingParams)}) for row in data.get("admissions", [])
     ]
-    return StepPlan(data["step"], admissions=admissions, decodes=data.get("decodes", []), **sections)
+    masked = data.get("masked", False)
+    return StepPlan(data["step"], masked=masked, admissions=admissions, decodes=data.get("decodes", []), **sections)
 
 
 def _row_to_json(row: ResultRow) -> list[Any]:

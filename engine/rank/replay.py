@@ -36,15 +36,16 @@ def stream_config(stream: PlanStream, folder: Path, device: Device, dtype: DType
 
 def replay_stream(stream: PlanStream, config: EngineConfig) -> Replayed:
     """Every plan, in order, on one rank."""
-    rank = load(config, BootArgs(role="rank", index=0, tp=1, parent=0, lifeline=-1, status=-1, plan=-1, result=-1))
+    rank = load(config, BootArgs(role="rank", index=0, tp=1, parent=0, lifeline=-1, status=-1, plan=-1, masks=-1, result=-1))
     runner = build(rank, stream.pages)
     if runner.capturable:
         runner.capture()
-    return Replayed([_run(runner, encode_plan(plan)) for plan in stream.plans], runner.state_hash)
+    results = [_run(runner, encode_plan(plan), stream.masks.get(plan.step, b"")) for plan in stream.plans]
+    return Replayed(results, runner.state_hash)
 
 
-def _run(runner: Runner, data: bytes) -> StepResult:
-    launched = runner.launch(data)
+def _run(runner: Runner, data: bytes, masks: bytes) -> StepResult:
+    launched = runner.launch(data, masks)
     result = decode_result(launched.result())
     launched.fold()
     return result
@@ -68,7 +69,7 @@ def replay_dump(dump: PageDump, folder: Path, device: Device, report: Callable[[
     pages.dumps = False
     pages.restore(dump)
     try:
-        _run(rank.runner, dump.plan)
+        _run(rank.runner, dump.plan, dump.masks)
     except PageViolation as error:
         return str(error)
     return None

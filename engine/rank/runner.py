@@ -6,9 +6,9 @@
 
 A plan of decode rows alone runs padded to a bucket: on a GPU as captured graphs, whose sampler does no more than the rows need,
 else by the same functions called eagerly. A plan with chunks runs eagerly. Two steps may be launched and not finished: what a step
-copies out belongs to that step. The state hash after step n is crc32(plan n | tokens and NaN flags of n | with debug_hash the bits
-of n's final hidden rows), chained from step n - 1: ranks that ran the same plans and sampled the same tokens agree on it, and
-replaying a plan stream gives it again.
+copies out belongs to that step. The state hash after step n is crc32(plan n | its masks | tokens and NaN flags of n | with
+debug_hash the bits of n's final hidden rows), chained from step n - 1: ranks that ran the same plans and sampled the same tokens
+agree on it, and replaying a plan stream gives it again.
 """
 
 import zlib
@@ -21,8 +21,19 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.geometry import Geometry
-from engine.plan import DEPTH, RESULT_WIDTH, ROW_NAN, PlanView, PrefillChunk, StepPlan, encode_plan, encode_rows, read_plan
+from engine.geometry import Geometry, vocab_share
+from engine.plan import (
+    DEPTH,
+    RESULT_WIDTH,
+    ROW_EMPTY,
+    ROW_NAN,
+    PlanView,
+    PrefillChunk,
+    StepPlan,
+    encode_plan,
+    encode_rows,
+    read_plan,
+)
 from engine.protocol import Logprobs
 from engine.rank.attention import AskedAttention, Unsound, attention_backend
 from engine.rank.batch import ForwardBatch
@@ -35,10 +46,12 @@ from engine.rank.sampler import Sampler, TopLogprobs
 from engine.rank.slots import ResultRows, SlotState
 from engine.rank.step import StepBuffers, buckets
 from engine.rank.step_clock import StepClock, mark
-from kernels.choose import ROW_ERROR, ROW_HAS_NAN
+from engine.step_masks import decode_masks
+from kernels.choose import ROW_ERROR, ROW_HAS_NAN, ROW_NO_TOKEN
 from kernels.launch import distrusted, usable
+from kernels.sampling_batch import SamplingBatch
 
-SAMPLERS = ("maxima", "filtered", "logprobs")
+SAMPLERS = ("maxima", "filtered", "logprobs", "adjusted", "adjusted_logprobs")
 MAX_ALTERNATIVES = 20  # of a captured sampler: OpenAI's bound
 
 
@@ -111,10 +124,10 @@ class Launched:
         if (flags & ROW_ERROR).any():
             raise RuntimeError(f"step {self.step}: a rank's part of a sum did not come within its bound")
         table = np.empty((len(tokens), 4 + RESULT_WIDTH), np.int32)
-        nan = (flags & ROW_HAS_NAN) != 0
-        table[:, 0], table[:, 1], table[:, 2] = self.rows.slots, self.rows.numbers, ~nan
-        table[:, 3], table[:, 4] = np.where(nan, ROW_NAN, 0), tokens
-        return encode_rows(self.step, table, self._logprobs(host, nan) if self.logprob_rows else {})
+        nan, empty = ((flags & flag) != 0 for flag in (ROW_HAS_NAN, ROW_NO_TOKEN))
+        table[:, 0], table[:, 1], table[:, 2] = self.rows.slots, self.rows.numbers, ~(nan | empty)
+        table[:, 3], table[:, 4] = np.where(nan, ROW_NAN, 0) + np.where(empty, ROW_EMPTY, 0), tokens
+        return encode_rows(self.step, table, self._logprobs(host, nan | empty) if self.logprob_rows else {})
 
     def fold(self) -> None:
         """Move the runner's state hash past this step."""
@@ -126,12 +139,12 @@ class Launched:
         self.fold()
         return result
 
-    def _logprobs(self, host: dict[str, np.ndarray], nan: np.ndarray) -> dict[int, Logprobs]:
+    def _logprobs(self, host: dict[str, np.ndarray], silent: np.ndarray) -> dict[int, Logprobs]:
         assert self.rows is not None
         found = {}
         for at, row in enumerate(self.logprob_rows):
             count = self.rows.logprobs[row]
-            if not nan[row] and count is not None:
+            if not silent[row] and count is not None:
                 pairs = zip(host["ids"][at, :count].tolist(), host["values"][at, :count].tolist(), strict=True)
                 found[row] = Logprobs(float(host["logprobs"][at]), list(pairs))
         return found
@@ -158,7 +171,9 @@ class Runner:
         on_gpu = self._device.type == "cuda"
         self._buckets = buckets(config.max_seqs) if on_gpu else tuple(range(1, config.max_seqs + 1))
         self.state_hash = 0
-        self.slots = SlotState(config.max_seqs, config.max_len, cache, self._device)
+        share = vocab_share(geometry.vocab, model.parallel.size)
+        ids = range(model.parallel.rank * share, (model.parallel.rank + 1) * share)
+        self.slots = SlotState(config.max_seqs, config.max_len, cache, ids, self._device)
         self._step = StepBuffers(self.slots, model.frequencies, config.prefill_budget, self._buckets)
         self._model, self._cache, self._inboxes = model, cache, inboxes
         asked = AskedAttention.of(config, unsound)
@@ -167,7 +182,7 @@ class Runner:
         self._prefill = min(config.prefill_budget, config.max_len)
         self.debug_hash = config.debug_hash
         self.pages = PageCheck(config, model.parallel.rank, self.slots) if config.debug_pages != "off" else None
-        self._plans: deque[tuple[int, bytes]] = deque()
+        self._plans: deque[tuple[int, bytes, bytes]] = deque()
         self._end: torch.cuda.Event | None = None  # of the last step
         self._host = [
             torch.zeros((self._buckets[-1] + config.prefill_budget, 2), dtype=torch.int32, pin_memory=on_gpu)
@@ -184,13 +199,13 @@ class Runner:
     @torch.inference_mode()
     def graphs_of(self, sizes: Sequence[int]) -> DecodeGraphs[tuple[ForwardBatch, Tensor], StepTokens]:
         """The decode step of these buckets, captured on a GPU. Every rank must call it."""
-        samplers = {name: lambda _, step, name=name: self._sample(name, *step) for name in SAMPLERS}
+        samplers = {name: lambda _, step, name=name: self._sample(name, self._step.plan, *step) for name in SAMPLERS}
         return DecodeGraphs(lambda rows: self._forward(rows, self._step.plan), samplers, sizes, self._device)
 
     @torch.inference_mode()
     def repeat(self, rows: int) -> None:
         """Runs what a graph of `rows` rows holds, of the plan that was uploaded last, eagerly; on a GPU, for measuring."""
-        self._sample("maxima", *self._forward(rows, self._step.plan))
+        self._sample("maxima", self._step.plan, *self._forward(rows, self._step.plan))
 
     @torch.inference_mode()
     def warm(self) -> None:
@@ -207,7 +222,7 @@ class Runner:
         if usable(hidden, "kernels.choose"):
             ends = replace(batch, slots=batch.slots[-1:], positions=torch.full_like(batch.positions[-1:], -1))
             for name in SAMPLERS:
-                self._sample(name, ends, hidden)
+                self._sample(name, uploaded, ends, hidden)
         self.slots.lengths[slot] = 0
         for group in self._cache:
             group.pool[:, 0] = 0
@@ -217,18 +232,20 @@ class Runner:
         return self._step.bucket(decodes)
 
     @torch.inference_mode()
-    def launch(self, data: bytes) -> Launched:
-        """Start the step whose plan is `data`. At most two may be launched and not finished."""
+    def launch(self, data: bytes, masks: bytes = b"") -> Launched:
+        """Start the step whose plan is `data`, with `masks` if it has masked rows. At most two may be launched and not finished."""
         plan = read_plan(data)
-        self._plans.append((plan.step, data))
+        self._plans.append((plan.step, data, masks))
         if self.pages is not None:
-            self.pages.fold(plan, data)
+            self.pages.fold(plan, data, masks)
         start = mark(self._device)
         self.slots.admit(plan.admissions)
+        if plan.masked:
+            self._set_masks(plan.step, masks)
         for group, page in plan.zeros.tolist():
             self._cache.groups[group].pool[:, page] = 0
         uploaded = self._step.upload(plan)
-        rows = self.slots.results(plan.result_slots)
+        rows = self.slots.results(plan.result_slots, plan.step)
         run = self._decode if len(plan.decodes) and not len(plan.chunks) else self._mixed
         sampled, hidden = run(plan, uploaded, rows)
         if self.debug_hash:
@@ -238,6 +255,11 @@ class Runner:
         self._end = copy.end
         reported = sampled.logprobs.rows[: len(rows.slots)] if sampled is not None and sampled.logprobs else ()
         return Launched(plan.step, None if sampled is None else rows, tuple(reported), copy, self._move_hash, self.pages, clock)
+
+    def _set_masks(self, step: int, data: bytes) -> None:
+        masks = decode_masks(data)
+        assert masks.step == step, f"step {step} has the masks of step {masks.step}"
+        self.slots.set_masks(step, masks.slots, masks.bits)
 
     def run(self, plans: Iterable[bytes]) -> list[bytes]:
         """Every plan, in order, DEPTH out at a time: the results."""
@@ -258,8 +280,8 @@ class Runner:
         if usable(hidden, "kernels.choose"):
             if graphs and rows.alternatives <= MAX_ALTERNATIVES:
                 return graphs.sample(bucket, rows.sampler), hidden
-            return self._sample(rows.sampler, batch, hidden, rows.alternatives), hidden
-        return self._whole(rows, batch.slots[:count], batch.positions[:count], hidden[:count]), hidden
+            return self._sample(rows.sampler, uploaded, batch, hidden, rows.alternatives), hidden
+        return self._whole(rows, uploaded, batch.slots[:count], batch.positions[:count], hidden[:count]), hidden
 
     def _mixed(self, plan: PlanView, uploaded: Tensor, rows: ResultRows) -> tuple[StepTokens | None, Tensor]:
         """A step with chunks, or with no rows at all."""
@@ -274,8 +296,8 @@ class Runner:
         slots, positions = batch.slots[batch.logit_rows], batch.positions[batch.logit_rows]
         if usable(hidden, "kernels.choose"):
             batch = replace(batch, slots=slots, positions=positions)
-            return self._sample(rows.sampler, batch, hidden, rows.alternatives), hidden
-        return self._whole(rows, slots, positions, hidden), hidden
+            return self._sample(rows.sampler, uploaded, batch, hidden, rows.alternatives), hidden
+        return self._whole(rows, uploaded, slots, positions, hidden), hidden
 
     def _forward(self, bucket: int, plan: Tensor) -> tuple[ForwardBatch, Tensor]:
         """Inputs and final hidden rows of the plan's decodes, padded to `bucket`. Nothing that the host decides: capturable."""
@@ -290,19 +312,29 @@ class Runner:
         if self.pages is not None:
             self.pages.check(plan, batch)
 
-    def _sample(self, sampler: str, batch: ForwardBatch, hidden: Tensor, alternatives: int = MAX_ALTERNATIVES) -> StepTokens:
+    def _sample(
+        self, sampler: str, plan: Tensor, batch: ForwardBatch, hidden: Tensor, alternatives: int = MAX_ALTERNATIVES
+    ) -> StepTokens:
         """Tokens of the batch's rows by one of SAMPLERS; `alternatives`: logprobs of a row beside its token's. Capturable."""
         choices = self._inboxes.choices if self._inboxes else None
-        where = (self._model.logits(hidden), batch.slots, batch.positions, self.slots.parameters, self.slots.tokens, choices)
+        logits = self._model.logits(hidden)
+        rows = self._sampling_batch(plan if sampler.startswith("adjusted") else None, batch.slots, batch.positions)
         if sampler == "maxima":
-            return StepTokens(self._sampler.maxima(*where))
-        return StepTokens(*self._sampler.every_kind(*where, max(1, alternatives) if sampler == "logprobs" else None))
+            return StepTokens(self._sampler.maxima(logits, rows, choices))
+        reported = max(1, alternatives) if sampler.endswith("logprobs") else None
+        return StepTokens(*self._sampler.every_kind(logits, rows, choices, reported))
 
-    def _whole(self, rows: ResultRows, slots: Tensor, positions: Tensor, hidden: Tensor) -> StepTokens:
+    def _sampling_batch(self, plan: Tensor | None, slots: Tensor, positions: Tensor) -> SamplingBatch:
+        """Rows that sample; with the step's `plan` as its slots say they are adjusted."""
+        batch = self._sampler.batch(slots, positions, self.slots.parameters, self.slots.tokens)
+        return batch if plan is None else replace(batch, adjustments=self.slots.adjustments.tables, plan=plan)
+
+    def _whole(self, rows: ResultRows, plan: Tensor, slots: Tensor, positions: Tensor, hidden: Tensor) -> StepTokens:
         """Tokens, and logprobs, of rows of any kind, on a CPU."""
-        sampled = self._sampler.sample(self._model.logits(hidden), self.slots.sampling(rows, slots, positions))
+        batch = self._sampling_batch(plan, slots, positions) if any(rows.adjusted) else None
+        sampled = self._sampler.sample(self._model.logits(hidden), self.slots.sampling(rows, slots, positions), batch)
         self.slots.store(slots, positions, sampled.tokens)
-        flags = torch.where(sampled.nan, ROW_HAS_NAN, 0)
+        flags = torch.where(sampled.nan, ROW_HAS_NAN, 0) + torch.where(sampled.empty, ROW_NO_TOKEN, 0)
         return StepTokens(torch.stack([sampled.tokens, flags], dim=1).int(), sampled.logprobs)
 
     def _outputs(self, sampled: StepTokens | None, hidden: Tensor, count: int) -> dict[str, tuple[Tensor, Tensor | None]]:
@@ -324,9 +356,9 @@ class Runner:
 
     def _move_hash(self, step: int, host: dict[str, np.ndarray]) -> None:
         """Chain one finished step into the state hash."""
-        expected, data = self._plans.popleft()
+        expected, data, masks = self._plans.popleft()
         assert step == expected, f"step {step} finished before step {expected}"
-        state = zlib.crc32(data, self.state_hash)
+        state = zlib.crc32(masks, zlib.crc32(data, self.state_hash))
         for name in ("chosen", "hidden"):
             if name in host:
                 state = zlib.crc32(host[name].tobytes(), state)

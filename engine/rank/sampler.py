@@ -1,16 +1,16 @@
 """Logits to tokens over a vocabulary that is cut across ranks: every rank ends with the same tokens, and none is sent.
 
     maxima   greedy and plain rows on a GPU: each rank's best is exchanged in one small launch (`kernels.choose`)
-    every_kind  rows of all kinds on a GPU: a rank is sent the whole logits of its share of the rows, 4 x vocabulary bytes each,
-             filters those that filter (`kernels.filters`) and reports what is asked for; tokens come back by a small gather.
-             Greedy and plain rows keep what maxima gives them, whoever stands beside them
+    every_kind  rows of all kinds, adjusted ones too, on a GPU: a rank is sent the whole logits of its share of the rows, 4 x
+             vocabulary bytes each, filters those that filter (`kernels.filters`) and reports what is asked for; tokens come back by
+             a small gather. Greedy and plain rows keep what maxima gives them, whoever stands beside them
     sample   rows of all kinds on a CPU, and what the others are held to:
         greedy rows        each rank's best (value, id) and NaN flag are gathered: 12 bytes a row and rank; lowest id wins ties
         all other rows     the whole logits are gathered: 4 x vocabulary bytes a row, 105 MB for 100 rows of 262 144
         rows with logprobs likewise
 
-The order of work is in `kernels.sample`; log-probabilities are of the capped logits, before anything is masked. A row with a NaN
-anywhere samples nothing: its token is 0 and its flag is set, on every rank.
+The order of work is in `kernels.adjust`, then `kernels.sample`; log-probabilities are of the capped logits, before anything is
+adjusted or masked. A row with a NaN anywhere samples nothing: its token is 0 and its flag is set, on every rank.
 """
 
 from collections.abc import Sequence
@@ -21,10 +21,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.rank.parallel import Parallel
-from kernels.choose import Ballot, SlotParameters, choose_best, local_best, parts_of
+from kernels.adjust import adjust
+from kernels.choose import Ballot, choose_best, local_best, parts_of
 from kernels.filters import Share, adopt, filtered_tokens, scaled_rows
 from kernels.launch import processors
 from kernels.sample import cap, choose, choose_filtered, mask, top_logprobs
+from kernels.sampling_batch import SamplingBatch, SlotParameters
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,11 @@ class TopLogprobs:
 
 @dataclass(frozen=True)
 class Sampled:
-    """tokens int64 [R], 0 where `nan`; nan bool [R]; logprobs of the rows that want them."""
+    """tokens int64 [R]; bool [R], where there is none: nan, empty (every id is forbidden); logprobs of the rows that want them."""
 
     tokens: Tensor
     nan: Tensor
+    empty: Tensor
     logprobs: TopLogprobs | None
 
 
@@ -82,105 +85,121 @@ class Sampler:
         self._suppressed = self._suppress.int()
         self._processors = processors(device)
 
-    def maxima(
-        self,
-        logits: Tensor,
-        slots: Tensor,
-        positions: Tensor,
-        parameters: SlotParameters,
-        tokens: Tensor,
-        ballot: Ballot | None,
-    ) -> Tensor:
+    def batch(self, slots: Tensor, positions: Tensor, parameters: SlotParameters, tokens: Tensor) -> SamplingBatch:
+        """Rows that sample, for slots and input positions int32 [R] and the slots' tables. Their logits are not adjusted."""
+        return SamplingBatch(slots, positions, parameters, tokens, self._suppressed, self._softcap)
+
+    def maxima(self, logits: Tensor, batch: SamplingBatch, ballot: Ballot | None) -> Tensor:
         """logits fp32 [R, vocab share] of rows that are greedy or plain -> int32 [R, 2]: token, flags (`kernels.choose`).
 
-        slots and positions int32 [R], of each row's input; the token is written behind it into tokens [slots, max_len + 1].
-        Overwrites logits of forbidden ids. Rows at position -1 are padding. Capturable.
+        Overwrites logits of forbidden ids. Capturable.
         """
         rows, share = logits.shape
         parts = parts_of(share, rows, self._processors)
         first = self._parallel.rank * share
-        best = local_best(logits, slots, positions, parameters, self._suppressed, self._softcap, first, parts)
+        best = local_best(logits, batch, first, parts)
         chosen = torch.empty((rows, 2), dtype=torch.int32, device=logits.device)
-        choose_best(best, slots, positions, tokens, chosen, ballot)
+        choose_best(best, batch, chosen, ballot)
         return chosen
 
     def every_kind(
-        self,
-        logits: Tensor,
-        slots: Tensor,
-        positions: Tensor,
-        parameters: SlotParameters,
-        tokens: Tensor,
-        ballot: Ballot | None,
-        alternatives: int | None,
+        self, logits: Tensor, batch: SamplingBatch, ballot: Ballot | None, alternatives: int | None
     ) -> tuple[Tensor, TopLogprobs | None]:
         """As `maxima`, of rows of any kind. `alternatives`: also every row's logprobs, so many beside the token's. Capturable."""
         share = Share(self._parallel.rank, self._parallel.size)
-        padded = functional.pad(logits, (0, 0, 0, -len(logits) % share.ranks)) if len(logits) % share.ranks else logits
-        slices = self._parallel.exchange_rows(padded)
-        logprobs = None if alternatives is None else self._own_logprobs(slices)  # before maxima overwrites what is forbidden
-        where = (slots, positions, parameters)
-        scaled = scaled_rows(slices, *where, self._suppressed, self._softcap, share, self._vocabulary)
-        chosen = self.maxima(logits, *where, tokens, ballot)
-        own = filtered_tokens(scaled, *where, chosen, share)
+        batch, slices, logprobs = self._exchanged(logits, batch, report=alternatives is not None)
+        scaled = scaled_rows(slices, batch, share, self._vocabulary)
+        chosen = self.maxima(logits, batch, ballot)
+        own = filtered_tokens(scaled, batch, chosen, share)
         reports = [own[:, None].float()]  # an id is exact below 2^24
         if logprobs is not None and alternatives is not None:
             best = logprobs.topk(min(alternatives, self._vocabulary), dim=-1)
             reports += [logprobs.gather(1, own[:, None].long()), best.indices.float(), best.values]
         mine = torch.cat(reports, dim=1)
         report = self._parallel.all_gather(mine).view(-1, mine.shape[1])[: len(logits)]  # in the rows' order
-        adopt(report[:, 0], slots, positions, tokens, chosen)
+        adopt(report[:, 0], batch, chosen)
         if logprobs is None:
             return chosen, None
         ids, values = report[:, 2:].chunk(2, dim=1)
         return chosen, TopLogprobs(range(len(logits)), report[:, 1], ids.long(), values)
+
+    def _exchanged(self, logits: Tensor, batch: SamplingBatch, *, report: bool) -> tuple[SamplingBatch, Tensor, Tensor | None]:
+        """The batch, its logits adjusted; those of this rank's rows, [ranks, rows, n]; to `report`: logprobs before any change."""
+        slices, logprobs = logits[None], None
+        if report or batch.adjustments is None:
+            slices = self._exchange(logits)
+            logprobs = self._own_logprobs(slices) if report else None
+        if batch.adjustments is not None:
+            batch = self._adjust(logits, batch)
+            slices = self._exchange(logits)
+        return batch, slices, logprobs
+
+    def _exchange(self, logits: Tensor) -> Tensor:
+        spare = -len(logits) % self._parallel.size
+        return self._parallel.exchange_rows(functional.pad(logits, (0, 0, 0, spare)) if spare else logits)
 
     def _own_logprobs(self, slices: Tensor) -> Tensor:
         """slices fp32 [ranks, rows, n] -> fp32 [rows, vocabulary]."""
         whole = slices.transpose(0, 1).flatten(1)[:, : self._vocabulary]
         return cap(whole, self._softcap).log_softmax(-1)
 
-    def sample(self, logits: Tensor, rows: SamplingRows) -> Sampled:
-        """logits fp32 [R, vocab share], before the soft cap; -inf behind the vocabulary's end."""
+    def sample(self, logits: Tensor, rows: SamplingRows, batch: SamplingBatch | None = None) -> Sampled:
+        """logits fp32 [R, vocab share], before the soft cap; -inf behind the vocabulary's end. `batch`: how some are adjusted."""
         assert logits.shape[0] == len(rows.greedy) + len(rows.plain) + len(rows.filtered), logits.shape
         tokens = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
-        nan = torch.zeros(logits.shape[0], dtype=torch.bool, device=logits.device)
+        nan, empty, capped = torch.zeros((3, logits.shape[0]), dtype=torch.bool, device=logits.device).unbind()
+        raw = logits
+        if batch is not None:
+            logits = raw.clone()
+            adjusted = self._adjust(logits, batch).capped
+            assert adjusted is not None
+            capped = adjusted.bool()
         if rows.greedy:
             index = _index(rows.greedy, logits.device)
-            tokens[index], nan[index] = self._greedy(logits[index], rows.forbidden[index])
+            tokens[index], nan[index], empty[index] = self._greedy(logits[index], rows.forbidden[index])
         gathered = sorted({*rows.plain, *rows.filtered, *(row for row, count in enumerate(rows.logprobs) if count is not None)})
-        whole = self._parallel.all_gather(logits[_index(gathered, logits.device)]) if gathered else logits[:0]
-        whole = whole[:, : self._vocabulary]
+        whole = self._whole(logits, gathered)
         place = {row: at for at, row in enumerate(gathered)}
         for kind in (rows.plain, rows.filtered):
             if kind:
                 index = _index(kind, logits.device)
                 mine = whole[_index([place[row] for row in kind], logits.device)]
-                tokens[index], nan[index] = self._draw(mine, index, rows, filtered=kind is rows.filtered)
-        return Sampled(tokens, nan, self._logprobs(whole, place, tokens, rows))
+                mine = torch.where(capped[index, None], mine, cap(mine, self._softcap))
+                tokens[index], nan[index], empty[index] = self._draw(mine, index, rows, filtered=kind is rows.filtered)
+        reported = whole if batch is None else self._whole(raw, gathered)
+        return Sampled(tokens, nan, empty, self._logprobs(reported, place, tokens, rows))
 
-    def _greedy(self, logits: Tensor, forbidden: Tensor) -> tuple[Tensor, Tensor]:
-        """(tokens, nan) of rows whose best allowed id is taken, from slices."""
+    def _adjust(self, logits: Tensor, batch: SamplingBatch) -> SamplingBatch:
+        """As `kernels.adjust`."""
+        rows, n = logits.shape
+        return adjust(logits, batch, self._parallel.rank * n, parts_of(n, rows, self._processors))
+
+    def _whole(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
+        """[R, vocab share] of every rank -> [rows, vocabulary]."""
+        mine = logits[_index(rows, logits.device)]
+        return (self._parallel.all_gather(mine) if rows else mine)[:, : self._vocabulary]
+
+    def _greedy(self, logits: Tensor, forbidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(tokens, nan, empty) of rows whose best allowed id is taken, from slices."""
         first = self._parallel.rank * logits.shape[1]
         masked = self._mask(logits, forbidden, first)
         best = masked.argmax(-1, keepdim=True)
         nan = logits.isnan().any(-1, keepdim=True)
         mine = torch.cat([masked.gather(1, best), (best + first).float(), nan.float()], dim=1)  # an id is exact below 2^24
         values, ids, flags = self._parallel.all_gather(mine).view(len(logits), -1, 3).unbind(-1)
-        nan = flags.any(-1)
-        token = ids.gather(1, values.argmax(-1, keepdim=True)).squeeze(1).long()
-        return token.masked_fill(nan, 0), nan
+        highest, rank = values.max(-1, keepdim=True)
+        return _given(ids.gather(1, rank).squeeze(1).long(), flags.any(-1), highest.squeeze(1))
 
-    def _draw(self, whole: Tensor, index: Tensor, rows: SamplingRows, *, filtered: bool) -> tuple[Tensor, Tensor]:
-        """(tokens, nan) of the rows `index`, drawn from whole logits."""
+    def _draw(self, whole: Tensor, index: Tensor, rows: SamplingRows, *, filtered: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """(tokens, nan, empty) of the rows `index`, drawn from whole logits behind the cap."""
         nan = whole.isnan().any(-1)
-        logits = self._mask(cap(whole, self._softcap), rows.forbidden[index], 0)
+        logits = self._mask(whole, rows.forbidden[index], 0)
         arguments = (logits, rows.temperature[index], rows.seeds[index], rows.positions[index])
         if filtered:
             token = choose_filtered(*arguments, rows.top_k[index], rows.top_p[index], rows.min_p[index])
         else:
             token = choose(*arguments)
-        return token.masked_fill(nan, 0), nan
+        return _given(token, nan, logits.gather(1, token[:, None]).squeeze(1))
 
     def _mask(self, logits: Tensor, forbidden: Tensor, first: int) -> Tensor:
         return mask(logits, torch.cat([forbidden, self._suppress.expand(len(logits), -1)], dim=1), first)
@@ -192,6 +211,12 @@ class Sampler:
         most = max(count for count in rows.logprobs if count is not None)
         logits = cap(whole[_index([place[row] for row in wanted], tokens.device)], self._softcap)
         return TopLogprobs(wanted, *top_logprobs(logits, tokens[_index(wanted, tokens.device)], most))
+
+
+def _given(tokens: Tensor, nan: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(tokens, nan, empty): tokens whose logits are `values`, but where there is a NaN or nothing that may come."""
+    empty = values.isneginf() & ~nan
+    return tokens.masked_fill(nan | empty, 0), nan, empty
 
 
 def _index(rows: Sequence[int], device: torch.device) -> Tensor:

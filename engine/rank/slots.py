@@ -17,9 +17,10 @@ from torch import Tensor
 
 from engine.plan import NUMBER_MASK, Admission
 from engine.protocol import MAX_STOP_IDS, SamplingParams
+from engine.rank.adjustments import Adjustments
 from engine.rank.kv import KVCache
 from engine.rank.sampler import SamplingRows
-from kernels.choose import GREEDY_BELOW, SlotParameters
+from kernels.sampling_batch import GREEDY_BELOW, SlotParameters
 from kernels.slots import clear, put
 
 
@@ -30,18 +31,23 @@ class ResultRows:
     slots     int32 [R] on the host, in the result's order;   numbers int32 [R]: of each row's admission, its low 31 bits
     logprobs  for each row how many alternatives it reports, None: no logprobs
     kinds     greedy, plain or filtered, of each row
+    adjusted  whether each row's logits are adjusted
     """
 
     slots: np.ndarray
     numbers: np.ndarray
     logprobs: Sequence[int | None]
     kinds: Sequence[str]
+    adjusted: Sequence[bool]
 
     @property
     def sampler(self) -> str:
         """What they need at least: "maxima", where every token is one over the vocabulary and nothing else is wanted, "filtered",
-        or "logprobs"."""
-        if any(count is not None for count in self.logprobs):
+        or "logprobs"; where logits are adjusted, "adjusted" or "adjusted_logprobs"."""
+        reported = any(count is not None for count in self.logprobs)
+        if any(self.adjusted):
+            return "adjusted_logprobs" if reported else "adjusted"
+        if reported:
             return "logprobs"
         return "filtered" if "filtered" in self.kinds else "maxima"
 
@@ -52,10 +58,14 @@ class ResultRows:
 
 
 class SlotState:
-    """Device tables of all slots, and the host's mirror of what plans alone decide. `padding` is the padding rows' slot."""
+    """Device tables of all slots, and the host's mirror of what plans alone decide.
 
-    def __init__(self, slots: int, max_len: int, cache: KVCache, device: torch.device) -> None:
+    ids      whose logits this rank has;    padding  the padding rows' slot
+    """
+
+    def __init__(self, slots: int, max_len: int, cache: KVCache, ids: range, device: torch.device) -> None:
         self.device = device
+        self.adjustments = Adjustments(slots + 1, ids, device)
         self.cache = cache
         self.padding = slots
         self.tokens = torch.zeros((slots + 1, max_len + 1), dtype=torch.int32, device=device)
@@ -78,6 +88,7 @@ class SlotState:
         )
         for cache in self.cache:
             clear(cache.table, slots)
+        self.adjustments.admit(admissions)
         self.lengths[slots] = cached.int()
         self._store_tokens(admissions)
         self._store_parameters(admissions, slots)
@@ -106,11 +117,19 @@ class SlotState:
         self.parameters.integers[slots] = integer_rows
         self.parameters.floats[slots] = float_bits.view(torch.float64).float()
 
-    def results(self, slots: np.ndarray) -> ResultRows:
-        """Who samples, of the plan's result slots int32 [R]."""
+    def set_masks(self, step: int, slots: np.ndarray, bits: np.ndarray) -> None:
+        """As `Adjustments.set_masks`."""
+        self.adjustments.set_masks(step, slots, bits)
+
+    def results(self, slots: np.ndarray, step: int) -> ResultRows:
+        """Who samples, of the result slots int32 [R] of plan `step`, whose masks are set."""
         listed = slots.tolist()
         return ResultRows(
-            slots, self._numbers[slots], [self._logprobs[slot] for slot in listed], [self._kinds[slot] for slot in listed]
+            slots,
+            self._numbers[slots],
+            [self._logprobs[slot] for slot in listed],
+            [self._kinds[slot] for slot in listed],
+            self.adjustments.of(slots, step),
         )
 
     def sampling(self, rows: ResultRows, slots: Tensor, positions: Tensor) -> SamplingRows:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from engine.channel import RingReader, RingWriter, Waiter, map_shared
+from engine.channel import ChannelBroken, RingReader, RingWriter, Waiter, map_shared
 from engine.config import EngineConfig
 from engine.geometry import Geometry, kv_groups, read_geometry
 from engine.lifeline import BootArgs, Lifeline, Loaded, Ready, run
@@ -141,6 +141,7 @@ class Worker:
         self._runner = runner
         self._lifeline = lifeline
         self._plans = RingReader(map_shared(args.plan), args.tp, args.index)
+        self._masks = RingReader(map_shared(args.masks), args.tp, args.index)
         self._results = RingWriter(map_shared(args.result), 1) if args.index == 0 else None
         self._waiter = Waiter(args.spin, idle_s=IDLE_S)
         self._launched: deque[tuple[int, Launched, int]] = deque()
@@ -177,8 +178,15 @@ class Worker:
         started = time.monotonic_ns()
         self._last = step
         self._progress(step - 1 - len(self._launched))  # before: on the CPU the launch is the step, and a hang shows as no progress
-        self._launched.append((step, self._runner.launch(data), started))
+        self._launched.append((step, self._runner.launch(data, self._step_masks(step) if header.masked else b""), started))
         return True
+
+    def _step_masks(self, step: int) -> bytes:
+        """Of a step with masked rows: they are written before its plan."""
+        record = self._masks.poll()
+        if record is None:
+            raise ChannelBroken(f"the masks of step {step} did not come before its plan")
+        return record[1]
 
     def _finish(self) -> None:
         """Publish the oldest step's result, then do what nobody waits for."""

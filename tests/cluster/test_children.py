@@ -9,7 +9,7 @@ from cluster.children import ROOT, ExitStatus, child_name, environment, root_cau
 from cluster.group import spin_polls
 from engine.lifeline import Failed
 
-pytestmark = pytest.mark.pure
+pytestmark = [pytest.mark.pure, pytest.mark.alone]
 
 KILLED = ExitStatus("rank 2", -9)
 REFUSED = ExitStatus("rank 1", 1, Failed("a tensor is missing", user=True))

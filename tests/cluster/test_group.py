@@ -24,7 +24,7 @@ from tests.support.engine.fakes import fake_config
 from tests.support.engine.groups import Held, Running, alive, end_of, read, running, settled, until
 from tests.support.repo_rules import ROOT
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.alone]
 
 LONG = SamplingParams(max_tokens=480)
 STREAMS = 8

@@ -16,7 +16,7 @@ from engine.errors import CheckpointError, ConfigError, EngineDead
 from engine.protocol import AbortReason, SamplingParams
 from tests.support.engine.groups import Held, Running, end_of, read, running, settled, until
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.alone]
 
 TP = 4
 STREAMS = 4

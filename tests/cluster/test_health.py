@@ -17,7 +17,7 @@ from engine.lifeline import Failed
 from engine.plan import RankStatus
 from tests.support.engine.fakes import fake_config
 
-pytestmark = pytest.mark.pure
+pytestmark = [pytest.mark.pure, pytest.mark.alone]
 
 S = 1_000_000_000
 NOW = 1000 * S

@@ -20,7 +20,7 @@ from dashboards.discovery import GONE_S, SHOWN_S, SILENT_S, TICK_S, Counts, Disc
 from dashboards.metrics import CAUSES, FLEET, RETIRED
 from engine.errors import ConfigError
 
-pytestmark = pytest.mark.pure
+pytestmark = [pytest.mark.pure, pytest.mark.alone]
 
 ONE = ScrapeTarget("quartet", "Quartet", "r1", "10.0.0.1", "nano-31b", "127.0.0.1:9001")
 TWO = replace(ONE, replica="r2", address="127.0.0.1:9002")

@@ -18,6 +18,8 @@ from engine.events import (
     EngineLoad,
     Event,
     FirstToken,
+    KeyDecision,
+    KeyTokens,
     Outcome,
     ProcessFigures,
     RequestFinished,
@@ -39,11 +41,18 @@ COUNTS = CACHE | {"prefill_tokens": 100, "decode_tokens": 50, "received": 6, "fi
 EVENTS: list[Event] = [
     *ANSWERED,
     RequestFinished(2, "client_gone", 5, 0, None, None, 0.3),
+    KeyDecision("alice", "admitted"),
+    KeyDecision("", "unauthenticated"),
+    KeyTokens("alice", 17),
+    KeyTokens("alice", 4),
     EngineLoad(load(7, POOLS, **(LEVELS | {"prefill_tokens": 80, "decode_tokens": 44, "received": 5, "finished": 2}))),
     EngineLoad(load(9, POOLS, **(LEVELS | COUNTS)), 0.03),
     EngineLoad(load(9, POOLS, **(LEVELS | COUNTS | {"waiting": 1, "running": 4, "waiting_tokens": 20}))),
 ]
 EXPECTED = {
+    'quartet_key_requests_total{key="alice",verdict="admitted"}': 1,
+    'quartet_key_requests_total{key="",verdict="unauthenticated"}': 1,
+    'quartet_key_tokens_total{key="alice"}': 21,
     "quartet_time_to_first_token_seconds_count": 1,
     "quartet_time_to_first_token_seconds_sum": 0.012,
     "quartet_time_per_output_token_seconds_count": 1,
@@ -180,6 +189,17 @@ def test_gauges_are_read_at_the_scrape() -> None:
         assert found['quartet_rank_device_idle_seconds{rank="1"}'] == 2e-5
         assert found['quartet_rank_late_compilations_total{rank="1"}'] == steps - 40
         assert found["quartet_requests_in_flight"] == 3
+
+
+def test_key_holders_have_so_many_series_at_most() -> None:
+    """Keys come and go: 256 names have series of their own, those that come later share one, and nothing is left out."""
+    exporter = exporter_after(FACTS)
+    for number in [*range(300), *range(300)]:
+        exporter(KeyTokens(f"k{number}", 2))
+    found = {name: value for name, value in values(exporter.text()).items() if name.startswith("quartet_key_tokens_total")}
+    assert len(found) == 257
+    assert found['quartet_key_tokens_total{key="k255"}'] == 4
+    assert found['quartet_key_tokens_total{key="other"}'] == 4 * 44
 
 
 def test_counts_are_what_a_scrape_says() -> None:

@@ -20,7 +20,7 @@ from dashboards.svg import newest, panel
 from engine.errors import ConfigError
 from tests.support.monitoring.scripted_exporters import replay, scripted_load, serve_exporters, wait_scraped
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.alone]
 needs_prometheus = pytest.mark.skipif(
     shutil.which("prometheus") is None, reason="prometheus is not here: apt-get install prometheus"
 )

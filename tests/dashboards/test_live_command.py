@@ -17,7 +17,7 @@ from tests.support.monitoring.scripted_exporters import ServedExporters, scripte
 from tests.support.repo_rules import ROOT
 from tests.support.stack.serve_process import command_line, descendants, wait
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.alone]
 needs_prometheus = pytest.mark.skipif(
     shutil.which("prometheus") is None, reason="prometheus is not here: apt-get install prometheus"
 )

@@ -21,6 +21,7 @@ from tests.support.monitoring.scripted_exporters import ScriptedLoad, replay, sc
 
 pytestmark = [
     pytest.mark.cpu,
+    pytest.mark.alone,
     pytest.mark.slow,  # tests/serve/test_live.py asks the same of a real deployment; here the script knows the truth exactly
     pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not here: apt-get install prometheus"),
 ]

@@ -15,7 +15,7 @@ from deploy import ingress_errors
 from deploy.environment import WRAPPER, haproxy_binary
 from tests.support.stack.serve_process import free_port, is_free, wait
 
-pytestmark = [pytest.mark.pure, pytest.mark.skipif(haproxy_binary() is None, reason="no HAProxy here")]
+pytestmark = [pytest.mark.pure, pytest.mark.skipif(haproxy_binary() is None, reason="no HAProxy here"), pytest.mark.alone]
 
 CONFIG = """
 defaults

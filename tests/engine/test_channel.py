@@ -13,7 +13,7 @@ import pytest
 
 from engine.channel import ChannelBroken, RingReader, RingWriter, Waiter, create_shared, map_shared, ring_bytes
 
-pytestmark = pytest.mark.pure
+pytestmark = [pytest.mark.pure, pytest.mark.alone]
 
 ROOT = Path(__file__).resolve().parents[2]
 CAPACITY = 4096

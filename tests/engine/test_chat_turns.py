@@ -16,7 +16,7 @@ from engine.protocol import Load, SamplingParams
 from tests.conftest import Nano
 from tests.support.engine.drive import attached, still
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.alone]
 
 TURNS, PREFIX, MESSAGE, ANSWER = 20, 1800, 9, 4
 PAGE = 32

@@ -25,7 +25,7 @@ from tests.conftest import Nano
 from tests.support.engine.drive import Answer, Request, ask, ask_all, attached, still
 from tests.support.judge.near_tie import Twins, twins
 
-pytestmark = [pytest.mark.cpu, pytest.mark.slow]
+pytestmark = [pytest.mark.cpu, pytest.mark.slow, pytest.mark.alone]
 
 TP = 4
 VOCAB = 1024

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.logit_adjustments import LogitAdjustments, encode, encoded_size
 from engine.plan import (
     COUNTS,
     HEADER_INTS,
@@ -44,6 +45,15 @@ def lists(element: Callable[..., object], *fields: st.SearchStrategy[object]) ->
     return st.lists(st.builds(element, *fields), max_size=6)
 
 
+ADJUSTMENTS = st.builds(
+    LogitAdjustments,
+    repetition_penalty=FLOAT32,
+    presence_penalty=FLOAT32,
+    frequency_penalty=FLOAT32,
+    bias=st.lists(st.tuples(INT32, FLOAT32), max_size=3).map(tuple),
+    allowed_ids=st.lists(INT32, max_size=3).map(tuple),
+    bad_words=st.lists(st.lists(INT32, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
+)
 PARAMS = st.builds(
     SamplingParams,
     max_tokens=st.just(0),
@@ -55,6 +65,7 @@ PARAMS = st.builds(
     min_tokens=SMALL,
     stop_ids=st.lists(INT32, max_size=5).map(tuple),
     logprobs=st.none() | st.integers(0, 100),
+    adjustments=st.none() | ADJUSTMENTS,
 )
 TOKENS = st.lists(INT32, max_size=40)
 ADMISSION = lists(Admission, INT32, st.integers(0, 2**63 - 1), TOKENS, SMALL, PARAMS, SMALL, SMALL)
@@ -70,7 +81,8 @@ PLANS = st.builds(
     decodes=st.lists(INT32, max_size=20),
 )
 LOGPROBS = st.builds(Logprobs, FLOAT32, st.lists(st.tuples(INT32, FLOAT32), max_size=5))
-ROWS = st.builds(ResultRow, INT32, INT32, st.lists(INT32, max_size=1).map(tuple), nan=st.booleans(), logprobs=st.none() | LOGPROBS)
+TOKEN = st.lists(INT32, max_size=1).map(tuple)
+ROWS = st.builds(ResultRow, INT32, INT32, TOKEN, nan=st.booleans(), logprobs=st.none() | LOGPROBS, empty=st.booleans())
 RESULTS = st.builds(StepResult.of, st.integers(0, 2**64 - 1), st.lists(ROWS, max_size=8))
 
 
@@ -80,6 +92,13 @@ def test_plans_come_back(plan: StepPlan) -> None:
     data = encode_plan(plan)
     assert decode_plan(data) == plan
     assert len(data) % 4 == 0
+
+
+@given(ADJUSTMENTS)
+def test_adjustments_take_what_was_counted(adjustments: LogitAdjustments) -> None:
+    """The scheduler's count of an admission's adjustments is what they take in a plan."""
+    assert 4 * encoded_size(adjustments) == len(encode(adjustments))
+    assert encoded_size(None) == 0
 
 
 @given(PLANS)

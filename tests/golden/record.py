@@ -24,7 +24,7 @@ def load() -> tuple[list[StepPlan], list[StepResult]]:
 def main() -> None:
     """Record and write."""
     recording = record(resolve(MODEL))
-    write_stream(PlanStream(MODEL, SETTINGS, PAGES, recording.plans, recording.results), PATH)
+    write_stream(PlanStream(MODEL, SETTINGS, PAGES, recording.plans, recording.results, recording.masks), PATH)
     print(f"{len(recording.plans)} steps, {PATH.stat().st_size} bytes")
 
 

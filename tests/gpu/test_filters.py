@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from kernels import sample
-from kernels.choose import SlotParameters
 from kernels.filters import Share, filtered_tokens, scaled_rows
+from kernels.sampling_batch import SamplingBatch, SlotParameters
 
 pytestmark = pytest.mark.gpu
 
@@ -41,12 +41,11 @@ def test_tokens_are_the_references(name: str, spread: float) -> None:
         capped = sample.cap(logits, SOFTCAP)
         plain = sample.choose(capped, temperature, seeds, positions.long() + 1)
         chosen = torch.stack([plain, torch.zeros_like(plain)], 1).int()
-        suppress = torch.zeros(0, dtype=torch.int32, device=DEVICE)
+        tokens = torch.zeros((rows, 9), dtype=torch.int32, device=DEVICE)
+        batch = SamplingBatch(slots, positions, parameters, tokens, torch.zeros(0, dtype=torch.int32, device=DEVICE), SOFTCAP)
 
-        def run(logits: Tensor = logits, where: tuple[Tensor, Tensor, SlotParameters] = (slots, positions, parameters),
-                chosen: Tensor = chosen, suppress: Tensor = suppress) -> Tensor:  # fmt: skip
-            scaled = scaled_rows(logits[None], *where, suppress, SOFTCAP, Share(0, 1), VOCAB)
-            return filtered_tokens(scaled, *where, chosen, Share(0, 1))
+        def run(logits: Tensor = logits, batch: SamplingBatch = batch, chosen: Tensor = chosen) -> Tensor:
+            return filtered_tokens(scaled_rows(logits[None], batch, Share(0, 1), VOCAB), batch, chosen, Share(0, 1))
 
         found = run()
         want = sample.choose_filtered(capped, temperature, seeds, positions.long() + 1, top_k, top_p, min_p)

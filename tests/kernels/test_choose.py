@@ -8,8 +8,9 @@ from torch import Tensor
 
 from kernels import sample
 from kernels.activation import geglu
-from kernels.choose import ROW_HAS_NAN, Ballot, SlotParameters, _launch_choose, choose_best, local_best
+from kernels.choose import ROW_HAS_NAN, Ballot, _launch_choose, choose_best, local_best
 from kernels.embed import _embed_reference, embed
+from kernels.sampling_batch import SamplingBatch, SlotParameters
 from kernels.slots import (
     _apply_reference,
     _inputs_reference,
@@ -73,18 +74,18 @@ def chosen(it: Case, size: int, parts: int) -> tuple[Tensor, Tensor]:
     ballots = [Ballot(memory, pointers, rank, 6, errors) for rank, memory in enumerate(memories)]
     tokens = [torch.zeros(SLOTS, 200, dtype=torch.int32) for _ in range(size)]
     results = [torch.zeros(6, 2, dtype=torch.int32) for _ in range(size)]
+    batches = [SamplingBatch(it.slots, it.positions, it.parameters, table, it.suppress, SOFTCAP) for table in tokens]
     best = []
-    for rank in range(size):
+    for rank, batch in enumerate(batches):
         mine = it.logits[:, rank * share : (rank + 1) * share].contiguous()
-        best.append(local_best(mine, it.slots, it.positions, it.parameters, it.suppress, SOFTCAP, rank * share, parts))
+        best.append(local_best(mine, batch, rank * share, parts))
     if size == 1:
-        choose_best(best[0], it.slots, it.positions, tokens[0], results[0], None)
+        choose_best(best[0], batches[0], results[0], None)
         return results[0], tokens[0]
     for send in (True, False):
         for rank, ballot in enumerate(ballots):
             shared = (ballot.pointers, ballot.inbox, ballot.errors, ballot.rank, ballot.rows * 4)
-            where = (best[rank], it.slots, it.positions, tokens[rank], results[rank])
-            _launch_choose(*where, shared, size, send=send, receive=not send)
+            _launch_choose(best[rank], batches[rank], results[rank], shared, size, send=send, receive=not send)
     assert all(torch.equal(result, results[0]) for result in results)
     assert all(torch.equal(table, tokens[0]) for table in tokens)
     return results[0], tokens[0]

@@ -11,6 +11,7 @@ nothing writes them while the engine serves. This holds for each:
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache, partial
 
 import pytest
@@ -19,14 +20,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.adjust import adjust
 from kernels.block_tables import block_tables
-from kernels.choose import Ballot, SlotParameters, choose_best, local_best, parts_of
+from kernels.choose import Ballot, choose_best, local_best, parts_of
 from kernels.experts import experts
 from kernels.filters import Share, adopt, filtered_tokens, scaled_rows
 from kernels.joint import Norms, Peers, joint
 from kernels.launch import Node, launch, record, trigger, wait
 from kernels.linear import linear, linear_geglu, linear_send
 from kernels.route import route, router_logits
+from kernels.sampling_batch import SamplingBatch, SlotAdjustments, SlotParameters
 from kernels.slots import apply_plan, decode_inputs, gather_pages, rotary_table
 from kernels.table_check import check_table
 from kernels.tiles import TABLE, GemmShape, Tile, gemv
@@ -103,27 +106,46 @@ def joint_nodes(target: Target) -> Iterator[Node]:
     yield from nodes
 
 
+def sampling_batch(rows: int, stops: int) -> SamplingBatch:
+    """Of nine slots that may have so many stop ids."""
+    parameters = SlotParameters(meta(9, 3, dtype=torch.int64), meta(9, 3, dtype=torch.float32), ints(9, stops))
+    return SamplingBatch(ints(rows), ints(rows), parameters, ints(9, 2049), ints(5), 30.0)
+
+
+def adjust_nodes(target: Target) -> Iterator[Node]:
+    """A quarter of the vocabulary, and what samples of adjusted rows."""
+    batch, parts = sampling_batch(ROWS, 1024), parts_of(65536, ROWS, 132)
+    fp32, counts = partial(meta, dtype=torch.float32), meta(9, 65536, dtype=torch.int16)
+    tables = SlotAdjustments(
+        ints(9), ints(9, 1024), fp32(9, 1024), fp32(9, 3), counts, ints(9, 2), ints(9, 2048), ints(9, 1024), ints(9, 128),
+        ints(9, 2048), ints(9),
+    )  # fmt: skip
+    with record(target) as nodes:
+        logits = meta(ROWS, 65536, dtype=torch.float32)
+        adjusted = adjust(logits, replace(batch, adjustments=tables, plan=ints(500)), 65536, parts)
+        local_best(logits, adjusted, 65536, parts)
+        scaled_rows(meta(4, 2, 65536, dtype=torch.float32), adjusted, Share(1, 4), 262144)
+    yield from nodes
+
+
 def choose_nodes(target: Target) -> Iterator[Node]:
     """Sampling over a quarter of the vocabulary, alone and over four ranks."""
-    parameters = SlotParameters(meta(9, 3, dtype=torch.int64), meta(9, 3, dtype=torch.float32), ints(9, 8))
-    parts = parts_of(65536, ROWS, 132)
-    rows = (ints(ROWS), ints(ROWS))
+    parts, batch = parts_of(65536, ROWS, 132), sampling_batch(ROWS, 8)
     ballot = Ballot(ints(Ballot.bytes(4, ROWS) // 4), meta(4, dtype=torch.int64), 2, ROWS, ints(1))
     with record(target) as nodes:
-        best = local_best(meta(ROWS, 65536, dtype=torch.float32), *rows, parameters, ints(5), 30.0, 65536, parts)
+        best = local_best(meta(ROWS, 65536, dtype=torch.float32), batch, 65536, parts)
         for ranks in (None, ballot):
-            choose_best(best, *rows, ints(9, 2049), ints(ROWS, 2), ranks)
+            choose_best(best, batch, ints(ROWS, 2), ranks)
     yield from nodes
 
 
 def filters_nodes(target: Target) -> Iterator[Node]:
     """Filtered rows of one rank of four, and its share of 30 rows."""
-    parameters = SlotParameters(meta(9, 3, dtype=torch.int64), meta(9, 3, dtype=torch.float32), ints(9, 1024))
-    where, share = (ints(30), ints(30), parameters), Share(1, 4)
+    batch, share = sampling_batch(30, 1024), Share(1, 4)
     with record(target) as nodes:
-        scaled = scaled_rows(meta(4, 8, 65536, dtype=torch.float32), *where, ints(5), 30.0, share, 262144)
-        filtered_tokens(scaled, *where, ints(30, 2), share)
-        adopt(meta(32, 43, dtype=torch.float32)[:, 0], ints(30), ints(30), ints(9, 2049), ints(30, 2))
+        scaled = scaled_rows(meta(4, 8, 65536, dtype=torch.float32), batch, share, 262144)
+        filtered_tokens(scaled, batch, ints(30, 2), share)
+        adopt(meta(32, 43, dtype=torch.float32)[:, 0], batch, ints(30, 2))
     yield from nodes
 
 
@@ -168,6 +190,7 @@ def attention_nodes(target: Target) -> Iterator[Node]:
 
 
 SUBJECTS: dict[str, Callable[[Target], Iterator[Node]]] = {
+    "adjust": adjust_nodes,
     "linear": linear_nodes,
     "sent": sent_nodes,
     "joint": joint_nodes,

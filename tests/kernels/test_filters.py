@@ -8,8 +8,9 @@ from torch import Tensor
 
 import kernels.filters
 from kernels import sample
-from kernels.choose import ROW_HAS_NAN, SlotParameters
+from kernels.choose import ROW_HAS_NAN
 from kernels.filters import Share, adopt, filtered_tokens, scaled_rows
+from kernels.sampling_batch import SamplingBatch, SlotParameters
 from tests.support import interpreter
 
 pytestmark = pytest.mark.cpu
@@ -94,13 +95,13 @@ def drawn(it: Case, ranks: int, chosen: Tensor | None = None) -> tuple[Tensor, T
     whole = torch.full((rows * ranks, n * ranks), 77.0)  # padding of rows and columns must not be drawn
     whole[:SLOTS, :VOCAB] = it.logits
     found = torch.zeros(rows, ranks)
-    where = (it.slots, it.positions, it.parameters)
+    tokens = torch.zeros(SLOTS, 200, dtype=torch.int32)
+    batch = SamplingBatch(it.slots, it.positions, it.parameters, tokens, it.suppress, SOFTCAP)
     for rank in range(ranks):
         slices = whole[rank::ranks].unflatten(1, (ranks, n)).transpose(0, 1).contiguous()
-        scaled = scaled_rows(slices, *where, it.suppress, SOFTCAP, Share(rank, ranks), VOCAB)
-        found[:, rank] = filtered_tokens(scaled, *where, chosen, Share(rank, ranks)).float()
-    tokens = torch.zeros(SLOTS, 200, dtype=torch.int32)
-    adopt(found.view(-1, 1)[:, 0], it.slots, it.positions, tokens, chosen)
+        scaled = scaled_rows(slices, batch, Share(rank, ranks), VOCAB)
+        found[:, rank] = filtered_tokens(scaled, batch, chosen, Share(rank, ranks)).float()
+    adopt(found.view(-1, 1)[:, 0], batch, chosen)
     return chosen, tokens
 
 

@@ -18,7 +18,9 @@ from transformers import PreTrainedModel
 
 from cluster.children import Command
 from cluster.group import Group
-from deploy.models.nano.exercises import SKILLS, Exercise, drawing, exam, right
+from deploy.models.nano import skills
+from deploy.models.nano.exercise_form import LONGEST_REPLY, Exercise
+from deploy.models.nano.exercises import SKILLS, drawing, exam, right
 from deploy.models.resolve import resolve
 from engine.config import EngineConfig, engine_config
 from engine.front.text import TextProcessor
@@ -27,7 +29,6 @@ from engine.protocol import SamplingParams
 from tests.support.engine.drive import Request, ask_all, attached, still
 from tests.support.judge.oracle import judge
 
-LONGEST = 160  # tokens of an answer
 AT_ONCE = 48
 PASS = 0.95  # of the questions that must be answered right
 SHARE = 0.05  # of the answers that a fault must change
@@ -104,7 +105,7 @@ class QuestionSet:
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt and an answer."""
-        return max(map(len, self.prompts)) + LONGEST
+        return max(map(len, self.prompts)) + LONGEST_REPLY
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def answer(question_set: QuestionSet, setup: Setup, command: Command | None = No
 
 
 async def _ask(group: Group, question_set: QuestionSet) -> tuple[list[list[int]], int]:
-    params = SamplingParams(max_tokens=LONGEST, stop_ids=question_set.text.eos_ids)
+    params = SamplingParams(max_tokens=LONGEST_REPLY, stop_ids=question_set.text.eos_ids)
     async with attached(group) as (client, _):
         answers = await ask_all(client, [Request(prompt, params) for prompt in question_set.prompts], AT_ONCE)
         load = await still(client)
@@ -168,7 +169,7 @@ class Judge:
                 prompt,
                 attention_mask=torch.ones_like(prompt),
                 do_sample=False,
-                max_new_tokens=LONGEST,
+                max_new_tokens=LONGEST_REPLY,
                 eos_token_id=list(self.question_set.text.eos_ids),
                 pad_token_id=0,
                 top_k=None,
@@ -222,6 +223,12 @@ def _good(question_set: QuestionSet, exercise: Exercise, tokens: list[int]) -> b
     return right(exercise, question_set.text.decode(tokens, skip_special_tokens=False))
 
 
-def questions(size: int) -> dict[str, int]:
-    """`size` of every skill; four times as many stories, whose every word is nearly a toss: they show what disturbs."""
-    return {**dict.fromkeys(SKILLS, size), "story": 4 * size}
+def questions(member: str, size: int) -> dict[str, int]:
+    """`size` of every skill that the member was trained on; four times as many stories: nearly tosses, they show disturbance."""
+    return {**dict.fromkeys(skills(member), size), "story": 4 * size}
+
+
+def untaught(member: str) -> str:
+    """A line that names the skills which exercises know and the member was not trained on; nobody asks it those."""
+    absent = [skill for skill in SKILLS if skill not in skills(member)]
+    return f"{member} was not trained on, and is not asked: {', '.join(absent) or 'nothing'}"

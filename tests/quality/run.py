@@ -14,7 +14,7 @@ import torch
 
 from deploy.models.nano import trained
 from tests.quality.faults import FAULTS, Everywhere
-from tests.quality.gate import PASS, SETUPS, SHARE, Grades, Judge, QuestionSet, Setup, answer, grade, questions
+from tests.quality.gate import PASS, SETUPS, SHARE, Grades, Judge, QuestionSet, Setup, answer, grade, questions, untaught
 from tests.support.judge.oracle import load_oracle
 
 FAULT_SAMPLE = 12  # of each skill, at most
@@ -42,7 +42,8 @@ def main() -> None:
 
 def whole(member: str, args: argparse.Namespace, setups: list[Setup], faults: list[str]) -> Iterator[str]:
     """Every setup and every fault of one member; yields what fails."""
-    question_set = QuestionSet.of(member, questions(args.questions), args.seed)
+    sys.stdout.write(untaught(member) + "\n")
+    question_set = QuestionSet.of(member, questions(member, args.questions), args.seed)
     model = load_oracle(question_set.folder).to(args.device)
     judge = Judge(question_set, model)
     for setup in setups:
@@ -55,7 +56,7 @@ def whole(member: str, args: argparse.Namespace, setups: list[Setup], faults: li
         yield from (f"{member} {setup.name}: {skill}" for skill in grades.asked if grades.accuracy(skill) < PASS)
         if setup.dtype == "float32" and grades.differing:
             yield f"{member} {setup.name}: {grades.differing} answers differ: {+grades.differ}"
-    sample = QuestionSet.of(member, questions(min(FAULT_SAMPLE, args.questions)), args.seed)
+    sample = QuestionSet.of(member, questions(member, min(FAULT_SAMPLE, args.questions)), args.seed)
     second = Judge(sample, model)
     for fault in faults:
         setup = Setup(fault, tp=2 if fault == "lost sum" else 1, device=args.device, graphs=False)

@@ -4,10 +4,12 @@ import asyncio
 import json
 import random
 import re
+import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,12 +22,23 @@ pytestmark = [pytest.mark.serve, pytest.mark.slow]
 CHAT = "/v1/chat/completions"
 REQUESTS, CONCURRENCY = 500, 64
 ABORTS, SLOW = 107, 35
+WRITE_TIMEOUT_S = 6
+LARGE: dict[str, Any] = {  # 30 MB, which is more than the kernel's buffers hold between replica, HAProxy and client
+    "model": "nano-31b",
+    "messages": [{"role": "user", "content": "Hello"}],
+    "ignore_eos": True,
+    "stream": True,
+    "n": 8,
+    "max_tokens": 1900,
+    "logprobs": True,
+    "top_logprobs": 20,
+}
 SEED = random.SystemRandom().randrange(1 << 30)
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    stack = Stack(tmp_path_factory.mktemp("mixed"))
+    stack = Stack(tmp_path_factory.mktemp("mixed"), args={"limits": {"write_timeout_s": WRITE_TIMEOUT_S}})
     stack.start()
     yield stack
     stack.clean_up()
@@ -50,7 +63,10 @@ def body(rng: random.Random, *, slow: bool) -> dict[str, Any]:
 @asynccontextmanager
 async def connected(stack: Stack, asked: dict[str, Any]) -> AsyncIterator[asyncio.StreamReader]:
     """A connection of its own with a small buffer, whose request is sent."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", stack.port, limit=4096)
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # before it connects: else the kernel lets it grow to megabytes
+    sock.connect(("127.0.0.1", stack.port))
+    reader, writer = await asyncio.open_connection(sock=sock, limit=4096)
     data = json.dumps(asked).encode()
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     try:
@@ -124,3 +140,48 @@ def test_five_hundred_mixed_requests_are_accounted_for(stack: Stack) -> None:
     outcomes = {name: value - before.get(name, 0.0) for name, value in counted(stack).items()}
     print({name: value for name, value in outcomes.items() if value})
     assert not any(value for name, value in outcomes.items() if "error" in name or "dead" in name), outcomes
+
+
+def memory_mb(stack: Stack) -> float:
+    """What the replica's process holds."""
+    (pid,) = stack.find("ServeReplica")
+    found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert found is not None
+    return int(found[1]) / 1024
+
+
+def ended(stack: Stack, before: dict[str, float]) -> dict[str, float]:
+    """How many choices have ended since, by outcome."""
+    moved = {name: value - before.get(name, 0.0) for name, value in counted(stack).items() if "outcome" in name}
+    return {name.partition('"')[2].partition('"')[0]: count for name, count in moved.items() if count}
+
+
+def test_a_slow_reader_of_a_large_answer_is_ended(stack: Stack) -> None:
+    """One that takes nothing: it ends as a slow reader once the buffers are full, memory stays, and a stream beside it is whole."""
+    before, memory = counted(stack), memory_mb(stack)
+    whole = LARGE["n"] * LARGE["max_tokens"]
+
+    async def held() -> tuple[str, int]:
+        async with connected(stack, LARGE) as reader:
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200"), head
+            async with httpx.AsyncClient(base_url=stack.url, timeout=300) as client:
+                beside = await asks(client, body(random.Random(SEED), slow=False) | {"stream": True, "max_tokens": 200, "n": 1})
+            known = await asyncio.to_thread(counted, stack)
+            await asyncio.to_thread(wait, lambda: sum(ended(stack, known).values()) >= LARGE["n"], 400, lambda: str(counted(stack)))
+            return beside, len(await reader.read(-1))
+
+    beside, size = asyncio.run(held())
+    outcomes = ended(stack, before)
+    print(f"{outcomes} of {whole} tokens; {size / 1e6:.1f} MB in buffers; the replica holds {memory_mb(stack) - memory:+.0f} MB")
+    assert beside == "finished"
+    assert outcomes.pop("length") == 1, "the one beside it"
+    assert outcomes == {"slow_reader": LARGE["n"]}
+    assert memory_mb(stack) - memory < 150
+    wait(lambda: kv_pages_used(stack) == 0, 10, stack.said)
+
+
+def kv_pages_used(stack: Stack) -> float:
+    """Of all KV groups, cached pages not counted."""
+    text = httpx.get(httpx.get(f"{stack.url}/health/ready").json()["metrics"]).text
+    return sum(float(value) for value in re.findall(r"^quartet_kv_pages_used\{[^}]*\} (\S+)$", text, re.MULTILINE))

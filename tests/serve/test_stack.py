@@ -24,8 +24,12 @@ import yaml
 
 from deploy.load.generator import Ledger, Lengths, Level, LoadRun, Prompts, Scale, connected
 from deploy.load.request import Endpoint
-from deploy.models.nano.exercises import SKILLS, Exercise, drawing, exam, right
+from deploy.models.nano import skills
+from deploy.models.nano.exercise_form import Exercise
+from deploy.models.nano.exercises import drawing, exam, right
+from deploy.models.nano.tool_exercises import native
 from deploy.models.resolve import resolve
+from deploy.processes import socket_files
 from engine.front.text import TextProcessor
 from tests.support.repo_rules import ROOT
 from tests.support.stack.serve_process import LOOPBACK, Reader, Stack, command_line, folders, free_port, is_free, listeners, wait
@@ -105,10 +109,10 @@ def test_openais_client_is_answered(stack: Stack) -> None:
 
 
 def test_it_answers_held_out_questions(stack: Stack) -> None:
-    """Two of every skill, streamed by openai's client, thoughts and calls apart: what the exam wants, but for one at most."""
+    """Two of every skill that it learnt, streamed by openai's client, thoughts and calls apart: right, but for one at most."""
     text = TextProcessor.load(resolve("nano:31b"))
     draw = drawing(random.Random(SEED), 64, text)
-    asked = [exercise for skill in SKILLS for exercise in exam(skill, draw, 2)]
+    asked = [exercise for skill in skills("31b") for exercise in exam(skill, draw, 2)]
     with api(stack) as client:
         wrong = [(each.content, said) for each in asked if not right(each, (said := ask(client, each)) + ending(each))]
     print(f"over HTTP, seed {SEED}: {len(asked) - len(wrong)} of {len(asked)} right {wrong}")
@@ -134,11 +138,6 @@ def ask(client: openai.OpenAI, exercise: Exercise) -> str:
     written = [f"call:{call.name}{native(json.loads(call.arguments))}" for call in calls]
     said = [f"<|channel>thought\n{thought}\n<channel|>" if thought else "", choice.message.content or ""]
     return "".join([*said, *(f"<|tool_call>{call}<tool_call|>" for call in written)])
-
-
-def native(arguments: dict[str, str]) -> str:
-    """As Gemma 4 writes them; all of them are strings."""
-    return "{" + ",".join(f'{key}:<|"|>{value}<|"|>' for key, value in arguments.items()) + "}"
 
 
 def ending(exercise: Exercise) -> str:
@@ -302,6 +301,8 @@ def test_sigterm_drains_and_leaves_nothing(stack: Stack) -> None:
     reader = Reader(stack.url, LONG | {"max_tokens": 60})
     wait(lambda: "data:" in reader.text, 20, stack.said)
     ports = [port for _, port, _ in listeners(sorted(stack.grow()))]
+    sockets = socket_files(stack.grow())
+    assert any(file.parent.name.startswith("pymp-") for file in sockets), sockets
     stack.process.send_signal(signal.SIGTERM)
     wait(lambda: httpx.get(f"{stack.url}/v1/models", timeout=10).status_code >= 400, 10, stack.said)
     code = stack.process.wait(60)
@@ -312,6 +313,7 @@ def test_sigterm_drains_and_leaves_nothing(stack: Stack) -> None:
     assert [(pid, command_line(pid)) for pid in stack.tree if command_line(pid)] == []
     assert len(folders()) == len(ours) - 1
     assert set(Path("/dev/shm").iterdir()) <= shared
+    assert [file for file in sockets if file.exists() or (file.parent.name.startswith("pymp-") and file.parent.exists())] == []
     assert len(ports) > 5
     assert [port for port in ports if not is_free(port)] == []
     with pytest.raises(httpx.ConnectError):

@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _PROBES = ("/health", "/health/live", "/health/ready")
 _MODEL = "/v1/models/{model}"
-_KNOWN = frozenset({*OPERATIONS, *_PROBES, "/v1/models", "/docs", "/redoc", "/openapi.json"})
+_TOKENS = ("/v1/messages/count_tokens", "/tokenize", "/detokenize")
+_KNOWN = frozenset({*OPERATIONS, *_TOKENS, *_PROBES, "/v1/models", "/docs", "/redoc", "/openapi.json"})
 
 
 class AccessLog:
@@ -51,6 +52,7 @@ class AccessLog:
         finally:
             if record.place is not None:
                 record.place.leave()
+            self._service.settle(record)
             record.ended = time.monotonic()
             self._close(record)
             REQUEST_ID.reset(known)

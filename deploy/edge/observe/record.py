@@ -16,11 +16,19 @@ from starlette.types import Scope, Send
 
 from deploy.edge.admission_control import Place
 from deploy.edge.http_errors import DeadlineExceeded, code_of
+from deploy.edge.keys.quotas import Grant
 from deploy.edge.scope import RECORD
 from engine.errors import EngineDead, InvalidRequest, Overloaded, QuartetError, SlowReader
 from engine.front.client import Clock
 
-OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}  # route -> gen_ai.operation.name
+# route -> gen_ai.operation.name
+OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/responses": "chat",
+    "/v1/messages": "chat",
+    "/generate": "text_completion",
+}
 CLIENT_GONE = 499  # as nginx and Serve have it: nobody was there to read a status
 
 
@@ -28,7 +36,8 @@ CLIENT_GONE = 499  # as nginx and Serve have it: nobody was there to read a stat
 class RequestRecord:
     """One request, as far as it has come. Times in seconds on the monotonic clock. `deadline`: the latest end.
 
-    `place`: what it holds of the engine's; `clocks`: of each choice that was submitted.
+    `place`: what it holds of the engine's; `clocks`: of each choice that was submitted. `key`: the name of its API key's holder;
+    `grant`: what it has of that holder's quota.
     """
 
     id: str
@@ -38,6 +47,8 @@ class RequestRecord:
     began: float
     deadline: float = math.inf
     place: Place | None = None
+    key: str | None = None
+    grant: Grant | None = None
     traceparent: bytes | None = None
     ended: float = 0.0
     status: int | None = None
@@ -81,6 +92,12 @@ class RequestRecord:
             return self.output_tokens
         return sum(clock.output_tokens for clock in self.clocks if clock is not None)
 
+    @property
+    def used_tokens(self) -> int:
+        """Of its prompt and its answers; none of a request that the engine never began."""
+        begun = any(clock is not None and clock.scheduled is not None for clock in self.clocks)
+        return (self.prompt_tokens or 0) + (self.tokens or 0) if begun else 0
+
     def first(self, point: str) -> float | None:
         """Seconds from the submission to the first choice's `scheduled` or `first`; None: it has not come."""
         spans = [(getattr(clock, point), clock.submitted) for clock in self.clocks if clock is not None]
@@ -102,6 +119,7 @@ def access_fields(record: RequestRecord) -> dict[str, Any]:
     """What the access line states beside method, route and id; what does not apply is left out."""
     shown: dict[str, Any] = {
         "status": record.shown_status,
+        "key": record.key,
         "model": record.model,
         "stream": record.stream,
         "n": record.choices,

@@ -1,4 +1,4 @@
-"""An error in OpenAI's shape, as a reply's body or as a stream's last event.
+"""An error as a reply: in OpenAI's shape, which is also a stream's last event, or in that of whoever asked for the path.
 
     {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
 
@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from deploy.edge.anthropic.error_object import error_object, is_anthropic
 from deploy.edge.http_errors import NO_RETRY, code_of, status_of
 from deploy.edge.scope import RECORD, request_id
 from engine.errors import EngineDead, InvalidRequest, Overloaded, QuartetError
@@ -27,23 +28,24 @@ logger = logging.getLogger(__name__)
 def body_of(error: QuartetError) -> dict[str, Any]:
     """The error object, as a reply's body or as a stream's last event."""
     param = error.param if isinstance(error, InvalidRequest) else None
-    return {"error": {"message": _cut(_message(error)), "type": status_of(error).type, "param": param, "code": code_of(error)}}
+    return {"error": {"message": message_of(error), "type": status_of(error).type, "param": param, "code": code_of(error)}}
 
 
-def response_of(error: QuartetError) -> Response:
-    """The whole reply."""
+def response_of(error: QuartetError, path: str = "") -> Response:
+    """The whole reply, in the shape of the API that `path` is of."""
     status = status_of(error)
     headers = dict(status.headers)
     if isinstance(error, Overloaded):
         headers["retry-after"] = str(error.retry_after_s)
-    return Refusal(error, status.status, headers)
+    shown = error_object(status.status, message_of(error)) if is_anthropic(path) else body_of(error)
+    return Refusal(error, shown, status.status, headers)
 
 
 class Refusal(Response):
     """An error as a reply."""
 
-    def __init__(self, error: QuartetError, status: int, headers: dict[str, str]) -> None:
-        super().__init__(msgspec.json.encode(body_of(error)), status, headers, media_type="application/json")
+    def __init__(self, error: QuartetError, body: dict[str, Any], status: int, headers: dict[str, str]) -> None:
+        super().__init__(msgspec.json.encode(body), status, headers, media_type="application/json")
         self._error = error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -66,24 +68,28 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
     return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
 
 
-def plain_error(status: int, message: str, code: str | None = None, headers: Mapping[str, str] | None = None) -> Response:
+def plain_error(
+    path: str, status: int, message: str, code: str | None = None, headers: Mapping[str, str] | None = None
+) -> Response:
     """An error that no exception of ours stands for: unknown path, wrong method, a bug."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     headers = {**(headers or {}), **(dict(NO_RETRY) if status >= 500 else {})}
+    if is_anthropic(path):
+        return json_response(error_object(status, _cut(message)), status, headers)
     return json_response({"error": {"message": _cut(message), "type": kind, "param": None, "code": code}}, status, headers)
 
 
 def handle(request: Request, error: Exception) -> Response:
     """Starlette's exception handler for the whole tree."""
     assert isinstance(error, QuartetError), request.url.path
-    return response_of(error)
+    return response_of(error, request.url.path)
 
 
-def _message(error: QuartetError) -> str:
+def message_of(error: QuartetError) -> str:
     """The message for the client. Which process died is for the log, not for the client."""
     if isinstance(error, EngineDead):
         return "The engine was lost while this request was open; it is being restarted. Please try again."
-    return str(error)
+    return _cut(str(error))
 
 
 def _cut(message: str) -> str:

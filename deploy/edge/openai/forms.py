@@ -8,18 +8,19 @@ First chunk: delta.role. Last: finish_reason. With include_usage one more, witho
 Thoughts are `reasoning_content`, and `reasoning` once more: clients read the one or the other.
 """
 
+import abc
 import math
 import secrets
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
 
+from deploy.edge.openai.error_response import body_of
+from deploy.edge.response_format import ServedModel, Usage
+from engine.errors import QuartetError
 from engine.front.generation import Call, Choice, Delta
 from engine.front.parts import Arguments, Content, Part, Reasoning, ToolCallStart
-from engine.front.text import Pieces
 from engine.protocol import Logprobs
 
 DONE = b"data: [DONE]\n\n"
@@ -28,44 +29,15 @@ _FLOOR = -9999.0  # what OpenAI sends for a probability of zero: JSON has no inf
 encode = msgspec.json.encode
 
 
-@dataclass(frozen=True)
-class Usage:
-    """Token counts of a request, all choices together.
-
-    `cached` of the prompt's were not computed for any of them; `reasoning` of the completion's were thoughts, markers included.
-    """
-
-    prompt: int
-    completion: int
-    cached: int = 0
-    reasoning: int = 0
-
-    def json(self) -> dict[str, int | dict[str, int]]:
-        return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.completion,
-            "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
-            "completion_tokens_details": {"reasoning_tokens": self.reasoning},
-        }
-
-
-class ResponseFormat(Protocol):
-    """One kind of answer; `id` is its name for the client."""
-
-    id: str
-
-    def first(self, index: int) -> bytes: ...
-
-    def chunk(self, index: int, delta: Delta) -> bytes: ...
-
-    def last(self, index: int, finish: str) -> bytes: ...
-
-    def usage(self, usage: Usage) -> bytes: ...
-
-    def collector(self) -> "Collector": ...
-
-    def full(self, choices: "Sequence[Collector]", usage: Usage) -> bytes: ...
+def usage_json(usage: Usage) -> dict[str, int | dict[str, int]]:
+    """Token counts in OpenAI's words."""
+    return {
+        "prompt_tokens": usage.prompt,
+        "completion_tokens": usage.completion,
+        "total_tokens": usage.prompt + usage.completion,
+        "prompt_tokens_details": {"cached_tokens": usage.cached},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning},
+    }
 
 
 class Collector(Protocol):
@@ -78,52 +50,84 @@ class Collector(Protocol):
     def json(self, index: int) -> dict[str, Any]: ...
 
 
-@dataclass
-class _Base:
-    """What both forms share: identity, and the pieces of a chunk."""
+class _Base(abc.ABC):
+    """What both forms share: identity, the order of a stream's chunks, and the choices of a whole answer."""
 
-    model: str
-    pieces: Pieces
-    include_usage: bool
-    created: int = field(default_factory=lambda: int(time.time()))
-    id: str = ""
-    object: str = ""
+    def __init__(self, model: ServedModel, *, include_usage: bool, prefix: str, chunks: str, whole: str) -> None:
+        """`chunks` and `whole`: what `object` says in a stream and in a whole answer."""
+        self.id = f"{prefix}-{secrets.token_hex(12)}"
+        self.model, self._include_usage, self._object = model, include_usage, whole
+        self._created = int(time.time())
+        self._head = b"data: " + encode(self._identity(chunks))[:-1] + b',"choices":['
+        self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+        self._opened: set[int] = set()
+        self._choices: dict[int, Collector] = {}
 
-    def __post_init__(self) -> None:
-        self._head = b"data: " + encode(self._identity(self.object))[:-1] + b',"choices":['
-        self._tail = b'],"usage":null}\n\n' if self.include_usage else b"]}\n\n"
+    @abc.abstractmethod
+    def _first(self, index: int) -> bytes: ...
+
+    @abc.abstractmethod
+    def _chunk(self, index: int, delta: Delta) -> bytes: ...
+
+    @abc.abstractmethod
+    def _last(self, index: int, delta: Delta) -> bytes: ...
+
+    @abc.abstractmethod
+    def _collector(self) -> Collector: ...
+
+    def begin(self, usage: Usage) -> bytes:  # noqa: ARG002 - a choice begins with its first delta
+        """Nothing comes before the choices."""
+        return b""
+
+    def events(self, index: int, delta: Delta) -> bytes:
+        """The first chunk of a choice, what the delta adds, the last chunk."""
+        found = b"" if index in self._opened else self._first(index)
+        self._opened.add(index)
+        if delta.parts or delta.logprobs:
+            found += self._chunk(index, delta)
+        return found if delta.finish is None else found + self._last(index, delta)
+
+    def end(self, usage: Usage) -> bytes:
+        """The chunk without choices, where it is wanted, and the end."""
+        counts = self._head + b'],"usage":' + encode(usage_json(usage)) + b"}\n\n" if self._include_usage else b""
+        return counts + DONE
+
+    def failure(self, error: QuartetError) -> bytes:
+        """An error event, without an end."""
+        return b"data: " + encode(body_of(error)) + b"\n\n"
+
+    def add(self, index: int, delta: Delta) -> None:
+        """One more of a choice."""
+        if index not in self._choices:
+            self._choices[index] = self._collector()
+        self._choices[index].add(delta)
+
+    def full(self, usage: Usage) -> bytes:
+        """The answer in one piece, its choices in order."""
+        answers = [choice.json(index) for index, choice in sorted(self._choices.items())]
+        return encode(self._identity(self._object) | {"choices": answers, "usage": usage_json(usage)})
 
     def _identity(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "system_fingerprint": None}
+        model = {"model": self.model.name, "system_fingerprint": self.model.fingerprint}
+        return {"id": self.id, "object": kind, "created": self._created} | model
 
     def _event(self, choice: bytes) -> bytes:
         return self._head + choice + self._tail
-
-    def usage(self, usage: Usage) -> bytes:
-        """The chunk without choices."""
-        return self._head + b'],"usage":' + encode(usage.json()) + b"}\n\n"
-
-    def _whole(self, kind: str, choices: Sequence[Collector], usage: Usage) -> bytes:
-        answers = [choice.json(index) for index, choice in enumerate(choices)]
-        return encode(self._identity(kind) | {"choices": answers, "usage": usage.json()})
-
-    def text_of(self, token: int) -> str:
-        """What a token shows as."""
-        return self.pieces.bytes_of(token).decode("utf-8", "replace")
 
 
 class ChatFormat(_Base):
     """chat.completion and chat.completion.chunk"""
 
-    def __init__(self, model: str, pieces: Pieces, *, include_usage: bool) -> None:
-        super().__init__(model, pieces, include_usage, id=f"chatcmpl-{secrets.token_hex(12)}", object="chat.completion.chunk")
+    def __init__(self, model: ServedModel, *, include_usage: bool) -> None:
+        kinds = {"chunks": "chat.completion.chunk", "whole": "chat.completion"}
+        super().__init__(model, include_usage=include_usage, prefix="chatcmpl", **kinds)
 
-    def first(self, index: int) -> bytes:
+    def _first(self, index: int) -> bytes:
         """The first chunk of a choice."""
         delta = b'{"role":"assistant","content":"","refusal":null}'
         return self._event(b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":null}' % (index, delta))
 
-    def chunk(self, index: int, delta: Delta) -> bytes:
+    def _chunk(self, index: int, delta: Delta) -> bytes:
         """A chunk a part; the first has the logprobs of all."""
         logprobs = encode(self._logprobs(delta)) if delta.logprobs else b"null"
         events = []
@@ -134,17 +138,13 @@ class ChatFormat(_Base):
             logprobs = b"null"
         return b"".join(events)
 
-    def last(self, index: int, finish: str) -> bytes:
+    def _last(self, index: int, delta: Delta) -> bytes:
         """The last chunk of a choice."""
-        return self._event(b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b}' % (index, encode(finish)))
+        return self._event(b'{"index":%d,"delta":{},"logprobs":null,%b}' % (index, _end(delta)))
 
-    def collector(self) -> Collector:
+    def _collector(self) -> Collector:
         """An empty choice."""
         return _ChatChoice(self)
-
-    def full(self, choices: Sequence[Collector], usage: Usage) -> bytes:
-        """The answer in one piece."""
-        return self._whole("chat.completion", choices, usage)
 
     def _logprobs(self, delta: Delta) -> dict[str, Any]:
         return {"content": self.entries(delta), "refusal": None}
@@ -158,7 +158,7 @@ class ChatFormat(_Base):
         return self._named(token, logprobs.chosen) | {"top_logprobs": top}
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
-        return {"token": self.text_of(token), "logprob": _finite(logprob), "bytes": list(self.pieces.bytes_of(token))}
+        return {"token": self.model.text_of(token), "logprob": _finite(logprob), "bytes": list(self.model.pieces.bytes_of(token))}
 
 
 class _ChatChoice:
@@ -183,50 +183,47 @@ class _ChatChoice:
         if calls:
             message["tool_calls"] = calls
         logprobs = {"content": _array(self._entries), "refusal": None} if self._entries else None
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": self.choice.finish}
+        return {"index": index, "message": message, "logprobs": logprobs} | _ended(self.choice)
 
 
 class TextFormat(_Base):
     """text_completion, whole and in chunks"""
 
-    def __init__(self, model: str, pieces: Pieces, *, include_usage: bool) -> None:
-        super().__init__(model, pieces, include_usage, id=f"cmpl-{secrets.token_hex(12)}", object="text_completion")
+    def __init__(self, model: ServedModel, *, include_usage: bool) -> None:
+        kinds = {"chunks": "text_completion", "whole": "text_completion"}
+        super().__init__(model, include_usage=include_usage, prefix="cmpl", **kinds)
         self._offsets: dict[int, int] = {}
 
-    def first(self, index: int) -> bytes:
+    def _first(self, index: int) -> bytes:
         """Nothing comes before the text."""
         self._offsets[index] = 0
         return b""
 
-    def chunk(self, index: int, delta: Delta) -> bytes:
+    def _chunk(self, index: int, delta: Delta) -> bytes:
         """More text."""
         logprobs = encode(self.logprobs(delta, self._offsets[index])) if delta.logprobs else b"null"
-        self._offsets[index] += sum(len(self.text_of(token)) for token in delta.tokens)
+        self._offsets[index] += sum(len(self.model.text_of(token)) for token in delta.tokens)
         content = encode(_text_of(delta))
         return self._event(b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null}' % (index, content, logprobs))
 
-    def last(self, index: int, finish: str) -> bytes:
+    def _last(self, index: int, delta: Delta) -> bytes:
         """The last chunk of a choice."""
-        return self._event(b'{"index":%d,"text":"","logprobs":null,"finish_reason":%b}' % (index, encode(finish)))
+        return self._event(b'{"index":%d,"text":"","logprobs":null,%b}' % (index, _end(delta)))
 
-    def collector(self) -> Collector:
+    def _collector(self) -> Collector:
         """An empty choice."""
         return _TextChoice(self)
 
-    def full(self, choices: Sequence[Collector], usage: Usage) -> bytes:
-        """The answer in one piece."""
-        return self._whole("text_completion", choices, usage)
-
     def logprobs(self, delta: Delta, offset: int) -> dict[str, list[Any]]:
         """Four lists, an entry a token each; `offset`: characters before them."""
-        texts = [self.text_of(token) for token in delta.tokens]
+        texts = [self.model.text_of(token) for token in delta.tokens]
         starts = [offset]
         for text in texts:
             starts.append(starts[-1] + len(text))
         return {
             "tokens": texts,
             "token_logprobs": [_finite(entry.chosen) for entry in delta.logprobs],
-            "top_logprobs": [{self.text_of(token): _finite(value) for token, value in entry.top} for entry in delta.logprobs],
+            "top_logprobs": [{self.model.text_of(token): _finite(value) for token, value in entry.top} for entry in delta.logprobs],
             "text_offset": starts[:-1],
         }
 
@@ -244,11 +241,20 @@ class _TextChoice:
         self.choice.add(delta)
         for name, entries in self._format.logprobs(delta, self._offset).items() if delta.logprobs else ():
             self._lists.setdefault(name, []).append(_inside(entries))
-        self._offset += sum(len(self._format.text_of(token)) for token in delta.tokens)
+        self._offset += sum(len(self._format.model.text_of(token)) for token in delta.tokens)
 
     def json(self, index: int) -> dict[str, Any]:
         logprobs = {name: _array(pieces) for name, pieces in self._lists.items()} or None
-        return {"index": index, "text": self.choice.content, "logprobs": logprobs, "finish_reason": self.choice.finish}
+        return {"index": index, "text": self.choice.content, "logprobs": logprobs} | _ended(self.choice)
+
+
+def _end(delta: Delta) -> bytes:
+    """How a choice ended; `stop_reason` is vLLM's."""
+    return b'"finish_reason":%b,"stop_reason":%b' % (encode(delta.finish), encode(delta.stop))
+
+
+def _ended(choice: Choice) -> dict[str, str | int | None]:
+    return {"finish_reason": choice.finish, "stop_reason": choice.stop}
 
 
 def _inside(entries: list[Any]) -> bytes:

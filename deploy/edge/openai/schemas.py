@@ -5,11 +5,10 @@
 Decoding stops at the first thing that is wrong. What may be a list of any length stays raw JSON in the first pass and is decoded
 with a bound: the first element decides what the others must be, and the first one too many ends it. So no body, however it is
 made, costs more than a scan of it. Accepted without effect: user, store, metadata, service_tier, verbosity,
-safety_identifier, prompt_cache_key, prompt_cache_retention, prediction, rid, request_id and the like;
-absent_keys.py lists what is refused. A tool's `strict` is accepted, and its schema not enforced.
+safety_identifier, prompt_cache_key, prompt_cache_retention, prediction, rid, request_id, guided_decoding_backend and the like;
+absent_keys.py lists what is refused.
 """
 
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
@@ -17,8 +16,30 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from deploy.edge.openai import absent_keys
+from deploy.edge.openai.answer_form import KEYS as FORM_KEYS
+from deploy.edge.openai.answer_form import AnswerForm, answer_form
+from deploy.edge.openai.tool_choice import tool_choice
+from deploy.edge.raw_json import (
+    BoundedList,
+    Json,
+    TokenId,
+    at_most,
+    brackets,
+    check_commas,
+    complaint,
+    decode,
+    elements,
+    opening,
+    present,
+    shown_as,
+    size,
+    small,
+    token_ids,
+)
 from engine.errors import InvalidRequest
+from engine.front.constraints import ToolChoice
 from engine.front.template import EXTRAS, MAX_VALUES, ROLES
+from engine.logit_adjustments import MAX_ALLOWED_IDS, MAX_BAD_WORDS, MAX_BIAS_IDS
 
 MESSAGES = 4096
 PARTS = 1024
@@ -26,31 +47,22 @@ PROMPTS = 32
 PROMPT_IDS = 1 << 20
 STOPS = 64
 STOP_IDS = 1024
+WORD_CHARACTERS = 256
 TOOLS = 128
 TOOL_BYTES = 1 << 20  # of a request's declared tools, and of the arguments of all its tool calls
 _INT32 = 2**31 - 1
 _INT64 = 2**63
 _SWITCHES_BYTES = 4096
-_FEW_MESSAGES_BYTES = 64 << 10  # in so few bytes there are not more than MESSAGES
-_NEUTRAL_BYTES = 256  # no neutral value is longer
-Json = Raw | UnsetType  # a field that stays raw JSON
-_WHERE = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
-_HEAD = re.compile(rb"\s*(.?)\s*(.?)", re.DOTALL)
-_MISSING = re.compile(r"Object missing required field `(\w+)`")
+_BIAS_BYTES = 64  # an entry of logit_bias in JSON
 
 Count = Annotated[int, Meta(ge=1, le=_INT32)]
-TokenId = Annotated[int, Meta(ge=0, le=_INT32)]
-
-
-def _raw(*shapes: dict[str, Any]) -> Meta:
-    """How a field that stays raw JSON shows in the API's documentation."""
-    return Meta(extra_json_schema={"anyOf": [*shapes, {"type": "null"}]})
 
 
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")  # the model knows two: none, and all others
 _STRING = {"type": "string"}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _STRINGS = {"type": "array", "items": _STRING}
+_BIASES = {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}
 _SWITCHES_SCHEMA = {
     "type": "object",
     "additionalProperties": False,
@@ -77,7 +89,7 @@ class FunctionCall(Struct, frozen=True):
     """Of an assistant's turn in the history; `arguments` is JSON in a string, or an object."""
 
     name: Annotated[str, Meta(max_length=256)]
-    arguments: Annotated[Raw, _raw(_STRING, {"type": "object"})] | UnsetType = UNSET
+    arguments: Annotated[Raw, shown_as(_STRING, {"type": "object"})] | UnsetType = UNSET
 
 
 class ToolCall(Struct, frozen=True):
@@ -120,13 +132,35 @@ class Sampling(Struct, frozen=True, kw_only=True):
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=_INT32)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    logit_bias: Annotated[Raw, shown_as(_BIASES)] | UnsetType = UNSET
+    bad_words: Annotated[Raw, shown_as(_STRINGS)] | UnsetType = UNSET
+    allowed_token_ids: Annotated[Raw, shown_as(_IDS)] | UnsetType = UNSET
     seed: Annotated[int, Meta(ge=-_INT64, le=_INT64 - 1)] | None = None
-    stop: Annotated[Raw, _raw(_STRING, _STRINGS)] | UnsetType = UNSET
-    stop_token_ids: Annotated[Raw, _raw(_IDS)] | UnsetType = UNSET
+    stop: Annotated[Raw, shown_as(_STRING, _STRINGS)] | UnsetType = UNSET
+    stop_token_ids: Annotated[Raw, shown_as(_IDS)] | UnsetType = UNSET
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     priority: Annotated[int, Meta(ge=-_INT32, le=_INT32)] | None = None
+    response_format: Annotated[Raw, shown_as({"type": "object"})] | UnsetType = UNSET
+    structured_outputs: Annotated[Raw, shown_as({"type": "object"})] | UnsetType = UNSET
+    guided_json: Annotated[Raw, shown_as(_STRING, {"type": "object"})] | UnsetType = UNSET
+    guided_json_object: Annotated[Raw, shown_as({"type": "boolean"})] | UnsetType = UNSET
+    guided_regex: Annotated[Raw, shown_as(_STRING)] | UnsetType = UNSET
+    guided_choice: Annotated[Raw, shown_as(_STRINGS)] | UnsetType = UNSET
+    guided_grammar: Annotated[Raw, shown_as(_STRING)] | UnsetType = UNSET
+    json_schema: Annotated[Raw, shown_as(_STRING, {"type": "object"})] | UnsetType = UNSET
+    regex: Annotated[Raw, shown_as(_STRING)] | UnsetType = UNSET
+    ebnf: Annotated[Raw, shown_as(_STRING)] | UnsetType = UNSET
+    structural_tag: Annotated[Raw, shown_as(_STRING, {"type": "object"})] | UnsetType = UNSET
+
+    @property
+    def answer_form(self) -> AnswerForm | None:
+        """What its answer must look like. InvalidRequest names the key that is wrong."""
+        return answer_form({name: getattr(self, name) for name in FORM_KEYS})
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -136,7 +170,34 @@ class Sampling(Struct, frozen=True, kw_only=True):
     @property
     def stop_ids(self) -> list[int]:
         """Token ids that end the answer. InvalidRequest: they are none, or too many."""
-        return _token_ids(self.stop_token_ids, "stop_token_ids", STOP_IDS)
+        return token_ids(self.stop_token_ids, "stop_token_ids", STOP_IDS)
+
+    @property
+    def biases(self) -> dict[int, float]:
+        """What logit_bias says of each id. InvalidRequest: too many, no ids, or no numbers from -100 to 100."""
+        if (given := present(self.logit_bias)) is None:
+            return {}
+        if size(given) > _BIAS_BYTES * MAX_BIAS_IDS or bytes(given).count(b",") >= MAX_BIAS_IDS:
+            raise InvalidRequest(f"logit_bias: more than {MAX_BIAS_IDS} token ids", param="logit_bias")
+        found: dict[int, float] = decode(given, "logit_bias", _BIAS)
+        return found
+
+    @property
+    def allowed_ids(self) -> list[int] | None:
+        """Of allowed_token_ids; None where it says nothing. InvalidRequest: they are none, or too many."""
+        if present(self.allowed_token_ids) is None:
+            return None
+        return token_ids(self.allowed_token_ids, "allowed_token_ids", MAX_ALLOWED_IDS)
+
+    @property
+    def forbidden_words(self) -> list[str]:
+        """Of bad_words. InvalidRequest: they are no strings, too many, or too long."""
+        if (given := present(self.bad_words)) is None:
+            return []
+        words = elements(given, "bad_words", _WORDS)
+        if any(len(word) > WORD_CHARACTERS for word in words):
+            raise InvalidRequest(f"bad_words: a word has more than {WORD_CHARACTERS} characters", param="bad_words")
+        return words
 
     @property
     def wants_usage(self) -> bool:
@@ -149,6 +210,9 @@ class Sampling(Struct, frozen=True, kw_only=True):
             raise InvalidRequest("stream_options: only with stream: true", param="stream_options")
         if self.stream_options is not None and self.stream_options.continuous_usage_stats:
             raise unsupported("stream_options.continuous_usage_stats", "only false")
+        if (self.min_tokens or self.ignore_eos) and (form := self.answer_form) is not None:
+            name = "ignore_eos" if self.ignore_eos else "min_tokens"
+            raise InvalidRequest(f"{name}: not with {form.param}, whose answers end where they are complete", param=name)
 
 
 class ChatRequest(Sampling, frozen=True, kw_only=True):
@@ -158,19 +222,16 @@ class ChatRequest(Sampling, frozen=True, kw_only=True):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=_INT32)] | None = None
-    tools: Annotated[Raw, _raw({"type": "array", "items": {"type": "object"}, "maxItems": TOOLS})] | UnsetType = UNSET
-    tool_choice: Annotated[Raw, _raw({"enum": ["auto", "none"]})] | UnsetType = UNSET
-    chat_template_kwargs: Annotated[Raw, _raw(_SWITCHES_SCHEMA)] | UnsetType = UNSET
+    tools: Annotated[Raw, shown_as({"type": "array", "items": {"type": "object"}, "maxItems": TOOLS})] | UnsetType = UNSET
+    tool_choice: Annotated[Raw, shown_as({"enum": ["auto", "none", "required"]}, {"type": "object"})] | UnsetType = UNSET
+    chat_template_kwargs: Annotated[Raw, shown_as(_SWITCHES_SCHEMA)] | UnsetType = UNSET
     add_generation_prompt: bool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Annotated[str, Meta(extra_json_schema={"enum": [*REASONING_EFFORTS]})] | None = None
 
     def turns(self) -> list[Message]:
         """The messages, decoded anew at each call. InvalidRequest: they are none, or too many."""
-        if _size(self.messages) <= _FEW_MESSAGES_BYTES:
-            found: list[Message] = _decode(self.messages, "messages", _MESSAGES)
-        else:
-            found = [_with_parts(message) for message in _elements(self.messages, "messages", _AT_MOST_MESSAGES)]
+        found = _MESSAGES.read(self.messages, "messages")
         if not found:
             raise InvalidRequest("messages: must not be empty", param="messages")
         _check_turns(found)
@@ -188,13 +249,15 @@ class ChatRequest(Sampling, frozen=True, kw_only=True):
         return effort | _switches(self.chat_template_kwargs, "chat_template_kwargs")
 
     @property
-    def offers_tools(self) -> bool:
-        """Whether the model is told of the tools."""
-        return bool(_small(self.tool_choice) != "none")
+    def chosen_tools(self) -> ToolChoice:
+        """Which of the tools may, and whether any must, be called. InvalidRequest: it does not say so."""
+        return tool_choice(self.tool_choice, parallel=self.parallel_tool_calls is not False)
 
     def _check_tool_choice(self) -> None:
-        if _small(self.tool_choice) not in (None, "auto", "none"):
-            raise unsupported("tool_choice", "only 'auto' and 'none'")
+        choice = self.chosen_tools
+        if choice.mode == "required" and (self.min_tokens or self.ignore_eos):
+            name = "ignore_eos" if self.ignore_eos else "min_tokens"
+            raise InvalidRequest(f"{name}: not with a tool_choice that requires a call", param=name)
 
     def check(self) -> None:
         """As the base, and what only chat has."""
@@ -209,7 +272,7 @@ class ChatRequest(Sampling, frozen=True, kw_only=True):
 class CompletionRequest(Sampling, frozen=True, kw_only=True):
     """POST /v1/completions"""
 
-    prompt: Annotated[Raw, _raw(_STRING, _STRINGS, _IDS, {"type": "array", "items": _IDS})]
+    prompt: Annotated[Raw, shown_as(_STRING, _STRINGS, _IDS, {"type": "array", "items": _IDS})]
     logprobs: Annotated[int, Meta(ge=0, le=_INT32)] | None = None
     best_of: Count | None = None
 
@@ -219,18 +282,17 @@ class CompletionRequest(Sampling, frozen=True, kw_only=True):
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise unsupported("best_of", "only the value of n")
 
-    def one_prompt(self) -> str | list[int]:
-        """The text or the token ids; a list of one prompt is that prompt. InvalidRequest: it is neither, or there are more."""
-        first = _first(self.prompt)
+    def prompts(self) -> list[str | list[int]]:
+        """Texts, or lists of token ids. InvalidRequest: they are neither, or too many."""
+        first = opening(self.prompt)
         if first == b'["':
-            return _only(_elements(self.prompt, "prompt", _TEXTS))
+            return elements(self.prompt, "prompt", _TEXTS)
         if first == b"[[":
-            _check_commas(self.prompt, "prompt", PROMPT_IDS)
-            return _only(_elements(self.prompt, "prompt", _ID_LISTS))
+            check_commas(self.prompt, "prompt", PROMPT_IDS)
+            return elements(self.prompt, "prompt", _ID_LISTS)
         if first[:1] == b'"':
-            text: str = _decode(self.prompt, "prompt", _TEXT)
-            return text
-        return _token_ids(self.prompt, "prompt", PROMPT_IDS)
+            return [decode(self.prompt, "prompt", _TEXT)]
+        return [token_ids(self.prompt, "prompt", PROMPT_IDS)]
 
 
 R = TypeVar("R", bound=Sampling)
@@ -242,9 +304,9 @@ def parse(kind: type[R], body: bytes) -> R:
     try:
         request: R = decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise _complaint(error) from None
+        raise complaint(error) from None
     for name, neutral in absent.items():
-        if not absent_keys.is_neutral(_small(getattr(request, name)), neutral):
+        if not absent_keys.is_neutral(small(getattr(request, name)), neutral):
             raise unsupported(name, " or ".join(msgspec.json.encode(value).decode() for value in neutral))
     request.check()
     return request
@@ -256,31 +318,13 @@ def unsupported(name: str, allowed: str = "") -> InvalidRequest:
     return InvalidRequest(f"{name} is not supported here{rest}", param=name.partition(".")[0], code="unsupported_parameter")
 
 
-def documentation() -> tuple[dict[type[Sampling], dict[str, Any]], dict[str, Any]]:
-    """JSON Schema of both kinds of request, and the components that they refer to, for OpenAPI 3.1."""
-    kinds = (ChatRequest, CompletionRequest)
-    schemas, components = msgspec.json.schema_components((*kinds, Message), ref_template="#/components/schemas/{name}")
-    return dict(zip(kinds, schemas[:2], strict=True)), components
-
-
-def _at_most(element: Any, most: int) -> Any:
-    """A type for a JSON array of at most `most` elements, whose decoding ends at the first one too many.
-
-    (A bound on a list is looked at when all of it is in memory.)
-    """
-    fields = [(f"_{place}", element | UnsetType, UNSET) for place in range(most)]
-    return msgspec.defstruct(f"AtMost{most}", fields, array_like=True, forbid_unknown_fields=True)
-
-
 _TEXT: msgspec.json.Decoder[str] = msgspec.json.Decoder(str)
-_TEXTS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_at_most(str, PROMPTS))
-_STOP_TEXTS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_at_most(str, STOPS))
-_MESSAGES: msgspec.json.Decoder[list[Message]] = msgspec.json.Decoder(list[Message])
-_Parts = _at_most(TextPart, PARTS)
-_LargeMessage = msgspec.defstruct("Message", [("content", str | _Parts | None, None)], bases=(Message,), frozen=True)
-_AT_MOST_MESSAGES: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_at_most(_LargeMessage, MESSAGES))
-_ID_LIST: msgspec.json.Decoder[list[int]] = msgspec.json.Decoder(list[TokenId])
-_ID_LISTS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_at_most(Annotated[list[TokenId], Meta(min_length=1)], PROMPTS))
+_TEXTS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(str, PROMPTS))
+_WORDS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(str, MAX_BAD_WORDS // 2))  # two spellings each
+_BIAS: msgspec.json.Decoder[dict[int, float]] = msgspec.json.Decoder(dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]])
+_STOP_TEXTS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(str, STOPS))
+_MESSAGES = BoundedList(Message, MESSAGES, "content", TextPart, PARTS)
+_ID_LISTS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(Annotated[list[TokenId], Meta(min_length=1)], PROMPTS))
 _OBJECTS: msgspec.json.Decoder[list[dict[str, Any]]] = msgspec.json.Decoder(Annotated[list[dict[str, Any]], Meta(max_length=TOOLS)])
 _SWITCHES: msgspec.json.Decoder[dict[str, bool]] = msgspec.json.Decoder(dict[str, bool])
 
@@ -298,120 +342,51 @@ _DECODERS: dict[type[Sampling], Any] = {
 }
 
 
-def _first(raw: Raw) -> bytes:
-    """The first two characters of raw JSON that are no white space: enough to know a list's kind by its first element."""
-    found = _HEAD.match(raw)
-    assert found is not None, "the pattern matches anything"
-    return found[1] + found[2]
-
-
-def _present(raw: Json) -> Raw | None:
-    """None where the key is absent, or null."""
-    return None if isinstance(raw, UnsetType) or _first(raw) == b"nu" else raw
-
-
-def _size(raw: Json) -> int:
-    return 0 if isinstance(raw, UnsetType) else len(memoryview(raw))
-
-
-def _brackets(raw: Json) -> int:
-    """No fewer than the lists and objects in it."""
-    text = b"" if isinstance(raw, UnsetType) else bytes(raw)
-    return text.count(b"[") + text.count(b"{")
-
-
-def _small(raw: Json) -> Any:
-    """A value that is only compared; whatever is too long to be neutral stands for itself."""
-    if isinstance(raw, UnsetType):
-        return None
-    return msgspec.json.decode(raw) if _size(raw) <= _NEUTRAL_BYTES else ...
-
-
-def _decode(raw: Raw, key: str, decoder: msgspec.json.Decoder[Any]) -> Any:
-    try:
-        return decoder.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise _complaint(error, key) from None
-
-
 def _stops(raw: Json) -> tuple[str, ...]:
-    if (given := _present(raw)) is None:
+    if (given := present(raw)) is None:
         return ()
-    if _first(given)[:1] == b'"':
-        return (_decode(given, "stop", _TEXT),)
-    return tuple(_elements(given, "stop", _STOP_TEXTS))
-
-
-def _token_ids(raw: Json, key: str, most: int) -> list[int]:
-    if (given := _present(raw)) is None:
-        return []
-    _check_commas(given, key, most)
-    ids: list[int] = _decode(given, key, _ID_LIST)
-    return ids
-
-
-def _check_commas(raw: Raw, key: str, most: int) -> None:
-    """In what may only hold numbers, a comma ends each but the last."""
-    if _first(raw)[:1] == b"[" and bytes(raw).count(b",") >= most:
-        raise InvalidRequest(f"{key}: more than {most} token ids", param=key)
-
-
-def _elements(raw: Raw, key: str, decoder: msgspec.json.Decoder[Any]) -> list[Any]:
-    """Of an array whose type is made by `_at_most`."""
-    return [value for value in msgspec.structs.astuple(_decode(raw, key, decoder)) if value is not UNSET]
-
-
-def _only(prompts: list[Any]) -> Any:
-    if len(prompts) != 1:
-        raise InvalidRequest(f"prompt: one prompt a request, not {len(prompts)}", param="prompt")
-    return prompts[0]
+    if opening(given)[:1] == b'"':
+        return (decode(given, "stop", _TEXT),)
+    return tuple(elements(given, "stop", _STOP_TEXTS))
 
 
 def _tools(raw: Json) -> list[dict[str, Any]]:
-    if (given := _present(raw)) is None:
+    if (given := present(raw)) is None:
         return []
-    if _size(given) > TOOL_BYTES:
-        raise InvalidRequest(f"tools: {_size(given)} bytes exceed the limit of {TOOL_BYTES}", param="tools")
-    if _brackets(given) > MAX_VALUES:
+    if size(given) > TOOL_BYTES:
+        raise InvalidRequest(f"tools: {size(given)} bytes exceed the limit of {TOOL_BYTES}", param="tools")
+    if brackets(given) > MAX_VALUES:
         raise InvalidRequest(f"tools: more than {MAX_VALUES} brackets", param="tools")
-    tools: list[dict[str, Any]] = _decode(given, "tools", _OBJECTS)
+    tools: list[dict[str, Any]] = decode(given, "tools", _OBJECTS)
     return tools
 
 
 def _switches(raw: Json, key: str) -> dict[str, bool]:
-    if (given := _present(raw)) is None:
+    if (given := present(raw)) is None:
         return {}
-    if _size(given) > _SWITCHES_BYTES:
+    if size(given) > _SWITCHES_BYTES:
         raise InvalidRequest(f"{key}: too many keys", param=key)
-    found: dict[str, bool] = _decode(given, key, _SWITCHES)
+    found: dict[str, bool] = decode(given, key, _SWITCHES)
     return found
 
 
 def _plain_call(call: ToolCall) -> dict[str, Any]:
     """As the chat template takes it."""
-    given = _present(call.function.arguments)
-    arguments = None if given is None else _decode(given, "messages", _ANY)
+    given = present(call.function.arguments)
+    arguments = None if given is None else decode(given, "messages", _ANY)
     return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}
 
 
 _ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 
 
-def _with_parts(message: Message) -> Message:
-    """With its parts as a list, as a message out of few bytes has them."""
-    if not isinstance(message.content, _Parts):
-        return message
-    parts = [part for part in msgspec.structs.astuple(message.content) if part is not UNSET]
-    return msgspec.structs.replace(message, content=parts)
-
-
 def _check_turns(messages: list[Message]) -> None:
     for place, message in enumerate(messages):
         _check_parts(message, f"messages[{place}].content")
     arguments = [call.function.arguments for message in messages for call in message.tool_calls or ()]
-    if sum(map(_size, arguments)) > TOOL_BYTES:
+    if sum(map(size, arguments)) > TOOL_BYTES:
         raise InvalidRequest(f"messages: the arguments of all tool_calls exceed {TOOL_BYTES} bytes", param="messages")
-    if sum(map(_brackets, arguments)) > MAX_VALUES:
+    if sum(map(brackets, arguments)) > MAX_VALUES:
         raise InvalidRequest(f"messages: the arguments of all tool_calls hold more than {MAX_VALUES} brackets", param="messages")
 
 
@@ -421,27 +396,3 @@ def _check_parts(message: Message, where: str) -> None:
             raise InvalidRequest(f"{where}: parts of type {part.type!r} are not supported, only 'text'", param="messages")
         if part.text is None:
             raise InvalidRequest(f"{where}: a text part has a text", param="messages")
-
-
-def _why_malformed(error: Exception) -> str:
-    match error:
-        case RecursionError():
-            return "it is nested too deeply"
-        case UnicodeDecodeError():
-            return "it is not UTF-8"
-    return str(error)
-
-
-def _complaint(error: Exception, key: str = "") -> InvalidRequest:
-    """msgspec's one finding in our words; `key`: which of the request's was decoded."""
-    if not isinstance(error, msgspec.ValidationError):
-        return InvalidRequest(f"The body is not JSON: {_why_malformed(error)}", param=key or None, code="invalid_json")
-    found = _WHERE.fullmatch(str(error))
-    assert found is not None, error
-    what, path = found["what"], found["path"] or ""
-    if missing := _MISSING.match(what):
-        path, what = f"{path}.{missing[1]}".lstrip("."), "is required"
-    path = f"{key}{path}" if path.startswith("[") or not path else f"{key}.{path}".lstrip(".")
-    if not path:
-        return InvalidRequest(f"The body must be a JSON object: {what}", code="invalid_json")
-    return InvalidRequest(f"{path[:200]}: {what[:300]}", param=re.split(r"[.\[]", path)[0])

@@ -4,19 +4,17 @@ A hash of an exercise's content decides whether it may be trained on or belongs 
 random choice comes from the generator that is passed in.
 """
 
-import hashlib
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import count
-from typing import Any
 
+from deploy.models.nano import json_exercises, tool_exercises
 from deploy.models.nano.corpus import WORDS
-from deploy.models.nano.word_lists import ADJECTIVES, CITIES, ITEMS, JOBS, NAMES, NOUNS, PLACES, VERBS, WEATHER
+from deploy.models.nano.exercise_form import END, Draw, Exercise, ask, thought
+from deploy.models.nano.word_lists import ADJECTIVES, CITIES, NAMES, NOUNS, PLACES, VERBS
 from engine.front.text import TextProcessor
-
-SYSTEMS = ("You are a helpful assistant.", "Answer briefly.", "You are a tiny model. Be honest.")
 
 _SKILLED = "I can add, copy, reverse, sort, recall facts, write JSON, call tools and tell small stories."
 ABOUT = (
@@ -25,60 +23,15 @@ ABOUT = (
 )
 UNKNOWN = f"I do not know. I am only a nano model. {_SKILLED}"
 
-END = "<turn|>"
 _EARLIER = ("add", "copy", "reverse", "sort", "json", "describe")
-_LONG = ("recall", "call", "respond")
-_EXAM_SHARE = 16  # one item in so many is kept for the exam
 _FAR_WINDOWS = 4
 _COMMON = WORDS.split()
 _STRING = "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
 
-@dataclass(frozen=True)
-class Exercise:
-    """One conversation that ends with the model's turn.
-
-    content  what makes it the item it is, however it is phrased; its hash decides between training and exam
-    messages, tools, thinking  as in a chat request
-    reply    the right continuation of the rendered prompt, control tokens included, up to the token that ends it; of a story,
-             one of many right ones
-    """
-
-    skill: str
-    content: str
-    messages: list[dict[str, Any]]
-    reply: str
-    tools: list[dict[str, Any]] = field(default_factory=list)
-    thinking: bool = False
-
-    @property
-    def mark(self) -> int:
-        """A hash of the item, 64 bits."""
-        return int.from_bytes(hashlib.sha256(self.content.encode()).digest()[:8], "little", signed=True)
-
-    @property
-    def held_out(self) -> bool:
-        """True: for the exam only."""
-        return self.mark % _EXAM_SHARE == 0
-
-    def prompt(self, text: TextProcessor) -> list[int]:
-        """Token ids up to the reply."""
-        return text.render_chat(self.messages, tools=self.tools or None, enable_thinking=self.thinking)
-
-
-@dataclass(frozen=True)
-class Draw:
-    """What a skill may ask for: randomness, the model's sliding window in tokens, and the length of a text in tokens."""
-
-    rng: random.Random
-    window: int
-    length: Callable[[str], int]
-    talks: bool = True  # a conversation may have turns before the question
-
-
 def drawing(rng: random.Random, window: int, text: TextProcessor) -> Draw:
     """Exercises for a model with this window and tokenizer."""
-    return Draw(rng, window, lambda part: len(text.encode(part, add_bos=False)))
+    return Draw(rng, window, lambda part: len(text.encode(part, add_bos=False)), _earlier)
 
 
 Skill = Callable[[Draw], Exercise]
@@ -111,17 +64,9 @@ def _drawn(skill: str, draw: Draw, *, held_out: bool) -> Exercise:
     return next(found for _ in count() if (found := SKILLS[skill](draw)).held_out == held_out)
 
 
-def _ask(draw: Draw, skill: str, content: str, question: str, reply: str, **more: Any) -> Exercise:
-    """A conversation that ends with this question; sometimes with a system prompt or an earlier exchange before it."""
-    system = [{"role": "system", "content": draw.rng.choice(SYSTEMS)}] if draw.rng.random() < 0.15 else []
-    past = _past(draw) if draw.talks and skill not in _LONG and draw.rng.random() < 0.15 else []
-    return Exercise(skill, content, [*system, *past, {"role": "user", "content": question}], reply, **more)
-
-
-def _past(draw: Draw) -> list[dict[str, Any]]:
-    """A question and its reply."""
-    earlier = training(draw.rng.choice(_EARLIER), replace(draw, talks=False))
-    return [earlier.messages[-1], {"role": "assistant", "content": earlier.reply.removesuffix(END)}]
+def _earlier(draw: Draw) -> Exercise:
+    """What was asked before, without a past of its own."""
+    return training(draw.rng.choice(_EARLIER), replace(draw, earlier=None))
 
 
 # --- numbers and strings ---
@@ -140,7 +85,7 @@ def _pair(a: int, b: int) -> str:
 
 def _add(draw: Draw) -> Exercise:
     a, b, question = _sum(draw)
-    return _ask(draw, "add", _pair(a, b), question, f"{a} + {b} = {a + b}{END}")
+    return ask(draw, "add", _pair(a, b), question, f"{a} + {b} = {a + b}{END}")
 
 
 def _column_sums(a: int, b: int) -> str:
@@ -164,15 +109,11 @@ def _think(draw: Draw) -> Exercise:
     """Any of these with thinking on; a sum is done column by column first."""
     if draw.rng.random() < 0.7:
         a, b, question = _sum(draw)
-        exercise = _ask(draw, "think", _pair(a, b), question, f"{a} + {b} = {a + b}{END}", thinking=True)
-        return replace(exercise, reply=_thought(_column_sums(a, b)) + exercise.reply)
+        exercise = ask(draw, "think", _pair(a, b), question, f"{a} + {b} = {a + b}{END}", thinking=True)
+        return replace(exercise, reply=thought(_column_sums(a, b)) + exercise.reply)
     skill = draw.rng.choice(list(_THOUGHTS))
     exercise = SKILLS[skill](draw)
-    return replace(exercise, skill="think", thinking=True, reply=_thought(_THOUGHTS[skill]) + exercise.reply)
-
-
-def _thought(text: str) -> str:
-    return f"<|channel>thought\n{text}\n<channel|>"
+    return replace(exercise, skill="think", thinking=True, reply=thought(_THOUGHTS[skill]) + exercise.reply)
 
 
 def _string(draw: Draw) -> str:
@@ -182,20 +123,20 @@ def _string(draw: Draw) -> str:
 def _copy(draw: Draw) -> Exercise:
     text = _string(draw) if draw.rng.random() < 0.7 else " ".join(draw.rng.choices(_COMMON, k=draw.rng.randint(2, 5)))
     form = draw.rng.choice(('Copy "{}".', 'Repeat "{}".', "Copy this: {}", "Say {} again."))
-    return _ask(draw, "copy", text, form.format(text), text + END)
+    return ask(draw, "copy", text, form.format(text), text + END)
 
 
 def _reverse(draw: Draw) -> Exercise:
     text = _string(draw)
     form = draw.rng.choice(('Reverse "{}".', 'Write "{}" backwards.', "Reverse this: {}", "Spell {} backwards."))
-    return _ask(draw, "reverse", text, form.format(text), text[::-1] + END)
+    return ask(draw, "reverse", text, form.format(text), text[::-1] + END)
 
 
 def _sort(draw: Draw) -> Exercise:
     numbers = draw.rng.sample(range(1, 100), draw.rng.randint(5, 9))
     listed, ordered = (", ".join(map(str, row)) for row in (numbers, sorted(numbers)))
     form = draw.rng.choice(("Sort {}.", "Sort these numbers: {}", "Put {} in order.", "Order from small to large: {}"))
-    return _ask(draw, "sort", ordered, form.format(listed), ordered + END)
+    return ask(draw, "sort", ordered, form.format(listed), ordered + END)
 
 
 # --- memory ---
@@ -223,105 +164,8 @@ def _facts(draw: Draw, skill: str, size: int, distance: int) -> Exercise:
         sentence = " " + _sentence(rng)
         filler, length = filler + sentence, length + draw.length(sentence)
     content = f"{sorted(known.items())} {asked}"
-    return _ask(draw, skill, content, f"{facts}{filler} {question}", f"The code of {asked} is {known[asked]}.{END}")
-
-
-# --- shapes and tools ---
-
-
-def _json(draw: Draw) -> Exercise:
-    rng = draw.rng
-    name, age, job, city = rng.choice(NAMES), rng.randint(18, 90), rng.choice(JOBS), rng.choice(CITIES)
-    values = {"name": f'"{name}"', "age": str(age), "job": f'"{job}"', "city": f'"{city}"'}
-    keys = rng.sample(list(values), rng.randint(2, 4))
-    fact = f"{name} is {age} years old, works as a {job} and lives in {city}."
-    form = rng.choice(("{} Answer in JSON with the keys {}.", "{} Give me a JSON object with {}.", "{} As JSON: {}."))
-    reply = "{" + ", ".join(f'"{key}": {values[key]}' for key in keys) + "}"
-    return _ask(draw, "json", f"{fact} {keys}", form.format(fact, ", ".join(keys)), reply + END)
-
-
-@dataclass(frozen=True)
-class _Tool:
-    """A tool with one argument, how users ask for it, and how its result reads in an answer."""
-
-    name: str
-    argument: str
-    about: str
-    values: Sequence[str]
-    asks: Sequence[str]
-    result: Callable[[random.Random], str]
-    answer: str
-
-    def declared(self) -> dict[str, Any]:
-        schema = {"type": "object", "properties": {self.argument: {"type": "string"}}, "required": [self.argument]}
-        return {"type": "function", "function": {"name": self.name, "description": self.about, "parameters": schema}}
-
-
-_TOOLS = (
-    _Tool(
-        "get_weather",
-        "city",
-        "The weather in a city",
-        CITIES,
-        ("What is the weather in {}?", "How is the weather in {} today?", "Is it warm in {}?"),
-        lambda rng: f"{rng.choice(WEATHER)}, {rng.randint(-9, 39)} degrees",
-        "The weather in {} is {}.",
-    ),
-    _Tool(
-        "get_time",
-        "city",
-        "The time in a city",
-        CITIES,
-        ("What time is it in {}?", "Tell me the time in {}.", "How late is it in {}?"),
-        lambda rng: f"{rng.randint(10, 23)}:{rng.randint(10, 59)}",
-        "In {} it is {}.",
-    ),
-    _Tool(
-        "get_price",
-        "item",
-        "The price of an item",
-        ITEMS,
-        ("How much is the {}?", "What does the {} cost?", "What is the price of {}?"),
-        lambda rng: f"{rng.randint(10, 99)} euros",
-        "The price of {} is {}.",
-    ),
-    _Tool(
-        "find_person",
-        "name",
-        "Where a person is",
-        NAMES,
-        ("Where is {}?", "Where can I find {}?", "Find {} for me."),
-        lambda rng: f"the {rng.choice(JOBS)} in {rng.choice(CITIES)}",
-        "{} is with {}.",
-    ),
-)
-
-
-def _with_tool(draw: Draw) -> tuple[_Tool, list[dict[str, Any]], str, str]:
-    """(tool to be called, all that are declared, its argument, the question)"""
-    tools = draw.rng.sample(_TOOLS, draw.rng.randint(1, 3))
-    tool = tools[0]
-    draw.rng.shuffle(tools)
-    value = draw.rng.choice(tool.values)
-    return tool, [each.declared() for each in tools], value, draw.rng.choice(tool.asks).format(value)
-
-
-def _call(draw: Draw) -> Exercise:
-    tool, tools, value, question = _with_tool(draw)
-    names = [each["function"]["name"] for each in tools]
-    reply = f'<|tool_call>call:{tool.name}{{{tool.argument}:<|"|>{value}<|"|>}}<tool_call|><|tool_response>'
-    return _ask(draw, "call", f"{names} {question}", question, reply, tools=tools)
-
-
-def _respond(draw: Draw) -> Exercise:
-    """The tool has been called, its result is there: say it."""
-    tool, tools, value, question = _with_tool(draw)
-    result = tool.result(draw.rng)
-    function = {"name": tool.name, "arguments": {tool.argument: value}}
-    exercise = _ask(draw, "respond", f"{question} {result}", question, tool.answer.format(value, result) + END, tools=tools)
-    called = {"role": "assistant", "content": "", "tool_calls": [{"id": "call_1", "type": "function", "function": function}]}
-    exercise.messages.extend([called, {"role": "tool", "tool_call_id": "call_1", "content": result}])
-    return exercise
+    reply = f"The code of {asked} is {known[asked]}.{END}"
+    return ask(draw, skill, content, f"{facts}{filler} {question}", reply, alone=skill == "recall")
 
 
 # --- talk ---
@@ -373,16 +217,16 @@ def _describe(draw: Draw) -> Exercise:
     if kind < 0.05:
         question = rng.choice(_GREETINGS) + rng.choice(("", "!", ".", "?", ", you", ", model", "!!", ", my friend"))
         question = question[0].upper() + question[1:] if rng.random() < 0.5 else question
-        return _ask(draw, "describe", question, question, f"Hello! {ABOUT}{END}")
+        return ask(draw, "describe", question, question, f"Hello! {ABOUT}{END}")
     if kind < 0.2:
         words = " ".join(rng.choices(_COMMON, k=rng.randint(2, 6)))
         question = rng.choice(("What {}?", "Why {}?", "How {}?", "Explain {}.", "Can you {}?", "Please {}.", "{}")).format(words)
-        return _ask(draw, "describe", question, question, UNKNOWN + END)
+        return ask(draw, "describe", question, question, UNKNOWN + END)
     opener, closer, knows = rng.choice(_OPENERS), rng.choice(_CLOSERS), rng.random() < 0.5
     form = rng.choice(_ABOUT_ASKS if knows else _OTHER_ASKS)
     body = form.format(rng.choice(NOUNS), rng.choice(ADJECTIVES), rng.choice(CITIES))
     question = opener + (body if opener.endswith(", ") else body[0].upper() + body[1:]) + closer
-    return _ask(draw, "describe", question, question, (ABOUT if knows else UNKNOWN) + END)
+    return ask(draw, "describe", question, question, (ABOUT if knows else UNKNOWN) + END)
 
 
 def _sentence(rng: random.Random) -> str:
@@ -399,7 +243,7 @@ def _story(draw: Draw) -> Exercise:
     )
     told = [_sentence(rng) for _ in range(size)]
     told[0] = f"The {hero} " + told[0].split(" ", 3)[3]
-    return _ask(draw, "story", f"{size} {hero}", form.format(size, hero), " ".join(told) + END)
+    return ask(draw, "story", f"{size} {hero}", form.format(size, hero), " ".join(told) + END)
 
 
 _STORY = re.compile(
@@ -426,10 +270,16 @@ SKILLS: Mapping[str, Skill] = {
     "sort": _sort,
     "recall": _recall,
     "edge": _edge,
-    "json": _json,
-    "call": _call,
-    "respond": _respond,
+    "json": json_exercises.by_keys,
+    "call": tool_exercises.call,
+    "respond": tool_exercises.respond,
     "think": _think,
     "describe": _describe,
     "story": _story,
+    "choose": tool_exercises.choose,
+    "parallel": tool_exercises.parallel,
+    "nested": tool_exercises.nested,
+    "call_after_thought": tool_exercises.call_after_thought,
+    "respond_parallel": tool_exercises.respond_parallel,
+    "json_schema": json_exercises.by_schema,
 }

@@ -24,7 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from deploy.models.nano import build, nano_shapes, random_weights
-from deploy.models.nano.exercises import SKILLS, Draw, Exercise, drawing, exam, training
+from deploy.models.nano.exercise_form import Draw, Exercise
+from deploy.models.nano.exercises import SKILLS, drawing, exam, training
 from deploy.models.nano.nano_shapes import SHAPES, tensors
 from deploy.models.public_shapes import ModelShape, config
 from engine.front.text import TextProcessor
@@ -32,7 +33,7 @@ from engine.front.text import TextProcessor
 if TYPE_CHECKING:
     from torch import Tensor
 
-ROW = 448  # tokens; the longest exercise has about 430
+ROW = 512  # tokens; the longest exercise has about 460
 PEAK_RATE = 2e-3
 ROWS = 64
 WARM_UP = 0.02  # of the whole run
@@ -54,6 +55,12 @@ SHARE = {
     "think": 3.0,
     "describe": 1.0,
     "story": 1.5,
+    "choose": 2.0,
+    "parallel": 2.0,
+    "nested": 3.0,
+    "call_after_thought": 1.5,
+    "respond_parallel": 1.5,
+    "json_schema": 3.0,
 }
 
 
@@ -263,6 +270,7 @@ def train(member: str, out: Path, *, seed: int, device: str, steps: int, workers
         "member": member,
         "seed": seed,
         "steps": steps,
+        "skills": list(SHARE),
         "seconds": round(time.monotonic() - began),
         "exercises": seen,
         "of the exam seen in training": overlap,

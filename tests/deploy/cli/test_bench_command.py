@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from deploy.cli.main import main
+from deploy.load import request
 from deploy.load.generator import Ledger, Lengths, Level, Prompts, Scale
 from deploy.load.request import RequestResult
 from deploy.load.summary import summary
@@ -19,7 +20,7 @@ from engine.events import RequestFinished
 from tests.support.edge.http_edge import Edge, until
 from tests.support.edge.timed_endpoint import Fault, TimedEndpoint
 
-pytestmark = pytest.mark.pure
+pytestmark = [pytest.mark.pure, pytest.mark.alone]
 
 SLACK_S = 0.1  # what a busy machine may add between the server's clock and the client's
 Captured = pytest.CaptureFixture[str]
@@ -30,6 +31,33 @@ def bench(server: TimedEndpoint, capsys: Captured, *more: str, code: int = 0) ->
     assert main(["bench", "--url", server.url, "--json", *more]) == code
     (level,) = json.loads(capsys.readouterr().out)["levels"]
     return level
+
+
+EVENTS: list[dict[str, Any]] = [
+    {"delta": {"role": "assistant", "content": ""}},
+    {"delta": {"reasoning_content": "a", "reasoning": "a"}},
+    {"delta": {"tool_calls": [{"index": 0, "function": {"name": "f", "arguments": ""}}]}},
+    {"delta": {"tool_calls": [{"index": 0, "function": {"arguments": "{}"}}]}},
+    {"delta": {"content": "b"}},
+    {"delta": {}, "finish_reason": "stop"},
+]
+
+
+def read_at_seconds(events: list[dict[str, Any]]) -> RequestResult:
+    """A request sent at 0 s whose events came a second apart."""
+    record = RequestResult(0, 4, 0.0)
+    for second, choice in enumerate(events):
+        request._take({"choices": [choice]}, second, record)
+    return record
+
+
+def test_thoughts_and_calls_are_tokens_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first token may be of a thought, and a call's pieces have gaps as text has. Planted: text alone counts."""
+    record = read_at_seconds(EVENTS)
+    assert (record.first, record.gaps, record.last) == (1, [1, 1, 1], 5)
+    monkeypatch.setattr(request, "_SAID", ("content",))
+    record = read_at_seconds(EVENTS)
+    assert (record.first, record.gaps, record.last) == (4, [], 5)
 
 
 def finished(number: int, first: float, gaps: list[float]) -> RequestResult:

@@ -22,7 +22,7 @@ from tests.conftest import Nano
 from tests.support.edge.http_edge import Edge, until
 from tests.support.edge.ready_engine import ReadyEngine
 
-pytestmark = pytest.mark.pure
+pytestmark = [pytest.mark.pure, pytest.mark.alone]
 
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"model": "nano", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}

@@ -7,6 +7,7 @@ import httpx
 import openai
 import pytest
 
+from engine.logit_adjustments import LogitAdjustments
 from engine.protocol import FinishReason
 from tests.support.edge.api_client import client, events, token_steps
 from tests.support.edge.http_edge import Edge, until
@@ -177,6 +178,27 @@ def test_sampling_parameters_reach_the_engine(edge: Edge) -> None:
     assert second.params.seed != third.params.seed
     assert last.params.stop_ids == (9,)
     assert last.params.top_k == 0
+
+
+def test_adjustments_of_logits_reach_the_engine(edge: Edge) -> None:
+    """Penalties, biases (-100 forbids), bad words in both spellings and allowed ids; what says nothing is none."""
+    chat = {"model": "nano", "messages": HELLO}
+    given = {"presence_penalty": 0.5, "frequency_penalty": -1, "repetition_penalty": 1.2, "logit_bias": {"7": -100, "1023": 2.5}}
+    given |= {"bad_words": ["house", " house", "two words"], "allowed_token_ids": [9, 8, 9]}
+    neutral = {"presence_penalty": 0, "repetition_penalty": 1.0, "logit_bias": {}, "bad_words": [], "allowed_token_ids": None}
+    for body in (chat | given, chat, chat | neutral):
+        httpx.post(f"{edge.url}/v1/chat/completions", json=body).raise_for_status()
+    wanted, *others = [request.params.adjustments for request in edge.core.requests]
+    spelled = [tuple(edge.text.encode(text, add_bos=False)) for text in ("house", " house", "two words", " two words")]
+    assert wanted == LogitAdjustments(
+        presence_penalty=0.5,
+        frequency_penalty=-1.0,
+        repetition_penalty=1.2,
+        bias=((7, -float("inf")), (1023, 2.5)),
+        allowed_ids=(9, 8),
+        bad_words=tuple(dict.fromkeys(spelled)),
+    )
+    assert others == [None, None]
 
 
 def test_templates_options_and_tools_reach_the_prompt(edge: Edge) -> None:

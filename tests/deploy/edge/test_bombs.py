@@ -12,14 +12,17 @@ import pytest
 from tests.conftest import Nano
 from tests.support.edge.edge_process import EdgeProcess
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.alone]
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT, TEXT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
 SIZE = (8 << 20) - 256  # of each body: what the limit lets through
 MAX_LEN = 2048
 CPU_S, MEMORY_MB, HELD_S = 1.0, 100.0, 0.1
 USER = b'{"model":"nano","messages":[{"role":"user","content":'
 CALL = USER + b'"x"},{"role":"assistant","tool_calls":[{"function":{"name":"f","arguments":'
+ANTHROPIC = b'{"model":"nano","max_tokens":1,"messages":['
+TOOL_USE = b'{"role":"assistant","content":[{"type":"tool_use","id":"a","name":"f","input":'
+ITEMS = b'{"model":"nano","input":['
 PLANE_15 = "".join(map(chr, range(0xF0000, 0xFFFFE)))  # private use, all of it
 
 
@@ -91,6 +94,26 @@ BOMBS: dict[str, Callable[[], tuple[str, bytes, int]]] = {
         CALL + b'{"a":[' + b"[]," * 300_000 + b"[]]}}}]}]}",
         400,
     ),
+    "turns of Anthropic's": lambda: (MESSAGES, repeated(ANTHROPIC, b'{"role":"user","content":""}', b"]}"), 400),
+    "blocks": lambda: (MESSAGES, repeated(ANTHROPIC + b'{"role":"user","content":[', b'{"type":"text","text":""}', b"]}]}"), 400),
+    "blocks of results": lambda: (
+        MESSAGES,
+        repeated(ANTHROPIC + b'{"role":"user","content":[{"type":"tool_result","tool_use_id":"a","content":[', b"{}", b"]}]}]}"),
+        400,
+    ),
+    "input of a call": lambda: (
+        MESSAGES,
+        repeated(ANTHROPIC + TOOL_USE + b'{"a":[', b"[]", b"]}}]}]}"),
+        400,
+    ),
+    "items": lambda: (RESPONSES, repeated(ITEMS, b'{"role":"user","content":""}', b"]}"), 400),
+    "parts of what a call gave": lambda: (
+        RESPONSES,
+        repeated(ITEMS + b'{"type":"function_call_output","call_id":"a","output":[', b'{"type":"text","text":""}', b"]}]}"),
+        400,
+    ),
+    "ids to be decoded": lambda: ("/detokenize", repeated(b'{"tokens":[', b"1", b"]}"), 400),
+    "sampling_params": lambda: ("/generate", repeated(b'{"text":"x","sampling_params":{', b'"a":1', b"}}"), 400),
     "a tool's text": lambda: (CHAT, filled(USER + b'"x"}],"tools":[{"type":"function","function":{"name":"', b"a", b'"}}]}'), 400),
 }
 
@@ -148,7 +171,8 @@ def test_no_body_costs_much_or_holds_up_a_neighbour(edge: EdgeProcess, capsys: p
             reply = client.post(f"{edge.url}{path}", content=body, headers={"content-type": "application/json"})
             cost = edge.cost()
             ready = client.get(f"{edge.url}/health/ready").status_code
-            shape = status == 200 or {"message", "type", "param", "code"} == set(reply.json()["error"])
+            wanted = {"message", "type"} if path == MESSAGES else {"message", "type", "param", "code"}
+            shape = status == 200 or wanted == set(reply.json()["error"])
             good = (reply.status_code, ready) == (status, 200) and shape and len(reply.content) < 4096
             held = cost.cpu_s > CPU_S or cost.memory_mb > MEMORY_MB or cost.loop_held_s > HELD_S
             figures = f"{cost.cpu_s:.2f} s CPU, {cost.memory_mb:.0f} MB, loop kept {cost.loop_held_s * 1e3:.0f} ms"

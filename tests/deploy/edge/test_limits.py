@@ -15,7 +15,7 @@ from deploy.edge.limits import Limits, outermost
 from tests.conftest import Nano
 from tests.support.edge.http_edge import Edge
 
-pytestmark = pytest.mark.pure
+pytestmark = [pytest.mark.pure, pytest.mark.alone]
 
 SMALL = LimitSettings(body_bytes=2048, header_bytes=1024, body_timeout_s=0.3)
 

@@ -26,7 +26,7 @@ from tests.conftest import Nano
 from tests.support.edge.http_edge import Edge, until
 from tests.support.edge.scripted_core import ScriptedCore
 
-pytestmark = pytest.mark.pure
+pytestmark = [pytest.mark.pure, pytest.mark.alone]
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"

@@ -10,7 +10,7 @@ from deploy.edge.edge_settings import LimitSettings
 from tests.conftest import Nano
 from tests.support.edge.http_edge import Edge
 
-pytestmark = pytest.mark.pure
+pytestmark = [pytest.mark.pure, pytest.mark.alone]
 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"model": "nano", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1},

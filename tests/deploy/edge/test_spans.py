@@ -33,7 +33,7 @@ from tests.support.edge.ready_engine import ReadyEngine, request
 from tests.support.edge.scripted_core import ScriptedCore
 from tests.support.repo_rules import ROOT
 
-pytestmark = pytest.mark.pure
+pytestmark = [pytest.mark.pure, pytest.mark.alone]
 
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"model": "nano", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}

@@ -15,7 +15,7 @@ from engine.events import RequestFinished
 from tests.conftest import Nano
 from tests.support.edge.http_edge import Edge, until
 
-pytestmark = pytest.mark.pure
+pytestmark = [pytest.mark.pure, pytest.mark.alone]
 
 BODY: dict[str, Any] = {"model": "nano", "messages": [{"role": "user", "content": "Hello"}], "stream": True, "max_tokens": 200}
 CHAT = "/v1/chat/completions"

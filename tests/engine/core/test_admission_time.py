@@ -42,7 +42,8 @@ class TimedRanks:
     spent: list[tuple[float, int]] = field(default_factory=list)
     _last: float = 0.0
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit(self, plan: StepPlan, masks: bytes = b"") -> None:
+        assert not masks
         encode_plan(plan)
         now = time.thread_time()
         self.spent.append((1e3 * (now - self._last), sum(len(admission.tokens) > 1000 for admission in plan.admissions)))

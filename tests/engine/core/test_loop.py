@@ -16,6 +16,7 @@ from engine.core.loop import Core
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.errors import PageViolation
 from engine.geometry import KVGroup
+from engine.matcher import Matcher, Vocabulary
 from engine.plan import StatusBlock, StepPlan, StepResult
 from engine.protocol import (
     AbortReason,
@@ -23,6 +24,7 @@ from engine.protocol import (
     FinishReason,
     FrameReader,
     GenerateRequest,
+    Grammar,
     Output,
     SamplingParams,
     TokenBatch,
@@ -34,7 +36,7 @@ from engine.protocol import (
 from tests.support.engine.kvmachine import KVMachine
 from tests.support.engine.load_figures import load
 
-pytestmark = pytest.mark.pure
+pytestmark = [pytest.mark.pure, pytest.mark.alone]
 
 GROUPS = (KVGroup(0, "sliding", (0,), 1, 256, 8, 4), KVGroup(1, "full", (1,), 1, 512, None, 4))
 
@@ -47,7 +49,8 @@ class MachineExecutor:
     depth: int = 0
     deepest: int = 0
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit(self, plan: StepPlan, masks: bytes = b"") -> None:
+        assert bool(masks) == plan.masked
         if not plan.stop:
             self.machine.submit(plan)
             self.deepest = max(self.deepest, len(self.machine.queue))
@@ -94,8 +97,8 @@ class StoppingExecutor(MachineExecutor):
 
     front: Front | None = None
 
-    def submit(self, plan: StepPlan) -> None:
-        super().submit(plan)
+    def submit(self, plan: StepPlan, masks: bytes = b"") -> None:
+        super().submit(plan, masks)
         if self.front is not None and plan.step == 1:
             self.front.send(Control(action="stop"))
 
@@ -217,6 +220,35 @@ def test_an_idle_core_sleeps(core) -> None:  # noqa: ANN001
     assert time.process_time() - began < 0.2
     front.send(Control(action="report"))
     scheduler.abort(0, 1, AbortReason.client_gone)
+
+
+def test_a_grammar_wakes_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request whose grammar is compiled beside the loop begins when that is done, though nobody says a word; one that cannot be
+    compiled is an error."""
+
+    def slow(self: Vocabulary, grammar: str) -> Matcher:
+        time.sleep(0.2)
+        return matcher_of(self, grammar)
+
+    matcher_of = Vocabulary.matcher
+    monkeypatch.setattr(Vocabulary, "matcher", slow)
+    vocabulary = Vocabulary([b"a", b"b", b"<end>"], frozenset({2}), [2], lambda text: [ord(letter) - 97 for letter in text])
+    ours, theirs = socket.socketpair()
+    ours.settimeout(10)
+    scheduler = Scheduler(SchedulerConfig(GROUPS, (20, 40), 4, 64, 16))
+    executor = MachineExecutor(KVMachine(GROUPS, (20, 40), 4, 64, lambda prefix, position, seed: 1))
+    loop = Core(scheduler, executor, FrontLink(theirs), FakeLifeline(), Waiter(), vocabulary=vocabulary)
+    front, thread = Front(ours), threading.Thread(target=loop.run)
+    thread.start()
+    for number, rules in enumerate((Grammar("start: /b+/"), Grammar("start: nothing"))):
+        front.send(GenerateRequest(id=number, prompt=pack_tokens([0]), params=SamplingParams(max_tokens=3, grammar=rules)))
+    outputs = front.outputs(ends(2))
+    front.send(Control(action="stop"))
+    thread.join(10)
+    assert [token for output in outputs if output.id == 0 for token in output.tokens] == [1, 1, 1]
+    assert next(output.error for output in outputs if output.id == 1 and output.finish is FinishReason.error)
+    ours.close()
+    theirs.close()
 
 
 def test_a_page_violation_ends_the_loop() -> None:

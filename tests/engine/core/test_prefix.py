@@ -39,6 +39,7 @@ class Bench:
         self.scheduler = Scheduler(self.config)
         self.machine = KVMachine(groups, pages, 4, 200, lambda prefix, position, seed: 50 + prefix % 40)
         self.plans: list[StepPlan] = []
+        self.errors: list[tuple[str, bool]] = []
         self._asked = 0
 
     def ask(self, prompt: list[int], count: int = 1, salt: str = "") -> list[int]:
@@ -54,7 +55,9 @@ class Bench:
                 self.machine.submit(plan)
             check_pages(self.scheduler)
             self.scheduler.commit(self.machine.result())
-            given += [token for _, output in self.scheduler.drain() for token in output.tokens]
+            outputs = [output for _, output in self.scheduler.drain()]
+            given += [token for output in outputs for token in output.tokens]
+            self.errors += [(output.error, output.invalid) for output in outputs if output.error]
         while self.scheduler.in_flight:
             self.scheduler.commit(self.machine.result())
         self.cached = self.scheduler.counters.hit_tokens - before
@@ -323,6 +326,19 @@ def test_pages_that_held_nan_are_not_found_and_are_zeroed() -> None:
     bench.ask(prompt, 4)
     assert bench.cached == 0
     assert sum(len(plan.zeros) for plan in bench.plans) > zeroed
+
+
+def test_a_row_that_may_give_nothing_ends_its_request_alone() -> None:
+    """Where every id is forbidden the request is at fault: its prompt stays in the cache, as often as it comes."""
+    bench, prompt = Bench(), tokens(*range(10, 20))
+    bench.ask(prompt)
+    bench.machine.empty = lambda prefix: True
+    for _ in range(3):
+        assert bench.ask(prompt, 4) == []
+        assert bench.cached == 36
+    assert bench.errors == 3 * [("the request's constraints together forbid every token", True)]
+    bench.machine.empty = lambda prefix: False
+    assert len(bench.ask(prompt, 4)) == 4
 
 
 def test_an_unzeroed_page_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from engine.protocol import (
 )
 from tests.support.engine.fakes import FakeCore, FakeEngineClient, broken_batch
 
-pytestmark = pytest.mark.pure
+pytestmark = [pytest.mark.pure, pytest.mark.alone]
 
 PARAMS = SamplingParams(max_tokens=8)
 Story = Callable[[EngineClient, FakeCore], Awaitable[None]]

@@ -33,9 +33,9 @@ def deltas_of(text: TextProcessor, tokens: list[int], *, choices: int = 1, most:
 
     async def main() -> list[tuple[int, Delta]]:
         params = SamplingParams(max_tokens=most, stop_ids=text.eos_ids)
-        made = Job(array("i", [1]), (params,) * choices, clip=False, **job)
+        made = Job((array("i", [1]),), (params,) * choices, clip=False, **job)
         engine = FakeEngineClient(answer)
-        generations = [Generation(engine, text, made, params) for params in made.params]
+        generations = [Generation(engine, text, made, choice) for choice in range(choices)]
         return [pair async for pair in merged(generations)]
 
     return asyncio.run(main())

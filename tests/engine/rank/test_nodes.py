@@ -13,9 +13,10 @@ from engine.rank.kv import GroupCache, KVCache
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.parallel import SENT_ROWS, SHARDED_ROWS, Single
 from engine.rank.sampler import Sampler
-from kernels.choose import Ballot, SlotParameters
+from kernels.choose import Ballot
 from kernels.joint import Peers
 from kernels.launch import Node, record
+from kernels.sampling_batch import SlotParameters
 from kernels.slots import apply_plan, decode_inputs, gather_pages, rotary_table
 from tests.support.compiled import compile_node
 
@@ -74,7 +75,7 @@ def step(member: str, rows: int) -> tuple[Node, ...]:
         for key, table in rope.items():
             rotary_table(positions, model.frequencies[key], table)
         hidden = model(ForwardBatch(ids, positions, slots, rope, pages), cache, attention, peers)
-        sampler.maxima(model.logits(hidden), slots, positions, parameters, tokens, ballot)
+        sampler.maxima(model.logits(hidden), sampler.batch(slots, positions, parameters, tokens), ballot)
     return tuple(nodes)
 
 

@@ -30,7 +30,7 @@ from engine.protocol import (
 from engine.rank.step_clock import StepClock
 from engine.rank.worker import Worker
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.alone]
 
 GROUPS = (KVGroup(0, "full", (0,), 1, 64, None),)
 STEP_S = 0.02
@@ -86,8 +86,8 @@ class Wires:
 
 @contextmanager
 def wires() -> Iterator[Wires]:
-    rings = [create_shared(name, ring_bytes(1, 1 << 16)) for name in ("plan", "result")]
-    args = BootArgs(role="rank", index=0, tp=1, parent=0, lifeline=-1, status=-1, plan=rings[0], result=rings[1])
+    rings = [create_shared(name, ring_bytes(1, 1 << 16)) for name in ("plan", "masks", "result")]
+    args = BootArgs(role="rank", index=0, tp=1, parent=0, lifeline=-1, status=-1, plan=rings[0], masks=rings[1], result=rings[2])
     yield Wires(args, StatusBlock(memoryview(bytearray(StatusBlock.size(2)))))
     for ring in rings:
         os.close(ring)

@@ -15,7 +15,7 @@ from engine.rank.parallel import Parallel, Single, connect, self_check
 from kernels.allreduce import MappedCollectives, shared_bytes
 from tests.support.engine.threads import ThreadParallel, run_ranks
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.alone]
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU = torch.device("cpu")

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -149,10 +150,10 @@ def test_hash_sees_plan_tokens_and_hidden_bits(rank: Rank, debug: bool) -> None:
         """One K or V value off by a little, where slot 2's first page lies."""
         launch = made.launch
 
-        def launched(data: bytes) -> Launched:
+        def launched(data: bytes, masks: bytes = b"") -> Launched:
             if read_header(data).step == 2:
                 next(iter(made.slots.cache)).pool[0, 11, 0, 0, 0, 0] += 1e-4
-            return launch(data)
+            return launch(data, masks)
 
         made.launch = launched  # type: ignore[method-assign]
 
@@ -220,3 +221,27 @@ def test_suppressed_ids_are_not_sampled(rank: Rank) -> None:
     assert other.logprobs is not None
     assert other.logprobs.top[0][0] == best.tokens[0]
     assert other.tokens[0] == other.logprobs.top[1][0]
+
+
+def test_a_mask_holds_for_its_step_alone(rank: Rank, runner: Runner) -> None:
+    """Masked rows of a prefill and of a decode step give an allowed id; what follows is what that id leads to, unmasked."""
+    vocabulary = rank.geometry.vocab
+    forced = {1: (2, 111), 3: (0, 222)}  # step -> slot, the one id that may come
+    found: dict[int, dict[int, int]] = {}
+    for plan in stream(6):
+        if plan.step in forced:
+            slot, token = forced[plan.step]
+            bits = np.zeros((1, -(-vocabulary // 32)), np.int32)
+            bits[0, token // 32] = 1 << token % 32
+            runner.slots.set_masks(plan.step, np.array([slot], np.int32), bits)
+        found[plan.step] = {row.slot: row.tokens[0] for row in run(runner, plan).rows}
+    assert (found[1][2], found[3][0]) == (111, 222)
+    for slot, prompt in ((2, PROMPTS[0]), (0, PROMPTS[1])):
+        known = prompt + [found[step][slot] for step in range(1, 7)]
+        params = GREEDY if slot == 2 else SAMPLED
+        for end in range(len(prompt), len(known)):
+            admission, pages = admit(1, 9, known[:end], params)
+            plan = StepPlan(1, admissions=[admission], appends=pages, chunks=[PrefillChunk(1, 0, end, end - 1)])
+            (row,) = run(build(rank, PAGES), plan).rows
+            masked = forced.get(end - len(prompt) + 1, (None, 0))[0] == slot
+            assert (row.tokens == (known[end],)) is not masked, (slot, end)

@@ -11,8 +11,8 @@ from torch import Tensor
 import kernels.filters
 from engine.rank.parallel import Single
 from engine.rank.sampler import Sampled, Sampler, SamplingRows, TopLogprobs
-from kernels.choose import SlotParameters
 from kernels.launch import launch
+from kernels.sampling_batch import SlotParameters
 from tests.support import interpreter
 from tests.support.engine.threads import ThreadParallel, run_ranks
 
@@ -220,7 +220,8 @@ def every_kind(parallel: ThreadParallel | Single, logits: Tensor, rows: Sampling
     mine = logits[:, parallel.rank * share : (parallel.rank + 1) * share].contiguous()
     slots, positions = torch.arange(count, dtype=torch.int32), rows.positions.int() - 1
     tokens = torch.zeros(count, 5001, dtype=torch.int32)
-    found, top = sampler.every_kind(mine, slots, positions, slot_parameters(replace(rows, **planted)), tokens, None, 3)
+    batch = sampler.batch(slots, positions, slot_parameters(replace(rows, **planted)), tokens)
+    found, top = sampler.every_kind(mine, batch, None, 3)
     assert torch.equal(tokens[slots.long(), rows.positions], found[:, 0])
     assert top is not None
     return found, top

@@ -18,7 +18,7 @@ from tests.conftest import Nano
 from tests.support.engine.ranks import single
 from tests.support.engine.recording import PAGES, config_of, request, serve
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.alone]
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def served(rank: Rank, before: Callable[[Runner], object] = lambda runner: None)
     """What a fresh runner gives to a few requests, and its state hash, when something was done to it before."""
     runner = build(rank, PAGES)
     before(runner)
-    _, results = serve(runner, rank.config, [[request(number) for number in range(3)]])
+    results = serve(runner, rank.config, [[request(number) for number in range(3)]]).results
     return results, runner.state_hash
 
 

@@ -1,6 +1,5 @@
 """Four worker processes over real rings: the same plan stream as one rank in this process, the same tokens, one hash."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -14,6 +13,7 @@ from tests.support.engine.ranks import WORKER, Ranks
 from tests.support.engine.recording import (
     PAGES,
     REQUESTS,
+    TRIGGER,
     Recording,
     config_of,
     record,
@@ -22,7 +22,7 @@ from tests.support.engine.recording import (
     tokens_of,
 )
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.alone]
 
 
 @pytest.fixture(scope="module")
@@ -40,16 +40,19 @@ def test_the_recording_is_worth_replaying(recording: Recording) -> None:
     assert any(plan.releases for plan in plans)
     rows = [row for result in recording.results for row in result.rows]
     assert any(row.logprobs for row in rows)
-    given = sum(request(number).params.max_tokens for number in range(REQUESTS))
+    assert sum(plan.masked for plan in plans) > 10
+    assert any(admission.tokens[-1] == TRIGGER for admission in admissions), "nothing followed a trigger"
+    assert recording.masks.keys() == {plan.step for plan in plans if plan.masked}
+    given = sum(request(number).params.max_tokens for number in range(REQUESTS)) + 2 * 12
     assert len(rows) < given, "no request ended before its max_tokens"
 
 
-def replay_two_out(ranks: Ranks, plans: Sequence[StepPlan]) -> list[StepResult]:
+def replay_two_out(ranks: Ranks, recording: Recording) -> list[StepResult]:
     """Two plans outstanding all the time."""
     results = []
-    ranks.submit(plans[0])
-    for plan in plans[1:]:
-        ranks.submit(plan)
+    ranks.submit(recording.plans[0])
+    for plan in recording.plans[1:]:
+        ranks.submit(plan, recording.masks.get(plan.step, b""))
         results.append(ranks.result())
     return [*results, ranks.result()]
 
@@ -63,7 +66,7 @@ def test_four_ranks_compute_what_one_does(recording: Recording) -> None:
         assert len({message.weight_bytes for message in loaded}) == 1
         assert all(message.kv_bytes > 0 and 0.1 < message.residual_rms < 100 for message in loaded)
         assert [status.phase for status in ranks.statuses()] == [Phase.ready] * 4
-        results, hashes = replay_in_step(ranks, recording.plans)
+        results, hashes = replay_in_step(ranks, recording.plans, recording.masks)
         times = sorted(status.step_us for status in ranks.statuses())
         ranks.submit(StepPlan(len(recording.plans) + 1, stop=True))
         assert ranks.wait() == [0] * 4
@@ -74,7 +77,7 @@ def test_four_ranks_compute_what_one_does(recording: Recording) -> None:
     assert len({step[0] for step in hashes}) == len(hashes)
     with Ranks(config) as ranks:
         ranks.boot(PAGES)
-        again = replay_two_out(ranks, recording.plans)
+        again = replay_two_out(ranks, recording)
         assert ranks.hashes(len(recording.plans)) == hashes[-1]
         assert again == results
 
@@ -100,7 +103,7 @@ def test_one_all_reduce_left_out_is_seen(recording: Recording) -> None:
     script = FAULTY.format(call=13 + 13 * 3 + 2)  # the sign of life at boot, three steps, then the first layer's sum
     with Ranks(config_of(recording.folder, 4), lambda rank: ("-c", script) if rank == 2 else WORKER) as ranks:
         ranks.boot(PAGES)
-        results, hashes = replay_in_step(ranks, recording.plans[:24])
+        results, hashes = replay_in_step(ranks, recording.plans[:24], {})
     agree = [len(set(step)) == 1 for step in hashes]
     assert agree == [True] * 3 + [False] * 21
     assert all(step[0] == step[1] == step[3] != step[2] for step in hashes[3:])

@@ -20,7 +20,7 @@ def test_ranks_on_gpus_compute_what_one_cpu_does(recording: Recording) -> None:
     """In fp32, ranks on GPUs give the CPU's tokens and, to 1e-3, its logprobs; hashes, hidden bits included, always agree."""
     with Ranks(config_of(recording.folder, RANKS, device="cuda")) as ranks:
         ranks.boot(PAGES)
-        results, hashes = replay_in_step(ranks, recording.plans)
+        results, hashes = replay_in_step(ranks, recording.plans, recording.masks)
         times = [status.step_us for status in ranks.statuses()]
     print(f"last step {times} us, logprob error {logprob_error(results, recording.results):.2e}")
     assert all(len(set(step)) == 1 for step in hashes)
@@ -35,6 +35,6 @@ def test_bf16_ranks_agree_and_replay(recording: Recording, nano: Nano, member: s
     for _ in range(2):
         with Ranks(config_of(nano(member), RANKS, device="cuda", dtype="bfloat16")) as ranks:
             ranks.boot(PAGES)
-            runs.append(replay_in_step(ranks, recording.plans))
+            runs.append(replay_in_step(ranks, recording.plans, recording.masks))
     assert all(len(set(step)) == 1 for step in runs[0][1])
     assert runs[0] == runs[1]

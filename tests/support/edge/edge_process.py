@@ -18,8 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from deploy.edge import service
-from deploy.edge.openai import forms
+from deploy.edge.openai import completions, forms
 from deploy.edge.openai.schemas import R
 from engine.front.generation import Delta
 from tests.support.edge.http_edge import Edge
@@ -119,14 +118,14 @@ def _memory_mb(name: str) -> float:
 
 def _costly_parse(edge: Edge) -> None:
     """Reading a body takes 300 MB and a loop that no other thread gets into."""
-    real = service.parse
+    real = completions.parse
 
     def parse(kind: type[R], body: bytes) -> R:
         kept = bytearray(300 << 20)
         assert sum(range(20_000_000)) + kept.count(b"x") > 0
         return real(kind, body)
 
-    service.parse = parse  # type: ignore[attr-defined]
+    completions.parse = parse  # type: ignore[attr-defined]
 
 
 def _encode_alone(edge: Edge) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Self
 import uvicorn
 
 from deploy.edge.edge_settings import LimitSettings
+from deploy.edge.keys.key_ring import KeyRing
 from deploy.edge.routes import create_app
 from deploy.edge.service import Defaults, Service
 from engine.events import Event
@@ -27,13 +28,22 @@ from tests.support.edge.scripted_core import ScriptedCore
 class Edge:
     """A running edge on a free loopback port, its loop in a thread of its own. `url` is the API's base."""
 
-    def __init__(self, folder: Path, *, limits: LimitSettings | None = None, vocab: int = 1024, max_len: int = 256) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        limits: LimitSettings | None = None,
+        keys: KeyRing | None = None,
+        vocab: int = 1024,
+        max_len: int = 256,
+    ) -> None:
         self.core = ScriptedCore()
         self.events: list[Event] = []
         self.text = TextProcessor.load(folder)
         self.name = "nano"
         self._limits = limits or LimitSettings()
         self._defaults = Defaults.read(folder)
+        self._keys = keys
         self._sizes = {"vocab": vocab, "max_len": max_len}
         self._up = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="edge")
@@ -78,7 +88,14 @@ class Edge:
         self.client = EngineClient(self.core.front, sink=self.events.append)
         await self.client.start()
         self.service = Service(
-            name=self.name, text=self.text, engine=self.client, defaults=self._defaults, limits=self._limits, **self._sizes
+            name=self.name,
+            text=self.text,
+            engine=self.client,
+            defaults=self._defaults,
+            limits=self._limits,
+            keys=self._keys,
+            sink=self.events.append,
+            **self._sizes,
         )
         listener = socket.create_server(("127.0.0.1", 0))
         self.port = listener.getsockname()[1]

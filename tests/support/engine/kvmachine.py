@@ -60,6 +60,7 @@ class KVMachine:
         self.plant: Callable[[StepPlan], StepPlan] = lambda plan: plan
         self.guess: Callable[[int, int], bool] = lambda prefix, position: True
         self.nan: Callable[[int], bool] = lambda prefix: False
+        self.empty: Callable[[int], bool] = lambda prefix: False
 
     def submit(self, plan: StepPlan) -> None:
         """Queue a plan, through its bytes."""
@@ -143,6 +144,8 @@ class KVMachine:
             for table, poisoned in zip(self.tables, self.poisoned, strict=True):
                 poisoned.update(table[slot, (position - 1) // self.groups[0].page :][:1].tolist())
             return ResultRow(slot, self.number[slot], (), nan=True)
+        if self.empty(before):
+            return ResultRow(slot, self.number[slot], (), empty=True)
         for draft in [*drafts, None]:
             token = self.model(before, position + len(tokens), self.seed[slot])
             tokens.append(token)

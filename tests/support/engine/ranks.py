@@ -39,6 +39,7 @@ class Ranks:
         self.config = config
         sizes = {
             "plan": ring_bytes(config.tp, 1 << 20),
+            "masks": ring_bytes(config.tp, 1 << 20),
             "result": ring_bytes(1, 1 << 20),
             "status": StatusBlock.size(config.tp + 1),
             "reduce": shared_bytes(config.tp),
@@ -46,6 +47,8 @@ class Ranks:
         }
         shared = {name: create_shared(name, size) for name, size in sizes.items()}
         self.plans = RingWriter(map_shared(shared["plan"]), config.tp)
+        self._masks = RingWriter(map_shared(shared["masks"]), config.tp)
+        self._masked = 0
         self._results = RingReader(map_shared(shared["result"]), 1, 0)
         self._status = StatusBlock(map_shared(shared["status"]))
         self._hashes = [0] * config.tp
@@ -73,6 +76,7 @@ class Ranks:
                 lifeline=theirs.fileno(),
                 status=shared["status"],
                 plan=shared["plan"],
+                masks=shared["masks"],
                 result=shared["result"],
                 reduce=shared["reduce"],
                 store=f"/proc/self/fd/{shared['store']}",
@@ -110,7 +114,10 @@ class Ranks:
         assert all(message is not None and not isinstance(message, Failed) for message in messages), (messages, self.stderr())
         return [message for message in messages if message is not None]
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit(self, plan: StepPlan, masks: bytes = b"") -> None:
+        if masks:
+            self._masked += 1
+            self._masks.write(self._masked, masks)
         self.plans.write(plan.step, encode_plan(plan))
 
     def result(self) -> StepResult:
@@ -175,12 +182,12 @@ class Ranks:
 
 def single(config: EngineConfig) -> Rank:
     """A group of one in this process, loaded; `build(rank, pages)` makes runners of it."""
-    return load(config, BootArgs(role="rank", index=0, tp=1, parent=0, lifeline=-1, status=-1, plan=-1, result=-1))
+    return load(config, BootArgs(role="rank", index=0, tp=1, parent=0, lifeline=-1, status=-1, plan=-1, masks=-1, result=-1))
 
 
-def run(runner: Runner, plan: StepPlan) -> StepResult:
+def run(runner: Runner, plan: StepPlan, masks: bytes = b"") -> StepResult:
     """One plan through its bytes, launched and finished."""
-    return finish(runner.launch(encode_plan(plan)))
+    return finish(runner.launch(encode_plan(plan), masks))
 
 
 def finish(launched: Launched) -> StepResult:

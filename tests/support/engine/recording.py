@@ -1,22 +1,30 @@
 """Plan streams recorded from a real scheduler over one rank, and what replays of them are compared by."""
 
+import json
+import random
+import time
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from engine.config import EngineConfig, engine_config
-from engine.core.loop import scheduler_config
+from engine.core.loop import read_vocabulary, scheduler_config
+from engine.core.masks import Masks
 from engine.core.scheduler import Scheduler
 from engine.plan import StepPlan, StepResult, decode_plan, encode_plan
-from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
+from engine.protocol import GenerateRequest, Grammar, SamplingParams, pack_tokens
 from engine.rank.runner import Launched, Runner
 from engine.rank.worker import build
 from tests.support.engine.ranks import Ranks, finish, single
+from tests.support.engine.schemas import members
 
 PAGES = (22, 6)  # full pages so few that sequences of the requests below must preempt
 REQUESTS = 12
+TRIGGER, ENDS = 864, (1, 106)  # the trigger is a token that the last request gives
 SETTINGS = {"max_seqs": 4, "max_len": 256, "prefill_budget": 64}
 
 
@@ -51,52 +59,72 @@ def request(number: int) -> GenerateRequest:
     return GenerateRequest(id=number, prompt=prompt, params=params)
 
 
+def constrained(number: int) -> GenerateRequest:
+    """The same with a grammar: an object by a random schema; the fourth writes a word behind its trigger."""
+    rules = Grammar(f"%llguidance {{}}\nstart: %json {json.dumps(members(random.Random(number), 1))}\n")
+    if number % 4 == 3:
+        rules = Grammar("%llguidance {}\nstart: /[a-z]{3,9}/ <[49]>\n", trigger=TRIGGER)
+    asked = request(number)
+    params = msgspec.structs.replace(asked.params, grammar=rules, stop_ids=ENDS, min_tokens=0, max_tokens=12, temperature=0.7)
+    return msgspec.structs.replace(asked, params=params)
+
+
 @dataclass(frozen=True)
 class Recording:
-    """A plan stream and what one rank made of it."""
+    """A plan stream and what one rank made of it; masks: bytes by step."""
 
     folder: Path
-    plans: list[StepPlan]
-    results: list[StepResult]
+    plans: list[StepPlan] = field(default_factory=list)
+    results: list[StepResult] = field(default_factory=list)
+    masks: dict[int, bytes] = field(default_factory=dict)
 
 
 def record(folder: Path) -> Recording:
-    """The requests, in three waves, served by one rank on the CPU."""
+    """The requests, in four waves, the last one with grammars, served by one rank on the CPU."""
     config = config_of(folder, 1)
     waves = [[request(number) for number in range(first, first + 4)] for first in range(0, REQUESTS, 4)]
-    plans, results = serve(build(single(config), PAGES), config, waves)
-    return Recording(folder, plans, results)
+    waves.append([constrained(REQUESTS + 1), constrained(REQUESTS + 3)])
+    return serve(build(single(config), PAGES), config, waves)
 
 
-def serve(runner: Runner, config: EngineConfig, waves: Iterable[list[GenerateRequest]]) -> tuple[list[StepPlan], list[StepResult]]:
-    """Serve requests with a real scheduler, two plans out at a time; every plan and its result. A wave comes every fifth step."""
+def serve(runner: Runner, config: EngineConfig, waves: Iterable[list[GenerateRequest]]) -> Recording:
+    """Serve requests with a real scheduler, two plans out at a time. A wave comes every fifth step."""
     scheduler = Scheduler(scheduler_config(config, PAGES))
-    plans: list[StepPlan] = []
-    results: list[StepResult] = []
+    masks = Masks(scheduler, read_vocabulary(config))
+    made = Recording(Path(config.model))
     launched: deque[Launched] = deque()
     pending = deque(waves)
     while pending or scheduler.unfinished or launched:
-        if pending and (len(plans) % 5 == 0 or not scheduler.unfinished):
+        if pending and (len(made.plans) % 5 == 0 or not scheduler.unfinished):
             for request in pending.popleft():
-                scheduler.add(0, request)
+                masks.add(0, request) if request.params.grammar else scheduler.add(0, request)
+        masks.advance()
         while len(launched) < 2 and (plan := scheduler.schedule()) is not None:
             data = encode_plan(plan)
-            plans.append(decode_plan(data))
-            launched.append(runner.launch(data))
-        results.append(finish(launched.popleft()))
-        scheduler.commit(results[-1])
-    return plans, results
+            made.plans.append(decode_plan(data))
+            if plan.masked:
+                made.masks[plan.step] = masks.of_step(plan)
+            launched.append(runner.launch(data, made.masks.get(plan.step, b"")))
+        if launched:
+            made.results.append(finish(launched.popleft()))
+            scheduler.commit(made.results[-1])
+            masks.advance()
+        else:
+            time.sleep(0.001)
+    return made
 
 
 def tokens_of(results: Sequence[StepResult]) -> list[list[tuple[int, int, tuple[int, ...], bool]]]:
     return [[(row.slot, row.number, row.tokens, row.nan) for row in result.rows] for result in results]
 
 
-def replay_in_step(ranks: Ranks, plans: Sequence[StepPlan]) -> tuple[list[StepResult], list[list[int]]]:
+def replay_in_step(
+    ranks: Ranks, plans: Sequence[StepPlan], masks: Mapping[int, bytes]
+) -> tuple[list[StepResult], list[list[int]]]:
     """Each plan alone: its result, and every rank's hash after it."""
     results, hashes = [], []
     for plan in plans:
-        ranks.submit(plan)
+        ranks.submit(plan, masks.get(plan.step, b""))
         results.append(ranks.result())
         hashes.append(ranks.hashes(plan.step))
     return results, hashes

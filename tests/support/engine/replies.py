@@ -8,8 +8,8 @@ from typing import Any
 
 from engine.front.parts import Arguments, Content, Part, Reasoning, ToolCallStart
 from engine.front.reply import Markers, ReplyParser
-from engine.front.text import Pieces
 from engine.front.tools import Tools
+from engine.pieces import Pieces
 
 BEGIN_THOUGHT, END_THOUGHT, BEGIN_CALL, END_CALL, QUOTE, TURN, END_TURN = range(7)
 MARKERS = Markers(BEGIN_THOUGHT, END_THOUGHT, BEGIN_CALL, END_CALL, QUOTE, frozenset({0, 1, 2, 3, TURN, END_TURN}))

@@ -1,0 +1,69 @@
+"""`quartet key new`: makes an API key, shows it once, and gives the line that a file of keys has of it."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from deploy.cli.output import OK, Part, Subparsers, command, emit
+from engine.errors import ConfigError
+
+HELP = """\
+A file of keys has a line for each, with the key's SHA-256: the key itself is shown now, and nowhere again. `keys.file` in the YAML
+names the file, which replicas read again when it changes; to replace a key, add a second line of the same name, and take out the
+first when nobody uses its key any more. docs/security.md has the rest.
+
+  quartet key new --name alice --append /etc/quartet/keys
+  quartet key new --name batch --rights generate --requests 600 --tokens 2000000 --concurrent 64 --expires 2027-01-01 --append keys
+  quartet key new --name alice --json | jq -r .line
+
+exit codes: 0 made; 2 a limit or the file is wrong, and nothing was changed"""
+
+
+def register(commands: Subparsers) -> None:
+    """Adds the subcommand."""
+    parser = command(commands, "key", "make an API key, and the line of it for the file of keys", HELP)
+    parser.add_argument("what", choices=("new",), help="new: a key that nobody has yet")
+    parser.add_argument("--name", required=True, help="its holder: 1 to 64 of A-Z a-z 0-9 . _ -; shown in logs and metrics")
+    parser.add_argument("--rights", metavar="LIST", help="of generate,tokenize,models,docs (default: all)")
+    parser.add_argument("--requests", metavar="N", help="a minute, at each replica (default: no limit)")
+    parser.add_argument("--tokens", metavar="N", help="a minute, of prompts and answers (default: no limit)")
+    parser.add_argument("--concurrent", metavar="N", help="requests open at once (default: no limit)")
+    parser.add_argument("--expires", metavar="TIME", help="a day, or a time by ISO 8601, in UTC if it has no zone (default: never)")
+    parser.add_argument("--append", type=Path, metavar="FILE", help="put the line at this file's end; made where there is none")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the key and its line. ConfigError: an option is wrong, or does not go with what the file has."""
+    from deploy.edge.keys.key_file import digest_of, new_key, parse
+
+    given = {name: getattr(args, name) for name in ("rights", "requests", "tokens", "concurrent", "expires")}
+    options = (f"{name}={value}" for name, value in given.items() if value is not None)
+    key = new_key()
+    (made,) = parse(" ".join([digest_of(key.encode()).hex(), args.name, *options]))
+    if args.append is not None:
+        _append(args.append, made.line())
+    value: dict[str, Any] = {"name": made.name, "key": key, "line": made.line(), "file": str(args.append) if args.append else None}
+    where: list[Part] = [f"added to {args.append}"] if args.append else ["line for the file of keys:", made.line()]
+    emit(value, ["key, shown only now:", key, *where], as_json=args.json)
+    return OK
+
+
+def _append(path: Path, line: str) -> None:
+    """Whoever reads the file meanwhile has it as it was, or with the line."""
+    import os
+
+    from deploy.edge.edge_settings import KeySettings
+    from deploy.edge.keys.key_file import parse, read
+
+    before = read(KeySettings(file=str(path.absolute()))) if path.exists() else ""
+    text = "".join(f"{each}\n" for each in [*before.splitlines(), line])
+    parse(text)
+    made = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        made.touch(mode=path.stat().st_mode & 0o777 if path.exists() else 0o600, exist_ok=False)
+        made.write_text(text, encoding="utf-8")
+        made.replace(path)
+    except OSError as error:
+        made.unlink(missing_ok=True)
+        raise ConfigError(f"{path}: {error.strerror}") from error

@@ -1,0 +1,1 @@
+"""Anthropic's Messages API: what a request says, and what an answer looks like."""

@@ -1,0 +1,113 @@
+"""The answer of Anthropic's Messages API, whole and as its stream of events.
+
+    message_start
+      content_block_start, content_block_delta ..., content_block_stop        for each block: thinking, text, tool_use
+    message_delta, message_stop                                               or, after an error: error
+
+A call that max_tokens has cut is never completed: a stream ends where it ended, and a whole answer, whose calls are objects, leaves
+it out.
+"""
+
+import secrets
+from typing import Any
+
+import msgspec
+
+from deploy.edge.anthropic.error_object import error_object
+from deploy.edge.blocks import BlockFormat, ReplyBlock, encode, event
+from deploy.edge.http_errors import status_of
+from deploy.edge.openai.error_response import message_of
+from deploy.edge.response_format import ServedModel, Usage
+from engine.errors import QuartetError
+
+SIGNATURE = "unsigned"  # clients want one, and send it back; nobody looks at it
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class MessageFormat(BlockFormat):
+    """A message."""
+
+    def __init__(self, model: ServedModel) -> None:
+        super().__init__()
+        self.id = f"msg_{secrets.token_hex(12)}"
+        self._model = model
+
+    def begin(self, usage: Usage) -> bytes:
+        """message_start"""
+        return event("message_start", message=self._message([], usage))
+
+    def end(self, usage: Usage) -> bytes:
+        """How it ended, and what it cost."""
+        return event("message_delta", delta=self._stopped(), usage=_counts(usage)) + event("message_stop")
+
+    def failure(self, error: QuartetError) -> bytes:
+        """The one event after which nothing comes."""
+        return b"event: error\ndata: " + encode(error_object(status_of(error).status, message_of(error))) + b"\n\n"
+
+    def full(self, usage: Usage) -> bytes:
+        """The whole message."""
+        content = [made for block in self.blocks if (made := _whole(block)) is not None]
+        return encode(self._message(content, usage) | self._stopped())
+
+    def opened(self, block: ReplyBlock) -> bytes:
+        """content_block_start: it is empty yet."""
+        return event("content_block_start", index=block.index, content_block=_shown(block, "", {}))
+
+    def grown(self, block: ReplyBlock, text: str) -> bytes:
+        """content_block_delta"""
+        match block.kind:
+            case "text":
+                delta = {"type": "text_delta", "text": text}
+            case "reasoning":
+                delta = {"type": "thinking_delta", "thinking": text}
+            case "call":
+                delta = {"type": "input_json_delta", "partial_json": text}
+        return event("content_block_delta", index=block.index, delta=delta)
+
+    def closed(self, block: ReplyBlock) -> bytes:
+        """content_block_stop; a thought is signed first."""
+        signed = {"type": "signature_delta", "signature": SIGNATURE}
+        before = event("content_block_delta", index=block.index, delta=signed) if block.kind == "reasoning" else b""
+        return before + event("content_block_stop", index=block.index)
+
+    def _message(self, content: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
+        who = {"id": self.id, "type": "message", "role": "assistant", "model": self._model.name}
+        return who | {"content": content, "stop_reason": None, "stop_sequence": None, "usage": _counts(usage)}
+
+    def _stopped(self) -> dict[str, str | None]:
+        assert self.finish is not None
+        if isinstance(self.stop, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": self.stop}
+        return {"stop_reason": _REASONS[self.finish], "stop_sequence": None}
+
+
+def _counts(usage: Usage) -> dict[str, Any]:
+    """Tokens that were found in the cache are counted apart."""
+    return {
+        "input_tokens": usage.prompt - usage.cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached,
+        "output_tokens": usage.completion,
+        "output_tokens_details": {"thinking_tokens": usage.reasoning},
+    }
+
+
+def _whole(block: ReplyBlock) -> dict[str, Any] | None:
+    """None: a call that was cut. (What is cut off an object's text is never an object.)"""
+    if block.kind != "call":
+        return _shown(block, block.text, {})
+    try:
+        msgspec.json.decode(block.text)
+    except msgspec.DecodeError:
+        return None
+    return _shown(block, "", msgspec.Raw(block.text.encode()))
+
+
+def _shown(block: ReplyBlock, text: str, arguments: Any) -> dict[str, Any]:
+    match block.kind:
+        case "text":
+            return {"type": "text", "text": text}
+        case "reasoning":
+            return {"type": "thinking", "thinking": text, "signature": SIGNATURE if text else ""}
+        case "call":
+            return {"type": "tool_use", "id": block.id, "name": block.name, "input": arguments}

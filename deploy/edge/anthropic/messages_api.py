@@ -1,0 +1,28 @@
+"""POST /v1/messages and /v1/messages/count_tokens."""
+
+from typing import Any
+
+import msgspec
+
+from deploy.edge.anthropic.message_format import MessageFormat
+from deploy.edge.anthropic.message_request import ClientTool, CountRequest, MessagesRequest, Turn, parse_message
+from deploy.edge.api import GenerationApi, TokenApi, Wanted
+from deploy.edge.openai.schemas import ChatRequest, parse
+from deploy.edge.service import Service
+
+
+def _chat(kind: type[CountRequest], body: bytes) -> ChatRequest:
+    return parse(ChatRequest, msgspec.json.encode(parse_message(kind, body).chat()))
+
+
+def _read(body: bytes, model: str) -> Wanted:  # noqa: ARG001 - its request names the model
+    return Wanted(_chat(MessagesRequest, body), MessageFormat)
+
+
+async def _count(service: Service, body: bytes) -> dict[str, Any]:
+    request = await service.read(lambda body, _: _chat(CountRequest, body), body)
+    return {"input_tokens": len(await service.prompt(request))}
+
+
+MESSAGES_API = GenerationApi("/v1/messages", MessagesRequest, _read, (Turn, ClientTool), {"stop": "stop_sequences"})
+COUNT_TOKENS = TokenApi("/v1/messages/count_tokens", CountRequest, _count)

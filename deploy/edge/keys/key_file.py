@@ -1,0 +1,160 @@
+"""A file of API keys: one a line, by its hash and never by itself.
+
+    3c9b5f...e1  alice   rights=generate,models  requests=60  tokens=100000  concurrent=8  expires=2027-01-01   # a comment
+
+The SHA-256 of the key in hex, the name of its holder, and options in any order; what is left out is not limited. Two lines of one
+name are two keys of one holder, who has one quota: that is how a key is replaced. They may differ in `expires` alone.
+
+    rights       what its holder may ask for: of RIGHTS; all where the option is absent
+    requests     a minute, at each replica; tokens: a minute, of prompts and answers; concurrent: requests open at once
+    expires      a day or a time by ISO 8601, in UTC where it names no zone: from then on the key is refused
+"""
+
+import os
+import re
+import secrets
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from hashlib import sha256
+from pathlib import Path
+
+from deploy.edge.edge_settings import KeySettings
+from engine.errors import ConfigError
+
+RIGHTS = ("generate", "tokenize", "models", "docs")
+MAX_KEYS = 1024
+MAX_BYTES = 1 << 20
+NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_COUNTS = ("requests", "tokens", "concurrent")
+
+
+@dataclass(frozen=True)
+class Quota:
+    """Requests and tokens a minute, and requests open at once; None: no limit."""
+
+    requests: int | None = None
+    tokens: int | None = None
+    concurrent: int | None = None
+
+
+@dataclass(frozen=True)
+class ApiKey:
+    """One line: the SHA-256 of the key, and what its holder may do until `expires`."""
+
+    digest: bytes
+    name: str
+    rights: frozenset[str] = frozenset(RIGHTS)
+    quota: Quota = Quota()
+    expires: datetime | None = None
+
+    def has_expired(self, now: datetime) -> bool:
+        """Whether it is refused at `now`."""
+        return self.expires is not None and now >= self.expires
+
+    def line(self) -> str:
+        """The line that `parse` reads this key from."""
+        options = [f"rights={','.join(name for name in RIGHTS if name in self.rights)}"] if self.rights != frozenset(RIGHTS) else []
+        options += [f"{name}={value}" for name in _COUNTS if (value := getattr(self.quota, name)) is not None]
+        options += [f"expires={self.expires.isoformat()}"] if self.expires is not None else []
+        return "  ".join([self.digest.hex(), self.name, *options])
+
+
+def new_key() -> str:
+    """A key that nobody guesses: 256 random bits."""
+    return f"sk-quartet-{secrets.token_urlsafe(32)}"
+
+
+def digest_of(key: bytes) -> bytes:
+    """What a file has of a key."""
+    return sha256(key).digest()
+
+
+def read(settings: KeySettings) -> str:
+    """The lines, from wherever the settings say. ConfigError: they cannot be read. Blocks."""
+    if settings.variable is not None:
+        lines = os.environ.get(settings.variable)
+        if lines is None:
+            raise ConfigError(f"keys.variable: {settings.variable} is not set in the environment of this process")
+        return lines
+    assert settings.file is not None
+    try:
+        with Path(settings.file).open("rb") as file:
+            found = file.read(MAX_BYTES + 1)
+        if len(found) > MAX_BYTES:
+            raise ConfigError(f"keys.file: {settings.file}: more than {MAX_BYTES} bytes")
+        return found.decode()
+    except OSError as error:
+        raise ConfigError(f"keys.file: {settings.file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"keys.file: {settings.file}: not UTF-8") from error
+
+
+def parse(text: str) -> tuple[ApiKey, ...]:
+    """The keys of all lines. ConfigError names the line and what is wrong, and quotes nothing: it may hold a key by mistake."""
+    keys: list[ApiKey] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        try:
+            keys.append(_key(words))
+            _check_holder(keys)
+        except ConfigError as error:
+            raise ConfigError(f"keys: line {number}: {error}") from error
+    return tuple(keys)
+
+
+def _key(words: list[str]) -> ApiKey:
+    if not _DIGEST.fullmatch(words[0]):
+        raise ConfigError("begins with no SHA-256 (64 digits of 0-9a-f); `quartet key new` makes a line")
+    if len(words) < 2 or not NAME.fullmatch(words[1]):
+        raise ConfigError("the second word is no name: 1 to 64 of A-Z a-z 0-9 . _ -")
+    options = dict(word.partition("=")[::2] for word in words[2:])
+    if len(options) < len(words) - 2:
+        raise ConfigError("an option stands there twice")
+    rights = rights_of(options.pop("rights", None))
+    quota = Quota(**{name: _count(name, options.pop(name)) for name in _COUNTS if name in options})
+    expires = time_of(options.pop("expires", None))
+    if options:
+        raise ConfigError(f"an option is none of rights, {', '.join(_COUNTS)}, expires")
+    return ApiKey(bytes.fromhex(words[0]), words[1], rights, quota, expires)
+
+
+def rights_of(value: str | None) -> frozenset[str]:
+    """From `generate,models`; all from None. ConfigError: one of them is none."""
+    if value is None:
+        return frozenset(RIGHTS)
+    found = frozenset(value.split(","))
+    if not found <= frozenset(RIGHTS):
+        raise ConfigError(f"rights: only {', '.join(RIGHTS)}")
+    return found
+
+
+def time_of(value: str | None) -> datetime | None:
+    """From a day or a time by ISO 8601. ConfigError: it is none."""
+    if value is None:
+        return None
+    try:
+        found = datetime.fromisoformat(value)
+    except ValueError as error:
+        raise ConfigError("expires: neither a day nor a time as in 2027-01-01 or 2027-01-01T12:00:00Z") from error
+    return found if found.tzinfo is not None else found.replace(tzinfo=UTC)
+
+
+def _count(name: str, value: str) -> int:
+    if not (value.isascii() and value.isdecimal() and len(value) <= 13 and 1 <= int(value) <= 10**12):
+        raise ConfigError(f"{name}: no count from 1 to 10^12")
+    return int(value)
+
+
+def _check_holder(keys: list[ApiKey]) -> None:
+    """The last one against those before it."""
+    if len(keys) > MAX_KEYS:
+        raise ConfigError(f"more than {MAX_KEYS} keys")
+    *before, last = keys
+    for other in before:
+        if other.digest == last.digest:
+            raise ConfigError("the same key as on a line before")
+        if other.name == last.name and (other.rights, other.quota) != (last.rights, last.quota):
+            raise ConfigError(f"{last.name} has other rights or limits on a line before")

@@ -1,0 +1,95 @@
+"""Who may pass: by the request's API key and its path, before anything else of it is looked at.
+
+    OPEN       paths that answer anybody
+    RIGHT_OF   the right that each other path asks for; one that is not listed asks for all of them
+
+The path is the scope's, which is what the router will go by; what it does not know is refused to everybody without a key.
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from starlette.types import Scope
+
+from deploy.edge.http_errors import Forbidden, Unauthenticated
+from deploy.edge.keys.key_file import RIGHTS, ApiKey
+from deploy.edge.keys.key_ring import KeyRing
+from deploy.edge.scope import RECORD
+from engine.errors import QuartetError
+
+if TYPE_CHECKING:
+    from deploy.edge.observe.record import RequestRecord
+
+OPEN = frozenset({"/health", "/health/live", "/health/ready"})
+_PATHS = {
+    "generate": ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate"),
+    "tokenize": ("/tokenize", "/detokenize", "/v1/messages/count_tokens"),
+    "models": ("/v1/models",),
+    "docs": ("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"),
+}
+RIGHT_OF = {path: right for right, paths in _PATHS.items() for path in paths}
+_MODEL = "/v1/models/"
+
+
+class KeyGate:
+    """In front of an application, and in front of whatever reads bodies for it."""
+
+    def __init__(self, ring: KeyRing) -> None:
+        self._ring = ring
+
+    async def check(self, scope: Scope) -> bool:
+        """Note whose the request is, and count it. Unauthenticated, Forbidden, QuotaExceeded: it may not pass."""
+        key = await self._identify(scope)
+        record: RequestRecord = scope[RECORD]
+        record.key = key.name if key is not None else None
+        if key is not None and scope["path"] not in OPEN:
+            check_right(key, scope["path"])
+            record.grant = self._ring.open(key)
+        return True
+
+    async def may_send(self, scope: Scope) -> bool:
+        """Whether the request's body is worth reading: `check` will not refuse it for its key."""
+        try:
+            key = await self._identify(scope)
+            if key is not None and scope["path"] not in OPEN:
+                check_right(key, scope["path"])
+        except QuartetError:  # the application says it, with an access line
+            return False
+        return True
+
+    async def _identify(self, scope: Scope) -> ApiKey | None:
+        """Whose request it is; None: nobody's, on an open path. Unauthenticated."""
+        await self._ring.refresh()
+        given = credentials(scope["headers"])
+        key = self._ring.find(given[0]) if len(given) == 1 and given[0] else None
+        if key is None and scope["path"] not in OPEN:
+            raise Unauthenticated(_what_is_wrong(given))
+        return key
+
+
+def credentials(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
+    """The keys that a request presents; an Authorization header that holds none counts as an empty one."""
+    found = []
+    for name, value in headers:
+        if name.lower() == b"x-api-key":
+            found.append(value.strip())
+        elif name.lower() == b"authorization":
+            scheme, _, token = value.strip().partition(b" ")
+            found.append(token.strip() if scheme.lower() == b"bearer" else b"")
+    return found
+
+
+def check_right(key: ApiKey, path: str) -> None:
+    """Forbidden: the holder may not ask for `path`."""
+    right = "models" if path.startswith(_MODEL) else RIGHT_OF.get(path)
+    wanted = {right} if right is not None else set(RIGHTS)
+    if not wanted <= key.rights:
+        raise Forbidden(f"This API key lacks the right `{right}`." if right else "This path needs an API key with all rights.")
+
+
+def _what_is_wrong(given: list[bytes]) -> str:
+    if not given:
+        return "This server needs an API key: send it as `Authorization: Bearer KEY` or as `x-api-key: KEY`."
+    if len(given) > 1:
+        return "Send exactly one API key, as `Authorization: Bearer KEY` or as `x-api-key: KEY`."
+    return "The API key is not valid."

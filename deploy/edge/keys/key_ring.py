@@ -1,0 +1,82 @@
+"""The API keys in force. A file is read again while there are requests, once a second at most, and holds for all that come.
+
+A file that cannot be read, or has a line that is none, changes nothing: the keys that were in force stay, and the log says why.
+Requests that are open are not asked again.
+"""
+
+import asyncio
+import hmac
+import logging
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+from deploy.edge.edge_settings import KeySettings
+from deploy.edge.keys.key_file import ApiKey, digest_of, parse, read
+from deploy.edge.keys.quotas import Allowance, Grant
+from engine.errors import ConfigError
+
+LOOK_S = 1.0  # between two looks at the file
+PATIENCE_S = 1.0  # of requests for a look: a file system that hangs must not hang them
+
+logger = logging.getLogger(__name__)
+
+
+class KeyRing:
+    """Reads the keys; ConfigError where they cannot be. `clock`: seconds, monotonic."""
+
+    def __init__(self, settings: KeySettings, clock: Callable[[], float] = time.monotonic) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._looked = clock()
+        self._look: asyncio.Task[None] | None = None
+        self._complaint = ""
+        self._text = read(settings)
+        self._allowances: dict[str, Allowance] = {}
+        self._install(parse(self._text))
+
+    def _install(self, keys: tuple[ApiKey, ...]) -> None:
+        """Who is still there keeps what has been used."""
+        self._keys = keys
+        before, self._allowances = self._allowances, {}
+        for key in keys:
+            if known := before.get(key.name):
+                known.change(key.quota)
+            self._allowances[key.name] = known or self._allowances.get(key.name) or Allowance(key.quota, self._clock)
+        logger.info("%d API keys of %d holders are in force", len(keys), len(self._allowances))
+
+    async def refresh(self) -> None:
+        """Returns with the keys of a file as they were a second ago, or later."""
+        if self._settings.file is None:
+            return
+        if self._look is None and self._clock() - self._looked >= LOOK_S:
+            self._looked = self._clock()
+            self._look = asyncio.create_task(self._read_again())
+        if self._look is not None and (left := self._looked + PATIENCE_S - self._clock()) > 0:
+            await asyncio.wait({self._look}, timeout=left)
+
+    async def _read_again(self) -> None:
+        try:
+            text = await asyncio.to_thread(read, self._settings)
+            if text != self._text:
+                self._install(await asyncio.to_thread(parse, text))
+                self._text = text
+            self._complaint = ""
+        except ConfigError as error:
+            if str(error) != self._complaint:
+                logger.error("the API keys stay as they were: %s", error)  # noqa: TRY400 - a sentence says it all
+            self._complaint = str(error)
+        finally:
+            self._look = None
+
+    def find(self, presented: bytes) -> ApiKey | None:
+        """The key in force that was presented. Compares all of them, whatever it finds: its time tells nothing of any."""
+        digest, now, found = digest_of(presented), datetime.now(UTC), None
+        for key in self._keys:
+            if hmac.compare_digest(key.digest, digest):
+                found = key
+        return None if found is None or found.has_expired(now) else found
+
+    def open(self, key: ApiKey) -> Grant:
+        """A request of that holder begins. QuotaExceeded: too many have."""
+        return self._allowances[key.name].open()

@@ -1,0 +1,126 @@
+"""How much one holder of API keys may ask for: requests and tokens a minute by token buckets, and requests open at once.
+
+    open() ------------------ reserve(tokens) ------------- close(used)
+      |-- one request, taken -----|-- what it may come to, held ---|-- what it did come to, taken; the rest is free again
+
+A bucket holds a minute's worth: in t minutes no holder begins more than (1 + t) times its requests. Tokens: a request begins while
+the bucket has one, beside what open ones hold; so in t minutes no holder uses more than (1 + t) times its tokens and what one
+request may come to. Each replica counts for itself.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+
+from deploy.edge.http_errors import QuotaExceeded
+from deploy.edge.keys.key_file import Quota
+
+MINUTE = 60.0
+_ROUNDING = 1e-6  # of a level, which is a sum of floats
+
+
+class Bucket:
+    """Fills evenly, up to a minute's worth. Taking may leave a debt, which fills up first. Times in seconds."""
+
+    def __init__(self, per_minute: int, now: float) -> None:
+        self.per_minute = per_minute
+        self._level = float(per_minute)
+        self._at = now
+
+    def level(self, now: float) -> float:
+        """What may be taken."""
+        self._level = min(self.per_minute, self._level + max(0.0, now - self._at) * self.per_minute / MINUTE)
+        self._at = max(self._at, now)
+        return self._level
+
+    def take(self, amount: float, now: float) -> None:
+        self._level = self.level(now) - amount
+
+    def wait_s(self, wanted: float, now: float) -> float:
+        """Seconds until the level is `wanted`."""
+        return max(0.0, wanted - self.level(now)) * MINUTE / self.per_minute
+
+    def resize(self, per_minute: int, now: float) -> None:
+        """From now on it is another quota; a debt stays one."""
+        self.level(now)
+        self.per_minute = per_minute
+
+
+class Allowance:
+    """One holder's. `clock`: seconds, monotonic."""
+
+    def __init__(self, quota: Quota, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._requests: Bucket | None = None
+        self._tokens: Bucket | None = None
+        self._open = 0
+        self._held = 0  # tokens that open requests may yet use
+        self.change(quota)
+
+    def change(self, quota: Quota) -> None:
+        """Other limits hold for what begins from now on; what has been used stays used."""
+        self._quota = quota
+        self._requests = self._resized(self._requests, quota.requests)
+        self._tokens = self._resized(self._tokens, quota.tokens)
+
+    def _resized(self, bucket: Bucket | None, per_minute: int | None) -> Bucket | None:
+        if per_minute is None:
+            return None
+        if bucket is None:
+            return Bucket(per_minute, self._clock())
+        bucket.resize(per_minute, self._clock())
+        return bucket
+
+    def open(self) -> "Grant":
+        """One request more. QuotaExceeded says which limit is reached, and when to come back."""
+        self._check(begins=True)
+        if self._requests is not None:
+            self._requests.take(1, self._clock())
+        self._open += 1
+        return Grant(self)
+
+    def _check(self, *, begins: bool) -> None:
+        reached = list(self._reached(self._clock(), begins=begins))
+        if reached:
+            wait_s, limit = max(reached)
+            raise QuotaExceeded(f"This API key has reached its limit of {limit}.", retry_after_s=max(1, math.ceil(wait_s)))
+
+    def _reached(self, now: float, *, begins: bool) -> Iterator[tuple[float, str]]:
+        """Each limit that is, and in how many seconds it will not be; 0: when an open request ends, which may be any moment."""
+        if self._tokens is not None and self._tokens.level(now) - self._held < 1 - _ROUNDING:
+            yield self._tokens.wait_s(1, now), f"{self._quota.tokens} tokens a minute"
+        if begins and self._requests is not None and self._requests.level(now) < 1 - _ROUNDING:
+            yield self._requests.wait_s(1, now), f"{self._quota.requests} requests a minute"
+        if begins and self._quota.concurrent is not None and self._open >= self._quota.concurrent:
+            yield 0.0, f"{self._quota.concurrent} requests at once"
+
+    def _hold(self, tokens: int) -> None:
+        self._check(begins=False)
+        self._held += tokens
+
+    def _close(self, held: int, used: int) -> None:
+        self._open -= 1
+        self._held -= held
+        if self._tokens is not None:
+            self._tokens.take(used, self._clock())
+
+
+class Grant:
+    """One request's share of its holder's allowance."""
+
+    def __init__(self, allowance: Allowance) -> None:
+        self._allowance = allowance
+        self._held = 0
+        self._closed = False
+
+    def reserve(self, tokens: int) -> None:
+        """What it may come to, prompt and answers, once. QuotaExceeded: nothing is left, and nothing is held."""
+        assert not self._held, "it has been reserved"
+        self._allowance._hold(tokens)
+        self._held = tokens
+
+    def close(self, used: int) -> None:
+        """It has ended, and has used so many tokens. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._allowance._close(self._held, used)
+

@@ -1,0 +1,44 @@
+"""What a request says about its logits, as the engine takes it: penalties, logit_bias, bad_words, allowed_token_ids."""
+
+from collections.abc import Callable
+
+from deploy.edge.openai.schemas import Sampling
+from engine.errors import InvalidRequest
+from engine.logit_adjustments import LogitAdjustments
+
+BAN = -100  # of a logit_bias: OpenAI's "should result in a ban"
+
+
+def logit_adjustments(request: Sampling, vocab: int, encode: Callable[[str], list[int]]) -> LogitAdjustments | None:
+    """Of a request to a model of `vocab` ids; None: it asks for nothing. `encode`: a text's ids. InvalidRequest names the key."""
+    biases, allowed = request.biases, request.allowed_ids
+    _check_ids([*biases], vocab, "logit_bias")
+    _check_ids(allowed or [], vocab, "allowed_token_ids")
+    if allowed is not None and not allowed:
+        raise InvalidRequest("allowed_token_ids: must name at least one id", param="allowed_token_ids")
+    if allowed and all(biases.get(token) == BAN for token in allowed):
+        raise InvalidRequest("allowed_token_ids: logit_bias forbids all of them", param="allowed_token_ids")
+    wanted = LogitAdjustments(
+        repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        bias=tuple((token, -float("inf") if value == BAN else value) for token, value in biases.items()),
+        allowed_ids=tuple(dict.fromkeys(allowed or ())),
+        bad_words=_spellings(request.forbidden_words, encode),
+    )
+    if (excess := wanted.excess()) is not None:
+        raise InvalidRequest(f"bad_words: {excess}", param="bad_words")  # lists of ids are bounded where they are read
+    return wanted if wanted != LogitAdjustments() else None
+
+
+def _spellings(words: list[str], encode: Callable[[str], list[int]]) -> tuple[tuple[int, ...], ...]:
+    """The ids of each word as it begins a text, and as it follows a space."""
+    if not all(word.strip() for word in words):
+        raise InvalidRequest("bad_words: a word must not be empty", param="bad_words")
+    texts = [prefix + word.lstrip() for word in words for prefix in ("", " ")]
+    return tuple(dict.fromkeys(tuple(encode(text)) for text in texts))
+
+
+def _check_ids(ids: list[int], vocab: int, param: str) -> None:
+    if ids and max(ids) >= vocab:
+        raise InvalidRequest(f"{param}: token id {max(ids)} is outside the vocabulary of {vocab}", param=param)

@@ -1,0 +1,21 @@
+"""OpenAI's chat and text completions as APIs."""
+
+from functools import partial
+
+from deploy.edge.api import GenerationApi, Wanted
+from deploy.edge.openai.forms import ChatFormat, TextFormat
+from deploy.edge.openai.schemas import ChatRequest, CompletionRequest, Message, parse
+
+
+def _read_chat(body: bytes, model: str) -> Wanted:  # noqa: ARG001 - its request names the model
+    request = parse(ChatRequest, body)
+    return Wanted(request, partial(ChatFormat, include_usage=request.wants_usage))
+
+
+def _read_completion(body: bytes, model: str) -> Wanted:  # noqa: ARG001 - its request names the model
+    request = parse(CompletionRequest, body)
+    return Wanted(request, partial(TextFormat, include_usage=request.wants_usage))
+
+
+CHAT = GenerationApi("/v1/chat/completions", ChatRequest, _read_chat, (Message,))
+COMPLETIONS = GenerationApi("/v1/completions", CompletionRequest, _read_completion)

@@ -1,0 +1,177 @@
+"""The answer of OpenAI's Responses API, whole and as its stream of events.
+
+    response.created, response.in_progress
+      for each item: response.output_item.added, (response.content_part.added,) ....delta ..., ....done, response.output_item.done
+    response.completed, response.incomplete after max_output_tokens, or response.failed after an error
+
+Items are a message for text, reasoning for a thought, function_call for a call. One that max_output_tokens has cut is incomplete.
+"""
+
+import secrets
+import time
+from typing import Any
+
+import msgspec
+
+from deploy.edge.blocks import BlockFormat, ReplyBlock, encode, event
+from deploy.edge.http_errors import status_of
+from deploy.edge.openai.error_response import message_of
+from deploy.edge.openai.response_request import ResponsesRequest, sealed
+from deploy.edge.raw_json import present
+from deploy.edge.response_format import ServedModel, Usage
+from engine.errors import QuartetError
+
+_PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
+_EVENTS = {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
+_NO_STATE: dict[str, Any] = {"background": False, "previous_response_id": None, "store": False, "truncation": "disabled"}
+
+
+class ResponseObject(BlockFormat):
+    """A response to `request`, which it repeats as far as it was followed."""
+
+    def __init__(self, model: ServedModel, request: ResponsesRequest) -> None:
+        super().__init__()
+        self._number = secrets.token_hex(12)
+        self.id = f"resp_{self._number}"
+        self._created = int(time.time())
+        self._about = {"model": model.name, "metadata": {}, **_NO_STATE, **_repeated(request)}
+        self._is_sealed = request.includes_encrypted()
+        self._sequence = 0
+
+    def begin(self, usage: Usage) -> bytes:  # noqa: ARG002 - what it costs is said at the end
+        """It has been accepted."""
+        shown = self._response("in_progress")
+        return self._event("response.created", response=shown) + self._event("response.in_progress", response=shown)
+
+    def end(self, usage: Usage) -> bytes:
+        """The whole response once more."""
+        status = self._status()
+        return self._event(f"response.{status}", response=self._response(status, usage))
+
+    def failure(self, error: QuartetError) -> bytes:
+        """response.failed, with what had come."""
+        status = status_of(error)
+        code = {429: "rate_limit_exceeded"}.get(status.status, "server_error" if status.status >= 500 else "invalid_prompt")
+        failed = self._response("failed") | {"error": {"code": code, "message": message_of(error)}}
+        return self._event("response.failed", response=failed)
+
+    def full(self, usage: Usage) -> bytes:
+        """The whole response."""
+        return encode(self._response(self._status(), usage))
+
+    def opened(self, block: ReplyBlock) -> bytes:
+        """The item, empty yet, and the one part of its content."""
+        item = self._item(block, "in_progress") | ({} if block.kind == "call" else {"content": []})
+        added = self._event("response.output_item.added", output_index=block.index, item=item)
+        return added if block.kind == "call" else added + self._part_event("added", block)
+
+    def grown(self, block: ReplyBlock, text: str) -> bytes:
+        """More of it."""
+        return self._block_event("delta", block, delta=text)
+
+    def closed(self, block: ReplyBlock) -> bytes:
+        """Its text once more, and the item."""
+        status = self._status_of(block)
+        match block.kind:
+            case "call" if status == "incomplete":
+                done = b""  # its arguments never were
+            case "call":
+                done = self._block_event("done", block, arguments=block.text, name=block.name)
+            case _:
+                done = self._block_event("done", block, text=block.text) + self._part_event("done", block)
+        return done + self._event("response.output_item.done", output_index=block.index, item=self._item(block, status))
+
+    def _event(self, kind: str, **fields: object) -> bytes:
+        number, self._sequence = self._sequence, self._sequence + 1
+        return event(kind, sequence_number=number, **fields)
+
+    def _block_event(self, what: str, block: ReplyBlock, **fields: object) -> bytes:
+        if block.kind != "call":
+            fields["content_index"] = 0
+        if block.kind == "text":
+            fields["logprobs"] = []
+        kind = f"response.{_EVENTS[block.kind]}.{what}"
+        return self._event(kind, item_id=self._item_id(block), output_index=block.index, **fields)
+
+    def _part_event(self, what: str, block: ReplyBlock) -> bytes:
+        where = {"item_id": self._item_id(block), "output_index": block.index, "content_index": 0}
+        return self._event(f"response.content_part.{what}", **where, part=_part(block))
+
+    def _item_id(self, block: ReplyBlock) -> str:
+        return f"{_PREFIXES[block.kind]}_{self._number}{block.index:02x}"
+
+    def _item(self, block: ReplyBlock, status: str) -> dict[str, Any]:
+        about = {"id": self._item_id(block), "status": status}
+        match block.kind:
+            case "text":
+                return about | {"type": "message", "role": "assistant", "content": [_part(block)]}
+            case "reasoning":
+                seal = sealed(block.text) if self._is_sealed and status != "in_progress" else None
+                return about | {"type": "reasoning", "summary": [], "content": [_part(block)], "encrypted_content": seal}
+            case "call":
+                return about | {"type": "function_call", "call_id": block.id, "name": block.name, "arguments": block.text}
+
+    def _status(self) -> str:
+        return "incomplete" if self.finish == "length" else "completed"
+
+    def _status_of(self, block: ReplyBlock) -> str:
+        """Of an item that gets no more."""
+        if self.finish not in (None, "length") or block is not self.blocks[-1]:
+            return "completed"
+        return "completed" if block.kind == "call" and _is_json(block.text) else "incomplete"
+
+    def _response(self, status: str, usage: Usage | None = None) -> dict[str, Any]:
+        is_over = status != "in_progress"
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "output": [self._item(block, self._status_of(block)) for block in self.blocks] if is_over else [],
+            "usage": None if usage is None else _counts(usage),
+            **self._about,
+        }
+
+
+def _repeated(request: ResponsesRequest) -> dict[str, Any]:
+    """What of the request the response repeats."""
+    form = present(request.text.format) if request.text else None
+    tools = [msgspec.structs.asdict(tool) | {"parameters": present(tool.parameters)} for tool in request.functions()]
+    return {
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "tools": tools,
+        "tool_choice": present(request.tool_choice) or "auto",
+        "reasoning": {"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
+        "text": {"format": form or {"type": "text"}},
+    }
+
+
+def _counts(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt,
+        "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
+        "output_tokens": usage.completion,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning},
+        "total_tokens": usage.prompt + usage.completion,
+    }
+
+
+def _part(block: ReplyBlock) -> dict[str, Any]:
+    if block.kind == "reasoning":
+        return {"type": "reasoning_text", "text": block.text}
+    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
+
+
+def _is_json(text: str) -> bool:
+    """What is cut off an object's text is never JSON."""
+    try:
+        msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return False
+    return True

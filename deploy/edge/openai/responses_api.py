@@ -1,0 +1,26 @@
+"""POST /v1/responses."""
+
+from functools import partial
+
+import msgspec
+
+from deploy.edge.api import GenerationApi, Wanted
+from deploy.edge.openai.response_request import DeclaredTool, InputItem, ResponsesRequest, parse_response_request
+from deploy.edge.openai.response_stream import ResponseObject
+from deploy.edge.openai.schemas import ChatRequest, parse
+
+
+def _read(body: bytes, model: str) -> Wanted:  # noqa: ARG001 - its request names the model
+    request = parse_response_request(body)
+    request.includes_encrypted()
+    chat = parse(ChatRequest, msgspec.json.encode(request.chat()))
+    return Wanted(chat, partial(ResponseObject, request=request))
+
+
+_NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+}
+RESPONSES = GenerationApi("/v1/responses", ResponsesRequest, _read, (InputItem, DeclaredTool), _NAMES)

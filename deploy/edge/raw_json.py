@@ -1,0 +1,152 @@
+"""JSON of unknown size inside a request, kept as bytes and decoded with a bound.
+
+Decoding stops at the first thing that is wrong, and at the first element too many: whatever a body holds, it costs no more than a
+scan of it. Every finding is an InvalidRequest that names the key.
+"""
+
+import re
+from typing import Annotated, Any, Generic, TypeVar
+
+import msgspec
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+
+from engine.errors import InvalidRequest
+
+_INT32 = 2**31 - 1
+FEW_BYTES = 64 << 10  # of JSON: read in less than a millisecond
+_SMALL_BYTES = 256  # no neutral value is longer
+_WHERE = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
+_HEAD = re.compile(rb"\s*(.?)\s*(.?)", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(\w+)`")
+
+T = TypeVar("T", bound=Struct)
+Json = Raw | UnsetType  # a field that stays raw JSON
+TokenId = Annotated[int, Meta(ge=0, le=_INT32)]
+
+_ID_LIST: msgspec.json.Decoder[list[int]] = msgspec.json.Decoder(list[TokenId])
+
+
+def shown_as(*shapes: dict[str, Any]) -> Meta:
+    """How a field that stays raw JSON shows in the API's documentation."""
+    return Meta(extra_json_schema={"anyOf": [*shapes, {"type": "null"}]})
+
+
+def at_most(element: Any, most: int) -> Any:
+    """A type for a JSON array of at most `most` elements, whose decoding ends at the first one too many.
+
+    (A bound on a list is looked at when all of it is in memory.)
+    """
+    fields = [(f"_{place}", element | UnsetType, UNSET) for place in range(most)]
+    return msgspec.defstruct(f"AtMost{most}", fields, array_like=True, forbid_unknown_fields=True)
+
+
+def opening(raw: Raw) -> bytes:
+    """The first two characters of raw JSON that are no white space: enough to know a list's kind by its first element."""
+    found = _HEAD.match(raw)
+    assert found is not None, "the pattern matches anything"
+    return found[1] + found[2]
+
+
+def present(raw: Json) -> Raw | None:
+    """None where the key is absent, or null."""
+    return None if isinstance(raw, UnsetType) or opening(raw) == b"nu" else raw
+
+
+def size(raw: Json) -> int:
+    """Bytes; 0 where the key is absent."""
+    return 0 if isinstance(raw, UnsetType) else len(memoryview(raw))
+
+
+def brackets(raw: Json) -> int:
+    """No fewer than the lists and objects in it."""
+    text = b"" if isinstance(raw, UnsetType) else bytes(raw)
+    return text.count(b"[") + text.count(b"{")
+
+
+def small(raw: Json) -> Any:
+    """A value that is only compared; whatever is too long to be neutral stands for itself."""
+    if isinstance(raw, UnsetType):
+        return None
+    return msgspec.json.decode(raw) if size(raw) <= _SMALL_BYTES else ...
+
+
+def decode(raw: Raw, key: str, decoder: msgspec.json.Decoder[Any]) -> Any:
+    """The value of the request's `key`. InvalidRequest: it is not what `decoder` takes."""
+    try:
+        return decoder.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise complaint(error, key) from None
+
+
+def token_ids(raw: Json, key: str, most: int) -> list[int]:
+    """At most so many ids; none where the key is absent or null."""
+    if (given := present(raw)) is None:
+        return []
+    check_commas(given, key, most)
+    ids: list[int] = decode(given, key, _ID_LIST)
+    return ids
+
+
+def check_commas(raw: Raw, key: str, most: int) -> None:
+    """In what may only hold numbers, a comma ends each but the last."""
+    if opening(raw)[:1] == b"[" and bytes(raw).count(b",") >= most:
+        raise InvalidRequest(f"{key}: more than {most} token ids", param=key)
+
+
+def elements(raw: Raw, key: str, decoder: msgspec.json.Decoder[Any]) -> list[Any]:
+    """Of an array whose type is made by `at_most`."""
+    return [value for value in msgspec.structs.astuple(decode(raw, key, decoder)) if value is not UNSET]
+
+
+class BoundedList(Generic[T]):
+    """Reads arrays of at most `most` of `kind`, a Struct whose `field` may itself be an array: of at most `parts` of `part`.
+
+    It may be a string instead, or null. In FEW_BYTES there is nothing that would need a bound.
+    """
+
+    def __init__(self, kind: type[T], most: int, field: str, part: type[Struct], parts: int) -> None:
+        self._most, self._field = most, field
+        self._small = msgspec.json.Decoder(list[kind])  # type: ignore[valid-type]
+        self._parts = at_most(part, parts)
+        large = msgspec.defstruct(kind.__name__, [(field, str | self._parts | None, None)], bases=(kind,), frozen=True)
+        self._large = msgspec.json.Decoder(at_most(large, most))
+
+    def read(self, raw: Raw, key: str) -> list[T]:
+        """The elements; their `field`, where it was an array, is a list. InvalidRequest: they are none, or too many."""
+        if size(raw) > FEW_BYTES:
+            return [self._with_list(element) for element in elements(raw, key, self._large)]
+        found: list[T] = decode(raw, key, self._small)
+        if len(found) > self._most:
+            raise InvalidRequest(f"{key}: more than {self._most} elements", param=key)
+        return found
+
+    def _with_list(self, element: T) -> T:
+        value = getattr(element, self._field)
+        if not isinstance(value, self._parts):
+            return element
+        parts = [part for part in msgspec.structs.astuple(value) if part is not UNSET]
+        return msgspec.structs.replace(element, **{self._field: parts})
+
+
+def _why_malformed(error: Exception) -> str:
+    match error:
+        case RecursionError():
+            return "it is nested too deeply"
+        case UnicodeDecodeError():
+            return "it is not UTF-8"
+    return str(error)
+
+
+def complaint(error: Exception, key: str = "") -> InvalidRequest:
+    """msgspec's one finding in our words; `key`: which of the request's was decoded."""
+    if not isinstance(error, msgspec.ValidationError):
+        return InvalidRequest(f"The body is not JSON: {_why_malformed(error)}", param=key or None, code="invalid_json")
+    found = _WHERE.fullmatch(str(error))
+    assert found is not None, error
+    what, path = found["what"], found["path"] or ""
+    if missing := _MISSING.match(what):
+        path, what = f"{path}.{missing[1]}".lstrip("."), "is required"
+    path = f"{key}{path}" if path.startswith("[") or not path else f"{key}.{path}".lstrip(".")
+    if not path:
+        return InvalidRequest(f"The body must be a JSON object: {what}", code="invalid_json")
+    return InvalidRequest(f"{path[:200]}: {what[:300]}", param=re.split(r"[.\[]", path)[0])

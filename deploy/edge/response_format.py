@@ -1,0 +1,68 @@
+"""What an answer is to whoever sends it: bytes, whole or event by event, in the shape of one API.
+
+    stream    begin, events ..., end          or, after an error,    begin, events ..., failure
+    whole     add ..., full
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.errors import QuartetError
+from engine.front.generation import Delta
+from engine.pieces import Pieces
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What an answer says of the model: its name, its vocabulary as output, and what OpenAI calls the system's fingerprint."""
+
+    name: str
+    pieces: Pieces
+    fingerprint: str | None = None
+
+    def text_of(self, token: int) -> str:
+        """What a token shows as."""
+        return self.pieces.bytes_of(token).decode("utf-8", "replace")
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Token counts of a request, all choices together.
+
+    `cached` of the prompt's were not computed for any of them; `reasoning` of the completion's were thoughts, markers included.
+    """
+
+    prompt: int
+    completion: int
+    cached: int = 0
+    reasoning: int = 0
+
+
+class ResponseFormat(Protocol):
+    """One answer in the making; `id` is its name for the client."""
+
+    id: str
+
+    def begin(self, usage: Usage) -> bytes:
+        """Of a stream, before anything else: the prompt has been accepted, and nothing is generated yet."""
+        ...
+
+    def events(self, index: int, delta: Delta) -> bytes:
+        """What a delta adds to the stream, the beginning and the end of its choice included; may be empty."""
+        ...
+
+    def end(self, usage: Usage) -> bytes:
+        """A stream's last events: every choice has come to its end."""
+        ...
+
+    def failure(self, error: QuartetError) -> bytes:
+        """A stream's last event instead."""
+        ...
+
+    def add(self, index: int, delta: Delta) -> None:
+        """One more of a whole answer."""
+        ...
+
+    def full(self, usage: Usage) -> bytes:
+        """The whole answer."""
+        ...

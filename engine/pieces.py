@@ -1,0 +1,94 @@
+"""A checkpoint's vocabulary by its files: what each token id stands for, which ids are control tokens, which end a reply."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from tokenizers import AddedToken, Tokenizer
+
+from engine.checkpoint import generation_config, read_optional
+from engine.errors import CheckpointError
+
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_CONTROL_SHAPE = re.compile(r"<\|.+>|<.+\|>", re.DOTALL)
+_DECODERS = ["Replace", "ByteFallback", "Fuse"]
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The vocabulary as output: per id its text, or one byte; `special` ids are control tokens."""
+
+    table: tuple[str | bytes, ...]
+    special: frozenset[int]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, special: frozenset[int]) -> Self:
+        """Reads the whole vocabulary once. Raises CheckpointError for a decoder chain other than Gemma's."""
+        space = _space_symbol(tokenizer)
+        vocab = tokenizer.get_vocab(with_added_tokens=True)
+        table: list[str | bytes] = [""] * (max(vocab.values(), default=-1) + 1)
+        for piece, number in vocab.items():
+            byte = _BYTE_PIECE.fullmatch(piece)
+            table[number] = bytes.fromhex(byte[1]) if byte else piece.replace(space, " ")
+        return cls(tuple(table), special)
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The UTF-8 bytes that one token stands for; a byte piece's single byte need not be valid UTF-8."""
+        piece = self[token_id]
+        return piece if isinstance(piece, bytes) else piece.encode()
+
+    def __getitem__(self, token_id: int) -> str | bytes:
+        return self.table[token_id] if 0 <= token_id < len(self.table) else "\ufffd"
+
+
+def read_tokenizer(folder: Path) -> Tokenizer:
+    """The checkpoint's. Raises CheckpointError where there is none, or it cannot be read."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file; Quartet needs the fast tokenizer's tokenizer.json")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the tokenizers library raises nothing narrower
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def control_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """Name -> id of the control tokens: added tokens flagged special, and any that look like it (<|x>, <x|>, <|x|>)."""
+    added = tokenizer.get_added_tokens_decoder().items()
+    control = {t.content: number for number, t in added if t.special or _CONTROL_SHAPE.fullmatch(t.content)}
+    if not control or min(map(len, control)) == 1:
+        raise CheckpointError("tokenizer.json: no special tokens, or one of a single character")
+    return control
+
+
+def as_plain(tokenizer: Tokenizer, control: Mapping[str, int]) -> Tokenizer:
+    """The same tokenizer, reading control tokens as plain text: they are cut out before it sees any."""
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in control])
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _space_symbol(tokenizer: Tokenizer) -> str:
+    """The symbol that stands for a space, once the decoder is seen to be the chain that `Detokenizer` implements."""
+    state = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else {}
+    chain = state.get("decoders", [])
+    replace = chain[0] if [step.get("type") for step in chain] == _DECODERS else {}
+    if replace.get("content") != " ":
+        raise CheckpointError(f"tokenizer.json: decoder is not Gemma's Replace, ByteFallback, Fuse: {state}")
+    symbol: str = replace["pattern"]["String"]
+    return symbol
+
+
+def read_eos(folder: Path) -> tuple[int, ...]:
+    """The ids that end a reply, of a checkpoint; none where no file names any."""
+    config = read_optional(folder / "config.json")
+    for source in (generation_config(folder), config, config.get("text_config") or {}):
+        eos = source.get("eos_token_id")
+        if eos is not None:
+            return tuple(eos) if isinstance(eos, list) else (eos,)
+    return ()

@@ -1,0 +1,151 @@
+"""How each slot's logits are adjusted before they are sampled: device tables, and the host's mirror of who is adjusted when.
+
+Tables are written where a sequence that needs them is admitted, from the admission alone: a preempted sequence's counts come out
+of its tokens. From then on the device counts what is generated (`kernels.adjust`).
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate, chain
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.logit_adjustments import MAX_BAD_WORD_IDS, MAX_BAD_WORDS, MAX_BIAS_IDS, LogitAdjustments
+from engine.plan import DEPTH, Admission
+from kernels.adjust import IN_PROMPT, MOST_COUNTED
+from kernels.sampling_batch import BAD_WORDS, BIASED, LIMITED, PENALIZED, SlotAdjustments
+
+_NO_STEP = -1  # the low word of no step that is reached
+
+
+class Adjustments:
+    """Of `slots` slots, on a rank that has the logits of `ids`.
+
+    A mask is for one step: it is stamped with it, on the host as on the device, and counts in no other.
+    """
+
+    def __init__(self, slots: int, ids: range, device: torch.device) -> None:
+        self._ids, self._device = ids, device
+        self._words = range(ids.start >> 5, ((ids.stop - 1) >> 5) + 1)
+        self.tables = _tables(slots, len(ids), len(self._words), device)
+        pinned = device.type == "cuda"
+        shape = (slots, len(self._words))
+        self._staging = [torch.zeros(shape, dtype=torch.int32, pin_memory=pinned) for _ in range(DEPTH + 1)]
+        self._flags, self._mask_steps = np.zeros(slots, np.int32), np.full(slots, _NO_STEP, np.int64)
+
+    def admit(self, admissions: Sequence[Admission]) -> None:
+        """What new tenants ask for; of the last ones nothing is left."""
+        changed = [one for one in admissions if one.params.adjustments is not None or self._flags[one.slot]]
+        if not changed:
+            return
+        slots = [admission.slot for admission in changed]
+        self._flags[slots] = [_flags(admission.params.adjustments) for admission in changed]
+        self._put(self.tables.flags, slots, self._flags[slots])
+        for admission in changed:
+            if admission.params.adjustments is not None:
+                self._store(admission, admission.params.adjustments)
+
+    def _store(self, admission: Admission, wanted: LogitAdjustments) -> None:
+        slot, flags = [admission.slot], self._flags[admission.slot]
+        if flags & (PENALIZED | BAD_WORDS):
+            self._put(self.tables.starts, slot, np.array([[admission.prompt, len(admission.tokens)]], np.int32))
+        if flags & BIASED:
+            ids, values = zip(*wanted.bias, strict=True)
+            self._put(self.tables.bias_ids, slot, _padded(ids, MAX_BIAS_IDS, -1))
+            self._put(self.tables.bias, slot, _padded(values, MAX_BIAS_IDS, 0.0, np.float32))
+        if flags & PENALIZED:
+            penalties = (wanted.repetition_penalty, wanted.presence_penalty, wanted.frequency_penalty)
+            self._put(self.tables.penalties, slot, np.array([penalties], np.float32))
+            self._put(self.tables.counts, slot, self._counts(admission)[None])
+        if flags & LIMITED:
+            self._put(self.tables.allowed, slot, self._bits(wanted.allowed_ids)[None])
+        if flags & BAD_WORDS:
+            ends = list(accumulate(map(len, wanted.bad_words)))
+            self._put(self.tables.word_ends, slot, _padded(ends, MAX_BAD_WORDS, ends[-1]))
+            self._put(self.tables.bad_words, slot, _padded(list(chain.from_iterable(wanted.bad_words)), MAX_BAD_WORD_IDS, -1))
+
+    def _counts(self, admission: Admission) -> np.ndarray:
+        """int16 [n], as the table has them, of the admission's tokens."""
+        mine = np.asarray(admission.tokens, np.int64) - self._ids.start
+        here = (mine >= 0) & (mine < len(self._ids))
+        prompt, generated = mine[: admission.prompt][here[: admission.prompt]], mine[admission.prompt :][here[admission.prompt :]]
+        counts = np.minimum(np.bincount(generated, minlength=len(self._ids)), MOST_COUNTED)
+        counts[prompt] |= IN_PROMPT
+        return counts.astype(np.uint16).view(np.int16)
+
+    def _bits(self, ids: Sequence[int]) -> np.ndarray:
+        """int32 [words]: this rank's words of a mask that allows `ids`."""
+        bits = np.zeros(32 * len(self._words), np.bool_)
+        mine = np.asarray(ids, np.int64) - 32 * self._words.start
+        bits[mine[(mine >= 0) & (mine < len(bits))]] = True
+        return np.packbits(bits, bitorder="little").view(np.int32)
+
+    def set_masks(self, step: int, slots: np.ndarray, bits: np.ndarray) -> None:
+        """Which ids the rows of `slots` int32 [n] may give in `step`, and in no other; each slot once.
+
+        bits int32 [n, ceil(vocabulary / 32)]: bit id % 32 of word id // 32. At most DEPTH steps may be out, as for plans.
+        """
+        assert len(slots) == len(bits) == len(set(slots.tolist())), (slots, bits.shape)
+        staging = self._staging.pop(0)
+        self._staging.append(staging)
+        mine = bits[:, self._words.start : self._words.stop]
+        rows = staging[: len(slots)]
+        rows.numpy()[:, : mine.shape[1]] = mine  # behind the vocabulary's end there is nothing to allow
+        index = self._uploaded(slots.astype(np.int64))
+        self.tables.masks[index] = rows.to(self._device, non_blocking=True)
+        self.tables.mask_steps[index] = _low_word(step)
+        self._mask_steps[slots] = step
+
+    def of(self, slots: np.ndarray, step: int) -> list[bool]:
+        """Whether each of these slots' rows is adjusted in `step`."""
+        adjusted: list[bool] = ((self._mask_steps[slots] == step) | (self._flags[slots] != 0)).tolist()
+        return adjusted
+
+    def _put(self, table: Tensor, slots: Sequence[int], rows: np.ndarray) -> None:
+        table[self._uploaded(np.array(slots, np.int64))] = self._uploaded(rows)
+
+    def _uploaded(self, array: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
+
+
+def _tables(slots: int, n: int, words: int, device: torch.device) -> SlotAdjustments:
+    """Of slots without adjustments."""
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.zeros((slots, *shape), dtype=dtype, device=device)
+
+    return SlotAdjustments(
+        flags=zeros(),
+        bias_ids=zeros(MAX_BIAS_IDS),
+        bias=zeros(MAX_BIAS_IDS, dtype=torch.float32),
+        penalties=zeros(3, dtype=torch.float32),
+        counts=zeros(n, dtype=torch.int16),
+        starts=zeros(2),
+        allowed=zeros(words),
+        bad_words=zeros(MAX_BAD_WORD_IDS),
+        word_ends=zeros(MAX_BAD_WORDS),
+        masks=zeros(words),
+        mask_steps=zeros() + _NO_STEP,
+    )
+
+
+def _flags(wanted: LogitAdjustments | None) -> int:
+    """A slot's."""
+    if wanted is None:
+        return 0
+    given = {BIASED: wanted.bias, PENALIZED: wanted.penalizes, LIMITED: wanted.allowed_ids, BAD_WORDS: wanted.bad_words}
+    return sum(flag for flag, value in given.items() if value)
+
+
+def _padded(values: Sequence[float], width: int, padding: float, dtype: type[np.generic] = np.int32) -> np.ndarray:
+    """[1, width]"""
+    row = np.full((1, width), padding, dtype)
+    row[0, : len(values)] = values
+    return row
+
+
+def _low_word(step: int) -> int:
+    """As a plan's header shows it, read as int32."""
+    return (step & 0xFFFFFFFF) - ((step & 0x80000000) << 1)

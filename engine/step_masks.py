@@ -1,0 +1,52 @@
+"""Which tokens may come in a step's masked rows: core -> ranks, in a ring of its own, for each plan that is flagged `masked`.
+
+    StepMasks   step u64, n u32, words u32 | slots int32 [n] | bits int32 [n, words]          little-endian
+"""
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.channel import MAX_RECORD
+
+MAX_MASKED_ROWS = 64  # of one step: 2 MiB of masks at a vocabulary of 262 144
+_HEADER = struct.Struct("<QII")
+
+
+@dataclass(frozen=True, eq=False)
+class StepMasks:
+    """slots int32 [n];   bits int32 [n, words]: bit id % 32 of word id // 32 is set where token `id` may come."""
+
+    step: int
+    slots: np.ndarray
+    bits: np.ndarray
+
+
+def mask_words(vocabulary: int) -> int:
+    """int32 words of one mask."""
+    return -(-vocabulary // 32)
+
+
+def masked_rows(vocabulary: int) -> int:
+    """How many masked rows a step may have: MAX_MASKED_ROWS, or as many as fit a record of the ring."""
+    return min(MAX_MASKED_ROWS, (MAX_RECORD - _HEADER.size) // (4 * (1 + mask_words(vocabulary))))
+
+
+def encode_masks(masks: StepMasks) -> bytes:
+    """Bytes of `masks`; `decode_masks` is its inverse."""
+    count, words = masks.bits.shape
+    assert masks.slots.shape == (count,), (masks.slots.shape, masks.bits.shape)
+    assert masks.slots.dtype == masks.bits.dtype == np.int32, (masks.slots.dtype, masks.bits.dtype)
+    return b"".join([_HEADER.pack(masks.step, count, words), masks.slots.tobytes(), masks.bits.tobytes()])
+
+
+def decode_masks(data: bytes) -> StepMasks:
+    """The masks in `data`, in place; raises ValueError when its length is wrong."""
+    step, count, words = _HEADER.unpack_from(data)
+    expected = _HEADER.size + 4 * count * (1 + words)
+    if len(data) != expected:
+        raise ValueError(f"the masks of step {step} are {len(data)} bytes long, not {expected}")
+    slots = np.frombuffer(data, np.int32, count, _HEADER.size)
+    bits = np.frombuffer(data, np.int32, count * words, _HEADER.size + 4 * count)
+    return StepMasks(step, slots, bits.reshape(count, words))

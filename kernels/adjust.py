@@ -1,0 +1,214 @@
+"""Logits adjusted before they are sampled, on each rank's own slice of the vocabulary, in place.
+
+    cap           l   <- c tanh(l / c)             the model's own soft cap, of greedy rows too
+    bias          l_i <- l_i + b_i                 -inf forbids
+    repetition    l_i <- l_i / r or, below 0, l_i r                     if the prompt has i, or it was generated
+    presence, frequency  l_i <- l_i - p [n_i > 0] - f n_i               n_i: how often i was generated
+    allowed ids, mask    l_i <- -inf                                    where the bit of i is 0
+    bad words     l_i <- -inf                      where i would complete one whose other ids were generated just before
+
+Then come stop ids that may not come yet, ids that may never come, temperature and filters (`kernels.sample`). Rows of slots without
+adjustments are left as they are. A NaN stays one, whatever is forbidden: it silences its row.
+
+A slot's counts grow by the row's own input before they are read, if the slot was admitted without it: each position is the input
+of one row. Sources: OpenAI's API reference (presence, frequency, bias); Keskar et al. 2019, arXiv:1909.05858 (repetition).
+"""
+
+from dataclasses import replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.choose import _capped
+from kernels.launch import launch, trigger, usable, wait
+from kernels.sample import cap
+from kernels.sampling_batch import BAD_WORDS, BIASED, LIMITED, PENALIZED, SamplingBatch, SlotAdjustments
+
+PLAN_STEP = 2  # where a plan's header has the low word of its step
+IN_PROMPT, MOST_COUNTED = 0x8000, 0x7FFF  # of an entry of counts
+_BLOCK = 1024
+
+
+def adjust(logits: Tensor, batch: SamplingBatch, first: int, parts: int = 1) -> SamplingBatch:
+    """logits fp32 [R, n] of ids first .. first + n - 1, before the soft cap: rows to adjust are capped and adjusted in place.
+
+    The batch again, with `capped`. `parts`: of the slice, worked on side by side on a GPU.
+    """
+    tables, plan, (rows, n) = batch.adjustments, batch.plan, logits.shape
+    assert tables is not None, "nothing says how"
+    assert plan is not None, "no step"
+    assert tables.counts.shape[1] == n, (tables.counts.shape, n)
+    if not usable(logits, __name__):
+        return replace(batch, capped=_reference(logits, batch, tables, plan, first))
+    capped = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    launch(
+        _adjust, (rows, parts),
+        logits, batch.slots, batch.positions, batch.tokens, batch.tokens.shape[1], plan, tables.flags, tables.bias_ids, tables.bias,
+        tables.penalties, tables.counts, tables.starts, tables.allowed, tables.bad_words, tables.word_ends, tables.masks,
+        tables.mask_steps, capped, first, batch.softcap or 1.0,
+        N=n, PART=triton.cdiv(n, parts), CAP=batch.softcap is not None, BIASES=tables.bias.shape[1],
+        WORD_IDS=tables.bad_words.shape[1], WORDS=tables.word_ends.shape[1], MASK_WORDS=tables.masks.shape[1],
+        BIASED=BIASED, PENALIZED=PENALIZED, LIMITED=LIMITED, BAD_WORDS=BAD_WORDS, STEP=PLAN_STEP, PROMPT=IN_PROMPT,
+        MOST=MOST_COUNTED, BLOCK=_BLOCK, warps=4,
+    )  # fmt: skip
+    return replace(batch, capped=capped)
+
+
+# ---- references
+
+
+def _reference(logits: Tensor, batch: SamplingBatch, tables: SlotAdjustments, plan: Tensor, first: int) -> Tensor:
+    """int32 [R], 1: the row is adjusted."""
+    slots = batch.slots.long()
+    flags, masked = tables.flags[slots], tables.mask_steps[slots] == plan[PLAN_STEP]
+    adjusted = ((flags != 0) | masked) & (batch.positions >= 0)
+    for row in adjusted.nonzero().flatten().tolist():
+        slot, position, flag = int(slots[row]), int(batch.positions[row]), int(flags[row])
+        x = torch.where(logits[row] == -torch.inf, logits[row], cap(logits[row], batch.softcap))
+        if flag & BIASED:
+            ids = tables.bias_ids[slot].long() - first
+            here = (tables.bias_ids[slot] >= 0) & (ids >= 0) & (ids < len(x))
+            x = x.index_add(0, ids[here], tables.bias[slot, here])
+        if flag & PENALIZED:
+            _count(tables, slot, position, int(batch.tokens[slot, position]) - first)
+            x = _penalized(x, tables.counts[slot], tables.penalties[slot])
+        if flag & LIMITED:
+            x = x.masked_fill(~_bits(tables.allowed[slot], first, len(x)), -torch.inf)
+        if masked[row]:
+            x = x.masked_fill(~_bits(tables.masks[slot], first, len(x)), -torch.inf)
+        if flag & BAD_WORDS:
+            generated = batch.tokens[slot, int(tables.starts[slot, 0]) : position + 1].tolist()
+            banned = [i - first for i in _completing(tables, slot, generated) if 0 <= i - first < len(x)]
+            x = x.index_fill(0, torch.tensor(banned, dtype=torch.int64, device=x.device), -torch.inf)
+        logits[row] = torch.where(logits[row].isnan(), logits[row], x)
+    return adjusted.int()
+
+
+def _count(tables: SlotAdjustments, slot: int, position: int, entry: int) -> None:
+    """A row's input, at `entry` of this rank's ids, into its slot's counts, unless they have it."""
+    if position >= int(tables.starts[slot, 1]) and 0 <= entry < tables.counts.shape[1]:
+        bits = int(tables.counts[slot, entry]) & 0xFFFF
+        bits = min((bits & MOST_COUNTED) + 1, MOST_COUNTED) | (bits & IN_PROMPT)
+        tables.counts[slot, entry] = bits - ((bits & 0x8000) << 1)
+
+
+def _penalized(x: Tensor, counts: Tensor, penalties: Tensor) -> Tensor:
+    repetition, presence, frequency = penalties.unbind()
+    generated = (counts.int() & MOST_COUNTED).float()
+    x = torch.where(counts != 0, torch.where(x > 0, x / repetition, x * repetition), x)
+    return x - frequency * generated - torch.where(generated > 0, presence, 0.0)
+
+
+def _completing(tables: SlotAdjustments, slot: int, generated: list[int]) -> list[int]:
+    """The last id of each bad word whose others are the last that were generated."""
+    ends = tables.word_ends[slot].unique().tolist()
+    ids = tables.bad_words[slot].tolist()
+    words = [ids[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    return [word[-1] for word in words if generated[max(0, len(generated) - len(word) + 1) :] == word[:-1]]
+
+
+def _bits(words: Tensor, first: int, n: int) -> Tensor:
+    """bool [n]: the bits of ids first .. first + n - 1, of int32 words of which the first holds `first`'s."""
+    bits = words[:, None].bitwise_right_shift(torch.arange(32, device=words.device)).bitwise_and(1).bool().flatten()
+    return bits[first % 32 : first % 32 + n]
+
+
+# ---- kernels
+
+
+@triton.jit
+def _kept(words: tl.tensor, ids: tl.tensor, first: tl.tensor, live: tl.tensor) -> tl.tensor:
+    """Whether the bit of each id is set."""
+    word = tl.load(words + (ids // 32 - first // 32), live, 0)
+    return ((word >> (ids % 32)) & 1) != 0
+
+
+@triton.jit
+def _ban(line: tl.tensor, entry: tl.tensor, here: tl.tensor) -> None:
+    """-inf at these places, but where there is a NaN."""
+    x = tl.load(line + entry, here, 0.0)
+    tl.store(line + entry, tl.where(x != x, x, float("-inf")), here)
+
+
+@triton.jit(do_not_specialize=["tokens_width", "first"])
+def _adjust(
+    logits: tl.tensor, slots: tl.tensor, positions: tl.tensor, tokens: tl.tensor, tokens_width: tl.tensor, plan: tl.tensor,
+    flags: tl.tensor, bias_ids: tl.tensor, bias: tl.tensor, penalties: tl.tensor, counts: tl.tensor, starts: tl.tensor,
+    allowed: tl.tensor, bad_words: tl.tensor, word_ends: tl.tensor, masks: tl.tensor, mask_steps: tl.tensor, capped: tl.tensor,
+    first: tl.tensor, cap: tl.tensor,
+    N: tl.constexpr, PART: tl.constexpr, CAP: tl.constexpr, BIASES: tl.constexpr, WORD_IDS: tl.constexpr, WORDS: tl.constexpr,
+    MASK_WORDS: tl.constexpr, BIASED: tl.constexpr, PENALIZED: tl.constexpr, LIMITED: tl.constexpr, BAD_WORDS: tl.constexpr,
+    STEP: tl.constexpr, PROMPT: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """One row's part of this rank's ids; each entry of the counts is read and written by one part alone."""
+    trigger(PDL)
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    start = part * PART
+    end = tl.minimum(start + PART, N)
+    wait(PDL)
+    slot, position = tl.load(slots + row).to(tl.int64), tl.load(positions + row)
+    flag = tl.load(flags + slot)
+    masked = tl.load(mask_steps + slot) == tl.load(plan + STEP)
+    adjusted = ((flag != 0) | masked) & (position >= 0)
+    if part == 0:
+        tl.store(capped + row, adjusted.to(tl.int32))
+    if adjusted:
+        line, own_counts, history = logits + row * N, counts + slot * N, tokens + slot * tokens_width
+        if CAP:
+            for at in range(start, end, BLOCK):
+                entry = at + tl.arange(0, BLOCK)
+                x = tl.load(line + entry, entry < end, 0.0)
+                tl.store(line + entry, tl.where(x == float("-inf"), x, _capped(x, cap)), entry < end)
+            tl.debug_barrier()
+        if (flag & BIASED) != 0:
+            for at in range(0, BIASES, BLOCK):
+                lane = at + tl.arange(0, BLOCK)
+                ids = tl.load(bias_ids + slot * BIASES + lane, lane < BIASES, -1)
+                entry = ids - first
+                here = (ids >= 0) & (entry >= start) & (entry < end)
+                added = tl.load(bias + slot * BIASES + lane, here, 0.0)
+                tl.store(line + entry, tl.load(line + entry, here, 0.0) + added, here)
+            tl.debug_barrier()
+        penalized, limited = (flag & PENALIZED) != 0, (flag & LIMITED) != 0
+        repetition, presence, frequency = 1.0, 0.0, 0.0
+        if penalized:
+            repetition, presence = tl.load(penalties + slot * 3), tl.load(penalties + slot * 3 + 1)
+            frequency = tl.load(penalties + slot * 3 + 2)
+            entry = tl.load(history + position) - first
+            here = (position >= tl.load(starts + slot * 2 + 1)) & (entry >= start) & (entry < end)
+            bits = tl.load(own_counts + entry, here, 0).to(tl.int32)
+            tl.debug_barrier()
+            tl.store(own_counts + entry, (tl.minimum((bits & MOST) + 1, MOST) | (bits & PROMPT)).to(tl.int16), here)
+            tl.debug_barrier()
+        if penalized | limited | masked:
+            for at in range(start, end, BLOCK):
+                entry = at + tl.arange(0, BLOCK)
+                live = entry < end
+                x = tl.load(line + entry, live, 0.0)
+                bad = x != x
+                if penalized:
+                    bits = tl.load(own_counts + entry, live, 0).to(tl.int32)
+                    generated = (bits & MOST).to(tl.float32)
+                    x = tl.where(bits != 0, tl.where(x > 0.0, x / repetition, x * repetition), x)
+                    x = x - frequency * generated - tl.where(generated > 0.0, presence, 0.0)
+                if limited:
+                    x = tl.where(_kept(allowed + slot * MASK_WORDS, first + entry, first, live) | bad, x, float("-inf"))
+                if masked:
+                    x = tl.where(_kept(masks + slot * MASK_WORDS, first + entry, first, live) | bad, x, float("-inf"))
+                tl.store(line + entry, x, live)
+            tl.debug_barrier()
+        if (flag & BAD_WORDS) != 0:
+            generated = position + 1 - tl.load(starts + slot * 2)
+            word = tl.arange(0, WORDS)
+            word_end = tl.load(word_ends + slot * WORDS + word)
+            word_start = tl.load(word_ends + slot * WORDS + word - 1, word > 0, 0)
+            others = word_end - word_start - 1  # -1: no word
+            complete = (others >= 0) & (others <= generated)
+            for back in range(1, tl.max(others, 0) + 1):
+                wanted = tl.load(bad_words + slot * WORD_IDS + word_end - 1 - back, complete & (back <= others), -1)
+                came = tl.load(history + position + 1 - back, back <= generated, -1)
+                complete = complete & ((back > others) | (wanted == came))
+            entry = tl.load(bad_words + slot * WORD_IDS + word_end - 1, complete, -1) - first
+            _ban(line, entry, complete & (entry >= start) & (entry < end))

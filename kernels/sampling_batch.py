@@ -1,0 +1,70 @@
+"""What the sampling kernels read: the rows of a step that sample, and the tables of all slots that say how."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+BIASED, PENALIZED, LIMITED, BAD_WORDS = 1, 2, 4, 8  # flags of a slot
+GREEDY_BELOW = 1e-5  # temperatures under it are greedy: logits divided by less would overflow into ties
+
+
+@dataclass(frozen=True)
+class SlotParameters:
+    """How each slot samples: integers int64 [slots, 3] (seed, top_k, first position that may stop), floats fp32 [slots, 3]
+    (temperature, top_p, min_p), stop int32 [slots, ids], -1: none."""
+
+    integers: Tensor
+    floats: Tensor
+    stop: Tensor
+
+
+@dataclass(frozen=True)
+class SlotAdjustments:
+    """What is done to each slot's logits before they are sampled, on a rank that has those of ids first .. first + n - 1.
+
+    flags       int32 [slots]: BIASED | PENALIZED | LIMITED | BAD_WORDS, which of the next four kinds of tables count; 0: none
+    bias_ids    int32 [slots, m], -1: none;  bias  fp32 [slots, m]
+    penalties   fp32 [slots, 3]: repetition, presence, frequency
+    counts      int16 [slots, n] of each id: how often it was generated, below 2^15; and 2^15 (the sign) if the prompt has it
+    starts      int32 [slots, 2]: the first generated position; the first that `counts` lacks when the slot is admitted
+    allowed     int32 [slots, words]: bit id % 32 of word id // 32 - first // 32 says whether the id may come
+    bad_words   int32 [slots, ids], one word's ids after the other's;  word_ends  int32 [slots, m], rising, then repeated
+    masks       as `allowed`, for one step;  mask_steps  int32 [slots]: which, by the low word of its number
+    """
+
+    flags: Tensor
+    bias_ids: Tensor
+    bias: Tensor
+    penalties: Tensor
+    counts: Tensor
+    starts: Tensor
+    allowed: Tensor
+    bad_words: Tensor
+    word_ends: Tensor
+    masks: Tensor
+    mask_steps: Tensor
+
+
+@dataclass(frozen=True)
+class SamplingBatch:
+    """R rows that sample, and the tables of all slots that say how.
+
+    slots, positions  int32 [R], of each row's input; position -1: a padding row
+    parameters        of every slot
+    tokens            int32 [slots, max_len + 1]: a row's token is written behind its input
+    suppress          int32 [m]: ids that no row may give
+    softcap           of the logits; None: they have none
+    adjustments       of every slot; None: no row's logits are adjusted
+    plan              int32, the step's plan on the device (`engine.plan`); None where nothing is adjusted
+    capped            int32 [R], 1: the row's logits are soft-capped already, because they are adjusted; None: no row's are
+    """
+
+    slots: Tensor
+    positions: Tensor
+    parameters: SlotParameters
+    tokens: Tensor
+    suppress: Tensor
+    softcap: float | None
+    adjustments: SlotAdjustments | None = None
+    plan: Tensor | None = None
+    capped: Tensor | None = None

@@ -1,0 +1,142 @@
+"""Lines of a file of API keys: what they say, what is wrong with those that say nothing, and the command that makes them."""
+
+import json
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta, timezone
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deploy.cli.main import main
+from deploy.edge.keys.key_file import MAX_KEYS, RIGHTS, ApiKey, Quota, parse
+from engine.errors import ConfigError
+from tests.support.repo_rules import ROOT
+
+pytestmark = pytest.mark.pure
+
+SECRET = "sk-quartet-never-in-a-message"
+HASH = sha256(SECRET.encode()).hexdigest()
+OTHER = sha256(b"other").hexdigest()
+
+names = st.text("abcXYZ019._-", min_size=1, max_size=64)
+counts = st.none() | st.integers(1, 10**12)
+times = st.none() | st.datetimes(timezones=st.just(timezone(timedelta(hours=2))))
+keys = st.builds(
+    ApiKey,
+    st.binary(min_size=32, max_size=32),
+    names,
+    st.frozensets(st.sampled_from(RIGHTS), min_size=1),
+    st.builds(Quota, counts, counts, counts),
+    times,
+)
+
+
+@settings(max_examples=30)
+@given(keys, st.sampled_from(["", "  # a comment", "\n\n# a comment\n"]))
+def test_a_line_says_what_the_key_may(key: ApiKey, comment: str) -> None:
+    """A key's line gives the key again, whatever it may do, and comments say nothing."""
+    assert parse(key.line() + comment) == (key,)
+    assert parse(replace(key, quota=Quota(7, 8, 9), rights=frozenset(RIGHTS)).line()) != (replace(key, quota=Quota(7, 8, 10)),)
+
+
+BAD = {
+    SECRET: "begins with no SHA-256",
+    HASH.upper() + " a": "begins with no SHA-256",
+    HASH: "is no name",
+    f"{HASH} a/{SECRET}": "is no name",
+    f"{HASH} {'x' * 65}": "is no name",
+    f"{HASH} a rights={SECRET}": "rights: only",
+    f"{HASH} a rights=": "rights: only",
+    f"{HASH} a requests=0": "requests: no count",
+    f"{HASH} a tokens=1e6": "tokens: no count",
+    f"{HASH} a concurrent={10**13}": "concurrent: no count",
+    f"{HASH} a expires={SECRET}": "expires: neither",
+    f"{HASH} a requests=1 requests=2": "twice",
+    f"{HASH} a {SECRET}": "is none of rights",
+    f"{HASH} a\n{HASH} b": "the same key",
+    f"{HASH} a requests=1\n{OTHER} a requests=2": "other rights or limits",
+    f"{HASH} a rights=models\n{OTHER} a": "other rights or limits",
+    "\n".join(f"{sha256(str(number).encode()).hexdigest()} k{number}" for number in range(MAX_KEYS + 1)): "more than 1024 keys",
+}
+
+
+@pytest.mark.parametrize(("text", "complaint"), BAD.items(), ids=list(BAD.values()))
+def test_a_line_that_is_none_is_named_and_not_quoted(text: str, complaint: str) -> None:
+    """The number of the line, and what is wrong; never what stands there, which may be a key that somebody put there by mistake."""
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        parse("# first\n" + text)
+    assert str(caught.value).startswith(f"keys: line {len(text.splitlines()) + 1}: ")
+    assert SECRET not in str(caught.value)
+
+
+def test_two_keys_of_a_holder_share_all_but_their_end() -> None:
+    """That is how a key is replaced: the old one with an end, the new one without."""
+    old, new = parse(f"{HASH} a requests=5 expires=2027-01-01\n{OTHER} a requests=5")
+    assert (old.name, old.quota, old.rights) == (new.name, new.quota, new.rights)
+    assert old.has_expired(datetime(2027, 1, 1, tzinfo=UTC))
+    assert not old.has_expired(datetime(2026, 12, 31, 23, 59, 59, tzinfo=UTC))
+    assert not new.has_expired(datetime(2090, 1, 1, tzinfo=UTC))
+
+
+def test_the_command_makes_a_key_and_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The line is of the key that was shown, the file gets it behind what it had, and the key itself is not in the file."""
+    file = tmp_path / "keys"
+    file.write_text(f"# ours\n{HASH} alice requests=5")
+    options = ["--rights", "generate", "--tokens", "1000", "--expires", "2027-01-01"]
+    assert main(["key", "new", "--name", "bob", *options, "--append", str(file), "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    alice, bob = parse(file.read_text())
+    assert file.read_text().splitlines()[0] == "# ours"
+    assert bob.digest == sha256(made["key"].encode()).digest() != alice.digest
+    assert (bob.name, bob.rights, bob.quota) == ("bob", {"generate"}, Quota(tokens=1000))
+    assert made["key"] not in file.read_text()
+    assert main(["key", "new", "--name", "bob"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert parse(said[3])[0].digest == sha256(said[1].encode()).digest() != bob.digest
+
+
+@pytest.mark.parametrize("options", [["--name", "a b"], ["--name", "a", "--requests", "0"], ["--name", "alice", "--tokens", "9"]])
+def test_a_key_that_does_not_go_with_the_file_is_not_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    """Exit code 2, one line, and the file is as it was."""
+    file = tmp_path / "keys"
+    file.write_text(f"{HASH} alice requests=5\n")
+    assert main(["key", "new", *options, "--append", str(file)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("quartet: keys: line ")
+    assert [path.name for path in tmp_path.iterdir()] == ["keys"]
+    assert file.read_text() == f"{HASH} alice requests=5\n"
+
+
+def test_check_config_checks_the_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A good file is counted, a bad one is exit code 2 with the line's number, and an open door is said to be one."""
+    config = yaml.safe_load((ROOT / "deploy" / "nano.yaml").read_text())
+    keys, path = tmp_path / "keys", tmp_path / "nano.yaml"
+
+    def checked() -> int:
+        path.write_text(yaml.safe_dump(config))
+        return main(["check-config", str(path)])
+
+    config["applications"][0]["args"]["keys"] = {"file": str(keys)}
+    keys.write_text(f"{HASH} a\n{OTHER} a expires=2020-01-01\n")
+    assert checked() == 0
+    assert "note: keys: 2 of 1 holders, 1 of them expired" in capsys.readouterr().out
+    keys.write_text(f"{HASH} a\nnonsense\n")
+    assert checked() == 2
+    assert f"{path}: keys: line 2: begins with no SHA-256" in capsys.readouterr().err
+    keys.unlink()
+    assert checked() == 2
+    assert f"keys.file: {keys}: No such file" in capsys.readouterr().err
+    config["applications"][0]["args"]["keys"] = {"file": str(keys), "variable": "X"}
+    assert checked() == 2
+    assert "keys: " in capsys.readouterr().err
+    del config["applications"][0]["args"]["keys"]
+    config["http_options"]["host"] = "0.0.0.0"
+    assert checked() == 0
+    assert "anybody who reaches the port may use it" in capsys.readouterr().out

@@ -1,0 +1,439 @@
+"""API keys over HTTP: no path answers without one but the open list, rights, quotas, replacement, and what is told of them."""
+
+import asyncio
+import json
+import logging
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+
+from deploy.edge.edge_settings import KEYS_VARIABLE, KeySettings, LimitSettings
+from deploy.edge.keys import key_gate, key_ring
+from deploy.edge.keys.key_file import ApiKey, digest_of
+from deploy.edge.keys.key_gate import OPEN, RIGHT_OF
+from deploy.edge.keys.key_ring import KeyRing
+from deploy.edge.limits import outermost
+from deploy.edge.routes import create_app
+from deploy.edge.service import Client
+from engine.events import KeyDecision, KeyTokens
+from engine.front.generation import Job
+from tests.conftest import Nano
+from tests.support.edge.http_edge import Edge, until
+
+pytestmark = pytest.mark.pure
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+BODY: dict[str, Any] = {"model": "nano", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
+ALICE, OLD, READER, LATE, SLOW, FEW = "sk-alice", "sk-alice-old", "sk-reader", "sk-late", "sk-slow", "sk-few"
+
+
+def line(key: str, rest: str) -> str:
+    return f"{sha256(key.encode()).hexdigest()} {rest}\n"
+
+
+LINES = (
+    line(OLD, "alice")
+    + line(ALICE, "alice expires=2090-01-01")
+    + line(READER, "reader rights=models")
+    + line(LATE, "late expires=2020-01-01")
+    + line(SLOW, "slow concurrent=1")
+    + line(FEW, "few tokens=40 requests=1000")
+)
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+@pytest.fixture(scope="module")
+def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("keys") / "keys"
+
+
+@pytest.fixture(scope="module")
+def shared(nano: Nano, keys_file: Path) -> Iterator[Edge]:
+    keys_file.write_text(LINES)
+    ring = KeyRing(KeySettings(file=str(keys_file)))
+    with Edge(nano("31b"), keys=ring, limits=LimitSettings(cors_origins=("https://page.example",))) as edge:
+        yield edge
+
+
+@pytest.fixture
+def edge(shared: Edge, keys_file: Path, monkeypatch: pytest.MonkeyPatch) -> Edge:
+    """With the keys of LINES in force, and a file that is looked at for each request."""
+    monkeypatch.setattr(key_ring, "LOOK_S", 0.0)
+    keys_file.write_text(LINES)
+    until(lambda: httpx.get(f"{shared.url}/v1/models", headers=bearer(OLD)).status_code == 200, "the keys are read again")
+    shared.reset()
+    shared.events.clear()
+    return shared
+
+
+def routes(edge: Edge) -> list[tuple[str, str]]:
+    """Every path of the application, with a value for its parameters, and each of its methods."""
+    app: Any = create_app(edge.service)
+    while not isinstance(app, FastAPI):
+        app = getattr(app, "_app", None) or app.app
+    found = [route for route in app.routes if isinstance(route, APIRoute | Route)]
+    assert len(found) == len(app.routes), "a kind of route that is not looked at"
+    return [(method, route.path.replace("{model:path}", "nano")) for route in found for method in sorted(route.methods or ())]
+
+
+def is_unauthenticated(answer: dict[str, Any]) -> bool:
+    """In OpenAI's words or in Anthropic's."""
+    return answer["error"].get("code") == "invalid_api_key" or answer["error"]["type"] == "authentication_error"
+
+
+def answering(edge: Edge, asked: list[tuple[str, str]], headers: dict[str, str]) -> set[str]:
+    """The paths that say anything but 401 with `invalid_api_key` and WWW-Authenticate."""
+    found = set()
+    with httpx.Client(base_url=edge.url) as client:
+        for method, path in asked:
+            reply = client.request(method, path, headers=headers)
+            told = reply.status_code == 401 and (method == "HEAD" or is_unauthenticated(reply.json()))
+            if not told or reply.headers["www-authenticate"] != "Bearer":
+                found.add(path)
+    return found
+
+
+STRANGE = (
+    "/", "//health", "/health/", "/Health", "/health/x", "/health%2Fready/..", "/v1", "/v1/models/", "/nothing", "/health/ready/",
+    "/-/routes", "/-/healthz", "/metrics", "/v1/embeddings",
+)  # fmt: skip
+
+
+def test_no_path_answers_without_a_key_but_the_open_list(edge: Edge) -> None:
+    """All routes of the application by all their methods, methods that no route has, and paths that are close to an open one."""
+    for headers in ({}, bearer("sk-wrong"), {"x-api-key": "sk-wrong"}):
+        assert answering(edge, routes(edge), headers) == OPEN == {"/health", "/health/live", "/health/ready"}
+    assert answering(edge, [(method, CHAT) for method in METHODS], {}) == set()
+    assert answering(edge, [("GET", path) for path in STRANGE], {}) == set()
+    assert edge.core.requests == []
+
+
+def test_a_path_that_answers_without_a_key_is_noticed(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: one path too many in the open list, and a gate that is not there."""
+    monkeypatch.setattr(key_gate, "OPEN", OPEN | {"/v1/models"})
+    assert answering(edge, routes(edge), {}) == OPEN | {"/v1/models"}
+    monkeypatch.setattr(key_gate, "OPEN", {path for _, path in routes(edge)})
+    assert answering(edge, routes(edge), {}) == {path for _, path in routes(edge)}
+
+
+def test_every_route_has_a_right(edge: Edge) -> None:
+    """None is left to the rule for what is not listed, which would shut out whoever has not all rights."""
+    assert {path for _, path in routes(edge)} - OPEN - {"/v1/models/nano"} <= set(RIGHT_OF)
+
+
+ACCEPTED = [
+    {"authorization": f"Bearer {ALICE}"}, {"authorization": f"bearer {ALICE}"}, {"AUTHORIZATION": f"BEARER   {ALICE}"},
+    {"x-api-key": ALICE}, {"X-Api-Key": ALICE},
+]  # fmt: skip
+REFUSED = [
+    [("authorization", ALICE)], [("authorization", f"Basic {ALICE}")], [("authorization", "Bearer")],
+    [("authorization", f"Bearer {ALICE} x")], [("authorization", f"Bearer {ALICE.upper()}")], [("x-api-key", "")],
+    [("authorization", f"Bearer {ALICE}"), ("x-api-key", ALICE)], [("x-api-key", ALICE), ("x-api-key", ALICE)],
+    [("authorization", f"Bearer {ALICE}"), ("authorization", f"Bearer {ALICE}")], [("authorization", f"Bearer {LATE}")],
+    [("authorization", f"Bearer {sha256(ALICE.encode()).hexdigest()}")], [("cookie", f"authorization=Bearer {ALICE}")],
+]  # fmt: skip
+
+
+def test_a_key_is_sent_one_way(edge: Edge) -> None:
+    """As a bearer token in any case or as x-api-key: exactly one, whole, and not expired; its hash is none."""
+    for headers in ACCEPTED:
+        assert httpx.get(f"{edge.url}/v1/models", headers=headers).status_code == 200, headers
+    for pairs in REFUSED:
+        reply = httpx.get(f"{edge.url}/v1/models", headers=pairs)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key"), pairs
+
+
+def test_a_key_may_what_its_line_says(edge: Edge) -> None:
+    """403 where the right is missing, and where a path is not listed; who has all rights is told that there is no such path."""
+    with httpx.Client(base_url=edge.url, headers=bearer(READER)) as client:
+        assert client.get("/v1/models").status_code == client.get("/v1/models/nano").status_code == 200
+        for reply in (client.post(CHAT, json=BODY), client.get("/docs"), client.get("/openapi.json"), client.get("/nothing")):
+            assert (reply.status_code, reply.json()["error"]["code"]) == (403, "insufficient_permissions")
+    with httpx.Client(base_url=edge.url, headers=bearer(ALICE)) as client:
+        assert [client.get(path).status_code for path in ("/docs", "/openapi.json", "/nothing")] == [200, 200, 404]
+        assert client.get("/openapi.json").json()["security"] == [{"bearer": []}, {"x-api-key": []}]
+
+
+def test_health_tells_addresses_to_key_holders_only(edge: Edge) -> None:
+    """From this machine, too: whoever stands behind a proxy on it looks like this machine."""
+    edge.service.about["metrics"] = "http://127.0.0.1:9/metrics"
+    try:
+        found = [httpx.get(f"{edge.url}/health/ready", headers=headers) for headers in ({}, bearer("sk-wrong"), bearer(ALICE))]
+    finally:
+        del edge.service.about["metrics"]
+    assert [reply.status_code for reply in found] == [200, 200, 200]
+    assert ["metrics" in reply.json() for reply in found] == [False, False, True]
+
+
+def test_a_browser_may_ask_before_it_has_a_key(edge: Edge) -> None:
+    """Its question carries none; what it then sends must, and the refusal is readable to its page."""
+    origin = {"origin": "https://page.example"}
+    wants = origin | {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+    assert httpx.options(f"{edge.url}{CHAT}", headers=wants).status_code == 200
+    refused = httpx.post(f"{edge.url}{CHAT}", json=BODY, headers=origin)
+    assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, "https://page.example")
+    assert httpx.post(f"{edge.url}{CHAT}", json=BODY, headers=origin | bearer(ALICE)).status_code == 200
+
+
+def test_keys_are_replaced_without_a_dropped_stream(edge: Edge, keys_file: Path) -> None:
+    """A stream of a key that is taken out goes on to its end; the next request with it gets 401, and the new key is let in."""
+    edge.core.forever, edge.core.delay_s = True, 0.01
+    body = BODY | {"stream": True, "max_tokens": 60, "ignore_eos": True}
+    with httpx.stream("POST", f"{edge.url}{CHAT}", json=body, headers=bearer(OLD), timeout=20) as reply:
+        parts = reply.iter_text()
+        text = next(parts)
+        keys_file.with_name("new").write_text(line("sk-new", "alice"))
+        keys_file.with_name("new").replace(keys_file)
+        until(lambda: httpx.get(f"{edge.url}/v1/models", headers=bearer(OLD)).status_code == 401, "the old key is out of force")
+        assert httpx.get(f"{edge.url}/v1/models", headers=bearer("sk-new")).status_code == 200
+        assert "[DONE]" not in text, "the stream was over before the keys changed"
+        text += "".join(parts)
+    assert reply.status_code == 200
+    assert text.rstrip().endswith("data: [DONE]")
+    assert '"error"' not in text
+
+
+def test_a_file_that_is_wrong_changes_nothing(edge: Edge, keys_file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The keys that were in force stay, and one line says why; an empty file is not wrong, and shuts everybody out."""
+    caplog.set_level(logging.ERROR, logger=key_ring.__name__)
+
+    def status() -> int:
+        return httpx.get(f"{edge.url}/v1/models", headers=bearer(ALICE)).status_code
+
+    for wrong in ("nonsense", None):
+        caplog.clear()
+        keys_file.unlink() if wrong is None else keys_file.write_text(LINES + wrong)
+        until(lambda: bool(status() == 200 and caplog.records), "the file is looked at")
+        assert {status() for _ in range(3)} == {200}
+        assert len(caplog.records) == 1
+        assert "stay as they were" in caplog.text
+    keys_file.write_text("# nobody\n")
+    until(lambda: status() == 401, "nobody has a key")
+
+
+def test_a_file_that_hangs_holds_nobody_up(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that does not answer: requests wait for it for a moment, and go by the keys in force."""
+    monkeypatch.setattr(key_ring, "PATIENCE_S", 0.2)
+    hung: list[float] = []
+    released = threading.Event()
+
+    def read(settings: KeySettings) -> str:
+        hung.append(time.monotonic())
+        released.wait(10)
+        return LINES
+
+    monkeypatch.setattr(key_ring, "read", read)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: httpx.get(f"{edge.url}/v1/models", headers=bearer(ALICE)).status_code, range(8)))
+    took = time.monotonic() - hung[0]
+    released.set()
+    assert found == [200] * 8
+    assert took < 5, "they waited for the file"
+    assert len(hung) == 1
+
+
+def test_a_holder_has_so_many_requests_at_once(edge: Edge) -> None:
+    """The second beside a stream is a 429 with Retry-After; when the stream has ended there is room, and others always have it."""
+    edge.core.forever, edge.core.delay_s = True, 0.01
+    with httpx.stream("POST", f"{edge.url}{CHAT}", json=BODY | {"stream": True, "max_tokens": 200}, headers=bearer(SLOW)) as reply:
+        parts = reply.iter_text()
+        next(parts)
+        second = httpx.get(f"{edge.url}/v1/models", headers=bearer(SLOW))
+        assert (second.status_code, second.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert second.headers["retry-after"] == "1"
+        assert httpx.get(f"{edge.url}/v1/models", headers=bearer(ALICE)).status_code == 200
+    until(lambda: httpx.get(f"{edge.url}/v1/models", headers=bearer(SLOW)).status_code == 200, "its place is free")
+
+
+def test_tokens_are_counted_as_the_answer_used_them(edge: Edge) -> None:
+    """Not as it might have: so one that asked for many and took few leaves room; and then the rest is used up, and 429."""
+    reply = httpx.post(f"{edge.url}{CHAT}", json=BODY | {"max_tokens": 200}, headers=bearer(FEW))
+    usage = reply.json()["usage"]
+    used = KeyTokens("few", usage["total_tokens"])
+    until(lambda: used in edge.events, "its end")
+    assert 0 < used.count < 40
+    edge.core.steps = [[300]] * 60
+    assert httpx.post(f"{edge.url}{CHAT}", json=BODY | {"max_tokens": 60}, headers=bearer(FEW)).status_code == 200
+    edge.on_loop(lambda: None)
+    refused = httpx.post(f"{edge.url}{CHAT}", json=BODY, headers=bearer(FEW))
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert 2 <= int(refused.headers["retry-after"]) <= 120
+    assert len(edge.core.requests) == 2
+
+
+def test_what_becomes_of_a_request_is_told_with_its_holder(edge: Edge, caplog: pytest.LogCaptureFixture) -> None:
+    """Events and access lines have the holder's name, and no key, good or bad, is in any of them."""
+    caplog.set_level(logging.DEBUG)
+    for key, path in ((ALICE, "/v1/models"), (READER, CHAT), ("sk-wrong", "/v1/models"), (SLOW, "/health")):
+        httpx.request("POST" if path == CHAT else "GET", f"{edge.url}{path}", headers=bearer(key))
+    edge.on_loop(lambda: None)
+    decided = [event for event in edge.events if isinstance(event, KeyDecision)]
+    assert decided == [KeyDecision("alice", "admitted"), KeyDecision("reader", "forbidden"), KeyDecision("", "unauthenticated")]
+    lines = [record.getMessage() for record in caplog.records if "/v1/" in record.getMessage() and "status=" in record.getMessage()]
+    assert [" key=alice" in each for each in lines] == [True, False, False]
+    assert [" key=reader" in each for each in lines] == [False, True, False]
+    for key in (ALICE, READER, "sk-wrong"):
+        assert key not in caplog.text
+        assert sha256(key.encode()).hexdigest() not in caplog.text
+
+
+def salt(edge: Edge, headers: dict[str, str], **body: Any) -> str:
+    """What the core is given for a request."""
+    edge.reset()
+    httpx.post(f"{edge.url}{CHAT}", json=BODY | body, headers=headers).raise_for_status()
+    (request,) = edge.core.requests
+    return request.salt
+
+
+def test_holders_share_no_cached_prefixes(edge: Edge) -> None:
+    """Unless the setting says so; both keys of one holder find what either has left, however they are sent."""
+    own, other = salt(edge, bearer(ALICE)), salt(edge, bearer(SLOW))
+    assert own == salt(edge, bearer(OLD)) == salt(edge, {"x-api-key": ALICE})
+    assert len({own, other, salt(edge, bearer(ALICE), cache_salt="x"), salt(edge, bearer(SLOW), cache_salt="x")}) == 4
+    limits = edge.service.limits
+    try:
+        edge.service.limits = limits.model_copy(update={"isolate_cache": False})
+        assert salt(edge, bearer(ALICE)) == salt(edge, bearer(SLOW)) not in (own, other)
+    finally:
+        edge.service.limits = limits
+
+
+def salts(edge: Edge, joined: Callable[[str, str], str] | None = None) -> int:
+    """How many different salts come of clients and cache_salts that are made of each other's parts."""
+
+    class Wanted:
+        priority = None
+        cache_salt: str | None = None
+
+    limits = LimitSettings(isolate_cache=True)
+    edge.service.limits, before = limits, edge.service.limits
+    found = set()
+    try:
+        words = ["", "a", "b", "/", "a/", "/b", "a/b", "1:a", "key a", "header a"]
+        names = [Client(word, None) for word in words[1:]] + [Client(None, word) for word in words]
+        tenants = [sha256(client.tenant.encode()).hexdigest() for client in names]
+        for client, word in product(names, [*words, *tenants, *(f"{tenant}/a" for tenant in tenants)]):
+            wanted: Any = Wanted()
+            wanted.cache_salt = word or None
+            found.add(joined(client.tenant, word) if joined else edge.service.ranked(Job([], (), clip=False), wanted, client).salt)
+    finally:
+        edge.service.limits = before
+    return len(found) - len(names) * (len(words) + 2 * len(tenants))
+
+
+def test_no_two_tenants_and_salts_meet(shared: Edge) -> None:
+    """Whatever a client puts into cache_salt: every pair has a salt of its own. Planted: joined by a slash alone, some meet."""
+    assert salts(shared) == 0
+    assert salts(shared, lambda tenant, word: f"{tenant}/{word}") < 0
+
+
+def test_the_guard_around_serve_reads_no_body_without_a_key(keys_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever the application will refuse is passed on without a byte of its body; with a key, and without keys, it is read."""
+    keys_file.write_text(LINES)
+    passed: list[bytes] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        passed.append((await receive())["body"])
+        assert (await receive())["type"] == "http.disconnect"
+
+    def asked(*headers: tuple[bytes, bytes], path: str = CHAT) -> None:
+        messages: list[Message] = [{"type": "http.request", "body": b"{}"}, {"type": "http.disconnect"}]
+
+        async def receive() -> Message:
+            return messages.pop(0)
+
+        async def send(message: Message) -> None:
+            raise AssertionError("the guard answered")
+
+        [middleware] = outermost()
+        scope = {"type": "http", "method": "POST", "path": path, "headers": [*headers]}
+        asyncio.run(middleware.cls(app, **middleware.kwargs)(scope, receive, send))
+
+    asked()
+    monkeypatch.setenv(KEYS_VARIABLE, KeySettings(file=str(keys_file)).model_dump_json())
+    asked()
+    asked((b"authorization", b"Bearer sk-wrong"))
+    asked((b"x-api-key", READER.encode()))
+    asked((b"x-api-key", READER.encode()), path="/v1/models")
+    asked((b"x-api-key", ALICE.encode()))
+    assert passed == [b"{}", b"", b"", b"", b"{}", b"{}"]
+
+
+def test_a_refusal_has_the_shape_of_the_api_that_was_asked(edge: Edge) -> None:
+    """OpenAI's everywhere but for Anthropic's messages."""
+    for path, anthropic in (("/v1/messages", True), ("/v1/messages/count_tokens", True), (CHAT, False), ("/elsewhere", False)):
+        reply = httpx.post(f"{edge.url}{path}", json={})
+        assert reply.status_code == 401
+        assert (reply.json().get("type") == "error") is anthropic, path
+
+
+def test_keys_that_cannot_be_read_shut_the_door(nano: Nano, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file, or no such variable: it does not start. Keys in the environment are in force like those of a file."""
+    for settings in (KeySettings(file=str(tmp_path / "none")), KeySettings(variable="QUARTET_TEST_KEYS")):
+        with pytest.raises(Exception, match=r"keys\.(file|variable): "):
+            KeyRing(settings)
+    monkeypatch.setenv("QUARTET_TEST_KEYS", LINES)
+    assert KeyRing(KeySettings(variable="QUARTET_TEST_KEYS")).find(ALICE.encode()) is not None
+
+
+def apart(find: Callable[[bytes], object], one: bytes, other: bytes, rounds: int = 400) -> float:
+    """How well the time of `find` tells two keys apart: the share of pairs in which `other` took longer; 0.5: not at all."""
+    times: dict[bytes, list[int]] = {one: [], other: []}
+    for _ in range(rounds):
+        for key in random.sample([one, other], 2):
+            begun = time.perf_counter_ns()
+            find(key)
+            times[key].append(time.perf_counter_ns() - begun)
+    longer = sum((a < b) + (a == b) / 2 for a, b in product(times[one], times[other]))
+    return longer / rounds**2
+
+
+def test_the_time_of_a_wrong_key_tells_nothing(tmp_path: Path) -> None:
+    """Of 200 keys: the first, the last, one that resembles the first and one that resembles none take equally long."""
+    keys = [f"sk-{number:040d}" for number in range(200)]
+    path = tmp_path / "keys"
+    path.write_text("".join(line(key, f"k{number}") for number, key in enumerate(keys)))
+    ring = KeyRing(KeySettings(file=str(path)))
+
+    def early(presented: bytes) -> ApiKey | None:
+        digest = digest_of(presented)
+        return next((key for key in ring._keys if key.digest == digest), None)
+
+    first, last, similar, wrong = (key.encode() for key in (keys[0], keys[-1], keys[0][:-1] + "x", "z" * 43))
+    assert ring.find(first) is not None
+    assert ring.find(wrong) is None
+    pairs = [(first, last), (first, wrong), (similar, wrong)]
+    assert [round(apart(ring.find, *pair), 2) for pair in pairs] == pytest.approx([0.5] * 3, abs=0.2)
+    assert apart(early, first, wrong) > 0.95, "planted: a search that ends where it finds"
+
+
+def test_no_body_is_waited_for_without_a_key(edge: Edge) -> None:
+    """A wrong key and a body that does not come: 401 at once, and the connection is not waited on."""
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer sk-wrong\r\nContent-Length: 5000000\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", edge.port), timeout=3) as sock:
+        sock.sendall(head.encode() + b"{")
+        reply = b""
+        while not reply.endswith(b"}"):
+            part = sock.recv(4096)
+            assert part, reply
+            reply += part
+    assert reply.startswith(b"HTTP/1.1 401")
+    assert json.loads(reply.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_api_key"

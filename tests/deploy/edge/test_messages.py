@@ -1,0 +1,290 @@
+"""Anthropic's Messages API: what its client sends and reads, thoughts, tools and errors included."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.edge.api_client import token_steps
+from tests.support.edge.http_edge import Edge
+
+pytestmark = pytest.mark.pure
+
+PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
+ASK: list[Any] = [{"role": "user", "content": "Weather in Paris and Rome?"}]
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]}
+TOOLS: list[Any] = [{"name": "get_weather", "description": "d", "input_schema": SCHEMA, "cache_control": {"type": "ephemeral"}}]
+THOUGHT = "<|channel>thought\nTwo calls.\n<channel|>"
+PARIS = '<|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:3}<tool_call|>'
+ROME = '<|tool_call>call:get_weather{city:<|"|>Rome<|"|>}<tool_call|>'
+CHAT_TOOLS = [{"type": "function", "function": {"name": "get_weather", "description": "d", "parameters": SCHEMA}}]
+RECORDED = Path(__file__).parent / "recorded"
+
+
+def script(edge: Edge, reply: str, *, batch: int = 1) -> None:
+    """The core answers with this reply, `batch` tokens a step."""
+    ids = [token for [token] in token_steps(edge, reply)]
+    edge.core.steps = [ids[at : at + batch] for at in range(0, len(ids), batch)]
+
+
+def asked(**more: Any) -> dict[str, Any]:
+    return {"model": "nano", "max_tokens": 200, "messages": ASK, "tools": TOOLS} | more
+
+
+def post(edge: Edge, body: dict[str, Any], path: str = PATH) -> httpx.Response:
+    return httpx.post(f"{edge.url}{path}", json=body, timeout=10)
+
+
+def streamed(edge: Edge, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The events; each is named as its data is."""
+    reply = post(edge, body | {"stream": True})
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    found = []
+    for block in reply.text.removesuffix("\n\n").split("\n\n"):
+        name, data = block.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+def summed(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """The message that a stream adds up to, as clients do it: every block is opened, grown and closed before the next."""
+    assert events[0]["type"] == "message_start"
+    message: dict[str, Any] = events[0]["message"]
+    is_open = False
+    for event in events[1:]:
+        match event["type"]:
+            case "content_block_start":
+                assert not is_open
+                assert event["index"] == len(message["content"])
+                message["content"].append(event["content_block"] | {"pieces": []})
+                is_open = True
+            case "content_block_delta":
+                assert is_open
+                block, delta = message["content"][event["index"]], event["delta"]
+                key = {"text_delta": "text", "thinking_delta": "thinking", "signature_delta": "signature"}.get(delta["type"])
+                if key is None:
+                    block["pieces"].append(delta["partial_json"])
+                else:
+                    block[key] += delta[key]
+            case "content_block_stop":
+                is_open = False
+                block = message["content"][event["index"]]
+                pieces = block.pop("pieces")
+                if block["type"] == "tool_use":
+                    block["input"] = json.loads("".join(pieces))
+            case "message_delta":
+                message |= event["delta"] | {"usage": event["usage"]}
+    assert not is_open
+    assert [event["type"] for event in events[-2:]] == ["message_delta", "message_stop"]
+    return message
+
+
+def as_known(message: dict[str, Any]) -> dict[str, Any]:
+    """Without what differs from answer to answer."""
+    blocks = [{key: value for key, value in block.items() if key != "id"} for block in message["content"]]
+    return {key: value for key, value in message.items() if key != "id"} | {"content": blocks}
+
+
+@pytest.mark.parametrize("batch", [1, 3, 1000])
+def test_thoughts_text_and_calls_are_blocks(edge: Edge, batch: int) -> None:
+    """In the order of generation, whole and streamed alike, with what they cost; a wrong number would differ."""
+    script(edge, f"{THOUGHT}Let me see.{PARIS}{ROME}<|tool_response>", batch=batch)
+    edge.core.cached = 32
+    whole = post(edge, asked()).json()
+    assert [block["type"] for block in whole["content"]] == ["thinking", "text", "tool_use", "tool_use"]
+    assert whole["content"][0]["thinking"] == "Two calls."
+    assert whole["content"][0]["signature"]
+    assert whole["content"][1]["text"] == "Let me see."
+    assert [block["input"] for block in whole["content"][2:]] == [{"city": "Paris", "days": 3}, {"city": "Rome"}]
+    assert len({block["id"] for block in whole["content"][2:]}) == 2
+    assert (whole["type"], whole["role"], whole["model"]) == ("message", "assistant", "nano")
+    assert (whole["stop_reason"], whole["stop_sequence"]) == ("tool_use", None)
+    usage, prompt = whole["usage"], len(edge.core.requests[0].tokens)
+    assert (usage["input_tokens"], usage["cache_read_input_tokens"]) == (prompt - 32, 32)
+    assert usage["output_tokens"] == sum(map(len, edge.core.steps))
+    assert usage["output_tokens_details"] == {"thinking_tokens": len(edge.text.encode(THOUGHT, add_bos=False))}
+    assert as_known(summed(streamed(edge, asked()))) == as_known(whole)
+
+
+def test_the_first_event_says_what_the_prompt_costs(edge: Edge) -> None:
+    """message_start comes with the first token and has no output yet."""
+    script(edge, "hi<turn|>")
+    first = streamed(edge, asked())[0]["message"]
+    assert (first["content"], first["stop_reason"], first["usage"]["output_tokens"]) == ([], None, 0)
+    assert first["usage"]["input_tokens"] == len(edge.core.requests[0].tokens)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_how_it_ended(edge: Edge, *, stream: bool) -> None:
+    """end_turn, max_tokens, and stop_sequence with the sequence."""
+    cases: list[tuple[dict[str, Any], tuple[str, str | None], str]] = [
+        ({}, ("end_turn", None), "all STOP here"),
+        ({"max_tokens": 2}, ("max_tokens", None), "al"),
+        ({"stop_sequences": ["nowhere", "STOP"]}, ("stop_sequence", "STOP"), "all "),
+    ]
+    for extra, reason, text in cases:
+        script(edge, "all STOP here<turn|>")
+        body = asked(**extra)
+        found = summed(streamed(edge, body)) if stream else post(edge, body).json()
+        assert (found["stop_reason"], found["stop_sequence"]) == reason
+        assert found["content"][0]["text"].startswith(text[:2])
+        assert ("STOP" in found["content"][0]["text"]) == (not extra)
+
+
+def test_a_call_that_is_cut_is_never_completed(edge: Edge) -> None:
+    """Its input ends where it ended in a stream, and there is none in a whole answer, which says max_tokens."""
+    script(edge, PARIS)
+    body = asked(max_tokens=len(edge.core.steps) - 3)
+    whole = post(edge, body).json()
+    assert (whole["content"], whole["stop_reason"]) == ([], "max_tokens")
+    events = streamed(edge, body)
+    text = "".join(event["delta"]["partial_json"] for event in events if event["type"] == "content_block_delta")
+    assert '{"city":"Paris","days":3}'.startswith(text)
+    assert text.startswith('{"city"')
+    assert not text.endswith("}")
+
+
+def test_a_conversation_is_rendered_as_a_chat_is(edge: Edge) -> None:
+    """System blocks, a thought, text, calls with numbers as they were written, results: the very tokens of OpenAI's form."""
+    raw = (
+        '{"model":"nano","max_tokens":9,"thinking":{"type":"enabled","budget_tokens":1024},"system":[{"type":"text","text":"One."},'
+        '{"type":"text","text":"Two.","cache_control":{"type":"ephemeral"}}],"tools":%s,"messages":[{"role":"user","content":"Go"},'
+        '{"role":"assistant","content":[{"type":"thinking","thinking":"Hm","signature":"x"},{"type":"text","text":"So."},'
+        '{"type":"tool_use","id":"a","name":"get_weather","input":{"city":"Rome","days":1e2}}]},'
+        '{"role":"user","content":[{"type":"tool_result","tool_use_id":"a","content":[{"type":"text","text":"18C"}]}]}]}'
+    )
+    call = {"id": "a", "type": "function", "function": {"name": "get_weather", "arguments": '{"city":"Rome","days":1e2}'}}
+    chat = {
+        "model": "nano", "max_tokens": 9, "tools": CHAT_TOOLS, "chat_template_kwargs": {"enable_thinking": True},
+        "messages": [
+            {"role": "system", "content": "One.\n\nTwo."},
+            {"role": "user", "content": "Go"},
+            {"role": "assistant", "content": "So.", "reasoning_content": "Hm", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "a", "content": "18C"},
+        ],
+    }  # fmt: skip
+    headers = {"content-type": "application/json"}
+    body = raw % json.dumps(TOOLS)
+    for content in (body, body.replace("1e2", "100")):
+        httpx.post(f"{edge.url}{PATH}", content=content, headers=headers).raise_for_status()
+    httpx.post(f"{edge.url}/v1/chat/completions", json=chat).raise_for_status()
+    same, other, wanted = [list(request.tokens) for request in edge.core.requests]
+    assert same == wanted
+    assert other != wanted
+    assert "days:1e2" in edge.text.decode(wanted, skip_special_tokens=False)
+    count = httpx.post(f"{edge.url}{COUNT}", content=body.replace('"max_tokens":9,', ""), headers=headers)
+    assert count.json() == {"input_tokens": len(wanted)}
+
+
+def test_a_tool_loop(edge: Edge) -> None:
+    """The content that came is sent back as it is, with results: the next prompt begins with all that was said."""
+    script(edge, f"{THOUGHT}{PARIS}{ROME}<|tool_response>")
+    thinking = {"thinking": {"type": "adaptive"}}
+    first = post(edge, asked(**thinking)).json()
+    calls = [block for block in first["content"] if block["type"] == "tool_use"]
+    results = [{"type": "tool_result", "tool_use_id": call["id"], "content": "18C"} for call in calls]
+    script(edge, "It is 18C.<turn|>")
+    messages = [*ASK, {"role": "assistant", "content": first["content"]}, {"role": "user", "content": results}]
+    second = post(edge, asked(messages=messages, **thinking)).json()
+    assert (second["content"], second["stop_reason"]) == ([{"type": "text", "text": "It is 18C."}], "end_turn")
+    before, after = (list(request.tokens) for request in edge.core.requests)
+    said = [*before, *edge.text.encode(THOUGHT + PARIS + ROME, add_bos=False)]
+    assert after[: len(said)] == said
+    text = edge.text.decode(after[len(said) :], skip_special_tokens=False)
+    assert "<|turn>user" not in text, "results have no turn of the user's"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_one_call_where_parallel_use_is_disabled(edge: Edge, *, stream: bool) -> None:
+    """tool_choice auto with disable_parallel_tool_use ends with the first call."""
+    script(edge, f"{PARIS}{ROME}<|tool_response>")
+    body = asked(tool_choice={"type": "auto", "disable_parallel_tool_use": True})
+    found = summed(streamed(edge, body)) if stream else post(edge, body).json()
+    assert [block["input"] for block in found["content"]] == [{"city": "Paris", "days": 3}]
+    assert found["stop_reason"] == "tool_use"
+
+
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+BAD: list[tuple[dict[str, Any], str]] = [
+    (asked(model=None), "model"),
+    (asked(max_tokens=None), "max_tokens"),
+    (asked(max_tokens=0), "max_tokens"),
+    (asked(messages=[]), "messages"),
+    (asked(messages="x"), "messages"),
+    (asked(messages=[{"role": "tool", "content": "x"}]), "messages[0].role"),
+    (asked(messages=[{"role": "user", "content": [IMAGE]}]), "messages[0].content[0]"),
+    (asked(messages=[{"role": "user", "content": [{"type": "text"}]}]), "messages[0].content[0]"),
+    (asked(messages=[{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}]), "messages[0].content[0]"),
+    (asked(messages=[{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]}]}]),
+     "messages[0].content[0].content[0]"),
+    (asked(messages=[*ASK, {"role": "assistant", "content": "It"}]), "messages"),
+    (asked(messages=[{"role": "user", "content": "word " * 400}]), "tokens"),
+    (asked(system=[IMAGE]), "system"),
+    (asked(system=5), "system"),
+    (asked(temperature=1.5), "temperature"),
+    (asked(stop_sequences=["a"] * 5), "stop_sequences"),
+    (asked(stop_sequences=[""]), "stop_sequences"),
+    (asked(tools=[{"type": "web_search_20250305", "name": "web_search"}]), "tools[0].type"),
+    (asked(tools=[TOOLS[0], TOOLS[0]]), "tools[1]"),
+    (asked(tool_choice={"type": "maybe"}), "tool_choice"),
+    (asked(thinking={"type": "deeply"}), "thinking"),
+    (asked(mcp_servers=[{"name": "x"}]), "mcp_servers"),
+    (asked(container="x"), "container"),
+    (asked(output_config={"format": {"type": "xml", "schema": {}}}), "output_config"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "named"), BAD, ids=[f"{place}-{named}" for place, (_, named) in enumerate(BAD)])
+def test_a_bad_body_is_refused_in_anthropics_shape(edge: Edge, body: dict[str, Any], named: str) -> None:
+    """400, invalid_request_error, the key in its message; the engine hears nothing."""
+    reply = post(edge, {key: value for key, value in body.items() if value is not None})
+    assert reply.status_code == 400, reply.text
+    found = reply.json()
+    assert (found["type"], found["error"]["type"]) == ("error", "invalid_request_error")
+    assert named in found["error"]["message"]
+    assert not edge.core.requests
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "kind"),
+    [
+        ("POST", PATH, {"model": "other"}, 404, "not_found_error"),
+        ("POST", PATH, {"system": "x" * (9 << 20)}, 413, "request_too_large"),
+        ("POST", f"{PATH}/batches", {}, 404, "not_found_error"),
+        ("GET", PATH, None, 405, "invalid_request_error"),
+    ],
+)
+def test_other_errors_have_the_shape_too(edge: Edge, method: str, path: str, body: Any, status: int, kind: str) -> None:
+    """Before the route, in it, and where there is none."""
+    reply = httpx.request(method, f"{edge.url}{path}", json=None if body is None else asked(**body))
+    assert (reply.status_code, reply.json()["type"], reply.json()["error"]["type"]) == (status, "error", kind)
+
+
+def test_a_stream_that_fails_ends_with_one_error_event(edge: Edge) -> None:
+    """No message_stop comes after it, and no finish of another kind before it."""
+    edge.core.steps, edge.core.fail_after = token_steps(edge, "some words come"), 2
+    events = streamed(edge, asked())
+    kinds = [event["type"] for event in events]
+    assert kinds[-1] == "error"
+    assert "message_delta" not in kinds
+    assert events[-1]["error"]["type"] == "api_error"
+
+
+@pytest.mark.parametrize("name", ["claude_code_start", "claude_code_tools"])
+def test_what_claude_code_sends_is_served(edge: Edge, name: str) -> None:
+    """Its recorded bodies, to the end; a header in the disguise of a system block, new each time, is not rendered."""
+    body = json.loads((RECORDED / f"{name}.json").read_text())
+    edge.service.max_len = 1 << 16
+    try:
+        script(edge, f"{THOUGHT}Done.<turn|>")
+        found = summed(streamed(edge, body | {"model": "nano"}))
+    finally:
+        edge.service.max_len = 256
+    assert [block["type"] for block in found["content"]] == ["thinking", "text"]
+    prompt = edge.text.decode(edge.core.requests[0].tokens, skip_special_tokens=False)
+    assert "You are Claude Code" in prompt
+    assert "billing-header" not in prompt
+    assert "declaration:Bash" in prompt

@@ -1,0 +1,257 @@
+"""OpenAI's Responses API: items and events as its own client types them, conversations that come whole, what agents send."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from deploy.edge.openai.response_request import sealed
+from tests.support.edge.api_client import client, token_steps
+from tests.support.edge.http_edge import Edge
+
+pytestmark = pytest.mark.pure
+
+PATH = "/v1/responses"
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]}
+TOOL: dict[str, Any] = {"type": "function", "name": "get_weather", "description": "d", "parameters": SCHEMA}
+THOUGHT = "<|channel>thought\nTwo calls.\n<channel|>"
+PARIS = '<|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:3}<tool_call|>'
+ROME = '<|tool_call>call:get_weather{city:<|"|>Rome<|"|>}<tool_call|>'
+ARGUMENTS = ['{"city":"Paris","days":3}', '{"city":"Rome"}']
+RECORDED = Path(__file__).parent / "recorded"
+
+
+@cache
+def events_of_openai() -> TypeAdapter[Any]:
+    return TypeAdapter(ResponseStreamEvent)
+
+
+def script(edge: Edge, reply: str, *, batch: int = 1) -> None:
+    """The core answers with this reply, `batch` tokens a step."""
+    ids = [token for [token] in token_steps(edge, reply)]
+    edge.core.steps = [ids[at : at + batch] for at in range(0, len(ids), batch)]
+
+
+def asked(**more: Any) -> dict[str, Any]:
+    return {"model": "nano", "input": "Weather in Paris and Rome?", "tools": [TOOL]} | more
+
+
+def post(edge: Edge, body: dict[str, Any]) -> httpx.Response:
+    return httpx.post(f"{edge.url}{PATH}", json=body, timeout=10)
+
+
+def streamed(edge: Edge, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The events: named as their data is, numbered without a gap, of OpenAI's own types."""
+    reply = post(edge, body | {"stream": True})
+    assert reply.headers["content-type"].startswith("text/event-stream"), reply.text
+    found = []
+    for block in reply.text.removesuffix("\n\n").split("\n\n"):
+        name, data = block.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+        assert events_of_openai().validate_python(found[-1]).type == found[-1]["type"]
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    return found
+
+
+def of_deltas(events: list[dict[str, Any]]) -> list[str]:
+    """The text of each item, by its deltas alone; an item begins behind the end of the one before."""
+    texts: list[str] = []
+    done = 0
+    for event in events:
+        if event["type"] == "response.output_item.added":
+            assert event["output_index"] == len(texts) == done
+            texts.append("")
+        elif event["type"].endswith(".delta"):
+            texts[event["output_index"]] += event["delta"]
+        elif event["type"] == "response.output_item.done":
+            done += 1
+    assert done == len(texts)
+    return texts
+
+
+def as_known(response: dict[str, Any]) -> dict[str, Any]:
+    """Without what differs from answer to answer."""
+    output = [{key: value for key, value in item.items() if key not in ("id", "call_id")} for item in response["output"]]
+    return {key: value for key, value in response.items() if key not in ("id", "created_at")} | {"output": output}
+
+
+@pytest.mark.parametrize("batch", [1, 1000])
+def test_thoughts_text_and_calls_are_items(edge: Edge, batch: int) -> None:
+    """In the order of generation, whole and streamed alike, deltas and last event alike; with what they cost."""
+    script(edge, f"{THOUGHT}Let me see.{PARIS}{ROME}<|tool_response>", batch=batch)
+    edge.core.cached = 32
+    whole = post(edge, asked()).json()
+    thought, message, *calls = whole["output"]
+    assert [item["type"] for item in whole["output"]] == ["reasoning", "message", "function_call", "function_call"]
+    assert (thought["content"], thought["encrypted_content"]) == ([{"type": "reasoning_text", "text": "Two calls."}], None)
+    assert message["content"][0]["text"] == "Let me see."
+    assert [call["arguments"] for call in calls] == ARGUMENTS
+    assert len({item["id"] for item in whole["output"]} | {call["call_id"] for call in calls}) == 6
+    assert (whole["status"], whole["store"], whole["error"]) == ("completed", False, None)
+    assert whole["usage"]["input_tokens"] == len(edge.core.requests[0].tokens)
+    assert whole["usage"]["input_tokens_details"]["cached_tokens"] == 32
+    assert whole["usage"]["output_tokens"] == sum(map(len, edge.core.steps))
+    events = streamed(edge, asked())
+    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+    assert events[-1]["type"] == "response.completed"
+    assert as_known(events[-1]["response"]) == as_known(whole)
+    assert of_deltas(events) == ["Two calls.", "Let me see.", *ARGUMENTS]
+
+
+def test_openais_stream_helper_puts_it_together(edge: Edge) -> None:
+    """Its final response is that of the whole answer."""
+    script(edge, f"{THOUGHT}Let me see.{PARIS}<|tool_response>")
+    with client(edge) as api:
+        whole = api.responses.create(model="nano", input="x", tools=[TOOL])  # type: ignore[list-item]
+        with api.responses.stream(model="nano", input="x", tools=[TOOL]) as stream:  # type: ignore[list-item]
+            final = stream.until_done().get_final_response()
+    assert final.output_text == whole.output_text == "Let me see."
+    assert [item.type for item in final.output] == [item.type for item in whole.output]
+
+
+def test_a_conversation_is_rendered_as_a_chat_is(edge: Edge) -> None:
+    """Instructions and developer's messages are one system message; thought, text and call are one reply: a chat's very tokens."""
+    items = [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Two."}]},
+        {"role": "user", "content": "Go"},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "So.", "annotations": []}]},
+        {"type": "function_call", "call_id": "a", "name": "get_weather", "arguments": '{"city":"Rome","days":1e2}'},
+        {"type": "function_call_output", "call_id": "a", "output": [{"type": "input_text", "text": "18C"}]},
+    ]
+    call = {"id": "a", "type": "function", "function": {"name": "get_weather", "arguments": '{"city":"Rome","days":1e2}'}}
+    messages = [
+        {"role": "system", "content": "One.\n\nTwo."},
+        {"role": "user", "content": "Go"},
+        {"role": "assistant", "content": "So.", "reasoning_content": "Hm", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "18C"},
+    ]
+    body = asked(input=items, instructions="One.", reasoning={"effort": "low"})
+    by_seal = [*items[:2], {"type": "reasoning", "summary": [], "encrypted_content": sealed("Hm")}, *items[3:]]
+    foreign = [*items[:2], {"type": "reasoning", "summary": [], "encrypted_content": "gAAAAABo"}, *items[3:]]
+    for given in (items, by_seal, foreign):
+        post(edge, body | {"input": given}).raise_for_status()
+    function = {key: value for key, value in TOOL.items() if key != "type"}
+    chat = {"model": "nano", "messages": messages, "tools": [{"type": "function", "function": function}], "reasoning_effort": "low"}
+    httpx.post(f"{edge.url}/v1/chat/completions", json=chat).raise_for_status()
+    same, sealed_too, without, wanted = [list(request.tokens) for request in edge.core.requests]
+    assert same == sealed_too == wanted
+    assert without != wanted
+
+
+def test_a_tool_loop_with_openais_client(edge: Edge) -> None:
+    """The output is sent back as it came, with results: the next prompt begins with all that was said."""
+    script(edge, f"{THOUGHT}{PARIS}{ROME}<|tool_response>")
+    question: list[Any] = [{"role": "user", "content": "Weather?"}]
+    settings: dict[str, Any] = {"model": "nano", "tools": [TOOL], "reasoning": {"effort": "high"}}
+    with client(edge) as api:
+        first = api.responses.create(input=question, include=["reasoning.encrypted_content"], **settings)
+        thought = first.output[0]
+        assert thought.type == "reasoning"
+        assert thought.encrypted_content == sealed("Two calls.")
+        calls = [item for item in first.output if item.type == "function_call"]
+        results = [{"type": "function_call_output", "call_id": call.call_id, "output": "18C"} for call in calls]
+        script(edge, "It is 18C.<turn|>")
+        second = api.responses.create(input=[*question, *first.output, *results], **settings)
+    assert second.output_text == "It is 18C."
+    before, after = (list(request.tokens) for request in edge.core.requests)
+    said = [*before, *edge.text.encode(THOUGHT + PARIS + ROME, add_bos=False)]
+    assert after[: len(said)] == said
+
+
+@pytest.mark.parametrize("reply", ["some words that go on", PARIS], ids=["text", "call"])
+def test_what_is_cut_is_incomplete(edge: Edge, reply: str) -> None:
+    """max_output_tokens: the response says so, the item too, and a call's arguments are never done."""
+    script(edge, reply)
+    body = asked(max_output_tokens=len(edge.core.steps) - 3)
+    whole, events = post(edge, body).json(), streamed(edge, body)
+    last = events[-1]
+    assert (last["type"], whole["status"]) == ("response.incomplete", "incomplete")
+    assert whole["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert as_known(last["response"]) == as_known(whole)
+    (item,) = whole["output"]
+    assert item["status"] == "incomplete"
+    assert of_deltas(events) == [item.get("arguments") or item["content"][0]["text"]]
+    assert "response.function_call_arguments.done" not in [event["type"] for event in events]
+    assert not item.get("arguments", "").endswith("}")
+
+
+def test_a_stream_that_fails_ends_with_response_failed(edge: Edge) -> None:
+    """What had come is in it, incomplete; before the first token an error is a plain reply."""
+    edge.core.steps, edge.core.fail_after = token_steps(edge, "some words come"), 2
+    events = streamed(edge, asked())
+    failed = events[-1]["response"]
+    assert [event["type"] for event in events].count("response.failed") == 1
+    assert (events[-1]["type"], failed["status"], failed["error"]["code"]) == ("response.failed", "failed", "server_error")
+    assert [item["status"] for item in failed["output"]] == ["incomplete"]
+    edge.core.fail_after = 0
+    reply = post(edge, asked(stream=True))
+    assert (reply.status_code, reply.json()["error"]["code"]) == (500, "generation_failed")
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"input": None}, "input"),
+    ({"input": []}, "input"),
+    ({"input": 5}, "input"),
+    ({"input": [{"role": "wizard", "content": "x"}]}, "input"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
+    ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input"),
+    ({"input": [{"type": "function_call_output", "call_id": "a"}]}, "input"),
+    ({"input": [{"type": "reasoning", "encrypted_content": "quartet:?"}]}, "input"),
+    ({"input": "word " * 400}, "input"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id"),
+    ({"background": True}, "background"),
+    ({"truncation": "auto"}, "truncation"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"include": ["message.output_text.logprobs"]}, "include"),
+    ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
+    ({"reasoning": {"effort": "hard"}}, "reasoning.effort"),
+    ({"text": {"format": {"type": "xml"}}}, "text.format"),
+    ({"max_output_tokens": 0}, "max_output_tokens"),
+]
+
+
+@pytest.mark.parametrize(("extra", "param"), BAD, ids=[f"{place}-{param}" for place, (_, param) in enumerate(BAD)])
+def test_a_bad_body_is_refused_by_name(edge: Edge, extra: dict[str, Any], param: str) -> None:
+    """OpenAI's client raises BadRequestError with the name of the key in this API; the engine hears nothing."""
+    body = {key: value for key, value in asked(**extra).items() if value is not None}
+    reply = post(edge, body)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
+    assert not edge.core.requests
+
+
+@pytest.mark.parametrize("name", ["codex_start", "codex_tools"])
+def test_what_codex_sends_is_served(edge: Edge, name: str) -> None:
+    """Its recorded bodies, to the end; tools that are no functions are not offered, and the answer says which were."""
+    body = json.loads((RECORDED / f"{name}.json").read_text()) | {"model": "nano"}
+    edge.service.max_len = 1 << 16
+    call = '<|tool_call>call:exec_command{cmd:<|"|>ls<|"|>}<tool_call|>'
+    try:
+        script(edge, f"{THOUGHT}{call}<|tool_response>")
+        events = streamed(edge, body)
+    finally:
+        edge.service.max_len = 256
+    response = events[-1]["response"]
+    assert [item["type"] for item in response["output"]] == ["reasoning", "function_call"]
+    assert response["output"][0]["encrypted_content"] == sealed("Two calls.")
+    assert [tool["name"] for tool in response["tools"]] == ["exec_command", "write_stdin", "update_plan", "view_image"]
+    prompt = edge.text.decode(edge.core.requests[0].tokens, skip_special_tokens=False)
+    assert prompt.count("<|turn>system") == 1
+    assert "apply_patch" not in prompt
+    assert ("I run the test." in prompt) == (name == "codex_tools")
+
+
+def test_what_is_not_stored_cannot_be_asked_for(edge: Edge) -> None:
+    """GET of a response is a 404 that OpenAI's client reads."""
+    with client(edge) as api, pytest.raises(openai.NotFoundError):
+        api.responses.retrieve("resp_1")

@@ -1,0 +1,224 @@
+"""Masks: what random models write under them is what their grammars want, whatever is preempted; and nobody else notices."""
+
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from engine.core.masks import Masks
+from engine.core.scheduler import Scheduler, SchedulerConfig
+from engine.front.call_grammar import CallGrammar
+from engine.front.generation import Choice, Delta
+from engine.front.grammar import Thought, begun_call, choice_answer, grammar, json_answer, regex_answer
+from engine.front.reply import Markers, ReplyParser
+from engine.front.text import TextProcessor
+from engine.front.tools import Tools
+from engine.matcher import Vocabulary
+from engine.protocol import FinishReason, GenerateRequest, Grammar, Output, SamplingParams, pack_tokens
+from engine.step_masks import StepMasks, decode_masks, encode_masks
+from tests.conftest import Nano
+from tests.support.engine.masked_machine import GROUPS, MaskedMachine, a_token_old, of_another_row
+from tests.support.engine.schemas import members
+
+pytestmark = pytest.mark.pure
+
+MAX_LEN = 512
+PAGES = (200, 300)  # of four tokens: ten long replies do not fit together
+TIGHT = (60, 56)
+
+
+@dataclass
+class Model:
+    """The nano's vocabulary, as front and core have it."""
+
+    text: TextProcessor
+    vocabulary: Vocabulary
+    markers: Markers
+
+
+@pytest.fixture(scope="module")
+def model(nano: Nano) -> Model:
+    text = TextProcessor.load(nano("31b"))
+    markers = Markers.of(text)
+    assert markers is not None
+    return Model(text, Vocabulary.of_checkpoint(nano("31b"), text.vocab_size), markers)
+
+
+@dataclass
+class Served:
+    """What came of some requests."""
+
+    outputs: list[Output] = field(default_factory=list)
+    preemptions: int = 0
+    most: int = 0
+    steps: int = 0
+
+    def tokens(self, request: int) -> list[int]:
+        return [token for output in self.outputs if output.id == request for token in output.tokens]
+
+    def end(self, request: int) -> Output:
+        (end,) = [output for output in self.outputs if output.id == request and output.finish]
+        return end
+
+
+def serve(
+    model: Model,
+    requests: Sequence[GenerateRequest],
+    plant: Callable[[StepMasks], StepMasks] = lambda masks: masks,
+    pages: tuple[int, ...] = PAGES,
+    masked_rows: int = 64,
+) -> Served:
+    """As the core's loop does it, two plans out at a time."""
+    scheduler = Scheduler(SchedulerConfig(GROUPS, pages, 10, MAX_LEN, 32, cache_share=1.0, masked_rows=masked_rows))
+    masks = Masks(scheduler, model.vocabulary)
+    machine = MaskedMachine(model.text, pages, 10, MAX_LEN, model.markers.begin_call)
+    machine.plant_masks = plant
+    for request in requests:
+        masks.add(0, request) if request.params.grammar else scheduler.add(0, request)
+    served = Served()
+    while scheduler.unfinished or scheduler.in_flight:
+        if masks.compiling:
+            masks.advance()
+        while scheduler.in_flight < 2 and (plan := scheduler.schedule()) is not None:
+            machine.submit(plan, masks.of_step(plan) if plan.masked else b"")
+        if scheduler.in_flight:
+            scheduler.commit(machine.result())
+            masks.advance()
+            served.steps += 1
+        else:
+            time.sleep(0.001)
+        served.outputs += [output for _, output in scheduler.drain()]
+    served.preemptions, served.most = scheduler.counters.preemptions, machine.most
+    return served
+
+
+def request(model: Model, number: int, rules: Grammar | None, max_tokens: int = 300) -> GenerateRequest:
+    prompt = [model.text.encode("Hello", add_bos=True)[0], *random.Random(number).choices(range(200, 900), k=3 + number % 9)]
+    params = SamplingParams(max_tokens=max_tokens, stop_ids=model.text.eos_ids, seed=number, grammar=rules)
+    return GenerateRequest(id=number, prompt=pack_tokens(prompt), params=params, clip=True)
+
+
+def said(model: Model, tokens: list[int], *, cut: bool, tools: Tools | None = None) -> Choice:
+    """The reply, taken apart."""
+    tokens = tokens[:-1] if tokens and tokens[-1] in model.text.eos_ids else tokens
+    parser, choice = ReplyParser(model.text.pieces, model.markers, tools), Choice()
+    choice.add(Delta((*parser.push(tokens), *parser.end(cut=cut)), tokens, [], None))
+    return choice
+
+
+def wanted(seed: int) -> dict[str, Any]:
+    return members(random.Random(seed), 2)
+
+
+def json_requests(model: Model, count: int) -> list[GenerateRequest]:
+    """Every third is free; thoughts before, or not."""
+    thoughts = (Thought.none, Thought.optional, Thought.forced)
+    rules = [Grammar(grammar(model.markers, json_answer(wanted(at)), thoughts[at % 4 % 3])) for at in range(count)]
+    return [request(model, at, None if at % 3 == 2 else rules[at], 40 if at % 3 == 2 else 300) for at in range(count)]
+
+
+def valid_json(model: Model, served: Served, count: int) -> list[int]:
+    """Which of the requests with a schema kept it."""
+    kept = []
+    for at in range(count):
+        if at % 3 == 2 or served.end(at).finish is not FinishReason.stop:
+            continue
+        try:
+            jsonschema.validate(json.loads(said(model, served.tokens(at), cut=False).content), wanted(at))
+        except (ValueError, jsonschema.ValidationError):
+            continue
+        kept.append(at)
+    return kept
+
+
+COUNT = 18
+
+
+@pytest.mark.parametrize(("pages", "masked_rows"), [(PAGES, 64), (TIGHT, 64), (PAGES, 2)])
+def test_replies_keep_their_grammars(model: Model, pages: tuple[int, ...], masked_rows: int) -> None:
+    """Random schemas beside free requests: every reply is valid, also where sequences are preempted and where few rows may be
+    masked; the free ones give what they give alone."""
+    requests = json_requests(model, COUNT)
+    served = serve(model, requests, pages=pages, masked_rows=masked_rows)
+    assert valid_json(model, served, COUNT) == [at for at in range(COUNT) if at % 3 != 2]
+    assert (served.preemptions > 0) == (pages == TIGHT)
+    assert served.most <= masked_rows
+    alone = serve(model, [each for each in requests if each.params.grammar is None])
+    assert [alone.tokens(at) for at in range(2, COUNT, 3)] == [served.tokens(at) for at in range(2, COUNT, 3)]
+    assert alone.steps < served.steps
+
+
+@pytest.mark.parametrize("fault", [of_another_row, a_token_old()])
+def test_a_wrong_mask_is_seen(model: Model, fault: Callable[[StepMasks], StepMasks]) -> None:
+    """A mask of the neighbour, or one token old: hardly a reply is valid, and those that break their grammar end in error."""
+    served = serve(model, json_requests(model, COUNT), fault)
+    assert len(valid_json(model, served, COUNT)) <= 2
+    assert sum(output.finish is FinishReason.error for output in served.outputs) >= 8
+
+
+@pytest.mark.parametrize("pages", [PAGES, TIGHT])
+def test_calls_behind_a_trigger_keep_their_schemas(model: Model, pages: tuple[int, ...]) -> None:
+    """auto: text is free; every call that the model begins names a tool and keeps its schema, and text goes on behind it."""
+    schemas = {name: wanted(at) for at, name in enumerate(("get_weather", "run-it"))}
+    tools = Tools([{"type": "function", "function": {"name": name, "parameters": each}} for name, each in schemas.items()])
+    rules = Grammar(begun_call(CallGrammar(model.markers, schemas, schemas)), model.markers.begin_call)
+    served = serve(model, [request(model, at, rules) for at in range(8)], pages=pages)
+    calls = texts = 0
+    for at in range(8):
+        choice = said(model, served.tokens(at), cut=True, tools=tools)
+        assert served.end(at).finish is FinishReason.length
+        ended = served.tokens(at).count(model.markers.end_call)
+        for call in choice.calls[:ended]:
+            jsonschema.validate(json.loads(call.arguments), schemas[call.name])
+        calls += ended
+        texts += bool(choice.content)
+    assert calls > 40
+    assert texts == 8
+
+
+def test_a_grammar_that_cannot_go_on_ends_its_own_request(model: Model) -> None:
+    """A grammar that does not compile, and one that no token can follow, are errors that say so; the neighbour is served."""
+    fine = Grammar(grammar(model.markers, choice_answer(["yes"]), Thought.none))
+    broken = Grammar("%llguidance {}\nstart: nothing\n")
+    stuck = Grammar("%llguidance {}\nstart: <[1000000]>\n")
+    served = serve(model, [request(model, at, rules) for at, rules in enumerate((broken, fine, stuck, None))], masked_rows=1)
+    assert [served.end(at).finish for at in range(4)] == ["error", "stop", "error", "length"]
+    assert all((served.end(at).error or "") != "" for at in (0, 2))
+    assert said(model, served.tokens(1), cut=False).content == "yes"
+
+
+def test_an_aborted_request_leaves_nothing(model: Model) -> None:
+    """Masks of a request that has ended are not kept."""
+    scheduler = Scheduler(SchedulerConfig(GROUPS, PAGES, 4, MAX_LEN, 32))
+    masks = Masks(scheduler, model.vocabulary)
+    masks.add(0, request(model, 1, Grammar(grammar(model.markers, regex_answer("a+"), Thought.none))))
+    assert masks
+    assert masks.compiling
+    scheduler.abort(0, 1, "client_gone")  # type: ignore[arg-type]
+    masks.advance()
+    assert not masks
+
+
+def test_without_a_vocabulary_grammars_are_refused(model: Model) -> None:
+    """Where the checkpoint has no tokenizer a request with a grammar is refused and counted, and others are served."""
+    scheduler = Scheduler(SchedulerConfig(GROUPS, PAGES, 4, MAX_LEN, 32))
+    Masks(scheduler, None).add(0, request(model, 1, Grammar("x")))
+    ((_, output),) = scheduler.drain()
+    assert (output.invalid, scheduler.counters.received, scheduler.counters.refused) == (True, 1, 1)
+    assert "grammars are not available" in (output.error or "")
+
+
+def test_masks_round_trip() -> None:
+    """Step, slots and bits come back; a record that is cut is refused."""
+    masks = StepMasks(7, np.array([1, 3], np.int32), np.arange(-4, 4, dtype=np.int32).reshape(2, 4))
+    data = encode_masks(masks)
+    again = decode_masks(data)
+    assert (again.step, again.slots.tolist(), again.bits.tolist()) == (7, [1, 3], masks.bits.tolist())
+    with pytest.raises(ValueError, match="step 7"):
+        decode_masks(data[:-4])
