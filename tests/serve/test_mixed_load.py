@@ -156,6 +156,7 @@ def ended(stack: Stack, before: dict[str, float]) -> dict[str, float]:
     return {name.partition('"')[2].partition('"')[0]: count for name, count in moved.items() if count}
 
 
+@pytest.mark.timeout(900)  # eight thousand tokens must be made before the buffers are full
 def test_a_slow_reader_of_a_large_answer_is_ended(stack: Stack) -> None:
     """One that takes nothing: it ends as a slow reader once the buffers are full, memory stays, and a stream beside it is whole."""
     before, memory = counted(stack), memory_mb(stack)
