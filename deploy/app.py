@@ -142,6 +142,7 @@ class Quartet:
             logs=settings.logs,
             tracer=tracer(settings.tracing, {"service.namespace": replica.app_name, "service.instance.id": replica.replica_tag}),
             max_tokens=settings.max_tokens,
+            tool_grammar=settings.tool_grammar,
             capacity=settings.capacity,
             queue_tokens=settings.queue_tokens,
             fingerprint=fingerprint(folder, settings.build, tp, config.dtype, chosen),

@@ -12,7 +12,7 @@ import yaml
 from pydantic import Field
 
 from deploy.edge.edge_settings import FrozenSettings, KeySettings, LimitSettings, LogSettings, TracingSettings
-from engine.config import EngineSettings, LoadFormat, declared
+from engine.config import EngineSettings, LoadFormat, ToolGrammar, declared
 from engine.errors import ConfigError
 
 IMPORT_PATH = "deploy.app:build"
@@ -71,6 +71,11 @@ class Settings(FrozenSettings):
         default=None, ge=1, description="prompt tokens that may wait; one prompt always may; none: 32 prompts of max_len"
     )
     max_tokens: int | None = Field(default=None, ge=1, description="default of a chat completion; none: what fits")
+    tool_grammar: ToolGrammar = Field(
+        default="strict",
+        description="what is kept of tool calls that the model begins by itself; strict: names and schemas (of schemas that cannot "
+        "be kept, names); names; or off: nothing. A tool_choice, and a tool's own strict: true, are always kept",
+    )
     metrics: MetricsSettings = MetricsSettings()
     limits: LimitSettings = LimitSettings()
     keys: KeySettings = KeySettings()

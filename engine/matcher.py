@@ -13,11 +13,11 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import Tokenizer
 
-from engine.errors import CheckpointError, GenerationFailed, InvalidRequest
+from engine.errors import CheckpointError, GenerationFailed
 from engine.pieces import Pieces, as_plain, control_ids, read_eos, read_tokenizer
 from engine.step_masks import mask_words
 
-MAX_GRAMMAR_BYTES = 256 << 10
+MAX_GRAMMAR_BYTES = 512 << 10
 _LIMITS = LLParserLimits(max_items_in_row=2000, initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, step_max_items=50_000)
 
 
@@ -48,13 +48,13 @@ class Vocabulary:
             raise CheckpointError(f"{folder}: no file names the ids that end a reply")
         return cls(table, frozenset(token for token in pieces.special if token < size), ends, lambda text: _encoded(plain, text))
 
-    def check(self, grammar: str, param: str) -> None:
-        """Raises InvalidRequest that says what of the grammar cannot be kept, under `param`."""
-        if len(grammar) > MAX_GRAMMAR_BYTES:
-            raise InvalidRequest(f"{param}: the grammar is larger than {MAX_GRAMMAR_BYTES} bytes", param=param)
-        failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer, limits=_LIMITS)
-        if failed:
-            raise InvalidRequest(f"{param}: {messages[0][:500]}", param=param)
+    def complaint(self, grammar: str) -> str | None:
+        """What of the grammar cannot be kept; None: all of it can."""
+        try:
+            failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer, limits=_LIMITS)
+        except UnicodeEncodeError:
+            return "it is not valid Unicode (a lone surrogate)"
+        return messages[0].splitlines()[0][:500] if failed else None
 
     def matcher(self, grammar: str) -> "Matcher":
         """A new reply's."""

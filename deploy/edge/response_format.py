@@ -20,6 +20,10 @@ class ServedModel:
     pieces: Pieces
     fingerprint: str | None = None
 
+    def text_of(self, token: int) -> str:
+        """What a token shows as."""
+        return self.pieces.bytes_of(token).decode("utf-8", "replace")
+
 
 @dataclass(frozen=True)
 class Usage:

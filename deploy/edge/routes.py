@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import cache
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+from deploy.edge.absent_routes import why_absent
 from deploy.edge.admission_control import Place
 from deploy.edge.answer import CompletionResponse
 from deploy.edge.anthropic.error_object import is_anthropic
@@ -24,6 +26,8 @@ from deploy.edge.api import GenerationApi, TokenApi, Wanted
 from deploy.edge.http_errors import DeadlineExceeded, WrongMediaType
 from deploy.edge.keys.key_gate import KeyGate
 from deploy.edge.limits import Limits
+from deploy.edge.native.generate_api import GENERATE
+from deploy.edge.native.tokenization import DETOKENIZE, TOKENIZE
 from deploy.edge.observe.access_log import AccessLog
 from deploy.edge.observe.record import record_of
 from deploy.edge.openai.completions import CHAT, COMPLETIONS
@@ -34,8 +38,8 @@ from deploy.edge.service import Client, Service
 from engine.errors import InvalidRequest, QuartetError
 from engine.front.generation import Job
 
-GENERATION_APIS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES_API)
-TOKEN_APIS = (COUNT_TOKENS,)
+GENERATION_APIS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES_API, GENERATE)
+TOKEN_APIS = (COUNT_TOKENS, TOKENIZE, DETOKENIZE)
 
 Responses = dict[int | str, dict[str, Any]]
 
@@ -181,7 +185,9 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """Unknown paths and wrong methods."""
     assert isinstance(error, HTTPException)
     path = request.url.path
-    return plain_error(path, error.status_code, f"{error.detail}: {request.method} {path}", headers=error.headers)
+    why = why_absent(path) if error.status_code == HTTPStatus.NOT_FOUND else None
+    message = " ".join(filter(None, (f"{error.detail}: {request.method} {path}.", why)))
+    return plain_error(path, error.status_code, message, headers=error.headers)
 
 
 async def _bug(request: Request, error: Exception) -> Response:

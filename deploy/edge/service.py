@@ -28,14 +28,19 @@ from deploy.edge.openai.schemas import ChatRequest, CompletionRequest, Sampling
 from deploy.edge.raw_json import FEW_BYTES
 from deploy.edge.response_format import ServedModel
 from engine.checkpoint import generation_config
+from engine.config import ToolGrammar
 from engine.errors import EngineDead, InvalidRequest, ModelNotFound, QuartetError
 from engine.events import KeyDecision, KeyTokens, KeyVerdict, Sink, no_sink
+from engine.front.constraints import Constraints, ToolChoice
 from engine.front.generation import Engine, Generation, Job
+from engine.front.grammar import Thought, grammar
+from engine.front.grammar_check import GrammarCheck, vocabulary_of
+from engine.front.reply import Markers
 from engine.front.template import characters
 from engine.front.text import TextProcessor
 from engine.front.tools import Tools
 from engine.logit_adjustments import LogitAdjustments
-from engine.protocol import SamplingParams
+from engine.protocol import Grammar, SamplingParams
 
 TEXT_THREADS = 2
 READERS = 4  # answers under way, in capacities: beyond what the engine works on, those that only wait for their readers
@@ -107,6 +112,7 @@ class Service:
     capacity: int = 1 << 20
     queue_tokens: int = 1 << 30
     fingerprint: str | None = None
+    tool_grammar: ToolGrammar = "strict"
     about: dict[str, Any] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
     open: int = 0
@@ -115,6 +121,7 @@ class Service:
     def __post_init__(self) -> None:
         self.model = ServedModel(self.name, self.text.pieces, self.fingerprint)
         self._pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
+        self._grammars = GrammarCheck(lambda: vocabulary_of(self.text))
         self.admission = AdmissionControl(self.engine, self.capacity, self.queue_tokens, READERS * self.capacity)
         self.idle = asyncio.Event()
         self.idle.set()
@@ -169,12 +176,39 @@ class Service:
         self.check_model(request.model)
         return (await self._off_loop(lambda: self._render(request)))[0]
 
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a raw prompt. InvalidRequest: it is longer than any that fits."""
+        self._check_size(len(text), "prompt")
+        return await self._off_loop(lambda: self.text.encode(text, add_bos=add_special_tokens))
+
+    async def decode(self, tokens: list[int]) -> str:
+        """The text of token ids, control tokens included. InvalidRequest: one lies outside the vocabulary."""
+        self._in_vocab(tokens, "tokens")
+        return await self._off_loop(lambda: self.text.decode(tokens, skip_special_tokens=False))
+
     async def _chat_job(self, request: ChatRequest) -> Job:
         wanted = request.max_completion_tokens or request.max_tokens
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         prompt, tools = await self._off_loop(lambda: self._render(request))
         job = self._job(request, [prompt], wanted or self.max_tokens or self.max_len, clip=wanted is None, logprobs=logprobs)
-        return replace(job, is_chat=True, tools=tools, one_call=request.parallel_tool_calls is False)
+        job = replace(job, is_chat=True, tools=tools, one_call=request.chosen_tools.one)
+        form = request.answer_form
+        wants = Constraints(tools, request.chosen_tools, form.rules if form else None, self.tool_grammar)
+        thinking = bool(request.template_options.get("enable_thinking"))
+        return _with_grammar(job, await self._grammar(wants, prompt, thinking, form.param if form else "tools"))
+
+    async def _grammar(self, wants: Constraints, prompt: list[int], thinking: bool, param: str) -> Grammar | None:
+        """Of a reply. InvalidRequest: what the request asks for cannot be kept; what is only our wish gives way."""
+        found = await self._off_loop(lambda: wants.grammar(Markers.of(self.text), prompt, thinking=thinking))
+        if found is None:
+            return None
+        try:
+            await self._grammars.check(found.text, param)
+        except InvalidRequest:
+            if not wants.ours:
+                raise
+            return await self._grammar(wants.looser(), prompt, thinking, param)
+        return found
 
     async def _completion_job(self, request: CompletionRequest) -> Job:
         sources = request.prompts()
@@ -182,8 +216,13 @@ class Service:
             prompts = await self._off_loop(lambda: [self._tokens(source) for source in sources])
         else:
             prompts = [self._tokens(source) for source in sources]
-        wanted = request.max_tokens
-        return self._job(request, prompts, wanted or COMPLETION_TOKENS, clip=wanted is None, logprobs=request.logprobs)
+        wanted, form = request.max_tokens, request.answer_form
+        job = self._job(request, prompts, wanted or COMPLETION_TOKENS, clip=wanted is None, logprobs=request.logprobs)
+        if form is None:
+            return job
+        rules = grammar(None, form.rules, Thought.none)
+        await self._grammars.check(rules, form.param)
+        return _with_grammar(job, Grammar(rules))
 
     def settle(self, record: RequestRecord) -> None:
         """A request has ended: its API key's holder gets back what it did not use, and what became of it is counted."""
@@ -214,7 +253,9 @@ class Service:
         """The prompt, and the tools that the reply may call."""
         messages, declared = [message.plain() for message in request.turns()], request.declared_tools
         self._check_size(characters([messages, declared]), "messages")
-        tools, offered = Tools(declared), declared if request.offers_tools else []
+        tools, choice = Tools(declared), request.chosen_tools
+        _check_choice(choice, tools)
+        offered = [] if choice.mode == "none" else declared
         options = request.template_options
         thinking = options.pop("enable_thinking", False)
         for name in ("tools", "add_generation_prompt"):  # they are parameters of their own
@@ -299,6 +340,17 @@ class Service:
         return ids
 
 
+def _check_choice(choice: ToolChoice, tools: Tools) -> None:
+    """A choice of tools is one of those that are declared."""
+    for name in choice.names or ():
+        if not tools.declares(name):
+            raise InvalidRequest(f"tool_choice: {name[:100]!r} is not declared in tools", param="tool_choice")
+    if choice.mode == "required" and not tools:
+        raise InvalidRequest("tool_choice: 'required' needs tools", param="tool_choice")
+    if choice.names == ():
+        raise InvalidRequest("tool_choice: allowed_tools names no tool", param="tool_choice")
+
+
 def too_long(size: str, max_len: int, param: str) -> InvalidRequest:
     """The prompt leaves no room for a token."""
     message = f"This model's context is {max_len} tokens; the prompt has {size}, which leaves no room to generate."
@@ -318,6 +370,10 @@ def _seeds(seed: int | None, n: int) -> list[int]:
     """A seed per choice in [0, 2**63): the request's own for the first, mixed for the others; random where none was given."""
     first = secrets.randbits(_SEED_BITS) if seed is None else seed & (2**_SEED_BITS - 1)
     return [first, *((first ^ (_MIX * place)) & (2**_SEED_BITS - 1) for place in range(1, n))]
+
+
+def _with_grammar(job: Job, grammar: Grammar | None) -> Job:
+    return replace(job, params=tuple(msgspec.structs.replace(params, grammar=grammar) for params in job.params))
 
 
 def _with_seed(params: SamplingParams, seed: int) -> SamplingParams:

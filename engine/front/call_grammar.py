@@ -11,7 +11,7 @@ be called with any arguments that are well-formed.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from engine.errors import InvalidRequest
@@ -50,12 +50,14 @@ class UnsupportedSchema(InvalidRequest):
 class CallGrammar:
     """Rules for calls of some tools; `text` has them all, `call` is one call, `called` one behind the marker that begins it."""
 
-    def __init__(self, markers: Markers, tools: Mapping[str, Any], *, strict: bool) -> None:
-        """`tools`: parameters' schemas by name. `strict`: UnsupportedSchema is raised; otherwise those arguments are free."""
+    def __init__(self, markers: Markers, tools: Mapping[str, Any], strict: Collection[str] = ()) -> None:
+        """`tools`: parameters' schemas by name. One that cannot be kept leaves its tool's arguments free; UnsupportedSchema where
+        it is one of `strict`."""
         self._quote = f"<[{markers.quote}]>"
         self._rules: list[str] = []
         self._referred: dict[str, str] = {}
-        names = [self._rule("tool", f"{_literal(name)} {self._arguments(schema, strict)}") for name, schema in tools.items()]
+        arguments = {name: self._arguments(schema, name in strict) for name, schema in tools.items()}
+        names = [self._rule("tool", f"{_literal(name)} {each}") for name, each in arguments.items()]
         self._rules.append(f"call: <[{markers.begin_call}]> called")
         self._rules.append(f'called: "call:" ({" | ".join(names)}) <[{markers.end_call}]>')
 

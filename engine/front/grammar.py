@@ -8,13 +8,16 @@ JSON is compact: models that may write white space between values write it witho
 import enum
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from engine.errors import InvalidRequest
 from engine.front.call_grammar import CallGrammar
 from engine.front.reply import Markers
 
-_MAX_SCHEMA_BYTES = 64 << 10
+MAX_SCHEMA_BYTES = 64 << 10
 _MAX_CHOICES = 1024
 
 
@@ -29,11 +32,35 @@ class Thought(enum.Enum):
 
 def json_answer(schema: Mapping[str, Any] | None = None) -> str:
     """JSON by a schema; any object, without one."""
+    return f"answer: {_json(schema)}"
+
+
+def _json(schema: Mapping[str, Any] | None) -> str:
     wanted: Mapping[str, Any] = {"type": "object"} if schema is None else schema
     text = json.dumps(dict(wanted) | {"x-guidance": {"whitespace_flexible": False}})
-    if len(text) > _MAX_SCHEMA_BYTES:
-        raise InvalidRequest(f"response_format: the schema is larger than {_MAX_SCHEMA_BYTES} bytes", param="response_format")
-    return f"answer: %json {text}"
+    if len(text) > MAX_SCHEMA_BYTES:
+        raise InvalidRequest(f"the schema is larger than {MAX_SCHEMA_BYTES} bytes")
+    return f"%json {text}"
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Of a structural tag: JSON by `schema` between two texts; `trigger` is how `begin` begins."""
+
+    trigger: str
+    begin: str
+    schema: Mapping[str, Any]
+    end: str
+
+
+def tagged_answer(structures: Sequence[Structure]) -> str:
+    """Free text in which every trigger begins one of its structures."""
+    rules = ["answer: (" + " | ".join(f"tag_{place}" for place in range(len(structures))) + ")* FREE", r"FREE: /(.|\n)*/"]
+    for place, each in enumerate(structures):
+        begin, end = (f" {json.dumps(text)}" if text else "" for text in (each.begin.removeprefix(each.trigger), each.end))
+        rules.append(f"trigger_{place}[lazy]: FREE {json.dumps(each.trigger)}")
+        rules.append(f"tag_{place}: trigger_{place}{begin} {_json(each.schema)}{end}")
+    return "\n".join(rules)
 
 
 def regex_answer(pattern: str) -> str:
@@ -44,28 +71,40 @@ def regex_answer(pattern: str) -> str:
 def choice_answer(choices: Sequence[str]) -> str:
     """One of these texts."""
     if not choices or len(choices) > _MAX_CHOICES or "" in choices:
-        raise InvalidRequest(f"choice: 1 to {_MAX_CHOICES} texts that are not empty", param="choice")
+        raise InvalidRequest(f"must be 1 to {_MAX_CHOICES} texts that are not empty")
     return "answer: " + " | ".join(json.dumps(choice) for choice in choices)
 
 
 def lark_answer(grammar: str) -> str:
-    """A grammar of the client's own, with a rule `start`."""
-    return f"answer: %lark {{\n{grammar}\n}}"
+    """A grammar of the client's own, in Lark with a rule `start`, or in GBNF with a rule `root`."""
+    try:
+        rules = any_to_lark(grammar).replace("%llguidance {}", "", 1)
+    except RecursionError:
+        raise InvalidRequest("it is nested too deeply") from None
+    except GbnfToLarkError as error:
+        raise InvalidRequest(str(error)[:300]) from None
+    return f"answer: %lark {{\n{rules}\n}}"
 
 
-def calls_answer(markers: Markers, tools: Mapping[str, Any], *, strict: bool, most: int | None = None) -> str:
-    """One call or more of these tools (name -> parameters' schema); `most` of them."""
-    calls = CallGrammar(markers, tools, strict=strict)
+def calls_answer(calls: CallGrammar, most: int | None = None) -> str:
+    """One call or more; `most` of them."""
     return f"answer: call{{1,{'' if most is None else most}}}\n{calls.text}"
 
 
-def begun_call(markers: Markers, tools: Mapping[str, Any], *, strict: bool) -> str:
+def either_answer(answer: str, calls: CallGrammar, most: int | None = None) -> str:
+    """An answer of a form, or calls."""
+    return f"answer: form | call{{1,{'' if most is None else most}}}\nform:{answer.removeprefix('answer:')}\n{calls.text}"
+
+
+def begun_call(calls: CallGrammar) -> str:
     """A whole grammar of what follows the marker that begins a call."""
-    return f"%llguidance {{}}\nstart: called\n{CallGrammar(markers, tools, strict=strict).text}"
+    return f"%llguidance {{}}\nstart: called\n{calls.text}"
 
 
-def grammar(markers: Markers, answer: str, thought: Thought) -> str:
-    """The whole of it."""
+def grammar(markers: Markers | None, answer: str, thought: Thought) -> str:
+    """The whole of it. Without markers there are no thoughts."""
+    if markers is None:
+        return f"%llguidance {{}}\nstart: answer\n{answer}\n"
     inside = rf'THOUGHT <[{markers.end_thought}]>'
     before = f'<[{markers.begin_thought}]> "thought\\n" {inside}'
     starts = {

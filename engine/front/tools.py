@@ -23,11 +23,19 @@ class Tools:
 
     def __init__(self, declarations: Sequence[Mapping[str, Any]]) -> None:
         self._schemas: dict[str, ValueSchema] = {}
+        self.strict: set[str] = set()  # those whose schemas must be kept
         for place, declaration in enumerate(declarations):
             name, parameters = _checked(declaration, f"tools[{place}]")
             if name in self._schemas:
                 raise _wrong(f"tools[{place}].function.name", f"{name!r} is declared twice")
             self._schemas[name] = ValueSchema(parameters, parameters)
+            if declaration["function"].get("strict") is True:
+                self.strict.add(name)
+
+    @property
+    def names(self) -> list[str]:
+        """Of all that are declared, in their order."""
+        return list(self._schemas)
 
     def __bool__(self) -> bool:
         return bool(self._schemas)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from deploy.models.resolve import resolve
+from engine.front.call_grammar import CallGrammar
 from engine.front.generation import PlainText
 from engine.front.grammar import Thought, calls_answer, grammar, json_answer
 from engine.front.reply import Markers, ReplyParser
@@ -72,7 +73,7 @@ def large(text: TextProcessor) -> Vocabulary:
 def walked(vocabulary: Vocabulary, rules: str, rng: random.Random) -> tuple[float, list[float]]:
     """(seconds to compile, seconds of each mask)"""
     began = time.process_time()
-    vocabulary.check(rules, "bench")
+    assert vocabulary.complaint(rules) is None
     matcher = vocabulary.matcher(rules)
     compiled, masks = time.process_time() - began, []
     for _ in range(STEPS):
@@ -96,7 +97,7 @@ def grammars(text: TextProcessor, markers: Markers) -> list[Row]:
     schemas = [members(random.Random(seed), 2) for seed in range(SCHEMAS)]
     for case, answers in (
         ("json_schema", [json_answer(schema) for schema in schemas]),
-        ("tool call", [calls_answer(markers, {"f": schema}, strict=True) for schema in schemas]),
+        ("tool call", [calls_answer(CallGrammar(markers, {"f": schema}, "f")) for schema in schemas]),
     ):
         found = [walked(vocabulary, grammar(markers, each, Thought.none), random.Random(at)) for at, each in enumerate(answers)]
         compiled, masks = sorted(each for each, _ in found), sorted(each for _, every in found for each in every)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import re
+import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
@@ -22,7 +23,7 @@ CHAT = "/v1/chat/completions"
 REQUESTS, CONCURRENCY = 500, 64
 ABORTS, SLOW = 107, 35
 WRITE_TIMEOUT_S = 6
-LARGE: dict[str, Any] = {  # more than the buffers of the kernel hold between replica, HAProxy and client, which is about 10 MB
+LARGE: dict[str, Any] = {  # 30 MB, which is more than the kernel's buffers hold between replica, HAProxy and client
     "model": "nano-31b",
     "messages": [{"role": "user", "content": "Hello"}],
     "ignore_eos": True,
@@ -62,7 +63,10 @@ def body(rng: random.Random, *, slow: bool) -> dict[str, Any]:
 @asynccontextmanager
 async def connected(stack: Stack, asked: dict[str, Any]) -> AsyncIterator[asyncio.StreamReader]:
     """A connection of its own with a small buffer, whose request is sent."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", stack.port, limit=4096)
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # before it connects: else the kernel lets it grow to megabytes
+    sock.connect(("127.0.0.1", stack.port))
+    reader, writer = await asyncio.open_connection(sock=sock, limit=4096)
     data = json.dumps(asked).encode()
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     try:
@@ -146,29 +150,33 @@ def memory_mb(stack: Stack) -> float:
     return int(found[1]) / 1024
 
 
+def ended(stack: Stack, before: dict[str, float]) -> dict[str, float]:
+    """How many choices have ended since, by outcome."""
+    moved = {name: value - before.get(name, 0.0) for name, value in counted(stack).items() if "outcome" in name}
+    return {name.partition('"')[2].partition('"')[0]: count for name, count in moved.items() if count}
+
+
 def test_a_slow_reader_of_a_large_answer_is_ended(stack: Stack) -> None:
     """One that takes nothing: it ends as a slow reader once the buffers are full, memory stays, and a stream beside it is whole."""
     before, memory = counted(stack), memory_mb(stack)
-    name = 'quartet_requests_total{outcome="slow_reader"}'
+    whole = LARGE["n"] * LARGE["max_tokens"]
 
-    async def held() -> tuple[float, str, int]:
+    async def held() -> tuple[str, int]:
         async with connected(stack, LARGE) as reader:
-            began = time.monotonic()
             head = await reader.readuntil(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 200"), head
-            async with httpx.AsyncClient(base_url=stack.url, timeout=120) as client:
-                beside = await asks(client, body(random.Random(SEED), slow=False) | {"stream": True, "max_tokens": 200})
-                while (await asyncio.to_thread(counted, stack)).get(name, 0.0) < before.get(name, 0.0) + 8:
-                    assert time.monotonic() - began < 180, "nobody noticed"
-                    await asyncio.sleep(0.5)
-            took = time.monotonic() - began
-            rest = await reader.read(-1)
-        return took, beside, len(rest)
+            async with httpx.AsyncClient(base_url=stack.url, timeout=300) as client:
+                beside = await asks(client, body(random.Random(SEED), slow=False) | {"stream": True, "max_tokens": 200, "n": 1})
+            known = await asyncio.to_thread(counted, stack)
+            await asyncio.to_thread(wait, lambda: sum(ended(stack, known).values()) >= LARGE["n"], 400, lambda: str(counted(stack)))
+            return beside, len(await reader.read(-1))
 
-    took, beside, size = asyncio.run(held())
-    print(f"ended after {took:.1f} s; {size / 1e6:.1f} MB lay in buffers; the replica holds {memory_mb(stack) - memory:+.0f} MB")
+    beside, size = asyncio.run(held())
+    outcomes = ended(stack, before)
+    print(f"{outcomes} of {whole} tokens; {size / 1e6:.1f} MB in buffers; the replica holds {memory_mb(stack) - memory:+.0f} MB")
     assert beside == "finished"
-    assert size > 1_000_000, "it was not slow enough to fill a buffer"
+    assert outcomes.pop("length") == 1, "the one beside it"
+    assert outcomes == {"slow_reader": LARGE["n"]}
     assert memory_mb(stack) - memory < 150
     wait(lambda: kv_pages_used(stack) == 0, 10, stack.said)
 

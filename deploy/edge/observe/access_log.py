@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _PROBES = ("/health", "/health/live", "/health/ready")
 _MODEL = "/v1/models/{model}"
-_TOKENS = ("/v1/messages/count_tokens",)
+_TOKENS = ("/v1/messages/count_tokens", "/tokenize", "/detokenize")
 _KNOWN = frozenset({*OPERATIONS, *_TOKENS, *_PROBES, "/v1/models", "/docs", "/redoc", "/openapi.json"})
 
 

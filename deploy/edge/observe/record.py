@@ -27,6 +27,7 @@ OPERATIONS = {
     "/v1/completions": "text_completion",
     "/v1/responses": "chat",
     "/v1/messages": "chat",
+    "/generate": "text_completion",
 }
 CLIENT_GONE = 499  # as nginx and Serve have it: nobody was there to read a status
 

@@ -21,18 +21,6 @@ COMMON: Mapping[str, tuple[Any, ...]] = {
     "early_stopping": (False,),
     "thinking_token_budget": (),
     # structured output
-    "response_format": ({"type": "text"},),
-    "structured_outputs": ({},),
-    "structural_tag": _EMPTY,
-    "json_schema": _EMPTY,
-    "regex": _EMPTY,
-    "ebnf": _EMPTY,
-    "guided_json": _EMPTY,
-    "guided_regex": _EMPTY,
-    "guided_choice": _EMPTY,
-    "guided_grammar": _EMPTY,
-    "guided_json_object": (False,),
-    "guided_decoding_backend": _EMPTY,
     "guided_whitespace_pattern": _EMPTY,
     # stopping, and what is shown
     "stop_regex": _EMPTY,

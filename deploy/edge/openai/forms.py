@@ -56,8 +56,7 @@ class _Base(abc.ABC):
     def __init__(self, model: ServedModel, *, include_usage: bool, prefix: str, chunks: str, whole: str) -> None:
         """`chunks` and `whole`: what `object` says in a stream and in a whole answer."""
         self.id = f"{prefix}-{secrets.token_hex(12)}"
-        self.pieces = model.pieces
-        self._model, self._include_usage, self._object = model, include_usage, whole
+        self.model, self._include_usage, self._object = model, include_usage, whole
         self._created = int(time.time())
         self._head = b"data: " + encode(self._identity(chunks))[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
@@ -109,15 +108,11 @@ class _Base(abc.ABC):
         return encode(self._identity(self._object) | {"choices": answers, "usage": usage_json(usage)})
 
     def _identity(self, kind: str) -> dict[str, Any]:
-        model = {"model": self._model.name, "system_fingerprint": self._model.fingerprint}
+        model = {"model": self.model.name, "system_fingerprint": self.model.fingerprint}
         return {"id": self.id, "object": kind, "created": self._created} | model
 
     def _event(self, choice: bytes) -> bytes:
         return self._head + choice + self._tail
-
-    def text_of(self, token: int) -> str:
-        """What a token shows as."""
-        return self.pieces.bytes_of(token).decode("utf-8", "replace")
 
 
 class ChatFormat(_Base):
@@ -163,7 +158,7 @@ class ChatFormat(_Base):
         return self._named(token, logprobs.chosen) | {"top_logprobs": top}
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
-        return {"token": self.text_of(token), "logprob": _finite(logprob), "bytes": list(self.pieces.bytes_of(token))}
+        return {"token": self.model.text_of(token), "logprob": _finite(logprob), "bytes": list(self.model.pieces.bytes_of(token))}
 
 
 class _ChatChoice:
@@ -207,7 +202,7 @@ class TextFormat(_Base):
     def _chunk(self, index: int, delta: Delta) -> bytes:
         """More text."""
         logprobs = encode(self.logprobs(delta, self._offsets[index])) if delta.logprobs else b"null"
-        self._offsets[index] += sum(len(self.text_of(token)) for token in delta.tokens)
+        self._offsets[index] += sum(len(self.model.text_of(token)) for token in delta.tokens)
         content = encode(_text_of(delta))
         return self._event(b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null}' % (index, content, logprobs))
 
@@ -221,14 +216,14 @@ class TextFormat(_Base):
 
     def logprobs(self, delta: Delta, offset: int) -> dict[str, list[Any]]:
         """Four lists, an entry a token each; `offset`: characters before them."""
-        texts = [self.text_of(token) for token in delta.tokens]
+        texts = [self.model.text_of(token) for token in delta.tokens]
         starts = [offset]
         for text in texts:
             starts.append(starts[-1] + len(text))
         return {
             "tokens": texts,
             "token_logprobs": [_finite(entry.chosen) for entry in delta.logprobs],
-            "top_logprobs": [{self.text_of(token): _finite(value) for token, value in entry.top} for entry in delta.logprobs],
+            "top_logprobs": [{self.model.text_of(token): _finite(value) for token, value in entry.top} for entry in delta.logprobs],
             "text_offset": starts[:-1],
         }
 
@@ -246,7 +241,7 @@ class _TextChoice:
         self.choice.add(delta)
         for name, entries in self._format.logprobs(delta, self._offset).items() if delta.logprobs else ():
             self._lists.setdefault(name, []).append(_inside(entries))
-        self._offset += sum(len(self._format.text_of(token)) for token in delta.tokens)
+        self._offset += sum(len(self._format.model.text_of(token)) for token in delta.tokens)
 
     def json(self, index: int) -> dict[str, Any]:
         logprobs = {name: _array(pieces) for name, pieces in self._lists.items()} or None

@@ -5,8 +5,8 @@
 Decoding stops at the first thing that is wrong. What may be a list of any length stays raw JSON in the first pass and is decoded
 with a bound: the first element decides what the others must be, and the first one too many ends it. So no body, however it is
 made, costs more than a scan of it. Accepted without effect: user, store, metadata, service_tier, verbosity,
-safety_identifier, prompt_cache_key, prompt_cache_retention, prediction, rid, request_id and the like;
-absent_keys.py lists what is refused. A tool's `strict` is accepted, and its schema not enforced.
+safety_identifier, prompt_cache_key, prompt_cache_retention, prediction, rid, request_id, guided_decoding_backend and the like;
+absent_keys.py lists what is refused.
 """
 
 from collections.abc import Mapping
@@ -16,6 +16,9 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from deploy.edge.openai import absent_keys
+from deploy.edge.openai.answer_form import KEYS as FORM_KEYS
+from deploy.edge.openai.answer_form import AnswerForm, answer_form
+from deploy.edge.openai.tool_choice import tool_choice
 from deploy.edge.raw_json import (
     BoundedList,
     Json,
@@ -34,6 +37,7 @@ from deploy.edge.raw_json import (
     token_ids,
 )
 from engine.errors import InvalidRequest
+from engine.front.constraints import ToolChoice
 from engine.front.template import EXTRAS, MAX_VALUES, ROLES
 from engine.logit_adjustments import MAX_ALLOWED_IDS, MAX_BAD_WORDS, MAX_BIAS_IDS
 
@@ -141,6 +145,22 @@ class Sampling(Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     priority: Annotated[int, Meta(ge=-_INT32, le=_INT32)] | None = None
+    response_format: Annotated[Raw, shown_as({"type": "object"})] | UnsetType = UNSET
+    structured_outputs: Annotated[Raw, shown_as({"type": "object"})] | UnsetType = UNSET
+    guided_json: Annotated[Raw, shown_as(_STRING, {"type": "object"})] | UnsetType = UNSET
+    guided_json_object: Annotated[Raw, shown_as({"type": "boolean"})] | UnsetType = UNSET
+    guided_regex: Annotated[Raw, shown_as(_STRING)] | UnsetType = UNSET
+    guided_choice: Annotated[Raw, shown_as(_STRINGS)] | UnsetType = UNSET
+    guided_grammar: Annotated[Raw, shown_as(_STRING)] | UnsetType = UNSET
+    json_schema: Annotated[Raw, shown_as(_STRING, {"type": "object"})] | UnsetType = UNSET
+    regex: Annotated[Raw, shown_as(_STRING)] | UnsetType = UNSET
+    ebnf: Annotated[Raw, shown_as(_STRING)] | UnsetType = UNSET
+    structural_tag: Annotated[Raw, shown_as(_STRING, {"type": "object"})] | UnsetType = UNSET
+
+    @property
+    def answer_form(self) -> AnswerForm | None:
+        """What its answer must look like. InvalidRequest names the key that is wrong."""
+        return answer_form({name: getattr(self, name) for name in FORM_KEYS})
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -190,6 +210,9 @@ class Sampling(Struct, frozen=True, kw_only=True):
             raise InvalidRequest("stream_options: only with stream: true", param="stream_options")
         if self.stream_options is not None and self.stream_options.continuous_usage_stats:
             raise unsupported("stream_options.continuous_usage_stats", "only false")
+        if (self.min_tokens or self.ignore_eos) and (form := self.answer_form) is not None:
+            name = "ignore_eos" if self.ignore_eos else "min_tokens"
+            raise InvalidRequest(f"{name}: not with {form.param}, whose answers end where they are complete", param=name)
 
 
 class ChatRequest(Sampling, frozen=True, kw_only=True):
@@ -200,7 +223,7 @@ class ChatRequest(Sampling, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=_INT32)] | None = None
     tools: Annotated[Raw, shown_as({"type": "array", "items": {"type": "object"}, "maxItems": TOOLS})] | UnsetType = UNSET
-    tool_choice: Annotated[Raw, shown_as({"enum": ["auto", "none"]})] | UnsetType = UNSET
+    tool_choice: Annotated[Raw, shown_as({"enum": ["auto", "none", "required"]}, {"type": "object"})] | UnsetType = UNSET
     chat_template_kwargs: Annotated[Raw, shown_as(_SWITCHES_SCHEMA)] | UnsetType = UNSET
     add_generation_prompt: bool | None = None
     parallel_tool_calls: bool | None = None
@@ -226,13 +249,15 @@ class ChatRequest(Sampling, frozen=True, kw_only=True):
         return effort | _switches(self.chat_template_kwargs, "chat_template_kwargs")
 
     @property
-    def offers_tools(self) -> bool:
-        """Whether the model is told of the tools."""
-        return bool(small(self.tool_choice) != "none")
+    def chosen_tools(self) -> ToolChoice:
+        """Which of the tools may, and whether any must, be called. InvalidRequest: it does not say so."""
+        return tool_choice(self.tool_choice, parallel=self.parallel_tool_calls is not False)
 
     def _check_tool_choice(self) -> None:
-        if small(self.tool_choice) not in (None, "auto", "none"):
-            raise unsupported("tool_choice", "only 'auto' and 'none'")
+        choice = self.chosen_tools
+        if choice.mode == "required" and (self.min_tokens or self.ignore_eos):
+            name = "ignore_eos" if self.ignore_eos else "min_tokens"
+            raise InvalidRequest(f"{name}: not with a tool_choice that requires a call", param=name)
 
     def check(self) -> None:
         """As the base, and what only chat has."""

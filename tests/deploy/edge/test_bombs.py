@@ -112,6 +112,8 @@ BOMBS: dict[str, Callable[[], tuple[str, bytes, int]]] = {
         repeated(ITEMS + b'{"type":"function_call_output","call_id":"a","output":[', b'{"type":"text","text":""}', b"]}]}"),
         400,
     ),
+    "ids to be decoded": lambda: ("/detokenize", repeated(b'{"tokens":[', b"1", b"]}"), 400),
+    "sampling_params": lambda: ("/generate", repeated(b'{"text":"x","sampling_params":{', b'"a":1', b"}}"), 400),
     "a tool's text": lambda: (CHAT, filled(USER + b'"x"}],"tools":[{"type":"function","function":{"name":"', b"a", b'"}}]}'), 400),
 }
 

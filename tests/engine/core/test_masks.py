@@ -13,6 +13,7 @@ import pytest
 
 from engine.core.masks import Masks
 from engine.core.scheduler import Scheduler, SchedulerConfig
+from engine.front.call_grammar import CallGrammar
 from engine.front.generation import Choice, Delta
 from engine.front.grammar import Thought, begun_call, choice_answer, grammar, json_answer, regex_answer
 from engine.front.reply import Markers, ReplyParser
@@ -166,7 +167,7 @@ def test_calls_behind_a_trigger_keep_their_schemas(model: Model, pages: tuple[in
     """auto: text is free; every call that the model begins names a tool and keeps its schema, and text goes on behind it."""
     schemas = {name: wanted(at) for at, name in enumerate(("get_weather", "run-it"))}
     tools = Tools([{"type": "function", "function": {"name": name, "parameters": each}} for name, each in schemas.items()])
-    rules = Grammar(begun_call(model.markers, schemas, strict=True), model.markers.begin_call)
+    rules = Grammar(begun_call(CallGrammar(model.markers, schemas, schemas)), model.markers.begin_call)
     served = serve(model, [request(model, at, rules) for at in range(8)], pages=pages)
     calls = texts = 0
     for at in range(8):

@@ -1,0 +1,18 @@
+"""Paths that other servers have: a 404 says in a sentence why there is none here."""
+
+_NO_STATE = "Nothing is stored here: send the whole conversation."
+_NO_BATCHES = "There are no batches here: send each request by itself."
+_TEXT_ONLY = "This server takes and gives text only."
+_GENERATES = "This server generates text: Gemma 4 makes no embeddings and no scores."
+_SENTENCES = {
+    **dict.fromkeys(("/v1/embeddings", "/v1/score", "/v1/rerank", "/v2/rerank", "/v1/classify", "/v1/pooling"), _GENERATES),
+    **dict.fromkeys(("/embeddings", "/encode", "/score", "/rerank", "/classify", "/pooling"), _GENERATES),
+    **dict.fromkeys(("/v1/audio", "/v1/images", "/v1/realtime", "/v1/videos"), _TEXT_ONLY),
+    **dict.fromkeys(("/v1/responses", "/v1/conversations", "/v1/threads", "/v1/assistants"), _NO_STATE),
+    **dict.fromkeys(("/v1/batches", "/v1/files", "/v1/messages/batches"), _NO_BATCHES),
+}
+
+
+def why_absent(path: str) -> str | None:
+    """The sentence for a path that has no route; None: nobody would expect it here."""
+    return next((text for prefix, text in _SENTENCES.items() if path == prefix or path.startswith(f"{prefix}/")), None)

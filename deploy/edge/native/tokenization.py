@@ -1,0 +1,96 @@
+"""vLLM's /tokenize and /detokenize: a prompt's token ids, of a text or of a conversation, and the text of token ids.
+
+A conversation has exactly the ids that a chat completion of it would begin with, so that `count` is its usage.prompt_tokens.
+"""
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+
+from deploy.edge.api import TokenApi
+from deploy.edge.openai.schemas import MESSAGES, PROMPT_IDS, TOOLS, ChatRequest, Message, parse
+from deploy.edge.raw_json import complaint, present, shown_as, token_ids
+from deploy.edge.service import Service
+from engine.errors import InvalidRequest, ModelNotFound
+
+_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}, "maxItems": PROMPT_IDS}
+_MESSAGES_SCHEMA = {"type": "array", "items": {"$ref": "#/components/schemas/Message"}, "minItems": 1, "maxItems": MESSAGES}
+_TOOLS_SCHEMA = {"type": "array", "items": {"type": "object"}, "maxItems": TOOLS}
+# Of a conversation: they mean what they mean in a chat completion.
+_CHAT = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "chat_template")
+Model = Annotated[str, Meta(max_length=1024)]
+
+
+class TokenizeRequest(Struct, frozen=True, kw_only=True):
+    """POST /tokenize: of `prompt`, or of `messages`."""
+
+    model: Model | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    messages: Annotated[Raw, shown_as(_MESSAGES_SCHEMA)] | UnsetType = UNSET
+    tools: Annotated[Raw, shown_as(_TOOLS_SCHEMA)] | UnsetType = UNSET
+    chat_template_kwargs: Annotated[Raw, shown_as({"type": "object"})] | UnsetType = UNSET
+    add_generation_prompt: Annotated[Raw, shown_as({"type": "boolean"})] | UnsetType = UNSET
+    continue_final_message: Annotated[Raw, shown_as({"enum": [False]})] | UnsetType = UNSET
+    chat_template: Annotated[Raw, shown_as()] | UnsetType = UNSET
+
+    def chat(self, model: str) -> ChatRequest | None:
+        """The conversation, of `model` where it names none; None: there is a text instead. InvalidRequest: both, or neither."""
+        if (present(self.messages) is None) == (self.prompt is None):
+            raise InvalidRequest("prompt: either a prompt or messages", param="prompt")
+        if self.prompt is not None:
+            return None
+        given = {name: value for name in _CHAT if (value := present(getattr(self, name))) is not None}
+        special = {} if self.add_special_tokens is None else {"add_special_tokens": self.add_special_tokens}
+        return parse(ChatRequest, msgspec.json.encode({"model": self.model or model, **given, **special}))
+
+
+class DetokenizeRequest(Struct, frozen=True, kw_only=True):
+    """POST /detokenize"""
+
+    tokens: Annotated[Raw, Meta(extra_json_schema=_IDS_SCHEMA)]
+    model: Model | None = None
+
+
+_TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
+_DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
+
+
+def _decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
+    try:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise complaint(error) from None
+
+
+def _read(body: bytes, model: str) -> tuple[TokenizeRequest, ChatRequest | None]:
+    request: TokenizeRequest = _decode(_TOKENIZE, body)
+    return request, request.chat(model)
+
+
+async def _tokenize(service: Service, body: bytes) -> dict[str, Any]:
+    request, chat = await service.read(_read, body)
+    service.check_model(request.model or service.name)
+    if chat is not None:
+        tokens = await service.prompt(chat)
+    else:
+        tokens = await service.encode(request.prompt or "", add_special_tokens=request.add_special_tokens is not False)
+    texts = [service.model.text_of(token) for token in tokens] if request.return_token_strs else None
+    return {"count": len(tokens), "max_model_len": service.max_len, "tokens": tokens, "token_strs": texts}
+
+
+def _ids(body: bytes, model: str) -> list[int]:
+    request: DetokenizeRequest = _decode(_DETOKENIZE, body)
+    if request.model not in (None, model):
+        raise ModelNotFound(str(request.model))
+    return token_ids(request.tokens, "tokens", PROMPT_IDS)
+
+
+async def _detokenize(service: Service, body: bytes) -> dict[str, Any]:
+    return {"prompt": await service.decode(await service.read(_ids, body))}
+
+
+TOKENIZE = TokenApi("/tokenize", TokenizeRequest, _tokenize, (Message,))
+DETOKENIZE = TokenApi("/detokenize", DetokenizeRequest, _detokenize)

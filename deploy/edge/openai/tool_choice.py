@@ -1,0 +1,44 @@
+"""tool_choice, as OpenAI's API writes it: "none", "auto", "required", one tool by its name, or some of those that are declared.
+
+    {"type": "function", "function": {"name": "f"}}
+    {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required", "tools": [{"type": "function", "function": {...}}]}}
+"""
+
+from typing import Any
+
+import msgspec
+
+from deploy.edge.raw_json import Json, decode, present, size
+from engine.errors import InvalidRequest
+from engine.front.constraints import ToolChoice
+
+_MAX_BYTES = 64 << 10
+_ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
+
+
+def tool_choice(raw: Json, *, parallel: bool) -> ToolChoice:
+    """Of a request; `parallel`: it may be several calls. InvalidRequest says what is wrong."""
+    given = present(raw)
+    if given is None:
+        return ToolChoice(one=not parallel)
+    if size(given) > _MAX_BYTES:
+        raise _wrong(f"larger than {_MAX_BYTES} bytes")
+    match decode(given, "tool_choice", _ANY):
+        case ("none" | "auto" | "required") as mode:
+            return ToolChoice(mode, one=not parallel)
+        case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
+            return ToolChoice("required", (name,), one=True)
+        case {"type": "allowed_tools", "allowed_tools": {"mode": ("auto" | "required") as mode, "tools": [*tools]}}:
+            return ToolChoice(mode, tuple(dict.fromkeys(map(_name, tools))), one=not parallel)
+    raise _wrong("must be 'none', 'auto', 'required', a function by its name, or allowed_tools with a mode and tools")
+
+
+def _name(tool: Any) -> str:
+    match tool:
+        case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
+            return name
+    raise _wrong("allowed_tools.tools: only functions by their names")
+
+
+def _wrong(why: str) -> InvalidRequest:
+    return InvalidRequest(f"tool_choice: {why}", param="tool_choice")

@@ -1,0 +1,82 @@
+"""What a request demands of its reply's form, as the grammar that the engine keeps: an answer's form, and which tools are called.
+
+    tool_choice   without an answer's form               with one
+    none          free                                   the form
+    auto          free; each call that begins is kept    the form, or calls
+    required      calls                                  calls
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from engine.config import ToolGrammar
+from engine.errors import InvalidRequest
+from engine.front.call_grammar import CallGrammar
+from engine.front.grammar import Thought, begun_call, calls_answer, either_answer, grammar
+from engine.front.reply import Markers
+from engine.front.tools import Tools
+from engine.protocol import Grammar
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """`names`: only these tools may be called, None: all that are declared. `one`: a single call."""
+
+    mode: Literal["none", "auto", "required"] = "auto"
+    names: tuple[str, ...] | None = None
+    one: bool = False
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """`answer`: rules of engine.front.grammar, None: any text. `arguments`: what of a call's arguments is kept; off: in calls that
+    the model begins by itself nothing is, not even names."""
+
+    tools: Tools
+    choice: ToolChoice = ToolChoice()
+    answer: str | None = None
+    arguments: ToolGrammar = "strict"
+
+    def grammar(self, markers: Markers | None, prompt: Sequence[int], *, thinking: bool) -> Grammar | None:
+        """Of the reply to `prompt`; None: anything may come. InvalidRequest: it cannot be kept."""
+        thought = _thought(markers, prompt, thinking=thinking)
+        if not self._calls:
+            return None if self.answer is None else Grammar(grammar(markers, self.answer, thought))
+        if markers is None:
+            raise InvalidRequest("tools: this model's vocabulary has no tokens for tool calls", param="tools")
+        calls, most = self._call_grammar(markers), 1 if self.choice.one else None
+        if self.choice.mode == "required":
+            return Grammar(grammar(markers, calls_answer(calls, most), Thought.optional if thought is Thought.forced else thought))
+        if self.answer is not None:
+            return Grammar(grammar(markers, either_answer(self.answer, calls, most), thought))
+        return Grammar(begun_call(calls), markers.begin_call)
+
+    @property
+    def _calls(self) -> bool:
+        """Whether the grammar has anything to say about calls."""
+        if not self.tools or self.choice.mode == "none":
+            return False
+        asked = self.choice.mode == "required" or self.choice.names is not None or self.answer is not None
+        return asked or self.arguments != "off" or bool(self.tools.strict)
+
+    @property
+    def ours(self) -> bool:
+        """Nothing of the grammar was asked for: it only helps the model to write calls well."""
+        return self.choice.mode == "auto" and self.choice.names is None and self.answer is None and not self.tools.strict
+
+    def looser(self) -> "Constraints":
+        """The same with less of calls' arguments kept."""
+        return replace(self, arguments="names" if self.arguments == "strict" else "off")
+
+    def _call_grammar(self, markers: Markers) -> CallGrammar:
+        names = self.tools.names if self.choice.names is None else self.choice.names
+        kept = names if self.arguments == "strict" else self.tools.strict
+        schemas = {name: self.tools.parameters(name).schema if name in kept else {} for name in names}
+        return CallGrammar(markers, schemas, self.tools.strict)
+
+
+def _thought(markers: Markers | None, prompt: Sequence[int], *, thinking: bool) -> Thought:
+    if markers is not None and markers.open_thought(prompt) is not None:
+        return Thought.begun
+    return Thought.forced if thinking else Thought.none

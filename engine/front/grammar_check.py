@@ -1,0 +1,63 @@
+"""Whether a grammar can be kept, before its request is let in: compiled off the loop, in bounded time, the verdict remembered."""
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from engine.errors import InvalidRequest, Overloaded
+from engine.front.text import TextProcessor
+from engine.matcher import MAX_GRAMMAR_BYTES, Vocabulary
+
+COMPILE_S = 2.0
+_REMEMBERED = 1024
+_WAITING = 64
+
+
+def vocabulary_of(text: TextProcessor) -> Vocabulary:
+    """What grammars are compiled for; takes a second or two at 262 144 pieces."""
+    pieces = [text.pieces.bytes_of(token) for token in range(text.vocab_size)]
+    return Vocabulary(pieces, text.pieces.special, text.eos_ids, lambda plain: text.encode(plain, add_bos=False))
+
+
+class GrammarCheck:
+    """One thread compiles; it begins with the vocabulary, which `load` makes."""
+
+    def __init__(self, load: Callable[[], Vocabulary]) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._vocabulary: Future[Vocabulary] = self._pool.submit(load)
+        self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()  # what is wrong with a grammar; None: nothing
+        self._waiting = 0
+
+    async def check(self, rules: str, param: str) -> None:
+        """Raises InvalidRequest that says under `param` what of the grammar cannot be kept; Overloaded: too many others wait."""
+        if len(rules) > MAX_GRAMMAR_BYTES:
+            raise InvalidRequest(f"{param}: its grammar is larger than {MAX_GRAMMAR_BYTES} bytes", param=param)
+        key = hashlib.sha256(rules.encode("utf-8", "surrogatepass")).digest()
+        if key not in self._verdicts:
+            self._remember(key, await self._compiled(rules, param))
+        self._verdicts.move_to_end(key)
+        if (wrong := self._verdicts[key]) is not None:
+            raise InvalidRequest(f"{param}: {wrong}", param=param)
+
+    def _remember(self, key: bytes, verdict: str | None) -> None:
+        self._verdicts[key] = verdict
+        if len(self._verdicts) > _REMEMBERED:
+            self._verdicts.popitem(last=False)
+
+    async def _compiled(self, rules: str, param: str) -> str | None:
+        if self._waiting >= _WAITING:
+            raise Overloaded("too many grammars are being compiled")
+        self._waiting += 1
+        try:
+            vocabulary = await asyncio.wrap_future(self._vocabulary)
+            compiling = self._pool.submit(vocabulary.complaint, rules)
+            done, _ = await asyncio.wait([asyncio.wrap_future(compiling)], timeout=COMPILE_S)
+        finally:
+            self._waiting -= 1
+        if done:
+            return compiling.result()
+        if compiling.cancel():
+            raise Overloaded("other grammars take too long to compile")
+        raise InvalidRequest(f"{param}: compiling it takes longer than {COMPILE_S:g} s", param=param)

@@ -1,0 +1,139 @@
+"""What vLLM and SGLang speak beside OpenAI's API: /tokenize, /detokenize, /generate; and what a path says that nobody serves."""
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.support.edge.api_client import client, events, token_steps
+from tests.support.edge.http_edge import Edge
+
+pytestmark = pytest.mark.pure
+
+GENERATE = "/generate"
+MESSAGES = [{"role": "user", "content": "Hello größer"}]
+TOOL = {"type": "function", "function": {"name": "now", "description": "d", "parameters": {"type": "object", "properties": {}}}}
+
+
+def post(edge: Edge, path: str, **body: Any) -> httpx.Response:
+    return httpx.post(f"{edge.url}{path}", json=body, timeout=10)
+
+
+def test_a_text_and_its_tokens(edge: Edge) -> None:
+    """Ids with and without <bos>, their texts, and back; the completion of the same text begins with them."""
+    found = post(edge, "/tokenize", model="nano", prompt="größer <x", return_token_strs=True).json()
+    assert (found["count"], found["max_model_len"]) == (len(found["tokens"]), edge.service.max_len)
+    assert len(found["token_strs"]) == found["count"]
+    bare = post(edge, "/tokenize", prompt="größer <x", add_special_tokens=False).json()
+    assert (found["tokens"][1:], bare["token_strs"]) == (bare["tokens"], None)
+    assert post(edge, "/detokenize", tokens=bare["tokens"]).json() == {"prompt": "größer <x"}
+    assert post(edge, "/detokenize", model="nano", tokens=found["tokens"]).json() == {"prompt": "<bos>größer <x"}
+    post(edge, "/v1/completions", model="nano", prompt="größer <x")
+    assert list(edge.core.requests[0].tokens) == found["tokens"]
+
+
+@pytest.mark.parametrize("extra", [{}, {"tools": [TOOL], "chat_template_kwargs": {"enable_thinking": True}}])
+def test_a_conversation_has_the_tokens_of_its_chat(edge: Edge, extra: dict[str, Any]) -> None:
+    """count is usage.prompt_tokens, tools and template's switches included."""
+    found = post(edge, "/tokenize", messages=MESSAGES, **extra).json()
+    chat = post(edge, "/v1/chat/completions", model="nano", messages=MESSAGES, **extra).json()
+    assert found["tokens"] == list(edge.core.requests[0].tokens)
+    assert found["count"] == chat["usage"]["prompt_tokens"]
+    without = post(edge, "/tokenize", messages=MESSAGES, add_generation_prompt=False, **extra).json()
+    assert without["count"] < found["count"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_sglangs_benchmark_sends(edge: Edge, *, stream: bool) -> None:
+    """Its request, word for word: every event has all of the text so far, and the counts that it reads."""
+    edge.core.steps, edge.core.cached = token_steps(edge, "one two three four"), 2
+    body = {
+        "input_ids": [5, 6, 7],
+        "sampling_params": {"temperature": 0.0, "max_new_tokens": 3, "ignore_eos": True},
+        "lora_path": "",
+        "return_logprob": False,
+        "return_routed_experts": False,
+        "logprob_start_len": -1,
+    }
+    text = edge.text.decode([token for [token] in edge.core.steps[:3]])
+    if stream:
+        data = events(edge, GENERATE, body)
+        assert data[-1] == "[DONE]"
+        chunks = [json.loads(line) for line in data[:-1]]
+        assert [text.startswith(chunk["text"]) for chunk in chunks] == [True] * len(chunks)
+        counts = [chunk["meta_info"]["completion_tokens"] for chunk in chunks]
+        assert counts == sorted(set(counts))
+        assert chunks[0]["meta_info"]["finish_reason"] is None or len(chunks) == 1
+        last = chunks[-1]
+    else:
+        last = post(edge, GENERATE, **body).json()
+        assert last["output_ids"] == [token for [token] in edge.core.steps[:3]]
+    meta = last["meta_info"]
+    assert last["text"] == text
+    assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (3, 3, 2)
+    assert meta["finish_reason"] == {"type": "length", "length": 3}
+    params = edge.core.requests[0].params
+    assert (params.temperature, params.max_tokens, params.stop_ids) == (0.0, 3, ())
+
+
+def test_a_stop_string_is_what_matched(edge: Edge) -> None:
+    """finish_reason names it; rid is the answer's id; a text is a prompt as a completion has it."""
+    edge.core.steps = [*token_steps(edge, "all STOP here"), [106]]
+    found = post(edge, GENERATE, text="a house", rid="mine", sampling_params={"stop": ["STOP"], "sampling_seed": 7}).json()
+    assert (found["text"], found["meta_info"]["id"]) == ("all ", "mine")
+    assert found["meta_info"]["finish_reason"] == {"type": "stop", "matched": "STOP"}
+    assert edge.core.requests[0].params.seed == 7
+    assert edge.core.requests[0].params.max_tokens == 128
+    assert list(edge.core.requests[0].tokens) == edge.text.encode("a house", add_bos=True)
+
+
+def test_a_stream_of_generate_that_fails_has_one_error(edge: Edge) -> None:
+    """And no [DONE]."""
+    edge.core.steps, edge.core.fail_after = token_steps(edge, "some words come"), 2
+    data = [json.loads(line) for line in events(edge, GENERATE, {"text": "x"})]
+    assert ["error" in each for each in data].count(True) == 1
+    assert data[-1]["error"]["code"] == "generation_failed"
+
+
+BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
+    ("/tokenize", {}, 400, "prompt"),
+    ("/tokenize", {"prompt": "x", "messages": MESSAGES}, 400, "prompt"),
+    ("/tokenize", {"prompt": "x", "model": "other"}, 404, "model"),
+    ("/tokenize", {"messages": []}, 400, "messages"),
+    ("/tokenize", {"messages": MESSAGES, "model": "other"}, 404, "model"),
+    ("/tokenize", {"messages": MESSAGES, "continue_final_message": True}, 400, "continue_final_message"),
+    ("/tokenize", {"prompt": "a" * 1_000_000}, 400, "prompt"),
+    ("/detokenize", {}, 400, "tokens"),
+    ("/detokenize", {"tokens": [1024]}, 400, "tokens"),
+    ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
+    ("/detokenize", {"tokens": [5], "model": "other"}, 404, "model"),
+    (GENERATE, {}, 400, "text"),
+    (GENERATE, {"text": "x", "input_ids": [5]}, 400, "text"),
+    (GENERATE, {"text": ["a", "b"]}, 400, "text"),
+    (GENERATE, {"input_ids": [[5], [6]]}, 400, "input_ids"),
+    (GENERATE, {"text": "x", "return_logprob": True}, 400, "return_logprob"),
+    (GENERATE, {"text": "x", "lora_path": "a"}, 400, "lora_path"),
+    (GENERATE, {"text": "x", "sampling_params": {"n": 2}}, 400, "sampling_params"),
+    (GENERATE, {"text": "x", "sampling_params": {"max_new_tokens": 0}}, 400, "max_new_tokens"),
+    (GENERATE, {"text": "x", "sampling_params": [{}]}, 400, "sampling_params"),
+    (GENERATE, {"text": "x", "sampling_params": {"stop_regex": "a+"}}, 400, "stop_regex"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "param"), BAD, ids=[f"{place}{path}" for place, (path, *_) in enumerate(BAD)])
+def test_a_bad_body_is_refused_by_its_own_name(edge: Edge, path: str, body: dict[str, Any], status: int, param: str) -> None:
+    """In OpenAI's shape; the engine hears nothing."""
+    reply = post(edge, path, **body)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (status, param), reply.text
+    assert not edge.core.requests
+
+
+def test_what_a_generator_is_not(edge: Edge) -> None:
+    """404 with a sentence, which OpenAI's client shows; where nobody would expect a route there is none."""
+    with client(edge) as api, pytest.raises(openai.NotFoundError, match="no embeddings"):
+        api.embeddings.create(model="nano", input="x")
+    for path, words in (("/rerank", "no scores"), ("/v1/images/generations", "text only"), ("/v1/responses/resp_1", "stored")):
+        assert words in post(edge, path).json()["error"]["message"]
+    assert post(edge, "/v1/embeddingsx").json()["error"]["message"] == "Not Found: POST /v1/embeddingsx."

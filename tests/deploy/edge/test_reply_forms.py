@@ -1,0 +1,222 @@
+"""Forms of replies over HTTP: every spelling reaches the engine as a grammar of its own, and what cannot be kept is a 400."""
+
+import json
+import random
+import re
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+
+from engine.front.reply import Markers
+from engine.matcher import Matcher, Vocabulary
+from engine.protocol import Grammar
+from tests.support.edge.api_client import token_steps
+from tests.support.edge.http_edge import Edge
+from tests.support.engine.schemas import members
+
+pytestmark = pytest.mark.pure
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+TAG = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f"]}
+NAMES = ("get_weather", "run-it")
+TOOLS: list[Any] = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in NAMES]
+NAMED = {"type": "function", "function": {"name": "run-it"}}
+
+
+def chat(**more: Any) -> dict[str, Any]:
+    return {"model": "nano", "messages": [{"role": "user", "content": "Hello"}]} | more
+
+
+def asked(edge: Edge, body: dict[str, Any], path: str = CHAT) -> Grammar | None:
+    """The grammar that the engine was sent with a request that is let in."""
+    edge.reset()
+    reply = httpx.post(f"{edge.url}{path}", json=body, timeout=10)
+    assert reply.status_code == 200, reply.text
+    return edge.core.requests[-1].params.grammar
+
+
+def writes(edge: Edge, rules: Grammar | None, text: str) -> bool:
+    """Whether a reply that says `text`, whole, is within the grammar."""
+    assert rules is not None
+    matcher = edge.service._grammars._vocabulary.result(20).matcher(rules.text)
+    return accepts(matcher, [token for [token] in token_steps(edge, text)])
+
+
+def accepts(matcher: Matcher, tokens: list[int]) -> bool:
+    for token in tokens:
+        if not matcher.mask()[token >> 3] >> (token & 7) & 1:
+            return False
+        matcher.consume([token])
+    return matcher.complete
+
+
+FORMS: list[tuple[dict[str, Any], str, str]] = [
+    ({"response_format": {"type": "json_object"}}, '{"b":[1]}', "[1]"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}, '{"a":5}', '{"a":"b"}'),
+    ({"response_format": {"type": "structural_tag", **TAG}}, 'so <f>{"a":1}</f> it', "so <f>{}</f>"),
+    ({"structured_outputs": {"json": SCHEMA}}, '{"a":5}', '{"a": 5}'),
+    ({"structured_outputs": {"json_object": True}}, "{}", "5"),
+    ({"structured_outputs": {"regex": "a/b+", "disable_fallback": True}}, "a/bbb", "a/bbba"),
+    ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes", "yesno"),
+    ({"structured_outputs": {"grammar": 'start: "x"+'}}, "xxx", "xy"),
+    ({"structured_outputs": {"structural_tag": json.dumps(TAG)}}, 'so <f>{"a":1}</f>', "so <f>"),
+    ({"guided_json": json.dumps(SCHEMA)}, '{"a":5}', "{}"),
+    ({"guided_json": {}, "guided_decoding_backend": "xgrammar"}, "[1,null]", "[1,"),
+    ({"guided_json_object": True}, "{}", "null"),
+    ({"guided_regex": "[0-9]{3}"}, "123", "12"),
+    ({"guided_choice": ["a b"]}, "a b", "a"),
+    ({"guided_grammar": 'root ::= "x" [0-9]+'}, "x12", "x"),
+    ({"json_schema": json.dumps(SCHEMA)}, '{"a":5}', '{"b":5}'),
+    ({"regex": "a|b"}, "b", "c"),
+    ({"ebnf": 'root ::= ("a" | "b") "c"'}, "bc", "c"),
+    ({"structural_tag": json.dumps({"type": "structural_tag", **TAG})}, 'so <f>{"a":1}</f>', 'so <f>{"a":x}</f>'),
+]
+
+
+@pytest.mark.parametrize(("keys", "good", "bad"), FORMS, ids=[json.dumps(keys)[:40] for keys, _, _ in FORMS])
+def test_every_spelling_is_kept(edge: Edge, keys: dict[str, Any], good: str, bad: str) -> None:
+    """In chats and in completions: what fits the form may be written and what does not may not."""
+    for found in (asked(edge, chat(**keys)), asked(edge, {"model": "nano", "prompt": "x", **keys}, TEXT)):
+        assert writes(edge, found, good)
+        assert not writes(edge, found, bad)
+
+
+THOUGHT = "<|channel>thought\nwell<channel|>"
+
+
+def test_a_thought_comes_first_where_thinking_is_on(edge: Edge) -> None:
+    """On: a thought, then the form; off: the form at once. Text before the thought, and none at all, break the form."""
+    form = {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}
+    on, off = (asked(edge, chat(**form, chat_template_kwargs={"enable_thinking": each})) for each in (True, False))
+    said = [f'{THOUGHT}{{"a":1}}', '{"a":1}', f'so{THOUGHT}{{"a":1}}']
+    assert [writes(edge, on, each) for each in said] == [True, False, False]
+    assert [writes(edge, off, each) for each in said] == [False, True, False]
+
+
+def call(name: str, arguments: str = "{a:1}") -> str:
+    return f"<|tool_call>call:{name}{arguments}<tool_call|>"
+
+
+ONE, OTHER = call("get_weather"), call("run-it")
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [{"type": "function", "name": "run-it"}]}}
+CHOICES: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    ({"tool_choice": "required"}, [ONE, OTHER + ONE], ["", "so", call("f"), call("run-it", "{a:x}"), ONE + "so"]),
+    ({"tool_choice": "required", "parallel_tool_calls": False}, [ONE, OTHER], [ONE + OTHER]),
+    ({"tool_choice": NAMED}, [OTHER], [ONE, OTHER + OTHER]),
+    ({"tool_choice": ALLOWED}, [OTHER, OTHER + OTHER], [ONE]),
+    ({"tool_choice": "required", "response_format": {"type": "json_object"}}, [ONE], ["{}"]),
+    ({"response_format": {"type": "json_object"}}, [ONE, "{}"], ["so", call("f")]),
+    ({"tool_choice": "none", "response_format": {"type": "json_object"}}, ["{}"], [ONE]),
+]
+
+
+@pytest.mark.parametrize(("keys", "good", "bad"), CHOICES)
+def test_tool_choice_is_kept(edge: Edge, keys: dict[str, Any], good: list[str], bad: list[str]) -> None:
+    """required, named, allowed_tools, one call or several, and calls beside a form."""
+    found = asked(edge, chat(tools=TOOLS, **keys))
+    assert found is not None
+    assert found.trigger is None
+    assert [text for text in good if not writes(edge, found, text)] == []
+    assert [text for text in bad if writes(edge, found, text)] == []
+
+
+def test_calls_that_the_model_begins_are_kept(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """auto: the grammar begins behind the marker; tool_grammar says how much it keeps, a tool's strict more. Without tools, and
+    where the choice is none, there is no grammar."""
+    markers = Markers.of(edge.text)
+    assert markers is not None
+    behind = [text.removeprefix("<|tool_call>") for text in (ONE, call("run-it", "{b:2}"), call("f"))]
+    strict = [{"type": "function", "function": TOOLS[1]["function"] | {"strict": True}}, TOOLS[0]]
+    free = {"type": "object", "properties": {"a": {"pattern": "x", "type": "string"}}}
+    loose = [{"type": "function", "function": {"name": "run-it", "parameters": free}}, TOOLS[0]]
+    found: dict[tuple[str, int], Any] = {}
+    for setting in ("strict", "names", "off"):
+        monkeypatch.setattr(edge.service, "tool_grammar", setting)
+        for at, tools in enumerate((TOOLS, strict, loose)):
+            rules = asked(edge, chat(tools=tools))
+            assert rules is None or rules.trigger == markers.begin_call
+            found[setting, at] = rules and [writes(edge, rules, text) for text in behind]
+    assert found["strict", 0] == found["strict", 1] == found["names", 1] == found["off", 1] == [True, False, False]
+    assert found["strict", 2] == found["names", 0] == found["names", 2] == [True, True, False]
+    assert found["off", 0] is found["off", 2] is None
+    assert asked(edge, chat()) is asked(edge, chat(tools=TOOLS, tool_choice="none")) is None
+
+
+def test_a_wish_of_ours_gives_way(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """auto with schemas that take too long to compile keeps names; asked for by required it is a 400."""
+    other = {"type": "object", "properties": {"late": {"type": "integer"}}, "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": "run-it", "parameters": other}}]
+    monkeypatch.setattr(Vocabulary, "complaint", lambda self, rules: "too slow" if "late" in rules else None)
+    behind = call("run-it", "{b:2}").removeprefix("<|tool_call>")
+    assert writes(edge, asked(edge, chat(tools=tools)), behind)
+    reply = httpx.post(f"{edge.url}{CHAT}", json=chat(tools=tools, tool_choice="required"), timeout=10)
+    assert reply.status_code == 400
+
+
+def form(**schema: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+
+
+WRONG: list[tuple[dict[str, Any], str, str]] = [
+    (form(type="object", properties={"a": {"not": {}}}), "response_format", r'Unimplemented keys: \["not"\]'),
+    (form(type="array", uniqueItems=True), "response_format", "uniqueItems"),
+    (form(description="x" * 70_000), "response_format", "larger"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "schema: is required"),
+    ({"response_format": {"type": "yaml"}}, "response_format", "'yaml' is not one of"),
+    ({"response_format": {"type": "structural_tag", "format": {}}}, "response_format", "only structures with triggers"),
+    ({"response_format": "json"}, "response_format", "object"),
+    ({"guided_json": "{"}, "guided_json", "no JSON"),
+    ({"guided_json": 5}, "guided_json", "JSON Schema"),
+    ({"guided_regex": "a("}, "guided_regex", "regex"),
+    ({"guided_regex": ""}, "guided_regex", "empty"),
+    ({"guided_choice": []}, "guided_choice", "1 to"),
+    ({"ebnf": "root ::= ("}, "ebnf", "Expected"),
+    ({"ebnf": "root ::= " + "(" * 20_000}, "ebnf", "nested"),
+    ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "structured_outputs", "only one of json, regex"),
+    ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs", "whitespace_pattern"),
+    ({"structured_outputs": {"jason": {}}}, "structured_outputs", "must have one of"),
+    ({"regex": "a", "guided_regex": "a"}, "guided_regex", "only one of them"),
+    ({"structural_tag": {**TAG, "triggers": ["<g"]}}, "structural_tag", "none of the triggers"),
+    ({"regex": "a", "min_tokens": 3}, "min_tokens", "not with regex"),
+    ({"regex": "a", "ignore_eos": True}, "ignore_eos", "not with regex"),
+    ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, "ignore_eos", "requires a call"),
+    ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice", "must be 'none'"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "'f' is not declared"),
+    ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "object", "not": {}}}}]},
+        "tools",
+        "'not'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("keys", "param", "says"), WRONG, ids=[json.dumps(keys)[:40] for keys, _, _ in WRONG])
+def test_what_cannot_be_kept_is_refused(edge: Edge, keys: dict[str, Any], param: str, says: str) -> None:
+    """A 400 that names the key and what is wrong; nothing reaches the engine."""
+    edge.reset()
+    reply = httpx.post(f"{edge.url}{CHAT}", json=chat(**keys), timeout=10)
+    assert reply.status_code == 400, reply.text
+    error = reply.json()["error"]
+    assert error["param"] == param
+    assert re.search(says, error["message"]), error
+    assert len(error["message"]) < 600
+    assert edge.core.requests == []
+
+
+def test_forms_that_ask_for_nothing(edge: Edge) -> None:
+    """text, false, null and an empty structured_outputs are no form."""
+    for keys in ({"type": "text"}, None):
+        assert asked(edge, chat(response_format=keys)) is None
+    assert asked(edge, chat(guided_json_object=False, structured_outputs={}, guided_json=None)) is None
+
+
+def test_random_schemas_are_let_in(edge: Edge) -> None:
+    """An empty object may be written where jsonschema finds it valid."""
+    for seed in range(4):
+        schema = members(random.Random(seed), 2)
+        found = asked(edge, chat(**form(**schema)))
+        assert writes(edge, found, "{}") == jsonschema.Draft202012Validator(schema).is_valid({})
