@@ -24,7 +24,11 @@ class AdjustedSequence:
 
     def logits(self, raw: Tensor, softcap: float) -> Tensor:
         """raw fp32 [vocabulary] -> fp64 [vocabulary]."""
-        x = softcap * torch.tanh(raw.double() / softcap)
+        return self.of_capped(softcap * torch.tanh(raw.double() / softcap))
+
+    def of_capped(self, capped: Tensor) -> Tensor:
+        """[vocabulary] behind the soft cap -> fp64 [vocabulary]."""
+        x = capped.double().clone()
         for token, bias in self.wanted.bias:
             x[token] += bias
         generated = Counter(self.tokens[self.prompt :])

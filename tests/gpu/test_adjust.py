@@ -1,0 +1,149 @@
+"""Adjusted logits on a GPU: the reference's values over a quarter of 262 144 ids, what they cost in a graph, and captured steps."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from deploy.models.resolve import resolve
+from engine.config import engine_config
+from engine.logit_adjustments import LogitAdjustments
+from engine.plan import Admission, PageAppend, PrefillChunk, StepPlan, StepResult
+from engine.protocol import SamplingParams
+from engine.rank.adjustments import Adjustments
+from engine.rank.runner import Runner
+from engine.rank.worker import build
+from kernels.adjust import PLAN_STEP, adjust
+from kernels.choose import parts_of
+from kernels.launch import plain_torch, processors
+from kernels.sampling_batch import SamplingBatch, SlotParameters
+from tests.support.engine.adjusted_logits import random_sequence
+from tests.support.engine.ranks import run, single
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda")
+VOCAB, SHARE, FIRST, SOFTCAP = 262_144, 65_536, 131_072, 30.0
+TOLERANCE = 1e-4  # of fp32 logits up to 100
+STEP = 7
+
+
+def case(rows: int, *, adjusted: bool = True) -> tuple[Tensor, SamplingBatch, Adjustments]:
+    """Logits, and rows of random adjustments, most of them masked too."""
+    generator = np.random.default_rng(rows)
+    sequences = [random_sequence(generator, VOCAB, ids=40) for _ in range(rows)]
+    adjustments = Adjustments(rows, range(FIRST, FIRST + SHARE), DEVICE)
+    tokens = torch.zeros(rows, 64, dtype=torch.int32)
+    for slot, sequence in enumerate(sequences):
+        tokens[slot, : len(sequence.tokens)] = torch.tensor(sequence.tokens)
+    if adjusted:
+        params = [SamplingParams(max_tokens=1, adjustments=sequence.wanted) for sequence in sequences]
+        adjustments.admit([Admission(at, 1, it.tokens, it.prompt, params[at]) for at, it in enumerate(sequences)])
+        bits = generator.integers(-(2**31), 2**31, (rows, VOCAB // 32)).astype(np.int32)
+        adjustments.set_masks(STEP, np.arange(0, rows, 2, dtype=np.int32), bits[::2])
+    plan = torch.zeros(16, dtype=torch.int32, device=DEVICE)
+    plan[PLAN_STEP] = STEP
+    positions = torch.tensor([len(sequence.tokens) - 1 for sequence in sequences], dtype=torch.int32, device=DEVICE)
+    parameters = SlotParameters(
+        torch.zeros(rows, 3, dtype=torch.int64, device=DEVICE), torch.ones(rows, 3, device=DEVICE),
+        torch.full((rows, 1), -1, dtype=torch.int32, device=DEVICE),
+    )  # fmt: skip
+    slots = torch.arange(rows, dtype=torch.int32, device=DEVICE)
+    batch = SamplingBatch(slots, positions, parameters, tokens.to(DEVICE), slots[:0], SOFTCAP, adjustments.tables, plan)
+    return torch.randn(rows, SHARE, generator=torch.Generator().manual_seed(1)).to(DEVICE) * 8, batch, adjustments
+
+
+@pytest.mark.parametrize("rows", [1, 32, 100])
+def test_values_are_the_references(rows: int) -> None:
+    """The kernel's logits and counts are plain torch's, also where inputs are counted; with the counts of the step before they are
+    not. Printed: microseconds in a graph, of adjusted rows and of rows that nothing adjusts."""
+    logits, batch, adjustments = case(rows)
+    parts = parts_of(SHARE, rows, processors(DEVICE))
+    for step in range(3):
+        batch = replace(batch, positions=batch.positions + (step > 0))
+        counts = adjustments.tables.counts.clone()
+        found, want, late = logits.clone(), logits.clone(), logits.clone()
+        adjust(found, batch, FIRST, parts)
+        after = adjustments.tables.counts.clone()
+        adjustments.tables.counts.copy_(counts)
+        with plain_torch("kernels.adjust"):
+            adjust(want, batch, FIRST)
+            assert torch.equal(adjustments.tables.counts, after)
+            adjust(late, replace(batch, positions=batch.positions - 1), FIRST)
+        assert error(found, want) < TOLERANCE
+        assert error(late, want) > 100 * TOLERANCE or rows < 32
+    unadjusted, others, _ = case(rows, adjusted=False)
+    print(f"{rows} rows: {microseconds(logits, batch, parts):.1f} us, unadjusted {microseconds(unadjusted, others, parts):.1f} us")
+
+
+def error(found: Tensor, want: Tensor) -> float:
+    if not torch.equal(found.isneginf(), want.isneginf()):
+        return float("inf")
+    return float((found - want).nan_to_num().abs().max())
+
+
+def microseconds(logits: Tensor, batch: SamplingBatch, parts: int) -> float:
+    """Of one launch, a tenth of a graph of ten; counting included."""
+    work = logits.clone()
+    adjust(work, batch, FIRST, parts)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(10):
+            adjust(work, batch, FIRST, parts)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph.replay()
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return 100 * start.elapsed_time(end)
+
+
+# ---- captured steps
+
+
+PROMPT = [(at * 37) % 900 + 20 for at in range(60)]
+WAYS = (
+    SamplingParams(max_tokens=99, adjustments=LogitAdjustments(repetition_penalty=1.3, frequency_penalty=0.7), logprobs=2),
+    SamplingParams(max_tokens=99, temperature=0.9, top_k=30, seed=5, adjustments=LogitAdjustments(presence_penalty=1.0)),
+    SamplingParams(max_tokens=99, temperature=1.0, seed=6),
+)
+
+
+def stream(steps: int = 40) -> list[StepPlan]:
+    """Three sequences, each with pages of its own; the last is not adjusted."""
+    plan = StepPlan(1)
+    for slot, params in enumerate(WAYS):
+        plan.admissions.append(Admission(slot, slot + 1, PROMPT[slot:], len(PROMPT) - slot, params))
+        plan.appends.extend(PageAppend(group, slot, index, 1 + slot * 8 + index) for group in (0, 1) for index in range(8))
+        plan.chunks.append(PrefillChunk(slot, 0, len(PROMPT) - slot, len(PROMPT) - slot - 1))
+    return [plan, *(StepPlan(step, decodes=[0, 1, 2]) for step in range(2, steps + 1))]
+
+
+def results(device: str, dtype: str, *, graphs: bool, masked: bool = True) -> list[StepResult]:
+    """Of the stream, in whose steps 5 and 9 one row is masked."""
+    settings = {"model": str(resolve("nano:31b")), "tp": 1, "pages": (40, 40), "max_seqs": 3, "max_len": 256}
+    made: Runner = build(single(engine_config(**settings, device=device, dtype=dtype, graphs=graphs)), (40, 40))
+    if made.capturable:
+        made.capture()
+    found, bits = [], np.full((1, 1 << 13), 0x11111111, np.int32)[:, : -(-made.slots.adjustments.tables.counts.shape[1] // 32)]
+    for plan in stream():
+        if plan.step in (5, 9) and masked:
+            made.slots.set_masks(plan.step, np.array([2 if plan.step == 5 else 0], np.int32), bits)
+        found.append(run(made, plan))
+    return found
+
+
+def tokens_of(found: list[StepResult]) -> list[list[tuple[int, ...]]]:
+    return [[row.tokens for row in result.rows] for result in found]
+
+
+def test_captured_steps_give_the_eager_ones_and_the_cpus_tokens() -> None:
+    """Adjusted rows beside others, masked in two steps: graphs give the eager step's bits and, in fp32, the CPU's tokens; without
+    the masks they give others."""
+    captured = results("cuda", "float32", graphs=True)
+    assert captured == results("cuda", "float32", graphs=False)
+    assert tokens_of(captured) == tokens_of(results("cpu", "float32", graphs=False))
+    assert tokens_of(results("cuda", "float32", graphs=True, masked=False)) != tokens_of(captured)
