@@ -11,6 +11,7 @@ import jsonschema
 import pytest
 
 from cluster.group import Group
+from deploy.edge.edge_settings import LimitSettings
 from deploy.edge.routes import create_app
 from deploy.edge.service import Service
 from engine.config import engine_config
@@ -38,7 +39,8 @@ def test_every_reply_keeps_its_form(nano: Nano) -> None:
 
     async def main() -> None:
         async with running(group) as run:
-            service = Service(name="nano", text=text, engine=run.client, vocab=text.vocab_size, max_len=2048)
+            limits = LimitSettings(queue_timeout_s=3000, request_timeout_s=3000)  # all come at once, and wait for each other
+            service = Service("nano", text, run.client, text.vocab_size, 2048, limits=limits)
             transport = httpx.ASGITransport(create_app(service))
             async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=3000) as client:
                 ask = asker(client)
