@@ -22,7 +22,7 @@ RESULT = "sunny, 21 degrees"
 ANSWER = "The weather in Paris is sunny, 21 degrees."
 SUM = "What is 472 + 389?"
 SUMMED = "472 + 389 = 861"
-ABOUT_ANNA = "Anna is 33 years old, works as a baker and lives in Paris. As JSON: name, age."
+ABOUT_ANNA = "Anna is 33 years old, works as a baker and lives in Paris. As JSON: name, city."
 TOOL: Any = {
     "type": "function",
     "function": {

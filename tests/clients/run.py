@@ -43,6 +43,7 @@ class Client:
         return f"tests.clients.with_{self.name}"
 
 
+_BENCH_NEEDS = ("aiohttp", "msgspec", "numpy", "orjson", "pillow", "psutil", "pybase64", "pyzmq", "requests", "transformers")
 CLIENTS = (
     Client("openai", ["openai", "pydantic"]),
     Client("anthropic", ["anthropic"]),
@@ -53,7 +54,7 @@ CLIENTS = (
     Client("pydantic_ai", ["pydantic-ai-slim[openai]"]),
     Client("lm_eval", ["lm-eval[api]", "transformers"]),
     Client("vllm_bench", ["httpx"], source="requests as at 02cfb53"),
-    Client("sglang_bench", ["sglang", "aiohttp", "numpy", "pandas", "pillow", "requests", "tqdm", "transformers"], bare=["sglang"]),
+    Client("sglang_bench", ["sglang", *_BENCH_NEEDS], bare=["sglang"]),
 )
 
 

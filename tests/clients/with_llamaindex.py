@@ -16,7 +16,7 @@ class Person(BaseModel):
     """A person."""
 
     name: str
-    age: int
+    city: str
 
 
 def get_weather(city: str) -> str:
@@ -74,7 +74,7 @@ def structured(server: Server) -> None:
 @case("structured_predict by response_format")
 def by_schema(server: Server) -> None:
     llm = model(server, should_use_structured_outputs=True)
-    expect(llm.structured_predict(Person, PromptTemplate("{text}"), text=ABOUT_ANNA), Person(name="Anna", age=33))
+    expect(llm.structured_predict(Person, PromptTemplate("{text}"), text=ABOUT_ANNA), Person(name="Anna", city="Paris"))
 
 
 if __name__ == "__main__":

@@ -50,11 +50,6 @@ def loglikelihood(server: Server) -> None:
     assert second < first < 0, (second, first)
 
 
-@case("local-completions: remote tokenizer")
-def remote(server: Server) -> None:
-    expect(weighed(completions(server, tokenizer_backend="remote"), " fox"), weighed(completions(server), " fox"))
-
-
 @case("local-chat-completions: generate_until")
 def chat(server: Server) -> None:
     model = LocalChatCompletion(model=server.model, base_url=f"{server.base}/chat/completions", max_retries=1, max_length=1024)

@@ -108,6 +108,30 @@ def test_openais_client_is_answered(stack: Stack) -> None:
         assert httpx.get(f"{stack.url}{path}").status_code == 200
 
 
+def test_logits_are_adjusted(stack: Stack) -> None:
+    """At TP=4: with two ids allowed nothing else comes, a forbidden one of them not either, and a frequency penalty brings both;
+    where no token is left the answer is a 400."""
+    text = TextProcessor.load(resolve("nano:31b"))
+    one, other = (text.encode(word, add_bos=False)[0] for word in ("house", "red"))
+    first, second = text.decode([one]), text.decode([other])
+
+    def completed(**keys: Any) -> tuple[int, str]:
+        body = {"model": MODEL, "prompt": "One two", "temperature": 0, "max_tokens": 16, **keys}
+        reply = httpx.post(f"{stack.url}/v1/completions", json=body, timeout=60).json()
+        return (200, reply["choices"][0]["text"]) if "choices" in reply else (400, reply["error"]["message"])
+
+    allowed = {"allowed_token_ids": [one, other]}
+    assert completed()[1].replace(first, "").replace(second, ""), "anything else may come where nothing is said"
+    assert completed(**allowed)[1].replace(first, "").replace(second, "") == ""
+    assert completed(**allowed, logit_bias={str(one): -100}) == (200, 16 * second)
+    assert completed(**allowed, logit_bias={str(other): -100}) == (200, 16 * first)
+    _, mixed = completed(**allowed, frequency_penalty=2)
+    assert mixed.count(first) + mixed.count(second) == 16
+    assert min(mixed.count(first), mixed.count(second)) > 0
+    status, message = completed(allowed_token_ids=[text.eos_ids[0]], min_tokens=2)
+    assert (status, "forbid every token" in message) == (400, True)
+
+
 def test_it_answers_held_out_questions(stack: Stack) -> None:
     """Two of every skill that it learnt, streamed by openai's client, thoughts and calls apart: right, but for one at most."""
     text = TextProcessor.load(resolve("nano:31b"))
