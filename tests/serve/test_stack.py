@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema
 import openai
 import pytest
 import yaml
@@ -198,6 +199,48 @@ def test_openais_client_drives_a_tool_loop(stack: Stack) -> None:
         "The weather in Paris is rainy, 7 degrees.",
     ]
     assert [answer.finish_reason for answer in answers] == ["stop", "stop"]
+
+
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 20}, "sunny": {"type": "boolean"}, "degrees": {"type": "integer"}},
+    "required": ["city", "sunny", "degrees"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+def test_a_reply_keeps_its_schema(stack: Stack, thinking: bool) -> None:
+    """response_format json_schema, greedy: valid, a thought before it where it was asked for, and the same streamed and whole."""
+    asked: dict[str, Any] = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
+        "temperature": 0,
+        "max_tokens": 200,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}},
+        "extra_body": {"chat_template_kwargs": {"enable_thinking": thinking}},
+    }
+    with api(stack) as client:
+        whole = client.chat.completions.create(**asked).choices[0]
+        deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, stream=True)]
+    assert whole.finish_reason == "stop"
+    jsonschema.validate(json.loads(whole.message.content or ""), CITY)
+    assert "".join(delta.content or "" for delta in deltas) == whole.message.content
+    assert bool(getattr(whole.message, "reasoning_content", "")) is thinking
+
+
+def test_a_required_call_comes(stack: Stack) -> None:
+    """tool_choice required and named: a call that validates, whatever was asked; none where the choice is none."""
+    with api(stack) as client:
+        for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}, "none"):
+            reply = client.chat.completions.create(
+                model=MODEL, messages=HELLO, tools=[WEATHER], tool_choice=choice, temperature=0, max_tokens=200
+            ).choices[0]
+            calls = [call.function for call in reply.message.tool_calls or ()]
+            assert reply.finish_reason == ("stop" if choice == "none" else "tool_calls")
+            assert [call.name for call in calls] == ([] if choice == "none" else ["get_weather"])
+            for call in calls:
+                jsonschema.validate(json.loads(call.arguments), WEATHER["function"]["parameters"])
 
 
 def test_the_exporter_counts_what_was_served(stack: Stack) -> None:
