@@ -21,6 +21,7 @@ from prometheus_client import Metric as Family
 from prometheus_client.registry import Collector
 
 from dashboards.aliases import aliases
+from dashboards.fast_histogram import FastHistogram
 from dashboards.metrics import CORE_ENDS, ENGINE, OUTCOMES, SLOS, VERDICTS, Metric
 from engine.errors import ConfigError
 from engine.events import (
@@ -39,6 +40,7 @@ from engine.events import (
 )
 
 _COMPLETED = ("stop", "length")
+_EVERY_TOKEN = "quartet_inter_token_latency_seconds"  # observed for every token
 _KEYS_SHOWN = 256  # names of API keys' holders that have series of their own; the others share one
 _OURS = ("error", "dead", "deadline")  # ends without a token that count against the objective at once
 
@@ -94,7 +96,7 @@ class Exporter(Collector):
         judged = self._of("quartet_slo_requests_total")
         self._judged = {(slo, verdict): judged.labels(slo, verdict) for slo in SLOS for verdict in VERDICTS}
         self._count_tokens = self._of("quartet_generation_tokens_total").inc
-        self._observe_gap = self._of("quartet_inter_token_latency_seconds").observe
+        self._observe_gap = self._of(_EVERY_TOKEN).observe
 
     def _state_facts(self) -> None:
         facts = self.facts
@@ -318,7 +320,9 @@ def _bare(family: Family) -> Family:
     return family
 
 
-def _collector(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge | Histogram:
+def _collector(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge | Histogram | FastHistogram:
+    if metric.name == _EVERY_TOKEN:
+        return FastHistogram(metric, registry)
     match metric.kind:
         case "counter":
             return Counter(metric.stem, metric.help, metric.labels, registry=registry)

@@ -57,8 +57,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     tpot_target_ms: Annotated[
         Annotated[float, Meta(gt=0)] | None,
         Meta(
-            description="steps with prompt tokens are kept so short, by what the ranks measure at boot, that running streams get a "
-            "token every so many milliseconds; none: a step takes what prefill_budget allows",
+            description="steps with prompt tokens are kept so short, by what the ranks measure at boot, or so rare, that running "
+            "streams get a token every so many milliseconds, on average; none: a step takes what prefill_budget allows",
         ),
     ] = None
     attention: Annotated[
@@ -151,8 +151,8 @@ def engine_config(**settings: object) -> EngineConfig:
 
 
 def _check_model(config: EngineConfig, geometry: Geometry) -> None:
-    if config.tpot_target_ms is not None and config.max_len < 8:
-        raise ConfigError(f"tpot_target_ms needs a max_len of at least 8 to measure steps by, not {config.max_len}")
+    if config.tpot_target_ms is not None and config.max_len < 16:
+        raise ConfigError(f"tpot_target_ms needs a max_len of at least 16 to measure steps by, not {config.max_len}")
     if config.max_len > geometry.max_position:
         raise ConfigError(f"max_len {config.max_len} exceeds the model's {geometry.max_position} positions")
     check_tp(geometry, config.tp)

@@ -82,28 +82,34 @@ class Allocate(msgspec.Struct, frozen=True, tag="allocate"):
 
 
 class StepTimes(msgspec.Struct, frozen=True):
-    """Measured (rows, milliseconds) of steps, both ascending: of decode rows with hardly a context, and of prompt tokens alone.
+    """Measured (rows, milliseconds), ascending in rows: steps of decode rows with hardly a context; steps of prompt tokens alone;
+    and what steps with prompt tokens take longer for decode rows than for as many prompt tokens.
 
-    context_ms  milliseconds that a token of context adds to a step of decode rows; behind_ms: to a prompt token
+    context_ms  milliseconds that a token of context adds to a step of decode rows
+    read_ms     that one before a chunk adds to its step; behind_ms: to each token of the chunk
     tile        rows that large products are cut by: of a step with prompt tokens a part of a tile costs as much as the whole
     """
 
     decodes: tuple[tuple[int, float], ...]
     prefills: tuple[tuple[int, float], ...]
+    beside: tuple[tuple[int, float], ...] = ((1, 0.0),)
     context_ms: float = 0.0
+    read_ms: float = 0.0
     behind_ms: float = 0.0
     tile: int = 1
 
 
+_SLOPES = ("context_ms", "read_ms", "behind_ms")
+
+
 def slowest(measured: Sequence[StepTimes]) -> StepTimes:
     """What a step takes that ends when its last rank does; all have measured the same rows."""
-    first = measured[0]
-    decodes, prefills = (
-        tuple((same[0][0], max(ms for _, ms in same)) for same in zip(*curves, strict=True))
-        for curves in ([times.decodes for times in measured], [times.prefills for times in measured])
+    curves = [(times.decodes, times.prefills, times.beside) for times in measured]
+    decodes, prefills, beside = (
+        tuple((same[0][0], max(ms for _, ms in same)) for same in zip(*curve, strict=True)) for curve in zip(*curves, strict=True)
     )
-    context_ms, behind_ms = max(times.context_ms for times in measured), max(times.behind_ms for times in measured)
-    return StepTimes(decodes, prefills, context_ms, behind_ms, first.tile)
+    context_ms, read_ms, behind_ms = (max(getattr(times, name) for times in measured) for name in _SLOPES)
+    return StepTimes(decodes, prefills, beside, context_ms, read_ms, behind_ms, measured[0].tile)
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

@@ -5,6 +5,7 @@ of microseconds; one that takes more than its fuel ends in an error of its own r
 """
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
@@ -17,6 +18,7 @@ from engine.errors import CheckpointError, GenerationFailed
 from engine.pieces import Pieces, as_plain, control_ids, read_eos, read_tokenizer
 from engine.step_masks import mask_words
 
+_EXCERPT = re.compile(r"\n\s*\d+ \| ")  # how the grammar's text begins where llguidance shows it
 MAX_GRAMMAR_BYTES = 512 << 10
 _LIMITS = LLParserLimits(max_items_in_row=2000, initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, step_max_items=50_000)
 
@@ -54,7 +56,7 @@ class Vocabulary:
             failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer, limits=_LIMITS)
         except UnicodeEncodeError:
             return "it is not valid Unicode (a lone surrogate)"
-        return messages[0].splitlines()[0][:500] if failed else None
+        return " ".join(_EXCERPT.split(messages[0], 1)[0].split())[:500] if failed else None
 
     def matcher(self, grammar: str) -> "Matcher":
         """A new reply's."""

@@ -77,7 +77,7 @@ class CompletionResponse(Response):
         ]
         try:
             self._submit()
-            async with aclosing(merged(self._generations)) as deltas:  # type: ignore[type-var]
+            async with aclosing(merged(self._generations)) as deltas:
                 whole = await (self._stream(deltas, send) if self._streams else self._whole(deltas, send))
             if not whole:  # an aborted generation ends without a word, and only the timers abort one from outside
                 await self._fail(self._late(), send)
@@ -133,9 +133,9 @@ class CompletionResponse(Response):
             begun = True
             self._count(index, delta)
             events += self._format.events(index, delta)
-            if self._is_complete:
+            if complete := self._is_complete:
                 events += self._format.end(self._final_usage())
-            await self._write(events, send, more=not self._is_complete)
+            await self._write(events, send, more=not complete)
         return self._is_complete
 
     def _count(self, index: int, delta: Delta) -> None:

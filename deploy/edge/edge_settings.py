@@ -69,7 +69,7 @@ class KeySettings(FrozenSettings):
 KEYS_VARIABLE = "QUARTET_KEYS"  # in the environment: the KeySettings as JSON of the guard around Serve
 LIMITS_VARIABLE = "QUARTET_LIMITS"  # in the environment: the limits as JSON of the guard around Serve
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
-_GUARDED = ("body_bytes", "header_bytes", "body_timeout_s", "requests", "uploads", "upload_bytes")
+_GUARDED = ("body_bytes", "header_bytes", "body_timeout_s", "requests", "uploads", "upload_bytes", "write_timeout_s")
 
 
 def shared_limits(limits: Iterable[LimitSettings], host: str, *, keys: bool = False) -> str:

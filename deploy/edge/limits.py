@@ -22,6 +22,7 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from deploy.edge.bounded import bounded
 from deploy.edge.edge_settings import KEYS_VARIABLE, LIMITS_VARIABLE, KeySettings, LimitSettings
 from deploy.edge.http_errors import ForeignHost, HeadersTooLarge, TooLarge, TooSlow
 from deploy.edge.keys.key_gate import KeyGate
@@ -41,12 +42,19 @@ CheckKey = Callable[[Scope], Awaitable[bool]]
 
 
 class Limits:
-    """Wraps an ASGI app. `check_key`: whether a request's body is read, or raises where it is refused; none: every body is."""
+    """Wraps an ASGI app.
 
-    def __init__(self, app: ASGIApp, limits: LimitSettings, check_key: CheckKey | None = None) -> None:
+    check_key      whether a request's body is read, or raises where it is refused; none: every body is
+    bounds_writes  a client that takes nothing for write_timeout_s is given up here, whatever the app thinks of it
+    """
+
+    def __init__(
+        self, app: ASGIApp, limits: LimitSettings, check_key: CheckKey | None = None, *, bounds_writes: bool = False
+    ) -> None:
         self._app = app
         self._limits = limits
         self._check_key = check_key
+        self._bounds_writes = bounds_writes
         self._uploads = Uploads(limits)
         self._open = 0
 
@@ -59,11 +67,16 @@ class Limits:
         self._open += 1
         try:
             body = await self._taken_in(scope, receive)
-            await self._app({**scope, "headers": _kept(scope["headers"]), BEGAN: began}, replayed(body, receive), send)
+            took = self._bounded(send) if self._bounds_writes else send
+            await self._app({**scope, "headers": _kept(scope["headers"]), BEGAN: began}, replayed(body, receive), took)
         except _Refused as refused:
             await response_of(refused.error, scope["path"])(scope, receive, send)
         finally:
             self._open -= 1
+
+    def _bounded(self, send: Send) -> Send:
+        """TimeoutError where a write takes too long: Serve's own proxy would wait for ever, and pile up what comes."""
+        return lambda message: bounded(send(message), self._limits.write_timeout_s)
 
     async def _taken_in(self, scope: Scope, receive: Receive) -> bytes:
         try:
@@ -196,7 +209,7 @@ def outermost() -> list[Middleware]:
     given, keys = os.environ.get(LIMITS_VARIABLE), os.environ.get(KEYS_VARIABLE)
     limits = LimitSettings.model_validate_json(given) if given else LimitSettings()
     gate = KeyGate(KeyRing(KeySettings.model_validate_json(keys))) if keys else None
-    return [Middleware(Limits, limits=limits, check_key=gate.may_send if gate else None)]
+    return [Middleware(Limits, limits=limits, check_key=gate.may_send if gate else None, bounds_writes=True)]
 
 
 def _kept(headers: Iterable[tuple[bytes, bytes]]) -> Headers:

@@ -193,7 +193,8 @@ class Service:
         job = self._job(request, [prompt], wanted or self.max_tokens or self.max_len, clip=wanted is None, logprobs=logprobs)
         job = replace(job, is_chat=True, tools=tools, one_call=request.chosen_tools.one)
         form = request.answer_form
-        wants = Constraints(tools, request.chosen_tools, form.rules if form else None, self.tool_grammar)
+        rules, budget = form.rules if form else None, request.thinking_token_budget
+        wants = Constraints(tools, request.chosen_tools, rules, self.tool_grammar, budget)
         thinking = bool(request.template_options.get("enable_thinking"))
         return _with_grammar(job, await self._grammar(wants, prompt, thinking, form.param if form else "tools"))
 

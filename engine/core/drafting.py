@@ -14,10 +14,11 @@ from dataclasses import dataclass, field, replace
 
 from engine.core.admit import Admissions
 from engine.core.allocator import Allocator, Changes
-from engine.core.policy import LEAST, POLICIES, prefill_tokens
+from engine.core.policy import POLICIES, Prompt
 from engine.core.requests import Requests
 from engine.core.results import ChunkRow, Flight
 from engine.core.sequence import Sequence, Wait
+from engine.core.step_budget import DecodeRows, StepBudget
 from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
 from engine.plan import Admission, PrefillChunk, StepPlan
@@ -54,8 +55,9 @@ class Draft:
     plan: StepPlan
     changes: Changes
     flight: Flight
-    budget: int
     masks: int  # masked rows that it may still have
+    budget: int = 0  # prompt tokens that it may still have
+    beside: DecodeRows = field(default_factory=DecodeRows)
     chunks: dict[int, int] = field(default_factory=dict)  # of each slot, where in the plan
 
 
@@ -66,8 +68,9 @@ class Drafts:
         self.config = config
         self._requests = requests
         self._allocator = allocator
-        self._policy = POLICIES[config.policy]
-        self._admissions = Admissions(requests, allocator, self._policy, config.prefill_budget)
+        policy = POLICIES[config.policy]
+        self._admissions = Admissions(requests, allocator, policy, config.prefill_budget)
+        self._budget = StepBudget(policy, config.prefill_budget, config.step_times, config.tpot_target_ms)
         self._changes = Changes()  # made when no plan went out; the next plan carries them
         self._width = 1 + config.drafts
         self._step = 0  # of the last plan
@@ -76,28 +79,32 @@ class Drafts:
         """The next plan and what it leaves in flight, or None when no sequence can use a step now."""
         changes = self._changes
         plan = StepPlan(self._step + 1, releases=changes.releases, appends=changes.appends, zeros=changes.zeros)
-        prefills = [sequence for sequence in self._requests.running if sequence.high < sequence.target and sequence.ready]
-        budget = self._budget(prefills) if prefills or self._requests.waiting else 0
-        draft = Draft(plan, changes, Flight(plan.step), budget, self.config.masked_rows)
+        draft = Draft(plan, changes, Flight(plan.step), self.config.masked_rows)
         self._release(changes)
-        shares = self._shares(prefills, self._admissions.candidates(), draft.budget)
+        shares = self._shares(draft)
         self._run_all(draft, shares)
         self._admit(draft, shares)
-        self._spend(draft)
+        self._spend(draft, sum(shares.values()))
+        self._run_any(draft)
         if not (plan.chunks or plan.decodes or plan.admissions):
             return None
         self._changes = Changes()
         self._step += 1
         return (plan if draft.masks == self.config.masked_rows else replace(plan, masked=True)), draft.flight
 
-    def _budget(self, prefills: list[Sequence]) -> int:
-        """Prompt tokens of this step: what its decode rows leave of the rows, and so few that it takes its time at most."""
-        config = self.config
+    def _shares(self, draft: Draft) -> dict[Sequence, int]:
+        """Tokens of each running prefill in this step, and of each that may be admitted."""
+        prefills = [sequence for sequence in self._requests.running if sequence.high < sequence.target and sequence.ready]
+        waiting = self._admissions.candidates()
+        if not (prefills or waiting):
+            self._budget.idle()
+            return {}
         contexts = [sequence.high for sequence in self._requests.running if sequence.decodable]
-        most = max(config.prefill_budget - len(contexts) * self._width, config.prefill_budget // 4, 1)
-        if config.step_times is None or config.tpot_target_ms is None:
-            return most
-        return prefill_tokens(config.step_times, len(contexts), sum(contexts), _behind(prefills), config.tpot_target_ms, most)
+        draft.beside = DecodeRows(len(contexts), sum(contexts))
+        draft.budget = self._budget.most(len(contexts) * self._width)
+        prompts = [_prompt(sequence) for sequence in prefills]
+        prompts += [Prompt(sequence.uncached, sequence.expected) for sequence in waiting]
+        return dict(zip(prefills + waiting, self._budget.share(prompts, draft.budget, draft.beside), strict=True))
 
     def _release(self, changes: Changes) -> None:
         for sequence in self._requests.running:
@@ -122,13 +129,6 @@ class Drafts:
                     rows.append((sequence, sequence.number))
                     if sequence.masked:
                         _use_mask(sequence, draft)
-
-    def _shares(self, prefills: list[Sequence], waiting: list[Sequence], budget: int) -> dict[Sequence, int]:
-        """Tokens of each running prefill, and of each that may be admitted."""
-        if not budget:
-            return {}
-        wanted = [sequence.ready for sequence in prefills] + [sequence.uncached for sequence in waiting]
-        return dict(zip(prefills + waiting, self._policy.shares(wanted, budget), strict=True))
 
     def _hold_row(self, sequence: Sequence, end: int, changes: Changes) -> bool:
         """Pages for a decode row up to `end`, if it can have them."""
@@ -175,11 +175,22 @@ class Drafts:
 
         self._admissions.admit(draft.changes, lambda: draft.budget, begin)
 
-    def _spend(self, draft: Draft) -> None:
-        """What is left of the budget, where somebody could not have its share, goes to those who run."""
-        prefills = [sequence for sequence in self._requests.running if sequence.ready > 0] if draft.budget else []
-        for sequence, share in self._shares(prefills, [], draft.budget).items():
+    def _spend(self, draft: Draft, planned: int) -> None:
+        """What some could not have of their shares, `planned` together, goes to those who run."""
+        if draft.flight.prefill_tokens >= planned:
+            return
+        prefills = [sequence for sequence in self._requests.running if sequence.ready > 0]
+        chunks = [Prompt(chunk.end - chunk.start, chunk.start) for chunk in draft.plan.chunks]
+        rest = self._budget.rest([_prompt(sequence) for sequence in prefills], draft.budget, draft.beside, chunks)
+        for sequence, share in zip(prefills, rest, strict=True):
             self._prefill(sequence, share, draft, may_preempt=False)
+
+    def _run_any(self, draft: Draft) -> None:
+        """A step is not left empty while a prompt could be computed: the first that there are pages for."""
+        for sequence in list(self._requests.running) if draft.budget else ():
+            if draft.plan.chunks or draft.plan.decodes or sequence.slot < 0:
+                return
+            self._prefill(sequence, sequence.ready, draft)
 
     def _make_room(self, sequence: Sequence, wanted: int) -> bool:
         """Preempt younger sequences, youngest first, until `wanted` positions have pages; False if that is not enough."""
@@ -191,15 +202,12 @@ class Drafts:
         return True
 
 
+def _prompt(sequence: Sequence) -> Prompt:
+    """What of a running sequence's prompt is to be computed."""
+    return Prompt(sequence.ready, sequence.high)
+
+
 def _use_mask(sequence: Sequence, draft: Draft) -> None:
     """A row that gives a token uses the mask; the next waits until the host has made one of this row's token."""
     sequence.waits_for = Wait.mask
     draft.masks -= 1
-
-
-def _behind(prefills: list[Sequence]) -> int:
-    """Tokens behind those that a step is going to compute: the oldest has its part of them, the shortest the rest."""
-    if not prefills:
-        return 0
-    first, shortest = prefills[0], min(prefills, key=lambda other: other.ready)
-    return (first.high + (LEAST - 1) * shortest.high) // LEAST

@@ -1,9 +1,9 @@
 """The core process: messages in, plans out, results in, tokens out. `python -m engine.core.loop '<BootArgs>'`.
 
-    front socket --> Scheduler.add / abort          at most two plans are out: one running, one queued
+                     Scheduler.commit  <-- Executor.poll        at most two plans are out: one running, one queued
                      Scheduler.schedule --> Executor.submit, with the masks of rows that have a grammar
-                     Scheduler.commit  <-- Executor.poll
     front socket <-- one TokenBatch a step
+    front socket --> Scheduler.add / abort
 
 While plans are out it polls the result ring; with nothing to do it sleeps in `select` on the front socket. Any exception here ends
 the group; one while reading a single message ends that request only. Several fronts may attach; today there is one, client 0.
@@ -112,22 +112,22 @@ class Core:
     def run(self) -> None:
         """Serve until the front says stop; then the ranks get a stop plan."""
         while not self._stopping:
-            self._read()
-            planned = self._plan()
             committed = self._commit()
+            planned = self._plan()  # before clients are told, and heard: ranks wait for it
             self._send()
             if self._figures.due(now := time.monotonic()):
                 self._figures.report(self._scheduler.load(), now)
             waits = self._scheduler.in_flight or self._masks.compiling
             self._idle = not (planned or committed or waits)
-            if planned or committed:
+            heard = self._read()
+            if planned or committed or heard:
                 self._waiter.reset()
             elif waits:
                 self._waiter.wait()
         self._executor.submit(StepPlan(step=self._submitted + 1, stop=True))
 
-    def _read(self) -> None:
-        """Take in what the front says; sleep on its socket while there is nothing else to wait for."""
+    def _read(self) -> bool:
+        """Take in what the front says; sleep on its socket while there is nothing else to wait for. Whether it said something."""
         self._unread.extend(self._link.receive(1.0 if self._idle and not self._unread else 0))
         size = 0
         while self._unread and size < _TURN_BYTES:
@@ -136,6 +136,7 @@ class Core:
             message = self._decode(raw)
             if message is not None:
                 self._handle(message)
+        return size > 0
 
     def _decode(self, raw: bytes) -> FrontMessage | None:
         """The message; one that cannot be read fails its own request and no other."""

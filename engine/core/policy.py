@@ -1,9 +1,8 @@
-"""Who is admitted next, and how a step's prefill tokens are shared: pure functions, chosen by name.
+"""Who is admitted next, in which order prompts share a step, and how much of each it takes: pure functions, chosen by name.
 
     arrival   strictly in order: the oldest prompt takes what it can use, and a head of the queue that lacks pages blocks it
-    fair      the oldest prompt gets a quarter of the budget at least, and the rest goes to all, those who wait for a slot among
-              them, shortest first. Of long prompts two are computed at a time. A request may be overtaken so many times, then it
-              blocks
+    fair      shortest first, those who wait for a slot among them; every fourth step with prompt tokens is the oldest's first. Of
+              long prompts two are computed at a time. A request may be overtaken so many times, then it blocks
 
 The order is by `priority` (lower first, as vLLM has it), then by arrival; it is also the reverse order of preemption.
 """
@@ -11,70 +10,105 @@ The order is by `priority` (lower first, as vLLM has it), then by arrival; it is
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.core.allocator import Allocator
 from engine.core.prefix import Hit
 from engine.core.sequence import Sequence
 from engine.lifeline import StepTimes
 
-Shares = Callable[[list[int], int], list[int]]
-LEAST = 4  # the oldest prompt has one in so many of the budget at least
+Points = tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True)
 class Policy:
-    """`shares(wanted, budget)`: tokens of each prompt in a step, of those that it wants; running ones in order, then waiting ones.
+    """`order(wanted, turn)`: the order in which prompts are served, of the tokens that each wants; running ones come in order of
+    rank, then waiting ones. `turn`: it is the first one's turn.
 
     overtaking  how many later ones may be admitted before a request that could not be
     long        how many prompts longer than a step's budget are computed side by side
     """
 
-    shares: Shares
+    order: Callable[[list[int], bool], list[int]]
     overtaking: int
     long: int
 
 
-def in_order(wanted: list[int], budget: int) -> list[int]:
-    """To each what it can use, the first first."""
-    shares = []
-    for each in wanted:
-        shares.append(min(each, budget))
-        budget -= shares[-1]
-    return shares
+def in_order(wanted: list[int], turn: bool) -> list[int]:  # noqa: ARG001 (a Policy's)
+    """The first first."""
+    return list(range(len(wanted)))
 
 
-def shortest_beside_oldest(wanted: list[int], budget: int) -> list[int]:
-    """A quarter to the first at least, so that it ends; the rest shortest first, so that short ones hardly notice long ones."""
-    shares = [0] * len(wanted)
-    if wanted:
-        shares[0] = min(wanted[0], max(1, budget // LEAST))
-        budget -= shares[0]
-    for at in sorted(range(len(wanted)), key=wanted.__getitem__):
-        more = min(wanted[at] - shares[at], budget)
-        shares[at] += more
-        budget -= more
-    return shares
+def shortest_first(wanted: list[int], turn: bool) -> list[int]:
+    """The shortest first, behind the first one when it is its turn: so short ones hardly notice long ones, and long ones end."""
+    order = sorted(range(len(wanted)), key=wanted.__getitem__)
+    if turn and order:
+        order.remove(0)
+        order.insert(0, 0)
+    return order
 
 
-POLICIES = {"fair": Policy(shortest_beside_oldest, overtaking=64, long=2), "arrival": Policy(in_order, overtaking=0, long=1 << 30)}
+POLICIES = {"fair": Policy(shortest_first, overtaking=64, long=2), "arrival": Policy(in_order, overtaking=0, long=1 << 30)}
 
 
-def prefill_tokens(times: StepTimes, decodes: int, context: int, behind: int, target_ms: float, most: int) -> int:
-    """The most prompt tokens, up to `most`, of a step that takes `target_ms` at the longest beside so many decode rows.
+class Prompt(NamedTuple):
+    """Tokens that could be computed now, and how many stand before them."""
 
-    `context`: tokens that those rows have behind them, together; `behind`: that a prompt token has, on average.
+    wanted: int
+    behind: int
 
-    The step's time is taken to be that of its decode rows, and what a prefill of all its rows takes more than one of so many
-    rows. One token in 32 of `most` is always allowed: prompts must not stand still where decodes alone exceed the target.
+
+class StepTime:
+    """How long a step takes, while prompts are added to it.
+
+    Its rows cost what as many prompt tokens do, by whole tiles, and what its decode rows take more; beyond that it reads what is
+    behind each chunk, and each of a chunk's tokens is multiplied with it.
     """
-    prefills = tuple((rows, ms + rows * behind * times.behind_ms) for rows, ms in times.prefills)
-    left = target_ms - _line(times.decodes, decodes) - times.context_ms * context + _line(prefills, decodes)
-    rows = _line(tuple((ms, float(rows)) for rows, ms in prefills), left)
-    tokens = int(rows / times.tile + 1e-9) * times.tile - decodes
-    return max(most // 32, 1, min(most, tokens))
+
+    def __init__(self, times: StepTimes, decodes: int, context: int) -> None:
+        """Decode rows with `context` tokens behind them, together."""
+        self._times, self._rows, self._chunks = times, decodes, 0
+        self._rest = _line(times.beside, decodes) + times.context_ms * context if decodes else 0.0
+        self.decode_ms = _line(times.decodes, decodes) + times.context_ms * context if decodes else 0.0
+
+    @property
+    def ms(self) -> float:
+        """Of all that has been added; of decode rows alone it is `decode_ms`."""
+        tile = self._times.tile
+        return self._rest + _line(self._times.prefills, -(-self._rows // tile) * tile)
+
+    def add(self, tokens: int, behind: int) -> None:
+        """A chunk of `tokens` behind so many others."""
+        self._rows, self._chunks = self._rows + tokens, self._chunks + 1
+        self._rest += self._times.read_ms * behind + self._times.behind_ms * behind * tokens
+
+    def fitting(self, behind: int, target_ms: float) -> int:
+        """The most tokens behind so many others that may be added, so that the step takes `target_ms` at most."""
+        times, each = self._times, self._times.behind_ms * behind
+        target_ms -= times.read_ms * behind
+        ends = tuple((ms + (rows - self._rows) * each, float(rows)) for rows, ms in times.prefills)
+        whole = int(_line(ends, target_ms - self._rest) / times.tile + 1e-9) * times.tile - self._rows
+        if whole > 0 or not self._chunks:
+            return max(0, whole)
+        begun, left = -self._rows % times.tile, target_ms - self.ms  # the rest of a tile that others have begun
+        return begun if left >= begun * each else max(0, int(left / each)) if each else 0
 
 
-def _line(points: tuple[tuple[float, float], ...], at: float) -> float:
+def shares(prompts: list[Prompt], order: list[int], most: int, time: StepTime | None = None, target_ms: float = 0.0) -> list[int]:
+    """Tokens of each prompt in a step that computes `most` of them, and with `time` takes `target_ms`; they are added to it."""
+    found = [0] * len(prompts)
+    for at in order:
+        wanted, behind = prompts[at]
+        share = min(wanted, most if time is None else min(most, time.fitting(behind, target_ms)))
+        if share > 0:
+            found[at] = share
+            most -= share
+            if time is not None:
+                time.add(share, behind)
+    return found
+
+
+def _line(points: Points, at: float) -> float:
     """The value there, on straight lines between the points, and on the outer ones beyond them; one point: everywhere its own."""
     if len(points) == 1:
         return points[0][1]

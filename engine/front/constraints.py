@@ -31,25 +31,27 @@ class ToolChoice:
 @dataclass(frozen=True)
 class Constraints:
     """`answer`: rules of engine.front.grammar, None: any text. `arguments`: what of a call's arguments is kept; off: in calls that
-    the model begins by itself nothing is, not even names."""
+    the model begins by itself nothing is, not even names. `budget`: the most tokens of a thought before what is kept."""
 
     tools: Tools
     choice: ToolChoice = ToolChoice()
     answer: str | None = None
     arguments: ToolGrammar = "strict"
+    budget: int | None = None
 
     def grammar(self, markers: Markers | None, prompt: Sequence[int], *, thinking: bool) -> Grammar | None:
         """Of the reply to `prompt`; None: anything may come. InvalidRequest: it cannot be kept."""
         thought = _thought(markers, prompt, thinking=thinking)
         if not self._calls:
-            return None if self.answer is None else Grammar(grammar(markers, self.answer, thought))
+            return None if self.answer is None else Grammar(grammar(markers, self.answer, thought, self.budget))
         if markers is None:
             raise InvalidRequest("tools: this model's vocabulary has no tokens for tool calls", param="tools")
         calls, most = self._call_grammar(markers), 1 if self.choice.one else None
         if self.choice.mode == "required":
-            return Grammar(grammar(markers, calls_answer(calls, most), Thought.optional if thought is Thought.forced else thought))
+            thought = Thought.optional if thought is Thought.forced else thought
+            return Grammar(grammar(markers, calls_answer(calls, most), thought, self.budget))
         if self.answer is not None:
-            return Grammar(grammar(markers, either_answer(self.answer, calls, most), thought))
+            return Grammar(grammar(markers, either_answer(self.answer, calls, most), thought, self.budget))
         return Grammar(begun_call(calls), markers.begin_call)
 
     @property

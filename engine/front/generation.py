@@ -9,7 +9,7 @@ calls are never cut.
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -31,7 +31,7 @@ class EngineStream(Protocol):
 
     id: int
 
-    def __aiter__(self) -> AsyncIterator[Output]: ...
+    async def next(self) -> Output | None: ...
 
     def abort(self, reason: AbortReason) -> None: ...
 
@@ -187,6 +187,7 @@ class Generation:
     def __init__(self, engine: Engine, text: TextProcessor, job: Job, choice: int) -> None:
         """Submits it."""
         prompt, params = job.prompt(choice), job.params[choice]
+        self._choice = choice
         self._stream = engine.generate(prompt, params, clip=job.clip, salt=job.salt, priority=job.priority)
         self.clock = engine.clock(self._stream.id)
         self.cached = 0
@@ -205,14 +206,17 @@ class Generation:
         """End it in the engine; nothing when it has ended."""
         self._stream.abort(reason)
 
-    async def deltas(self) -> AsyncIterator[Delta]:
-        """Every step's delta, the last with `finish`. Raises what the engine's stream raises."""
-        async for output in self._stream:
-            self.cached += output.cached
-            delta = self._cut(output) if self._stops else self._plain(output)
-            yield delta
-            if delta.finish is not None:
-                return
+    async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
+        """(choice, delta) of every step, the last with `finish`; leaving early aborts. Raises what the engine's stream raises."""
+        try:
+            while (output := await self._stream.next()) is not None:
+                self.cached += output.cached
+                delta = self._cut(output) if self._stops else self._plain(output)
+                yield self._choice, delta
+                if delta.finish is not None:
+                    return
+        finally:
+            self._stream.abort(AbortReason.client_gone)  # of one that has ended: no more than a flag
 
     def _plain(self, output: Output) -> Delta:
         parts = self._reader.push(self._shown(output))
@@ -287,15 +291,14 @@ def _content(text: str) -> list[Part]:
     return [Content(text)] if text else []
 
 
-async def merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, Delta]]:
+def merged(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, Delta], None]:
     """(choice, delta) of several generations as they come; the first error ends them all."""
-    if len(generations) == 1:
-        async with aclosing(generations[0].deltas()) as deltas:  # type: ignore[type-var]
-            async for delta in deltas:
-                yield 0, delta
-        return
+    return generations[0].deltas() if len(generations) == 1 else _all_of(generations)
+
+
+async def _all_of(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, Delta], None]:
     queue: asyncio.Queue[tuple[int, Delta] | BaseException | None] = asyncio.Queue(_QUEUE)
-    tasks = [asyncio.create_task(_pump(index, generation, queue)) for index, generation in enumerate(generations)]
+    tasks = [asyncio.create_task(_pump(generation, queue)) for generation in generations]
     left = len(tasks)
     try:
         while left:
@@ -320,11 +323,11 @@ def _abort_siblings(generations: Sequence[Generation], error: BaseException) -> 
         generation.abort(reason)
 
 
-async def _pump(index: int, generation: Generation, queue: asyncio.Queue[tuple[int, Delta] | BaseException | None]) -> None:
+async def _pump(generation: Generation, queue: asyncio.Queue[tuple[int, Delta] | BaseException | None]) -> None:
     try:
-        async with aclosing(generation.deltas()) as deltas:  # type: ignore[type-var]
-            async for delta in deltas:
-                await queue.put((index, delta))
+        async with aclosing(generation.deltas()) as deltas:
+            async for item in deltas:
+                await queue.put(item)
     except Exception as error:  # noqa: BLE001 - carried to the reader, who raises it
         await queue.put(error)
         return

@@ -1,6 +1,6 @@
 """What a reply must look like, as one grammar: a thought first, where thinking is on, then an answer of some form, or tool calls.
 
-    start: <[100]> "thought\\n" THOUGHT <[101]> answer            answer: %json {...}, a regex, words, Lark, or calls
+    start: <[100]> "thought\\n" thought <[101]> answer            answer: %json {...}, a regex, words, Lark, or calls
 
 JSON is compact: models that may write white space between values write it without end.
 """
@@ -101,11 +101,11 @@ def begun_call(calls: CallGrammar) -> str:
     return f"%llguidance {{}}\nstart: called\n{calls.text}"
 
 
-def grammar(markers: Markers | None, answer: str, thought: Thought) -> str:
-    """The whole of it. Without markers there are no thoughts."""
+def grammar(markers: Markers | None, answer: str, thought: Thought, budget: int | None = None) -> str:
+    """The whole of it. Without markers there are no thoughts. `budget`: the most tokens of a thought."""
     if markers is None:
         return f"%llguidance {{}}\nstart: answer\n{answer}\n"
-    inside = rf'THOUGHT <[{markers.end_thought}]>'
+    inside = f"thought <[{markers.end_thought}]>"
     before = f'<[{markers.begin_thought}]> "thought\\n" {inside}'
     starts = {
         Thought.none: "answer",
@@ -113,7 +113,8 @@ def grammar(markers: Markers | None, answer: str, thought: Thought) -> str:
         Thought.forced: f"{before} answer",
         Thought.begun: f"{inside} answer",
     }
-    return f"%llguidance {{}}\nstart: {starts[thought]}\nTHOUGHT: /(.|\\n)*/\n{answer}\n"
+    bound = "" if budget is None else f"[max_tokens={budget}]"
+    return f"%llguidance {{}}\nstart: {starts[thought]}\nthought{bound}: /(.|\\n)*/\n{answer}\n"
 
 
 def _without_slashes(pattern: str) -> str:

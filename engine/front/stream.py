@@ -28,7 +28,7 @@ class Stream:
         self._finish: FinishReason | None = None
         self._error: Exception | None = None
         self._left = False
-        self._changed = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None  # the reader's, while it waits
 
     def push(self, output: Output) -> int:
         """The writer's side: more for the reader. Returns how many tokens it has not read; nothing piles up once it has left."""
@@ -38,14 +38,14 @@ class Stream:
         self._logprobs += output.logprobs
         self._cached += output.cached
         self._finish = output.finish
-        self._changed.set()
+        self._wake()
         return len(self._tokens)
 
     def fail(self, error: Exception) -> None:
         """The writer's side: nothing more comes. What has come may still be read, then `error` is raised."""
         if self._finish is None and self._error is None:
             self._error = error
-            self._changed.set()
+            self._wake()
 
     def drop(self) -> None:
         """The writer's side: forget what has piled up."""
@@ -57,23 +57,27 @@ class Stream:
         if self._left:
             return
         self._left = True
-        self._changed.set()
+        self._wake()
         self._abort(self.id, reason)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def __aiter__(self) -> AsyncIterator[Output]:
         try:
-            while not self._left and (output := await self._next()) is not None:
+            while not self._left and (output := await self.next()) is not None:
                 yield output
                 if output.finish is not None:
                     return
         finally:
             self.abort(AbortReason.client_gone)  # of one that has ended: no more than a flag
 
-    async def _next(self) -> Output | None:
-        """What has come since the last call; None once the reader has left."""
+    async def next(self) -> Output | None:
+        """What has come since the last call, for the one reader; None once it has left. Raises as iterating does."""
         while not (self._left or self._tokens or self._finish or self._error):
-            self._changed.clear()
-            await self._changed.wait()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
         if self._left:
             return None
         if self._error and not self._tokens:

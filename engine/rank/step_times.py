@@ -15,7 +15,7 @@ from engine.plan import Admission, PageAppend, PrefillChunk, StepPlan, encode_pl
 from engine.protocol import SamplingParams
 from engine.rank.runner import Runner
 
-REPEATS = 3  # timed steps a point, after one that is not
+SERIES, REPEATS = 2, 3  # timed steps a point, after one that is not; the quicker series counts
 CONTEXTS = (16, 1024)  # tokens behind each decode row, where max_len allows it
 BEHIND = 16_384  # tokens behind a chunk, likewise
 TILE = 128  # rows that a GPU's large products are cut by
@@ -26,19 +26,29 @@ _GREEDY = SamplingParams(max_tokens=1)
 def measure(runner: Runner, config: EngineConfig, vocab: int) -> StepTimes:
     """Step times of a runner that has run no plan; it is left as it was. Every rank of the group must call it.
 
-    A second at most for 31B on four H200 by what its steps take: twenty of decode rows, twenty of prompts.
+    Two seconds at most for 31B on four H200 by what its steps take: forty of decode rows, sixty with prompts.
     """
-    probe = _Probe(runner, vocab)
-    short, long = (min(context, config.max_len - 2 - REPEATS) for context in CONTEXTS)
-    most = min(config.prefill_budget, config.max_len - 1)
-    decodes = [(rows, probe.decode_ms(rows, short)) for rows in _points(config.max_seqs, (1, 32, 128))]
-    prefills = [(rows, probe.prefill_ms(rows)) for rows in _points(most, (1, 128, 512))]
+    probe, most = _Probe(runner, vocab), min(config.prefill_budget, config.max_len - 1)
+    short, long = (min(context, config.max_len - 3 - SERIES * REPEATS) for context in CONTEXTS)
+    decodes = _ascending([(rows, probe.decode_ms(rows, short)) for rows in _points(config.max_seqs, (1, 32, 128))])
+    prefills = _ascending([(rows, probe.prefill_ms(rows)) for rows in _points(most, (1, 128, 512))])
+    counts = [count for count in _points(min(config.max_seqs, most) - 1, (1, 32, 128)) if count]
+    beside = [(count, max(0.0, probe.beside_ms(count, short, prefills))) for count in counts]
     context_ms = max(0.0, probe.decode_ms(config.max_seqs, long) - decodes[-1][1]) / max(1, config.max_seqs * (long - short))
-    rows, first = prefills[len(prefills) // 2]
-    behind = min(BEHIND, config.max_len - 1 - rows)
-    behind_ms = max(0.0, probe.prefill_ms(rows, behind) - first) / max(1, rows * behind)
+    read_ms, behind_ms = _behind(probe, prefills[0], prefills[len(prefills) // 2], config.max_len - 1)
     probe.clear()
-    return StepTimes(_ascending(decodes), _ascending(prefills), context_ms, behind_ms, TILE if config.device == "cuda" else 1)
+    tile = TILE if config.device == "cuda" else 1
+    return StepTimes(decodes, prefills, tuple(beside) or ((1, 0.0),), context_ms, read_ms, behind_ms, tile)
+
+
+def _behind(probe: "_Probe", few: tuple[int, float], many: tuple[int, float], length: int) -> tuple[float, float]:
+    """What a token before a chunk adds to its step, and to each of its tokens: of chunks of few rows and of many."""
+    behind = max(0, min(BEHIND, length - many[0]))
+    if not behind:
+        return 0.0, 0.0
+    less, more = (max(0.0, probe.prefill_ms(rows, behind) - alone) / behind for rows, alone in (few, many))
+    each = max(0.0, more - less) / max(1, many[0] - few[0])
+    return max(0.0, less - few[0] * each), each
 
 
 def _points(most: int, usual: tuple[int, ...]) -> list[int]:
@@ -65,19 +75,18 @@ class _Probe:
 
     def decode_ms(self, rows: int, context: int) -> float:
         """A step of so many decode rows, each behind `context` tokens."""
-        end = context + REPEATS + 1
-        admissions = [self._admission(slot, context + 1, context) for slot in range(rows)]
-        appends = [append for slot in range(rows) for append in self._appends(slot, context, end)]
-        self._run([StepPlan(0, admissions=admissions, appends=appends), StepPlan(0, decodes=list(range(rows)))])
-        return self._run([StepPlan(0, decodes=list(range(rows)))] * REPEATS)
+        return self._timed(self._tenants(rows, context), StepPlan(0, decodes=list(range(rows))))
 
     def prefill_ms(self, rows: int, behind: int = 0) -> float:
         """A step of so many tokens of one prompt, behind others of it."""
-        end = behind + rows
-        chunk, appends = PrefillChunk(0, behind, end, end - 1), self._appends(0, behind, end)
-        plan = StepPlan(0, admissions=[self._admission(0, end, behind)], appends=appends, chunks=[chunk])
-        self._run([plan])
-        return self._run([plan] * REPEATS)
+        return self._timed(*self._chunked(0, rows, behind))
+
+    def beside_ms(self, rows: int, context: int, prefills: tuple[tuple[int, float], ...]) -> float:
+        """How much longer than a step of prompt tokens alone, of `prefills`, one takes of which so many rows are decode rows."""
+        whole, alone = next((point for point in prefills if point[0] >= 2 * rows), prefills[-1])
+        tenants, (newcomer, chunk) = self._tenants(rows, context), self._chunked(rows, whole - rows, 0)
+        first = StepPlan(0, admissions=tenants.admissions + newcomer.admissions, appends=[*tenants.appends, *newcomer.appends])
+        return self._timed(first, StepPlan(0, chunks=chunk.chunks, decodes=list(range(rows)))) - alone
 
     def clear(self) -> None:
         """Forget all of it: pages, tables, lengths, the state hash."""
@@ -89,8 +98,26 @@ class _Probe:
         slots.lengths.zero_()
         self._runner.state_hash = 0
 
+    def _tenants(self, rows: int, context: int) -> StepPlan:
+        """Sequences in the first slots, with pages for all rows that are timed."""
+        end = context + SERIES * REPEATS + 2
+        admissions = [self._admission(slot, context + 1, context) for slot in range(rows)]
+        appends = [append for slot in range(rows) for append in self._appends(slot, context, end)]
+        return StepPlan(0, admissions=admissions, appends=appends)
+
+    def _chunked(self, slot: int, rows: int, behind: int) -> tuple[StepPlan, StepPlan]:
+        """A prompt in a slot, and a step of so many tokens of it, behind others."""
+        end = behind + rows
+        admitted = StepPlan(0, admissions=[self._admission(slot, end, behind)], appends=self._appends(slot, behind, end))
+        return admitted, StepPlan(0, chunks=[PrefillChunk(slot, behind, end, end - 1)])
+
+    def _timed(self, first: StepPlan, plan: StepPlan) -> float:
+        """Milliseconds of a plan, behind one that admits; two are out at a time as in the worker's loop. The quicker series."""
+        self._run([first, plan])
+        return min(self._run([plan] * REPEATS) for _ in range(SERIES))
+
     def _run(self, plans: list[StepPlan]) -> float:
-        """Mean milliseconds of plans, two out at a time as in the worker's loop."""
+        """Mean milliseconds of plans."""
         began = monotonic()
         self._runner.run(map(self._encoded, plans))
         return 1e3 * (monotonic() - began) / len(plans)

@@ -9,8 +9,10 @@ from itertools import pairwise
 from typing import get_args
 
 import pytest
+from prometheus_client import CollectorRegistry, Histogram
 
 from dashboards.exporter import Exporter, Facts
+from dashboards.fast_histogram import FastHistogram
 from dashboards.metrics import ENGINE, FLEET, OUTCOMES, TARGET_LABELS, TPOT_BUCKETS
 from engine.errors import ConfigError
 from engine.events import (
@@ -211,6 +213,30 @@ def test_counts_are_what_a_scrape_says() -> None:
     assert counts["quartet_requests_total", ("stop",)] == 1
     assert {name for name, _ in counts} == {row.name for row in ENGINE if row.kind == "counter" and "rank" not in row.labels}
     assert all(found[name] == value for (name, labels), value in counts.items() if not labels)
+
+
+ROW = next(row for row in ENGINE if row.name == "quartet_inter_token_latency_seconds")
+
+
+def observed(kind: type[FastHistogram] | None) -> list[tuple[str, dict[str, str], float]]:
+    """The samples of so many values, bounds themselves among them, in a histogram of that kind or in prometheus-client's."""
+    registry = CollectorRegistry()
+    made = kind(ROW, registry) if kind else Histogram(ROW.name, ROW.help, buckets=ROW.buckets, registry=registry)
+    for value in [0.0, *ROW.buckets, *(bound * 1.01 for bound in ROW.buckets), 1e9]:
+        made.observe(value)
+    (family,) = registry.collect()
+    return [(each.name, each.labels, each.value) for each in family.samples if not each.name.endswith("_created")]
+
+
+def test_the_histogram_of_every_token_is_as_the_librarys() -> None:
+    """The same samples. Planted: a bound that counts in the bucket above it."""
+
+    class Above(FastHistogram):
+        def observe(self, value: float) -> None:
+            super().observe(value * (1 + 1e-12))
+
+    assert observed(FastHistogram) == observed(None)
+    assert observed(Above) != observed(None)
 
 
 def test_buckets_resolve_what_gemma_does() -> None:

@@ -156,8 +156,13 @@ def ended(stack: Stack, before: dict[str, float]) -> dict[str, float]:
     return {name.partition('"')[2].partition('"')[0]: count for name, count in moved.items() if count}
 
 
+@pytest.mark.timeout(900)  # eight thousand tokens must be made before the buffers are full
 def test_a_slow_reader_of_a_large_answer_is_ended(stack: Stack) -> None:
-    """One that takes nothing: it ends as a slow reader once the buffers are full, memory stays, and a stream beside it is whole."""
+    """One that takes nothing is ended once the buffers are full, memory stays, and a stream beside it is whole.
+
+    By the replica as a slow reader; as a client that has gone, where HAProxy did not know the replica yet and Serve's own proxy
+    stood between.
+    """
     before, memory = counted(stack), memory_mb(stack)
     whole = LARGE["n"] * LARGE["max_tokens"]
 
@@ -176,7 +181,7 @@ def test_a_slow_reader_of_a_large_answer_is_ended(stack: Stack) -> None:
     print(f"{outcomes} of {whole} tokens; {size / 1e6:.1f} MB in buffers; the replica holds {memory_mb(stack) - memory:+.0f} MB")
     assert beside == "finished"
     assert outcomes.pop("length") == 1, "the one beside it"
-    assert outcomes == {"slow_reader": LARGE["n"]}
+    assert outcomes in ({"slow_reader": LARGE["n"]}, {"client_gone": LARGE["n"]})
     assert memory_mb(stack) - memory < 150
     wait(lambda: kv_pages_used(stack) == 0, 10, stack.said)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema
 import openai
 import pytest
 import yaml
@@ -108,6 +109,30 @@ def test_openais_client_is_answered(stack: Stack) -> None:
         assert httpx.get(f"{stack.url}{path}").status_code == 200
 
 
+def test_logits_are_adjusted(stack: Stack) -> None:
+    """At TP=4: with two ids allowed nothing else comes, a forbidden one of them not either, and a frequency penalty brings both;
+    where no token is left the answer is a 400."""
+    text = TextProcessor.load(resolve("nano:31b"))
+    one, other = (text.encode(word, add_bos=False)[0] for word in ("house", "red"))
+    first, second = text.decode([one]), text.decode([other])
+
+    def completed(**keys: Any) -> tuple[int, str]:
+        body = {"model": MODEL, "prompt": "One two", "temperature": 0, "max_tokens": 16, **keys}
+        reply = httpx.post(f"{stack.url}/v1/completions", json=body, timeout=60).json()
+        return (200, reply["choices"][0]["text"]) if "choices" in reply else (400, reply["error"]["message"])
+
+    allowed = {"allowed_token_ids": [one, other]}
+    assert completed()[1].replace(first, "").replace(second, ""), "anything else may come where nothing is said"
+    assert completed(**allowed)[1].replace(first, "").replace(second, "") == ""
+    assert completed(**allowed, logit_bias={str(one): -100}) == (200, 16 * second)
+    assert completed(**allowed, logit_bias={str(other): -100}) == (200, 16 * first)
+    _, mixed = completed(**allowed, frequency_penalty=2)
+    assert mixed.count(first) + mixed.count(second) == 16
+    assert min(mixed.count(first), mixed.count(second)) > 0
+    status, message = completed(allowed_token_ids=[text.eos_ids[0]], min_tokens=2)
+    assert (status, "forbid every token" in message) == (400, True)
+
+
 def test_it_answers_held_out_questions(stack: Stack) -> None:
     """Two of every skill that it learnt, streamed by openai's client, thoughts and calls apart: right, but for one at most."""
     text = TextProcessor.load(resolve("nano:31b"))
@@ -174,6 +199,48 @@ def test_openais_client_drives_a_tool_loop(stack: Stack) -> None:
         "The weather in Paris is rainy, 7 degrees.",
     ]
     assert [answer.finish_reason for answer in answers] == ["stop", "stop"]
+
+
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 20}, "sunny": {"type": "boolean"}, "degrees": {"type": "integer"}},
+    "required": ["city", "sunny", "degrees"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+def test_a_reply_keeps_its_schema(stack: Stack, thinking: bool) -> None:
+    """response_format json_schema, greedy: valid, a thought before it where it was asked for, and the same streamed and whole."""
+    asked: dict[str, Any] = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
+        "temperature": 0,
+        "max_tokens": 200,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}},
+        "extra_body": {"chat_template_kwargs": {"enable_thinking": thinking}},
+    }
+    with api(stack) as client:
+        whole = client.chat.completions.create(**asked).choices[0]
+        deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, stream=True)]
+    assert whole.finish_reason == "stop"
+    jsonschema.validate(json.loads(whole.message.content or ""), CITY)
+    assert "".join(delta.content or "" for delta in deltas) == whole.message.content
+    assert bool(getattr(whole.message, "reasoning_content", "")) is thinking
+
+
+def test_a_required_call_comes(stack: Stack) -> None:
+    """tool_choice required and named: a call that validates, whatever was asked; none where the choice is none."""
+    with api(stack) as client:
+        for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}, "none"):
+            reply = client.chat.completions.create(
+                model=MODEL, messages=HELLO, tools=[WEATHER], tool_choice=choice, temperature=0, max_tokens=200
+            ).choices[0]
+            calls = [call.function for call in reply.message.tool_calls or ()]
+            assert reply.finish_reason == ("stop" if choice == "none" else "tool_calls")
+            assert [call.name for call in calls] == ([] if choice == "none" else ["get_weather"])
+            for call in calls:
+                jsonschema.validate(json.loads(call.arguments), WEATHER["function"]["parameters"])
 
 
 def test_the_exporter_counts_what_was_served(stack: Stack) -> None:

@@ -27,7 +27,12 @@ _PARAMS_BYTES = 64 << 10
 # A text completion has `priority`, and refuses the others unless they ask for nothing.
 _ABSENT_THERE = ("lora_path", "image_data", "input_embeds", "custom_logit_processor", "return_hidden_states", "session_params")
 _PASSED_ON = (*_ABSENT_THERE, "priority")
-_ABSENT: dict[str, tuple[Any, ...]] = {"return_logprob": (False,), "top_logprobs_num": (0,), "return_routed_experts": (False,)}
+_ABSENT: dict[str, tuple[Any, ...]] = {
+    "return_logprob": (False,),
+    "top_logprobs_num": (0,),
+    "token_ids_logprob": ([],),
+    "return_routed_experts": (False,),
+}
 _STRING = {"type": "string"}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _NULL = Annotated[Raw, shown_as()] | UnsetType
@@ -44,6 +49,7 @@ class GenerateTextRequest(Struct, frozen=True, kw_only=True):
     rid: Annotated[str, Meta(max_length=256)] | None = None
     return_logprob: _OFF = UNSET
     top_logprobs_num: Annotated[Raw, shown_as({"enum": [0]})] | UnsetType = UNSET
+    token_ids_logprob: Annotated[Raw, shown_as({"type": "array", "maxItems": 0})] | UnsetType = UNSET
     return_routed_experts: _OFF = UNSET
     lora_path: _NULL = UNSET
     image_data: _NULL = UNSET

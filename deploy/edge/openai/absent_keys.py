@@ -19,7 +19,6 @@ COMMON: Mapping[str, tuple[Any, ...]] = {
     "vllm_xargs": ({},),
     "use_beam_search": (False,),
     "early_stopping": (False,),
-    "thinking_token_budget": (),
     # structured output
     "guided_whitespace_pattern": _EMPTY,
     # stopping, and what is shown
@@ -71,6 +70,7 @@ COMPLETION: Mapping[str, tuple[Any, ...]] = {
     "add_special_tokens": (True,),
     "echo": (False,),
     "suffix": ("",),
+    "thinking_token_budget": (),
 }
 
 

@@ -131,3 +131,33 @@ def test_serves_own_headers_are_taken_out() -> None:
     headers = [*steering, (b"accept", b"*/*")]
     asyncio.run(wrapped({"type": "http", "headers": headers}, nothing, ignore))
     assert seen == [(b"accept", b"*/*")]
+
+
+@pytest.mark.parametrize("bounds_writes", [True, False])
+def test_the_guard_around_serve_bounds_each_write(bounds_writes: bool) -> None:
+    """A client that takes nothing: whoever sends hears TimeoutError. Planted: without the bound it waits on."""
+    ends: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with asyncio.timeout(1):
+                await send({"type": "http.response.body", "body": b"x", "more_body": True})
+        except TimeoutError:
+            ends.append("after the look" if asyncio.get_running_loop().time() - began > 0.9 else "in time")
+
+    async def stuck(message: Message) -> None:
+        await asyncio.Event().wait()
+
+    async def nothing() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def main() -> None:
+        nonlocal began
+        began = asyncio.get_running_loop().time()
+        guard = Limits(app, LimitSettings(write_timeout_s=0.05), bounds_writes=bounds_writes)
+        await guard({"type": "http", "method": "GET", "path": "/", "headers": []}, nothing, stuck)
+
+    began = 0.0
+    asyncio.run(main())
+    assert ends == ["in time" if bounds_writes else "after the look"]
+    assert outermost()[0].kwargs["bounds_writes"]

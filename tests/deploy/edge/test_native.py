@@ -114,6 +114,7 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     (GENERATE, {"text": ["a", "b"]}, 400, "text"),
     (GENERATE, {"input_ids": [[5], [6]]}, 400, "input_ids"),
     (GENERATE, {"text": "x", "return_logprob": True}, 400, "return_logprob"),
+    (GENERATE, {"text": "x", "token_ids_logprob": [5]}, 400, "token_ids_logprob"),
     (GENERATE, {"text": "x", "lora_path": "a"}, 400, "lora_path"),
     (GENERATE, {"text": "x", "sampling_params": {"n": 2}}, 400, "sampling_params"),
     (GENERATE, {"text": "x", "sampling_params": {"max_new_tokens": 0}}, 400, "max_new_tokens"),

@@ -96,6 +96,17 @@ def test_a_thought_comes_first_where_thinking_is_on(edge: Edge) -> None:
     assert [writes(edge, off, each) for each in said] == [False, True, False]
 
 
+def test_a_thought_has_a_budget(edge: Edge) -> None:
+    """Behind so many tokens of a thought only its end may come; without a budget more may. Where nothing is kept it is a 400."""
+    keys = {"regex": "x", "chat_template_kwargs": {"enable_thinking": True}}
+    bounded, free = asked(edge, chat(**keys, thinking_token_budget=8)), asked(edge, chat(**keys))
+    for words, kept in ((1, True), (40, False)):
+        said = f"<|channel>thought\n{'Z' * words}<channel|>x"
+        assert (writes(edge, bounded, said), writes(edge, free, said)) == (kept, True)
+    reply = httpx.post(f"{edge.url}{CHAT}", json=chat(thinking_token_budget=8), timeout=10)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "thinking_token_budget")
+
+
 def call(name: str, arguments: str = "{a:1}") -> str:
     return f"<|tool_call>call:{name}{arguments}<tool_call|>"
 

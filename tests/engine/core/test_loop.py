@@ -91,6 +91,18 @@ class Front:
         return got
 
 
+@dataclass
+class StoppingExecutor(MachineExecutor):
+    """The front says stop once there is a plan."""
+
+    front: Front | None = None
+
+    def submit(self, plan: StepPlan, masks: bytes = b"") -> None:
+        super().submit(plan, masks)
+        if self.front is not None and plan.step == 1:
+            self.front.send(Control(action="stop"))
+
+
 @pytest.fixture
 def core():  # noqa: ANN201
     """A running core: (front, executor, scheduler); stopped and joined afterwards."""
@@ -246,13 +258,12 @@ def test_a_page_violation_ends_the_loop() -> None:
         ours, theirs = socket.socketpair()
         with ours, theirs:
             scheduler = Scheduler(SchedulerConfig(GROUPS, (20, 40), 4, 64, 16))
-            executor = MachineExecutor(KVMachine(GROUPS, (20, 40), 4, 64, lambda prefix, position, seed: position))
-            loop = Core(scheduler, executor, FrontLink(theirs), FakeLifeline(), Waiter(), "every")
             front = Front(ours)
+            executor = StoppingExecutor(KVMachine(GROUPS, (20, 40), 4, 64, lambda prefix, position, seed: position), front=front)
+            loop = Core(scheduler, executor, FrontLink(theirs), FakeLifeline(), Waiter(), "every")
             request = GenerateRequest(id=1, prompt=pack_tokens([1, 2, 3]), params=SamplingParams(max_tokens=5))
             spoil(scheduler)
             front.send(request)
-            front.send(Control(action="stop"))
             loop.run()
             return executor
 

@@ -6,9 +6,10 @@ from statistics import mean
 
 import pytest
 
-from engine.core.policy import POLICIES, in_order, prefill_tokens, shortest_beside_oldest
+from engine.core.policy import POLICIES, Prompt, StepTime, in_order, shares, shortest_first
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.sequence import Sequence
+from engine.core.step_budget import MOST_SKIPPED, TURN, DecodeRows, StepBudget
 from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
 from engine.plan import PrefillChunk, ResultRow, StepPlan, StepResult
@@ -23,54 +24,54 @@ QUIET_TPOT_MS = BASE_MS + DECODE_MS * STREAMS
 
 @pytest.mark.parametrize("name", list(POLICIES))
 def test_shares_are_within_what_is_asked_and_there(name: str) -> None:
-    """Nobody gets more than it wants, all together the budget if they want that, and the first a quarter of it if it wants that."""
+    """Nobody gets more than it wants, all together the budget if they want that; the oldest has its part of every fourth step."""
     rng = random.Random(1)
-    for _ in range(3000):
-        wanted = [rng.choice((1, 5, 100, 3000)) + rng.randint(0, 9) for _ in range(rng.randint(0, 6))]
-        budget = rng.choice((1, 7, 64, 2048))
-        shares = POLICIES[name].shares(wanted, budget)
-        assert len(shares) == len(wanted)
-        assert all(0 <= share <= each for share, each in zip(shares, wanted, strict=True))
-        assert sum(shares) == min(budget, sum(wanted))
-        if wanted:
-            assert shares[0] >= min(wanted[0], max(1, budget // 4)), "the oldest advances"
+    for _ in range(300):
+        most, budget = rng.choice((1, 7, 64, 2048)), StepBudget(POLICIES[name], 4096, None, None)
+        passed = 0
+        for _ in range(20):
+            prompts = [Prompt(rng.choice((1, 5, 100, 3000)) + rng.randint(0, 9), 0) for _ in range(rng.randint(1, 6))]
+            found = budget.share(prompts, most, DecodeRows(3, 100))
+            assert all(0 <= share <= prompt.wanted for share, prompt in zip(found, prompts, strict=True))
+            assert sum(found) == min(most, sum(prompt.wanted for prompt in prompts))
+            passed = 0 if found[0] else passed + 1
+            assert passed < TURN, "the oldest advances"
 
 
-def test_the_shortest_go_beside_the_oldest() -> None:
-    """A quarter of the budget is the oldest's, and what shorter ones leave of the rest."""
-    assert shortest_beside_oldest([10_000, 5000, 100, 300], 1000) == [250, 350, 100, 300]
-    assert shortest_beside_oldest([10_000, 12_000, 100, 300], 1000) == [600, 0, 100, 300]
-    assert shortest_beside_oldest([10_000], 1000) == [1000]
-    assert shortest_beside_oldest([100, 10_000, 200], 1000) == [100, 700, 200]
-    assert shortest_beside_oldest([], 1000) == []
-    assert in_order([10_000, 100], 1000) == [1000, 0]
+def test_the_shortest_go_first() -> None:
+    """The shortest first, behind the oldest when it is its turn; in order of arrival the oldest first."""
+    wanted = [10_000, 5000, 100, 300]
+    assert shortest_first(wanted, False) == [2, 3, 1, 0]
+    assert shortest_first(wanted, True) == [0, 2, 3, 1]
+    assert shortest_first([], True) == in_order([], True) == []
+    assert in_order(wanted, False) == [0, 1, 2, 3]
+    assert shares([Prompt(each, 0) for each in wanted], [2, 3, 1, 0], 1000) == [0, 600, 100, 300]
 
 
-def test_the_budget_keeps_a_step_below_its_target() -> None:
-    """The most tokens that fit, between measured points and beyond them; never fewer than one in 32, never more than all."""
-    times = StepTimes(((1, 5.0), (101, 15.0)), ((1, 5.0), (101, 7.0), (1101, 27.0)))
-    assert prefill_tokens(times, 1, 0, 0, 6.0, 2048) == 64  # one in 32: 50 would be in time
-    assert prefill_tokens(times, 1, 0, 0, 7.0, 64) == 64
-    assert prefill_tokens(times, 1, 0, 0, 17.0, 2048) == 600
-    assert prefill_tokens(times, 51, 0, 0, 22.0, 2048) == 600
-    assert prefill_tokens(times, 1, 0, 0, 1000.0, 2048) == 2048
-    assert prefill_tokens(times, 500, 0, 0, 10.0, 2048) == 64
-    longer = StepTimes(times.decodes, times.prefills, context_ms=0.001)
-    assert prefill_tokens(longer, 51, 5000, 0, 22.0, 2048) == 350  # 5 ms of context are 250 tokens
+def test_a_step_is_filled_up_to_its_target() -> None:
+    """The most tokens that fit, between measured points and beyond them; what stands before a chunk costs, too."""
+    times = StepTimes(((1, 5.0), (101, 15.0)), ((1, 5.0), (101, 7.0), (1101, 27.0)), ((1, 0.0), (101, 10.0)), 0.001, 0.002, 0.00002)
+    assert StepTime(times, 1, 0).fitting(0, 7.0) == 100
+    assert StepTime(times, 1, 0).fitting(0, 17.0) == 600
+    assert StepTime(times, 51, 0).fitting(0, 22.0) == 550
+    assert StepTime(times, 51, 1000).fitting(0, 22.0) == 500  # a millisecond of context is 50 tokens
+    assert StepTime(times, 51, 0).fitting(500, 22.0) == 333  # a millisecond to read, and half as much again each token
+    assert StepTime(times, 51, 0).fitting(0, 5.0) == 0
 
 
 def test_the_budget_fills_whole_tiles() -> None:
-    """At 31B's times a step takes its target at most, and with a tile more it would take longer; no tile is begun in vain."""
+    """At 31B's times a step takes its target at most, as reckoned and as simulated, and with a tile more it would take longer."""
     rng = random.Random(3)
     for _ in range(2000):
         decodes, behind, target = rng.randint(0, 200), rng.choice((0, 0, 30_000, 100_000)), rng.uniform(5, 60)
-        tokens = prefill_tokens(TIMES, decodes, 0, behind, target, 2048 - decodes)
-        assert tokens <= 2048 - decodes
-        if tokens < 2048 - decodes:
-            assert step_ms(filled(decodes, tokens + TIMES.tile, behind)) > target
-        if tokens > (2048 - decodes) // 32:
+        tokens = StepTime(TIMES, decodes, 0).fitting(behind, target)
+        assert step_ms(filled(decodes, tokens + TIMES.tile, behind)) > target
+        if tokens:
             assert step_ms(filled(decodes, tokens, behind)) <= target + 1e-6
-            assert (decodes + tokens) % TIMES.tile == 0 or tokens == 2048 - decodes
+            assert (decodes + tokens) % TIMES.tile == 0
+            time = StepTime(TIMES, decodes, 0)
+            time.add(tokens, behind)
+            assert time.ms == pytest.approx(step_ms(filled(decodes, tokens, behind)))
 
 
 def filled(decodes: int, tokens: int, behind: int) -> StepPlan:
@@ -79,13 +80,42 @@ def filled(decodes: int, tokens: int, behind: int) -> StepPlan:
     return StepPlan(1, decodes=list(range(decodes)), chunks=[PrefillChunk(decodes, behind, end, end)])
 
 
+HEAVY = StepTimes(((1, 3.0), (101, 4.0)), ((1, 14.0), (101, 15.0)), read_ms=0.0001)  # as launched kernel by kernel
+
+
+def mean_step_ms(budget: StepBudget, target: float) -> tuple[float, int]:
+    """(mean milliseconds of steps beside one stream and a prompt that never ends, most of them in a row without prompt tokens)."""
+    spent, skipped, longest = [], 0, 0
+    for _ in range(1000):
+        time = StepTime(HEAVY, 1, 100)
+        (share,) = budget.share([Prompt(10**6, 5000)], 2048, DecodeRows(1, 100))
+        if share:
+            time.add(share, 5000)
+        spent.append(time.ms if share else time.decode_ms)
+        skipped = 0 if share else skipped + 1
+        longest = max(longest, skipped)
+    print(f"target {target}: mean {mean(spent):.2f} ms, {longest} steps without prompt tokens")
+    return mean(spent), longest
+
+
+def test_steps_that_exceed_the_target_are_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where any prompt token makes a step far too long, steps of decode rows alone keep the mean to the target; where even they
+    cannot, prompts advance all the same. Planted fault: nothing is made up for."""
+    policy = POLICIES["fair"]
+    for target in (5.0, 6.0, 10.0):
+        assert mean_step_ms(StepBudget(policy, 2048, HEAVY, target), target)[0] <= 1.02 * target
+    assert mean_step_ms(StepBudget(policy, 2048, HEAVY, 1.0), 1.0)[1] == MOST_SKIPPED
+    monkeypatch.setattr("engine.core.step_budget.MOST_SKIPPED", 0)
+    assert mean_step_ms(StepBudget(policy, 2048, HEAVY, 5.0), 5.0)[0] > 10
+
+
 @dataclass(frozen=True)
 class Latencies:
     """First tokens of short prompts (of those without one, how long they have waited) and pace of running streams, ms."""
 
     ttft_p99: float
     tpot: float
-    prefilled: int
+    worked_ms: float
     answered: int
 
 
@@ -106,7 +136,7 @@ def latencies(policy: str, *, longs: bool, tpot_target_ms: float | None, seconds
     clocks = [world.clocks[each] for each in shorts]
     waited = [(clock.first or world.now) - clock.came for clock in clocks]
     tpot = mean(world.clocks[each].tpot for each in streams)
-    return Latencies(p99(waited), tpot, world.prefilled, sum(clock.tokens > 0 for clock in clocks))
+    return Latencies(p99(waited), tpot, world.worked_ms, sum(clock.tokens > 0 for clock in clocks))
 
 
 def test_short_prompts_do_not_wait_for_long_ones() -> None:
@@ -118,7 +148,7 @@ def test_short_prompts_do_not_wait_for_long_ones() -> None:
     print(f"quiet {quiet}\nbusy {busy}\nin order of arrival {ordered}")
     assert busy.ttft_p99 <= 2 * quiet.ttft_p99
     assert busy.tpot <= 1.5 * quiet.tpot
-    assert busy.prefilled >= 0.97 * ordered.prefilled
+    assert busy.worked_ms >= 0.97 * ordered.worked_ms
     assert ordered.ttft_p99 > 30 * quiet.ttft_p99, "the fault beside it: in order of arrival they wait for seconds"
 
 

@@ -227,7 +227,7 @@ def test_bombs_cost_little(walker: Walker, bomb: str) -> None:
         (lambda: regex_answer("a("), "regex"),
         (lambda: regex_answer("(?=a)b"), "look"),
         (lambda: lark_answer("nothing"), ""),
-        (lambda: choice_answer([]), "choice"),
+        (lambda: choice_answer([]), "texts"),
         (lambda: json_answer({"description": "x" * 70_000}), "larger"),
     ],
 )

@@ -366,27 +366,26 @@ def test_under_the_interpreter() -> None:
 def interpreted_slices_are_the_formulas(rank: int, size: int, parts: int) -> None:
     """The kernel's slices are the formulas', in one part or several, cut within a word or padded; -inf stays behind the
     vocabulary's end; padding and unadjusted rows keep their bits."""
-    for seed in range(2):
-        sequences, logits = sequences_of(seed), logits_of(8, seed)
-        sequences[0] = AdjustedSequence([1, 2, 3], 2)
-        it = RankTables(OneOf(rank, size))
-        it.admit(sequences)
-        it.mask(sequences)
-        before = {slot: replace(sequence, tokens=sequence.tokens) for slot, sequence in sequences.items()}
-        for _ in range(3):  # the second and third count their inputs
-            mine = it.slice(logits)
-            raw = mine.clone()
-            capped = adjust(mine, it.batch(before, padding=1), it.ids.start, parts).capped
-            assert capped is not None
-            assert [bool(on) for on in capped] == [*(adjusts(sequence) for sequence in before.values()), False]
-            want = expected(logits[:7], before)[:, it.ids.start : it.ids.stop]
-            for row in range(8):
-                if not capped[row]:
-                    assert torch.equal(mine[row], raw[row])
-                else:
-                    assert error(mine[row, : want.shape[1]].double(), want[row]) < TOLERANCE, (seed, row)
-                    assert mine[row, want.shape[1] :].isneginf().all()
-            before = {slot: sequence.longer(sequence.tokens[-2]) for slot, sequence in before.items()}
+    sequences, logits = sequences_of(rank), logits_of(8, rank)
+    sequences[0] = AdjustedSequence([1, 2, 3], 2)
+    it = RankTables(OneOf(rank, size))
+    it.admit(sequences)
+    it.mask(sequences)
+    before = dict(sequences)
+    for _ in range(2):  # the second counts its inputs
+        mine = it.slice(logits)
+        raw = mine.clone()
+        capped = adjust(mine, it.batch(before, padding=1), it.ids.start, parts).capped
+        assert capped is not None
+        assert [bool(on) for on in capped] == [*(adjusts(sequence) for sequence in before.values()), False]
+        want = expected(logits[:7], before)[:, it.ids.start : it.ids.stop]
+        for row in range(8):
+            if not capped[row]:
+                assert torch.equal(mine[row], raw[row])
+            else:
+                assert error(mine[row, : want.shape[1]].double(), want[row]) < TOLERANCE, row
+                assert mine[row, want.shape[1] :].isneginf().all()
+        before = {slot: sequence.longer(sequence.tokens[-2]) for slot, sequence in before.items()}
 
 
 def adjusts(sequence: AdjustedSequence) -> bool:

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from engine.config import EngineConfig, engine_config
+from engine.logit_adjustments import LogitAdjustments
 from engine.plan import Admission, PageAppend, PrefillChunk, StepPlan, StepResult, encode_plan, read_header
 from engine.protocol import SamplingParams
 from engine.rank.runner import Launched, Runner
 from engine.rank.worker import Rank, build
 from tests.conftest import Nano
+from tests.support.engine.adjusted_logits import AdjustedSequence
 from tests.support.engine.ranks import finish, run, single
 
 pytestmark = pytest.mark.cpu
@@ -245,3 +247,30 @@ def test_a_mask_holds_for_its_step_alone(rank: Rank, runner: Runner) -> None:
             (row,) = run(build(rank, PAGES), plan).rows
             masked = forced.get(end - len(prompt) + 1, (None, 0))[0] == slot
             assert (row.tokens == (known[end],)) is not masked, (slot, end)
+
+
+def test_greedy_tokens_are_the_largest_adjusted_logits(rank: Rank, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through prefill, decodes and a return with all its tokens after a preemption, each token is the largest of the model's logits
+    behind the formulas; as if nothing were adjusted it is not."""
+    raw: list[torch.Tensor] = []
+    logits = runner._model.logits
+    monkeypatch.setattr(runner._model, "logits", lambda hidden: raw.append(logits(hidden)) or raw[-1].clone())
+    prompt = PROMPTS[0]
+    wanted = LogitAdjustments(
+        repetition_penalty=1.4, frequency_penalty=1.5, presence_penalty=1.0, bias=((77, 3.0), (5, -float("inf"))), bad_words=((9,),)
+    )
+    sequence, plainly = AdjustedSequence(prompt, len(prompt), wanted), 0
+    for step in range(1, 17):
+        plan = StepPlan(step, decodes=[2])
+        if step in (1, 9):
+            admission, pages = admit(2, step, sequence.tokens, SamplingParams(max_tokens=99, adjustments=wanted))
+            end = len(sequence.tokens)
+            plan = StepPlan(
+                step, admissions=[replace(admission, prompt=len(prompt))], appends=pages, chunks=[PrefillChunk(2, 0, end, end - 1)]
+            )
+        (token,) = run(runner, plan).rows[0].tokens
+        adjusted = sequence.logits(raw[-1][0], rank.geometry.softcap or 1e9)
+        assert adjusted[token] > adjusted.max() - 1e-4, step
+        plainly += token == int(raw[-1][0].argmax())
+        sequence = sequence.longer(token)
+    assert plainly < 12

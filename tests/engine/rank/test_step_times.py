@@ -42,12 +42,14 @@ def test_times_grow_with_rows(rank: Rank) -> None:
     print(times)
     assert [rows for rows, _ in times.decodes] == [1, 4]
     assert [rows for rows, _ in times.prefills] == [1, 64]
+    assert [rows for rows, _ in times.beside] == [1, 3]
+    assert all(0 <= ms < times.prefills[-1][1] for _, ms in times.beside)
     assert times.tile == 1
     for curve in (times.decodes, times.prefills):
         assert all(before < after for (_, before), (_, after) in pairwise(curve))
     assert times.prefills[-1][1] > 2 * times.prefills[0][1]
     assert 0 < times.context_ms < 1
-    assert 0 < times.behind_ms < 0.1
+    assert 0 < times.read_ms + times.behind_ms < 0.2
 
 
 def test_times_are_those_of_steps(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,14 +110,15 @@ def test_a_page_that_was_written_is_found(rank: Rank, monkeypatch: pytest.Monkey
 
 def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
     """Point by point, whoever is slower there."""
-    one = StepTimes(((1, 5.0), (4, 6.0)), ((1, 5.0), (64, 9.0)), 0.1, 0.02, 128)
-    other = StepTimes(((1, 4.0), (4, 7.0)), ((1, 5.5), (64, 8.0)), 0.2, 0.01, 128)
-    assert slowest([one, other]) == StepTimes(((1, 5.0), (4, 7.0)), ((1, 5.5), (64, 9.0)), 0.2, 0.02, 128)
+    one = StepTimes(((1, 5.0), (4, 6.0)), ((1, 5.0), (64, 9.0)), ((1, 0.0), (3, 0.5)), 0.1, 0.3, 0.02, 128)
+    other = StepTimes(((1, 4.0), (4, 7.0)), ((1, 5.5), (64, 8.0)), ((1, 0.1), (3, 0.4)), 0.2, 0.4, 0.01, 128)
+    both = StepTimes(((1, 5.0), (4, 7.0)), ((1, 5.5), (64, 9.0)), ((1, 0.1), (3, 0.5)), 0.2, 0.4, 0.02, 128)
+    assert slowest([one, other]) == both
 
 
 def test_a_target_that_cannot_be_measured_for_is_refused(nano: Nano) -> None:
     """No context to measure in, or no time at all."""
-    with pytest.raises(ConfigError, match="tpot_target_ms needs a max_len of at least 8"):
-        config_of(nano("31b"), 1, tpot_target_ms=50.0, max_len=7)
+    with pytest.raises(ConfigError, match="tpot_target_ms needs a max_len of at least 16"):
+        config_of(nano("31b"), 1, tpot_target_ms=50.0, max_len=15)
     with pytest.raises(ConfigError, match="tpot_target_ms"):
         config_of(nano("31b"), 1, tpot_target_ms=0.0)

@@ -1,4 +1,5 @@
-"""A scheduler in virtual time: ranks whose steps take what a measured table says, and requests that arrive when they do."""
+"""A scheduler in virtual time: ranks whose steps take what a measured table, or a rank's CPU time, says, and requests that arrive
+when they do."""
 
 import heapq
 from collections import deque
@@ -19,18 +20,27 @@ TILE = 128  # rows of large products: those of a step with chunks cost as if rou
 TIMES = StepTimes(
     tuple((rows, BASE_MS + DECODE_MS * rows) for rows in (1, 32, 128, 256)),
     tuple((rows, BASE_MS + PREFILL_MS * rows) for rows in (1, 128, 512, 2048)),
+    tuple((rows, (DECODE_MS - PREFILL_MS) * rows) for rows in (1, 32, 128, 256)),
     behind_ms=BEHIND_MS,
     tile=TILE,
 )
-
 
 
 def step_ms(plan: StepPlan) -> float:
     """What a step of 31B takes."""
     decodes = len(plan.decodes)
     prefill = -(-plan.tokens // TILE) * TILE - decodes if plan.chunks else 0
-    behind = sum((chunk.end - chunk.start) * chunk.start for chunk in plan.chunks)
-    return BASE_MS + DECODE_MS * decodes + PREFILL_MS * prefill + BEHIND_MS * behind
+    return BASE_MS + DECODE_MS * decodes + PREFILL_MS * prefill + BEHIND_MS * _behind(plan)
+
+
+def work_ms(plan: StepPlan) -> float:
+    """What its tokens add to a step: the work that gets done, whatever their prompts' lengths."""
+    decodes = len(plan.decodes)
+    return DECODE_MS * decodes + PREFILL_MS * (plan.tokens - decodes) + BEHIND_MS * _behind(plan)
+
+
+def _behind(plan: StepPlan) -> int:
+    return sum((chunk.end - chunk.start) * chunk.start for chunk in plan.chunks)
 
 
 @dataclass
@@ -53,17 +63,34 @@ class Clocks:
 
 
 @dataclass
+class ModelledRanks:
+    """Ranks that always give the same token; a step takes what `step_ms` says."""
+
+    _numbers: dict[int, int] = field(default_factory=dict)
+
+    def run(self, plan: StepPlan) -> tuple[StepResult, float]:
+        """A plan's result, and the milliseconds of its step."""
+        self._numbers |= {admission.slot: admission.number for admission in plan.admissions}
+        rows = [ResultRow(slot, self._numbers[slot] & NUMBER_MASK, (7,)) for slot in plan.result_slots]
+        return StepResult.of(plan.step, rows), step_ms(plan)
+
+
+@dataclass
 class Pace:
-    """Drives a scheduler with two plans out at a time. `arrive` puts a request on the way; `run` goes on until a time."""
+    """Drives a scheduler with two plans out at a time. `arrive` puts a request on the way; `run` goes on until a time.
+
+    `execute` gives a plan's result and the milliseconds of its step.
+    """
 
     scheduler: Scheduler
+    execute: Callable[[StepPlan], tuple[StepResult, float]] = field(default_factory=lambda: ModelledRanks().run)
     now: float = 0.0
     clocks: dict[int, Clocks] = field(default_factory=dict)
     prefilled: int = 0
+    worked_ms: float = 0.0
     _arrivals: list[tuple[float, int, GenerateRequest]] = field(default_factory=list)
-    _out: deque[tuple[StepPlan, float]] = field(default_factory=deque)
+    _out: deque[tuple[StepPlan, StepResult, float]] = field(default_factory=deque)
     _free_at: float = 0.0
-    _numbers: dict[int, int] = field(default_factory=dict)
 
     def arrive(self, at: float, prompt: int, tokens: int, priority: int = 0) -> int:
         """A request of its own content; returns its id."""
@@ -85,9 +112,9 @@ class Pace:
             while self._arrivals and self._arrivals[0][0] <= self.now:
                 self.scheduler.add(0, heapq.heappop(self._arrivals)[2])
             while len(self._out) < DEPTH and (plan := self.scheduler.schedule()) is not None:
-                self._numbers |= {admission.slot: admission.number for admission in plan.admissions}
-                self._free_at = max(self._free_at, self.now) + step_ms(plan)
-                self._out.append((plan, self._free_at))
+                result, milliseconds = self.execute(plan)
+                self._free_at = max(self._free_at, self.now) + milliseconds
+                self._out.append((plan, result, self._free_at))
             if self._out:
                 self._finish()
             elif self._arrivals:
@@ -96,10 +123,10 @@ class Pace:
                 return
 
     def _finish(self) -> None:
-        plan, self.now = self._out.popleft()
-        rows = [ResultRow(slot, self._numbers[slot] & NUMBER_MASK, (7,)) for slot in plan.result_slots]
-        self.scheduler.commit(StepResult.of(plan.step, rows))
+        plan, result, self.now = self._out.popleft()
+        self.scheduler.commit(result)
         self.prefilled += plan.tokens - len(plan.decodes)
+        self.worked_ms += work_ms(plan)
         for _, output in self.scheduler.drain():
             clock = self.clocks[output.id]
             if output.tokens:
