@@ -12,7 +12,7 @@ from engine.matcher import MAX_GRAMMAR_BYTES, Vocabulary
 
 COMPILE_S = 2.0
 _REMEMBERED = 1024
-_WAITING = 64
+_WAITING = 1024
 
 
 def vocabulary_of(text: TextProcessor) -> Vocabulary:
