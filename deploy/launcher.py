@@ -17,7 +17,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from deploy import environment
 from deploy.edge.edge_settings import KEYS_VARIABLE, LIMITS_VARIABLE, shared_limits
 from deploy.edge.keys.key_file import parse, read
 from deploy.nodes import check_nodes
-from deploy.processes import adopt_orphans, command_line, descendants, is_ray_server, lives, reap, socket_files
+from deploy.processes import adopt_orphans, command_line, descendants, is_ray_server, lives, reap
 from deploy.settings import Settings
 from engine.errors import ConfigError, EngineDead
 
@@ -197,13 +197,11 @@ class Launch:
 
         False when Ray did not go in order: its exit hooks would wait for servers that are gone, so leave by `os._exit`.
         """
-        listeners = socket_files(descendants(os.getpid()))
         orderly = "ray" not in sys.modules or self._while_ray_lives(_shut_ray, _SHUT_S)
         for pid in descendants(os.getpid()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         reap()
-        _remove_listeners(listeners)
         shutil.rmtree(self.folder, ignore_errors=True)
         return orderly
 
@@ -253,13 +251,6 @@ def _sweep() -> None:
         with contextlib.suppress(OSError, ValueError):  # another user's, or just being removed
             if not Path(f"/proc/{int(owner.read_text())}").exists():
                 shutil.rmtree(owner.parent)
-
-
-def _remove_listeners(files: Iterable[Path]) -> None:
-    """Those of multiprocessing, whose folders a process that is killed leaves behind; Ray's dashboard has one."""
-    for file in files:
-        if file.parent.name.startswith("pymp-"):
-            shutil.rmtree(file.parent, ignore_errors=True)
 
 
 def _shut_ray() -> None:

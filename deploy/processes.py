@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import os
-from collections.abc import Iterable
 from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -59,22 +58,6 @@ def command_line(pid: int) -> bytes:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return b""
-
-
-def socket_files(pids: Iterable[int]) -> set[Path]:
-    """Where the Unix sockets of these processes lie in the file system, of those that do."""
-    held = {inode for pid in pids for inode in _sockets(pid)}
-    rows = (line.split(maxsplit=7) for line in Path("/proc/net/unix").read_text().splitlines()[1:])
-    return {Path(row[7]) for row in rows if len(row) == 8 and row[6] in held and row[7].startswith("/")}
-
-
-def _sockets(pid: int) -> list[str]:
-    """Their inodes; none of a process that has ended."""
-    try:
-        targets = [str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir()]
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return []
-    return [target[8:-1] for target in targets if target.startswith("socket:[")]
 
 
 def reap() -> None:

@@ -1,6 +1,6 @@
 """The routes: a thin layer of FastAPI over `Service`.
 
-Bodies are read raw and validated by our own models, so that every error has OpenAI's shape; FastAPI routes and documents (/docs).
+Bodies are read raw and validated by our own models, so that every error has its API's shape; FastAPI routes and documents (/docs).
 """
 
 import asyncio
@@ -71,7 +71,7 @@ def _errors(path: str) -> Responses:
 
 def create_app(service: Service, *, echo: bool = True) -> ASGIApp:
     """The whole ASGI app of one replica. `echo`: it puts `x-request-id` on replies; not where Ray Serve does."""
-    app = FastAPI(title="Quartet", description="OpenAI-compatible API of a Gemma 4 deployment.", redirect_slashes=False)
+    app = FastAPI(title="Quartet", description="OpenAI's and Anthropic's APIs of a Gemma 4 deployment.", redirect_slashes=False)
     app.add_exception_handler(QuartetError, handle)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _bug)

@@ -58,7 +58,7 @@ class Prompt(NamedTuple):
     behind: int
 
 
-class StepTime:
+class StepEstimate:
     """How long a step takes, while prompts are added to it.
 
     Its rows cost what as many prompt tokens do, by whole tiles, and what its decode rows take more; beyond that it reads what is
@@ -94,7 +94,9 @@ class StepTime:
         return begun if left >= begun * each else max(0, int(left / each)) if each else 0
 
 
-def shares(prompts: list[Prompt], order: list[int], most: int, time: StepTime | None = None, target_ms: float = 0.0) -> list[int]:
+def shares(
+    prompts: list[Prompt], order: list[int], most: int, time: StepEstimate | None = None, target_ms: float = 0.0
+) -> list[int]:
     """Tokens of each prompt in a step that computes `most` of them, and with `time` takes `target_ms`; they are added to it."""
     found = [0] * len(prompts)
     for at in order:

@@ -10,7 +10,7 @@ prompts advance faster than by a few tokens in every step. What a step leaves of
 
 from typing import NamedTuple
 
-from engine.core.policy import Policy, Prompt, StepTime, shares
+from engine.core.policy import Policy, Prompt, StepEstimate, shares
 from engine.lifeline import StepTimes
 
 TURN = 4  # of so many steps with prompt tokens one at least serves the first prompt first
@@ -99,9 +99,9 @@ class StepBudget:
         """Where nothing streams there is no time to keep to."""
         return bool(self._times is not None and self._target_ms and decodes.rows)
 
-    def _time(self, decodes: DecodeRows) -> StepTime:
+    def _time(self, decodes: DecodeRows) -> StepEstimate:
         assert self._times is not None
-        return StepTime(self._times, *decodes)
+        return StepEstimate(self._times, *decodes)
 
     def _order(self, prompts: list[Prompt], turn: bool) -> list[int]:
         return self._policy.order([prompt.wanted for prompt in prompts], turn)

@@ -349,7 +349,7 @@ class ReplyParser:
         self._put_arguments()
         rest, self._arguments = self._arguments.rest, None
         self._state = State.GAP
-        self.ended_calls += 1
+        self.ended_calls += complete
         return rest
 
     def _put_arguments(self) -> None:

@@ -18,7 +18,7 @@ from statistics import mean, quantiles
 from deploy.models.resolve import resolve
 from engine.config import EngineConfig, engine_config
 from engine.core.loop import scheduler_config
-from engine.core.policy import StepTime
+from engine.core.policy import StepEstimate
 from engine.core.scheduler import Scheduler
 from engine.lifeline import StepTimes
 from engine.plan import StepPlan, StepResult, decode_result, encode_plan
@@ -88,7 +88,7 @@ def estimates(times: StepTimes, rank: TimedRank) -> tuple[float, float]:
     """(mean, 90th percentile) of expected by measured time of the mixed steps so far."""
     found = []
     for plan, context, spent in rank.mixed:
-        expected = StepTime(times, len(plan.decodes), context)
+        expected = StepEstimate(times, len(plan.decodes), context)
         for chunk in plan.chunks:
             expected.add(chunk.end - chunk.start, chunk.start)
         found.append(expected.ms / spent)

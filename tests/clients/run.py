@@ -43,7 +43,7 @@ class Client:
         return f"tests.clients.with_{self.name}"
 
 
-_BENCH_NEEDS = ("aiohttp", "msgspec", "numpy", "orjson", "pillow", "psutil", "pybase64", "pyzmq", "requests", "transformers")
+_BENCH_NEEDS = ("aiohttp", "datasets", "msgspec", "numpy", "orjson", "pillow", "psutil", "pybase64", "pyzmq", "transformers")
 CLIENTS = (
     Client("openai", ["openai", "pydantic"]),
     Client("anthropic", ["anthropic"]),

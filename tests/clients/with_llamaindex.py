@@ -19,6 +19,12 @@ class Person(BaseModel):
     city: str
 
 
+class City(BaseModel):
+    """The weather in a city"""
+
+    city: str
+
+
 def get_weather(city: str) -> str:
     """The weather in a city"""
     return RESULT
@@ -67,8 +73,7 @@ async def agent(server: Server) -> None:
 
 @case("structured_predict")
 def structured(server: Server) -> None:
-    found = model(server).structured_predict(Person, PromptTemplate("{text}"), text=ABOUT_ANNA)
-    assert isinstance(found, Person), found
+    expect(model(server).structured_predict(City, PromptTemplate("{text}"), text=WEATHER), City(city="Paris"))
 
 
 @case("structured_predict by response_format")

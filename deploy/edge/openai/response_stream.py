@@ -37,6 +37,7 @@ class ResponseObject(BlockFormat):
         self._about = {"model": model.name, "metadata": {}, **_NO_STATE, **_repeated(request)}
         self._is_sealed = request.includes_encrypted()
         self._sequence = 0
+        self._delta = b""
 
     def begin(self, usage: Usage) -> bytes:  # noqa: ARG002 - what it costs is said at the end
         """It has been accepted."""
@@ -61,13 +62,15 @@ class ResponseObject(BlockFormat):
 
     def opened(self, block: ReplyBlock) -> bytes:
         """The item, empty yet, and the one part of its content."""
+        self._delta = self._delta_of(block)
         item = self._item(block, "in_progress") | ({} if block.kind == "call" else {"content": []})
         added = self._event("response.output_item.added", output_index=block.index, item=item)
         return added if block.kind == "call" else added + self._part_event("added", block)
 
-    def grown(self, block: ReplyBlock, text: str) -> bytes:
+    def grown(self, block: ReplyBlock, text: str) -> bytes:  # noqa: ARG002 - `_delta` knows it
         """More of it."""
-        return self._block_event("delta", block, delta=text)
+        number, self._sequence = self._sequence, self._sequence + 1
+        return self._delta % (number, encode(text))
 
     def closed(self, block: ReplyBlock) -> bytes:
         """Its text once more, and the item."""
@@ -76,22 +79,33 @@ class ResponseObject(BlockFormat):
             case "call" if status == "incomplete":
                 done = b""  # its arguments never were
             case "call":
-                done = self._block_event("done", block, arguments=block.text, name=block.name)
+                done = self._done_event(block, arguments=block.text, name=block.name)
             case _:
-                done = self._block_event("done", block, text=block.text) + self._part_event("done", block)
+                done = self._done_event(block, text=block.text) + self._part_event("done", block)
         return done + self._event("response.output_item.done", output_index=block.index, item=self._item(block, status))
 
     def _event(self, kind: str, **fields: object) -> bytes:
         number, self._sequence = self._sequence, self._sequence + 1
         return event(kind, sequence_number=number, **fields)
 
-    def _block_event(self, what: str, block: ReplyBlock, **fields: object) -> bytes:
-        if block.kind != "call":
-            fields["content_index"] = 0
-        if block.kind == "text":
-            fields["logprobs"] = []
-        kind = f"response.{_EVENTS[block.kind]}.{what}"
-        return self._event(kind, item_id=self._item_id(block), output_index=block.index, **fields)
+    def _delta_of(self, block: ReplyBlock) -> bytes:
+        """The deltas of a block, which differ by their number and text alone."""
+        kind = f"response.{_EVENTS[block.kind]}.delta".encode()
+        where = encode(self._place(block))[1:-1]
+        return b'event: %b\ndata: {"type":"%b",%b,"sequence_number":%%d,"delta":%%b}\n\n' % (kind, kind, where)
+
+    def _done_event(self, block: ReplyBlock, **fields: object) -> bytes:
+        return self._event(f"response.{_EVENTS[block.kind]}.done", **self._place(block), **fields)
+
+    def _place(self, block: ReplyBlock) -> dict[str, Any]:
+        """What all events of a block say of where they belong."""
+        item = {"item_id": self._item_id(block), "output_index": block.index}
+        match block.kind:
+            case "call":
+                return item
+            case "reasoning":
+                return item | {"content_index": 0}
+        return item | {"content_index": 0, "logprobs": []}
 
     def _part_event(self, what: str, block: ReplyBlock) -> bytes:
         where = {"item_id": self._item_id(block), "output_index": block.index, "content_index": 0}

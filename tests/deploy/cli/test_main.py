@@ -3,8 +3,6 @@
 import importlib.metadata
 import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,6 @@ import yaml
 
 from deploy import launcher
 from deploy.cli.main import main
-from deploy.processes import socket_files
 from engine.errors import EngineDead
 from tests.support.repo_rules import ROOT
 
@@ -99,27 +96,3 @@ def test_an_ingress_that_never_answers_is_an_end(monkeypatch: pytest.MonkeyPatch
         launch = launcher.Launch(config, [], lambda line: None, folder=tmp_path)
         with pytest.raises(EngineDead, match="did not answer within"):
             launch._wait_answering()
-
-
-LISTENER = """
-from multiprocessing.connection import Listener
-made = Listener(family="AF_UNIX")
-print(made.address, flush=True)
-input()
-"""
-
-
-def test_listeners_of_killed_processes_are_removed() -> None:
-    """multiprocessing's folder, which a process that is killed leaves in /tmp: ours goes, a neighbour's stays."""
-    command, pipe = [sys.executable, "-c", LISTENER], subprocess.PIPE
-    children = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(2)]
-    files = [Path(child.stdout.readline().strip()) for child in children if child.stdout is not None]
-    found = socket_files([children[0].pid])
-    for child in children:
-        child.kill()
-        child.communicate()
-    assert found == {files[0]}
-    assert files[0].exists(), "nothing is left, and nothing is tested"
-    launcher._remove_listeners(found)
-    assert [file.parent.exists() for file in files] == [False, True]
-    launcher._remove_listeners([files[1]])

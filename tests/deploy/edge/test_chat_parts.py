@@ -112,11 +112,12 @@ def test_a_tool_loop_with_openais_client(edge: Edge) -> None:
     assert len(after) > len(said)
 
 
+@pytest.mark.parametrize("parallel", [True, False])
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_cut_call_says_length(edge: Edge, *, stream: bool) -> None:
-    """Its arguments are not completed, and the finish is length, not tool_calls."""
+def test_a_cut_call_says_length(edge: Edge, *, stream: bool, parallel: bool) -> None:
+    """Its arguments are not completed, and the finish is length, not tool_calls, whether or not more calls might have come."""
     script(edge, PARIS)
-    body = asked(max_tokens=len(edge.core.steps) - 4)
+    body = asked(max_tokens=len(edge.core.steps) - 4, parallel_tool_calls=parallel)
     if stream:
         found = summed([json.loads(line) for line in events(edge, CHAT, body)[:-1]])
         arguments, finish = found["calls"][0][2], found["finish"]

@@ -272,7 +272,7 @@ def test_tokens_are_counted_as_the_answer_used_them(edge: Edge) -> None:
     assert 0 < used.count < 40
     edge.core.steps = [[300]] * 60
     assert httpx.post(f"{edge.url}{CHAT}", json=BODY | {"max_tokens": 60}, headers=bearer(FEW)).status_code == 200
-    edge.on_loop(lambda: None)
+    until(lambda: sum(isinstance(event, KeyTokens) for event in edge.events) == 2, "its end")
     refused = httpx.post(f"{edge.url}{CHAT}", json=BODY, headers=bearer(FEW))
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
     assert 2 <= int(refused.headers["retry-after"]) <= 120
@@ -284,6 +284,7 @@ def test_what_becomes_of_a_request_is_told_with_its_holder(edge: Edge, caplog: p
     caplog.set_level(logging.DEBUG)
     for key, path in ((ALICE, "/v1/models"), (READER, CHAT), ("sk-wrong", "/v1/models"), (SLOW, "/health")):
         httpx.request("POST" if path == CHAT else "GET", f"{edge.url}{path}", headers=bearer(key))
+    until(lambda: sum(isinstance(event, KeyDecision) for event in edge.events) == 3, "the ends of the requests")
     edge.on_loop(lambda: None)
     decided = [event for event in edge.events if isinstance(event, KeyDecision)]
     assert decided == [KeyDecision("alice", "admitted"), KeyDecision("reader", "forbidden"), KeyDecision("", "unauthenticated")]

@@ -207,6 +207,13 @@ def test_one_call_where_parallel_use_is_disabled(edge: Edge, *, stream: bool) ->
     assert found["stop_reason"] == "tool_use"
 
 
+def test_a_named_tool_is_a_tool_use(edge: Edge) -> None:
+    """A message that had to call one tool waits for its result, as any that calls: stop_reason is tool_use."""
+    script(edge, f"{PARIS}<|tool_response>")
+    found = post(edge, asked(tool_choice={"type": "tool", "name": "get_weather"})).json()
+    assert ([block["type"] for block in found["content"]], found["stop_reason"]) == (["tool_use"], "tool_use")
+
+
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
 BAD: list[tuple[dict[str, Any], str]] = [
     (asked(model=None), "model"),

@@ -6,7 +6,7 @@ from statistics import mean
 
 import pytest
 
-from engine.core.policy import POLICIES, Prompt, StepTime, in_order, shares, shortest_first
+from engine.core.policy import POLICIES, Prompt, StepEstimate, in_order, shares, shortest_first
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.sequence import Sequence
 from engine.core.step_budget import MOST_SKIPPED, TURN, DecodeRows, StepBudget
@@ -51,12 +51,12 @@ def test_the_shortest_go_first() -> None:
 def test_a_step_is_filled_up_to_its_target() -> None:
     """The most tokens that fit, between measured points and beyond them; what stands before a chunk costs, too."""
     times = StepTimes(((1, 5.0), (101, 15.0)), ((1, 5.0), (101, 7.0), (1101, 27.0)), ((1, 0.0), (101, 10.0)), 0.001, 0.002, 0.00002)
-    assert StepTime(times, 1, 0).fitting(0, 7.0) == 100
-    assert StepTime(times, 1, 0).fitting(0, 17.0) == 600
-    assert StepTime(times, 51, 0).fitting(0, 22.0) == 550
-    assert StepTime(times, 51, 1000).fitting(0, 22.0) == 500  # a millisecond of context is 50 tokens
-    assert StepTime(times, 51, 0).fitting(500, 22.0) == 333  # a millisecond to read, and half as much again each token
-    assert StepTime(times, 51, 0).fitting(0, 5.0) == 0
+    assert StepEstimate(times, 1, 0).fitting(0, 7.0) == 100
+    assert StepEstimate(times, 1, 0).fitting(0, 17.0) == 600
+    assert StepEstimate(times, 51, 0).fitting(0, 22.0) == 550
+    assert StepEstimate(times, 51, 1000).fitting(0, 22.0) == 500  # a millisecond of context is 50 tokens
+    assert StepEstimate(times, 51, 0).fitting(500, 22.0) == 333  # a millisecond to read, and half as much again each token
+    assert StepEstimate(times, 51, 0).fitting(0, 5.0) == 0
 
 
 def test_the_budget_fills_whole_tiles() -> None:
@@ -64,12 +64,12 @@ def test_the_budget_fills_whole_tiles() -> None:
     rng = random.Random(3)
     for _ in range(2000):
         decodes, behind, target = rng.randint(0, 200), rng.choice((0, 0, 30_000, 100_000)), rng.uniform(5, 60)
-        tokens = StepTime(TIMES, decodes, 0).fitting(behind, target)
+        tokens = StepEstimate(TIMES, decodes, 0).fitting(behind, target)
         assert step_ms(filled(decodes, tokens + TIMES.tile, behind)) > target
         if tokens:
             assert step_ms(filled(decodes, tokens, behind)) <= target + 1e-6
             assert (decodes + tokens) % TIMES.tile == 0
-            time = StepTime(TIMES, decodes, 0)
+            time = StepEstimate(TIMES, decodes, 0)
             time.add(tokens, behind)
             assert time.ms == pytest.approx(step_ms(filled(decodes, tokens, behind)))
 
@@ -87,7 +87,7 @@ def mean_step_ms(budget: StepBudget, target: float) -> tuple[float, int]:
     """(mean milliseconds of steps beside one stream and a prompt that never ends, most of them in a row without prompt tokens)."""
     spent, skipped, longest = [], 0, 0
     for _ in range(1000):
-        time = StepTime(HEAVY, 1, 100)
+        time = StepEstimate(HEAVY, 1, 100)
         (share,) = budget.share([Prompt(10**6, 5000)], 2048, DecodeRows(1, 100))
         if share:
             time.add(share, 5000)
