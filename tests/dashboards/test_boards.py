@@ -25,6 +25,8 @@ UNDRAWN = {
     "quartet_request_inference_time_seconds",    # prefill and decode are drawn apart
     "quartet_engine_steps_total",            # drawn by rank
     "quartet_discovery_start_time_seconds",
+    "quartet_key_requests_total",            # there are none where no keys are set
+    "quartet_key_tokens_total",
     "quartet_requests_lost_total",           # its group's end takes it along: drawn from the retired ones
 }  # fmt: skip
 

@@ -272,7 +272,7 @@ def test_tokens_are_counted_as_the_answer_used_them(edge: Edge) -> None:
     assert 0 < used.count < 40
     edge.core.steps = [[300]] * 60
     assert httpx.post(f"{edge.url}{CHAT}", json=BODY | {"max_tokens": 60}, headers=bearer(FEW)).status_code == 200
-    until(lambda: sum(isinstance(event, KeyTokens) for event in edge.events) == 2, "its end")
+    until(lambda: sum(isinstance(event, KeyTokens) and event.key == "few" for event in edge.events) == 2, "its end")
     refused = httpx.post(f"{edge.url}{CHAT}", json=BODY, headers=bearer(FEW))
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
     assert 2 <= int(refused.headers["retry-after"]) <= 120
