@@ -223,18 +223,18 @@ def bound_of(config: SchedulerConfig, admitted: int = MAX_ADMITTED) -> int:
 
 
 def cached_at_once(admitted: int) -> tuple[int, int]:
-    """Bytes of the largest plan, and the bound, when 64 prompts of 400 tokens come that are all cached."""
+    """Bytes of the largest plan, and the bound, when 64 prompts of 301 tokens come that are all cached."""
     groups = (KVGroup(0, "sliding", (0,), 1, 256, 8, 4), KVGroup(1, "full", (1,), 1, 512, None, 4))
     config = SchedulerConfig(groups, (1000, 12000), 64, 512, 64, cache_share=1.0)
     scheduler = Scheduler(config)
     machine = KVMachine(config.groups, config.pages, 64, 512, lambda prefix, position, seed: position)
     for number in range(128):
-        prompt = pack_tokens([number % 64] * 400)
+        prompt = pack_tokens([number % 64] * 301)
         scheduler.add(0, GenerateRequest(id=number, prompt=prompt, params=SamplingParams(max_tokens=2)))
         if number == 63:
             finish(scheduler, machine)
     finish(scheduler, machine)
-    assert scheduler.counters.hit_tokens == 64 * 396
+    assert scheduler.counters.hit_tokens == 64 * 300
     return machine.largest, bound_of(config, admitted)
 
 
