@@ -45,7 +45,7 @@ class SlowDevice:
     idle_s: list[float] = field(default_factory=list)
     state_hash: int = 0
 
-    def launch(self, data: bytes) -> "SlowStep":
+    def launch(self, data: bytes, masks: bytes = b"") -> "SlowStep":
         plan, now = read_plan(data), time.monotonic()
         if self.free_at:
             self.idle_s.append(max(0.0, now - self.free_at))
