@@ -37,7 +37,7 @@ serve: $(VENV)/.installed-serve
 
 # First what may share the machine, a file at a time on each of some workers; then, whatever came of that, what must have it for itself.
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "(pure or cpu) and not alone and not slow" $(PYTEST_ARGS); shared=$$?; \
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "(pure or cpu) and not alone and not slow" $(PYTEST_ARGS); shared=$$?; \
 	$(BIN)/python -m pytest -m "(alone or serve) and not (gpu or gpu4 or slow)" $(PYTEST_ARGS) && exit $$shared
 
 test-full: $(VENV)/.installed-test

@@ -30,7 +30,7 @@ from tests.support.engine.faulty_rank import faulty
 from tests.support.judge.near_tie import Match, compare
 from tests.support.judge.oracle import Verdict, judge, load_oracle
 
-pytestmark = [pytest.mark.cpu, pytest.mark.alone]
+pytestmark = pytest.mark.cpu
 
 MEMBERS = list(SHAPES)
 TOLERANCE = 1e-4

@@ -10,7 +10,7 @@ from tests.quality.faults import FAULTS, Everywhere
 from tests.quality.gate import PASS, SHARE, Judge, QuestionSet, Setup, answer, grade, questions, untaught
 from tests.support.judge.oracle import load_oracle
 
-pytestmark = [pytest.mark.cpu, pytest.mark.alone]
+pytestmark = pytest.mark.cpu
 
 SEED = random.SystemRandom().randrange(1 << 30)
 

@@ -22,7 +22,7 @@ from tests.support.engine.recording import (
     tokens_of,
 )
 
-pytestmark = [pytest.mark.cpu, pytest.mark.alone]
+pytestmark = pytest.mark.cpu
 
 
 @pytest.fixture(scope="module")
