@@ -16,11 +16,13 @@ SEED = random.SystemRandom().randrange(1 << 30)
 
 _LATER = ("dropped page", "window + 1", "window - 1", "rope dims", "stale tail", "K as V", "lost sum")
 SLOW = dict.fromkeys(_LATER, pytest.mark.slow)  # their like is asked in the fast tier
+PREEMPTED = Setup("TP=2, pages of 16, preempted", tp=2, page=16, tight=True, budget=64)
 SETUPS = {
-    "31b": (Setup("TP=4", tp=4), Setup("TP=2, pages of 16, preempted", tp=2, page=16, tight=True, budget=64)),
+    "31b": (PREEMPTED, Setup("TP=4", tp=4)),
     "26b-a4b": (Setup("TP=2", tp=2),),
     "e2b": (Setup("TP=1, chunks of 64", budget=64),),
 }
+CASES = [(member, setup) for member in trained() for setup in SETUPS[member]]
 
 
 @cache
@@ -30,22 +32,24 @@ def asked(member: str) -> tuple[QuestionSet, Judge]:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("member", [pytest.param(each, marks=() if each == "31b" else pytest.mark.slow) for each in trained()])
-def test_a_member_answers_right_and_as_transformers_does(member: str) -> None:
+@pytest.mark.parametrize(
+    ("member", "setup"),
+    [pytest.param(*case, marks=() if case[1] is PREEMPTED else pytest.mark.slow, id=case[1].name) for case in CASES],
+)
+def test_a_member_answers_right_and_as_transformers_does(member: str, setup: Setup) -> None:
     """Held-out questions of every skill: none differs from transformers' greedy answer, and at most one in twenty is wrong."""
     question_set, judge = asked(member)
     print(untaught(member))
-    for setup in SETUPS[member]:
-        run = answer(question_set, setup)
-        grades = grade(question_set, run, judge, setup.tie)
-        print(
-            f"{member} {setup.name} seed {SEED}: {grades.right.total()} of {grades.asked.total()} right, "
-            f"{grades.differing} differ, {grades.ties.total()} ties, {run.preemptions} preemptions"
-        )
-        assert set(grades.asked) == set(skills(member))
-        assert grades.differing == 0, grades.differ
-        assert grades.right.total() >= PASS * grades.asked.total(), grades.right
-        assert bool(run.preemptions) == setup.tight
+    run = answer(question_set, setup)
+    grades = grade(question_set, run, judge, setup.tie)
+    print(
+        f"{member} {setup.name} seed {SEED}: {grades.right.total()} of {grades.asked.total()} right, "
+        f"{grades.differing} differ, {grades.ties.total()} ties, {run.preemptions} preemptions"
+    )
+    assert set(grades.asked) == set(skills(member))
+    assert grades.differing == 0, grades.differ
+    assert grades.right.total() >= PASS * grades.asked.total(), grades.right
+    assert bool(run.preemptions) == setup.tight
 
 
 @pytest.mark.timeout(60)

@@ -13,7 +13,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,12 +135,13 @@ def test_logits_are_adjusted(stack: Stack) -> None:
 
 
 def test_it_answers_held_out_questions(stack: Stack) -> None:
-    """Two of every skill that it learnt, streamed by openai's client, thoughts and calls apart: right, but for one at most."""
+    """Two of every skill that it learnt, streamed six at a time by openai's client, thoughts and calls apart: right but for one."""
     text = TextProcessor.load(resolve("nano:31b"))
     draw = drawing(random.Random(SEED), 64, text)
     asked = [exercise for skill in skills("31b") for exercise in exam(skill, draw, 2)]
-    with api(stack) as client:
-        wrong = [(each.content, said) for each in asked if not right(each, (said := ask(client, each)) + ending(each))]
+    with api(stack) as client, ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(partial(ask, client), asked))
+    wrong = [(each.content, said) for each, said in zip(asked, answers, strict=True) if not right(each, said + ending(each))]
     print(f"over HTTP, seed {SEED}: {len(asked) - len(wrong)} of {len(asked)} right {wrong}")
     assert len(wrong) <= 1, wrong
 

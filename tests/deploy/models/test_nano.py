@@ -30,6 +30,7 @@ from engine.front.text import TextProcessor
 pytestmark = pytest.mark.cpu
 
 MEMBERS = list(SHAPES)
+SLOW = dict.fromkeys(("e4b", "12b"), pytest.mark.slow)  # their like is asked in the fast tier
 TOLERANCE = 1e-4  # what the engine's logits are held to, against these checkpoints in fp32
 MIN_RESIDUAL_RMS = 1e-2  # least rms of the residual behind the last layer
 PROMPT = 112  # tokens: more than any window
@@ -132,7 +133,7 @@ def test_a_vanishing_residual_is_seen(cache: Path) -> None:
     assert alive > 100 * dead
 
 
-@pytest.mark.parametrize("member", MEMBERS)
+@pytest.mark.parametrize("member", [pytest.param(each, marks=SLOW.get(each, ())) for each in MEMBERS])
 def test_every_tensor_matters(cache: Path, member: str) -> None:
     """Halving half of any tensor that is not dead moves the logits by 100 tolerances at least."""
     model, _ = load(ensure(member, cache))
