@@ -12,8 +12,8 @@ BAN = -100  # of a logit_bias: OpenAI's "should result in a ban"
 def logit_adjustments(request: Sampling, vocab: int, encode: Callable[[str], list[int]]) -> LogitAdjustments | None:
     """Of a request to a model of `vocab` ids; None: it asks for nothing. `encode`: a text's ids. InvalidRequest names the key."""
     biases, allowed = request.biases, request.allowed_ids
-    _check_ids([*biases], vocab, "logit_bias")
-    _check_ids(allowed or [], vocab, "allowed_token_ids")
+    check_ids([*biases], vocab, "logit_bias")
+    check_ids(allowed or [], vocab, "allowed_token_ids")
     if allowed is not None and not allowed:
         raise InvalidRequest("allowed_token_ids: must name at least one id", param="allowed_token_ids")
     if allowed and all(biases.get(token) == BAN for token in allowed):
@@ -39,6 +39,7 @@ def _spellings(words: list[str], encode: Callable[[str], list[int]]) -> tuple[tu
     return tuple(dict.fromkeys(tuple(encode(text)) for text in texts))
 
 
-def _check_ids(ids: list[int], vocab: int, param: str) -> None:
+def check_ids(ids: list[int], vocab: int, param: str) -> None:
+    """InvalidRequest: one of them is outside the vocabulary."""
     if ids and max(ids) >= vocab:
         raise InvalidRequest(f"{param}: token id {max(ids)} is outside the vocabulary of {vocab}", param=param)

@@ -70,12 +70,12 @@ def small(raw: Json) -> Any:
     return msgspec.json.decode(raw) if size(raw) <= _SMALL_BYTES else ...
 
 
-def decode(raw: Raw, key: str, decoder: msgspec.json.Decoder[Any]) -> Any:
-    """The value of the request's `key`. InvalidRequest: it is not what `decoder` takes."""
+def decode(raw: Raw | bytes, key: str, decoder: msgspec.json.Decoder[Any]) -> Any:
+    """The value of the request's `key`, or for "" its body. InvalidRequest: it is not what `decoder` takes."""
     try:
         return decoder.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise complaint(error, key) from None
+        raise _complaint(error, key) from None
 
 
 def token_ids(raw: Json, key: str, most: int) -> list[int]:
@@ -137,7 +137,7 @@ def _why_malformed(error: Exception) -> str:
     return str(error)
 
 
-def complaint(error: Exception, key: str = "") -> InvalidRequest:
+def _complaint(error: Exception, key: str) -> InvalidRequest:
     """msgspec's one finding in our words; `key`: which of the request's was decoded."""
     if not isinstance(error, msgspec.ValidationError):
         return InvalidRequest(f"The body is not JSON: {_why_malformed(error)}", param=key or None, code="invalid_json")

@@ -21,7 +21,7 @@ from deploy.edge.admission_control import AdmissionControl
 from deploy.edge.edge_settings import LimitSettings, LogSettings
 from deploy.edge.http_errors import Forbidden, QuotaExceeded, Unauthenticated
 from deploy.edge.keys.key_ring import KeyRing
-from deploy.edge.logit_keys import logit_adjustments
+from deploy.edge.logit_keys import check_ids, logit_adjustments
 from deploy.edge.observe.record import RequestRecord
 from deploy.edge.observe.spans import Tracer
 from deploy.edge.openai.schemas import ChatRequest, CompletionRequest, Sampling
@@ -189,12 +189,12 @@ class Service:
     async def _chat_job(self, request: ChatRequest) -> Job:
         wanted = request.max_completion_tokens or request.max_tokens
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
-        prompt, tools = await self._off_loop(lambda: self._render(request))
+        (prompt, tools), form = await self._off_loop(lambda: (self._render(request), request.answer_form))
         job = self._job(request, [prompt], wanted or self.max_tokens or self.max_len, clip=wanted is None, logprobs=logprobs)
-        job = replace(job, is_chat=True, tools=tools, one_call=request.chosen_tools.one)
-        form = request.answer_form
+        choice = request.chosen_tools
+        job = replace(job, is_chat=True, tools=tools, one_call=choice.one)
         rules, budget = form.rules if form else None, request.thinking_token_budget
-        wants = Constraints(tools, request.chosen_tools, rules, self.tool_grammar, budget)
+        wants = Constraints(tools, choice, rules, self.tool_grammar, budget)
         thinking = bool(request.template_options.get("enable_thinking"))
         return _with_grammar(job, await self._grammar(wants, prompt, thinking, form.param if form else "tools"))
 
@@ -336,8 +336,7 @@ class Service:
             raise InvalidRequest("stop: a stop string must not be empty", param="stop")
 
     def _in_vocab(self, ids: list[int], param: str) -> list[int]:
-        if ids and max(ids) >= self.vocab:
-            raise InvalidRequest(f"{param}: token id {max(ids)} is outside the vocabulary of {self.vocab}", param=param)
+        check_ids(ids, self.vocab, param)
         return ids
 
 

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from deploy.edge.openai.schemas import MESSAGES, PARTS, TOOLS, Count, unsupported
-from deploy.edge.raw_json import BoundedList, Json, at_most, complaint, decode, elements, opening, present, shown_as
+from deploy.edge.raw_json import BoundedList, Json, at_most, decode, elements, opening, present, shown_as
 from engine.errors import InvalidRequest
 
 # A system block of Claude Code that differs from request to request: with it in the prompt, no prefix would ever be shared.
@@ -177,10 +177,8 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
 
 def parse_message(kind: "type[CountRequest]", body: bytes) -> CountRequest:
     """The request in `body`; InvalidRequest names the first key that is wrong."""
-    try:
-        return _DECODERS[kind].decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise complaint(error) from None
+    request: CountRequest = decode(body, "", _DECODERS[kind])
+    return request
 
 
 _DECODERS: dict[type[CountRequest], msgspec.json.Decoder[Any]] = {

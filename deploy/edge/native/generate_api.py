@@ -16,7 +16,7 @@ from deploy.edge.api import GenerationApi, Wanted
 from deploy.edge.openai.absent_keys import is_neutral
 from deploy.edge.openai.error_response import body_of
 from deploy.edge.openai.schemas import CompletionRequest, parse, unsupported
-from deploy.edge.raw_json import complaint, decode, opening, present, shown_as, size, small
+from deploy.edge.raw_json import decode, opening, present, shown_as, size, small
 from deploy.edge.response_format import ServedModel, Usage
 from engine.errors import InvalidRequest, QuartetError
 from engine.front.generation import Choice, Delta
@@ -144,10 +144,7 @@ class GrowingText:
 
 
 def _read(body: bytes, model: str) -> Wanted:
-    try:
-        request = _REQUEST.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise complaint(error) from None
+    request: GenerateTextRequest = decode(body, "", _REQUEST)
     completion = parse(CompletionRequest, msgspec.json.encode(request.completion(model)))
     return Wanted(completion, partial(GrowingText, rid=request.rid))
 

@@ -10,7 +10,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from deploy.edge.api import TokenApi
 from deploy.edge.openai.schemas import MESSAGES, PROMPT_IDS, TOOLS, ChatRequest, Message, parse
-from deploy.edge.raw_json import complaint, present, shown_as, token_ids
+from deploy.edge.raw_json import decode, present, shown_as, token_ids
 from deploy.edge.service import Service
 from engine.errors import InvalidRequest, ModelNotFound
 
@@ -58,15 +58,8 @@ _TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
 
 
-def _decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
-    try:
-        return decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise complaint(error) from None
-
-
 def _read(body: bytes, model: str) -> tuple[TokenizeRequest, ChatRequest | None]:
-    request: TokenizeRequest = _decode(_TOKENIZE, body)
+    request: TokenizeRequest = decode(body, "", _TOKENIZE)
     return request, request.chat(model)
 
 
@@ -82,7 +75,7 @@ async def _tokenize(service: Service, body: bytes) -> dict[str, Any]:
 
 
 def _ids(body: bytes, model: str) -> list[int]:
-    request: DetokenizeRequest = _decode(_DETOKENIZE, body)
+    request: DetokenizeRequest = decode(body, "", _DETOKENIZE)
     if request.model not in (None, model):
         raise ModelNotFound(str(request.model))
     return token_ids(request.tokens, "tokens", PROMPT_IDS)

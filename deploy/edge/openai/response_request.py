@@ -21,7 +21,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from deploy.edge.openai.absent_keys import is_neutral
 from deploy.edge.openai.schemas import MESSAGES, PARTS, TOOLS, Count, unsupported
-from deploy.edge.raw_json import BoundedList, at_most, complaint, decode, elements, opening, present, shown_as, small
+from deploy.edge.raw_json import BoundedList, at_most, decode, elements, opening, present, shown_as, small
 from engine.errors import InvalidRequest
 
 ENCRYPTED = "reasoning.encrypted_content"
@@ -206,10 +206,8 @@ class ResponsesRequest(Struct, frozen=True, kw_only=True):
 
 def parse_response_request(body: bytes) -> ResponsesRequest:
     """The request in `body`; InvalidRequest names the first key that is wrong."""
-    try:
-        return _REQUEST.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise complaint(error) from None
+    request: ResponsesRequest = decode(body, "", _REQUEST)
+    return request
 
 
 def sealed(thought: str) -> str:

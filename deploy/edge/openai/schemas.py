@@ -26,7 +26,6 @@ from deploy.edge.raw_json import (
     at_most,
     brackets,
     check_commas,
-    complaint,
     decode,
     elements,
     opening,
@@ -304,10 +303,7 @@ R = TypeVar("R", bound=Sampling)
 def parse(kind: type[R], body: bytes) -> R:
     """The request in `body`; InvalidRequest names the first key that is wrong."""
     decoder, absent = _DECODERS[kind]
-    try:
-        request: R = decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise complaint(error) from None
+    request: R = decode(body, "", decoder)
     for name, neutral in absent.items():
         if not absent_keys.is_neutral(small(getattr(request, name)), neutral):
             raise unsupported(name, " or ".join(msgspec.json.encode(value).decode() for value in neutral))
