@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.logit_adjustments import MAX_BAD_WORD_IDS, MAX_BAD_WORDS, MAX_BIAS_IDS, LogitAdjustments
 from engine.plan import DEPTH, Admission
+from engine.rank.upload import uploaded
 from kernels.adjust import IN_PROMPT, MOST_COUNTED
 from kernels.sampling_batch import BAD_WORDS, BIASED, LIMITED, PENALIZED, SlotAdjustments
 
@@ -106,8 +107,7 @@ class Adjustments:
         table[self._uploaded(np.array(slots, np.int64))] = self._uploaded(rows)
 
     def _uploaded(self, array: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
+        return uploaded(torch.from_numpy(array), self._device)
 
 
 def _tables(slots: int, n: int, words: int, device: torch.device) -> SlotAdjustments:

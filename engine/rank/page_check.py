@@ -24,6 +24,7 @@ from engine.rank.batch import ForwardBatch
 from engine.rank.page_dump import PageDump, write_dump
 from engine.rank.page_map import PageMap, rolled_back
 from engine.rank.slots import SlotState
+from engine.rank.upload import uploaded
 from kernels.table_check import RECORD, RECORDS, ROW_ENTRY, TABLE_ENTRY, check_table, new_violations
 
 SAMPLED = 16  # with `sample`, one slot of so many is checked a step
@@ -74,9 +75,7 @@ class PageCheck:
 
     def expect(self, index: np.ndarray, values: np.ndarray) -> None:
         """The device's tables should hold `values` at the flat indices `index`."""
-        packed = torch.from_numpy(np.stack([index, values.astype(np.int64)]))
-        if self._expected.is_cuda:
-            packed = packed.pin_memory().to(self._expected.device, non_blocking=True)
+        packed = uploaded(torch.from_numpy(np.stack([index, values.astype(np.int64)])), self._expected.device)
         self._expected[packed[0]] = packed[1].int()
 
     def check(self, plan: Tensor, batch: ForwardBatch) -> None:

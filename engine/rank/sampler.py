@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.rank.parallel import Parallel
+from engine.rank.upload import uploaded
 from kernels.adjust import adjust
 from kernels.choose import Ballot, choose_best, local_best, parts_of
 from kernels.filters import Share, adopt, filtered_tokens, scaled_rows
@@ -220,5 +221,4 @@ def _given(tokens: Tensor, nan: Tensor, values: Tensor) -> tuple[Tensor, Tensor,
 
 
 def _index(rows: Sequence[int], device: torch.device) -> Tensor:
-    index = torch.tensor(rows, dtype=torch.int64)
-    return index if device.type == "cpu" else index.pin_memory().to(device, non_blocking=True)
+    return uploaded(torch.tensor(rows, dtype=torch.int64), device)

@@ -20,6 +20,7 @@ from engine.protocol import MAX_STOP_IDS, SamplingParams
 from engine.rank.adjustments import Adjustments
 from engine.rank.kv import KVCache
 from engine.rank.sampler import SamplingRows
+from engine.rank.upload import uploaded
 from kernels.sampling_batch import GREEDY_BELOW, SlotParameters
 from kernels.slots import clear, put
 
@@ -165,9 +166,7 @@ class SlotState:
     def _upload(self, *arrays: np.ndarray) -> list[Tensor]:
         """Each array as int64 on the device; one copy for all."""
         packed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]).astype(np.int64, copy=False))
-        if self.device.type == "cuda":
-            packed = packed.pin_memory().to(self.device, non_blocking=True)  # torch keeps the host side until the copy is over
-        parts = packed.split([array.size for array in arrays])
+        parts = uploaded(packed, self.device).split([array.size for array in arrays])
         return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.plan import COUNTS, DEPTH, HEADER_INTS, PlanView
 from engine.rank.batch import Chunk, ForwardBatch, RopeKey, chunk_rows
 from engine.rank.slots import SlotState
+from engine.rank.upload import uploaded
 from kernels.slots import apply_plan, decode_inputs, rotary_table
 
 BUCKETS = (1, 2, 4, *range(8, 129, 8), *range(144, 257, 16))
@@ -95,8 +96,7 @@ class StepBuffers:
             host[0, rows], host[1, rows] = chunk.slot, np.arange(chunk.start, chunk.end)
         ends = [chunk.offset + chunk.size - 1 for chunk, row in zip(chunks, plan.chunks, strict=True) if row[3] < row[2]]
         packed = torch.from_numpy(np.concatenate([host.ravel(), ends, np.arange(size, size + count)]).astype(np.int64))
-        if self.plan.is_cuda:
-            packed = packed.pin_memory().to(self.plan.device, non_blocking=True)
+        packed = uploaded(packed, self.plan.device)
         slots, positions = packed[:size], packed[size : 2 * size]
         self.slots[:size], self.positions[:size] = slots, positions
         self.ids[:size] = self._slots.tokens[slots, positions]
