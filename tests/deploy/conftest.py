@@ -17,5 +17,4 @@ def shared_edge(nano: Nano) -> Iterator[Edge]:
 @pytest.fixture
 def edge(shared_edge: Edge) -> Edge:
     shared_edge.reset()
-    shared_edge.events.clear()
     return shared_edge

@@ -165,7 +165,6 @@ def test_the_oldest_body_gives_way(narrow: Edge, count: int, size: int) -> None:
 def test_a_request_waits_its_time_and_no_longer(narrow: Edge) -> None:
     """One that has not begun after queue_timeout_s is refused with 429 and Retry-After, and counted so; one that has goes on."""
     narrow.reset()
-    narrow.events.clear()
     narrow.core.queue_s = 10.0
     begun = time.monotonic()
     reply = httpx.post(f"{narrow.url}{CHAT}", json=BODY)

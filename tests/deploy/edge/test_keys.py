@@ -80,7 +80,6 @@ def edge(shared: Edge, keys_file: Path, monkeypatch: pytest.MonkeyPatch) -> Edge
     keys_file.write_text(LINES)
     until(lambda: httpx.get(f"{shared.url}/v1/models", headers=bearer(OLD)).status_code == 200, "the keys are read again")
     shared.reset()
-    shared.events.clear()
     return shared
 
 

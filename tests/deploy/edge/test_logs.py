@@ -98,7 +98,6 @@ def paced(nano: Nano) -> Iterator[Edge]:
 @pytest.fixture
 def logged(paced: Edge, tmp_path: Path) -> Iterator[LoggedEdge]:
     paced.reset()
-    paced.events.clear()
     made = LoggedEdge(paced, tmp_path)
     before = SERVE.handlers[:], SERVE.level, SERVE.propagate
     made.open(LogSettings(format="json"))

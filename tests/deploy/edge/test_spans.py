@@ -73,7 +73,7 @@ def settings(endpoint: str, **values: Any) -> TracingSettings:
 
 @pytest.fixture
 def traced(paced: Edge) -> Iterator[Traced]:
-    reset(paced)
+    paced.reset()
     with Collector() as collector:
         made = tracer(settings(collector.endpoint), {"service.instance.id": "r1"})
         assert made is not None
@@ -81,11 +81,6 @@ def traced(paced: Edge) -> Iterator[Traced]:
         yield Traced(paced, collector, made)
         made.close(1)
         paced.service.tracer = None
-
-
-def reset(edge: Edge) -> None:
-    edge.reset()
-    edge.events.clear()
 
 
 def settle(edge: Edge) -> None:
@@ -335,7 +330,7 @@ def _closed_port() -> int:
 
 def test_a_dead_collector_costs_traces_and_nothing_else(paced: Edge, said: list[str]) -> None:
     """Nobody listens there: requests are served without it, the lost are counted to the last one, and the log has it once."""
-    reset(paced)
+    paced.reset()
     made = tracer(settings(f"http://127.0.0.1:{_closed_port()}/v1/traces", timeout_s=2.0), {})
     assert made is not None
     paced.service.tracer = made
@@ -353,7 +348,7 @@ def test_a_dead_collector_costs_traces_and_nothing_else(paced: Edge, said: list[
 
 def test_a_collector_that_hangs_holds_up_neither_requests_nor_the_end(paced: Edge, said: list[str]) -> None:
     """It takes the connection and never answers: a queue of 4 fills up, what does not fit is lost, and close keeps its time."""
-    reset(paced)
+    paced.reset()
     with Collector(hang=True) as collector:
         made = tracer(settings(collector.endpoint, queue=4, timeout_s=30.0), {})
         assert made is not None
@@ -374,7 +369,7 @@ def test_a_collector_that_hangs_holds_up_neither_requests_nor_the_end(paced: Edg
 def test_a_collector_that_refuses_is_lost_traces_too(paced: Edge) -> None:
     """A 400 is not tried again; with the same requests a good collector loses none."""
     for status, lost in ((400, 3), (200, 0)):
-        reset(paced)
+        paced.reset()
         with Collector(status=status) as collector:
             made = tracer(settings(collector.endpoint), {})
             assert made is not None

@@ -78,8 +78,10 @@ class Edge:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def reset(self) -> None:
-        """A fresh script for the next test."""
+        """A fresh script for the next test, and no events: those of requests whose answers were read already have come by then."""
+        until(lambda: not self._server.server_state.tasks, "the requests before have ended", 20)
         self.core.reset()
+        self.events.clear()
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -100,7 +102,7 @@ class Edge:
         listener = socket.create_server(("127.0.0.1", 0))
         self.port = listener.getsockname()[1]
         config = uvicorn.Config(create_app(self.service), lifespan="off", ws="none", log_level="critical", loop="asyncio")
-        server = uvicorn.Server(config)
+        self._server = server = uvicorn.Server(config)
         server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
         running = asyncio.create_task(server._serve([listener]))
         while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
@@ -116,7 +118,7 @@ class Edge:
         self.core.close()
 
 
-def until(condition: Callable[[], bool], what: str, timeout_s: float = 5.0) -> None:
+def until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
     """Wait for `condition`; AssertionError names `what` did not happen."""
     deadline = time.monotonic() + timeout_s
     while not condition():
