@@ -105,9 +105,7 @@ class Server:
 
     trace: Trace
     scheduler: Scheduler
-    _slots: dict[int, tuple[int, int, int]] = field(default_factory=dict)
-    _open: dict[int, tuple[int, int]] = field(default_factory=dict)
-    _given: dict[int, int] = field(default_factory=dict)
+    _answers: dict[int, Iterator[int]] = field(default_factory=dict)  # by request: what is still to come
 
     def run(self) -> Found:
         """The whole trace."""
@@ -120,8 +118,7 @@ class Server:
                     ended = True
                     break
                 conversation, turn, prompt = following
-                self._open[count] = (conversation, turn)
-                self._given[count] = 0
+                self._answers[count] = iter(self.trace.answered(conversation, turn))
                 params = SamplingParams(max_tokens=self.trace.answer, stop_ids=(TURN_END,))
                 self.scheduler.add(0, GenerateRequest(id=count, prompt=pack_tokens(prompt), params=params))
                 count += 1
@@ -133,20 +130,16 @@ class Server:
     def _step(self) -> None:
         plan = self.scheduler.schedule()
         assert plan is not None
-        for sequence in self.scheduler.running:
-            self._slots[sequence.slot] = (*self._open[sequence.key[1]], sequence.key[1])
         self.scheduler.commit(StepResult.of(plan.step, list(self._rows(plan))))
         for _ in self.scheduler.drain():
             pass
         self.scheduler.drain_started()
 
     def _rows(self, plan: StepPlan) -> Iterator[ResultRow]:
-        numbers = {sequence.slot: sequence.number for sequence in self.scheduler.running}
+        running = {sequence.slot: sequence for sequence in self.scheduler.running}
         for slot in plan.result_slots:
-            conversation, turn, request = self._slots[slot]
-            token = self.trace.answered(conversation, turn)[self._given[request]]
-            self._given[request] += 1
-            yield ResultRow(slot, numbers[slot], (token,))
+            sequence = running[slot]
+            yield ResultRow(slot, sequence.number, (next(self._answers[sequence.key[1]]),))
 
 
 def serve(trace: Trace, pages: tuple[int, int], share: float | None = 1.0) -> tuple[Found, Scheduler]:
