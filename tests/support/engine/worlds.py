@@ -94,9 +94,9 @@ class World:
         return self
 
     def _ask(self, max_len: int) -> None:
-        """Prompts share beginnings now and then."""
+        """Prompts share beginnings now and then, the ends of turns in them."""
         rng = self.rng
-        common = [rng.randint(10, 99) for _ in range(max_len)]
+        common = [STOP if rng.random() < 0.1 else rng.randint(10, 99) for _ in range(max_len)]
         for number in range(rng.randint(1, 8)):
             length = rng.randint(1, max_len + 2 if rng.random() < 0.1 else max_len // rng.choice((2, 8)))
             shared = rng.choice((0, length // 2, length - 1, length))
