@@ -117,10 +117,11 @@ class Allocator:
         sequence.expected = 0 if hit is None else hit.count * self.page
 
     def find(self, sequence: Sequence) -> Hit | None:
-        """What of a waiting sequence is cached; one token at least is to be computed."""
+        """What of a waiting sequence is cached and may be used."""
         if self.cache is None:
             return None
-        return self.cache.find(self._keys(sequence, (len(sequence.tokens) - 1) // self.page))
+        keys = self._keys(sequence, (len(sequence.tokens) - 1) // self.page)
+        return self.cache.find(keys[: sequence.reusable // self.page])
 
     def attach(self, sequence: Sequence, hit: Hit, changes: Changes) -> None:
         """Let an admitted sequence share the pages of a hit: it goes on behind them, and leaves tails where others may."""
@@ -144,7 +145,7 @@ class Allocator:
         """
         for other in running:
             if other.low < other.target:  # a result of its prefill is still to come
-                shared = min(equal_keys(sequence.keys, other.keys), (len(sequence.tokens) - 1) // self.page)
+                shared = min(equal_keys(sequence.keys, other.keys), sequence.reusable // self.page)
                 if shared * self.page > other.low and (shared - hit.count) * self.page >= gain:
                     if shared not in other.marks:
                         bisect.insort(other.marks, shared)

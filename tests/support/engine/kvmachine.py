@@ -5,15 +5,19 @@ with an equal prefix is right for each of them, and nothing else is. It runs pla
 then all writes of the step, then all reads) and raises KVFault when a row would read a position whose page slot does not hold that
 entry, or when a page number is not one of its pool's.
 
+Logprobs of prompt tokens are numbers made of the prefix up to each.
+
 With `drafts`, a decode row computes 1 + drafts positions: guesses of the next tokens, of which those before the first wrong one are
 accepted. What the others wrote is wrong, and stays in its pages until it is written again.
 """
 
+import struct
 from collections import deque
 from collections.abc import Callable
 
 from engine.geometry import KVGroup
-from engine.plan import ResultRow, StepPlan, StepResult, decode_plan, encode_plan
+from engine.plan import Admission, PromptRow, ResultRow, StepPlan, StepResult, decode_plan, encode_plan
+from engine.protocol import PromptLogprobs
 
 Model = Callable[[int, int, int], int]
 _MASK = (1 << 63) - 1
@@ -26,6 +30,11 @@ class KVFault(AssertionError):
 def identity(before: int, token: int) -> int:
     """Of a prefix, from the identity of all of it but its last token."""
     return ((before ^ (token + 1)) * 0x5851F42D4C957F2D + 0x14057B7EF767814F) & _MASK
+
+
+def logprob_of(prefix: int) -> float:
+    """What stands for the logprob of the last token of a prefix of that identity."""
+    return -float(prefix & 0xFFFF)
 
 
 class KVMachine:
@@ -48,6 +57,7 @@ class KVMachine:
         self.number = [0] * slots
         self.length = [0] * slots
         self.seed = [0] * slots
+        self.admitted: dict[int, Admission] = {}
         self.model = model
         self.drafts = drafts
         self.poisoned: list[set[int]] = [set() for _ in groups]  # pages where NaN stands
@@ -83,13 +93,25 @@ class KVMachine:
             self.length[slot] = end
         results = [self._sample(chunk.slot, chunk.end, []) for chunk in plan.chunks if chunk.samples]
         results += [self._sample(slot, start + 1, drafts) for (slot, start, _), drafts in zip(decodes, guessed, strict=True)]
-        return StepResult.of(plan.step, results)
+        prompts = [row for chunk in plan.chunks if (row := self._prompt_row(chunk.slot, chunk.start, chunk.end)) is not None]
+        return StepResult.of(plan.step, results, prompts)
+
+    def _prompt_row(self, slot: int, start: int, end: int) -> PromptRow | None:
+        """Of positions [start, end), those that give a prompt's next token its logprob, and have not yet."""
+        admission = self.admitted[slot]
+        first, end = max(start, admission.scored), min(end, admission.prompt - 1)
+        if admission.params.prompt_logprobs is None or first >= end:
+            return None
+        values = [logprob_of(int(prefix)) for prefix in self.prefixes[slot, first + 1 : end + 1]]
+        words = b"".join(struct.pack("<fi", value, 1) for value in values)
+        return PromptRow(slot, self.number[slot], PromptLogprobs(first + 1, 0, words))
 
     def _apply(self, plan: StepPlan) -> None:
         for release in plan.releases:
             self.tables[release.group][release.slot][release.first : release.first + release.count] = [0] * release.count
         for admission in plan.admissions:
             slot, before = admission.slot, 0
+            self.admitted[slot] = admission
             self.number[slot], self.length[slot], self.seed[slot] = admission.number, admission.cached, admission.params.seed
             prefixes = self.prefixes[slot]
             for at, token in enumerate(admission.tokens):

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import msgspec
+import numpy as np
 
 from engine.core.allocator import first_page
 from engine.core.scheduler import Scheduler, SchedulerConfig
@@ -21,7 +22,7 @@ from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
 from engine.plan import StepPlan
 from engine.protocol import AbortReason, FinishReason, GenerateRequest, Output, SamplingParams, pack_tokens
-from tests.support.engine.kvmachine import KVMachine, identity
+from tests.support.engine.kvmachine import KVMachine, identity, logprob_of
 
 STOP = 7
 TIMES = StepTimes(((1, 5.0), (6, 6.0)), ((1, 5.0), (8, 7.0), (32, 20.0)), ((1, 0.1), (6, 0.6)), 0.05, 0.02, 0.01, 4)
@@ -46,7 +47,7 @@ def chance(probability: float, *values: int) -> bool:
 @dataclass
 class World:
     """Pools from two windows up, prompts from one token to beyond what fits, choices of one prompt, salts and priorities, aborts,
-    surprise ends, drafts or late masks, and now and then steps that are kept short."""
+    surprise ends, drafts or late masks, logprobs of prompts, and now and then steps that are kept short."""
 
     seed: int
     requests: list[GenerateRequest] = field(default_factory=list)
@@ -105,6 +106,7 @@ class World:
                 max_tokens=rng.randint(1, max_len), stop_ids=(STOP,), min_tokens=rng.choice((0, 0, 3)), seed=rng.choice((0, number))
             )
             priority, salt = rng.choice((0, 0, 0, -1, 2)), rng.choice(("", "", "", "other"))
+            params = msgspec.structs.replace(params, prompt_logprobs=0 if chance(0.25, self.seed, number) else None)
             asked = {"clip": rng.random() < 0.5, "priority": priority, "salt": salt}
             self.requests.append(GenerateRequest(id=number, prompt=pack_tokens(prompt), params=params, **asked))
         if rng.random() < 0.3:
@@ -335,6 +337,7 @@ def check_ends(world: World, run: Run) -> None:
 def check_request(world: World, request: GenerateRequest, outputs: list[Output]) -> None:
     """Its tokens are the model's own, up to its end; it ends as the model says unless it was aborted or clipped."""
     tokens = [token for output in outputs for token in output.tokens]
+    check_prompt_logprobs(request, outputs)
     last = outputs[-1]
     if last.invalid:
         assert not tokens
@@ -345,6 +348,26 @@ def check_request(world: World, request: GenerateRequest, outputs: list[Output])
         return
     if last.finish is not FinishReason.abort:
         assert (len(tokens), last.finish) == (len(wanted), reason)
+
+
+def check_prompt_logprobs(request: GenerateRequest, outputs: list[Output]) -> None:
+    """They are those of its own prompt, in order and each once: all of them, before the first token; none that is not asked for."""
+    found: list[float] = []
+    for output in outputs:
+        assert not (output.prompt_logprobs and output.tokens), output
+        for piece in output.prompt_logprobs:
+            assert piece.first == len(found) + 1, (piece.first, len(found))
+            found += np.frombuffer(piece.words, "<f4")[::2].tolist()
+        if output.tokens and request.params.prompt_logprobs is not None:
+            assert len(found) == len(request.tokens) - 1, (len(found), len(request.tokens))
+    if request.params.prompt_logprobs is None:
+        assert not found
+        return
+    before, wanted = identity(0, request.tokens[0]) if request.tokens else 0, []
+    for token in request.tokens[1:]:
+        before = identity(before, token)
+        wanted.append(logprob_of(before))
+    assert found == wanted[: len(found)], "a logprob of another position, or another's"
 
 
 def run_worlds(seeds: range) -> Counter[str]:
@@ -368,6 +391,7 @@ def run_worlds(seeds: range) -> Counter[str]:
             rejected=run.machine.rejected,
             masked=len(world.masked),
             forked=world.forked,
+            prompt_logprobs=sum(len(output.prompt_logprobs) for output in run.outputs),
             hit_tokens=counters.hit_tokens,
             evicted=run.scheduler.cache.counters.evicted_pages if run.scheduler.cache else 0,
             failed=counters.failed,
