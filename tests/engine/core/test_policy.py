@@ -9,7 +9,7 @@ import pytest
 from engine.core.policy import POLICIES, Prompt, StepEstimate, in_order, shares, shortest_first
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.sequence import Sequence
-from engine.core.step_budget import MOST_SKIPPED, TURN, DecodeRows, StepBudget
+from engine.core.step_budget import MOST_SKIPPED, OLDEST_EVERY, DecodeRows, StepBudget
 from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
 from engine.plan import PrefillChunk, ResultRow, StepPlan, StepResult
@@ -35,7 +35,7 @@ def test_shares_are_within_what_is_asked_and_there(name: str) -> None:
             assert all(0 <= share <= prompt.wanted for share, prompt in zip(found, prompts, strict=True))
             assert sum(found) == min(most, sum(prompt.wanted for prompt in prompts))
             passed = 0 if found[0] else passed + 1
-            assert passed < TURN, "the oldest advances"
+            assert passed < OLDEST_EVERY, "the oldest advances"
 
 
 def test_the_shortest_go_first() -> None:
