@@ -21,11 +21,11 @@ from deploy.edge.admission_control import AdmissionControl
 from deploy.edge.edge_settings import LimitSettings, LogSettings
 from deploy.edge.http_errors import Forbidden, QuotaExceeded, Unauthenticated
 from deploy.edge.keys.key_ring import KeyRing
-from deploy.edge.logit_keys import check_ids, logit_adjustments
+from deploy.edge.logit_keys import check_ids, forbid, logit_adjustments
 from deploy.edge.observe.record import RequestRecord
 from deploy.edge.observe.spans import Tracer
 from deploy.edge.openai.schemas import ChatRequest, CompletionRequest, Sampling
-from deploy.edge.raw_json import FEW_BYTES
+from deploy.edge.raw_json import FEW_BYTES, present
 from deploy.edge.response_format import ServedModel
 from engine.checkpoint import generation_config
 from engine.config import ToolGrammar
@@ -43,6 +43,7 @@ from engine.logit_adjustments import LogitAdjustments
 from engine.protocol import MAX_ALTERNATIVES, Grammar, SamplingParams
 
 TEXT_THREADS = 2
+CALL_TOKENS = ("<|tool_call>", "<|tool_response>")  # not to come with tool_choice none, where tools stay declared in the prompt
 READERS = 4  # answers under way, in capacities: beyond what the engine works on, those that only wait for their readers
 MAX_PROMPT_LOGPROBS = 1 << 18  # of a request, alternatives counted: some 17 MB of JSON
 MAX_CHOICES = 64  # of a request, all its prompts together
@@ -162,6 +163,9 @@ class Service:
         """What goes to the engine. InvalidRequest, ModelNotFound."""
         self.check_model(request.model)
         adjustments = await self._adjustments(request)
+        if isinstance(request, ChatRequest) and request.chosen_tools.mode == "none" and present(request.tools) is not None:
+            known = map(self.text.control_id, CALL_TOKENS)
+            adjustments = forbid(adjustments, [number for number in known if number is not None])
         job = await (self._chat_job(request) if isinstance(request, ChatRequest) else self._completion_job(request))
         adjusted = (msgspec.structs.replace(params, adjustments=adjustments) for params in job.params)
         return job if adjustments is None else replace(job, params=tuple(adjusted))
@@ -279,7 +283,6 @@ class Service:
         self._check_size(characters([messages, declared]), "messages")
         tools, choice = Tools(declared), request.chosen_tools
         _check_choice(choice, tools)
-        offered = [] if choice.mode == "none" else declared
         options = request.template_options
         thinking = options.pop("enable_thinking", False)
         for name in ("tools", "add_generation_prompt"):  # they are parameters of their own
@@ -287,12 +290,12 @@ class Service:
                 raise InvalidRequest(f"chat_template_kwargs.{name}: not allowed", param="chat_template_kwargs")
         prompt = self.text.render_chat(
             messages,
-            tools=offered or None,
+            tools=declared or None,
             enable_thinking=thinking,
             add_generation_prompt=request.add_generation_prompt is not False,
             **options,
         )
-        return prompt, tools if offered else Tools(())
+        return prompt, Tools(()) if choice.mode == "none" else tools
 
     def _tokens(self, source: str | list[int]) -> list[int]:
         if not isinstance(source, str):
