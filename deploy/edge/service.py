@@ -45,7 +45,7 @@ from engine.protocol import MAX_ALTERNATIVES, Grammar, SamplingParams
 TEXT_THREADS = 2
 CALL_TOKENS = ("<|tool_call>", "<|tool_response>")  # not to come with tool_choice none, where tools stay declared in the prompt
 READERS = 4  # answers under way, in capacities: beyond what the engine works on, those that only wait for their readers
-MAX_PROMPT_LOGPROBS = 1 << 18  # of a request, alternatives counted: some 17 MB of JSON
+MAX_PROMPT_LOGPROBS = 1 << 18  # of a request, alternatives counted: some 70 bytes of JSON each
 MAX_CHOICES = 64  # of a request, all its prompts together
 COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 _SEED_BITS = 63
