@@ -157,13 +157,18 @@ def _check_model(config: EngineConfig, geometry: Geometry) -> None:
         raise ConfigError(f"max_len {config.max_len} exceeds the model's {geometry.max_position} positions")
     check_tp(geometry, config.tp)
     groups = kv_groups(geometry, config.tp, config.page)
-    from engine.plan import largest_plan  # numpy comes with it, which `quartet --help` does without
+    from engine.plan import largest_plan, largest_result  # numpy comes with it, which `quartet --help` does without
 
     largest = largest_plan(config.max_seqs, config.max_len, config.prefill_budget, config.page, len(groups))
     if largest > MAX_RECORD:
         raise ConfigError(
             f"a step's plan may take {largest} bytes with max_seqs {config.max_seqs}, max_len {config.max_len} and prefill_budget "
             f"{config.prefill_budget}; the ring to the ranks carries at most {MAX_RECORD} at once"
+        )
+    if (largest := largest_result(config.max_seqs)) > MAX_RECORD:
+        raise ConfigError(
+            f"a step's result may take {largest} bytes with max_seqs {config.max_seqs}, all with logprobs; the ring from the ranks "
+            f"carries at most {MAX_RECORD} at once"
         )
     if config.pages is None:
         return

@@ -9,6 +9,7 @@ from engine.errors import ConfigError
 from engine.geometry import KVGroup, kv_groups, read_geometry
 from engine.plan import DEPTH
 
+PIECE_LOGITS = 1 << 24  # fp32 logits of a rank's share that exist at once where logprobs of prompt tokens are made
 CACHED_TOKENS = 8192  # of a conversation, as the pools are sized for
 CPU_BYTES = 1 << 30  # of a whole group, where the device is the machine's own memory
 ITEMSIZE = {"float32": 4, "bfloat16": 2}  # bytes of an element, by the setting `dtype`

@@ -77,9 +77,10 @@ class Admissions:
         self._requests.admit(sequence)
         if hit is not None:
             self._allocator.attach(sequence, hit, changes)
-        if first:
+        if first and not sequence.scores:
             self._requests.counters.queried_tokens += len(sequence.tokens)
             self._requests.counters.hit_tokens += sequence.cached
+        if first:
             sequence.found = sequence.cached
 
 
@@ -90,5 +91,6 @@ def _size(sequence: Sequence, hit: Hit | None) -> int:
 
 
 def _admission(sequence: Sequence) -> Admission:
-    tokens = array("i", sequence.tokens)
-    return Admission(sequence.slot, sequence.number, tokens, sequence.prompt, sequence.params, cached=sequence.cached)
+    tokens, prompt = array("i", sequence.tokens), sequence.prompt
+    cached, scored = sequence.cached, sequence.scored
+    return Admission(sequence.slot, sequence.number, tokens, prompt, sequence.params, cached=cached, scored=scored)

@@ -34,7 +34,7 @@ from engine.plan import (
     encode_rows,
     read_plan,
 )
-from engine.protocol import Logprobs
+from engine.protocol import MAX_ALTERNATIVES, Logprobs
 from engine.rank.attention import AskedAttention, Unsound, attention_backend
 from engine.rank.batch import ForwardBatch
 from engine.rank.graphs import DecodeGraphs
@@ -42,6 +42,7 @@ from engine.rank.kv import KVCache
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.page_check import PageCheck
 from engine.rank.parallel import Inboxes
+from engine.rank.prompt_logprobs import ScoredRows, WantedLogprobs, prompt_rows, scored_rows, token_logprobs
 from engine.rank.sampler import Sampler, TopLogprobs
 from engine.rank.slots import ResultRows, SlotState
 from engine.rank.step import StepBuffers, buckets
@@ -52,15 +53,17 @@ from kernels.launch import distrusted, usable
 from kernels.sampling_batch import SamplingBatch
 
 SAMPLERS = ("maxima", "filtered", "logprobs", "adjusted", "adjusted_logprobs")
-MAX_ALTERNATIVES = 20  # of a captured sampler: OpenAI's bound
 
 
 @dataclass(frozen=True)
 class StepTokens:
-    """chosen int32 [>= R, 2]: each row's token, 0 where there is none, and its flags (`kernels.choose`); the reported logprobs."""
+    """chosen int32 [>= R, 2]: each row's token, 0 where there is none, and its flags (`kernels.choose`); the reported logprobs,
+    and those of prompts: of the rows `scored`, int32 [n, 2 + 2 alternatives]."""
 
     chosen: Tensor
     logprobs: TopLogprobs | None = None
+    scored: Sequence[ScoredRows] = ()
+    prompts: Tensor | None = None
 
 
 class CopyOut:
@@ -97,11 +100,12 @@ def _copy_out(tensor: Tensor, host: Tensor | None) -> Tensor:
 @dataclass(frozen=True)
 class Launched:
     """A step on its way: `result`, then `fold`, each once and in plan order. `rows`: those that sample; `logprob_rows`: those of
-    which logprobs were copied out."""
+    which logprobs were copied out; `scored`: those that give logprobs of prompt tokens."""
 
     step: int
     rows: ResultRows | None
     logprob_rows: tuple[int, ...]
+    scored: Sequence[ScoredRows]
     copy: CopyOut
     move_hash: Callable[[int, dict[str, np.ndarray]], None]
     pages: PageCheck | None
@@ -127,7 +131,8 @@ class Launched:
         nan, empty = ((flags & flag) != 0 for flag in (ROW_HAS_NAN, ROW_NO_TOKEN))
         table[:, 0], table[:, 1], table[:, 2] = self.rows.slots, self.rows.numbers, ~(nan | empty)
         table[:, 3], table[:, 4] = np.where(nan, ROW_NAN, 0) + np.where(empty, ROW_EMPTY, 0), tokens
-        return encode_rows(self.step, table, self._logprobs(host, nan | empty) if self.logprob_rows else {})
+        prompts = prompt_rows(self.scored, host["prompts"]) if self.scored else ()
+        return encode_rows(self.step, table, self._logprobs(host, nan | empty) if self.logprob_rows else {}, prompts)
 
     def fold(self) -> None:
         """Move the runner's state hash past this step."""
@@ -209,7 +214,7 @@ class Runner:
 
     @torch.inference_mode()
     def warm(self) -> None:
-        """Runs one prefill of a whole budget, so that its kernels are compiled; on a GPU, once, before the first plan.
+        """Runs prefills of a whole budget, so that their kernels are compiled; on a GPU, once, before the first plan.
 
         It runs in the padding's slot, whose pages are the null page: what it wrote there is taken back.
         """
@@ -223,6 +228,8 @@ class Runner:
             ends = replace(batch, slots=batch.slots[-1:], positions=torch.full_like(batch.positions[-1:], -1))
             for name in SAMPLERS:
                 self._sample(name, uploaded, ends, hidden)
+        every = self._model.forward(replace(batch, logit_rows=None), self._cache, self._attention)
+        self._prompt_logprobs([ScoredRows(slot, WantedLogprobs(0, 0, size + 1, MAX_ALTERNATIVES), 0, 0, size)], batch, every)
         self.slots.lengths[slot] = 0
         for group in self._cache:
             group.pool[:, 0] = 0
@@ -254,7 +261,9 @@ class Runner:
         clock = StepClock(self._end if len(plan.decodes) else None, start, copy.end)
         self._end = copy.end
         reported = sampled.logprobs.rows[: len(rows.slots)] if sampled is not None and sampled.logprobs else ()
-        return Launched(plan.step, None if sampled is None else rows, tuple(reported), copy, self._move_hash, self.pages, clock)
+        scored = sampled.scored if sampled is not None else ()
+        sampling = None if sampled is None else rows
+        return Launched(plan.step, sampling, tuple(reported), scored, copy, self._move_hash, self.pages, clock)
 
     def _set_masks(self, step: int, data: bytes) -> None:
         masks = decode_masks(data)
@@ -290,14 +299,33 @@ class Runner:
             return None, self._step.ids[:0]
         batch = self._step.mixed(plan, uploaded)
         self._check_pages(uploaded, batch)
-        hidden = self._model.forward(batch, self._cache, self._attention)
+        scored = scored_rows(batch.chunks, self.slots.prompts)
+        if not scored:
+            hidden = self._model.forward(batch, self._cache, self._attention)
+            return self._sampled_ends(rows, uploaded, batch, hidden), hidden
+        every = self._model.forward(replace(batch, logit_rows=None), self._cache, self._attention)
+        prompts, hidden = self._prompt_logprobs(scored, batch, every), every[batch.logit_rows]
+        sampled = self._sampled_ends(rows, uploaded, batch, hidden) or StepTokens(torch.empty((0, 2), dtype=torch.int32))
+        return replace(sampled, scored=scored, prompts=prompts), hidden
+
+    def _sampled_ends(self, rows: ResultRows, uploaded: Tensor, batch: ForwardBatch, hidden: Tensor) -> StepTokens | None:
+        """Of a step with chunks, from the final hidden rows that give tokens; None: none does."""
         if not len(rows.slots):
-            return None, hidden
+            return None
         slots, positions = batch.slots[batch.logit_rows], batch.positions[batch.logit_rows]
         if usable(hidden, "kernels.choose"):
             batch = replace(batch, slots=slots, positions=positions)
-            return self._sample(rows.sampler, uploaded, batch, hidden, rows.alternatives), hidden
-        return self._whole(rows, uploaded, slots, positions, hidden), hidden
+            return self._sample(rows.sampler, uploaded, batch, hidden, rows.alternatives)
+        return self._whole(rows, uploaded, slots, positions, hidden)
+
+    def _prompt_logprobs(self, scored: Sequence[ScoredRows], batch: ForwardBatch, hidden: Tensor) -> Tensor:
+        """As `token_logprobs`, from the final hidden rows of all of the batch."""
+
+        def report(rows: Tensor, ids: Tensor, alternatives: int) -> Tensor:
+            return self._sampler.token_logprobs(self._model.logits(hidden[rows]), ids, alternatives)
+
+        share = vocab_share(self._model.geometry.vocab, self._model.parallel.size)
+        return token_logprobs(scored, batch, self.slots.tokens, report, share)
 
     def _forward(self, bucket: int, plan: Tensor) -> tuple[ForwardBatch, Tensor]:
         """Inputs and final hidden rows of the plan's decodes, padded to `bucket`. Nothing that the host decides: capturable."""
@@ -344,6 +372,8 @@ class Runner:
             outputs["violations"] = (self.pages.violations, None)
         if sampled is None:
             return outputs
+        if sampled.prompts is not None:
+            outputs["prompts"] = (sampled.prompts, None)
         self._host.append(self._host.pop(0))
         outputs["chosen"] = (sampled.chosen[:count], self._host[-1][:count])
         if sampled.logprobs is not None:

@@ -21,7 +21,7 @@ from engine.config import EngineConfig
 from engine.geometry import Geometry, kv_groups, read_geometry
 from engine.lifeline import BootArgs, Lifeline, Loaded, Ready, run
 from engine.memory import cpu_budget, gpu_budget
-from engine.plan import DEPTH, Phase, read_header
+from engine.plan import DEPTH, read_header
 from engine.rank import weights
 from engine.rank.attention import Unsound
 from engine.rank.kv import GroupCache, KVCache
@@ -31,6 +31,7 @@ from engine.rank.runner import Launched, Runner
 from engine.rank.start_checks import check_attention, check_kernels, checked_inboxes
 from engine.rank.step import buckets
 from engine.rank.step_times import measure
+from engine.rank_status import Phase
 from kernels import launch
 from kernels.allreduce import MappedCollectives
 
