@@ -28,7 +28,7 @@ from engine.rank.kv import GroupCache, KVCache
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.parallel import Inboxes, Parallel, connect, self_check
 from engine.rank.runner import Launched, Runner
-from engine.rank.start_checks import check_attention, check_kernels
+from engine.rank.start_checks import check_attention, check_kernels, checked_inboxes
 from engine.rank.step import buckets
 from engine.rank.step_times import measure
 from engine.rank_status import Phase
@@ -80,9 +80,10 @@ def load(config: EngineConfig, args: BootArgs) -> Rank:
     else:
         weights.load(model, Path(config.model), geometry, args.index, args.tp, progress=args.index == 0)
     width = geometry.hidden * (2 if geometry.moe else 1)
-    joined = "kernels.joint" not in launch.distrusted()
-    inboxes = parallel.inboxes(buckets(config.max_seqs)[-1], width, torch_dtype(config)) if joined else None
-    return Rank(config, geometry, device, parallel, model, inboxes, unsound, (*fallbacks, *without))
+    rows = buckets(config.max_seqs)[-1]
+    with torch.inference_mode():
+        inboxes, alone = checked_inboxes(parallel, rows, width, geometry.hidden, device, torch_dtype(config))
+    return Rank(config, geometry, device, parallel, model, inboxes, unsound, (*fallbacks, *without, *alone))
 
 
 def build(rank: Rank, pages: tuple[int, ...]) -> Runner:
