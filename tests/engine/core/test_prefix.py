@@ -217,7 +217,7 @@ def test_choices_of_a_request_cost_one_prefill() -> None:
 
 def test_choices_that_do_not_wait_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault: each begins at once, and most of the prompt is computed several times."""
-    monkeypatch.setattr(Allocator, "coming", lambda self, sequence, hit, running, gain: False)
+    monkeypatch.setattr(Allocator, "being_computed", lambda self, sequence, hit, running, gain: False)
     assert computed(choices(4))[0] > 2 * 101
 
 
