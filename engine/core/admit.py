@@ -61,7 +61,7 @@ class Admissions:
         found = 0 if hit is None else hit.count * self._allocator.page
         if sequence.waits_for is not None and len(sequence.tokens) - found < 2:
             return True
-        return hit is not None and self._allocator.coming(sequence, hit, self._requests.running, self._gain)
+        return hit is not None and self._allocator.being_computed(sequence, hit, self._requests.running, self._gain)
 
     def _may_begin(self, sequence: Sequence, hit: Hit | None, room: Room) -> bool:
         """There are pages, and it is short or not too many long ones are being computed."""

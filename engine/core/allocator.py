@@ -137,7 +137,7 @@ class Allocator:
         sequence.marks = sorted(mark for mark in marks if mark > hit.count)
         self._watch(sequence)
 
-    def coming(self, sequence: Sequence, hit: Hit, running: Iterable[Sequence], gain: int) -> bool:
+    def being_computed(self, sequence: Sequence, hit: Hit, running: Iterable[Sequence], gain: int) -> bool:
         """Whether a running prefill is about to compute `gain` tokens more of this prompt than the hit has.
 
         It is asked to leave a tail where the two part: so the choices of one request, and a burst behind one system prompt,
@@ -152,13 +152,13 @@ class Allocator:
                     return True
         return False
 
-    def leave_marks(self, sequence: Sequence) -> None:
+    def cache_passed_marks(self, sequence: Sequence) -> None:
         """Cache the prefixes whose ends the sequence has passed; the last one is its prompt's."""
         while sequence.marks and sequence.low >= sequence.marks[0] * self.page:
             mark = sequence.marks.pop(0)
             self._insert(sequence, mark, supersedes=not sequence.marks)
 
-    def leave_all(self, sequence: Sequence) -> None:
+    def cache_computed(self, sequence: Sequence) -> None:
         """Cache what a sequence that leaves its slot has computed."""
         if self.cache is not None:
             self._insert(sequence, sequence.low // self.page)

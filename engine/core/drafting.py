@@ -102,7 +102,7 @@ class Drafts:
             return {}
         contexts = [sequence.high for sequence in self._requests.running if sequence.decodable]
         draft.beside = DecodeRows(len(contexts), sum(contexts))
-        draft.budget = self._budget.most(len(contexts) * self._width)
+        draft.budget = self._budget.prompt_tokens(len(contexts) * self._width)
         prompts = [_prompt(sequence) for sequence in prefills]
         prompts += [Prompt(sequence.uncached, sequence.expected) for sequence in waiting]
         return dict(zip(prefills + waiting, self._budget.share(prompts, draft.budget, draft.beside), strict=True))
@@ -185,7 +185,7 @@ class Drafts:
             return
         prefills = [sequence for sequence in self._requests.running if sequence.ready > 0]
         chunks = [Prompt(chunk.end - chunk.start, chunk.start) for chunk in draft.plan.chunks]
-        rest = self._budget.rest([_prompt(sequence) for sequence in prefills], draft.budget, draft.beside, chunks)
+        rest = self._budget.share_rest([_prompt(sequence) for sequence in prefills], draft.budget, draft.beside, chunks)
         for sequence, share in zip(prefills, rest, strict=True):
             self._prefill(sequence, share, draft, may_preempt=False)
 

@@ -58,7 +58,7 @@ class PrefixCache:
         self._root = Segment(None, 0, [], array("i"), array("i"))
         self._order: OrderedDict[Segment, None] = OrderedDict()
         self._tails: OrderedDict[Segment, None] = OrderedDict()
-        self._dice = random.Random(0)  # noqa: S311 - no secret; the same requests leave the same cache
+        self._random = random.Random(0)  # noqa: S311 - no secret; the same requests leave the same cache
 
     def __iter__(self) -> Iterator[Segment]:
         """Every segment, the next to be evicted first."""
@@ -205,7 +205,7 @@ class PrefixCache:
         """The least recently used that has an idle page, but for those that are spared; what is in use is not the oldest."""
         for _ in range(2 * len(order)):
             segment = next(iter(order))
-            if idle(segment) and (segment.children or self._dice.random() >= SPARED):
+            if idle(segment) and (segment.children or self._random.random() >= SPARED):
                 return segment
             renew(segment)
         return next(segment for segment in order if idle(segment))

@@ -132,7 +132,7 @@ class Requests:
     def _vacate(self, sequence: Sequence, *, poisoned: bool = False) -> None:
         """Take slot and pages back; rows of this admission still in flight become stale."""
         if not poisoned:
-            self.allocator.leave_all(sequence)
+            self.allocator.cache_computed(sequence)
         self.allocator.give_all(sequence, poisoned=poisoned)
         self.running.remove(sequence)
         self._slots.append(sequence.leave())

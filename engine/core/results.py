@@ -92,7 +92,7 @@ class Results:
                 continue
             sequence.low = end
             if sequence.marks and (row is None or not row.nan):
-                self._requests.allocator.leave_marks(sequence)
+                self._requests.allocator.cache_passed_marks(sequence)
             if row is not None:
                 self._take(sequence, row, *_cut(sequence, row.tokens))
         return at

@@ -102,7 +102,7 @@ class KVMachine:
         first, end = max(start, admission.scored), min(end, admission.prompt - 1)
         if admission.params.prompt_logprobs is None or first >= end:
             return None
-        values = [logprob_of(int(prefix)) for prefix in self.prefixes[slot][first + 1 : end + 1]]
+        values = [logprob_of(prefix) for prefix in self.prefixes[slot][first + 1 : end + 1]]
         words = b"".join(struct.pack("<fi", value, 1) for value in values)
         return PromptRow(slot, self.number[slot], PromptLogprobs(first + 1, 0, words))
 

@@ -17,7 +17,7 @@ import numpy as np
 from engine.core.allocator import first_page
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.sequence import Sequence, Wait
-from engine.core.step_budget import MOST_SKIPPED, TURN
+from engine.core.step_budget import MOST_SKIPPED, OLDEST_EVERY
 from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
 from engine.plan import StepPlan
@@ -269,7 +269,7 @@ def check_first(first: Sequence | None, plan: StepPlan, passed: Counter[int]) ->
     if first is None:
         return
     passed[first.number] += first.slot not in {*plan.decodes, *(chunk.slot for chunk in plan.chunks)}
-    assert passed[first.number] <= TURN * (MOST_SKIPPED + 1), (first, plan)
+    assert passed[first.number] <= OLDEST_EVERY * (MOST_SKIPPED + 1), (first, plan)
     if first.high > first.low:
         passed[first.number] = 0
 
