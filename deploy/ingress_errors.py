@@ -7,8 +7,8 @@
 from http import HTTPStatus
 from pathlib import Path
 
+from deploy.edge.error_response import response_of
 from deploy.edge.http_errors import DeadlineExceeded
-from deploy.edge.openai.error_response import response_of
 from engine.errors import EngineDead, QuartetError
 
 _LOST = EngineDead("the replica is gone")

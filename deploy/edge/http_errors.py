@@ -15,7 +15,7 @@
 
 OpenAI's clients retry 408, 409, 429 and 5xx unless `x-should-retry: false`. So an overload says when to come back, a group that is
 being rebuilt says so too, and what would fail again says not to try.
-How an error looks is for openai/error_response.py and anthropic/error_object.py.
+How an error looks is for error_response.py and anthropic/error_object.py.
 """
 
 from dataclasses import dataclass

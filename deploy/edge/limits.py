@@ -24,10 +24,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy.edge.bounded import bounded
 from deploy.edge.edge_settings import KEYS_VARIABLE, LIMITS_VARIABLE, KeySettings, LimitSettings
+from deploy.edge.error_response import response_of
 from deploy.edge.http_errors import ForeignHost, HeadersTooLarge, TooLarge, TooSlow
 from deploy.edge.keys.key_gate import KeyGate
 from deploy.edge.keys.key_ring import KeyRing
-from deploy.edge.openai.error_response import response_of
 from deploy.edge.scope import BEGAN
 from engine.errors import InvalidRequest, Overloaded, QuartetError
 

@@ -23,6 +23,7 @@ from deploy.edge.answer import CompletionResponse
 from deploy.edge.anthropic.error_object import is_anthropic
 from deploy.edge.anthropic.messages_api import COUNT_TOKENS, MESSAGES_API
 from deploy.edge.api import GenerationApi, TokenApi, Wanted
+from deploy.edge.error_response import handle, json_response, plain_error
 from deploy.edge.http_errors import DeadlineExceeded, WrongMediaType
 from deploy.edge.keys.key_gate import KeyGate
 from deploy.edge.limits import Limits
@@ -31,7 +32,6 @@ from deploy.edge.native.tokenization import DETOKENIZE, TOKENIZE
 from deploy.edge.observe.access_log import AccessLog
 from deploy.edge.observe.record import record_of
 from deploy.edge.openai.completions import CHAT, COMPLETIONS
-from deploy.edge.openai.error_response import handle, json_response, plain_error
 from deploy.edge.openai.responses_api import RESPONSES
 from deploy.edge.scope import from_here
 from deploy.edge.service import Client, Service

@@ -15,8 +15,8 @@ import msgspec
 
 from deploy.edge.anthropic.error_object import error_object
 from deploy.edge.blocks import BlockFormat, ReplyBlock, encode, event
+from deploy.edge.error_response import message_of
 from deploy.edge.http_errors import status_of
-from deploy.edge.openai.error_response import message_of
 from deploy.edge.response_format import ServedModel, Usage
 from engine.errors import QuartetError
 

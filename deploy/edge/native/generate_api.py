@@ -13,8 +13,8 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from deploy.edge.api import GenerationApi, Wanted
+from deploy.edge.error_response import body_of
 from deploy.edge.openai.absent_keys import is_neutral
-from deploy.edge.openai.error_response import body_of
 from deploy.edge.openai.schemas import CompletionRequest, parse, unsupported
 from deploy.edge.raw_json import decode, opening, present, shown_as, size, small
 from deploy.edge.response_format import ServedModel, Usage

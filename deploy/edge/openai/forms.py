@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from deploy.edge.openai.error_response import body_of
+from deploy.edge.error_response import body_of
 from deploy.edge.response_format import ServedModel, Usage
 from engine.errors import QuartetError
 from engine.front.generation import Call, Choice, Delta

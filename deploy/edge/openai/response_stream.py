@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from deploy.edge.blocks import BlockFormat, ReplyBlock, encode, event
+from deploy.edge.error_response import message_of
 from deploy.edge.http_errors import status_of
-from deploy.edge.openai.error_response import message_of
 from deploy.edge.openai.response_request import ResponsesRequest, sealed
 from deploy.edge.raw_json import present
 from deploy.edge.response_format import ServedModel, Usage

@@ -13,7 +13,7 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.core.failures import Failure, FailureGroup
 from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance, status_code_conformance
 
-from deploy.edge.openai import error_response
+from deploy.edge import error_response
 from deploy.edge.service import Service
 from engine.errors import ModelNotFound
 from tests.support.edge.http_edge import Edge
