@@ -10,7 +10,7 @@ from typing import Protocol
 
 from cluster.health import Moment, stalls
 from engine.events import ProcessFigures, ScrapeGauges
-from engine.plan import RankStatus
+from engine.rank_status import RankStatus
 
 _NS = 1_000_000_000
 

@@ -32,8 +32,8 @@ from engine.channel import create_shared, map_shared, ring_bytes
 from engine.config import EngineConfig
 from engine.lifeline import Allocate, BootArgs, Configure, Loaded, RanksReady, Ready, StepTimes, slowest
 from engine.memory import pages_of
-from engine.plan import RankStatus, StatusBlock
 from engine.protocol import Control, encode_message, frame
+from engine.rank_status import RankStatus, StatusBlock
 
 REDUCE_BYTES = 64 << 20  # sparse: pages that no rank touches cost nothing
 SPIN_POLLS = 2000

@@ -18,7 +18,7 @@ from cluster.children import ExitStatus, child_name, root_cause
 from cluster.handshake import SETTLE_S
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.plan import RankStatus
+from engine.rank_status import RankStatus
 
 PERIOD_S = 0.25
 _NEARLY = 0.9

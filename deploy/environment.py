@@ -9,7 +9,7 @@ import importlib.util
 import os
 import secrets
 import shutil
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from engine.errors import ConfigError
@@ -61,6 +61,14 @@ def prepare(environ: MutableMapping[str, str], private: Path, ports: dict[str, i
         environ.setdefault("QUARTET_HAPROXY", binary)
         environ.setdefault("QUARTET_ERRORS", str(private))
         environ.setdefault("RAY_SERVE_HAPROXY_BINARY_PATH", str(WRAPPER))
+
+
+def haproxy_sockets(environ: Mapping[str, str]) -> list[Path] | None:
+    """The admin sockets there are by now, a folder a node, once `prepare` was called; None where Serve's own proxy answers."""
+    if environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1" or "RAY_SERVE_HAPROXY_BINARY_PATH" not in environ:
+        return None
+    socket = Path(environ["RAY_SERVE_HAPROXY_SOCKET_PATH"])
+    return list(socket.parent.glob(f"*/{socket.name}"))
 
 
 def _new_token(path: Path) -> Path:

@@ -26,6 +26,7 @@ from cluster.capability import node_gpus, visible_gpus
 from deploy import environment
 from deploy.edge.edge_settings import KEYS_VARIABLE, LIMITS_VARIABLE, shared_limits
 from deploy.edge.keys.key_file import parse, read
+from deploy.haproxy_status import routed
 from deploy.nodes import check_nodes
 from deploy.processes import adopt_orphans, command_line, descendants, is_ray_server, lives, reap
 from deploy.settings import Settings
@@ -143,11 +144,11 @@ class Launch:
         self._mark("engine")
 
     def _wait_answering(self) -> None:
-        """Until the ingress routes to the replica. EngineDead: it does not in time."""
+        """Until the ingress routes to the replicas. EngineDead: it does not in time."""
         deadline = time.monotonic() + ROUTED_S
         host, port = self.address
         url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}/health/ready"  # noqa: S104 - compared, not bound
-        while not _answers(url):
+        while not (_answers(url) and _all_routed()):
             if time.monotonic() > deadline:
                 raise EngineDead(f"{url} did not answer within {ROUTED_S:g} s, though the replica runs")
             time.sleep(_POLL_S)
@@ -279,6 +280,17 @@ def _last_words(status: Any) -> str:
     lines = [line.strip() for line in "\n".join([status.message, *messages]).splitlines() if line.strip()]
     telling = [line for line in lines if "Error: " in line or "EngineDead: " in line]
     return (telling or lines or ["no reason given"])[-1][:500]
+
+
+def _all_routed() -> bool:
+    """Whether HAProxy, where there is one, sends requests to every application's replicas itself, not to Serve's own proxy."""
+    from ray import serve
+
+    if (admins := environment.haproxy_sockets(os.environ)) is None:
+        return True
+    deployments = [status.deployments.values() for status in serve.status().applications.values()]
+    running = sum(any(one.replica_states.get("RUNNING") for one in each) for each in deployments)
+    return any(routed(admin) >= running for admin in admins)
 
 
 def _answers(url: str) -> bool:

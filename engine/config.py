@@ -58,7 +58,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[float, Meta(gt=0)] | None,
         Meta(
             description="steps with prompt tokens are kept so short, by what the ranks measure at boot, or so rare, that running "
-            "streams get a token every so many milliseconds, on average; none: a step takes what prefill_budget allows",
+            "streams get a token every so many milliseconds, on average; a fifth of the time is the prompts' even if that misses "
+            "the target; none: a step takes what prefill_budget allows",
         ),
     ] = None
     attention: Annotated[
@@ -157,13 +158,18 @@ def _check_model(config: EngineConfig, geometry: Geometry) -> None:
         raise ConfigError(f"max_len {config.max_len} exceeds the model's {geometry.max_position} positions")
     check_tp(geometry, config.tp)
     groups = kv_groups(geometry, config.tp, config.page)
-    from engine.plan import largest_plan  # numpy comes with it, which `quartet --help` does without
+    from engine.plan import largest_plan, largest_result  # numpy comes with it, which `quartet --help` does without
 
     largest = largest_plan(config.max_seqs, config.max_len, config.prefill_budget, config.page, len(groups))
     if largest > MAX_RECORD:
         raise ConfigError(
             f"a step's plan may take {largest} bytes with max_seqs {config.max_seqs}, max_len {config.max_len} and prefill_budget "
             f"{config.prefill_budget}; the ring to the ranks carries at most {MAX_RECORD} at once"
+        )
+    if (largest := largest_result(config.max_seqs)) > MAX_RECORD:
+        raise ConfigError(
+            f"a step's result may take {largest} bytes with max_seqs {config.max_seqs}, all with logprobs; the ring from the ranks "
+            f"carries at most {MAX_RECORD} at once"
         )
     if config.pages is None:
         return

@@ -25,8 +25,8 @@ import msgspec
 from engine.channel import map_shared
 from engine.config import EngineConfig
 from engine.errors import QuartetError
-from engine.plan import Phase, StatusBlock
 from engine.protocol import FrameReader, frame
+from engine.rank_status import Phase, StatusBlock
 
 HEARTBEAT_S = 0.25
 _PR_SET_PDEATHSIG = 1

@@ -6,9 +6,11 @@ from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.geometry import KVGroup, kv_groups, read_geometry
+from engine.geometry import KVGroup, kv_groups, read_geometry, vocab_share
+from engine.logit_adjustments import MAX_BAD_WORD_IDS, MAX_BAD_WORDS, MAX_BIAS_IDS
 from engine.plan import DEPTH
 
+PIECE_LOGITS = 1 << 24  # fp32 logits of a rank's share that exist at once where logprobs of prompt tokens are made
 CACHED_TOKENS = 8192  # of a conversation, as the pools are sized for
 CPU_BYTES = 1 << 30  # of a whole group, where the device is the machine's own memory
 ITEMSIZE = {"float32": 4, "bfloat16": 2}  # bytes of an element, by the setting `dtype`
@@ -20,6 +22,20 @@ def gpu_budget(total: int, used: int, fraction: float) -> int:
     Below zero when more than that is taken already.
     """
     return int(total * fraction) - used
+
+
+def sampling_bytes(max_seqs: int, vocab: int, tp: int) -> int:
+    """Bytes that a rank takes for sampling once its pools are sized: `adjustment_bytes`, and the pieces in which logprobs of prompt
+    tokens are made, of which four are alive at most: logits, capped, their exponentials, and what top-k works on."""
+    return adjustment_bytes(max_seqs, vocab, tp) + 4 * 4 * PIECE_LOGITS
+
+
+def adjustment_bytes(max_seqs: int, vocab: int, tp: int) -> int:
+    """Bytes of the tables of adjusted logits, of all slots and the padding's (`kernels.sampling_batch.SlotAdjustments`)."""
+    share = vocab_share(vocab, tp)
+    words = max(((rank + 1) * share - 1 >> 5) - (rank * share >> 5) + 1 for rank in range(tp))
+    counts, masks = 2 * share, 2 * 4 * words  # a count of each id; what may come always, and in one step
+    return (max_seqs + 1) * (counts + masks + 4 * (2 * MAX_BIAS_IDS + MAX_BAD_WORD_IDS + MAX_BAD_WORDS + 7))
 
 
 def cpu_budget(tp: int) -> int:

@@ -1,11 +1,10 @@
-"""Byte layout of what crosses between core and ranks: StepPlan (core -> ranks), StepResult (rank 0 -> core), RankStatus.
+"""Byte layout of what crosses between core and ranks: StepPlan (core -> ranks), StepResult (rank 0 -> core).
 
 All little-endian, every section 4-byte aligned: header and fixed-width sections are one run of int32 that a rank copies to its
 device as it is.
 
     StepPlan    header [16] | decodes [n] | chunks [n,4] | appends [n,4] | releases [n,4] | zeros [n,2] | admissions, variable
-    StepResult  header | rows [n,4 + width] | logprobs, variable, only when the header says so
-    RankStatus  one 64-byte record a process in a shared block; one writer a field
+    StepResult  header | rows [n,4 + width] | logprobs, variable, only when the header says so | logprobs of prompts, variable
 
     plan header, int32: version, flags, step (two words), then the counts of decodes, chunks, appends, releases, zeros, admissions;
                         the rest is zero
@@ -25,20 +24,22 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from engine import logit_adjustments
-from engine.protocol import MAX_STOP_IDS, Logprobs, SamplingParams
+from engine.protocol import MAX_ALTERNATIVES, MAX_STOP_IDS, Logprobs, PromptLogprobs, SamplingParams, token_bytes
 
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 DEPTH = 2  # plans out at a time: one running, one queued
 RESULT_WIDTH = 1
 MAX_ADMITTED = 1 << 17  # numbers (`admission_size`) of one plan's admissions, one of them apart: 0.5 MiB of a ring record
+MAX_SCORED = 1 << 13  # prompt tokens of one plan whose logprobs its result has: up to 1.3 MiB of a ring record
 HEADER_INTS = 16
 COUNTS = 4  # the header's first count: decodes, chunks, appends, releases, zeros, admissions
 
 _WIDTHS = (1, 4, 4, 4, 2)  # int32 of a decode, chunk, append, release, zero
 _PLAN = struct.Struct("<IIQ6I24x")
-_ADMISSION = struct.Struct("<iiqqfff8i")
+_ADMISSION = struct.Struct("<iiqqfff10i")
 _RESULT = struct.Struct("<QIIII")
 _LOGPROB_COUNT = struct.Struct("<i")
+_PROMPT = struct.Struct("<iiiii")  # slot, number, first position, alternatives, tokens
 
 FLAG_STOP = 1
 FLAG_MASKED = 2
@@ -71,6 +72,7 @@ class Admission:
 
     `number` grows with every admission, so that a result can be told from one of the slot's last sequence. `prompt` is the
     length of the prompt proper; `params.min_tokens` counts from there. `cached`: positions whose K and V its pages hold already.
+    `scored`: with `params.prompt_logprobs`, positions below it have given theirs already, at an admission before this one.
     `tokens` may be any sequence of integers; a rank reads it as an int32 array.
     """
 
@@ -81,6 +83,7 @@ class Admission:
     params: SamplingParams
     adapter: int = 0
     cached: int = 0
+    scored: int = 0
 
 
 @dataclass(frozen=True)
@@ -191,27 +194,43 @@ class ResultRow(NamedTuple):
     empty: bool = False
 
 
+class PromptRow(NamedTuple):
+    """What a prefill chunk of an admission that asks for `prompt_logprobs` gave: `number` as in a result row."""
+
+    slot: int
+    number: int
+    logprobs: PromptLogprobs
+
+
+def has_numbers(logprobs: PromptLogprobs) -> bool:
+    """Whether each token's logprob is a number, -inf among them: where a logit was NaN it is not."""
+    words = np.frombuffer(logprobs.words, "<f4").reshape(logprobs.count, -1)
+    return not np.isnan(words[:, 0]).any()
+
+
 @dataclass(frozen=True, eq=False)
 class StepResult:
     """Rank 0 -> core, one a plan that had rows or not, in plan order.
 
     table     int32 [n, 4 + width], in the order of the plan's result rows: slot, number & NUMBER_MASK, tokens given, flags, tokens
     logprobs  of the rows that report them
+    prompts   of the chunks that report logprobs of prompt tokens, in the plan's order
     """
 
     step: int
     table: np.ndarray
     logprobs: Mapping[int, Logprobs] = field(default_factory=dict)
+    prompts: Sequence[PromptRow] = ()
 
     @classmethod
-    def of(cls, step: int, rows: Sequence[ResultRow]) -> "StepResult":
+    def of(cls, step: int, rows: Sequence[ResultRow], prompts: Sequence[PromptRow] = ()) -> "StepResult":
         """From objects: for fakes."""
         width = max((len(row.tokens) for row in rows), default=RESULT_WIDTH)
         table = np.zeros((len(rows), 4 + max(width, RESULT_WIDTH)), np.int32)
         for at, row in enumerate(rows):
             head = (row.slot, row.number & NUMBER_MASK, len(row.tokens), ROW_NAN * row.nan | ROW_EMPTY * row.empty)
             table[at, : 4 + len(row.tokens)] = head + row.tokens
-        return cls(step, table, {at: row.logprobs for at, row in enumerate(rows) if row.logprobs is not None})
+        return cls(step, table, {at: row.logprobs for at, row in enumerate(rows) if row.logprobs is not None}, prompts)
 
     def row(self, at: int) -> ResultRow:
         """One row as an object."""
@@ -225,7 +244,9 @@ class StepResult:
         return [self.row(at) for at in range(len(self.table))]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, StepResult) and (self.step, self.rows) == (other.step, other.rows)
+        return isinstance(other, StepResult) and (
+            (self.step, self.rows, list(self.prompts)) == (other.step, other.rows, list(other.prompts))
+        )
 
     __hash__ = None  # type: ignore[assignment]  # it holds an array
 
@@ -252,6 +273,12 @@ def largest_plan(
     held = groups * (budget // page + seqs * (-(-width // page) + 2))  # pages appended to rows and chunks
     rows = seqs * (1 + 4) + 4 * held + 4 * groups * seqs + 2 * (held + groups * (max_len // page + 1))
     return 4 * (HEADER_INTS + rows + max(admission, admitted))
+
+
+def largest_result(seqs: int) -> int:
+    """Bytes that no step's result exceeds: a row for each of `seqs` sequences, and MAX_SCORED prompt tokens, all with logprobs."""
+    rows = seqs * (4 * (4 + RESULT_WIDTH) + _LOGPROB_COUNT.size + token_bytes(MAX_ALTERNATIVES) + _PROMPT.size)
+    return _RESULT.size + rows + MAX_SCORED * token_bytes(MAX_ALTERNATIVES)
 
 
 def admission_size(tokens: int, stop_ids: int, adjustments: int, pages: int) -> int:
@@ -323,6 +350,8 @@ def _encode_admission(admission: Admission) -> bytes:
         -1 if params.logprobs is None else params.logprobs,
         admission.adapter,
         admission.cached,
+        -1 if params.prompt_logprobs is None else params.prompt_logprobs,
+        admission.scored,
         len(params.stop_ids),
         len(admission.tokens),
         params.adjustments is not None,
@@ -333,7 +362,7 @@ def _encode_admission(admission: Admission) -> bytes:
 
 def _decode_admission(data: bytes, offset: int) -> tuple[Admission, int]:
     slot, prompt, number, seed, temperature, top_p, min_p, *rest = _ADMISSION.unpack_from(data, offset)
-    top_k, min_tokens, logprobs, adapter, cached, n_stop, n_tokens, adjusted = rest
+    top_k, min_tokens, logprobs, adapter, cached, prompt_logprobs, scored, n_stop, n_tokens, adjusted = rest
     offset += _ADMISSION.size
     stop_ids = struct.unpack_from(f"<{n_stop}i", data, offset)
     offset += 4 * n_stop
@@ -349,23 +378,29 @@ def _decode_admission(data: bytes, offset: int) -> tuple[Admission, int]:
         min_tokens=min_tokens,
         stop_ids=stop_ids,
         logprobs=None if logprobs < 0 else logprobs,
+        prompt_logprobs=None if prompt_logprobs < 0 else prompt_logprobs,
         adjustments=adjustments,
     )
-    return Admission(slot, number, cast("Sequence[int]", tokens), prompt, params, adapter, cached), offset
+    return Admission(slot, number, cast("Sequence[int]", tokens), prompt, params, adapter, cached, scored), offset
 
 
 def encode_result(result: StepResult) -> bytes:
     """Bytes of `result`; `decode_result` is its inverse."""
-    return encode_rows(result.step, result.table, result.logprobs)
+    return encode_rows(result.step, result.table, result.logprobs, result.prompts)
 
 
-def encode_rows(step: int, table: np.ndarray, logprobs: Mapping[int, Logprobs]) -> bytes:
+def encode_rows(step: int, table: np.ndarray, logprobs: Mapping[int, Logprobs], prompts: Sequence[PromptRow] = ()) -> bytes:
     """Bytes of a result whose rows are int32 [n, 4 + width]: slot, number & NUMBER_MASK, tokens given, flags, tokens."""
     assert table.dtype == np.int32, table.dtype
     assert table.shape[1] == 4 + RESULT_WIDTH, table.shape
-    header = _RESULT.pack(step, len(table), RESULT_WIDTH, RESULT_HAS_LOGPROBS if logprobs else 0, 0)
+    header = _RESULT.pack(step, len(table), RESULT_WIDTH, RESULT_HAS_LOGPROBS if logprobs else 0, len(prompts))
     lists = [_encode_logprobs(logprobs.get(row)) for row in range(len(table))] if logprobs else []
-    return b"".join([header, table.tobytes(), *lists])
+    return b"".join([header, table.tobytes(), *lists, *map(_encode_prompt, prompts)])
+
+
+def _encode_prompt(row: PromptRow) -> bytes:
+    slot, number, reported = row
+    return _PROMPT.pack(slot, number, reported.first, reported.alternatives, reported.count) + reported.words
 
 
 def _encode_logprobs(logprobs: Logprobs | None) -> bytes:
@@ -379,7 +414,7 @@ def _encode_logprobs(logprobs: Logprobs | None) -> bytes:
 
 def decode_result(data: bytes) -> StepResult:
     """The result in `data`, in place; raises ValueError when its length is wrong."""
-    step, n_rows, width, flags, _ = _RESULT.unpack_from(data)
+    step, n_rows, width, flags, n_prompts = _RESULT.unpack_from(data)
     offset = _RESULT.size + 4 * n_rows * (4 + width)
     if offset > len(data):
         raise ValueError(f"result {step} is {len(data)} bytes long, its rows end at {offset}")
@@ -389,9 +424,20 @@ def decode_result(data: bytes) -> StepResult:
         reported, offset = _decode_logprobs(data, offset)
         if reported is not None:
             logprobs[at] = reported
+    prompts = []
+    for _ in range(n_prompts):
+        prompt, offset = _decode_prompt(data, offset)
+        prompts.append(prompt)
     if offset != len(data):
         raise ValueError(f"result {step} is {len(data)} bytes long, its sections end at {offset}")
-    return StepResult(step, table, logprobs)
+    return StepResult(step, table, logprobs, prompts)
+
+
+def _decode_prompt(data: bytes, offset: int) -> tuple[PromptRow, int]:
+    slot, number, first, alternatives, count = _PROMPT.unpack_from(data, offset)
+    start = offset + _PROMPT.size
+    end = start + count * token_bytes(alternatives)
+    return PromptRow(slot, number, PromptLogprobs(first, alternatives, data[start:end])), end
 
 
 def _decode_logprobs(data: bytes, offset: int) -> tuple[Logprobs | None, int]:
@@ -401,87 +447,3 @@ def _decode_logprobs(data: bytes, offset: int) -> tuple[Logprobs | None, int]:
     values = struct.unpack_from(f"<{count}i{count + 1}f", data, offset + 4)
     top = list(zip(values[:count], values[count + 1 :], strict=True))
     return Logprobs(values[count], top), offset + 4 * (2 + 2 * count)
-
-
-class Phase:
-    """Where a process stands, in its status record."""
-
-    starting, loading, ready, running, stopping = range(5)
-
-
-STATUS_BYTES = 64
-_LOW, _24_BITS, _16_BITS = 0xFFFFFFFF, 0xFFFFFF, 0xFFFF
-
-
-@dataclass(frozen=True)
-class RankStatus:
-    """One process's record. Times are CLOCK_MONOTONIC nanoseconds (the same clock in every process of a node).
-
-    `busy_us`, `idle_us`: how long the device took for the last step, and stood idle before the last one with decode rows.
-    `launched`/`finished` are step numbers; `progress_ns` is when either last moved; `state_hash` is the fold after step
-    `finished`; `heartbeat_ns` is written by the lifeline thread, the other fields by the main thread.
-    """
-
-    launched: int = 0
-    finished: int = 0
-    progress_ns: int = 0
-    state_hash: int = 0
-    step_us: int = 0
-    heartbeat_ns: int = 0
-    memory_bytes: int = 0
-    phase: int = Phase.starting
-    pid: int = 0
-    busy_us: int = 0
-    idle_us: int = 0
-    late_compilations: int = 0
-
-
-class StatusBlock:
-    """The shared block of records, index 0..tp-1 the ranks and tp the core.
-
-    Every field is part of an 8-byte word that is loaded and stored at once: struct goes byte by byte, and pack_into clears its
-    target first, so that a reader would see zeros and halves. `finished` comes after the hash that belongs to it.
-    """
-
-    def __init__(self, buffer: memoryview) -> None:
-        self._buffer = buffer
-
-    @staticmethod
-    def size(processes: int) -> int:
-        """Bytes for `processes` records."""
-        return STATUS_BYTES * processes
-
-    def read(self, index: int) -> RankStatus:
-        """The record as it stands; fields are read one by one and may belong to neighbouring moments."""
-        launched, finished, progress_ns, hash_us, heartbeat_ns, memory_bytes, phase_pid, device = self._record(index).tolist()
-        state_hash, step_us = hash_us & _LOW, hash_us >> 32
-        phase, pid = phase_pid & _LOW, phase_pid >> 32
-        times = (device & _24_BITS, device >> 24 & _24_BITS, device >> 48)
-        return RankStatus(launched, finished, progress_ns, state_hash, step_us, heartbeat_ns, memory_bytes, phase, pid, *times)
-
-    def progress(self, index: int, launched: int, finished: int, now_ns: int, state_hash: int, step_us: int) -> None:
-        """Main thread: a step was launched or finished."""
-        record = self._record(index)
-        record[0] = launched
-        record[2] = now_ns
-        record[3] = state_hash | min(step_us, _LOW) << 32
-        record[1] = finished
-
-    def device(self, index: int, busy_us: int, idle_us: int, late_compilations: int) -> None:
-        """Main thread: how the device spent the last step; what does not fit is the most that does (16 s; 65 535)."""
-        words = (min(busy_us, _24_BITS), min(idle_us, _24_BITS), min(late_compilations, _16_BITS))
-        self._record(index)[7] = words[0] | words[1] << 24 | words[2] << 48
-
-    def heartbeat(self, index: int, now_ns: int) -> None:
-        """Lifeline thread: the process is scheduled at all."""
-        self._record(index)[4] = now_ns
-
-    def phase(self, index: int, memory_bytes: int, phase: int, pid: int) -> None:
-        """Main thread: the process moved to another phase."""
-        record = self._record(index)
-        record[5] = memory_bytes
-        record[6] = phase | pid << 32
-
-    def _record(self, index: int) -> memoryview:
-        """Its eight words; a view of the moment, so that whoever owns the memory can unmap it."""
-        return self._buffer[index * STATUS_BYTES : (index + 1) * STATUS_BYTES].cast("Q")

@@ -14,6 +14,7 @@ import msgspec
 from engine.logit_adjustments import LogitAdjustments
 
 MAX_MESSAGE_BYTES = 64 << 20
+MAX_ALTERNATIVES = 20  # logprobs of a token beside its own: OpenAI's bound
 MAX_STOP_IDS = 1024  # of one request, its end-of-sequence ids among them: a rank's table has a fixed width
 _LENGTH = struct.Struct("<I")
 
@@ -51,10 +52,11 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How one request samples; validated once at the edge, the seed resolved there.
 
-    temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off. `logprobs` is the number of alternatives reported a token
-    (0: the chosen one alone; None: nothing). `stop_ids` end the request; they are masked until `min_tokens` tokens are out. The
+    temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off. `logprobs` is the number of alternatives reported a token (0:
+    the chosen one alone; None: nothing). `stop_ids` end the request; they are masked until `min_tokens` tokens are out. The
     edge puts the end ids among them unless the client ignores those. Stop strings are text and stay in `front/text`.
-    `adjustments` None: there are none. `grammar` stays in the core, which makes masks of it.
+    `prompt_logprobs`: the same of the prompt's tokens, from the second on. `adjustments` None: there are none. `grammar` stays
+    in the core, which makes masks of it.
     """
 
     max_tokens: int
@@ -66,6 +68,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     min_tokens: int = 0
     stop_ids: tuple[int, ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     adjustments: LogitAdjustments | None = None
     grammar: Grammar | None = None
 
@@ -110,11 +113,47 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
     top: list[tuple[int, float]]
 
 
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Of the prompt's tokens at positions first, first + 1, ...: natural log, fp32, of the capped logits.
+
+    words: little-endian, 2 + 2 * `alternatives` of four bytes a token: its logprob fp32; its rank int32, 1 for the likeliest; the
+    most likely ids int32, best first; their logprobs fp32.
+    """
+
+    first: int
+    alternatives: int
+    words: bytes
+
+    @property
+    def count(self) -> int:
+        """How many tokens these are."""
+        return len(self.words) // token_bytes(self.alternatives)
+
+    def entries(self) -> list[tuple[int, Logprobs]]:
+        """Rank and logprobs of each token."""
+        count, found = self.alternatives, []
+        for chosen, rank, *top in struct.iter_unpack(f"<fi{count}i{count}f", self.words):
+            found.append((rank, Logprobs(chosen, list(zip(top[:count], top[count:], strict=True)))))
+        return found
+
+    def cut(self, tokens: int) -> "list[PromptLogprobs]":
+        """The same in pieces of at most so many tokens."""
+        size = tokens * token_bytes(self.alternatives)
+        pieces = [self.words[start : start + size] for start in range(0, len(self.words), size)]
+        return [PromptLogprobs(self.first + tokens * at, self.alternatives, words) for at, words in enumerate(pieces)]
+
+
+def token_bytes(alternatives: int) -> int:
+    """Bytes that PromptLogprobs has of one token."""
+    return 4 * (2 + 2 * alternatives)
+
+
 class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """What one step gave one request. `finish` set: the request has ended and this is its last entry.
 
-    `cached`, with its first tokens: how many of its prompt's were found in the prefix cache when it was first scheduled. `error` is
-    a sentence for the client, with `invalid` set when the request itself was at fault.
+    `cached`, with its first tokens: how many of its prompt's were found in the prefix cache when it was first scheduled.
+    `prompt_logprobs` come before the first tokens, in the prompt's order, none twice. `error` is a sentence for the client, with
+    `invalid` set when the request itself was at fault.
     """
 
     id: int
@@ -124,6 +163,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=F
     error: str | None = None
     invalid: bool = False
     cached: int = 0
+    prompt_logprobs: list[PromptLogprobs] = []
 
 
 class PoolLoad(msgspec.Struct, frozen=True, kw_only=True):

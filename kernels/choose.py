@@ -39,6 +39,11 @@ class Ballot:
         self.inbox = memory.view(torch.int32)
         self.inbox.fill_(_EMPTY)
 
+    @property
+    def empty(self) -> bool:
+        """Whether this rank has read all that came. Asks the device."""
+        return bool((self.inbox == _EMPTY).all())
+
     @staticmethod
     def bytes(size: int, rows: int) -> int:
         """Bytes of one rank's inbox."""

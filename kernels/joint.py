@@ -73,6 +73,11 @@ class Peers:
         self.errors = torch.zeros(1, dtype=torch.int32, device=memory.device)
         self._calls = 0
 
+    @property
+    def empty(self) -> bool:
+        """Whether this rank has read all that came, and nothing failed to come. Asks the device."""
+        return bool((self.inbox == EMPTY[self.dtype]).all()) and not int(self.errors)
+
     @staticmethod
     def bytes(size: int, rows: int, width: int, dtype: torch.dtype) -> int:
         """Bytes of one rank's inboxes: a part of each rank, and the rows that a sharded joint sends."""

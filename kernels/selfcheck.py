@@ -3,13 +3,14 @@
     RUN_ON     compute capabilities on which the GPU tests have run (tests/gpu): there nothing is checked at start
     failures   the ops whose kernel and whose plain torch disagree here; `kernels.launch.distrust` then turns their modules off
 
-A kernel may compile for an architecture and be wrong on it. Sizes are such that all of it takes half a second, compilation apart;
-sums over ranks are `engine.rank.parallel.self_check`'s.
+A kernel may compile for an architecture and be wrong on it. Sizes are such that all of it takes half a second, compilation apart.
+What ranks write into each other's memory is `kernels.inbox_check`'s; sums and gathers are `engine.rank.parallel.self_check`'s.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from kernels.linear import linear, linear_geglu
 from kernels.prefill import extend_attention, extend_tiles, tile_tokens
 from kernels.qkv import qkv_post
 from kernels.route import route, router_logits
-from kernels.sample import cap, choose_filtered, gumbel
+from kernels.sample import cap, choose_filtered, gumbel, mask
 from kernels.sampling_batch import BAD_WORDS, BIASED, LIMITED, PENALIZED, SamplingBatch, SlotAdjustments, SlotParameters
 from kernels.slots import apply_plan, decode_inputs, gather_pages, rotary_table
 from kernels.table_check import check_table, new_violations
@@ -51,7 +52,7 @@ class Failure:
     error: float
 
     def __str__(self) -> str:
-        return f"{self.what} ({self.module}) is wrong by {self.error:.2g}: plain torch in its place"
+        return f"{self.what} ({self.module}) is wrong by {self.error:.2g}"
 
 
 @dataclass(frozen=True)
@@ -83,22 +84,30 @@ class Check:
 
 
 def failures(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> list[Failure]:
-    """The checks that do not hold on `device`; an op that raises is one of them."""
-    return [found for check in CHECKS if (found := _failure(check, device, torch.float32 if INTERPRET else dtype)) is not None]
+    """The checks that do not hold on `device`."""
+    return [found for check in CHECKS if (found := failure(check, device, torch.float32 if INTERPRET else dtype)) is not None]
 
 
-def _failure(check: Check, device: torch.device, dtype: torch.dtype) -> Failure | None:
-    def draw() -> RandomInputs:
-        return RandomInputs(device, dtype, torch.Generator().manual_seed(7))
-
+def failure(check: Check, device: torch.device, dtype: torch.dtype) -> Failure | None:
+    """What is wrong, if `check` does not hold; an op that raises is wrong."""
     try:
-        found = check.run(draw())
+        found = check.run(inputs(device, dtype))
     except (TritonError, RuntimeError, ValueError) as error:  # it does not compile, or does not start
-        return Failure(check.module, f"{check.what}: {type(error).__name__}: {error}", math.inf)
+        return raised(check, error)
     with plain_torch(check.module):
-        want = (check.want or check.run)(draw())
+        want = (check.want or check.run)(inputs(device, dtype))
     worst = max(_error(one, other) for one, other in zip(found, want, strict=True))
     return Failure(check.module, check.what, worst) if not worst <= TOLERANCE[dtype] else None
+
+
+def inputs(device: torch.device, dtype: torch.dtype) -> RandomInputs:
+    """Those that every check begins with, on every rank."""
+    return RandomInputs(device, dtype, torch.Generator().manual_seed(7))
+
+
+def raised(check: Check, error: Exception) -> Failure:
+    """The failure of a check whose op does not compile, or does not start."""
+    return Failure(check.module, f"{check.what}: {type(error).__name__}: {error}", math.inf)
 
 
 def _error(found: Tensor, want: Tensor) -> float:
@@ -210,19 +219,51 @@ def _extend(heads: int, kv_heads: int, d: int, window: int | None) -> Op:
 
 
 _VOCABULARY, _CAP, _PARTS = 5000, 30.0, 2
+_SUPPRESSED, _STOP = 17, 1242  # ids that would win, were they not forbidden
 
 
-def _ballot(draw: RandomInputs) -> tuple[Tensor, Tensor, SlotParameters]:
-    """Logits of four rows, positions of their inputs, and how they sample: greedy and plain."""
-    integers = torch.tensor([[3, 0, 0], [2**40 + 5, 0, 0]], dtype=torch.int64, device=draw.device).repeat(2, 1)
-    floats = torch.tensor([[0.0, 1, 0], [0.8, 1, 0]], device=draw.device).repeat(2, 1)
-    stop = torch.full((4, 8), -1, dtype=torch.int32, device=draw.device)
-    return draw.floats(4, _VOCABULARY, scale=4, dtype=torch.float32), draw.ints(9, 8, 7, 6), SlotParameters(integers, floats, stop)
+def sampled_rows(draw: RandomInputs, vocabulary: int) -> tuple[Tensor, Tensor, SlotParameters]:
+    """Logits fp32 of four rows, positions of their inputs, and how they sample: greedy and plain, two of them not to stop yet."""
+    logits = draw.floats(4, vocabulary, scale=4, dtype=torch.float32)
+    logits[:, _SUPPRESSED], logits[:, _STOP] = 80.0, 79.0
+    integers = torch.tensor([[3, 0, 0], [2**40 + 5, 0, 0], [3, 0, 50], [2**40 + 5, 0, 50]], dtype=torch.int64)
+    floats = torch.tensor([[0.0, 1, 0], [0.8, 1, 0]]).repeat(2, 1)
+    stop = torch.full((4, 8), -1, dtype=torch.int32)
+    stop[:, 5] = _STOP
+    return logits, draw.ints(9, 8, 7, 6), SlotParameters(*(x.to(draw.device) for x in (integers, floats, stop)))
+
+
+def sampling_batch(
+    draw: RandomInputs, positions: Tensor, parameters: SlotParameters, capped: Tensor | None = None
+) -> SamplingBatch:
+    """Four rows, a slot each."""
+    tokens = torch.zeros((4, 12), dtype=torch.int32, device=draw.device)
+    slots, suppress = draw.ints(0, 1, 2, 3), draw.ints(_SUPPRESSED)
+    return SamplingBatch(slots, positions, parameters, tokens, suppress, _CAP, capped=capped)
+
+
+def sampling_scores(logits: Tensor, positions: Tensor, parameters: SlotParameters, capped: Tensor | None = None) -> Tensor:
+    """What each row of `sampled_rows` takes the largest of, in plain torch: fp32 [4, vocabulary]."""
+    temperature, ahead = parameters.floats[:, :1], positions.long() + 1
+    noise = gumbel(parameters.integers[:, 0], ahead, torch.arange(logits.shape[1], device=logits.device))
+    soft = _soft(logits, capped)
+    scores = torch.where(temperature > 0, soft / temperature.clamp(min=0.1) + noise, logits)
+    return _allowed(scores, positions, parameters)
+
+
+def _soft(logits: Tensor, capped: Tensor | None) -> Tensor:
+    """Behind the soft cap, unless a row is `capped` already."""
+    return cap(logits, _CAP) if capped is None else torch.where(capped[:, None] != 0, logits, cap(logits, _CAP))
+
+
+def _allowed(scores: Tensor, positions: Tensor, parameters: SlotParameters) -> Tensor:
+    stop = parameters.stop.long().masked_fill((positions + 1 >= parameters.integers[:, 2])[:, None], -1)
+    return mask(scores, torch.cat([stop, torch.full_like(stop[:, :1], _SUPPRESSED)], dim=1), 0)
 
 
 def _adjust(draw: RandomInputs) -> Outputs:
     """Four rows, each with another kind of adjustment, the last with a mask too; the second's input is counted."""
-    logits, positions, parameters = _ballot(draw)
+    logits, positions, parameters = sampled_rows(draw, _VOCABULARY)
     words, device = -(-_VOCABULARY // 32), draw.device
     tables = SlotAdjustments(
         flags=draw.ints(BIASED, PENALIZED, LIMITED, BAD_WORDS),
@@ -238,72 +279,73 @@ def _adjust(draw: RandomInputs) -> Outputs:
         mask_steps=draw.ints(-1, -1, -1, 9),
     )
     history = torch.arange(12, dtype=torch.int32, device=device).repeat(4, 1)
-    plan, batch = draw.ints(0, 0, 9, 0), replace(_batch(draw, positions, parameters), tokens=history, adjustments=tables)
+    plan, batch = draw.ints(0, 0, 9, 0), replace(sampling_batch(draw, positions, parameters), tokens=history, adjustments=tables)
     capped = adjust(logits, replace(batch, plan=plan), 0, _PARTS).capped
     assert capped is not None
-    return logits.clamp(min=-1e3), logits.isneginf().int(), tables.counts.int(), capped
+    return *_finite(logits), tables.counts.int(), capped
 
 
-def _choose(draw: RandomInputs) -> Outputs:
-    logits, positions, parameters = _ballot(draw)
-    batch, results = _batch(draw, positions, parameters), draw.ints(*[9] * 8)
+def _finite(logits: Tensor) -> Outputs:
+    """What is compared of logits, some of which are -inf."""
+    return logits.clamp(min=-1e3), logits.isneginf().int()
+
+
+def _choose(draw: RandomInputs, *, adjusted: bool) -> Outputs:
+    logits, positions, parameters = sampled_rows(draw, _VOCABULARY)
+    capped = draw.ints(0, 1, 0, 0) if adjusted else None
+    batch, results = sampling_batch(draw, positions, parameters, capped), draw.ints(*[9] * 8)
     best = local_best(logits, batch, 0, _PARTS)
     choose_best(best, batch, results.view(4, 2), None)
     return best[..., 0], best[..., 1].int(), results.view(4, 2)[:, 0], batch.tokens
 
 
-def _batch(draw: RandomInputs, positions: Tensor, parameters: SlotParameters) -> SamplingBatch:
-    """Four rows, a slot each."""
-    tokens = torch.zeros((4, 12), dtype=torch.int32, device=draw.device)
-    return SamplingBatch(draw.ints(0, 1, 2, 3), positions, parameters, tokens, draw.ints(), _CAP)
-
-
-def _choose_reference(draw: RandomInputs) -> Outputs:
-    logits, positions, parameters = _ballot(draw)
-    temperature, ahead, ids = parameters.floats[:, :1], positions.long() + 1, torch.arange(_VOCABULARY, device=draw.device)
-    noise = gumbel(parameters.integers[:, 0], ahead, ids)
-    capped = cap(logits, _CAP)
-    scores = torch.where(temperature > 0, capped / temperature.clamp(min=0.1) + noise, logits)
+def _choose_reference(draw: RandomInputs, *, adjusted: bool) -> Outputs:
+    logits, positions, parameters = sampled_rows(draw, _VOCABULARY)
+    scores = sampling_scores(logits, positions, parameters, draw.ints(0, 1, 0, 0) if adjusted else None)
     best, places = zip(*(part.max(-1) for part in scores.chunk(_PARTS, dim=-1)), strict=True)
     found = torch.stack([place + at * (_VOCABULARY // _PARTS) for at, place in enumerate(places)], dim=1).int()
     chosen = scores.argmax(-1).int()
-    tokens = torch.zeros((4, 12), dtype=torch.int32, device=draw.device)
-    tokens[torch.arange(4, device=draw.device), ahead] = chosen
-    return torch.stack(best, dim=1), found, chosen, tokens
+    return torch.stack(best, dim=1), found, chosen, written(chosen, positions)
+
+
+def written(chosen: Tensor, positions: Tensor) -> Tensor:
+    """The token table of `sampling_batch` with a token behind each row's input."""
+    tokens = torch.zeros((4, 12), dtype=torch.int32, device=chosen.device)
+    tokens[torch.arange(len(chosen), device=chosen.device), positions.long() + 1] = chosen
+    return tokens
 
 
 def _filtered_inputs(draw: RandomInputs) -> tuple[Tensor, Tensor, SlotParameters]:
-    """As `_ballot`, with a filter for each row: top_k, top_p, min_p and all of them."""
-    logits, positions, _ = _ballot(draw)
-    integers = torch.tensor([[seed, top_k, 0] for seed, top_k in ((3, 20), (2**40, 0), (9, 0), (11, 7))], dtype=torch.int64)
+    """As `sampled_rows`, with a filter for each row: top_k, top_p, min_p and all of them."""
+    logits, positions, parameters = sampled_rows(draw, _VOCABULARY)
+    integers = torch.tensor([[3, 20, 0], [2**40, 0, 0], [9, 0, 50], [11, 7, 50]], dtype=torch.int64)
     floats = torch.tensor([[0.7, 1, 0], [1.3, 0.6, 0], [1.0, 1, 0.05], [0.9, 0.8, 0.02]])
-    stop = torch.full((4, 8), -1, dtype=torch.int32, device=draw.device)
-    return logits, positions, SlotParameters(integers.to(draw.device), floats.to(draw.device), stop)
+    return logits, positions, SlotParameters(integers.to(draw.device), floats.to(draw.device), parameters.stop)
 
 
-def _filter(draw: RandomInputs) -> Outputs:
+def _filter(draw: RandomInputs, *, adjusted: bool) -> Outputs:
     logits, positions, parameters = _filtered_inputs(draw)
-    batch, share = _batch(draw, positions, parameters), Share(0, 1)
+    capped = draw.ints(0, 1, 0, 1) if adjusted else None
+    batch, share = sampling_batch(draw, positions, parameters, capped), Share(0, 1)
     scaled = scaled_rows(logits[None], batch, share, _VOCABULARY)
-    best = _scaled(logits, parameters) + gumbel(parameters.integers[:, 0], positions.long() + 1, _ids(draw))
+    best = _scaled(logits, positions, parameters, capped) + gumbel(parameters.integers[:, 0], positions.long() + 1, _ids(draw))
     chosen = torch.stack([best.argmax(-1), torch.zeros_like(best[:, 0])], dim=1).int()
     drawn = filtered_tokens(scaled, batch, chosen, share)
     adopt(drawn.float(), batch, chosen)
-    return scaled.values, drawn, chosen[:, 0], batch.tokens
+    return *_finite(scaled.values), drawn, chosen[:, 0], batch.tokens
 
 
-def _filter_reference(draw: RandomInputs) -> Outputs:
+def _filter_reference(draw: RandomInputs, *, adjusted: bool) -> Outputs:
     logits, positions, parameters = _filtered_inputs(draw)
-    ahead, (seeds, top_k, _) = positions.long() + 1, parameters.integers.unbind(1)
-    temperature, top_p, min_p = parameters.floats.unbind(1)
-    drawn = choose_filtered(cap(logits, _CAP), temperature, seeds, ahead, top_k, top_p, min_p).int()
-    tokens = torch.zeros((4, 12), dtype=torch.int32, device=draw.device)
-    tokens[torch.arange(4, device=draw.device), ahead] = drawn
-    return _scaled(logits, parameters), drawn, drawn, tokens
+    capped = draw.ints(0, 1, 0, 1) if adjusted else None
+    (seeds, top_k, _), (temperature, top_p, min_p) = parameters.integers.unbind(1), parameters.floats.unbind(1)
+    allowed = _allowed(_soft(logits, capped), positions, parameters)
+    drawn = choose_filtered(allowed, temperature, seeds, positions.long() + 1, top_k, top_p, min_p).int()
+    return *_finite(_scaled(logits, positions, parameters, capped)), drawn, drawn, written(drawn, positions)
 
 
-def _scaled(logits: Tensor, parameters: SlotParameters) -> Tensor:
-    return cap(logits, _CAP) / parameters.floats[:, :1]
+def _scaled(logits: Tensor, positions: Tensor, parameters: SlotParameters, capped: Tensor | None) -> Tensor:
+    return _allowed(_soft(logits, capped), positions, parameters) / parameters.floats[:, :1]
 
 
 def _ids(draw: RandomInputs) -> Tensor:
@@ -354,8 +396,15 @@ CHECKS = (
     Check("kernels.prefill", "prefill attention at head dim 256", _extend(4, 2, 256, 30)),
     Check("kernels.prefill", "prefill attention at head dim 512", _extend(8, 1, 512, None)),
     Check("kernels.adjust", "adjusted logits", _adjust),
-    Check("kernels.choose", "sampling", _choose, _choose_reference),
-    Check("kernels.filters", "filtered sampling", _filter, _filter_reference),
+    *(
+        Check(module, what, partial(run, adjusted=adjusted), partial(reference, adjusted=adjusted))
+        for module, what, run, reference, adjusted in (
+            ("kernels.choose", "sampling", _choose, _choose_reference, False),
+            ("kernels.choose", "sampling of adjusted rows", _choose, _choose_reference, True),
+            ("kernels.filters", "filtered sampling", _filter, _filter_reference, False),
+            ("kernels.filters", "filtered sampling of adjusted rows", _filter, _filter_reference, True),
+        )
+    ),
     Check("kernels.table_check", "the check of page tables", _table_check),
     Check("kernels.route", "the router", _router),
     *(Check("kernels.experts", f"experts of {rows} tokens", _experts(rows)) for rows in (3, 20)),

@@ -1,6 +1,8 @@
 """What a request says about its logits, as the engine takes it: penalties, logit_bias, bad_words, allowed_token_ids."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import msgspec
 
 from deploy.edge.openai.schemas import Sampling
 from engine.errors import InvalidRequest
@@ -29,6 +31,16 @@ def logit_adjustments(request: Sampling, vocab: int, encode: Callable[[str], lis
     if (excess := wanted.excess()) is not None:
         raise InvalidRequest(f"bad_words: {excess}", param="bad_words")  # lists of ids are bounded where they are read
     return wanted if wanted != LogitAdjustments() else None
+
+
+def forbid(adjustments: LogitAdjustments | None, ids: Sequence[int]) -> LogitAdjustments:
+    """The same, and none of `ids` may come. InvalidRequest: there is no room for them beside the request's own biases."""
+    wanted = adjustments or LogitAdjustments()
+    bias = {**dict(wanted.bias), **dict.fromkeys(ids, -float("inf"))}
+    wanted = msgspec.structs.replace(wanted, bias=tuple(bias.items()))
+    if (excess := wanted.excess()) is not None:
+        raise InvalidRequest(f"logit_bias: {excess}, those that tool_choice none forbids among them", param="logit_bias")
+    return wanted
 
 
 def _spellings(words: list[str], encode: Callable[[str], list[int]]) -> tuple[tuple[int, ...], ...]:

@@ -7,7 +7,7 @@ import asyncio
 import secrets
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -21,11 +21,11 @@ from deploy.edge.admission_control import AdmissionControl
 from deploy.edge.edge_settings import LimitSettings, LogSettings
 from deploy.edge.http_errors import Forbidden, QuotaExceeded, Unauthenticated
 from deploy.edge.keys.key_ring import KeyRing
-from deploy.edge.logit_keys import check_ids, logit_adjustments
+from deploy.edge.logit_keys import check_ids, forbid, logit_adjustments
 from deploy.edge.observe.record import RequestRecord
 from deploy.edge.observe.spans import Tracer
 from deploy.edge.openai.schemas import ChatRequest, CompletionRequest, Sampling
-from deploy.edge.raw_json import FEW_BYTES
+from deploy.edge.raw_json import FEW_BYTES, present
 from deploy.edge.response_format import ServedModel
 from engine.checkpoint import generation_config
 from engine.config import ToolGrammar
@@ -40,10 +40,12 @@ from engine.front.template import characters
 from engine.front.text import TextProcessor
 from engine.front.tools import Tools
 from engine.logit_adjustments import LogitAdjustments
-from engine.protocol import Grammar, SamplingParams
+from engine.protocol import MAX_ALTERNATIVES, Grammar, SamplingParams
 
 TEXT_THREADS = 2
+CALL_TOKENS = ("<|tool_call>", "<|tool_response>")  # not to come with tool_choice none, where tools stay declared in the prompt
 READERS = 4  # answers under way, in capacities: beyond what the engine works on, those that only wait for their readers
+MAX_PROMPT_LOGPROBS = 1 << 18  # of a request, alternatives counted: some 70 bytes of JSON each
 MAX_CHOICES = 64  # of a request, all its prompts together
 COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 _SEED_BITS = 63
@@ -161,6 +163,9 @@ class Service:
         """What goes to the engine. InvalidRequest, ModelNotFound."""
         self.check_model(request.model)
         adjustments = await self._adjustments(request)
+        if isinstance(request, ChatRequest) and request.chosen_tools.mode == "none" and present(request.tools) is not None:
+            known = map(self.text.control_id, CALL_TOKENS)
+            adjustments = forbid(adjustments, [number for number in known if number is not None])
         job = await (self._chat_job(request) if isinstance(request, ChatRequest) else self._completion_job(request))
         adjusted = (msgspec.structs.replace(params, adjustments=adjustments) for params in job.params)
         return job if adjustments is None else replace(job, params=tuple(adjusted))
@@ -192,7 +197,7 @@ class Service:
         (prompt, tools), form = await self._off_loop(lambda: (self._render(request), request.answer_form))
         job = self._job(request, [prompt], wanted or self.max_tokens or self.max_len, clip=wanted is None, logprobs=logprobs)
         choice = request.chosen_tools
-        job = replace(job, is_chat=True, tools=tools, one_call=choice.one)
+        job = self._scored(replace(job, is_chat=True, tools=tools, one_call=choice.one), request.prompt_logprobs, 1)
         rules, budget = form.rules if form else None, request.thinking_token_budget
         wants = Constraints(tools, choice, rules, self.tool_grammar, budget)
         thinking = bool(request.template_options.get("enable_thinking"))
@@ -218,12 +223,34 @@ class Service:
         else:
             prompts = [self._tokens(source) for source in sources]
         wanted, form = request.max_tokens, request.answer_form
-        job = self._job(request, prompts, wanted or COMPLETION_TOKENS, clip=wanted is None, logprobs=request.logprobs)
+        limit = COMPLETION_TOKENS if wanted is None else max(1, wanted)
+        job = self._job(request, prompts, limit, clip=wanted is None, logprobs=request.logprobs)
+        told = [each for each in (request.prompt_logprobs, request.echoed_logprobs) if each is not None]
+        job = self._scored(job, max(told, default=None), len(job.params))
+        if request.echo:
+            job = await self._off_loop(lambda: replace(job, echoes=self._texts(sources, job), echo_only=wanted == 0))
         if form is None:
             return job
         rules = grammar(None, form.rules, Thought.none)
         await self._grammars.check(rules, form.param)
         return _with_grammar(job, Grammar(rules))
+
+    def _scored(self, job: Job, alternatives: int | None, choices: int) -> Job:
+        """`job`, whose first `choices` also give logprobs of their prompts' tokens. InvalidRequest: they are too many."""
+        if alternatives is None:
+            return job
+        _at_most("prompt_logprobs", alternatives, min(self.limits.top_logprobs, MAX_ALTERNATIVES))
+        count = sum(len(job.prompt(choice)) for choice in range(choices)) * (1 + alternatives)
+        if count > MAX_PROMPT_LOGPROBS:
+            message = f"{count} logprobs of prompt tokens, alternatives counted, exceed the limit of {MAX_PROMPT_LOGPROBS}"
+            raise InvalidRequest(f"prompt_logprobs: {message} a request", param="prompt_logprobs")
+        scored = (msgspec.structs.replace(params, prompt_logprobs=alternatives) for params in job.params[:choices])
+        return replace(job, params=(*scored, *job.params[choices:]))
+
+    def _texts(self, sources: Sequence[str | list[int]], job: Job) -> tuple[str, ...]:
+        """Of prompts, as an echo shows them: a text as it came."""
+        shown = job.skip_special_tokens
+        return tuple(each if isinstance(each, str) else self.text.decode(each, skip_special_tokens=shown) for each in sources)
 
     def settle(self, record: RequestRecord) -> None:
         """A request has ended: its API key's holder gets back what it did not use, and what became of it is counted."""
@@ -256,7 +283,6 @@ class Service:
         self._check_size(characters([messages, declared]), "messages")
         tools, choice = Tools(declared), request.chosen_tools
         _check_choice(choice, tools)
-        offered = [] if choice.mode == "none" else declared
         options = request.template_options
         thinking = options.pop("enable_thinking", False)
         for name in ("tools", "add_generation_prompt"):  # they are parameters of their own
@@ -264,12 +290,12 @@ class Service:
                 raise InvalidRequest(f"chat_template_kwargs.{name}: not allowed", param="chat_template_kwargs")
         prompt = self.text.render_chat(
             messages,
-            tools=offered or None,
+            tools=declared or None,
             enable_thinking=thinking,
             add_generation_prompt=request.add_generation_prompt is not False,
             **options,
         )
-        return prompt, tools if offered else Tools(())
+        return prompt, Tools(()) if choice.mode == "none" else tools
 
     def _tokens(self, source: str | list[int]) -> list[int]:
         if not isinstance(source, str):

@@ -61,7 +61,7 @@ class Admissions:
         found = 0 if hit is None else hit.count * self._allocator.page
         if sequence.waits_for is not None and len(sequence.tokens) - found < 2:
             return True
-        return hit is not None and self._allocator.coming(sequence, hit, self._requests.running, self._gain)
+        return hit is not None and self._allocator.being_computed(sequence, hit, self._requests.running, self._gain)
 
     def _may_begin(self, sequence: Sequence, hit: Hit | None, room: Room) -> bool:
         """There are pages, and it is short or not too many long ones are being computed."""
@@ -77,9 +77,10 @@ class Admissions:
         self._requests.admit(sequence)
         if hit is not None:
             self._allocator.attach(sequence, hit, changes)
-        if first:
+        if first and not sequence.scores:
             self._requests.counters.queried_tokens += len(sequence.tokens)
             self._requests.counters.hit_tokens += sequence.cached
+        if first:
             sequence.found = sequence.cached
 
 
@@ -90,5 +91,6 @@ def _size(sequence: Sequence, hit: Hit | None) -> int:
 
 
 def _admission(sequence: Sequence) -> Admission:
-    tokens = array("i", sequence.tokens)
-    return Admission(sequence.slot, sequence.number, tokens, sequence.prompt, sequence.params, cached=sequence.cached)
+    tokens, prompt = array("i", sequence.tokens), sequence.prompt
+    cached, scored = sequence.cached, sequence.scored
+    return Admission(sequence.slot, sequence.number, tokens, prompt, sequence.params, cached=cached, scored=scored)

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 
+import numpy as np
+
 from engine.core.pages import PagePool, PageRun
 from engine.core.prefix import Hit, PrefixCache
 from engine.core.segment import equal_keys, extend_keys
@@ -115,10 +117,11 @@ class Allocator:
         sequence.expected = 0 if hit is None else hit.count * self.page
 
     def find(self, sequence: Sequence) -> Hit | None:
-        """What of a waiting sequence is cached; one token at least is to be computed."""
+        """What of a waiting sequence is cached and may be used."""
         if self.cache is None:
             return None
-        return self.cache.find(self._keys(sequence, (len(sequence.tokens) - 1) // self.page))
+        keys = self._keys(sequence, (len(sequence.tokens) - 1) // self.page)
+        return self.cache.find(keys[: sequence.reusable // self.page])
 
     def attach(self, sequence: Sequence, hit: Hit, changes: Changes) -> None:
         """Let an admitted sequence share the pages of a hit: it goes on behind them, and leaves tails where others may."""
@@ -130,11 +133,11 @@ class Allocator:
             sequence.runs[at] = PageRun(hit.count - len(pages), pages)
             self._append(pool, sequence, hit.count - len(pages), pages, changes)
         sequence.low = sequence.high = sequence.cached = hit.count * self.page
-        marks = {hit.branch, (sequence.prompt - 1) // self.page}
+        marks = {hit.branch, (sequence.prompt - 1) // self.page, *turn_ends(sequence, self.page)}
         sequence.marks = sorted(mark for mark in marks if mark > hit.count)
         self._watch(sequence)
 
-    def coming(self, sequence: Sequence, hit: Hit, running: Iterable[Sequence], gain: int) -> bool:
+    def being_computed(self, sequence: Sequence, hit: Hit, running: Iterable[Sequence], gain: int) -> bool:
         """Whether a running prefill is about to compute `gain` tokens more of this prompt than the hit has.
 
         It is asked to leave a tail where the two part: so the choices of one request, and a burst behind one system prompt,
@@ -142,20 +145,20 @@ class Allocator:
         """
         for other in running:
             if other.low < other.target:  # a result of its prefill is still to come
-                shared = min(equal_keys(sequence.keys, other.keys), (len(sequence.tokens) - 1) // self.page)
+                shared = min(equal_keys(sequence.keys, other.keys), sequence.reusable // self.page)
                 if shared * self.page > other.low and (shared - hit.count) * self.page >= gain:
                     if shared not in other.marks:
                         bisect.insort(other.marks, shared)
                     return True
         return False
 
-    def leave_marks(self, sequence: Sequence) -> None:
+    def cache_passed_marks(self, sequence: Sequence) -> None:
         """Cache the prefixes whose ends the sequence has passed; the last one is its prompt's."""
         while sequence.marks and sequence.low >= sequence.marks[0] * self.page:
             mark = sequence.marks.pop(0)
             self._insert(sequence, mark, supersedes=not sequence.marks)
 
-    def leave_all(self, sequence: Sequence) -> None:
+    def cache_computed(self, sequence: Sequence) -> None:
         """Cache what a sequence that leaves its slot has computed."""
         if self.cache is not None:
             self._insert(sequence, sequence.low // self.page)
@@ -184,6 +187,17 @@ def first_page(group: KVGroup, low: int) -> int:
     the window's worst case is the same, because the page of `low` is held anyway.
     """
     return group.pages_for(low - low % group.page, low + 1).start
+
+
+def turn_ends(sequence: Sequence, page: int) -> set[int]:
+    """Pages up to where others may share the prompt: the end of its first turn, and of the last but one.
+
+    A turn ends at a stop id. The first is the system prompt with its tools; what precedes the last is asked again with another
+    last message. A prompt of one turn, or without stop ids (no chat), has none.
+    """
+    tokens = np.frombuffer(sequence.tokens, np.int32, sequence.prompt)
+    ends = np.flatnonzero(np.isin(tokens, tuple(sequence.params.stop_ids))) + 1
+    return {int(ends[0]) // page, int(ends[-2]) // page} if len(ends) > 1 else set()
 
 
 def _release_at(pool: PagePool, run: PageRun) -> int:

@@ -21,7 +21,7 @@ from engine.core.sequence import Sequence, Wait
 from engine.core.step_budget import DecodeRows, StepBudget
 from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
-from engine.plan import Admission, PrefillChunk, StepPlan
+from engine.plan import MAX_SCORED, Admission, PrefillChunk, StepPlan
 from engine.step_masks import MAX_MASKED_ROWS
 
 
@@ -57,6 +57,7 @@ class Draft:
     flight: Flight
     masks: int  # masked rows that it may still have
     budget: int = 0  # prompt tokens that it may still have
+    scored: int = MAX_SCORED  # of sequences that are to be told their prompts' logprobs
     beside: DecodeRows = field(default_factory=DecodeRows)
     chunks: dict[int, int] = field(default_factory=dict)  # of each slot, where in the plan
 
@@ -101,7 +102,7 @@ class Drafts:
             return {}
         contexts = [sequence.high for sequence in self._requests.running if sequence.decodable]
         draft.beside = DecodeRows(len(contexts), sum(contexts))
-        draft.budget = self._budget.most(len(contexts) * self._width)
+        draft.budget = self._budget.prompt_tokens(len(contexts) * self._width)
         prompts = [_prompt(sequence) for sequence in prefills]
         prompts += [Prompt(sequence.uncached, sequence.expected) for sequence in waiting]
         return dict(zip(prefills + waiting, self._budget.share(prompts, draft.budget, draft.beside), strict=True))
@@ -142,6 +143,8 @@ class Drafts:
         wanted = min(sequence.ready, share, draft.budget)
         if sequence.masked and not draft.masks and wanted == sequence.target - sequence.high:
             wanted -= 1
+        if sequence.scores:
+            wanted = min(wanted, draft.scored)
         if wanted < 1:
             return
         fitting = self._allocator.fitting
@@ -157,6 +160,7 @@ class Drafts:
         self._allocator.hold(sequence, end, draft.changes)
         sequence.high = end
         draft.budget -= size
+        draft.scored -= size if sequence.scores else 0
         draft.flight.prefill_tokens += size
         at = draft.chunks.setdefault(sequence.slot, len(rows))
         if at < len(rows):
@@ -181,7 +185,7 @@ class Drafts:
             return
         prefills = [sequence for sequence in self._requests.running if sequence.ready > 0]
         chunks = [Prompt(chunk.end - chunk.start, chunk.start) for chunk in draft.plan.chunks]
-        rest = self._budget.rest([_prompt(sequence) for sequence in prefills], draft.budget, draft.beside, chunks)
+        rest = self._budget.share_rest([_prompt(sequence) for sequence in prefills], draft.budget, draft.beside, chunks)
         for sequence, share in zip(prefills, rest, strict=True):
             self._prefill(sequence, share, draft, may_preempt=False)
 

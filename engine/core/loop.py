@@ -31,7 +31,7 @@ from engine.errors import CheckpointError
 from engine.geometry import kv_groups, read_geometry
 from engine.lifeline import BootArgs, Lifeline, Ready, StepTimes, run
 from engine.matcher import Vocabulary
-from engine.plan import DEPTH, Phase, StepPlan, StepResult, decode_result, encode_plan
+from engine.plan import DEPTH, StepPlan, StepResult, decode_result, encode_plan
 from engine.protocol import (
     Abort,
     Control,
@@ -40,6 +40,7 @@ from engine.protocol import (
     TokenBatch,
     decode_front_message,
 )
+from engine.rank_status import Phase
 from engine.step_masks import masked_rows
 
 logger = logging.getLogger(__name__)

@@ -7,9 +7,10 @@ Segments are runs of pages in a tree, found by keys (core/segment.py):
       prompt      +-- B                                                           the window before it, and nothing else
 
 A prefix can be taken up where a segment ends with its tail: there the full layers find all that is before, and the sliding layers
-the window that the next position reads. Whoever finds more full pages than that has found a branch point without a tail: it
-computes them, and leaves one there. Tails are dear (a window of all sliding layers), so those that a conversation has grown past
-go first.
+the window that the next position reads. Tails are left at the ends of prompts, of answers, and of the turns at which prompts are
+likely to part (`turn_ends` in core/allocator.py): a second conversation finds the system prompt of the first. Whoever finds more
+full pages than tails allow has found another branch point: it computes them, and leaves a tail there. Tails are dear (a window of
+all sliding layers), so those that a conversation has grown past go first.
 
 Both groups are evicted together: a segment that leads to no tail is worth nothing, and goes. The order is least recently used,
 leaves first: using a segment also uses the path to it, so the first in order is never above another that is cached. Of the ends of
@@ -57,7 +58,7 @@ class PrefixCache:
         self._root = Segment(None, 0, [], array("i"), array("i"))
         self._order: OrderedDict[Segment, None] = OrderedDict()
         self._tails: OrderedDict[Segment, None] = OrderedDict()
-        self._dice = random.Random(0)  # noqa: S311 - no secret; the same requests leave the same cache
+        self._random = random.Random(0)  # noqa: S311 - no secret; the same requests leave the same cache
 
     def __iter__(self) -> Iterator[Segment]:
         """Every segment, the next to be evicted first."""
@@ -204,7 +205,7 @@ class PrefixCache:
         """The least recently used that has an idle page, but for those that are spared; what is in use is not the oldest."""
         for _ in range(2 * len(order)):
             segment = next(iter(order))
-            if idle(segment) and (segment.children or self._dice.random() >= SPARED):
+            if idle(segment) and (segment.children or self._random.random() >= SPARED):
                 return segment
             renew(segment)
         return next(segment for segment in order if idle(segment))

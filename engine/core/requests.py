@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from engine.core.allocator import Allocator
 from engine.core.segment import root_key
 from engine.core.sequence import Key, Sequence
-from engine.protocol import MAX_STOP_IDS, FinishReason, GenerateRequest, Output
+from engine.protocol import MAX_ALTERNATIVES, MAX_STOP_IDS, FinishReason, GenerateRequest, Output
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Requests:
         self._arrivals += 1
         root = root_key(0, request.salt)
         rank = (request.priority, self._arrivals)
-        sequence = Sequence(key, tokens, len(tokens), limit, request.params, rank, masked, root=root)
+        sequence = Sequence(key, tokens, len(tokens), limit, request.params, rank, masked=masked, root=root)
         self._by_key[key] = sequence
         self._enqueue(sequence)
 
@@ -93,6 +93,8 @@ class Requests:
             return 0, f"{len(request.params.stop_ids)} stop ids, end ids included; at most {MAX_STOP_IDS} are possible"
         if request.params.adjustments is not None and (excess := request.params.adjustments.excess()) is not None:
             return 0, excess
+        if (request.params.prompt_logprobs or 0) > MAX_ALTERNATIVES:
+            return 0, f"prompt_logprobs must be at most {MAX_ALTERNATIVES}, not {request.params.prompt_logprobs}"
         if request.params.max_tokens < 1:
             return 0, f"max_tokens must be at least 1, not {request.params.max_tokens}"
         if prompt + 1 > self._max_len:
@@ -130,7 +132,7 @@ class Requests:
     def _vacate(self, sequence: Sequence, *, poisoned: bool = False) -> None:
         """Take slot and pages back; rows of this admission still in flight become stale."""
         if not poisoned:
-            self.allocator.leave_all(sequence)
+            self.allocator.cache_computed(sequence)
         self.allocator.give_all(sequence, poisoned=poisoned)
         self.running.remove(sequence)
         self._slots.append(sequence.leave())

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from engine.core.requests import Requests
 from engine.core.sequence import Sequence
-from engine.plan import NUMBER_MASK, ResultRow, StepResult
+from engine.plan import NUMBER_MASK, ResultRow, StepResult, has_numbers
 from engine.protocol import FinishReason, Output
 
 
@@ -59,8 +59,28 @@ class Results:
         assert result.step == flight.step, (result.step, flight.step)
         self.done = flight.step
         self._requests.counters.prefill_tokens += flight.prefill_tokens
+        self._commit_prompts(flight.chunks, result)
         first = self._commit_chunks(flight.chunks, result)
         self._commit_decodes(flight.decodes, result, first)
+
+    def _commit_prompts(self, chunks: list[ChunkRow], result: StepResult) -> None:
+        """Logprobs of prompt tokens; what a chunk gave that was planned before a preemption, the next admission gives once more."""
+        rows = {(slot, number): logprobs for slot, number, logprobs in result.prompts}
+        for sequence, number, _, _ in chunks if rows else ():
+            logprobs = rows.get((sequence.slot, number & NUMBER_MASK))
+            if sequence.number != number or logprobs is None:
+                continue
+            if not has_numbers(logprobs):
+                self._fail(sequence)
+                continue
+            assert logprobs.first == sequence.scored + 1, (logprobs.first, sequence)
+            sequence.scored += logprobs.count
+            self._requests.emit(sequence.key[0], Output(id=sequence.key[1], prompt_logprobs=[logprobs]))
+
+    def _fail(self, sequence: Sequence) -> None:
+        """What it computed was not finite."""
+        error = "the model's logits were not finite"
+        self._requests.end(sequence, Output(id=sequence.key[1], finish=FinishReason.error, error=error), poisoned=True)
 
     def _commit_chunks(self, chunks: list[ChunkRow], result: StepResult) -> int:
         """The chunks' rows, which come first; how many they are."""
@@ -72,7 +92,7 @@ class Results:
                 continue
             sequence.low = end
             if sequence.marks and (row is None or not row.nan):
-                self._requests.allocator.leave_marks(sequence)
+                self._requests.allocator.cache_passed_marks(sequence)
             if row is not None:
                 self._take(sequence, row, *_cut(sequence, row.tokens))
         return at
@@ -105,8 +125,7 @@ class Results:
         """Append a row's tokens, and tell the client."""
         assert (row.slot, row.number) == (sequence.slot, sequence.number & NUMBER_MASK), (row, sequence)
         if row.nan:
-            error = "the model's logits were not finite"
-            self._requests.end(sequence, Output(id=sequence.key[1], finish=FinishReason.error, error=error), poisoned=True)
+            self._fail(sequence)
             return
         if row.empty:
             error = "the request's constraints together forbid every token"

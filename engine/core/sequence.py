@@ -33,6 +33,7 @@ class Sequence:
     limit       length, prompt and output, at which it ends
     overtaken   how many of a later rank were admitted before it
     tokens      int32, prompt and what was generated
+    scored      with `params.prompt_logprobs`: positions below it have given theirs to the client
     masked      each of its tokens needs a mask that the host computes from those before it
     mask_for    length for whose next token the host has given a mask last
     late_masks  its rows are planned before their masks are made, which come while the forward runs
@@ -51,6 +52,7 @@ class Sequence:
     limit: int
     params: SamplingParams
     rank: tuple[int, int]
+    scored: int = 0
     masked: bool = False
     mask_for: int = 0
     late_masks: bool = False
@@ -94,6 +96,16 @@ class Sequence:
         """Known tokens that can be computed now; the last one gives a token, so it waits for what the token waits for."""
         known = self.target - self.high
         return known - 1 if self.waits_for else known
+
+    @property
+    def scores(self) -> bool:
+        """Logprobs of its prompt are still to be told."""
+        return self.params.prompt_logprobs is not None and self.scored < self.prompt - 1
+
+    @property
+    def reusable(self) -> int:
+        """Positions that may come out of the prefix cache: one token at least is computed, and whatever still gives logprobs."""
+        return min(self.scored, len(self.tokens) - 1) if self.scores else len(self.tokens) - 1
 
     @property
     def uncached(self) -> int:

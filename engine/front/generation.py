@@ -20,10 +20,11 @@ from engine.front.parts import Arguments, Content, Part, Reasoning, ToolCallStar
 from engine.front.reply import Markers, ReplyParser
 from engine.front.text import Detokenizer, StopStrings, TextProcessor
 from engine.front.tools import Tools
-from engine.protocol import AbortReason, FinishReason, Logprobs, Output, SamplingParams
+from engine.protocol import AbortReason, FinishReason, Logprobs, Output, PromptLogprobs, SamplingParams
 
 TOOL_CALLS = "tool_calls"  # OpenAI's word for an end by which the model waits for what its calls give
 _QUEUE = 16
+_PROMPT_ENTRIES = 4096  # logprobs of prompt tokens and alternatives in one delta: a few milliseconds of the event loop
 
 
 class EngineStream(Protocol):
@@ -58,7 +59,7 @@ class Job:
     `prompts`: int32 token ids; of several, each has as many choices as the others, those of the first come first.
     `salt`: only requests of the same salt share cached prefixes. `priority`: lower ones go first.
     `is_chat`: the reply is one of a conversation, with thoughts, and with calls of `tools` where there are some; `one_call`: and it
-    ends with the first.
+    ends with the first. `echoes`: texts of the prompts, where each answer begins with its prompt's; `echo_only`: and ends there.
     """
 
     prompts: "tuple[array[int], ...]"
@@ -71,6 +72,8 @@ class Job:
     is_chat: bool = False
     tools: Tools | None = None
     one_call: bool = False
+    echoes: tuple[str, ...] = ()
+    echo_only: bool = False
 
     def prompt(self, choice: int) -> "array[int]":
         """Of one of the choices."""
@@ -88,8 +91,18 @@ class Job:
 
 
 @dataclass(slots=True)
+class PromptPart:
+    """Tokens of the prompt, with each one's rank and logprobs; the first of all has none."""
+
+    tokens: Sequence[int]
+    logprobs: Sequence[tuple[int, Logprobs] | None]
+
+
+@dataclass(slots=True)
 class Delta:
     """What one step added to one choice; `finish` set: it is the last. `logprobs` is empty, or one a token.
+
+    What is told of the prompt comes before all else, in deltas of its own: its text as a part, its logprobs as `prompt`.
 
     `parts` say what the new text is, in order; none where the step gave no text yet. `stop`: the stop string or the
     token id that ended it, where the request has asked for that one.
@@ -100,6 +113,7 @@ class Delta:
     logprobs: list[Logprobs]
     finish: str | None = None
     stop: str | int | None = None
+    prompt: PromptPart | None = None
 
 
 @dataclass(slots=True)
@@ -187,7 +201,9 @@ class Generation:
     def __init__(self, engine: Engine, text: TextProcessor, job: Job, choice: int) -> None:
         """Submits it."""
         prompt, params = job.prompt(choice), job.params[choice]
-        self._choice = choice
+        self._choice, self._prompt = choice, prompt
+        self._echo = job.echoes[choice // job.choices_each] if job.echoes else ""
+        self._echo_only, self._tells_logprobs = job.echo_only, params.prompt_logprobs is not None
         self._stream = engine.generate(prompt, params, clip=job.clip, salt=job.salt, priority=job.priority)
         self.clock = engine.clock(self._stream.id)
         self.cached = 0
@@ -211,12 +227,33 @@ class Generation:
         try:
             while (output := await self._stream.next()) is not None:
                 self.cached += output.cached
-                delta = self._cut(output) if self._stops else self._plain(output)
+                for delta in self._prompt_deltas(output.prompt_logprobs):
+                    yield self._choice, delta
+                    await asyncio.sleep(0)  # others' turn: there may be many
+                delta = self._made(output)
                 yield self._choice, delta
                 if delta.finish is not None:
                     return
         finally:
             self._stream.abort(AbortReason.client_gone)  # of one that has ended: no more than a flag
+
+    def _prompt_deltas(self, reported: Sequence[PromptLogprobs]) -> Iterator[Delta]:
+        """What is told of the prompt, with the first output; nothing with the others."""
+        echo, self._echo = self._echo, ""
+        if self._tells_logprobs:
+            self._tells_logprobs = False
+            yield Delta(tuple(_content(echo)), [], [], prompt=PromptPart(self._prompt[:1], [None]))
+        elif echo:
+            yield Delta((Content(echo),), [], [])
+        for whole in reported:
+            for piece in whole.cut(_PROMPT_ENTRIES // (1 + whole.alternatives)):
+                tokens = self._prompt[piece.first : piece.first + piece.count]
+                yield Delta((), [], [], prompt=PromptPart(tokens, piece.entries()))
+
+    def _made(self, output: Output) -> Delta:
+        if self._echo_only:
+            return Delta((), [], [], FinishReason.length.value if output.finish else None)
+        return self._cut(output) if self._stops else self._plain(output)
 
     def _plain(self, output: Output) -> Delta:
         parts = self._reader.push(self._shown(output))

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 from typing import Self
 
-from engine.protocol import AbortReason, FinishReason, Logprobs, Output
+from engine.protocol import AbortReason, FinishReason, Logprobs, Output, PromptLogprobs
 
 
 class Stream:
@@ -24,6 +24,7 @@ class Stream:
         self._abort = abort
         self._tokens: list[int] = []
         self._logprobs: list[Logprobs] = []
+        self._prompt_logprobs: list[PromptLogprobs] = []
         self._cached = 0
         self._finish: FinishReason | None = None
         self._error: Exception | None = None
@@ -36,6 +37,7 @@ class Stream:
             return 0
         self._tokens += output.tokens
         self._logprobs += output.logprobs
+        self._prompt_logprobs += output.prompt_logprobs
         self._cached += output.cached
         self._finish = output.finish
         self._wake()
@@ -51,6 +53,7 @@ class Stream:
         """The writer's side: forget what has piled up."""
         self._tokens.clear()
         self._logprobs.clear()
+        self._prompt_logprobs.clear()
 
     def abort(self, reason: AbortReason) -> None:
         """The reader leaves; the core is told, unless the request has ended. Idempotent: the first reason counts."""
@@ -74,7 +77,10 @@ class Stream:
             self.abort(AbortReason.client_gone)  # of one that has ended: no more than a flag
 
     async def next(self) -> Output | None:
-        """What has come since the last call, for the one reader; None once it has left. Raises as iterating does."""
+        """What has come since the last call, for the one reader; None once it has left. Raises as iterating does.
+
+        Logprobs of the prompt wait for the first tokens, so that they come as a whole.
+        """
         while not (self._left or self._tokens or self._finish or self._error):
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -82,8 +88,15 @@ class Stream:
             return None
         if self._error and not self._tokens:
             raise self._error
-        output = Output(id=self.id, tokens=self._tokens, logprobs=self._logprobs, finish=self._finish, cached=self._cached)
-        self._tokens, self._logprobs, self._cached = [], [], 0
+        output = Output(
+            id=self.id,
+            tokens=self._tokens,
+            logprobs=self._logprobs,
+            finish=self._finish,
+            cached=self._cached,
+            prompt_logprobs=self._prompt_logprobs,
+        )
+        self._tokens, self._logprobs, self._prompt_logprobs, self._cached = [], [], [], 0
         return output
 
     async def aclose(self) -> None:

@@ -35,7 +35,7 @@ from engine.plan import (
     encode_rows,
     read_plan,
 )
-from engine.protocol import Logprobs
+from engine.protocol import MAX_ALTERNATIVES, Logprobs
 from engine.rank.attention import AskedAttention, Unsound, attention_backend
 from engine.rank.batch import ForwardBatch
 from engine.rank.graphs import DecodeGraphs
@@ -43,6 +43,7 @@ from engine.rank.kv import KVCache
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.page_check import PageCheck
 from engine.rank.parallel import Inboxes
+from engine.rank.prompt_logprobs import ScoredRows, WantedLogprobs, prompt_rows, scored_rows, token_logprobs
 from engine.rank.sampler import Sampler, TopLogprobs
 from engine.rank.slots import ResultRows, SlotState
 from engine.rank.step import StepBuffers, buckets
@@ -53,15 +54,17 @@ from kernels.launch import distrusted, usable
 from kernels.sampling_batch import SamplingBatch
 
 SAMPLERS = ("maxima", "filtered", "logprobs", "adjusted", "adjusted_logprobs")
-MAX_ALTERNATIVES = 20  # of a captured sampler: OpenAI's bound
 
 
 @dataclass(frozen=True)
 class StepTokens:
-    """chosen int32 [>= R, 2]: each row's token, 0 where there is none, and its flags (`kernels.choose`); the reported logprobs."""
+    """chosen int32 [>= R, 2]: each row's token, 0 where there is none, and its flags (`kernels.choose`); the reported logprobs,
+    and those of prompts: of the rows `scored`, int32 [n, 2 + 2 alternatives]."""
 
     chosen: Tensor
     logprobs: TopLogprobs | None = None
+    scored: Sequence[ScoredRows] = ()
+    prompts: Tensor | None = None
 
 
 StepGraphs = DecodeGraphs[tuple[ForwardBatch, Tensor], StepTokens]
@@ -99,31 +102,40 @@ def _copy_out(tensor: Tensor, host: Tensor | None) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Forwarded:
-    """A step whose forward is on its way, for `Runner.sample`.
+class FinalRows:
+    """What a forward gives: hidden [rows, hidden] of the rows that sample, padded as the forward was.
 
-    uploaded  the plan on the device;   graphs: where the forward was a captured one
-    batch     slots and positions of the rows that sample, padded as the forward was; None: the step has no rows
-    hidden    [rows, hidden] of those rows;   start: when the device began
+    batch   slots and positions of those rows; None: the step has no rows
+    graphs  where the forward was a captured one;   scored, prompts: as in StepTokens
     """
+
+    hidden: Tensor
+    batch: ForwardBatch | None = None
+    graphs: StepGraphs | None = None
+    scored: Sequence[ScoredRows] = ()
+    prompts: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Forwarded:
+    """A step whose forward is on its way, for `Runner.sample`. `uploaded`: the plan on the device; `start`: when it began."""
 
     plan: PlanView
     data: bytes
     uploaded: Tensor
-    graphs: StepGraphs | None
-    batch: ForwardBatch | None
-    hidden: Tensor
+    final: FinalRows
     start: torch.cuda.Event | None
 
 
 @dataclass(frozen=True)
 class Launched:
     """A step on its way: `result`, then `fold`, each once and in plan order. `rows`: those that sample; `logprob_rows`: those of
-    which logprobs were copied out."""
+    which logprobs were copied out; `scored`: those that give logprobs of prompt tokens."""
 
     step: int
     rows: ResultRows | None
     logprob_rows: tuple[int, ...]
+    scored: Sequence[ScoredRows]
     copy: CopyOut
     move_hash: Callable[[int, dict[str, np.ndarray]], None]
     pages: PageCheck | None
@@ -149,7 +161,8 @@ class Launched:
         nan, empty = ((flags & flag) != 0 for flag in (ROW_HAS_NAN, ROW_NO_TOKEN))
         table[:, 0], table[:, 1], table[:, 2] = self.rows.slots, self.rows.numbers, ~(nan | empty)
         table[:, 3], table[:, 4] = np.where(nan, ROW_NAN, 0) + np.where(empty, ROW_EMPTY, 0), tokens
-        return encode_rows(self.step, table, self._logprobs(host, nan | empty) if self.logprob_rows else {})
+        prompts = prompt_rows(self.scored, host["prompts"]) if self.scored else ()
+        return encode_rows(self.step, table, self._logprobs(host, nan | empty) if self.logprob_rows else {}, prompts)
 
     def fold(self) -> None:
         """Move the runner's state hash past this step."""
@@ -231,7 +244,7 @@ class Runner:
 
     @torch.inference_mode()
     def warm(self) -> None:
-        """Runs one prefill of a whole budget, so that its kernels are compiled; on a GPU, once, before the first plan.
+        """Runs prefills of a whole budget, so that their kernels are compiled; on a GPU, once, before the first plan.
 
         It runs in the padding's slot, whose pages are the null page: what it wrote there is taken back.
         """
@@ -245,6 +258,8 @@ class Runner:
             ends = replace(batch, slots=batch.slots[-1:], positions=torch.full_like(batch.positions[-1:], -1))
             for name in SAMPLERS:
                 self._sample(name, uploaded, ends, hidden)
+        every = self._model.forward(replace(batch, logit_rows=None), self._cache, self._attention)
+        self._prompt_logprobs([ScoredRows(slot, WantedLogprobs(0, 0, size + 1, MAX_ALTERNATIVES), 0, 0, size)], batch, every)
         self.slots.lengths[slot] = 0
         for group in self._cache:
             group.pool[:, 0] = 0
@@ -269,8 +284,7 @@ class Runner:
             self._cache.groups[group].pool[:, page] = 0
         uploaded = self._step.upload(plan)
         run = self._decode if len(plan.decodes) and not len(plan.chunks) else self._mixed
-        graphs, batch, hidden = run(plan, uploaded)
-        return Forwarded(plan, data, uploaded, graphs, batch, hidden, start)
+        return Forwarded(plan, data, uploaded, run(plan, uploaded), start)
 
     @torch.inference_mode()
     def sample(self, step: Forwarded, masks: bytes = b"") -> Launched:
@@ -280,14 +294,16 @@ class Runner:
         if plan.masked:
             self._set_masks(plan.step, masks)
         rows = self.slots.results(plan.result_slots, plan.step)
-        sampled = self._tokens(step, rows) if len(rows.slots) else None
+        sampled = self._tokens(step, rows)
         if self.debug_hash:
             self.slots.check()
-        copy = CopyOut(self._outputs(sampled, step.hidden, len(rows.slots)), self._device)
+        copy = CopyOut(self._outputs(sampled, step.final.hidden, len(rows.slots)), self._device)
         clock = StepClock(self._end if len(plan.decodes) else None, step.start, copy.end)
         self._end = copy.end
         reported = sampled.logprobs.rows[: len(rows.slots)] if sampled is not None and sampled.logprobs else ()
-        return Launched(plan.step, None if sampled is None else rows, tuple(reported), copy, self._move_hash, self.pages, clock)
+        scored = sampled.scored if sampled is not None else ()
+        sampling = None if sampled is None else rows
+        return Launched(plan.step, sampling, tuple(reported), scored, copy, self._move_hash, self.pages, clock)
 
     def _set_masks(self, step: int, data: bytes) -> None:
         masks = decode_masks(data)
@@ -306,32 +322,54 @@ class Runner:
                 results.append(out.popleft().end())
         return results + [launched.end() for launched in out]
 
-    def _decode(self, plan: PlanView, uploaded: Tensor) -> tuple[StepGraphs | None, ForwardBatch, Tensor]:
-        """The forward of decode rows alone, padded to a bucket: captured graphs if they ran, its batch, its final hidden rows."""
+    def _decode(self, plan: PlanView, uploaded: Tensor) -> FinalRows:
+        """The forward of decode rows alone, padded to a bucket."""
         bucket = self._step.bucket(len(plan.decodes))
         graphs = self.graphs if uploaded is self._step.plan else None
-        return graphs, *(graphs.forward(bucket) if graphs else self._forward(bucket, uploaded))
+        batch, hidden = graphs.forward(bucket) if graphs else self._forward(bucket, uploaded)
+        return FinalRows(hidden, batch, graphs)
 
-    def _mixed(self, plan: PlanView, uploaded: Tensor) -> tuple[None, ForwardBatch | None, Tensor]:
-        """The forward of a step with chunks, or with no rows at all: of its batch the rows that sample, and their hidden rows."""
+    def _mixed(self, plan: PlanView, uploaded: Tensor) -> FinalRows:
+        """The forward of a step with chunks, or with no rows at all."""
         self._step.apply(uploaded)
         if not len(plan.chunks):
-            return None, None, self._step.ids[:0]
+            return FinalRows(self._step.ids[:0])
         batch = self._step.mixed(plan, uploaded)
         self._check_pages(uploaded, batch)
-        hidden = self._model.forward(batch, self._cache, self._attention)
+        scored = scored_rows(batch.chunks, self.slots.prompts)
         ends = replace(batch, slots=batch.slots[batch.logit_rows], positions=batch.positions[batch.logit_rows])
-        return None, ends, hidden
+        if not scored:
+            return FinalRows(self._model.forward(batch, self._cache, self._attention), ends)
+        every = self._model.forward(replace(batch, logit_rows=None), self._cache, self._attention)
+        prompts = self._prompt_logprobs(scored, batch, every)
+        return FinalRows(every[batch.logit_rows], ends, scored=scored, prompts=prompts)
 
-    def _tokens(self, step: Forwarded, rows: ResultRows) -> StepTokens:
-        """What `rows`, one at least, of a forwarded step sample."""
-        batch, hidden, count = step.batch, step.hidden, len(rows.slots)
+    def _tokens(self, step: Forwarded, rows: ResultRows) -> StepTokens | None:
+        """What `rows` of a forwarded step sample, beside what it says of prompts; None: neither is there."""
+        sampled = self._sampled(step, rows) if len(rows.slots) else None
+        if not step.final.scored:
+            return sampled
+        sampled = sampled or StepTokens(torch.empty((0, 2), dtype=torch.int32))
+        return replace(sampled, scored=step.final.scored, prompts=step.final.prompts)
+
+    def _sampled(self, step: Forwarded, rows: ResultRows) -> StepTokens:
+        """The tokens of one row or more."""
+        graphs, batch, hidden, count = step.final.graphs, step.final.batch, step.final.hidden, len(rows.slots)
         assert batch is not None, step.plan
         if usable(hidden, "kernels.choose"):
-            if step.graphs and rows.alternatives <= MAX_ALTERNATIVES:
-                return step.graphs.sample(self._step.bucket(count), rows.sampler)
+            if graphs and rows.alternatives <= MAX_ALTERNATIVES:
+                return graphs.sample(self._step.bucket(count), rows.sampler)
             return self._sample(rows.sampler, step.uploaded, batch, hidden, rows.alternatives)
         return self._whole(rows, step.uploaded, batch.slots[:count], batch.positions[:count], hidden[:count])
+
+    def _prompt_logprobs(self, scored: Sequence[ScoredRows], batch: ForwardBatch, hidden: Tensor) -> Tensor:
+        """As `token_logprobs`, from the final hidden rows of all of the batch."""
+
+        def report(rows: Tensor, ids: Tensor, alternatives: int) -> Tensor:
+            return self._sampler.token_logprobs(self._model.logits(hidden[rows]), ids, alternatives)
+
+        share = vocab_share(self._model.geometry.vocab, self._model.parallel.size)
+        return token_logprobs(scored, batch, self.slots.tokens, report, share)
 
     def _forward(self, bucket: int, plan: Tensor) -> tuple[ForwardBatch, Tensor]:
         """Inputs and final hidden rows of the plan's decodes, padded to `bucket`. Nothing that the host decides: capturable."""
@@ -378,6 +416,8 @@ class Runner:
             outputs["violations"] = (self.pages.violations, None)
         if sampled is None:
             return outputs
+        if sampled.prompts is not None:
+            outputs["prompts"] = (sampled.prompts, None)
         self._host.append(self._host.pop(0))
         outputs["chosen"] = (sampled.chosen[:count], self._host[-1][:count])
         if sampled.logprobs is not None:

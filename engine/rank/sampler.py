@@ -1,6 +1,7 @@
 """Logits to tokens over a vocabulary that is cut across ranks: every rank ends with the same tokens, and none is sent.
 
     maxima   greedy and plain rows on a GPU: each rank's best is exchanged in one small launch (`kernels.choose`)
+    token_logprobs  of known tokens: each rank's part of the sum, its best and what is asked for are gathered, a few numbers a row
     every_kind  rows of all kinds, adjusted ones too, on a GPU: a rank is sent the whole logits of its share of the rows, 4 x
              vocabulary bytes each, filters those that filter (`kernels.filters`) and reports what is asked for; tokens come back by
              a small gather. Greedy and plain rows keep what maxima gives them, whoever stands beside them
@@ -123,6 +124,25 @@ class Sampler:
             return chosen, None
         ids, values = report[:, 2:].chunk(2, dim=1)
         return chosen, TopLogprobs(range(len(logits)), report[:, 1], ids.long(), values)
+
+    def token_logprobs(self, logits: Tensor, ids: Tensor, alternatives: int) -> Tensor:
+        """logits fp32 [R, vocab share], -inf behind the vocabulary's end, ids int64 [R] -> int32 [R, 2 + 2 alternatives], as
+        `engine.protocol.PromptLogprobs` has them, of `ids`. The host waits for nothing."""
+        rows, share = logits.shape
+        mine = ids - self._parallel.rank * share
+        here = (mine >= 0) & (mine < share)
+        capped = cap(logits, self._softcap).masked_fill_(logits.isneginf(), -torch.inf)
+        own = capped.gather(1, mine.clamp(0, share - 1)[:, None]).masked_fill(~here[:, None], -torch.inf)
+        best = capped.topk(alternatives, dim=-1)
+        best_ids = (best.indices + self._parallel.rank * share).float()  # an id is exact below 2^24
+        parts = torch.cat([capped.logsumexp(-1, keepdim=True), own, best.values, best_ids], dim=1)
+        parts = self._parallel.all_gather(parts).view(rows, self._parallel.size, -1)
+        total, chosen = parts[:, :, 0].logsumexp(-1, keepdim=True), parts[:, :, 1].amax(-1, keepdim=True)
+        ahead = self._parallel.all_gather((capped >= chosen).sum(-1, keepdim=True).float()).sum(-1, keepdim=True)
+        values, places = parts[:, :, 2 : 2 + alternatives].flatten(1).topk(alternatives, dim=-1)
+        top = parts[:, :, 2 + alternatives :].flatten(1).gather(1, places)
+        numbers = [(chosen - total).view(torch.int32), ahead.int(), top.int(), (values - total).view(torch.int32)]
+        return torch.cat(numbers, dim=1)
 
     def _exchanged(self, logits: Tensor, batch: SamplingBatch, *, report: bool) -> tuple[SamplingBatch, Tensor, Tensor | None]:
         """The batch, its logits adjusted; those of this rank's rows, [ranks, rows, n]; to `report`: logprobs before any change."""

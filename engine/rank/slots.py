@@ -19,6 +19,7 @@ from engine.plan import NUMBER_MASK, Admission
 from engine.protocol import MAX_STOP_IDS, SamplingParams
 from engine.rank.adjustments import Adjustments
 from engine.rank.kv import KVCache
+from engine.rank.prompt_logprobs import WantedLogprobs
 from engine.rank.sampler import SamplingRows
 from engine.rank.upload import uploaded
 from kernels.sampling_batch import GREEDY_BELOW, SlotParameters
@@ -62,6 +63,7 @@ class SlotState:
     """Device tables of all slots, and the host's mirror of what plans alone decide.
 
     ids      whose logits this rank has;    padding  the padding rows' slot
+    prompts  the slots that report logprobs of their prompts' tokens
     """
 
     def __init__(self, slots: int, max_len: int, cache: KVCache, ids: range, device: torch.device) -> None:
@@ -79,6 +81,7 @@ class SlotState:
         self._numbers = np.zeros(slots, np.int32)
         self._logprobs: list[int | None] = [None] * slots
         self._kinds = ["greedy"] * slots
+        self.prompts: dict[int, WantedLogprobs] = {}
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         """New tenants: their tokens and parameters, an empty row in each page table."""
@@ -97,6 +100,9 @@ class SlotState:
             self._numbers[admission.slot] = admission.number & NUMBER_MASK
             self._logprobs[admission.slot] = admission.params.logprobs
             self._kinds[admission.slot] = _kind(admission.params)
+            self.prompts.pop(admission.slot, None)
+            if (wanted := WantedLogprobs.by(admission, admission.number & NUMBER_MASK)) is not None:
+                self.prompts[admission.slot] = wanted
 
     def _store_tokens(self, admissions: Sequence[Admission]) -> None:
         sizes = [len(admission.tokens) for admission in admissions]

@@ -11,11 +11,14 @@ from engine.config import EngineConfig
 from engine.geometry import Geometry, kv_groups
 from engine.rank.attention import AskedAttention, parts_check, trtllm
 from engine.rank.attention.base import Kind, PartSettings
-from engine.rank.parallel import Parallel
+from engine.rank.parallel import Inboxes, Parallel
 from kernels import selfcheck
-from kernels.launch import distrust
+from kernels.inbox_check import inbox_checks, uncompiled
+from kernels.launch import distrust, distrusted
+from kernels.selfcheck import failure
 
 _WORKSPACE = 64 << 20
+_INBOXES = "the ranks' inboxes"
 
 
 def check_kernels(parallel: Parallel, device: torch.device) -> list[str]:
@@ -30,8 +33,41 @@ def check_kernels(parallel: Parallel, device: torch.device) -> list[str]:
     if wrong & {"kernels.joint", "kernels.filters"}:
         wrong.add("kernels.choose")  # it needs the inboxes that joints bring, and every kind of row goes one way
     distrust(wrong)
-    elsewhere = "is wrong on another rank, or needs one that is: plain torch in its place"
-    return [found.get(module, f"{module} {elsewhere}") for module in sorted(wrong)]
+    elsewhere = "is wrong on another rank, or needs one that is"
+    return [f"{found.get(module, f'{module} {elsewhere}')}: plain torch in its place" for module in sorted(wrong)]
+
+
+def checked_inboxes(
+    parallel: Parallel, rows: int, width: int, n: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Inboxes | None, list[str]]:
+    """The group's inboxes (`Parallel.inboxes`) for joints of `n` elements; None without sound kernels for them. A sentence where a
+    GPU that nobody tried fails its check. Every rank must call it."""
+    if "kernels.joint" in distrusted():
+        return None, []
+    inboxes = parallel.inboxes(rows, width, dtype)
+    if inboxes is None or torch.cuda.get_device_capability(device) in selfcheck.RUN_ON:
+        return inboxes, []
+    wrong = check_inboxes(parallel, inboxes, n, device, dtype)
+    if not wrong:
+        return inboxes, []
+    distrust(["kernels.choose"])  # tokens are chosen over the same memory
+    return None, [f"{wrong}: collectives and plain torch's sampling in their place"]
+
+
+def check_inboxes(parallel: Parallel, inboxes: Inboxes, n: int, device: torch.device, dtype: torch.dtype) -> str | None:
+    """What is wrong with the kernels that write into other ranks' memory, or with that memory; None: nothing, on any rank. Every
+    rank must call it."""
+    checks = inbox_checks(inboxes.joints, inboxes.choices, n)
+    found = uncompiled(checks, device, dtype)
+    if not agreed(parallel, [_INBOXES], [_INBOXES] if found else [], device):  # else some rank would wait for what never comes
+        found = [wrong for check in inbox_checks(inboxes.joints, inboxes.choices, n) if (wrong := failure(check, device, dtype))]
+        agreed(parallel, [_INBOXES], [], device)  # nobody writes any more
+    empty = inboxes.joints.empty and inboxes.choices.empty
+    if not agreed(parallel, [_INBOXES], [_INBOXES] if found or not empty else [], device):
+        return None
+    if found:
+        return "; ".join(map(str, found))
+    return f"{_INBOXES} are wrong on another rank" if empty else f"{_INBOXES} are not left empty, or a rank's part did not come"
 
 
 def check_attention(

@@ -22,17 +22,18 @@ from engine.channel import RingReader, RingWriter, Waiter, map_shared
 from engine.config import EngineConfig
 from engine.geometry import Geometry, kv_groups, read_geometry
 from engine.lifeline import BootArgs, Lifeline, Loaded, Ready, run
-from engine.memory import cpu_budget, gpu_budget
-from engine.plan import DEPTH, Phase, read_header
+from engine.memory import cpu_budget, gpu_budget, sampling_bytes
+from engine.plan import DEPTH, read_header
 from engine.rank import weights
 from engine.rank.attention import Unsound
 from engine.rank.kv import GroupCache, KVCache
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.parallel import Inboxes, Parallel, connect, self_check
 from engine.rank.runner import Forwarded, Launched, Runner
-from engine.rank.start_checks import check_attention, check_kernels
+from engine.rank.start_checks import check_attention, check_kernels, checked_inboxes
 from engine.rank.step import buckets
 from engine.rank.step_times import measure
+from engine.rank_status import Phase
 from kernels import launch
 from kernels.allreduce import MappedCollectives
 
@@ -81,9 +82,10 @@ def load(config: EngineConfig, args: BootArgs) -> Rank:
     else:
         weights.load(model, Path(config.model), geometry, args.index, args.tp, progress=args.index == 0)
     width = geometry.hidden * (2 if geometry.moe else 1)
-    joined = "kernels.joint" not in launch.distrusted()
-    inboxes = parallel.inboxes(buckets(config.max_seqs)[-1], width, torch_dtype(config)) if joined else None
-    return Rank(config, geometry, device, parallel, model, inboxes, unsound, (*fallbacks, *without))
+    rows = buckets(config.max_seqs)[-1]
+    with torch.inference_mode():
+        inboxes, alone = checked_inboxes(parallel, rows, width, geometry.hidden, device, torch_dtype(config))
+    return Rank(config, geometry, device, parallel, model, inboxes, unsound, (*fallbacks, *without, *alone))
 
 
 def build(rank: Rank, pages: tuple[int, ...]) -> Runner:
@@ -102,7 +104,8 @@ def kv_bytes(rank: Rank) -> int:
     if rank.device.type == "cpu":
         return cpu_budget(rank.config.tp)
     free, total = torch.cuda.mem_get_info(rank.device)
-    return gpu_budget(total, total - free, rank.config.memory_fraction)
+    later = sampling_bytes(rank.config.max_seqs, rank.geometry.vocab, rank.config.tp)
+    return gpu_budget(total, total - free + later, rank.config.memory_fraction)
 
 
 def boot(lifeline: Lifeline) -> Runner:

@@ -25,8 +25,9 @@ from deploy.models.resolve import resolve
 from engine.channel import RingReader, RingWriter, create_shared, map_shared, ring_bytes
 from engine.config import EngineConfig, engine_config
 from engine.lifeline import Allocate, BootArgs, BootSocket, Configure, RanksReady, Ready
-from engine.plan import NUMBER_MASK, StatusBlock, encode_rows, read_plan
+from engine.plan import NUMBER_MASK, encode_rows, read_plan
 from engine.protocol import FrameReader, GenerateRequest, SamplingParams, decode_token_batch, encode_message, frame, pack_tokens
+from engine.rank_status import StatusBlock
 from tests.bench.record import Row, append
 
 PROMPT, TOKENS = 1100, 900

@@ -9,7 +9,7 @@ import pytest
 
 from cluster.gauges import alive, processes, read_gauges
 from cluster.health import Bounds, Moment, verdict
-from engine.plan import RankStatus
+from engine.rank_status import RankStatus
 
 pytestmark = pytest.mark.pure
 

@@ -14,7 +14,7 @@ from cluster.health import Bounds, Death, Moment, Watcher, raylet_pid, verdict
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.lifeline import Failed
-from engine.plan import RankStatus
+from engine.rank_status import RankStatus
 from tests.support.engine.fakes import fake_config
 
 pytestmark = [pytest.mark.pure, pytest.mark.alone]

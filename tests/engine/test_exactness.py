@@ -11,10 +11,11 @@ import asyncio
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 import transformers
@@ -39,6 +40,7 @@ PROMPTS = 20
 MORE_PROMPTS = 64
 BUDGET = 96  # prefill tokens a step: three pages, no multiple of which is the remainder of a random prompt
 GREEDY = SamplingParams(max_tokens=64, logprobs=5)
+SCORED = msgspec.structs.replace(GREEDY, prompt_logprobs=3)  # every fourth request: steps without a scored row stay as common
 TOKENS_A_TIE = 2000
 SEED = random.SystemRandom().randrange(1 << 30)
 
@@ -105,12 +107,13 @@ def case(nano: Nano) -> Callable[..., Case]:
     return make
 
 
-def drive(group: Group, prompts: list[list[int]], params: SamplingParams = GREEDY) -> tuple[list[Answer], Figures]:
+def drive(group: Group, prompts: list[list[int]]) -> tuple[list[Answer], Figures]:
     """All prompts at once, to their ends."""
 
     async def main() -> tuple[list[Answer], Figures]:
         async with attached(group) as (client, figures), asyncio.timeout(120):
-            answers = await ask_all(client, [Request(prompt, params) for prompt in prompts], len(prompts))
+            params = [GREEDY if at % 4 else SCORED for at in range(len(prompts))]
+            answers = await ask_all(client, list(map(Request, prompts, params)), len(prompts))
             load = await still(client)
             assert [pool.used for pool in load.pools] == [0] * len(load.pools)
             return answers, figures
@@ -161,7 +164,8 @@ FAST = {("31b", 4), ("26b-a4b", 4), ("e2b", 4)}
     ("member", "tp"), [pytest.param(*each, marks=() if each in FAST else pytest.mark.slow) for each in SETTINGS]
 )
 def test_a_group_gives_transformers_tokens(case: Callable[..., Case], member: str, tp: int) -> None:
-    """Every greedy token is transformers' argmax and every logprob within 1e-4 of its; with small pools also after preemptions."""
+    """Every greedy token is transformers' argmax and every logprob, of prompts too, within 1e-4 of its; with small pools also after
+    preemptions."""
     tight = tp == 2
     figures = check(case(member), tp, tight=tight, name=member)
     assert figures.last is not None
@@ -182,7 +186,8 @@ def test_more_prompts(case: Callable[..., Case], member: str, tp: int) -> None:
 
 @pytest.mark.parametrize("fault", ["none", "sliding", "full", "reduce"])
 def test_a_fault_in_one_rank_is_seen(case: Callable[..., Case], fault: str) -> None:
-    """One wrong page in either group or one sum left out, on one rank of two, puts logprobs off by 100 tolerances and more.
+    """One wrong page in either group or one sum left out, on one rank of two, puts logprobs off by 100 tolerances and more; so
+    does giving each token of a prompt the logprobs of the one behind it.
 
     The hashes part for the sum alone: what a rank read from a wrong page is in everybody's sums.
     """
@@ -197,5 +202,7 @@ def test_a_fault_in_one_rank_is_seen(case: Callable[..., Case], fault: str) -> N
     if fault == "none":
         assert match.worst < TOLERANCE
         assert match.wrong == 0
+        shifted = [replace(answer, prompt=[*answer.prompt[1:], *answer.prompt[:1]]) for answer in answers]
+        assert it.compare(prompts, shifted).worst >= FAULT
     else:
         assert match.worst >= FAULT

@@ -14,16 +14,13 @@ from engine.logit_adjustments import LogitAdjustments, encode, encoded_size
 from engine.plan import (
     COUNTS,
     HEADER_INTS,
-    STATUS_BYTES,
     Admission,
     PageAppend,
     PageRelease,
     PageZero,
-    Phase,
     PrefillChunk,
-    RankStatus,
+    PromptRow,
     ResultRow,
-    StatusBlock,
     StepPlan,
     StepResult,
     decode_plan,
@@ -32,7 +29,8 @@ from engine.plan import (
     encode_result,
     read_plan,
 )
-from engine.protocol import Logprobs, SamplingParams
+from engine.protocol import Logprobs, PromptLogprobs, SamplingParams
+from engine.rank_status import STATUS_BYTES, Phase, RankStatus, StatusBlock
 
 pytestmark = pytest.mark.pure
 
@@ -65,10 +63,11 @@ PARAMS = st.builds(
     min_tokens=SMALL,
     stop_ids=st.lists(INT32, max_size=5).map(tuple),
     logprobs=st.none() | st.integers(0, 100),
+    prompt_logprobs=st.none() | st.integers(0, 20),
     adjustments=st.none() | ADJUSTMENTS,
 )
 TOKENS = st.lists(INT32, max_size=40)
-ADMISSION = lists(Admission, INT32, st.integers(0, 2**63 - 1), TOKENS, SMALL, PARAMS, SMALL, SMALL)
+ADMISSION = lists(Admission, INT32, st.integers(0, 2**63 - 1), TOKENS, SMALL, PARAMS, SMALL, SMALL, SMALL)
 PLANS = st.builds(
     StepPlan,
     step=st.integers(0, 2**64 - 1),
@@ -83,7 +82,14 @@ PLANS = st.builds(
 LOGPROBS = st.builds(Logprobs, FLOAT32, st.lists(st.tuples(INT32, FLOAT32), max_size=5))
 TOKEN = st.lists(INT32, max_size=1).map(tuple)
 ROWS = st.builds(ResultRow, INT32, INT32, TOKEN, nan=st.booleans(), logprobs=st.none() | LOGPROBS, empty=st.booleans())
-RESULTS = st.builds(StepResult.of, st.integers(0, 2**64 - 1), st.lists(ROWS, max_size=8))
+PIECES = st.integers(0, 3).flatmap(
+    lambda count: st.builds(
+        PromptLogprobs, INT32, st.just(count), st.lists(st.binary(min_size=8 + 8 * count, max_size=8 + 8 * count)).map(b"".join)
+    )
+)
+RESULTS = st.builds(
+    StepResult.of, st.integers(0, 2**64 - 1), st.lists(ROWS, max_size=8), lists(PromptRow, INT32, INT32, PIECES)
+)
 
 
 @given(PLANS)

@@ -2,6 +2,7 @@
 
 import importlib
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ from tests.support.repo_rules import ROOT
 pytestmark = pytest.mark.cpu
 
 CPU = torch.device("cpu")
-# Joints over ranks and NCCL's stand-in need other ranks: their check is engine.rank.parallel.self_check.
+# Sums and gathers need other ranks: their check is engine.rank.parallel.self_check.
 OVER_RANKS = {"kernels.allreduce"}
+BETWEEN_RANKS = {"_joint_sharded"}  # checked by kernels.inbox_check, as are those that do more where there are other ranks
 
 
 @pytest.fixture
@@ -43,11 +45,19 @@ def test_every_kernel_is_checked() -> None:
     assert all(Path(importlib.import_module(name).__file__ or "").is_file() for name in checked_modules())
 
 
+def kernels_of_ours() -> set[str]:
+    """Names of the kernels that are launched; other functions are parts of them."""
+    sources = (path.read_text() for path in (ROOT / "kernels").glob("*.py") if path.stem != "launch")
+    split = re.compile(r"^@triton\.jit", re.MULTILINE).split
+    functions = (text.split("def ", 1)[1] for source in sources for text in split(source)[1:])
+    return {text.split("(", 1)[0] for text in functions if "tl.program_id(0)" in text or "PDL: tl.constexpr" in text}
+
+
 def test_every_check_holds_between_plain_torch_and_itself() -> None:
     """On a CPU without the interpreter both sides are plain torch, but for sampling, which has no op of its own there."""
     for check in CHECKS:
         if check.want is None:
-            assert selfcheck._failure(check, CPU, torch.float32) is None, check.what
+            assert selfcheck.failure(check, CPU, torch.float32) is None, check.what
 
 
 def test_a_kernel_that_does_not_start_is_a_failure() -> None:
@@ -59,15 +69,15 @@ def test_a_kernel_that_does_not_start_is_a_failure() -> None:
     def fine(_: object) -> tuple[Tensor, ...]:
         return (torch.ones(2, 3), torch.tensor([1, 2]))
 
-    found = selfcheck._failure(Check("kernels.linear", "a product", raises, fine), CPU, torch.float32)
+    found = selfcheck.failure(Check("kernels.linear", "a product", raises, fine), CPU, torch.float32)
     assert found is not None
     assert found.error == math.inf
     assert "out of resource" in str(found)
     for wrong in (torch.tensor([[1, 1, 1], [1, 1, math.nan]]), torch.tensor([[1.0, 1, 1], [0, 0, 0]])):
         check = Check("kernels.linear", "", lambda _, it=wrong: (it, torch.tensor([1, 2])), fine)  # type: ignore[misc]
-        assert selfcheck._failure(check, CPU, torch.float32)
+        assert selfcheck.failure(check, CPU, torch.float32)
     other = Check("kernels.linear", "", lambda _: (torch.ones(2, 3), torch.tensor([1, 3])), fine)
-    assert selfcheck._failure(other, CPU, torch.float32) == Failure("kernels.linear", "", 1.0)
+    assert selfcheck.failure(other, CPU, torch.float32) == Failure("kernels.linear", "", 1.0)
 
 
 @pytest.mark.usefixtures("trusted")
@@ -93,13 +103,15 @@ def test_under_the_interpreter() -> None:
 
 
 def interpreted_nothing_is_wrong() -> None:
-    """Every kernel agrees with plain torch."""
-    assert failures(CPU) == []
+    """Every kernel is started, and agrees with plain torch."""
+    with record() as nodes:
+        assert failures(CPU) == []
+    assert {node.kernel for node in nodes} == kernels_of_ours() - BETWEEN_RANKS
 
 
 def launched(check: Check) -> list[str]:
     """Names of the kernels that a check starts."""
-    with record() as nodes:
+    with record(target=(9, 0)) as nodes:
         check.run(selfcheck.RandomInputs(CPU, torch.float32, torch.Generator().manual_seed(7)))
     return list(dict.fromkeys(node.kernel for node in nodes))
 
@@ -142,7 +154,7 @@ def interpreted_a_wrong_number_is_found(number: int, monkeypatch: pytest.MonkeyP
                 spoiled += sum(1 for _ in spoil(tensors, before))
 
         monkeypatch.setattr(module, "launch", faulty)
-        found = selfcheck._failure(check, CPU, torch.float32)
+        found = selfcheck.failure(check, CPU, torch.float32)
         assert spoiled, name
         assert found is not None, name
         assert found.module == check.module

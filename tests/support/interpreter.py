@@ -14,9 +14,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(file: str, timeout: float = 240) -> None:
-    """Runs the cases of `file`; fails with pytest's own output if one fails, is skipped, or if there is none."""
-    command = [sys.executable, "-m", "pytest", file, "-q", "-p", "no:cacheprovider", "-o", "python_functions=interpreted_*"]
+def run(file: str, timeout: float = 240, cases: str = "interpreted_*") -> None:
+    """Runs the cases of `file`, functions of such names; fails with pytest's own output if one fails, is skipped, or if there is
+    none."""
+    options = ["-q", "-p", "no:cacheprovider", "-o", f"python_functions={cases}"]
+    command = [sys.executable, "-m", "pytest", file, *options]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
     summary = done.stdout.strip().splitlines()[-1:]

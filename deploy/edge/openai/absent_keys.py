@@ -26,7 +26,6 @@ COMMON: Mapping[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,),
     "no_stop_trim": (False,),
     "spaces_between_special_tokens": (True,),
-    "prompt_logprobs": (False,),
     "logprob_token_ids": _EMPTY,
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
@@ -68,7 +67,6 @@ CHAT: Mapping[str, tuple[Any, ...]] = {
 COMPLETION: Mapping[str, tuple[Any, ...]] = {
     **COMMON,
     "add_special_tokens": (True,),
-    "echo": (False,),
     "suffix": ("",),
     "thinking_token_budget": (),
 }

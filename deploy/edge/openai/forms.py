@@ -12,6 +12,7 @@ import abc
 import math
 import secrets
 import time
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -83,7 +84,7 @@ class _Base(abc.ABC):
         """The first chunk of a choice, what the delta adds, the last chunk."""
         found = b"" if index in self._opened else self._first(index)
         self._opened.add(index)
-        if delta.parts or delta.logprobs:
+        if delta.parts or delta.logprobs or delta.prompt:
             found += self._chunk(index, delta)
         return found if delta.finish is None else found + self._last(index, delta)
 
@@ -105,7 +106,25 @@ class _Base(abc.ABC):
     def full(self, usage: Usage) -> bytes:
         """The answer in one piece, its choices in order."""
         answers = [choice.json(index) for index, choice in sorted(self._choices.items())]
-        return encode(self._identity(self._object) | {"choices": answers, "usage": usage_json(usage)})
+        return encode(self._identity(self._object) | {"choices": answers, "usage": usage_json(usage)} | self._about_prompt())
+
+    def _about_prompt(self) -> dict[str, Any]:
+        """What a whole answer says of its prompt."""
+        return {}
+
+    def prompt_entries(self, delta: Delta, alternatives: int) -> bytes:
+        """Of prompt tokens, in vLLM's form: JSON entries without brackets, each with at most so many alternatives."""
+        assert delta.prompt is not None, delta
+        pairs = zip(delta.prompt.tokens, delta.prompt.logprobs, strict=True)
+        return _inside([None if entry is None else self._prompt_entry(token, *entry, alternatives) for token, entry in pairs])
+
+    def _prompt_entry(self, token: int, rank: int, logprobs: Logprobs, alternatives: int) -> dict[str, Any]:
+        """The token itself comes first."""
+        top = [(other, place, value) for place, (other, value) in enumerate(logprobs.top[:alternatives], 1) if other != token]
+        return {
+            str(each): {"logprob": _finite(value), "rank": place, "decoded_token": self.model.text_of(each)}
+            for each, place, value in [(token, rank, logprobs.chosen), *top]
+        }
 
     def _identity(self, kind: str) -> dict[str, Any]:
         model = {"model": self.model.name, "system_fingerprint": self.model.fingerprint}
@@ -116,9 +135,11 @@ class _Base(abc.ABC):
 
 
 class ChatFormat(_Base):
-    """chat.completion and chat.completion.chunk"""
+    """chat.completion and chat.completion.chunk; a whole one with logprobs of the prompt's tokens, if so many are asked for."""
 
-    def __init__(self, model: ServedModel, *, include_usage: bool) -> None:
+    def __init__(self, model: ServedModel, *, include_usage: bool, prompt_logprobs: int | None = None) -> None:
+        self._prompt_logprobs = prompt_logprobs
+        self._prompt: list[bytes] = []
         kinds = {"chunks": "chat.completion.chunk", "whole": "chat.completion"}
         super().__init__(model, include_usage=include_usage, prefix="chatcmpl", **kinds)
 
@@ -145,6 +166,16 @@ class ChatFormat(_Base):
     def _collector(self) -> Collector:
         """An empty choice."""
         return _ChatChoice(self)
+
+    def add(self, index: int, delta: Delta) -> None:
+        """As the base."""
+        super().add(index, delta)
+        if delta.prompt is not None and self._prompt_logprobs is not None:
+            self._prompt.append(self.prompt_entries(delta, self._prompt_logprobs))
+
+    def _about_prompt(self) -> dict[str, Any]:
+        """All choices have one prompt."""
+        return {} if self._prompt_logprobs is None else {"prompt_logprobs": _array(self._prompt)}
 
     def _logprobs(self, delta: Delta) -> dict[str, Any]:
         return {"content": self.entries(delta), "refusal": None}
@@ -187,9 +218,17 @@ class _ChatChoice:
 
 
 class TextFormat(_Base):
-    """text_completion, whole and in chunks"""
+    """text_completion, whole and in chunks. Alternatives of the prompt's tokens: in logprobs, where it is echoed, and apart."""
 
-    def __init__(self, model: ServedModel, *, include_usage: bool) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        *,
+        include_usage: bool,
+        echoed_logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+    ) -> None:
+        self.prompt_logprobs, self._echoed = prompt_logprobs, echoed_logprobs
         kinds = {"chunks": "text_completion", "whole": "text_completion"}
         super().__init__(model, include_usage=include_usage, prefix="cmpl", **kinds)
         self._offsets: dict[int, int] = {}
@@ -201,9 +240,8 @@ class TextFormat(_Base):
 
     def _chunk(self, index: int, delta: Delta) -> bytes:
         """More text."""
-        logprobs = encode(self.logprobs(delta, self._offsets[index])) if delta.logprobs else b"null"
-        self._offsets[index] += sum(len(self.model.text_of(token)) for token in delta.tokens)
-        content = encode(_text_of(delta))
+        lists, self._offsets[index] = self.logprobs(delta, self._offsets[index])
+        content, logprobs = encode(_text_of(delta)), encode(lists)
         return self._event(b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null}' % (index, content, logprobs))
 
     def _last(self, index: int, delta: Delta) -> bytes:
@@ -214,18 +252,40 @@ class TextFormat(_Base):
         """An empty choice."""
         return _TextChoice(self)
 
-    def logprobs(self, delta: Delta, offset: int) -> dict[str, list[Any]]:
-        """Four lists, an entry a token each; `offset`: characters before them."""
-        texts = [self.model.text_of(token) for token in delta.tokens]
+    def logprobs(self, delta: Delta, offset: int) -> tuple[dict[str, list[Any]] | None, int]:
+        """(four lists, an entry a token each, where there are some; characters behind them), `offset` before them.
+
+        Control tokens are not counted: the text is without them.
+        """
+        tokens, reported = self._reported(delta)
         starts = [offset]
-        for text in texts:
-            starts.append(starts[-1] + len(text))
-        return {
-            "tokens": texts,
-            "token_logprobs": [_finite(entry.chosen) for entry in delta.logprobs],
-            "top_logprobs": [{self.model.text_of(token): _finite(value) for token, value in entry.top} for entry in delta.logprobs],
+        for token in tokens:
+            starts.append(starts[-1] + (0 if token in self.model.pieces.special else len(self.model.text_of(token))))
+        if not reported:
+            return None, starts[-1]
+        lists: dict[str, list[Any]] = {
+            "tokens": [self.model.text_of(token) for token in tokens],
+            "token_logprobs": [None if entry is None else _finite(entry.chosen) for entry in reported],
+            "top_logprobs": [self._top(*pair) for pair in zip(tokens, reported, strict=True)],
             "text_offset": starts[:-1],
         }
+        return lists, starts[-1]
+
+    def _reported(self, delta: Delta) -> tuple[Sequence[int], Sequence[Logprobs | None]]:
+        """Tokens of the text, and their logprobs where there are some."""
+        if delta.prompt is None:
+            return delta.tokens, delta.logprobs
+        if (most := self._echoed) is None:
+            return (), ()
+        entries = [None if entry is None else Logprobs(entry[1].chosen, entry[1].top[:most]) for entry in delta.prompt.logprobs]
+        return delta.prompt.tokens, entries
+
+    def _top(self, token: int, entry: Logprobs | None) -> dict[str, float] | None:
+        """By text, the token itself among them, as OpenAI has it; of alternatives that show alike the likeliest."""
+        found: dict[str, float] = {}
+        for other, value in () if entry is None else (*entry.top, (token, entry.chosen)):
+            found.setdefault(self.model.text_of(other), _finite(value))
+        return None if entry is None else found
 
 
 class _TextChoice:
@@ -236,16 +296,20 @@ class _TextChoice:
         self._format = form
         self._offset = 0
         self._lists: dict[str, list[bytes]] = {}
+        self._prompt: list[bytes] = []
 
     def add(self, delta: Delta) -> None:
         self.choice.add(delta)
-        for name, entries in self._format.logprobs(delta, self._offset).items() if delta.logprobs else ():
+        lists, self._offset = self._format.logprobs(delta, self._offset)
+        for name, entries in (lists or {}).items():
             self._lists.setdefault(name, []).append(_inside(entries))
-        self._offset += sum(len(self._format.model.text_of(token)) for token in delta.tokens)
+        if delta.prompt is not None and (alternatives := self._format.prompt_logprobs) is not None:
+            self._prompt.append(self._format.prompt_entries(delta, alternatives))
 
     def json(self, index: int) -> dict[str, Any]:
         logprobs = {name: _array(pieces) for name, pieces in self._lists.items()} or None
-        return {"index": index, "text": self.choice.content, "logprobs": logprobs} | _ended(self.choice)
+        prompt = {} if self._format.prompt_logprobs is None else {"prompt_logprobs": _array(self._prompt)}
+        return {"index": index, "text": self.choice.content, "logprobs": logprobs} | prompt | _ended(self.choice)
 
 
 def _end(delta: Delta) -> bytes:

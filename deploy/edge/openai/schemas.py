@@ -144,6 +144,7 @@ class Sampling(Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     priority: Annotated[int, Meta(ge=-_INT32, le=_INT32)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=_INT32)] | None = None
     response_format: Annotated[Raw, shown_as({"type": "object"})] | UnsetType = UNSET
     structured_outputs: Annotated[Raw, shown_as({"type": "object"})] | UnsetType = UNSET
     guided_json: Annotated[Raw, shown_as(_STRING, {"type": "object"})] | UnsetType = UNSET
@@ -209,6 +210,8 @@ class Sampling(Struct, frozen=True, kw_only=True):
             raise InvalidRequest("stream_options: only with stream: true", param="stream_options")
         if self.stream_options is not None and self.stream_options.continuous_usage_stats:
             raise unsupported("stream_options.continuous_usage_stats", "only false")
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequest("prompt_logprobs: not with stream: true", param="prompt_logprobs")
         if (self.min_tokens or self.ignore_eos) and (form := self.answer_form) is not None:
             name = "ignore_eos" if self.ignore_eos else "min_tokens"
             raise InvalidRequest(f"{name}: not with {form.param}, whose answers end where they are complete", param=name)
@@ -275,14 +278,23 @@ class CompletionRequest(Sampling, frozen=True, kw_only=True):
     """POST /v1/completions"""
 
     prompt: Annotated[Raw, shown_as(_STRING, _STRINGS, _IDS, {"type": "array", "items": _IDS})]
+    max_tokens: Annotated[int, Meta(ge=0, le=_INT32)] | None = None
     logprobs: Annotated[int, Meta(ge=0, le=_INT32)] | None = None
+    echo: bool | None = None
     best_of: Count | None = None
 
     def check(self) -> None:
         """As the base, and what only completions have."""
         super().check()
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequest("max_tokens: 0 only with echo: true", param="max_tokens")
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise unsupported("best_of", "only the value of n")
+
+    @property
+    def echoed_logprobs(self) -> int | None:
+        """Alternatives of each echoed token of the prompt; None: it is not echoed, or has no logprobs."""
+        return self.logprobs if self.echo else None
 
     def prompts(self) -> list[str | list[int]]:
         """Texts, or lists of token ids. InvalidRequest: they are neither, or too many."""

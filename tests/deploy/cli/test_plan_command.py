@@ -20,7 +20,7 @@ from deploy.settings import Settings
 from engine.config import EngineConfig
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.geometry import read_geometry
-from engine.memory import pages_of
+from engine.memory import adjustment_bytes, pages_of, sampling_bytes
 from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
 from engine.rank import worker
 from engine.rank.parallel import Single
@@ -130,6 +130,10 @@ def test_a_nano_engine_allocates_what_was_planned(member: str, nano: Nano) -> No
     runner = worker.build(rank, pages_of(engine, worker.kv_bytes(rank)))
     real = [(cache.group, cache.pool.shape[1], cache.pool.nbytes, cache.table.nbytes) for cache in runner.slots.cache]
     assert [(pool.group, pool.pages, pool.pool_bytes, pool.table_bytes) for pool in planned.pools] == real
+    tables = runner.slots.adjustments.tables
+    allocated = sum(getattr(tables, field.name).nbytes for field in dataclasses.fields(tables))
+    assert allocated == adjustment_bytes(engine.max_seqs, rank.geometry.vocab, 1)
+    assert allocated != adjustment_bytes(engine.max_seqs - 1, rank.geometry.vocab, 1), "the padding's slot counts"
     more = pools(engine, tuple(pool.pages + 1 for pool in planned.pools))
     assert all(fault.pool_bytes - pool.pool_bytes == pool.page_bytes > 0 for fault, pool in zip(more, planned.pools, strict=True))
 
@@ -154,6 +158,7 @@ def test_the_budget_on_a_gpu_is_the_workers(engine_of: Make, monkeypatch: pytest
     geometry = read_geometry(Path(engine.model))
     rank = worker.Rank(engine, geometry, torch.device("cuda", 0), Single(), meta_model(engine, 1))
     assert kv_budget(engine, H200, used) == worker.kv_bytes(rank)
+    assert int(H200 * 0.83) - used - kv_budget(engine, H200, used) == sampling_bytes(engine.max_seqs, geometry.vocab, 1)
     assert abs(kv_budget(msgspec.structs.replace(engine, memory_fraction=0.84), H200, used) - worker.kv_bytes(rank)) > 100e6
 
 

@@ -202,16 +202,26 @@ def test_adjustments_of_logits_reach_the_engine(edge: Edge) -> None:
 
 
 def test_templates_options_and_tools_reach_the_prompt(edge: Edge) -> None:
-    """Thinking and tools change the prompt; tool_choice none keeps them out."""
+    """Thinking and tools change the prompt; with tool_choice none tools stay in it, so that it stays cached, and what begins
+    a call is forbidden, beside the request's own biases."""
     tool = {"type": "function", "function": {"name": "now", "description": "d", "parameters": {"type": "object", "properties": {}}}}
     variants: list[dict[str, Any]] = [
-        {}, {"chat_template_kwargs": {"enable_thinking": True}}, {"tools": [tool]}, {"tools": [tool], "tool_choice": "none"},
+        {}, {"chat_template_kwargs": {"enable_thinking": True}}, {"tools": [tool]},
+        {"tools": [tool], "tool_choice": "none", "logit_bias": {"7": 2}},
     ]  # fmt: skip
     for extra in variants:
         httpx.post(f"{edge.url}/v1/chat/completions", json={"model": "nano", "messages": HELLO} | extra).raise_for_status()
     plain, thinking, tools, none = [tuple(request.tokens) for request in edge.core.requests]
     assert len({plain, thinking, tools}) == 3
-    assert none == plain
+    assert none == tools
+    *others, last = [request.params.adjustments for request in edge.core.requests]
+    assert others == [None] * 3
+    markers = [edge.text.control_id(name) for name in ("<|tool_call>", "<|tool_response>")]
+    assert last is not None
+    assert dict(last.bias) == {7: 2.0, **dict.fromkeys(markers, -float("inf"))}
+    full = {"tools": [tool], "tool_choice": "none", "logit_bias": {str(token): 1 for token in range(100, 1123)}}
+    reply = httpx.post(f"{edge.url}/v1/chat/completions", json={"model": "nano", "messages": HELLO} | full)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "logit_bias")
 
 
 def test_models_and_health(edge: Edge) -> None:

@@ -13,7 +13,7 @@ from engine.channel import Waiter
 from engine.core.front_link import FrontLink
 from engine.core.loop import Core
 from engine.core.scheduler import Scheduler, SchedulerConfig
-from engine.plan import StatusBlock, StepPlan, StepResult, encode_plan
+from engine.plan import StepPlan, StepResult, encode_plan
 from engine.protocol import (
     Control,
     FrameReader,
@@ -24,6 +24,7 @@ from engine.protocol import (
     frame,
     pack_tokens,
 )
+from engine.rank_status import StatusBlock
 from tests.support.engine.paced_steps import GROUPS, ModelledRanks
 
 pytestmark = pytest.mark.pure

@@ -62,11 +62,23 @@ def test_turns_of_too_many_conversations_are_found_in_part(monkeypatch: pytest.M
 
 def test_a_cache_without_branch_points_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault: tails are left at the ends of prompts and answers only, so that no first turn finds the system prompt."""
-    honest = Allocator.leave_marks
+    honest = Allocator.cache_passed_marks
 
     def ends_only(self: Allocator, sequence: Sequence) -> None:
         sequence.marks = sequence.marks[-1:]
         honest(self, sequence)
 
-    monkeypatch.setattr(Allocator, "leave_marks", ends_only)
+    monkeypatch.setattr(Allocator, "cache_passed_marks", ends_only)
     assert shares(FEW, portions(FEW, 0.5)) < 0.9
+
+
+@pytest.mark.parametrize(("honest", "least", "most"), [(True, 1.0, 1.0), (False, 0.9, 0.96)], ids=["honest", "planted fault"])
+def test_second_conversations_find_their_tenants_system_prompt(
+    honest: bool, least: float, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three conversations of each of twenty tenants find what an infinite cache does, though paths part for the first time where
+    no prompt has ended; planted fault: tails are left at the ends of prompts, and where paths have parted before."""
+    if not honest:
+        monkeypatch.setattr("engine.core.allocator.turn_ends", lambda sequence, page: set())
+    trace = Trace(60, tenants=20)
+    assert least <= shares(trace, portions(trace, 0.9)) <= most

@@ -17,7 +17,7 @@ from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.errors import PageViolation
 from engine.geometry import KVGroup
 from engine.matcher import Matcher, Vocabulary
-from engine.plan import StatusBlock, StepPlan, StepResult
+from engine.plan import StepPlan, StepResult
 from engine.protocol import (
     AbortReason,
     Control,
@@ -33,6 +33,7 @@ from engine.protocol import (
     frame,
     pack_tokens,
 )
+from engine.rank_status import StatusBlock
 from engine.step_masks import decode_masks
 from tests.support.engine.kvmachine import KVMachine
 from tests.support.engine.load_figures import load

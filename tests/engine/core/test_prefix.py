@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from engine.core.allocator import Allocator
+from engine.core.allocator import Allocator, turn_ends
 from engine.core.pages import PagePool
 from engine.core.prefix import PrefixCache
 from engine.core.scheduler import Scheduler, SchedulerConfig
@@ -42,10 +42,11 @@ class Bench:
         self.errors: list[tuple[str, bool]] = []
         self._asked = 0
 
-    def ask(self, prompt: list[int], count: int = 1, salt: str = "") -> list[int]:
+    def ask(self, prompt: list[int], count: int = 1, salt: str = "", stop_ids: tuple[int, ...] = ()) -> list[int]:
         """What the request gave; `cached` says what it found."""
         self._asked += 1
-        request = GenerateRequest(id=self._asked, prompt=pack_tokens(prompt), params=SamplingParams(max_tokens=count), salt=salt)
+        params = SamplingParams(max_tokens=count, stop_ids=stop_ids)
+        request = GenerateRequest(id=self._asked, prompt=pack_tokens(prompt), params=params, salt=salt)
         before = self.scheduler.counters.hit_tokens
         self.scheduler.add(0, request)
         given: list[int] = []
@@ -94,6 +95,48 @@ def test_a_branch_point_is_a_hit_from_its_third_visitor_on() -> None:
         bench.ask(system + tokens(branch, branch + 40))
         found.append(bench.cached)
     assert found == [0, 0, len(system), len(system)]
+
+
+@pytest.mark.parametrize(("honest", "found"), [(True, [0, 40, 40]), (False, [0, 0, 40])], ids=["honest", "planted fault"])
+def test_the_second_conversation_finds_the_system_prompt(honest: bool, found: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a turn ends in the first one's prompt the second goes on, to the page; without those ends the third does."""
+    if not honest:
+        monkeypatch.setattr("engine.core.allocator.turn_ends", lambda sequence, page: set())
+    bench, end, system = Bench(), 9, tokens(*range(10, 20))
+    seen = []
+    for message in (30, 31, 32):
+        bench.ask([*system, end, *tokens(message, message + 40), end, 8], stop_ids=(end,))
+        seen.append(bench.cached)
+    assert seen == found
+
+
+@pytest.mark.parametrize(("honest", "found"), [(True, 60), (False, 40)], ids=["honest", "planted fault"])
+def test_another_last_message_finds_all_before_it(honest: bool, found: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system prompt, an example and a message, then another message: the example is found, to the page."""
+    if not honest:
+        monkeypatch.setattr("engine.core.allocator.turn_ends", lambda sequence, page: {10})
+    bench, end = Bench(), 9
+    examples = [*tokens(*range(10, 20)), end, *tokens(*range(20, 24)), end, 8, 8, end]
+    for message in (30, 31):
+        bench.ask([*examples, *tokens(message, message + 40), end, 8], stop_ids=(end,))
+    assert bench.cached == found
+
+
+def test_turns_that_end_nowhere_leave_no_tails() -> None:
+    """A prompt of one turn, or of none, has no likely branch point; stop ids in what was generated are none."""
+    bench, end = Bench(), 9
+    for prompt, stop_ids, wanted in (
+        ([*tokens(10, 11, 12), end, 8], (end,), set()),
+        ([*tokens(10, 11, 12), end, *tokens(13), end, 8], (), set()),
+        ([*tokens(10, 11, 12), end, *tokens(13), end, 8], (end, 77), {3}),
+        ([end, *tokens(10, 11), end, *tokens(13), end, 8], (end,), {0, 2}),
+    ):
+        params = SamplingParams(max_tokens=1, stop_ids=stop_ids)
+        bench.scheduler.add(0, GenerateRequest(id=1, prompt=pack_tokens(prompt), params=params))
+        sequence = bench.scheduler.find(0, 1)
+        sequence.tokens.extend([end, end])
+        assert turn_ends(sequence, PAGE) == wanted
+        bench.scheduler.abort(0, 1, AbortReason.client_gone)
 
 
 @pytest.mark.parametrize("length", [1, PAGE - 1, PAGE, PAGE + 1, WINDOW, 3 * PAGE, 3 * PAGE + 1, 40])

@@ -1,41 +1,45 @@
 """The scheduler against a machine that remembers what every page slot holds, on random worlds; beside it, faults that must show."""
 
+import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from engine.channel import MAX_RECORD
 from engine.core import results
 from engine.core.allocator import Allocator, Changes
 from engine.core.drafting import Drafts
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.sequence import Sequence, Wait
 from engine.geometry import KVGroup
-from engine.plan import MAX_ADMITTED, PageAppend, StepPlan, StepResult, largest_plan
-from engine.protocol import MAX_STOP_IDS, AbortReason, FinishReason, GenerateRequest, SamplingParams, pack_tokens
+from engine.plan import MAX_ADMITTED, MAX_SCORED, Admission, PageAppend, StepPlan, StepResult, largest_plan, largest_result
+from engine.protocol import MAX_ALTERNATIVES, MAX_STOP_IDS, AbortReason, FinishReason, GenerateRequest, SamplingParams, pack_tokens
 from tests.support.engine.kvmachine import KVFault, KVMachine
 from tests.support.engine.worlds import World, check_ends, run_worlds, simulate
 
 pytestmark = pytest.mark.pure
 
 WORLDS = 1_000
+MANY = int(os.environ.get("QUARTET_TEST_WORLDS", "20000"))
 
 
 def test_random_worlds() -> None:
     """No row reads K and V that is not its own, pages balance at every step, each request gets the model's own answer, once."""
     seen = run_worlds(range(WORLDS))
     print(f"{WORLDS} worlds: {dict(seen)}")
-    names = ("preemptions", "refused", "aborted", "failed", "rejected", "masked", "forked", "hit_tokens", "evicted")
-    assert min(seen[name] for name in names) > WORLDS // 20, seen
+    names = ["preemptions", "refused", "aborted", "failed", "rejected", "masked", "forked", "hit_tokens", "evicted"]
+    assert min(seen[name] for name in [*names, "prompt_logprobs"]) > WORLDS // 20, seen
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(max(3600, MANY // 10))
 def test_many_random_worlds() -> None:
-    """The same over 20 000 worlds from a fresh seed; `python -m tests.support.engine.worlds COUNT` runs any number."""
+    """The same over as many worlds as QUARTET_TEST_WORLDS says, from a fresh seed."""
     start = random.SystemRandom().randrange(1 << 40)
-    print(f"seeds from {start}: {dict(run_worlds(range(start, start + 20_000)))}")
+    print(f"{MANY} worlds from seed {start}: {dict(run_worlds(range(start, start + MANY)))}")
 
 
 def test_a_mask_lost_with_its_row_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,6 +60,43 @@ def test_a_first_that_stands_still_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     """Planted fault: nobody is preempted for the first in rank, which then sits out whenever pages are short."""
     monkeypatch.setattr(Drafts, "_make_room", lambda self, sequence, wanted: self._allocator.fitting(sequence, wanted) >= wanted)
     assert caught(100) > 5
+
+
+def test_a_result_fits_its_record_whatever_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However large its budget, a step has no more tokens of prompts whose logprobs are told than fit; without the bound it has."""
+    params = SamplingParams(max_tokens=1, prompt_logprobs=MAX_ALTERNATIVES)
+
+    def scored() -> list[int]:
+        groups = (KVGroup(0, "sliding", (0,), 1, 256, 1024, 16), KVGroup(1, "full", (1,), 1, 512, None, 16))
+        scheduler = Scheduler(SchedulerConfig(groups, (5000, 5000), 8, 30_000, 60_000))
+        for number in range(3):
+            scheduler.add(0, GenerateRequest(id=number, prompt=pack_tokens([5] * 20_000), params=params))
+        plans = [scheduler.schedule() for _ in range(2)]
+        return [plan.tokens for plan in plans if plan is not None]
+
+    assert scored() == [MAX_SCORED] * 2
+    assert largest_result(4096) <= MAX_RECORD
+    monkeypatch.setattr(Sequence, "scores", False)
+    assert scored()[0] > MAX_SCORED
+
+
+def unscored(*args: Any, scored: int, **named: Any) -> Admission:
+    """An admission that does not say what was told before it."""
+    return Admission(*args, scored=0, **named)
+
+
+FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "read from the prefix cache": lambda patch: patch.setattr(Sequence, "reusable", property(lambda self: len(self.tokens) - 1)),
+    "told once more after a preemption": lambda patch: patch.setattr("engine.core.admit.Admission", unscored),
+    "lost with a row": lambda patch: patch.setattr("engine.core.results.has_numbers", lambda logprobs: logprobs.first < 20),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_prompt_logprobs_lost_or_doubled_are_noticed(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """Planted faults: logprobs of prompt tokens whose positions come out of the cache, or come twice, or are lost."""
+    FAULTS[fault](monkeypatch)
+    assert caught(200) > 3
 
 
 def caught(worlds: int, changed: Callable[[World], World] = lambda world: world) -> int:

@@ -16,7 +16,7 @@ from engine.core.loop import Core, FrontLink, RingExecutor
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.geometry import KVGroup
 from engine.lifeline import BootArgs
-from engine.plan import StatusBlock, encode_rows, read_plan
+from engine.plan import encode_rows, read_plan
 from engine.protocol import (
     Control,
     FrameReader,
@@ -29,6 +29,7 @@ from engine.protocol import (
 )
 from engine.rank.step_clock import StepClock
 from engine.rank.worker import Worker
+from engine.rank_status import StatusBlock
 
 pytestmark = [pytest.mark.cpu, pytest.mark.alone]
 

@@ -11,7 +11,7 @@ import torch
 from engine.config import EngineConfig, engine_config
 from engine.logit_adjustments import LogitAdjustments
 from engine.plan import Admission, PageAppend, PrefillChunk, StepPlan, StepResult, encode_plan, read_header
-from engine.protocol import SamplingParams
+from engine.protocol import Logprobs, SamplingParams
 from engine.rank.runner import Launched, Runner
 from engine.rank.worker import Rank, build
 from tests.conftest import Nano
@@ -115,6 +115,61 @@ def test_chunks_give_what_the_whole_gives(rank: Rank, runner: Runner) -> None:
     assert abs(row.logprobs.chosen - whole.logprobs.chosen) < 1e-4
     assert [token for token, _ in row.logprobs.top] == [token for token, _ in whole.logprobs.top]
     assert row.logprobs.top[0] == (row.tokens[0], row.logprobs.chosen)
+
+
+def scored_plans(prompt: list[int], alternatives: int | None, *, scored: int = 0) -> list[StepPlan]:
+    """A prompt in chunks of its own in slot 1, which report its tokens' logprobs, beside another prompt that asks for none."""
+    params = msgspec.structs.replace(GREEDY, prompt_logprobs=alternatives)
+    admission, pages = admit(1, 7, prompt, params)
+    other, others = admit(0, 8, PROMPTS[0], GREEDY)
+    ends, first = (33, 97, len(prompt)), PrefillChunk(0, 0, len(PROMPTS[0]), len(PROMPTS[0]) - 1)
+    chunks = [PrefillChunk(1, start, end, end - (end == ends[-1])) for start, end in zip((0, *ends), ends, strict=False)]
+    plans = [StepPlan(1, admissions=[replace(admission, scored=scored), other], appends=pages + others, chunks=[first, chunks[0]])]
+    return plans + [StepPlan(step, chunks=[chunk], decodes=[0]) for step, chunk in enumerate(chunks[1:], 2)]
+
+
+def told(results: list[StepResult]) -> dict[int, tuple[int, Logprobs]]:
+    """Of slot 1's prompt, by position; each once."""
+    found: dict[int, tuple[int, Logprobs]] = {}
+    for slot, number, piece in (prompt for result in results for prompt in result.prompts):
+        assert (slot, number) == (1, 7)
+        for at, entry in enumerate(piece.entries(), piece.first):
+            assert at not in found
+            found[at] = entry
+    return found
+
+
+def test_logprobs_of_a_prompt_are_those_that_sampling_reports(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the head in pieces of seven rows, in three chunks beside another sequence: to 1e-4 what a row reports that samples
+    behind each prefix; a preempted sequence goes on where it was, and tokens are what they are without."""
+    prompt = PROMPTS[1]
+    quiet = run(build(rank, PAGES), scored_plans(prompt, None)[0]).rows
+    monkeypatch.setattr("engine.rank.prompt_logprobs.PIECE_LOGITS", 7 * rank.geometry.vocab)
+    runner = build(rank, PAGES)
+    results = [run(runner, plan) for plan in scored_plans(prompt, 3)]
+    assert results[0].rows[0].tokens == quiet[0].tokens
+    found = told(results)
+    assert list(found) == list(range(1, len(prompt)))
+    wanted = msgspec.structs.replace(GREEDY, logprobs=rank.geometry.vocab - 1)
+    for end in (1, 33, 34, 60, 99):
+        admission, pages = admit(1, 9, prompt[:end], wanted)
+        plan = StepPlan(1, admissions=[admission], appends=pages, chunks=[PrefillChunk(1, 0, end, end - 1)])
+        (row,) = run(build(rank, PAGES), plan).rows
+        assert row.logprobs is not None
+        ranks = {token: (at, value) for at, (token, value) in enumerate(row.logprobs.top, 1)}
+        number, logprobs = found[end]
+        place, value = ranks[prompt[end]]
+        assert number == place
+        assert abs(logprobs.chosen - value) < 1e-4
+        assert [token for token, _ in logprobs.top] == [token for token, _ in row.logprobs.top[:3]]
+    rest = told([run(runner, plan) for plan in renumbered(scored_plans(prompt, 3, scored=50), 4)])
+    assert list(rest) == list(range(51, len(prompt)))
+    assert all(abs(rest[at][1].chosen - found[at][1].chosen) < 1e-4 for at in rest)
+    assert max(abs(rest[at][1].chosen - found[at - 1][1].chosen) for at in rest) > 1e-2
+
+
+def renumbered(plans: list[StepPlan], first: int) -> list[StepPlan]:
+    return [replace(plan, step=step) for step, plan in enumerate(plans, first)]
 
 
 def overlapped(runner: Runner, plans: list[StepPlan]) -> list[StepResult]:

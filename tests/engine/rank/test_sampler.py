@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import kernels.filters
+from engine.protocol import PromptLogprobs
 from engine.rank.parallel import Single
 from engine.rank.sampler import Sampled, Sampler, SamplingRows, TopLogprobs
 from kernels.launch import launch
@@ -190,6 +191,34 @@ def test_logprobs_are_of_capped_unmasked_logits() -> None:
 
 
 # ---- every kind, by kernels
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("alternatives", [0, 5])
+def test_logprobs_of_known_tokens_do_not_depend_on_the_cut(size: int, alternatives: int) -> None:
+    """Logprob, rank and alternatives of given tokens, from slices of which the last are not filled, are those of the whole row to
+    1e-5; of the tokens one on they are off by far."""
+    vocabulary, rows = VOCAB - 5, 40
+    logits, ids = logits_of(rows), torch.arange(rows) * 7 % vocabulary
+    logits[:, vocabulary:] = -torch.inf
+
+    def body(parallel: ThreadParallel | Single) -> Tensor:
+        share = VOCAB // parallel.size
+        mine = logits[:, parallel.rank * share : (parallel.rank + 1) * share].contiguous()
+        return Sampler(parallel, vocabulary, SOFTCAP, SUPPRESS, CPU).token_logprobs(mine, ids, alternatives)
+
+    found = [body(Single())] if size == 1 else run_ranks(size, body)
+    assert all(torch.equal(each, found[0]) for each in found)
+    reported = PromptLogprobs(1, alternatives, found[0].numpy().tobytes()).entries()
+    right = (torch.tanh(logits[:, :vocabulary].double() / SOFTCAP) * SOFTCAP).log_softmax(-1)
+    best = right.topk(alternatives, dim=-1)
+    for row, (rank, logprobs) in enumerate(reported):
+        assert abs(logprobs.chosen - right[row, ids[row]].item()) < 1e-5
+        assert rank == (right[row] >= right[row, ids[row]]).sum()
+        assert [token for token, _ in logprobs.top] == best.indices[row].tolist()
+        assert torch.allclose(torch.tensor([value for _, value in logprobs.top]).double(), best.values[row], atol=1e-5)
+    off = [abs(logprobs.chosen - right[row, (ids[row] + 1) % vocabulary].item()) for row, (_, logprobs) in enumerate(reported)]
+    assert max(off) > 1e-3
 
 
 def slot_parameters(rows: SamplingRows) -> SlotParameters:

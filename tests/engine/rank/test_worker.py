@@ -6,8 +6,9 @@ import msgspec
 import pytest
 
 from engine.lifeline import Configure, Failed
-from engine.plan import Phase, StepPlan, StepResult
+from engine.plan import StepPlan, StepResult
 from engine.rank.plan_stream import logprob_error
+from engine.rank_status import Phase
 from tests.conftest import Nano
 from tests.support.engine.ranks import WORKER, Ranks
 from tests.support.engine.recording import (

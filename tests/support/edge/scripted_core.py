@@ -1,11 +1,23 @@
 """A core that answers by a script, and tells its load as the real one does: how many requests it has read, and how many wait."""
 
 import asyncio
+import struct
 from collections.abc import Callable
 
 import msgspec
 
-from engine.protocol import Abort, AbortReason, Control, FinishReason, FrontMessage, GenerateRequest, Load, Logprobs, Output
+from engine.protocol import (
+    Abort,
+    AbortReason,
+    Control,
+    FinishReason,
+    FrontMessage,
+    GenerateRequest,
+    Load,
+    Logprobs,
+    Output,
+    PromptLogprobs,
+)
 from tests.support.engine.fakes import FakeCore
 from tests.support.engine.load_figures import load, pool
 
@@ -72,6 +84,8 @@ class ScriptedCore(FakeCore):
         if self.refuse is not None:
             await self.send(Output(id=request.id, finish=FinishReason.error, error=self.refuse, invalid=True))
             return
+        for piece in prompt_logprobs(request):
+            await self.send(Output(id=request.id, prompt_logprobs=[piece]))
         left = request.params.max_tokens
         place = 0
         while left > 0 and (self.forever or place < len(self.steps)):
@@ -91,6 +105,19 @@ class ScriptedCore(FakeCore):
     def load(self) -> Load:
         """What the real core would tell now."""
         return msgspec.structs.replace(LOAD, received=self._received, waiting=len(self._waiting))
+
+
+def prompt_logprobs(request: GenerateRequest) -> list[PromptLogprobs]:
+    """Of each token but the first -1 / 8 for each place in the prompt, rank 3, and the ids that follow it as the likeliest; in two
+    pieces."""
+    count, prompt = request.params.prompt_logprobs, request.tokens
+    if count is None or len(prompt) < 2:
+        return []
+    tops = [(range(token + 1, token + 1 + count), (-0.0625 * place for place in range(count))) for token in prompt]
+    words = [struct.pack(f"<fi{count}i{count}f", -at / 8, 3, *ids, *values) for at, (ids, values) in enumerate(tops)]
+    middle = len(prompt) // 2 + 1
+    pieces = [(1, words[1:middle]), (middle, words[middle:])]
+    return [PromptLogprobs(first, count, b"".join(rows)) for first, rows in pieces if rows]
 
 
 def _logprobs(request: GenerateRequest, tokens: list[int]) -> list[Logprobs]:

@@ -1,7 +1,8 @@
 """Conversations that take turns over a prefix cache: a trace, what a run of it found, and what any cache could have found.
 
-Every conversation begins with the same system prompt, goes on with a private context, and grows by a user's message and an answer
-at each turn. Round robin: everybody's first turn, everybody's second turn, ... which is the order that recency alone serves worst.
+Every conversation begins with its tenant's system prompt, goes on with a private context, and grows by a user's message and an
+answer at each turn. Round robin: everybody's first turn, everybody's second turn, ... which is the order that recency alone serves
+worst.
 """
 
 import heapq
@@ -21,13 +22,15 @@ PAGE, WINDOW = 32, 256
 TAIL = -(-(WINDOW - 1) // PAGE)
 GROUPS = (KVGroup(0, "sliding", (0,), 1, 256, WINDOW, PAGE), KVGroup(1, "full", (1,), 1, 512, None, PAGE))
 AT_ONCE = 8
+TURN_END = 1
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Sizes in tokens. `answer` counts the tokens generated at each turn."""
+    """Sizes in tokens. `answer` counts the tokens generated at each turn. Each tenant's conversations have its system prompt."""
 
     conversations: int
+    tenants: int = 1
     turns: int = 4
     system: int = 1300
     context: int = 1000
@@ -42,7 +45,7 @@ class Trace:
     @property
     def full_pages(self) -> int:
         """What keeping everything takes of the full pool."""
-        return self.system // PAGE + self.conversations * -(-(self.length - self.system) // PAGE)
+        return self.tenants * (self.system // PAGE) + self.conversations * -(-(self.length - self.system) // PAGE)
 
     @property
     def sliding_pages(self) -> int:
@@ -50,21 +53,19 @@ class Trace:
 
         A turn leaves one behind its prompt and one behind its answer, which overlap but for a page.
         """
-        return TAIL + self.conversations * (TAIL + 1)
+        return self.tenants * TAIL + self.conversations * (TAIL + 1)
 
     def opening(self, conversation: int) -> "array[int]":
         """The system prompt and a context."""
-        system = np.random.default_rng(1).integers(10, 5000, self.system, np.int32)
-        context = np.random.default_rng((2, conversation)).integers(10, 5000, self.context, np.int32)
-        return array("i", np.concatenate([system, context]).tobytes())
+        return _turn(self.system, 1, conversation % self.tenants) + _tokens(self.context, 2, conversation)
 
     def said(self, conversation: int, turn: int) -> "array[int]":
         """A user's message."""
-        return array("i", np.random.default_rng((3, conversation, turn)).integers(10, 5000, self.message, np.int32).tobytes())
+        return _turn(self.message, 3, conversation, turn)
 
     def answered(self, conversation: int, turn: int) -> "array[int]":
         """An answer."""
-        return array("i", np.random.default_rng((4, conversation, turn)).integers(10, 5000, self.answer, np.int32).tobytes())
+        return _turn(self.answer, 4, conversation, turn)
 
     def prompts(self) -> Iterator[tuple[int, int, "array[int]"]]:
         """(conversation, turn, prompt) in order of arrival."""
@@ -74,6 +75,16 @@ class Trace:
                 so_far[each] += self.said(each, turn)
                 yield each, turn, so_far[each][:]
                 so_far[each] += self.answered(each, turn)
+
+
+def _tokens(count: int, *seed: int) -> "array[int]":
+    """Tokens of no meaning."""
+    return array("i", np.random.default_rng(seed).integers(10, 5000, count, np.int32).tobytes())
+
+
+def _turn(count: int, *seed: int) -> "array[int]":
+    """The same with the end of a turn behind it, `count` together."""
+    return _tokens(count - 1, *seed) + array("i", [TURN_END])
 
 
 @dataclass
@@ -94,9 +105,7 @@ class Server:
 
     trace: Trace
     scheduler: Scheduler
-    _slots: dict[int, tuple[int, int, int]] = field(default_factory=dict)
-    _open: dict[int, tuple[int, int]] = field(default_factory=dict)
-    _given: dict[int, int] = field(default_factory=dict)
+    _answers: dict[int, Iterator[int]] = field(default_factory=dict)  # by request: what is still to come
 
     def run(self) -> Found:
         """The whole trace."""
@@ -109,9 +118,8 @@ class Server:
                     ended = True
                     break
                 conversation, turn, prompt = following
-                self._open[count] = (conversation, turn)
-                self._given[count] = 0
-                params = SamplingParams(max_tokens=self.trace.answer)
+                self._answers[count] = iter(self.trace.answered(conversation, turn))
+                params = SamplingParams(max_tokens=self.trace.answer, stop_ids=(TURN_END,))
                 self.scheduler.add(0, GenerateRequest(id=count, prompt=pack_tokens(prompt), params=params))
                 count += 1
             self._step()
@@ -122,20 +130,16 @@ class Server:
     def _step(self) -> None:
         plan = self.scheduler.schedule()
         assert plan is not None
-        for sequence in self.scheduler.running:
-            self._slots[sequence.slot] = (*self._open[sequence.key[1]], sequence.key[1])
         self.scheduler.commit(StepResult.of(plan.step, list(self._rows(plan))))
         for _ in self.scheduler.drain():
             pass
         self.scheduler.drain_started()
 
     def _rows(self, plan: StepPlan) -> Iterator[ResultRow]:
-        numbers = {sequence.slot: sequence.number for sequence in self.scheduler.running}
+        running = {sequence.slot: sequence for sequence in self.scheduler.running}
         for slot in plan.result_slots:
-            conversation, turn, request = self._slots[slot]
-            token = self.trace.answered(conversation, turn)[self._given[request]]
-            self._given[request] += 1
-            yield ResultRow(slot, numbers[slot], (token,))
+            sequence = running[slot]
+            yield ResultRow(slot, sequence.number, (next(self._answers[sequence.key[1]]),))
 
 
 def serve(trace: Trace, pages: tuple[int, int], share: float | None = 1.0) -> tuple[Found, Scheduler]:
@@ -148,10 +152,10 @@ def serve(trace: Trace, pages: tuple[int, int], share: float | None = 1.0) -> tu
 
 
 def unlimited(trace: Trace) -> Found:
-    """What a cache finds that never forgets a page."""
+    """What a cache finds that never forgets a page; the last token of an answer is in none, because it is never computed."""
     found, known = Found(), set()
     for conversation, turn, prompt in trace.prompts():
-        keys = page_keys(prompt + trace.answered(conversation, turn))
+        keys = page_keys(prompt + trace.answered(conversation, turn)[:-1])
         count = 0
         while count < (len(prompt) - 1) // PAGE and keys[count] in known:
             count += 1
@@ -178,7 +182,7 @@ def _belady(trace: Trace, capacity: int) -> Found:
     names: dict[bytes, int] = {}
     asked = []
     for each, turn, prompt in trace.prompts():
-        keys = page_keys(prompt + trace.answered(each, turn))
+        keys = page_keys(prompt + trace.answered(each, turn)[:-1])
         asked.append((len(prompt), array("i", (names.setdefault(key, len(names)) for key in keys))))
     following = [array("i") for _ in asked]  # when each page of a request is used next; -1: never
     seen = [-1] * len(names)
@@ -203,9 +207,9 @@ def _belady_tails(trace: Trace, capacity: int) -> Found:
     for at, (conversation, turn, prompt) in enumerate(trace.prompts()):
         found.asked += len(prompt)
         if turn == 0:
-            found.hit += trace.system // PAGE * PAGE if at else 0
+            found.hit += trace.system // PAGE * PAGE if at >= trace.tenants else 0
         elif conversation in cached:
-            found.hit += (len(prompt) - trace.message) // PAGE * PAGE
+            found.hit += (len(prompt) - trace.message - 1) // PAGE * PAGE
         else:
             found.hit += trace.system // PAGE * PAGE
         cached.put(conversation, at + trace.conversations if turn + 1 < trace.turns else None, TAIL)

@@ -22,10 +22,12 @@ class Request:
 
 @dataclass
 class Answer:
-    """What a request gave until its end: `stop`, `length`, `left` (its reader aborted it) or `refused`."""
+    """What a request gave until its end: `stop`, `length`, `left` (its reader aborted it) or `refused`. `prompt`: ranks and
+    logprobs of the prompt's tokens, from the second on."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
+    prompt: list[tuple[int, Logprobs]] = field(default_factory=list)
     end: str = ""
 
 
@@ -70,6 +72,9 @@ async def ask(client: EngineClient, request: Request) -> Answer:
         async for output in stream:
             answer.tokens += output.tokens
             answer.logprobs += output.logprobs
+            for piece in output.prompt_logprobs:
+                assert piece.first == len(answer.prompt) + 1, (piece.first, len(answer.prompt))
+                answer.prompt += piece.entries()
             answer.end = _end(output.finish)
             if leave is not None and len(answer.tokens) >= leave:
                 stream.abort(AbortReason.client_gone)

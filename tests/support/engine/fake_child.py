@@ -16,7 +16,8 @@ from cluster.children import boot_json, child_command, child_name
 from engine.channel import RingReader, RingWriter, Waiter, map_shared
 from engine.errors import CheckpointError
 from engine.lifeline import BootArgs, Lifeline, Loaded, Ready, fail
-from engine.plan import Phase, ResultRow, StepPlan, StepResult, decode_plan, encode_result
+from engine.plan import ResultRow, StepPlan, StepResult, decode_plan, encode_result
+from engine.rank_status import Phase
 
 FIRST_TOKEN = 10
 TOKENS = 40

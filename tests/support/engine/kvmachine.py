@@ -5,17 +5,19 @@ with an equal prefix is right for each of them, and nothing else is. It runs pla
 then all writes of the step, then all reads) and raises KVFault when a row would read a position whose page slot does not hold that
 entry, or when a page number is not one of its pool's.
 
+Logprobs of prompt tokens are numbers made of the prefix up to each.
+
 With `drafts`, a decode row computes 1 + drafts positions: guesses of the next tokens, of which those before the first wrong one are
 accepted. What the others wrote is wrong, and stays in its pages until it is written again.
 """
 
+import struct
 from collections import deque
 from collections.abc import Callable
 
-import numpy as np
-
 from engine.geometry import KVGroup
-from engine.plan import ResultRow, StepPlan, StepResult, decode_plan, encode_plan
+from engine.plan import Admission, PromptRow, ResultRow, StepPlan, StepResult, decode_plan, encode_plan
+from engine.protocol import PromptLogprobs
 
 Model = Callable[[int, int, int], int]
 _MASK = (1 << 63) - 1
@@ -28,6 +30,11 @@ class KVFault(AssertionError):
 def identity(before: int, token: int) -> int:
     """Of a prefix, from the identity of all of it but its last token."""
     return ((before ^ (token + 1)) * 0x5851F42D4C957F2D + 0x14057B7EF767814F) & _MASK
+
+
+def logprob_of(prefix: int) -> float:
+    """What stands for the logprob of the last token of a prefix of that identity."""
+    return -float(prefix & 0xFFFF)
 
 
 class KVMachine:
@@ -44,12 +51,13 @@ class KVMachine:
         self.groups = groups
         self.pages = pages
         width = -(-(max_len + drafts) // groups[0].page) + 1
-        self.tables = [np.zeros((slots, width), np.int64) for _ in groups]
-        self.entries = [np.zeros((count, group.page), np.int64) for group, count in zip(groups, pages, strict=True)]
-        self.prefixes = np.zeros((slots, max_len + drafts + 2), np.int64)  # identity of each slot's tokens up to a position
+        self.tables = [[[0] * width for _ in range(slots)] for _ in groups]  # by group and slot: pages
+        self.entries = [[[0] * group.page for _ in range(count)] for group, count in zip(groups, pages, strict=True)]
+        self.prefixes = [[0] * (max_len + drafts + 2) for _ in range(slots)]  # identity of each slot's tokens up to a position
         self.number = [0] * slots
         self.length = [0] * slots
         self.seed = [0] * slots
+        self.admitted: dict[int, Admission] = {}
         self.model = model
         self.drafts = drafts
         self.poisoned: list[set[int]] = [set() for _ in groups]  # pages where NaN stands
@@ -85,18 +93,31 @@ class KVMachine:
             self.length[slot] = end
         results = [self._sample(chunk.slot, chunk.end, []) for chunk in plan.chunks if chunk.samples]
         results += [self._sample(slot, start + 1, drafts) for (slot, start, _), drafts in zip(decodes, guessed, strict=True)]
-        return StepResult.of(plan.step, results)
+        prompts = [row for chunk in plan.chunks if (row := self._prompt_row(chunk.slot, chunk.start, chunk.end)) is not None]
+        return StepResult.of(plan.step, results, prompts)
+
+    def _prompt_row(self, slot: int, start: int, end: int) -> PromptRow | None:
+        """Of positions [start, end), those that give a prompt's next token its logprob, and have not yet."""
+        admission = self.admitted[slot]
+        first, end = max(start, admission.scored), min(end, admission.prompt - 1)
+        if admission.params.prompt_logprobs is None or first >= end:
+            return None
+        values = [logprob_of(prefix) for prefix in self.prefixes[slot][first + 1 : end + 1]]
+        words = b"".join(struct.pack("<fi", value, 1) for value in values)
+        return PromptRow(slot, self.number[slot], PromptLogprobs(first + 1, 0, words))
 
     def _apply(self, plan: StepPlan) -> None:
         for release in plan.releases:
-            self.tables[release.group][release.slot, release.first : release.first + release.count] = 0
+            self.tables[release.group][release.slot][release.first : release.first + release.count] = [0] * release.count
         for admission in plan.admissions:
             slot, before = admission.slot, 0
+            self.admitted[slot] = admission
             self.number[slot], self.length[slot], self.seed[slot] = admission.number, admission.cached, admission.params.seed
+            prefixes = self.prefixes[slot]
             for at, token in enumerate(admission.tokens):
-                before = self.prefixes[slot, at] = identity(before, token)
+                before = prefixes[at] = identity(before, token)
             for table in self.tables:
-                table[slot] = 0
+                table[slot] = [0] * len(table[slot])
         for zero in plan.zeros:
             self.poisoned[zero.group].discard(zero.page)
         for append in plan.appends:
@@ -104,45 +125,49 @@ class KVMachine:
                 raise KVFault(f"page {append.page} of group {append.group} holds NaN and is not zeroed before its next use")
             if not 0 < append.page < self.pages[append.group]:
                 raise KVFault(f"page {append.page} is not one of group {append.group}'s {self.pages[append.group]}")
-            self.tables[append.group][append.slot, append.index] = append.page
+            self.tables[append.group][append.slot][append.index] = append.page
 
     def _draft(self, slot: int, start: int) -> list[int]:
         """Guess the tokens behind the one at `start`; the row's positions get their identities."""
         drafts = []
-        before = int(self.prefixes[slot, start])
+        before = self.prefixes[slot][start]
         for at in range(start + 1, start + 1 + self.drafts):
             right = self.model(before, at, self.seed[slot])
             token = right if self.guess(before, at) else right + 1
             drafts.append(token)
-            before = self.prefixes[slot, at] = identity(before, token)
+            before = self.prefixes[slot][at] = identity(before, token)
         return drafts
 
     def _write(self, slot: int, start: int, end: int) -> None:
-        positions = np.arange(start, end)
+        prefixes = self.prefixes[slot]
         for group, table, entries in zip(self.groups, self.tables, self.entries, strict=True):
-            pages = table[slot, positions // group.page]
-            if not pages.all():
-                raise KVFault(f"slot {slot} writes to the null page of {group.name} in [{start}, {end})")
-            entries[pages, positions % group.page] = self.prefixes[slot, start:end]
+            size = group.page
+            for at, page in enumerate(table[slot][start // size : (end - 1) // size + 1], start // size):
+                if not page:
+                    raise KVFault(f"slot {slot} writes to the null page of {group.name} in [{start}, {end})")
+                first, last = max(start, at * size), min(end, (at + 1) * size)
+                entries[page][first - at * size : last - at * size] = prefixes[first:last]
 
     def _read(self, slot: int, start: int, end: int) -> None:
+        prefixes = self.prefixes[slot]
         for group, table, entries in zip(self.groups, self.tables, self.entries, strict=True):
-            first = 0 if group.window is None else max(0, start - group.window + 1)
-            positions = np.arange(first, end)
-            held = entries[table[slot, positions // group.page], positions % group.page]
-            self.reads += len(positions)
-            wrong = held != self.prefixes[slot, first:end]
-            if wrong.any():
-                at = int(positions[wrong][0])
+            size, low = group.page, 0 if group.window is None else max(0, start - group.window + 1)
+            self.reads += end - low
+            held: list[int] = []
+            for page in table[slot][low // size : (end - 1) // size + 1]:
+                held += entries[page]
+            skipped = low % size
+            if held[skipped : skipped + end - low] != prefixes[low:end]:
+                at = next(at for at in range(low, end) if held[at - low + skipped] != prefixes[at])
                 raise KVFault(f"slot {slot} at [{start}, {end}) reads position {at} of {group.name}: not its own entry")
 
     def _sample(self, slot: int, position: int, drafts: list[int]) -> ResultRow:
         """The token at `position`, and one more for each draft that was right; the last one is the next row's input."""
         tokens: list[int] = []
-        before = int(self.prefixes[slot, position - 1])
+        before = self.prefixes[slot][position - 1]
         if self.nan(before):
             for table, poisoned in zip(self.tables, self.poisoned, strict=True):
-                poisoned.update(table[slot, (position - 1) // self.groups[0].page :][:1].tolist())
+                poisoned.add(table[slot][(position - 1) // self.groups[0].page])
             return ResultRow(slot, self.number[slot], (), nan=True)
         if self.empty(before):
             return ResultRow(slot, self.number[slot], (), empty=True)
@@ -154,5 +179,5 @@ class KVMachine:
                 break
         self.rejected += 1 + len(drafts) - len(tokens)
         self.length[slot] = position + len(tokens) - 1
-        self.prefixes[slot, self.length[slot]] = before
+        self.prefixes[slot][self.length[slot]] = before
         return ResultRow(slot, self.number[slot], tuple(tokens))

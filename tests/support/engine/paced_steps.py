@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import quantiles
 
+from engine.core.policy import StepEstimate
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
@@ -73,6 +74,26 @@ class ModelledRanks:
         self._numbers |= {admission.slot: admission.number for admission in plan.admissions}
         rows = [ResultRow(slot, self._numbers[slot] & NUMBER_MASK, (7,)) for slot in plan.result_slots]
         return StepResult.of(plan.step, rows), step_ms(plan)
+
+
+@dataclass
+class EstimatedRanks:
+    """The same with steps that take what the policy expects of a rank's measured times."""
+
+    times: StepTimes
+    _numbers: dict[int, int] = field(default_factory=dict)
+    _lengths: dict[int, int] = field(default_factory=dict)
+
+    def run(self, plan: StepPlan) -> tuple[StepResult, float]:
+        """A plan's result, and the milliseconds of its step."""
+        self._numbers |= {admission.slot: admission.number for admission in plan.admissions}
+        expected = StepEstimate(self.times, len(plan.decodes), sum(self._lengths[slot] for slot in plan.decodes))
+        for chunk in plan.chunks:
+            expected.add(chunk.end - chunk.start, chunk.start)
+        self._lengths |= {chunk.slot: chunk.end for chunk in plan.chunks}
+        self._lengths |= {slot: self._lengths[slot] + 1 for slot in plan.decodes}
+        rows = [ResultRow(slot, self._numbers[slot] & NUMBER_MASK, (7,)) for slot in plan.result_slots]
+        return StepResult.of(plan.step, rows), expected.ms if plan.chunks else expected.decode_ms
 
 
 @dataclass

@@ -20,9 +20,10 @@ from cluster.children import environment
 from engine.channel import RingReader, RingWriter, create_shared, map_shared, ring_bytes
 from engine.config import EngineConfig
 from engine.lifeline import Allocate, BootArgs, BootMessage, BootSocket, Configure, Failed, Loaded, Ready
-from engine.plan import RankStatus, StatusBlock, StepPlan, StepResult, decode_result, encode_plan
+from engine.plan import StepPlan, StepResult, decode_result, encode_plan
 from engine.rank.runner import Launched, Runner
 from engine.rank.worker import Rank, load
+from engine.rank_status import RankStatus, StatusBlock
 from kernels.allreduce import shared_bytes
 
 ROOT = Path(__file__).resolve().parents[3]

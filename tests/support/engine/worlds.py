@@ -12,16 +12,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import msgspec
+import numpy as np
 
 from engine.core.allocator import first_page
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.sequence import Sequence, Wait
-from engine.core.step_budget import MOST_SKIPPED, TURN
+from engine.core.step_budget import MOST_SKIPPED, OLDEST_EVERY
 from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
 from engine.plan import StepPlan
 from engine.protocol import AbortReason, FinishReason, GenerateRequest, Output, SamplingParams, pack_tokens
-from tests.support.engine.kvmachine import KVMachine, identity
+from tests.support.engine.kvmachine import KVMachine, identity, logprob_of
 
 STOP = 7
 TIMES = StepTimes(((1, 5.0), (6, 6.0)), ((1, 5.0), (8, 7.0), (32, 20.0)), ((1, 0.1), (6, 0.6)), 0.05, 0.02, 0.01, 4)
@@ -46,7 +47,7 @@ def chance(probability: float, *values: int) -> bool:
 @dataclass
 class World:
     """Pools from two windows up, prompts from one token to beyond what fits, choices of one prompt, salts and priorities, aborts,
-    surprise ends, drafts or late masks, and now and then steps that are kept short."""
+    surprise ends, drafts or late masks, logprobs of prompts, and now and then steps that are kept short."""
 
     seed: int
     requests: list[GenerateRequest] = field(default_factory=list)
@@ -95,9 +96,9 @@ class World:
         return self
 
     def _ask(self, max_len: int) -> None:
-        """Prompts share beginnings now and then."""
+        """Prompts share beginnings now and then, the ends of turns in them."""
         rng = self.rng
-        common = [rng.randint(10, 99) for _ in range(max_len)]
+        common = [STOP if rng.random() < 0.1 else rng.randint(10, 99) for _ in range(max_len)]
         for number in range(rng.randint(1, 8)):
             length = rng.randint(1, max_len + 2 if rng.random() < 0.1 else max_len // rng.choice((2, 8)))
             shared = rng.choice((0, length // 2, length - 1, length))
@@ -106,6 +107,7 @@ class World:
                 max_tokens=rng.randint(1, max_len), stop_ids=(STOP,), min_tokens=rng.choice((0, 0, 3)), seed=rng.choice((0, number))
             )
             priority, salt = rng.choice((0, 0, 0, -1, 2)), rng.choice(("", "", "", "other"))
+            params = msgspec.structs.replace(params, prompt_logprobs=0 if chance(0.25, self.seed, number) else None)
             asked = {"clip": rng.random() < 0.5, "priority": priority, "salt": salt}
             self.requests.append(GenerateRequest(id=number, prompt=pack_tokens(prompt), params=params, **asked))
         if rng.random() < 0.3:
@@ -183,28 +185,14 @@ def simulate(world: World, plant: Callable[[StepPlan], StepPlan] = lambda plan: 
     outputs: list[Output] = []
     started: list[int] = []
     passed: Counter[int] = Counter()
+    resting = False  # nothing was planned, and nothing is in flight: only what comes from outside can change that
     while waiting or scheduler.unfinished or scheduler.in_flight:
-        while waiting and world.rng.random() < 0.5:
-            request = waiting.pop(0)
-            scheduler.add(0, request, masked=request.id in world.masked)
-        if world.rng.random() < world.abort_chance:
-            scheduler.abort(0, world.rng.choice(world.requests).id, AbortReason.client_gone)
-        give_masks(world, scheduler)
-        planned = False
-        while scheduler.in_flight < world.depth:
-            first = first_of(scheduler)
-            plan = scheduler.schedule()
-            if plan is None:
-                assert first is None, f"{first} could have had a row"
-                break
-            check_first(first, plan, passed)
-            check_masks(scheduler, plan)
-            check_rows(scheduler, plan)
-            machine.submit(plan)
-            planned = True
-        check_pages(scheduler)
-        check_windows(scheduler)
-        assert planned or not scheduler.stuck, "requests wait, but nothing can run"
+        if come(world, scheduler, waiting) or not resting:
+            planned = plan_all(world, scheduler, machine, passed)
+            check_pages(scheduler)
+            check_windows(scheduler)
+            assert planned or not scheduler.stuck, "requests wait, but nothing can run"
+            resting = not (planned or scheduler.in_flight)
         if scheduler.in_flight:
             scheduler.commit(machine.result())
         for _, output in scheduler.drain():
@@ -219,14 +207,47 @@ def simulate(world: World, plant: Callable[[StepPlan], StepPlan] = lambda plan: 
     return Run(outputs, scheduler, machine, steps, started)
 
 
-def give_masks(world: World, scheduler: Scheduler) -> None:
-    """The host computes masks from committed tokens: late, in some worlds twice, or for a token that has come already."""
-    for sequence in scheduler.sequences:
+def come(world: World, scheduler: Scheduler, waiting: list[GenerateRequest]) -> bool:
+    """Requests, aborts and masks, now and then; whether there were any."""
+    came = False
+    while waiting and world.rng.random() < 0.5:
+        request, came = waiting.pop(0), True
+        scheduler.add(0, request, masked=request.id in world.masked)
+    if world.rng.random() < world.abort_chance:
+        scheduler.abort(0, world.rng.choice(world.requests).id, AbortReason.client_gone)
+        came = True
+    return give_masks(world, scheduler) or came
+
+
+def plan_all(world: World, scheduler: Scheduler, machine: KVMachine, passed: Counter[int]) -> bool:
+    """As many plans as may be out at a time, each checked; whether there was one."""
+    planned = False
+    while scheduler.in_flight < world.depth:
+        first = first_of(scheduler)
+        plan = scheduler.schedule()
+        if plan is None:
+            assert first is None, f"{first} could have had a row"
+            break
+        check_first(first, plan, passed)
+        check_masks(scheduler, plan)
+        check_rows(scheduler, plan)
+        machine.submit(plan)
+        planned = True
+    return planned
+
+
+def give_masks(world: World, scheduler: Scheduler) -> bool:
+    """The host computes masks from committed tokens: late, in some worlds twice, or for a token that has come already; whether
+    there was one."""
+    gave = False
+    for sequence in scheduler.sequences if world.masked else ():
         if sequence.masked and world.rng.random() < world.mask_chance:
             mask = (*sequence.key, len(sequence.tokens) - (world.rng.random() < 0.2))
             if mask not in world.given or not world.once:
                 world.given.add(mask)
                 scheduler.mask_ready(*mask, late=chance(world.late_chance, world.seed, *mask))
+                gave = True
+    return gave
 
 
 def check_masks(scheduler: Scheduler, plan: StepPlan) -> None:
@@ -249,7 +270,7 @@ def check_first(first: Sequence | None, plan: StepPlan, passed: Counter[int]) ->
     if first is None:
         return
     passed[first.number] += first.slot not in {*plan.decodes, *(chunk.slot for chunk in plan.chunks)}
-    assert passed[first.number] <= TURN * (MOST_SKIPPED + 1), (first, plan)
+    assert passed[first.number] <= OLDEST_EVERY * (MOST_SKIPPED + 1), (first, plan)
     if first.high > first.low:
         passed[first.number] = 0
 
@@ -265,32 +286,33 @@ def check_pages(scheduler: Scheduler) -> None:
     """Free, held and idle pages are the whole pool; a shared page is full and committed in all; the cache's tree is sound."""
     kept = check_tree(scheduler)
     for index, pool in enumerate(scheduler.pools):
-        held = Counter(page for sequence in scheduler.running for page in sequence.runs[index].pages)
-        idle = kept[index].keys() - held.keys()
+        named = [page for sequence in scheduler.running for page in sequence.runs[index].pages]
+        held = set(named)
+        idle = kept[index] - held
         assert 0 not in held
         assert (len(held), len(idle)) == (pool.used, pool.idle)
         assert len(held) + len(idle) + pool.free == pool.total
-        shared = {page for page, count in held.items() if count > 1}
+        shared = {page for page, count in Counter(named).items() if count > 1} if len(held) < len(named) else ()
         for sequence in scheduler.running if shared else ():
             run = sequence.runs[index]
             ends = [(at + 1) * pool.group.page for at, page in enumerate(run.pages, run.first) if page in shared]
             assert all(end <= sequence.low for end in ends), "a page that is still written has two owners"
 
 
-def check_tree(scheduler: Scheduler) -> list[Counter[int]]:
-    """How often the cache names each page of each pool. A segment comes before the one above it; each leads to a tail."""
-    kept: list[Counter[int]] = [Counter() for _ in scheduler.pools]
-    if scheduler.cache is None:
-        return kept
+def check_tree(scheduler: Scheduler) -> list[set[int]]:
+    """The pages of each pool that the cache names. A segment comes before the one above it; each leads to a tail."""
+    full: list[int] = []
+    tails: set[int] = set()
     seen = set()
-    for segment in scheduler.cache:
+    for segment in scheduler.cache or ():
         assert segment.parent not in seen, "a segment would be evicted before what is below it"
         seen.add(segment)
         assert segment.children or segment.tail is not None, "pages that no hit can use"
-        kept[-1].update(segment.pages)
-        kept[0].update(segment.tail or ())
-    assert max(kept[-1].values(), default=1) == 1, "a full page is cached under two keys"
-    return kept
+        full += segment.pages
+        tails.update(segment.tail or ())
+    kept = set(full)
+    assert len(kept) == len(full), "a full page is cached under two keys"
+    return [tails, kept] if len(scheduler.pools) > 1 else [kept]
 
 
 def check_windows(scheduler: Scheduler) -> None:
@@ -316,6 +338,7 @@ def check_ends(world: World, run: Run) -> None:
 def check_request(world: World, request: GenerateRequest, outputs: list[Output]) -> None:
     """Its tokens are the model's own, up to its end; it ends as the model says unless it was aborted or clipped."""
     tokens = [token for output in outputs for token in output.tokens]
+    check_prompt_logprobs(request, outputs)
     last = outputs[-1]
     if last.invalid:
         assert not tokens
@@ -326,6 +349,26 @@ def check_request(world: World, request: GenerateRequest, outputs: list[Output])
         return
     if last.finish is not FinishReason.abort:
         assert (len(tokens), last.finish) == (len(wanted), reason)
+
+
+def check_prompt_logprobs(request: GenerateRequest, outputs: list[Output]) -> None:
+    """They are those of its own prompt, in order and each once: all of them, before the first token; none that is not asked for."""
+    found: list[float] = []
+    for output in outputs:
+        assert not (output.prompt_logprobs and output.tokens), output
+        for piece in output.prompt_logprobs:
+            assert piece.first == len(found) + 1, (piece.first, len(found))
+            found += np.frombuffer(piece.words, "<f4")[::2].tolist()
+        if output.tokens and request.params.prompt_logprobs is not None:
+            assert len(found) == len(request.tokens) - 1, (len(found), len(request.tokens))
+    if request.params.prompt_logprobs is None:
+        assert not found
+        return
+    before, wanted = identity(0, request.tokens[0]) if request.tokens else 0, []
+    for token in request.tokens[1:]:
+        before = identity(before, token)
+        wanted.append(logprob_of(before))
+    assert found == wanted[: len(found)], "a logprob of another position, or another's"
 
 
 def run_worlds(seeds: range) -> Counter[str]:
@@ -349,6 +392,7 @@ def run_worlds(seeds: range) -> Counter[str]:
             rejected=run.machine.rejected,
             masked=len(world.masked),
             forked=world.forked,
+            prompt_logprobs=sum(len(output.prompt_logprobs) for output in run.outputs),
             hit_tokens=counters.hit_tokens,
             evicted=run.scheduler.cache.counters.evicted_pages if run.scheduler.cache else 0,
             failed=counters.failed,

@@ -3,8 +3,9 @@
 every token      is the reference's argmax at its place, given the answer's own tokens before it (teacher forcing)
 a difference     is a tie where the reference's logits of both tokens lie within TIE: counted, and the rest is not judged; else
                  it is wrong: counted, and judged on
-every logprob    of the token and of the alternatives, against the reference's log-softmax of the soft-capped logits; the values
-                 of the alternatives also against the reference's own best, so that none may be left out
+every logprob    of the token and of the alternatives, and of the prompt's tokens where there are some, against the reference's
+                 log-softmax of the soft-capped logits; the values of the alternatives also against the reference's own best, so
+                 that none may be left out
 """
 
 import math
@@ -64,7 +65,7 @@ class Match:
 
 
 def compare(prompt: list[int], answer: Answer, verdict: Verdict, tie: float = TIE) -> Match:
-    """`verdict` is the reference's of prompt + answer.tokens; each token needs its logprobs."""
+    """`verdict` is the reference's of prompt + answer.tokens; each token needs its logprobs, those of the prompt need none."""
     count, first = len(answer.tokens), len(prompt) - 1
     assert count == len(answer.logprobs) > 0, (count, len(answer.logprobs))
     sure = max(0, min(count, verdict.sure - first))
@@ -76,7 +77,20 @@ def compare(prompt: list[int], answer: Answer, verdict: Verdict, tie: float = TI
     judged = int(tied[0]) if ties else sure  # the tie itself is counted, and neither right nor wrong
     same = int((gaps[:judged] == 0).sum())
     worst, off, of = _differences(logits[: judged + ties], answer.logprobs, tokens)
-    return Match(judged + ties, same, judged - same, ties, count - judged - ties, worst, off, of)
+    generated = Match(judged + ties, same, judged - same, ties, count - judged - ties, worst, off, of)
+    return generated + compare_prompt(prompt, answer, verdict, tie) if answer.prompt else generated
+
+
+def compare_prompt(prompt: list[int], answer: Answer, verdict: Verdict, tie: float = TIE) -> Match:
+    """X and ranks the answer has: no token is judged, and a wrong rank is off without bounds."""
+    assert len(answer.prompt) == len(prompt) - 1, (len(answer.prompt), len(prompt))
+    told = answer.prompt[: verdict.sure]
+    logits, tokens = verdict.logits[: len(told)], torch.tensor(prompt[1 : 1 + len(told)])
+    worst, off, of = _differences(logits, [logprobs for _, logprobs in told], tokens)
+    own, ranks = logits.gather(1, tokens[:, None]), torch.tensor([rank for rank, _ in told])
+    least, most = ((logits >= own + by).sum(-1) for by in (tie, -tie))
+    right = bool(((least <= ranks) & (ranks <= most)).all())
+    return Match(worst=worst if right else math.inf, off=off, of=of)
 
 
 def _differences(logits: Tensor, logprobs: list[Logprobs], tokens: Tensor) -> tuple[float, float, float]:

@@ -1,4 +1,4 @@
-"""What HAProxy answers by itself, through the real binary and the wrapper that Serve starts it by."""
+"""What HAProxy answers by itself and says of its servers, through the real binary and the wrapper that Serve starts it by."""
 
 import os
 import socket
@@ -13,11 +13,15 @@ import pytest
 
 from deploy import ingress_errors
 from deploy.environment import WRAPPER, haproxy_binary
+from deploy.haproxy_status import routed
 from tests.support.stack.serve_process import free_port, is_free, wait
 
 pytestmark = [pytest.mark.pure, pytest.mark.skipif(haproxy_binary() is None, reason="no HAProxy here"), pytest.mark.alone]
 
 CONFIG = """
+global
+    stats socket {folder}/admin.sock level admin
+
 defaults
     mode http
     timeout client 5s
@@ -33,6 +37,9 @@ frontend api
 
 backend replica
     server one 127.0.0.1:{behind}
+
+backend at_zero_replicas
+    server fallback 127.0.0.1:{behind} backup
 """  # the lines of Serve's template that matter here
 
 
@@ -72,6 +79,15 @@ def test_a_replica_that_is_killed_or_hangs_is_said_so(tmp_path: Path) -> None:
         with silent_server(closes=closes) as port, haproxy(tmp_path, port, tmp_path) as url:
             reply = httpx.post(f"{url}/v1/completions", json={"prompt": "x"})
         assert (reply.status_code, reply.json()["error"]["code"]) == (status, code)
+
+
+def test_an_application_is_routed_when_haproxy_has_a_replica_of_it(tmp_path: Path) -> None:
+    """Not when only the fallback is left, which is Serve's own proxy; and none is once HAProxy has gone."""
+    admin = tmp_path / "admin.sock"
+    assert routed(admin) == 0
+    with haproxy(tmp_path, free_port(), None):
+        assert routed(admin) == 1
+    assert routed(admin) == 0
 
 
 @contextmanager

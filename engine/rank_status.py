@@ -1,0 +1,87 @@
+"""Where each process of a group stands: one 64-byte record a process in a shared block; one writer a field."""
+
+from dataclasses import dataclass
+
+
+class Phase:
+    """Where a process stands, in its status record."""
+
+    starting, loading, ready, running, stopping = range(5)
+
+
+STATUS_BYTES = 64
+_LOW, _24_BITS, _16_BITS = 0xFFFFFFFF, 0xFFFFFF, 0xFFFF
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """One process's record. Times are CLOCK_MONOTONIC nanoseconds (the same clock in every process of a node).
+
+    `busy_us`, `idle_us`: how long the device took for the last step, and stood idle before the last one with decode rows.
+    `launched`/`finished` are step numbers; `progress_ns` is when either last moved; `state_hash` is the fold after step
+    `finished`; `heartbeat_ns` is written by the lifeline thread, the other fields by the main thread.
+    """
+
+    launched: int = 0
+    finished: int = 0
+    progress_ns: int = 0
+    state_hash: int = 0
+    step_us: int = 0
+    heartbeat_ns: int = 0
+    memory_bytes: int = 0
+    phase: int = Phase.starting
+    pid: int = 0
+    busy_us: int = 0
+    idle_us: int = 0
+    late_compilations: int = 0
+
+
+class StatusBlock:
+    """The shared block of records, index 0..tp-1 the ranks and tp the core.
+
+    Every field is part of an 8-byte word that is loaded and stored at once: struct goes byte by byte, and pack_into clears its
+    target first, so that a reader would see zeros and halves. `finished` comes after the hash that belongs to it.
+    """
+
+    def __init__(self, buffer: memoryview) -> None:
+        self._buffer = buffer
+
+    @staticmethod
+    def size(processes: int) -> int:
+        """Bytes for `processes` records."""
+        return STATUS_BYTES * processes
+
+    def read(self, index: int) -> RankStatus:
+        """The record as it stands; fields are read one by one and may belong to neighbouring moments."""
+        launched, finished, progress_ns, hash_us, heartbeat_ns, memory_bytes, phase_pid, device = self._record(index).tolist()
+        state_hash, step_us = hash_us & _LOW, hash_us >> 32
+        phase, pid = phase_pid & _LOW, phase_pid >> 32
+        times = (device & _24_BITS, device >> 24 & _24_BITS, device >> 48)
+        return RankStatus(launched, finished, progress_ns, state_hash, step_us, heartbeat_ns, memory_bytes, phase, pid, *times)
+
+    def progress(self, index: int, launched: int, finished: int, now_ns: int, state_hash: int, step_us: int) -> None:
+        """Main thread: a step was launched or finished."""
+        record = self._record(index)
+        record[0] = launched
+        record[2] = now_ns
+        record[3] = state_hash | min(step_us, _LOW) << 32
+        record[1] = finished
+
+    def device(self, index: int, busy_us: int, idle_us: int, late_compilations: int) -> None:
+        """Main thread: how the device spent the last step; what does not fit is the most that does (16 s; 65 535)."""
+        words = (min(busy_us, _24_BITS), min(idle_us, _24_BITS), min(late_compilations, _16_BITS))
+        self._record(index)[7] = words[0] | words[1] << 24 | words[2] << 48
+
+    def heartbeat(self, index: int, now_ns: int) -> None:
+        """Lifeline thread: the process is scheduled at all."""
+        self._record(index)[4] = now_ns
+
+    def phase(self, index: int, memory_bytes: int, phase: int, pid: int) -> None:
+        """Main thread: the process moved to another phase."""
+        record = self._record(index)
+        record[5] = memory_bytes
+        record[6] = phase | pid << 32
+
+    def _record(self, index: int) -> memoryview:
+        """Its eight words; a view of the moment, so that whoever owns the memory can unmap it."""
+        return self._buffer[index * STATUS_BYTES : (index + 1) * STATUS_BYTES].cast("Q")

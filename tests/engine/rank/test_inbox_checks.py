@@ -1,0 +1,288 @@
+"""What ranks write into each other's memory, checked at start: by two processes that share it, in the interpreter.
+
+The ranks run at once, as on GPUs: each kernel sends its part and polls for the others'. A fault is rank 1's alone.
+"""
+
+import math
+import multiprocessing
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kernels.choose
+import kernels.joint
+import kernels.linear
+from engine.channel import create_shared, map_shared
+from engine.rank import start_checks
+from engine.rank.parallel import SENT_ROWS, SHARDED_ROWS, Inboxes, Single
+from engine.rank.start_checks import check_inboxes, checked_inboxes
+from kernels import launch as launcher
+from kernels.allreduce import MappedCollectives, shared_bytes
+from kernels.choose import Ballot
+from kernels.inbox_check import inbox_checks
+from kernels.joint import Peers
+from kernels.launch import distrust, distrusted, record
+from kernels.selfcheck import Check, Failure, inputs
+from tests.support import interpreter
+
+pytestmark = pytest.mark.cpu
+
+CPU = torch.device("cpu")
+RANKS, ROWS, SHARDED, N = 2, 4, 3, 40
+WAIT_S = 100.0
+LAUNCHERS = (kernels.joint, kernels.linear, kernels.choose)
+Meddle = Callable[[str, list[Any], dict[str, Any], bool], None]
+
+
+def test_under_the_interpreter() -> None:
+    """The interpreted cases of this file hold."""
+    interpreter.run(__file__)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Memory of a group whose ranks are forks of this process: the same addresses in each."""
+
+    collectives: memoryview
+    memories: list[Tensor]
+
+    @classmethod
+    def made(cls) -> "Shared":
+        size = Peers.bytes(RANKS, ROWS, 2 * N, torch.float32) + Ballot.bytes(RANKS, ROWS)
+        return cls(_mapped(shared_bytes(RANKS)), [torch.frombuffer(_mapped(size), dtype=torch.uint8) for _ in range(RANKS)])
+
+    def inboxes(self, rank: int) -> Inboxes:
+        pointers = torch.tensor([memory.data_ptr() for memory in self.memories])
+        split = Peers.bytes(RANKS, ROWS, 2 * N, torch.float32)
+        joints = Peers(self.memories[rank][:split], pointers, rank, ROWS, 2 * N, torch.float32, SHARDED, sent=ROWS)
+        return Inboxes(joints, Ballot(self.memories[rank][split:], pointers + split, rank, ROWS, joints.errors))
+
+
+def _mapped(size: int) -> memoryview:
+    fd = create_shared("inboxes", size)
+    try:
+        return map_shared(fd)
+    finally:
+        os.close(fd)
+
+
+def planted(meddle: Meddle) -> None:
+    """Every launch of this process is meddled with, before and after."""
+    real = launcher.launch
+
+    def faulty(kernel: Any, grid: Any, *args: Any, **named: Any) -> None:
+        given = list(args)
+        meddle(kernel.__name__, given, named, False)
+        real(kernel, grid, *given, **named)
+        meddle(kernel.__name__, given, named, True)
+
+    for module in LAUNCHERS:
+        module.launch = faulty  # type: ignore[attr-defined]  # of a process of the test's own
+
+
+def body(rank: int, shared: Shared, meddle: Meddle | None, end: Connection) -> None:
+    """One rank's process."""
+    kernels.joint.SPINS = kernels.choose.SPINS = 400 if meddle is lost else 1 << 40  # polls: a busy machine must not end them
+    if meddle is not None and rank == 1:
+        planted(meddle)
+    parallel = MappedCollectives(shared.collectives, rank, RANKS, WAIT_S)
+    inboxes = shared.inboxes(rank)
+    parallel.all_reduce(torch.zeros(1))
+    end.send(check_inboxes(parallel, inboxes, N, CPU, torch.float32))
+
+
+def group_says(meddle: Meddle | None) -> list[str | None]:
+    """What each rank's check says."""
+    forks, shared = multiprocessing.get_context("fork"), Shared.made()
+    ends = [forks.Pipe(duplex=False) for _ in range(RANKS)]
+    ranks = [forks.Process(target=body, args=(rank, shared, meddle, ends[rank][1])) for rank in range(RANKS)]
+    for process in ranks:
+        process.start()
+    try:
+        for process in ranks:
+            process.join(WAIT_S)
+        assert [process.exitcode for process in ranks] == [0] * RANKS
+        return [end.recv() for end, _ in ends]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+        for pair in ends:
+            for end in pair:
+                end.close()
+
+
+def checks_of(inboxes: Inboxes) -> list[Check]:
+    return inbox_checks(inboxes.joints, inboxes.choices, N)
+
+
+def interpreted_sound_kernels_pass() -> None:
+    """All ranks find every kernel right, and their inboxes are empty behind it."""
+    assert group_says(None) == [None] * RANKS
+
+
+def spoiled(name: str, args: list[Any], named: dict[str, Any], done: bool) -> None:
+    """Every kernel's fault: a number that it writes, or one that it reads and sends, becomes another."""
+    if done and name == "_joint":
+        args[8].view(-1)[0] += 3
+    elif done and name in {"_joint_sharded", "_choose"}:
+        args[5][1] += 3
+    elif not done and name in {"_gemv", "_gemm"}:
+        args[0] = args[0] + 1
+
+
+def interpreted_faults_of_one_rank_are_found() -> None:
+    """Rank 1 writes or sends a wrong number in every kernel: each check fails there, and no rank keeps the inboxes."""
+    said = group_says(spoiled)
+    assert None not in said
+    checks = checks_of(Shared.made().inboxes(0))
+    assert all(f"{check.what} ({check.module}) is wrong by" in (said[1] or "") for check in checks), said
+    assert "product of 1 rows that is sent to the ranks (kernels.linear) is wrong by" in (said[0] or "")
+
+
+# ---- one fault at a time
+
+
+def after(kernel: str, argument: int, row: int = 0) -> Meddle:
+    """One number that `kernel` writes to its argument becomes another."""
+
+    def meddle(name: str, args: list[Any], named: dict[str, Any], done: bool) -> None:
+        if done and name == kernel:
+            args[argument][row, 0] += 3
+
+    return meddle
+
+
+def before(kernel: str) -> Meddle:
+    """What `kernel` reads and sends is another number."""
+
+    def meddle(name: str, args: list[Any], named: dict[str, Any], done: bool) -> None:
+        if not done and name == kernel:
+            args[0] = args[0] + 3
+
+    return meddle
+
+
+def not_read(kernel: str, argument: int) -> Meddle:
+    """`kernel` leaves something in its inbox."""
+
+    def meddle(name: str, args: list[Any], named: dict[str, Any], done: bool) -> None:
+        if done and name == kernel:
+            args[argument][-1] = 5
+
+    return meddle
+
+
+def lost(name: str, args: list[Any], named: dict[str, Any], done: bool) -> None:
+    """A product sends its part to nobody but itself."""
+    if not done and name in {"_gemv", "_gemm"}:
+        args[4] = args[4][1:].repeat(RANKS)
+
+
+FAULTS: dict[str, tuple[Meddle, str]] = {
+    "a joint's residual": (after("_joint", 7), "a joint over ranks (kernels.joint) is wrong"),
+    "a joint's normed row": (after("_joint", 8), "a joint of two parts over ranks (kernels.joint) is wrong"),
+    "a part that is sent": (before("_joint"), "a joint over ranks (kernels.joint) is wrong"),
+    "residuals of shared rows": (after("_joint_sharded", 5, 1), "a joint of rows that ranks share (kernels.joint) is wrong"),
+    "shared rows": (after("_joint_sharded", 6), "a joint of rows that ranks share (kernels.joint) is wrong"),
+    "a sent row": (before("_gemv"), "a product of 1 rows that is sent to the ranks (kernels.linear) is wrong"),
+    "sent rows": (before("_gemm"), "a product of 2 rows that is sent to the ranks (kernels.linear) is wrong"),
+    "a choice": (after("_choose", 5), "sampling over ranks (kernels.choose) is wrong"),
+    "a choice that is sent": (before("_choose"), "sampling over ranks (kernels.choose) is wrong"),
+    "a lost product": (lost, "a product of 1 rows that is sent to the ranks (kernels.linear) is wrong"),
+    "a joint's inbox": (not_read("_joint_sharded", 8), "not left empty"),
+    "the inbox of choices": (not_read("_choose", 7), "not left empty"),
+}
+
+
+@pytest.mark.slow
+def test_under_the_interpreter_one_fault_at_a_time() -> None:
+    """The cases of single faults hold."""
+    interpreter.run(__file__, cases="single_fault_*")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def single_fault_is_found(fault: str) -> None:
+    """Rank 1 computes, sends or leaves behind something wrong in one kernel: the check names it, and no rank keeps the inboxes."""
+    meddle, sentence = FAULTS[fault]
+    said = group_says(meddle)
+    assert None not in said
+    assert any(sentence in (each or "") for each in said), said
+
+
+# ---- what follows from it
+
+
+@pytest.fixture
+def unknown_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that nobody tried, and a launcher of the test's own."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
+    monkeypatch.setattr(launcher, "_launcher", launcher._Launcher({}))
+
+
+class WithInboxes(Single):
+    """A rank on a CPU whose peer is only named."""
+
+    def inboxes(self, rows: int, width: int, dtype: torch.dtype) -> Inboxes:  # type: ignore[override]  # Single has none
+        return Shared.made().inboxes(0)
+
+
+def asked() -> tuple[Inboxes | None, list[str]]:
+    return checked_inboxes(WithInboxes(), ROWS, 2 * N, N, CPU, torch.float32)
+
+
+@pytest.mark.usefixtures("unknown_gpu")
+def test_wrong_inboxes_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group whose check fails runs without inboxes and without the kernel that chooses over them, and says so; one whose check
+    passes, or whose GPU is known, keeps them; without sound joints none are made."""
+    monkeypatch.setattr(start_checks, "check_inboxes", lambda *_: None)
+    assert asked()[0] is not None
+    monkeypatch.setattr(start_checks, "check_inboxes", lambda *_: "sampling over ranks (kernels.choose) is wrong by 1")
+    assert asked() == (
+        None, ["sampling over ranks (kernels.choose) is wrong by 1: collectives and plain torch's sampling in their place"]
+    )  # fmt: skip
+    assert distrusted() == {"kernels.choose"}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    inboxes, said = asked()
+    assert inboxes is not None
+    assert not said
+    distrust(["kernels.joint"])
+    assert asked() == (None, [])
+
+
+def test_what_cannot_be_compiled_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that a rank cannot compile is not run: its peers would poll for what never comes. Compiled, it would be."""
+    run: list[str] = []
+    monkeypatch.setattr(start_checks, "failure", lambda check, *_: run.append(check.what))
+    inboxes = Shared.made().inboxes(0)
+    assert check_inboxes(Single(), inboxes, N, CPU, torch.float32) is None
+    assert run
+    run.clear()
+    monkeypatch.setattr(start_checks, "uncompiled", lambda *_: [Failure("kernels.joint", "a joint over ranks", math.inf)])
+    said = check_inboxes(Single(), inboxes, N, CPU, torch.float32)
+    assert said == "a joint over ranks (kernels.joint) is wrong by inf"
+    assert not run
+
+
+@pytest.mark.parametrize(("most", "sharded"), [(64, True), (16, False)])
+def test_every_kernel_that_writes_to_other_ranks_is_launched(most: int, *, sharded: bool) -> None:
+    """At TP=4: joints of one part and two, of rows that are shared out where there are so many, products of both kinds that send
+    theirs, and the choice, each with the inboxes of four ranks."""
+    meta, bf16, pointers = torch.device("meta"), torch.bfloat16, torch.empty(4, dtype=torch.int64, device="meta")
+    memory = torch.empty(Peers.bytes(4, most, 2 * 5376, bf16), dtype=torch.uint8, device=meta)
+    peers = Peers(memory, pointers, 0, most, 2 * 5376, bf16, SHARDED_ROWS, SENT_ROWS)
+    ballot = Ballot(torch.empty(Ballot.bytes(4, most), dtype=torch.uint8, device=meta), pointers, 0, most, peers.errors)
+    with record(target=(10, 0)) as nodes:
+        for check in inbox_checks(peers, ballot, 5376):
+            check.run(inputs(meta, bf16))
+    over = [node for node in nodes if node.constexprs.get("SIZE") == 4]
+    assert {node.kernel for node in over} == {"_joint", "_gemv", "_gemm", "_choose"} | ({"_joint_sharded"} if sharded else set())
+    assert {"post_a" in node.types for node in over if node.kernel == "_joint"} == {False, True}
+    assert sum(not node.constexprs.get("SEND", True) for node in over) == 2, "behind the products, which have sent"
+    assert len(nodes) == len(over) + 1, "the choice is of the best of a rank's slice"
