@@ -6,12 +6,14 @@ of microseconds; one that takes more than its fuel ends in an error of its own r
 
 import os
 import re
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import Tokenizer
 
 from engine.errors import CheckpointError, GenerationFailed
@@ -20,6 +22,8 @@ from engine.step_masks import mask_words
 
 _EXCERPT = re.compile(r"\n\s*\d+ \| ")  # how the grammar's text begins where llguidance shows it
 MAX_GRAMMAR_BYTES = 512 << 10
+_THREADS = max(1, min(8, (os.cpu_count() or 1) // 4))
+_MASKS_A_THREAD = 8  # at least: waking one takes as long as making some
 _LIMITS = LLParserLimits(max_items_in_row=2000, initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, step_max_items=50_000)
 
 
@@ -34,7 +38,7 @@ class Vocabulary:
         self, pieces: Sequence[bytes], special: frozenset[int], ends: Sequence[int], encode: Callable[[str], list[int]]
     ) -> None:
         self.size = len(pieces)
-        self._threads: LLExecutor | None = None
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="masks")  # llguidance leaves the interpreter to others
         self._tokenizer = LLTokenizer(_Pieces(pieces, special, ends, encode), n_vocab=len(pieces), eos_token=list(ends))  # type: ignore[arg-type]
 
     @classmethod
@@ -63,22 +67,27 @@ class Vocabulary:
         return Matcher(LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS), self.size)
 
     def masks(self, matchers: Sequence["Matcher"]) -> np.ndarray:
-        """int32 [n, words]: each matcher's mask as in `engine.step_masks`, zeros where it has failed; made by several threads."""
+        """int32 [n, words]: each matcher's mask as in `engine.step_masks`, zeros where it has failed; many by several threads."""
         bits = np.zeros((len(matchers), mask_words(self.size)), np.int32)
-        if len(matchers) == 1:
-            matchers[0].fill(bits[0])
-        elif matchers:
-            self._threads = self._threads or LLExecutor(max(1, (os.cpu_count() or 1) // 2))
-            rows = [(matcher.inner, at) for at, matcher in enumerate(matchers)]
-            self._threads.unsafe_compute_mask_ptr(rows, bits.ctypes.data, bits.strides[0], len(bits))
+        parts = max(1, min(_THREADS, len(matchers) // _MASKS_A_THREAD))
+        others = [self._threads.submit(_fill, matchers[at::parts], bits[at::parts]) for at in range(1, parts)]
+        _fill(matchers[::parts], bits[::parts])
+        for other in others:
+            other.result()
         return bits
 
 
+def _fill(matchers: Sequence["Matcher"], bits: np.ndarray) -> None:
+    for matcher, row in zip(matchers, bits, strict=True):
+        matcher.fill(row)
+
+
 class Matcher:
-    """One reply's state in its grammar."""
+    """One reply's state in its grammar. `mask_s`: the CPU seconds that its last mask took."""
 
     def __init__(self, matcher: LLMatcher, size: int) -> None:
         self.inner, self._size = matcher, size
+        self.mask_s = 0.0
         self._check()
 
     @property
@@ -98,7 +107,9 @@ class Matcher:
 
     def fill(self, bits: np.ndarray) -> None:
         """The mask into int32 [words]."""
+        began = time.thread_time()
         self.inner.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        self.mask_s = time.thread_time() - began
 
     def check(self, bits: np.ndarray) -> None:
         """Raises GenerationFailed where making this mask failed, or no token may come."""

@@ -212,6 +212,7 @@ def _prompt(sequence: Sequence) -> Prompt:
 
 
 def _use_mask(sequence: Sequence, draft: Draft) -> None:
-    """A row that gives a token uses the mask; the next waits until the host has made one of this row's token."""
-    sequence.waits_for = Wait.mask
+    """A row that gives a token uses a mask. Unless masks come late, the next waits for the one behind this row's token."""
+    if not sequence.late_masks:
+        sequence.waits_for = Wait.mask
     draft.masks -= 1

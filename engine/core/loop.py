@@ -1,7 +1,7 @@
 """The core process: messages in, plans out, results in, tokens out. `python -m engine.core.loop '<BootArgs>'`.
 
                      Scheduler.commit  <-- Executor.poll        at most two plans are out: one running, one queued
-                     Scheduler.schedule --> Executor.submit, with the masks of rows that have a grammar
+                     Scheduler.schedule --> Executor.submit; masks of a step when those of all its rows are there
     front socket <-- one TokenBatch a step
     front socket --> Scheduler.add / abort
 
@@ -52,8 +52,11 @@ _TURN_BYTES = 1 << 19  # of messages between two plans: the keys of a prompt of 
 class Executor(Protocol):
     """The ranks as the core sees them: plans go in, results come out in the same order."""
 
-    def submit(self, plan: StepPlan, masks: bytes = b"") -> None:
-        """Hand a plan, and its masks where it is `masked`, to every rank; returns at once."""
+    def submit(self, plan: StepPlan) -> None:
+        """Hand a plan to every rank; returns at once."""
+
+    def submit_masks(self, masks: bytes) -> None:
+        """Hand the masks of a `masked` plan to every rank, in the order of their plans; before or behind theirs."""
 
     def poll(self) -> StepResult | None:
         """The next result, if there is one."""
@@ -69,12 +72,14 @@ class RingExecutor:
         self._masked = 0  # steps so far that had masks
         self._results = RingReader(map_shared(args.result), 1, 0)
 
-    def submit(self, plan: StepPlan, masks: bytes = b"") -> None:
-        """Write the masks, if any, then the plan, so that whoever reads the plan finds them."""
-        if masks:
-            self._masked += 1
-            self._masks.write(self._masked, masks)
+    def submit(self, plan: StepPlan) -> None:
+        """Write to the ring of plans."""
         self._plans.write(plan.step, encode_plan(plan))
+
+    def submit_masks(self, masks: bytes) -> None:
+        """Write to the ring of masks."""
+        self._masked += 1
+        self._masks.write(self._masked, masks)
 
     def poll(self) -> StepResult | None:
         """Read the result ring once."""
@@ -118,13 +123,15 @@ class Core:
             self._send()
             if self._figures.due(now := time.monotonic()):
                 self._figures.report(self._scheduler.load(), now)
-            waits = self._scheduler.in_flight or self._masks.compiling
+            waits = self._scheduler.in_flight or self._masks.making
             self._idle = not (planned or committed or waits)
             heard = self._read()
             if planned or committed or heard:
                 self._waiter.reset()
             elif waits:
                 self._waiter.wait()
+        for masks in self._masks.discard():
+            self._executor.submit_masks(masks)
         self._executor.submit(StepPlan(step=self._submitted + 1, stop=True))
 
     def _read(self) -> bool:
@@ -169,11 +176,14 @@ class Core:
     def _plan(self) -> bool:
         """Keep one step running and one queued."""
         planned = False
-        if self._masks.compiling:
-            self._masks.advance()
+        if self._masks.making:
+            self._advance_masks()
         while self._scheduler.in_flight < DEPTH and (plan := self._scheduler.schedule()) is not None:
             self._audit.planned(plan.step)
-            self._executor.submit(plan, self._masks.of_step(plan) if plan.masked else b"")
+            if plan.masked:
+                self._masks.planned(plan)
+                self._send_masks()
+            self._executor.submit(plan)
             self._submitted = plan.step
             self._figures.planned(plan, time.monotonic())
             self._report = self._report or bool(plan.admissions)  # the front learns at once what waits no longer
@@ -189,11 +199,20 @@ class Core:
         while (result := self._executor.poll()) is not None:
             self._scheduler.commit(result)
             if self._masks:
-                self._masks.advance()
+                self._advance_masks()
             self._committed = result.step
             self._progress()
             committed = True
         return committed
+
+    def _advance_masks(self) -> None:
+        """Ranks wait for the masks of a step that they have begun: they go out before anything else."""
+        self._masks.advance()
+        self._send_masks()
+
+    def _send_masks(self) -> None:
+        for masks in self._masks.due():
+            self._executor.submit_masks(masks)
 
     def _progress(self) -> None:
         status = self._lifeline.status

@@ -121,21 +121,21 @@ class Scheduler:
     def constrain(self, sequence: Sequence) -> None:
         """From here on each of its tokens waits for `mask_ready`. What is in flight of it does not count: it is computed again."""
         assert not self.config.drafts, "a row with drafts cannot be masked token by token"
-        sequence.masked, sequence.waits_for = True, Wait.mask
+        sequence.masked, sequence.late_masks, sequence.waits_for = True, False, Wait.mask
         if sequence.running and sequence.high > sequence.low:
             self._requests.requeue(sequence)
 
     def release(self, sequence: Sequence) -> None:
         """From here on its tokens wait for nothing."""
-        sequence.masked, sequence.waits_for = False, None
+        sequence.masked, sequence.late_masks, sequence.waits_for = False, False, None
 
-    def mask_ready(self, client: int, request: int, length: int) -> None:
-        """The host has the mask of the token at index `length`; one that comes too late, or twice, changes nothing."""
+    def mask_ready(self, client: int, request: int, length: int, *, late: bool = False) -> None:
+        """The host has the mask of the token at index `length`; one that comes too late changes nothing. `late`: from here on its
+        rows are planned before their masks are made."""
         sequence = self._requests.find((client, request))
         if sequence is not None and length == len(sequence.tokens):
-            sequence.mask_for = length
-            if length > sequence.high:
-                sequence.waits_for = None
+            sequence.mask_for, sequence.late_masks = length, late
+            sequence.waits_for = None if late or length > sequence.high else Wait.mask
 
     def schedule(self) -> StepPlan | None:
         """The next plan, or None when no sequence can use a step now (all wait for results or the host, or there are none)."""

@@ -36,6 +36,7 @@ class Sequence:
     scored      with `params.prompt_logprobs`: positions below it have given theirs to the client
     masked      each of its tokens needs a mask that the host computes from those before it
     mask_for    length for whose next token the host has given a mask last
+    late_masks  its rows are planned before their masks are made, which come while the forward runs
     target      length at its admission: positions below it are prefill
     root, keys  what its first page's key follows, and the keys of its pages as far as they were needed
     cached      positions that it found in the prefix cache at its admission; `found`: at its first one; `expected`: those that
@@ -54,6 +55,7 @@ class Sequence:
     scored: int = 0
     masked: bool = False
     mask_for: int = 0
+    late_masks: bool = False
     number: int = 0
     slot: int = -1
     target: int = 0
@@ -124,5 +126,5 @@ class Sequence:
         self.low = self.high = 0
         self.runs = []
         if self.masked:
-            self.waits_for = None if self.mask_for == len(self.tokens) else Wait.mask
+            self.waits_for = None if self.late_masks or self.mask_for == len(self.tokens) else Wait.mask
         return slot

@@ -88,6 +88,8 @@ class Adjustments:
         bits int32 [n, ceil(vocabulary / 32)]: bit id % 32 of word id // 32. At most DEPTH steps may be out, as for plans.
         """
         assert len(slots) == len(bits) == len(set(slots.tolist())), (slots, bits.shape)
+        if not len(slots):
+            return
         staging = self._staging.pop(0)
         self._staging.append(staging)
         mine = bits[:, self._words.start : self._words.stop]

@@ -63,15 +63,19 @@ class PageCheck:
         self.dumps = True  # False: where a dump is replayed
         self._plans: deque[tuple[bytes, bytes]] = deque(maxlen=self.map.undo.maxlen)
 
-    def fold(self, plan: PlanView, data: bytes, masks: bytes = b"") -> None:
-        """Before the step of `plan`, whose bytes are `data`, starts; its masks are kept for a dump. PageViolation: it is wrong."""
-        self._plans.append((data, masks))
+    def fold(self, plan: PlanView, data: bytes) -> None:
+        """Before the step of `plan`, whose bytes are `data`, starts. PageViolation: it is wrong."""
+        self._plans.append((data, b""))
         try:
             index, values = self.map.fold(plan)
         except PageViolation as error:
             raise self._dumped(plan.step, str(error), started=False) from None
         if len(index):
             self.expect(index, values)
+
+    def keep_masks(self, masks: bytes) -> None:
+        """The masks of the plan folded last, for a dump."""
+        self._plans[-1] = (self._plans[-1][0], masks)
 
     def expect(self, index: np.ndarray, values: np.ndarray) -> None:
         """The device's tables should hold `values` at the flat indices `index`."""

@@ -1,6 +1,7 @@
 """One plan in, one result out.
 
-    launch   upload the plan -> forward -> sample, store the tokens -> start the copy out       the host waits for nothing
+    forward  upload the plan -> forward                                                        the host waits for nothing
+    sample   upload the masks, if any -> sample, store the tokens -> start the copy out         likewise; `launch` is both
     result   wait for the copy -> the result's bytes                                            in plan order
     fold     the state hash moves on
 
@@ -66,6 +67,9 @@ class StepTokens:
     prompts: Tensor | None = None
 
 
+StepGraphs = DecodeGraphs[tuple[ForwardBatch, Tensor], StepTokens]
+
+
 class CopyOut:
     """Device tensors on their way to the host. On the CPU they are there already.
 
@@ -95,6 +99,32 @@ def _copy_out(tensor: Tensor, host: Tensor | None) -> Tensor:
     if host is None:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class FinalRows:
+    """What a forward gives: hidden [rows, hidden] of the rows that sample, padded as the forward was.
+
+    batch   slots and positions of those rows; None: the step has no rows
+    graphs  where the forward was a captured one;   scored, prompts: as in StepTokens
+    """
+
+    hidden: Tensor
+    batch: ForwardBatch | None = None
+    graphs: StepGraphs | None = None
+    scored: Sequence[ScoredRows] = ()
+    prompts: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Forwarded:
+    """A step whose forward is on its way, for `Runner.sample`. `uploaded`: the plan on the device; `start`: when it began."""
+
+    plan: PlanView
+    data: bytes
+    uploaded: Tensor
+    final: FinalRows
+    start: torch.cuda.Event | None
 
 
 @dataclass(frozen=True)
@@ -194,7 +224,7 @@ class Runner:
             for _ in range(DEPTH + 1)
         ]
         self.capturable = on_gpu and config.graphs and not distrusted()  # plain torch asks the host
-        self.graphs: DecodeGraphs[tuple[ForwardBatch, Tensor], StepTokens] | None = None
+        self.graphs: StepGraphs | None = None
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int] | None = None) -> None:
@@ -202,7 +232,7 @@ class Runner:
         self.graphs = self.graphs_of(sizes or self._buckets)
 
     @torch.inference_mode()
-    def graphs_of(self, sizes: Sequence[int]) -> DecodeGraphs[tuple[ForwardBatch, Tensor], StepTokens]:
+    def graphs_of(self, sizes: Sequence[int]) -> StepGraphs:
         """The decode step of these buckets, captured on a GPU. Every rank must call it."""
         samplers = {name: lambda _, step, name=name: self._sample(name, self._step.plan, *step) for name in SAMPLERS}
         return DecodeGraphs(lambda rows: self._forward(rows, self._step.plan), samplers, sizes, self._device)
@@ -238,27 +268,37 @@ class Runner:
         """The rows that `decodes` decode rows are padded to."""
         return self._step.bucket(decodes)
 
-    @torch.inference_mode()
     def launch(self, data: bytes, masks: bytes = b"") -> Launched:
         """Start the step whose plan is `data`, with `masks` if it has masked rows. At most two may be launched and not finished."""
+        return self.sample(self.forward(data), masks)
+
+    @torch.inference_mode()
+    def forward(self, data: bytes) -> Forwarded:
+        """Start the forward of the step whose plan is `data`; `sample` must follow before the next one."""
         plan = read_plan(data)
-        self._plans.append((plan.step, data, masks))
         if self.pages is not None:
-            self.pages.fold(plan, data, masks)
+            self.pages.fold(plan, data)
         start = mark(self._device)
         self.slots.admit(plan.admissions)
-        if plan.masked:
-            self._set_masks(plan.step, masks)
         for group, page in plan.zeros.tolist():
             self._cache.groups[group].pool[:, page] = 0
         uploaded = self._step.upload(plan)
-        rows = self.slots.results(plan.result_slots, plan.step)
         run = self._decode if len(plan.decodes) and not len(plan.chunks) else self._mixed
-        sampled, hidden = run(plan, uploaded, rows)
+        return Forwarded(plan, data, uploaded, run(plan, uploaded), start)
+
+    @torch.inference_mode()
+    def sample(self, step: Forwarded, masks: bytes = b"") -> Launched:
+        """Start what is left of a step: its tokens, with `masks` if it has masked rows, and their way out."""
+        plan = step.plan
+        self._plans.append((plan.step, step.data, masks))
+        if plan.masked:
+            self._set_masks(plan.step, masks)
+        rows = self.slots.results(plan.result_slots, plan.step)
+        sampled = self._tokens(step, rows)
         if self.debug_hash:
             self.slots.check()
-        copy = CopyOut(self._outputs(sampled, hidden, len(rows.slots)), self._device)
-        clock = StepClock(self._end if len(plan.decodes) else None, start, copy.end)
+        copy = CopyOut(self._outputs(sampled, step.final.hidden, len(rows.slots)), self._device)
+        clock = StepClock(self._end if len(plan.decodes) else None, step.start, copy.end)
         self._end = copy.end
         reported = sampled.logprobs.rows[: len(rows.slots)] if sampled is not None and sampled.logprobs else ()
         scored = sampled.scored if sampled is not None else ()
@@ -269,6 +309,8 @@ class Runner:
         masks = decode_masks(data)
         assert masks.step == step, f"step {step} has the masks of step {masks.step}"
         self.slots.set_masks(step, masks.slots, masks.bits)
+        if self.pages is not None:
+            self.pages.keep_masks(data)
 
     def run(self, plans: Iterable[bytes]) -> list[bytes]:
         """Every plan, in order, DEPTH out at a time: the results."""
@@ -280,43 +322,45 @@ class Runner:
                 results.append(out.popleft().end())
         return results + [launched.end() for launched in out]
 
-    def _decode(self, plan: PlanView, uploaded: Tensor, rows: ResultRows) -> tuple[StepTokens, Tensor]:
-        """A step of decode rows, padded to a bucket: what it samples, and its final hidden rows."""
-        count = len(plan.decodes)
-        bucket = self._step.bucket(count)
+    def _decode(self, plan: PlanView, uploaded: Tensor) -> FinalRows:
+        """The forward of decode rows alone, padded to a bucket."""
+        bucket = self._step.bucket(len(plan.decodes))
         graphs = self.graphs if uploaded is self._step.plan else None
         batch, hidden = graphs.forward(bucket) if graphs else self._forward(bucket, uploaded)
-        if usable(hidden, "kernels.choose"):
-            if graphs and rows.alternatives <= MAX_ALTERNATIVES:
-                return graphs.sample(bucket, rows.sampler), hidden
-            return self._sample(rows.sampler, uploaded, batch, hidden, rows.alternatives), hidden
-        return self._whole(rows, uploaded, batch.slots[:count], batch.positions[:count], hidden[:count]), hidden
+        return FinalRows(hidden, batch, graphs)
 
-    def _mixed(self, plan: PlanView, uploaded: Tensor, rows: ResultRows) -> tuple[StepTokens | None, Tensor]:
-        """A step with chunks, or with no rows at all."""
+    def _mixed(self, plan: PlanView, uploaded: Tensor) -> FinalRows:
+        """The forward of a step with chunks, or with no rows at all."""
         self._step.apply(uploaded)
         if not len(plan.chunks):
-            return None, self._step.ids[:0]
+            return FinalRows(self._step.ids[:0])
         batch = self._step.mixed(plan, uploaded)
         self._check_pages(uploaded, batch)
         scored = scored_rows(batch.chunks, self.slots.prompts)
+        ends = replace(batch, slots=batch.slots[batch.logit_rows], positions=batch.positions[batch.logit_rows])
         if not scored:
-            hidden = self._model.forward(batch, self._cache, self._attention)
-            return self._sampled_ends(rows, uploaded, batch, hidden), hidden
+            return FinalRows(self._model.forward(batch, self._cache, self._attention), ends)
         every = self._model.forward(replace(batch, logit_rows=None), self._cache, self._attention)
-        prompts, hidden = self._prompt_logprobs(scored, batch, every), every[batch.logit_rows]
-        sampled = self._sampled_ends(rows, uploaded, batch, hidden) or StepTokens(torch.empty((0, 2), dtype=torch.int32))
-        return replace(sampled, scored=scored, prompts=prompts), hidden
+        prompts = self._prompt_logprobs(scored, batch, every)
+        return FinalRows(every[batch.logit_rows], ends, scored=scored, prompts=prompts)
 
-    def _sampled_ends(self, rows: ResultRows, uploaded: Tensor, batch: ForwardBatch, hidden: Tensor) -> StepTokens | None:
-        """Of a step with chunks, from the final hidden rows that give tokens; None: none does."""
-        if not len(rows.slots):
-            return None
-        slots, positions = batch.slots[batch.logit_rows], batch.positions[batch.logit_rows]
+    def _tokens(self, step: Forwarded, rows: ResultRows) -> StepTokens | None:
+        """What `rows` of a forwarded step sample, beside what it says of prompts; None: neither is there."""
+        sampled = self._sampled(step, rows) if len(rows.slots) else None
+        if not step.final.scored:
+            return sampled
+        sampled = sampled or StepTokens(torch.empty((0, 2), dtype=torch.int32))
+        return replace(sampled, scored=step.final.scored, prompts=step.final.prompts)
+
+    def _sampled(self, step: Forwarded, rows: ResultRows) -> StepTokens:
+        """The tokens of one row or more."""
+        graphs, batch, hidden, count = step.final.graphs, step.final.batch, step.final.hidden, len(rows.slots)
+        assert batch is not None, step.plan
         if usable(hidden, "kernels.choose"):
-            batch = replace(batch, slots=slots, positions=positions)
-            return self._sample(rows.sampler, uploaded, batch, hidden, rows.alternatives)
-        return self._whole(rows, uploaded, slots, positions, hidden)
+            if graphs and rows.alternatives <= MAX_ALTERNATIVES:
+                return graphs.sample(self._step.bucket(count), rows.sampler)
+            return self._sample(rows.sampler, step.uploaded, batch, hidden, rows.alternatives)
+        return self._whole(rows, step.uploaded, batch.slots[:count], batch.positions[:count], hidden[:count])
 
     def _prompt_logprobs(self, scored: Sequence[ScoredRows], batch: ForwardBatch, hidden: Tensor) -> Tensor:
         """As `token_logprobs`, from the final hidden rows of all of the batch."""

@@ -3,6 +3,8 @@
     boot   Configure -> geometry, group, model, weights -> Loaded -> Allocate -> KV cache, self-check -> Ready
     loop   a step that is done is published; a plan that is there is launched; only with two launched the oldest is waited for:
            with one, its end and the next plan are polled together, or the device would stand idle after every second step
+           of a plan with masked rows the forward is launched at once, the sampling when the step's masks have come, which the
+           core makes from the tokens of the step before: nothing else is launched until then, but results are published
 
 Rank 0 writes the results to its ring. A stop plan ends the process, as does the end of the lifeline; any exception ends it too, and
 by that the group: the replica is told why.
@@ -16,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from engine.channel import ChannelBroken, RingReader, RingWriter, Waiter, map_shared
+from engine.channel import RingReader, RingWriter, Waiter, map_shared
 from engine.config import EngineConfig
 from engine.geometry import Geometry, kv_groups, read_geometry
 from engine.lifeline import BootArgs, Lifeline, Loaded, Ready, run
@@ -27,7 +29,7 @@ from engine.rank.attention import Unsound
 from engine.rank.kv import GroupCache, KVCache
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.parallel import Inboxes, Parallel, connect, self_check
-from engine.rank.runner import Launched, Runner
+from engine.rank.runner import Forwarded, Launched, Runner
 from engine.rank.start_checks import check_attention, check_kernels, checked_inboxes
 from engine.rank.step import buckets
 from engine.rank.step_times import measure
@@ -148,6 +150,7 @@ class Worker:
         self._results = RingWriter(map_shared(args.result), 1) if args.index == 0 else None
         self._waiter = Waiter(args.spin, idle_s=IDLE_S)
         self._launched: deque[tuple[int, Launched, int]] = deque()
+        self._forwarded: tuple[int, Forwarded, int] | None = None  # waits for its masks
         self._last = 0
         self._step_us = 0
 
@@ -156,10 +159,14 @@ class Worker:
         running = True
         while running or self._launched:
             finished = self._finish_done()
-            record = self._plans.poll() if running and len(self._launched) < DEPTH else None
-            if record is not None:
+            if self._forwarded is not None:
+                moved = self._sample()
+            elif running and len(self._launched) < DEPTH and (record := self._plans.poll()) is not None:
+                moved, running = True, self._launch(*record)
+            else:
+                moved = False
+            if moved:
                 self._waiter.reset()
-                running = self._launch(*record)
             elif len(self._launched) == DEPTH or (self._launched and not running):
                 self._finish()
             elif not finished:
@@ -173,7 +180,7 @@ class Worker:
         return len(self._launched) < before
 
     def _launch(self, step: int, data: bytes) -> bool:
-        """Start a step; False for a stop plan."""
+        """Start a step, as far as it can be without its masks; False for a stop plan."""
         header = read_header(data)
         assert header.step == step, f"record {step} holds plan {header.step}"
         if header.stop:
@@ -181,15 +188,22 @@ class Worker:
         started = time.monotonic_ns()
         self._last = step
         self._progress(step - 1 - len(self._launched))  # before: on the CPU the launch is the step, and a hang shows as no progress
-        self._launched.append((step, self._runner.launch(data, self._step_masks(step) if header.masked else b""), started))
+        if header.masked:
+            self._forwarded = (step, self._runner.forward(data), started)
+        else:
+            self._launched.append((step, self._runner.launch(data), started))
         return True
 
-    def _step_masks(self, step: int) -> bytes:
-        """Of a step with masked rows: they are written before its plan."""
+    def _sample(self) -> bool:
+        """Start the rest of the step that waits for its masks, if they have come; how long they may take the replica watches."""
         record = self._masks.poll()
         if record is None:
-            raise ChannelBroken(f"the masks of step {step} did not come before its plan")
-        return record[1]
+            return False
+        assert self._forwarded is not None
+        step, forwarded, started = self._forwarded
+        self._forwarded = None
+        self._launched.append((step, self._runner.sample(forwarded, record[1]), started))
+        return True
 
     def _finish(self) -> None:
         """Publish the oldest step's result, then do what nobody waits for."""

@@ -34,6 +34,7 @@ from engine.protocol import (
     pack_tokens,
 )
 from engine.rank_status import StatusBlock
+from engine.step_masks import decode_masks
 from tests.support.engine.kvmachine import KVMachine
 from tests.support.engine.load_figures import load
 
@@ -50,14 +51,24 @@ class MachineExecutor:
     depth: int = 0
     deepest: int = 0
 
-    def submit(self, plan: StepPlan, masks: bytes = b"") -> None:
-        assert bool(masks) == plan.masked
+    masks: list[bytes] = field(default_factory=list)
+
+    def submit(self, plan: StepPlan) -> None:
         if not plan.stop:
             self.machine.submit(plan)
             self.deepest = max(self.deepest, len(self.machine.queue))
 
+    def submit_masks(self, masks: bytes) -> None:
+        self.masks.append(masks)
+
     def poll(self) -> StepResult | None:
-        return self.machine.result() if self.machine.queue else None
+        """A masked step has no result before its masks come."""
+        queue = self.machine.queue
+        if not queue or (queue[0].masked and not self.masks):
+            return None
+        if queue[0].masked:
+            assert decode_masks(self.masks.pop(0)).step == queue[0].step
+        return self.machine.result()
 
 
 @dataclass
@@ -98,8 +109,8 @@ class StoppingExecutor(MachineExecutor):
 
     front: Front | None = None
 
-    def submit(self, plan: StepPlan, masks: bytes = b"") -> None:
-        super().submit(plan, masks)
+    def submit(self, plan: StepPlan) -> None:
+        super().submit(plan)
         if self.front is not None and plan.step == 1:
             self.front.send(Control(action="stop"))
 

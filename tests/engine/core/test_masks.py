@@ -4,7 +4,9 @@ import json
 import random
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import jsonschema
@@ -23,7 +25,7 @@ from engine.matcher import Vocabulary
 from engine.protocol import FinishReason, GenerateRequest, Grammar, Output, SamplingParams, pack_tokens
 from engine.step_masks import StepMasks, decode_masks, encode_masks
 from tests.conftest import Nano
-from tests.support.engine.masked_machine import GROUPS, MaskedMachine, a_token_old, of_another_row
+from tests.support.engine.masked_machine import GROUPS, MaskedMachine, a_token_old, left_out, of_another_row
 from tests.support.engine.schemas import members
 
 pytestmark = pytest.mark.pure
@@ -58,6 +60,7 @@ class Served:
     preemptions: int = 0
     most: int = 0
     steps: int = 0
+    given: dict[int, list[int]] = field(default_factory=dict)  # steps of each request's tokens
 
     def tokens(self, request: int) -> list[int]:
         return [token for output in self.outputs if output.id == request for token in output.tokens]
@@ -83,17 +86,24 @@ def serve(
         masks.add(0, request) if request.params.grammar else scheduler.add(0, request)
     served = Served()
     while scheduler.unfinished or scheduler.in_flight:
-        if masks.compiling:
+        if masks.making:
             masks.advance()
         while scheduler.in_flight < 2 and (plan := scheduler.schedule()) is not None:
-            machine.submit(plan, masks.of_step(plan) if plan.masked else b"")
+            machine.submit(plan)
+            if plan.masked:
+                masks.planned(plan)
+        for data in masks.due():
+            machine.submit_masks(data)
         if scheduler.in_flight:
             scheduler.commit(machine.result())
             masks.advance()
             served.steps += 1
         else:
             time.sleep(0.001)
-        served.outputs += [output for _, output in scheduler.drain()]
+        outputs = [output for _, output in scheduler.drain()]
+        served.outputs += outputs
+        for output in outputs:
+            served.given.setdefault(output.id, []).extend([served.steps] * len(output.tokens))
     served.preemptions, served.most = scheduler.counters.preemptions, machine.most
     return served
 
@@ -154,9 +164,9 @@ def test_replies_keep_their_grammars(model: Model, pages: tuple[int, ...], maske
     assert alone.steps < served.steps
 
 
-@pytest.mark.parametrize("fault", [of_another_row, a_token_old()])
+@pytest.mark.parametrize("fault", [of_another_row, a_token_old(), left_out])
 def test_a_wrong_mask_is_seen(model: Model, fault: Callable[[StepMasks], StepMasks]) -> None:
-    """A mask of the neighbour, or one token old: hardly a reply is valid, and those that break their grammar end in error."""
+    """A mask of the neighbour, one token old, or none: hardly a reply is valid, and those that break their grammar end in error."""
     served = serve(model, json_requests(model, COUNT), fault)
     assert len(valid_json(model, served, COUNT)) <= 2
     assert sum(output.finish is FinishReason.error for output in served.outputs) >= 8
@@ -182,6 +192,58 @@ def test_calls_behind_a_trigger_keep_their_schemas(model: Model, pages: tuple[in
     assert texts == 8
 
 
+class AtOnce(Executor):
+    """In place of a pool of threads: what is submitted is done."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **options: Any) -> "Future[Any]":
+        future: Future[Any] = Future()
+        future.set_result(work(*args, **options))
+        return future
+
+
+def gaps(steps: list[int]) -> list[int]:
+    """Between neighbours."""
+    return [after - before for before, after in pairwise(steps)]
+
+
+def test_a_row_with_a_grammar_runs_in_every_step(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its mask is made behind its plan, so that it gives a token a step, as its free neighbour does; a grammar whose masks are slow
+    has a row in every second step at most, with the same tokens, and its neighbour still gives a token a step."""
+    rules = Grammar(grammar(model.markers, regex_answer("[a-z]{300,400}"), Thought.none))
+    requests = [request(model, 0, rules, 60), request(model, 1, None, 200)]
+    monkeypatch.setattr("engine.core.masks.ThreadPoolExecutor", AtOnce)
+    monkeypatch.setattr("engine.core.masks.SLOW_S", 1e9)
+    late = serve(model, requests)
+    monkeypatch.setattr("engine.core.masks.SLOW_S", -1.0)
+    slow = serve(model, requests)
+    assert [slow.tokens(at) for at in range(2)] == [late.tokens(at) for at in range(2)]
+    assert len(late.given[0]) > 20
+    assert set(gaps(late.given[0])) == set(gaps(late.given[1])) == set(gaps(slow.given[1])) == {1}
+    beside = [step for step in slow.given[0] if step < slow.given[1][-1]]  # alone it has a row in every step: there are no others
+    assert len(beside) > 20
+    assert min(gaps(beside)[1:]) >= 2, "the first is planned before its mask is known to be slow"
+
+
+def test_ranks_that_are_told_to_stop_get_masks(model: Model) -> None:
+    """A step whose masks nobody will make any more can be ended: its record comes, and lets every token come."""
+    scheduler = Scheduler(SchedulerConfig(GROUPS, PAGES, 4, MAX_LEN, 32))
+    masks = Masks(scheduler, model.vocabulary)
+    masks.add(0, request(model, 1, Grammar(grammar(model.markers, regex_answer("[a-z]+"), Thought.none))))
+    while masks.making:
+        masks.advance()
+    for _ in range(2):
+        plan = scheduler.schedule()
+        assert plan is not None
+        masks.planned(plan)
+    assert [decode_masks(data).step for data in masks.due()] == [1]
+    (data,) = masks.discard()
+    assert (decode_masks(data).step, len(decode_masks(data).slots)) == (2, 0)
+    assert not list(masks.due())
+
+
 def test_a_grammar_that_cannot_go_on_ends_its_own_request(model: Model) -> None:
     """A grammar that does not compile, and one that no token can follow, are errors that say so; the neighbour is served."""
     fine = Grammar(grammar(model.markers, choice_answer(["yes"]), Thought.none))
@@ -199,7 +261,7 @@ def test_an_aborted_request_leaves_nothing(model: Model) -> None:
     masks = Masks(scheduler, model.vocabulary)
     masks.add(0, request(model, 1, Grammar(grammar(model.markers, regex_answer("a+"), Thought.none))))
     assert masks
-    assert masks.compiling
+    assert masks.making
     scheduler.abort(0, 1, "client_gone")  # type: ignore[arg-type]
     masks.advance()
     assert not masks

@@ -235,7 +235,7 @@ def test_results_matched_by_slot_alone_are_noticed(monkeypatch: pytest.MonkeyPat
 
 def test_a_mask_taken_for_the_wrong_token_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault: a mask that was made for an earlier token lets the next row go."""
-    def hasty(self: Scheduler, client: int, request: int, length: int) -> None:
+    def hasty(self: Scheduler, client: int, request: int, length: int, *, late: bool) -> None:
         sequence = self._requests.find((client, request))
         if sequence is not None:
             sequence.waits_for = None

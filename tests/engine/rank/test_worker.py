@@ -49,18 +49,20 @@ def test_the_recording_is_worth_replaying(recording: Recording) -> None:
 
 
 def replay_two_out(ranks: Ranks, recording: Recording) -> list[StepResult]:
-    """Two plans outstanding all the time."""
+    """Two plans outstanding all the time; masks come behind the result of the step before, when their step's forward has begun."""
     results = []
     ranks.submit(recording.plans[0])
     for plan in recording.plans[1:]:
-        ranks.submit(plan, recording.masks.get(plan.step, b""))
+        ranks.submit(plan)
         results.append(ranks.result())
+        if plan.masked:
+            ranks.submit_masks(recording.masks[plan.step])
     return [*results, ranks.result()]
 
 
 def test_four_ranks_compute_what_one_does(recording: Recording) -> None:
-    """TP=4 gives TP=1's tokens and, to 1e-4, its logprobs; all hashes agree after every step; replayed two plans at a time the
-    stream ends on the same hash; a stop plan ends every rank in order."""
+    """TP=4 gives TP=1's tokens and, to 1e-4, its logprobs; all hashes agree after every step; replayed two plans at a time, with
+    late masks, the stream ends on the same hash; a stop plan ends every rank in order."""
     config = config_of(recording.folder, 4)
     with Ranks(config) as ranks:
         loaded = ranks.boot(PAGES)

@@ -8,7 +8,7 @@ import numpy as np
 
 from engine.front.text import TextProcessor
 from engine.geometry import KVGroup
-from engine.plan import ResultRow, StepPlan, StepResult
+from engine.plan import ResultRow, StepResult
 from engine.step_masks import StepMasks, decode_masks
 from tests.support.engine.kvmachine import KVMachine
 from tests.support.engine.worlds import mixed
@@ -25,23 +25,23 @@ class MaskedMachine(KVMachine):
         super().__init__(GROUPS, pages, slots, max_len, self._token)
         self._text, self._mark = text, mark
         self._begun = [0] * slots
-        self._masks: deque[StepMasks | None] = deque()
+        self._masks: deque[StepMasks] = deque()
         self._bits: dict[int, np.ndarray] = {}
         self._slot = 0
         self.plant_masks: Callable[[StepMasks], StepMasks] = lambda masks: masks
         self.most = 0  # masked rows of a step
 
-    def submit(self, plan: StepPlan, masks: bytes = b"") -> None:
+    def submit_masks(self, masks: bytes) -> None:
         """As the executor's."""
-        assert bool(masks) == plan.masked
-        super().submit(plan)
-        self._masks.append(self.plant_masks(decode_masks(masks)) if masks else None)
+        self._masks.append(self.plant_masks(decode_masks(masks)))
 
     def result(self) -> StepResult:
-        """Run the oldest plan."""
-        masks = self._masks.popleft()
-        assert masks is None or masks.step == self.queue[0].step
-        self._bits = {} if masks is None else dict(zip(masks.slots.tolist(), masks.bits, strict=True))
+        """Run the oldest plan, whose masks have come if it is masked."""
+        self._bits = {}
+        if self.queue[0].masked:
+            masks = self._masks.popleft()
+            assert masks.step == self.queue[0].step
+            self._bits = dict(zip(masks.slots.tolist(), masks.bits, strict=True))
         self.most = max(self.most, len(self._bits))
         for admission in self.queue[0].admissions:
             self._begun[admission.slot] = admission.prompt
@@ -71,6 +71,11 @@ def of_another_row(masks: StepMasks) -> StepMasks:
     return replace(masks, bits=np.roll(masks.bits, 1, axis=0))
 
 
+def left_out(masks: StepMasks) -> StepMasks:
+    """Planted fault: no row gets its mask."""
+    return replace(masks, slots=masks.slots[:0], bits=masks.bits[:0])
+
+
 def a_token_old() -> Callable[[StepMasks], StepMasks]:
     """Planted fault: each slot gets the mask that it had the last time."""
     before: dict[int, np.ndarray] = {}
@@ -78,6 +83,6 @@ def a_token_old() -> Callable[[StepMasks], StepMasks]:
     def planted(masks: StepMasks) -> StepMasks:
         rows = [before.get(slot, bits) for slot, bits in zip(masks.slots.tolist(), masks.bits, strict=True)]
         before.update(zip(masks.slots.tolist(), masks.bits, strict=True))
-        return replace(masks, bits=np.stack(rows))
+        return replace(masks, bits=np.stack(rows) if rows else masks.bits)
 
     return planted

@@ -116,10 +116,15 @@ class Ranks:
         return [message for message in messages if message is not None]
 
     def submit(self, plan: StepPlan, masks: bytes = b"") -> None:
+        """A plan, and its masks if they are there already."""
         if masks:
-            self._masked += 1
-            self._masks.write(self._masked, masks)
+            self.submit_masks(masks)
         self.plans.write(plan.step, encode_plan(plan))
+
+    def submit_masks(self, masks: bytes) -> None:
+        """The masks of the next masked step."""
+        self._masked += 1
+        self._masks.write(self._masked, masks)
 
     def result(self) -> StepResult:
         """The next result; AssertionError when it does not come or a rank ends."""

@@ -17,9 +17,10 @@ from engine.core.masks import Masks
 from engine.core.scheduler import Scheduler
 from engine.plan import StepPlan, StepResult, decode_plan, encode_plan
 from engine.protocol import GenerateRequest, Grammar, SamplingParams, pack_tokens
-from engine.rank.runner import Launched, Runner
+from engine.rank.runner import Runner
 from engine.rank.worker import build
-from tests.support.engine.ranks import Ranks, finish, single
+from engine.step_masks import decode_masks
+from tests.support.engine.ranks import Ranks, run, single
 from tests.support.engine.schemas import members
 
 PAGES = (22, 6)  # full pages so few that sequences of the requests below must preempt
@@ -92,21 +93,22 @@ def serve(runner: Runner, config: EngineConfig, waves: Iterable[list[GenerateReq
     scheduler = Scheduler(scheduler_config(config, PAGES))
     masks = Masks(scheduler, read_vocabulary(config))
     made = Recording(Path(config.model))
-    launched: deque[Launched] = deque()
+    out: deque[StepPlan] = deque()
     pending = deque(waves)
-    while pending or scheduler.unfinished or launched:
+    while pending or scheduler.unfinished or out:
         if pending and (len(made.plans) % 5 == 0 or not scheduler.unfinished):
             for request in pending.popleft():
                 masks.add(0, request) if request.params.grammar else scheduler.add(0, request)
         masks.advance()
-        while len(launched) < 2 and (plan := scheduler.schedule()) is not None:
-            data = encode_plan(plan)
-            made.plans.append(decode_plan(data))
+        while len(out) < 2 and (plan := scheduler.schedule()) is not None:
+            made.plans.append(decode_plan(encode_plan(plan)))
+            out.append(plan)
             if plan.masked:
-                made.masks[plan.step] = masks.of_step(plan)
-            launched.append(runner.launch(data, made.masks.get(plan.step, b"")))
-        if launched:
-            made.results.append(finish(launched.popleft()))
+                masks.planned(plan)
+        made.masks.update((decode_masks(data).step, data) for data in masks.due())
+        if out:
+            plan = out.popleft()
+            made.results.append(run(runner, plan, made.masks.get(plan.step, b"")))
             scheduler.commit(made.results[-1])
             masks.advance()
         else:

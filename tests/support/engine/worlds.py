@@ -80,6 +80,7 @@ class World:
         self.nan_chance = rng.choice((0.0, 0.0, 0.02))
         self.follow_chance = rng.choice((0.0, 0.5, 0.9))  # an answer is followed by a next turn
         self.once = rng.random() < 0.5  # no mask comes twice
+        self.late_chance = (0.0, 0.5, 1.0)[self.seed % 3]  # rows are planned before their masks
         self.mask_chance = rng.choice((0.1, 0.5, 1.0))  # a turn that the host has a mask in
         if not drafts and rng.random() < 0.3:
             self.masked = {request.id for request in self.requests if rng.random() < 0.7}
@@ -244,16 +245,16 @@ def give_masks(world: World, scheduler: Scheduler) -> bool:
             mask = (*sequence.key, len(sequence.tokens) - (world.rng.random() < 0.2))
             if mask not in world.given or not world.once:
                 world.given.add(mask)
-                scheduler.mask_ready(*mask)
+                scheduler.mask_ready(*mask, late=chance(world.late_chance, world.seed, *mask))
                 gave = True
     return gave
 
 
 def check_masks(scheduler: Scheduler, plan: StepPlan) -> None:
-    """A row of a masked sequence that gives a token has no other such row in flight before it, and waits behind it."""
+    """Unless masks are late, a masked row that gives a token has no other such row in flight before it, and waits behind it."""
     sampling = {chunk.slot for chunk in plan.chunks if chunk.samples} | set(plan.decodes)
     for sequence in scheduler.running:
-        if sequence.masked and sequence.slot in sampling:
+        if sequence.masked and not sequence.late_masks and sequence.slot in sampling:
             assert sequence.high == len(sequence.tokens), "a row was planned before its mask could be known"
             assert sequence.waits_for is Wait.mask
 
