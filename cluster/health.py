@@ -75,12 +75,17 @@ def verdict(statuses: Sequence[RankStatus], moment: Moment, bounds: Bounds) -> D
 def stalls(statuses: Sequence[RankStatus], moment: Moment) -> list[float]:
     """Seconds for which each process (ranks, then the core) has owed a step; 0.0 where it owes none, however long it idles. Pure.
 
-    A rank owes every step that anybody has launched. The core owes a commit once all ranks have finished a step, and a plan while
-    requests wait and nothing is out.
+    The core owes a commit once all ranks have finished a step, and a plan while requests wait and nothing is out. A rank owes every
+    step that anybody has launched, unless the core owes a commit: the rank may wait for the masks that it makes by it.
     """
     *ranks, core = statuses
     due = max(status.launched for status in statuses)
-    return [*(_rank_stall_s(rank, core, due, moment) for rank in ranks), _core_stall_s(ranks, core, moment)]
+    waits = _owes_commit(ranks, core)
+    return [*(0.0 if waits else _rank_stall_s(rank, core, due, moment) for rank in ranks), _core_stall_s(ranks, core, moment)]
+
+
+def _owes_commit(ranks: Sequence[RankStatus], core: RankStatus) -> bool:
+    return core.finished < min(rank.finished for rank in ranks)
 
 
 def _rank_stall_s(rank: RankStatus, core: RankStatus, due: int, moment: Moment) -> float:
@@ -93,9 +98,8 @@ def _rank_stall_s(rank: RankStatus, core: RankStatus, due: int, moment: Moment) 
 
 def _core_stall_s(ranks: Sequence[RankStatus], core: RankStatus, moment: Moment) -> float:
     """Since anybody last made progress, or since requests wait."""
-    owes_commit = core.finished < core.launched <= min(rank.finished for rank in ranks)
     owes_plan = moment.waiting is not None and core.launched == core.finished
-    if not (owes_commit or owes_plan):
+    if not (_owes_commit(ranks, core) or owes_plan):
         return 0.0
     return moment.age_s(core.progress_ns, *(rank.progress_ns for rank in ranks), moment.waiting or 0)
 

@@ -9,7 +9,7 @@ import argparse
 import random
 import string
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from deploy.models.resolve import resolve
 from engine.front.call_grammar import CallGrammar
@@ -58,15 +58,22 @@ def replies(text: TextProcessor, markers: Markers) -> list[Row]:
     ]
 
 
-def large(text: TextProcessor) -> Vocabulary:
-    """The tokenizer's pieces, filled up with words."""
-    rng, pieces = random.Random(1), [text.pieces.bytes_of(token) for token in range(text.vocab_size)]
-    known = set(pieces)
-    while len(pieces) < VOCABULARY:
-        word = (" " * rng.randint(0, 1) + "".join(rng.choices(string.ascii_letters, k=rng.randint(3, 10)))).encode()
+def made_up_words(known: Iterable[str], count: int) -> list[str]:
+    """Words of letters that are not `known`, half of them behind a space."""
+    rng, known, words = random.Random(1), set(known), []
+    while len(words) < count:
+        word = " " * rng.randint(0, 1) + "".join(rng.choices(string.ascii_letters, k=rng.randint(3, 10)))
         if word not in known:
             known.add(word)
-            pieces.append(word)
+            words.append(word)
+    return words
+
+
+def large(text: TextProcessor) -> Vocabulary:
+    """The tokenizer's pieces, filled up with words."""
+    pieces = [text.pieces.bytes_of(token) for token in range(text.vocab_size)]
+    known = [piece.decode(errors="replace") for piece in pieces]
+    pieces += [word.encode() for word in made_up_words(known, VOCABULARY - len(pieces))]
     return Vocabulary(pieces, text.pieces.special, text.eos_ids, lambda plain: text.encode(plain, add_bos=False))
 
 

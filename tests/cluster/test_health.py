@@ -103,6 +103,18 @@ def test_a_core_that_does_not_commit_is_named() -> None:
     assert verdict(records, MOMENT, BOUNDS) is None
 
 
+def test_a_core_whose_masks_the_ranks_wait_for_is_named() -> None:
+    """It hangs as it makes the masks of step 813 from the tokens of 812: no rank can go on, and none is blamed. Once it has
+    committed 812 it owes nothing more."""
+    records = [replace(record, finished=812) for record in launched(statuses(), 813, NOW - 70 * S)]
+    last = with_record(records, 2, progress_ns=NOW - 61 * S)
+    expected = Death("core_stalled", "the core made no progress after step 811 for 61 s")
+    assert verdict(with_record(last, 4, finished=811), MOMENT, BOUNDS) == expected
+    assert verdict(with_record(last, 4, finished=811), MOMENT, Bounds(heartbeat_s=3.0, step_s=62.0)) is None
+    blamed = verdict(last, MOMENT, BOUNDS)
+    assert blamed == Death("rank_stalled", "rank 0, rank 1, rank 2, rank 3 made no progress in step 813 for 70 s")
+
+
 def test_a_core_that_plans_nothing_for_those_who_wait_is_named() -> None:
     """Requests have waited over the bound and no step was started: the core is named; a step in between starts the clock anew."""
     waiting = Moment(NOW, waiting=NOW - 61 * S)
