@@ -155,7 +155,7 @@ def measure(config: EngineConfig, args: argparse.Namespace) -> list[Row]:
     (cold, hit), (alone, four) = with_group(config, first)
     print(f"a prompt of {args.long}: {cold:.3f} s to its first token, {hit:.3f} s where 15/16 are cached")
     print(f"a prompt of {args.long} and 16 tokens: {alone:.2f} s; four choices: {four:.2f} s", flush=True)
-    name = f"{args.model.split(':')[-1]}-tp{args.tp}"
+    name = f"{args.model.removeprefix('dummy:').replace(':', '-')}-tp{args.tp}"
     rows = [(f"{name}-cold", "long prompt to its first token", cold, "s")]
     rows += [(f"{name}-hit", "long prompt to its first token, 15/16 cached", hit, "s")]
     rows += [(f"{name}-n1", "long prompt and 16 tokens", alone, "s"), (f"{name}-n4", "long prompt, four choices", four, "s")]
