@@ -24,6 +24,11 @@ def gpu_budget(total: int, used: int, fraction: float) -> int:
     return int(total * fraction) - used
 
 
+def gpu_kv_budget(config: EngineConfig, vocab: int, total: int, used: int) -> int:
+    """`gpu_budget` of a rank of `config`, without what it takes for sampling later."""
+    return gpu_budget(total, used + sampling_bytes(config.max_seqs, vocab, config.tp), config.memory_fraction)
+
+
 def sampling_bytes(max_seqs: int, vocab: int, tp: int) -> int:
     """Bytes that a rank takes for sampling once its pools are sized: `adjustment_bytes`, and the pieces in which logprobs of prompt
     tokens are made, of which four are alive at most: logits, capped, their exponentials, and what top-k works on."""

@@ -23,7 +23,7 @@ from deploy.models.public_shapes import PUBLIC, ModelShape, config
 from engine.config import EngineConfig, declared
 from engine.errors import ConfigError
 from engine.geometry import KVGroup, kv_groups, read_geometry
-from engine.memory import cpu_budget, gpu_budget, sampling_bytes
+from engine.memory import cpu_budget, gpu_kv_budget
 
 if TYPE_CHECKING:
     from deploy.settings import Settings
@@ -178,8 +178,7 @@ def kv_budget(engine: EngineConfig, memory: int, used: int) -> int:
     """Bytes that a rank may spend on KV pools when `used` of the device's `memory` are taken: as `kv_bytes` of the worker."""
     if engine.device == "cpu":
         return cpu_budget(engine.tp)
-    later = sampling_bytes(engine.max_seqs, read_geometry(Path(engine.model)).vocab, engine.tp)
-    return gpu_budget(memory, used + later, engine.memory_fraction)
+    return gpu_kv_budget(engine, read_geometry(Path(engine.model)).vocab, memory, used)
 
 
 def pools(engine: EngineConfig, pages: tuple[int, ...]) -> tuple[Pool, ...]:

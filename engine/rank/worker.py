@@ -22,7 +22,7 @@ from engine.channel import RingReader, RingWriter, Waiter, map_shared
 from engine.config import EngineConfig
 from engine.geometry import Geometry, kv_groups, read_geometry
 from engine.lifeline import BootArgs, Lifeline, Loaded, Ready, run
-from engine.memory import cpu_budget, gpu_budget, sampling_bytes
+from engine.memory import cpu_budget, gpu_kv_budget
 from engine.plan import DEPTH, read_header
 from engine.rank import weights
 from engine.rank.attention import Unsound
@@ -104,8 +104,7 @@ def kv_bytes(rank: Rank) -> int:
     if rank.device.type == "cpu":
         return cpu_budget(rank.config.tp)
     free, total = torch.cuda.mem_get_info(rank.device)
-    later = sampling_bytes(rank.config.max_seqs, rank.geometry.vocab, rank.config.tp)
-    return gpu_budget(total, total - free + later, rank.config.memory_fraction)
+    return gpu_kv_budget(rank.config, rank.geometry.vocab, total, total - free)
 
 
 def boot(lifeline: Lifeline) -> Runner:

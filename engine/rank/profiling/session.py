@@ -15,7 +15,7 @@ from torch.multiprocessing.spawn import spawn
 from engine.config import Device, DType, EngineConfig, PageChecks, engine_config
 from engine.errors import ConfigError
 from engine.geometry import KVGroup, kv_groups, read_geometry
-from engine.memory import ITEMSIZE, cpu_budget, gpu_budget, sampling_bytes
+from engine.memory import ITEMSIZE, cpu_budget, gpu_kv_budget
 from engine.rank.parallel import Parallel, Single, connect
 from engine.rank.profiling import bare_rank
 from engine.rank.profiling.bare_rank import READ_RATE, pages_held
@@ -155,8 +155,7 @@ def _budget(parallel: Parallel, device: torch.device, config: EngineConfig) -> i
     if device.type == "cpu":
         return cpu_budget(1)
     free, total = torch.cuda.mem_get_info(device)
-    later = sampling_bytes(config.max_seqs, read_geometry(Path(config.model)).vocab, config.tp)
-    own = gpu_budget(total, total - free + later, config.memory_fraction)
+    own = gpu_kv_budget(config, read_geometry(Path(config.model)).vocab, total, total - free)
     mebibytes = torch.tensor([own >> 20], dtype=torch.float32, device=device)  # exact: far below 2^24
     return int(parallel.all_gather(mebibytes).min()) << 20
 

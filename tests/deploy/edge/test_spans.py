@@ -62,7 +62,7 @@ class Traced:
 
     def spans(self) -> list[Span]:
         """All there are, delivered."""
-        settle(self.edge)
+        self.edge.settle()
         self.tracer.close(5)
         return self.collector.spans
 
@@ -81,12 +81,6 @@ def traced(paced: Edge) -> Iterator[Traced]:
         yield Traced(paced, collector, made)
         made.close(1)
         paced.service.tracer = None
-
-
-def settle(edge: Edge) -> None:
-    """Until the last answer's record is closed: that comes after its last byte."""
-    until(lambda: edge.service.open == 0, "the end of the answers")
-    edge.on_loop(lambda: None)
 
 
 def seconds(span: Span) -> float:
@@ -339,7 +333,7 @@ def test_a_dead_collector_costs_traces_and_nothing_else(paced: Edge, said: list[
         assert httpx.post(f"{paced.url}{CHAT}", json=BODY).status_code == 200
     assert time.monotonic() - began < 10, "waiting for the collector takes a second and more each time"
     until(lambda: made.lost > 0, "the first loss", 10)
-    settle(paced)
+    paced.settle()
     paced.service.tracer = None
     made.close(3)
     assert made.lost == 20
@@ -376,7 +370,7 @@ def test_a_collector_that_refuses_is_lost_traces_too(paced: Edge) -> None:
             paced.service.tracer = made
             for _ in range(3):
                 httpx.post(f"{paced.url}{CHAT}", json=BODY)
-            settle(paced)
+            paced.settle()
             paced.service.tracer = None
             made.close(5)
             assert made.lost == lost
@@ -386,7 +380,7 @@ def test_a_collector_that_refuses_is_lost_traces_too(paced: Edge) -> None:
 def test_the_end_delivers_what_waits(traced: Traced) -> None:
     """close hands over the last trace at once, not after the second for which it would linger; a trace after that is lost."""
     traced.post(BODY)
-    settle(traced.edge)
+    traced.edge.settle()
     began = time.monotonic()
     traced.tracer.close(5)
     assert time.monotonic() - began < 0.7

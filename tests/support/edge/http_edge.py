@@ -77,9 +77,13 @@ class Edge:
         """Run `work` beside the app, until it ends or is cancelled."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
+    def settle(self) -> None:
+        """Until the requests so far have ended: their records and events come behind the last bytes of their answers."""
+        until(lambda: not self._server.server_state.tasks, "the requests before have ended")
+
     def reset(self) -> None:
-        """A fresh script for the next test, and no events: those of requests whose answers were read already have come by then."""
-        until(lambda: not self._server.server_state.tasks, "the requests before have ended", 20)
+        """A fresh script for the next test, and no events, not even later of the requests before."""
+        self.settle()
         self.core.reset()
         self.events.clear()
 
