@@ -35,6 +35,7 @@ INBOXES = 5
 SPINS = 1 << 21  # polls of an inbox, about a microsecond each: a dead peer is an error, not a hung GPU
 EMPTY = {torch.bfloat16: -(1 << 15), torch.float32: -(1 << 31)}
 _BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
+_EMPTY_WORD = {torch.bfloat16: -0x7FFF8000, torch.float32: -(1 << 31)}  # an inbox is read and emptied by words of 32 bits
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ def _launch(
         part, residual, norms.post, each[0], each[1], norms.following, scalar, h, x,
         *_peer_arguments(peers), turn, eps, scale,
         N=n, SIZE=1 if peers is None else peers.size, ROWS=0 if peers is None else peers.rows,
-        WIDTH=0 if peers is None else peers.width, EMPTY=EMPTY[part.dtype], SPINS=SPINS, SEND=send, RECEIVE=receive,
+        WIDTH=0 if peers is None else peers.width, EMPTY=_EMPTY_WORD[part.dtype], SPINS=SPINS, SEND=send, RECEIVE=receive,
         warps=_warps(n), BLOCK=triton.next_power_of_2(n),
     )  # fmt: skip
 
@@ -194,7 +195,7 @@ def _launch_sharded(
         _joint_sharded, (rows,),
         part, residual, norms.post, norms.following, scalar, h, x,
         *_peer_arguments(peers), turn, eps, scale,
-        N=n, SIZE=peers.size, ROWS=peers.rows, WIDTH=peers.width, EMPTY=EMPTY[part.dtype], SPINS=SPINS,
+        N=n, SIZE=peers.size, ROWS=peers.rows, WIDTH=peers.width, EMPTY=_EMPTY_WORD[part.dtype], SPINS=SPINS,
         SEND=stages[0], NORM=stages[1], TAKE=stages[2],
         warps=_warps(n), BLOCK=triton.next_power_of_2(n),
     )  # fmt: skip
@@ -236,14 +237,35 @@ def _post(
 
 
 @triton.jit
+def inboxes_of(pointers: tl.tensor, dtype: tl.constexpr, SIZE: tl.constexpr) -> tl.tuple:
+    """Pointers to the inboxes of SIZE ranks. They are constant: a kernel reads them before its wait."""
+    found: tl.tuple = ()
+    for peer in tl.static_range(SIZE):
+        found += (tl.multiple_of(tl.load(pointers + peer), 16).to(tl.pointer_type(dtype)),)
+    return found
+
+
+@triton.jit
 def send(
-    bits: tl.tensor, pointers: tl.tensor, at: tl.tensor, lane: tl.tensor, live: tl.tensor, SIZE: tl.constexpr, EMPTY: tl.constexpr
+    bits: tl.tensor, inboxes: tl.tuple, at: tl.tensor, lane: tl.tensor, live: tl.tensor, SIZE: tl.constexpr, EMPTY: tl.constexpr
 ) -> None:
     """Write bits to elements `at + lane` of every rank's inbox; apart, so that the lanes' offsets stay 32 bits wide."""
-    sent = tl.where(bits == EMPTY, 0, bits).to(bits.dtype)
+    sent = filled(bits, EMPTY)
     for peer in tl.static_range(SIZE):
-        base = tl.multiple_of(tl.load(pointers + peer), 16).to(tl.pointer_type(bits.dtype))
-        tl.store(base + at + lane, sent, live)
+        tl.store(inboxes[peer] + at + lane, sent, live)
+
+
+@triton.jit
+def _empties(bits: tl.tensor, EMPTY: tl.constexpr) -> tl.tensor:
+    """EMPTY's bits where a value is -0.0, else none. EMPTY is the sign bit of each value that `bits` hold: one, or two of 16 bits,
+    each of which is -0.0 if its sign is set and the rest, all ones added, carries nothing into it."""
+    return bits & EMPTY & ~((bits & ~EMPTY) + ~EMPTY)
+
+
+@triton.jit
+def filled(bits: tl.tensor, EMPTY: tl.constexpr) -> tl.tensor:
+    """`bits` with +0.0 for -0.0."""
+    return bits & ~_empties(bits, EMPTY)
 
 
 @triton.jit
@@ -258,28 +280,58 @@ def polled(spins: tl.tensor, errors: tl.tensor, SPINS: tl.constexpr) -> tl.tenso
 
 
 @triton.jit
+def _parts(
+    inbox: tl.tensor, at: tl.tensor, lane: tl.tensor, live: tl.tensor, STRIDE: tl.constexpr, COUNT: tl.constexpr
+) -> tl.tuple:
+    """COUNT parts of a row as they are now, in words."""
+    found: tl.tuple = ()
+    for rank in tl.static_range(COUNT):
+        found += (tl.load(inbox + at + rank * STRIDE + lane, live, 0, volatile=True),)
+    return found
+
+
+@triton.jit
+def _missing(parts: tl.tuple, COUNT: tl.constexpr, EMPTY: tl.constexpr) -> tl.tensor:
+    """Whether something of them has not come."""
+    absent = _empties(parts[0], EMPTY)
+    for rank in tl.static_range(1, COUNT):
+        absent |= _empties(parts[rank], EMPTY)
+    return tl.max((absent != 0).to(tl.int32), 0)
+
+
+@triton.jit
 def _receive(
-    inbox: tl.tensor, at: tl.tensor, STRIDE: tl.constexpr, live: tl.tensor, errors: tl.tensor, dtype: tl.constexpr,
-    COUNT: tl.constexpr, EMPTY: tl.constexpr, SPINS: tl.constexpr, BLOCK: tl.constexpr,
-) -> tl.tensor:
-    """Sum, in rank order, of COUNT parts of a row, once all have come; the inbox is empty again behind it."""
-    lane = tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    missing, spins = 1, 0
+    inbox: tl.tensor, at: tl.tensor, lane: tl.tensor, live: tl.tensor, errors: tl.tensor, STRIDE: tl.constexpr, COUNT: tl.constexpr,
+    EMPTY: tl.constexpr, SPINS: tl.constexpr,
+) -> tl.tuple:
+    """COUNT parts of a row in words, once all have come; the inbox is empty again behind it."""
+    parts = _parts(inbox, at, lane, live, STRIDE, COUNT)
+    missing, spins = _missing(parts, COUNT, EMPTY), 0
     while (missing > 0) & (spins < SPINS):
-        total = tl.zeros([BLOCK], tl.float32)
-        absent = tl.zeros([BLOCK], tl.int32)
-        for rank in tl.static_range(COUNT):
-            bits = tl.load(inbox + at + rank * STRIDE + lane, live, 0, volatile=True)
-            absent = tl.where(bits == EMPTY, 1, absent)
-            total += bits.to(dtype, bitcast=True).to(tl.float32)
-        missing = tl.max(absent, 0)
+        parts = _parts(inbox, at, lane, live, STRIDE, COUNT)
+        missing = _missing(parts, COUNT, EMPTY)
         spins = polled(spins, errors, SPINS)
     if missing > 0:
         tl.store(errors, 1)
     for rank in tl.static_range(COUNT):
-        tl.store(inbox + at + rank * STRIDE + lane, tl.full([BLOCK], EMPTY, inbox.dtype.element_ty), live)
-    return total
+        tl.store(inbox + at + rank * STRIDE + lane, tl.full(lane.shape, EMPTY, tl.int32), live)
+    return parts
+
+
+@triton.jit
+def _sum(parts: tl.tuple, COUNT: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
+    """Their sum in rank order, added in fp32, rounded to `dtype`."""
+    if dtype == tl.float32:
+        total = parts[0].to(tl.float32, bitcast=True)
+        for rank in tl.static_range(1, COUNT):
+            total += parts[rank].to(tl.float32, bitcast=True)
+    else:  # of each word's two values a half is the upper half of an fp32
+        low, high = (parts[0] << 16).to(tl.float32, bitcast=True), (parts[0] & -65536).to(tl.float32, bitcast=True)
+        for rank in tl.static_range(1, COUNT):
+            low += (parts[rank] << 16).to(tl.float32, bitcast=True)
+            high += (parts[rank] & -65536).to(tl.float32, bitcast=True)
+        total = tl.interleave(low, high)
+    return total.to(dtype).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["rank", "turn"])
@@ -295,6 +347,13 @@ def _joint(
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     live = lane < N
+    sides: tl.constexpr = 1 if post_a is None else 2
+    VALUES: tl.constexpr = 32 // dtype.primitive_bitwidth  # of a word
+    STRIDE: tl.constexpr = ROWS * WIDTH // VALUES
+    word = tl.arange(0, BLOCK // VALUES)
+    live_word = word < N // VALUES
+    if SIZE > 1:
+        inboxes = inboxes_of(pointers, tl.int32, SIZE if SEND else 0)
     post_weight = None
     if post is not None:
         post_weight = tl.load(post + lane, live, 0.0)
@@ -306,29 +365,28 @@ def _joint(
         factor = tl.load(scalar).to(tl.float32)
     wait(PDL)
     trigger(PDL)  # not before: products that start early would take the memory that this one waits for
-    sides: tl.constexpr = 1 if post_a is None else 2
-    mine = part + row * sides * N
     if SIZE > 1:
-        at = (row + turn * ((SIZE + 1) * ROWS)) * WIDTH
+        inbox = inbox.to(tl.pointer_type(tl.int32))
+        at = (row + turn * ((SIZE + 1) * ROWS)) * (WIDTH // VALUES)
         if SEND:
-            bits_type: tl.constexpr = inbox.dtype.element_ty
+            mine = part.to(tl.pointer_type(tl.int32)) + row * (sides * N // VALUES)
             for side in tl.static_range(sides):
-                bits = tl.load(mine + side * N + lane, live, 0.0).to(bits_type, bitcast=True)
-                send(bits, pointers, at + rank * (ROWS * WIDTH) + side * N, lane, live, SIZE, EMPTY)
+                words = tl.load(mine + side * (N // VALUES) + word, live_word, 0)
+                send(words, inboxes, at + rank * STRIDE + side * (N // VALUES), word, live_word, SIZE, EMPTY)
     if RECEIVE:
         before = None
         if post is not None:
             before = tl.load(residual + row * N + lane, live, 0.0)
         if SIZE > 1:
-            total = _receive(inbox, at, ROWS * WIDTH, live, errors, dtype, SIZE, EMPTY, SPINS, BLOCK).to(dtype).to(tl.float32)
+            total = _sum(_receive(inbox, at, word, live_word, errors, STRIDE, SIZE, EMPTY, SPINS), SIZE, dtype)
         else:
-            total = tl.load(mine + lane, live, 0.0).to(tl.float32)
+            total = tl.load(part + row * (sides * N) + lane, live, 0.0).to(tl.float32)
         if sides == 2:
             if SIZE > 1:
-                other = _receive(inbox, at + N, ROWS * WIDTH, live, errors, dtype, SIZE, EMPTY, SPINS, BLOCK)
-                other = other.to(dtype).to(tl.float32)
+                other = _receive(inbox, at + N // VALUES, word, live_word, errors, STRIDE, SIZE, EMPTY, SPINS)
+                other = _sum(other, SIZE, dtype)
             else:
-                other = tl.load(mine + N + lane, live, 0.0).to(tl.float32)
+                other = tl.load(part + row * (sides * N) + N + lane, live, 0.0).to(tl.float32)
             one = _normed(total, tl.load(post_a + lane, live, 0.0), N, eps, dtype)
             total = (one + _normed(other, tl.load(post_b + lane, live, 0.0), N, eps, dtype)).to(dtype).to(tl.float32)
         h = _post(total, post_weight, before, factor, scale, N, eps, dtype)
@@ -347,11 +405,17 @@ def _joint_sharded(
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     dtype: tl.constexpr = part.dtype.element_ty
-    bits_type: tl.constexpr = inbox.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     owner = (row % SIZE).to(tl.int32)
     lane = tl.arange(0, BLOCK)
     live = lane < N
+    VALUES: tl.constexpr = 32 // dtype.primitive_bitwidth  # of a word
+    STRIDE: tl.constexpr = ROWS * WIDTH // VALUES
+    word = tl.arange(0, BLOCK // VALUES)
+    live_word = word < N // VALUES
+    owners_inbox = tl.multiple_of(tl.load(pointers + owner), 16).to(tl.pointer_type(tl.int32))
+    bits_type: tl.constexpr = inbox.dtype.element_ty
+    inboxes = inboxes_of(pointers, bits_type, SIZE)
     next_weight = tl.load(following + lane, live, 0.0)
     post_weight = None
     if post is not None:
@@ -361,22 +425,22 @@ def _joint_sharded(
         factor = tl.load(scalar).to(tl.float32)
     wait(PDL)
     trigger(PDL)  # not before: products that start early would take the memory that this one waits for
-    parts_at = (row + turn * ((SIZE + 1) * ROWS)) * WIDTH
-    x_at = parts_at + SIZE * ROWS * WIDTH
+    inbox = inbox.to(tl.pointer_type(tl.int32))
+    parts_at = (row + turn * ((SIZE + 1) * ROWS)) * (WIDTH // VALUES)
+    x_at = parts_at + SIZE * STRIDE
     if SEND:
-        bits = tl.load(part + row * N + lane, live, 0.0).to(bits_type, bitcast=True)
-        base = tl.multiple_of(tl.load(pointers + owner), 16).to(tl.pointer_type(bits_type))
-        tl.store(base + parts_at + rank * (ROWS * WIDTH) + lane, tl.where(bits == EMPTY, 0, bits).to(bits_type), live)
+        words = tl.load(part.to(tl.pointer_type(tl.int32)) + row * (N // VALUES) + word, live_word, 0)
+        tl.store(owners_inbox + parts_at + rank * STRIDE + word, filled(words, EMPTY), live_word)
     if NORM:  # noqa: SIM102 (NORM is known when the kernel is compiled)
         if owner == rank:
             before = None
             if post is not None:
                 before = tl.load(residual + row * N + lane, live, 0.0)
-            total = _receive(inbox, parts_at, ROWS * WIDTH, live, errors, dtype, SIZE, EMPTY, SPINS, BLOCK)
-            h = _post(total.to(dtype).to(tl.float32), post_weight, before, factor, scale, N, eps, dtype)
+            total = _sum(_receive(inbox, parts_at, word, live_word, errors, STRIDE, SIZE, EMPTY, SPINS), SIZE, dtype)
+            h = _post(total, post_weight, before, factor, scale, N, eps, dtype)
             tl.store(h_out + row * N + lane, h.to(dtype), live)
             x = _normed(h, next_weight, N, eps, dtype).to(dtype)
-            send(x.to(bits_type, bitcast=True), pointers, x_at, lane, live, SIZE, EMPTY)
+            send(x.to(bits_type, bitcast=True), inboxes, x_at * VALUES, lane, live, SIZE, -(1 << (dtype.primitive_bitwidth - 1)))
     if TAKE:
-        taken = _receive(inbox, x_at, ROWS * WIDTH, live, errors, dtype, 1, EMPTY, SPINS, BLOCK)
-        tl.store(x_out + row * N + lane, taken.to(dtype), live)
+        taken = _receive(inbox, x_at, word, live_word, errors, STRIDE, 1, EMPTY, SPINS)
+        tl.store(x_out.to(tl.pointer_type(tl.int32)) + row * (N // VALUES) + word, taken[0], live_word)

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.activation import geglu, gelu
-from kernels.joint import EMPTY, Peers, Sent, send
+from kernels.joint import EMPTY, Peers, Sent, inboxes_of, send
 from kernels.launch import INTERPRET, launch, shared_memory, trigger, usable, wait
 from kernels.numerics import cast
 from kernels.tiles import GemmShape, Tile, choose
@@ -111,7 +111,7 @@ def _run(tile: Tile, x: Tensor, weight: Tensor, out: Tensor, *, gated: bool, sen
 @triton.jit
 def _store(
     total: tl.tensor, out: tl.tensor, row: tl.tensor, column: tl.tensor, live: tl.tensor, dtype: tl.constexpr,
-    pointers: tl.tensor, rank: tl.tensor, turn: tl.tensor,
+    inboxes: tl.tuple, rank: tl.tensor, turn: tl.tensor,
     SIZE: tl.constexpr, INBOX_ROWS: tl.constexpr, WIDTH: tl.constexpr, EMPTY: tl.constexpr,
 ) -> None:  # fmt: skip
     """`total` to its rows of `out`, or, rounded to `dtype`, to this rank's part in every rank's inbox (`kernels.joint`)."""
@@ -120,7 +120,7 @@ def _store(
     else:
         bits = cast(total, dtype).to(out.dtype.element_ty, bitcast=True)
         at = (row + turn * ((SIZE + 1) * INBOX_ROWS) + rank * INBOX_ROWS) * WIDTH
-        send(bits, pointers, at, column, live, SIZE, EMPTY)
+        send(bits, inboxes, at, column, live, SIZE, EMPTY)
 
 
 @triton.jit
@@ -165,6 +165,7 @@ def _gemv(
     SIDES: tl.constexpr = 2 if GATED else 1
     column = tl.program_id(0) * BN + tl.arange(0, BN)
     base = weight + tl.minimum(column, M - 1).to(tl.int64)[:, None] * K
+    inboxes = inboxes_of(pointers, out.dtype.element_ty, SIZE)
     tiles: tl.tuple = ()
     for i in tl.static_range(min(EARLY, TILES)):
         for side in tl.static_range(SIDES):
@@ -182,7 +183,7 @@ def _gemv(
             total = gelu(total) * tl.sum(sums[row * SIDES + 1], 1)
         live = (column < M) & (row < T)
         at = tl.zeros([BN], tl.int32) + row
-        _store(total, out, at, column, live, x.dtype.element_ty, pointers, rank, turn, SIZE, INBOX_ROWS, WIDTH, EMPTY)
+        _store(total, out, at, column, live, x.dtype.element_ty, inboxes, rank, turn, SIZE, INBOX_ROWS, WIDTH, EMPTY)
 
 
 @triton.jit
@@ -216,6 +217,7 @@ def _gemm(
         trigger(PDL)
     column = tl.program_id(0) * BN + tl.arange(0, BN)
     base = weight + tl.minimum(column, M - 1).to(tl.int64)[:, None] * K
+    inboxes = inboxes_of(pointers, out.dtype.element_ty, SIZE)
     if not INTERPRET:
         for i in tl.static_range(EARLY):
             _fetch(base, i, K, BK)
@@ -247,5 +249,5 @@ def _gemm(
         total = total.T
     live = (row[:, None] < T) & (column[None, :] < M)
     _store(
-        total, out, row[:, None], column[None, :], live, x.dtype.element_ty, pointers, rank, turn, SIZE, INBOX_ROWS, WIDTH, EMPTY
+        total, out, row[:, None], column[None, :], live, x.dtype.element_ty, inboxes, rank, turn, SIZE, INBOX_ROWS, WIDTH, EMPTY
     )

@@ -3,8 +3,11 @@
 A group boots without Ray and is driven through EngineClient: random token ids, greedy, no stop ids, no detokenisation. Of each
 batch, all requests at once:
 
-    prefill   seconds for one output token, the best of --repeat
-    step      (seconds for --tokens + 1 output tokens - seconds for one) / --tokens, in ms
+    prefill   seconds for one output token
+    step      (seconds for --tokens + 1 output tokens - seconds for one) / --tokens, in ms; chunks of prompts among the steps
+    steady    ms between a stream's tokens while all of the batch decode: from the last one's first token to the first one's end
+
+Seconds are the best of --repeat: a GPU that has prefilled for seconds lowers its clock.
 
 Beside it `idle`, microseconds that rank 0's device stood idle before a step (the median of those seen), and how many kernels the
 ranks compiled while they served. vLLM's and SGLang's figures for the same stand beside ours where they are known (four H200, random
@@ -13,6 +16,7 @@ live weights, 1024 tokens of prompt). --record MACHINE appends to tests/bench/re
 
 import argparse
 import asyncio
+import math
 import random
 import statistics
 import time
@@ -33,12 +37,13 @@ PEERS = {  # decode step in ms, by model, ranks and batch: vLLM 0.26.0, SGLang 0
 }  # fmt: skip
 
 
-async def one(client: EngineClient, prompt: list[int], tokens: int) -> None:
-    """Run one request to its length."""
-    count = 0
+async def one(client: EngineClient, prompt: list[int], tokens: int) -> list[float]:
+    """Run one request to its length; when each token came."""
+    times: list[float] = []
     async for output in client.generate(prompt, SamplingParams(max_tokens=tokens)):
-        count += len(output.tokens)
-    assert count == tokens, (count, tokens)
+        times += [time.monotonic()] * len(output.tokens)
+    assert len(times) == tokens, (len(times), tokens)
+    return times
 
 
 async def seconds(client: EngineClient, prompts: list[list[int]], tokens: int) -> float:
@@ -46,6 +51,16 @@ async def seconds(client: EngineClient, prompts: list[list[int]], tokens: int) -
     began = time.monotonic()
     await asyncio.gather(*(one(client, prompt, tokens) for prompt in prompts))
     return time.monotonic() - began
+
+
+async def seconds_and_steady(client: EngineClient, prompts: list[list[int]], tokens: int) -> tuple[float, float]:
+    """`seconds`, and milliseconds between tokens while all decode; nan where they never do."""
+    began = time.monotonic()
+    streams = await asyncio.gather(*(one(client, prompt, tokens) for prompt in prompts))
+    took = time.monotonic() - began
+    start, end = max(times[0] for times in streams), min(times[-1] for times in streams)
+    seen = [time for time in max(streams, key=lambda times: times[0]) if start <= time <= end]
+    return took, 1e3 * (seen[-1] - seen[0]) / (len(seen) - 1) if len(seen) > 1 else math.nan
 
 
 async def idle_times(group: Group, found: list[int]) -> None:
@@ -71,15 +86,19 @@ async def measure(group: Group, vocab: int, args: argparse.Namespace) -> list[Ro
         first = min([await seconds(client, prompts, 1) for _ in range(args.repeat)])
         idle: list[int] = []
         watching = asyncio.create_task(idle_times(group, idle))
-        step = 1e3 * (await seconds(client, prompts, args.tokens + 1) - first) / args.tokens
+        found = [await seconds_and_steady(client, prompts, args.tokens + 1) for _ in range(args.repeat)]
+        whole, steady = min(took for took, _ in found), min(between for _, between in found)
+        step = 1e3 * (whole - first) / args.tokens
         watching.cancel()
         pause = statistics.median(idle)
         name = f"{args.model.split(':')[-1]}-tp{args.tp}"
         rows += [(f"{name}-prefill-b{size}", "prefill", first, "s"), (f"{name}-decode-b{size}", "step", step, "ms")]
-        rows.append((f"{name}-decode-b{size}", "device idle before a step", pause / 1e3, "ms"))
+        rows += [(f"{name}-decode-b{size}", "step while all decode", steady, "ms")]
+        rows += [(f"{name}-decode-b{size}", "device idle before a step", pause / 1e3, "ms")]
         peers = PEERS.get((args.model.split(":")[-1], args.tp, size))
         beside = f"  vLLM {peers[0]:.2f} ({peers[0] / step:.2f}x), SGLang {peers[1]:.2f} ({peers[1] / step:.2f}x)" if peers else ""
-        print(f"batch {size:4}  prefill {first:8.4f} s  step {step:8.3f} ms  idle {pause:.0f} us{beside}", flush=True)
+        line = f"batch {size:4}  prefill {first:8.4f} s  step {step:8.3f} ms  steady {steady:8.3f} ms  idle {pause:.0f} us"
+        print(line + beside, flush=True)
     await client.close()
     return rows
 
@@ -93,7 +112,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=1024, help="prompt tokens")
     parser.add_argument("--tokens", type=int, default=128, help="output tokens behind the first")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64, 100])
-    parser.add_argument("--repeat", type=int, default=3, help="prefills, of which the best counts")
+    parser.add_argument("--repeat", type=int, default=3, help="of which the best counts")
     parser.add_argument("--max-len", type=int, default=2048)
     parser.add_argument("--prefill-budget", type=int, default=2048, help="prefill tokens a step")
     parser.add_argument("--seed", type=int, default=0)

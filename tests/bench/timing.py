@@ -140,6 +140,12 @@ def seconds(launches: Sequence[Callable[[], object]], device: torch.device) -> f
     return statistics.median(_replay(graph) for _ in range(REPLAYS + 1))
 
 
+def microseconds(launch: Callable[[], object], device: torch.device) -> float:
+    """Of one launch, in a graph of ten; once before, so that nothing compiles in the graph."""
+    launch()
+    return 1e5 * seconds([launch] * 10, device)
+
+
 def _replay(graph: torch.cuda.CUDAGraph) -> float:
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     first.record()

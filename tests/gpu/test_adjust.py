@@ -1,6 +1,7 @@
 """Adjusted logits on a GPU: the reference's values over a quarter of 262 144 ids, what they cost in a graph, and captured steps."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from kernels.adjust import PLAN_STEP, adjust
 from kernels.choose import parts_of
 from kernels.launch import plain_torch, processors
 from kernels.sampling_batch import SamplingBatch, SlotParameters
+from tests.bench.timing import microseconds
 from tests.support.engine.adjusted_logits import random_sequence
 from tests.support.engine.ranks import run, single
 
@@ -37,7 +39,8 @@ def case(rows: int, *, adjusted: bool = True) -> tuple[Tensor, SamplingBatch, Ad
     adjustments = Adjustments(rows, range(FIRST, FIRST + SHARE), DEVICE)
     tokens = torch.zeros(rows, 64, dtype=torch.int32)
     for slot, sequence in enumerate(sequences):
-        tokens[slot, : len(sequence.tokens)] = torch.tensor(sequence.tokens)
+        here = generator.integers(FIRST, FIRST + SHARE, 4).tolist()  # inputs of the steps to come
+        tokens[slot, : len(sequence.tokens) + 4] = torch.tensor([*sequence.tokens, *here])
     if adjusted:
         params = [SamplingParams(max_tokens=1, adjustments=sequence.wanted) for sequence in sequences]
         adjustments.admit([Admission(at, 1, it.tokens, it.prompt, params[at]) for at, it in enumerate(sequences)])
@@ -71,34 +74,21 @@ def test_values_are_the_references(rows: int) -> None:
         with plain_torch("kernels.adjust"):
             adjust(want, batch, FIRST)
             assert torch.equal(adjustments.tables.counts, after)
+            adjustments.tables.counts.copy_(counts)
             adjust(late, replace(batch, positions=batch.positions - 1), FIRST)
+        adjustments.tables.counts.copy_(after)
         assert error(found, want) < TOLERANCE
         assert error(late, want) > 100 * TOLERANCE or rows < 32
     unadjusted, others, _ = case(rows, adjusted=False)
-    print(f"{rows} rows: {microseconds(logits, batch, parts):.1f} us, unadjusted {microseconds(unadjusted, others, parts):.1f} us")
+    us = microseconds(partial(adjust, logits.clone(), batch, FIRST, parts), DEVICE)
+    plain = microseconds(partial(adjust, unadjusted.clone(), others, FIRST, parts), DEVICE)
+    print(f"{rows} rows: {us:.1f} us, unadjusted {plain:.1f} us")
 
 
 def error(found: Tensor, want: Tensor) -> float:
     if not torch.equal(found.isneginf(), want.isneginf()):
         return float("inf")
     return float((found - want).nan_to_num().abs().max())
-
-
-def microseconds(logits: Tensor, batch: SamplingBatch, parts: int) -> float:
-    """Of one launch, a tenth of a graph of ten; counting included."""
-    work = logits.clone()
-    adjust(work, batch, FIRST, parts)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(10):
-            adjust(work, batch, FIRST, parts)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    graph.replay()
-    start.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return 100 * start.elapsed_time(end)
 
 
 # ---- captured steps

@@ -7,10 +7,11 @@ from torch import Tensor
 from kernels import sample
 from kernels.filters import Share, filtered_tokens, scaled_rows
 from kernels.sampling_batch import SamplingBatch, SlotParameters
+from tests.bench.timing import microseconds
 
 pytestmark = pytest.mark.gpu
 
-DEVICE = "cuda"
+DEVICE = torch.device("cuda")
 VOCAB, SOFTCAP = 262_144, 30.0
 FILTERS = {  # top_k, top_p, min_p
     "gemma": (64, 0.95, 0.0), "top_k": (500, 1.0, 0.0), "top_p": (0, 0.9, 0.0), "min_p": (0, 1.0, 0.05),
@@ -51,24 +52,9 @@ def test_tokens_are_the_references(name: str, spread: float) -> None:
         want = sample.choose_filtered(capped, temperature, seeds, positions.long() + 1, top_k, top_p, min_p)
         wrong = int((found != want).sum())
         cut = int((plain != want).sum())
-        print(f"{name}, {rows} rows, spread {spread}: {microseconds(run):.0f} us; {cut} rows cut, {wrong} tokens other")
+        captured: list[Tensor] = []
+        us = microseconds(lambda run=run, captured=captured: captured.append(run()), DEVICE)  # type: ignore[misc]
+        assert torch.equal(captured[-1], found)
+        print(f"{name}, {rows} rows, spread {spread}: {us:.0f} us; {cut} rows cut, {wrong} tokens other")
         assert wrong <= rows // 50
         assert cut > 2 * wrong or rows < 100 or spread > 1
-
-
-def microseconds(run: object) -> float:
-    """Of one replay of a graph of ten runs, a tenth; its tokens are those of the run before."""
-    assert callable(run)
-    want = run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(10):
-            found = run()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    graph.replay()
-    start.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    assert torch.equal(found, want)
-    return 100 * start.elapsed_time(end)

@@ -22,6 +22,7 @@ SMALL = [(8, 0), (8, 9), (12, 0)]
 SHARED = {HOPPER: 232448, BLACKWELL: 232448, (8, 0): 166912, (8, 9): 101376, (12, 0): 101376}
 SPILLED = {"_extend": 160, "decode_kernel": 32}  # bytes a thread
 WIDTH = 64
+BUCKETS = (1, 12, 24, 32, 48, 96, 100)
 
 
 def decode(layer: Layer, rows: int, target: tuple[int, int]) -> Node:
@@ -48,10 +49,9 @@ def named(name: str) -> Layer:
 
 
 def nodes(target: tuple[int, int]) -> Iterator[Node]:
-    """31B at TP=4 with one row and with many; on Hopper the other layers too."""
-    for layer in LAYERS if target == HOPPER else [named("31b-tp4-sliding"), named("31b-tp4-full")]:
-        for rows in (1, 100) if layer.name.startswith("31b") else (1,):
-            yield decode(layer, rows, target)
+    """Every layer with one row and with buckets of few to many, each variant once; and what chunks of the 31B at TP=4 take."""
+    variants = {repr(node.constexprs): node for layer in LAYERS for rows in BUCKETS for node in [decode(layer, rows, target)]}
+    yield from variants.values()
     for name in ("31b-tp4-sliding", "31b-tp4-full"):
         yield from chunk_nodes(named(name), target)
 
