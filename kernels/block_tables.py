@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.launch import launch, trigger, usable, wait
+from kernels.slots import row_entries
 
 
 def block_tables(
@@ -56,10 +57,7 @@ def _tables(
     trigger(PDL)
     wait(PDL)
     row = tl.program_id(0)
-    position = tl.load(positions + row)
-    slot = tl.load(slots + row).to(tl.int64)
-    first = tl.maximum(position - WINDOW + 1, 0) // PAGE if WINDOW else 0
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    position, slot, first, at = row_entries(slots, positions, WINDOW, PAGE, BLOCK)
     entry = first + at
     found = tl.load(table + slot * columns + entry, (at < width) & (entry * PAGE <= position) & (entry < columns), 0)
     tl.store(tables + row.to(tl.int64) * width + at, found, at < width)

@@ -33,7 +33,7 @@ from kernels.route import route, router_logits
 from kernels.sample import cap, choose_filtered, gumbel, mask
 from kernels.sampling_batch import BAD_WORDS, BIASED, LIMITED, PENALIZED, SamplingBatch, SlotAdjustments, SlotParameters
 from kernels.slots import apply_plan, decode_inputs, gather_pages, rotary_table
-from kernels.table_check import check_table, new_violations
+from kernels.table_check import check_copies, check_table, new_violations
 
 RUN_ON = frozenset({(9, 0)})
 TOLERANCE = {torch.bfloat16: 0.02, torch.float32: 1e-3}  # of a row's norm: a rounding or two of bf16; other orders of sums
@@ -353,14 +353,14 @@ def _ids(draw: RandomInputs) -> Tensor:
 
 
 def _table_check(draw: RandomInputs) -> Outputs:
-    """A table with one entry outside the pool, and gathered rows that are right."""
+    """A table with one entry outside the pool, gathered rows that are right, and a copied row with one entry outside it."""
     expected = torch.arange(1, 19, dtype=torch.int32, device=draw.device).view(2, 9)
-    table, gathered = expected.clone(), expected[:1, :3].clone()
-    table[1, 4] = 99
-    violations = new_violations(draw.device)
-    place = (draw.ints(0), draw.ints(40), gathered)
-    check_table(draw.ints(*[0] * 16), 0, table, expected, 20, *place, _PAGE, None, 1, violations)
-    return table, violations
+    table, gathered, copies = expected.clone(), expected[:1, :3].clone(), expected[:1].clone()
+    table[1, 4], copies[0, 1], copies[0, 40 // _PAGE + 1 :] = 99, 99, 0
+    violations, plan, place = new_violations(draw.device), draw.ints(*[0] * 16), (draw.ints(0), draw.ints(40))
+    check_table(plan, 0, table, expected, 20, *place, gathered, _PAGE, None, 1, violations)
+    check_copies(plan, 0, expected, 20, *place, copies, _PAGE, None, 1, violations)
+    return table, copies, violations
 
 
 def _router(draw: RandomInputs) -> Outputs:

@@ -199,6 +199,26 @@ def _inputs(
     tl.store(lengths + slot, position + 1, live)
 
 
+@triton.jit
+def first_entry(position: tl.tensor, WINDOW: tl.constexpr, PAGE: tl.constexpr) -> tl.tensor:
+    """The first table entry that a query at `position` sees; WINDOW 0: all."""
+    first = position * 0
+    if WINDOW:
+        first = tl.maximum(position - WINDOW + 1, 0) // PAGE
+    return first
+
+
+@triton.jit
+def row_entries(
+    slots: tl.tensor, positions: tl.tensor, WINDOW: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """On a grid (rows, blocks): the row's position, its slot, the first entry that it sees, and this block's places from there."""
+    row = tl.program_id(0)
+    position = tl.load(positions + row)
+    slot = tl.load(slots + row).to(tl.int64)
+    return position, slot, first_entry(position, WINDOW, PAGE), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+
+
 @triton.jit(do_not_specialize=["width", "out_width", "slots", "positions"])
 def _pages(
     table: tl.tensor, slots: tl.tensor, positions: tl.tensor, out: tl.tensor, width: tl.tensor, out_width: tl.tensor,
@@ -206,15 +226,11 @@ def _pages(
 ) -> None:
     trigger(PDL)
     wait(PDL)
-    row = tl.program_id(0)
-    position = tl.load(positions + row)
-    slot = tl.load(slots + row).to(tl.int64)
-    first = tl.maximum(position - WINDOW + 1, 0) // PAGE if WINDOW else 0
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    position, slot, first, at = row_entries(slots, positions, WINDOW, PAGE, BLOCK)
     entry = first + at
     live = (at < out_width) & (entry * PAGE <= position) & (position >= 0)
     found = tl.load(table + slot * width + entry, live, 0)
-    tl.store(out + row.to(tl.int64) * out_width + at, found, live)
+    tl.store(out + tl.program_id(0).to(tl.int64) * out_width + at, found, live)
 
 
 @triton.jit(do_not_specialize=["pairs", "positions"])

@@ -2,6 +2,8 @@
 
     table entries   table[slot, entry] = expected[slot, entry], for every entry of every slot
     row entries     a decode row's page ids, as gathered, are those expected of its slot, and none that its position needs is null
+    copied entries  a row of page ids that was copied for another library's kernel (`kernels.block_tables`) names the pages expected
+                    of its slot up to its position, and the null page behind it and in all of a padding row
 
 What differs is recorded, RECORDS of them at most, and counted. An id outside the pool is replaced by the expected one, so that the
 kernels behind do not fault before anybody has read the record. With `every` = n a step looks at the slots and rows that are equal
@@ -17,9 +19,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.launch import launch, trigger, usable, wait
+from kernels.slots import first_entry
 
 RECORD, RECORDS = 8, 64
-TABLE_ENTRY, ROW_ENTRY = 1, 2  # kinds; a table entry has row and position -1
+TABLE_ENTRY, ROW_ENTRY, COPIED_ENTRY = 1, 2, 3  # kinds; a table entry has row and position -1
 _STEP = 2  # where a plan's header holds the step number's low word
 
 
@@ -62,6 +65,36 @@ def check_table(
     )  # fmt: skip
 
 
+def check_copies(
+    plan: Tensor,
+    group: int,
+    expected: Tensor,
+    pages: int,
+    slots: Tensor,
+    positions: Tensor,
+    copies: Tensor,
+    page: int,
+    window: int | None,
+    every: int,
+    violations: Tensor,
+) -> None:
+    """Checks every entry of one KV group's copied rows; may change `copies`.
+
+    copies int32 [rows, width], contiguous: of each row the pages of keys from the first that a query at `positions` int32 [rows]
+    sees through `window` (None: from key 0) up to its own, then zeros; the rest as in `check_table`
+    """
+    rows, width = copies.shape
+    assert slots.shape == positions.shape == (rows,), (slots.shape, positions.shape, copies.shape)
+    assert copies.is_contiguous(), copies.stride()
+    if not usable(copies, __name__):
+        _copies_reference(plan, group, expected, pages, slots, positions, copies, page, window, every, violations)
+        return
+    launch(
+        _check_copies, (rows,), plan, group, expected, pages, expected.shape[1], slots, positions, copies, width, violations,
+        PAGE=page, WINDOW=window or 0, EVERY=every, BLOCK=min(1024, triton.next_power_of_2(width)), LIMIT=RECORDS, warps=4,
+    )  # fmt: skip
+
+
 # ---- reference
 
 
@@ -86,6 +119,24 @@ def _check_reference(
                 _record(violations, ROW_ENTRY, group, slot, entry, found, wanted, row, position)
             if not 0 <= found < pages:
                 gathered[row, entry - first] = wanted
+
+
+def _copies_reference(
+    plan: Tensor, group: int, expected: Tensor, pages: int, slots: Tensor, positions: Tensor, copies: Tensor, page: int,
+    window: int | None, every: int, violations: Tensor,
+) -> None:
+    turn = int(plan[_STEP]) % every
+    for row in range(turn, slots.shape[0], every):
+        slot, position = int(slots[row]), int(positions[row])
+        first = 0 if window is None else max(position - window + 1, 0) // page
+        held = expected[slot, first : max(position, -1) // page + 1][: copies.shape[1]]
+        wanted = torch.zeros_like(copies[row])
+        wanted[: len(held)] = held
+        for at in (copies[row] != wanted).nonzero().flatten().tolist():
+            found, want = int(copies[row, at]), int(wanted[at])
+            _record(violations, COPIED_ENTRY, group, slot, first + at, found, want, row, position)
+            if not 0 <= found < pages:
+                copies[row, at] = want
 
 
 def _record(violations: Tensor, *values: int) -> None:
@@ -145,7 +196,7 @@ def _check(
         if row % EVERY == turn:
             slot = tl.load(slots + row)
             position = tl.load(positions + row)
-            first = tl.maximum(position - WINDOW + 1, 0) // PAGE if WINDOW else 0
+            first = first_entry(position, WINDOW, PAGE)
             for start in range(0, read_width, BLOCK):
                 at = start + lane
                 entry = first + at
@@ -156,3 +207,30 @@ def _check(
                 bad = used & ((found != wanted) | (wanted == 0))
                 _note(violations, bad, 2, group, slot, entry, found, wanted, row, position, LIMIT)
                 tl.store(place, wanted, used & ((found < 0) | (found >= pages)))
+
+
+@triton.jit(do_not_specialize=["group", "pages", "columns", "width", "slots", "positions"])
+def _check_copies(
+    plan: tl.tensor, group: tl.tensor, expected: tl.tensor, pages: tl.tensor, columns: tl.tensor, slots: tl.tensor,
+    positions: tl.tensor, copies: tl.tensor, width: tl.tensor, violations: tl.tensor, PAGE: tl.constexpr, WINDOW: tl.constexpr,
+    EVERY: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr, PDL: tl.constexpr,
+) -> None:
+    """A CTA: one row."""
+    trigger(PDL)
+    wait(PDL)
+    row = tl.program_id(0)
+    if row % EVERY == tl.load(plan + 2) % EVERY:
+        slot = tl.load(slots + row)
+        position = tl.load(positions + row)
+        first = first_entry(position, WINDOW, PAGE)
+        for start in range(0, width, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            entry = first + at
+            live = at < width
+            held = live & (position >= 0) & (entry * PAGE <= position) & (entry < columns)
+            place = copies + row.to(tl.int64) * width + at
+            found = tl.load(place, live, 0)
+            wanted = tl.load(expected + slot.to(tl.int64) * columns + entry, held, 0)
+            bad = live & (found != wanted)
+            _note(violations, bad, 3, group, slot, entry, found, wanted, row, position, LIMIT)
+            tl.store(place, wanted, bad & ((found < 0) | (found >= pages)))

@@ -2,7 +2,9 @@
 
     plan --fold--> PageMap (host) --what changed--> expected tables (device)
                                                         |
-    plan --apply--> tables (device) --------------- check_table --> violations --with the step's result--> PageViolation
+    plan --apply--> tables (device) --------------- check_table ---> violations --with the step's result--> PageViolation
+                          |                             |                 |
+                          `--FlashInfer's own copies-- check_copies ------'
 
 A plan that contradicts itself raises before its step starts; a table that is wrong on the device raises with the result of the step
 that would have read it. Either way a dump is written first.
@@ -19,16 +21,27 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.errors import PageViolation
-from engine.plan import PlanView, read_header, read_plan
+from engine.geometry import KVGroup
+from engine.plan import HEADER_INTS, PlanView, read_header, read_plan
 from engine.rank.batch import ForwardBatch
 from engine.rank.page_dump import PageDump, write_dump
 from engine.rank.page_map import PageMap, rolled_back
 from engine.rank.slots import SlotState
 from engine.rank.upload import uploaded
-from kernels.table_check import RECORD, RECORDS, ROW_ENTRY, TABLE_ENTRY, check_table, new_violations
+from kernels.table_check import (
+    COPIED_ENTRY,
+    RECORD,
+    RECORDS,
+    ROW_ENTRY,
+    TABLE_ENTRY,
+    check_copies,
+    check_table,
+    new_violations,
+)
 
 SAMPLED = 16  # with `sample`, one slot of so many is checked a step
 _SHOWN = 4
+_ORDER = (ROW_ENTRY, COPIED_ENTRY, TABLE_ENTRY)
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +59,10 @@ class Found:
     row: int
     position: int
 
+    def order(self) -> tuple[int, ...]:
+        """In a message: first what names a row."""
+        return _ORDER.index(self.kind), self.group, self.slot, self.entry
+
 
 class PageCheck:
     """Of one rank. `violations`: what a step copies out beside its result."""
@@ -60,12 +77,14 @@ class PageCheck:
         sizes = [cache.table.numel() for cache in caches]
         self._tables = [part.view_as(c.table) for part, c in zip(self._expected.split(sizes), caches, strict=True)]
         self.violations = new_violations(slots.device)
+        self._plan = torch.zeros(HEADER_INTS, dtype=torch.int32, device=slots.device)  # of the step that `check` saw last
         self.dumps = True  # False: where a dump is replayed
-        self._plans: deque[tuple[bytes, bytes]] = deque(maxlen=self.map.undo.maxlen)
+        self._plans: deque[bytes] = deque(maxlen=self.map.undo.maxlen)  # the last ones, and masks of those that had any, by step
+        self._masks: deque[tuple[int, bytes]] = deque(maxlen=self.map.undo.maxlen)
 
     def fold(self, plan: PlanView, data: bytes) -> None:
         """Before the step of `plan`, whose bytes are `data`, starts. PageViolation: it is wrong."""
-        self._plans.append((data, b""))
+        self._plans.append(data)
         try:
             index, values = self.map.fold(plan)
         except PageViolation as error:
@@ -73,9 +92,9 @@ class PageCheck:
         if len(index):
             self.expect(index, values)
 
-    def keep_masks(self, masks: bytes) -> None:
-        """The masks of the plan folded last, for a dump."""
-        self._plans[-1] = (self._plans[-1][0], masks)
+    def keep_masks(self, step: int, masks: bytes) -> None:
+        """The masks of plan `step`, for a dump."""
+        self._masks.append((step, masks))
 
     def expect(self, index: np.ndarray, values: np.ndarray) -> None:
         """The device's tables should hold `values` at the flat indices `index`."""
@@ -84,6 +103,7 @@ class PageCheck:
 
     def check(self, plan: Tensor, batch: ForwardBatch) -> None:
         """On the device, behind a step's inputs and before its model. Capturable."""
+        self._plan = plan
         rows = slice(batch.decode_start, batch.rows)
         for cache, expected, gathered in zip(self._slots.cache, self._tables, batch.pages, strict=True):
             check_table(
@@ -91,12 +111,18 @@ class PageCheck:
                 gathered, cache.group.page, cache.group.window, self._every, self.violations,
             )  # fmt: skip
 
+    def check_copies(self, group: KVGroup, copies: Tensor, slots: Tensor, positions: Tensor, window: int | None) -> None:
+        """As `CopyCheck`, of the step that `check` saw last. Capturable."""
+        expected, pages = self._tables[group.index], self.pages[group.index]
+        places = (slots, positions, copies, group.page, window, self._every, self.violations)
+        check_copies(self._plan, group.index, expected, pages, *places)
+
     def verify(self, step: int, violations: np.ndarray) -> None:
         """What step `step` copied out. PageViolation: something was found; the message says what, and where the dump is."""
         count = int(violations[0])
         if count:
             records = violations[RECORD:].reshape(RECORDS, RECORD)[:count].tolist()
-            found = sorted((Found(*record) for record in records), key=lambda each: (-each.kind, each.group, each.slot, each.entry))
+            found = sorted((Found(*record) for record in records), key=Found.order)
             shown = "; ".join(self._sentence(each) for each in found[:_SHOWN])
             more = f"; and {count - _SHOWN} more" if count > _SHOWN else ""
             raise self._dumped(step, f"step {step}: {shown}{more}", found, started=True)
@@ -104,8 +130,8 @@ class PageCheck:
     def _sentence(self, found: Found) -> str:
         """Row, group, entry, and whose the page is."""
         name = self.map.groups[found.group].name
-        who = f"row {found.row} at position {found.position}, " if found.kind == ROW_ENTRY else ""
-        what = "reads" if found.kind == ROW_ENTRY else "names"
+        who = "" if found.kind == TABLE_ENTRY else f"row {found.row} at position {found.position}, "
+        what = {ROW_ENTRY: "reads", TABLE_ENTRY: "names", COPIED_ENTRY: "attention's copy names"}[found.kind]
         if found.kind == ROW_ENTRY and found.found == found.wanted == 0:
             return f"{who}slot {found.slot}, group {name}, entry {found.entry}: needs a page and has none"
         wanted = f"page {found.wanted}" if found.wanted else "no page"
@@ -154,15 +180,15 @@ class PageCheck:
     def dump(self, step: int, message: str, found: Sequence[Found], *, started: bool) -> PageDump:
         """Everything as it was before plan `step`, which has `started` or not; later steps on their way are taken back."""
         back = [undo for undo in self.map.undo if undo.step >= step]
-        plans = {at: pair for pair in self._plans if (at := read_header(pair[0]).step) >= step}
-        plan, masks = plans[step]
+        plans = {at: data for data in self._plans if (at := read_header(data).step) >= step}
         lengths = self._slots.lengths.cpu().numpy().copy()
-        for data, _ in plans.values() if started else ():
+        for data in plans.values() if started else ():
             np.subtract.at(lengths, read_plan(data).decodes, 1)
         longest = int(min(max(lengths.max(), 0) + 2, self._slots.tokens.shape[1]))
+        robbed = {slot: found for slot, found in self.map.robbed.items() if found[0] < step}
         return PageDump(
-            config=self._config, rank=self._rank, step=step, pages=self.pages, message=message, plan=plan, masks=masks,
-            robbed={slot: found for slot, found in self.map.robbed.items() if found[0] < step},
+            config=self._config, rank=self._rank, step=step, pages=self.pages, message=message, plan=plans[step],
+            masks=dict(self._masks).get(step, b""), robbed=robbed,
             tables=rolled_back(self._found_tables(found), back), expected=rolled_back(self.map.flat, back), lengths=lengths,
             expected_lengths=back[0].lengths, tokens=self._slots.tokens[:, :longest].cpu().numpy(),
         )  # fmt: skip

@@ -3,7 +3,8 @@
     {"model": ..., "settings": {...}, "pages": [...],
      "steps": [{"plan": {...}, "masks": base64, "rows": [[slot, number, tokens, logprobs], ...]}, ...]}       masks: if it has any
 
-Gzipped. `model` is a reference as the command line takes it; `settings` those of the engine that are not the defaults.
+A row without tokens also says why: "nan" or "empty". Gzipped. `model` is a reference as the command line takes it; `settings` those
+of the engine that are not the defaults.
 """
 
 import gzip
@@ -21,6 +22,7 @@ from engine.errors import ConfigError
 from engine.plan import Admission, PageAppend, PageRelease, PageZero, PrefillChunk, ResultRow, StepPlan, StepResult
 from engine.protocol import Logprobs, SamplingParams
 
+_NO_TOKENS = ("nan", "empty")  # flags of result rows
 _SECTIONS = {"releases": PageRelease, "appends": PageAppend, "zeros": PageZero, "chunks": PrefillChunk}
 
 
@@ -81,31 +83,37 @@ def _plan_of(data: dict[str, Any]) -> StepPlan:
 
 
 def _row_to_json(row: ResultRow) -> list[Any]:
-    """Slot, admission number, tokens, and the reported logprobs to six digits."""
+    """Slot, admission number, tokens, the reported logprobs to six digits, and why there are no tokens."""
     logprobs = row.logprobs and [round(row.logprobs.chosen, 6), [[token, round(value, 6)] for token, value in row.logprobs.top]]
-    return [row.slot, row.number, list(row.tokens), logprobs]
+    return [row.slot, row.number, list(row.tokens), logprobs, *(flag for flag in _NO_TOKENS if getattr(row, flag))]
 
 
 def _row_of(data: list[Any]) -> ResultRow:
-    slot, number, tokens, logprobs = data
+    slot, number, tokens, logprobs, *flags = data
+    if unknown := [flag for flag in flags if flag not in _NO_TOKENS]:
+        raise ValueError(f"a row of slot {slot} says {unknown[0]!r}")
     reported = logprobs and Logprobs(logprobs[0], [(token, value) for token, value in logprobs[1]])
-    return ResultRow(slot, number, tuple(tokens), False, reported)
+    return ResultRow(slot, number, tuple(tokens), logprobs=reported, **dict.fromkeys(flags, True))
 
 
 def different_tokens(found: Sequence[StepResult], expected: Sequence[StepResult]) -> list[str]:
     """A sentence for each result row that is not the expected one, logprobs apart."""
     told = []
     for one, other in zip(found, expected, strict=True):
-        rows = [(row.slot, row.number, row.tokens, row.nan) for row in one.rows]
-        wanted = [(row.slot, row.number, row.tokens, row.nan) for row in other.rows]
+        rows, wanted = ([(row.slot, row.number, _told(row)) for row in result.rows] for result in (one, other))
         if len(rows) != len(wanted):
             told.append(f"step {other.step}: {len(rows)} rows, recorded {len(wanted)}")
         told += [
-            f"step {other.step}, slot {b[0]}: tokens {list(a[2])}, recorded {list(b[2])}" if a[:2] == b[:2]
+            f"step {other.step}, slot {b[0]}: {a[2]}, recorded {b[2].removeprefix('tokens ')}" if a[:2] == b[:2]
             else f"step {other.step}: a row of slot {a[0]}, recorded of slot {b[0]}"
             for a, b in zip(rows, wanted, strict=False) if a != b
         ]  # fmt: skip
     return told
+
+
+def _told(row: ResultRow) -> str:
+    """The row's tokens, or why it has none."""
+    return next((flag for flag in _NO_TOKENS if getattr(row, flag)), f"tokens {list(row.tokens)}")
 
 
 def logprob_error(one: Sequence[StepResult], other: Sequence[StepResult]) -> float:

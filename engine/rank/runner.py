@@ -212,11 +212,12 @@ class Runner:
         self._step = StepBuffers(self.slots, model.frequencies, config.prefill_budget, self._buckets)
         self._model, self._cache, self._inboxes = model, cache, inboxes
         asked = AskedAttention.of(config, unsound)
-        self._attention = attention_backend(asked, geometry, cache, config.tp, self._buckets, self._device)
+        self.pages = PageCheck(config, model.parallel.rank, self.slots) if config.debug_pages != "off" else None
+        check = self.pages.check_copies if self.pages is not None else None
+        self._attention = attention_backend(asked, geometry, cache, config.tp, self._buckets, self._device, check)
         self._sampler = Sampler(model.parallel, geometry.vocab, geometry.softcap, config.suppress, self._device)
         self._prefill = min(config.prefill_budget, config.max_len)
         self.debug_hash = config.debug_hash
-        self.pages = PageCheck(config, model.parallel.rank, self.slots) if config.debug_pages != "off" else None
         self._plans: deque[tuple[int, bytes, bytes]] = deque()
         self._end: torch.cuda.Event | None = None  # of the last step
         self._host = [
@@ -310,7 +311,7 @@ class Runner:
         assert masks.step == step, f"step {step} has the masks of step {masks.step}"
         self.slots.set_masks(step, masks.slots, masks.bits)
         if self.pages is not None:
-            self.pages.keep_masks(data)
+            self.pages.keep_masks(step, data)
 
     def run(self, plans: Iterable[bytes]) -> list[bytes]:
         """Every plan, in order, DEPTH out at a time: the results."""

@@ -31,7 +31,7 @@ from kernels.linear import linear, linear_geglu, linear_send
 from kernels.route import route, router_logits
 from kernels.sampling_batch import SamplingBatch, SlotAdjustments, SlotParameters
 from kernels.slots import apply_plan, decode_inputs, gather_pages, rotary_table
-from kernels.table_check import check_table
+from kernels.table_check import check_copies, check_table
 from kernels.tiles import TABLE, GemmShape, Tile, gemv
 from tests.bench.gemms import GemmCase
 from tests.kernels.test_attention_compiled import chunk_nodes, decode, named
@@ -47,10 +47,10 @@ ROWS = 8
 HIDDEN = 5376
 
 CONSTANT = {
-    "_gemv": {"weight"},
-    "_gemm": {"weight"},
-    "_joint": {"post", "following", "scalar"},
-    "_joint_sharded": {"post", "following", "scalar"},
+    "_gemv": {"weight", "pointers"},
+    "_gemm": {"weight", "pointers"},
+    "_joint": {"post", "following", "scalar", "pointers"},
+    "_joint_sharded": {"post", "following", "scalar", "pointers"},
     "_logits": {"proj", "scale", "norm"},
     "_rotary": {"frequencies"},
     "decode_kernel": {"q_norm", "k_norm"},
@@ -174,11 +174,12 @@ def slots_nodes(target: Target) -> Iterator[Node]:
 
 
 def table_check_nodes(target: Target) -> Iterator[Node]:
-    """Both kinds of group, every step and sampled."""
+    """Both kinds of group, every step and sampled; rows that were copied for FlashInfer too."""
     table, rows = ints(9, 4096), (ints(ROWS), ints(ROWS))
     with record(target) as nodes:
         for window, width, every in ((1024, 34, 1), (None, 4096, 16)):
             check_table(ints(500), 0, table, table, 100, *rows, ints(ROWS, width), 32, window, every, ints(8 * 65))
+            check_copies(ints(500), 0, table, 100, *rows, ints(ROWS, width), 32, window, every, ints(8 * 65))
     yield from nodes
 
 

@@ -7,9 +7,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.block_tables import block_tables
 from kernels.launch import usable
 from kernels.slots import gather_pages
-from kernels.table_check import RECORD, RECORDS, ROW_ENTRY, TABLE_ENTRY, _check_reference, check_table, new_violations
+from kernels.table_check import (
+    COPIED_ENTRY,
+    RECORD,
+    RECORDS,
+    ROW_ENTRY,
+    TABLE_ENTRY,
+    _check_reference,
+    _copies_reference,
+    check_copies,
+    check_table,
+    new_violations,
+)
 from tests.support import interpreter
 
 pytestmark = pytest.mark.cpu
@@ -43,10 +55,29 @@ class Tables:
             self.plan, 1, self.table, self.expected, PAGES, self.slots, self.positions, self.gathered, PAGE, self.window, every,
             violations,
         )  # fmt: skip
-        count = int(violations[0])
-        records = violations[RECORD:].view(RECORDS, RECORD)
-        assert not records[count:].any()
-        return [*sorted(tuple(record) for record in records[: min(count, RECORDS)].tolist()), (count,)]
+        return recorded(violations)
+
+    def copies(self) -> Tensor:
+        """The rows' page ids as another library's kernel takes them, over what an earlier step left."""
+        width = WIDTH if self.window is None else 8
+        copies, lengths = torch.full((ROWS, width), 2**31 - 7, dtype=torch.int32), torch.zeros(ROWS, dtype=torch.int32)
+        block_tables(self.table, self.slots, self.positions, PAGE, self.window, copies, lengths)
+        return copies
+
+    def check_copies(self, copies: Tensor, every: int, *, reference: bool = False) -> list[tuple[int, ...]]:
+        """The records, sorted."""
+        violations = new_violations(CPU)
+        check = _copies_reference if reference else check_copies
+        check(self.plan, 1, self.expected, PAGES, self.slots, self.positions, copies, PAGE, self.window, every, violations)
+        return recorded(violations)
+
+
+def recorded(violations: Tensor) -> list[tuple[int, ...]]:
+    """The records, sorted, and how many violations there were."""
+    count = int(violations[0])
+    records = violations[RECORD:].view(RECORDS, RECORD)
+    assert not records[count:].any()
+    return [*sorted(tuple(record) for record in records[: min(count, RECORDS)].tolist()), (count,)]
 
 
 def made(seed: int, window: int | None) -> Tables:
@@ -115,6 +146,53 @@ def test_every_slot_is_looked_at_in_turn() -> None:
     tables = made(5, 128)
     spoil(tables, 8)
     assert sorted(found) == tables.check(1)[:-1]
+
+
+@pytest.mark.parametrize("window", [None, 128])
+def test_right_copies_have_no_violations(window: int | None) -> None:
+    """Rows that `block_tables` gathered, padding among them, are as they must be; nothing is changed."""
+    for seed in range(10):
+        tables = made(seed, window)
+        copies = tables.copies()
+        before = copies.clone()
+        assert tables.check_copies(copies, 1) == [(0,)]
+        assert torch.equal(copies, before)
+
+
+@pytest.mark.parametrize("window", [None, 128])
+def test_each_fault_in_a_copy_is_recorded(window: int | None) -> None:
+    """A stale tail, an id in a padding row, another row's pages, an id of no pool: by row, slot and entry; the last is mended."""
+    tables = made(3, window)
+    copies = tables.copies()
+    slot, position = int(tables.slots[0]), int(tables.positions[0])
+    first = 0 if window is None else max(position - window + 1, 0) // PAGE
+    wanted = int(copies[0, 0])
+    copies[0, -1], copies[0, 0], copies[ROWS - 1, 2] = 9, 2**31 - 7, 5
+    assert tables.check_copies(copies, 1) == [
+        (COPIED_ENTRY, 1, slot, first, 2**31 - 7, wanted, 0, position),
+        (COPIED_ENTRY, 1, slot, first + copies.shape[1] - 1, 9, 0, 0, position),
+        (COPIED_ENTRY, 1, SLOTS - 1, 2, 5, 0, ROWS - 1, -1),
+        (3,),
+    ]
+    assert (int(copies[0, 0]), int(copies[0, -1])) == (wanted, 9)
+    copies = tables.copies()
+    copies[1] = copies[0]
+    found = tables.check_copies(copies, 1)
+    assert found[-1][0] == int((copies[0] != tables.copies()[1]).sum()) > 0
+    assert all(record[2] == int(tables.slots[1]) and record[6] == 1 for record in found[:-1])
+
+
+def interpreted_copies_equal_the_reference() -> None:
+    """The same records and repairs, sampled and not, with a window and without; a fault more is a record more."""
+    for seed, window, every in ((0, None, 1), (1, 128, 1), (2, None, 4)):
+        tables, rng = made(seed, window), random.Random(seed)
+        copies = tables.copies()
+        for _ in range(6):
+            copies[rng.randrange(ROWS), rng.randrange(copies.shape[1])] = rng.choice([0, 7, PAGES, -5])
+        again = copies.clone()
+        assert usable(copies)
+        assert tables.check_copies(copies, every) == tables.check_copies(again, every, reference=True)
+        assert torch.equal(copies, again)
 
 
 def interpreted_kernel_equals_reference() -> None:

@@ -2,7 +2,8 @@
 
     SIGNATURES        parameters and defaults of both functions, in order, by version (read from the published wheels)
     DECODE_FFI ...    names of what the Python front end passes to the compiled launcher, by position (0.7.1 to 0.7.2.post1)
-    KernelStandIn     answers in fp64 what the launcher would compute; refuses what a kernel would take for something else
+    XQA_FFI           the same for xqa's launcher, which serves decode rows where there is no trtllm-gen (0.7.2.post1)
+    KernelStandIn     answers in fp64 what a launcher would compute; refuses what a kernel would take for something else
 
 The stand-in reads as the kernels do: whole steps of 256 keys, from the first one that a window reaches; every page id in them must
 be one of the pool's. A value that is masked is multiplied by zero, so NaN there shows.
@@ -58,6 +59,13 @@ CONTEXT_FFI = (
     "skip_softmax_threshold_scale_factor uses_shared_paged_kv_idx use_fp16_softmax uses_spcompress is_causal lse lse_scale "
     "lse_stride_tokens lse_stride_heads"
 ).split()
+_XQA = (
+    "run_sm90_fp8_mha sm_count num_kv_heads sliding_win_size q_scale output rcp_out_scale query sinks k_cache v_cache k_sf_cache "
+    "v_sf_cache page_table max_seq_len seq_lens batch_size kv_scale semaphores workspace_buffer enable_pdl q_seq_len "
+    "q_cu_seq_lens mask"
+)
+XQA_FFI = _XQA.split()
+XQA_SEMAPHORES = 8 << 20  # bytes at the workspace's beginning
 
 
 def signature(text: str) -> inspect.Signature:
@@ -98,7 +106,43 @@ class KernelStandIn:
         assert int(starts.diff().max()) <= given["max_q_len"]
         self._run(given, starts.tolist())
 
+    def xqa(self, *arguments: Any) -> None:
+        """xqa's compiled launcher: one query a row; the caches come as [pages, page, kv_heads, d]."""
+        asked = dict(zip(XQA_FFI, arguments, strict=True))
+        query, lengths = asked["query"], asked["seq_lens"]
+        assert query.shape[1] == lengths.shape[1] == asked["q_seq_len"] == 1, "a beam, or more queries than one"
+        assert query.is_contiguous()
+        assert not asked["run_sm90_fp8_mha"]
+        assert asked["max_seq_len"] == asked["page_table"].shape[1] * asked["k_cache"].shape[-3]
+        assert asked["semaphores"].nbytes == XQA_SEMAPHORES
+        assert not asked["semaphores"].any(), "semaphores are zero between launches"
+        assert asked["workspace_buffer"].nbytes > 0
+        assert asked["rcp_out_scale"] == 1.0
+        for name in ("sinks", "k_sf_cache", "v_sf_cache", "q_cu_seq_lens", "mask"):
+            assert asked[name] is None, name
+        given = {
+            "query": query[:, 0],
+            "out": asked["output"][:, 0],
+            "key_cache": asked["k_cache"].transpose(-3, -2),
+            "value_cache": asked["v_cache"].transpose(-3, -2),
+            "block_tables": asked["page_table"],
+            "seq_lens": lengths[:, 0],
+            "max_kv_len": asked["max_seq_len"],
+            "max_q_len": 1,
+            "batch_size": asked["batch_size"],
+            "window_left": asked["sliding_win_size"] - 1 if asked["sliding_win_size"] else -1,
+            "bmm1_scale": asked["q_scale"] * asked["kv_scale"] * query.shape[-1] ** -0.5,
+            "bmm2_scale": asked["kv_scale"],
+            "enable_pdl": asked["enable_pdl"],
+        }
+        assert given["key_cache"].shape[1] == asked["num_kv_heads"]
+        self._answer(given, list(range(given["batch_size"] + 1)))
+
     def _run(self, given: dict[str, Any], starts: list[int]) -> None:
+        self._check_scratch(given)
+        self._answer(given, starts)
+
+    def _answer(self, given: dict[str, Any], starts: list[int]) -> None:
         self.calls.append(given)
         self._check(given)
         tables, lengths = given["block_tables"], given["seq_lens"].tolist()
@@ -114,11 +158,16 @@ class KernelStandIn:
         assert tables.shape[0] == lengths.shape[0] == given["batch_size"]
         assert 1 <= int(lengths.min()) <= int(lengths.max()) <= given["max_kv_len"], "another kernel would be chosen"
         assert given["window_left"] >= -1
-        assert given["uses_shared_paged_kv_idx"] is True
         assert given["key_cache"].stride() == given["value_cache"].stride(), "V's strides are taken from K"
         assert given["key_cache"].stride(-1) == query.stride(-1) == 1
         assert given["out"].is_contiguous()
-        workspace, counters = given["workspace_buffer"], given["multi_ctas_kv_counter_buffer"]
+        for name in ("bmm1_scale", "bmm2_scale"):
+            assert isinstance(given[name], float), f"{name}: a tensor costs a launch each call"
+
+    def _check_scratch(self, given: dict[str, Any]) -> None:
+        """What trtllm-gen's launcher is given beside rows and pages."""
+        assert given["uses_shared_paged_kv_idx"] is True
+        query, workspace, counters = (given[name] for name in ("query", "workspace_buffer", "multi_ctas_kv_counter_buffer"))
         assert given["workspace_size"] == workspace.numel() * workspace.element_size()
         assert not counters.any(), "counters are zero between launches"
         needed = max(given["batch_size"] * query.shape[1], PROCESSORS)
@@ -126,8 +175,6 @@ class KernelStandIn:
         for name in ("out_scale_factor", "attention_sinks", "key_block_scales", "value_block_scales", "lse", "use_fp16_softmax"):
             assert given[name] is None, name
         assert given["skip_softmax_threshold_scale_factor"] is None
-        for name in ("bmm1_scale", "bmm2_scale"):
-            assert isinstance(given[name], float), f"{name}: a tensor costs a launch each call"
 
     def _row(self, given: dict[str, Any], query: Tensor, table: Tensor, length: int) -> Tensor:
         """query fp64 [n, heads, d], the last n of `length` keys."""
@@ -202,16 +249,19 @@ def _positional(given: Mapping[str, Any], names: list[str]) -> list[Any]:
     return [known[name] for name in names]
 
 
-def real(kernel: KernelStandIn, patch: pytest.MonkeyPatch) -> FlashInfer:
-    """The installed FlashInfer's own front end, with `kernel` in place of its compiled launcher. Skips where there is none."""
+def real(kernel: KernelStandIn, patch: pytest.MonkeyPatch, kernels: Kernels = "trtllm-gen") -> FlashInfer:
+    """The installed FlashInfer's own front end, with `kernel` in place of its compiled launchers. Skips where there is none."""
     if importlib.util.find_spec("flashinfer") is None:
         pytest.skip("FlashInfer is not installed (make install-gpu): its front end is tested where it is")
     patch.setenv("FLASHINFER_NO_DOWNLOAD", "1")
-    found = load_for("trtllm-gen")
+    found = load_for(kernels)
     import flashinfer.decode
     import flashinfer.prefill
 
-    for module in (flashinfer.decode, flashinfer.prefill):
-        patch.setattr(module, "get_trtllm_gen_fmha_module", lambda: kernel)
+    xqa = importlib.import_module("flashinfer.xqa")  # the package names a function so, too
+    for module in (flashinfer.decode, flashinfer.prefill, xqa):
+        patch.setattr(module, "get_trtllm_gen_fmha_module", lambda: kernel, raising=module is not xqa)
         patch.setattr(module, "get_device_sm_count", lambda _: PROCESSORS)
+    patch.setattr(xqa, "get_compute_capability", lambda _: (9, 0))
+    patch.setattr(xqa, "get_xqa_module", lambda *_: kernel)
     return found

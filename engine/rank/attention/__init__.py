@@ -8,7 +8,7 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.geometry import Geometry
-from engine.rank.attention.base import AttentionBackend, DecodePart, ExtendPart, Kind, PartSettings
+from engine.rank.attention.base import AttentionBackend, CopyCheck, DecodePart, ExtendPart, Kind, PartSettings
 from engine.rank.attention.paged import PagedDecode, PagedExtend
 from engine.rank.attention.router import AttentionRouter
 from engine.rank.attention.trtllm import TrtllmDecode, TrtllmExtend, TrtllmScratch, load
@@ -36,17 +36,23 @@ class AskedAttention:
 
 
 def attention_backend(
-    asked: str | AskedAttention | None, geometry: Geometry, cache: KVCache, tp: int, buckets: Sequence[int], device: torch.device
+    asked: str | AskedAttention | None,
+    geometry: Geometry,
+    cache: KVCache,
+    tp: int,
+    buckets: Sequence[int],
+    device: torch.device,
+    check: CopyCheck | None = None,
 ) -> AttentionBackend:
     """The backends asked for, one name for all; ConfigError lists the names there are, or says why one cannot run here.
 
-    buckets: the numbers of rows that decode steps are padded to, ascending.
+    buckets: the numbers of rows that decode steps are padded to, ascending;  check: of the page ids that parts copy.
     """
     if not isinstance(asked, AskedAttention):
         asked = AskedAttention(asked, asked)
     unsound = asked.unsound
     named: dict[Kind, str] = {"decode": _checked(asked.decode, device), "extend": _checked(asked.extend, device)}
-    settings = PartSettings(geometry.heads // tp, geometry.eps, tuple(buckets), device)
+    settings = PartSettings(geometry.heads // tp, geometry.eps, tuple(buckets), device, check)
     theirs = {
         (kind, group.group.index)
         for kind, backend in named.items()

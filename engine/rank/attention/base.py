@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from engine.geometry import Layer
+from engine.geometry import KVGroup, Layer
 from engine.rank.batch import ForwardBatch
 from engine.rank.kv import GroupCache
 
@@ -21,14 +21,24 @@ Kind = Literal["decode", "extend"]  # of rows
 Norms = tuple[Tensor, Tensor | None]  # weights [head_dim] of q's norm and, where the layer owns K and V, of k's
 
 
+class CopyCheck(Protocol):
+    """Holds rows of page ids that a part copied from its group's table against what the plans say (`debug_pages`)."""
+
+    def __call__(self, group: KVGroup, copies: Tensor, slots: Tensor, positions: Tensor, window: int | None) -> None:
+        """As `kernels.table_check.check_copies`. A graph can hold it."""
+        ...
+
+
 @dataclass(frozen=True)
 class PartSettings:
-    """What parts are made for. heads: query heads of this rank; buckets: the rows that decode steps are padded to, ascending."""
+    """What parts are made for. heads: query heads of this rank; buckets: the rows that decode steps are padded to, ascending;
+    check: called by a part for the rows of page ids that it copies, before a kernel reads them."""
 
     heads: int
     eps: float
     buckets: tuple[int, ...]
     device: torch.device
+    check: CopyCheck | None = None
 
 
 @dataclass(frozen=True)

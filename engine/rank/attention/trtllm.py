@@ -194,6 +194,8 @@ class TrtllmDecode:
         rows = TableRows(self._tables[:count], self._lengths[:count], cache.read_width * cache.group.page)
         places = (batch.slots[first:], batch.positions[first:])
         block_tables(cache.table, *places, cache.group.page, cache.group.window, rows.tables, rows.lengths)
+        if self._settings.check is not None:
+            self._settings.check(cache.group, rows.tables, *places, cache.group.window)
         return rows
 
     def attend(self, qkv: Tensor, layer: Layer, norms: Norms, batch: ForwardBatch, plan: TableRows, out: Tensor) -> None:
@@ -239,6 +241,8 @@ class TrtllmExtend:
         begins = torch.arange(0, table.shape[1] * page, page, device=table.device)
         held = table[slots.long()].masked_fill_(begins >= lengths[:, None], 0)  # pages that are reserved ahead, or nobody's
         rows = TableRows(held, lengths, table.shape[1] * page)
+        if self._settings.check is not None:
+            self._settings.check(self._cache.group, held, slots, lengths - 1, None)
         return ChunkRows(rows, query_sums, key_sums, max(chunk.size for chunk in batch.chunks))
 
     def attend(self, q: Tensor, layer: Layer, plan: ChunkRows, out: Tensor) -> None:

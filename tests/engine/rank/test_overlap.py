@@ -1,7 +1,6 @@
 """The worker's loop and the real core around a device that takes time: it must never stand idle while there is work."""
 
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,19 +16,11 @@ from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.geometry import KVGroup
 from engine.lifeline import BootArgs
 from engine.plan import encode_rows, read_plan
-from engine.protocol import (
-    Control,
-    FrameReader,
-    GenerateRequest,
-    SamplingParams,
-    decode_token_batch,
-    encode_message,
-    frame,
-    pack_tokens,
-)
+from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
 from engine.rank.step_clock import StepClock
 from engine.rank.worker import Worker
 from engine.rank_status import StatusBlock
+from tests.support.engine.core_loop import running
 
 pytestmark = [pytest.mark.cpu, pytest.mark.alone]
 
@@ -96,24 +87,15 @@ def wires() -> Iterator[Wires]:
 
 def serve(worker: Callable[[SlowDevice, Wires], Worker]) -> list[float]:
     """One request of TOKENS tokens through core and worker: how long the device stood idle before each step but the first."""
-    ours, theirs = socket.socketpair()
-    device = SlowDevice()
-    with ours, theirs, wires() as ends:
-        scheduler = Scheduler(SchedulerConfig(GROUPS, (8,), 2, 256, 64))
-        core = Core(scheduler, RingExecutor(ends.args), FrontLink(theirs), ends, Waiter())  # type: ignore[arg-type]
-        threads = [threading.Thread(target=core.run), threading.Thread(target=worker(device, ends).run)]
-        for thread in threads:
-            thread.start()
-        request = GenerateRequest(id=1, prompt=pack_tokens([1] * 10), params=SamplingParams(max_tokens=TOKENS))
-        ours.sendall(frame(encode_message(request)))
-        frames, ended = FrameReader(), False
-        while not ended:
-            batches = [decode_token_batch(raw) for raw in frames.feed(ours.recv(1 << 16))]
-            ended = any(output.finish for batch in batches for output in batch.outputs)
-        ours.sendall(frame(encode_message(Control(action="stop"))))
-        for thread in threads:
-            thread.join(10)
-            assert not thread.is_alive()
+    device, scheduler = SlowDevice(), Scheduler(SchedulerConfig(GROUPS, (8,), 2, 256, 64))
+    with wires() as ends:
+        ranks = threading.Thread(target=worker(device, ends).run)
+        with running(lambda sock: Core(scheduler, RingExecutor(ends.args), FrontLink(sock), ends, Waiter())) as front:  # type: ignore[arg-type]
+            ranks.start()
+            front.send(GenerateRequest(id=1, prompt=pack_tokens([1] * 10), params=SamplingParams(max_tokens=TOKENS)))
+            front.until_ended(1)
+        ranks.join(10)
+        assert not ranks.is_alive()
     assert len(device.idle_s) == TOKENS - 1
     return device.idle_s
 

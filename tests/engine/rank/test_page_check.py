@@ -2,8 +2,11 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +16,8 @@ from engine.errors import ConfigError, PageViolation
 from engine.geometry import KVGroup, kv_groups, read_geometry
 from engine.plan import Admission, PageAppend, PageRelease, PrefillChunk, StepPlan, encode_plan, read_plan
 from engine.protocol import SamplingParams
+from engine.rank import attention
+from engine.rank.attention import trtllm
 from engine.rank.kv import GroupCache
 from engine.rank.page_check import SAMPLED, PageCheck
 from engine.rank.page_dump import PageDump, read_dump
@@ -24,6 +29,7 @@ from tests.conftest import Nano
 from tests.golden.record import load
 from tests.support.engine.ranks import Ranks, run, single
 from tests.support.engine.recording import PAGES, config_of, tokens_of
+from tests.support.flashinfer_calls import PROCESSORS, KernelStandIn, pinned
 
 pytestmark = pytest.mark.cpu
 
@@ -190,6 +196,98 @@ def test_two_steps_out(ranks: dict[str, Rank]) -> None:
 def pages_of(runner: Runner) -> PageCheck:
     assert runner.pages is not None
     return runner.pages
+
+
+# ---- FlashInfer's parts, which copy page ids into rows of their own
+
+
+@pytest.fixture
+def flashinfer(monkeypatch: pytest.MonkeyPatch, ranks: dict[str, Rank]) -> Rank:
+    """A rank whose attention is FlashInfer's parts over a stand-in for its kernels, every table checked."""
+    monkeypatch.setattr(attention, "_checked", lambda name, _: name or "reference")
+    monkeypatch.setattr(attention, "load", lambda *_, **__: pinned("0.7.2.post1", KernelStandIn()))
+    monkeypatch.setattr(trtllm, "processors", lambda _: PROCESSORS)
+    monkeypatch.setattr(trtllm, "check_group", lambda *_: None)
+    rank = ranks["every"]
+    return replace(rank, config=msgspec.structs.replace(rank.config, attention="trtllm_mha"))
+
+
+CopyPlant = Callable[[Runner, KVGroup, Tensor], None]
+
+
+def copied_stale_tail(runner: Runner, group: KVGroup, copies: Tensor) -> None:
+    """The last tenant of the memory left an id behind a row's end."""
+    copies[0, -1] = 3
+
+
+def copied_longest_row(runner: Runner, group: KVGroup, copies: Tensor) -> None:
+    """The longest row was copied over another, to the batch's maximum."""
+    longest = int((copies != 0).sum(1).argmax())
+    copies[1 - longest if longest < 2 else 0] = copies[longest]
+
+
+def copied_other_pools_id(runner: Runner, group: KVGroup, copies: Tensor) -> None:
+    """A row of one group holds the id that the other group has at that entry."""
+    pages = pages_of(runner)
+    slot = decoding(STEP)
+    own, other = (int(pages.map.tables[index][slot].max()) for index in (group.index, 1 - group.index))
+    copies[0, 0] = other if other != own else own + 1
+
+
+def copied_poison(runner: Runner, group: KVGroup, copies: Tensor) -> None:
+    """An id that no pool has, in use: FlashInfer must not see it."""
+    copies[0, 0] = 2**31 - 7
+
+
+COPY = "entry \\d+: attention's copy names page"
+COPIED = {
+    copied_stale_tail: rf"row 0 at position \d+, slot \d, group {{group}}, {COPY} 3, expected no page; .*page 3",
+    copied_longest_row: rf"row \d at position \d+, slot \d, group {{group}}, {COPY} \d+, .*; page \d+ is slot \d's entry \d",
+    copied_other_pools_id: rf"row 0 at position \d+, slot \d, group {{group}}, {COPY} \d+, expected page \d+; (page|nobody|its)",
+    copied_poison: rf"row 0 at .*, slot \d, group {{group}}, {COPY} 2147483641, expected page \d+; its pool has \d+ pages",
+}
+
+
+def with_plant(monkeypatch: pytest.MonkeyPatch, rank: Rank, steps: int, name: str, plant: CopyPlant) -> Runner:
+    """A runner behind so many plans. From then on a group's copied rows, which FlashInfer reads next, are wrong: behind the gather,
+    as the check is asked."""
+    check, armed = PageCheck.check_copies, list[Runner]()
+
+    def wrong(self: PageCheck, group: KVGroup, copies: Tensor, *places: Any) -> None:
+        if armed and group.name == name:
+            plant(armed[0], group, copies)
+        check(self, group, copies, *places)
+
+    monkeypatch.setattr(PageCheck, "check_copies", wrong)
+    armed.append(runner := started(rank, steps))
+    return runner
+
+
+def test_flashinfers_copies_are_right(flashinfer: Rank) -> None:
+    """The golden stream's first steps, mixed ones among them, give their tokens by FlashInfer's parts under the check."""
+    runner = build(flashinfer, PAGES)
+    assert tokens_of([run(runner, plan) for plan in PLANS[: STEP + 4]]) == tokens_of(RESULTS[: STEP + 4])
+
+
+@pytest.mark.parametrize(("plant", "name"), list(zip(COPIED, ["sliding", "full"] * 2, strict=True)))
+def test_a_fault_in_a_copy_is_found_in_its_step(
+    flashinfer: Rank, monkeypatch: pytest.MonkeyPatch, plant: CopyPlant, name: str
+) -> None:
+    """Row, slot, group, entry and owner are named in the step that would have read it; the page table, which is right, is not."""
+    message = violation(with_plant(monkeypatch, flashinfer, STEP - 1, name, plant), STEP - 1)
+    assert message.startswith(f"step {STEP}: ")
+    assert re.search(COPIED[plant].format(group=name), message), message
+    assert len(re.findall("names page", message)) == len(re.findall("copy names page", message))
+    if plant is copied_stale_tail:
+        assert replay_dump(dump_of(message), resolve("nano:31b"), "cpu", print) is None  # the dump's tables are right
+
+
+@pytest.mark.parametrize("plant", [copied_stale_tail, copied_poison])
+def test_a_fault_in_a_chunks_copy_is_found(flashinfer: Rank, monkeypatch: pytest.MonkeyPatch, plant: CopyPlant) -> None:
+    """The rows that prefill reads are held against the plans too."""
+    at = next(at for at, plan in enumerate(PLANS) if plan.chunks and not plan.decodes)
+    message = violation(with_plant(monkeypatch, flashinfer, at, "full", plant), at)
+    assert re.search(COPIED[plant].format(group="full"), message), message
 
 
 # ---- plans that contradict those before them

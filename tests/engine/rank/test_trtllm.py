@@ -28,7 +28,17 @@ from engine.rank.weights import load
 from kernels.qkv import qkv_post
 from tests.support.engine.kv_scene import FULL, SLIDING, Kind, Scene, attended, ours, relative, scene, theirs
 from tests.support.engine.paged import Backend, PlantFault, caches, run_steps, script
-from tests.support.flashinfer_calls import CONTEXT_FFI, DECODE_FFI, PROCESSORS, SIGNATURES, KernelStandIn, pinned, real, signature
+from tests.support.flashinfer_calls import (
+    CONTEXT_FFI,
+    DECODE_FFI,
+    PROCESSORS,
+    SIGNATURES,
+    XQA_SEMAPHORES,
+    KernelStandIn,
+    pinned,
+    real,
+    signature,
+)
 
 pytestmark = pytest.mark.cpu
 
@@ -117,6 +127,29 @@ def test_decode_rows_at_the_models_shapes(kind: Kind, scratch_for: ScratchFor) -
         wide = it.copy()
         wide.cache.group = replace(wide.cache.group, window=kind.window + 1)
         assert relative(attended(wide, theirs(wide, scratch)), want) > 20 * BF16
+
+
+@pytest.mark.parametrize("kind", [SLIDING, replace(FULL, page=64), Kind(8, 1, 256, 512, sides=0)])
+def test_decode_rows_by_xqa(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no trtllm-gen, the installed front end's way to xqa gives the house's own attention, pages included; a window
+    of one key more does not."""
+    it = scene(kind, [1023, 1024, 1500, 0, -1, 31, 32], dtype=torch.bfloat16)
+    kernel = KernelStandIn()
+    scratch = TrtllmScratch(real(kernel, monkeypatch, "xqa"), it.settings, XQA_SEMAPHORES + WORKSPACE)
+
+    def decoded(one: Scene) -> Tensor:
+        parts = [TrtllmDecode(one.cache, one.settings, scratch)]
+        return attended(one, AttentionRouter(parts, [PagedExtend(one.cache, one.settings)], one.settings))
+
+    other, want = it.copy(), ours(it)
+    assert relative(decoded(other), want) < BF16
+    assert torch.equal(other.cache.pool, it.cache.pool)
+    (given,) = kernel.calls
+    assert given["window_left"] == (-1 if kind.window is None else kind.window - 1)
+    assert given["key_cache"].data_ptr() == other.cache.pool[0].data_ptr()
+    if kind.window is not None:
+        other.cache.group = replace(other.cache.group, window=kind.window + 1)
+        assert relative(decoded(other), want) > 20 * BF16
 
 
 @pytest.mark.usefixtures("any_shape")
