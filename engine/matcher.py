@@ -22,9 +22,16 @@ from engine.step_masks import mask_words
 
 _EXCERPT = re.compile(r"\n\s*\d+ \| ")  # how the grammar's text begins where llguidance shows it
 MAX_GRAMMAR_BYTES = 512 << 10
-_THREADS = max(1, min(8, (os.cpu_count() or 1) // 4))
 _MASKS_A_THREAD = 8  # at least: waking one takes as long as making some
 _LIMITS = LLParserLimits(max_items_in_row=2000, initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, step_max_items=50_000)
+
+
+def threads(most: int) -> int:
+    """How many threads of this process compile grammars, or make masks: a quarter of the machine's cores, for ranks share them."""
+    return max(1, min(most, (os.cpu_count() or 1) // 4))
+
+
+_MASK_THREADS = threads(8)
 
 
 class Vocabulary:
@@ -38,7 +45,7 @@ class Vocabulary:
         self, pieces: Sequence[bytes], special: frozenset[int], ends: Sequence[int], encode: Callable[[str], list[int]]
     ) -> None:
         self.size = len(pieces)
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="masks")  # llguidance leaves the interpreter to others
+        self._threads = ThreadPoolExecutor(_MASK_THREADS, thread_name_prefix="masks")  # llguidance leaves the interpreter to others
         self._tokenizer = LLTokenizer(_Pieces(pieces, special, ends, encode), n_vocab=len(pieces), eos_token=list(ends))  # type: ignore[arg-type]
 
     @classmethod
@@ -69,7 +76,7 @@ class Vocabulary:
     def masks(self, matchers: Sequence["Matcher"]) -> np.ndarray:
         """int32 [n, words]: each matcher's mask as in `engine.step_masks`, zeros where it has failed; many by several threads."""
         bits = np.zeros((len(matchers), mask_words(self.size)), np.int32)
-        parts = max(1, min(_THREADS, len(matchers) // _MASKS_A_THREAD))
+        parts = max(1, min(_MASK_THREADS, len(matchers) // _MASKS_A_THREAD))
         others = [self._threads.submit(_fill, matchers[at::parts], bits[at::parts]) for at in range(1, parts)]
         _fill(matchers[::parts], bits[::parts])
         for other in others:

@@ -49,14 +49,29 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     trigger: int | None = None
 
 
+class ThoughtBudget(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The most tokens of a reply's thoughts, together: behind the last of them only `end` may come.
+
+    Counted are tokens behind `begin` and the `label` tokens that follow it, up to `end` or `begin_call` (where there are tools).
+    `open_label`: the prompt has left a thought open, and so many of its label's tokens are still to come; None: it has not.
+    """
+
+    tokens: int
+    begin: int
+    end: int
+    label: int = 0
+    begin_call: int | None = None
+    open_label: int | None = None
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How one request samples; validated once at the edge, the seed resolved there.
 
     temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off. `logprobs` is the number of alternatives reported a token (0:
     the chosen one alone; None: nothing). `stop_ids` end the request; they are masked until `min_tokens` tokens are out. The
     edge puts the end ids among them unless the client ignores those. Stop strings are text and stay in `front/text`.
-    `prompt_logprobs`: the same of the prompt's tokens, from the second on. `adjustments` None: there are none. `grammar` stays
-    in the core, which makes masks of it.
+    `prompt_logprobs`: the same of the prompt's tokens, from the second on. `adjustments` None: there are none. `grammar` and
+    `thought` stay in the core, which makes masks of them.
     """
 
     max_tokens: int
@@ -71,6 +86,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: int | None = None
     adjustments: LogitAdjustments | None = None
     grammar: Grammar | None = None
+    thought: ThoughtBudget | None = None
+
+    @property
+    def needs_masks(self) -> bool:
+        """Whether the core says which tokens may come."""
+        return self.grammar is not None or self.thought is not None
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):

@@ -31,6 +31,18 @@ def mask_words(vocabulary: int) -> int:
     return -(-vocabulary // 32)
 
 
+def only(token: int, vocabulary: int) -> np.ndarray:
+    """int32 [words]: nothing but `token` may come."""
+    bits = np.zeros(mask_words(vocabulary), np.uint32)
+    bits[token // 32] = 1 << token % 32
+    return bits.view(np.int32)
+
+
+def allows(bits: np.ndarray, token: int) -> bool:
+    """Whether `token` may come by the mask `bits`, int32 [words]."""
+    return bool(bits[token // 32] >> token % 32 & 1)
+
+
 def masked_rows(vocabulary: int) -> int:
     """How many masked rows a step may have: MAX_MASKED_ROWS, or as many as fit a record of the ring."""
     return min(MAX_MASKED_ROWS, (MAX_RECORD - _HEADER.size) // (4 * (1 + mask_words(vocabulary))))

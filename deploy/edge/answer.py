@@ -4,12 +4,12 @@
 
 Headers wait for the engine's first word, so that a refusal is a plain 4xx. After them a stream ends in exactly one of three ways:
 finish chunks and `[DONE]`; one error event; or, when the client has gone, nothing. No timer ever holds a token back: while a
-write waits for the client, tokens pile up in the engine client's stream and leave as one chunk.
+write waits for the client, tokens pile up in the engine client's stream and leave as one chunk. A step's tokens become events of
+all streams before the first is written (DeltaReader), so that the ingress wakes up once a step and not once a stream.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import aclosing
+from collections.abc import Iterator
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -20,7 +20,7 @@ from deploy.edge.observe.record import RequestRecord, record_of
 from deploy.edge.response_format import ResponseFormat, Usage
 from deploy.edge.service import Service
 from engine.errors import Overloaded, QuartetError, SlowReader
-from engine.front.generation import Delta, Generation, Job, merged
+from engine.front.generation import Delta, DeltaReader, Generation, Job
 from engine.protocol import AbortReason
 
 _SSE_HEADERS = [
@@ -41,7 +41,7 @@ class CompletionResponse(Response):
         self._streams = stream
         self._generations: list[Generation] = []
         self._tokens = 0
-        self._started = False
+        self._begun = self._started = False
         self._stuck = self._waited_too_long = False
         self._record: RequestRecord
 
@@ -77,9 +77,8 @@ class CompletionResponse(Response):
         ]
         try:
             self._submit()
-            async with aclosing(merged(self._generations)) as deltas:
-                whole = await (self._stream(deltas, send) if self._streams else self._whole(deltas, send))
-            if not whole:  # an aborted generation ends without a word, and only the timers abort one from outside
+            await (self._stream(send) if self._streams else self._whole(send))
+            if not self._is_complete:  # an aborted generation ends without a word, and only the timers abort one from outside
                 await self._fail(self._late(), send)
         except SlowReader as error:
             self._record.error = error
@@ -112,31 +111,38 @@ class CompletionResponse(Response):
             return Overloaded(f"The request has waited {limits.queue_timeout_s:g} s for its turn; please try again shortly.")
         return DeadlineExceeded(f"The request took longer than {limits.request_timeout_s:g} s.")
 
-    async def _whole(self, deltas: AsyncIterator[tuple[int, Delta]], send: Send) -> bool:
-        """Collect, then reply; False when some choice has no end."""
-        async for index, delta in deltas:
-            self._count(index, delta)
-            self._format.add(index, delta)
+    async def _whole(self, send: Send) -> None:
+        """Collect, then reply; nothing when some choice has no end."""
+        reader: DeltaReader[Iterator[tuple[int, Delta]]] = DeltaReader(self._generations, iter)
+        while not reader.has_ended:
+            for index, delta in await reader.next():
+                self._count(index, delta)
+                self._format.add(index, delta)
+                if delta.prompt is not None:
+                    await asyncio.sleep(0)  # others' turn: there may be many
         if not self._is_complete:
-            return False
+            return
         body = self._format.full(self._final_usage())
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
-        return True
 
-    async def _stream(self, deltas: AsyncIterator[tuple[int, Delta]], send: Send) -> bool:
-        """Event by event; False when some choice has no end."""
-        begun = False
-        async for index, delta in deltas:
-            events = b"" if begun else self._format.begin(self._usage())
-            begun = True
+    async def _stream(self, send: Send) -> None:
+        """Event by event; without an end when some choice has none."""
+        reader = DeltaReader(self._generations, self._events)
+        while not reader.has_ended:
+            events = await reader.next()
+            await self._write(events, send, more=not self._is_complete)
+
+    def _events(self, deltas: Iterator[tuple[int, Delta]]) -> bytes:
+        """What the client reads of them."""
+        events = b""
+        for index, delta in deltas:
+            events += b"" if self._begun else self._format.begin(self._usage())
+            self._begun = True
             self._count(index, delta)
             events += self._format.events(index, delta)
-            if complete := self._is_complete:
-                events += self._format.end(self._final_usage())
-            await self._write(events, send, more=not complete)
-        return self._is_complete
+        return events + self._format.end(self._final_usage()) if self._is_complete else events
 
     def _count(self, index: int, delta: Delta) -> None:
         self._tokens += len(delta.tokens)

@@ -34,40 +34,45 @@ class Admissions:
         """Hand each that is admitted to `begin`, while slots, pages and this step's budget last."""
         if not (self._requests.waiting and self._requests.free_slots and budget_left()):
             return
-        room, passed, size = Room(self._requests.running, self._allocator), [], 0
+        room, prefills, passed, size = Room(self._requests.running, self._allocator), self._prefills(), [], 0
         for sequence in self.candidates():
             if not (self._requests.free_slots and budget_left()):
                 return
             hit = self._allocator.find(sequence)
-            if self._waits(sequence, hit):
+            if self._waits(sequence, hit, prefills):
                 continue
-            following = size + _size(sequence, hit)
-            if size and following > MAX_ADMITTED:
-                return
-            if not self._may_begin(sequence, hit, room):
+            if not self._may_begin(sequence, hit, room, prefills):
                 if sequence.overtaken >= self._policy.overtaking:
                     return
                 passed.append(sequence)
                 continue
+            following = size + _size(sequence, hit)
+            if size and following > MAX_ADMITTED:
+                return
             self._admit(sequence, hit, changes)
             room.admitted(sequence)
             size = following
             for other in passed:
                 other.overtaken += 1
             begin(sequence, _admission(sequence))
+            prefills = self._prefills()
 
-    def _waits(self, sequence: Sequence, hit: Hit | None) -> bool:
+    def _prefills(self) -> list[Sequence]:
+        """Those who run and whose prompts' last results are still to come."""
+        return [sequence for sequence in self._requests.running if sequence.low < sequence.target]
+
+    def _waits(self, sequence: Sequence, hit: Hit | None, prefills: list[Sequence]) -> bool:
         """It has nothing to compute before the host has spoken, or another is about to compute what it begins with."""
         found = 0 if hit is None else hit.count * self._allocator.page
         if sequence.waits_for is not None and len(sequence.tokens) - found < 2:
             return True
-        return hit is not None and self._allocator.being_computed(sequence, hit, self._requests.running, self._gain)
+        return hit is not None and self._allocator.being_computed(sequence, hit, prefills, self._gain)
 
-    def _may_begin(self, sequence: Sequence, hit: Hit | None, room: Room) -> bool:
+    def _may_begin(self, sequence: Sequence, hit: Hit | None, room: Room, prefills: list[Sequence]) -> bool:
         """There are pages, and it is short or not too many long ones are being computed."""
         found = 0 if hit is None else hit.count * self._allocator.page
         if len(sequence.tokens) - found > self._budget:
-            long = sum(other.target - other.high > self._budget for other in self._requests.running)
+            long = sum(other.target - other.high > self._budget for other in prefills)
             if long >= self._policy.long and sequence.overtaken < self._policy.overtaking:
                 return False
         return room.fits(sequence, hit)

@@ -117,11 +117,13 @@ class Allocator:
         sequence.expected = 0 if hit is None else hit.count * self.page
 
     def find(self, sequence: Sequence) -> Hit | None:
-        """What of a waiting sequence is cached and may be used."""
+        """What of a waiting sequence is cached and may be used; looked up again once that may have changed."""
         if self.cache is None:
             return None
-        keys = self._keys(sequence, (len(sequence.tokens) - 1) // self.page)
-        return self.cache.find(keys[: sequence.reusable // self.page])
+        if sequence.hit is None or sequence.hit.version != self.cache.version:
+            self._keys(sequence, (len(sequence.tokens) - 1) // self.page)
+            sequence.hit = self.cache.find(self._keys(sequence, sequence.reusable // self.page))
+        return sequence.hit
 
     def attach(self, sequence: Sequence, hit: Hit, changes: Changes) -> None:
         """Let an admitted sequence share the pages of a hit: it goes on behind them, and leaves tails where others may."""
@@ -137,20 +139,33 @@ class Allocator:
         sequence.marks = sorted(mark for mark in marks if mark > hit.count)
         self._watch(sequence)
 
-    def being_computed(self, sequence: Sequence, hit: Hit, running: Iterable[Sequence], gain: int) -> bool:
-        """Whether a running prefill is about to compute `gain` tokens more of this prompt than the hit has.
+    def being_computed(self, sequence: Sequence, hit: Hit, prefills: Iterable[Sequence], gain: int) -> bool:
+        """Whether one of the running prefills is about to compute `gain` tokens more of this prompt than the hit has.
 
         It is asked to leave a tail where the two part: so the choices of one request, and a burst behind one system prompt,
         cost one prefill.
         """
-        for other in running:
-            if other.low < other.target:  # a result of its prefill is still to come
-                shared = min(equal_keys(sequence.keys, other.keys), sequence.reusable // self.page)
-                if shared * self.page > other.low and (shared - hit.count) * self.page >= gain:
-                    if shared not in other.marks:
-                        bisect.insort(other.marks, shared)
-                    return True
+        for other in prefills:
+            reusable = len(sequence.tokens) - 1 if self.scored_alike(other, sequence) else sequence.reusable
+            shared = min(equal_keys(sequence.keys, other.keys), reusable // self.page)
+            if shared * self.page > other.low and (shared - hit.count) * self.page >= gain:
+                if shared not in other.marks:
+                    bisect.insort(other.marks, shared)
+                return True
         return False
+
+    def scored_alike(self, one: Sequence, other: Sequence) -> bool:
+        """Whether logprobs of both's prompts are to be told from the same position on, and are the same: `other` need not compute
+        what `one` does. Without a cache it would gain nothing."""
+        if self.cache is None or not (one.scores and other.scores):
+            return False
+        if (one.scored, one.prompt, one.root, one.params.prompt_logprobs) != (
+            other.scored, other.prompt, other.root, other.params.prompt_logprobs
+        ):  # fmt: skip
+            return False
+        pages = (one.prompt - 1) // self.page
+        last, rest = slice(pages - 1, pages) if pages else slice(0), slice(pages * self.page, one.prompt)
+        return one.keys[last] == other.keys[last] and one.tokens[rest] == other.tokens[rest]
 
     def cache_passed_marks(self, sequence: Sequence) -> None:
         """Cache the prefixes whose ends the sequence has passed; the last one is its prompt's."""
@@ -177,7 +192,7 @@ class Allocator:
     def _keys(self, sequence: Sequence, count: int) -> list[bytes]:
         if len(sequence.keys) < count:
             extend_keys(sequence.keys, sequence.root, sequence.tokens, self.page, count)
-        return sequence.keys[:count]
+        return sequence.keys if len(sequence.keys) == count else sequence.keys[:count]
 
 
 def first_page(group: KVGroup, low: int) -> int:

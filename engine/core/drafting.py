@@ -87,6 +87,8 @@ class Drafts:
         self._admit(draft, shares)
         self._spend(draft, sum(shares.values()))
         self._run_any(draft)
+        if shares:
+            self._budget.planned(_chunks(draft), draft.beside)
         if not (plan.chunks or plan.decodes or plan.admissions):
             return None
         self._changes = Changes()
@@ -184,8 +186,8 @@ class Drafts:
         if draft.flight.prefill_tokens >= planned:
             return
         prefills = [sequence for sequence in self._requests.running if sequence.ready > 0]
-        chunks = [Prompt(chunk.end - chunk.start, chunk.start) for chunk in draft.plan.chunks]
-        rest = self._budget.share_rest([_prompt(sequence) for sequence in prefills], draft.budget, draft.beside, chunks)
+        prompts = [_prompt(sequence) for sequence in prefills]
+        rest = self._budget.share_rest(prompts, draft.budget, draft.beside, _chunks(draft))
         for sequence, share in zip(prefills, rest, strict=True):
             self._prefill(sequence, share, draft, may_preempt=False)
 
@@ -209,6 +211,11 @@ class Drafts:
 def _prompt(sequence: Sequence) -> Prompt:
     """What of a running sequence's prompt is to be computed."""
     return Prompt(sequence.ready, sequence.high)
+
+
+def _chunks(draft: Draft) -> list[Prompt]:
+    """The chunks that a plan has."""
+    return [Prompt(chunk.end - chunk.start, chunk.start) for chunk in draft.plan.chunks]
 
 
 def _use_mask(sequence: Sequence, draft: Draft) -> None:

@@ -160,7 +160,7 @@ class Core:
 
     def _handle(self, message: FrontMessage) -> None:
         match message:
-            case GenerateRequest() if message.params.grammar is not None:
+            case GenerateRequest() if message.params.needs_masks:
                 self._masks.add(_CLIENT, message)
             case GenerateRequest():
                 self._scheduler.add(_CLIENT, message)

@@ -1,4 +1,4 @@
-"""Which tokens may come next in requests with a grammar: a matcher for each, a mask after each of its tokens.
+"""Which tokens may come next in requests with a grammar, or with a budget of thought: masks, made after each of their tokens.
 
     step n's tokens committed --> consumed --> masks of step n + 1, whose forward runs meanwhile --> sent, all of a step at once
 
@@ -9,9 +9,11 @@ whose sequence has ended, was preempted or needs no mask any more is left out of
 
 With a trigger tokens are free until that id comes; what is in flight behind it is dropped, and once what follows is complete
 tokens are free again. A grammar that fails, or lets no token come, ends its own request.
+
+A thought whose budget ends with one of the tokens that may be planned before the next commit has its rows planned as masked:
+those before its end are free, and at the end only the marker may come (under a grammar: once that lets it come).
 """
 
-import os
 from array import array
 from collections import deque
 from collections.abc import Iterator
@@ -23,11 +25,12 @@ import numpy as np
 
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence
+from engine.core.thought_limit import ThoughtLimit
 from engine.errors import GenerationFailed
-from engine.matcher import Matcher, Vocabulary
-from engine.plan import StepPlan
-from engine.protocol import GenerateRequest
-from engine.step_masks import StepMasks, encode_masks, mask_words
+from engine.matcher import Matcher, Vocabulary, threads
+from engine.plan import DEPTH, StepPlan
+from engine.protocol import GenerateRequest, SamplingParams
+from engine.step_masks import StepMasks, allows, encode_masks, mask_words, only
 
 SLOW_S = 0.002  # CPU time of a mask that others shall not wait for: half of a forward of 31B on four H200
 SLOW_TOKENS = 16  # for which a grammar counts as slow after its last slow mask
@@ -38,9 +41,11 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class _Reply:
-    """A request with a grammar.
+    """A request with a grammar, or with a budget of thought.
 
-    compiled  a matcher at the grammar's beginning, and its mask there
+    compiled  a matcher at the grammar's beginning, and its mask there; None: it has no grammar
+    limit     of its thoughts
+    ending    it has no grammar now, and is masked because its thought may have to end
     matcher   of what is being written; None: nothing is
     read      tokens of the sequence, prompt included, that were looked at
     mask      int32 [words] for the token at index `length`
@@ -48,14 +53,31 @@ class _Reply:
     """
 
     sequence: Sequence
-    compiled: "Future[tuple[Matcher, np.ndarray]]"
+    compiled: "Future[tuple[Matcher, np.ndarray]] | None"
     trigger: int | None
+    limit: ThoughtLimit | None
     read: int
+    ending: bool = False
     matcher: Matcher | None = None
     mask: np.ndarray | None = None
     length: int = 0
     slow: int = 0
     making: "Future[np.ndarray] | None" = None
+
+    @property
+    def constrained(self) -> bool:
+        """Its next token is one of its grammar."""
+        return self.sequence.masked and not self.ending
+
+    @property
+    def waits(self) -> bool:
+        """For a thread."""
+        return self.constrained and (self.matcher is None or self.making is not None)
+
+    @property
+    def must_end(self) -> bool:
+        """The budget of its thought is used up by the tokens that were read."""
+        return self.limit is not None and self.limit.ends_at == self.read
 
 
 @dataclass(frozen=True)
@@ -69,8 +91,11 @@ class _Row:
 
     @property
     def free(self) -> bool:
-        """It needs no mask: what it gives is dropped, or the grammar is complete."""
-        return self.reply.sequence.number != self.number or not self.reply.sequence.masked
+        """It needs no mask: what it gives is dropped, the grammar is complete, or the thought need not end yet."""
+        reply, sequence = self.reply, self.reply.sequence
+        if sequence.number != self.number or not sequence.masked:
+            return True
+        return reply.ending and self.length < _present(_present(reply.limit).ends_at)
 
     @property
     def ready(self) -> bool:
@@ -95,30 +120,46 @@ class Masks:
         self._vocabulary = vocabulary
         self._replies: list[_Reply] = []
         self._planned: deque[tuple[int, list[_Row]]] = deque()  # steps whose masks have not gone out
-        self._compiler = compiler or ThreadPoolExecutor(max(1, min(4, (os.cpu_count() or 1) // 4)), thread_name_prefix="grammar")
+        self._compiler = compiler or ThreadPoolExecutor(threads(4), thread_name_prefix="grammar")
         self._slow = slow or ThreadPoolExecutor(1, thread_name_prefix="slow-mask")
 
     def __bool__(self) -> bool:
-        """Whether there are requests with a grammar, or ranks wait for masks."""
+        """Whether there are requests that need masks, or ranks wait for some."""
         return bool(self._replies or self._planned)
 
     @property
     def making(self) -> bool:
         """Whether a request waits for a thread, of whose end nobody is told."""
-        return any(reply.sequence.masked and (reply.matcher is None or reply.making is not None) for reply in self._replies)
+        return any(reply.waits for reply in self._replies)
 
     def add(self, client: int, request: GenerateRequest) -> None:
-        """Queue a request with a grammar, which is compiled meanwhile; or refuse it."""
+        """Queue a request that needs masks, whose grammar is compiled meanwhile; or refuse it."""
         grammar, known = request.params.grammar, self._scheduler.find(client, request.id)
-        assert grammar is not None, request
-        if self._vocabulary is None:
-            self._scheduler.refuse(client, request.id, _UNAVAILABLE)
+        if (refusal := self._refusal(request.params)) is not None:
+            self._scheduler.refuse(client, request.id, refusal)
             return
-        self._scheduler.add(client, request, masked=grammar.trigger is None)
+        self._scheduler.add(client, request, masked=grammar is not None and grammar.trigger is None)
         sequence = self._scheduler.find(client, request.id)
         if sequence is not None and known is None:
-            compiled = self._compiler.submit(self._compile, grammar.text)
-            self._replies.append(_Reply(sequence, compiled, grammar.trigger, len(sequence.tokens)))
+            self._begun(sequence, request.params)
+
+    def _refusal(self, params: SamplingParams) -> str | None:
+        """Why there can be no masks for a request; None: there can."""
+        if self._vocabulary is None:
+            return _UNAVAILABLE
+        if params.thought is not None and not 0 <= params.thought.end < self._vocabulary.size:
+            return f"the id {params.thought.end}, which is to end thoughts, is not one of the vocabulary"
+        return None
+
+    def _begun(self, sequence: Sequence, params: SamplingParams) -> None:
+        """A request was queued. Where its prompt leaves a thought open, that may have to end at once."""
+        grammar, length = params.grammar, len(sequence.tokens)
+        compiled = None if grammar is None else self._compiler.submit(self._compile, grammar.text)
+        limit = None if params.thought is None else ThoughtLimit(params.thought, length)
+        reply = _Reply(sequence, compiled, None if grammar is None else grammar.trigger, limit, length)
+        self._replies.append(reply)
+        if not sequence.masked and limit is not None:
+            self._end_thought_in_time(reply, limit)
 
     def advance(self) -> None:
         """Look at what was committed; to be called after each commit, and while something is `making`."""
@@ -158,9 +199,11 @@ class Masks:
             return False
         sequence = reply.sequence
         tokens, reply.read = sequence.tokens[reply.read :], len(sequence.tokens)
+        if reply.limit is not None:
+            reply.limit.read(tokens)
         try:
-            if not sequence.masked:
-                self._begin_at_trigger(reply, tokens)
+            if not reply.constrained:
+                self._follow_free(reply, tokens)
                 return False
             if reply.matcher is None:
                 self._begin(reply)
@@ -179,17 +222,31 @@ class Masks:
             reply.making = self._slow.submit(self._mask_of, reply.matcher)
         return not reply.slow
 
-    def _begin_at_trigger(self, reply: _Reply, tokens: "array[int]") -> None:
-        """Tokens are free: where the last of them is the trigger the grammar begins."""
+    def _follow_free(self, reply: _Reply, tokens: "array[int]") -> None:
+        """No grammar holds now: where the last of the tokens is the trigger it begins."""
         if reply.trigger in tokens:
             assert tokens[-1] == reply.trigger, (tokens, reply.trigger)
-            self._scheduler.constrain(reply.sequence)
+            reply.ending = False
+            self._scheduler.constrain(reply.sequence, len(reply.sequence.tokens))
             self._begin(reply)
+        elif reply.limit is not None:
+            self._end_thought_in_time(reply, reply.limit)
+
+    def _end_thought_in_time(self, reply: _Reply, limit: ThoughtLimit) -> None:
+        """No grammar holds now: its rows are masked where one that may be planned before the next commit has to end the thought."""
+        sequence, end, ending = reply.sequence, limit.ends_at, reply.ending
+        reply.ending = end is not None and end < len(sequence.tokens) + DEPTH
+        if end is not None and reply.ending and not ending:
+            self._scheduler.constrain(sequence, end, late=True)
+        elif ending and not reply.ending:
+            self._scheduler.release(sequence)
+        if reply.must_end:
+            self._made(reply, only(limit.end, _present(self._vocabulary).size))
 
     def _begin(self, reply: _Reply) -> None:
         """The first mask, once the grammar is compiled; GenerationFailed: it cannot be."""
-        if reply.compiled.done():
-            matcher, bits = reply.compiled.result()
+        if (compiled := _present(reply.compiled)).done():
+            matcher, bits = compiled.result()
             reply.matcher = matcher.fresh()
             self._made(reply, bits)
 
@@ -235,8 +292,10 @@ class Masks:
         reply.slow = SLOW_TOKENS if matcher.mask_s > SLOW_S else max(0, reply.slow - 1)
 
     def _made(self, reply: _Reply, bits: np.ndarray) -> None:
-        """The mask of the token behind those that were read is there."""
-        reply.mask, reply.length = bits, reply.read
+        """The mask of the token behind those that were read is there. Where a thought's budget is used up it may only end."""
+        end = reply.limit.end if reply.limit is not None and reply.must_end else None
+        reply.mask = bits if end is None or not allows(bits, end) else only(end, _present(self._vocabulary).size)
+        reply.length = reply.read
         self._scheduler.mask_ready(*reply.sequence.key, reply.length, late=not reply.slow)
 
 

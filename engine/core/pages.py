@@ -2,7 +2,8 @@
 
     free   nobody has it
     held   by one sequence or several
-    idle   by none, but the prefix cache keeps it: taken back when a sequence needs a page
+    idle   by none, but the prefix cache keeps it: taken back when a sequence needs a page; `idle_changes` counts how often one
+           becomes idle, or idle no more
 
 Page 0 is the null page: it is never handed out and every unused table entry names it.
 """
@@ -18,7 +19,7 @@ class PagePool:
     def __init__(self, group: KVGroup, pages: int) -> None:
         self.group = group
         self.total = pages - 1
-        self.idle = 0
+        self.idle = self.idle_changes = 0
         self._free = list(range(pages - 1, 0, -1))
         self._holders = [0] * pages
         self._kept = [0] * pages  # times that the prefix cache names it
@@ -62,7 +63,7 @@ class PagePool:
         for page in pages:
             if not self._holders[page]:
                 assert self._kept[page], page
-                self.idle -= 1
+                self._count_idle(-1)
             self._holders[page] += 1
 
     def give(self, pages: Iterable[int]) -> None:
@@ -72,7 +73,7 @@ class PagePool:
             self._holders[page] -= 1
             if not self._holders[page]:
                 if self._kept[page]:
-                    self.idle += 1
+                    self._count_idle(1)
                 else:
                     self._free.append(page)
 
@@ -95,9 +96,13 @@ class PagePool:
             assert self._kept[page] > 0, page
             self._kept[page] -= 1
             if not self._kept[page] and not self._holders[page]:
-                self.idle -= 1
+                self._count_idle(-1)
                 self._free.append(page)
         return len(self._free) - before
+
+    def _count_idle(self, change: int) -> None:
+        self.idle += change
+        self.idle_changes += 1
 
     def idle_in(self, pages: Iterable[int]) -> int:
         """How many of these kept pages no sequence holds."""

@@ -1,8 +1,8 @@
 """Who is admitted next, in which order prompts share a step, and how much of each it takes: pure functions, chosen by name.
 
     arrival   strictly in order: the oldest prompt takes what it can use, and a head of the queue that lacks pages blocks it
-    fair      shortest first, those who wait for a slot among them; every fourth step with prompt tokens is the oldest's first. Of
-              long prompts two are computed at a time. A request may be overtaken so many times, then it blocks
+    fair      shortest first, those who wait for a slot among them; a quarter of the prompts' steps, or of their time, is the
+              oldest's. Of long prompts two are computed at a time. A request may be overtaken so many times, then it blocks
 
 The order is by `priority` (lower first, as vLLM has it), then by arrival; it is also the reverse order of preemption.
 """
@@ -95,13 +95,23 @@ class StepEstimate:
 
 
 def shares(
-    prompts: list[Prompt], order: list[int], most: int, time: StepEstimate | None = None, target_ms: float = 0.0
+    prompts: list[Prompt],
+    order: list[int],
+    most: int,
+    time: StepEstimate | None = None,
+    target_ms: float = 0.0,
+    whole_ms: float = 0.0,
 ) -> list[int]:
-    """Tokens of each prompt in a step that computes `most` of them, and with `time` takes `target_ms`; they are added to it."""
+    """Tokens of each prompt in a step that computes `most` of them. With `time`, to which they are added, it takes `target_ms`;
+    `whole_ms` while all prompts so far end with it."""
     found = [0] * len(prompts)
     for at in order:
         wanted, behind = prompts[at]
         share = min(wanted, most if time is None else min(most, time.fitting(behind, target_ms)))
+        if time is not None and share < wanted <= min(most, time.fitting(behind, whole_ms)):
+            share = wanted
+        if share < wanted:
+            whole_ms = 0.0
         if share > 0:
             found[at] = share
             most -= share
@@ -144,11 +154,13 @@ class Room:
         """
         if not self._running:
             return True
-        for index, pool in enumerate(self._allocator.pools):
+        for index, pool in reversed(list(enumerate(self._allocator.pools))):  # full pages, of which long ones need most, first
             need = self._allocator.worst_pages(index, len(sequence.tokens) + 1)
             if hit is not None and hit.count:
-                cached = hit.full if pool.group.window is None else hit.tail
-                need = max(0, need - len(cached)) + pool.idle_in(cached)
+                if pool.group.window is None:
+                    need = max(0, need - len(hit.full)) + hit.idle_full
+                else:
+                    need = max(0, need - len(hit.tail)) + pool.idle_in(hit.tail)
             if need + self._promised[index] + self._running > pool.available:
                 return False
         return True

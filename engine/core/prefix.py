@@ -32,12 +32,18 @@ SPARED = 0.5
 
 @dataclass(frozen=True)
 class Hit:
-    """Of a prefix: pages that need not be computed, by group, and up to which page full attention knows it (`branch`)."""
+    """Of a prefix: pages that need not be computed, by group, and up to which page full attention knows it (`branch`).
+
+    idle_full   how many of the full pages nobody holds
+    version     `PrefixCache.version` up to whose next change all of this is so
+    """
 
     count: int
     full: "array[int]"
     tail: "array[int]"
     branch: int
+    idle_full: int
+    version: int
 
 
 @dataclass
@@ -55,6 +61,7 @@ class PrefixCache:
         self._full = full
         self._sliding = sliding
         self._share = share
+        self._changes = 0  # of what can be found
         self._root = Segment(None, 0, [], array("i"), array("i"))
         self._order: OrderedDict[Segment, None] = OrderedDict()
         self._tails: OrderedDict[Segment, None] = OrderedDict()
@@ -67,6 +74,11 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._order)
 
+    @property
+    def version(self) -> int:
+        """Grows with each change of what can be found, and of which full pages are idle."""
+        return self._changes + self._full.idle_changes
+
     # -- find
 
     def find(self, keys: list[bytes]) -> Hit:
@@ -78,7 +90,7 @@ class PrefixCache:
         full = array("i")
         for segment in reversed(list(last.path())):
             full.extend(segment.pages)
-        return Hit(last.end, full, last.tail, known)
+        return Hit(last.end, full, last.tail, known, self._full.idle_in(full), self.version)
 
     def _walk(self, keys: list[bytes]) -> tuple[Segment, int]:
         """(the last segment that is wholly a prefix of `keys`, pages that full attention knows)."""
@@ -117,6 +129,7 @@ class PrefixCache:
         if segment.tail is None:
             segment.tail = array("i", tail)
             self._tails[segment] = None
+            self._changes += 1
             if self._sliding is not None:
                 self._sliding.keep(tail)
         self._touch(segment)
@@ -136,6 +149,7 @@ class PrefixCache:
         return segment
 
     def _add(self, parent: Segment, keys: list[bytes], pages: list[int]) -> Segment:
+        self._changes += 1
         self._full.keep(pages)
         segment = Segment(parent, parent.end, keys, array("i", pages))
         parent.children[keys[0]] = segment
@@ -229,6 +243,7 @@ class PrefixCache:
     def _remove(self, segment: Segment) -> None:
         assert segment.parent is not None
         assert not segment.children
+        self._changes += 1
         if segment.tail is not None:
             self._drop_tail(segment)
         self.counters.evicted_pages += self._full.drop(segment.pages)
@@ -237,6 +252,7 @@ class PrefixCache:
 
     def _drop_tail(self, segment: Segment) -> None:
         assert segment.tail is not None
+        self._changes += 1
         if self._sliding is not None:
             self.counters.evicted_pages += self._sliding.drop(segment.tail)
         segment.tail = None

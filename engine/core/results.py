@@ -5,12 +5,15 @@ A row belongs to an admission: a sequence that was preempted or ended since has 
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from engine.core.requests import Requests
 from engine.core.sequence import Sequence
 from engine.plan import NUMBER_MASK, ResultRow, StepResult, has_numbers
 from engine.protocol import FinishReason, Output
+
+_MOST_CHOICES = 256  # of those that wait, how many are looked at
 
 
 class ChunkRow(NamedTuple):
@@ -64,7 +67,8 @@ class Results:
         self._commit_decodes(flight.decodes, result, first)
 
     def _commit_prompts(self, chunks: list[ChunkRow], result: StepResult) -> None:
-        """Logprobs of prompt tokens; what a chunk gave that was planned before a preemption, the next admission gives once more."""
+        """Logprobs of prompt tokens, told to the other choices that wait for them, too; what a chunk gave that was planned before a
+        preemption, the next admission gives once more."""
         rows = {(slot, number): logprobs for slot, number, logprobs in result.prompts}
         for sequence, number, _, _ in chunks if rows else ():
             logprobs = rows.get((sequence.slot, number & NUMBER_MASK))
@@ -74,8 +78,11 @@ class Results:
                 self._fail(sequence)
                 continue
             assert logprobs.first == sequence.scored + 1, (logprobs.first, sequence)
-            sequence.scored += logprobs.count
-            self._requests.emit(sequence.key[0], Output(id=sequence.key[1], prompt_logprobs=[logprobs]))
+            waiting = islice(self._requests.waiting, _MOST_CHOICES)
+            for each in [sequence, *(other for other in waiting if self._requests.allocator.scored_alike(sequence, other))]:
+                each.scored += logprobs.count
+                each.hit = None
+                self._requests.emit(each.key[0], Output(id=each.key[1], prompt_logprobs=[logprobs]))
 
     def _fail(self, sequence: Sequence) -> None:
         """What it computed was not finite."""

@@ -118,11 +118,12 @@ class Scheduler:
         """End a request that cannot go on; its client is told why."""
         self._requests.end(sequence, Output(id=sequence.key[1], finish=FinishReason.error, error=error))
 
-    def constrain(self, sequence: Sequence) -> None:
-        """From here on each of its tokens waits for `mask_ready`. What is in flight of it does not count: it is computed again."""
+    def constrain(self, sequence: Sequence, length: int, *, late: bool = False) -> None:
+        """From here on its tokens wait for `mask_ready`. What is in flight of it does not count where that gives the token at index
+        `length`: it is computed again. `late`: its rows are planned before their masks are made."""
         assert not self.config.drafts, "a row with drafts cannot be masked token by token"
-        sequence.masked, sequence.late_masks, sequence.waits_for = True, False, Wait.mask
-        if sequence.running and sequence.high > sequence.low:
+        sequence.masked, sequence.late_masks, sequence.waits_for = True, late, None if late else Wait.mask
+        if sequence.running and sequence.high >= length:
             self._requests.requeue(sequence)
 
     def release(self, sequence: Sequence) -> None:

@@ -15,6 +15,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from engine.core.pages import PageRun
+from engine.core.prefix import Hit
 from engine.protocol import SamplingParams
 
 Key = tuple[int, int]
@@ -42,6 +43,7 @@ class Sequence:
     cached      positions that it found in the prefix cache at its admission; `found`: at its first one; `expected`: those that
                 were there when it was queued
     marks       pages at whose ends it is to leave a prefix in the cache, ascending
+    hit         while it waits: what of it was cached when that was looked up last
     held        positions that it holds pages for, in every group
     release_at  value of `low` from which on a page can be given back
     """
@@ -65,6 +67,7 @@ class Sequence:
     found: int = 0
     expected: int = 0
     marks: list[int] = field(default_factory=list)
+    hit: Hit | None = None
     low: int = 0
     high: int = 0
     held: int = 0
@@ -117,7 +120,7 @@ class Sequence:
         self.slot, self.number = slot, number
         self.target = len(self.tokens)
         self.low = self.high = self.cached = self.held = self.release_at = 0
-        self.marks = []
+        self.marks, self.hit = [], None
         self.runs = [PageRun() for _ in range(groups)]
 
     def leave(self) -> int:

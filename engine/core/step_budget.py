@@ -1,26 +1,31 @@
 """How many prompt tokens a step computes, and whose: by the rows that it may have, and by how long it may take.
 
     rows    what decode rows leave of `prefill_budget`; a quarter of it is always the prompts'
-    time    with `tpot_target_ms`, so many that a step beside decode rows takes that long at most
+    time    with `tpot_target_ms`, so many that steps beside decode rows take that long on average
 
-Where even a few tokens take longer (a long prefix must be read; what is launched kernel by kernel takes longer than a captured
-step), a step exceeds the target, and steps of decode rows alone make up for it: the streams' mean time a token keeps to it, and
-prompts advance faster than by a few tokens in every step. What a step leaves of its time the next one may use.
+A prompt that ends with a step may make it longer, by a target at most; steps with fewer prompt tokens, or none, make up for it. So
+a short prompt is computed at once, where cut to what fits each step it would take several. Other prompts have what fits. Where that
+is not worth a step (a long prefix must be read; what is launched kernel by kernel takes longer than a captured step), time is saved
+first, in steps of decode rows alone, which a short prompt may use that comes meanwhile.
 
 A fifth of the time is always the prompts': a target that decode rows alone miss, or nearly, would hold prompts up without being
-met, while their requests keep coming. There the mean step takes a quarter longer than its decode rows do.
+met, while their requests keep coming. There the mean step takes a quarter longer than its decode rows do. Of the prompts' time a
+quarter is the oldest's.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from engine.core.policy import Policy, Prompt, StepEstimate, shares
 from engine.lifeline import StepTimes
 
-OLDEST_EVERY = 4  # of so many steps with prompt tokens one at least serves the oldest prompt first
+OLDEST_EVERY = 4  # of so many steps with prompt tokens, or of so much of their time, one part at least is the oldest prompt's
+MOST_PASSED = 15  # steps with prompt tokens without the oldest's, however little time they take
 SMALLEST_PART = 32  # a chunk below one part in so many of the budget is too small to be worth its step
 PROMPTS_TIME = 0.2  # part of the time that is the prompts' whatever the target is
-SAVED = 0.5  # of the target: what shorter steps have left of it and a longer one may use
-MOST_SKIPPED = 15  # steps without prompt tokens, one after the other: prompts must not stand still
+BORROWED = 1.0  # of the target: by how much steps may be late for prompts that end with them
+SAVED = 0.5  # of the target: what shorter steps have left of it and a longer one may use, beside what is saved for a chunk
+MOST_SKIPPED = 31  # steps without prompt tokens, one after the other: prompts must not stand still
 
 
 class DecodeRows(NamedTuple):
@@ -36,8 +41,9 @@ class StepBudget:
     def __init__(self, policy: Policy, rows: int, times: StepTimes | None, target_ms: float | None) -> None:
         self._policy, self._rows = policy, rows
         self._times, self._target_ms = times, target_ms or 0.0
-        self._passed = 0  # steps since the last one with tokens of the first prompt
-        self._skipped = 0
+        self._passed, self._passed_ms = 0, 0.0  # steps since the last one with tokens of the first prompt, and their prompts' time
+        self._skipped, self._saving = 0, False  # steps without prompt tokens, one after the other; whether the last was one
+        self._may_take_ms = 0.0  # the last step
         self._late_ms = 0.0  # by which steps have exceeded the target, and that has not been made up for; below 0: saved
 
     def prompt_tokens(self, decode_rows: int) -> int:
@@ -45,19 +51,21 @@ class StepBudget:
         return max(self._rows - decode_rows, self._rows // 4, 1)
 
     def idle(self) -> None:
-        """There are no prompts."""
-        self._passed = self._skipped = 0
-        self._late_ms = 0.0
+        """There are no prompts: steps of decode rows alone make up for what was late."""
+        self._passed, self._passed_ms, self._skipped = 0, 0.0, 0
+        self._late_ms = max(0.0, self._late_ms - PROMPTS_TIME * self._target_ms)
 
     def share(self, prompts: list[Prompt], most: int, decodes: DecodeRows) -> list[int]:
-        """Tokens of each prompt in the next step, of `most` together; prompts as in `Policy.order`."""
-        turn = self._passed >= OLDEST_EVERY - 1
+        """Tokens of each prompt in the next step, of `most` together; prompts as in `Policy.order`. What came of it: `planned`."""
+        order = self._order(prompts, self._turn(prompts[0], most, decodes))
         if self._timed(decodes):
-            found = self._within_target(prompts, most, decodes, turn)
+            found = self._within_target(prompts, order, most, decodes)
         else:
-            found = shares(prompts, self._order(prompts, turn), most)
-        if any(found):
-            self._passed = 0 if found[0] else self._passed + 1
+            found = shares(prompts, order, most)
+        if found[0]:
+            self._passed, self._passed_ms = 0, 0.0
+        elif any(found):
+            self._passed += 1
         return found
 
     def share_rest(self, prompts: list[Prompt], most: int, decodes: DecodeRows, chunks: list[Prompt]) -> list[int]:
@@ -65,39 +73,51 @@ class StepBudget:
         order = self._order(prompts, turn=False)
         if not self._timed(decodes):
             return shares(prompts, order, most)
-        time = self._time(decodes)
-        for chunk in chunks:
-            time.add(*chunk)
-        return shares(prompts, order, most, time, self._target(decodes))
+        return shares(prompts, order, most, self._time(decodes, chunks), self._may_take_ms)
 
-    def _within_target(self, prompts: list[Prompt], most: int, decodes: DecodeRows, turn: bool) -> list[int]:
-        fewest, target_ms = max(1, most // SMALLEST_PART), self._target(decodes)
-        for first in (True, False) if turn else (False,):
-            order, time = self._order(prompts, first), self._time(decodes)
-            found = shares(prompts, order, most, time, target_ms - min(0.0, self._late_ms))
-            if found[order[0]] >= min(prompts[order[0]].wanted, fewest):
-                self._late_ms = max(-SAVED * target_ms, self._late_ms + time.ms - target_ms)
-                self._skipped = 0
-                return found
-        return self._beyond_target(prompts, most, decodes, self._order(prompts, turn)[0])
+    def planned(self, chunks: list[Prompt], decodes: DecodeRows) -> None:
+        """The step that was shared has these chunks."""
+        if not self._timed(decodes):
+            return
+        time, target_ms = self._time(decodes, chunks), self._target(decodes)
+        step_ms = time.ms if chunks else time.decode_ms
+        late_ms = self._late_ms + step_ms - target_ms
+        self._late_ms = late_ms if self._saving else max(late_ms, min(self._late_ms, -SAVED * target_ms))
+        if self._passed:
+            self._passed_ms += step_ms - time.decode_ms
 
-    def _beyond_target(self, prompts: list[Prompt], most: int, decodes: DecodeRows, at: int) -> list[int]:
-        """Nobody's tokens fit: none, while the target has been exceeded of late; else the prompt `at` has as many as take twice as
-        long as the fewest."""
-        time, least, target_ms = self._time(decodes), self._time(decodes), self._target(decodes)
-        if self._late_ms > 0 and self._skipped < MOST_SKIPPED:
-            self._skipped += 1
-            self._late_ms -= target_ms - time.decode_ms
-            return [0] * len(prompts)
-        wanted, behind = prompts[at]
-        fewest = min(wanted, max(1, most // SMALLEST_PART))
-        least.add(fewest, behind)
-        found = [0] * len(prompts)
-        found[at] = max(fewest, min(wanted, most, time.fitting(behind, 2 * least.ms - time.decode_ms)))
-        time.add(found[at], behind)
-        self._late_ms += time.ms - target_ms
-        self._skipped = 0
+    def _turn(self, oldest: Prompt, most: int, decodes: DecodeRows) -> bool:
+        """Whether the oldest comes first: others have had thrice the time of its next chunk."""
+        if self._passed < OLDEST_EVERY - 1:
+            return False
+        if self._passed >= MOST_PASSED or not self._timed(decodes):
+            return True
+        time = self._time(decodes, [Prompt(self._enough(oldest, most, decodes), oldest.behind)])
+        return self._passed_ms >= (OLDEST_EVERY - 1) * (time.ms - time.decode_ms)
+
+    def _within_target(self, prompts: list[Prompt], order: list[int], most: int, decodes: DecodeRows) -> list[int]:
+        """The first in order has enough, and others what is left. Else time is saved for it; prompts that end with the step are
+        served meanwhile, unless they have passed it too often."""
+        target_ms, first = self._target(decodes), order[0]
+        self._may_take_ms, enough = target_ms - self._late_ms, self._enough(prompts[first], most, decodes)
+        whole_ms = self._may_take_ms + BORROWED * target_ms
+        found = shares(prompts, order, most, self._time(decodes), self._may_take_ms, whole_ms)
+        if found[first] < enough and self._passed < MOST_PASSED:
+            found = shares(prompts, order[1:], most, self._time(decodes), self._may_take_ms, whole_ms)
+            found = [share if share == prompt.wanted else 0 for share, prompt in zip(found, prompts, strict=True)]
+            enough = 0 if any(found) else enough
+        self._saving = found[first] < enough and self._skipped < MOST_SKIPPED
+        self._skipped = self._skipped + 1 if self._saving else 0
+        if found[first] < enough:
+            found = [0] * len(prompts)
+            found[first] = 0 if self._saving else enough
         return found
+
+    def _enough(self, prompt: Prompt, most: int, decodes: DecodeRows) -> int:
+        """Tokens that are worth a step: as many as take twice as long as the fewest."""
+        fewest, time = min(prompt.wanted, max(1, most // SMALLEST_PART)), self._time(decodes)
+        least = self._time(decodes, [Prompt(fewest, prompt.behind)])
+        return max(fewest, min(prompt.wanted, most, time.fitting(prompt.behind, 2 * least.ms - time.decode_ms)))
 
     def _timed(self, decodes: DecodeRows) -> bool:
         """Where nothing streams there is no time to keep to."""
@@ -107,9 +127,12 @@ class StepBudget:
         """Milliseconds that a step beside these rows may take on average."""
         return max(self._target_ms, self._time(decodes).decode_ms / (1 - PROMPTS_TIME))
 
-    def _time(self, decodes: DecodeRows) -> StepEstimate:
+    def _time(self, decodes: DecodeRows, chunks: Iterable[Prompt] = ()) -> StepEstimate:
         assert self._times is not None
-        return StepEstimate(self._times, *decodes)
+        time = StepEstimate(self._times, *decodes)
+        for chunk in chunks:
+            time.add(*chunk)
+        return time
 
     def _order(self, prompts: list[Prompt], turn: bool) -> list[int]:
         return self._policy.order([prompt.wanted for prompt in prompts], turn)

@@ -255,10 +255,9 @@ class EngineClient:
             error = InvalidRequest(output.error) if output.invalid else GenerationFailed(output.error)
             self._end(output.id, "refused" if output.invalid else "error", error)
             return
-        piled = entry.stream.push(output)
         if output.finish is not None:
             self._end(output.id, _outcome(output.finish, entry.aborted), None)
-        elif piled > MAX_PILED_TOKENS:
+        if entry.stream.push(output) > MAX_PILED_TOKENS and output.finish is None:
             entry.stream.drop()
             entry.stream.fail(SlowReader(f"the reader is more than {MAX_PILED_TOKENS} tokens behind"))
             self.abort(output.id, AbortReason.slow_reader)

@@ -1,4 +1,4 @@
-"""What a request demands of its reply's form, as the grammar that the engine keeps: an answer's form, and which tools are called.
+"""What a request demands of its reply, as the engine keeps it: an answer's form, which tools are called, how long it may think.
 
     tool_choice   without an answer's form               with one
     none          free                                   the form
@@ -14,9 +14,10 @@ from engine.config import ToolGrammar
 from engine.errors import InvalidRequest
 from engine.front.call_grammar import CallGrammar
 from engine.front.grammar import Thought, begun_call, calls_answer, either_answer, grammar
-from engine.front.reply import Markers
+from engine.front.reply import LABEL, Markers
+from engine.front.text import TextProcessor
 from engine.front.tools import Tools
-from engine.protocol import Grammar
+from engine.protocol import Grammar, ThoughtBudget
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class ToolChoice:
 @dataclass(frozen=True)
 class Constraints:
     """`answer`: rules of engine.front.grammar, None: any text. `arguments`: what of a call's arguments is kept; off: in calls that
-    the model begins by itself nothing is, not even names. `budget`: the most tokens of a thought before what is kept."""
+    the model begins by itself nothing is, not even names. `budget`: the most tokens of its thoughts, their labels apart."""
 
     tools: Tools
     choice: ToolChoice = ToolChoice()
@@ -43,16 +44,26 @@ class Constraints:
         """Of the reply to `prompt`; None: anything may come. InvalidRequest: it cannot be kept."""
         thought = _thought(markers, prompt, thinking=thinking)
         if not self._calls:
-            return None if self.answer is None else Grammar(grammar(markers, self.answer, thought, self.budget))
+            return None if self.answer is None else Grammar(grammar(markers, self.answer, thought))
         if markers is None:
             raise InvalidRequest("tools: this model's vocabulary has no tokens for tool calls", param="tools")
         calls, most = self._call_grammar(markers), 1 if self.choice.one else None
         if self.choice.mode == "required":
             thought = Thought.optional if thought is Thought.forced else thought
-            return Grammar(grammar(markers, calls_answer(calls, most), thought, self.budget))
+            return Grammar(grammar(markers, calls_answer(calls, most), thought))
         if self.answer is not None:
-            return Grammar(grammar(markers, either_answer(self.answer, calls, most), thought, self.budget))
+            return Grammar(grammar(markers, either_answer(self.answer, calls, most), thought))
         return Grammar(begun_call(calls), markers.begin_call)
+
+    def thought_budget(self, text: TextProcessor, prompt: Sequence[int]) -> ThoughtBudget | None:
+        """Of the reply to `prompt`; None: it may think as long as it likes, or it cannot think."""
+        markers = Markers.of(text)
+        if self.budget is None or markers is None:
+            return None
+        label, begun = len(text.encode(LABEL, add_bos=False)), markers.open_thought(prompt)
+        open_label = None if begun is None else max(0, label - len(begun))
+        begin_call = markers.begin_call if self.tools else None
+        return ThoughtBudget(self.budget, markers.begin_thought, markers.end_thought, label, begin_call, open_label)
 
     @property
     def _calls(self) -> bool:

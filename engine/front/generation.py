@@ -9,10 +9,9 @@ calls are never cut.
 
 import asyncio
 from array import array
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from engine.errors import GenerationFailed, SlowReader
 from engine.front.client import Clock
@@ -23,16 +22,21 @@ from engine.front.tools import Tools
 from engine.protocol import AbortReason, FinishReason, Logprobs, Output, PromptLogprobs, SamplingParams
 
 TOOL_CALLS = "tool_calls"  # OpenAI's word for an end by which the model waits for what its calls give
-_QUEUE = 16
 _PROMPT_ENTRIES = 4096  # logprobs of prompt tokens and alternatives in one delta: a few milliseconds of the event loop
+
+T = TypeVar("T")
 
 
 class EngineStream(Protocol):
     """One request's outputs, as `engine.front.client.Stream` gives them."""
 
     id: int
+    on_ready: Callable[[], None]
 
-    async def next(self) -> Output | None: ...
+    @property
+    def ready(self) -> bool: ...
+
+    def take(self) -> Output | None: ...
 
     def abort(self, reason: AbortReason) -> None: ...
 
@@ -193,7 +197,9 @@ def _reader(text: TextProcessor, job: Job, prompt: Sequence[int]) -> ReplyParser
 
 
 class Generation:
-    """One choice in the making; iterate it once. `clock`: its clock points, unless the engine was gone already.
+    """One choice in the making, for one reader. `clock`: its clock points, unless the engine was gone already.
+
+    `has_ended`: the delta with `finish` has been taken, or it was aborted.
 
     `cached`: tokens of its prompt that were found in the prefix cache, known with its first tokens.
     """
@@ -201,12 +207,13 @@ class Generation:
     def __init__(self, engine: Engine, text: TextProcessor, job: Job, choice: int) -> None:
         """Submits it."""
         prompt, params = job.prompt(choice), job.params[choice]
-        self._choice, self._prompt = choice, prompt
+        self.choice, self._prompt = choice, prompt
         self._echo = job.echoes[choice // job.choices_each] if job.echoes else ""
         self._echo_only, self._tells_logprobs = job.echo_only, params.prompt_logprobs is not None
         self._stream = engine.generate(prompt, params, clip=job.clip, salt=job.salt, priority=job.priority)
         self.clock = engine.clock(self._stream.id)
         self.cached = 0
+        self.has_ended = False
         self._reader = _reader(text, job, prompt)
         self._one_call = job.one_call
         self._stops = StopStrings(job.stops) if job.stops or job.one_call else None
@@ -222,20 +229,28 @@ class Generation:
         """End it in the engine; nothing when it has ended."""
         self._stream.abort(reason)
 
-    async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
-        """(choice, delta) of every step, the last with `finish`; leaving early aborts. Raises what the engine's stream raises."""
-        try:
-            while (output := await self._stream.next()) is not None:
-                self.cached += output.cached
-                for delta in self._prompt_deltas(output.prompt_logprobs):
-                    yield self._choice, delta
-                    await asyncio.sleep(0)  # others' turn: there may be many
-                delta = self._made(output)
-                yield self._choice, delta
-                if delta.finish is not None:
-                    return
-        finally:
-            self._stream.abort(AbortReason.client_gone)  # of one that has ended: no more than a flag
+    def on_ready(self, call: Callable[[], None]) -> None:
+        """Have `call` called, in the engine client's turn of the loop, whenever there is more to take."""
+        self._stream.on_ready = call
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is something to take."""
+        return not self.has_ended and self._stream.ready
+
+    def take(self) -> Iterator[Delta]:
+        """What has come since the last call, the last delta of all with `finish`. Raises what the engine's stream raises."""
+        if not self.ready:
+            return
+        output = self._stream.take()
+        if output is None:
+            self.has_ended = True
+            return
+        self.cached += output.cached
+        yield from self._prompt_deltas(output.prompt_logprobs)
+        delta = self._made(output)
+        self.has_ended = delta.finish is not None
+        yield delta
 
     def _prompt_deltas(self, reported: Sequence[PromptLogprobs]) -> Iterator[Delta]:
         """What is told of the prompt, with the first output; nothing with the others."""
@@ -256,9 +271,9 @@ class Generation:
         return self._cut(output) if self._stops else self._plain(output)
 
     def _plain(self, output: Output) -> Delta:
-        parts = self._reader.push(self._shown(output))
-        if output.finish is not None:
-            parts = joined([*parts, *self._end(output.finish)])
+        if output.finish is None:
+            return Delta(tuple(self._reader.push(output.tokens)), output.tokens, output.logprobs)
+        parts = joined([*self._reader.push(self._shown(output)), *self._end(output.finish)])
         return Delta(tuple(parts), output.tokens, output.logprobs, self._finish(output.finish), self._stop_id(output))
 
     def _end(self, finish: FinishReason) -> list[Part]:
@@ -328,44 +343,70 @@ def _content(text: str) -> list[Part]:
     return [Content(text)] if text else []
 
 
-def merged(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, Delta], None]:
-    """(choice, delta) of several generations as they come; the first error ends them all."""
-    return generations[0].deltas() if len(generations) == 1 else _all_of(generations)
+class DeltaReader(Generic[T]):
+    """Reads several generations, as what `convert` makes of the (choice, delta) pairs that have come.
 
+    While the reader waits in `next`, they are converted in the engine client's own turn of the loop: all that one message brings to
+    many readers is converted before the first of them goes on to write. While it is busy, they pile up and come as one.
+    """
 
-async def _all_of(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, Delta], None]:
-    queue: asyncio.Queue[tuple[int, Delta] | BaseException | None] = asyncio.Queue(_QUEUE)
-    tasks = [asyncio.create_task(_pump(generation, queue)) for generation in generations]
-    left = len(tasks)
-    try:
-        while left:
-            item = await queue.get()
-            if isinstance(item, BaseException):
-                _abort_siblings(generations, item)
-                raise item
-            if item is None:
-                left -= 1
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    def __init__(self, generations: Sequence[Generation], convert: Callable[[Iterator[tuple[int, Delta]]], T]) -> None:
+        self._generations = generations
+        self._convert = convert
+        self._waiter: asyncio.Future[T | None] | None = None
+        self._error: Exception | None = None
+        for generation in generations:
+            generation.on_ready(self._arrived)
 
+    @property
+    def has_ended(self) -> bool:
+        """Every generation has."""
+        return self._error is None and all(generation.has_ended for generation in self._generations)
 
-def _abort_siblings(generations: Sequence[Generation], error: BaseException) -> None:
-    """Before their streams are closed, which would say that the client has gone."""
-    reason = AbortReason.slow_reader if isinstance(error, SlowReader) else AbortReason.sibling_failed
-    for generation in generations:
-        generation.abort(reason)
+    @property
+    def ready(self) -> bool:
+        """Whether `next` need not wait."""
+        return self._error is not None or any(generation.ready for generation in self._generations)
 
+    async def next(self) -> T:
+        """What has come since the last call, or comes. Raises what the engine's streams raise: the first error ends them all."""
+        if not self.ready:
+            self._waiter = asyncio.get_running_loop().create_future()
+            found = await self._waiter
+            if found is not None:
+                return found
+        return self._convert(self._taken())
 
-async def _pump(generation: Generation, queue: asyncio.Queue[tuple[int, Delta] | BaseException | None]) -> None:
-    try:
-        async with aclosing(generation.deltas()) as deltas:
-            async for item in deltas:
-                await queue.put(item)
-    except Exception as error:  # noqa: BLE001 - carried to the reader, who raises it
-        await queue.put(error)
-        return
-    await queue.put(None)
+    def _arrived(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is None or waiter.done():
+            return
+        try:
+            waiter.set_result(self._convert(self._taken()))
+        except Exception as error:  # noqa: BLE001 - the reader raises it
+            self._error = error
+            waiter.set_result(None)
+
+    def _taken(self) -> Iterator[tuple[int, Delta]]:
+        """An error comes behind what was there before it."""
+        if self._error is not None:
+            raise self._error
+        some = False
+        for generation in self._generations:
+            try:
+                for delta in generation.take():
+                    some = True
+                    yield generation.choice, delta
+            except Exception as error:
+                self._abort_siblings(generation, error)
+                if not some:
+                    raise
+                self._error = error
+                return
+
+    def _abort_siblings(self, failed: Generation, error: Exception) -> None:
+        """Before their streams are closed, which would say that the client has gone."""
+        reason = AbortReason.slow_reader if isinstance(error, SlowReader) else AbortReason.sibling_failed
+        for generation in self._generations:
+            if generation is not failed:
+                generation.abort(reason)

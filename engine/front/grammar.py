@@ -101,8 +101,8 @@ def begun_call(calls: CallGrammar) -> str:
     return f"%llguidance {{}}\nstart: called\n{calls.text}"
 
 
-def grammar(markers: Markers | None, answer: str, thought: Thought, budget: int | None = None) -> str:
-    """The whole of it. Without markers there are no thoughts. `budget`: the most tokens of a thought."""
+def grammar(markers: Markers | None, answer: str, thought: Thought) -> str:
+    """The whole of it. Without markers there are no thoughts."""
     if markers is None:
         return f"%llguidance {{}}\nstart: answer\n{answer}\n"
     inside = f"thought <[{markers.end_thought}]>"
@@ -113,8 +113,7 @@ def grammar(markers: Markers | None, answer: str, thought: Thought, budget: int 
         Thought.forced: f"{before} answer",
         Thought.begun: f"{inside} answer",
     }
-    bound = "" if budget is None else f"[max_tokens={budget}]"
-    return f"%llguidance {{}}\nstart: {starts[thought]}\nthought{bound}: /(.|\\n)*/\n{answer}\n"
+    return f"%llguidance {{}}\nstart: {starts[thought]}\nthought: /(.|\\n)*/\n{answer}\n"
 
 
 def _without_slashes(pattern: str) -> str:

@@ -1,4 +1,4 @@
-"""From a result to the next plan, and to the next masks: `python -m tests.bench.host_chain [--masked 8 32] [--record MACHINE]`.
+"""From a result to the next plan, and to the next masks: `python -m tests.bench.host_chain [--masked 8 32] [--features]`.
 
 The real core in its own process, over its own rings and socket; this process plays rank 0 and the replica. As on a device, two
 plans are out: with step n's result published step n + 1 begins, and the core has that step's time to make plan n + 2. Measured are
@@ -37,21 +37,14 @@ from engine.front.grammar import Thought, grammar, json_answer
 from engine.front.reply import Markers
 from engine.front.text import TextProcessor
 from engine.lifeline import Allocate, BootArgs, BootSocket, Configure, RanksReady, Ready
+from engine.logit_adjustments import LogitAdjustments
 from engine.plan import DEPTH, NUMBER_MASK, PlanView, encode_rows, read_plan
-from engine.protocol import (
-    FrameReader,
-    GenerateRequest,
-    Grammar,
-    SamplingParams,
-    decode_token_batch,
-    encode_message,
-    frame,
-    pack_tokens,
-)
+from engine.protocol import GenerateRequest, Grammar, SamplingParams, ThoughtBudget, pack_tokens
 from engine.rank_status import StatusBlock
 from engine.step_masks import StepMasks, decode_masks
 from tests.bench.record import Row, append
 from tests.bench.replies import VOCABULARY, made_up_words
+from tests.support.engine.core_loop import Front
 from tests.support.engine.schemas import members
 
 PROMPT, TOKENS = 1100, 900
@@ -64,7 +57,7 @@ class CoreProcess:
     def __init__(self, config: EngineConfig, pages: tuple[int, int]) -> None:
         shared = {name: create_shared(name, ring_bytes(1)) for name in ("plan", "result", "masks")}
         shared["status"] = create_shared("status", StatusBlock.size(2))
-        (lifeline, theirs), (self.front, front) = socket.socketpair(), socket.socketpair()
+        (lifeline, theirs), (ours, front) = socket.socketpair(), socket.socketpair()
         args = BootArgs(
             role="core", index=0, tp=1, parent=os.getpid(), lifeline=theirs.fileno(), front=front.fileno(), spin=200, **shared
         )
@@ -80,23 +73,20 @@ class CoreProcess:
         assert isinstance(self._boot.receive(), Ready)
         theirs.close()
         front.close()
-        self.front.setblocking(False)
-        self._frames = FrameReader()
+        self.front = Front(ours)
 
     def read(self) -> int:
         """Take in what the core has told; tokens in it."""
         try:
-            data = self.front.recv(1 << 20)
+            return sum(len(output.tokens) for output in self.front.hear())
         except BlockingIOError:
             return 0
-        batches = [decode_token_batch(raw) for raw in self._frames.feed(data)]
-        return sum(len(output.tokens) for batch in batches for output in batch.outputs)
 
     def close(self) -> None:
         """End it."""
         self.process.kill()
         self.process.wait()
-        self.front.close()
+        self.front.sock.close()
         self._boot.sock.close()
 
 
@@ -170,22 +160,33 @@ class Chain:
     masks: list[float]
 
 
-def requests(sequences: int, grammars: Sequence[str]) -> Iterator[GenerateRequest]:
+PLAIN = SamplingParams(max_tokens=TOKENS, stop_ids=ENDS)
+_ADJUSTMENTS = LogitAdjustments(
+    repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.5, bias=tuple((number, 1.0) for number in range(200, 500))
+)
+FEATURES = {
+    "penalties": msgspec.structs.replace(PLAIN, adjustments=_ADJUSTMENTS),  # three, and 300 biased ids
+    "thinking": msgspec.structs.replace(PLAIN, thought=ThoughtBudget(2 * TOKENS, begin=100, end=101, open_label=0)),
+}
+
+
+def requests(sequences: int, grammars: Sequence[str], params: SamplingParams) -> Iterator[GenerateRequest]:
     """The first of them have a grammar."""
     for number in range(sequences):
         prompt = pack_tokens(5 + (number + at) % 1000 for at in range(PROMPT))
         rules = Grammar(grammars[number]) if number < len(grammars) else None
-        yield GenerateRequest(id=number, prompt=prompt, params=SamplingParams(max_tokens=TOKENS, stop_ids=ENDS, grammar=rules))
+        yield GenerateRequest(id=number, prompt=prompt, params=msgspec.structs.replace(params, grammar=rules))
 
 
-def measure(config: EngineConfig, sequences: int, steps: int, step_s: float, grammars: Sequence[str] = ()) -> Chain:
+def measure(
+    config: EngineConfig, sequences: int, steps: int, step_s: float, grammars: Sequence[str] = (), params: SamplingParams = PLAIN
+) -> Chain:
     """Steps in which all sequences decode."""
     core = CoreProcess(config, (sequences * 40 + 300, sequences * 64 + 200))
     try:
-        for request in requests(sequences, grammars):
-            core.front.setblocking(True)
-            core.front.sendall(frame(encode_message(request)))
-        core.front.setblocking(False)
+        for request in requests(sequences, grammars, params):
+            core.front.send(request)
+        core.front.sock.setblocking(False)
         rank, started = StandInRank(core), 0
         rank.wait()
         rank.wait_for_masks()
@@ -237,21 +238,24 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--step-ms", type=float, default=5.0, help="what a step takes the device")
     parser.add_argument("--masked", type=int, nargs="*", default=[], help="of 100 sequences, how many have a grammar")
+    parser.add_argument("--features", action="store_true", help="100 sequences with penalties and biases; with budgets of thought")
     parser.add_argument("--record", metavar="MACHINE", help="append to results.csv under this machine's name")
     args = parser.parse_args()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as scratch:
         model = large_tokenizer(resolve("dummy:31b"), Path(scratch)) if args.masked else resolve("dummy:31b")
-        sizes = [(sequences, 0) for sequences in args.sequences] + [(100, masked) for masked in args.masked]
-        for sequences, masked in sizes:
+        sizes = [(sequences, 0, "") for sequences in args.sequences] + [(100, masked, "") for masked in args.masked]
+        for sequences, masked, feature in [*sizes, *((100, 0, feature) for feature in FEATURES if args.features)]:
             config = engine_config(
                 model=str(model), tp=4, device="cuda", load_format="dummy", max_len=4096, prefill_budget=2048,
                 max_seqs=sequences, core_log="warning",
             )  # fmt: skip
             markers = Markers.of(TextProcessor.load(model))
             assert markers is not None
-            found = measure(config, sequences, args.steps, args.step_ms / 1e3, random_grammars(markers, masked))
-            rows += described(f"host-chain-b{sequences}" + (f"-masked{masked}" if masked else ""), found)
+            params = FEATURES[feature] if feature else PLAIN
+            found = measure(config, sequences, args.steps, args.step_ms / 1e3, random_grammars(markers, masked), params)
+            beside = f"-masked{masked}" if masked else f"-{feature}" if feature else ""
+            rows += described(f"host-chain-b{sequences}{beside}", found)
     if args.record:
         append(rows, args.record, "tests.bench.host_chain")
 

@@ -43,7 +43,9 @@ class Client:
         return f"tests.clients.with_{self.name}"
 
 
-_BENCH_NEEDS = ("aiohttp", "datasets", "msgspec", "numpy", "orjson", "pillow", "psutil", "pybase64", "pyzmq", "transformers")
+_BENCH_NEEDS = (
+    "aiohttp", "datasets", "msgspec", "numpy", "orjson", "pillow", "psutil", "pybase64", "pyzmq", "requests", "transformers",
+)  # fmt: skip
 CLIENTS = (
     Client("openai", ["openai", "pydantic"]),
     Client("anthropic", ["anthropic"]),

@@ -4,7 +4,7 @@
     tool_result blocks of a user's message       messages of role tool, before the rest of it
     thinking, text, tool_use blocks              reasoning, content and tool_calls of one message of the assistant
 
-Accepted without effect: metadata, service_tier, cache_control, context_management, betas, output_config.effort, budget_tokens,
+Accepted without effect: metadata, service_tier, cache_control, context_management, betas, output_config.effort,
 display, is_error and the like; a thinking block's signature is not looked at. What is known and cannot be done is refused by name.
 """
 
@@ -74,7 +74,7 @@ class ToolUseChoice(Struct, frozen=True):
 
 
 class ThinkingConfig(Struct, frozen=True):
-    """Whether the model thinks first. A budget is a wish: it is not enforced."""
+    """Whether the model thinks first, and of how many tokens its thoughts may be together."""
 
     type: Annotated[str, Meta(max_length=32, extra_json_schema={"enum": [*_THINKS]})]
     budget_tokens: Count | None = None
@@ -116,6 +116,7 @@ class CountRequest(Struct, frozen=True, kw_only=True):
             "parallel_tool_calls": False if self.tool_choice and self.tool_choice.disable_parallel_tool_use else None,
             "response_format": self._response_format(),
             "chat_template_kwargs": _thinking(self.thinking),
+            "thinking_token_budget": self.thinking.budget_tokens if self.thinking else None,
         }
         return {key: value for key, value in made.items() if value is not None}
 

@@ -229,7 +229,7 @@ class ChatRequest(Sampling, frozen=True, kw_only=True):
     chat_template_kwargs: Annotated[Raw, shown_as(_SWITCHES_SCHEMA)] | UnsetType = UNSET
     add_generation_prompt: bool | None = None
     parallel_tool_calls: bool | None = None
-    thinking_token_budget: Count | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=0, le=_INT32)] | None = None
     reasoning_effort: Annotated[str, Meta(extra_json_schema={"enum": [*REASONING_EFFORTS]})] | None = None
 
     def turns(self) -> list[Message]:
@@ -268,8 +268,6 @@ class ChatRequest(Sampling, frozen=True, kw_only=True):
         self._check_tool_choice()
         if self.reasoning_effort is not None and self.reasoning_effort not in REASONING_EFFORTS:
             raise InvalidRequest(f"reasoning_effort: not one of {', '.join(REASONING_EFFORTS)}", param="reasoning_effort")
-        if self.thinking_token_budget is not None and self.answer_form is None and self.chosen_tools.mode != "required":
-            raise unsupported("thinking_token_budget", "only with a response_format or a tool_choice that requires a call")
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs: needs logprobs: true", param="top_logprobs")
 

@@ -407,7 +407,8 @@ def apart(find: Callable[[bytes], object], one: bytes, other: bytes, rounds: int
 
 
 def test_the_time_of_a_wrong_key_tells_nothing(tmp_path: Path) -> None:
-    """Of 200 keys: the first, the last, one that resembles the first and one that resembles none take equally long."""
+    """Of 200 keys the last takes as long as the first, and a wrong one that resembles the first as one that resembles none; whether
+    a key is right at all, the reply tells."""
     keys = [f"sk-{number:040d}" for number in range(200)]
     path = tmp_path / "keys"
     path.write_text("".join(line(key, f"k{number}") for number, key in enumerate(keys)))
@@ -420,9 +421,9 @@ def test_the_time_of_a_wrong_key_tells_nothing(tmp_path: Path) -> None:
     first, last, similar, wrong = (key.encode() for key in (keys[0], keys[-1], keys[0][:-1] + "x", "z" * 43))
     assert ring.find(first) is not None
     assert ring.find(wrong) is None
-    pairs = [(first, last), (first, wrong), (similar, wrong)]
-    assert [round(apart(ring.find, *pair), 2) for pair in pairs] == pytest.approx([0.5] * 3, abs=0.2)
-    assert apart(early, first, wrong) > 0.95, "planted: a search that ends where it finds"
+    pairs = [(first, last), (similar, wrong)]
+    assert [round(apart(ring.find, *pair), 2) for pair in pairs] == pytest.approx([0.5] * 2, abs=0.2)
+    assert apart(early, first, last) > 0.95, "planted: a search that ends where it finds"
 
 
 def test_no_body_is_waited_for_without_a_key(edge: Edge) -> None:

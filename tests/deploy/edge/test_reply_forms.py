@@ -8,10 +8,11 @@ from typing import Any
 import httpx
 import jsonschema
 import pytest
+from msgspec.structs import replace
 
 from engine.front.reply import Markers
 from engine.matcher import Matcher, Vocabulary
-from engine.protocol import Grammar
+from engine.protocol import Grammar, ThoughtBudget
 from tests.support.edge.api_client import token_steps
 from tests.support.edge.http_edge import Edge
 from tests.support.engine.schemas import members
@@ -97,13 +98,26 @@ def test_a_thought_comes_first_where_thinking_is_on(edge: Edge) -> None:
 
 
 def test_a_thought_has_a_budget(edge: Edge) -> None:
-    """Behind so many tokens of a thought only its end may come; without a budget more may. Where nothing is kept it is a 400."""
-    keys = {"regex": "x", "chat_template_kwargs": {"enable_thinking": True}}
-    bounded, free = asked(edge, chat(**keys, thinking_token_budget=8)), asked(edge, chat(**keys))
-    for words, kept in ((1, True), (40, False)):
-        said = f"<|channel>thought\n{'Z' * words}<channel|>x"
-        assert (writes(edge, bounded, said), writes(edge, free, said)) == (kept, True)
-    reply = httpx.post(f"{edge.url}{CHAT}", json=chat(thinking_token_budget=8), timeout=10)
+    """In any chat the engine is told it, with the ids that begin and end a thought and the length of its label; with tools a call
+    ends a thought, too. Anthropic's budget_tokens are the same; without the key there is none, and -1 is a 400."""
+    markers = Markers.of(edge.text)
+    assert markers is not None
+    label = len(edge.text.encode("thought\n", add_bos=False))
+    budget = ThoughtBudget(8, markers.begin_thought, markers.end_thought, label)
+    on = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": 8}
+    messages = {"max_tokens": 9, "thinking": {"type": "enabled", "budget_tokens": 8}}
+    cases = [
+        (CHAT, chat(**on), budget),
+        (CHAT, chat(**on, regex="x"), budget),
+        (CHAT, chat(**on, tools=TOOLS), replace(budget, begin_call=markers.begin_call)),
+        (CHAT, chat(thinking_token_budget=0), replace(budget, tokens=0)),
+        ("/v1/messages", chat(**messages), budget),
+        (CHAT, chat(), None),
+    ]
+    for path, body, wanted in cases:
+        asked(edge, body, path)
+        assert edge.core.requests[-1].params.thought == wanted
+    reply = httpx.post(f"{edge.url}{CHAT}", json=chat(thinking_token_budget=-1), timeout=10)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "thinking_token_budget")
 
 

@@ -1,7 +1,6 @@
 """What a prompt of 128k tokens costs its neighbours: the core's CPU time between two plans, with the real loop around it."""
 
 import socket
-import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -14,17 +13,8 @@ from engine.core.front_link import FrontLink
 from engine.core.loop import Core
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.plan import StepPlan, StepResult, encode_plan
-from engine.protocol import (
-    Control,
-    FrameReader,
-    GenerateRequest,
-    SamplingParams,
-    decode_token_batch,
-    encode_message,
-    frame,
-    pack_tokens,
-)
-from engine.rank_status import StatusBlock
+from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
+from tests.support.engine.core_loop import StatusOnly, running
 from tests.support.engine.paced_steps import GROUPS, ModelledRanks
 
 pytestmark = pytest.mark.pure
@@ -57,39 +47,17 @@ class TimedRanks:
         return self.results.popleft() if self.results else None
 
 
-@dataclass(frozen=True)
-class Lifeline:
-    """A status block and an index into it."""
-
-    status: StatusBlock = field(default_factory=lambda: StatusBlock(memoryview(bytearray(64))))
-    status_index = 0
-
-    @property
-    def args(self) -> "Lifeline":
-        return self
-
-
 def served(prompts: int) -> list[tuple[float, int]]:
     """What is spent between plans while streams run, and so many long prompts come at once."""
-    ours, theirs = socket.socketpair()
     scheduler = Scheduler(SchedulerConfig(GROUPS, (2000, 40_000), 32, LONG + 100, 8192, cache_share=1.0))
     ranks = TimedRanks()
-    with ours, theirs:
-        core = Core(scheduler, ranks, Together(theirs, prompts), Lifeline(), Waiter())  # type: ignore[arg-type]
-        thread = threading.Thread(target=core.run)
-        thread.start()
+    with running(lambda sock: Core(scheduler, ranks, Together(sock, prompts), StatusOnly(), Waiter())) as front:  # type: ignore[arg-type]
         tokens = np.random.default_rng(0).integers(10, 5000, LONG).tolist()
         streams = [(number, pack_tokens([number + 5] * 20), 2000) for number in range(STREAMS)]
         longs = [(STREAMS + number, pack_tokens([number, *tokens[1:]]), 1) for number in range(prompts)]
         for number, prompt, count in streams + longs:
-            ours.sendall(frame(encode_message(GenerateRequest(id=number, prompt=prompt, params=SamplingParams(max_tokens=count)))))
-        frames, ended = FrameReader(), 0
-        while ended < prompts + STREAMS:
-            batches = [decode_token_batch(raw) for raw in frames.feed(ours.recv(1 << 20))]
-            ended += sum(output.finish is not None for batch in batches for output in batch.outputs)
-        ours.sendall(frame(encode_message(Control(action="stop"))))
-        thread.join(10)
-        assert not thread.is_alive()
+            front.send(GenerateRequest(id=number, prompt=prompt, params=SamplingParams(max_tokens=count)))
+        front.until_ended(prompts + STREAMS)
     return ranks.spent
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-import msgspec
 import pytest
 
 from engine.channel import Waiter
@@ -22,19 +21,17 @@ from engine.protocol import (
     AbortReason,
     Control,
     FinishReason,
-    FrameReader,
     GenerateRequest,
     Grammar,
     Output,
     SamplingParams,
     TokenBatch,
-    decode_token_batch,
     encode_message,
     frame,
     pack_tokens,
 )
-from engine.rank_status import StatusBlock
 from engine.step_masks import decode_masks
+from tests.support.engine.core_loop import Front, StatusOnly, running
 from tests.support.engine.kvmachine import KVMachine
 from tests.support.engine.load_figures import load
 
@@ -72,38 +69,6 @@ class MachineExecutor:
 
 
 @dataclass
-class FakeLifeline:
-    """What the loop needs of a lifeline: a status block and an index into it."""
-
-    status: StatusBlock = field(default_factory=lambda: StatusBlock(memoryview(bytearray(64))))
-
-    @property
-    def args(self) -> "FakeLifeline":
-        return self
-
-    status_index = 0
-
-
-@dataclass
-class Front:
-    """The other end of the core's socket."""
-
-    sock: socket.socket
-    frames: FrameReader = field(default_factory=FrameReader)
-
-    def send(self, message: msgspec.Struct | dict[str, object]) -> None:
-        self.sock.sendall(frame(encode_message(message)))
-
-    def outputs(self, done: Callable[[list[Output]], bool]) -> list[Output]:
-        """Everything received until `done` is true of it."""
-        got: list[Output] = []
-        while not done(got):
-            for raw in self.frames.feed(self.sock.recv(1 << 16)):
-                got += decode_token_batch(raw).outputs
-        return got
-
-
-@dataclass
 class StoppingExecutor(MachineExecutor):
     """The front says stop once there is a plan."""
 
@@ -118,24 +83,10 @@ class StoppingExecutor(MachineExecutor):
 @pytest.fixture
 def core():  # noqa: ANN201
     """A running core: (front, executor, scheduler); stopped and joined afterwards."""
-    ours, theirs = socket.socketpair()
-    ours.settimeout(10)
     scheduler = Scheduler(SchedulerConfig(GROUPS, (20, 40), 4, 64, 16))
     executor = MachineExecutor(KVMachine(GROUPS, (20, 40), 4, 64, lambda prefix, position, seed: position))
-    loop = Core(scheduler, executor, FrontLink(theirs), FakeLifeline(), Waiter())
-    thread = threading.Thread(target=loop.run)
-    thread.start()
-    front = Front(ours)
-    yield front, executor, scheduler
-    front.send(Control(action="stop"))
-    thread.join(10)
-    assert not thread.is_alive()
-    ours.close()
-    theirs.close()
-
-
-def ends(count: int) -> Callable[[list[Output]], bool]:
-    return lambda outputs: sum(output.finish is not None for output in outputs) >= count
+    with running(lambda sock: Core(scheduler, executor, FrontLink(sock), StatusOnly(), Waiter())) as front:
+        yield front, executor, scheduler
 
 
 def test_requests_stream_to_their_ends(core) -> None:  # noqa: ANN001
@@ -143,7 +94,7 @@ def test_requests_stream_to_their_ends(core) -> None:  # noqa: ANN001
     front, executor, _ = core
     for number in range(6):
         front.send(GenerateRequest(id=number, prompt=pack_tokens([1] * (3 + number)), params=SamplingParams(max_tokens=12)))
-    outputs = front.outputs(ends(6))
+    outputs = front.until_ended(6)
     for number in range(6):
         tokens = [token for output in outputs if output.id == number for token in output.tokens]
         assert tokens == list(range(3 + number, 15 + number))
@@ -155,7 +106,7 @@ def test_an_unreadable_message_fails_its_own_request_only(core) -> None:  # noqa
     front, _, scheduler = core
     front.send({"type": "generate", "id": 7, "prompt": "not a list"})
     front.send(GenerateRequest(id=8, prompt=pack_tokens([1, 2]), params=SamplingParams(max_tokens=2)))
-    outputs = front.outputs(ends(2))
+    outputs = front.until_ended(2)
     assert [(output.id, output.invalid) for output in outputs if output.finish] == [(7, True), (8, False)]
     assert outputs[-1].finish is FinishReason.length
     assert (scheduler.counters.received, scheduler.counters.refused) == (2, 1)
@@ -189,7 +140,7 @@ def test_what_a_front_left_unread_goes_out_when_it_reads() -> None:
     link, front = FrontLink(theirs), Front(ours)
     for number in range(500):
         link.send(TokenBatch(outputs=[Output(id=number, tokens=[7] * 1000, finish=FinishReason.length)], load=load()))
-    reader = threading.Thread(target=lambda: got.extend(front.outputs(ends(500))))
+    reader = threading.Thread(target=lambda: got.extend(front.until_ended(500)))
     got: list[Output] = []
     reader.start()
     while reader.is_alive():
@@ -204,7 +155,7 @@ def test_long_prompts_come_one_a_turn() -> None:
     ours, theirs = socket.socketpair()
     scheduler = Scheduler(SchedulerConfig(GROUPS, (20, 40), 4, 64, 16))
     executor = MachineExecutor(KVMachine(GROUPS, (20, 40), 4, 64, lambda prefix, position, seed: position))
-    loop = Core(scheduler, executor, FrontLink(theirs), FakeLifeline(), Waiter())
+    loop = Core(scheduler, executor, FrontLink(theirs), StatusOnly(), Waiter())
     lengths = [140_000, 140_000, *[3] * 50, 140_000]
     messages = [GenerateRequest(id=at, prompt=pack_tokens([1] * length), params=SamplingParams(max_tokens=2))
                 for at, length in enumerate(lengths)]  # fmt: skip
@@ -245,22 +196,14 @@ def test_a_grammar_wakes_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     matcher_of = Vocabulary.matcher
     monkeypatch.setattr(Vocabulary, "matcher", slow)
     vocabulary = Vocabulary([b"a", b"b", b"<end>"], frozenset({2}), [2], lambda text: [ord(letter) - 97 for letter in text])
-    ours, theirs = socket.socketpair()
-    ours.settimeout(10)
     scheduler = Scheduler(SchedulerConfig(GROUPS, (20, 40), 4, 64, 16))
     executor = MachineExecutor(KVMachine(GROUPS, (20, 40), 4, 64, lambda prefix, position, seed: 1))
-    loop = Core(scheduler, executor, FrontLink(theirs), FakeLifeline(), Waiter(), vocabulary=vocabulary)
-    front, thread = Front(ours), threading.Thread(target=loop.run)
-    thread.start()
-    for number, rules in enumerate((Grammar("start: /b+/"), Grammar("start: nothing"))):
-        front.send(GenerateRequest(id=number, prompt=pack_tokens([0]), params=SamplingParams(max_tokens=3, grammar=rules)))
-    outputs = front.outputs(ends(2))
-    front.send(Control(action="stop"))
-    thread.join(10)
+    with running(lambda sock: Core(scheduler, executor, FrontLink(sock), StatusOnly(), Waiter(), vocabulary=vocabulary)) as front:
+        for number, rules in enumerate((Grammar("start: /b+/"), Grammar("start: nothing"))):
+            front.send(GenerateRequest(id=number, prompt=pack_tokens([0]), params=SamplingParams(max_tokens=3, grammar=rules)))
+        outputs = front.until_ended(2)
     assert [token for output in outputs if output.id == 0 for token in output.tokens] == [1, 1, 1]
     assert next(output.error for output in outputs if output.id == 1 and output.finish is FinishReason.error)
-    ours.close()
-    theirs.close()
 
 
 def test_a_page_violation_ends_the_loop() -> None:
@@ -272,7 +215,7 @@ def test_a_page_violation_ends_the_loop() -> None:
             scheduler = Scheduler(SchedulerConfig(GROUPS, (20, 40), 4, 64, 16))
             front = Front(ours)
             executor = StoppingExecutor(KVMachine(GROUPS, (20, 40), 4, 64, lambda prefix, position, seed: position), front=front)
-            loop = Core(scheduler, executor, FrontLink(theirs), FakeLifeline(), Waiter(), "every")
+            loop = Core(scheduler, executor, FrontLink(theirs), StatusOnly(), Waiter(), "every")
             request = GenerateRequest(id=1, prompt=pack_tokens([1, 2, 3]), params=SamplingParams(max_tokens=5))
             spoil(scheduler)
             front.send(request)

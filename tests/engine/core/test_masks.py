@@ -10,11 +10,13 @@ from itertools import pairwise
 from typing import Any
 
 import jsonschema
+import msgspec
 import numpy as np
 import pytest
 
 from engine.core.masks import Masks
 from engine.core.scheduler import Scheduler, SchedulerConfig
+from engine.core.thought_limit import ThoughtLimit
 from engine.front.call_grammar import CallGrammar
 from engine.front.generation import Choice, Delta
 from engine.front.grammar import Thought, begun_call, choice_answer, grammar, json_answer, regex_answer
@@ -22,10 +24,11 @@ from engine.front.reply import Markers, ReplyParser
 from engine.front.text import TextProcessor
 from engine.front.tools import Tools
 from engine.matcher import Vocabulary
-from engine.protocol import FinishReason, GenerateRequest, Grammar, Output, SamplingParams, pack_tokens
+from engine.protocol import FinishReason, GenerateRequest, Grammar, Output, SamplingParams, ThoughtBudget, pack_tokens
 from engine.step_masks import StepMasks, decode_masks, encode_masks
 from tests.conftest import Nano
-from tests.support.engine.masked_machine import GROUPS, MaskedMachine, a_token_old, left_out, of_another_row
+from tests.support.engine.masked_machine import GROUPS, MaskedMachine
+from tests.support.engine.masked_ranks import a_token_old, left_out, of_another_row
 from tests.support.engine.schemas import members
 
 pytestmark = pytest.mark.pure
@@ -76,14 +79,15 @@ def serve(
     plant: Callable[[StepMasks], StepMasks] = lambda masks: masks,
     pages: tuple[int, ...] = PAGES,
     masked_rows: int = 64,
+    marks: tuple[int, ...] = (),
 ) -> Served:
     """As the core's loop does it, two plans out at a time."""
     scheduler = Scheduler(SchedulerConfig(GROUPS, pages, 10, MAX_LEN, 32, cache_share=1.0, masked_rows=masked_rows))
     masks = Masks(scheduler, model.vocabulary)
-    machine = MaskedMachine(model.text, pages, 10, MAX_LEN, model.markers.begin_call)
+    machine = MaskedMachine(model.text, pages, 10, MAX_LEN, marks or (model.markers.begin_call,))
     machine.plant_masks = plant
     for request in requests:
-        masks.add(0, request) if request.params.grammar else scheduler.add(0, request)
+        masks.add(0, request) if request.params.needs_masks else scheduler.add(0, request)
     served = Served()
     while scheduler.unfinished or scheduler.in_flight:
         if masks.making:
@@ -190,6 +194,131 @@ def test_calls_behind_a_trigger_keep_their_schemas(model: Model, pages: tuple[in
         texts += bool(choice.content)
     assert calls > 40
     assert texts == 8
+
+
+LABEL = 2
+
+
+def thinking(model: Model, number: int, budget: int | None, rules: Grammar | None = None, **more: Any) -> GenerateRequest:
+    """A request whose thoughts may have so many tokens."""
+    asked, markers = request(model, number, rules, 120), model.markers
+    known = {"label": LABEL, "begin_call": markers.begin_call} | more
+    thought = None if budget is None else ThoughtBudget(budget, markers.begin_thought, markers.end_thought, **known)
+    return msgspec.structs.replace(asked, params=msgspec.structs.replace(asked.params, thought=thought))
+
+
+def thoughts(model: Model, tokens: list[int]) -> list[int]:
+    """Tokens of each thought that has ended."""
+    lengths, since = [], None
+    for at, token in enumerate(tokens):
+        if since is None:
+            since = at if token == model.markers.begin_thought else None
+        elif token in (model.markers.end_thought, model.markers.begin_call):
+            lengths.append(at - since - 1)
+            since = None
+    return lengths
+
+
+BUDGETS = (0, 1, 2, 3, 9, 30, None, 0, 1)
+
+
+def over_budget(model: Model, served: Served) -> list[int]:
+    """Requests of BUDGETS whose first thought is not of its budget, or whose others are more than their labels."""
+    wrong = []
+    for at, budget in enumerate(BUDGETS):
+        found = thoughts(model, served.tokens(at))
+        expected = [] if budget is None else [LABEL + budget, *[LABEL] * (len(found) - 1)]
+        wrong += [at] if not found or found != expected else []
+    return wrong
+
+
+@pytest.mark.parametrize("pages", [PAGES, TIGHT])
+def test_thoughts_end_with_their_budgets(model: Model, pages: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model that never ends a thought: the marker comes behind exactly so many tokens, up to it they are those of a reply
+    without a budget, and neighbours' are untouched, whatever is preempted; a budget off by one, and masks left out, are seen."""
+    asked = [thinking(model, at, budget) for at, budget in enumerate(BUDGETS)]
+    begin = (model.markers.begin_thought,)
+    served = serve(model, asked, pages=pages, marks=begin)
+    free = serve(model, [thinking(model, at, None) for at in range(len(BUDGETS))], marks=begin)
+    assert over_budget(model, served) == [BUDGETS.index(None)]
+    assert (served.preemptions > 0) == (pages == TIGHT)
+    for at in range(len(BUDGETS)):
+        tokens = served.tokens(at)
+        before = tokens.index(model.markers.end_thought) if model.markers.end_thought in tokens else len(tokens)
+        assert tokens[:before] == free.tokens(at)[:before]
+    assert len(over_budget(model, serve(model, asked, left_out, pages, marks=begin))) == len(BUDGETS)
+    at = ThoughtLimit.ends_at.fget
+    assert at is not None
+    monkeypatch.setattr(ThoughtLimit, "ends_at", property(lambda limit: None if (end := at(limit)) is None else end + 1))
+    assert len(over_budget(model, serve(model, asked, pages=pages, marks=begin))) == len(BUDGETS)
+
+
+def broken_budgets(model: Model, seed: int) -> list[str]:
+    """What is wrong with the thoughts of random requests, some with calls' grammars, in pools that are tight in half of them."""
+    rng, markers = random.Random(seed), model.markers
+    schemas = {"run-it": members(rng, 1)}
+    calls = Grammar(begun_call(CallGrammar(markers, schemas, schemas)), markers.begin_call)
+    budgets = [rng.choice((0, 1, 2, 5, 20)) for _ in range(8)]
+    asked = [thinking(model, 100 * seed + at, budget, rng.choice((None, calls))) for at, budget in enumerate(budgets)]
+    marks = (markers.begin_thought, markers.begin_call, markers.end_thought)
+    served = serve(model, asked, pages=rng.choice((PAGES, TIGHT)), masked_rows=rng.choice((2, 64)), marks=marks)
+    wrong = []
+    for request, budget in zip(asked, budgets, strict=True):
+        left = budget
+        for length in thoughts(model, served.tokens(request.id)):
+            left -= max(0, length - LABEL)
+        if left < 0 or served.end(request.id).finish is FinishReason.error:
+            wrong.append(f"seed {seed}: {budget} tokens, {left} left, {served.end(request.id)}")
+    return wrong
+
+
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 300), marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
+def test_budgets_hold_in_random_cases(model: Model, seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thoughts that end by themselves, by calls and by budgets, whatever is preempted and however few rows may be masked: none is
+    longer than its budget; where that is off by one some are."""
+    assert [wrong for seed in seeds for wrong in broken_budgets(model, seed)] == []
+    at = ThoughtLimit.ends_at.fget
+    assert at is not None
+    monkeypatch.setattr(ThoughtLimit, "ends_at", property(lambda limit: None if (end := at(limit)) is None else end + 1))
+    assert broken_budgets(model, seeds[0])
+
+
+def test_a_budget_holds_in_every_step(model: Model) -> None:
+    """The end of a thought costs no step: its mask is made while the forward of its step runs."""
+    served = serve(model, [thinking(model, at, 5) for at in range(4)], marks=(model.markers.begin_thought,))
+    assert all(thoughts(model, served.tokens(at)) for at in range(4))
+    assert {gap for at in range(4) for gap in gaps(served.given[at])} == {1}
+
+
+def test_a_thought_of_the_prompt_has_a_budget(model: Model) -> None:
+    """Where the prompt leaves a thought open the reply's tokens count at once, behind what is missing of the label."""
+    asked = [thinking(model, at, budget, open_label=label) for at, (budget, label) in enumerate([(0, 0), (1, 0), (0, 2), (5, 1)])]
+    served = serve(model, asked, marks=(model.markers.begin_thought,))
+    assert [served.tokens(at).index(model.markers.end_thought) for at in range(4)] == [0, 1, 2, 6]
+
+
+def test_a_budget_beside_grammars(model: Model) -> None:
+    """Calls that end a thought keep their schemas and the budget holds for the next one; a form's thought ends with it too."""
+    schemas, budget = {"get_weather": wanted(0)}, 3
+    tools = Tools([{"type": "function", "function": {"name": "get_weather", "parameters": schemas["get_weather"]}}])
+    calls = Grammar(begun_call(CallGrammar(model.markers, schemas, schemas)), model.markers.begin_call)
+    form = Grammar(grammar(model.markers, choice_answer(["yes"]), Thought.forced))
+    asked = [thinking(model, at, budget, calls if at % 2 else form) for at in range(12)]
+    served = serve(model, asked, marks=(model.markers.begin_thought, model.markers.begin_call))
+    free = serve(model, [request(model, at, form) for at in range(0, 12, 2)])
+    ended = 0
+    for at in range(1, 12, 2):
+        spent = [max(0, length - LABEL) for length in thoughts(model, served.tokens(at))]
+        assert sum(spent) <= budget
+        choice = said(model, served.tokens(at), cut=True, tools=tools)
+        for call in choice.calls[: served.tokens(at).count(model.markers.end_call)]:
+            jsonschema.validate(json.loads(call.arguments), schemas["get_weather"])
+            ended += 1
+    assert ended > 10
+    label = len("thought\n")  # its characters may come one by one
+    assert [served.end(at).finish for at in range(0, 12, 2)] == ["stop"] * 6
+    assert all(thoughts(model, served.tokens(at))[0] <= label + budget for at in range(0, 12, 2))
+    assert any(thoughts(model, free.tokens(at))[0] > label + budget for at in range(0, 12, 2))
 
 
 class AtOnce(Executor):

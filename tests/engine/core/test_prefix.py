@@ -200,19 +200,25 @@ def computed(requests: list[GenerateRequest]) -> tuple[int, list[list[int]]]:
     return bench.scheduler.counters.prefill_tokens, list(given.values())
 
 
-def choices(count: int, length: int = 101) -> list[GenerateRequest]:
+def choices(count: int, length: int = 101, prompt_logprobs: int | None = None) -> list[GenerateRequest]:
     """The choices of one request."""
     prompt = pack_tokens(10 + at % 13 for at in range(length))
-    return [GenerateRequest(id=each, prompt=prompt, params=SamplingParams(max_tokens=3, seed=each)) for each in range(count)]
+    params = [SamplingParams(max_tokens=3, seed=each, prompt_logprobs=prompt_logprobs) for each in range(count)]
+    return [GenerateRequest(id=each, prompt=prompt, params=params[each]) for each in range(count)]
 
 
-def test_choices_of_a_request_cost_one_prefill() -> None:
-    """Each beyond the first computes the tokens of the last page only, and all give what they give alone."""
-    alone, answer = computed(choices(1))
-    together, answers = computed(choices(4))
+@pytest.mark.parametrize("prompt_logprobs", [None, 0])
+def test_choices_of_a_request_cost_one_prefill(prompt_logprobs: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each beyond the first computes the tokens of the last page only, and all give what they give alone; also where each tells the
+    logprobs of the prompt. Planted fault: each computes its own."""
+    alone, answer = computed(choices(1, prompt_logprobs=prompt_logprobs))
+    together, answers = computed(choices(4, prompt_logprobs=prompt_logprobs))
     assert alone == 101
     assert together == alone + 3 * (101 % PAGE)
     assert answers == answer * 4
+    if prompt_logprobs is not None:
+        monkeypatch.setattr(Allocator, "scored_alike", lambda self, one, other: False)
+        assert computed(choices(4, prompt_logprobs=prompt_logprobs))[0] == 4 * 101
 
 
 def test_choices_that_do_not_wait_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,7 +410,7 @@ def worlds_with_cache(count: int) -> int:
         world.config, world.follow_chance = replace(world.config, cache_share=1.0), 0.9
         try:
             check_ends(world, simulate(world))
-        except (AssertionError, ValueError):
+        except (AssertionError, StopIteration, ValueError):
             found += 1
     return found
 
@@ -412,6 +418,17 @@ def worlds_with_cache(count: int) -> int:
 def test_worlds_with_a_cache_are_sound() -> None:
     """The same worlds as the planted faults below, without one."""
     assert worlds_with_cache(200) == 0
+
+
+@pytest.mark.parametrize("lost", ["_changes", "idle_changes"])
+def test_a_lookup_that_is_kept_too_long_is_noticed(monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
+    """Planted faults: what a waiting request was said to find counts as found, though segments have come or gone since, or are in
+    use."""
+    if lost == "_changes":
+        monkeypatch.setattr(PrefixCache, "version", property(lambda self: self._full.idle_changes))
+    else:
+        monkeypatch.setattr(PrefixCache, "version", property(lambda self: self._changes))
+    assert worlds_with_cache(60) > 2
 
 
 def test_a_tail_one_page_short_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,16 +2,18 @@
 
 import asyncio
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
 
-from engine.front.generation import Choice, Delta, Generation, Job, merged
+from engine.errors import GenerationFailed
+from engine.front.generation import Choice, Delta, DeltaReader, Generation, Job
 from engine.front.parts import Content
+from engine.front.stream import Stream
 from engine.front.text import TextProcessor
 from engine.front.tools import Tools
-from engine.protocol import SamplingParams
+from engine.protocol import Output, SamplingParams
 from tests.conftest import Nano
 from tests.support.engine.fakes import FakeEngineClient
 
@@ -36,7 +38,10 @@ def deltas_of(text: TextProcessor, tokens: list[int], *, choices: int = 1, most:
         made = Job((array("i", [1]),), (params,) * choices, clip=False, **job)
         engine = FakeEngineClient(answer)
         generations = [Generation(engine, text, made, choice) for choice in range(choices)]
-        return [pair async for pair in merged(generations)]
+        reader, found = DeltaReader(generations, list), list[tuple[int, Delta]]()
+        while not reader.has_ended:
+            found += await reader.next()
+        return found
 
     return asyncio.run(main())
 
@@ -61,6 +66,80 @@ def test_a_choice_adds_its_deltas_up(text: TextProcessor) -> None:
     assert [(choice.content, choice.tokens, choice.finish) for choice in choices] == [(WORDS, tokens, "stop")] * 3
     choices[0].add(Delta((Content("!"),), [], [], "stop"))
     assert choices[0].content != WORDS
+
+
+def readers_of(
+    text: TextProcessor, made: list[object], *, choices: int = 1, count: int = 1
+) -> tuple[list[Stream], list[DeltaReader[list[Delta]]]]:
+    """`count` readers of streams that nobody feeds yet; `made` notes what each converts."""
+    job = Job((array("i", [1]),), (SamplingParams(max_tokens=9),) * choices, clip=False)
+    engine = UnfedEngine()
+    readers = []
+    for reader in range(count):
+
+        def convert(pairs: Iterator[tuple[int, Delta]], reader: int = reader) -> list[Delta]:
+            found = [delta for _, delta in pairs]
+            made.append(reader)
+            return found
+
+        readers.append(DeltaReader([Generation(engine, text, job, choice) for choice in range(choices)], convert))
+    return engine.streams, readers
+
+
+class UnfedEngine(FakeEngineClient):
+    """Whose streams the test feeds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.streams: list[Stream] = []
+
+    def generate(self, prompt: Sequence[int], params: SamplingParams, **_: Any) -> Stream:
+        """A stream that stays empty."""
+        self.streams.append(Stream(len(self.streams), lambda *_: None))
+        return self.streams[-1]
+
+
+def test_one_message_is_converted_for_all_before_any_reader_goes_on(text: TextProcessor) -> None:
+    """Two readers wait: what comes for both in one turn of the loop is converted for both first. Planted: a reader that is busy
+    elsewhere converts only when it comes back, and then all at once."""
+
+    async def main(*, busy: bool) -> tuple[list[object], list[list[int]]]:
+        seen: list[object] = []
+        streams, readers = readers_of(text, seen, count=2)
+
+        async def read(number: int) -> list[int]:
+            if busy:
+                await asyncio.sleep(0.01)
+            found = await readers[number].next()
+            seen.append(f"reader {number} goes on")
+            return [token for delta in found for token in delta.tokens]
+
+        tasks = [asyncio.create_task(read(number)) for number in range(2)]
+        await asyncio.sleep(0)
+        for tokens in ([300], [301]) if busy else ([300],):
+            for stream in streams:
+                stream.push(Output(id=stream.id, tokens=tokens))
+        return seen, await asyncio.gather(*tasks)
+
+    assert asyncio.run(main(busy=False)) == ([0, 1, "reader 0 goes on", "reader 1 goes on"], [[300], [300]])
+    assert asyncio.run(main(busy=True)) == ([0, "reader 0 goes on", 1, "reader 1 goes on"], [[300, 301], [300, 301]])
+
+
+def test_an_error_comes_behind_what_was_there_before_it(text: TextProcessor) -> None:
+    """The second of two choices fails in the step in which the first has a token: the token is given, then the error is raised."""
+
+    async def main() -> list[int]:
+        streams, (reader,) = readers_of(text, [], choices=2)
+        streams[0].push(Output(id=0, tokens=[300]))
+        streams[1].fail(GenerationFailed("planted"))
+        found = [token for delta in await reader.next() for token in delta.tokens]
+        assert not reader.has_ended
+        for _ in range(2):
+            with pytest.raises(GenerationFailed, match="planted"):
+                await reader.next()
+        return found
+
+    assert asyncio.run(main()) == [300]
 
 
 def test_a_stop_string_cuts_the_parts(text: TextProcessor) -> None:

@@ -29,6 +29,7 @@ class ScriptedCore(FakeCore):
 
     queue_s, prefill_s   how long a request waits, and then takes to its first token; delay_s: between steps
     forever              the steps again and again
+    at_once              all steps of an answer come in one message
     refuse, fail_after   refuse every request with that sentence; fail at that step each one that `fails`
     cached               tokens of each prompt that are said to be cached, with its first output
     requests, aborts     what the client asked for since the last reset; sent: tokens
@@ -46,7 +47,7 @@ class ScriptedCore(FakeCore):
         self.steps: list[list[int]] = [[300], [301], [302]]
         self.finish = FinishReason.stop
         self.queue_s = self.prefill_s = self.delay_s = 0.0
-        self.forever = False
+        self.forever = self.at_once = False
         self.cached = 0
         self.refuse: str | None = None
         self.fail_after: int | None = None
@@ -87,7 +88,7 @@ class ScriptedCore(FakeCore):
         for piece in prompt_logprobs(request):
             await self.send(Output(id=request.id, prompt_logprobs=[piece]))
         left = request.params.max_tokens
-        place = 0
+        place, ready = 0, list[Output]()
         while left > 0 and (self.forever or place < len(self.steps)):
             if self.fail_after == place and self.fails(request):
                 await self.send(Output(id=request.id, finish=FinishReason.error, error="the logits are not finite"))
@@ -99,8 +100,11 @@ class ScriptedCore(FakeCore):
             finish = FinishReason.length if left == 0 else self.finish if last else None
             self.sent += len(tokens)
             cached, logprobs = self.cached if place == 1 else 0, _logprobs(request, tokens)
-            await self.send(Output(id=request.id, tokens=tokens, logprobs=logprobs, finish=finish, cached=cached))
-            await asyncio.sleep(self.delay_s)
+            ready.append(Output(id=request.id, tokens=tokens, logprobs=logprobs, finish=finish, cached=cached))
+            if not self.at_once or finish is not None:
+                await self.send(*ready)
+                ready.clear()
+                await asyncio.sleep(self.delay_s)
 
     def load(self) -> Load:
         """What the real core would tell now."""

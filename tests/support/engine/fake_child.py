@@ -31,6 +31,7 @@ class Behaviour(msgspec.Struct, frozen=True, kw_only=True):
     stall    step before which it stops for ever, its heart beating (0: never)
     crash    step in which it raises (0: never)
     step_s   seconds a step takes
+    first_token  the id that an answer begins with
     kv_bytes what it reports as left for KV pages
     fallbacks  what its checks found wrong
     """
@@ -39,6 +40,7 @@ class Behaviour(msgspec.Struct, frozen=True, kw_only=True):
     stall: int = 0
     crash: int = 0
     step_s: float = 0.001
+    first_token: int = FIRST_TOKEN
     kv_bytes: int = 1 << 28
     fallbacks: tuple[str, ...] = ()
 
@@ -101,7 +103,7 @@ class FakeRank:
         return plan
 
     def _row(self, slot: int) -> ResultRow:
-        token = FIRST_TOKEN + self._given[slot] % TOKENS
+        token = self._behaviour.first_token + self._given[slot] % TOKENS
         self._given[slot] += 1
         return ResultRow(slot, self._numbers[slot], (token,))
 

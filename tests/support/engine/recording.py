@@ -80,11 +80,12 @@ class Recording:
     masks: dict[int, bytes] = field(default_factory=dict)
 
 
-def record(folder: Path) -> Recording:
-    """The requests, in four waves, the last one with grammars, served by one rank on the CPU."""
+def record(folder: Path, *, grammars: bool = True) -> Recording:
+    """The requests, in three waves, and a fourth with grammars, served by one rank on the CPU."""
     config = config_of(folder, 1)
     waves = [[request(number) for number in range(first, first + 4)] for first in range(0, REQUESTS, 4)]
-    waves.append([constrained(REQUESTS + 1), constrained(REQUESTS + 3)])
+    if grammars:
+        waves.append([constrained(REQUESTS + 1), constrained(REQUESTS + 3)])
     return serve(build(single(config), PAGES), config, waves)
 
 

@@ -1,7 +1,7 @@
 """Random small worlds for the scheduler: who asks what, what the model would answer, and a run of it checked at every step.
 
-The model is a function of the prefix, so that what each request must give is known beforehand (`World.answer`): no scheduling, no
-preemption, no rejected draft may show in it.
+The model is a function of the prefix, so that what each request must give is known beforehand, with the mask of each of its tokens
+(`World.answer`): no scheduling, no preemption, no rejected draft may show in it.
 """
 
 import random
@@ -17,12 +17,15 @@ import numpy as np
 from engine.core.allocator import first_page
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.sequence import Sequence, Wait
-from engine.core.step_budget import MOST_SKIPPED, OLDEST_EVERY
+from engine.core.step_budget import MOST_PASSED, MOST_SKIPPED
 from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
 from engine.plan import StepPlan
-from engine.protocol import AbortReason, FinishReason, GenerateRequest, Output, SamplingParams, pack_tokens
-from tests.support.engine.kvmachine import KVMachine, identity, logprob_of
+from engine.protocol import AbortReason, FinishReason, GenerateRequest, Grammar, Output, SamplingParams, pack_tokens
+from tests.support.engine.draws import chance, mixed
+from tests.support.engine.kvmachine import identity, logprob_of
+from tests.support.engine.masked_ranks import Plant
+from tests.support.engine.world_masks import FAILED, Consumed, Grammars, Host, WorldRanks, mask_of
 
 STOP = 7
 TIMES = StepTimes(((1, 5.0), (6, 6.0)), ((1, 5.0), (8, 7.0), (32, 20.0)), ((1, 0.1), (6, 0.6)), 0.05, 0.02, 0.01, 4)
@@ -30,29 +33,14 @@ _MAX_STEPS = 20_000
 _MAX_REQUESTS = 14
 
 
-def mixed(*values: int) -> int:
-    """A number below 2**32 that depends on all values."""
-    mix = 0x9E3779B97F4A7C15
-    for value in values:
-        mix = (mix ^ value) * 0xBF58476D1CE4E5B9 & (1 << 64) - 1
-        mix ^= mix >> 29
-    return mix >> 32
-
-
-def chance(probability: float, *values: int) -> bool:
-    """True with `probability`, always the same for the same values."""
-    return mixed(*values) < probability * (1 << 32)
-
-
 @dataclass
 class World:
     """Pools from two windows up, prompts from one token to beyond what fits, choices of one prompt, salts and priorities, aborts,
-    surprise ends, drafts or late masks, logprobs of prompts, and now and then steps that are kept short."""
+    surprise ends, drafts or grammars, logprobs of prompts, and now and then steps that are kept short."""
 
     seed: int
     requests: list[GenerateRequest] = field(default_factory=list)
-    masked: set[int] = field(default_factory=set)
-    given: set[tuple[int, int, int]] = field(default_factory=set)  # masks: client, request, length
+    answers: dict[int, "Answer"] = field(default_factory=dict)
     forked: int = 0
 
     def __post_init__(self) -> None:
@@ -79,21 +67,30 @@ class World:
         self.guess_chance = rng.choice((0.0, 0.3, 0.8, 1.0))
         self.nan_chance = rng.choice((0.0, 0.0, 0.02))
         self.follow_chance = rng.choice((0.0, 0.5, 0.9))  # an answer is followed by a next turn
-        self.once = rng.random() < 0.5  # no mask comes twice
-        self.late_chance = (0.0, 0.5, 1.0)[self.seed % 3]  # rows are planned before their masks
-        self.mask_chance = rng.choice((0.1, 0.5, 1.0))  # a turn that the host has a mask in
+        self.once = rng.random() < 0.5  # the scheduler is told of no mask twice
+        failing, complete, slow = rng.choice((0.0, 0.0, 0.03)), rng.choice((0.1, 0.5)), rng.choice((0.0, 0.03, 0.5))
+        self.grammars = Grammars(self.seed, failing, complete, slow)
         if not drafts and rng.random() < 0.3:
-            self.masked = {request.id for request in self.requests if rng.random() < 0.7}
+            self._constrain(lambda number: rng.random() < 0.7, triggers=0.4)
+            self.config = replace(self.config, masked_rows=rng.choice((1, 2, 64)))
         if rng.random() < 0.1:
             self.all_masked()
 
     def all_masked(self) -> "World":
-        """The same with a mask for every token of every request, none given twice, and pages so few that some are preempted."""
+        """The same with a mask for every token of every request, none told twice, and pages so few that some are preempted."""
         page, max_len = self.groups[0].page, self.config.max_len
         pages = (2 * self.groups[0].worst_pages(max_len) + 2, -(-max_len // page) + 2)
         self.config = replace(self.config, drafts=0, pages=pages, max_seqs=6)
-        self.masked, self.once = {request.id for request in self.requests}, True
+        self._constrain(lambda number: True, triggers=0.0)
+        self.once = True
         return self
+
+    def _constrain(self, chosen: Callable[[int], bool], triggers: float) -> None:
+        """Grammars, each request its own; so many of them begin at a trigger, which every fifth token is."""
+        for number, request in enumerate(self.requests):
+            if chosen(number):
+                trigger = 100 + number % 5 if chance(triggers, self.seed, number, 6) else None
+                self.requests[number] = with_grammar(request, Grammar(str(number), trigger))
 
     def _ask(self, max_len: int) -> None:
         """Prompts share beginnings now and then, the ends of turns in them."""
@@ -128,6 +125,8 @@ class World:
             return None
         params = msgspec.structs.replace(request.params, max_tokens=self.rng.randint(1, self.config.max_len))
         following = msgspec.structs.replace(request, id=len(self.requests), prompt=pack_tokens(turn), params=params)
+        if (grammar := params.grammar) is not None:
+            following = with_grammar(following, Grammar(str(following.id), grammar.trigger))
         self.requests.append(following)
         return following
 
@@ -144,23 +143,58 @@ class World:
         """Whether a draft is right."""
         return chance(self.guess_chance, self.seed, prefix, position, 1)
 
-    def answer(self, request: GenerateRequest) -> tuple[list[int], FinishReason]:
-        """What the request must give, from the model alone."""
-        tokens: list[int] = []
-        prefix = 0
+    def answer(self, request: GenerateRequest) -> "Answer":
+        """What the request must give, from the model and its grammar alone."""
+        if request.id not in self.answers:
+            self.answers[request.id] = self._answer(request)
+        return self.answers[request.id]
+
+    def mask(self, number: int, position: int) -> np.ndarray | None:
+        """What the mask of a request's token must be; None: there must be none."""
+        request = self.requests[number]
+        masks, at = self.answer(request).masks, position - len(request.tokens)
+        return masks[at] if at < len(masks) else None
+
+    def _answer(self, request: GenerateRequest) -> "Answer":
+        answer, prefix, prompt, rules = Answer(), 0, len(request.tokens), request.params.grammar
         for token in request.tokens:
             prefix = identity(prefix, token)
-        prompt = len(request.tokens)
+        consumed = None if rules is None or rules.trigger is not None else Consumed()
         while True:
+            if consumed is not None and self.grammars.fails(request.id, consumed):
+                return answer
+            answer.masks.append(None if consumed is None else mask_of(request.id, consumed))
             if self.nan(prefix):
-                return tokens, FinishReason.error
-            token = self.token(prefix, prompt + len(tokens), request.params.seed)
-            tokens.append(token)
+                return answer
+            token = self.token(prefix, prompt + len(answer.tokens), request.params.seed)
+            answer.tokens.append(token)
             prefix = identity(prefix, token)
-            if token == STOP and len(tokens) > request.params.min_tokens:
-                return tokens, FinishReason.stop
-            if len(tokens) >= min(request.params.max_tokens, self.config.max_len - prompt):
-                return tokens, FinishReason.length
+            if token == STOP and len(answer.tokens) > request.params.min_tokens:
+                return replace(answer, finish=FinishReason.stop)
+            if len(answer.tokens) >= min(request.params.max_tokens, self.config.max_len - prompt):
+                return replace(answer, finish=FinishReason.length)
+            consumed = None if rules is None else self._consumed(request.id, rules, consumed, token)
+
+    def _consumed(self, number: int, rules: Grammar, before: Consumed | None, token: int) -> Consumed | None:
+        """What a request's grammar has consumed behind one more token; None: tokens are free."""
+        if before is None:
+            return Consumed() if token == rules.trigger else None
+        after = before.then(token)
+        return None if rules.trigger is not None and self.grammars.ends(number, after) else after
+
+
+def with_grammar(request: GenerateRequest, grammar: Grammar) -> GenerateRequest:
+    """The request under a grammar."""
+    return msgspec.structs.replace(request, params=msgspec.structs.replace(request.params, grammar=grammar))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Of a request; `masks`: int32 [words] of each of its tokens, None where it is free."""
+
+    tokens: list[int] = field(default_factory=list)
+    masks: list[np.ndarray | None] = field(default_factory=list)
+    finish: FinishReason = FinishReason.error
 
 
 @dataclass
@@ -169,17 +203,21 @@ class Run:
 
     outputs: list[Output]
     scheduler: Scheduler
-    machine: KVMachine
+    machine: WorldRanks
     steps: int
     started: list[int]
 
 
-def simulate(world: World, plant: Callable[[StepPlan], StepPlan] = lambda plan: plan) -> Run:
-    """Drive scheduler and machine some steps apart, as the core does, checking pages and progress at every step."""
+def simulate(
+    world: World, plant: Callable[[StepPlan], StepPlan] = lambda plan: plan, plant_masks: Plant = lambda masks: masks
+) -> Run:
+    """Drive scheduler, masks and machine some steps apart, as the core does, checking pages and progress at every step."""
     config = world.config
     scheduler = Scheduler(config)
-    machine = KVMachine(config.groups, config.pages, config.max_seqs, config.max_len, world.token, config.drafts)
+    machine = WorldRanks(config.groups, config.pages, config.max_seqs, config.max_len, world.token, config.drafts)
     machine.plant, machine.guess, machine.nan = plant, world.guess, world.nan
+    machine.plant_masks, machine.wanted = plant_masks, world.mask
+    host = Host(scheduler, machine, world.grammars, world.rng, world.once)
     given: dict[int, list[int]] = {request.id: [] for request in world.requests}
     waiting, steps = list(world.requests), 0
     outputs: list[Output] = []
@@ -187,14 +225,16 @@ def simulate(world: World, plant: Callable[[StepPlan], StepPlan] = lambda plan: 
     passed: Counter[int] = Counter()
     resting = False  # nothing was planned, and nothing is in flight: only what comes from outside can change that
     while waiting or scheduler.unfinished or scheduler.in_flight:
-        if come(world, scheduler, waiting) or not resting:
-            planned = plan_all(world, scheduler, machine, passed)
+        if come(world, host, waiting) or not resting:
+            planned = plan_all(world, host, passed)
             check_pages(scheduler)
             check_windows(scheduler)
+            check_hits(scheduler)
             assert planned or not scheduler.stuck, "requests wait, but nothing can run"
             resting = not (planned or scheduler.in_flight)
-        if scheduler.in_flight:
+        if machine.ready:
             scheduler.commit(machine.result())
+            host.committed()
         for _, output in scheduler.drain():
             outputs.append(output)
             given.setdefault(output.id, []).extend(output.tokens)
@@ -204,24 +244,26 @@ def simulate(world: World, plant: Callable[[StepPlan], StepPlan] = lambda plan: 
         started += [request for _, request in scheduler.drain_started()]
         steps += 1
         assert steps < _MAX_STEPS, "no end in sight"
+    host.close()
     return Run(outputs, scheduler, machine, steps, started)
 
 
-def come(world: World, scheduler: Scheduler, waiting: list[GenerateRequest]) -> bool:
-    """Requests, aborts and masks, now and then; whether there were any."""
+def come(world: World, host: Host, waiting: list[GenerateRequest]) -> bool:
+    """Requests, aborts and what threads have made, now and then; whether there was any."""
     came = False
     while waiting and world.rng.random() < 0.5:
-        request, came = waiting.pop(0), True
-        scheduler.add(0, request, masked=request.id in world.masked)
-    if world.rng.random() < world.abort_chance:
-        scheduler.abort(0, world.rng.choice(world.requests).id, AbortReason.client_gone)
         came = True
-    return give_masks(world, scheduler) or came
+        host.add(waiting.pop(0))
+    if world.rng.random() < world.abort_chance:
+        host.scheduler.abort(0, world.rng.choice(world.requests).id, AbortReason.client_gone)
+        came = True
+    return host.work() or came
 
 
-def plan_all(world: World, scheduler: Scheduler, machine: KVMachine, passed: Counter[int]) -> bool:
+def plan_all(world: World, host: Host, passed: Counter[int]) -> bool:
     """As many plans as may be out at a time, each checked; whether there was one."""
-    planned = False
+    planned, scheduler = False, host.scheduler
+    host.before_plans()
     while scheduler.in_flight < world.depth:
         first = first_of(scheduler)
         plan = scheduler.schedule()
@@ -231,23 +273,9 @@ def plan_all(world: World, scheduler: Scheduler, machine: KVMachine, passed: Cou
         check_first(first, plan, passed)
         check_masks(scheduler, plan)
         check_rows(scheduler, plan)
-        machine.submit(plan)
+        host.planned(plan)
         planned = True
     return planned
-
-
-def give_masks(world: World, scheduler: Scheduler) -> bool:
-    """The host computes masks from committed tokens: late, in some worlds twice, or for a token that has come already; whether
-    there was one."""
-    gave = False
-    for sequence in scheduler.sequences if world.masked else ():
-        if sequence.masked and world.rng.random() < world.mask_chance:
-            mask = (*sequence.key, len(sequence.tokens) - (world.rng.random() < 0.2))
-            if mask not in world.given or not world.once:
-                world.given.add(mask)
-                scheduler.mask_ready(*mask, late=chance(world.late_chance, world.seed, *mask))
-                gave = True
-    return gave
 
 
 def check_masks(scheduler: Scheduler, plan: StepPlan) -> None:
@@ -270,7 +298,7 @@ def check_first(first: Sequence | None, plan: StepPlan, passed: Counter[int]) ->
     if first is None:
         return
     passed[first.number] += first.slot not in {*plan.decodes, *(chunk.slot for chunk in plan.chunks)}
-    assert passed[first.number] <= OLDEST_EVERY * (MOST_SKIPPED + 1), (first, plan)
+    assert passed[first.number] <= (MOST_PASSED + 1) * (MOST_SKIPPED + 1), (first, plan)
     if first.high > first.low:
         passed[first.number] = 0
 
@@ -324,6 +352,14 @@ def check_windows(scheduler: Scheduler) -> None:
             assert run.end * pool.group.page >= sequence.high, "a position is planned without a page"
 
 
+def check_hits(scheduler: Scheduler) -> None:
+    """What a waiting sequence is said to find in the cache is what it would find now."""
+    for sequence in scheduler.waiting if scheduler.cache else ():
+        if sequence.hit is not None and sequence.hit.version == scheduler.cache.version:
+            reusable = sequence.reusable // scheduler.pools[0].group.page
+            assert sequence.hit == scheduler.cache.find(sequence.keys[:reusable]), "what was looked up is out of date"
+
+
 def check_ends(world: World, run: Run) -> None:
     """Every request ended exactly once, the counters balance, and everything was given back."""
     ends = Counter(output.id for output in run.outputs if output.finish)
@@ -343,12 +379,12 @@ def check_request(world: World, request: GenerateRequest, outputs: list[Output])
     if last.invalid:
         assert not tokens
         return
-    wanted, reason = world.answer(request)
-    assert tokens == wanted[: len(tokens)], "a token of another position, or another's"
+    answer = world.answer(request)
+    assert tokens == answer.tokens[: len(tokens)], "a token of another position, or another's"
     if last.finish is FinishReason.length and request.clip:
         return
     if last.finish is not FinishReason.abort:
-        assert (len(tokens), last.finish) == (len(wanted), reason)
+        assert (len(tokens), last.finish) == (len(answer.tokens), answer.finish)
 
 
 def check_prompt_logprobs(request: GenerateRequest, outputs: list[Output]) -> None:
@@ -390,7 +426,9 @@ def run_worlds(seeds: range) -> Counter[str]:
             refused=counters.refused,
             aborted=counters.aborted,
             rejected=run.machine.rejected,
-            masked=len(world.masked),
+            masked=sum(request.params.grammar is not None for request in world.requests),
+            grammar_failures=sum(output.error == FAILED for output in run.outputs),
+            **run.machine.seen,
             forked=world.forked,
             prompt_logprobs=sum(len(output.prompt_logprobs) for output in run.outputs),
             hit_tokens=counters.hit_tokens,

@@ -1,0 +1,80 @@
+"""The KV machine with masks: a masked step runs when its record has come. Beside it, faults of records."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from engine.geometry import KVGroup
+from engine.plan import StepResult
+from engine.step_masks import StepMasks, decode_masks
+from tests.support.engine.kvmachine import KVMachine, Model
+
+Plant = Callable[[StepMasks], StepMasks]
+
+
+class MaskedRanks(KVMachine):
+    """`plant_masks(masks)` may alter each step's masks before it runs. `bits`: of the step that runs, each masked slot's int32
+    [words]; `most`: masked rows of a step."""
+
+    def __init__(
+        self, groups: tuple[KVGroup, ...], pages: tuple[int, ...], slots: int, max_len: int, model: Model, drafts: int = 0
+    ) -> None:
+        super().__init__(groups, pages, slots, max_len, model, drafts)
+        self.plant_masks: Plant = lambda masks: masks
+        self.bits: dict[int, np.ndarray] = {}
+        self.most = 0
+        self._masks: deque[StepMasks] = deque()
+
+    def submit_masks(self, masks: bytes) -> None:
+        """As the executor's."""
+        self._masks.append(self.plant_masks(decode_masks(masks)))
+
+    @property
+    def ready(self) -> bool:
+        """There is a plan, and its masks if it is masked."""
+        return bool(self.queue) and (bool(self._masks) or not self.queue[0].masked)
+
+    def result(self) -> StepResult:
+        """Run the oldest plan, whose masks have come if it is masked."""
+        self.bits = {}
+        if self.queue[0].masked:
+            masks = self._masks.popleft()
+            assert masks.step == self.queue[0].step
+            self.bits = dict(zip(masks.slots.tolist(), masks.bits, strict=True))
+        self.most = max(self.most, len(self.bits))
+        return super().result()
+
+
+def of_another_row(masks: StepMasks) -> StepMasks:
+    """Planted fault: each row gets its neighbour's mask."""
+    return replace(masks, bits=np.roll(masks.bits, 1, axis=0))
+
+
+def left_out(masks: StepMasks) -> StepMasks:
+    """Planted fault: no row gets its mask."""
+    return replace(masks, slots=masks.slots[:0], bits=masks.bits[:0])
+
+
+def a_token_old() -> Plant:
+    """Planted fault: each slot gets the mask that it had the last time."""
+    before: dict[int, np.ndarray] = {}
+
+    def planted(masks: StepMasks) -> StepMasks:
+        rows = [before.get(slot, bits) for slot, bits in zip(masks.slots.tolist(), masks.bits, strict=True)]
+        before.update(zip(masks.slots.tolist(), masks.bits, strict=True))
+        return replace(masks, bits=np.stack(rows) if rows else masks.bits)
+
+    return planted
+
+
+def of_the_step_before() -> Plant:
+    """Planted fault: each step gets the record of the masked step before it."""
+    before: list[StepMasks] = []
+
+    def planted(masks: StepMasks) -> StepMasks:
+        before.append(masks)
+        return replace(before[-2:][0], step=masks.step)
+
+    return planted

@@ -1,0 +1,233 @@
+"""Grammars of random worlds: the real `Masks` over matchers whose mask says whose it is and behind which tokens; ranks that look.
+
+A grammar's text is a number. Where it fails, where it is complete, and which of its masks are slow depends on that number and the
+tokens consumed so far, and on nothing else, so that what each request must give is known beforehand.
+"""
+
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from engine.core.masks import SLOW_S, Masks
+from engine.core.scheduler import Scheduler
+from engine.errors import GenerationFailed
+from engine.plan import ResultRow, StepPlan, StepResult
+from engine.protocol import GenerateRequest
+from tests.support.engine.draws import chance
+from tests.support.engine.kvmachine import identity
+from tests.support.engine.masked_ranks import MaskedRanks
+
+FAILED = "the grammar fails here in this world"
+
+
+class Consumed(NamedTuple):
+    """Tokens since a grammar began: how many, and their identity."""
+
+    count: int = 0
+    prefix: int = 0
+
+    def then(self, token: int) -> "Consumed":
+        return Consumed(self.count + 1, identity(self.prefix, token))
+
+
+@dataclass(frozen=True)
+class Grammars:
+    """In place of `engine.matcher.Vocabulary`. `failing`, `complete`, `slow`: chances of each, behind any tokens."""
+
+    seed: int
+    failing: float
+    complete: float
+    slow: float
+    size: int = 128
+
+    def fails(self, grammar: int, consumed: Consumed) -> bool:
+        """No reply gets further."""
+        return chance(self.failing, self.seed, grammar, *consumed, 3)
+
+    def ends(self, grammar: int, consumed: Consumed) -> bool:
+        """The grammar is complete, and has not failed."""
+        return consumed.count > 0 and not self.fails(grammar, consumed) and chance(self.complete, self.seed, grammar, *consumed, 4)
+
+    def matcher(self, text: str) -> "WorldMatcher":
+        """Compiled. GenerationFailed: it cannot be."""
+        matcher = WorldMatcher(self, int(text))
+        matcher.consume([])
+        return matcher
+
+    def masks(self, matchers: Sequence["WorldMatcher"]) -> np.ndarray:
+        """int32 [n, 4], as the real one's."""
+        for matcher in matchers:
+            matcher.mask_s = 2 * SLOW_S if chance(self.slow, self.seed, matcher.grammar, *matcher.consumed, 5) else 0.0
+        return np.stack([mask_of(matcher.grammar, matcher.consumed) for matcher in matchers])
+
+
+def mask_of(grammar: int, consumed: Consumed) -> np.ndarray:
+    """int32 [4]: no two replies have the same, nor one reply at two tokens."""
+    count, prefix = consumed
+    return np.array([grammar + 1, count, prefix & 0x7FFFFFFF, prefix >> 31 & 0x7FFFFFFF], np.int32)
+
+
+@dataclass
+class WorldMatcher:
+    """In place of `engine.matcher.Matcher`; of two that fail one refuses what it consumes, and one can make no mask."""
+
+    grammars: Grammars
+    grammar: int
+    consumed: Consumed = field(default_factory=Consumed)
+    mask_s: float = 0.0
+
+    @property
+    def complete(self) -> bool:
+        return self.grammars.ends(self.grammar, self.consumed)
+
+    def fresh(self) -> "WorldMatcher":
+        assert not self.consumed.count
+        return WorldMatcher(self.grammars, self.grammar)
+
+    def consume(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            self.consumed = self.consumed.then(token)
+        self._fail_if(refusing=True)
+
+    def check(self, bits: np.ndarray) -> None:
+        assert bits.tolist() == mask_of(self.grammar, self.consumed).tolist()
+        self._fail_if(refusing=False)
+
+    def _fail_if(self, *, refusing: bool) -> None:
+        if self.grammars.fails(self.grammar, self.consumed) and chance(0.5, self.grammar, *self.consumed) == refusing:
+            raise GenerationFailed(FAILED)
+
+
+class Threads(Executor):
+    """In place of a pool of threads: what is submitted is done when `work` comes to it, in any order."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._waiting: list[tuple[Future[Any], Callable[[], Any]]] = []
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **options: Any) -> "Future[Any]":
+        future: Future[Any] = Future()
+        self._waiting.append((future, lambda: work(*args, **options)))
+        return future
+
+    def work(self) -> int:
+        """Do some of it, each with a chance of one half; how much was done."""
+        done = [each for each in self._waiting if self._rng.random() < 0.5]
+        self._waiting = [each for each in self._waiting if each not in done]
+        for future, work in done:
+            try:
+                future.set_result(work())
+            except GenerationFailed as error:
+                future.set_exception(error)
+        return len(done)
+
+
+class WorldRanks(MaskedRanks):
+    """Looks at the mask of every row that gives a token, by the machine's own position of it.
+
+    `wanted(request, position)` is what it must be, None: none. A row whose result will count has it; any other has it, or none.
+    `seen` counts masks: all, those that came behind their plans, and those of rows whose result was dropped.
+    """
+
+    wanted: Callable[[int, int], np.ndarray | None]
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.seen: Counter[str] = Counter()
+        self._admitted: deque[dict[int, tuple[Any, int]]] = deque()  # of each plan: by slot, its sequence and admission number
+
+    def submit_masks(self, masks: bytes) -> None:
+        """As the executor's."""
+        super().submit_masks(masks)
+        late = any(plan.step == self._masks[-1].step for plan in self.queue)
+        self.seen["late_masks"] += late * len(self._masks[-1].slots)
+
+    def submit_of(self, scheduler: Scheduler, plan: StepPlan) -> None:
+        """Queue a plan that the scheduler has just made."""
+        self._admitted.append({sequence.slot: (sequence, sequence.number) for sequence in scheduler.running})
+        self.submit(plan)
+
+    def result(self) -> StepResult:
+        """Run the oldest plan."""
+        found = super().result()
+        self._admitted.popleft()
+        return found
+
+    def _sample(self, slot: int, position: int, drafts: list[int]) -> ResultRow:
+        sequence, number = self._admitted[0][slot]
+        wanted, mask = self.wanted(sequence.key[1], position), self.bits.get(slot)
+        if mask is None:
+            assert wanted is None or sequence.number != number, f"{sequence} has no mask of the token at {position}"
+        else:
+            assert wanted is not None, f"{sequence} has a mask of the token at {position}, which is free"
+            assert wanted.tolist() == mask.tolist(), f"{sequence} has another mask of the token at {position} than its own"
+        self.seen.update(masks=mask is not None, dropped_masks=mask is not None and sequence.number != number)
+        return super()._sample(slot, position, drafts)
+
+
+@dataclass
+class Host:
+    """What the core's loop does with masks. Unless `once` it tells the scheduler of some twice, and of old ones, in vain."""
+
+    scheduler: Scheduler
+    ranks: WorldRanks
+    grammars: Grammars
+    rng: random.Random
+    once: bool
+    masks: Masks = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.compiler, self.slow = Threads(self.rng), Threads(self.rng)
+        self.masks = Masks(self.scheduler, self.grammars, self.compiler, self.slow)  # type: ignore[arg-type]
+
+    def add(self, request: GenerateRequest) -> None:
+        """A request comes."""
+        if request.params.needs_masks:
+            self.masks.add(0, request)
+        else:
+            self.scheduler.add(0, request)
+
+    def work(self) -> bool:
+        """Threads go on; whether there is anything new."""
+        for sequence in () if self.once else self.scheduler.sequences:
+            if sequence.masked and self.rng.random() < 0.2:
+                length = min(len(sequence.tokens) - self.rng.randint(0, 1), sequence.mask_for)
+                self.scheduler.mask_ready(*sequence.key, length, late=sequence.late_masks)
+        compiled, made = self.compiler.work(), self.slow.work()
+        self.ranks.seen.update(compiled=compiled, slow_masks=made)
+        return bool(compiled or made)
+
+    def before_plans(self) -> None:
+        """Threads may have made something that plans wait for."""
+        if self.masks.making:
+            self._advance()
+
+    def planned(self, plan: StepPlan) -> None:
+        """A plan was made."""
+        if plan.masked:
+            self.masks.planned(plan)
+            self._send()
+        self.ranks.submit_of(self.scheduler, plan)
+
+    def committed(self) -> None:
+        """A result was."""
+        if self.masks:
+            self._advance()
+
+    def close(self) -> None:
+        """All requests have ended, and nothing of them is kept."""
+        self.masks.advance()
+        assert not self.masks
+
+    def _advance(self) -> None:
+        self.masks.advance()
+        self._send()
+
+    def _send(self) -> None:
+        for masks in self.masks.due():
+            self.ranks.submit_masks(masks)
