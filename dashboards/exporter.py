@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, assert_never
 from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest, start_http_server
 from prometheus_client import Metric as Family
 from prometheus_client.registry import Collector
 
@@ -40,7 +40,6 @@ from engine.events import (
 )
 
 _COMPLETED = ("stop", "length")
-_EVERY_TOKEN = "quartet_inter_token_latency_seconds"  # observed for every token
 _KEYS_SHOWN = 256  # names of API keys' holders that have series of their own; the others share one
 _OURS = ("error", "dead", "deadline")  # ends without a token that count against the objective at once
 
@@ -95,8 +94,8 @@ class Exporter(Collector):
         self._ends = {end: self._of("quartet_core_requests_total").labels(end) for end in CORE_ENDS}
         judged = self._of("quartet_slo_requests_total")
         self._judged = {(slo, verdict): judged.labels(slo, verdict) for slo in SLOS for verdict in VERDICTS}
-        self._count_tokens = self._of("quartet_generation_tokens_total").inc
-        self._observe_gap = self._of(_EVERY_TOKEN).observe
+        self._tokens = 0  # a plain sum: the library's counter takes a lock, which every token would pay for
+        self._observe_gap = self._of("quartet_inter_token_latency_seconds").observe
 
     def _state_facts(self) -> None:
         facts = self.facts
@@ -118,7 +117,7 @@ class Exporter(Collector):
         """Fold one event in; called on the front's loop."""
         match event:
             case Tokens():
-                self._count_tokens(event.count)
+                self._tokens += event.count
                 if event.gap_s is not None:
                     self._observe_gap(event.gap_s / event.count)
             case EngineLoad():
@@ -202,6 +201,7 @@ class Exporter(Collector):
         self._of("quartet_engine_step_tokens").observe(tokens / steps)
 
     def _refresh(self) -> None:
+        _count_to(self._of("quartet_generation_tokens_total"), "tokens", self._tokens, self._exported)
         if self._load is not None:
             self._show_load(self._load)
         gauges = self.read_gauges()
@@ -320,13 +320,11 @@ def _bare(family: Family) -> Family:
     return family
 
 
-def _collector(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge | Histogram | FastHistogram:
-    if metric.name == _EVERY_TOKEN:
-        return FastHistogram(metric, registry)
+def _collector(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge | FastHistogram:
     match metric.kind:
         case "counter":
             return Counter(metric.stem, metric.help, metric.labels, registry=registry)
         case "gauge":
             return Gauge(metric.name, metric.help, metric.labels, registry=registry)
         case "histogram":
-            return Histogram(metric.name, metric.help, metric.labels, buckets=metric.buckets, registry=registry)
+            return FastHistogram(metric, registry)

@@ -33,9 +33,11 @@ RAY: dict[str, tuple[str, str]] = {
     ),
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": ("3600", "the default cuts streams that are open 120 s after HAProxy was reloaded"),
     "RAY_SERVE_LOG_TO_STDERR": ("0", "a line a request belongs into Serve's log files, not on the terminal"),
-    "RAY_SERVE_HAPROXY_NBTHREAD": ("2", "a thread carries thousands of tokens a second; the default of 4 suits larger nodes"),
+    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": ("5000", "ten times a second by default, for figures scraped every few seconds"),
     "GLOO_SOCKET_IFNAME": ("lo", "ranks of a group talk inside the node"),
 }
+CORES_PER_HAPROXY_THREAD = 8  # a thread carries some 40 000 tokens a second; fewer threads wake up less often for each
+MAX_HAPROXY_THREADS = 4  # Serve's default
 WRAPPER = Path(__file__).with_name("haproxy.sh")
 HAPROXY_FILES = {
     "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": "haproxy.cfg",
@@ -50,6 +52,7 @@ def prepare(environ: MutableMapping[str, str], private: Path, ports: dict[str, i
     """Set what Ray must find. `private`: a folder for Ray's token, and for HAProxy's files, whose default is one folder in /tmp."""
     for name, (value, _) in RAY.items():
         environ.setdefault(name, value)
+    environ.setdefault("RAY_SERVE_HAPROXY_NBTHREAD", str(haproxy_threads(len(os.sched_getaffinity(0)))))
     for name, file in HAPROXY_FILES.items():
         environ.setdefault(name, str(private / file) if file else str(private))
     if environ["RAY_AUTH_MODE"] == "token" and not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & environ.keys():
@@ -61,6 +64,11 @@ def prepare(environ: MutableMapping[str, str], private: Path, ports: dict[str, i
         environ.setdefault("QUARTET_HAPROXY", binary)
         environ.setdefault("QUARTET_ERRORS", str(private))
         environ.setdefault("RAY_SERVE_HAPROXY_BINARY_PATH", str(WRAPPER))
+
+
+def haproxy_threads(cores: int) -> int:
+    """One on a small machine, up to Serve's own default on a large one."""
+    return max(1, min(MAX_HAPROXY_THREADS, cores // CORES_PER_HAPROXY_THREAD))
 
 
 def haproxy_sockets(environ: Mapping[str, str]) -> list[Path] | None:

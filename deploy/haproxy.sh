@@ -1,13 +1,15 @@
 #!/bin/sh
 # HAProxy as Ray Serve starts it, with its own two ports (statistics, Prometheus) on loopback, where Serve's template binds them to
-# every interface, with each client's address in X-Forwarded-For, and with errors in OpenAI's shape where no replica answers.
+# every interface, with each client's address in X-Forwarded-For, and with errors in OpenAI's shape where no replica answers: for that
+# each request has a connection of its own to the replica, for where one that was used before is lost, HAProxy closes the client's
+# without a word, trusting that it asks again.
 # Ray finds this file by RAY_SERVE_HAPROXY_BINARY_PATH, and writes the file behind -f anew before each start.
 set -eu
 before=""
 for argument in "$@"; do
     if [ "$before" = "-f" ]; then
         [ -z "${QUARTET_ERRORS:-}" ] || sed -i -e "s#^\( *errorfile \(50[234]\)\) .*#\1 $QUARTET_ERRORS/\2.http#" "$argument"
-        sed -i -e 's/^\( *bind \)\**:\([0-9][0-9]*\)/\1127.0.0.1:\2/' -e '/^defaults/,/^frontend/s/^\( *\)mode http$/&\n\1option forwardfor/' "$argument"
+        sed -i -e 's/^\( *bind \)\**:\([0-9][0-9]*\)/\1127.0.0.1:\2/' -e '/^defaults/,/^frontend/s/^\( *\)mode http$/&\n\1option forwardfor\n\1option http-server-close/' "$argument"
     fi
     before=$argument
 done

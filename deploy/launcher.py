@@ -35,6 +35,7 @@ from engine.errors import ConfigError, EngineDead
 ROOT = Path(__file__).resolve().parents[1]
 HAPROXY_PORTS = {"RAY_SERVE_HAPROXY_METRICS_PORT": 9101, "RAY_SERVE_HAPROXY_STATS_PORT": 8404}
 _POLL_S = 0.1
+REPLICA_PORTS = 100  # of each launcher, between Ray's workers' (to 19999) and the kernel's own choice (from 32768)
 ROUTED_S = 60.0  # HAProxy learns of a replica within a few seconds
 _OWNER = "launcher.pid"
 _CUT_S = 0.5
@@ -73,7 +74,8 @@ class Launch:
 
         ingress_errors.write(self.folder)
         adopt_orphans()
-        environment.prepare(os.environ, self.folder, {name: free_port(port) for name, port in HAPROXY_PORTS.items()})
+        ports = {name: free_port(port) for name, port in HAPROXY_PORTS.items()}
+        environment.prepare(os.environ, self.folder, ports | replica_ports(os.getpid()))
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         self._guard()
         self._init_ray()
@@ -218,6 +220,16 @@ def check_port(host: str, port: int) -> None:
             raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror} (--port chooses another)") from error
 
 
+def replica_ports(seed: int) -> dict[str, int]:
+    """Where Serve puts its replicas' HTTP servers: seldom where another launcher's are.
+
+    HAProxy keeps a replica's port for a moment longer than the replica lives: another launcher's, of another model, might answer.
+    """
+    first = 20_000 + REPLICA_PORTS * (seed % 100)
+    last = first + REPLICA_PORTS - 1
+    return {"RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": first, "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": last}
+
+
 def free_port(wanted: int) -> int:
     """`wanted` where it is free on all interfaces, else one that is."""
     for port in (wanted, 0):
@@ -256,14 +268,25 @@ def _sweep() -> None:
 
 def _shut_ray() -> None:
     import ray
-    from ray import serve
 
     if not ray.is_initialized():
         return
     _silence_workers()
     with contextlib.suppress(Exception):  # whatever is broken by now: the processes are killed next
-        serve.shutdown()
+        _shut_serve()
     ray.shutdown()
+
+
+def _shut_serve() -> None:
+    """As `serve.shutdown`, whose call of the controller can only fail by the controller's end: Ray would print that it retries."""
+    import ray
+    from ray.serve.context import _get_global_client
+
+    controllers = [pid for pid in descendants(os.getpid()) if b"ServeController" in command_line(pid)]
+    ray.get(_get_global_client()._controller.graceful_shutdown.remote(wait=False), timeout=_SHUT_S)
+    deadline = time.monotonic() + _SHUT_S
+    while any(map(lives, controllers)) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
 
 
 def _silence_workers() -> None:

@@ -40,7 +40,7 @@ from engine.front.template import characters
 from engine.front.text import TextProcessor
 from engine.front.tools import Tools
 from engine.logit_adjustments import LogitAdjustments
-from engine.protocol import MAX_ALTERNATIVES, Grammar, SamplingParams
+from engine.protocol import MAX_ALTERNATIVES, Grammar, SamplingParams, ThoughtBudget
 
 TEXT_THREADS = 2
 CALL_TOKENS = ("<|tool_call>", "<|tool_response>")  # not to come with tool_choice none, where tools stay declared in the prompt
@@ -96,7 +96,7 @@ class Service:
 
     `capacity` choices, and `queue_tokens` tokens of those that wait, are let in (admission_control.py); `open` counts choices from
     their submission to the last byte of their answer. `tracer`: none unless configured. `fingerprint`: of build, weights and setup.
-    `keys`: without them anybody may ask; what comes of them goes to `sink`.
+    `keys`: without them anybody may ask; what comes of them goes to `sink`. `grammars` None: the service makes its own.
     """
 
     name: str
@@ -115,6 +115,7 @@ class Service:
     queue_tokens: int = 1 << 30
     fingerprint: str | None = None
     tool_grammar: ToolGrammar = "strict"
+    grammars: GrammarCheck | None = None
     about: dict[str, Any] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
     open: int = 0
@@ -123,7 +124,7 @@ class Service:
     def __post_init__(self) -> None:
         self.model = ServedModel(self.name, self.text.pieces, self.fingerprint)
         self._pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
-        self._grammars = GrammarCheck(lambda: vocabulary_of(self.text))
+        self._grammars = self.grammars or GrammarCheck(lambda: vocabulary_of(self.text))
         self.admission = AdmissionControl(self.engine, self.capacity, self.queue_tokens, READERS * self.capacity)
         self.idle = asyncio.Event()
         self.idle.set()
@@ -201,7 +202,8 @@ class Service:
         rules, budget = form.rules if form else None, request.thinking_token_budget
         wants = Constraints(tools, choice, rules, self.tool_grammar, budget)
         thinking = bool(request.template_options.get("enable_thinking"))
-        return _with_grammar(job, await self._grammar(wants, prompt, thinking, form.param if form else "tools"))
+        kept = await self._grammar(wants, prompt, thinking, form.param if form else "tools")
+        return _constrained(job, kept, wants.thought_budget(self.text, prompt))
 
     async def _grammar(self, wants: Constraints, prompt: list[int], thinking: bool, param: str) -> Grammar | None:
         """Of a reply. InvalidRequest: what the request asks for cannot be kept; what is only our wish gives way."""
@@ -233,7 +235,7 @@ class Service:
             return job
         rules = grammar(None, form.rules, Thought.none)
         await self._grammars.check(rules, form.param)
-        return _with_grammar(job, Grammar(rules))
+        return _constrained(job, Grammar(rules))
 
     def _scored(self, job: Job, alternatives: int | None, choices: int) -> Job:
         """`job`, whose first `choices` also give logprobs of their prompts' tokens. InvalidRequest: they are too many."""
@@ -398,8 +400,8 @@ def _seeds(seed: int | None, n: int) -> list[int]:
     return [first, *((first ^ (_MIX * place)) & (2**_SEED_BITS - 1) for place in range(1, n))]
 
 
-def _with_grammar(job: Job, grammar: Grammar | None) -> Job:
-    return replace(job, params=tuple(msgspec.structs.replace(params, grammar=grammar) for params in job.params))
+def _constrained(job: Job, grammar: Grammar | None, thought: ThoughtBudget | None = None) -> Job:
+    return replace(job, params=tuple(msgspec.structs.replace(params, grammar=grammar, thought=thought) for params in job.params))
 
 
 def _with_seed(params: SamplingParams, seed: int) -> SamplingParams:

@@ -1,8 +1,10 @@
-"""What a streamed token costs the CPU between engine and client: `python -m tests.bench.streams [--streams 32] [--tokens 512]`.
+"""What a streamed token costs the CPU between engine and client: `python -m tests.bench.streams [--streams 32] [--step-ms 10]`.
 
-The whole stack with the nano model on one rank; CPU of the replica's process (not of core and rank, its children) and of HAProxy's,
-from /proc, over a closed load of endless answers, divided by the tokens that the client received. What both use while nobody
-asks (Ray's own threads, heartbeats, scrapes of figures) is measured first and shown as it is and as its part of each token.
+The whole stack with the nano model on one rank or, with --step-ms, a rank that only waits so long in each step, which gives the
+rate of a GPU: what wakes up once a step, or once a second, then serves more tokens. CPU of the replica's process (not of core and
+rank, its children) and of HAProxy's, from /proc, over a closed load of endless answers, divided by the tokens that the client
+received. What both use while nobody asks (Ray's own threads, heartbeats, scrapes of figures) is measured first and shown as it is
+and as its part of each token.
 """
 
 import argparse
@@ -64,10 +66,12 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--step-ms", type=float, help="no model: a rank that only waits, in each step, for so long")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         engine = {"model": "nano:e2b", "served_model_name": MODEL, "tp": 1, "max_seqs": args.streams}
-        stack = Stack(Path(folder), args=engine)
+        paced = {"cli": "tests.support.stack.paced_cli", "environ": {"QUARTET_TEST_STEP_S": str((args.step_ms or 0) / 1e3)}}
+        stack = Stack(Path(folder), args=engine, **(paced if args.step_ms else {}))
         try:
             stack.start()
             for _ in range(args.rounds):

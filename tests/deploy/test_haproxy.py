@@ -4,8 +4,8 @@ import os
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -36,6 +36,7 @@ frontend api
     default_backend replica
 
 backend replica
+    http-reuse always
     server one 127.0.0.1:{behind}
 
 backend at_zero_replicas
@@ -44,14 +45,14 @@ backend at_zero_replicas
 
 
 @contextmanager
-def haproxy(folder: Path, behind: int, errors: Path | None) -> Iterator[str]:
+def haproxy(folder: Path, behind: int, errors: Path | None, wrapper: Path | str = WRAPPER) -> Iterator[str]:
     """HAProxy before the port `behind`; the URL."""
     (folder / "500.http").write_text("HTTP/1.1 500 Internal Server Error\r\nContent-Type: text/plain\r\n\r\nInternal Server Error")
     port = free_port()
     path = folder / "haproxy.cfg"
     path.write_text(CONFIG.format(folder=folder, port=port, behind=behind))
     environ = {**os.environ, "QUARTET_HAPROXY": haproxy_binary() or "", "QUARTET_ERRORS": str(errors or "")}
-    process = subprocess.Popen([str(WRAPPER), "-db", "-f", str(path)], env=environ, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen([str(wrapper), "-db", "-f", str(path)], env=environ, stderr=subprocess.DEVNULL)
     try:
         wait(lambda: not is_free(port), 10)
         yield f"http://127.0.0.1:{port}"
@@ -81,6 +82,28 @@ def test_a_replica_that_is_killed_or_hangs_is_said_so(tmp_path: Path) -> None:
         assert (reply.status_code, reply.json()["error"]["code"]) == (status, code)
 
 
+@pytest.mark.parametrize("keeps_alive", [True, False])
+def test_a_replica_that_is_lost_after_a_request_is_said_so(tmp_path: Path, keeps_alive: bool) -> None:
+    """One that has answered and is gone when the next request comes: 503, on the client's connection of before and on a new one.
+
+    Planted: Serve's configuration as it is, by which the client's connection is closed without a reply.
+    """
+    ingress_errors.write(tmp_path)
+    headers = {} if keeps_alive else {"connection": "close"}
+
+    def second(url: str) -> httpx.Response:
+        with httpx.Client(base_url=url, headers=headers) as client:
+            assert client.post("/v1/completions", json={"prompt": "x"}).text == "ok"
+            return client.post("/v1/completions", json={"prompt": "x"})
+
+    with silent_server(closes=True, answers=1) as port, haproxy(tmp_path, port, tmp_path) as url:
+        assert second(url).json()["error"]["code"] == "engine_restarting"
+    plain = haproxy_binary() or ""
+    with silent_server(closes=True, answers=1) as port, haproxy(tmp_path, port, tmp_path, plain) as url:
+        error = failure_of(second, url)
+    assert "without sending a response" in error
+
+
 def test_an_application_is_routed_when_haproxy_has_a_replica_of_it(tmp_path: Path) -> None:
     """Not when only the fallback is left, which is Serve's own proxy; and none is once HAProxy has gone."""
     admin = tmp_path / "admin.sock"
@@ -90,11 +113,28 @@ def test_an_application_is_routed_when_haproxy_has_a_replica_of_it(tmp_path: Pat
     assert routed(admin) == 0
 
 
+def failure_of(ask: Callable[[str], httpx.Response], url: str) -> str:
+    """How a request fails that gets no reply."""
+    with pytest.raises(httpx.RemoteProtocolError) as error:
+        ask(url)
+    return str(error.value)
+
+
+def whole_request(connection: socket.socket) -> bool:
+    """Reads one with a JSON body; False when the connection ends before it, or is reset."""
+    found = b""
+    with suppress(ConnectionResetError):
+        while not found.endswith(b"}") and (more := connection.recv(4096)):
+            found += more
+    return found.endswith(b"}")
+
+
 @contextmanager
-def silent_server(*, closes: bool) -> Iterator[int]:
-    """A port whose connections are closed once a request has come, or never answered."""
+def silent_server(*, closes: bool, answers: int = 0) -> Iterator[int]:
+    """A port that gives so many answers in all; connections are closed once another request has come, or never answered."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         kept: list[socket.socket] = []
+        left = iter(range(answers))
 
         def accept() -> None:
             while True:
@@ -102,8 +142,9 @@ def silent_server(*, closes: bool) -> Iterator[int]:
                     made, _ = listener.accept()
                 except OSError:
                     return
-                made.recv(4096)
                 kept.append(made)
+                while whole_request(made) and next(left, None) is not None:
+                    made.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
                 if closes:
                     made.close()
 

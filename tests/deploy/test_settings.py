@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from deploy import environment
+from deploy.launcher import replica_ports
 from deploy.models import public_shapes as shapes
 from deploy.models.resolve import resolve
 from deploy.nodes import check_nodes
@@ -209,6 +210,8 @@ def test_rays_environment_is_set_and_the_users_wins(tmp_path: Path) -> None:
     assert environ["RAY_SERVE_HAPROXY_SOCKET_PATH"] == f"{tmp_path}/admin.sock"
     assert environ["RAY_SERVE_HAPROXY_STATS_PORT"] == "8404"
     assert "PYTHONBREAKPOINT" not in environ
+    assert [environment.haproxy_threads(cores) for cores in (1, 2, 8, 16, 64)] == [1, 1, 1, 2, 4]
+    assert environ["RAY_SERVE_HAPROXY_NBTHREAD"] in "1234"
     token = Path(environ["RAY_AUTH_TOKEN_PATH"])
     assert (environ["RAY_AUTH_MODE"], token.parent, token.stat().st_mode & 0o777) == ("token", tmp_path, 0o600)
     assert len(token.read_text()) == 64
@@ -223,6 +226,14 @@ def test_a_token_of_the_users_own_is_kept(tmp_path: Path, own: dict[str, str]) -
     assert list(tmp_path.iterdir()) == []
 
 
+def test_two_launchers_replicas_have_different_ports() -> None:
+    """Neighbouring process ids give ranges that do not overlap, outside the kernel's own choice; the hundredth is the first."""
+    ranges = [range(*replica_ports(pid).values()) for pid in range(1000, 1100)]
+    assert len({port for each in ranges for port in each}) == sum(map(len, ranges))
+    assert {port for each in ranges for port in each} <= set(range(20_000, 30_000))
+    assert replica_ports(1000) == replica_ports(1100)
+
+
 def test_every_variable_has_a_reader_in_ray() -> None:
     """Each name that we set occurs in the installed Ray (or torch): a renamed variable would be dead weight."""
     import importlib.util
@@ -232,6 +243,7 @@ def test_every_variable_has_a_reader_in_ray() -> None:
     assert spec.origin is not None
     serve = Path(spec.origin).parent / "serve" / "_private"
     text = "".join(path.read_text() for path in (serve / "constants.py", serve / "haproxy.py"))
-    names = [name for name in (*environment.RAY, *environment.HAPROXY_FILES) if name.startswith("RAY_SERVE_")]
+    ours = (*environment.RAY, *environment.HAPROXY_FILES, "RAY_SERVE_HAPROXY_NBTHREAD", *replica_ports(7))
+    names = [name for name in ours if name.startswith("RAY_SERVE_")]
     assert len(names) > 10
     assert [name for name in names if f'"{name}"' not in text] == []

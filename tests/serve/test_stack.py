@@ -24,6 +24,7 @@ import jsonschema
 import openai
 import pytest
 import yaml
+from openai.types.chat import ChatCompletion
 
 from deploy.load.generator import Ledger, Lengths, Level, LoadRun, Prompts, Scale, connected
 from deploy.load.request import Endpoint
@@ -231,6 +232,26 @@ def test_a_reply_keeps_its_schema(stack: Stack, thinking: bool) -> None:
     assert bool(getattr(whole.message, "reasoning_content", "")) is thinking
 
 
+def test_a_thought_has_a_budget(stack: Stack) -> None:
+    """thinking_token_budget, without a form: the thought is so many tokens of the one without a budget, and an answer follows."""
+    question: list[Any] = [{"role": "user", "content": "Add 472 and 389."}]
+
+    def asked(client: openai.OpenAI, budget: int | None) -> ChatCompletion:
+        extra = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": budget}
+        return client.chat.completions.create(model=MODEL, messages=question, temperature=0, max_tokens=80, extra_body=extra)
+
+    with api(stack) as client, ThreadPoolExecutor(3) as pool:
+        replies = list(pool.map(partial(asked, client), (None, 5, 0)))
+    free, bounded, none = (reply.usage.completion_tokens_details.reasoning_tokens for reply in replies)  # type: ignore[union-attr]
+    assert free > bounded
+    assert bounded == none + 5
+    assert all(reply.choices[0].message.content for reply in replies)
+    thoughts = [getattr(reply.choices[0].message, "reasoning_content", None) or "" for reply in replies]
+    assert thoughts[2] == ""
+    assert len(thoughts[0]) > len(thoughts[1]) > 0
+    assert thoughts[0].startswith(thoughts[1])
+
+
 def test_a_required_call_comes(stack: Stack) -> None:
     """tool_choice required and named: a call that validates, whatever was asked; none where the choice is none."""
     with api(stack) as client:
@@ -377,6 +398,7 @@ def test_sigterm_drains_and_leaves_nothing(stack: Stack) -> None:
     assert reader.error is None
     assert reader.text.rstrip().endswith("[DONE]")
     assert code == 0, stack.said()
+    assert "will be retried" not in stack.said(), "Ray takes the end of Serve's controller for a failure"
     assert [(pid, command_line(pid)) for pid in stack.tree if command_line(pid)] == []
     assert len(folders()) == len(ours) - 1
     assert set(Path("/dev/shm").iterdir()) <= shared

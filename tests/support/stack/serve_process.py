@@ -21,7 +21,7 @@ READY = "quartet: ready."
 
 
 class Stack:
-    """A serving CLI on a free port. `lines` is what it has printed so far."""
+    """A serving CLI on a free port: `cli` is its module. `lines` is what it has printed so far."""
 
     def __init__(
         self,
@@ -30,6 +30,7 @@ class Stack:
         args: dict[str, Any] | None = None,
         deployment: dict[str, Any] | None = None,
         environ: dict[str, str] | None = None,
+        cli: str = "deploy.cli",
     ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -39,13 +40,14 @@ class Stack:
         self.config = folder / "stack.yaml"
         self.config.write_text(yaml.safe_dump(config))
         self.lines: list[str] = []
+        self._cli = cli
         self._environ = {**os.environ, "QUARTET_CACHE": str(folder / "cache"), **(environ or {})}
         self.tree: set[int] = set()
 
     def start(self, *extra: str, timeout_s: float = 120.0) -> float:
         """Seconds until the ready line."""
         begun = time.monotonic()
-        command = [sys.executable, "-m", "deploy.cli", "serve", str(self.config), "--port", str(self.port), *extra]
+        command = [sys.executable, "-m", self._cli, "serve", str(self.config), "--port", str(self.port), *extra]
         self.process = subprocess.Popen(
             command, cwd=ROOT, env=self._environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
