@@ -23,7 +23,7 @@ def load() -> tuple[list[StepPlan], list[StepResult]]:
 
 def main() -> None:
     """Record and write."""
-    recording = record(resolve(MODEL))
+    recording = record(resolve(MODEL), grammars=False)
     write_stream(PlanStream(MODEL, SETTINGS, PAGES, recording.plans, recording.results, recording.masks), PATH)
     print(f"{len(recording.plans)} steps, {PATH.stat().st_size} bytes")
 
