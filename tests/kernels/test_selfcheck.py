@@ -49,9 +49,9 @@ def kernels_of_ours() -> set[str]:
     """Names of the kernels that are launched; other functions are parts of them."""
     sources = (path.read_text() for path in (ROOT / "kernels").glob("*.py") if path.stem != "launch")
     split = re.compile(r"^@triton\.jit", re.MULTILINE).split
-    functions = (text.split("def ", 1)[1].split(":\n", 1) for source in sources for text in split(source)[1:])
-    kernels = (head for head, body in functions if head.endswith("None") and ("tl.program_id(0)" in body or "PDL: tl.constexpr" in head))
-    return {head.split("(", 1)[0] for head in kernels}
+    functions = (text.split("def ", 1)[1] for source in sources for text in split(source)[1:])
+    heads = [text.split(") -> ", 1) for text in functions if "tl.program_id(0)" in text or "PDL: tl.constexpr" in text]
+    return {head.split("(", 1)[0] for head, result in heads if result.startswith("None")}
 
 
 def test_every_check_holds_between_plain_torch_and_itself() -> None:
