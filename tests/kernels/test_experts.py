@@ -186,12 +186,14 @@ def interpreted_shares() -> None:
 
 def interpreted_skew(monkeypatch: pytest.MonkeyPatch) -> None:
     """One expert with every token, more than a CTA takes at once, and assignments that one block does not hold; a row's bits do
-    not depend on the rows beside it."""
+    not depend on the rows beside it, nor but for roundings (numpy's, whose products depend on a row's place) on its place."""
     it = case(150, n=16, m=16, count=4, top_k=1)
     monkeypatch.setattr(kernels.experts, "_GROUP_BLOCK", 64)
     it = replace(it, chosen=torch.zeros_like(it.chosen))
     found = it.run()
     assert it.error(found) < TOLERANCE
-    apart = replace(it, x=it.x.clone(), chosen=it.chosen.clone())
-    apart.x[:-1], apart.chosen[1:-1] = torch.nan, 1
-    assert torch.equal(apart.run()[-1], found[-1])
+    beside = replace(it, x=it.x.clone(), chosen=it.chosen.clone())
+    beside.x[:-1] = torch.nan
+    assert torch.equal(beside.run()[-1], found[-1])
+    beside.chosen[1:-1] = 1
+    torch.testing.assert_close(beside.run()[-1], found[-1])
