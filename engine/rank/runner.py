@@ -230,8 +230,14 @@ class Runner:
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int] | None = None) -> None:
-        """Records the decode step of every bucket, or of some `sizes`; on a GPU, once, before the first plan, on every rank."""
+        """Records the decode step of every bucket, or of some `sizes`; on a GPU, once, before the first plan, on every rank.
+
+        RuntimeError: a rank was still compiling when another's kernel gave up on its part: the inboxes are of no use any more. The
+        next start finds the kernels compiled.
+        """
         self.graphs = self.graphs_of(sizes or self._buckets)
+        if self._inboxes is not None and int(self._inboxes.joints.errors):
+            raise RuntimeError("a rank's part of a sum did not come within its bound while decode steps were captured")
 
     @torch.inference_mode()
     def graphs_of(self, sizes: Sequence[int]) -> StepGraphs:

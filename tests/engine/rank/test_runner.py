@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -61,6 +62,17 @@ def first_plan(params: tuple[SamplingParams, SamplingParams] = (GREEDY, SAMPLED)
         plan.appends.extend(pages)
         plan.chunks.append(PrefillChunk(slot, 0, len(prompt), len(prompt) - 1))
     return plan
+
+
+def test_a_part_that_did_not_come_while_steps_were_captured_ends_the_start(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The inboxes' error flag is looked at behind the capture, not by the first request; without it the start goes on."""
+    errors = torch.zeros(1, dtype=torch.int32)
+    monkeypatch.setattr(runner, "graphs_of", lambda sizes: None)
+    monkeypatch.setattr(runner, "_inboxes", SimpleNamespace(joints=SimpleNamespace(errors=errors)))
+    runner.capture()
+    errors += 1
+    with pytest.raises(RuntimeError, match="did not come within its bound while decode steps were captured"):
+        runner.capture()
 
 
 def test_what_warms_a_runner_leaves_nothing_behind(rank: Rank, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
