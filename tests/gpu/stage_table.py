@@ -29,7 +29,7 @@ STAGES = (
     _tests("trtllm", 300, 1, f"{_GPU}trtllm.py", "-k", "not shard and not costs"),
     _tests("trtllm-31b", 240, 1, f"{_GPU}trtllm.py", "-k", "shard or costs"),
     _tests("inboxes", 120, 2, f"{_GPU}inboxes.py"),
-    _tests("workers", 480, 2, "tests/engine/rank/test_worker_gpu.py"),
+    _tests("workers", 535, 2, "tests/engine/rank/test_worker_gpu.py"),
     _tests("killed-rank", 180, 2, "tests/cluster/test_group_gpu.py"),
     _tests("bf16", 480, 2, f"{_GPU}four_gpus.py", "-k", "test_nano and not fp32 and (12b or e4b or e2b)"),
     _tests("bf16-large", 400, 2, f"{_GPU}four_gpus.py", "-k", "test_nano and not fp32 and (31b or 26b)"),
