@@ -52,6 +52,7 @@ from engine.step_masks import decode_masks
 from kernels.choose import ROW_ERROR, ROW_HAS_NAN, ROW_NO_TOKEN
 from kernels.launch import distrusted, usable
 from kernels.sampling_batch import SamplingBatch
+from kernels.tiles import ROW_CLASSES
 
 SAMPLERS = ("maxima", "filtered", "logprobs", "adjusted", "adjusted_logprobs")
 
@@ -229,8 +230,14 @@ class Runner:
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int] | None = None) -> None:
-        """Records the decode step of every bucket, or of some `sizes`; on a GPU, once, before the first plan, on every rank."""
+        """Records the decode step of every bucket, or of some `sizes`; on a GPU, once, before the first plan, on every rank.
+
+        RuntimeError: a rank was still compiling when another's kernel gave up on its part: the inboxes are of no use any more. The
+        next start finds the kernels compiled.
+        """
         self.graphs = self.graphs_of(sizes or self._buckets)
+        if self._inboxes is not None and int(self._inboxes.joints.errors):
+            raise RuntimeError("a rank's part of a sum did not come within its bound while decode steps were captured")
 
     @torch.inference_mode()
     def graphs_of(self, sizes: Sequence[int]) -> StepGraphs:
@@ -245,21 +252,25 @@ class Runner:
 
     @torch.inference_mode()
     def warm(self) -> None:
-        """Runs prefills of a whole budget, so that their kernels are compiled; on a GPU, once, before the first plan.
+        """Runs prefills, so that their kernels are compiled; on a GPU, once, before the first plan. Of a whole budget, and of each
+        number of rows that products have a tile for: a step with few prompt tokens must not compile one while requests wait.
 
         It runs in the padding's slot, whose pages are the null page: what it wrote there is taken back.
         """
         size, slot = self._prefill, self.slots.padding
-        plan = read_plan(encode_plan(StepPlan(1, chunks=[PrefillChunk(slot, 0, size, size - 1)])))
-        uploaded = self._step.upload(plan)
-        self._step.apply(uploaded)
-        batch = self._step.mixed(plan, uploaded)
+        for rows in (*(rows for rows in ROW_CLASSES if rows < size), size):
+            plan = read_plan(encode_plan(StepPlan(1, chunks=[PrefillChunk(slot, 0, rows, rows - 1)])))
+            uploaded = self._step.upload(plan)
+            self._step.apply(uploaded)
+            batch = self._step.mixed(plan, uploaded)
+            every = self._model.forward(replace(batch, logit_rows=None), self._cache, self._attention)
+            if (end := mark(self._device)) is not None:
+                end.synchronize()  # the plan's staging memory is used again
         hidden = self._model.forward(batch, self._cache, self._attention)
         if usable(hidden, "kernels.choose"):
             ends = replace(batch, slots=batch.slots[-1:], positions=torch.full_like(batch.positions[-1:], -1))
             for name in SAMPLERS:
                 self._sample(name, uploaded, ends, hidden)
-        every = self._model.forward(replace(batch, logit_rows=None), self._cache, self._attention)
         self._prompt_logprobs([ScoredRows(slot, WantedLogprobs(0, 0, size + 1, MAX_ALTERNATIVES), 0, 0, size)], batch, every)
         self.slots.lengths[slot] = 0
         for group in self._cache:

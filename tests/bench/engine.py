@@ -5,9 +5,12 @@ batch, all requests at once:
 
     prefill   seconds for one output token
     step      (seconds for --tokens + 1 output tokens - seconds for one) / --tokens, in ms; chunks of prompts among the steps
+    beside    seconds until the last has its first token, while those that have theirs decode: what of `step` is no decode step is
+              (beside - prefill) / --tokens
     steady    ms between a stream's tokens while all of the batch decode: from the last one's first token to the first one's end
 
-Seconds are the best of --repeat: a GPU that has prefilled for seconds lowers its clock.
+Seconds are the best of --repeat, of one token and of all in turn; in brackets all that were seen: a GPU that has prefilled for
+seconds lowers its clock, by a tenth and more on some hosts.
 
 Beside it `idle`, microseconds that rank 0's device stood idle before a step (the median of those seen), and how many kernels the
 ranks compiled while they served. vLLM's and SGLang's figures for the same stand beside ours where they are known (four H200, random
@@ -20,6 +23,7 @@ import math
 import random
 import statistics
 import time
+from dataclasses import dataclass
 
 from cluster.group import Group
 from deploy.models.resolve import resolve
@@ -46,21 +50,24 @@ async def one(client: EngineClient, prompt: list[int], tokens: int) -> list[floa
     return times
 
 
-async def seconds(client: EngineClient, prompts: list[list[int]], tokens: int) -> float:
+@dataclass(frozen=True)
+class Run:
+    """A batch, all at once. seconds: to the last token; beside: to the last one's first; steady: ms between tokens while all
+    decode, nan where they never do."""
+
+    seconds: float
+    beside: float
+    steady: float
+
+
+async def run(client: EngineClient, prompts: list[list[int]], tokens: int) -> Run:
     """All prompts at once, to their last token."""
-    began = time.monotonic()
-    await asyncio.gather(*(one(client, prompt, tokens) for prompt in prompts))
-    return time.monotonic() - began
-
-
-async def seconds_and_steady(client: EngineClient, prompts: list[list[int]], tokens: int) -> tuple[float, float]:
-    """`seconds`, and milliseconds between tokens while all decode; nan where they never do."""
     began = time.monotonic()
     streams = await asyncio.gather(*(one(client, prompt, tokens) for prompt in prompts))
     took = time.monotonic() - began
     start, end = max(times[0] for times in streams), min(times[-1] for times in streams)
     seen = [time for time in max(streams, key=lambda times: times[0]) if start <= time <= end]
-    return took, 1e3 * (seen[-1] - seen[0]) / (len(seen) - 1) if len(seen) > 1 else math.nan
+    return Run(took, start - began, 1e3 * (seen[-1] - seen[0]) / (len(seen) - 1) if len(seen) > 1 else math.nan)
 
 
 async def idle_times(group: Group, found: list[int]) -> None:
@@ -80,27 +87,39 @@ async def measure(group: Group, vocab: int, args: argparse.Namespace) -> list[Ro
     await client.start()
     rng = random.Random(args.seed)
     rows: list[Row] = []
-    await seconds(client, [[rng.randrange(300, vocab - 10) for _ in range(args.prompt)]], 8)
+    await run(client, [[rng.randrange(300, vocab - 10) for _ in range(args.prompt)]], 8)
     for size in args.batches:
         prompts = [[rng.randrange(300, vocab - 10) for _ in range(args.prompt)] for _ in range(size)]
-        first = min([await seconds(client, prompts, 1) for _ in range(args.repeat)])
         idle: list[int] = []
-        watching = asyncio.create_task(idle_times(group, idle))
-        found = [await seconds_and_steady(client, prompts, args.tokens + 1) for _ in range(args.repeat)]
-        whole, steady = min(took for took, _ in found), min(between for _, between in found)
-        step = 1e3 * (whole - first) / args.tokens
-        watching.cancel()
-        pause = statistics.median(idle)
-        name = f"{args.model.split(':')[-1]}-tp{args.tp}"
-        rows += [(f"{name}-prefill-b{size}", "prefill", first, "s"), (f"{name}-decode-b{size}", "step", step, "ms")]
-        rows += [(f"{name}-decode-b{size}", "step while all decode", steady, "ms")]
-        rows += [(f"{name}-decode-b{size}", "device idle before a step", pause / 1e3, "ms")]
-        peers = PEERS.get((args.model.split(":")[-1], args.tp, size))
-        beside = f"  vLLM {peers[0]:.2f} ({peers[0] / step:.2f}x), SGLang {peers[1]:.2f} ({peers[1] / step:.2f}x)" if peers else ""
-        line = f"batch {size:4}  prefill {first:8.4f} s  step {step:8.3f} ms  steady {steady:8.3f} ms  idle {pause:.0f} us"
-        print(line + beside, flush=True)
+        firsts, wholes = [], []
+        for _ in range(args.repeat):
+            firsts.append(await run(client, prompts, 1))
+            watching = asyncio.create_task(idle_times(group, idle))
+            wholes.append(await run(client, prompts, args.tokens + 1))
+            watching.cancel()
+        rows += told(args, size, firsts, wholes, statistics.median(idle))
     await client.close()
     return rows
+
+
+def told(args: argparse.Namespace, size: int, firsts: list[Run], wholes: list[Run], idle: float) -> list[Row]:
+    """The rows of a batch, printed."""
+    first, whole = min(run.seconds for run in firsts), min(run.seconds for run in wholes)
+    beside, steady = min(run.beside for run in wholes), min(run.steady for run in wholes)
+    step, model = 1e3 * (whole - first) / args.tokens, args.model.split(":")[-1]
+    peers = PEERS.get((model, args.tp, size))
+    against = f"  vLLM {peers[0]:.2f} ({peers[0] / step:.2f}x), SGLang {peers[1]:.2f} ({peers[1] / step:.2f}x)" if peers else ""
+    seen = {"prefill": [run.seconds for run in firsts], "beside": [run.beside for run in wholes]}
+    each = "  ".join(f"{name} {min(all_):.4f} s [{' '.join(f'{one:.4f}' for one in all_)}]" for name, all_ in seen.items())
+    print(f"batch {size:4}  {each}  step {step:8.3f} ms  steady {steady:8.3f} ms  idle {idle:.0f} us{against}", flush=True)
+    prefill, decode = (f"{model}-tp{args.tp}-{kind}-b{size}" for kind in ("prefill", "decode"))
+    return [
+        (prefill, "prefill", first, "s"),
+        (prefill, "prefill beside decode rows", beside, "s"),
+        (decode, "step", step, "ms"),
+        (decode, "step while all decode", steady, "ms"),
+        (decode, "device idle before a step", idle / 1e3, "ms"),
+    ]
 
 
 def arguments() -> argparse.Namespace:

@@ -11,7 +11,9 @@ lies under flashinfer/data/aot already; nothing is fetched. On SM100 the kernels
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,8 +150,10 @@ def test_chunks(flashinfer: FlashInfer) -> None:
     assert relative(attended(other, theirs(other, scratch)), ours(one)) < TOLERANCE
 
 
-def nano_runner(folder: Path, backend: str, *, graphs: bool, debug_pages: str = "off") -> Runner:
-    """A nano model whose decode rows `backend` runs; the check at start has found nothing."""
+def nano_runner(
+    folder: Path, backend: str, *, graphs: bool, debug_pages: str = "off", plant: Callable[[], None] = lambda: None
+) -> Runner:
+    """A nano model whose decode rows `backend` runs; the check at start has found nothing. `plant` comes behind it."""
     settings = {
         "device": DEVICE,
         "dtype": "bfloat16",
@@ -159,6 +163,7 @@ def nano_runner(folder: Path, backend: str, *, graphs: bool, debug_pages: str = 
     }
     rank = single(config_of(folder, 1, **settings))
     assert not rank.unsound, rank.fallbacks
+    plant()  # not before: where nothing holds rows against what is expected, a page that is none is a fault of the GPU
     made = build(rank, PAGES)
     if made.capturable:
         made.capture()
@@ -209,12 +214,17 @@ def test_its_own_tables_are_checked(flashinfer: FlashInfer, nano: Nano, monkeypa
 
         def wrong(table: Tensor, *places: Any, entry: int = entry, page: int = page) -> None:
             gather(table, *places)
-            places[-2][0, entry] = page
+            positions, copies = places[1], places[-2]
+            copies[0, entry].masked_fill_(positions[0] >= 0, page)  # padding rows alone run while steps are captured
 
-        monkeypatch.setattr(trtllm, "block_tables", wrong)
-        with pytest.raises(PageViolation, match=rf"row 0 at .* entry \d+: attention's copy names page {page}"):
-            serve(nano_runner(folder, "trtllm_mha", graphs=True, debug_pages="every"), config, waves)
-        torch.cuda.synchronize()
+        with monkeypatch.context() as patch:
+            runner = nano_runner(
+                folder, "trtllm_mha", graphs=True, debug_pages="every", plant=partial(patch.setattr, trtllm, "block_tables", wrong)
+            )
+            with pytest.raises(PageViolation, match=rf"row 0 at position \d+, .* entry \d+: attention's copy names page {page}"):
+                serve(runner, config, waves)
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
 
 
 def report(name: str, flashinfer: FlashInfer, errors_found: Tensor, same: float, errors_wrong: Tensor) -> None:
@@ -300,14 +310,14 @@ def test_a_shard_of_the_31b(flashinfer: FlashInfer, shard: BareRank) -> None:
 @pytest.mark.usefixtures("flashinfer")
 def test_what_the_check_of_copies_costs(shard: BareRank) -> None:
     """A captured step of the shard with debug_pages: sample, rows copied for FlashInfer included, takes what it does without."""
-    times = {}
-    for mode in ("off", "sample", "every"):
+    times: dict[str, float] = {}
+    for mode in ("off", "sample", "every") * 2:  # in turn, the better of each: the GPU's clock moves
         for cache in shard.cache:
             cache.table.zero_()  # a new runner's check expects tables that nobody has written yet
         rank = replace(shard, config=msgspec.structs.replace(shard.config, debug_pages=mode, debug_hash=False))
         rank = replace(rank, runner=shard_runner(rank, "trtllm_mha"))
-        times[mode] = time_step(rank, ROWS, CONTEXT, STEPS, 1, READ_RATE).graph_ms
+        found = time_step(rank, ROWS, CONTEXT, STEPS, 1, READ_RATE).graph_ms
+        assert found is not None
+        times[mode] = min(found, times.get(mode, found))
     print(f"a step with the check of page tables and copies, ms: {times}", flush=True)
-    assert times["off"] is not None
-    assert times["sample"] is not None
     assert times["sample"] < 1.02 * times["off"]  # 1 % is the goal; a second one is the measurement's

@@ -12,6 +12,7 @@ from engine.geometry import Layer
 from engine.rank.attention.base import Norms, PartSettings
 from engine.rank.batch import ForwardBatch
 from engine.rank.kv import GroupCache
+from engine.rank.upload import uploaded
 from kernels.decode import DecodeScratch, decode_attention, decode_cut
 from kernels.launch import processors
 from kernels.prefill import extend_attention, extend_tiles, tile_tokens
@@ -51,8 +52,7 @@ class PagedExtend:
     def prepare(self, batch: ForwardBatch) -> Tensor:
         """The tiles, int32 [n, 4] (`kernels.prefill.extend_tiles`)."""
         chunks = [(chunk.slot, chunk.offset, chunk.start, chunk.size) for chunk in batch.chunks]
-        tiles = torch.tensor(extend_tiles(chunks, self._tokens), dtype=torch.int32)
-        return tiles.to(self._settings.device, non_blocking=True)
+        return uploaded(torch.tensor(extend_tiles(chunks, self._tokens), dtype=torch.int32), self._settings.device)
 
     def attend(self, q: Tensor, layer: Layer, plan: Tensor, out: Tensor) -> None:
         """As `ExtendPart.attend`."""

@@ -31,6 +31,7 @@ from engine.geometry import KVGroup, Layer
 from engine.rank.attention.base import Norms, PartSettings
 from engine.rank.batch import ForwardBatch
 from engine.rank.kv import ROW_TOKENS, GroupCache
+from engine.rank.upload import uploaded
 from kernels.block_tables import block_tables
 from kernels.launch import processors
 from kernels.qkv import qkv_post
@@ -235,7 +236,7 @@ class TrtllmExtend:
         assert offsets == queries[:-1], f"chunks lie one behind the other, from row 0: {offsets}"
         sections = [queries, keys, [chunk.end for chunk in batch.chunks], [chunk.slot for chunk in batch.chunks]]
         packed = torch.tensor([number for section in sections for number in section], dtype=torch.int32)
-        packed = packed.to(self._settings.device, non_blocking=True)
+        packed = uploaded(packed, self._settings.device)
         query_sums, key_sums, lengths, slots = packed.split([len(section) for section in sections])
         table, page = self._cache.table, self._cache.group.page
         begins = torch.arange(0, table.shape[1] * page, page, device=table.device)

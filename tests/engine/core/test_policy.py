@@ -14,7 +14,18 @@ from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
 from engine.plan import PrefillChunk, ResultRow, StepPlan, StepResult
 from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
-from tests.support.engine.paced_steps import BASE_MS, DECODE_MS, GROUPS, TIMES, EstimatedRanks, Pace, p99, pace, step_ms
+from tests.support.engine.paced_steps import (
+    BASE_MS,
+    DECODE_MS,
+    GROUPS,
+    TIMES,
+    EstimatedRanks,
+    ModelledRanks,
+    Pace,
+    p99,
+    pace,
+    step_ms,
+)
 
 pytestmark = pytest.mark.pure
 
@@ -242,6 +253,34 @@ def test_decode_rows_count_in_the_budget(monkeypatch: pytest.MonkeyPatch) -> Non
     apart = prompt_ms(50)
     print(f"a prompt token beside 50 streams: {1e3 * shared:.2f} us, {1e3 * apart:.2f} with decode rows beside the budget")
     assert shared < 0.98 * apart
+
+
+def prefill_rows(batch: int, prompt: int, tokens: int) -> list[int]:
+    """Rows of each step that has prompt tokens, of so many requests at once."""
+    ranks, rows = ModelledRanks(), []
+
+    def execute(plan: StepPlan) -> tuple[StepResult, float]:
+        rows.extend([plan.tokens] if plan.chunks else [])
+        return ranks.run(plan)
+
+    world = pace("fair", slots=batch)
+    world.execute = execute
+    for _ in range(batch):
+        world.arrive(0, prompt, tokens)
+    world.run(1e9)
+    return rows
+
+
+def test_steps_that_prefill_have_whole_tiles_whoever_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of requests at once, those that have their first token decode beside the others' prompts: every step but the last has the
+    budget's rows, not one more. Planted fault: decode rows that are not counted stand above it."""
+    for batch, prompt in ((64, 1024), (100, 1024), (23, 777), (7, 5000)):
+        rows = prefill_rows(batch, prompt, 129)
+        assert set(rows[:-1]) == {2048}
+        assert rows[-1] <= 2048
+        assert sum(rows) > batch * prompt
+    monkeypatch.setattr(Sequence, "decodable", False)
+    assert max(prefill_rows(64, 1024, 129)) > 2048 + 32
 
 
 def test_prompts_have_a_quarter_of_the_budget() -> None:

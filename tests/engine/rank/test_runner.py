@@ -2,16 +2,19 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from engine.config import EngineConfig, engine_config
 from engine.logit_adjustments import LogitAdjustments
 from engine.plan import Admission, PageAppend, PrefillChunk, StepPlan, StepResult, encode_plan, read_header
 from engine.protocol import Logprobs, SamplingParams
+from engine.rank.batch import ForwardBatch
 from engine.rank.runner import Launched, Runner
 from engine.rank.worker import Rank, build
 from tests.conftest import Nano
@@ -59,6 +62,43 @@ def first_plan(params: tuple[SamplingParams, SamplingParams] = (GREEDY, SAMPLED)
         plan.appends.extend(pages)
         plan.chunks.append(PrefillChunk(slot, 0, len(prompt), len(prompt) - 1))
     return plan
+
+
+def test_a_part_that_did_not_come_while_steps_were_captured_ends_the_start(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The inboxes' error flag is looked at behind the capture, not by the first request; without it the start goes on."""
+    errors = torch.zeros(1, dtype=torch.int32)
+    monkeypatch.setattr(runner, "graphs_of", lambda sizes: None)
+    monkeypatch.setattr(runner, "_inboxes", SimpleNamespace(joints=SimpleNamespace(errors=errors)))
+    runner.capture()
+    errors += 1
+    with pytest.raises(RuntimeError, match="did not come within its bound while decode steps were captured"):
+        runner.capture()
+
+
+def test_what_warms_a_runner_leaves_nothing_behind(rank: Rank, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefills of every number of rows that products have a tile for, and of the whole budget, run in the null page; behind them it
+    is zero again, and plans give what they give without. They did write there."""
+    sizes: list[int] = []
+    forward, report = runner._model.forward, runner._prompt_logprobs
+
+    def seen(batch: ForwardBatch, *rest: object) -> Tensor:
+        sizes.append(batch.rows)
+        return forward(batch, *rest)
+
+    def written(*arguments: object) -> Tensor:
+        assert all(bool(group.pool[:, 0].any()) for group in runner.slots.cache)
+        return report(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner._model, "forward", seen)
+        patch.setattr(runner, "_prompt_logprobs", written)
+        runner.warm()
+    assert sizes == [1, 2, 4, 8, 16, 32, 64, 128, 256, 256]
+    assert not any(bool(group.pool.any() or group.table.any()) for group in runner.slots.cache)
+    assert not runner.slots.lengths.any()
+    plain = build(rank, PAGES)
+    assert run(runner, first_plan()) == run(plain, first_plan())
+    assert runner.state_hash == plain.state_hash != 0
 
 
 def stream(steps: int = 12, **kwargs: tuple[SamplingParams, SamplingParams]) -> list[StepPlan]:

@@ -1,5 +1,6 @@
 """Four worker processes over real rings: the same plan stream as one rank in this process, the same tokens, one hash."""
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -140,6 +141,26 @@ def test_an_impossible_boot_is_told(recording: Recording, tmp_path: Path) -> Non
         assert str(tmp_path) in failure.error
 
 
+SPEAKING = """
+import json, socket, sys, time
+from engine.lifeline import BootSocket, Ready
+BootSocket(socket.socket(fileno=json.loads(sys.argv[1])["lifeline"])).send(Ready())
+time.sleep(60)
+"""
+SILENT = "import sys, time; print('compiling', file=sys.stderr, flush=True); time.sleep(60)"
+GONE = "import sys; sys.exit('no such GPU')"
+
+
+@pytest.mark.parametrize(("script", "told"), [(SILENT, "nothing from ranks [1] in 2 s"), (GONE, "rank 1 ended")])
+def test_a_boot_that_fails_says_what_the_ranks_wrote(nano: Nano, script: str, told: str) -> None:
+    """A rank that says nothing, or is gone, ends the wait; the error shows every rank's exit code, status and stderr."""
+    ranks = Ranks(config_of(nano("31b"), 2), lambda rank: ("-c", script if rank else SPEAKING), boot_s=2.0)
+    with ranks, pytest.raises(AssertionError, match=re.escape(told)) as raised:
+        ranks.receive()
+    assert ("compiling" if script is SILENT else "no such GPU") in str(raised.value)
+    assert "rank 0: exit code None" in str(raised.value)
+
+
 def test_the_end_of_the_lifeline_ends_a_rank(recording: Recording) -> None:
     """Ranks whose replica is gone end by themselves within a second or so, before and after Ready."""
     for booted in (False, True):
@@ -150,7 +171,7 @@ def test_the_end_of_the_lifeline_ends_a_rank(recording: Recording) -> None:
                 ranks.send(Configure(ranks.config))
             for lifeline in ranks.lifelines:
                 lifeline.sock.close()
-            assert ranks.wait(10.0 if not booted else 2.0) == [0, 0]
+            assert ranks.wait(30.0 if not booted else 2.0) == [0, 0]  # it may still import
 
 
 def test_a_rank_alone_raises(recording: Recording) -> None:

@@ -8,7 +8,7 @@ from tests.gpu.exactness import RANKS
 from tests.support.engine.ranks import Ranks
 from tests.support.engine.recording import PAGES, Recording, config_of, record, replay_in_step, tokens_of
 
-pytestmark = pytest.mark.gpu4
+pytestmark = [pytest.mark.gpu4, pytest.mark.timeout(900)]  # each boot may compile
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ No core and no replica: the test writes the plans, reads the results, and plays 
 """
 
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -27,8 +28,10 @@ from engine.rank_status import RankStatus, StatusBlock
 from kernels.allreduce import shared_bytes
 
 ROOT = Path(__file__).resolve().parents[3]
-BOOT_S = 60.0
-STEP_S = 20.0
+# Seconds of a phase of boot, and of a step. On GPUs kernels that nobody has compiled yet are compiled in them.
+BOOT_S = {"cpu": 150.0, "cuda": 300.0}
+STEP_S = {"cpu": 20.0, "cuda": 60.0}
+SHOWN = 40  # lines of a rank's stderr
 WORKER = ("-m", "engine.rank.worker")
 Command = Callable[[int], Sequence[str]]  # rank -> python's arguments before argv[1]
 
@@ -36,8 +39,9 @@ Command = Callable[[int], Sequence[str]]  # rank -> python's arguments before ar
 class Ranks:
     """`config.tp` worker processes, from spawn to their end; leaving the context kills whatever is left of them."""
 
-    def __init__(self, config: EngineConfig, command: Command = lambda _: WORKER) -> None:
+    def __init__(self, config: EngineConfig, command: Command = lambda _: WORKER, boot_s: float | None = None) -> None:
         self.config = config
+        self._boot_s, self._step_s = boot_s or BOOT_S[config.device], STEP_S[config.device]
         sizes = {
             "plan": ring_bytes(config.tp, 1 << 20),
             "masks": ring_bytes(config.tp, 1 << 20),
@@ -91,7 +95,7 @@ class Ranks:
                 stderr=errors,
                 pass_fds=(theirs.fileno(), *shared.values()),
             )
-        ours.settimeout(BOOT_S)
+        ours.settimeout(self._boot_s)
         self.processes.append(process)
         self.lifelines.append(BootSocket(ours))
         self._errors.append(errors)
@@ -100,9 +104,9 @@ class Ranks:
         """The whole handshake."""
         self.send(Configure(self.config))
         loaded = [message for message in self.receive() if isinstance(message, Loaded)]
-        assert len(loaded) == self.config.tp, self.stderr()
+        assert len(loaded) == self.config.tp, self.report("no Loaded")
         self.send(Allocate(pages))
-        assert all(isinstance(message, Ready) for message in self.receive()), self.stderr()
+        assert all(isinstance(message, Ready) for message in self.receive()), self.report("no Ready")
         return loaded
 
     def send(self, message: BootMessage) -> None:
@@ -110,10 +114,26 @@ class Ranks:
             lifeline.send(message)
 
     def receive(self) -> list[BootMessage]:
-        """One message of each; a rank that ended or failed is an error."""
-        messages = [lifeline.receive() for lifeline in self.lifelines]
-        assert all(message is not None and not isinstance(message, Failed) for message in messages), (messages, self.stderr())
-        return [message for message in messages if message is not None]
+        """One message of each; AssertionError when a rank fails, ends, or says nothing in time."""
+        messages: dict[int, BootMessage] = {}
+        deadline = time.monotonic() + self._boot_s
+        while silent := [rank for rank in range(self.config.tp) if rank not in messages]:
+            sockets = [self.lifelines[rank].sock for rank in silent]
+            readable, _, _ = select.select(sockets, [], [], max(0.0, deadline - time.monotonic()))
+            assert readable, self.report(f"nothing from ranks {silent} in {self._boot_s:g} s")
+            for rank, sock in zip(silent, sockets, strict=True):
+                if sock in readable:
+                    message = self._said(rank)
+                    assert message is not None, self.report(f"rank {rank} ended")
+                    assert not isinstance(message, Failed), self.report(f"rank {rank} failed: {message.error}")
+                    messages[rank] = message
+        return [messages[rank] for rank in range(self.config.tp)]
+
+    def _said(self, rank: int) -> BootMessage | None:
+        try:
+            return self.lifelines[rank].receive()
+        except ConnectionResetError:  # it ended with something of ours unread
+            return None
 
     def submit(self, plan: StepPlan, masks: bytes = b"") -> None:
         """A plan, and its masks if they are there already."""
@@ -128,7 +148,7 @@ class Ranks:
 
     def result(self) -> StepResult:
         """The next result; AssertionError when it does not come or a rank ends."""
-        deadline = time.monotonic() + STEP_S
+        deadline = time.monotonic() + self._step_s
         while (record := self._results.poll()) is None:
             self.alive(deadline)
         return decode_result(record[1])
@@ -138,7 +158,7 @@ class Ranks:
 
         A record's fields are written one after the other: a hash that is still zero, or the last one, is not there yet.
         """
-        deadline = time.monotonic() + STEP_S
+        deadline = time.monotonic() + self._step_s
         while any(
             status.finished < step or status.state_hash in (0, old)
             for status, old in zip(self.statuses(), self._hashes, strict=True)
@@ -152,9 +172,9 @@ class Ranks:
 
     def alive(self, deadline: float) -> None:
         """One turn of waiting."""
-        ended = [(rank, process.returncode) for rank, process in enumerate(self.processes) if process.poll() is not None]
-        assert not ended, (ended, self.stderr())
-        assert time.monotonic() < deadline, self.statuses()
+        ended = [rank for rank, process in enumerate(self.processes) if process.poll() is not None]
+        assert not ended, self.report(f"ranks {ended} ended")
+        assert time.monotonic() < deadline, self.report(f"a step is not done in {self._step_s:g} s")
         time.sleep(0.001)
 
     def wait(self, timeout_s: float = 10.0) -> list[int]:
@@ -163,12 +183,17 @@ class Ranks:
         return [process.wait(max(0.01, deadline - time.monotonic())) for process in self.processes]
 
     def stderr(self) -> list[str]:
-        """What each rank wrote there so far."""
-        texts = []
-        for errors in self._errors:
-            errors.seek(0)
-            texts.append(errors.read().decode())
-        return texts
+        """What each rank wrote there so far. By pread: a rank writes where the file's offset stands, which it shares with us."""
+        files = [errors.fileno() for errors in self._errors]
+        return [os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace") for fd in files]
+
+    def report(self, what: str) -> str:
+        """What happened, and where each rank stands: exit code, status, the last lines of what it wrote."""
+        lines = [what]
+        for rank, (process, status, text) in enumerate(zip(self.processes, self.statuses(), self.stderr(), strict=True)):
+            lines.append(f"rank {rank}: exit code {process.poll()}, {status}")
+            lines += [f"    {line}" for line in text.splitlines()[-SHOWN:]]
+        return "\n".join(lines)
 
     def kill(self) -> None:
         for process in self.processes:

@@ -1,0 +1,43 @@
+"""What `tests.gpu.stages` runs, in this order. Times are bounds: kernels that nobody has compiled yet are compiled in them."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class GpuStage:
+    """`arguments` are python's; seconds: at most; gpus: at least."""
+
+    name: str
+    arguments: tuple[str, ...]
+    seconds: float
+    gpus: int = 1
+
+
+def _tests(name: str, seconds: float, gpus: int, files: str, *selected: str) -> GpuStage:
+    return GpuStage(name, ("-m", "pytest", "-q", "-s", *files.split(), *selected), seconds, gpus)
+
+
+def _bench(name: str, seconds: float, gpus: int, module: str, arguments: str) -> GpuStage:
+    return GpuStage(name, ("-m", f"tests.bench.{module}", *arguments.split()), seconds, gpus)
+
+
+_31B, _GPU = "--model dummy:31b --tp 4 --device cuda", "tests/gpu/test_"
+STAGES = (
+    _tests("kernels", 300, 1, " ".join(f"{_GPU}{stem}.py" for stem in ("attention", "linear", "filters", "adjust", "experts"))),
+    _tests("steps", 300, 1, " ".join(f"{_GPU}{stem}.py" for stem in ("decode_step", "step_clock", "step_profile", "page_check"))),
+    _tests("one-gpu", 400, 1, f"{_GPU}one_gpu.py"),
+    _tests("trtllm", 300, 1, f"{_GPU}trtllm.py", "-k", "not shard and not costs"),
+    _tests("trtllm-31b", 240, 1, f"{_GPU}trtllm.py", "-k", "shard or costs"),
+    _tests("inboxes", 120, 2, f"{_GPU}inboxes.py"),
+    _tests("workers", 535, 2, "tests/engine/rank/test_worker_gpu.py"),
+    _tests("killed-rank", 180, 2, "tests/cluster/test_group_gpu.py"),
+    _tests("bf16", 480, 2, f"{_GPU}four_gpus.py", "-k", "test_nano and not fp32 and (12b or e4b or e2b)"),
+    _tests("bf16-large", 400, 2, f"{_GPU}four_gpus.py", "-k", "test_nano and not fp32 and (31b or 26b)"),
+    _tests("fp32", 480, 2, f"{_GPU}four_gpus.py", "-k", "fp32"),
+    _tests("31b-shape", 480, 4, f"{_GPU}four_gpus.py", "-k", "31b_shape"),
+    _bench("mixed-step", 240, 4, "mixed", "--tp 4"),
+    _bench("protocol", 300, 4, "engine", _31B),
+    _bench("decode-step", 240, 4, "step", "--tp 4 --check --steps 48"),
+    _bench("joint", 240, 4, "joint", "--tp 4 --check 1400"),
+    _bench("fairness", 300, 4, "fairness", f"{_31B} --long 16384 --max-len 20480 --prefill-budget 2048 --seconds 0"),
+)

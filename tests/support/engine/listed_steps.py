@@ -1,0 +1,99 @@
+"""A rank's steps as their launches, listed for an H200 without one: of a group of four, on tensors that hold nothing."""
+
+from functools import cache
+
+import torch
+
+from deploy.models.resolve import resolve
+from engine.geometry import Geometry, kv_groups, read_geometry
+from engine.rank.attention import attention_backend
+from engine.rank.batch import Chunk, ForwardBatch
+from engine.rank.kv import GroupCache, KVCache
+from engine.rank.models.gemma4 import Gemma4
+from engine.rank.parallel import SENT_ROWS, SHARDED_ROWS, Single
+from engine.rank.sampler import Sampler
+from kernels.choose import Ballot
+from kernels.joint import Peers
+from kernels.launch import Node, record
+from kernels.sampling_batch import SlotParameters
+from kernels.slots import apply_plan, decode_inputs, rotary_table
+
+META = torch.device("meta")
+SLOTS, MAX_LEN = 257, 8192
+TP = 4
+
+
+class OneOfFour(Single):
+    """A rank whose peers are only named."""
+
+    size = TP
+
+
+def int32(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.int32, device=META)
+
+
+@cache
+def geometry(member: str) -> Geometry:
+    """Of a public shape; with a prefix, of what that stands for."""
+    return read_geometry(resolve(member if ":" in member else f"dummy:{member}"))
+
+
+@cache
+def step(member: str, rows: int, buckets: tuple[int, ...] = ()) -> tuple[Node, ...]:
+    """The launches of a decode step of `rows` rows on one rank of four: inputs, forward, sampling."""
+    shape = geometry(member)
+    model = Gemma4(shape, OneOfFour(), torch.bfloat16, META)
+    caches = [GroupCache(group, 100, SLOTS, MAX_LEN, torch.bfloat16, META) for group in kv_groups(shape, TP)]
+    cache = KVCache(caches)
+    pointers = torch.empty(TP, dtype=torch.int64, device=META)
+    width = shape.hidden * (2 if shape.moe else 1)
+    peers = Peers(torch.empty(Peers.bytes(TP, 256, width, torch.bfloat16), dtype=torch.uint8, device=META), pointers, 0,
+                  256, width, torch.bfloat16, sharded=SHARDED_ROWS, sent=SENT_ROWS)  # fmt: skip
+    ballot = Ballot(torch.empty(Ballot.bytes(TP, 256), dtype=torch.uint8, device=META), pointers, 0, 256, peers.errors)
+    parameters = SlotParameters(
+        torch.empty((SLOTS, 3), dtype=torch.int64, device=META), torch.empty((SLOTS, 3), device=META), int32(SLOTS, 1024)
+    )
+    attention = attention_backend("triton", shape, cache, TP, buckets or (rows,), META)
+    sampler = Sampler(model.parallel, shape.vocab, shape.softcap, (), META)
+    with record(target=(9, 0)) as nodes:
+        plan, lengths, tokens = int32(4096), int32(SLOTS), int32(SLOTS, MAX_LEN + 1)
+        ids, positions, slots = int32(rows), int32(rows), int32(rows)
+        apply_plan(plan, [group.table for group in cache], lengths)
+        decode_inputs(plan, tokens, lengths, SLOTS - 1, ids, positions, slots)
+        pages = tuple(int32(rows, group.read_width) for group in cache)
+        for group, out in zip(cache, pages, strict=True):
+            group.gather(slots, positions, out)
+        rope = {key: torch.empty((rows, 2 * len(frequency)), device=META) for key, frequency in model.frequencies.items()}
+        for key, table in rope.items():
+            rotary_table(positions, model.frequencies[key], table)
+        hidden = model(ForwardBatch(ids, positions, slots, rope, pages), cache, attention, peers)
+        sampler.maxima(model.logits(hidden), sampler.batch(slots, positions, parameters, tokens), ballot)
+    return tuple(nodes)
+
+
+@cache
+def mixed(
+    chunk: int, decodes: int, member: str = "31b", buckets: tuple[int, ...] = (8,), *, every: bool = False
+) -> tuple[Node, ...]:
+    """The launches of a step with a prefill chunk, and decode rows behind it: inputs and forward, of `every` row to its end."""
+    shape, rows = geometry(member), chunk + decodes
+    model = Gemma4(shape, OneOfFour(), torch.bfloat16, META)
+    cache = KVCache([GroupCache(group, 100, SLOTS, MAX_LEN, torch.bfloat16, META) for group in kv_groups(shape, TP)])
+    attention = attention_backend("triton", shape, cache, TP, buckets, META)
+    with record(target=(9, 0)) as nodes:
+        ids, positions, slots = int32(rows), int32(rows), int32(rows)
+        plan, tokens, lengths = int32(4096), int32(SLOTS, MAX_LEN + 1), int32(SLOTS)
+        pages = tuple(int32(decodes, group.read_width) for group in cache)
+        rope = {key: torch.empty((rows, 2 * len(frequency)), device=META) for key, frequency in model.frequencies.items()}
+        if decodes:
+            decode_inputs(plan, tokens, lengths, SLOTS - 1, ids[chunk:], positions[chunk:], slots[chunk:])
+            for group, out in zip(cache, pages, strict=True):
+                group.gather(slots[chunk:], positions[chunk:], out)
+            for key, table in rope.items():
+                rotary_table(positions[chunk:], model.frequencies[key], table[chunk:])
+        for key, table in rope.items():
+            rotary_table(positions, model.frequencies[key], table)
+        ends = None if every else torch.arange(chunk - 1, rows, device=META)
+        model(ForwardBatch(ids, positions, slots, rope, pages, ends, (Chunk(0, 0, chunk, 0),)), cache, attention)
+    return tuple(nodes)
