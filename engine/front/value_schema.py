@@ -39,6 +39,18 @@ class ValueSchema:
                 return ValueSchema(branch["properties"][key], self.root)
         return self._inside("additionalProperties")
 
+    @property
+    def constants(self) -> frozenset[str] | None:
+        """The only values, as JSON, by const or enum, also of what it refers to; None: others are allowed."""
+        found = [_constants_of(branch) for branch in self._branches() if "$ref" not in branch]
+        return found[0] if len(found) == 1 else None
+
+    @property
+    def required(self) -> frozenset[str]:
+        """Keys that an object must have."""
+        found = [branch for branch in self._branches() if "$ref" not in branch]
+        return frozenset(found[0].get("required") or ()) if len(found) == 1 else frozenset()
+
     def declares(self, key: str) -> bool:
         """Whether an object has a property of this name."""
         return any(key in _mapping(branch.get("properties")) for branch in self._branches())
@@ -64,6 +76,22 @@ class ValueSchema:
                 left.append(_referred(self.root, schema["$ref"]))
             for keyword in ("anyOf", "oneOf", "allOf"):
                 left += schema.get(keyword) or ()
+
+
+def are_apart(one: ValueSchema, other: ValueSchema) -> bool:
+    """Whether no value fits both, as far as types, constants and the constants of required members tell."""
+    if one.types is not None and other.types is not None and not _with_numbers(one.types) & _with_numbers(other.types):
+        return True
+    if one.constants is not None and other.constants is not None:
+        return not one.constants & other.constants
+    shared = one.required & other.required
+    found = [(one.member(key).constants, other.member(key).constants) for key in shared]
+    return any(mine is not None and theirs is not None and not mine & theirs for mine, theirs in found)
+
+
+def _with_numbers(types: frozenset[str]) -> frozenset[str]:
+    """An integer is a number."""
+    return types | {"number"} if "integer" in types else types
 
 
 def literal_kind(text: str) -> str | None:
@@ -96,6 +124,19 @@ def _types_of(branch: Mapping[str, Any]) -> frozenset[str] | None:
         case {"enum": [*values]}:
             return frozenset(map(_kind_of, values))
     return None
+
+
+def _constants_of(branch: Mapping[str, Any]) -> frozenset[str] | None:
+    match branch:
+        case {"const": value}:
+            return frozenset({_as_json(value)})
+        case {"enum": [*values]}:
+            return frozenset(map(_as_json, values))
+    return None
+
+
+def _as_json(value: Any) -> str:
+    return msgspec.json.encode(value, order="sorted").decode()
 
 
 def _kind_of(value: Any) -> str:
