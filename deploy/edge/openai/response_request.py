@@ -297,7 +297,8 @@ def _add(reply: _Reply, kind: str, item: InputItem, where: str) -> None:
             function = {"name": _required(item.name, f"{where}.name"), "arguments": item.arguments}
             reply.calls.append({"id": _required(item.call_id, f"{where}.call_id"), "type": "function", "function": function})
         case _:
-            raise InvalidRequest(f"{where}.type: items of type {kind[:64]!r} are not supported", param="input")
+            hint = ": nothing is stored here, send the item itself" if kind == "item_reference" else ""
+            raise InvalidRequest(f"{where}.type: items of type {kind[:64]!r} are not supported{hint}", param="input")
 
 
 def _thought(item: InputItem, where: str) -> str:
