@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 from deploy.edge.openai.response_request import sealed
 from tests.support.edge.api_client import client, token_steps
 from tests.support.edge.http_edge import Edge
+from tests.support.edge.summed import sse, sum_response
 
 pytestmark = pytest.mark.pure
 
@@ -47,33 +48,13 @@ def post(edge: Edge, body: dict[str, Any]) -> httpx.Response:
 
 
 def streamed(edge: Edge, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The events: named as their data is, numbered without a gap, of OpenAI's own types."""
+    """The events, each of one of OpenAI's own types."""
     reply = post(edge, body | {"stream": True})
     assert reply.headers["content-type"].startswith("text/event-stream"), reply.text
-    found = []
-    for block in reply.text.removesuffix("\n\n").split("\n\n"):
-        name, data = block.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-        assert events_of_openai().validate_python(found[-1]).type == found[-1]["type"]
-    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    found = sse(reply.text)
+    for event in found:
+        assert events_of_openai().validate_python(event).type == event["type"]
     return found
-
-
-def of_deltas(events: list[dict[str, Any]]) -> list[str]:
-    """The text of each item, by its deltas alone; an item begins behind the end of the one before."""
-    texts: list[str] = []
-    done = 0
-    for event in events:
-        if event["type"] == "response.output_item.added":
-            assert event["output_index"] == len(texts) == done
-            texts.append("")
-        elif event["type"].endswith(".delta"):
-            texts[event["output_index"]] += event["delta"]
-        elif event["type"] == "response.output_item.done":
-            done += 1
-    assert done == len(texts)
-    return texts
 
 
 def as_known(response: dict[str, Any]) -> dict[str, Any]:
@@ -102,7 +83,7 @@ def test_thoughts_text_and_calls_are_items(edge: Edge, batch: int) -> None:
     assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
     assert events[-1]["type"] == "response.completed"
     assert as_known(events[-1]["response"]) == as_known(whole)
-    assert of_deltas(events) == ["Two calls.", "Let me see.", *ARGUMENTS]
+    assert sum_response(events) == ["Two calls.", "Let me see.", *ARGUMENTS]
 
 
 def test_openais_stream_helper_puts_it_together(edge: Edge) -> None:
@@ -178,7 +159,7 @@ def test_what_is_cut_is_incomplete(edge: Edge, reply: str) -> None:
     assert as_known(last["response"]) == as_known(whole)
     (item,) = whole["output"]
     assert item["status"] == "incomplete"
-    assert of_deltas(events) == [item.get("arguments") or item["content"][0]["text"]]
+    assert sum_response(events) == [item.get("arguments") or item["content"][0]["text"]]
     assert "response.function_call_arguments.done" not in [event["type"] for event in events]
     assert not item.get("arguments", "").endswith("}")
 
