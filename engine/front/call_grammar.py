@@ -16,6 +16,7 @@ from itertools import combinations
 from typing import Any
 
 from engine.errors import InvalidRequest
+from engine.front.notation import KEY_CHARACTER, KEY_CHARACTER_OF_GRAMMARS
 from engine.front.reply import Markers
 from engine.front.string_schema import KEYWORDS as OF_STRINGS
 from engine.front.string_schema import SchemaError, expressions, lark_regex, repeats
@@ -33,17 +34,17 @@ _KEYWORDS: Mapping[str, frozenset[str]] = {
     "boolean": frozenset(),
     "null": frozenset(),
 }
-_BARE_KEY = re.compile(r"[\w$./@-]+(?: [\w$./@-]+)*")
+_BARE_KEY = re.compile(f"{KEY_CHARACTER}+(?: {KEY_CHARACTER}+)*")
 _REFERRING = ("$ref", "anyOf", "oneOf", "allOf")
 _DEPTH, _RULES, _PATTERNS = 64, 2048, 128
 
-_FREE = r"""
+_FREE = rf"""
 value: string | number | "true" | "false" | "null" | any_object | any_array
-any_object: "{" (member ("," member)*)? "}"
+any_object: "{{" (member ("," member)*)? "}}"
 member: KEY ":" value
 any_array: "[" (value ("," value)*)? "]"
-number: %json {"type": "number"}
-KEY: /[\w$.\/@-]{1,64}/
+number: %json {{"type": "number"}}
+KEY: /{KEY_CHARACTER_OF_GRAMMARS}{{1,64}}/
 """
 
 

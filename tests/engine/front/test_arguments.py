@@ -56,6 +56,7 @@ SCHEMAS: list[tuple[str, Any, str]] = [
     ("a:{b:1}}", properties(a={"type": "object", "additionalProperties": STRING}), '{"a":{"b":"1"}}'),
     ("a:5}", properties(a={"enum": ["5", "6"]}), '{"a":"5"}'),
     ("a:5}", properties(a={"const": 5}), '{"a":5}'),
+    ('नाम:<|"|>x<|"|>,उम्र:3,ชื่อ:<|"|>y<|"|>,e\u0301:1}', True, '{"नाम":"x","उम्र":3,"ชื่อ":"y","e\u0301":1}'),
     (
         'First Name:<|"|>x<|"|>,Last Name:<|"|>y<|"|>}',
         properties(**{"First Name": STRING, "Last Name": STRING}),
