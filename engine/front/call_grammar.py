@@ -20,7 +20,7 @@ from engine.front.notation import KEY_CHARACTER, KEY_CHARACTER_OF_GRAMMARS
 from engine.front.reply import Markers
 from engine.front.string_schema import KEYWORDS as OF_STRINGS
 from engine.front.string_schema import SchemaError, expressions, lark_regex, repeats
-from engine.front.value_schema import ValueSchema, are_apart
+from engine.front.value_schema import ValueSchema, are_apart, referred
 
 _NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _ANNOTATIONS = frozenset(("title", "description", "default", "examples", "$schema", "$id", "$comment", "$defs", "definitions",
@@ -127,8 +127,10 @@ class CallGrammar:
         """A schema that refers to itself is a rule that does."""
         key = f"{id(root)}{reference}"
         if key not in self._referred:
+            if (target := referred(root, reference)) is None:
+                raise SchemaError(f"the reference {reference[:100]!r}")
             name = self._referred[key] = f"ref_{len(self._referred)}"
-            self._rules.append(f"{name}: {self._value(_target(root, reference), root, depth + 1)}")
+            self._rules.append(f"{name}: {self._value(target, root, depth + 1)}")
         return self._referred[key]
 
     def _constant(self, value: Any) -> str:
@@ -213,14 +215,6 @@ def _only(schema: Mapping[str, Any], known: frozenset[str]) -> None:
     for keyword in schema:
         if keyword not in known and keyword not in _ANNOTATIONS:
             raise SchemaError(f"the schema keyword {keyword[:100]!r}")
-
-
-def _target(root: Any, reference: str) -> Any:
-    for step in reference.removeprefix("#").split("/")[1:]:
-        root = root.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(root, Mapping) else None
-    if root is None or not reference.startswith("#"):
-        raise SchemaError(f"the reference {reference[:100]!r}")
-    return root
 
 
 def _of_object(schema: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -73,9 +73,18 @@ class ValueSchema:
                 continue
             yield schema
             if "$ref" in schema:
-                left.append(_referred(self.root, schema["$ref"]))
+                left.append(referred(self.root, schema["$ref"]))
             for keyword in ("anyOf", "oneOf", "allOf"):
                 left += schema.get(keyword) or ()
+
+
+def referred(root: Any, reference: Any) -> Any:
+    """What a local reference (#/$defs/name) points at; None: nothing."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    for step in reference.split("/")[1:]:
+        root = _mapping(root).get(step.replace("~1", "/").replace("~0", "~"))
+    return root
 
 
 def are_apart(one: ValueSchema, other: ValueSchema) -> bool:
@@ -145,12 +154,3 @@ def _kind_of(value: Any) -> str:
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
-
-
-def _referred(root: Any, reference: Any) -> Any:
-    """What a local reference (#/$defs/name) points at; True, which allows anything, where it points nowhere."""
-    if not isinstance(reference, str) or not reference.startswith("#"):
-        return True
-    for step in reference.removeprefix("#").split("/")[1:]:
-        root = _mapping(root).get(step.replace("~1", "/").replace("~0", "~"), True)
-    return root
