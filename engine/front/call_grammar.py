@@ -127,8 +127,7 @@ class CallGrammar:
         """A schema that refers to itself is a rule that does."""
         key = f"{id(root)}{reference}"
         if key not in self._referred:
-            if (target := referred(root, reference)) is None:
-                raise SchemaError(f"the reference {reference[:100]!r}")
+            target = _target(root, reference)
             name = self._referred[key] = f"ref_{len(self._referred)}"
             self._rules.append(f"{name}: {self._value(target, root, depth + 1)}")
         return self._referred[key]
@@ -215,6 +214,17 @@ def _only(schema: Mapping[str, Any], known: frozenset[str]) -> None:
     for keyword in schema:
         if keyword not in known and keyword not in _ANNOTATIONS:
             raise SchemaError(f"the schema keyword {keyword[:100]!r}")
+
+
+def _target(root: Any, reference: str) -> Any:
+    """What a reference points at. SchemaError: nothing; or only further references, to itself in the end, say."""
+    following = referred(root, reference)
+    for _ in range(_DEPTH):
+        if isinstance(following, Mapping) and "$ref" in following:
+            following = referred(root, following["$ref"])
+    if following is None or (isinstance(following, Mapping) and "$ref" in following):
+        raise SchemaError(f"the reference {reference[:100]!r}")
+    return referred(root, reference)
 
 
 def _of_object(schema: Mapping[str, Any]) -> Mapping[str, Any]:

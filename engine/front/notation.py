@@ -46,6 +46,7 @@ class Container:
     schema: ValueSchema
     empty: bool = True
     quoted_keys: bool = False
+    begun: int = 0  # members or elements so far
 
     @property
     def is_array(self) -> bool:

@@ -2,8 +2,9 @@
 
     {"pattern": "^a|b$", "maxLength": 9}        ->        (?:(?:a)(.|\\n)*|(.|\\n)*(?:b))    and    (.|\\n){0,9}
 
-A pattern is searched for in a string, unless it is anchored; of a format nothing can be written that its usual readers refuse. Each
-expression is of the kind that llguidance compiles, which neither looks around nor back: SchemaError names what cannot be said so.
+A pattern is searched for in a string, unless it is anchored; its \\d, \\w and \\s are ASCII's, as ECMA-262 has them. Of a format
+nothing can be written that its usual readers refuse. Each expression is of the kind that llguidance compiles, which neither looks
+around nor back: SchemaError names what cannot be said so.
 """
 
 import re
@@ -19,6 +20,8 @@ _ANY = r"(.|\n)*"
 _ATOM = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\(\?(?:<?[=!])?|.", re.DOTALL)
 _LOOKS = frozenset(("(?=", "(?!", "(?<=", "(?<!"))
 _REFERS = re.compile(r"\\[1-9bBk]")
+_ASCII = {r"\d": "0-9", r"\w": "A-Za-z0-9_", r"\s": r"\t\n\v\f\r "}
+_IN_CLASS = re.compile(r"(\\.)(-(?!\]))?", re.DOTALL)  # an escape; a hyphen behind one of _ASCII is no range
 
 
 class SchemaError(ValueError):
@@ -77,8 +80,15 @@ def _alternatives(pattern: str) -> list[list[str]]:
         if atom == "|" and not depth:
             found.append([])
         else:
-            found[-1].append(atom)
+            found[-1].append(_of_ascii(atom))
     return found
+
+
+def _of_ascii(atom: str) -> str:
+    """An atom with what its escapes stand for in ECMA-262."""
+    if not atom.startswith("["):
+        return f"[{_ASCII[atom]}]" if atom in _ASCII else atom
+    return _IN_CLASS.sub(lambda found: _ASCII[found[1]] + (r"\-" if found[2] else "") if found[1] in _ASCII else found[0], atom)
 
 
 def _anchored(atoms: list[str], pattern: str) -> str:

@@ -1,7 +1,7 @@
 """What a JSON Schema says of one value, as far as reading a tool call needs it: its types, and the schemas inside it."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -33,11 +33,8 @@ class ValueSchema:
         return self.types is None or kind in self.types or (kind == "integer" and "number" in self.types)
 
     def member(self, key: str) -> "ValueSchema":
-        """Of an object's `key`."""
-        for branch in self._branches():
-            if key in _mapping(branch.get("properties")):
-                return ValueSchema(branch["properties"][key], self.root)
-        return self._inside("additionalProperties")
+        """Of an object's `key`, by all alternatives."""
+        return self._inside(lambda branch: _mapping(branch.get("properties")).get(key, branch.get("additionalProperties")))
 
     @property
     def constants(self) -> frozenset[str] | None:
@@ -55,13 +52,16 @@ class ValueSchema:
         """Whether an object has a property of this name."""
         return any(key in _mapping(branch.get("properties")) for branch in self._branches())
 
-    def element(self) -> "ValueSchema":
-        """Of an array's elements."""
-        return self._inside("items")
+    def element(self, place: int) -> "ValueSchema":
+        """Of an array's element at that place, by all alternatives."""
+        return self._inside(lambda branch: _element(branch, place))
 
-    def _inside(self, keyword: str) -> "ValueSchema":
-        inner = (branch[keyword] for branch in self._branches() if isinstance(branch.get(keyword), Mapping))
-        return ValueSchema(next(inner, True), self.root)
+    def _inside(self, schema_of: Callable[[Mapping[str, Any]], Any]) -> "ValueSchema":
+        """What one of the alternatives says; those that say nothing do not count, and what allows anything allows it."""
+        found = [inner for branch in self._branches() if (inner := schema_of(branch)) is not None and inner is not False]
+        if not found or not all(isinstance(inner, Mapping) for inner in found):
+            return ValueSchema(True, self.root)
+        return ValueSchema(found[0] if len(found) == 1 else {"anyOf": found}, self.root)
 
     def _branches(self) -> Iterator[Mapping[str, Any]]:
         """The schema and its alternatives, references followed."""
@@ -150,6 +150,13 @@ def _as_json(value: Any) -> str:
 
 def _kind_of(value: Any) -> str:
     return "null" if value is None else _PYTHON_TYPES.get(type(value), "string")
+
+
+def _element(branch: Mapping[str, Any], place: int) -> Any:
+    match branch.get("prefixItems") or branch.get("items"):
+        case [*named]:
+            return named[place] if place < len(named) else None if named is branch.get("items") else branch.get("items")
+    return branch.get("items")
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

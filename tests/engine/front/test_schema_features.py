@@ -21,6 +21,7 @@ from engine.front.string_schema import SchemaError, expressions
 from engine.front.text import TextProcessor
 from engine.front.tools import Tools
 from tests.conftest import Nano
+from tests.support.engine.schemas import wide_members
 from tests.support.engine.walker import Walker
 
 pytestmark = pytest.mark.pure
@@ -158,6 +159,29 @@ def test_a_keyword_that_is_left_out_is_seen(walker: Walker, keyword: str) -> Non
     assert wrong > 10
 
 
+def kept(walker: Walker, seed: int) -> str:
+    """What became of a strict call by a random schema."""
+    schema = wide_members(random.Random(seed))
+    try:
+        found = called(walker, schema, seed)
+    except InvalidRequest as error:
+        return "refused" if "'oneOf'" in str(error) or "the reference" in str(error) else str(error)
+    return f"seed {seed}: {found}" if invalid(schema, found) else "valid"
+
+
+def test_random_schemas_are_kept(walker: Walker) -> None:
+    """Of strict calls by schemas of every keyword each is valid by jsonschema; oneOf with branches that overlap is refused."""
+    found = [kept(walker, seed) for seed in range(20)]
+    assert set(found) <= {"valid", "refused"}
+    assert found.count("valid") > 15
+
+
+@pytest.mark.slow
+def test_many_random_schemas_are_kept(walker: Walker) -> None:
+    """As above, a thousand."""
+    assert {kept(walker, seed) for seed in range(100, 1100)} == {"valid", "refused"}
+
+
 def test_branches_that_both_hold_are_not_one_of(walker: Walker) -> None:
     """oneOf is kept where types, constants or the constants of required members tell its branches apart, and refused elsewhere."""
     cat, dog = Cat.model_json_schema(), Dog.model_json_schema()
@@ -202,6 +226,9 @@ PATTERNS: list[tuple[str, list[str], list[str]]] = [
     (r"^[|^$()]\$x$", ["|$x", "($x"], ["x$x"]),
     (r"^a/b\/c$", ["a/b/c"], ["a/b"]),
     ("", ["", "anything"], []),
+    (r"^\d\w\s$", ["1a ", "7_\n"], ["\u0661a ", "1\u00e9 ", "1a\u2003"]),
+    (r"^[\w-.]+@[\d]$", ["a-b.c@1"], ["a+b@1", "\u00e9@1", "a@\u0661"]),
+    (r"^[^\d\]-]$", ["a", "\\"], ["1", "]", "-"]),
 ]
 
 
