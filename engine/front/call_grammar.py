@@ -36,7 +36,7 @@ _KEYWORDS: Mapping[str, frozenset[str]] = {
 }
 _BARE_KEY = re.compile(f"{KEY_CHARACTER}+(?: {KEY_CHARACTER}+)*")
 _REFERRING = ("$ref", "anyOf", "oneOf", "allOf")
-_DEPTH, _RULES, _PATTERNS = 64, 2048, 128
+_DEPTH, _RULES, _PATTERNS, _PAIRS = 64, 2048, 128, 4096
 
 _FREE = rf"""
 value: string | number | "true" | "false" | "null" | any_object | any_array
@@ -57,7 +57,7 @@ class CallGrammar:
         self._quote = f"<[{markers.quote}]>"
         self._rules: list[str] = []
         self._referred: dict[str, str] = {}
-        self._patterns = 0  # each is compiled by itself, to be refused by itself
+        self._patterns = self._pairs = 0  # each pattern is compiled by itself, pairs of oneOf are compared
         arguments = {name: self._arguments(schema, name in strict) for name, schema in tools.items()}
         names = [self._rule("tool", f"{_literal(name)} {each}") for name, each in arguments.items()]
         self._rules.append(f"call: <[{markers.begin_call}]> called")
@@ -119,9 +119,17 @@ class CallGrammar:
                 return _either([self._constant(value) for value in schema["enum"]])
             case "allOf" if len(schema["allOf"]) != 1:
                 raise SchemaError("the schema keyword 'allOf' with several schemas")
-            case "oneOf" if not all(are_apart(*map(ValueSchema, pair, (root, root))) for pair in combinations(schema["oneOf"], 2)):
-                raise SchemaError("the schema keyword 'oneOf' with schemas that a value may fit at once")
+            case "oneOf":
+                self._check_apart([ValueSchema(branch, root) for branch in schema["oneOf"]])
         return _either([self._value(branch, root, depth + 1) for branch in schema[keyword]])
+
+    def _check_apart(self, branches: Sequence[ValueSchema]) -> None:
+        """Of oneOf. SchemaError: a value may fit several, or to compare them would take too long."""
+        self._pairs += len(branches) * (len(branches) - 1) // 2
+        if self._pairs > _PAIRS:
+            raise SchemaError("the schema keyword 'oneOf' with so many schemas")
+        if not all(are_apart(one, other) for one, other in combinations(branches, 2)):
+            raise SchemaError("the schema keyword 'oneOf' with schemas that a value may fit at once")
 
     def _reference(self, reference: str, root: Any, depth: int) -> str:
         """A schema that refers to itself is a rule that does."""

@@ -256,3 +256,14 @@ def test_patterns_are_bounded(walker: Walker, monkeypatch: pytest.MonkeyPatch) -
     schema = {"type": "object", "properties": {"it": {"anyOf": either}}}
     CallGrammar(walker.markers, {f"f{place}": schema for place in range(9)})
     assert len(compiled) == call_grammar._PATTERNS
+
+
+def test_comparisons_are_bounded(walker: Walker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Branches of oneOf are compared pair by pair: a few thousand pairs a request, and no more."""
+    compared: list[int] = []
+    monkeypatch.setattr(call_grammar, "are_apart", lambda one, other: not compared.append(1))
+    schema = {"type": "object", "properties": {"it": {"oneOf": [{"const": place} for place in range(60)]}}}
+    CallGrammar(walker.markers, {f"f{place}": schema for place in range(9)})
+    wide = {"type": "object", "properties": {"it": {"oneOf": [{"const": place} for place in range(5000)]}}}
+    CallGrammar(walker.markers, {"f": wide})
+    assert 60 * 59 // 2 <= len(compared) <= call_grammar._PAIRS
