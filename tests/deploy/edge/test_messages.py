@@ -110,6 +110,17 @@ def test_a_call_that_is_cut_is_never_completed(edge: Edge) -> None:
     assert not text.endswith("}")
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_reply_that_ends_inside_of_a_string(edge: Edge, *, stream: bool) -> None:
+    """Of a call, by the model's own end: the call is not completed, and stop_reason is tool_use only where another call is."""
+    broken = '<|tool_call>call:get_weather{city:<|"|>Par<tool_call|>'
+    for reply, reason, calls in ((broken, "end_turn", 0), (ROME + broken, "tool_use", 1)):
+        script(edge, f"{reply}<|tool_response>")
+        found = sum_message(streamed(edge, asked())) if stream else post(edge, asked()).json()
+        assert found["stop_reason"] == reason
+        assert [block["input"] for block in found["content"]] == [{"city": "Rome"}] * calls
+
+
 def test_a_conversation_is_rendered_as_a_chat_is(edge: Edge) -> None:
     """System blocks, a thought, text, calls with numbers as they were written, results: the very tokens of OpenAI's form."""
     raw = (

@@ -36,7 +36,7 @@ def sum_chat(chunks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def sum_message(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Anthropic's: every block is opened, grown and closed before the next; a call that was cut is left out, as of a whole one."""
+    """Anthropic's: every block is opened, grown and closed before the next; a call that is no JSON is left out, as it is whole."""
     assert events[0]["type"] == "message_start"
     message: dict[str, Any] = events[0]["message"]
     blocks: list[dict[str, Any]] = []
@@ -58,8 +58,7 @@ def sum_message(events: list[dict[str, Any]]) -> dict[str, Any]:
     assert not is_open
     assert [event["type"] for event in events[-2:]] == ["message_delta", "message_stop"]
     message |= events[-2]["delta"] | {"usage": events[-2]["usage"]}
-    cut = message["stop_reason"] == "max_tokens"
-    return message | {"content": [made for block in blocks if (made := _closed(block, cut=cut)) is not None]}
+    return message | {"content": [made for block in blocks if (made := _closed(block)) is not None]}
 
 
 def _grow(block: dict[str, Any], delta: dict[str, Any]) -> None:
@@ -79,13 +78,12 @@ def _grow(block: dict[str, Any], delta: dict[str, Any]) -> None:
             raise AssertionError(f"an unknown delta: {delta}")
 
 
-def _closed(block: dict[str, Any], *, cut: bool) -> dict[str, Any] | None:
+def _closed(block: dict[str, Any]) -> dict[str, Any] | None:
     pieces = block.pop("pieces")
     if block["type"] == "tool_use":
         try:
             block["input"] = json.loads("".join(pieces))
         except json.JSONDecodeError:
-            assert cut
             return None
     return block
 
