@@ -16,6 +16,7 @@ from llguidance import LLMatcher
 
 KEYWORDS = ("minLength", "maxLength", "pattern", "format")
 MOST = 1024  # characters or elements that a bound may name
+_LONGEST = 4096  # pattern
 _ANY = r"(.|\n)*"
 _ATOM = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\(\?(?:<?[=!])?|.", re.DOTALL)
 _LOOKS = frozenset(("(?=", "(?!", "(?<=", "(?<!"))
@@ -55,8 +56,8 @@ def repeats(least: Any, most: Any) -> str:
 
 def _searched(pattern: Any) -> str:
     """Any text in which the pattern is found."""
-    if not isinstance(pattern, str):
-        raise SchemaError("the schema keyword 'pattern' with what is no text")
+    if not isinstance(pattern, str) or len(pattern) > _LONGEST:
+        raise SchemaError(f"the schema keyword 'pattern' with what is no text, or one of more than {_LONGEST} characters,")
     expression = "(?:" + "|".join(_anchored(each, pattern) for each in _alternatives(pattern)) + ")"
     if not _compiles(expression):
         raise SchemaError(f"{pattern[:100]!r} of the schema keyword 'pattern'")

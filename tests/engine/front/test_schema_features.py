@@ -240,7 +240,9 @@ def test_patterns_are_searched_for(pattern: str, good: list[str], bad: list[str]
 
 
 @pytest.mark.parametrize(
-    "schema", [{"pattern": 5}, {"format": []}, {"format": "x"}, {"pattern": "("}, {"minLength": -1}, {"maxLength": "a"}]
+    "schema",
+    [{"pattern": 5}, {"pattern": "("}, {"pattern": "a" * 5000}, {"minLength": -1}, {"maxLength": "a"},
+     {"format": []}, {"format": "x"}],
 )
 def test_what_is_no_string_schema_is_refused(schema: dict[str, Any]) -> None:
     """By the keyword's name, or as a length."""
