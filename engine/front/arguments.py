@@ -232,6 +232,7 @@ class ArgumentsParser:
         if not self._open[-1].empty:
             self._out.append(",")
         self._open[-1].empty = False
+        self._open[-1].begun += 1
 
     # --- values ---
 
@@ -259,7 +260,7 @@ class ArgumentsParser:
             self._read = self._key
         else:
             self._open.append(Container("]", "]", self._schema))
-            self._schema = self._schema.element()
+            self._schema = self._schema.element(0)
         return True
 
     def _close(self) -> bool:
@@ -283,7 +284,7 @@ class ArgumentsParser:
 
     def _after_value(self) -> None:
         if self._open[-1].is_array:
-            self._schema = self._open[-1].schema.element()
+            self._schema = self._open[-1].schema.element(self._open[-1].begun)
             self._read = self._value_start
         else:
             self._read = self._key

@@ -5,57 +5,59 @@
     tool_0: "get_weather" object_2
     object_2: "{" "city:" string ("," "days:" integer_3)? "}"          keys in the order in which templates render them
 
-Only declared properties can be written. A schema with a keyword that the notation cannot keep is refused by name, or its tool can
-be called with any arguments that are well-formed.
+Only declared properties can be written, where there are some; of a tuple all elements that it names. A schema with a keyword that
+the notation cannot keep is refused by name, or its tool can be called with any arguments that are well-formed.
 """
 
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 from engine.errors import InvalidRequest
+from engine.front.notation import KEY_CHARACTER, KEY_CHARACTER_OF_GRAMMARS
 from engine.front.reply import Markers
+from engine.front.string_schema import KEYWORDS as OF_STRINGS
+from engine.front.string_schema import SchemaError, expressions, lark_regex, repeats
+from engine.front.value_schema import ValueSchema, are_apart, referred
 
 _NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-_LENGTHS = ("minLength", "maxLength")
 _ANNOTATIONS = frozenset(("title", "description", "default", "examples", "$schema", "$id", "$comment", "$defs", "definitions",
-                          "deprecated", "readOnly", "writeOnly", "strict"))  # fmt: skip
+                          "deprecated", "readOnly", "writeOnly", "strict", "discriminator"))  # fmt: skip
 _KEYWORDS: Mapping[str, frozenset[str]] = {
     "object": frozenset(("properties", "required", "additionalProperties")),
-    "array": frozenset(("items", "minItems", "maxItems")),
-    "string": frozenset(_LENGTHS),
+    "array": frozenset(("items", "prefixItems", "minItems", "maxItems")),
+    "string": frozenset(OF_STRINGS),
     "integer": frozenset(_NUMERIC),
     "number": frozenset(_NUMERIC),
     "boolean": frozenset(),
     "null": frozenset(),
 }
-_BARE_KEY = re.compile(r"[\w$./@-]+(?: [\w$./@-]+)*")
-_DEPTH, _RULES, _REPEATS = 64, 2048, 1024
+_BARE_KEY = re.compile(f"{KEY_CHARACTER}+(?: {KEY_CHARACTER}+)*")
+_REFERRING = ("$ref", "anyOf", "oneOf", "allOf")
+_DEPTH, _RULES, _PATTERNS, _PAIRS = 64, 2048, 128, 4096
 
-_FREE = r"""
+_FREE = rf"""
 value: string | number | "true" | "false" | "null" | any_object | any_array
-any_object: "{" (member ("," member)*)? "}"
+any_object: "{{" (member ("," member)*)? "}}"
 member: KEY ":" value
 any_array: "[" (value ("," value)*)? "]"
-number: %json {"type": "number"}
-KEY: /[\w$.\/@-]{1,64}/
+number: %json {{"type": "number"}}
+KEY: /{KEY_CHARACTER_OF_GRAMMARS}{{1,64}}/
 """
-
-
-class UnsupportedSchema(InvalidRequest):
-    """A schema that the notation's grammar cannot keep; the message names the keyword."""
 
 
 class CallGrammar:
     """Rules for calls of some tools; `text` has them all, `call` is one call, `called` one behind the marker that begins it."""
 
     def __init__(self, markers: Markers, tools: Mapping[str, Any], strict: Collection[str] = ()) -> None:
-        """`tools`: parameters' schemas by name. One that cannot be kept leaves its tool's arguments free; UnsupportedSchema where
-        it is one of `strict`."""
+        """`tools`: parameters' schemas by name. One that cannot be kept leaves its tool's arguments free; of `strict` ones it is an
+        InvalidRequest."""
         self._quote = f"<[{markers.quote}]>"
         self._rules: list[str] = []
         self._referred: dict[str, str] = {}
+        self._patterns = self._pairs = 0  # each pattern is compiled by itself, pairs of oneOf are compared
         arguments = {name: self._arguments(schema, name in strict) for name, schema in tools.items()}
         names = [self._rule("tool", f"{_literal(name)} {each}") for name, each in arguments.items()]
         self._rules.append(f"call: <[{markers.begin_call}]> called")
@@ -72,10 +74,11 @@ class CallGrammar:
             return "any_object"
         kept, referred = len(self._rules), dict(self._referred)
         try:
-            return f"({self._value({'type': 'object'} | dict(schema), schema, 0)})"
-        except UnsupportedSchema:
+            return f"({self._value(_of_object(schema), schema, 0)})"
+        except SchemaError as error:
             if strict:
-                raise
+                message = f"tools: {error} cannot be kept by the grammar of calls"
+                raise InvalidRequest(message, param="tools", code="unsupported_schema") from None
             del self._rules[kept:]
             self._referred = referred
             return "any_object"
@@ -83,7 +86,7 @@ class CallGrammar:
     def _rule(self, kind: str, body: str) -> str:
         """A new rule's name."""
         if len(self._rules) >= _RULES:
-            raise _unsupported(f"more than {_RULES} rules")
+            raise SchemaError(f"more than {_RULES} rules")
         name = f"{kind}_{len(self._rules)}"
         self._rules.append(f"{name}: {body}")
         return name
@@ -91,15 +94,15 @@ class CallGrammar:
     def _value(self, schema: Any, root: Any, depth: int) -> str:
         """What may stand for a value, as the right side of a rule."""
         if depth > _DEPTH:
-            raise _unsupported(f"nesting deeper than {_DEPTH}")
+            raise SchemaError(f"nesting deeper than {_DEPTH}")
         if schema is True or schema == {}:
             return "value"
         if not isinstance(schema, Mapping):
-            raise _unsupported("false as a schema")
-        for keyword in ("$ref", "anyOf", "oneOf", "const", "enum"):
+            raise SchemaError(f"{json.dumps(schema)[:100]} as a schema")
+        for keyword in (*_REFERRING, "const", "enum"):
             if keyword in schema:
                 return self._special(keyword, schema, root, depth)
-        types = schema.get("type")
+        types = schema.get("type", "object" if "properties" in schema else None)
         if types is None:
             _only(schema, frozenset())
             return "value"
@@ -114,14 +117,27 @@ class CallGrammar:
                 return self._constant(schema["const"])
             case "enum":
                 return _either([self._constant(value) for value in schema["enum"]])
+            case "allOf" if len(schema["allOf"]) != 1:
+                raise SchemaError("the schema keyword 'allOf' with several schemas")
+            case "oneOf":
+                self._check_apart([ValueSchema(branch, root) for branch in schema["oneOf"]])
         return _either([self._value(branch, root, depth + 1) for branch in schema[keyword]])
+
+    def _check_apart(self, branches: Sequence[ValueSchema]) -> None:
+        """Of oneOf. SchemaError: a value may fit several, or to compare them would take too long."""
+        self._pairs += len(branches) * (len(branches) - 1) // 2
+        if self._pairs > _PAIRS:
+            raise SchemaError("the schema keyword 'oneOf' with so many schemas")
+        if not all(are_apart(one, other) for one, other in combinations(branches, 2)):
+            raise SchemaError("the schema keyword 'oneOf' with schemas that a value may fit at once")
 
     def _reference(self, reference: str, root: Any, depth: int) -> str:
         """A schema that refers to itself is a rule that does."""
         key = f"{id(root)}{reference}"
         if key not in self._referred:
+            target = _target(root, reference)
             name = self._referred[key] = f"ref_{len(self._referred)}"
-            self._rules.append(f"{name}: {self._value(_target(root, reference), root, depth + 1)}")
+            self._rules.append(f"{name}: {self._value(target, root, depth + 1)}")
         return self._referred[key]
 
     def _constant(self, value: Any) -> str:
@@ -129,10 +145,10 @@ class CallGrammar:
             return f"{self._quote} {_literal(value)} {self._quote}" if value else f"{self._quote} {self._quote}"
         if isinstance(value, bool | int | float) or value is None:
             return _literal(json.dumps(value))
-        raise _unsupported("an object or array in enum or const")
+        raise SchemaError("an object or array in enum or const")
 
     def _typed(self, kind: str, schema: Mapping[str, Any], root: Any, depth: int) -> str:
-        every = frozenset().union(*(_KEYWORDS[str(name).lower()] for name in _listed(schema["type"])))
+        every = frozenset().union(*(_KEYWORDS[str(name).lower()] for name in _listed(schema.get("type", kind))))
         _only(schema, every | {"type"})
         match kind:
             case "object":
@@ -149,34 +165,47 @@ class CallGrammar:
         return '"null"'
 
     def _string(self, schema: Mapping[str, Any]) -> str:
-        if not any(name in schema for name in _LENGTHS):
+        self._patterns += "pattern" in schema
+        if self._patterns > _PATTERNS:
+            raise SchemaError(f"more than {_PATTERNS} times the schema keyword 'pattern'")
+        if not (found := expressions(schema)):
             return "string"
-        least, most = schema.get("minLength", 0), schema.get("maxLength")
-        _check_repeats(least, most)
-        terminal = f"TEXT_{len(self._rules)}"
-        self._rules.append(rf"{terminal}: /(.|\n){{{least},{'' if most is None else most}}}/")
-        return f"{self._quote} {terminal} {self._quote}"
+        return f"{self._quote} {self._rule('TEXT', ' & '.join(map(lark_regex, found)))} {self._quote}"
 
     def _array(self, schema: Mapping[str, Any], root: Any, depth: int) -> str:
-        least, most = schema.get("minItems", 0), schema.get("maxItems")
-        _check_repeats(least, most)
-        if most == 0:
-            return '"[" "]"'
-        item = self._rule("item", self._value(schema.get("items", True), root, depth + 1))
-        more = f'("," {item}){{{max(least - 1, 0)},{"" if most is None else most - 1}}}'
-        return self._rule("array", f'"[" {item} {more} "]"' if least else f'"[" ({item} {more})? "]"')
+        named = [self._rule("item", self._value(each, root, depth + 1)) for each in schema.get("prefixItems") or ()]
+        least, most, others = schema.get("minItems") or 0, schema.get("maxItems"), schema.get("items", True)
+        most = len(named) if others is False and (most is None or most > len(named)) else most
+        repeats(least, most)
+        begun = ' "," '.join(named)
+        if most == len(named):
+            return self._rule("array", f'"[" {begun} "]"')
+        item = self._rule("item", self._value(others, root, depth + 1))
+        count = max(1, len(named))
+        more = f'("," {item}){repeats(max(least - count, 0), None if most is None else most - count)}'
+        return self._rule("array", f'"[" {begun or item} {more} "]"' if begun or least else f'"[" ({item} {more})? "]"')
 
     def _object(self, schema: Mapping[str, Any], root: Any, depth: int) -> str:
+        others = schema.get("additionalProperties", True)
         required = frozenset(schema.get("required") or ())
-        properties = dict.fromkeys(required, True) | dict(schema.get("properties") or {})
+        properties = dict.fromkeys(required, others) | dict(schema.get("properties") or {})
         if not properties:
-            return '"{" "}"' if schema.get("additionalProperties") is False else "any_object"
+            return self._map(others, root, depth)
         members = [(self._member(key, properties[key], root, depth), key in required) for key in sorted(properties, key=str.lower)]
         return self._rule("object", f'"{{" {self._members(members)} "}}"')
 
+    def _map(self, schema: Any, root: Any, depth: int) -> str:
+        """An object whose keys are free."""
+        if schema is False:
+            return '"{" "}"'
+        if schema is True or schema == {}:
+            return "any_object"
+        member = self._rule("member", f'KEY ":" ({self._value(schema, root, depth + 1)})')
+        return self._rule("object", f'"{{" ({member} ("," {member})*)? "}}"')
+
     def _member(self, key: str, schema: Any, root: Any, depth: int) -> str:
         if not _BARE_KEY.fullmatch(key):
-            raise _unsupported(f"the key {key[:100]!r}")
+            raise SchemaError(f"the key {key[:100]!r}")
         return self._rule("member", f"{_literal(key + ':')} ({self._value(schema, root, depth + 1)})")
 
     def _members(self, members: Sequence[tuple[str, bool]]) -> str:
@@ -189,29 +218,26 @@ class CallGrammar:
         return first
 
 
-def _unsupported(what: str) -> UnsupportedSchema:
-    return UnsupportedSchema(f"tools: {what} cannot be kept by the grammar of calls", param="tools", code="unsupported_schema")
-
-
 def _only(schema: Mapping[str, Any], known: frozenset[str]) -> None:
     for keyword in schema:
         if keyword not in known and keyword not in _ANNOTATIONS:
-            raise _unsupported(f"the schema keyword {keyword[:100]!r}")
-
-
-def _check_repeats(least: Any, most: Any) -> None:
-    if not isinstance(least, int) or not isinstance(most, int | None) or least < 0 or (most is not None and most < least):
-        raise _unsupported("lengths that are no numbers, or the wrong way round")
-    if max(least, most or 0) > _REPEATS:
-        raise _unsupported(f"a length above {_REPEATS}")
+            raise SchemaError(f"the schema keyword {keyword[:100]!r}")
 
 
 def _target(root: Any, reference: str) -> Any:
-    for step in reference.removeprefix("#").split("/")[1:]:
-        root = root.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(root, Mapping) else None
-    if root is None or not reference.startswith("#"):
-        raise _unsupported(f"the reference {reference[:100]!r}")
-    return root
+    """What a reference points at. SchemaError: nothing; or only further references, to itself in the end, say."""
+    following = referred(root, reference)
+    for _ in range(_DEPTH):
+        if isinstance(following, Mapping) and "$ref" in following:
+            following = referred(root, following["$ref"])
+    if following is None or (isinstance(following, Mapping) and "$ref" in following):
+        raise SchemaError(f"the reference {reference[:100]!r}")
+    return referred(root, reference)
+
+
+def _of_object(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Arguments are an object, whether or not their schema says so."""
+    return schema if "type" in schema or any(keyword in schema for keyword in _REFERRING) else {"type": "object", **schema}
 
 
 def _listed(types: Any) -> list[Any]:

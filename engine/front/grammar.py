@@ -16,6 +16,7 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 from engine.errors import InvalidRequest
 from engine.front.call_grammar import CallGrammar
 from engine.front.reply import Markers
+from engine.front.string_schema import lark_regex
 
 MAX_SCHEMA_BYTES = 64 << 10
 _MAX_CHOICES = 1024
@@ -65,7 +66,7 @@ def tagged_answer(structures: Sequence[Structure]) -> str:
 
 def regex_answer(pattern: str) -> str:
     """Text that matches a regular expression from its first to its last character."""
-    return f"answer: ANSWER\nANSWER: /{_without_slashes(pattern)}/"
+    return f"answer: ANSWER\nANSWER: {lark_regex(pattern)}"
 
 
 def choice_answer(choices: Sequence[str]) -> str:
@@ -114,8 +115,3 @@ def grammar(markers: Markers | None, answer: str, thought: Thought) -> str:
         Thought.begun: f"{inside} answer",
     }
     return f"%llguidance {{}}\nstart: {starts[thought]}\nthought: /(.|\\n)*/\n{answer}\n"
-
-
-def _without_slashes(pattern: str) -> str:
-    """A regular expression as Lark takes it between slashes."""
-    return pattern.replace("\\/", "/").replace("/", "\\/")

@@ -15,7 +15,16 @@ SPACE_AND_COMMAS = re.compile(r"[\s,]*")
 HALF_LITERAL = re.compile(r"-?(?:[0-9][0-9.eE+-]*)?|t(?:r(?:ue?)?)?|f(?:a(?:l(?:se?)?)?)?|n(?:u(?:ll?)?)?")
 VALUE_END = {closer: re.compile(rf"[,\{closer}]") for closer in "})]"}
 
-_KEY = r"""(?:[\w$./@-]{1,128}|"[^"]{1,128}"|'[^']{1,128}')"""
+# Vowel signs, accents and the like, which Python's \w leaves out and many scripts write words with: ranges, letters in between.
+_MARKS = (
+    "\u0300-\u036f\u0483-\u0489\u0591-\u05c7\u0610-\u061a\u064b-\u065f\u0670\u06d6-\u06ed\u0711-\u07f3\u0816-\u0963\u0971-\u0df3\u0e31-\u0e4e"
+    "\u0eb1-\u0ecd\u0f18-\u0f39\u0f3e-\u0fc6\u102b-\u109d\u1712-\u17d3\u17dd\u1885-\u193b\u1a17-\u1dff\u20d0-\u20f0\u302a-\u302f\u3099-\u309a"
+    "\ua66f-\uabed\ufb1e\ufe00-\ufe0f\ufe20-\ufe2f"
+)
+KEY_CHARACTER = rf"[\w$./@{_MARKS}-]"  # of a key without quotes
+KEY_CHARACTER_OF_GRAMMARS = rf"[\p{{L}}\p{{N}}_$.\/@{_MARKS}-]"  # the same in llguidance's words
+
+_KEY = rf"""(?:{KEY_CHARACTER}{{1,128}}|"[^"]{{1,128}}"|'[^']{{1,128}}')"""
 _KEY_TEXT = {closer: re.compile(rf"""(?:"[^"]*"|'[^']*')?[^:=,{closer}]*""") for closer in "})"}
 _NEXT_KEY = re.compile(rf",\s*{_KEY}\s*[:=]")
 _NEXT_KEY_OF_ANY_FORM = re.compile(r"""(?:,\s*)?(?P<key>"[^"]{1,128}"|'[^']{1,128}'|[^\s"':=,][^"':=,]{0,127}?)\s*[:=]""")
@@ -37,6 +46,7 @@ class Container:
     schema: ValueSchema
     empty: bool = True
     quoted_keys: bool = False
+    begun: int = 0  # members or elements so far
 
     @property
     def is_array(self) -> bool:

@@ -101,6 +101,8 @@ def _prepared(message: Mapping[str, Any], place: int) -> dict[str, Any]:
     ready = dict(message)
     if role == "assistant":
         ready["content"] = _without_thoughts(message.get("content"))
+        if (thought := message.get("reasoning") or message.get("reasoning_content")) is not None:
+            ready |= {"reasoning": thought, "reasoning_content": thought}  # some templates read the one, some the other
     if message.get("tool_calls"):
         where = f"messages[{place}].tool_calls"
         ready["tool_calls"] = [_with_mapping(call, f"{where}[{n}]") for n, call in enumerate(message["tool_calls"])]

@@ -1,7 +1,7 @@
 """What a JSON Schema says of one value, as far as reading a tool call needs it: its types, and the schemas inside it."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -33,23 +33,35 @@ class ValueSchema:
         return self.types is None or kind in self.types or (kind == "integer" and "number" in self.types)
 
     def member(self, key: str) -> "ValueSchema":
-        """Of an object's `key`."""
-        for branch in self._branches():
-            if key in _mapping(branch.get("properties")):
-                return ValueSchema(branch["properties"][key], self.root)
-        return self._inside("additionalProperties")
+        """Of an object's `key`, by all alternatives."""
+        return self._inside(lambda branch: _mapping(branch.get("properties")).get(key, branch.get("additionalProperties")))
+
+    @property
+    def constants(self) -> frozenset[str] | None:
+        """The only values, as JSON, by const or enum, also of what it refers to; None: others are allowed."""
+        found = [_constants_of(branch) for branch in self._branches() if "$ref" not in branch]
+        return found[0] if len(found) == 1 else None
+
+    @property
+    def required(self) -> frozenset[str]:
+        """Keys that an object must have."""
+        found = [branch for branch in self._branches() if "$ref" not in branch]
+        return frozenset(found[0].get("required") or ()) if len(found) == 1 else frozenset()
 
     def declares(self, key: str) -> bool:
         """Whether an object has a property of this name."""
         return any(key in _mapping(branch.get("properties")) for branch in self._branches())
 
-    def element(self) -> "ValueSchema":
-        """Of an array's elements."""
-        return self._inside("items")
+    def element(self, place: int) -> "ValueSchema":
+        """Of an array's element at that place, by all alternatives."""
+        return self._inside(lambda branch: _element(branch, place))
 
-    def _inside(self, keyword: str) -> "ValueSchema":
-        inner = (branch[keyword] for branch in self._branches() if isinstance(branch.get(keyword), Mapping))
-        return ValueSchema(next(inner, True), self.root)
+    def _inside(self, schema_of: Callable[[Mapping[str, Any]], Any]) -> "ValueSchema":
+        """What one of the alternatives says; those that say nothing do not count, and what allows anything allows it."""
+        found = [inner for branch in self._branches() if (inner := schema_of(branch)) is not None and inner is not False]
+        if not found or not all(isinstance(inner, Mapping) for inner in found):
+            return ValueSchema(True, self.root)
+        return ValueSchema(found[0] if len(found) == 1 else {"anyOf": found}, self.root)
 
     def _branches(self) -> Iterator[Mapping[str, Any]]:
         """The schema and its alternatives, references followed."""
@@ -61,9 +73,34 @@ class ValueSchema:
                 continue
             yield schema
             if "$ref" in schema:
-                left.append(_referred(self.root, schema["$ref"]))
+                left.append(referred(self.root, schema["$ref"]))
             for keyword in ("anyOf", "oneOf", "allOf"):
                 left += schema.get(keyword) or ()
+
+
+def referred(root: Any, reference: Any) -> Any:
+    """What a local reference (#/$defs/name) points at; None: nothing."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    for step in reference.split("/")[1:]:
+        root = _mapping(root).get(step.replace("~1", "/").replace("~0", "~"))
+    return root
+
+
+def are_apart(one: ValueSchema, other: ValueSchema) -> bool:
+    """Whether no value fits both, as far as types, constants and the constants of required members tell."""
+    if one.types is not None and other.types is not None and not _with_numbers(one.types) & _with_numbers(other.types):
+        return True
+    if one.constants is not None and other.constants is not None:
+        return not one.constants & other.constants
+    shared = one.required & other.required
+    found = [(one.member(key).constants, other.member(key).constants) for key in shared]
+    return any(mine is not None and theirs is not None and not mine & theirs for mine, theirs in found)
+
+
+def _with_numbers(types: frozenset[str]) -> frozenset[str]:
+    """An integer is a number."""
+    return types | {"number"} if "integer" in types else types
 
 
 def literal_kind(text: str) -> str | None:
@@ -98,18 +135,29 @@ def _types_of(branch: Mapping[str, Any]) -> frozenset[str] | None:
     return None
 
 
+def _constants_of(branch: Mapping[str, Any]) -> frozenset[str] | None:
+    match branch:
+        case {"const": value}:
+            return frozenset({_as_json(value)})
+        case {"enum": [*values]}:
+            return frozenset(map(_as_json, values))
+    return None
+
+
+def _as_json(value: Any) -> str:
+    return msgspec.json.encode(value, order="sorted").decode()
+
+
 def _kind_of(value: Any) -> str:
     return "null" if value is None else _PYTHON_TYPES.get(type(value), "string")
 
 
+def _element(branch: Mapping[str, Any], place: int) -> Any:
+    match branch.get("prefixItems") or branch.get("items"):
+        case [*named]:
+            return named[place] if place < len(named) else None if named is branch.get("items") else branch.get("items")
+    return branch.get("items")
+
+
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
-
-
-def _referred(root: Any, reference: Any) -> Any:
-    """What a local reference (#/$defs/name) points at; True, which allows anything, where it points nowhere."""
-    if not isinstance(reference, str) or not reference.startswith("#"):
-        return True
-    for step in reference.removeprefix("#").split("/")[1:]:
-        root = _mapping(root).get(step.replace("~1", "/").replace("~0", "~"), True)
-    return root

@@ -4,8 +4,8 @@
       content_block_start, content_block_delta ..., content_block_stop        for each block: thinking, text, tool_use
     message_delta, message_stop                                               or, after an error: error
 
-A call that max_tokens has cut is never completed: a stream ends where it ended, and a whole answer, whose calls are objects, leaves
-it out.
+A call that max_tokens has cut, or inside of whose string the reply ends, is never completed: a stream ends where it ended, and a
+whole answer, whose calls are objects, leaves it out. Where no other call is left, there is no result to wait for: the turn ends.
 """
 
 import secrets
@@ -78,7 +78,9 @@ class MessageFormat(BlockFormat):
         assert self.finish is not None
         if isinstance(self.stop, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": self.stop}
-        return {"stop_reason": _REASONS[self.finish], "stop_sequence": None}
+        calls = any(block.kind == "call" and _whole(block) is not None for block in self.blocks)
+        finish = "stop" if self.finish == "tool_calls" and not calls else self.finish
+        return {"stop_reason": _REASONS[finish], "stop_sequence": None}
 
 
 def _counts(usage: Usage) -> dict[str, Any]:
@@ -93,7 +95,7 @@ def _counts(usage: Usage) -> dict[str, Any]:
 
 
 def _whole(block: ReplyBlock) -> dict[str, Any] | None:
-    """None: a call that was cut. (What is cut off an object's text is never an object.)"""
+    """None: a call that was not completed. (What is cut off an object's text is never an object.)"""
     if block.kind != "call":
         return _shown(block, block.text, {})
     try:

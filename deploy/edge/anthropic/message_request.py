@@ -142,7 +142,8 @@ class CountRequest(Struct, frozen=True, kw_only=True):
             yield from _chat_messages(turn, f"messages[{place}]")
 
     def _response_format(self) -> dict[str, Any] | None:
-        given = present(self.output_config.format) if self.output_config else present(self.output_format)
+        named = present(self.output_config.format) if self.output_config else None
+        given = present(self.output_format) if named is None else named
         if given is None:
             return None
         form: _OutputFormat = decode(given, "output_config", _FORMAT)

@@ -9,13 +9,13 @@ from deploy.edge.openai.schemas import ChatRequest, CompletionRequest, Message, 
 
 def _read_chat(body: bytes, model: str) -> Wanted:  # noqa: ARG001 - its request names the model
     request = parse(ChatRequest, body)
-    return Wanted(request, partial(ChatFormat, include_usage=request.wants_usage, prompt_logprobs=request.prompt_logprobs))
+    return Wanted(request, partial(ChatFormat, usage_chunks=request.usage_chunks, prompt_logprobs=request.prompt_logprobs))
 
 
 def _read_completion(body: bytes, model: str) -> Wanted:  # noqa: ARG001 - its request names the model
     request = parse(CompletionRequest, body)
     form = partial(TextFormat, echoed_logprobs=request.echoed_logprobs, prompt_logprobs=request.prompt_logprobs)
-    return Wanted(request, partial(form, include_usage=request.wants_usage))
+    return Wanted(request, partial(form, usage_chunks=request.usage_chunks))
 
 
 CHAT = GenerationApi("/v1/chat/completions", ChatRequest, _read_chat, (Message,))

@@ -4,7 +4,8 @@ A stream's JSON is the same from chunk to chunk but for one string: prefix and s
 
     data: {"id":...,"choices":[{"index":0,"delta":{"content":   TEXT   },"logprobs":null,"finish_reason":null}],"usage":null}
 
-First chunk: delta.role. Last: finish_reason. With include_usage one more, without choices, and "usage": null in all others.
+First chunk: delta.role. Last: finish_reason. With include_usage one more, without choices, and "usage": null in all others; with
+continuous_usage_stats beside it (vLLM's) each says the tokens so far, of all choices together.
 Thoughts are `reasoning_content`, and `reasoning` once more: clients read the one or the other.
 """
 
@@ -13,7 +14,7 @@ import math
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -27,18 +28,21 @@ from engine.protocol import Logprobs
 DONE = b"data: [DONE]\n\n"
 _FLOOR = -9999.0  # what OpenAI sends for a probability of zero: JSON has no infinity
 
+UsageChunks = Literal["none", "last", "each"]
+
 encode = msgspec.json.encode
 
 
-def usage_json(usage: Usage) -> dict[str, int | dict[str, int]]:
+def usage_json(usage: Usage) -> dict[str, Any]:
     """Token counts in OpenAI's words."""
-    return {
-        "prompt_tokens": usage.prompt,
-        "completion_tokens": usage.completion,
-        "total_tokens": usage.prompt + usage.completion,
+    return _counts(usage.prompt, usage.completion) | {
         "prompt_tokens_details": {"cached_tokens": usage.cached},
         "completion_tokens_details": {"reasoning_tokens": usage.reasoning},
     }
+
+
+def _counts(prompt: int, completion: int) -> dict[str, Any]:
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 class Collector(Protocol):
@@ -54,13 +58,14 @@ class Collector(Protocol):
 class _Base(abc.ABC):
     """What both forms share: identity, the order of a stream's chunks, and the choices of a whole answer."""
 
-    def __init__(self, model: ServedModel, *, include_usage: bool, prefix: str, chunks: str, whole: str) -> None:
+    def __init__(self, model: ServedModel, *, usage_chunks: UsageChunks, prefix: str, chunks: str, whole: str) -> None:
         """`chunks` and `whole`: what `object` says in a stream and in a whole answer."""
         self.id = f"{prefix}-{secrets.token_hex(12)}"
-        self.model, self._include_usage, self._object = model, include_usage, whole
+        self.model, self._usage_chunks, self._object = model, usage_chunks, whole
         self._created = int(time.time())
         self._head = b"data: " + encode(self._identity(chunks))[:-1] + b',"choices":['
-        self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+        self._tail = b"]}\n\n" if usage_chunks == "none" else b'],"usage":null}\n\n'
+        self._prompt_tokens = self._tokens = 0  # for the usage in each chunk
         self._opened: set[int] = set()
         self._choices: dict[int, Collector] = {}
 
@@ -76,12 +81,16 @@ class _Base(abc.ABC):
     @abc.abstractmethod
     def _collector(self) -> Collector: ...
 
-    def begin(self, usage: Usage) -> bytes:  # noqa: ARG002 - a choice begins with its first delta
+    def begin(self, usage: Usage) -> bytes:
         """Nothing comes before the choices."""
+        self._prompt_tokens = usage.prompt
         return b""
 
     def events(self, index: int, delta: Delta) -> bytes:
         """The first chunk of a choice, what the delta adds, the last chunk."""
+        if self._usage_chunks == "each":
+            self._tokens += len(delta.tokens)
+            self._tail = b'],"usage":%b}\n\n' % encode(_counts(self._prompt_tokens, self._tokens))
         found = b"" if index in self._opened else self._first(index)
         self._opened.add(index)
         if delta.parts or delta.logprobs or delta.prompt:
@@ -90,8 +99,8 @@ class _Base(abc.ABC):
 
     def end(self, usage: Usage) -> bytes:
         """The chunk without choices, where it is wanted, and the end."""
-        counts = self._head + b'],"usage":' + encode(usage_json(usage)) + b"}\n\n" if self._include_usage else b""
-        return counts + DONE
+        counts = self._head + b'],"usage":' + encode(usage_json(usage)) + b"}\n\n"
+        return DONE if self._usage_chunks == "none" else counts + DONE
 
     def failure(self, error: QuartetError) -> bytes:
         """An error event, without an end."""
@@ -137,11 +146,11 @@ class _Base(abc.ABC):
 class ChatFormat(_Base):
     """chat.completion and chat.completion.chunk; a whole one with logprobs of the prompt's tokens, if so many are asked for."""
 
-    def __init__(self, model: ServedModel, *, include_usage: bool, prompt_logprobs: int | None = None) -> None:
+    def __init__(self, model: ServedModel, *, usage_chunks: UsageChunks, prompt_logprobs: int | None = None) -> None:
         self._prompt_logprobs = prompt_logprobs
         self._prompt: list[bytes] = []
         kinds = {"chunks": "chat.completion.chunk", "whole": "chat.completion"}
-        super().__init__(model, include_usage=include_usage, prefix="chatcmpl", **kinds)
+        super().__init__(model, usage_chunks=usage_chunks, prefix="chatcmpl", **kinds)
 
     def _first(self, index: int) -> bytes:
         """The first chunk of a choice."""
@@ -224,13 +233,13 @@ class TextFormat(_Base):
         self,
         model: ServedModel,
         *,
-        include_usage: bool,
+        usage_chunks: UsageChunks,
         echoed_logprobs: int | None = None,
         prompt_logprobs: int | None = None,
     ) -> None:
         self.prompt_logprobs, self._echoed = prompt_logprobs, echoed_logprobs
         kinds = {"chunks": "text_completion", "whole": "text_completion"}
-        super().__init__(model, include_usage=include_usage, prefix="cmpl", **kinds)
+        super().__init__(model, usage_chunks=usage_chunks, prefix="cmpl", **kinds)
         self._offsets: dict[int, int] = {}
 
     def _first(self, index: int) -> bytes:

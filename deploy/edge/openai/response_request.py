@@ -4,6 +4,8 @@
     reasoning, message, function_call items of the assistant                 reasoning, content and tool_calls of one message
     function_call_output                                                     a message of role tool
 
+    function F of a namespace N                                              function N.F
+
 Nothing is stored: a conversation comes whole, and `store` is accepted without effect, as are metadata, prompt_cache_key,
 service_tier, client_metadata, text.verbosity, reasoning.summary and the like. Tools that agents declare everywhere and that are no
 functions are not offered to the model: an answer's `tools` are those that were. What else is known and cannot be done is refused by
@@ -21,7 +23,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from deploy.edge.openai.absent_keys import is_neutral
 from deploy.edge.openai.schemas import MESSAGES, PARTS, TOOLS, Count, unsupported
-from deploy.edge.raw_json import BoundedList, at_most, decode, elements, opening, present, shown_as, small
+from deploy.edge.raw_json import BoundedList, Json, at_most, decode, elements, opening, present, shown_as, small
 from engine.errors import InvalidRequest
 
 ENCRYPTED = "reasoning.encrypted_content"
@@ -33,7 +35,7 @@ _ITEMS_SCHEMA = {"type": "array", "items": {"$ref": "#/components/schemas/InputI
 _TOOLS_SCHEMA = {"type": "array", "items": {"$ref": "#/components/schemas/DeclaredTool"}, "maxItems": TOOLS}
 _INCLUDES = 64
 # Agents declare these in every request, and do without them where they are not offered.
-_NOT_OFFERED = ("custom", "web_search", "tool_search", "namespace", "local_shell", "shell", "apply_patch", "image_generation")
+_NOT_OFFERED = ("custom", "web_search", "tool_search", "local_shell", "shell", "apply_patch", "image_generation")
 # key -> values that ask for nothing, beside null
 _ABSENT: Mapping[str, tuple[Any, ...]] = {
     "previous_response_id": (),
@@ -64,19 +66,40 @@ class InputItem(Struct, frozen=True):
     content: str | Annotated[list[InputPart], Meta(max_length=PARTS)] | None = None
     call_id: Name | None = None
     name: Name | None = None
+    namespace: Name | None = None
     arguments: str | None = None
     output: Annotated[Raw, shown_as(_STRING, {"type": "array", "items": _OBJECT})] | UnsetType = UNSET
     encrypted_content: str | None = None
 
 
 class DeclaredTool(Struct, frozen=True):
-    """A function that the client runs, or a tool of another kind."""
+    """A function that the client runs, a namespace of such functions, or a tool of another kind."""
 
     type: Kind
     name: Name | None = None
     description: str | None = None
     parameters: Annotated[Raw, shown_as(_OBJECT)] | UnsetType = UNSET
     strict: bool | None = None
+    tools: Annotated[Raw, shown_as({"type": "array", "items": _OBJECT, "maxItems": TOOLS})] | UnsetType = UNSET
+
+
+@dataclass(frozen=True)
+class OfferedFunction:
+    """A function that the model is offered; `namespace`: that it was declared in."""
+
+    tool: DeclaredTool
+    namespace: DeclaredTool | None = None
+
+    @property
+    def name(self) -> str | None:
+        """By which the model calls it."""
+        return self.tool.name if self.namespace is None else _full_name(self.namespace.name, self.tool.name or "")
+
+    def declaration(self) -> dict[str, Any]:
+        """As a chat has it; what is wrong with it is found there."""
+        tool = self.tool
+        about = {"name": self.name, "description": tool.description, "parameters": present(tool.parameters), "strict": tool.strict}
+        return {"type": "function", "function": {key: value for key, value in about.items() if value is not None}}
 
 
 class ReasoningConfig(Struct, frozen=True):
@@ -143,7 +166,7 @@ class ResponsesRequest(Struct, frozen=True, kw_only=True):
             "max_completion_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "tools": [{"type": "function", "function": _function(tool)} for tool in self.functions()] or None,
+            "tools": [each.declaration() for each in self.functions()] or None,
             "tool_choice": self.choice(),
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
@@ -151,15 +174,9 @@ class ResponsesRequest(Struct, frozen=True, kw_only=True):
         }
         return {key: value for key, value in made.items() if value is not None}
 
-    def functions(self) -> list[DeclaredTool]:
+    def functions(self) -> list[OfferedFunction]:
         """The tools that are offered to the model."""
-        given = present(self.tools)
-        tools: list[DeclaredTool] = [] if given is None else elements(given, "tools", _TOOL_LIST)
-        for place, tool in enumerate(tools):
-            kind = tool.type
-            if kind != "function" and not kind.startswith(_NOT_OFFERED):
-                raise InvalidRequest(f"tools[{place}].type: {kind!r} is not supported, only 'function'", param="tools")
-        return [tool for tool in tools if tool.type == "function"]
+        return list(_functions(self.tools, "tools"))
 
     def choice(self) -> str | dict[str, Any] | None:
         """tool_choice as a chat has it."""
@@ -226,9 +243,24 @@ _STRINGS = msgspec.json.Decoder(str)
 _STRING_LIST: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(str, _INCLUDES))
 
 
-def _function(tool: DeclaredTool) -> dict[str, Any]:
-    about = {"name": tool.name, "description": tool.description, "parameters": present(tool.parameters), "strict": tool.strict}
-    return {key: value for key, value in about.items() if value is not None}
+def _functions(raw: Json, where: str, namespace: DeclaredTool | None = None) -> Iterator[OfferedFunction]:
+    given = present(raw)
+    for place, tool in enumerate([] if given is None else elements(given, "tools", _TOOL_LIST)):
+        match tool.type:
+            case "function":
+                yield OfferedFunction(tool, namespace)
+            case "namespace" if namespace is None:
+                if not tool.name:
+                    raise InvalidRequest(f"{where}[{place}].name: is required", param="tools")
+                yield from _functions(tool.tools, f"{where}[{place}].tools", tool)
+            case kind if not kind.startswith(_NOT_OFFERED):
+                message = f"{where}[{place}].type: {kind!r} is not supported, only 'function' and namespaces of functions"
+                raise InvalidRequest(message, param="tools")
+
+
+def _full_name(namespace: str | None, name: str) -> str:
+    """Of a function in a namespace."""
+    return f"{namespace}.{name}" if namespace else name
 
 
 def _named(chosen: _Chosen) -> dict[str, Any]:
@@ -294,10 +326,12 @@ def _add(reply: _Reply, kind: str, item: InputItem, where: str) -> None:
         case "message":
             reply.texts.append(_text(item.content, f"{where}.content"))
         case "function_call":
-            function = {"name": _required(item.name, f"{where}.name"), "arguments": item.arguments}
+            name = _full_name(item.namespace, _required(item.name, f"{where}.name"))
+            function = {"name": name, "arguments": item.arguments}
             reply.calls.append({"id": _required(item.call_id, f"{where}.call_id"), "type": "function", "function": function})
         case _:
-            raise InvalidRequest(f"{where}.type: items of type {kind[:64]!r} are not supported", param="input")
+            hint = ": nothing is stored here, send the item itself" if kind == "item_reference" else ""
+            raise InvalidRequest(f"{where}.type: items of type {kind[:64]!r} are not supported{hint}", param="input")
 
 
 def _thought(item: InputItem, where: str) -> str:

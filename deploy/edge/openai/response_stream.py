@@ -9,14 +9,17 @@ Items are a message for text, reasoning for a thought, function_call for a call.
 
 import secrets
 import time
+from collections.abc import Iterable
+from itertools import groupby
 from typing import Any
 
 import msgspec
+from msgspec import UnsetType
 
 from deploy.edge.blocks import BlockFormat, ReplyBlock, encode, event
 from deploy.edge.error_response import message_of
 from deploy.edge.http_errors import status_of
-from deploy.edge.openai.response_request import ResponsesRequest, sealed
+from deploy.edge.openai.response_request import DeclaredTool, OfferedFunction, ResponsesRequest, sealed
 from deploy.edge.raw_json import present
 from deploy.edge.response_format import ServedModel, Usage
 from engine.errors import QuartetError
@@ -36,6 +39,7 @@ class ResponseObject(BlockFormat):
         self._created = int(time.time())
         self._about = {"model": model.name, "metadata": {}, **_NO_STATE, **_repeated(request)}
         self._is_sealed = request.includes_encrypted()
+        self._namespaced = {each.name: each for each in request.functions() if each.namespace is not None}
         self._sequence = 0
         self._delta = b""
 
@@ -79,7 +83,7 @@ class ResponseObject(BlockFormat):
             case "call" if status == "incomplete":
                 done = b""  # its arguments never were
             case "call":
-                done = self._done_event(block, arguments=block.text, name=block.name)
+                done = self._done_event(block, arguments=block.text, name=self._called(block)["name"])
             case _:
                 done = self._done_event(block, text=block.text) + self._part_event("done", block)
         return done + self._event("response.output_item.done", output_index=block.index, item=self._item(block, status))
@@ -123,7 +127,14 @@ class ResponseObject(BlockFormat):
                 seal = sealed(block.text) if self._is_sealed and status != "in_progress" else None
                 return about | {"type": "reasoning", "summary": [], "content": [_part(block)], "encrypted_content": seal}
             case "call":
-                return about | {"type": "function_call", "call_id": block.id, "name": block.name, "arguments": block.text}
+                return about | {"type": "function_call", "call_id": block.id, **self._called(block), "arguments": block.text}
+
+    def _called(self, block: ReplyBlock) -> dict[str, Any]:
+        """The function's name, in its namespace where it has one."""
+        known = self._namespaced.get(block.name)
+        if known is None or known.namespace is None:
+            return {"name": block.name}
+        return {"name": known.tool.name, "namespace": known.namespace.name}
 
     def _status(self) -> str:
         return "incomplete" if self.finish == "length" else "completed"
@@ -152,18 +163,34 @@ class ResponseObject(BlockFormat):
 def _repeated(request: ResponsesRequest) -> dict[str, Any]:
     """What of the request the response repeats."""
     form = present(request.text.format) if request.text else None
-    tools = [msgspec.structs.asdict(tool) | {"parameters": present(tool.parameters)} for tool in request.functions()]
     return {
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
         "temperature": request.temperature,
         "top_p": request.top_p,
         "parallel_tool_calls": request.parallel_tool_calls is not False,
-        "tools": tools,
+        "tools": [tool for group in groupby(request.functions(), _namespace) for tool in _declared(*group)],
         "tool_choice": present(request.tool_choice) or "auto",
         "reasoning": {"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
         "text": {"format": form or {"type": "text"}},
     }
+
+
+def _namespace(function: OfferedFunction) -> DeclaredTool | None:
+    return function.namespace
+
+
+def _declared(namespace: DeclaredTool | None, functions: Iterable[OfferedFunction]) -> list[dict[str, Any]]:
+    """Functions as they were declared, those of a namespace in it."""
+    kept = ("type", "name", "description", "parameters", "strict")
+    tools = [{key: _plain(getattr(each.tool, key)) for key in kept} for each in functions]
+    if namespace is None:
+        return tools
+    return [{"type": "namespace", "name": namespace.name, "description": namespace.description or "", "tools": tools}]
+
+
+def _plain(value: Any) -> Any:
+    return present(value) if isinstance(value, msgspec.Raw | UnsetType) else value
 
 
 def _counts(usage: Usage) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 from deploy.edge.openai import absent_keys
 from deploy.edge.openai.answer_form import KEYS as FORM_KEYS
 from deploy.edge.openai.answer_form import AnswerForm, answer_form
+from deploy.edge.openai.forms import UsageChunks
 from deploy.edge.openai.tool_choice import tool_choice
 from deploy.edge.raw_json import (
     BoundedList,
@@ -57,7 +58,7 @@ _BIAS_BYTES = 64  # an entry of logit_bias in JSON
 Count = Annotated[int, Meta(ge=1, le=_INT32)]
 
 
-REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")  # the model knows two: none, and all others
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # the model knows two: none, and all others
 _STRING = {"type": "string"}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _STRINGS = {"type": "array", "items": _STRING}
@@ -68,10 +69,11 @@ _SWITCHES_SCHEMA = {
     "properties": {name: {"type": "boolean"} for name in ("enable_thinking", *sorted(EXTRAS))},
 }
 _MESSAGE = {"$ref": "#/components/schemas/Message"}
+_NULL_IN_MESSAGES = ("function_call", "audio", "refusal")  # what clients send back unasked, but where it says something
 
 
 class StreamOptions(Struct, frozen=True):
-    """Of a stream."""
+    """Of a stream: its usage at the end, and with `continuous_usage_stats` in each chunk, too."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -109,10 +111,14 @@ class Message(Struct, frozen=True):
     tool_call_id: Annotated[str, Meta(max_length=256)] | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+    function_call: Annotated[Raw, shown_as()] | UnsetType = UNSET
+    audio: Annotated[Raw, shown_as()] | UnsetType = UNSET
+    refusal: Annotated[Raw, shown_as()] | UnsetType = UNSET
 
     def plain(self) -> dict[str, Any]:
         """As the chat template takes it: what is null is not there."""
-        made: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(self, tool_calls=None))
+        kept = msgspec.structs.replace(self, tool_calls=None, **dict.fromkeys(_NULL_IN_MESSAGES, UNSET))
+        made: dict[str, Any] = msgspec.to_builtins(kept)
         if self.tool_calls is not None:
             made["tool_calls"] = [_plain_call(call) for call in self.tool_calls]
         return {key: value for key, value in made.items() if value is not None}
@@ -200,16 +206,17 @@ class Sampling(Struct, frozen=True, kw_only=True):
         return words
 
     @property
-    def wants_usage(self) -> bool:
-        """Whether a stream is to end with its usage."""
-        return bool(self.stream_options and self.stream_options.include_usage)
+    def usage_chunks(self) -> UsageChunks:
+        """Where a stream says its usage. InvalidRequest: in each chunk, and not at the end."""
+        options = self.stream_options or StreamOptions()
+        if options.continuous_usage_stats and not options.include_usage:
+            raise InvalidRequest("stream_options.continuous_usage_stats: only with include_usage: true", param="stream_options")
+        return "each" if options.continuous_usage_stats else "last" if options.include_usage else "none"
 
     def check(self) -> None:
         """What types alone do not say; raises InvalidRequest that names the key."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options: only with stream: true", param="stream_options")
-        if self.stream_options is not None and self.stream_options.continuous_usage_stats:
-            raise unsupported("stream_options.continuous_usage_stats", "only false")
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest("prompt_logprobs: not with stream: true", param="prompt_logprobs")
         if (self.min_tokens or self.ignore_eos) and (form := self.answer_form) is not None:
@@ -391,12 +398,19 @@ _ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 
 def _check_turns(messages: list[Message]) -> None:
     for place, message in enumerate(messages):
+        _check_nulls(message, f"messages[{place}]")
         _check_parts(message, f"messages[{place}].content")
     arguments = [call.function.arguments for message in messages for call in message.tool_calls or ()]
     if sum(map(size, arguments)) > TOOL_BYTES:
         raise InvalidRequest(f"messages: the arguments of all tool_calls exceed {TOOL_BYTES} bytes", param="messages")
     if sum(map(brackets, arguments)) > MAX_VALUES:
         raise InvalidRequest(f"messages: the arguments of all tool_calls hold more than {MAX_VALUES} brackets", param="messages")
+
+
+def _check_nulls(message: Message, where: str) -> None:
+    for name in _NULL_IN_MESSAGES:
+        if present(getattr(message, name)) is not None:
+            raise InvalidRequest(f"{where}.{name}: is not supported, only null", param="messages", code="unsupported_parameter")
 
 
 def _check_parts(message: Message, where: str) -> None:

@@ -52,6 +52,22 @@ def test_a_stream_equals_the_whole_answer(edge: Edge) -> None:
     assert [c["choices"][0]["finish_reason"] for c in chunks[:-1]].count("stop") == 1
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_usage_in_each_chunk(edge: Edge, path: str) -> None:
+    """continuous_usage_stats: it grows with the tokens of all choices up to what the last chunk says; without it there is none."""
+    edge.core.steps, edge.core.delay_s = [*token_steps(edge, "hi there"), [106]], 0.002
+    asked = {"messages": HELLO} if "chat" in path else {"prompt": "Hello"}
+    body = {"model": "nano", "n": 2, **asked, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    usages = [json.loads(line)["usage"] for line in events(edge, path, body)[:-1]]
+    counts = [usage["completion_tokens"] for usage in usages]
+    assert counts == sorted(counts)
+    assert 0 < counts[0] < counts[-1] == 2 * len(edge.core.steps)
+    assert all(usage["prompt_tokens"] == usages[-1]["prompt_tokens"] == len(edge.core.requests[0].tokens) for usage in usages)
+    assert all(usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"] for usage in usages)
+    plain = [json.loads(line) for line in events(edge, path, body | {"stream_options": None})[:-1]]
+    assert not any("usage" in chunk for chunk in plain)
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_usage_says_how_much_of_the_prompt_was_cached(edge: Edge, n: int) -> None:
     """Whole and streamed, as the core says it with each first output; a prompt is counted once, however many choices share it."""

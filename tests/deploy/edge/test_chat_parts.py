@@ -10,6 +10,7 @@ import pytest
 from engine.protocol import AbortReason, FinishReason
 from tests.support.edge.api_client import client, events, token_steps
 from tests.support.edge.http_edge import Edge, until
+from tests.support.edge.summed import sum_chat
 
 pytestmark = pytest.mark.pure
 
@@ -33,23 +34,6 @@ def asked(**more: Any) -> dict[str, Any]:
     return {"model": "nano", "messages": ASK, "tools": TOOLS} | more
 
 
-def summed(chunks: list[Any]) -> dict[str, Any]:
-    """A stream's deltas added up as clients do it."""
-    found: dict[str, Any] = {"content": "", "reasoning_content": "", "reasoning": "", "calls": [], "finish": None}
-    for choice in (chunk["choices"][0] for chunk in chunks if chunk["choices"]):
-        delta = choice["delta"]
-        for key in ("content", "reasoning_content", "reasoning"):
-            found[key] += delta.get(key) or ""
-        for call in delta.get("tool_calls", ()):
-            if "id" in call:
-                assert call["index"] == len(found["calls"])
-                assert call["type"] == "function"
-                found["calls"].append([call["id"], call["function"]["name"], ""])
-            found["calls"][call["index"]][2] += call["function"]["arguments"]
-        found["finish"] = choice["finish_reason"] or found["finish"]
-    return found
-
-
 @pytest.mark.parametrize("batch", [1, 3, 1000])
 def test_thoughts_and_parallel_calls(edge: Edge, batch: int) -> None:
     """Whole and streamed say the same: reasoning under both its names, two calls, no content, and how many tokens were thoughts."""
@@ -64,7 +48,7 @@ def test_thoughts_and_parallel_calls(edge: Edge, batch: int) -> None:
     assert len({call["id"] for call in message["tool_calls"]}) == 2
     assert usage["completion_tokens_details"] == {"reasoning_tokens": len(edge.text.encode(THOUGHT, add_bos=False))}
     chunks = [json.loads(line) for line in events(edge, CHAT, asked(stream_options={"include_usage": True}))[:-1]]
-    streamed = summed(chunks)
+    streamed = sum_chat(chunks)
     assert streamed["reasoning_content"] == streamed["reasoning"] == "Two calls."
     assert [(name, arguments) for _, name, arguments in streamed["calls"]] == [("get_weather", each) for each in ARGUMENTS]
     assert (streamed["content"], streamed["finish"]) == ("", "tool_calls")
@@ -119,7 +103,7 @@ def test_a_cut_call_says_length(edge: Edge, *, stream: bool, parallel: bool) -> 
     script(edge, PARIS)
     body = asked(max_tokens=len(edge.core.steps) - 4, parallel_tool_calls=parallel)
     if stream:
-        found = summed([json.loads(line) for line in events(edge, CHAT, body)[:-1]])
+        found = sum_chat([json.loads(line) for line in events(edge, CHAT, body)[:-1]])
         arguments, finish = found["calls"][0][2], found["finish"]
     else:
         choice = httpx.post(f"{edge.url}{CHAT}", json=body).json()["choices"][0]
@@ -135,7 +119,7 @@ def test_one_call_where_parallel_ones_are_not_wanted(edge: Edge, *, stream: bool
     script(edge, f"{PARIS}{ROME}<|tool_response>")
     body = asked(parallel_tool_calls=False)
     if stream:
-        found = summed([json.loads(line) for line in events(edge, CHAT, body)[:-1]])
+        found = sum_chat([json.loads(line) for line in events(edge, CHAT, body)[:-1]])
         calls, finish = [call[2] for call in found["calls"]], found["finish"]
     else:
         choice = httpx.post(f"{edge.url}{CHAT}", json=body).json()["choices"][0]

@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.edge.api_client import token_steps
 from tests.support.edge.http_edge import Edge
+from tests.support.edge.summed import sse, sum_message
 
 pytestmark = pytest.mark.pure
 
@@ -41,45 +42,7 @@ def streamed(edge: Edge, body: dict[str, Any]) -> list[dict[str, Any]]:
     """The events; each is named as its data is."""
     reply = post(edge, body | {"stream": True})
     assert reply.headers["content-type"].startswith("text/event-stream")
-    found = []
-    for block in reply.text.removesuffix("\n\n").split("\n\n"):
-        name, data = block.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-    return found
-
-
-def summed(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message that a stream adds up to, as clients do it: every block is opened, grown and closed before the next."""
-    assert events[0]["type"] == "message_start"
-    message: dict[str, Any] = events[0]["message"]
-    is_open = False
-    for event in events[1:]:
-        match event["type"]:
-            case "content_block_start":
-                assert not is_open
-                assert event["index"] == len(message["content"])
-                message["content"].append(event["content_block"] | {"pieces": []})
-                is_open = True
-            case "content_block_delta":
-                assert is_open
-                block, delta = message["content"][event["index"]], event["delta"]
-                key = {"text_delta": "text", "thinking_delta": "thinking", "signature_delta": "signature"}.get(delta["type"])
-                if key is None:
-                    block["pieces"].append(delta["partial_json"])
-                else:
-                    block[key] += delta[key]
-            case "content_block_stop":
-                is_open = False
-                block = message["content"][event["index"]]
-                pieces = block.pop("pieces")
-                if block["type"] == "tool_use":
-                    block["input"] = json.loads("".join(pieces))
-            case "message_delta":
-                message |= event["delta"] | {"usage": event["usage"]}
-    assert not is_open
-    assert [event["type"] for event in events[-2:]] == ["message_delta", "message_stop"]
-    return message
+    return sse(reply.text)
 
 
 def as_known(message: dict[str, Any]) -> dict[str, Any]:
@@ -106,7 +69,7 @@ def test_thoughts_text_and_calls_are_blocks(edge: Edge, batch: int) -> None:
     assert (usage["input_tokens"], usage["cache_read_input_tokens"]) == (prompt - 32, 32)
     assert usage["output_tokens"] == sum(map(len, edge.core.steps))
     assert usage["output_tokens_details"] == {"thinking_tokens": len(edge.text.encode(THOUGHT, add_bos=False))}
-    assert as_known(summed(streamed(edge, asked()))) == as_known(whole)
+    assert as_known(sum_message(streamed(edge, asked()))) == as_known(whole)
 
 
 def test_the_first_event_says_what_the_prompt_costs(edge: Edge) -> None:
@@ -128,7 +91,7 @@ def test_how_it_ended(edge: Edge, *, stream: bool) -> None:
     for extra, reason, text in cases:
         script(edge, "all STOP here<turn|>")
         body = asked(**extra)
-        found = summed(streamed(edge, body)) if stream else post(edge, body).json()
+        found = sum_message(streamed(edge, body)) if stream else post(edge, body).json()
         assert (found["stop_reason"], found["stop_sequence"]) == reason
         assert found["content"][0]["text"].startswith(text[:2])
         assert ("STOP" in found["content"][0]["text"]) == (not extra)
@@ -145,6 +108,17 @@ def test_a_call_that_is_cut_is_never_completed(edge: Edge) -> None:
     assert '{"city":"Paris","days":3}'.startswith(text)
     assert text.startswith('{"city"')
     assert not text.endswith("}")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_reply_that_ends_inside_of_a_string(edge: Edge, *, stream: bool) -> None:
+    """Of a call, by the model's own end: the call is not completed, and stop_reason is tool_use only where another call is."""
+    broken = '<|tool_call>call:get_weather{city:<|"|>Par<tool_call|>'
+    for reply, reason, calls in ((broken, "end_turn", 0), (ROME + broken, "tool_use", 1)):
+        script(edge, f"{reply}<|tool_response>")
+        found = sum_message(streamed(edge, asked())) if stream else post(edge, asked()).json()
+        assert found["stop_reason"] == reason
+        assert [block["input"] for block in found["content"]] == [{"city": "Rome"}] * calls
 
 
 def test_a_conversation_is_rendered_as_a_chat_is(edge: Edge) -> None:
@@ -202,7 +176,7 @@ def test_one_call_where_parallel_use_is_disabled(edge: Edge, *, stream: bool) ->
     """tool_choice auto with disable_parallel_tool_use ends with the first call."""
     script(edge, f"{PARIS}{ROME}<|tool_response>")
     body = asked(tool_choice={"type": "auto", "disable_parallel_tool_use": True})
-    found = summed(streamed(edge, body)) if stream else post(edge, body).json()
+    found = sum_message(streamed(edge, body)) if stream else post(edge, body).json()
     assert [block["input"] for block in found["content"]] == [{"city": "Paris", "days": 3}]
     assert found["stop_reason"] == "tool_use"
 
@@ -287,7 +261,7 @@ def test_what_claude_code_sends_is_served(edge: Edge, name: str) -> None:
     edge.service.max_len = 1 << 16
     try:
         script(edge, f"{THOUGHT}Done.<turn|>")
-        found = summed(streamed(edge, body | {"model": "nano"}))
+        found = sum_message(streamed(edge, body | {"model": "nano"}))
     finally:
         edge.service.max_len = 256
     assert [block["type"] for block in found["content"]] == ["thinking", "text"]

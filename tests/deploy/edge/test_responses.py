@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 from deploy.edge.openai.response_request import sealed
 from tests.support.edge.api_client import client, token_steps
 from tests.support.edge.http_edge import Edge
+from tests.support.edge.summed import sse, sum_response
 
 pytestmark = pytest.mark.pure
 
@@ -47,33 +48,13 @@ def post(edge: Edge, body: dict[str, Any]) -> httpx.Response:
 
 
 def streamed(edge: Edge, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The events: named as their data is, numbered without a gap, of OpenAI's own types."""
+    """The events, each of one of OpenAI's own types."""
     reply = post(edge, body | {"stream": True})
     assert reply.headers["content-type"].startswith("text/event-stream"), reply.text
-    found = []
-    for block in reply.text.removesuffix("\n\n").split("\n\n"):
-        name, data = block.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-        assert events_of_openai().validate_python(found[-1]).type == found[-1]["type"]
-    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    found = sse(reply.text)
+    for event in found:
+        assert events_of_openai().validate_python(event).type == event["type"]
     return found
-
-
-def of_deltas(events: list[dict[str, Any]]) -> list[str]:
-    """The text of each item, by its deltas alone; an item begins behind the end of the one before."""
-    texts: list[str] = []
-    done = 0
-    for event in events:
-        if event["type"] == "response.output_item.added":
-            assert event["output_index"] == len(texts) == done
-            texts.append("")
-        elif event["type"].endswith(".delta"):
-            texts[event["output_index"]] += event["delta"]
-        elif event["type"] == "response.output_item.done":
-            done += 1
-    assert done == len(texts)
-    return texts
 
 
 def as_known(response: dict[str, Any]) -> dict[str, Any]:
@@ -98,11 +79,13 @@ def test_thoughts_text_and_calls_are_items(edge: Edge, batch: int) -> None:
     assert whole["usage"]["input_tokens"] == len(edge.core.requests[0].tokens)
     assert whole["usage"]["input_tokens_details"]["cached_tokens"] == 32
     assert whole["usage"]["output_tokens"] == sum(map(len, edge.core.steps))
+    thinking = {"reasoning_tokens": len(edge.text.encode(THOUGHT, add_bos=False))}
+    assert whole["usage"]["output_tokens_details"] == thinking
     events = streamed(edge, asked())
     assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
     assert events[-1]["type"] == "response.completed"
     assert as_known(events[-1]["response"]) == as_known(whole)
-    assert of_deltas(events) == ["Two calls.", "Let me see.", *ARGUMENTS]
+    assert sum_response(events) == ["Two calls.", "Let me see.", *ARGUMENTS]
 
 
 def test_openais_stream_helper_puts_it_together(edge: Edge) -> None:
@@ -166,6 +149,31 @@ def test_a_tool_loop_with_openais_client(edge: Edge) -> None:
     assert after[: len(said)] == said
 
 
+def test_functions_of_a_namespace(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As agents declare what MCP servers have: the model calls them by both names, the call that comes names each, and so does its
+    history, which is the very tokens that came; without its namespace it would be another function."""
+    script(edge, PARIS.replace("get_weather", "mcp__sky.get_weather") + ROME + "<|tool_response>")
+    monkeypatch.setattr(edge.service, "max_len", 1024)
+    namespace = {"type": "namespace", "name": "mcp__sky", "description": "d", "tools": [TOOL, {"type": "custom", "name": "c"}]}
+    body = asked(tools=[namespace, TOOL], reasoning={"effort": "high"})
+    whole, events = post(edge, body).json(), streamed(edge, body)
+    calls = [(call.get("namespace"), call["name"], call["arguments"]) for call in whole["output"]]
+    assert calls == [("mcp__sky", "get_weather", ARGUMENTS[0]), (None, "get_weather", ARGUMENTS[1])]
+    assert as_known(events[-1]["response"]) == as_known(whole)
+    done = [event["name"] for event in events if event["type"] == "response.function_call_arguments.done"]
+    assert done == ["get_weather"] * 2
+    assert [[each["name"] for each in tool.get("tools", [tool])] for tool in whole["tools"]] == [["get_weather"]] * 2
+    results = [{"type": "function_call_output", "call_id": call["call_id"], "output": "18C"} for call in whole["output"]]
+    question = {"role": "user", "content": body["input"]}
+    bare = [{key: value for key, value in call.items() if key != "namespace"} for call in whole["output"]]
+    for said in (whole["output"], bare):
+        post(edge, body | {"input": [question, *said, *results]}).raise_for_status()
+    before, _, after, other = [list(request.tokens) for request in edge.core.requests]
+    reply = [*before, *(token for step in edge.core.steps[:-1] for token in step)]
+    assert after[: len(reply)] == reply
+    assert other[: len(reply)] != reply
+
+
 @pytest.mark.parametrize("reply", ["some words that go on", PARIS], ids=["text", "call"])
 def test_what_is_cut_is_incomplete(edge: Edge, reply: str) -> None:
     """max_output_tokens: the response says so, the item too, and a call's arguments are never done."""
@@ -178,7 +186,7 @@ def test_what_is_cut_is_incomplete(edge: Edge, reply: str) -> None:
     assert as_known(last["response"]) == as_known(whole)
     (item,) = whole["output"]
     assert item["status"] == "incomplete"
-    assert of_deltas(events) == [item.get("arguments") or item["content"][0]["text"]]
+    assert sum_response(events) == [item.get("arguments") or item["content"][0]["text"]]
     assert "response.function_call_arguments.done" not in [event["type"] for event in events]
     assert not item.get("arguments", "").endswith("}")
 
@@ -214,6 +222,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"include": ["message.output_text.logprobs"]}, "include"),
     ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools"),
     ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tools": [{"type": "namespace", "tools": [TOOL]}]}, "tools"),
+    ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "mcp"}]}]}, "tools"),
+    ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "namespace", "name": "m"}]}]}, "tools"),
+    ({"tools": [{"type": "namespace", "name": "n", "tools": [TOOL, TOOL]}]}, "tools"),
     ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
     ({"reasoning": {"effort": "hard"}}, "reasoning.effort"),
     ({"text": {"format": {"type": "xml"}}}, "text.format"),

@@ -64,6 +64,7 @@ def test_a_schema_for_the_answer() -> None:
     form = {"type": "json_schema", "schema": SCHEMA}
     found = of_messages(output_config={"effort": "low", "format": form})["response_format"]
     assert found == of_messages(output_format=form)["response_format"]
+    assert found == of_messages(output_config={"effort": "low"}, output_format=form)["response_format"], "each key says one of them"
     assert found == {"type": "json_schema", "json_schema": {"name": "output", "schema": SCHEMA, "strict": True}}
     named = of_responses(text={"format": form | {"name": "n", "strict": False}})["response_format"]
     assert named == {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": False}}

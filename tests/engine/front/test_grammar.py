@@ -9,61 +9,18 @@ import jsonschema
 import pytest
 
 from engine.errors import GenerationFailed, InvalidRequest
-from engine.front.call_grammar import CallGrammar, UnsupportedSchema
-from engine.front.generation import Choice, Delta
+from engine.front.call_grammar import CallGrammar
 from engine.front.grammar import Thought, calls_answer, choice_answer, grammar, json_answer, lark_answer, regex_answer
-from engine.front.reply import Markers, ReplyParser
 from engine.front.text import TextProcessor
 from engine.front.tools import Tools
 from engine.matcher import Matcher, Vocabulary
 from tests.conftest import Nano
 from tests.support.engine.schemas import members
+from tests.support.engine.walker import Walker
 
 pytestmark = pytest.mark.pure
 
-LONG = 150  # tokens after which a walk takes the shortest way out
-CLOSERS = frozenset(b'"}],:')
-
-
-class Walker:
-    """A model that knows nothing: it takes any token that the mask allows."""
-
-    def __init__(self, text: TextProcessor) -> None:
-        markers = Markers.of(text)
-        assert markers is not None
-        self.text, self.markers = text, markers
-        pieces = [text.pieces.bytes_of(token) for token in range(text.vocab_size)]
-        self.vocabulary = Vocabulary(pieces, text.pieces.special, text.eos_ids, lambda plain: text.encode(plain, add_bos=False))
-
-    def walk(self, rules: str, rng: random.Random) -> list[int]:
-        """Tokens up to an end that the grammar allows."""
-        assert self.vocabulary.complaint(rules) is None
-        matcher, tokens = self.vocabulary.matcher(rules), list[int]()
-        while len(tokens) < 4 * LONG:
-            token = self._next(matcher, rng, hurry=len(tokens) > LONG)
-            if token in self.text.eos_ids:
-                assert matcher.complete
-                return tokens
-            matcher.consume([token])
-            tokens.append(token)
-        raise AssertionError(f"no end: {self.text.decode(tokens, skip_special_tokens=False)[:500]}")
-
-    def _next(self, matcher: Matcher, rng: random.Random, *, hurry: bool) -> int:
-        mask = matcher.mask()
-        allowed = [token for token in range(self.text.vocab_size) if mask[token >> 3] >> (token & 7) & 1]
-        ends = [token for token in allowed if token in self.text.eos_ids]
-        marks = [token for token in allowed if token in self.text.pieces.special]
-        if marks and (hurry or rng.random() < 0.3):
-            return (ends or marks)[0] if hurry else rng.choice(marks)
-        closers = [token for token in allowed if hurry and self.text.pieces.bytes_of(token)[0] in CLOSERS]
-        return rng.choice(closers or allowed)
-
-    def said(self, rules: str, rng: random.Random, tools: Tools | None = None) -> Choice:
-        """What such a reply says."""
-        tokens = self.walk(rules, rng)
-        parser, choice = ReplyParser(self.text.pieces, self.markers, tools), Choice()
-        choice.add(Delta((*parser.push(tokens), *parser.end(cut=False)), tokens, [], None))
-        return choice
+CASES = 40
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +42,6 @@ def well_called(walker: Walker, seed: int) -> bool:
     except (KeyError, ValueError, jsonschema.ValidationError):
         return False
     return choice.content == "" and 1 <= len(choice.calls) <= (most or 1000)
-
-
-CASES = 40
 
 
 def test_calls_keep_their_schemas(walker: Walker) -> None:
@@ -156,12 +110,20 @@ def test_arguments_come_in_the_order_of_templates(walker: Walker) -> None:
 
 
 UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
-    ({"type": "string", "pattern": "a+"}, "'pattern'"),
-    ({"type": "string", "format": "date"}, "'format'"),
+    ({"type": "string", "pattern": "(?=a)b"}, "'(?=' in the schema keyword 'pattern'"),
+    ({"type": "string", "pattern": "(^a)|b"}, "'pattern'"),
+    ({"type": "string", "pattern": "[z-a]"}, "'pattern'"),
+    ({"type": "string", "format": "binary"}, "'binary' of the schema keyword 'format'"),
+    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "'oneOf'"),
+    ({"allOf": [{"type": "integer"}, {"minimum": 3}]}, "'allOf'"),
+    ({"type": "array", "prefixItems": [{}, {}], "maxItems": 1}, "lengths"),
+    ({"type": "object", "additionalProperties": {"not": {}}}, "'not'"),
     ({"type": "array", "uniqueItems": True}, "'uniqueItems'"),
     ({"not": {}}, "'not'"),
     ({"enum": [{}]}, "enum"),
     ({"$ref": "#/nowhere"}, "#/nowhere"),
+    ({"$ref": "#/properties/a"}, "#/properties/a"),
+    ({"$ref": "#/properties/a/$defs/b", "$defs": {"b": {"$ref": []}}}, "$defs/b"),
     ({"type": "array", "maxItems": 100_000}, "length"),
     ({"type": "object", "properties": {"a:b": {}}}, "a:b"),
 ]
@@ -174,9 +136,10 @@ def test_what_cannot_be_kept_is_refused_or_left_free(walker: Walker, part: dict[
         "f": {"type": "object", "properties": {"a": part}},
         "g": {"type": "object", "properties": {}, "additionalProperties": False},
     }
-    with pytest.raises(UnsupportedSchema, match="tools: ") as caught:
+    with pytest.raises(InvalidRequest, match="tools: ") as caught:
         CallGrammar(walker.markers, tools, tools)
     assert says in str(caught.value)
+    assert caught.value.code == "unsupported_schema"
     free = grammar(walker.markers, calls_answer(CallGrammar(walker.markers, tools), 1), Thought.none)
     names = {}
     for seed in range(12):

@@ -128,6 +128,7 @@ _NASTY = ('"', "{", "}", "[", "]", ":", ",", "\\", "\n", " ", "'", "<", "|>", '<
 _MORE = ("é", "👋🏽", "\u2028", "日本", "\x07", "null", "true", "12", "key:", ", k:")
 _NUMBERS = ("0", "-0", "7", "-12", "3.25", "1e5", "-2.5E-3", "12345678901234567890", "0.10")
 _WORDS = ("true", "false", "null")
+_KEYS = ("a", "key", "ünïcode", "x-1", "$ref", "path/to", "नाम", "ชื่อ", "_")
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ def value(rng: random.Random, depth: int = 3) -> tuple[list[Segment], str]:
 
 def members(inner: Sequence[tuple[list[Segment], str]], rng: random.Random) -> tuple[list[Segment], str]:
     """An object of these values."""
-    keys = [rng.choice(("a", "key", "ünïcode", "x-1", "$ref", "path/to", "_")) + str(place) for place in range(len(inner))]
+    keys = [rng.choice(_KEYS) + str(place) for place in range(len(inner))]
     named: list[tuple[list[Segment], str]] = [
         ([f"{key}:", *native], f"{json.dumps(key, ensure_ascii=False)}:{text}")
         for key, (native, text) in zip(keys, inner, strict=True)

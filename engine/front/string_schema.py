@@ -1,0 +1,155 @@
+"""What a JSON Schema says of a string, as regular expressions that all of it matches: its length, its pattern, its format.
+
+    {"pattern": "^a|b$", "maxLength": 9}        ->        (?:(?:a)(.|\\n)*|(.|\\n)*(?:b))    and    (.|\\n){0,9}
+
+A pattern is searched for in a string, unless it is anchored; its \\d, \\w and \\s are ASCII's, as ECMA-262 has them. Of a format
+nothing can be written that its usual readers refuse. Each expression is of the kind that llguidance compiles, which neither looks
+around nor back: SchemaError names what cannot be said so.
+"""
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from llguidance import LLMatcher
+
+KEYWORDS = ("minLength", "maxLength", "pattern", "format")
+MOST = 1024  # characters or elements that a bound may name
+_LONGEST = 4096  # pattern
+_ANY = r"(.|\n)*"
+_ATOM = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\(\?(?:<?[=!])?|.", re.DOTALL)
+_LOOKS = frozenset(("(?=", "(?!", "(?<=", "(?<!"))
+_REFERS = re.compile(r"\\[1-9bBk]")
+_ASCII = {r"\d": "0-9", r"\w": "A-Za-z0-9_", r"\s": r"\t\n\v\f\r "}
+_IN_CLASS = re.compile(r"(\\.)(-(?!\]))?", re.DOTALL)  # an escape; a hyphen behind one of _ASCII is no range
+
+
+class SchemaError(ValueError):
+    """A schema that cannot be kept; the message names the keyword."""
+
+
+def expressions(schema: Mapping[str, Any]) -> list[str]:
+    """Regular expressions, all of which a string of this schema matches from its first to its last character. SchemaError."""
+    found = [] if schema.get("pattern") is None else [_searched(schema["pattern"])]
+    if (name := schema.get("format")) is not None:
+        found += _format(name)
+    if any(schema.get(keyword) is not None for keyword in ("minLength", "maxLength")):
+        found.append(rf"(.|\n){repeats(schema.get('minLength'), schema.get('maxLength'))}")
+    return found
+
+
+def lark_regex(expression: str) -> str:
+    """As a terminal of a grammar in Lark."""
+    return "/" + expression.replace("\\/", "/").replace("/", "\\/") + "/"
+
+
+def repeats(least: Any, most: Any) -> str:
+    """How often, as regular expressions write it. SchemaError: the bounds are none."""
+    least = 0 if least is None else least
+    if not isinstance(least, int) or not isinstance(most, int | None) or least < 0 or (most is not None and most < least):
+        raise SchemaError("lengths that are no numbers, or the wrong way round")
+    if max(least, most or 0) > MOST:
+        raise SchemaError(f"a length above {MOST}")
+    return f"{{{least},{'' if most is None else most}}}"
+
+
+def _searched(pattern: Any) -> str:
+    """Any text in which the pattern is found."""
+    if not isinstance(pattern, str) or len(pattern) > _LONGEST:
+        raise SchemaError(f"the schema keyword 'pattern' with what is no text, or one of more than {_LONGEST} characters,")
+    expression = "(?:" + "|".join(_anchored(each, pattern) for each in _alternatives(pattern)) + ")"
+    if not _compiles(expression):
+        raise SchemaError(f"{pattern[:100]!r} of the schema keyword 'pattern'")
+    return expression
+
+
+@lru_cache(maxsize=1024)
+def _compiles(expression: str) -> bool:
+    """Whether llguidance takes it: a millisecond, without any vocabulary."""
+    return not LLMatcher.validate_grammar(f"%llguidance {{}}\nstart: {lark_regex(expression)}", None)
+
+
+def _alternatives(pattern: str) -> list[list[str]]:
+    """Between its outermost bars, each as atoms: characters, escapes, classes, the beginnings of groups."""
+    found: list[list[str]] = [[]]
+    depth = 0
+    for atom in _ATOM.findall(pattern):
+        if atom in _LOOKS or _REFERS.fullmatch(atom):
+            raise SchemaError(f"{atom!r} in the schema keyword 'pattern'")
+        depth += atom.startswith("(") - (atom == ")")
+        if atom == "|" and not depth:
+            found.append([])
+        else:
+            found[-1].append(_of_ascii(atom))
+    return found
+
+
+def _of_ascii(atom: str) -> str:
+    """An atom with what its escapes stand for in ECMA-262."""
+    if not atom.startswith("["):
+        return f"[{_ASCII[atom]}]" if atom in _ASCII else atom
+    return _IN_CLASS.sub(lambda found: _ASCII[found[1]] + (r"\-" if found[2] else "") if found[1] in _ASCII else found[0], atom)
+
+
+def _anchored(atoms: list[str], pattern: str) -> str:
+    begins, ends = atoms[:1] == ["^"], atoms[-1:] == ["$"]
+    inside = atoms[begins : len(atoms) - ends]
+    if "^" in inside or "$" in inside:
+        raise SchemaError(f"an anchor inside of {pattern[:100]!r}, of the schema keyword 'pattern',")
+    return ("" if begins else _ANY) + f"(?:{''.join(inside)})" + ("" if ends else _ANY)
+
+
+def _format(name: Any) -> list[str]:
+    if not isinstance(name, str) or name not in _FORMATS:
+        raise SchemaError(f"{str(name)[:100]!r} of the schema keyword 'format'")
+    return [_FORMATS[name], "(.|\\n){1,253}"] if name == "hostname" else [_FORMATS[name]]
+
+
+def _date() -> str:
+    """A day that there is, of the years 0001 to 9999."""
+    year = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
+    leap = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+    days = "(?:0[1-9]|1[0-9]|2[0-8])"
+    months = f"(?:0[1-9]|1[0-2])-{days}|(?:0[13-9]|1[0-2])-(?:29|30)|(?:0[13578]|1[02])-31"
+    return f"(?:{year}-(?:{months})|{leap}-02-29)"
+
+
+def _duration() -> str:
+    """RFC 3339, appendix A."""
+    number = "[0-9]{1,6}"
+    seconds = f"{number}S"
+    minutes = f"{number}M(?:{seconds})?"
+    time = f"T(?:{number}H(?:{minutes})?|{minutes}|{seconds})"
+    days = f"{number}D"
+    months = f"{number}M(?:{days})?"
+    return f"P(?:(?:{number}Y(?:{months})?|{months}|{days})(?:{time})?|{time}|{number}W)"
+
+
+def _ipv6() -> str:
+    group = "[0-9a-fA-F]{1,4}"
+    both = [f"(?:{group}:){{1,{7 - behind}}}(?::{group}){{1,{behind}}}" for behind in range(1, 7)]
+    return f"(?:(?:{group}:){{7}}{group}|(?:{group}:){{1,7}}:|:(?::{group}){{1,7}}|::|{'|'.join(both)})"
+
+
+_LABEL = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+_LAST_LABEL = "[A-Za-z](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"  # one of digits makes it an address
+_NAME = rf"(?:{_LABEL}\.)*{_LAST_LABEL}"
+_OCTET = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_IPV4 = rf"(?:{_OCTET}\.){{3}}{_OCTET}"
+_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_LOCAL = "[A-Za-z0-9_+-]{1,16}"
+_PATH = r"(?:[A-Za-z0-9._~!$&'()*+,;=:@-]|%[0-9A-Fa-f]{2})"  # RFC 3986's pchar
+_HOST = rf"(?:{_IPV4}|\[{_ipv6()}\]|{_NAME})(?::[1-9][0-9]{{0,3}})?"
+_FORMATS: Mapping[str, str] = {
+    "date": _date(),
+    "time": _TIME,
+    "date-time": f"{_date()}T{_TIME}",
+    "duration": _duration(),
+    "uuid": "[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
+    "email": rf"{_LOCAL}(?:\.{_LOCAL}){{0,2}}@(?:{_LABEL}\.)+[A-Za-z]{{2,24}}",
+    "hostname": _NAME,
+    "ipv4": _IPV4,
+    "ipv6": _ipv6(),
+    "uri": rf"[A-Za-z][A-Za-z0-9+.-]*:(?://{_HOST}(?:/{_PATH}*)*|{_PATH}+(?:/{_PATH}*)*)(?:\?(?:{_PATH}|[/?])*)?(?:#(?:{_PATH}|[/?])*)?",
+}

@@ -1,0 +1,75 @@
+"""Requests of agents and of a benchmark, as their sources build them, with a call and its result in the history: served to the end.
+
+Zed: crates/open_ai. Cline: core/api/providers/openai.ts. Vercel's AI SDK: packages/openai-compatible. guidellm: backends/openai.
+"""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.support.edge.api_client import events, token_steps
+from tests.support.edge.http_edge import Edge
+from tests.support.edge.summed import sum_chat
+
+pytestmark = pytest.mark.pure
+
+CHAT = "/v1/chat/completions"
+SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "read_file", "arguments": '{"path":"a.py"}'}}
+READ = {"type": "function", "function": {"name": "read_file", "description": "Reads", "parameters": SCHEMA}}
+DRAFT = {"$schema": "http://json-schema.org/draft-07/schema#", "additionalProperties": False}
+USAGE = {"include_usage": True}
+
+BODIES: dict[str, dict[str, Any]] = {
+    "zed": {
+        "messages": [
+            {"role": "system", "content": "You are an agent."},
+            {"role": "user", "content": [{"type": "text", "text": "Fix"}, {"type": "text", "text": "it"}]},
+            {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "I read it."},
+            {"role": "tool", "content": "1+1", "tool_call_id": "call_1"},
+        ],
+        "stream_options": USAGE, "max_completion_tokens": 4096, "temperature": 1.0, "tool_choice": "auto",
+        "tools": [READ, {"type": "function", "function": {"name": "now", "description": None, "parameters": None}}],
+        "prompt_cache_key": "5e551011", "reasoning_effort": "high",
+    },
+    "cline": {
+        "messages": [
+            {"role": "system", "content": "Tools are <read_file><path>...</path></read_file> and others, in XML."},
+            {"role": "user", "content": [{"type": "text", "text": "<task>Fix</task>"}]},
+            {"role": "assistant", "content": "<thinking>Well.</thinking>\n<read_file><path>a.py</path></read_file>"},
+            {"role": "user", "content": [{"type": "text", "text": "[read_file] Result:"}, {"type": "text", "text": "1+1"}]},
+        ],
+        "temperature": 0, "stream_options": USAGE,
+    },
+    "vercel": {
+        "messages": [
+            {"role": "user", "content": "Fix it"},
+            {"role": "assistant", "content": "", "reasoning_content": "I read it.", "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "call_1", "content": '{"type":"text","value":"1+1"}'},
+        ],
+        "tools": [{"type": "function", "function": READ["function"] | {"parameters": SCHEMA | DRAFT, "strict": True}}],
+        "tool_choice": "auto", "stream_options": USAGE, "reasoning_effort": "xhigh", "verbosity": "low", "user": "u",
+        "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA | DRAFT, "strict": True, "name": "response"}},
+    },
+    "guidellm": {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "word " * 8}]}],
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        "max_completion_tokens": 9, "stop": None, "ignore_eos": True,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("agent", BODIES)
+def test_what_agents_send_is_served(edge: Edge, monkeypatch: pytest.MonkeyPatch, agent: str) -> None:
+    """The stream adds up to the reply and ends with its usage; results of calls are in the prompt, by the function's name."""
+    monkeypatch.setattr(edge.service, "max_len", 4096)
+    edge.core.steps = token_steps(edge, "<read_file> it is")
+    body = {"model": "nano", **BODIES[agent]}
+    chunks = [json.loads(line) for line in events(edge, CHAT, body)[:-1]]
+    limit = body.get("max_completion_tokens", 4096)
+    written = [token for step in edge.core.steps[:limit] for token in step]
+    assert sum_chat(chunks)["content"] == edge.text.decode(written)
+    assert chunks[-1]["usage"]["completion_tokens"] == len(written)
+    prompt = edge.text.decode(edge.core.requests[0].tokens, skip_special_tokens=False)
+    assert ("response:read_file" in prompt) == ("tools" in body)

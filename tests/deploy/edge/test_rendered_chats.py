@@ -1,0 +1,163 @@
+"""Random conversations, from the body of a request to token ids, against the checkpoint's template rendered by transformers."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from deploy.edge.openai.schemas import ChatRequest, parse
+from deploy.models.nano.build import build
+from engine.front import template
+from engine.front.template import ChatTemplate
+from engine.front.text import TextProcessor
+from tests.support.engine.schemas import members
+
+pytestmark = pytest.mark.cpu
+
+CASES = 200
+WORDS = ("Weather ", "\n", "é", "👋🏽", '"', "'", "{", "}", ":", ",", "\\", "<", ">", "null", "日本", "\u2028", "call:f{", " x ")
+NAMES = ("get_weather", "run-it", "mcp__files.read", "Ünit/x:y", "_")
+KEYS = ("city", "a-b", "Z", "ünit", "$ref", "x y", "b", "a<b")
+NUMBERS = (0, -7, 3.25, 12345678901234567890, True, False, None)
+
+
+class Checkpoint:
+    """A nano checkpoint's files, as we read them and as transformers does."""
+
+    def __init__(self, folder: Path) -> None:
+        self.text = TextProcessor.load(folder)
+        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.source = (folder / "chat_template.jinja").read_text()
+
+    def ours(self, body: dict[str, Any]) -> list[int]:
+        """The prompt of a request."""
+        request = parse(ChatRequest, json.dumps(body).encode())
+        thinking = request.template_options.get("enable_thinking", False)
+        messages = [message.plain() for message in request.turns()]
+        return self.text.render_chat(messages, tools=request.declared_tools or None, enable_thinking=thinking)
+
+    def theirs(self, body: dict[str, Any]) -> list[int]:
+        """The same by transformers; arguments have to be mappings there."""
+        variables = {"bos_token": "<bos>", "add_generation_prompt": True, **body.get("chat_template_kwargs", {})}
+        messages = list(map(_with_mappings, body["messages"]))
+        (text,), _ = render_jinja_template([messages], body.get("tools"), None, self.source, **variables)
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+
+def _with_mappings(message: dict[str, Any]) -> dict[str, Any]:
+    calls = [{**call, "function": {**call["function"], "arguments": _mapping(call)}} for call in message.get("tool_calls") or ()]
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _mapping(call: dict[str, Any]) -> Any:
+    arguments = call["function"].get("arguments") or "{}"
+    return json.loads(arguments) if isinstance(arguments, str) else arguments
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Checkpoint]:
+    """With an empty thought where thinking is off, and without."""
+    folder = tmp_path_factory.mktemp("nano")
+    return [Checkpoint(build(member, folder / member)) for member in ("31b", "e2b")]
+
+
+def words(rng: random.Random) -> str:
+    return "".join(rng.choice(WORDS) for _ in range(rng.randrange(7)))
+
+
+def content(rng: random.Random) -> Any:
+    """A text, parts, an empty one, or nothing."""
+    parts = [{"type": "text", "text": words(rng), "cache_control": {"type": "ephemeral"}} for _ in range(rng.randrange(3))]
+    return rng.choice((words(rng), words(rng), parts, "", None))
+
+
+def value(rng: random.Random, depth: int = 2) -> Any:
+    kind = rng.randrange(6 if depth else 3)
+    if kind < 2:
+        return words(rng)
+    if kind == 2:
+        return rng.choice(NUMBERS)
+    if kind == 3:
+        return [value(rng, depth - 1) for _ in range(rng.randrange(3))]
+    return {key: value(rng, depth - 1) for key in rng.sample(KEYS, rng.randrange(4))}
+
+
+def arguments(rng: random.Random) -> Any:
+    """As clients send them: JSON in a string, an object, or nothing at all."""
+    made = {key: value(rng) for key in rng.sample(KEYS, rng.randrange(4))}
+    return rng.choice((json.dumps(made), json.dumps(made, ensure_ascii=False, indent=1), made, "", None, "{}"))
+
+
+def turn(rng: random.Random, number: int) -> list[dict[str, Any]]:
+    """A user's question, an answer with thoughts and calls, results in any order, or what stands between them."""
+    kind = rng.randrange(8)
+    if kind < 3:
+        return [{"role": "user", "content": content(rng), "name": "somebody"}]
+    if kind == 3:
+        return [{"role": rng.choice(("system", "developer")), "content": content(rng)}]
+    answer: dict[str, Any] = {"role": "assistant", "content": content(rng)}
+    if rng.random() < 0.5:
+        answer[rng.choice(("reasoning", "reasoning_content"))] = rng.choice((words(rng), None))
+    if kind < 6:
+        return [answer]
+    ids = [f"call_{number}{place}" for place in range(rng.randint(1, 3))]
+    answer["tool_calls"] = [
+        {"id": each, "type": "function", "function": {"name": rng.choice(NAMES), "arguments": arguments(rng)}} for each in ids
+    ]
+    known = rng.sample(ids, rng.randint(0, len(ids))) + rng.choices(("call_x", ids[0]), k=rng.randrange(2))
+    return [answer, *({"role": "tool", "tool_call_id": each, "content": content(rng)} for each in known)]
+
+
+def request(rng: random.Random) -> dict[str, Any]:
+    """A body."""
+    messages = [message for number in range(rng.randint(1, 6)) for message in turn(rng, number)]
+    body: dict[str, Any] = {"model": "m", "messages": messages}
+    if rng.random() < 0.5:
+        body["chat_template_kwargs"] = {"enable_thinking": rng.random() < 0.7, "preserve_thinking": rng.random() < 0.5}
+    if rng.random() < 0.5:
+        functions = [{"name": name, "description": words(rng), "parameters": members(rng, 2)} for name in rng.sample(NAMES, 2)]
+        body["tools"] = [{"type": "function", "function": function} for function in [*functions, {"name": "bare"}]]
+    return body
+
+
+def differing(checkpoints: list[Checkpoint]) -> list[int]:
+    """The seeds of conversations whose ids are not transformers'."""
+    found = []
+    for seed in range(CASES):
+        rng = random.Random(seed)
+        checkpoint, body = rng.choice(checkpoints), request(rng)
+        if checkpoint.ours(body) != checkpoint.theirs(body):
+            found.append(seed)
+    return found
+
+
+def test_conversations_are_rendered_as_transformers_does(checkpoints: list[Checkpoint]) -> None:
+    """Calls, results out of order or of no call, thoughts, empty and null contents, parts, odd names: the very same ids."""
+    assert differing(checkpoints) == []
+
+
+def _without_ids(message: dict[str, Any], place: int) -> dict[str, Any]:
+    ready = _prepared(message, place)
+    return {key: value for key, value in ready.items() if key != "tool_call_id"}
+
+
+_prepared = template._prepared
+
+
+@pytest.mark.parametrize("fault", ["results without names", "the guard stays", "arguments as text"])
+def test_another_rendering_is_seen(checkpoints: list[Checkpoint], monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """The comparison fails at once where results lose their calls, the guard's character stays, or arguments are not read."""
+    match fault:
+        case "results without names":
+            monkeypatch.setattr(template, "_prepared", _without_ids)
+        case "the guard stays":
+            render = ChatTemplate.render
+            monkeypatch.setattr(ChatTemplate, "render", lambda self, conversation: (render(self, conversation)[0], ""))
+        case _:
+            monkeypatch.setattr(template, "_parse_arguments", lambda text, where: {"": text})
+    assert len(differing(checkpoints)) > CASES // 10

@@ -1,0 +1,227 @@
+"""Random replies in every API: a stream adds up to the whole answer, however tokens are batched, cut or failing where it may."""
+
+import json
+import random
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from deploy.edge.anthropic.message_format import MessageFormat
+from deploy.edge.blocks import ReplyBlock, event
+from deploy.edge.native.generate_api import GrowingText
+from deploy.edge.openai.forms import ChatFormat, TextFormat
+from deploy.edge.openai.response_request import parse_response_request
+from deploy.edge.openai.response_stream import ResponseObject
+from deploy.edge.response_format import ResponseFormat, ServedModel, Usage
+from engine.errors import GenerationFailed
+from engine.front.client import Clock
+from engine.front.generation import Delta, Generation, Job
+from engine.front.stream import Stream
+from engine.front.text import TextProcessor
+from engine.protocol import FinishReason, Output, SamplingParams
+from tests.conftest import Nano
+from tests.support.edge.summed import sse, sum_chat, sum_message, sum_response, text_of
+from tests.support.engine.replies import NAMES, TOOLS, reply
+
+pytestmark = pytest.mark.pure
+
+CASES = 400
+USAGE = Usage(prompt=7, completion=9, cached=3, reasoning=2)
+REQUEST = parse_response_request(b'{"model":"m","input":"x","include":["reasoning.encrypted_content"]}')
+
+
+class OneStream:
+    """An engine with one request, whose outputs the test pushes."""
+
+    dead: str | None = None
+    open = 1
+
+    def __init__(self) -> None:
+        self.stream = Stream(1, lambda request, reason: None)
+
+    def generate(
+        self, prompt: Sequence[int], params: SamplingParams, *, clip: bool = False, salt: str = "", priority: int = 0
+    ) -> Stream:
+        return self.stream
+
+    def clock(self, request: int) -> Clock | None:
+        return None
+
+
+class Case:
+    """A random reply: its tokens, and how it ends."""
+
+    def __init__(self, text: TextProcessor, seed: int, *, is_chat: bool) -> None:
+        rng = random.Random(seed)
+        said = "".join(NAMES[each] if isinstance(each, int) else each for each in reply(rng).segments)
+        tokens = text.encode(said, add_bos=False)
+        self.text, self.is_cut, self.fails_at = text, rng.random() < 0.3, rng.randrange(4)
+        self.tokens = tokens[: rng.randint(1, len(tokens) or 1)] if self.is_cut else [*tokens, rng.choice(text.eos_ids)]
+        stops = rng.choice(((), (), ("Well",), ("}", "e")))
+        self.job = Job(
+            (array("i", [2]),),
+            (SamplingParams(max_tokens=10_000, stop_ids=text.eos_ids),),
+            clip=False,
+            stops=stops,
+            is_chat=is_chat,
+            tools=TOOLS if is_chat and rng.random() < 0.9 else None,
+            one_call=rng.random() < 0.2,
+        )
+
+    def deltas(self, rng: random.Random) -> list[Delta]:
+        """As they come when its tokens are batched like this."""
+        engine = OneStream()
+        generation, found, place = Generation(engine, self.text, self.job, 0), list[Delta](), 0
+        end = FinishReason.length if self.is_cut else FinishReason.stop
+        while not generation.has_ended:
+            size = rng.choice((1, 1, 2, 5, 1000))
+            batch, place = self.tokens[place : place + size], place + size
+            engine.stream.push(Output(id=1, tokens=batch, finish=end if place >= len(self.tokens) else None))
+            found += generation.take()
+        return found
+
+
+def streamed(form: ResponseFormat, deltas: list[Delta]) -> list[dict[str, Any]]:
+    return sse(form.begin(USAGE) + b"".join(form.events(0, delta) for delta in deltas) + form.end(USAGE))
+
+
+def whole(form: ResponseFormat, deltas: list[Delta]) -> dict[str, Any]:
+    for delta in deltas:
+        form.add(0, delta)
+    found: dict[str, Any] = json.loads(form.full(USAGE))
+    return found
+
+
+def anonymous(value: Any) -> Any:
+    """Without ids and times, which differ from answer to answer."""
+    if isinstance(value, dict):
+        return {key: anonymous(each) for key, each in value.items() if key not in ("id", "call_id", "created", "created_at")}
+    return [anonymous(each) for each in value] if isinstance(value, list) else value
+
+
+def same_chat(model: ServedModel, one: list[Delta], other: list[Delta]) -> bool:
+    events, answer = streamed(ChatFormat(model, usage_chunks="last"), one), whole(ChatFormat(model, usage_chunks="last"), other)
+    found, choice = sum_chat(events), answer["choices"][0]
+    message = choice["message"]
+    calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())]
+    return (
+        (found["content"] or (None if calls else "")) == message["content"]
+        and found["reasoning"] == found["reasoning_content"] == message.get("reasoning", "")
+        and [call[1:] for call in found["calls"]] == calls
+        and len({call[0] for call in found["calls"]}) == len(calls)
+        and found["finish"] == choice["finish_reason"]
+        and events[-1]["usage"] == answer["usage"]
+    )
+
+
+def same_text(model: ServedModel, one: list[Delta], other: list[Delta]) -> bool:
+    events, answer = streamed(TextFormat(model, usage_chunks="last"), one), whole(TextFormat(model, usage_chunks="last"), other)
+    choices = [event["choices"][0] for event in events if event["choices"]]
+    ended = ("finish_reason", "stop_reason")
+    return "".join(choice["text"] for choice in choices) == answer["choices"][0]["text"] and all(
+        choices[-1][key] == answer["choices"][0][key] for key in ended
+    )
+
+
+def same_message(model: ServedModel, one: list[Delta], other: list[Delta]) -> bool:
+    return bool(anonymous(sum_message(streamed(MessageFormat(model), one))) == anonymous(whole(MessageFormat(model), other)))
+
+
+def same_response(model: ServedModel, one: list[Delta], other: list[Delta]) -> bool:
+    events, answer = streamed(ResponseObject(model, REQUEST), one), whole(ResponseObject(model, REQUEST), other)
+    said = [text_of(item) for item in answer["output"]]
+    return sum_response(events) == said and anonymous(events[-1]["response"]) == anonymous(answer)
+
+
+def same_growing(model: ServedModel, one: list[Delta], other: list[Delta]) -> bool:
+    last, answer = streamed(GrowingText(model, None), one)[-1], whole(GrowingText(model, None), other)
+    return bool(anonymous(last) == anonymous({key: value for key, value in answer.items() if key != "output_ids"}))
+
+
+APIS: dict[str, Callable[[ServedModel, list[Delta], list[Delta]], bool]] = {
+    "chat": same_chat,
+    "completions": same_text,
+    "messages": same_message,
+    "responses": same_response,
+    "generate": same_growing,
+}
+RAW = ("completions", "generate")
+
+
+@pytest.fixture(scope="module")
+def text(nano: Nano) -> TextProcessor:
+    return TextProcessor.load(nano("31b"))
+
+
+def wrong(text: TextProcessor, api: str) -> list[int]:
+    """Seeds of replies whose stream is not the whole answer, or breaks a rule of its events."""
+    model, found = ServedModel("m", text.pieces), []
+    for seed in range(CASES):
+        case, rng = Case(text, seed, is_chat=api not in RAW), random.Random(-seed)
+        try:
+            same = APIS[api](model, case.deltas(rng), case.deltas(rng))
+        except (AssertionError, LookupError):
+            same = False
+        if not same:
+            found.append(seed)
+    return found
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_a_stream_adds_up_to_the_whole_answer(text: TextProcessor, api: str) -> None:
+    """Thoughts, text and calls in any order, stop strings, single calls, cuts by max_tokens."""
+    assert wrong(text, api) == []
+
+
+def _first_part_only(form: ChatFormat, index: int, delta: Delta, chunk: Any = ChatFormat._chunk) -> bytes:
+    made: bytes = chunk(form, index, Delta(delta.parts[:1], delta.tokens, delta.logprobs))
+    return made
+
+
+def _unsigned(form: MessageFormat, block: ReplyBlock) -> bytes:
+    return event("content_block_stop", index=block.index)
+
+
+def _completed(form: ResponseObject, usage: Usage) -> bytes:
+    return form._event("response.completed", response={})
+
+
+FAULTS: dict[str, tuple[str, type[Any], str, Any]] = {
+    "all but the first part lost": ("chat", ChatFormat, "_chunk", _first_part_only),
+    "only the last text": ("completions", TextFormat, "_chunk", lambda form, index, delta: b""),
+    "thoughts are not signed": ("messages", MessageFormat, "closed", _unsigned),
+    "blocks are not closed": ("messages", MessageFormat, "closed", lambda form, block: b""),
+    "items are not done": ("responses", ResponseObject, "closed", lambda form, block: b""),
+    "all items have one id": ("responses", ResponseObject, "_item_id", lambda form, block: "one"),
+    "a cut response is complete": ("responses", ResponseObject, "end", _completed),
+    "events without text": ("generate", GrowingText, "events", lambda form, index, delta: b'data: {"text":""}\n\n'),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_faulty_format_is_seen(text: TextProcessor, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """In at least one of ten replies."""
+    api, where, name, planted = FAULTS[fault]
+    monkeypatch.setattr(where, name, planted)
+    assert len(wrong(text, api)) > CASES // 10
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_failure_is_the_last_event(text: TextProcessor, seed: int) -> None:
+    """In each API's own shape, with what had come in that of the responses, and no end of another kind."""
+    model, case = ServedModel("m", text.pieces), Case(text, seed, is_chat=True)
+    deltas = case.deltas(random.Random(seed))[:-1][: case.fails_at]
+    error = GenerationFailed("the logits are not finite")
+    forms: list[ResponseFormat] = [ChatFormat(model, usage_chunks="last"), MessageFormat(model), ResponseObject(model, REQUEST)]
+    chat, message, response = (
+        sse(form.begin(USAGE) + b"".join(form.events(0, delta) for delta in deltas) + form.failure(error)) for form in forms
+    )
+    assert list(chat[-1]) == ["error"]
+    assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chat[:-1])
+    assert (message[-1]["type"], message[-1]["error"]["type"]) == ("error", "api_error")
+    assert not {"message_delta", "message_stop"} & {event["type"] for event in message}
+    failed = response[-1]["response"]
+    assert (response[-1]["type"], failed["status"], failed["error"]["code"]) == ("response.failed", "failed", "server_error")
+    assert sum_response(response) == [text_of(item) for item in failed["output"]]

@@ -1,0 +1,271 @@
+"""What pydantic writes into schemas, as an answer's form and as a strict tool: whatever is sampled, pydantic takes."""
+
+import json
+import random
+import re
+from datetime import date, datetime, time, timedelta
+from enum import Enum
+from ipaddress import IPv4Address, IPv6Address
+from typing import Annotated, Any, Literal
+from uuid import UUID
+
+import jsonschema
+import pytest
+from pydantic import AnyUrl, BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from engine.errors import InvalidRequest
+from engine.front import call_grammar, string_schema
+from engine.front.call_grammar import CallGrammar
+from engine.front.grammar import Thought, calls_answer, grammar, json_answer
+from engine.front.string_schema import SchemaError, expressions
+from engine.front.text import TextProcessor
+from engine.front.tools import Tools
+from tests.conftest import Nano
+from tests.support.engine.schemas import wide_members
+from tests.support.engine.walker import Walker
+
+pytestmark = pytest.mark.pure
+
+WALKS = 4
+
+
+@pytest.fixture(scope="module")
+def walker(nano: Nano) -> Walker:
+    return Walker(TextProcessor.load(nano("31b")))
+
+
+class Colour(Enum):
+    red = "red"
+    blue = "light blue"
+
+
+class Cat(BaseModel):
+    kind: Literal["cat"]
+    lives: int
+
+
+class Dog(BaseModel):
+    kind: Literal["dog"]
+    name: str
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    pets: list[Annotated[Cat | Dog, Field(discriminator="kind")]]
+
+
+class Tree(BaseModel):
+    value: int | None = None
+    branches: "list[Tree]" = []
+
+
+def having(kind: Any, **more: Any) -> type[BaseModel]:
+    """A model with one required member of that type."""
+    return create_model("Having", it=(Annotated[kind, Field(**more)], ...))
+
+
+MODELS: dict[str, type[BaseModel]] = {
+    "optional": having(int | None),
+    "default": create_model("Default", it=(int, 3), other=(str, ...)),
+    "enum": having(Colour),
+    "literals": having(Literal["a", 2] | None),
+    "const": having(Literal["x"]),
+    "union": having(Cat | Dog | None),
+    "discriminated": having(Cat | Dog, discriminator="kind"),
+    "nested and strict": Strict,
+    "recursive": Tree,
+    "pattern": having(str, pattern=r"^[a-z]{2}-\d+$"),
+    "pattern and length": having(str, pattern="^[ab]+$", min_length=2, max_length=4),
+    "bounds": having(int, ge=-3, lt=70),
+    "fractions": having(float, gt=0, le=1.5),
+    "multiple": having(int, multiple_of=3),
+    "length": having(str, min_length=1, max_length=5),
+    "list": having(list[int], min_length=1, max_length=3),
+    "lists": having(list[list[bool]]),
+    "tuple": having(tuple[int, str, bool]),
+    "tuple with a tail": having(tuple[int, str] | tuple[()]),
+    "dict": having(dict[str, int]),
+    "dict of models": having(dict[str, Cat]),
+    "anything": having(Any),
+    "date": having(date),
+    "datetime": having(datetime),
+    "time": having(time),
+    "duration": having(timedelta),
+    "uuid": having(UUID),
+    "url": having(AnyUrl),
+    "ipv4": having(IPv4Address),
+    "ipv6": having(IPv6Address),
+}
+
+
+def called(walker: Walker, schema: dict[str, Any], seed: int, *, strict: bool = True) -> str:
+    """The arguments of a call that is sampled by this schema."""
+    rng = random.Random(seed)
+    calls = CallGrammar(walker.markers, {"f.g-h": schema}, ["f.g-h"] if strict else ())
+    tools = Tools([{"type": "function", "function": {"name": "f.g-h", "parameters": schema}}])
+    (call,) = walker.said(grammar(walker.markers, calls_answer(calls, 1), Thought.none), rng, tools).calls
+    assert call.name == "f.g-h"
+    return call.arguments
+
+
+def answered(walker: Walker, schema: dict[str, Any], seed: int) -> str:
+    """An answer that is sampled by it."""
+    return walker.said(grammar(walker.markers, json_answer(schema), Thought.none), random.Random(seed)).content
+
+
+def invalid(schema: dict[str, Any], text: str) -> bool:
+    return not jsonschema.Draft202012Validator(schema).is_valid(json.loads(text))
+
+
+def refused(model: type[BaseModel], text: str) -> bool:
+    """By pydantic, which reads formats, too."""
+    try:
+        model.model_validate_json(text)
+    except ValidationError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_pydantic_writes_is_kept(walker: Walker, name: str) -> None:
+    """As the form of an answer, and as a strict tool's parameters: each reply is valid by jsonschema, each call by the model."""
+    model = MODELS[name]
+    schema = model.model_json_schema()
+    for seed in range(WALKS):
+        call, answer = called(walker, schema, seed), answered(walker, schema, seed)
+        assert not invalid(schema, call), call
+        assert not refused(model, call), call
+        assert not invalid(schema, answer), answer
+
+
+FREE = {"pattern": "pattern", "format": "date", "additionalProperties": "dict", "prefixItems": "tuple"}
+
+
+def without(schema: Any, keyword: str) -> Any:
+    """A schema in which `keyword` stands nowhere."""
+    if isinstance(schema, dict):
+        return {key: without(value, keyword) for key, value in schema.items() if key != keyword}
+    return [without(value, keyword) for value in schema] if isinstance(schema, list) else schema
+
+
+@pytest.mark.parametrize("keyword", FREE)
+def test_a_keyword_that_is_left_out_is_seen(walker: Walker, keyword: str) -> None:
+    """Of calls by a schema without it the model takes hardly any."""
+    model = MODELS[FREE[keyword]]
+    schema = model.model_json_schema()
+    rest = without(schema, keyword)
+    assert rest != schema
+    wrong = sum(refused(model, called(walker, rest, seed)) for seed in range(20))
+    assert wrong > 10
+
+
+def kept(walker: Walker, seed: int) -> str:
+    """What became of a strict call by a random schema."""
+    schema = wide_members(random.Random(seed))
+    try:
+        found = called(walker, schema, seed)
+    except InvalidRequest as error:
+        return "refused" if "'oneOf'" in str(error) or "the reference" in str(error) else str(error)
+    return f"seed {seed}: {found}" if invalid(schema, found) else "valid"
+
+
+def test_random_schemas_are_kept(walker: Walker) -> None:
+    """Of strict calls by schemas of every keyword each is valid by jsonschema; oneOf with branches that overlap is refused."""
+    found = [kept(walker, seed) for seed in range(20)]
+    assert set(found) <= {"valid", "refused"}
+    assert found.count("valid") > 15
+
+
+@pytest.mark.slow
+def test_many_random_schemas_are_kept(walker: Walker) -> None:
+    """As above, a thousand."""
+    assert {kept(walker, seed) for seed in range(100, 1100)} == {"valid", "refused"}
+
+
+def test_branches_that_both_hold_are_not_one_of(walker: Walker) -> None:
+    """oneOf is kept where types, constants or the constants of required members tell its branches apart, and refused elsewhere."""
+    cat, dog = Cat.model_json_schema(), Dog.model_json_schema()
+    kindless = {"type": "object", "properties": dog["properties"], "required": ["name"]}
+    good: list[list[Any]] = [[cat, dog], [{"type": "string"}, {"type": ["integer", "null"]}], [{"const": 1}, {"enum": ["1", 2]}]]
+    bad: list[list[Any]] = [[cat, kindless], [{"type": "number"}, {"type": "integer"}], [{"const": 1}, {"enum": [1, 2]}], [{}, cat]]
+    for branches in good:
+        schema = {"type": "object", "properties": {"it": {"oneOf": branches}}, "required": ["it"]}
+        for seed in range(WALKS):
+            jsonschema.validate(json.loads(called(walker, schema, seed)), schema)
+    for branches in bad:
+        schema = {"type": "object", "properties": {"it": {"oneOf": branches}}, "required": ["it"]}
+        with pytest.raises(InvalidRequest, match="oneOf"):
+            called(walker, schema, 1)
+        json.loads(called(walker, schema, 1, strict=False))
+
+
+@pytest.mark.parametrize("schema", [{}, {"type": "object"}, {"type": "object", "properties": {}, "additionalProperties": False}])
+def test_a_tool_without_parameters(walker: Walker, schema: dict[str, Any]) -> None:
+    """Its arguments are an object; an empty one where it may have none."""
+    for seed in range(WALKS):
+        found = json.loads(called(walker, schema, seed))
+        assert isinstance(found, dict)
+        assert not found or schema.get("additionalProperties") is not False
+
+
+def test_a_hundred_properties(walker: Walker) -> None:
+    """Half of them required: all calls are valid, and the grammar is compiled in well under its two seconds."""
+    properties = {f"property_{place}": {"type": "integer", "minimum": 0, "maximum": 9} for place in range(100)}
+    required = [f"property_{place}" for place in range(0, 100, 20)]
+    schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    for seed in range(3):
+        jsonschema.validate(json.loads(called(walker, schema, seed)), schema)
+
+
+PATTERNS: list[tuple[str, list[str], list[str]]] = [
+    ("ab", ["ab", "xaby", "\nab"], ["a", ""]),
+    ("^ab", ["ab", "abx"], ["xab"]),
+    ("ab$", ["ab", "xab"], ["abx"]),
+    ("^a|b$", ["a", "ax", "xb", "b"], ["xa", "bx"]),
+    ("^(a|b)$", ["a", "b"], ["ab", ""]),
+    (r"^[|^$()]\$x$", ["|$x", "($x"], ["x$x"]),
+    (r"^a/b\/c$", ["a/b/c"], ["a/b"]),
+    ("", ["", "anything"], []),
+    (r"^\d\w\s$", ["1a ", "7_\n"], ["\u0661a ", "1\u00e9 ", "1a\u2003"]),
+    (r"^[\w-.]+@[\d]$", ["a-b.c@1"], ["a+b@1", "\u00e9@1", "a@\u0661"]),
+    (r"^[^\d\]-]$", ["a", "\\"], ["1", "]", "-"]),
+]
+
+
+@pytest.mark.parametrize(("pattern", "good", "bad"), PATTERNS)
+def test_patterns_are_searched_for(pattern: str, good: list[str], bad: list[str]) -> None:
+    """As JSON Schema means them, by Python's regular expressions."""
+    (made,) = expressions({"pattern": pattern})
+    assert [re.fullmatch(made, text) is not None for text in good + bad] == [True] * len(good) + [False] * len(bad)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{"pattern": 5}, {"pattern": "("}, {"pattern": "a" * 5000}, {"minLength": -1}, {"maxLength": "a"},
+     {"format": []}, {"format": "x"}],
+)
+def test_what_is_no_string_schema_is_refused(schema: dict[str, Any]) -> None:
+    """By the keyword's name, or as a length."""
+    with pytest.raises(SchemaError, match=r"'pattern'|'format'|length"):
+        expressions(schema)
+
+
+def test_patterns_are_bounded(walker: Walker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is compiled by itself: no request has more of them than a tenth of a second's."""
+    compiled: list[str] = []
+    monkeypatch.setattr(string_schema, "_compiles", lambda expression: not compiled.append(expression))
+    either = [{"type": "string", "pattern": f"a{place}"} for place in range(5000)]
+    schema = {"type": "object", "properties": {"it": {"anyOf": either}}}
+    CallGrammar(walker.markers, {f"f{place}": schema for place in range(9)})
+    assert len(compiled) == call_grammar._PATTERNS
+
+
+def test_comparisons_are_bounded(walker: Walker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Branches of oneOf are compared pair by pair: a few thousand pairs a request, and no more."""
+    compared: list[int] = []
+    monkeypatch.setattr(call_grammar, "are_apart", lambda one, other: not compared.append(1))
+    schema = {"type": "object", "properties": {"it": {"oneOf": [{"const": place} for place in range(60)]}}}
+    CallGrammar(walker.markers, {f"f{place}": schema for place in range(9)})
+    wide = {"type": "object", "properties": {"it": {"oneOf": [{"const": place} for place in range(5000)]}}}
+    CallGrammar(walker.markers, {"f": wide})
+    assert 60 * 59 // 2 <= len(compared) <= call_grammar._PAIRS
