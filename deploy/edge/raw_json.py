@@ -23,6 +23,7 @@ T = TypeVar("T", bound=Struct)
 Json = Raw | UnsetType  # a field that stays raw JSON
 TokenId = Annotated[int, Meta(ge=0, le=_INT32)]
 
+ANYTHING: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 _ID_LIST: msgspec.json.Decoder[list[int]] = msgspec.json.Decoder(list[TokenId])
 
 
@@ -52,6 +53,12 @@ def present(raw: Json) -> Raw | None:
     return None if isinstance(raw, UnsetType) or opening(raw) == b"nu" else raw
 
 
+def own(raw: Json) -> Raw | None:
+    """As `present`, and it keeps no more of the body in memory than it says."""
+    found = present(raw)
+    return None if found is None else found.copy()
+
+
 def size(raw: Json) -> int:
     """Bytes; 0 where the key is absent."""
     return 0 if isinstance(raw, UnsetType) else len(memoryview(raw))
@@ -63,11 +70,11 @@ def brackets(raw: Json) -> int:
     return text.count(b"[") + text.count(b"{")
 
 
-def small(raw: Json) -> Any:
-    """A value that is only compared; whatever is too long to be neutral stands for itself."""
+def small(raw: Json, key: str) -> Any:
+    """A value that is only compared; whatever is too long to be neutral stands for itself. InvalidRequest: it is no value."""
     if isinstance(raw, UnsetType):
         return None
-    return msgspec.json.decode(raw) if size(raw) <= _SMALL_BYTES else ...
+    return decode(raw, key, ANYTHING) if size(raw) <= _SMALL_BYTES else ...
 
 
 def decode(raw: Raw | bytes, key: str, decoder: msgspec.json.Decoder[Any]) -> Any:

@@ -100,7 +100,7 @@ def _add_generation(app: FastAPI, service: Service, api: GenerationApi) -> None:
     async def generate(request: Request) -> Response:
         async with _admitted(service, request) as place:
             try:
-                wanted = await service.read(api.read, await request.body())
+                wanted = await service.read(api.read, await _body_of(request))
                 job = await service.job(wanted.request)
             except InvalidRequest as error:
                 raise api.in_own_words(error) from error
@@ -111,7 +111,7 @@ def _add_tokens(app: FastAPI, service: Service, api: TokenApi) -> None:
     @app.post(api.path, response_model=None, responses=_errors(api.path), openapi_extra=_body(api.body))
     async def tokens(request: Request) -> Response:
         async with _admitted(service, request):
-            return json_response(await api.answer(service, await request.body()))
+            return json_response(await api.answer(service, await _body_of(request)))
 
 
 @asynccontextmanager
@@ -126,6 +126,12 @@ async def _admitted(service: Service, request: Request) -> AsyncIterator[Place]:
             yield record.place
     except TimeoutError as error:
         raise DeadlineExceeded(f"The request took longer than {service.limits.request_timeout_s:g} s.") from error
+
+
+async def _body_of(request: Request) -> bytes:
+    """The whole body, which the limits give in one message; with `request.body()` it would stay there until the answer ends."""
+    body: bytes = (await request.receive())["body"]
+    return body
 
 
 def _check_media_type(request: Request) -> None:
@@ -184,7 +190,7 @@ def _status(service: Service) -> int:
 async def _http_error(request: Request, error: Exception) -> Response:
     """Unknown paths and wrong methods."""
     assert isinstance(error, HTTPException)
-    path = request.url.path
+    path = request.scope["path"]
     why = why_absent(path) if error.status_code == HTTPStatus.NOT_FOUND else None
     message = " ".join(filter(None, (f"{error.detail}: {request.method} {path}.", why)))
     return plain_error(path, error.status_code, message, headers=error.headers)
@@ -193,7 +199,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 async def _bug(request: Request, error: Exception) -> Response:
     """Not an error of ours: the traceback goes to the log, nothing of it to the client."""
     record_of(request.scope).error = error
-    return plain_error(request.url.path, 500, "Internal error", "internal_error")
+    return plain_error(request.scope["path"], 500, "Internal error", "internal_error")
 
 
 @cache

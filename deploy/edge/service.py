@@ -47,6 +47,8 @@ CALL_TOKENS = ("<|tool_call>", "<|tool_response>")  # not to come with tool_choi
 READERS = 4  # answers under way, in capacities: beyond what the engine works on, those that only wait for their readers
 MAX_PROMPT_LOGPROBS = 1 << 18  # of a request, alternatives counted: some 70 bytes of JSON each
 MAX_CHOICES = 64  # of a request, all its prompts together
+CHARACTERS_A_TOKEN = 16  # on an average over a prompt, at most
+COUNTED = 2  # contexts: a longer prompt is not even counted
 COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 _SEED_BITS = 63
 _REFUSALS: dict[type[QuartetError], KeyVerdict] = {
@@ -158,7 +160,7 @@ class Service:
 
     async def read(self, reader: Callable[[bytes, str], T], body: bytes) -> T:
         """What `reader` makes of `body` and the model's name; a large body is read off the loop. Raises what `reader` does."""
-        return reader(body, self.name) if len(body) <= FEW_BYTES else await self._off_loop(lambda: reader(body, self.name))
+        return reader(body, self.name) if len(body) <= FEW_BYTES else await self.off_loop(lambda: reader(body, self.name))
 
     async def job(self, request: ChatRequest | CompletionRequest) -> Job:
         """What goes to the engine. InvalidRequest, ModelNotFound."""
@@ -175,27 +177,30 @@ class Service:
         def read() -> LogitAdjustments | None:
             return logit_adjustments(request, self.vocab, lambda text: self.text.encode(text, add_bos=False))
 
-        return await self._off_loop(read) if request.forbidden_words else read()
+        return await self.off_loop(read) if request.forbidden_words else read()
 
-    async def prompt(self, request: ChatRequest) -> list[int]:
-        """The token ids that a chat begins with. InvalidRequest, ModelNotFound."""
+    def prompt(self, request: ChatRequest) -> list[int]:
+        """The token ids that a chat begins with; takes a while. InvalidRequest, ModelNotFound."""
         self.check_model(request.model)
-        return (await self._off_loop(lambda: self._render(request)))[0]
+        return self._render(request, COUNTED * self.max_len)[0]
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a raw prompt. InvalidRequest: it is longer than any that fits."""
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a raw prompt; takes a while. InvalidRequest: it is much longer than any that fits."""
         self._check_size(len(text), "prompt")
-        return await self._off_loop(lambda: self.text.encode(text, add_bos=add_special_tokens))
+        return self.text.encode(text, add_bos=add_special_tokens, most=COUNTED * self.max_len)
 
-    async def decode(self, tokens: list[int]) -> str:
-        """The text of token ids, control tokens included. InvalidRequest: one lies outside the vocabulary."""
-        self._in_vocab(tokens, "tokens")
-        return await self._off_loop(lambda: self.text.decode(tokens, skip_special_tokens=False))
+    def decode(self, tokens: list[int]) -> str:
+        """The text of token ids, control tokens included; takes a while. InvalidRequest: one lies outside the vocabulary."""
+        return self.text.decode(self._in_vocab(tokens, "tokens"), skip_special_tokens=False)
+
+    async def off_loop(self, work: Callable[[], T]) -> T:
+        """What `work` returns, in a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     async def _chat_job(self, request: ChatRequest) -> Job:
         wanted = request.max_completion_tokens or request.max_tokens
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
-        (prompt, tools), form = await self._off_loop(lambda: (self._render(request), request.answer_form))
+        (prompt, tools), form = await self.off_loop(lambda: (self._render(request, self.max_len), request.read_form()))
         job = self._job(request, [prompt], wanted or self.max_tokens or self.max_len, clip=wanted is None, logprobs=logprobs)
         choice = request.chosen_tools
         job = self._scored(replace(job, is_chat=True, tools=tools, one_call=choice.one), request.prompt_logprobs, 1)
@@ -207,7 +212,7 @@ class Service:
 
     async def _grammar(self, wants: Constraints, prompt: list[int], thinking: bool, param: str) -> Grammar | None:
         """Of a reply. InvalidRequest: what the request asks for cannot be kept; what is only our wish gives way."""
-        found = await self._off_loop(lambda: wants.grammar(Markers.of(self.text), prompt, thinking=thinking))
+        found = await self.off_loop(lambda: wants.grammar(Markers.of(self.text), prompt, thinking=thinking))
         if found is None:
             return None
         try:
@@ -221,16 +226,16 @@ class Service:
     async def _completion_job(self, request: CompletionRequest) -> Job:
         sources = request.prompts()
         if any(isinstance(source, str) for source in sources):
-            prompts = await self._off_loop(lambda: [self._tokens(source) for source in sources])
+            prompts = await self.off_loop(lambda: [self._tokens(source) for source in sources])
         else:
             prompts = [self._tokens(source) for source in sources]
-        wanted, form = request.max_tokens, request.answer_form
+        wanted, form = request.max_tokens, await self.off_loop(request.read_form) if request.demands_form else None
         limit = COMPLETION_TOKENS if wanted is None else max(1, wanted)
         job = self._job(request, prompts, limit, clip=wanted is None, logprobs=request.logprobs)
         told = [each for each in (request.prompt_logprobs, request.echoed_logprobs) if each is not None]
         job = self._scored(job, max(told, default=None), len(job.params))
         if request.echo:
-            job = await self._off_loop(lambda: replace(job, echoes=self._texts(sources, job), echo_only=wanted == 0))
+            job = await self.off_loop(lambda: replace(job, echoes=self._texts(sources, job), echo_only=wanted == 0))
         if form is None:
             return job
         rules = grammar(None, form.rules, Thought.none)
@@ -276,11 +281,8 @@ class Service:
         """Submit one choice of a job."""
         return Generation(self.engine, self.text, job, choice)
 
-    async def _off_loop(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
-
-    def _render(self, request: ChatRequest) -> tuple[list[int], Tools]:
-        """The prompt, and the tools that the reply may call."""
+    def _render(self, request: ChatRequest, most: int) -> tuple[list[int], Tools]:
+        """The prompt, of `most` tokens, and the tools that the reply may call."""
         messages, declared = [message.plain() for message in request.turns()], request.declared_tools
         self._check_size(characters([messages, declared]), "messages")
         tools, choice = Tools(declared), request.chosen_tools
@@ -295,6 +297,7 @@ class Service:
             tools=declared or None,
             enable_thinking=thinking,
             add_generation_prompt=request.add_generation_prompt is not False,
+            most=most,
             **options,
         )
         return prompt, Tools(()) if choice.mode == "none" else tools
@@ -303,11 +306,11 @@ class Service:
         if not isinstance(source, str):
             return self._in_vocab(source, "prompt")
         self._check_size(len(source), "prompt")
-        return self.text.encode(source, add_bos=True)
+        return self.text.encode(source, add_bos=True, most=self.max_len)
 
     def _check_size(self, characters: int, param: str) -> None:
-        """No token stands for more than a few dozen characters: what cannot fit is not tokenized."""
-        if characters > self.max_len * 64:
+        """What fits has fewer characters a token: more are not even rendered."""
+        if characters > self.max_len * CHARACTERS_A_TOKEN:
             raise too_long(f"about {characters} characters", self.max_len, param)
 
     def _job(self, request: Sampling, prompts: list[list[int]], wanted: int, *, clip: bool, logprobs: int | None) -> Job:

@@ -16,6 +16,7 @@ from typing import Any
 
 from engine.errors import InvalidRequest
 from engine.front.reply import Markers
+from engine.matcher import MAX_GRAMMAR_BYTES
 
 _NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _LENGTHS = ("minLength", "maxLength")
@@ -55,6 +56,7 @@ class CallGrammar:
         it is one of `strict`."""
         self._quote = f"<[{markers.quote}]>"
         self._rules: list[str] = []
+        self._bytes = 0
         self._referred: dict[str, str] = {}
         arguments = {name: self._arguments(schema, name in strict) for name, schema in tools.items()}
         names = [self._rule("tool", f"{_literal(name)} {each}") for name, each in arguments.items()]
@@ -70,14 +72,14 @@ class CallGrammar:
     def _arguments(self, schema: Any, strict: bool) -> str:
         if not schema:
             return "any_object"
-        kept, referred = len(self._rules), dict(self._referred)
+        kept, size, referred = len(self._rules), self._bytes, dict(self._referred)
         try:
             return f"({self._value({'type': 'object'} | dict(schema), schema, 0)})"
         except UnsupportedSchema:
             if strict:
                 raise
             del self._rules[kept:]
-            self._referred = referred
+            self._bytes, self._referred = size, referred
             return "any_object"
 
     def _rule(self, kind: str, body: str) -> str:
@@ -85,8 +87,14 @@ class CallGrammar:
         if len(self._rules) >= _RULES:
             raise _unsupported(f"more than {_RULES} rules")
         name = f"{kind}_{len(self._rules)}"
-        self._rules.append(f"{name}: {body}")
+        self._add(f"{name}: {body}")
         return name
+
+    def _add(self, rule: str) -> None:
+        self._bytes += len(rule)
+        if self._bytes > MAX_GRAMMAR_BYTES:
+            raise _unsupported(f"a grammar of more than {MAX_GRAMMAR_BYTES} bytes")
+        self._rules.append(rule)
 
     def _value(self, schema: Any, root: Any, depth: int) -> str:
         """What may stand for a value, as the right side of a rule."""
@@ -121,7 +129,7 @@ class CallGrammar:
         key = f"{id(root)}{reference}"
         if key not in self._referred:
             name = self._referred[key] = f"ref_{len(self._referred)}"
-            self._rules.append(f"{name}: {self._value(_target(root, reference), root, depth + 1)}")
+            self._add(f"{name}: {self._value(_target(root, reference), root, depth + 1)}")
         return self._referred[key]
 
     def _constant(self, value: Any) -> str:
@@ -154,7 +162,7 @@ class CallGrammar:
         least, most = schema.get("minLength", 0), schema.get("maxLength")
         _check_repeats(least, most)
         terminal = f"TEXT_{len(self._rules)}"
-        self._rules.append(rf"{terminal}: /(.|\n){{{least},{'' if most is None else most}}}/")
+        self._add(rf"{terminal}: /(.|\n){{{least},{'' if most is None else most}}}/")
         return f"{self._quote} {terminal} {self._quote}"
 
     def _array(self, schema: Mapping[str, Any], root: Any, depth: int) -> str:

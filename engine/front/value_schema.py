@@ -61,7 +61,7 @@ class ValueSchema:
                 continue
             yield schema
             if "$ref" in schema:
-                left.append(_referred(self.root, schema["$ref"]))
+                left.append(referred(self.root, schema["$ref"]))
             for keyword in ("anyOf", "oneOf", "allOf"):
                 left += schema.get(keyword) or ()
 
@@ -106,7 +106,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _referred(root: Any, reference: Any) -> Any:
+def referred(root: Any, reference: Any) -> Any:
     """What a local reference (#/$defs/name) points at; True, which allows anything, where it points nowhere."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return True

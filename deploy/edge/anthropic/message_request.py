@@ -275,7 +275,11 @@ def _call(block: ContentBlock, where: str) -> dict[str, Any]:
     """Its input stays the text that it is: numbers are rendered as they were written."""
     if block.id is None or block.name is None:
         raise InvalidRequest(f"{where}: a tool_use block has an id and a name", param="messages")
-    arguments = {} if (given := present(block.input)) is None else {"arguments": bytes(given).decode()}
+    given = present(block.input)
+    try:
+        arguments = {} if given is None else {"arguments": bytes(given).decode()}
+    except UnicodeDecodeError:
+        raise InvalidRequest(f"{where}.input: it is not UTF-8", param="messages") from None
     return {"id": block.id, "type": "function", "function": {"name": block.name, **arguments}}
 
 

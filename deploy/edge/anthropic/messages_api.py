@@ -21,7 +21,7 @@ def _read(body: bytes, model: str) -> Wanted:  # noqa: ARG001 - its request name
 
 async def _count(service: Service, body: bytes) -> dict[str, Any]:
     request = await service.read(lambda body, _: _chat(CountRequest, body), body)
-    return {"input_tokens": len(await service.prompt(request))}
+    return {"input_tokens": len(await service.off_loop(lambda: service.prompt(request)))}
 
 
 MESSAGES_API = GenerationApi("/v1/messages", MessagesRequest, _read, (Turn, ClientTool), {"stop": "stop_sequences"})

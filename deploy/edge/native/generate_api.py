@@ -62,7 +62,7 @@ class GenerateTextRequest(Struct, frozen=True, kw_only=True):
     def completion(self, model: str) -> dict[str, Any]:
         """The body of a text completion that asks for the same. InvalidRequest names what cannot be done."""
         for name, neutral in _ABSENT.items():
-            if not is_neutral(small(getattr(self, name)), neutral):
+            if not is_neutral(small(getattr(self, name), name), neutral):
                 raise unsupported(name, f"only {msgspec.json.encode(neutral[0]).decode()}")
         passed = {name: value for name in _PASSED_ON if (value := present(getattr(self, name))) is not None}
         return {"model": model, "prompt": self._prompt(), "stream": self.stream} | passed | self._sampling()
@@ -82,7 +82,7 @@ class GenerateTextRequest(Struct, frozen=True, kw_only=True):
         if size(self.sampling_params) > _PARAMS_BYTES:
             raise InvalidRequest(f"sampling_params: more than {_PARAMS_BYTES} bytes", param="sampling_params")
         found: dict[str, Raw] = {} if given is None else decode(given, "sampling_params", _PARAMS)
-        if not is_neutral(small(found.pop("n", UNSET)), (1,)):
+        if not is_neutral(small(found.pop("n", UNSET), "sampling_params"), (1,)):
             raise unsupported("sampling_params.n", "only 1")
         return {"max_tokens": _MAX_NEW_TOKENS} | {_OPENAI.get(name, name): value for name, value in found.items()}
 

@@ -63,15 +63,23 @@ def _read(body: bytes, model: str) -> tuple[TokenizeRequest, ChatRequest | None]
     return request, request.chat(model)
 
 
-async def _tokenize(service: Service, body: bytes) -> dict[str, Any]:
+def _encoded(answer: dict[str, Any]) -> Raw:
+    return Raw(msgspec.json.encode(answer))
+
+
+async def _tokenize(service: Service, body: bytes) -> Raw:
     request, chat = await service.read(_read, body)
     service.check_model(request.model or service.name)
+    return await service.off_loop(lambda: _tokenized(service, request, chat))
+
+
+def _tokenized(service: Service, request: TokenizeRequest, chat: ChatRequest | None) -> Raw:
     if chat is not None:
-        tokens = await service.prompt(chat)
+        tokens = service.prompt(chat)
     else:
-        tokens = await service.encode(request.prompt or "", add_special_tokens=request.add_special_tokens is not False)
+        tokens = service.encode(request.prompt or "", add_special_tokens=request.add_special_tokens is not False)
     texts = [service.model.text_of(token) for token in tokens] if request.return_token_strs else None
-    return {"count": len(tokens), "max_model_len": service.max_len, "tokens": tokens, "token_strs": texts}
+    return _encoded({"count": len(tokens), "max_model_len": service.max_len, "tokens": tokens, "token_strs": texts})
 
 
 def _ids(body: bytes, model: str) -> list[int]:
@@ -81,8 +89,9 @@ def _ids(body: bytes, model: str) -> list[int]:
     return token_ids(request.tokens, "tokens", PROMPT_IDS)
 
 
-async def _detokenize(service: Service, body: bytes) -> dict[str, Any]:
-    return {"prompt": await service.decode(await service.read(_ids, body))}
+async def _detokenize(service: Service, body: bytes) -> Raw:
+    tokens = await service.read(_ids, body)
+    return await service.off_loop(lambda: _encoded({"prompt": service.decode(tokens)}))
 
 
 TOKENIZE = TokenApi("/tokenize", TokenizeRequest, _tokenize, (Message,))

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw, Struct, UnsetType
 
-from deploy.edge.raw_json import Json, decode, present, size
+from deploy.edge.raw_json import ANYTHING, Json, decode, present, size
 from engine.errors import InvalidRequest
 from engine.front.grammar import (
     MAX_SCHEMA_BYTES,
@@ -29,7 +29,6 @@ from engine.front.grammar import (
 
 _MAX_BYTES = MAX_SCHEMA_BYTES + 1024  # of one key: a schema and what stands around it
 _MAX_TAGS = 64
-_ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 
 
 class _JsonSchema(Struct, frozen=True):
@@ -129,7 +128,7 @@ def _structured_outputs(raw: Raw, key: str) -> str | None:
 
 
 def _value(raw: Raw, key: str) -> Any:
-    return decode(raw, key, _ANY)
+    return decode(raw, key, ANYTHING)
 
 
 def _nested(value: Any, key: str) -> Any:
@@ -137,7 +136,7 @@ def _nested(value: Any, key: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return _ANY.decode(value)
+        return ANYTHING.decode(value)
     except (msgspec.DecodeError, UnicodeEncodeError) as error:
         raise InvalidRequest(f"{key}: no JSON: {error}") from None
 

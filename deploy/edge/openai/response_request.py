@@ -134,7 +134,7 @@ class ResponsesRequest(Struct, frozen=True, kw_only=True):
     def chat(self) -> dict[str, Any]:
         """The body of a chat completion that asks for the same. InvalidRequest names what cannot be done."""
         for name, neutral in _ABSENT.items():
-            if not is_neutral(small(getattr(self, name)), neutral):
+            if not is_neutral(small(getattr(self, name), name), neutral):
                 raise unsupported(name, " or ".join(msgspec.json.encode(value).decode() for value in (*neutral, None)))
         made = {
             "model": self.model,

@@ -17,7 +17,7 @@ from deploy.edge.blocks import BlockFormat, ReplyBlock, encode, event
 from deploy.edge.error_response import message_of
 from deploy.edge.http_errors import status_of
 from deploy.edge.openai.response_request import ResponsesRequest, sealed
-from deploy.edge.raw_json import present
+from deploy.edge.raw_json import own
 from deploy.edge.response_format import ServedModel, Usage
 from engine.errors import QuartetError
 
@@ -151,8 +151,8 @@ class ResponseObject(BlockFormat):
 
 def _repeated(request: ResponsesRequest) -> dict[str, Any]:
     """What of the request the response repeats."""
-    form = present(request.text.format) if request.text else None
-    tools = [msgspec.structs.asdict(tool) | {"parameters": present(tool.parameters)} for tool in request.functions()]
+    form = own(request.text.format) if request.text else None
+    tools = [msgspec.structs.asdict(tool) | {"parameters": own(tool.parameters)} for tool in request.functions()]
     return {
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
@@ -160,7 +160,7 @@ def _repeated(request: ResponsesRequest) -> dict[str, Any]:
         "top_p": request.top_p,
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "tools": tools,
-        "tool_choice": present(request.tool_choice) or "auto",
+        "tool_choice": own(request.tool_choice) or "auto",
         "reasoning": {"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
         "text": {"format": form or {"type": "text"}},
     }
@@ -186,6 +186,6 @@ def _is_json(text: str) -> bool:
     """What is cut off an object's text is never JSON."""
     try:
         msgspec.json.decode(text)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return False
     return True

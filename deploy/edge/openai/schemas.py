@@ -20,6 +20,7 @@ from deploy.edge.openai.answer_form import KEYS as FORM_KEYS
 from deploy.edge.openai.answer_form import AnswerForm, answer_form
 from deploy.edge.openai.tool_choice import tool_choice
 from deploy.edge.raw_json import (
+    ANYTHING,
     BoundedList,
     Json,
     TokenId,
@@ -158,11 +159,6 @@ class Sampling(Struct, frozen=True, kw_only=True):
     structural_tag: Annotated[Raw, shown_as(_STRING, {"type": "object"})] | UnsetType = UNSET
 
     @property
-    def answer_form(self) -> AnswerForm | None:
-        """What its answer must look like. InvalidRequest names the key that is wrong."""
-        return answer_form({name: getattr(self, name) for name in FORM_KEYS})
-
-    @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings. InvalidRequest: they are none, or too many."""
         return _stops(self.stop)
@@ -212,9 +208,19 @@ class Sampling(Struct, frozen=True, kw_only=True):
             raise unsupported("stream_options.continuous_usage_stats", "only false")
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest("prompt_logprobs: not with stream: true", param="prompt_logprobs")
-        if (self.min_tokens or self.ignore_eos) and (form := self.answer_form) is not None:
+
+    @property
+    def demands_form(self) -> bool:
+        """Whether it may demand a form of its answer."""
+        return any(present(getattr(self, name)) is not None for name in FORM_KEYS)
+
+    def read_form(self) -> AnswerForm | None:
+        """What its answer must look like; takes a while. InvalidRequest names the key that is wrong."""
+        form = answer_form({name: getattr(self, name) for name in FORM_KEYS})
+        if form is not None and (self.min_tokens or self.ignore_eos):
             name = "ignore_eos" if self.ignore_eos else "min_tokens"
             raise InvalidRequest(f"{name}: not with {form.param}, whose answers end where they are complete", param=name)
+        return form
 
 
 class ChatRequest(Sampling, frozen=True, kw_only=True):
@@ -315,7 +321,7 @@ def parse(kind: type[R], body: bytes) -> R:
     decoder, absent = _DECODERS[kind]
     request: R = decode(body, "", decoder)
     for name, neutral in absent.items():
-        if not absent_keys.is_neutral(small(getattr(request, name)), neutral):
+        if not absent_keys.is_neutral(small(getattr(request, name), name), neutral):
             raise unsupported(name, " or ".join(msgspec.json.encode(value).decode() for value in neutral))
     request.check()
     return request
@@ -382,11 +388,8 @@ def _switches(raw: Json, key: str) -> dict[str, bool]:
 def _plain_call(call: ToolCall) -> dict[str, Any]:
     """As the chat template takes it."""
     given = present(call.function.arguments)
-    arguments = None if given is None else decode(given, "messages", _ANY)
+    arguments = None if given is None else decode(given, "messages", ANYTHING)
     return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}
-
-
-_ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 
 
 def _check_turns(messages: list[Message]) -> None:
