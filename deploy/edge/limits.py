@@ -33,7 +33,7 @@ from deploy.edge.keys.key_ring import KeyRing
 from deploy.edge.scope import BEGAN
 from engine.errors import InvalidRequest, Overloaded, QuartetError
 
-STRIPPED = frozenset(
+STRIPPED_HEADERS = frozenset(
     {b"x-request-timeout-seconds", b"x-request-disconnect-disabled", b"serve_multiplexed_model_id", b"x-session-id"}
 )
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
@@ -244,4 +244,4 @@ def outermost() -> list[Middleware]:
 
 
 def _kept(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
-    return [(name, value) for name, value in headers if name.lower() not in STRIPPED]
+    return [(name, value) for name, value in headers if name.lower() not in STRIPPED_HEADERS]

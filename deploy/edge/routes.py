@@ -22,7 +22,7 @@ from deploy.edge.admission_control import Place
 from deploy.edge.answer import CompletionResponse
 from deploy.edge.anthropic.error_object import is_anthropic
 from deploy.edge.anthropic.messages_api import COUNT_TOKENS, MESSAGES_API
-from deploy.edge.api import GenerationApi, TokenApi, Wanted
+from deploy.edge.api import GenerationApi, ParsedRequest, TokenApi
 from deploy.edge.error_response import handle, json_response, plain_error
 from deploy.edge.http_errors import DeadlineExceeded, WrongMediaType
 from deploy.edge.keys.key_gate import KeyGate
@@ -33,7 +33,7 @@ from deploy.edge.observe.access_log import AccessLog
 from deploy.edge.observe.record import record_of
 from deploy.edge.openai.completions import CHAT, COMPLETIONS
 from deploy.edge.openai.responses_api import RESPONSES
-from deploy.edge.scope import from_here
+from deploy.edge.scope import is_from_loopback
 from deploy.edge.service import Client, Service
 from engine.errors import InvalidRequest, QuartetError
 from engine.front.generation import Job
@@ -103,7 +103,7 @@ def _add_generation(app: FastAPI, service: Service, api: GenerationApi) -> None:
                 wanted = await service.read(api.read, await _body_of(request))
                 job = await service.job(wanted.request)
             except InvalidRequest as error:
-                raise api.in_own_words(error) from error
+                raise api.in_client_terms(error) from error
             return _answer(service, request, wanted, job, place)
 
 
@@ -141,9 +141,9 @@ def _check_media_type(request: Request) -> None:
         raise WrongMediaType("the body must be JSON: set the header Content-Type: application/json", code="unsupported_media_type")
 
 
-def _answer(service: Service, request: Request, wanted: Wanted, job: Job, place: Place) -> CompletionResponse:
+def _answer(service: Service, request: Request, wanted: ParsedRequest, job: Job, place: Place) -> CompletionResponse:
     client = Client(record_of(request.scope).key, request.headers.get("authorization") or request.headers.get("x-api-key"))
-    job = service.ranked(job, wanted.request, client)
+    job = service.with_priority(job, wanted.request, client)
     place.settle(len(job.params), job.choices_each * job.prompt_tokens)
     return CompletionResponse(service, job, wanted.format(service.model), stream=bool(wanted.request.stream))
 
@@ -180,7 +180,7 @@ def _add_health(app: FastAPI, service: Service) -> None:
 
 def _may_know_addresses(service: Service, request: Request) -> bool:
     """From this machine and, where there are API keys, with one."""
-    return from_here(request.scope) and (service.keys is None or record_of(request.scope).key is not None)
+    return is_from_loopback(request.scope) and (service.keys is None or record_of(request.scope).key is not None)
 
 
 def _status(service: Service) -> int:

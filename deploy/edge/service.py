@@ -25,7 +25,7 @@ from deploy.edge.logit_keys import check_ids, forbid, logit_adjustments
 from deploy.edge.observe.record import RequestRecord
 from deploy.edge.observe.spans import Tracer
 from deploy.edge.openai.schemas import ChatRequest, CompletionRequest, Sampling
-from deploy.edge.raw_json import FEW_BYTES, present
+from deploy.edge.raw_json import ON_LOOP_BYTES, not_null
 from deploy.edge.response_format import ServedModel
 from engine.checkpoint import generation_config
 from engine.config import ToolGrammar
@@ -44,11 +44,11 @@ from engine.protocol import MAX_ALTERNATIVES, Grammar, SamplingParams, ThoughtBu
 
 TEXT_THREADS = 2
 CALL_TOKENS = ("<|tool_call>", "<|tool_response>")  # not to come with tool_choice none, where tools stay declared in the prompt
-READERS = 4  # answers under way, in capacities: beyond what the engine works on, those that only wait for their readers
+ANSWERS_PER_CHOICE = 4  # answers under way, in capacities: beyond what the engine works on, those that only wait for their readers
 MAX_PROMPT_LOGPROBS = 1 << 18  # of a request, alternatives counted: some 70 bytes of JSON each
 MAX_CHOICES = 64  # of a request, all its prompts together
 CHARACTERS_A_TOKEN = 16  # on an average over a prompt, at most
-COUNTED = 2  # contexts: a longer prompt is not even counted
+COUNTED_CONTEXTS = 2  # contexts: a longer prompt is not even counted
 COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 _SEED_BITS = 63
 _REFUSALS: dict[type[QuartetError], KeyVerdict] = {
@@ -127,7 +127,7 @@ class Service:
         self.model = ServedModel(self.name, self.text.pieces, self.fingerprint)
         self._pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
         self._grammars = self.grammars or GrammarCheck(lambda: vocabulary_of(self.text))
-        self.admission = AdmissionControl(self.engine, self.capacity, self.queue_tokens, READERS * self.capacity)
+        self.admission = AdmissionControl(self.engine, self.capacity, self.queue_tokens, ANSWERS_PER_CHOICE * self.capacity)
         self.idle = asyncio.Event()
         self.idle.set()
 
@@ -160,13 +160,13 @@ class Service:
 
     async def read(self, reader: Callable[[bytes, str], T], body: bytes) -> T:
         """What `reader` makes of `body` and the model's name; a large body is read off the loop. Raises what `reader` does."""
-        return reader(body, self.name) if len(body) <= FEW_BYTES else await self.off_loop(lambda: reader(body, self.name))
+        return reader(body, self.name) if len(body) <= ON_LOOP_BYTES else await self.off_loop(lambda: reader(body, self.name))
 
     async def job(self, request: ChatRequest | CompletionRequest) -> Job:
         """What goes to the engine. InvalidRequest, ModelNotFound."""
         self.check_model(request.model)
         adjustments = await self._adjustments(request)
-        if isinstance(request, ChatRequest) and request.chosen_tools.mode == "none" and present(request.tools) is not None:
+        if isinstance(request, ChatRequest) and request.chosen_tools.mode == "none" and not_null(request.tools) is not None:
             known = map(self.text.control_id, CALL_TOKENS)
             adjustments = forbid(adjustments, [number for number in known if number is not None])
         job = await (self._chat_job(request) if isinstance(request, ChatRequest) else self._completion_job(request))
@@ -182,12 +182,12 @@ class Service:
     def prompt(self, request: ChatRequest) -> list[int]:
         """The token ids that a chat begins with; takes a while. InvalidRequest, ModelNotFound."""
         self.check_model(request.model)
-        return self._render(request, COUNTED * self.max_len)[0]
+        return self._render(request, COUNTED_CONTEXTS * self.max_len)[0]
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a raw prompt; takes a while. InvalidRequest: it is much longer than any that fits."""
         self._check_size(len(text), "prompt")
-        return self.text.encode(text, add_bos=add_special_tokens, most=COUNTED * self.max_len)
+        return self.text.encode(text, add_bos=add_special_tokens, most=COUNTED_CONTEXTS * self.max_len)
 
     def decode(self, tokens: list[int]) -> str:
         """The text of token ids, control tokens included; takes a while. InvalidRequest: one lies outside the vocabulary."""
@@ -268,7 +268,7 @@ class Service:
             record.grant.close(record.used_tokens)
             self.sink(KeyTokens(record.key, record.used_tokens))
 
-    def ranked(self, job: Job, request: Sampling, client: Client) -> Job:
+    def with_priority(self, job: Job, request: Sampling, client: Client) -> Job:
         """`job` with its place in the queue, and with whom it shares cached prefixes. InvalidRequest: it is too urgent."""
         priority, most = request.priority or 0, self.limits.min_priority
         if priority < most:

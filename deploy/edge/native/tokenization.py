@@ -10,7 +10,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from deploy.edge.api import TokenApi
 from deploy.edge.openai.schemas import MESSAGES, PROMPT_IDS, TOOLS, ChatRequest, Message, parse
-from deploy.edge.raw_json import decode, present, shown_as, token_ids
+from deploy.edge.raw_json import decode, not_null, shown_as, token_ids
 from deploy.edge.service import Service
 from engine.errors import InvalidRequest, ModelNotFound
 
@@ -38,11 +38,11 @@ class TokenizeRequest(Struct, frozen=True, kw_only=True):
 
     def chat(self, model: str) -> ChatRequest | None:
         """The conversation, of `model` where it names none; None: there is a text instead. InvalidRequest: both, or neither."""
-        if (present(self.messages) is None) == (self.prompt is None):
+        if (not_null(self.messages) is None) == (self.prompt is None):
             raise InvalidRequest("prompt: either a prompt or messages", param="prompt")
         if self.prompt is not None:
             return None
-        given = {name: value for name in _CHAT if (value := present(getattr(self, name))) is not None}
+        given = {name: value for name in _CHAT if (value := not_null(getattr(self, name))) is not None}
         special = {} if self.add_special_tokens is None else {"add_special_tokens": self.add_special_tokens}
         return parse(ChatRequest, msgspec.json.encode({"model": self.model or model, **given, **special}))
 

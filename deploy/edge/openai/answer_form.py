@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw, Struct, UnsetType
 
-from deploy.edge.raw_json import ANYTHING, Json, decode, present, size
+from deploy.edge.raw_json import ANYTHING, Json, decode, not_null, size
 from engine.errors import InvalidRequest
 from engine.front.grammar import (
     MAX_SCHEMA_BYTES,
@@ -74,7 +74,7 @@ class AnswerForm:
 
 def answer_form(keys: Mapping[str, Json]) -> AnswerForm | None:
     """Of a request's KEYS as raw JSON; None: it demands none. InvalidRequest names the key that is wrong."""
-    given = {name: raw for name, value in keys.items() if (raw := present(value)) is not None}
+    given = {name: raw for name, value in keys.items() if (raw := not_null(value)) is not None}
     for name, raw in given.items():
         if size(raw) > _MAX_BYTES:
             raise InvalidRequest(f"{name}: larger than {_MAX_BYTES} bytes", param=name)
@@ -102,7 +102,7 @@ def _response_format(raw: Raw, key: str) -> str | None:
         case "json_object":
             return json_answer()
         case "json_schema":
-            schema = present(form.json_schema.schema) if form.json_schema is not None else None
+            schema = not_null(form.json_schema.schema) if form.json_schema is not None else None
             if schema is None:
                 raise InvalidRequest(f"{key}.json_schema.schema: is required")
             return _schema(_value(schema, key), key)

@@ -16,8 +16,8 @@ import msgspec
 from deploy.edge.blocks import BlockFormat, ReplyBlock, encode, event
 from deploy.edge.error_response import message_of
 from deploy.edge.http_errors import status_of
-from deploy.edge.openai.response_request import ResponsesRequest, sealed
-from deploy.edge.raw_json import own
+from deploy.edge.openai.response_request import ResponsesRequest, encrypted_content_of
+from deploy.edge.raw_json import copied
 from deploy.edge.response_format import ServedModel, Usage
 from engine.errors import QuartetError
 
@@ -120,7 +120,7 @@ class ResponseObject(BlockFormat):
             case "text":
                 return about | {"type": "message", "role": "assistant", "content": [_part(block)]}
             case "reasoning":
-                seal = sealed(block.text) if self._is_sealed and status != "in_progress" else None
+                seal = encrypted_content_of(block.text) if self._is_sealed and status != "in_progress" else None
                 return about | {"type": "reasoning", "summary": [], "content": [_part(block)], "encrypted_content": seal}
             case "call":
                 return about | {"type": "function_call", "call_id": block.id, "name": block.name, "arguments": block.text}
@@ -151,8 +151,8 @@ class ResponseObject(BlockFormat):
 
 def _repeated(request: ResponsesRequest) -> dict[str, Any]:
     """What of the request the response repeats."""
-    form = own(request.text.format) if request.text else None
-    tools = [msgspec.structs.asdict(tool) | {"parameters": own(tool.parameters)} for tool in request.functions()]
+    form = copied(request.text.format) if request.text else None
+    tools = [msgspec.structs.asdict(tool) | {"parameters": copied(tool.parameters)} for tool in request.functions()]
     return {
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
@@ -160,7 +160,7 @@ def _repeated(request: ResponsesRequest) -> dict[str, Any]:
         "top_p": request.top_p,
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "tools": tools,
-        "tool_choice": own(request.tool_choice) or "auto",
+        "tool_choice": copied(request.tool_choice) or "auto",
         "reasoning": {"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
         "text": {"format": form or {"type": "text"}},
     }

@@ -29,11 +29,11 @@ from deploy.edge.raw_json import (
     check_commas,
     decode,
     elements,
-    opening,
-    present,
+    first_characters,
+    not_null,
+    short_value,
     shown_as,
     size,
-    small,
     token_ids,
 )
 from engine.errors import InvalidRequest
@@ -171,7 +171,7 @@ class Sampling(Struct, frozen=True, kw_only=True):
     @property
     def biases(self) -> dict[int, float]:
         """What logit_bias says of each id. InvalidRequest: too many, no ids, or no numbers from -100 to 100."""
-        if (given := present(self.logit_bias)) is None:
+        if (given := not_null(self.logit_bias)) is None:
             return {}
         if size(given) > _BIAS_BYTES * MAX_BIAS_IDS or bytes(given).count(b",") >= MAX_BIAS_IDS:
             raise InvalidRequest(f"logit_bias: more than {MAX_BIAS_IDS} token ids", param="logit_bias")
@@ -181,14 +181,14 @@ class Sampling(Struct, frozen=True, kw_only=True):
     @property
     def allowed_ids(self) -> list[int] | None:
         """Of allowed_token_ids; None where it says nothing. InvalidRequest: they are none, or too many."""
-        if present(self.allowed_token_ids) is None:
+        if not_null(self.allowed_token_ids) is None:
             return None
         return token_ids(self.allowed_token_ids, "allowed_token_ids", MAX_ALLOWED_IDS)
 
     @property
     def forbidden_words(self) -> list[str]:
         """Of bad_words. InvalidRequest: they are no strings, too many, or too long."""
-        if (given := present(self.bad_words)) is None:
+        if (given := not_null(self.bad_words)) is None:
             return []
         words = elements(given, "bad_words", _WORDS)
         if any(len(word) > WORD_CHARACTERS for word in words):
@@ -212,7 +212,7 @@ class Sampling(Struct, frozen=True, kw_only=True):
     @property
     def demands_form(self) -> bool:
         """Whether it may demand a form of its answer."""
-        return any(present(getattr(self, name)) is not None for name in FORM_KEYS)
+        return any(not_null(getattr(self, name)) is not None for name in FORM_KEYS)
 
     def read_form(self) -> AnswerForm | None:
         """What its answer must look like; takes a while. InvalidRequest names the key that is wrong."""
@@ -302,7 +302,7 @@ class CompletionRequest(Sampling, frozen=True, kw_only=True):
 
     def prompts(self) -> list[str | list[int]]:
         """Texts, or lists of token ids. InvalidRequest: they are neither, or too many."""
-        first = opening(self.prompt)
+        first = first_characters(self.prompt)
         if first == b'["':
             return elements(self.prompt, "prompt", _TEXTS)
         if first == b"[[":
@@ -321,7 +321,7 @@ def parse(kind: type[R], body: bytes) -> R:
     decoder, absent = _DECODERS[kind]
     request: R = decode(body, "", decoder)
     for name, neutral in absent.items():
-        if not absent_keys.is_neutral(small(getattr(request, name), name), neutral):
+        if not absent_keys.is_neutral(short_value(getattr(request, name), name), neutral):
             raise unsupported(name, " or ".join(msgspec.json.encode(value).decode() for value in neutral))
     request.check()
     return request
@@ -358,15 +358,15 @@ _DECODERS: dict[type[Sampling], Any] = {
 
 
 def _stops(raw: Json) -> tuple[str, ...]:
-    if (given := present(raw)) is None:
+    if (given := not_null(raw)) is None:
         return ()
-    if opening(given)[:1] == b'"':
+    if first_characters(given)[:1] == b'"':
         return (decode(given, "stop", _TEXT),)
     return tuple(elements(given, "stop", _STOP_TEXTS))
 
 
 def _tools(raw: Json) -> list[dict[str, Any]]:
-    if (given := present(raw)) is None:
+    if (given := not_null(raw)) is None:
         return []
     if size(given) > TOOL_BYTES:
         raise InvalidRequest(f"tools: {size(given)} bytes exceed the limit of {TOOL_BYTES}", param="tools")
@@ -377,7 +377,7 @@ def _tools(raw: Json) -> list[dict[str, Any]]:
 
 
 def _switches(raw: Json, key: str) -> dict[str, bool]:
-    if (given := present(raw)) is None:
+    if (given := not_null(raw)) is None:
         return {}
     if size(given) > _SWITCHES_BYTES:
         raise InvalidRequest(f"{key}: too many keys", param=key)
@@ -387,7 +387,7 @@ def _switches(raw: Json, key: str) -> dict[str, bool]:
 
 def _plain_call(call: ToolCall) -> dict[str, Any]:
     """As the chat template takes it."""
-    given = present(call.function.arguments)
+    given = not_null(call.function.arguments)
     arguments = None if given is None else decode(given, "messages", ANYTHING)
     return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}
 

@@ -6,7 +6,7 @@
 
 from typing import Any
 
-from deploy.edge.raw_json import ANYTHING, Json, decode, present, size
+from deploy.edge.raw_json import ANYTHING, Json, decode, not_null, size
 from engine.errors import InvalidRequest
 from engine.front.constraints import ToolChoice
 
@@ -15,7 +15,7 @@ _MAX_BYTES = 64 << 10
 
 def tool_choice(raw: Json, *, parallel: bool) -> ToolChoice:
     """Of a request; `parallel`: it may be several calls. InvalidRequest says what is wrong."""
-    given = present(raw)
+    given = not_null(raw)
     if given is None:
         return ToolChoice(one=not parallel)
     if size(given) > _MAX_BYTES:

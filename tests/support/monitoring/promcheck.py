@@ -34,7 +34,7 @@ def wires() -> dict[str, Wire]:
         for name, row in ROWS.items()
         for suffix in SUFFIXES[row.kind]
     }
-    return known | {record.name: Wire(frozenset(record.carries), grows=False) for record in RECORDS}
+    return known | {record.name: Wire(frozenset(record.label_names), grows=False) for record in RECORDS}
 
 
 def complaints(expr: str, legend: str = "", known: Mapping[str, Wire] | None = None) -> list[str]:
