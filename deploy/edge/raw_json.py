@@ -14,6 +14,7 @@ from engine.errors import InvalidRequest
 
 _INT32 = 2**31 - 1
 ON_LOOP_BYTES = 64 << 10  # of JSON: read in less than a millisecond
+_STRINGS = 1 << 18  # keys and strings of a body: a decoder reads some six million a second, and lets nobody in meanwhile
 _SMALL_BYTES = 256  # no neutral value is longer
 _WHERE = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
 _HEAD = re.compile(rb"\s*(.?)\s*(.?)", re.DOTALL)
@@ -98,6 +99,12 @@ def check_commas(raw: Raw, key: str, most: int) -> None:
     """In what may only hold numbers, a comma ends each but the last."""
     if first_characters(raw)[:1] == b"[" and bytes(raw).count(b",") >= most:
         raise InvalidRequest(f"{key}: more than {most} token ids", param=key)
+
+
+def check_strings(body: bytes) -> None:
+    """A decoder looks at every key, however often it comes: InvalidRequest where there are too many."""
+    if body.count(b'"') - body.count(b'\\"') > 2 * _STRINGS:
+        raise InvalidRequest(f"The body holds more than {_STRINGS} keys and strings")
 
 
 def elements(raw: Raw, key: str, decoder: msgspec.json.Decoder[Any]) -> list[Any]:

@@ -25,7 +25,7 @@ from deploy.edge.logit_keys import check_ids, forbid, logit_adjustments
 from deploy.edge.observe.record import RequestRecord
 from deploy.edge.observe.spans import Tracer
 from deploy.edge.openai.schemas import ChatRequest, CompletionRequest, Sampling
-from deploy.edge.raw_json import ON_LOOP_BYTES, not_null
+from deploy.edge.raw_json import ON_LOOP_BYTES, check_strings, not_null
 from deploy.edge.response_format import ServedModel
 from engine.checkpoint import generation_config
 from engine.config import ToolGrammar
@@ -160,7 +160,10 @@ class Service:
 
     async def read(self, reader: Callable[[bytes, str], T], body: bytes) -> T:
         """What `reader` makes of `body` and the model's name; a large body is read off the loop. Raises what `reader` does."""
-        return reader(body, self.name) if len(body) <= ON_LOOP_BYTES else await self.off_loop(lambda: reader(body, self.name))
+        if len(body) <= ON_LOOP_BYTES:
+            return reader(body, self.name)
+        check_strings(body)
+        return await self.off_loop(lambda: reader(body, self.name))
 
     async def job(self, request: ChatRequest | CompletionRequest) -> Job:
         """What goes to the engine. InvalidRequest, ModelNotFound."""
@@ -190,7 +193,8 @@ class Service:
         return self.text.encode(text, add_bos=add_special_tokens, most=COUNTED_CONTEXTS * self.max_len)
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of token ids, control tokens included; takes a while. InvalidRequest: one lies outside the vocabulary."""
+        """The text of token ids, control tokens included; takes a while. InvalidRequest: one is none, or they are too many."""
+        _at_most("tokens", len(tokens), COUNTED_CONTEXTS * self.max_len, "ids")
         return self.text.decode(self._in_vocab(tokens, "tokens"), skip_special_tokens=False)
 
     async def off_loop(self, work: Callable[[], T]) -> T:

@@ -23,6 +23,7 @@ _REPLACEMENT = "\ufffd"
 NO_BOUND = 1 << 40
 _WINDOW = 1 << 15  # characters that are searched or tokenized at once
 _BYTES_A_TOKEN = 4  # of a text that is worth a look before it is tokenized: fewer than most texts have
+_UNSEEN_BYTES = 512 << 10  # at most, of a text that is tokenized without that look: 140 bytes of memory a token
 _SEAM = 64  # tokens at most that a text has fewer of than its pieces, where two of them meet
 
 
@@ -215,7 +216,7 @@ class TextProcessor:
         ids: list[int] = []
         for plain, control in self._pieces_of(text):
             if plain:
-                ids += self._plain(plain.replace(sentinel, "") if sentinel else plain, param, most - len(ids))
+                ids += self._plain(plain.replace(sentinel, "") if sentinel else plain, param, most)
             if control:
                 ids.append(self._control[control])
             if len(ids) > most:
@@ -240,7 +241,7 @@ class TextProcessor:
             size = len(text.encode())
         except UnicodeEncodeError as error:
             raise InvalidRequest(f"{param}: not valid Unicode (a lone surrogate)", param=param) from error
-        if size > _BYTES_A_TOKEN * most and self._is_longer(text, most):
+        if size > min(_BYTES_A_TOKEN * most, _UNSEEN_BYTES) and self._is_longer(text, most):
             raise _too_many(param, most)
         return self._encoded(text)
 

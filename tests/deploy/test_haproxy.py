@@ -45,13 +45,16 @@ backend at_zero_replicas
 
 
 @contextmanager
-def haproxy(folder: Path, behind: int, errors: Path | None, wrapper: Path | str = WRAPPER) -> Iterator[str]:
+def haproxy(
+    folder: Path, behind: int, errors: Path | None, wrapper: Path | str = WRAPPER, head_timeout: str = "10s"
+) -> Iterator[str]:
     """HAProxy before the port `behind`; the URL."""
     (folder / "500.http").write_text("HTTP/1.1 500 Internal Server Error\r\nContent-Type: text/plain\r\n\r\nInternal Server Error")
     port = free_port()
     path = folder / "haproxy.cfg"
     path.write_text(CONFIG.format(folder=folder, port=port, behind=behind))
     environ = {**os.environ, "QUARTET_HAPROXY": haproxy_binary() or "", "QUARTET_ERRORS": str(errors or "")}
+    environ["QUARTET_HEAD_TIMEOUT"] = head_timeout
     process = subprocess.Popen([str(wrapper), "-db", "-f", str(path)], env=environ, stderr=subprocess.DEVNULL)
     try:
         wait(lambda: not is_free(port), 10)
@@ -104,6 +107,17 @@ def test_a_replica_that_is_lost_after_a_request_is_said_so(tmp_path: Path, keeps
     assert "without sending a response" in error
 
 
+@pytest.mark.parametrize("said", [b"", b"GET /health HTTP/1.1\r\nX-Slow: a"])
+def test_a_connection_without_a_whole_head_ends(tmp_path: Path, said: bytes) -> None:
+    """A client that says nothing, or not all, has a bound, and not the hour of silence that a stream may have.
+
+    Planted: Serve's configuration as it is. HAProxy's own 400 and 408 of what it cannot read have no file: they are HTML.
+    """
+    for wrapper, ends in ((WRAPPER, True), (haproxy_binary() or "", False)):
+        with haproxy(tmp_path, free_port(), None, wrapper, "300ms") as url:
+            assert answered(url, said).startswith(b"HTTP/1.1 408") == ends
+
+
 def test_an_application_is_routed_when_haproxy_has_a_replica_of_it(tmp_path: Path) -> None:
     """Not when only the fallback is left, which is Serve's own proxy; and none is once HAProxy has gone."""
     admin = tmp_path / "admin.sock"
@@ -111,6 +125,14 @@ def test_an_application_is_routed_when_haproxy_has_a_replica_of_it(tmp_path: Pat
     with haproxy(tmp_path, free_port(), None):
         assert routed(admin) == 1
     assert routed(admin) == 0
+
+
+def answered(url: str, said: bytes) -> bytes:
+    """What comes within a second of a new connection, if anything does."""
+    with suppress(TimeoutError), socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=1) as made:
+        made.sendall(said)
+        return made.recv(65536)
+    return b""
 
 
 def failure_of(ask: Callable[[str], httpx.Response], url: str) -> str:
