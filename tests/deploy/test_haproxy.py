@@ -1,5 +1,6 @@
 """What HAProxy answers by itself and says of its servers, through the real binary and the wrapper that Serve starts it by."""
 
+import json
 import os
 import socket
 import subprocess
@@ -31,9 +32,13 @@ defaults
     errorfile 503 {folder}/500.http
     errorfile 504 {folder}/500.http
 
-frontend api
+frontend http_frontend
     bind *:{port}
-    default_backend replica
+    use_backend replica if {{ path_beg / }}
+    default_backend default_backend
+
+backend default_backend
+    http-request return status 404 content-type text/plain lf-string "Path '%[path]' not found."
 
 backend replica
     http-reuse always
@@ -116,6 +121,20 @@ def test_a_connection_without_a_whole_head_ends(tmp_path: Path, said: bytes) -> 
     for wrapper, ends in ((WRAPPER, True), (haproxy_binary() or "", False)):
         with haproxy(tmp_path, free_port(), None, wrapper, "300ms") as url:
             assert answered(url, said).startswith(b"HTTP/1.1 408") == ends
+
+
+@pytest.mark.parametrize(("line", "status"), [("OPTIONS *", 404), ("GET health", 404), ("FOO /v1/models", 405)])
+def test_what_no_replica_is_asked_is_refused_in_shape(tmp_path: Path, line: str, status: int) -> None:
+    """A path of no application, a method that HTTP lacks: OpenAI's error object. Planted: without our files, Serve's text."""
+    ingress_errors.write(tmp_path)
+    said = f"{line} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n".encode()
+    with haproxy(tmp_path, free_port(), tmp_path) as url:
+        head, _, body = answered(url, said).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status)
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+    assert (b"allow: GET, POST" in head) == (status == 405)
+    with haproxy(tmp_path, free_port(), None) as url:
+        assert b'"error"' not in answered(url, said)
 
 
 def test_an_application_is_routed_when_haproxy_has_a_replica_of_it(tmp_path: Path) -> None:

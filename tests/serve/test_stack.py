@@ -329,13 +329,46 @@ def test_a_client_that_leaves_frees_its_place(stack: Stack) -> None:
     wait(lambda: figures(stack)['quartet_kv_pages_used{group="full"}'] == 0, 10, stack.said)
 
 
+def test_a_changed_setting_is_deployed_and_no_request_is_lost(stack: Stack) -> None:
+    """Another build under open streams and a client that goes on asking: the streams end whole, the client always hears 200, and
+    what answers then is a new replica."""
+    (before,) = stack.find("ServeReplica")
+    built = figures(stack)
+    streams = [Reader(stack.url, LONG | {"max_tokens": 400}) for _ in range(4)]
+    wait(lambda: all("data:" in stream.text for stream in streams), 40, stack.said)
+    asked: list[tuple[int, float]] = []
+
+    def ask_again() -> None:
+        body = {"model": MODEL, "messages": HELLO, "max_tokens": 2}
+        reply = httpx.post(f"{stack.url}/v1/chat/completions", json=body, timeout=90)
+        asked.append((reply.status_code, reply.elapsed.total_seconds()))
+
+    began = time.monotonic()
+    stack.redeploy(build="changed")
+    with ThreadPoolExecutor(1) as client:
+        while before in stack.find("ServeReplica"):
+            assert time.monotonic() - began < 90, stack.said()
+            client.submit(ask_again).result()
+    for stream in streams:
+        stream.join(60)
+        assert stream.text.rstrip().endswith("[DONE]"), stream.text[-300:]
+    took, longest = time.monotonic() - began, max(seconds for _, seconds in asked)
+    print(f"\nredeployed in {took:.1f} s: {len(asked)} requests meanwhile, the longest took {longest:.1f} s")
+    serves_again(stack)
+    (after,) = stack.find("ServeReplica")
+    assert after != before
+    assert {status for status, _ in asked} == {200}
+    assert len(asked) > 3
+    assert {name for name in figures(stack) if "build_info" in name} != {name for name in built if "build_info" in name}
+
+
 @pytest.mark.parametrize(
     ("victim", "blow", "bound_s"),
     [
         ("engine.rank.worker", signal.SIGKILL, 2),
         pytest.param("engine.core.loop", signal.SIGKILL, 2, marks=pytest.mark.slow),
         pytest.param("engine.rank.worker", signal.SIGSTOP, 6, marks=pytest.mark.slow),
-        ("engine.core.loop", signal.SIGSTOP, 6),
+        pytest.param("engine.core.loop", signal.SIGSTOP, 6, marks=pytest.mark.slow),
     ],
 )
 def test_a_lost_process_ends_every_stream_with_one_error_event(
