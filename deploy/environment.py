@@ -39,7 +39,7 @@ RAY: dict[str, tuple[str, str]] = {
 }
 CORES_PER_HAPROXY_THREAD = 8  # a thread carries some 40 000 tokens a second; fewer threads wake up less often for each
 MAX_HAPROXY_THREADS = 4  # Serve's default
-HAPROXY_CONNECTIONS, MAX_HAPROXY_CONNECTIONS = 4096, 1 << 14  # of clients: Serve's default, and some 20 MB when all are idle
+MAX_HAPROXY_CONNECTIONS = 1 << 14  # of clients, by default 4096: idle ones shut nobody out, and cost some 20 MB
 WRAPPER = Path(__file__).with_name("haproxy.sh")
 HAPROXY_FILES = {
     "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": "haproxy.cfg",
@@ -75,9 +75,10 @@ def haproxy_threads(cores: int) -> int:
 
 
 def haproxy_connections(files: int) -> int:
-    """As many clients as so many descriptors are enough for, two each, that idle ones shut nobody out; no fewer than by default."""
-    wanted = MAX_HAPROXY_CONNECTIONS if files == resource.RLIM_INFINITY else min(MAX_HAPROXY_CONNECTIONS, (files - 1024) // 2)
-    return max(HAPROXY_CONNECTIONS, wanted)
+    """As many clients as so many descriptors are enough for: two each, and half of one for pipes. It ends with fewer."""
+    if files == resource.RLIM_INFINITY:
+        return MAX_HAPROXY_CONNECTIONS
+    return max(64, min(MAX_HAPROXY_CONNECTIONS, (files - 1024) * 2 // 5))
 
 
 def haproxy_sockets(environ: Mapping[str, str]) -> list[Path] | None:

@@ -334,7 +334,7 @@ def test_a_changed_setting_is_deployed_and_no_request_is_lost(stack: Stack) -> N
     what answers then is a new replica."""
     (before,) = stack.find("ServeReplica")
     built = figures(stack)
-    streams = [Reader(stack.url, LONG | {"max_tokens": 400}) for _ in range(4)]
+    streams = [Reader(stack.url, LONG | {"max_tokens": 150}) for _ in range(3)]
     wait(lambda: all("data:" in stream.text for stream in streams), 40, stack.said)
     asked: list[tuple[int, float]] = []
 
@@ -347,7 +347,7 @@ def test_a_changed_setting_is_deployed_and_no_request_is_lost(stack: Stack) -> N
     stack.redeploy(build="changed")
     with ThreadPoolExecutor(1) as client:
         while before in stack.find("ServeReplica"):
-            assert time.monotonic() - began < 90, stack.said()
+            assert time.monotonic() - began < 150, [stack.said()[-2000:], asked]
             client.submit(ask_again).result()
     for stream in streams:
         stream.join(60)
