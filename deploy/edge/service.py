@@ -236,8 +236,8 @@ class Service:
         wanted, form = request.max_tokens, await self.off_loop(request.read_form) if request.demands_form else None
         limit = COMPLETION_TOKENS if wanted is None else max(1, wanted)
         job = self._job(request, prompts, limit, clip=wanted is None, logprobs=request.logprobs)
-        told = [each for each in (request.prompt_logprobs, request.echoed_logprobs) if each is not None]
-        job = self._scored(job, max(told, default=None), len(job.params))
+        scored = [each for each in (request.prompt_logprobs, request.echoed_logprobs) if each is not None]
+        job = self._scored(job, max(scored, default=None), len(job.params))
         if request.echo:
             job = await self.off_loop(lambda: replace(job, echoes=self._texts(sources, job), echo_only=wanted == 0))
         if form is None:
