@@ -25,8 +25,8 @@ Rows = Literal["decode", "extend"]
 SM100 = 10
 _XQA = (9, 12)  # major versions whose decode rows FlashInfer serves by its own kernels
 _OLDEST = (8, 0)  # bf16 in tensor cores
-TRIED = ("0.7.0", "0.8")  # FlashInfer from, and below: both calls' signatures are pinned (tests/support/flashinfer_calls.py)
-IMAGE_LINE = "FLASHINFER_CUBIN_DIR=/opt/flashinfer-cubins flashinfer download-cubin"
+TESTED_VERSIONS = ("0.7.0", "0.8")  # FlashInfer from, and below: its calls are pinned (tests/support/flashinfer_calls.py)
+CUBIN_DOWNLOAD_COMMAND = "FLASHINFER_CUBIN_DIR=/opt/flashinfer-cubins flashinfer download-cubin"
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def _missing(gpu: str, found: FlashInferFiles, *, fetched: bool, download: bool)
     if found.version is None:
         yield _Obstacle(f"{gpu} without FlashInfer", "make install-gpu")
         return
-    oldest, ceiling = (Version(version) for version in TRIED)
+    oldest, ceiling = (Version(version) for version in TESTED_VERSIONS)
     if not oldest <= Version(found.version) < ceiling:
         yield _Obstacle(f"FlashInfer {found.version} is not among those tried, {oldest} to below {ceiling}", "make install-gpu")
     if found.launcher is None:
@@ -146,7 +146,7 @@ def _missing(gpu: str, found: FlashInferFiles, *, fetched: bool, download: bool)
     if fetched and found.cubins is None and not download:
         yield _Obstacle(
             f"FlashInfer {found.version} lacks its kernels on disk, and no request may wait for a download",
-            f"when the image is built: {IMAGE_LINE}; or flashinfer_download: true",
+            f"when the image is built: {CUBIN_DOWNLOAD_COMMAND}; or flashinfer_download: true",
         )
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from cluster.health import Moment, stalls
+from cluster.health import Observation, stalls
 from engine.events import ProcessFigures, ScrapeGauges
 from engine.rank_status import RankStatus
 
@@ -55,7 +55,7 @@ def processes(
     """Figures of the ranks and, last, the core, from their records. `waiting_ns`: since when requests are open. Pure."""
     states = list(up) if len(up) == len(statuses) else [False] * len(statuses)
     names = [*map(str, range(len(statuses) - 1)), "core"]
-    stalled_s = stalls(statuses, Moment(now_ns, waiting=waiting_ns))
+    stalled_s = stalls(statuses, Observation(now_ns, waiting=waiting_ns))
     return tuple(map(_figures, names, statuses, states, stalled_s, [now_ns] * len(statuses)))
 
 

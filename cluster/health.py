@@ -50,7 +50,7 @@ class Bounds:
 
 
 @dataclass(frozen=True)
-class Moment:
+class Observation:
     """When a verdict is asked for, CLOCK_MONOTONIC nanoseconds.
 
     since    the watcher has looked regularly since then; ages count from there at the earliest, so that a machine that was
@@ -67,12 +67,12 @@ class Moment:
         return (self.now - max(self.since, *stamps)) / _NS
 
 
-def verdict(statuses: Sequence[RankStatus], moment: Moment, bounds: Bounds) -> Death | None:
+def verdict(statuses: Sequence[RankStatus], moment: Observation, bounds: Bounds) -> Death | None:
     """Why the group whose records (ranks, then the core) are `statuses` must end; None: it is well. Pure."""
     return _unscheduled(statuses, moment, bounds.heartbeat_s) or _stalled(statuses, stalls(statuses, moment), bounds.step_s)
 
 
-def stalls(statuses: Sequence[RankStatus], moment: Moment) -> list[float]:
+def stalls(statuses: Sequence[RankStatus], moment: Observation) -> list[float]:
     """Seconds for which each process (ranks, then the core) has owed a step; 0.0 where it owes none, however long it idles. Pure.
 
     The core owes a commit once all ranks have finished a step, and a plan while requests wait and nothing is out. A rank owes every
@@ -88,7 +88,7 @@ def _owes_commit(ranks: Sequence[RankStatus], core: RankStatus) -> bool:
     return core.finished < min(rank.finished for rank in ranks)
 
 
-def _rank_stall_s(rank: RankStatus, core: RankStatus, due: int, moment: Moment) -> float:
+def _rank_stall_s(rank: RankStatus, core: RankStatus, due: int, moment: Observation) -> float:
     """Since the rank launched its next step, or since the core last published anything."""
     if rank.finished >= due:
         return 0.0
@@ -96,7 +96,7 @@ def _rank_stall_s(rank: RankStatus, core: RankStatus, due: int, moment: Moment) 
     return moment.age_s(*started)
 
 
-def _core_stall_s(ranks: Sequence[RankStatus], core: RankStatus, moment: Moment) -> float:
+def _core_stall_s(ranks: Sequence[RankStatus], core: RankStatus, moment: Observation) -> float:
     """Since anybody last made progress, or since requests wait."""
     owes_plan = moment.waiting is not None and core.launched == core.finished
     if not (_owes_commit(ranks, core) or owes_plan):
@@ -104,7 +104,7 @@ def _core_stall_s(ranks: Sequence[RankStatus], core: RankStatus, moment: Moment)
     return moment.age_s(core.progress_ns, *(rank.progress_ns for rank in ranks), moment.waiting or 0)
 
 
-def _unscheduled(statuses: Sequence[RankStatus], moment: Moment, bound_s: float) -> Death | None:
+def _unscheduled(statuses: Sequence[RankStatus], moment: Observation, bound_s: float) -> Death | None:
     ages = [moment.age_s(status.heartbeat_ns) for status in statuses]
     late = [index for index, age in enumerate(ages) if age > bound_s]
     if not late:
@@ -221,7 +221,7 @@ class Watcher:
     def _verdict(self, share: float) -> Death | None:
         """The verdict now, by `share` of the bounds."""
         bounds = Bounds(share * self._bounds.heartbeat_s, share * self._bounds.step_s)
-        moment = Moment(time.monotonic_ns(), self._since_ns, self._waiting())
+        moment = Observation(time.monotonic_ns(), self._since_ns, self._waiting())
         return verdict(self._group.status(), moment, bounds)
 
     def _die(self, death: Death) -> None:

@@ -11,20 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from dashboards.metrics import OUTCOMES, Metric
-from dashboards.promql import FLEET_JOB, JOB, RULE, Queries
+from dashboards.promql import DISCOVERY_JOB, JOB, RULE, Queries
 from engine.errors import ConfigError
 
 FILE = Path(__file__).parent / "alerts.yaml"
 BURN_WINDOWS = ("5m", "30m", "1h", "6h")
 FAST_BURN, SLOW_BURN = 14.4, 6.0
-PLACE = ("application", "deployment")
-REPLICA = (*PLACE, "replica")
+BY_DEPLOYMENT = ("application", "deployment")
+BY_REPLICA = (*BY_DEPLOYMENT, "replica")
 
 # A group's end ends its replica too, which Prometheus will hardly scrape once more: what it took along is in the retired counts,
 # and read from there alone, so that nothing is there twice.
-ENDS = ("quartet_requests_total", {"outcome": "~" + "|".join(outcome for outcome in OUTCOMES if outcome != "dead")})
-FAULTS = ("quartet_requests_total", {"outcome": "~error|refused"})  # ends that the service, not the client, answers for; and:
-LOST = ("quartet_retired_requests_total", {"outcome": "dead"})
+ENDED_REQUESTS = ("quartet_requests_total", {"outcome": "~" + "|".join(outcome for outcome in OUTCOMES if outcome != "dead")})
+FAILED_REQUESTS = ("quartet_requests_total", {"outcome": "~error|refused"})  # not by the client's fault; and:
+LOST_REQUESTS = ("quartet_retired_requests_total", {"outcome": "dead"})
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Objective:
         """PromQL of the burn rate over `window`, by application and deployment; no sample without traffic."""
         asked = RULE.over(window)
         if self.name == "availability":
-            bad = asked.either("rate", FAULTS, LOST, by=PLACE)
-            total = asked.either("rate", ENDS, LOST, by=PLACE)
+            bad = asked.either("rate", FAILED_REQUESTS, LOST_REQUESTS, by=BY_DEPLOYMENT)
+            total = asked.either("rate", ENDED_REQUESTS, LOST_REQUESTS, by=BY_DEPLOYMENT)
         else:
-            bad = asked.rate("quartet_slo_requests_total", PLACE, slo=self.name, verdict="bad")
-            total = asked.rate("quartet_slo_requests_total", PLACE, slo=self.name)
+            bad = asked.rate("quartet_slo_requests_total", BY_DEPLOYMENT, slo=self.name, verdict="bad")
+            total = asked.rate("quartet_slo_requests_total", BY_DEPLOYMENT, slo=self.name)
         return f"({bad} / ({total} > 0)) / {1 - self.target:.6g}"
 
 
@@ -51,11 +51,11 @@ OBJECTIVES = (Objective("ttft", 0.99), Objective("tpot", 0.99), Objective("avail
 
 @dataclass(frozen=True)
 class RecordingRule:
-    """A recording rule; `carries`: the labels of its series."""
+    """A recording rule; `label_names`: the labels of its series."""
 
     name: str
     expr: str
-    carries: tuple[str, ...]
+    label_names: tuple[str, ...]
     labels: tuple[tuple[str, str], ...] = ()
 
     def document(self) -> dict[str, Any]:
@@ -65,11 +65,11 @@ class RecordingRule:
 
 @dataclass(frozen=True)
 class Alert:
-    """An alerting rule. `holds`: for how long before it fires. `page` wakes somebody, `ticket` waits for the morning."""
+    """An alerting rule. `pending_for`: how long it holds before it fires. `page` wakes somebody, `ticket` waits for the morning."""
 
     name: str
     expr: str
-    holds: str
+    pending_for: str
     severity: str
     summary: str
     runbook: str
@@ -79,7 +79,7 @@ class Alert:
         return {
             "alert": self.name,
             "expr": self.expr,
-            "for": self.holds,
+            "for": self.pending_for,
             "labels": {"severity": self.severity},
             "annotations": {"summary": self.summary, "runbook": self.runbook},
         }
@@ -93,25 +93,27 @@ def burn_name(window: str) -> str:
 def _burns() -> Iterator[RecordingRule]:
     for window in BURN_WINDOWS:
         for slo in OBJECTIVES:
-            yield RecordingRule(burn_name(window), slo.burn(window), (*PLACE, "slo"), (("slo", slo.name),))
+            yield RecordingRule(burn_name(window), slo.burn(window), (*BY_DEPLOYMENT, "slo"), (("slo", slo.name),))
 
 
-_RECEIVED = RULE.count("quartet_requests_received_total", REPLICA)
-_ENDED = RULE.count("quartet_requests_total", REPLICA)
-_OPEN = RULE.total("quartet_requests_in_flight", REPLICA)
-_HITS = RULE.over("10m").rate("quartet_prefix_cache_hit_tokens_total", REPLICA)
-_LOOKUPS = RULE.over("10m").rate("quartet_prefix_cache_queried_tokens_total", REPLICA)
+_TTFT = RULE.quantile(0.95, "quartet_time_to_first_token_seconds", BY_DEPLOYMENT)
+_TPOT = RULE.quantile(0.95, "quartet_time_per_output_token_seconds", BY_DEPLOYMENT)
+_RECEIVED = RULE.count("quartet_requests_received_total", BY_REPLICA)
+_ENDED = RULE.count("quartet_requests_total", BY_REPLICA)
+_OPEN = RULE.total("quartet_requests_in_flight", BY_REPLICA)
+_HITS = RULE.over("10m").rate("quartet_prefix_cache_hit_tokens_total", BY_REPLICA)
+_LOOKUPS = RULE.over("10m").rate("quartet_prefix_cache_queried_tokens_total", BY_REPLICA)
 
 RECORDS: tuple[RecordingRule, ...] = (
     *_burns(),
-    RecordingRule("quartet:ttft_seconds:p95_5m", RULE.quantile(0.95, "quartet_time_to_first_token_seconds", PLACE), PLACE),
-    RecordingRule("quartet:tpot_seconds:p95_5m", RULE.quantile(0.95, "quartet_time_per_output_token_seconds", PLACE), PLACE),
-    RecordingRule("quartet:generation_tokens:rate5m", RULE.rate("quartet_generation_tokens_total", PLACE), PLACE),
-    RecordingRule("quartet:requests_unaccounted", f"{_RECEIVED} - {_ENDED} - {_OPEN}", REPLICA),
-    RecordingRule("quartet:rank_stall_seconds:max", RULE.total("quartet_rank_stall_seconds", REPLICA, fold="max"), REPLICA),
-    RecordingRule("quartet:requests_waiting:sum", RULE.total("quartet_requests_waiting", PLACE), PLACE),
-    RecordingRule("quartet:prefix_cache_hit_ratio:rate10m", f"{_HITS} / ({_LOOKUPS} > 0)", REPLICA),
-    RecordingRule("quartet:waiting_tokens:sum", RULE.total("quartet_waiting_tokens", PLACE), PLACE),
+    RecordingRule("quartet:ttft_seconds:p95_5m", _TTFT, BY_DEPLOYMENT),
+    RecordingRule("quartet:tpot_seconds:p95_5m", _TPOT, BY_DEPLOYMENT),
+    RecordingRule("quartet:generation_tokens:rate5m", RULE.rate("quartet_generation_tokens_total", BY_DEPLOYMENT), BY_DEPLOYMENT),
+    RecordingRule("quartet:requests_unaccounted", f"{_RECEIVED} - {_ENDED} - {_OPEN}", BY_REPLICA),
+    RecordingRule("quartet:rank_stall_seconds:max", RULE.total("quartet_rank_stall_seconds", BY_REPLICA, fold="max"), BY_REPLICA),
+    RecordingRule("quartet:requests_waiting:sum", RULE.total("quartet_requests_waiting", BY_DEPLOYMENT), BY_DEPLOYMENT),
+    RecordingRule("quartet:prefix_cache_hit_ratio:rate10m", f"{_HITS} / ({_LOOKUPS} > 0)", BY_REPLICA),
+    RecordingRule("quartet:waiting_tokens:sum", RULE.total("quartet_waiting_tokens", BY_DEPLOYMENT), BY_DEPLOYMENT),
 )
 
 
@@ -119,7 +121,7 @@ def recorded(name: str, queries: Queries = RULE) -> str:
     """The series that a rule records as `name`, inside the scope of `queries`; ConfigError when no rule does."""
     for record in RECORDS:
         if record.name == name:
-            return queries.of(Metric(name, "gauge", "info", "", record.carries))
+            return queries.of(Metric(name, "gauge", "info", "", record.label_names))
     raise ConfigError(f"no rule records {name!r}")
 
 
@@ -129,8 +131,8 @@ def _burning(short: str, long: str, factor: float) -> str:
 
 _WAITING, _QUEUE = recorded("quartet:requests_waiting:sum"), recorded("quartet:waiting_tokens:sum")
 _FOUND = recorded("quartet:prefix_cache_hit_ratio:rate10m")
-_STEP_BOUND = RULE.total("quartet_engine_bound_seconds", REPLICA, fold="max", bound="step")
-_TARGET_REPLICAS = RULE.total("ray_serve_autoscaling_target_replicas", PLACE, fold="max")
+_STEP_BOUND = RULE.total("quartet_engine_bound_seconds", BY_REPLICA, fold="max", bound="step")
+_TARGET_REPLICAS = RULE.total("ray_serve_autoscaling_target_replicas", BY_DEPLOYMENT, fold="max")
 
 ALERTS: tuple[Alert, ...] = (
     Alert(
@@ -152,7 +154,7 @@ ALERTS: tuple[Alert, ...] = (
     ),
     Alert(
         "QuartetEngineDown",
-        f"{RULE.total('quartet_engine_up', REPLICA, fold='min')} == 0",
+        f"{RULE.total('quartet_engine_up', BY_REPLICA, fold='min')} == 0",
         "10s",
         "page",
         "{{ $labels.replica }}: its group has ended and the replica still answers scrapes",
@@ -161,7 +163,7 @@ ALERTS: tuple[Alert, ...] = (
     ),
     Alert(
         "QuartetTargetUnreachable",
-        f"{RULE.level('up', job=f'~{JOB}|{FLEET_JOB}')} == 0",
+        f"{RULE.level('up', job=f'~{JOB}|{DISCOVERY_JOB}')} == 0",
         "30s",
         "page",
         "{{ $labels.instance }} is listed and does not answer scrapes",
@@ -169,7 +171,7 @@ ALERTS: tuple[Alert, ...] = (
     ),
     Alert(
         "QuartetGroupsMissing",
-        f"{_TARGET_REPLICAS} - on (application, deployment) {RULE.total('quartet_groups', PLACE)} > 0",
+        f"{_TARGET_REPLICAS} - on (application, deployment) {RULE.total('quartet_groups', BY_DEPLOYMENT)} > 0",
         "10m",
         "page",
         "{{ $labels.deployment }}: {{ $value }} groups fewer than Serve aims at, for ten minutes",
@@ -186,7 +188,7 @@ ALERTS: tuple[Alert, ...] = (
     ),
     Alert(
         "QuartetRestartLoop",
-        f"{RULE.over('30m').increase('quartet_group_restarts_total', PLACE)} > 2.5",
+        f"{RULE.over('30m').increase('quartet_group_restarts_total', BY_DEPLOYMENT)} > 2.5",
         "0s",
         "page",
         "{{ $labels.deployment }}: three groups or more ended unasked within 30 minutes",
@@ -195,7 +197,7 @@ ALERTS: tuple[Alert, ...] = (
     ),
     Alert(
         "QuartetRequestsLost",
-        f"{RULE.increase('quartet_retired_requests_lost_total', PLACE)} > 0",
+        f"{RULE.increase('quartet_retired_requests_lost_total', BY_DEPLOYMENT)} > 0",
         "0s",
         "ticket",
         "{{ $labels.deployment }}: {{ $value }} requests ended with their group",
@@ -220,7 +222,7 @@ ALERTS: tuple[Alert, ...] = (
     ),
     Alert(
         "QuartetPoolSaturated",
-        f"{RULE.total('quartet_kv_usage_ratio', (*REPLICA, 'group'), fold='max')} > 0.97",
+        f"{RULE.total('quartet_kv_usage_ratio', (*BY_REPLICA, 'group'), fold='max')} > 0.97",
         "10m",
         "ticket",
         "{{ $labels.replica }}: the {{ $labels.group }} KV pool is {{ $value | humanizePercentage }} full for ten minutes",
@@ -228,7 +230,7 @@ ALERTS: tuple[Alert, ...] = (
     ),
     Alert(
         "QuartetPoolThrashes",
-        f"{RULE.rate('quartet_preemptions_total', REPLICA)} > 0.2 * {RULE.rate('quartet_requests_received_total', REPLICA)}",
+        f"{RULE.rate('quartet_preemptions_total', BY_REPLICA)} > 0.2 * {RULE.rate('quartet_requests_received_total', BY_REPLICA)}",
         "5m",
         "ticket",
         "{{ $labels.replica }}: more than one preemption for five requests",
@@ -249,7 +251,7 @@ ALERTS: tuple[Alert, ...] = (
         "5m",
         "ticket",
         "Prometheus cannot read the list of groups; it scrapes the last list it got",
-        'Is the discovery endpoint up (`up{job="quartet-fleet"}`)? It restarts with the application.',
+        'Is the discovery endpoint up (`up{job="quartet-discovery"}`)? It restarts with the application.',
     ),
 )
 

@@ -4,8 +4,8 @@
             `-deregister(cause, counts)->      `-collect()--------------> /metrics   groups up and down, restarts, retired counts
                                            nodes -----------------------> /ray       http_sd of Ray's own exporters, one a node
 
-A replica that is silent for SILENT_S is no target any more; after GONE_S it counts as vanished, and its last counts go into the
-retired ones, when Prometheus has long ceased to scrape it. A later heartbeat of it is refused, or its counts would be
+A replica that is silent for UNLISTED_AFTER_S is no target any more; after VANISHED_AFTER_S it has vanished, and its last counts
+go into the retired ones, when Prometheus has long ceased to scrape it. A later heartbeat of it is refused, or its counts would be
 there twice. What a replica had open when it went is lost with it: its final counts have as many more requests that ended `dead`.
 """
 
@@ -25,12 +25,12 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
 from dashboards import web
-from dashboards.metrics import CAUSES, DEPLOYMENT_TOTALS, FLEET, RETIRED, Metric
+from dashboards.metrics import CAUSES, DEPLOYMENT_TOTALS, DISCOVERY_METRICS, RETIRED, Metric
 from engine.errors import ConfigError
 
-SILENT_S = 3.5
-GONE_S = 10.0
-SHOWN_S = 600.0  # how long a replica that is gone still shows as down
+UNLISTED_AFTER_S = 3.5
+VANISHED_AFTER_S = 10.0
+SHOWN_DOWN_S = 600.0  # how long a replica that is gone still shows as down
 TICK_S = 0.5
 _PAUSE_S = 2.0  # the endpoint itself did not run for so long: no replica counts as silent for it
 _REMEMBERED = 4096
@@ -119,10 +119,10 @@ class ReplicaRegistry(Collector):
             self._ticked = now
             for replica, member in list(self._members.items()):
                 member.seen += pause
-                member.silent = now - member.seen > SILENT_S
-                if now - member.seen > GONE_S:
+                member.silent = now - member.seen > UNLISTED_AFTER_S
+                if now - member.seen > VANISHED_AFTER_S:
                     self._retire(replica, "vanished")
-            self._down = {name: down for name, down in self._down.items() if now - down[1] <= SHOWN_S}
+            self._down = {name: down for name, down in self._down.items() if now - down[1] <= SHOWN_DOWN_S}
 
     def _retire(self, replica: str, cause: str | None) -> None:
         member = self._members.pop(replica)
@@ -150,9 +150,9 @@ class ReplicaRegistry(Collector):
         return [{"targets": [target.address], "labels": target.labels} for target in live]
 
     def collect(self) -> Iterator[Family]:
-        """The rows of FLEET."""
+        """The rows of DISCOVERY_METRICS."""
         with self._lock:
-            families = {row.name: Family(row.stem, row.help, row.kind) for row in FLEET}
+            families = {row.name: Family(row.stem, row.help, row.kind) for row in DISCOVERY_METRICS}
             self._show_groups(families)
             for place, retired in self._retired.items():
                 _show_retired(families, place, retired)
@@ -205,7 +205,7 @@ def _show(families: dict[str, Family], row: Metric, values: tuple[str, ...], val
     families[row.name].add_sample(row.name, dict(zip(row.labels, values, strict=True)), value)
 
 
-_ROWS: dict[str, Metric] = {row.name: row for row in FLEET}
+_ROWS: dict[str, Metric] = {row.name: row for row in DISCOVERY_METRICS}
 
 
 Listing = Callable[[], list[dict[str, Any]]]

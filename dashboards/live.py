@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from dashboards import web
-from dashboards.boards.committed import Drawn, Page, paths, read
+from dashboards.boards.committed import CommittedBoard, CommittedPanel, paths, read
 from dashboards.pictures import Span
 from dashboards.prometheus import Api, Series
 from dashboards.svg import newest, panel
@@ -53,10 +53,10 @@ setInterval(async () => {
 
 
 @dataclass(frozen=True)
-class Shown:
+class PanelLines:
     """One panel and its lines, each a name and points."""
 
-    drawn: Drawn
+    drawn: CommittedPanel
     lines: tuple[tuple[str, Series], ...]
 
 
@@ -65,7 +65,7 @@ class Boards:
 
     def __init__(self, api: Api, seconds: float, window: str, since: float = 0.0) -> None:
         self._api, self._seconds, self._since = api, seconds, since
-        self.pages: Mapping[str, Page] = {page.uid: page for page in (read(path, window) for path in _ordered())}
+        self.pages: Mapping[str, CommittedBoard] = {page.uid: page for page in (read(path, window) for path in _ordered())}
 
     def span(self, now: float | None = None) -> Span:
         """The time that is shown."""
@@ -74,20 +74,20 @@ class Boards:
         step = math.ceil(1000 * seconds / POINTS) / 1000  # Prometheus reads milliseconds: the last point must be the end
         return Span(end - POINTS * step, end, step)
 
-    def shown(self, page: Page, span: Span) -> list[Shown]:
+    def shown(self, page: CommittedBoard, span: Span) -> list[PanelLines]:
         """Every panel with its answers. ConfigError where Prometheus does not answer, or refuses a query."""
-        return [Shown(drawn, tuple(self._lines(drawn, span))) for drawn in page.panels]
+        return [PanelLines(drawn, tuple(self._lines(drawn, span))) for drawn in page.panels]
 
-    def _lines(self, drawn: Drawn, span: Span) -> list[tuple[str, Series]]:
+    def _lines(self, drawn: CommittedPanel, span: Span) -> list[tuple[str, Series]]:
         answers = ((asked.legend, self._api.ask_range(asked.expr, span.start, span.end, span.step)) for asked in drawn.asked)
         return [(series.named(legend), series) for legend, answer in answers for series in answer]
 
-    def panels(self, page: Page, span: Span) -> str:
+    def panels(self, page: CommittedBoard, span: Span) -> str:
         """The board's inside as HTML."""
         rows = [f'<h2 style="grid-row:{top + 1}">{html.escape(title)}</h2>' for top, title in page.rows]
         return "".join([*rows, *(panel(each.drawn, each.lines, span) for each in self.shown(page, span))])
 
-    def data(self, page: Page, span: Span) -> dict[str, Any]:
+    def data(self, page: CommittedBoard, span: Span) -> dict[str, Any]:
         """The board's newest figures: plain data; None for a line that has ended."""
         panels = [
             {
@@ -100,7 +100,7 @@ class Boards:
         ]
         return {"board": page.uid, "title": page.title, "time": span.end, "panels": panels}
 
-    def whole(self, page: Page, span: Span) -> str:
+    def whole(self, page: CommittedBoard, span: Span) -> str:
         """The board as a page of its own."""
         names = [
             f"<b>{html.escape(each.title)}</b>" if each is page else f'<a href="/{each.uid}">{html.escape(each.title)}</a>'
@@ -142,7 +142,7 @@ class LivePage:
 
 
 def _handler(boards: Boards) -> type[BaseHTTPRequestHandler]:
-    makers: dict[str, tuple[str, Callable[[Page, Span], str]]] = {
+    makers: dict[str, tuple[str, Callable[[CommittedBoard, Span], str]]] = {
         "": ("text/html; charset=utf-8", boards.whole),
         "panels": ("text/html; charset=utf-8", boards.panels),
         "json": ("application/json", lambda page, span: json.dumps(boards.data(page, span))),

@@ -1,9 +1,9 @@
 """The one table of metrics: name, kind, unit, labels, buckets, and a help that says between which two moments a clock runs.
 
     ENGINE             one target a replica: its exporter registers what stands here and nothing else
-    FLEET              one target a cluster: what the discovery endpoint knows, and a dead replica cannot say any more
-    RETIRED            of FLEET: each counter of ENGINE once more, summed over the replicas that are gone
-    DEPLOYMENT_TOTALS  of FLEET: the same, over the running ones, too
+    DISCOVERY_METRICS  one target a cluster: what the discovery endpoint knows, and a dead replica cannot say any more
+    RETIRED            of DISCOVERY_METRICS: each counter of ENGINE once more, summed over the replicas that are gone
+    DEPLOYMENT_TOTALS  of DISCOVERY_METRICS: the same, over the running ones, too
 
 Labels that say who is scraped (`TARGET_LABELS`) come from service discovery and stand on no row of ENGINE. Buckets resolve what
 Gemma 4 does, 2 to 40 ms a token, and contain every bound that vLLM has, so that its dashboards' `le=` selectors hit.
@@ -297,7 +297,7 @@ _ENGINE = (
 ENGINE: tuple[Metric, ...] = (*_LATENCY, *_REQUESTS, *_KEYS, *_SCHEDULER, *_RANKS, *_ENGINE)
 
 
-def sibling(row: Metric, prefix: str, says: str) -> Metric:
+def deployment_counter(row: Metric, prefix: str, says: str) -> Metric:
     """A deployment's own counter beside one of its replicas'."""
     name = row.name.replace("quartet_", prefix, 1)
     return Metric(name, "counter", row.unit, f"{row.name}, {says}", ("application", "deployment", *row.labels))
@@ -308,10 +308,10 @@ _ALL = (
     "summed over all replicas of the deployment, running (as of their last heartbeat) and gone: monotonic across replica restarts."
 )
 _LASTING = [row for row in ENGINE if row.kind == "counter" and "rank" not in row.labels]
-RETIRED: dict[str, Metric] = {row.name: sibling(row, "quartet_retired_", _GONE) for row in _LASTING}
-DEPLOYMENT_TOTALS: dict[str, Metric] = {row.name: sibling(row, "quartet_deployment_", _ALL) for row in _LASTING}
+RETIRED: dict[str, Metric] = {row.name: deployment_counter(row, "quartet_retired_", _GONE) for row in _LASTING}
+DEPLOYMENT_TOTALS: dict[str, Metric] = {row.name: deployment_counter(row, "quartet_deployment_", _ALL) for row in _LASTING}
 
-FLEET: tuple[Metric, ...] = (
+DISCOVERY_METRICS: tuple[Metric, ...] = (
     Metric("quartet_groups", "gauge", "replicas", "Replicas registered, with a recent heartbeat.", ("application", "deployment")),
     Metric(
         "quartet_group_up",
@@ -334,4 +334,4 @@ FLEET: tuple[Metric, ...] = (
     *DEPLOYMENT_TOTALS.values(),
 )
 
-METRICS: tuple[Metric, ...] = (*ENGINE, *FLEET)
+METRICS: tuple[Metric, ...] = (*ENGINE, *DISCOVERY_METRICS)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from dashboards.aliases import ALIASES, CACHE_CONFIG, PREFIX, SUCCESS
-from dashboards.metrics import CAUSES, CORE_ENDS, ENGINE, FLEET, OUTCOMES, SLOS, TARGET_LABELS, VERDICTS, Metric
+from dashboards.metrics import CAUSES, CORE_ENDS, DISCOVERY_METRICS, ENGINE, OUTCOMES, SLOS, TARGET_LABELS, VERDICTS, Metric
 
 PATH = Path(__file__).with_name("METRICS.md")
 
@@ -45,7 +45,7 @@ def reference() -> str:
     """The whole page."""
     shown = [*ALIASES, SUCCESS, CACHE_CONFIG]
     aliases = _ALIASES + "".join(f"| `{PREFIX}{alias.name}` | `{alias.source}` |\n" for alias in shown)
-    parts = [_HEAD, _section("A replica", ENGINE), _section("The discovery endpoint", FLEET), aliases, _buckets(ENGINE)]
+    parts = [_HEAD, _section("A replica", ENGINE), _section("The discovery endpoint", DISCOVERY_METRICS), aliases, _buckets(ENGINE)]
     return "".join(parts)
 
 

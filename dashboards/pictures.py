@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from dashboards.boards.committed import Drawn, Page, paths, read
+from dashboards.boards.committed import CommittedBoard, CommittedPanel, paths, read
 from dashboards.prometheus import Api, Series, finite
 from engine.errors import ConfigError
 
@@ -34,7 +34,7 @@ class Span:
     step: float
 
 
-def draw(page: Page, api: Api, span: Span, path: Path) -> None:
+def draw(page: CommittedBoard, api: Api, span: Span, path: Path) -> None:
     """One board into one PNG. ConfigError where Prometheus refuses a query."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -52,7 +52,7 @@ def draw(page: Page, api: Api, span: Span, path: Path) -> None:
     _shrink(path)
 
 
-def _panel(figure: Any, panel: Drawn, api: Api, span: Span, rows: int) -> None:
+def _panel(figure: Any, panel: CommittedPanel, api: Api, span: Span, rows: int) -> None:
     left, top, width, height = panel.grid
     inset = (0.9, 0.75, 1.2, 1.75) if panel.kind != "stat" else (0.2, 0.8, 0.4, 1.0)  # left, top, less width, less height
     low = 1 - (top + 1 + inset[1] + height - inset[3]) / rows
@@ -75,7 +75,7 @@ def _asked(api: Api, expr: str, span: Span) -> tuple[Series, ...]:
     return api.ask_range(expr, span.start, span.end, span.step)
 
 
-def _lines(axes: Any, panel: Drawn, lines: Sequence[tuple[str, Series]], _: Span) -> None:
+def _lines(axes: Any, panel: CommittedPanel, lines: Sequence[tuple[str, Series]], _: Span) -> None:
     shades = dict(zip(range(len(lines)), COLORS * (len(lines) // len(COLORS) + 1), strict=False))
     if panel.stacked:
         _stack(axes, lines, list(shades.values()))
@@ -103,7 +103,7 @@ def _stack(axes: Any, lines: Sequence[tuple[str, Series]], shades: Sequence[str]
     axes.stackplot(instants, heights, labels=[name for name, _ in lines], colors=shades[: len(lines)], alpha=0.75, linewidth=0)
 
 
-def _heatmap(axes: Any, panel: Drawn, lines: Sequence[tuple[str, Series]], span: Span) -> None:
+def _heatmap(axes: Any, panel: CommittedPanel, lines: Sequence[tuple[str, Series]], span: Span) -> None:
     rows = buckets(lines)
     instants = sorted({when for _, series in lines for when, _ in series.points})
     cells = [[row.get(when, 0.0) for when in instants] for _, row in rows]
@@ -128,7 +128,7 @@ def buckets(lines: Sequence[tuple[str, Series]]) -> list[tuple[float, dict[float
     return rows[held[0] : held[-1] + 1]
 
 
-def _timeline(axes: Any, panel: Drawn, lines: Sequence[tuple[str, Series]], span: Span) -> None:
+def _timeline(axes: Any, panel: CommittedPanel, lines: Sequence[tuple[str, Series]], span: Span) -> None:
     for place, (_, series) in enumerate(lines):
         for when, value in series.points:
             color = panel.words.get(f"{value:g}", ("", "gray"))[1]
@@ -140,7 +140,7 @@ def _timeline(axes: Any, panel: Drawn, lines: Sequence[tuple[str, Series]], span
     axes.legend(fontsize=6, frameon=False, ncols=2, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0)
 
 
-def _stat(axes: Any, panel: Drawn, api: Api, span: Span) -> None:
+def _stat(axes: Any, panel: CommittedPanel, api: Api, span: Span) -> None:
     answer = api.ask(panel.asked[0].expr, span.end)
     shown = text(answer[0].last, panel.unit) if finite(answer) else "no traffic"
     axes.set_xticks([])

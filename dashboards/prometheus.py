@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from dashboards.promql import FLEET_JOB, JOB, RAY_JOB
+from dashboards.promql import DISCOVERY_JOB, JOB, RAY_JOB
 from engine.errors import ConfigError
 
 READY_TIMEOUT_S = 20.0
@@ -181,7 +181,7 @@ def jobs(discovery: str, refresh_s: int = 1, ray_interval_s: int = 5) -> tuple[d
         job: {"job_name": job, "http_sd_configs": [{"url": url, "refresh_interval": f"{refresh_s}s"}]} for job, url in found.items()
     }
     listed[RAY_JOB] |= {"scrape_interval": f"{ray_interval_s}s", "scrape_timeout": f"{ray_interval_s}s"}  # half a megabyte a node
-    return (*listed.values(), {"job_name": FLEET_JOB, "static_configs": [{"targets": [base.removeprefix("http://")]}]})
+    return (*listed.values(), {"job_name": DISCOVERY_JOB, "static_configs": [{"targets": [base.removeprefix("http://")]}]})
 
 
 def _point(pair: Sequence[Any]) -> tuple[float, float]:

@@ -11,22 +11,22 @@ from dataclasses import dataclass, field, replace
 
 from prometheus_client.utils import floatToGoString
 
-from dashboards.metrics import ENGINE, FLEET, TARGET_LABELS, Metric
+from dashboards.metrics import DISCOVERY_METRICS, ENGINE, TARGET_LABELS, Metric
 from engine.errors import ConfigError
 
 JOB = "quartet"  # the groups' exporters, found through the discovery endpoint
-FLEET_JOB = "quartet-fleet"  # the discovery endpoint's own metrics
+DISCOVERY_JOB = "quartet-discovery"  # the discovery endpoint's own metrics
 RAY_JOB = "ray"  # Ray's own
-SCRAPED = ("job", "instance")  # what Prometheus adds to every series
-_TARGET = (*SCRAPED, *TARGET_LABELS)
+SCRAPE_LABELS = ("job", "instance")  # what Prometheus adds to every series
+_TARGET = (*SCRAPE_LABELS, *TARGET_LABELS)
 _DEPLOYMENT = ("application", "deployment")
 
 # What Prometheus itself and Ray (a job of its own) expose, as far as boards and rules read it; with all of their labels.
-FOREIGN: tuple[Metric, ...] = (
+EXTERNAL_METRICS: tuple[Metric, ...] = (
     Metric("up", "gauge", "replicas", "1 where the last scrape of a target worked.", _TARGET),
     Metric("scrape_duration_seconds", "gauge", "seconds", "How long the last scrape of a target took.", _TARGET),
     Metric("scrape_samples_scraped", "gauge", "info", "Samples of the last scrape of a target.", _TARGET),
-    Metric("prometheus_sd_http_failures_total", "counter", "info", "Failed refreshes of the list of targets.", SCRAPED),
+    Metric("prometheus_sd_http_failures_total", "counter", "info", "Failed refreshes of the list of targets.", SCRAPE_LABELS),
     Metric("ALERTS", "gauge", "info", "One series an alert that is pending or firing.", ("alertname", "alertstate", "severity")),
     Metric("ray_serve_autoscaling_target_replicas", "gauge", "replicas", "Replicas that Serve aims at.", _DEPLOYMENT),
     Metric("ray_serve_autoscaling_desired_replicas", "gauge", "replicas", "The policy's answer, before its bounds.", _DEPLOYMENT),
@@ -34,19 +34,19 @@ FOREIGN: tuple[Metric, ...] = (
 )
 
 # Row by name, and every label that a scraped series of it carries.
-ROWS: dict[str, Metric] = {metric.name: metric for metric in (*ENGINE, *FLEET, *FOREIGN)}
+METRIC_OF_NAME: dict[str, Metric] = {metric.name: metric for metric in (*ENGINE, *DISCOVERY_METRICS, *EXTERNAL_METRICS)}
 LABELS: dict[str, frozenset[str]] = {
     **{metric.name: frozenset((*metric.labels, *_TARGET)) for metric in ENGINE},
-    **{metric.name: frozenset((*metric.labels, *SCRAPED)) for metric in FLEET},
-    **{metric.name: frozenset(metric.labels) for metric in FOREIGN},
+    **{metric.name: frozenset((*metric.labels, *SCRAPE_LABELS)) for metric in DISCOVERY_METRICS},
+    **{metric.name: frozenset(metric.labels) for metric in EXTERNAL_METRICS},
 }
 
 
 def row(name: str) -> Metric:
     """The row called `name`, ours or foreign. ConfigError when no table has it."""
-    if name not in ROWS:
+    if name not in METRIC_OF_NAME:
         raise ConfigError(f"no table of metrics has a row {name!r}")
-    return ROWS[name]
+    return METRIC_OF_NAME[name]
 
 
 @dataclass(frozen=True)

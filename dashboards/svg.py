@@ -4,7 +4,7 @@ import html
 import math
 from collections.abc import Mapping, Sequence
 
-from dashboards.boards.committed import Drawn
+from dashboards.boards.committed import CommittedPanel
 from dashboards.pictures import COLORS, LEGEND_LINES, Span, buckets, clock, text
 from dashboards.prometheus import Series
 
@@ -15,7 +15,7 @@ Line = tuple[str, Series]
 Marks = tuple[list[str], list[str]]  # inside the SVG, and labels beside it
 
 
-def panel(drawn: Drawn, lines: Sequence[Line], span: Span) -> str:
+def panel(drawn: CommittedPanel, lines: Sequence[Line], span: Span) -> str:
     """One panel: title, chart, and each line's name with its newest value."""
     left, top, width, height = drawn.grid
     place = f"grid-column:{left + 1}/span {width};grid-row:{top + 1}/span {height}"
@@ -36,12 +36,12 @@ def newest(series: Series, span: Span) -> float | None:
     return value if when > span.end - span.step else None
 
 
-def _stat(drawn: Drawn, lines: Sequence[Line], span: Span) -> str:
+def _stat(drawn: CommittedPanel, lines: Sequence[Line], span: Span) -> str:
     value = newest(lines[0][1], span) if lines else None
     return f"<output>{'no traffic' if value is None or math.isnan(value) else text(value, drawn.unit)}</output>"
 
 
-def _legend(drawn: Drawn, lines: Sequence[Line], span: Span) -> str:
+def _legend(drawn: CommittedPanel, lines: Sequence[Line], span: Span) -> str:
     if drawn.kind == "heatmap":
         return ""
     items = [
@@ -51,7 +51,7 @@ def _legend(drawn: Drawn, lines: Sequence[Line], span: Span) -> str:
     return f"<p>{' &#160; '.join(items) or 'no data'}</p>"
 
 
-def _value(drawn: Drawn, value: float | None) -> str:
+def _value(drawn: CommittedPanel, value: float | None) -> str:
     if value is None:
         return "-"
     return html.escape(drawn.words[f"{value:g}"][0] if f"{value:g}" in drawn.words else text(value, drawn.unit))
@@ -74,7 +74,7 @@ def _label(top: float, words: str) -> str:
     return f'<small style="top:{top:.0f}px">{html.escape(words)}</small>'
 
 
-def _chart(drawn: Drawn, lines: Sequence[Line], span: Span, size: tuple[int, int]) -> Marks:
+def _chart(drawn: CommittedPanel, lines: Sequence[Line], span: Span, size: tuple[int, int]) -> Marks:
     """Lines, or areas laid on each other, over a scale from zero."""
     layers = _stacked(lines) if drawn.stacked else [dict(series.points) for _, series in lines]
     values = [value for layer in layers for value in layer.values() if math.isfinite(value)]
@@ -119,7 +119,7 @@ def _stacked(lines: Sequence[Line]) -> list[dict[float, float]]:
     return edges
 
 
-def _heatmap(drawn: Drawn, lines: Sequence[Line], span: Span, size: tuple[int, int]) -> Marks:
+def _heatmap(drawn: CommittedPanel, lines: Sequence[Line], span: Span, size: tuple[int, int]) -> Marks:
     """A row a bucket; darker is more."""
     shown = buckets(lines)
     most = max([value for _, cells in shown for value in cells.values()], default=1.0)
@@ -136,7 +136,7 @@ def _heatmap(drawn: Drawn, lines: Sequence[Line], span: Span, size: tuple[int, i
     return marks, labels
 
 
-def _timeline(drawn: Drawn, lines: Sequence[Line], span: Span, size: tuple[int, int]) -> Marks:
+def _timeline(drawn: CommittedPanel, lines: Sequence[Line], span: Span, size: tuple[int, int]) -> Marks:
     """A bar a line, in the colours of its values' words."""
     tall, wide = size[1] / max(len(lines), 1), size[0] * span.step / max(span.end - span.start, 1e-9)
     marks: list[str] = []

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
 
-Answer = tuple[int, str, bytes]  # status, content type, body
+HttpReply = tuple[int, str, bytes]  # status, content type, body
 
 
-def handler(answer: Callable[[str], Answer]) -> type[BaseHTTPRequestHandler]:
+def handler(answer: Callable[[str], HttpReply]) -> type[BaseHTTPRequestHandler]:
     """A handler class. `answer` gets the path without its query; a client that leaves before the end is nobody's error."""
 
     class Handler(BaseHTTPRequestHandler):

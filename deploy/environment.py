@@ -7,6 +7,7 @@ user has set already stays.
 import importlib.metadata
 import importlib.util
 import os
+import resource
 import secrets
 import shutil
 from collections.abc import Mapping, MutableMapping
@@ -38,6 +39,7 @@ RAY: dict[str, tuple[str, str]] = {
 }
 CORES_PER_HAPROXY_THREAD = 8  # a thread carries some 40 000 tokens a second; fewer threads wake up less often for each
 MAX_HAPROXY_THREADS = 4  # Serve's default
+MAX_HAPROXY_CONNECTIONS = 1 << 14  # of clients, by default 4096: idle ones shut nobody out, and cost some 20 MB
 WRAPPER = Path(__file__).with_name("haproxy.sh")
 HAPROXY_FILES = {
     "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": "haproxy.cfg",
@@ -53,6 +55,7 @@ def prepare(environ: MutableMapping[str, str], private: Path, ports: dict[str, i
     for name, (value, _) in RAY.items():
         environ.setdefault(name, value)
     environ.setdefault("RAY_SERVE_HAPROXY_NBTHREAD", str(haproxy_threads(len(os.sched_getaffinity(0)))))
+    environ.setdefault("RAY_SERVE_HAPROXY_MAXCONN", str(haproxy_connections(resource.getrlimit(resource.RLIMIT_NOFILE)[1])))
     for name, file in HAPROXY_FILES.items():
         environ.setdefault(name, str(private / file) if file else str(private))
     if environ["RAY_AUTH_MODE"] == "token" and not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & environ.keys():
@@ -69,6 +72,13 @@ def prepare(environ: MutableMapping[str, str], private: Path, ports: dict[str, i
 def haproxy_threads(cores: int) -> int:
     """One on a small machine, up to Serve's own default on a large one."""
     return max(1, min(MAX_HAPROXY_THREADS, cores // CORES_PER_HAPROXY_THREAD))
+
+
+def haproxy_connections(files: int) -> int:
+    """As many clients as so many descriptors are enough for: two each, and half of one for pipes. It ends with fewer."""
+    if files == resource.RLIM_INFINITY:
+        return MAX_HAPROXY_CONNECTIONS
+    return max(64, min(MAX_HAPROXY_CONNECTIONS, (files - 1024) * 2 // 5))
 
 
 def haproxy_sockets(environ: Mapping[str, str]) -> list[Path] | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from cluster.capability import probe
-from deploy.models.resolve import resolve, suppressed
+from deploy.models.resolve import resolve, suppressed_token_ids
 from deploy.settings import Settings
 from engine.config import EngineConfig, engine_config
 
@@ -33,6 +33,6 @@ def configure(settings: Settings, node: Placement) -> EngineConfig:
         model=str(node.folder),
         device=node.device,
         load_format=node.load_format,
-        suppress=suppressed(node.folder),
+        suppress=suppressed_token_ids(node.folder),
         **msgspec.structs.asdict(settings.engine),
     )

@@ -20,8 +20,8 @@ from engine.events import EngineLoad, Event, FirstToken, RequestFinished, Reques
 from engine.protocol import Load
 
 POLICY = "deploy.scaling:Scaling"
-RECENT_S = 15.0
-SUMMED = ("slots", "kv", "waiting_tokens")
+TTFT_WINDOW_S = 15.0
+SUMMED_FIGURES = ("slots", "kv", "waiting_tokens")
 _ROUNDING = 1e-9
 _WORST = 0.9  # of the recent TTFTs, in order: the one at this place
 
@@ -74,7 +74,7 @@ class Demand:
         }
 
     def _forget(self) -> None:
-        since = self._clock() - RECENT_S
+        since = self._clock() - TTFT_WINDOW_S
         while self._ttfts and self._ttfts[0][0] < since:
             self._ttfts.popleft()
 
@@ -131,10 +131,10 @@ class Scaling:
     def __call__(self, context: Context) -> tuple[int, dict[str, Any]]:
         """(replicas wanted, state), as Serve asks every tick."""
         told, now = context.aggregated_metrics or {}, context.target_num_replicas
-        sums = {name: sum(told.get(name, {}).values()) for name in SUMMED}
+        sums = {name: sum(told.get(name, {}).values()) for name in SUMMED_FIGURES}
         late = max(told.get("late", {}).values(), default=0.0)
         settled = self._settled(context)
-        if context.current_num_replicas and not any(told.get(name) for name in SUMMED):
+        if context.current_num_replicas and not any(told.get(name) for name in SUMMED_FIGURES):
             return now, {"wanted": now, "settled": settled}
         wanted, why = max(self._needed(sums, 1.0))
         if late > 1 and sums["waiting_tokens"] and _seen(context, settled):
@@ -168,7 +168,7 @@ class Scaling:
 
 def _seen(context: Context, settled: float | None) -> bool:
     """Whether the figures speak of the replicas that there are now, and of no time before."""
-    return settled is not None and context.current_time - settled >= RECENT_S + context.config.look_back_period_s
+    return settled is not None and context.current_time - settled >= TTFT_WINDOW_S + context.config.look_back_period_s
 
 
 def check_policies(config: Mapping[str, Any], source: str) -> None:

@@ -14,7 +14,7 @@ _VARIABLE = re.compile(r"\$\{?(\w+)\}?")
 
 
 @dataclass(frozen=True)
-class Asked:
+class BoundQuery:
     """One query of a panel: bound PromQL, and the form of its lines' names."""
 
     expr: str
@@ -22,7 +22,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class CommittedPanel:
     """One panel as Grafana would lay it: kind is Grafana's type, grid is (x, y, width, height)."""
 
     number: int
@@ -30,18 +30,18 @@ class Drawn:
     kind: str
     unit: str
     grid: tuple[int, int, int, int]
-    asked: tuple[Asked, ...]
+    asked: tuple[BoundQuery, ...]
     words: Mapping[str, tuple[str, str]]  # value -> text, colour
     stacked: bool
 
 
 @dataclass(frozen=True)
-class Page:
+class CommittedBoard:
     """One board: its panels, and its rows as (grid y, title)."""
 
     uid: str
     title: str
-    panels: tuple[Drawn, ...]
+    panels: tuple[CommittedPanel, ...]
     rows: tuple[tuple[int, str], ...]
 
 
@@ -50,7 +50,7 @@ def paths(folder: Path = FOLDER) -> list[Path]:
     return sorted(folder.glob("quartet-*.json"))
 
 
-def read(path: Path, window: str, usd_hour: float | None = None) -> Page:
+def read(path: Path, window: str, usd_hour: float | None = None) -> CommittedBoard:
     """One board with its variables bound: rates over `window`, every replica, the board's own price unless one is given."""
     board = json.loads(path.read_text())
     bound = _defaults(board) | {"__rate_interval": window}
@@ -58,7 +58,7 @@ def read(path: Path, window: str, usd_hour: float | None = None) -> Page:
         bound["gpu_usd_hour"] = f"{usd_hour:g}"
     panels = tuple(_panel(panel, bound) for panel in board["panels"] if panel["type"] != "row")
     rows = tuple((panel["gridPos"]["y"], panel["title"]) for panel in board["panels"] if panel["type"] == "row")
-    return Page(board["uid"], board["title"], panels, rows)
+    return CommittedBoard(board["uid"], board["title"], panels, rows)
 
 
 def bind(expr: str, values: Mapping[str, str]) -> str:
@@ -78,16 +78,16 @@ def _defaults(board: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _panel(panel: Mapping[str, Any], values: Mapping[str, str]) -> Drawn:
+def _panel(panel: Mapping[str, Any], values: Mapping[str, str]) -> CommittedPanel:
     grid, defaults = panel["gridPos"], panel["fieldConfig"]["defaults"]
     words = {value: word for mapping in defaults.get("mappings", []) for value, word in mapping["options"].items()}
-    return Drawn(
+    return CommittedPanel(
         panel["id"],
         panel["title"],
         panel["type"],
         defaults["unit"],
         (grid["x"], grid["y"], grid["w"], grid["h"]),
-        tuple(Asked(bind(target["expr"], values), target["legendFormat"]) for target in panel["targets"]),
+        tuple(BoundQuery(bind(target["expr"], values), target["legendFormat"]) for target in panel["targets"]),
         {value: (word["text"], word["color"]) for value, word in words.items()},
         defaults.get("custom", {}).get("stacking", {}).get("mode") == "normal",
     )

@@ -76,7 +76,7 @@ TOKEN_ROW = Row(
     ),
 )
 
-WHOLE_ROW = Row(
+END_TO_END_ROW = Row(
     "Whole requests",
     (
         *_pair("E2E", E2E, "From submission to the end of completed requests."),
@@ -113,5 +113,5 @@ CAUSE_ROW = Row(
 )
 
 BOARD_LATENCY = Board(
-    "quartet-latency", "Quartet / Latency", "Where a request's time goes.", (FIRST_ROW, TOKEN_ROW, WHOLE_ROW, CAUSE_ROW)
+    "quartet-latency", "Quartet / Latency", "Where a request's time goes.", (FIRST_ROW, TOKEN_ROW, END_TO_END_ROW, CAUSE_ROW)
 )

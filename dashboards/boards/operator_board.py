@@ -1,6 +1,6 @@
 """The Operator board: do users get their tokens in time, why not, and what does it cost."""
 
-from dashboards.alerts import ENDS, FAST_BURN, FAULTS, LOST, OBJECTIVES, SLOW_BURN, burn_name, recorded
+from dashboards.alerts import ENDED_REQUESTS, FAILED_REQUESTS, FAST_BURN, LOST_REQUESTS, OBJECTIVES, SLOW_BURN, burn_name, recorded
 from dashboards.boards.panels import Board, Panel, Query, Row, good_above, good_below
 from dashboards.promql import BOARD
 
@@ -14,7 +14,7 @@ def _attained(slo: str) -> Query:
 
 
 def _answered() -> Query:
-    bad, total = HOUR.either("rate", FAULTS, LOST), HOUR.either("rate", ENDS, LOST)
+    bad, total = HOUR.either("rate", FAILED_REQUESTS, LOST_REQUESTS), HOUR.either("rate", ENDED_REQUESTS, LOST_REQUESTS)
     return Query(f"1 - {bad} / ({total} > 0)", "availability")
 
 
@@ -247,14 +247,14 @@ ERROR_ROW = Row(
             "Ends",
             "Requests that ended a second, by how; `dead` once their replica is counted as gone.",
             "reqps",
-            (Query(BOARD.either("rate", ENDS, LOST, by=("outcome",)), "{{outcome}}"),),
+            (Query(BOARD.either("rate", ENDED_REQUESTS, LOST_REQUESTS, by=("outcome",)), "{{outcome}}"),),
             "stack",
         ),
         Panel(
             "Not answered",
             "Ends that the service answers for: errors, refusals, and requests lost with their group (dead).",
             "reqps",
-            (Query(BOARD.either("rate", FAULTS, LOST, by=("outcome",)), "{{outcome}}"),),
+            (Query(BOARD.either("rate", FAILED_REQUESTS, LOST_REQUESTS, by=("outcome",)), "{{outcome}}"),),
         ),
         Panel(
             "Groups that ended unasked, 1 h",

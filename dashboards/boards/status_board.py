@@ -2,14 +2,14 @@
 
 from dashboards.alerts import recorded
 from dashboards.boards.panels import Board, Panel, Query, Row, good_above, good_below
-from dashboards.promql import BOARD, FLEET_JOB, JOB
+from dashboards.promql import BOARD, DISCOVERY_JOB, JOB
 
 UP = ((0, "down", "red"), (1, "up", "green"))
 RANK = "{{replica}} rank {{rank}}"
 RANKS = "~[0-9]+"  # not the core
 HOUR = BOARD.over("1h")
 
-GLANCE_ROW = Row(
+OVERVIEW_ROW = Row(
     "At a glance",
     (
         Panel(
@@ -34,7 +34,7 @@ GLANCE_ROW = Row(
             "Targets unreachable",
             "Listed by discovery, and do not answer scrapes.",
             "short",
-            (Query(f"count ({BOARD.level('up', job=f'~{JOB}|{FLEET_JOB}')} == 0) or vector(0)", "unreachable"),),
+            (Query(f"count ({BOARD.level('up', job=f'~{JOB}|{DISCOVERY_JOB}')} == 0) or vector(0)", "unreachable"),),
             "stat",
             4,
             good_below(1, 1),
@@ -63,7 +63,7 @@ GLANCE_ROW = Row(
     ),
 )
 
-LIFE_ROW = Row(
+LIFECYCLE_ROW = Row(
     "Groups",
     (
         Panel(
@@ -181,7 +181,7 @@ RANK_ROW = Row(
 _CORE_GOT = BOARD.count("quartet_core_requests_received_total", ("replica",))
 _CORE_OPEN = f"{_CORE_GOT} - {BOARD.count('quartet_core_requests_total', ('replica',))}"
 
-TRUTH_ROW = Row(
+ACCOUNTING_ROW = Row(
     "Can the figures be believed",
     (
         Panel(
@@ -231,5 +231,5 @@ BOARD_STATUS = Board(
     "quartet-status",
     "Quartet / Status",
     "What runs, what hangs, and whether the figures can be believed.",
-    (GLANCE_ROW, LIFE_ROW, RANK_ROW, TRUTH_ROW),
+    (OVERVIEW_ROW, LIFECYCLE_ROW, RANK_ROW, ACCOUNTING_ROW),
 )

@@ -17,7 +17,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal
 
-from cluster.attention_choice import IMAGE_LINE, SM100, choose_attention
+from cluster.attention_choice import CUBIN_DOWNLOAD_COMMAND, SM100, choose_attention
 from cluster.capability import Capability, Gpu
 from cluster.flashinfer_files import FlashInferFiles
 from deploy import environment
@@ -45,7 +45,7 @@ class Finding:
     advice: str = ""
 
 
-def judge(name: str, good: bool, found: str, advice: str, bad: State = "warn") -> Finding:
+def checked(name: str, good: bool, found: str, advice: str, bad: State = "warn") -> Finding:
     """`ok` with nothing to do, or `bad` with the advice."""
     return Finding(name, "ok", found) if good else Finding(name, bad, found, advice)
 
@@ -58,7 +58,7 @@ def software(project: Path = ROOT / "pyproject.toml") -> Iterator[Finding]:
     described = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
     python, wanted = platform.python_version(), described["requires-python"]
     good = SpecifierSet(wanted).contains(python)
-    yield judge("python", good, f"{python} (supported: {wanted})", "make PYTHON=python3.12 ...", "fail")
+    yield checked("python", good, f"{python} (supported: {wanted})", "make PYTHON=python3.12 ...", "fail")
     needed = {each.name: each for each in map(Requirement, described["dependencies"])}
     extra = {each.name: each for each in map(Requirement, described["optional-dependencies"]["gpu"])}
     for name in NAMED:
@@ -77,7 +77,7 @@ def _version(name: str, requirement: Any, *, optional: bool) -> Finding:
     if found is None:
         return Finding(name, "fail", "not installed", "make serve installs it")
     good = requirement.specifier.contains(found, prereleases=True)
-    return judge(name, good, f"{found} (supported: {supported})", f"pip install '{name}{supported}'", "fail")
+    return checked(name, good, f"{found} (supported: {supported})", f"pip install '{name}{supported}'", "fail")
 
 
 def _installed(name: str) -> str | None:
@@ -94,7 +94,7 @@ def _others(requirements: list[Any]) -> Finding:
         if (found := _installed(each.name)) is None or not each.specifier.contains(found, prereleases=True)
     ]
     found = "; ".join(wrong) or f"{len(requirements)} other dependencies are in range"
-    return judge("packages", not wrong, found, "pip install -c constraints.txt .", "fail")
+    return checked("packages", not wrong, found, "pip install -c constraints.txt .", "fail")
 
 
 def devices(found: Capability) -> Iterator[Finding]:
@@ -105,7 +105,7 @@ def devices(found: Capability) -> Iterator[Finding]:
         return
     kinds = sorted({_kind(gpu) for gpu in found.gpus})
     advice = "the GPUs of a group must agree: choose with CUDA_VISIBLE_DEVICES"
-    yield judge("gpus", len(kinds) == 1, f"{len(found.gpus)} x {' and '.join(kinds)}", advice)
+    yield checked("gpus", len(kinds) == 1, f"{len(found.gpus)} x {' and '.join(kinds)}", advice)
     torch = _installed("torch") or ""
     if torch.endswith("+cpu"):
         yield Finding("torch-cuda", "fail", f"torch {torch} has no CUDA", "install the CUDA build of the same version")
@@ -132,7 +132,7 @@ def _attention(name: str, settings: Settings, architecture: tuple[int, int] | No
         choice = choose_attention(EngineConfig(model="", device="cuda" if architecture else "cpu", **asked), architecture, files)
     except ConfigError as error:
         return Finding(name, "fail", str(error))
-    return judge(name, not choice.advice, f"{choice.name}: {choice.reason}", choice.advice)
+    return checked(name, not choice.advice, f"{choice.name}: {choice.reason}", choice.advice)
 
 
 def _flashinfer(files: FlashInferFiles, *, needs_cubins: bool) -> Finding:
@@ -140,7 +140,7 @@ def _flashinfer(files: FlashInferFiles, *, needs_cubins: bool) -> Finding:
     launcher = {"prebuilt": "launchers from flashinfer-jit-cache", "nvcc": "launchers built by nvcc"}.get(files.launcher or "")
     good = files.launcher is not None and (files.cubins is not None or not needs_cubins)
     line = f"{files.version}: {kernels}, {launcher or 'no way to build launchers'}"
-    return judge("flashinfer", good, line, f"in the image: {IMAGE_LINE}")
+    return checked("flashinfer", good, line, f"in the image: {CUBIN_DOWNLOAD_COMMAND}")
 
 
 def _kind(gpu: Gpu) -> str:
@@ -179,17 +179,17 @@ def _peers(handles: dict[int, Any], pair: tuple[int, int], way: int) -> bool:
 def machine() -> Iterator[Finding]:
     """Cores, priority, memory and limits."""
     cores = len(os.sched_getaffinity(0))
-    yield judge("cores", cores > 1, str(cores), "ranks, core and HTTP share one")
+    yield checked("cores", cores > 1, str(cores), "ranks, core and HTTP share one")
     nice = environment.niceness()
-    yield judge("niceness", nice <= 0, str(nice), "ranks inherit it: start at 0")
+    yield checked("niceness", nice <= 0, str(nice), "ranks inherit it: start at 0")
     yield _room("memory", _available_memory(), _MEMORY, "Ray and an engine on CPU need about that")
     yield _room(SHARED, _free(SHARED), _SHM, "Ray's object store and NCCL use it: docker run --shm-size=8g")
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    yield judge("open files", files >= _FILES, str(files), f"every stream is a descriptor or two: ulimit -n {16 * _FILES}")
+    yield checked("open files", files >= _FILES, str(files), f"every stream is a descriptor or two: ulimit -n {16 * _FILES}")
 
 
 def _room(name: str, free: int, least: int, why: str) -> Finding:
-    return judge(name, free >= least, f"{free / 2**30:.1f} GiB free", f"{why} ({least / 2**30:.0f} GiB)")
+    return checked(name, free >= least, f"{free / 2**30:.1f} GiB free", f"{why} ({least / 2**30:.0f} GiB)")
 
 
 def _available_memory() -> int:
@@ -234,7 +234,7 @@ def ray_environment() -> Finding:
     """Variables that are set already: the launcher leaves them as they are."""
     odd = [f"{name}={os.environ[name]}" for name, (value, _) in environment.RAY.items() if os.environ.get(name, value) != value]
     found = ", ".join(odd) or f"nothing stands against the {len(environment.RAY)} that the launcher sets"
-    return judge("ray settings", not odd, found, "set by you, and kept: deploy/environment.py says what Quartet sets, and why")
+    return checked("ray settings", not odd, found, "set by you, and kept: deploy/environment.py says what Quartet sets, and why")
 
 
 def hub() -> Iterator[Finding]:
@@ -256,7 +256,7 @@ def _cache(name: str, folder: Path) -> Finding:
         return Finding(name, "fail", f"{folder} cannot be written", "HF_HOME and QUARTET_CACHE choose other folders")
     free = _free(str(folder))
     advice = "a 31B checkpoint takes 63 GB: HF_HOME and QUARTET_CACHE choose other folders"
-    return judge(name, free >= _DISK, f"{folder}: {free / 2**30:.1f} GiB free", advice)
+    return checked(name, free >= _DISK, f"{folder}: {free / 2**30:.1f} GiB free", advice)
 
 
 def config(path: Path, gpus: int, *, asked: bool) -> Finding:

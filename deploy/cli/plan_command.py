@@ -104,7 +104,7 @@ def report(settings: "Settings", args: argparse.Namespace) -> dict[str, Any]:
             settings = settings.model_copy(update={"max_len": min(LONGEST, read_geometry(folder).max_position)})
         engine = sizing.configured(settings, folder)
         memory = 0 if engine.device == "cpu" else gpu_memory(args)
-        weights, parameters = sizing.weigh(engine)
+        weights, parameters = sizing.weight_bytes_and_count(engine)
         given = {each.name: getattr(engine, each.name) for each in sizes()}
         measured = {"gpu_memory": memory, "reserve": reserve, "parameters": parameters, "weights_per_rank": weights}
         asked = {"model": settings.model, "device": engine.device, **given, **measured}
@@ -121,7 +121,7 @@ def fits_at(settings: "Settings", folder: Path, memory: int, reserve: int) -> in
     for tp in TPS:
         try:
             engine = sizing.configured(settings.model_copy(update={"tp": tp}), folder)
-            sizing.size(engine, sizing.weigh(engine)[0], memory, reserve)
+            sizing.size(engine, sizing.weight_bytes_and_count(engine)[0], memory, reserve)
         except (ConfigError, CheckpointError):  # it does not fit, or the shape does not divide
             continue
         return tp

@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 import threading
+import traceback
 from pathlib import Path
 
 from deploy import environment
@@ -51,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
         code = _run(launch, settings[0], args.drain)
     finally:
         if not launch.end():
+            if sys.exc_info()[0] is not None:
+                traceback.print_exc()  # nobody above hears of it any more
             sys.stdout.flush()
             os._exit(code)
     return code

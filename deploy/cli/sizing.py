@@ -155,7 +155,7 @@ def size(engine: EngineConfig, weights: int, memory: int, reserve: int = RESERVE
     return Sizing(engine, budget, pools(engine, pages_of(engine, budget)))
 
 
-def weigh(engine: EngineConfig) -> tuple[int, int]:
+def weight_bytes_and_count(engine: EngineConfig) -> tuple[int, int]:
     """(bytes of one rank's weights, elements of the whole text model)."""
     shard, whole = meta_model(engine, engine.tp), meta_model(engine, 1)
     return sum(each.nbytes for each in shard.parameters()), sum(each.numel() for each in whole.parameters())

@@ -17,7 +17,7 @@ from engine.errors import InvalidRequest
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ParsedRequest:
     """A request that has been read: what is asked of the engine, and the format of the answer."""
 
     request: ChatRequest | CompletionRequest
@@ -34,11 +34,11 @@ class GenerationApi:
 
     path: str
     body: type[Struct]
-    read: Callable[[bytes, str], Wanted]
+    read: Callable[[bytes, str], ParsedRequest]
     parts: tuple[type[Struct], ...] = ()
     names: Mapping[str, str] = field(default_factory=dict)
 
-    def in_own_words(self, error: InvalidRequest) -> InvalidRequest:
+    def in_client_terms(self, error: InvalidRequest) -> InvalidRequest:
         """The same error, with the client's own name for the key."""
         param = error.param or ""
         if param not in self.names:

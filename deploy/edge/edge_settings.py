@@ -40,7 +40,7 @@ class LimitSettings(FrozenSettings):
     queue_timeout_s: float = Field(default=60.0, gt=0, description="a request that has not begun by then is refused with 429")
     requests: int = Field(default=4096, ge=16, description="requests of any kind that a replica may have at once; more get 429")
     uploads: int = Field(default=512, ge=1, description="bodies that may be on their way at once; the oldest gives way with 408")
-    upload_bytes: int = Field(default=256 << 20, ge=1 << 20, description="bytes held of bodies that are on their way")
+    upload_bytes: int = Field(default=256 << 20, ge=1 << 20, description="bytes held of bodies that are on their way, or unread")
     write_timeout_s: float = Field(default=30.0, gt=0, description="a client that takes no byte for so long is dropped")
 
 

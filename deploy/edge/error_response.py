@@ -81,8 +81,8 @@ def plain_error(
 
 def handle(request: Request, error: Exception) -> Response:
     """Starlette's exception handler for the whole tree."""
-    assert isinstance(error, QuartetError), request.url.path
-    return response_of(error, request.url.path)
+    assert isinstance(error, QuartetError), error
+    return response_of(error, request.scope["path"])
 
 
 def message_of(error: QuartetError) -> str:

@@ -6,9 +6,10 @@
     no valid API key             401        a key without the right           403        a holder's quota            429
 
 A body is read here, whole, before anybody else hears of its request: whoever sends slowly holds no place but one of `uploads`, and
-the oldest of those gives way to a newcomer. Headers by which a client would steer Ray Serve's own deadlines and routing are taken
-out. It must stand around Serve as well, where Serve lets it: Serve reads those headers, and gives a request a place, before it
-calls an app. Where there are API keys, that guard reads no body of whoever the application will refuse.
+the oldest of those gives way to a newcomer. Its bytes count until it has been parsed, and are let go then, however long the answer
+takes. Headers by which a client would steer Ray Serve's own deadlines and routing are taken out. It must stand around Serve too,
+where Serve lets it: Serve reads those headers, and gives a request a place, before it calls an app. Where there are API keys, that
+guard reads no body of whoever the application will refuse.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
@@ -31,7 +33,7 @@ from deploy.edge.keys.key_ring import KeyRing
 from deploy.edge.scope import BEGAN
 from engine.errors import InvalidRequest, Overloaded, QuartetError
 
-STRIPPED = frozenset(
+STRIPPED_HEADERS = frozenset(
     {b"x-request-timeout-seconds", b"x-request-disconnect-disabled", b"serve_multiplexed_model_id", b"x-session-id"}
 )
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
@@ -39,6 +41,20 @@ _HOST = re.compile(rb"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?")
 
 Headers = list[tuple[bytes, bytes]]
 CheckKey = Callable[[Scope], Awaitable[bool]]
+
+
+@dataclass(eq=False)
+class Upload:
+    """A request's body. `timeout`: while it is on its way."""
+
+    body: bytearray = field(default_factory=bytearray)
+    held: int = 0
+    timeout: asyncio.Timeout | None = None
+
+    def taken(self) -> Message:
+        """All of it, as a message; from now on it is the app's."""
+        body, self.body = bytes(self.body), bytearray()
+        return {"type": "http.request", "body": body, "more_body": False}
 
 
 class Limits:
@@ -65,26 +81,30 @@ class Limits:
             return
         began = scope.get(BEGAN, time.monotonic())
         self._open += 1
+        upload = Upload()
         try:
-            body = await self._taken_in(scope, receive)
+            await self._take_in(scope, receive, upload)
             took = self._bounded(send) if self._bounds_writes else send
-            await self._app({**scope, "headers": _kept(scope["headers"]), BEGAN: began}, replayed(body, receive), took)
+            body = self._uploads.replayed(upload, receive)
+            await self._app({**scope, "headers": _kept(scope["headers"]), BEGAN: began}, body, took)
         except _Refused as refused:
             await response_of(refused.error, scope["path"])(scope, receive, send)
         finally:
+            self._uploads.release(upload)
             self._open -= 1
 
     def _bounded(self, send: Send) -> Send:
         """TimeoutError where a write takes too long: Serve's own proxy would wait for ever, and pile up what comes."""
         return lambda message: bounded(send(message), self._limits.write_timeout_s)
 
-    async def _taken_in(self, scope: Scope, receive: Receive) -> bytes:
+    async def _take_in(self, scope: Scope, receive: Receive, upload: Upload) -> None:
         try:
             if self._open > self._limits.requests:
                 raise Overloaded("Too many requests at once; please try again shortly.")
             check_head(scope["headers"], self._limits)
             known = self._check_key is None or await self._check_key(scope)
-            return await self._uploads.read(receive) if known and _has_body(scope) else b""
+            if known and _has_body(scope):
+                await self._uploads.read(upload, receive)
         except QuartetError as error:
             raise _Refused(error) from error
 
@@ -98,72 +118,83 @@ class _Refused(Exception):
 
 
 class Uploads:
-    """Bodies that are on their way, the oldest first; each ends by its own deadline, or when others need its room."""
+    """Bodies that are on their way, the oldest first, and those that have come and that nobody has read yet.
+
+    On its way one ends by its own deadline, or when others need its room.
+    """
 
     def __init__(self, limits: LimitSettings) -> None:
         self._limits = limits
-        self._deadlines: dict[asyncio.Timeout, int] = {}  # of each, and the bytes that have come
+        self._coming: dict[Upload, None] = {}
         self._bytes = 0
 
-    async def read(self, receive: Receive) -> bytes:
-        """The whole body. TooLarge, TooSlow; ClientDisconnect when the client leaves before its end."""
-        parts: list[bytes] = []
-        async with self._on_its_way() as upload:
+    async def read(self, upload: Upload, receive: Receive) -> None:
+        """The whole body. TooLarge, TooSlow, Overloaded; ClientDisconnect when the client leaves before its end."""
+        async with self._on_its_way(upload):
             more = True
             while more:
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     raise ClientDisconnect
-                parts.append(message.get("body", b""))
+                upload.body += message.get("body", b"")
                 more = message.get("more_body", False)
-                self._count(upload, len(parts[-1]))
-        return b"".join(parts)
+                self._count(upload)
+
+    def release(self, upload: Upload) -> None:
+        """Nobody here holds it any more. Idempotent."""
+        self._bytes -= upload.held
+        upload.held = 0
+
+    def replayed(self, upload: Upload, receive: Receive) -> Receive:
+        """A `receive` that gives the body first, and then that the client has gone; more of its body, that nobody wants, is let go.
+
+        Whoever asks for more has read the body.
+        """
+        left = [upload]
+
+        async def again() -> Message:
+            if left:
+                return left.pop().taken()
+            self.release(upload)
+            message = await receive()
+            while message["type"] == "http.request":
+                message = await receive()
+            return message
+
+        return again
 
     @asynccontextmanager
-    async def _on_its_way(self) -> AsyncIterator[asyncio.Timeout]:
+    async def _on_its_way(self, upload: Upload) -> AsyncIterator[None]:
         loop = asyncio.get_running_loop()
         ends = loop.time() + self._limits.body_timeout_s
         try:
-            async with asyncio.timeout_at(ends) as upload:
-                self._deadlines[upload] = 0
-                if len(self._deadlines) > self._limits.uploads:
+            async with asyncio.timeout_at(ends) as upload.timeout:
+                self._coming[upload] = None
+                if len(self._coming) > self._limits.uploads:
                     self._end_oldest()
                 try:
-                    yield upload
+                    yield
                 finally:
-                    self._bytes -= self._deadlines.pop(upload)
+                    del self._coming[upload]
         except TimeoutError as error:
             gave_way = loop.time() < ends
             why = "gave way to newer ones" if gave_way else f"did not arrive within {self._limits.body_timeout_s:g} s"
             raise TooSlow(f"the body {why}") from error
 
-    def _count(self, upload: asyncio.Timeout, size: int) -> None:
-        self._deadlines[upload] += size
-        self._bytes += size
-        if self._deadlines[upload] > self._limits.body_bytes:
+    def _count(self, upload: Upload) -> None:
+        self._bytes += len(upload.body) - upload.held
+        upload.held = len(upload.body)
+        if upload.held > self._limits.body_bytes:
             raise TooLarge(f"the body exceeds the limit of {self._limits.body_bytes} bytes")
         if self._bytes > self._limits.upload_bytes:
+            if len(self._coming) == 1:
+                raise Overloaded("Too many large bodies wait to be read; please try again shortly.")
             self._end_oldest()
 
     def _end_oldest(self) -> None:
         """Its reader gets the timeout at its next turn."""
-        oldest = next(upload for upload in self._deadlines if not upload.expired())
-        oldest.reschedule(asyncio.get_running_loop().time())
-
-
-def replayed(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives `body` first, and then that the client has gone; more of its body, which nobody wants, is let go."""
-    whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def again() -> Message:
-        if whole:
-            return whole.pop()
-        message = await receive()
-        while message["type"] == "http.request":
-            message = await receive()
-        return message
-
-    return again
+        waiting = (upload.timeout for upload in self._coming if upload.timeout is not None and not upload.timeout.expired())
+        next(waiting).reschedule(asyncio.get_running_loop().time())
 
 
 def _has_body(scope: Scope) -> bool:
@@ -213,4 +244,4 @@ def outermost() -> list[Middleware]:
 
 
 def _kept(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
-    return [(name, value) for name, value in headers if name.lower() not in STRIPPED]
+    return [(name, value) for name, value in headers if name.lower() not in STRIPPED_HEADERS]

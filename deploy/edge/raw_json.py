@@ -13,7 +13,8 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 from engine.errors import InvalidRequest
 
 _INT32 = 2**31 - 1
-FEW_BYTES = 64 << 10  # of JSON: read in less than a millisecond
+ON_LOOP_BYTES = 64 << 10  # of JSON: read in less than a millisecond
+_STRINGS = 1 << 18  # keys and strings of a body: a decoder reads some six million a second, and lets nobody in meanwhile
 _SMALL_BYTES = 256  # no neutral value is longer
 _WHERE = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
 _HEAD = re.compile(rb"\s*(.?)\s*(.?)", re.DOTALL)
@@ -23,6 +24,7 @@ T = TypeVar("T", bound=Struct)
 Json = Raw | UnsetType  # a field that stays raw JSON
 TokenId = Annotated[int, Meta(ge=0, le=_INT32)]
 
+ANYTHING: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 _ID_LIST: msgspec.json.Decoder[list[int]] = msgspec.json.Decoder(list[TokenId])
 
 
@@ -40,16 +42,22 @@ def at_most(element: Any, most: int) -> Any:
     return msgspec.defstruct(f"AtMost{most}", fields, array_like=True, forbid_unknown_fields=True)
 
 
-def opening(raw: Raw) -> bytes:
+def first_characters(raw: Raw) -> bytes:
     """The first two characters of raw JSON that are no white space: enough to know a list's kind by its first element."""
     found = _HEAD.match(raw)
     assert found is not None, "the pattern matches anything"
     return found[1] + found[2]
 
 
-def present(raw: Json) -> Raw | None:
+def not_null(raw: Json) -> Raw | None:
     """None where the key is absent, or null."""
-    return None if isinstance(raw, UnsetType) or opening(raw) == b"nu" else raw
+    return None if isinstance(raw, UnsetType) or first_characters(raw) == b"nu" else raw
+
+
+def copied(raw: Json) -> Raw | None:
+    """As `not_null`, and it keeps no more of the body in memory than it says."""
+    found = not_null(raw)
+    return None if found is None else found.copy()
 
 
 def size(raw: Json) -> int:
@@ -63,11 +71,11 @@ def brackets(raw: Json) -> int:
     return text.count(b"[") + text.count(b"{")
 
 
-def small(raw: Json) -> Any:
-    """A value that is only compared; whatever is too long to be neutral stands for itself."""
+def short_value(raw: Json, key: str) -> Any:
+    """A value that is only compared; whatever is too long to be neutral stands for itself. InvalidRequest: it is no value."""
     if isinstance(raw, UnsetType):
         return None
-    return msgspec.json.decode(raw) if size(raw) <= _SMALL_BYTES else ...
+    return decode(raw, key, ANYTHING) if size(raw) <= _SMALL_BYTES else ...
 
 
 def decode(raw: Raw | bytes, key: str, decoder: msgspec.json.Decoder[Any]) -> Any:
@@ -80,7 +88,7 @@ def decode(raw: Raw | bytes, key: str, decoder: msgspec.json.Decoder[Any]) -> An
 
 def token_ids(raw: Json, key: str, most: int) -> list[int]:
     """At most so many ids; none where the key is absent or null."""
-    if (given := present(raw)) is None:
+    if (given := not_null(raw)) is None:
         return []
     check_commas(given, key, most)
     ids: list[int] = decode(given, key, _ID_LIST)
@@ -89,8 +97,14 @@ def token_ids(raw: Json, key: str, most: int) -> list[int]:
 
 def check_commas(raw: Raw, key: str, most: int) -> None:
     """In what may only hold numbers, a comma ends each but the last."""
-    if opening(raw)[:1] == b"[" and bytes(raw).count(b",") >= most:
+    if first_characters(raw)[:1] == b"[" and bytes(raw).count(b",") >= most:
         raise InvalidRequest(f"{key}: more than {most} token ids", param=key)
+
+
+def check_strings(body: bytes) -> None:
+    """A decoder looks at every key, however often it comes: InvalidRequest where there are too many."""
+    if body.count(b'"') - body.count(b'\\"') > 2 * _STRINGS:
+        raise InvalidRequest(f"The body holds more than {_STRINGS} keys and strings")
 
 
 def elements(raw: Raw, key: str, decoder: msgspec.json.Decoder[Any]) -> list[Any]:
@@ -101,7 +115,7 @@ def elements(raw: Raw, key: str, decoder: msgspec.json.Decoder[Any]) -> list[Any
 class BoundedList(Generic[T]):
     """Reads arrays of at most `most` of `kind`, a Struct whose `field` may itself be an array: of at most `parts` of `part`.
 
-    It may be a string instead, or null. In FEW_BYTES there is nothing that would need a bound.
+    It may be a string instead, or null. In ON_LOOP_BYTES there is nothing that would need a bound.
     """
 
     def __init__(self, kind: type[T], most: int, field: str, part: type[Struct], parts: int) -> None:
@@ -113,7 +127,7 @@ class BoundedList(Generic[T]):
 
     def read(self, raw: Raw, key: str) -> list[T]:
         """The elements; their `field`, where it was an array, is a list. InvalidRequest: they are none, or too many."""
-        if size(raw) > FEW_BYTES:
+        if size(raw) > ON_LOOP_BYTES:
             return [self._with_list(element) for element in elements(raw, key, self._large)]
         found: list[T] = decode(raw, key, self._small)
         if len(found) > self._most:

@@ -22,7 +22,7 @@ from deploy.edge.admission_control import Place
 from deploy.edge.answer import CompletionResponse
 from deploy.edge.anthropic.error_object import is_anthropic
 from deploy.edge.anthropic.messages_api import COUNT_TOKENS, MESSAGES_API
-from deploy.edge.api import GenerationApi, TokenApi, Wanted
+from deploy.edge.api import GenerationApi, ParsedRequest, TokenApi
 from deploy.edge.error_response import handle, json_response, plain_error
 from deploy.edge.http_errors import DeadlineExceeded, WrongMediaType
 from deploy.edge.keys.key_gate import KeyGate
@@ -33,7 +33,7 @@ from deploy.edge.observe.access_log import AccessLog
 from deploy.edge.observe.record import record_of
 from deploy.edge.openai.completions import CHAT, COMPLETIONS
 from deploy.edge.openai.responses_api import RESPONSES
-from deploy.edge.scope import from_here
+from deploy.edge.scope import is_from_loopback
 from deploy.edge.service import Client, Service
 from engine.errors import InvalidRequest, QuartetError
 from engine.front.generation import Job
@@ -100,10 +100,10 @@ def _add_generation(app: FastAPI, service: Service, api: GenerationApi) -> None:
     async def generate(request: Request) -> Response:
         async with _admitted(service, request) as place:
             try:
-                wanted = await service.read(api.read, await request.body())
+                wanted = await service.read(api.read, await _body_of(request))
                 job = await service.job(wanted.request)
             except InvalidRequest as error:
-                raise api.in_own_words(error) from error
+                raise api.in_client_terms(error) from error
             return _answer(service, request, wanted, job, place)
 
 
@@ -111,7 +111,7 @@ def _add_tokens(app: FastAPI, service: Service, api: TokenApi) -> None:
     @app.post(api.path, response_model=None, responses=_errors(api.path), openapi_extra=_body(api.body))
     async def tokens(request: Request) -> Response:
         async with _admitted(service, request):
-            return json_response(await api.answer(service, await request.body()))
+            return json_response(await api.answer(service, await _body_of(request)))
 
 
 @asynccontextmanager
@@ -128,6 +128,12 @@ async def _admitted(service: Service, request: Request) -> AsyncIterator[Place]:
         raise DeadlineExceeded(f"The request took longer than {service.limits.request_timeout_s:g} s.") from error
 
 
+async def _body_of(request: Request) -> bytes:
+    """The whole body, which the limits give in one message; with `request.body()` it would stay there until the answer ends."""
+    body: bytes = (await request.receive())["body"]
+    return body
+
+
 def _check_media_type(request: Request) -> None:
     """A web page of another site can send anything but this without being asked for permission first."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -135,9 +141,9 @@ def _check_media_type(request: Request) -> None:
         raise WrongMediaType("the body must be JSON: set the header Content-Type: application/json", code="unsupported_media_type")
 
 
-def _answer(service: Service, request: Request, wanted: Wanted, job: Job, place: Place) -> CompletionResponse:
+def _answer(service: Service, request: Request, wanted: ParsedRequest, job: Job, place: Place) -> CompletionResponse:
     client = Client(record_of(request.scope).key, request.headers.get("authorization") or request.headers.get("x-api-key"))
-    job = service.ranked(job, wanted.request, client)
+    job = service.with_priority(job, wanted.request, client)
     place.settle(len(job.params), job.choices_each * job.prompt_tokens)
     return CompletionResponse(service, job, wanted.format(service.model), stream=bool(wanted.request.stream))
 
@@ -174,7 +180,7 @@ def _add_health(app: FastAPI, service: Service) -> None:
 
 def _may_know_addresses(service: Service, request: Request) -> bool:
     """From this machine and, where there are API keys, with one."""
-    return from_here(request.scope) and (service.keys is None or record_of(request.scope).key is not None)
+    return is_from_loopback(request.scope) and (service.keys is None or record_of(request.scope).key is not None)
 
 
 def _status(service: Service) -> int:
@@ -184,7 +190,7 @@ def _status(service: Service) -> int:
 async def _http_error(request: Request, error: Exception) -> Response:
     """Unknown paths and wrong methods."""
     assert isinstance(error, HTTPException)
-    path = request.url.path
+    path = request.scope["path"]
     why = why_absent(path) if error.status_code == HTTPStatus.NOT_FOUND else None
     message = " ".join(filter(None, (f"{error.detail}: {request.method} {path}.", why)))
     return plain_error(path, error.status_code, message, headers=error.headers)
@@ -193,7 +199,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 async def _bug(request: Request, error: Exception) -> Response:
     """Not an error of ours: the traceback goes to the log, nothing of it to the client."""
     record_of(request.scope).error = error
-    return plain_error(request.url.path, 500, "Internal error", "internal_error")
+    return plain_error(request.scope["path"], 500, "Internal error", "internal_error")
 
 
 @cache

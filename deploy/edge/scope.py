@@ -27,7 +27,7 @@ def only(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> bytes | None:
     return values[0] if len(values) == 1 else None
 
 
-def from_here(scope: Scope) -> bool:
+def is_from_loopback(scope: Scope) -> bool:
     """Whether the request comes from this machine: its connection does, and so does what a proxy before us says of it."""
     client = scope.get("client")
     forwarded = [value for name, value in scope["headers"] if name.lower() == b"x-forwarded-for"]

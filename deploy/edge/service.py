@@ -25,7 +25,7 @@ from deploy.edge.logit_keys import check_ids, forbid, logit_adjustments
 from deploy.edge.observe.record import RequestRecord
 from deploy.edge.observe.spans import Tracer
 from deploy.edge.openai.schemas import ChatRequest, CompletionRequest, Sampling
-from deploy.edge.raw_json import FEW_BYTES, present
+from deploy.edge.raw_json import ON_LOOP_BYTES, check_strings, not_null
 from deploy.edge.response_format import ServedModel
 from engine.checkpoint import generation_config
 from engine.config import ToolGrammar
@@ -44,9 +44,11 @@ from engine.protocol import MAX_ALTERNATIVES, Grammar, SamplingParams, ThoughtBu
 
 TEXT_THREADS = 2
 CALL_TOKENS = ("<|tool_call>", "<|tool_response>")  # not to come with tool_choice none, where tools stay declared in the prompt
-READERS = 4  # answers under way, in capacities: beyond what the engine works on, those that only wait for their readers
+ANSWERS_PER_CHOICE = 4  # answers under way, in capacities: beyond what the engine works on, those that only wait for their readers
 MAX_PROMPT_LOGPROBS = 1 << 18  # of a request, alternatives counted: some 70 bytes of JSON each
 MAX_CHOICES = 64  # of a request, all its prompts together
+CHARACTERS_A_TOKEN = 16  # on an average over a prompt, at most
+COUNTED_CONTEXTS = 2  # contexts: a longer prompt is not even counted
 COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 _SEED_BITS = 63
 _REFUSALS: dict[type[QuartetError], KeyVerdict] = {
@@ -125,7 +127,7 @@ class Service:
         self.model = ServedModel(self.name, self.text.pieces, self.fingerprint)
         self._pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
         self._grammars = self.grammars or GrammarCheck(lambda: vocabulary_of(self.text))
-        self.admission = AdmissionControl(self.engine, self.capacity, self.queue_tokens, READERS * self.capacity)
+        self.admission = AdmissionControl(self.engine, self.capacity, self.queue_tokens, ANSWERS_PER_CHOICE * self.capacity)
         self.idle = asyncio.Event()
         self.idle.set()
 
@@ -158,13 +160,16 @@ class Service:
 
     async def read(self, reader: Callable[[bytes, str], T], body: bytes) -> T:
         """What `reader` makes of `body` and the model's name; a large body is read off the loop. Raises what `reader` does."""
-        return reader(body, self.name) if len(body) <= FEW_BYTES else await self._off_loop(lambda: reader(body, self.name))
+        if len(body) <= ON_LOOP_BYTES:
+            return reader(body, self.name)
+        check_strings(body)
+        return await self.off_loop(lambda: reader(body, self.name))
 
     async def job(self, request: ChatRequest | CompletionRequest) -> Job:
         """What goes to the engine. InvalidRequest, ModelNotFound."""
         self.check_model(request.model)
         adjustments = await self._adjustments(request)
-        if isinstance(request, ChatRequest) and request.chosen_tools.mode == "none" and present(request.tools) is not None:
+        if isinstance(request, ChatRequest) and request.chosen_tools.mode == "none" and not_null(request.tools) is not None:
             known = map(self.text.control_id, CALL_TOKENS)
             adjustments = forbid(adjustments, [number for number in known if number is not None])
         job = await (self._chat_job(request) if isinstance(request, ChatRequest) else self._completion_job(request))
@@ -175,27 +180,31 @@ class Service:
         def read() -> LogitAdjustments | None:
             return logit_adjustments(request, self.vocab, lambda text: self.text.encode(text, add_bos=False))
 
-        return await self._off_loop(read) if request.forbidden_words else read()
+        return await self.off_loop(read) if request.forbidden_words else read()
 
-    async def prompt(self, request: ChatRequest) -> list[int]:
-        """The token ids that a chat begins with. InvalidRequest, ModelNotFound."""
+    def prompt(self, request: ChatRequest) -> list[int]:
+        """The token ids that a chat begins with; takes a while. InvalidRequest, ModelNotFound."""
         self.check_model(request.model)
-        return (await self._off_loop(lambda: self._render(request)))[0]
+        return self._render(request, COUNTED_CONTEXTS * self.max_len)[0]
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a raw prompt. InvalidRequest: it is longer than any that fits."""
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a raw prompt; takes a while. InvalidRequest: it is much longer than any that fits."""
         self._check_size(len(text), "prompt")
-        return await self._off_loop(lambda: self.text.encode(text, add_bos=add_special_tokens))
+        return self.text.encode(text, add_bos=add_special_tokens, most=COUNTED_CONTEXTS * self.max_len)
 
-    async def decode(self, tokens: list[int]) -> str:
-        """The text of token ids, control tokens included. InvalidRequest: one lies outside the vocabulary."""
-        self._in_vocab(tokens, "tokens")
-        return await self._off_loop(lambda: self.text.decode(tokens, skip_special_tokens=False))
+    def decode(self, tokens: list[int]) -> str:
+        """The text of token ids, control tokens included; takes a while. InvalidRequest: one is none, or they are too many."""
+        _at_most("tokens", len(tokens), COUNTED_CONTEXTS * self.max_len, "ids")
+        return self.text.decode(self._in_vocab(tokens, "tokens"), skip_special_tokens=False)
+
+    async def off_loop(self, work: Callable[[], T]) -> T:
+        """What `work` returns, in a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     async def _chat_job(self, request: ChatRequest) -> Job:
         wanted = request.max_completion_tokens or request.max_tokens
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
-        (prompt, tools), form = await self._off_loop(lambda: (self._render(request), request.answer_form))
+        (prompt, tools), form = await self.off_loop(lambda: (self._render(request, self.max_len), request.read_form()))
         job = self._job(request, [prompt], wanted or self.max_tokens or self.max_len, clip=wanted is None, logprobs=logprobs)
         choice = request.chosen_tools
         job = self._scored(replace(job, is_chat=True, tools=tools, one_call=choice.one), request.prompt_logprobs, 1)
@@ -207,7 +216,7 @@ class Service:
 
     async def _grammar(self, wants: Constraints, prompt: list[int], thinking: bool, param: str) -> Grammar | None:
         """Of a reply. InvalidRequest: what the request asks for cannot be kept; what is only our wish gives way."""
-        found = await self._off_loop(lambda: wants.grammar(Markers.of(self.text), prompt, thinking=thinking))
+        found = await self.off_loop(lambda: wants.grammar(Markers.of(self.text), prompt, thinking=thinking))
         if found is None:
             return None
         try:
@@ -221,16 +230,16 @@ class Service:
     async def _completion_job(self, request: CompletionRequest) -> Job:
         sources = request.prompts()
         if any(isinstance(source, str) for source in sources):
-            prompts = await self._off_loop(lambda: [self._tokens(source) for source in sources])
+            prompts = await self.off_loop(lambda: [self._tokens(source) for source in sources])
         else:
             prompts = [self._tokens(source) for source in sources]
-        wanted, form = request.max_tokens, request.answer_form
+        wanted, form = request.max_tokens, await self.off_loop(request.read_form) if request.demands_form else None
         limit = COMPLETION_TOKENS if wanted is None else max(1, wanted)
         job = self._job(request, prompts, limit, clip=wanted is None, logprobs=request.logprobs)
-        told = [each for each in (request.prompt_logprobs, request.echoed_logprobs) if each is not None]
-        job = self._scored(job, max(told, default=None), len(job.params))
+        scored = [each for each in (request.prompt_logprobs, request.echoed_logprobs) if each is not None]
+        job = self._scored(job, max(scored, default=None), len(job.params))
         if request.echo:
-            job = await self._off_loop(lambda: replace(job, echoes=self._texts(sources, job), echo_only=wanted == 0))
+            job = await self.off_loop(lambda: replace(job, echoes=self._texts(sources, job), echo_only=wanted == 0))
         if form is None:
             return job
         rules = grammar(None, form.rules, Thought.none)
@@ -263,7 +272,7 @@ class Service:
             record.grant.close(record.used_tokens)
             self.sink(KeyTokens(record.key, record.used_tokens))
 
-    def ranked(self, job: Job, request: Sampling, client: Client) -> Job:
+    def with_priority(self, job: Job, request: Sampling, client: Client) -> Job:
         """`job` with its place in the queue, and with whom it shares cached prefixes. InvalidRequest: it is too urgent."""
         priority, most = request.priority or 0, self.limits.min_priority
         if priority < most:
@@ -276,11 +285,8 @@ class Service:
         """Submit one choice of a job."""
         return Generation(self.engine, self.text, job, choice)
 
-    async def _off_loop(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
-
-    def _render(self, request: ChatRequest) -> tuple[list[int], Tools]:
-        """The prompt, and the tools that the reply may call."""
+    def _render(self, request: ChatRequest, most: int) -> tuple[list[int], Tools]:
+        """The prompt, of `most` tokens, and the tools that the reply may call."""
         messages, declared = [message.plain() for message in request.turns()], request.declared_tools
         self._check_size(characters([messages, declared]), "messages")
         tools, choice = Tools(declared), request.chosen_tools
@@ -295,6 +301,7 @@ class Service:
             tools=declared or None,
             enable_thinking=thinking,
             add_generation_prompt=request.add_generation_prompt is not False,
+            most=most,
             **options,
         )
         return prompt, Tools(()) if choice.mode == "none" else tools
@@ -303,11 +310,11 @@ class Service:
         if not isinstance(source, str):
             return self._in_vocab(source, "prompt")
         self._check_size(len(source), "prompt")
-        return self.text.encode(source, add_bos=True)
+        return self.text.encode(source, add_bos=True, most=self.max_len)
 
     def _check_size(self, characters: int, param: str) -> None:
-        """No token stands for more than a few dozen characters: what cannot fit is not tokenized."""
-        if characters > self.max_len * 64:
+        """What fits has fewer characters a token: more are not even rendered."""
+        if characters > self.max_len * CHARACTERS_A_TOKEN:
             raise too_long(f"about {characters} characters", self.max_len, param)
 
     def _job(self, request: Sampling, prompts: list[list[int]], wanted: int, *, clip: bool, logprobs: int | None) -> Job:

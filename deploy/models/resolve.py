@@ -84,6 +84,6 @@ def _download(model: str, revision: str | None) -> Path:
         raise ConfigError(f"model: {model}: {' '.join(str(error).split())[:300]}") from error
 
 
-def suppressed(folder: Path) -> tuple[int, ...]:
+def suppressed_token_ids(folder: Path) -> tuple[int, ...]:
     """Token ids that the checkpoint's generation_config.json never wants sampled."""
     return tuple(generation_config(folder).get("suppress_tokens") or ())

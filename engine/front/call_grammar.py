@@ -21,6 +21,7 @@ from engine.front.reply import Markers
 from engine.front.string_schema import KEYWORDS as OF_STRINGS
 from engine.front.string_schema import SchemaError, expressions, lark_regex, repeats
 from engine.front.value_schema import ValueSchema, are_apart, referred
+from engine.matcher import MAX_GRAMMAR_BYTES
 
 _NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _ANNOTATIONS = frozenset(("title", "description", "default", "examples", "$schema", "$id", "$comment", "$defs", "definitions",
@@ -56,6 +57,7 @@ class CallGrammar:
         InvalidRequest."""
         self._quote = f"<[{markers.quote}]>"
         self._rules: list[str] = []
+        self._bytes = 0
         self._referred: dict[str, str] = {}
         self._patterns = self._pairs = 0  # each pattern is compiled by itself, pairs of oneOf are compared
         arguments = {name: self._arguments(schema, name in strict) for name, schema in tools.items()}
@@ -72,7 +74,7 @@ class CallGrammar:
     def _arguments(self, schema: Any, strict: bool) -> str:
         if not schema:
             return "any_object"
-        kept, referred = len(self._rules), dict(self._referred)
+        kept, size, referred = len(self._rules), self._bytes, dict(self._referred)
         try:
             return f"({self._value(_of_object(schema), schema, 0)})"
         except SchemaError as error:
@@ -80,7 +82,7 @@ class CallGrammar:
                 message = f"tools: {error} cannot be kept by the grammar of calls"
                 raise InvalidRequest(message, param="tools", code="unsupported_schema") from None
             del self._rules[kept:]
-            self._referred = referred
+            self._bytes, self._referred = size, referred
             return "any_object"
 
     def _rule(self, kind: str, body: str) -> str:
@@ -88,8 +90,14 @@ class CallGrammar:
         if len(self._rules) >= _RULES:
             raise SchemaError(f"more than {_RULES} rules")
         name = f"{kind}_{len(self._rules)}"
-        self._rules.append(f"{name}: {body}")
+        self._add(f"{name}: {body}")
         return name
+
+    def _add(self, rule: str) -> None:
+        self._bytes += len(rule)
+        if self._bytes > MAX_GRAMMAR_BYTES:
+            raise SchemaError(f"a grammar of more than {MAX_GRAMMAR_BYTES} bytes")
+        self._rules.append(rule)
 
     def _value(self, schema: Any, root: Any, depth: int) -> str:
         """What may stand for a value, as the right side of a rule."""
@@ -137,7 +145,7 @@ class CallGrammar:
         if key not in self._referred:
             target = _target(root, reference)
             name = self._referred[key] = f"ref_{len(self._referred)}"
-            self._rules.append(f"{name}: {self._value(target, root, depth + 1)}")
+            self._add(f"{name}: {self._value(target, root, depth + 1)}")
         return self._referred[key]
 
     def _constant(self, value: Any) -> str:

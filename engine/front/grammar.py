@@ -7,11 +7,12 @@ JSON is compact: models that may write white space between values write it witho
 
 import enum
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from engine.errors import InvalidRequest
 from engine.front.call_grammar import CallGrammar
@@ -20,6 +21,8 @@ from engine.front.string_schema import lark_regex
 
 MAX_SCHEMA_BYTES = 64 << 10
 _MAX_CHOICES = 1024
+_MAX_GBNF, _MAX_GBNF_RULES = 16 << 10, 512
+_LARK = re.compile(r"^[ \t]*(?:%llguidance\b|start[ \t]*:(?!:))", re.MULTILINE)
 
 
 class Thought(enum.Enum):
@@ -78,13 +81,21 @@ def choice_answer(choices: Sequence[str]) -> str:
 
 def lark_answer(grammar: str) -> str:
     """A grammar of the client's own, in Lark with a rule `start`, or in GBNF with a rule `root`."""
+    rules = (grammar if _LARK.search(grammar) else _from_gbnf(grammar)).replace("%llguidance {}", "", 1)
+    return f"answer: %lark {{\n{rules}\n}}"
+
+
+def _from_gbnf(grammar: str) -> str:
+    """In Lark. The translation takes the square of the rules' number, so that there is a bound."""
+    if len(grammar) > _MAX_GBNF or grammar.count("::=") > _MAX_GBNF_RULES:
+        most = f"{_MAX_GBNF} characters or {_MAX_GBNF_RULES} rules"
+        raise InvalidRequest(f"GBNF of more than {most}: write it in Lark, with a rule start")
     try:
-        rules = any_to_lark(grammar).replace("%llguidance {}", "", 1)
+        return gbnf_to_lark(grammar)
     except RecursionError:
         raise InvalidRequest("it is nested too deeply") from None
-    except GbnfToLarkError as error:
-        raise InvalidRequest(str(error)[:300]) from None
-    return f"answer: %lark {{\n{rules}\n}}"
+    except Exception as error:  # noqa: BLE001 - what is wrong with a grammar comes as bare Exception, IndexError, ValueError, too
+        raise InvalidRequest(f"neither Lark with a rule start nor GBNF: {error}"[:300]) from None
 
 
 def calls_answer(calls: CallGrammar, most: int | None = None) -> str:

@@ -8,7 +8,7 @@ Only this module and the template see text; everything behind them sees token id
 
 import codecs
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,6 +20,11 @@ from engine.front.template import ChatTemplate, Conversation
 from engine.pieces import Pieces, as_plain, control_ids, read_eos, read_tokenizer
 
 _REPLACEMENT = "\ufffd"
+NO_BOUND = 1 << 40
+_WINDOW = 1 << 15  # characters that are searched or tokenized at once
+_BYTES_A_TOKEN = 4  # of a text that is worth a look before it is tokenized: fewer than most texts have
+_UNSEEN_BYTES = 512 << 10  # at most, of a text that is tokenized without that look: 140 bytes of memory a token
+_SEAM = 64  # tokens at most that a text has fewer of than its pieces, where two of them meet
 
 
 class Detokenizer:
@@ -144,7 +149,8 @@ class TextProcessor:
         self._control = control_ids(tokenizer)
         self._bos_id = self._control.get(tokens.get("bos_token", "<bos>"))
         longest_first = sorted(self._control, key=len, reverse=True)
-        self._cut = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
+        self._cut = re.compile("|".join(map(re.escape, longest_first)))
+        self._longest = len(longest_first[0]) if longest_first else 0
         self._tokenizer = as_plain(tokenizer, self._control)
         self._template = ChatTemplate(template, tokens, self._control) if template is not None else None
         self.pieces = Pieces.of(tokenizer, frozenset(self._control.values()))
@@ -170,26 +176,28 @@ class TextProcessor:
         tools: Sequence[Mapping[str, Any]] | None = None,
         enable_thinking: bool = False,
         add_generation_prompt: bool = True,
+        most: int = NO_BOUND,
         **extra: bool,
     ) -> list[int]:
         """The prompt of a conversation as token ids, <bos> included.
 
         messages and tools are in OpenAI's form; a content is a string, a list of {"type": "text"} parts, or (of a tool
-        message) a mapping. `extra` goes to the template: only its EXTRAS. Raises InvalidRequest, naming the field.
+        message) a mapping. `extra` goes to the template: only its EXTRAS. Raises InvalidRequest, naming the field; also for what is
+        seen to have more than `most` tokens before all of it has been tokenized.
         """
         if self._template is None:
             raise InvalidRequest("messages: this model has no chat template, only raw prompts", param="messages")
         conversation = Conversation(messages, tools, enable_thinking, add_generation_prompt, extra)
         text, sentinel = self._template.render(conversation)
-        return self._tokenize(text, "messages", sentinel)
+        return self._tokenize(text, "messages", most, sentinel)
 
     def control_id(self, name: str) -> int | None:
         """The id of a control token; None: there is no such token."""
         return self._control.get(name)
 
-    def encode(self, text: str, add_bos: bool) -> list[int]:
-        """Token ids of a raw prompt. Control tokens in it count as such; `add_bos` adds no second <bos>."""
-        ids = self._tokenize(text, "prompt")
+    def encode(self, text: str, add_bos: bool, most: int = NO_BOUND) -> list[int]:
+        """Token ids of a raw prompt. Control tokens in it count as such; `add_bos` adds no second <bos>. `most`: as of a chat."""
+        ids = self._tokenize(text, "prompt", most)
         if not add_bos or self._bos_id is None or ids[:1] == [self._bos_id]:
             return ids
         return [self._bos_id, *ids]
@@ -203,25 +211,57 @@ class TextProcessor:
         """A new stream's detokenizer."""
         return Detokenizer(self.pieces, skip_special_tokens=skip_special_tokens)
 
-    def _tokenize(self, text: str, param: str, sentinel: str = "") -> list[int]:
+    def _tokenize(self, text: str, param: str, most: int, sentinel: str = "") -> list[int]:
         """Cuts `text` at its control tokens, takes the sentinel out of the rest and tokenizes that as plain text."""
         ids: list[int] = []
-        # re.split with one group alternates: plain, control, plain, ...
-        for place, part in enumerate(self._cut.split(text)):
-            if place % 2:
-                ids.append(self._control[part])
-            elif part:
-                ids += self._plain(part.replace(sentinel, "") if sentinel else part, param)
+        for plain, control in self._pieces_of(text):
+            if plain:
+                ids += self._plain(plain.replace(sentinel, "") if sentinel else plain, param, most)
+            if control:
+                ids.append(self._control[control])
+            if len(ids) > most:
+                raise _too_many(param, most)
         return ids
 
-    def _plain(self, text: str, param: str) -> list[int]:
+    def _pieces_of(self, text: str) -> Iterator[tuple[str, str]]:
+        """(plain text, the control token behind it, if any), in order; a search holds the interpreter's lock, so there are many."""
+        begun = at = 0
+        while at < len(text):
+            end = at + _WINDOW
+            found = self._cut.search(text, at, end + self._longest) if self._longest else None
+            if found is None or found.start() >= end:
+                at = end
+                continue
+            yield text[begun : found.start()], found[0]
+            begun = at = found.end()
+        yield text[begun:], ""
+
+    def _plain(self, text: str, param: str, most: int) -> list[int]:
         try:
-            text.encode()
+            size = len(text.encode())
         except UnicodeEncodeError as error:
             raise InvalidRequest(f"{param}: not valid Unicode (a lone surrogate)", param=param) from error
+        if size > min(_BYTES_A_TOKEN * most, _UNSEEN_BYTES) and self._is_longer(text, most):
+            raise _too_many(param, most)
+        return self._encoded(text)
+
+    def _is_longer(self, text: str, most: int) -> bool:
+        """Whether a long text has more than `most` tokens, seen by some of it: a token is read where two pieces meet, not many."""
+        count = 0
+        for begin in range(0, len(text), _WINDOW):
+            count += len(self._encoded(text[begin : begin + _WINDOW])) - _SEAM
+            if count > most:
+                return True
+        return False
+
+    def _encoded(self, text: str) -> list[int]:
         # one text as a batch: `encode` holds the interpreter's lock from begin to end, and every stream would wait
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
+
+
+def _too_many(param: str, most: int) -> InvalidRequest:
+    return InvalidRequest(f"{param}: more than {most} tokens", param=param, code="context_length_exceeded")
 
 
 def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:

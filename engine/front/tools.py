@@ -8,13 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from engine.errors import InvalidRequest
-from engine.front.value_schema import ValueSchema
+from engine.front.value_schema import ValueSchema, referred
 
 NAME = re.compile(r"[\w.:/-]{1,128}")
 _TYPES = frozenset({"object", "array", "string", "number", "integer", "boolean", "null"})
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SCHEMAS = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
+_PLACE = 200  # characters of where a schema stands
 _ANYTHING = ValueSchema()
 
 
@@ -90,9 +91,13 @@ def _check_parameters(parameters: Any, where: str) -> None:
     if parameters.get("type", "object") != "object":
         raise _wrong(f"{where}.type", f"must be 'object', not {_shown(parameters['type'])}")
     left: list[tuple[str, Any]] = [(where, parameters)]
+    seen: set[int] = set()
     while left:
         place, schema = left.pop()
-        left += _checked_schema(schema, place)
+        if id(schema) not in seen:
+            seen.add(id(schema))
+            left += _checked_schema(schema, place)
+            left += _referred_schema(schema, parameters, place)
 
 
 def _checked_schema(schema: Any, where: str) -> Iterator[tuple[str, Any]]:
@@ -104,14 +109,26 @@ def _checked_schema(schema: Any, where: str) -> Iterator[tuple[str, Any]]:
     _check_keywords(schema, where)
     for keyword in _SCHEMAS_BY_NAME:
         for name, inner in _a(Mapping, schema, keyword, where).items():
-            yield f"{where}.{keyword}.{name}", inner
+            yield _inside(where, f".{keyword}.{name}"), inner
     for keyword in _SCHEMA_LISTS:
         for place, inner in enumerate(_a(list, schema, keyword, where)):
-            yield f"{where}.{keyword}[{place}]", inner
+            yield _inside(where, f".{keyword}[{place}]"), inner
     for keyword in _SCHEMAS:
         inner = schema.get(keyword)
         if inner is not None:
-            yield from ((f"{where}.{keyword}", each) for each in (inner if isinstance(inner, list) else [inner]))
+            yield from ((_inside(where, f".{keyword}"), each) for each in (inner if isinstance(inner, list) else [inner]))
+
+
+def _referred_schema(schema: Any, root: Any, where: str) -> Iterator[tuple[str, Any]]:
+    """What a reference points at, which need not stand where schemas do."""
+    target = referred(root, schema["$ref"]) if isinstance(schema, Mapping) and "$ref" in schema else None
+    if target is not None:  # else it points nowhere: what it stands for may be anything
+        yield _inside(where, ".$ref"), target
+
+
+def _inside(where: str, step: str) -> str:
+    """A place inside another, not longer than anybody reads."""
+    return f"{where}{step}"[:_PLACE]
 
 
 def _check_keywords(schema: Mapping[str, Any], where: str) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cluster.attention_choice import IMAGE_LINE, AttentionChoice, choose_attention
+from cluster.attention_choice import CUBIN_DOWNLOAD_COMMAND, AttentionChoice, choose_attention
 from cluster.flashinfer_files import FlashInferFiles
 from engine.config import EngineConfig
 from engine.errors import ConfigError
@@ -55,7 +55,7 @@ def test_by_default(architecture: tuple[int, int] | None, found: FlashInferFiles
 def test_what_would_change_it() -> None:
     """On an SM100 GPU that lacks something the advice names it; where nothing would help there is none."""
     assert choose(B200, NONE).advice == "make install-gpu"
-    assert IMAGE_LINE in choose(B200, replace(WHOLE, cubins=None)).advice
+    assert CUBIN_DOWNLOAD_COMMAND in choose(B200, replace(WHOLE, cubins=None)).advice
     assert "CUDA toolkit" in choose(B200, replace(WHOLE, launcher=None)).advice
     assert [choose(gpu, WHOLE).advice for gpu in (B200, H200, A100, None)] == [""] * 4
 
@@ -90,7 +90,7 @@ REFUSED = [
     (A100, WHOLE, {"attention_decode": "trtllm_mha"}, "SM80 is not of the SM100 family, and FlashInfer has no such kernels for it"),
     (B200, NONE, {"attention": "trtllm_mha"}, "SM100 without FlashInfer (make install-gpu)"),
     (B200, replace(WHOLE, version="0.6.13"), {"attention": "trtllm_mha"}, "FlashInfer 0.6.13 is not among those tried"),
-    (B200, replace(WHOLE, cubins=None), {"attention": "trtllm_mha"}, IMAGE_LINE),
+    (B200, replace(WHOLE, cubins=None), {"attention": "trtllm_mha"}, CUBIN_DOWNLOAD_COMMAND),
     (B200, replace(WHOLE, launcher=None), {"attention_extend": "trtllm_mha"}, "can build no launcher"),
     (B200, WHOLE, {"attention": "trtllm_mha", "page": 128}, "pages of 16, 32 or 64 tokens, not 128"),
     (B200, WHOLE, {"attention": "trtllm_mha", "dtype": "float32"}, "compute in bfloat16, not float32"),

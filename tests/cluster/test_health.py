@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cluster.children import ExitStatus
-from cluster.health import Bounds, Death, Moment, Watcher, raylet_pid, verdict
+from cluster.health import Bounds, Death, Observation, Watcher, raylet_pid, verdict
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.lifeline import Failed
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.pure, pytest.mark.alone]
 S = 1_000_000_000
 NOW = 1000 * S
 BOUNDS = Bounds(heartbeat_s=3.0, step_s=60.0)
-MOMENT = Moment(NOW)
+MOMENT = Observation(NOW)
 
 
 def statuses(tp: int = 4, step: int = 811) -> list[RankStatus]:
@@ -42,7 +42,7 @@ def launched(records: list[RankStatus], step: int, at: int) -> list[RankStatus]:
 def test_a_group_at_rest_is_well() -> None:
     """Idle for minutes with beating hearts is no fault, with requests waiting or not, as long as they have not waited long."""
     assert verdict(statuses(), MOMENT, BOUNDS) is None
-    assert verdict(statuses(), Moment(NOW, waiting=NOW - 59 * S), BOUNDS) is None
+    assert verdict(statuses(), Observation(NOW, waiting=NOW - 59 * S), BOUNDS) is None
     assert verdict(launched(statuses(), 812, NOW - 59 * S), MOMENT, BOUNDS) is None
 
 
@@ -64,8 +64,8 @@ def test_all_heartbeats_stop_at_once() -> None:
 def test_a_suspended_machine_is_no_death() -> None:
     """Heartbeats from before the watcher itself was stopped count only from when it looks again."""
     records = [replace(record, heartbeat_ns=NOW - 100 * S) for record in launched(statuses(), 812, NOW - 100 * S)]
-    assert verdict(records, Moment(NOW, since=NOW - S), BOUNDS) is None
-    assert verdict(records, Moment(NOW, since=NOW - 4 * S), BOUNDS) is not None
+    assert verdict(records, Observation(NOW, since=NOW - S), BOUNDS) is None
+    assert verdict(records, Observation(NOW, since=NOW - 4 * S), BOUNDS) is not None
 
 
 def test_a_hang_inside_a_step_blames_the_rank_that_did_not_launch() -> None:
@@ -117,7 +117,7 @@ def test_a_core_whose_masks_the_ranks_wait_for_is_named() -> None:
 
 def test_a_core_that_plans_nothing_for_those_who_wait_is_named() -> None:
     """Requests have waited over the bound and no step was started: the core is named; a step in between starts the clock anew."""
-    waiting = Moment(NOW, waiting=NOW - 61 * S)
+    waiting = Observation(NOW, waiting=NOW - 61 * S)
     assert verdict(statuses(), waiting, BOUNDS) == Death("core_stalled", "the core made no progress after step 811 for 61 s")
     assert verdict(with_record(statuses(), 4, progress_ns=NOW - 5 * S), waiting, BOUNDS) is None
 

@@ -175,7 +175,7 @@ def test_every_rule_holds_against_the_table() -> None:
     exprs = {rule.name: rule.expr for rule in RECORDS} | {rule.name: rule.expr for rule in ALERTS}
     assert [f"{name}: {line}" for name, expr in exprs.items() for line in complaints(expr)] == []
     for record in RECORDS:
-        text = " ".join(f"{{{{{label}}}}}" for label in set(record.carries) - dict(record.labels).keys())
+        text = " ".join(f"{{{{{label}}}}}" for label in set(record.label_names) - dict(record.labels).keys())
         assert complaints(record.expr, text) == [], record.name
     assert complaints("quartet_engine_down == 0") == ["nothing is called quartet_engine_down"]
 

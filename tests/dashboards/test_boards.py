@@ -10,7 +10,7 @@ import pytest
 
 from dashboards.boards.__main__ import BOARDS, write
 from dashboards.boards.committed import bind, paths, read
-from dashboards.metrics import ENGINE, FLEET
+from dashboards.metrics import DISCOVERY_METRICS, ENGINE
 from dashboards.promql import BOARD
 from engine.errors import ConfigError
 from tests.support.monitoring.promcheck import complaints, names
@@ -178,5 +178,6 @@ def test_every_row_is_shown_or_says_why_not() -> None:
 
     exprs = [expr for _, expr, _ in queries()] + [rule.expr for rule in RECORDS] + [rule.expr for rule in ALERTS]
     shown = {re.sub(r"_(bucket|sum|count)$", "", name) for expr in exprs for name in names(expr)}
-    rows = {row.name for row in (*ENGINE, *FLEET) if not row.name.startswith(("quartet_retired_", "quartet_deployment_"))}
+    summed = ("quartet_retired_", "quartet_deployment_")
+    rows = {row.name for row in (*ENGINE, *DISCOVERY_METRICS) if not row.name.startswith(summed)}
     assert rows - shown == UNDRAWN

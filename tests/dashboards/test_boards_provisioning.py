@@ -10,7 +10,7 @@ import yaml
 
 from dashboards.alerts import FILE
 from dashboards.boards.committed import FOLDER, paths
-from dashboards.promql import FLEET_JOB, JOB
+from dashboards.promql import DISCOVERY_JOB, JOB
 
 pytestmark = pytest.mark.pure
 
@@ -58,7 +58,7 @@ def test_every_board_and_rule_is_mounted() -> None:
 def test_the_jobs_are_those_that_the_queries_name() -> None:
     """The scrape configuration has the jobs of our queries, and Grafana's data source is the Prometheus that compose starts."""
     jobs = {scrape["job_name"] for scrape in yaml.safe_load(CONFIG.read_text())["scrape_configs"]}
-    assert {JOB, FLEET_JOB, "ray", "prometheus"} == jobs
+    assert {JOB, DISCOVERY_JOB, "ray", "prometheus"} == jobs
     source = yaml.safe_load((FOLDER / "provisioning/datasources/quartet.yaml").read_text())["datasources"][0]
     assert source["type"] == "prometheus"
     address = source["url"].removeprefix("http://")

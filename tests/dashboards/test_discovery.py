@@ -16,8 +16,17 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.health import Cause
-from dashboards.discovery import GONE_S, SHOWN_S, SILENT_S, TICK_S, Counts, DiscoveryServer, ReplicaRegistry, ScrapeTarget
-from dashboards.metrics import CAUSES, FLEET, RETIRED
+from dashboards.discovery import (
+    SHOWN_DOWN_S,
+    TICK_S,
+    UNLISTED_AFTER_S,
+    VANISHED_AFTER_S,
+    Counts,
+    DiscoveryServer,
+    ReplicaRegistry,
+    ScrapeTarget,
+)
+from dashboards.metrics import CAUSES, DISCOVERY_METRICS, RETIRED
 from engine.errors import ConfigError
 
 pytestmark = [pytest.mark.pure, pytest.mark.alone]
@@ -110,7 +119,7 @@ def test_what_was_open_is_lost_with_its_replica() -> None:
     received = ("quartet_requests_received_total", ())
     last: Counts = {received: 52, ("quartet_requests_total", ("length",)): 47, ("quartet_requests_total", ("dead",)): 2}
     clock.registry.heartbeat(ONE, last)
-    clock.passes(GONE_S + 1, TWO)
+    clock.passes(VANISHED_AFTER_S + 1, TWO)
     assert restarts(clock.registry) == {"vanished": 1}
     assert figure(clock.registry, "quartet_retired_requests_total", **WHERE, outcome="dead") == 2 + 3
     assert figure(clock.registry, "quartet_retired_requests_lost_total", **WHERE) == 3
@@ -128,7 +137,7 @@ def test_totals_neither_fall_nor_count_twice() -> None:
         clock.registry.heartbeat(ONE, counts(tokens))
         seen.append(figure(clock.registry, total, **WHERE))
     assert seen == [0, 20, 40]
-    for _ in range(round((GONE_S + 4) / TICK_S)):
+    for _ in range(round((VANISHED_AFTER_S + 4) / TICK_S)):
         clock.passes(TICK_S, TWO)  # it counts one token, once
         assert figure(clock.registry, total, **WHERE) == 41
     assert restarts(clock.registry) == {"vanished": 1}
@@ -163,10 +172,10 @@ def test_totals_add_up_over_deaths() -> None:
 
 
 def test_a_silent_replica_is_dropped_then_vanished() -> None:
-    """No target after SILENT_S, back with a heartbeat; after GONE_S a restart whose last counts are those of its last heartbeat."""
+    """No target after a while, back with a heartbeat; later a restart, whose counts are those of its last heartbeat."""
     clock = Time()
     clock.registry.heartbeat(ONE, counts(40))
-    clock.passes(SILENT_S, TWO)
+    clock.passes(UNLISTED_AFTER_S, TWO)
     assert len(addresses(clock.registry)) == 2
     clock.passes(2 * TICK_S, TWO)
     assert addresses(clock.registry) == ["127.0.0.1:9002"]
@@ -175,7 +184,7 @@ def test_a_silent_replica_is_dropped_then_vanished() -> None:
     clock.registry.heartbeat(ONE, counts(44))
     clock.passes(TICK_S, TWO)
     assert len(addresses(clock.registry)) == 2
-    clock.passes(GONE_S + TICK_S, TWO)
+    clock.passes(VANISHED_AFTER_S + TICK_S, TWO)
     assert restarts(clock.registry) == {"vanished": 1}
     assert figure(clock.registry, RETIRED[TOKENS].name, **WHERE) == 44
     assert clock.registry.heartbeat(ONE, counts(45)) == "gone"
@@ -188,7 +197,7 @@ def test_a_pause_of_the_endpoint_makes_no_replica_silent() -> None:
     clock.now += 60
     clock.registry.tick()
     assert len(addresses(clock.registry)) == 2
-    clock.passes(GONE_S + 1, TWO)
+    clock.passes(VANISHED_AFTER_S + 1, TWO)
     assert addresses(clock.registry) == ["127.0.0.1:9002"]
     assert restarts(clock.registry) == {"vanished": 1}
 
@@ -198,7 +207,7 @@ def test_gone_replicas_are_forgotten_in_the_end() -> None:
     clock = Time()
     clock.registry.heartbeat(ONE, counts(40))
     clock.registry.deregister(ONE, "killed", counts(40))
-    clock.passes(SHOWN_S - 1, TWO)
+    clock.passes(SHOWN_DOWN_S - 1, TWO)
     assert figure(clock.registry, "quartet_group_up", **ONE.labels) == 0
     clock.passes(2, TWO)
     assert figure(clock.registry, "quartet_group_up", **ONE.labels) is None
@@ -221,7 +230,7 @@ def test_every_row_is_shown() -> None:
     registry = ReplicaRegistry()
     everything = {(name, tuple("x" for _ in row.labels[2:])): 1.0 for name, row in RETIRED.items()}
     registry.heartbeat(ONE, everything)
-    assert {family.name for family in registry.collect() if family.samples} == {row.stem for row in FLEET}
+    assert {family.name for family in registry.collect() if family.samples} == {row.stem for row in DISCOVERY_METRICS}
 
 
 def fetch(url: str) -> tuple[int, str, str]:

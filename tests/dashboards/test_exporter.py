@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Histogram
 
 from dashboards.exporter import Exporter, Facts
 from dashboards.fast_histogram import FastHistogram
-from dashboards.metrics import ENGINE, FLEET, OUTCOMES, TARGET_LABELS, TPOT_BUCKETS
+from dashboards.metrics import DISCOVERY_METRICS, ENGINE, OUTCOMES, TARGET_LABELS, TPOT_BUCKETS
 from engine.errors import ConfigError
 from engine.events import (
     EngineFailed,
@@ -133,7 +133,7 @@ def test_every_row_of_the_table_is_exposed_with_its_help_and_kind() -> None:
 
 def test_names_follow_the_convention() -> None:
     """Counters end in _total, seconds say so, no row says who is scraped, and no name stands twice."""
-    rows = [*ENGINE, *FLEET]
+    rows = [*ENGINE, *DISCOVERY_METRICS]
     assert len({row.name for row in rows}) == len(rows)
     assert get_args(Outcome) == OUTCOMES
     for row in rows:

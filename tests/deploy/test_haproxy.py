@@ -1,5 +1,6 @@
 """What HAProxy answers by itself and says of its servers, through the real binary and the wrapper that Serve starts it by."""
 
+import json
 import os
 import socket
 import subprocess
@@ -31,9 +32,13 @@ defaults
     errorfile 503 {folder}/500.http
     errorfile 504 {folder}/500.http
 
-frontend api
+frontend http_frontend
     bind *:{port}
-    default_backend replica
+    use_backend replica if {{ path_beg / }}
+    default_backend default_backend
+
+backend default_backend
+    http-request return status 404 content-type text/plain lf-string "Path '%[path]' not found."
 
 backend replica
     http-reuse always
@@ -45,13 +50,16 @@ backend at_zero_replicas
 
 
 @contextmanager
-def haproxy(folder: Path, behind: int, errors: Path | None, wrapper: Path | str = WRAPPER) -> Iterator[str]:
+def haproxy(
+    folder: Path, behind: int, errors: Path | None, wrapper: Path | str = WRAPPER, head_timeout: str = "10s"
+) -> Iterator[str]:
     """HAProxy before the port `behind`; the URL."""
     (folder / "500.http").write_text("HTTP/1.1 500 Internal Server Error\r\nContent-Type: text/plain\r\n\r\nInternal Server Error")
     port = free_port()
     path = folder / "haproxy.cfg"
     path.write_text(CONFIG.format(folder=folder, port=port, behind=behind))
     environ = {**os.environ, "QUARTET_HAPROXY": haproxy_binary() or "", "QUARTET_ERRORS": str(errors or "")}
+    environ["QUARTET_HEAD_TIMEOUT"] = head_timeout
     process = subprocess.Popen([str(wrapper), "-db", "-f", str(path)], env=environ, stderr=subprocess.DEVNULL)
     try:
         wait(lambda: not is_free(port), 10)
@@ -104,6 +112,31 @@ def test_a_replica_that_is_lost_after_a_request_is_said_so(tmp_path: Path, keeps
     assert "without sending a response" in error
 
 
+@pytest.mark.parametrize("said", [b"", b"GET /health HTTP/1.1\r\nX-Slow: a"])
+def test_a_connection_without_a_whole_head_ends(tmp_path: Path, said: bytes) -> None:
+    """A client that says nothing, or not all, has a bound, and not the hour of silence that a stream may have.
+
+    Planted: Serve's configuration as it is. HAProxy's own 400 and 408 of what it cannot read have no file: they are HTML.
+    """
+    for wrapper, ends in ((WRAPPER, True), (haproxy_binary() or "", False)):
+        with haproxy(tmp_path, free_port(), None, wrapper, "300ms") as url:
+            assert answered(url, said).startswith(b"HTTP/1.1 408") == ends
+
+
+@pytest.mark.parametrize(("line", "status"), [("OPTIONS *", 404), ("GET health", 404), ("FOO /v1/models", 405)])
+def test_what_no_replica_is_asked_is_refused_in_shape(tmp_path: Path, line: str, status: int) -> None:
+    """A path of no application, a method that HTTP lacks: OpenAI's error object. Planted: without our files, Serve's text."""
+    ingress_errors.write(tmp_path)
+    said = f"{line} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n".encode()
+    with haproxy(tmp_path, free_port(), tmp_path) as url:
+        head, _, body = answered(url, said).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status)
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+    assert (b"allow: GET, POST" in head) == (status == 405)
+    with haproxy(tmp_path, free_port(), None) as url:
+        assert b'"error"' not in answered(url, said)
+
+
 def test_an_application_is_routed_when_haproxy_has_a_replica_of_it(tmp_path: Path) -> None:
     """Not when only the fallback is left, which is Serve's own proxy; and none is once HAProxy has gone."""
     admin = tmp_path / "admin.sock"
@@ -111,6 +144,14 @@ def test_an_application_is_routed_when_haproxy_has_a_replica_of_it(tmp_path: Pat
     with haproxy(tmp_path, free_port(), None):
         assert routed(admin) == 1
     assert routed(admin) == 0
+
+
+def answered(url: str, said: bytes) -> bytes:
+    """What comes within a second of a new connection, if anything does."""
+    with suppress(TimeoutError), socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=1) as made:
+        made.sendall(said)
+        return made.recv(65536)
+    return b""
 
 
 def failure_of(ask: Callable[[str], httpx.Response], url: str) -> str:

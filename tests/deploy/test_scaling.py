@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ray.serve.autoscaling_policy import _apply_autoscaling_config
 from ray.serve.config import AutoscalingConfig
 
-from deploy.scaling import POLICY, RECENT_S, SUMMED, Demand, Scaling, check_policies
+from deploy.scaling import POLICY, SUMMED_FIGURES, TTFT_WINDOW_S, Demand, Scaling, check_policies
 from engine.errors import ConfigError
 from engine.events import EngineLoad, FirstToken, RequestFinished, RequestStarted, to_each
 from tests.support.engine.load_figures import load, pool
@@ -99,10 +99,10 @@ class Fleet:
             self.running.append(self.now + SERVICE_S * self.rng.uniform(0.8, 1.2))
 
     def _figures(self) -> dict[str, float]:
-        recent = [ttft for at, ttft in self.ttfts if at > self.now - RECENT_S]
+        recent = [ttft for at, ttft in self.ttfts if at > self.now - TTFT_WINDOW_S]
         late = max([*recent, *(self.now - since for since in self.waiting)], default=0.0)
         sizes = ((len(self.running) + len(self.waiting)) / SLOTS, 0.5 * len(self.running) / SLOTS, 100.0 * len(self.waiting))
-        return dict(zip(SUMMED, sizes, strict=True)) | {"late": late}
+        return dict(zip(SUMMED_FIGURES, sizes, strict=True)) | {"late": late}
 
     def _scale(self) -> None:
         self.past.append(self._figures())
@@ -206,7 +206,7 @@ def test_each_figure_asks_for_replicas(figures: dict[str, float], wanted: int) -
 def test_late_first_tokens_ask_for_more() -> None:
     """TTFT over its objective while something waits adds replicas, twice as many at most, and not while any is starting."""
     late = {"slots": 0.5, "waiting_tokens": 10.0}
-    long_ago = 1000.0 - RECENT_S - CONFIG.look_back_period_s
+    long_ago = 1000.0 - TTFT_WINDOW_S - CONFIG.look_back_period_s
     assert Scaling()(context(2, {**late, "late": 1.2}, settled=long_ago))[0] == 3
     assert Scaling()(context(2, {**late, "late": 9.0}, settled=long_ago))[0] == 4
     assert Scaling()(context(2, {**late, "late": 9.0}, settled=long_ago + 1))[0] == 2 - 1
@@ -258,7 +258,7 @@ def test_where_nobody_asks_nothing_piles_up() -> None:
         demand(RequestStarted(request, 1))
         demand(FirstToken(request, 1, 0.1))
         demand(RequestFinished(request, "stop", 1, 1, 0.1, None, 0.1))
-    assert len(demand._ttfts) <= RECENT_S + 1
+    assert len(demand._ttfts) <= TTFT_WINDOW_S + 1
     assert demand.figures()["slots"] == 0.0
 
 
@@ -281,6 +281,6 @@ def test_a_replica_tells_what_it_has() -> None:
     sink(RequestFinished(2, "client_gone", 100, 0, None, None, 2.0))
     assert demand.figures()["late"] == 0.5
     sink(RequestFinished(1, "stop", 100, 5, 0.25, 0.1, 2.0))
-    now[0] += RECENT_S
+    now[0] += TTFT_WINDOW_S
     assert (demand.figures()["slots"], demand.figures()["late"]) == (0.0, 0.0)
     assert twin.figures() == demand.figures()

@@ -212,6 +212,8 @@ def test_rays_environment_is_set_and_the_users_wins(tmp_path: Path) -> None:
     assert "PYTHONBREAKPOINT" not in environ
     assert [environment.haproxy_threads(cores) for cores in (1, 2, 8, 16, 64)] == [1, 1, 1, 2, 4]
     assert environ["RAY_SERVE_HAPROXY_NBTHREAD"] in "1234"
+    assert [environment.haproxy_connections(files) for files in (1024, 4096, 20_000, 1 << 20, -1)] == [64, 1228, 7590, 16384, 16384]
+    assert int(environ["RAY_SERVE_HAPROXY_MAXCONN"]) >= 64
     token = Path(environ["RAY_AUTH_TOKEN_PATH"])
     assert (environ["RAY_AUTH_MODE"], token.parent, token.stat().st_mode & 0o777) == ("token", tmp_path, 0o600)
     assert len(token.read_text()) == 64

@@ -92,7 +92,7 @@ async def work(group: Group, requests: int, length: int) -> None:
 def both_know(group: Group, total: int) -> Iterator[Row]:
     """What a rank said at boot and what its pages take, beside the plan for a device of `total` bytes."""
     loaded = min(group.loaded, key=lambda each: each.kv_bytes)
-    weights, _ = sizing.weigh(group.config)
+    weights, _ = sizing.weight_bytes_and_count(group.config)
     planned = sizing.size(group.config, weights, total)
     yield "weights", loaded.weight_bytes, weights
     yield "KV budget", loaded.kv_bytes, planned.budget

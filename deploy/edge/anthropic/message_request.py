@@ -15,7 +15,7 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from deploy.edge.openai.schemas import MESSAGES, PARTS, TOOLS, Count, unsupported
-from deploy.edge.raw_json import BoundedList, Json, at_most, decode, elements, opening, present, shown_as
+from deploy.edge.raw_json import BoundedList, Json, at_most, decode, elements, first_characters, not_null, shown_as
 from engine.errors import InvalidRequest
 
 # A system block of Claude Code that differs from request to request: with it in the prompt, no prefix would ever be shared.
@@ -128,9 +128,9 @@ class CountRequest(Struct, frozen=True, kw_only=True):
         return found
 
     def _check_absent(self) -> None:
-        if (servers := present(self.mcp_servers)) is not None and opening(servers) != b"[]":
+        if (servers := not_null(self.mcp_servers)) is not None and first_characters(servers) != b"[]":
             raise unsupported("mcp_servers", "only []")
-        if present(self.container) is not None:
+        if not_null(self.container) is not None:
             raise unsupported("container", "only null")
 
     def _system_message(self) -> list[dict[str, Any]]:
@@ -142,8 +142,8 @@ class CountRequest(Struct, frozen=True, kw_only=True):
             yield from _chat_messages(turn, f"messages[{place}]")
 
     def _response_format(self) -> dict[str, Any] | None:
-        named = present(self.output_config.format) if self.output_config else None
-        given = present(self.output_format) if named is None else named
+        named = not_null(self.output_config.format) if self.output_config else None
+        given = not_null(self.output_format) if named is None else named
         if given is None:
             return None
         form: _OutputFormat = decode(given, "output_config", _FORMAT)
@@ -169,7 +169,7 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
         made = {
             "max_tokens": self.max_tokens,
             "stream": self.stream,
-            "stop": present(self.stop_sequences),
+            "stop": not_null(self.stop_sequences),
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
@@ -194,14 +194,14 @@ _TEXT = msgspec.json.Decoder(str)
 
 
 def _tools(raw: Json) -> list[ClientTool]:
-    return [] if (given := present(raw)) is None else elements(given, "tools", _TOOL_LIST)
+    return [] if (given := not_null(raw)) is None else elements(given, "tools", _TOOL_LIST)
 
 
 def _declaration(tool: ClientTool, place: int) -> dict[str, Any]:
     """OpenAI's; what is wrong with it is found there."""
     if tool.type not in (None, "custom"):
         raise InvalidRequest(f"tools[{place}].type: {tool.type!r} runs on a server; only 'custom' is supported", param="tools")
-    made = {"name": tool.name, "description": tool.description, "parameters": present(tool.input_schema), "strict": tool.strict}
+    made = {"name": tool.name, "description": tool.description, "parameters": not_null(tool.input_schema), "strict": tool.strict}
     return {"type": "function", "function": {key: value for key, value in made.items() if value is not None}}
 
 
@@ -226,10 +226,10 @@ def _thinking(config: ThinkingConfig | None) -> dict[str, bool] | None:
 
 def _texts(raw: Json, where: str) -> list[str]:
     """Of a text, or of text blocks."""
-    if (given := present(raw)) is None:
+    if (given := not_null(raw)) is None:
         return []
     key = where.partition("[")[0]
-    if opening(given)[:1] == b'"':
+    if first_characters(given)[:1] == b'"':
         return [decode(given, key, _TEXT)]
     blocks = elements(given, key, _BLOCKS)
     return [_text(block, f"{where}[{place}]") for place, block in enumerate(blocks)]
@@ -276,7 +276,11 @@ def _call(block: ContentBlock, where: str) -> dict[str, Any]:
     """Its input stays the text that it is: numbers are rendered as they were written."""
     if block.id is None or block.name is None:
         raise InvalidRequest(f"{where}: a tool_use block has an id and a name", param="messages")
-    arguments = {} if (given := present(block.input)) is None else {"arguments": bytes(given).decode()}
+    given = not_null(block.input)
+    try:
+        arguments = {} if given is None else {"arguments": bytes(given).decode()}
+    except UnicodeDecodeError:
+        raise InvalidRequest(f"{where}.input: it is not UTF-8", param="messages") from None
     return {"id": block.id, "type": "function", "function": {"name": block.name, **arguments}}
 
 

@@ -6,7 +6,7 @@ import msgspec
 
 from deploy.edge.anthropic.message_format import MessageFormat
 from deploy.edge.anthropic.message_request import ClientTool, CountRequest, MessagesRequest, Turn, parse_message
-from deploy.edge.api import GenerationApi, TokenApi, Wanted
+from deploy.edge.api import GenerationApi, ParsedRequest, TokenApi
 from deploy.edge.openai.schemas import ChatRequest, parse
 from deploy.edge.service import Service
 
@@ -15,13 +15,13 @@ def _chat(kind: type[CountRequest], body: bytes) -> ChatRequest:
     return parse(ChatRequest, msgspec.json.encode(parse_message(kind, body).chat()))
 
 
-def _read(body: bytes, model: str) -> Wanted:  # noqa: ARG001 - its request names the model
-    return Wanted(_chat(MessagesRequest, body), MessageFormat)
+def _read(body: bytes, model: str) -> ParsedRequest:  # noqa: ARG001 - its request names the model
+    return ParsedRequest(_chat(MessagesRequest, body), MessageFormat)
 
 
 async def _count(service: Service, body: bytes) -> dict[str, Any]:
     request = await service.read(lambda body, _: _chat(CountRequest, body), body)
-    return {"input_tokens": len(await service.prompt(request))}
+    return {"input_tokens": len(await service.off_loop(lambda: service.prompt(request)))}
 
 
 MESSAGES_API = GenerationApi("/v1/messages", MessagesRequest, _read, (Turn, ClientTool), {"stop": "stop_sequences"})

@@ -16,8 +16,8 @@ from deploy.edge.keys.key_file import ApiKey, digest_of, parse, read
 from deploy.edge.keys.quotas import Allowance, Grant
 from engine.errors import ConfigError
 
-LOOK_S = 1.0  # between two looks at the file
-PATIENCE_S = 1.0  # of requests for a look: a file system that hangs must not hang them
+FILE_CHECK_PERIOD_S = 1.0  # between two looks at the file
+FILE_CHECK_TIMEOUT_S = 1.0  # of requests for a look: a file system that hangs must not hang them
 
 logger = logging.getLogger(__name__)
 
@@ -49,10 +49,10 @@ class KeyRing:
         """Returns with the keys of a file as they were a second ago, or later."""
         if self._settings.file is None:
             return
-        if self._look is None and self._clock() - self._looked >= LOOK_S:
+        if self._look is None and self._clock() - self._looked >= FILE_CHECK_PERIOD_S:
             self._looked = self._clock()
             self._look = asyncio.create_task(self._read_again())
-        if self._look is not None and (left := self._looked + PATIENCE_S - self._clock()) > 0:
+        if self._look is not None and (left := self._looked + FILE_CHECK_TIMEOUT_S - self._clock()) > 0:
             await asyncio.wait({self._look}, timeout=left)
 
     async def _read_again(self) -> None:

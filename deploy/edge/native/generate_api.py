@@ -12,11 +12,11 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
-from deploy.edge.api import GenerationApi, Wanted
+from deploy.edge.api import GenerationApi, ParsedRequest
 from deploy.edge.error_response import body_of
 from deploy.edge.openai.absent_keys import is_neutral
 from deploy.edge.openai.schemas import CompletionRequest, parse, unsupported
-from deploy.edge.raw_json import decode, opening, present, shown_as, size, small
+from deploy.edge.raw_json import decode, first_characters, not_null, short_value, shown_as, size
 from deploy.edge.response_format import ServedModel, Usage
 from engine.errors import InvalidRequest, QuartetError
 from engine.front.generation import Choice, Delta
@@ -62,27 +62,27 @@ class GenerateTextRequest(Struct, frozen=True, kw_only=True):
     def completion(self, model: str) -> dict[str, Any]:
         """The body of a text completion that asks for the same. InvalidRequest names what cannot be done."""
         for name, neutral in _ABSENT.items():
-            if not is_neutral(small(getattr(self, name)), neutral):
+            if not is_neutral(short_value(getattr(self, name), name), neutral):
                 raise unsupported(name, f"only {msgspec.json.encode(neutral[0]).decode()}")
-        passed = {name: value for name in _PASSED_ON if (value := present(getattr(self, name))) is not None}
+        passed = {name: value for name in _PASSED_ON if (value := not_null(getattr(self, name))) is not None}
         return {"model": model, "prompt": self._prompt(), "stream": self.stream} | passed | self._sampling()
 
     def _prompt(self) -> Raw:
-        text, ids = present(self.text), present(self.input_ids)
+        text, ids = not_null(self.text), not_null(self.input_ids)
         if (text is None) == (ids is None):
             raise InvalidRequest("text: either a text or input_ids", param="text")
-        if text is not None and opening(text)[:1] != b'"':
+        if text is not None and first_characters(text)[:1] != b'"':
             raise InvalidRequest("text: one text a request", param="text")
-        if ids is not None and opening(ids) == b"[[":
+        if ids is not None and first_characters(ids) == b"[[":
             raise InvalidRequest("input_ids: one list of token ids a request", param="input_ids")
         return text or ids or Raw(b"")
 
     def _sampling(self) -> dict[str, Raw | int]:
-        given = present(self.sampling_params)
+        given = not_null(self.sampling_params)
         if size(self.sampling_params) > _PARAMS_BYTES:
             raise InvalidRequest(f"sampling_params: more than {_PARAMS_BYTES} bytes", param="sampling_params")
         found: dict[str, Raw] = {} if given is None else decode(given, "sampling_params", _PARAMS)
-        if not is_neutral(small(found.pop("n", UNSET)), (1,)):
+        if not is_neutral(short_value(found.pop("n", UNSET), "sampling_params"), (1,)):
             raise unsupported("sampling_params.n", "only 1")
         return {"max_tokens": _MAX_NEW_TOKENS} | {_OPENAI.get(name, name): value for name, value in found.items()}
 
@@ -91,7 +91,7 @@ _REQUEST = msgspec.json.Decoder(GenerateTextRequest)
 _PARAMS = msgspec.json.Decoder(dict[str, Raw])
 
 
-class GrowingText:
+class GenerateFormat:
     """The answer: a stream repeats all of the text in every event, as SGLang does."""
 
     def __init__(self, model: ServedModel, rid: str | None) -> None:  # noqa: ARG002 - it does not say what model it is
@@ -143,10 +143,10 @@ class GrowingText:
         return {"type": "stop", "matched": self._choice.stop}
 
 
-def _read(body: bytes, model: str) -> Wanted:
+def _read(body: bytes, model: str) -> ParsedRequest:
     request: GenerateTextRequest = decode(body, "", _REQUEST)
     completion = parse(CompletionRequest, msgspec.json.encode(request.completion(model)))
-    return Wanted(completion, partial(GrowingText, rid=request.rid))
+    return ParsedRequest(completion, partial(GenerateFormat, rid=request.rid))
 
 
 _NAMES = {own: name for name, own in _OPENAI.items()}

@@ -10,7 +10,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from deploy.edge.api import TokenApi
 from deploy.edge.openai.schemas import MESSAGES, PROMPT_IDS, TOOLS, ChatRequest, Message, parse
-from deploy.edge.raw_json import decode, present, shown_as, token_ids
+from deploy.edge.raw_json import decode, not_null, shown_as, token_ids
 from deploy.edge.service import Service
 from engine.errors import InvalidRequest, ModelNotFound
 
@@ -38,11 +38,11 @@ class TokenizeRequest(Struct, frozen=True, kw_only=True):
 
     def chat(self, model: str) -> ChatRequest | None:
         """The conversation, of `model` where it names none; None: there is a text instead. InvalidRequest: both, or neither."""
-        if (present(self.messages) is None) == (self.prompt is None):
+        if (not_null(self.messages) is None) == (self.prompt is None):
             raise InvalidRequest("prompt: either a prompt or messages", param="prompt")
         if self.prompt is not None:
             return None
-        given = {name: value for name in _CHAT if (value := present(getattr(self, name))) is not None}
+        given = {name: value for name in _CHAT if (value := not_null(getattr(self, name))) is not None}
         special = {} if self.add_special_tokens is None else {"add_special_tokens": self.add_special_tokens}
         return parse(ChatRequest, msgspec.json.encode({"model": self.model or model, **given, **special}))
 
@@ -63,15 +63,23 @@ def _read(body: bytes, model: str) -> tuple[TokenizeRequest, ChatRequest | None]
     return request, request.chat(model)
 
 
-async def _tokenize(service: Service, body: bytes) -> dict[str, Any]:
+def _encoded(answer: dict[str, Any]) -> Raw:
+    return Raw(msgspec.json.encode(answer))
+
+
+async def _tokenize(service: Service, body: bytes) -> Raw:
     request, chat = await service.read(_read, body)
     service.check_model(request.model or service.name)
+    return await service.off_loop(lambda: _tokenized(service, request, chat))
+
+
+def _tokenized(service: Service, request: TokenizeRequest, chat: ChatRequest | None) -> Raw:
     if chat is not None:
-        tokens = await service.prompt(chat)
+        tokens = service.prompt(chat)
     else:
-        tokens = await service.encode(request.prompt or "", add_special_tokens=request.add_special_tokens is not False)
+        tokens = service.encode(request.prompt or "", add_special_tokens=request.add_special_tokens is not False)
     texts = [service.model.text_of(token) for token in tokens] if request.return_token_strs else None
-    return {"count": len(tokens), "max_model_len": service.max_len, "tokens": tokens, "token_strs": texts}
+    return _encoded({"count": len(tokens), "max_model_len": service.max_len, "tokens": tokens, "token_strs": texts})
 
 
 def _ids(body: bytes, model: str) -> list[int]:
@@ -81,8 +89,9 @@ def _ids(body: bytes, model: str) -> list[int]:
     return token_ids(request.tokens, "tokens", PROMPT_IDS)
 
 
-async def _detokenize(service: Service, body: bytes) -> dict[str, Any]:
-    return {"prompt": await service.decode(await service.read(_ids, body))}
+async def _detokenize(service: Service, body: bytes) -> Raw:
+    tokens = await service.read(_ids, body)
+    return await service.off_loop(lambda: _encoded({"prompt": service.decode(tokens)}))
 
 
 TOKENIZE = TokenApi("/tokenize", TokenizeRequest, _tokenize, (Message,))

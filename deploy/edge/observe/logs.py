@@ -37,8 +37,8 @@ def install(settings: LogSettings) -> None:
         logger = logging.getLogger(package)
         logger.setLevel(settings.level.upper())
         logger.propagate = False  # the root's handler would say it twice
-        if not any(isinstance(handler, Forward) for handler in logger.handlers):
-            logger.addHandler(Forward(logging.getLogger(_SERVE)))
+        if not any(isinstance(handler, ForwardHandler) for handler in logger.handlers):
+            logger.addHandler(ForwardHandler(logging.getLogger(_SERVE)))
 
 
 def uninstall() -> None:
@@ -47,11 +47,11 @@ def uninstall() -> None:
         logger = logging.getLogger(package)
         logger.setLevel(logging.NOTSET)
         logger.propagate = True
-        for handler in [handler for handler in logger.handlers if isinstance(handler, Forward)]:
+        for handler in [handler for handler in logger.handlers if isinstance(handler, ForwardHandler)]:
             logger.removeHandler(handler)
 
 
-class Forward(logging.Handler):
+class ForwardHandler(logging.Handler):
     """Hands records to another logger's handlers: one line each, with the id of the request that they belong to."""
 
     def __init__(self, target: logging.Logger) -> None:

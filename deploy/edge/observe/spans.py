@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import SpanContext
 
-LINGER_S = 1.0  # how long a trace may wait for others to travel with
+BATCH_WAIT_S = 1.0  # how long a trace may wait for others to travel with
 BATCH = 128  # traces
 GRACE_S = 0.1
 _TRACEPARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
@@ -149,7 +149,7 @@ class Tracer:
     def _batch(self) -> list[Trace | None]:
         """The next trace, and those that come while it lingers; None among them: it is the last."""
         found = [self._waiting.get()]
-        deadline = time.monotonic() + LINGER_S
+        deadline = time.monotonic() + BATCH_WAIT_S
         while None not in found[-1:] and len(found) < BATCH:
             try:
                 found.append(self._waiting.get(timeout=max(0.0, deadline - time.monotonic())))

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw, Struct, UnsetType
 
-from deploy.edge.raw_json import Json, decode, present, size
+from deploy.edge.raw_json import ANYTHING, Json, decode, not_null, size
 from engine.errors import InvalidRequest
 from engine.front.grammar import (
     MAX_SCHEMA_BYTES,
@@ -29,7 +29,6 @@ from engine.front.grammar import (
 
 _MAX_BYTES = MAX_SCHEMA_BYTES + 1024  # of one key: a schema and what stands around it
 _MAX_TAGS = 64
-_ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 
 
 class _JsonSchema(Struct, frozen=True):
@@ -75,7 +74,7 @@ class AnswerForm:
 
 def answer_form(keys: Mapping[str, Json]) -> AnswerForm | None:
     """Of a request's KEYS as raw JSON; None: it demands none. InvalidRequest names the key that is wrong."""
-    given = {name: raw for name, value in keys.items() if (raw := present(value)) is not None}
+    given = {name: raw for name, value in keys.items() if (raw := not_null(value)) is not None}
     for name, raw in given.items():
         if size(raw) > _MAX_BYTES:
             raise InvalidRequest(f"{name}: larger than {_MAX_BYTES} bytes", param=name)
@@ -103,7 +102,7 @@ def _response_format(raw: Raw, key: str) -> str | None:
         case "json_object":
             return json_answer()
         case "json_schema":
-            schema = present(form.json_schema.schema) if form.json_schema is not None else None
+            schema = not_null(form.json_schema.schema) if form.json_schema is not None else None
             if schema is None:
                 raise InvalidRequest(f"{key}.json_schema.schema: is required")
             return _schema(_value(schema, key), key)
@@ -129,7 +128,7 @@ def _structured_outputs(raw: Raw, key: str) -> str | None:
 
 
 def _value(raw: Raw, key: str) -> Any:
-    return decode(raw, key, _ANY)
+    return decode(raw, key, ANYTHING)
 
 
 def _nested(value: Any, key: str) -> Any:
@@ -137,7 +136,7 @@ def _nested(value: Any, key: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return _ANY.decode(value)
+        return ANYTHING.decode(value)
     except (msgspec.DecodeError, UnicodeEncodeError) as error:
         raise InvalidRequest(f"{key}: no JSON: {error}") from None
 

@@ -2,20 +2,20 @@
 
 from functools import partial
 
-from deploy.edge.api import GenerationApi, Wanted
+from deploy.edge.api import GenerationApi, ParsedRequest
 from deploy.edge.openai.forms import ChatFormat, TextFormat
 from deploy.edge.openai.schemas import ChatRequest, CompletionRequest, Message, parse
 
 
-def _read_chat(body: bytes, model: str) -> Wanted:  # noqa: ARG001 - its request names the model
+def _read_chat(body: bytes, model: str) -> ParsedRequest:  # noqa: ARG001 - its request names the model
     request = parse(ChatRequest, body)
-    return Wanted(request, partial(ChatFormat, usage_chunks=request.usage_chunks, prompt_logprobs=request.prompt_logprobs))
+    return ParsedRequest(request, partial(ChatFormat, usage_chunks=request.usage_chunks, prompt_logprobs=request.prompt_logprobs))
 
 
-def _read_completion(body: bytes, model: str) -> Wanted:  # noqa: ARG001 - its request names the model
+def _read_completion(body: bytes, model: str) -> ParsedRequest:  # noqa: ARG001 - its request names the model
     request = parse(CompletionRequest, body)
     form = partial(TextFormat, echoed_logprobs=request.echoed_logprobs, prompt_logprobs=request.prompt_logprobs)
-    return Wanted(request, partial(form, usage_chunks=request.usage_chunks))
+    return ParsedRequest(request, partial(form, usage_chunks=request.usage_chunks))
 
 
 CHAT = GenerationApi("/v1/chat/completions", ChatRequest, _read_chat, (Message,))

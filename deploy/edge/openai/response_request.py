@@ -23,7 +23,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from deploy.edge.openai.absent_keys import is_neutral
 from deploy.edge.openai.schemas import MESSAGES, PARTS, TOOLS, Count, unsupported
-from deploy.edge.raw_json import BoundedList, Json, at_most, decode, elements, opening, present, shown_as, small
+from deploy.edge.raw_json import BoundedList, Json, at_most, decode, elements, first_characters, not_null, short_value, shown_as
 from engine.errors import InvalidRequest
 
 ENCRYPTED = "reasoning.encrypted_content"
@@ -98,7 +98,7 @@ class OfferedFunction:
     def declaration(self) -> dict[str, Any]:
         """As a chat has it; what is wrong with it is found there."""
         tool = self.tool
-        about = {"name": self.name, "description": tool.description, "parameters": present(tool.parameters), "strict": tool.strict}
+        about = {"name": self.name, "description": tool.description, "parameters": not_null(tool.parameters), "strict": tool.strict}
         return {"type": "function", "function": {key: value for key, value in about.items() if value is not None}}
 
 
@@ -157,7 +157,7 @@ class ResponsesRequest(Struct, frozen=True, kw_only=True):
     def chat(self) -> dict[str, Any]:
         """The body of a chat completion that asks for the same. InvalidRequest names what cannot be done."""
         for name, neutral in _ABSENT.items():
-            if not is_neutral(small(getattr(self, name)), neutral):
+            if not is_neutral(short_value(getattr(self, name), name), neutral):
                 raise unsupported(name, " or ".join(msgspec.json.encode(value).decode() for value in (*neutral, None)))
         made = {
             "model": self.model,
@@ -180,22 +180,22 @@ class ResponsesRequest(Struct, frozen=True, kw_only=True):
 
     def choice(self) -> str | dict[str, Any] | None:
         """tool_choice as a chat has it."""
-        if (given := present(self.tool_choice)) is None:
+        if (given := not_null(self.tool_choice)) is None:
             return None
-        if opening(given)[:1] == b'"':
+        if first_characters(given)[:1] == b'"':
             word: str = decode(given, "tool_choice", _STRINGS)
             return word
         chosen: _Chosen = decode(given, "tool_choice", _CHOSEN)
         if chosen.type == "function":
             return _named(chosen)
-        if chosen.type == "allowed_tools" and (tools := present(chosen.tools)) is not None:
+        if chosen.type == "allowed_tools" and (tools := not_null(chosen.tools)) is not None:
             names = [_named(tool) for tool in elements(tools, "tool_choice", _CHOSEN_LIST)]
             return {"type": "allowed_tools", "allowed_tools": {"mode": chosen.mode, "tools": names}}
         raise unsupported("tool_choice.type", "only 'function' and 'allowed_tools'")
 
     def includes_encrypted(self) -> bool:
         """Whether thoughts are wanted in the form in which clients send them back. InvalidRequest: something else is."""
-        if (given := present(self.include)) is None:
+        if (given := not_null(self.include)) is None:
             return False
         wanted = elements(given, "include", _STRING_LIST)
         if _LOGPROBS in wanted:
@@ -203,7 +203,7 @@ class ResponsesRequest(Struct, frozen=True, kw_only=True):
         return ENCRYPTED in wanted
 
     def _messages(self) -> list[dict[str, Any]]:
-        if opening(self.input)[:1] == b'"':
+        if first_characters(self.input)[:1] == b'"':
             asked = [{"role": "user", "content": decode(self.input, "input", _STRINGS)}]
         else:
             asked = list(_chat_messages(_ITEMS.read(self.input, "input")))
@@ -212,12 +212,12 @@ class ResponsesRequest(Struct, frozen=True, kw_only=True):
         return _with_instructions(self.instructions, asked)
 
     def _response_format(self) -> dict[str, Any] | None:
-        if self.text is None or (given := present(self.text.format)) is None:
+        if self.text is None or (given := not_null(self.text.format)) is None:
             return None
         form: _TextFormat = decode(given, "text.format", _FORMAT)
         if form.type != "json_schema":
             return {"type": form.type}
-        about = {"name": form.name, "description": form.description, "schema": present(form.schema), "strict": form.strict}
+        about = {"name": form.name, "description": form.description, "schema": not_null(form.schema), "strict": form.strict}
         return {"type": "json_schema", "json_schema": {key: value for key, value in about.items() if value is not None}}
 
 
@@ -227,7 +227,7 @@ def parse_response_request(body: bytes) -> ResponsesRequest:
     return request
 
 
-def sealed(thought: str) -> str:
+def encrypted_content_of(thought: str) -> str:
     """A thought as `encrypted_content`."""
     return _OWN + base64.b64encode(thought.encode()).decode()
 
@@ -244,7 +244,7 @@ _STRING_LIST: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(str, _INC
 
 
 def _functions(raw: Json, where: str, namespace: DeclaredTool | None = None) -> Iterator[OfferedFunction]:
-    given = present(raw)
+    given = not_null(raw)
     for place, tool in enumerate([] if given is None else elements(given, "tools", _TOOL_LIST)):
         match tool.type:
             case "function":
@@ -354,9 +354,9 @@ def _asked(item: InputItem, where: str) -> dict[str, Any]:
 
 
 def _output(item: InputItem, where: str) -> str:
-    if (given := present(item.output)) is None:
+    if (given := not_null(item.output)) is None:
         raise InvalidRequest(f"{where}.output: is required", param="input")
-    if opening(given)[:1] == b'"':
+    if first_characters(given)[:1] == b'"':
         text: str = decode(given, "input", _STRINGS)
         return text
     return _text(elements(given, "input", _PART_LIST), f"{where}.output")

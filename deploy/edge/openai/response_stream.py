@@ -19,8 +19,8 @@ from msgspec import UnsetType
 from deploy.edge.blocks import BlockFormat, ReplyBlock, encode, event
 from deploy.edge.error_response import message_of
 from deploy.edge.http_errors import status_of
-from deploy.edge.openai.response_request import DeclaredTool, OfferedFunction, ResponsesRequest, sealed
-from deploy.edge.raw_json import present
+from deploy.edge.openai.response_request import DeclaredTool, OfferedFunction, ResponsesRequest, encrypted_content_of
+from deploy.edge.raw_json import copied
 from deploy.edge.response_format import ServedModel, Usage
 from engine.errors import QuartetError
 
@@ -124,7 +124,7 @@ class ResponseObject(BlockFormat):
             case "text":
                 return about | {"type": "message", "role": "assistant", "content": [_part(block)]}
             case "reasoning":
-                seal = sealed(block.text) if self._is_sealed and status != "in_progress" else None
+                seal = encrypted_content_of(block.text) if self._is_sealed and status != "in_progress" else None
                 return about | {"type": "reasoning", "summary": [], "content": [_part(block)], "encrypted_content": seal}
             case "call":
                 return about | {"type": "function_call", "call_id": block.id, **self._called(block), "arguments": block.text}
@@ -162,7 +162,7 @@ class ResponseObject(BlockFormat):
 
 def _repeated(request: ResponsesRequest) -> dict[str, Any]:
     """What of the request the response repeats."""
-    form = present(request.text.format) if request.text else None
+    form = copied(request.text.format) if request.text else None
     return {
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
@@ -170,7 +170,7 @@ def _repeated(request: ResponsesRequest) -> dict[str, Any]:
         "top_p": request.top_p,
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "tools": [tool for group in groupby(request.functions(), _namespace) for tool in _declared(*group)],
-        "tool_choice": present(request.tool_choice) or "auto",
+        "tool_choice": copied(request.tool_choice) or "auto",
         "reasoning": {"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
         "text": {"format": form or {"type": "text"}},
     }
@@ -190,7 +190,7 @@ def _declared(namespace: DeclaredTool | None, functions: Iterable[OfferedFunctio
 
 
 def _plain(value: Any) -> Any:
-    return present(value) if isinstance(value, msgspec.Raw | UnsetType) else value
+    return copied(value) if isinstance(value, msgspec.Raw | UnsetType) else value
 
 
 def _counts(usage: Usage) -> dict[str, Any]:
@@ -213,6 +213,6 @@ def _is_json(text: str) -> bool:
     """What is cut off an object's text is never JSON."""
     try:
         msgspec.json.decode(text)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return False
     return True

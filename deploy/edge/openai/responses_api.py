@@ -4,17 +4,17 @@ from functools import partial
 
 import msgspec
 
-from deploy.edge.api import GenerationApi, Wanted
+from deploy.edge.api import GenerationApi, ParsedRequest
 from deploy.edge.openai.response_request import DeclaredTool, InputItem, ResponsesRequest, parse_response_request
 from deploy.edge.openai.response_stream import ResponseObject
 from deploy.edge.openai.schemas import ChatRequest, parse
 
 
-def _read(body: bytes, model: str) -> Wanted:  # noqa: ARG001 - its request names the model
+def _read(body: bytes, model: str) -> ParsedRequest:  # noqa: ARG001 - its request names the model
     request = parse_response_request(body)
     request.includes_encrypted()
     chat = parse(ChatRequest, msgspec.json.encode(request.chat()))
-    return Wanted(chat, partial(ResponseObject, request=request))
+    return ParsedRequest(chat, partial(ResponseObject, request=request))
 
 
 _NAMES = {

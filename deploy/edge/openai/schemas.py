@@ -21,6 +21,7 @@ from deploy.edge.openai.answer_form import AnswerForm, answer_form
 from deploy.edge.openai.forms import UsageChunks
 from deploy.edge.openai.tool_choice import tool_choice
 from deploy.edge.raw_json import (
+    ANYTHING,
     BoundedList,
     Json,
     TokenId,
@@ -29,11 +30,11 @@ from deploy.edge.raw_json import (
     check_commas,
     decode,
     elements,
-    opening,
-    present,
+    first_characters,
+    not_null,
+    short_value,
     shown_as,
     size,
-    small,
     token_ids,
 )
 from engine.errors import InvalidRequest
@@ -164,11 +165,6 @@ class Sampling(Struct, frozen=True, kw_only=True):
     structural_tag: Annotated[Raw, shown_as(_STRING, {"type": "object"})] | UnsetType = UNSET
 
     @property
-    def answer_form(self) -> AnswerForm | None:
-        """What its answer must look like. InvalidRequest names the key that is wrong."""
-        return answer_form({name: getattr(self, name) for name in FORM_KEYS})
-
-    @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings. InvalidRequest: they are none, or too many."""
         return _stops(self.stop)
@@ -181,7 +177,7 @@ class Sampling(Struct, frozen=True, kw_only=True):
     @property
     def biases(self) -> dict[int, float]:
         """What logit_bias says of each id. InvalidRequest: too many, no ids, or no numbers from -100 to 100."""
-        if (given := present(self.logit_bias)) is None:
+        if (given := not_null(self.logit_bias)) is None:
             return {}
         if size(given) > _BIAS_BYTES * MAX_BIAS_IDS or bytes(given).count(b",") >= MAX_BIAS_IDS:
             raise InvalidRequest(f"logit_bias: more than {MAX_BIAS_IDS} token ids", param="logit_bias")
@@ -191,14 +187,14 @@ class Sampling(Struct, frozen=True, kw_only=True):
     @property
     def allowed_ids(self) -> list[int] | None:
         """Of allowed_token_ids; None where it says nothing. InvalidRequest: they are none, or too many."""
-        if present(self.allowed_token_ids) is None:
+        if not_null(self.allowed_token_ids) is None:
             return None
         return token_ids(self.allowed_token_ids, "allowed_token_ids", MAX_ALLOWED_IDS)
 
     @property
     def forbidden_words(self) -> list[str]:
         """Of bad_words. InvalidRequest: they are no strings, too many, or too long."""
-        if (given := present(self.bad_words)) is None:
+        if (given := not_null(self.bad_words)) is None:
             return []
         words = elements(given, "bad_words", _WORDS)
         if any(len(word) > WORD_CHARACTERS for word in words):
@@ -219,9 +215,19 @@ class Sampling(Struct, frozen=True, kw_only=True):
             raise InvalidRequest("stream_options: only with stream: true", param="stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest("prompt_logprobs: not with stream: true", param="prompt_logprobs")
-        if (self.min_tokens or self.ignore_eos) and (form := self.answer_form) is not None:
+
+    @property
+    def demands_form(self) -> bool:
+        """Whether it may demand a form of its answer."""
+        return any(not_null(getattr(self, name)) is not None for name in FORM_KEYS)
+
+    def read_form(self) -> AnswerForm | None:
+        """What its answer must look like; takes a while. InvalidRequest names the key that is wrong."""
+        form = answer_form({name: getattr(self, name) for name in FORM_KEYS})
+        if form is not None and (self.min_tokens or self.ignore_eos):
             name = "ignore_eos" if self.ignore_eos else "min_tokens"
             raise InvalidRequest(f"{name}: not with {form.param}, whose answers end where they are complete", param=name)
+        return form
 
 
 class ChatRequest(Sampling, frozen=True, kw_only=True):
@@ -303,7 +309,7 @@ class CompletionRequest(Sampling, frozen=True, kw_only=True):
 
     def prompts(self) -> list[str | list[int]]:
         """Texts, or lists of token ids. InvalidRequest: they are neither, or too many."""
-        first = opening(self.prompt)
+        first = first_characters(self.prompt)
         if first == b'["':
             return elements(self.prompt, "prompt", _TEXTS)
         if first == b"[[":
@@ -322,7 +328,7 @@ def parse(kind: type[R], body: bytes) -> R:
     decoder, absent = _DECODERS[kind]
     request: R = decode(body, "", decoder)
     for name, neutral in absent.items():
-        if not absent_keys.is_neutral(small(getattr(request, name)), neutral):
+        if not absent_keys.is_neutral(short_value(getattr(request, name), name), neutral):
             raise unsupported(name, " or ".join(msgspec.json.encode(value).decode() for value in neutral))
     request.check()
     return request
@@ -359,15 +365,15 @@ _DECODERS: dict[type[Sampling], Any] = {
 
 
 def _stops(raw: Json) -> tuple[str, ...]:
-    if (given := present(raw)) is None:
+    if (given := not_null(raw)) is None:
         return ()
-    if opening(given)[:1] == b'"':
+    if first_characters(given)[:1] == b'"':
         return (decode(given, "stop", _TEXT),)
     return tuple(elements(given, "stop", _STOP_TEXTS))
 
 
 def _tools(raw: Json) -> list[dict[str, Any]]:
-    if (given := present(raw)) is None:
+    if (given := not_null(raw)) is None:
         return []
     if size(given) > TOOL_BYTES:
         raise InvalidRequest(f"tools: {size(given)} bytes exceed the limit of {TOOL_BYTES}", param="tools")
@@ -378,7 +384,7 @@ def _tools(raw: Json) -> list[dict[str, Any]]:
 
 
 def _switches(raw: Json, key: str) -> dict[str, bool]:
-    if (given := present(raw)) is None:
+    if (given := not_null(raw)) is None:
         return {}
     if size(given) > _SWITCHES_BYTES:
         raise InvalidRequest(f"{key}: too many keys", param=key)
@@ -388,12 +394,9 @@ def _switches(raw: Json, key: str) -> dict[str, bool]:
 
 def _plain_call(call: ToolCall) -> dict[str, Any]:
     """As the chat template takes it."""
-    given = present(call.function.arguments)
-    arguments = None if given is None else decode(given, "messages", _ANY)
+    given = not_null(call.function.arguments)
+    arguments = None if given is None else decode(given, "messages", ANYTHING)
     return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}
-
-
-_ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 
 
 def _check_turns(messages: list[Message]) -> None:
@@ -409,7 +412,7 @@ def _check_turns(messages: list[Message]) -> None:
 
 def _check_nulls(message: Message, where: str) -> None:
     for name in _NULL_IN_MESSAGES:
-        if present(getattr(message, name)) is not None:
+        if not_null(getattr(message, name)) is not None:
             raise InvalidRequest(f"{where}.{name}: is not supported, only null", param="messages", code="unsupported_parameter")
 
 

@@ -6,24 +6,21 @@
 
 from typing import Any
 
-import msgspec
-
-from deploy.edge.raw_json import Json, decode, present, size
+from deploy.edge.raw_json import ANYTHING, Json, decode, not_null, size
 from engine.errors import InvalidRequest
 from engine.front.constraints import ToolChoice
 
 _MAX_BYTES = 64 << 10
-_ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 
 
 def tool_choice(raw: Json, *, parallel: bool) -> ToolChoice:
     """Of a request; `parallel`: it may be several calls. InvalidRequest says what is wrong."""
-    given = present(raw)
+    given = not_null(raw)
     if given is None:
         return ToolChoice(one=not parallel)
     if size(given) > _MAX_BYTES:
         raise _wrong(f"larger than {_MAX_BYTES} bytes")
-    match decode(given, "tool_choice", _ANY):
+    match decode(given, "tool_choice", ANYTHING):
         case ("none" | "auto" | "required") as mode:
             return ToolChoice(mode, one=not parallel)
         case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:

@@ -103,13 +103,13 @@ def _publish(draft: Path, target: Path) -> None:
 
 def _generation_config(shape: ModelShape) -> dict[str, Any]:
     media = tokenizer.MEDIA_IDS
-    suppressed = {"suppress_tokens": [media["<audio|>"], media["<image|>"]]} if shape.unified else {}
+    suppressed_token_ids = {"suppress_tokens": [media["<audio|>"], media["<image|>"]]} if shape.unified else {}
     return {
         "bos_token_id": 2,
         "do_sample": True,
         "eos_token_id": list(tokenizer.EOS_IDS),
         "pad_token_id": 0,
-        **suppressed,
+        **suppressed_token_ids,
         "temperature": 1.0,
         "top_k": 64,
         "top_p": 0.95,

@@ -13,7 +13,7 @@ import torch
 from cluster import capability
 from deploy.cli import plan_command as plan
 from deploy.cli.main import main
-from deploy.cli.sizing import Sizing, configured, kv_budget, meta_model, pools, size, weigh
+from deploy.cli.sizing import Sizing, configured, kv_budget, meta_model, pools, size, weight_bytes_and_count
 from deploy.models.nano.nano_shapes import SHAPES
 from deploy.models.public_shapes import PUBLIC, ModelShape, config
 from deploy.settings import Settings
@@ -91,9 +91,9 @@ Make = Callable[..., EngineConfig]
 def test_parameters_are_the_published_ones_to_the_last(member: str, engine_of: Make) -> None:
     """Text part and towers add up to the published number of elements exactly; a group of layers left out is off by millions."""
     shape = PUBLIC[member]
-    assert weigh(engine_of(shape))[1] + TOWERS[member] == PUBLISHED[member]
+    assert weight_bytes_and_count(engine_of(shape))[1] + TOWERS[member] == PUBLISHED[member]
     shorter = dataclasses.replace(shape, groups=shape.groups - 1)
-    assert PUBLISHED[member] - TOWERS[member] - weigh(engine_of(shorter))[1] > 100e6
+    assert PUBLISHED[member] - TOWERS[member] - weight_bytes_and_count(engine_of(shorter))[1] > 100e6
 
 
 @pytest.mark.parametrize("member", list(PUBLISHED_BYTES))
@@ -103,7 +103,7 @@ def test_bytes_are_the_published_ones(member: str, engine_of: Make) -> None:
     geometry = read_geometry(Path(engine.model))
     moe, hidden = geometry.moe, geometry.hidden
     routers = len(geometry.layers) * (moe.experts * hidden + hidden + moe.experts) if moe else 0
-    assert weigh(engine)[0] - 2 * routers + 2 * TOWERS[member] == PUBLISHED_BYTES[member]
+    assert weight_bytes_and_count(engine)[0] - 2 * routers + 2 * TOWERS[member] == PUBLISHED_BYTES[member]
     assert (routers > 0) == (member == "26b-a4b")
 
 
@@ -112,7 +112,7 @@ def test_a_ranks_weights_are_what_the_shapes_say(member: str, engine_of: Make) -
     """At TP 1 and 4, replicated KV heads included, to the three digits that are known; the other size is off by 100 times that."""
     shape = PUBLIC[member]
     table = 2 * shape.vocab * shape.ple * shape.layers
-    found = [(weigh(engine_of(shape, tp=tp))[0] - table / tp) / 1e9 for tp in (1, 4)]
+    found = [(weight_bytes_and_count(engine_of(shape, tp=tp))[0] - table / tp) / 1e9 for tp in (1, 4)]
     for value, wanted, other in zip(found, RANK_GB[member], reversed(RANK_GB[member]), strict=True):
         assert value == pytest.approx(wanted, rel=5e-3)
         assert abs(value - other) > 100 * 5e-3 * min(value, other)
@@ -123,9 +123,9 @@ def test_a_nano_engine_allocates_what_was_planned(member: str, nano: Nano) -> No
     """Weights, budget, pages, pools and page tables of a loaded rank, byte for byte; one page more would show."""
     settings = Settings.read({"model": str(nano(member)), "device": "cpu", "dtype": "float32", "max_seqs": 3, "max_len": 300})
     engine = configured(settings, nano(member))
-    planned = size(engine, weigh(engine)[0], memory=0)
+    planned = size(engine, weight_bytes_and_count(engine)[0], memory=0)
     rank = single(engine)
-    assert weigh(engine)[0] == sum(each.nbytes for each in rank.model.parameters())
+    assert weight_bytes_and_count(engine)[0] == sum(each.nbytes for each in rank.model.parameters())
     assert planned.budget == worker.kv_bytes(rank)
     runner = worker.build(rank, pages_of(engine, worker.kv_bytes(rank)))
     real = [(cache.group, cache.pool.shape[1], cache.pool.nbytes, cache.table.nbytes) for cache in runner.slots.cache]
@@ -142,7 +142,7 @@ def test_a_group_of_four_says_what_was_planned(nano: Nano) -> None:
     """Real worker processes at TP=4 report the planned weights and budget, and get ready with the planned pages."""
     asked = {"model": str(nano("31b")), "tp": 4, "device": "cpu", "dtype": "float32", "max_seqs": 3, "max_len": 300}
     engine = configured(Settings.read(asked), nano("31b"))
-    weights, _ = weigh(engine)
+    weights, _ = weight_bytes_and_count(engine)
     planned = size(engine, weights, memory=0)
     with Ranks(engine) as ranks:
         loaded = ranks.boot(tuple(pool.pages for pool in planned.pools))
@@ -183,7 +183,7 @@ def run_at_once(planned: Sizing, sequences: int, tokens: int) -> tuple[int, int]
 def test_so_many_run_at_once_and_one_more_does_not(engine_of: Make) -> None:
     """The scheduler runs `concurrency` sequences of a length side by side to their ends; with one more, somebody is put back."""
     engine = engine_of(SHAPES["31b"], device="cpu", dtype="float32", tp=4, max_seqs=16, max_len=2048, prefill_budget=256)
-    planned = size(engine, weigh(engine)[0], memory=0)
+    planned = size(engine, weight_bytes_and_count(engine)[0], memory=0)
     held = planned.concurrency(2048)
     assert 1 < held < 16, "the pool must bind"
     assert run_at_once(planned, held, 2048) == (held, 0)
@@ -195,7 +195,7 @@ def test_so_many_run_at_once_and_one_more_does_not(engine_of: Make) -> None:
 def test_the_largest_max_seqs_is_the_edge(tokens: int, engine_of: Make) -> None:
     """At `most` all slots hold so many tokens, at one more they do not."""
     engine = engine_of(PUBLIC["31b"], tp=4, max_len=131072)
-    weights, _ = weigh(engine)
+    weights, _ = weight_bytes_and_count(engine)
     most = size(engine, weights, H200).most(tokens)
     for slots, whole in ((most, True), (most + 1, False)):
         resized = size(msgspec.structs.replace(engine, max_seqs=slots), weights, H200)

@@ -4,7 +4,8 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Self
+from contextlib import ExitStack
+from typing import Any, Self
 
 import httpx
 import pytest
@@ -16,13 +17,14 @@ pytestmark = [pytest.mark.cpu, pytest.mark.alone]
 
 CHAT, TEXT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
 SIZE = (8 << 20) - 256  # of each body: what the limit lets through
-MAX_LEN = 2048
+MAX_LEN = 1 << 17  # a context as large as Gemma's: what is refused by its size alone at a small one is looked at
 CPU_S, MEMORY_MB, HELD_S = 1.0, 100.0, 0.1
 USER = b'{"model":"nano","messages":[{"role":"user","content":'
 CALL = USER + b'"x"},{"role":"assistant","tool_calls":[{"function":{"name":"f","arguments":'
 ANTHROPIC = b'{"model":"nano","max_tokens":1,"messages":['
 TOOL_USE = b'{"role":"assistant","content":[{"type":"tool_use","id":"a","name":"f","input":'
 ITEMS = b'{"model":"nano","input":['
+REFERENCES = {"properties": {f"p{at}": {"$ref": f"#{at}/$defs/a"} for at in range(4000)}}
 PLANE_15 = "".join(map(chr, range(0xF0000, 0xFFFFE)))  # private use, all of it
 
 
@@ -43,6 +45,17 @@ def prompts(element: bytes, tail: bytes = b"]}") -> bytes:
 
 def chats(key: bytes, element: bytes, end: bytes = b"]}") -> bytes:
     return repeated(USER + b'"x"}],"max_tokens":1,"%b":[' % key, element, end)
+
+
+def tool(parameters: dict[str, Any]) -> bytes:
+    """A chat that declares one."""
+    declared = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"} | parameters}}
+    return USER + b'"x"}],"max_tokens":1,"tools":[%b]}' % json.dumps(declared).encode()
+
+
+def form(key: str, value: str) -> bytes:
+    """A completion whose answer is to have one."""
+    return json.dumps({"model": "nano", "prompt": "x", "max_tokens": 1, key: value}).encode()
 
 
 # name -> (path, body, status)
@@ -68,7 +81,9 @@ BOMBS: dict[str, Callable[[], tuple[str, bytes, int]]] = {
     "bias": lambda: (CHAT, repeated(USER + b'"x"}],"logit_bias":{', b'"1":0', b"}}"), 400),
     "template options": lambda: (CHAT, repeated(USER + b'"x"}],"chat_template_kwargs":{', b'"a":1', b"}}"), 400),
     "a key that nobody knows": lambda: (CHAT, chats(b"unknown", b"{}"), 200),
-    "metadata": lambda: (CHAT, repeated(USER + b'"x"}],"max_tokens":1,"metadata":{', b'"a":"b"', b"}}"), 200),
+    "metadata": lambda: (CHAT, repeated(USER + b'"x"}],"max_tokens":1,"metadata":{', b'"a":"b"', b"}}"), 400),
+    "one key again and again": lambda: (CHAT, repeated(USER + b'"x"}],', b'"n":1', b',"max_tokens":1}'), 400),
+    "keys as many as are read": lambda: (CHAT, USER + b'"x"}],' + b'"n":1,' * 250_000 + b'"max_tokens":1}', 200),
     "tools that are none": lambda: (CHAT, chats(b"tools", b"1"), 400),
     "empty tools": lambda: (CHAT, chats(b"tools", b"{}"), 400),
     "as many values in a tool as are read": lambda: (CHAT, USER + b'"x"}],"tools":[{"a":[' + b"{}," * 340_000 + b"{}]}]}", 400),
@@ -114,6 +129,27 @@ BOMBS: dict[str, Callable[[], tuple[str, bytes, int]]] = {
     ),
     "ids to be decoded": lambda: ("/detokenize", repeated(b'{"tokens":[', b"1", b"]}"), 400),
     "sampling_params": lambda: ("/generate", repeated(b'{"text":"x","sampling_params":{', b'"a":1', b"}}"), 400),
+    "one schema by many references": lambda: (CHAT, tool(REFERENCES | {"$defs": {"a": {"enum": ["x" * 10] * 10_000}}}), 200),
+    "references to what is no schema": lambda: (CHAT, tool(REFERENCES | {"$defs": {"a": {"anyOf": 5}}}), 400),
+    "references to what stands where no schema does": lambda: (CHAT, tool({"$ref": "#/default", "default": {"anyOf": 5}}), 400),
+    "a long name around many": lambda: (
+        CHAT,
+        tool({"properties": {"k" * 400_000: {"type": "object", "properties": {str(at): {} for at in range(5000)}}}}),
+        400,
+    ),
+    "empty lines for a grammar": lambda: (TEXT, form("guided_grammar", "\n" * 30_000 + "x"), 400),
+    "rules of a grammar": lambda: (
+        TEXT,
+        form("guided_grammar", "root ::= a0\n" + "".join(f"a{at} ::= a{at + 1}\n" for at in range(3500)) + 'a3500 ::= "x"'),
+        400,
+    ),
+    "comments of a grammar": lambda: (TEXT, form("guided_grammar", "#\n" * 16_000 + 'root ::= "x"'), 400),
+    "a number out of range": lambda: (CHAT, USER + b'"x"}],"echo":1e999}', 400),
+    "bytes that are no text": lambda: (CHAT, USER + b'"x"}],"echo":"\xff"}', 400),
+    "a call that is no text": lambda: (MESSAGES, ANTHROPIC + TOOL_USE + b'"\xff"}]},{"role":"user","content":"x"}]}', 400),
+    "pictures for a prompt": lambda: (TEXT, filled(b'{"model":"nano","prompt":"', "\U0001f9ff".encode(), b'"}'), 400),
+    "control tokens for a prompt": lambda: (TEXT, filled(b'{"model":"nano","prompt":"', b"<bos>", b'"}'), 400),
+    "pieces of a long text": lambda: ("/tokenize", filled(b'{"return_token_strs":true,"prompt":"', b"q~", b'"}'), 400),
     "a tool's text": lambda: (CHAT, filled(USER + b'"x"}],"tools":[{"type":"function","function":{"name":"', b"a", b'"}}]}'), 400),
 }
 
@@ -183,6 +219,23 @@ def test_no_body_costs_much_or_holds_up_a_neighbour(edge: EdgeProcess, capsys: p
     with capsys.disabled():
         print("", *lines, sep="\n")
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(("fault", "kept"), [("none", False), ("bodies", True)])
+def test_nothing_of_a_body_stays(nano: Nano, fault: str, *, kept: bool) -> None:
+    """24 open streams, whose requests had 8 MiB each that nobody asks for: no memory holds them. Planted: one that does."""
+    body = filled(USER + b'"x"}],"stream":true,"ignore_eos":true,"unknown":"', b"a", b'"}')
+    with EdgeProcess(nano("31b"), MAX_LEN, fault=fault) as edge, httpx.Client(timeout=60) as client, ExitStack() as open_streams:
+        edge.mark()
+        for path in (CHAT, RESPONSES) * 12:
+            asked = body if path == CHAT else b'{"input":"x",' + body[1:]
+            request = client.build_request("POST", f"{edge.url}{path}", content=asked, headers={"content-type": "application/json"})
+            reply = client.send(request, stream=True)
+            open_streams.callback(reply.close)
+            assert reply.status_code == 200
+        cost = edge.cost()
+    print(f"24 bodies of {len(body) / 1e6:.1f} MB, fault {fault}: {cost}")
+    assert (cost.memory_mb > MEMORY_MB) == kept, cost
 
 
 def test_a_costly_reader_would_show(nano: Nano) -> None:

@@ -10,7 +10,7 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError, ValidationError
 
 from deploy.edge.edge_settings import LimitSettings
-from deploy.edge.scope import from_here
+from deploy.edge.scope import is_from_loopback
 from tests.conftest import Nano
 from tests.support.edge.http_edge import Edge
 
@@ -94,7 +94,7 @@ def test_a_405_lists_the_allowed_methods(edge: Edge) -> None:
 def test_only_this_machine_is_here(client: str, forwarded: tuple[str, ...], here: bool) -> None:
     """The connection must come from loopback, and so must what the nearest proxy says; what a client says of itself is nothing."""
     headers = [(b"x-forwarded-for", value.encode()) for value in forwarded]
-    assert from_here({"type": "http", "client": (client, 1), "headers": headers}) is here
+    assert is_from_loopback({"type": "http", "client": (client, 1), "headers": headers}) is here
 
 
 def test_addresses_are_for_this_machine(edge: Edge) -> None:

@@ -76,7 +76,7 @@ def shared(nano: Nano, keys_file: Path) -> Iterator[Edge]:
 @pytest.fixture
 def edge(shared: Edge, keys_file: Path, monkeypatch: pytest.MonkeyPatch) -> Edge:
     """With the keys of LINES in force, and a file that is looked at for each request."""
-    monkeypatch.setattr(key_ring, "LOOK_S", 0.0)
+    monkeypatch.setattr(key_ring, "FILE_CHECK_PERIOD_S", 0.0)
     keys_file.write_text(LINES)
     until(lambda: httpx.get(f"{shared.url}/v1/models", headers=bearer(OLD)).status_code == 200, "the keys are read again")
     shared.reset()
@@ -230,7 +230,7 @@ def test_a_file_that_is_wrong_changes_nothing(edge: Edge, keys_file: Path, caplo
 
 def test_a_file_that_hangs_holds_nobody_up(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system that does not answer: requests wait for it for a moment, and go by the keys in force."""
-    monkeypatch.setattr(key_ring, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(key_ring, "FILE_CHECK_TIMEOUT_S", 0.2)
     hung: list[float] = []
     released = threading.Event()
 
@@ -333,7 +333,8 @@ def salts(edge: Edge, joined: Callable[[str, str], str] | None = None) -> int:
         for client, word in product(names, [*words, *tenants, *(f"{tenant}/a" for tenant in tenants)]):
             wanted: Any = Wanted()
             wanted.cache_salt = word or None
-            found.add(joined(client.tenant, word) if joined else edge.service.ranked(Job([], (), clip=False), wanted, client).salt)
+            made = edge.service.with_priority(Job([], (), clip=False), wanted, client)
+            found.add(joined(client.tenant, word) if joined else made.salt)
     finally:
         edge.service.limits = before
     return len(found) - len(names) * (len(words) + 2 * len(tenants))

@@ -11,7 +11,8 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from deploy.edge.edge_settings import LIMITS_VARIABLE, LimitSettings, shared_limits
-from deploy.edge.limits import Limits, outermost
+from deploy.edge.limits import Limits, Upload, Uploads, outermost
+from engine.errors import Overloaded
 from tests.conftest import Nano
 from tests.support.edge.http_edge import Edge
 
@@ -111,6 +112,47 @@ def test_a_server_is_known_by_its_own_names_only() -> None:
     assert hosts("10.0.0.7", None) == ["10.0.0.7", "127.0.0.1", "[::1]", "localhost"]
     assert hosts("127.0.0.1", ("llm.example",)) == ["llm.example"]
     assert hosts("0.0.0.0", None) is None
+
+
+@pytest.mark.parametrize("parsed", [True, False])
+def test_a_body_counts_until_it_is_parsed(parsed: bool) -> None:
+    """Whoever asks for more has read it: then there is room for another. One that nobody has read yet leaves none: 429."""
+
+    async def main() -> None:
+        uploads = Uploads(LimitSettings(upload_bytes=1 << 20))
+        first, second = Upload(), Upload()
+        await uploads.read(first, client(600_000))
+        replayed = uploads.replayed(first, client())
+        assert len((await replayed())["body"]) == 600_000
+        if parsed:
+            assert (await replayed())["type"] == "http.disconnect"
+        try:
+            await uploads.read(second, client(600_000))
+            assert parsed
+        except Overloaded:
+            assert not parsed
+        for upload in (first, second):
+            uploads.release(upload)
+        assert uploads._bytes == 0
+
+    asyncio.run(main())
+
+
+def client(*sizes: int) -> Receive:
+    """One that sends parts of a body, and goes."""
+    parts = iter([{"type": "http.request", "body": b"x" * size, "more_body": False} for size in sizes])
+
+    async def receive() -> Message:
+        return next(parts, {"type": "http.disconnect"})
+
+    return receive
+
+
+@pytest.mark.parametrize("host", ["[:::]", "[1.2.3.4]"])
+def test_a_host_that_no_parser_takes_costs_no_500(edge: Edge, host: str) -> None:
+    """In brackets, but no address: an unknown path is a 404 nevertheless, where any name is answered to."""
+    reply = raw(edge, f"GET /nothing HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+    assert reply.startswith(b"HTTP/1.1 404"), reply
 
 
 def test_serves_own_headers_are_taken_out() -> None:

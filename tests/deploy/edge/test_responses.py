@@ -11,7 +11,7 @@ import pytest
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from deploy.edge.openai.response_request import sealed
+from deploy.edge.openai.response_request import encrypted_content_of
 from tests.support.edge.api_client import client, token_steps
 from tests.support.edge.http_edge import Edge
 from tests.support.edge.summed import sse, sum_response
@@ -117,7 +117,7 @@ def test_a_conversation_is_rendered_as_a_chat_is(edge: Edge) -> None:
         {"role": "tool", "tool_call_id": "a", "content": "18C"},
     ]
     body = asked(input=items, instructions="One.", reasoning={"effort": "low"})
-    by_seal = [*items[:2], {"type": "reasoning", "summary": [], "encrypted_content": sealed("Hm")}, *items[3:]]
+    by_seal = [*items[:2], {"type": "reasoning", "summary": [], "encrypted_content": encrypted_content_of("Hm")}, *items[3:]]
     foreign = [*items[:2], {"type": "reasoning", "summary": [], "encrypted_content": "gAAAAABo"}, *items[3:]]
     for given in (items, by_seal, foreign):
         post(edge, body | {"input": given}).raise_for_status()
@@ -138,7 +138,7 @@ def test_a_tool_loop_with_openais_client(edge: Edge) -> None:
         first = api.responses.create(input=question, include=["reasoning.encrypted_content"], **settings)
         thought = first.output[0]
         assert thought.type == "reasoning"
-        assert thought.encrypted_content == sealed("Two calls.")
+        assert thought.encrypted_content == encrypted_content_of("Two calls.")
         calls = [item for item in first.output if item.type == "function_call"]
         results = [{"type": "function_call_output", "call_id": call.call_id, "output": "18C"} for call in calls]
         script(edge, "It is 18C.<turn|>")
@@ -255,7 +255,7 @@ def test_what_codex_sends_is_served(edge: Edge, name: str) -> None:
         edge.service.max_len = 256
     response = events[-1]["response"]
     assert [item["type"] for item in response["output"]] == ["reasoning", "function_call"]
-    assert response["output"][0]["encrypted_content"] == sealed("Two calls.")
+    assert response["output"][0]["encrypted_content"] == encrypted_content_of("Two calls.")
     assert [tool["name"] for tool in response["tools"]] == ["exec_command", "write_stdin", "update_plan", "view_image"]
     prompt = edge.text.decode(edge.core.requests[0].tokens, skip_special_tokens=False)
     assert prompt.count("<|turn>system") == 1

@@ -150,6 +150,17 @@ def test_what_cannot_be_kept_is_refused_or_left_free(walker: Walker, part: dict[
     assert names["g"] == {}
 
 
+def test_a_schema_by_many_references_is_written_once(walker: Walker) -> None:
+    """Under whatever names: a grammar's size is bounded while it is made, and a tool that needs more is free, or refused."""
+    schema = {
+        "properties": {f"p{at}": {"$ref": f"#{at}/$defs/a"} for at in range(1000)},
+        "$defs": {"a": {"enum": [f"value {at}" for at in range(2000)]}},
+    }
+    assert len(CallGrammar(walker.markers, {"f": schema}).text) < 2000
+    with pytest.raises(InvalidRequest, match="bytes"):
+        CallGrammar(walker.markers, {"f": schema}, {"f"})
+
+
 def deep(levels: int) -> dict[str, Any]:
     made: dict[str, Any] = {"type": "integer"}
     for _ in range(levels):
@@ -190,6 +201,13 @@ def test_bombs_cost_little(walker: Walker, bomb: str) -> None:
         (lambda: regex_answer("a("), "regex"),
         (lambda: regex_answer("(?=a)b"), "look"),
         (lambda: lark_answer("nothing"), ""),
+        (lambda: lark_answer('other ::= "x"'), "root"),
+        (lambda: lark_answer("root ::= other"), "other"),
+        (lambda: lark_answer('root ::= "\\'), "neither Lark"),
+        (lambda: lark_answer('root ::= "a"{' + "9" * 5000 + "}"), "neither Lark"),
+        (lambda: lark_answer("root ::= " + "(" * 5000), "nested"),
+        (lambda: lark_answer("\n" * 60_000), "GBNF of more than"),
+        (lambda: lark_answer('root ::= "x"\n' * 600), "GBNF of more than"),
         (lambda: choice_answer([]), "texts"),
         (lambda: json_answer({"description": "x" * 70_000}), "larger"),
     ],

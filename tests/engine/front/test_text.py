@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from deploy.models.nano.build import build
 from deploy.models.nano.tokenizer import BYTE_IDS, SPECIAL_IDS
 from engine.errors import CheckpointError, InvalidRequest
+from engine.front import text as text_module
 from engine.front.template import ChatTemplate
 from engine.front.text import Detokenizer, TextProcessor
 
@@ -264,6 +265,49 @@ def test_injection_is_seen_without_the_guard(folder: Path, monkeypatch: pytest.M
     text = TextProcessor.load(folder)
     monkeypatch.setattr(ChatTemplate, "_guard", lambda self, value, sentinel: value)
     assert all(injects(text, name) for name in SPECIAL_IDS if "channel" not in name)
+
+
+MIXED = "<bos>a<|turn>user\n<|turn<turn|>x<bos><<bos>>" + "\u00e9\U0001f9ff <|\"|> q" * 3 + "<turn|>"
+
+
+def test_a_control_token_may_lie_across_windows(text: TextProcessor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ids do not depend on how much is searched at once. Planted: windows that do not look beyond their end miss some."""
+    whole = text.encode(MIXED, add_bos=False)
+    assert len(set(whole) & set(text._control.values())) > 2
+    for window in range(1, 12):
+        monkeypatch.setattr(text_module, "_WINDOW", window)
+        assert text.encode(MIXED, add_bos=False) == whole
+    monkeypatch.setattr(text, "_longest", 1)
+    monkeypatch.setattr(text_module, "_WINDOW", 2)
+    assert text.encode(MIXED, add_bos=False) != whole
+
+
+def test_as_many_tokens_as_are_allowed(text: TextProcessor) -> None:
+    """A prompt of just so many passes, of one more it is refused as too long."""
+    for prompt in (MIXED, "the quick brown fox " * 40, "\U0001f9ff" * 50):
+        ids = text.encode(prompt, add_bos=False)
+        assert text.encode(prompt, add_bos=False, most=len(ids)) == ids
+        with pytest.raises(InvalidRequest) as caught:
+            text.encode(prompt, add_bos=False, most=len(ids) - 1)
+        assert caught.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_a_text_that_is_much_too_long_is_not_tokenized(text: TextProcessor, looks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of it tells that it is too long. Planted: without that look all of it is tokenized first."""
+    seen: list[int] = []
+    real = text._encoded
+
+    def encoded(part: str) -> list[int]:
+        seen.append(len(part))
+        return real(part)
+
+    monkeypatch.setattr(text, "_encoded", encoded)
+    if not looks:
+        monkeypatch.setattr(text, "_is_longer", lambda part, most: False)
+    with pytest.raises(InvalidRequest):
+        text.encode("the quick brown fox " * 20_000, add_bos=False, most=1000)
+    assert (sum(seen) < 100_000) == looks, seen
 
 
 def test_raw_prompts_may_hold_control_tokens(text: TextProcessor, reference: Tokenizer) -> None:

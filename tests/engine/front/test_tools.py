@@ -59,6 +59,9 @@ BAD: list[tuple[list[Any], str]] = [
     ([tool(parameters=of(city={"description": []}))], "tools[0].function.parameters.properties.city.description"),
     ([tool(parameters=of(a={"items": {"items": {"type": 7}}}))], "tools[0].function.parameters.properties.a.items.items.type"),
     ([tool(parameters=of(a={"anyOf": [{}, []]}))], "tools[0].function.parameters.properties.a.anyOf[1]"),
+    ([tool(parameters=of(a={"$ref": "#/default"}) | {"default": {"anyOf": 5}})], "properties.a.$ref.anyOf: must be a list"),
+    ([tool(parameters=of(a={"$ref": "#/default"}) | {"default": {"type": 5}})], "properties.a.$ref.type: 5"),
+    ([tool(parameters=of(a={"$ref": "#/default"}) | {"default": 5})], "properties.a.$ref: must be a JSON Schema"),
 ]
 
 
@@ -78,6 +81,19 @@ def test_deep_schemas_are_read() -> None:
         schema = {"type": "array", "items": schema}
     with pytest.raises(InvalidRequest, match="type: 5"):
         Tools([tool(parameters=of(a=schema))])
+
+
+def test_references_in_circles_are_read_once() -> None:
+    """A schema that refers to itself is checked, and that ends."""
+    node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}, "all": {"$ref": "#"}}}
+    assert Tools([tool(parameters=of(a={"$ref": "#/$defs/node"}) | {"$defs": {"node": node}})])
+
+
+def test_a_long_place_is_cut() -> None:
+    """Nobody reads the whole path to a fault under a long name, and it is not kept for each of many."""
+    with pytest.raises(InvalidRequest) as caught:
+        Tools([tool(parameters=of(**{"k" * 10_000: of(a={"type": 5})}))])
+    assert len(str(caught.value)) < 400
 
 
 def test_names_as_models_call_them() -> None:

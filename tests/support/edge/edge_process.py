@@ -18,6 +18,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from starlette.requests import Request
+
+from deploy.edge import routes
 from deploy.edge.openai import completions, forms
 from deploy.edge.openai.schemas import R
 from engine.front.generation import Delta
@@ -156,11 +159,23 @@ def _logprobs_at_the_end(edge: Edge) -> None:
     forms._ChatChoice.add, forms._ChatChoice.json = keep, json_of  # type: ignore[method-assign]
 
 
+def _bodies_kept(edge: Edge) -> None:
+    """A body stays for as long as the edge does."""
+    real, kept = routes._body_of, []
+
+    async def keep(request: Request) -> bytes:
+        kept.append(await real(request))
+        return kept[-1]
+
+    routes._body_of = keep  # type: ignore[assignment]
+
+
 FAULTS: dict[str, Callable[[Edge], None]] = {
     "none": lambda edge: None,
     "parse": _costly_parse,
     "encode": _encode_alone,
     "logprobs": _logprobs_at_the_end,
+    "bodies": _bodies_kept,
 }
 
 

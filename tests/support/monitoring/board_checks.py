@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from dashboards.boards.committed import Asked, paths, read
+from dashboards.boards.committed import BoundQuery, paths, read
 from dashboards.metrics import E2E_BUCKETS, LENGTH_BUCKETS, TPOT_BUCKETS, TTFT_BUCKETS
 from dashboards.prometheus import Api
 from deploy.load.request import RequestResult
@@ -150,12 +150,12 @@ def shown(api: Api, phase: Phase) -> list[ShownFigure]:
     return [ShownFigure(expected, _read(api, expected, queries, phase)) for expected in expected_figures(phase)]
 
 
-def _queries(rates: str) -> dict[tuple[str, str], Asked]:
+def _queries(rates: str) -> dict[tuple[str, str], BoundQuery]:
     pages = [read(path, rates, USD_HOUR) for path in paths()]
     return {(panel.title, asked.legend): asked for page in pages for panel in page.panels for asked in panel.asked}
 
 
-def _read(api: Api, expected: ExpectedFigure, queries: Mapping[tuple[str, str], Asked], phase: Phase) -> float:
+def _read(api: Api, expected: ExpectedFigure, queries: Mapping[tuple[str, str], BoundQuery], phase: Phase) -> float:
     exprs = [queries[expected.panel, legend].expr for legend in expected.legends]
     if expected.kind != "level":
         at = phase.ended + (-1.0 if expected.kind == "late" else MARGIN_S - 0.5)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import promql_parser as promql
 
 from dashboards.alerts import RECORDS
-from dashboards.promql import LABELS, ROWS
+from dashboards.promql import LABELS, METRIC_OF_NAME
 
 SUFFIXES = {"counter": ("",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
 MOVING = frozenset({"rate", "increase"})
@@ -31,10 +31,10 @@ def wires() -> dict[str, Wire]:
         f"{name}{suffix}": Wire(
             LABELS[name] | ({"le"} if suffix == "_bucket" else set()), row.kind != "gauge", frozenset({*row.buckets, float("inf")})
         )
-        for name, row in ROWS.items()
+        for name, row in METRIC_OF_NAME.items()
         for suffix in SUFFIXES[row.kind]
     }
-    return known | {record.name: Wire(frozenset(record.carries), grows=False) for record in RECORDS}
+    return known | {record.name: Wire(frozenset(record.label_names), grows=False) for record in RECORDS}
 
 
 def complaints(expr: str, legend: str = "", known: Mapping[str, Wire] | None = None) -> list[str]:

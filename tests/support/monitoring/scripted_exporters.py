@@ -22,7 +22,7 @@ from dashboards.discovery import DiscoveryServer, ReplicaRegistry, ScrapeTarget
 from dashboards.exporter import Exporter, Facts
 from dashboards.pictures import draw_all
 from dashboards.prometheus import Api, Prometheus, jobs
-from dashboards.promql import FOREIGN, RAY_JOB
+from dashboards.promql import EXTERNAL_METRICS, RAY_JOB
 from engine.errors import ConfigError
 from engine.events import ScrapeGauges
 from tests.support.monitoring.event_script import GroupScript, script
@@ -143,7 +143,7 @@ def _served(registry: CollectorRegistry) -> Iterator[str]:
 
 def _ray(groups: int) -> CollectorRegistry:
     registry = CollectorRegistry()
-    for row in FOREIGN:
+    for row in EXTERNAL_METRICS:
         if row.name.startswith("ray_"):
             Gauge(row.name, row.help, row.labels, registry=registry).labels(PLACE["application"], PLACE["deployment"]).set(groups)
     return registry

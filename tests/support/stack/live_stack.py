@@ -1,7 +1,7 @@
 """The whole stack under a known load, and a real Prometheus that finds it by itself: what the live proof and the pictures stand on.
 
     quartet serve (two replicas) <-- steady load, then load under which one replica is killed; the client keeps its own ledger
-         `-- discovery --http_sd--> Prometheus: groups, fleet, Ray's own exporter
+         `-- discovery --http_sd--> Prometheus: groups, discovery, Ray's own exporter
 
 `python -m tests.support.stack.live_stack FOLDER` plays a longer run and draws the boards into FOLDER: that is `make pictures`.
 """

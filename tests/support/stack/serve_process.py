@@ -1,6 +1,7 @@
 """The whole stack as a user starts it: `python -m deploy.cli serve` as a subprocess, and what its process tree holds."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -56,6 +57,19 @@ class Stack:
         wait(lambda: self.process.poll() is not None or any(READY in line for line in self.lines), timeout_s, self.said)
         assert self.process.poll() is None, self.said()
         return time.monotonic() - begun
+
+    def redeploy(self, **args: Any) -> None:
+        """Hand the running Serve this config with other `args`, as `serve deploy` would."""
+        config = yaml.safe_load(self.config.read_text())
+        config["applications"][0]["args"].update(args)
+        changed = self.config.with_name("changed.yaml")
+        changed.write_text(yaml.safe_dump(config))
+        (raylet,) = self.find("raylet/raylet")
+        found = re.search(r"--gcs-address=(\S+)", command_line(raylet))
+        assert found is not None
+        environ = [entry.partition("=")[::2] for entry in Path(f"/proc/{raylet}/environ").read_text().split("\0") if entry]
+        command = [sys.executable, "-m", "tests.support.stack.redeploy", found[1], str(changed)]
+        subprocess.run(command, cwd=ROOT, env=dict(environ), check=True, timeout=60)
 
     def _read(self) -> None:
         assert self.process.stdout is not None
