@@ -158,8 +158,8 @@ class Masks:
         limit = None if params.thought is None else ThoughtLimit(params.thought, length)
         reply = _Reply(sequence, compiled, None if grammar is None else grammar.trigger, limit, length)
         self._replies.append(reply)
-        if not sequence.masked and limit is not None:
-            self._end_thought_in_time(reply, limit)
+        if not sequence.masked:
+            self._end_thought_in_time(reply)
 
     def advance(self) -> None:
         """Look at what was committed; to be called after each commit, and while something is `making`."""
@@ -215,6 +215,7 @@ class Masks:
         if reply.trigger is not None and reply.matcher.complete:
             reply.matcher = None
             self._scheduler.release(sequence)
+            self._end_thought_in_time(reply)
             return False
         if reply.length == len(sequence.tokens):
             return False
@@ -229,11 +230,13 @@ class Masks:
             reply.ending = False
             self._scheduler.constrain(reply.sequence, len(reply.sequence.tokens))
             self._begin(reply)
-        elif reply.limit is not None:
-            self._end_thought_in_time(reply, reply.limit)
+        else:
+            self._end_thought_in_time(reply)
 
-    def _end_thought_in_time(self, reply: _Reply, limit: ThoughtLimit) -> None:
+    def _end_thought_in_time(self, reply: _Reply) -> None:
         """No grammar holds now: its rows are masked where one that may be planned before the next commit has to end the thought."""
+        if (limit := reply.limit) is None:
+            return
         sequence, end, ending = reply.sequence, limit.ends_at, reply.ending
         reply.ending = end is not None and end < len(sequence.tokens) + DEPTH
         if end is not None and reply.ending and not ending:

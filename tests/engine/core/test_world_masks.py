@@ -1,10 +1,14 @@
 """Faults of masks, which the random worlds of test_scheduler.py must show: a row gets a mask that is not its own token's."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from engine.core.masks import Masks, _Row
+from engine.core.scheduler import Scheduler
+from engine.core.sequence import Sequence, Wait
+from engine.core.thought_limit import ThoughtLimit
 from engine.step_masks import StepMasks
 from tests.support.engine.masked_ranks import Plant, a_token_old, left_out, of_another_row, of_the_step_before
 from tests.support.engine.worlds import World, check_ends, simulate
@@ -23,12 +27,12 @@ def honest(masks: StepMasks) -> StepMasks:
     return masks
 
 
-def worlds_until(found: int, most: int, plant: Callable[[], Plant] = lambda: honest) -> int:
-    """How many worlds with grammars it takes until a fault has shown in so many of them; AssertionError: more than `most`."""
+def worlds_until(found: int, most: int, plant: Callable[[], Plant] = lambda: honest, kind: str = "grammar") -> int:
+    """How many worlds with grammars, or thoughts, it takes until a fault has shown in so many; AssertionError: more than `most`."""
     shown = tried = seed = 0
     while shown < found:
         world, seed = World(seed), seed + 1
-        if not any(request.params.grammar for request in world.requests):
+        if not any(getattr(request.params, kind) for request in world.requests):
             continue
         tried += 1
         assert tried <= most, f"{shown} of {most} worlds show it"
@@ -44,6 +48,13 @@ def test_a_wrong_mask_shows_in_few_worlds(fault: str) -> None:
     """Planted faults in the records of masks: five worlds that show it are found among the first thirty with grammars."""
     tried = worlds_until(5, 30, PLANTS[fault])
     print(f"{fault}: 5 of the first {tried} worlds with grammars")
+
+
+@pytest.mark.parametrize("fault", PLANTS)
+def test_a_wrong_end_of_a_thought_shows_in_few_worlds(fault: str) -> None:
+    """The same among worlds with budgets of thought."""
+    tried = worlds_until(5, 60, PLANTS[fault], "thought")
+    print(f"{fault}: 5 of the first {tried} worlds with thoughts")
 
 
 def of_what_is_there(patch: pytest.MonkeyPatch) -> None:
@@ -67,3 +78,43 @@ def test_a_fault_in_masks_shows_in_few_worlds(monkeypatch: pytest.MonkeyPatch, f
     monkeypatch.setattr("tests.support.engine.worlds._MAX_STEPS", 1000)
     tried = worlds_until(5, 60)
     print(f"{fault.__name__}: 5 of the first {tried} worlds with grammars")
+
+
+def one_late(patch: pytest.MonkeyPatch) -> None:
+    """A thought may have a token more than its budget."""
+    honest = ThoughtLimit.ends_at.fget
+    patch.setattr(ThoughtLimit, "ends_at", property(lambda self: None if (at := honest(self)) is None else at + 1))
+
+
+def in_flight_counts(patch: pytest.MonkeyPatch) -> None:
+    """A row in flight that should have ended a thought, or begun a grammar, counts."""
+    patch.setattr(Scheduler, "constrain", lambda self, sequence, length, *, late=False: constrained(sequence, late=late))
+
+
+def constrained(sequence: Sequence, *, late: bool) -> None:
+    sequence.masked, sequence.late_masks, sequence.waits_for = True, late, None if late else Wait.mask
+
+
+def told_twice(patch: pytest.MonkeyPatch) -> None:
+    """Of what is computed again after a preemption, the last token is counted once more."""
+    follow = Masks._follow
+
+    def again(self: Masks, reply: Any) -> bool:
+        reply.read -= reply.limit is not None and reply.sequence.slot < 0 and reply.read == len(reply.sequence.tokens) > 1
+        return follow(self, reply)
+
+    patch.setattr(Masks, "_follow", again)
+
+
+def free_ends(patch: pytest.MonkeyPatch) -> None:
+    """A row that has to end a thought is taken for one of those before it."""
+    honest = _Row.free.fget
+    patch.setattr(_Row, "free", property(lambda self: honest(self) or self.reply.ending))
+
+
+@pytest.mark.parametrize("fault", [one_late, in_flight_counts, told_twice, free_ends])
+def test_a_wrong_budget_shows_in_few_worlds(monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], None]) -> None:
+    """Planted faults in what counts the tokens of thoughts."""
+    fault(monkeypatch)
+    tried = worlds_until(5, 40, kind="thought")
+    print(f"{fault.__name__}: 5 of the first {tried} worlds with thoughts")
