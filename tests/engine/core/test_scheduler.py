@@ -11,7 +11,7 @@ import pytest
 from engine.channel import MAX_RECORD
 from engine.core import results
 from engine.core.allocator import Allocator, Changes
-from engine.core.drafting import Drafts
+from engine.core.planner import Planner
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.sequence import Sequence, Wait
 from engine.geometry import KVGroup
@@ -60,7 +60,7 @@ def test_a_mask_lost_with_its_row_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_first_that_stands_still_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault: nobody is preempted for the first in rank, which then sits out whenever pages are short."""
-    monkeypatch.setattr(Drafts, "_make_room", lambda self, sequence, wanted: self._allocator.fitting(sequence, wanted) >= wanted)
+    monkeypatch.setattr(Planner, "_make_room", lambda self, sequence, wanted: self._allocator.fitting(sequence, wanted) >= wanted)
     assert caught(100) > 5
 
 

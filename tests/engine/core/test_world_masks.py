@@ -1,11 +1,11 @@
 """Faults of masks, which the random worlds of test_scheduler.py must show: a row gets a mask that is not its own token's."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from engine.core.masks import Masks, _Row
+from engine.core.masked_reply import MaskedReply, MaskedRow
+from engine.core.masks import Masks
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence, Wait
 from engine.core.thought_limit import ThoughtLimit
@@ -59,7 +59,7 @@ def test_a_wrong_end_of_a_thought_shows_in_few_worlds(fault: str) -> None:
 
 def of_what_is_there(patch: pytest.MonkeyPatch) -> None:
     """A mask that was made for an earlier token counts as the row's."""
-    patch.setattr(_Row, "ready", property(lambda self: self.free or self.reply.mask is not None))
+    patch.setattr(MaskedRow, "ready", property(lambda self: self.free or self.reply.mask is not None))
 
 
 def of_the_last_plan(patch: pytest.MonkeyPatch) -> None:
@@ -99,7 +99,7 @@ def told_twice(patch: pytest.MonkeyPatch) -> None:
     """Of what is computed again after a preemption, the last token is counted once more."""
     follow = Masks._follow
 
-    def again(self: Masks, reply: Any) -> bool:
+    def again(self: Masks, reply: MaskedReply) -> bool:
         reply.read -= reply.limit is not None and reply.sequence.slot < 0 and reply.read == len(reply.sequence.tokens) > 1
         return follow(self, reply)
 
@@ -108,8 +108,8 @@ def told_twice(patch: pytest.MonkeyPatch) -> None:
 
 def free_ends(patch: pytest.MonkeyPatch) -> None:
     """A row that has to end a thought is taken for one of those before it."""
-    honest = _Row.free.fget
-    patch.setattr(_Row, "free", property(lambda self: honest(self) or self.reply.ending))
+    honest = MaskedRow.free.fget
+    patch.setattr(MaskedRow, "free", property(lambda self: honest(self) or self.reply.ending))
 
 
 @pytest.mark.parametrize("fault", [one_late, in_flight_counts, told_twice, free_ends])

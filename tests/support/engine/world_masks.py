@@ -121,6 +121,8 @@ class Threads(Executor):
         done = [each for each in self._waiting if self._rng.random() < 0.5]
         self._waiting = [each for each in self._waiting if each not in done]
         for future, work in done:
+            if not future.set_running_or_notify_cancel():
+                continue
             try:
                 future.set_result(work())
             except GenerationFailed as error:

@@ -371,7 +371,7 @@ def check_windows(scheduler: Scheduler) -> None:
 
 def check_hits(scheduler: Scheduler) -> None:
     """What a waiting sequence is said to find in the cache is what it would find now."""
-    for sequence in scheduler.waiting if scheduler.cache else ():
+    for sequence in scheduler.waiting if scheduler.cache is not None else ():
         if sequence.hit is not None and sequence.hit.version == scheduler.cache.version:
             reusable = sequence.reusable // scheduler.pools[0].group.page
             assert sequence.hit == scheduler.cache.find(sequence.keys[:reusable]), "what was looked up is out of date"
@@ -450,7 +450,7 @@ def run_worlds(seeds: range) -> Counter[str]:
             forked=world.forked,
             prompt_logprobs=sum(len(output.prompt_logprobs) for output in run.outputs),
             hit_tokens=counters.hit_tokens,
-            evicted=run.scheduler.cache.counters.evicted_pages if run.scheduler.cache else 0,
+            evicted=run.scheduler.load().evicted_pages,
             failed=counters.failed,
         )
     return seen
