@@ -31,7 +31,7 @@ class ClassFigures:
 
 @dataclass
 class StepFigures:
-    """Collects plans as they go out; `line` when a second has passed since the last. Times in seconds, monotonic."""
+    """Collects plans as they go out; `report` when one is `due`. Times in seconds, monotonic."""
 
     classes: dict[str, ClassFigures] = field(default_factory=dict)
     _since: float | None = None

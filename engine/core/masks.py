@@ -235,4 +235,4 @@ class Masks:
         end = reply.limit.end if reply.limit is not None and reply.must_end else None
         reply.mask = bits if end is None or not allows(bits, end) else only(end, present(self._vocabulary).size)
         reply.length = reply.read
-        self._scheduler.mask_ready(*reply.sequence.key, reply.length, late=not reply.slow)
+        self._scheduler.mask_ready(*reply.sequence.key, reply.length, late=reply.ending or not reply.slow)
