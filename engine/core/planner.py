@@ -1,13 +1,13 @@
 """Makes the next plan. Pure: no clock, no sockets, no torch.
 
-Per plan, in order of rank (priority, then arrival):
+Per plan, in order of precedence (priority, then arrival):
 
     1. release   sliding pages that no position after the committed ones can see
     2. run       a decode row, or a prefill chunk of its share of the step's budget, for each running sequence
     3. admit     from the queue, while slots, pages and budget last; what is left of the budget goes to those who run
 
-A sequence short of pages shrinks its chunk, then preempts the last in rank if that is not itself, else sits the step out. The first
-therefore always advances: its worst case fits the empty pools (or it was refused), and everybody else can be preempted.
+A sequence short of pages shrinks its chunk, then preempts the last one, unless that is itself: then it sits the step out. The
+first therefore always advances: its worst case fits the empty pools (or it was refused), and everybody else can be preempted.
 """
 
 from dataclasses import dataclass, field, replace

@@ -34,6 +34,7 @@ def test_random_worlds() -> None:
     names = ["preemptions", "refused", "aborted", "failed", "rejected", "masked", "forked", "hit_tokens", "evicted"]
     names += ["prompt_logprobs", "late_masks", "slow_masks", "dropped_masks", "grammar_failures", "forced_ends"]
     assert min(seen[name] for name in names) > WORLDS // 20, seen
+    assert seen["dropped_ends"] > WORLDS // 100, seen
 
 
 @pytest.mark.slow
@@ -59,7 +60,7 @@ def test_a_mask_lost_with_its_row_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_first_that_stands_still_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted fault: nobody is preempted for the first in rank, which then sits out whenever pages are short."""
+    """Planted fault: nobody is preempted for the first in order, which then sits out whenever pages are short."""
     monkeypatch.setattr(Planner, "_make_room", lambda self, sequence, wanted: self._allocator.fitting(sequence, wanted) >= wanted)
     assert caught(100) > 5
 

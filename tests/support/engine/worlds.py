@@ -305,13 +305,13 @@ def check_masks(scheduler: Scheduler, plan: StepPlan) -> None:
 
 
 def first_of(scheduler: Scheduler) -> Sequence | None:
-    """The first in rank of those who run, if it has a row to be planned, and no result to wait for that may free its pages."""
+    """The first in order of those who run, if it has a row to be planned, and no result to wait for that may free its pages."""
     first = scheduler.running[0] if scheduler.running and not scheduler.in_flight else None
     return first if first is not None and (first.ready > 0 or first.decodable) else None
 
 
 def check_first(first: Sequence | None, plan: StepPlan, passed: Counter[int]) -> None:
-    """The first in rank has a row after so many plans at most; `passed`: how many it has had none in."""
+    """The first in order has a row after so many plans at most; `passed`: how many it has had none in."""
     if first is None:
         return
     passed[first.number] += first.slot not in {*plan.decodes, *(chunk.slot for chunk in plan.chunks)}
