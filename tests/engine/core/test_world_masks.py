@@ -10,6 +10,7 @@ from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence, Wait
 from engine.core.thought_limit import ThoughtLimit
 from engine.step_masks import StepMasks
+from tests.support.engine.draws import chance
 from tests.support.engine.masked_ranks import Plant, a_token_old, left_out, of_another_row, of_the_step_before
 from tests.support.engine.worlds import World, check_ends, simulate
 
@@ -112,7 +113,17 @@ def free_ends(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MaskedRow, "free", property(lambda self: honest(self) or self.reply.ending))
 
 
-@pytest.mark.parametrize("fault", [one_late, in_flight_counts, told_twice, free_ends])
+def slow_ends(patch: pytest.MonkeyPatch) -> None:
+    """The mask that ends a thought is slow where the grammar before it was."""
+    ready = Scheduler.mask_ready
+
+    def as_before(self: Scheduler, client: int, request: int, length: int, *, late: bool = False) -> None:
+        ready(self, client, request, length, late=late and chance(0.5, request))
+
+    patch.setattr(Scheduler, "mask_ready", as_before)
+
+
+@pytest.mark.parametrize("fault", [one_late, in_flight_counts, told_twice, free_ends, slow_ends])
 def test_a_wrong_budget_shows_in_few_worlds(monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], None]) -> None:
     """Planted faults in what counts the tokens of thoughts."""
     fault(monkeypatch)

@@ -227,6 +227,8 @@ class Host:
         """A result was."""
         if self.masks:
             self._advance()
+        waiting = [reply for reply in self.masks._replies if reply.ending and reply.sequence.waits_for]
+        assert not waiting, f"{waiting} wait for the end of a thought"
 
     def close(self) -> None:
         """All requests have ended, and nothing of them is kept."""
