@@ -1,9 +1,10 @@
-"""What steps did, in lines for the log: one a step at debug level, one a second and class of step at info level.
+"""What steps did, how things stand: a line a step for the log at debug level, one a second and class of step at info level.
 
     prefill   steps of prompt chunks alone      decode   of decode rows alone      mixed   of both
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.plan import StepPlan
@@ -30,14 +31,14 @@ class ClassFigures:
 
 @dataclass
 class StepFigures:
-    """Collects plans as they go out; `line` when a second has passed since the last. Times in seconds, monotonic."""
+    """Collects plans as they go out; `report` when one is `due`. Times in seconds, monotonic."""
 
     classes: dict[str, ClassFigures] = field(default_factory=dict)
     _since: float | None = None
     _last: Load | None = None
 
-    def planned(self, plan: StepPlan, now: float) -> None:
-        """A plan went out."""
+    def planned(self, plan: StepPlan, now: float, load: Callable[[], Load]) -> None:
+        """A plan went out; `load()` is how things stand."""
         prefill, decode = plan.tokens - len(plan.decodes), len(plan.decodes)
         name = "mixed" if prefill and decode else "prefill" if prefill else "decode"
         self.classes.setdefault(name, ClassFigures()).add(prefill, decode)
@@ -45,8 +46,8 @@ class StepFigures:
             self._since = now
         if logger.isEnabledFor(logging.DEBUG):
             cached = sum(admission.cached for admission in plan.admissions)
-            about = (plan.step, name, prefill, cached, decode, len(plan.admissions))
-            logger.debug("step %d %s: prefill %d, cached %d, decode %d, admitted %d", *about)
+            about = (plan.step, name, prefill, cached, decode, len(plan.admissions), self._state(load()))
+            logger.debug("step %d %s: prefill %d, cached %d, decode %d, admitted %d; %s", *about)
 
     def due(self, now: float) -> bool:
         """A second of work has passed."""
@@ -55,17 +56,16 @@ class StepFigures:
     def report(self, load: Load, now: float) -> None:
         """Write a line a class, and begin anew. Counts are since the last report."""
         assert self._since is not None
-        seconds = now - self._since
+        seconds, state = now - self._since, self._state(load)
+        cached = load.hit_tokens - (self._last.hit_tokens if self._last else 0)
         for name, figures in sorted(self.classes.items()):
-            logger.info(
-                "%.1f s: %d %s steps, prefill %d, decode %d; %s",
-                seconds, figures.steps, name, figures.prefill, figures.decode, self._state(load),
-            )  # fmt: skip
+            about = (seconds, figures.steps, name, figures.prefill, figures.decode, cached, state)
+            logger.info("%.1f s: %d %s steps, prefill %d, decode %d; cached %d, %s", *about)
         self.classes.clear()
         self._since, self._last = None, load
 
     def _state(self, load: Load) -> str:
-        cached = load.hit_tokens - (self._last.hit_tokens if self._last else 0)
+        """Preemptions are since the last report."""
         preempted = load.preemptions - (self._last.preemptions if self._last else 0)
         pools = ", ".join(f"{pool.name} {pool.used}+{pool.cached} of {pool.total}" for pool in load.pools)
-        return f"cached {cached}, running {load.running}, waiting {load.waiting}, preempted {preempted}, pages {pools}"
+        return f"running {load.running}, waiting {load.waiting}, preempted {preempted}, pages {pools}"

@@ -9,82 +9,32 @@ While plans are out it polls the result ring; with nothing to do it sleeps in `s
 the group; one while reading a single message ends that request only. Several fronts may attach; today there is one, client 0.
 """
 
-import gc
 import logging
 import socket
 import sys
 import time
 from collections import deque
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
-from engine.channel import RingReader, RingWriter, Waiter, map_shared
-from engine.config import EngineConfig, PageChecks
+from engine.channel import Waiter
+from engine.config import PageChecks
+from engine.core.executor import Executor, RingExecutor
 from engine.core.figures import StepFigures
 from engine.core.front_link import FrontLink
 from engine.core.masks import Masks
 from engine.core.page_audit import PageAudit
-from engine.core.scheduler import Scheduler, SchedulerConfig
-from engine.errors import CheckpointError
-from engine.geometry import kv_groups, read_geometry
-from engine.lifeline import BootArgs, Lifeline, Ready, StepTimes, run
+from engine.core.scheduler import Scheduler
+from engine.core.startup import collect_rarely, read_vocabulary, scheduler_config
+from engine.lifeline import Lifeline, Ready, run
 from engine.matcher import Vocabulary
-from engine.plan import DEPTH, StepPlan, StepResult, decode_result, encode_plan
-from engine.protocol import (
-    Abort,
-    Control,
-    FrontMessage,
-    GenerateRequest,
-    TokenBatch,
-    decode_front_message,
-)
+from engine.plan import DEPTH, StepPlan
+from engine.protocol import Abort, Control, FrontMessage, GenerateRequest, TokenBatch, decode_front_message
 from engine.rank_status import Phase
-from engine.step_masks import masked_rows
-
-logger = logging.getLogger(__name__)
 
 _CLIENT = 0
 _TURN_BYTES = 1 << 19  # of messages between two plans: the keys of a prompt of 128k tokens take some 3 ms
-
-
-class Executor(Protocol):
-    """The ranks as the core sees them: plans go in, results come out in the same order."""
-
-    def submit(self, plan: StepPlan) -> None:
-        """Hand a plan to every rank; returns at once."""
-
-    def submit_masks(self, masks: bytes) -> None:
-        """Hand the masks of a `masked` plan to every rank, in the order of their plans; before or behind theirs."""
-
-    def poll(self) -> StepResult | None:
-        """The next result, if there is one."""
-
-
-class RingExecutor:
-    """The real one: a ring to all ranks, a ring back from rank 0."""
-
-    def __init__(self, args: BootArgs) -> None:
-        waiter = Waiter(args.spin)
-        self._plans = RingWriter(map_shared(args.plan), args.tp, waiter)
-        self._masks = RingWriter(map_shared(args.masks), args.tp, waiter)
-        self._masked = 0  # steps so far that had masks
-        self._results = RingReader(map_shared(args.result), 1, 0)
-
-    def submit(self, plan: StepPlan) -> None:
-        """Write to the ring of plans."""
-        self._plans.write(plan.step, encode_plan(plan))
-
-    def submit_masks(self, masks: bytes) -> None:
-        """Write to the ring of masks."""
-        self._masked += 1
-        self._masks.write(self._masked, masks)
-
-    def poll(self) -> StepResult | None:
-        """Read the result ring once."""
-        record = self._results.poll()
-        return None if record is None else decode_result(record[1])
 
 
 class Core:
@@ -136,7 +86,8 @@ class Core:
 
     def _read(self) -> bool:
         """Take in what the front says; sleep on its socket while there is nothing else to wait for. Whether it said something."""
-        self._unread.extend(self._link.receive(1.0 if self._idle and not self._unread else 0))
+        if not self._unread:
+            self._unread.extend(self._link.receive(1.0 if self._idle else 0))
         size = 0
         while self._unread and size < _TURN_BYTES:
             raw = self._unread.popleft()
@@ -185,7 +136,7 @@ class Core:
                 self._send_masks()
             self._executor.submit(plan)
             self._submitted = plan.step
-            self._figures.planned(plan, time.monotonic())
+            self._figures.planned(plan, time.monotonic(), self._scheduler.load)
             self._report = self._report or bool(plan.admissions)  # the front learns at once what waits no longer
             self._progress()
             planned = True
@@ -235,43 +186,6 @@ def _request_id(raw: bytes) -> int | None:
         return None
     request = value.get("id") if isinstance(value, dict) else None
     return request if isinstance(request, int) else None
-
-
-def scheduler_config(config: EngineConfig, pages: tuple[int, ...], times: StepTimes | None = None) -> SchedulerConfig:
-    """What the scheduler needs to know of the engine's settings, once the pools are sized and the ranks are ready."""
-    geometry = read_geometry(Path(config.model))
-    groups = kv_groups(geometry, config.tp, config.page)
-    share = config.prefix_cache_share if config.prefix_cache else None
-    return SchedulerConfig(
-        groups,
-        pages,
-        config.max_seqs,
-        config.max_len,
-        config.prefill_budget,
-        cache_share=share,
-        masked_rows=masked_rows(geometry.vocab),
-        policy=config.policy,
-        step_times=times,
-        tpot_target_ms=config.tpot_target_ms,
-    )
-
-
-def collect_rarely() -> None:
-    """Leave what has been made so far out of garbage collection, and look at the rest seldom: a step makes no cycles, and a pass
-    over every sequence and every cached prefix would hold up all streams."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(100_000, 50, 100)
-
-
-def read_vocabulary(config: EngineConfig) -> Vocabulary | None:
-    """What grammars are made for; None where the checkpoint has no tokenizer."""
-    folder = Path(config.model)
-    try:
-        return Vocabulary.of_checkpoint(folder, read_geometry(folder).vocab)
-    except CheckpointError as error:
-        logger.warning("no grammars: %s", error)
-        return None
 
 
 def serve(lifeline: Lifeline) -> None:

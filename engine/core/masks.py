@@ -18,11 +18,10 @@ from array import array
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 
+from engine.core.masked_reply import MaskedReply, MaskedRow, present
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence
 from engine.core.thought_limit import ThoughtLimit
@@ -35,72 +34,6 @@ from engine.step_masks import StepMasks, allows, encode_masks, mask_words, only
 SLOW_S = 0.002  # CPU time of a mask that others shall not wait for: half of a forward of 31B on four H200
 SLOW_TOKENS = 16  # for which a grammar counts as slow after its last slow mask
 _UNAVAILABLE = "grammars are not available: the checkpoint has no tokenizer that they can be made for"
-
-T = TypeVar("T")
-
-
-@dataclass(eq=False)
-class _Reply:
-    """A request with a grammar, or with a budget of thought.
-
-    compiled  a matcher at the grammar's beginning, and its mask there; None: it has no grammar
-    limit     of its thoughts
-    ending    it has no grammar now, and is masked because its thought may have to end
-    matcher   of what is being written; None: nothing is
-    read      tokens of the sequence, prompt included, that were looked at
-    mask      int32 [words] for the token at index `length`
-    slow      tokens for which its masks are still taken for slow;   making: the slow mask that a thread makes
-    """
-
-    sequence: Sequence
-    compiled: "Future[tuple[Matcher, np.ndarray]] | None"
-    trigger: int | None
-    limit: ThoughtLimit | None
-    read: int
-    ending: bool = False
-    matcher: Matcher | None = None
-    mask: np.ndarray | None = None
-    length: int = 0
-    slow: int = 0
-    making: "Future[np.ndarray] | None" = None
-
-    @property
-    def constrained(self) -> bool:
-        """Its next token is one of its grammar."""
-        return self.sequence.masked and not self.ending
-
-    @property
-    def waits(self) -> bool:
-        """For a thread."""
-        return self.constrained and (self.matcher is None or self.making is not None)
-
-    @property
-    def must_end(self) -> bool:
-        """The budget of its thought is used up by the tokens that were read."""
-        return self.limit is not None and self.limit.ends_at == self.read
-
-
-@dataclass(frozen=True)
-class _Row:
-    """A planned row, of an admission, that gives the token at index `length`."""
-
-    reply: _Reply
-    number: int
-    slot: int
-    length: int
-
-    @property
-    def free(self) -> bool:
-        """It needs no mask: what it gives is dropped, the grammar is complete, or the thought need not end yet."""
-        reply, sequence = self.reply, self.reply.sequence
-        if sequence.number != self.number or not sequence.masked:
-            return True
-        return reply.ending and self.length < _present(_present(reply.limit).ends_at)
-
-    @property
-    def ready(self) -> bool:
-        """The mask is there, or none is needed."""
-        return self.free or self.length == len(self.reply.sequence.tokens) == self.reply.length
 
 
 class Masks:
@@ -118,8 +51,8 @@ class Masks:
     ) -> None:
         self._scheduler = scheduler
         self._vocabulary = vocabulary
-        self._replies: list[_Reply] = []
-        self._planned: deque[tuple[int, list[_Row]]] = deque()  # steps whose masks have not gone out
+        self._replies: list[MaskedReply] = []
+        self._planned: deque[tuple[int, list[MaskedRow]]] = deque()  # steps whose masks have not gone out
         self._compiler = compiler or ThreadPoolExecutor(threads(4), thread_name_prefix="grammar")
         self._slow = slow or ThreadPoolExecutor(1, thread_name_prefix="slow-mask")
 
@@ -156,13 +89,16 @@ class Masks:
         grammar, length = params.grammar, len(sequence.tokens)
         compiled = None if grammar is None else self._compiler.submit(self._compile, grammar.text)
         limit = None if params.thought is None else ThoughtLimit(params.thought, length)
-        reply = _Reply(sequence, compiled, None if grammar is None else grammar.trigger, limit, length)
+        reply = MaskedReply(sequence, compiled, None if grammar is None else grammar.trigger, limit, length)
         self._replies.append(reply)
-        if not sequence.masked and limit is not None:
-            self._end_thought_in_time(reply, limit)
+        if not sequence.masked:
+            self._end_thought_in_time(reply)
 
     def advance(self) -> None:
         """Look at what was committed; to be called after each commit, and while something is `making`."""
+        for reply in self._replies:
+            if reply.sequence.ended:
+                reply.cancel()
         self._replies = [reply for reply in self._replies if not reply.sequence.ended]
         wanted = [reply for reply in self._replies if self._follow(reply)]
         if wanted:
@@ -172,7 +108,7 @@ class Masks:
         """A masked plan was just made: `due` gives its masks."""
         slots = set(plan.result_slots)
         sequences = ((reply, reply.sequence) for reply in self._replies if reply.sequence.masked)
-        rows = [_Row(reply, each.number, each.slot, each.high) for reply, each in sequences if each.slot in slots]
+        rows = [MaskedRow(reply, each.number, each.slot, each.high) for reply, each in sequences if each.slot in slots]
         assert rows, plan
         self._planned.append((plan.step, rows))
 
@@ -187,13 +123,13 @@ class Masks:
         while self._planned:
             yield self._encoded(self._planned.popleft()[0], [])
 
-    def _encoded(self, step: int, rows: list[_Row]) -> bytes:
-        bits = np.zeros((len(rows), mask_words(_present(self._vocabulary).size)), np.int32)
+    def _encoded(self, step: int, rows: list[MaskedRow]) -> bytes:
+        bits = np.zeros((len(rows), mask_words(present(self._vocabulary).size)), np.int32)
         for to, row in zip(bits, rows, strict=True):
-            to[:] = _present(row.reply.mask)
+            to[:] = present(row.reply.mask)
         return encode_masks(StepMasks(step, np.array([row.slot for row in rows], np.int32), bits))
 
-    def _follow(self, reply: _Reply) -> bool:
+    def _follow(self, reply: MaskedReply) -> bool:
         """Read a sequence's new tokens; whether it needs a mask that is to be made now."""
         if reply.making is not None and not self._take_slow(reply, reply.making):
             return False
@@ -215,6 +151,7 @@ class Masks:
         if reply.trigger is not None and reply.matcher.complete:
             reply.matcher = None
             self._scheduler.release(sequence)
+            self._end_thought_in_time(reply)
             return False
         if reply.length == len(sequence.tokens):
             return False
@@ -222,18 +159,20 @@ class Masks:
             reply.making = self._slow.submit(self._mask_of, reply.matcher)
         return not reply.slow
 
-    def _follow_free(self, reply: _Reply, tokens: "array[int]") -> None:
+    def _follow_free(self, reply: MaskedReply, tokens: "array[int]") -> None:
         """No grammar holds now: where the last of the tokens is the trigger it begins."""
         if reply.trigger in tokens:
             assert tokens[-1] == reply.trigger, (tokens, reply.trigger)
             reply.ending = False
             self._scheduler.constrain(reply.sequence, len(reply.sequence.tokens))
             self._begin(reply)
-        elif reply.limit is not None:
-            self._end_thought_in_time(reply, reply.limit)
+        else:
+            self._end_thought_in_time(reply)
 
-    def _end_thought_in_time(self, reply: _Reply, limit: ThoughtLimit) -> None:
+    def _end_thought_in_time(self, reply: MaskedReply) -> None:
         """No grammar holds now: its rows are masked where one that may be planned before the next commit has to end the thought."""
+        if (limit := reply.limit) is None:
+            return
         sequence, end, ending = reply.sequence, limit.ends_at, reply.ending
         reply.ending = end is not None and end < len(sequence.tokens) + DEPTH
         if end is not None and reply.ending and not ending:
@@ -241,30 +180,30 @@ class Masks:
         elif ending and not reply.ending:
             self._scheduler.release(sequence)
         if reply.must_end:
-            self._made(reply, only(limit.end, _present(self._vocabulary).size))
+            self._made(reply, only(limit.end, present(self._vocabulary).size))
 
-    def _begin(self, reply: _Reply) -> None:
+    def _begin(self, reply: MaskedReply) -> None:
         """The first mask, once the grammar is compiled; GenerationFailed: it cannot be."""
-        if (compiled := _present(reply.compiled)).done():
+        if (compiled := present(reply.compiled)).done():
             matcher, bits = compiled.result()
             reply.matcher = matcher.fresh()
             self._made(reply, bits)
 
     def _compile(self, grammar: str) -> tuple[Matcher, np.ndarray]:
         """In a thread: a matcher at the grammar's beginning, and its mask there. GenerationFailed where there is none."""
-        matcher = _present(self._vocabulary).matcher(grammar)
+        matcher = present(self._vocabulary).matcher(grammar)
         return matcher, self._mask_of(matcher)
 
     def _mask_of(self, matcher: Matcher) -> np.ndarray:
         """In a thread: the mask of the matcher's next token; GenerationFailed as `Matcher.check`."""
-        bits: np.ndarray = _present(self._vocabulary).masks([matcher])[0]
+        bits: np.ndarray = present(self._vocabulary).masks([matcher])[0]
         matcher.check(bits)
         return bits
 
-    def _make(self, wanted: list[_Reply]) -> None:
+    def _make(self, wanted: list[MaskedReply]) -> None:
         """The mask of each one's next token."""
-        matchers = [_present(reply.matcher) for reply in wanted]
-        for reply, matcher, bits in zip(wanted, matchers, _present(self._vocabulary).masks(matchers), strict=True):
+        matchers = [present(reply.matcher) for reply in wanted]
+        for reply, matcher, bits in zip(wanted, matchers, present(self._vocabulary).masks(matchers), strict=True):
             try:
                 matcher.check(bits)
             except GenerationFailed as error:
@@ -273,7 +212,7 @@ class Masks:
                 self._timed(reply, matcher)
                 self._made(reply, bits)
 
-    def _take_slow(self, reply: _Reply, making: "Future[np.ndarray]") -> bool:
+    def _take_slow(self, reply: MaskedReply, making: "Future[np.ndarray]") -> bool:
         """A slow mask, if it is there; whether it is, and the request goes on."""
         if not making.done():
             return False
@@ -283,22 +222,17 @@ class Masks:
         except GenerationFailed as error:
             self._scheduler.fail(reply.sequence, str(error))
             return False
-        self._timed(reply, _present(reply.matcher))
+        self._timed(reply, present(reply.matcher))
         self._made(reply, bits)
         return True
 
-    def _timed(self, reply: _Reply, matcher: Matcher) -> None:
+    def _timed(self, reply: MaskedReply, matcher: Matcher) -> None:
         """Whether its next masks are taken for slow."""
         reply.slow = SLOW_TOKENS if matcher.mask_s > SLOW_S else max(0, reply.slow - 1)
 
-    def _made(self, reply: _Reply, bits: np.ndarray) -> None:
+    def _made(self, reply: MaskedReply, bits: np.ndarray) -> None:
         """The mask of the token behind those that were read is there. Where a thought's budget is used up it may only end."""
         end = reply.limit.end if reply.limit is not None and reply.must_end else None
-        reply.mask = bits if end is None or not allows(bits, end) else only(end, _present(self._vocabulary).size)
+        reply.mask = bits if end is None or not allows(bits, end) else only(end, present(self._vocabulary).size)
         reply.length = reply.read
-        self._scheduler.mask_ready(*reply.sequence.key, reply.length, late=not reply.slow)
-
-
-def _present(value: T | None) -> T:
-    assert value is not None
-    return value
+        self._scheduler.mask_ready(*reply.sequence.key, reply.length, late=reply.ending or not reply.slow)

@@ -46,18 +46,14 @@ class Hit:
     version: int
 
 
-@dataclass
-class CacheCounters:
-    """Since boot."""
-
-    evicted_pages: int = 0
-
-
 class PrefixCache:
-    """Segments of both pools; `sliding` None: a model without sliding layers. `share`: of each pool, what may lie idle."""
+    """Segments of both pools; `sliding` None: a model without sliding layers. `share`: of each pool, what may lie idle.
+
+    evicted_pages   given up since boot
+    """
 
     def __init__(self, full: PagePool, sliding: PagePool | None, share: float = 1.0) -> None:
-        self.counters = CacheCounters()
+        self.evicted_pages = 0
         self._full = full
         self._sliding = sliding
         self._share = share
@@ -70,9 +66,6 @@ class PrefixCache:
     def __iter__(self) -> Iterator[Segment]:
         """Every segment, the next to be evicted first."""
         return iter(self._order)
-
-    def __len__(self) -> int:
-        return len(self._order)
 
     @property
     def version(self) -> int:
@@ -196,22 +189,16 @@ class PrefixCache:
             self._remove_subtree(segment)
 
     def _evict(self, pool: PagePool) -> None:
-        """Give up the least recently used that has an idle page in `pool`."""
-        if pool is self._sliding:
-            self._evict_tail()
-        else:
-            self._evict_leaf()
+        """Give up the least recently used that has an idle page in `pool`.
 
-    def _evict_tail(self) -> None:
-        assert self._sliding is not None
-        sliding = self._sliding
-        segment = self._oldest(self._tails, lambda each: sliding.has_idle(each.tail or ()), self._tails.move_to_end)
+        Of full pages, where no leaf is idle: what is above one, whose holders have computed pages of their own below it.
+        """
+        if pool is self._full:
+            self._remove_subtree(self._oldest(self._order, lambda each: pool.has_idle(each.pages), self._touch))
+            return
+        segment = self._oldest(self._tails, lambda each: pool.has_idle(each.tail or ()), self._tails.move_to_end)
         self._drop_tail(segment)
         self._prune(segment)
-
-    def _evict_leaf(self) -> None:
-        """Where no leaf is idle: what is above one, whose holders have computed pages of their own below it."""
-        self._remove_subtree(self._oldest(self._order, lambda each: self._full.has_idle(each.pages), self._touch))
 
     def _oldest(
         self, order: "OrderedDict[Segment, None]", idle: Callable[[Segment], bool], renew: Callable[[Segment], None]
@@ -246,7 +233,7 @@ class PrefixCache:
         self._changes += 1
         if segment.tail is not None:
             self._drop_tail(segment)
-        self.counters.evicted_pages += self._full.drop(segment.pages)
+        self.evicted_pages += self._full.drop(segment.pages)
         del segment.parent.children[segment.keys[0]]
         del self._order[segment]
 
@@ -254,6 +241,6 @@ class PrefixCache:
         assert segment.tail is not None
         self._changes += 1
         if self._sliding is not None:
-            self.counters.evicted_pages += self._sliding.drop(segment.tail)
+            self.evicted_pages += self._sliding.drop(segment.tail)
         segment.tail = None
         del self._tails[segment]

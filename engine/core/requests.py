@@ -31,7 +31,7 @@ class Counters:
 
 
 class Requests:
-    """The queue, the slots and the outputs. `waiting` and `running` are in order of rank."""
+    """The queue, the slots and the outputs. `waiting` and `running` are in order of precedence."""
 
     def __init__(self, allocator: Allocator, slots: int, max_len: int) -> None:
         self.allocator = allocator
@@ -80,8 +80,8 @@ class Requests:
             return
         self._arrivals += 1
         root = root_key(0, request.salt)
-        rank = (request.priority, self._arrivals)
-        sequence = Sequence(key, tokens, len(tokens), limit, request.params, rank, masked=masked, root=root)
+        precedence = (request.priority, self._arrivals)
+        sequence = Sequence(key, tokens, len(tokens), limit, request.params, precedence, masked=masked, root=root)
         self._by_key[key] = sequence
         self._enqueue(sequence)
 
@@ -113,7 +113,7 @@ class Requests:
             sequence.started = True
             self._started.append(sequence.key)
         sequence.admit(self._slots.pop(), self._admissions, len(self.allocator.pools))
-        bisect.insort(self.running, sequence, key=lambda running: running.rank)
+        bisect.insort(self.running, sequence, key=lambda running: running.precedence)
 
     def preempt(self, sequence: Sequence) -> None:
         """Back into the queue for want of pages."""
@@ -127,7 +127,7 @@ class Requests:
 
     def _enqueue(self, sequence: Sequence) -> None:
         self.allocator.look_up(sequence)
-        bisect.insort(self.waiting, sequence, key=lambda waiting: waiting.rank)
+        bisect.insort(self.waiting, sequence, key=lambda waiting: waiting.precedence)
 
     def _vacate(self, sequence: Sequence, *, poisoned: bool = False) -> None:
         """Take slot and pages back; rows of this admission still in flight become stale."""

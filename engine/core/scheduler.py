@@ -1,14 +1,14 @@
 """The scheduler: requests in, plans out, results in, outputs out. Pure: no clock, no sockets, no torch.
 
-    add, abort --> requests --> drafting --> plan ... result --> results --> outputs
+    add, abort --> requests --> planner --> plan ... result --> results --> outputs
                                  policy, admit, allocator (pages, prefix)
 """
 
 from collections.abc import Iterator
 
 from engine.core.allocator import Allocator
-from engine.core.drafting import Drafts, SchedulerConfig
 from engine.core.pages import PagePool
+from engine.core.planner import Planner, SchedulerConfig
 from engine.core.prefix import PrefixCache
 from engine.core.requests import Counters, Requests
 from engine.core.results import Results
@@ -28,7 +28,7 @@ class Scheduler:
         self._allocator = Allocator(config.groups, config.pages, width, config.cache_share)
         self._requests = Requests(self._allocator, config.max_seqs, config.max_len)
         self._results = Results(self._requests, width)
-        self._drafts = Drafts(config, self._requests, self._allocator)
+        self._planner = Planner(config, self._requests, self._allocator)
 
     # -- what it holds
 
@@ -140,7 +140,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next plan, or None when no sequence can use a step now (all wait for results or the host, or there are none)."""
-        drafted = self._drafts.next()
+        drafted = self._planner.next()
         if drafted is None:
             return None
         plan, flight = drafted
@@ -165,7 +165,7 @@ class Scheduler:
             decode_tokens=counters.decode_tokens,
             queried_tokens=counters.queried_tokens,
             hit_tokens=counters.hit_tokens,
-            evicted_pages=self.cache.counters.evicted_pages if self.cache else 0,
+            evicted_pages=0 if self.cache is None else self.cache.evicted_pages,
             pools=[
                 PoolLoad(name=pool.group.name, total=pool.total, used=pool.used, cached=pool.idle) for pool in self.pools
             ],

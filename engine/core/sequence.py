@@ -29,10 +29,10 @@ class Wait(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """`key` is (client, the client's id); `rank` (priority, arrival) orders the queue.
+    """`key` is (client, the client's id); `precedence` is (priority, arrival), the order of the queue.
 
     limit       length, prompt and output, at which it ends
-    overtaken   how many of a later rank were admitted before it
+    overtaken   how many of later precedence were admitted before it
     tokens      int32, prompt and what was generated
     scored      with `params.prompt_logprobs`: positions below it have given theirs to the client
     masked      each of its tokens needs a mask that the host computes from those before it
@@ -53,7 +53,7 @@ class Sequence:
     prompt: int
     limit: int
     params: SamplingParams
-    rank: tuple[int, int]
+    precedence: tuple[int, int]
     scored: int = 0
     masked: bool = False
     mask_for: int = 0

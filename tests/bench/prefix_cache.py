@@ -61,7 +61,7 @@ def rates(trace: Trace, larger: tuple[int, int]) -> list[Rate]:
 
 
 def _evicted(scheduler: Scheduler) -> int:
-    return scheduler.cache.counters.evicted_pages if scheduler.cache else 0
+    return scheduler.load().evicted_pages
 
 
 def first_partings(conversations: int) -> list[Row]:

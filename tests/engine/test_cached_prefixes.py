@@ -13,9 +13,9 @@ import pytest
 
 from deploy.models.nano.nano_shapes import SHAPES
 from engine.config import engine_config
-from engine.core.loop import scheduler_config
 from engine.core.prefix import PrefixCache
 from engine.core.scheduler import Scheduler
+from engine.core.startup import scheduler_config
 from engine.geometry import read_geometry
 from engine.plan import encode_plan
 from engine.protocol import GenerateRequest, Logprobs, SamplingParams, pack_tokens
@@ -130,7 +130,7 @@ def test_logits_at_a_branch_point_and_after_evictions(member: str, rank: Callabl
         worst = max(worst, error(plain.ask(other), engine.ask(other)))
     assert hits >= 5 * (len(system) - PAGE)
     assert engine.scheduler.cache is not None
-    assert engine.scheduler.cache.counters.evicted_pages > 0
+    assert engine.scheduler.cache.evicted_pages > 0
     assert worst <= TOLERANCE
 
 

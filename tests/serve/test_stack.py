@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -284,6 +285,28 @@ def test_the_exporter_counts_what_was_served(stack: Stack) -> None:
     assert moved["quartet_time_per_output_token_seconds_count"] == 1
     assert 'quartet_requests_total{outcome="dead"}' not in moved
     assert after["quartet_requests_running"] == 0
+
+
+@pytest.mark.parametrize(("turns", "words"), [(4, 300), pytest.param(20, 1000, marks=pytest.mark.slow)])
+def test_a_chat_computes_what_is_new(stack: Stack, turns: int, words: int) -> None:
+    """Prompt tokens computed are those that usage does not call cached, to the token, in the metrics; each turn finds the one
+    before. Under another cache_salt the last prompt is computed whole, and takes longer."""
+    before, used, took, messages = figures(stack), [], [], [{"role": "system", "content": words // 2 * "red house "}]
+    for turn in range(turns + 2):
+        if turn < turns:
+            messages += [{"role": "assistant", "content": "So be it."}, {"role": "user", "content": f"{turn} + 2?"}]
+        body = {"model": MODEL, "messages": messages, "max_tokens": 1, "cache_salt": f"{words} {turn > turns}"}
+        began = time.monotonic()
+        usage = httpx.post(f"{stack.url}/v1/chat/completions", json=body, timeout=60).json()["usage"]
+        took.append(1e3 * (time.monotonic() - began))
+        used.append((usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]))
+    moved = {name: value - before[name] for name, value in figures(stack).items() if name in before}
+    assert moved["quartet_prefix_cache_hit_tokens_total"] == sum(cached for _, cached in used)
+    assert moved["quartet_engine_prefill_tokens_total"] == sum(prompt - cached for prompt, cached in used)
+    assert all(cached >= (prompt - 8) // 32 * 32 for (prompt, _), (_, cached) in pairwise(used[:-1]))
+    print(f"{turns} turns, {used[-1][0]} tokens: first token after {took[-2]:.0f} ms, without the cache {took[-1]:.0f}")
+    assert used[-1][1] == 0
+    assert took[-1] > took[-2]
 
 
 def test_only_what_is_declared_listens_beyond_loopback(stack: Stack) -> None:

@@ -24,11 +24,11 @@ def test_a_line_a_class_and_second(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         assert not figures.due(5.0)
         for at, plan in enumerate((PREFILL, MIXED, DECODE, DECODE)):
-            figures.planned(plan, 10 + at / 10)
+            figures.planned(plan, 10 + at / 10, lambda: load(1))
         assert not figures.due(10.9)
         assert figures.due(11.0)
         figures.report(load(4, pools, hit_tokens=64, running=3, waiting=2, preemptions=1), 11.0)
-        figures.planned(DECODE, 12.0)
+        figures.planned(DECODE, 12.0, lambda: load(1))
         figures.report(load(5, pools, hit_tokens=64, running=3, preemptions=1), 13.5)
     state = "cached 64, running 3, waiting 2, preempted 1, pages full 7+5 of 90"
     assert [record.getMessage() for record in caplog.records] == [
@@ -40,11 +40,17 @@ def test_a_line_a_class_and_second(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_line_a_step_when_asked_for(caplog: pytest.LogCaptureFixture) -> None:
-    """At debug level each step says its class and tokens."""
+    """At debug level each step says its class and tokens, and how things stand; otherwise that is not even looked up."""
+    pools = [PoolLoad(name="sliding", total=9, used=1, cached=0), PoolLoad(name="full", total=90, used=7, cached=5)]
     with caplog.at_level(logging.DEBUG):
         for plan in (PREFILL, MIXED):
-            StepFigures().planned(plan, 0.0)
+            StepFigures().planned(plan, 0.0, lambda: load(4, pools, running=3, waiting=2, preemptions=1))
+    state = "running 3, waiting 2, preempted 1, pages sliding 1+0 of 9, full 7+5 of 90"
     assert [record.getMessage() for record in caplog.records] == [
-        "step 1 prefill: prefill 32, cached 64, decode 0, admitted 1",
-        "step 2 mixed: prefill 10, cached 0, decode 2, admitted 0",
+        f"step 1 prefill: prefill 32, cached 64, decode 0, admitted 1; {state}",
+        f"step 2 mixed: prefill 10, cached 0, decode 2, admitted 0; {state}",
     ]
+    asked: list[int] = []
+    with caplog.at_level(logging.INFO):
+        StepFigures().planned(PREFILL, 0.0, lambda: asked.append(1) or load(4))
+    assert not asked

@@ -1,5 +1,7 @@
 """The core's loop over a socket pair, with the KV machine as its ranks."""
 
+import logging
+import re
 import socket
 import threading
 import time
@@ -99,6 +101,26 @@ def test_requests_stream_to_their_ends(core) -> None:  # noqa: ANN001
         tokens = [token for output in outputs if output.id == number for token in output.tokens]
         assert tokens == list(range(3 + number, 15 + number))
     assert executor.deepest == 2
+
+
+def test_the_loop_says_what_it_does(core, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ANN001
+    """At debug level a line a step, with queue and both pools; at info what steps of each class did, and no more."""
+    front, _, _ = core
+    monkeypatch.setattr("engine.core.figures.PERIOD_S", 0.0)
+    said: dict[int, list[str]] = {}
+    for number, level in enumerate((logging.DEBUG, logging.INFO)):
+        caplog.clear()
+        with caplog.at_level(level, "engine.core.figures"):
+            front.send(GenerateRequest(id=number, prompt=pack_tokens([1] * 5), params=SamplingParams(max_tokens=3)))
+            front.until_ended(1)
+            front.send(Control(action="report"))
+            front.hear()
+        said[level] = [record.getMessage() for record in caplog.records]
+    state = "running 1, waiting 0, preempted 0, pages sliding 2+0 of 19, full 2+0 of 39"
+    assert f"step 1 prefill: prefill 5, cached 0, decode 0, admitted 1; {state}" in said[logging.DEBUG]
+    for level, lines in said.items():
+        assert any(re.match(r"\d+\.\d s: \d decode steps, prefill 0, decode \d; cached 0, running", line) for line in lines)
+        assert any(line.startswith("step ") for line in lines) == (level == logging.DEBUG)
 
 
 def test_an_unreadable_message_fails_its_own_request_only(core) -> None:  # noqa: ANN001

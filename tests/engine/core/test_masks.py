@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from engine.core.masked_reply import MaskedReply
 from engine.core.masks import Masks
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.thought_limit import ThoughtLimit
@@ -24,7 +25,7 @@ from engine.front.reply import Markers, ReplyParser
 from engine.front.text import TextProcessor
 from engine.front.tools import Tools
 from engine.matcher import Vocabulary
-from engine.protocol import FinishReason, GenerateRequest, Grammar, Output, SamplingParams, ThoughtBudget, pack_tokens
+from engine.protocol import AbortReason, FinishReason, GenerateRequest, Grammar, Output, SamplingParams, ThoughtBudget, pack_tokens
 from engine.step_masks import StepMasks, decode_masks, encode_masks
 from tests.conftest import Nano
 from tests.support.engine.masked_machine import GROUPS, MaskedMachine
@@ -333,6 +334,21 @@ class AtOnce(Executor):
         return future
 
 
+class Later(Executor):
+    """In place of a pool whose threads are busy."""
+
+    def __init__(self) -> None:
+        self._futures: list[Future[Any]] = []
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **options: Any) -> "Future[Any]":
+        self._futures.append(Future())
+        return self._futures[-1]
+
+    def begin(self) -> int:
+        """How much of what was submitted a thread would do now."""
+        return sum(future.set_running_or_notify_cancel() for future in self._futures)
+
+
 def gaps(steps: list[int]) -> list[int]:
     """Between neighbours."""
     return [after - before for before, after in pairwise(steps)]
@@ -391,9 +407,27 @@ def test_an_aborted_request_leaves_nothing(model: Model) -> None:
     masks.add(0, request(model, 1, Grammar(grammar(model.markers, regex_answer("a+"), Thought.none))))
     assert masks
     assert masks.making
-    scheduler.abort(0, 1, "client_gone")  # type: ignore[arg-type]
+    scheduler.abort(0, 1, AbortReason.client_gone)
     masks.advance()
     assert not masks
+
+
+def test_grammars_that_nobody_waits_for_are_not_compiled(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that ends before a thread has come to its grammar leaves it nothing to do; planted fault: it does."""
+
+    def compiled() -> int:
+        scheduler, work = Scheduler(SchedulerConfig(GROUPS, PAGES, 4, MAX_LEN, 32)), Later()
+        masks = Masks(scheduler, model.vocabulary, work)
+        for number in range(5):
+            masks.add(0, request(model, number, Grammar(grammar(model.markers, regex_answer("a+"), Thought.none))))
+        for number in range(1, 5):
+            scheduler.abort(0, number, AbortReason.client_gone)
+        masks.advance()
+        return work.begin()
+
+    assert compiled() == 1
+    monkeypatch.setattr(MaskedReply, "cancel", lambda self: None)
+    assert compiled() == 5
 
 
 def test_without_a_vocabulary_grammars_are_refused(model: Model) -> None:

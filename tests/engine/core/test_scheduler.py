@@ -2,6 +2,7 @@
 
 import os
 import random
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,12 +12,23 @@ import pytest
 from engine.channel import MAX_RECORD
 from engine.core import results
 from engine.core.allocator import Allocator, Changes
-from engine.core.drafting import Drafts
+from engine.core.planner import Planner
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.sequence import Sequence, Wait
 from engine.geometry import KVGroup
 from engine.plan import MAX_ADMITTED, MAX_SCORED, Admission, PageAppend, StepPlan, StepResult, largest_plan, largest_result
-from engine.protocol import MAX_ALTERNATIVES, MAX_STOP_IDS, AbortReason, FinishReason, GenerateRequest, SamplingParams, pack_tokens
+from engine.protocol import (
+    MAX_ALTERNATIVES,
+    MAX_STOP_IDS,
+    AbortReason,
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    decode_front_message,
+    encode_message,
+    pack_tokens,
+    unpack_tokens,
+)
 from tests.support.engine.kvmachine import KVFault, KVMachine
 from tests.support.engine.worlds import World, check_ends, run_worlds, simulate
 
@@ -32,8 +44,9 @@ def test_random_worlds() -> None:
     seen = run_worlds(range(WORLDS))
     print(f"{WORLDS} worlds: {dict(seen)}")
     names = ["preemptions", "refused", "aborted", "failed", "rejected", "masked", "forked", "hit_tokens", "evicted"]
-    names += ["prompt_logprobs", "late_masks", "slow_masks", "dropped_masks", "grammar_failures"]
+    names += ["prompt_logprobs", "late_masks", "slow_masks", "dropped_masks", "grammar_failures", "forced_ends"]
     assert min(seen[name] for name in names) > WORLDS // 20, seen
+    assert seen["dropped_ends"] > WORLDS // 100, seen
 
 
 @pytest.mark.slow
@@ -59,8 +72,8 @@ def test_a_mask_lost_with_its_row_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_first_that_stands_still_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted fault: nobody is preempted for the first in rank, which then sits out whenever pages are short."""
-    monkeypatch.setattr(Drafts, "_make_room", lambda self, sequence, wanted: self._allocator.fitting(sequence, wanted) >= wanted)
+    """Planted fault: nobody is preempted for the first in order, which then sits out whenever pages are short."""
+    monkeypatch.setattr(Planner, "_make_room", lambda self, sequence, wanted: self._allocator.fitting(sequence, wanted) >= wanted)
     assert caught(100) > 5
 
 
@@ -403,3 +416,37 @@ def test_a_torn_prompt_is_refused() -> None:
     scheduler = small_scheduler()
     scheduler.add(0, GenerateRequest(id=1, prompt=b"abcde", params=SamplingParams(max_tokens=2)))
     assert [output.invalid for _, output in scheduler.drain()] == [True]
+
+
+def test_a_queued_prompt_takes_eight_bytes_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ids as int32 and the keys of its pages; as Python's numbers it takes several times that."""
+
+    def size(count: int = 40_000) -> float:
+        groups = (KVGroup(0, "sliding", (0,), 1, 256, 1024, 32), KVGroup(1, "full", (1,), 1, 512, None, 32))
+        scheduler = Scheduler(SchedulerConfig(groups, (100, 2000), 4, count + 9, 64, cache_share=1.0))
+        asked = GenerateRequest(id=1, prompt=pack_tokens(range(1000, 1000 + count)), params=SamplingParams(max_tokens=1))
+        message = encode_message(asked)
+        tracemalloc.start()
+        scheduler.add(0, decode_front_message(message))
+        taken, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert scheduler.unfinished == 1
+        return taken / count
+
+    assert size() < 8
+    monkeypatch.setattr(GenerateRequest, "tokens", property(lambda self: Numbers(unpack_tokens(self.prompt))))
+    assert size() > 32
+
+
+class Numbers(list[int]):
+    """Tokens, each an object."""
+
+    def tobytes(self) -> bytes:
+        return pack_tokens(self)
+
+    def __getitem__(self, at: Any) -> Any:
+        return Numbers(super().__getitem__(at)) if isinstance(at, slice) else super().__getitem__(at)
+
+    @property
+    def itemsize(self) -> int:
+        return 4

@@ -6,27 +6,11 @@ import pytest
 
 from engine.core.thought_limit import ThoughtLimit
 from engine.protocol import ThoughtBudget
+from tests.support.engine.world_thoughts import thought_ends_at
 
 pytestmark = pytest.mark.pure
 
 BEGIN, END, CALL, WORD = 100, 101, 48, 7
-
-
-def counted(budget: ThoughtBudget, prompt: int, reply: list[int]) -> int | None:
-    """Index at which the open thought has to end, by the whole reply: a thought's label and what is left of the budget."""
-    thought: list[int] | None = None if budget.open_label is None else [WORD] * (budget.label - budget.open_label)
-    spent, missing = 0, 0
-    for token in reply:
-        if thought is None:
-            thought = [] if token == BEGIN else None
-        elif token in (END, budget.begin_call):
-            thought, spent = None, spent + max(0, len(thought) - budget.label)
-        else:
-            thought.append(token)
-    if thought is None:
-        return None
-    missing = max(0, budget.label - len(thought)) + max(0, budget.tokens - spent - max(0, len(thought) - budget.label))
-    return prompt + len(reply) + missing
 
 
 def differences(shift: int) -> int:
@@ -39,7 +23,7 @@ def differences(shift: int) -> int:
         )  # fmt: skip
         limit, reply = ThoughtLimit(budget, 5), list[int]()
         for _ in range(12):
-            wrong += limit.ends_at != (None if (at := counted(budget, 5, reply)) is None else at + shift)
+            wrong += limit.ends_at != (None if (at := thought_ends_at(budget, 5, reply)) is None else at + shift)
             piece = rng.choices((BEGIN, END, CALL, WORD), (2, 1, 1, 6), k=rng.randrange(4))
             limit.read(piece)
             reply += piece

@@ -4,8 +4,13 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.core.masks import Masks, _Row
+from engine.core.masked_reply import MaskedReply, MaskedRow
+from engine.core.masks import Masks
+from engine.core.scheduler import Scheduler
+from engine.core.sequence import Sequence, Wait
+from engine.core.thought_limit import ThoughtLimit
 from engine.step_masks import StepMasks
+from tests.support.engine.draws import chance
 from tests.support.engine.masked_ranks import Plant, a_token_old, left_out, of_another_row, of_the_step_before
 from tests.support.engine.worlds import World, check_ends, simulate
 
@@ -23,12 +28,12 @@ def honest(masks: StepMasks) -> StepMasks:
     return masks
 
 
-def worlds_until(found: int, most: int, plant: Callable[[], Plant] = lambda: honest) -> int:
-    """How many worlds with grammars it takes until a fault has shown in so many of them; AssertionError: more than `most`."""
+def worlds_until(found: int, most: int, plant: Callable[[], Plant] = lambda: honest, kind: str = "grammar") -> int:
+    """How many worlds with grammars, or thoughts, it takes until a fault has shown in so many; AssertionError: more than `most`."""
     shown = tried = seed = 0
     while shown < found:
         world, seed = World(seed), seed + 1
-        if not any(request.params.grammar for request in world.requests):
+        if not any(getattr(request.params, kind) for request in world.requests):
             continue
         tried += 1
         assert tried <= most, f"{shown} of {most} worlds show it"
@@ -46,9 +51,16 @@ def test_a_wrong_mask_shows_in_few_worlds(fault: str) -> None:
     print(f"{fault}: 5 of the first {tried} worlds with grammars")
 
 
+@pytest.mark.parametrize("fault", PLANTS)
+def test_a_wrong_end_of_a_thought_shows_in_few_worlds(fault: str) -> None:
+    """The same among worlds with budgets of thought."""
+    tried = worlds_until(5, 60, PLANTS[fault], "thought")
+    print(f"{fault}: 5 of the first {tried} worlds with thoughts")
+
+
 def of_what_is_there(patch: pytest.MonkeyPatch) -> None:
     """A mask that was made for an earlier token counts as the row's."""
-    patch.setattr(_Row, "ready", property(lambda self: self.free or self.reply.mask is not None))
+    patch.setattr(MaskedRow, "ready", property(lambda self: self.free or self.reply.mask is not None))
 
 
 def of_the_last_plan(patch: pytest.MonkeyPatch) -> None:
@@ -67,3 +79,53 @@ def test_a_fault_in_masks_shows_in_few_worlds(monkeypatch: pytest.MonkeyPatch, f
     monkeypatch.setattr("tests.support.engine.worlds._MAX_STEPS", 1000)
     tried = worlds_until(5, 60)
     print(f"{fault.__name__}: 5 of the first {tried} worlds with grammars")
+
+
+def one_late(patch: pytest.MonkeyPatch) -> None:
+    """A thought may have a token more than its budget."""
+    honest = ThoughtLimit.ends_at.fget
+    patch.setattr(ThoughtLimit, "ends_at", property(lambda self: None if (at := honest(self)) is None else at + 1))
+
+
+def in_flight_counts(patch: pytest.MonkeyPatch) -> None:
+    """A row in flight that should have ended a thought, or begun a grammar, counts."""
+    patch.setattr(Scheduler, "constrain", lambda self, sequence, length, *, late=False: constrained(sequence, late=late))
+
+
+def constrained(sequence: Sequence, *, late: bool) -> None:
+    sequence.masked, sequence.late_masks, sequence.waits_for = True, late, None if late else Wait.mask
+
+
+def told_twice(patch: pytest.MonkeyPatch) -> None:
+    """Of what is computed again after a preemption, the last token is counted once more."""
+    follow = Masks._follow
+
+    def again(self: Masks, reply: MaskedReply) -> bool:
+        reply.read -= reply.limit is not None and reply.sequence.slot < 0 and reply.read == len(reply.sequence.tokens) > 1
+        return follow(self, reply)
+
+    patch.setattr(Masks, "_follow", again)
+
+
+def free_ends(patch: pytest.MonkeyPatch) -> None:
+    """A row that has to end a thought is taken for one of those before it."""
+    honest = MaskedRow.free.fget
+    patch.setattr(MaskedRow, "free", property(lambda self: honest(self) or self.reply.ending))
+
+
+def slow_ends(patch: pytest.MonkeyPatch) -> None:
+    """The mask that ends a thought is slow where the grammar before it was."""
+    ready = Scheduler.mask_ready
+
+    def as_before(self: Scheduler, client: int, request: int, length: int, *, late: bool = False) -> None:
+        ready(self, client, request, length, late=late and chance(0.5, request))
+
+    patch.setattr(Scheduler, "mask_ready", as_before)
+
+
+@pytest.mark.parametrize("fault", [one_late, in_flight_counts, told_twice, free_ends, slow_ends])
+def test_a_wrong_budget_shows_in_few_worlds(monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], None]) -> None:
+    """Planted faults in what counts the tokens of thoughts."""
+    fault(monkeypatch)
+    tried = worlds_until(5, 40, kind="thought")
+    print(f"{fault.__name__}: 5 of the first {tried} worlds with thoughts")

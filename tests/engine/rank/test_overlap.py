@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from engine.channel import Waiter, create_shared, ring_bytes
-from engine.core.loop import Core, FrontLink, RingExecutor
+from engine.core.executor import RingExecutor
+from engine.core.front_link import FrontLink
+from engine.core.loop import Core
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.geometry import KVGroup
 from engine.lifeline import BootArgs

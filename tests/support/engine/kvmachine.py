@@ -132,7 +132,7 @@ class KVMachine:
         drafts = []
         before = self.prefixes[slot][start]
         for at in range(start + 1, start + 1 + self.drafts):
-            right = self.model(before, at, self.seed[slot])
+            right = self._token(slot, before, at)
             token = right if self.guess(before, at) else right + 1
             drafts.append(token)
             before = self.prefixes[slot][at] = identity(before, token)
@@ -172,7 +172,7 @@ class KVMachine:
         if self.empty(before):
             return ResultRow(slot, self.number[slot], (), empty=True)
         for draft in [*drafts, None]:
-            token = self.model(before, position + len(tokens), self.seed[slot])
+            token = self._token(slot, before, position + len(tokens))
             tokens.append(token)
             before = identity(before, token)
             if draft != token or self.nan(before):
@@ -181,3 +181,7 @@ class KVMachine:
         self.length[slot] = position + len(tokens) - 1
         self.prefixes[slot][self.length[slot]] = before
         return ResultRow(slot, self.number[slot], tuple(tokens))
+
+    def _token(self, slot: int, prefix: int, position: int) -> int:
+        """What the model gives at `position` behind a prefix of that identity."""
+        return self.model(prefix, position, self.seed[slot])

@@ -4,7 +4,7 @@ import numpy as np
 
 from engine.front.text import TextProcessor
 from engine.geometry import KVGroup
-from engine.plan import ResultRow, StepResult
+from engine.plan import StepResult
 from tests.support.engine.draws import mixed
 from tests.support.engine.masked_ranks import MaskedRanks
 
@@ -17,10 +17,9 @@ class MaskedMachine(MaskedRanks):
     """One in ten of the tokens without a mask is one of `marks`."""
 
     def __init__(self, text: TextProcessor, pages: tuple[int, ...], slots: int, max_len: int, marks: tuple[int, ...]) -> None:
-        super().__init__(GROUPS, pages, slots, max_len, self._token)
+        super().__init__(GROUPS, pages, slots, max_len, mixed)
         self._text, self._marks = text, marks
         self._begun = [0] * slots
-        self._slot = 0
 
     def result(self) -> StepResult:
         """Run the oldest plan."""
@@ -28,18 +27,14 @@ class MaskedMachine(MaskedRanks):
             self._begun[admission.slot] = admission.prompt
         return super().result()
 
-    def _sample(self, slot: int, position: int, drafts: list[int]) -> ResultRow:
-        self._slot = slot
-        return super()._sample(slot, position, drafts)
-
-    def _token(self, prefix: int, position: int, seed: int) -> int:
-        drawn, bits = mixed(prefix, position, seed), self.bits.get(self._slot)
+    def _token(self, slot: int, prefix: int, position: int) -> int:
+        drawn, bits = super()._token(slot, prefix, position), self.bits.get(slot)
         if bits is None:
             return self._marks[drawn // 10 % len(self._marks)] if drawn % 10 == 0 else 200 + drawn % 700
         allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")).tolist()
         special, ends = self._text.pieces.special, self._text.eos_ids
         marks = [token for token in allowed if token in special]
-        hurry = position - self._begun[self._slot] > HURRY
+        hurry = position - self._begun[slot] > HURRY
         if marks and (hurry or drawn % 10 < 3):
             return ([token for token in marks if token in ends] or marks)[0] if hurry else marks[drawn % len(marks)]
         closers = [token for token in allowed if hurry and self._text.pieces.bytes_of(token)[0] in CLOSERS]

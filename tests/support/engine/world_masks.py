@@ -21,6 +21,7 @@ from engine.protocol import GenerateRequest
 from tests.support.engine.draws import chance
 from tests.support.engine.kvmachine import identity
 from tests.support.engine.masked_ranks import MaskedRanks
+from tests.support.engine.world_thoughts import VOCABULARY, forced_token
 
 FAILED = "the grammar fails here in this world"
 
@@ -43,7 +44,7 @@ class Grammars:
     failing: float
     complete: float
     slow: float
-    size: int = 128
+    size: int = VOCABULARY
 
     def fails(self, grammar: int, consumed: Consumed) -> bool:
         """No reply gets further."""
@@ -120,6 +121,8 @@ class Threads(Executor):
         done = [each for each in self._waiting if self._rng.random() < 0.5]
         self._waiting = [each for each in self._waiting if each not in done]
         for future, work in done:
+            if not future.set_running_or_notify_cancel():
+                continue
             try:
                 future.set_result(work())
             except GenerationFailed as error:
@@ -131,7 +134,8 @@ class WorldRanks(MaskedRanks):
     """Looks at the mask of every row that gives a token, by the machine's own position of it.
 
     `wanted(request, position)` is what it must be, None: none. A row whose result will count has it; any other has it, or none.
-    `seen` counts masks: all, those that came behind their plans, and those of rows whose result was dropped.
+    `seen` counts masks: all, those that came behind their plans, and those of rows whose result was dropped; and masks that end a
+    thought.
     """
 
     wanted: Callable[[int, int], np.ndarray | None]
@@ -166,8 +170,13 @@ class WorldRanks(MaskedRanks):
         else:
             assert wanted is not None, f"{sequence} has a mask of the token at {position}, which is free"
             assert wanted.tolist() == mask.tolist(), f"{sequence} has another mask of the token at {position} than its own"
-        self.seen.update(masks=mask is not None, dropped_masks=mask is not None and sequence.number != number)
+        masked, dropped, ends = mask is not None, sequence.number != number, forced_token(mask) is not None
+        self.seen.update(masks=masked, dropped_masks=masked and dropped, forced_ends=ends, dropped_ends=ends and dropped)
         return super()._sample(slot, position, drafts)
+
+    def _token(self, slot: int, prefix: int, position: int) -> int:
+        forced = forced_token(self.bits.get(slot))
+        return super()._token(slot, prefix, position) if forced is None else forced
 
 
 @dataclass
@@ -218,6 +227,8 @@ class Host:
         """A result was."""
         if self.masks:
             self._advance()
+        waiting = [reply for reply in self.masks._replies if reply.ending and reply.sequence.waits_for]
+        assert not waiting, f"{waiting} wait for the end of a thought"
 
     def close(self) -> None:
         """All requests have ended, and nothing of them is kept."""

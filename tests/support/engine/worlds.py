@@ -20,12 +20,13 @@ from engine.core.sequence import Sequence, Wait
 from engine.core.step_budget import MOST_PASSED, MOST_SKIPPED
 from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
-from engine.plan import StepPlan
+from engine.plan import DEPTH, StepPlan
 from engine.protocol import AbortReason, FinishReason, GenerateRequest, Grammar, Output, SamplingParams, pack_tokens
 from tests.support.engine.draws import chance, mixed
 from tests.support.engine.kvmachine import identity, logprob_of
 from tests.support.engine.masked_ranks import Plant
 from tests.support.engine.world_masks import FAILED, Consumed, Grammars, Host, WorldRanks, mask_of
+from tests.support.engine.world_thoughts import draw_budget, end_mask, forced_token
 
 STOP = 7
 TIMES = StepTimes(((1, 5.0), (6, 6.0)), ((1, 5.0), (8, 7.0), (32, 20.0)), ((1, 0.1), (6, 0.6)), 0.05, 0.02, 0.01, 4)
@@ -36,7 +37,7 @@ _MAX_REQUESTS = 14
 @dataclass
 class World:
     """Pools from two windows up, prompts from one token to beyond what fits, choices of one prompt, salts and priorities, aborts,
-    surprise ends, drafts or grammars, logprobs of prompts, and now and then steps that are kept short."""
+    surprise ends, drafts or grammars and budgets of thought, logprobs of prompts, and now and then steps that are kept short."""
 
     seed: int
     requests: list[GenerateRequest] = field(default_factory=list)
@@ -75,6 +76,8 @@ class World:
             self.config = replace(self.config, masked_rows=rng.choice((1, 2, 64)))
         if rng.random() < 0.1:
             self.all_masked()
+        if not self.config.drafts and chance(0.3, self.seed, 7):
+            self._limit_thoughts()
 
     def all_masked(self) -> "World":
         """The same with a mask for every token of every request, none told twice, and pages so few that some are preempted."""
@@ -91,6 +94,16 @@ class World:
             if chosen(number):
                 trigger = 100 + number % 5 if chance(triggers, self.seed, number, 6) else None
                 self.requests[number] = with_grammar(request, Grammar(str(number), trigger))
+
+    def _limit_thoughts(self) -> None:
+        """Budgets for two requests in three. Where a thought ends is known as many plans ahead as the core keeps out."""
+        self.depth = min(self.depth, DEPTH)
+        for number, request in enumerate(self.requests):
+            if chance(0.7, self.seed, number, 7):
+                grammar = request.params.grammar
+                budget = draw_budget(self.seed, number, grammar and grammar.trigger)
+                params = msgspec.structs.replace(request.params, thought=budget)
+                self.requests[number] = msgspec.structs.replace(request, params=params)
 
     def _ask(self, max_len: int) -> None:
         """Prompts share beginnings now and then, the ends of turns in them."""
@@ -144,7 +157,7 @@ class World:
         return chance(self.guess_chance, self.seed, prefix, position, 1)
 
     def answer(self, request: GenerateRequest) -> "Answer":
-        """What the request must give, from the model and its grammar alone."""
+        """What the request must give, from the model, its grammar and its budget of thought alone."""
         if request.id not in self.answers:
             self.answers[request.id] = self._answer(request)
         return self.answers[request.id]
@@ -163,10 +176,12 @@ class World:
         while True:
             if consumed is not None and self.grammars.fails(request.id, consumed):
                 return answer
-            answer.masks.append(None if consumed is None else mask_of(request.id, consumed))
+            mask = end_mask(request.params.thought, answer.tokens, None if consumed is None else mask_of(request.id, consumed))
+            answer.masks.append(mask)
             if self.nan(prefix):
                 return answer
-            token = self.token(prefix, prompt + len(answer.tokens), request.params.seed)
+            forced = forced_token(mask)
+            token = self.token(prefix, prompt + len(answer.tokens), request.params.seed) if forced is None else forced
             answer.tokens.append(token)
             prefix = identity(prefix, token)
             if token == STOP and len(answer.tokens) > request.params.min_tokens:
@@ -249,13 +264,15 @@ def simulate(
 
 
 def come(world: World, host: Host, waiting: list[GenerateRequest]) -> bool:
-    """Requests, aborts and what threads have made, now and then; whether there was any."""
+    """Requests, aborts and what threads have made, now and then; whether there was any. Where thoughts are about to end, more
+    requests are aborted, and those."""
     came = False
     while waiting and world.rng.random() < 0.5:
         came = True
         host.add(waiting.pop(0))
-    if world.rng.random() < world.abort_chance:
-        host.scheduler.abort(0, world.rng.choice(world.requests).id, AbortReason.client_gone)
+    ending = [sequence.key[1] for sequence in host.scheduler.running if sequence.masked and sequence.params.grammar is None]
+    if world.rng.random() < world.abort_chance * (3 if ending else 1):
+        host.scheduler.abort(0, world.rng.choice(ending or range(len(world.requests))), AbortReason.client_gone)
         came = True
     return host.work() or came
 
@@ -288,13 +305,13 @@ def check_masks(scheduler: Scheduler, plan: StepPlan) -> None:
 
 
 def first_of(scheduler: Scheduler) -> Sequence | None:
-    """The first in rank of those who run, if it has a row to be planned, and no result to wait for that may free its pages."""
+    """The first in order of those who run, if it has a row to be planned, and no result to wait for that may free its pages."""
     first = scheduler.running[0] if scheduler.running and not scheduler.in_flight else None
     return first if first is not None and (first.ready > 0 or first.decodable) else None
 
 
 def check_first(first: Sequence | None, plan: StepPlan, passed: Counter[int]) -> None:
-    """The first in rank has a row after so many plans at most; `passed`: how many it has had none in."""
+    """The first in order has a row after so many plans at most; `passed`: how many it has had none in."""
     if first is None:
         return
     passed[first.number] += first.slot not in {*plan.decodes, *(chunk.slot for chunk in plan.chunks)}
@@ -354,7 +371,7 @@ def check_windows(scheduler: Scheduler) -> None:
 
 def check_hits(scheduler: Scheduler) -> None:
     """What a waiting sequence is said to find in the cache is what it would find now."""
-    for sequence in scheduler.waiting if scheduler.cache else ():
+    for sequence in scheduler.waiting if scheduler.cache is not None else ():
         if sequence.hit is not None and sequence.hit.version == scheduler.cache.version:
             reusable = sequence.reusable // scheduler.pools[0].group.page
             assert sequence.hit == scheduler.cache.find(sequence.keys[:reusable]), "what was looked up is out of date"
@@ -427,12 +444,13 @@ def run_worlds(seeds: range) -> Counter[str]:
             aborted=counters.aborted,
             rejected=run.machine.rejected,
             masked=sum(request.params.grammar is not None for request in world.requests),
+            thinking=sum(request.params.thought is not None for request in world.requests),
             grammar_failures=sum(output.error == FAILED for output in run.outputs),
             **run.machine.seen,
             forked=world.forked,
             prompt_logprobs=sum(len(output.prompt_logprobs) for output in run.outputs),
             hit_tokens=counters.hit_tokens,
-            evicted=run.scheduler.cache.counters.evicted_pages if run.scheduler.cache else 0,
+            evicted=run.scheduler.load().evicted_pages,
             failed=counters.failed,
         )
     return seen

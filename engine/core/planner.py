@@ -1,13 +1,13 @@
 """Makes the next plan. Pure: no clock, no sockets, no torch.
 
-Per plan, in order of rank (priority, then arrival):
+Per plan, in order of precedence (priority, then arrival):
 
     1. release   sliding pages that no position after the committed ones can see
     2. run       a decode row, or a prefill chunk of its share of the step's budget, for each running sequence
     3. admit     from the queue, while slots, pages and budget last; what is left of the budget goes to those who run
 
-A sequence short of pages shrinks its chunk, then preempts the last in rank if that is not itself, else sits the step out. The first
-therefore always advances: its worst case fits the empty pools (or it was refused), and everybody else can be preempted.
+A sequence short of pages shrinks its chunk, then preempts the last one, unless that is itself: then it sits the step out. The
+first therefore always advances: its worst case fits the empty pools (or it was refused), and everybody else can be preempted.
 """
 
 from dataclasses import dataclass, field, replace
@@ -49,7 +49,7 @@ class SchedulerConfig:
 
 
 @dataclass
-class Draft:
+class PlanDraft:
     """A plan being made, and what it leaves in flight."""
 
     plan: StepPlan
@@ -62,7 +62,7 @@ class Draft:
     chunks: dict[int, int] = field(default_factory=dict)  # of each slot, where in the plan
 
 
-class Drafts:
+class Planner:
     """Plans, one after the other; each call of `next` moves what is planned of every sequence in it."""
 
     def __init__(self, config: SchedulerConfig, requests: Requests, allocator: Allocator) -> None:
@@ -80,7 +80,7 @@ class Drafts:
         """The next plan and what it leaves in flight, or None when no sequence can use a step now."""
         changes = self._changes
         plan = StepPlan(self._step + 1, releases=changes.releases, appends=changes.appends, zeros=changes.zeros)
-        draft = Draft(plan, changes, Flight(plan.step), self.config.masked_rows)
+        draft = PlanDraft(plan, changes, Flight(plan.step), self.config.masked_rows)
         self._release(changes)
         shares = self._shares(draft)
         self._run_all(draft, shares)
@@ -95,7 +95,7 @@ class Drafts:
         self._step += 1
         return (plan if draft.masks == self.config.masked_rows else replace(plan, masked=True)), draft.flight
 
-    def _shares(self, draft: Draft) -> dict[Sequence, int]:
+    def _shares(self, draft: PlanDraft) -> dict[Sequence, int]:
         """Tokens of each running prefill in this step, and of each that may be admitted."""
         prefills = [sequence for sequence in self._requests.running if sequence.high < sequence.target and sequence.ready]
         waiting = self._admissions.candidates()
@@ -114,7 +114,7 @@ class Drafts:
             if sequence.low >= sequence.release_at:
                 self._allocator.release(sequence, changes)
 
-    def _run_all(self, draft: Draft, shares: dict[Sequence, int]) -> None:
+    def _run_all(self, draft: PlanDraft, shares: dict[Sequence, int]) -> None:
         """A row for everybody who runs, in order, if it has one and pages for it; prefills get their shares of the budget."""
         width = self._width
         slots, rows = draft.plan.decodes, draft.flight.decodes
@@ -140,7 +140,7 @@ class Drafts:
         self._allocator.hold(sequence, end, changes)
         return True
 
-    def _prefill(self, sequence: Sequence, share: int, draft: Draft, *, may_preempt: bool = True) -> None:
+    def _prefill(self, sequence: Sequence, share: int, draft: PlanDraft, *, may_preempt: bool = True) -> None:
         """Compute up to `share` more of its known tokens, as far as there are pages."""
         wanted = min(sequence.ready, share, draft.budget)
         if sequence.masked and not draft.masks and wanted == sequence.target - sequence.high:
@@ -156,7 +156,7 @@ class Drafts:
         if size:
             self._chunk(sequence, size, draft)
 
-    def _chunk(self, sequence: Sequence, size: int, draft: Draft) -> None:
+    def _chunk(self, sequence: Sequence, size: int, draft: PlanDraft) -> None:
         """So many tokens more: a chunk, or more of the one that it has in this plan."""
         plan, rows, start, end = draft.plan, draft.flight.chunks, sequence.high, sequence.high + size
         self._allocator.hold(sequence, end, draft.changes)
@@ -173,7 +173,7 @@ class Drafts:
         if samples and sequence.masked:
             _use_mask(sequence, draft)
 
-    def _admit(self, draft: Draft, shares: dict[Sequence, int]) -> None:
+    def _admit(self, draft: PlanDraft, shares: dict[Sequence, int]) -> None:
         """Newcomers, with their shares of the budget. Nobody is preempted for them: the others have rows in this plan."""
         def begin(sequence: Sequence, admission: Admission) -> None:
             draft.plan.admissions.append(admission)
@@ -181,7 +181,7 @@ class Drafts:
 
         self._admissions.admit(draft.changes, lambda: draft.budget, begin)
 
-    def _spend(self, draft: Draft, planned: int) -> None:
+    def _spend(self, draft: PlanDraft, planned: int) -> None:
         """What some could not have of their shares, `planned` together, goes to those who run."""
         if draft.flight.prefill_tokens >= planned:
             return
@@ -191,7 +191,7 @@ class Drafts:
         for sequence, share in zip(prefills, rest, strict=True):
             self._prefill(sequence, share, draft, may_preempt=False)
 
-    def _run_any(self, draft: Draft) -> None:
+    def _run_any(self, draft: PlanDraft) -> None:
         """A step is not left empty while a prompt could be computed: the first that there are pages for."""
         for sequence in list(self._requests.running) if draft.budget else ():
             if draft.plan.chunks or draft.plan.decodes or sequence.slot < 0:
@@ -213,12 +213,12 @@ def _prompt(sequence: Sequence) -> Prompt:
     return Prompt(sequence.ready, sequence.high)
 
 
-def _chunks(draft: Draft) -> list[Prompt]:
+def _chunks(draft: PlanDraft) -> list[Prompt]:
     """The chunks that a plan has."""
     return [Prompt(chunk.end - chunk.start, chunk.start) for chunk in draft.plan.chunks]
 
 
-def _use_mask(sequence: Sequence, draft: Draft) -> None:
+def _use_mask(sequence: Sequence, draft: PlanDraft) -> None:
     """A row that gives a token uses a mask. Unless masks come late, the next waits for the one behind this row's token."""
     if not sequence.late_masks:
         sequence.waits_for = Wait.mask

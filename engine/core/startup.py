@@ -1,0 +1,52 @@
+"""What the core makes of the engine's settings before it serves."""
+
+import gc
+import logging
+from pathlib import Path
+
+from engine.config import EngineConfig
+from engine.core.scheduler import SchedulerConfig
+from engine.errors import CheckpointError
+from engine.geometry import kv_groups, read_geometry
+from engine.lifeline import StepTimes
+from engine.matcher import Vocabulary
+from engine.step_masks import masked_rows
+
+logger = logging.getLogger(__name__)
+
+
+def scheduler_config(config: EngineConfig, pages: tuple[int, ...], times: StepTimes | None = None) -> SchedulerConfig:
+    """What the scheduler needs to know of the engine's settings, once the pools are sized and the ranks are ready."""
+    geometry = read_geometry(Path(config.model))
+    groups = kv_groups(geometry, config.tp, config.page)
+    share = config.prefix_cache_share if config.prefix_cache else None
+    return SchedulerConfig(
+        groups,
+        pages,
+        config.max_seqs,
+        config.max_len,
+        config.prefill_budget,
+        cache_share=share,
+        masked_rows=masked_rows(geometry.vocab),
+        policy=config.policy,
+        step_times=times,
+        tpot_target_ms=config.tpot_target_ms,
+    )
+
+
+def collect_rarely() -> None:
+    """Leave what has been made so far out of garbage collection, and look at the rest seldom: a step makes no cycles, and a pass
+    over every sequence and every cached prefix would hold up all streams."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
+
+
+def read_vocabulary(config: EngineConfig) -> Vocabulary | None:
+    """What grammars are made for; None where the checkpoint has no tokenizer."""
+    folder = Path(config.model)
+    try:
+        return Vocabulary.of_checkpoint(folder, read_geometry(folder).vocab)
+    except CheckpointError as error:
+        logger.warning("no grammars: %s", error)
+        return None
