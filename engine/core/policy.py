@@ -23,7 +23,7 @@ Points = tuple[tuple[float, float], ...]
 @dataclass(frozen=True)
 class Policy:
     """`order(wanted, turn)`: the order in which prompts are served, of the tokens that each wants; running ones come in order of
-    rank, then waiting ones. `turn`: it is the first one's turn.
+    precedence, then waiting ones. `turn`: it is the first one's turn.
 
     overtaking  how many later ones may be admitted before a request that could not be
     long        how many prompts longer than a step's budget are computed side by side
