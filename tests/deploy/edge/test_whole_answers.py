@@ -10,7 +10,7 @@ import pytest
 
 from deploy.edge.anthropic.message_format import MessageFormat
 from deploy.edge.blocks import ReplyBlock, event
-from deploy.edge.native.generate_api import GrowingText
+from deploy.edge.native.generate_api import GenerateFormat
 from deploy.edge.openai.forms import ChatFormat, TextFormat
 from deploy.edge.openai.response_request import parse_response_request
 from deploy.edge.openai.response_stream import ResponseObject
@@ -136,7 +136,7 @@ def same_response(model: ServedModel, one: list[Delta], other: list[Delta]) -> b
 
 
 def same_growing(model: ServedModel, one: list[Delta], other: list[Delta]) -> bool:
-    last, answer = streamed(GrowingText(model, None), one)[-1], whole(GrowingText(model, None), other)
+    last, answer = streamed(GenerateFormat(model, None), one)[-1], whole(GenerateFormat(model, None), other)
     return bool(anonymous(last) == anonymous({key: value for key, value in answer.items() if key != "output_ids"}))
 
 
@@ -196,7 +196,7 @@ FAULTS: dict[str, tuple[str, type[Any], str, Any]] = {
     "items are not done": ("responses", ResponseObject, "closed", lambda form, block: b""),
     "all items have one id": ("responses", ResponseObject, "_item_id", lambda form, block: "one"),
     "a cut response is complete": ("responses", ResponseObject, "end", _completed),
-    "events without text": ("generate", GrowingText, "events", lambda form, index, delta: b'data: {"text":""}\n\n'),
+    "events without text": ("generate", GenerateFormat, "events", lambda form, index, delta: b'data: {"text":""}\n\n'),
 }
 
 
