@@ -19,6 +19,7 @@ def config(nano: Nano) -> EngineConfig:
     return engine_config(model=str(nano("e2b")), tp=2, device="cpu", dtype="bfloat16", max_seqs=3, max_len=300)
 
 
+@pytest.mark.slow  # tests/deploy/cli/test_plan_command.py holds plans against four ranks in the fast tier
 def test_a_group_on_the_cpu_holds_what_is_planned(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row of a weighed group that worked agrees to the byte; with a plan for one slot more its pools are off by pages."""
     common, device = memory.measured(config, requests=3, prompt=40)
