@@ -11,17 +11,12 @@ the rest by the bytes that it moves at 4.26 TB/s.
 """
 
 import argparse
-import os
 import statistics
-import sys
-import tempfile
 import time
 from bisect import bisect_left
 from collections import Counter
-from pathlib import Path
 
 import torch
-from torch import multiprocessing
 
 from deploy.models.resolve import resolve
 from engine.config import engine_config
@@ -29,11 +24,12 @@ from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.geometry import kv_groups, read_geometry
 from engine.plan import Admission, PageAppend, PrefillChunk, StepPlan, StepResult, encode_plan
 from engine.protocol import SamplingParams
-from engine.rank.parallel import Parallel, Single, connect
+from engine.rank.parallel import Parallel, Single
 from engine.rank.profiling import bare_rank
 from engine.rank.profiling.bare_rank import BareRank, pages_held
 from engine.rank.profiling.decode_times import lengths_kept
 from engine.rank.step import BUCKETS
+from tests.bench.gpu_ranks import run_on_gpus
 from tests.support.engine.listed_steps import geometry, mixed
 from tests.support.engine.paced_steps import GROUPS, ModelledRanks, Pace
 
@@ -181,15 +177,6 @@ def measure(args: argparse.Namespace, parallel: Parallel, device: torch.device) 
         print(line + (f", {1e-3 * (whole - alone):+.2f} expected" if on_gpu else ""), flush=True)
 
 
-def on_rank(index: int, args: argparse.Namespace, store: str) -> None:
-    """One of four."""
-    device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
-    measure(args, connect(index, args.tp, device, -1, store, 120.0), device)
-    sys.stdout.flush()
-    os._exit(0)
-
-
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.mixed", description=(__doc__ or "").split("\n", maxsplit=1)[0])
@@ -209,8 +196,7 @@ def main() -> None:
     elif args.cpu:
         measure(args, Single(), torch.device("cpu"))
     else:
-        with tempfile.TemporaryDirectory() as folder:
-            multiprocessing.spawn(on_rank, (args, str(Path(folder) / "store")), args.tp)
+        run_on_gpus(measure, args)
 
 
 if __name__ == "__main__":

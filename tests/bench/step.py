@@ -11,24 +11,21 @@ time, which is what the host allows. The bytes of a step at the best read rate s
 
 import argparse
 import json
-import os
-import sys
 import tempfile
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
-from torch import multiprocessing
 
 from deploy.models.resolve import resolve
 from engine.config import engine_config
 from engine.geometry import kv_groups, read_geometry
 from engine.plan import StepPlan, encode_plan
-from engine.rank.parallel import Parallel, Single, connect
+from engine.rank.parallel import Parallel, Single
 from engine.rank.profiling import bare_rank
 from engine.rank.profiling.bare_rank import READ_RATE, BareRank, pages_held
 from engine.rank.profiling.decode_times import time_step
 from engine.rank.profiling.loopback import Loopback
+from tests.bench.gpu_ranks import run_on_gpus
 
 
 def say(parallel: Parallel, text: str) -> None:
@@ -108,15 +105,6 @@ def run(args: argparse.Namespace, parallel: Parallel, device: torch.device) -> N
             profile(bench, parallel, batch, args.out)
 
 
-def rank(index: int, args: argparse.Namespace, store: str) -> None:
-    """One of `--tp` ranks."""
-    device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
-    run(args, connect(index, args.tp, device, -1, store, 120.0), device)
-    sys.stdout.flush()
-    os._exit(0)
-
-
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.step", description=(__doc__ or "").split("\n", maxsplit=1)[0])
@@ -142,8 +130,7 @@ def main() -> None:
     elif args.loopback:
         run(args, Loopback(args.tp, device), device)
     else:
-        with tempfile.TemporaryDirectory() as folder:
-            multiprocessing.spawn(rank, (args, str(Path(folder) / "store")), args.tp)
+        run_on_gpus(run, args)
 
 
 if __name__ == "__main__":
