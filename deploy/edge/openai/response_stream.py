@@ -37,9 +37,10 @@ class ResponseObject(BlockFormat):
         self._number = secrets.token_hex(12)
         self.id = f"resp_{self._number}"
         self._created = int(time.time())
-        self._about = {"model": model.name, "metadata": {}, **_NO_STATE, **_repeated(request)}
+        functions = request.functions()
+        self._about = {"model": model.name, "metadata": {}, **_NO_STATE, **_repeated(request, functions)}
         self._is_sealed = request.includes_encrypted()
-        self._namespaced = {each.name: each for each in request.functions() if each.namespace is not None}
+        self._namespaced = {each.name: each for each in functions if each.namespace is not None}
         self._sequence = 0
         self._delta = b""
 
@@ -160,7 +161,7 @@ class ResponseObject(BlockFormat):
         }
 
 
-def _repeated(request: ResponsesRequest) -> dict[str, Any]:
+def _repeated(request: ResponsesRequest, functions: Iterable[OfferedFunction]) -> dict[str, Any]:
     """What of the request the response repeats."""
     form = copied(request.text.format) if request.text else None
     return {
@@ -169,7 +170,7 @@ def _repeated(request: ResponsesRequest) -> dict[str, Any]:
         "temperature": request.temperature,
         "top_p": request.top_p,
         "parallel_tool_calls": request.parallel_tool_calls is not False,
-        "tools": [tool for group in groupby(request.functions(), _namespace) for tool in _declared(*group)],
+        "tools": [tool for group in groupby(functions, _namespace) for tool in _declared(*group)],
         "tool_choice": copied(request.tool_choice) or "auto",
         "reasoning": {"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
         "text": {"format": form or {"type": "text"}},
