@@ -14,7 +14,8 @@ seconds lowers its clock, by a tenth and more on some hosts.
 
 Beside it `idle`, microseconds that rank 0's device stood idle before a step (the median of those seen), and how many kernels the
 ranks compiled while they served. vLLM's and SGLang's figures for the same stand beside ours where they are known (four H200, random
-live weights, 1024 tokens of prompt). --record MACHINE appends to tests/bench/results.csv.
+live weights, 1024 tokens of prompt). --shard-of N: what a rank of N computes, as a model of its own with weights drawn from a
+seed: core, rank and GPU as ever, but no wires. --record MACHINE appends to tests/bench/results.csv.
 """
 
 import argparse
@@ -22,8 +23,10 @@ import asyncio
 import math
 import random
 import statistics
+import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from cluster.group import Group
 from deploy.models.resolve import resolve
@@ -32,6 +35,7 @@ from engine.front.client import EngineClient
 from engine.geometry import read_geometry
 from engine.protocol import SamplingParams
 from tests.bench.record import Row, append
+from tests.bench.shard_model import write_shard
 
 PEERS = {  # decode step in ms, by model, ranks and batch: vLLM 0.26.0, SGLang 0.5.17
     ("31b", 4, 1): (7.40, 8.51), ("31b", 4, 8): (7.97, 8.91), ("31b", 4, 32): (9.85, 10.88),
@@ -106,13 +110,13 @@ def told(args: argparse.Namespace, size: int, firsts: list[Run], wholes: list[Ru
     """The rows of a batch, printed."""
     first, whole = min(run.seconds for run in firsts), min(run.seconds for run in wholes)
     beside, steady = min(run.beside for run in wholes), min(run.steady for run in wholes)
-    step, model = 1e3 * (whole - first) / args.tokens, args.model.split(":")[-1]
-    peers = PEERS.get((model, args.tp, size))
+    step = 1e3 * (whole - first) / args.tokens
+    peers = PEERS.get((args.model.split(":")[-1], args.tp, size)) if args.shard_of == 1 else None
     against = f"  vLLM {peers[0]:.2f} ({peers[0] / step:.2f}x), SGLang {peers[1]:.2f} ({peers[1] / step:.2f}x)" if peers else ""
     seen = {"prefill": [run.seconds for run in firsts], "beside": [run.beside for run in wholes]}
     each = "  ".join(f"{name} {min(all_):.4f} s [{' '.join(f'{one:.4f}' for one in all_)}]" for name, all_ in seen.items())
     print(f"batch {size:4}  {each}  step {step:8.3f} ms  steady {steady:8.3f} ms  idle {idle:.0f} us{against}", flush=True)
-    prefill, decode = (f"{model}-tp{args.tp}-{kind}-b{size}" for kind in ("prefill", "decode"))
+    prefill, decode = (f"{case(args)}-{kind}-b{size}" for kind in ("prefill", "decode"))
     return [
         (prefill, "prefill", first, "s"),
         (prefill, "prefill beside decode rows", beside, "s"),
@@ -122,11 +126,18 @@ def told(args: argparse.Namespace, size: int, firsts: list[Run], wholes: list[Ru
     ]
 
 
+def case(args: argparse.Namespace) -> str:
+    """What runs, in the name of a row's case."""
+    shard = f"-shard-of-{args.shard_of}" if args.shard_of > 1 else ""
+    return f"{args.model.split(':')[-1]}{shard}-tp{args.tp}"
+
+
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--model", default="random:31b")
     parser.add_argument("--tp", type=int, default=4)
+    parser.add_argument("--shard-of", type=int, default=1, metavar="N", help="a rank's shard of N, as a model of its own")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--prompt", type=int, default=1024, help="prompt tokens")
     parser.add_argument("--tokens", type=int, default=128, help="output tokens behind the first")
@@ -139,16 +150,14 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
+def serve(folder: Path, args: argparse.Namespace) -> list[Row]:
     """Boot, measure, end."""
-    args = arguments()
-    folder = resolve(args.model)
     config = engine_config(
         model=str(folder),
         tp=args.tp,
         device=args.device,
         dtype="bfloat16" if args.device == "cuda" else "float32",
-        load_format="dummy" if args.model.startswith("dummy:") else "safetensors",
+        load_format="dummy" if args.model.startswith("dummy:") or args.shard_of > 1 else "safetensors",
         max_seqs=max(args.batches),
         max_len=args.max_len,
         prefill_budget=args.prefill_budget,
@@ -157,11 +166,20 @@ def main() -> None:
     group = Group.boot(config)
     try:
         print(f"ready in {group.boot_s:.1f} s, pages {group.pages}", flush=True)
-        rows = [(f"{args.model.split(':')[-1]}-tp{args.tp}-start", "ready", group.boot_s, "s")]
+        rows = [(f"{case(args)}-start", "ready", group.boot_s, "s")]
         rows += asyncio.run(measure(group, read_geometry(folder).vocab, args))
         print(f"kernels compiled while serving: {[status.late_compilations for status in group.status()[: args.tp]]}", flush=True)
     finally:
         group.close()
+    return rows
+
+
+def main() -> None:
+    """See the module's docstring."""
+    args = arguments()
+    with tempfile.TemporaryDirectory() as scratch:
+        whole = resolve(args.model)
+        rows = serve(whole if args.shard_of == 1 else write_shard(whole, args.shard_of, Path(scratch)), args)
     if args.record:
         append(rows, args.record, "tests.bench.engine")
 

@@ -211,11 +211,11 @@ def measure(
     return found
 
 
-def random_grammars(markers: Markers, count: int) -> list[str]:
-    """Of objects by random schemas, one behind another."""
+def random_grammars(markers: Markers, count: int, answer: str = "item+") -> list[str]:
+    """Of objects by random schemas, one behind another: so many of them as `answer` says."""
     schemas = [members(random.Random(seed), 2) for seed in range(count)]
     items = [json_answer(each).replace("answer:", "item:", 1) for each in schemas]
-    return [grammar(markers, f"answer: item+\n{item}", Thought.none) for item in items]
+    return [grammar(markers, f"answer: {answer}\n{item}", Thought.none) for item in items]
 
 
 def large_tokenizer(folder: Path, to: Path) -> Path:

@@ -1,0 +1,126 @@
+"""Time per output token beside requests with a grammar: `python -m tests.bench.masked_neighbours --help`.
+
+A group without Ray serves --batch requests at once. Of some batches all are free, of others --masked have a grammar: objects of a
+random schema, one behind another, more than they have tokens for, over a vocabulary of 262 144 pieces. Both kinds in turn, --repeat
+times; the median TPOT of the free ones (ms, while all decode) is compared.
+"""
+
+import argparse
+import asyncio
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from cluster.group import Group
+from deploy.models.resolve import resolve
+from engine.config import engine_config
+from engine.front.client import EngineClient
+from engine.front.reply import Markers
+from engine.front.text import TextProcessor
+from engine.protocol import Grammar, SamplingParams
+from tests.bench.engine import case, one
+from tests.bench.host_chain import large_tokenizer, random_grammars
+from tests.bench.record import Row, append
+from tests.bench.shard_model import write_shard
+
+_ENDS = (1, 106)
+
+
+async def masked(client: EngineClient, prompt: list[int], grammar: str, tokens: int, gaps: list[float]) -> None:
+    """A reply of a grammar that does not end before it is cut; seconds between its tokens."""
+    params = SamplingParams(max_tokens=tokens, temperature=1.0, seed=len(grammar), stop_ids=_ENDS, grammar=Grammar(grammar))
+    times: list[float] = []
+    async for output in client.generate(prompt, params):
+        times += [time.monotonic()] * len(output.tokens)
+    assert len(times) == tokens, (len(times), tokens)
+    gaps += [later - earlier for earlier, later in pairwise(times)]
+
+
+async def neighbours(
+    client: EngineClient, prompts: list[list[int]], args: argparse.Namespace, grammars: Sequence[str]
+) -> tuple[float, float]:
+    """Median ms a token of the free requests; of those with a grammar (nan: there are none)."""
+    gaps: list[float] = []
+    count = args.masked if grammars else 0
+    beside = [masked(client, prompt, grammars[at], args.tokens, gaps) for at, prompt in enumerate(prompts[:count])]
+    free = [one(client, prompt, args.tokens) for prompt in prompts[count:]]
+    times, _ = await asyncio.gather(asyncio.gather(*free), asyncio.gather(*beside))
+    start, end = max(each[0] for each in times), min(each[-1] for each in times)
+    tpots = []
+    for each in times:
+        seen = [at for at in each if start <= at <= end]
+        tpots.append(1e3 * (seen[-1] - seen[0]) / (len(seen) - 1))
+    return statistics.median(tpots), 1e3 * statistics.median(gaps) if gaps else float("nan")
+
+
+async def measure(group: Group, folder: Path, args: argparse.Namespace) -> list[Row]:
+    """Free and masked batches in turn."""
+    markers = Markers.of(TextProcessor.load(folder))
+    assert markers is not None
+    grammars = random_grammars(markers, args.masked, "item{1000}")
+    client = EngineClient(group.front_socket)
+    await client.start()
+    rng = random.Random(args.seed)
+    prompts = [[rng.randrange(300, 1000) for _ in range(args.prompt)] for _ in range(args.batch)]
+    for rules in (grammars, ()):
+        await neighbours(client, prompts, args, rules)  # compiles, warms
+    free: list[float] = []
+    beside: list[float] = []
+    theirs: list[float] = []
+    for _ in range(args.repeat):
+        free.append((await neighbours(client, prompts, args, ()))[0])
+        ours, other = await neighbours(client, prompts, args, grammars)
+        beside.append(ours)
+        theirs.append(other)
+    await client.close()
+    for name, all_ in (("all free", free), (f"beside {args.masked} with grammars", beside), ("those", theirs)):
+        print(f"{name:26} {statistics.median(all_):7.3f} ms a token [{' '.join(f'{each:.3f}' for each in all_)}]", flush=True)
+    print(f"neighbours wait {100 * (statistics.median(beside) / statistics.median(free) - 1):+.2f} %", flush=True)
+    name = f"{case(args)}-decode-b{args.batch}"
+    return [
+        (name, "TPOT, all free", statistics.median(free), "ms"),
+        (f"{name}-masked{args.masked}", "TPOT of the free", statistics.median(beside), "ms"),
+        (f"{name}-masked{args.masked}", "TPOT of those with a grammar", statistics.median(theirs), "ms"),
+    ]
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench.masked_neighbours", description=(__doc__ or "").split("\n", maxsplit=1)[0]
+    )
+    parser.add_argument("--model", default="dummy:31b")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--shard-of", type=int, default=1, metavar="N", help="a rank's shard of N, its head whole")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--masked", type=int, default=8, help="of the batch")
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=300)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--record", metavar="MACHINE", help="append to results.csv under this machine's name")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = large_tokenizer(resolve(args.model), Path(scratch, "whole"))
+        if args.shard_of > 1:
+            folder = write_shard(folder, args.shard_of, Path(scratch, "shard"), keep_vocabulary=True)
+        config = engine_config(
+            model=str(folder), tp=args.tp, device=args.device, dtype="bfloat16" if args.device == "cuda" else "float32",
+            load_format="dummy", max_seqs=args.batch, max_len=2048, prefill_budget=2048, prefix_cache=False,
+        )  # fmt: skip
+        group = Group.boot(config)
+        try:
+            rows = asyncio.run(measure(group, folder, args))
+        finally:
+            group.close()
+    if args.record:
+        append(rows, args.record, "tests.bench.masked_neighbours")
+
+
+if __name__ == "__main__":
+    main()
