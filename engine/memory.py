@@ -40,7 +40,7 @@ def adjustment_bytes(max_seqs: int, vocab: int, tp: int) -> int:
     share = vocab_share(vocab, tp)
     words = max(((rank + 1) * share - 1 >> 5) - (rank * share >> 5) + 1 for rank in range(tp))
     counts, masks = 2 * share, 2 * 4 * words  # a count of each id; what may come always, and in one step
-    return (max_seqs + 1) * (counts + masks + 4 * (2 * MAX_BIAS_IDS + MAX_BAD_WORD_IDS + MAX_BAD_WORDS + 7))
+    return (max_seqs + 1) * (counts + masks + 4 * (2 * MAX_BIAS_IDS + MAX_BAD_WORD_IDS + MAX_BAD_WORDS + 8))
 
 
 def cpu_budget(tp: int) -> int:

@@ -47,7 +47,7 @@ def adjust(logits: Tensor, batch: SamplingBatch, first: int, parts: int = 1) -> 
         _adjust, (rows, parts),
         logits, batch.slots, batch.positions, batch.tokens, batch.tokens.shape[1], plan, tables.flags, tables.bias_ids, tables.bias,
         tables.penalties, tables.counts, tables.starts, tables.allowed, tables.bad_words, tables.word_ends, tables.masks,
-        tables.mask_steps, capped, first, batch.softcap or 1.0,
+        tables.mask_rows, capped, first, batch.softcap or 1.0,
         N=n, PART=triton.cdiv(n, parts), CAP=batch.softcap is not None, BIASES=tables.bias.shape[1],
         WORD_IDS=tables.bad_words.shape[1], WORDS=tables.word_ends.shape[1], MASK_WORDS=tables.masks.shape[1],
         BIASED=BIASED, PENALIZED=PENALIZED, LIMITED=LIMITED, BAD_WORDS=BAD_WORDS, STEP=PLAN_STEP, PROMPT=IN_PROMPT,
@@ -62,7 +62,7 @@ def adjust(logits: Tensor, batch: SamplingBatch, first: int, parts: int = 1) -> 
 def _reference(logits: Tensor, batch: SamplingBatch, tables: SlotAdjustments, plan: Tensor, first: int) -> Tensor:
     """int32 [R], 1: the row is adjusted."""
     slots = batch.slots.long()
-    flags, masked = tables.flags[slots], tables.mask_steps[slots] == plan[PLAN_STEP]
+    flags, masked = tables.flags[slots], tables.mask_rows[slots, 0] == plan[PLAN_STEP]
     adjusted = ((flags != 0) | masked) & (batch.positions >= 0)
     for row in adjusted.nonzero().flatten().tolist():
         slot, position, flag = int(slots[row]), int(batch.positions[row]), int(flags[row])
@@ -77,7 +77,7 @@ def _reference(logits: Tensor, batch: SamplingBatch, tables: SlotAdjustments, pl
         if flag & LIMITED:
             x = x.masked_fill(~_bits(tables.allowed[slot], first, len(x)), -torch.inf)
         if masked[row]:
-            x = x.masked_fill(~_bits(tables.masks[slot], first, len(x)), -torch.inf)
+            x = x.masked_fill(~_bits(tables.masks[tables.mask_rows[slot, 1]], first, len(x)), -torch.inf)
         if flag & BAD_WORDS:
             generated = batch.tokens[slot, int(tables.starts[slot, 0]) : position + 1].tolist()
             banned = [i - first for i in _completing(tables, slot, generated) if 0 <= i - first < len(x)]
@@ -136,7 +136,7 @@ def _ban(line: tl.tensor, entry: tl.tensor, here: tl.tensor) -> None:
 def _adjust(
     logits: tl.tensor, slots: tl.tensor, positions: tl.tensor, tokens: tl.tensor, tokens_width: tl.tensor, plan: tl.tensor,
     flags: tl.tensor, bias_ids: tl.tensor, bias: tl.tensor, penalties: tl.tensor, counts: tl.tensor, starts: tl.tensor,
-    allowed: tl.tensor, bad_words: tl.tensor, word_ends: tl.tensor, masks: tl.tensor, mask_steps: tl.tensor, capped: tl.tensor,
+    allowed: tl.tensor, bad_words: tl.tensor, word_ends: tl.tensor, masks: tl.tensor, mask_rows: tl.tensor, capped: tl.tensor,
     first: tl.tensor, cap: tl.tensor,
     N: tl.constexpr, PART: tl.constexpr, CAP: tl.constexpr, BIASES: tl.constexpr, WORD_IDS: tl.constexpr, WORDS: tl.constexpr,
     MASK_WORDS: tl.constexpr, BIASED: tl.constexpr, PENALIZED: tl.constexpr, LIMITED: tl.constexpr, BAD_WORDS: tl.constexpr,
@@ -150,7 +150,8 @@ def _adjust(
     wait(PDL)
     slot, position = tl.load(slots + row).to(tl.int64), tl.load(positions + row)
     flag = tl.load(flags + slot)
-    masked = tl.load(mask_steps + slot) == tl.load(plan + STEP)
+    masked = tl.load(mask_rows + slot * 2) == tl.load(plan + STEP)
+    mask = masks + tl.load(mask_rows + slot * 2 + 1).to(tl.int64) * MASK_WORDS
     adjusted = ((flag != 0) | masked) & (position >= 0)
     if part == 0:
         tl.store(capped + row, adjusted.to(tl.int32))
@@ -196,7 +197,7 @@ def _adjust(
                 if limited:
                     x = tl.where(_kept(allowed + slot * MASK_WORDS, first + entry, first, live) | bad, x, float("-inf"))
                 if masked:
-                    x = tl.where(_kept(masks + slot * MASK_WORDS, first + entry, first, live) | bad, x, float("-inf"))
+                    x = tl.where(_kept(mask, first + entry, first, live) | bad, x, float("-inf"))
                 tl.store(line + entry, x, live)
             tl.debug_barrier()
         if (flag & BAD_WORDS) != 0:

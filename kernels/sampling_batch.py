@@ -29,7 +29,8 @@ class SlotAdjustments:
     starts      int32 [slots, 2]: the first generated position; the first that `counts` lacks when the slot is admitted
     allowed     int32 [slots, words]: bit id % 32 of word id // 32 - first // 32 says whether the id may come
     bad_words   int32 [slots, ids], one word's ids after the other's;  word_ends  int32 [slots, m], rising, then repeated
-    masks       as `allowed`, for one step;  mask_steps  int32 [slots]: which, by the low word of its number
+    masks       int32 [slots, words], as `allowed`, of some rows of one step, in any order
+    mask_rows   int32 [slots, 2]: the step of a slot's mask, by the low word of its number, and its row in `masks`
     """
 
     flags: Tensor
@@ -42,7 +43,7 @@ class SlotAdjustments:
     bad_words: Tensor
     word_ends: Tensor
     masks: Tensor
-    mask_steps: Tensor
+    mask_rows: Tensor
 
 
 @dataclass(frozen=True)

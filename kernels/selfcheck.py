@@ -275,8 +275,8 @@ def _adjust(draw: RandomInputs) -> Outputs:
         allowed=torch.full((4, words), 0x55555555, dtype=torch.int32, device=device),
         bad_words=draw.ints(77, 6, 7, 44, 7, 8, 45).repeat(4, 1),
         word_ends=draw.ints(1, 4, 7, 7).repeat(4, 1),
-        masks=torch.full((4, words), 0x33333333, dtype=torch.int32, device=device),
-        mask_steps=draw.ints(-1, -1, -1, 9),
+        masks=torch.tensor([0, 0x33333333], device=device).repeat_interleave(2).to(torch.int32)[:, None].repeat(1, words),
+        mask_rows=draw.ints(-1, 0, -1, 0, -1, 0, 9, 2).view(4, 2),
     )
     history = torch.arange(12, dtype=torch.int32, device=device).repeat(4, 1)
     plan, batch = draw.ints(0, 0, 9, 0), replace(sampling_batch(draw, positions, parameters), tokens=history, adjustments=tables)

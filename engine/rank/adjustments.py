@@ -31,8 +31,10 @@ class Adjustments:
         self._words = range(ids.start >> 5, ((ids.stop - 1) >> 5) + 1)
         self.tables = _tables(slots, len(ids), len(self._words), device)
         pinned = device.type == "cuda"
-        shape = (slots, len(self._words))
-        self._staging = [torch.zeros(shape, dtype=torch.int32, pin_memory=pinned) for _ in range(DEPTH + 1)]
+        shapes = [(slots, len(self._words)), (slots, 2)]
+        self._staging = [
+            [torch.zeros(shape, dtype=torch.int32, pin_memory=pinned) for shape in shapes] for _ in range(DEPTH + 1)
+        ]
         self._flags, self._mask_steps = np.zeros(slots, np.int32), np.full(slots, _NO_STEP, np.int64)
 
     def admit(self, admissions: Sequence[Admission]) -> None:
@@ -90,14 +92,15 @@ class Adjustments:
         assert len(slots) == len(bits) == len(set(slots.tolist())), (slots, bits.shape)
         if not len(slots):
             return
-        staging = self._staging.pop(0)
-        self._staging.append(staging)
-        mine = bits[:, self._words.start : self._words.stop]
-        rows = staging[: len(slots)]
+        self._staging.append(self._staging.pop(0))
+        rows, places = self._staging[-1]
+        rows, mine = rows[: len(slots)], bits[:, self._words.start : self._words.stop]
         rows.numpy()[:, : mine.shape[1]] = mine  # behind the vocabulary's end there is nothing to allow
-        index = self._uploaded(slots.astype(np.int64))
-        self.tables.masks[index] = rows.to(self._device, non_blocking=True)
-        self.tables.mask_steps[index] = _low_word(step)
+        table = places.numpy()
+        table[:, 0] = _NO_STEP
+        table[slots, 0], table[slots, 1] = _low_word(step), range(len(slots))
+        self.tables.masks[: len(slots)].copy_(rows, non_blocking=True)  # copies alone: the host must not wait for the forward
+        self.tables.mask_rows.copy_(places, non_blocking=True)
         self._mask_steps[slots] = step
 
     def of(self, slots: np.ndarray, step: int) -> list[bool]:
@@ -129,7 +132,7 @@ def _tables(slots: int, n: int, words: int, device: torch.device) -> SlotAdjustm
         bad_words=zeros(MAX_BAD_WORD_IDS),
         word_ends=zeros(MAX_BAD_WORDS),
         masks=zeros(words),
-        mask_steps=zeros() + _NO_STEP,
+        mask_rows=zeros(2) + _NO_STEP,
     )
 
 

@@ -54,7 +54,7 @@ from kernels.launch import distrusted, usable
 from kernels.sampling_batch import SamplingBatch
 from kernels.tiles import ROW_CLASSES
 
-SAMPLERS = ("maxima", "filtered", "logprobs", "adjusted", "adjusted_logprobs")
+SAMPLERS = ("maxima", "filtered", "logprobs", "adjusted_maxima", "adjusted_filtered", "adjusted_logprobs")
 
 
 @dataclass(frozen=True)
@@ -403,7 +403,7 @@ class Runner:
         choices = self._inboxes.choices if self._inboxes else None
         logits = self._model.logits(hidden)
         rows = self._sampling_batch(plan if sampler.startswith("adjusted") else None, batch.slots, batch.positions)
-        if sampler == "maxima":
+        if sampler.endswith("maxima"):
             return StepTokens(self._sampler.maxima(logits, rows, choices))
         reported = max(1, alternatives) if sampler.endswith("logprobs") else None
         return StepTokens(*self._sampler.every_kind(logits, rows, choices, reported))

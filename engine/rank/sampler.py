@@ -1,10 +1,10 @@
 """Logits to tokens over a vocabulary that is cut across ranks: every rank ends with the same tokens, and none is sent.
 
-    maxima   greedy and plain rows on a GPU: each rank's best is exchanged in one small launch (`kernels.choose`)
+    maxima   greedy and plain rows on a GPU, adjusted ones too: each rank's best goes out in one small launch (`kernels.choose`)
     token_logprobs  of known tokens: each rank's part of the sum, its best and what is asked for are gathered, a few numbers a row
-    every_kind  rows of all kinds, adjusted ones too, on a GPU: a rank is sent the whole logits of its share of the rows, 4 x
-             vocabulary bytes each, filters those that filter (`kernels.filters`) and reports what is asked for; tokens come back by
-             a small gather. Greedy and plain rows keep what maxima gives them, whoever stands beside them
+    every_kind  rows of all kinds on a GPU: a rank is sent the whole logits of its share of the rows, 4 x vocabulary bytes
+             each, filters those that filter (`kernels.filters`) and reports what is asked for; tokens come back by a small gather.
+             Greedy and plain rows keep what maxima gives them, whoever stands beside them
     sample   rows of all kinds on a CPU, and what the others are held to:
         greedy rows        each rank's best (value, id) and NaN flag are gathered: 12 bytes a row and rank; lowest id wins ties
         all other rows     the whole logits are gathered: 4 x vocabulary bytes a row, 105 MB for 100 rows of 262 144
@@ -94,9 +94,11 @@ class Sampler:
     def maxima(self, logits: Tensor, batch: SamplingBatch, ballot: Ballot | None) -> Tensor:
         """logits fp32 [R, vocab share] of rows that are greedy or plain -> int32 [R, 2]: token, flags (`kernels.choose`).
 
-        Overwrites logits of forbidden ids. Capturable.
+        Overwrites logits of forbidden ids, and of rows to adjust. Capturable.
         """
         rows, share = logits.shape
+        if batch.adjustments is not None and batch.capped is None:
+            batch = self._adjust(logits, batch)
         parts = parts_of(share, rows, self._processors)
         first = self._parallel.rank * share
         best = local_best(logits, batch, first, parts)

@@ -45,13 +45,10 @@ class ResultRows:
     @property
     def sampler(self) -> str:
         """What they need at least: "maxima", where every token is one over the vocabulary and nothing else is wanted, "filtered",
-        or "logprobs"; where logits are adjusted, "adjusted" or "adjusted_logprobs"."""
+        or "logprobs"; where logits are adjusted, the same with "adjusted_" before it."""
         reported = any(count is not None for count in self.logprobs)
-        if any(self.adjusted):
-            return "adjusted_logprobs" if reported else "adjusted"
-        if reported:
-            return "logprobs"
-        return "filtered" if "filtered" in self.kinds else "maxima"
+        needed = "logprobs" if reported else "filtered" if "filtered" in self.kinds else "maxima"
+        return f"adjusted_{needed}" if any(self.adjusted) else needed
 
     @property
     def alternatives(self) -> int:

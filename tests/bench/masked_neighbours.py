@@ -2,7 +2,8 @@
 
 A group without Ray serves --batch requests at once. Of some batches all are free, of others --masked have a grammar: objects of a
 random schema, one behind another, more than they have tokens for, over a vocabulary of 262 144 pieces. Both kinds in turn, --repeat
-times; the median TPOT of the free ones (ms, while all decode) is compared.
+times; the median TPOT of the free ones (ms, while all decode) is compared. Beside it means, while they run, of how long rank 0's
+device took for a step, in which it may wait for masks, and stood idle before one.
 """
 
 import argparse
@@ -40,15 +41,33 @@ async def masked(client: EngineClient, prompt: list[int], grammar: str, tokens: 
     gaps += [later - earlier for earlier, later in pairwise(times)]
 
 
+async def device_times(group: Group, found: list[tuple[int, int]]) -> None:
+    """Appends, until cancelled, how many microseconds rank 0's device took for a step, and stood idle before one."""
+    last = -1
+    while True:
+        status = group.status()[0]
+        if status.finished != last:
+            last = status.finished
+            found.append((status.busy_us, status.idle_us))
+        await asyncio.sleep(0.001)
+
+
 async def neighbours(
-    client: EngineClient, prompts: list[list[int]], args: argparse.Namespace, grammars: Sequence[str]
+    group: Group, client: EngineClient, prompts: list[list[int]], args: argparse.Namespace, grammars: Sequence[str]
 ) -> tuple[float, float]:
     """Median ms a token of the free requests; of those with a grammar (nan: there are none)."""
     gaps: list[float] = []
+    steps: list[tuple[int, int]] = []
+    watching = asyncio.create_task(device_times(group, steps))
     count = args.masked if grammars else 0
     beside = [masked(client, prompt, grammars[at], args.tokens, gaps) for at, prompt in enumerate(prompts[:count])]
     free = [one(client, prompt, args.tokens) for prompt in prompts[count:]]
-    times, _ = await asyncio.gather(asyncio.gather(*free), asyncio.gather(*beside))
+    others = asyncio.gather(*beside)
+    times = await asyncio.gather(*free)
+    watching.cancel()
+    await others
+    busy, idle = (statistics.mean(each) / 1e3 for each in zip(*steps, strict=True))
+    print(f"{count:3} with grammars: a step {busy:.3f} ms, idle before it {idle:.3f}; {len(steps)} steps seen", flush=True)
     start, end = max(each[0] for each in times), min(each[-1] for each in times)
     tpots = []
     for each in times:
@@ -67,13 +86,13 @@ async def measure(group: Group, folder: Path, args: argparse.Namespace) -> list[
     rng = random.Random(args.seed)
     prompts = [[rng.randrange(300, 1000) for _ in range(args.prompt)] for _ in range(args.batch)]
     for rules in (grammars, ()):
-        await neighbours(client, prompts, args, rules)  # compiles, warms
+        await neighbours(group, client, prompts, args, rules)  # compiles, warms
     free: list[float] = []
     beside: list[float] = []
     theirs: list[float] = []
     for _ in range(args.repeat):
-        free.append((await neighbours(client, prompts, args, ()))[0])
-        ours, other = await neighbours(client, prompts, args, grammars)
+        free.append((await neighbours(group, client, prompts, args, ()))[0])
+        ours, other = await neighbours(group, client, prompts, args, grammars)
         beside.append(ours)
         theirs.append(other)
     await client.close()

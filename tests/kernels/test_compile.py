@@ -118,7 +118,7 @@ def adjust_nodes(target: Target) -> Iterator[Node]:
     fp32, counts = partial(meta, dtype=torch.float32), meta(9, 65536, dtype=torch.int16)
     tables = SlotAdjustments(
         ints(9), ints(9, 1024), fp32(9, 1024), fp32(9, 3), counts, ints(9, 2), ints(9, 2048), ints(9, 1024), ints(9, 128),
-        ints(9, 2048), ints(9),
+        ints(9, 2048), ints(9, 2),
     )  # fmt: skip
     with record(target) as nodes:
         logits = meta(ROWS, 65536, dtype=torch.float32)

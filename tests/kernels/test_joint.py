@@ -10,6 +10,7 @@ from torch import Tensor
 
 import kernels.joint
 from kernels.joint import EMPTY, INBOXES, Norms, Peers, _joint_reference, _launch, _launch_sharded, joint
+from kernels.launch import record
 from kernels.linear import linear_send
 from kernels.norm import norm_add, rms_norm
 from tests.support import interpreter
@@ -192,6 +193,24 @@ def test_the_reference_is_the_norms_one_after_the_other() -> None:
     assert torch.equal(h, norm_add(it.residual, y, it.norms.post, EPS, it.scalar))
     assert x is not None
     assert torch.equal(x, rms_norm(h, it.norms.following, EPS))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("sharded", [1, 1 << 30])
+def test_no_two_warps_poll_a_word(dtype: torch.dtype, sharded: int) -> None:
+    """Of every width a word of an inbox has one thread, or threads of one warp, which read it at once: of two warps one could see a
+    part come, and the other go on with what was there before."""
+    meta = torch.device("meta")
+    for width in (32, 64, 80, 96, 128, 160, 256, 512, 1536, 2560, 2816, 3840, 5376):
+        memory = torch.empty(Peers.bytes(2, ROWS, width, dtype), dtype=torch.uint8, device=meta)
+        peers = Peers(memory, torch.empty(2, dtype=torch.int64, device=meta), 0, ROWS, width, dtype, sharded)
+        part, weight = torch.empty(ROWS, width, dtype=dtype, device=meta), torch.empty(width, dtype=dtype, device=meta)
+        with record(target=(9, 0)) as nodes:
+            joint(part, part, Norms(weight, weight), EPS, peers=peers)
+        (node,) = nodes
+        assert node.kernel == ("_joint_sharded" if sharded == 1 else "_joint")
+        words, warps = node.constexprs["BLOCK"] * dtype.itemsize // 4, node.constexprs["warps"]
+        assert warps == 1 or 32 * warps <= words, (width, warps)
 
 
 @pytest.mark.parametrize("calls", [3, 4, 5, 121])

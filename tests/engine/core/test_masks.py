@@ -315,7 +315,7 @@ def test_a_budget_beside_grammars(model: Model) -> None:
         for call in choice.calls[: served.tokens(at).count(model.markers.end_call)]:
             jsonschema.validate(json.loads(call.arguments), schemas["get_weather"])
             ended += 1
-    assert ended > 10
+    assert ended > 6
     label = len("thought\n")  # its characters may come one by one
     assert [served.end(at).finish for at in range(0, 12, 2)] == ["stop"] * 6
     assert all(thoughts(model, served.tokens(at))[0] <= label + budget for at in range(0, 12, 2))

@@ -228,3 +228,23 @@ def test_a_vocabulary_that_cannot_write_it_ends_the_request() -> None:
     matcher = poor.matcher("%llguidance {}\nstart: /[xy]+/\n")
     with pytest.raises(GenerationFailed):
         matcher.mask()
+
+
+def test_nothing_is_tokenized_for_a_mask() -> None:
+    """A long text without a choice costs no tokenizing: any piece of it may come, and the tokenizer is not asked, which would hold
+    the interpreter for as long as all that follows is tokenized, at each token. Without the grammar's head it is."""
+    asked: list[str] = []
+
+    def encode(plain: str) -> list[int]:
+        asked.append(plain)
+        return [1] * (len(plain) // 2)
+
+    known = Vocabulary([b"a", b"aa", b"<end>"], frozenset({2}), [2], encode)
+    rules = grammar(None, choice_answer(["a" * 5000]), Thought.none)
+    matcher = known.matcher(rules)
+    for _ in range(20):
+        assert matcher.mask()[0] == 0b011
+        matcher.consume([1])
+    assert not asked
+    known.matcher(rules.replace('{"no_forcing": true}', "{}", 1)).mask()
+    assert max(map(len, asked)) > 1000

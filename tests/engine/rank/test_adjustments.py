@@ -420,10 +420,24 @@ def interpreted_every_kind_of_adjusted_rows() -> None:
     assert kernels_sampled(other, logits)[0] != found
 
 
-def kernels_sampled(
-    sequences: dict[int, AdjustedSequence], logits: Tensor, flag: int = 0
-) -> tuple[Sequence[int], Tensor, Tensor]:
-    """Tokens, their logprobs, and the ids of the best two, once all rows have this flag."""
+def interpreted_adjusted_maxima() -> None:
+    """Where no row filters and none is reported, a rank's best of adjusted logits are enough: the same tokens, without the whole
+    logits of any row. With nothing adjusted they are others."""
+    sequences, logits = sequences_of(0), logits_of(6, 0) / 4
+    sequences[SLOTS - 4] = AdjustedSequence([1, 2, 3], 2)
+    rows, batch = kernel_rows(sequences)
+    unfiltered = [*rows.greedy, *rows.plain]
+    assert len(unfiltered) >= 4
+    want = kernels_sampled(sequences, logits)[0]
+    sampler = Sampler(Single(), VOCAB, SOFTCAP, (), CPU)
+    found = sampler.maxima(logits.clone(), batch, None)[unfiltered, 0].tolist()
+    assert found == [want[row] for row in unfiltered]
+    unadjusted = replace(kernel_rows(sequences)[1], adjustments=None)
+    assert sampler.maxima(logits.clone(), unadjusted, None)[unfiltered, 0].tolist() != found
+
+
+def kernel_rows(sequences: dict[int, AdjustedSequence]) -> tuple[SamplingRows, SamplingBatch]:
+    """Rows of all kinds in turn, as the plain sampler and as kernels take them."""
     rank = RankTables(Single())
     rank.admit(sequences)
     rank.mask(sequences)
@@ -435,7 +449,14 @@ def kernels_sampled(
         integers[slot, 0], integers[slot, 1] = rows.seeds[at], rows.top_k[at] if kind == "filtered" else 0
         floats[slot, 0] = 0.0 if kind == "greedy" else rows.temperature[at]
         floats[slot, 1], floats[slot, 2] = rows.top_p[at] if kind == "filtered" else 1.0, 0.0
-    batch = replace(batch, parameters=replace(batch.parameters, integers=integers, floats=floats))
+    return rows, replace(batch, parameters=replace(batch.parameters, integers=integers, floats=floats))
+
+
+def kernels_sampled(
+    sequences: dict[int, AdjustedSequence], logits: Tensor, flag: int = 0
+) -> tuple[Sequence[int], Tensor, Tensor]:
+    """Tokens, their logprobs, and the ids of the best two, once all rows have this flag."""
+    _, batch = kernel_rows(sequences)
     chosen, top = Sampler(Single(), VOCAB, SOFTCAP, (), CPU).every_kind(logits.clone(), batch, None, 2)
     assert top is not None
     assert (chosen[:, 1] == flag).all()
