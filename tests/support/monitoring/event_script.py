@@ -50,6 +50,11 @@ class ScriptedRequest:
     ended: float
     outcome: Any
 
+    @property
+    def cached(self) -> int:
+        """Tokens of the prompt that the prefix cache had: about a third, in whole pages."""
+        return self.prompt // (3 * PAGE) * PAGE
+
 
 @dataclass(frozen=True)
 class GroupScript:
@@ -125,7 +130,10 @@ def _load(requests: tuple[ScriptedRequest, ...], now: float) -> EngineLoad:
         waiting=len(waiting),
         running=len(running),
         waiting_tokens=sum(request.prompt for request in waiting),
-        prefill_tokens=sum(request.prompt for request in begun),
+        prefill_tokens=sum(request.prompt - request.cached for request in begun),
+        queried_tokens=sum(request.prompt for request in begun),
+        hit_tokens=sum(request.cached for request in begun),
+        evicted_pages=len(begun),
         decode_tokens=sum(at <= now for request in begun for at in request.tokens),
         pools=[pool("sliding", 12 * len(running), SLIDING_PAGES), pool("full", held, FULL_PAGES)],
         received=sum(request.submitted <= now for request in requests),
