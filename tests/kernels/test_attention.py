@@ -220,3 +220,16 @@ def interpreted_verify(size: int) -> None:
 def interpreted_chunks_in_tiles() -> None:
     """As for the reference: a tile too few is seen."""
     test_extend(WINDOW)
+
+
+@pytest.mark.slow
+def test_under_the_interpreter_every_window() -> None:
+    """The cases of every window with every shape hold."""
+    interpreter.run(__file__, cases="every_*")
+
+
+@pytest.mark.parametrize("window", [None, WINDOW, WINDOW - 3, 1])
+@pytest.mark.parametrize(("heads", "kv_heads", "d"), [(4, 2, 16), (3, 1, 32)])
+def every_window_and_shape(heads: int, kv_heads: int, d: int, window: int | None) -> None:
+    """As the pairs above."""
+    interpreted_extend(heads, kv_heads, d, window)
