@@ -92,7 +92,8 @@ def prompt_of(member: str, length: int, start: int = 0) -> list[int]:
     return [3 + (start + at * 31 + at * at * 7) % (vocab - 100) for at in range(length)]
 
 
-MEMBERS = list(SHAPES)
+SLOW = {"12b", "e4b"}  # their layers others have too
+MEMBERS = [pytest.param(member, marks=pytest.mark.slow if member in SLOW else ()) for member in SHAPES]
 
 
 @pytest.mark.parametrize("member", MEMBERS)
@@ -115,20 +116,20 @@ def test_logits_behind_a_hit_are_those_from_nothing(member: str, rank: Callable[
     assert worst <= TOLERANCE
 
 
-@pytest.mark.parametrize("member", ["31b", "26b-a4b", "e2b"])
+@pytest.mark.parametrize("member", ["31b", pytest.param("26b-a4b", marks=pytest.mark.slow), "e2b"])
 def test_logits_at_a_branch_point_and_after_evictions(member: str, rank: Callable[[str], Rank]) -> None:
     """A third visitor of a branch point, and those who come after much else in small pools, agree with an uncached run."""
     window = read_geometry(Path(rank(member).config.model)).window
     engine, plain = Asked(rank(member)), Asked(rank(member), prefix_cache=False)
     system = prompt_of(member, 2 * window)
     worst, hits = 0.0, 0
-    for visit in range(12):
+    for visit in range(8):
         prompt = system + prompt_of(member, 9 + visit, start=100 * visit)
         worst = max(worst, error(plain.ask(prompt), engine.ask(prompt)))
         hits += engine.cached
         other = prompt_of(member, window + 3 * visit, start=1000 + visit)
         worst = max(worst, error(plain.ask(other), engine.ask(other)))
-    assert hits >= 5 * (len(system) - PAGE)
+    assert hits >= 4 * (len(system) - PAGE)
     assert engine.scheduler.cache is not None
     assert engine.scheduler.cache.evicted_pages > 0
     assert worst <= TOLERANCE

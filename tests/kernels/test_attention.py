@@ -176,8 +176,9 @@ def test_under_the_interpreter() -> None:
     interpreter.run(__file__)
 
 
-@pytest.mark.parametrize("window", [None, WINDOW, WINDOW - 3, 1])
-@pytest.mark.parametrize(("heads", "kv_heads", "d"), [(4, 2, 16), (3, 1, 32)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "d", "window"), [(4, 2, 16, None), (4, 2, 16, WINDOW - 3), (3, 1, 32, WINDOW), (3, 1, 32, 1)]
+)
 def interpreted_extend(heads: int, kv_heads: int, d: int, window: int | None) -> None:
     """All chunks in one launch equal dense attention at every length; a window off by one does not; rows of no tile are left."""
     starts = [0, 5, PAGE - 1, WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW + 7]
@@ -216,4 +217,19 @@ def interpreted_verify(size: int) -> None:
         assert (out[rows] - dense(q[rows], it.k[slot], it.v[slot], start, WINDOW)).abs().max() < TOLERANCE
 
 
-interpreted_chunks_in_tiles = test_extend
+def interpreted_chunks_in_tiles() -> None:
+    """As for the reference: a tile too few is seen."""
+    test_extend(WINDOW)
+
+
+@pytest.mark.slow
+def test_under_the_interpreter_every_window() -> None:
+    """The cases of every window with every shape hold."""
+    interpreter.run(__file__, cases="every_*")
+
+
+@pytest.mark.parametrize("window", [None, WINDOW, WINDOW - 3, 1])
+@pytest.mark.parametrize(("heads", "kv_heads", "d"), [(4, 2, 16), (3, 1, 32)])
+def every_window_and_shape(heads: int, kv_heads: int, d: int, window: int | None) -> None:
+    """As the pairs above."""
+    interpreted_extend(heads, kv_heads, d, window)

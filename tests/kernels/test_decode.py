@@ -167,25 +167,25 @@ CUTS = [
 @pytest.mark.parametrize(("shape", "splits", "tile"), CUTS)
 def interpreted_equals_dense_attention(shape: Shape, splits: int, tile: DecodeTile | None) -> None:
     """Page edges and window edges under every way to cut the work, in one launch; runs of half a page, a page and two pages."""
-    case = decode_case(shape, [1, 32, 0, WINDOW - 1, WINDOW, WINDOW + 1, 170])
+    case = decode_case(shape, [1, 32, 0, *([WINDOW - 1, WINDOW, WINDOW + 1] if shape.window else [shape.page + 1]), 170])
     with record() as nodes:
         call = attend(case, splits, tile)
     check(case, call)
     assert len(nodes) == 1
 
 
-@pytest.mark.parametrize("group", range(1, 17))
+@pytest.mark.parametrize("group", [1, 3, 5, 8, 16])
 def interpreted_group_sizes(group: int) -> None:
-    """1 to 16 query heads a KV head; the parts of rows that a product of 16 rows pads are never written."""
+    """Query heads a KV head, up to 16; the parts of rows that a product of 16 rows pads are never written."""
     case = decode_case(Shape(group, 1, 16, 4), [40, 1])
     scratch = DecodeScratch(2, group, 1, 16, 4, torch.device("cpu"))
     scratch.parts = torch.full((4, group + 1, 16), 7.0)[:, :group].contiguous()
     check(case, attend(case, 2, scratch=scratch))
 
 
-@pytest.mark.parametrize("splits", range(1, 17))
+@pytest.mark.parametrize("splits", [1, 2, 5, 11, 16])
 def interpreted_splits(splits: int) -> None:
-    """1 to 16 splits of eleven pages, of three and of one."""
+    """Up to 16 splits of eleven pages, of three and of one."""
     case = decode_case(Shape(2, 1, 16, 8), [330, 70, 5])
     check(case, attend(case, splits))
 
@@ -225,3 +225,16 @@ def interpreted_a_fault_is_seen(fault: str) -> None:
 
 interpreted_a_window_off_by_one_is_seen = test_a_window_off_by_one_is_seen
 interpreted_wrong_sizes_are_refused = test_wrong_sizes_are_refused
+
+
+@pytest.mark.slow
+def test_under_the_interpreter_every_size() -> None:
+    """The cases of every number of heads and splits hold."""
+    interpreter.run(__file__, cases="every_*")
+
+
+@pytest.mark.parametrize("number", range(1, 17))
+def every_number_of_heads_and_of_splits(number: int) -> None:
+    """1 to 16 of each."""
+    interpreted_group_sizes(number)
+    interpreted_splits(number)

@@ -161,7 +161,7 @@ def interpreted_route(count: int, top_k: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 3, 11, 40])
 def interpreted_experts(tokens: int, dtype: torch.dtype) -> None:
     """Few tokens and many, sizes that no tile divides: the formula. Other experts, other weights, or a lost column of the width are
-    not, and an expert that nobody chose is not read."""
+    not, of one number of tokens for each way; and an expert that nobody chose is not read."""
     tolerance = TOLERANCE if dtype == torch.float32 else ROUNDED
     it = case(tokens, dtype, n=72, m=44)
     with record() as nodes:
@@ -169,6 +169,8 @@ def interpreted_experts(tokens: int, dtype: torch.dtype) -> None:
     few = tokens <= kernels.experts.FEW
     assert [node.kernel for node in nodes] == (["_up", "_down"] if few else ["_group", "_grouped", "_grouped", "_combine"])
     assert it.error(found) < tolerance
+    if tokens not in {1, 11}:
+        return
     assert it.error(replace(it, chosen=(it.chosen + 1) % 5).run()) > 100 * tolerance
     assert it.error(replace(it, weights=it.weights.roll(1, 1)).run()) > 10 * tolerance
     narrow = replace(it, gate_up=it.gate_up.unflatten(1, (2, 44))[:, :, :-1].flatten(1, 2), down=it.down[..., :-1].contiguous())

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import Tensor
-from transformers.models.gemma4.modeling_gemma4 import apply_rotary_pos_emb
 
 from kernels.norm import rms_norm
 from kernels.qkv import inverse_frequencies, norm_rope, qkv_post, rotary, write_pages
@@ -15,6 +14,13 @@ pytestmark = pytest.mark.cpu
 EPS = 1e-6
 
 
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """transformers' own; imported here, because the interpreter's process does without."""
+    from transformers.models.gemma4.modeling_gemma4 import apply_rotary_pos_emb
+
+    return apply_rotary_pos_emb(x, cos, sin)  # type: ignore[no-any-return]
+
+
 def theirs(x: Tensor, weight: Tensor, positions: Tensor, theta: float, pairs: int) -> Tensor:
     """transformers' form: frequencies over the whole head, zero behind the rotated pairs."""
     d = x.shape[-1]
@@ -22,7 +28,7 @@ def theirs(x: Tensor, weight: Tensor, positions: Tensor, theta: float, pairs: in
     frequencies[:pairs] = 1.0 / theta ** (torch.arange(0, 2 * pairs, 2).float() / d)
     angles = positions[:, None].float() * frequencies
     both = torch.cat((angles, angles), -1)
-    return apply_rotary_pos_emb(rms_norm(x, weight, EPS), both.cos(), both.sin())
+    return rotated(rms_norm(x, weight, EPS), both.cos(), both.sin())
 
 
 @pytest.mark.parametrize(("d", "theta", "pairs"), [(256, 1e4, 128), (512, 1e6, 64)], ids=["sliding", "full"])
@@ -49,7 +55,7 @@ def test_bfloat16_is_rounded_once() -> None:
     exact = norm_rope(x.float(), weight.float(), cos, sin, EPS)
     ours = norm_rope(x, weight, cos, sin, EPS)
     both = (torch.cat((side, side), -1).bfloat16() for side in (cos, sin))
-    rounded = apply_rotary_pos_emb(rms_norm(x, weight, EPS), *both)
+    rounded = rotated(rms_norm(x, weight, EPS), *both)
     assert torch.equal(ours, exact.bfloat16())
     assert (ours.float() - exact).pow(2).mean() < 0.5 * (rounded.float() - exact).pow(2).mean()
 

@@ -130,9 +130,9 @@ def spoil(tensors: list[Tensor], before: list[Tensor]) -> Iterator[None]:
 @pytest.fixture
 def fresh_memory_is_nan() -> Iterator[None]:
     """What a launch has written to new memory is all that differs from NaN, at every run."""
-    torch.use_deterministic_algorithms(mode=True)
+    torch.set_deterministic_debug_mode("error")  # `use_deterministic_algorithms` imports the compiler too
     yield
-    torch.use_deterministic_algorithms(mode=False)
+    torch.set_deterministic_debug_mode("default")
 
 
 @pytest.mark.usefixtures("fresh_memory_is_nan")

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass
+from itertools import product
 
 import pytest
 import torch
@@ -197,16 +198,14 @@ def interpreted_copies_equal_the_reference() -> None:
 
 def interpreted_kernel_equals_reference() -> None:
     """The same records and the same repairs, at every sampling, with a window and without; a fault more is a record more."""
-    for seed in range(4):
-        for window in (None, 128):
-            for every in (1, 4):
-                kernel, reference = made(seed, window), made(seed, window)
-                assert usable(kernel.table)
-                for tables in (kernel, reference):
-                    spoil(tables, seed + 100)
-                assert kernel.check(every) == reference.check(every, reference=True)
-                assert torch.equal(kernel.table, reference.table)
-                assert torch.equal(kernel.gathered, reference.gathered)
+    for seed, (window, every) in enumerate(product((None, 128), (1, 4))):
+        kernel, reference = made(seed, window), made(seed, window)
+        assert usable(kernel.table)
+        for tables in (kernel, reference):
+            spoil(tables, seed + 100)
+        assert kernel.check(every) == reference.check(every, reference=True)
+        assert torch.equal(kernel.table, reference.table)
+        assert torch.equal(kernel.gathered, reference.gathered)
 
 
 def interpreted_many_violations_are_counted() -> None:

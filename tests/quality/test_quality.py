@@ -1,6 +1,7 @@
 """A sample of the quality gate: every member answers as transformers does, every planted fault shows. `make quality` asks more."""
 
 import random
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -57,6 +58,9 @@ def test_a_member_answers_right_and_as_transformers_does(member: str, setup: Set
 def test_a_fault_shows(fault: str) -> None:
     """The same questions with one lasting fault on the ranks: at least one answer in twenty is not transformers' any more."""
     question_set, judge = asked("31b")
+    if fault == "wrong page":  # changes two answers in three: some questions are enough
+        question_set = replace(question_set, exercises=question_set.exercises[::3], prompts=question_set.prompts[::3])
+        judge = Judge(question_set, judge.model)
     setup = Setup(fault, tp=2 if fault == "lost sum" else 1)
     grades = grade(question_set, answer(question_set, setup, Everywhere(fault)), judge, setup.tie)
     wrong = grades.asked.total() - grades.right.total()

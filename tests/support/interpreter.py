@@ -4,12 +4,18 @@ A test file names its interpreted cases `interpreted_*`, which pytest does not c
 
     def test_under_the_interpreter() -> None:
         interpreter.run(__file__)
+
+In that process this module is a plugin of pytest.
 """
 
 import os
 import subprocess
 import sys
+from functools import cache
+from inspect import getmembers
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -17,10 +23,31 @@ ROOT = Path(__file__).resolve().parents[2]
 def run(file: str, timeout: float = 240, cases: str = "interpreted_*") -> None:
     """Runs the cases of `file`, functions of such names; fails with pytest's own output if one fails, is skipped, or if there is
     none."""
-    options = ["-q", "-p", "no:cacheprovider", "-o", f"python_functions={cases}"]
+    options = ["-q", "-p", "no:cacheprovider", "-p", __name__, "-o", f"python_functions={cases}"]
     command = [sys.executable, "-m", "pytest", file, *options]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
     summary = done.stdout.strip().splitlines()[-1:]
     assert done.returncode == 0, done.stdout + done.stderr
     assert "skipped" not in "".join(summary), done.stdout
+
+
+def pytest_collection_finish() -> None:
+    """Has Triton look for its builtins once a namespace. It does so at each launch and each call of a device function, through all
+    members: half of the time of a small kernel."""
+    if interpreter := sys.modules.get("triton.runtime.interpreter"):
+        remembering = ModuleType("inspect")
+        vars(remembering).update(vars(interpreter.inspect), getmembers=_builtins)
+        interpreter.inspect = remembering  # type: ignore[attr-defined]  # its only getmembers is that search
+
+
+def _builtins(namespace: Any) -> list[tuple[str, Any]]:
+    """Members that have been Triton's builtins at the first look, as they are now: replaced while a kernel runs."""
+    return [(name, getattr(namespace, name)) for name in _builtin_names(namespace)]
+
+
+@cache
+def _builtin_names(namespace: Any) -> tuple[str, ...]:
+    from triton.language.core import is_builtin
+
+    return tuple(name for name, member in getmembers(namespace) if is_builtin(member))
