@@ -3,7 +3,7 @@
     cached     seconds of a long prompt to its first token: never seen, and with fifteen sixteenths of it in the prefix cache
     choices    seconds of a long prompt to the last token, alone and as four choices of one request
     fairness   TTFT of short prompts that come at random, and TPOT of streams that run all the time: quiet, and while two long
-               prompts are always on their way; the target of a step is 1.5 times the quiet TPOT without one
+               prompts are always on their way; the target of a step is --target times the quiet TPOT without one
 """
 
 import argparse
@@ -165,7 +165,7 @@ def measure(config: EngineConfig, args: argparse.Namespace) -> list[Row]:
 def fairness(config: EngineConfig, name: str, args: argparse.Namespace) -> list[Row]:
     """The rows of quiet and busy loads, with and without a target."""
     plain = with_group(config, lambda load: felt(load, args, longs=0))
-    target = 1.5 * plain.tpot
+    target = args.target * plain.tpot
     kept = msgspec.structs.replace(config, tpot_target_ms=target)
 
     async def both(load: Load) -> tuple[Felt, Felt]:
@@ -193,6 +193,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--long", type=int, default=1800, help="tokens of a long prompt")
     parser.add_argument("--every", type=float, default=0.6, help="seconds between short prompts, on average")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each load; 0: no fairness")
+    parser.add_argument("--target", type=float, default=1.5, help="of a step, in times of the quiet TPOT")
     parser.add_argument("--max-len", type=int, default=2048)
     parser.add_argument("--prefill-budget", type=int, default=256)
     parser.add_argument("--record", metavar="MACHINE", help="append to results.csv under this machine's name")

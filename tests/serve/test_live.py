@@ -40,11 +40,11 @@ def test_every_query_of_every_board_and_rule_answers(run: LiveRun) -> None:
 
 def test_boards_agree_with_the_load_generator(run: LiveRun) -> None:
     """Whatever a panel shows that the client counts, too, is within 20 % of the client's own figure."""
-    assert len(run.steady.finished) == run.steady.ledger.sent > 60
+    assert len(run.steady.finished) == run.steady.ledger.sent > 40
     found = shown(run.api, run.steady)
     print("\n" + "\n".join(map(str, found)))
     assert len(found) > 30
-    assert [str(each) for each in found if each.relative_error > TOLERANCE] == []
+    assert [str(each) for each in found if each.error > TOLERANCE] == []
 
 
 @pytest.mark.parametrize("fault", ["doubled", "dropped"])
@@ -54,7 +54,7 @@ def test_a_group_counted_twice_or_left_out_is_caught(run: LiveRun, fault: str) -
     ours = [each for each in shown(api, run.steady) if each.expected.kind in ("rate", "level")]
     assert len(ours) > 15
     split = ("and GPU", "Load a group", "USD")  # over the groups, which are miscounted alike
-    close = [each for each in ours if each.relative_error <= TOLERANCE]
+    close = [each for each in ours if each.error <= TOLERANCE]
     hidden = [str(each) for each in close if not any(word in each.expected.panel for word in split)]
     assert hidden == []
 
@@ -113,7 +113,8 @@ def test_a_death_counts_nothing_twice_and_loses_one_heartbeat_at_most(run: LiveR
     tokens, prompts = (sum(getattr(each, name) for each in done) for name in ("output_tokens", "prompt_tokens"))
     slack = 0.03  # of what was on its way, no usage ever came
     assert tokens * (1 - slack) <= total(run, "generation_tokens_total") <= tokens * (1 + slack)
-    assert prompts * (1 - slack) <= total(run, "prompt_tokens_total") <= prompts * (1 + slack)
+    silent_share = (sent - len(done)) / len(done)  # of requests whose prompts were read and whose usage nobody was told
+    assert prompts * (1 - slack) <= total(run, "prompt_tokens_total") <= prompts * (1 + slack + silent_share)
     dead = run.api.ask("sum(quartet_retired_generation_tokens_total)", run.settled)[0].last
     assert total(run, "generation_tokens_total") + dead > tokens * (1 + 5 * slack), "were the dead's counted twice, it would show"
 

@@ -45,13 +45,13 @@ class ShownFigure:
     value: float
 
     @property
-    def relative_error(self) -> float:
-        """Relative difference."""
-        return abs(self.value - self.expected.true) / abs(self.expected.true)
+    def error(self) -> float:
+        """The relative difference; of a share, which may be 0, the difference itself."""
+        return abs(self.value - self.expected.true) / (1.0 if self.expected.kind == "share" else abs(self.expected.true))
 
     def __str__(self) -> str:
         figure, legends = self.expected, ", ".join(self.expected.legends)
-        return f"{self.relative_error:6.1%} {self.value:10.5g} {figure.true:10.5g} {figure.kind:6} {figure.panel}: {legends}"
+        return f"{self.error:6.1%} {self.value:10.5g} {figure.true:10.5g} {figure.kind:6} {figure.panel}: {legends}"
 
 
 def window(phase: Phase) -> int:

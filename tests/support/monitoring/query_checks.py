@@ -34,7 +34,7 @@ class Figure:
     true: float
 
     @property
-    def relative_error(self) -> float:
+    def error(self) -> float:
         """Relative difference."""
         return abs(self.answered - self.true) / abs(self.true)
 
