@@ -37,8 +37,8 @@ _MASK_THREADS = threads(8)
 class Vocabulary:
     """Token ids as llguidance wants them.
 
-    `pieces` are each id's bytes, `special` ids stand for themselves, `ends` end a reply; `encode` tokenizes plain text, for what a
-    grammar leaves no choice in is written as the tokenizer would.
+    `pieces` are each id's bytes, `special` ids stand for themselves, `ends` end a reply; `encode` tokenizes plain text,
+    which only grammars ask for that force tokens: ours do not (`engine.front.grammar`).
     """
 
     def __init__(

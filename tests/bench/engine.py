@@ -74,14 +74,14 @@ async def run(client: EngineClient, prompts: list[list[int]], tokens: int) -> Ru
     return Run(took, start - began, 1e3 * (seen[-1] - seen[0]) / (len(seen) - 1) if len(seen) > 1 else math.nan)
 
 
-async def idle_times(group: Group, found: list[int]) -> None:
-    """Appends, until cancelled, microseconds that rank 0's device stood idle before a step."""
+async def device_times(group: Group, found: list[tuple[int, int]]) -> None:
+    """Appends, until cancelled, how many microseconds rank 0's device took for a step, and stood idle before one."""
     last = -1
     while True:
         status = group.status()[0]
         if status.finished != last:
             last = status.finished
-            found.append(status.idle_us)
+            found.append((status.busy_us, status.idle_us))
         await asyncio.sleep(0.002)
 
 
@@ -94,14 +94,14 @@ async def measure(group: Group, vocab: int, args: argparse.Namespace) -> list[Ro
     await run(client, [[rng.randrange(300, vocab - 10) for _ in range(args.prompt)]], 8)
     for size in args.batches:
         prompts = [[rng.randrange(300, vocab - 10) for _ in range(args.prompt)] for _ in range(size)]
-        idle: list[int] = []
+        steps: list[tuple[int, int]] = []
         firsts, wholes = [], []
         for _ in range(args.repeat):
             firsts.append(await run(client, prompts, 1))
-            watching = asyncio.create_task(idle_times(group, idle))
+            watching = asyncio.create_task(device_times(group, steps))
             wholes.append(await run(client, prompts, args.tokens + 1))
             watching.cancel()
-        rows += told(args, size, firsts, wholes, statistics.median(idle))
+        rows += told(args, size, firsts, wholes, statistics.median(idle for _, idle in steps))
     await client.close()
     return rows
 

@@ -23,7 +23,7 @@ from engine.front.client import EngineClient
 from engine.front.reply import Markers
 from engine.front.text import TextProcessor
 from engine.protocol import Grammar, SamplingParams
-from tests.bench.engine import case, one
+from tests.bench.engine import case, device_times, one
 from tests.bench.host_chain import large_tokenizer, random_grammars
 from tests.bench.record import Row, append
 from tests.bench.shard_model import write_shard
@@ -39,17 +39,6 @@ async def masked(client: EngineClient, prompt: list[int], grammar: str, tokens: 
         times += [time.monotonic()] * len(output.tokens)
     assert len(times) == tokens, (len(times), tokens)
     gaps += [later - earlier for earlier, later in pairwise(times)]
-
-
-async def device_times(group: Group, found: list[tuple[int, int]]) -> None:
-    """Appends, until cancelled, how many microseconds rank 0's device took for a step, and stood idle before one."""
-    last = -1
-    while True:
-        status = group.status()[0]
-        if status.finished != last:
-            last = status.finished
-            found.append((status.busy_us, status.idle_us))
-        await asyncio.sleep(0.001)
 
 
 async def neighbours(

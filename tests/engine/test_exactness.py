@@ -39,7 +39,7 @@ FAULT = 100 * TOLERANCE
 PROMPTS = 20
 MORE_PROMPTS = 64
 BUDGET = 96  # prefill tokens a step: three pages, no multiple of which is the remainder of a random prompt
-GREEDY = SamplingParams(max_tokens=48, logprobs=5)  # a page edge is crossed, and a window's first page given back
+GREEDY = SamplingParams(max_tokens=64, logprobs=5)
 SCORED = msgspec.structs.replace(GREEDY, prompt_logprobs=3)  # every fourth request: steps without a scored row stay as common
 TOKENS_A_TIE = 2000
 SEED = random.SystemRandom().randrange(1 << 30)

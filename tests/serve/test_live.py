@@ -39,7 +39,7 @@ def test_every_query_of_every_board_and_rule_answers(run: LiveRun) -> None:
 
 
 def test_boards_agree_with_the_load_generator(run: LiveRun) -> None:
-    """Whatever a panel shows that the client counts, too, is within 20 % of the client's own figure."""
+    """Whatever a panel shows that the client counts, too, is within 20 % of the client's own figure; a share within 0.1 of it."""
     assert len(run.steady.finished) == run.steady.ledger.sent > 40
     found = shown(run.api, run.steady)
     print("\n" + "\n".join(map(str, found)))

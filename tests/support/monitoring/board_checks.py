@@ -46,8 +46,8 @@ class ShownFigure:
 
     @property
     def error(self) -> float:
-        """The relative difference; of a share, which may be 0, the difference itself."""
-        return abs(self.value - self.expected.true) / (1.0 if self.expected.kind == "share" else abs(self.expected.true))
+        """The relative difference; of a share, which may be 0, relative to a half."""
+        return abs(self.value - self.expected.true) / (0.5 if self.expected.kind == "share" else abs(self.expected.true))
 
     def __str__(self) -> str:
         figure, legends = self.expected, ", ".join(self.expected.legends)
