@@ -42,6 +42,7 @@ ARGS = {
 }
 REPLICA_OPTIONS = {"autoscaling_config": {"min_replicas": REPLICAS, "max_replicas": REPLICAS, "look_back_period_s": 5}}
 BACK_S = 40.0
+LEAD_S = 2.0  # the steady load's rates look back to so long before it, so that its first requests are an increase
 
 
 class BackgroundLoad:
@@ -181,6 +182,7 @@ def live_run(folder: Path, steady_s: float, failover_s: float, seed: int, *, fau
 
 
 def _steady(served: Stack, scale: Scale, seconds: float, seed: int) -> Phase:
+    time.sleep(LEAD_S + 1.5)  # what came before it has been scraped
     phase = BackgroundLoad(served.url, scale, seconds, seed).join()
     time.sleep(2.5)  # two more scrapes
     return phase
