@@ -57,9 +57,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     tpot_target_ms: Annotated[
         Annotated[float, Meta(gt=0)] | None,
         Meta(
-            description="steps with prompt tokens are kept so short, by what the ranks measure at boot, or so rare, that running "
-            "streams get a token every so many milliseconds, on average; a fifth of the time is the prompts' even if that misses "
-            "the target; none: a step takes what prefill_budget allows",
+            description="steps with prompt tokens are kept so short, by what the ranks measure at boot and what steps have taken "
+            "since, or so rare, that running streams get a token every so many milliseconds, on average; a fifth of the time is "
+            "the prompts' even if that misses the target; none: a step takes what prefill_budget allows",
         ),
     ] = None
     attention: Annotated[

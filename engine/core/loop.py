@@ -27,6 +27,7 @@ from engine.core.masks import Masks
 from engine.core.page_audit import PageAudit
 from engine.core.scheduler import Scheduler
 from engine.core.startup import collect_rarely, read_vocabulary, scheduler_config
+from engine.core.step_timer import StepTimer
 from engine.lifeline import Lifeline, Ready, run
 from engine.matcher import Vocabulary
 from engine.plan import DEPTH, StepPlan
@@ -61,6 +62,7 @@ class Core:
         self._stopping = False
         self._report = False
         self._figures = StepFigures()
+        self._timer = StepTimer()
         self._idle = True  # nothing to do until the front speaks
         self._submitted = 0
         self._committed = 0
@@ -135,6 +137,7 @@ class Core:
                 self._masks.planned(plan)
                 self._send_masks()
             self._executor.submit(plan)
+            self._timer.submitted(time.monotonic())
             self._submitted = plan.step
             self._figures.planned(plan, time.monotonic(), self._scheduler.load)
             self._report = self._report or bool(plan.admissions)  # the front learns at once what waits no longer
@@ -148,7 +151,7 @@ class Core:
         """Fold in every result that has come."""
         committed = False
         while (result := self._executor.poll()) is not None:
-            self._scheduler.commit(result)
+            self._scheduler.commit(result, self._timer.ended(time.monotonic()))
             if self._masks:
                 self._advance_masks()
             self._committed = result.step

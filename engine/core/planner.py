@@ -87,13 +87,18 @@ class Planner:
         self._admit(draft, shares)
         self._spend(draft, sum(shares.values()))
         self._run_any(draft)
-        if shares:
-            self._budget.planned(_chunks(draft), draft.beside)
         if not (plan.chunks or plan.decodes or plan.admissions):
             return None
+        if shares:
+            draft.flight.expected = self._budget.planned(_chunks(draft), draft.beside)
         self._changes = Changes()
         self._step += 1
         return (plan if draft.masks == self.config.masked_rows else replace(plan, masked=True)), draft.flight
+
+    def took(self, flight: Flight, milliseconds: float) -> None:
+        """The step has ended, so long after the one before it."""
+        if flight.expected is not None:
+            self._budget.took(flight.expected, milliseconds)
 
     def _shares(self, draft: PlanDraft) -> dict[Sequence, int]:
         """Tokens of each running prefill in this step, and of each that may be admitted."""

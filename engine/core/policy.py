@@ -58,6 +58,16 @@ class Prompt(NamedTuple):
     behind: int
 
 
+class Corrections(NamedTuple):
+    """What steps take in parts of what was measured at boot: those of decode rows alone, and those with prompt tokens."""
+
+    decodes: float = 1.0
+    prompts: float = 1.0
+
+
+MEASURED = Corrections()
+
+
 class StepEstimate:
     """How long a step takes, while prompts are added to it.
 
@@ -65,15 +75,20 @@ class StepEstimate:
     behind each chunk, and each of a chunk's tokens is multiplied with it.
     """
 
-    def __init__(self, times: StepTimes, decodes: int, context: int) -> None:
+    def __init__(self, times: StepTimes, decodes: int, context: int, corrections: Corrections = MEASURED) -> None:
         """Decode rows with `context` tokens behind them, together."""
-        self._times, self._rows, self._chunks = times, decodes, 0
+        self._times, self._rows, self._chunks, self._correction = times, decodes, 0, corrections.prompts
         self._rest = _line(times.beside, decodes) + times.context_ms * context if decodes else 0.0
-        self.decode_ms = _line(times.decodes, decodes) + times.context_ms * context if decodes else 0.0
+        alone = _line(times.decodes, decodes) + times.context_ms * context if decodes else 0.0
+        self.decode_ms = corrections.decodes * alone
 
     @property
     def ms(self) -> float:
         """Of all that has been added; of decode rows alone it is `decode_ms`."""
+        return self._correction * self._measured_ms
+
+    @property
+    def _measured_ms(self) -> float:
         tile = self._times.tile
         return self._rest + _line(self._times.prefills, -(-self._rows // tile) * tile)
 
@@ -85,12 +100,12 @@ class StepEstimate:
     def fitting(self, behind: int, target_ms: float) -> int:
         """The most tokens behind so many others that may be added, so that the step takes `target_ms` at most."""
         times, each = self._times, self._times.behind_ms * behind
-        target_ms -= times.read_ms * behind
+        target_ms = target_ms / self._correction - times.read_ms * behind
         ends = tuple((ms + (rows - self._rows) * each, float(rows)) for rows, ms in times.prefills)
         whole = int(_line(ends, target_ms - self._rest) / times.tile + 1e-9) * times.tile - self._rows
         if whole > 0 or not self._chunks:
             return max(0, whole)
-        begun, left = -self._rows % times.tile, target_ms - self.ms  # the rest of a tile that others have begun
+        begun, left = -self._rows % times.tile, target_ms - self._measured_ms  # the rest of a tile that others have begun
         return begun if left >= begun * each else max(0, int(left / each)) if each else 0
 
 

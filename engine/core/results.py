@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from engine.core.requests import Requests
 from engine.core.sequence import Sequence
+from engine.core.step_budget import Expected
 from engine.plan import NUMBER_MASK, ResultRow, StepResult, has_numbers
 from engine.protocol import FinishReason, Output
 
@@ -30,12 +31,14 @@ class Flight:
     """A plan whose result has not come; result rows come in the order: chunks that sample, then decodes.
 
     decodes   each decode row's sequence, and its admission number when it was planned
+    expected  what it was planned to take, where there is a target
     """
 
     step: int
     chunks: list[ChunkRow] = field(default_factory=list)
     decodes: list[tuple[Sequence, int]] = field(default_factory=list)
     prefill_tokens: int = 0
+    expected: Expected | None = None
 
 
 class Results:
@@ -56,8 +59,8 @@ class Results:
         """A plan was sent."""
         self._in_flight.append(flight)
 
-    def commit(self, result: StepResult) -> None:
-        """Fold one result in."""
+    def commit(self, result: StepResult) -> Flight:
+        """Fold one result in; what was in flight."""
         flight = self._in_flight.popleft()
         assert result.step == flight.step, (result.step, flight.step)
         self.done = flight.step
@@ -65,6 +68,7 @@ class Results:
         self._commit_prompts(flight.chunks, result)
         first = self._commit_chunks(flight.chunks, result)
         self._commit_decodes(flight.decodes, result, first)
+        return flight
 
     def _commit_prompts(self, chunks: list[ChunkRow], result: StepResult) -> None:
         """Logprobs of prompt tokens, told to the other choices that wait for them, too; what a chunk gave that was planned before a

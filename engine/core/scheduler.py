@@ -106,9 +106,12 @@ class Scheduler:
         """Requests that were scheduled for the first time since the last call."""
         return self._requests.drain_started()
 
-    def commit(self, result: StepResult) -> None:
-        """Fold one result in; results come in the order of their plans."""
-        self._results.commit(result)
+    def commit(self, result: StepResult, took_ms: float | None = None) -> None:
+        """Fold one result in; results come in the order of their plans. `took_ms`: since the one before it, or since the plan if
+        nothing was in flight then."""
+        flight = self._results.commit(result)
+        if took_ms is not None:
+            self._planner.took(flight, took_ms)
 
     def find(self, client: int, request: int) -> Sequence | None:
         """A request that has not ended."""

@@ -1,7 +1,8 @@
 """How many prompt tokens a step computes, and whose: by the rows that it may have, and by how long it may take.
 
     rows    what decode rows leave of `prefill_budget`; a quarter of it is always the prompts'
-    time    with `tpot_target_ms`, so many that steps beside decode rows take that long on average
+    time    with `tpot_target_ms`, so many that steps beside decode rows take that long on average: by what ranks measured at boot,
+            corrected by what the last steps took; time that a step took longer than expected is made up for
 
 A prompt that ends with a step may make it longer, by a target at most; steps with fewer prompt tokens, or none, make up for it. So
 a short prompt is computed at once, where cut to what fits each step it would take several. Other prompts have what fits. Where that
@@ -14,9 +15,10 @@ quarter is the oldest's.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.core.policy import Policy, Prompt, StepEstimate, shares
+from engine.core.policy import Corrections, Policy, Prompt, StepEstimate, shares
 from engine.lifeline import StepTimes
 
 OLDEST_EVERY = 4  # of so many steps with prompt tokens, or of so much of their time, one part at least is the oldest prompt's
@@ -26,6 +28,8 @@ PROMPTS_TIME = 0.2  # part of the time that is the prompts' whatever the target 
 BORROWED = 1.0  # of the target: by how much steps may be late for prompts that end with them
 SAVED = 0.5  # of the target: what shorter steps have left of it and a longer one may use, beside what is saved for a chunk
 MOST_SKIPPED = 31  # steps without prompt tokens, one after the other: prompts must not stand still
+REMEMBERED = 20  # steps by which times are corrected
+MOST_SLOWED = 4.0  # a step counts as so many times what was measured, at most: one pause is not how long steps take
 
 
 class DecodeRows(NamedTuple):
@@ -33,6 +37,36 @@ class DecodeRows(NamedTuple):
 
     rows: int = 0
     context: int = 0
+
+
+@dataclass(slots=True)
+class Correction:
+    """What steps of a kind take, in parts of what was measured at boot; old ones count less and less."""
+
+    took_ms: float
+    measured_ms: float
+
+    @classmethod
+    def begin(cls, milliseconds: float) -> "Correction":
+        """As if the remembered steps had each taken so many, as measured."""
+        return cls(REMEMBERED * milliseconds, REMEMBERED * milliseconds)
+
+    @property
+    def factor(self) -> float:
+        return max(0.1, self.took_ms / self.measured_ms)
+
+    def add(self, took_ms: float, measured_ms: float) -> None:
+        """One more step."""
+        kept = 1 - 1 / REMEMBERED
+        self.took_ms, self.measured_ms = kept * self.took_ms + took_ms, kept * self.measured_ms + measured_ms
+
+
+class Expected(NamedTuple):
+    """A step beside decode rows: whether it has prompt tokens, its time as measured at boot, and as counted when it was planned."""
+
+    prompts: bool
+    measured_ms: float
+    counted_ms: float
 
 
 class StepBudget:
@@ -44,6 +78,8 @@ class StepBudget:
         self._passed, self._passed_ms = 0, 0.0  # steps since the last one with tokens of the first prompt, and their prompts' time
         self._skipped, self._saving = 0, False  # steps without prompt tokens, one after the other; whether the last was one
         self._may_take_ms = 0.0  # the last step
+        first = times.decodes[0][1] if times else 1.0
+        self._alone, self._mixed = Correction.begin(first), Correction.begin(first)  # of decode rows alone; beside prompt tokens
         self._late_ms = 0.0  # by which steps have exceeded the target, and that has not been made up for; below 0: saved
 
     def prompt_tokens(self, decode_rows: int) -> int:
@@ -75,16 +111,23 @@ class StepBudget:
             return shares(prompts, order, most)
         return shares(prompts, order, most, self._time(decodes, chunks), self._may_take_ms)
 
-    def planned(self, chunks: list[Prompt], decodes: DecodeRows) -> None:
-        """The step that was shared has these chunks."""
+    def planned(self, chunks: list[Prompt], decodes: DecodeRows) -> Expected | None:
+        """The step that was shared has these chunks; with a target, what `took` is to be told of it."""
         if not self._timed(decodes):
-            return
+            return None
         time, target_ms = self._time(decodes, chunks), self._target(decodes)
         step_ms = time.ms if chunks else time.decode_ms
         late_ms = self._late_ms + step_ms - target_ms
         self._late_ms = late_ms if self._saving else max(late_ms, min(self._late_ms, -SAVED * target_ms))
         if self._passed:
             self._passed_ms += step_ms - time.decode_ms
+        return Expected(bool(chunks), step_ms / (self._mixed if chunks else self._alone).factor, step_ms)
+
+    def took(self, expected: Expected, milliseconds: float) -> None:
+        """A planned step has ended, so long after the one before it."""
+        milliseconds = min(milliseconds, MOST_SLOWED * expected.measured_ms)
+        (self._mixed if expected.prompts else self._alone).add(milliseconds, expected.measured_ms)
+        self._late_ms += milliseconds - expected.counted_ms
 
     def _turn(self, oldest: Prompt, most: int, decodes: DecodeRows) -> bool:
         """Whether the oldest comes first: others have had thrice the time of its next chunk."""
@@ -129,7 +172,7 @@ class StepBudget:
 
     def _time(self, decodes: DecodeRows, chunks: Iterable[Prompt] = ()) -> StepEstimate:
         assert self._times is not None
-        time = StepEstimate(self._times, *decodes)
+        time = StepEstimate(self._times, *decodes, Corrections(self._alone.factor, self._mixed.factor))
         for chunk in chunks:
             time.add(*chunk)
         return time

@@ -39,6 +39,7 @@ from tests.support.engine.load_figures import load
 
 pytestmark = [pytest.mark.pure, pytest.mark.alone]
 
+STEP_S = 0.02
 GROUPS = (KVGroup(0, "sliding", (0,), 1, 256, 8, 4), KVGroup(1, "full", (1,), 1, 512, None, 4))
 
 
@@ -68,6 +69,24 @@ class MachineExecutor:
         if queue[0].masked:
             assert decode_masks(self.masks.pop(0)).step == queue[0].step
         return self.machine.result()
+
+
+@dataclass
+class SlowExecutor(MachineExecutor):
+    """A step takes STEP_S."""
+
+    due: float = 0.0
+
+    def submit(self, plan: StepPlan) -> None:
+        if not self.machine.queue:
+            self.due = time.monotonic() + STEP_S
+        super().submit(plan)
+
+    def poll(self) -> StepResult | None:
+        if time.monotonic() < self.due:
+            return None
+        self.due = time.monotonic() + STEP_S
+        return super().poll()
 
 
 @dataclass
@@ -121,6 +140,28 @@ def test_the_loop_says_what_it_does(core, caplog: pytest.LogCaptureFixture, monk
     for level, lines in said.items():
         assert any(re.match(r"\d+\.\d s: \d decode steps, prefill 0, decode \d; cached 0, running", line) for line in lines)
         assert any(line.startswith("step ") for line in lines) == (level == logging.DEBUG)
+
+
+class Timed(Scheduler):
+    """Keeps what it is told that steps took."""
+
+    def commit(self, result: StepResult, took_ms: float | None = None) -> None:
+        super().commit(result, took_ms)
+        self.took = [*getattr(self, "took", ()), took_ms]
+
+
+def test_the_loop_times_steps() -> None:
+    """Each step took its time, though the one behind it was planned before it ended; a pause counts for none."""
+    scheduler = Timed(SchedulerConfig(GROUPS, (20, 40), 4, 64, 16))
+    executor = SlowExecutor(KVMachine(GROUPS, (20, 40), 4, 64, lambda prefix, position, seed: position))
+    with running(lambda sock: Core(scheduler, executor, FrontLink(sock), StatusOnly(), Waiter())) as front:
+        for number in range(2):
+            front.send(GenerateRequest(id=number, prompt=pack_tokens([1] * 5), params=SamplingParams(max_tokens=6)))
+            front.until_ended(1)
+            time.sleep(20 * STEP_S)
+    assert len(scheduler.took) >= 12
+    assert all(0.9e3 * STEP_S < took < 10e3 * STEP_S for took in scheduler.took), scheduler.took
+    assert sorted(scheduler.took)[6] < 1.5e3 * STEP_S
 
 
 def test_an_unreadable_message_fails_its_own_request_only(core) -> None:  # noqa: ANN001

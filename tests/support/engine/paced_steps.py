@@ -9,6 +9,7 @@ from statistics import quantiles
 
 from engine.core.policy import StepEstimate
 from engine.core.scheduler import Scheduler, SchedulerConfig
+from engine.core.step_timer import StepTimer
 from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
 from engine.plan import DEPTH, NUMBER_MASK, ResultRow, StepPlan, StepResult
@@ -112,6 +113,7 @@ class Pace:
     _arrivals: list[tuple[float, int, GenerateRequest]] = field(default_factory=list)
     _out: deque[tuple[StepPlan, StepResult, float]] = field(default_factory=deque)
     _free_at: float = 0.0
+    _timer: StepTimer = field(default_factory=StepTimer)
 
     def arrive(self, at: float, prompt: int, tokens: int, priority: int = 0) -> int:
         """A request of its own content; returns its id."""
@@ -134,6 +136,7 @@ class Pace:
                 self.scheduler.add(0, heapq.heappop(self._arrivals)[2])
             while len(self._out) < DEPTH and (plan := self.scheduler.schedule()) is not None:
                 result, milliseconds = self.execute(plan)
+                self._timer.submitted(1e-3 * self.now)
                 self._free_at = max(self._free_at, self.now) + milliseconds
                 self._out.append((plan, result, self._free_at))
             if self._out:
@@ -145,7 +148,7 @@ class Pace:
 
     def _finish(self) -> None:
         plan, result, self.now = self._out.popleft()
-        self.scheduler.commit(result)
+        self.scheduler.commit(result, self._timer.ended(1e-3 * self.now))
         self.prefilled += plan.tokens - len(plan.decodes)
         self.worked_ms += work_ms(plan)
         for _, output in self.scheduler.drain():

@@ -248,7 +248,7 @@ def simulate(
             assert planned or not scheduler.stuck, "requests wait, but nothing can run"
             resting = not (planned or scheduler.in_flight)
         if machine.ready:
-            scheduler.commit(machine.result())
+            scheduler.commit(machine.result(), took_ms=(0.1, 4.0, 9.0, 60.0)[steps % 4])
             host.committed()
         for _, output in scheduler.drain():
             outputs.append(output)
