@@ -1,7 +1,8 @@
 """A step of prompt tokens beside decode rows, 31B on a rank of four: `python -m tests.bench.mixed --help`.
 
     (else)      milliseconds of it and of a step of as many prompt tokens alone, through the runner, two steps out, in turn: a GPU
-                that slows down does so for both. --cpu: the same on a nano shape, a rehearsal
+                that slows down does so for both. --cpu: the same on a nano shape, a rehearsal; --shard-of: one GPU computes what a
+                rank of so many does, but for the sums over ranks
     --list      the launches of both, and the microseconds that they should take; no GPU
     --protocol  what `tests.bench.engine` should then find for a decode step by the peers' protocol; no GPU
 
@@ -12,9 +13,11 @@ the rest by the bytes that it moves at 4.26 TB/s.
 
 import argparse
 import statistics
+import tempfile
 import time
 from bisect import bisect_left
 from collections import Counter
+from pathlib import Path
 
 import torch
 
@@ -30,6 +33,7 @@ from engine.rank.profiling.bare_rank import BareRank, pages_held
 from engine.rank.profiling.decode_times import lengths_kept
 from engine.rank.step import BUCKETS
 from tests.bench.gpu_ranks import run_on_gpus
+from tests.bench.shard_model import write_shard
 from tests.support.engine.listed_steps import geometry, mixed
 from tests.support.engine.paced_steps import GROUPS, ModelledRanks, Pace
 
@@ -154,7 +158,7 @@ class Steps:
 def measure(args: argparse.Namespace, parallel: Parallel, device: torch.device) -> None:
     """Every number of decode rows in turn, on one rank of the group."""
     on_gpu = device.type == "cuda"
-    folder, most = resolve("dummy:31b" if on_gpu else "random:31b"), max(args.decodes)
+    folder, most = args.folder or resolve("dummy:31b" if on_gpu else "random:31b"), max(args.decodes)
     config = engine_config(
         model=str(folder), tp=parallel.size, device=device.type, dtype="bfloat16" if on_gpu else "float32", load_format="dummy",
         max_seqs=most + args.budget // args.prompt + 1, max_len=2 * CONTEXT, prefill_budget=args.budget, graphs=False,
@@ -181,6 +185,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.mixed", description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--tp", type=int, default=4)
+    parser.add_argument("--shard-of", type=int, help="ranks, of which one GPU is one")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--protocol", action="store_true")
     parser.add_argument("--cpu", action="store_true")
@@ -188,6 +193,15 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of a prompt")
     parser.add_argument("--decodes", type=int, nargs="+", default=[8, 32, 64, 100], help="decode rows")
     args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        args.folder = None
+        if args.shard_of:
+            args.tp, args.folder = 1, write_shard(resolve("dummy:31b"), args.shard_of, Path(folder))
+        run(args)
+
+
+def run(args: argparse.Namespace) -> None:
+    """What was asked for."""
     if args.list:
         list_launches(args)
     elif args.protocol:
