@@ -18,9 +18,9 @@ import triton
 from kernels import launch as launcher
 
 _FUNCTIONS = """
-cuCtxGetLimit cuCtxSetCurrent cuCtxSetLimit cuDeviceGet cuDevicePrimaryCtxRetain cuDriverGetVersion cuFuncSetAttribute
-cuFuncSetCacheConfig cuGetErrorString cuLaunchKernelEx cuModuleGetFunction cuModuleLoadData cuModuleUnload
-cuOccupancyMaxActiveClusters cuTensorMapEncodeTiled cuTensorMapEncodeIm2col
+cuCtxGetDevice cuCtxGetLimit cuCtxSetCurrent cuCtxSetLimit cuDeviceGet cuDevicePrimaryCtxRetain cuDriverGetVersion
+cuFuncSetAttribute cuFuncSetCacheConfig cuGetErrorString cuLaunchKernelEx cuModuleGetFunction cuModuleLoadData cuModuleUnload
+cuOccupancyMaxActiveClusters cuStreamIsCapturing cuTensorMapEncodeTiled cuTensorMapEncodeIm2col
 """
 _SOURCE = "".join(f"int {name}() {{ return 0; }}\n" for name in _FUNCTIONS.split()) + """
 int cuCtxGetCurrent(void **context) { *context = (void *)1; return 0; }
