@@ -5,7 +5,7 @@ knobs, and calls two chains of hooks, empty as they are. That is most of what th
 kernel (`python -m tests.bench.launch_cost`). Here a launch is known by a key instead:
 
     kernel, device, options, constexprs     as they are
-    tensor              its dtype, and whether it begins at a multiple of 16 bytes
+    tensor              its dtype, and by how many bytes it begins behind a multiple of 16
     integer, 32 bits    1, a multiple of 16, or another
     bool, float, None   its type
 
