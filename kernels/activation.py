@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.grid import cdiv, next_power_of_2
 from kernels.launch import launch, trigger, usable, wait
 
 
@@ -34,8 +35,8 @@ def _launch(gate_up: Tensor, out: Tensor) -> Tensor:
     assert gate_up.is_contiguous(), gate_up.stride()
     assert out.is_contiguous(), out.stride()
     n = out.shape[-1]
-    block = min(1024, triton.next_power_of_2(n))
-    launch(_geglu, (out.numel() // n, triton.cdiv(n, block)), gate_up, out, N=n, BLOCK=block, warps=4)
+    block = min(1024, next_power_of_2(n))
+    launch(_geglu, (out.numel() // n, cdiv(n, block)), gate_up, out, N=n, BLOCK=block, warps=4)
     return out
 
 

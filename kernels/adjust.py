@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.choose import _capped
+from kernels.grid import cdiv
 from kernels.launch import launch, trigger, usable, wait
 from kernels.sample import cap
 from kernels.sampling_batch import BAD_WORDS, BIASED, LIMITED, PENALIZED, SamplingBatch, SlotAdjustments
@@ -48,7 +49,7 @@ def adjust(logits: Tensor, batch: SamplingBatch, first: int, parts: int = 1) -> 
         logits, batch.slots, batch.positions, batch.tokens, batch.tokens.shape[1], plan, tables.flags, tables.bias_ids, tables.bias,
         tables.penalties, tables.counts, tables.starts, tables.allowed, tables.bad_words, tables.word_ends, tables.masks,
         tables.mask_rows, capped, first, batch.softcap or 1.0,
-        N=n, PART=triton.cdiv(n, parts), CAP=batch.softcap is not None, BIASES=tables.bias.shape[1],
+        N=n, PART=cdiv(n, parts), CAP=batch.softcap is not None, BIASES=tables.bias.shape[1],
         WORD_IDS=tables.bad_words.shape[1], WORDS=tables.word_ends.shape[1], MASK_WORDS=tables.masks.shape[1],
         BIASED=BIASED, PENALIZED=PENALIZED, LIMITED=LIMITED, BAD_WORDS=BAD_WORDS, STEP=PLAN_STEP, PROMPT=IN_PROMPT,
         MOST=MOST_COUNTED, BLOCK=_BLOCK, warps=4,

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.grid import cdiv, next_power_of_2
 from kernels.launch import launch, trigger, usable, wait
 from kernels.slots import row_entries
 
@@ -30,9 +31,9 @@ def block_tables(
     assert lengths.shape == slots.shape == positions.shape == (rows,), (lengths.shape, slots.shape, positions.shape)
     if not usable(table, __name__):
         return _reference(table, slots, positions, page, window, tables, lengths)
-    block = min(1024, triton.next_power_of_2(width))
+    block = min(1024, next_power_of_2(width))
     launch(
-        _tables, (rows, triton.cdiv(width, block)),
+        _tables, (rows, cdiv(width, block)),
         table, slots, positions, tables, lengths, table.shape[1], width,
         PAGE=page, WINDOW=window or 0, BLOCK=block, warps=2,
     )  # fmt: skip

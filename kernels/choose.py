@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.grid import cdiv, next_power_of_2
 from kernels.joint import SPINS, polled
 from kernels.launch import launch, trigger, usable, wait
 from kernels.sampling_batch import GREEDY_BELOW, SamplingBatch
@@ -69,8 +70,8 @@ def local_best(logits: Tensor, batch: SamplingBatch, first: int, parts: int) -> 
         _local_best, (rows, parts),
         logits, batch.slots, batch.positions, parameters.integers, parameters.floats, parameters.stop, suppress, suppress.shape[0],
         batch.capped, best, first, batch.softcap or 1.0,
-        N=n, PART=triton.cdiv(n, parts), CAP=batch.softcap is not None, STOP=parameters.stop.shape[1],
-        SUPPRESS=triton.next_power_of_2(max(1, suppress.shape[0])), GREEDY=GREEDY_BELOW, BLOCK=_BLOCK, warps=4,
+        N=n, PART=cdiv(n, parts), CAP=batch.softcap is not None, STOP=parameters.stop.shape[1],
+        SUPPRESS=next_power_of_2(max(1, suppress.shape[0])), GREEDY=GREEDY_BELOW, BLOCK=_BLOCK, warps=4,
     )  # fmt: skip
     return best
 
@@ -101,7 +102,7 @@ def _launch_choose(
     launch(
         _choose, (best.shape[0],),
         best, batch.slots, batch.positions, batch.tokens, batch.tokens.shape[1], results, *shared,
-        PARTS=best.shape[1], SIZE=size, WIDTH=max(1, triton.next_power_of_2(size)), EMPTY=_EMPTY, SPINS=SPINS, SEND=send,
+        PARTS=best.shape[1], SIZE=size, WIDTH=max(1, next_power_of_2(size)), EMPTY=_EMPTY, SPINS=SPINS, SEND=send,
         RECEIVE=receive, warps=1,
     )  # fmt: skip
 

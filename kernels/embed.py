@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.grid import cdiv, next_power_of_2
 from kernels.launch import launch, trigger, usable, wait
 
 
@@ -36,11 +37,11 @@ def _embed_reference(ids: Tensor, table: Tensor, first: int) -> Tensor:
 def _launch(ids: Tensor, table: Tensor, first: int, placeholders: Tensor | None, pad: int) -> Tensor:
     out = table.new_empty(ids.shape[0], table.shape[1])
     count = 0 if placeholders is None else placeholders.shape[0]
-    block = min(2048, triton.next_power_of_2(table.shape[1]))
+    block = min(2048, next_power_of_2(table.shape[1]))
     launch(
-        _embed, (ids.shape[0], triton.cdiv(table.shape[1], block)),
+        _embed, (ids.shape[0], cdiv(table.shape[1], block)),
         ids, table, placeholders, out, first, pad,
-        ROWS=table.shape[0], N=table.shape[1], COUNT=count, WIDTH=max(1, triton.next_power_of_2(count)), BLOCK=block, warps=4,
+        ROWS=table.shape[0], N=table.shape[1], COUNT=count, WIDTH=max(1, next_power_of_2(count)), BLOCK=block, warps=4,
     )  # fmt: skip
     return out
 

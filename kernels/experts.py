@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.activation import geglu, gelu
+from kernels.grid import cdiv, next_power_of_2
 from kernels.launch import INTERPRET, launch, trigger, usable, wait
 from kernels.numerics import cast
 
@@ -66,11 +67,11 @@ def _few(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tens
     (rows, n), m, top_k = x.shape, down.shape[2], chosen.shape[1]
     gated = x.new_empty(rows * top_k, m)
     launch(
-        _up, (rows * top_k, triton.cdiv(m, _UP_COLUMNS)), x, chosen, gate_up, gated,
+        _up, (rows * top_k, cdiv(m, _UP_COLUMNS)), x, chosen, gate_up, gated,
         M=m, K=n, TOP=top_k, BN=_UP_COLUMNS, BK=_UP_TURN, warps=4,
     )  # fmt: skip
     launch(
-        _down, (rows, triton.cdiv(n, _DOWN_COLUMNS)), gated, weights, chosen, down, beside, out,
+        _down, (rows, cdiv(n, _DOWN_COLUMNS)), gated, weights, chosen, down, beside, out,
         N=n, K=m, TOP=top_k, BN=_DOWN_COLUMNS, BK=_DOWN_TURN, warps=2,
     )  # fmt: skip
 
@@ -83,8 +84,8 @@ def _many(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Ten
     gated, parts = x.new_empty(rows * top_k, m), x.new_empty(rows * top_k, n)
     _launch_grouped(x, gate_up, order, bounds, gated, sharing=top_k, gate=True)
     _launch_grouped(gated, down, order, bounds, parts, sharing=1, gate=False)
-    block = min(1024, triton.next_power_of_2(n))
-    launch(_combine, (rows, triton.cdiv(n, block)), parts, weights, beside, out, N=n, TOP=top_k, BLOCK=block, warps=4)
+    block = min(1024, next_power_of_2(n))
+    launch(_combine, (rows, cdiv(n, block)), parts, weights, beside, out, N=n, TOP=top_k, BLOCK=block, warps=4)
 
 
 def _launch_grouped(x: Tensor, weight: Tensor, order: Tensor, bounds: Tensor, out: Tensor, *, sharing: int, gate: bool) -> None:
@@ -93,7 +94,7 @@ def _launch_grouped(x: Tensor, weight: Tensor, order: Tensor, bounds: Tensor, ou
     rows = 16 if assignments <= 16 * experts_ else 64
     shares = min(8, max(1, assignments // (rows * experts_)))
     launch(
-        _grouped, (experts_, triton.cdiv(m, _GROUPED_COLUMNS), shares), x, weight, order, bounds, out,
+        _grouped, (experts_, cdiv(m, _GROUPED_COLUMNS), shares), x, weight, order, bounds, out,
         M=m, K=x.shape[1], SHARING=sharing, GATED=gate, BM=rows, BN=_GROUPED_COLUMNS, BK=_GROUPED_TURN,
         warps=4, stages=4 if rows == 16 else 3,
     )  # fmt: skip

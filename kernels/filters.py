@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.choose import _capped, _gumbel, _key
+from kernels.grid import cdiv, next_power_of_2
 from kernels.launch import launch, trigger, usable, wait
 from kernels.sampling_batch import GREEDY_BELOW, SamplingBatch
 
@@ -60,15 +61,15 @@ def scaled_rows(logits: Tensor, batch: SamplingBatch, share: Share, vocabulary: 
     assert logits.is_contiguous(), logits.stride()
     assert vocabulary <= ranks * n, (vocabulary, logits.shape)
     assert usable(logits, __name__), "kernels.sample is the reference"
-    blocks = triton.cdiv(vocabulary, _BLOCK)
+    blocks = cdiv(vocabulary, _BLOCK)
     values = torch.empty((rows, vocabulary), dtype=torch.float32, device=logits.device)
     peaks, masses = torch.empty((2, rows, blocks), dtype=torch.float32, device=logits.device).unbind()
     launch(
-        _scale, (rows, triton.cdiv(blocks, _CTA_BLOCKS)),
+        _scale, (rows, cdiv(blocks, _CTA_BLOCKS)),
         logits, batch.slots, batch.positions, parameters.integers, parameters.floats, parameters.stop, suppress, suppress.shape[0],
         batch.capped, values, peaks, masses, batch.slots.shape[0], share.rank, rows, batch.softcap or 1.0,
         N=n, V=vocabulary, RANKS=ranks, CAP=batch.softcap is not None, STOP=parameters.stop.shape[1],
-        SUPPRESS=triton.next_power_of_2(max(1, suppress.shape[0])), GREEDY=GREEDY_BELOW, BLOCK=_BLOCK, BLOCKS=_CTA_BLOCKS, warps=8,
+        SUPPRESS=next_power_of_2(max(1, suppress.shape[0])), GREEDY=GREEDY_BELOW, BLOCK=_BLOCK, BLOCKS=_CTA_BLOCKS, warps=8,
     )  # fmt: skip
     return ScaledRows(values, peaks, masses)
 
@@ -83,7 +84,7 @@ def filtered_tokens(scaled: ScaledRows, batch: SamplingBatch, chosen: Tensor, sh
         _filter, (rows,),
         scaled.values, scaled.peaks, scaled.masses, batch.slots, batch.positions, batch.parameters.integers,
         batch.parameters.floats, chosen, listed, tokens, batch.slots.shape[0], share.rank,
-        V=vocabulary, NB=blocks, WIDTH=triton.next_power_of_2(blocks), RANKS=share.ranks, GREEDY=GREEDY_BELOW, BLOCK=_BLOCK,
+        V=vocabulary, NB=blocks, WIDTH=next_power_of_2(blocks), RANKS=share.ranks, GREEDY=GREEDY_BELOW, BLOCK=_BLOCK,
         TILE=_LISTED, warps=8,
     )  # fmt: skip
     return tokens

@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.grid import next_power_of_2
 from kernels.launch import launch, trigger, usable, wait
 from kernels.norm import norm_add, rms_norm
 
@@ -172,7 +173,7 @@ def _launch(
         *_peer_arguments(peers), turn, eps, scale,
         N=n, SIZE=1 if peers is None else peers.size, ROWS=0 if peers is None else peers.rows,
         WIDTH=0 if peers is None else peers.width, EMPTY=_EMPTY_WORD[part.dtype], SPINS=SPINS, SEND=send, RECEIVE=receive,
-        warps=_warps(n, part.dtype), BLOCK=triton.next_power_of_2(n),
+        warps=_warps(n, part.dtype), BLOCK=next_power_of_2(n),
     )  # fmt: skip
 
 
@@ -197,7 +198,7 @@ def _launch_sharded(
         *_peer_arguments(peers), turn, eps, scale,
         N=n, SIZE=peers.size, ROWS=peers.rows, WIDTH=peers.width, EMPTY=_EMPTY_WORD[part.dtype], SPINS=SPINS,
         SEND=stages[0], NORM=stages[1], TAKE=stages[2],
-        warps=_warps(n, part.dtype), BLOCK=triton.next_power_of_2(n),
+        warps=_warps(n, part.dtype), BLOCK=next_power_of_2(n),
     )  # fmt: skip
 
 
@@ -211,7 +212,7 @@ def _peer_arguments(peers: Peers | None) -> tuple[Tensor | int | None, ...]:
 def _warps(n: int, dtype: torch.dtype) -> int:
     """No more than a row has words for: of two warps that poll the same word one may see it come, and go on with what the other
     read before."""
-    words = triton.next_power_of_2(n) * dtype.itemsize // 4
+    words = next_power_of_2(n) * dtype.itemsize // 4
     return max(1, min(8 if n > 2048 else 4, words // 32))
 
 

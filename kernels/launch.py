@@ -14,9 +14,12 @@ TRITON_INTERPRET=1, and on GPUs below sm_90, `PDL` is False and both do nothing.
 `record()` lists the launches of what runs inside it. `record(target=(9, 0))` starts none of them: wrappers called on tensors of
 the meta device choose kernels, tiles and grids as they would on a GPU of that compute capability, and the nodes hold what a
 compiler needs.
+
+Triton compiles a kernel, and starts it the first time; launches that need the same variant go past Triton's Python
+(`kernels.relaunch`).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -26,6 +29,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from kernels.relaunch import Variant, hooked, launch_key, variant
 
 # True under the interpreter: no inline PTX there, bf16 operands are raised to fp32 before arithmetic and before `tl.dot`.
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
@@ -75,9 +80,10 @@ class _Recorder:
 
 @dataclass
 class _Launcher:
-    """What this process has launched; compiled variants by id, which Triton keeps alive."""
+    """What this process has launched; compiled variants by id, which Triton keeps alive, and by the launches they serve."""
 
     variants: dict[int, Any]
+    known: dict[Hashable, Variant] = field(default_factory=dict)
     ready: bool = False
     late: int = 0
     distrusted: frozenset[str] = frozenset()
@@ -145,13 +151,20 @@ def launch(
     if _launcher.recorder is not None:
         options = {"warps": warps, "stages": stages, "registers": registers}
         _launcher.recorder.nodes.append(_node(kernel, grid, {**constexprs, **options}, args))
-    if _launcher.target is not None:
-        return
+        if _launcher.target is not None:
+            return None
     if INTERPRET:
         kernel[grid](*args, **constexprs)
-        return
-    early = constexprs.get("PDL", False)
-    _count(kernel[grid](*args, num_warps=warps, num_stages=stages, maxnreg=registers, launch_pdl=early, **constexprs))
+        return None
+    early, device = constexprs.get("PDL", False), torch.cuda.current_device()
+    key = launch_key(kernel, device, (warps, stages, registers, early), args, constexprs)
+    if (known := _launcher.known.get(key)) is not None and not hooked():
+        return known.start(grid, args)
+    compiled = kernel[grid](*args, num_warps=warps, num_stages=stages, maxnreg=registers, launch_pdl=early, **constexprs)
+    _count(compiled)
+    if key is not None and (known := variant(kernel, compiled, device, args, constexprs)) is not None:
+        _launcher.known[key] = known
+    return None
 
 
 def processors(device: torch.device) -> int:

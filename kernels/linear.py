@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.activation import geglu, gelu
+from kernels.grid import cdiv
 from kernels.joint import EMPTY, Peers, Sent, inboxes_of, send
 from kernels.launch import INTERPRET, launch, shared_memory, trigger, usable, wait
 from kernels.numerics import cast
@@ -102,7 +103,7 @@ def _run(tile: Tile, x: Tensor, weight: Tensor, out: Tensor, *, gated: bool, sen
         target = {"SIZE": peers.size, "INBOX_ROWS": peers.rows, "WIDTH": peers.width, "EMPTY": EMPTY[peers.dtype]}
     cut: dict[str, Any] = {"ROWS": tile.rows, "BN": tile.bn, "BK": tile.bk, "EARLY": tile.early, "START": tile.start}
     launch(
-        kernel, (triton.cdiv(m, tile.bn),), x, weight, out, x.shape[0], pointers, rank, turn,
+        kernel, (cdiv(m, tile.bn),), x, weight, out, x.shape[0], pointers, rank, turn,
         M=m, K=x.shape[1], GATED=gated, warps=tile.warps, stages=tile.stages, registers=tile.registers, **cut, **target, **extra,
     )  # fmt: skip
     return out

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.grid import next_power_of_2
 from kernels.launch import launch, shared_memory, trigger, usable, wait
 from kernels.numerics import LOG2E, cast, dot
 
@@ -144,14 +145,14 @@ def _launch(q: Tensor, pool: Tensor, table: Tensor, tiles: Tensor, window: int |
         WINDOW=window or 0,
         PAGE=page,
         TOKENS=held,
-        ROWS=max(rows, triton.next_power_of_2(group)),
+        ROWS=max(rows, next_power_of_2(group)),
         KEYS=keys,
     )
 
 
 def _cut(rows: int, d: int, itemsize: int, shared: int) -> tuple[int, int]:
     """Rows of a CTA and keys a turn, for tiles of `rows` rows: what shared memory holds; fp32, for tests, takes the least."""
-    rows = min(max(16, triton.next_power_of_2(rows)), 128 if d <= 256 else 64)
+    rows = min(max(16, next_power_of_2(rows)), 128 if d <= 256 else 64)
     keys = 64 if d <= 256 else 32
     if itemsize == 4:
         return 16, 16

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.grid import cdiv, next_power_of_2
 from kernels.launch import launch, trigger, usable, wait
 from kernels.norm import rms_norm
 from kernels.numerics import cast
@@ -49,11 +50,11 @@ def _launch_logits(h: Tensor, proj: Tensor, scale: Tensor, norm: Tensor, eps: fl
     logits = torch.empty((rows, experts), dtype=torch.float32, device=h.device)
     x = torch.empty_like(h)
     width = 2 if rows <= _ROWS else 4  # experts of a CTA
-    parts, each = triton.cdiv(experts, width), min(_ROWS, triton.next_power_of_2(rows))
+    parts, each = cdiv(experts, width), min(_ROWS, next_power_of_2(rows))
     launch(
-        _logits, (parts + each, triton.cdiv(rows, each)),
+        _logits, (parts + each, cdiv(rows, each)),
         h, proj, scale, norm, logits, x, rows, eps, n**-0.5,
-        N=n, EXPERTS=experts, PARTS=parts, ROWS=each, WIDTH=width, BLOCK=triton.next_power_of_2(n), warps=8,
+        N=n, EXPERTS=experts, PARTS=parts, ROWS=each, WIDTH=width, BLOCK=next_power_of_2(n), warps=8,
     )  # fmt: skip
     return logits, x
 
@@ -64,7 +65,7 @@ def _launch_route(logits: Tensor, per_expert_scale: Tensor, top_k: int) -> tuple
     chosen = torch.empty((rows, top_k), dtype=torch.int32, device=logits.device)
     launch(
         _route, (rows,), logits, per_expert_scale, weights, chosen,
-        EXPERTS=experts, WIDTH=triton.next_power_of_2(experts), TOP=top_k, SLOTS=triton.next_power_of_2(top_k), warps=1,
+        EXPERTS=experts, WIDTH=next_power_of_2(experts), TOP=top_k, SLOTS=next_power_of_2(top_k), warps=1,
     )  # fmt: skip
     return weights, chosen
 

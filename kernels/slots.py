@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.grid import cdiv, next_power_of_2
 from kernels.launch import launch, trigger, usable, wait
 
 _HEADER, _COUNTS = 16, 4
@@ -47,7 +48,7 @@ def decode_inputs(
     assert ids.shape == positions.shape == slots.shape, (ids.shape, positions.shape, slots.shape)
     rows = ids.shape[0]
     if usable(plan, __name__):
-        grid = (triton.cdiv(rows, 32),)
+        grid = (cdiv(rows, 32),)
         launch(_inputs, grid, plan, tokens, tokens.shape[1], lengths, padding, ids, positions, slots, rows, warps=1, BLOCK=32)
     else:
         _inputs_reference(plan, tokens, lengths, padding, ids, positions, slots)
@@ -60,8 +61,8 @@ def gather_pages(table: Tensor, slots: Tensor, positions: Tensor, page: int, win
     """
     assert out.shape[0] == slots.shape[0] == positions.shape[0], (out.shape, slots.shape)
     if usable(table, __name__):
-        block = min(1024, triton.next_power_of_2(out.shape[1]))
-        grid = (out.shape[0], triton.cdiv(out.shape[1], block))
+        block = min(1024, next_power_of_2(out.shape[1]))
+        grid = (out.shape[0], cdiv(out.shape[1], block))
         strides = (table.shape[1], out.shape[1])
         launch(_pages, grid, table, slots, positions, out, *strides, PAGE=page, WINDOW=window or 0, BLOCK=block, warps=2)
     else:
@@ -74,7 +75,7 @@ def rotary_table(positions: Tensor, frequencies: Tensor, out: Tensor) -> None:
     assert out.shape == (positions.shape[0], 2 * frequencies.shape[0]), (out.shape, positions.shape, frequencies.shape)
     pairs = frequencies.shape[0]
     if usable(positions, __name__):
-        launch(_rotary, (positions.shape[0],), positions, frequencies, out, pairs, warps=1, BLOCK=triton.next_power_of_2(pairs))
+        launch(_rotary, (positions.shape[0],), positions, frequencies, out, pairs, warps=1, BLOCK=next_power_of_2(pairs))
     else:
         angles = positions[:, None].float() * frequencies
         out[:, :pairs], out[:, pairs:] = angles.cos(), angles.sin()

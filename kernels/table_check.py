@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.grid import cdiv, next_power_of_2
 from kernels.launch import launch, trigger, usable, wait
 from kernels.slots import first_entry
 
@@ -57,8 +58,8 @@ def check_table(
         places = (plan, group, table, expected, pages, slots, positions, gathered, page, window, every, violations)
         _check_reference(*places)
         return
-    block = min(1024, triton.next_power_of_2(max(width, gathered.shape[1])))
-    blocks = triton.cdiv(width, block)
+    block = min(1024, next_power_of_2(max(width, gathered.shape[1])))
+    blocks = cdiv(width, block)
     launch(
         _check, (count * blocks + rows,), plan, group, table, expected, pages, count * blocks, blocks, width, slots, positions,
         gathered, gathered.shape[1], violations, PAGE=page, WINDOW=window or 0, EVERY=every, BLOCK=block, LIMIT=RECORDS, warps=4,
@@ -91,7 +92,7 @@ def check_copies(
         return
     launch(
         _check_copies, (rows,), plan, group, expected, pages, expected.shape[1], slots, positions, copies, width, violations,
-        PAGE=page, WINDOW=window or 0, EVERY=every, BLOCK=min(1024, triton.next_power_of_2(width)), LIMIT=RECORDS, warps=4,
+        PAGE=page, WINDOW=window or 0, EVERY=every, BLOCK=min(1024, next_power_of_2(width)), LIMIT=RECORDS, warps=4,
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -37,6 +38,15 @@ def chunk_rows(chunks: Sequence[Chunk]) -> int:
 
 
 @dataclass(frozen=True)
+class RowPlaces:
+    """Views of `ForwardBatch.slots`, `positions` and `rope` of one kind of rows."""
+
+    slots: Tensor
+    positions: Tensor
+    rope: Mapping[RopeKey, Tensor]
+
+
+@dataclass(frozen=True)
 class ForwardBatch:
     """One step's inputs; complete when built, read-only after. T rows: chunk tokens, then decode rows, padding rows last.
 
@@ -62,10 +72,23 @@ class ForwardBatch:
         """T."""
         return self.ids.shape[0]
 
-    @property
+    @cached_property
     def decode_start(self) -> int:
         """First decode row."""
         return chunk_rows(self.chunks)
+
+    @cached_property
+    def chunk_places(self) -> RowPlaces:
+        """Of the chunks' rows; sliced once a step, not in every layer."""
+        return self._places(slice(0, self.decode_start))
+
+    @cached_property
+    def decode_places(self) -> RowPlaces:
+        """Of the decode rows, likewise."""
+        return self._places(slice(self.decode_start, self.rows))
+
+    def _places(self, rows: slice) -> RowPlaces:
+        return RowPlaces(self.slots[rows], self.positions[rows], {key: table[rows] for key, table in self.rope.items()})
 
 
 def eager_batch(

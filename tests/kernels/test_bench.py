@@ -1,6 +1,7 @@
 """The kernel bench reaches its end on the CPU: every mode, at small shapes, in the interpreter."""
 
 import json
+import re
 import subprocess
 import sys
 from typing import Any
@@ -72,3 +73,12 @@ def test_sums_need_every_product() -> None:
     assert total == {"step_of_rows": 1, "best_ms": 1.055, "ours_ms": 1.055, "cublas_ms": None, "floor_ms": 0.061}
     best = [(row["tile"], row["us"], row["cublas_us"]) for row in best_tiles(timed)]
     assert best == [("gemv", 15.0, 17.0), ("gemv", 155.0, None)]
+
+
+@pytest.mark.slow
+def test_launch_cost() -> None:
+    """The host's time of a launch is shown each way, and known launches take less than half of Triton's."""
+    command = [sys.executable, "-m", "tests.bench.launch_cost", "--member", "nano:31b", "--rows", "12", "--repeats", "20"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    by_triton, known = (float(found) for found in re.findall(r"a launch ([\d.]+) and ([\d.]+) us", done.stdout)[0])
+    assert 0 < known < by_triton / 2, done.stdout

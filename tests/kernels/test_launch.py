@@ -111,12 +111,13 @@ def test_without_the_interpreter_the_cpu_is_not_usable() -> None:
 
 
 class _Kernel:
-    """Stands in for a compiled kernel: remembers options, and compiles once per set of constexprs."""
+    """Stands in for a kernel that only Triton may launch: remembers options, and compiles once per set of constexprs."""
 
     __name__ = "stand_in"
+    constexprs = ()
 
     def __init__(self, *names: str) -> None:
-        self.arg_names = names
+        self.fn, self.arg_names, self.pre_run_hooks = self, names, [None]
         self.calls: list[dict[str, Any]] = []
         self._compiled: dict[str, object] = {}
 

@@ -34,11 +34,11 @@ class PagedDecode:
     def attend(self, qkv: Tensor, layer: Layer, norms: Norms, batch: ForwardBatch, plan: None, out: Tensor) -> None:
         """As `DecodePart.attend`."""
         assert plan is None, plan
-        group, first = self._cache.group, batch.decode_start
+        group, places = self._cache.group, batch.decode_places
         cut = self._cuts[bisect.bisect_left(self._settings.buckets, len(qkv))]
         decode_attention(
-            qkv, self._cache.layer(layer.kv_source), batch.pages[group.index], batch.positions[first:],
-            batch.rope[layer.rope, layer.head_dim][first:], *norms, self._settings.eps, group.window, self._scratch, out, *cut,
+            qkv, self._cache.layer(layer.kv_source), batch.pages[group.index], places.positions,
+            places.rope[layer.rope, layer.head_dim], *norms, self._settings.eps, group.window, self._scratch, out, *cut,
         )  # fmt: skip
 
 

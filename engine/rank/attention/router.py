@@ -35,10 +35,11 @@ class AttentionRouter:
         """As `AttentionBackend.attend`."""
         index, first = group.group.index, batch.decode_start
         if first:
-            chunked = slice(0, first)
-            q = qkv.new_empty(first, self._settings.heads, layer.head_dim)
-            places = (batch.slots[chunked], batch.positions[chunked], batch.rope[layer.rope, layer.head_dim][chunked])
-            qkv_post(qkv[chunked], group.layer(layer.kv_source), group.table, *places, *norms, self._settings.eps, q)
-            self._extend[index].attend(q, layer, plan.extend[index], out[chunked].view(q.shape))
+            q, places = qkv.new_empty(first, self._settings.heads, layer.head_dim), batch.chunk_places
+            qkv_post(
+                qkv[:first], group.layer(layer.kv_source), group.table, places.slots, places.positions,
+                places.rope[layer.rope, layer.head_dim], *norms, self._settings.eps, q,
+            )  # fmt: skip
+            self._extend[index].attend(q, layer, plan.extend[index], out[:first].view(q.shape))
         if batch.rows > first:
             self._decode[index].attend(qkv[first:], layer, norms, batch, plan.decode[index], out[first:])

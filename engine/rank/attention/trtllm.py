@@ -189,11 +189,10 @@ class TrtllmDecode:
 
     def prepare(self, batch: ForwardBatch) -> TableRows:
         """The rows' tables and lengths."""
-        first, cache = batch.decode_start, self._cache
-        count = batch.rows - first
+        cache, count = self._cache, batch.rows - batch.decode_start
         assert count <= len(self._tables), (count, len(self._tables))
         rows = TableRows(self._tables[:count], self._lengths[:count], cache.read_width * cache.group.page)
-        places = (batch.slots[first:], batch.positions[first:])
+        places = (batch.decode_places.slots, batch.decode_places.positions)
         block_tables(cache.table, *places, cache.group.page, cache.group.window, rows.tables, rows.lengths)
         if self._settings.check is not None:
             self._settings.check(cache.group, rows.tables, *places, cache.group.window)
@@ -201,9 +200,9 @@ class TrtllmDecode:
 
     def attend(self, qkv: Tensor, layer: Layer, norms: Norms, batch: ForwardBatch, plan: TableRows, out: Tensor) -> None:
         """As `DecodePart.attend`."""
-        first, pool, q = batch.decode_start, self._cache.layer(layer.kv_source), self._q[: len(qkv)]
-        places = (batch.slots[first:], batch.positions[first:], batch.rope[layer.rope, layer.head_dim][first:])
-        qkv_post(qkv, pool, self._cache.table, *places, *norms, self._settings.eps, q)
+        pool, q, places = self._cache.layer(layer.kv_source), self._q[: len(qkv)], batch.decode_places
+        rope = places.rope[layer.rope, layer.head_dim]
+        qkv_post(qkv, pool, self._cache.table, places.slots, places.positions, rope, *norms, self._settings.eps, q)
         call_decode(self._scratch, self._cache.group, q, pool, plan, out.view(q.shape))
 
 
