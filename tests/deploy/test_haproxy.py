@@ -6,7 +6,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -135,6 +135,31 @@ def test_what_no_replica_is_asked_is_refused_in_shape(tmp_path: Path, line: str,
     assert (b"allow: GET, POST" in head) == (status == 405)
     with haproxy(tmp_path, free_port(), None) as url:
         assert b'"error"' not in answered(url, said)
+
+
+def test_an_address_may_hold_so_many_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond QUARTET_CONNECTIONS_PER_ADDRESS one is closed at once, until another ends; others are served. Planted: no limit."""
+    ingress_errors.write(tmp_path)
+
+    def refused(url: str, source: str = "127.0.0.1") -> bool:
+        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), 1, (source, 0)) as made:
+            try:
+                made.sendall(b"FOO / HTTP/1.1\r\nHost: a\r\n\r\n")
+                return made.recv(4096) == b""
+            except ConnectionError:
+                return True
+
+    for limit in ("3", ""):
+        monkeypatch.setenv("QUARTET_CONNECTIONS_PER_ADDRESS", limit)
+        with haproxy(tmp_path, free_port(), tmp_path) as url, ExitStack() as held:
+            for _ in range(3):
+                assert not refused(url)
+            for _ in range(3):
+                held.enter_context(socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=1))
+            wait(lambda: refused(url) == bool(limit), 5)
+            assert not refused(url, "127.0.0.2")
+            held.close()
+            wait(lambda: not refused(url), 5)
 
 
 def test_an_application_is_routed_when_haproxy_has_a_replica_of_it(tmp_path: Path) -> None:
