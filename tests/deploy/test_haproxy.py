@@ -156,7 +156,7 @@ def test_an_address_may_hold_so_many_connections(tmp_path: Path, monkeypatch: py
                 assert not refused(url)
             for _ in range(3):
                 held.enter_context(socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=1))
-            wait(lambda: refused(url) == bool(limit), 5)
+            wait(lambda url=url, limit=limit: refused(url) == bool(limit), 5)
             assert not refused(url, "127.0.0.2")
             held.close()
             wait(lambda: not refused(url), 5)
