@@ -14,22 +14,22 @@ from tests.conftest import Nano
 from tests.support.engine.ranks import WORKER, Ranks
 from tests.support.engine.recording import (
     PAGES,
-    REQUESTS,
     TRIGGER,
     Recording,
     config_of,
     record,
     replay_in_step,
-    request,
     tokens_of,
 )
 
 pytestmark = pytest.mark.cpu
 
+REQUESTS, MAX_TOKENS = 8, (4, 8, 8, 16)  # a third of the steps of the recordings for GPUs, where steps cost nothing
+
 
 @pytest.fixture(scope="module")
 def recording(nano: Nano) -> Recording:
-    return record(nano("31b"))
+    return record(nano("31b"), requests=REQUESTS, max_tokens=MAX_TOKENS)
 
 
 def test_the_recording_is_worth_replaying(recording: Recording) -> None:
@@ -37,7 +37,8 @@ def test_the_recording_is_worth_replaying(recording: Recording) -> None:
     plans = recording.plans
     admissions = [admission for plan in plans for admission in plan.admissions]
     assert any(plan.chunks and plan.decodes for plan in plans)
-    assert any(len(admission.tokens) > admission.prompt for admission in admissions), "nobody was preempted"
+    again = [admission for admission in admissions if len(admission.tokens) > admission.prompt]
+    assert any(admission.tokens[-1] != TRIGGER for admission in again), "nobody was preempted"
     assert len({admission.slot for admission in admissions}) < len(admissions) / 2
     assert any(plan.releases for plan in plans)
     rows = [row for result in recording.results for row in result.rows]
@@ -45,7 +46,7 @@ def test_the_recording_is_worth_replaying(recording: Recording) -> None:
     assert sum(plan.masked for plan in plans) > 10
     assert any(admission.tokens[-1] == TRIGGER for admission in admissions), "nothing followed a trigger"
     assert recording.masks.keys() == {plan.step for plan in plans if plan.masked}
-    given = sum(request(number).params.max_tokens for number in range(REQUESTS)) + 2 * 12
+    given = sum(MAX_TOKENS[number % 4] for number in range(REQUESTS)) + 2 * 12
     assert len(rows) < given, "no request ended before its max_tokens"
 
 
