@@ -62,9 +62,20 @@ def replay_two_out(ranks: Ranks, recording: Recording) -> list[StepResult]:
     return [*results, ranks.result()]
 
 
+def ends_by_an_unreadable_plan(ranks: Ranks, step: int) -> None:
+    """Every rank raises, ends with code 1, and writes a traceback whose every line names it."""
+    ranks.plans.write(step, b"\\7" * 64)
+    assert ranks.wait() == [1] * ranks.config.tp
+    for rank, text in enumerate(ranks.stderr()):
+        lines = [line for line in text.splitlines() if not line.startswith("loaded ")]
+        assert lines
+        assert all(line.startswith(f"rank {rank}: ") for line in lines)
+        assert "plan version" in lines[-1]
+
+
 def test_four_ranks_compute_what_one_does(recording: Recording) -> None:
     """TP=4 gives TP=1's tokens and, to 1e-4, its logprobs; all hashes agree after every step; replayed two plans at a time, with
-    late masks, the stream ends on the same hash; a stop plan ends every rank in order."""
+    late masks, the stream ends on the same hash; a stop plan ends every rank in order, one that cannot be read with an error."""
     config = config_of(recording.folder, 4)
     with Ranks(config) as ranks:
         loaded = ranks.boot(PAGES)
@@ -85,6 +96,7 @@ def test_four_ranks_compute_what_one_does(recording: Recording) -> None:
         again = replay_two_out(ranks, recording)
         assert ranks.hashes(len(recording.plans)) == hashes[-1]
         assert again == results
+        ends_by_an_unreadable_plan(ranks, len(recording.plans) + 1)
 
 
 FAULTY = """
@@ -104,29 +116,19 @@ main()
 
 def test_one_all_reduce_left_out_is_seen(recording: Recording) -> None:
     """Planted fault: one rank that keeps its own part of one sum has another hash from that very step on, and logprobs go wrong by
-    100 times the tolerance."""
+    100 times the tolerance. When their lifelines end, running ranks do within two seconds."""
     script = FAULTY.format(call=13 + 13 * 3 + 2)  # the sign of life at boot, three steps, then the first layer's sum
     with Ranks(config_of(recording.folder, 4), lambda rank: ("-c", script) if rank == 2 else WORKER) as ranks:
         ranks.boot(PAGES)
         results, hashes = replay_in_step(ranks, recording.plans[:24], {})
+        for lifeline in ranks.lifelines:
+            lifeline.sock.close()
+        assert ranks.wait(2.0) == [0] * 4
     agree = [len(set(step)) == 1 for step in hashes]
     assert agree == [True] * 3 + [False] * 21
     assert all(step[0] == step[1] == step[3] != step[2] for step in hashes[3:])
     whole = recording.results[:24]
     assert tokens_of(results) != tokens_of(whole) or logprob_error(results, whole) > 1e-2
-
-
-def test_a_plan_that_cannot_be_read_ends_every_rank(recording: Recording) -> None:
-    """A rank that raises after Ready ends with code 1 and a traceback whose every line names the rank."""
-    with Ranks(config_of(recording.folder, 2)) as ranks:
-        ranks.boot(PAGES)
-        ranks.plans.write(1, b"\\7" * 64)
-        assert ranks.wait() == [1, 1]
-        for rank, text in enumerate(ranks.stderr()):
-            lines = [line for line in text.splitlines() if not line.startswith("loaded ")]
-            assert lines
-            assert all(line.startswith(f"rank {rank}: ") for line in lines)
-            assert "plan version" in lines[-1]
 
 
 def test_an_impossible_boot_is_told(recording: Recording, tmp_path: Path) -> None:
@@ -162,17 +164,13 @@ def test_a_boot_that_fails_says_what_the_ranks_wrote(nano: Nano, script: str, to
     assert "rank 0: exit code None" in str(raised.value)
 
 
-def test_the_end_of_the_lifeline_ends_a_rank(recording: Recording) -> None:
-    """Ranks whose replica is gone end by themselves within a second or so, before and after Ready."""
-    for booted in (False, True):
-        with Ranks(config_of(recording.folder, 2)) as ranks:
-            if booted:
-                ranks.boot(PAGES)
-            else:
-                ranks.send(Configure(ranks.config))
-            for lifeline in ranks.lifelines:
-                lifeline.sock.close()
-            assert ranks.wait(30.0 if not booted else 2.0) == [0, 0]  # it may still import
+def test_the_end_of_the_lifeline_ends_a_rank_that_boots(recording: Recording) -> None:
+    """Ranks whose replica is gone before Ready end by themselves."""
+    with Ranks(config_of(recording.folder, 2)) as ranks:
+        ranks.send(Configure(ranks.config))
+        for lifeline in ranks.lifelines:
+            lifeline.sock.close()
+        assert ranks.wait(30.0) == [0, 0]  # they may still import
 
 
 def test_a_rank_alone_raises(recording: Recording) -> None:
