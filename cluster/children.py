@@ -92,10 +92,7 @@ class Child:
     def receive(self) -> BootMessage | None:
         """The next boot message, at most a second away once its socket is readable; None at the end of its lifeline."""
         self.lifeline.sock.settimeout(1.0)
-        try:
-            message = self.lifeline.receive()
-        except ConnectionResetError:  # it ended with something of ours unread
-            return None
+        message = self.lifeline.receive()
         if isinstance(message, Failed):
             self._last_error = message
         return message
@@ -114,7 +111,7 @@ class Child:
         try:
             while (message := self.lifeline.receive()) is not None and self._last_error is None:
                 self._last_error = message if isinstance(message, Failed) else None
-        except (BlockingIOError, ConnectionResetError):
+        except BlockingIOError:
             return
 
     def wait(self, timeout_s: float) -> bool:

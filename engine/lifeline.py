@@ -152,9 +152,12 @@ class BootSocket:
         self.sock.sendall(frame(_encode(message)))
 
     def receive(self) -> BootMessage | None:
-        """The next message; None at end of file. Raises TimeoutError as the socket does."""
+        """The next message; None when the other end is closed, whatever it left unread. Raises TimeoutError as the socket does."""
         while not self._pending:
-            data = self.sock.recv(1 << 16)
+            try:
+                data = self.sock.recv(1 << 16)
+            except ConnectionResetError:  # it left something of ours unread
+                return None
             if not data:
                 return None
             self._pending = [_decode(message) for message in self._frames.feed(data)]

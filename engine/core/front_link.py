@@ -9,7 +9,10 @@ MAX_UNSENT_BYTES = 64 << 20  # answers that a front has not read; beyond, it has
 
 
 class FrontLink:
-    """The front's socket: whole messages in, buffered frames out, never blocking."""
+    """The front's socket: whole messages in, buffered frames out, never blocking.
+
+    Every method raises EOFError when the front is gone: it closed the socket, or left answers unread in it, which is a reset.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -18,7 +21,7 @@ class FrontLink:
         self._unsent = bytearray()
 
     def receive(self, timeout_s: float) -> list[bytes]:
-        """Messages that have come, after `timeout_s` at most, or once there was room to send; EOFError when the front is gone."""
+        """Messages that have come, after `timeout_s` at most, or once there was room to send."""
         readable, writable, _ = select.select([self._sock], [self._sock] if self._unsent else [], [], timeout_s)
         if writable:
             self.flush()
@@ -28,6 +31,8 @@ class FrontLink:
             data = self._sock.recv(1 << 20)
         except BlockingIOError:
             return []
+        except ConnectionError as error:
+            raise EOFError("the front left answers unread") from error
         if not data:
             raise EOFError("the front closed its socket")
         return self._frames.feed(data)
@@ -46,4 +51,6 @@ class FrontLink:
                 sent = self._sock.send(self._unsent)
             except BlockingIOError:
                 return
+            except ConnectionError as error:
+                raise EOFError("the front closed its socket") from error
             del self._unsent[:sent]

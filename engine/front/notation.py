@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from engine.front.value_schema import ValueSchema
 
+QUOTE = '<|"|>'  # the marker on both sides of a string
 SPACE = re.compile(r"\s*")
 SPACE_AND_COMMAS = re.compile(r"[\s,]*")
 HALF_LITERAL = re.compile(r"-?(?:[0-9][0-9.eE+-]*)?|t(?:r(?:ue?)?)?|f(?:a(?:l(?:se?)?)?)?|n(?:u(?:ll?)?)?")

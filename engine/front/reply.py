@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from engine.front.arguments import ArgumentsParser
+from engine.front.notation import QUOTE
 from engine.front.parts import Arguments, Content, Part, Reasoning, ToolCallStart, joined
 from engine.front.text import Detokenizer, TextProcessor
 from engine.front.tools import Tools
@@ -42,7 +43,7 @@ _MARKERS = {
     "<channel|>": "end_thought",
     "<|tool_call>": "begin_call",
     "<tool_call|>": "end_call",
-    '<|"|>': "quote",
+    QUOTE: "quote",
 }
 _BOUNDARIES = ("<|turn>", "<turn|>", "<|tool_response>", "<tool_response|>")
 

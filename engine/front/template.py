@@ -4,9 +4,13 @@ A control token in a prompt may come from the template, never from a message. So
 rendered: a sentinel character that occurs in none of them goes behind every "<" (every first character of a control
 token). No control token survives that, and none can grow where two parts meet. Whoever reads the rendered text cuts it
 at its control tokens first, and takes the sentinel out of what lies between afterwards.
+
+Templates write a call's arguments from a mapping. Of arguments that were cut the notation is written here: a template gets it
+as a key, and what it writes behind that key, up to the marker that ends the call, is taken out.
 """
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -16,6 +20,8 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.errors import CheckpointError, InvalidRequest
+from engine.front.cut_arguments import CutArguments, CutReader
+from engine.front.notation import QUOTE
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 EXTRAS = frozenset({"preserve_thinking"})
@@ -60,7 +66,8 @@ class ChatTemplate:
             ) from error
 
     def _render(self, conversation: Conversation) -> tuple[str, str]:
-        messages = [_prepared(message, place) for place, message in enumerate(conversation.messages)]
+        cut = CutReader(_json)
+        messages = [_prepared(message, place, cut) for place, message in enumerate(conversation.messages)]
         sentinel = _sentinel([messages, conversation.tools])
         variables = self._tokens | dict(conversation.extra)
         text = self._template.render(
@@ -71,7 +78,7 @@ class ChatTemplate:
             enable_thinking=conversation.enable_thinking,
             add_generation_prompt=conversation.add_generation_prompt,
         )
-        return text, sentinel
+        return _without_ends(text, messages, _end_of_cut(sentinel)), sentinel
 
     def _guard(self, value: Any, sentinel: str) -> Any:
         """A copy of a JSON value in which no string holds, or can help to form, a control token."""
@@ -79,6 +86,8 @@ class ChatTemplate:
             for opener in self._openers:
                 value = value.replace(opener, opener + sentinel)
             return value
+        if isinstance(value, CutArguments):
+            return {QUOTE.join(self._guard(part, sentinel) for part in value) + _end_of_cut(sentinel): True}
         if isinstance(value, Mapping):
             return {self._guard(key, sentinel): self._guard(item, sentinel) for key, item in value.items()}
         if isinstance(value, Sequence):
@@ -86,12 +95,29 @@ class ChatTemplate:
         return value
 
 
+def _end_of_cut(sentinel: str) -> str:
+    """What ends a key that stands for cut arguments; behind a guarded character there is one sentinel, never two and a colon."""
+    return 2 * sentinel
+
+
+def _without_ends(text: str, messages: Sequence[Mapping[str, Any]], end: str) -> str:
+    """The rendered text with calls that were cut ending where they were. InvalidRequest: the template has not shown them so."""
+    calls = [call for message in messages for call in message.get("tool_calls") or ()]
+    cut = sum(isinstance(call["function"]["arguments"], CutArguments) for call in calls)
+    if not cut:
+        return text
+    text, found = re.subn(f"{end}:true}}", "", text)
+    if found != cut:
+        raise InvalidRequest("messages: the chat template cannot show tool calls whose arguments were cut", param="messages")
+    return text
+
+
 def strip_thoughts(text: str) -> str:
     """A reply without its <|channel>...<channel|> spans; an unclosed span goes to the end."""
     return "".join(part.split("<|channel>")[0] for part in text.split("<channel|>"))
 
 
-def _prepared(message: Mapping[str, Any], place: int) -> dict[str, Any]:
+def _prepared(message: Mapping[str, Any], place: int, cut: CutReader) -> dict[str, Any]:
     """The message as templates want it: a known role, replies without thoughts, tool arguments as mappings."""
     role = message.get("role")
     if role not in ROLES:
@@ -105,7 +131,7 @@ def _prepared(message: Mapping[str, Any], place: int) -> dict[str, Any]:
             ready |= {"reasoning": thought, "reasoning_content": thought}  # some templates read the one, some the other
     if message.get("tool_calls"):
         where = f"messages[{place}].tool_calls"
-        ready["tool_calls"] = [_with_mapping(call, f"{where}[{n}]") for n, call in enumerate(message["tool_calls"])]
+        ready["tool_calls"] = [_with_mapping(call, f"{where}[{n}]", cut) for n, call in enumerate(message["tool_calls"])]
     return ready
 
 
@@ -119,13 +145,13 @@ def _without_thoughts(content: Any) -> Any:
     return content
 
 
-def _with_mapping(call: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The call with its arguments as a mapping: OpenAI sends a JSON string, templates would print it verbatim."""
+def _with_mapping(call: Mapping[str, Any], where: str, cut: CutReader) -> dict[str, Any]:
+    """The call with its arguments as a mapping, or CutArguments: OpenAI sends a JSON string, templates would print it verbatim."""
     function = dict(call["function"])
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        arguments = _parse_arguments(arguments, where)
-    if not isinstance(arguments, Mapping):
+        arguments = _parse_arguments(arguments, where, cut)
+    if not isinstance(arguments, Mapping | CutArguments):
         raise InvalidRequest(f"{where}.function.arguments: not a JSON object", param="messages")
     return dict(call) | {"function": function | {"arguments": arguments}}
 
@@ -147,11 +173,18 @@ class Lexeme(float):
     __str__ = __repr__
 
 
-def _parse_arguments(text: str, where: str) -> Any:
+def _parse_arguments(text: str, where: str, cut: CutReader) -> Any:
+    """The value that JSON says, or CutArguments where it only begins. InvalidRequest: it is neither."""
     try:
-        return json.loads(text, parse_float=Lexeme, parse_int=_integer, parse_constant=_refuse)
+        return _json(text)
     except (ValueError, RecursionError) as error:
+        if (begun := cut.read(text)) is not None:
+            return begun
         raise InvalidRequest(f"{where}.function.arguments: not JSON ({error})", param="messages") from error
+
+
+def _json(text: str) -> Any:
+    return json.loads(text, parse_float=Lexeme, parse_int=_integer, parse_constant=_refuse)
 
 
 def _integer(text: str) -> int | Lexeme:

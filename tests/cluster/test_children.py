@@ -2,12 +2,13 @@
 
 import itertools
 import os
+import socket
 
 import pytest
 
 from cluster.children import ROOT, ExitStatus, child_name, environment, root_cause
 from cluster.group import spin_polls
-from engine.lifeline import Failed
+from engine.lifeline import Allocate, BootSocket, Failed, Ready
 
 pytestmark = [pytest.mark.pure, pytest.mark.alone]
 
@@ -36,6 +37,29 @@ def test_an_exit_status_is_a_sentence() -> None:
         "the core ended with exit code 0",
     ]
     assert str(ExitStatus("rank 0", -35)) == "rank 0 was killed by signal 35"
+
+
+@pytest.mark.parametrize("unread", [False, True])
+def test_a_lifeline_ends_whatever_was_left_unread(unread: bool) -> None:
+    """What its other end said is heard, then it is at its end. Planted: the bare socket is reset where a message was unread."""
+
+    def left() -> socket.socket:
+        ours, theirs = socket.socketpair()
+        BootSocket(theirs).send(Ready("on"))
+        if unread:
+            BootSocket(ours).send(Allocate((1, 2)))
+        theirs.close()
+        return ours
+
+    with left() as sock:
+        lifeline = BootSocket(sock)
+        assert [lifeline.receive(), lifeline.receive()] == [Ready("on"), None]
+    with left() as sock:
+        sock.recv(1 << 16)
+        if unread:
+            with pytest.raises(ConnectionResetError):
+                sock.recv(1 << 16)
+        assert sock.recv(1 << 16) == b""
 
 
 def test_the_last_record_is_the_core() -> None:

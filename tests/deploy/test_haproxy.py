@@ -137,6 +137,41 @@ def test_what_no_replica_is_asked_is_refused_in_shape(tmp_path: Path, line: str,
         assert b'"error"' not in answered(url, said)
 
 
+def test_an_address_may_hold_so_many_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond QUARTET_CONNECTIONS_PER_ADDRESS one is closed at once, until another ends; others are served. Planted: no limit."""
+    ingress_errors.write(tmp_path)
+
+    def answered_on(url: str, source: str = "127.0.0.1") -> socket.socket | None:
+        """A connection that had an answer, and is open."""
+        made = socket.socket()
+        made.settimeout(1)
+        made.bind((source, 0))
+        with suppress(ConnectionError):
+            made.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+            made.sendall(b"FOO / HTTP/1.1\r\nHost: a\r\n\r\n")
+            if made.recv(4096):
+                return made
+        made.close()
+        return None
+
+    def taken(url: str, held: list[socket.socket], source: str = "127.0.0.1") -> bool:
+        made = answered_on(url, source)
+        held += [made] if made else []
+        return made is not None
+
+    for limit in ("3", ""):
+        monkeypatch.setenv("QUARTET_CONNECTIONS_PER_ADDRESS", limit)
+        held: list[socket.socket] = []
+        with haproxy(tmp_path, free_port(), tmp_path) as url:
+            wait(lambda url=url, held=held: taken(url, held) and len(held) == 3, 5)  # the first may meet the probe's connection
+            assert [taken(url, held) for _ in range(3)] == [not limit] * 3
+            assert taken(url, held, "127.0.0.2")
+            for made in held:
+                made.close()
+            wait(lambda url=url, held=held: taken(url, held), 5)
+            held[-1].close()
+
+
 def test_an_application_is_routed_when_haproxy_has_a_replica_of_it(tmp_path: Path) -> None:
     """Not when only the fallback is left, which is Serve's own proxy; and none is once HAProxy has gone."""
     admin = tmp_path / "admin.sock"

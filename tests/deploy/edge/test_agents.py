@@ -6,6 +6,7 @@ Zed: crates/open_ai. Cline: core/api/providers/openai.ts. Vercel's AI SDK: packa
 import json
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.support.edge.api_client import events, token_steps
@@ -73,3 +74,35 @@ def test_what_agents_send_is_served(edge: Edge, monkeypatch: pytest.MonkeyPatch,
     assert chunks[-1]["usage"]["completion_tokens"] == len(written)
     prompt = edge.text.decode(edge.core.requests[0].tokens, skip_special_tokens=False)
     assert ("response:read_file" in prompt) == ("tools" in body)
+
+
+def asked(arguments: str) -> dict[str, dict[str, Any]]:
+    """A chat and a response whose history has a call with these arguments, which its agent could not read."""
+    call = CALL | {"function": CALL["function"] | {"arguments": arguments}}
+    item = {"type": "function_call", "call_id": "call_1", "name": "read_file", "arguments": arguments, "status": "incomplete"}
+    said = "no JSON"
+    return {
+        CHAT: {
+            "messages": [{"role": "user", "content": "Fix it"}, {"role": "assistant", "tool_calls": [call]},
+                         {"role": "tool", "tool_call_id": "call_1", "content": said}],
+            "tools": [READ],
+        },
+        "/v1/responses": {
+            "input": [{"role": "user", "content": "Fix it"}, item,
+                      {"type": "function_call_output", "call_id": "call_1", "output": said}],
+            "tools": [{"type": "function", **READ["function"]}],
+        },
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses"])
+def test_a_call_that_was_cut_is_no_end_of_a_conversation(edge: Edge, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """The model sees it as far as it was written, and not completed. Planted: arguments that begin no JSON are a 400."""
+    monkeypatch.setattr(edge.service, "max_len", 4096)
+    edge.core.steps = token_steps(edge, "again")
+    assert httpx.post(f"{edge.url}{path}", timeout=10, json={"model": "nano", **asked('{"path":"a.p')[path]}).status_code == 200
+    prompt = edge.text.decode(edge.core.requests[0].tokens, skip_special_tokens=False)
+    assert 'call:read_file{path:<|"|>a.p<tool_call|><|tool_response>response:read_file{value:<|"|>no JSON<|"|>}' in prompt
+    reply = httpx.post(f"{edge.url}{path}", timeout=10, json={"model": "nano", **asked('{"path":a.p')[path]})
+    assert reply.status_code == 400
+    assert "arguments: not JSON" in reply.json()["error"]["message"]

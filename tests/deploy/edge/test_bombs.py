@@ -109,6 +109,7 @@ BOMBS: dict[str, Callable[[], tuple[str, bytes, int]]] = {
         CALL + b'{"a":[' + b"[]," * 300_000 + b"[]]}}}]}]}",
         400,
     ),
+    "arguments that were cut": lambda: (CHAT, CALL + json.dumps('{"a":["' + '","' * 150_000).encode() + b"}}]}]}", 400),
     "turns of Anthropic's": lambda: (MESSAGES, repeated(ANTHROPIC, b'{"role":"user","content":""}', b"]}"), 400),
     "blocks": lambda: (MESSAGES, repeated(ANTHROPIC + b'{"role":"user","content":[', b'{"type":"text","text":""}', b"]}]}"), 400),
     "blocks of results": lambda: (

@@ -12,6 +12,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from deploy.edge.openai.schemas import ChatRequest, parse
 from deploy.models.nano.build import build
 from engine.front import template
+from engine.front.cut_arguments import CutReader
 from engine.front.template import ChatTemplate
 from engine.front.text import TextProcessor
 from tests.support.engine.schemas import members
@@ -141,8 +142,8 @@ def test_conversations_are_rendered_as_transformers_does(checkpoints: list[Check
     assert differing(checkpoints) == []
 
 
-def _without_ids(message: dict[str, Any], place: int) -> dict[str, Any]:
-    ready = _prepared(message, place)
+def _without_ids(message: dict[str, Any], place: int, cut: CutReader) -> dict[str, Any]:
+    ready = _prepared(message, place, cut)
     return {key: value for key, value in ready.items() if key != "tool_call_id"}
 
 
@@ -159,5 +160,5 @@ def test_another_rendering_is_seen(checkpoints: list[Checkpoint], monkeypatch: p
             render = ChatTemplate.render
             monkeypatch.setattr(ChatTemplate, "render", lambda self, conversation: (render(self, conversation)[0], ""))
         case _:
-            monkeypatch.setattr(template, "_parse_arguments", lambda text, where: {"": text})
+            monkeypatch.setattr(template, "_parse_arguments", lambda text, where, cut: {"": text})
     assert len(differing(checkpoints)) > CASES // 10

@@ -213,6 +213,40 @@ def test_what_a_front_left_unread_goes_out_when_it_reads() -> None:
     theirs.close()
 
 
+def left_by_a_front(unread: bool) -> socket.socket:
+    """The core's end of a socket whose front has said something and closed it; `unread`: with an answer unread."""
+    ours, theirs = socket.socketpair()
+    Front(ours).send(Control(action="report"))
+    if unread:
+        theirs.sendall(b"an answer")
+    ours.close()
+    return theirs
+
+
+@pytest.mark.parametrize("unread", [False, True])
+def test_a_front_that_leaves_is_an_end_of_file(unread: bool) -> None:
+    """Whatever it left unread: what it said is heard, and then both directions raise EOFError, which ends the core in order.
+
+    Planted: the bare socket, which is reset when something is unread, and cannot be written to.
+    """
+    batch = TokenBatch(outputs=[], load=load())
+    with left_by_a_front(unread) as sock:
+        link = FrontLink(sock)
+        assert len(link.receive(1.0)) == 1
+        for use in (lambda: link.receive(1.0), lambda: link.send(batch), lambda: link.receive(1.0)):
+            with pytest.raises(EOFError):
+                use()
+    with left_by_a_front(unread) as sock, pytest.raises(EOFError):
+        FrontLink(sock).send(batch)
+    with left_by_a_front(unread) as sock:
+        sock.recv(100)
+        if unread:
+            with pytest.raises(ConnectionResetError):
+                sock.recv(100)
+        with pytest.raises(BrokenPipeError):
+            sock.send(b"more")
+
+
 def test_long_prompts_come_one_a_turn() -> None:
     """Of several long prompts in the socket the loop takes in one between two plans; short ones all at once. None is lost."""
     ours, theirs = socket.socketpair()

@@ -31,22 +31,25 @@ def ids_of(text: TextProcessor, segments: list[Segment]) -> list[int]:
     return text.encode("".join(NAMES[each] if isinstance(each, int) else each for each in segments), add_bos=False)
 
 
-def arguments(rng: random.Random) -> list[Segment]:
-    """Two random members in the order in which templates render them; none spells a marker."""
+def arguments(rng: random.Random, *, ordered: bool = True) -> list[Segment]:
+    """Two random members, `ordered`: as templates render them; none spells a marker."""
     while True:
         native, _ = members([value(rng, depth=1) for _ in range(2)], rng)
         keys = [each[:-1] for each in native if isinstance(each, str) and each.endswith(":")]
         spelled = any(name in each for name in NAMES for each in native if isinstance(each, str))
-        if not spelled and keys == sorted(keys, key=str.lower) and sum(each == "{" for each in native) == 1:
+        in_order = keys == sorted(keys, key=str.lower) and sum(each == "{" for each in native) == 1
+        if not spelled and (in_order or not ordered):
             return native
 
 
-def message(text: TextProcessor, tools: list[dict[str, Any]], prompt: list[int], reply: list[int]) -> dict[str, Any]:
-    """The reply as a client keeps it."""
+def message(
+    text: TextProcessor, tools: list[dict[str, Any]], prompt: list[int], reply: list[int], *, cut: bool = False
+) -> dict[str, Any]:
+    """The reply as a client keeps it; `cut`: max_tokens ended it."""
     markers = Markers.of(text)
     assert markers is not None
     parser, choice = ReplyParser(text.pieces, markers, Tools(tools), prompt=prompt), Choice()
-    choice.add(Delta((*parser.push(reply), *parser.end(cut=False)), reply, [], None))
+    choice.add(Delta((*parser.push(reply), *parser.end(cut=cut)), reply, [], None))
     calls = [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in choice.calls
     ]
@@ -94,3 +97,45 @@ def test_another_order_is_seen(texts: dict[str, TextProcessor]) -> None:
     """The comparison fails for keys in an order that no template renders."""
     before, after = again(texts["e2b"], [2, "call:get_weather{b:1,a:2}", 3], thinking=False)
     assert before != after
+
+
+def shown_again(text: TextProcessor, reply: list[int], *, thinking: bool = False, fault: str = "") -> tuple[int, bool]:
+    """(tokens at the end of a reply without an end that the next prompt lacks, whether a call's end follows what it has)"""
+    prompt = text.render_chat([USER], tools=[WEATHER], enable_thinking=thinking)
+    turn = message(text, [WEATHER], prompt, reply, cut=True)
+    for call in turn["tool_calls"]:
+        if fault == "completed":
+            call["function"]["arguments"] += '"}'
+        elif fault == "emptied":
+            call["function"]["arguments"] = "{}"
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "no JSON"} for call in turn["tool_calls"]]
+    before, after = [*prompt, *reply], text.render_chat([USER, turn, *results], tools=[WEATHER], enable_thinking=thinking)
+    same = next((at for at, (was, now) in enumerate(zip(before, after, strict=False)) if was != now), len(before))
+    return len(before) - same, after[same] == text.control_id("<tool_call|>")
+
+
+@pytest.mark.parametrize(("member", "thinking"), [("31b", True), ("e2b", False)])
+def test_a_cut_call_comes_back_as_far_as_it_was_written(texts: dict[str, TextProcessor], member: str, thinking: bool) -> None:
+    """Cut anywhere in its arguments, whose keys may be in any order: all tokens but a last comma or half of a character, then the
+    marker that ends a call, and nothing closed before it."""
+    text = texts[member]
+    thought: list[Segment] = [0, "thought\nHm.\n", 1] if thinking else []
+    for seed in range(20):
+        rng = random.Random(seed)
+        reply: list[Segment] = [*thought, 2, "call:get_weather", *arguments(rng, ordered=False)]
+        ids = ids_of(text, reply)
+        begun = ids.index(text.control_id("<|tool_call>")) + len(ids_of(text, ["call:get_weather{"])) + 1
+        for end in range(begun, len(ids)):
+            lost, ended = shown_again(text, ids[:end], thinking=thinking)
+            written = text.decode(ids[end - lost : end], skip_special_tokens=False)
+            assert not lost or written == "," or "\ufffd" in written, (seed, end, written)
+            assert ended or "\ufffd" in written, (seed, end, written)
+
+
+@pytest.mark.parametrize("fault", ["completed", "emptied"])
+def test_a_cut_call_that_is_shown_otherwise_is_seen(texts: dict[str, TextProcessor], fault: str) -> None:
+    """The comparison fails where the string is closed, and where its arguments are left out."""
+    ids = ids_of(texts["e2b"], [2, 'call:get_weather{city:<|"|>Par'])
+    assert shown_again(texts["e2b"], ids) == (0, True)
+    lost, ended = shown_again(texts["e2b"], ids, fault=fault)
+    assert (lost > 0, ended) == (fault == "emptied", False)

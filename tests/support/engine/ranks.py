@@ -123,17 +123,11 @@ class Ranks:
             assert readable, self.report(f"nothing from ranks {silent} in {self._boot_s:g} s")
             for rank, sock in zip(silent, sockets, strict=True):
                 if sock in readable:
-                    message = self._said(rank)
+                    message = self.lifelines[rank].receive()
                     assert message is not None, self.report(f"rank {rank} ended")
                     assert not isinstance(message, Failed), self.report(f"rank {rank} failed: {message.error}")
                     messages[rank] = message
         return [messages[rank] for rank in range(self.config.tp)]
-
-    def _said(self, rank: int) -> BootMessage | None:
-        try:
-            return self.lifelines[rank].receive()
-        except ConnectionResetError:  # it ended with something of ours unread
-            return None
 
     def submit(self, plan: StepPlan, masks: bytes = b"") -> None:
         """A plan, and its masks if they are there already."""

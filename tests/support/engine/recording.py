@@ -24,7 +24,7 @@ from tests.support.engine.ranks import Ranks, run, single
 from tests.support.engine.schemas import members
 
 PAGES = (22, 6)  # full pages so few that sequences of the requests below must preempt
-REQUESTS = 12
+REQUESTS, MAX_TOKENS = 12, (6, 45, 45, 16)
 TRIGGER, ENDS = 864, (1, 106)  # the trigger is a token that the last request gives
 SETTINGS = {"max_seqs": 4, "max_len": 256, "prefill_budget": 64}
 
@@ -43,11 +43,11 @@ def config_of(folder: Path, tp: int, **changes: Any) -> EngineConfig:
     return engine_config(**(settings | SETTINGS | changes))
 
 
-def request(number: int) -> GenerateRequest:
+def request(number: int, max_tokens: Sequence[int] = MAX_TOKENS) -> GenerateRequest:
     """Greedy, sampled and filtered requests of 5 to 191 tokens, some with logprobs, some that a stop id may end by surprise."""
     length = (30, 28, 60, 140, 5)[number % 5]
     params = SamplingParams(
-        max_tokens=(6, 45, 45, 16)[number % 4],
+        max_tokens=max_tokens[number % 4],
         temperature=(0.0, 1.0, 0.8)[number % 3],
         top_k=20 if number % 3 == 2 else 0,
         top_p=0.9 if number % 3 == 2 else 1.0,
@@ -80,10 +80,12 @@ class Recording:
     masks: dict[int, bytes] = field(default_factory=dict)
 
 
-def record(folder: Path, *, grammars: bool = True) -> Recording:
-    """The requests, in three waves, and a fourth with grammars, served by one rank on the CPU."""
+def record(
+    folder: Path, *, grammars: bool = True, requests: int = REQUESTS, max_tokens: Sequence[int] = MAX_TOKENS
+) -> Recording:
+    """So many requests, in waves of four, and a last one of two with grammars, served by one rank on the CPU."""
     config = config_of(folder, 1)
-    waves = [[request(number) for number in range(first, first + 4)] for first in range(0, REQUESTS, 4)]
+    waves = [[request(number, max_tokens) for number in range(first, first + 4)] for first in range(0, requests, 4)]
     if grammars:
         waves.append([constrained(REQUESTS + 1), constrained(REQUESTS + 3)])
     return serve(build(single(config), PAGES), config, waves)
