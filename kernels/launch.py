@@ -160,11 +160,17 @@ def launch(
     key = launch_key(kernel, device, (warps, stages, registers, early), args, constexprs)
     if (known := _launcher.known.get(key)) is not None and not hooked():
         return known.start(grid, args)
-    compiled = kernel[grid](*args, num_warps=warps, num_stages=stages, maxnreg=registers, launch_pdl=early, **constexprs)
+    compiled = kernel[grid](*args, **compiler_options(warps, stages, registers, early), **constexprs)
     _count(compiled)
     if key is not None and (known := variant(kernel, compiled, device, args, constexprs)) is not None:
         _launcher.known[key] = known
     return None
+
+
+def compiler_options(warps: int, stages: int, registers: int | None, early: bool) -> dict[str, Any]:
+    """A launch's options in Triton's words. Multiplications and additions are fused whatever Triton's default is: from 3.9 on it
+    warns that its own will change."""
+    return {"num_warps": warps, "num_stages": stages, "maxnreg": registers, "launch_pdl": early, "enable_fp_fusion": True}
 
 
 def processors(device: torch.device) -> int:

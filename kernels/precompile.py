@@ -10,9 +10,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.launch import Node
+from kernels.launch import Node, compiler_options
 
-_OPTIONS = {"warps": "num_warps", "stages": "num_stages", "registers": "maxnreg"}
+_OPTIONS = ("warps", "stages", "registers")
 _DIVISIBLE = [["tt.divisibility", 16]]
 _CONSTANTS_HAVE_ATTRIBUTES = not triton.__version__.startswith("3.6.")  # an empty list each, as part of the cache's key
 
@@ -29,8 +29,8 @@ def precompile(node: Node, target: tuple[int, int]) -> Any:
         constexprs={(names.index(name),): constexprs[name] for name in names if name in constexprs},
         attrs={(index,): found for index, name in enumerate(names) if (found := _attributes(node, name)) is not None},
     )
-    options = {theirs: node.constexprs[ours] for ours, theirs in _OPTIONS.items()}
-    options["launch_pdl"] = node.constexprs.get("PDL", False)
+    chosen = {name: node.constexprs[name] for name in _OPTIONS}
+    options = compiler_options(**chosen, early=node.constexprs.get("PDL", False))
     return triton.compile(source, target=GPUTarget("cuda", 10 * major + minor, 32), options=options)
 
 

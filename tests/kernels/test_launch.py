@@ -146,8 +146,9 @@ def test_pdl_where_gpu_and_kernel_can(
     waits, never = _Kernel("x", "PDL"), _Kernel("x")
     launch(waits, (1,), 0, pdl=asked)
     launch(never, (1,), 0, pdl=asked)
-    assert waits.calls == [{"num_warps": 4, "num_stages": 3, "maxnreg": None, "launch_pdl": given, "PDL": given}]
-    assert never.calls == [{"num_warps": 4, "num_stages": 3, "maxnreg": None, "launch_pdl": False}]
+    options = {"num_warps": 4, "num_stages": 3, "maxnreg": None, "enable_fp_fusion": True}
+    assert waits.calls == [options | {"launch_pdl": given, "PDL": given}]
+    assert never.calls == [options | {"launch_pdl": False}]
 
 
 def test_compilations_are_counted_once(fresh: None) -> None:

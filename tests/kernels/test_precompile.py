@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
-from kernels.launch import Node, launch, record, wait
+from kernels.launch import Node, compiler_options, launch, record, wait
 from kernels.precompile import precompile
 
 pytestmark = pytest.mark.cpu
@@ -67,8 +67,7 @@ def listed(*arguments: Any) -> Node:
 def start(*arguments: Any) -> None:
     """What a launch does up to the GPU: Triton's own path from arguments to a compiled kernel."""
     described = [argument.dtype if isinstance(argument, torch.Tensor) else argument for argument in arguments]
-    options = {"num_warps": 2, "num_stages": 2, "maxnreg": 64, "launch_pdl": True}
-    _everything.warmup(*described, grid=(1,), BLOCK=64, PDL=True, **options)
+    _everything.warmup(*described, grid=(1,), BLOCK=64, PDL=True, **compiler_options(2, 2, 64, True))
 
 
 def test_a_launch_finds_what_was_compiled_ahead(hits: list[bool]) -> None:

@@ -15,7 +15,7 @@ from triton.runtime import driver
 
 from kernels import launch as launcher
 from kernels import relaunch
-from kernels.launch import compilations, late_compilations, launch, ready
+from kernels.launch import compilations, compiler_options, late_compilations, launch, ready
 from kernels.relaunch import Variant, launch_key
 from tests.support.engine import listed_steps
 from tests.support.fake_driver import DEVICE, Start, fake_driver
@@ -49,7 +49,7 @@ class Call:
     def by_triton(self) -> None:
         constexprs = dict(self.constexprs)
         warps, stages, registers = (constexprs.pop(name) for name in OPTIONS)
-        options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers, "launch_pdl": constexprs.get("PDL", False)}
+        options = compiler_options(warps, stages, registers, constexprs.get("PDL", False))
         self.kernel[self.grid](*self.args, **options, **constexprs)
 
     def variations(self) -> Iterator["Call"]:
