@@ -1,10 +1,10 @@
 """The child's end of its lifeline: a socket pair to the replica that carries the boot handshake, and whose end of file means exit.
 
-    replica -> child   Configure, Allocate once every rank has loaded; to the core, RanksReady once every rank is
-    child -> replica   Loaded (ranks), Ready, or Failed with the reason, before it exits
+    replica -> child   Configure; Allocate, once every rank has loaded; RanksReady to the core, once every rank is ready
+    child -> replica   Loaded (ranks), Ready; at any time Failed with the reason, and the child exits
 
-It is the only two-way conversation in an engine. After `Ready` nothing is sent on it any more: it only has to stay open. A thread
-watches for its end (the replica died by whatever cause) and writes this process's heartbeat into the status block.
+Besides the front's socket it is the only two-way conversation in an engine. After `Ready` it only has to stay open. A thread
+watches for its end (the replica is gone) and writes this process's heartbeat into the status block.
 """
 
 import contextlib
@@ -122,13 +122,13 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class RanksReady(msgspec.Struct, frozen=True, tag="ranks_ready"):
-    """replica -> core: every rank is; how long their steps take, if they have measured it."""
+    """replica -> core: every rank is ready; how long their steps take, if they have measured it."""
 
     step_times: StepTimes | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """child -> replica: boot is impossible; `user` when the message is fit for the user as it is (a QuartetError)."""
+    """child -> replica: it cannot go on, and exits; `user`: the message is fit for the user as it is (a QuartetError)."""
 
     error: str
     user: bool

@@ -1,7 +1,7 @@
 """Messages between the front (replica) and the core, and the sampling parameters that both and the ranks read.
 
-Messages are named by direction and content: `GenerateRequest`, `Abort`, `Control` go front -> core; `TokenBatch` comes back, one a
-step and front. They are msgspec structs, sent as length-prefixed msgpack over a unix socket pair: no text, no pickle, no objects.
+`GenerateRequest`, `Abort` and `Control` go front -> core; `TokenBatch` comes back, at most one a turn of the core's loop. They are
+msgspec structs, sent as length-prefixed msgpack over a unix socket pair. Prompts and replies are token ids; nothing is pickled.
 """
 
 import enum
@@ -227,7 +227,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """Core -> front: one step's outputs for this front, the requests that were scheduled for the first time, the load figures."""
+    """Core -> front: the outputs since the last one, the requests that were scheduled for the first time, the load figures."""
 
     outputs: list[Output]
     started: list[int] = []

@@ -2,11 +2,11 @@
 
                      Scheduler.commit  <-- Executor.poll        at most two plans are out: one running, one queued
                      Scheduler.schedule --> Executor.submit; masks of a step when those of all its rows are there
-    front socket <-- one TokenBatch a step
+    front socket <-- one TokenBatch a turn of the loop, if there is something to tell
     front socket --> Scheduler.add / abort
 
-While plans are out it polls the result ring; with nothing to do it sleeps in `select` on the front socket. Any exception here ends
-the group; one while reading a single message ends that request only. Several fronts may attach; today there is one, client 0.
+While plans are out or threads make masks, it polls; with nothing to do it sleeps in `select` on the front socket. Any exception
+here ends the group; one raised while reading a message ends that request only. There is one front, client 0.
 """
 
 import logging

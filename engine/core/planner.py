@@ -4,10 +4,11 @@ Per plan, in order of precedence (priority, then arrival):
 
     1. release   sliding pages that no position after the committed ones can see
     2. run       a decode row, or a prefill chunk of its share of the step's budget, for each running sequence
-    3. admit     from the queue, while slots, pages and budget last; what is left of the budget goes to those who run
+    3. admit     from the queue, while slots, pages and budget last; what is left of the budget goes to running prefills
+    4. fill      if the step is still empty, the first prefill that there are pages for
 
-A sequence short of pages shrinks its chunk, then preempts the last one, unless that is itself: then it sits the step out. The
-first therefore always advances: its worst case fits the empty pools (or it was refused), and everybody else can be preempted.
+A sequence short of pages shrinks its chunk, then preempts the last one; the last one itself sits the step out. So the first always
+advances: its worst case fits the empty pools (or it was refused), and all others can be preempted.
 """
 
 from dataclasses import dataclass, field, replace

@@ -101,7 +101,7 @@ class _Request:
 class EngineClient:
     """Speaks to the core over `sock`, which it takes over (the socket object given is detached).
 
-    `on_load` gets the core's figures after each step, `sink` every event; `clock` in seconds, monotonic.
+    `on_load` gets the core's figures with each TokenBatch, `sink` every event; `clock` in seconds, monotonic.
     """
 
     def __init__(

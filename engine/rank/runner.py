@@ -414,7 +414,7 @@ class Runner:
         return batch if plan is None else replace(batch, adjustments=self.slots.adjustments.tables, plan=plan)
 
     def _whole(self, rows: ResultRows, plan: Tensor, slots: Tensor, positions: Tensor, hidden: Tensor) -> StepTokens:
-        """Tokens, and logprobs, of rows of any kind, on a CPU."""
+        """Tokens and logprobs of rows of any kind, in plain torch: on a CPU, or where the sampling kernels are distrusted."""
         batch = self._sampling_batch(plan, slots, positions) if any(rows.adjusted) else None
         sampled = self._sampler.sample(self._model.logits(hidden), self.slots.sampling(rows, slots, positions), batch)
         self.slots.store(slots, positions, sampled.tokens)

@@ -1,13 +1,14 @@
 """A rank's process: plans in, results out. `python -m engine.rank.worker '<BootArgs>'`.
 
-    boot   Configure -> geometry, group, model, weights -> Loaded -> Allocate -> KV cache, self-check -> Ready
-    loop   a step that is done is published; a plan that is there is launched; only with two launched the oldest is waited for:
-           with one, its end and the next plan are polled together, or the device would stand idle after every second step
-           of a plan with masked rows the forward is launched at once, the sampling when the step's masks have come, which the
-           core makes from the tokens of the step before: nothing else is launched until then, but results are published
+    boot   Configure -> geometry, group, kernel checks, model, weights -> Loaded
+           Allocate -> KV cache, self-check, compilation, graph capture, step times -> Ready
+    loop   publish each step that is done; launch a plan that is there, up to two. With two launched, wait for the older one; with
+           one, poll its end and the plan ring together, or the device would idle after every second step
+    masks  of a plan with masked rows launch the forward at once, and the sampling when the step's masks come. The core makes them
+           from the step before: until they come nothing else is launched, but results are published
 
-Rank 0 writes the results to its ring. A stop plan ends the process, as does the end of the lifeline; any exception ends it too, and
-by that the group: the replica is told why.
+Rank 0 writes the results to its ring. The process ends with a stop plan, with its lifeline, or with any exception; the replica is
+told of the exception and ends the group.
 """
 
 import gc
