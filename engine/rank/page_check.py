@@ -12,7 +12,8 @@ that would have read it. Either way a dump is written first.
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,11 +80,15 @@ class PageCheck:
         self.violations = new_violations(slots.device)
         self._plan = torch.zeros(HEADER_INTS, dtype=torch.int32, device=slots.device)  # of the step that `check` saw last
         self.dumps = True  # False: where a dump is replayed
+        self._judges = True  # False: inside `unjudged`
         self._plans: deque[bytes] = deque(maxlen=self.map.undo.maxlen)  # the last ones, and masks of those that had any, by step
         self._masks: deque[tuple[int, bytes]] = deque(maxlen=self.map.undo.maxlen)
 
     def fold(self, plan: PlanView, data: bytes) -> None:
         """Before the step of `plan`, whose bytes are `data`, starts. PageViolation: it is wrong."""
+        if not self._judges:
+            self._follow(plan)
+            return
         self._plans.append(data)
         try:
             index, values = self.map.fold(plan)
@@ -91,6 +96,25 @@ class PageCheck:
             raise self._dumped(plan.step, str(error), started=False) from None
         if len(index):
             self.expect(index, values)
+
+    @contextmanager
+    def unjudged(self) -> Iterator[None]:
+        """Inside the `with`, plans may contradict each other; tables should hold what they append, and zeros afterwards."""
+        self._judges, dumps, self.dumps = False, self.dumps, False
+        try:
+            yield
+        finally:
+            self._judges, self.dumps = True, dumps
+            self._expected.zero_()
+
+    def _follow(self, plan: PlanView) -> None:
+        """Expect what `plan` admits and appends."""
+        slots = [admission.slot for admission in plan.admissions]
+        for group, table in enumerate(self._tables):
+            table[slots] = 0
+            appends = torch.from_numpy(plan.appends[plan.appends[:, 0] == group].astype(np.int64))
+            _, rows, entries, pages = uploaded(appends, table.device).unbind(1)
+            table[rows, entries] = pages.int()
 
     def keep_masks(self, step: int, masks: bytes) -> None:
         """The masks of plan `step`, for a dump."""

@@ -4,6 +4,7 @@ Wall time, not device time: a step with prompt tokens is launched kernel by kern
 rank runs the same plans, in as many repeats: nothing here may depend on a clock.
 """
 
+from contextlib import nullcontext
 from time import monotonic
 
 import numpy as np
@@ -28,7 +29,15 @@ def measure(runner: Runner, config: EngineConfig, vocab: int) -> StepTimes:
 
     Two seconds at most for 31B on four H200 by what its steps take: forty of decode rows, sixty with prompts.
     """
-    probe, most = _Probe(runner, vocab), min(config.prefill_budget, config.max_len - 1)
+    probe = _Probe(runner, vocab)
+    with nullcontext() if runner.pages is None else runner.pages.unjudged():
+        times = _measured(probe, config)
+        probe.clear()
+    return times
+
+
+def _measured(probe: "_Probe", config: EngineConfig) -> StepTimes:
+    most = min(config.prefill_budget, config.max_len - 1)
     short, long = (min(context, config.max_len - 3 - SERIES * REPEATS) for context in CONTEXTS)
     decodes = _ascending([(rows, probe.decode_ms(rows, short)) for rows in _points(config.max_seqs, (1, 32, 128))])
     prefills = _ascending([(rows, probe.prefill_ms(rows)) for rows in _points(most, (1, 128, 512))])
@@ -36,7 +45,6 @@ def measure(runner: Runner, config: EngineConfig, vocab: int) -> StepTimes:
     beside = [(count, max(0.0, probe.beside_ms(count, short, prefills))) for count in counts]
     context_ms = max(0.0, probe.decode_ms(config.max_seqs, long) - decodes[-1][1]) / max(1, config.max_seqs * (long - short))
     read_ms, behind_ms = _behind(probe, prefills[0], prefills[len(prefills) // 2], config.max_len - 1)
-    probe.clear()
     tile = TILE if config.device == "cuda" else 1
     return StepTimes(decodes, prefills, tuple(beside) or ((1, 0.0),), context_ms, read_ms, behind_ms, tile)
 
