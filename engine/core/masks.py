@@ -150,7 +150,7 @@ class Masks:
             return False
         if reply.trigger is not None and reply.matcher.complete:
             reply.matcher = None
-            self._scheduler.release(sequence)
+            self._scheduler.unconstrain(sequence)
             self._end_thought_in_time(reply)
             return False
         if reply.length == len(sequence.tokens):
@@ -178,7 +178,7 @@ class Masks:
         if end is not None and reply.ending and not ending:
             self._scheduler.constrain(sequence, end, late=True)
         elif ending and not reply.ending:
-            self._scheduler.release(sequence)
+            self._scheduler.unconstrain(sequence)
         if reply.must_end:
             self._made(reply, only(limit.end, present(self._vocabulary).size))
 

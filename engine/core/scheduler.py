@@ -129,7 +129,7 @@ class Scheduler:
         if sequence.running and sequence.high >= length:
             self._requests.requeue(sequence)
 
-    def release(self, sequence: Sequence) -> None:
+    def unconstrain(self, sequence: Sequence) -> None:
         """From here on its tokens wait for nothing."""
         sequence.masked, sequence.late_masks, sequence.waits_for = False, False, None
 
