@@ -86,7 +86,7 @@ class Admissions:
             self._requests.counters.queried_tokens += len(sequence.tokens)
             self._requests.counters.hit_tokens += sequence.cached
         if first:
-            sequence.found = sequence.cached
+            sequence.first_cached = sequence.cached
 
 
 def _size(sequence: Sequence, hit: Hit | None) -> int:

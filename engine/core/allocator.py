@@ -114,7 +114,7 @@ class Allocator:
         """Note what of a queued one is cached. Its keys are made here: of several long ones looked up in one step they would hold
         it up."""
         hit = self.find(sequence)
-        sequence.expected = 0 if hit is None else hit.count * self.page
+        sequence.cached_when_queued = 0 if hit is None else hit.count * self.page
 
     def find(self, sequence: Sequence) -> Hit | None:
         """What of a waiting sequence is cached and may be used; looked up again once that may have changed."""

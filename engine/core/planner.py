@@ -112,7 +112,7 @@ class Planner:
         draft.beside = DecodeRows(len(contexts), sum(contexts))
         draft.budget = self._budget.prompt_tokens(len(contexts) * self._width)
         prompts = [_prompt(sequence) for sequence in prefills]
-        prompts += [Prompt(sequence.uncached, sequence.expected) for sequence in waiting]
+        prompts += [Prompt(sequence.uncached, sequence.cached_when_queued) for sequence in waiting]
         return dict(zip(prefills + waiting, self._budget.share(prompts, draft.budget, draft.beside), strict=True))
 
     def _release(self, changes: Changes) -> None:

@@ -142,7 +142,7 @@ class Results:
             error = "the request's constraints together forbid every token"
             self._requests.end(sequence, Output(id=sequence.key[1], finish=FinishReason.error, error=error, invalid=True))
             return
-        cached = sequence.found if len(sequence.tokens) == sequence.prompt else 0
+        cached = sequence.first_cached if len(sequence.tokens) == sequence.prompt else 0
         sequence.tokens.extend(taken)
         logprobs = [] if row.logprobs is None else [row.logprobs]
         output = Output(id=sequence.key[1], tokens=taken, logprobs=logprobs, finish=finish, cached=cached)

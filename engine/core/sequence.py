@@ -40,8 +40,8 @@ class Sequence:
     late_masks  its rows are planned before their masks are made, which come while the forward runs
     target      length at its admission: positions below it are prefill
     root, keys  what its first page's key follows, and the keys of its pages as far as they were needed
-    cached      positions that it found in the prefix cache at its admission; `found`: at its first one; `expected`: those that
-                were there when it was queued
+    cached      positions that it found in the prefix cache at its admission; `first_cached`: at its first admission;
+                `cached_when_queued`: those that were there when it was queued
     marks       pages at whose ends it is to leave a prefix in the cache, ascending
     hit         while it waits: what of it was cached when that was looked up last
     held        positions that it holds pages for, in every group
@@ -64,8 +64,8 @@ class Sequence:
     root: bytes = b""
     keys: list[bytes] = field(default_factory=list)
     cached: int = 0
-    found: int = 0
-    expected: int = 0
+    first_cached: int = 0
+    cached_when_queued: int = 0
     marks: list[int] = field(default_factory=list)
     hit: Hit | None = None
     low: int = 0
@@ -113,7 +113,7 @@ class Sequence:
     @property
     def uncached(self) -> int:
         """Of one that waits: known tokens that it will probably have to compute."""
-        return len(self.tokens) - self.expected
+        return len(self.tokens) - self.cached_when_queued
 
     def admit(self, slot: int, number: int, groups: int) -> None:
         """Take a slot under a new admission number; everything is to be computed."""
