@@ -59,7 +59,7 @@ class PlanDraft:
     masks: int  # masked rows that it may still have
     budget: int = 0  # prompt tokens that it may still have
     scored: int = MAX_SCORED  # of sequences that are to be told their prompts' logprobs
-    beside: DecodeRows = field(default_factory=DecodeRows)
+    decode_rows: DecodeRows = field(default_factory=DecodeRows)
     chunks: dict[int, int] = field(default_factory=dict)  # of each slot, where in the plan
 
 
@@ -91,7 +91,7 @@ class Planner:
         if not (plan.chunks or plan.decodes or plan.admissions):
             return None
         if shares:
-            draft.flight.expected = self._budget.planned(_chunks(draft), draft.beside)
+            draft.flight.expected = self._budget.planned(_chunks(draft), draft.decode_rows)
         self._changes = Changes()
         self._step += 1
         return (plan if draft.masks == self.config.masked_rows else replace(plan, masked=True)), draft.flight
@@ -109,11 +109,11 @@ class Planner:
             self._budget.idle()
             return {}
         contexts = [sequence.high for sequence in self._requests.running if sequence.decodable]
-        draft.beside = DecodeRows(len(contexts), sum(contexts))
+        draft.decode_rows = DecodeRows(len(contexts), sum(contexts))
         draft.budget = self._budget.prompt_tokens(len(contexts) * self._width)
         prompts = [_prompt(sequence) for sequence in prefills]
         prompts += [Prompt(sequence.uncached, sequence.cached_when_queued) for sequence in waiting]
-        return dict(zip(prefills + waiting, self._budget.share(prompts, draft.budget, draft.beside), strict=True))
+        return dict(zip(prefills + waiting, self._budget.share(prompts, draft.budget, draft.decode_rows), strict=True))
 
     def _release(self, changes: Changes) -> None:
         for sequence in self._requests.running:
@@ -193,7 +193,7 @@ class Planner:
             return
         prefills = [sequence for sequence in self._requests.running if sequence.ready > 0]
         prompts = [_prompt(sequence) for sequence in prefills]
-        rest = self._budget.share_rest(prompts, draft.budget, draft.beside, _chunks(draft))
+        rest = self._budget.share_rest(prompts, draft.budget, draft.decode_rows, _chunks(draft))
         for sequence, share in zip(prefills, rest, strict=True):
             self._prefill(sequence, share, draft, may_preempt=False)
 

@@ -78,8 +78,8 @@ class StepEstimate:
     def __init__(self, times: StepTimes, decodes: int, context: int, corrections: Corrections = MEASURED) -> None:
         """Decode rows with `context` tokens behind them, together."""
         self._times, self._rows, self._chunks, self._correction = times, decodes, 0, corrections.prompts
-        self._rest = _line(times.beside, decodes) + times.context_ms * context if decodes else 0.0
-        alone = _line(times.decodes, decodes) + times.context_ms * context if decodes else 0.0
+        self._rest = _interpolate(times.beside, decodes) + times.context_ms * context if decodes else 0.0
+        alone = _interpolate(times.decodes, decodes) + times.context_ms * context if decodes else 0.0
         self.decode_ms = corrections.decodes * alone
 
     @property
@@ -90,7 +90,7 @@ class StepEstimate:
     @property
     def _measured_ms(self) -> float:
         tile = self._times.tile
-        return self._rest + _line(self._times.prefills, -(-self._rows // tile) * tile)
+        return self._rest + _interpolate(self._times.prefills, -(-self._rows // tile) * tile)
 
     def add(self, tokens: int, behind: int) -> None:
         """A chunk of `tokens` behind so many others."""
@@ -102,7 +102,7 @@ class StepEstimate:
         times, each = self._times, self._times.behind_ms * behind
         target_ms = target_ms / self._correction - times.read_ms * behind
         ends = tuple((ms + (rows - self._rows) * each, float(rows)) for rows, ms in times.prefills)
-        whole = int(_line(ends, target_ms - self._rest) / times.tile + 1e-9) * times.tile - self._rows
+        whole = int(_interpolate(ends, target_ms - self._rest) / times.tile + 1e-9) * times.tile - self._rows
         if whole > 0 or not self._chunks:
             return max(0, whole)
         begun, left = -self._rows % times.tile, target_ms - self._measured_ms  # the rest of a tile that others have begun
@@ -135,7 +135,7 @@ def shares(
     return found
 
 
-def _line(points: Points, at: float) -> float:
+def _interpolate(points: Points, at: float) -> float:
     """The value there, on straight lines between the points, and on the outer ones beyond them; one point: everywhere its own."""
     if len(points) == 1:
         return points[0][1]

@@ -94,7 +94,7 @@ class StepBudget:
     def share(self, prompts: list[Prompt], most: int, decodes: DecodeRows) -> list[int]:
         """Tokens of each prompt in the next step, of `most` together; prompts as in `Policy.order`. What came of it: `planned`."""
         order = self._order(prompts, self._turn(prompts[0], most, decodes))
-        if self._timed(decodes):
+        if self._has_target(decodes):
             found = self._within_target(prompts, order, most, decodes)
         else:
             found = shares(prompts, order, most)
@@ -107,15 +107,15 @@ class StepBudget:
     def share_rest(self, prompts: list[Prompt], most: int, decodes: DecodeRows, chunks: list[Prompt]) -> list[int]:
         """Tokens more for a step that has `chunks` already, in place of what others could not use."""
         order = self._order(prompts, turn=False)
-        if not self._timed(decodes):
+        if not self._has_target(decodes):
             return shares(prompts, order, most)
-        return shares(prompts, order, most, self._time(decodes, chunks), self._may_take_ms)
+        return shares(prompts, order, most, self._estimate(decodes, chunks), self._may_take_ms)
 
     def planned(self, chunks: list[Prompt], decodes: DecodeRows) -> Expected | None:
         """The step that was shared has these chunks; with a target, what `took` is to be told of it."""
-        if not self._timed(decodes):
+        if not self._has_target(decodes):
             return None
-        time, target_ms = self._time(decodes, chunks), self._target(decodes)
+        time, target_ms = self._estimate(decodes, chunks), self._target(decodes)
         step_ms = time.ms if chunks else time.decode_ms
         late_ms = self._late_ms + step_ms - target_ms
         self._late_ms = late_ms if self._saving else max(late_ms, min(self._late_ms, -SAVED * target_ms))
@@ -133,9 +133,9 @@ class StepBudget:
         """Whether the oldest comes first: others have had thrice the time of its next chunk."""
         if self._passed < OLDEST_EVERY - 1:
             return False
-        if self._passed >= MOST_PASSED or not self._timed(decodes):
+        if self._passed >= MOST_PASSED or not self._has_target(decodes):
             return True
-        time = self._time(decodes, [Prompt(self._enough(oldest, most, decodes), oldest.behind)])
+        time = self._estimate(decodes, [Prompt(self._enough(oldest, most, decodes), oldest.behind)])
         return self._passed_ms >= (OLDEST_EVERY - 1) * (time.ms - time.decode_ms)
 
     def _within_target(self, prompts: list[Prompt], order: list[int], most: int, decodes: DecodeRows) -> list[int]:
@@ -144,9 +144,9 @@ class StepBudget:
         target_ms, first = self._target(decodes), order[0]
         self._may_take_ms, enough = target_ms - self._late_ms, self._enough(prompts[first], most, decodes)
         whole_ms = self._may_take_ms + BORROWED * target_ms
-        found = shares(prompts, order, most, self._time(decodes), self._may_take_ms, whole_ms)
+        found = shares(prompts, order, most, self._estimate(decodes), self._may_take_ms, whole_ms)
         if found[first] < enough and self._passed < MOST_PASSED:
-            found = shares(prompts, order[1:], most, self._time(decodes), self._may_take_ms, whole_ms)
+            found = shares(prompts, order[1:], most, self._estimate(decodes), self._may_take_ms, whole_ms)
             found = [share if share == prompt.wanted else 0 for share, prompt in zip(found, prompts, strict=True)]
             enough = 0 if any(found) else enough
         self._saving = found[first] < enough and self._skipped < MOST_SKIPPED
@@ -158,19 +158,19 @@ class StepBudget:
 
     def _enough(self, prompt: Prompt, most: int, decodes: DecodeRows) -> int:
         """Tokens that are worth a step: as many as take twice as long as the fewest."""
-        fewest, time = min(prompt.wanted, max(1, most // SMALLEST_PART)), self._time(decodes)
-        least = self._time(decodes, [Prompt(fewest, prompt.behind)])
+        fewest, time = min(prompt.wanted, max(1, most // SMALLEST_PART)), self._estimate(decodes)
+        least = self._estimate(decodes, [Prompt(fewest, prompt.behind)])
         return max(fewest, min(prompt.wanted, most, time.fitting(prompt.behind, 2 * least.ms - time.decode_ms)))
 
-    def _timed(self, decodes: DecodeRows) -> bool:
+    def _has_target(self, decodes: DecodeRows) -> bool:
         """Where nothing streams there is no time to keep to."""
         return bool(self._times is not None and self._target_ms and decodes.rows)
 
     def _target(self, decodes: DecodeRows) -> float:
         """Milliseconds that a step beside these rows may take on average."""
-        return max(self._target_ms, self._time(decodes).decode_ms / (1 - PROMPTS_TIME))
+        return max(self._target_ms, self._estimate(decodes).decode_ms / (1 - PROMPTS_TIME))
 
-    def _time(self, decodes: DecodeRows, chunks: Iterable[Prompt] = ()) -> StepEstimate:
+    def _estimate(self, decodes: DecodeRows, chunks: Iterable[Prompt] = ()) -> StepEstimate:
         assert self._times is not None
         time = StepEstimate(self._times, *decodes, Corrections(self._alone.factor, self._mixed.factor))
         for chunk in chunks:
