@@ -73,7 +73,7 @@ class Allocator:
             self._append(pool, sequence, run.end, pages, changes)
             changes.zeros.extend(PageZero(pool.group.index, page) for page in pool.cleanse(pages))
             run.pages += pages
-        self._watch(sequence)
+        self._note_bounds(sequence)
 
     def _append(self, pool: PagePool, sequence: Sequence, at: int, pages: "list[int] | array[int]", changes: Changes) -> None:
         group, slot = pool.group.index, sequence.slot
@@ -87,9 +87,9 @@ class Allocator:
             if dropped:
                 pool.give(dropped)
                 changes.releases.extend((pool.group.index, sequence.slot, at, len(dropped)))
-        self._watch(sequence)
+        self._note_bounds(sequence)
 
-    def _watch(self, sequence: Sequence) -> None:
+    def _note_bounds(self, sequence: Sequence) -> None:
         """Note up to where nothing is to be taken, nor given back."""
         sequence.held = min(run.end * pool.group.page for pool, run in zip(self.pools, sequence.runs, strict=True))
         sequence.release_at = min(map(_release_at, self.pools, sequence.runs))
@@ -137,7 +137,7 @@ class Allocator:
         sequence.low = sequence.high = sequence.cached = hit.count * self.page
         marks = {hit.branch, (sequence.prompt - 1) // self.page, *turn_ends(sequence, self.page)}
         sequence.marks = sorted(mark for mark in marks if mark > hit.count)
-        self._watch(sequence)
+        self._note_bounds(sequence)
 
     def being_computed(self, sequence: Sequence, hit: Hit, prefills: Iterable[Sequence], gain: int) -> bool:
         """Whether one of the running prefills is about to compute `gain` tokens more of this prompt than the hit has.

@@ -305,7 +305,7 @@ class Runner:
         self._plans.append((plan.step, step.data, masks))
         if plan.masked:
             self._set_masks(plan.step, masks)
-        rows = self.slots.results(plan.result_slots, plan.step)
+        rows = self.slots.result_rows(plan.result_slots, plan.step)
         sampled = self._tokens(step, rows)
         if self.debug_hash:
             self.slots.check()
@@ -372,7 +372,7 @@ class Runner:
             if graphs and rows.alternatives <= MAX_ALTERNATIVES:
                 return graphs.sample(self._step.bucket(count), rows.sampler)
             return self._sample(rows.sampler, step.uploaded, batch, hidden, rows.alternatives)
-        return self._whole(rows, step.uploaded, batch.slots[:count], batch.positions[:count], hidden[:count])
+        return self._sample_in_torch(rows, step.uploaded, batch.slots[:count], batch.positions[:count], hidden[:count])
 
     def _prompt_logprobs(self, scored: Sequence[ScoredRows], batch: ForwardBatch, hidden: Tensor) -> Tensor:
         """As `token_logprobs`, from the final hidden rows of all of the batch."""
@@ -413,10 +413,10 @@ class Runner:
         batch = self._sampler.batch(slots, positions, self.slots.parameters, self.slots.tokens)
         return batch if plan is None else replace(batch, adjustments=self.slots.adjustments.tables, plan=plan)
 
-    def _whole(self, rows: ResultRows, plan: Tensor, slots: Tensor, positions: Tensor, hidden: Tensor) -> StepTokens:
+    def _sample_in_torch(self, rows: ResultRows, plan: Tensor, slots: Tensor, positions: Tensor, hidden: Tensor) -> StepTokens:
         """Tokens and logprobs of rows of any kind, in plain torch: on a CPU, or where the sampling kernels are distrusted."""
         batch = self._sampling_batch(plan, slots, positions) if any(rows.adjusted) else None
-        sampled = self._sampler.sample(self._model.logits(hidden), self.slots.sampling(rows, slots, positions), batch)
+        sampled = self._sampler.sample(self._model.logits(hidden), self.slots.sampling_rows(rows, slots, positions), batch)
         self.slots.store(slots, positions, sampled.tokens)
         flags = torch.where(sampled.nan, ROW_HAS_NAN, 0) + torch.where(sampled.empty, ROW_NO_TOKEN, 0)
         return StepTokens(torch.stack([sampled.tokens, flags], dim=1).int(), sampled.logprobs)

@@ -125,7 +125,7 @@ class SlotState:
         """As `Adjustments.set_masks`."""
         self.adjustments.set_masks(step, slots, bits)
 
-    def results(self, slots: np.ndarray, step: int) -> ResultRows:
+    def result_rows(self, slots: np.ndarray, step: int) -> ResultRows:
         """Who samples, of the result slots int32 [R] of plan `step`, whose masks are set."""
         listed = slots.tolist()
         return ResultRows(
@@ -136,7 +136,7 @@ class SlotState:
             self.adjustments.of(slots, step),
         )
 
-    def sampling(self, rows: ResultRows, slots: Tensor, positions: Tensor) -> SamplingRows:
+    def sampling_rows(self, rows: ResultRows, slots: Tensor, positions: Tensor) -> SamplingRows:
         """How each row samples, for device slots and input positions int32 [R]: its token goes to position + 1."""
         index, ahead = slots.long(), positions.long() + 1
         seeds, top_k, may_stop = self.parameters.integers[index].unbind(1)

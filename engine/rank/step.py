@@ -79,7 +79,7 @@ class StepBuffers:
         pages = tuple(page_ids[:rows] for page_ids in self._pages)
         for cache, page_ids in zip(self._slots.cache, pages, strict=True):
             cache.gather(slots, positions, page_ids)
-        return ForwardBatch(ids, positions, slots, self._turned(first, first + rows), pages)
+        return ForwardBatch(ids, positions, slots, self._rotary_rows(first, first + rows), pages)
 
     def mixed(self, plan: PlanView, device_plan: Tensor) -> ForwardBatch:
         """Chunks, then the decode rows as they are; `logit_rows` are those of the plan's results."""
@@ -103,10 +103,10 @@ class StepBuffers:
         total = size + count
         return ForwardBatch(
             self.ids[:total], self.positions[:total], self.slots[:total],
-            self._turned(0, total), pages, packed[2 * size :], tuple(chunks),
+            self._rotary_rows(0, total), pages, packed[2 * size :], tuple(chunks),
         )  # fmt: skip
 
-    def _turned(self, first: int, last: int) -> dict[RopeKey, Tensor]:
+    def _rotary_rows(self, first: int, last: int) -> dict[RopeKey, Tensor]:
         """Cos and sin of rows [first, last)."""
         rope = {key: table[first:last] for key, table in self._rope.items()}
         for key, table in rope.items():

@@ -83,7 +83,7 @@ class _Probe:
 
     def decode_ms(self, rows: int, context: int) -> float:
         """A step of so many decode rows, each behind `context` tokens."""
-        return self._timed(self._tenants(rows, context), StepPlan(0, decodes=list(range(rows))))
+        return self._timed(self._decoding(rows, context), StepPlan(0, decodes=list(range(rows))))
 
     def prefill_ms(self, rows: int, behind: int = 0) -> float:
         """A step of so many tokens of one prompt, behind others of it."""
@@ -92,8 +92,8 @@ class _Probe:
     def beside_ms(self, rows: int, context: int, prefills: tuple[tuple[int, float], ...]) -> float:
         """How much longer than a step of prompt tokens alone, of `prefills`, one takes of which so many rows are decode rows."""
         whole, alone = next((point for point in prefills if point[0] >= 2 * rows), prefills[-1])
-        tenants, (newcomer, chunk) = self._tenants(rows, context), self._chunked(rows, whole - rows, 0)
-        first = StepPlan(0, admissions=tenants.admissions + newcomer.admissions, appends=[*tenants.appends, *newcomer.appends])
+        decoding, (newcomer, chunk) = self._decoding(rows, context), self._chunked(rows, whole - rows, 0)
+        first = StepPlan(0, admissions=decoding.admissions + newcomer.admissions, appends=[*decoding.appends, *newcomer.appends])
         return self._timed(first, StepPlan(0, chunks=chunk.chunks, decodes=list(range(rows)))) - alone
 
     def clear(self) -> None:
@@ -106,7 +106,7 @@ class _Probe:
         slots.lengths.zero_()
         self._runner.state_hash = 0
 
-    def _tenants(self, rows: int, context: int) -> StepPlan:
+    def _decoding(self, rows: int, context: int) -> StepPlan:
         """Sequences in the first slots, with pages for all rows that are timed."""
         end = context + SERIES * REPEATS + 2
         admissions = [self._admission(slot, context + 1, context) for slot in range(rows)]
@@ -136,7 +136,7 @@ class _Probe:
         return encode_plan(StepPlan(self._step, plan.stop, [], plan.admissions, plan.appends, [], plan.chunks, plan.decodes))
 
     def _admission(self, slot: int, length: int, cached: int) -> Admission:
-        """A tenant of random tokens: equal ones would all ask for the same experts."""
+        """A sequence of random tokens: equal ones would all ask for the same experts."""
         tokens = np.random.default_rng(slot).integers(0, self._vocab, length, np.int32).tolist()
         return Admission(slot, slot + 1, tokens, length, _GREEDY, cached=cached)
 
