@@ -44,7 +44,7 @@ class MaskedReply:
         return self.sequence.masked and not self.ending
 
     @property
-    def waits(self) -> bool:
+    def waits_for_thread(self) -> bool:
         """For a thread."""
         return self.constrained and (self.matcher is None or self.making is not None)
 
@@ -70,7 +70,7 @@ class MaskedRow:
     length: int
 
     @property
-    def free(self) -> bool:
+    def unmasked(self) -> bool:
         """It needs no mask: what it gives is dropped, the grammar is complete, or the thought need not end yet."""
         reply, sequence = self.reply, self.reply.sequence
         if sequence.number != self.number or not sequence.masked:
@@ -80,7 +80,7 @@ class MaskedRow:
     @property
     def ready(self) -> bool:
         """The mask is there, or none is needed."""
-        return self.free or self.length == len(self.reply.sequence.tokens) == self.reply.length
+        return self.unmasked or self.length == len(self.reply.sequence.tokens) == self.reply.length
 
 
 def present(value: T | None) -> T:

@@ -63,7 +63,7 @@ class Masks:
     @property
     def making(self) -> bool:
         """Whether a request waits for a thread, of whose end nobody is told."""
-        return any(reply.waits for reply in self._replies)
+        return any(reply.waits_for_thread for reply in self._replies)
 
     def add(self, client: int, request: GenerateRequest) -> None:
         """Queue a request that needs masks, whose grammar is compiled meanwhile; or refuse it."""
@@ -74,7 +74,7 @@ class Masks:
         self._scheduler.add(client, request, masked=grammar is not None and grammar.trigger is None)
         sequence = self._scheduler.find(client, request.id)
         if sequence is not None and known is None:
-            self._begun(sequence, request.params)
+            self._track(sequence, request.params)
 
     def _refusal(self, params: SamplingParams) -> str | None:
         """Why there can be no masks for a request; None: there can."""
@@ -84,7 +84,7 @@ class Masks:
             return f"the id {params.thought.end}, which is to end thoughts, is not one of the vocabulary"
         return None
 
-    def _begun(self, sequence: Sequence, params: SamplingParams) -> None:
+    def _track(self, sequence: Sequence, params: SamplingParams) -> None:
         """A request was queued. Where its prompt leaves a thought open, that may have to end at once."""
         grammar, length = params.grammar, len(sequence.tokens)
         compiled = None if grammar is None else self._compiler.submit(self._compile, grammar.text)
@@ -100,9 +100,9 @@ class Masks:
             if reply.sequence.ended:
                 reply.cancel()
         self._replies = [reply for reply in self._replies if not reply.sequence.ended]
-        wanted = [reply for reply in self._replies if self._follow(reply)]
+        wanted = [reply for reply in self._replies if self._read_tokens(reply)]
         if wanted:
-            self._make(wanted)
+            self._make_masks(wanted)
 
     def planned(self, plan: StepPlan) -> None:
         """A masked plan was just made: `due` gives its masks."""
@@ -116,7 +116,7 @@ class Masks:
         """The masks of planned steps, in order, as far as all of a step are there."""
         while self._planned and all(row.ready for row in self._planned[0][1]):
             step, rows = self._planned.popleft()
-            yield self._encoded(step, sorted((row for row in rows if not row.free), key=lambda row: row.slot))
+            yield self._encoded(step, sorted((row for row in rows if not row.unmasked), key=lambda row: row.slot))
 
     def discard(self) -> Iterator[bytes]:
         """The planned steps without a mask, so that ranks can end them: nobody wants what they give."""
@@ -129,7 +129,7 @@ class Masks:
             to[:] = present(row.reply.mask)
         return encode_masks(StepMasks(step, np.array([row.slot for row in rows], np.int32), bits))
 
-    def _follow(self, reply: MaskedReply) -> bool:
+    def _read_tokens(self, reply: MaskedReply) -> bool:
         """Read a sequence's new tokens; whether it needs a mask that is to be made now."""
         if reply.making is not None and not self._take_slow(reply, reply.making):
             return False
@@ -139,10 +139,10 @@ class Masks:
             reply.limit.read(tokens)
         try:
             if not reply.constrained:
-                self._follow_free(reply, tokens)
+                self._read_free_tokens(reply, tokens)
                 return False
             if reply.matcher is None:
-                self._begin(reply)
+                self._start_grammar(reply)
                 return False
             reply.matcher.consume(tokens)
         except GenerationFailed as error:
@@ -159,13 +159,13 @@ class Masks:
             reply.making = self._slow.submit(self._mask_of, reply.matcher)
         return not reply.slow
 
-    def _follow_free(self, reply: MaskedReply, tokens: "array[int]") -> None:
+    def _read_free_tokens(self, reply: MaskedReply, tokens: "array[int]") -> None:
         """No grammar holds now: where the last of the tokens is the trigger it begins."""
         if reply.trigger in tokens:
             assert tokens[-1] == reply.trigger, (tokens, reply.trigger)
             reply.ending = False
             self._scheduler.constrain(reply.sequence, len(reply.sequence.tokens))
-            self._begin(reply)
+            self._start_grammar(reply)
         else:
             self._end_thought_in_time(reply)
 
@@ -180,14 +180,14 @@ class Masks:
         elif ending and not reply.ending:
             self._scheduler.unconstrain(sequence)
         if reply.must_end:
-            self._made(reply, only(limit.end, present(self._vocabulary).size))
+            self._set_mask(reply, only(limit.end, present(self._vocabulary).size))
 
-    def _begin(self, reply: MaskedReply) -> None:
+    def _start_grammar(self, reply: MaskedReply) -> None:
         """The first mask, once the grammar is compiled; GenerationFailed: it cannot be."""
         if (compiled := present(reply.compiled)).done():
             matcher, bits = compiled.result()
             reply.matcher = matcher.fresh()
-            self._made(reply, bits)
+            self._set_mask(reply, bits)
 
     def _compile(self, grammar: str) -> tuple[Matcher, np.ndarray]:
         """In a thread: a matcher at the grammar's beginning, and its mask there. GenerationFailed where there is none."""
@@ -200,7 +200,7 @@ class Masks:
         matcher.check(bits)
         return bits
 
-    def _make(self, wanted: list[MaskedReply]) -> None:
+    def _make_masks(self, wanted: list[MaskedReply]) -> None:
         """The mask of each one's next token."""
         matchers = [present(reply.matcher) for reply in wanted]
         for reply, matcher, bits in zip(wanted, matchers, present(self._vocabulary).masks(matchers), strict=True):
@@ -209,8 +209,8 @@ class Masks:
             except GenerationFailed as error:
                 self._scheduler.fail(reply.sequence, str(error))
             else:
-                self._timed(reply, matcher)
-                self._made(reply, bits)
+                self._note_mask_time(reply, matcher)
+                self._set_mask(reply, bits)
 
     def _take_slow(self, reply: MaskedReply, making: "Future[np.ndarray]") -> bool:
         """A slow mask, if it is there; whether it is, and the request goes on."""
@@ -222,15 +222,15 @@ class Masks:
         except GenerationFailed as error:
             self._scheduler.fail(reply.sequence, str(error))
             return False
-        self._timed(reply, present(reply.matcher))
-        self._made(reply, bits)
+        self._note_mask_time(reply, present(reply.matcher))
+        self._set_mask(reply, bits)
         return True
 
-    def _timed(self, reply: MaskedReply, matcher: Matcher) -> None:
+    def _note_mask_time(self, reply: MaskedReply, matcher: Matcher) -> None:
         """Whether its next masks are taken for slow."""
         reply.slow = SLOW_TOKENS if matcher.mask_s > SLOW_S else max(0, reply.slow - 1)
 
-    def _made(self, reply: MaskedReply, bits: np.ndarray) -> None:
+    def _set_mask(self, reply: MaskedReply, bits: np.ndarray) -> None:
         """The mask of the token behind those that were read is there. Where a thought's budget is used up it may only end."""
         end = reply.limit.end if reply.limit is not None and reply.must_end else None
         reply.mask = bits if end is None or not allows(bits, end) else only(end, present(self._vocabulary).size)
