@@ -28,12 +28,13 @@ from engine.step_masks import MAX_MASKED_ROWS
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """`pages` counts each group's pages with its null page; `prefill_budget`: rows of a step that has prompt tokens, decode rows
-    among them; a quarter of it is always the prompts'.
-
-    `drafts`: tokens that a decode row guesses beyond its own; it gives between one and 1 + drafts. `cache_share`: how much of each
-    pool the prefix cache may keep idle; None: there is no cache. `policy` is a name of core/policy.py; by `step_times` a step's
-    prefill is kept so small that it takes `tpot_target_ms` at most. `masked_rows`: the most of a step.
+    """pages           of each group, its null page included
+    prefill_budget  rows of a step that has prompt tokens, decode rows included; a quarter always belongs to prompts
+    drafts          tokens that a decode row guesses beyond its own: it gives between one and 1 + drafts
+    cache_share     part of each pool that the prefix cache may keep idle; None: there is no cache
+    policy          a name of core/policy.py
+    tpot_target_ms  mean time of steps with decode rows, by `step_times` (core/step_budget.py)
+    masked_rows     the most of a step
     """
 
     groups: tuple[KVGroup, ...]
@@ -56,15 +57,15 @@ class PlanDraft:
     plan: StepPlan
     changes: Changes
     flight: Flight
-    masks: int  # masked rows that it may still have
-    budget: int = 0  # prompt tokens that it may still have
-    scored: int = MAX_SCORED  # of sequences that are to be told their prompts' logprobs
+    masks: int  # masked rows that it may still get
+    budget: int = 0  # prompt tokens that it may still get
+    scored: int = MAX_SCORED  # prompt tokens with logprobs that it may still get
     decode_rows: DecodeRows = field(default_factory=DecodeRows)
-    chunks: dict[int, int] = field(default_factory=dict)  # of each slot, where in the plan
+    chunks: dict[int, int] = field(default_factory=dict)  # slot -> index of its chunk in the plan
 
 
 class Planner:
-    """Plans, one after the other; each call of `next` moves what is planned of every sequence in it."""
+    """Makes plans, one after the other; each call of `next` advances `high` of every sequence in the plan."""
 
     def __init__(self, config: SchedulerConfig, requests: Requests, allocator: Allocator) -> None:
         self.config = config
@@ -73,7 +74,7 @@ class Planner:
         policy = POLICIES[config.policy]
         self._admissions = Admissions(requests, allocator, policy, config.prefill_budget)
         self._budget = StepBudget(policy, config.prefill_budget, config.step_times, config.tpot_target_ms)
-        self._changes = Changes()  # made when no plan went out; the next plan carries them
+        self._changes = Changes()  # not sent yet: the next plan carries them
         self._width = 1 + config.drafts
         self._step = 0  # of the last plan
 
@@ -97,12 +98,12 @@ class Planner:
         return (plan if draft.masks == self.config.masked_rows else replace(plan, masked=True)), draft.flight
 
     def took(self, flight: Flight, milliseconds: float) -> None:
-        """The step has ended, so long after the one before it."""
+        """The step has ended, `milliseconds` after the one before it."""
         if flight.expected is not None:
             self._budget.took(flight.expected, milliseconds)
 
     def _shares(self, draft: PlanDraft) -> dict[Sequence, int]:
-        """Tokens of each running prefill in this step, and of each that may be admitted."""
+        """Tokens of each running prefill in this step, and of each waiting prompt that may be admitted."""
         prefills = [sequence for sequence in self._requests.running if sequence.high < sequence.target and sequence.ready]
         waiting = self._admissions.candidates()
         if not (prefills or waiting):
@@ -121,12 +122,12 @@ class Planner:
                 self._allocator.release(sequence, changes)
 
     def _run_all(self, draft: PlanDraft, shares: dict[Sequence, int]) -> None:
-        """A row for everybody who runs, in order, if it has one and pages for it; prefills get their shares of the budget."""
+        """A row for each running sequence, in order, if it can have one and its pages; prefills get their shares of the budget."""
         width = self._width
         slots, rows = draft.plan.decodes, draft.flight.decodes
         for sequence in list(self._requests.running):
             if sequence.slot < 0:
-                continue  # preempted by one before it
+                continue  # preempted for one before it
             high = sequence.high
             if high < sequence.target:
                 self._prefill(sequence, shares.get(sequence, 0), draft)
@@ -140,7 +141,7 @@ class Planner:
                         _use_mask(sequence, draft)
 
     def _hold_row(self, sequence: Sequence, end: int, changes: Changes) -> bool:
-        """Pages for a decode row up to `end`, if it can have them."""
+        """Take the pages for a decode row up to `end`; False if they are not to be had."""
         if not self._make_room(sequence, self._width):
             return False
         self._allocator.hold(sequence, end, changes)
@@ -163,7 +164,7 @@ class Planner:
             self._chunk(sequence, size, draft)
 
     def _chunk(self, sequence: Sequence, size: int, draft: PlanDraft) -> None:
-        """So many tokens more: a chunk, or more of the one that it has in this plan."""
+        """Add `size` tokens: a new chunk, or more of the one that it has in this plan."""
         plan, rows, start, end = draft.plan, draft.flight.chunks, sequence.high, sequence.high + size
         self._allocator.hold(sequence, end, draft.changes)
         sequence.high = end
@@ -180,7 +181,7 @@ class Planner:
             _use_mask(sequence, draft)
 
     def _admit(self, draft: PlanDraft, shares: dict[Sequence, int]) -> None:
-        """Newcomers, with their shares of the budget. Nobody is preempted for them: the others have rows in this plan."""
+        """Admit from the queue, with shares of the budget. Nobody is preempted for it: the others have rows in this plan."""
         def begin(sequence: Sequence, admission: Admission) -> None:
             draft.plan.admissions.append(admission)
             self._prefill(sequence, shares.get(sequence, 0), draft, may_preempt=False)
@@ -188,7 +189,7 @@ class Planner:
         self._admissions.admit(draft.changes, lambda: draft.budget, begin)
 
     def _spend(self, draft: PlanDraft, planned: int) -> None:
-        """What some could not have of their shares, `planned` together, goes to those who run."""
+        """What is left of the `planned` shares goes to running prefills."""
         if draft.flight.prefill_tokens >= planned:
             return
         prefills = [sequence for sequence in self._requests.running if sequence.ready > 0]
@@ -198,7 +199,7 @@ class Planner:
             self._prefill(sequence, share, draft, may_preempt=False)
 
     def _run_any(self, draft: PlanDraft) -> None:
-        """A step is not left empty while a prompt could be computed: the first that there are pages for."""
+        """In an empty step, compute the first prompt that there are pages for."""
         for sequence in list(self._requests.running) if draft.budget else ():
             if draft.plan.chunks or draft.plan.decodes or sequence.slot < 0:
                 return
@@ -215,17 +216,17 @@ class Planner:
 
 
 def _prompt(sequence: Sequence) -> Prompt:
-    """What of a running sequence's prompt is to be computed."""
+    """What a running sequence could compute now."""
     return Prompt(sequence.ready, sequence.high)
 
 
 def _chunks(draft: PlanDraft) -> list[Prompt]:
-    """The chunks that a plan has."""
+    """The chunks of the plan so far."""
     return [Prompt(chunk.end - chunk.start, chunk.start) for chunk in draft.plan.chunks]
 
 
 def _use_mask(sequence: Sequence, draft: PlanDraft) -> None:
-    """A row that gives a token uses a mask. Unless masks come late, the next waits for the one behind this row's token."""
+    """A row that gives a token uses a mask. Unless masks come late, the next row waits for the mask after this one's token."""
     if not sequence.late_masks:
         sequence.waits_for = Wait.mask
     draft.masks -= 1
