@@ -31,7 +31,7 @@ class PageAudit:
             self._next = step + self._every
             complaint = next(complaints(self._scheduler), None)
             if complaint is not None:
-                raise PageViolation(f"books at plan {step}: {complaint}")
+                raise PageViolation(f"page accounting at plan {step}: {complaint}")
 
 
 def complaints(scheduler: Scheduler) -> Iterator[str]:
@@ -65,9 +65,9 @@ def _pool(pool: PagePool, held: Counter[int], kept: set[int]) -> Iterator[str]:
         if not 0 < page <= pool.total:
             yield f"page {page} is held, of a pool of {pool.total + 1}"
         elif pool.holders(page) != count:
-            yield f"page {page} has {pool.holders(page)} holders by the books, and {count} sequences name it"
+            yield f"page {page} has {pool.holders(page)} holders counted, and {count} sequences hold it"
     if len(free) + len(held) + len(idle) != pool.total or len(idle) != pool.idle:
-        yield f"{len(free)} free, {len(held)} held and {len(idle)} idle pages (by the books {pool.idle}) of {pool.total}"
+        yield f"{len(free)} free, {len(held)} held and {len(idle)} idle pages ({pool.idle} idle counted) of {pool.total}"
 
 
 def _sequences(pool: PagePool, index: int, held: Counter[int], running: Sequence[Running]) -> Iterator[str]:
