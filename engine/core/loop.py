@@ -152,7 +152,7 @@ class Core:
         committed = False
         while (result := self._executor.poll()) is not None:
             self._scheduler.commit(result, self._timer.ended(time.monotonic()))
-            if self._masks:
+            if self._masks.active:
                 self._advance_masks()
             self._committed = result.step
             self._progress()

@@ -56,7 +56,8 @@ class Masks:
         self._compiler = compiler or ThreadPoolExecutor(threads(4), thread_name_prefix="grammar")
         self._slow = slow or ThreadPoolExecutor(1, thread_name_prefix="slow-mask")
 
-    def __bool__(self) -> bool:
+    @property
+    def active(self) -> bool:
         """Whether there are requests that need masks, or steps that wait for some."""
         return bool(self._replies or self._planned)
 
