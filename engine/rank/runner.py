@@ -211,8 +211,8 @@ class Runner:
         on_gpu = self._device.type == "cuda"
         self._buckets = buckets(config.max_seqs) if on_gpu else tuple(range(1, config.max_seqs + 1))
         self.state_hash = 0
-        share = vocab_share(geometry.vocab, model.parallel.size)
-        ids = range(model.parallel.rank * share, (model.parallel.rank + 1) * share)
+        self._share = vocab_share(geometry.vocab, model.parallel.size)
+        ids = range(model.parallel.rank * self._share, (model.parallel.rank + 1) * self._share)
         self.slots = SlotState(config.max_seqs, config.max_len, cache, ids, self._device)
         self._step = StepBuffers(self.slots, model.frequencies, config.prefill_budget, self._buckets)
         self._model, self._cache, self._inboxes = model, cache, inboxes
@@ -384,8 +384,7 @@ class Runner:
         def report(rows: Tensor, ids: Tensor, alternatives: int) -> Tensor:
             return self._sampler.token_logprobs(self._model.logits(hidden[rows]), ids, alternatives)
 
-        share = vocab_share(self._model.geometry.vocab, self._model.parallel.size)
-        return token_logprobs(scored, batch, self.slots.tokens, report, share)
+        return token_logprobs(scored, batch, self.slots.tokens, report, self._share)
 
     def _forward(self, bucket: int, plan: Tensor) -> tuple[ForwardBatch, Tensor]:
         """Inputs and final hidden rows of the plan's decode rows, padded to `bucket`. The host decides nothing: capturable."""
