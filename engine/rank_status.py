@@ -6,7 +6,7 @@ from dataclasses import dataclass
 class Phase:
     """Where a process stands, in its status record."""
 
-    starting, loading, ready, running, stopping = range(5)
+    starting, loading, ready = range(3)
 
 
 STATUS_BYTES = 64
