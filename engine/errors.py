@@ -64,4 +64,4 @@ class CheckpointError(QuartetError):
 
 
 class PageViolation(QuartetError):
-    """Somebody would read or write another's page: a bug of ours, found by `debug_pages`; it ends the group."""
+    """A sequence would read or write another's page: a bug of ours, found by `debug_pages`; it ends the group."""
