@@ -1,7 +1,7 @@
-"""The child processes of a group: how one is spawned, spoken to and ended, and whose end caused a group's.
+"""The child processes of a group: spawn, boot messages, kill, and which exit caused the group's end.
 
-Spawned plainly: no preexec_fn (it would run Python in the fork of a many-threaded process) and no new session (Ray kills a dead
-replica's process group, and that must reach the children). PR_SET_PDEATHSIG fires when the spawning *thread* ends.
+Children are spawned without preexec_fn (it would run Python in the fork of a multi-threaded process) and without a new session (Ray
+kills a dead replica's process group, and that must reach the children). PR_SET_PDEATHSIG fires when the spawning *thread* ends.
 """
 
 import os
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 KILL_WAIT_S = 30.0
 _MODULES = {"core": "engine.core.loop", "rank": "engine.rank.worker"}
 
-# glibc gives large blocks back at every free and faults them in again: an attention op took 54 ms so, 10 ms without
+# by default glibc returns large blocks at every free and faults them in again: an attention op took 54 ms, 10 ms with these
 _KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "268435456", "MALLOC_TRIM_THRESHOLD_": "1073741824"}
 
 Command = Callable[[BootArgs], Sequence[str]]
@@ -37,7 +37,7 @@ class ExitStatus:
 
     @property
     def killed(self) -> bool:
-        """A signal ended it: the cause of whatever else happened."""
+        """A signal ended it: then it is the cause of all that followed."""
         return self.code is not None and self.code < 0
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ class ExitStatus:
 
 
 def root_cause(exits: Iterable[ExitStatus]) -> ExitStatus | None:
-    """The cause among `exits`: one ended by a signal, else one that sent an error (fit for the user first), else any."""
+    """The cause among `exits`: one ended by a signal, else one that sent an error (user errors first), else any."""
     return min(exits, key=_cause_priority, default=None)
 
 
@@ -83,14 +83,14 @@ class Child:
         return self.process.pid
 
     def send(self, message: BootMessage) -> None:
-        """Send a boot message; a child that is gone already is found out by its pidfd."""
+        """Send a boot message; if the child is gone, its pidfd will tell."""
         try:
             self.lifeline.send(message)
         except (BrokenPipeError, ConnectionResetError):
             return
 
     def receive(self) -> BootMessage | None:
-        """The next boot message, at most a second away once its socket is readable; None at the end of its lifeline."""
+        """The next boot message, within a second of its socket being readable; None at the end of its lifeline."""
         self.lifeline.sock.settimeout(1.0)
         message = self.lifeline.receive()
         if isinstance(message, Failed):
@@ -98,13 +98,13 @@ class Child:
         return message
 
     def exit_status(self) -> ExitStatus | None:
-        """How it ended or what it complained of; None while it runs and is content."""
+        """How it ended, or the error that it sent; None while it runs without error."""
         code = self.process.poll()
         self._listen()
         return None if code is None and self._last_error is None else ExitStatus(self.name, code, self._last_error)
 
     def _listen(self) -> None:
-        """Read what it may have sent before it ended."""
+        """Read messages that it may have sent before it ended."""
         if self._last_error is not None or self.lifeline.sock.fileno() < 0:
             return
         self.lifeline.sock.setblocking(False)
@@ -123,7 +123,7 @@ class Child:
         return True
 
     def close(self) -> None:
-        """Give up our ends of it; the process must have ended."""
+        """Close our descriptors of it; the process must have ended."""
         self.lifeline.sock.close()
         if self.pidfd >= 0:
             os.close(self.pidfd)
@@ -131,7 +131,7 @@ class Child:
 
 
 def child_name(index: int, tp: int) -> str:
-    """How messages call the process of status record `index`."""
+    """The name, in messages, of the process of status record `index`."""
     return "the core" if index == tp else f"rank {index}"
 
 
@@ -160,7 +160,7 @@ def spawn(args: BootArgs, lifeline: socket.socket, descriptors: Iterable[int], d
 def environment(inherited: dict[str, str], device: str) -> dict[str, str]:
     """A child's environment: it finds our packages, talks to its peers over loopback, and on CPU sees no GPU and one thread.
 
-    GPUs are numbered as NVML does, so that those that capability looked at are those that the ranks use.
+    GPUs are numbered as in NVML, so that ranks use the GPUs that `cluster.capability` examined.
     """
     paths = [str(ROOT), *filter(None, [inherited.get("PYTHONPATH")])]
     usual = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
@@ -170,7 +170,7 @@ def environment(inherited: dict[str, str], device: str) -> dict[str, str]:
 
 
 def kill(children: Sequence[Child]) -> list[str]:
-    """SIGKILL all (a stopped or spinning process obeys nothing else), wait for all; the names of those the kernel cannot end."""
+    """SIGKILL all (a stopped or spinning process obeys nothing else) and wait; the names of those still running."""
     for child in children:
         child.process.kill()
     left = [child.name for child in children if not child.wait(KILL_WAIT_S)]

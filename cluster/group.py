@@ -1,11 +1,11 @@
-"""One engine group: its shared memory, its processes from boot to their end.
+"""One engine group: its shared memory, and its processes from boot to end.
 
-    Group.boot(config)   memory -> spawn the ranks and the core -> handshake -> ready, or an error and nothing left
+    Group.boot(config)   memory -> spawn the ranks and the core -> handshake -> ready; or an error, with nothing left behind
     group.front_socket   where an EngineClient attaches
-    group.close()        orderly; group.kill() at once. Both leave nothing: no process, no descriptor, no name in any file system
+    group.close()        orderly; group.kill() at once. Neither leaves a process, descriptor or name in a file system
 
-Everything shared is an anonymous file whose descriptor the children inherit, the rendezvous of torch.distributed included: there
-is no name that a kill could leave behind.
+Everything shared, torch.distributed's rendezvous included, is an anonymous file whose descriptor the children inherit: a kill
+leaves no name behind.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Shared:
-    """Descriptors of what the processes share; the replica keeps none of them open."""
+    """Descriptors of the shared memory; the replica closes them after boot."""
 
     plan: int
     masks: int
@@ -56,7 +56,7 @@ class _Shared:
 
 
 class Group:
-    """A running group. Boot it from a thread that lives as long as the group must: a child dies with the thread that spawned it."""
+    """A running group. Boot it from a thread that outlives the group: a child dies with the thread that spawned it."""
 
     def __init__(self, config: EngineConfig, attention: AttentionChoice, front: socket.socket, status: memoryview) -> None:
         self.config = config
@@ -74,7 +74,7 @@ class Group:
 
     @classmethod
     def boot(cls, config: EngineConfig, command: Command = child_command) -> "Group":
-        """Spawn a group and wait until it is ready. ConfigError: it cannot boot like this; EngineDead: it did not this time."""
+        """Spawn a group and wait until it is ready. ConfigError: it can never boot like this; EngineDead: this boot failed."""
         started = time.monotonic()
         capability = probe("" if config.device == "cpu" else None)
         if config.device == "cuda":
@@ -124,18 +124,18 @@ class Group:
             logger.info("%s ready (pid %d) %s", child.name, child.pid, message.note)
 
     def _note_fallbacks(self, fallbacks: tuple[str, ...]) -> None:
-        """What every rank leaves out, as rank 0 tells it."""
+        """Note and log what every rank leaves out, as rank 0 reports it."""
         self.attention = dataclasses.replace(self.attention, fallbacks=fallbacks)
         for sentence in fallbacks:
             logger.warning("self-check: %s", sentence)
 
     @property
     def pidfds(self) -> Mapping[str, int]:
-        """A pollable descriptor of each child, by its name; the group's own, to be used before it is killed or closed."""
+        """A pollable descriptor of each child, by its name; valid until the group is killed or closed."""
         return {child.name: child.pidfd for child in self.children if child.pidfd >= 0}
 
     def status(self) -> list[RankStatus]:
-        """The records of the ranks and, last, of the core; after the end, as they last stood."""
+        """The records of the ranks and, last, of the core; after the end, the last ones."""
         if self._last is not None:  # without the lock: `kill` holds it while it waits
             return self._last
         with self._lock:
@@ -145,14 +145,14 @@ class Group:
         return [self._status.read(index) for index in range(self.config.tp + 1)]
 
     def exits(self) -> list[ExitStatus]:
-        """How the children that ended did so, and the errors that they sent."""
+        """How children ended, and the errors that they sent; none for those that run without error."""
         with self._lock:
             return [exit_status for child in self.children if (exit_status := child.exit_status()) is not None]
 
     def close(self, timeout_s: float = CLOSE_WAIT_S) -> bool:
-        """Let the core stop after the plan in flight, then end whatever is left; True when all ended by themselves in time.
+        """Let the core stop after the plan in flight, then kill what is left; True if all ended by themselves in time.
 
-        An EngineClient that has taken `front_socket` says stop itself (`client.stop()`), before this.
+        An EngineClient that has taken `front_socket` must send the stop itself (`client.stop()`) before this.
         """
         self._say_stop()
         deadline = time.monotonic() + timeout_s
@@ -177,7 +177,7 @@ class Group:
             self.front_socket.close()
             _unmap(self._memory)
         if left:
-            logger.error("killed, but not gone after %g s: %s", children.KILL_WAIT_S, ", ".join(left))
+            logger.error("still running %g s after SIGKILL: %s", children.KILL_WAIT_S, ", ".join(left))
 
     def __enter__(self) -> Self:
         return self
@@ -187,7 +187,7 @@ class Group:
 
 
 def _step_times(ready: Sequence[Ready]) -> StepTimes | None:
-    """What a step of all ranks takes, if they have measured it."""
+    """How long steps of the slowest rank take, if the ranks have measured it."""
     measured = [message.step_times for message in ready if message.step_times is not None]
     return slowest(measured) if measured else None
 
@@ -234,7 +234,7 @@ def _boot_args(index: int, tp: int, shared: _Shared, front: int, lifeline: int, 
 
 
 def _descriptors(args: BootArgs, shared: _Shared) -> list[int]:
-    """What this child inherits."""
+    """The descriptors that this child inherits."""
     own = [args.front] if args.role == "core" else [args.reduce, shared.store]
     return [args.lifeline, args.status, args.plan, args.masks, args.result, *own]
 

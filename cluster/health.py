@@ -1,9 +1,9 @@
-"""Whether a group is alive: a verdict on its status records, and the watcher that asks for it and sees processes end.
+"""Whether a group is alive: a verdict on its status records, and a watcher that asks for it and sees processes end.
 
     a process ends        its pidfd, at once
-    it is stopped         its heartbeat (written by its lifeline thread every 0.25 s) grows old
-    it hangs in a step    steps are due, and its finished step does not move
-    it forgets            requests wait, and the core starts no step
+    it is stopped         its heartbeat, written by its lifeline thread every 0.25 s, is too old
+    it hangs in a step    steps are due, and its finished step does not advance
+    the core stalls       ranks have finished a step that it does not commit, or requests wait and it makes no plan
 """
 
 import asyncio
@@ -32,7 +32,7 @@ Cause = Literal["killed", "failed", "unscheduled", "rank_stalled", "core_stalled
 
 @dataclass(frozen=True)
 class Death:
-    """Why a group ended: a cause to count by, and a sentence for the log."""
+    """Why a group ended: a cause for metrics, and a sentence for the log."""
 
     cause: Cause
     sentence: str
@@ -51,11 +51,11 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Observation:
-    """When a verdict is asked for, CLOCK_MONOTONIC nanoseconds.
+    """The time of a verdict, and what bounds ages; CLOCK_MONOTONIC nanoseconds.
 
-    since    the watcher has looked regularly since then; ages count from there at the earliest, so that a machine that was
-             suspended as a whole is not taken for a hung process
-    waiting  since when requests have been open without a pause; None: none is open
+    since    start of the watcher's uninterrupted watch: ages count from there at the earliest, so that a machine that was suspended
+             is not taken for a hung process
+    waiting  since when at least one request has always been open; None: none is open
     """
 
     now: int
@@ -63,20 +63,20 @@ class Observation:
     waiting: int | None = None
 
     def age_s(self, *stamps: int) -> float:
-        """Seconds since the latest of `stamps`, or since the watcher looks."""
+        """Seconds since the latest of `stamps` and `since`."""
         return (self.now - max(self.since, *stamps)) / _NS
 
 
 def verdict(statuses: Sequence[RankStatus], moment: Observation, bounds: Bounds) -> Death | None:
-    """Why the group whose records (ranks, then the core) are `statuses` must end; None: it is well. Pure."""
+    """Why the group with these records (ranks, then the core) must end; None: it is healthy. Pure."""
     return _unscheduled(statuses, moment, bounds.heartbeat_s) or _stalled(statuses, stalls(statuses, moment), bounds.step_s)
 
 
 def stalls(statuses: Sequence[RankStatus], moment: Observation) -> list[float]:
-    """Seconds for which each process (ranks, then the core) has owed a step; 0.0 where it owes none, however long it idles. Pure.
+    """Seconds for which each process (ranks, then the core) has owed a step; 0.0 if it owes none, however long it idles. Pure.
 
-    The core owes a commit once all ranks have finished a step, and a plan while requests wait and nothing is out. A rank owes every
-    step that anybody has launched, unless the core owes a commit: the rank may wait for the masks that it makes by it.
+    The core owes a commit once all ranks have finished a step, and a plan while requests wait and no plan is out. A rank owes every
+    step that any process has launched, unless the core owes a commit: then the rank may be waiting for masks.
     """
     *ranks, core = statuses
     due = max(status.launched for status in statuses)
@@ -89,7 +89,7 @@ def _owes_commit(ranks: Sequence[RankStatus], core: RankStatus) -> bool:
 
 
 def _rank_stall_s(rank: RankStatus, core: RankStatus, due: int, moment: Observation) -> float:
-    """Since the rank launched its next step, or since the core last published anything."""
+    """Since the rank made progress, with a step unfinished; with none, since the rank or the core did."""
     if rank.finished >= due:
         return 0.0
     started = [rank.progress_ns] if rank.launched > rank.finished else [rank.progress_ns, core.progress_ns]
@@ -97,7 +97,7 @@ def _rank_stall_s(rank: RankStatus, core: RankStatus, due: int, moment: Observat
 
 
 def _core_stall_s(ranks: Sequence[RankStatus], core: RankStatus, moment: Observation) -> float:
-    """Since anybody last made progress, or since requests wait."""
+    """Since any process last made progress, or since requests have been waiting."""
     owes_plan = moment.waiting is not None and core.launched == core.finished
     if not (_owes_commit(ranks, core) or owes_plan):
         return 0.0
@@ -110,11 +110,11 @@ def _unscheduled(statuses: Sequence[RankStatus], moment: Observation, bound_s: f
     if not late:
         return None
     verb = "is" if len(late) == 1 else "are"
-    return Death("unscheduled", f"{_names(late, statuses)} {verb} not scheduled for {max(ages):.1f} s (stopped or hung host)")
+    return Death("unscheduled", f"{_names(late, statuses)} {verb} not scheduled for {max(ages):.1f} s (stopped, or host hung)")
 
 
 def _stalled(statuses: Sequence[RankStatus], stalled_s: Sequence[float], bound_s: float) -> Death | None:
-    """A rank first: the furthest behind, for the others may only wait for it."""
+    """Ranks first, and the one furthest behind: the others may only wait for it."""
     *ranks, core = statuses
     if (age := max(stalled_s[:-1])) > bound_s:
         progress = [(rank.finished, rank.launched) for rank in ranks]
@@ -170,7 +170,7 @@ class Watcher:
         self._looked_ns = self._since_ns = 0
 
     def start(self) -> None:
-        """Begin; must be called on the loop that is to watch."""
+        """Start to watch; call it on the event loop that is to watch."""
         self._loop = asyncio.get_running_loop()
         self._looked_ns = self._since_ns = time.monotonic_ns()
         for fd in self._group.pidfds.values():
@@ -193,7 +193,7 @@ class Watcher:
         return True
 
     def _ended(self) -> None:
-        """A child has ended. The first one seen may only have lost its peer: unless a signal ended it, let the others report."""
+        """A child has ended. Unless by a signal, it may only have lost a peer: wait for the others to report."""
         self._stop_reading()
         cause = root_cause(self._group.exits())
         if cause is not None and cause.killed:
@@ -202,7 +202,7 @@ class Watcher:
             self._timer = self._loop.call_later(SETTLE_S, self._settle)
 
     def _settle(self) -> None:
-        """No signal: a rank that gave up waiting for a hung one ends at about the bound, and the hung one is the cause."""
+        """No signal: if a rank gave up waiting for a hung one at about the bound, the hung one is the cause."""
         cause = root_cause(self._group.exits())
         hung = None if cause is not None and cause.killed else self._verdict(_NEARLY)
         self._die(hung or _death_of(cause))
@@ -210,7 +210,7 @@ class Watcher:
     def _look(self) -> None:
         now = time.monotonic_ns()
         if now - self._looked_ns > (PERIOD_S + self._bounds.heartbeat_s / 2) * _NS:
-            self._since_ns = now  # this process itself did not run: nobody else's age counts from before that
+            self._since_ns = now  # this process itself did not run: ages do not count from before that
         self._looked_ns = now
         death = self._verdict(1.0)
         if death is not None:
@@ -219,7 +219,7 @@ class Watcher:
         self._timer = self._loop.call_later(PERIOD_S, self._look)
 
     def _verdict(self, share: float) -> Death | None:
-        """The verdict now, by `share` of the bounds."""
+        """The verdict now, with the bounds times `share`."""
         bounds = Bounds(share * self._bounds.heartbeat_s, share * self._bounds.step_s)
         moment = Observation(time.monotonic_ns(), self._since_ns, self._waiting())
         return verdict(self._group.status(), moment, bounds)
@@ -249,7 +249,7 @@ class Watcher:
 
 
 def _death_of(exit_status: ExitStatus | None) -> Death:
-    """By a process that ended; None: it sent nothing."""
+    """The death by a process that ended; None: no exit is known."""
     if exit_status is None:
         return Death("failed", "a process of the group ended")
     return Death("killed" if exit_status.killed else "failed", str(exit_status))

@@ -1,11 +1,16 @@
 #!/bin/sh
-# HAProxy as Ray Serve starts it, with its own two ports (statistics, Prometheus) on loopback, where Serve's template binds them to
-# every interface; with each client's address in X-Forwarded-For; with a bound on how long a request's head may take, where Serve has
-# none but the hour that a client may be silent; with one on the connections of an address, if QUARTET_CONNECTIONS_PER_ADDRESS has it:
-# behind another proxy all clients have one; and with errors in OpenAI's shape where no replica answers, or is asked: for that each
-# request has a connection of its own to the replica, for where one that was used before is lost, HAProxy closes the client's without
-# a word, trusting that it asks again. What it cannot read as HTTP it answers by texts of its own, which no `errorfile` replaces.
-# Ray finds this file by RAY_SERVE_HAPROXY_BINARY_PATH, and writes the file behind -f anew before each start.
+# Starts HAProxy for Ray Serve, and first edits the configuration behind -f, which Ray writes anew before each start:
+#
+#   statistics, metrics   bound to loopback; Serve's template binds both ports to every interface
+#   X-Forwarded-For       carries the client's address
+#   timeout http-request  bounds how long a request's head may take; Serve only has the hour that a client may be silent
+#   http-server-close     gives each request a connection of its own to the replica. When a reused one is lost, HAProxy closes the
+#                         client's without a word, and trusts the client to ask again
+#   errorfile             errors have OpenAI's shape where no replica answers or is asked. What is not HTTP gets HAProxy's own texts
+#   stick-table           with QUARTET_CONNECTIONS_PER_ADDRESS, bounds the connections of an address. Behind another proxy all
+#                         clients have one address
+#
+# Ray finds this file by RAY_SERVE_HAPROXY_BINARY_PATH.
 set -eu
 ours="option forwardfor\n    option http-server-close\n    timeout http-request ${QUARTET_HEAD_TIMEOUT:-10s}"
 errors=${QUARTET_ERRORS:-}

@@ -74,7 +74,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     debug_pages: Annotated[
         PageChecks,
         Meta(
-            description="hold page tables, plans and the allocator's books against each other; sample: a sixteenth of the tables a "
+            description="compare page tables, plans and the allocator's records; sample: a sixteenth of the tables a "
             "step; every: all. A violation ends the group and leaves a file for `quartet replay`"
         ),
     ] = "off"

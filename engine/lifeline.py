@@ -1,10 +1,10 @@
 """The child's end of its lifeline: a socket pair to the replica that carries the boot handshake, and whose end of file means exit.
 
-    replica -> child   Configure, Allocate once every rank has loaded; to the core, RanksReady once every rank is
-    child -> replica   Loaded (ranks), Ready, or Failed with the reason, before it exits
+    replica -> child   Configure; Allocate, once every rank has loaded; RanksReady to the core, once every rank is ready
+    child -> replica   Loaded (ranks), Ready; at any time Failed with the reason, and the child exits
 
-It is the only two-way conversation in an engine. After `Ready` nothing is sent on it any more: it only has to stay open. A thread
-watches for its end (the replica died by whatever cause) and writes this process's heartbeat into the status block.
+Besides the front's socket it is the only two-way conversation in an engine. After `Ready` it only has to stay open. A thread
+watches for its end (the replica is gone) and writes this process's heartbeat into the status block.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class BootArgs(msgspec.Struct, frozen=True, kw_only=True):
-    """argv[1] of a child, as JSON: who it is and which inherited descriptors are what.
+    """argv[1] of a child, as JSON: its role, and the inherited descriptors by purpose.
 
     `plan` is the ring core -> ranks, `masks` another for the masks of its steps; `result` the ring rank 0 -> core; `reduce` the CPU
     all-reduce memory; `front` the core's message socket; `store` a file for torch.distributed's rendezvous. `spin`: polls a ring
@@ -82,12 +82,13 @@ class Allocate(msgspec.Struct, frozen=True, tag="allocate"):
 
 
 class StepTimes(msgspec.Struct, frozen=True):
-    """Measured (rows, milliseconds), ascending in rows: steps of decode rows with hardly a context; steps of prompt tokens alone;
-    and what steps with prompt tokens take longer for decode rows than for as many prompt tokens.
+    """Measured step times: (rows, milliseconds), ascending in rows.
 
-    context_ms  milliseconds that a token of context adds to a step of decode rows
-    read_ms     that one before a chunk adds to its step; behind_ms: to each token of the chunk
-    tile        rows that large products are cut by: of a step with prompt tokens a part of a tile costs as much as the whole
+    decodes     steps of decode rows alone, with short contexts;   prefills  steps of prompt tokens alone
+    beside      what decode rows in a step with prompt tokens cost more than as many prompt tokens
+    context_ms  what a token of context adds to a step of decode rows
+    read_ms     what a token of context adds to a chunk's step;   behind_ms  to each token of the chunk
+    tile        rows of a tile in large matrix products: with prompt tokens, part of a tile costs as much as the whole
     """
 
     decodes: tuple[tuple[int, float], ...]
@@ -103,7 +104,7 @@ _SLOPES = ("context_ms", "read_ms", "behind_ms")
 
 
 def slowest(measured: Sequence[StepTimes]) -> StepTimes:
-    """What a step takes that ends when its last rank does; all have measured the same rows."""
+    """The times of the slowest rank at each point: a step ends when its last rank does. All have measured the same rows."""
     curves = [(times.decodes, times.prefills, times.beside) for times in measured]
     decodes, prefills, beside = (
         tuple((same[0][0], max(ms for _, ms in same)) for same in zip(*curve, strict=True)) for curve in zip(*curves, strict=True)
@@ -113,8 +114,8 @@ def slowest(measured: Sequence[StepTimes]) -> StepTimes:
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """child -> replica: it will run the first plan. `note` is for the log; `step_times` what a rank has measured, if it did;
-    `fallbacks` what its checks found wrong and what runs in its place, a sentence each."""
+    """child -> replica: it is ready for the first plan. `note` is for the log; `step_times`: what a rank has measured, if it did;
+    `fallbacks`: what its checks found wrong and what runs instead, a sentence each."""
 
     note: str = ""
     step_times: StepTimes | None = None
@@ -122,13 +123,13 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class RanksReady(msgspec.Struct, frozen=True, tag="ranks_ready"):
-    """replica -> core: every rank is; how long their steps take, if they have measured it."""
+    """replica -> core: every rank is ready; how long their steps take, if they have measured it."""
 
     step_times: StepTimes | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """child -> replica: boot is impossible; `user` when the message is fit for the user as it is (a QuartetError)."""
+    """child -> replica: it cannot go on, and exits; `user`: the message is fit for the user as it is (a QuartetError)."""
 
     error: str
     user: bool
@@ -152,7 +153,7 @@ class BootSocket:
         self.sock.sendall(frame(_encode(message)))
 
     def receive(self) -> BootMessage | None:
-        """The next message; None when the other end is closed, whatever it left unread. Raises TimeoutError as the socket does."""
+        """The next message; None when the other end is closed, even with data unread. Raises TimeoutError as the socket does."""
         while not self._pending:
             try:
                 data = self.sock.recv(1 << 16)
@@ -178,11 +179,11 @@ class Lifeline:
         threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
 
     def phase(self, phase: int, memory_bytes: int = 0) -> None:
-        """Record where this process stands."""
+        """Record the phase of this process."""
         self.status.phase(self.args.status_index, memory_bytes, phase, os.getpid())
 
     def send(self, message: BootMessage) -> None:
-        """Say something to the replica."""
+        """Send a message to the replica."""
         self._boot.send(message)
 
     def configure(self) -> EngineConfig:
@@ -198,7 +199,7 @@ class Lifeline:
         return message.pages
 
     def ranks_ready(self) -> StepTimes | None:
-        """Wait for the ranks; what they have measured."""
+        """Wait until the ranks are ready; what they have measured."""
         message = self._receive()
         assert isinstance(message, RanksReady), message
         return message.step_times
@@ -227,7 +228,7 @@ def _die_with_parent(parent: int) -> None:
 
 
 def run(body: Callable[[Lifeline], None]) -> NoReturn:
-    """A child process' life: `body`, and exit code 0. Whatever `body` raises ends the group, and the replica is told."""
+    """Run a child process: `body`, then exit code 0. Any exception is reported to the replica, which ends the group."""
     lifeline = Lifeline(msgspec.json.decode(sys.argv[1], type=BootArgs))
     try:
         body(lifeline)

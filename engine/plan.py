@@ -10,8 +10,8 @@ device as it is.
                         the rest is zero
 
 A plan is a diff: a decode row is its slot and nothing else (the device holds its length), a page is named once when it is
-appended. A rank applies a plan in this order: releases, admissions (which rewrite a slot's whole table rows), appends, zeros; then
-the chunks and decodes run as one forward.
+appended. A plan means: releases, then admissions (which clear a slot's table rows), then appends and zeros; then the chunks and
+decodes run as one forward. Ranks clear rows before releases, which comes to the same: both write the null page.
 """
 
 import struct

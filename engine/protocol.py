@@ -1,7 +1,7 @@
 """Messages between the front (replica) and the core, and the sampling parameters that both and the ranks read.
 
-Messages are named by direction and content: `GenerateRequest`, `Abort`, `Control` go front -> core; `TokenBatch` comes back, one a
-step and front. They are msgspec structs, sent as length-prefixed msgpack over a unix socket pair: no text, no pickle, no objects.
+`GenerateRequest`, `Abort` and `Control` go front -> core; `TokenBatch` comes back, at most one a turn of the core's loop. They are
+msgspec structs, sent as length-prefixed msgpack over a unix socket pair. Prompts and replies are token ids; nothing is pickled.
 """
 
 import enum
@@ -29,7 +29,7 @@ class FinishReason(enum.StrEnum):
 
 
 class AbortReason(enum.StrEnum):
-    """Why the front asked for an end. A stop string is a success: the text is complete."""
+    """Why the front ended a request. A stop string is a success: the text is complete."""
 
     client_gone = "client_gone"
     stop_string = "stop_string"
@@ -40,9 +40,9 @@ class AbortReason(enum.StrEnum):
 
 
 class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a reply must look like: `text` as `engine.matcher` reads it, checked at the edge.
+    """The grammar of a reply: `text` as `engine.matcher` reads it, checked at the edge.
 
-    `trigger`: tokens are free up to each of this id, and again once what follows it is complete; None: the grammar is the reply's.
+    `trigger`: tokens are free until this id, and again once what follows it is complete; None: the grammar covers the whole reply.
     """
 
     text: str
@@ -50,10 +50,10 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ThoughtBudget(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The most tokens of a reply's thoughts, together: behind the last of them only `end` may come.
+    """The thinking budget: the most tokens of all thoughts of a reply; after the last of them only `end` may come.
 
-    Counted are tokens behind `begin` and the `label` tokens that follow it, up to `end` or `begin_call` (where there are tools).
-    `open_label`: the prompt has left a thought open, and so many of its label's tokens are still to come; None: it has not.
+    Counted are the tokens after `begin` and its `label` tokens, up to `end` or (with tools) `begin_call`. `open_label`: tokens of
+    the label still to come, if the prompt leaves a thought open; None: it does not.
     """
 
     tokens: int
@@ -128,7 +128,7 @@ class Control(msgspec.Struct, frozen=True, kw_only=True, tag="control"):
 
 
 class Logprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Of one token: its own logprob, and the `logprobs` most likely (id, logprob), best first; natural log, fp32."""
+    """The logprob of a token, and the `logprobs` most likely (id, logprob), best first; natural log, fp32."""
 
     chosen: float
     top: list[tuple[int, float]]
@@ -170,7 +170,7 @@ def token_bytes(alternatives: int) -> int:
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """What one step gave one request. `finish` set: the request has ended and this is its last entry.
+    """What a step gave a request. With `finish`, the request has ended and this is its last entry.
 
     `cached`, with its first tokens: how many of its prompt's were found in the prefix cache when it was first scheduled.
     `prompt_logprobs` come before the first tokens, in the prompt's order, none twice. `error` is a sentence for the client, with
@@ -204,7 +204,7 @@ class PoolLoad(msgspec.Struct, frozen=True, kw_only=True):
 class Load(msgspec.Struct, frozen=True, kw_only=True):
     """The core's figures, for admission and metrics. Counters are since boot; `step` is the last whose result has come.
 
-    `queried_tokens` of first-time prompts were looked up in the prefix cache, `hit_tokens` were there; `evicted_pages` had to go.
+    `queried_tokens` of first-time prompts were looked up in the prefix cache, and `hit_tokens` found; `evicted_pages` of the cache.
     They come with each step's outputs, when a plan admits a sequence, and when asked for.
     """
 
@@ -227,7 +227,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """Core -> front: one step's outputs for this front, the requests that were scheduled for the first time, the load figures."""
+    """Core -> front: the outputs since the last one, the requests that were scheduled for the first time, the load figures."""
 
     outputs: list[Output]
     started: list[int] = []

@@ -1,12 +1,12 @@
-"""Where each process of a group stands: one 64-byte record a process in a shared block; one writer a field."""
+"""The status of each process of a group: one 64-byte record a process in a shared block; each field has one writer."""
 
 from dataclasses import dataclass
 
 
 class Phase:
-    """Where a process stands, in its status record."""
+    """The phase of a process, in its status record."""
 
-    starting, loading, ready, running, stopping = range(5)
+    starting, loading, ready = range(3)
 
 
 STATUS_BYTES = 64
@@ -52,7 +52,7 @@ class StatusBlock:
         return STATUS_BYTES * processes
 
     def read(self, index: int) -> RankStatus:
-        """The record as it stands; fields are read one by one and may belong to neighbouring moments."""
+        """The current record; fields are read one by one, so they may differ by a step."""
         launched, finished, progress_ns, hash_us, heartbeat_ns, memory_bytes, phase_pid, device = self._record(index).tolist()
         state_hash, step_us = hash_us & _LOW, hash_us >> 32
         phase, pid = phase_pid & _LOW, phase_pid >> 32
@@ -68,7 +68,7 @@ class StatusBlock:
         record[1] = finished
 
     def device(self, index: int, busy_us: int, idle_us: int, late_compilations: int) -> None:
-        """Main thread: how the device spent the last step; what does not fit is the most that does (16 s; 65 535)."""
+        """Main thread: how the device spent the last step; values saturate (16 s; 65 535)."""
         words = (min(busy_us, _24_BITS), min(idle_us, _24_BITS), min(late_compilations, _16_BITS))
         self._record(index)[7] = words[0] | words[1] << 24 | words[2] << 48
 
@@ -83,5 +83,5 @@ class StatusBlock:
         record[6] = phase | pid << 32
 
     def _record(self, index: int) -> memoryview:
-        """Its eight words; a view of the moment, so that whoever owns the memory can unmap it."""
+        """Its eight words; a temporary view, so that the memory's owner can unmap it."""
         return self._buffer[index * STATUS_BYTES : (index + 1) * STATUS_BYTES].cast("Q")

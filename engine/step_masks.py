@@ -1,7 +1,7 @@
-"""Which tokens may come in a step's masked rows: core -> ranks, in a ring of its own, one record for each plan flagged `masked`.
+"""Masks of the tokens that may come in a step's masked rows: core -> ranks, in their own ring, a record for each `masked` plan.
 
-A record comes before its plan, or behind it while the ranks compute the step's forward. A row of the plan that is not in it is
-free: its sequence has ended meanwhile, or runs on without a grammar.
+A record comes before its plan, or after it while ranks compute the step's forward. A row of the plan that is not in it is free:
+its sequence has ended, or needs no mask any more.
 
     StepMasks   step u64, n u32, words u32 | slots int32 [n] | bits int32 [n, words]          little-endian
 """

@@ -1,4 +1,4 @@
-"""Who of the queue gets a slot: in order, past those that cannot begin now, but past nobody for ever."""
+"""Admission: which waiting requests get a slot. In order, past those that cannot begin now, but past none for ever."""
 
 from array import array
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from engine.core.sequence import Sequence
 from engine.logit_adjustments import encoded_size
 from engine.plan import MAX_ADMITTED, Admission, admission_size
 
-_LOOKAHEAD = 16  # requests that are looked at behind those that can begin
+_LOOKAHEAD = 16  # requests looked at beyond the free slots
 
 
 class Admissions:
@@ -26,12 +26,12 @@ class Admissions:
         self._gain = max(allocator.page, budget // 8)  # tokens worth waiting for while another computes them
 
     def candidates(self) -> list[Sequence]:
-        """Who of the queue is looked at, in order: more of them than there are slots."""
+        """The waiting requests to look at, in order: more than there are free slots."""
         free = self._requests.free_slots
         return list(islice(self._requests.waiting, free + _LOOKAHEAD)) if free else []
 
     def admit(self, changes: Changes, budget_left: Callable[[], int], begin: Callable[[Sequence, Admission], None]) -> None:
-        """Hand each that is admitted to `begin`, while slots, pages and this step's budget last."""
+        """Admit while slots, pages and this step's budget last; `begin` gets each admitted sequence."""
         if not (self._requests.waiting and self._requests.free_slots and budget_left()):
             return
         room, prefills, passed, size = Room(self._requests.running, self._allocator), self._prefills(), [], 0
@@ -58,18 +58,18 @@ class Admissions:
             prefills = self._prefills()
 
     def _prefills(self) -> list[Sequence]:
-        """Those who run and whose prompts' last results are still to come."""
+        """Running sequences whose prompts are not committed to their ends."""
         return [sequence for sequence in self._requests.running if sequence.low < sequence.target]
 
     def _waits(self, sequence: Sequence, hit: Hit | None, prefills: list[Sequence]) -> bool:
-        """It has nothing to compute before the host has spoken, or another is about to compute what it begins with."""
+        """It has nothing to compute until its mask comes, or another sequence is about to compute its prefix."""
         found = 0 if hit is None else hit.count * self._allocator.page
         if sequence.waits_for is not None and len(sequence.tokens) - found < 2:
             return True
         return hit is not None and self._allocator.being_computed(sequence, hit, prefills, self._gain)
 
     def _may_begin(self, sequence: Sequence, hit: Hit | None, room: Room, prefills: list[Sequence]) -> bool:
-        """There are pages, and it is short or not too many long ones are being computed."""
+        """There are pages, and it is short, or few enough long prompts are being computed."""
         found = 0 if hit is None else hit.count * self._allocator.page
         if len(sequence.tokens) - found > self._budget:
             long = sum(other.target - other.high > self._budget for other in prefills)
@@ -86,11 +86,11 @@ class Admissions:
             self._requests.counters.queried_tokens += len(sequence.tokens)
             self._requests.counters.hit_tokens += sequence.cached
         if first:
-            sequence.found = sequence.cached
+            sequence.first_cached = sequence.cached
 
 
 def _size(sequence: Sequence, hit: Hit | None) -> int:
-    """What its admission takes of a plan, in numbers."""
+    """The numbers that its admission adds to a plan."""
     pages = 0 if hit is None else len(hit.full) + len(hit.tail)
     return admission_size(len(sequence.tokens), len(sequence.params.stop_ids), encoded_size(sequence.params.adjustments), pages)
 

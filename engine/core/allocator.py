@@ -1,8 +1,7 @@
 """Pages of sequences: how many fit, who holds which, and what plans are told about it.
 
-One pool per KV group; a sequence holds a run of pages in each. Pages given back while step n runs are first named in a later plan;
-ranks run plans in order on one stream, so whatever step n still writes there comes before the new owner's writes, and no lock is
-needed.
+One pool per KV group; a sequence holds a run of pages in each. Pages given back while step n runs first appear in a later plan.
+Ranks run plans in order on one stream, so late writes of step n come before the new owner's, without a lock.
 """
 
 import bisect
@@ -23,7 +22,7 @@ from engine.plan import PageZero
 
 @dataclass
 class Changes:
-    """What a plan says of pages; a plan that is not sent leaves them to the next. Releases and appends as in StepPlan, flat."""
+    """The page changes of a plan, or of the next if none is sent. Releases and appends as in StepPlan, flat."""
 
     releases: "array[int]" = field(default_factory=lambda: array("i"))
     appends: "array[int]" = field(default_factory=lambda: array("i"))
@@ -56,7 +55,7 @@ class Allocator:
         return whole if group.window is None else min(whole, group.worst_pages(tokens) + -(-drafts // group.page))
 
     def fitting(self, sequence: Sequence, wanted: int, headroom: int = 0) -> int:
-        """How many of the next `wanted` positions the free pages allow; 0 when not even one fits."""
+        """How many of the next `wanted` positions the available pages allow, with `headroom` pages left over; 0 if not one fits."""
         room = wanted
         for pool, run in zip(self.pools, sequence.runs, strict=True):
             held = (run.end + max(0, pool.available - headroom)) * pool.group.page
@@ -73,7 +72,7 @@ class Allocator:
             self._append(pool, sequence, run.end, pages, changes)
             changes.zeros.extend(PageZero(pool.group.index, page) for page in pool.cleanse(pages))
             run.pages += pages
-        self._watch(sequence)
+        self._note_bounds(sequence)
 
     def _append(self, pool: PagePool, sequence: Sequence, at: int, pages: "list[int] | array[int]", changes: Changes) -> None:
         group, slot = pool.group.index, sequence.slot
@@ -87,17 +86,17 @@ class Allocator:
             if dropped:
                 pool.give(dropped)
                 changes.releases.extend((pool.group.index, sequence.slot, at, len(dropped)))
-        self._watch(sequence)
+        self._note_bounds(sequence)
 
-    def _watch(self, sequence: Sequence) -> None:
-        """Note up to where nothing is to be taken, nor given back."""
+    def _note_bounds(self, sequence: Sequence) -> None:
+        """Note the `high` up to which no page must be taken, and the `low` up to which none can be given back."""
         sequence.held = min(run.end * pool.group.page for pool, run in zip(self.pools, sequence.runs, strict=True))
         sequence.release_at = min(map(_release_at, self.pools, sequence.runs))
 
     def give_all(self, sequence: Sequence, *, poisoned: bool = False) -> None:
         """Give back every page of a sequence that leaves its slot. `poisoned`: its values were not finite.
 
-        Nobody will hear what its rows in flight have written beyond `low`: that is not known to be finite either.
+        Results of its rows in flight are dropped, so what they write beyond `low` is not known to be finite either.
         """
         if self.cache is not None and poisoned:
             self.cache.discard(self._keys(sequence, sequence.low // self.page))
@@ -111,13 +110,13 @@ class Allocator:
     # -- prefixes
 
     def look_up(self, sequence: Sequence) -> None:
-        """Note what of a queued one is cached. Its keys are made here: of several long ones looked up in one step they would hold
-        it up."""
+        """Note how much of a queued sequence is cached. This makes its page keys: made at admission, several long prompts would
+        hold up one step."""
         hit = self.find(sequence)
-        sequence.expected = 0 if hit is None else hit.count * self.page
+        sequence.cached_when_queued = 0 if hit is None else hit.count * self.page
 
     def find(self, sequence: Sequence) -> Hit | None:
-        """What of a waiting sequence is cached and may be used; looked up again once that may have changed."""
+        """The cached prefix that a waiting sequence may use; looked up again when it may have changed."""
         if self.cache is None:
             return None
         if sequence.hit is None or sequence.hit.version != self.cache.version:
@@ -126,7 +125,7 @@ class Allocator:
         return sequence.hit
 
     def attach(self, sequence: Sequence, hit: Hit, changes: Changes) -> None:
-        """Let an admitted sequence share the pages of a hit: it goes on behind them, and leaves tails where others may."""
+        """Let an admitted sequence share the pages of a hit, and mark where it is to leave tails for others."""
         assert self.cache is not None
         self.cache.use(sequence.keys, hit)
         for at, pool in enumerate(self.pools):
@@ -137,13 +136,13 @@ class Allocator:
         sequence.low = sequence.high = sequence.cached = hit.count * self.page
         marks = {hit.branch, (sequence.prompt - 1) // self.page, *turn_ends(sequence, self.page)}
         sequence.marks = sorted(mark for mark in marks if mark > hit.count)
-        self._watch(sequence)
+        self._note_bounds(sequence)
 
     def being_computed(self, sequence: Sequence, hit: Hit, prefills: Iterable[Sequence], gain: int) -> bool:
-        """Whether one of the running prefills is about to compute `gain` tokens more of this prompt than the hit has.
+        """Whether a running prefill is about to compute at least `gain` tokens more of this prompt than the hit has.
 
-        It is asked to leave a tail where the two part: so the choices of one request, and a burst behind one system prompt,
-        cost one prefill.
+        That prefill is marked to leave a tail where the two part, so that the choices of one request, and a burst of requests with
+        one system prompt, cost one prefill.
         """
         for other in prefills:
             reusable = len(sequence.tokens) - 1 if self.scored_alike(other, sequence) else sequence.reusable
@@ -155,8 +154,8 @@ class Allocator:
         return False
 
     def scored_alike(self, one: Sequence, other: Sequence) -> bool:
-        """Whether logprobs of both's prompts are to be told from the same position on, and are the same: `other` need not compute
-        what `one` does. Without a cache it would gain nothing."""
+        """Whether both prompts are equal and their logprobs wanted from the same position on: then `other` can have what `one`
+        computes. False without a cache, where that would gain nothing."""
         if self.cache is None or not (one.scores and other.scores):
             return False
         if (one.scored, one.prompt, one.root, one.params.prompt_logprobs) != (
@@ -168,7 +167,7 @@ class Allocator:
         return one.keys[last] == other.keys[last] and one.tokens[rest] == other.tokens[rest]
 
     def cache_passed_marks(self, sequence: Sequence) -> None:
-        """Cache the prefixes whose ends the sequence has passed; the last one is its prompt's."""
+        """Cache the prefixes at the marks that the sequence has passed; the last mark is the prompt's end."""
         while sequence.marks and sequence.low >= sequence.marks[0] * self.page:
             mark = sequence.marks.pop(0)
             self._insert(sequence, mark, supersedes=not sequence.marks)
@@ -179,7 +178,7 @@ class Allocator:
             self._insert(sequence, sequence.low // self.page)
 
     def _insert(self, sequence: Sequence, count: int, *, supersedes: bool = False) -> None:
-        """Cache its first `count` pages; the tail is held, because pages are released by the edge of `low`'s page."""
+        """Cache its first `count` pages. The tail is still held, because pages are released from the edge of `low`'s page."""
         assert self.cache is not None
         tail: list[int] = []
         for pool, run in zip(self.pools, sequence.runs, strict=True):
@@ -207,8 +206,8 @@ def first_page(group: KVGroup, low: int) -> int:
 def turn_ends(sequence: Sequence, page: int) -> set[int]:
     """Pages up to where others may share the prompt: the end of its first turn, and of the last but one.
 
-    A turn ends at a stop id. The first is the system prompt with its tools; what precedes the last is asked again with another
-    last message. A prompt of one turn, or without stop ids (no chat), has none.
+    A turn ends at a stop id. The first turn is the system prompt with its tools; what precedes the last turn is often sent again
+    with another last message. A prompt of one turn, or without stop ids (no chat), has none.
     """
     tokens = np.frombuffer(sequence.tokens, np.int32, sequence.prompt)
     ends = np.flatnonzero(np.isin(tokens, tuple(sequence.params.stop_ids))) + 1

@@ -14,7 +14,7 @@ class Executor(Protocol):
         """Hand a plan to every rank; returns at once."""
 
     def submit_masks(self, masks: bytes) -> None:
-        """Hand the masks of a `masked` plan to every rank, in the order of their plans; before or behind theirs."""
+        """Hand the masks of a `masked` plan to every rank, before or after the plan itself; masks come in the order of plans."""
 
     def poll(self) -> StepResult | None:
         """The next result, if there is one."""

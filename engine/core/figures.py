@@ -1,4 +1,4 @@
-"""What steps did, how things stand: a line a step for the log at debug level, one a second and class of step at info level.
+"""The core's log of steps: at level debug a line a step, at level info a line a second for each class of step.
 
     prefill   steps of prompt chunks alone      decode   of decode rows alone      mixed   of both
 """
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class ClassFigures:
-    """Of the steps of one class since the last line."""
+    """Counts of the steps of one class since the last line."""
 
     steps: int = 0
     prefill: int = 0
@@ -38,7 +38,7 @@ class StepFigures:
     _last: Load | None = None
 
     def planned(self, plan: StepPlan, now: float, load: Callable[[], Load]) -> None:
-        """A plan went out; `load()` is how things stand."""
+        """A plan went out; `load()` gives the current figures."""
         prefill, decode = plan.tokens - len(plan.decodes), len(plan.decodes)
         name = "mixed" if prefill and decode else "prefill" if prefill else "decode"
         self.classes.setdefault(name, ClassFigures()).add(prefill, decode)
@@ -54,7 +54,7 @@ class StepFigures:
         return self._since is not None and now - self._since >= PERIOD_S
 
     def report(self, load: Load, now: float) -> None:
-        """Write a line a class, and begin anew. Counts are since the last report."""
+        """Log a line for each class, and reset. Counts are since the last report."""
         assert self._since is not None
         seconds, state = now - self._since, self._state(load)
         cached = load.hit_tokens - (self._last.hit_tokens if self._last else 0)

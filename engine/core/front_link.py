@@ -5,7 +5,7 @@ import socket
 
 from engine.protocol import FrameReader, TokenBatch, encode_message, frame
 
-MAX_UNSENT_BYTES = 64 << 20  # answers that a front has not read; beyond, it has stopped reading
+MAX_UNSENT_BYTES = 64 << 20  # unread answers, above which the front counts as hung
 
 
 class FrontLink:
@@ -21,7 +21,7 @@ class FrontLink:
         self._unsent = bytearray()
 
     def receive(self, timeout_s: float) -> list[bytes]:
-        """Messages that have come, after `timeout_s` at most, or once there was room to send."""
+        """The messages that have come; waits until some come, there is room to send, or `timeout_s` has passed."""
         readable, writable, _ = select.select([self._sock], [self._sock] if self._unsent else [], [], timeout_s)
         if writable:
             self.flush()

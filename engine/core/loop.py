@@ -2,11 +2,11 @@
 
                      Scheduler.commit  <-- Executor.poll        at most two plans are out: one running, one queued
                      Scheduler.schedule --> Executor.submit; masks of a step when those of all its rows are there
-    front socket <-- one TokenBatch a step
+    front socket <-- one TokenBatch a turn of the loop, if there is something to tell
     front socket --> Scheduler.add / abort
 
-While plans are out it polls the result ring; with nothing to do it sleeps in `select` on the front socket. Any exception here ends
-the group; one while reading a single message ends that request only. Several fronts may attach; today there is one, client 0.
+While plans are out or threads make masks, it polls; with nothing to do it sleeps in `select` on the front socket. Any exception
+here ends the group; one raised while reading a message ends that request only. There is one front, client 0.
 """
 
 import logging
@@ -35,7 +35,7 @@ from engine.protocol import Abort, Control, FrontMessage, GenerateRequest, Token
 from engine.rank_status import Phase
 
 _CLIENT = 0
-_TURN_BYTES = 1 << 19  # of messages between two plans: the keys of a prompt of 128k tokens take some 3 ms
+_TURN_BYTES = 1 << 19  # of messages between two plans: page keys of a prompt of 128k tokens take some 3 ms
 
 
 class Core:
@@ -63,7 +63,7 @@ class Core:
         self._report = False
         self._figures = StepFigures()
         self._timer = StepTimer()
-        self._idle = True  # nothing to do until the front speaks
+        self._idle = True  # nothing to do until the front sends something
         self._submitted = 0
         self._committed = 0
 
@@ -71,7 +71,7 @@ class Core:
         """Serve until the front says stop; then the ranks get a stop plan."""
         while not self._stopping:
             committed = self._commit()
-            planned = self._plan()  # before clients are told, and heard: ranks wait for it
+            planned = self._plan()  # before the front is sent to and read from: ranks wait for plans
             self._send()
             if self._figures.due(now := time.monotonic()):
                 self._figures.report(self._scheduler.load(), now)
@@ -87,7 +87,7 @@ class Core:
         self._executor.submit(StepPlan(step=self._submitted + 1, stop=True))
 
     def _read(self) -> bool:
-        """Take in what the front says; sleep on its socket while there is nothing else to wait for. Whether it said something."""
+        """Handle the front's messages; when idle, sleep on its socket. Returns whether a message came."""
         if not self._unread:
             self._unread.extend(self._link.receive(1.0 if self._idle else 0))
         size = 0
@@ -100,7 +100,7 @@ class Core:
         return size > 0
 
     def _decode(self, raw: bytes) -> FrontMessage | None:
-        """The message; one that cannot be read fails its own request and no other."""
+        """The message, or None: one that cannot be read fails its own request only."""
         try:
             message: FrontMessage = decode_front_message(raw)
         except msgspec.DecodeError as error:
@@ -140,7 +140,7 @@ class Core:
             self._timer.submitted(time.monotonic())
             self._submitted = plan.step
             self._figures.planned(plan, time.monotonic(), self._scheduler.load)
-            self._report = self._report or bool(plan.admissions)  # the front learns at once what waits no longer
+            self._report = self._report or bool(plan.admissions)  # the front learns of admissions at once
             self._progress()
             planned = True
         if self._scheduler.stuck:
@@ -148,11 +148,11 @@ class Core:
         return planned
 
     def _commit(self) -> bool:
-        """Fold in every result that has come."""
+        """Commit every result that has come."""
         committed = False
         while (result := self._executor.poll()) is not None:
             self._scheduler.commit(result, self._timer.ended(time.monotonic()))
-            if self._masks:
+            if self._masks.active:
                 self._advance_masks()
             self._committed = result.step
             self._progress()
@@ -160,7 +160,7 @@ class Core:
         return committed
 
     def _advance_masks(self) -> None:
-        """Ranks wait for the masks of a step that they have begun: they go out before anything else."""
+        """Make and send masks first: ranks wait for those of a step that they have started."""
         self._masks.advance()
         self._send_masks()
 
@@ -182,7 +182,7 @@ class Core:
 
 
 def _request_id(raw: bytes) -> int | None:
-    """The id in a message that is not one of ours otherwise."""
+    """The id in a message that could not be decoded."""
     try:
         value: Any = msgspec.msgpack.decode(raw)
     except msgspec.DecodeError:

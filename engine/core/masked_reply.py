@@ -15,15 +15,15 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class MaskedReply:
-    """A request with a grammar, or with a budget of thought.
+    """A request with a grammar, or with a thinking budget.
 
-    compiled  a matcher at the grammar's beginning, and its mask there; None: it has no grammar
+    compiled  a matcher at the grammar's start, and its first mask; None: it has no grammar
     limit     of its thoughts
-    ending    it has no grammar now, and is masked because its thought may have to end
-    matcher   of what is being written; None: nothing is
-    read      tokens of the sequence, prompt included, that were looked at
+    ending    no grammar holds now: it is masked because its thought may have to end
+    matcher   of the grammar that holds now; None: none does
+    read      tokens of the sequence, prompt included, that were read
     mask      int32 [words] for the token at index `length`
-    slow      tokens for which its masks are still taken for slow;   making: the slow mask that a thread makes
+    slow      tokens for which its masks still count as slow;   making: the slow mask that a thread makes
     """
 
     sequence: Sequence
@@ -44,8 +44,8 @@ class MaskedReply:
         return self.sequence.masked and not self.ending
 
     @property
-    def waits(self) -> bool:
-        """For a thread."""
+    def waits_for_thread(self) -> bool:
+        """It cannot go on until a thread has compiled its grammar, or made its mask."""
         return self.constrained and (self.matcher is None or self.making is not None)
 
     @property
@@ -54,7 +54,7 @@ class MaskedReply:
         return self.limit is not None and self.limit.ends_at == self.read
 
     def cancel(self) -> None:
-        """It has ended: what threads have not begun for it they leave."""
+        """It has ended: cancel what threads have not started for it."""
         for future in (self.compiled, self.making):
             if future is not None:
                 future.cancel()
@@ -70,7 +70,7 @@ class MaskedRow:
     length: int
 
     @property
-    def free(self) -> bool:
+    def unmasked(self) -> bool:
         """It needs no mask: what it gives is dropped, the grammar is complete, or the thought need not end yet."""
         reply, sequence = self.reply, self.reply.sequence
         if sequence.number != self.number or not sequence.masked:
@@ -80,7 +80,7 @@ class MaskedRow:
     @property
     def ready(self) -> bool:
         """The mask is there, or none is needed."""
-        return self.free or self.length == len(self.reply.sequence.tokens) == self.reply.length
+        return self.unmasked or self.length == len(self.reply.sequence.tokens) == self.reply.length
 
 
 def present(value: T | None) -> T:

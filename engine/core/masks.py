@@ -1,17 +1,17 @@
-"""Which tokens may come next in requests with a grammar, or with a budget of thought: masks, made after each of their tokens.
+"""Masks of the tokens that may come next, for requests with a grammar or a thinking budget; made after each of their tokens.
 
     step n's tokens committed --> consumed --> masks of step n + 1, whose forward runs meanwhile --> sent, all of a step at once
 
-A row is planned before its mask is made, so that it runs in every step (`late_masks`), with two exceptions: the first one waits for
-its grammar, which is compiled in a thread; and since ranks sample a step when all its masks are there, a grammar whose last masks
-were slow has them made in a thread of their own, and its rows planned behind them. Every masked step gets its record: a row
-whose sequence has ended, was preempted or needs no mask any more is left out of it.
+A row is planned before its mask is made, so that it runs in every step (`late_masks`), with two exceptions: the first row waits for
+its grammar, which is compiled in a thread; and because ranks sample a step only when all its masks are there, a grammar whose last
+masks were slow has them made in a thread, and its rows planned afterwards. Every masked step gets its record; it leaves out rows
+whose sequence has ended, was preempted or needs no mask any more.
 
-With a trigger tokens are free until that id comes; what is in flight behind it is dropped, and once what follows is complete
-tokens are free again. A grammar that fails, or lets no token come, ends its own request.
+With a trigger, tokens are free until that id comes. Then rows in flight are dropped; when the grammar is complete, tokens are free
+again. A grammar that fails, or allows no token, ends its own request.
 
-A thought whose budget ends with one of the tokens that may be planned before the next commit has its rows planned as masked:
-those before its end are free, and at the end only the marker may come (under a grammar: once that lets it come).
+A thought whose budget may end before the next commit has its rows planned as masked: rows before the end are free, and at the end
+only the end marker may come (with a grammar: once the grammar allows it).
 """
 
 from array import array
@@ -31,15 +31,15 @@ from engine.plan import DEPTH, StepPlan
 from engine.protocol import GenerateRequest, SamplingParams
 from engine.step_masks import StepMasks, allows, encode_masks, mask_words, only
 
-SLOW_S = 0.002  # CPU time of a mask that others shall not wait for: half of a forward of 31B on four H200
-SLOW_TOKENS = 16  # for which a grammar counts as slow after its last slow mask
+SLOW_S = 0.002  # CPU time of a mask above which others do not wait for it: half a forward of 31B on four H200
+SLOW_TOKENS = 16  # tokens for which a grammar counts as slow after a slow mask
 _UNAVAILABLE = "grammars are not available: the checkpoint has no tokenizer that they can be made for"
 
 
 class Masks:
-    """Of the requests of one scheduler. `vocabulary` None: the checkpoint has none, and grammars are refused.
+    """The masks of one scheduler's requests. `vocabulary` None: the checkpoint has none, and grammars are refused.
 
-    compiler, slow  where grammars are compiled, and slow masks made; by default threads of its own
+    compiler, slow  executors that compile grammars and make slow masks; by default threads of its own
     """
 
     def __init__(
@@ -56,17 +56,18 @@ class Masks:
         self._compiler = compiler or ThreadPoolExecutor(threads(4), thread_name_prefix="grammar")
         self._slow = slow or ThreadPoolExecutor(1, thread_name_prefix="slow-mask")
 
-    def __bool__(self) -> bool:
-        """Whether there are requests that need masks, or ranks wait for some."""
+    @property
+    def active(self) -> bool:
+        """Whether there are requests that need masks, or steps that wait for some."""
         return bool(self._replies or self._planned)
 
     @property
     def making(self) -> bool:
-        """Whether a request waits for a thread, of whose end nobody is told."""
-        return any(reply.waits for reply in self._replies)
+        """Whether a request waits for a thread: then `advance` must be called again and again."""
+        return any(reply.waits_for_thread for reply in self._replies)
 
     def add(self, client: int, request: GenerateRequest) -> None:
-        """Queue a request that needs masks, whose grammar is compiled meanwhile; or refuse it."""
+        """Queue a request that needs masks, and start to compile its grammar; or refuse it."""
         grammar, known = request.params.grammar, self._scheduler.find(client, request.id)
         if (refusal := self._refusal(request.params)) is not None:
             self._scheduler.refuse(client, request.id, refusal)
@@ -74,7 +75,7 @@ class Masks:
         self._scheduler.add(client, request, masked=grammar is not None and grammar.trigger is None)
         sequence = self._scheduler.find(client, request.id)
         if sequence is not None and known is None:
-            self._begun(sequence, request.params)
+            self._track(sequence, request.params)
 
     def _refusal(self, params: SamplingParams) -> str | None:
         """Why there can be no masks for a request; None: there can."""
@@ -84,8 +85,8 @@ class Masks:
             return f"the id {params.thought.end}, which is to end thoughts, is not one of the vocabulary"
         return None
 
-    def _begun(self, sequence: Sequence, params: SamplingParams) -> None:
-        """A request was queued. Where its prompt leaves a thought open, that may have to end at once."""
+    def _track(self, sequence: Sequence, params: SamplingParams) -> None:
+        """Follow a queued request from now on. If its prompt leaves a thought open, that may have to end at once."""
         grammar, length = params.grammar, len(sequence.tokens)
         compiled = None if grammar is None else self._compiler.submit(self._compile, grammar.text)
         limit = None if params.thought is None else ThoughtLimit(params.thought, length)
@@ -95,17 +96,17 @@ class Masks:
             self._end_thought_in_time(reply)
 
     def advance(self) -> None:
-        """Look at what was committed; to be called after each commit, and while something is `making`."""
+        """Read what was committed; call it after each commit, and while something is `making`."""
         for reply in self._replies:
             if reply.sequence.ended:
                 reply.cancel()
         self._replies = [reply for reply in self._replies if not reply.sequence.ended]
-        wanted = [reply for reply in self._replies if self._follow(reply)]
+        wanted = [reply for reply in self._replies if self._read_tokens(reply)]
         if wanted:
-            self._make(wanted)
+            self._make_masks(wanted)
 
     def planned(self, plan: StepPlan) -> None:
-        """A masked plan was just made: `due` gives its masks."""
+        """A masked plan was just made: `due` will give its masks."""
         slots = set(plan.result_slots)
         sequences = ((reply, reply.sequence) for reply in self._replies if reply.sequence.masked)
         rows = [MaskedRow(reply, each.number, each.slot, each.high) for reply, each in sequences if each.slot in slots]
@@ -113,13 +114,13 @@ class Masks:
         self._planned.append((plan.step, rows))
 
     def due(self) -> Iterator[bytes]:
-        """The masks of planned steps, in order, as far as all of a step are there."""
+        """The masks of planned steps, in order, up to the first step that lacks one."""
         while self._planned and all(row.ready for row in self._planned[0][1]):
             step, rows = self._planned.popleft()
-            yield self._encoded(step, sorted((row for row in rows if not row.free), key=lambda row: row.slot))
+            yield self._encoded(step, sorted((row for row in rows if not row.unmasked), key=lambda row: row.slot))
 
     def discard(self) -> Iterator[bytes]:
-        """The planned steps without a mask, so that ranks can end them: nobody wants what they give."""
+        """Empty records for the steps still planned, so that ranks can finish them; their results are not wanted."""
         while self._planned:
             yield self._encoded(self._planned.popleft()[0], [])
 
@@ -129,7 +130,7 @@ class Masks:
             to[:] = present(row.reply.mask)
         return encode_masks(StepMasks(step, np.array([row.slot for row in rows], np.int32), bits))
 
-    def _follow(self, reply: MaskedReply) -> bool:
+    def _read_tokens(self, reply: MaskedReply) -> bool:
         """Read a sequence's new tokens; whether it needs a mask that is to be made now."""
         if reply.making is not None and not self._take_slow(reply, reply.making):
             return False
@@ -139,10 +140,10 @@ class Masks:
             reply.limit.read(tokens)
         try:
             if not reply.constrained:
-                self._follow_free(reply, tokens)
+                self._read_free_tokens(reply, tokens)
                 return False
             if reply.matcher is None:
-                self._begin(reply)
+                self._start_grammar(reply)
                 return False
             reply.matcher.consume(tokens)
         except GenerationFailed as error:
@@ -150,7 +151,7 @@ class Masks:
             return False
         if reply.trigger is not None and reply.matcher.complete:
             reply.matcher = None
-            self._scheduler.release(sequence)
+            self._scheduler.unconstrain(sequence)
             self._end_thought_in_time(reply)
             return False
         if reply.length == len(sequence.tokens):
@@ -159,18 +160,18 @@ class Masks:
             reply.making = self._slow.submit(self._mask_of, reply.matcher)
         return not reply.slow
 
-    def _follow_free(self, reply: MaskedReply, tokens: "array[int]") -> None:
-        """No grammar holds now: where the last of the tokens is the trigger it begins."""
+    def _read_free_tokens(self, reply: MaskedReply, tokens: "array[int]") -> None:
+        """No grammar holds now; if the last token is the trigger, it starts."""
         if reply.trigger in tokens:
             assert tokens[-1] == reply.trigger, (tokens, reply.trigger)
             reply.ending = False
             self._scheduler.constrain(reply.sequence, len(reply.sequence.tokens))
-            self._begin(reply)
+            self._start_grammar(reply)
         else:
             self._end_thought_in_time(reply)
 
     def _end_thought_in_time(self, reply: MaskedReply) -> None:
-        """No grammar holds now: its rows are masked where one that may be planned before the next commit has to end the thought."""
+        """No grammar holds now: mask the rows if one that may be planned before the next commit has to end the thought."""
         if (limit := reply.limit) is None:
             return
         sequence, end, ending = reply.sequence, limit.ends_at, reply.ending
@@ -178,16 +179,16 @@ class Masks:
         if end is not None and reply.ending and not ending:
             self._scheduler.constrain(sequence, end, late=True)
         elif ending and not reply.ending:
-            self._scheduler.release(sequence)
+            self._scheduler.unconstrain(sequence)
         if reply.must_end:
-            self._made(reply, only(limit.end, present(self._vocabulary).size))
+            self._set_mask(reply, only(limit.end, present(self._vocabulary).size))
 
-    def _begin(self, reply: MaskedReply) -> None:
-        """The first mask, once the grammar is compiled; GenerationFailed: it cannot be."""
+    def _start_grammar(self, reply: MaskedReply) -> None:
+        """Set the first mask, once the grammar is compiled; GenerationFailed: it cannot be compiled."""
         if (compiled := present(reply.compiled)).done():
             matcher, bits = compiled.result()
             reply.matcher = matcher.fresh()
-            self._made(reply, bits)
+            self._set_mask(reply, bits)
 
     def _compile(self, grammar: str) -> tuple[Matcher, np.ndarray]:
         """In a thread: a matcher at the grammar's beginning, and its mask there. GenerationFailed where there is none."""
@@ -200,8 +201,8 @@ class Masks:
         matcher.check(bits)
         return bits
 
-    def _make(self, wanted: list[MaskedReply]) -> None:
-        """The mask of each one's next token."""
+    def _make_masks(self, wanted: list[MaskedReply]) -> None:
+        """Make the mask of each one's next token."""
         matchers = [present(reply.matcher) for reply in wanted]
         for reply, matcher, bits in zip(wanted, matchers, present(self._vocabulary).masks(matchers), strict=True):
             try:
@@ -209,11 +210,11 @@ class Masks:
             except GenerationFailed as error:
                 self._scheduler.fail(reply.sequence, str(error))
             else:
-                self._timed(reply, matcher)
-                self._made(reply, bits)
+                self._note_mask_time(reply, matcher)
+                self._set_mask(reply, bits)
 
     def _take_slow(self, reply: MaskedReply, making: "Future[np.ndarray]") -> bool:
-        """A slow mask, if it is there; whether it is, and the request goes on."""
+        """Take a slow mask if it is done; whether it is, and the request goes on."""
         if not making.done():
             return False
         reply.making = None
@@ -222,16 +223,16 @@ class Masks:
         except GenerationFailed as error:
             self._scheduler.fail(reply.sequence, str(error))
             return False
-        self._timed(reply, present(reply.matcher))
-        self._made(reply, bits)
+        self._note_mask_time(reply, present(reply.matcher))
+        self._set_mask(reply, bits)
         return True
 
-    def _timed(self, reply: MaskedReply, matcher: Matcher) -> None:
-        """Whether its next masks are taken for slow."""
+    def _note_mask_time(self, reply: MaskedReply, matcher: Matcher) -> None:
+        """Note whether the grammar counts as slow."""
         reply.slow = SLOW_TOKENS if matcher.mask_s > SLOW_S else max(0, reply.slow - 1)
 
-    def _made(self, reply: MaskedReply, bits: np.ndarray) -> None:
-        """The mask of the token behind those that were read is there. Where a thought's budget is used up it may only end."""
+    def _set_mask(self, reply: MaskedReply, bits: np.ndarray) -> None:
+        """The mask of the next unread token is made. If the thinking budget is used up, only the end marker may come."""
         end = reply.limit.end if reply.limit is not None and reply.must_end else None
         reply.mask = bits if end is None or not allows(bits, end) else only(end, present(self._vocabulary).size)
         reply.length = reply.read

@@ -1,7 +1,7 @@
-"""The setting `debug_pages` in the core: the allocator's books against what sequences and the prefix cache hold.
+"""The setting `debug_pages` in the core: the allocator's records compared with what sequences and the prefix cache hold.
 
-Free, held and idle pages are the pool, each page on one list; the count of a page's holders is the number of sequences that name
-it; two name it only at the same entry, where the whole page is computed in both. A violation is raised before the next plan.
+Each page of a pool is free, held or idle, and in one list only; its holder count is the number of sequences that hold it; two hold
+it only at the same entry, where both have computed the whole page. A violation is raised before the next plan.
 """
 
 from collections import Counter
@@ -14,11 +14,11 @@ from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence as Running
 from engine.errors import PageViolation
 
-SAMPLED = 1024  # with `sample`, the books are looked through every so many plans: 25 ms at 84 000 pages
+SAMPLED = 1024  # with `sample`, plans between two checks: a check takes 25 ms at 84 000 pages
 
 
 class PageAudit:
-    """Looks through a scheduler's books when it is time to."""
+    """Checks a scheduler's pages at some plans, or all."""
 
     def __init__(self, scheduler: Scheduler, mode: PageChecks) -> None:
         self._scheduler = scheduler
@@ -26,12 +26,12 @@ class PageAudit:
         self._next = self._every
 
     def planned(self, step: int) -> None:
-        """Plan `step` has been made. PageViolation: the books are wrong; the message names page and holders."""
+        """Plan `step` has been made. PageViolation: the records are wrong; the message names page and holders."""
         if self._every and step >= self._next:
             self._next = step + self._every
             complaint = next(complaints(self._scheduler), None)
             if complaint is not None:
-                raise PageViolation(f"books at plan {step}: {complaint}")
+                raise PageViolation(f"page accounting at plan {step}: {complaint}")
 
 
 def complaints(scheduler: Scheduler) -> Iterator[str]:
@@ -65,9 +65,9 @@ def _pool(pool: PagePool, held: Counter[int], kept: set[int]) -> Iterator[str]:
         if not 0 < page <= pool.total:
             yield f"page {page} is held, of a pool of {pool.total + 1}"
         elif pool.holders(page) != count:
-            yield f"page {page} has {pool.holders(page)} holders by the books, and {count} sequences name it"
+            yield f"page {page} has {pool.holders(page)} holders counted, and {count} sequences hold it"
     if len(free) + len(held) + len(idle) != pool.total or len(idle) != pool.idle:
-        yield f"{len(free)} free, {len(held)} held and {len(idle)} idle pages (by the books {pool.idle}) of {pool.total}"
+        yield f"{len(free)} free, {len(held)} held and {len(idle)} idle pages ({pool.idle} idle counted) of {pool.total}"
 
 
 def _sequences(pool: PagePool, index: int, held: Counter[int], running: Sequence[Running]) -> Iterator[str]:

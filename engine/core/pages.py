@@ -2,8 +2,8 @@
 
     free   nobody has it
     held   by one sequence or several
-    idle   by none, but the prefix cache keeps it: taken back when a sequence needs a page; `idle_changes` counts how often one
-           becomes idle, or idle no more
+    idle   by none, but the prefix cache keeps it until a sequence needs a page; `idle_changes` counts pages that become idle, or
+           are idle no more
 
 Page 0 is the null page: it is never handed out and every unused table entry names it.
 """
@@ -22,7 +22,7 @@ class PagePool:
         self.idle = self.idle_changes = 0
         self._free = list(range(pages - 1, 0, -1))
         self._holders = [0] * pages
-        self._kept = [0] * pages  # times that the prefix cache names it
+        self._kept = [0] * pages  # how often the prefix cache keeps it
         self._poisoned: set[int] = set()
 
     @property
@@ -32,7 +32,7 @@ class PagePool:
 
     @property
     def free_pages(self) -> Sequence[int]:
-        """Them, for whoever looks through the books."""
+        """The free pages, for checks."""
         return self._free
 
     @property
@@ -59,7 +59,7 @@ class PagePool:
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """One more holder of pages that are held, or kept."""
+        """Each of these pages, held or kept, has one more holder."""
         for page in pages:
             if not self._holders[page]:
                 assert self._kept[page], page
@@ -67,7 +67,7 @@ class PagePool:
             self._holders[page] += 1
 
     def give(self, pages: Iterable[int]) -> None:
-        """One holder fewer of each page; without holders it is idle if the cache keeps it, else free."""
+        """Each page has one holder fewer; without holders it is idle if the cache keeps it, else free."""
         for page in pages:
             assert self._holders[page] > 0, page
             self._holders[page] -= 1
@@ -84,13 +84,13 @@ class PagePool:
     # -- the prefix cache
 
     def keep(self, pages: Iterable[int]) -> None:
-        """The cache names pages that are held, or kept already."""
+        """The cache keeps these pages, which are held, or kept already."""
         for page in pages:
             assert self._holders[page] or self._kept[page], page
             self._kept[page] += 1
 
     def drop(self, pages: Iterable[int]) -> int:
-        """The cache names each page once less; how many of them are free now."""
+        """The cache keeps each page once less; returns how many became free."""
         before = len(self._free)
         for page in pages:
             assert self._kept[page] > 0, page
@@ -112,14 +112,14 @@ class PagePool:
         """Whether no sequence holds one of these kept pages."""
         return 0 in map(self._holders.__getitem__, pages)
 
-    # -- pages with values that are not finite
+    # -- pages that may hold NaN
 
     def poison(self, pages: Iterable[int]) -> None:
-        """What stands in these pages may be NaN: 0 x NaN is NaN, so a masked value could leave the page."""
+        """These pages may hold NaN. Masking does not contain it: 0 x NaN is NaN."""
         self._poisoned.update(pages)
 
     def cleanse(self, pages: Iterable[int]) -> list[int]:
-        """Those of the pages that must be zeroed before they are written; they count as clean from now on."""
+        """The pages among these that must be zeroed before use; from now on they count as clean."""
         if not self._poisoned:
             return []
         dirty = [page for page in pages if page in self._poisoned]

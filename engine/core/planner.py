@@ -4,10 +4,11 @@ Per plan, in order of precedence (priority, then arrival):
 
     1. release   sliding pages that no position after the committed ones can see
     2. run       a decode row, or a prefill chunk of its share of the step's budget, for each running sequence
-    3. admit     from the queue, while slots, pages and budget last; what is left of the budget goes to those who run
+    3. admit     from the queue, while slots, pages and budget last; what is left of the budget goes to running prefills
+    4. fill      if the step is still empty, the first prefill that there are pages for
 
-A sequence short of pages shrinks its chunk, then preempts the last one, unless that is itself: then it sits the step out. The
-first therefore always advances: its worst case fits the empty pools (or it was refused), and everybody else can be preempted.
+A sequence short of pages shrinks its chunk, then preempts the last one; the last one itself sits the step out. So the first always
+advances: its worst case fits the empty pools (or it was refused), and all others can be preempted.
 """
 
 from dataclasses import dataclass, field, replace
@@ -27,12 +28,13 @@ from engine.step_masks import MAX_MASKED_ROWS
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """`pages` counts each group's pages with its null page; `prefill_budget`: rows of a step that has prompt tokens, decode rows
-    among them; a quarter of it is always the prompts'.
-
-    `drafts`: tokens that a decode row guesses beyond its own; it gives between one and 1 + drafts. `cache_share`: how much of each
-    pool the prefix cache may keep idle; None: there is no cache. `policy` is a name of core/policy.py; by `step_times` a step's
-    prefill is kept so small that it takes `tpot_target_ms` at most. `masked_rows`: the most of a step.
+    """pages           of each group, its null page included
+    prefill_budget  rows of a step that has prompt tokens, decode rows included; a quarter always belongs to prompts
+    drafts          tokens that a decode row guesses beyond its own: it gives between one and 1 + drafts
+    cache_share     part of each pool that the prefix cache may keep idle; None: there is no cache
+    policy          a name of core/policy.py
+    tpot_target_ms  mean time of steps with decode rows, by `step_times` (core/step_budget.py)
+    masked_rows     the most of a step
     """
 
     groups: tuple[KVGroup, ...]
@@ -55,15 +57,15 @@ class PlanDraft:
     plan: StepPlan
     changes: Changes
     flight: Flight
-    masks: int  # masked rows that it may still have
-    budget: int = 0  # prompt tokens that it may still have
-    scored: int = MAX_SCORED  # of sequences that are to be told their prompts' logprobs
-    beside: DecodeRows = field(default_factory=DecodeRows)
-    chunks: dict[int, int] = field(default_factory=dict)  # of each slot, where in the plan
+    masks: int  # masked rows that it may still get
+    budget: int = 0  # prompt tokens that it may still get
+    scored: int = MAX_SCORED  # prompt tokens with logprobs that it may still get
+    decode_rows: DecodeRows = field(default_factory=DecodeRows)
+    chunks: dict[int, int] = field(default_factory=dict)  # slot -> index of its chunk in the plan
 
 
 class Planner:
-    """Plans, one after the other; each call of `next` moves what is planned of every sequence in it."""
+    """Makes plans, one after the other; each call of `next` advances `high` of every sequence in the plan."""
 
     def __init__(self, config: SchedulerConfig, requests: Requests, allocator: Allocator) -> None:
         self.config = config
@@ -72,7 +74,7 @@ class Planner:
         policy = POLICIES[config.policy]
         self._admissions = Admissions(requests, allocator, policy, config.prefill_budget)
         self._budget = StepBudget(policy, config.prefill_budget, config.step_times, config.tpot_target_ms)
-        self._changes = Changes()  # made when no plan went out; the next plan carries them
+        self._changes = Changes()  # not sent yet: the next plan carries them
         self._width = 1 + config.drafts
         self._step = 0  # of the last plan
 
@@ -90,29 +92,29 @@ class Planner:
         if not (plan.chunks or plan.decodes or plan.admissions):
             return None
         if shares:
-            draft.flight.expected = self._budget.planned(_chunks(draft), draft.beside)
+            draft.flight.expected = self._budget.planned(_chunks(draft), draft.decode_rows)
         self._changes = Changes()
         self._step += 1
         return (plan if draft.masks == self.config.masked_rows else replace(plan, masked=True)), draft.flight
 
     def took(self, flight: Flight, milliseconds: float) -> None:
-        """The step has ended, so long after the one before it."""
+        """The step has ended, `milliseconds` after the one before it."""
         if flight.expected is not None:
             self._budget.took(flight.expected, milliseconds)
 
     def _shares(self, draft: PlanDraft) -> dict[Sequence, int]:
-        """Tokens of each running prefill in this step, and of each that may be admitted."""
+        """Tokens of each running prefill in this step, and of each waiting prompt that may be admitted."""
         prefills = [sequence for sequence in self._requests.running if sequence.high < sequence.target and sequence.ready]
         waiting = self._admissions.candidates()
         if not (prefills or waiting):
             self._budget.idle()
             return {}
         contexts = [sequence.high for sequence in self._requests.running if sequence.decodable]
-        draft.beside = DecodeRows(len(contexts), sum(contexts))
+        draft.decode_rows = DecodeRows(len(contexts), sum(contexts))
         draft.budget = self._budget.prompt_tokens(len(contexts) * self._width)
         prompts = [_prompt(sequence) for sequence in prefills]
-        prompts += [Prompt(sequence.uncached, sequence.expected) for sequence in waiting]
-        return dict(zip(prefills + waiting, self._budget.share(prompts, draft.budget, draft.beside), strict=True))
+        prompts += [Prompt(sequence.uncached, sequence.cached_when_queued) for sequence in waiting]
+        return dict(zip(prefills + waiting, self._budget.share(prompts, draft.budget, draft.decode_rows), strict=True))
 
     def _release(self, changes: Changes) -> None:
         for sequence in self._requests.running:
@@ -120,12 +122,12 @@ class Planner:
                 self._allocator.release(sequence, changes)
 
     def _run_all(self, draft: PlanDraft, shares: dict[Sequence, int]) -> None:
-        """A row for everybody who runs, in order, if it has one and pages for it; prefills get their shares of the budget."""
+        """A row for each running sequence, in order, if it can have one and its pages; prefills get their shares of the budget."""
         width = self._width
         slots, rows = draft.plan.decodes, draft.flight.decodes
         for sequence in list(self._requests.running):
             if sequence.slot < 0:
-                continue  # preempted by one before it
+                continue  # preempted for one before it
             high = sequence.high
             if high < sequence.target:
                 self._prefill(sequence, shares.get(sequence, 0), draft)
@@ -139,7 +141,7 @@ class Planner:
                         _use_mask(sequence, draft)
 
     def _hold_row(self, sequence: Sequence, end: int, changes: Changes) -> bool:
-        """Pages for a decode row up to `end`, if it can have them."""
+        """Take the pages for a decode row up to `end`; False if they are not to be had."""
         if not self._make_room(sequence, self._width):
             return False
         self._allocator.hold(sequence, end, changes)
@@ -162,7 +164,7 @@ class Planner:
             self._chunk(sequence, size, draft)
 
     def _chunk(self, sequence: Sequence, size: int, draft: PlanDraft) -> None:
-        """So many tokens more: a chunk, or more of the one that it has in this plan."""
+        """Add `size` tokens: a new chunk, or more of the one that it has in this plan."""
         plan, rows, start, end = draft.plan, draft.flight.chunks, sequence.high, sequence.high + size
         self._allocator.hold(sequence, end, draft.changes)
         sequence.high = end
@@ -179,7 +181,7 @@ class Planner:
             _use_mask(sequence, draft)
 
     def _admit(self, draft: PlanDraft, shares: dict[Sequence, int]) -> None:
-        """Newcomers, with their shares of the budget. Nobody is preempted for them: the others have rows in this plan."""
+        """Admit from the queue, with shares of the budget. Nobody is preempted for it: the others have rows in this plan."""
         def begin(sequence: Sequence, admission: Admission) -> None:
             draft.plan.admissions.append(admission)
             self._prefill(sequence, shares.get(sequence, 0), draft, may_preempt=False)
@@ -187,17 +189,17 @@ class Planner:
         self._admissions.admit(draft.changes, lambda: draft.budget, begin)
 
     def _spend(self, draft: PlanDraft, planned: int) -> None:
-        """What some could not have of their shares, `planned` together, goes to those who run."""
+        """What is left of the `planned` shares goes to running prefills."""
         if draft.flight.prefill_tokens >= planned:
             return
         prefills = [sequence for sequence in self._requests.running if sequence.ready > 0]
         prompts = [_prompt(sequence) for sequence in prefills]
-        rest = self._budget.share_rest(prompts, draft.budget, draft.beside, _chunks(draft))
+        rest = self._budget.share_rest(prompts, draft.budget, draft.decode_rows, _chunks(draft))
         for sequence, share in zip(prefills, rest, strict=True):
             self._prefill(sequence, share, draft, may_preempt=False)
 
     def _run_any(self, draft: PlanDraft) -> None:
-        """A step is not left empty while a prompt could be computed: the first that there are pages for."""
+        """In an empty step, compute the first prompt that there are pages for."""
         for sequence in list(self._requests.running) if draft.budget else ():
             if draft.plan.chunks or draft.plan.decodes or sequence.slot < 0:
                 return
@@ -214,17 +216,17 @@ class Planner:
 
 
 def _prompt(sequence: Sequence) -> Prompt:
-    """What of a running sequence's prompt is to be computed."""
+    """What a running sequence could compute now."""
     return Prompt(sequence.ready, sequence.high)
 
 
 def _chunks(draft: PlanDraft) -> list[Prompt]:
-    """The chunks that a plan has."""
+    """The chunks of the plan so far."""
     return [Prompt(chunk.end - chunk.start, chunk.start) for chunk in draft.plan.chunks]
 
 
 def _use_mask(sequence: Sequence, draft: PlanDraft) -> None:
-    """A row that gives a token uses a mask. Unless masks come late, the next waits for the one behind this row's token."""
+    """A row that gives a token uses a mask. Unless masks come late, the next row waits for the mask after this one's token."""
     if not sequence.late_masks:
         sequence.waits_for = Wait.mask
     draft.masks -= 1

@@ -1,10 +1,10 @@
-"""Who is admitted next, in which order prompts share a step, and how much of each it takes: pure functions, chosen by name.
+"""The order in which prompts share a step, their tokens in it, and the room for admissions; policies are chosen by name.
 
-    arrival   strictly in order: the oldest prompt takes what it can use, and a head of the queue that lacks pages blocks it
-    fair      shortest first, those who wait for a slot among them; a quarter of the prompts' steps, or of their time, is the
-              oldest's. Of long prompts two are computed at a time. A request may be overtaken so many times, then it blocks
+    arrival   strictly in order: the oldest prompt takes what it can use; if the head of the queue lacks pages, the queue waits
+    fair      shortest first, waiting prompts included; a quarter of the prompts' steps, or of their time, is the oldest's. Two
+              long prompts are computed at a time. A request may be overtaken a number of times, then the queue waits for it
 
-The order is by `priority` (lower first, as vLLM has it), then by arrival; it is also the reverse order of preemption.
+Precedence is by `priority` (lower first, as in vLLM), then by arrival; preemption goes in the reverse order.
 """
 
 from bisect import bisect_right
@@ -22,11 +22,11 @@ Points = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True)
 class Policy:
-    """`order(wanted, turn)`: the order in which prompts are served, of the tokens that each wants; running ones come in order of
-    precedence, then waiting ones. `turn`: it is the first one's turn.
+    """`order(wanted, turn)`: the indices of prompts in the order of service. `wanted`: tokens that each could use, running prompts
+    by precedence, then waiting ones. `turn`: the first prompt is served first.
 
-    overtaking  how many later ones may be admitted before a request that could not be
-    long        how many prompts longer than a step's budget are computed side by side
+    overtaking  how many later requests may be admitted before one that could not be
+    long        how many prompts longer than a step's budget are computed at a time
     """
 
     order: Callable[[list[int], bool], list[int]]
@@ -35,12 +35,12 @@ class Policy:
 
 
 def in_order(wanted: list[int], turn: bool) -> list[int]:  # noqa: ARG001 (a Policy's)
-    """The first first."""
+    """In order of precedence."""
     return list(range(len(wanted)))
 
 
 def shortest_first(wanted: list[int], turn: bool) -> list[int]:
-    """The shortest first, behind the first one when it is its turn: so short ones hardly notice long ones, and long ones end."""
+    """The first prompt on its turn, then the shortest: short ones hardly wait for long ones, and long ones finish."""
     order = sorted(range(len(wanted)), key=wanted.__getitem__)
     if turn and order:
         order.remove(0)
@@ -52,14 +52,14 @@ POLICIES = {"fair": Policy(shortest_first, overtaking=64, long=2), "arrival": Po
 
 
 class Prompt(NamedTuple):
-    """Tokens that could be computed now, and how many stand before them."""
+    """Tokens that could be computed now, and the length of the context before them."""
 
     wanted: int
     behind: int
 
 
 class Corrections(NamedTuple):
-    """What steps take in parts of what was measured at boot: those of decode rows alone, and those with prompt tokens."""
+    """The time of steps relative to what was measured at boot: of decode rows alone, and with prompt tokens."""
 
     decodes: float = 1.0
     prompts: float = 1.0
@@ -71,41 +71,41 @@ MEASURED = Corrections()
 class StepEstimate:
     """How long a step takes, while prompts are added to it.
 
-    Its rows cost what as many prompt tokens do, by whole tiles, and what its decode rows take more; beyond that it reads what is
-    behind each chunk, and each of a chunk's tokens is multiplied with it.
+    All rows cost as much as prompt tokens, in whole tiles, and decode rows some more. Each chunk reads its context once, and each
+    of its tokens attends to it.
     """
 
     def __init__(self, times: StepTimes, decodes: int, context: int, corrections: Corrections = MEASURED) -> None:
-        """Decode rows with `context` tokens behind them, together."""
+        """`decodes` decode rows, with `context` tokens of context in total."""
         self._times, self._rows, self._chunks, self._correction = times, decodes, 0, corrections.prompts
-        self._rest = _line(times.beside, decodes) + times.context_ms * context if decodes else 0.0
-        alone = _line(times.decodes, decodes) + times.context_ms * context if decodes else 0.0
+        self._rest = _interpolate(times.beside, decodes) + times.context_ms * context if decodes else 0.0
+        alone = _interpolate(times.decodes, decodes) + times.context_ms * context if decodes else 0.0
         self.decode_ms = corrections.decodes * alone
 
     @property
     def ms(self) -> float:
-        """Of all that has been added; of decode rows alone it is `decode_ms`."""
+        """With all that was added. Without prompts it is `decode_ms` instead."""
         return self._correction * self._measured_ms
 
     @property
     def _measured_ms(self) -> float:
         tile = self._times.tile
-        return self._rest + _line(self._times.prefills, -(-self._rows // tile) * tile)
+        return self._rest + _interpolate(self._times.prefills, -(-self._rows // tile) * tile)
 
     def add(self, tokens: int, behind: int) -> None:
-        """A chunk of `tokens` behind so many others."""
+        """Add a chunk of `tokens` behind `behind` others."""
         self._rows, self._chunks = self._rows + tokens, self._chunks + 1
         self._rest += self._times.read_ms * behind + self._times.behind_ms * behind * tokens
 
     def fitting(self, behind: int, target_ms: float) -> int:
-        """The most tokens behind so many others that may be added, so that the step takes `target_ms` at most."""
+        """The most tokens behind `behind` others that can be added while the step takes at most `target_ms`."""
         times, each = self._times, self._times.behind_ms * behind
         target_ms = target_ms / self._correction - times.read_ms * behind
         ends = tuple((ms + (rows - self._rows) * each, float(rows)) for rows, ms in times.prefills)
-        whole = int(_line(ends, target_ms - self._rest) / times.tile + 1e-9) * times.tile - self._rows
+        whole = int(_interpolate(ends, target_ms - self._rest) / times.tile + 1e-9) * times.tile - self._rows
         if whole > 0 or not self._chunks:
             return max(0, whole)
-        begun, left = -self._rows % times.tile, target_ms - self._measured_ms  # the rest of a tile that others have begun
+        begun, left = -self._rows % times.tile, target_ms - self._measured_ms  # the rest of a started tile
         return begun if left >= begun * each else max(0, int(left / each)) if each else 0
 
 
@@ -117,8 +117,8 @@ def shares(
     target_ms: float = 0.0,
     whole_ms: float = 0.0,
 ) -> list[int]:
-    """Tokens of each prompt in a step that computes `most` of them. With `time`, to which they are added, it takes `target_ms`;
-    `whole_ms` while all prompts so far end with it."""
+    """Tokens of each prompt in a step that computes at most `most`. With `time`, to which they are added, the step takes at most
+    `target_ms`, or `whole_ms` as long as every prompt in it so far is finished by it."""
     found = [0] * len(prompts)
     for at in order:
         wanted, behind = prompts[at]
@@ -135,8 +135,8 @@ def shares(
     return found
 
 
-def _line(points: Points, at: float) -> float:
-    """The value there, on straight lines between the points, and on the outer ones beyond them; one point: everywhere its own."""
+def _interpolate(points: Points, at: float) -> float:
+    """The value at `at`, linear between the points and extrapolated beyond them; constant for a single point."""
     if len(points) == 1:
         return points[0][1]
     after = min(max(bisect_right([x for x, _ in points], at), 1), len(points) - 1)
@@ -145,7 +145,7 @@ def _line(points: Points, at: float) -> float:
 
 
 class Room:
-    """Pages that are free for newcomers: what running prefills still have to take is promised to them."""
+    """Pages that are free for admissions: those that running prefills still need are reserved for them."""
 
     def __init__(self, running: Iterable[Sequence], allocator: Allocator) -> None:
         self._allocator = allocator
@@ -163,9 +163,9 @@ class Room:
                 self._promised[index] += max(0, worst - len(sequence.runs[index].pages))
 
     def fits(self, sequence: Sequence, hit: Hit | None) -> bool:
-        """All known tokens fit what is left, with a page to grow for everybody; anything fits empty pools.
+        """Whether all known tokens fit what is left, with a page to grow for every running sequence; always if none runs.
 
-        Pages of the hit need not be taken, but those that lie idle are no longer there for others.
+        Pages of the hit need not be taken, but idle ones among them are no longer available to others.
         """
         if not self._running:
             return True

@@ -1,4 +1,4 @@
-"""The prefix cache: pages of both KV groups, found again by what stands before them.
+"""The prefix cache: pages of both KV groups, found by the tokens up to their ends.
 
 Segments are runs of pages in a tree, found by keys (core/segment.py):
 
@@ -6,16 +6,15 @@ Segments are runs of pages in a tree, found by keys (core/segment.py):
       system      |                    sliding         . . . s s . . a a  .  a'   a tail at the end of S, A, A', B:
       prompt      +-- B                                                           the window before it, and nothing else
 
-A prefix can be taken up where a segment ends with its tail: there the full layers find all that is before, and the sliding layers
-the window that the next position reads. Tails are left at the ends of prompts, of answers, and of the turns at which prompts are
-likely to part (`turn_ends` in core/allocator.py): a second conversation finds the system prompt of the first. Whoever finds more
-full pages than tails allow has found another branch point: it computes them, and leaves a tail there. Tails are dear (a window of
-all sliding layers), so those that a conversation has grown past go first.
+A sequence can start from where a segment ends with a tail: full layers find everything before, and sliding layers the window that
+the next position reads. Tails are left at the ends of prompts, of answers, and of the turns at which prompts are likely to part
+(`turn_ends` in core/allocator.py), so a second conversation finds the system prompt of the first. A sequence that finds more full
+pages than tails allow has found a new branch point: it computes them, and leaves a tail there. Tails are expensive (a window of all
+sliding layers), so those that a conversation has grown past are evicted first.
 
-Both groups are evicted together: a segment that leads to no tail is worth nothing, and goes. The order is least recently used,
-leaves first: using a segment also uses the path to it, so the first in order is never above another that is cached. Of the ends of
-conversations every other is spared until its next turn, at random: where more of them take turns than there is room for, strict
-order would evict each just before it is asked for.
+Both groups are evicted together: a segment that leads to no tail is useless, and removed. Eviction is LRU, leaves first: using a
+segment also uses the path to it, so the oldest is never above another cached one. Half of the conversations' ends, at random, are
+spared until their next turn: strict LRU, with more conversations than fit, would evict each just before it is needed.
 """
 
 import random
@@ -32,10 +31,12 @@ SPARED = 0.5
 
 @dataclass(frozen=True)
 class Hit:
-    """Of a prefix: pages that need not be computed, by group, and up to which page full attention knows it (`branch`).
+    """What of a prefix is cached: `count` pages need not be computed.
 
-    idle_full   how many of the full pages nobody holds
-    version     `PrefixCache.version` up to whose next change all of this is so
+    full, tail  their pages of the full group; of the sliding group, the last ones that the window needs
+    branch      up to which page the full group alone knows the prefix
+    idle_full   full pages that no sequence holds
+    version     `PrefixCache.version`: the hit is valid until it changes
     """
 
     count: int
@@ -47,9 +48,9 @@ class Hit:
 
 
 class PrefixCache:
-    """Segments of both pools; `sliding` None: a model without sliding layers. `share`: of each pool, what may lie idle.
+    """Segments of both pools; `sliding` None: a model without sliding layers. `share`: the part of each pool that may lie idle.
 
-    evicted_pages   given up since boot
+    evicted_pages   evicted since boot
     """
 
     def __init__(self, full: PagePool, sliding: PagePool | None, share: float = 1.0) -> None:
@@ -75,7 +76,7 @@ class PrefixCache:
     # -- find
 
     def find(self, keys: list[bytes]) -> Hit:
-        """The longest prefix of `keys` whose pages are here; nothing is taken yet."""
+        """The longest cached prefix of `keys`; nothing is taken yet."""
         last, known = self._walk(keys)
         while last.tail is None:
             assert last.parent is not None
@@ -86,7 +87,7 @@ class PrefixCache:
         return Hit(last.end, full, last.tail, known, self._full.idle_in(full), self.version)
 
     def _walk(self, keys: list[bytes]) -> tuple[Segment, int]:
-        """(the last segment that is wholly a prefix of `keys`, pages that full attention knows)."""
+        """(the last segment that lies wholly on the path of `keys`, full pages known of that path)."""
         segment = self._root
         while segment.end < len(keys):
             child = segment.children.get(keys[segment.end])
@@ -99,7 +100,7 @@ class PrefixCache:
         return segment, segment.end
 
     def use(self, keys: list[bytes], hit: Hit) -> None:
-        """A sequence takes a hit up: its path is the most recently used."""
+        """A sequence uses a hit: its path becomes the most recently used."""
         segment, _ = self._walk(keys[: hit.count])
         self._touch(segment)
 
@@ -112,9 +113,9 @@ class PrefixCache:
     # -- insert
 
     def insert(self, keys: list[bytes], full: list[int], tail: list[int], *, supersedes: bool = False) -> None:
-        """Keep the prefix of all `keys`: a full page each, and the sliding pages before its end. What is here already stays.
+        """Cache the prefix of all `keys`: a full page each, and the sliding pages before its end. What is cached already stays.
 
-        `supersedes`: a conversation has grown to here; the tails on its way that no other branch uses go first from now on.
+        `supersedes`: a conversation has grown to here; tails on its path that no other branch uses are evicted first from now on.
         """
         segment = self._grow(keys, full)
         if segment is self._root:
@@ -131,7 +132,7 @@ class PrefixCache:
         self.trim()
 
     def _grow(self, keys: list[bytes], full: list[int]) -> Segment:
-        """The segment that ends where `keys` do, made of what is missing."""
+        """The segment that ends where `keys` do; what is missing is added."""
         segment = self._root
         while segment.end < len(keys):
             child = segment.children.get(keys[segment.end])
@@ -174,24 +175,24 @@ class PrefixCache:
             self._evict(pool)
 
     def trim(self) -> None:
-        """Evict what exceeds the share of each pool that may lie idle."""
+        """Evict idle pages beyond each pool's share."""
         for pool in (self._full, self._sliding):
             while pool is not None and pool.idle > self._share * pool.total:
                 self._evict(pool)
 
     def discard(self, keys: list[bytes]) -> None:
-        """Forget the longest prefix of `keys` that is here, and all that follows it: what was computed behind it was not finite.
+        """Forget the last segment on the path of `keys`, and all that follows it: values computed behind it were not finite.
 
-        What is above it gave finite values to others. If it is at fault after all, the next one to say so takes it away too.
+        Segments above it stay: others got finite values from them. If one is at fault after all, the next failure removes it.
         """
         segment, _ = self._walk(keys)
         if segment is not self._root:
             self._remove_subtree(segment)
 
     def _evict(self, pool: PagePool) -> None:
-        """Give up the least recently used that has an idle page in `pool`.
+        """Evict the least recently used segment, or tail, that has an idle page in `pool`.
 
-        Of full pages, where no leaf is idle: what is above one, whose holders have computed pages of their own below it.
+        If no leaf has idle full pages, that is a segment above one, whose holders computed the pages below it themselves.
         """
         if pool is self._full:
             self._remove_subtree(self._oldest(self._order, lambda each: pool.has_idle(each.pages), self._touch))
@@ -203,7 +204,7 @@ class PrefixCache:
     def _oldest(
         self, order: "OrderedDict[Segment, None]", idle: Callable[[Segment], bool], renew: Callable[[Segment], None]
     ) -> Segment:
-        """The least recently used that has an idle page, but for those that are spared; what is in use is not the oldest."""
+        """The least recently used that has an idle page and is not spared; those in use or spared become the newest."""
         for _ in range(2 * len(order)):
             segment = next(iter(order))
             if idle(segment) and (segment.children or self._random.random() >= SPARED):
@@ -212,7 +213,7 @@ class PrefixCache:
         return next(segment for segment in order if idle(segment))
 
     def _prune(self, segment: Segment | None) -> None:
-        """Remove a segment that leads to no tail, and those above it that lead to none then."""
+        """Remove a segment that leads to no tail, then those above it that no longer lead to one."""
         while segment is not None and segment.parent is not None and not segment.children and segment.tail is None:
             self._remove(segment)
             segment = segment.parent

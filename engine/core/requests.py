@@ -1,4 +1,4 @@
-"""Which requests there are, which of them wait and run, how each one ends, and what their clients are to be told.
+"""The open requests: which wait and which run, how each one ends, and the outputs for their clients.
 
 received = finished + refused + aborted + failed + (waiting + running), always.
 """
@@ -26,8 +26,8 @@ class Counters:
     preemptions: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
-    queried_tokens: int = 0  # of prompts that the prefix cache was asked for
-    hit_tokens: int = 0  # and had
+    queried_tokens: int = 0  # of prompts, looked up in the prefix cache
+    hit_tokens: int = 0  # of these, found
 
 
 class Requests:
@@ -51,12 +51,12 @@ class Requests:
         return iter(self._by_key.values())
 
     def find(self, key: Key) -> Sequence | None:
-        """The request that has not ended."""
+        """The request, if it has not ended."""
         return self._by_key.get(key)
 
     @property
     def free_slots(self) -> int:
-        """Slots without a tenant."""
+        """Slots without a sequence."""
         return len(self._slots)
 
     @property
@@ -67,7 +67,7 @@ class Requests:
     # -- queue and slots
 
     def add(self, client: int, request: GenerateRequest, *, masked: bool) -> None:
-        """A new request waits, or is refused when it can never run here."""
+        """Queue a new request, or refuse it if it can never run here."""
         key = (client, request.id)
         tokens, refusal = _prompt(request)
         limit = 0
@@ -86,7 +86,7 @@ class Requests:
         self._enqueue(sequence)
 
     def _limit(self, request: GenerateRequest, prompt: int) -> tuple[int, str | None]:
-        """(length at which a request with so many prompt tokens ends, why it is refused)."""
+        """(length at which the request ends, None), or (0, why it is refused); `prompt`: its prompt tokens."""
         if not prompt:
             return 0, "the prompt is empty"
         if len(request.params.stop_ids) > MAX_STOP_IDS:
@@ -116,12 +116,12 @@ class Requests:
         bisect.insort(self.running, sequence, key=lambda running: running.precedence)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Back into the queue for want of pages."""
+        """Back into the queue for lack of pages."""
         self.counters.preemptions += 1
         self.requeue(sequence)
 
     def requeue(self, sequence: Sequence) -> None:
-        """Back into the queue; its tokens stay, and what the prefix cache has lost of them is computed again."""
+        """Back into the queue. Its tokens stay; at its next admission those that the prefix cache has lost are computed again."""
         self._vacate(sequence)
         self._enqueue(sequence)
 
@@ -140,7 +140,7 @@ class Requests:
     # -- outputs and ends
 
     def refuse(self, client: int, request: int, reason: str) -> None:
-        """Count and answer a request that is not let in."""
+        """Count and answer a request that is not queued."""
         self.counters.refused += 1
         self.emit(client, Output(id=request, finish=FinishReason.error, error=reason, invalid=True))
 
@@ -165,22 +165,22 @@ class Requests:
             self.counters.finished += 1
 
     def emit(self, client: int, output: Output) -> None:
-        """Something for a client."""
+        """Queue an output for a client."""
         self._outputs.append((client, output))
 
     def drain_started(self) -> list[Key]:
-        """Who was admitted for the first time since the last call."""
+        """Requests that were admitted for the first time since the last call."""
         started, self._started = self._started, []
         return started
 
     def drain(self) -> Iterator[tuple[int, Output]]:
-        """What clients are to be told since the last call, in order."""
+        """(client, output) of everything since the last call, in order."""
         outputs, self._outputs = self._outputs, []
         return iter(outputs)
 
 
 def _prompt(request: GenerateRequest) -> tuple["array[int]", str | None]:
-    """(the prompt's tokens, why they cannot be read)."""
+    """(the prompt's tokens, None), or (nothing, why they cannot be read)."""
     try:
         return request.tokens, None
     except ValueError as error:

@@ -1,6 +1,6 @@
-"""Folds results back: plans in flight, and what their rows gave to whom.
+"""Commits results: the plans in flight, and what their rows gave to which sequence.
 
-A row belongs to an admission: a sequence that was preempted or ended since has another number, and what the row gave is dropped.
+A row belongs to an admission. A sequence that was preempted or ended since has another number, and the row's result is dropped.
 """
 
 from collections import deque
@@ -14,11 +14,11 @@ from engine.core.step_budget import Expected
 from engine.plan import NUMBER_MASK, ResultRow, StepResult, has_numbers
 from engine.protocol import FinishReason, Output
 
-_MOST_CHOICES = 256  # of those that wait, how many are looked at
+_MOST_CHOICES = 256  # waiting requests that are looked at for equal prompts
 
 
 class ChunkRow(NamedTuple):
-    """A prefill chunk in flight: whose it was when it was planned, and how far it computes."""
+    """A prefill chunk in flight: its sequence, admission number when planned, and end. `samples`: it gives a token."""
 
     sequence: Sequence
     number: int
@@ -31,7 +31,7 @@ class Flight:
     """A plan whose result has not come; result rows come in the order: chunks that sample, then decodes.
 
     decodes   each decode row's sequence, and its admission number when it was planned
-    expected  what it was planned to take, where there is a target
+    expected  its expected time, if a target bounds the step
     """
 
     step: int
@@ -60,7 +60,7 @@ class Results:
         self._in_flight.append(flight)
 
     def commit(self, result: StepResult) -> Flight:
-        """Fold one result in; what was in flight."""
+        """Commit one result; returns its flight."""
         flight = self._in_flight.popleft()
         assert result.step == flight.step, (result.step, flight.step)
         self.done = flight.step
@@ -71,8 +71,8 @@ class Results:
         return flight
 
     def _commit_prompts(self, chunks: list[ChunkRow], result: StepResult) -> None:
-        """Logprobs of prompt tokens, told to the other choices that wait for them, too; what a chunk gave that was planned before a
-        preemption, the next admission gives once more."""
+        """Emit logprobs of prompt tokens, also to waiting choices with the same prompt. Those of a chunk that was planned before a
+        preemption are dropped: the next admission computes them again."""
         rows = {(slot, number): logprobs for slot, number, logprobs in result.prompts}
         for sequence, number, _, _ in chunks if rows else ():
             logprobs = rows.get((sequence.slot, number & NUMBER_MASK))
@@ -89,12 +89,12 @@ class Results:
                 self._requests.emit(each.key[0], Output(id=each.key[1], prompt_logprobs=[logprobs]))
 
     def _fail(self, sequence: Sequence) -> None:
-        """What it computed was not finite."""
+        """End a sequence whose logits were not finite."""
         error = "the model's logits were not finite"
         self._requests.end(sequence, Output(id=sequence.key[1], finish=FinishReason.error, error=error), poisoned=True)
 
     def _commit_chunks(self, chunks: list[ChunkRow], result: StepResult) -> int:
-        """The chunks' rows, which come first; how many they are."""
+        """Commit the chunks' rows, which come first; returns how many they are."""
         at = 0
         for sequence, number, end, samples in chunks:
             row = result.row(at) if samples else None
@@ -109,7 +109,7 @@ class Results:
         return at
 
     def _commit_decodes(self, decodes: list[tuple[Sequence, int]], result: StepResult, first: int) -> None:
-        """The steady state is a row of one token that ends nothing; what has more to it is folded in by itself."""
+        """Commit the decode rows. The loop handles the common row, of one token that ends nothing; `_fold` all others."""
         slots, _, counts, _, tokens = result.table[first:, :5].T.tolist()
         width, emit, plain = self._width, self._requests.emit, not result.logprobs
         for at, ((sequence, number), slot, count, token) in enumerate(zip(decodes, slots, counts, tokens, strict=True), first):
@@ -126,7 +126,7 @@ class Results:
         self._requests.counters.decode_tokens += sum(counts)
 
     def _fold(self, sequence: Sequence, row: ResultRow) -> None:
-        """A decode row with more to it than one token."""
+        """Commit a decode row that may have several tokens, or end its sequence."""
         taken, finish = _cut(sequence, row.tokens)
         sequence.low += len(taken)
         sequence.high -= self._width - len(row.tokens)
@@ -142,7 +142,7 @@ class Results:
             error = "the request's constraints together forbid every token"
             self._requests.end(sequence, Output(id=sequence.key[1], finish=FinishReason.error, error=error, invalid=True))
             return
-        cached = sequence.found if len(sequence.tokens) == sequence.prompt else 0
+        cached = sequence.first_cached if len(sequence.tokens) == sequence.prompt else 0
         sequence.tokens.extend(taken)
         logprobs = [] if row.logprobs is None else [row.logprobs]
         output = Output(id=sequence.key[1], tokens=taken, logprobs=logprobs, finish=finish, cached=cached)

@@ -20,7 +20,7 @@ __all__ = ["Scheduler", "SchedulerConfig"]
 
 
 class Scheduler:
-    """Call `schedule` for the next plan and `commit` with each plan's result, in order; collect what clients get in `drain`."""
+    """Call `schedule` for the next plan and `commit` with each plan's result, in order; `drain` gives the outputs."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
@@ -44,22 +44,22 @@ class Scheduler:
 
     @property
     def counters(self) -> Counters:
-        """What has happened since boot."""
+        """Counts since boot."""
         return self._requests.counters
 
     @property
     def waiting(self) -> list[Sequence]:
-        """The queue, oldest first."""
+        """The queue, in order of precedence."""
         return self._requests.waiting
 
     @property
     def running(self) -> list[Sequence]:
-        """Who has a slot, oldest first."""
+        """Sequences with a slot, in order of precedence."""
         return self._requests.running
 
     @property
     def sequences(self) -> Iterator[Sequence]:
-        """All that have not ended."""
+        """All sequences that have not ended."""
         return iter(self._requests)
 
     @property
@@ -74,24 +74,24 @@ class Scheduler:
 
     @property
     def stuck(self) -> bool:
-        """Requests wait, nothing is in flight, and not one of them waits for the host: an invariant is broken."""
+        """Requests are open, nothing is in flight, and none of them waits for the host: an invariant is broken."""
         return bool(self.unfinished) and not self.in_flight and not any(sequence.waits_for for sequence in self._requests)
 
     # -- requests in, outputs out
 
     def refuse(self, client: int, request: int, reason: str) -> None:
-        """Count and answer a request that could not even be read."""
+        """Count and answer a request that is not let in."""
         self.counters.received += 1
         self._requests.refuse(client, request, reason)
 
     def add(self, client: int, request: GenerateRequest, *, masked: bool = False) -> None:
-        """Queue a request, or refuse it at once when it can never run here. `masked`: each token waits for `mask_ready`."""
+        """Queue a request, or refuse it if it can never run here. `masked`: each token waits for `mask_ready`."""
         assert not (masked and self.config.drafts), "a row with drafts cannot be masked token by token"
         self.counters.received += 1
         self._requests.add(client, request, masked=masked)
 
     def abort(self, client: int, request: int, reason: AbortReason) -> None:
-        """End a request at whatever stage it is; unknown ids are fine. A stop string is a success."""
+        """End a request at any stage; unknown ids are ignored. A stop string is a success."""
         sequence = self._requests.find((client, request))
         if sequence is None:
             return
@@ -99,7 +99,7 @@ class Scheduler:
         self._requests.end(sequence, Output(id=request, finish=FinishReason.stop if success else FinishReason.abort))
 
     def drain(self) -> Iterator[tuple[int, Output]]:
-        """What clients are to be told since the last call, in order."""
+        """(client, output) of everything since the last call, in order."""
         return self._requests.drain()
 
     def drain_started(self) -> list[Key]:
@@ -107,8 +107,8 @@ class Scheduler:
         return self._requests.drain_started()
 
     def commit(self, result: StepResult, took_ms: float | None = None) -> None:
-        """Fold one result in; results come in the order of their plans. `took_ms`: since the one before it, or since the plan if
-        nothing was in flight then."""
+        """Commit one result; results come in the order of their plans. `took_ms`: milliseconds since the one before it, or since
+        the plan was sent if nothing was in flight then."""
         flight = self._results.commit(result)
         if took_ms is not None:
             self._planner.took(flight, took_ms)
@@ -118,31 +118,31 @@ class Scheduler:
         return self._requests.find((client, request))
 
     def fail(self, sequence: Sequence, error: str) -> None:
-        """End a request that cannot go on; its client is told why."""
+        """End a request that cannot go on; its client gets `error`."""
         self._requests.end(sequence, Output(id=sequence.key[1], finish=FinishReason.error, error=error))
 
     def constrain(self, sequence: Sequence, length: int, *, late: bool = False) -> None:
-        """From here on its tokens wait for `mask_ready`. What is in flight of it does not count where that gives the token at index
-        `length`: it is computed again. `late`: its rows are planned before their masks are made."""
+        """From now on its tokens wait for `mask_ready`. If a row in flight gives the token at index `length`, it is dropped and
+        computed again. `late`: its rows are planned before their masks are made."""
         assert not self.config.drafts, "a row with drafts cannot be masked token by token"
         sequence.masked, sequence.late_masks, sequence.waits_for = True, late, None if late else Wait.mask
         if sequence.running and sequence.high >= length:
             self._requests.requeue(sequence)
 
-    def release(self, sequence: Sequence) -> None:
-        """From here on its tokens wait for nothing."""
+    def unconstrain(self, sequence: Sequence) -> None:
+        """From now on its tokens wait for no mask."""
         sequence.masked, sequence.late_masks, sequence.waits_for = False, False, None
 
     def mask_ready(self, client: int, request: int, length: int, *, late: bool = False) -> None:
-        """The host has the mask of the token at index `length`; one that comes too late changes nothing. `late`: from here on its
-        rows are planned before their masks are made."""
+        """The host has the mask of the token at index `length`; an outdated one changes nothing. `late`: from now on its rows are
+        planned before their masks are made."""
         sequence = self._requests.find((client, request))
         if sequence is not None and length == len(sequence.tokens):
             sequence.mask_for, sequence.late_masks = length, late
             sequence.waits_for = None if late or length > sequence.high else Wait.mask
 
     def schedule(self) -> StepPlan | None:
-        """The next plan, or None when no sequence can use a step now (all wait for results or the host, or there are none)."""
+        """The next plan; None if no sequence can use a step now: all wait for results or the host, or there are none."""
         drafted = self._planner.next()
         if drafted is None:
             return None
@@ -151,7 +151,7 @@ class Scheduler:
         return plan
 
     def load(self) -> Load:
-        """The figures that admission and metrics see."""
+        """The figures for the front's admission and for metrics."""
         counters = self.counters
         return Load(
             step=self._results.done,

@@ -1,6 +1,6 @@
 """Keys of pages, and segments: the runs of pages that the prefix cache's tree is made of.
 
-A page's key is sha256(key of the page before it, its token ids), so that equal keys mean equal prefixes; the first page follows a
+A page's key is sha256(key of the page before it, its token ids), so equal keys mean equal prefixes. Before the first page stands a
 root key made of the adapter and the request's salt.
 """
 
@@ -11,7 +11,7 @@ from hashlib import sha256
 
 
 def root_key(adapter: int, salt: str) -> bytes:
-    """What the first page's key follows: no salt finds what another has left."""
+    """The key before the first page's: requests find only pages of their own salt."""
     return sha256(b"quartet prefix 1\0%d\0" % adapter + salt.encode()).digest()
 
 
@@ -50,12 +50,12 @@ class Segment:
 
 
 def common(segment: Segment, keys: list[bytes]) -> int:
-    """How many of the segment's pages go on as `keys` do."""
+    """How many of the segment's pages continue as `keys` do."""
     return equal_keys(segment.keys, keys, segment.start)
 
 
 def equal_keys(keys: list[bytes], others: list[bytes], offset: int = 0) -> int:
-    """How many of `keys` are those of `others` from `offset` on: equal keys mean equal prefixes, so a bisection finds it."""
+    """How many leading `keys` equal `others` from `offset` on; by bisection, since equal keys mean equal prefixes."""
     low, high = 0, min(len(keys), len(others) - offset)
     if high > 0 and keys[high - 1] == others[offset + high - 1]:
         return high

@@ -5,9 +5,9 @@
        ^               |
        +---------------+  preempt: pages and slot go back, `tokens` stay, computed again at the next admission
 
-`low` is exact: so many positions are computed and their results are in. `high` is an upper bound: what is planned, if every draft
-is accepted; a row that gives fewer tokens lowers it at its commit. Pages are held up to `high` and given back below `low`'s window.
-At most `limit - 1` positions are ever needed: the last token is sampled from position limit - 2 and is never fed back.
+`low` is exact: the positions whose results are in. `high` is an upper bound: the positions planned, if every draft is accepted; a
+row that gives fewer tokens lowers it at its commit. Pages are held up to `high` and given back below `low`'s window. At most
+`limit - 1` positions are needed: the last token is sampled from position limit - 2 and never fed back.
 """
 
 import enum
@@ -22,7 +22,7 @@ Key = tuple[int, int]
 
 
 class Wait(enum.Enum):
-    """What of the host a sequence's next token waits for."""
+    """What a sequence's next token needs from the host."""
 
     mask = "mask"
 
@@ -31,21 +31,23 @@ class Wait(enum.Enum):
 class Sequence:
     """`key` is (client, the client's id); `precedence` is (priority, arrival), the order of the queue.
 
+    tokens      int32, prompt and generated tokens;   prompt: tokens of the prompt
     limit       length, prompt and output, at which it ends
-    overtaken   how many of later precedence were admitted before it
-    tokens      int32, prompt and what was generated
-    scored      with `params.prompt_logprobs`: positions below it have given theirs to the client
-    masked      each of its tokens needs a mask that the host computes from those before it
-    mask_for    length for whose next token the host has given a mask last
-    late_masks  its rows are planned before their masks are made, which come while the forward runs
+    overtaken   requests of later precedence that were admitted before it
+    scored      with `params.prompt_logprobs`: the client has the logprobs of positions below it
+    masked      each of its tokens needs a mask, which the host computes from the tokens before
+    mask_for    index of the token for which the host gave the last mask
+    late_masks  its rows are planned before their masks are made: masks come while the forward runs
+    number      of its admission; 0 while it waits;   slot: -1 while it waits
     target      length at its admission: positions below it are prefill
-    root, keys  what its first page's key follows, and the keys of its pages as far as they were needed
-    cached      positions that it found in the prefix cache at its admission; `found`: at its first one; `expected`: those that
-                were there when it was queued
-    marks       pages at whose ends it is to leave a prefix in the cache, ascending
-    hit         while it waits: what of it was cached when that was looked up last
-    held        positions that it holds pages for, in every group
-    release_at  value of `low` from which on a page can be given back
+    root, keys  the key before its first page's, and the keys of its pages, as many as were needed
+    cached      positions found in the prefix cache at its admission; `first_cached`: at its first admission;
+                `cached_when_queued`: when it was queued
+    marks       page counts at which it leaves a prefix in the cache, ascending
+    hit         while it waits: the last look-up in the prefix cache
+    held        positions for which it holds pages in every group;   runs: those pages, by group
+    release_at  the `low` from which on a page can be given back
+    started     it was admitted once
     """
 
     key: Key
@@ -64,8 +66,8 @@ class Sequence:
     root: bytes = b""
     keys: list[bytes] = field(default_factory=list)
     cached: int = 0
-    found: int = 0
-    expected: int = 0
+    first_cached: int = 0
+    cached_when_queued: int = 0
     marks: list[int] = field(default_factory=list)
     hit: Hit | None = None
     low: int = 0
@@ -91,29 +93,29 @@ class Sequence:
 
     @property
     def decodable(self) -> bool:
-        """A decode row can be planned now. The last is that of position limit - 2: once it may be planned, nothing more is."""
+        """A decode row can be planned now; the last one is that of position limit - 2."""
         return self.target <= self.high < self.limit - 1 and self.waits_for is None
 
     @property
     def ready(self) -> int:
-        """Known tokens that can be computed now; the last one gives a token, so it waits for what the token waits for."""
+        """Known tokens that can be computed now. The last one gives a token, so it waits when that token does."""
         known = self.target - self.high
         return known - 1 if self.waits_for else known
 
     @property
     def scores(self) -> bool:
-        """Logprobs of its prompt are still to be told."""
+        """The client still has to get logprobs of its prompt."""
         return self.params.prompt_logprobs is not None and self.scored < self.prompt - 1
 
     @property
     def reusable(self) -> int:
-        """Positions that may come out of the prefix cache: one token at least is computed, and whatever still gives logprobs."""
+        """Positions that may come from the prefix cache: one token at least, and all whose logprobs are wanted, are computed."""
         return min(self.scored, len(self.tokens) - 1) if self.scores else len(self.tokens) - 1
 
     @property
     def uncached(self) -> int:
-        """Of one that waits: known tokens that it will probably have to compute."""
-        return len(self.tokens) - self.expected
+        """While it waits: tokens that it will probably have to compute."""
+        return len(self.tokens) - self.cached_when_queued
 
     def admit(self, slot: int, number: int, groups: int) -> None:
         """Take a slot under a new admission number; everything is to be computed."""
@@ -124,7 +126,7 @@ class Sequence:
         self.runs = [PageRun() for _ in range(groups)]
 
     def leave(self) -> int:
-        """Give the slot back; results of this admission no longer count, and a mask that one of its rows had used is free again."""
+        """Give the slot back. Results of this admission no longer count; the mask of a row in flight can be used again."""
         slot, self.slot, self.number = self.slot, -1, 0
         self.low = self.high = 0
         self.runs = []

@@ -1,4 +1,4 @@
-"""What the core makes of the engine's settings before it serves."""
+"""What the core prepares before it serves: the scheduler's settings, the vocabulary for grammars, garbage collection."""
 
 import gc
 import logging
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def scheduler_config(config: EngineConfig, pages: tuple[int, ...], times: StepTimes | None = None) -> SchedulerConfig:
-    """What the scheduler needs to know of the engine's settings, once the pools are sized and the ranks are ready."""
+    """The scheduler's settings, once the pools are sized and the ranks are ready."""
     geometry = read_geometry(Path(config.model))
     groups = kv_groups(geometry, config.tp, config.page)
     share = config.prefix_cache_share if config.prefix_cache else None
@@ -35,18 +35,18 @@ def scheduler_config(config: EngineConfig, pages: tuple[int, ...], times: StepTi
 
 
 def collect_rarely() -> None:
-    """Leave what has been made so far out of garbage collection, and look at the rest seldom: a step makes no cycles, and a pass
-    over every sequence and every cached prefix would hold up all streams."""
+    """Exclude existing objects from garbage collection, and collect the rest rarely: a step makes no cycles, and a pass over every
+    sequence and cached prefix would hold up all streams."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 50, 100)
 
 
 def read_vocabulary(config: EngineConfig) -> Vocabulary | None:
-    """What grammars are made for; None where the checkpoint has no tokenizer."""
+    """The vocabulary for grammars; None if the checkpoint has no tokenizer."""
     folder = Path(config.model)
     try:
         return Vocabulary.of_checkpoint(folder, read_geometry(folder).vocab)
     except CheckpointError as error:
-        logger.warning("no grammars: %s", error)
+        logger.warning("requests with a grammar will be refused: %s", error)
         return None

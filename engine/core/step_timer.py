@@ -1,4 +1,4 @@
-"""How long steps take as the core sees them, by the wall clock: what keeps a rank from the next one is in it.
+"""How long steps take as the core sees them, by the wall clock: idle time of the ranks between steps is included.
 
     plan n |-> ######## n ended |######## n + 1 ended       the later step was in the stream before the earlier ended
            |<- took_ms of n  -->|<--- of n + 1 --->|

@@ -1,4 +1,4 @@
-"""How long a reply may still think: tokens of its thoughts are counted as they are committed.
+"""The thinking budget of a reply: counts tokens of thoughts as they are committed.
 
     <|channel> thought \\n  So  the  sum  is  <channel|>
                label         1   2    3    4   the token that must come with a budget of 4
@@ -10,7 +10,7 @@ from engine.protocol import ThoughtBudget
 
 
 class ThoughtLimit:
-    """Of one reply. `read` each of its tokens, in order; `length`: tokens of its prompt, which do not count."""
+    """Of one reply. Call `read` with each of its tokens, in order. `length`: tokens of its prompt, which do not count."""
 
     def __init__(self, budget: ThoughtBudget, length: int) -> None:
         self._budget = budget

@@ -2,8 +2,8 @@
 
     {city:<|"|>Paris<|"|>,days:3,at:{lat:48.9}}        ->        {"city":"Paris","days":3,"at":{"lat":48.9}}
 
-Strings stand between quote markers, which are token ids: `quote()` says that one came, and a `<|"|>` spelled in ordinary tokens is
-text. Readers take the rest; what one cannot decide yet stays in the text until more has come. JSON goes out once it is certain.
+Strings stand between quote markers, which are token ids: `quote()` reports one, and a `<|"|>` spelled in ordinary tokens is text.
+Reader functions consume the rest; what they cannot decide yet waits for more text. JSON goes out once it is certain.
 
     reader          takes                                                then
     _key            a key and its colon, or the closing bracket          _value_start
@@ -13,7 +13,7 @@ text. Readers take the rest; what one cannot decide yet stays in the text until 
     _string         text, up to the quote                                _closing
     _closing        nothing: does what follows let the quote end it?     _key, or _value_start in an array; _string again
 
-What models write beside the notation is understood:
+Deviations from the notation that models write are understood:
 
     key:Paris, France<|"|>,            the first marker is missing: the string goes up to the next one
     key:<|"|>say <|"|>hi<|"|>.<|"|>    a marker inside a string stands for ": one ends it only where the notation can go on
@@ -23,7 +23,7 @@ What models write beside the notation is understood:
     {key}                              a key without a value: null
     key:anything else                  a string
 
-What the model did not end is not ended here when it is a string: the beginning of a command may be another command.
+A string that the model did not end is not ended here: the beginning of a command may be another command.
 """
 
 import json
@@ -49,22 +49,22 @@ from engine.front.notation import (
 from engine.front.value_schema import ValueSchema, json_kind, literal_kind
 
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
-_AHEAD = 256  # characters that a reader may wait for; longer keys are cut, longer look ahead has found nothing
+_AHEAD = 256  # characters of look-ahead; longer keys are cut, and a longer look-ahead counts as no match
 
 
 class ArgumentsParser:
-    """One call's arguments from behind their opening bracket on. Feed it text and quote markers; `take` the JSON made of them."""
+    """One call's arguments after their opening bracket. Feed it text and quote markers; `take` gives the JSON."""
 
     def __init__(self, schema: ValueSchema, opener: str = "{") -> None:
         self._out = ["{"]
         self._open = [Container(")" if opener == "(" else "}", "}", schema)]
         self._text, self._at = "", 0  # read from _at on
-        self._waiting: list[str] = []  # text that nobody reads before the next marker
+        self._waiting: list[str] = []  # text that is not read before the next marker
         self._schema = schema  # of the value that is being read
-        self._quote = ""  # what began the open string: " or ', or the marker
-        self._collected: list[str] | None = None  # of a string where the schema knows none
-        self._final = False  # nothing more comes: what is ambiguous is decided
-        self._read: Callable[[], bool] = self._key  # True: it got on; False: it needs more text
+        self._quote = ""  # of the open string: " or ', "" for the marker
+        self._collected: list[str] | None = None  # a string where the schema allows none
+        self._final = False  # nothing more comes: decide what is ambiguous
+        self._read: Callable[[], bool] = self._key  # returns True if it consumed something, False if it needs more text
 
     @property
     def ended(self) -> bool:
@@ -82,7 +82,7 @@ class ArgumentsParser:
         return made
 
     def push(self, text: str) -> None:
-        """More text. Once `ended`, what stands behind the closing bracket is `rest`."""
+        """More text. Once `ended`, text after the closing bracket is `rest`."""
         self._waiting.append(text)
         if self._read not in (self._bare_string, self._quoted_key):
             self._run()
@@ -131,7 +131,7 @@ class ArgumentsParser:
         self._open.clear()
 
     def cut(self) -> None:
-        """Nothing more comes: all that came goes out, and nothing is closed."""
+        """Nothing more comes: put out all that came, and close nothing."""
         self._gather()
         while self._read == self._closing:
             self._end_string()
@@ -140,7 +140,7 @@ class ArgumentsParser:
             self._cut_off()
 
     def _cut_off(self) -> None:
-        """Whatever is left, as the beginning of what it seems to be."""
+        """Put out what is left, as the beginning of what it seems to be."""
         text = self._take_rest()
         if self._read == self._string:
             self._put_text(json_inside(text, self._quote))
@@ -176,7 +176,7 @@ class ArgumentsParser:
         return rest
 
     def _skip(self, pattern: re.Pattern[str]) -> bool:
-        """Whether something is left behind what is skipped."""
+        """Whether text is left after what is skipped."""
         self._at = end_of(pattern, self._text, self._at)
         return self._at < len(self._text)
 
@@ -303,7 +303,7 @@ class ArgumentsParser:
         return self._put(literal)
 
     def _bare_string(self) -> bool:
-        """Its first marker may be missing: whether a comma or bracket ends it is known at the next marker."""
+        """A string whose first marker may be missing: only the next marker tells whether a comma or bracket ends it."""
         end = end_of_bare_string(self._text, self._at, self._open[-1])
         if end is None:
             return False
@@ -315,14 +315,14 @@ class ArgumentsParser:
         self._put(self._literal(text) or json_string(text.strip()))
 
     def _literal(self, text: str) -> str | None:
-        """A number or a word as JSON has it; None: it is a string, also where the schema wants one."""
+        """A number or a word in JSON; None: it is a string, also if the schema wants one."""
         word = text.strip() if self._schema.allows("string") else _PYTHON_WORDS.get(text.strip(), text.strip())
         kind = literal_kind(word)
         wanted = kind == "null" or self._schema.allows(kind or "") or not self._schema.allows("string")
         return word if kind and wanted else None
 
     def _marker_after_bare(self) -> None:
-        """It ends a string whose first marker is missing; or other values came in between, and it begins one."""
+        """The marker ends a string whose first marker is missing; or, if other values came in between, begins one."""
         if string_begins_behind(self.rest, self._open[-1]):
             self._finish()
             self._final = False
@@ -363,7 +363,7 @@ class ArgumentsParser:
         (self._out if self._collected is None else self._collected).append(text)
 
     def _closing(self) -> bool:
-        """A quote has come: it ends the string, if what follows says so."""
+        """A quote has come: it ends the string if valid notation follows."""
         over = string_is_over(self._text, self._at, self._open)
         if over is None and not self._may_wait():
             over = self._final
@@ -375,7 +375,7 @@ class ArgumentsParser:
         return over is not None
 
     def _marker_after_quote(self) -> None:
-        """A marker in the look ahead: behind a comma it may begin the next string; otherwise it is as good an end as the last."""
+        """A marker in the look-ahead: after a comma it may begin the next key; otherwise it may be the string's end instead."""
         ahead = self.rest.strip()
         if ahead == "," and self._open[-1].quoted_keys:
             self._end_string()

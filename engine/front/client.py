@@ -3,11 +3,11 @@
     client = EngineClient(group.front_socket)
     await client.start()
     async with client.generate(prompt, params) as stream:      submitted by the call itself
-        async for output in stream:                            what has piled up comes as one Output
-            ...                                                leaving early, for whatever cause, aborts
+        async for output in stream:                            all that has come since the last one, as one Output
+            ...                                                leaving early, for any cause, aborts
 
-Runs on one event loop and is called from it only. received == finished + refused + aborted + failed + open, always, and a request
-leaves `open` only when the core has said its last word on it (or the core is gone), so that these counters agree with the core's.
+Runs on one event loop and is called from it only. received == finished + refused + aborted + failed + open, always. A request
+leaves `open` only when the core has ended it (or the core is gone), so that these counters agree with the core's.
 """
 
 import asyncio
@@ -57,12 +57,12 @@ _ABORTS: dict[AbortReason | None, Outcome] = {
     AbortReason.queue_timeout: "queue_timeout",
     AbortReason.sibling_failed: "sibling_failed",
 }
-EOF_GRACE_S = 0.25  # after the socket's end the watcher may still name who died; its reason is the better one
+EOF_GRACE_S = 0.25  # after the socket's end, wait for the watcher: it may know which process died
 
 
 @dataclass
 class ClientCounters:
-    """Requests since start, by their end as the core told it; `failed` includes those that the group's end took along."""
+    """Requests since start, by their end as the core reported it; `failed` includes those that ended with the group."""
 
     received: int = 0
     finished: int = 0
@@ -73,7 +73,7 @@ class ClientCounters:
 
 @dataclass(slots=True)
 class Clock:
-    """The clock points of one request (drawn in engine/events.py), each None until it has come; whoever holds it sees them come."""
+    """The clock points of one request (drawn in engine/events.py), None until they come; updated in place."""
 
     submitted: float
     scheduled: float | None = None
@@ -83,7 +83,7 @@ class Clock:
 
     @property
     def queue_s(self) -> float | None:
-        """How long it waited."""
+        """Seconds in the queue."""
         return None if self.scheduled is None else self.scheduled - self.submitted
 
 
@@ -101,7 +101,7 @@ class _Request:
 class EngineClient:
     """Speaks to the core over `sock`, which it takes over (the socket object given is detached).
 
-    `on_load` gets the core's figures after each step, `sink` every event; `clock` in seconds, monotonic.
+    `on_load` gets the core's figures with each TokenBatch, `sink` every event; `clock` in seconds, monotonic.
     """
 
     def __init__(
@@ -159,12 +159,12 @@ class EngineClient:
         return stream
 
     def clock(self, request: int) -> Clock | None:
-        """An open request's clock points; it stays with whoever asked, past the request's end. None: it is not open."""
+        """An open request's clock points, which stay valid after its end. None: it is not open."""
         entry = self._requests.get(request)
         return None if entry is None else entry.clock
 
     def abort(self, request: int, reason: AbortReason) -> None:
-        """Ask the core to end a request; nothing when it has ended, or was asked before."""
+        """Ask the core to end a request; does nothing if it has ended, or was aborted before."""
         entry = self._requests.get(request)
         if entry is None or entry.aborted is not None:
             return
@@ -185,7 +185,7 @@ class EngineClient:
 
     @property
     def waiting_since(self) -> int | None:
-        """Monotonic nanoseconds since when at least one request has been open without a pause; None: none is."""
+        """The time (monotonic nanoseconds) since which at least one request has always been open; None: none is."""
         return self._waiting_since if self._requests else None
 
     def report(self) -> None:
@@ -197,7 +197,7 @@ class EngineClient:
         self._write(self._frame(Control(action="stop")))
 
     def fail(self, reason: str) -> None:
-        """The group is gone: every open stream, and every one to come, raises EngineDead(reason). The first reason stays."""
+        """The group is gone: every open and future stream raises EngineDead(reason). The first reason stays."""
         if self.dead is not None:
             return
         self.dead = reason
@@ -229,14 +229,14 @@ class EngineClient:
             self._output(output)
 
     def _salvage(self, raw: bytes, error: msgspec.DecodeError) -> None:
-        """A batch that cannot be read fails the requests whose entries are at fault; if that is none, nothing can be trusted."""
+        """A batch that cannot be read fails the requests with bad entries; if no entry is bad, the whole client fails."""
         try:
             value: Any = msgspec.msgpack.decode(raw)
             good, bad = _sort_outputs(value["outputs"])
         except (msgspec.DecodeError, KeyError, TypeError):
             good, bad = [], []
         if not bad:
-            self.fail(f"the core sent what cannot be read: {error}")
+            self.fail(f"the core sent a message that cannot be decoded: {error}")
             return
         for output in good:
             self._output(output)
@@ -245,7 +245,7 @@ class EngineClient:
             self._end(request, "error", GenerationFailed(f"the engine's answer could not be read: {error}"))
 
     def _output(self, output: Output) -> None:
-        """One request's share of a step; one that this client has given up needs none."""
+        """Handle one request's output; ignored if the request has ended here."""
         entry = self._requests.get(output.id)
         if entry is None:
             return
@@ -263,7 +263,7 @@ class EngineClient:
             self.abort(output.id, AbortReason.slow_reader)
 
     def _started(self, request: int) -> None:
-        """The core has scheduled a request for the first time; one that this client has given up needs no event."""
+        """The core has scheduled a request for the first time; no event if it is being aborted."""
         entry = self._requests.get(request)
         if entry is None:
             return
@@ -314,7 +314,7 @@ class EngineClient:
             self._on_load(load)
 
     def _interval(self, before: Load | None, load: Load) -> float | None:
-        """Seconds since the last report of a step, if `load` has a new one and there was work in between."""
+        """Seconds since the last report of a step, if `load` has a new step and there was work in between."""
         busy = before is not None and before.running + before.waiting > 0
         if busy and before is not None and load.step == before.step:
             return None
@@ -365,7 +365,7 @@ def _packed(prompt: Sequence[int]) -> bytes:
     try:
         return pack_tokens(prompt)
     except (OverflowError, TypeError) as error:
-        raise InvalidRequest(f"the prompt holds what is no token id: {error}") from error
+        raise InvalidRequest(f"the prompt holds a value that is not a token id: {error}") from error
 
 
 def _sort_outputs(values: list[Any]) -> tuple[list[Output], list[int]]:

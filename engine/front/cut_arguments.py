@@ -1,9 +1,9 @@
-"""A call's arguments that end before their JSON does, for a history that shows the call as far as the model wrote it.
+"""Arguments of a call that was cut off in its JSON, for a history that shows the call as far as the model wrote it.
 
     {"path":"a.py","text":"print(1        ->        path:<|"|>a.py<|"|>,text:<|"|>print(1
 
-A reply that max_tokens cuts inside a call has such arguments, and agents send it back. Nothing is closed here, left out or added,
-but for half of a JSON escape.
+A reply that max_tokens cuts inside a call has such arguments, and agents send it back. Nothing is closed, left out or added, except
+that half a JSON escape is dropped.
 """
 
 import re
@@ -14,7 +14,7 @@ from engine.errors import InvalidRequest
 from engine.front.notation import HALF_LITERAL
 
 MAX_PIECES = 1 << 15  # strings, words and marks in the cut arguments of a conversation: some 0.2 s of CPU
-_PIECES_A_CALL = 32  # what one costs beside its own
+_PIECES_A_CALL = 32  # counted for each call besides its own
 _PIECE = re.compile(
     r'"(?P<inside>(?:[^"\\]+|\\u[0-9a-fA-F]{4}|\\[^u])*)(?P<end>"?)(?:\\(?:u[0-9a-fA-F]{0,3})?\Z)?'
     r"|(?P<mark>[{}\[\],:])|(?P<word>[^\s{}\[\],:\"]+)"
@@ -25,7 +25,7 @@ Parse = Callable[[str], Any]
 
 
 class CutArguments(tuple[str, ...]):
-    """Gemma 4's notation from behind the opening bracket on, as the texts between its quote markers."""
+    """Gemma 4's notation after the opening bracket, as the texts between its quote markers."""
 
     __slots__ = ()
 
@@ -38,7 +38,7 @@ class CutReader:
         self._left = MAX_PIECES
 
     def read(self, json_text: str) -> CutArguments | None:
-        """The notation of an object's first characters; None: no object begins so. InvalidRequest: there is too much of it."""
+        """The notation of an object's first characters; None: they begin no object. InvalidRequest: they are too many."""
         draft = _Draft(self._parse)
         self._take(_PIECES_A_CALL)
         try:
@@ -57,9 +57,9 @@ class CutReader:
 
 
 class _Draft:
-    """The notation of JSON that comes piece by piece, and what would complete it: whether it is JSON is for a parser to say.
+    """The notation of JSON that comes piece by piece, and what would complete the JSON, so that a parser can check it.
 
-    end, ending    `end` characters of the JSON, then `ending`, then the `closers` of open brackets from the last one on are whole
+    end, ending    `end` characters of the JSON, then `ending`, then `closers` of open brackets from the last one on are complete
     """
 
     def __init__(self, parse: Parse) -> None:
@@ -72,7 +72,7 @@ class _Draft:
 
     @property
     def notation(self) -> CutArguments:
-        """Of an object."""
+        """The notation so far, of an object."""
         first, *others = map("".join, self._texts)
         return CutArguments([first[1:], *others])
 

@@ -1,9 +1,9 @@
-"""From an engine's stream of token ids to typed parts: detokenized, taken apart, cut at stop strings, with how it ended.
+"""From an engine's stream of token ids to typed parts: detokenized, parsed, cut at stop strings, with the finish reason.
 
     Output(tokens) --ReplyParser, or PlainText--> parts --StopStrings, of the content--> Delta(parts, tokens, logprobs, finish)
 
-With stop strings tokens are taken one by one, so that where a text ends does not depend on how tokens were batched; a match ends
-the request in the engine too, which counts it as a success, and so does the end of the one call that was asked for. Thoughts and
+With stop strings tokens are taken one by one, so that the end of a text does not depend on how tokens were batched. A match ends
+the request in the engine too, which counts it as a success; so does the end of the first call of a `one_call` job. Thoughts and
 calls are never cut.
 """
 
@@ -21,7 +21,7 @@ from engine.front.text import Detokenizer, StopStrings, TextProcessor
 from engine.front.tools import Tools
 from engine.protocol import AbortReason, FinishReason, Logprobs, Output, PromptLogprobs, SamplingParams
 
-TOOL_CALLS = "tool_calls"  # OpenAI's word for an end by which the model waits for what its calls give
+TOOL_CALLS = "tool_calls"  # OpenAI's finish reason when the model waits for the results of its calls
 _PROMPT_ENTRIES = 4096  # logprobs of prompt tokens and alternatives in one delta: a few milliseconds of the event loop
 
 T = TypeVar("T")
@@ -58,12 +58,13 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """One request, validated: what goes to the engine and what happens to the text that comes back. `params`: one per choice.
+    """One validated request: what goes to the engine, and how the reply is treated.
 
-    `prompts`: int32 token ids; of several, each has as many choices as the others, those of the first come first.
-    `salt`: only requests of the same salt share cached prefixes. `priority`: lower ones go first.
-    `is_chat`: the reply is one of a conversation, with thoughts, and with calls of `tools` where there are some; `one_call`: and it
-    ends with the first. `echoes`: texts of the prompts, where each answer begins with its prompt's; `echo_only`: and ends there.
+    prompts    int32 token ids; each has equally many choices, those of the first prompt come first
+    params     one per choice
+    salt       only requests of the same salt share cached prefixes;   priority  lower ones go first
+    is_chat    the reply may have thoughts, and calls of `tools` if there are any;   one_call  it ends with its first call
+    echoes     the prompts' texts, if each answer begins with its prompt's;   echo_only  the answer is nothing else
     """
 
     prompts: "tuple[array[int], ...]"
@@ -80,23 +81,23 @@ class Job:
     echo_only: bool = False
 
     def prompt(self, choice: int) -> "array[int]":
-        """Of one of the choices."""
+        """The prompt of a choice."""
         return self.prompts[choice // self.choices_each]
 
     @property
     def choices_each(self) -> int:
-        """Choices of each prompt."""
+        """Choices per prompt."""
         return len(self.params) // len(self.prompts)
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all prompts, each counted once."""
+        """Tokens of all prompts, each counted once."""
         return sum(map(len, self.prompts))
 
 
 @dataclass(slots=True)
 class PromptPart:
-    """Tokens of the prompt, with each one's rank and logprobs; the first of all has none."""
+    """Tokens of the prompt, with the rank and logprobs of each; the very first token has none."""
 
     tokens: Sequence[int]
     logprobs: Sequence[tuple[int, Logprobs] | None]
@@ -104,12 +105,10 @@ class PromptPart:
 
 @dataclass(slots=True)
 class Delta:
-    """What one step added to one choice; `finish` set: it is the last. `logprobs` is empty, or one a token.
+    """What one output added to one choice; the last one has `finish`. `logprobs` is empty, or has one entry a token.
 
-    What is told of the prompt comes before all else, in deltas of its own: its text as a part, its logprobs as `prompt`.
-
-    `parts` say what the new text is, in order; none where the step gave no text yet. `stop`: the stop string or the
-    token id that ended it, where the request has asked for that one.
+    The prompt's text (as a part) and logprobs (`prompt`) come first, in deltas of their own. `parts` are the new text by kind, in
+    order; none if there is no text yet. `stop`: the stop string or token id that ended it, if the request named it.
     """
 
     parts: tuple[Part, ...]
@@ -136,7 +135,7 @@ class Call:
 
 @dataclass(slots=True)
 class Choice:
-    """The deltas of one choice, added up, their logprobs apart: those are as large as anybody asks for."""
+    """The sum of one choice's deltas, without logprobs, which may be large."""
 
     texts: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
@@ -189,7 +188,7 @@ class PlainText:
 
 
 def _reader(text: TextProcessor, job: Job, prompt: Sequence[int]) -> ReplyParser | PlainText:
-    """What takes a job's replies apart: nothing but the detokenizer, where the model has no markers for thoughts and calls."""
+    """The parser of a job's replies; only a detokenizer if it is no chat, or the model has no markers for thoughts and calls."""
     markers = Markers.of(text) if job.is_chat else None
     if markers is None:
         return PlainText(text.detokenizer(skip_special_tokens=job.skip_special_tokens))
@@ -197,11 +196,11 @@ def _reader(text: TextProcessor, job: Job, prompt: Sequence[int]) -> ReplyParser
 
 
 class Generation:
-    """One choice in the making, for one reader. `clock`: its clock points, unless the engine was gone already.
+    """One choice while it is generated, for one reader.
 
-    `has_ended`: the delta with `finish` has been taken, or it was aborted.
-
-    `cached`: tokens of its prompt that were found in the prefix cache, known with its first tokens.
+    clock      its clock points; None if the engine was gone already
+    has_ended  the delta with `finish` has been taken, or it was aborted
+    cached     tokens of its prompt found in the prefix cache, known with its first tokens
     """
 
     def __init__(self, engine: Engine, text: TextProcessor, job: Job, choice: int) -> None:
@@ -226,11 +225,11 @@ class Generation:
         return self._reader.reasoning_tokens
 
     def abort(self, reason: AbortReason) -> None:
-        """End it in the engine; nothing when it has ended."""
+        """End it in the engine; does nothing if it has ended."""
         self._stream.abort(reason)
 
     def on_ready(self, call: Callable[[], None]) -> None:
-        """Have `call` called, in the engine client's turn of the loop, whenever there is more to take."""
+        """Call `call`, within the engine client's callback, whenever there is more to take."""
         self._stream.on_ready = call
 
     @property
@@ -239,7 +238,7 @@ class Generation:
         return not self.has_ended and self._stream.ready
 
     def take(self) -> Iterator[Delta]:
-        """What has come since the last call, the last delta of all with `finish`. Raises what the engine's stream raises."""
+        """The deltas since the last call; the very last one has `finish`. Raises what the engine's stream raises."""
         if not self.ready:
             return
         output = self._stream.take()
@@ -253,7 +252,7 @@ class Generation:
         yield delta
 
     def _prompt_deltas(self, reported: Sequence[PromptLogprobs]) -> Iterator[Delta]:
-        """What is told of the prompt, with the first output; nothing with the others."""
+        """Text and logprobs of the prompt, with the outputs that have them."""
         echo, self._echo = self._echo, ""
         if self._tells_logprobs:
             self._tells_logprobs = False
@@ -280,11 +279,11 @@ class Generation:
         return self._reader.end(cut=finish is FinishReason.length)
 
     def _shown(self, output: Output) -> list[int]:
-        """The tokens that are text: not the stop id that ended it."""
+        """The tokens without the stop id that ended the request."""
         return output.tokens[:-1] if _last(output) in self._stop_ids else output.tokens
 
     def _stop_id(self, output: Output) -> int | None:
-        """The id that ended it, unless that is an end of sequence."""
+        """The stop id that ended it, unless it is one of end of sequence."""
         return last if (last := _last(output)) in self._own_stop_ids else None
 
     def _cut(self, output: Output) -> Delta:
@@ -310,7 +309,7 @@ class Generation:
             yield self._end(output.finish)
 
     def _finish(self, finish: FinishReason | None) -> str | None:
-        """OpenAI's word for the end. An abort that this side did not ask for is a failure: the text is not complete."""
+        """OpenAI's finish reason. An abort that this side did not ask for is a failure: the text is not complete."""
         if finish is None:
             return None
         if finish not in (FinishReason.stop, FinishReason.length):
@@ -319,12 +318,12 @@ class Generation:
 
 
 def _last(output: Output) -> int | None:
-    """The token by which the engine knew that this is the end."""
+    """The stop token at the end of an output."""
     return output.tokens[-1] if output.finish is FinishReason.stop and output.tokens else None
 
 
 def _keep(parts: Iterable[Part], stops: StopStrings, kept: list[Part]) -> str | None:
-    """Adds what stands before a stop string in the content, and returns the one that has come.
+    """Add to `kept` what precedes a stop string in the content; the stop string that matched, or None.
 
     No match goes across a thought or a call.
     """
@@ -344,10 +343,10 @@ def _content(text: str) -> list[Part]:
 
 
 class DeltaReader(Generic[T]):
-    """Reads several generations, as what `convert` makes of the (choice, delta) pairs that have come.
+    """Reads several generations; `convert` turns the (choice, delta) pairs that have come into what `next` returns.
 
-    While the reader waits in `next`, they are converted in the engine client's own turn of the loop: all that one message brings to
-    many readers is converted before the first of them goes on to write. While it is busy, they pile up and come as one.
+    While the reader waits in `next`, pairs are converted within the engine client's callback: what one message brings to many
+    readers is all converted before the first of them writes. While the reader is busy, pairs pile up and come together.
     """
 
     def __init__(self, generations: Sequence[Generation], convert: Callable[[Iterator[tuple[int, Delta]]], T]) -> None:
@@ -360,7 +359,7 @@ class DeltaReader(Generic[T]):
 
     @property
     def has_ended(self) -> bool:
-        """Every generation has."""
+        """Whether every generation has ended."""
         return self._error is None and all(generation.has_ended for generation in self._generations)
 
     @property
@@ -369,7 +368,7 @@ class DeltaReader(Generic[T]):
         return self._error is not None or any(generation.ready for generation in self._generations)
 
     async def next(self) -> T:
-        """What has come since the last call, or comes. Raises what the engine's streams raise: the first error ends them all."""
+        """What has come since the last call; waits if nothing has. Raises what the streams raise: the first error ends them all."""
         if not self.ready:
             self._waiter = asyncio.get_running_loop().create_future()
             found = await self._waiter
@@ -388,7 +387,7 @@ class DeltaReader(Generic[T]):
             waiter.set_result(None)
 
     def _taken(self) -> Iterator[tuple[int, Delta]]:
-        """An error comes behind what was there before it."""
+        """The pairs that have come; an error is raised after the pairs before it were given."""
         if self._error is not None:
             raise self._error
         some = False
@@ -405,7 +404,7 @@ class DeltaReader(Generic[T]):
                 return
 
     def _abort_siblings(self, failed: Generation, error: Exception) -> None:
-        """Before their streams are closed, which would say that the client has gone."""
+        """Abort the others with the true reason; closing their streams would report that the client has gone."""
         reason = AbortReason.slow_reader if isinstance(error, SlowReader) else AbortReason.sibling_failed
         for generation in self._generations:
             if generation is not failed:

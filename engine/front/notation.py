@@ -1,6 +1,6 @@
-"""Gemma 4's notation of a tool call's arguments, read ahead: what ends a key, a value, a string; and what JSON makes of text.
+"""Lexical rules of Gemma 4's notation of a tool call's arguments: where a key, a value or a string ends; and JSON strings.
 
-Every function looks at a text from a place on, and no further than it must.
+Functions read a text from position `at`, and no further than they must.
 """
 
 import json
@@ -16,7 +16,7 @@ SPACE_AND_COMMAS = re.compile(r"[\s,]*")
 HALF_LITERAL = re.compile(r"-?(?:[0-9][0-9.eE+-]*)?|t(?:r(?:ue?)?)?|f(?:a(?:l(?:se?)?)?)?|n(?:u(?:ll?)?)?")
 VALUE_END = {closer: re.compile(rf"[,\{closer}]") for closer in "})]"}
 
-# Vowel signs, accents and the like, which Python's \w leaves out and many scripts write words with: ranges, letters in between.
+# Combining marks (vowel signs, accents), which \w leaves out and many scripts need in words; ranges include letters in between.
 _MARKS = (
     "\u0300-\u036f\u0483-\u0489\u0591-\u05c7\u0610-\u061a\u064b-\u065f\u0670\u06d6-\u06ed\u0711-\u07f3\u0816-\u0963\u0971-\u0df3\u0e31-\u0e4e"
     "\u0eb1-\u0ecd\u0f18-\u0f39\u0f3e-\u0fc6\u102b-\u109d\u1712-\u17d3\u17dd\u1885-\u193b\u1a17-\u1dff\u20d0-\u20f0\u302a-\u302f\u3099-\u309a"
@@ -40,7 +40,7 @@ _BRACKETS = re.compile(r"[][{}(),]")
 
 @dataclass(slots=True)
 class Container:
-    """An open object or array: `closer` ends it in the model's text, `json` in JSON (nothing: its brackets were superfluous)."""
+    """An open object or array. `closer` ends it in the model's text, `json` in JSON ("" if its brackets are superfluous)."""
 
     closer: str
     json: str
@@ -56,27 +56,27 @@ class Container:
 
 
 def end_of(pattern: re.Pattern[str], text: str, at: int) -> int:
-    """Where a match at this place ends; the place itself where there is none."""
+    """Where a match at `at` ends; `at` itself if there is none."""
     found = pattern.match(text, at)
     return found.end() if found else at
 
 
 def end_of_key(text: str, at: int, closer: str) -> tuple[int, bool]:
-    """(where the key ends, whether that is certain: its separator, or the bracket, is there)"""
+    """(where the key ends, whether that is certain: its separator or the closing bracket has come)."""
     end = end_of(_KEY_TEXT[closer], text, at)
     half_quoted = text[at] in "\"'" and text.find(text[at], at + 1) < 0
     return end, end < len(text) and not half_quoted
 
 
 def end_of_plain_string(text: str, at: int, quote: str) -> int:
-    """Where the text between JSON's or Python's quotes ends, or the text that there is; half an escape is left for later."""
+    """Where the text between JSON's or Python's quotes ends, or the text so far, without half an escape at its end."""
     end = end_of(_PLAIN_TEXT[quote], text, at)
     half = _HALF_ESCAPE.search(text, max(at, len(text) - 6))
     return min(end, half.start()) if half is not None and end + 1 >= half.start() else end
 
 
 def end_of_bare_string(text: str, at: int, container: Container) -> int | None:
-    """The comma before the next key or element, or the closing bracket; None: neither is there."""
+    """The place of the comma before the next key or element, or of the closing bracket; None: neither has come."""
     depth = 0
     for found in _BRACKETS.finditer(text, at):
         char, place = found[0], found.start()
@@ -89,14 +89,14 @@ def end_of_bare_string(text: str, at: int, container: Container) -> int | None:
 
 
 def string_begins_behind(text: str, container: Container) -> bool:
-    """Whether a marker behind `text`, which began as a value without quotes, begins a string, and does not end that one."""
+    """Whether a quote marker after `text`, a value without quotes, begins a new string rather than ends this value."""
     return bool(_BEFORE_MEMBER.fullmatch(text) or (container.is_array and _BEFORE_ELEMENT.fullmatch(text)))
 
 
 def string_is_over(text: str, at: int, containers: Sequence[Container]) -> bool | None:
-    """Whether the notation can go on behind a quote: with brackets that are open, then a comma and a key, or an element.
+    """Whether a quote ends its string: valid notation follows, closing brackets and then a comma with a key or an element.
 
-    None: there is too little text to tell.
+    None: too little text to tell.
     """
     depth = len(containers)
     while True:
@@ -114,7 +114,7 @@ def string_is_over(text: str, at: int, containers: Sequence[Container]) -> bool 
 
 
 def _key_follows(text: str, at: int, schema: ValueSchema) -> bool | None:
-    """Behind a comma any key of letters; without one, or with spaces in it, only one that the schema has."""
+    """After a comma, any plain key; without one, or for keys with spaces, only a key of the schema."""
     if _NEXT_KEY.match(text, at):
         return True
     other = _NEXT_KEY_OF_ANY_FORM.match(text, at)
@@ -134,7 +134,7 @@ def json_string(text: str) -> str:
 
 
 def json_inside(text: str, quote: str = "") -> str:
-    """The inside of that string; of text between plain quotes the model's own escapes stay."""
+    """The inside of that string; text between plain quotes keeps the model's own escapes."""
     if not quote:
         return json_string(text)[1:-1]
     parts = _ESCAPE.split(text.replace("\\'", "'"))

@@ -1,10 +1,10 @@
-"""A reply, token by token: the answer's text, thoughts and tool calls told apart by Gemma 4's markers, which are token ids.
+"""Parses a reply, token by token, into content, thoughts and tool calls, by Gemma 4's markers, which are token ids.
 
     <|channel>thought\\n ... \\n<channel|>  Sure.  <|tool_call>call:get_weather{city:<|"|>Paris<|"|>}<tool_call|>
               Reasoning                   Content             ToolCallStart, Arguments ...
 
-A marker never comes in halves, and one that is spelled in ordinary tokens is text. Each token is looked at once; how tokens are
-batched does not matter. Nothing is lost: what turns out to be no call is content, its markers written out.
+A marker is one token; the same characters in ordinary tokens are text. Each token is read once, and batching does not matter.
+Nothing is lost: what turns out to be no call becomes content, with its markers written out.
 
     state      text is                                            left by
     CONTENT    content                                            <|channel>, and with tools <|tool_call>
@@ -14,7 +14,7 @@ batched does not matter. Nothing is lost: what turns out to be no call is conten
     HEAD       a call's name                                      { or (, or text that is no name
     ARGUMENTS  for ArgumentsParser                                the closing bracket, <tool_call|>
 
-GAP is where a call may begin: the start of the answer, behind a thought, behind a call. Some models leave its marker out there.
+GAP is where a call may begin: at the start of the answer, after a thought, after a call. There models may omit its marker.
 """
 
 import enum
@@ -61,12 +61,12 @@ class Markers:
 
     @property
     def of_calls(self) -> tuple[int, int, int]:
-        """Those that are written out where there is no call."""
+        """Markers that are written out where there is no call."""
         return self.begin_call, self.end_call, self.quote
 
     @classmethod
     def of(cls, text: TextProcessor) -> Self | None:
-        """Of a checkpoint; None where its vocabulary lacks them."""
+        """The markers of a checkpoint; None if its vocabulary lacks them."""
         ids = {name: text.control_id(name) for name in (*_MARKERS, *_BOUNDARIES)}
         found = {name: number for name, number in ids.items() if number is not None}
         if not found.keys() >= _MARKERS.keys():
@@ -75,7 +75,7 @@ class Markers:
         return cls(**{field: found[name] for name, field in _MARKERS.items()}, boundaries=boundaries)
 
     def open_thought(self, prompt: Sequence[int]) -> Sequence[int] | None:
-        """What the prompt has of a thought that the reply goes on with; None: it leaves none open."""
+        """The tokens of a thought that the prompt leaves open; None: it leaves none open."""
         for place in range(len(prompt) - 1, -1, -1):
             if prompt[place] in self.boundaries:
                 return prompt[place + 1 :] if prompt[place] == self.begin_thought else None
@@ -83,7 +83,7 @@ class Markers:
 
 
 class State(enum.Enum):
-    """What text is, at one point of a reply."""
+    """How text is read at one point of a reply."""
 
     CONTENT = enum.auto()
     LABEL = enum.auto()
@@ -101,9 +101,9 @@ def _new_id() -> str:
 
 
 class ReplyParser:
-    """One reply. `tools`: only with some are calls looked for. `show_special`: other control tokens show in the content.
+    """Parser of one reply. Calls are looked for only with `tools`; `show_special`: other control tokens appear in the content.
 
-    `reasoning_tokens` of those pushed were thoughts, markers included; `calls` have begun, `ended_calls` of them are over.
+    reasoning_tokens  of the tokens pushed, markers included;   calls  that have begun;   ended_calls  that are complete
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class ReplyParser:
         self._detokenizer = Detokenizer(pieces, skip_special_tokens=False)
         self._show_special = show_special
         self._parts: list[Part] = []
-        self._held = ""  # text whose meaning is not known yet; of one kind a state
+        self._held = ""  # text whose meaning is not known yet, by the rules of the state
         self._reasoned = self._new_block = False
         self._arguments: ArgumentsParser | None = None
         self._call_is_open = False  # <tool_call|> may still come
@@ -140,7 +140,7 @@ class ReplyParser:
         """What these tokens add."""
         if self._pieces.special.isdisjoint(tokens):
             text = self._detokenizer.push(tokens)
-            if self._state is State.CONTENT:  # nearly every token of a chat: nothing else can come of it
+            if self._state is State.CONTENT:  # nearly every token of a chat
                 return [Content(text)] if text else []
             self._count(len(tokens))
             self._read(text)
@@ -150,7 +150,7 @@ class ReplyParser:
         return self._take()
 
     def end(self, *, cut: bool) -> list[Part]:
-        """The end. `cut`: by the limit of tokens; then half of a name is nothing, and arguments are not completed."""
+        """The reply has ended. `cut`: by its token limit; then half a name is dropped, and arguments are not completed."""
         if self._state is not State.HEAD or not cut:
             self._read(self._detokenizer.flush())
         if self._arguments is not None:
@@ -166,7 +166,7 @@ class ReplyParser:
         return self._take()
 
     def _resume(self, thought: Sequence[int] | None) -> None:
-        """Go on with a thought that the prompt has begun: what stands there is not said again."""
+        """Continue a thought that the prompt has begun; the prompt's part is not put out."""
         if thought is not None:
             self._begin_thought()
             self.push(thought)
@@ -273,7 +273,7 @@ class ReplyParser:
         return ""
 
     def _end_thought(self) -> None:
-        """The newline before the marker is the template's; so is a label without one."""
+        """The newline before the marker belongs to the template, and so does a label without newline."""
         if self._state is State.LABEL and self._held != LABEL.rstrip():
             self._reason(self._held)
         self._held = ""
@@ -295,7 +295,7 @@ class ReplyParser:
         return text
 
     def _begin_head(self) -> None:
-        """<|tool_call>: it ends whatever there was."""
+        """<|tool_call>: it ends what was open."""
         if self._arguments is not None:
             self._read(self._end_arguments(complete=True))
         if self._state in _THINKING:
@@ -318,7 +318,7 @@ class ReplyParser:
         return ""
 
     def _called(self, head: str) -> str | None:
-        """The tool that the text behind <|tool_call> names; without `call:` only a declared one. None: it names none."""
+        """The tool that the text after <|tool_call> names; without `call:` only a declared one. None: it names none."""
         found = _HEAD.fullmatch(head) if len(head) <= _HEAD_CHARACTERS else None
         if found is None or not found["name"]:
             return None
@@ -332,7 +332,7 @@ class ReplyParser:
         self._held, self._state, self._call_is_open = "", State.ARGUMENTS, True
 
     def _no_call(self) -> None:
-        """What was held for the head of a call is content."""
+        """The text held as the head of a call is content."""
         marker = str(self._pieces[self._markers.begin_call]) if self._state is State.HEAD else ""
         self._answer(marker + self._held)
         self._held, self._state = "", State.CONTENT
@@ -343,7 +343,7 @@ class ReplyParser:
         return self._end_arguments(complete=True) if self._arguments.ended else ""
 
     def _end_arguments(self, *, complete: bool) -> str:
-        """Returns the text behind them."""
+        """End the arguments; returns the text after them."""
         assert self._arguments is not None
         if not self._arguments.ended:
             self._arguments.end() if complete else self._arguments.cut()

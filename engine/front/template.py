@@ -2,11 +2,11 @@
 
 A control token in a prompt may come from the template, never from a message. So messages are guarded before they are
 rendered: a sentinel character that occurs in none of them goes behind every "<" (every first character of a control
-token). No control token survives that, and none can grow where two parts meet. Whoever reads the rendered text cuts it
-at its control tokens first, and takes the sentinel out of what lies between afterwards.
+token). No control token survives that, and none can form where two parts meet. Readers of the rendered text split it at
+its control tokens first, and then remove the sentinel from the parts.
 
-Templates write a call's arguments from a mapping. Of arguments that were cut the notation is written here: a template gets it
-as a key, and what it writes behind that key, up to the marker that ends the call, is taken out.
+Templates write a call's arguments from a mapping. For arguments that were cut off, the notation is written here: a template
+gets it as a key, and what it writes after that key, up to the marker that ends the call, is removed.
 """
 
 import json
@@ -35,7 +35,7 @@ _FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, Ar
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a template is given. messages and tools are in OpenAI's form; `extra` may hold what EXTRAS names."""
+    """The input of a template. messages and tools are in OpenAI's form; `extra` may have the keys in EXTRAS."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] | None
@@ -96,12 +96,12 @@ class ChatTemplate:
 
 
 def _end_of_cut(sentinel: str) -> str:
-    """What ends a key that stands for cut arguments; behind a guarded character there is one sentinel, never two and a colon."""
+    """The end of a key that stands for cut arguments: two sentinels, where a guarded character has one after it."""
     return 2 * sentinel
 
 
 def _without_ends(text: str, messages: Sequence[Mapping[str, Any]], end: str) -> str:
-    """The rendered text with calls that were cut ending where they were. InvalidRequest: the template has not shown them so."""
+    """The rendered text, in which cut calls end where they were cut. InvalidRequest: the template does not show them."""
     calls = [call for message in messages for call in message.get("tool_calls") or ()]
     cut = sum(isinstance(call["function"]["arguments"], CutArguments) for call in calls)
     if not cut:
@@ -118,7 +118,7 @@ def strip_thoughts(text: str) -> str:
 
 
 def _prepared(message: Mapping[str, Any], place: int, cut: CutReader) -> dict[str, Any]:
-    """The message as templates want it: a known role, replies without thoughts, tool arguments as mappings."""
+    """The message as templates expect it: a known role, replies without thoughts, tool arguments as mappings."""
     role = message.get("role")
     if role not in ROLES:
         raise InvalidRequest(
@@ -128,7 +128,7 @@ def _prepared(message: Mapping[str, Any], place: int, cut: CutReader) -> dict[st
     if role == "assistant":
         ready["content"] = _without_thoughts(message.get("content"))
         if (thought := message.get("reasoning") or message.get("reasoning_content")) is not None:
-            ready |= {"reasoning": thought, "reasoning_content": thought}  # some templates read the one, some the other
+            ready |= {"reasoning": thought, "reasoning_content": thought}  # templates read one or the other
     if message.get("tool_calls"):
         where = f"messages[{place}].tool_calls"
         ready["tool_calls"] = [_with_mapping(call, f"{where}[{n}]", cut) for n, call in enumerate(message["tool_calls"])]
@@ -146,7 +146,7 @@ def _without_thoughts(content: Any) -> Any:
 
 
 def _with_mapping(call: Mapping[str, Any], where: str, cut: CutReader) -> dict[str, Any]:
-    """The call with its arguments as a mapping, or CutArguments: OpenAI sends a JSON string, templates would print it verbatim."""
+    """The call with its arguments as a mapping, or CutArguments: templates would print OpenAI's JSON string verbatim."""
     function = dict(call["function"])
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
@@ -174,7 +174,7 @@ class Lexeme(float):
 
 
 def _parse_arguments(text: str, where: str, cut: CutReader) -> Any:
-    """The value that JSON says, or CutArguments where it only begins. InvalidRequest: it is neither."""
+    """The JSON value, or CutArguments if the text is only its beginning. InvalidRequest: it is neither."""
     try:
         return _json(text)
     except (ValueError, RecursionError) as error:
@@ -211,7 +211,7 @@ def characters(value: Any) -> int:
 
 
 def _sentinel(value: Any) -> str:
-    """A character that occurs in no string of a JSON value. InvalidRequest: somebody has written them all."""
+    """A candidate that occurs in no string of a JSON value. InvalidRequest: all occur."""
     strings = list(_strings(value))
     free = (sentinel for sentinel in _SENTINELS if not any(sentinel in text for text in strings))
     sentinel = next(free, None)
@@ -238,7 +238,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """The environment that published templates are written for: transformers' own settings, filters and globals."""
+    """The environment that published templates expect: transformers' settings, filters and globals."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )

@@ -11,14 +11,14 @@ from engine.geometry import Rope
 from engine.rank.kv import KVCache
 from kernels.slots import rotary_table
 
-RopeKey = tuple[Rope, int]  # a rotary embedding and the head size that it turns
+RopeKey = tuple[Rope, int]  # a rotary embedding and its head size
 
 
 @dataclass(frozen=True)
 class Chunk:
     """A prefill chunk: positions [start, end) of `slot`, at batch rows [offset, offset + end - start).
 
-    spans: positions [first, last) whose tokens see each other both ways in sliding layers (an image's); none are planned yet.
+    spans: positions [first, last) of an image, whose tokens attend to each other both ways in sliding layers; none are planned yet.
     """
 
     slot: int
@@ -33,7 +33,7 @@ class Chunk:
 
 
 def chunk_rows(chunks: Sequence[Chunk]) -> int:
-    """Batch rows that `chunks`, in row order, take: the first row behind them."""
+    """Batch rows of `chunks`, which are in row order: the first row after them."""
     return chunks[-1].offset + chunks[-1].size if chunks else 0
 
 
@@ -79,12 +79,12 @@ class ForwardBatch:
 
     @cached_property
     def chunk_places(self) -> RowPlaces:
-        """Of the chunks' rows; sliced once a step, not in every layer."""
+        """Views of the chunk rows; sliced once a step, not in every layer."""
         return self._places(slice(0, self.decode_start))
 
     @cached_property
     def decode_places(self) -> RowPlaces:
-        """Of the decode rows, likewise."""
+        """Views of the decode rows, likewise."""
         return self._places(slice(self.decode_start, self.rows))
 
     def _places(self, rows: slice) -> RowPlaces:
@@ -100,7 +100,7 @@ def eager_batch(
     chunks: tuple[Chunk, ...],
     logit_rows: Tensor | None = None,
 ) -> ForwardBatch:
-    """A batch in memory of its own, from ids, slots and positions int [T] on the cache's device; rows behind the chunks decode."""
+    """A batch in memory of its own, from ids, slots and positions int [T] on the cache's device; rows after the chunks decode."""
     ids, slots, positions = ids.int(), slots.int(), positions.int()
     first = chunk_rows(chunks)
     pages = []

@@ -1,4 +1,4 @@
-"""The setting `debug_pages` on a rank: plans are held against those before them, the device's tables against the plans.
+"""The setting `debug_pages` on a rank: compares plans with those before them, and the device's tables with the plans.
 
     plan --fold--> PageMap (host) --what changed--> expected tables (device)
                                                         |
@@ -6,13 +6,14 @@
                           |                             |                 |
                           `--FlashInfer's own copies-- check_copies ------'
 
-A plan that contradicts itself raises before its step starts; a table that is wrong on the device raises with the result of the step
-that would have read it. Either way a dump is written first.
+A plan that contradicts those before it raises before its step starts; a wrong table on the device raises with the result of the
+step that would have read it. In both cases a dump is written first.
 """
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,7 +40,7 @@ from kernels.table_check import (
     new_violations,
 )
 
-SAMPLED = 16  # with `sample`, one slot of so many is checked a step
+SAMPLED = 16  # with `sample`, a step checks every 16th slot
 _SHOWN = 4
 _ORDER = (ROW_ENTRY, COPIED_ENTRY, TABLE_ENTRY)
 
@@ -65,7 +66,7 @@ class Found:
 
 
 class PageCheck:
-    """Of one rank. `violations`: what a step copies out beside its result."""
+    """The check of one rank. `violations`: device records, which a step copies out with its result."""
 
     def __init__(self, config: EngineConfig, rank: int, slots: SlotState) -> None:
         self._config, self._rank, self._slots = config, rank, slots
@@ -79,11 +80,15 @@ class PageCheck:
         self.violations = new_violations(slots.device)
         self._plan = torch.zeros(HEADER_INTS, dtype=torch.int32, device=slots.device)  # of the step that `check` saw last
         self.dumps = True  # False: where a dump is replayed
+        self._judges = True  # False: inside `unjudged`
         self._plans: deque[bytes] = deque(maxlen=self.map.undo.maxlen)  # the last ones, and masks of those that had any, by step
         self._masks: deque[tuple[int, bytes]] = deque(maxlen=self.map.undo.maxlen)
 
     def fold(self, plan: PlanView, data: bytes) -> None:
-        """Before the step of `plan`, whose bytes are `data`, starts. PageViolation: it is wrong."""
+        """Call before the step of `plan`, whose bytes are `data`. PageViolation: the plan is wrong."""
+        if not self._judges:
+            self._follow(plan)
+            return
         self._plans.append(data)
         try:
             index, values = self.map.fold(plan)
@@ -91,6 +96,25 @@ class PageCheck:
             raise self._dumped(plan.step, str(error), started=False) from None
         if len(index):
             self.expect(index, values)
+
+    @contextmanager
+    def unjudged(self) -> Iterator[None]:
+        """Inside the `with`, plans may contradict each other; tables should hold what they append, and zeros afterwards."""
+        self._judges, dumps, self.dumps = False, self.dumps, False
+        try:
+            yield
+        finally:
+            self._judges, self.dumps = True, dumps
+            self._expected.zero_()
+
+    def _follow(self, plan: PlanView) -> None:
+        """Expect the entries of `plan`, unchecked: admissions clear rows, appends set entries."""
+        slots = [admission.slot for admission in plan.admissions]
+        for group, table in enumerate(self._tables):
+            table[slots] = 0
+            appends = torch.from_numpy(plan.appends[plan.appends[:, 0] == group].astype(np.int64))
+            _, rows, entries, pages = uploaded(appends, table.device).unbind(1)
+            table[rows, entries] = pages.int()
 
     def keep_masks(self, step: int, masks: bytes) -> None:
         """The masks of plan `step`, for a dump."""
@@ -102,7 +126,7 @@ class PageCheck:
         self._expected[packed[0]] = packed[1].int()
 
     def check(self, plan: Tensor, batch: ForwardBatch) -> None:
-        """On the device, behind a step's inputs and before its model. Capturable."""
+        """Check on the device, between a step's inputs and its model. Capturable."""
         self._plan = plan
         rows = slice(batch.decode_start, batch.rows)
         for cache, expected, gathered in zip(self._slots.cache, self._tables, batch.pages, strict=True):
@@ -128,7 +152,7 @@ class PageCheck:
             raise self._dumped(step, f"step {step}: {shown}{more}", found, started=True)
 
     def _sentence(self, found: Found) -> str:
-        """Row, group, entry, and whose the page is."""
+        """A violation in words: row, group, entry, and the page's owner."""
         name = self.map.groups[found.group].name
         who = "" if found.kind == TABLE_ENTRY else f"row {found.row} at position {found.position}, "
         what = {ROW_ENTRY: "reads", TABLE_ENTRY: "names", COPIED_ENTRY: "attention's copy names"}[found.kind]
@@ -141,7 +165,7 @@ class PageCheck:
         )
 
     def _owner(self, found: Found) -> str:
-        """Whose the page is that stands in the wrong place."""
+        """The owner of the page in the wrong place."""
         page, group = found.found, found.group
         if not 0 <= page < self.pages[group]:
             return f"its pool has {self.pages[group]} pages"
@@ -167,12 +191,12 @@ class PageCheck:
         self._slots.tokens[:, : dump.tokens.shape[1]] = torch.from_numpy(dump.tokens).to(self._slots.device)
 
     def _dumped(self, step: int, message: str, found: Sequence[Found] = (), *, started: bool) -> PageViolation:
-        """The error to raise, behind what could be written down."""
+        """The error to raise, with the path of the dump if one was written."""
         if not self.dumps:
             return PageViolation(message)
         try:
             path = write_dump(self.dump(step, message, found, started=started))
-        except (OSError, RuntimeError) as error:  # the violation must be heard, even where the disk is full or the device lost
+        except (OSError, RuntimeError) as error:  # the violation must be raised, even if the disk is full or the device lost
             logger.warning("no page dump: %s", error)
             return PageViolation(message)
         return PageViolation(f"{message} (dump: {path})")

@@ -1,16 +1,16 @@
-"""Who holds which page, as the plans say it: a fold over plans on the host, beside the one on the device.
+"""Which slot holds which page according to the plans: the host applies each plan, as the device does.
 
 A plan that contradicts those before it is a violation:
 
     range      a page that its pool does not have, an entry that the table does not have, the null page appended
     release    an entry that holds nothing is released
     append     an entry that holds a page gets another
-    ownership  a sequence runs on whose page was given to another. Two may hold a page only as a shared prefix: at the same
-               entry, and whole within what the later one found cached
+    ownership  a sequence runs on after its page went to another. Two may hold a page only as a shared prefix: at the same
+               entry, and wholly within what the later one found cached
     coverage   a row's position, or a key in its window, has no page
     positions  a chunk does not begin where its sequence stands
 
-A finished sequence is not announced: it keeps its entries until its slot is given away, or its pages are. A decode row advances its
+Plans do not name finished sequences: they keep their entries until their slot or pages go to others. A decode row advances its
 sequence by one: rows with drafts would need their results.
 """
 

@@ -1,15 +1,14 @@
 """One plan in, one result out.
 
-    forward  upload the plan -> forward                                                        the host waits for nothing
-    sample   upload the masks, if any -> sample, store the tokens -> start the copy out         likewise; `launch` is both
-    result   wait for the copy -> the result's bytes                                            in plan order
-    fold     the state hash moves on
+    forward  upload the plan, run the model                              does not wait for the device
+    sample   upload masks, sample, store the tokens, start the copy out  likewise; `launch` is both
+    result   wait for the copy; the result's bytes                       in plan order
+    fold     update the state hash
 
-A plan of decode rows alone runs padded to a bucket: on a GPU as captured graphs, whose sampler does no more than the rows need,
-else by the same functions called eagerly. A plan with chunks runs eagerly. Two steps may be launched and not finished: what a step
-copies out belongs to that step. The state hash after step n is crc32(plan n | its masks | tokens and NaN flags of n | with
-debug_hash the bits of n's final hidden rows), chained from step n - 1: ranks that ran the same plans and sampled the same tokens
-agree on it, and replaying a plan stream gives it again.
+A plan of decode rows alone is padded to a bucket and runs as captured graphs on a GPU, elsewhere by the same functions called
+eagerly. A plan with chunks runs eagerly. Two steps may be launched and not finished, so each has its own memory for the copy out.
+The state hash after step n is crc32(plan n | its masks | tokens and flags of n | with debug_hash the bits of n's last hidden rows),
+chained from step n - 1: ranks that ran the same plans and sampled the same tokens agree on it, and a replay reproduces it.
 """
 
 import zlib
@@ -59,8 +58,11 @@ SAMPLERS = ("maxima", "filtered", "logprobs", "adjusted_maxima", "adjusted_filte
 
 @dataclass(frozen=True)
 class StepTokens:
-    """chosen int32 [>= R, 2]: each row's token, 0 where there is none, and its flags (`kernels.choose`); the reported logprobs,
-    and those of prompts: of the rows `scored`, int32 [n, 2 + 2 alternatives]."""
+    """What a step's rows sampled.
+
+    chosen    int32 [>= R, 2]: each row's token, 0 where there is none, and its flags (`kernels.choose`)
+    logprobs  of sampled tokens, where reported;   prompts  int32 [n, 2 + 2 alternatives]: logprobs of the prompt rows `scored`
+    """
 
     chosen: Tensor
     logprobs: TopLogprobs | None = None
@@ -72,9 +74,9 @@ StepGraphs = DecodeGraphs[tuple[ForwardBatch, Tensor], StepTokens]
 
 
 class CopyOut:
-    """Device tensors on their way to the host. On the CPU they are there already.
+    """An asynchronous copy of device tensors to the host; done at once on a CPU.
 
-    Also marks the end of a step that gives nothing: a step is done when the device is done with it.
+    It also marks the end of a step without outputs: a step is done when the device is done with it.
     """
 
     def __init__(self, pairs: dict[str, tuple[Tensor, Tensor | None]], device: torch.device) -> None:
@@ -104,10 +106,10 @@ def _copy_out(tensor: Tensor, host: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class FinalRows:
-    """What a forward gives: hidden [rows, hidden] of the rows that sample, padded as the forward was.
+    """The output of a forward: hidden [rows, hidden] of the rows that sample, padded as the forward was.
 
     batch   slots and positions of those rows; None: the step has no rows
-    graphs  where the forward was a captured one;   scored, prompts: as in StepTokens
+    graphs  if the forward was a captured one;   scored, prompts: as in StepTokens
     """
 
     hidden: Tensor
@@ -119,7 +121,7 @@ class FinalRows:
 
 @dataclass(frozen=True)
 class Forwarded:
-    """A step whose forward is on its way, for `Runner.sample`. `uploaded`: the plan on the device; `start`: when it began."""
+    """A step whose forward was launched, for `Runner.sample`. `uploaded`: the plan on the device; `start`: its start event."""
 
     plan: PlanView
     data: bytes
@@ -130,8 +132,10 @@ class Forwarded:
 
 @dataclass(frozen=True)
 class Launched:
-    """A step on its way: `result`, then `fold`, each once and in plan order. `rows`: those that sample; `logprob_rows`: those of
-    which logprobs were copied out; `scored`: those that give logprobs of prompt tokens."""
+    """A launched step: call `result`, then `fold`, each once and in plan order.
+
+    rows  those that sample;   logprob_rows  those with logprobs in the copy;   scored  those that give logprobs of prompt tokens
+    """
 
     step: int
     rows: ResultRows | None
@@ -148,8 +152,8 @@ class Launched:
         return self.copy.done
 
     def result(self) -> bytes:
-        """Wait for the step; the bytes of its StepResult. RuntimeError if a rank's part of a sum did not come, PageViolation if a
-        page table was wrong (`debug_pages`)."""
+        """Wait for the step; the bytes of its StepResult. RuntimeError: another rank's part of an all-reduce did not come.
+        PageViolation: a page table was wrong (`debug_pages`)."""
         host = self.copy.wait()
         if self.pages is not None:
             self.pages.verify(self.step, host["violations"])
@@ -157,7 +161,7 @@ class Launched:
             return encode_rows(self.step, np.zeros((0, 4 + RESULT_WIDTH), np.int32), {})
         tokens, flags = host["chosen"].T
         if (flags & ROW_ERROR).any():
-            raise RuntimeError(f"step {self.step}: a rank's part of a sum did not come within its bound")
+            raise RuntimeError(f"step {self.step}: another rank's part of an all-reduce did not come in time")
         table = np.empty((len(tokens), 4 + RESULT_WIDTH), np.int32)
         nan, empty = ((flags & flag) != 0 for flag in (ROW_HAS_NAN, ROW_NO_TOKEN))
         table[:, 0], table[:, 1], table[:, 2] = self.rows.slots, self.rows.numbers, ~(nan | empty)
@@ -166,7 +170,7 @@ class Launched:
         return encode_rows(self.step, table, self._logprobs(host, nan | empty) if self.logprob_rows else {}, prompts)
 
     def fold(self) -> None:
-        """Move the runner's state hash past this step."""
+        """Fold this step into the runner's state hash."""
         self.move_hash(self.step, self.copy.wait())
 
     def end(self) -> bytes:
@@ -187,10 +191,10 @@ class Launched:
 
 
 class Runner:
-    """Runs plans on one rank; decides nothing. `state_hash` is the fold over the finished steps.
+    """Runs plans on one rank; decides nothing. `state_hash` covers the finished steps.
 
-    inboxes  of the group, for decode rows; None: sums over ranks are collectives
-    pages    the check that the setting `debug_pages` asks for
+    inboxes  the group's all-reduce buffers for decode rows; None: all-reduces are collectives
+    pages    the check of the setting `debug_pages`, or None
     unsound  parts of attention that failed their check
     """
 
@@ -207,8 +211,8 @@ class Runner:
         on_gpu = self._device.type == "cuda"
         self._buckets = buckets(config.max_seqs) if on_gpu else tuple(range(1, config.max_seqs + 1))
         self.state_hash = 0
-        share = vocab_share(geometry.vocab, model.parallel.size)
-        ids = range(model.parallel.rank * share, (model.parallel.rank + 1) * share)
+        self._share = vocab_share(geometry.vocab, model.parallel.size)
+        ids = range(model.parallel.rank * self._share, (model.parallel.rank + 1) * self._share)
         self.slots = SlotState(config.max_seqs, config.max_len, cache, ids, self._device)
         self._step = StepBuffers(self.slots, model.frequencies, config.prefill_budget, self._buckets)
         self._model, self._cache, self._inboxes = model, cache, inboxes
@@ -225,37 +229,37 @@ class Runner:
             torch.zeros((self._buckets[-1] + config.prefill_budget, 2), dtype=torch.int32, pin_memory=on_gpu)
             for _ in range(DEPTH + 1)
         ]
-        self.capturable = on_gpu and config.graphs and not distrusted()  # plain torch asks the host
+        self.capturable = on_gpu and config.graphs and not distrusted()  # plain torch synchronises with the host
         self.graphs: StepGraphs | None = None
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int] | None = None) -> None:
-        """Records the decode step of every bucket, or of some `sizes`; on a GPU, once, before the first plan, on every rank.
+        """Capture the decode step of every bucket, or of `sizes`; on a GPU, once, before the first plan, on every rank.
 
-        RuntimeError: a rank was still compiling when another's kernel gave up on its part: the inboxes are of no use any more. The
-        next start finds the kernels compiled.
+        RuntimeError: a rank was still compiling when another's kernel gave up waiting for it, and the inboxes are broken. The next
+        start finds the kernels compiled.
         """
         self.graphs = self.graphs_of(sizes or self._buckets)
         if self._inboxes is not None and int(self._inboxes.joints.errors):
-            raise RuntimeError("a rank's part of a sum did not come within its bound while decode steps were captured")
+            raise RuntimeError("another rank's part of an all-reduce did not come in time while decode steps were captured")
 
     @torch.inference_mode()
     def graphs_of(self, sizes: Sequence[int]) -> StepGraphs:
-        """The decode step of these buckets, captured on a GPU. Every rank must call it."""
+        """The captured decode steps of these buckets. Every rank must call it."""
         samplers = {name: lambda _, step, name=name: self._sample(name, self._step.plan, *step) for name in SAMPLERS}
         return DecodeGraphs(lambda rows: self._forward(rows, self._step.plan), samplers, sizes, self._device)
 
     @torch.inference_mode()
     def repeat(self, rows: int) -> None:
-        """Runs what a graph of `rows` rows holds, of the plan that was uploaded last, eagerly; on a GPU, for measuring."""
+        """Run the decode step of `rows` rows eagerly, of the plan uploaded last; on a GPU, for measuring."""
         self._sample("maxima", self._step.plan, *self._forward(rows, self._step.plan))
 
     @torch.inference_mode()
     def warm(self) -> None:
-        """Runs prefills, so that their kernels are compiled; on a GPU, once, before the first plan. Of a whole budget, and of each
-        number of rows that products have a tile for: a step with few prompt tokens must not compile one while requests wait.
+        """Run prefills, so that their kernels are compiled; on a GPU, once, before the first plan. One of the whole budget, and one
+        for each row count that matrix products have a tile for: none may be compiled while requests wait.
 
-        It runs in the padding's slot, whose pages are the null page: what it wrote there is taken back.
+        They run in the padding slot, whose pages are the null page, which is zeroed again afterwards.
         """
         size, slot = self._prefill, self.slots.padding
         for rows in (*(rows for rows in ROW_CLASSES if rows < size), size):
@@ -281,12 +285,12 @@ class Runner:
         return self._step.bucket(decodes)
 
     def launch(self, data: bytes, masks: bytes = b"") -> Launched:
-        """Start the step whose plan is `data`, with `masks` if it has masked rows. At most two may be launched and not finished."""
+        """Start the step of the plan `data`, with `masks` if it has masked rows. At most two may be launched and not finished."""
         return self.sample(self.forward(data), masks)
 
     @torch.inference_mode()
     def forward(self, data: bytes) -> Forwarded:
-        """Start the forward of the step whose plan is `data`; `sample` must follow before the next one."""
+        """Start the forward of the plan `data`; `sample` must follow before the next `forward`."""
         plan = read_plan(data)
         if self.pages is not None:
             self.pages.fold(plan, data)
@@ -300,12 +304,12 @@ class Runner:
 
     @torch.inference_mode()
     def sample(self, step: Forwarded, masks: bytes = b"") -> Launched:
-        """Start what is left of a step: its tokens, with `masks` if it has masked rows, and their way out."""
+        """Start the sampling of a step, with `masks` if it has masked rows, and the copy of its outputs."""
         plan = step.plan
         self._plans.append((plan.step, step.data, masks))
         if plan.masked:
             self._set_masks(plan.step, masks)
-        rows = self.slots.results(plan.result_slots, plan.step)
+        rows = self.slots.result_rows(plan.result_slots, plan.step)
         sampled = self._tokens(step, rows)
         if self.debug_hash:
             self.slots.check()
@@ -325,7 +329,7 @@ class Runner:
             self.pages.keep_masks(step, data)
 
     def run(self, plans: Iterable[bytes]) -> list[bytes]:
-        """Every plan, in order, DEPTH out at a time: the results."""
+        """Run every plan, in order, DEPTH at a time; the results."""
         out: deque[Launched] = deque()
         results = []
         for data in plans:
@@ -357,7 +361,7 @@ class Runner:
         return FinalRows(every[batch.logit_rows], ends, scored=scored, prompts=prompts)
 
     def _tokens(self, step: Forwarded, rows: ResultRows) -> StepTokens | None:
-        """What `rows` of a forwarded step sample, beside what it says of prompts; None: neither is there."""
+        """What `rows` of a forwarded step sample, and its logprobs of prompts; None: it has neither."""
         sampled = self._sampled(step, rows) if len(rows.slots) else None
         if not step.final.scored:
             return sampled
@@ -372,7 +376,7 @@ class Runner:
             if graphs and rows.alternatives <= MAX_ALTERNATIVES:
                 return graphs.sample(self._step.bucket(count), rows.sampler)
             return self._sample(rows.sampler, step.uploaded, batch, hidden, rows.alternatives)
-        return self._whole(rows, step.uploaded, batch.slots[:count], batch.positions[:count], hidden[:count])
+        return self._sample_in_torch(rows, step.uploaded, batch.slots[:count], batch.positions[:count], hidden[:count])
 
     def _prompt_logprobs(self, scored: Sequence[ScoredRows], batch: ForwardBatch, hidden: Tensor) -> Tensor:
         """As `token_logprobs`, from the final hidden rows of all of the batch."""
@@ -380,11 +384,10 @@ class Runner:
         def report(rows: Tensor, ids: Tensor, alternatives: int) -> Tensor:
             return self._sampler.token_logprobs(self._model.logits(hidden[rows]), ids, alternatives)
 
-        share = vocab_share(self._model.geometry.vocab, self._model.parallel.size)
-        return token_logprobs(scored, batch, self.slots.tokens, report, share)
+        return token_logprobs(scored, batch, self.slots.tokens, report, self._share)
 
     def _forward(self, bucket: int, plan: Tensor) -> tuple[ForwardBatch, Tensor]:
-        """Inputs and final hidden rows of the plan's decodes, padded to `bucket`. Nothing that the host decides: capturable."""
+        """Inputs and final hidden rows of the plan's decode rows, padded to `bucket`. The host decides nothing: capturable."""
         self._step.apply(plan)
         batch = self._step.decodes(plan, bucket)
         self._check_pages(plan, batch)
@@ -392,7 +395,7 @@ class Runner:
         return batch, self._model.forward(batch, self._cache, self._attention, peers)
 
     def _check_pages(self, plan: Tensor, batch: ForwardBatch) -> None:
-        """Before any kernel reads a page. Capturable."""
+        """Check page tables before any kernel reads them. Capturable."""
         if self.pages is not None:
             self.pages.check(plan, batch)
 
@@ -409,20 +412,20 @@ class Runner:
         return StepTokens(*self._sampler.every_kind(logits, rows, choices, reported))
 
     def _sampling_batch(self, plan: Tensor | None, slots: Tensor, positions: Tensor) -> SamplingBatch:
-        """Rows that sample; with the step's `plan` as its slots say they are adjusted."""
+        """Rows that sample; with the step's `plan`, their logits are adjusted as their slots say."""
         batch = self._sampler.batch(slots, positions, self.slots.parameters, self.slots.tokens)
         return batch if plan is None else replace(batch, adjustments=self.slots.adjustments.tables, plan=plan)
 
-    def _whole(self, rows: ResultRows, plan: Tensor, slots: Tensor, positions: Tensor, hidden: Tensor) -> StepTokens:
-        """Tokens, and logprobs, of rows of any kind, on a CPU."""
+    def _sample_in_torch(self, rows: ResultRows, plan: Tensor, slots: Tensor, positions: Tensor, hidden: Tensor) -> StepTokens:
+        """Tokens and logprobs of rows of any kind, in plain torch: on a CPU, or where the sampling kernels are distrusted."""
         batch = self._sampling_batch(plan, slots, positions) if any(rows.adjusted) else None
-        sampled = self._sampler.sample(self._model.logits(hidden), self.slots.sampling(rows, slots, positions), batch)
+        sampled = self._sampler.sample(self._model.logits(hidden), self.slots.sampling_rows(rows, slots, positions), batch)
         self.slots.store(slots, positions, sampled.tokens)
         flags = torch.where(sampled.nan, ROW_HAS_NAN, 0) + torch.where(sampled.empty, ROW_NO_TOKEN, 0)
         return StepTokens(torch.stack([sampled.tokens, flags], dim=1).int(), sampled.logprobs)
 
     def _outputs(self, sampled: StepTokens | None, hidden: Tensor, count: int) -> dict[str, tuple[Tensor, Tensor | None]]:
-        """What goes to the host, and where."""
+        """What to copy to the host, and into which memory."""
         outputs: dict[str, tuple[Tensor, Tensor | None]] = {}
         if self.pages is not None:
             outputs["violations"] = (self.pages.violations, None)

@@ -3,9 +3,9 @@
     tokens  [slots, max_len + 1]    prompt | generated ... | (next)        lengths [slots]: positions computed
                                                   ^ position `length`: the next decode row's input
 
-The tables lie at fixed addresses. Admissions are written here, by the host; releases, appends and lengths by the device from the
-plan's own bytes (`engine.rank.step`). What only plans decide is mirrored on the host: admission numbers, sampling parameters. One
-slot more than the plans know is the padding's: it samples greedily, from nothing, and nothing is stored there.
+The tables lie at fixed addresses. The host writes admissions here; the device applies releases, appends and lengths from the plan's
+bytes (`engine.rank.step`). The host mirrors what plans alone decide: admission numbers and kinds of sampling. One more slot than
+plans know is for padding rows: it samples greedily, and nothing is stored there.
 """
 
 from collections.abc import Sequence
@@ -28,12 +28,12 @@ from kernels.slots import clear, put
 
 @dataclass(frozen=True)
 class ResultRows:
-    """The rows of a step that sample.
+    """The rows of a step that give tokens.
 
-    slots     int32 [R] on the host, in the result's order;   numbers int32 [R]: of each row's admission, its low 31 bits
-    logprobs  for each row how many alternatives it reports, None: no logprobs
-    kinds     greedy, plain or filtered, of each row
-    adjusted  whether each row's logits are adjusted
+    slots     int32 [R] on the host, in the result's order;   numbers int32 [R]: low 31 bits of each row's admission number
+    logprobs  of each row: how many alternatives it reports; None: no logprobs
+    kinds     of each row: greedy, plain or filtered
+    adjusted  of each row: whether its logits are adjusted
     """
 
     slots: np.ndarray
@@ -44,8 +44,8 @@ class ResultRows:
 
     @property
     def sampler(self) -> str:
-        """What they need at least: "maxima", where every token is one over the vocabulary and nothing else is wanted, "filtered",
-        or "logprobs"; where logits are adjusted, the same with "adjusted_" before it."""
+        """The cheapest sampler for all rows: "maxima" if each is greedy or plain (an argmax over the vocabulary), "filtered", or
+        "logprobs"; with "adjusted_" before it if logits are adjusted."""
         reported = any(count is not None for count in self.logprobs)
         needed = "logprobs" if reported else "filtered" if "filtered" in self.kinds else "maxima"
         return f"adjusted_{needed}" if any(self.adjusted) else needed
@@ -59,7 +59,7 @@ class ResultRows:
 class SlotState:
     """Device tables of all slots, and the host's mirror of what plans alone decide.
 
-    ids      whose logits this rank has;    padding  the padding rows' slot
+    ids      vocabulary ids whose logits this rank has;    padding  the padding rows' slot
     prompts  the slots that report logprobs of their prompts' tokens
     """
 
@@ -81,7 +81,7 @@ class SlotState:
         self.prompts: dict[int, WantedLogprobs] = {}
 
     def admit(self, admissions: Sequence[Admission]) -> None:
-        """New tenants: their tokens and parameters, an empty row in each page table."""
+        """Write the tokens and parameters of new sequences, and clear their rows in each page table."""
         if not admissions:
             return
         (slots, cached) = self._upload(
@@ -125,8 +125,8 @@ class SlotState:
         """As `Adjustments.set_masks`."""
         self.adjustments.set_masks(step, slots, bits)
 
-    def results(self, slots: np.ndarray, step: int) -> ResultRows:
-        """Who samples, of the result slots int32 [R] of plan `step`, whose masks are set."""
+    def result_rows(self, slots: np.ndarray, step: int) -> ResultRows:
+        """How the rows sample for result slots int32 [R] of plan `step`, whose masks are set."""
         listed = slots.tolist()
         return ResultRows(
             slots,
@@ -136,8 +136,8 @@ class SlotState:
             self.adjustments.of(slots, step),
         )
 
-    def sampling(self, rows: ResultRows, slots: Tensor, positions: Tensor) -> SamplingRows:
-        """How each row samples, for device slots and input positions int32 [R]: its token goes to position + 1."""
+    def sampling_rows(self, rows: ResultRows, slots: Tensor, positions: Tensor) -> SamplingRows:
+        """How each row samples, for plain torch; slots and input positions int32 [R]. A row's token goes to position + 1."""
         index, ahead = slots.long(), positions.long() + 1
         seeds, top_k, may_stop = self.parameters.integers[index].unbind(1)
         temperature, top_p, min_p = self.parameters.floats[index].unbind(1)
@@ -157,11 +157,11 @@ class SlotState:
         )
 
     def store(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
-        """Write the sampled `tokens` [R] behind each row's input, where the next decode rows will read them."""
+        """Write the sampled `tokens` [R] after each row's input, where the next decode rows read them."""
         put(self.tokens, slots.long(), positions.long() + 1, tokens)
 
     def check(self) -> None:
-        """Every table entry names a page of its own pool. Waits for the device: for tests and debugging."""
+        """Assert that every table entry is a page of its own pool. Waits for the device: for tests and debugging."""
         for cache in self.cache:
             low, high, pages = int(cache.table.min()), int(cache.table.max()), cache.pool.shape[1]
             assert 0 <= low <= high < pages, f"group {cache.group.name}: entries {low} .. {high} in a pool of {pages} pages"

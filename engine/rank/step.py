@@ -1,10 +1,10 @@
-"""A step's inputs at fixed addresses, made on the device from the plan's own bytes.
+"""A step's inputs at fixed addresses, made on the device from the plan's bytes.
 
     host    plan's header and fixed sections --one copy--> plan [n]        from pinned memory that belongs to a step in flight
     device  plan --apply--> page tables, lengths --decode rows--> ids, positions, slots --gather--> each row's page ids, cos, sin
 
-A decode step's rows are padded to a bucket (`BUCKETS`); its kernels read nothing that the host decides, so they can be captured.
-Chunk rows lie before the decode rows in the same buffers; what they are is known to the host, and uploaded.
+A decode step's rows are padded to a bucket (`BUCKETS`), and the host decides none of its kernels' inputs, so it can be captured.
+Chunk rows lie before the decode rows in the same buffers; the host makes and uploads their inputs.
 """
 
 import bisect
@@ -30,7 +30,7 @@ def buckets(max_seqs: int) -> tuple[int, ...]:
 
 
 class StepBuffers:
-    """Inputs of a rank's steps: of at most `prefill` chunk tokens, and decode rows up to the largest of `sizes`.
+    """Inputs of a rank's steps: at most `prefill` chunk tokens, and decode rows up to the largest of `sizes`.
 
     frequencies  fp32 [pairs] of each rotary embedding of the model
     """
@@ -47,7 +47,7 @@ class StepBuffers:
             key: torch.zeros((rows, 2 * len(frequency)), dtype=torch.float32, device=device)
             for key, frequency in frequencies.items()
         }
-        capacity = HEADER_INTS + 64 * self._most + prefill + 1024  # of a steady step; a larger plan goes up by itself
+        capacity = HEADER_INTS + 64 * self._most + prefill + 1024  # of a usual step; a larger plan gets memory of its own
         self.plan = torch.zeros(capacity, dtype=torch.int32, device=device)
         pinned = device.type == "cuda"
         self._staging = [torch.zeros(capacity, dtype=torch.int32, pin_memory=pinned) for _ in range(DEPTH + 1)]
@@ -58,7 +58,7 @@ class StepBuffers:
         return self._sizes[bisect.bisect_left(self._sizes, decodes)]
 
     def upload(self, plan: PlanView) -> Tensor:
-        """The plan on the device: `self.plan`, or where it is larger than that, memory of its own."""
+        """The plan on the device: in `self.plan`, or in memory of its own if it is larger."""
         size = len(plan.fixed)
         if size > len(self.plan):
             return torch.from_numpy(_unique_appends(plan)).to(self.plan.device)
@@ -69,20 +69,20 @@ class StepBuffers:
         return self.plan
 
     def apply(self, plan: Tensor) -> None:
-        """Fold an uploaded plan into the tables."""
+        """Apply an uploaded plan to page tables and lengths."""
         apply_plan(plan, [cache.table for cache in self._slots.cache], self._slots.lengths)
 
     def decodes(self, plan: Tensor, rows: int, first: int = 0) -> ForwardBatch:
-        """The plan's decode rows, padded to `rows`, behind `first` rows of chunks; lengths advance. No host facts."""
+        """The plan's decode rows, padded to `rows`, behind `first` chunk rows; lengths advance. Needs nothing from the host."""
         ids, positions, slots = (x[first : first + rows] for x in (self.ids, self.positions, self.slots))
         decode_inputs(plan, self._slots.tokens, self._slots.lengths, self._slots.padding, ids, positions, slots)
         pages = tuple(page_ids[:rows] for page_ids in self._pages)
         for cache, page_ids in zip(self._slots.cache, pages, strict=True):
             cache.gather(slots, positions, page_ids)
-        return ForwardBatch(ids, positions, slots, self._turned(first, first + rows), pages)
+        return ForwardBatch(ids, positions, slots, self._rotary_rows(first, first + rows), pages)
 
     def mixed(self, plan: PlanView, device_plan: Tensor) -> ForwardBatch:
-        """Chunks, then the decode rows as they are; `logit_rows` are those of the plan's results."""
+        """Chunk rows, then the decode rows without padding; `logit_rows` are the plan's result rows."""
         chunks = _chunks(plan.chunks)
         size, count = chunk_rows(chunks), len(plan.decodes)
         pages: tuple[Tensor, ...] = ()
@@ -103,10 +103,10 @@ class StepBuffers:
         total = size + count
         return ForwardBatch(
             self.ids[:total], self.positions[:total], self.slots[:total],
-            self._turned(0, total), pages, packed[2 * size :], tuple(chunks),
+            self._rotary_rows(0, total), pages, packed[2 * size :], tuple(chunks),
         )  # fmt: skip
 
-    def _turned(self, first: int, last: int) -> dict[RopeKey, Tensor]:
+    def _rotary_rows(self, first: int, last: int) -> dict[RopeKey, Tensor]:
         """Cos and sin of rows [first, last)."""
         rope = {key: table[first:last] for key, table in self._rope.items()}
         for key, table in rope.items():
@@ -115,7 +115,7 @@ class StepBuffers:
 
 
 def _chunks(rows: np.ndarray) -> list[Chunk]:
-    """The plan's chunks, int32 [n, 4], each where its rows begin."""
+    """The plan's chunks, int32 [n, 4], with the offsets of their rows."""
     chunks: list[Chunk] = []
     for slot, start, end, _ in rows.tolist():
         chunks.append(Chunk(slot, start, end, chunk_rows(chunks)))
@@ -123,9 +123,9 @@ def _chunks(rows: np.ndarray) -> list[Chunk]:
 
 
 def _unique_appends(plan: PlanView) -> np.ndarray:
-    """The plan's fixed sections with each table entry appended once, the last time; the others name group -1.
+    """The plan's fixed sections, in which each table entry is appended once: earlier appends to it get group -1.
 
-    Only a slot that is given away within a plan is appended to twice.
+    Only a slot that changes its sequence within a plan has such appends.
     """
     fixed = plan.fixed.copy()
     first = HEADER_INTS + len(plan.decodes) + plan.chunks.size

@@ -1,9 +1,10 @@
-"""How long this rank's steps take, by their rows: measured once at boot, with plans such as the core would send.
+"""How long this rank's steps take, by their rows: measured once at boot, with plans like the core's.
 
-Wall time, not device time: a step with prompt tokens is launched kernel by kernel, and what the host needs for that is in it. Every
-rank runs the same plans, in as many repeats: nothing here may depend on a clock.
+Wall time, not device time: a step with prompt tokens is launched kernel by kernel, and the host's part of that counts. Every rank
+runs the same plans equally often: nothing that is run may depend on a clock.
 """
 
+from contextlib import nullcontext
 from time import monotonic
 
 import numpy as np
@@ -15,10 +16,10 @@ from engine.plan import Admission, PageAppend, PrefillChunk, StepPlan, encode_pl
 from engine.protocol import SamplingParams
 from engine.rank.runner import Runner
 
-SERIES, REPEATS = 2, 3  # timed steps a point, after one that is not; the quicker series counts
-CONTEXTS = (16, 1024)  # tokens behind each decode row, where max_len allows it
-BEHIND = 16_384  # tokens behind a chunk, likewise
-TILE = 128  # rows that a GPU's large products are cut by
+SERIES, REPEATS = 2, 3  # of timed steps at each point, after an untimed one; the quicker series counts
+CONTEXTS = (16, 1024)  # context of each decode row, if max_len allows it
+BEHIND = 16_384  # context before a chunk, likewise
+TILE = 128  # rows of a tile in a GPU's large matrix products
 _GREEDY = SamplingParams(max_tokens=1)
 
 
@@ -26,9 +27,17 @@ _GREEDY = SamplingParams(max_tokens=1)
 def measure(runner: Runner, config: EngineConfig, vocab: int) -> StepTimes:
     """Step times of a runner that has run no plan; it is left as it was. Every rank of the group must call it.
 
-    Two seconds at most for 31B on four H200 by what its steps take: forty of decode rows, sixty with prompts.
+    At most two seconds for 31B on four H200, estimated from its step times: forty steps of decode rows, sixty with prompts.
     """
-    probe, most = _Probe(runner, vocab), min(config.prefill_budget, config.max_len - 1)
+    probe = _Probe(runner, vocab)
+    with nullcontext() if runner.pages is None else runner.pages.unjudged():
+        times = _measured(probe, config)
+        probe.clear()
+    return times
+
+
+def _measured(probe: "_Probe", config: EngineConfig) -> StepTimes:
+    most = min(config.prefill_budget, config.max_len - 1)
     short, long = (min(context, config.max_len - 3 - SERIES * REPEATS) for context in CONTEXTS)
     decodes = _ascending([(rows, probe.decode_ms(rows, short)) for rows in _points(config.max_seqs, (1, 32, 128))])
     prefills = _ascending([(rows, probe.prefill_ms(rows)) for rows in _points(most, (1, 128, 512))])
@@ -36,13 +45,12 @@ def measure(runner: Runner, config: EngineConfig, vocab: int) -> StepTimes:
     beside = [(count, max(0.0, probe.beside_ms(count, short, prefills))) for count in counts]
     context_ms = max(0.0, probe.decode_ms(config.max_seqs, long) - decodes[-1][1]) / max(1, config.max_seqs * (long - short))
     read_ms, behind_ms = _behind(probe, prefills[0], prefills[len(prefills) // 2], config.max_len - 1)
-    probe.clear()
     tile = TILE if config.device == "cuda" else 1
     return StepTimes(decodes, prefills, tuple(beside) or ((1, 0.0),), context_ms, read_ms, behind_ms, tile)
 
 
 def _behind(probe: "_Probe", few: tuple[int, float], many: tuple[int, float], length: int) -> tuple[float, float]:
-    """What a token before a chunk adds to its step, and to each of its tokens: of chunks of few rows and of many."""
+    """(ms that a context token adds to a chunk's step, ms that it adds per chunk token), from chunks of few rows and of many."""
     behind = max(0, min(BEHIND, length - many[0]))
     if not behind:
         return 0.0, 0.0
@@ -52,12 +60,12 @@ def _behind(probe: "_Probe", few: tuple[int, float], many: tuple[int, float], le
 
 
 def _points(most: int, usual: tuple[int, ...]) -> list[int]:
-    """Row counts to measure, ascending: the usual ones, and the most there can be."""
+    """Row counts to measure, ascending: the usual ones below `most`, and `most`."""
     return [*(rows for rows in usual if rows < most), most]
 
 
 def _ascending(points: list[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """The points with no time below, or at, that of fewer rows: noise of a microsecond must not turn the curve."""
+    """The points with strictly ascending times, whatever the noise."""
     least, found = 0.0, []
     for rows, milliseconds in points:
         least = max(milliseconds, least + 1e-3)
@@ -74,22 +82,22 @@ class _Probe:
         self._step = 0
 
     def decode_ms(self, rows: int, context: int) -> float:
-        """A step of so many decode rows, each behind `context` tokens."""
-        return self._timed(self._tenants(rows, context), StepPlan(0, decodes=list(range(rows))))
+        """A step of `rows` decode rows, each with `context` tokens of context."""
+        return self._timed(self._decoding(rows, context), StepPlan(0, decodes=list(range(rows))))
 
     def prefill_ms(self, rows: int, behind: int = 0) -> float:
-        """A step of so many tokens of one prompt, behind others of it."""
+        """A step of `rows` tokens of one prompt, behind `behind` others of it."""
         return self._timed(*self._chunked(0, rows, behind))
 
     def beside_ms(self, rows: int, context: int, prefills: tuple[tuple[int, float], ...]) -> float:
-        """How much longer than a step of prompt tokens alone, of `prefills`, one takes of which so many rows are decode rows."""
+        """How much longer a step takes than one of equally many prompt tokens (from `prefills`) if `rows` are decode rows."""
         whole, alone = next((point for point in prefills if point[0] >= 2 * rows), prefills[-1])
-        tenants, (newcomer, chunk) = self._tenants(rows, context), self._chunked(rows, whole - rows, 0)
-        first = StepPlan(0, admissions=tenants.admissions + newcomer.admissions, appends=[*tenants.appends, *newcomer.appends])
+        decoding, (newcomer, chunk) = self._decoding(rows, context), self._chunked(rows, whole - rows, 0)
+        first = StepPlan(0, admissions=decoding.admissions + newcomer.admissions, appends=[*decoding.appends, *newcomer.appends])
         return self._timed(first, StepPlan(0, chunks=chunk.chunks, decodes=list(range(rows)))) - alone
 
     def clear(self) -> None:
-        """Forget all of it: pages, tables, lengths, the state hash."""
+        """Reset pages, tables, lengths and the state hash."""
         slots = self._runner.slots
         for cache in slots.cache:
             used = cache.table.max()
@@ -98,21 +106,21 @@ class _Probe:
         slots.lengths.zero_()
         self._runner.state_hash = 0
 
-    def _tenants(self, rows: int, context: int) -> StepPlan:
-        """Sequences in the first slots, with pages for all rows that are timed."""
+    def _decoding(self, rows: int, context: int) -> StepPlan:
+        """A plan that admits sequences to the first slots, with pages for all rows that are timed."""
         end = context + SERIES * REPEATS + 2
         admissions = [self._admission(slot, context + 1, context) for slot in range(rows)]
         appends = [append for slot in range(rows) for append in self._appends(slot, context, end)]
         return StepPlan(0, admissions=admissions, appends=appends)
 
     def _chunked(self, slot: int, rows: int, behind: int) -> tuple[StepPlan, StepPlan]:
-        """A prompt in a slot, and a step of so many tokens of it, behind others."""
+        """(a plan that admits a prompt to a slot, a step of `rows` tokens of it behind `behind` others)."""
         end = behind + rows
         admitted = StepPlan(0, admissions=[self._admission(slot, end, behind)], appends=self._appends(slot, behind, end))
         return admitted, StepPlan(0, chunks=[PrefillChunk(slot, behind, end, end - 1)])
 
     def _timed(self, first: StepPlan, plan: StepPlan) -> float:
-        """Milliseconds of a plan, behind one that admits; two are out at a time as in the worker's loop. The quicker series."""
+        """Milliseconds of `plan` after `first`, which admits; two are out at a time as in the worker's loop. The quicker series."""
         self._run([first, plan])
         return min(self._run([plan] * REPEATS) for _ in range(SERIES))
 
@@ -123,17 +131,17 @@ class _Probe:
         return 1e3 * (monotonic() - began) / len(plans)
 
     def _encoded(self, plan: StepPlan) -> bytes:
-        """Under the next step's number."""
+        """The plan under the next step's number."""
         self._step += 1
         return encode_plan(StepPlan(self._step, plan.stop, [], plan.admissions, plan.appends, [], plan.chunks, plan.decodes))
 
     def _admission(self, slot: int, length: int, cached: int) -> Admission:
-        """A tenant of random tokens: equal ones would all ask for the same experts."""
+        """A sequence of random tokens: equal ones would all go to the same experts."""
         tokens = np.random.default_rng(slot).integers(0, self._vocab, length, np.int32).tolist()
         return Admission(slot, slot + 1, tokens, length, _GREEDY, cached=cached)
 
     def _appends(self, slot: int, start: int, end: int) -> list[PageAppend]:
-        """Pages for positions [start, end); where the pools are small, several slots write to one."""
+        """Pages for positions [start, end); in a small pool, slots share pages."""
         found = []
         for cache in self._runner.slots.cache:
             group, count = cache.group, cache.pool.shape[1] - 1

@@ -1,13 +1,14 @@
 """A rank's process: plans in, results out. `python -m engine.rank.worker '<BootArgs>'`.
 
-    boot   Configure -> geometry, group, model, weights -> Loaded -> Allocate -> KV cache, self-check -> Ready
-    loop   a step that is done is published; a plan that is there is launched; only with two launched the oldest is waited for:
-           with one, its end and the next plan are polled together, or the device would stand idle after every second step
-           of a plan with masked rows the forward is launched at once, the sampling when the step's masks have come, which the
-           core makes from the tokens of the step before: nothing else is launched until then, but results are published
+    boot   Configure -> geometry, group, kernel checks, model, weights -> Loaded
+           Allocate -> KV cache, self-check, compilation, graph capture, step times -> Ready
+    loop   publish each step that is done; launch a plan that is there, up to two. With two launched, wait for the older one; with
+           one, poll its end and the plan ring together, or the device would idle after every second step
+    masks  of a plan with masked rows launch the forward at once, and the sampling when the step's masks come. The core makes them
+           from the step before: until they come nothing else is launched, but results are published
 
-Rank 0 writes the results to its ring. A stop plan ends the process, as does the end of the lifeline; any exception ends it too, and
-by that the group: the replica is told why.
+Rank 0 writes the results to its ring. The process ends with a stop plan, with its lifeline, or with any exception; the replica is
+told of the exception and ends the group.
 """
 
 import gc
@@ -42,7 +43,7 @@ IDLE_S = 200e-6
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank that has loaded its weights. unsound, fallbacks: what its checks left out, and a sentence for each."""
+    """A rank that has loaded its weights. unsound: parts of attention that failed their check; fallbacks: a sentence for each."""
 
     config: EngineConfig
     geometry: Geometry
@@ -59,7 +60,7 @@ class Rank:
 
 
 def torch_dtype(config: EngineConfig) -> torch.dtype:
-    """The activations' and the cache's dtype."""
+    """The dtype of activations and cache."""
     dtype: torch.dtype = getattr(torch, config.dtype)
     return dtype
 
@@ -89,9 +90,9 @@ def load(config: EngineConfig, args: BootArgs) -> Rank:
 
 
 def build(rank: Rank, pages: tuple[int, ...]) -> Runner:
-    """The runner of a loaded rank, with a KV cache of `pages` pages a group."""
+    """The runner of a loaded rank, with a KV cache of `pages[i]` pages for KV group i."""
     config = rank.config
-    slots = config.max_seqs + 1  # one is the padding's
+    slots = config.max_seqs + 1  # one for padding rows
     caches = [
         GroupCache(group, count, slots, config.max_len, rank.dtype, rank.device)
         for group, count in zip(kv_groups(rank.geometry, config.tp, config.page), pages, strict=True)
@@ -130,7 +131,7 @@ def boot(lifeline: Lifeline) -> Runner:
     gc.freeze()
     gc.disable()  # a step makes no cycles, and a collection would hold up every rank
     if isinstance(rank.parallel, MappedCollectives):
-        rank.parallel.timeout_s = config.step_timeout_s  # from here on everybody is up
+        rank.parallel.timeout_s = config.step_timeout_s  # from here on all ranks are up
     lifeline.phase(Phase.ready, weight_bytes)
     note = f"{weight_bytes / 1e9:.2f} GB of weights, residual rms {rms:.2f}, {seconds:.1f} s"
     lifeline.send(Ready(note=note, step_times=times, fallbacks=rank.fallbacks))
@@ -149,7 +150,7 @@ class Worker:
         self._results = RingWriter(map_shared(args.result), 1) if args.index == 0 else None
         self._waiter = Waiter(args.spin, idle_s=IDLE_S)
         self._launched: deque[tuple[int, Launched, int]] = deque()
-        self._forwarded: tuple[int, Forwarded, int] | None = None  # waits for its masks
+        self._forwarded: tuple[int, Forwarded, int] | None = None  # a step that waits for its masks
         self._last = 0
         self._step_us = 0
 
@@ -172,14 +173,14 @@ class Worker:
                 self._waiter.wait()
 
     def _finish_done(self) -> bool:
-        """Finish the launched steps that are done; whether there were any."""
+        """Finish the launched steps that are done; returns whether there were any."""
         before = len(self._launched)
         while self._launched and self._launched[0][1].done:
             self._finish()
         return len(self._launched) < before
 
     def _launch(self, step: int, data: bytes) -> bool:
-        """Start a step, as far as it can be without its masks; False for a stop plan."""
+        """Start a step, or only its forward if it needs masks; False for a stop plan."""
         header = read_header(data)
         assert header.step == step, f"record {step} holds plan {header.step}"
         if header.stop:
@@ -194,7 +195,7 @@ class Worker:
         return True
 
     def _sample(self) -> bool:
-        """Start the rest of the step that waits for its masks, if they have come; how long they may take the replica watches."""
+        """Sample the step that waits for its masks, if they have come. The replica bounds the wait (`step_timeout_s`)."""
         record = self._masks.poll()
         if record is None:
             return False
@@ -205,7 +206,7 @@ class Worker:
         return True
 
     def _finish(self) -> None:
-        """Publish the oldest step's result, then do what nobody waits for."""
+        """Publish the oldest step's result, then do the work that nothing waits for."""
         step, launched, started = self._launched.popleft()
         result = launched.result()
         if self._results is not None:

@@ -50,14 +50,14 @@ def test_a_group_at_rest_is_well() -> None:
 def test_an_old_heartbeat_names_its_process(index: int, name: str) -> None:
     """One heartbeat just over the bound is reported with its owner's name; one just under it is not."""
     late = verdict(with_record(statuses(), index, heartbeat_ns=NOW - 31 * S // 10), MOMENT, BOUNDS)
-    assert late == Death("unscheduled", f"{name} is not scheduled for 3.1 s (stopped or hung host)")
+    assert late == Death("unscheduled", f"{name} is not scheduled for 3.1 s (stopped, or host hung)")
     assert verdict(with_record(statuses(), index, heartbeat_ns=NOW - 29 * S // 10), MOMENT, BOUNDS) is None
 
 
 def test_all_heartbeats_stop_at_once() -> None:
     """Several stopped processes are all named."""
     records = [replace(record, heartbeat_ns=NOW - 5 * S) for record in statuses(tp=1)]
-    expected = Death("unscheduled", "rank 0, the core are not scheduled for 5.0 s (stopped or hung host)")
+    expected = Death("unscheduled", "rank 0, the core are not scheduled for 5.0 s (stopped, or host hung)")
     assert verdict(records, MOMENT, BOUNDS) == expected
 
 

@@ -200,9 +200,9 @@ def test_status_fields_have_one_writer_each() -> None:
     block = StatusBlock(memory)
     block.progress(1, launched=7, finished=6, now_ns=2**63, state_hash=0xFFFFFFFF, step_us=12)
     block.heartbeat(1, 99)
-    block.phase(1, memory_bytes=2**40, phase=Phase.running, pid=4321)
+    block.phase(1, memory_bytes=2**40, phase=Phase.ready, pid=4321)
     block.device(1, busy_us=4500, idle_us=2**24 - 1, late_compilations=65535)
-    expected = RankStatus(7, 6, 2**63, 0xFFFFFFFF, 12, 99, 2**40, Phase.running, 4321, 4500, 2**24 - 1, 65535)
+    expected = RankStatus(7, 6, 2**63, 0xFFFFFFFF, 12, 99, 2**40, Phase.ready, 4321, 4500, 2**24 - 1, 65535)
     assert block.read(1) == expected
     block.heartbeat(1, 100)
     assert block.read(1) == replace(expected, heartbeat_ns=100)

@@ -304,7 +304,7 @@ def test_a_grammar_wakes_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_page_violation_ends_the_loop() -> None:
-    """With debug_pages a plan behind spoilt books is not sent: the loop raises and says what is wrong; sound books pass."""
+    """With debug_pages a plan after a fault in page accounting is not sent: the loop raises and names it; a sound one goes out."""
 
     def serve(spoil: Callable[[Scheduler], None]) -> MachineExecutor:
         ours, theirs = socket.socketpair()
@@ -320,5 +320,5 @@ def test_a_page_violation_ends_the_loop() -> None:
             return executor
 
     assert serve(lambda _: None).deepest >= 1
-    with pytest.raises(PageViolation, match=r"books at plan 1: group full: 38 free, 1 held and 0 idle pages .* of 38"):
+    with pytest.raises(PageViolation, match=r"page accounting at plan 1: group full: 38 free, 1 held and 0 idle pages .* of 38"):
         serve(lambda scheduler: setattr(scheduler.pools[1], "total", 38))

@@ -405,11 +405,11 @@ def test_an_aborted_request_leaves_nothing(model: Model) -> None:
     scheduler = Scheduler(SchedulerConfig(GROUPS, PAGES, 4, MAX_LEN, 32))
     masks = Masks(scheduler, model.vocabulary)
     masks.add(0, request(model, 1, Grammar(grammar(model.markers, regex_answer("a+"), Thought.none))))
-    assert masks
+    assert masks.active
     assert masks.making
     scheduler.abort(0, 1, AbortReason.client_gone)
     masks.advance()
-    assert not masks
+    assert not masks.active
 
 
 def test_grammars_that_nobody_waits_for_are_not_compiled(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

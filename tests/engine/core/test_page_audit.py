@@ -1,4 +1,4 @@
-"""debug_pages in the core: nothing is wrong in random worlds; each way to spoil the books is found at the next plan, and named."""
+"""debug_pages in the core: nothing wrong in random worlds; each fault in page accounting is found at the next plan."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +22,7 @@ PAGES = (30, 40)
 
 
 def test_sound_books_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In random worlds, with and without a cache, the books are right after every plan."""
+    """In random worlds, with and without a cache, the page accounting is right after every plan."""
     seen = 0
     honest = Scheduler.schedule
 
@@ -106,8 +106,8 @@ def written_while_shared(scheduler: Scheduler) -> None:
 SPOILED: dict[Callable[[Scheduler], None], str] = {
     free_twice: r"page \d+ is 2 times among the free pages",
     freed: r"page \d+ is free, and held",
-    miscounted: r"page \d+ has 2 holders by the books, and 1 sequences name it",
-    stolen: r"page \d+ has 1 holders by the books, and 2 sequences name it",
+    miscounted: r"page \d+ has 2 holders counted, and 1 sequences hold it",
+    stolen: r"page \d+ has 1 holders counted, and 2 sequences hold it",
     moved: r"page \d+ is slot \d's entry 0 and slot \d's entry \d",
     foreign: r"page 77 is held, of a pool of 40",
     lost: r"\d+ free, \d+ held and \d+ idle pages .* of 39",
@@ -123,12 +123,12 @@ def test_each_fault_is_found_at_the_next_plan(spoil: Callable[[Scheduler], None]
     audit = PageAudit(scheduler, "every")
     audit.planned(13)
     spoil(scheduler)
-    with pytest.raises(PageViolation, match=f"books at plan 14: group full: {SPOILED[spoil]}"):
+    with pytest.raises(PageViolation, match=f"page accounting at plan 14: group full: {SPOILED[spoil]}"):
         audit.planned(14)
 
 
 def test_sampled_and_off() -> None:
-    """Sampled, the books are looked through once in so many plans; off, never."""
+    """Sampled, the page accounting is checked once in so many plans; off, never."""
     scheduler = running()
     sampled, off = PageAudit(scheduler, "sample"), PageAudit(scheduler, "off")
     lost(scheduler)

@@ -60,7 +60,7 @@ def test_a_wrong_end_of_a_thought_shows_in_few_worlds(fault: str) -> None:
 
 def of_what_is_there(patch: pytest.MonkeyPatch) -> None:
     """A mask that was made for an earlier token counts as the row's."""
-    patch.setattr(MaskedRow, "ready", property(lambda self: self.free or self.reply.mask is not None))
+    patch.setattr(MaskedRow, "ready", property(lambda self: self.unmasked or self.reply.mask is not None))
 
 
 def of_the_last_plan(patch: pytest.MonkeyPatch) -> None:
@@ -98,19 +98,19 @@ def constrained(sequence: Sequence, *, late: bool) -> None:
 
 def told_twice(patch: pytest.MonkeyPatch) -> None:
     """Of what is computed again after a preemption, the last token is counted once more."""
-    follow = Masks._follow
+    follow = Masks._read_tokens
 
     def again(self: Masks, reply: MaskedReply) -> bool:
         reply.read -= reply.limit is not None and reply.sequence.slot < 0 and reply.read == len(reply.sequence.tokens) > 1
         return follow(self, reply)
 
-    patch.setattr(Masks, "_follow", again)
+    patch.setattr(Masks, "_read_tokens", again)
 
 
 def free_ends(patch: pytest.MonkeyPatch) -> None:
     """A row that has to end a thought is taken for one of those before it."""
-    honest = MaskedRow.free.fget
-    patch.setattr(MaskedRow, "free", property(lambda self: honest(self) or self.reply.ending))
+    honest = MaskedRow.unmasked.fget
+    patch.setattr(MaskedRow, "unmasked", property(lambda self: honest(self) or self.reply.ending))
 
 
 def slow_ends(patch: pytest.MonkeyPatch) -> None:

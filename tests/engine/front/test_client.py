@@ -351,7 +351,7 @@ def test_a_message_that_nobody_can_be_blamed_for_is_death(raw: bytes) -> None:
     async def story(client: EngineClient, core: FakeCore) -> None:
         stream = client.generate([1], PARAMS)
         await core.send_raw(raw)
-        with pytest.raises(EngineDead, match="cannot be read"):
+        with pytest.raises(EngineDead, match="cannot be decoded"):
             await read(stream)
 
     run_story(story)

@@ -71,7 +71,7 @@ def test_a_part_that_did_not_come_while_steps_were_captured_ends_the_start(runne
     monkeypatch.setattr(runner, "_inboxes", SimpleNamespace(joints=SimpleNamespace(errors=errors)))
     runner.capture()
     errors += 1
-    with pytest.raises(RuntimeError, match="did not come within its bound while decode steps were captured"):
+    with pytest.raises(RuntimeError, match="did not come in time while decode steps were captured"):
         runner.capture()
 
 

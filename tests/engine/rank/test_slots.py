@@ -45,8 +45,8 @@ class Rank:
     def sampling(self, plan: StepPlan, batch: ForwardBatch) -> SamplingRows:
         """How the rows of the plan's results sample."""
         rows = torch.arange(batch.rows) if batch.logit_rows is None else batch.logit_rows
-        results = self.slots.results(read_plan(encode_plan(plan)).result_slots, plan.step)
-        return self.slots.sampling(results, batch.slots[rows], batch.positions[rows])
+        results = self.slots.result_rows(read_plan(encode_plan(plan)).result_slots, plan.step)
+        return self.slots.sampling_rows(results, batch.slots[rows], batch.positions[rows])
 
 
 def state() -> Rank:
@@ -156,7 +156,7 @@ def run_plans(seed: int, plant_fault: Callable[[StepPlan], StepPlan]) -> None:
             assert list(zip(batch.slots.tolist(), batch.positions.tolist(), batch.ids.tolist(), strict=True)) == inputs
             assert batch.logit_rows is None or batch.logit_rows.tolist() == wanted
             assert [(chunk.slot, chunk.start) for chunk in batch.chunks] == [inputs[chunk.offset][:2] for chunk in batch.chunks]
-            rows = slots.results(read_plan(encode_plan(plan)).result_slots, plan.step)
+            rows = slots.result_rows(read_plan(encode_plan(plan)).result_slots, plan.step)
             assert rows.slots.tolist() == plan.result_slots
             assert rows.numbers.tolist() == [model.sequences[slot].number for slot in plan.result_slots]
             sampled = [model.rng.randrange(1000) for _ in plan.result_slots]

@@ -2,15 +2,20 @@
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, PageViolation
 from engine.lifeline import StepTimes, slowest
 from engine.plan import read_plan
 from engine.rank import step_times
+from engine.rank.page_check import PageCheck
 from engine.rank.runner import Launched, Runner
 from engine.rank.step_times import measure
 from engine.rank.worker import Rank, build
@@ -85,27 +90,40 @@ def served(rank: Rank, before: Callable[[Runner], object] = lambda runner: None)
     return results, runner.state_hash
 
 
-def test_measuring_leaves_no_trace(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def untouched(rank: Rank) -> tuple[object, int]:
+    return served(rank)
+
+
+def test_measuring_leaves_no_trace(rank: Rank, untouched: tuple[object, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages, tables and lengths are zero again, and what is served gives the same tokens, logprobs and state hash; planted fault:
-    nothing is cleared, and the hash tells."""
-    runner = build(rank, PAGES)
-    measured(rank, runner)
-    for cache in runner.slots.cache:
-        assert not cache.pool.any()
-        assert not cache.table.any()
-    assert not runner.slots.lengths.any()
-    untouched = served(rank)
-    assert served(rank, lambda runner: measured(rank, runner)) == untouched
+    nothing is cleared, pages hold what was written, and the hash tells."""
+
+    def clean(runner: Runner) -> None:
+        measured(rank, runner)
+        assert not any(cache.pool.any() or cache.table.any() for cache in runner.slots.cache)
+        assert not runner.slots.lengths.any()
+
+    def written(runner: Runner) -> None:
+        measured(rank, runner)
+        assert all(torch.count_nonzero(cache.pool[:, 1:]) > 0 for cache in runner.slots.cache)
+
+    assert served(rank, clean) == untouched
     monkeypatch.setattr(step_times._Probe, "clear", lambda self: None)
-    assert served(rank, lambda runner: measured(rank, runner)) != untouched
+    assert served(rank, written) != untouched
 
 
-def test_a_page_that_was_written_is_found(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fault beside it: measuring does write to pages, so that zeros afterwards mean something."""
-    runner = build(rank, PAGES)
-    monkeypatch.setattr(step_times._Probe, "clear", lambda self: None)
-    measured(rank, runner)
-    assert all(torch.count_nonzero(cache.pool[:, 1:]) > 0 for cache in runner.slots.cache)
+def test_steps_are_measured_with_pages_checked(
+    rank: Rank, untouched: tuple[object, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With debug_pages measuring finds nothing, and what is served afterwards is checked and the same; planted fault: plans that
+    measure are judged, and the first that repeats a chunk is a violation."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    checked = replace(rank, config=msgspec.structs.replace(rank.config, debug_pages="every"))
+    assert served(checked, lambda runner: measured(checked, runner)) == untouched
+    monkeypatch.setattr(PageCheck, "unjudged", lambda self: nullcontext())
+    with pytest.raises(PageViolation, match="its chunk begins at 0"):
+        measured(checked, build(checked, PAGES))
 
 
 def test_a_step_takes_as_long_as_its_slowest_rank() -> None:

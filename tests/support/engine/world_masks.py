@@ -225,7 +225,7 @@ class Host:
 
     def committed(self) -> None:
         """A result was."""
-        if self.masks:
+        if self.masks.active:
             self._advance()
         waiting = [reply for reply in self.masks._replies if reply.ending and reply.sequence.waits_for]
         assert not waiting, f"{waiting} wait for the end of a thought"
@@ -233,7 +233,7 @@ class Host:
     def close(self) -> None:
         """All requests have ended, and nothing of them is kept."""
         self.masks.advance()
-        assert not self.masks
+        assert not self.masks.active
 
     def _advance(self) -> None:
         self.masks.advance()
