@@ -11,11 +11,12 @@ included: their scores and their values are replaced, not multiplied by zero.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from kernels.launch import launch, shared_memory, usable
+from kernels.launch import Configured, configured, launch, shared_memory, usable
 from kernels.norm import rms_norm
 from kernels.prefill import gather
 from kernels.qkv import norm_rope, split_heads, store
@@ -159,9 +160,10 @@ def decode_attention(
     inputs = (qkv, pool, page_ids, positions, cos_sin, q_norm, k_norm)
     if not usable(qkv, __name__):
         return paged_decode_step(*inputs, eps, window, out)
-    page = pool.shape[3]
-    turns = -(-_pages(page_ids.shape[1] * page, page, window) // splits)
-    tile = tile or decode_tile(d, page, rows * pool.shape[2] * splits, turns, pool.element_size(), shared_memory(qkv))
+    if tile is None:
+        page = pool.shape[3]
+        turns = -(-_pages(page_ids.shape[1] * page, page, window) // splits)
+        tile = decode_tile(d, page, rows * pool.shape[2] * splits, turns, pool.element_size(), shared_memory(qkv))
     return _launch(inputs, eps, window, scratch, out, splits, tile)
 
 
@@ -286,40 +288,25 @@ def _launch(
     kv_heads, page, d = pool.shape[2:]
     heads = out.shape[1] // d
     sides = (qkv.shape[1] // d - heads) // kv_heads
-    assert d >= 16, d
-    assert d & (d - 1) == 0, f"head dim {d} is no power of two"
-    assert heads // kv_heads <= ROWS.value, (heads, kv_heads)
     assert (sides > 0) == (k_norm is not None), (qkv.shape, k_norm)
     for x in (*inputs, out):
         assert x is None or x.is_contiguous(), (x.shape, x.stride())
-    grid = (qkv.shape[0], kv_heads * tile.values, splits)
     launch(
-        decode_kernel,
-        grid,
-        qkv,
-        pool,
-        page_ids,
-        positions,
-        cos_sin,
-        q_norm,
-        q_norm if k_norm is None else k_norm,
-        out,
-        scratch.parts,
-        scratch.lse,
-        scratch.tickets,
-        page_ids.shape[1],
-        eps,
-        warps=tile.warps,
-        stages=tile.stages,
-        HEADS=heads,
-        KV_HEADS=kv_heads,
-        D=d,
-        PAIRS=cos_sin.shape[1] // 2,
-        SIDES=sides,
-        WINDOW=window or 0,
-        PAGE=page,
-        SPLITS=splits,
-        KEYS=tile.keys,
-        VALUES=tile.values,
-        EARLY=tile.early,
-    )
+        _configured(heads, kv_heads, d, cos_sin.shape[1] // 2, sides, window, page, splits, tile),
+        (qkv.shape[0], kv_heads * tile.values, splits),
+        qkv, pool, page_ids, positions, cos_sin, q_norm, q_norm if k_norm is None else k_norm, out,
+        scratch.parts, scratch.lse, scratch.tickets, page_ids.shape[1], eps,
+    )  # fmt: skip
+
+
+@cache
+def _configured(
+    heads: int, kv_heads: int, d: int, pairs: int, sides: int, window: int | None, page: int, splits: int, tile: DecodeTile
+) -> Configured:
+    assert d >= 16, d
+    assert d & (d - 1) == 0, f"head dim {d} is no power of two"
+    assert heads // kv_heads <= ROWS.value, (heads, kv_heads)
+    return configured(
+        decode_kernel, HEADS=heads, KV_HEADS=kv_heads, D=d, PAIRS=pairs, SIDES=sides, WINDOW=window or 0, PAGE=page,
+        SPLITS=splits, KEYS=tile.keys, VALUES=tile.values, EARLY=tile.early, warps=tile.warps, stages=tile.stages,
+    )  # fmt: skip

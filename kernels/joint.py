@@ -22,6 +22,8 @@ have any number of calls above two, and two forwards in a row never meet in one 
 """
 
 from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -29,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.grid import next_power_of_2
-from kernels.launch import launch, trigger, usable, wait
+from kernels.launch import Configured, configured, launch, trigger, usable, wait
 from kernels.norm import norm_add, rms_norm
 
 INBOXES = 5
@@ -39,8 +41,7 @@ _BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 _EMPTY_WORD = {torch.bfloat16: -0x7FFF8000, torch.float32: -(1 << 31)}  # an inbox is read and emptied by words of 32 bits
 
 
-@dataclass(frozen=True)
-class Norms:
+class Norms(NamedTuple):
     """Weights [n] of a joint: `post`, for two parts behind one for `each`; `following`: the next pre-norm, None: no x is wanted."""
 
     post: Tensor | None
@@ -128,8 +129,8 @@ def joint(
     if not usable(part, __name__):
         assert peers is None, "on this device sums are made by a collective"
         return _joint_reference(part, residual, norms, eps, scalar, scale)
-    h = torch.empty((rows, n), dtype=part.dtype, device=part.device)
-    x = None if norms.following is None else torch.empty_like(h)
+    h = part.new_empty(rows, n)
+    x = None if norms.following is None else part.new_empty(rows, n)
     if peers is not None and not every_row and rows >= peers.sharded and x is not None and norms.each is None:
         _launch_sharded(part, residual, norms, eps, scalar, scale, peers, h, x, peers.call())
     else:
@@ -167,13 +168,21 @@ def _launch(
     """`send` is off where the product has sent the part; and so that the interpreter can run ranks one after the other."""
     rows, n = h.shape
     each = norms.each or (None, None)
+    over = (1, 0, 0) if peers is None else (peers.size, peers.rows, peers.width)
     launch(
-        _joint, (rows,),
+        _configured(n, part.dtype, *over, SPINS, send, receive), (rows,),
         part, residual, norms.post, each[0], each[1], norms.following, scalar, h, x,
         *_peer_arguments(peers), turn, eps, scale,
-        N=n, SIZE=1 if peers is None else peers.size, ROWS=0 if peers is None else peers.rows,
-        WIDTH=0 if peers is None else peers.width, EMPTY=_EMPTY_WORD[part.dtype], SPINS=SPINS, SEND=send, RECEIVE=receive,
-        warps=_warps(n, part.dtype), BLOCK=next_power_of_2(n),
+    )  # fmt: skip
+
+
+@cache
+def _configured(
+    n: int, dtype: torch.dtype, size: int, rows: int, width: int, spins: int, send: bool, receive: bool
+) -> Configured:
+    return configured(
+        _joint, N=n, SIZE=size, ROWS=rows, WIDTH=width, EMPTY=_EMPTY_WORD[dtype], SPINS=spins, SEND=send, RECEIVE=receive,
+        warps=_warps(n, dtype), BLOCK=next_power_of_2(n),
     )  # fmt: skip
 
 

@@ -16,13 +16,14 @@ the meta device choose kernels, tiles and grids as they would on a GPU of that c
 compiler needs.
 
 Triton compiles a kernel, and starts it the first time; launches that need the same variant go past Triton's Python
-(`kernels.relaunch`).
+(`kernels.relaunch`). Ops that every layer launches keep their kernel as `configured` for their shapes, in a cached function of
+all that its options and constexprs follow from.
 """
 
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -103,7 +104,7 @@ def usable(x: Tensor, module: str = "") -> bool:
     listed and it is on meta; and nobody distrusts them."""
     if module in _launcher.distrusted:
         return False
-    return x.is_cuda or bool(INTERPRET) or (x.is_meta and _launcher.target is not None)
+    return x.is_cuda or INTERPRET.value or (x.is_meta and _launcher.target is not None)
 
 
 def distrust(modules: Iterable[str]) -> None:
@@ -133,36 +134,57 @@ def shared_memory(x: Tensor) -> int:
     return _SHARED.get(target, 101376)
 
 
-def launch(
-    kernel: Any,
-    grid: tuple[int, ...],
-    *args: Any,
-    warps: int = 4,
-    stages: int = 3,
-    registers: int | None = None,
-    pdl: bool = True,
-    **constexprs: Any,
-) -> None:
-    """Starts `kernel` on the current device and stream; `constexprs` are its keyword arguments, `PDL` excepted, which is set here.
+@dataclass(frozen=True, eq=False)
+class Configured:
+    """A kernel with its options and constexprs, `PDL` excepted: all that a variant is compiled for but the kinds of its arguments.
 
-    `registers`: at most so many a thread. `pdl`: it may start before its predecessor has ended, where GPU and kernel can."""
-    if "PDL" in kernel.arg_names:
-        constexprs["PDL"] = pdl and _has_pdl()
+    overlaps: it may start before its predecessor has ended, where the GPU can."""
+
+    kernel: Any
+    warps: int
+    stages: int
+    registers: int | None
+    overlaps: bool
+    constexprs: dict[str, Any]
+
+    def constexprs_now(self) -> dict[str, Any]:
+        """With `PDL` as it is for a launch here and now, where the kernel declares it."""
+        return {**self.constexprs, "PDL": self.overlaps and _has_pdl()} if "PDL" in self.kernel.arg_names else self.constexprs
+
+    def node(self, grid: tuple[int, ...], args: tuple[Any, ...]) -> Node:
+        """A launch of it here and now."""
+        options = {"warps": self.warps, "stages": self.stages, "registers": self.registers}
+        return _node(self.kernel, grid, {**self.constexprs_now(), **options}, args)
+
+
+@lru_cache(maxsize=None, typed=True)  # the launcher keeps variants of each anyway
+def configured(
+    kernel: Any, *, warps: int = 4, stages: int = 3, registers: int | None = None, pdl: bool = True, **constexprs: Any
+) -> Configured:
+    """The one object for these. `registers`: at most so many a thread. `pdl`: it may start before its predecessor has ended."""
+    return Configured(kernel, warps, stages, registers, pdl and "PDL" in kernel.arg_names, constexprs)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **configuration: Any) -> None:
+    """Starts `kernel` on the current device and stream, with options and constexprs as in `configured`; what every layer launches
+    is `Configured` already, once for its shapes."""
+    if configuration or type(kernel) is not Configured:
+        kernel = configured(kernel, **configuration)
     if _launcher.recorder is not None:
-        options = {"warps": warps, "stages": stages, "registers": registers}
-        _launcher.recorder.nodes.append(_node(kernel, grid, {**constexprs, **options}, args))
-        if _launcher.target is not None:
+        _launcher.recorder.nodes.append(kernel.node(grid, args))
+        if _launcher.recorder.target is not None:
             return None
-    if INTERPRET:
-        kernel[grid](*args, **constexprs)
+    if INTERPRET.value:
+        kernel.kernel[grid](*args, **kernel.constexprs_now())
         return None
-    early, device = constexprs.get("PDL", False), torch.cuda.current_device()
-    key = launch_key(kernel, device, (warps, stages, registers, early), args, constexprs)
+    device, early = torch.cuda.current_device(), kernel.overlaps and _has_pdl()
+    key = launch_key(kernel, device, early, args)
     if (known := _launcher.known.get(key)) is not None and not hooked():
         return known.start(grid, args)
-    compiled = kernel[grid](*args, **compiler_options(warps, stages, registers, early), **constexprs)
+    options, constexprs = compiler_options(kernel.warps, kernel.stages, kernel.registers, early), kernel.constexprs_now()
+    compiled = kernel.kernel[grid](*args, **options, **constexprs)
     _count(compiled)
-    if key is not None and (known := variant(kernel, compiled, device, args, constexprs)) is not None:
+    if key is not None and (known := variant(kernel.kernel, compiled, device, args, constexprs)) is not None:
         _launcher.known[key] = known
     return None
 
@@ -269,9 +291,9 @@ def _type(arg: Any) -> str:
 def _has_pdl() -> bool:
     if not _launcher.overlap:
         return False
-    if _launcher.target is not None:
-        return _launcher.target >= (9, 0)
-    return not INTERPRET and _device_capability(torch.cuda.current_device()) >= (9, 0)
+    if _launcher.recorder is not None and _launcher.recorder.target is not None:
+        return _launcher.recorder.target >= (9, 0)
+    return not INTERPRET.value and _device_capability(torch.cuda.current_device()) >= (9, 0)
 
 
 @cache

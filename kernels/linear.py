@@ -10,7 +10,7 @@ tiles in shared memory (`_gemm`), rows padded. Above, and for dtypes other than 
 depends on that row alone, and on the kernel and tile that `kernels.tiles` names for the number of rows.
 """
 
-from typing import Any
+from functools import cache
 
 import torch
 import triton
@@ -20,7 +20,7 @@ from torch import Tensor
 from kernels.activation import geglu, gelu
 from kernels.grid import cdiv
 from kernels.joint import EMPTY, Peers, Sent, inboxes_of, send
-from kernels.launch import INTERPRET, launch, shared_memory, trigger, usable, wait
+from kernels.launch import INTERPRET, Configured, configured, launch, shared_memory, trigger, usable, wait
 from kernels.numerics import cast
 from kernels.tiles import GemmShape, Tile, choose
 
@@ -61,14 +61,14 @@ def linear_geglu(x: Tensor, gate_up: Tensor, out: Tensor | None = None) -> Tenso
 
 def _checked(x: Tensor, weight: Tensor, m: int, out: Tensor | None, dtype: torch.dtype | None) -> Tensor:
     """`out`, made if it is None; shapes, dtypes and contiguity are as the kernels take them for granted."""
-    assert x.ndim == weight.ndim == 2, (x.shape, weight.shape)
-    assert x.shape[1] == weight.shape[1], (x.shape, weight.shape)
+    (rows, n), shape = x.shape, weight.shape
+    assert shape == (shape[0], n), (x.shape, shape)
     assert x.dtype == weight.dtype, (x.dtype, weight.dtype)
     assert x.is_contiguous(), x.stride()
     assert weight.is_contiguous(), weight.stride()
     if out is None:
-        return x.new_empty(x.shape[0], m, dtype=dtype)
-    assert out.shape == (x.shape[0], m), (out.shape, x.shape, m)
+        return x.new_empty(rows, m, dtype=dtype)
+    assert out.shape == (rows, m), (out.shape, x.shape, m)
     assert out.dtype == (dtype or x.dtype), (out.dtype, dtype, x.dtype)
     assert out.is_contiguous(), out.stride()
     return out
@@ -92,21 +92,24 @@ def _tile(x: Tensor, shape: GemmShape) -> Tile | None:
 
 def _run(tile: Tile, x: Tensor, weight: Tensor, out: Tensor, *, gated: bool, sent: tuple[Peers, Sent] | None = None) -> Tensor:
     """Starts `tile`'s kernel. `sent`: it writes to the inboxes of that call, and `out` is this rank's own."""
-    m = weight.shape[0] // (1 + gated)
-    kernel = {"gemv": _gemv, "gemm": _gemm}[tile.kind]
-    extra: dict[str, Any] = {"SWAP": tile.swap} if tile.kind == "gemm" else {}
-    pointers, rank, turn = None, 0, 0
-    target: dict[str, Any] = {"SIZE": 0, "INBOX_ROWS": 0, "WIDTH": m, "EMPTY": 0}
+    m, k = weight.shape
+    m //= 1 + gated
+    pointers, rank, turn, target = None, 0, 0, (0, 0, m, 0)
     if sent is not None:
         peers, turn = sent[0], sent[1].turn
-        pointers, rank = peers.pointers, peers.rank
-        target = {"SIZE": peers.size, "INBOX_ROWS": peers.rows, "WIDTH": peers.width, "EMPTY": EMPTY[peers.dtype]}
-    cut: dict[str, Any] = {"ROWS": tile.rows, "BN": tile.bn, "BK": tile.bk, "EARLY": tile.early, "START": tile.start}
-    launch(
-        kernel, (cdiv(m, tile.bn),), x, weight, out, x.shape[0], pointers, rank, turn,
-        M=m, K=x.shape[1], GATED=gated, warps=tile.warps, stages=tile.stages, registers=tile.registers, **cut, **target, **extra,
-    )  # fmt: skip
+        pointers, rank, target = peers.pointers, peers.rank, (peers.size, peers.rows, peers.width, EMPTY[peers.dtype])
+    launch(_configured(tile, m, k, gated, *target), (cdiv(m, tile.bn),), x, weight, out, x.shape[0], pointers, rank, turn)
     return out
+
+
+@cache
+def _configured(tile: Tile, m: int, k: int, gated: bool, size: int, inbox_rows: int, width: int, empty: int) -> Configured:
+    return configured(
+        {"gemv": _gemv, "gemm": _gemm}[tile.kind],
+        M=m, K=k, GATED=gated, ROWS=tile.rows, BN=tile.bn, BK=tile.bk, EARLY=tile.early, START=tile.start,
+        SIZE=size, INBOX_ROWS=inbox_rows, WIDTH=width, EMPTY=empty, **({"SWAP": tile.swap} if tile.kind == "gemm" else {}),
+        warps=tile.warps, stages=tile.stages, registers=tile.registers,
+    )  # fmt: skip
 
 
 @triton.jit

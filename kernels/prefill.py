@@ -10,6 +10,7 @@ the chunk sees are not touched: what lies there, NaN included, changes nothing.
 """
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 
 import torch
 import triton
@@ -17,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.grid import next_power_of_2
-from kernels.launch import launch, shared_memory, trigger, usable, wait
+from kernels.launch import Configured, configured, launch, shared_memory, trigger, usable, wait
 from kernels.numerics import LOG2E, cast, dot
 
 _SCORES = 1 << 26  # scores held at once (256 MiB): long chunks run in blocks of queries
@@ -59,7 +60,7 @@ def extend_attention(
     assert q.shape[2] == pool.shape[4], (q.shape, pool.shape)
     assert tiles.shape[1] == 4, tiles.shape
     if usable(q, __name__):
-        return _launch(q, pool, table, tiles, window, out, tokens or tile_tokens(q.shape[1], pool.shape[2], pool.shape[4]))
+        return _launch(q, pool, table, tiles, window, out, tokens)
     for slot, row, position, count in _whole(tiles.tolist()):
         out[row : row + count] = paged_prefill(q[row : row + count], pool, table[slot], position, window)
     return None
@@ -118,36 +119,29 @@ def _whole(tiles: Iterable[Sequence[int]]) -> list[list[int]]:
     return chunks
 
 
-def _launch(q: Tensor, pool: Tensor, table: Tensor, tiles: Tensor, window: int | None, out: Tensor, tokens: int) -> None:
+def _launch(q: Tensor, pool: Tensor, table: Tensor, tiles: Tensor, window: int | None, out: Tensor, tokens: int | None) -> None:
     kv_heads, page, d = pool.shape[2:]
-    heads = q.shape[1]
-    group = heads // kv_heads
-    assert d >= 16, d
-    assert d & (d - 1) == 0, f"head dim {d} is no power of two"
     for x in (q, pool, table, tiles, out):
         assert x.is_contiguous(), (x.shape, x.stride())
-    rows, keys = _cut(tokens * group, d, q.element_size(), shared_memory(q))
+    kernel, parts = _configured(q.shape[1], kv_heads, d, page, window, tokens, q.element_size(), shared_memory(q))
+    launch(kernel, (tiles.shape[0], kv_heads, parts), q, pool, table, tiles, out, table.shape[1])
+
+
+@cache
+def _configured(
+    heads: int, kv_heads: int, d: int, page: int, window: int | None, tokens: int | None, itemsize: int, shared: int
+) -> tuple[Configured, int]:
+    """The kernel for tiles of up to `tokens` queries, and in how many parts it takes them."""
+    assert d >= 16, d
+    assert d & (d - 1) == 0, f"head dim {d} is no power of two"
+    group, tokens = heads // kv_heads, tokens or tile_tokens(heads, kv_heads, d)
+    rows, keys = _cut(tokens * group, d, itemsize, shared)
     held = max(1, rows // group)
-    launch(
-        _extend,
-        (tiles.shape[0], kv_heads, -(-tokens // held)),
-        q,
-        pool,
-        table,
-        tiles,
-        out,
-        table.shape[1],
-        warps=8 if rows >= 64 else 4,
-        stages=2,
-        HEADS=heads,
-        KV_HEADS=kv_heads,
-        D=d,
-        WINDOW=window or 0,
-        PAGE=page,
-        TOKENS=held,
-        ROWS=max(rows, next_power_of_2(group)),
-        KEYS=keys,
-    )
+    kernel = configured(
+        _extend, HEADS=heads, KV_HEADS=kv_heads, D=d, WINDOW=window or 0, PAGE=page,
+        TOKENS=held, ROWS=max(rows, next_power_of_2(group)), KEYS=keys, warps=8 if rows >= 64 else 4, stages=2,
+    )  # fmt: skip
+    return kernel, -(-tokens // held)
 
 
 def _cut(rows: int, d: int, itemsize: int, shared: int) -> tuple[int, int]:

@@ -10,12 +10,14 @@ activation's dtype first; at position 100 000 that costs no accuracy of the angl
 a fused kernel holds all of it in registers anyway.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import launch, trigger, usable, wait
+from kernels.launch import Configured, configured, launch, trigger, usable, wait
 from kernels.norm import rms_norm
 from kernels.numerics import cast
 
@@ -89,27 +91,21 @@ def qkv_post(
     assert q.shape[2] == pool.shape[4], (q.shape, pool.shape)
     if not usable(qkv, __name__):
         return _post_reference(qkv, pool, table, slots, positions, cos_sin, q_norm, k_norm, eps, q)
-    heads, kv_heads, d = q.shape[1], pool.shape[2], pool.shape[4]
+    heads, (kv_heads, page, d) = q.shape[1], pool.shape[2:]
     sides = (qkv.shape[1] // d - heads) // kv_heads
-    assert d & (d - 1) == 0, f"head dim {d} is no power of two"
     assert (sides > 0) == (k_norm is not None), (qkv.shape, k_norm)
     inputs = (qkv, pool, table, slots, positions, cos_sin, q_norm, q_norm if k_norm is None else k_norm, q)
     assert all(x.is_contiguous() for x in inputs), [x.stride() for x in inputs]
-    launch(
-        _post,
-        (qkv.shape[0], kv_heads),
-        *inputs,
-        table.shape[1],
-        eps,
-        warps=4 if heads // kv_heads * d >= 1024 else 2,
-        HEADS=heads,
-        KV_HEADS=kv_heads,
-        D=d,
-        PAIRS=cos_sin.shape[1] // 2,
-        SIDES=sides,
-        PAGE=pool.shape[3],
-    )
+    kernel = _configured(heads, kv_heads, d, cos_sin.shape[1] // 2, sides, page)
+    launch(kernel, (qkv.shape[0], kv_heads), *inputs, table.shape[1], eps)
     return None
+
+
+@cache
+def _configured(heads: int, kv_heads: int, d: int, pairs: int, sides: int, page: int) -> Configured:
+    assert d & (d - 1) == 0, f"head dim {d} is no power of two"
+    warps = 4 if heads // kv_heads * d >= 1024 else 2
+    return configured(_post, HEADS=heads, KV_HEADS=kv_heads, D=d, PAIRS=pairs, SIDES=sides, PAGE=page, warps=warps)
 
 
 def _post_reference(

@@ -4,7 +4,7 @@ For each `kernel[grid](...)` Triton binds the arguments, writes the options out 
 knobs, and calls two chains of hooks, empty as they are. That is most of what the host spends on a step that is launched kernel by
 kernel (`python -m tests.bench.launch_cost`). Here a launch is known by a key instead:
 
-    kernel, device, options, constexprs     as they are
+    kernel, options, constexprs     one object for all of them (`kernels.launch.configured`);  device, PDL: as they are
     tensor              its dtype, and by how many bytes it begins behind a multiple of 16
     integer, 32 bits    1, a multiple of 16, or another
     bool, float, None   its type
@@ -44,17 +44,18 @@ class Variant:
         kernel.run(x, y, z, stream, kernel.function, kernel.packed_metadata, None, None, None, *args, *self.constexprs)
 
 
-def launch_key(
-    kernel: Any, device: int, options: tuple[Any, ...], args: tuple[Any, ...], constexprs: dict[str, Any]
-) -> Hashable | None:
-    """What tells this launch from those that need another variant; None: only Triton can tell."""
+def launch_key(configured: Hashable, device: int, early: bool, args: tuple[Any, ...]) -> Hashable | None:
+    """What tells this launch from those that need another variant; None: only Triton can tell.
+
+    configured: one object for each kernel with options and constexprs;  early: with programmatic dependent launch."""
     if not _READ:
         return None
-    kinds: list[Any] = []
+    kinds: list[Any] = [configured, device, early]
     for arg in args:
         kind = type(arg)
         if kind in _TENSORS:
-            kinds += (arg.dtype, arg.data_ptr() % 16)
+            kinds.append(arg.dtype)
+            kinds.append(arg.data_ptr() % 16)
         elif kind is int:
             if not -(2**31) <= arg < 2**31:
                 return None
@@ -63,7 +64,7 @@ def launch_key(
             kinds.append(kind)
         else:
             return None
-    return kernel.fn, device, options, *kinds, *constexprs, *constexprs.values()
+    return tuple(kinds)
 
 
 def variant(kernel: Any, compiled: Any, device: int, args: tuple[Any, ...], constexprs: dict[str, Any]) -> Variant | None:

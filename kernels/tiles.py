@@ -9,7 +9,7 @@ import logging
 import math
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Kind = Literal["gemv", "gemm"]
 ROW_CLASSES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -45,8 +45,7 @@ class Tile:
         return self.stages * (self.rows + width) * self.bk * itemsize if self.kind == "gemm" else 0
 
 
-@dataclass(frozen=True)
-class GemmShape:
+class GemmShape(NamedTuple):
     """m outputs of n inputs each; `gated`: the weight has 2 m rows, gate first."""
 
     m: int

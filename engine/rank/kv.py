@@ -43,11 +43,11 @@ class GroupCache:
         width = math.ceil(math.ceil(max_len / group.page) / unit) * unit
         self.table = torch.zeros((slots, width), dtype=torch.int32, device=device)
         self.read_width = group.worst_pages(width * group.page)
-        self._place = {layer: place for place, layer in enumerate(group.layers)}
+        self._layers = {layer: self.pool[place] for place, layer in enumerate(group.layers)}
 
     def layer(self, layer_index: int) -> Tensor:
         """View [pages, 2, kv_heads, page, head_dim] of the model's layer `layer_index`, which must own its K and V."""
-        return self.pool[self._place[layer_index]]
+        return self._layers[layer_index]
 
     def gather(self, slots: Tensor, positions: Tensor, out: Tensor) -> None:
         """The page ids that rows (slot, position), int32 [rows] each, read -> out int32 [rows, read_width]."""

@@ -196,7 +196,7 @@ class PageCheck:
             return PageViolation(message)
         try:
             path = write_dump(self.dump(step, message, found, started=started))
-        except (OSError, RuntimeError, LookupError) as error:  # the violation must be raised: a full disk, a lost device, a plan long gone
+        except (OSError, RuntimeError, LookupError) as error:  # full disk, lost device, old plan: the violation must be raised
             logger.warning("no page dump: %s", error)
             return PageViolation(message)
         return PageViolation(f"{message} (dump: {path})")

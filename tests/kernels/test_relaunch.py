@@ -15,7 +15,7 @@ from triton.runtime import driver
 
 from kernels import launch as launcher
 from kernels import relaunch
-from kernels.launch import compilations, compiler_options, late_compilations, launch, ready
+from kernels.launch import Configured, compilations, compiler_options, configured, late_compilations, launch, ready
 from kernels.relaunch import Variant, launch_key
 from tests.support.engine import listed_steps
 from tests.support.fake_driver import DEVICE, Start, fake_driver
@@ -100,7 +100,7 @@ def differences(steps: Iterable[Call], starts: list[Start]) -> Iterator[str]:
         (expected, *found), name = starts, call.kernel.__name__
         if not all(start.same(expected) for start in found):
             yield f"{name}: {[(start.grid, start.compiled is expected.compiled) for start in found]}"
-        keyed = launch_key(call.kernel, DEVICE, (), call.args, {}) is not None
+        keyed = launch_key(None, DEVICE, True, call.args) is not None
         assert [start.hooked for start in (expected, found[1])] == [True, not keyed], name
 
 
@@ -118,9 +118,6 @@ def test_a_steps_launches_are_tritons(step: str, starts: list[Start]) -> None:
     assert list(differences(calls(step), starts)) == []
 
 
-Parts = tuple[Any, int, tuple[Any, ...], tuple[Any, ...], dict[str, Any]]  # what `launch_key` is made of
-
-
 def without_alignment(*parts: Any) -> Any:
     return without_args(parts, lambda x: torch.empty(1, dtype=x.dtype) if isinstance(x, Tensor) else x)
 
@@ -133,17 +130,21 @@ def without_dtypes(*parts: Any) -> Any:
     return without_args(parts, lambda x: x.view(torch.uint8) if isinstance(x, Tensor) else x)
 
 
-def without_args(parts: Parts, blurred: Callable[[Any], Any]) -> Any:
-    kernel, device, options, args, constexprs = parts
-    return launch_key(kernel, device, options, tuple(map(blurred, args)), constexprs)
+def without_args(parts: tuple[Configured, int, bool, tuple[Any, ...]], blurred: Callable[[Any], Any]) -> Any:
+    return launch_key(*parts[:3], tuple(map(blurred, parts[3])))
 
 
-def without_constexprs(kernel: Any, device: int, options: Any, args: tuple[Any, ...], constexprs: dict[str, Any]) -> Any:
-    return launch_key(kernel, device, options, args, {})
+def without_constexprs(kernel: Configured, device: int, early: bool, args: tuple[Any, ...]) -> Any:
+    alike = configured(kernel.kernel, warps=kernel.warps, stages=kernel.stages, registers=kernel.registers)
+    return launch_key(alike, device, early, args)
 
 
-def without_options(kernel: Any, device: int, options: Any, args: tuple[Any, ...], constexprs: dict[str, Any]) -> Any:
-    return launch_key(kernel, device, (), args, constexprs)
+def without_options(kernel: Configured, device: int, early: bool, args: tuple[Any, ...]) -> Any:
+    return launch_key(configured(kernel.kernel, **kernel.constexprs), device, early, args)
+
+
+def without_early(kernel: Configured, device: int, early: bool, args: tuple[Any, ...]) -> Any:
+    return launch_key(kernel, device, False, args)
 
 
 @pytest.mark.parametrize("coarse", [without_alignment, without_constexprs])
@@ -193,7 +194,8 @@ def contradictions(key_of: Callable[..., Any], rounds: int = 9000) -> list[tuple
         named = dict(zip(("SIZE", "KIND"), call[4:], strict=True))
         names = dict(zip(("num_warps", "num_stages", "maxnreg", "launch_pdl"), options, strict=True))
         _, specialised, rest = binder(*call[:4], **named, **names)
-        return key_of(_any, DEVICE, options, tuple(call[:4]), named), (tuple(specialised), str(rest))
+        kernel = configured(_any, warps=options[0], stages=options[1], registers=options[2], **named)
+        return key_of(kernel, DEVICE, options[3], tuple(call[:4])), (tuple(specialised), str(rest))
 
     for _ in range(rounds):
         one = [draw.choice(kinds) for kinds in values]
@@ -214,7 +216,9 @@ def test_equal_keys_mean_equal_specialisation(starts: list[Start]) -> None:
     assert contradictions(launch_key) == []
 
 
-@pytest.mark.parametrize("coarse", [without_alignment, without_integers, without_dtypes, without_constexprs, without_options])
+@pytest.mark.parametrize(
+    "coarse", [without_alignment, without_integers, without_dtypes, without_constexprs, without_options, without_early]
+)
 def test_each_part_of_the_key_is_needed(coarse: Any, starts: list[Start]) -> None:
     """Without it equal keys stand for kernels that Triton compiles apart."""
     assert len(contradictions(coarse)) >= 10

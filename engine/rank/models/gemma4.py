@@ -23,7 +23,7 @@ from engine.geometry import Geometry, Layer, check_tp, shard_kv_heads
 from engine.rank.attention.base import AttentionBackend, AttentionPlan
 from engine.rank.batch import ForwardBatch, RopeKey
 from engine.rank.kv import KVCache
-from engine.rank.models.layers import Experts, Joint, Linear, Mlp, Router, VocabTable, empty, reduce_together
+from engine.rank.models.layers import Experts, Joint, Linear, Mlp, Module, NormWeights, Router, VocabTable, empty, reduce_together
 from engine.rank.parallel import Parallel
 from kernels.activation import gelu_mul
 from kernels.joint import Peers, Sent
@@ -58,7 +58,7 @@ class _Step:
         return replace(self, batch=batch, plan=self.attention.prepare(batch), ple=ple)
 
 
-class Attention(nn.Module):
+class Attention(Module):
     """q, k and v in one product: no v where it is k's raw product, q alone where K and V are another layer's. Yields o's part."""
 
     def __init__(self, geometry: Geometry, layer: Layer, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
@@ -80,7 +80,7 @@ class Attention(nn.Module):
         return part
 
 
-class Block(nn.Module):
+class Block(Module):
     """One decoder layer."""
 
     def __init__(self, geometry: Geometry, layer: Layer, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
@@ -99,7 +99,7 @@ class Block(nn.Module):
             self.ple_gate = Linear(hidden, geometry.ple, dtype, device)
             self.ple_out = Linear(geometry.ple, hidden, dtype, device)
             norms += ["post_ple"]
-        self.norms = nn.ParameterDict({name: empty(hidden, dtype=dtype, device=device) for name in norms})
+        self.norms = NormWeights(norms, hidden, dtype, device)
         self.scalar = empty(1, dtype=dtype, device=device)
 
     def forward(self, h: Tensor, x: Tensor, following: Tensor, step: _Step) -> tuple[Tensor, Tensor]:
@@ -124,7 +124,7 @@ class Block(nn.Module):
         return self.experts(inner, weights, chosen, beside=self.mlp(x))
 
 
-class Embedding(nn.Module):
+class Embedding(Module):
     """Token rows times sqrt(hidden), the factor rounded to the table's dtype as transformers does, and the per-layer embeddings.
 
     Ids that stand for images, video or audio embed as pad where they occur in text.
@@ -159,7 +159,7 @@ class Embedding(nn.Module):
         return (rms_norm(context, self.ple_norm, geometry.eps) + tokens.view(shape)) * 2.0**-0.5
 
 
-class Gemma4(nn.Module):
+class Gemma4(Module):
     """One rank's shard. `geometry` is the whole model's; parameters are empty, of this rank's shapes, on `device`."""
 
     def __init__(self, geometry: Geometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:

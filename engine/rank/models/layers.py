@@ -6,6 +6,9 @@ every such sum, so that sum, norm, residual and next norm are one step: `Joint`.
 ranks. Weights are made empty; `engine.rank.weights` fills them.
 """
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -23,7 +26,39 @@ def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 
 
-class Linear(nn.Module):
+class Module(nn.Module):
+    """torch's, whose parameters and parts are found as other attributes are: torch looks for each in three dictionaries, in Python,
+    whenever it is read. A model stays on the device and in the dtype that it is made with."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in self._parameters or name in self._modules:
+            vars(self)[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        if name in self._parameters or name in self._modules:
+            del vars(self)[name]
+        super().__delattr__(name)
+
+    def _apply(self, *_: Any, **__: Any) -> "Module":
+        """What torch converts and moves parameters by, behind our back."""
+        raise AssertionError("a model is made on its device and in its dtype")
+
+
+class NormWeights(Module):
+    """[width] each, by name."""
+
+    def __init__(self, names: Iterable[str], width: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        for name in names:
+            setattr(self, name, empty(width, dtype=dtype, device=device))
+
+    def __getitem__(self, name: str) -> Tensor:
+        weight: Tensor = vars(self)[name]
+        return weight
+
+
+class Linear(Module):
     """x [..., n] -> x W^T [..., m]; weight [m, n]."""
 
     def __init__(self, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -83,7 +118,7 @@ class Joint:
         return h, h if normed is None else normed
 
 
-class VocabTable(nn.Module):
+class VocabTable(Module):
     """This rank's rows of an embedding table: vocabulary-parallel lookup and, for a tied table, head.
 
     Every rank has as many; where the vocabulary does not fill the last ranks', they are zero, and their logits -inf."""
@@ -111,7 +146,7 @@ class VocabTable(nn.Module):
         return logits
 
 
-class Mlp(nn.Module):
+class Mlp(Module):
     """down( gelu_tanh(gate x) * up x ), cut along its width; gate and up are one product. Yields this rank's part."""
 
     def __init__(self, hidden: int, width: int, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
@@ -125,7 +160,7 @@ class Mlp(nn.Module):
         return part
 
 
-class Router(nn.Module):
+class Router(Module):
     """Every rank routes alike: replicated, and fp32 from the norm on, because a rounding of bf16 changes the chosen set."""
 
     def __init__(self, hidden: int, moe: Moe, eps: float, device: torch.device) -> None:
@@ -141,7 +176,7 @@ class Router(nn.Module):
         return *route(logits, self.per_expert_scale, self._top_k), x
 
 
-class Experts(nn.Module):
+class Experts(Module):
     """The experts' weights, each cut along its width: [experts, out, in], gate rows before up rows."""
 
     def __init__(self, hidden: int, moe: Moe, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:

@@ -315,7 +315,7 @@ def test_dummy_is_drawn_as_said(nano: Nano) -> None:
     assert block.mlp.down.weight.std().item() == pytest.approx(shape.mlp**-0.5, rel=0.03)
     assert block.experts.gate_up.std().item() == pytest.approx(shape.hidden**-0.5, rel=0.03)
     assert model.embedding.tokens.weight.std().item() * math.sqrt(shape.hidden) == pytest.approx(1, rel=0.03)
-    norms = torch.cat([norm for each in model.blocks for norm in each.norms.values()])
+    norms = torch.cat([norm for each in model.blocks for norm in each.norms.parameters()])
     assert norms.mean().item() == pytest.approx(1, abs=0.02)
     assert norms.std().item() == pytest.approx(0.2, rel=0.05)
     assert block.scalar.item() == torch.tensor(0.95).bfloat16().item()
