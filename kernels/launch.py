@@ -147,6 +147,12 @@ class Configured:
     overlaps: bool
     constexprs: dict[str, Any]
 
+    @property
+    def __name__(self) -> str:
+        """The kernel's."""
+        name: str = self.kernel.__name__
+        return name
+
     def constexprs_now(self) -> dict[str, Any]:
         """With `PDL` as it is for a launch here and now, where the kernel declares it."""
         return {**self.constexprs, "PDL": self.overlaps and _has_pdl()} if "PDL" in self.kernel.arg_names else self.constexprs
