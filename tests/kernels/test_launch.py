@@ -1,6 +1,9 @@
 """The launcher: what it starts, records and counts. Its cases run under the interpreter."""
 
+import subprocess
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +27,7 @@ from kernels.launch import (
     without_overlap,
 )
 from tests.support import interpreter
+from tests.support.engine.groups import alive
 
 pytestmark = pytest.mark.cpu
 
@@ -54,6 +58,26 @@ def test_a_failing_interpreted_case_is_seen(tmp_path: Any) -> None:
         file.write_text(tier + body)
         with pytest.raises(AssertionError):
             interpreter.run(str(file))
+
+
+def test_no_process_outlives_an_interpreted_file(tmp_path: Path) -> None:
+    """What hangs is ended after its time, with the processes that it started."""
+    file, child = tmp_path / "test_hangs.py", tmp_path / "child"
+    file.write_text(
+        "import multiprocessing, os, pathlib, pytest, time\npytestmark = pytest.mark.cpu\n"
+        "def body():\n"
+        f"    pathlib.Path({str(child)!r}).write_text(str(os.getpid()))\n"
+        "    time.sleep(600)\n"
+        "def interpreted_x():\n"
+        "    multiprocessing.get_context('fork').Process(target=body).start()\n"
+        "    time.sleep(600)\n"
+    )
+    with pytest.raises(subprocess.TimeoutExpired):
+        interpreter.run(str(file), timeout=10)
+    deadline = time.monotonic() + 5  # a killed process is gone when it is next run
+    while alive(int(child.read_text())):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def interpreted_a_launch_runs_and_is_recorded() -> None:

@@ -9,8 +9,10 @@ In that process this module is a plugin of pytest.
 """
 
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from functools import cache
 from inspect import getmembers
 from pathlib import Path
@@ -22,14 +24,19 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def run(file: str, timeout: float = 240, cases: str = "interpreted_*") -> None:
     """Runs the cases of `file`, functions of such names; fails with pytest's own output if one fails, is skipped, or if there is
-    none."""
+    none. After `timeout` seconds all its processes are killed, which raises TimeoutExpired."""
     options = ["-q", "-p", "no:cacheprovider", "-p", __name__, "-o", f"python_functions={cases}"]
     command = [sys.executable, "-m", "pytest", file, *options]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
-    summary = done.stdout.strip().splitlines()[-1:]
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "skipped" not in "".join(summary), done.stdout
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes) as process:
+        try:
+            out, errors = process.communicate(timeout=timeout)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, out + errors
+    assert "skipped" not in "".join(out.strip().splitlines()[-1:]), out
 
 
 def pytest_collection_finish() -> None:
