@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not here: apt-get install prometheus"),
 ]
 
-STEADY_S, FAILOVER_S = 30.0, 26.0
+STEADY_S, FAILOVER_S = 28.0, 38.0
 TOLERANCE = 0.20
 STALE_S = 15.0
 HEARTBEAT_S = 2.0  # what a replica has counted since its last heartbeat dies with it: at most so much
@@ -73,6 +73,7 @@ def test_a_killed_replicas_series_go_stale(run: LiveRun) -> None:
     """Within 15 s no series of it answers, nor is it a target; the other's still do. It is down, and counted once, as vanished."""
     death = run.death
     print(f"\nstale after {death.stale:.1f} s, off the list after {death.unlisted:.1f} s, retired after {death.retired:.1f} s")
+    print(f"its successor is up after {death.sums[-1][0]:.1f} s")
     assert death.stale <= STALE_S
     assert death.unlisted <= STALE_S
     other = next(replica for replica in run.replicas if replica != death.replica)
@@ -142,7 +143,7 @@ def test_every_request_that_was_cut_is_accounted_for(run: LiveRun) -> None:
 def test_scrapes_are_small(run: LiveRun) -> None:
     """What one scrape of a replica costs, with two of them under load."""
     at = run.steady.ended - 1
-    for name, bound in (("scrape_duration_seconds", 0.5), ("scrape_samples_scraped", 2000)):
+    for name, bound in (("scrape_duration_seconds", 1.0), ("scrape_samples_scraped", 2000)):
         found = [series.last for series in run.api.ask(f'max_over_time({name}{{job="quartet"}}[20s])', at)]
         print(f"\n{name}: {[f'{value:.4g}' for value in found]}")
         assert len(found) == len(run.replicas)

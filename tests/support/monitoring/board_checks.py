@@ -29,7 +29,8 @@ USD_HOUR = 4.0
 class ExpectedFigure:
     """One figure of a panel (its lines of these legends added up), and what the ledger says it is.
 
-    `kind`: a level is read throughout the load, one that is late (Ray says it every ten seconds) at its end, all else after it.
+    `kind`: a level is read throughout the load, one that is late (Ray says it every ten seconds) when the last request has been
+    sent, before the load falls, and all else after it.
     `upto`: every figure from `true` to this one agrees with the ledger.
     """
 
@@ -169,7 +170,7 @@ def _queries(rates: str) -> dict[tuple[str, str], BoundQuery]:
 def _read(api: Api, expected: ExpectedFigure, queries: Mapping[tuple[str, str], BoundQuery], phase: Phase) -> float:
     exprs = [queries[expected.panel, legend].expr for legend in expected.legends]
     if expected.kind != "level":
-        at = phase.ended + (-1.0 if expected.kind == "late" else MARGIN_S - 0.5)
+        at = phase.last_sent if expected.kind == "late" else phase.ended + MARGIN_S - 0.5
         return sum(series.last for expr in exprs for series in api.ask(expr, at))
     lines = [line for expr in exprs for line in api.ask_range(expr, phase.began + EDGE_S, phase.ended - EDGE_S, 0.5)]
     instants = max(len(line.points) for line in lines)

@@ -40,7 +40,9 @@ ARGS = {
     "max_seqs": SLOTS,
     "metrics": {"ttft_objective_s": TTFT_S, "tpot_objective_s": TPOT_S, "discovery": {"port": 0}},
 }
-REPLICA_OPTIONS = {"autoscaling_config": {"min_replicas": REPLICAS, "max_replicas": REPLICAS, "look_back_period_s": 5}}
+_AVERAGES = {"metrics_interval_s": 1, "look_back_period_s": 5}  # or Serve's counts are 20 s old
+REPLICA_OPTIONS = {"autoscaling_config": {"min_replicas": REPLICAS, "max_replicas": REPLICAS, **_AVERAGES}}
+KILL_AFTER_S = 6.0
 BACK_S = 40.0
 LEAD_S = 2.0  # the steady load's rates look back to so long before it, so that its first requests are an increase
 
@@ -89,6 +91,11 @@ class Phase:
     def finished(self) -> list[RequestResult]:
         """Requests that got their whole answer."""
         return [record for record in self.ledger.records if record.end == "finished"]
+
+    @property
+    def last_sent(self) -> float:
+        """The unix time at which the last request was sent."""
+        return self.clock + max(record.sent for record in self.ledger.records)
 
     def around(self, begin: float, end: float) -> int:
         """Requests of which the beginning or the end lies between two unix times."""
@@ -192,9 +199,9 @@ RECEIVED = "sum(quartet_deployment_requests_received_total)"
 
 
 def _failover(served: Stack, api: Api, scale: Scale, seconds: float, seed: int, earlier: int) -> tuple[Phase, KilledReplica]:
-    """A load of `seconds`; after a quarter of it a replica is killed."""
+    """A load of `seconds`; soon after its begin a replica is killed. It goes on until the successor has answered requests, too."""
     load = BackgroundLoad(served.url, scale, seconds, seed)
-    time.sleep(seconds / 4)
+    time.sleep(KILL_AFTER_S)
     before = api.ask(RECEIVED)[0].last
     pid = served.find("ServeReplica")[0]
     replica = _replica_of(api, pid)
