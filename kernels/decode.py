@@ -16,6 +16,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from kernels.grid import cdiv
 from kernels.launch import Configured, configured, launch, shared_memory, usable
 from kernels.norm import rms_norm
 from kernels.prefill import gather
@@ -77,11 +78,11 @@ def decode_splits(rows: int, kv_heads: int, head_dim: int, pages: int, processor
     most, heads = min(pages, _MOST_SPLITS), rows * kv_heads
     if head_dim <= 256:
         wanted = min(4 if 4 * heads > 9 * processors else max(1, 3 * processors // heads), most)
-        return -(-pages // -(-pages // wanted))
+        return cdiv(pages, cdiv(pages, wanted))
 
     def turns(splits: int, held: int) -> float:
         adding = splits / 2 if 2 * heads * splits > processors else 0.0
-        return -(-heads * min(splits, held) // processors) * (-(-held // splits) + _START) + adding
+        return cdiv(heads * min(splits, held), processors) * (cdiv(held, splits) + _START) + adding
 
     options, lengths = range(1, most + 1), [pages, *(1 << n for n in range(5, pages.bit_length()) if 1 << n < pages)]
     fewest = {held: min(turns(splits, held) for splits in options) for held in lengths}
@@ -120,7 +121,7 @@ def decode_cut(rows: int, pool: Tensor, pages: int, processors: int) -> tuple[in
     kv_heads, page, d = pool.shape[2:]
     splits = decode_splits(rows, kv_heads, d, pages, processors)
     shared = shared_memory(pool) if usable(pool, __name__) else LARGE_SHARED
-    return splits, decode_tile(d, page, rows * kv_heads * splits, -(-pages // splits), pool.element_size(), shared)
+    return splits, decode_tile(d, page, rows * kv_heads * splits, cdiv(pages, splits), pool.element_size(), shared)
 
 
 def decode_attention(
@@ -162,7 +163,7 @@ def decode_attention(
         return paged_decode_step(*inputs, eps, window, out)
     if tile is None:
         page = pool.shape[3]
-        turns = -(-_pages(page_ids.shape[1] * page, page, window) // splits)
+        turns = cdiv(_pages(page_ids.shape[1] * page, page, window), splits)
         tile = decode_tile(d, page, rows * pool.shape[2] * splits, turns, pool.element_size(), shared_memory(qkv))
     return _launch(inputs, eps, window, scratch, out, splits, tile)
 
@@ -250,7 +251,7 @@ def _blocks(bounds: Sequence[int], pool: Tensor, window: int | None) -> Iterator
 
 
 def _pages(bound: int, page: int, window: int | None) -> int:
-    whole = -(-bound // page)
+    whole = cdiv(bound, page)
     return whole if window is None else min(whole, (window - 2) // page + 2)
 
 

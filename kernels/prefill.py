@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.grid import next_power_of_2
+from kernels.grid import cdiv, next_power_of_2
 from kernels.launch import Configured, configured, launch, shared_memory, trigger, usable, wait
 from kernels.numerics import LOG2E, cast, dot
 
@@ -97,7 +97,7 @@ def _prefill_reference(q: Tensor, pool: Tensor, pages: Tensor, start: int, windo
     end = start + n
     oldest = 0 if window is None else max(0, start - window + 1)
     base = oldest // page
-    found = (side.transpose(0, 1).flatten(1, 2) for side in gather(pool, pages[base : -(-end // page)]))
+    found = (side.transpose(0, 1).flatten(1, 2) for side in gather(pool, pages[base : cdiv(end, page)]))
     k, v = (side[:, oldest - base * page : end - base * page] for side in found)  # [kv_heads, keys, d]
     queries = torch.arange(start, end, device=q.device)[:, None]
     keys = torch.arange(oldest, end, device=q.device)
@@ -141,7 +141,7 @@ def _configured(
         _extend, HEADS=heads, KV_HEADS=kv_heads, D=d, WINDOW=window or 0, PAGE=page,
         TOKENS=held, ROWS=max(rows, next_power_of_2(group)), KEYS=keys, warps=8 if rows >= 64 else 4, stages=2,
     )  # fmt: skip
-    return kernel, -(-tokens // held)
+    return kernel, cdiv(tokens, held)
 
 
 def _cut(rows: int, d: int, itemsize: int, shared: int) -> tuple[int, int]:

@@ -24,6 +24,7 @@ from kernels.decode import DecodeScratch, decode_attention
 from kernels.embed import embed
 from kernels.experts import experts
 from kernels.filters import Share, adopt, filtered_tokens, scaled_rows
+from kernels.grid import cdiv
 from kernels.joint import Norms, joint
 from kernels.launch import INTERPRET, plain_torch
 from kernels.linear import linear, linear_geglu
@@ -264,7 +265,7 @@ def _allowed(scores: Tensor, positions: Tensor, parameters: SlotParameters) -> T
 def _adjust(draw: RandomInputs) -> Outputs:
     """Four rows, each with another kind of adjustment, the last with a mask too; the second's input is counted."""
     logits, positions, parameters = sampled_rows(draw, _VOCABULARY)
-    words, device = -(-_VOCABULARY // 32), draw.device
+    words, device = cdiv(_VOCABULARY, 32), draw.device
     tables = SlotAdjustments(
         flags=draw.ints(BIASED, PENALIZED, LIMITED, BAD_WORDS),
         bias_ids=draw.ints(5, 900, 4999, -1).repeat(4, 1),
