@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not here: apt-get install prometheus"),
 ]
 
-STEADY_S, FAILOVER_S = 28.0, 38.0
+STEADY_S, FAILOVER_S = 30.0, 38.0
 TOLERANCE = 0.20
 STALE_S = 15.0
 HEARTBEAT_S = 2.0  # what a replica has counted since its last heartbeat dies with it: at most so much
@@ -141,10 +141,12 @@ def test_every_request_that_was_cut_is_accounted_for(run: LiveRun) -> None:
 
 
 def test_scrapes_are_small(run: LiveRun) -> None:
-    """What one scrape of a replica costs, with two of them under load."""
+    """What one scrape of a replica costs, with two of them under load: nine of ten take half a second at most, and all one."""
     at = run.steady.ended - 1
-    for name, bound in (("scrape_duration_seconds", 1.0), ("scrape_samples_scraped", 2000)):
-        found = [series.last for series in run.api.ask(f'max_over_time({name}{{job="quartet"}}[20s])', at)]
-        print(f"\n{name}: {[f'{value:.4g}' for value in found]}")
+    for name, quantile, bound in (
+        ("scrape_duration_seconds", 0.9, 0.5), ("scrape_duration_seconds", 1, 1.0), ("scrape_samples_scraped", 1, 2000)
+    ):  # fmt: skip
+        found = [series.last for series in run.api.ask(f'quantile_over_time({quantile}, {name}{{job="quartet"}}[20s])', at)]
+        print(f"\n{name}, quantile {quantile}: {[f'{value:.4g}' for value in found]}")
         assert len(found) == len(run.replicas)
         assert max(found) < bound
