@@ -25,6 +25,7 @@ _FIELDS = 4  # of a part's best: value, id (exact in fp32 below 2^24), whether t
 _EMPTY = -(1 << 31)  # -0.0
 _BLOCK = 1024
 _PART = 4096  # ids of a part at least
+PROGRAMS = 8  # that a processor runs side by side
 
 
 class Ballot:
@@ -51,9 +52,12 @@ class Ballot:
         return size * rows * _FIELDS * 4
 
 
-def parts_of(vocabulary: int, rows: int, processors: int) -> int:
-    """Parts that a slice of the vocabulary is cut into: a power of two that fills the processors, each of _PART ids at least."""
-    wanted = max(1, min(2 * processors // rows, vocabulary // _PART, 64))
+def parts_of(vocabulary: int, rows: int, processors: int, programs: int = PROGRAMS) -> int:
+    """Parts that each row of a slice of the vocabulary is cut into: a power of two, each part of _PART ids at least.
+
+    programs: of all rows, a processor. One reads its part block behind block and waits for each; several side by side fill the wait
+    (`python -m tests.bench.sampling`)."""
+    wanted = max(1, min(programs * processors // rows, vocabulary // _PART, 64))
     return 1 << (wanted.bit_length() - 1)
 
 

@@ -1,0 +1,87 @@
+"""What it costs to sample greedy and plain rows: `python -m tests.bench.sampling [--share 65536] [--rows 1 32] [--record MACHINE]`.
+
+    greedy, drawn     every row's best of the slice, temperature 0 and 1 (`kernels.choose.local_best`)
+    masked 1, half    the logits of so many rows adjusted, each by a mask of half the ids (`kernels.adjust`)
+
+Microseconds of a launch in a graph, by the number of programs a processor that the slices are cut for (`kernels.choose.parts_of`).
+Without a GPU each is launched once, in Triton's interpreter: that the bench reaches its end.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.rank.adjustments import Adjustments
+from kernels.adjust import PLAN_STEP, adjust
+from kernels.choose import local_best, parts_of
+from kernels.launch import processors
+from kernels.sampling_batch import SamplingBatch, SlotParameters
+from tests.bench.record import Row, append
+from tests.bench.timing import microseconds
+
+STEP, SOFTCAP = 7, 30.0
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
+
+
+def batch_of(rows: int, share: int, temperature: float, masked: int) -> SamplingBatch:
+    """Rows of as many slots; the first `masked` have a mask."""
+    slots = torch.arange(rows, dtype=torch.int32, device=DEVICE)
+    integers, floats = torch.zeros(rows, 3, dtype=torch.int64, device=DEVICE), torch.full((rows, 3), temperature, device=DEVICE)
+    parameters = SlotParameters(integers, floats, torch.full((rows, 8), -1, dtype=torch.int32, device=DEVICE))
+    adjustments = Adjustments(rows, range(share), DEVICE)
+    bits = np.random.default_rng(rows).integers(-(2**31), 2**31, (masked, share // 32)).astype(np.int32)
+    adjustments.set_masks(STEP, np.arange(masked, dtype=np.int32), bits)
+    plan = torch.full((16,), STEP if masked else 0, dtype=torch.int32, device=DEVICE)
+    assert plan[PLAN_STEP] == (STEP if masked else 0)
+    tokens = torch.zeros(rows, 64, dtype=torch.int32, device=DEVICE)
+    return SamplingBatch(slots, torch.full_like(slots, 9), parameters, tokens, slots[:0], SOFTCAP, adjustments.tables, plan)
+
+
+def kinds(rows: int, share: int) -> Iterator[tuple[str, Callable[[int], object]]]:
+    """What is timed, for a number of parts."""
+    logits = torch.randn(rows, share, generator=torch.Generator().manual_seed(rows)).to(DEVICE) * 8
+    for name, temperature in (("greedy", 0.0), ("drawn", 1.0)):
+        batch = batch_of(rows, share, temperature, 0)
+        yield name, lambda parts, batch=batch: local_best(logits, batch, 0, parts)  # type: ignore[misc]
+    for name, masked in (("masked 0", 0), ("masked 1", 1), ("masked half", max(1, rows // 2))):
+        batch = batch_of(rows, share, 1.0, masked)
+        yield name, lambda parts, batch=batch: adjust(logits, replace(batch), 0, parts)  # type: ignore[misc]
+
+
+def time_us(launch: Callable[[], object]) -> float:
+    if GPU:
+        return microseconds(launch, DEVICE)
+    found = launch()
+    assert isinstance(found, Tensor | SamplingBatch)
+    return 0.0
+
+
+def main() -> None:
+    """A line for each kind and number of rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--share", type=int, default=65536, help="ids of a rank's slice (default: %(default)s)")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 100, 256])
+    parser.add_argument("--programs", type=int, nargs="+", default=[2, 4, 8, 16], help="a processor (default: %(default)s)")
+    parser.add_argument("--record", metavar="MACHINE", help="append to results.csv under this machine's name")
+    args = parser.parse_args()
+    count, found = processors(DEVICE), list[Row]()
+    print(f"{'':24}", *(f"{each:4} a processor" for each in args.programs))
+    for rows in args.rows:
+        for name, run in kinds(rows, args.share):
+            cut = [parts_of(args.share, rows, count, each) for each in args.programs]
+            times = [time_us(lambda parts=parts, run=run: run(parts)) for parts in cut]  # type: ignore[misc]
+            shown = (f"{us:8.1f} ({parts:3})" for us, parts in zip(times, cut, strict=True))
+            print(f"{rows:4} rows, {name:14}", *shown, flush=True)
+            case = f"sample-{rows}x{args.share}-{name.replace(' ', '-')}"
+            found += [(case, f"in a graph, {each} programs a processor", us, "us") for each, us in zip(args.programs, times, strict=True)]
+    if args.record:
+        append(found, args.record, "tests.bench.sampling")
+
+
+if __name__ == "__main__":
+    main()
