@@ -78,7 +78,8 @@ def main() -> None:
             shown = (f"{us:8.1f} ({parts:3})" for us, parts in zip(times, cut, strict=True))
             print(f"{rows:4} rows, {name:14}", *shown, flush=True)
             case = f"sample-{rows}x{args.share}-{name.replace(' ', '-')}"
-            found += [(case, f"in a graph, {each} programs a processor", us, "us") for each, us in zip(args.programs, times, strict=True)]
+            metrics = (f"in a graph, {each} programs a processor" for each in args.programs)
+            found += [(case, metric, us, "us") for metric, us in zip(metrics, times, strict=True)]
     if args.record:
         append(found, args.record, "tests.bench.sampling")
 
