@@ -25,7 +25,7 @@ _FIELDS = 4  # of a part's best: value, id (exact in fp32 below 2^24), whether t
 _EMPTY = -(1 << 31)  # -0.0
 _BLOCK = 1024
 _PART = 4096  # ids of a part at least
-PROGRAMS = 8  # that a processor runs side by side
+PROGRAMS = 16  # that a processor runs side by side
 
 
 class Ballot:
