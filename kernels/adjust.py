@@ -127,6 +127,12 @@ def _kept(words: tl.tensor, ids: tl.tensor, first: tl.tensor, live: tl.tensor) -
 
 
 @triton.jit
+def _capped_finite(x: tl.tensor, cap: tl.tensor) -> tl.tensor:
+    """The soft cap of all but -inf, which stays."""
+    return tl.where(x == float("-inf"), x, _capped(x, cap))
+
+
+@triton.jit
 def _ban(line: tl.tensor, entry: tl.tensor, here: tl.tensor) -> None:
     """-inf at these places, but where there is a NaN."""
     x = tl.load(line + entry, here, 0.0)
@@ -158,13 +164,13 @@ def _adjust(
         tl.store(capped + row, adjusted.to(tl.int32))
     if adjusted:
         line, own_counts, history = logits + row * N, counts + slot * N, tokens + slot * tokens_width
-        if CAP:
-            for at in range(start, end, BLOCK):
-                entry = at + tl.arange(0, BLOCK)
-                x = tl.load(line + entry, entry < end, 0.0)
-                tl.store(line + entry, tl.where(x == float("-inf"), x, _capped(x, cap)), entry < end)
-            tl.debug_barrier()
-        if (flag & BIASED) != 0:
+        biased, penalized, limited = (flag & BIASED) != 0, (flag & PENALIZED) != 0, (flag & LIMITED) != 0
+        if biased:
+            if CAP:
+                for at in range(start, end, BLOCK):
+                    entry = at + tl.arange(0, BLOCK)
+                    tl.store(line + entry, _capped_finite(tl.load(line + entry, entry < end, 0.0), cap), entry < end)
+                tl.debug_barrier()
             for at in range(0, BIASES, BLOCK):
                 lane = at + tl.arange(0, BLOCK)
                 ids = tl.load(bias_ids + slot * BIASES + lane, lane < BIASES, -1)
@@ -173,7 +179,6 @@ def _adjust(
                 added = tl.load(bias + slot * BIASES + lane, here, 0.0)
                 tl.store(line + entry, tl.load(line + entry, here, 0.0) + added, here)
             tl.debug_barrier()
-        penalized, limited = (flag & PENALIZED) != 0, (flag & LIMITED) != 0
         repetition, presence, frequency = 1.0, 0.0, 0.0
         if penalized:
             repetition, presence = tl.load(penalties + slot * 3), tl.load(penalties + slot * 3 + 1)
@@ -184,23 +189,25 @@ def _adjust(
             tl.debug_barrier()
             tl.store(own_counts + entry, (tl.minimum((bits & MOST) + 1, MOST) | (bits & PROMPT)).to(tl.int16), here)
             tl.debug_barrier()
-        if penalized | limited | masked:
-            for at in range(start, end, BLOCK):
-                entry = at + tl.arange(0, BLOCK)
-                live = entry < end
-                x = tl.load(line + entry, live, 0.0)
-                bad = x != x
-                if penalized:
-                    bits = tl.load(own_counts + entry, live, 0).to(tl.int32)
-                    generated = (bits & MOST).to(tl.float32)
-                    x = tl.where(bits != 0, tl.where(x > 0.0, x / repetition, x * repetition), x)
-                    x = x - frequency * generated - tl.where(generated > 0.0, presence, 0.0)
-                if limited:
-                    x = tl.where(_kept(allowed + slot * MASK_WORDS, first + entry, first, live) | bad, x, float("-inf"))
-                if masked:
-                    x = tl.where(_kept(mask, first + entry, first, live) | bad, x, float("-inf"))
-                tl.store(line + entry, x, live)
-            tl.debug_barrier()
+        for at in range(start, end, BLOCK):
+            entry = at + tl.arange(0, BLOCK)
+            live = entry < end
+            x = tl.load(line + entry, live, 0.0)
+            bad = x != x
+            if CAP:
+                if biased == 0:
+                    x = _capped_finite(x, cap)
+            if penalized:
+                bits = tl.load(own_counts + entry, live, 0).to(tl.int32)
+                generated = (bits & MOST).to(tl.float32)
+                x = tl.where(bits != 0, tl.where(x > 0.0, x / repetition, x * repetition), x)
+                x = x - frequency * generated - tl.where(generated > 0.0, presence, 0.0)
+            if limited:
+                x = tl.where(_kept(allowed + slot * MASK_WORDS, first + entry, first, live) | bad, x, float("-inf"))
+            if masked:
+                x = tl.where(_kept(mask, first + entry, first, live) | bad, x, float("-inf"))
+            tl.store(line + entry, x, live)
+        tl.debug_barrier()
         if (flag & BAD_WORDS) != 0:
             generated = position + 1 - tl.load(starts + slot * 2)
             word = tl.arange(0, WORDS)

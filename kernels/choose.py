@@ -116,7 +116,7 @@ def _launch_choose(
 
 @triton.jit
 def _mix(x: tl.tensor) -> tl.tensor:
-    """As `kernels.sample` mixes: int64 holding 32 bits."""
+    """As `kernels.sample` mixes: uint32, or int64 holding 32 bits."""
     x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
     return x ^ (x >> 15)
@@ -131,8 +131,9 @@ def _key(seed: tl.tensor, position: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _gumbel(key: tl.tensor, ids: tl.tensor) -> tl.tensor:
-    """Standard Gumbel noise of each id. -log1p(-v) by its series where 1 - v would round the small v away: they decide maxima."""
-    hashed = _mix(_mix((ids + key) & 0xFFFFFFFF) ^ _mix(key ^ 0x165667B1))
+    """Standard Gumbel noise of each id, in 32 bits: int64 takes four times as long. -log1p(-v) by its series where 1 - v would round
+    the small v away: they decide maxima."""
+    hashed = _mix(_mix(ids.to(tl.uint32) + key.to(tl.uint32)) ^ _mix(key ^ 0x165667B1).to(tl.uint32))
     v = tl.minimum((hashed.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
     series = v * (1.0 + v * (0.5 + v * (0.33333334 + v * (0.25 + v * 0.2))))
     return -tl.log(tl.where(v < 0.015625, series, -tl.log(1.0 - v)))
@@ -192,7 +193,7 @@ def _local_best(
             scaled = _capped(x, cap) / temperature if CAP else x / temperature
             if capped is not None:
                 scaled = tl.where(tl.load(capped + row) != 0, x / temperature, scaled)
-            noisy = scaled + _gumbel(key, (first + entry).to(tl.int64))
+            noisy = scaled + _gumbel(key, first + entry)
             value = tl.where(x == float("-inf"), x, noisy)
         value = tl.where(value != value, float("-inf"), value)
         high, where = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)

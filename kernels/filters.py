@@ -262,7 +262,7 @@ def _filter(
                     for at in range(0, count, TILE):
                         ids, x = _listed(line, list_, at, count, V, BLOCK, TILE)
                         over = (x > value) | ((x == value) & (ids < token))
-                        noisy = tl.where(over, x + _gumbel(noise, ids.to(tl.int64)), float("-inf"))
+                        noisy = tl.where(over, x + _gumbel(noise, ids), float("-inf"))
                         high = tl.max(tl.max(noisy, 1), 0)
                         first = tl.min(tl.min(tl.where(noisy == high, ids, V), 1), 0)
                         successor = tl.where(high > best, first, successor)
