@@ -7,6 +7,7 @@ its sequence has ended, or needs no mask any more.
 """
 
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,12 +49,11 @@ def masked_rows(vocabulary: int) -> int:
     return min(MAX_MASKED_ROWS, (MAX_RECORD - _HEADER.size) // (4 * (1 + mask_words(vocabulary))))
 
 
-def encode_masks(masks: StepMasks) -> bytes:
-    """Bytes of `masks`; `decode_masks` is its inverse."""
-    count, words = masks.bits.shape
-    assert masks.slots.shape == (count,), (masks.slots.shape, masks.bits.shape)
-    assert masks.slots.dtype == masks.bits.dtype == np.int32, (masks.slots.dtype, masks.bits.dtype)
-    return b"".join([_HEADER.pack(masks.step, count, words), masks.slots.tobytes(), masks.bits.tobytes()])
+def encode_masks(step: int, masks: Mapping[int, np.ndarray], words: int) -> bytes:
+    """Bytes of the masks int32 [words] of a step's slots; `decode_masks` is its inverse."""
+    assert all(bits.shape == (words,) and bits.dtype == np.int32 for bits in masks.values()), (step, words)
+    slots = np.fromiter(masks, np.int32, len(masks))
+    return b"".join([_HEADER.pack(step, len(masks), words), slots.tobytes(), *(bits.data for bits in masks.values())])
 
 
 def decode_masks(data: bytes) -> StepMasks:

@@ -194,9 +194,8 @@ def _adjust(
             live = entry < end
             x = tl.load(line + entry, live, 0.0)
             bad = x != x
-            if CAP:
-                if biased == 0:
-                    x = _capped_finite(x, cap)
+            if CAP & (biased == 0):
+                x = _capped_finite(x, cap)
             if penalized:
                 bits = tl.load(own_counts + entry, live, 0).to(tl.int32)
                 generated = (bits & MOST).to(tl.float32)

@@ -16,7 +16,7 @@ only the end marker may come (with a grammar: once the grammar allows it).
 
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
 import numpy as np
@@ -29,7 +29,7 @@ from engine.errors import GenerationFailed
 from engine.matcher import Matcher, Vocabulary, threads
 from engine.plan import DEPTH, StepPlan
 from engine.protocol import GenerateRequest, SamplingParams
-from engine.step_masks import StepMasks, allows, encode_masks, mask_words, only
+from engine.step_masks import allows, encode_masks, mask_words, only
 
 SLOW_S = 0.002  # CPU time of a mask above which others do not wait for it: half a forward of 31B on four H200
 SLOW_TOKENS = 16  # tokens for which a grammar counts as slow after a slow mask
@@ -117,18 +117,15 @@ class Masks:
         """The masks of planned steps, in order, up to the first step that lacks one."""
         while self._planned and all(row.ready for row in self._planned[0][1]):
             step, rows = self._planned.popleft()
-            yield self._encoded(step, sorted((row for row in rows if not row.unmasked), key=lambda row: row.slot))
+            yield self._encoded(step, {row.slot: present(row.reply.mask) for row in rows if not row.unmasked})
 
     def discard(self) -> Iterator[bytes]:
         """Empty records for the steps still planned, so that ranks can finish them; their results are not wanted."""
         while self._planned:
-            yield self._encoded(self._planned.popleft()[0], [])
+            yield self._encoded(self._planned.popleft()[0], {})
 
-    def _encoded(self, step: int, rows: list[MaskedRow]) -> bytes:
-        bits = np.zeros((len(rows), mask_words(present(self._vocabulary).size)), np.int32)
-        for to, row in zip(bits, rows, strict=True):
-            to[:] = present(row.reply.mask)
-        return encode_masks(StepMasks(step, np.array([row.slot for row in rows], np.int32), bits))
+    def _encoded(self, step: int, masks: Mapping[int, np.ndarray]) -> bytes:
+        return encode_masks(step, masks, mask_words(present(self._vocabulary).size))
 
     def _read_tokens(self, reply: MaskedReply) -> bool:
         """Read a sequence's new tokens; whether it needs a mask that is to be made now."""

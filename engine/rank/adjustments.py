@@ -4,7 +4,8 @@ Tables are written where a sequence that needs them is admitted, from the admiss
 of its tokens. From then on the device counts what is generated (`kernels.adjust`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, chain
 
 import numpy as np
@@ -31,6 +32,7 @@ class Adjustments:
         self._words = range(ids.start >> 5, ((ids.stop - 1) >> 5) + 1)
         self.tables = _tables(slots, len(ids), len(self._words), device)
         pinned = device.type == "cuda"
+        self._copies = torch.cuda.Stream(device) if pinned else None
         shapes = [(slots, len(self._words)), (slots, 2)]
         self._staging = [
             [torch.zeros(shape, dtype=torch.int32, pin_memory=pinned) for shape in shapes] for _ in range(DEPTH + 1)
@@ -84,10 +86,12 @@ class Adjustments:
         bits[mine[(mine >= 0) & (mine < len(bits))]] = True
         return np.packbits(bits, bitorder="little").view(np.int32)
 
-    def set_masks(self, step: int, slots: np.ndarray, bits: np.ndarray) -> None:
+    def set_masks(self, step: int, slots: np.ndarray, bits: np.ndarray, after: torch.cuda.Event | None = None) -> None:
         """Which ids the rows of `slots` int32 [n] may give in `step`, and in no other; each slot once.
 
         bits int32 [n, ceil(vocabulary / 32)]: bit id % 32 of word id // 32. At most DEPTH steps may be out, as for plans.
+        after: the end on the device of the last step that was sampled: from then on, beside the forward, the masks go up, and what
+        the device does later waits for them. None: behind all that it was given.
         """
         assert len(slots) == len(bits) == len(set(slots.tolist())), (slots, bits.shape)
         if not len(slots):
@@ -99,9 +103,21 @@ class Adjustments:
         table = places.numpy()
         table[:, 0] = _NO_STEP
         table[slots, 0], table[slots, 1] = _low_word(step), range(len(slots))
-        self.tables.masks[: len(slots)].copy_(rows, non_blocking=True)  # copies alone: the host must not wait for the forward
-        self.tables.mask_rows.copy_(places, non_blocking=True)
+        with self._beside(after):
+            self.tables.masks[: len(slots)].copy_(rows, non_blocking=True)  # copies alone: the host must not wait for the forward
+            self.tables.mask_rows.copy_(places, non_blocking=True)
         self._mask_steps[slots] = step
+
+    @contextmanager
+    def _beside(self, after: torch.cuda.Event | None) -> Iterator[None]:
+        """Work of another stream, which begins behind `after`; the current stream goes on behind it."""
+        if self._copies is None or after is None:
+            yield
+            return
+        self._copies.wait_event(after)
+        with torch.cuda.stream(self._copies):
+            yield
+        torch.cuda.current_stream(self._device).wait_stream(self._copies)
 
     def of(self, slots: np.ndarray, step: int) -> list[bool]:
         """Whether each of these slots' rows is adjusted in `step`."""

@@ -7,8 +7,8 @@
 
 A plan of decode rows alone is padded to a bucket and runs as captured graphs on a GPU, elsewhere by the same functions called
 eagerly. A plan with chunks runs eagerly. Two steps may be launched and not finished, so each has its own memory for the copy out.
-The state hash after step n is crc32(plan n | its masks | tokens and flags of n | with debug_hash the bits of n's last hidden rows),
-chained from step n - 1: ranks that ran the same plans and sampled the same tokens agree on it, and a replay reproduces it.
+The state hash after step n is a checksum of (plan n | its masks | tokens and flags of n | with debug_hash the bits of n's last
+hidden rows), chained from step n - 1: ranks that ran the same plans and sampled the same tokens agree on it, and so does a replay.
 """
 
 import zlib
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.channel import checksum
 from engine.config import EngineConfig
 from engine.geometry import Geometry, vocab_share
 from engine.plan import (
@@ -324,7 +325,7 @@ class Runner:
     def _set_masks(self, step: int, data: bytes) -> None:
         masks = decode_masks(data)
         assert masks.step == step, f"step {step} has the masks of step {masks.step}"
-        self.slots.set_masks(step, masks.slots, masks.bits)
+        self.slots.set_masks(step, masks.slots, masks.bits, after=self._end)
         if self.pages is not None:
             self.pages.keep_masks(step, data)
 
@@ -447,7 +448,7 @@ class Runner:
         """Chain one finished step into the state hash."""
         expected, data, masks = self._plans.popleft()
         assert step == expected, f"step {step} finished before step {expected}"
-        state = zlib.crc32(masks, zlib.crc32(data, self.state_hash))
+        state = checksum(masks, checksum(data, self.state_hash))
         for name in ("chosen", "hidden"):
             if name in host:
                 state = zlib.crc32(host[name].tobytes(), state)

@@ -121,9 +121,9 @@ class SlotState:
         self.parameters.integers[slots] = integer_rows
         self.parameters.floats[slots] = float_bits.view(torch.float64).float()
 
-    def set_masks(self, step: int, slots: np.ndarray, bits: np.ndarray) -> None:
+    def set_masks(self, step: int, slots: np.ndarray, bits: np.ndarray, after: torch.cuda.Event | None = None) -> None:
         """As `Adjustments.set_masks`."""
-        self.adjustments.set_masks(step, slots, bits)
+        self.adjustments.set_masks(step, slots, bits, after)
 
     def result_rows(self, slots: np.ndarray, step: int) -> ResultRows:
         """How the rows sample for result slots int32 [R] of plan `step`, whose masks are set."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.channel import ChannelBroken, RingReader, RingWriter, Waiter, create_shared, map_shared, ring_bytes
+from engine.channel import ChannelBroken, RingReader, RingWriter, Waiter, checksum, create_shared, map_shared, ring_bytes
 
 pytestmark = [pytest.mark.pure, pytest.mark.alone]
 
@@ -184,19 +184,37 @@ def test_a_counter_is_never_seen_half_written() -> None:
         writer.wait()
 
 
-@pytest.mark.parametrize("at", ["payload", "step", "crc", "size"])
-def test_a_flipped_bit_breaks_the_channel(at: str) -> None:
-    """One bit wrong anywhere in a record is found by its crc, within milliseconds; the same record untouched is read."""
-    memory, writer, (reader,) = ring(1)
-    writer.write(1, b"hello ring")
-    place = 128 + {"size": 0, "crc": 4, "step": 8, "payload": 16}[at]
+@pytest.mark.parametrize("size", [10, 300_000])
+@pytest.mark.parametrize("at", ["payload", "end", "step", "checksum", "size"])
+def test_a_flipped_bit_breaks_the_channel(at: str, size: int) -> None:
+    """One bit wrong anywhere in a record is found by its checksum, within milliseconds; the same record untouched is read."""
+    memory, writer, (reader,) = ring(1, 1 << 20)
+    payload = random.Random(size).randbytes(size)
+    writer.write(1, payload)
+    place = 128 + {"size": 0, "checksum": 4, "step": 8, "payload": 16, "end": 15 + size}[at]
     memory[place] ^= 1
     started = time.monotonic()
-    with pytest.raises(ChannelBroken, match="bad crc"):
+    with pytest.raises(ChannelBroken, match="bad checksum"):
         reader.poll()
     assert time.monotonic() - started < 0.5
     memory[place] ^= 1
-    assert reader.poll() == (1, b"hello ring")
+    assert reader.poll() == (1, payload)
+
+
+@pytest.mark.parametrize("row", [b"\x00", b"\x01", b"\xff", b"a mask's row "])
+def test_stale_pages_change_the_checksum(row: bytes) -> None:
+    """Of a large record of equal pages, any number of them older than the rest, wherever they lie, is found."""
+    pages, choice = 64, random.Random(1)
+    page = (row * 4096)[:4096]
+    whole, sums = page * pages, set()
+    for stale in range(1, pages + 1):
+        data = bytearray(whole)
+        for at in choice.sample(range(pages), stale):
+            data[at * 4096 : (at + 1) * 4096] = choice.randbytes(1) * 4096 if row == b"\x00" else bytes(4096)
+        assert bytes(data) == whole or checksum(bytes(data)) != checksum(whole), stale
+        sums.add(checksum(bytes(data)))
+    assert len(sums) > pages // 2
+    assert checksum(whole) == checksum(whole) != checksum(whole, 1)
 
 
 def test_a_record_that_arrives_late_is_read_again() -> None:

@@ -85,6 +85,30 @@ def test_values_are_the_references(rows: int) -> None:
     print(f"{rows} rows: {us:.1f} us, unadjusted {plain:.1f} us")
 
 
+@pytest.mark.parametrize("early", [False, True])
+def test_masks_go_up_behind_the_step_before(early: bool) -> None:
+    """While the device still has a step to sample, the masks of the next one are set: both steps get their own. Sent up beside what
+    was before that step, as a planted fault does, they replace masks that it has not read."""
+    logits, batch, adjustments = case(4, adjusted=False)
+    bits = np.zeros((2, 4, VOCAB // 32), np.int32)
+    bits[0, :, FIRST // 32 :], bits[1, :, FIRST // 32 + 7 :] = 1, 2
+    slots, found = np.arange(4, dtype=np.int32), []
+    plans = [torch.full((16,), step, dtype=torch.int32, device=DEVICE) for step in (STEP, STEP + 1)]
+    ended = torch.cuda.Event()
+    ended.record()
+    torch.cuda.synchronize()
+    for step, plan in enumerate(plans, STEP):
+        adjustments.set_masks(step, slots, bits[step - STEP], after=ended)
+        torch.cuda._sleep(100_000_000)
+        found.append(logits.clone())
+        adjust(found[-1], replace(batch, plan=plan), FIRST, 16)
+        if not early:
+            ended.record()
+    allowed = [(~each.isneginf()).nonzero()[:, 1].unique().tolist() for each in found]
+    want = [list(range(0, SHARE, 32)), list(range(7 * 32 + 1, SHARE, 32))]
+    assert (allowed == want) is not early
+
+
 def error(found: Tensor, want: Tensor) -> float:
     if not torch.equal(found.isneginf(), want.isneginf()):
         return float("inf")
