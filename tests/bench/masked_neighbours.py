@@ -2,8 +2,8 @@
 
 A group without Ray serves --batch requests at once. Of some batches all are free, of others --masked have a grammar: objects of a
 random schema, one behind another, more than they have tokens for, over a vocabulary of 262 144 pieces. Both kinds in turn, --repeat
-times; the median TPOT of the free ones (ms, while all decode) is compared. Beside it means, while they run, of how long rank 0's
-device took for a step, in which it may wait for masks, and stood idle before one.
+times; the median TPOT of the free ones (ms, while all of both kinds decode) is compared. Beside it means, while they run, of how
+long rank 0's device took for a step, in which it may wait for masks, and stood idle before one.
 """
 
 import argparse
@@ -31,37 +31,37 @@ from tests.bench.shard_model import write_shard
 _ENDS = (1, 106)
 
 
-async def masked(client: EngineClient, prompt: list[int], grammar: str, tokens: int, gaps: list[float]) -> None:
-    """A reply of a grammar that does not end before it is cut; seconds between its tokens."""
+async def masked(client: EngineClient, prompt: list[int], grammar: str, tokens: int) -> list[float]:
+    """A reply of a grammar that does not end before it is cut; when each of its tokens came."""
     params = SamplingParams(max_tokens=tokens, temperature=1.0, seed=len(grammar), stop_ids=_ENDS, grammar=Grammar(grammar))
     times: list[float] = []
     async for output in client.generate(prompt, params):
         times += [time.monotonic()] * len(output.tokens)
     assert len(times) == tokens, (len(times), tokens)
-    gaps += [later - earlier for earlier, later in pairwise(times)]
+    return times
 
 
 async def neighbours(
     group: Group, client: EngineClient, prompts: list[list[int]], args: argparse.Namespace, grammars: Sequence[str]
 ) -> tuple[float, float]:
     """Median ms a token of the free requests; of those with a grammar (nan: there are none)."""
-    gaps: list[float] = []
     steps: list[tuple[int, int]] = []
     watching = asyncio.create_task(device_times(group, steps))
     count = args.masked if grammars else 0
-    beside = [masked(client, prompt, grammars[at], args.tokens, gaps) for at, prompt in enumerate(prompts[:count])]
+    beside = [masked(client, prompt, grammars[at], args.tokens) for at, prompt in enumerate(prompts[:count])]
     free = [one(client, prompt, args.tokens) for prompt in prompts[count:]]
     others = asyncio.gather(*beside)
     times = await asyncio.gather(*free)
     watching.cancel()
-    await others
+    constrained = await others
     busy, idle = (statistics.mean(each) / 1e3 for each in zip(*steps, strict=True))
     print(f"{count:3} with grammars: a step {busy:.3f} ms, idle before it {idle:.3f}; {len(steps)} steps seen", flush=True)
-    start, end = max(each[0] for each in times), min(each[-1] for each in times)
+    start, end = max(each[0] for each in [*times, *constrained]), min(each[-1] for each in times)
     tpots = []
     for each in times:
         seen = [at for at in each if start <= at <= end]
         tpots.append(1e3 * (seen[-1] - seen[0]) / (len(seen) - 1))
+    gaps = [later - earlier for each in constrained for earlier, later in pairwise(each)]
     return statistics.median(tpots), 1e3 * statistics.median(gaps) if gaps else float("nan")
 
 
