@@ -1,11 +1,11 @@
 """Admission: which waiting requests get a slot. In order, past those that cannot begin now, but past none for ever."""
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import islice
 
 from engine.core.allocator import Allocator, Changes
-from engine.core.policy import Policy, Room
+from engine.core.policy import Policy
 from engine.core.prefix import Hit
 from engine.core.requests import Requests
 from engine.core.sequence import Sequence
@@ -13,6 +13,43 @@ from engine.logit_adjustments import encoded_size
 from engine.plan import MAX_ADMITTED, Admission, admission_size
 
 _LOOKAHEAD = 16  # requests looked at beyond the free slots
+
+
+class Room:
+    """Pages that are free for admissions: those that running prefills still need are reserved for them."""
+
+    def __init__(self, running: Iterable[Sequence], allocator: Allocator) -> None:
+        self._allocator = allocator
+        self._running = 0
+        self._promised = [0] * len(allocator.pools)
+        for sequence in running:
+            self.admitted(sequence)
+
+    def admitted(self, sequence: Sequence) -> None:
+        """One more runs."""
+        self._running += 1
+        if sequence.high < sequence.target:
+            for index in range(len(self._promised)):
+                worst = self._allocator.worst_pages(index, sequence.target + 1)
+                self._promised[index] += max(0, worst - len(sequence.runs[index].pages))
+
+    def fits(self, sequence: Sequence, hit: Hit | None) -> bool:
+        """Whether all known tokens fit what is left, with a page to grow for every running sequence; always if none runs.
+
+        Pages of the hit need not be taken, but idle ones among them are no longer available to others.
+        """
+        if not self._running:
+            return True
+        for index, pool in reversed(list(enumerate(self._allocator.pools))):  # full pages, of which long ones need most, first
+            need = self._allocator.worst_pages(index, len(sequence.tokens) + 1)
+            if hit is not None and hit.count:
+                if pool.group.window is None:
+                    need = max(0, need - len(hit.full)) + hit.idle_full
+                else:
+                    need = max(0, need - len(hit.tail)) + pool.idle_in(hit.tail)
+            if need + self._promised[index] + self._running > pool.available:
+                return False
+        return True
 
 
 class Admissions:

@@ -15,11 +15,12 @@ from dataclasses import dataclass, field, replace
 
 from engine.core.admit import Admissions
 from engine.core.allocator import Allocator, Changes
-from engine.core.policy import POLICIES, Prompt
+from engine.core.policy import POLICIES
 from engine.core.requests import Requests
 from engine.core.results import ChunkRow, Flight
 from engine.core.sequence import Sequence, Wait
 from engine.core.step_budget import DecodeRows, StepBudget
+from engine.core.step_estimate import Prompt
 from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
 from engine.plan import MAX_SCORED, Admission, PrefillChunk, StepPlan

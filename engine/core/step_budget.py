@@ -17,7 +17,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.core.policy import Corrections, Policy, Prompt, StepEstimate, shares
+from engine.core.policy import Policy
+from engine.core.step_estimate import Corrections, Prompt, StepEstimate, shares
 from engine.lifeline import StepTimes
 
 OLDEST_EVERY = 4  # of this many steps with prompt tokens, or parts of their time, at least one is the oldest prompt's

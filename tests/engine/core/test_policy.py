@@ -6,10 +6,11 @@ from statistics import mean
 
 import pytest
 
-from engine.core.policy import POLICIES, Prompt, StepEstimate, in_order, shares, shortest_first
+from engine.core.policy import POLICIES, in_order, shortest_first
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.sequence import Sequence
 from engine.core.step_budget import MOST_SKIPPED, OLDEST_EVERY, DecodeRows, StepBudget
+from engine.core.step_estimate import Prompt, StepEstimate, shares
 from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
 from engine.plan import PrefillChunk, ResultRow, StepPlan, StepResult

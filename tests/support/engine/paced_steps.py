@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import quantiles
 
-from engine.core.policy import StepEstimate
 from engine.core.scheduler import Scheduler, SchedulerConfig
+from engine.core.step_estimate import StepEstimate
 from engine.core.step_timer import StepTimer
 from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
