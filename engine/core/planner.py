@@ -18,7 +18,7 @@ from engine.core.allocator import Allocator, Changes
 from engine.core.policy import POLICIES
 from engine.core.requests import Requests
 from engine.core.results import ChunkRow, Flight
-from engine.core.sequence import Sequence, Wait
+from engine.core.sequence import Sequence
 from engine.core.step_budget import DecodeRows, StepBudget
 from engine.core.step_estimate import Prompt
 from engine.geometry import KVGroup
@@ -132,7 +132,7 @@ class Planner:
             high = sequence.high
             if high < sequence.target:
                 self._prefill(sequence, shares.get(sequence, 0), draft)
-            elif high < sequence.limit - 1 and sequence.waits_for is None and (draft.masks or not sequence.masked):
+            elif high < sequence.limit - 1 and not sequence.waits_for_mask and (draft.masks or not sequence.masked):
                 end = high + width
                 if end <= sequence.held or self._hold_row(sequence, end, draft.changes):
                     sequence.high = end
@@ -229,5 +229,5 @@ def _chunks(draft: PlanDraft) -> list[Prompt]:
 def _use_mask(sequence: Sequence, draft: PlanDraft) -> None:
     """A row that gives a token uses a mask. Unless masks come late, the next row waits for the mask after this one's token."""
     if not sequence.late_masks:
-        sequence.waits_for = Wait.mask
+        sequence.waits_for_mask = True
     draft.masks -= 1

@@ -12,7 +12,7 @@ from engine.core.planner import Planner, SchedulerConfig
 from engine.core.prefix import PrefixCache
 from engine.core.requests import Counters, Requests
 from engine.core.results import Results
-from engine.core.sequence import Key, Sequence, Wait
+from engine.core.sequence import Key, Sequence
 from engine.plan import StepPlan, StepResult
 from engine.protocol import AbortReason, FinishReason, GenerateRequest, Load, Output, PoolLoad
 
@@ -75,7 +75,7 @@ class Scheduler:
     @property
     def stuck(self) -> bool:
         """Requests are open, nothing is in flight, and none of them waits for the host: an invariant is broken."""
-        return bool(self.unfinished) and not self.in_flight and not any(sequence.waits_for for sequence in self._requests)
+        return bool(self.unfinished) and not self.in_flight and not any(sequence.waits_for_mask for sequence in self._requests)
 
     # -- requests in, outputs out
 
@@ -125,13 +125,13 @@ class Scheduler:
         """From now on its tokens wait for `mask_ready`. If a row in flight gives the token at index `length`, it is dropped and
         computed again. `late`: its rows are planned before their masks are made."""
         assert not self.config.drafts, "a row with drafts cannot be masked token by token"
-        sequence.masked, sequence.late_masks, sequence.waits_for = True, late, None if late else Wait.mask
+        sequence.masked, sequence.late_masks, sequence.waits_for_mask = True, late, not late
         if sequence.running and sequence.high >= length:
             self._requests.requeue(sequence)
 
     def unconstrain(self, sequence: Sequence) -> None:
         """From now on its tokens wait for no mask."""
-        sequence.masked, sequence.late_masks, sequence.waits_for = False, False, None
+        sequence.masked, sequence.late_masks, sequence.waits_for_mask = False, False, False
 
     def mask_ready(self, client: int, request: int, length: int, *, late: bool = False) -> None:
         """The host has the mask of the token at index `length`; an outdated one changes nothing. `late`: from now on its rows are
@@ -139,7 +139,7 @@ class Scheduler:
         sequence = self._requests.find((client, request))
         if sequence is not None and length == len(sequence.tokens):
             sequence.mask_for, sequence.late_masks = length, late
-            sequence.waits_for = None if late or length > sequence.high else Wait.mask
+            sequence.waits_for_mask = not late and length <= sequence.high
 
     def schedule(self) -> StepPlan | None:
         """The next plan; None if no sequence can use a step now: all wait for results or the host, or there are none."""

@@ -10,7 +10,6 @@ row that gives fewer tokens lowers it at its commit. Pages are held up to `high`
 `limit - 1` positions are needed: the last token is sampled from position limit - 2 and never fed back.
 """
 
-import enum
 from array import array
 from dataclasses import dataclass, field
 
@@ -19,12 +18,6 @@ from engine.core.prefix import Hit
 from engine.protocol import SamplingParams
 
 Key = tuple[int, int]
-
-
-class Wait(enum.Enum):
-    """What a sequence's next token needs from the host."""
-
-    mask = "mask"
 
 
 @dataclass(eq=False, slots=True)
@@ -74,7 +67,7 @@ class Sequence:
     high: int = 0
     held: int = 0
     release_at: int = 0
-    waits_for: Wait | None = None
+    waits_for_mask: bool = False
     started: bool = False
     overtaken: int = 0
     ended: bool = False
@@ -84,8 +77,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.stop_ids = frozenset(self.params.stop_ids)
-        if self.masked:
-            self.waits_for = Wait.mask
+        self.waits_for_mask = self.masked
 
     @property
     def running(self) -> bool:
@@ -94,13 +86,13 @@ class Sequence:
     @property
     def decodable(self) -> bool:
         """A decode row can be planned now; the last one is that of position limit - 2."""
-        return self.target <= self.high < self.limit - 1 and self.waits_for is None
+        return self.target <= self.high < self.limit - 1 and not self.waits_for_mask
 
     @property
     def ready(self) -> int:
         """Known tokens that can be computed now. The last one gives a token, so it waits when that token does."""
         known = self.target - self.high
-        return known - 1 if self.waits_for else known
+        return known - 1 if self.waits_for_mask else known
 
     @property
     def scores(self) -> bool:
@@ -131,5 +123,5 @@ class Sequence:
         self.low = self.high = 0
         self.runs = []
         if self.masked:
-            self.waits_for = None if self.late_masks or self.mask_for == len(self.tokens) else Wait.mask
+            self.waits_for_mask = not self.late_masks and self.mask_for != len(self.tokens)
         return slot

@@ -182,7 +182,7 @@ class PageCheck:
 
     def restore(self, dump: PageDump) -> None:
         """Tables, lengths and tokens as in a dump of this rank's shape; its plan is the next to run."""
-        self.map.restore(dump.expected, dump.expected_lengths, dump.robbed)
+        self.map.restore(dump.expected, dump.expected_lengths, dump.lost_pages)
         self.expect(np.arange(len(dump.expected)), dump.expected)
         sizes = [cache.table.numel() for cache in self._slots.cache]
         for cache, table in zip(self._slots.cache, torch.from_numpy(dump.tables).split(sizes), strict=True):
@@ -209,10 +209,10 @@ class PageCheck:
         for data in plans.values() if started else ():
             np.subtract.at(lengths, read_plan(data).decodes, 1)
         longest = int(min(max(lengths.max(), 0) + 2, self._slots.tokens.shape[1]))
-        robbed = {slot: found for slot, found in self.map.robbed.items() if found[0] < step}
+        lost_pages = {slot: found for slot, found in self.map.lost_pages.items() if found[0] < step}
         return PageDump(
             config=self._config, rank=self._rank, step=step, pages=self.pages, message=message, plan=plans[step],
-            masks=dict(self._masks).get(step, b""), robbed=robbed,
+            masks=dict(self._masks).get(step, b""), lost_pages=lost_pages,
             tables=rolled_back(self._found_tables(found), back), expected=rolled_back(self.map.flat, back), lengths=lengths,
             expected_lengths=back[0].lengths, tokens=self._slots.tokens[:, :longest].cpu().numpy(),
         )  # fmt: skip

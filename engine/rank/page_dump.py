@@ -18,18 +18,18 @@ import numpy as np
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 
-_FORMAT = 2
+_FORMAT = 3
 
 
 @dataclass(frozen=True)
 class PageDump:
     """rank 0 <= rank < config.tp; step: the plan's; pages: of each group's pool, null page included; message: what was found.
 
-    plan      bytes of the plan;  masks: of its masked rows, empty where it has none
-    tables    int32, found [slots * widths] of all groups, flat;  expected: the same as it should be; both before the plan
-    lengths   int32 [slots], found, before the plan;  expected_lengths: as the plans say
-    robbed    slots that may not run on, since their pages went to others: since which plan, and why
-    tokens    int32 [slots, longest + 1]
+    plan        bytes of the plan;  masks: of its masked rows, empty where it has none
+    tables      int32, found [slots * widths] of all groups, flat;  expected: the same as it should be; both before the plan
+    lengths     int32 [slots], found, before the plan;  expected_lengths: as the plans say
+    lost_pages  slots that may not run on, since their pages went to others: since which plan, and why
+    tokens      int32 [slots, longest + 1]
     """
 
     config: EngineConfig
@@ -39,7 +39,7 @@ class PageDump:
     message: str
     plan: bytes
     masks: bytes
-    robbed: dict[int, tuple[int, str]]
+    lost_pages: dict[int, tuple[int, str]]
     tables: np.ndarray
     expected: np.ndarray
     lengths: np.ndarray
@@ -64,7 +64,7 @@ def write_dump(dump: PageDump, folder: Path | None = None) -> Path:
 
 def _header(dump: PageDump) -> dict[str, Any]:
     plain = {name: getattr(dump, name) for name in ("rank", "step", "pages", "message")}
-    return {**plain, "robbed": list(dump.robbed.items()), "config": msgspec.to_builtins(dump.config)}
+    return {**plain, "lost_pages": list(dump.lost_pages.items()), "config": msgspec.to_builtins(dump.config)}
 
 
 def read_dump(path: Path) -> PageDump:
@@ -76,7 +76,7 @@ def read_dump(path: Path) -> PageDump:
                 raise ConfigError(f"{path}: a page dump of another version")
             config = msgspec.convert(header.pop("config"), EngineConfig)
             header["pages"] = tuple(header["pages"])
-            header["robbed"] = {slot: (step, why) for slot, (step, why) in header["robbed"]}
+            header["lost_pages"] = {slot: (step, why) for slot, (step, why) in header["lost_pages"]}
             encoded = {name: file[name].tobytes() for name in ("plan", "masks")}
             return PageDump(config=config, **encoded, **header, **{name: file[name] for name in _ARRAYS})
     except (OSError, KeyError, ValueError, TypeError, zipfile.BadZipFile, msgspec.ValidationError) as error:

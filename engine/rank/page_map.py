@@ -53,7 +53,7 @@ class PageMap:
         self.undo: deque[Undo] = deque(maxlen=DEPTH + 1)
         self._holders: list[dict[int, set[int]]] = [{} for _ in groups]
         self._cached = [0] * slots
-        self.robbed: dict[int, tuple[int, str]] = {}  # slots that may not run on: since which plan, and why
+        self.lost_pages: dict[int, tuple[int, str]] = {}  # slots that may not run on: since which plan, and why
         self._changes: dict[int, int] = {}  # flat index -> what stood there
 
     def fold(self, plan: PlanView) -> tuple[np.ndarray, np.ndarray]:
@@ -74,9 +74,9 @@ class PageMap:
             self.undo.append(Undo(plan.step, index, before, lengths))
         return index, self.flat[index]
 
-    def restore(self, flat: np.ndarray, lengths: np.ndarray, robbed: Mapping[int, tuple[int, str]]) -> None:
+    def restore(self, flat: np.ndarray, lengths: np.ndarray, lost_pages: Mapping[int, tuple[int, str]]) -> None:
         """Begin anew from tables, lengths and slots that may not run on."""
-        self.flat[:], self.lengths[:], self.robbed = flat, lengths, dict(robbed)
+        self.flat[:], self.lengths[:], self.lost_pages = flat, lengths, dict(lost_pages)
         self.undo.clear()
         for table, holders in zip(self.tables, self._holders, strict=True):
             holders.clear()
@@ -100,7 +100,7 @@ class PageMap:
         for group, table in enumerate(self.tables):
             for entry in table[slot].nonzero()[0].tolist():
                 self._set(group, slot, entry, 0)
-        self.robbed.pop(slot, None)
+        self.lost_pages.pop(slot, None)
         self._cached[slot] = self.lengths[slot] = cached
 
     def _append(self, plan: PlanView) -> None:
@@ -115,15 +115,15 @@ class PageMap:
                 if not (whole and self.tables[group][other, entry] == page):
                     name = self.groups[group].name
                     why = f"its page {page} of group {name} went to slot {slot}, entry {entry}, in plan {plan.step}"
-                    self.robbed.setdefault(other, (plan.step, why))
+                    self.lost_pages.setdefault(other, (plan.step, why))
                     self._holders[group][page].discard(other)
             self._set(group, slot, entry, page)
 
     def _run(self, plan: PlanView) -> None:
         chunks, decodes = plan.chunks, plan.decodes
-        for slot in (*chunks[:, 0].tolist(), *decodes.tolist()) if self.robbed else ():
-            if slot in self.robbed:
-                raise PageViolation(f"slot {slot} runs on, but {self.robbed[slot][1]}")
+        for slot in (*chunks[:, 0].tolist(), *decodes.tolist()) if self.lost_pages else ():
+            if slot in self.lost_pages:
+                raise PageViolation(f"slot {slot} runs on, but {self.lost_pages[slot][1]}")
         for slot, start, end, _ in chunks.tolist():
             if start != self.lengths[slot]:
                 raise PageViolation(f"slot {slot} stands at position {self.lengths[slot]}, its chunk begins at {start}")

@@ -53,7 +53,7 @@ def dump_with(entry: int, page: int) -> PageDump:
     lengths = np.array([40, 0, 0, 0, 0], np.int32)
     return PageDump(
         config=config_of(resolve("nano:31b"), 1), rank=0, step=7, pages=PAGES, message="as it was",
-        plan=encode_plan(StepPlan(7, decodes=[0])), masks=b"", robbed={}, tables=tables.ravel(),
+        plan=encode_plan(StepPlan(7, decodes=[0])), masks=b"", lost_pages={}, tables=tables.ravel(),
         expected=expected.ravel(), lengths=lengths, expected_lengths=lengths,
         tokens=np.full((5, 42), 9, np.int32),
     )  # fmt: skip

@@ -14,7 +14,7 @@ from engine.core import results
 from engine.core.allocator import Allocator, Changes
 from engine.core.planner import Planner
 from engine.core.scheduler import Scheduler, SchedulerConfig
-from engine.core.sequence import Sequence, Wait
+from engine.core.sequence import Sequence
 from engine.geometry import KVGroup
 from engine.plan import MAX_ADMITTED, MAX_SCORED, Admission, PageAppend, StepPlan, StepResult, largest_plan, largest_result
 from engine.protocol import (
@@ -63,7 +63,7 @@ def test_a_mask_lost_with_its_row_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
 
     def forgetful(self: Sequence) -> int:
         slot = honest(self)
-        self.waits_for = Wait.mask if self.masked else None
+        self.waits_for_mask = self.masked
         return slot
 
     monkeypatch.setattr(Sequence, "leave", forgetful)
@@ -257,7 +257,7 @@ def test_a_mask_taken_for_the_wrong_token_is_noticed(monkeypatch: pytest.MonkeyP
     def hasty(self: Scheduler, client: int, request: int, length: int, *, late: bool) -> None:
         sequence = self._requests.find((client, request))
         if sequence is not None:
-            sequence.waits_for = None
+            sequence.waits_for_mask = False
 
     monkeypatch.setattr(Scheduler, "mask_ready", hasty)
     assert caught(300, 10)

@@ -7,7 +7,7 @@ import pytest
 from engine.core.masked_reply import MaskedReply, MaskedRow
 from engine.core.masks import Masks
 from engine.core.scheduler import Scheduler
-from engine.core.sequence import Sequence, Wait
+from engine.core.sequence import Sequence
 from engine.core.thought_limit import ThoughtLimit
 from engine.step_masks import StepMasks
 from tests.support.engine.draws import chance
@@ -93,7 +93,7 @@ def in_flight_counts(patch: pytest.MonkeyPatch) -> None:
 
 
 def constrained(sequence: Sequence, *, late: bool) -> None:
-    sequence.masked, sequence.late_masks, sequence.waits_for = True, late, None if late else Wait.mask
+    sequence.masked, sequence.late_masks, sequence.waits_for_mask = True, late, not late
 
 
 def told_twice(patch: pytest.MonkeyPatch) -> None:

@@ -227,7 +227,7 @@ class Host:
         """A result was."""
         if self.masks.active:
             self._advance()
-        waiting = [reply for reply in self.masks._replies if reply.ending and reply.sequence.waits_for]
+        waiting = [reply for reply in self.masks._replies if reply.ending and reply.sequence.waits_for_mask]
         assert not waiting, f"{waiting} wait for the end of a thought"
 
     def close(self) -> None:

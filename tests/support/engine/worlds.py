@@ -16,7 +16,7 @@ import numpy as np
 
 from engine.core.allocator import first_page
 from engine.core.scheduler import Scheduler, SchedulerConfig
-from engine.core.sequence import Sequence, Wait
+from engine.core.sequence import Sequence
 from engine.core.step_budget import MOST_PASSED, MOST_SKIPPED
 from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
@@ -301,7 +301,7 @@ def check_masks(scheduler: Scheduler, plan: StepPlan) -> None:
     for sequence in scheduler.running:
         if sequence.masked and not sequence.late_masks and sequence.slot in sampling:
             assert sequence.high == len(sequence.tokens), "a row was planned before its mask could be known"
-            assert sequence.waits_for is Wait.mask
+            assert sequence.waits_for_mask
 
 
 def first_of(scheduler: Scheduler) -> Sequence | None:
