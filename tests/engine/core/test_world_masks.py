@@ -1,10 +1,11 @@
 """Faults of masks, which the random worlds of test_scheduler.py must show: a row gets a mask that is not its own token's."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+import numpy as np
 import pytest
 
-from engine.core.masked_reply import MaskedReply, MaskedRow
+from engine.core.masked_reply import MaskedReply, MaskedRow, present
 from engine.core.masks import Masks
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence
@@ -66,7 +67,12 @@ def of_what_is_there(patch: pytest.MonkeyPatch) -> None:
 def of_the_last_plan(patch: pytest.MonkeyPatch) -> None:
     """The rows of the youngest planned step go out as the oldest's."""
     encoded = Masks._encoded
-    patch.setattr(Masks, "_encoded", lambda self, step, rows: encoded(self, step, self._planned[-1][1] if self._planned else rows))
+
+    def of_another_step(self: Masks, step: int, masks: Mapping[int, np.ndarray]) -> bytes:
+        rows = self._planned[-1][1] if self._planned else ()
+        return encoded(self, step, {row.slot: present(row.reply.mask) for row in rows if not row.unmasked} or masks)
+
+    patch.setattr(Masks, "_encoded", of_another_step)
 
 
 FAULTS = (of_what_is_there, of_the_last_plan)
