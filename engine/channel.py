@@ -19,8 +19,6 @@ import time
 import zlib
 from collections.abc import Callable
 
-import numpy as np
-
 _RECORD = struct.Struct("<IIQ")
 _LINE = 64
 _WRAP = 0xFFFFFFFF
@@ -38,6 +36,8 @@ def checksum(data: bytes, start: int = 0) -> int:
     whole = len(data) // _PAGE * _PAGE
     if whole <= _PAGE:
         return zlib.crc32(data, start)
+    import numpy as np  # not above: `quartet --help` does without it
+
     added = np.frombuffer(data, np.uint64, whole // 8).reshape(-1, _PAGE // 8).sum(0)
     return zlib.crc32(memoryview(data)[whole:], zlib.crc32(added.data, start))
 
