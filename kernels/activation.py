@@ -5,6 +5,8 @@
 In fp32, with one cast.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -12,32 +14,44 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.grid import cdiv, next_power_of_2
-from kernels.launch import launch, trigger, usable, wait
+from kernels.launch import Configured, configured, launch, trigger, usable, wait
+from kernels.numerics import cast
 
 
 def gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """gate and up of one shape and dtype -> the same."""
+    """gate [T, n], contiguous, and up [T, n], whose rows may lie apart, of one dtype -> [T, n]."""
     assert gate.shape == up.shape, (gate.shape, up.shape)
     assert gate.dtype == up.dtype, (gate.dtype, up.dtype)
+    if usable(gate, __name__):
+        assert gate.is_contiguous(), gate.stride()
+        assert up.stride(1) == 1, up.stride()
+        return _launch(gate, up, torch.empty_like(gate), gate.stride(0), (up.stride(0), 0))
     return _gelu_mul_reference(gate, up)
 
 
 def geglu(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-    """[..., 2 n], gate first -> [..., n], into `out` where it is given."""
+    """[T, 2 n], gate first -> [T, n], into `out` where it is given."""
     assert gate_up.shape[-1] % 2 == 0, gate_up.shape
+    n = gate_up.shape[-1] // 2
     if usable(gate_up, __name__):
-        return _launch(gate_up, gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2) if out is None else out)
-    gated = gelu_mul(*gate_up.chunk(2, dim=-1))
+        assert gate_up.is_contiguous(), gate_up.stride()
+        return _launch(gate_up, gate_up, gate_up.new_empty(gate_up.shape[0], n) if out is None else out, 2 * n, (2 * n, n))
+    gated = _gelu_mul_reference(*gate_up.chunk(2, dim=-1))
     return gated if out is None else out.copy_(gated)
 
 
-def _launch(gate_up: Tensor, out: Tensor) -> Tensor:
-    assert gate_up.is_contiguous(), gate_up.stride()
+def _launch(gate: Tensor, up: Tensor, out: Tensor, gate_at: int, up_at: tuple[int, int]) -> Tensor:
+    """gate_at: elements from row to row; up_at: likewise, and elements before the first row."""
     assert out.is_contiguous(), out.stride()
-    n = out.shape[-1]
+    rows, n = out.shape
     block = min(1024, next_power_of_2(n))
-    launch(_geglu, (out.numel() // n, cdiv(n, block)), gate_up, out, N=n, BLOCK=block, warps=4)
+    launch(_configured(n, block, gate_at, up_at), (rows, cdiv(n, block)), gate, up, out)
     return out
+
+
+@cache
+def _configured(n: int, block: int, gate_at: int, up_at: tuple[int, int]) -> Configured:
+    return configured(_gelu_mul, N=n, BLOCK=block, GATE=gate_at, UP=up_at[0], UP_FIRST=up_at[1], warps=4)
 
 
 @triton.jit
@@ -47,14 +61,17 @@ def gelu(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _geglu(gate_up: tl.tensor, out: tl.tensor, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr) -> None:
+def _gelu_mul(
+    gate: tl.tensor, up: tl.tensor, out: tl.tensor,
+    N: tl.constexpr, BLOCK: tl.constexpr, GATE: tl.constexpr, UP: tl.constexpr, UP_FIRST: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     trigger(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     wait(PDL)
-    gate = tl.load(gate_up + row * 2 * N + column, column < N, 0.0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * N + N + column, column < N, 0.0).to(tl.float32)
-    tl.store(out + row * N + column, (gelu(gate) * up).to(out.dtype.element_ty), column < N)
+    left = tl.load(gate + row * GATE + column, column < N, 0.0).to(tl.float32)
+    right = tl.load(up + row * UP + UP_FIRST + column, column < N, 0.0).to(tl.float32)
+    tl.store(out + row * N + column, cast(gelu(left) * right, out.dtype.element_ty), column < N)
 
 
 def _gelu_mul_reference(gate: Tensor, up: Tensor) -> Tensor:

@@ -110,7 +110,8 @@ def joint(
 ) -> tuple[Tensor, Tensor | None]:
     """part [T, n], or [T, 2 n] for two parts side by side -> (h [T, n], x [T, n] or None), in part's dtype.
 
-    part is this rank's with `peers`, else the whole sum; one that is `Sent` already has a residual and one side.
+    part is this rank's with `peers`, else the whole sum; one that is `Sent` already has a residual and one side. Without `peers` it
+    may be fp32 [parts, T, n], sums that the joint adds (`kernels.linear.linear_parts`); then the dtype is the residual's.
     residual [T, n]; None: the first joint, h = s * scale. scalar [1].
     Where peers shard the rows, h holds this rank's rows only, and the next joint must be given it as it is. With `every_row`
     they do not.
@@ -122,15 +123,18 @@ def joint(
         h, x = torch.empty_like(residual), None if norms.following is None else torch.empty_like(residual)
         _launch(residual, residual, norms, eps, scalar, scale, peers, h, x, part.turn, send=False)
         return h, x
-    rows, width = part.shape
+    rows, width = part.shape[-2:]
     n = width // 2 if norms.each else width
+    assert part.ndim == 2 or (residual is not None and peers is None and norms.each is None), part.shape
     assert residual is None or residual.shape == (rows, n), (residual and residual.shape, part.shape)
     assert (residual is None) == (norms.post is None), "a residual is added behind a norm"
     if not usable(part, __name__):
         assert peers is None, "on this device sums are made by a collective"
+        if part.ndim == 3 and residual is not None:
+            part = part.sum(0).to(residual.dtype)
         return _joint_reference(part, residual, norms, eps, scalar, scale)
-    h = part.new_empty(rows, n)
-    x = None if norms.following is None else part.new_empty(rows, n)
+    h = part.new_empty(rows, n) if residual is None else residual.new_empty(rows, n)
+    x = None if norms.following is None else torch.empty_like(h)
     if peers is not None and not every_row and rows >= peers.sharded and x is not None and norms.each is None:
         _launch_sharded(part, residual, norms, eps, scalar, scale, peers, h, x, peers.call())
     else:
@@ -170,7 +174,7 @@ def _launch(
     each = norms.each or (None, None)
     over = (1, 0, 0) if peers is None else (peers.size, peers.rows, peers.width)
     launch(
-        _configured(n, part.dtype, *over, SPINS, send, receive), (rows,),
+        _configured(n, h.dtype, *over, SPINS, send, receive, part.shape[0] if part.ndim == 3 else 1), (rows,),
         part, residual, norms.post, each[0], each[1], norms.following, scalar, h, x,
         *_peer_arguments(peers), turn, eps, scale,
     )  # fmt: skip
@@ -178,11 +182,11 @@ def _launch(
 
 @cache
 def _configured(
-    n: int, dtype: torch.dtype, size: int, rows: int, width: int, spins: int, send: bool, receive: bool
+    n: int, dtype: torch.dtype, size: int, rows: int, width: int, spins: int, send: bool, receive: bool, parts: int
 ) -> Configured:
     return configured(
         _joint, N=n, SIZE=size, ROWS=rows, WIDTH=width, EMPTY=_EMPTY_WORD[dtype], SPINS=spins, SEND=send, RECEIVE=receive,
-        warps=_warps(n, dtype), BLOCK=next_power_of_2(n),
+        PARTS=parts, warps=_warps(n, dtype), BLOCK=next_power_of_2(n),
     )  # fmt: skip
 
 
@@ -353,10 +357,10 @@ def _joint(
     scalar: tl.tensor, h_out: tl.tensor, x_out: tl.tensor,
     pointers: tl.tensor, inbox: tl.tensor, errors: tl.tensor, rank: tl.tensor, turn: tl.tensor, eps: tl.tensor, scale: tl.tensor,
     N: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, EMPTY: tl.constexpr,
-    SPINS: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr,
+    SPINS: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr, PARTS: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
-    dtype: tl.constexpr = part.dtype.element_ty
+    dtype: tl.constexpr = h_out.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     live = lane < N
@@ -394,6 +398,10 @@ def _joint(
             total = _sum(_receive(inbox, at, word, live_word, errors, STRIDE, SIZE, EMPTY, SPINS), SIZE, dtype)
         else:
             total = tl.load(part + row * (sides * N) + lane, live, 0.0).to(tl.float32)
+            for i in tl.static_range(1, PARTS):
+                total += tl.load(part + (i * tl.num_programs(0) + row) * N + lane, live, 0.0)
+            if PARTS > 1:
+                total = total.to(dtype).to(tl.float32)
         if sides == 2:
             if SIZE > 1:
                 other = _receive(inbox, at + N // VALUES, word, live_word, errors, STRIDE, SIZE, EMPTY, SPINS)

@@ -2,6 +2,7 @@
 
     linear(x; W)       = cast( x W^T )
     linear_geglu(x; W) = cast( gelu_tanh(x G^T) * x U^T )        W = [G; U]
+    linear_gelu_mul(x; W, u) = cast( gelu_tanh(x W^T) * u )
 
 x [T, n], W [m, n], contiguous. A decode step reads every weight once, so up to 128 rows these are streams of weights, and the
 kernels exist to keep memory busy: weights are constant, so they are asked for before the kernel waits for its predecessors
@@ -17,12 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.activation import geglu, gelu
+from kernels.activation import geglu, gelu, gelu_mul
 from kernels.grid import cdiv
 from kernels.joint import EMPTY, Peers, Sent, inboxes_of, send
 from kernels.launch import INTERPRET, Configured, configured, launch, shared_memory, trigger, usable, wait
-from kernels.numerics import cast
-from kernels.tiles import GemmShape, Tile, choose
+from kernels.numerics import add_product, cast
+from kernels.tiles import GemmShape, Tile, choose, split
 
 
 def linear(x: Tensor, weight: Tensor, out: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -47,6 +48,16 @@ def linear_send(x: Tensor, weight: Tensor, peers: Peers) -> Sent | None:
     return sent
 
 
+def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, n], weight [m, n] -> [T, m] in x's dtype; or, where so few outputs would leave processors idle, fp32 [parts, T, m], each
+    part summed over its share of the inner dimension, for `kernels.joint` to add."""
+    shape = GemmShape(weight.shape[0], weight.shape[1])
+    tile = _tile(x, shape)
+    if tile is None or (tile := split(tile, shape)).splits == 1:
+        return linear(x, weight)
+    return _run(tile, x, weight, x.new_empty(tile.splits, x.shape[0], shape.m, dtype=torch.float32), gated=False)
+
+
 def linear_geglu(x: Tensor, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     """x [T, n], gate_up [2 m, n], gate rows first -> [T, m] in x's dtype.
 
@@ -57,6 +68,17 @@ def linear_geglu(x: Tensor, gate_up: Tensor, out: Tensor | None = None) -> Tenso
     if tile is None:
         return geglu(linear(x, gate_up), out)
     return _run(tile, x, gate_up, out, gated=True)
+
+
+def linear_gelu_mul(x: Tensor, weight: Tensor, up: Tensor) -> Tensor:
+    """x [T, n], weight [m, n], up [T, m], whose rows may lie apart -> [T, m] in x's dtype, rounded as in `linear_geglu`."""
+    out = _checked(x, weight, weight.shape[0], None, None)
+    assert up.shape == out.shape, (up.shape, out.shape)
+    tile = _tile(x, GemmShape(weight.shape[0], weight.shape[1]))
+    if tile is None:
+        return gelu_mul(linear(x, weight), up)
+    assert up.stride(1) == 1, up.stride()
+    return _run(tile, x, weight, out, gated=False, up=up)
 
 
 def _checked(x: Tensor, weight: Tensor, m: int, out: Tensor | None, dtype: torch.dtype | None) -> Tensor:
@@ -90,24 +112,30 @@ def _tile(x: Tensor, shape: GemmShape) -> Tile | None:
     return choose(rows, shape, shared_memory(x))
 
 
-def _run(tile: Tile, x: Tensor, weight: Tensor, out: Tensor, *, gated: bool, sent: tuple[Peers, Sent] | None = None) -> Tensor:
-    """Starts `tile`'s kernel. `sent`: it writes to the inboxes of that call, and `out` is this rank's own."""
+def _run(
+    tile: Tile, x: Tensor, weight: Tensor, out: Tensor, *,
+    gated: bool, sent: tuple[Peers, Sent] | None = None, up: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Starts `tile`'s kernel. `sent`: it writes to the inboxes of that call, and `out` is this rank's own. `up`: what the product's
+    GELU is multiplied by."""
     m, k = weight.shape
     m //= 1 + gated
     pointers, rank, turn, target = None, 0, 0, (0, 0, m, 0)
     if sent is not None:
         peers, turn = sent[0], sent[1].turn
         pointers, rank, target = peers.pointers, peers.rank, (peers.size, peers.rows, peers.width, EMPTY[peers.dtype])
-    launch(_configured(tile, m, k, gated, *target), (cdiv(m, tile.bn),), x, weight, out, x.shape[0], pointers, rank, turn)
+    kernel = _configured(tile, m, k, gated, up.stride(0) if up is not None else 0, *target)
+    launch(kernel, (cdiv(m, tile.bn), tile.splits), x, weight, up, out, x.shape[0], pointers, rank, turn)
     return out
 
 
 @cache
-def _configured(tile: Tile, m: int, k: int, gated: bool, size: int, inbox_rows: int, width: int, empty: int) -> Configured:
+def _configured(tile: Tile, m: int, k: int, gated: bool, up: int, size: int, inbox_rows: int, width: int, empty: int) -> Configured:
     return configured(
         {"gemv": _gemv, "gemm": _gemm}[tile.kind],
-        M=m, K=k, GATED=gated, ROWS=tile.rows, BN=tile.bn, BK=tile.bk, EARLY=tile.early, START=tile.start,
-        SIZE=size, INBOX_ROWS=inbox_rows, WIDTH=width, EMPTY=empty, **({"SWAP": tile.swap} if tile.kind == "gemm" else {}),
+        M=m, K=k, GATED=gated, UP=up, ROWS=tile.rows, BN=tile.bn, BK=tile.bk, EARLY=tile.early, START=tile.start,
+        SIZE=size, INBOX_ROWS=inbox_rows, WIDTH=width, EMPTY=empty,
+        **({"SWAP": tile.swap, "SPLITS": tile.splits} if tile.kind == "gemm" else {}),
         warps=tile.warps, stages=tile.stages, registers=tile.registers,
     )  # fmt: skip
 
@@ -156,9 +184,10 @@ def _add_products(
 
 @triton.jit(do_not_specialize=["T", "rank", "turn"])
 def _gemv(
-    x: tl.tensor, weight: tl.tensor, out: tl.tensor, T: tl.tensor, pointers: tl.tensor, rank: tl.tensor, turn: tl.tensor,
+    x: tl.tensor, weight: tl.tensor, up: tl.tensor, out: tl.tensor, T: tl.tensor,
+    pointers: tl.tensor, rank: tl.tensor, turn: tl.tensor,
     M: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
-    GATED: tl.constexpr, START: tl.constexpr,
+    GATED: tl.constexpr, UP: tl.constexpr, START: tl.constexpr,
     SIZE: tl.constexpr, INBOX_ROWS: tl.constexpr, WIDTH: tl.constexpr, EMPTY: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """BN outputs of up to ROWS rows. A thread adds up products of 8 neighbouring columns at once; the sum over threads comes last.
@@ -187,6 +216,8 @@ def _gemv(
             total = gelu(total) * tl.sum(sums[row * SIDES + 1], 1)
         live = (column < M) & (row < T)
         at = tl.zeros([BN], tl.int32) + row
+        if UP > 0:
+            total = gelu(total) * tl.load(up + row * UP + column, live, 0.0).to(tl.float32)
         _store(total, out, at, column, live, x.dtype.element_ty, inboxes, rank, turn, SIZE, INBOX_ROWS, WIDTH, EMPTY)
 
 
@@ -197,61 +228,58 @@ def _fetch(base: tl.tensor, TURN: tl.constexpr, K: tl.constexpr, BK: tl.constexp
     tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [base + at], dtype=tl.int32, is_pure=False, pack=1)
 
 
-@triton.jit
-def _dot(x: tl.tensor, weight: tl.tensor, total: tl.tensor, SWAP: tl.constexpr) -> tl.tensor:
-    """total + x weight^T, or + weight x^T. The interpreter multiplies bf16 as integers: fp32 there."""
-    if INTERPRET:
-        x, weight = x.to(tl.float32), weight.to(tl.float32)
-    if SWAP:
-        total = tl.dot(weight, x.T, total)
-    else:
-        total = tl.dot(x, weight.T, total)
-    return total
-
-
 @triton.jit(do_not_specialize=["T", "rank", "turn"])
 def _gemm(
-    x: tl.tensor, weight: tl.tensor, out: tl.tensor, T: tl.tensor, pointers: tl.tensor, rank: tl.tensor, turn: tl.tensor,
+    x: tl.tensor, weight: tl.tensor, up: tl.tensor, out: tl.tensor, T: tl.tensor,
+    pointers: tl.tensor, rank: tl.tensor, turn: tl.tensor,
     M: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
-    SWAP: tl.constexpr, GATED: tl.constexpr, START: tl.constexpr,
+    SWAP: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr, UP: tl.constexpr, START: tl.constexpr,
     SIZE: tl.constexpr, INBOX_ROWS: tl.constexpr, WIDTH: tl.constexpr, EMPTY: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """BN outputs of up to ROWS rows; rows behind T are zero: were they to repeat one, all CTAs would wait for its cache lines."""
+    """BN outputs of up to ROWS rows; rows behind T are zero: were they to repeat one, all CTAs would wait for its cache lines. Of
+    SPLITS parts of the inner dimension a CTA has one."""
     if START:
         trigger(PDL)
     column = tl.program_id(0) * BN + tl.arange(0, BN)
     base = weight + tl.minimum(column, M - 1).to(tl.int64)[:, None] * K
     inboxes = inboxes_of(pointers, out.dtype.element_ty, SIZE)
+    PART: tl.constexpr = K // SPLITS
+    first = tl.program_id(1) * PART if SPLITS > 1 else 0
+    base += first
     if not INTERPRET:
         for i in tl.static_range(EARLY):
-            _fetch(base, i, K, BK)
+            _fetch(base, i, PART, BK)
             if GATED:
-                _fetch(base + M * K, i, K, BK)
+                _fetch(base + M * K, i, PART, BK)
     wait(PDL)
     row = tl.arange(0, ROWS)
-    xs, live = x + row[:, None] * K, row[:, None] < T
+    xs, live = x + first + row[:, None] * K, row[:, None] < T
     at = tl.arange(0, BK)[None, :]
     total = tl.zeros([BN, ROWS] if SWAP else [ROWS, BN], tl.float32)
-    up = total
-    for k in range(0, K, BK):
-        if K % BK == 0:
+    second = total
+    for k in range(0, PART, BK):
+        if PART % BK == 0:
             values = tl.load(xs + k + at, mask=live, other=0.0)
             tile = tl.load(base + k + at, eviction_policy="evict_first")
         else:
             values = tl.load(xs + k + at, mask=live & (k + at < K), other=0.0)
             tile = tl.load(base + k + at, mask=k + at < K, other=0.0, eviction_policy="evict_first")
-        total = _dot(values, tile, total, SWAP)
+        total = add_product(values, tile, total, SWAP)
         if GATED:
-            if K % BK == 0:
+            if PART % BK == 0:
                 tile = tl.load(base + M * K + k + at, eviction_policy="evict_first")
             else:
                 tile = tl.load(base + M * K + k + at, mask=k + at < K, other=0.0, eviction_policy="evict_first")
-            up = _dot(values, tile, up, SWAP)
+            second = add_product(values, tile, second, SWAP)
     if GATED:
-        total = gelu(total) * up
+        total = gelu(total) * second
     if SWAP:
         total = total.T
     live = (row[:, None] < T) & (column[None, :] < M)
+    if UP > 0:
+        total = gelu(total) * tl.load(up + row[:, None] * UP + column[None, :], live, 0.0).to(tl.float32)
+    if SPLITS > 1:
+        out += tl.program_id(1).to(tl.int64) * T * M
     _store(
         total, out, row[:, None], column[None, :], live, x.dtype.element_ty, inboxes, rank, turn, SIZE, INBOX_ROWS, WIDTH, EMPTY
     )

@@ -30,6 +30,18 @@ def dot(a: tl.tensor, b: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def add_product(x: tl.tensor, weight: tl.tensor, total: tl.tensor, SWAP: tl.constexpr) -> tl.tensor:
+    """x [m, k], weight [n, k] of one dtype: total [m, n] + x weight^T; with SWAP total [n, m] + weight x^T."""
+    if INTERPRET:
+        x, weight = x.to(tl.float32), weight.to(tl.float32)
+    if SWAP:
+        total = tl.dot(weight, x.T, total, input_precision="ieee")
+    else:
+        total = tl.dot(x, weight.T, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
 def hold(x: tl.tensor) -> tl.tensor:
     """x, not used before this point: loads until then are in flight together, and none waits for another's way to shared memory."""
     if INTERPRET:

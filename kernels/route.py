@@ -17,9 +17,11 @@ from torch import Tensor
 from kernels.grid import cdiv, next_power_of_2
 from kernels.launch import launch, trigger, usable, wait
 from kernels.norm import rms_norm
-from kernels.numerics import cast
+from kernels.numerics import add_product, cast
 
 _ROWS = 8  # rows of one CTA at most: it reads its experts' weights once for them
+_MANY = 128  # rows above which the scores are products of tiles
+_TILE = (16, 64, 128, 4, 3)  # rows, experts, inner dimension of a turn, warps, stages
 
 
 def router_logits(h: Tensor, proj: Tensor, scale: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -49,6 +51,16 @@ def _launch_logits(h: Tensor, proj: Tensor, scale: Tensor, norm: Tensor, eps: fl
     assert proj.is_contiguous(), proj.stride()
     logits = torch.empty((rows, experts), dtype=torch.float32, device=h.device)
     x = torch.empty_like(h)
+    if rows > _MANY:
+        held, width, turn, warps, stages = _TILE
+        groups, parts = cdiv(rows, held), cdiv(experts, width)
+        launch(
+            _many_logits, (groups * parts + rows,),
+            h, proj, scale, norm, logits, x, rows, eps, n**-0.5,
+            N=n, EXPERTS=experts, PARTS=parts, ROWS=held, WIDTH=width, TURN=turn, BLOCK=next_power_of_2(n),
+            warps=warps, stages=stages,
+        )  # fmt: skip
+        return logits, x
     width = 2 if rows <= _ROWS else 4  # experts of a CTA
     parts, each = cdiv(experts, width), min(_ROWS, next_power_of_2(rows))
     launch(
@@ -104,6 +116,53 @@ def _logits(
         before = tl.load(h + own * N + lane, live & (own < T), 0.0).to(tl.float32)
         normed = before * _variance_scale(before, eps, N) * factor
         tl.store(x + own * N + lane, cast(normed, x.dtype.element_ty), live & (own < T))
+
+
+@triton.jit(do_not_specialize=["T"])
+def _many_logits(
+    h: tl.tensor, proj: tl.tensor, scale: tl.tensor, norm: tl.tensor, logits: tl.tensor, x: tl.tensor, T: tl.tensor, eps: tl.tensor,
+    root: tl.tensor, N: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    TURN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """The first CTAs have the scores of ROWS rows by WIDTH experts each, the others a row's x.
+
+    bf16 rows are exact operands; weights are cut into three bf16 parts, which hold all of an fp32's bits."""
+    trigger(PDL)
+    tiles = (T + ROWS - 1) // ROWS * PARTS
+    at = tl.program_id(0)
+    if at >= tiles:
+        row, lane = (at - tiles).to(tl.int64) * N, tl.arange(0, BLOCK)
+        factor = tl.load(norm + lane, lane < N, 0.0).to(tl.float32)
+        wait(PDL)
+        before = tl.load(h + row + lane, lane < N, 0.0).to(tl.float32)
+        tl.store(x + row + lane, cast(before * _variance_scale(before, eps, N) * factor, x.dtype.element_ty), lane < N)
+        return
+    row = at // PARTS * ROWS + tl.arange(0, ROWS)
+    expert = at % PARTS * WIDTH + tl.arange(0, WIDTH)
+    lane = tl.arange(0, TURN)
+    live = (row < T)[:, None]
+    rows = h + row.to(tl.int64)[:, None] * N + lane[None, :]
+    weights = proj + tl.minimum(expert, EXPERTS - 1)[:, None] * N + lane[None, :]
+    total = tl.zeros([WIDTH, ROWS], tl.float32)
+    squares = tl.zeros([ROWS, TURN], tl.float32)
+    wait(PDL)
+    for k in range(0, N, TURN):
+        inside = k + lane < N
+        values = tl.load(rows + k, live & inside[None, :], 0.0)
+        weight = tl.load(weights + k, inside[None, :], 0.0) * (tl.load(scale + k + lane, inside, 0.0) * root)[None, :]
+        squares += values.to(tl.float32) * values.to(tl.float32)
+        if values.dtype == tl.float32:
+            total = add_product(values, weight, total, True)
+        else:
+            turn = tl.zeros([WIDTH, ROWS], tl.float32)  # apart: an MMA cuts what it adds to a large sum off
+            for _ in tl.static_range(3):
+                part = weight.to(values.dtype)
+                turn = add_product(values, part, turn, True)
+                weight -= part.to(tl.float32)
+            total += turn
+    factor = tl.rsqrt(tl.sum(squares, 1) / N + eps)
+    out = logits + row.to(tl.int64)[:, None] * EXPERTS + expert[None, :]
+    tl.store(out, total.T * factor[:, None], live & (expert < EXPERTS)[None, :])
 
 
 @triton.jit

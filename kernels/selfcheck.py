@@ -27,7 +27,8 @@ from kernels.filters import Share, adopt, filtered_tokens, scaled_rows
 from kernels.grid import cdiv
 from kernels.joint import Norms, joint
 from kernels.launch import INTERPRET, plain_torch
-from kernels.linear import linear, linear_geglu
+from kernels.linear import linear, linear_geglu, linear_gelu_mul
+from kernels.ple import per_layer_inputs
 from kernels.prefill import extend_attention, extend_tiles, tile_tokens
 from kernels.qkv import qkv_post
 from kernels.route import route, router_logits
@@ -156,7 +157,8 @@ def _products(rows: int) -> Op:
 
     def run(draw: RandomInputs) -> Outputs:
         x, weight = draw.floats(rows, 264), draw.floats(2 * 19, 264, scale=264**-0.5)
-        return linear(x, weight), linear(x, weight, dtype=torch.float32), linear_geglu(x, weight)
+        gated = linear_gelu_mul(x, weight, draw.floats(rows, 2, 38)[:, 1])
+        return linear(x, weight), linear(x, weight, dtype=torch.float32), linear_geglu(x, weight), gated
 
     return run
 
@@ -169,6 +171,10 @@ def _joint(draw: RandomInputs) -> Outputs:
     assert x is not None
     assert normed is not None
     return h, x, first, normed
+
+
+def _per_layer_inputs(draw: RandomInputs) -> Outputs:
+    return (per_layer_inputs(draw.floats(3, 5 * 40), draw.floats(3, 5 * 40), draw.floats(40), _EPS, 0.1, 16.0),)
 
 
 def _embed(draw: RandomInputs) -> Outputs:
@@ -368,8 +374,9 @@ def _router(draw: RandomInputs) -> Outputs:
     n, count = 72, 12
     proj, scale = draw.floats(count, n, dtype=torch.float32), draw.floats(n, dtype=torch.float32)
     logits, x = router_logits(draw.floats(3, n), proj, scale, draw.floats(n), _EPS)
+    many, _ = router_logits(draw.floats(140, n), proj, scale, draw.floats(n), _EPS)
     weights, chosen = route(draw.floats(3, count, dtype=torch.float32), draw.floats(count, dtype=torch.float32), 3)
-    return logits, x, weights, chosen
+    return logits, x, many, weights, chosen
 
 
 def _experts(rows: int) -> Op:
@@ -391,6 +398,7 @@ CHECKS = (
     *(Check("kernels.linear", f"products of {rows} rows", _products(rows)) for rows in (1, 2, 5, 30, 64)),
     Check("kernels.joint", "a joint of one rank", _joint),
     Check("kernels.embed", "the embedding", _embed),
+    Check("kernels.ple", "per-layer embeddings", _per_layer_inputs),
     Check("kernels.qkv", "head norms, rotation and pages", _qkv_post),
     Check("kernels.decode", "decode attention at head dim 256", _decode(4, 2, 256, 2, 50)),
     Check("kernels.decode", "decode attention at head dim 512", _decode(8, 1, 512, 1, None)),
@@ -408,7 +416,7 @@ CHECKS = (
     ),
     Check("kernels.table_check", "the check of page tables", _table_check),
     Check("kernels.route", "the router", _router),
-    *(Check("kernels.experts", f"experts of {rows} tokens", _experts(rows)) for rows in (3, 20)),
+    *(Check("kernels.experts", f"experts of {rows} tokens", _experts(rows)) for rows in (3, 20, 45, 90, 300)),
 )
 
 

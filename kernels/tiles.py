@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 Kind = Literal["gemv", "gemm"]
 ROW_CLASSES = (1, 2, 4, 8, 16, 32, 64, 128)
+_MOST_CTAS, _LEAST_TURNS = 200, 4  # of a product whose inner dimension is shared out; turns of a CTA
 LARGE_SHARED = 232448  # bytes a block may have on sm_90 and sm_100
 
 _logger = logging.getLogger(__name__)
@@ -26,6 +27,7 @@ class Tile:
     `swap`: the weight is the MMA's left operand, whose 64 rows it fills, and x the right one. `stages`: depth of gemm's pipeline.
     `registers`: at most so many a thread, so that more CTAs stay on an SM. `start`: the next kernel may start with this one; it
     pays where that is a product too and has weights to ask for (31B TP=4 on H200: 4.42 against 4.50 ms a step, gate_up alone).
+    `splits`: CTAs that share the inner dimension of the same outputs, each with sums of its own.
     """
 
     kind: Kind
@@ -38,6 +40,7 @@ class Tile:
     swap: bool = False
     registers: int | None = None
     start: bool = False
+    splits: int = 1
 
     def shared_bytes(self, gated: bool, itemsize: int = 2) -> int:
         """What gemm's pipeline holds of x and weight; 0 for the others, which need only their sums' few bytes."""
@@ -116,6 +119,14 @@ def choose(rows: int, shape: GemmShape, shared: int = LARGE_SHARED) -> Tile | No
         return None
     tile = TABLE[_nearest(shape)][size]
     return tile if tile is None else fit(tile, shape.gated, shared)
+
+
+def split(tile: Tile, shape: GemmShape) -> Tile:
+    """`tile` with the inner dimension shared out, where its outputs leave many of an H200's 132 processors idle."""
+    ctas, splits = -(-shape.m // tile.bn), 1
+    while tile.kind == "gemm" and 2 * splits * ctas <= _MOST_CTAS and shape.n % (2 * splits * tile.bk * _LEAST_TURNS) == 0:
+        splits *= 2
+    return replace(tile, splits=splits)
 
 
 def fit(tile: Tile, gated: bool, shared: int) -> Tile:

@@ -153,7 +153,7 @@ def experts_nodes(target: Target) -> Iterator[Node]:
     """Router and experts of the 26B: one row, few, a decode step's many and a prompt's, of a rank's quarter and of the whole."""
     n, count, top_k = 2816, 128, 8
     with record(target) as nodes:
-        for rows, m in ((1, 704), (ROWS, 176), (100, 704), (256, 176), (1024, 704)):
+        for rows, m in ((1, 704), (ROWS, 176), (100, 704), (512, 704), (2048, 176), (2048, 704)):
             fp32 = partial(meta, dtype=torch.float32)
             logits, x = router_logits(meta(rows, n), fp32(count, n), fp32(n), meta(n), 1e-6)
             weights, chosen = route(logits, fp32(count), top_k)

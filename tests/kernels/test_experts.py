@@ -122,13 +122,13 @@ def test_experts() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tokens", [1, 3, 11])
+@pytest.mark.parametrize("tokens", [1, 3, 11, 140])
 def interpreted_router(tokens: int, dtype: torch.dtype) -> None:
     """Logits are the reference's to fp32's last digits and x its bits but for a last one; without the scale they are not."""
     h, proj, scale, norm, _ = scored(tokens, dtype)
     with record() as nodes:
         logits, x = router_logits(h, proj, scale, norm, EPS)
-    assert [node.kernel for node in nodes] == ["_logits"]
+    assert [node.kernel for node in nodes] == ["_logits" if tokens <= 128 else "_many_logits"]
     z = rms_norm(h.float(), None, EPS) * scale * 80**-0.5
     assert (logits - z @ proj.t()).abs().max() < TOLERANCE
     assert (logits - z / scale @ proj.t()).abs().max() > 100 * TOLERANCE
@@ -158,18 +158,19 @@ def interpreted_route(count: int, top_k: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tokens", [1, 3, 11, 40])
+@pytest.mark.parametrize("tokens", [1, 3, 11, 40, 60, 200])
 def interpreted_experts(tokens: int, dtype: torch.dtype) -> None:
-    """Few tokens and many, sizes that no tile divides: the formula. Other experts, other weights, or a lost column of the width are
-    not, of one number of tokens for each way; and an expert that nobody chose is not read."""
+    """Each tile's number of tokens, sizes that no tile divides: the formula. Other experts, other weights, or a lost column of the
+    width are not; and an expert that nobody chose is not read."""
     tolerance = TOLERANCE if dtype == torch.float32 else ROUNDED
     it = case(tokens, dtype, n=72, m=44)
     with record() as nodes:
         found = it.run()
-    few = tokens <= kernels.experts.FEW
-    assert [node.kernel for node in nodes] == (["_up", "_down"] if few else ["_group", "_grouped", "_grouped", "_combine"])
+    rows = {40: 32, 60: 64, 200: 128 if dtype == torch.bfloat16 else 64}.get(tokens, 16)
+    assert [node.constexprs["BM"] for node in nodes[1:3]] == [rows, rows]
+    assert [node.kernel for node in nodes] == ["_group", "_grouped", "_grouped", "_combine"]
     assert it.error(found) < tolerance
-    if tokens not in {1, 11}:
+    if tokens not in {1, 11, 200}:
         return
     assert it.error(replace(it, chosen=(it.chosen + 1) % 5).run()) > 100 * tolerance
     assert it.error(replace(it, weights=it.weights.roll(1, 1)).run()) > 10 * tolerance

@@ -221,3 +221,17 @@ def test_an_inbox_rests_for_two_calls(calls: int) -> None:
     turns = [peers.begin().call() if call == 0 else peers.call() for _ in range(4) for call in range(calls)]
     assert max(turns) < INBOXES
     assert all(len({*turns[at : at + 3]}) == 3 for at in range(len(turns) - 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def interpreted_parts_of_a_product(dtype: torch.dtype) -> None:
+    """One rank's joint adds fp32 parts of a product and rounds once, as the whole product would be; it notices a lost one."""
+    it = case()
+    parts, residual = torch.stack(it.parts), it.residual.to(dtype)
+    norms = Norms(it.norms.post.to(dtype), it.norms.following.to(dtype))  # type: ignore[union-attr]
+    want = joint(parts.sum(0).to(dtype), residual, norms, EPS)
+    for h, x, fault in ((*joint(parts, residual, norms, EPS), False), (*joint(parts[:3], residual, norms, EPS), True)):
+        assert x is not None
+        assert h.dtype == x.dtype == dtype
+        off = max(float((one.double() - other.double()).abs().max()) for one, other in zip((h, x), want, strict=True))  # type: ignore[arg-type]
+        assert (off > 0.1) if fault else (off <= 8 * torch.finfo(dtype).eps)

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from kernels.activation import geglu
 from kernels.launch import record
-from kernels.linear import _run, linear, linear_geglu
+from kernels.linear import _run, linear, linear_geglu, linear_gelu_mul, linear_parts
 from kernels.tiles import ROW_CLASSES, TABLE, GemmShape, Tile, choose, fit, gemm, gemv, row_class
 from tests.support import interpreter
 
@@ -107,12 +107,41 @@ def interpreted_wrappers_take_the_tables_tile(rows: int) -> None:
     assert error(wide.bfloat16(), product(x, weight, False)) > TOLERANCE[torch.float32]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 5, 40, 130])
+def interpreted_gelu_mul(rows: int, dtype: torch.dtype) -> None:
+    """A product's GELU times rows that lie apart is the formula, in one launch of ours; times the next rows' it is not."""
+    x, weight = case(rows, 40, 96, dtype, False)
+    ups = torch.randn(rows, 3, 40, generator=torch.Generator().manual_seed(1)).to(dtype)
+    with record() as nodes:
+        out = linear_gelu_mul(x, weight, ups[:, 1])
+    gelu = functional.gelu(product(x, weight, False), approximate="tanh")
+    assert len(nodes) == 1
+    assert error(out, gelu * ups[:, 1]) < TOLERANCE[dtype]
+    assert error(out, gelu * ups[:, 2]) > 10 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("rows", [1, 5, 130])
+def interpreted_parts(rows: int) -> None:
+    """Few outputs of a long inner dimension come in parts that add up to the product; one part less does not. Of one row, and of
+    more than tiles hold, the product is whole."""
+    x, weight = case(rows, 24, 4096, torch.bfloat16, False)
+    parts = linear_parts(x, weight)
+    if rows != 5:
+        assert torch.equal(parts, linear(x, weight))
+        return
+    assert parts.shape[1:] == (rows, 24)
+    assert parts.shape[0] > 1
+    assert error(parts.sum(0), product(x, weight, False)) < TOLERANCE[torch.float32]
+    assert error(parts[1:].sum(0), product(x, weight, False)) > 100 * TOLERANCE[torch.float32]
+
+
 def interpreted_many_rows_take_the_library() -> None:
     """Above the largest class, and for no rows at all, the product is torch's, and only the gate a kernel of its own."""
     x, weight = case(ROW_CLASSES[-1] + 1, 8, 32, torch.float32, True)
     with record() as nodes:
         plain, gated, none = linear(x, weight), linear_geglu(x, weight), linear(x[:0], weight)
-    assert [node.kernel for node in nodes] == ["_geglu"]
+    assert [node.kernel for node in nodes] == ["_gelu_mul"]
     assert torch.equal(plain, functional.linear(x, weight))
     assert torch.equal(gated, geglu(plain))
     assert none.shape == (0, 16)

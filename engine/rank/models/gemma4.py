@@ -25,9 +25,9 @@ from engine.rank.batch import ForwardBatch, RopeKey
 from engine.rank.kv import KVCache
 from engine.rank.models.layers import Experts, Joint, Linear, Mlp, Module, NormWeights, Router, VocabTable, empty, reduce_together
 from engine.rank.parallel import Parallel
-from kernels.activation import gelu_mul
 from kernels.joint import Peers, Sent
-from kernels.norm import rms_norm
+from kernels.linear import linear_gelu_mul
+from kernels.ple import per_layer_inputs
 from kernels.qkv import inverse_frequencies
 
 
@@ -76,7 +76,7 @@ class Attention(Module):
         group = step.cache.of(self.layer)
         out = x.new_empty(x.shape[0], self.o.weight.shape[1])
         step.attention.attend(self.qkv(x), self.layer, (self.q_norm, self.k_norm), step.batch, step.plan, group, out)
-        part: Tensor | Sent = self.o(out, step.joint.peers)
+        part: Tensor | Sent = self.o(out, step.joint)
         return part
 
 
@@ -112,10 +112,10 @@ class Block(Module):
             each = (norms["post_dense"], norms["post_experts"])
             h, x = step.joint(self._dense_and_experts(h, x), h, norms["post_mlp"], after, scalar, each=each)
         else:
-            h, x = step.joint(self.mlp(x, step.joint.peers), h, norms["post_mlp"], after, scalar)
+            h, x = step.joint(self.mlp(x, step.joint), h, norms["post_mlp"], after, scalar)
         if step.ple is None:
             return h, x
-        p = self.ple_out(gelu_mul(self.ple_gate(h), step.ple[:, self._index]))
+        p = self.ple_out(linear_gelu_mul(h, self.ple_gate.weight, step.ple[:, self._index]))
         return step.joint.whole(p, h, norms["post_ple"], following, self.scalar)
 
     def _dense_and_experts(self, h: Tensor, x: Tensor) -> Tensor:
@@ -150,13 +150,10 @@ class Embedding(Module):
             return *joint(rows, None, None, following, scale=self._scale), None
         rows, ple = reduce_together(self._parallel, rows, self.ple_tokens(ids, self._placeholders, self._geometry.pad))
         h, x = joint.whole(rows.contiguous(), None, None, following, scale=self._scale)
-        return h, x, self._per_layer(h, ple * self._ple_scale)
-
-    def _per_layer(self, h: Tensor, tokens: Tensor) -> Tensor:
         geometry = self._geometry
-        shape = (h.shape[0], len(geometry.layers), geometry.ple)
-        context = (self.ple_projection(h) * geometry.hidden**-0.5).view(shape)
-        return (rms_norm(context, self.ple_norm, geometry.eps) + tokens.view(shape)) * 2.0**-0.5
+        context = self.ple_projection(h)
+        ple = per_layer_inputs(context, ple.contiguous(), self.ple_norm, geometry.eps, geometry.hidden**-0.5, self._ple_scale)
+        return h, x, ple
 
 
 class Gemma4(Module):

@@ -17,7 +17,7 @@ from engine.rank.parallel import Parallel
 from kernels.embed import embed
 from kernels.experts import experts
 from kernels.joint import Norms, Peers, Sent, joint
-from kernels.linear import linear, linear_geglu, linear_send
+from kernels.linear import linear, linear_geglu, linear_parts, linear_send
 from kernels.route import route, router_logits
 
 
@@ -65,9 +65,14 @@ class Linear(Module):
         super().__init__()
         self.weight = empty(outputs, inputs, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor, peers: Peers | None = None) -> Tensor | Sent:
-        """With the ranks' inboxes, few rows of a row-parallel product go there, for the joint that comes next."""
-        sent = None if peers is None else linear_send(x, self.weight, peers)
+    def forward(self, x: Tensor, joint: "Joint | None" = None) -> Tensor | Sent:
+        """With `joint`, this rank's part of a row-parallel product for it: few rows go to the ranks' inboxes, where there are any, or,
+        where there is one rank, may be left in fp32 parts [parts, T, m]."""
+        if joint is None or (joint.peers is None and joint.ranks > 1):
+            return linear(x, self.weight)
+        if joint.peers is None:
+            return linear_parts(x, self.weight)
+        sent = linear_send(x, self.weight, joint.peers)
         return linear(x, self.weight) if sent is None else sent
 
     def fp32(self, x: Tensor) -> Tensor:
@@ -84,6 +89,7 @@ class Joint:
     def __init__(self, parallel: Parallel, peers: Peers | None, eps: float, *, every_row: bool = False) -> None:
         self._parallel, self._eps, self._every_row = parallel, eps, every_row
         self.peers = peers.begin() if peers is not None else None
+        self.ranks = parallel.size
 
     def __call__(
         self,
@@ -155,8 +161,8 @@ class Mlp(Module):
         self.gate_up = Linear(hidden, 2 * share, dtype, device)
         self.down = Linear(share, hidden, dtype, device)
 
-    def forward(self, x: Tensor, peers: Peers | None = None) -> Tensor | Sent:
-        part: Tensor | Sent = self.down(linear_geglu(x, self.gate_up.weight), peers)
+    def forward(self, x: Tensor, joint: Joint | None = None) -> Tensor | Sent:
+        part: Tensor | Sent = self.down(linear_geglu(x, self.gate_up.weight), joint)
         return part
 
 

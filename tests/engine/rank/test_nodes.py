@@ -64,12 +64,10 @@ def test_a_dense_layer_is_seven_launches(rows: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 8, 24, 64])
 def test_a_layer_with_experts(rows: int) -> None:
-    """Eleven launches in each of the 30 layers of the 26B, thirteen from nine rows on; joints' rows are never shared out, because
-    routers read the residual."""
+    """Thirteen launches in each of the 26B's 30 layers; joints' rows are never shared out, because routers read the residual."""
     names = [node.kernel for node in step("26b-a4b", rows)]
     products = "_gemv" if rows == 1 else "_gemm"
-    some = "_few" if rows <= 8 else "_many"
-    experts = {"_few": ["_up", "_down"], "_many": ["_group", "_grouped", "_grouped", "_combine"]}[some]
+    experts = ["_group", "_grouped", "_grouped", "_combine"]
     layer = [products, "decode_kernel", products, "_joint", "_logits", "_route", products, products, *experts, "_joint"]
     assert names[7:-3] == ["_joint"] + 30 * layer
 
