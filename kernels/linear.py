@@ -49,8 +49,8 @@ def linear_send(x: Tensor, weight: Tensor, peers: Peers) -> Sent | None:
 
 
 def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, n], weight [m, n] -> [T, m] in x's dtype; or, where so few outputs would leave processors idle, fp32 [parts, T, m], each
-    part summed over its share of the inner dimension, for `kernels.joint` to add."""
+    """x [T, n], weight [m, n] -> [T, m] in x's dtype; or, where so few outputs would leave processors idle, fp32 [parts, T, m],
+    each part summed over its share of the inner dimension, for `kernels.joint` to add."""
     shape = GemmShape(weight.shape[0], weight.shape[1])
     tile = _tile(x, shape)
     if tile is None or (tile := split(tile, shape)).splits == 1:

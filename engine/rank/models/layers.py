@@ -66,8 +66,8 @@ class Linear(Module):
         self.weight = empty(outputs, inputs, dtype=dtype, device=device)
 
     def forward(self, x: Tensor, joint: "Joint | None" = None) -> Tensor | Sent:
-        """With `joint`, this rank's part of a row-parallel product for it: few rows go to the ranks' inboxes, where there are any, or,
-        where there is one rank, may be left in fp32 parts [parts, T, m]."""
+        """With `joint`, this rank's part of a row-parallel product for it: few rows go to the ranks' inboxes, where there are any;
+        where there is one rank, they may be left in fp32 parts [parts, T, m]."""
         if joint is None or (joint.peers is None and joint.ranks > 1):
             return linear(x, self.weight)
         if joint.peers is None:
