@@ -21,7 +21,7 @@ from kernels.numerics import add_product, cast
 
 _ROWS = 8  # rows of one CTA at most: it reads its experts' weights once for them
 _MANY = 128  # rows above which the scores are products of tiles
-_TILE = (16, 64, 128, 4, 3)  # rows, experts, inner dimension of a turn, warps, stages
+_TILE = (32, 64, 128, 4, 3)  # rows, experts, inner dimension of a turn, warps, stages
 
 
 def router_logits(h: Tensor, proj: Tensor, scale: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
