@@ -159,8 +159,8 @@ class RingReader(_Ring):
         return step, payload
 
     def _checked(self) -> tuple[int, bytes, int]:
-        """The next step, its payload, and what is read with it. All of it is read again and again, the mark to continue at the start
-        too: on processors that reorder loads (Arm) any word may still be an older one."""
+        """The next step, its payload, and what is read with it. All of it is read again and again, the mark at the ring's end too:
+        on processors that reorder loads (Arm) any word may still be an older one."""
         deadline = time.monotonic() + _REREAD_S
         while True:
             read, at = self._read, self._read % self._capacity

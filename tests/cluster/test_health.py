@@ -122,6 +122,19 @@ def test_a_core_that_plans_nothing_for_those_who_wait_is_named() -> None:
     assert verdict(with_record(statuses(), 4, progress_ns=NOW - 5 * S), waiting, BOUNDS) is None
 
 
+def test_ranks_of_different_states_are_named() -> None:
+    """Of the last steps that all ranks show, the first after which one has another state is reported with that rank, whoever is
+    ahead; steps that not all of them show are not compared, and neither is the core."""
+    hashes = {step: 0xABC0 + step for step in range(804, 812)}
+    well = [replace(record, hashes=hashes) for record in statuses()[:-1]] + statuses()[-1:]
+    assert verdict(well, MOMENT, BOUNDS) is None
+    ahead = [*well[:2], replace(well[2], finished=812, hashes={**hashes, 812: 7}), *well[3:]]
+    assert verdict(ahead, MOMENT, BOUNDS) is None
+    other = [*ahead[:1], replace(well[1], hashes={**hashes, 810: 0xBAD, 811: 0xBAD1}), *ahead[2:]]
+    sentence = "ranks hold different states after step 810: rank 1 (00000bad) against rank 0, rank 2, rank 3 (0000aeea)"
+    assert verdict(other, MOMENT, BOUNDS) == Death("diverged", sentence)
+
+
 class FakeGroup:
     """What a watcher sees, with pipes for pidfds."""
 
