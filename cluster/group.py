@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -30,8 +31,9 @@ from cluster.children import Child, Command, ExitStatus, child_command
 from cluster.handshake import Handshake
 from engine.channel import create_shared, map_shared, ring_bytes
 from engine.config import EngineConfig
+from engine.geometry import kv_groups, read_geometry
 from engine.lifeline import Allocate, BootArgs, Configure, Loaded, RanksReady, Ready, StepTimes, slowest
-from engine.memory import pages_of
+from engine.memory import longest_sequence, pages_of
 from engine.protocol import Control, encode_message, frame
 from engine.rank_status import RankStatus, StatusBlock
 
@@ -113,6 +115,7 @@ class Group:
         handshake.send(Configure(self.config))
         self.loaded = handshake.gather(ranks, Loaded)
         self.pages = pages_of(self.config, min(loaded.kv_bytes for loaded in self.loaded))
+        self._note_longest()
         handshake.send(Allocate(self.pages))
         ready = handshake.gather(ranks, Ready)
         self._note_fallbacks(ready[0].fallbacks)
@@ -122,6 +125,13 @@ class Group:
         ready += handshake.gather([core], Ready)
         for child, message in zip(self.children, ready, strict=True):
             logger.info("%s ready (pid %d) %s", child.name, child.pid, message.note)
+
+    def _note_longest(self) -> None:
+        """Log how long a request may be where that is less than the settings say."""
+        groups = kv_groups(read_geometry(Path(self.config.model)), self.config.tp, self.config.page)
+        longest = longest_sequence(groups, self.pages)
+        if longest < self.config.max_len:
+            logger.warning("the KV pools hold %d tokens of one request, not max_len's %d", longest, self.config.max_len)
 
     def _note_fallbacks(self, fallbacks: tuple[str, ...]) -> None:
         """Note and log what every rank leaves out, as rank 0 reports it."""

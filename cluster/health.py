@@ -4,6 +4,7 @@
     it is stopped         its heartbeat, written by its lifeline thread every 0.25 s, is too old
     it hangs in a step    steps are due, and its finished step does not advance
     the core stalls       ranks have finished a step that it does not commit, or requests wait and it makes no plan
+    ranks differ          the hashes of their states after one step: each goes on from other tokens, so that replies become noise
 """
 
 import asyncio
@@ -27,7 +28,7 @@ _NS = 1_000_000_000
 logger = logging.getLogger(__name__)
 
 
-Cause = Literal["killed", "failed", "unscheduled", "rank_stalled", "core_stalled", "raylet"]
+Cause = Literal["killed", "failed", "unscheduled", "rank_stalled", "core_stalled", "diverged", "raylet"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,11 @@ class Observation:
 
 def verdict(statuses: Sequence[RankStatus], moment: Observation, bounds: Bounds) -> Death | None:
     """Why the group with these records (ranks, then the core) must end; None: it is healthy. Pure."""
-    return _unscheduled(statuses, moment, bounds.heartbeat_s) or _stalled(statuses, stalls(statuses, moment), bounds.step_s)
+    return (
+        _diverged(statuses)
+        or _unscheduled(statuses, moment, bounds.heartbeat_s)
+        or _stalled(statuses, stalls(statuses, moment), bounds.step_s)
+    )
 
 
 def stalls(statuses: Sequence[RankStatus], moment: Observation) -> list[float]:
@@ -102,6 +107,20 @@ def _core_stall_s(ranks: Sequence[RankStatus], core: RankStatus, moment: Observa
     if not (_owes_commit(ranks, core) or owes_plan):
         return 0.0
     return moment.age_s(core.progress_ns, *(rank.progress_ns for rank in ranks), moment.waiting or 0)
+
+
+def _diverged(statuses: Sequence[RankStatus]) -> Death | None:
+    """By the first of the last steps that all ranks have finished, those with the rarest state first."""
+    ranks = statuses[:-1]
+    for step in sorted(set.intersection(*(set(rank.hashes) for rank in ranks))):
+        holders: dict[int, list[int]] = {}
+        for index, rank in enumerate(ranks):
+            holders.setdefault(rank.hashes[step], []).append(index)
+        if len(holders) > 1:
+            each = sorted(holders.items(), key=lambda item: len(item[1]))
+            states = " against ".join(f"{_names(indices, statuses)} ({state:08x})" for state, indices in each)
+            return Death("diverged", f"ranks hold different states after step {step}: {states}")
+    return None
 
 
 def _unscheduled(statuses: Sequence[RankStatus], moment: Observation, bound_s: float) -> Death | None:

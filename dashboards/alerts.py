@@ -192,8 +192,8 @@ ALERTS: tuple[Alert, ...] = (
         "0s",
         "page",
         "{{ $labels.deployment }}: three groups or more ended unasked within 30 minutes",
-        "Status board, restarts by cause. killed: out of memory (dmesg) or a person. rank_stalled: a GPU. failed: its log says why."
-        " Take a bad node out of the cluster.",
+        "Status board, restarts by cause. killed: out of memory (dmesg) or a person. rank_stalled: a GPU. diverged: a GPU that"
+        " computed something else, the log names the ranks. failed: its log says why. Take a bad node out of the cluster.",
     ),
     Alert(
         "QuartetRequestsLost",

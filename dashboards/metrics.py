@@ -20,7 +20,7 @@ TARGET_LABELS = ("application", "deployment", "replica", "node", "model")
 OUTCOMES = (
     "stop", "length", "client_gone", "deadline", "slow_reader", "queue_timeout", "sibling_failed", "refused", "error", "dead",
 )  # fmt: skip
-CAUSES = ("killed", "failed", "unscheduled", "rank_stalled", "core_stalled", "raylet", "vanished", "other")
+CAUSES = ("killed", "failed", "unscheduled", "rank_stalled", "core_stalled", "diverged", "raylet", "vanished", "other")
 SLOS = ("ttft", "tpot")
 KEY_VERDICTS = ("admitted", "unauthenticated", "forbidden", "rate_limited")
 VERDICTS = ("good", "bad")
@@ -325,7 +325,8 @@ DISCOVERY_METRICS: tuple[Metric, ...] = (
         "counter",
         "replicas",
         "Groups that ended without having been asked to, by cause: killed, failed (a process, by a signal or an exit), unscheduled"
-        " (no heartbeat), rank_stalled, core_stalled (no progress), raylet (the node's Ray), vanished (the replica fell silent).",
+        " (no heartbeat), rank_stalled, core_stalled (no progress), diverged (ranks with"
+        " unequal states), raylet (the node's Ray), vanished (the replica fell silent).",
         ("application", "deployment", "cause"),
     ),
     Metric("quartet_groups_drained_total", "counter", "replicas", "Replicas that left in order.", ("application", "deployment")),

@@ -3,16 +3,33 @@
 import contextlib
 import ctypes
 import os
+import threading
+import time
 from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36
+_OWNER_S = 0.2
 
 
 def adopt_orphans() -> None:
-    """From now on an orphan below this process becomes its child."""
+    """From now on an orphan below this process becomes its child, and is waited for when it ends."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+    threading.Thread(target=_reap_orphans, name="reaper", daemon=True).start()
+
+
+def _reap_orphans() -> None:
+    """Wait for every child that has ended a while ago: whoever started it here has waited for it by then."""
+    while True:
+        try:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+        except ChildProcessError:  # there is no child
+            ended = None
+        time.sleep(_OWNER_S)
+        if ended is not None:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(ended.si_pid, os.WNOHANG)
 
 
 def descendants(ancestor: int) -> list[int]:

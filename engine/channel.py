@@ -7,7 +7,7 @@
 
 `written` and `read i` count bytes since the ring was made; a counter has one writer and is published after the bytes it covers.
 A record never straddles the end: a size of 0xFFFFFFFF there says "continue at the start". Step numbers are contiguous. A record
-whose checksum is still bad after a millisecond of re-reading, or a gap in the steps, raises ChannelBroken: the group ends.
+whose checksum is still bad after a millisecond of re-reading, or whose step is not the next, raises ChannelBroken: the group ends.
 
 The memory is an anonymous file (memfd) whose descriptor the children inherit: it has no name, so no kill can leave it behind.
 """
@@ -153,24 +153,25 @@ class RingReader(_Ring):
         """The next (step, payload), or None when nothing new is published."""
         if self._load(0) == self._read:
             return None
-        at = self._read % self._capacity
-        if struct.unpack_from("<I", self._memory, self._data + at)[0] == _WRAP:
-            self._read += self._capacity - at
-            at = 0
-        step, payload = self._checked(self._data + at)
-        if step != self._step + 1:
-            raise ChannelBroken(f"step {step} read after step {self._step}")
+        step, payload, self._read = self._checked()
         self._step = step
-        self._read += _RECORD.size + (len(payload) + 7) // 8 * 8
         self._store(1 + self._index, self._read)
         return step, payload
 
-    def _checked(self, start: int) -> tuple[int, bytes]:
+    def _checked(self) -> tuple[int, bytes, int]:
+        """The next step, its payload, and what is read with it. All of it is read again and again, the mark at the ring's end too:
+        on processors that reorder loads (Arm) any word may still be an older one."""
         deadline = time.monotonic() + _REREAD_S
         while True:
+            read, at = self._read, self._read % self._capacity
+            if struct.unpack_from("<I", self._memory, self._data + at)[0] == _WRAP:
+                read, at = read + self._capacity - at, 0
+            start = self._data + at
             size, expected, step = _RECORD.unpack_from(self._memory, start)
             payload = bytes(self._memory[start + _RECORD.size : start + _RECORD.size + min(size, self._capacity)])
-            if checksum(payload, step & 0xFFFFFFFF) == expected:
-                return step, payload
+            whole = checksum(payload, step & 0xFFFFFFFF) == expected
+            if whole and step == self._step + 1:
+                return step, payload, read + _RECORD.size + (len(payload) + 7) // 8 * 8
             if time.monotonic() > deadline:
-                raise ChannelBroken(f"record after step {self._step} has a bad checksum")
+                wrong = f"step {step} read" if whole else "a record with a bad checksum"
+                raise ChannelBroken(f"{wrong} after step {self._step}")

@@ -1,6 +1,7 @@
-"""The status of each process of a group: one 64-byte record a process in a shared block; each field has one writer."""
+"""The status of each process of a group: one 128-byte record a process in a shared block; each field has one writer."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 class Phase:
@@ -9,7 +10,8 @@ class Phase:
     starting, loading, ready = range(3)
 
 
-STATUS_BYTES = 64
+STATUS_BYTES = 128
+HASHES = 8  # of the last steps
 _LOW, _24_BITS, _16_BITS = 0xFFFFFFFF, 0xFFFFFF, 0xFFFF
 
 
@@ -18,14 +20,13 @@ class RankStatus:
     """One process's record. Times are CLOCK_MONOTONIC nanoseconds (the same clock in every process of a node).
 
     `busy_us`, `idle_us`: how long the device took for the last step, and stood idle before the last one with decode rows.
-    `launched`/`finished` are step numbers; `progress_ns` is when either last moved; `state_hash` is the fold after step
-    `finished`; `heartbeat_ns` is written by the lifeline thread, the other fields by the main thread.
+    `launched`/`finished` are step numbers; `progress_ns` is when either last moved; `hashes` are the state hashes after the
+    last steps, by step modulo 2^32; `heartbeat_ns` is written by the lifeline thread, the other fields by the main thread.
     """
 
     launched: int = 0
     finished: int = 0
     progress_ns: int = 0
-    state_hash: int = 0
     step_us: int = 0
     heartbeat_ns: int = 0
     memory_bytes: int = 0
@@ -34,13 +35,20 @@ class RankStatus:
     busy_us: int = 0
     idle_us: int = 0
     late_compilations: int = 0
+    hashes: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def state_hash(self) -> int:
+        """The fold after step `finished`."""
+        return self.hashes.get(self.finished & _LOW, 0)
 
 
 class StatusBlock:
     """The shared block of records, index 0..tp-1 the ranks and tp the core.
 
     Every field is part of an 8-byte word that is loaded and stored at once: struct goes byte by byte, and pack_into clears its
-    target first, so that a reader would see zeros and halves. `finished` comes after the hash that belongs to it.
+    target first, so that a reader would see zeros and halves. A hash is one word with its step: whenever it is read, they belong
+    together. `finished` comes after its hash.
     """
 
     def __init__(self, buffer: memoryview) -> None:
@@ -53,18 +61,20 @@ class StatusBlock:
 
     def read(self, index: int) -> RankStatus:
         """The current record; fields are read one by one, so they may differ by a step."""
-        launched, finished, progress_ns, hash_us, heartbeat_ns, memory_bytes, phase_pid, device = self._record(index).tolist()
-        state_hash, step_us = hash_us & _LOW, hash_us >> 32
+        words = self._record(index).tolist()
+        launched, finished, progress_ns, step_us, heartbeat_ns, memory_bytes, phase_pid, device = words[:8]
         phase, pid = phase_pid & _LOW, phase_pid >> 32
         times = (device & _24_BITS, device >> 24 & _24_BITS, device >> 48)
-        return RankStatus(launched, finished, progress_ns, state_hash, step_us, heartbeat_ns, memory_bytes, phase, pid, *times)
+        hashes = {word >> 32: word & _LOW for word in words[8:] if word}
+        return RankStatus(launched, finished, progress_ns, step_us, heartbeat_ns, memory_bytes, phase, pid, *times, hashes)
 
     def progress(self, index: int, launched: int, finished: int, now_ns: int, state_hash: int, step_us: int) -> None:
         """Main thread: a step was launched or finished."""
         record = self._record(index)
         record[0] = launched
         record[2] = now_ns
-        record[3] = state_hash | min(step_us, _LOW) << 32
+        record[3] = step_us
+        record[8 + finished % HASHES] = state_hash | (finished & _LOW) << 32
         record[1] = finished
 
     def device(self, index: int, busy_us: int, idle_us: int, late_compilations: int) -> None:
@@ -83,5 +93,5 @@ class StatusBlock:
         record[6] = phase | pid << 32
 
     def _record(self, index: int) -> memoryview:
-        """Its eight words; a temporary view, so that the memory's owner can unmap it."""
+        """Its words; a temporary view, so that the memory's owner can unmap it."""
         return self._buffer[index * STATUS_BYTES : (index + 1) * STATUS_BYTES].cast("Q")

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.grid import cdiv, next_power_of_2
-from kernels.joint import SPINS, polled
+from kernels.joint import polled
 from kernels.launch import launch, trigger, usable, wait
 from kernels.sampling_batch import GREEDY_BELOW, SamplingBatch
 
@@ -106,7 +106,7 @@ def _launch_choose(
     launch(
         _choose, (best.shape[0],),
         best, batch.slots, batch.positions, batch.tokens, batch.tokens.shape[1], results, *shared,
-        PARTS=best.shape[1], SIZE=size, WIDTH=max(1, next_power_of_2(size)), EMPTY=_EMPTY, SPINS=SPINS, SEND=send,
+        PARTS=best.shape[1], SIZE=size, WIDTH=max(1, next_power_of_2(size)), EMPTY=_EMPTY, SEND=send,
         RECEIVE=receive, warps=1,
     )  # fmt: skip
 
@@ -218,7 +218,7 @@ def _first_best(values: tl.tensor, ids: tl.tensor, bad: tl.tensor) -> tl.tensor:
 def _choose(
     best: tl.tensor, slots: tl.tensor, positions: tl.tensor, tokens: tl.tensor, tokens_width: tl.tensor, results: tl.tensor,
     pointers: tl.tensor, inbox: tl.tensor, errors: tl.tensor, rank: tl.tensor, rank_stride: tl.tensor,
-    PARTS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, EMPTY: tl.constexpr, SPINS: tl.constexpr,
+    PARTS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, EMPTY: tl.constexpr,
     SEND: tl.constexpr, RECEIVE: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     trigger(PDL)
@@ -239,11 +239,11 @@ def _choose(
             word = tl.arange(0, 4 * WIDTH)
             entry = inbox + (word // 4) * rank_stride + row * 4 + word % 4
             live = word < 4 * SIZE
-            missing, spins = 1, 0
-            while (missing > 0) & (spins < SPINS):
+            missing, polls, deadline = 1, 0, tl.full((), 0, tl.int64)
+            while (missing > 0) & (deadline >= 0):
                 bits = tl.load(entry, live, 0, volatile=True)
                 missing = tl.max((bits == EMPTY).to(tl.int32), 0)
-                spins = polled(spins, errors, SPINS)
+                polls, deadline = polled(polls, deadline, errors)
             if missing > 0:
                 tl.store(errors, 1)
             peer = tl.arange(0, WIDTH)

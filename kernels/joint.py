@@ -31,11 +31,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.grid import next_power_of_2
-from kernels.launch import Configured, configured, launch, trigger, usable, wait
+from kernels.launch import INTERPRET, Configured, configured, launch, now, trigger, usable, wait
 from kernels.norm import norm_add, rms_norm
 
 INBOXES = 5
-SPINS = 1 << 21  # polls of an inbox, about a microsecond each: a dead peer is an error, not a hung GPU
+WAIT_S = 10.0  # for a peer's part, until `Peers.wait_at_most` says otherwise
 EMPTY = {torch.bfloat16: -(1 << 15), torch.float32: -(1 << 31)}
 _BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 _EMPTY_WORD = {torch.bfloat16: -0x7FFF8000, torch.float32: -(1 << 31)}  # an inbox is read and emptied by words of 32 bits
@@ -60,7 +60,7 @@ class Peers:
     """One rank's end of the ranks' inboxes, for rows of `width` elements at most and `rows` rows at most.
 
     memory    this rank's inboxes, `Peers.bytes(...)` bytes that all ranks can write; `pointers` int64 [size]: every rank's, own too
-    errors    int32 [1], set when a peer's part did not come within the bound
+    errors    int32 [2]: 1 once a peer's part did not come in time; and that time, in milliseconds
     sharded   rows from which on joints are sharded
     sent      rows up to which products write their parts themselves (`kernels.linear.linear_send`)
     """
@@ -73,13 +73,24 @@ class Peers:
         self.pointers = pointers
         self.inbox = memory.view(_BITS[dtype])
         self.inbox.fill_(EMPTY[dtype])
-        self.errors = torch.zeros(1, dtype=torch.int32, device=memory.device)
+        self.errors = torch.zeros(2, dtype=torch.int32, device=memory.device)
+        self.wait_at_most(WAIT_S)
         self._calls = 0
+
+    @torch.inference_mode()
+    def wait_at_most(self, seconds: float) -> None:
+        """From here on this rank's kernels wait so long for a part: a dead peer is an error, not a hung GPU. Captured ones too."""
+        self.errors[1] = min(int(1000 * seconds), 2**31 - 1)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a part did not come in time. Asks the device."""
+        return bool(self.errors[0])
 
     @property
     def empty(self) -> bool:
         """Whether this rank has read all that came, and nothing failed to come. Asks the device."""
-        return bool((self.inbox == EMPTY[self.dtype]).all()) and not int(self.errors)
+        return bool((self.inbox == EMPTY[self.dtype]).all()) and not self.failed
 
     @staticmethod
     def bytes(size: int, rows: int, width: int, dtype: torch.dtype) -> int:
@@ -174,18 +185,16 @@ def _launch(
     each = norms.each or (None, None)
     over = (1, 0, 0) if peers is None else (peers.size, peers.rows, peers.width)
     launch(
-        _configured(n, h.dtype, *over, SPINS, send, receive, part.shape[0] if part.ndim == 3 else 1), (rows,),
+        _configured(n, h.dtype, *over, send, receive, part.shape[0] if part.ndim == 3 else 1), (rows,),
         part, residual, norms.post, each[0], each[1], norms.following, scalar, h, x,
         *_peer_arguments(peers), turn, eps, scale,
     )  # fmt: skip
 
 
 @cache
-def _configured(
-    n: int, dtype: torch.dtype, size: int, rows: int, width: int, spins: int, send: bool, receive: bool, parts: int
-) -> Configured:
+def _configured(n: int, dtype: torch.dtype, size: int, rows: int, width: int, send: bool, receive: bool, parts: int) -> Configured:
     return configured(
-        _joint, N=n, SIZE=size, ROWS=rows, WIDTH=width, EMPTY=_EMPTY_WORD[dtype], SPINS=spins, SEND=send, RECEIVE=receive,
+        _joint, N=n, SIZE=size, ROWS=rows, WIDTH=width, EMPTY=_EMPTY_WORD[dtype], SEND=send, RECEIVE=receive,
         PARTS=parts, warps=_warps(n, dtype), BLOCK=next_power_of_2(n),
     )  # fmt: skip
 
@@ -209,7 +218,7 @@ def _launch_sharded(
         _joint_sharded, (rows,),
         part, residual, norms.post, norms.following, scalar, h, x,
         *_peer_arguments(peers), turn, eps, scale,
-        N=n, SIZE=peers.size, ROWS=peers.rows, WIDTH=peers.width, EMPTY=_EMPTY_WORD[part.dtype], SPINS=SPINS,
+        N=n, SIZE=peers.size, ROWS=peers.rows, WIDTH=peers.width, EMPTY=_EMPTY_WORD[part.dtype],
         SEND=stages[0], NORM=stages[1], TAKE=stages[2],
         warps=_warps(n, part.dtype), BLOCK=next_power_of_2(n),
     )  # fmt: skip
@@ -286,14 +295,17 @@ def filled(bits: tl.tensor, EMPTY: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def polled(spins: tl.tensor, errors: tl.tensor, SPINS: tl.constexpr) -> tl.tensor:
-    """`spins` behind one more poll. Every millisecond or so it looks at the error flag: where a call has failed already, this one
-    has polled enough."""
-    LOOK: tl.constexpr = max(1, SPINS // 2048)
-    spins += 1
-    if spins % LOOK == 0:
-        spins += tl.load(errors, volatile=True) * SPINS
-    return spins
+def polled(polls: tl.tensor, deadline: tl.tensor, errors: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Both behind one more poll. `deadline`, of `now`, is 0 before the first look and below 0 once the wait is over. It looks every
+    millisecond or so, at the time, and at the error flag: where a call has failed already, this one has waited enough."""
+    LOOK: tl.constexpr = 1 if INTERPRET else 1024
+    polls += 1
+    if polls % LOOK == 0:
+        time = now()
+        deadline = tl.where(deadline == 0, time + tl.load(errors + 1).to(tl.int64) * 1000000, deadline)
+        over = (time > deadline) | (tl.load(errors, volatile=True) != 0)
+        deadline = tl.where(over, -1, deadline)
+    return polls, deadline
 
 
 @triton.jit
@@ -319,15 +331,15 @@ def _missing(parts: tl.tuple, COUNT: tl.constexpr, EMPTY: tl.constexpr) -> tl.te
 @triton.jit
 def _receive(
     inbox: tl.tensor, at: tl.tensor, lane: tl.tensor, live: tl.tensor, errors: tl.tensor, STRIDE: tl.constexpr, COUNT: tl.constexpr,
-    EMPTY: tl.constexpr, SPINS: tl.constexpr,
+    EMPTY: tl.constexpr,
 ) -> tl.tuple:
     """COUNT parts of a row in words, once all have come; the inbox is empty again behind it."""
     parts = _parts(inbox, at, lane, live, STRIDE, COUNT)
-    missing, spins = _missing(parts, COUNT, EMPTY), 0
-    while (missing > 0) & (spins < SPINS):
+    missing, polls, deadline = _missing(parts, COUNT, EMPTY), 0, tl.full((), 0, tl.int64)
+    while (missing > 0) & (deadline >= 0):
         parts = _parts(inbox, at, lane, live, STRIDE, COUNT)
         missing = _missing(parts, COUNT, EMPTY)
-        spins = polled(spins, errors, SPINS)
+        polls, deadline = polled(polls, deadline, errors)
     if missing > 0:
         tl.store(errors, 1)
     for rank in tl.static_range(COUNT):
@@ -357,7 +369,7 @@ def _joint(
     scalar: tl.tensor, h_out: tl.tensor, x_out: tl.tensor,
     pointers: tl.tensor, inbox: tl.tensor, errors: tl.tensor, rank: tl.tensor, turn: tl.tensor, eps: tl.tensor, scale: tl.tensor,
     N: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, EMPTY: tl.constexpr,
-    SPINS: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr, PARTS: tl.constexpr,
+    SEND: tl.constexpr, RECEIVE: tl.constexpr, PARTS: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     dtype: tl.constexpr = h_out.dtype.element_ty
@@ -395,7 +407,7 @@ def _joint(
         if post is not None:
             before = tl.load(residual + row * N + lane, live, 0.0)
         if SIZE > 1:
-            total = _sum(_receive(inbox, at, word, live_word, errors, STRIDE, SIZE, EMPTY, SPINS), SIZE, dtype)
+            total = _sum(_receive(inbox, at, word, live_word, errors, STRIDE, SIZE, EMPTY), SIZE, dtype)
         else:
             total = tl.load(part + row * (sides * N) + lane, live, 0.0).to(tl.float32)
             for i in tl.static_range(1, PARTS):
@@ -404,7 +416,7 @@ def _joint(
                 total = total.to(dtype).to(tl.float32)
         if sides == 2:
             if SIZE > 1:
-                other = _receive(inbox, at + N // VALUES, word, live_word, errors, STRIDE, SIZE, EMPTY, SPINS)
+                other = _receive(inbox, at + N // VALUES, word, live_word, errors, STRIDE, SIZE, EMPTY)
                 other = _sum(other, SIZE, dtype)
             else:
                 other = tl.load(part + row * (sides * N) + N + lane, live, 0.0).to(tl.float32)
@@ -422,7 +434,7 @@ def _joint_sharded(
     x_out: tl.tensor,
     pointers: tl.tensor, inbox: tl.tensor, errors: tl.tensor, rank: tl.tensor, turn: tl.tensor, eps: tl.tensor, scale: tl.tensor,
     N: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, EMPTY: tl.constexpr,
-    SPINS: tl.constexpr, SEND: tl.constexpr, NORM: tl.constexpr, TAKE: tl.constexpr,
+    SEND: tl.constexpr, NORM: tl.constexpr, TAKE: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     dtype: tl.constexpr = part.dtype.element_ty
@@ -457,11 +469,11 @@ def _joint_sharded(
             before = None
             if post is not None:
                 before = tl.load(residual + row * N + lane, live, 0.0)
-            total = _sum(_receive(inbox, parts_at, word, live_word, errors, STRIDE, SIZE, EMPTY, SPINS), SIZE, dtype)
+            total = _sum(_receive(inbox, parts_at, word, live_word, errors, STRIDE, SIZE, EMPTY), SIZE, dtype)
             h = _post(total, post_weight, before, factor, scale, N, eps, dtype)
             tl.store(h_out + row * N + lane, h.to(dtype), live)
             x = _normed(h, next_weight, N, eps, dtype).to(dtype)
             send(x.to(bits_type, bitcast=True), inboxes, x_at * VALUES, lane, live, SIZE, -(1 << (dtype.primitive_bitwidth - 1)))
     if TAKE:
-        taken = _receive(inbox, x_at, word, live_word, errors, STRIDE, 1, EMPTY, SPINS)
+        taken = _receive(inbox, x_at, word, live_word, errors, STRIDE, 1, EMPTY)
         tl.store(x_out.to(tl.pointer_type(tl.int32)) + row * (N // VALUES) + word, taken[0], live_word)

@@ -20,6 +20,7 @@ Triton compiles a kernel, and starts it the first time; launches that need the s
 all that its options and constexprs follow from.
 """
 
+import time
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -47,6 +48,14 @@ def wait(PDL: tl.constexpr) -> None:
 def trigger(PDL: tl.constexpr) -> None:
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _now() -> tl.tensor:
+    return tl.extra.cuda.globaltimer()
+
+
+now = time.monotonic_ns if INTERPRET else _now  # in a kernel: nanoseconds of a clock that goes on while nothing runs
 
 
 # Bytes of shared memory that a block may have, by compute capability; 99 KiB where none is named.

@@ -133,10 +133,11 @@ def figures(found: "Sizing", contexts: Sequence[int] | None) -> dict[str, Any]:
     longest = found.config.max_len
     lengths = sorted({length for length in (*(contexts or CONTEXTS), longest) if 1 <= length <= longest})
     held = found.concurrency(longest)
-    short = f"not one sequence of max_len {longest} tokens fits the KV pools; lower max_len or max_seqs, or raise tp"
+    short = f"not one sequence of max_len {longest} tokens fits the KV pools"
+    remedy = f"they hold {found.longest} tokens of one; lower max_len or max_seqs, or raise tp"
     return {
         "fits": held > 0,
-        **({} if held else {"reason": short}),
+        **({} if held else {"reason": f"{short}: {remedy}"}),
         "kv_budget": found.budget,
         "pool_bytes": found.pool_bytes,
         "pools": [

@@ -23,7 +23,7 @@ from deploy.models.public_shapes import PUBLIC, ModelShape, config
 from engine.config import EngineConfig, declared
 from engine.errors import ConfigError
 from engine.geometry import KVGroup, kv_groups, read_geometry
-from engine.memory import cpu_budget, gpu_kv_budget
+from engine.memory import cpu_budget, gpu_kv_budget, longest_sequence
 
 if TYPE_CHECKING:
     from deploy.settings import Settings
@@ -60,6 +60,11 @@ class Sizing:
     def pool_bytes(self) -> int:
         """All pools; what `budget` bounds. Page tables come on top."""
         return sum(pool.pool_bytes for pool in self.pools)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, prompt and output, that the pools hold."""
+        return longest_sequence([pool.group for pool in self.pools], [pool.pages for pool in self.pools])
 
     def concurrency(self, tokens: int) -> int:
         """Sequences of `tokens` tokens, prompt and output, that run at once and are never preempted."""

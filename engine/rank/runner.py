@@ -237,11 +237,10 @@ class Runner:
     def capture(self, sizes: Sequence[int] | None = None) -> None:
         """Capture the decode step of every bucket, or of `sizes`; on a GPU, once, before the first plan, on every rank.
 
-        RuntimeError: a rank was still compiling when another's kernel gave up waiting for it, and the inboxes are broken. The next
-        start finds the kernels compiled.
+        RuntimeError: another rank's part of an all-reduce did not come, and the inboxes are broken.
         """
         self.graphs = self.graphs_of(sizes or self._buckets)
-        if self._inboxes is not None and int(self._inboxes.joints.errors):
+        if self._inboxes is not None and self._inboxes.joints.failed:
             raise RuntimeError("another rank's part of an all-reduce did not come in time while decode steps were captured")
 
     @torch.inference_mode()

@@ -121,6 +121,7 @@ def boot(lifeline: Lifeline) -> Runner:
     lifeline.send(Loaded(kv_bytes=kv_bytes(rank), weight_bytes=weight_bytes, residual_rms=rms, seconds=seconds))
     runner = build(rank, lifeline.allocate())
     self_check(rank.parallel, rank.device, rank.dtype)
+    wait_at_most(rank, config.boot_timeout_s)  # another rank's compiler may take long
     if rank.device.type == "cuda":
         runner.warm()
     if runner.capturable:
@@ -130,12 +131,19 @@ def boot(lifeline: Lifeline) -> Runner:
     gc.collect()
     gc.freeze()
     gc.disable()  # a step makes no cycles, and a collection would hold up every rank
-    if isinstance(rank.parallel, MappedCollectives):
-        rank.parallel.timeout_s = config.step_timeout_s  # from here on all ranks are up
+    wait_at_most(rank, config.step_timeout_s)
     lifeline.phase(Phase.ready, weight_bytes)
     note = f"{weight_bytes / 1e9:.2f} GB of weights, residual rms {rms:.2f}, {seconds:.1f} s"
     lifeline.send(Ready(note=note, step_times=times, fallbacks=rank.fallbacks))
     return runner
+
+
+def wait_at_most(rank: Rank, seconds: float) -> None:
+    """From here on this rank waits so long for what another one sends."""
+    if isinstance(rank.parallel, MappedCollectives):
+        rank.parallel.timeout_s = seconds
+    if rank.inboxes is not None:
+        rank.inboxes.joints.wait_at_most(seconds)
 
 
 class Worker:

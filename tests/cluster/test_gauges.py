@@ -19,7 +19,7 @@ UP = [True] * 3
 
 
 def record(launched: int, finished: int, age_s: float, beat_s: float = 0.1) -> RankStatus:
-    return RankStatus(launched, finished, int(NOW - age_s * S), 0, 11_000, int(NOW - beat_s * S), 1 << 20)
+    return RankStatus(launched, finished, int(NOW - age_s * S), 11_000, int(NOW - beat_s * S), 1 << 20)
 
 
 CASES = {

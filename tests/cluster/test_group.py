@@ -139,6 +139,15 @@ def test_what_ranks_leave_out_is_said(config: EngineConfig) -> None:
         assert (group.config.attention_decode, group.config.attention_extend) == ("reference", "reference")
 
 
+@pytest.mark.parametrize("max_len", [257, 258])
+def test_a_max_len_beyond_the_pools_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture, max_len: int) -> None:
+    """Where a request of max_len tokens can never run, a line of the log says how long one may be; else none does."""
+    with Group.boot(fake_config(tmp_path / "small", max_len=max_len, pages=(99, 9)), commands()):
+        pass
+    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert said == (["the KV pools hold 257 tokens of one request, not max_len's 258"] if max_len > 257 else [])
+
+
 def test_shared_memory_has_no_name(config: EngineConfig) -> None:
     """Every writable shared mapping of every child is an anonymous memfd: there is no file that a kill could leave behind."""
     with Group.boot(config, commands()) as group:

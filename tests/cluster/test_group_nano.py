@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from cluster.group import Group
 from engine.config import EngineConfig, engine_config
 from engine.errors import CheckpointError, ConfigError, EngineDead
 from engine.protocol import AbortReason, SamplingParams
+from tests.support.engine.faulty_rank import faulty
 from tests.support.engine.groups import Held, Running, end_of, read, running, settled, until
 
 pytestmark = [pytest.mark.cpu, pytest.mark.alone]
@@ -111,7 +113,6 @@ async def same_step(group: Group) -> None:
 
 DEATHS = [
     ("rank 1", signal.SIGKILL, 1.0, "rank 1 was killed by SIGKILL"),
-    ("the core", signal.SIGKILL, 1.0, "the core was killed by SIGKILL"),
     ("rank 1", signal.SIGSTOP, HEARTBEAT_S + 1.0, "rank 1 is not scheduled"),
 ]
 
@@ -137,6 +138,21 @@ def test_a_death_in_mid_stream_ends_every_stream(config: EngineConfig, name: str
     print(f"{ends[0][0]}: streams ended after {1000 * max(late for _, late in ends):.0f} ms")
     assert all(isinstance(error, EngineDead) and str(error).startswith(words) for error, _ in ends), ends
     assert max(late for _, late in ends) < within_s
+
+
+def test_a_rank_with_a_token_of_its_own_ends_every_stream(config: EngineConfig) -> None:
+    """One token of one rank becomes another: every stream raises EngineDead with the step and the ranks. The other groups here are
+    watched too, and none of them ends so."""
+
+    async def watched(group: Group) -> list[BaseException | None]:
+        async with running(group) as run, asyncio.timeout(60):
+            streams = [end_of(run.client.generate(PROMPT[at:], LONG)) for at in range(STREAMS)]
+            return [error for error, _ in await asyncio.gather(*streams)]
+
+    ends = asyncio.run(watched(Group.boot(msgspec.structs.replace(config, tp=2), faulty("token"))))
+    assert all(isinstance(error, EngineDead) for error in ends), ends
+    state = r"rank [01] \([0-9a-f]{8}\)"
+    assert re.fullmatch(rf"ranks hold different states after step \d+: {state} against {state}", str(ends[0]))
 
 
 def test_a_checkpoint_without_weights_is_one_clear_error(config: EngineConfig, tmp_path: Path) -> None:

@@ -122,6 +122,19 @@ def test_a_core_that_plans_nothing_for_those_who_wait_is_named() -> None:
     assert verdict(with_record(statuses(), 4, progress_ns=NOW - 5 * S), waiting, BOUNDS) is None
 
 
+def test_ranks_of_different_states_are_named() -> None:
+    """Of the last steps that all ranks show, the first after which one has another state is reported with that rank, whoever is
+    ahead; steps that not all of them show are not compared, and neither is the core."""
+    hashes = {step: 0xABC0 + step for step in range(804, 812)}
+    well = [replace(record, hashes=hashes) for record in statuses()[:-1]] + statuses()[-1:]
+    assert verdict(well, MOMENT, BOUNDS) is None
+    ahead = [*well[:2], replace(well[2], finished=812, hashes={**hashes, 812: 7}), *well[3:]]
+    assert verdict(ahead, MOMENT, BOUNDS) is None
+    other = [*ahead[:1], replace(well[1], hashes={**hashes, 810: 0xBAD, 811: 0xBAD1}), *ahead[2:]]
+    sentence = "ranks hold different states after step 810: rank 1 (00000bad) against rank 0, rank 2, rank 3 (0000aeea)"
+    assert verdict(other, MOMENT, BOUNDS) == Death("diverged", sentence)
+
+
 class FakeGroup:
     """What a watcher sees, with pipes for pidfds."""
 
@@ -129,7 +142,7 @@ class FakeGroup:
         self.config = config
         self.ends = [os.pipe() for _ in range(2)]
         self.found: list[ExitStatus] = []
-        self.beating = True
+        self.last_beat: int | None = None  # of hearts that have stopped
         self.records = [RankStatus()] * 3
 
     @property
@@ -137,7 +150,8 @@ class FakeGroup:
         return {f"rank {index}": read for index, (read, _) in enumerate(self.ends)}
 
     def status(self) -> list[RankStatus]:
-        return [replace(record, heartbeat_ns=time.monotonic_ns() if self.beating else 1) for record in self.records]
+        beat = self.last_beat or time.monotonic_ns()
+        return [replace(record, heartbeat_ns=beat) for record in self.records]
 
     def exits(self) -> list[ExitStatus]:
         return self.found
@@ -212,13 +226,31 @@ def test_the_watcher_reports_stopped_heartbeats_once(tmp_path: Path) -> None:
     """Hearts that stop are reported once, and not before the bound."""
 
     def story(group: FakeGroup, watcher: Watcher) -> None:
-        group.beating = False
+        group.last_beat = 1
 
     deaths = watch(tmp_path, story, seconds=2.0)
     assert len(deaths) == 1
     assert deaths[0].cause == "unscheduled"
     assert "rank 0, rank 1, the core are not scheduled" in deaths[0].sentence
     assert watch(tmp_path, story, seconds=0.5) == []
+
+
+@pytest.mark.parametrize("resumed", [True, False])
+def test_a_suspended_watcher_gives_the_group_its_time(tmp_path: Path, resumed: bool) -> None:
+    """The machine, and with it the watcher, stands still for longer than a heartbeat may: hearts that beat again a moment later are
+    well, and those that do not are reported."""
+
+    def story(group: FakeGroup, watcher: Watcher) -> None:
+        def suspend() -> None:
+            time.sleep(1.2)
+            if resumed:
+                asyncio.get_running_loop().call_later(0.3, setattr, group, "last_beat", None)
+
+        group.last_beat = time.monotonic_ns()
+        asyncio.get_running_loop().call_soon(suspend)
+
+    deaths = watch(tmp_path, story, seconds=2.7)
+    assert [death.cause for death in deaths] == ([] if resumed else ["unscheduled"])
 
 
 def test_a_closed_watcher_is_silent(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import engine.channel
 from engine.channel import ChannelBroken, RingReader, RingWriter, Waiter, checksum, create_shared, map_shared, ring_bytes
 
 pytestmark = [pytest.mark.pure, pytest.mark.alone]
@@ -236,6 +237,41 @@ def test_a_record_that_arrives_late_is_read_again() -> None:
         timer.join()
         record = reader.poll()
     assert record == (1, b"hello ring"), reader_broken
+
+
+STALE = {"the mark": ((1500, 1500, 1200), slice(3040, 3044)), "the record behind it": ((1500, 1500, 1200), slice(0, 1520)),
+         "an older mark": ((1500, 1500, 1200, 1808, 1000), slice(3040, 3044))}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", STALE)
+@pytest.mark.parametrize("mended", [True, False])
+def test_words_of_the_last_round_are_read_again(what: str, mended: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the ring wraps, a processor that reorders loads may show the mark, or the record behind it, as it was a round before:
+    all is looked at again. What stays old breaks the channel."""
+    memory, writer, (reader,) = ring(1)
+    sizes, place = STALE[what]
+    data = memory[128:]
+    for step, size in enumerate(sizes, 1):
+        before = bytes(data)
+        writer.write(step, bytes(size))
+        if step < len(sizes):
+            assert reader.poll() == (step, bytes(size))
+    after = bytes(data)
+    assert before[place] != after[place]
+    data[place] = before[place]
+
+    def looked(payload: bytes, start: int = 0) -> int:
+        found = checksum(payload, start)
+        if mended:
+            data[place] = after[place]
+        return found
+
+    monkeypatch.setattr(engine.channel, "checksum", looked)
+    if mended:
+        assert reader.poll() == (len(sizes), bytes(sizes[-1]))
+    else:
+        with pytest.raises(ChannelBroken, match=f"read after step {len(sizes) - 1}"):
+            reader.poll()
 
 
 def test_a_gap_in_the_steps_breaks_the_channel() -> None:

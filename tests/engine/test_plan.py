@@ -1,7 +1,11 @@
 """The byte layouts: what goes in comes out, whatever it is, and what is no record is refused."""
 
+import os
 import struct
+import subprocess
+import sys
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.channel import create_shared, map_shared
 from engine.logit_adjustments import LogitAdjustments, encode, encoded_size
 from engine.plan import (
     COUNTS,
@@ -31,6 +36,7 @@ from engine.plan import (
 )
 from engine.protocol import Logprobs, PromptLogprobs, SamplingParams
 from engine.rank_status import STATUS_BYTES, Phase, RankStatus, StatusBlock
+from tests.support.repo_rules import ROOT
 
 pytestmark = pytest.mark.pure
 
@@ -194,6 +200,37 @@ def test_steady_state_is_small_and_fast() -> None:
     assert time.perf_counter() - started < 0.2
 
 
+WRITER = """
+import sys, zlib
+from engine.channel import map_shared
+from engine.rank_status import StatusBlock
+block, step = StatusBlock(map_shared(int(sys.argv[1]))), 0
+while True:
+    step += 1
+    block.progress(0, step, step, step, zlib.crc32(b"%d" % step), 1)
+"""
+
+
+def test_a_hash_belongs_to_its_step_whenever_it_is_read() -> None:
+    """While another process finishes tens of thousands of steps a second, every hash that is read is that of the step it names."""
+    fd = create_shared("status", StatusBlock.size(1))
+    block = StatusBlock(map_shared(fd))
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(fd)], cwd=ROOT, pass_fds=(fd,))
+    os.close(fd)
+    try:
+        while not block.read(0).finished:
+            assert writer.poll() is None
+        seen: dict[int, int] = {}
+        deadline = time.monotonic() + 0.5
+        while time.monotonic() < deadline:
+            seen |= block.read(0).hashes
+        assert len(seen) > 1000
+        assert all(state == zlib.crc32(b"%d" % step) for step, state in seen.items())
+    finally:
+        writer.kill()
+        writer.wait()
+
+
 def test_status_fields_have_one_writer_each() -> None:
     """The three writers of a record fill disjoint fields, leave its neighbours alone, and all of it is read back."""
     memory = memoryview(bytearray(StatusBlock.size(3)))
@@ -202,8 +239,9 @@ def test_status_fields_have_one_writer_each() -> None:
     block.heartbeat(1, 99)
     block.phase(1, memory_bytes=2**40, phase=Phase.ready, pid=4321)
     block.device(1, busy_us=4500, idle_us=2**24 - 1, late_compilations=65535)
-    expected = RankStatus(7, 6, 2**63, 0xFFFFFFFF, 12, 99, 2**40, Phase.ready, 4321, 4500, 2**24 - 1, 65535)
+    expected = RankStatus(7, 6, 2**63, 12, 99, 2**40, Phase.ready, 4321, 4500, 2**24 - 1, 65535, {6: 0xFFFFFFFF})
     assert block.read(1) == expected
+    assert expected.state_hash == 0xFFFFFFFF
     block.heartbeat(1, 100)
     assert block.read(1) == replace(expected, heartbeat_ns=100)
     block.device(1, busy_us=2**40, idle_us=2**30, late_compilations=2**20)

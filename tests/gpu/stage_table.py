@@ -35,7 +35,7 @@ STAGES = (
     _bench("core-shard", 300, 1, "engine", "--model dummy:31b --shard-of 4 --tp 1 --device cuda"),
     _tests("inboxes", 120, 2, f"{_GPU}inboxes.py"),
     _tests("workers", 535, 2, "tests/engine/rank/test_worker_gpu.py"),
-    _tests("killed-rank", 180, 2, "tests/cluster/test_group_gpu.py"),
+    _tests("killed-rank", 300, 2, "tests/cluster/test_group_gpu.py"),
     _tests("bf16", 480, 2, f"{_GPU}four_gpus.py", "-k", "test_nano and not fp32 and (12b or e4b or e2b)"),
     _tests("bf16-large", 400, 2, f"{_GPU}four_gpus.py", "-k", "test_nano and not fp32 and (31b or 26b)"),
     _tests("fp32", 480, 2, f"{_GPU}four_gpus.py", "-k", "fp32"),

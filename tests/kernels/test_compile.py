@@ -131,7 +131,7 @@ def adjust_nodes(target: Target) -> Iterator[Node]:
 def choose_nodes(target: Target) -> Iterator[Node]:
     """Sampling over a quarter of the vocabulary, alone and over four ranks."""
     parts, batch = parts_of(65536, ROWS, 132), sampling_batch(ROWS, 8)
-    ballot = Ballot(ints(Ballot.bytes(4, ROWS) // 4), meta(4, dtype=torch.int64), 2, ROWS, ints(1))
+    ballot = Ballot(ints(Ballot.bytes(4, ROWS) // 4), meta(4, dtype=torch.int64), 2, ROWS, ints(2))
     with record(target) as nodes:
         best = local_best(meta(ROWS, 65536, dtype=torch.float32), batch, 65536, parts)
         for ranks in (None, ballot):
@@ -262,6 +262,13 @@ def test_inboxes_are_polled() -> None:
     ]
     assert polls
     assert all("volatile" in op for op in polls), polls
+
+
+def test_waits_for_ranks_end_by_the_clock() -> None:
+    """A kernel that polls looks at the time, and no other does: how long a number of polls takes depends on the GPU."""
+    for kernel in (*compiled("joint", HOPPER), *compiled("choose", HOPPER)):
+        inbox = any("inbox" in access.arguments and access.reads for access in accesses(kernel.ptx, list(kernel.node.types)))
+        assert ("%globaltimer" in kernel.ptx) == inbox, kernel.node.kernel
 
 
 def test_weights_are_on_their_way_before_the_wait() -> None:

@@ -1,5 +1,6 @@
 """The joint: over one rank and over four, whose inboxes lie in one process, in the interpreter; and without it, the reference."""
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -8,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import kernels.joint
 from kernels.joint import EMPTY, INBOXES, Norms, Peers, _joint_reference, _launch, _launch_sharded, joint
 from kernels.launch import record
 from kernels.linear import linear_send
@@ -85,7 +85,7 @@ def sharded(it: Case, peers: list[Peers]) -> list[tuple[Tensor, Tensor]]:
 
 
 def empty(peers: list[Peers]) -> bool:
-    return all(bool((rank.inbox == EMPTY[rank.dtype]).all()) and not rank.errors.any() for rank in peers)
+    return all(rank.empty for rank in peers)
 
 
 def off(one: Tensor, other: Tensor) -> float:
@@ -164,23 +164,43 @@ def interpreted_one_rank() -> None:
     assert joint(it.whole, it.residual, Norms(it.norms.post, None), EPS)[1] is None
 
 
-def interpreted_a_failed_group_does_not_wait_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A joint whose peers send nothing polls to its bound and sets the error flag; the next ones give up when they first look."""
-    monkeypatch.setattr(kernels.joint, "SPINS", 64)
-    it, peers = case(), group(N)[0]
-    one_row = replace(it, residual=it.residual[:1])
+def receive(it: Case, peers: Peers, turn: int) -> tuple[float, Tensor]:
+    """Seconds until a joint of what others have sent is done, and its h."""
+    out = torch.empty_like(it.residual), torch.empty_like(it.residual)
+    began = time.monotonic()
+    _launch(it.parts[0], it.residual, it.norms, EPS, it.scalar, 1.0, peers, *out, turn, send=False)
+    return time.monotonic() - began, out[0]
 
-    def seconds() -> float:
-        out = torch.empty_like(one_row.residual), torch.empty_like(one_row.residual)
-        began = time.monotonic()
-        _launch(it.parts[0], one_row.residual, it.norms, EPS, it.scalar, 1.0, peers, *out, peers.call(), send=False)
-        return time.monotonic() - began
 
-    first = seconds()
-    assert peers.errors.tolist() == [1]
-    assert max(seconds(), seconds()) < first / 3
-    peers.errors.zero_()
-    assert seconds() > first / 3
+def interpreted_a_failed_group_does_not_wait_again() -> None:
+    """A joint whose peers send nothing waits for its time and sets the error flag; the next ones give up when they first look."""
+    it, peers = case(rows=1), group(N)[0]
+    peers.wait_at_most(0.4)
+    assert receive(it, peers, peers.call())[0] > 0.4
+    assert peers.failed
+    assert max(receive(it, peers, peers.call())[0] for _ in range(2)) < 0.2
+    peers.errors[0] = 0
+    assert receive(it, peers, peers.call())[0] > 0.4
+
+
+@pytest.mark.parametrize("wait_s", [60.0, 0.1])
+def interpreted_a_rank_that_was_stopped_is_waited_for(wait_s: float) -> None:
+    """Parts that come half a second late are joined as if they had come at once, unless so long a wait was not allowed."""
+    it, peers = case(rows=1), group(N)
+    turns = [rank.call() for rank in peers]
+    for part, rank in zip(it.parts, peers, strict=True):
+        _launch(part, it.residual, it.norms, EPS, it.scalar, 1.0, rank, *it.want, turns[0], receive=False)
+    sent = peers[0].inbox.clone()
+    peers[0].inbox.fill_(EMPTY[torch.float32])
+    peers[0].wait_at_most(wait_s)
+    late = threading.Timer(0.5, peers[0].inbox.copy_, [sent])
+    late.start()
+    seconds, h = receive(it, peers[0], turns[0])
+    late.join()
+    fault = wait_s < 0.5
+    assert (seconds < 0.5) is fault
+    assert peers[0].failed is fault
+    assert (off(h, it.want[0]) < TOLERANCE) is not fault
 
 
 def test_the_reference_is_the_norms_one_after_the_other() -> None:

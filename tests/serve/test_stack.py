@@ -401,7 +401,8 @@ def test_a_lost_process_ends_every_stream_with_one_error_event(
 
 
 def test_a_killed_replica_cuts_every_connection(stack: Stack) -> None:
-    """kill -9 of the replica: closed within 2 s without the final chunk, the unanswered get 5xx, its children are gone."""
+    """kill -9 of the replica: closed within 2 s without the final chunk, the unanswered get 5xx, its children are gone, and
+    waited for."""
     readers = open_streams(stack)
     waiting = Reader(stack.url, LONG | {"stream": False})
     time.sleep(0.3)
@@ -415,6 +416,7 @@ def test_a_killed_replica_cuts_every_connection(stack: Stack) -> None:
         assert "[DONE]" not in reader.text
         assert (reader.ended or 0.0) - killed < 2
     wait(lambda: not any(command_line(pid) for pid in children), 2)
+    wait(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children), 5)  # and no zombie of them
     waiting.join(10)
     assert (waiting.status, json.loads(waiting.text)["error"]["code"]) == (503, "engine_restarting"), waiting.text
     back = serves_again(stack)

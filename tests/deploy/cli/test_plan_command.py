@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -226,9 +227,13 @@ def test_what_does_not_fit_exits_with_1(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_a_context_that_no_pool_holds_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
-    """Weights and windows fit, but not one sequence of max_len: that is no fit, and said so."""
-    assert main(["plan", "--model", "31b", "--gpu-memory", "80GiB", "--max-len", "262144", "--max-seqs", "1"]) == 1
-    assert "not one sequence of max_len 262144 tokens fits" in capsys.readouterr().out
+    """Weights and windows fit, but not one sequence of max_len: that is no fit, said with the max_len that would be."""
+    ask = ["plan", "--model", "31b", "--gpu-memory", "80GiB", "--max-seqs", "1", "--max-len"]
+    assert main([*ask, "262144"]) == 1
+    said = capsys.readouterr().out
+    assert "not one sequence of max_len 262144 tokens fits the KV pools: they hold " in said
+    (longest,) = re.findall(r"they hold (\d+) tokens", said)
+    assert [main([*ask, str(int(longest) + more)]) for more in (0, 1)] == [0, 1]
 
 
 def test_a_config_is_planned_and_options_win(capsys: pytest.CaptureFixture[str]) -> None:

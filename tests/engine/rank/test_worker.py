@@ -2,14 +2,23 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace as Namespace
+from typing import cast
 
 import msgspec
 import pytest
+import torch
 
-from engine.lifeline import Configure, Failed
+from engine.geometry import read_geometry
+from engine.lifeline import Configure, Failed, Lifeline
 from engine.plan import StepPlan, StepResult
+from engine.rank import worker
+from engine.rank.models.gemma4 import Gemma4
+from engine.rank.parallel import Inboxes, Single
 from engine.rank.plan_stream import logprob_error
 from engine.rank_status import Phase
+from kernels.choose import Ballot
+from kernels.joint import Peers
 from tests.conftest import Nano
 from tests.support.engine.ranks import WORKER, Ranks
 from tests.support.engine.recording import (
@@ -183,3 +192,25 @@ def test_a_rank_alone_raises(recording: Recording) -> None:
         ranks.submit(recording.plans[0])
         assert ranks.processes[0].wait(10) == 1
         assert "rank 1 did not come" in ranks.stderr()[0]
+
+
+def test_ranks_are_waited_for_as_the_settings_say(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While kernels are compiled and captured another rank's part may take as long as the boot may, and then as long as a step."""
+    config = config_of(recording.folder, 2, boot_timeout_s=600.0, step_timeout_s=60.0)
+    pointers = torch.zeros(2, dtype=torch.int64)
+    peers = Peers(torch.zeros(Peers.bytes(2, 1, 2, torch.float32), dtype=torch.uint8), pointers, 0, 1, 2, torch.float32, 1)
+    geometry = read_geometry(recording.folder)
+    device, model = torch.device("cpu"), cast(Gemma4, Namespace(parameters=list))
+    rank = worker.Rank(config, geometry, device, Single(), model, Inboxes(peers, cast(Ballot, None)))
+    seen = []
+    runner = Namespace(capturable=True, capture=lambda: seen.append(int(peers.errors[1])))
+    lifeline = Namespace(args=None, configure=lambda: config, allocate=lambda: PAGES, phase=lambda *_: None, send=lambda _: None)
+    with monkeypatch.context() as patched:
+        patched.setattr(worker, "load", lambda *_: rank)
+        patched.setattr(worker, "build", lambda *_: runner)
+        patched.setattr(worker.weights, "residual_rms", lambda _: 1.0)
+        patched.setattr(worker.launch, "ready", lambda: None)
+        patched.setattr(worker, "gc", Namespace(collect=int, freeze=int, disable=int))
+        worker.boot(cast(Lifeline, lifeline))
+    assert seen == [600_000]
+    assert peers.errors.tolist() == [0, 60_000]

@@ -17,7 +17,7 @@ from engine.rank_status import StatusBlock
 class StatusOnly:
     """What the loop needs of a lifeline: a status block and an index into it."""
 
-    status: StatusBlock = field(default_factory=lambda: StatusBlock(memoryview(bytearray(64))))
+    status: StatusBlock = field(default_factory=lambda: StatusBlock(memoryview(bytearray(StatusBlock.size(1)))))
     status_index = 0
 
     @property

@@ -4,6 +4,7 @@
     sliding   one page of the sliding group: an append names a page that another slot holds
     full      the same in the full group
     reduce    one sum over the ranks is left out: this rank keeps its own part
+    token     one row's token is another than the one that was sampled, on this rank alone
 
 The fault falls once, in the PURE-th step that only decodes: by then every request is running.
 """
@@ -11,6 +12,7 @@ The fault falls once, in the PURE-th step that only decodes: by then every reque
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -18,9 +20,10 @@ from cluster.children import boot_json, child_command
 from engine.lifeline import BootArgs
 from engine.plan import PageAppend, PlanView, StepPlan, decode_plan, encode_plan, read_plan
 from engine.rank import runner, worker
+from engine.rank.sampler import Sampler
 from kernels.allreduce import MappedCollectives
 
-FAULTS = ("none", "sliding", "full", "reduce")
+FAULTS = ("none", "sliding", "full", "reduce", "token")
 PURE = 5
 SUM = 4  # of the step's sums: the embedding's is 0
 
@@ -74,6 +77,12 @@ class _Fault:
                 return replace(plan, appends=[*plan.appends[:at], wrong, *plan.appends[at + 1 :]])
         return plan
 
+    def sampled(self, tokens: Tensor) -> None:
+        """Behind the sampling of a step."""
+        if self.name == "token" and self.pure >= PURE and not self.planted:
+            self.planted = True
+            tokens[0] += 1
+
     def skips(self, x: Tensor) -> bool:
         """Whether this sum is the one to be left out."""
         due = self.countdown == 0
@@ -92,6 +101,14 @@ def main() -> None:
         total = whole(self, x)
         return own if fault.skips(x) else total
 
+    sample = Sampler.sample
+
+    def sampled(self: Sampler, *given: Any) -> Any:
+        tokens = sample(self, *given)
+        fault.sampled(tokens.tokens)
+        return tokens
+
+    Sampler.sample = sampled  # type: ignore[method-assign]
     runner.read_plan = fault.read  # type: ignore[attr-defined]
     MappedCollectives.all_reduce = all_reduce  # type: ignore[method-assign]
     worker.main()

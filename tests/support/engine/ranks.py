@@ -56,7 +56,6 @@ class Ranks:
         self._masked = 0
         self._results = RingReader(map_shared(shared["result"]), 1, 0)
         self._status = StatusBlock(map_shared(shared["status"]))
-        self._hashes = [0] * config.tp
         self.processes: list[subprocess.Popen[bytes]] = []
         self.lifelines: list[BootSocket] = []
         self._errors: list[IO[bytes]] = []
@@ -148,18 +147,11 @@ class Ranks:
         return decode_result(record[1])
 
     def hashes(self, step: int) -> list[int]:
-        """Every rank's state hash, once all have finished `step`; nothing later may be submitted yet.
-
-        A record's fields are written one after the other: a hash that is still zero, or the last one, is not there yet.
-        """
+        """Every rank's state hash after `step`, which all are to finish."""
         deadline = time.monotonic() + self._step_s
-        while any(
-            status.finished < step or status.state_hash in (0, old)
-            for status, old in zip(self.statuses(), self._hashes, strict=True)
-        ):
+        while any(status.finished < step for status in self.statuses()):
             self.alive(deadline)
-        self._hashes = [status.state_hash for status in self.statuses()]
-        return self._hashes
+        return [status.hashes[step] for status in self.statuses()]
 
     def statuses(self) -> list[RankStatus]:
         return [self._status.read(rank) for rank in range(self.config.tp)]
