@@ -64,7 +64,7 @@ def mixed_steps(member: str, decodes: int) -> Callable[[int], Callable[[], objec
     shape = geometry(member)
     model = Gemma4(shape, OneOfFour(), torch.bfloat16, CPU)
     cache = KVCache([GroupCache(group, 100, SLOTS, MAX_LEN, torch.bfloat16, CPU) for group in kv_groups(shape, TP)])
-    attention = attention_backend("reference", shape, cache, TP, (decodes,), CPU)  # of the same parts as `triton`
+    attention = attention_backend("reference", shape, cache, TP, (decodes + 1,), CPU)  # of the same parts as `triton`
 
     def step(chunk: int) -> Callable[[], object]:
         rows = chunk + decodes
