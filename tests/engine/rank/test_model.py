@@ -19,9 +19,9 @@ from engine.errors import CheckpointError, ConfigError
 from engine.geometry import Geometry, read_geometry, shard_vocab
 from engine.rank.attention import attention_backend
 from engine.rank.kv import KVCache
+from engine.rank.load.loader import load
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.parallel import Parallel, Single
-from engine.rank.weights import load
 from tests.support.engine.paged import Logits, PlantFault, Step, caches, run_steps, script
 from tests.support.engine.threads import SkippedReduce, ThreadParallel, run_ranks
 from tests.support.judge.oracle import Verdict, judge, load_oracle, soft_cap

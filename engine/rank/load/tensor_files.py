@@ -1,0 +1,102 @@
+"""The tensors that a checkpoint's safetensors hold, by their headers: file, shape, dtype; and what is wrong with them."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from engine.errors import CheckpointError
+from engine.geometry import Geometry
+from engine.rank.load.slices import Piece
+from engine.rank.models.gemma4_weights import is_unused
+
+INDEX = "model.safetensors.index.json"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_FLOATS = {"BF16", "F16", "F32"}
+_LISTED = 20  # wrong tensors named in one error
+
+
+def places(folder: Path, needed: dict[str, Piece], geometry: Geometry) -> dict[str, Path]:
+    """The file of every needed tensor, once all of the folder's tensors were found to be right."""
+    found, complaints = _found(folder)
+    live = {name for name in found if not is_unused(name, geometry)}
+    complaints += [f"{name} is missing" for name in needed if name not in live]
+    complaints += [f"{name} is unexpected" for name in sorted(live - set(needed))]
+    complaints += [why for name in needed if name in found and (why := _unlike(needed[name], *found[name][1:]))]
+    if complaints:
+        more = f"; and {len(complaints) - _LISTED} more" if len(complaints) > _LISTED else ""
+        raise CheckpointError(f"{folder}: {'; '.join(complaints[:_LISTED])}{more}")
+    return {name: found[name][0] for name in needed}
+
+
+def _unlike(piece: Piece, shape: tuple[int, ...], dtype: str) -> str | None:
+    if shape != piece.shape:
+        return f"{piece.name} has shape {list(shape)}, not {list(piece.shape)}"
+    if dtype not in _FLOATS:
+        return f"{piece.name} has dtype {dtype}, not one of {', '.join(sorted(_FLOATS))}"
+    return None
+
+
+_Found = dict[str, tuple[Path, tuple[int, ...], str]]
+
+
+def _found(folder: Path) -> tuple[_Found, list[str]]:
+    """Every tensor of the folder's shards (file, shape, dtype), and where index and shards disagree."""
+    index = _index(folder)
+    shards = sorted({folder / name for name in index.values()}) if index else [_only_shard(folder)]
+    found: _Found = {}
+    complaints = []
+    for path in shards:
+        for name, entry in _headers(path):
+            found[name] = entry
+            if index and index.get(name) != path.name:
+                complaints.append(f"{name} lies in {path.name}, where the index does not say so")
+    complaints += [f"{name} is not in {shard}, where the index says it is" for name, shard in index.items() if name not in found]
+    return found, complaints
+
+
+def _headers(path: Path) -> Iterator[tuple[str, tuple[Path, tuple[int, ...], str]]]:
+    with opened(path) as file:
+        for name in file.keys():  # noqa: SIM118 (a safe_open is no mapping)
+            view = file.get_slice(name)
+            yield name, (path, tuple(view.get_shape()), view.get_dtype())
+
+
+def _index(folder: Path) -> dict[str, str]:
+    """Tensor name -> shard; empty where the folder has no index."""
+    path = folder / INDEX
+    if not path.exists():
+        return {}
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is not an index of safetensors: {error}") from error
+    for name, shard in index.items():
+        if Path(shard).name != shard or not shard.endswith(".safetensors"):
+            raise CheckpointError(f"{path}: {name} is said to lie in {shard!r}, which is no safetensors file of the folder")
+    return dict(index)
+
+
+def _only_shard(folder: Path) -> Path:
+    shards = sorted(folder.glob("*.safetensors"))
+    if len(shards) == 1:
+        return shards[0]
+    if shards:
+        raise CheckpointError(f"{folder} holds {len(shards)} safetensors files, but no {INDEX}")
+    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+    if pickles:
+        raise CheckpointError(f"{folder} holds pickled weights only ({pickles[0]}); only safetensors are read")
+    raise CheckpointError(f"{folder} holds no *.safetensors")
+
+
+@contextmanager
+def opened(path: Path, framework: str = "pt") -> Iterator[Any]:
+    """The file, mapped; CheckpointError names it if it is absent, cut short or no safetensors file."""
+    try:
+        with safe_open(path, framework=framework) as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
