@@ -28,6 +28,7 @@ from engine.plan import DEPTH, read_header
 from engine.rank.attention import Unsound
 from engine.rank.kv import GroupCache, KVCache
 from engine.rank.load.loader import load as load_weights
+from engine.rank.load.loader import with_head
 from engine.rank.load.random_fill import dummy
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.parallel import Inboxes, Parallel, connect, self_check
@@ -68,7 +69,10 @@ def torch_dtype(config: EngineConfig) -> torch.dtype:
 
 def load(config: EngineConfig, args: BootArgs) -> Rank:
     """Join the group and fill this rank's shard."""
-    geometry = read_geometry(Path(config.model))
+    folder = Path(config.model)
+    geometry = read_geometry(folder)
+    if config.load_format == "safetensors":
+        geometry = with_head(geometry, folder, progress=args.index == 0)
     device = torch.device("cuda", args.index) if config.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -82,7 +86,7 @@ def load(config: EngineConfig, args: BootArgs) -> Rank:
     if config.load_format == "dummy":
         dummy(model, geometry)
     else:
-        load_weights(model, Path(config.model), geometry, args.index, args.tp, progress=args.index == 0)
+        load_weights(model, folder, geometry, args.index, args.tp, progress=args.index == 0)
     width = geometry.hidden * (2 if geometry.moe else 1)
     rows = buckets(config.max_seqs)[-1]
     with torch.inference_mode():

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.geometry import Geometry, Layer, shard_kv_heads, shard_vocab
-from engine.rank.models.gemma4_weights import TABLE, Init, Part, Rule, is_present, sizes
+from engine.rank.models.gemma4_weights import TABLE, Init, Part, Rule, full_name, is_present, sizes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -70,7 +70,7 @@ def _piece(rule: Rule, geometry: Geometry, layer: Layer, rank: int, size: int) -
     axes = sizes(geometry, layer)
     name, parameter = (text.format(i=layer.index) for text in (rule.name, rule.parameter))
     shape = tuple(axes[axis] for axis in rule.shape)
-    return Piece(geometry.prefix + name, shape, parameter, _cuts(rule.part, shape, geometry, layer, rank, size), rule.init)
+    return Piece(full_name(name, geometry), shape, parameter, _cuts(rule.part, shape, geometry, layer, rank, size), rule.init)
 
 
 def _cuts(part: Part, shape: tuple[int, ...], geometry: Geometry, layer: Layer, rank: int, size: int) -> tuple[Cut, ...]:

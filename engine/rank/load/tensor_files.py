@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from engine.errors import CheckpointError
 from engine.geometry import Geometry
 from engine.rank.load.slices import Piece
-from engine.rank.models.gemma4_weights import is_unused
+from engine.rank.models.gemma4_weights import is_unused, published_name
 
 INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -19,50 +20,59 @@ _FLOATS = {"BF16", "F16", "F32"}
 _LISTED = 20  # wrong tensors named in one error
 
 
-def places(folder: Path, needed: dict[str, Piece], geometry: Geometry) -> dict[str, Path]:
-    """The file of every needed tensor, once all of the folder's tensors were found to be right."""
-    found, complaints = _found(folder)
+@dataclass(frozen=True)
+class TensorHeader:
+    """Where a tensor lies, and what it is called and holds there."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def checked(folder: Path, needed: dict[str, Piece], geometry: Geometry) -> dict[str, TensorHeader]:
+    """Every needed tensor's, by its published name, once all of the folder's tensors were found to be right."""
+    found, complaints = headers(folder, geometry)
     live = {name for name in found if not is_unused(name, geometry)}
     complaints += [f"{name} is missing" for name in needed if name not in live]
-    complaints += [f"{name} is unexpected" for name in sorted(live - set(needed))]
-    complaints += [why for name in needed if name in found and (why := _unlike(needed[name], *found[name][1:]))]
+    complaints += [f"{found[name].name} is unexpected" for name in sorted(live - set(needed))]
+    complaints += [why for name in needed if name in found and (why := _unlike(needed[name], found[name]))]
     if complaints:
         more = f"; and {len(complaints) - _LISTED} more" if len(complaints) > _LISTED else ""
         raise CheckpointError(f"{folder}: {'; '.join(complaints[:_LISTED])}{more}")
-    return {name: found[name][0] for name in needed}
+    return {name: found[name] for name in needed}
 
 
-def _unlike(piece: Piece, shape: tuple[int, ...], dtype: str) -> str | None:
-    if shape != piece.shape:
-        return f"{piece.name} has shape {list(shape)}, not {list(piece.shape)}"
-    if dtype not in _FLOATS:
-        return f"{piece.name} has dtype {dtype}, not one of {', '.join(sorted(_FLOATS))}"
+def _unlike(piece: Piece, found: TensorHeader) -> str | None:
+    if found.shape != piece.shape:
+        return f"{found.name} has shape {list(found.shape)}, not {list(piece.shape)}"
+    if found.dtype not in _FLOATS:
+        return f"{found.name} has dtype {found.dtype}, not one of {', '.join(sorted(_FLOATS))}"
     return None
 
 
-_Found = dict[str, tuple[Path, tuple[int, ...], str]]
-
-
-def _found(folder: Path) -> tuple[_Found, list[str]]:
-    """Every tensor of the folder's shards (file, shape, dtype), and where index and shards disagree."""
+def headers(folder: Path, geometry: Geometry) -> tuple[dict[str, TensorHeader], list[str]]:
+    """Every tensor of the folder's shards by its published name, and where index and shards disagree."""
     index = _index(folder)
-    shards = sorted({folder / name for name in index.values()}) if index else [_only_shard(folder)]
-    found: _Found = {}
-    complaints = []
-    for path in shards:
-        for name, entry in _headers(path):
-            found[name] = entry
-            if index and index.get(name) != path.name:
-                complaints.append(f"{name} lies in {path.name}, where the index does not say so")
-    complaints += [f"{name} is not in {shard}, where the index says it is" for name, shard in index.items() if name not in found]
+    found: dict[str, TensorHeader] = {}
+    complaints, names = [], set()
+    for path in sorted({folder / name for name in index.values()}) if index else [_only_shard(folder)]:
+        for header in _of_shard(path):
+            names.add(header.name)
+            if index and index.get(header.name) != path.name:
+                complaints.append(f"{header.name} lies in {path.name}, where the index does not say so")
+            first = found.setdefault(published_name(header.name, geometry), header)
+            if first.name != header.name:
+                complaints.append(f"{first.name} and {header.name} are names of one tensor")
+    complaints += [f"{name} is not in {shard}, where the index says it is" for name, shard in index.items() if name not in names]
     return found, complaints
 
 
-def _headers(path: Path) -> Iterator[tuple[str, tuple[Path, tuple[int, ...], str]]]:
-    with opened(path) as file:
+def _of_shard(path: Path) -> Iterator[TensorHeader]:
+    with opened(path, "np") as file:  # nothing is read, and torch is not needed
         for name in file.keys():  # noqa: SIM118 (a safe_open is no mapping)
             view = file.get_slice(name)
-            yield name, (path, tuple(view.get_shape()), view.get_dtype())
+            yield TensorHeader(path, name, tuple(view.get_shape()), view.get_dtype())
 
 
 def _index(folder: Path) -> dict[str, str]:

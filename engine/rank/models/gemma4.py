@@ -5,7 +5,7 @@
                     h = h + norm( mlp( norm(h) ) )                           with experts: norm( norm(mlp) + norm(experts) )
                     h = h + norm( W ( gelu(W' h) * ple_layer ) )             where there are per-layer embeddings
                     h = h * scalar
-    logits = norm(h) E^T
+    logits = norm(h) E^T                                                     or of a matrix of their own
 
 A block speaks (h, x): the residual stream, and its normed form that the next product reads. A joint ends a block's half: the sum
 over ranks, the norm behind it, the residual, and the norm before what follows, also where that is the next block's. Layers that
@@ -166,6 +166,7 @@ class Gemma4(Module):
         self.embedding = Embedding(geometry, parallel, dtype, device)
         self.blocks = nn.ModuleList(Block(geometry, layer, parallel, dtype, device) for layer in geometry.layers)
         self.norm = empty(geometry.hidden, dtype=dtype, device=device)
+        self.own_head = None if geometry.tied else VocabTable(geometry.vocab, geometry.hidden, parallel, dtype, device)
         self._sharing = max(layer.kv_source for layer in geometry.layers) + 1
         self.frequencies: dict[RopeKey, Tensor] = {
             (layer.rope, layer.head_dim): _frequencies(layer).to(device) for layer in geometry.layers
@@ -183,7 +184,12 @@ class Gemma4(Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> fp32 [R, `vocab_share`]: this rank's slice, before the soft cap (`geometry.softcap`), and -inf
         behind the vocabulary's end."""
-        return self.embedding.tokens.logits(hidden)
+        return self.head.logits(hidden)
+
+    @property
+    def head(self) -> VocabTable:
+        """The table that logits come of."""
+        return self.embedding.tokens if self.own_head is None else self.own_head
 
     def states(
         self, batch: ForwardBatch, cache: KVCache, attention: AttentionBackend, peers: Peers | None = None

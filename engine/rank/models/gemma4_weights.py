@@ -7,16 +7,19 @@ from typing import Literal
 
 from engine.geometry import Geometry, Layer
 
-_TOWERS = ("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio.", "model.vision_embedder.")
+HEAD = "lm_head.weight"
+_TOWERS = ("vision_tower.", "embed_vision.", "audio_tower.", "embed_audio.", "vision_embedder.")
+# Of the text model's tensors: as published with towers and without, and as classes of transformers write them.
+_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
 
 Part = Literal["whole", "vocab", "columns", "depth", "q", "k", "v", "gate", "up", "gate_up"]
 Init = Literal["matrix", "embedding", "ple_table", "norm", "head_norm", "scalar", "one"]
-Present = Literal["always", "moe", "ple", "kv", "v"]
+Present = Literal["always", "moe", "ple", "kv", "v", "head"]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A checkpoint tensor (its name behind the text prefix; {i} is the layer) and where it goes.
+    """A checkpoint tensor (its name behind the text prefix, which the head's has not; {i} is the layer) and where it goes.
 
     shape: names of `sizes`; part: the rank's share of it and its place in a merged parameter, see `load.slices`;
     init: how a random one is drawn, see `load.random_fill`; present: which models and layers have it, see `is_present`.
@@ -66,6 +69,7 @@ TABLE = (
     _norm(_I + "post_feedforward_layernorm.weight", _B + "norms.post_mlp"),
     Rule(_I + "layer_scalar", _B + "scalar", ("one",), init="scalar"),
     _norm("norm.weight", "norm"),
+    Rule(HEAD, "own_head.head.weight", ("vocab", "hidden"), "vocab", "embedding", "head"),
 )
 
 
@@ -77,6 +81,7 @@ def is_present(when: Present, geometry: Geometry, layer: Layer) -> bool:
         "ple": geometry.ple > 0,
         "kv": layer.owns_kv,
         "v": layer.owns_kv and not layer.k_eq_v,
+        "head": not geometry.tied,
     }[when]
 
 
@@ -101,9 +106,27 @@ def sizes(geometry: Geometry, layer: Layer) -> dict[str, int]:
 
 
 def is_unused(name: str, geometry: Geometry) -> bool:
-    """Whether the text model does without it: towers, and K and V weights that checkpoints have for layers that read another's."""
-    if name.startswith(_TOWERS):
+    """Whether the text model does without the tensor of this published name: a tower's, the embedding again as head, K and V of
+    layers that read another's."""
+    if _is_of_tower(name) or (name == HEAD and geometry.tied):
         return True
     match = re.fullmatch(rf"{re.escape(geometry.prefix)}layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm)\.weight", name)
     layer = int(match[1]) if match else len(geometry.layers)
     return layer < len(geometry.layers) and not geometry.layers[layer].owns_kv
+
+
+def published_name(name: str, geometry: Geometry) -> str:
+    """How published checkpoints of this layout name a tensor."""
+    if _is_of_tower(name):
+        return name
+    behind = name.removeprefix(next(prefix for prefix in _PREFIXES if name.startswith(prefix)))
+    return full_name(behind, geometry)
+
+
+def full_name(name: str, geometry: Geometry) -> str:
+    """A rule's name with the prefix of published checkpoints."""
+    return name if name == HEAD else geometry.prefix + name
+
+
+def _is_of_tower(name: str) -> bool:
+    return name.removeprefix("model.").startswith(_TOWERS)
