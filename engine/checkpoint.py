@@ -25,6 +25,13 @@ def read_optional(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
+def model_vocabulary(folder: Path) -> int | None:
+    """Rows of the model's embedding; None: there is no config.json that says so."""
+    config = read_optional(folder / "config.json")
+    rows: int | None = (config.get("text_config") or config).get("vocab_size")
+    return rows
+
+
 def quantisation(folder: Path) -> str | None:
     """In what format the checkpoint is quantised, as in `compressed-tensors, W4A16`; None: it is not."""
     config, modelopt = read_optional(folder / "config.json"), read_optional(folder / "hf_quant_config.json")
