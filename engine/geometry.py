@@ -210,6 +210,7 @@ def parse_config(config: dict[str, Any], source: str = "config.json", eos: tuple
 
 def _check_implemented(text: dict[str, Any]) -> None:
     """ValueError names every key whose value asks for other mathematics than is here."""
+    vocab = text["vocab_size"]
     wrong = [
         f"{key} {text[key]!r} is not implemented, only {' or '.join(map(repr, values))}"
         for key, values in IMPLEMENTED.items()
@@ -217,6 +218,8 @@ def _check_implemented(text: dict[str, Any]) -> None:
     ]
     if wrong:
         raise ValueError("; ".join(wrong))
+    if text.get("hidden_size_per_layer_input") and (rows := text.get("vocab_size_per_layer_input") or vocab) < vocab:
+        raise ValueError(f"vocab_size_per_layer_input ({rows}) is below vocab_size ({vocab})")
 
 
 def _geometry(config: dict[str, Any], text: dict[str, Any], eos: tuple[int, ...]) -> Geometry:

@@ -171,6 +171,18 @@ def test_overrides_of_single_layers_are_refused(overrides: dict[str, Any], messa
     assert parse_config(same) == parse_config(raw("31b"))
 
 
+def test_a_short_per_layer_table_is_refused() -> None:
+    """A per-layer table with fewer rows than the vocabulary has ids is refused; without such a table it is nothing."""
+
+    def edit(text: dict[str, Any]) -> None:
+        text["vocab_size_per_layer_input"] = 512
+
+    assert "vocab_size_per_layer_input (512) is below vocab_size (1024)" in refusal(edit, "e2b")
+    bare = raw("31b")
+    edit(bare["text_config"])
+    assert parse_config(bare).ple == 0
+
+
 W4A16 = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",

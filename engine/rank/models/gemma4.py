@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from engine.errors import CheckpointError
 from engine.geometry import Geometry, Layer, check_tp, shard_kv_heads
 from engine.rank.attention.base import AttentionBackend, AttentionPlan
 from engine.rank.batch import ForwardBatch, RopeKey
@@ -161,7 +160,7 @@ class Gemma4(Module):
 
     def __init__(self, geometry: Geometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        _check(geometry, parallel.size)
+        check_tp(geometry, parallel.size)
         self.geometry, self.parallel, self.dtype, self.device = geometry, parallel, dtype, device
         self.embedding = Embedding(geometry, parallel, dtype, device)
         self.blocks = nn.ModuleList(Block(geometry, layer, parallel, dtype, device) for layer in geometry.layers)
@@ -213,9 +212,3 @@ class Gemma4(Module):
 
 def _frequencies(layer: Layer) -> Tensor:
     return inverse_frequencies(layer.rope.theta, layer.rope.pairs, layer.head_dim, layer.rope.factor)
-
-
-def _check(geometry: Geometry, size: int) -> None:
-    check_tp(geometry, size)
-    if geometry.ple and geometry.ple_vocab < geometry.vocab:
-        raise CheckpointError(f"vocab_size_per_layer_input ({geometry.ple_vocab}) is below vocab_size ({geometry.vocab})")

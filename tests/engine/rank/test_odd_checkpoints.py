@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.errors import CheckpointError
 from engine.geometry import Geometry, read_geometry
+from engine.rank.load import loader
 from engine.rank.load.loader import load, with_head
 from engine.rank.load.slices import pieces
 from engine.rank.load.tensor_files import INDEX, checked
@@ -119,8 +120,9 @@ def test_an_untied_head_is_used(copy: Path, capsys: pytest.CaptureFixture[str], 
     assert error(ours(copy, tied, size), theirs) > FAULT
 
 
-def test_heads_are_compared_to_the_last_row(copy: Path) -> None:
-    """One value of the last row makes a head one of its own."""
+def test_heads_are_compared_to_the_last_row(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One value of the last row makes a head one of its own, compared in many blocks."""
+    monkeypatch.setattr(loader, "_BLOCK_BYTES", 1 << 12)
 
     def head(table: Tensor) -> Tensor:
         changed = table.clone()
