@@ -11,6 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from engine.config import engine_config
 from engine.errors import CheckpointError
 from engine.geometry import Geometry, read_geometry
 from engine.rank.load import loader
@@ -20,6 +21,7 @@ from engine.rank.load.tensor_files import INDEX, checked
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.parallel import Parallel, Single
 from tests.support.engine.paged import caches, run_steps, script
+from tests.support.engine.ranks import single
 from tests.support.engine.threads import ThreadParallel, run_ranks
 from tests.support.judge.oracle import judge, load_oracle, soft_cap
 
@@ -118,6 +120,16 @@ def test_an_untied_head_is_used(copy: Path, capsys: pytest.CaptureFixture[str], 
     theirs = transformers_logits(copy)
     assert error(ours(copy, size=size), theirs) < TOLERANCE
     assert error(ours(copy, tied, size), theirs) > FAULT
+
+
+@pytest.mark.parametrize("load_format", ["safetensors", "dummy"])
+def test_a_rank_looks_for_a_head(copy: Path, load_format: str) -> None:
+    """A rank that loads the folder has the saved head; one of random weights is as config.json says."""
+    add_head(copy, torch.zeros_like)
+    config = engine_config(model=str(copy), device="cpu", dtype="float32", load_format=load_format)
+    rank = single(config)
+    assert rank.geometry.tied == (load_format == "dummy")
+    assert bool(rank.model.head.weight.any()) == rank.geometry.tied
 
 
 def test_heads_are_compared_to_the_last_row(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
