@@ -96,10 +96,10 @@ def exporter_facts(settings: Settings, config: EngineConfig, boot_s: float) -> F
     )
 
 
-def read_text(folder: Path) -> tuple[TextProcessor, GrammarCheck]:
-    """A checkpoint's tokenizer and template, and the check of grammars, whose vocabulary holds the interpreter for 1.6 s at 262 144
-    pieces: it is made from now on."""
-    text = TextProcessor.load(folder)
+def read_text(folder: Path, template: Path | None) -> tuple[TextProcessor, GrammarCheck]:
+    """A checkpoint's tokenizer, with its template or the one given, and the check of grammars, whose vocabulary holds the
+    interpreter for 1.6 s at 262 144 pieces: it is made from now on."""
+    text = TextProcessor.load(folder, template)
     return text, GrammarCheck(lambda: vocabulary_of(text))
 
 
@@ -120,7 +120,9 @@ class Quartet:
         self._spawner = ThreadPoolExecutor(1, "spawner")  # its thread lives as long as the replica: children end with theirs
         loop = asyncio.get_running_loop()
         booting = loop.run_in_executor(self._spawner, Group.boot, config)
-        reading = loop.run_in_executor(None, read_text, Path(config.model))  # meanwhile: this process only waits for the ranks
+        template = Path(self._settings.chat_template) if self._settings.chat_template else None
+        # meanwhile: this process only waits for the ranks
+        reading = loop.run_in_executor(None, read_text, Path(config.model), template)
         try:
             self._group = await booting
         except BaseException:
@@ -158,10 +160,11 @@ class Quartet:
             tracer=tracer(settings.tracing, {"service.namespace": replica.app_name, "service.instance.id": replica.replica_tag}),
             max_tokens=settings.max_tokens,
             tool_grammar=settings.tool_grammar,
+            thinking=settings.thinking,
             grammars=grammars,
             capacity=settings.capacity,
             queue_tokens=settings.queue_tokens,
-            fingerprint=fingerprint(folder, settings.build, tp, config.dtype, chosen),
+            fingerprint=fingerprint(folder, settings.build, tp, config.dtype, chosen, text.template or ""),
             about={"metrics": metrics, "attention": str(group.attention)},
         )
         self._watcher = Watcher(group, self._died, waiting=lambda: self._client.waiting_since, raylet=raylet_pid())

@@ -5,14 +5,14 @@ An unknown key or a bad value is a ConfigError of one line that names it.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import pydantic
 import yaml
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from deploy.edge.edge_settings import FrozenSettings, KeySettings, LimitSettings, LogSettings, TracingSettings
-from engine.config import EngineSettings, LoadFormat, ToolGrammar, declared
+from engine.config import EngineSettings, LoadFormat, Thinking, ToolGrammar, declared
 from engine.errors import ConfigError
 
 IMPORT_PATH = "deploy.app:build"
@@ -49,6 +49,11 @@ def with_engine_settings(model: type[Model]) -> type[Model]:
     return pydantic.create_model(model.__name__, __base__=model, __module__=model.__module__, __doc__=model.__doc__, **fields)
 
 
+def _word(value: Any) -> Any:
+    """YAML reads on and off as booleans."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
 @with_engine_settings
 class Settings(FrozenSettings):
     """One deployment of one model: these keys, and those of engine.config.EngineSettings."""
@@ -75,6 +80,12 @@ class Settings(FrozenSettings):
         default="strict",
         description="what is kept of tool calls that the model begins by itself; strict: names and schemas (of schemas that cannot "
         "be kept, names); names; or off: nothing. A tool_choice, and a tool's own strict: true, are always kept",
+    )
+    chat_template: str | None = Field(
+        default=None, pattern="^/", description="a chat template, on every node with replicas; none: the checkpoint's"
+    )
+    thinking: Annotated[Thinking, BeforeValidator(_word)] = Field(
+        default="auto", description="whether the model thinks where a request does not say; auto: as the chat template has it"
     )
     metrics: MetricsSettings = MetricsSettings()
     limits: LimitSettings = LimitSettings()

@@ -23,6 +23,7 @@ LogLevel = Literal["debug", "info", "warning"]
 PolicyName = Literal["fair", "arrival"]
 PageChecks = Literal["off", "sample", "every"]
 ToolGrammar = Literal["strict", "names", "off"]
+Thinking = Literal["on", "off", "auto"]
 AttentionName = Literal["reference", "triton", "trtllm_mha"]
 
 _SIZES = {"sizes": True}  # decides what fits into memory, so that `quartet plan` has an option for it

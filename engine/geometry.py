@@ -10,12 +10,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from engine.checkpoint import generation_config, read_json
+from engine.checkpoint import generation_config, quantisation, read_json
 from engine.errors import CheckpointError
 
 LayerKind = Literal["sliding", "full"]
 PAGE_SIZE: Final = 32
 _ARCHITECTURES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
+# Keys that change the mathematics, of Gemma 4 or of its ancestors, and the values that are implemented.
+IMPLEMENTED: Final[dict[str, tuple[Any, ...]]] = {
+    "attention_bias": (False, None),
+    "attn_logit_softcapping": (None,),
+    "hidden_act": ("gelu_pytorch_tanh", None),
+    "hidden_activation": ("gelu_pytorch_tanh",),
+    "query_pre_attn_scalar": (1, None),
+    "rope_scaling": (None,),
+    "use_bidirectional_attention": ("vision", None),
+}
+_PER_LAYER = ("head_dim", "num_key_value_heads")
 
 
 @dataclass(frozen=True)
@@ -59,7 +70,11 @@ class Layer:
 
 @dataclass(frozen=True)
 class Geometry:
-    """A text model. Sizes are whole-model (not per rank); `window` counts visible keys, the query's own included."""
+    """A text model. Sizes are whole-model (not per rank); `window` counts visible keys, the query's own included.
+
+    tied    logits come of the embedding's table, not of a matrix of their own
+    prefix  of its tensors' names, as published
+    """
 
     hidden: int
     vocab: int
@@ -78,6 +93,7 @@ class Geometry:
     placeholders: tuple[int, ...]
     dtype: str
     prefix: str
+    tied: bool = True
 
     @property
     def embedding_scale(self) -> float:
@@ -172,6 +188,8 @@ def kv_groups(geometry: Geometry, tp: int, page: int = PAGE_SIZE) -> tuple[KVGro
 def read_geometry(folder: Path) -> Geometry:
     """Geometry of the checkpoint in `folder`; CheckpointError names the file or the key that is wrong."""
     path = folder / "config.json"
+    if name := quantisation(folder):
+        raise CheckpointError(f"{folder}: this checkpoint is quantised ({name}); Quartet loads bf16, fp16 and fp32 weights")
     return parse_config(read_json(path), str(path), _ids(generation_config(folder).get("eos_token_id")))
 
 
@@ -182,11 +200,26 @@ def parse_config(config: dict[str, Any], source: str = "config.json", eos: tuple
     if model_type not in _ARCHITECTURES:
         raise CheckpointError(f"{source}: model_type {model_type!r} is not a Gemma 4 text model")
     try:
+        _check_implemented(text)
         return _geometry(config, text, eos)
     except KeyError as error:
         raise CheckpointError(f"{source}: the key {error.args[0]!r} is missing") from error
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{source}: {error}") from error
+
+
+def _check_implemented(text: dict[str, Any]) -> None:
+    """ValueError names every key whose value asks for other mathematics than is here."""
+    vocab = text["vocab_size"]
+    wrong = [
+        f"{key} {text[key]!r} is not implemented, only {' or '.join(map(repr, values))}"
+        for key, values in IMPLEMENTED.items()
+        if key in text and text[key] not in values
+    ]
+    if wrong:
+        raise ValueError("; ".join(wrong))
+    if text.get("hidden_size_per_layer_input") and (rows := text.get("vocab_size_per_layer_input") or vocab) < vocab:
+        raise ValueError(f"vocab_size_per_layer_input ({rows}) is below vocab_size ({vocab})")
 
 
 def _geometry(config: dict[str, Any], text: dict[str, Any], eos: tuple[int, ...]) -> Geometry:
@@ -209,6 +242,7 @@ def _geometry(config: dict[str, Any], text: dict[str, Any], eos: tuple[int, ...]
         placeholders=_placeholders(config),
         dtype=text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or "bfloat16",
         prefix="model.language_model." if wrapped else "model.",
+        tied=config.get("tie_word_embeddings", True),
     )
 
 
@@ -216,7 +250,7 @@ def _layers(text: dict[str, Any]) -> tuple[Layer, ...]:
     count = text["num_hidden_layers"]
     kinds = _kinds(text["layer_types"], count)
     shared_from = count - (text.get("num_kv_shared_layers") or 0)
-    overrides = {int(index): value for index, value in (text.get("per_layer_config") or {}).items()}
+    overrides = _overrides(text, count)
     producers = {kinds[index]: index for index in range(shared_from)}
     layers = []
     for index, kind in enumerate(kinds):
@@ -237,7 +271,20 @@ def _layers(text: dict[str, Any]) -> tuple[Layer, ...]:
                 kv_source=producers[kind] if shared else index,
             )
         )
+    for kind in set(kinds):
+        if len(shapes := {(layer.head_dim, layer.kv_heads) for layer in layers if layer.kind == kind}) > 1:
+            raise ValueError(f"per_layer_config: {kind} layers differ in (head_dim, num_key_value_heads): {sorted(shapes)}")
     return tuple(layers)
+
+
+def _overrides(text: dict[str, Any], count: int) -> dict[int, dict[str, Any]]:
+    """What `per_layer_config` says of single layers. ValueError: something that is not implemented a layer, or of no layer."""
+    overrides = {int(index): value for index, value in (text.get("per_layer_config") or {}).items()}
+    for index, values in overrides.items():
+        other = [key for key, value in values.items() if key not in _PER_LAYER and (key not in text or value != text[key])]
+        if index not in range(count) or other:
+            raise ValueError(f"per_layer_config: {other[0] if other else 'any key'} of layer {index} is not implemented")
+    return overrides
 
 
 def _kinds(names: list[str], count: int) -> list[LayerKind]:
@@ -265,8 +312,10 @@ def _rope(parameters: dict[str, Any], head_dim: int) -> Rope:
     if kind not in ("default", "proportional"):
         raise ValueError(f"rope_type {kind!r} is not one of default, proportional")
     fraction = parameters.get("partial_rotary_factor", 1.0) if kind == "proportional" else 1.0
-    pairs = int(fraction * head_dim // 2)
-    return Rope(float(parameters["rope_theta"]), pairs, float(parameters.get("factor") or 1.0))
+    factor = float(parameters.get("factor") or 1.0)
+    if kind == "default" and factor != 1.0:
+        raise ValueError(f"rope_parameters: factor {factor:g} is not implemented with rope_type 'default'")
+    return Rope(float(parameters["rope_theta"]), int(fraction * head_dim // 2), factor)
 
 
 def _moe(text: dict[str, Any]) -> Moe | None:

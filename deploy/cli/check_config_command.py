@@ -48,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
     entries, lines = [], []
     for app, settings in zip(ours, found, strict=True):
         notes = [*deployment_notes(app, settings, str(args.config)), *model_notes(settings, str(args.config))]
+        notes += template_notes(settings, str(args.config))
         notes += key_notes(config.get("http_options") or {}, settings, str(args.config))
         notes += time_notes(app, config.get("http_options") or {}, settings)
         entries.append({"name": app.get("name", ""), "settings": settings.model_dump(mode="json"), "notes": notes})
@@ -70,6 +71,23 @@ def deployment_notes(app: dict[str, Any], settings: "Settings", source: str) -> 
                 yield f"{name} {most} is below limits.requests {settings.limits.requests}: beyond it Serve refuses in its own words"
         if settings.needs_gpus and gpus is not None and gpus != settings.engine.tp:
             yield f"num_gpus is {gpus}, but tp needs {settings.engine.tp}: Ray would place replicas where they cannot run"
+
+
+def template_notes(settings: "Settings", source: str) -> Iterator[str]:
+    """Whether the chat template that is named can be used. ConfigError: it does not compile."""
+    from engine.front.template import ChatTemplate
+    from engine.front.text import template_source
+
+    if settings.chat_template is None:
+        return
+    path = Path(settings.chat_template)
+    if not path.is_file():
+        yield f"chat_template: {path} is not on this machine: it was not checked"
+        return
+    try:
+        ChatTemplate(template_source(path.parent, path) or "", {}, ())
+    except CheckpointError as error:
+        raise ConfigError(f"{source}: chat_template: {error}") from error
 
 
 def key_notes(http: dict[str, Any], settings: "Settings", source: str) -> Iterator[str]:

@@ -17,7 +17,7 @@ Looks, and changes nothing; Ray is not started and torch is not loaded. `ok` is 
 the line names, `fail` does not work until you do what the line says.
 
   quartet doctor
-  quartet doctor deploy/gemma4.yaml        also: can this machine hold what the config asks for?
+  quartet doctor deploy/gemma4.yaml        also: can this machine hold what the config asks for, and is its chat template sound?
   quartet doctor --as sm100                which attention would run on that GPU with the FlashInfer that is here
   quartet doctor --json | jq '.findings[] | select(.state != "ok")'
 
@@ -72,6 +72,7 @@ def look(config: Path | None, asked: tuple[int, int] | None = None) -> Iterator[
     paths = [config] if config else sorted(ROOT.glob("deploy/*.yaml"))
     for path in paths:
         yield checks.config(path, len(capability.gpus), asked=config is not None)
+        yield from checks.templates(path)
 
 
 def _port(config: Path | None) -> int:

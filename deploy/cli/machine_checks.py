@@ -22,9 +22,11 @@ from cluster.capability import Capability, Gpu
 from cluster.flashinfer_files import FlashInferFiles
 from deploy import environment
 from deploy.launcher import HAPROXY_PORTS, ROOT, check_port
+from deploy.models.google_template import CORRECTED, edition
 from deploy.settings import Settings
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.front.text import template_source
 
 State = Literal["ok", "warn", "fail"]
 NAMED = ("torch", "triton", "ray", "flashinfer-python")  # a line each; the other dependencies share one
@@ -257,6 +259,28 @@ def _cache(name: str, folder: Path) -> Finding:
     free = _free(str(folder))
     advice = "a 31B checkpoint takes 63 GB: HF_HOME and QUARTET_CACHE choose other folders"
     return checked(name, free >= _DISK, f"{folder}: {free / 2**30:.1f} GiB free", advice)
+
+
+def templates(path: Path) -> Iterator[Finding]:
+    """Which chat template each application of the config would use, where it is on this machine."""
+    from deploy.cli.sizing import known_folder
+    from deploy.settings import read_config, read_settings
+
+    for settings in read_settings(read_config(path), str(path)):
+        name, instead = f"template of {settings.name}", Path(settings.chat_template) if settings.chat_template else None
+        with known_folder(settings) as folder:
+            if instead is not None and not instead.is_file():
+                yield Finding(name, "warn", f"{instead} is not here", "it must be on every node with replicas")
+            elif folder is not None and (source := template_source(folder, instead)) is not None:
+                yield template(name, source)
+
+
+def template(name: str, source: str) -> Finding:
+    """Whether a chat template is the one that Google has corrected."""
+    found = {"corrected": f"Google's, of {CORRECTED} or later", "older": f"Google's, from before {CORRECTED}", None: "not Google's"}
+    advice = "tool loops go wrong with it: fetch the model's chat_template.jinja again, or name another file as chat_template"
+    kind = edition(source)
+    return checked(name, kind != "older", found[kind], advice)
 
 
 def config(path: Path, gpus: int, *, asked: bool) -> Finding:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from deploy.cli import (
     bench_command,
     check_config_command,
+    check_model_command,
     dashboards_command,
     doctor_command,
     key_command,
@@ -29,6 +30,7 @@ from engine.errors import CheckpointError, ConfigError
 COMMANDS = (
     serve_command,
     check_config_command,
+    check_model_command,
     doctor_command,
     plan_command,
     bench_command,
@@ -45,6 +47,7 @@ from nothing to tokens:
   quartet doctor                               what this machine has and lacks
   quartet plan --model 31b --tp 4 --gpu h200   will it fit, and how much runs at once
   quartet check-config deploy/gemma4.yaml      what is wrong with a config
+  quartet check-model FOLDER                   what a checkpoint holds, and whether it would be loaded
   quartet serve deploy/nano.yaml               start Ray and serve; Ctrl-C drains
   quartet bench --concurrency 1 8 32           load, percentiles, and whether every request is accounted for
   quartet profile dummy:31b --tp 4             where the time of a decode step goes

@@ -28,7 +28,7 @@ from deploy.edge.openai.schemas import ChatRequest, CompletionRequest, Sampling
 from deploy.edge.raw_json import ON_LOOP_BYTES, check_strings, not_null
 from deploy.edge.response_format import ServedModel
 from engine.checkpoint import generation_config
-from engine.config import ToolGrammar
+from engine.config import Thinking, ToolGrammar
 from engine.errors import EngineDead, InvalidRequest, ModelNotFound, QuartetError
 from engine.events import KeyDecision, KeyTokens, KeyVerdict, Sink, no_sink
 from engine.front.constraints import Constraints, ToolChoice
@@ -117,6 +117,7 @@ class Service:
     queue_tokens: int = 1 << 30
     fingerprint: str | None = None
     tool_grammar: ToolGrammar = "strict"
+    thinking: Thinking = "auto"
     grammars: GrammarCheck | None = None
     about: dict[str, Any] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -197,6 +198,11 @@ class Service:
         _at_most("tokens", len(tokens), COUNTED_CONTEXTS * self.max_len, "ids")
         return self.text.decode(self._in_vocab(tokens, "tokens"), skip_special_tokens=False)
 
+    @property
+    def thinks(self) -> bool:
+        """Whether the model thinks where a request does not say."""
+        return self.text.thinks_by_default if self.thinking == "auto" else self.thinking == "on"
+
     async def off_loop(self, work: Callable[[], T]) -> T:
         """What `work` returns, in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
@@ -210,7 +216,7 @@ class Service:
         job = self._scored(replace(job, is_chat=True, tools=tools, one_call=choice.one), request.prompt_logprobs, 1)
         rules, budget = form.rules if form else None, request.thinking_token_budget
         wants = Constraints(tools, choice, rules, self.tool_grammar, budget)
-        thinking = bool(request.template_options.get("enable_thinking"))
+        thinking = request.template_options.get("enable_thinking", self.thinks)
         kept = await self._grammar(wants, prompt, thinking, form.param if form else "tools")
         return _constrained(job, kept, wants.thought_budget(self.text, prompt))
 
@@ -292,7 +298,7 @@ class Service:
         tools, choice = Tools(declared), request.chosen_tools
         _check_choice(choice, tools)
         options = request.template_options
-        thinking = options.pop("enable_thinking", False)
+        thinking = options.pop("enable_thinking", self.thinks)
         for name in ("tools", "add_generation_prompt"):  # they are parameters of their own
             if name in options:
                 raise InvalidRequest(f"chat_template_kwargs.{name}: not allowed", param="chat_template_kwargs")

@@ -29,6 +29,7 @@ EXTRAS = frozenset({"preserve_thinking"})
 # Candidates for the sentinel: the last of the private-use characters, which have no meaning to any template or tokenizer.
 _SENTINELS = [chr(code) for code in range(0x10FFF6, 0x10FFFE)]
 MAX_VALUES = 1 << 16  # strings, numbers, lists and objects of a conversation, keys included
+_THINKING: tuple[dict[str, bool], ...] = ({}, {"enable_thinking": True}, {"enable_thinking": False})
 # What a sandboxed template can raise when a message is not what it expects.
 _FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
@@ -54,6 +55,15 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except TemplateSyntaxError as error:
             raise CheckpointError(f"chat template, line {error.lineno}: {error.message}") from error
+
+    def thinks_by_default(self) -> bool:
+        """Whether the model thinks where nobody says if it shall."""
+        hello = {"messages": [{"role": "user", "content": "Hi"}], "add_generation_prompt": True}
+        try:
+            unsaid, on, off = (self._template.render(self._tokens, **hello, **said) for said in _THINKING)
+        except _FAULTS:
+            return False  # it says so again, and to whom it concerns, when there is a conversation
+        return unsaid == on != off
 
     def render(self, conversation: Conversation) -> tuple[str, str]:
         """The guarded text, and the sentinel to take out of it. Raises InvalidRequest that names the field."""

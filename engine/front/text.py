@@ -14,8 +14,8 @@ from typing import Any, Self
 
 from tokenizers import Tokenizer
 
-from engine.checkpoint import read_optional
-from engine.errors import InvalidRequest
+from engine.checkpoint import model_vocabulary, read_optional
+from engine.errors import CheckpointError, InvalidRequest
 from engine.front.template import ChatTemplate, Conversation
 from engine.pieces import Pieces, as_plain, control_ids, read_eos, read_tokenizer
 
@@ -140,7 +140,8 @@ class _Matcher:
 class TextProcessor:
     """A checkpoint's tokenizer and chat template. Thread-safe: nothing in it changes once it is built.
 
-    `eos_ids` are the ids that end a reply, `vocab_size` the number of token ids, `pieces` the vocabulary as output.
+    `eos_ids` are the ids that end a reply, `vocab_size` the number of token ids, `pieces` the vocabulary as output; `template` the
+    chat template's text, `thinks_by_default` whether it has the model think where nobody says.
     """
 
     def __init__(
@@ -152,22 +153,27 @@ class TextProcessor:
         self._cut = re.compile("|".join(map(re.escape, longest_first)))
         self._longest = len(longest_first[0]) if longest_first else 0
         self._tokenizer = as_plain(tokenizer, self._control)
+        self.template = template
         self._template = ChatTemplate(template, tokens, self._control) if template is not None else None
+        self.thinks_by_default = self._template is not None and self._template.thinks_by_default()
         self.pieces = Pieces.of(tokenizer, frozenset(self._control.values()))
         self.eos_ids = tuple(eos)
         self.vocab_size = len(self.pieces.table)
 
     @classmethod
-    def load(cls, folder: Path) -> Self:
-        """Reads tokenizer(_config).json, chat_template.jinja (or the config's own template), generation_config.json.
+    def load(cls, folder: Path, template: Path | None = None) -> Self:
+        """Reads tokenizer(_config).json, `template` or chat_template.jinja (or the config's own template), generation_config.json.
 
-        Raises CheckpointError that names what is absent or unusable. A checkpoint without a template loads, and then
-        `render_chat` refuses.
+        Raises CheckpointError that names what is absent or unusable, or ids of the tokenizer that the model lacks. A checkpoint
+        without a template loads, and then `render_chat` refuses.
         """
         settings = read_optional(folder / "tokenizer_config.json")
-        template = folder / "chat_template.jinja"
-        source = template.read_text(encoding="utf-8") if template.is_file() else settings.get("chat_template")
-        return cls(read_tokenizer(folder), source, _named_tokens(settings), read_eos(folder))
+        made = cls(read_tokenizer(folder), template_source(folder, template), _named_tokens(settings), read_eos(folder))
+        rows, last = model_vocabulary(folder), made.vocab_size - 1
+        if rows is not None and last >= rows:
+            what = f"the tokenizer's highest id is {last} ({made.pieces[last]!r})"
+            raise CheckpointError(f"{folder}: {what}, but the model has only {rows} tokens (vocab_size)")
+        return made
 
     def render_chat(
         self,
@@ -262,6 +268,18 @@ class TextProcessor:
 
 def _too_many(param: str, most: int) -> InvalidRequest:
     return InvalidRequest(f"{param}: more than {most} tokens", param=param, code="context_length_exceeded")
+
+
+def template_source(folder: Path, instead: Path | None = None) -> str | None:
+    """The chat template's text: of the file `instead`, or the checkpoint's own; None: it has none. CheckpointError: unreadable."""
+    path = instead or folder / "chat_template.jinja"
+    if instead is None and not path.is_file():
+        source: str | None = read_optional(folder / "tokenizer_config.json").get("chat_template")
+        return source
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"chat template {path}: {error}") from error
 
 
 def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:

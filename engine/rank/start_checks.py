@@ -1,4 +1,4 @@
-"""What a rank checks of its own GPU before it serves, and what all ranks then leave out.
+"""What a rank checks of its own GPU and model before it serves, and what all ranks then leave out.
 
 Ranks run one program: what one finds wrong, none uses.
 """
@@ -8,15 +8,20 @@ from collections.abc import Collection, Sequence
 import torch
 
 from engine.config import EngineConfig
+from engine.errors import CheckpointError
 from engine.geometry import Geometry, kv_groups
-from engine.rank.attention import AskedAttention, parts_check, trtllm
+from engine.rank.attention import AskedAttention, attention_backend, parts_check, trtllm
 from engine.rank.attention.base import Kind, PartSettings
+from engine.rank.batch import Chunk, eager_batch
+from engine.rank.kv import GroupCache, KVCache
+from engine.rank.models.gemma4 import Gemma4
 from engine.rank.parallel import Inboxes, Parallel
 from kernels import selfcheck
 from kernels.inbox_check import inbox_checks, uncompiled
 from kernels.launch import distrust, distrusted
 from kernels.selfcheck import failure
 
+MIN_RESIDUAL_RMS = 1e-3  # of a forward over random ids: below it weights are missing or zero
 _WORKSPACE = 64 << 20
 _INBOXES = "the ranks' inboxes"
 
@@ -94,3 +99,23 @@ def agreed(parallel: Parallel, names: Sequence[str], found: Collection[str], dev
     flags = torch.zeros(-(-len(names) // 64) * 64, device=device)
     flags[: len(names)] = torch.tensor([float(name in found) for name in names], device=device)
     return {name for name, count in zip(names, parallel.all_reduce(flags).tolist(), strict=False) if count}
+
+
+def residual_rms(model: Gemma4) -> float:
+    """Root mean square of the residual stream behind the last layer, over a short fixed prompt; every rank must call it.
+
+    CheckpointError below 1e-3, or if it is not a number: such a model answers, but says nothing.
+    """
+    geometry, size, device = model.geometry, 16, model.device
+    ids = (torch.arange(size, device=device) * 7 + 2) % geometry.vocab
+    positions = torch.arange(size, device=device)
+    groups = [GroupCache(group, 2, 1, size, model.dtype, device) for group in kv_groups(geometry, model.parallel.size)]
+    for group in groups:
+        group.table[0, 0] = 1
+    cache = KVCache(groups)
+    batch = eager_batch(cache, model.frequencies, ids, torch.zeros_like(ids), positions, (Chunk(0, 0, size, 0),))
+    attention = attention_backend(None, geometry, cache, model.parallel.size, (1,), device)
+    rms = model.states(batch, cache, attention)[0].float().pow(2).mean().sqrt().item()
+    if not rms >= MIN_RESIDUAL_RMS:
+        raise CheckpointError(f"rms of the last residual is {rms:.2e}, below {MIN_RESIDUAL_RMS}: weights missing or zero")
+    return rms

@@ -25,13 +25,15 @@ from engine.geometry import Geometry, kv_groups, read_geometry
 from engine.lifeline import BootArgs, Lifeline, Loaded, Ready, run
 from engine.memory import cpu_budget, gpu_kv_budget
 from engine.plan import DEPTH, read_header
-from engine.rank import weights
 from engine.rank.attention import Unsound
 from engine.rank.kv import GroupCache, KVCache
+from engine.rank.load.loader import load as load_weights
+from engine.rank.load.loader import with_head
+from engine.rank.load.random_fill import dummy
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.parallel import Inboxes, Parallel, connect, self_check
 from engine.rank.runner import Forwarded, Launched, Runner
-from engine.rank.start_checks import check_attention, check_kernels, checked_inboxes
+from engine.rank.start_checks import check_attention, check_kernels, checked_inboxes, residual_rms
 from engine.rank.step import buckets
 from engine.rank.step_times import measure
 from engine.rank_status import Phase
@@ -67,7 +69,10 @@ def torch_dtype(config: EngineConfig) -> torch.dtype:
 
 def load(config: EngineConfig, args: BootArgs) -> Rank:
     """Join the group and fill this rank's shard."""
-    geometry = read_geometry(Path(config.model))
+    folder = Path(config.model)
+    geometry = read_geometry(folder)
+    if config.load_format == "safetensors":
+        geometry = with_head(geometry, folder, progress=args.index == 0)
     device = torch.device("cuda", args.index) if config.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -79,9 +84,9 @@ def load(config: EngineConfig, args: BootArgs) -> Rank:
         unsound, without = check_attention(parallel, config, geometry, device)
     model = Gemma4(geometry, parallel, torch_dtype(config), device)
     if config.load_format == "dummy":
-        weights.dummy(model, geometry)
+        dummy(model, geometry)
     else:
-        weights.load(model, Path(config.model), geometry, args.index, args.tp, progress=args.index == 0)
+        load_weights(model, folder, geometry, args.index, args.tp, progress=args.index == 0)
     width = geometry.hidden * (2 if geometry.moe else 1)
     rows = buckets(config.max_seqs)[-1]
     with torch.inference_mode():
@@ -116,7 +121,7 @@ def boot(lifeline: Lifeline) -> Runner:
     rank = load(config, lifeline.args)
     weight_bytes = sum(parameter.nbytes for parameter in rank.model.parameters())
     with torch.inference_mode():
-        rms = weights.residual_rms(rank.model)
+        rms = residual_rms(rank.model)
     seconds = time.monotonic() - started
     lifeline.send(Loaded(kv_bytes=kv_bytes(rank), weight_bytes=weight_bytes, residual_rms=rms, seconds=seconds))
     runner = build(rank, lifeline.allocate())

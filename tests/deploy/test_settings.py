@@ -29,6 +29,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"model": "a/b", "tp": "four"}, "tp: "),
     ({"model": "a/b", "device": "tpu"}, "device: "),
     ({"model": "a/b", "dtype": "float16"}, "dtype: "),
+    ({"model": "a/b", "thinking": "sometimes"}, "thinking: "),
+    ({"model": "a/b", "chat_template": "template.jinja"}, "chat_template: "),
     ({"model": "a/b", "memory_fraction": 1.5}, "memory_fraction: "),
     ({"model": "a/b", "metrics": {"port": 70000}}, "metrics.port: "),
     ({"model": "a/b", "metrics": {"ttft_objective_s": 0}}, "metrics.ttft_objective_s: "),
@@ -64,6 +66,14 @@ def test_all_bad_settings_are_named_at_once() -> None:
     """Nobody fixes a file one error at a time."""
     with pytest.raises(ConfigError, match=r"tp: .*; colour: unknown setting"):
         Settings.read({"model": "a/b", "tp": -1, "colour": "red"})
+
+
+@pytest.mark.parametrize(("text", "thinking"), [("on", "on"), ("off", "off"), ("auto", "auto"), ("'on'", "on"), ("true", "on")])
+def test_on_and_off_are_words(text: str, thinking: str) -> None:
+    """YAML reads on and off as booleans; they are the setting's words, also when settings are handed on as JSON."""
+    settings = Settings.read(yaml.safe_load(f"{{model: a/b, thinking: {text}}}"))
+    assert settings.thinking == thinking
+    assert Settings.read(settings.model_dump(mode="json")) == settings
 
 
 @pytest.mark.parametrize("name", ["nano.yaml", "gemma4.yaml"])

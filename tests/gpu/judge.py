@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.geometry import Geometry, read_geometry
-from engine.rank.weights import dummy_tensor
+from engine.rank.load.random_fill import dummy_tensor
 from tests.support.judge.oracle import load_oracle
 
 

@@ -19,12 +19,14 @@ import torch
 from torch import Tensor
 
 from engine.geometry import Geometry, kv_groups, read_geometry
-from engine.rank import weights
 from engine.rank.attention import AskedAttention, attention_backend
 from engine.rank.batch import Chunk, ForwardBatch, eager_batch
 from engine.rank.kv import GroupCache, KVCache
+from engine.rank.load.loader import load
+from engine.rank.load.random_fill import dummy
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.parallel import Parallel, connect, self_check
+from engine.rank.start_checks import residual_rms
 
 Maker = Callable[[], ForwardBatch]
 CHUNK = 384  # crosses page and window edges at every step
@@ -72,10 +74,10 @@ def build(job: Job, parallel: Parallel, device: torch.device) -> Gemma4:
     geometry = read_geometry(Path(job.folder))
     model = Gemma4(geometry, parallel, getattr(torch, job.dtype), device)
     if job.load == "dummy":
-        weights.dummy(model, geometry)
+        dummy(model, geometry)
     else:
-        weights.load(model, Path(job.folder), geometry, parallel.rank, parallel.size)
-    rms = weights.residual_rms(model)
+        load(model, Path(job.folder), geometry, parallel.rank, parallel.size)
+    rms = residual_rms(model)
     say(job, f"weights in {time.monotonic() - began:.1f} s, residual rms {rms:.3f}")
     return model
 

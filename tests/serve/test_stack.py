@@ -36,15 +36,26 @@ pytestmark = pytest.mark.serve
 
 MODEL = "nano-31b"
 BURST = 100  # clients at once, at 16 slots: the others wait
+QUESTION, WORD = "Which template?", "Another."  # what the template in the settings adds
 SEED = random.SystemRandom().randrange(1 << 30)
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 SHORT: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_tokens": 2}
 LONG: dict[str, Any] = {"model": MODEL, "messages": HELLO, "stream": True, "ignore_eos": True, "max_tokens": 1900}
 
 
+def other_template(folder: Path) -> Path:
+    """The model's own, with a word more to one question, and one that thinks by itself."""
+    own = (resolve("nano:31b") / "chat_template.jinja").read_text()
+    assert "enable_thinking | default(false)" in own
+    file = folder / "template.jinja"
+    file.write_text(f"{own}{{{{- '{WORD}' if messages[0].content == '{QUESTION}' -}}}}".replace("default(false)", "default(true)"))
+    return file
+
+
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    stack = Stack(tmp_path_factory.mktemp("stack"))
+    folder = tmp_path_factory.mktemp("stack")
+    stack = Stack(folder, args={"chat_template": str(other_template(folder)), "thinking": "off"})
     print(f"\nready after {stack.start():.1f} s")
     yield stack
     stack.clean_up()
@@ -108,6 +119,15 @@ def test_openais_client_is_answered(stack: Stack) -> None:
     assert len(text.choices[0].logprobs.tokens or []) == text.usage.completion_tokens  # type: ignore[union-attr]
     for path in ("/health", "/health/live", "/health/ready"):
         assert httpx.get(f"{stack.url}{path}").status_code == 200
+
+
+def test_the_template_and_the_default_of_thinking_are_the_settings(stack: Stack) -> None:
+    """Prompts come of the template that the settings name, and do not think, as they say, though it would by itself."""
+    own = TextProcessor.load(resolve("nano:31b"))
+    for question, word in ((QUESTION, WORD), ("Hello", "")):
+        messages = [{"role": "user", "content": question}]
+        reply = httpx.post(f"{stack.url}/tokenize", json={"model": MODEL, "messages": messages}).raise_for_status()
+        assert reply.json()["tokens"] == own.render_chat(messages) + own.encode(word, add_bos=False)
 
 
 def test_logits_are_adjusted(stack: Stack) -> None:

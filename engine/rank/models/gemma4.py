@@ -5,7 +5,7 @@
                     h = h + norm( mlp( norm(h) ) )                           with experts: norm( norm(mlp) + norm(experts) )
                     h = h + norm( W ( gelu(W' h) * ple_layer ) )             where there are per-layer embeddings
                     h = h * scalar
-    logits = norm(h) E^T
+    logits = norm(h) E^T                                                     or of a matrix of their own
 
 A block speaks (h, x): the residual stream, and its normed form that the next product reads. A joint ends a block's half: the sum
 over ranks, the norm behind it, the residual, and the norm before what follows, also where that is the next block's. Layers that
@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from engine.errors import CheckpointError
 from engine.geometry import Geometry, Layer, check_tp, shard_kv_heads
 from engine.rank.attention.base import AttentionBackend, AttentionPlan
 from engine.rank.batch import ForwardBatch, RopeKey
@@ -161,11 +160,12 @@ class Gemma4(Module):
 
     def __init__(self, geometry: Geometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        _check(geometry, parallel.size)
+        check_tp(geometry, parallel.size)
         self.geometry, self.parallel, self.dtype, self.device = geometry, parallel, dtype, device
         self.embedding = Embedding(geometry, parallel, dtype, device)
         self.blocks = nn.ModuleList(Block(geometry, layer, parallel, dtype, device) for layer in geometry.layers)
         self.norm = empty(geometry.hidden, dtype=dtype, device=device)
+        self.own_head = None if geometry.tied else VocabTable(geometry.vocab, geometry.hidden, parallel, dtype, device)
         self._sharing = max(layer.kv_source for layer in geometry.layers) + 1
         self.frequencies: dict[RopeKey, Tensor] = {
             (layer.rope, layer.head_dim): _frequencies(layer).to(device) for layer in geometry.layers
@@ -183,7 +183,12 @@ class Gemma4(Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> fp32 [R, `vocab_share`]: this rank's slice, before the soft cap (`geometry.softcap`), and -inf
         behind the vocabulary's end."""
-        return self.embedding.tokens.logits(hidden)
+        return self.head.logits(hidden)
+
+    @property
+    def head(self) -> VocabTable:
+        """The table that logits come of."""
+        return self.embedding.tokens if self.own_head is None else self.own_head
 
     def states(
         self, batch: ForwardBatch, cache: KVCache, attention: AttentionBackend, peers: Peers | None = None
@@ -207,9 +212,3 @@ class Gemma4(Module):
 
 def _frequencies(layer: Layer) -> Tensor:
     return inverse_frequencies(layer.rope.theta, layer.rope.pairs, layer.head_dim, layer.rope.factor)
-
-
-def _check(geometry: Geometry, size: int) -> None:
-    check_tp(geometry, size)
-    if geometry.ple and geometry.ple_vocab < geometry.vocab:
-        raise CheckpointError(f"vocab_size_per_layer_input ({geometry.ple_vocab}) is below vocab_size ({geometry.vocab})")

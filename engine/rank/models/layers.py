@@ -3,7 +3,7 @@
 A column-parallel product is a `Linear` whose weight holds this rank's rows; what it yields stays local. A row-parallel one holds
 this rank's columns and yields a part of the sum: parts are added over ranks before anything else may touch them, and Gemma norms
 every such sum, so that sum, norm, residual and next norm are one step: `Joint`. KV heads that do not divide are held by several
-ranks. Weights are made empty; `engine.rank.weights` fills them.
+ranks. Weights are made empty; `engine.rank.load` fills them.
 """
 
 from collections.abc import Iterable

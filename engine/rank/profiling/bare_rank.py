@@ -12,8 +12,8 @@ from engine.config import EngineConfig
 from engine.geometry import Geometry, KVGroup, kv_groups, read_geometry
 from engine.plan import Admission, PageAppend, StepPlan
 from engine.protocol import SamplingParams
-from engine.rank import weights
 from engine.rank.kv import GroupCache, KVCache
+from engine.rank.load.random_fill import dummy
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.parallel import Parallel
 from engine.rank.runner import Runner
@@ -93,7 +93,7 @@ def build(
     geometry = read_geometry(Path(config.model))
     dtype: torch.dtype = getattr(torch, config.dtype)
     model = Gemma4(geometry, parallel, dtype, device)
-    weights.dummy(model, geometry)
+    dummy(model, geometry)
     report(f"weights in {time.monotonic() - began:.1f} s")
     width = geometry.hidden * (2 if geometry.moe else 1)
     inboxes = parallel.inboxes(buckets(config.max_seqs)[-1], width, dtype)

@@ -126,7 +126,7 @@ def _weights(model: Gemma4, scopes: set[str], batch: int) -> Iterator[tuple[str,
                 p.nbytes for part, p in module.named_parameters() if p.ndim > 1 and not f"{name}.{part}".startswith(inner)
             )
             yield name, _share(model, module, size, batch)
-    yield "head", model.embedding.tokens.weight.nbytes
+    yield "head", model.head.weight.nbytes
 
 
 def _share(model: Gemma4, module: nn.Module, size: int, batch: int) -> int:

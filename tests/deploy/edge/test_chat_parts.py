@@ -146,6 +146,33 @@ def test_reasoning_effort_switches_thinking(edge: Edge, effort: str | None, *, t
     assert [think in request.tokens for request in edge.core.requests] == [thinks, False]
 
 
+@pytest.mark.parametrize(
+    ("setting", "default", "wish", "thinks"),
+    [
+        ("on", False, None, True),
+        ("on", False, "none", False),
+        ("off", True, None, False),
+        ("off", True, "high", True),
+        ("auto", True, None, True),
+        ("auto", False, None, False),
+        ("auto", True, "none", False),
+    ],
+)
+def test_the_servers_default_of_thinking(
+    edge: Edge, monkeypatch: pytest.MonkeyPatch, setting: str, default: bool, wish: str | None, thinks: bool
+) -> None:
+    """The setting decides where a request does not say, and auto leaves it to the template; what the request says wins."""
+    monkeypatch.setattr(edge.service, "thinking", setting)
+    monkeypatch.setattr(edge.text, "thinks_by_default", default)
+    explicit = ({"chat_template_kwargs": {"enable_thinking": each}} for each in (thinks, not thinks))
+    for said in ({"reasoning_effort": wish}, *explicit):
+        body = {"model": "nano", "messages": ASK, "response_format": {"type": "json_object"}}
+        httpx.post(f"{edge.url}{CHAT}", json=body | said).raise_for_status()
+    seen, same, other = ((bytes(request.tokens), request.params.grammar) for request in edge.core.requests)
+    assert seen == same
+    assert all(one != two for one, two in zip(seen, other, strict=True))  # the prompt says so, and the form begins with the thought
+
+
 def test_logprobs_beside_calls(edge: Edge) -> None:
     """Every token has its entry, markers and calls included, whole and streamed."""
     script(edge, f"{THOUGHT}Hi{ROME}<|tool_response>", batch=2)

@@ -337,6 +337,9 @@ def published(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for token in value["added_tokens"]:
         token["special"] = token["special"] and token["content"] != "<|tool_response>"
     (copy / "tokenizer.json").write_text(json.dumps(value))
+    config = json.loads((copy / "config.json").read_text())
+    config["text_config"]["vocab_size"] = len(value["model"]["vocab"])
+    (copy / "config.json").write_text(json.dumps(config))
     return copy
 
 

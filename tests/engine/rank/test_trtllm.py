@@ -22,9 +22,9 @@ from engine.rank.attention.router import AttentionRouter
 from engine.rank.attention.trtllm import TableRows, TrtllmDecode, TrtllmExtend, TrtllmScratch, call_decode, check_group
 from engine.rank.batch import eager_batch
 from engine.rank.kv import KVCache
+from engine.rank.load.loader import load
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.parallel import Single
-from engine.rank.weights import load
 from kernels.qkv import qkv_post
 from tests.support.engine.kv_scene import FULL, SLIDING, Kind, Scene, attended, ours, relative, scene, theirs
 from tests.support.engine.paged import Backend, PlantFault, caches, run_steps, script

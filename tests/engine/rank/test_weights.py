@@ -21,10 +21,15 @@ from torch import Tensor
 from deploy.models.nano.nano_shapes import SHAPES
 from engine.errors import CheckpointError
 from engine.geometry import Geometry, read_geometry, shard_kv_heads
-from engine.rank import weights
+from engine.rank import start_checks
+from engine.rank.load import loader, random_fill
+from engine.rank.load.loader import load
+from engine.rank.load.random_fill import dummy, dummy_tensor
+from engine.rank.load.slices import pieces
+from engine.rank.load.tensor_files import INDEX
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.parallel import Single
-from engine.rank.weights import INDEX, dummy, dummy_tensor, load, pieces, residual_rms
+from engine.rank.start_checks import residual_rms
 from tests.support.engine.threads import ThreadParallel, run_ranks
 
 pytestmark = pytest.mark.cpu
@@ -126,7 +131,7 @@ def _moe(its: Tensors, share: Callable[[Tensor, int], Tensor]) -> Tensors:
 def test_a_rank_holds_its_slices(nano: Nano, monkeypatch: pytest.MonkeyPatch, member: str, tp: int, blocks: int | None) -> None:
     """Every parameter of every rank is the slice that torch's own chunking gives, bit for bit; another rank's is not."""
     if blocks:
-        monkeypatch.setattr(weights, "_BLOCK_BYTES", blocks)
+        monkeypatch.setattr(loader, "_BLOCK_BYTES", blocks)
     folder = nano(member)
     geometry, tensors = read_geometry(folder), checkpoint(folder)
     for rank in range(tp):
@@ -294,7 +299,7 @@ def test_only_safetensors(copy: Path) -> None:
 @pytest.mark.parametrize("tp", [2, 4])
 def test_dummy_is_one_model_at_every_size(nano: Nano, monkeypatch: pytest.MonkeyPatch, member: str, tp: int) -> None:
     """Random shards are slices of the tensors that `dummy_tensor` gives, drawn in many blocks; another seed differs."""
-    monkeypatch.setattr(weights, "_DRAW", 5000)
+    monkeypatch.setattr(random_fill, "_DRAW", 5000)
     geometry = read_geometry(nano(member))
     whole = {name.removeprefix(TEXT): dummy_tensor(name, geometry, 5, CPU) for name in pieces(geometry, 0, 1)}
     for rank in range(tp):
@@ -335,7 +340,7 @@ def test_a_vanishing_residual_is_refused(nano: Nano) -> None:
     found = {tp: run_ranks(tp, rms) for tp in (1, 2, 4)}
     print(f"residual rms {found}")
     assert all(len(set(ranks)) == 1 and ranks[0] == pytest.approx(found[1][0], rel=1e-4) for ranks in found.values())
-    assert found[1][0] > 100 * weights.MIN_RESIDUAL_RMS
+    assert found[1][0] > 100 * start_checks.MIN_RESIDUAL_RMS
     for scalar in (1e-5, math.nan):
         model = shard(geometry)
         dummy(model, geometry, 0)
@@ -352,7 +357,7 @@ MEASURE = textwrap.dedent("""
     from pathlib import Path
     import torch
     from engine.geometry import read_geometry
-    from engine.rank import weights
+    from engine.rank.load import loader
     from engine.rank.models.gemma4 import Gemma4
 
     class Rank:
@@ -369,8 +374,8 @@ MEASURE = textwrap.dedent("""
 
     torch.set_num_threads(1)
     if sys.argv[4] == "greedy":
-        copy, state = weights._copy, []
-        weights._copy = lambda source, *rest: copy(state.append(source[:].clone()) or state[-1], *rest)
+        copy, state = loader._copy, []
+        loader._copy = lambda source, *rest: copy(state.append(source[:].clone()) or state[-1], *rest)
     folder = Path(sys.argv[1])
     geometry = read_geometry(folder)
     done, before = False, anon()
@@ -379,7 +384,7 @@ MEASURE = textwrap.dedent("""
     watcher.start()
     model = Gemma4(geometry, Rank(), torch.bfloat16, torch.device("cpu"))
     shard = sum(p.numel() * p.element_size() for p in model.parameters())
-    weights.load(model, folder, geometry, Rank.rank, Rank.size)
+    loader.load(model, folder, geometry, Rank.rank, Rank.size)
     done = True
     watcher.join()
     print(json.dumps({"shard": shard, "grown": peak[0] - before, "before": before}))

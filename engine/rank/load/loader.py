@@ -1,0 +1,95 @@
+"""Fills a rank's shard from a checkpoint's safetensors: each tensor in blocks of rows straight into its parameter, converted to the
+parameter's dtype on the way. No rank ever holds more than its own shard and one block."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from torch import Tensor
+
+from engine.geometry import Geometry
+from engine.rank.load.slices import Piece, parameters_of, pieces
+from engine.rank.load.tensor_files import TensorHeader, checked, headers, opened
+from engine.rank.models.gemma4 import Gemma4
+from engine.rank.models.gemma4_weights import HEAD, full_name
+
+_BLOCK_BYTES = 16 << 20  # copied at once
+
+
+def with_head(geometry: Geometry, folder: Path, progress: bool = False) -> Geometry:
+    """`geometry`, whose head is tied unless the folder has one that differs from the embedding, whatever config.json says.
+
+    progress: say on stderr what became of a saved head.
+    """
+    found, _ = headers(folder, geometry)
+    head, table = found.get(HEAD), found.get(full_name("embed_tokens.weight", geometry))
+    if head is None or table is None:
+        return geometry
+    tied = _are_equal(head, table)
+    if progress:
+        what = "equals the embedding, dropped" if tied else "differs from the embedding, loaded beside it"
+        sys.stderr.write(f"{head.name}: {what}\n")
+    return replace(geometry, tied=tied)
+
+
+def _are_equal(one: TensorHeader, two: TensorHeader) -> bool:
+    """Whether two tensors of as many columns hold the same values, in one dtype; compared in blocks of rows."""
+    if (one.shape, one.dtype) != (two.shape, two.dtype):
+        return False
+    step = max(1, _BLOCK_BYTES // (4 * one.shape[1]))
+    with opened(one.path) as first, opened(two.path) as second:
+        left, right = first.get_slice(one.name), second.get_slice(two.name)
+        return all(torch.equal(left[row : row + step], right[row : row + step]) for row in range(0, one.shape[0], step))
+
+
+def load(model: Gemma4, folder: Path, geometry: Geometry, rank: int, size: int, progress: bool = False) -> None:
+    """Copy this rank's slices of the checkpoint in `folder` into the model's parameters, whose dtype decides.
+
+    geometry: `with_head`; progress: show a bar on stderr, or one line at the end where that is no terminal.
+    Raises CheckpointError, which names the file, or every tensor that is missing, unexpected, mis-shaped or of no float dtype,
+    before anything is copied.
+    """
+    needed = pieces(geometry, rank, size)
+    places = checked(folder, needed, geometry)
+    parameters = parameters_of(model, needed)
+    total = sum(piece.kept * parameters[piece.parameter].element_size() for piece in needed.values())
+    with _shown(total, len(needed), progress) as advance:
+        for path in sorted({header.path for header in places.values()}):
+            with opened(path) as file:
+                for name, header in places.items():
+                    if header.path == path:
+                        _copy(file.get_slice(header.name), needed[name], parameters[needed[name].parameter], advance)
+
+
+def _copy(source: Any, piece: Piece, parameter: Tensor, advance: Callable[[int], None]) -> None:
+    """Blocks of rows of each cut; `source` is a slice of the file that is read where it is indexed."""
+    for cut in piece.cuts if piece.kept else ():
+        rows = cut.rows(piece.shape)
+        step = max(1, _BLOCK_BYTES * len(piece.cuts) * len(rows) // (4 * piece.kept))
+        for first in range(rows.start, rows.stop, step):
+            stop = min(first + step, rows.stop)
+            target = cut.target(parameter, first, stop)
+            target.copy_(source[cut.index(first, stop)])
+            advance(target.numel() * target.element_size())
+
+
+@contextmanager
+def _shown(total: int, tensors: int, progress: bool) -> Iterator[Callable[[int], None]]:
+    """What to call with each number of bytes copied."""
+    if progress and sys.stderr.isatty():
+        columns = (TextColumn("loading weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+        with Progress(*columns, console=Console(stderr=True)) as bar:
+            task = bar.add_task("", total=total)
+            yield lambda size: bar.advance(task, size)
+        return
+    began = time.monotonic()
+    yield lambda _: None
+    if progress:
+        sys.stderr.write(f"loaded {tensors} tensors, {total / 1e9:.2f} GB a rank, in {time.monotonic() - began:.1f} s\n")

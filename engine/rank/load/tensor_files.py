@@ -1,0 +1,112 @@
+"""The tensors that a checkpoint's safetensors hold, by their headers: file, shape, dtype; and what is wrong with them."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from engine.errors import CheckpointError
+from engine.geometry import Geometry
+from engine.rank.load.slices import Piece
+from engine.rank.models.gemma4_weights import is_unused, published_name
+
+INDEX = "model.safetensors.index.json"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_FLOATS = {"BF16", "F16", "F32"}
+_LISTED = 20  # wrong tensors named in one error
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """Where a tensor lies, and what it is called and holds there."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def checked(folder: Path, needed: dict[str, Piece], geometry: Geometry) -> dict[str, TensorHeader]:
+    """Every needed tensor's, by its published name, once all of the folder's tensors were found to be right."""
+    found, complaints = headers(folder, geometry)
+    live = {name for name in found if not is_unused(name, geometry)}
+    complaints += [f"{name} is missing" for name in needed if name not in live]
+    complaints += [f"{found[name].name} is unexpected" for name in sorted(live - set(needed))]
+    complaints += [why for name in needed if name in found and (why := _unlike(needed[name], found[name]))]
+    if complaints:
+        more = f"; and {len(complaints) - _LISTED} more" if len(complaints) > _LISTED else ""
+        raise CheckpointError(f"{folder}: {'; '.join(complaints[:_LISTED])}{more}")
+    return {name: found[name] for name in needed}
+
+
+def _unlike(piece: Piece, found: TensorHeader) -> str | None:
+    if found.shape != piece.shape:
+        return f"{found.name} has shape {list(found.shape)}, not {list(piece.shape)}"
+    if found.dtype not in _FLOATS:
+        return f"{found.name} has dtype {found.dtype}, not one of {', '.join(sorted(_FLOATS))}"
+    return None
+
+
+def headers(folder: Path, geometry: Geometry) -> tuple[dict[str, TensorHeader], list[str]]:
+    """Every tensor of the folder's shards by its published name, and where index and shards disagree."""
+    index = _index(folder)
+    found: dict[str, TensorHeader] = {}
+    complaints, names = [], set()
+    for path in sorted({folder / name for name in index.values()}) if index else [_only_shard(folder)]:
+        for header in _of_shard(path):
+            names.add(header.name)
+            if index and index.get(header.name) != path.name:
+                complaints.append(f"{header.name} lies in {path.name}, where the index does not say so")
+            first = found.setdefault(published_name(header.name, geometry), header)
+            if first.name != header.name:
+                complaints.append(f"{first.name} and {header.name} are names of one tensor")
+    complaints += [f"{name} is not in {shard}, where the index says it is" for name, shard in index.items() if name not in names]
+    return found, complaints
+
+
+def _of_shard(path: Path) -> Iterator[TensorHeader]:
+    with opened(path, "np") as file:  # nothing is read, and torch is not needed
+        for name in file.keys():  # noqa: SIM118 (a safe_open is no mapping)
+            view = file.get_slice(name)
+            yield TensorHeader(path, name, tuple(view.get_shape()), view.get_dtype())
+
+
+def _index(folder: Path) -> dict[str, str]:
+    """Tensor name -> shard; empty where the folder has no index."""
+    path = folder / INDEX
+    if not path.exists():
+        return {}
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is not an index of safetensors: {error}") from error
+    for name, shard in index.items():
+        if Path(shard).name != shard or not shard.endswith(".safetensors"):
+            raise CheckpointError(f"{path}: {name} is said to lie in {shard!r}, which is no safetensors file of the folder")
+    return dict(index)
+
+
+def _only_shard(folder: Path) -> Path:
+    shards = sorted(folder.glob("*.safetensors"))
+    if len(shards) == 1:
+        return shards[0]
+    if shards:
+        raise CheckpointError(f"{folder} holds {len(shards)} safetensors files, but no {INDEX}")
+    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+    if pickles:
+        raise CheckpointError(f"{folder} holds pickled weights only ({pickles[0]}); only safetensors are read")
+    raise CheckpointError(f"{folder} holds no *.safetensors")
+
+
+@contextmanager
+def opened(path: Path, framework: str = "pt") -> Iterator[Any]:
+    """The file, mapped; CheckpointError names it if it is absent, cut short or no safetensors file."""
+    try:
+        with safe_open(path, framework=framework) as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error

@@ -1,0 +1,214 @@
+"""What a config.json may say: every key is read, held to what is implemented, or known to change nothing here."""
+
+import inspect
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Gemma4Config, Gemma4TextConfig, Gemma4UnifiedConfig, Gemma4UnifiedTextConfig, PreTrainedConfig
+
+from deploy.models.nano.nano_shapes import SHAPES
+from deploy.models.public_shapes import config
+from engine.errors import CheckpointError
+from engine.geometry import IMPLEMENTED, parse_config, read_geometry
+
+pytestmark = pytest.mark.cpu
+
+# Of the text part: training, generation, serialisation, and what transformers' own runtime does.
+HARMLESS = {"attention_dropout", "initializer_range", "use_cache"}
+# Of the whole: ids of media that text never embeds (placeholders are read), and towers, whose tensors are skipped.
+HARMLESS_OUTER = {
+    "audio_config", "boa_token_id", "boi_token_id", "eoa_token_id", "eoa_token_index", "eoi_token_id", "initializer_range",
+    "vision_config",
+}  # fmt: skip
+
+
+class Recorded(dict[str, Any]):
+    """A config that knows which of its keys were asked for."""
+
+    def __init__(self, values: dict[str, Any], asked: set[str]) -> None:
+        super().__init__(values)
+        self._asked = asked
+
+    def __getitem__(self, key: str) -> Any:
+        self._asked.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """As a mapping's."""
+        self._asked.add(key)
+        return super().get(key, default)
+
+
+def raw(member: str) -> dict[str, Any]:
+    return json.loads(json.dumps(config(SHAPES[member], "bfloat16")))
+
+
+def read_keys() -> tuple[set[str], set[str]]:
+    """(keys of the text part, keys of the whole) that the geometry is made of, over all members."""
+    text: set[str] = set()
+    outer: set[str] = set()
+    for member in SHAPES:
+        whole = raw(member)
+        whole["text_config"] = Recorded(whole["text_config"], text)
+        parse_config(Recorded(whole, outer))
+        parse_config(whole["text_config"])
+    return text - set(IMPLEMENTED), outer
+
+
+def fields(kind: type[PreTrainedConfig]) -> set[str]:
+    """Every key that transformers knows of such a config, and of no other: declared, or taken from what a file says."""
+
+    def keys(each: type[PreTrainedConfig]) -> set[str]:
+        return {*each().to_dict(), *re.findall(r'kwargs\.pop\("(\w+)"', inspect.getsource(each.__post_init__))}
+
+    return keys(kind) - keys(PreTrainedConfig)
+
+
+def unknown(kind: type[PreTrainedConfig], *known: set[str]) -> set[str]:
+    return fields(kind) - set().union(*known)
+
+
+@pytest.mark.parametrize("kind", [Gemma4TextConfig, Gemma4UnifiedTextConfig])
+def test_every_key_of_the_text_part_is_known(kind: type[PreTrainedConfig]) -> None:
+    """Each of transformers' fields is read, implemented for some values, or harmless; with one forgotten, it is named."""
+    read, _ = read_keys()
+    assert unknown(kind, read, set(IMPLEMENTED), HARMLESS) == set()
+    assert unknown(kind, read, set(IMPLEMENTED) - {"hidden_activation"}, HARMLESS) == {"hidden_activation"}
+    assert not read & HARMLESS
+
+
+@pytest.mark.parametrize("kind", [Gemma4Config, Gemma4UnifiedConfig])
+def test_every_key_of_the_whole_is_known(kind: type[PreTrainedConfig]) -> None:
+    """The same of the config around it."""
+    _, read = read_keys()
+    assert unknown(kind, read, HARMLESS_OUTER) == set()
+    assert unknown(kind, read - {"image_token_id"}, HARMLESS_OUTER) == {"image_token_id"}
+
+
+def refusal(edit: Callable[[dict[str, Any]], None], member: str = "31b") -> str:
+    broken = raw(member)
+    edit(broken["text_config"])
+    with pytest.raises(CheckpointError) as error:
+        parse_config(broken)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_activation", "silu"),
+        ("hidden_act", "gelu"),
+        ("attn_logit_softcapping", 50.0),
+        ("query_pre_attn_scalar", 128),
+        ("attention_bias", True),
+        ("rope_scaling", {"factor": 8.0, "rope_type": "linear"}),
+        ("use_bidirectional_attention", "all"),
+    ],
+)
+def test_other_mathematics_is_refused(key: str, value: Any) -> None:
+    """A value that is not implemented is refused by its key; the implemented ones are accepted."""
+    message = refusal(lambda text: text.update({key: value}))
+    assert f"config.json: {key} {value!r} is not implemented, only " in message
+    for right in IMPLEMENTED[key]:
+        accepted = raw("31b")
+        accepted["text_config"][key] = right
+        assert parse_config(accepted) == parse_config(raw("31b"))
+
+
+def test_all_wrong_keys_are_named_at_once() -> None:
+    """Two wrong keys are named in one error."""
+    message = refusal(lambda text: text.update(hidden_activation="silu", attn_logit_softcapping=50.0))
+    assert "hidden_activation 'silu'" in message
+    assert "attn_logit_softcapping 50.0" in message
+
+
+def test_a_default_rope_is_whole_and_unscaled() -> None:
+    """A default rope rotates all pairs whatever partial_rotary_factor says, as transformers does, and takes no factor."""
+
+    def scaled(text: dict[str, Any]) -> None:
+        text["rope_parameters"]["sliding_attention"]["factor"] = 8.0
+
+    assert "factor 8 is not implemented with rope_type 'default'" in refusal(scaled)
+    partial = raw("31b")
+    partial["text_config"]["rope_parameters"]["sliding_attention"] |= {"partial_rotary_factor": 0.25, "factor": 1.0}
+    assert parse_config(partial) == parse_config(raw("31b"))
+    assert parse_config(partial).layers[0].rope.pairs == 128
+    stretched = raw("31b")
+    stretched["text_config"]["rope_parameters"]["full_attention"]["factor"] = 8.0
+    assert parse_config(stretched).layers[-1].rope.factor == 8.0
+
+
+def test_the_last_layer_is_full_whatever_is_listed() -> None:
+    """transformers makes the last layer a full one, with a full layer's heads; so do we."""
+    listed = raw("31b")
+    listed["text_config"]["layer_types"][-1] = "sliding_attention"
+    assert parse_config(listed) == parse_config(raw("31b"))
+    assert Gemma4TextConfig(**listed["text_config"]).layer_types[-1] == "full_attention"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"5": {"head_dim": 512, "intermediate_size": 7}}, "intermediate_size of layer 5 is not implemented"),
+        ({"5": {"head_dim": 512, "skip": ["mlp"]}}, "skip of layer 5 is not implemented"),
+        ({"6": {"head_dim": 512}}, "any key of layer 6 is not implemented"),
+        ({"5": {"head_dim": 512}, "1": {"head_dim": 128}}, "sliding layers differ in"),
+    ],
+)
+def test_overrides_of_single_layers_are_refused(overrides: dict[str, Any], message: str) -> None:
+    """per_layer_config may give heads by kind of layer, and nothing else; a value that all layers have is no override."""
+
+    def edit(text: dict[str, Any]) -> None:
+        text["per_layer_config"] = overrides
+
+    assert f"per_layer_config: {message}" in refusal(edit)
+    same = raw("31b")
+    same["text_config"]["per_layer_config"] = {"5": {"head_dim": 512, "sliding_window": same["text_config"]["sliding_window"]}}
+    assert parse_config(same) == parse_config(raw("31b"))
+
+
+def test_a_short_per_layer_table_is_refused() -> None:
+    """A per-layer table with fewer rows than the vocabulary has ids is refused; without such a table it is nothing."""
+
+    def edit(text: dict[str, Any]) -> None:
+        text["vocab_size_per_layer_input"] = 512
+
+    assert "vocab_size_per_layer_input (512) is below vocab_size (1024)" in refusal(edit, "e2b")
+    bare = raw("31b")
+    edit(bare["text_config"])
+    assert parse_config(bare).ple == 0
+
+
+W4A16 = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int", "group_size": 32}, "input_activations": None}},
+}
+FP8 = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float"}, "input_activations": {"num_bits": 8}}},
+}
+
+
+@pytest.mark.parametrize(
+    ("file", "written", "name"),
+    [
+        ("config.json", {"quantization_config": W4A16}, "compressed-tensors, W4A16"),
+        ("config.json", {"quantization_config": FP8}, "compressed-tensors, W8A8"),
+        ("config.json", {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, "modelopt, NVFP4"),
+        ("config.json", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq, W4"),
+        ("config.json", {"quantization_config": {"load_in_4bit": True}}, "an unnamed format"),
+        ("hf_quant_config.json", {"producer": {}, "quantization": {"quant_algo": "FP8"}}, "modelopt, FP8"),
+    ],
+)
+def test_a_quantised_checkpoint_is_refused_by_its_format(tmp_path: Path, file: str, written: dict[str, Any], name: str) -> None:
+    """One line names the format; without it the same folder is read."""
+    (tmp_path / "config.json").write_text(json.dumps(raw("e2b")))
+    assert read_geometry(tmp_path) == parse_config(raw("e2b"))
+    (tmp_path / file).write_text(json.dumps((raw("e2b") if file == "config.json" else {}) | written))
+    with pytest.raises(CheckpointError, match=re.escape(f"this checkpoint is quantised ({name}); Quartet loads bf16")):
+        read_geometry(tmp_path)
