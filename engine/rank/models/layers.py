@@ -198,4 +198,6 @@ class Experts(Module):
 
 def reduce_together(parallel: Parallel, *parts: Tensor) -> tuple[Tensor, ...]:
     """Partial sums [T, n_i] added over ranks in one collective, each kept apart."""
+    if parallel.size == 1:
+        return parts
     return parallel.all_reduce(torch.cat(parts, dim=-1)).split([part.shape[-1] for part in parts], dim=-1)
