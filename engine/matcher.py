@@ -20,7 +20,9 @@ from engine.errors import CheckpointError, GenerationFailed
 from engine.pieces import Pieces, as_plain, control_ids, read_eos, read_tokenizer
 from engine.step_masks import mask_words
 
-_EXCERPT = re.compile(r"\n\s*\d+ \| ")  # how the grammar's text begins where llguidance shows it
+_PLACE = re.compile(r"(?:at )?\d+\(\d+\): ")  # in the whole grammar, of which a client wrote a part at most
+_DUMP = re.compile(r"\n\s*\d+ \| |\n?<state>")  # how the grammar's text, or the parser's state, begins where llguidance shows it
+_LONGEST = 300  # characters of what is wrong
 MAX_GRAMMAR_BYTES = 512 << 10
 _MASKS_A_THREAD = 8  # at least: waking one takes as long as making some
 _LIMITS = LLParserLimits(max_items_in_row=2000, initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, step_max_items=50_000)
@@ -62,12 +64,14 @@ class Vocabulary:
         return cls(table, frozenset(token for token in pieces.special if token < size), ends, lambda text: _encoded(plain, text))
 
     def complaint(self, grammar: str) -> str | None:
-        """What of the grammar cannot be kept; None: all of it can."""
+        """What of the grammar cannot be kept, in a sentence; None: a reply can begin. It costs what `matcher` and a mask do."""
         try:
-            failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer, limits=_LIMITS)
+            self.matcher(grammar).mask()
         except UnicodeEncodeError:
-            return "it is not valid Unicode (a lone surrogate)"
-        return " ".join(_EXCERPT.split(messages[0], 1)[0].split())[:500] if failed else None
+            return "the grammar is not valid Unicode (a lone surrogate)"
+        except GenerationFailed as error:
+            return str(error)
+        return None
 
     def matcher(self, grammar: str) -> "Matcher":
         """A new reply's."""
@@ -135,7 +139,13 @@ class Matcher:
 
     def _check(self) -> None:
         if self.inner.is_error():
-            raise GenerationFailed(f"the grammar: {self.inner.get_error()[:500]}")
+            raise GenerationFailed(f"the grammar: {_sentence(self.inner.get_error())}")
+
+
+def _sentence(error: str) -> str:
+    """llguidance's error without the grammar's text and the parser's state."""
+    plain = " ".join(_DUMP.split(_PLACE.sub("", error, count=1), 1)[0].split())[:_LONGEST]
+    return "no text matches it" if plain == "NoExtensionBias" else plain
 
 
 def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -9,14 +9,15 @@ around nor back: SchemaError names what cannot be said so.
 
 import re
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 KEYWORDS = ("minLength", "maxLength", "pattern", "format")
 MOST = 1024  # characters or elements that a bound may name
 _LONGEST = 4096  # pattern
+_FUEL = 50_000  # for one string's expressions: two milliseconds; those that people write take a tenth of it
 _ANY = r"(.|\n)*"
 _ATOM = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\(\?(?:<?[=!])?|.", re.DOTALL)
 _LOOKS = frozenset(("(?=", "(?!", "(?<=", "(?<!"))
@@ -36,6 +37,8 @@ def expressions(schema: Mapping[str, Any]) -> list[str]:
         found += _format(name)
     if any(schema.get(keyword) is not None for keyword in ("minLength", "maxLength")):
         found.append(rf"(.|\n){repeats(schema.get('minLength'), schema.get('maxLength'))}")
+    if len(found) > 1 and not _compiles(" & ".join(map(lark_regex, found))):
+        raise SchemaError("a pattern, a format and lengths that together are too much, or that no text has,")
     return found
 
 
@@ -59,15 +62,23 @@ def _searched(pattern: Any) -> str:
     if not isinstance(pattern, str) or len(pattern) > _LONGEST:
         raise SchemaError(f"the schema keyword 'pattern' with what is no text, or one of more than {_LONGEST} characters,")
     expression = "(?:" + "|".join(_anchored(each, pattern) for each in _alternatives(pattern)) + ")"
-    if not _compiles(expression):
+    if not _compiles(lark_regex(expression)):
         raise SchemaError(f"{pattern[:100]!r} of the schema keyword 'pattern'")
     return expression
 
 
 @lru_cache(maxsize=1024)
-def _compiles(expression: str) -> bool:
-    """Whether llguidance takes it: a millisecond, without any vocabulary."""
-    return not LLMatcher.validate_grammar(f"%llguidance {{}}\nstart: {lark_regex(expression)}", None)
+def _compiles(terminal: str) -> bool:
+    """Whether llguidance takes it, and some text matches it: a millisecond, over bytes."""
+    limits = LLParserLimits(initial_lexer_fuel=_FUEL, step_lexer_fuel=_FUEL)
+    matcher = LLMatcher(_bytes(), f"%llguidance {{}}\nstart: TEXT\nTEXT: {terminal}\n", log_level=0, limits=limits)
+    matcher.compute_bitmask()
+    return not matcher.is_error()
+
+
+@cache
+def _bytes() -> LLTokenizer:
+    return LLTokenizer("byte")
 
 
 def _alternatives(pattern: str) -> list[list[str]]:
