@@ -29,7 +29,7 @@ from deploy.edge.raw_json import ON_LOOP_BYTES, check_strings, not_null
 from deploy.edge.response_format import ServedModel
 from engine.checkpoint import generation_config
 from engine.config import Thinking, ToolGrammar
-from engine.errors import EngineDead, InvalidRequest, ModelNotFound, QuartetError
+from engine.errors import EngineDead, InvalidRequest, ModelNotFound, Overloaded, QuartetError
 from engine.events import KeyDecision, KeyTokens, KeyVerdict, Sink, no_sink
 from engine.front.constraints import Constraints, ToolChoice
 from engine.front.generation import Engine, Generation, Job
@@ -221,16 +221,20 @@ class Service:
         return _constrained(job, kept, wants.thought_budget(self.text, prompt))
 
     async def _grammar(self, wants: Constraints, prompt: list[int], thinking: bool, param: str) -> Grammar | None:
-        """Of a reply. InvalidRequest: what the request asks for cannot be kept; what is only our wish gives way."""
+        """Of a reply. InvalidRequest: what is asked for cannot be kept; Overloaded: not now. What is only our wish gives way."""
         found = await self.off_loop(lambda: wants.grammar(Markers.of(self.text), prompt, thinking=thinking))
         if found is None:
             return None
         try:
             await self._grammars.check(found.text, param)
-        except InvalidRequest:
+        except Overloaded:
             if not wants.ours:
                 raise
-            return await self._grammar(wants.looser(), prompt, thinking, param)
+            return None
+        except InvalidRequest:
+            if (looser := wants.looser()) is None:
+                raise
+            return await self._grammar(looser, prompt, thinking, param)
         return found
 
     async def _completion_job(self, request: CompletionRequest) -> Job:

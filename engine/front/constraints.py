@@ -78,9 +78,11 @@ class Constraints:
         """Nothing of the grammar was asked for: it only helps the model to write calls well."""
         return self.choice.mode == "auto" and self.choice.names is None and self.answer is None and not self.tools.strict
 
-    def looser(self) -> "Constraints":
-        """The same with less of calls' arguments kept."""
-        return replace(self, arguments="names" if self.arguments == "strict" else "off")
+    def looser(self) -> "Constraints | None":
+        """The same with less of calls' arguments kept; None: what is left was asked for."""
+        if self.arguments == "strict":
+            return replace(self, arguments="names")
+        return replace(self, arguments="off") if self.ours and self.arguments == "names" else None
 
     def _call_grammar(self, markers: Markers) -> CallGrammar:
         names = self.tools.names if self.choice.names is None else self.choice.names

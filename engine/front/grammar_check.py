@@ -15,6 +15,7 @@ COMPILE_S = 2.0
 QUEUE_S = 20.0  # behind others, whose time is not this grammar's
 _REMEMBERED = 1024
 _WAITING = 1024
+_THREADS = 4  # one compiles in its turn; the others may still be at grammars that took too long
 
 
 def vocabulary_of(text: TextProcessor) -> Vocabulary:
@@ -24,10 +25,10 @@ def vocabulary_of(text: TextProcessor) -> Vocabulary:
 
 
 class GrammarCheck:
-    """One thread compiles; it begins with the vocabulary, which `load` makes."""
+    """Compiles one grammar at a time, once `load` has made the vocabulary."""
 
     def __init__(self, load: Callable[[], Vocabulary]) -> None:
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="grammar")
         self._vocabulary: Future[Vocabulary] = self._pool.submit(load)
         self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()  # what is wrong with a grammar; None: nothing
         self._waiting = 0
@@ -53,7 +54,7 @@ class GrammarCheck:
 
     @asynccontextmanager
     async def _in_turn(self) -> AsyncIterator[Vocabulary]:
-        """The thread is this one's, unless a grammar that took too long has it still. Overloaded: the queue is too long."""
+        """No other compiles, but for those that took too long. Overloaded: the queue is too long."""
         if self._waiting >= _WAITING:
             raise Overloaded("too many grammars are being compiled")
         self._waiting += 1

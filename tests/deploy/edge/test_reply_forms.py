@@ -172,14 +172,18 @@ def test_calls_that_the_model_begins_are_kept(edge: Edge, monkeypatch: pytest.Mo
 
 
 def test_a_wish_of_ours_gives_way(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
-    """auto with schemas that take too long to compile keeps names; asked for by required it is a 400."""
+    """Of schemas that take too long to compile only names are kept; of strict tools, and of forms, it is a 400."""
     other = {"type": "object", "properties": {"late": {"type": "integer"}}, "additionalProperties": False}
-    tools = [{"type": "function", "function": {"name": "run-it", "parameters": other}}]
+    tools: list[Any] = [{"type": "function", "function": {"name": "run-it", "parameters": other}}]
     monkeypatch.setattr(Vocabulary, "complaint", lambda self, rules: "too slow" if "late" in rules else None)
     behind = call("run-it", "{b:2}").removeprefix("<|tool_call>")
     assert writes(edge, asked(edge, chat(tools=tools)), behind)
-    reply = httpx.post(f"{edge.url}{CHAT}", json=chat(tools=tools, tool_choice="required"), timeout=10)
-    assert reply.status_code == 400
+    assert writes(edge, asked(edge, chat(tools=tools, tool_choice="required")), call("run-it", "{b:2}"))
+    tools[0]["function"] |= {"strict": True}
+    for refused in (chat(tools=tools), chat(tools=tools[:0], **form(**other))):
+        reply = httpx.post(f"{edge.url}{CHAT}", json=refused, timeout=10)
+        assert reply.status_code == 400
+        assert "too slow" in reply.text
 
 
 def form(**schema: Any) -> dict[str, Any]:

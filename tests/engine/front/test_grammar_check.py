@@ -63,17 +63,17 @@ def test_who_waits_behind_others_is_not_blamed(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_one_that_takes_too_long_is_refused_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is a 400 of its own; the next, which cannot begin while the thread is still busy, may come again later."""
-    monkeypatch.setattr(grammar_check, "COMPILE_S", 0.05)
+    """It is a 400 of its own, and others are compiled beside it; once such grammars have all threads, others may come later."""
+    monkeypatch.setattr(grammar_check, "COMPILE_S", 0.1)
 
     async def run(check: GrammarCheck, compiler: Compiler) -> None:
-        tasks = [asyncio.create_task(check.check(rules, "regex")) for rules in ("wait", "fine")]
-        found = await asyncio.gather(*tasks, return_exceptions=True)
-        assert outcomes(found) == ["InvalidRequest", "Overloaded"]
+        rules = ["wait 1", "fine 1", "wait 2", "wait 3", "fine 2", "wait 4", "fine 3"]
+        found = await asyncio.gather(*(check.check(each, "regex") for each in rules), return_exceptions=True)
+        assert outcomes(found) == [{"w": "InvalidRequest", "f": "NoneType"}[each[0]] for each in rules[:-1]] + ["Overloaded"]
         assert "takes longer than" in str(found[0])
         compiler.go.set()
         monkeypatch.setattr(grammar_check, "COMPILE_S", 20)
-        await check.check("fine", "regex")
+        await check.check("fine 3", "regex")
 
     checked(run)
 
@@ -88,6 +88,18 @@ def test_verdicts_are_remembered() -> None:
             await check.check("wrong", "regex")
 
     assert sorted(checked(run).compiled) == ["fine", "wrong"]
+
+
+def test_verdicts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more than so many the one that was asked for longest ago is forgotten, and compiled again."""
+    monkeypatch.setattr(grammar_check, "_REMEMBERED", 2)
+
+    async def run(check: GrammarCheck, _: Compiler) -> None:
+        for rules in ("a", "b", "a", "c", "a", "b"):
+            await check.check(rules, "regex")
+            assert len(check._verdicts) <= 2
+
+    assert checked(run).compiled == ["a", "b", "c", "b"]
 
 
 def test_the_queue_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
