@@ -30,14 +30,15 @@ _KEYWORDS: Mapping[str, frozenset[str]] = {
     "object": frozenset(("properties", "required", "additionalProperties")),
     "array": frozenset(("items", "prefixItems", "minItems", "maxItems")),
     "string": frozenset(OF_STRINGS),
-    "integer": frozenset(_NUMERIC),
-    "number": frozenset(_NUMERIC),
+    "integer": frozenset((*_NUMERIC, "format")),  # which says how wide programs store it, and that is not kept
+    "number": frozenset((*_NUMERIC, "format")),
     "boolean": frozenset(),
     "null": frozenset(),
 }
 _BARE_KEY = re.compile(f"{KEY_CHARACTER}+(?: {KEY_CHARACTER}+)*")
 _REFERRING = ("$ref", "anyOf", "oneOf", "allOf")
 _DEPTH, _RULES, _PATTERNS, _PAIRS = 64, 2048, 128, 4096
+_BYTES = MAX_GRAMMAR_BYTES // 2  # of arguments' rules: beside them there is room for the tools' names and an answer's form
 
 _FREE = rf"""
 value: string | number | "true" | "false" | "null" | any_object | any_array
@@ -60,10 +61,11 @@ class CallGrammar:
         self._bytes = 0
         self._referred: dict[str, str] = {}
         self._patterns = self._pairs = 0  # each pattern is compiled by itself, pairs of oneOf are compared
-        arguments = {name: self._arguments(schema, name in strict) for name, schema in tools.items()}
-        names = [self._rule("tool", f"{_literal(name)} {each}") for name, each in arguments.items()]
+        arguments = {name: self._arguments(name, schema, name in strict) for name, schema in tools.items()}
+        self._rules += [f"tool_{place}: {_literal(name)} {each}" for place, (name, each) in enumerate(arguments.items())]
+        called = " | ".join(f"tool_{place}" for place in range(len(arguments)))
         self._rules.append(f"call: <[{markers.begin_call}]> called")
-        self._rules.append(f'called: "call:" ({" | ".join(names)}) <[{markers.end_call}]>')
+        self._rules.append(f'called: "call:" ({called}) <[{markers.end_call}]>')
 
     @property
     def text(self) -> str:
@@ -71,7 +73,7 @@ class CallGrammar:
         common = [f"string: {self._quote} TEXT {self._quote}", r"TEXT: /(.|\n)*/"]
         return "\n".join([*self._rules, *common]) + _FREE
 
-    def _arguments(self, schema: Any, strict: bool) -> str:
+    def _arguments(self, name: str, schema: Any, strict: bool) -> str:
         if not schema:
             return "any_object"
         kept, size, referred = len(self._rules), self._bytes, dict(self._referred)
@@ -79,7 +81,7 @@ class CallGrammar:
             return f"({self._value(_of_object(schema), schema, 0)})"
         except SchemaError as error:
             if strict:
-                message = f"tools: {error} cannot be kept by the grammar of calls"
+                message = f"tools: {name}: {error} cannot be kept by the grammar of calls"
                 raise InvalidRequest(message, param="tools", code="unsupported_schema") from None
             del self._rules[kept:]
             self._bytes, self._referred = size, referred
@@ -95,8 +97,8 @@ class CallGrammar:
 
     def _add(self, rule: str) -> None:
         self._bytes += len(rule)
-        if self._bytes > MAX_GRAMMAR_BYTES:
-            raise SchemaError(f"a grammar of more than {MAX_GRAMMAR_BYTES} bytes")
+        if self._bytes > _BYTES:
+            raise SchemaError(f"a grammar of more than {_BYTES} bytes")
         self._rules.append(rule)
 
     def _value(self, schema: Any, root: Any, depth: int) -> str:
@@ -107,6 +109,7 @@ class CallGrammar:
             return "value"
         if not isinstance(schema, Mapping):
             raise SchemaError(f"{json.dumps(schema)[:100]} as a schema")
+        schema = _without_nulls(schema)
         for keyword in (*_REFERRING, "const", "enum"):
             if keyword in schema:
                 return self._special(keyword, schema, root, depth)
@@ -166,8 +169,7 @@ class CallGrammar:
             case "string":
                 return self._string(schema)
             case "integer" | "number":
-                bounds = {name: schema[name] for name in _NUMERIC if name in schema}
-                return self._rule("number", f"%json {json.dumps({'type': kind} | bounds)}")
+                return self._rule("number", f"%json {json.dumps({'type': kind} | _bounds(schema))}")
             case "boolean":
                 return '"true" | "false"'
         return '"null"'
@@ -245,7 +247,25 @@ def _target(root: Any, reference: str) -> Any:
 
 def _of_object(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """Arguments are an object, whether or not their schema says so."""
-    return schema if "type" in schema or any(keyword in schema for keyword in _REFERRING) else {"type": "object", **schema}
+    known = _without_nulls(schema)
+    return known if any(keyword in known for keyword in ("type", *_REFERRING)) else {"type": "object", **known}
+
+
+def _without_nulls(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A keyword that is null is as good as absent: programs write so what they leave open."""
+    return {keyword: value for keyword, value in schema.items() if value is not None or keyword == "const"}
+
+
+def _bounds(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a number. SchemaError: one is no number, or they leave none."""
+    bounds = {name: schema[name] for name in _NUMERIC if name in schema}
+    if any(isinstance(bound, bool) or not isinstance(bound, int | float) for bound in bounds.values()):
+        raise SchemaError(f"{' or '.join(bounds)} that is no number")
+    least = [bounds[name] for name in ("minimum", "exclusiveMinimum") if name in bounds]
+    most = [bounds[name] for name in ("maximum", "exclusiveMaximum") if name in bounds]
+    if least and most and max(least) > min(most):
+        raise SchemaError("bounds that no number is within")
+    return bounds
 
 
 def _listed(types: Any) -> list[Any]:
@@ -253,6 +273,8 @@ def _listed(types: Any) -> list[Any]:
 
 
 def _either(alternatives: Sequence[str]) -> str:
+    if not alternatives:
+        raise SchemaError("an empty list of what a value may be")
     return " | ".join(alternatives)
 
 

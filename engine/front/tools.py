@@ -88,7 +88,7 @@ def _checked(declaration: Mapping[str, Any], where: str) -> tuple[str, Mapping[s
 def _check_parameters(parameters: Any, where: str) -> None:
     if not isinstance(parameters, Mapping):
         raise _wrong(where, "must be a JSON Schema, an object")
-    if parameters.get("type", "object") != "object":
+    if parameters.get("type") not in (None, "object"):
         raise _wrong(f"{where}.type", f"must be 'object', not {_shown(parameters['type'])}")
     left: list[tuple[str, Any]] = [(where, parameters)]
     seen: set[int] = set()
@@ -132,8 +132,8 @@ def _inside(where: str, step: str) -> str:
 
 
 def _check_keywords(schema: Mapping[str, Any], where: str) -> None:
-    types = schema.get("type", [])
-    for name in types if isinstance(types, list) else [types]:
+    types = schema.get("type")
+    for name in types if isinstance(types, list) else [] if types is None else [types]:
         if not isinstance(name, str) or name.lower() not in _TYPES:
             raise _wrong(f"{where}.type", f"{_shown(name)} is not one of {', '.join(sorted(_TYPES))}")
     _a(list, schema, "enum", where)

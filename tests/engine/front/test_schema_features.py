@@ -22,6 +22,7 @@ from engine.front.text import TextProcessor
 from engine.front.tools import Tools
 from tests.conftest import Nano
 from tests.support.engine.schemas import wide_members
+from tests.support.engine.tool_lists import parameters
 from tests.support.engine.walker import Walker
 
 pytestmark = pytest.mark.pure
@@ -180,6 +181,29 @@ def test_random_schemas_are_kept(walker: Walker) -> None:
 def test_many_random_schemas_are_kept(walker: Walker) -> None:
     """As above, a thousand."""
     assert {kept(walker, seed) for seed in range(100, 1100)} == {"valid", "refused"}
+
+
+def kept_as_declared(walker: Walker, seed: int) -> str:
+    """What became of a strict call to a tool of a real server."""
+    schema = parameters(random.Random(seed))
+    try:
+        found = called(walker, schema, seed)
+    except InvalidRequest as error:
+        return "refused" if "of the schema keyword 'format'" in str(error) else str(error)
+    return f"seed {seed}: {found}" if invalid(schema, found) else "valid"
+
+
+def test_tools_of_real_servers_are_kept(walker: Walker) -> None:
+    """Of strict calls by their schemas each is valid by jsonschema; a format that nobody knows is refused."""
+    found = [kept_as_declared(walker, seed) for seed in range(15)]
+    assert set(found) <= {"valid", "refused"}
+    assert found.count("valid") > 10
+
+
+@pytest.mark.slow
+def test_hundreds_of_tools_of_real_servers_are_kept(walker: Walker) -> None:
+    """As above, 400."""
+    assert {kept_as_declared(walker, seed) for seed in range(100, 500)} == {"valid", "refused"}
 
 
 def test_branches_that_both_hold_are_not_one_of(walker: Walker) -> None:
