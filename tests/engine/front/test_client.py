@@ -279,6 +279,22 @@ def test_a_slow_reader_is_cut_off() -> None:
     assert run_story(story).counters.aborted == 1
 
 
+def test_a_slow_reader_gets_what_was_finished() -> None:
+    """An answer that ends with more than the cap unread is not cut: its reader gets all of it, with its finish."""
+
+    async def story(client: EngineClient, core: FakeCore) -> None:
+        stream = client.generate([1], PARAMS)
+        await core.receive_request()
+        await core.send(Output(id=stream.id, tokens=list(range(MAX_PILED_TOKENS))))
+        await core.send(Output(id=stream.id, tokens=[7], finish=FinishReason.stop))
+        await delivered()
+        (output,) = [output async for output in stream]
+        assert output.tokens == [*range(MAX_PILED_TOKENS), 7]
+        assert output.finish is FinishReason.stop
+
+    assert run_story(story).counters.finished == 1
+
+
 def test_death_wakes_every_reader() -> None:
     """fail(reason) raises EngineDead in every waiting reader within 0.1 s, and in later streams; the first reason stays."""
 

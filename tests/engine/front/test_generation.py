@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from engine.errors import GenerationFailed
+from engine.errors import GenerationFailed, SlowReader
 from engine.front.generation import Choice, Delta, DeltaReader, Generation, Job
 from engine.front.parts import Content
 from engine.front.stream import Stream
 from engine.front.text import TextProcessor
 from engine.front.tools import Tools
-from engine.protocol import Output, SamplingParams
+from engine.protocol import AbortReason, Output, SamplingParams
 from tests.conftest import Nano
 from tests.support.engine.fakes import FakeEngineClient
 
@@ -147,6 +147,28 @@ def test_a_stop_string_cuts_the_parts(text: TextProcessor) -> None:
     found = [delta for _, delta in deltas_of(text, text.encode(WORDS, add_bos=False), stops=(" and",))]
     assert "".join(part.text for delta in found for part in delta.parts) == WORDS.partition(" and")[0]
     assert [delta.finish for delta in found][-1] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"), [(SlowReader("behind"), AbortReason.slow_reader), (GenerationFailed("NaN"), AbortReason.sibling_failed)]
+)
+def test_siblings_are_aborted_with_the_true_reason(text: TextProcessor, error: Exception, reason: AbortReason) -> None:
+    """One choice's failure ends the others: as failures of its siblings, but where the reader was too slow it was so for all."""
+
+    async def main() -> list[AbortReason]:
+        engine = FakeEngineClient(step_s=5)
+        made = Job((array("i", [1]),), (SamplingParams(max_tokens=9),) * 3, clip=False)
+        generations = [Generation(engine, text, made, choice) for choice in range(3)]
+        reader = DeltaReader(generations, list)
+        engine._open[2][0].fail(error)
+        with pytest.raises(type(error)):
+            await reader.next()
+        reasons = [why for _, why in engine.aborted]
+        generations[1].abort(AbortReason.client_gone)
+        await asyncio.sleep(0)
+        return reasons
+
+    assert asyncio.run(main()) == [reason] * 2
 
 
 # ---- chat: thoughts, calls, and stop strings beside them

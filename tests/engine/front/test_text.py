@@ -17,7 +17,7 @@ from deploy.models.nano.build import build
 from deploy.models.nano.tokenizer import BYTE_IDS, SPECIAL_IDS
 from engine.errors import CheckpointError, InvalidRequest
 from engine.front import text as text_module
-from engine.front.template import ChatTemplate
+from engine.front.template import ChatTemplate, Conversation
 from engine.front.text import Detokenizer, TextProcessor
 
 pytestmark = pytest.mark.pure
@@ -265,6 +265,14 @@ def test_injection_is_seen_without_the_guard(folder: Path, monkeypatch: pytest.M
     text = TextProcessor.load(folder)
     monkeypatch.setattr(ChatTemplate, "_guard", lambda self, value, sentinel: value)
     assert all(injects(text, name) for name in SPECIAL_IDS if "channel" not in name)
+
+
+def test_control_tokens_of_any_form_are_guarded() -> None:
+    """Also where a checkpoint's control tokens begin with different characters."""
+    template, said = ChatTemplate("{{ messages[0].content }}", {}, ["<a>", "[b]", "[c]"]), "x<a>[b] [c]<"
+    shown, sentinel = template.render(Conversation([user(said)], None, enable_thinking=False, add_generation_prompt=False, extra={}))
+    assert not any(name in shown for name in ("<a>", "[b]", "[c]"))
+    assert shown.replace(sentinel, "") == said
 
 
 MIXED = "<bos>a<|turn>user\n<|turn<turn|>x<bos><<bos>>" + "\u00e9\U0001f9ff <|\"|> q" * 3 + "<turn|>"
