@@ -23,7 +23,8 @@ Deviations from the notation that models write are understood:
     {key}                              a key without a value: null
     key:anything else                  a string
 
-A string that the model did not end is not ended here: the beginning of a command may be another command.
+So whatever the model wrote, the arguments of a call that it ended are a JSON object, the same however the text came in pieces.
+What a limit of tokens cut is not closed: the beginning of a command may be another command.
 """
 
 import json
@@ -32,6 +33,8 @@ from collections.abc import Callable
 
 from engine.front.notation import (
     HALF_LITERAL,
+    PLAIN_TEXT,
+    QUOTE,
     SPACE,
     SPACE_AND_COMMAS,
     VALUE_END,
@@ -39,7 +42,6 @@ from engine.front.notation import (
     end_of,
     end_of_bare_string,
     end_of_key,
-    end_of_plain_string,
     json_inside,
     json_string,
     string_begins_behind,
@@ -115,17 +117,19 @@ class ArgumentsParser:
                 self._text += '"'
 
     def end(self) -> None:
-        """The model has ended the call: open brackets are closed, an open string is not."""
+        """The model has ended the call, or its turn: what is open is closed."""
         self._finish()
         if self.ended:
             return
-        if self.in_string:
-            self._cut_off()
-            return
-        if self._read in (self._bare, self._bare_string):
+        if self._read == self._string:
+            self._put_text(json_inside(self._take_rest(), self._quote))
+        if self._read in (self._string, self._closing):
+            self._end_string()
+        elif self._read in (self._bare, self._bare_string):
             self._put_bare(self._take_rest())
-        elif self._read == self._key and self.rest.strip():
+        elif self._read == self._quoted_key or (self._read == self._key and self.rest.strip()):
             self._begin_member(self._take_rest())
+            self._read = self._colon
         self._put_null_if_absent()
         self._out += [container.json for container in reversed(self._open)]
         self._open.clear()
@@ -136,11 +140,8 @@ class ArgumentsParser:
         while self._read == self._closing:
             self._end_string()
             self._run()
-        if not self.ended:
-            self._cut_off()
-
-    def _cut_off(self) -> None:
-        """Put out what is left, as the beginning of what it seems to be."""
+        if self.ended:
+            return
         text = self._take_rest()
         if self._read == self._string:
             self._put_text(json_inside(text, self._quote))
@@ -180,8 +181,13 @@ class ArgumentsParser:
         self._at = end_of(pattern, self._text, self._at)
         return self._at < len(self._text)
 
+    @property
+    def _ahead(self) -> str:
+        """What may be looked at before it is read: no more, so that nothing depends on how much has come."""
+        return self._text[self._at : self._at + _AHEAD]
+
     def _may_wait(self) -> bool:
-        return not self._final and len(self._text) - self._at <= _AHEAD
+        return not self._final and len(self._text) - self._at < _AHEAD
 
     # --- keys ---
 
@@ -195,12 +201,12 @@ class ArgumentsParser:
             self._at += 1
             self._open.append(Container("}", "", container.schema, container.empty))
             return True
-        end, certain = end_of_key(self._text, self._at, container.closer)
+        ahead = self._ahead
+        end, certain = end_of_key(ahead, container.closer)
         if not certain and self._may_wait():
             return False
-        end = min(end, self._at + _AHEAD)
-        self._begin_member(self._text[self._at : end])
-        self._at = end
+        self._begin_member(ahead[:end])
+        self._at += end
         self._read = self._colon
         return True
 
@@ -292,14 +298,15 @@ class ArgumentsParser:
     # --- values without quotes ---
 
     def _bare(self) -> bool:
-        end = VALUE_END[self._open[-1].closer].search(self._text, self._at)
+        ahead = self._ahead
+        end = VALUE_END[self._open[-1].closer].search(ahead)
         if end is None and self._may_wait():
             return False
-        literal = self._literal(self._text[self._at : end.start()]) if end else None
+        literal = self._literal(ahead[: end.start()]) if end else None
         if end is None or literal is None:
             self._read = self._bare_string
             return self._final
-        self._at = end.start()
+        self._at += end.start()
         return self._put(literal)
 
     def _bare_string(self) -> bool:
@@ -326,14 +333,14 @@ class ArgumentsParser:
         if string_begins_behind(self.rest, self._open[-1]):
             self._finish()
             self._final = False
-        if self._read == self._value_start:
-            self._begin_string("")
-        elif self._read == self._key:
-            self.quote()
-        else:
+        if self.ended:
+            self._text += QUOTE
+        elif self._read in (self._bare, self._bare_string):
             self._begin_string("")
             self._put_text(json_inside(self._take_rest()))
             self._end_string()
+        else:
+            self.quote()
 
     # --- strings ---
 
@@ -350,7 +357,7 @@ class ArgumentsParser:
         if not self._quote:
             self._put_text(json_inside(self._take_rest()))
             return True
-        end = end_of_plain_string(self._text, self._at, self._quote)
+        end = end_of(PLAIN_TEXT[self._quote], self._text, self._at)
         self._put_text(json_inside(self._text[self._at : end], self._quote))
         self._at = end
         if self._text[end : end + 1] != self._quote:
@@ -364,7 +371,7 @@ class ArgumentsParser:
 
     def _closing(self) -> bool:
         """A quote has come: it ends the string if valid notation follows."""
-        over = string_is_over(self._text, self._at, self._open)
+        over = string_is_over(self._ahead, self._open)
         if over is None and not self._may_wait():
             over = self._final
         if over:

@@ -32,9 +32,11 @@ _NEXT_KEY_OF_ANY_FORM = re.compile(r"""(?:,\s*)?(?P<key>"[^"]{1,128}"|'[^']{1,12
 _NEXT_KEY_BEGUN = re.compile(r"""(?:,\s*)?(?:"[^"]{0,128}"?|'[^']{0,128}'?|[^\s"':=,][^"':=,]{0,127})?\s*""")
 _BEFORE_MEMBER = re.compile(rf".*(?:[,{{(]\s*{_KEY}\s*[:=]|\[)\s*", re.DOTALL)
 _BEFORE_ELEMENT = re.compile(r".*,\s*", re.DOTALL)
-_PLAIN_TEXT = {quote: re.compile(rf"(?:[^{quote}\\]|\\.)*", re.DOTALL) for quote in "\"'"}
-_HALF_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?\Z")
-_ESCAPE = re.compile(r'(\\(?:u[0-9a-fA-F]{4}|["\\/bfnrt]))')
+_HIGH, _LOW = r"\\u[dD][89abAB][0-9a-fA-F]{2}", r"\\u[dD][c-fC-F][0-9a-fA-F]{2}"  # halves of a character
+_HALF_ESCAPE = rf"(?:{_HIGH})?\\(?:u[0-9a-fA-F]{{0,3}})?\Z|{_HIGH}\Z"
+# Between JSON's or Python's quotes, without half an escape at the end of what has come.
+PLAIN_TEXT = {quote: re.compile(rf"(?:[^{quote}\\]|(?!{_HALF_ESCAPE})\\.)*", re.DOTALL) for quote in "\"'"}
+_ESCAPE = re.compile(rf'({_HIGH}{_LOW}|(?!{_HIGH}|{_LOW})\\u[0-9a-fA-F]{{4}}|\\["\\/bfnrt])')
 _BRACKETS = re.compile(r"[][{}(),]")
 
 
@@ -61,18 +63,11 @@ def end_of(pattern: re.Pattern[str], text: str, at: int) -> int:
     return found.end() if found else at
 
 
-def end_of_key(text: str, at: int, closer: str) -> tuple[int, bool]:
+def end_of_key(text: str, closer: str) -> tuple[int, bool]:
     """(where the key ends, whether that is certain: its separator or the closing bracket has come)."""
-    end = end_of(_KEY_TEXT[closer], text, at)
-    half_quoted = text[at] in "\"'" and text.find(text[at], at + 1) < 0
+    end = end_of(_KEY_TEXT[closer], text, 0)
+    half_quoted = text[0] in "\"'" and text.find(text[0], 1) < 0
     return end, end < len(text) and not half_quoted
-
-
-def end_of_plain_string(text: str, at: int, quote: str) -> int:
-    """Where the text between JSON's or Python's quotes ends, or the text so far, without half an escape at its end."""
-    end = end_of(_PLAIN_TEXT[quote], text, at)
-    half = _HALF_ESCAPE.search(text, max(at, len(text) - 6))
-    return min(end, half.start()) if half is not None and end + 1 >= half.start() else end
 
 
 def end_of_bare_string(text: str, at: int, container: Container) -> int | None:
@@ -93,12 +88,12 @@ def string_begins_behind(text: str, container: Container) -> bool:
     return bool(_BEFORE_MEMBER.fullmatch(text) or (container.is_array and _BEFORE_ELEMENT.fullmatch(text)))
 
 
-def string_is_over(text: str, at: int, containers: Sequence[Container]) -> bool | None:
+def string_is_over(text: str, containers: Sequence[Container]) -> bool | None:
     """Whether a quote ends its string: valid notation follows, closing brackets and then a comma with a key or an element.
 
     None: too little text to tell.
     """
-    depth = len(containers)
+    at, depth = 0, len(containers)
     while True:
         at = end_of(SPACE, text, at)
         if not depth or text[at : at + 1] != containers[depth - 1].closer:
@@ -107,7 +102,7 @@ def string_is_over(text: str, at: int, containers: Sequence[Container]) -> bool 
     if at == len(text):
         return None
     if not depth:
-        return text.startswith("call:", at)
+        return text.startswith("call:", at) or (None if "call:".startswith(text[at:]) else False)
     if containers[depth - 1].is_array:
         return text[at] == ","
     return _key_follows(text, at, containers[depth - 1].schema)

@@ -12,7 +12,7 @@ Nothing is lost: what turns out to be no call becomes content, with its markers 
     THOUGHT    reasoning; one final newline belongs to the marker <channel|>, <|tool_call>
     GAP        white space, or `call:NAME{` without its marker    text that is neither
     HEAD       a call's name                                      { or (, or text that is no name
-    ARGUMENTS  for ArgumentsParser                                the closing bracket, <tool_call|>
+    ARGUMENTS  for ArgumentsParser                                the closing bracket, <tool_call|> outside of strings
 
 GAP is where a call may begin: at the start of the answer, after a thought, after a call. There models may omit its marker.
 """
@@ -154,7 +154,8 @@ class ReplyParser:
         if self._state is not State.HEAD or not cut:
             self._read(self._detokenizer.flush())
         if self._arguments is not None:
-            self._read(self._end_arguments(complete=not cut))
+            self._held = ""
+        self._end_open_call(complete=not cut)
         match self._state:
             case State.LABEL | State.THOUGHT if not cut:
                 self._end_thought()
@@ -211,7 +212,11 @@ class ReplyParser:
         self._read(str(self._pieces[token]))
 
     def _marker_in_arguments(self, token: int, arguments: ArgumentsParser) -> None:
-        if token == self._markers.quote:
+        arguments.push(self._held)
+        self._held = ""
+        if token == self._markers.end_call and arguments.in_string:
+            self._held = str(self._pieces[token])  # text of the string, unless the reply ends here: then it ended the call
+        elif token == self._markers.quote:
             arguments.quote()
         elif arguments.in_string:
             arguments.push(str(self._pieces[token]))
@@ -296,8 +301,7 @@ class ReplyParser:
 
     def _begin_head(self) -> None:
         """<|tool_call>: it ends what was open."""
-        if self._arguments is not None:
-            self._read(self._end_arguments(complete=True))
+        self._end_open_call(complete=True)
         if self._state in _THINKING:
             self._end_thought()
         elif self._state is State.HEAD or self._held.strip():
@@ -339,8 +343,14 @@ class ReplyParser:
 
     def _more_arguments(self, text: str) -> str:
         assert self._arguments is not None
-        self._arguments.push(text)
+        self._arguments.push(self._held + text)
+        self._held = ""
         return self._end_arguments(complete=True) if self._arguments.ended else ""
+
+    def _end_open_call(self, *, complete: bool) -> None:
+        """If there is one; and those that begin in what it leaves unread."""
+        while self._arguments is not None:
+            self._read(self._end_arguments(complete=complete))
 
     def _end_arguments(self, *, complete: bool) -> str:
         """End the arguments; returns the text after them."""
@@ -364,8 +374,7 @@ class ReplyParser:
         name = self._called(self._held) if self._state is State.HEAD else None
         if name is not None:
             self._begin_call(name, "{")
-        if self._arguments is not None:
-            self._read(self._end_arguments(complete=True))
-        elif self._state is State.HEAD:
+        if self._arguments is None and self._state is State.HEAD:
             self._write_out(self._markers.end_call)
+        self._end_open_call(complete=True)
         self._call_is_open = False

@@ -4,8 +4,8 @@
       content_block_start, content_block_delta ..., content_block_stop        for each block: thinking, text, tool_use
     message_delta, message_stop                                               or, after an error: error
 
-A call that max_tokens has cut, or inside of whose string the reply ends, is never completed: a stream ends where it ended, and a
-whole answer, whose calls are objects, leaves it out. Where no other call is left, there is no result to wait for: the turn ends.
+A call that max_tokens has cut is never completed: a stream ends where it ended, and a whole answer, whose calls are objects, leaves
+it out.
 """
 
 import secrets
@@ -78,9 +78,7 @@ class MessageFormat(BlockFormat):
         assert self.finish is not None
         if isinstance(self.stop, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": self.stop}
-        calls = any(block.kind == "call" and _whole(block) is not None for block in self.blocks)
-        finish = "stop" if self.finish == "tool_calls" and not calls else self.finish
-        return {"stop_reason": _REASONS[finish], "stop_sequence": None}
+        return {"stop_reason": _REASONS[self.finish], "stop_sequence": None}
 
 
 def _counts(usage: Usage) -> dict[str, Any]:
@@ -99,7 +97,7 @@ def _whole(block: ReplyBlock) -> dict[str, Any] | None:
     if block.kind != "call":
         return _shown(block, block.text, {})
     try:
-        msgspec.json.decode(block.text)
+        msgspec.json.decode(block.text, type=msgspec.Raw)
     except msgspec.DecodeError:
         return None
     return _shown(block, "", msgspec.Raw(block.text.encode()))

@@ -112,13 +112,11 @@ def test_a_call_that_is_cut_is_never_completed(edge: Edge) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_reply_that_ends_inside_of_a_string(edge: Edge, *, stream: bool) -> None:
-    """Of a call, by the model's own end: the call is not completed, and stop_reason is tool_use only where another call is."""
-    broken = '<|tool_call>call:get_weather{city:<|"|>Par<tool_call|>'
-    for reply, reason, calls in ((broken, "end_turn", 0), (ROME + broken, "tool_use", 1)):
-        script(edge, f"{reply}<|tool_response>")
-        found = sum_message(streamed(edge, asked())) if stream else post(edge, asked()).json()
-        assert found["stop_reason"] == reason
-        assert [block["input"] for block in found["content"]] == [{"city": "Rome"}] * calls
+    """Of a call, by the model's own end: it is whole with what was written."""
+    script(edge, f'{ROME}<|tool_call>call:get_weather{{city:<|"|>Par<tool_call|><|tool_response>')
+    found = sum_message(streamed(edge, asked())) if stream else post(edge, asked()).json()
+    assert found["stop_reason"] == "tool_use"
+    assert [block["input"] for block in found["content"]] == [{"city": "Rome"}, {"city": "Par"}]
 
 
 def test_a_conversation_is_rendered_as_a_chat_is(edge: Edge) -> None:

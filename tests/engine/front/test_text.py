@@ -270,7 +270,8 @@ def test_injection_is_seen_without_the_guard(folder: Path, monkeypatch: pytest.M
 def test_control_tokens_of_any_form_are_guarded() -> None:
     """Also where a checkpoint's control tokens begin with different characters."""
     template, said = ChatTemplate("{{ messages[0].content }}", {}, ["<a>", "[b]", "[c]"]), "x<a>[b] [c]<"
-    shown, sentinel = template.render(Conversation([user(said)], None, enable_thinking=False, add_generation_prompt=False, extra={}))
+    options: dict[str, Any] = {"enable_thinking": False, "add_generation_prompt": False, "extra": {}}
+    shown, sentinel = template.render(Conversation([user(said)], None, **options))
     assert not any(name in shown for name in ("<a>", "[b]", "[c]"))
     assert shown.replace(sentinel, "") == said
 
