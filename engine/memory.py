@@ -1,5 +1,6 @@
 """The memory arithmetic of the KV cache: how many bytes it may take, and how many pages each group gets. No torch."""
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +11,11 @@ from engine.geometry import KVGroup, kv_groups, read_geometry, vocab_share
 from engine.logit_adjustments import MAX_BAD_WORD_IDS, MAX_BAD_WORDS, MAX_BIAS_IDS
 from engine.plan import DEPTH
 
-PIECE_LOGITS = 1 << 24  # fp32 logits of a rank's share that exist at once where logprobs of prompt tokens are made
+PIECE_LOGITS = 1 << 24  # of a rank's share, fp32: so many are worked on at once where rows are filtered, or report logprobs
+PIECES = 5  # tensors of so many logits that are alive there at once: the rows', sent ones, received ones, scaled ones, padding
 CACHED_TOKENS = 8192  # of a conversation, as the pools are sized for
 CPU_BYTES = 1 << 30  # of a whole group, where the device is the machine's own memory
+BUCKETS = (1, 2, 4, *range(8, 129, 8), *range(144, 257, 16))
 ITEMSIZE = {"float32": 4, "bfloat16": 2}  # bytes of an element, by the setting `dtype`
 
 
@@ -29,10 +32,17 @@ def gpu_kv_budget(config: EngineConfig, vocab: int, total: int, used: int) -> in
     return gpu_budget(total, used + sampling_bytes(config.max_seqs, vocab, config.tp), config.memory_fraction)
 
 
+def buckets(max_seqs: int) -> tuple[int, ...]:
+    """The row counts that decode steps of up to `max_seqs` rows are padded to, ascending; multiples of 64 above 256."""
+    known = [*BUCKETS, *range(320, max_seqs + 64, 64)]
+    return tuple(known[: bisect.bisect_left(known, max_seqs) + 1])
+
+
 def sampling_bytes(max_seqs: int, vocab: int, tp: int) -> int:
-    """Bytes that a rank takes for sampling once its pools are sized: `adjustment_bytes`, and the pieces in which logprobs of prompt
-    tokens are made, of which four are alive at most: logits, capped, their exponentials, and what top-k works on."""
-    return adjustment_bytes(max_seqs, vocab, tp) + 4 * 4 * PIECE_LOGITS
+    """Bytes that a rank takes for sampling once its pools are sized: `adjustment_bytes`; the logits of a step's rows, in the memory
+    of captured steps and in that of eager ones, and there once more, as they were, for rows with logprobs; and PIECES of logits."""
+    logits = 4 * buckets(max_seqs)[-1] * vocab_share(vocab, tp)
+    return adjustment_bytes(max_seqs, vocab, tp) + 3 * logits + 4 * PIECES * PIECE_LOGITS
 
 
 def adjustment_bytes(max_seqs: int, vocab: int, tp: int) -> int:

@@ -6,7 +6,8 @@
                   over the ids that the row may give; equal values: the lowest id. Also whether a NaN was seen
     choose_best   the best of the parts, and over the ranks' inboxes of all ranks; written where the next step reads its token
 
-Rows that filter (top_k, top_p, min_p) or report logprobs need more than a maximum and take the way of `engine.rank.sampler`.
+Tokens of rows that filter (top_k, top_p, min_p) come behind it, from `kernels.candidates` and `kernels.filters`. Those with a small
+top_k need no noise here: they are searched as greedy rows are, for a NaN and for whether any id may come.
 """
 
 import torch
@@ -17,7 +18,9 @@ from torch import Tensor
 from kernels.grid import cdiv, next_power_of_2
 from kernels.joint import polled
 from kernels.launch import launch, trigger, usable, wait
-from kernels.sampling_batch import GREEDY_BELOW, SamplingBatch
+from kernels.sample import cap, gumbel, mask
+from kernels.sampling_batch import GREEDY_BELOW, SMALL_TOP_K, SamplingBatch
+from kernels.slots import put
 
 ROW_HAS_NAN, ROW_ERROR = 1, 2  # a row's flags; an error: a rank's part of a sum or a choice did not come within the bound
 ROW_NO_TOKEN = 4  # every id is forbidden
@@ -68,14 +71,15 @@ def local_best(logits: Tensor, batch: SamplingBatch, first: int, parts: int) -> 
     """
     rows, n = logits.shape
     parameters, suppress = batch.parameters, batch.suppress
-    assert usable(logits, __name__), "local_best has no reference apart: engine.rank.sampler is what it is held to"
+    if not usable(logits, __name__):
+        return _local_best_reference(logits, batch, first)
     best = torch.empty((rows, parts, _FIELDS), dtype=torch.float32, device=logits.device)
     launch(
         _local_best, (rows, parts),
         logits, batch.slots, batch.positions, parameters.integers, parameters.floats, parameters.stop, suppress, suppress.shape[0],
         batch.capped, best, first, batch.softcap or 1.0,
         N=n, PART=cdiv(n, parts), CAP=batch.softcap is not None, STOP=parameters.stop.shape[1],
-        SUPPRESS=next_power_of_2(max(1, suppress.shape[0])), GREEDY=GREEDY_BELOW, BLOCK=_BLOCK, warps=4,
+        SUPPRESS=next_power_of_2(max(1, suppress.shape[0])), GREEDY=GREEDY_BELOW, SMALL=SMALL_TOP_K, BLOCK=_BLOCK, warps=4,
     )  # fmt: skip
     return best
 
@@ -83,8 +87,12 @@ def local_best(logits: Tensor, batch: SamplingBatch, first: int, parts: int) -> 
 def choose_best(best: Tensor, batch: SamplingBatch, results: Tensor, ballot: Ballot | None) -> None:
     """best fp32 [R, parts, 4] -> results int32 [R, 2]: token and flags; with a NaN, or every id forbidden, the token is 0.
 
-    The token is also written behind the row's input. ballot: None for one rank.
+    The token is also written behind the row's input. ballot: None where `best` has the parts of all ranks.
     """
+    if not usable(best, __name__):
+        assert ballot is None, "only kernels write into other ranks' memory"
+        _choose_reference(best, batch, results)
+        return
     parts = best.shape[1]
     assert parts & (parts - 1) == 0, parts
     shared = (None, None, None, 0, 0) if ballot is None else (
@@ -109,6 +117,51 @@ def _launch_choose(
         PARTS=best.shape[1], SIZE=size, WIDTH=max(1, next_power_of_2(size)), EMPTY=_EMPTY, SEND=send,
         RECEIVE=receive, warps=1,
     )  # fmt: skip
+
+
+# ---- references
+
+
+def scaled(logits: Tensor, batch: SamplingBatch, rows: Tensor) -> Tensor:
+    """fp32 [n, m], the logits of the batch's rows int64 [n] -> capped, unless they are, over their temperature; -inf stays."""
+    soft = cap(logits, batch.softcap)
+    if batch.capped is not None:
+        soft = torch.where(batch.capped[rows, None] != 0, logits, soft)
+    temperature = batch.parameters.floats[batch.slots[rows].long(), :1]
+    return torch.where(logits == -torch.inf, logits, soft / temperature)
+
+
+def _local_best_reference(logits: Tensor, batch: SamplingBatch, first: int) -> Tensor:
+    """In one part."""
+    slots, ahead, parameters = batch.slots.long(), batch.positions.long() + 1, batch.parameters
+    nan = logits.isnan().any(-1)
+    seeds, top_k, may_stop = parameters.integers[slots].unbind(1)
+    stop = parameters.stop[slots].long().masked_fill((ahead >= may_stop)[:, None], -1)
+    logits.copy_(mask(logits, torch.cat([stop, batch.suppress.long().expand(len(slots), -1)], dim=1), first))
+    values = logits.clone()
+    small = (top_k > 0) & (top_k <= SMALL_TOP_K)
+    drawn = ((parameters.floats[slots, 0] >= GREEDY_BELOW) & ~small).nonzero().flatten()
+    if len(drawn):
+        ids = torch.arange(first, first + logits.shape[1], device=logits.device)
+        values[drawn] = scaled(logits[drawn], batch, drawn) + gumbel(seeds[drawn], ahead[drawn], ids)
+    top, at = values.masked_fill(values.isnan(), -torch.inf).max(-1)
+    return torch.stack([top, (first + at).float(), nan.float(), torch.zeros_like(top)], dim=1)[:, None]
+
+
+def _choose_reference(best: Tensor, batch: SamplingBatch, results: Tensor) -> None:
+    values, ids, nan, _ = best.unbind(-1)
+    top, part = values.max(-1)
+    bad = nan.any(-1)
+    none = ~bad & top.isneginf()
+    results[:, 0] = ids.gather(1, part[:, None])[:, 0].masked_fill(bad | none, 0).int()
+    results[:, 1] = torch.where(bad, ROW_HAS_NAN, 0) + torch.where(none, ROW_NO_TOKEN, 0)
+    store(batch, results[:, 0])
+
+
+def store(batch: SamplingBatch, chosen: Tensor) -> None:
+    """The rows' tokens int32 [R], behind their inputs; padding rows have none."""
+    rows = (batch.positions >= 0).nonzero().flatten()
+    put(batch.tokens, batch.slots[rows].long(), batch.positions[rows].long() + 1, chosen[rows])
 
 
 # ---- kernels
@@ -157,7 +210,8 @@ def _local_best(
     logits: tl.tensor, slots: tl.tensor, positions: tl.tensor, integers: tl.tensor, floats: tl.tensor, stop: tl.tensor,
     suppress: tl.tensor, suppressed: tl.tensor, capped: tl.tensor, best: tl.tensor, first: tl.tensor, cap: tl.tensor,
     N: tl.constexpr, PART: tl.constexpr,
-    CAP: tl.constexpr, STOP: tl.constexpr, SUPPRESS: tl.constexpr, GREEDY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    CAP: tl.constexpr, STOP: tl.constexpr, SUPPRESS: tl.constexpr, GREEDY: tl.constexpr, SMALL: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     trigger(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -167,7 +221,8 @@ def _local_best(
     slot = tl.load(slots + row).to(tl.int64)
     position = tl.load(positions + row).to(tl.int64) + 1
     seed, may_stop = tl.load(integers + slot * 3), tl.load(integers + slot * 3 + 2)
-    temperature = tl.load(floats + slot * 3)
+    temperature, top_k = tl.load(floats + slot * 3), tl.load(integers + slot * 3 + 1)
+    drawn = (temperature >= GREEDY) & ((top_k <= 0) | (top_k > SMALL))
     line = logits + row * N
     lane = tl.arange(0, SUPPRESS)
     ids = tl.load(suppress + lane, lane < suppressed, -1) - first
@@ -189,7 +244,7 @@ def _local_best(
         x = tl.load(line + entry, entry < end, float("-inf"))
         bad = tl.maximum(bad, tl.max((x != x).to(tl.int32), 0))
         value = x
-        if temperature >= GREEDY:
+        if drawn:
             scaled = _capped(x, cap) / temperature if CAP else x / temperature
             if capped is not None:
                 scaled = tl.where(tl.load(capped + row) != 0, x / temperature, scaled)

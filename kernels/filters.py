@@ -5,14 +5,15 @@
     token    argmax of n over kept
 
 Let c be the argmax of n over a set that holds all of kept; first over everything. If c is kept, it is the token. If not, all of
-kept stands above c in that order, and what stands above c is the next set. Whether c is kept needs three sums over what stands
-above it: how many, their mass, and whether there are any. With top_k and top_p both, the mass of the best k is searched for, bit
-by bit of their lowest value. Sets shrink to the few best quickly: of usual rows the first or second c is the token.
+kept stands above c in that order, and what stands above c is the next set. Whether c is kept needs two sums over what stands
+above it: how many, and their mass. With top_k and top_p both, the mass of the best k is searched for, bit by bit of their lowest
+value. Sets shrink to the few best quickly: of usual rows the first or second c is the token.
 
 Only blocks that can matter are read: `scaled_rows` notes of every _BLOCK ids the largest s and the mass, and a row's list holds
 the blocks whose largest s is among the best. It holds all blocks if a row needs more.
 
-A rank does this for its share of the rows: row i * ranks + rank of the step is its i-th. `adopt` takes in all ranks' tokens.
+A rank does this for its share of the rows: row i * ranks + rank of the batch is its i-th. `adopt` takes in all ranks' tokens.
+Rows with a small top_k need no whole logits: `kernels.candidates`.
 """
 
 from dataclasses import dataclass
@@ -22,9 +23,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.choose import _capped, _gumbel, _key
+from kernels.candidates import _ordered, _scaled
+from kernels.choose import _gumbel, _key, scaled, store
 from kernels.grid import cdiv, next_power_of_2
 from kernels.launch import launch, trigger, usable, wait
+from kernels.sample import choose_kept
 from kernels.sampling_batch import GREEDY_BELOW, SamplingBatch
 
 _BLOCK = 64  # ids whose largest value is noted
@@ -34,7 +37,7 @@ _LISTED = 128  # blocks read at once; at least so many are listed
 
 @dataclass(frozen=True)
 class Share:
-    """Whose rows these are: the i-th is row i * ranks + rank of the step's."""
+    """Whose rows these are: the i-th is row i * ranks + rank of the batch."""
 
     rank: int
     ranks: int
@@ -51,49 +54,80 @@ class ScaledRows:
 
 
 def scaled_rows(logits: Tensor, batch: SamplingBatch, share: Share, vocabulary: int) -> ScaledRows:
-    """logits fp32 [ranks, rows, n], uncapped but where `batch.capped`: every rank's slice of this rank's rows.
+    """logits fp32 [ranks, rows, n]: every rank's slice of this rank's rows, as `kernels.choose.local_best` leaves them.
 
-    Rows that do not filter are left out. `batch`: all rows of the step. Columns from `vocabulary` on are nobody's.
+    Rows that do not filter are left out. `batch`: all rows. Columns from `vocabulary` on are nobody's.
     """
-    ranks, rows, n = logits.shape
-    parameters, suppress = batch.parameters, batch.suppress
+    (ranks, rows, n), parameters = logits.shape, batch.parameters
     assert ranks == share.ranks, (logits.shape, share)
     assert logits.is_contiguous(), logits.stride()
     assert vocabulary <= ranks * n, (vocabulary, logits.shape)
-    assert usable(logits, __name__), "kernels.sample is the reference"
     blocks = cdiv(vocabulary, _BLOCK)
     values = torch.empty((rows, vocabulary), dtype=torch.float32, device=logits.device)
     peaks, masses = torch.empty((2, rows, blocks), dtype=torch.float32, device=logits.device).unbind()
+    if not usable(logits, __name__):
+        own, at = _filtering(batch, share, rows)
+        values[own] = scaled(logits[:, own].transpose(0, 1).flatten(1)[:, :vocabulary], batch, at)
+        return ScaledRows(values, peaks, masses)
     launch(
         _scale, (rows, cdiv(blocks, _CTA_BLOCKS)),
-        logits, batch.slots, batch.positions, parameters.integers, parameters.floats, parameters.stop, suppress, suppress.shape[0],
-        batch.capped, values, peaks, masses, batch.slots.shape[0], share.rank, rows, batch.softcap or 1.0,
-        N=n, V=vocabulary, RANKS=ranks, CAP=batch.softcap is not None, STOP=parameters.stop.shape[1],
-        SUPPRESS=next_power_of_2(max(1, suppress.shape[0])), GREEDY=GREEDY_BELOW, BLOCK=_BLOCK, BLOCKS=_CTA_BLOCKS, warps=8,
+        logits, batch.slots, parameters.integers, parameters.floats, batch.capped, values, peaks, masses, len(batch.slots),
+        share.rank, rows, batch.softcap or 1.0, N=n, V=vocabulary, RANKS=ranks, CAP=batch.softcap is not None, GREEDY=GREEDY_BELOW,
+        BLOCK=_BLOCK, BLOCKS=_CTA_BLOCKS, warps=8,
     )  # fmt: skip
     return ScaledRows(values, peaks, masses)
 
 
-def filtered_tokens(scaled: ScaledRows, batch: SamplingBatch, chosen: Tensor, share: Share) -> Tensor:
-    """chosen int32 [R, 2], what `kernels.choose` gave, of all rows -> int32 [rows]: the tokens of this rank's rows, which are those
-    of `chosen` where nothing filters."""
-    (rows, vocabulary), blocks = scaled.values.shape, scaled.peaks.shape[1]
-    tokens = torch.empty(rows, dtype=torch.int32, device=chosen.device)
-    listed = torch.empty((rows, blocks), dtype=torch.int32, device=chosen.device)
+def filtered_tokens(rows: ScaledRows, batch: SamplingBatch, chosen: Tensor, share: Share) -> Tensor:
+    """chosen int32 [R, 2], drawn from everything, of all rows of the batch -> int32 [rows]: the tokens of this rank's rows, which
+    are those of `chosen` where nothing filters."""
+    (count, vocabulary), blocks, parameters = rows.values.shape, rows.peaks.shape[1], batch.parameters
+    tokens = torch.empty(count, dtype=torch.int32, device=chosen.device)
+    if not usable(chosen, __name__):
+        _filtered_reference(rows.values, batch, chosen, share, tokens)
+        return tokens
+    listed = torch.empty((count, blocks), dtype=torch.int32, device=chosen.device)
     launch(
-        _filter, (rows,),
-        scaled.values, scaled.peaks, scaled.masses, batch.slots, batch.positions, batch.parameters.integers,
-        batch.parameters.floats, chosen, listed, tokens, batch.slots.shape[0], share.rank,
-        V=vocabulary, NB=blocks, WIDTH=next_power_of_2(blocks), RANKS=share.ranks, GREEDY=GREEDY_BELOW, BLOCK=_BLOCK,
-        TILE=_LISTED, warps=8,
+        _filter, (count,),
+        rows.values, rows.peaks, rows.masses, batch.slots, batch.positions, parameters.integers, parameters.floats, chosen, listed,
+        tokens, len(batch.slots), share.rank, V=vocabulary, NB=blocks, WIDTH=next_power_of_2(blocks), RANKS=share.ranks,
+        GREEDY=GREEDY_BELOW, BLOCK=_BLOCK, TILE=_LISTED, warps=8,
     )  # fmt: skip
     return tokens
 
 
 def adopt(drawn: Tensor, batch: SamplingBatch, chosen: Tensor) -> None:
-    """drawn fp32 [>= R], the rows' tokens in order: written to chosen int32 [R, 2] and behind each row's input."""
-    rows = (batch.slots, batch.positions, batch.tokens, batch.tokens.shape[1])
-    launch(_adopt, (chosen.shape[0],), drawn, drawn.stride(0), *rows, chosen, warps=1)
+    """drawn int32 [>= R], the rows' tokens in order: written to chosen int32 [R, 2] and behind each row's input."""
+    assert drawn.is_contiguous(), drawn.stride()
+    if usable(drawn, __name__):
+        launch(_adopt, (len(chosen),), drawn, batch.slots, batch.positions, batch.tokens, batch.tokens.shape[1], chosen, warps=1)
+    else:
+        chosen[:, 0] = drawn[: len(chosen)]
+        store(batch, chosen[:, 0])
+
+
+# ---- reference
+
+
+def _filtered_reference(values: Tensor, batch: SamplingBatch, chosen: Tensor, share: Share, tokens: Tensor) -> None:
+    mine = chosen[share.rank :: share.ranks]
+    tokens[: len(mine)] = mine[:, 0]
+    own, at = _filtering(batch, share, len(tokens))
+    sound = chosen[at, 1] == 0
+    own, at = own[sound], at[sound]
+    seeds, top_k, _ = batch.parameters.integers[batch.slots[at].long()].unbind(1)
+    _, top_p, min_p = batch.parameters.floats[batch.slots[at].long()].unbind(1)
+    ids = torch.arange(values.shape[1], device=values.device).expand(len(own), -1)
+    tokens[own] = choose_kept(values[own], ids, seeds, batch.positions[at].long() + 1, top_k, top_p, min_p).int()
+
+
+def _filtering(batch: SamplingBatch, share: Share, rows: int) -> tuple[Tensor, Tensor]:
+    """Which of this rank's rows filter, and which of the batch's they are; int64 each."""
+    at = torch.arange(share.rank, len(batch.slots), share.ranks, device=batch.slots.device)[:rows]
+    slots = batch.slots[at].long()
+    temperature, top_p, min_p = batch.parameters.floats[slots].unbind(1)
+    cuts = ((batch.parameters.integers[slots, 1] > 0) | (top_p < 1) | (min_p > 0)) & (temperature >= GREEDY_BELOW)
+    return cuts.nonzero().flatten(), at[cuts]
 
 
 # ---- kernels
@@ -106,55 +140,30 @@ def _filters(integers: tl.tensor, floats: tl.tensor, slot: tl.tensor, GREEDY: tl
     return cuts & (tl.load(floats + slot * 3) >= GREEDY)
 
 
-@triton.jit(do_not_specialize=["suppressed", "T", "rank", "share"])
+@triton.jit(do_not_specialize=["T", "rank", "share"])
 def _scale(
-    logits: tl.tensor, slots: tl.tensor, positions: tl.tensor, integers: tl.tensor, floats: tl.tensor, stop: tl.tensor,
-    suppress: tl.tensor, suppressed: tl.tensor, capped: tl.tensor, values: tl.tensor, peaks: tl.tensor, masses: tl.tensor,
-    T: tl.tensor, rank: tl.tensor, share: tl.tensor, cap: tl.tensor,
-    N: tl.constexpr, V: tl.constexpr, RANKS: tl.constexpr, CAP: tl.constexpr, STOP: tl.constexpr,
-    SUPPRESS: tl.constexpr, GREEDY: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+    logits: tl.tensor, slots: tl.tensor, integers: tl.tensor, floats: tl.tensor, capped: tl.tensor, values: tl.tensor,
+    peaks: tl.tensor, masses: tl.tensor, T: tl.tensor, rank: tl.tensor, share: tl.tensor, cap: tl.tensor,
+    N: tl.constexpr, V: tl.constexpr, RANKS: tl.constexpr, CAP: tl.constexpr, GREEDY: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     trigger(PDL)
     own = tl.program_id(0).to(tl.int64)
     row = own * RANKS + rank
-    start = tl.program_id(1) * BLOCKS * BLOCK
+    NB: tl.constexpr = (V + BLOCK - 1) // BLOCK
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     wait(PDL)
     if row < T:
         slot = tl.load(slots + row).to(tl.int64)
         if _filters(integers, floats, slot, GREEDY):
-            temperature = tl.load(floats + slot * 3)
-            block = tl.arange(0, BLOCKS)
-            ids = start + block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-            x = tl.load(logits + (ids // N * share + own) * N + ids % N, ids < V, float("-inf"))
-            scaled = _capped(x, cap) / temperature if CAP else x / temperature
-            if capped is not None:
-                scaled = tl.where(tl.load(capped + row) != 0, x / temperature, scaled)
-            line = values + own * V
-            tl.store(line + ids, tl.where(x == float("-inf"), x, scaled), ids < V)
-            tl.debug_barrier()
-            lane = tl.arange(0, SUPPRESS)
-            banned = tl.load(suppress + lane, lane < suppressed, -1)
-            tl.store(line + banned, float("-inf"), (banned >= start) & (banned < start + BLOCKS * BLOCK) & (banned < V))
-            if tl.load(positions + row) + 1 < tl.load(integers + slot * 3 + 2):
-                for at in range(0, STOP, BLOCKS * BLOCK):
-                    entry = at + tl.arange(0, BLOCKS * BLOCK)
-                    stops = tl.load(stop + slot * STOP + entry, entry < STOP, -1)
-                    tl.store(line + stops, float("-inf"), (stops >= start) & (stops < start + BLOCKS * BLOCK) & (stops < V))
-            tl.debug_barrier()
-            left = tl.load(line + ids, ids < V, float("-inf"))
-            peak = tl.max(left, 1)
-            mass = tl.sum(tl.exp(left - tl.maximum(peak, -3e38)[:, None]), 1)
-            NB: tl.constexpr = (V + BLOCK - 1) // BLOCK
-            at_block = start // BLOCK + block
-            tl.store(peaks + own * NB + at_block, peak, at_block < NB)
-            tl.store(masses + own * NB + at_block, mass, at_block < NB)
-
-
-@triton.jit
-def _ordered(x: tl.tensor) -> tl.tensor:
-    """fp32 -> int64 in [0, 2^32), in the same order."""
-    bits = x.to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
+            ids = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+            at = logits + (ids // N * share + own) * N + ids % N
+            x = _scaled(at, ids < V, capped, row, tl.load(floats + slot * 3), cap, CAP)
+            tl.store(values + own * V + ids, x, ids < V)
+            peak = tl.max(x, 1)
+            mass = tl.sum(tl.exp(x - tl.maximum(peak, -3e38)[:, None]), 1)
+            tl.store(peaks + own * NB + block, peak, block < NB)
+            tl.store(masses + own * NB + block, mass, block < NB)
 
 
 @triton.jit
@@ -169,16 +178,25 @@ def _listed(
 
 
 @triton.jit
+def _value(order: tl.tensor) -> tl.tensor:
+    """What `_ordered` made it of."""
+    bits = (order - 2147483648).to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _mass_from(
     line: tl.tensor, listed: tl.tensor, count: tl.tensor, key: tl.tensor, peak: tl.tensor,
     V: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Sum of exp(s - peak) over the listed s whose order is at least `key`."""
-    mass = 0.0
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    """Sum of exp(s - peak) over the listed s whose order is at least `key`, and how many they are."""
+    mass, members = 0.0, 0
     for at in range(0, count, TILE):
         _, x = _listed(line, listed, at, count, V, BLOCK, TILE)
-        mass += tl.sum(tl.sum(tl.where(_ordered(x) >= key, tl.exp(x - peak), 0.0), 1), 0)
-    return mass
+        over = _ordered(x) >= key
+        mass += tl.sum(tl.sum(tl.where(over, tl.exp(x - peak), 0.0), 1), 0)
+        members += tl.sum(tl.sum(over.to(tl.int32), 1), 0)
+    return mass, members
 
 
 @triton.jit
@@ -234,27 +252,28 @@ def _filter(
             count = tl.sum(member.to(tl.int32), 0)
             tl.store(list_ + tl.cumsum(member.to(tl.int32), 0) - 1, block, member)
             tl.debug_barrier()
-            if (top_k == 0) & (min_p == 0.0):  # noqa: SIM102 (the second condition costs a pass)
-                if _mass_from(line, list_, count, key, peak, V, BLOCK, TILE) < top_p * total * 1.00001:
+            if (top_k == 0) & (min_p == 0.0):
+                mass, _ = _mass_from(line, list_, count, key, peak, V, BLOCK, TILE)
+                if mass < top_p * total * 1.00001:
                     count = NB
                     tl.store(list_ + block, block, block < NB)
                     tl.debug_barrier()
             kept_mass = total
             if (top_k > 0) & (top_p < 1.0):
                 lowest = _kth_key(line, list_, count, top_k, V, BLOCK, TILE)
-                kept_mass = _mass_from(line, list_, count, lowest, peak, V, BLOCK, TILE)
+                kept_mass, members = _mass_from(line, list_, count, lowest, peak, V, BLOCK, TILE)
+                kept_mass -= (members - top_k) * tl.exp(_value(lowest) - peak)  # of its equals only the first are kept
             noise = _key(tl.load(integers + slot * 3), tl.load(positions + row).to(tl.int64) + 1)
             searching = 1
             while searching > 0:
                 value = tl.load(line + token)
-                before, larger, above = 0.0, 0, 0
+                before, above = 0.0, 0
                 for at in range(0, count, TILE):
                     ids, x = _listed(line, list_, at, count, V, BLOCK, TILE)
                     over = (x > value) | ((x == value) & (ids < token))
                     before += tl.sum(tl.sum(tl.where(over, tl.exp(x - peak), 0.0), 1), 0)
-                    larger += tl.sum(tl.sum((x > value).to(tl.int32), 1), 0)
                     above += tl.sum(tl.sum(over.to(tl.int32), 1), 0)
-                kept = (top_k == 0) | (larger < top_k)
+                kept = (top_k == 0) | (above < top_k)
                 kept = kept & ((top_p >= 1.0) | (before < top_p * kept_mass)) & (value >= floor)
                 searching = tl.where(kept | (above == 0) | (value == float("-inf")), 0, 1)
                 if searching > 0:
@@ -271,15 +290,14 @@ def _filter(
     tl.store(tokens + own, token)
 
 
-@triton.jit(do_not_specialize=["stride", "tokens_width"])
+@triton.jit(do_not_specialize=["tokens_width"])
 def _adopt(
-    drawn: tl.tensor, stride: tl.tensor, slots: tl.tensor, positions: tl.tensor, tokens: tl.tensor, tokens_width: tl.tensor,
-    chosen: tl.tensor, PDL: tl.constexpr,
-) -> None:  # fmt: skip
+    drawn: tl.tensor, slots: tl.tensor, positions: tl.tensor, tokens: tl.tensor, tokens_width: tl.tensor, chosen: tl.tensor,
+    PDL: tl.constexpr,
+) -> None:
     trigger(PDL)
     row = tl.program_id(0).to(tl.int64)
     wait(PDL)
-    token = tl.load(drawn + row * stride).to(tl.int32)
-    position, slot = tl.load(positions + row), tl.load(slots + row).to(tl.int64)
+    token, position, slot = tl.load(drawn + row), tl.load(positions + row), tl.load(slots + row).to(tl.int64)
     tl.store(chosen + row * 2, token)
     tl.store(tokens + slot * tokens_width + position + 1, token, position >= 0)

@@ -3,7 +3,7 @@
     cap      l  <- c tanh(l / c)                                 the model's own soft cap
     mask     l_i <- -inf                                         for forbidden ids
     scale    s = l / temperature
-    top_k    keep s_i >= the k-th largest s                      ties with the k-th stay; 0: all
+    top_k    keep the k largest s_i                              equal values: lower id first; 0: all
     top_p    p = softmax over what is kept; in descending order (equal values: lower id first) keep the shortest
              prefix whose mass is at least top_p, one token at least                            1: all
     min_p    keep s_i >= max s + ln(min_p)                       that is p_i >= min_p max p;    0: all
@@ -65,7 +65,16 @@ def choose_filtered(
     min_p: Tensor,
 ) -> Tensor:
     """As `choose`, from what top_k (int64 [R]), top_p and min_p (fp32 [R]) keep."""
-    scaled, ids = (logits / temperature[:, None]).sort(dim=-1, descending=True, stable=True)
+    ids = torch.arange(logits.shape[1], device=logits.device).expand_as(logits)
+    return choose_kept(logits / temperature[:, None], ids, seeds, positions, top_k, top_p, min_p)
+
+
+def choose_kept(
+    scaled: Tensor, ids: Tensor, seeds: Tensor, positions: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> Tensor:
+    """As `choose_filtered`, of scaled logits fp32 [R, n] and their ids int64 [R, n], ascending where logits are equal."""
+    scaled, order = scaled.sort(dim=-1, descending=True, stable=True)
+    ids = ids.gather(1, order)
     kept = scaled.masked_fill(~keep(scaled, top_k, top_p, min_p), -torch.inf)
     best = (kept + gumbel(seeds, positions, ids)).argmax(-1, keepdim=True)
     return ids.gather(1, best).squeeze(1)
@@ -74,21 +83,13 @@ def choose_filtered(
 def keep(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """bool [R, V]: what the filters keep of `scaled`, fp32 [R, V], each row in descending order. The first is always kept."""
     width = scaled.shape[1]
-    last = torch.where(top_k > 0, top_k, width).clamp(max=width) - 1
-    kept = scaled >= scaled.gather(1, last[:, None])
+    kept = torch.arange(width, device=scaled.device) < torch.where(top_k > 0, top_k, width)[:, None]
     p = scaled.masked_fill(~kept, -torch.inf).softmax(-1)
     before = p.cumsum(-1) - p
     kept &= (before < top_p[:, None]) | (top_p >= 1)[:, None]
     kept &= scaled >= scaled[:, :1] + min_p[:, None].log()
     kept[:, 0] = True  # also where a top_p is so small that rounding would drop it
     return kept
-
-
-def top_logprobs(logits: Tensor, chosen: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Natural-log probabilities of fp32 [R, V]: of `chosen` int64 [R] -> [R]; ids and values [R, count] of the best, best first."""
-    logprobs = logits.log_softmax(-1)
-    values, ids = logprobs.topk(min(count, logits.shape[1]), dim=-1)
-    return logprobs.gather(1, chosen[:, None]).squeeze(1), ids, values
 
 
 def _mix(x: Tensor) -> Tensor:

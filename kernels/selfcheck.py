@@ -19,6 +19,7 @@ from triton.errors import TritonError
 from kernels.activation import geglu
 from kernels.adjust import adjust
 from kernels.block_tables import block_tables
+from kernels.candidates import block_peaks, candidates, choose_candidates
 from kernels.choose import choose_best, local_best
 from kernels.decode import DecodeScratch, decode_attention
 from kernels.embed import embed
@@ -32,7 +33,7 @@ from kernels.ple import per_layer_inputs
 from kernels.prefill import extend_attention, extend_tiles, tile_tokens
 from kernels.qkv import qkv_post
 from kernels.route import route, router_logits
-from kernels.sample import cap, choose_filtered, gumbel, mask
+from kernels.sample import cap, gumbel, mask
 from kernels.sampling_batch import BAD_WORDS, BIASED, LIMITED, PENALIZED, SamplingBatch, SlotAdjustments, SlotParameters
 from kernels.slots import apply_plan, decode_inputs, gather_pages, rotary_table
 from kernels.table_check import check_copies, check_table, new_violations
@@ -299,20 +300,10 @@ def _finite(logits: Tensor) -> Outputs:
 
 def _choose(draw: RandomInputs, *, adjusted: bool) -> Outputs:
     logits, positions, parameters = sampled_rows(draw, _VOCABULARY)
-    capped = draw.ints(0, 1, 0, 0) if adjusted else None
-    batch, results = sampling_batch(draw, positions, parameters, capped), draw.ints(*[9] * 8)
+    batch, results = sampling_batch(draw, positions, parameters, draw.ints(0, 1, 0, 0) if adjusted else None), draw.ints(*[9] * 8)
     best = local_best(logits, batch, 0, _PARTS)
     choose_best(best, batch, results.view(4, 2), None)
-    return best[..., 0], best[..., 1].int(), results.view(4, 2)[:, 0], batch.tokens
-
-
-def _choose_reference(draw: RandomInputs, *, adjusted: bool) -> Outputs:
-    logits, positions, parameters = sampled_rows(draw, _VOCABULARY)
-    scores = sampling_scores(logits, positions, parameters, draw.ints(0, 1, 0, 0) if adjusted else None)
-    best, places = zip(*(part.max(-1) for part in scores.chunk(_PARTS, dim=-1)), strict=True)
-    found = torch.stack([place + at * (_VOCABULARY // _PARTS) for at, place in enumerate(places)], dim=1).int()
-    chosen = scores.argmax(-1).int()
-    return torch.stack(best, dim=1), found, chosen, written(chosen, positions)
+    return best[..., 0].amax(-1), results, batch.tokens, *_finite(logits)
 
 
 def written(chosen: Tensor, positions: Tensor) -> Tensor:
@@ -332,31 +323,25 @@ def _filtered_inputs(draw: RandomInputs) -> tuple[Tensor, Tensor, SlotParameters
 
 def _filter(draw: RandomInputs, *, adjusted: bool) -> Outputs:
     logits, positions, parameters = _filtered_inputs(draw)
-    capped = draw.ints(0, 1, 0, 1) if adjusted else None
-    batch, share = sampling_batch(draw, positions, parameters, capped), Share(0, 1)
+    capped, share = draw.ints(0, 1, 0, 1) if adjusted else None, Share(0, 1)
+    scores = sampling_scores(logits, positions, parameters, capped)
+    chosen = torch.stack([scores.argmax(-1), torch.zeros_like(scores[:, 0])], dim=1).int()
+    batch = sampling_batch(draw, positions, parameters, capped)
+    logits.masked_fill_(scores.isneginf(), -torch.inf)
     scaled = scaled_rows(logits[None], batch, share, _VOCABULARY)
-    best = _scaled(logits, positions, parameters, capped) + gumbel(parameters.integers[:, 0], positions.long() + 1, _ids(draw))
-    chosen = torch.stack([best.argmax(-1), torch.zeros_like(best[:, 0])], dim=1).int()
     drawn = filtered_tokens(scaled, batch, chosen, share)
-    adopt(drawn.float(), batch, chosen)
-    return *_finite(scaled.values), drawn, chosen[:, 0], batch.tokens
+    adopt(drawn, batch, chosen)
+    return *_finite(scaled.values), drawn, chosen, batch.tokens
 
 
-def _filter_reference(draw: RandomInputs, *, adjusted: bool) -> Outputs:
+def _small_top_k(draw: RandomInputs, *, adjusted: bool) -> Outputs:
     logits, positions, parameters = _filtered_inputs(draw)
-    capped = draw.ints(0, 1, 0, 1) if adjusted else None
-    (seeds, top_k, _), (temperature, top_p, min_p) = parameters.integers.unbind(1), parameters.floats.unbind(1)
-    allowed = _allowed(_soft(logits, capped), positions, parameters)
-    drawn = choose_filtered(allowed, temperature, seeds, positions.long() + 1, top_k, top_p, min_p).int()
-    return *_finite(_scaled(logits, positions, parameters, capped)), drawn, drawn, written(drawn, positions)
-
-
-def _scaled(logits: Tensor, positions: Tensor, parameters: SlotParameters, capped: Tensor | None) -> Tensor:
-    return _allowed(_soft(logits, capped), positions, parameters) / parameters.floats[:, :1]
-
-
-def _ids(draw: RandomInputs) -> Tensor:
-    return torch.arange(_VOCABULARY, device=draw.device)
+    parameters.integers[:, 1] = torch.tensor([20, 1, 100, 7])
+    batch = sampling_batch(draw, positions, parameters, draw.ints(0, 1, 0, 1) if adjusted else None)
+    peaks, chosen = block_peaks(logits, batch), draw.ints(*[0] * 8).view(4, 2)
+    best = candidates(logits, peaks, batch, 0)
+    choose_candidates(best, batch, chosen)
+    return peaks, *best.unbind(-1), chosen, batch.tokens
 
 
 def _table_check(draw: RandomInputs) -> Outputs:
@@ -406,13 +391,13 @@ CHECKS = (
     Check("kernels.prefill", "prefill attention at head dim 512", _extend(8, 1, 512, None)),
     Check("kernels.adjust", "adjusted logits", _adjust),
     *(
-        Check(module, what, partial(run, adjusted=adjusted), partial(reference, adjusted=adjusted))
-        for module, what, run, reference, adjusted in (
-            ("kernels.choose", "sampling", _choose, _choose_reference, False),
-            ("kernels.choose", "sampling of adjusted rows", _choose, _choose_reference, True),
-            ("kernels.filters", "filtered sampling", _filter, _filter_reference, False),
-            ("kernels.filters", "filtered sampling of adjusted rows", _filter, _filter_reference, True),
+        Check(f"kernels.{module}", f"{what}{' of adjusted rows' * adjusted}", partial(run, adjusted=adjusted))
+        for module, what, run in (
+            ("choose", "sampling", _choose),
+            ("candidates", "sampling behind a small top_k", _small_top_k),
+            ("filters", "filtered sampling", _filter),
         )
+        for adjusted in (False, True)
     ),
     Check("kernels.table_check", "the check of page tables", _table_check),
     Check("kernels.route", "the router", _router),

@@ -23,6 +23,7 @@ from torch import Tensor
 from engine.channel import checksum
 from engine.config import EngineConfig
 from engine.geometry import Geometry, vocab_share
+from engine.memory import buckets
 from engine.plan import (
     DEPTH,
     RESULT_WIDTH,
@@ -35,7 +36,7 @@ from engine.plan import (
     encode_rows,
     read_plan,
 )
-from engine.protocol import MAX_ALTERNATIVES, Logprobs
+from engine.protocol import MAX_ALTERNATIVES, Logprobs, PromptLogprobs
 from engine.rank.attention import AskedAttention, Unsound, attention_backend
 from engine.rank.batch import ForwardBatch
 from engine.rank.graphs import DecodeGraphs
@@ -44,17 +45,16 @@ from engine.rank.models.gemma4 import Gemma4
 from engine.rank.page_check import PageCheck
 from engine.rank.parallel import Inboxes
 from engine.rank.prompt_logprobs import ScoredRows, WantedLogprobs, prompt_rows, scored_rows, token_logprobs
-from engine.rank.sampler import Sampler, TopLogprobs
+from engine.rank.sampler import Sampler, SpecialRows
 from engine.rank.slots import ResultRows, SlotState
-from engine.rank.step import StepBuffers, buckets
+from engine.rank.step import StepBuffers
 from engine.rank.step_clock import StepClock, mark
 from engine.step_masks import decode_masks
 from kernels.choose import ROW_ERROR, ROW_HAS_NAN, ROW_NO_TOKEN
-from kernels.launch import distrusted, usable
-from kernels.sampling_batch import SamplingBatch
+from kernels.launch import distrusted
 from kernels.tiles import ROW_CLASSES
 
-SAMPLERS = ("maxima", "filtered", "logprobs", "adjusted_maxima", "adjusted_filtered", "adjusted_logprobs")
+SAMPLERS = ("maxima", "small_top_k", "adjusted_maxima", "adjusted_small_top_k")  # of captured steps
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,11 @@ class StepTokens:
     """What a step's rows sampled.
 
     chosen    int32 [>= R, 2]: each row's token, 0 where there is none, and its flags (`kernels.choose`)
-    logprobs  of sampled tokens, where reported;   prompts  int32 [n, 2 + 2 alternatives]: logprobs of the prompt rows `scored`
+    logprobs  int32 [n, 2 + 2 alternatives], of the rows that report them;   prompts  likewise, of the prompt rows `scored`
     """
 
     chosen: Tensor
-    logprobs: TopLogprobs | None = None
+    logprobs: Tensor | None = None
     scored: Sequence[ScoredRows] = ()
     prompts: Tensor | None = None
 
@@ -135,12 +135,11 @@ class Forwarded:
 class Launched:
     """A launched step: call `result`, then `fold`, each once and in plan order.
 
-    rows  those that sample;   logprob_rows  those with logprobs in the copy;   scored  those that give logprobs of prompt tokens
+    rows  those that sample;   scored  those that give logprobs of prompt tokens
     """
 
     step: int
     rows: ResultRows | None
-    logprob_rows: tuple[int, ...]
     scored: Sequence[ScoredRows]
     copy: CopyOut
     move_hash: Callable[[int, dict[str, np.ndarray]], None]
@@ -168,7 +167,7 @@ class Launched:
         table[:, 0], table[:, 1], table[:, 2] = self.rows.slots, self.rows.numbers, ~(nan | empty)
         table[:, 3], table[:, 4] = np.where(nan, ROW_NAN, 0) + np.where(empty, ROW_EMPTY, 0), tokens
         prompts = prompt_rows(self.scored, host["prompts"]) if self.scored else ()
-        return encode_rows(self.step, table, self._logprobs(host, nan | empty) if self.logprob_rows else {}, prompts)
+        return encode_rows(self.step, table, self._logprobs(self.rows, host, nan | empty), prompts)
 
     def fold(self) -> None:
         """Fold this step into the runner's state hash."""
@@ -180,15 +179,14 @@ class Launched:
         self.fold()
         return result
 
-    def _logprobs(self, host: dict[str, np.ndarray], silent: np.ndarray) -> dict[int, Logprobs]:
-        assert self.rows is not None
-        found = {}
-        for at, row in enumerate(self.logprob_rows):
-            count = self.rows.logprobs[row]
-            if not silent[row] and count is not None:
-                pairs = zip(host["ids"][at, :count].tolist(), host["values"][at, :count].tolist(), strict=True)
-                found[row] = Logprobs(float(host["logprobs"][at]), list(pairs))
-        return found
+    def _logprobs(self, rows: ResultRows, host: dict[str, np.ndarray], silent: np.ndarray) -> dict[int, Logprobs]:
+        """By row."""
+        special = rows.special
+        if not special.reported:
+            return {}
+        words = PromptLogprobs(0, special.alternatives, host["logprobs"].astype("<i4", copy=False).tobytes())
+        pairs = zip(special.reported, words.entries(), strict=True)
+        return {row: Logprobs(one.chosen, one.top[: rows.logprobs[row]]) for row, (_, one) in pairs if not silent[row]}
 
 
 class Runner:
@@ -246,18 +244,19 @@ class Runner:
     @torch.inference_mode()
     def graphs_of(self, sizes: Sequence[int]) -> StepGraphs:
         """The captured decode steps of these buckets. Every rank must call it."""
-        samplers = {name: lambda _, step, name=name: self._sample(name, self._step.plan, *step) for name in SAMPLERS}
+        samplers = {name: lambda _, step, name=name: self._captured(name, *step) for name in SAMPLERS}
         return DecodeGraphs(lambda rows: self._forward(rows, self._step.plan), samplers, sizes, self._device)
 
     @torch.inference_mode()
     def repeat(self, rows: int) -> None:
         """Run the decode step of `rows` rows eagerly, of the plan uploaded last; on a GPU, for measuring."""
-        self._sample("maxima", self._step.plan, *self._forward(rows, self._step.plan))
+        self._captured("maxima", *self._forward(rows, self._step.plan))
 
     @torch.inference_mode()
     def warm(self) -> None:
-        """Run prefills, so that their kernels are compiled; on a GPU, once, before the first plan. One of the whole budget, and one
-        for each row count that matrix products have a tile for: none may be compiled while requests wait.
+        """Run prefills and samplers; on a GPU, once, before the first plan: nothing may be compiled, or found not to fit in memory,
+        while requests wait. One prefill of the whole budget, one for each row count that matrix products have a tile for, and of
+        each bucket of rows all that samplers do.
 
         They run in the padding slot, whose pages are the null page, which is zeroed again afterwards.
         """
@@ -271,10 +270,11 @@ class Runner:
             if (end := mark(self._device)) is not None:
                 end.synchronize()  # the plan's staging memory is used again
         hidden = self._model.forward(batch, self._cache, self._attention)
-        if usable(hidden, "kernels.choose"):
-            ends = replace(batch, slots=batch.slots[-1:], positions=torch.full_like(batch.positions[-1:], -1))
-            for name in SAMPLERS:
-                self._sample(name, uploaded, ends, hidden)
+        for rows in self._buckets:
+            everything = SpecialRows(small_top_k=True, filtered=range(rows), reported=range(rows), alternatives=MAX_ALTERNATIVES)
+            ends = replace(batch, slots=batch.slots[-1:].repeat(rows), positions=batch.positions.new_full((rows,), -1))
+            for plan_of_masks in (None, uploaded):
+                self._sample(plan_of_masks, ends, hidden[-1:].repeat(rows, 1), everything)
         self._prompt_logprobs([ScoredRows(slot, WantedLogprobs(0, 0, size + 1, MAX_ALTERNATIVES), 0, 0, size)], batch, every)
         self.slots.lengths[slot] = 0
         for group in self._cache:
@@ -316,10 +316,9 @@ class Runner:
         copy = CopyOut(self._outputs(sampled, step.final.hidden, len(rows.slots)), self._device)
         clock = StepClock(self._end if len(plan.decodes) else None, step.start, copy.end)
         self._end = copy.end
-        reported = sampled.logprobs.rows[: len(rows.slots)] if sampled is not None and sampled.logprobs else ()
         scored = sampled.scored if sampled is not None else ()
         sampling = None if sampled is None else rows
-        return Launched(plan.step, sampling, tuple(reported), scored, copy, self._move_hash, self.pages, clock)
+        return Launched(plan.step, sampling, scored, copy, self._move_hash, self.pages, clock)
 
     def _set_masks(self, step: int, data: bytes) -> None:
         masks = decode_masks(data)
@@ -370,13 +369,12 @@ class Runner:
 
     def _sampled(self, step: Forwarded, rows: ResultRows) -> StepTokens:
         """The tokens of one row or more."""
-        graphs, batch, hidden, count = step.final.graphs, step.final.batch, step.final.hidden, len(rows.slots)
+        graphs, batch, special = step.final.graphs, step.final.batch, rows.special
         assert batch is not None, step.plan
-        if usable(hidden, "kernels.choose"):
-            if graphs and rows.alternatives <= MAX_ALTERNATIVES:
-                return graphs.sample(self._step.bucket(count), rows.sampler)
-            return self._sample(rows.sampler, step.uploaded, batch, hidden, rows.alternatives)
-        return self._sample_in_torch(rows, step.uploaded, batch.slots[:count], batch.positions[:count], hidden[:count])
+        if graphs and not special.filtered and not special.reported:
+            name = "small_top_k" if special.small_top_k else "maxima"
+            return graphs.sample(self._step.bucket(len(rows.slots)), f"adjusted_{name}" if rows.adjusted else name)
+        return self._sample(step.uploaded if rows.adjusted else None, batch, step.final.hidden, special)
 
     def _prompt_logprobs(self, scored: Sequence[ScoredRows], batch: ForwardBatch, hidden: Tensor) -> Tensor:
         """As `token_logprobs`, from the final hidden rows of all of the batch."""
@@ -399,30 +397,18 @@ class Runner:
         if self.pages is not None:
             self.pages.check(plan, batch)
 
-    def _sample(
-        self, sampler: str, plan: Tensor, batch: ForwardBatch, hidden: Tensor, alternatives: int = MAX_ALTERNATIVES
-    ) -> StepTokens:
-        """Tokens of the batch's rows by one of SAMPLERS; `alternatives`: logprobs of a row beside its token's. Capturable."""
+    def _captured(self, sampler: str, batch: ForwardBatch, hidden: Tensor) -> StepTokens:
+        """Tokens of the batch's rows by one of SAMPLERS. Capturable."""
+        special = SpecialRows(small_top_k=sampler.endswith("small_top_k"))
+        return self._sample(self._step.plan if sampler.startswith("adjusted") else None, batch, hidden, special)
+
+    def _sample(self, plan: Tensor | None, batch: ForwardBatch, hidden: Tensor, special: SpecialRows) -> StepTokens:
+        """Tokens of the batch's rows; with the step's `plan`, their logits are adjusted as their slots say."""
         choices = self._inboxes.choices if self._inboxes else None
-        logits = self._model.logits(hidden)
-        rows = self._sampling_batch(plan if sampler.startswith("adjusted") else None, batch.slots, batch.positions)
-        if sampler.endswith("maxima"):
-            return StepTokens(self._sampler.maxima(logits, rows, choices))
-        reported = max(1, alternatives) if sampler.endswith("logprobs") else None
-        return StepTokens(*self._sampler.every_kind(logits, rows, choices, reported))
-
-    def _sampling_batch(self, plan: Tensor | None, slots: Tensor, positions: Tensor) -> SamplingBatch:
-        """Rows that sample; with the step's `plan`, their logits are adjusted as their slots say."""
-        batch = self._sampler.batch(slots, positions, self.slots.parameters, self.slots.tokens)
-        return batch if plan is None else replace(batch, adjustments=self.slots.adjustments.tables, plan=plan)
-
-    def _sample_in_torch(self, rows: ResultRows, plan: Tensor, slots: Tensor, positions: Tensor, hidden: Tensor) -> StepTokens:
-        """Tokens and logprobs of rows of any kind, in plain torch: on a CPU, or where the sampling kernels are distrusted."""
-        batch = self._sampling_batch(plan, slots, positions) if any(rows.adjusted) else None
-        sampled = self._sampler.sample(self._model.logits(hidden), self.slots.sampling_rows(rows, slots, positions), batch)
-        self.slots.store(slots, positions, sampled.tokens)
-        flags = torch.where(sampled.nan, ROW_HAS_NAN, 0) + torch.where(sampled.empty, ROW_NO_TOKEN, 0)
-        return StepTokens(torch.stack([sampled.tokens, flags], dim=1).int(), sampled.logprobs)
+        rows = self._sampler.batch(batch.slots, batch.positions, self.slots.parameters, self.slots.tokens)
+        if plan is not None:
+            rows = replace(rows, adjustments=self.slots.adjustments.tables, plan=plan)
+        return StepTokens(*self._sampler.sample(self._model.logits(hidden), rows, choices, special))
 
     def _outputs(self, sampled: StepTokens | None, hidden: Tensor, count: int) -> dict[str, tuple[Tensor, Tensor | None]]:
         """What to copy to the host, and into which memory."""
@@ -436,9 +422,7 @@ class Runner:
         self._host.append(self._host.pop(0))
         outputs["chosen"] = (sampled.chosen[:count], self._host[-1][:count])
         if sampled.logprobs is not None:
-            top = sampled.logprobs
-            reports = {"logprobs": top.chosen, "ids": top.ids, "values": top.values}
-            outputs |= {name: (report[:count], None) for name, report in reports.items()}
+            outputs["logprobs"] = (sampled.logprobs, None)
         if self.debug_hash:
             outputs["hidden"] = (hidden[:count].contiguous().view(torch.uint8), None)
         return outputs

@@ -20,9 +20,9 @@ from engine.protocol import MAX_STOP_IDS, SamplingParams
 from engine.rank.adjustments import Adjustments
 from engine.rank.kv import KVCache
 from engine.rank.prompt_logprobs import WantedLogprobs
-from engine.rank.sampler import SamplingRows
+from engine.rank.sampler import SpecialRows
 from engine.rank.upload import uploaded
-from kernels.sampling_batch import GREEDY_BELOW, SlotParameters
+from kernels.sampling_batch import GREEDY_BELOW, SMALL_TOP_K, SlotParameters
 from kernels.slots import clear, put
 
 
@@ -32,28 +32,14 @@ class ResultRows:
 
     slots     int32 [R] on the host, in the result's order;   numbers int32 [R]: low 31 bits of each row's admission number
     logprobs  of each row: how many alternatives it reports; None: no logprobs
-    kinds     of each row: greedy, plain or filtered
-    adjusted  of each row: whether its logits are adjusted
+    special   rows that ask for more than a maximum;   adjusted  whether any row's logits are adjusted
     """
 
     slots: np.ndarray
     numbers: np.ndarray
     logprobs: Sequence[int | None]
-    kinds: Sequence[str]
-    adjusted: Sequence[bool]
-
-    @property
-    def sampler(self) -> str:
-        """The cheapest sampler for all rows: "maxima" if each is greedy or plain (an argmax over the vocabulary), "filtered", or
-        "logprobs"; with "adjusted_" before it if logits are adjusted."""
-        reported = any(count is not None for count in self.logprobs)
-        needed = "logprobs" if reported else "filtered" if "filtered" in self.kinds else "maxima"
-        return f"adjusted_{needed}" if any(self.adjusted) else needed
-
-    @property
-    def alternatives(self) -> int:
-        """The most logprobs that a row reports beside its token's."""
-        return max((count for count in self.logprobs if count is not None), default=0)
+    special: SpecialRows
+    adjusted: bool
 
 
 class SlotState:
@@ -77,7 +63,7 @@ class SlotState:
         )
         self._numbers = np.zeros(slots, np.int32)
         self._logprobs: list[int | None] = [None] * slots
-        self._kinds = ["greedy"] * slots
+        self._filters = ["none"] * slots
         self.prompts: dict[int, WantedLogprobs] = {}
 
     def admit(self, admissions: Sequence[Admission]) -> None:
@@ -96,7 +82,7 @@ class SlotState:
         for admission in admissions:
             self._numbers[admission.slot] = admission.number & NUMBER_MASK
             self._logprobs[admission.slot] = admission.params.logprobs
-            self._kinds[admission.slot] = _kind(admission.params)
+            self._filters[admission.slot] = _filters(admission.params)
             self.prompts.pop(admission.slot, None)
             if (wanted := WantedLogprobs.by(admission, admission.number & NUMBER_MASK)) is not None:
                 self.prompts[admission.slot] = wanted
@@ -127,38 +113,14 @@ class SlotState:
 
     def result_rows(self, slots: np.ndarray, step: int) -> ResultRows:
         """How the rows sample for result slots int32 [R] of plan `step`, whose masks are set."""
-        listed = slots.tolist()
-        return ResultRows(
-            slots,
-            self._numbers[slots],
-            [self._logprobs[slot] for slot in listed],
-            [self._kinds[slot] for slot in listed],
-            self.adjustments.of(slots, step),
+        logprobs, filters = ([listed[slot] for slot in slots.tolist()] for listed in (self._logprobs, self._filters))
+        special = SpecialRows(
+            small_top_k="small top_k" in filters,
+            filtered=[row for row, name in enumerate(filters) if name == "other"],
+            reported=[row for row, count in enumerate(logprobs) if count is not None],
+            alternatives=max((count for count in logprobs if count is not None), default=0),
         )
-
-    def sampling_rows(self, rows: ResultRows, slots: Tensor, positions: Tensor) -> SamplingRows:
-        """How each row samples, for plain torch; slots and input positions int32 [R]. A row's token goes to position + 1."""
-        index, ahead = slots.long(), positions.long() + 1
-        seeds, top_k, may_stop = self.parameters.integers[index].unbind(1)
-        temperature, top_p, min_p = self.parameters.floats[index].unbind(1)
-        greedy, plain, filtered = ([row for row, kind in enumerate(rows.kinds) if kind == wanted] for wanted in _KINDS)
-        return SamplingRows(
-            positions=ahead,
-            seeds=seeds,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            forbidden=self.parameters.stop[index].long().masked_fill((ahead >= may_stop)[:, None], -1),
-            greedy=greedy,
-            plain=plain,
-            filtered=filtered,
-            logprobs=rows.logprobs,
-        )
-
-    def store(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
-        """Write the sampled `tokens` [R] after each row's input, where the next decode rows read them."""
-        put(self.tokens, slots.long(), positions.long() + 1, tokens)
+        return ResultRows(slots, self._numbers[slots], logprobs, special, any(self.adjustments.of(slots, step)))
 
     def check(self) -> None:
         """Assert that every table entry is a page of its own pool. Waits for the device: for tests and debugging."""
@@ -173,10 +135,8 @@ class SlotState:
         return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
-_KINDS = ("greedy", "plain", "filtered")
-
-
-def _kind(params: SamplingParams) -> str:
-    if params.temperature < GREEDY_BELOW:
-        return "greedy"
-    return "filtered" if params.top_k > 0 or params.top_p < 1 or params.min_p > 0 else "plain"
+def _filters(params: SamplingParams) -> str:
+    """Which op filters a sequence's rows: "none", "small top_k" (`kernels.candidates`) or "other" (`kernels.filters`)."""
+    if params.temperature < GREEDY_BELOW or not (params.top_k > 0 or params.top_p < 1 or params.min_p > 0):
+        return "none"
+    return "small top_k" if 0 < params.top_k <= SMALL_TOP_K else "other"

@@ -3,8 +3,8 @@
     host    plan's header and fixed sections --one copy--> plan [n]        from pinned memory that belongs to a step in flight
     device  plan --apply--> page tables, lengths --decode rows--> ids, positions, slots --gather--> each row's page ids, cos, sin
 
-A decode step's rows are padded to a bucket (`BUCKETS`), and the host decides none of its kernels' inputs, so it can be captured.
-Chunk rows lie before the decode rows in the same buffers; the host makes and uploads their inputs.
+A decode step's rows are padded to a bucket (`engine.memory.buckets`), and the host decides none of its kernels' inputs: it can be
+captured. Chunk rows lie before the decode rows in the same buffers; the host makes and uploads their inputs.
 """
 
 import bisect
@@ -19,14 +19,6 @@ from engine.rank.batch import Chunk, ForwardBatch, RopeKey, chunk_rows
 from engine.rank.slots import SlotState
 from engine.rank.upload import uploaded
 from kernels.slots import apply_plan, decode_inputs, rotary_table
-
-BUCKETS = (1, 2, 4, *range(8, 129, 8), *range(144, 257, 16))
-
-
-def buckets(max_seqs: int) -> tuple[int, ...]:
-    """The row counts that decode steps of up to `max_seqs` rows are padded to, ascending; multiples of 64 above 256."""
-    known = [*BUCKETS, *range(320, max_seqs + 64, 64)]
-    return tuple(known[: bisect.bisect_left(known, max_seqs) + 1])
 
 
 class StepBuffers:

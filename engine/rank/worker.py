@@ -23,7 +23,7 @@ from engine.channel import RingReader, RingWriter, Waiter, map_shared
 from engine.config import EngineConfig
 from engine.geometry import Geometry, kv_groups, read_geometry
 from engine.lifeline import BootArgs, Lifeline, Loaded, Ready, run
-from engine.memory import cpu_budget, gpu_kv_budget
+from engine.memory import buckets, cpu_budget, gpu_kv_budget
 from engine.plan import DEPTH, read_header
 from engine.rank.attention import Unsound
 from engine.rank.kv import GroupCache, KVCache
@@ -34,7 +34,6 @@ from engine.rank.models.gemma4 import Gemma4
 from engine.rank.parallel import Inboxes, Parallel, connect, self_check
 from engine.rank.runner import Forwarded, Launched, Runner
 from engine.rank.start_checks import check_attention, check_kernels, checked_inboxes, residual_rms
-from engine.rank.step import buckets
 from engine.rank.step_times import measure
 from engine.rank_status import Phase
 from kernels import launch

@@ -25,13 +25,13 @@ from deploy.models.resolve import resolve
 from engine.config import engine_config
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.geometry import kv_groups, read_geometry
+from engine.memory import BUCKETS
 from engine.plan import Admission, PageAppend, PrefillChunk, StepPlan, StepResult, encode_plan
 from engine.protocol import SamplingParams
 from engine.rank.parallel import Parallel, Single
 from engine.rank.profiling import bare_rank
 from engine.rank.profiling.bare_rank import BareRank, pages_held
 from engine.rank.profiling.decode_times import lengths_kept
-from engine.rank.step import BUCKETS
 from tests.bench.gpu_ranks import run_on_gpus
 from tests.bench.shard_model import write_shard
 from tests.support.engine.listed_steps import geometry, mixed

@@ -26,6 +26,7 @@ from deploy.models.resolve import resolve
 from engine.config import engine_config
 from engine.errors import PageViolation
 from engine.geometry import kv_groups, read_geometry
+from engine.memory import buckets
 from engine.plan import StepPlan
 from engine.rank.attention import trtllm
 from engine.rank.attention.base import DecodePart
@@ -36,7 +37,6 @@ from engine.rank.profiling.bare_rank import READ_RATE, BareRank, pages_held
 from engine.rank.profiling.decode_times import time_step
 from engine.rank.profiling.loopback import Loopback
 from engine.rank.runner import Runner
-from engine.rank.step import buckets
 from engine.rank.worker import build
 from tests.conftest import Nano
 from tests.gpu.exactness import DEVICE, RATIO, case, decoded, errors, run_judge, run_ranks

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from kernels.adjust import adjust
 from kernels.block_tables import block_tables
+from kernels.candidates import block_peaks, candidates, choose_candidates
 from kernels.choose import Ballot, choose_best, local_best, parts_of
 from kernels.experts import experts
 from kernels.filters import Share, adopt, filtered_tokens, scaled_rows
@@ -124,6 +125,7 @@ def adjust_nodes(target: Target) -> Iterator[Node]:
         logits = meta(ROWS, 65536, dtype=torch.float32)
         adjusted = adjust(logits, replace(batch, adjustments=tables, plan=ints(500)), 65536, parts)
         local_best(logits, adjusted, 65536, parts)
+        candidates(logits, block_peaks(logits, adjusted), adjusted, 65536)
         scaled_rows(meta(4, 2, 65536, dtype=torch.float32), adjusted, Share(1, 4), 262144)
     yield from nodes
 
@@ -139,13 +141,24 @@ def choose_nodes(target: Target) -> Iterator[Node]:
     yield from nodes
 
 
+def candidates_nodes(target: Target) -> Iterator[Node]:
+    """Rows with a small top_k over a quarter of the vocabulary, and over all of it; four ranks' candidates, and one's."""
+    batch = sampling_batch(ROWS, 8)
+    with record(target) as nodes:
+        for ranks in (1, 4):
+            logits = meta(ROWS, 262144 // ranks, dtype=torch.float32)
+            best = candidates(logits, block_peaks(logits, batch), batch, 0)
+            choose_candidates(meta(ROWS, ranks * best.shape[1], 2, dtype=torch.float32), batch, ints(ROWS, 2))
+    yield from nodes
+
+
 def filters_nodes(target: Target) -> Iterator[Node]:
     """Filtered rows of one rank of four, and its share of 30 rows."""
     batch, share = sampling_batch(30, 1024), Share(1, 4)
     with record(target) as nodes:
         scaled = scaled_rows(meta(4, 8, 65536, dtype=torch.float32), batch, share, 262144)
         filtered_tokens(scaled, batch, ints(30, 2), share)
-        adopt(meta(32, 43, dtype=torch.float32)[:, 0], batch, ints(30, 2))
+        adopt(ints(32), batch, ints(30, 2))
     yield from nodes
 
 
@@ -197,6 +210,7 @@ SUBJECTS: dict[str, Callable[[Target], Iterator[Node]]] = {
     "joint": joint_nodes,
     "choose": choose_nodes,
     "experts": experts_nodes,
+    "candidates": candidates_nodes,
     "filters": filters_nodes,
     "slots": slots_nodes,
     "table_check": table_check_nodes,

@@ -93,15 +93,15 @@ def drawn(it: Case, ranks: int, chosen: Tensor | None = None) -> tuple[Tensor, T
     rows = -(-SLOTS // ranks)
     n = -(-VOCAB // ranks)
     whole = torch.full((rows * ranks, n * ranks), 77.0)  # padding of rows and columns must not be drawn
-    whole[:SLOTS, :VOCAB] = it.logits
-    found = torch.zeros(rows, ranks)
+    whole[:SLOTS, :VOCAB] = it.masked(it.logits)
+    found = torch.zeros(rows, ranks, dtype=torch.int32)
     tokens = torch.zeros(SLOTS, 200, dtype=torch.int32)
     batch = SamplingBatch(it.slots, it.positions, it.parameters, tokens, it.suppress, SOFTCAP)
     for rank in range(ranks):
         slices = whole[rank::ranks].unflatten(1, (ranks, n)).transpose(0, 1).contiguous()
         scaled = scaled_rows(slices, batch, Share(rank, ranks), VOCAB)
-        found[:, rank] = filtered_tokens(scaled, batch, chosen, Share(rank, ranks)).float()
-    adopt(found.view(-1, 1)[:, 0], batch, chosen)
+        found[:, rank] = filtered_tokens(scaled, batch, chosen, Share(rank, ranks))
+    adopt(found.flatten(), batch, chosen)
     return chosen, tokens
 
 

@@ -10,6 +10,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.geometry import Geometry, KVGroup, kv_groups, read_geometry
+from engine.memory import buckets
 from engine.plan import Admission, PageAppend, StepPlan
 from engine.protocol import SamplingParams
 from engine.rank.kv import GroupCache, KVCache
@@ -17,7 +18,6 @@ from engine.rank.load.random_fill import dummy
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.parallel import Parallel
 from engine.rank.runner import Runner
-from engine.rank.step import buckets
 from kernels import launch
 
 READ_RATE = 4.56e12  # bytes a second, the best seen on an H200

@@ -1,6 +1,6 @@
 """Adjusted logits over a cut vocabulary: what is sampled must not depend on the cut, and no adjustment outlives its row or step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -15,12 +15,12 @@ from engine.plan import Admission
 from engine.protocol import SamplingParams
 from engine.rank.adjustments import Adjustments
 from engine.rank.parallel import Single
-from engine.rank.sampler import Sampled, Sampler, SamplingRows
+from engine.rank.sampler import Sampler
 from kernels.adjust import PLAN_STEP, adjust
-from kernels.choose import ROW_NO_TOKEN
 from kernels.sampling_batch import SamplingBatch, SlotParameters
 from tests.support import interpreter
 from tests.support.engine.adjusted_logits import AdjustedSequence, random_sequence
+from tests.support.engine.sampled_rows import Drawn, SampledRows, batch_of, drawn
 from tests.support.engine.threads import ThreadParallel, run_ranks
 
 pytestmark = pytest.mark.cpu
@@ -209,38 +209,45 @@ def test_counts_follow_what_is_generated(size: int) -> None:
 # ---- what is sampled
 
 
-def rows_of(batch: SamplingBatch, seed: int, logprobs: int | None = 2) -> SamplingRows:
-    """Greedy, plain and filtered rows in turn."""
+def rows_of(batch: SamplingBatch, seed: int, logprobs: int | None = 2) -> SampledRows:
+    """Greedy, plain, with a small top_k and with other filters in turn."""
     count = len(batch.slots)
-    generator = torch.Generator().manual_seed(seed)
-    kinds = [list(range(first, count, 3)) for first in range(3)]
-    return SamplingRows(
+    generator, kind = torch.Generator().manual_seed(seed), torch.arange(count) % 4
+    return SampledRows(
         positions=batch.positions.long() + 1,
         seeds=torch.randint(-(2**62), 2**62, (count,), generator=generator),
-        temperature=torch.rand(count, generator=generator) + 0.5,
-        top_k=torch.full((count,), 20),
-        top_p=torch.full((count,), 0.95),
+        temperature=(torch.rand(count, generator=generator) + 0.5).masked_fill(kind == 0, 0.0),
+        top_k=torch.where(kind == 2, 20, 0),
+        top_p=torch.where(kind >= 2, 0.95, 1.0),
         min_p=torch.zeros(count),
         forbidden=torch.full((count, 1), -1),
-        greedy=kinds[0],
-        plain=kinds[1],
-        filtered=kinds[2],
         logprobs=[logprobs] * count,
     )
 
 
-def sampled(parallel: Group, sequences: dict[int, AdjustedSequence], logits: Tensor, step: int = STEP) -> Sampled:
+def with_parameters(batch: SamplingBatch, rows: SampledRows) -> SamplingBatch:
+    """The batch, whose slots sample as `rows` say."""
+    parameters = replace(batch.parameters, integers=batch.parameters.integers.clone(), floats=batch.parameters.floats.clone())
+    for table, own in ((parameters.integers, rows.parameters.integers), (parameters.floats, rows.parameters.floats)):
+        table[batch.slots.long()] = own
+    return replace(batch, parameters=parameters)
+
+
+def sampled(parallel: Group, sequences: dict[int, AdjustedSequence], logits: Tensor, step: int = STEP) -> Drawn:
     """By a rank whose masks are for STEP."""
     rank = RankTables(parallel)
     rank.admit(sequences)
     rank.mask(sequences)
     batch = rank.batch(sequences, step)
-    return Sampler(parallel, VOCAB, SOFTCAP, (), CPU).sample(rank.slice(logits), rows_of(batch, 3), batch)
+    rows = rows_of(batch, 3)
+    return drawn(Sampler(parallel, VOCAB, SOFTCAP, (), CPU), rank.slice(logits), rows, with_parameters(batch, rows))
 
 
-def plain(sequences: dict[int, AdjustedSequence], logits: Tensor, softcap: float | None) -> Sampled:
+def plain(sequences: dict[int, AdjustedSequence], logits: Tensor, softcap: float | None) -> Drawn:
     """Of whole logits that nothing adjusts."""
-    return Sampler(Single(), VOCAB, softcap, (), CPU).sample(logits, rows_of(RankTables(Single()).batch(sequences), 3))
+    batch = replace(RankTables(Single()).batch(sequences), adjustments=None, softcap=softcap)
+    rows = rows_of(batch, 3)
+    return drawn(Sampler(Single(), VOCAB, softcap, (), CPU), logits, rows, with_parameters(batch, rows))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -254,9 +261,9 @@ def test_tokens_are_of_the_adjusted_logits(size: int) -> None:
         want, alone = plain(sequences, expected(logits, sequences).float(), None), plain(sequences, logits, SOFTCAP)
         for found in run_ranks(size, lambda parallel: sampled(parallel, sequences, logits)):  # noqa: B023 (run at once)
             assert found.tokens.tolist() == want.tokens.tolist()
-            assert found.logprobs is not None
-            assert alone.logprobs is not None
-            assert torch.equal(found.logprobs.values, alone.logprobs.values)
+            for one, other in zip(found.logprobs, alone.logprobs, strict=True):
+                assert [token for token, _ in one.top] == [token for token, _ in other.top]
+                assert abs(one.top[0][1] - other.top[0][1]) < TOLERANCE
         assert want.tokens[2] == alone.tokens[2]
         changed += int((want.tokens != alone.tokens).sum())
     assert changed >= 8
@@ -343,15 +350,19 @@ def test_what_is_drawn_follows_the_formula() -> None:
     rank = RankTables(Single())
     rank.admit({0: it})
     batch = rank.batch({0: it})
-    many = replace(batch, slots=batch.slots.expand(draws), positions=batch.positions.expand(draws))
+    adjusted = raw[None].clone()
+    assert adjust(adjusted, batch, 0).capped is not None
+    many = replace(batch, slots=torch.arange(draws).int(), positions=batch.positions.repeat(draws))
     rows = replace(rows_of(many, 0, None), temperature=torch.full((draws,), temperature))
-    rows = replace(rows, greedy=[], plain=list(range(draws)), filtered=[])
-    drawn = Sampler(Single(), VOCAB, SOFTCAP, (), CPU).sample(raw.expand(draws, -1), rows, many).tokens
-    assert chi_square(drawn, (it.logits(raw, SOFTCAP) / temperature).softmax(-1)) < 4
+    rows = replace(rows, top_k=torch.zeros(draws, dtype=torch.int64), top_p=torch.ones(draws))
+    sampler = Sampler(Single(), VOCAB, SOFTCAP, (), CPU)
+    capped_rows = replace(batch_of(sampler, rows), capped=torch.ones(draws, dtype=torch.int32))
+    tokens_drawn = drawn(sampler, adjusted.repeat(draws, 1), rows, capped_rows).tokens
+    assert chi_square(tokens_drawn, (it.logits(raw, SOFTCAP) / temperature).softmax(-1)) < 4
     capped = SOFTCAP * torch.tanh(raw.double() / SOFTCAP)
     late = it.logits(SOFTCAP * torch.atanh(capped / temperature / SOFTCAP), SOFTCAP)
-    assert chi_square(drawn, late.softmax(-1)) > 20
-    assert chi_square(drawn, (capped / temperature).softmax(-1)) > 20
+    assert chi_square(tokens_drawn, late.softmax(-1)) > 20
+    assert chi_square(tokens_drawn, (capped / temperature).softmax(-1)) > 20
 
 
 # ---- the kernel
@@ -400,65 +411,22 @@ class OneOf(Single):
 
 
 def interpreted_every_kind_of_adjusted_rows() -> None:
-    """Kernels give the tokens and logprobs that the plain sampler gives of adjusted and unadjusted rows of all kinds. Biases
-    against these tokens give others; where none may come, no row has one."""
+    """Kernels give the tokens of the formulas' logits to adjusted and unadjusted rows of all kinds, and logprobs of the logits
+    before them. Biases against these tokens give others; where none may come, no row has one."""
     sequences, logits = sequences_of(0), logits_of(6, 0) / 4
     sequences[SLOTS - 4] = AdjustedSequence([1, 2, 3], 2)
-    want = plain(sequences, expected(logits, sequences).float(), None)
-    alone = plain(sequences, logits, SOFTCAP)
-    found, chosen, ids = kernels_sampled(sequences, logits)
-    assert found == want.tokens.tolist()
-    assert want.logprobs is not None
-    assert alone.logprobs is not None
-    assert torch.equal(ids, alone.logprobs.ids)
-    logprobs = torch.log_softmax(SOFTCAP * torch.tanh(logits / SOFTCAP), -1)
-    assert (chosen - logprobs.gather(1, torch.tensor(found)[:, None])[:, 0]).abs().max() < TOLERANCE
+    capped = SOFTCAP * torch.tanh(logits / SOFTCAP)
+    found = sampled(Single(), sequences, logits)
+    tokens = rows_of(RankTables(Single()).batch(sequences), 3).tokens(expected(logits, sequences).float())
+    assert found.tokens.tolist() == tokens
+    logprobs = torch.log_softmax(capped, -1)
+    for row, reported in enumerate(found.logprobs):
+        assert abs(reported.chosen - logprobs[row, tokens[row]]) < TOLERANCE
+        assert [token for token, _ in reported.top] == logprobs[row].topk(2).indices.tolist()
     nothing = replace(sequences[SLOTS - 2], allowed=np.zeros(VOCAB, np.bool_))
-    assert kernels_sampled({0: nothing, 1: nothing, 2: nothing, 3: nothing}, logits[:4], flag=ROW_NO_TOKEN)[0] == [0] * 4
-    banned = zip(sequences.items(), found, strict=True)
+    silent = sampled(Single(), dict.fromkeys(range(4), nothing), logits[:4])
+    assert silent.empty.all()
+    assert silent.tokens.tolist() == [0] * 4
+    banned = zip(sequences.items(), tokens, strict=True)
     other = {slot: replace(it, wanted=LogitAdjustments(bias=((token, -50.0),))) for (slot, it), token in banned}
-    assert kernels_sampled(other, logits)[0] != found
-
-
-def interpreted_adjusted_maxima() -> None:
-    """Where no row filters and none is reported, a rank's best of adjusted logits are enough: the same tokens, without the whole
-    logits of any row. With nothing adjusted they are others."""
-    sequences, logits = sequences_of(0), logits_of(6, 0) / 4
-    sequences[SLOTS - 4] = AdjustedSequence([1, 2, 3], 2)
-    rows, batch = kernel_rows(sequences)
-    unfiltered = [*rows.greedy, *rows.plain]
-    assert len(unfiltered) >= 4
-    want = kernels_sampled(sequences, logits)[0]
-    sampler = Sampler(Single(), VOCAB, SOFTCAP, (), CPU)
-    found = sampler.maxima(logits.clone(), batch, None)[unfiltered, 0].tolist()
-    assert found == [want[row] for row in unfiltered]
-    unadjusted = replace(kernel_rows(sequences)[1], adjustments=None)
-    assert sampler.maxima(logits.clone(), unadjusted, None)[unfiltered, 0].tolist() != found
-
-
-def kernel_rows(sequences: dict[int, AdjustedSequence]) -> tuple[SamplingRows, SamplingBatch]:
-    """Rows of all kinds in turn, as the plain sampler and as kernels take them."""
-    rank = RankTables(Single())
-    rank.admit(sequences)
-    rank.mask(sequences)
-    batch = rank.batch(sequences)
-    rows = rows_of(batch, 3)
-    integers, floats = torch.zeros(SLOTS, 3, dtype=torch.int64), torch.ones(SLOTS, 3)
-    for at, slot in enumerate(batch.slots.tolist()):
-        kind = next(kind for kind in ("greedy", "plain", "filtered") if at in getattr(rows, kind))
-        integers[slot, 0], integers[slot, 1] = rows.seeds[at], rows.top_k[at] if kind == "filtered" else 0
-        floats[slot, 0] = 0.0 if kind == "greedy" else rows.temperature[at]
-        floats[slot, 1], floats[slot, 2] = rows.top_p[at] if kind == "filtered" else 1.0, 0.0
-    return rows, replace(batch, parameters=replace(batch.parameters, integers=integers, floats=floats))
-
-
-def kernels_sampled(
-    sequences: dict[int, AdjustedSequence], logits: Tensor, flag: int = 0
-) -> tuple[Sequence[int], Tensor, Tensor]:
-    """Tokens, their logprobs, and the ids of the best two, once all rows have this flag."""
-    _, batch = kernel_rows(sequences)
-    chosen, top = Sampler(Single(), VOCAB, SOFTCAP, (), CPU).every_kind(logits.clone(), batch, None, 2)
-    assert top is not None
-    assert (chosen[:, 1] == flag).all()
-    tokens: list[int] = chosen[:, 0].tolist()
-    return tokens, top.chosen, top.ids
+    assert sampled(Single(), other, logits).tokens.tolist() != tokens

@@ -68,7 +68,7 @@ def step(member: str, rows: int, buckets: tuple[int, ...] = ()) -> tuple[Node, .
         for key, table in rope.items():
             rotary_table(positions, model.frequencies[key], table)
         hidden = model(ForwardBatch(ids, positions, slots, rope, pages), cache, attention, peers)
-        sampler.maxima(model.logits(hidden), sampler.batch(slots, positions, parameters, tokens), ballot)
+        sampler.sample(model.logits(hidden), sampler.batch(slots, positions, parameters, tokens), ballot)
     return tuple(nodes)
 
 

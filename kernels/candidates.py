@@ -1,0 +1,242 @@
+"""The token of a row with a small top_k, behind which top_p and min_p may cut further, from a few ids of each rank.
+
+    s_i          cap(l_i) / temperature, as in `kernels.sample`; order: s descending, equal values by ascending id
+    candidates   the best SMALL_TOP_K ids of this rank's slice in that order: whatever top_k keeps of all ranks' is among theirs
+    choose       of all ranks' candidates: the k best, of those what top_p and min_p keep, of those the argmax of s_i + g_i
+
+A slice's best lie in as many blocks, those with the largest values (equal ones: the first blocks): each block before an id's own
+holds one that is before that id. So a pass notes the blocks' largest values, and the next reads the best blocks alone.
+
+All ranks choose from the same candidates in the same order. Rows with another top_k, or none, take the way of `kernels.filters`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+
+from kernels.choose import _capped, _gumbel, _key, scaled, store
+from kernels.grid import cdiv, next_power_of_2
+from kernels.launch import launch, trigger, usable, wait
+from kernels.sample import choose_kept
+from kernels.sampling_batch import GREEDY_BELOW, SMALL_TOP_K, SamplingBatch
+
+_BLOCK = 64  # ids whose largest value is noted
+_CTA_BLOCKS = 64
+
+
+def block_peaks(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """logits fp32 [R, n], as `kernels.choose.local_best` leaves them -> fp32 [R, blocks]: the largest s of every _BLOCK ids. Rows
+    without a small top_k are left out."""
+    (rows, n), parameters = logits.shape, batch.parameters
+    assert logits.is_contiguous(), logits.stride()
+    blocks = cdiv(n, _BLOCK)
+    peaks = torch.empty((rows, blocks), dtype=torch.float32, device=logits.device)
+    if not usable(logits, __name__):
+        _peaks_reference(logits, batch, peaks)
+        return peaks
+    launch(
+        _peaks, (rows, cdiv(blocks, _CTA_BLOCKS)),
+        logits, batch.slots, parameters.integers, parameters.floats, batch.capped, batch.softcap or 1.0, peaks, NB=blocks, N=n,
+        CAP=batch.softcap is not None, GREEDY=GREEDY_BELOW, SMALL=SMALL_TOP_K, BLOCK=_BLOCK, BLOCKS=_CTA_BLOCKS, warps=8,
+    )  # fmt: skip
+    return peaks
+
+
+def candidates(logits: Tensor, peaks: Tensor, batch: SamplingBatch, first: int) -> Tensor:
+    """logits fp32 [R, n] of ids first .. first + n - 1 and their `block_peaks` -> fp32 [R, SMALL_TOP_K, 2]: s and id of a row's
+    candidates, ids ascending; -inf where there are fewer. Rows without a small top_k are left out."""
+    (rows, n), (_, blocks), parameters = logits.shape, peaks.shape, batch.parameters
+    if not usable(logits, __name__):
+        return _candidates_reference(logits, batch, first)
+    listed = torch.empty((rows, SMALL_TOP_K), dtype=torch.int32, device=logits.device)
+    best = torch.empty((rows, SMALL_TOP_K, 2), dtype=torch.float32, device=logits.device)
+    launch(
+        _candidates, (rows,),
+        logits, batch.slots, parameters.integers, parameters.floats, batch.capped, batch.softcap or 1.0, peaks, listed, best, first,
+        NB=blocks, WIDTH=next_power_of_2(blocks), N=n, CAP=batch.softcap is not None, GREEDY=GREEDY_BELOW, SMALL=SMALL_TOP_K,
+        BLOCK=_BLOCK, warps=8,
+    )  # fmt: skip
+    return best
+
+
+def choose_candidates(best: Tensor, batch: SamplingBatch, chosen: Tensor) -> None:
+    """best fp32 [R, n, 2]: `candidates` of every rank, in their order. Tokens of rows with a small top_k -> chosen int32 [R, 2],
+    and behind the rows' inputs; but not where a flag is set."""
+    assert best.is_contiguous(), best.stride()
+    rows, count, _ = best.shape
+    if not usable(best, __name__):
+        _choose_reference(best, batch, chosen)
+        return
+    launch(
+        _choose_candidates, (rows,),
+        best, batch.slots, batch.positions, batch.parameters.integers, batch.parameters.floats, batch.tokens,
+        batch.tokens.shape[1], chosen, COUNT=count, WIDTH=next_power_of_2(count), GREEDY=GREEDY_BELOW, SMALL=SMALL_TOP_K, warps=4,
+    )  # fmt: skip
+
+
+# ---- references
+
+
+def _small(batch: SamplingBatch) -> Tensor:
+    """bool [R]: which rows have a small top_k."""
+    slots = batch.slots.long()
+    top_k = batch.parameters.integers[slots, 1]
+    return (top_k > 0) & (top_k <= SMALL_TOP_K) & (batch.parameters.floats[slots, 0] >= GREEDY_BELOW)
+
+
+def _peaks_reference(logits: Tensor, batch: SamplingBatch, peaks: Tensor) -> None:
+    rows = _small(batch).nonzero().flatten()
+    values = functional.pad(scaled(logits[rows], batch, rows), (0, -logits.shape[1] % _BLOCK), value=-torch.inf)
+    peaks[rows] = values.unflatten(1, (-1, _BLOCK)).amax(-1)
+
+
+def _candidates_reference(logits: Tensor, batch: SamplingBatch, first: int) -> Tensor:
+    best = torch.zeros((len(logits), SMALL_TOP_K, 2), device=logits.device)
+    best[:, :, 0] = -torch.inf
+    rows, count = _small(batch).nonzero().flatten(), min(SMALL_TOP_K, logits.shape[1])
+    values = scaled(logits[rows], batch, rows)
+    ids = values.argsort(dim=-1, descending=True, stable=True)[:, :count].sort(dim=-1).values
+    best[rows, :count] = torch.stack([values.gather(1, ids), (first + ids).float()], dim=-1)
+    return best
+
+
+def _choose_reference(best: Tensor, batch: SamplingBatch, chosen: Tensor) -> None:
+    rows = (_small(batch) & (chosen[:, 1] == 0)).nonzero().flatten()
+    seeds, top_k, _ = batch.parameters.integers[batch.slots[rows].long()].unbind(1)
+    _, top_p, min_p = batch.parameters.floats[batch.slots[rows].long()].unbind(1)
+    values, ids = best[rows].unbind(-1)
+    ahead = batch.positions[rows].long() + 1
+    chosen[rows, 0] = choose_kept(values, ids.long(), seeds, ahead, top_k, top_p, min_p).int()
+    store(batch, chosen[:, 0])
+
+
+# ---- kernels
+
+
+@triton.jit
+def _is_small(integers: tl.tensor, floats: tl.tensor, slot: tl.tensor, GREEDY: tl.constexpr, SMALL: tl.constexpr) -> tl.tensor:
+    """Whether a slot's rows have a small top_k."""
+    top_k = tl.load(integers + slot * 3 + 1)
+    return (top_k > 0) & (top_k <= SMALL) & (tl.load(floats + slot * 3) >= GREEDY)
+
+
+@triton.jit
+def _scaled(
+    at: tl.tensor, live: tl.tensor, capped: tl.tensor, row: tl.tensor, temperature: tl.tensor, cap: tl.tensor, CAP: tl.constexpr
+) -> tl.tensor:  # fmt: skip
+    """s of the logits at these places, -inf where there is none."""
+    x = tl.load(at, live, float("-inf"))
+    soft = _capped(x, cap) / temperature if CAP else x / temperature
+    if capped is not None:
+        soft = tl.where(tl.load(capped + row) != 0, x / temperature, soft)
+    return tl.where(x == float("-inf"), x, soft)
+
+
+@triton.jit
+def _ordered(x: tl.tensor) -> tl.tensor:
+    """fp32 -> int64 in [0, 2^32), in the same order."""
+    bits = x.to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
+
+
+@triton.jit
+def _among_best(orders: tl.tensor, count: tl.tensor) -> tl.tensor:
+    """Whether each is among the `count` highest; equal ones: the first. The lowest of them is found bit by bit."""
+    key = tl.full([], 0, tl.int64)
+    for bit in range(32):
+        trial = key | (tl.full([], 2147483648, tl.int64) >> bit)
+        key = tl.where(tl.sum((orders >= trial).to(tl.int32), 0) >= count, trial, key)
+    over, equal = (orders > key).to(tl.int32), (orders == key).to(tl.int32)
+    return (over > 0) | ((equal > 0) & (tl.cumsum(equal, 0) <= count - tl.sum(over, 0)))
+
+
+@triton.jit
+def _peaks(
+    logits: tl.tensor, slots: tl.tensor, integers: tl.tensor, floats: tl.tensor, capped: tl.tensor, cap: tl.tensor,
+    peaks: tl.tensor,
+    NB: tl.constexpr, BLOCKS: tl.constexpr, N: tl.constexpr, CAP: tl.constexpr, GREEDY: tl.constexpr, SMALL: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """Some blocks of a row."""
+    trigger(PDL)
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    wait(PDL)
+    slot = tl.load(slots + row).to(tl.int64)
+    if _is_small(integers, floats, slot, GREEDY, SMALL):
+        entry = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        x = _scaled(logits + row * N + entry, entry < N, capped, row, tl.load(floats + slot * 3), cap, CAP)
+        tl.store(peaks + row * NB + block, tl.max(x, 1), block < NB)
+
+
+@triton.jit(do_not_specialize=["first"])
+def _candidates(
+    logits: tl.tensor, slots: tl.tensor, integers: tl.tensor, floats: tl.tensor, capped: tl.tensor, cap: tl.tensor,
+    peaks: tl.tensor, listed: tl.tensor, best: tl.tensor, first: tl.tensor,
+    NB: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr, CAP: tl.constexpr, GREEDY: tl.constexpr, SMALL: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """One row."""
+    trigger(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    wait(PDL)
+    slot = tl.load(slots + row).to(tl.int64)
+    if _is_small(integers, floats, slot, GREEDY, SMALL):
+        block = tl.arange(0, WIDTH)
+        orders = tl.where(block < NB, _ordered(tl.load(peaks + row * NB + block, block < NB, float("-inf"))), -1)
+        FEW: tl.constexpr = min(SMALL, NB)
+        member = _among_best(orders, FEW)
+        list_ = listed + row * SMALL
+        tl.store(list_ + tl.cumsum(member.to(tl.int32), 0) - 1, block, member)
+        tl.debug_barrier()
+        lane = tl.arange(0, SMALL * BLOCK)
+        live = lane // BLOCK < FEW
+        entry = tl.load(list_ + lane // BLOCK, live, 0) * BLOCK + lane % BLOCK
+        live = live & (entry < N)
+        x = _scaled(logits + row * N + entry, live, capped, row, tl.load(floats + slot * 3), cap, CAP)
+        COUNT: tl.constexpr = min(SMALL, N)
+        kept = _among_best(tl.where(live, _ordered(x), -1), COUNT)
+        out = best + row * SMALL * 2
+        at = tl.cumsum(kept.to(tl.int32), 0) - 1
+        tl.store(out + at * 2, x, kept)
+        tl.store(out + at * 2 + 1, (first + entry).to(tl.float32), kept)
+        behind = tl.arange(0, SMALL)
+        tl.store(out + behind * 2, tl.full([SMALL], float("-inf"), tl.float32), behind >= COUNT)
+        tl.store(out + behind * 2 + 1, tl.full([SMALL], 0.0, tl.float32), behind >= COUNT)
+
+
+@triton.jit(do_not_specialize=["tokens_width"])
+def _choose_candidates(
+    best: tl.tensor, slots: tl.tensor, positions: tl.tensor, integers: tl.tensor, floats: tl.tensor, tokens: tl.tensor,
+    tokens_width: tl.tensor, chosen: tl.tensor,
+    COUNT: tl.constexpr, WIDTH: tl.constexpr, GREEDY: tl.constexpr, SMALL: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """One row."""
+    trigger(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    wait(PDL)
+    slot, position = tl.load(slots + row).to(tl.int64), tl.load(positions + row).to(tl.int64)
+    if _is_small(integers, floats, slot, GREEDY, SMALL) & (tl.load(chosen + row * 2 + 1) == 0) & (position >= 0):
+        lane = tl.arange(0, WIDTH)
+        live = lane < COUNT
+        x = tl.load(best + (row * COUNT + lane) * 2, live, float("-inf"))
+        ids = tl.load(best + (row * COUNT + lane) * 2 + 1, live, 0.0).to(tl.int32)
+        top_k = tl.load(integers + slot * 3 + 1).to(tl.int32)
+        top_p, min_p = tl.load(floats + slot * 3 + 1), tl.load(floats + slot * 3 + 2)
+        peak = tl.max(x, 0)
+        left = _among_best(tl.where(live, _ordered(x), -1), top_k) & (x > float("-inf"))
+        mass = tl.where(left, tl.exp(x - peak), 0.0)
+        total = tl.sum(mass, 0)
+        left = left & (x >= tl.where(min_p > 0.0, peak + tl.log(tl.maximum(min_p, 1e-38)), float("-inf")))
+        noisy = x + _gumbel(_key(tl.load(integers + slot * 3), position + 1), ids)
+        token, searching = 0, 1
+        while searching > 0:
+            high = tl.max(tl.where(left, noisy, float("-inf")), 0)
+            token = tl.min(tl.where(left & (noisy == high), ids, 2147483647), 0)
+            value = tl.max(tl.where(left & (ids == token), x, float("-inf")), 0)
+            left = left & ((x > value) | ((x == value) & (ids < token)))
+            before = tl.sum(tl.where(left, mass, 0.0), 0)
+            searching = tl.where((top_p >= 1.0) | (before < top_p * total), 0, tl.sum(left.to(tl.int32), 0))
+        tl.store(chosen + row * 2, token)
+        tl.store(tokens + slot * tokens_width + position + 1, token)
