@@ -66,7 +66,7 @@ def scaled_rows(logits: Tensor, batch: SamplingBatch, share: Share, vocabulary: 
     values = torch.empty((rows, vocabulary), dtype=torch.float32, device=logits.device)
     peaks, masses = torch.empty((2, rows, blocks), dtype=torch.float32, device=logits.device).unbind()
     if not usable(logits, __name__):
-        own, at = _filtering(batch, share, rows)
+        own, at = _filtering(batch, share)
         values[own] = scaled(logits[:, own].transpose(0, 1).flatten(1)[:, :vocabulary], batch, at)
         return ScaledRows(values, peaks, masses)
     launch(
@@ -112,7 +112,7 @@ def adopt(drawn: Tensor, batch: SamplingBatch, chosen: Tensor) -> None:
 def _filtered_reference(values: Tensor, batch: SamplingBatch, chosen: Tensor, share: Share, tokens: Tensor) -> None:
     mine = chosen[share.rank :: share.ranks]
     tokens[: len(mine)] = mine[:, 0]
-    own, at = _filtering(batch, share, len(tokens))
+    own, at = _filtering(batch, share)
     sound = chosen[at, 1] == 0
     own, at = own[sound], at[sound]
     seeds, top_k, _ = batch.parameters.integers[batch.slots[at].long()].unbind(1)
@@ -121,9 +121,9 @@ def _filtered_reference(values: Tensor, batch: SamplingBatch, chosen: Tensor, sh
     tokens[own] = choose_kept(values[own], ids, seeds, batch.positions[at].long() + 1, top_k, top_p, min_p).int()
 
 
-def _filtering(batch: SamplingBatch, share: Share, rows: int) -> tuple[Tensor, Tensor]:
+def _filtering(batch: SamplingBatch, share: Share) -> tuple[Tensor, Tensor]:
     """Which of this rank's rows filter, and which of the batch's they are; int64 each."""
-    at = torch.arange(share.rank, len(batch.slots), share.ranks, device=batch.slots.device)[:rows]
+    at = torch.arange(len(batch.slots), device=batch.slots.device)[share.rank :: share.ranks]
     slots = batch.slots[at].long()
     temperature, top_p, min_p = batch.parameters.floats[slots].unbind(1)
     cuts = ((batch.parameters.integers[slots, 1] > 0) | (top_p < 1) | (min_p > 0)) & (temperature >= GREEDY_BELOW)

@@ -43,9 +43,8 @@ class DecodeGraphs(Generic[State, Output]):
     def _warm(self, forward: Callable[[int], State], samplers: Mapping[str, Callable[[int, State], Output]], rows: int) -> None:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            state = forward(rows)
             for sample in samplers.values():
-                sample(rows, state)
+                sample(rows, forward(rows))  # a step each: ranks choose over one inbox, so sums must lie between (`kernels.choose`)
         torch.cuda.current_stream().wait_stream(self._stream)
 
     def _record(self, run: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:

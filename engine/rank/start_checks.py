@@ -35,8 +35,6 @@ def check_kernels(parallel: Parallel, device: torch.device) -> list[str]:
         return []
     found = {failure.module: str(failure) for failure in selfcheck.failures(device)}
     wrong = agreed(parallel, list(dict.fromkeys(selfcheck.checked_modules())), found, device)
-    if wrong & {"kernels.joint", "kernels.filters"}:
-        wrong.add("kernels.choose")  # it needs the inboxes that joints bring, and every kind of row goes one way
     distrust(wrong)
     elsewhere = "is wrong on another rank, or needs one that is"
     return [f"{found.get(module, f'{module} {elsewhere}')}: plain torch in its place" for module in sorted(wrong)]

@@ -1,7 +1,8 @@
 """An engine group by the protocol that its peers were measured by: `python -m tests.bench.engine --help`, or `make bench`.
 
-A group boots without Ray and is driven through EngineClient: random token ids, greedy, no stop ids, no detokenisation. Of each
-batch, all requests at once:
+A group boots without Ray and is driven through EngineClient: random token ids, no stop ids, no detokenisation; greedy, or with
+`--sampling default` as a request that says nothing samples (temperature 1, top_k 64, top_p 0.95). Of each batch, all requests at
+once:
 
     prefill   seconds for one output token
     step      (seconds for --tokens + 1 output tokens - seconds for one) / --tokens, in ms; chunks of prompts among the steps
@@ -26,6 +27,7 @@ import statistics
 import tempfile
 import time
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 
 from cluster.group import Group
@@ -45,10 +47,13 @@ PEERS = {  # decode step in ms, by model, ranks and batch: vLLM 0.26.0, SGLang 0
 }  # fmt: skip
 
 
-async def one(client: EngineClient, prompt: list[int], tokens: int) -> list[float]:
+SAMPLING: dict[str, dict[str, float]] = {"greedy": {}, "default": {"temperature": 1.0, "top_k": 64, "top_p": 0.95}}
+
+
+async def one(client: EngineClient, prompt: list[int], params: SamplingParams) -> list[float]:
     """Run one request to its length; when each token came."""
-    times: list[float] = []
-    async for output in client.generate(prompt, SamplingParams(max_tokens=tokens)):
+    times, tokens = list[float](), params.max_tokens
+    async for output in client.generate(prompt, params):
         times += [time.monotonic()] * len(output.tokens)
     assert len(times) == tokens, (len(times), tokens)
     return times
@@ -64,10 +69,11 @@ class Run:
     steady: float
 
 
-async def run(client: EngineClient, prompts: list[list[int]], tokens: int) -> Run:
+async def run(client: EngineClient, prompts: list[list[int]], tokens: int, sampling: str) -> Run:
     """All prompts at once, to their last token."""
     began = time.monotonic()
-    streams = await asyncio.gather(*(one(client, prompt, tokens) for prompt in prompts))
+    params = [SamplingParams(max_tokens=tokens, seed=seed, **SAMPLING[sampling]) for seed in range(len(prompts))]
+    streams = await asyncio.gather(*map(one, repeat(client), prompts, params))
     took = time.monotonic() - began
     start, end = max(times[0] for times in streams), min(times[-1] for times in streams)
     seen = [time for time in max(streams, key=lambda times: times[0]) if start <= time <= end]
@@ -91,15 +97,15 @@ async def measure(group: Group, vocab: int, args: argparse.Namespace) -> list[Ro
     await client.start()
     rng = random.Random(args.seed)
     rows: list[Row] = []
-    await run(client, [[rng.randrange(300, vocab - 10) for _ in range(args.prompt)]], 8)
+    await run(client, [[rng.randrange(300, vocab - 10) for _ in range(args.prompt)]], 8, args.sampling)
     for size in args.batches:
         prompts = [[rng.randrange(300, vocab - 10) for _ in range(args.prompt)] for _ in range(size)]
         steps: list[tuple[int, int]] = []
         firsts, wholes = [], []
         for _ in range(args.repeat):
-            firsts.append(await run(client, prompts, 1))
+            firsts.append(await run(client, prompts, 1, args.sampling))
             watching = asyncio.create_task(device_times(group, steps))
-            wholes.append(await run(client, prompts, args.tokens + 1))
+            wholes.append(await run(client, prompts, args.tokens + 1, args.sampling))
             watching.cancel()
         rows += told(args, size, firsts, wholes, statistics.median(idle for _, idle in steps))
     await client.close()
@@ -129,7 +135,8 @@ def told(args: argparse.Namespace, size: int, firsts: list[Run], wholes: list[Ru
 def case(args: argparse.Namespace) -> str:
     """What runs, in the name of a row's case."""
     shard = f"-shard-of-{args.shard_of}" if args.shard_of > 1 else ""
-    return f"{args.model.split(':')[-1]}{shard}-tp{args.tp}"
+    sampled = "" if args.sampling == "greedy" else f"-{args.sampling}-sampling"
+    return f"{args.model.split(':')[-1]}{shard}-tp{args.tp}{sampled}"
 
 
 def arguments() -> argparse.Namespace:
@@ -145,6 +152,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=3, help="of which the best counts")
     parser.add_argument("--max-len", type=int, default=2048)
     parser.add_argument("--prefill-budget", type=int, default=2048, help="prefill tokens a step")
+    parser.add_argument("--sampling", choices=list(SAMPLING), default="greedy")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--record", metavar="MACHINE", help="append to results.csv under this machine's name")
     return parser.parse_args()

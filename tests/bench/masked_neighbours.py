@@ -49,7 +49,7 @@ async def neighbours(
     watching = asyncio.create_task(device_times(group, steps))
     count = args.masked if grammars else 0
     beside = [masked(client, prompt, grammars[at], args.tokens) for at, prompt in enumerate(prompts[:count])]
-    free = [one(client, prompt, args.tokens) for prompt in prompts[count:]]
+    free = [one(client, prompt, SamplingParams(max_tokens=args.tokens)) for prompt in prompts[count:]]
     others = asyncio.gather(*beside)
     times = await asyncio.gather(*free)
     watching.cancel()
@@ -112,6 +112,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--record", metavar="MACHINE", help="append to results.csv under this machine's name")
+    parser.set_defaults(sampling="greedy")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = large_tokenizer(resolve(args.model), Path(scratch, "whole"))

@@ -1,6 +1,8 @@
-"""What it costs to sample greedy and plain rows: `python -m tests.bench.sampling [--share 65536] [--rows 1 32] [--record MACHINE]`.
+"""What it costs to sample: `python -m tests.bench.sampling [--share 65536] [--rows 1 32] [--record MACHINE]`.
 
     greedy, drawn     every row's best of the slice, temperature 0 and 1 (`kernels.choose.local_best`)
+    default           top_k 64 and top_p 0.95, as of requests that say nothing: a rank's candidates, and the choice among four times
+                      as many (`kernels.candidates`); it comes behind `greedy`, and a gather is between
     masked 1, half    the logits of so many rows adjusted, each by a mask of half the ids (`kernels.adjust`)
 
 Microseconds of a launch in a graph, by the number of programs a processor that the slices are cut for (`kernels.choose.parts_of`).
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from engine.rank.adjustments import Adjustments
 from kernels.adjust import PLAN_STEP, adjust
+from kernels.candidates import block_peaks, candidates, choose_candidates
 from kernels.choose import local_best, parts_of
 from kernels.launch import processors
 from kernels.sampling_batch import SamplingBatch, SlotParameters
@@ -41,12 +44,29 @@ def batch_of(rows: int, share: int, temperature: float, masked: int) -> Sampling
     return SamplingBatch(slots, torch.full_like(slots, 9), parameters, tokens, slots[:0], SOFTCAP, adjustments.tables, plan)
 
 
+def default_batch(rows: int, share: int) -> SamplingBatch:
+    """Rows that sample as by default."""
+    batch = batch_of(rows, share, 1.0, 0)
+    batch.parameters.integers[:, 1], batch.parameters.floats[:, 1:] = 64, torch.tensor([0.95, 0.0], device=DEVICE)
+    return batch
+
+
+def default(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """Tokens of four ranks' candidates, were they all like this one's."""
+    best = candidates(logits, block_peaks(logits, batch), batch, 0)
+    chosen = torch.zeros((len(logits), 2), dtype=torch.int32, device=DEVICE)
+    choose_candidates(best.repeat(1, 4, 1), batch, chosen)
+    return chosen
+
+
 def kinds(rows: int, share: int) -> Iterator[tuple[str, Callable[[int], object]]]:
     """What is timed, for a number of parts."""
     logits = torch.randn(rows, share, generator=torch.Generator().manual_seed(rows)).to(DEVICE) * 8
     for name, temperature in (("greedy", 0.0), ("drawn", 1.0)):
         batch = batch_of(rows, share, temperature, 0)
         yield name, lambda parts, batch=batch: local_best(logits, batch, 0, parts)  # type: ignore[misc]
+    usual = default_batch(rows, share)
+    yield "default", lambda _: default(logits, usual)
     for name, masked in (("masked 0", 0), ("masked 1", 1), ("masked half", max(1, rows // 2))):
         batch = batch_of(rows, share, 1.0, masked)
         yield name, lambda parts, batch=batch: adjust(logits, batch, 0, parts)  # type: ignore[misc]

@@ -5,7 +5,19 @@ import pytest
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.errors import ConfigError
 from engine.geometry import KVGroup
-from engine.memory import CACHED_TOKENS, CPU_BYTES, Need, cpu_budget, gpu_budget, pool_pages
+from engine.memory import (
+    CACHED_TOKENS,
+    CPU_BYTES,
+    PIECE_LOGITS,
+    PIECES,
+    Need,
+    adjustment_bytes,
+    buckets,
+    cpu_budget,
+    gpu_budget,
+    pool_pages,
+    sampling_bytes,
+)
 from engine.plan import DEPTH
 from tests.support.engine.conversations import AT_ONCE, GROUPS, WINDOW, Server, Trace, unlimited
 
@@ -30,6 +42,25 @@ def test_a_budget_is_the_share_less_what_is_taken() -> None:
     assert gpu_budget(1001, 0, 0.5) == 500
     assert gpu_budget(1000, 950, 0.9) == -50
     assert [cpu_budget(tp) for tp in (1, 4)] == [CPU_BYTES, CPU_BYTES // 4]
+
+
+def test_tables_of_adjustments_are_for_all_slots_and_the_paddings() -> None:
+    """`max_seqs` slots and one for padding rows take equal parts, at every cut of the vocabulary."""
+    for tp in (1, 3, 4):
+        sizes = [adjustment_bytes(slots, 262_144, tp) for slots in (7, 8)]
+        assert sizes[1] == 9 * (sizes[1] - sizes[0]) > 0
+
+
+def test_what_sampling_takes_is_reserved() -> None:
+    """Logits of the largest padded step thrice, and pieces whatever the slots: 1.1 GB for 256 slots and a whole vocabulary. Were
+    only one row's reserved, or `max_seqs` without their padding, it would be less."""
+    assert buckets(250)[-1] == 256
+    assert buckets(300)[-1] == 320
+    for slots, rows, tp in ((250, 256, 1), (300, 320, 4), (1, 1, 1)):
+        logits = 4 * rows * 262_144 // tp
+        taken = sampling_bytes(slots, 262_144, tp) - adjustment_bytes(slots, 262_144, tp)
+        assert taken == 3 * logits + 4 * PIECES * PIECE_LOGITS
+    assert 3 * 4 * 256 * 262_144 + 4 * PIECES * PIECE_LOGITS > 1.1e9
 
 
 def test_sliding_by_need_and_full_by_what_is_left() -> None:

@@ -1,10 +1,13 @@
 """Filtered rows over a vocabulary of 262 144 on a GPU: the sorting reference's tokens, in a graph, and how long it takes."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
 
 from kernels import sample
+from kernels.candidates import block_peaks, candidates, choose_candidates
 from kernels.filters import Share, filtered_tokens, scaled_rows
 from kernels.sampling_batch import SamplingBatch, SlotParameters
 from tests.bench.timing import microseconds
@@ -58,3 +61,40 @@ def test_tokens_are_the_references(name: str, spread: float) -> None:
         print(f"{name}, {rows} rows, spread {spread}: {us:.0f} us; {cut} rows cut, {wrong} tokens other")
         assert wrong <= rows // 50
         assert cut > 2 * wrong or rows < 100 or spread > 1
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("top_k", [1, 64, 128])
+def test_candidates_hold_what_a_small_top_k_keeps(top_k: int, ranks: int) -> None:
+    """Tokens of the default request, and of the least and the largest small top_k, are those of the sorting reference; with half
+    the k, or without top_p, some are others. Printed: microseconds of one rank in a graph, the gather apart."""
+    for rows in (1, 100, 256):
+        torch.manual_seed(rows)
+        logits = torch.randn(rows, VOCAB, device=DEVICE) * 3
+        slots, empty = torch.arange(rows, dtype=torch.int32, device=DEVICE), torch.zeros(0, dtype=torch.int32, device=DEVICE)
+        parameters = parameters_of(rows, top_k, 0.95, 0.0)
+        tokens, chosen = torch.zeros((rows, 9), dtype=torch.int32, device=DEVICE), torch.zeros_like(slots)[:, None].repeat(1, 2)
+        batch = SamplingBatch(slots, torch.full_like(slots, 7), parameters, tokens, empty, SOFTCAP)
+        slices = [part.contiguous() for part in logits.chunk(ranks, dim=1)]
+
+        def best(rank: int, batch: SamplingBatch = batch, slices: Sequence[Tensor] = slices) -> Tensor:
+            return candidates(slices[rank], block_peaks(slices[rank], batch), batch, rank * VOCAB // ranks)
+
+        gathered = torch.cat([best(rank) for rank in range(ranks)], dim=1)
+
+        def run(batch: SamplingBatch = batch, chosen: Tensor = chosen, gathered: Tensor = gathered) -> Tensor:
+            choose_candidates(gathered, batch, chosen)
+            return chosen[:, 0]
+
+        found = run().clone()
+        seeds, capped, ahead = parameters.integers[:, 0], sample.cap(logits, SOFTCAP), torch.full_like(slots, 8).long()
+        one, none = torch.ones(rows, device=DEVICE), torch.zeros(rows, device=DEVICE)
+        kept = torch.full_like(seeds, top_k)
+        want = sample.choose_filtered(capped, one, seeds, ahead, kept, 0.95 * one, none)
+        wrong = int((found != want).sum())
+        print(f"top_k {top_k}, {rows} rows of {ranks} ranks: {microseconds(lambda: best(0), DEVICE):.0f} us, "
+              f"the choice {microseconds(run, DEVICE):.0f} us; {wrong} tokens other")  # fmt: skip
+        assert wrong <= rows // 50
+        if rows >= 100 and top_k > 1:
+            for other in ((kept // 2, 0.95 * one), (kept, one)):
+                assert int((found != sample.choose_filtered(capped, one, seeds, ahead, *other, none)).sum()) > 3 * wrong + 1

@@ -132,6 +132,20 @@ def interpreted_flat_rows(spread: float) -> None:
         assert drawn(it, 1)[0][:-1, 0].tolist() == it.want[:-1]
 
 
+def interpreted_what_is_listed_is_just_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the listed blocks hold 0.95 of the mass that top_p keeps, the others are read too: an id there is kept only if what
+    stands above it, wherever that is, holds less."""
+    monkeypatch.setattr(kernels.filters, "_LISTED", 2)
+    it = case(0, 0.1)
+    it.parameters.integers[:, 1:], it.parameters.floats[:] = 0, torch.tensor([1.0, 0.5, 0.0])
+    it.parameters.stop[:] = -1
+    it = replace(it, logits=it.logits.clamp(-1, 1), suppress=it.suppress[:0])
+    it.logits[:, 64:192] += 2.3
+    mass = sample.cap(it.logits, SOFTCAP).softmax(-1)
+    assert ((mass[:, 64:192].sum(-1) / 0.5 - 0.95).abs() < 0.03).all()
+    assert drawn(it, 1)[0][:-1, 0].tolist() == it.want[:-1]
+
+
 def interpreted_faults_are_seen() -> None:
     """Other filters, another seed, rows of another rank, or a token that nothing filtered give other tokens."""
     it = case(4)

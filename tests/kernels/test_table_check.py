@@ -183,6 +183,11 @@ def test_each_fault_in_a_copy_is_recorded(window: int | None) -> None:
     assert all(record[2] == int(tables.slots[1]) and record[6] == 1 for record in found[:-1])
 
 
+def interpreted_each_planted_fault_is_recorded() -> None:
+    """The kernel records each fault too, a null page that both sides hold among them."""
+    test_each_planted_fault_is_recorded()
+
+
 def interpreted_copies_equal_the_reference() -> None:
     """The same records and repairs, sampled and not, with a window and without; a fault more is a record more."""
     for seed, window, every in ((0, None, 1), (1, 128, 1), (2, None, 4)):

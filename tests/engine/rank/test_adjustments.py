@@ -16,7 +16,7 @@ from engine.protocol import SamplingParams
 from engine.rank.adjustments import Adjustments
 from engine.rank.parallel import Single
 from engine.rank.sampler import Sampler
-from kernels.adjust import PLAN_STEP, adjust
+from kernels.adjust import IN_PROMPT, MOST_COUNTED, PLAN_STEP, adjust
 from kernels.sampling_batch import SamplingBatch, SlotParameters
 from tests.support import interpreter
 from tests.support.engine.adjusted_logits import AdjustedSequence, random_sequence
@@ -204,6 +204,35 @@ def test_counts_follow_what_is_generated(size: int) -> None:
     assert max(run_ranks(size, lambda parallel: run(parallel if size > 1 else Single(), None))) < TOLERANCE
     if size == 1:
         assert run(Single(), 20) > 100 * TOLERANCE
+
+
+def test_a_slot_forgets_its_last_tenant() -> None:
+    """A sequence that adjusts nothing, in the slot of one that did, has the logits of a slot that nobody had; the first had not."""
+    rank, logits = RankTables(Single()), logits_of(1, 7)
+    first = AdjustedSequence([1, 2, 2], 1, LogitAdjustments(bias=((3, 9.0),), frequency_penalty=1.5, bad_words=((4,),)))
+    rank.admit({5: first})
+    fresh = RankTables(Single()).adjusted(logits, {5: AdjustedSequence([1, 2], 1)})
+    assert not torch.equal(rank.adjusted(logits, {5: first}), fresh)
+    rank.adjustments.admit([Admission(5, 2, [1, 2], 1, SamplingParams(max_tokens=1))])
+    assert rank.adjustments.of(np.array([5]), STEP) == [False]
+    assert torch.equal(rank.adjusted(logits, {5: AdjustedSequence([1, 2], 1)}), fresh)
+
+
+def test_a_count_ends_at_its_bound() -> None:
+    """An id that was generated more often than a count can say counts as the most that it can, at admission and behind it, and
+    never as one of the prompt's."""
+    often = AdjustedSequence([1, *[2] * (MOST_COUNTED + 5)], 1, LogitAdjustments(frequency_penalty=0.1, repetition_penalty=2.0))
+    rank = RankTables(Single())
+    rank.admit({5: often})
+    assert rank.adjustments.tables.counts[5, [1, 2, 3]].tolist() == [-IN_PROMPT, MOST_COUNTED, 0]
+    few = AdjustedSequence([1, 2, 2], 1, often.wanted)
+    rank.admit({5: few})
+    rank.adjustments.tables.counts[5, 2] = MOST_COUNTED
+    rank.adjusted(logits_of(1, 0), {5: few.longer(2)})
+    assert rank.adjustments.tables.counts[5, [1, 2, 3]].tolist() == [-IN_PROMPT, MOST_COUNTED, 0]
+    rank.adjustments.tables.counts[5, 2] = MOST_COUNTED - 1
+    rank.adjusted(logits_of(1, 0), {5: few.longer(2)})
+    assert rank.adjustments.tables.counts[5, 2] == MOST_COUNTED
 
 
 # ---- what is sampled
@@ -401,6 +430,11 @@ def interpreted_slices_are_the_formulas(rank: int, size: int, parts: int) -> Non
 
 def adjusts(sequence: AdjustedSequence) -> bool:
     return sequence.allowed is not None or sequence.wanted != LogitAdjustments()
+
+
+def interpreted_a_count_ends_at_its_bound() -> None:
+    """The kernel's too."""
+    test_a_count_ends_at_its_bound()
 
 
 class OneOf(Single):

@@ -13,10 +13,13 @@ from torch import Tensor
 from engine.config import EngineConfig, engine_config
 from engine.logit_adjustments import LogitAdjustments
 from engine.plan import Admission, PageAppend, PrefillChunk, StepPlan, StepResult, encode_plan, read_header
-from engine.protocol import Logprobs, SamplingParams
+from engine.protocol import MAX_ALTERNATIVES, Logprobs, SamplingParams
 from engine.rank.batch import ForwardBatch
 from engine.rank.runner import Launched, Runner
+from engine.rank.sampler import SpecialRows
 from engine.rank.worker import Rank, build
+from kernels.choose import ROW_ERROR
+from kernels.sampling_batch import SamplingBatch
 from tests.conftest import Nano
 from tests.support.engine.adjusted_logits import AdjustedSequence
 from tests.support.engine.ranks import finish, run, single
@@ -73,6 +76,40 @@ def test_a_part_that_did_not_come_while_steps_were_captured_ends_the_start(runne
     errors += 1
     with pytest.raises(RuntimeError, match="did not come in time while decode steps were captured"):
         runner.capture()
+
+
+def test_a_sum_that_failed_gives_no_tokens(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that is flagged because another rank's part did not come ends the step with an error; without the flag it has one."""
+    sample, flag = runner._sampler.sample, 0
+
+    def flagged(*arguments: object) -> tuple[Tensor, Tensor | None]:
+        chosen, logprobs = sample(*arguments)
+        chosen[1, 1] |= flag
+        return chosen, logprobs
+
+    monkeypatch.setattr(runner._sampler, "sample", flagged)
+    assert len(run(runner, first_plan()).rows) == 2
+    flag = ROW_ERROR
+    with pytest.raises(RuntimeError, match="step 2: another rank's part of an all-reduce did not come in time"):
+        run(runner, StepPlan(2, decodes=[0, 2]))
+
+
+def test_samplers_are_warmed_with_all_that_a_step_may_ask(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows of the largest bucket, with a small top_k, other filters and logprobs, adjusted and not: what they take of memory is
+    found at the start, not by the first step that is so large."""
+    warmed: list[tuple[int, bool, SpecialRows]] = []
+    sample = runner._sampler.sample
+
+    def seen(logits: Tensor, batch: SamplingBatch, ballot: None, special: SpecialRows) -> tuple[Tensor, Tensor | None]:
+        warmed.append((len(logits), batch.adjustments is not None, special))
+        return sample(logits, batch, ballot, special)
+
+    monkeypatch.setattr(runner._sampler, "sample", seen)
+    runner.warm()
+    most = SpecialRows(small_top_k=True, filtered=range(3), reported=range(3), alternatives=MAX_ALTERNATIVES)
+    assert (3, False, most) in warmed
+    assert (3, True, most) in warmed
+    assert [rows for rows, adjusted, _ in warmed if not adjusted] == [1, 2, 3]
 
 
 def test_what_warms_a_runner_leaves_nothing_behind(rank: Rank, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,11 @@ from engine.plan import Admission, PageAppend, PageRelease, PrefillChunk, StepPl
 from engine.protocol import SamplingParams
 from engine.rank.batch import ForwardBatch
 from engine.rank.kv import GroupCache, KVCache
-from engine.rank.sampler import SamplingRows
-from engine.rank.slots import SlotState
+from engine.rank.parallel import Single
+from engine.rank.sampler import Sampler, SpecialRows
+from engine.rank.slots import ResultRows, SlotState
 from engine.rank.step import StepBuffers
+from kernels.sampling_batch import SMALL_TOP_K
 from kernels.slots import clear, put
 
 pytestmark = pytest.mark.cpu
@@ -42,11 +44,9 @@ class Rank:
             return self.step.mixed(view, uploaded)
         return self.step.decodes(uploaded, len(plan.decodes) + padding) if plan.decodes else None
 
-    def sampling(self, plan: StepPlan, batch: ForwardBatch) -> SamplingRows:
+    def results(self, plan: StepPlan) -> ResultRows:
         """How the rows of the plan's results sample."""
-        rows = torch.arange(batch.rows) if batch.logit_rows is None else batch.logit_rows
-        results = self.slots.result_rows(read_plan(encode_plan(plan)).result_slots, plan.step)
-        return self.slots.sampling_rows(results, batch.slots[rows], batch.positions[rows])
+        return self.slots.result_rows(read_plan(encode_plan(plan)).result_slots, plan.step)
 
 
 def state() -> Rank:
@@ -156,12 +156,12 @@ def run_plans(seed: int, plant_fault: Callable[[StepPlan], StepPlan]) -> None:
             assert list(zip(batch.slots.tolist(), batch.positions.tolist(), batch.ids.tolist(), strict=True)) == inputs
             assert batch.logit_rows is None or batch.logit_rows.tolist() == wanted
             assert [(chunk.slot, chunk.start) for chunk in batch.chunks] == [inputs[chunk.offset][:2] for chunk in batch.chunks]
-            rows = slots.result_rows(read_plan(encode_plan(plan)).result_slots, plan.step)
+            rows = rank.results(plan)
             assert rows.slots.tolist() == plan.result_slots
             assert rows.numbers.tolist() == [model.sequences[slot].number for slot in plan.result_slots]
             sampled = [model.rng.randrange(1000) for _ in plan.result_slots]
             index = torch.tensor(wanted, dtype=torch.int64)
-            slots.store(batch.slots[index], batch.positions[index], torch.tensor(sampled, dtype=torch.int64))
+            put(slots.tokens, batch.slots[index].long(), batch.positions[index].long() + 1, torch.tensor(sampled))
             for slot, token in zip(plan.result_slots, sampled, strict=True):
                 model.sequences[slot].tokens.append(token)
         compare(slots, model)
@@ -194,29 +194,45 @@ def test_sampling_parameters_live_with_their_tenant() -> None:
         admissions=[Admission(0, 1, [5, 6], 2, first), Admission(2, 2, [5, 6, 7], 3, second)],
         chunks=[PrefillChunk(2, 0, 3, 2), PrefillChunk(0, 0, 2, 1)],
     )
-    batch = rank.run(plan)
-    assert batch is not None
-    sampling = rank.sampling(plan, batch)
-    assert (sampling.greedy, sampling.plain, sampling.filtered) == ([0], [], [1])
-    assert sampling.positions.tolist() == [3, 2]
-    assert sampling.seeds.tolist() == [0, seed]
-    assert sampling.top_k.tolist() == [0, 5]
-    wanted = torch.tensor([[0.0, 1.0, 0.0], [0.7, 0.9, 0.1]])
-    assert torch.equal(torch.stack([sampling.temperature, sampling.top_p, sampling.min_p], 1), wanted)
-    assert sampling.logprobs == [None, 4]
-    assert set(sampling.forbidden[1].tolist()) == {-1, *range(30)}
+    rank.run(plan)
+    rows, parameters = rank.results(plan), rank.slots.parameters
+    assert rows.special == SpecialRows(small_top_k=True, filtered=[], reported=[1], alternatives=4)
+    assert rows.logprobs == [None, 4]
+    assert parameters.integers[[2, 0]].tolist() == [[0, 0, 4], [seed, 5, 4]]
+    assert torch.equal(parameters.floats[[2, 0]], torch.tensor([[0.0, 1.0, 0.0], [0.7, 0.9, 0.1]]))
+    assert set(parameters.stop[0].tolist()) == {-1, *range(30)}
     again = StepPlan(2, admissions=[Admission(0, 3, [1], 1, second)], chunks=[PrefillChunk(0, 0, 1, 0)])
-    batch = rank.run(again)
-    assert batch is not None
-    sampling = rank.sampling(again, batch)
-    assert sampling.greedy == [0]
-    assert set(sampling.forbidden[0].tolist()) == {-1, 9}
-    assert sampling.seeds.tolist() == [0]
+    rank.run(again)
+    assert rank.results(again).special == SpecialRows(reported=[], filtered=[])
+    assert set(parameters.stop[0].tolist()) == {-1, 9}
+    assert parameters.integers[0].tolist() == [0, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("params", "small", "other"),
+    [
+        ({"top_k": SMALL_TOP_K}, True, []),
+        ({"top_k": 64, "top_p": 0.95, "min_p": 0.1}, True, []),
+        ({"top_k": SMALL_TOP_K + 1}, False, [0]),
+        ({"top_p": 0.9}, False, [0]),
+        ({"min_p": 0.1}, False, [0]),
+        ({"top_k": 5, "temperature": 0.0}, False, []),
+        ({}, False, []),
+    ],
+)
+def test_which_op_filters_a_row(params: dict[str, float], small: bool, other: list[int]) -> None:
+    """A top_k up to SMALL_TOP_K is decided by candidates, whatever cuts behind it; other filters by whole logits; greedy and plain
+    rows by neither."""
+    rank = state()
+    sampling = SamplingParams(**({"max_tokens": 1, "temperature": 1.0} | params))
+    plan = StepPlan(1, admissions=[Admission(1, 1, [5, 6], 2, sampling)], chunks=[PrefillChunk(1, 0, 2, 1)])
+    rank.run(plan)
+    assert rank.results(plan).special == SpecialRows(small, other, [])
 
 
 def test_stop_ids_are_masked_until_min_tokens_are_out() -> None:
     """With min_tokens 2, exactly the first two generated tokens may not be stop ids, also after a preemption."""
-    params = SamplingParams(max_tokens=9, min_tokens=2, stop_ids=(9,))
+    params, sampler = SamplingParams(max_tokens=9, min_tokens=2, stop_ids=(9,)), Sampler(Single(), 10, None, (), CPU)
     for done in range(4):  # tokens generated before this admission
         rank = state()
         known = 3 + done
@@ -225,7 +241,10 @@ def test_stop_ids_are_masked_until_min_tokens_are_out() -> None:
         for step in range(4):
             batch = rank.run(plan)
             assert batch is not None
-            masked.append(bool((rank.sampling(plan, batch).forbidden == 9).any()))
+            row = slice(None) if batch.logit_rows is None else batch.logit_rows
+            rows = sampler.batch(batch.slots[row], batch.positions[row], rank.slots.parameters, rank.slots.tokens)
+            chosen, _ = sampler.sample(torch.arange(10.0)[None], rows, None)
+            masked.append(chosen[0, 0] != 9)
             plan = StepPlan(2 + step, decodes=[1])
         assert masked == [done + more < 2 for more in range(4)]
 

@@ -139,11 +139,11 @@ def unknown_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("unknown_gpu")
 def test_a_wrong_kernel_is_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the check finds is distrusted and said; a joint takes sampling with it; a GPU that we know is not asked."""
+    """What the check finds is distrusted and said; a GPU that we know is not asked."""
     cuda = torch.device("cuda", 0)
     monkeypatch.setattr(selfcheck, "failures", lambda _: [Failure("kernels.joint", "a joint of one rank", 0.5)])
     said = start_checks.check_kernels(Single(), cuda)
-    assert distrusted() == {"kernels.joint", "kernels.choose"}
+    assert distrusted() == {"kernels.joint"}
     assert "a joint of one rank (kernels.joint) is wrong by 0.5: plain torch in its place" in said
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     assert start_checks.check_kernels(Single(), cuda) == []
