@@ -23,7 +23,7 @@ from deploy.models.public_shapes import PUBLIC, ModelShape, config
 from engine.config import EngineConfig, declared
 from engine.errors import ConfigError
 from engine.geometry import KVGroup, kv_groups, read_geometry
-from engine.memory import cpu_budget, gpu_kv_budget, longest_sequence
+from engine.memory import cpu_budget, gpu_kv_budget, longest_sequence, sampling_bytes
 
 if TYPE_CHECKING:
     from deploy.settings import Settings
@@ -80,10 +80,15 @@ class Sizing:
 
         engine = msgspec.structs.replace(self.config, max_seqs=slots, pages=None)
         try:
-            pages = pages_of(engine, self.budget)
+            pages = pages_of(engine, self.budget + _for_sampling(self.config) - _for_sampling(engine))
         except ConfigError:
             return False
         return all(_holds(pool.group, count, tokens) >= slots for pool, count in zip(self.pools, pages, strict=True))
+
+
+def _for_sampling(engine: EngineConfig) -> int:
+    """Bytes of a GPU that the budget leaves out; they grow with max_seqs."""
+    return 0 if engine.device == "cpu" else sampling_bytes(engine.max_seqs, read_geometry(Path(engine.model)).vocab, engine.tp)
 
 
 def _holds(group: KVGroup, pages: int, tokens: int) -> int:

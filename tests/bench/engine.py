@@ -117,7 +117,8 @@ def told(args: argparse.Namespace, size: int, firsts: list[Run], wholes: list[Ru
     first, whole = min(run.seconds for run in firsts), min(run.seconds for run in wholes)
     beside, steady = min(run.beside for run in wholes), min(run.steady for run in wholes)
     step = 1e3 * (whole - first) / args.tokens
-    peers = PEERS.get((args.model.split(":")[-1], args.tp, size)) if args.shard_of == 1 else None
+    compared = args.shard_of == 1 and args.sampling == "greedy"
+    peers = PEERS.get((args.model.split(":")[-1], args.tp, size)) if compared else None
     against = f"  vLLM {peers[0]:.2f} ({peers[0] / step:.2f}x), SGLang {peers[1]:.2f} ({peers[1] / step:.2f}x)" if peers else ""
     seen = {"prefill": [run.seconds for run in firsts], "beside": [run.beside for run in wholes]}
     each = "  ".join(f"{name} {min(all_):.4f} s [{' '.join(f'{one:.4f}' for one in all_)}]" for name, all_ in seen.items())

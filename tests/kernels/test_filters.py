@@ -140,7 +140,7 @@ def interpreted_what_is_listed_is_just_not_enough(monkeypatch: pytest.MonkeyPatc
     it.parameters.integers[:, 1:], it.parameters.floats[:] = 0, torch.tensor([1.0, 0.5, 0.0])
     it.parameters.stop[:] = -1
     it = replace(it, logits=it.logits.clamp(-1, 1), suppress=it.suppress[:0])
-    it.logits[:, 64:192] += 2.3
+    it.logits[:, 64:192] = 2.3
     mass = sample.cap(it.logits, SOFTCAP).softmax(-1)
     assert ((mass[:, 64:192].sum(-1) / 0.5 - 0.95).abs() < 0.03).all()
     assert drawn(it, 1)[0][:-1, 0].tolist() == it.want[:-1]
