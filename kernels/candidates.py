@@ -136,17 +136,17 @@ def _scaled(
 
 @triton.jit
 def _ordered(x: tl.tensor) -> tl.tensor:
-    """fp32 -> int64 in [0, 2^32), in the same order."""
+    """fp32 -> int32 in the same order, above -2^31; of such an integer, the bits that it came from."""
     bits = x.to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _among_best(orders: tl.tensor, count: tl.tensor) -> tl.tensor:
     """Whether each is among the `count` highest; equal ones: the first. The lowest of them is found bit by bit."""
-    key = tl.full([], 0, tl.int64)
+    key = tl.full([], -2147483648, tl.int32)
     for bit in range(32):
-        trial = key | (tl.full([], 2147483648, tl.int64) >> bit)
+        trial = key ^ (tl.full([], 1, tl.int32) << (31 - bit))
         key = tl.where(tl.sum((orders >= trial).to(tl.int32), 0) >= count, trial, key)
     over, equal = (orders > key).to(tl.int32), (orders == key).to(tl.int32)
     return (over > 0) | ((equal > 0) & (tl.cumsum(equal, 0) <= count - tl.sum(over, 0)))
@@ -184,7 +184,7 @@ def _candidates(
     slot = tl.load(slots + row).to(tl.int64)
     if _is_small(integers, floats, slot, GREEDY, SMALL):
         block = tl.arange(0, WIDTH)
-        orders = tl.where(block < NB, _ordered(tl.load(peaks + row * NB + block, block < NB, float("-inf"))), -1)
+        orders = tl.where(block < NB, _ordered(tl.load(peaks + row * NB + block, block < NB, float("-inf"))), -2147483648)
         FEW: tl.constexpr = min(SMALL, NB)
         member = _among_best(orders, FEW)
         list_ = listed + row * SMALL
@@ -196,7 +196,7 @@ def _candidates(
         live = live & (entry < N)
         x = _scaled(logits + row * N + entry, live, capped, row, tl.load(floats + slot * 3), cap, CAP)
         COUNT: tl.constexpr = min(SMALL, N)
-        kept = _among_best(tl.where(live, _ordered(x), -1), COUNT)
+        kept = _among_best(tl.where(live, _ordered(x), -2147483648), COUNT)
         out = best + row * SMALL * 2
         at = tl.cumsum(kept.to(tl.int32), 0) - 1
         tl.store(out + at * 2, x, kept)
@@ -225,7 +225,7 @@ def _choose_candidates(
         top_k = tl.load(integers + slot * 3 + 1).to(tl.int32)
         top_p, min_p = tl.load(floats + slot * 3 + 1), tl.load(floats + slot * 3 + 2)
         peak = tl.max(x, 0)
-        left = _among_best(tl.where(live, _ordered(x), -1), top_k) & (x > float("-inf"))
+        left = _among_best(tl.where(live, _ordered(x), -2147483648), top_k) & (x > float("-inf"))
         mass = tl.where(left, tl.exp(x - peak), 0.0)
         total = tl.sum(mass, 0)
         left = left & (x >= tl.where(min_p > 0.0, peak + tl.log(tl.maximum(min_p, 1e-38)), float("-inf")))

@@ -180,8 +180,7 @@ def _listed(
 @triton.jit
 def _value(order: tl.tensor) -> tl.tensor:
     """What `_ordered` made it of."""
-    bits = (order - 2147483648).to(tl.int32)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return _ordered(order).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -204,9 +203,9 @@ def _kth_key(
     line: tl.tensor, listed: tl.tensor, count: tl.tensor, k: tl.tensor, V: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr
 ) -> tl.tensor:
     """The order of the k-th largest listed value, found from its highest bit to its lowest."""
-    key = tl.full([], 0, tl.int64)
+    key = tl.full([], -2147483648, tl.int32)
     for bit in range(32):
-        trial = key | (tl.full([], 2147483648, tl.int64) >> bit)
+        trial = key ^ (tl.full([], 1, tl.int32) << (31 - bit))
         above = 0
         for at in range(0, count, TILE):
             _, x = _listed(line, listed, at, count, V, BLOCK, TILE)
@@ -242,10 +241,10 @@ def _filter(
             floor = tl.where(min_p > 0.0, peak + tl.log(tl.maximum(min_p, 1e-38)), float("-inf"))
             # the blocks that can hold what is kept
             wanted = tl.minimum(tl.where(top_k > 0, top_k, TILE), NB)
-            orders = tl.where(block < NB, _ordered(highest), -1)
-            key = tl.full([], 0, tl.int64)
+            orders = tl.where(block < NB, _ordered(highest), -2147483648)
+            key = tl.full([], -2147483648, tl.int32)
             for bit in range(32):
-                trial = key | (tl.full([], 2147483648, tl.int64) >> bit)
+                trial = key ^ (tl.full([], 1, tl.int32) << (31 - bit))
                 key = tl.where(tl.sum((orders >= trial).to(tl.int32), 0) >= wanted, trial, key)
             only_floor = (top_k == 0) & (min_p > 0.0)
             member = tl.where(only_floor, (highest >= floor) & (block < NB), orders >= key)

@@ -94,29 +94,17 @@ def test_a_sum_that_failed_gives_no_tokens(runner: Runner, monkeypatch: pytest.M
         run(runner, StepPlan(2, decodes=[0, 2]))
 
 
-def test_samplers_are_warmed_with_all_that_a_step_may_ask(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All rows of the largest bucket, with a small top_k, other filters and logprobs, adjusted and not: what they take of memory is
-    found at the start, not by the first step that is so large."""
-    warmed: list[tuple[int, bool, SpecialRows]] = []
-    sample = runner._sampler.sample
-
-    def seen(logits: Tensor, batch: SamplingBatch, ballot: None, special: SpecialRows) -> tuple[Tensor, Tensor | None]:
-        warmed.append((len(logits), batch.adjustments is not None, special))
-        return sample(logits, batch, ballot, special)
-
-    monkeypatch.setattr(runner._sampler, "sample", seen)
-    runner.warm()
-    most = SpecialRows(small_top_k=True, filtered=range(3), reported=range(3), alternatives=MAX_ALTERNATIVES)
-    assert (3, False, most) in warmed
-    assert (3, True, most) in warmed
-    assert [rows for rows, adjusted, _ in warmed if not adjusted] == [1, 2, 3]
-
-
 def test_what_warms_a_runner_leaves_nothing_behind(rank: Rank, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefills of every number of rows that products have a tile for, and of the whole budget, run in the null page; behind them it
-    is zero again, and plans give what they give without. They did write there."""
+    is zero again, and plans give what they give without. They did write there. Samplers run with all that a step may ask, adjusted
+    and not, up to the largest bucket: a step that is so large finds the memory that it takes."""
     sizes: list[int] = []
-    forward, report = runner._model.forward, runner._prompt_logprobs
+    sampled: list[tuple[int, bool, SpecialRows]] = []
+    forward, report, sample = runner._model.forward, runner._prompt_logprobs, runner._sampler.sample
+
+    def seen_sampling(logits: Tensor, batch: SamplingBatch, ballot: None, special: SpecialRows) -> tuple[Tensor, Tensor | None]:
+        sampled.append((len(logits), batch.adjustments is not None, special))
+        return sample(logits, batch, ballot, special)
 
     def seen(batch: ForwardBatch, *rest: object) -> Tensor:
         sizes.append(batch.rows)
@@ -129,8 +117,12 @@ def test_what_warms_a_runner_leaves_nothing_behind(rank: Rank, runner: Runner, m
     with monkeypatch.context() as patch:
         patch.setattr(runner._model, "forward", seen)
         patch.setattr(runner, "_prompt_logprobs", written)
+        patch.setattr(runner._sampler, "sample", seen_sampling)
         runner.warm()
     assert sizes == [1, 2, 4, 8, 16, 32, 64, 128, 256, 256]
+    most = SpecialRows(small_top_k=True, filtered=range(3), reported=range(3), alternatives=MAX_ALTERNATIVES)
+    assert sampled[-2:] == [(3, False, most), (3, True, most)]
+    assert [rows for rows, adjusted, _ in sampled if adjusted] == [1, 2, 3]
     assert not any(bool(group.pool.any() or group.table.any()) for group in runner.slots.cache)
     assert not runner.slots.lengths.any()
     plain = build(rank, PAGES)
