@@ -56,7 +56,7 @@ def candidates(logits: Tensor, peaks: Tensor, batch: SamplingBatch, first: int) 
         _candidates, (rows,),
         logits, batch.slots, parameters.integers, parameters.floats, batch.capped, batch.softcap or 1.0, peaks, listed, best, first,
         NB=blocks, WIDTH=next_power_of_2(blocks), N=n, CAP=batch.softcap is not None, GREEDY=GREEDY_BELOW, SMALL=SMALL_TOP_K,
-        BLOCK=_BLOCK, warps=8,
+        BLOCK=_BLOCK, warps=16,
     )  # fmt: skip
     return best
 
