@@ -270,7 +270,7 @@ class Runner:
             if (end := mark(self._device)) is not None:
                 end.synchronize()  # the plan's staging memory is used again
         hidden = self._model.forward(batch, self._cache, self._attention)
-        for rows in self._buckets:
+        for rows in reversed(self._buckets):  # memory that the largest took does for the others
             everything = SpecialRows(small_top_k=True, filtered=range(rows), reported=range(rows), alternatives=MAX_ALTERNATIVES)
             ends = replace(batch, slots=batch.slots[-1:].repeat(rows), positions=batch.positions.new_full((rows,), -1))
             for plan_of_masks in (None, uploaded):

@@ -121,8 +121,8 @@ def test_what_warms_a_runner_leaves_nothing_behind(rank: Rank, runner: Runner, m
         runner.warm()
     assert sizes == [1, 2, 4, 8, 16, 32, 64, 128, 256, 256]
     most = SpecialRows(small_top_k=True, filtered=range(3), reported=range(3), alternatives=MAX_ALTERNATIVES)
-    assert sampled[-2:] == [(3, False, most), (3, True, most)]
-    assert [rows for rows, adjusted, _ in sampled if adjusted] == [1, 2, 3]
+    assert sampled[:2] == [(3, False, most), (3, True, most)]
+    assert [rows for rows, adjusted, _ in sampled if adjusted] == [3, 2, 1]
     assert not any(bool(group.pool.any() or group.table.any()) for group in runner.slots.cache)
     assert not runner.slots.lengths.any()
     plain = build(rank, PAGES)
