@@ -69,11 +69,11 @@ def first_plan(params: tuple[SamplingParams, SamplingParams] = (GREEDY, SAMPLED)
 
 def test_a_part_that_did_not_come_while_steps_were_captured_ends_the_start(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     """The inboxes' error flag is looked at behind the capture, not by the first request; without it the start goes on."""
-    errors = torch.zeros(1, dtype=torch.int32)
+    joints = SimpleNamespace(failed=False)
     monkeypatch.setattr(runner, "graphs_of", lambda sizes: None)
-    monkeypatch.setattr(runner, "_inboxes", SimpleNamespace(joints=SimpleNamespace(errors=errors)))
+    monkeypatch.setattr(runner, "_inboxes", SimpleNamespace(joints=joints))
     runner.capture()
-    errors += 1
+    joints.failed = True
     with pytest.raises(RuntimeError, match="did not come in time while decode steps were captured"):
         runner.capture()
 
