@@ -174,7 +174,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=F
 
     `cached`, with its first tokens: how many of its prompt's were found in the prefix cache when it was first scheduled.
     `prompt_logprobs` come before the first tokens, in the prompt's order, none twice. `error` is a sentence for the client, with
-    `invalid` set when the request itself was at fault.
+    `invalid` set when the request itself was at fault, and then perhaps OpenAI's short `code`.
     """
 
     id: int
@@ -183,6 +183,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=F
     finish: FinishReason | None = None
     error: str | None = None
     invalid: bool = False
+    code: str | None = None
     cached: int = 0
     prompt_logprobs: list[PromptLogprobs] = []
 

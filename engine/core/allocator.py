@@ -43,11 +43,6 @@ class Allocator:
         self._sliding = next((pool for pool in self.pools if pool.group.window is not None), None)
         self.cache = None if share is None else PrefixCache(self._full, self._sliding, share)
 
-    def longest(self) -> int:
-        """Tokens of the longest sequence that fits the empty pools; its last token needs no page."""
-        whole = self._full.total * self.page
-        return whole + 1 - (self.width - 1)
-
     def worst_pages(self, index: int, tokens: int) -> int:
         """Pages of pool `index` that a sequence of `tokens` tokens needs at once when it runs a row at a time."""
         group, drafts = self.pools[index].group, self.width - 1

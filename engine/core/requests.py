@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from engine.core.allocator import Allocator
 from engine.core.segment import root_key
 from engine.core.sequence import Key, Sequence
+from engine.errors import InvalidRequest
 from engine.protocol import MAX_ALTERNATIVES, MAX_STOP_IDS, FinishReason, GenerateRequest, Output
 
 
@@ -31,9 +32,10 @@ class Counters:
 
 
 class Requests:
-    """The queue, the slots and the outputs. `waiting` and `running` are in order of precedence."""
+    """The queue, the slots and the outputs. `waiting` and `running` are in order of precedence. `longest`: tokens of one sequence
+    that the pools can hold."""
 
-    def __init__(self, allocator: Allocator, slots: int, max_len: int) -> None:
+    def __init__(self, allocator: Allocator, slots: int, max_len: int, longest: int) -> None:
         self.allocator = allocator
         self.counters = Counters()
         self.waiting: list[Sequence] = []
@@ -42,7 +44,7 @@ class Requests:
         self._slots = list(range(slots - 1, -1, -1))
         self._outputs: list[tuple[int, Output]] = []
         self._started: list[Key] = []
-        self._max_len = max_len
+        self._max_len, self._longest = max_len, longest
         self._arrivals = 0
         self._admissions = 0
 
@@ -69,14 +71,13 @@ class Requests:
     def add(self, client: int, request: GenerateRequest, *, masked: bool) -> None:
         """Queue a new request, or refuse it if it can never run here."""
         key = (client, request.id)
-        tokens, refusal = _prompt(request)
-        limit = 0
-        if refusal is None:
-            limit, refusal = self._limit(request, len(tokens))
-        if key in self._by_key:
-            refusal = f"request id {request.id} is already in use"
-        if refusal is not None:
-            self.refuse(client, request.id, refusal)
+        try:
+            tokens = _prompt(request)
+            limit = self._limit(request, len(tokens))
+            if key in self._by_key:
+                raise InvalidRequest(f"request id {request.id} is already in use")
+        except InvalidRequest as error:
+            self.refuse(client, request.id, error)
             return
         self._arrivals += 1
         root = root_key(0, request.salt)
@@ -85,25 +86,26 @@ class Requests:
         self._by_key[key] = sequence
         self._enqueue(sequence)
 
-    def _limit(self, request: GenerateRequest, prompt: int) -> tuple[int, str | None]:
-        """(length at which the request ends, None), or (0, why it is refused); `prompt`: its prompt tokens."""
+    def _limit(self, request: GenerateRequest, prompt: int) -> int:
+        """Length at which the request, with so many prompt tokens, ends; InvalidRequest if it can never run here."""
+        params = request.params
         if not prompt:
-            return 0, "the prompt is empty"
-        if len(request.params.stop_ids) > MAX_STOP_IDS:
-            return 0, f"{len(request.params.stop_ids)} stop ids, end ids included; at most {MAX_STOP_IDS} are possible"
-        if request.params.adjustments is not None and (excess := request.params.adjustments.excess()) is not None:
-            return 0, excess
-        if (request.params.prompt_logprobs or 0) > MAX_ALTERNATIVES:
-            return 0, f"prompt_logprobs must be at most {MAX_ALTERNATIVES}, not {request.params.prompt_logprobs}"
-        if request.params.max_tokens < 1:
-            return 0, f"max_tokens must be at least 1, not {request.params.max_tokens}"
+            raise InvalidRequest("the prompt is empty")
+        if len(params.stop_ids) > MAX_STOP_IDS:
+            raise InvalidRequest(f"{len(params.stop_ids)} stop ids, end ids included; at most {MAX_STOP_IDS} are possible")
+        if params.adjustments is not None and (excess := params.adjustments.excess()) is not None:
+            raise InvalidRequest(excess)
+        if (params.prompt_logprobs or 0) > MAX_ALTERNATIVES:
+            raise InvalidRequest(f"prompt_logprobs must be at most {MAX_ALTERNATIVES}, not {params.prompt_logprobs}")
+        if params.max_tokens < 1:
+            raise InvalidRequest(f"max_tokens must be at least 1, not {params.max_tokens}")
         if prompt + 1 > self._max_len:
-            return 0, f"the prompt has {prompt} tokens; with one to generate it exceeds the context of {self._max_len}"
-        limit = min(prompt + request.params.max_tokens, self._max_len)
-        fits = self.allocator.longest()
-        if limit > fits and (prompt + 1 > fits or not request.clip):
-            return 0, f"the request needs room for {limit} tokens; the KV cache holds at most {fits} of one request"
-        return min(limit, fits), None
+            raise _too_long(f"the prompt has {prompt} tokens; with one to generate it exceeds the context of {self._max_len}")
+        limit = min(prompt + params.max_tokens, self._max_len)
+        if limit > self._longest and (prompt + 1 > self._longest or not request.clip):
+            asked = f"the prompt has {prompt} tokens, and with those to generate the request needs room for {limit}"
+            raise _too_long(f"{asked}; the KV cache holds at most {self._longest} of one request")
+        return min(limit, self._longest)
 
     def admit(self, sequence: Sequence) -> None:
         """Give a waiting sequence a slot under a new admission number."""
@@ -139,10 +141,10 @@ class Requests:
 
     # -- outputs and ends
 
-    def refuse(self, client: int, request: int, reason: str) -> None:
+    def refuse(self, client: int, request: int, reason: InvalidRequest) -> None:
         """Count and answer a request that is not queued."""
         self.counters.refused += 1
-        self.emit(client, Output(id=request, finish=FinishReason.error, error=reason, invalid=True))
+        self.emit(client, Output(id=request, finish=FinishReason.error, error=str(reason), invalid=True, code=reason.code))
 
     def end(self, sequence: Sequence, output: Output, *, poisoned: bool = False) -> None:
         """The one place where a request ends. `poisoned`: what it computed was not finite."""
@@ -179,9 +181,13 @@ class Requests:
         return iter(outputs)
 
 
-def _prompt(request: GenerateRequest) -> tuple["array[int]", str | None]:
-    """(the prompt's tokens, None), or (nothing, why they cannot be read)."""
+def _prompt(request: GenerateRequest) -> "array[int]":
+    """The prompt's tokens; InvalidRequest if they cannot be read."""
     try:
-        return request.tokens, None
+        return request.tokens
     except ValueError as error:
-        return array("i"), f"the prompt could not be read: {error}"
+        raise InvalidRequest(f"the prompt could not be read: {error}") from error
+
+
+def _too_long(message: str) -> InvalidRequest:
+    return InvalidRequest(message, code="context_length_exceeded")

@@ -13,6 +13,8 @@ from engine.core.prefix import PrefixCache
 from engine.core.requests import Counters, Requests
 from engine.core.results import Results
 from engine.core.sequence import Key, Sequence
+from engine.errors import InvalidRequest
+from engine.memory import longest_sequence
 from engine.plan import StepPlan, StepResult
 from engine.protocol import AbortReason, FinishReason, GenerateRequest, Load, Output, PoolLoad
 
@@ -26,7 +28,8 @@ class Scheduler:
         self.config = config
         width = 1 + config.drafts
         self._allocator = Allocator(config.groups, config.pages, width, config.cache_share)
-        self._requests = Requests(self._allocator, config.max_seqs, config.max_len)
+        longest = longest_sequence(config.groups, config.pages, config.drafts)
+        self._requests = Requests(self._allocator, config.max_seqs, config.max_len, longest)
         self._results = Results(self._requests, width)
         self._planner = Planner(config, self._requests, self._allocator)
 
@@ -82,7 +85,7 @@ class Scheduler:
     def refuse(self, client: int, request: int, reason: str) -> None:
         """Count and answer a request that is not let in."""
         self.counters.received += 1
-        self._requests.refuse(client, request, reason)
+        self._requests.refuse(client, request, InvalidRequest(reason))
 
     def add(self, client: int, request: GenerateRequest, *, masked: bool = False) -> None:
         """Queue a request, or refuse it if it can never run here. `masked`: each token waits for `mask_ready`."""

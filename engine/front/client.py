@@ -252,7 +252,7 @@ class EngineClient:
         if output.tokens and entry.aborted is None:
             self._count_tokens(output, entry)
         if output.error is not None:
-            error = InvalidRequest(output.error) if output.invalid else GenerationFailed(output.error)
+            error = InvalidRequest(output.error, code=output.code) if output.invalid else GenerationFailed(output.error)
             self._end(output.id, "refused" if output.invalid else "error", error)
             return
         if output.finish is not None:

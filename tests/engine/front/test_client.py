@@ -147,14 +147,15 @@ def test_an_error_reaches_its_own_reader(invalid: bool, kind: type[Exception], c
         stream, neighbour = client.generate([1], PARAMS), client.generate([2], PARAMS)
         await core.send(Output(id=stream.id, tokens=[5]))
         await core.send(
-            Output(id=stream.id, finish=FinishReason.error, error="no room", invalid=invalid),
+            Output(id=stream.id, finish=FinishReason.error, error="no room", invalid=invalid, code="too_long"),
             Output(id=neighbour.id, tokens=[6], finish=FinishReason.stop),
         )
         await delivered()
         reader = aiter(stream)
         assert (await anext(reader)).tokens == [5]
-        with pytest.raises(kind, match="no room"):
+        with pytest.raises(kind, match="no room") as caught:
             await anext(reader)
+        assert getattr(caught.value, "code", None) == ("too_long" if invalid else None)
         assert await read(neighbour) == [6]
 
     counters = run_story(story).counters
