@@ -36,6 +36,7 @@ from engine.lifeline import Allocate, BootArgs, Configure, Loaded, RanksReady, R
 from engine.memory import longest_sequence, pages_of
 from engine.protocol import Control, encode_message, frame
 from engine.rank_status import RankStatus, StatusBlock
+from engine.step_masks import masks_capacity
 
 REDUCE_BYTES = 64 << 20  # sparse: pages that no rank touches cost nothing
 SPIN_POLLS = 2000
@@ -84,7 +85,7 @@ class Group:
         attention = choose_attention(config, capability.architecture, capability.flashinfer)
         config = msgspec.structs.replace(config, attention_decode=attention.decode, attention_extend=attention.extend)
         front, core = socket.socketpair()
-        with _shared(config.tp) as shared, core:
+        with _shared(config) as shared, core:
             group = cls(config, attention, front, map_shared(shared.status))
             try:
                 group._spawn(shared, core, command)
@@ -208,10 +209,11 @@ def spin_polls(tp: int, cores: int) -> int:
 
 
 @contextlib.contextmanager
-def _shared(tp: int) -> Iterator[_Shared]:
+def _shared(config: EngineConfig) -> Iterator[_Shared]:
+    tp, vocabulary = config.tp, read_geometry(Path(config.model)).vocab
     sizes = {
         "plan": ring_bytes(tp),
-        "masks": ring_bytes(tp),
+        "masks": ring_bytes(tp, masks_capacity(config.max_seqs, vocabulary)),
         "result": ring_bytes(1),
         "status": StatusBlock.size(tp + 1),
         "reduce": REDUCE_BYTES,

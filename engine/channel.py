@@ -63,6 +63,11 @@ def ring_bytes(readers: int, capacity: int = RING_BYTES) -> int:
     return _LINE * (1 + readers) + capacity
 
 
+def capacity_for(record: int) -> int:
+    """Bytes of data of a ring whose records have payloads of up to `record` bytes."""
+    return 2 * (_RECORD.size + -(-record // 8) * 8)
+
+
 class Waiter:
     """How to wait for memory to change: spin a little where cores are free, then sleep, longer the longer nothing comes.
 

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.channel import MAX_RECORD
+from engine.channel import RING_BYTES, capacity_for
 
-MAX_MASKED_ROWS = 64  # of one step: 2 MiB of masks at a vocabulary of 262 144
 _HEADER = struct.Struct("<QII")
 
 
@@ -44,9 +43,9 @@ def allows(bits: np.ndarray, token: int) -> bool:
     return bool(bits[token // 32] >> token % 32 & 1)
 
 
-def masked_rows(vocabulary: int) -> int:
-    """How many masked rows a step may have: MAX_MASKED_ROWS, or as many as fit a record of the ring."""
-    return min(MAX_MASKED_ROWS, (MAX_RECORD - _HEADER.size) // (4 * (1 + mask_words(vocabulary))))
+def masks_capacity(rows: int, vocabulary: int) -> int:
+    """Bytes of data of a ring whose records hold a mask for each of so many rows: every row of a step may be masked."""
+    return max(RING_BYTES, capacity_for(_HEADER.size + 4 * rows * (1 + mask_words(vocabulary))))
 
 
 def encode_masks(step: int, masks: Mapping[int, np.ndarray], words: int) -> bytes:

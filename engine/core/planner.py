@@ -24,7 +24,6 @@ from engine.core.step_estimate import Prompt
 from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
 from engine.plan import MAX_SCORED, Admission, PrefillChunk, StepPlan
-from engine.step_masks import MAX_MASKED_ROWS
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,6 @@ class SchedulerConfig:
     cache_share     part of each pool that the prefix cache may keep idle; None: there is no cache
     policy          a name of core/policy.py
     tpot_target_ms  mean time of steps with decode rows, by `step_times` (core/step_budget.py)
-    masked_rows     the most of a step
     """
 
     groups: tuple[KVGroup, ...]
@@ -48,7 +46,6 @@ class SchedulerConfig:
     policy: str = "fair"
     step_times: StepTimes | None = None
     tpot_target_ms: float | None = None
-    masked_rows: int = MAX_MASKED_ROWS
 
 
 @dataclass
@@ -58,7 +55,7 @@ class PlanDraft:
     plan: StepPlan
     changes: Changes
     flight: Flight
-    masks: int  # masked rows that it may still get
+    masked: bool = False  # a row of it uses a mask
     budget: int = 0  # prompt tokens that it may still get
     scored: int = MAX_SCORED  # prompt tokens with logprobs that it may still get
     decode_rows: DecodeRows = field(default_factory=DecodeRows)
@@ -83,7 +80,7 @@ class Planner:
         """The next plan and what it leaves in flight, or None when no sequence can use a step now."""
         changes = self._changes
         plan = StepPlan(self._step + 1, releases=changes.releases, appends=changes.appends, zeros=changes.zeros)
-        draft = PlanDraft(plan, changes, Flight(plan.step), self.config.masked_rows)
+        draft = PlanDraft(plan, changes, Flight(plan.step))
         self._release(changes)
         shares = self._shares(draft)
         self._run_all(draft, shares)
@@ -96,7 +93,7 @@ class Planner:
             draft.flight.expected = self._budget.planned(_chunks(draft), draft.decode_rows)
         self._changes = Changes()
         self._step += 1
-        return (plan if draft.masks == self.config.masked_rows else replace(plan, masked=True)), draft.flight
+        return (replace(plan, masked=True) if draft.masked else plan), draft.flight
 
     def took(self, flight: Flight, milliseconds: float) -> None:
         """The step has ended, `milliseconds` after the one before it."""
@@ -132,7 +129,7 @@ class Planner:
             high = sequence.high
             if high < sequence.target:
                 self._prefill(sequence, shares.get(sequence, 0), draft)
-            elif high < sequence.limit - 1 and not sequence.waits_for_mask and (draft.masks or not sequence.masked):
+            elif high < sequence.limit - 1 and not sequence.waits_for_mask:
                 end = high + width
                 if end <= sequence.held or self._hold_row(sequence, end, draft.changes):
                     sequence.high = end
@@ -151,8 +148,6 @@ class Planner:
     def _prefill(self, sequence: Sequence, share: int, draft: PlanDraft, *, may_preempt: bool = True) -> None:
         """Compute up to `share` more of its known tokens, as far as there are pages."""
         wanted = min(sequence.ready, share, draft.budget)
-        if sequence.masked and not draft.masks and wanted == sequence.target - sequence.high:
-            wanted -= 1
         if sequence.scores:
             wanted = min(wanted, draft.scored)
         if wanted < 1:
@@ -230,4 +225,4 @@ def _use_mask(sequence: Sequence, draft: PlanDraft) -> None:
     """A row that gives a token uses a mask. Unless masks come late, the next row waits for the mask after this one's token."""
     if not sequence.late_masks:
         sequence.waits_for_mask = True
-    draft.masks -= 1
+    draft.masked = True

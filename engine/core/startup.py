@@ -10,15 +10,13 @@ from engine.errors import CheckpointError
 from engine.geometry import kv_groups, read_geometry
 from engine.lifeline import StepTimes
 from engine.matcher import Vocabulary
-from engine.step_masks import masked_rows
 
 logger = logging.getLogger(__name__)
 
 
 def scheduler_config(config: EngineConfig, pages: tuple[int, ...], times: StepTimes | None = None) -> SchedulerConfig:
     """The scheduler's settings, once the pools are sized and the ranks are ready."""
-    geometry = read_geometry(Path(config.model))
-    groups = kv_groups(geometry, config.tp, config.page)
+    groups = kv_groups(read_geometry(Path(config.model)), config.tp, config.page)
     share = config.prefix_cache_share if config.prefix_cache else None
     return SchedulerConfig(
         groups,
@@ -27,7 +25,6 @@ def scheduler_config(config: EngineConfig, pages: tuple[int, ...], times: StepTi
         config.max_len,
         config.prefill_budget,
         cache_share=share,
-        masked_rows=masked_rows(geometry.vocab),
         policy=config.policy,
         step_times=times,
         tpot_target_ms=config.tpot_target_ms,

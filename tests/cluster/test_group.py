@@ -11,14 +11,20 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
+import cluster.group
 from cluster.group import Group
+from engine.channel import ring_bytes
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDead, InvalidRequest
+from engine.geometry import read_geometry
 from engine.protocol import AbortReason, FinishReason, SamplingParams
+from engine.step_masks import masks_capacity
 from tests.support.engine.fake_child import FIRST_TOKEN, Behaviour, commands
 from tests.support.engine.fakes import fake_config
 from tests.support.engine.groups import Held, Running, alive, end_of, read, running, settled, until
@@ -92,6 +98,15 @@ def deaths(group: Group, event: Callable[[Running], None], within_s: float, loop
 def send(name: str, number: int) -> Callable[[Running], None]:
     """An event: signal `number` to the child called `name`."""
     return lambda run: os.kill(next(child.pid for child in run.group.children if child.name == name), number)
+
+
+def test_the_ring_of_masks_holds_one_for_every_slot(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By `max_seqs` and the model's vocabulary; those of plans and results have one size."""
+    large = msgspec.structs.replace(config, max_seqs=300)
+    monkeypatch.setattr(cluster.group, "read_geometry", lambda path: replace(read_geometry(path), vocab=262_144))
+    with cluster.group._shared(large) as shared:
+        sizes = [os.fstat(descriptor).st_size for descriptor in (shared.masks, shared.plan)]
+    assert sizes == [ring_bytes(large.tp, masks_capacity(300, 262_144)), ring_bytes(large.tp)]
 
 
 def test_a_group_boots_serves_and_closes(config: EngineConfig) -> None:

@@ -62,7 +62,6 @@ class Served:
 
     outputs: list[Output] = field(default_factory=list)
     preemptions: int = 0
-    most: int = 0
     steps: int = 0
     given: dict[int, list[int]] = field(default_factory=dict)  # steps of each request's tokens
 
@@ -79,11 +78,10 @@ def serve(
     requests: Sequence[GenerateRequest],
     plant: Callable[[StepMasks], StepMasks] = lambda masks: masks,
     pages: tuple[int, ...] = PAGES,
-    masked_rows: int = 64,
     marks: tuple[int, ...] = (),
 ) -> Served:
     """As the core's loop does it, two plans out at a time."""
-    scheduler = Scheduler(SchedulerConfig(GROUPS, pages, 10, MAX_LEN, 32, cache_share=1.0, masked_rows=masked_rows))
+    scheduler = Scheduler(SchedulerConfig(GROUPS, pages, 10, MAX_LEN, 32, cache_share=1.0))
     masks = Masks(scheduler, model.vocabulary)
     machine = MaskedMachine(model.text, pages, 10, MAX_LEN, marks or (model.markers.begin_call,))
     machine.plant_masks = plant
@@ -109,7 +107,7 @@ def serve(
         served.outputs += outputs
         for output in outputs:
             served.given.setdefault(output.id, []).extend([served.steps] * len(output.tokens))
-    served.preemptions, served.most = scheduler.counters.preemptions, machine.most
+    served.preemptions = scheduler.counters.preemptions
     return served
 
 
@@ -155,15 +153,14 @@ def valid_json(model: Model, served: Served, count: int) -> list[int]:
 COUNT = 18
 
 
-@pytest.mark.parametrize(("pages", "masked_rows"), [(PAGES, 64), (TIGHT, 64), (PAGES, 2)])
-def test_replies_keep_their_grammars(model: Model, pages: tuple[int, ...], masked_rows: int) -> None:
-    """Random schemas beside free requests: every reply is valid, also where sequences are preempted and where few rows may be
-    masked; the free ones give what they give alone."""
+@pytest.mark.parametrize("pages", [PAGES, TIGHT])
+def test_replies_keep_their_grammars(model: Model, pages: tuple[int, ...]) -> None:
+    """Random schemas beside free requests: every reply is valid, also where sequences are preempted; the free ones give what they
+    give alone."""
     requests = json_requests(model, COUNT)
-    served = serve(model, requests, pages=pages, masked_rows=masked_rows)
+    served = serve(model, requests, pages=pages)
     assert valid_json(model, served, COUNT) == [at for at in range(COUNT) if at % 3 != 2]
     assert (served.preemptions > 0) == (pages == TIGHT)
-    assert served.most <= masked_rows
     alone = serve(model, [each for each in requests if each.params.grammar is None])
     assert [alone.tokens(at) for at in range(2, COUNT, 3)] == [served.tokens(at) for at in range(2, COUNT, 3)]
     assert alone.steps < served.steps
@@ -262,7 +259,7 @@ def broken_budgets(model: Model, seed: int) -> list[str]:
     budgets = [rng.choice((0, 1, 2, 5, 20)) for _ in range(8)]
     asked = [thinking(model, 100 * seed + at, budget, rng.choice((None, calls))) for at, budget in enumerate(budgets)]
     marks = (markers.begin_thought, markers.begin_call, markers.end_thought)
-    served = serve(model, asked, pages=rng.choice((PAGES, TIGHT)), masked_rows=rng.choice((2, 64)), marks=marks)
+    served = serve(model, asked, pages=rng.choice((PAGES, TIGHT)), marks=marks)
     wrong = []
     for request, budget in zip(asked, budgets, strict=True):
         left = budget
@@ -275,8 +272,8 @@ def broken_budgets(model: Model, seed: int) -> list[str]:
 
 @pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 300), marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
 def test_budgets_hold_in_random_cases(model: Model, seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thoughts that end by themselves, by calls and by budgets, whatever is preempted and however few rows may be masked: none is
-    longer than its budget; where that is off by one some are."""
+    """Thoughts that end by themselves, by calls and by budgets, whatever is preempted: none is longer than its budget; where that
+    is off by one some are."""
     assert [wrong for seed in seeds for wrong in broken_budgets(model, seed)] == []
     at = ThoughtLimit.ends_at.fget
     assert at is not None
@@ -394,7 +391,7 @@ def test_a_grammar_that_cannot_go_on_ends_its_own_request(model: Model) -> None:
     fine = Grammar(grammar(model.markers, choice_answer(["yes"]), Thought.none))
     broken = Grammar("%llguidance {}\nstart: nothing\n")
     stuck = Grammar("%llguidance {}\nstart: <[1000000]>\n")
-    served = serve(model, [request(model, at, rules) for at, rules in enumerate((broken, fine, stuck, None))], masked_rows=1)
+    served = serve(model, [request(model, at, rules) for at, rules in enumerate((broken, fine, stuck, None))])
     assert [served.end(at).finish for at in range(4)] == ["error", "stop", "error", "length"]
     assert all((served.end(at).error or "") != "" for at in (0, 2))
     assert said(model, served.tokens(1), cut=False).content == "yes"

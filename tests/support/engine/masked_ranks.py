@@ -16,7 +16,7 @@ Plant = Callable[[StepMasks], StepMasks]
 
 class MaskedRanks(KVMachine):
     """`plant_masks(masks)` may alter each step's masks before it runs. `bits`: of the step that runs, each masked slot's int32
-    [words]; `most`: masked rows of a step."""
+    [words]."""
 
     def __init__(
         self, groups: tuple[KVGroup, ...], pages: tuple[int, ...], slots: int, max_len: int, model: Model, drafts: int = 0
@@ -24,7 +24,6 @@ class MaskedRanks(KVMachine):
         super().__init__(groups, pages, slots, max_len, model, drafts)
         self.plant_masks: Plant = lambda masks: masks
         self.bits: dict[int, np.ndarray] = {}
-        self.most = 0
         self._masks: deque[StepMasks] = deque()
 
     def submit_masks(self, masks: bytes) -> None:
@@ -43,7 +42,6 @@ class MaskedRanks(KVMachine):
             masks = self._masks.popleft()
             assert masks.step == self.queue[0].step
             self.bits = dict(zip(masks.slots.tolist(), masks.bits, strict=True))
-        self.most = max(self.most, len(self.bits))
         return super().result()
 
 

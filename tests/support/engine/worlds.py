@@ -73,7 +73,6 @@ class World:
         self.grammars = Grammars(self.seed, failing, complete, slow)
         if not drafts and rng.random() < 0.3:
             self._constrain(lambda number: rng.random() < 0.7, triggers=0.4)
-            self.config = replace(self.config, masked_rows=rng.choice((1, 2, 64)))
         if rng.random() < 0.1:
             self.all_masked()
         if not self.config.drafts and chance(0.3, self.seed, 7):
