@@ -68,7 +68,8 @@ class PrefillChunk:
 
 @dataclass(frozen=True)
 class Admission:
-    """A sequence takes `slot`: all its tokens so far (after a preemption also generated ones) and how it samples.
+    """A sequence takes `slot`: all its tokens so far (after a preemption also generated ones) and how it samples. One whose rows in
+    flight are dropped takes its own slot again, with the pages that it has.
 
     `number` grows with every admission, so that a result can be told from one of the slot's last sequence. `prompt` is the
     length of the prompt proper; `params.min_tokens` counts from there. `cached`: positions whose K and V its pages hold already.

@@ -60,7 +60,28 @@ class Admissions:
         self._allocator = allocator
         self._policy = policy
         self._budget = budget
+        self._size = 0  # numbers of the admissions of the plan being made
         self._gain = max(allocator.page, budget // 8)  # tokens worth waiting for while another computes them
+
+    def new_plan(self) -> None:
+        """A plan is begun, without admissions."""
+        self._size = 0
+
+    def again(self, sequence: Sequence, changes: Changes) -> Admission | None:
+        """Admit a sequence that has stepped back, with its slot and pages; None if the plan has no room for it beside others."""
+        if not self._fits_plan(sequence, sum(len(run.pages) for run in sequence.runs)):
+            return None
+        self._requests.admit_again(sequence)
+        self._allocator.name_again(sequence, changes)
+        return _admission(sequence)
+
+    def _fits_plan(self, sequence: Sequence, pages: int) -> bool:
+        """Count an admission with so many pages in the plan; False if the plan has no room for it beside others."""
+        size = self._size + _size(sequence, pages)
+        if self._size and size > MAX_ADMITTED:
+            return False
+        self._size = size
+        return True
 
     def candidates(self) -> list[Sequence]:
         """The waiting requests to look at, in order: more than there are free slots."""
@@ -71,7 +92,7 @@ class Admissions:
         """Admit while slots, pages and this step's budget last; `begin` gets each admitted sequence."""
         if not (self._requests.waiting and self._requests.free_slots and budget_left()):
             return
-        room, prefills, passed, size = Room(self._requests.running, self._allocator), self._prefills(), [], 0
+        room, prefills, passed = Room(self._requests.running, self._allocator), self._prefills(), []
         for sequence in self.candidates():
             if not (self._requests.free_slots and budget_left()):
                 return
@@ -83,12 +104,10 @@ class Admissions:
                     return
                 passed.append(sequence)
                 continue
-            following = size + _size(sequence, hit)
-            if size and following > MAX_ADMITTED:
+            if not self._fits_plan(sequence, 0 if hit is None else len(hit.full) + len(hit.tail)):
                 return
             self._admit(sequence, hit, changes)
             room.admitted(sequence)
-            size = following
             for other in passed:
                 other.overtaken += 1
             begin(sequence, _admission(sequence))
@@ -126,13 +145,12 @@ class Admissions:
             sequence.first_cached = sequence.cached
 
 
-def _size(sequence: Sequence, hit: Hit | None) -> int:
-    """The numbers that its admission adds to a plan."""
-    pages = 0 if hit is None else len(hit.full) + len(hit.tail)
+def _size(sequence: Sequence, pages: int) -> int:
+    """The numbers that its admission, with so many pages, adds to a plan."""
     return admission_size(len(sequence.tokens), len(sequence.params.stop_ids), encoded_size(sequence.params.adjustments), pages)
 
 
 def _admission(sequence: Sequence) -> Admission:
     tokens, prompt = array("i", sequence.tokens), sequence.prompt
-    cached, scored = sequence.cached, sequence.scored
-    return Admission(sequence.slot, sequence.number, tokens, prompt, sequence.params, cached=cached, scored=scored)
+    computed, scored = sequence.low, sequence.scored
+    return Admission(sequence.slot, sequence.number, tokens, prompt, sequence.params, cached=computed, scored=scored)

@@ -73,6 +73,11 @@ class Allocator:
         group, slot = pool.group.index, sequence.slot
         changes.appends.extend(chain.from_iterable(zip(repeat(group), repeat(slot), range(at, at + len(pages)), pages)))
 
+    def name_again(self, sequence: Sequence, changes: Changes) -> None:
+        """Tell the ranks all pages of a sequence, as if they were new."""
+        for pool, run in zip(self.pools, sequence.runs, strict=True):
+            self._append(pool, sequence, run.first, run.pages, changes)
+
     def release(self, sequence: Sequence, changes: Changes) -> None:
         """Give back the pages that no position from the edge of `low`'s page on can see."""
         for pool, run in zip(self.pools, sequence.runs, strict=True):
@@ -95,8 +100,9 @@ class Allocator:
         """
         if self.cache is not None and poisoned:
             self.cache.discard(self._keys(sequence, sequence.low // self.page))
+        written = max(sequence.high, sequence.dropped)
         for pool, run in zip(self.pools, sequence.runs, strict=True):
-            certain = 0 if poisoned else sequence.low // self.page if sequence.high > sequence.low else run.end
+            certain = 0 if poisoned else sequence.low // self.page if written > sequence.low else run.end
             pool.poison(page for page in run.pages[max(0, certain - run.first) :] if pool.holders(page) == 1)
             pool.give(run.pages)
         if self.cache is not None:

@@ -7,8 +7,8 @@ its grammar, which is compiled in a thread; and because ranks sample a step only
 masks were slow has them made in a thread, and its rows planned afterwards. Every masked step gets its record; it leaves out rows
 whose sequence has ended, was preempted or needs no mask any more.
 
-With a trigger, tokens are free until that id comes. Then rows in flight are dropped; when the grammar is complete, tokens are free
-again. A grammar that fails, or allows no token, ends its own request.
+With a trigger, tokens are free until that id comes. Then the row in flight is dropped, and its position computed again with a mask;
+when the grammar is complete, tokens are free again. A grammar that fails, or allows no token, ends its own request.
 
 A thought whose budget may end before the next commit has its rows planned as masked: rows before the end are free, and at the end
 only the end marker may come (with a grammar: once the grammar allows it).

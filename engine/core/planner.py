@@ -81,6 +81,7 @@ class Planner:
         changes = self._changes
         plan = StepPlan(self._step + 1, releases=changes.releases, appends=changes.appends, zeros=changes.zeros)
         draft = PlanDraft(plan, changes, Flight(plan.step))
+        self._admissions.new_plan()
         self._release(changes)
         shares = self._shares(draft)
         self._run_all(draft, shares)
@@ -131,12 +132,21 @@ class Planner:
                 self._prefill(sequence, shares.get(sequence, 0), draft)
             elif high < sequence.limit - 1 and not sequence.waits_for_mask:
                 end = high + width
-                if end <= sequence.held or self._hold_row(sequence, end, draft.changes):
+                if (sequence.number or self._admit_again(sequence, draft)) and (
+                    end <= sequence.held or self._hold_row(sequence, end, draft.changes)
+                ):
                     sequence.high = end
                     slots.append(sequence.slot)
                     rows.append((sequence, sequence.number))
                     if sequence.masked:
                         _use_mask(sequence, draft)
+
+    def _admit_again(self, sequence: Sequence, draft: PlanDraft) -> bool:
+        """Admit a sequence that has stepped back with its next row; False if the plan has no room for that."""
+        admission = self._admissions.again(sequence, draft.changes)
+        if admission is not None:
+            draft.plan.admissions.append(admission)
+        return admission is not None
 
     def _hold_row(self, sequence: Sequence, end: int, changes: Changes) -> bool:
         """Take the pages for a decode row up to `end`; False if they are not to be had."""

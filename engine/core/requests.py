@@ -117,13 +117,15 @@ class Requests:
         sequence.admit(self._slots.pop(), self._admissions, len(self.allocator.pools))
         bisect.insort(self.running, sequence, key=lambda running: running.precedence)
 
-    def preempt(self, sequence: Sequence) -> None:
-        """Back into the queue for lack of pages."""
-        self.counters.preemptions += 1
-        self.requeue(sequence)
+    def admit_again(self, sequence: Sequence) -> None:
+        """Give a sequence that has stepped back a new admission number; its slot is its own."""
+        self._admissions += 1
+        sequence.number = self._admissions
 
-    def requeue(self, sequence: Sequence) -> None:
-        """Back into the queue. Its tokens stay; at its next admission those that the prefix cache has lost are computed again."""
+    def preempt(self, sequence: Sequence) -> None:
+        """Back into the queue for lack of pages. Its tokens stay; at its next admission those that the prefix cache has lost are
+        computed again."""
+        self.counters.preemptions += 1
         self._vacate(sequence)
         self._enqueue(sequence)
 

@@ -125,12 +125,12 @@ class Scheduler:
         self._requests.end(sequence, Output(id=sequence.key[1], finish=FinishReason.error, error=error))
 
     def constrain(self, sequence: Sequence, length: int, *, late: bool = False) -> None:
-        """From now on its tokens wait for `mask_ready`. If a row in flight gives the token at index `length`, it is dropped and
-        computed again. `late`: its rows are planned before their masks are made."""
+        """From now on its tokens wait for `mask_ready`. If a row in flight gives the token at index `length`, rows in flight are
+        dropped, and their positions computed again. `late`: its rows are planned before their masks are made."""
         assert not self.config.drafts, "a row with drafts cannot be masked token by token"
         sequence.masked, sequence.late_masks, sequence.waits_for_mask = True, late, not late
         if sequence.running and sequence.high >= length:
-            self._requests.requeue(sequence)
+            sequence.step_back()
 
     def unconstrain(self, sequence: Sequence) -> None:
         """From now on its tokens wait for no mask."""

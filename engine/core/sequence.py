@@ -31,13 +31,14 @@ class Sequence:
     masked      each of its tokens needs a mask, which the host computes from the tokens before
     mask_for    index of the token for which the host gave the last mask
     late_masks  its rows are planned before their masks are made: masks come while the forward runs
-    number      of its admission; 0 while it waits;   slot: -1 while it waits
+    number      of its admission; 0 while it waits, or has stepped back;   slot: -1 while it waits
     target      length at its admission: positions below it are prefill
     root, keys  the key before its first page's, and the keys of its pages, as many as were needed
     cached      positions found in the prefix cache at its admission; `first_cached`: at its first admission;
                 `cached_when_queued`: when it was queued
     marks       page counts at which it leaves a prefix in the cache, ascending
     hit         while it waits: the last look-up in the prefix cache
+    dropped     end of the positions that rows whose results are dropped may have written
     held        positions for which it holds pages in every group;   runs: those pages, by group
     release_at  the `low` from which on a page can be given back
     started     it was admitted once
@@ -65,6 +66,7 @@ class Sequence:
     hit: Hit | None = None
     low: int = 0
     high: int = 0
+    dropped: int = 0
     held: int = 0
     release_at: int = 0
     waits_for_mask: bool = False
@@ -113,9 +115,15 @@ class Sequence:
         """Take a slot under a new admission number; everything is to be computed."""
         self.slot, self.number = slot, number
         self.target = len(self.tokens)
-        self.low = self.high = self.cached = self.held = self.release_at = 0
+        self.low = self.high = self.cached = self.dropped = self.held = self.release_at = 0
         self.marks, self.hit = [], None
         self.runs = [PageRun() for _ in range(groups)]
+
+    def step_back(self) -> None:
+        """Drop the decode rows in flight. It keeps slot and pages, and is admitted again with its next row, which begins at `low`:
+        K and V of a position that is computed twice are the same."""
+        assert self.low >= self.target, self
+        self.number, self.dropped, self.high = 0, max(self.dropped, self.high), self.low
 
     def leave(self) -> int:
         """Give the slot back. Results of this admission no longer count; the mask of a row in flight can be used again."""

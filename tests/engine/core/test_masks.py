@@ -3,7 +3,7 @@
 import json
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -17,6 +17,7 @@ import pytest
 from engine.core.masked_reply import MaskedReply
 from engine.core.masks import Masks
 from engine.core.scheduler import Scheduler, SchedulerConfig
+from engine.core.sequence import Sequence
 from engine.core.thought_limit import ThoughtLimit
 from engine.front.call_grammar import CallGrammar
 from engine.front.generation import Choice, Delta
@@ -63,6 +64,7 @@ class Served:
     outputs: list[Output] = field(default_factory=list)
     preemptions: int = 0
     steps: int = 0
+    prefill: int = 0  # tokens of chunks
     given: dict[int, list[int]] = field(default_factory=dict)  # steps of each request's tokens
 
     def tokens(self, request: int) -> list[int]:
@@ -75,13 +77,14 @@ class Served:
 
 def serve(
     model: Model,
-    requests: Sequence[GenerateRequest],
+    requests: Iterable[GenerateRequest],
     plant: Callable[[StepMasks], StepMasks] = lambda masks: masks,
     pages: tuple[int, ...] = PAGES,
     marks: tuple[int, ...] = (),
+    cache_share: float | None = 1.0,
 ) -> Served:
     """As the core's loop does it, two plans out at a time."""
-    scheduler = Scheduler(SchedulerConfig(GROUPS, pages, 10, MAX_LEN, 32, cache_share=1.0))
+    scheduler = Scheduler(SchedulerConfig(GROUPS, pages, 10, MAX_LEN, 32, cache_share=cache_share))
     masks = Masks(scheduler, model.vocabulary)
     machine = MaskedMachine(model.text, pages, 10, MAX_LEN, marks or (model.markers.begin_call,))
     machine.plant_masks = plant
@@ -93,6 +96,7 @@ def serve(
             masks.advance()
         while scheduler.in_flight < 2 and (plan := scheduler.schedule()) is not None:
             machine.submit(plan)
+            served.prefill += sum(chunk.end - chunk.start for chunk in plan.chunks)
             if plan.masked:
                 masks.planned(plan)
         for data in masks.due():
@@ -192,6 +196,29 @@ def test_calls_behind_a_trigger_keep_their_schemas(model: Model, pages: tuple[in
         texts += bool(choice.content)
     assert calls > 40
     assert texts == 8
+
+
+@pytest.mark.parametrize("cache_share", [None, 1.0])
+def test_a_begun_call_computes_one_position_again(model: Model, cache_share: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a trigger comes, the row in flight is dropped and its position runs again as a decode row: no step has a chunk for it,
+    with or without a prefix cache. The tokens are those of a sequence that is queued anew for it, which computes chunks."""
+    schemas = {"get_weather": wanted(0)}
+    rules = Grammar(begun_call(CallGrammar(model.markers, schemas, schemas)), model.markers.begin_call)
+    asked = [request(model, at, rules) for at in range(5)]
+    served = serve(model, asked, pages=(PAGES[0], 400), cache_share=cache_share)
+    assert served.prefill == sum(len(each.tokens) for each in asked)
+    calls = [served.tokens(at).count(model.markers.begin_call) for at in range(5)]
+    assert min(calls) > 1
+
+    def constrain(scheduler: Scheduler, sequence: Sequence, length: int, *, late: bool = False) -> None:
+        sequence.masked, sequence.late_masks, sequence.waits_for_mask = True, late, not late
+        if sequence.running and sequence.high >= length:
+            scheduler._requests.preempt(sequence)
+
+    monkeypatch.setattr(Scheduler, "constrain", constrain)
+    queued = serve(model, asked, pages=(PAGES[0], 400), cache_share=cache_share)
+    assert [served.tokens(at) for at in range(5)] == [queued.tokens(at) for at in range(5)]
+    assert queued.prefill >= served.prefill + sum(calls)
 
 
 LABEL = 2

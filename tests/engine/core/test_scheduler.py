@@ -274,7 +274,7 @@ def test_no_plan_is_larger_than_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.core.admit.MAX_ADMITTED", 1500)
     largest, bound = cached_at_once(admitted=1500)
     assert 4 * 1200 < largest <= bound
-    monkeypatch.setattr("engine.core.admit._size", lambda sequence, hit: 0)
+    monkeypatch.setattr("engine.core.admit._size", lambda sequence, pages: 0)
     largest, bound = cached_at_once(admitted=1500)
     assert largest > bound
 
@@ -384,6 +384,38 @@ def test_nan_ends_only_its_own_request() -> None:
     outputs = [output for _, output in scheduler.drain()]
     assert [(output.id, output.finish) for output in outputs] == [(1, FinishReason.error), (2, None)]
     assert scheduler.counters.failed == 1
+
+
+def test_what_a_dropped_row_wrote_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that was in flight when its sequence stepped back may have written NaN: if the sequence ends before it has computed
+    that position again, the page is zeroed before its next use. Planted fault: what the row wrote is forgotten."""
+
+    def serve_next() -> None:
+        scheduler = small_scheduler()
+        machine = KVMachine(scheduler.config.groups, scheduler.config.pages, 4, 64, lambda prefix, position, seed: position)
+        scheduler.add(0, request(1, 4, 20))
+        for step in range(2):
+            plan = scheduler.schedule()
+            assert plan is not None, step
+            machine.submit(plan)
+        scheduler.commit(machine.result())
+        sequence = scheduler.running[0]
+        scheduler.constrain(sequence, len(sequence.tokens))
+        machine.nan = lambda prefix: True
+        scheduler.commit(machine.result())
+        scheduler.abort(0, 1, AbortReason.client_gone)
+        machine.nan = lambda prefix: False
+        scheduler.add(0, request(2, 20, 2))
+        finish(scheduler, machine)
+        assert [output.finish for _, output in scheduler.drain()][-1] is FinishReason.length
+
+    def forgetful(self: Sequence) -> None:
+        self.number, self.high = 0, self.low
+
+    serve_next()
+    monkeypatch.setattr(Sequence, "step_back", forgetful)
+    with pytest.raises(KVFault, match="holds NaN"):
+        serve_next()
 
 
 def test_all_may_wait_for_the_host() -> None:

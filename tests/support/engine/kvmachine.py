@@ -109,6 +109,7 @@ class KVMachine:
     def _apply(self, plan: StepPlan) -> None:
         for release in plan.releases:
             self.tables[release.group][release.slot][release.first : release.first + release.count] = [0] * release.count
+        held = {slot: [table[slot] for table in self.tables] for slot in (admission.slot for admission in plan.admissions)}
         for admission in plan.admissions:
             slot, before = admission.slot, 0
             self.admitted[slot] = admission
@@ -121,7 +122,8 @@ class KVMachine:
         for zero in plan.zeros:
             self.poisoned[zero.group].discard(zero.page)
         for append in plan.appends:
-            if append.page in self.poisoned[append.group]:
+            again = append.slot in held and held[append.slot][append.group][append.index] == append.page
+            if append.page in self.poisoned[append.group] and not again:
                 raise KVFault(f"page {append.page} of group {append.group} holds NaN and is not zeroed before its next use")
             if not 0 < append.page < self.pages[append.group]:
                 raise KVFault(f"page {append.page} is not one of group {append.group}'s {self.pages[append.group]}")
