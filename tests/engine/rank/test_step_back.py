@@ -1,0 +1,80 @@
+"""A sequence that steps back on a real rank: the position that runs again gives the token that it gave the first time."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from engine.core.allocator import Allocator
+from engine.core.scheduler import Scheduler
+from engine.core.startup import scheduler_config
+from engine.errors import PageViolation
+from engine.logit_adjustments import LogitAdjustments
+from engine.plan import DEPTH, StepPlan
+from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
+from engine.rank.worker import Rank, build
+from tests.conftest import Nano
+from tests.support.engine.ranks import run, single
+from tests.support.engine.recording import config_of
+
+pytestmark = pytest.mark.cpu
+
+PAGES = (60, 60)
+LENGTHS = (5, 30, 70)
+
+
+@pytest.fixture(scope="module")
+def rank(nano: Nano) -> Rank:
+    return single(config_of(nano("31b"), 1, pages=PAGES, debug_pages="every"))
+
+
+def tokens(rank: Rank, *, back: bool) -> list[list[int]]:
+    """What three requests give, sampled with penalties. `back`: while one row of it is in flight, every fifth token of a request
+    makes it step back. Steps without a prompt have no chunk."""
+    runner, scheduler = build(rank, PAGES), Scheduler(scheduler_config(rank.config, PAGES))
+    for number, length in enumerate(LENGTHS):
+        prompt = pack_tokens((number * 31 + at * 7) % 900 + 10 for at in range(length))
+        adjustments = LogitAdjustments(frequency_penalty=0.5, repetition_penalty=1.2) if number % 2 else None
+        params = SamplingParams(max_tokens=12, temperature=0.9, seed=number, adjustments=adjustments)
+        scheduler.add(0, GenerateRequest(id=number, prompt=prompt, params=params))
+    given: list[list[int]] = [[] for _ in LENGTHS]
+    for plan in plans(scheduler):
+        scheduler.commit(run(runner, plan))
+        for _, output in scheduler.drain():
+            given[output.id] += output.tokens
+            sequence = scheduler.find(0, output.id)
+            if back and sequence is not None and len(given[output.id]) % 5 == 1:
+                scheduler.constrain(sequence, len(sequence.tokens), late=True)
+                scheduler.unconstrain(sequence)
+    assert scheduler.counters.prefill_tokens == sum(LENGTHS)
+    return given
+
+
+def plans(scheduler: Scheduler) -> Iterator[StepPlan]:
+    """One after the other, two made at a time."""
+    made: list[StepPlan] = []
+    while scheduler.unfinished or made:
+        while scheduler.in_flight < DEPTH and (plan := scheduler.schedule()) is not None:
+            made.append(plan)
+        yield made.pop(0)
+
+
+def test_a_position_that_runs_again_gives_the_same_token(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every table checked in every step, and no chunk but the prompts'. Planted faults: pages that are not named again are
+    missing; a row that begins a position late gives other tokens."""
+    expected = tokens(rank, back=False)
+    assert tokens(rank, back=True) == expected
+    with monkeypatch.context() as patch:
+        patch.setattr(Allocator, "name_again", lambda *_: None)
+        with pytest.raises(PageViolation):
+            tokens(rank, back=True)
+    made = Scheduler.schedule
+
+    def late(scheduler: Scheduler) -> StepPlan | None:
+        plan = made(scheduler)
+        if plan is None:
+            return None
+        return replace(plan, admissions=[replace(each, cached=each.cached - 1 if each.cached else 0) for each in plan.admissions])
+
+    monkeypatch.setattr(Scheduler, "schedule", late)
+    assert tokens(rank, back=True) != expected
