@@ -11,13 +11,14 @@ from engine.core.thought_limit import ThoughtLimit
 from engine.matcher import Matcher
 
 T = TypeVar("T")
+Compiled = Future[tuple[Matcher, np.ndarray]]
 
 
 @dataclass(eq=False)
 class MaskedReply:
     """A request with a grammar, or with a thinking budget.
 
-    compiled  a matcher at the grammar's start, and its first mask; None: it has no grammar
+    compiled  a matcher at the grammar's start, which others may share, and its first mask; None: it has no grammar
     limit     of its thoughts
     ending    no grammar holds now: it is masked because its thought may have to end
     matcher   of the grammar that holds now; None: none does
@@ -27,7 +28,7 @@ class MaskedReply:
     """
 
     sequence: Sequence
-    compiled: "Future[tuple[Matcher, np.ndarray]] | None"
+    compiled: Compiled | None
     trigger: int | None
     limit: ThoughtLimit | None
     read: int
@@ -53,9 +54,9 @@ class MaskedReply:
         """The budget of its thought is used up by the tokens that were read."""
         return self.limit is not None and self.limit.ends_at == self.read
 
-    def cancel(self) -> None:
-        """It has ended: cancel what threads have not started for it."""
-        for future in (self.compiled, self.making):
+    def cancel(self, *, compiling: bool) -> None:
+        """It has ended: cancel what threads have not started for it; `compiling`: its grammar too."""
+        for future in (self.compiled if compiling else None, self.making):
             if future is not None:
                 future.cancel()
 

@@ -15,13 +15,13 @@ only the end marker may come (with a grammar: once the grammar allows it).
 """
 
 from array import array
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
 import numpy as np
 
-from engine.core.masked_reply import MaskedReply, MaskedRow, present
+from engine.core.masked_reply import Compiled, MaskedReply, MaskedRow, present
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence
 from engine.core.thought_limit import ThoughtLimit
@@ -33,6 +33,7 @@ from engine.step_masks import allows, encode_masks, mask_words, only
 
 SLOW_S = 0.002  # CPU time of a mask above which others do not wait for it: half a forward of 31B on four H200
 SLOW_TOKENS = 16  # tokens for which a grammar counts as slow after a slow mask
+GRAMMARS = 64  # compiled grammars that are kept for requests to come
 _UNAVAILABLE = "grammars are not available: the checkpoint has no tokenizer that they can be made for"
 
 
@@ -52,6 +53,7 @@ class Masks:
         self._scheduler = scheduler
         self._vocabulary = vocabulary
         self._replies: list[MaskedReply] = []
+        self._grammars: OrderedDict[str, Compiled] = OrderedDict()  # by text, the last one used at the end
         self._planned: deque[tuple[int, list[MaskedRow]]] = deque()  # steps whose masks have not gone out
         self._compiler = compiler or ThreadPoolExecutor(threads(4), thread_name_prefix="grammar")
         self._slow = slow or ThreadPoolExecutor(1, thread_name_prefix="slow-mask")
@@ -88,7 +90,7 @@ class Masks:
     def _track(self, sequence: Sequence, params: SamplingParams) -> None:
         """Follow a queued request from now on. If its prompt leaves a thought open, that may have to end at once."""
         grammar, length = params.grammar, len(sequence.tokens)
-        compiled = None if grammar is None else self._compiler.submit(self._compile, grammar.text)
+        compiled = None if grammar is None else self._compiled(grammar.text)
         limit = None if params.thought is None else ThoughtLimit(params.thought, length)
         reply = MaskedReply(sequence, compiled, None if grammar is None else grammar.trigger, limit, length)
         self._replies.append(reply)
@@ -97,13 +99,19 @@ class Masks:
 
     def advance(self) -> None:
         """Read what was committed; call it after each commit, and while something is `making`."""
-        for reply in self._replies:
-            if reply.sequence.ended:
-                reply.cancel()
-        self._replies = [reply for reply in self._replies if not reply.sequence.ended]
+        ended = [reply for reply in self._replies if reply.sequence.ended]
+        if ended:
+            self._forget(ended)
         wanted = [reply for reply in self._replies if self._read_tokens(reply)]
         if wanted:
             self._make_masks(wanted)
+
+    def _forget(self, ended: list[MaskedReply]) -> None:
+        """Follow these no longer, and cancel what threads have not started for them and nobody else."""
+        self._replies = [reply for reply in self._replies if not reply.sequence.ended]
+        wanted = {id(reply.compiled) for reply in self._replies}
+        for reply in ended:
+            reply.cancel(compiling=id(reply.compiled) not in wanted)
 
     def planned(self, plan: StepPlan) -> None:
         """A masked plan was just made: `due` will give its masks."""
@@ -186,6 +194,16 @@ class Masks:
             matcher, bits = compiled.result()
             reply.matcher = matcher.fresh()
             self._set_mask(reply, bits)
+
+    def _compiled(self, grammar: str) -> Compiled:
+        """The grammar, compiled once for all requests that have it while it is among the last GRAMMARS used."""
+        compiled = self._grammars.pop(grammar, None)
+        if compiled is None or compiled.cancelled():
+            compiled = self._compiler.submit(self._compile, grammar)
+        self._grammars[grammar] = compiled
+        if len(self._grammars) > GRAMMARS:
+            self._grammars.popitem(last=False)
+        return compiled
 
     def _compile(self, grammar: str) -> tuple[Matcher, np.ndarray]:
         """In a thread: a matcher at the grammar's beginning, and its mask there. GenerationFailed where there is none."""

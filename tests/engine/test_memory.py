@@ -15,11 +15,14 @@ from engine.memory import (
     buckets,
     cpu_budget,
     gpu_budget,
+    longest_sequence,
     pool_pages,
     sampling_bytes,
 )
 from engine.plan import DEPTH
+from engine.protocol import FinishReason, GenerateRequest, Output, SamplingParams, pack_tokens
 from tests.support.engine.conversations import AT_ONCE, GROUPS, WINDOW, Server, Trace, unlimited
+from tests.support.engine.kvmachine import KVMachine
 
 pytestmark = pytest.mark.pure
 
@@ -135,3 +138,30 @@ def test_too_little_memory_is_refused(spare: int) -> None:
     assert asked(2 * FULL.page_bytes(2)) == (WINDOWS, 2)
     with pytest.raises(ConfigError, match=r"does not fit: .* MiB are available .* 8 sequences \(max_seqs\)"):
         asked(spare)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_the_longest_sequence_runs_to_its_end(drafts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of `longest_sequence` tokens is served by empty pools whatever part of it is prompt; one token more is refused, and
+    told how many fit. Planted fault: a bound that is one too high lets in what stands still."""
+    groups = (KVGroup(0, "sliding", (0,), 1, 256, 8, 4), KVGroup(1, "full", (1,), 1, 512, None, 4))
+    pages = (20, 9)
+    longest = longest_sequence(groups, pages, drafts)
+
+    def ends(prompt: int, tokens: int) -> Output:
+        scheduler = Scheduler(SchedulerConfig(groups, pages, 2, 64, 16, drafts))
+        machine = KVMachine(groups, pages, 2, 64, lambda prefix, position, seed: 3, drafts)
+        params = SamplingParams(max_tokens=tokens)
+        scheduler.add(0, GenerateRequest(id=1, prompt=pack_tokens([1] * prompt), params=params))
+        while (plan := scheduler.schedule()) is not None:
+            machine.submit(plan)
+            scheduler.commit(machine.result())
+        return [output for _, output in scheduler.drain()][-1]
+
+    for prompt in (1, longest // 2, longest - 1):
+        assert ends(prompt, longest - prompt).finish is FinishReason.length
+        refusal = ends(prompt, longest - prompt + 1)
+        assert (refusal.invalid, refusal.code) == (True, "context_length_exceeded")
+        assert f"at most {longest} " in (refusal.error or "")
+    monkeypatch.setattr("engine.core.scheduler.longest_sequence", lambda *_: longest + 1)
+    assert ends(1, longest).finish is None

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from engine.channel import RingReader, RingWriter, ring_bytes
@@ -87,3 +88,13 @@ def test_a_record_holds_a_mask_for_every_slot() -> None:
     sent(SLOTS)
     with pytest.raises(RuntimeError, match="does not fit"):
         sent(SLOTS - 1)
+
+
+def test_masks_round_trip() -> None:
+    """Step, slots and bits come back; a record that is cut is refused."""
+    bits = np.arange(-4, 4, dtype=np.int32).reshape(2, 4)
+    data = encode_masks(7, {3: bits[0], 1: bits[1]}, 4)
+    again = decode_masks(data)
+    assert (again.step, again.slots.tolist(), again.bits.tolist()) == (7, [3, 1], bits.tolist())
+    with pytest.raises(ValueError, match="step 7"):
+        decode_masks(data[:-4])

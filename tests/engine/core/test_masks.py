@@ -11,7 +11,6 @@ from typing import Any
 
 import jsonschema
 import msgspec
-import numpy as np
 import pytest
 
 from engine.core.masked_reply import MaskedReply
@@ -27,7 +26,7 @@ from engine.front.text import TextProcessor
 from engine.front.tools import Tools
 from engine.matcher import Vocabulary
 from engine.protocol import AbortReason, FinishReason, GenerateRequest, Grammar, Output, SamplingParams, ThoughtBudget, pack_tokens
-from engine.step_masks import StepMasks, decode_masks, encode_masks
+from engine.step_masks import StepMasks, decode_masks
 from tests.conftest import Nano
 from tests.support.engine.masked_machine import GROUPS, MaskedMachine
 from tests.support.engine.masked_ranks import a_token_old, left_out, of_another_row
@@ -443,15 +442,47 @@ def test_grammars_that_nobody_waits_for_are_not_compiled(model: Model, monkeypat
         scheduler, work = Scheduler(SchedulerConfig(GROUPS, PAGES, 4, MAX_LEN, 32)), Later()
         masks = Masks(scheduler, model.vocabulary, work)
         for number in range(5):
-            masks.add(0, request(model, number, Grammar(grammar(model.markers, regex_answer("a+"), Thought.none))))
+            masks.add(0, request(model, number, Grammar(grammar(model.markers, regex_answer("a" * number + "b"), Thought.none))))
         for number in range(1, 5):
             scheduler.abort(0, number, AbortReason.client_gone)
         masks.advance()
         return work.begin()
 
     assert compiled() == 1
-    monkeypatch.setattr(MaskedReply, "cancel", lambda self: None)
+    monkeypatch.setattr(MaskedReply, "cancel", lambda self, compiling: None)
     assert compiled() == 5
+
+
+def test_equal_grammars_are_compiled_once(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choices, and later requests with the same tools, share what was compiled, also where the first of them is aborted; the
+    replies are as different as their seeds, and keep the grammar. What is kept is bounded; planted fault: nothing is."""
+    texts: list[str] = []
+    matcher = Vocabulary.matcher
+    monkeypatch.setattr(Vocabulary, "matcher", lambda self, text: texts.append(text) or matcher(self, text))
+    rules = Grammar(grammar(model.markers, json_answer(wanted(1)), Thought.none))
+    served = serve(model, [request(model, number, rules) for number in range(12)])
+    replies = [said(model, served.tokens(number), cut=False).content for number in range(12)]
+    for reply in replies:
+        jsonschema.validate(json.loads(reply), wanted(1))
+    assert len(set(replies)) > 1
+    assert texts == [rules.text]
+
+    def kept() -> tuple[int, int]:
+        scheduler, work = Scheduler(SchedulerConfig(GROUPS, PAGES, 4, MAX_LEN, 32)), Later()
+        masks = Masks(scheduler, model.vocabulary, work)
+        for number in range(10):
+            masks.add(0, request(model, number, Grammar(f"start: {number // 2}")))
+        scheduler.abort(0, 0, AbortReason.client_gone)
+        for number in (8, 9):
+            scheduler.abort(0, number, AbortReason.client_gone)
+        masks.advance()
+        masks.add(0, request(model, 10, Grammar("start: 4")))
+        return len(masks._grammars), work.begin()
+
+    monkeypatch.setattr("engine.core.masks.GRAMMARS", 3)
+    assert kept() == (3, 5)
+    monkeypatch.setattr("engine.core.masks.GRAMMARS", 0)
+    assert kept() == (0, 8)
 
 
 def test_without_a_vocabulary_grammars_are_refused(model: Model) -> None:
@@ -461,13 +492,3 @@ def test_without_a_vocabulary_grammars_are_refused(model: Model) -> None:
     ((_, output),) = scheduler.drain()
     assert (output.invalid, scheduler.counters.received, scheduler.counters.refused) == (True, 1, 1)
     assert "grammars are not available" in (output.error or "")
-
-
-def test_masks_round_trip() -> None:
-    """Step, slots and bits come back; a record that is cut is refused."""
-    bits = np.arange(-4, 4, dtype=np.int32).reshape(2, 4)
-    data = encode_masks(7, {3: bits[0], 1: bits[1]}, 4)
-    again = decode_masks(data)
-    assert (again.step, again.slots.tolist(), again.bits.tolist()) == (7, [3, 1], bits.tolist())
-    with pytest.raises(ValueError, match="step 7"):
-        decode_masks(data[:-4])

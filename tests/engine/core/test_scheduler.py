@@ -16,7 +16,6 @@ from engine.core.planner import Planner
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.sequence import Sequence
 from engine.geometry import KVGroup
-from engine.memory import longest_sequence
 from engine.plan import MAX_ADMITTED, MAX_SCORED, Admission, PageAppend, StepPlan, StepResult, largest_plan, largest_result
 from engine.protocol import (
     MAX_ALTERNATIVES,
@@ -24,7 +23,6 @@ from engine.protocol import (
     AbortReason,
     FinishReason,
     GenerateRequest,
-    Output,
     SamplingParams,
     decode_front_message,
     encode_message,
@@ -326,30 +324,6 @@ def test_refuses_only_what_can_never_run(prompt: int, max_tokens: int, clip: boo
     scheduler = small_scheduler(full_pages=17 if prompt > 40 else 9)
     scheduler.add(0, request(1, prompt, max_tokens, clip=clip))
     assert [output.invalid for _, output in scheduler.drain()] == ([True] if refused else [])
-
-
-@pytest.mark.parametrize("drafts", [0, 3])
-def test_the_longest_sequence_runs_to_its_end(drafts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of `longest_sequence` tokens is served by empty pools whatever part of it is prompt; one token more is refused, and
-    told how many fit. Planted fault: a bound that is one too high lets in what stands still."""
-    groups = (KVGroup(0, "sliding", (0,), 1, 256, 8, 4), KVGroup(1, "full", (1,), 1, 512, None, 4))
-    pages = (20, 9)
-    longest = longest_sequence(groups, pages, drafts)
-
-    def ends(prompt: int, tokens: int) -> Output:
-        scheduler = Scheduler(SchedulerConfig(groups, pages, 2, 64, 16, drafts))
-        machine = KVMachine(groups, pages, 2, 64, lambda prefix, position, seed: 3, drafts)
-        scheduler.add(0, request(1, prompt, tokens))
-        finish(scheduler, machine)
-        return [output for _, output in scheduler.drain()][-1]
-
-    for prompt in (1, longest // 2, longest - 1):
-        assert ends(prompt, longest - prompt).finish is FinishReason.length
-        refusal = ends(prompt, longest - prompt + 1)
-        assert (refusal.invalid, refusal.code) == (True, "context_length_exceeded")
-        assert f"at most {longest} " in (refusal.error or "")
-    monkeypatch.setattr("engine.core.scheduler.longest_sequence", lambda *_: longest + 1)
-    assert ends(1, longest).finish is None
 
 
 def test_default_max_tokens_is_clipped_to_what_fits() -> None:
