@@ -271,9 +271,15 @@ def largest_plan(
 ) -> int:
     """Bytes that no plan of the core exceeds: `seqs` sequences, rows of up to `width` positions, and `budget` prompt tokens."""
     admission = admission_size(max_len, MAX_STOP_IDS, logit_adjustments.MAX_SIZE, groups * (max_len // page + 1))
-    held = groups * (budget // page + seqs * (-(-width // page) + 2))  # pages appended to rows and chunks
+    held = most_appends(seqs, budget, page, groups, width)
     rows = seqs * (1 + 4) + 4 * held + 4 * groups * seqs + 2 * (held + groups * (max_len // page + 1))
     return 4 * (HEADER_INTS + rows + max(admission, admitted))
+
+
+def most_appends(seqs: int, budget: int, page: int, groups: int, width: int = 1) -> int:
+    """Pages that no plan exceeds in its rows and chunks, of which each sequence has one; those that an admission brings are counted
+    with it."""
+    return groups * (budget // page + seqs * -(-width // page))
 
 
 def largest_result(seqs: int) -> int:

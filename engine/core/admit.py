@@ -1,4 +1,8 @@
-"""Admission: which waiting requests get a slot. In order, past those that cannot begin now, but past none for ever."""
+"""Admission: which waiting requests get a slot. In order, past those that cannot begin now, but past none for ever.
+
+A request that was overtaken often enough holds up all behind it. That ends, at the latest, when those that run have reached their
+limits: nobody of later precedence gets a slot meanwhile, and a request always begins when none runs.
+"""
 
 from array import array
 from collections.abc import Callable, Iterable

@@ -29,7 +29,6 @@ from engine.protocol import (
     SamplingParams,
     TokenBatch,
     encode_message,
-    frame,
     pack_tokens,
 )
 from engine.step_masks import decode_masks
@@ -247,27 +246,29 @@ def test_a_front_that_leaves_is_an_end_of_file(unread: bool) -> None:
             sock.send(b"more")
 
 
-def test_long_prompts_come_one_a_turn() -> None:
-    """Of several long prompts in the socket the loop takes in one between two plans; short ones all at once. None is lost."""
-    ours, theirs = socket.socketpair()
-    scheduler = Scheduler(SchedulerConfig(GROUPS, (20, 40), 4, 64, 16))
-    executor = MachineExecutor(KVMachine(GROUPS, (20, 40), 4, 64, lambda prefix, position, seed: position))
-    loop = Core(scheduler, executor, FrontLink(theirs), StatusOnly(), Waiter())
+def test_long_prompts_come_one_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several long prompts that have come at once the loop takes in one between two plans; short ones all together. None is
+    lost. Planted fault: without a bound it takes all."""
     lengths = [140_000, 140_000, *[3] * 50, 140_000]
-    messages = [GenerateRequest(id=at, prompt=pack_tokens([1] * length), params=SamplingParams(max_tokens=2))
+    messages = [encode_message(GenerateRequest(id=at, prompt=pack_tokens([1] * length), params=SamplingParams(max_tokens=2)))
                 for at, length in enumerate(lengths)]  # fmt: skip
-    sender = threading.Thread(target=lambda: ours.sendall(b"".join(frame(encode_message(message)) for message in messages)))
-    sender.start()
-    received = [0]
-    while received[-1] < len(lengths):
-        loop._read()
-        received.append(scheduler.counters.received)
-    sender.join()
-    taken = [lengths[before:after] for before, after in pairwise(received)]
-    assert all(sum(length > 1000 for length in turn) <= 1 for turn in taken)
-    assert max(map(len, taken)) >= 50
-    ours.close()
-    theirs.close()
+
+    def turns() -> list[list[int]]:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            scheduler = Scheduler(SchedulerConfig(GROUPS, (20, 40), 4, 64, 16))
+            executor = MachineExecutor(KVMachine(GROUPS, (20, 40), 4, 64, lambda prefix, position, seed: position))
+            loop = Core(scheduler, executor, FrontLink(theirs), StatusOnly(), Waiter())
+            loop._unread.extend(messages)
+            received = [0]
+            while received[-1] < len(lengths):
+                loop._read()
+                received.append(scheduler.counters.received)
+        return [lengths[before:after] for before, after in pairwise(received)]
+
+    assert turns() == [[140_000], [140_000], [*[3] * 50, 140_000]]
+    monkeypatch.setattr("engine.core.loop._TURN_BYTES", 1 << 40)
+    assert turns() == [lengths]
 
 
 def test_an_idle_core_sleeps(core) -> None:  # noqa: ANN001

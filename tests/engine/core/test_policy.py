@@ -258,6 +258,28 @@ def test_a_target_is_kept_by_what_steps_take(slowed: tuple[float, float], monkey
     assert trusting[1] > 1.05 * target or trusting[0] > 1.3 * busy[0]
 
 
+def test_a_single_pause_is_no_trend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step that took five seconds leaves a long prompt at least half of its share of the fifty steps behind it. Planted fault:
+    counted in full, the pause leaves it less."""
+    decodes = DecodeRows(32, 32_000)
+
+    def prompt_tokens(pause_ms: float) -> int:
+        budget, computed = StepBudget(POLICIES["fair"], 2048, TIMES, 30.0), 0
+        for step in range(70):
+            (share,) = budget.share([Prompt(100_000, 0)], budget.prompt_tokens(decodes.rows), decodes)
+            expected = budget.planned([Prompt(share, 0)] if share else [], decodes)
+            assert expected is not None
+            budget.took(expected, pause_ms if step == 20 else expected.measured_ms)
+            computed += share if step > 20 else 0
+        return computed
+
+    usual, paused = prompt_tokens(30.0), prompt_tokens(5000.0)
+    monkeypatch.setattr("engine.core.step_budget.MOST_SLOWED", 1e9)
+    unbounded = prompt_tokens(5000.0)
+    print(f"{usual} prompt tokens in 50 steps, {paused} behind a pause, {unbounded} where it counts in full")
+    assert paused > usual / 2 > unbounded
+
+
 def prompt_ms(streams: int) -> float:
     """Milliseconds a prompt token, while so many streams run beside prompts of 5000 tokens, one behind the other."""
     world = pace("fair")

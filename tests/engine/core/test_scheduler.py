@@ -16,7 +16,16 @@ from engine.core.planner import Planner
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.sequence import Sequence
 from engine.geometry import KVGroup
-from engine.plan import MAX_ADMITTED, MAX_SCORED, Admission, PageAppend, StepPlan, StepResult, largest_plan, largest_result
+from engine.plan import (
+    MAX_ADMITTED,
+    MAX_SCORED,
+    Admission,
+    PageAppend,
+    StepPlan,
+    largest_plan,
+    largest_result,
+    most_appends,
+)
 from engine.protocol import (
     MAX_ALTERNATIVES,
     MAX_STOP_IDS,
@@ -277,6 +286,23 @@ def test_no_plan_is_larger_than_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert largest > bound
 
 
+def test_appends_are_bounded_and_come_near_the_bound() -> None:
+    """Three decode rows that all begin a page beside a chunk of what the budget leaves: a page in each group less than the bound,
+    and more than one without a page a row allows."""
+    groups = (KVGroup(0, "sliding", (0,), 1, 256, 64, 4), KVGroup(1, "full", (1,), 1, 512, None, 4))
+    scheduler = Scheduler(SchedulerConfig(groups, (400, 400), 4, 1000, 64))
+    machine = KVMachine(groups, (400, 400), 4, 1000, lambda prefix, position, seed: position)
+    for number, prompt in enumerate((4, 4, 4, 900)):
+        scheduler.add(0, request(number, prompt, 20))
+    appended = []
+    while (plan := scheduler.schedule()) is not None:
+        machine.submit(plan)
+        appended.append(len(plan.appends) // 4)
+        scheduler.commit(machine.result())
+    bound = most_appends(4, 64, 4, 2)
+    assert max(appended) == bound - 2 > most_appends(0, 64, 4, 2)
+
+
 def bound_of(config: SchedulerConfig, admitted: int = MAX_ADMITTED) -> int:
     page, width = config.groups[0].page, 1 + config.drafts
     return largest_plan(config.max_seqs, config.max_len, config.prefill_budget, page, 2, width=width, admitted=admitted)
@@ -343,53 +369,6 @@ def test_abort_is_idempotent_and_a_stop_string_is_a_success() -> None:
     scheduler.abort(0, 99, AbortReason.client_gone)
     assert [output.finish for _, output in scheduler.drain()] == [FinishReason.stop]
     assert (scheduler.counters.finished, scheduler.counters.aborted) == (1, 0)
-
-
-def test_nan_ends_only_its_own_request() -> None:
-    """A row whose logits were not finite ends its request in error; its neighbour goes on."""
-    scheduler = small_scheduler()
-    machine = KVMachine(scheduler.config.groups, scheduler.config.pages, 4, 64, lambda prefix, position, seed: position)
-    scheduler.add(0, request(1, 4, 3))
-    scheduler.add(0, request(2, 4, 3))
-    machine.submit(scheduler.schedule())
-    result = machine.result()
-    rows = [result.row(0)._replace(tokens=(), nan=True), result.row(1)]
-    scheduler.commit(StepResult.of(result.step, rows))
-    outputs = [output for _, output in scheduler.drain()]
-    assert [(output.id, output.finish) for output in outputs] == [(1, FinishReason.error), (2, None)]
-    assert scheduler.counters.failed == 1
-
-
-def test_what_a_dropped_row_wrote_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row that was in flight when its sequence stepped back may have written NaN: if the sequence ends before it has computed
-    that position again, the page is zeroed before its next use. Planted fault: what the row wrote is forgotten."""
-
-    def serve_next() -> None:
-        scheduler = small_scheduler()
-        machine = KVMachine(scheduler.config.groups, scheduler.config.pages, 4, 64, lambda prefix, position, seed: position)
-        scheduler.add(0, request(1, 4, 20))
-        for step in range(2):
-            plan = scheduler.schedule()
-            assert plan is not None, step
-            machine.submit(plan)
-        scheduler.commit(machine.result())
-        sequence = scheduler.running[0]
-        scheduler.constrain(sequence, len(sequence.tokens))
-        machine.nan = lambda prefix: True
-        scheduler.commit(machine.result())
-        scheduler.abort(0, 1, AbortReason.client_gone)
-        machine.nan = lambda prefix: False
-        scheduler.add(0, request(2, 20, 2))
-        finish(scheduler, machine)
-        assert [output.finish for _, output in scheduler.drain()][-1] is FinishReason.length
-
-    def forgetful(self: Sequence) -> None:
-        self.number, self.high = 0, self.low
-
-    serve_next()
-    monkeypatch.setattr(Sequence, "step_back", forgetful)
-    with pytest.raises(KVFault, match="holds NaN"):
-        serve_next()
 
 
 def test_all_may_wait_for_the_host() -> None:

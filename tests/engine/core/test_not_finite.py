@@ -1,0 +1,92 @@
+"""Logits that are not finite: they end their own request, and what it computed is neither found nor read."""
+
+import pytest
+
+from engine.core.scheduler import Scheduler, SchedulerConfig
+from engine.core.sequence import Sequence
+from engine.geometry import KVGroup
+from engine.plan import StepResult
+from engine.protocol import AbortReason, FinishReason, GenerateRequest, SamplingParams, pack_tokens
+from tests.support.engine.kvmachine import KVFault, KVMachine
+
+pytestmark = pytest.mark.pure
+
+GROUPS = (KVGroup(0, "sliding", (0,), 1, 256, 8, 4), KVGroup(1, "full", (1,), 1, 512, None, 4))
+PAGES = (20, 9)
+END = 9
+
+
+def begun(cache_share: float | None = None) -> tuple[Scheduler, KVMachine]:
+    scheduler = Scheduler(SchedulerConfig(GROUPS, PAGES, 4, 64, 16, cache_share=cache_share))
+    return scheduler, KVMachine(GROUPS, PAGES, 4, 64, lambda prefix, position, seed: position)
+
+
+def request(number: int, prompt: list[int], max_tokens: int) -> GenerateRequest:
+    params = SamplingParams(max_tokens=max_tokens, stop_ids=(END,))
+    return GenerateRequest(id=number, prompt=pack_tokens(prompt), params=params)
+
+
+def finish(scheduler: Scheduler, machine: KVMachine) -> None:
+    """Serve what waits."""
+    while (plan := scheduler.schedule()) is not None:
+        machine.submit(plan)
+        scheduler.commit(machine.result())
+
+
+def test_a_prompt_is_not_cached() -> None:
+    """Neither its end nor that of a turn in it that the same step computed: asked again, all of it is computed."""
+    scheduler, machine = begun(cache_share=1.0)
+    prompt, found = [10, 10, 10, 10, 11, 11, 11, END, 12, 12, 12, END, 8], []
+    for number in range(3):
+        machine.nan = lambda prefix, first=not number: first
+        before = scheduler.counters.hit_tokens
+        scheduler.add(0, request(number, prompt, 1))
+        finish(scheduler, machine)
+        found.append(scheduler.counters.hit_tokens - before)
+    assert scheduler.counters.failed == 1
+    assert found == [0, 0, 12]
+
+
+def test_nan_ends_only_its_own_request() -> None:
+    """A row whose logits were not finite ends its request in error; its neighbour goes on."""
+    scheduler, machine = begun()
+    scheduler.add(0, request(1, [1] * 4, 3))
+    scheduler.add(0, request(2, [1] * 4, 3))
+    machine.submit(scheduler.schedule())
+    result = machine.result()
+    rows = [result.row(0)._replace(tokens=(), nan=True), result.row(1)]
+    scheduler.commit(StepResult.of(result.step, rows))
+    outputs = [output for _, output in scheduler.drain()]
+    assert [(output.id, output.finish) for output in outputs] == [(1, FinishReason.error), (2, None)]
+    assert scheduler.counters.failed == 1
+
+
+def test_what_a_dropped_row_wrote_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that was in flight when its sequence stepped back may have written NaN: if the sequence ends before it has computed
+    that position again, the page is zeroed before its next use. Planted fault: what the row wrote is forgotten."""
+
+    def serve_next() -> None:
+        scheduler, machine = begun()
+        scheduler.add(0, request(1, [1] * 4, 20))
+        for step in range(2):
+            plan = scheduler.schedule()
+            assert plan is not None, step
+            machine.submit(plan)
+        scheduler.commit(machine.result())
+        sequence = scheduler.running[0]
+        scheduler.constrain(sequence, len(sequence.tokens))
+        machine.nan = lambda prefix: True
+        scheduler.commit(machine.result())
+        scheduler.abort(0, 1, AbortReason.client_gone)
+        machine.nan = lambda prefix: False
+        scheduler.add(0, request(2, [1] * 20, 2))
+        finish(scheduler, machine)
+        assert [output.finish for _, output in scheduler.drain()][-1] is FinishReason.length
+
+    def forgetful(self: Sequence) -> None:
+        self.number, self.high = 0, self.low
+
+    serve_next()
+    monkeypatch.setattr(Sequence, "step_back", forgetful)
+    with pytest.raises(KVFault, match="holds NaN"):
+        serve_next()
