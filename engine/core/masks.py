@@ -44,11 +44,7 @@ class Masks:
     """
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        vocabulary: Vocabulary | None,
-        compiler: Executor | None = None,
-        slow: Executor | None = None,
+        self, scheduler: Scheduler, vocabulary: Vocabulary | None, compiler: Executor | None = None, slow: Executor | None = None
     ) -> None:
         self._scheduler = scheduler
         self._vocabulary = vocabulary
@@ -99,8 +95,7 @@ class Masks:
 
     def advance(self) -> None:
         """Read what was committed; call it after each commit, and while something is `making`."""
-        ended = [reply for reply in self._replies if reply.sequence.ended]
-        if ended:
+        if ended := [reply for reply in self._replies if reply.sequence.ended]:
             self._forget(ended)
         wanted = [reply for reply in self._replies if self._read_tokens(reply)]
         if wanted:
