@@ -23,6 +23,7 @@ from engine.errors import Overloaded, QuartetError, SlowReader
 from engine.front.generation import Delta, DeltaReader, Generation, Job
 from engine.protocol import AbortReason
 
+_PIECE_BYTES = 1 << 16  # of a stream's events that are made in one go
 _SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -131,18 +132,32 @@ class CompletionResponse(Response):
         """Event by event; without an end when some choice has none."""
         reader = DeltaReader(self._generations, self._events)
         while not reader.has_ended:
-            events = await reader.next()
+            events, more = await reader.next()
             await self._write(events, send, more=not self._is_complete)
+            for events in more:
+                await asyncio.sleep(0)  # others' turn
+                await self._write(events, send, more=not self._is_complete)
 
-    def _events(self, deltas: Iterator[tuple[int, Delta]]) -> bytes:
-        """What the client reads of them."""
+    def _events(self, deltas: Iterator[tuple[int, Delta]]) -> tuple[bytes, Iterator[bytes]]:
+        """What the client reads of them: the first piece, and those to come."""
+        pieces = self._pieces(deltas)
+        return next(pieces, b""), pieces
+
+    def _pieces(self, deltas: Iterator[tuple[int, Delta]]) -> Iterator[bytes]:
+        """Events up to _PIECE_BYTES or a delta more, which takes the event loop a few milliseconds."""
         events = b""
         for index, delta in deltas:
             events += b"" if self._begun else self._format.begin(self._usage())
             self._begun = True
             self._count(index, delta)
             events += self._format.events(index, delta)
-        return events + self._format.end(self._final_usage()) if self._is_complete else events
+            if self._is_complete:
+                events += self._format.end(self._final_usage())
+            if len(events) > _PIECE_BYTES:
+                yield events
+                events = b""
+        if events:
+            yield events
 
     def _count(self, index: int, delta: Delta) -> None:
         self._tokens += len(delta.tokens)
