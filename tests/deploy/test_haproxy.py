@@ -11,8 +11,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deploy import ingress_errors
+from deploy.edge.http10 import Unchunked
 from deploy.environment import WRAPPER, haproxy_binary
 from deploy.haproxy_status import routed
 from tests.support.stack.serve_process import free_port, is_free, wait
@@ -67,6 +70,7 @@ def haproxy(
     finally:
         process.kill()
         process.wait(10)
+        (folder / "admin.sock").unlink(missing_ok=True)
 
 
 def test_where_no_replica_answers_the_error_is_openais(tmp_path: Path) -> None:
@@ -181,11 +185,49 @@ def test_an_application_is_routed_when_haproxy_has_a_replica_of_it(tmp_path: Pat
     assert routed(admin) == 0
 
 
-def answered(url: str, said: bytes) -> bytes:
-    """What comes within a second of a new connection, if anything does."""
+@pytest.mark.parametrize("ahead", ["HAProxy", "nothing"])
+@pytest.mark.parametrize("fault", [False, True])
+def test_http_1_0_gets_no_chunks(tmp_path: Path, ahead: str, fault: bool) -> None:
+    """A stream for HTTP/1.0 ends with the connection; for HTTP/1.1 it is chunked. Planted: uvicorn alone."""
+    ingress_errors.write(tmp_path)
+    with asgi_server(stream_two if fault else Unchunked(stream_two)) as port, haproxy(tmp_path, port, tmp_path) as url:
+        asked = url if ahead == "HAProxy" else f"http://127.0.0.1:{port}"
+        head, _, body = answered(asked, b"GET / HTTP/1.0\r\nHost: a\r\n\r\n", whole=True).partition(b"\r\n\r\n")
+        assert (body == b"data: 0\n\ndata: 1\n\n") is not fault
+        assert (b"transfer-encoding: chunked" in head.lower()) is fault
+        assert (httpx.get(asked).headers["transfer-encoding"], httpx.get(asked).text) == ("chunked", "data: 0\n\ndata: 1\n\n")
+
+
+async def stream_two(scope: Scope, receive: Receive, send: Send) -> None:
+    """Two events, and no length."""
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+    for number in range(2):
+        await send({"type": "http.response.body", "body": b"data: %d\n\n" % number, "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+@contextmanager
+def asgi_server(app: ASGIApp) -> Iterator[int]:
+    """The port where uvicorn serves `app`, as Ray Serve has it do."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_level="critical"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        wait(lambda: server.started, 20)
+        yield int(server.servers[0].sockets[0].getsockname()[1])
+    finally:
+        server.should_exit = True
+        thread.join(20)
+
+
+def answered(url: str, said: bytes, *, whole: bool = False) -> bytes:
+    """What comes first within a second of a new connection, if anything does; `whole`: all until its end."""
     with suppress(TimeoutError), socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=1) as made:
         made.sendall(said)
-        return made.recv(65536)
+        if not whole:
+            return made.recv(65536)
+        made.settimeout(20)
+        return b"".join(iter(lambda: made.recv(65536), b""))
     return b""
 
 
