@@ -8,12 +8,15 @@ import re
 import signal
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
+from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import httpx
@@ -78,16 +81,21 @@ def build_info(stack: Stack) -> set[str]:
     return {name for name in figures(stack) if "build_info" in name}
 
 
-def serves_again(stack: Stack) -> float:
-    """Seconds until a new request is answered; while there is no replica it may be refused."""
+def serves_again(stack: Stack, headers: dict[str, str] | None = None) -> float:
+    """Seconds until a new request is answered. Until then others are refused with Retry-After, and none waits for most of it."""
+    took: list[float] = []
 
     def answered() -> bool:
-        try:
-            return httpx.post(f"{stack.url}/v1/chat/completions", json=SHORT, timeout=30).status_code == 200
-        except httpx.HTTPError:
-            return False
+        begun = time.monotonic()
+        reply = httpx.post(f"{stack.url}/v1/chat/completions", json=SHORT, headers=headers, timeout=30)
+        took.append(time.monotonic() - begun)
+        assert reply.status_code == 200 or (reply.status_code, reply.headers["retry-after"]) == (503, "5"), reply.text
+        return reply.status_code == 200
 
-    return wait(answered, 40, stack.said)
+    back = wait(answered, 40, stack.said)
+    print(f"\n{len(took)} requests in {back:.1f} s, the longest took {max(took):.1f} s")
+    assert max(took) < 0.6 * back, took
+    return back
 
 
 def open_streams(stack: Stack, count: int = 8) -> list[Reader]:
@@ -444,6 +452,36 @@ def test_a_killed_replica_cuts_every_connection(stack: Stack) -> None:
     assert back < 30
     wait(lambda: "quartet_requests_running" in figures(stack), 5)
     assert figures(stack)["quartet_requests_running"] == 0, "a request that had been dispatched was sent again"
+
+
+def test_no_other_stack_answers_for_it(stack: Stack, tmp_path: Path) -> None:
+    """A second stack on this machine, which has keys: while it boots, and while its replica is lost, nobody without one is answered.
+
+    The first stack has none, and its own proxy listens all the time: planted, one port for both proxies, it answers.
+    """
+    (tmp_path / "keys").write_text(f"{sha256(b'secret').hexdigest()} alice\n")
+    keyed = Stack(tmp_path, args={"tp": 1, "keys": {"file": str(tmp_path / "keys")}})
+    statuses: Counter[int] = Counter()
+    over = Event()
+
+    def ask_without_key() -> None:
+        while not over.wait(0.05):
+            with suppress(httpx.TransportError):
+                statuses[httpx.post(f"{keyed.url}/v1/chat/completions", json=SHORT, timeout=5).status_code] += 1
+
+    asking = Thread(target=ask_without_key)
+    asking.start()
+    try:
+        keyed.start()
+        os.kill(keyed.find("ServeReplica")[0], signal.SIGKILL)
+        serves_again(keyed, {"authorization": "Bearer secret"})
+    finally:
+        over.set()
+        asking.join(10)
+        keyed.end()
+        keyed.clean_up()
+    assert statuses[401], statuses
+    assert 200 not in statuses, statuses
 
 
 def test_sigterm_drains_and_leaves_nothing(stack: Stack) -> None:
