@@ -10,6 +10,7 @@ all streams before the first is written (DeltaReader), so that the ingress wakes
 
 import asyncio
 from collections.abc import Iterator
+from functools import partial
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -43,7 +44,8 @@ class CompletionResponse(Response):
         self._generations: list[Generation] = []
         self._tokens = 0
         self._begun = self._started = False
-        self._stuck = self._waited_too_long = False
+        self._stuck = False
+        self._late: QuartetError = DeadlineExceeded(f"The request took longer than {service.limits.request_timeout_s:g} s.")
         self._record: RequestRecord
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -74,13 +76,13 @@ class CompletionResponse(Response):
         limits, loop = self._service.limits, asyncio.get_running_loop()
         timers = [
             loop.call_at(self._record.deadline, self._abort, AbortReason.deadline),
-            loop.call_later(limits.queue_timeout_s, self._give_up_waiting),
+            loop.call_later(limits.queue_timeout_s, self._refuse, f"has waited {limits.queue_timeout_s:g} s for its turn"),
         ]
         try:
             self._submit()
             await (self._stream(send) if self._streams else self._whole(send))
             if not self._is_complete:  # an aborted generation ends without a word, and only the timers abort one from outside
-                await self._fail(self._late(), send)
+                await self._fail(self._late, send)
         except SlowReader as error:
             self._record.error = error
             if not self._stuck:
@@ -98,19 +100,13 @@ class CompletionResponse(Response):
             self._generations.append(generation)
             self._record.clocks.append(generation.clock)
         if self._record.place is not None:
-            self._record.place.submitted(self._record.clocks)
+            self._record.place.submitted(self._record.clocks, partial(self._refuse, "has given way to other clients'"))
 
-    def _give_up_waiting(self) -> None:
-        """The time that a request may wait is over; one that has begun goes on."""
+    def _refuse(self, why: str) -> None:
+        """It need not wait any longer; one that has begun goes on."""
         if all(clock is not None and clock.scheduled is None for clock in self._record.clocks):
-            self._waited_too_long = True
+            self._late = Overloaded(f"The request {why}; please try again shortly.")
             self._abort(AbortReason.queue_timeout)
-
-    def _late(self) -> QuartetError:
-        limits = self._service.limits
-        if self._waited_too_long:
-            return Overloaded(f"The request has waited {limits.queue_timeout_s:g} s for its turn; please try again shortly.")
-        return DeadlineExceeded(f"The request took longer than {limits.request_timeout_s:g} s.")
 
     async def _whole(self, send: Send) -> None:
         """Collect, then reply; nothing when some choice has no end."""

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deploy import ingress_errors
 from deploy.edge.http10 import Unchunked
+from deploy.edge.scope import client_address
 from deploy.environment import WRAPPER, haproxy_binary
 from deploy.haproxy_status import routed
 from tests.support.stack.serve_process import free_port, is_free, wait
@@ -196,6 +197,27 @@ def test_http_1_0_gets_no_chunks(tmp_path: Path, ahead: str, fault: bool) -> Non
         assert (body == b"data: 0\n\ndata: 1\n\n") is not fault
         assert (b"transfer-encoding: chunked" in head.lower()) is fault
         assert (httpx.get(asked).headers["transfer-encoding"], httpx.get(asked).text) == ("chunked", "data: 0\n\ndata: 1\n\n")
+
+
+@pytest.mark.parametrize("said", [[], ["6.6.6.6"], ["6.6.6.6, 127.0.0.1", "10.0.0.1"]])
+def test_a_client_is_known_by_its_connection(tmp_path: Path, said: list[str]) -> None:
+    """Whatever it says in X-Forwarded-For: HAProxy has the last word. Planted: asked without HAProxy, uvicorn believes it."""
+    ingress_errors.write(tmp_path)
+    head = b"".join(b"X-Forwarded-For: %b\r\n" % value.encode() for value in said)
+    with asgi_server(say_address) as port, haproxy(tmp_path, port, tmp_path) as url:
+        for source in ("127.0.0.1", "127.0.0.2"):
+            with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=20, source_address=(source, 0)) as made:
+                made.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n" + head + b"\r\n")
+                assert made.recv(65536).endswith(source.encode())
+        direct = answered(f"http://127.0.0.1:{port}", b"GET / HTTP/1.1\r\nHost: a\r\n" + head + b"\r\n")
+        assert direct.endswith(b"127.0.0.1") is not bool(said)
+
+
+async def say_address(scope: Scope, receive: Receive, send: Send) -> None:
+    """Whose request it is."""
+    body = client_address(scope).encode()
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", str(len(body)).encode())]})
+    await send({"type": "http.response.body", "body": body})
 
 
 async def stream_two(scope: Scope, receive: Receive, send: Send) -> None:

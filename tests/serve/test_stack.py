@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import select
 import signal
 import socket
 import time
@@ -351,6 +352,23 @@ def test_a_burst_waits_its_turn(stack: Stack) -> None:
 
     balance = asyncio.run(burst()).balance()
     assert (balance["finished"], balance["conserved"]) == (BURST, True), balance
+
+
+def test_a_newcomer_passes_a_crowd(stack: Stack) -> None:
+    """Sixty streams of one address that nobody reads, at sixteen slots: one of another address is answered before most have begun."""
+    body = json.dumps(LONG | {"max_tokens": 300}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    with ExitStack() as held:
+        crowd = [held.enter_context(socket.create_connection(("127.0.0.1", stack.port), timeout=60)) for _ in range(60)]
+        for sock in crowd:
+            sock.sendall(head.encode() + body)
+        wait(lambda: figures(stack)["quartet_requests_running"] == 16, 40, stack.said)
+        with httpx.Client(transport=httpx.HTTPTransport(local_address="127.0.0.2"), timeout=60) as newcomer:
+            assert newcomer.post(f"{stack.url}/v1/chat/completions", json=SHORT).status_code == 200
+        begun = len(select.select(crowd, [], [], 0)[0])
+    print(f"\n{begun} of {len(crowd)} had begun when the newcomer was answered")
+    assert begun < len(crowd) / 2
+    wait(lambda: figures(stack)["quartet_requests_running"] == 0, 40, stack.said)
 
 
 def test_slow_bodies_shut_nobody_out(stack: Stack) -> None:
