@@ -30,7 +30,7 @@ from deploy.nodes import check_nodes
 from deploy.ports import Ports, check_port
 from deploy.processes import adopt_orphans, command_line, descendants, is_ray_server, lives, reap
 from deploy.settings import Settings
-from engine.errors import ConfigError, EngineDead
+from engine.errors import EngineDead
 
 ROOT = Path(__file__).resolve().parents[1]
 _POLL_S = 0.1

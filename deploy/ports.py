@@ -1,8 +1,8 @@
 """The ports of one launcher: no other launcher of this machine listens there too.
 
-HAProxy has its ports alone. Serve's own proxy, where HAProxy sends what no replica can take yet, listens with SO_REUSEPORT: of two on
-one port the kernel would have each answer for the other's stack. So its ports are kept: a bound socket that does not listen gets no
-connection, lets in whoever shares, and keeps everybody else from binding, other launchers among them.
+HAProxy has its ports alone. Serve's own proxy, where HAProxy sends what no replica can take yet, listens with SO_REUSEPORT: of two
+on one port the kernel would have each answer for the other's stack. So its ports are kept: a bound socket that does not listen gets
+no connection, lets in whoever shares, and keeps everybody else from binding, other launchers among them.
 """
 
 import socket
@@ -28,7 +28,7 @@ class Ports:
         return haproxy | {name: self._keep(0) for name in PROXY_PORTS} | self._replicas(seed)
 
     def _replicas(self, seed: int) -> dict[str, int]:
-        """Where Serve puts its replicas' HTTP servers. HAProxy keeps a replica's port for a moment longer than the replica lives."""
+        """Where Serve puts its replicas' HTTP servers. HAProxy knows a port for a moment longer than its replica lives."""
         for turn in range(_BLOCKS):
             first = _FIRST + REPLICA_BLOCK * ((seed + turn) % _BLOCKS)
             try:

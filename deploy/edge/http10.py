@@ -3,6 +3,8 @@
 uvicorn would send chunks over httptools nevertheless; over h11 it does not.
 """
 
+from typing import Any
+
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
@@ -19,7 +21,7 @@ class Unchunked:
 
 
 def _until_close(send: Send) -> Send:
-    cycle = getattr(send, "__self__", None)
+    cycle: Any = getattr(send, "__self__", None)
     if not hasattr(cycle, "chunked_encoding"):
         return send
     has_length = True

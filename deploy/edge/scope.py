@@ -36,7 +36,7 @@ def is_from_loopback(scope: Scope) -> bool:
 def client_address(scope: Scope) -> str:
     """Whose request it is, where nobody has a key; of IPv6 the network, of which a client may have every address.
 
-    Our HAProxy is on loopback, and says last in X-Forwarded-For who its client is. uvicorn goes on to what a client there says before.
+    Our HAProxy is on loopback, and is the last to say in X-Forwarded-For who its client is. uvicorn goes on to what that one says.
     """
     peers = _peers(scope)
     host = peers[-1] if any(map(_is_loopback, peers)) else peers[0]

@@ -206,7 +206,8 @@ def test_a_client_is_known_by_its_connection(tmp_path: Path, said: list[str]) ->
     head = b"".join(b"X-Forwarded-For: %b\r\n" % value.encode() for value in said)
     with asgi_server(say_address) as port, haproxy(tmp_path, port, tmp_path) as url:
         for source in ("127.0.0.1", "127.0.0.2"):
-            with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=20, source_address=(source, 0)) as made:
+            there = ("127.0.0.1", int(url.rpartition(":")[2]))
+            with socket.create_connection(there, timeout=20, source_address=(source, 0)) as made:
                 made.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n" + head + b"\r\n")
                 assert made.recv(65536).endswith(source.encode())
         direct = answered(f"http://127.0.0.1:{port}", b"GET / HTTP/1.1\r\nHost: a\r\n" + head + b"\r\n")

@@ -1,4 +1,4 @@
-"""Requests that wait in Serve's own proxy: refused while a lost replica is replaced, and otherwise left alone. Over real sockets."""
+"""Requests that wait in Serve's own proxy: refused while a lost replica is replaced, else left alone. Over real sockets."""
 
 import asyncio
 import threading
@@ -100,10 +100,17 @@ def test_what_serve_does_not_say_is_no_loss() -> None:
     assert asyncio.run(main()) is False
 
 
-STATES = [("HEALTHY", [], False), ("UNHEALTHY", ["STARTING"], True), ("UNHEALTHY", ["STARTING", "RUNNING"], False), ("UPDATING", [], False)]
-
-
-@pytest.mark.parametrize(("status", "replicas", "lost"), [*STATES, ("DEPLOY_FAILED", [], True), ("UPSCALING", ["STARTING"], False)])
+@pytest.mark.parametrize(
+    ("status", "replicas", "lost"),
+    [
+        ("HEALTHY", [], False),
+        ("UNHEALTHY", ["STARTING"], True),
+        ("UNHEALTHY", ["STARTING", "RUNNING"], False),
+        ("UPDATING", [], False),
+        ("UPSCALING", ["STARTING"], False),
+        ("DEPLOY_FAILED", [], True),
+    ],
+)
 def test_what_counts_as_lost(status: str, replicas: list[str], lost: bool) -> None:
     """As Serve names its states: no replica runs, though nobody has asked for that."""
     assert recovery._is_lost({"status": status, "replicas": [{"state": state} for state in replicas]}) is lost

@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 from deploy import environment
-from deploy.ports import HAPROXY_PORTS, PROXY_PORTS, REPLICA_RANGE
 from deploy.models import public_shapes as shapes
 from deploy.models.resolve import resolve
 from deploy.nodes import check_nodes
+from deploy.ports import HAPROXY_PORTS, PROXY_PORTS, REPLICA_RANGE
 from deploy.settings import Settings, read_config, read_settings
 from engine.config import engine_config
 from engine.errors import ConfigError
@@ -247,7 +247,8 @@ def test_every_variable_has_a_reader_in_ray() -> None:
     assert spec.origin is not None
     serve = Path(spec.origin).parent / "serve" / "_private"
     text = "".join(path.read_text() for path in (serve / "constants.py", serve / "haproxy.py"))
-    ours = (*environment.RAY, *environment.HAPROXY_FILES, "RAY_SERVE_HAPROXY_NBTHREAD", *HAPROXY_PORTS, *PROXY_PORTS, *REPLICA_RANGE)
+    ports = (*HAPROXY_PORTS, *PROXY_PORTS, *REPLICA_RANGE)
+    ours = (*environment.RAY, *environment.HAPROXY_FILES, "RAY_SERVE_HAPROXY_NBTHREAD", *ports)
     names = [name for name in ours if name.startswith("RAY_SERVE_")]
     assert len(names) > 10
     assert [name for name in names if f'"{name}"' not in text] == []

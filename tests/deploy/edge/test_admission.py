@@ -103,7 +103,7 @@ def test_a_long_prompt_may_wait_alone() -> None:
 
 
 def served_in_turn(arrivals: list[tuple[int, str]], slots: int, *, fault: bool = False) -> list[tuple[int, str, int]]:
-    """(began, client, came) of each request, of which every one keeps a slot for 10 ticks; `fault`: they come in order, whoever asks."""
+    """(began, client, came) of each request, which keeps a slot for 10 ticks; `fault`: in order of arrival, whoever asks."""
     engine = ReadyEngine()
     admission = AdmissionControl(engine, choices=1 << 20, tokens=1 << 30, answers=1 << 20)
     queue: list[tuple[int, int, str, Clock]] = []
@@ -126,17 +126,18 @@ def served_in_turn(arrivals: list[tuple[int, str]], slots: int, *, fault: bool =
 
 
 def test_a_newcomer_waits_for_no_crowd() -> None:
-    """200 requests of one client wait; each of another's, who comes later, has the next slot but one. Planted: in order of arrival it
-    waits for all of them."""
+    """200 requests of one client wait; each of another's, who comes later, has the next slot but one. Planted: in order of arrival
+    it waits for all of them."""
     arrivals = [(0, "crowd")] * 200 + [(at, "newcomer") for at in range(25, 90, 20)]
     for fault, longest in ((False, 20), (True, 500)):
         waits = [began - came for began, client, came in served_in_turn(arrivals, 4, fault=fault) if client == "newcomer"]
-        assert (max(waits) <= longest) and (fault is (min(waits) > 20)), waits
+        assert max(waits) <= longest
+        assert fault is (min(waits) > 20), waits
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_clients_share_alike(seed: int) -> None:
-    """While all of three wait, however many requests each has, they begin in turn; each client's own in order, and alone it has all."""
+    """While all of three wait, however many requests each has, they begin in turn; alone a client has all, in order."""
     rng = random.Random(seed)
     counts = {"a": 300, "b": 40, "c": 40}
     arrivals = [(0, client) for client, count in counts.items() for _ in range(count)]

@@ -119,10 +119,10 @@ def prompt_logprobs(request: GenerateRequest) -> Iterator[PromptLogprobs]:
     count, prompt = request.params.prompt_logprobs, request.tokens
     if count is None or len(prompt) < 2:
         return
-    size = min(256, len(prompt) // 2)
+    size, values = min(256, len(prompt) // 2), [-0.0625 * place for place in range(count)]
     for first in range(1, len(prompt), size):
         rows = [
-            struct.pack(f"<fi{count}i{count}f", -at / 8, 3, *range(token + 1, token + 1 + count), *(-0.0625 * k for k in range(count)))
+            struct.pack(f"<fi{count}i{count}f", -at / 8, 3, *range(token + 1, token + 1 + count), *values)
             for at, token in enumerate(prompt[first : first + size], first)
         ]
         yield PromptLogprobs(first, count, b"".join(rows))

@@ -116,6 +116,23 @@ def wait(condition: Callable[[], bool], timeout_s: float, why: Callable[[], str]
     return time.monotonic() - begun
 
 
+def serves_again(stack: Stack, body: dict[str, Any], headers: dict[str, str] | None = None) -> float:
+    """Seconds until a new chat is answered. Until then others are refused with Retry-After: the one answered has not waited."""
+    took: list[float] = []
+
+    def answered() -> bool:
+        begun = time.monotonic()
+        reply = httpx.post(f"{stack.url}/v1/chat/completions", json=body, headers=headers, timeout=30)
+        took.append(time.monotonic() - begun)
+        assert reply.status_code == 200 or (reply.status_code, reply.headers["retry-after"]) == (503, "5"), reply.text
+        return reply.status_code == 200
+
+    back = wait(answered, 40, stack.said)
+    print(f"\n{len(took)} requests in {back:.1f} s, the longest took {max(took):.1f} s")
+    assert took[-1] < back / 2, took
+    return back
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
