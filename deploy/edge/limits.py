@@ -31,6 +31,7 @@ from deploy.edge.http10 import Unchunked
 from deploy.edge.http_errors import ForeignHost, HeadersTooLarge, TooLarge, TooSlow, WrongMediaType
 from deploy.edge.keys.key_gate import KeyGate
 from deploy.edge.keys.key_ring import KeyRing
+from deploy.edge.recovery import Recovery
 from deploy.edge.scope import BEGAN
 from engine.errors import InvalidRequest, Overloaded, QuartetError
 
@@ -241,13 +242,13 @@ def _check_header(name: bytes, value: bytes, limits: LimitSettings) -> None:
         raise TooLarge(f"the body exceeds the limit of {limits.body_bytes} bytes")
 
 
-def outermost() -> list[Middleware]:
-    """For replicas and for Serve's own proxy, the outermost last; the launcher has put its settings into the environment."""
+def outermost(routes: Callable[[], dict[str, bool]] | None = None) -> list[Middleware]:
+    """Around Serve's servers, the outermost last; the launcher has put its settings into the environment. `routes`: of Recovery."""
     given, keys = os.environ.get(LIMITS_VARIABLE), os.environ.get(KEYS_VARIABLE)
     limits = LimitSettings.model_validate_json(given) if given else LimitSettings()
     gate = KeyGate(KeyRing(KeySettings.model_validate_json(keys))) if keys else None
     guard = Middleware(Limits, limits=limits, check_key=gate.may_send if gate else None, bounds_writes=True)
-    return [guard, Middleware(Unchunked)]
+    return [*([Middleware(Recovery, routes=routes)] if routes else []), guard, Middleware(Unchunked)]
 
 
 def _kept(headers: Iterable[tuple[bytes, bytes]]) -> Headers:

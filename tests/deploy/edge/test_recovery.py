@@ -10,8 +10,9 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from deploy import recovery
-from deploy.recovery import Recovery
+from deploy import serve_guard
+from deploy.edge import recovery
+from deploy.edge.recovery import Recovery
 
 pytestmark = pytest.mark.pure
 
@@ -32,6 +33,7 @@ class WaitingProxy:
                 await asyncio.sleep(0.01)
         except asyncio.CancelledError:
             self.cancelled += 1
+            await send({"type": "http.response.start", "status": 500, "headers": []})  # as Serve may: nobody hears it
             raise
         if not scope["path"].endswith("begun"):
             await send(start)
@@ -87,17 +89,26 @@ def test_others_wait(path: str, routes: dict[str, bool]) -> None:
 
 
 def test_what_serve_does_not_say_is_no_loss() -> None:
-    """The controller does not answer: the request goes on waiting."""
-    proxy, over = WaitingProxy(), threading.Event()
-    guard = Recovery(proxy, lambda: over.wait(20) and {"/": True})
-    scope = {"type": "http", "path": "/x"}
+    """The controller does not answer, or not yet again: the request goes on waiting, and it is asked once at a time."""
+    asked: list[bool] = []
+    over = threading.Event()
 
-    async def main() -> bool:
-        lost = await guard._is_lost(scope["path"])
+    def routes() -> dict[str, bool]:
+        asked.append(over.wait(20))
+        return {} if len(asked) == 2 else {"/": True}
+
+    async def main() -> list[bool]:
+        guard = Recovery(WaitingProxy(), routes)
+        silent = [await guard._is_lost("/x") for _ in range(3)]
         over.set()
-        return lost
+        found = [await guard._is_lost("/x")]
+        for _ in range(2):
+            await asyncio.sleep(recovery.PERIOD_S)
+            found.append(await guard._is_lost("/x"))
+        return silent + found
 
-    assert asyncio.run(main()) is False
+    assert asyncio.run(main()) == [False, False, False, True, False, True]
+    assert asked == [True] * 3
 
 
 @pytest.mark.parametrize(
@@ -113,4 +124,4 @@ def test_what_serve_does_not_say_is_no_loss() -> None:
 )
 def test_what_counts_as_lost(status: str, replicas: list[str], lost: bool) -> None:
     """As Serve names its states: no replica runs, though nobody has asked for that."""
-    assert recovery._is_lost({"status": status, "replicas": [{"state": state} for state in replicas]}) is lost
+    assert serve_guard.is_lost({"status": status, "replicas": [{"state": state} for state in replicas]}) is lost
