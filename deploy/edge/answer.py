@@ -24,6 +24,8 @@ from engine.errors import Overloaded, QuartetError, SlowReader
 from engine.front.generation import Delta, DeltaReader, Generation, Job
 from engine.protocol import AbortReason
 
+Deltas = Iterator[tuple[int, Delta]]  # of choices
+
 _PIECE_BYTES = 1 << 16  # of a stream's events that are made in one go
 _SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -110,7 +112,7 @@ class CompletionResponse(Response):
 
     async def _whole(self, send: Send) -> None:
         """Collect, then reply; nothing when some choice has no end."""
-        reader: DeltaReader[Iterator[tuple[int, Delta]]] = DeltaReader(self._generations, iter)
+        reader: DeltaReader[Deltas] = DeltaReader(self._generations, iter)
         while not reader.has_ended:
             for index, delta in await reader.next():
                 self._count(index, delta)
@@ -128,32 +130,24 @@ class CompletionResponse(Response):
         """Event by event; without an end when some choice has none."""
         reader = DeltaReader(self._generations, self._events)
         while not reader.has_ended:
-            events, more = await reader.next()
+            events, rest = await reader.next()
             await self._write(events, send, more=not self._is_complete)
-            for events in more:
+            while rest is not None:
                 await asyncio.sleep(0)  # others' turn
+                events, rest = self._events(rest)
                 await self._write(events, send, more=not self._is_complete)
 
-    def _events(self, deltas: Iterator[tuple[int, Delta]]) -> tuple[bytes, Iterator[bytes]]:
-        """What the client reads of them: the first piece, and those to come."""
-        pieces = self._pieces(deltas)
-        return next(pieces, b""), pieces
-
-    def _pieces(self, deltas: Iterator[tuple[int, Delta]]) -> Iterator[bytes]:
-        """Events up to _PIECE_BYTES or a delta more, which takes the event loop a few milliseconds."""
+    def _events(self, deltas: Deltas) -> tuple[bytes, Deltas | None]:
+        """What the client reads of them, up to _PIECE_BYTES or a delta more, which takes some milliseconds; and the rest."""
         events = b""
         for index, delta in deltas:
             events += b"" if self._begun else self._format.begin(self._usage())
             self._begun = True
             self._count(index, delta)
             events += self._format.events(index, delta)
-            if self._is_complete:
-                events += self._format.end(self._final_usage())
-            if len(events) > _PIECE_BYTES:
-                yield events
-                events = b""
-        if events:
-            yield events
+            if len(events) > _PIECE_BYTES and not self._is_complete:
+                return events, deltas
+        return events + self._format.end(self._final_usage()) if self._is_complete else events, None
 
     def _count(self, index: int, delta: Delta) -> None:
         self._tokens += len(delta.tokens)
