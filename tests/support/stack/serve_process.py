@@ -133,6 +133,27 @@ def serves_again(stack: Stack, body: dict[str, Any], headers: dict[str, str] | N
     return back
 
 
+def ready(stack: Stack) -> dict[str, Any]:
+    return dict(httpx.get(f"{stack.url}/health/ready").raise_for_status().json())
+
+
+def figures(stack: Stack) -> dict[str, float]:
+    text = httpx.get(ready(stack)["metrics"]).text
+    return {name: float(value) for name, value in re.findall(r"^(\w+(?:\{[^}]*\})?) (\S+)$", text, re.MULTILINE)}
+
+
+def build_info(stack: Stack) -> set[str]:
+    return {name for name in figures(stack) if "build_info" in name}
+
+
+def open_streams(stack: Stack, body: dict[str, Any], count: int = 8) -> "list[Reader]":
+    """Streams of which each has begun and none is near its end."""
+    readers = [Reader(stack.url, body) for _ in range(count)]
+    wait(lambda: all(reader.text.count("data:") > 3 for reader in readers), 40, stack.said)
+    assert not any(reader.ended for reader in readers)
+    return readers
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
