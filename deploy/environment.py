@@ -27,7 +27,7 @@ RAY: dict[str, tuple[str, str]] = {
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": ("1", "a dead proxy is replaced in seconds"),
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": ("2", "the same"),
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": ("1", "a stopped replica cannot drain"),
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": ("deploy.edge.limits:outermost", "takes headers out that would steer Serve"),
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": ("deploy.serve_guard:outermost", "guards replicas and Serve's own proxy"),
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": (
         "0",
         "between its threads Serve has a queue without a bound: what a slow reader does not take would pile up there, unseen",

@@ -10,7 +10,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -28,14 +27,13 @@ from deploy.edge.edge_settings import KEYS_VARIABLE, LIMITS_VARIABLE, shared_lim
 from deploy.edge.keys.key_file import parse, read
 from deploy.haproxy_status import routed
 from deploy.nodes import check_nodes
+from deploy.ports import Ports, check_port
 from deploy.processes import adopt_orphans, command_line, descendants, is_ray_server, lives, reap
 from deploy.settings import Settings
-from engine.errors import ConfigError, EngineDead
+from engine.errors import EngineDead
 
 ROOT = Path(__file__).resolve().parents[1]
-HAPROXY_PORTS = {"RAY_SERVE_HAPROXY_METRICS_PORT": 9101, "RAY_SERVE_HAPROXY_STATS_PORT": 8404}
 _POLL_S = 0.1
-REPLICA_PORTS = 100  # of each launcher, between Ray's workers' (to 19999) and the kernel's own choice (from 32768)
 ROUTED_S = 60.0  # HAProxy learns of a replica within a few seconds
 _OWNER = "launcher.pid"
 _CUT_S = 0.5
@@ -55,6 +53,7 @@ class Launch:
     say: Callable[[str], None]
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="q-", dir="/tmp")))  # short: sockets lie below it
     _started: float = field(default_factory=time.monotonic)
+    _ports: Ports = field(default_factory=Ports)
     drains: bool = False
     _servers: list[int] = field(default_factory=list)  # GCS and raylet: without them Ray's calls only wait
 
@@ -74,8 +73,7 @@ class Launch:
 
         ingress_errors.write(self.folder)
         adopt_orphans()
-        ports = {name: free_port(port) for name, port in HAPROXY_PORTS.items()}
-        environment.prepare(os.environ, self.folder, ports | replica_ports(os.getpid()))
+        environment.prepare(os.environ, self.folder, self._ports.choose(os.getpid()))
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         self._guard()
         self._init_ray()
@@ -206,41 +204,8 @@ class Launch:
                 os.kill(pid, signal.SIGKILL)
         reap()
         shutil.rmtree(self.folder, ignore_errors=True)
+        self._ports.close()
         return orderly
-
-
-def check_port(host: str, port: int) -> None:
-    """ConfigError when clients could not connect here because somebody else listens."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror} (--port chooses another)") from error
-
-
-def replica_ports(seed: int) -> dict[str, int]:
-    """Where Serve puts its replicas' HTTP servers: seldom where another launcher's are.
-
-    HAProxy keeps a replica's port for a moment longer than the replica lives: another launcher's, of another model, might answer.
-    """
-    first = 20_000 + REPLICA_PORTS * (seed % 100)
-    last = first + REPLICA_PORTS - 1
-    return {"RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": first, "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": last}
-
-
-def free_port(wanted: int) -> int:
-    """`wanted` where it is free on all interfaces, else one that is."""
-    for port in (wanted, 0):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
-            return int(probe.getsockname()[1])
-    raise ConfigError("no free port on this machine")
 
 
 @contextlib.contextmanager

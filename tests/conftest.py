@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -51,6 +51,14 @@ def nano(tmp_path_factory: pytest.TempPathFactory) -> Nano:
 
     folder = tmp_path_factory.mktemp("nano")
     return cache(lambda member: ensure(member, folder))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_socket_file_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Whoever was killed with a socket of the file system open, its test removes it."""
+    yield
+    left = [str(path) for path in tmp_path_factory.getbasetemp().rglob("*") if path.is_socket()]
+    assert not left, left
 
 
 def _tier(item: pytest.Item) -> str:

@@ -21,8 +21,9 @@ from cluster.attention_choice import CUBIN_DOWNLOAD_COMMAND, SM100, choose_atten
 from cluster.capability import Capability, Gpu
 from cluster.flashinfer_files import FlashInferFiles
 from deploy import environment
-from deploy.launcher import HAPROXY_PORTS, ROOT, check_port
+from deploy.launcher import ROOT
 from deploy.models.google_template import CORRECTED, edition
+from deploy.ports import HAPROXY_PORTS, check_port
 from deploy.settings import Settings
 from engine.config import EngineConfig
 from engine.errors import ConfigError

@@ -7,10 +7,15 @@ At its head a request is refused when every choice is taken. What it costs is kn
 nothing: requests that each held a part would shut each other out. A choice is counted here until the engine has it, and by the
 engine until its last token is made: a client that reads slowly holds none once the engine has done its part. What waits for its
 prefill waits in the core's queue, in order, and is bounded by tokens as well: one long prompt may always wait alone.
+
+Clients share alike. Alone a client may have everything. Of several each has its turn: a client's next choice waits behind its own,
+and beside the first of the others'. Where all is taken, the last that waits of the client with most gives way to one with fewer.
 """
 
-from collections import deque
-from collections.abc import Sequence
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.errors import Overloaded
@@ -18,6 +23,8 @@ from engine.front.client import Clock
 from engine.front.generation import Engine
 
 FULL = "Too many requests are running or waiting; please try again shortly."
+GIVE_WAY_S = 1.0  # for the engine to end what gives way: a step of it
+_POLL_S = 0.005
 
 
 @dataclass
@@ -35,6 +42,7 @@ class AdmissionControl:
     answers: int
     _reserved: int = 0
     _open_answers: int = 0
+    _turn: int = 0  # the latest
     _waiting: deque["Place"] = field(default_factory=deque)
 
     @property
@@ -49,12 +57,40 @@ class AdmissionControl:
             self._waiting.popleft()
         return sum(place.tokens for place in self._waiting if place.waits)
 
-    def enter(self) -> "Place":
-        """A place for one answer. Overloaded: every choice is taken."""
-        if self.taken >= self.choices:
+    def enter(self, client: str) -> "Place":
+        """A place for one answer. Overloaded: every choice is taken, and nobody would give way."""
+        if self.taken >= self.choices and self._last_of_greediest(client, 1) is None:
             raise Overloaded(FULL)
         self._claim(0, 1)
-        return Place(self)
+        return Place(self, client)
+
+    async def make_room(self, client: str, choices: int, tokens: int) -> None:
+        """Have others give way, one by one, until there is room, nobody has more, or GIVE_WAY_S are over."""
+        ends = time.monotonic() + GIVE_WAY_S
+        while self._refusal(choices, tokens) and (place := self._last_of_greediest(client, choices)) is not None:
+            before = self.taken
+            place.give_way()
+            while self.taken >= before and time.monotonic() < ends:  # noqa: ASYNC110 - the core has no event for it
+                await asyncio.sleep(_POLL_S)
+            if time.monotonic() >= ends:
+                return
+
+    def _last_of_greediest(self, client: str, choices: int) -> "Place | None":
+        """The last that waits of the client of most waiting choices, if those are more than `client` would have."""
+        waiting = [place for place in self._waiting if place.waits]
+        held = Counter[str]()
+        for place in waiting:
+            held[place.client] += place.choices
+        greediest = max(held, key=held.__getitem__, default=client)
+        if held[greediest] <= held[client] + choices:
+            return None
+        return next((place for place in reversed(waiting) if place.client == greediest and place.may_give_way), None)
+
+    def _refusal(self, choices: int, tokens: int) -> str | None:
+        waiting = self.waiting_tokens
+        if waiting and waiting + tokens > self.tokens:
+            return f"{waiting} tokens of prompts are waiting already; please try again shortly."
+        return FULL if self.taken + choices > self.choices else None
 
     def _claim(self, choices: int, answers: int) -> None:
         if self.taken + choices > self.choices or self._open_answers + answers > self.answers:
@@ -63,11 +99,18 @@ class AdmissionControl:
         self._open_answers += answers
 
     def _queue(self, place: "Place", tokens: int, choices: int, answers: int) -> None:
-        waiting = self.waiting_tokens
-        if waiting and waiting + tokens > self.tokens:
-            raise Overloaded(f"{waiting} tokens of prompts are waiting already; please try again shortly.")
+        if refusal := self._refusal(choices, tokens):
+            raise Overloaded(refusal)
         self._claim(choices, answers)
+        place.turn = self._next_turn(place.client)
+        self._turn = max(self._turn, place.turn)
         self._waiting.append(place)
+
+    def _next_turn(self, client: str) -> int:
+        """Behind the client's own that wait; else that of the first that waits; where nobody waits, as those that run had it."""
+        waiting = [place for place in self._waiting if place.waits]
+        own = [place.turn + place.choices for place in waiting if place.client == client]
+        return max(own) if own else min((place.turn for place in waiting), default=self._turn)
 
     def _give_back(self, reserved: int, answers: int) -> None:
         self._reserved -= reserved
@@ -75,13 +118,15 @@ class AdmissionControl:
 
 
 class Place:
-    """One request's."""
+    """One request's. `turn`: lower ones go first."""
 
-    def __init__(self, admission: AdmissionControl) -> None:
-        self.tokens = 0
+    def __init__(self, admission: AdmissionControl, client: str) -> None:
+        self.client = client
+        self.tokens = self.choices = self.turn = 0
         self._admission = admission
         self._reserved, self._answers = 0, 1
         self._clocks: Sequence[Clock | None] = ()
+        self._refuse: Callable[[], None] | None = None
         self._left = False
 
     @property
@@ -91,18 +136,29 @@ class Place:
             return False
         return bool(self._reserved) or any(clock is not None and clock.scheduled is None for clock in self._clocks)
 
+    @property
+    def may_give_way(self) -> bool:
+        """The engine has it, and has begun with no choice of it."""
+        return self._refuse is not None and all(clock is not None and clock.scheduled is None for clock in self._clocks)
+
     def settle(self, choices: int, tokens: int) -> None:
         """What it costs, once: `tokens` of prompts, all choices together. Overloaded: it does not fit, and nothing is taken."""
         assert not self._reserved, "it has been settled"
         self._admission._queue(self, tokens, choices, choices - self._answers)
-        self._reserved = self._answers = choices
+        self._reserved = self._answers = self.choices = choices
         self.tokens = tokens
 
-    def submitted(self, clocks: Sequence[Clock | None]) -> None:
-        """The engine has its choices now, and counts them."""
-        self._clocks = clocks
+    def submitted(self, clocks: Sequence[Clock | None], refuse: Callable[[], None]) -> None:
+        """The engine has its choices now, and counts them. `refuse` has it give way."""
+        self._clocks, self._refuse = clocks, refuse
         self._admission._give_back(self._reserved, 0)
         self._reserved = 0
+
+    def give_way(self) -> None:
+        """To another client's."""
+        assert self._refuse is not None
+        refuse, self._refuse = self._refuse, None
+        refuse()
 
     def leave(self) -> None:
         """It has ended, whichever way. Idempotent."""

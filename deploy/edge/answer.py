@@ -10,6 +10,7 @@ all streams before the first is written (DeltaReader), so that the ingress wakes
 
 import asyncio
 from collections.abc import Iterator
+from functools import partial
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -23,6 +24,9 @@ from engine.errors import Overloaded, QuartetError, SlowReader
 from engine.front.generation import Delta, DeltaReader, Generation, Job
 from engine.protocol import AbortReason
 
+Deltas = Iterator[tuple[int, Delta]]  # of choices
+
+_PIECE_BYTES = 1 << 16  # of a stream's events that are made in one go
 _SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -42,7 +46,8 @@ class CompletionResponse(Response):
         self._generations: list[Generation] = []
         self._tokens = 0
         self._begun = self._started = False
-        self._stuck = self._waited_too_long = False
+        self._stuck = False
+        self._late: QuartetError = DeadlineExceeded(f"The request took longer than {service.limits.request_timeout_s:g} s.")
         self._record: RequestRecord
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -73,13 +78,13 @@ class CompletionResponse(Response):
         limits, loop = self._service.limits, asyncio.get_running_loop()
         timers = [
             loop.call_at(self._record.deadline, self._abort, AbortReason.deadline),
-            loop.call_later(limits.queue_timeout_s, self._give_up_waiting),
+            loop.call_later(limits.queue_timeout_s, self._refuse, f"has waited {limits.queue_timeout_s:g} s for its turn"),
         ]
         try:
             self._submit()
             await (self._stream(send) if self._streams else self._whole(send))
             if not self._is_complete:  # an aborted generation ends without a word, and only the timers abort one from outside
-                await self._fail(self._late(), send)
+                await self._fail(self._late, send)
         except SlowReader as error:
             self._record.error = error
             if not self._stuck:
@@ -97,23 +102,17 @@ class CompletionResponse(Response):
             self._generations.append(generation)
             self._record.clocks.append(generation.clock)
         if self._record.place is not None:
-            self._record.place.submitted(self._record.clocks)
+            self._record.place.submitted(self._record.clocks, partial(self._refuse, "has given way to other clients'"))
 
-    def _give_up_waiting(self) -> None:
-        """The time that a request may wait is over; one that has begun goes on."""
+    def _refuse(self, why: str) -> None:
+        """It need not wait any longer; one that has begun goes on."""
         if all(clock is not None and clock.scheduled is None for clock in self._record.clocks):
-            self._waited_too_long = True
+            self._late = Overloaded(f"The request {why}; please try again shortly.")
             self._abort(AbortReason.queue_timeout)
-
-    def _late(self) -> QuartetError:
-        limits = self._service.limits
-        if self._waited_too_long:
-            return Overloaded(f"The request has waited {limits.queue_timeout_s:g} s for its turn; please try again shortly.")
-        return DeadlineExceeded(f"The request took longer than {limits.request_timeout_s:g} s.")
 
     async def _whole(self, send: Send) -> None:
         """Collect, then reply; nothing when some choice has no end."""
-        reader: DeltaReader[Iterator[tuple[int, Delta]]] = DeltaReader(self._generations, iter)
+        reader: DeltaReader[Deltas] = DeltaReader(self._generations, iter)
         while not reader.has_ended:
             for index, delta in await reader.next():
                 self._count(index, delta)
@@ -131,18 +130,24 @@ class CompletionResponse(Response):
         """Event by event; without an end when some choice has none."""
         reader = DeltaReader(self._generations, self._events)
         while not reader.has_ended:
-            events = await reader.next()
+            events, rest = await reader.next()
             await self._write(events, send, more=not self._is_complete)
+            while rest is not None:
+                await asyncio.sleep(0)  # others' turn
+                events, rest = self._events(rest)
+                await self._write(events, send, more=not self._is_complete)
 
-    def _events(self, deltas: Iterator[tuple[int, Delta]]) -> bytes:
-        """What the client reads of them."""
+    def _events(self, deltas: Deltas) -> tuple[bytes, Deltas | None]:
+        """What the client reads of them, up to _PIECE_BYTES or a delta more, which takes some milliseconds; and the rest."""
         events = b""
         for index, delta in deltas:
             events += b"" if self._begun else self._format.begin(self._usage())
             self._begun = True
             self._count(index, delta)
             events += self._format.events(index, delta)
-        return events + self._format.end(self._final_usage()) if self._is_complete else events
+            if len(events) > _PIECE_BYTES and not self._is_complete:
+                return events, deltas
+        return events + self._format.end(self._final_usage()) if self._is_complete else events, None
 
     def _count(self, index: int, delta: Delta) -> None:
         self._tokens += len(delta.tokens)

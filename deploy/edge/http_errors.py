@@ -6,7 +6,7 @@
     |-- TooSlow             the body did not arrive in time, or gave way to others              -> 408
     |-- Unauthenticated     no API key, more than one, or none that is valid                    -> 401
     |-- Forbidden           the API key's holder has not the right                              -> 403
-    |-- WrongMediaType      a POST whose body does not say that it is JSON                      -> 415
+    |-- WrongMediaType      a POST whose body does not say that it is JSON, or is compressed    -> 415
     `-- ForeignHost         a Host that this server is not known by                             -> 403
     Overloaded
     `-- QuotaExceeded       the API key's holder has used up a limit                            -> 429
@@ -50,7 +50,7 @@ class QuotaExceeded(Overloaded):
 
 
 class WrongMediaType(InvalidRequest):
-    """The body does not say that it is JSON."""
+    """The body does not say that it is JSON, or is compressed."""
 
 
 class ForeignHost(InvalidRequest):

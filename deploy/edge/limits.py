@@ -1,7 +1,7 @@
 """What is refused before anybody reads it: a pure ASGI middleware, around our app and, by `outermost`, around Ray Serve's own.
 
-    headers too large            431        a Host that is none, or two       400        a Host that is not ours     403
-    body too large               413, by Content-Length, or when the bytes exceed it
+    headers too large            431        no Host, an odd one, or two       400        a Host that is not ours     403
+    body too large               413, by Content-Length, or when the bytes exceed it     a compressed body           415
     body that does not come      408        x-request-id that is none         400        too many requests at once   429
     no valid API key             401        a key without the right           403        a holder's quota            429
 
@@ -27,9 +27,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from deploy.edge.bounded import bounded
 from deploy.edge.edge_settings import KEYS_VARIABLE, LIMITS_VARIABLE, KeySettings, LimitSettings
 from deploy.edge.error_response import response_of
-from deploy.edge.http_errors import ForeignHost, HeadersTooLarge, TooLarge, TooSlow
+from deploy.edge.http10 import Unchunked
+from deploy.edge.http_errors import ForeignHost, HeadersTooLarge, TooLarge, TooSlow, WrongMediaType
 from deploy.edge.keys.key_gate import KeyGate
 from deploy.edge.keys.key_ring import KeyRing
+from deploy.edge.recovery import Recovery
 from deploy.edge.scope import BEGAN
 from engine.errors import InvalidRequest, Overloaded, QuartetError
 
@@ -101,7 +103,7 @@ class Limits:
         try:
             if self._open > self._limits.requests:
                 raise Overloaded("Too many requests at once; please try again shortly.")
-            check_head(scope["headers"], self._limits)
+            check_head(scope, self._limits)
             known = self._check_key is None or await self._check_key(scope)
             if known and _has_body(scope):
                 await self._uploads.read(upload, receive)
@@ -202,13 +204,16 @@ def _has_body(scope: Scope) -> bool:
     return scope.get("method") == "POST" or any(said)
 
 
-def check_head(headers: Iterable[tuple[bytes, bytes]], limits: LimitSettings) -> None:
+def check_head(scope: Scope, limits: LimitSettings) -> None:
     """Raises InvalidRequest, of the kind that says why."""
-    headers = list(headers)
+    headers = list(scope["headers"])
     size = sum(len(name) + len(value) for name, value in headers)
     if size > limits.header_bytes:
         raise HeadersTooLarge(f"the headers have {size} bytes; the limit is {limits.header_bytes}")
-    _check_host([value for name, value in headers if name.lower() == b"host"], limits)
+    hosts = [value for name, value in headers if name.lower() == b"host"]
+    if not hosts and scope.get("http_version") == "1.1":
+        raise InvalidRequest("the Host header is missing")
+    _check_host(hosts, limits)
     for name, value in headers:
         _check_header(name.lower(), value, limits)
 
@@ -227,6 +232,8 @@ def _check_host(hosts: list[bytes], limits: LimitSettings) -> None:
 def _check_header(name: bytes, value: bytes, limits: LimitSettings) -> None:
     if name == b"x-request-id" and not _REQUEST_ID.fullmatch(value):
         raise InvalidRequest("x-request-id: 1 to 128 of A-Z a-z 0-9 . _ -", param="x-request-id")
+    if name == b"content-encoding" and value.strip().lower() != b"identity":
+        raise WrongMediaType("the body must not be compressed: leave the header Content-Encoding out")
     if name != b"content-length":
         return
     if not value.isdigit():
@@ -235,12 +242,13 @@ def _check_header(name: bytes, value: bytes, limits: LimitSettings) -> None:
         raise TooLarge(f"the body exceeds the limit of {limits.body_bytes} bytes")
 
 
-def outermost() -> list[Middleware]:
-    """What RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names; the launcher has put its settings into the environment."""
+def outermost(routes: Callable[[], dict[str, bool]] | None = None) -> list[Middleware]:
+    """Around Serve's servers, the outermost last; the launcher has put its settings into the environment. `routes`: of Recovery."""
     given, keys = os.environ.get(LIMITS_VARIABLE), os.environ.get(KEYS_VARIABLE)
     limits = LimitSettings.model_validate_json(given) if given else LimitSettings()
     gate = KeyGate(KeyRing(KeySettings.model_validate_json(keys))) if keys else None
-    return [Middleware(Limits, limits=limits, check_key=gate.may_send if gate else None, bounds_writes=True)]
+    guard = Middleware(Limits, limits=limits, check_key=gate.may_send if gate else None, bounds_writes=True)
+    return [*([Middleware(Recovery, routes=routes)] if routes else []), guard, Middleware(Unchunked)]
 
 
 def _kept(headers: Iterable[tuple[bytes, bytes]]) -> Headers:

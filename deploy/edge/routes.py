@@ -6,6 +6,7 @@ Bodies are read raw and validated by our own models, so that every error has its
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import cache
 from http import HTTPStatus
 from typing import Any
@@ -33,7 +34,7 @@ from deploy.edge.observe.access_log import AccessLog
 from deploy.edge.observe.record import record_of
 from deploy.edge.openai.completions import CHAT, COMPLETIONS
 from deploy.edge.openai.responses_api import RESPONSES
-from deploy.edge.scope import is_from_loopback
+from deploy.edge.scope import client_address, is_from_loopback
 from deploy.edge.service import Client, Service
 from engine.errors import InvalidRequest, QuartetError
 from engine.front.generation import Job
@@ -41,6 +42,7 @@ from engine.front.generation import Job
 GENERATION_APIS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES_API, GENERATE)
 TOKEN_APIS = (COUNT_TOKENS, TOKENIZE, DETOKENIZE)
 
+TURN_BITS = 31  # of what the engine orders by: whose turn it is, among requests of one priority
 Responses = dict[int | str, dict[str, Any]]
 
 _KEY_SCHEMES = {
@@ -104,7 +106,7 @@ def _add_generation(app: FastAPI, service: Service, api: GenerationApi) -> None:
                 job = await service.job(wanted.request)
             except InvalidRequest as error:
                 raise api.in_client_terms(error) from error
-            return _answer(service, request, wanted, job, place)
+            return await _answer(service, request, wanted, job, place)
 
 
 def _add_tokens(app: FastAPI, service: Service, api: TokenApi) -> None:
@@ -120,7 +122,7 @@ async def _admitted(service: Service, request: Request) -> AsyncIterator[Place]:
     service.check_alive()
     _check_media_type(request)
     record = record_of(request.scope)
-    record.place = service.admission.enter()
+    record.place = service.admission.enter(client_address(request.scope) if record.key is None else f"key {record.key}")
     try:
         async with asyncio.timeout_at(record.deadline):
             yield record.place
@@ -141,10 +143,13 @@ def _check_media_type(request: Request) -> None:
         raise WrongMediaType("the body must be JSON: set the header Content-Type: application/json", code="unsupported_media_type")
 
 
-def _answer(service: Service, request: Request, wanted: ParsedRequest, job: Job, place: Place) -> CompletionResponse:
+async def _answer(service: Service, request: Request, wanted: ParsedRequest, job: Job, place: Place) -> CompletionResponse:
     client = Client(record_of(request.scope).key, request.headers.get("authorization") or request.headers.get("x-api-key"))
     job = service.with_priority(job, wanted.request, client)
-    place.settle(len(job.params), job.choices_each * job.prompt_tokens)
+    choices, tokens = len(job.params), job.choices_each * job.prompt_tokens
+    await service.admission.make_room(place.client, choices, tokens)
+    place.settle(choices, tokens)
+    job = replace(job, priority=(job.priority << TURN_BITS) + place.turn)
     return CompletionResponse(service, job, wanted.format(service.model), stream=bool(wanted.request.stream))
 
 

@@ -1,5 +1,6 @@
 """What the edge keeps of a request in its ASGI scope, and which id it has."""
 
+import contextlib
 import ipaddress
 import re
 import secrets
@@ -29,10 +30,29 @@ def only(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> bytes | None:
 
 def is_from_loopback(scope: Scope) -> bool:
     """Whether the request comes from this machine: its connection does, and so does what a proxy before us says of it."""
+    return all(map(_is_loopback, _peers(scope)))
+
+
+def client_address(scope: Scope) -> str:
+    """Whose request it is, where nobody has a key; of IPv6 the network, of which a client may have every address.
+
+    Our HAProxy is on loopback, and is the last to say in X-Forwarded-For who its client is. uvicorn goes on to what that one says.
+    """
+    peers = _peers(scope)
+    host = peers[-1] if any(map(_is_loopback, peers)) else peers[0]
+    with contextlib.suppress(ValueError):
+        address = ipaddress.ip_address(host)
+        if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is None:
+            return str(ipaddress.ip_network((address, 64), strict=False))
+    return host
+
+
+def _peers(scope: Scope) -> list[str]:
+    """Who is connected, as uvicorn says it, and the last in X-Forwarded-For."""
     client = scope.get("client")
     forwarded = [value for name, value in scope["headers"] if name.lower() == b"x-forwarded-for"]
-    peers = [client[0] if client else "", *(forwarded[-1].decode("latin-1").rpartition(",")[2:] if forwarded else ())]
-    return all(_is_loopback(peer.strip()) for peer in peers)
+    last = forwarded[-1].decode("latin-1").rpartition(",")[2:] if forwarded else ()
+    return [client[0] if client else "", *(peer.strip() for peer in last)]
 
 
 def _is_loopback(address: str) -> bool:

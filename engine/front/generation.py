@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
+import msgspec
+
 from engine.errors import GenerationFailed, SlowReader
 from engine.front.client import Clock
 from engine.front.parts import Arguments, Content, Part, Reasoning, ToolCallStart, joined
@@ -22,7 +24,7 @@ from engine.front.tools import Tools
 from engine.protocol import AbortReason, FinishReason, Logprobs, Output, PromptLogprobs, SamplingParams
 
 TOOL_CALLS = "tool_calls"  # OpenAI's finish reason when the model waits for the results of its calls
-_PROMPT_ENTRIES = 4096  # logprobs of prompt tokens and alternatives in one delta: a few milliseconds of the event loop
+_MOST_LOGPROBS = 4096  # of tokens and alternatives in one delta: a few milliseconds of the event loop
 
 T = TypeVar("T")
 
@@ -247,9 +249,12 @@ class Generation:
             return
         self.cached += output.cached
         yield from self._prompt_deltas(output.prompt_logprobs)
-        delta = self._made(output)
-        self.has_ended = delta.finish is not None
-        yield delta
+        for piece in _pieces(output):
+            delta = self._made(piece)
+            self.has_ended = delta.finish is not None
+            yield delta
+            if self.has_ended:
+                return
 
     def _prompt_deltas(self, reported: Sequence[PromptLogprobs]) -> Iterator[Delta]:
         """Text and logprobs of the prompt, with the outputs that have them."""
@@ -260,7 +265,7 @@ class Generation:
         elif echo:
             yield Delta((Content(echo),), [], [])
         for whole in reported:
-            for piece in whole.cut(_PROMPT_ENTRIES // (1 + whole.alternatives)):
+            for piece in whole.cut(_MOST_LOGPROBS // (1 + whole.alternatives)):
                 tokens = self._prompt[piece.first : piece.first + piece.count]
                 yield Delta((), [], [], prompt=PromptPart(tokens, piece.entries()))
 
@@ -315,6 +320,15 @@ class Generation:
         if finish not in (FinishReason.stop, FinishReason.length):
             raise GenerationFailed("the engine ended the request early")
         return TOOL_CALLS if finish is FinishReason.stop and self._reader.calls else finish.value
+
+
+def _pieces(output: Output) -> Iterator[Output]:
+    """The output, cut where it has many logprobs: those of a slow reader have piled up. Its end is the last one's."""
+    at, step = 0, max(1, _MOST_LOGPROBS // (1 + len(output.logprobs[0].top))) if output.logprobs else len(output.tokens)
+    while len(output.tokens) - at > step:
+        yield Output(id=output.id, tokens=output.tokens[at : at + step], logprobs=output.logprobs[at : at + step])
+        at += step
+    yield output if not at else msgspec.structs.replace(output, tokens=output.tokens[at:], logprobs=output.logprobs[at:])
 
 
 def _last(output: Output) -> int | None:

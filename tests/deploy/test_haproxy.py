@@ -11,8 +11,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deploy import ingress_errors
+from deploy.edge.http10 import Unchunked
+from deploy.edge.scope import client_address
 from deploy.environment import WRAPPER, haproxy_binary
 from deploy.haproxy_status import routed
 from tests.support.stack.serve_process import free_port, is_free, wait
@@ -67,6 +71,7 @@ def haproxy(
     finally:
         process.kill()
         process.wait(10)
+        (folder / "admin.sock").unlink(missing_ok=True)
 
 
 def test_where_no_replica_answers_the_error_is_openais(tmp_path: Path) -> None:
@@ -120,7 +125,7 @@ def test_a_connection_without_a_whole_head_ends(tmp_path: Path, said: bytes) -> 
     """
     for wrapper, ends in ((WRAPPER, True), (haproxy_binary() or "", False)):
         with haproxy(tmp_path, free_port(), None, wrapper, "300ms") as url:
-            assert answered(url, said).startswith(b"HTTP/1.1 408") == ends
+            assert answered(url, said, 20 if ends else 1).startswith(b"HTTP/1.1 408") == ends
 
 
 @pytest.mark.parametrize(("line", "status"), [("OPTIONS *", 404), ("GET health", 404), ("FOO /v1/models", 405)])
@@ -144,7 +149,7 @@ def test_an_address_may_hold_so_many_connections(tmp_path: Path, monkeypatch: py
     def answered_on(url: str, source: str = "127.0.0.1") -> socket.socket | None:
         """A connection that had an answer, and is open."""
         made = socket.socket()
-        made.settimeout(1)
+        made.settimeout(5)
         made.bind((source, 0))
         with suppress(ConnectionError):
             made.connect(("127.0.0.1", int(url.rpartition(":")[2])))
@@ -181,11 +186,68 @@ def test_an_application_is_routed_when_haproxy_has_a_replica_of_it(tmp_path: Pat
     assert routed(admin) == 0
 
 
-def answered(url: str, said: bytes) -> bytes:
-    """What comes within a second of a new connection, if anything does."""
-    with suppress(TimeoutError), socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=1) as made:
+@pytest.mark.parametrize("ahead", ["HAProxy", "nothing"])
+@pytest.mark.parametrize("fault", [False, True])
+def test_http_1_0_gets_no_chunks(tmp_path: Path, ahead: str, fault: bool) -> None:
+    """A stream for HTTP/1.0 ends with the connection; for HTTP/1.1 it is chunked. Planted: uvicorn alone."""
+    ingress_errors.write(tmp_path)
+    with asgi_server(stream_two if fault else Unchunked(stream_two)) as port, haproxy(tmp_path, port, tmp_path) as url:
+        asked = url if ahead == "HAProxy" else f"http://127.0.0.1:{port}"
+        head, _, body = answered(asked, b"GET / HTTP/1.0\r\nHost: a\r\n\r\n", whole=True).partition(b"\r\n\r\n")
+        assert (body == b"data: 0\n\ndata: 1\n\n") is not fault
+        assert (b"transfer-encoding: chunked" in head.lower()) is fault
+        assert (httpx.get(asked).headers["transfer-encoding"], httpx.get(asked).text) == ("chunked", "data: 0\n\ndata: 1\n\n")
+
+
+@pytest.mark.parametrize("said", [[], ["6.6.6.6"], ["6.6.6.6, 127.0.0.1", "10.0.0.1"]])
+def test_a_client_is_known_by_its_connection(tmp_path: Path, said: list[str]) -> None:
+    """Whatever it says in X-Forwarded-For: HAProxy has the last word. Planted: asked without HAProxy, uvicorn believes it."""
+    ingress_errors.write(tmp_path)
+    head = b"".join(b"X-Forwarded-For: %b\r\n" % value.encode() for value in said)
+    with asgi_server(say_address) as port, haproxy(tmp_path, port, tmp_path) as url:
+        for source in ("127.0.0.1", "127.0.0.2"):
+            there = ("127.0.0.1", int(url.rpartition(":")[2]))
+            with socket.create_connection(there, timeout=20, source_address=(source, 0)) as made:
+                made.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n" + head + b"\r\n")
+                assert made.recv(65536).endswith(source.encode())
+        direct = answered(f"http://127.0.0.1:{port}", b"GET / HTTP/1.1\r\nHost: a\r\n" + head + b"\r\n")
+        assert direct.endswith(b"127.0.0.1") is not bool(said)
+
+
+async def say_address(scope: Scope, receive: Receive, send: Send) -> None:
+    """Whose request it is."""
+    body = client_address(scope).encode()
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", str(len(body)).encode())]})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def stream_two(scope: Scope, receive: Receive, send: Send) -> None:
+    """Two events, and no length."""
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+    for number in range(2):
+        await send({"type": "http.response.body", "body": b"data: %d\n\n" % number, "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+@contextmanager
+def asgi_server(app: ASGIApp) -> Iterator[int]:
+    """The port where uvicorn serves `app`, as Ray Serve has it do."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_level="critical"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        wait(lambda: server.started, 20)
+        yield int(server.servers[0].sockets[0].getsockname()[1])
+    finally:
+        server.should_exit = True
+        thread.join(20)
+
+
+def answered(url: str, said: bytes, timeout_s: float = 20, *, whole: bool = False) -> bytes:
+    """What comes first on a new connection, if anything does in time; `whole`: all until its end."""
+    with suppress(TimeoutError), socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=timeout_s) as made:
         made.sendall(said)
-        return made.recv(65536)
+        return b"".join(iter(lambda: made.recv(65536), b"")) if whole else made.recv(65536)
     return b""
 
 

@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 from deploy import environment
-from deploy.launcher import replica_ports
 from deploy.models import public_shapes as shapes
 from deploy.models.resolve import resolve
 from deploy.nodes import check_nodes
+from deploy.ports import HAPROXY_PORTS, PROXY_PORTS, REPLICA_RANGE
 from deploy.settings import Settings, read_config, read_settings
 from engine.config import engine_config
 from engine.errors import ConfigError
@@ -238,14 +238,6 @@ def test_a_token_of_the_users_own_is_kept(tmp_path: Path, own: dict[str, str]) -
     assert list(tmp_path.iterdir()) == []
 
 
-def test_two_launchers_replicas_have_different_ports() -> None:
-    """Neighbouring process ids give ranges that do not overlap, outside the kernel's own choice; the hundredth is the first."""
-    ranges = [range(*replica_ports(pid).values()) for pid in range(1000, 1100)]
-    assert len({port for each in ranges for port in each}) == sum(map(len, ranges))
-    assert {port for each in ranges for port in each} <= set(range(20_000, 30_000))
-    assert replica_ports(1000) == replica_ports(1100)
-
-
 def test_every_variable_has_a_reader_in_ray() -> None:
     """Each name that we set occurs in the installed Ray (or torch): a renamed variable would be dead weight."""
     import importlib.util
@@ -255,7 +247,8 @@ def test_every_variable_has_a_reader_in_ray() -> None:
     assert spec.origin is not None
     serve = Path(spec.origin).parent / "serve" / "_private"
     text = "".join(path.read_text() for path in (serve / "constants.py", serve / "haproxy.py"))
-    ours = (*environment.RAY, *environment.HAPROXY_FILES, "RAY_SERVE_HAPROXY_NBTHREAD", *replica_ports(7))
+    ports = (*HAPROXY_PORTS, *PROXY_PORTS, *REPLICA_RANGE)
+    ours = (*environment.RAY, *environment.HAPROXY_FILES, "RAY_SERVE_HAPROXY_NBTHREAD", *ports)
     names = [name for name in ours if name.startswith("RAY_SERVE_")]
     assert len(names) > 10
     assert [name for name in names if f'"{name}"' not in text] == []

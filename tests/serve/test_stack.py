@@ -4,16 +4,19 @@ import asyncio
 import json
 import os
 import random
-import re
+import select
 import signal
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
+from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import httpx
@@ -30,7 +33,8 @@ from deploy.models.nano.exercises import drawing, exam, right
 from deploy.models.nano.tool_exercises import native
 from deploy.models.resolve import resolve
 from engine.front.text import TextProcessor
-from tests.support.stack.serve_process import LOOPBACK, Reader, Stack, command_line, folders, is_free, listeners, wait
+from tests.support.stack import serve_process
+from tests.support.stack.serve_process import LOOPBACK, Reader, Stack, command_line, figures, open_streams, serves_again, wait
 
 pytestmark = pytest.mark.serve
 
@@ -63,39 +67,6 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 def api(stack: Stack) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{stack.url}/v1", api_key="none", timeout=60, max_retries=0)
-
-
-def ready(stack: Stack) -> dict[str, Any]:
-    return dict(httpx.get(f"{stack.url}/health/ready").raise_for_status().json())
-
-
-def figures(stack: Stack) -> dict[str, float]:
-    text = httpx.get(ready(stack)["metrics"]).text
-    return {name: float(value) for name, value in re.findall(r"^(\w+(?:\{[^}]*\})?) (\S+)$", text, re.MULTILINE)}
-
-
-def build_info(stack: Stack) -> set[str]:
-    return {name for name in figures(stack) if "build_info" in name}
-
-
-def serves_again(stack: Stack) -> float:
-    """Seconds until a new request is answered; while there is no replica it may be refused."""
-
-    def answered() -> bool:
-        try:
-            return httpx.post(f"{stack.url}/v1/chat/completions", json=SHORT, timeout=30).status_code == 200
-        except httpx.HTTPError:
-            return False
-
-    return wait(answered, 40, stack.said)
-
-
-def open_streams(stack: Stack, count: int = 8) -> list[Reader]:
-    """Streams of which each has begun and none is near its end."""
-    readers = [Reader(stack.url, LONG) for _ in range(count)]
-    wait(lambda: all(reader.text.count("data:") > 3 for reader in readers), 40, stack.said)
-    assert not any(reader.ended for reader in readers)
-    return readers
 
 
 def test_openais_client_is_answered(stack: Stack) -> None:
@@ -325,7 +296,7 @@ def test_a_chat_computes_what_is_new(stack: Stack, turns: int, words: int) -> No
 
 def test_only_what_is_declared_listens_beyond_loopback(stack: Stack) -> None:
     """One gRPC port of the replica is all; HAProxy, Ray, our exporter and the replica's HTTP are on loopback."""
-    found = listeners(sorted(stack.grow()))
+    found = serve_process.listeners(sorted(stack.grow()))
     assert any(port == stack.port for _, port, _ in found)
     beyond = [(port, command) for address, port, command in found if address not in LOOPBACK]
     assert all("ServeReplica" in command for _, command in beyond), beyond
@@ -343,6 +314,23 @@ def test_a_burst_waits_its_turn(stack: Stack) -> None:
 
     balance = asyncio.run(burst()).balance()
     assert (balance["finished"], balance["conserved"]) == (BURST, True), balance
+
+
+def test_a_newcomer_passes_a_crowd(stack: Stack) -> None:
+    """Sixty streams of one address that nobody reads, at sixteen slots: another address' is answered with the second sixteen."""
+    body = json.dumps(LONG | {"max_tokens": 120}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    with ExitStack() as held:
+        crowd = [held.enter_context(socket.create_connection(("127.0.0.1", stack.port), timeout=60)) for _ in range(60)]
+        for sock in crowd:
+            sock.sendall(f"{head}\r\n\r\n".encode() + body)
+        wait(lambda: figures(stack)["quartet_requests_running"] == 16, 40, stack.said)
+        with httpx.Client(transport=httpx.HTTPTransport(local_address="127.0.0.2"), timeout=60) as newcomer:
+            assert newcomer.post(f"{stack.url}/v1/chat/completions", json=SHORT).status_code == 200
+        begun = len(select.select(crowd, [], [], 0)[0])
+    print(f"\n{begun} of {len(crowd)} had begun when the newcomer was answered")
+    assert begun < 3 * 16
+    wait(lambda: figures(stack)["quartet_requests_running"] == 0, 40, stack.said)
 
 
 def test_slow_bodies_shut_nobody_out(stack: Stack) -> None:
@@ -372,7 +360,7 @@ def test_a_client_that_leaves_frees_its_place(stack: Stack) -> None:
 def test_a_changed_setting_is_deployed_and_no_request_is_lost(stack: Stack) -> None:
     """Another build under open streams and a client that goes on asking: they end whole, it hears 200, a new replica answers."""
     (before,) = stack.find("ServeReplica")
-    built = build_info(stack)
+    built = serve_process.build_info(stack)
     streams = [Reader(stack.url, LONG | {"max_tokens": 150}) for _ in range(3)]
     wait(lambda: all("data:" in stream.text for stream in streams), 40, stack.said)
     stack.redeploy(build="changed")
@@ -386,7 +374,7 @@ def test_a_changed_setting_is_deployed_and_no_request_is_lost(stack: Stack) -> N
     longest = max(reply.elapsed.total_seconds() for reply in replies)
     print(f"\nredeployed in {time.monotonic() - began:.1f} s: {len(replies)} requests meanwhile, the longest took {longest:.1f} s")
     assert [reply.status_code for reply in replies] == [200] * max(4, len(replies))
-    assert build_info(stack) != built
+    assert serve_process.build_info(stack) != built
 
 
 @pytest.mark.parametrize(
@@ -402,7 +390,7 @@ def test_a_lost_process_ends_every_stream_with_one_error_event(
     stack: Stack, victim: str, blow: signal.Signals, bound_s: float
 ) -> None:
     """A rank or the core killed or stopped under 8 streams: one error event each, no [DONE], and the next request within 30 s."""
-    readers = open_streams(stack)
+    readers = open_streams(stack, LONG)
     children = stack.find("engine.")
     killed = time.monotonic()
     os.kill(stack.find(victim)[-1], blow)
@@ -415,7 +403,7 @@ def test_a_lost_process_ends_every_stream_with_one_error_event(
     slowest = max(reader.ended or 0.0 for reader in readers) - killed
     assert slowest < bound_s
     wait(lambda: not any(command_line(pid) for pid in children), 3)
-    back = serves_again(stack)
+    back = serves_again(stack, SHORT)
     print(f"\n{victim} {blow.name}: streams ended after {slowest:.3f} s, served again after {back:.1f} s")
     assert back < 30
 
@@ -423,7 +411,7 @@ def test_a_lost_process_ends_every_stream_with_one_error_event(
 def test_a_killed_replica_cuts_every_connection(stack: Stack) -> None:
     """kill -9 of the replica: closed within 2 s without the final chunk, the unanswered get 5xx, its children are gone, and
     waited for."""
-    readers = open_streams(stack)
+    readers = open_streams(stack, LONG)
     waiting = Reader(stack.url, LONG | {"stream": False})
     time.sleep(0.3)
     children = stack.find("engine.rank.worker") + stack.find("engine.core.loop")
@@ -439,20 +427,50 @@ def test_a_killed_replica_cuts_every_connection(stack: Stack) -> None:
     wait(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children), 5)  # and no zombie of them
     waiting.join(10)
     assert (waiting.status, json.loads(waiting.text)["error"]["code"]) == (503, "engine_restarting"), waiting.text
-    back = serves_again(stack)
+    back = serves_again(stack, SHORT)
     print(f"\nreplica: served again after {back:.1f} s")
     assert back < 30
     wait(lambda: "quartet_requests_running" in figures(stack), 5)
     assert figures(stack)["quartet_requests_running"] == 0, "a request that had been dispatched was sent again"
 
 
+def test_no_other_stack_answers_for_it(stack: Stack, tmp_path: Path) -> None:
+    """A second stack on this machine, which has keys: while it boots and while its replica is lost, nobody without one is answered.
+
+    The first stack has none, and its own proxy listens all the time: planted, one port for both proxies, it answers.
+    """
+    (tmp_path / "keys").write_text(f"{sha256(b'secret').hexdigest()} alice\n")
+    keyed = Stack(tmp_path, args={"tp": 1, "keys": {"file": str(tmp_path / "keys")}})
+    statuses: Counter[int] = Counter()
+    over = Event()
+
+    def ask_without_key() -> None:
+        while not over.wait(0.05):
+            with suppress(httpx.TransportError):
+                statuses[httpx.post(f"{keyed.url}/v1/chat/completions", json=SHORT, timeout=5).status_code] += 1
+
+    asking = Thread(target=ask_without_key)
+    asking.start()
+    try:
+        keyed.start()
+        os.kill(keyed.find("ServeReplica")[0], signal.SIGKILL)
+        serves_again(keyed, SHORT, {"authorization": "Bearer secret"})
+    finally:
+        over.set()
+        asking.join(10)
+        keyed.end()
+        keyed.clean_up()
+    assert statuses[401], statuses
+    assert 200 not in statuses, statuses
+
+
 def test_sigterm_drains_and_leaves_nothing(stack: Stack) -> None:
     """An open stream finishes, new requests are refused, and then no process, port, folder or shared memory is left."""
-    ours = folders()
+    ours = serve_process.folders()
     shared = set(Path("/dev/shm").iterdir())
     reader = Reader(stack.url, LONG | {"max_tokens": 60})
     wait(lambda: "data:" in reader.text, 20, stack.said)
-    ports = [port for _, port, _ in listeners(sorted(stack.grow()))]
+    ports = [port for _, port, _ in serve_process.listeners(sorted(stack.grow()))]
     stack.process.send_signal(signal.SIGTERM)
     wait(lambda: httpx.get(f"{stack.url}/v1/models", timeout=10).status_code >= 400, 10, stack.said)
     code = stack.process.wait(60)
@@ -462,10 +480,10 @@ def test_sigterm_drains_and_leaves_nothing(stack: Stack) -> None:
     assert code == 0, stack.said()
     assert "will be retried" not in stack.said(), "Ray takes the end of Serve's controller for a failure"
     assert [(pid, command_line(pid)) for pid in stack.tree if command_line(pid)] == []
-    assert len(folders()) == len(ours) - 1
+    assert len(serve_process.folders()) == len(ours) - 1
     assert set(Path("/dev/shm").iterdir()) <= shared
     assert len(ports) > 5
-    assert [port for port in ports if not is_free(port)] == []
+    assert [port for port in ports if not serve_process.is_free(port)] == []
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{stack.url}/health", timeout=2)
 

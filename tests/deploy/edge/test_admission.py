@@ -1,12 +1,15 @@
 """Who is let in: places are counted where they are promised, and slow senders, slow readers and long queues shut nobody out."""
 
 import asyncio
+import heapq
 import json
 import random
 import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -15,6 +18,7 @@ import pytest
 
 from deploy.edge.admission_control import AdmissionControl, Place
 from deploy.edge.edge_settings import LimitSettings
+from deploy.edge.scope import client_address
 from engine.errors import Overloaded
 from engine.events import RequestFinished
 from engine.front.client import Clock
@@ -46,7 +50,7 @@ class AdmissionModel:
 
     def _advance(self, what: str) -> None:
         if what == "enter":
-            self.places.append(self.admission.enter())
+            self.places.append(self.admission.enter(self.rng.choice("abc")))
         elif what == "engine ends":
             self.engine.open = max(0, self.engine.open - 1)
         elif self.places:
@@ -59,7 +63,7 @@ class AdmissionModel:
                 place.settle(self.rng.randint(1, 8), self.rng.randint(1, 300))
             elif what == "submit" and place._reserved and place.tokens:
                 self.engine.open += place._reserved
-                place.submitted([Clock(0.0, scheduled=self.rng.choice([None, 1.0]))])
+                place.submitted([Clock(0.0, scheduled=self.rng.choice([None, 1.0]))], lambda: None)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -79,7 +83,7 @@ def test_no_more_is_promised_than_there_is(seed: int) -> None:
 def test_a_place_that_is_kept_would_show() -> None:
     """The same count when one of the places is not given back."""
     model = AdmissionModel(0)
-    kept = model.admission.enter()
+    kept = model.admission.enter("a")
     kept.settle(3, 10)
     assert (model.admission.taken, model.admission.waiting_tokens) == (3, 10)
 
@@ -87,16 +91,108 @@ def test_a_place_that_is_kept_would_show() -> None:
 def test_a_long_prompt_may_wait_alone() -> None:
     """Beyond the tokens that may wait, but nothing else does; the next one may not, until the first has begun."""
     model = AdmissionModel(0)
-    long, short, later = (model.admission.enter() for _ in range(3))
+    long, short, later = (model.admission.enter("a") for _ in range(3))
     long.settle(1, 10_000)
     with pytest.raises(Overloaded, match="10000 tokens"):
         short.settle(1, 1)
     clock = Clock(0.0)
-    long.submitted([clock])
+    long.submitted([clock], lambda: None)
     with pytest.raises(Overloaded):
         short.settle(1, 1)
     clock.scheduled = 1.0
     later.settle(1, 1)
+
+
+def served_in_turn(arrivals: list[tuple[int, str]], slots: int, *, fault: bool = False) -> list[tuple[int, str, int]]:
+    """(began, client, came) of each request, which keeps a slot for 10 ticks; `fault`: in order of arrival, whoever asks."""
+    engine = ReadyEngine()
+    admission = AdmissionControl(engine, choices=1 << 20, tokens=1 << 30, answers=1 << 20)
+    queue: list[tuple[int, int, str, Clock]] = []
+    ends, begun, left = [0] * slots, [], list(enumerate(arrivals))
+    for tick in range(1 << 20):
+        while left and left[0][1][0] <= tick:
+            number, (_, client) = left.pop(0)
+            place, clock = admission.enter(client), Clock(0.0)
+            place.settle(1, 1)
+            place.submitted([clock], lambda: None)
+            heapq.heappush(queue, (0 if fault else place.turn, number, client, clock))
+        while queue and min(ends) <= tick:
+            _, number, client, clock = heapq.heappop(queue)
+            clock.scheduled = 1.0
+            begun.append((tick, client, arrivals[number][0]))
+            ends[ends.index(min(ends))] = tick + 10
+        if not (left or queue):
+            break
+    return begun
+
+
+def test_a_newcomer_waits_for_no_crowd() -> None:
+    """200 requests of one client wait; each of another's, who comes later, has the next slot but one. Planted: in order of arrival
+    it waits for all of them."""
+    arrivals = [(0, "crowd")] * 200 + [(at, "newcomer") for at in range(25, 90, 20)]
+    for fault, longest in ((False, 20), (True, 500)):
+        waits = [began - came for began, client, came in served_in_turn(arrivals, 4, fault=fault) if client == "newcomer"]
+        assert max(waits) <= longest
+        assert fault is (min(waits) > 20), waits
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_clients_share_alike(seed: int) -> None:
+    """While all of three wait, however many requests each has, they begin in turn; alone a client has all, in order."""
+    rng = random.Random(seed)
+    counts = {"a": 300, "b": 40, "c": 40}
+    arrivals = [(0, client) for client, count in counts.items() for _ in range(count)]
+    rng.shuffle(arrivals)
+    began = served_in_turn(arrivals, 4)
+    shares = Counter(client for _, client, _ in began[4:90])
+    assert max(shares.values()) - min(shares.values()) <= 2 + 4, shares
+    alone = [(at // 3, "a") for at in range(100)]
+    assert served_in_turn(alone, 4) == served_in_turn(alone, 4, fault=True), "in order, and no slot stays empty"
+
+
+def test_the_last_of_the_greediest_gives_way(nano: Nano) -> None:
+    """All places wait for one address: the newest of them is refused in shape for another address' request, which is served.
+    Planted: for one of the same address none is, and it is refused itself."""
+    with Edge(nano("31b")) as edge, ThreadPoolExecutor(8) as pool:
+        edge.service.admission.choices = 8
+        edge.core.queue_s = 20.0
+
+        def ask(address: str) -> httpx.Response:
+            return httpx.post(f"{edge.url}{CHAT}", json=BODY, headers={"x-forwarded-for": f"9.9.9.9, {address}"}, timeout=60)
+
+        waiting = []
+        for count in range(1, 9):
+            waiting.append(pool.submit(ask, "10.0.0.1"))
+            until(lambda count=count: len(edge.core.requests) == count, "it waits")
+        edge.core.queue_s = 0.0
+        assert (ask("10.0.0.1").status_code, edge.core.aborts) == (429, [])
+        assert ask("10.0.0.2").status_code == 200
+        refused = waiting[-1].result(20)
+        assert (refused.status_code, refused.headers["retry-after"], "other clients" in refused.text) == (429, "1", True)
+        assert [request for request, _ in edge.core.aborts] == [edge.core.requests[7].id]
+        turns = [request.priority for request in edge.core.requests]
+        assert turns == [*range(8), 0], "the newcomer's turn is beside the first's"
+        edge.on_loop(lambda: edge.client.fail("the end of the test"))
+
+
+@pytest.mark.parametrize(
+    ("client", "forwarded", "address"),
+    [
+        ("10.0.0.9", [], "10.0.0.9"),
+        ("10.0.0.9", ["10.0.0.9"], "10.0.0.9"),
+        ("127.0.0.1", ["10.0.0.9"], "10.0.0.9"),
+        ("6.6.6.6", ["6.6.6.6", "127.0.0.1"], "127.0.0.1"),
+        ("10.0.0.9", ["6.6.6.6"], "10.0.0.9"),
+        ("2001:db8:1:2:3::4", [], "2001:db8:1:2::/64"),
+        ("2001:db8:1:2:9::9", [], "2001:db8:1:2::/64"),
+        ("::ffff:10.0.0.9", [], "::ffff:10.0.0.9"),
+        ("somebody", [], "somebody"),
+    ],
+)
+def test_whose_request_it_is(client: str, forwarded: list[str], address: str) -> None:
+    """By the connection as uvicorn says it, and the last in X-Forwarded-For; what a client says before does not count."""
+    headers = [(b"x-forwarded-for", value.encode()) for value in forwarded]
+    assert client_address({"type": "http", "client": (client, 1), "headers": headers}) == address
 
 
 def test_a_burst_gets_what_there_is(nano: Nano) -> None:
@@ -134,10 +230,7 @@ def test_slow_bodies_shut_nobody_out(nano: Nano) -> None:
         edge.service.admission.choices = 8
         for _ in range(200):
             stack.enter_context(half_sent(edge))
-        begun = time.monotonic()
-        reply = httpx.post(f"{edge.url}{CHAT}", json=BODY)
-        assert reply.status_code == 200
-        assert time.monotonic() - begun < 1.0
+        assert httpx.post(f"{edge.url}{CHAT}", json=BODY, timeout=20).status_code == 200
         assert edge.service.admission.taken == 0
 
 
@@ -155,7 +248,7 @@ def test_the_oldest_body_gives_way(narrow: Edge, count: int, size: int) -> None:
     with ExitStack() as stack:
         slow = [stack.enter_context(half_sent(narrow, b"x" * size)) for _ in range(count)]
         assert httpx.post(f"{narrow.url}{CHAT}", json=BODY).status_code == 200
-        slow[0].settimeout(2)
+        slow[0].settimeout(20)
         assert slow[0].recv(4096).startswith(b"HTTP/1.1 408")
         slow[-1].settimeout(0.2)
         with pytest.raises(TimeoutError):
@@ -168,8 +261,8 @@ def test_a_request_waits_its_time_and_no_longer(narrow: Edge) -> None:
     narrow.core.queue_s = 10.0
     begun = time.monotonic()
     reply = httpx.post(f"{narrow.url}{CHAT}", json=BODY)
-    assert (reply.status_code, reply.headers["retry-after"]) == (429, "1")
-    assert 0.2 < time.monotonic() - begun < 1.0
+    assert (reply.status_code, reply.headers["retry-after"]) == (429, "1"), "at its deadline it would be 504"
+    assert time.monotonic() - begun > 0.2
     until(lambda: [reason for _, reason in narrow.core.aborts] == ["queue_timeout"], "the abort")
     until(lambda: [e.outcome for e in narrow.events if isinstance(e, RequestFinished)] == ["queue_timeout"], "its count")
     narrow.reset()
@@ -197,12 +290,11 @@ def asked(edge: Edge) -> int:
 def test_rendering_is_part_of_the_deadline(nano: Nano) -> None:
     """A prompt that takes too long to render ends by the request's deadline, as one error, and reaches no engine."""
     with Edge(nano("31b"), limits=LimitSettings(request_timeout_s=0.3)) as edge:
-        real = edge.text.render_chat
-        edge.text.render_chat = lambda *args, **kwargs: time.sleep(1) or real(*args, **kwargs)  # type: ignore[method-assign]
-        begun = time.monotonic()
-        reply = httpx.post(f"{edge.url}{CHAT}", json=BODY)
+        real, answered = edge.text.render_chat, threading.Event()
+        edge.text.render_chat = lambda *args, **kwargs: answered.wait(20) and real(*args, **kwargs)  # type: ignore[method-assign]
+        reply = httpx.post(f"{edge.url}{CHAT}", json=BODY, timeout=30)
+        answered.set()
         assert (reply.status_code, reply.json()["error"]["code"]) == (504, "deadline_exceeded")
-        assert time.monotonic() - begun < 0.8
         assert edge.core.requests == []
         assert edge.service.admission.taken == 0
 

@@ -70,10 +70,12 @@ def test_usage_in_each_chunk(edge: Edge, path: str) -> None:
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_usage_says_how_much_of_the_prompt_was_cached(edge: Edge, n: int) -> None:
-    """Whole and streamed, as the core says it with each first output; a prompt is counted once, however many choices share it."""
-    edge.core.steps, edge.core.cached = [*token_steps(edge, "hi"), [106]], 32
+    """Whole and streamed, as the core says it with each first output; a prompt is counted once, however many choices share it: what
+    the first of them computed was not cached."""
+    edge.core.steps, edge.core.cached = [*token_steps(edge, "hi"), [106]], [32, 48, 64] * 2
     body = {"model": "nano", "messages": HELLO, "n": n}
     whole = httpx.post(f"{edge.url}/v1/chat/completions", json=body).json()
+    edge.core.requests.clear()
     data = events(edge, "/v1/chat/completions", body | {"stream_options": {"include_usage": True}})
     for usage in (whole["usage"], json.loads(data[-2])["usage"]):
         assert usage["prompt_tokens_details"] == {"cached_tokens": 32}
@@ -161,7 +163,8 @@ def test_a_stop_token_id_is_not_text(edge: Edge) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_several_choices_have_seeds_of_their_own(edge: Edge, *, stream: bool) -> None:
-    """n=3 gives three choices, each finished once, from three engine requests that differ in seed alone."""
+    """n=3 gives three choices, each finished once, from three engine requests that differ in seed alone; a neighbouring seed's
+    choices have none of theirs."""
     edge.core.steps = [*token_steps(edge, "hi"), [106]]
     body = {"model": "nano", "messages": HELLO, "n": 3, "seed": 7}
     if stream:
@@ -173,9 +176,10 @@ def test_several_choices_have_seeds_of_their_own(edge: Edge, *, stream: bool) ->
         texts = [choice["message"]["content"] for choice in reply["choices"]]
         assert reply["usage"]["completion_tokens"] == 3 * len(edge.core.steps)
     assert texts == ["hi"] * 3
+    httpx.post(f"{edge.url}/v1/chat/completions", json=body | {"seed": 8})
     seeds = [request.params.seed for request in edge.core.requests]
-    assert seeds[0] == 7
-    assert len(set(seeds)) == 3
+    assert (seeds[0], seeds[3]) == (7, 8)
+    assert len(set(seeds)) == 6
 
 
 def test_sampling_parameters_reach_the_engine(edge: Edge) -> None:

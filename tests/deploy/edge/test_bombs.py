@@ -275,3 +275,17 @@ def test_a_whole_answer_is_made_as_it_comes(nano: Nano, fault: str, *, held: boo
     print(f"{len(reply.content) / 1e6:.1f} MB of answer, fault {fault}: {cost}")
     assert [len(choice["logprobs"]["content"]) for choice in reply.json()["choices"]] == [1900] * 4
     assert (cost.loop_held_s > HELD_S) == held, cost
+
+
+@pytest.mark.parametrize(("fault", "held"), [("none", False), ("streams", True)])
+def test_a_stream_is_made_in_pieces(nano: Nano, fault: str, *, held: bool) -> None:
+    """An echo of 12 400 tokens with 20 alternatives each, all there with the first token: in one go it would keep the loop."""
+    body = {"model": "nano", "prompt": [5] * 12_400, "echo": True, "logprobs": 20, "stream": True, "max_tokens": 1}
+    with EdgeProcess(nano("31b"), MAX_LEN, fault=fault) as edge:
+        edge.mark()
+        reply = httpx.post(f"{edge.url}{TEXT}", json=body, timeout=60)
+        cost = edge.cost()
+    print(f"{len(reply.content) / 1e6:.1f} MB of stream, fault {fault}: {cost}")
+    chunks = [json.loads(line[6:])["choices"][0]["logprobs"] for line in reply.text.split("\n\n")[:-2]]
+    assert sum(len(chunk["tokens"]) for chunk in chunks if chunk) == 12_401
+    assert (cost.loop_held_s > HELD_S) == held, cost

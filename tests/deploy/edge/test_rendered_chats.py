@@ -98,7 +98,7 @@ def turn(rng: random.Random, number: int) -> list[dict[str, Any]]:
     """A user's question, an answer with thoughts and calls, results in any order, or what stands between them."""
     kind = rng.randrange(8)
     if kind < 3:
-        return [{"role": "user", "content": content(rng), "name": "somebody"}]
+        return [{"role": "user", "content": content(rng) or "", "name": "somebody"}]
     if kind == 3:
         return [{"role": rng.choice(("system", "developer")), "content": content(rng)}]
     answer: dict[str, Any] = {"role": "assistant", "content": content(rng)}

@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from deploy.edge.edge_settings import LimitSettings
+from deploy.edge.routes import TURN_BITS
 from tests.conftest import Nano
 from tests.support.edge.http_edge import Edge
 
@@ -57,12 +58,12 @@ def test_priorities_reach_the_core(edge: Edge, isolating: Edge) -> None:
     for priority in (0, 7):
         httpx.post(f"{edge.url}{path}", json=BODIES[path] | {"priority": priority}).raise_for_status()
     httpx.post(f"{edge.url}{path}", json=BODIES[path]).raise_for_status()
-    assert [request.priority for request in edge.core.requests] == [0, 7, 0]
+    assert [request.priority >> TURN_BITS for request in edge.core.requests] == [0, 7, 0]
     refused = httpx.post(f"{edge.url}{path}", json=BODIES[path] | {"priority": -1})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "priority")
     isolating.reset()
     httpx.post(f"{isolating.url}{path}", json=BODIES[path] | {"priority": -5}).raise_for_status()
-    assert isolating.core.requests[0].priority == -5
+    assert isolating.core.requests[0].priority >> TURN_BITS == -5
 
 
 BAD: list[dict[str, Any]] = [{"cache_salt": ""}, {"cache_salt": "x" * 257}, {"cache_salt": 1}, {"priority": 1.5}, {"priority": "a"}]

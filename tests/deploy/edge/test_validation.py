@@ -87,6 +87,8 @@ BAD: list[tuple[str, str, str | None]] = [
     (CHAT, chat(stream=True, stream_options={"continuous_usage_stats": True}), "stream_options"),
     (CHAT, chat(messages=[*MESSAGES, {"role": "assistant", "content": None, "function_call": {"name": "f"}}]), "messages"),
     (CHAT, chat(messages=[*MESSAGES, {"role": "assistant", "refusal": "No."}]), "messages"),
+    (CHAT, chat(messages=[{"role": "user", "content": None}]), "messages"),
+    (CHAT, chat(messages=[*MESSAGES, {"role": "user"}]), "messages"),
     (CHAT, chat(messages=[*MESSAGES, {"role": "assistant", "audio": {"id": "a"}}]), "messages"),
     (CHAT, chat(response_format={"type": "yaml"}), "response_format"),
     (CHAT, chat(presence_penalty=2.1), "presence_penalty"),

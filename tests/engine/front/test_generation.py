@@ -13,7 +13,7 @@ from engine.front.parts import Content
 from engine.front.stream import Stream
 from engine.front.text import TextProcessor
 from engine.front.tools import Tools
-from engine.protocol import AbortReason, Output, SamplingParams
+from engine.protocol import AbortReason, FinishReason, Logprobs, Output, SamplingParams
 from tests.conftest import Nano
 from tests.support.engine.fakes import FakeEngineClient
 
@@ -123,6 +123,31 @@ def test_one_message_is_converted_for_all_before_any_reader_goes_on(text: TextPr
 
     assert asyncio.run(main(busy=False)) == ([0, 1, "reader 0 goes on", "reader 1 goes on"], [[300], [300]])
     assert asyncio.run(main(busy=True)) == ([0, "reader 0 goes on", 1, "reader 1 goes on"], [[300, 301], [300, 301]])
+
+
+@pytest.mark.parametrize("stops", [(), ("never",)])
+def test_what_has_piled_up_comes_in_pieces(text: TextProcessor, stops: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a slow reader's answer no delta has more than 4096 logprobs, alternatives counted, and none is lost; the end is the last
+    one's. Planted: without the bound one delta has them all."""
+    count, alternatives = 2000, 20
+    tokens, top = [300 + at % 50 for at in range(count)], [(300 + at, -float(at)) for at in range(alternatives)]
+
+    async def taken() -> list[Delta]:
+        engine = UnfedEngine()
+        job = Job((array("i", [1]),), (SamplingParams(max_tokens=count),), clip=False, stops=stops)
+        generation = Generation(engine, text, job, 0)
+        engine.streams[0].push(Output(id=0, tokens=tokens[:-1], logprobs=[Logprobs(-float(at), top) for at in range(count - 1)]))
+        engine.streams[0].push(Output(id=0, tokens=tokens[-1:], logprobs=[Logprobs(-1.0, top)], finish=FinishReason.length))
+        return list(generation.take())
+
+    found = asyncio.run(taken())
+    assert max(len(delta.logprobs) * (1 + alternatives) for delta in found) <= 4096
+    assert [token for delta in found for token in delta.tokens] == tokens
+    assert [entry.chosen for delta in found for entry in delta.logprobs][:-1] == [-float(at) for at in range(count - 1)]
+    assert "".join(part.text for delta in found for part in delta.parts if isinstance(part, Content)) == text.decode(tokens)
+    assert [delta.finish for delta in found] == [None] * (len(found) - 1) + ["length"]
+    monkeypatch.setattr("engine.front.generation._MOST_LOGPROBS", 1 << 40)
+    assert len(asyncio.run(taken())) == 1 < len(found)
 
 
 def test_an_error_comes_behind_what_was_there_before_it(text: TextProcessor) -> None:

@@ -20,9 +20,10 @@ from typing import Any, Self
 
 from starlette.requests import Request
 
-from deploy.edge import routes
+from deploy.edge import answer, routes
 from deploy.edge.openai import completions, forms
 from deploy.edge.openai.schemas import R
+from engine.front import generation
 from engine.front.generation import Delta
 from tests.support.edge.http_edge import Edge
 from tests.support.repo_rules import ROOT
@@ -159,6 +160,11 @@ def _logprobs_at_the_end(edge: Edge) -> None:
     forms._ChatChoice.add, forms._ChatChoice.json = keep, json_of  # type: ignore[method-assign]
 
 
+def _streams_in_one_go(edge: Edge) -> None:
+    """Whatever has come for a stream is made events before anybody else has a turn."""
+    answer._PIECE_BYTES = generation._MOST_LOGPROBS = 1 << 40
+
+
 def _bodies_kept(edge: Edge) -> None:
     """A body stays for as long as the edge does."""
     real, kept = routes._body_of, []
@@ -175,6 +181,7 @@ FAULTS: dict[str, Callable[[Edge], None]] = {
     "parse": _costly_parse,
     "encode": _encode_alone,
     "logprobs": _logprobs_at_the_end,
+    "streams": _streams_in_one_go,
     "bodies": _bodies_kept,
 }
 
@@ -189,7 +196,12 @@ def main() -> None:
         gc.freeze()  # as a replica does
         meter = _Meter()
         watch = edge.start(meter.watch())
-        answers = {"mark": meter.mark, "cost": meter.cost, "hurry": lambda: edge.core.__dict__.update(delay_s=0.0) or {}}
+
+        def cost() -> dict[str, float]:
+            edge.run(asyncio.sleep(2 * _TICK_S))  # until the watch has seen the last turn too
+            return meter.cost()
+
+        answers = {"mark": meter.mark, "cost": cost, "hurry": lambda: edge.core.__dict__.update(delay_s=0.0) or {}}
         print(json.dumps({"port": edge.port}), flush=True)
         for line in sys.stdin:
             print(json.dumps(answers[line.strip()]()), flush=True)

@@ -2,7 +2,7 @@
 
 import asyncio
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -31,7 +31,7 @@ class ScriptedCore(FakeCore):
     forever              the steps again and again
     at_once              all steps of an answer come in one message
     refuse, fail_after   refuse every request with that sentence; fail at that step each one that `fails`
-    cached               tokens of each prompt that are said to be cached, with its first output
+    cached               tokens of each prompt that are said to be cached, with its first output; a list: of each request in turn
     requests, aborts     what the client asked for since the last reset; sent: tokens
     """
 
@@ -48,7 +48,7 @@ class ScriptedCore(FakeCore):
         self.finish = FinishReason.stop
         self.queue_s = self.prefill_s = self.delay_s = 0.0
         self.forever = self.at_once = False
-        self.cached = 0
+        self.cached: int | list[int] = 0
         self.refuse: str | None = None
         self.fail_after: int | None = None
         self.fails: Callable[[GenerateRequest], bool] = lambda request: True
@@ -87,6 +87,8 @@ class ScriptedCore(FakeCore):
             return
         for piece in prompt_logprobs(request):
             await self.send(Output(id=request.id, prompt_logprobs=[piece]))
+            await asyncio.sleep(0)
+        found = self.cached if isinstance(self.cached, int) else self.cached[self.requests.index(request)]
         left = request.params.max_tokens
         place, ready = 0, list[Output]()
         while left > 0 and (self.forever or place < len(self.steps)):
@@ -99,7 +101,7 @@ class ScriptedCore(FakeCore):
             last = not self.forever and place == len(self.steps)
             finish = FinishReason.length if left == 0 else self.finish if last else None
             self.sent += len(tokens)
-            cached, logprobs = self.cached if place == 1 else 0, _logprobs(request, tokens)
+            cached, logprobs = found if place == 1 else 0, _logprobs(request, tokens)
             ready.append(Output(id=request.id, tokens=tokens, logprobs=logprobs, finish=finish, cached=cached))
             if not self.at_once or finish is not None:
                 await self.send(*ready)
@@ -111,17 +113,19 @@ class ScriptedCore(FakeCore):
         return msgspec.structs.replace(LOAD, received=self._received, waiting=len(self._waiting))
 
 
-def prompt_logprobs(request: GenerateRequest) -> list[PromptLogprobs]:
+def prompt_logprobs(request: GenerateRequest) -> Iterator[PromptLogprobs]:
     """Of each token but the first -1 / 8 for each place in the prompt, rank 3, and the ids that follow it as the likeliest; in two
-    pieces."""
+    pieces, or more."""
     count, prompt = request.params.prompt_logprobs, request.tokens
     if count is None or len(prompt) < 2:
-        return []
-    tops = [(range(token + 1, token + 1 + count), (-0.0625 * place for place in range(count))) for token in prompt]
-    words = [struct.pack(f"<fi{count}i{count}f", -at / 8, 3, *ids, *values) for at, (ids, values) in enumerate(tops)]
-    middle = len(prompt) // 2 + 1
-    pieces = [(1, words[1:middle]), (middle, words[middle:])]
-    return [PromptLogprobs(first, count, b"".join(rows)) for first, rows in pieces if rows]
+        return
+    size, values = min(256, len(prompt) // 2), [-0.0625 * place for place in range(count)]
+    for first in range(1, len(prompt), size):
+        rows = [
+            struct.pack(f"<fi{count}i{count}f", -at / 8, 3, *range(token + 1, token + 1 + count), *values)
+            for at, token in enumerate(prompt[first : first + size], first)
+        ]
+        yield PromptLogprobs(first, count, b"".join(rows))
 
 
 def _logprobs(request: GenerateRequest, tokens: list[int]) -> list[Logprobs]:

@@ -116,6 +116,44 @@ def wait(condition: Callable[[], bool], timeout_s: float, why: Callable[[], str]
     return time.monotonic() - begun
 
 
+def serves_again(stack: Stack, body: dict[str, Any], headers: dict[str, str] | None = None) -> float:
+    """Seconds until a new chat is answered. Until then others are refused with Retry-After: the one answered has not waited."""
+    took: list[float] = []
+
+    def answered() -> bool:
+        begun = time.monotonic()
+        reply = httpx.post(f"{stack.url}/v1/chat/completions", json=body, headers=headers, timeout=30)
+        took.append(time.monotonic() - begun)
+        assert reply.status_code == 200 or (reply.status_code, reply.headers["retry-after"]) == (503, "5"), reply.text
+        return reply.status_code == 200
+
+    back = wait(answered, 40, stack.said)
+    print(f"\n{len(took)} requests in {back:.1f} s, the longest took {max(took):.1f} s")
+    assert took[-1] < back / 2, took
+    return back
+
+
+def ready(stack: Stack) -> dict[str, Any]:
+    return dict(httpx.get(f"{stack.url}/health/ready").raise_for_status().json())
+
+
+def figures(stack: Stack) -> dict[str, float]:
+    text = httpx.get(ready(stack)["metrics"]).text
+    return {name: float(value) for name, value in re.findall(r"^(\w+(?:\{[^}]*\})?) (\S+)$", text, re.MULTILINE)}
+
+
+def build_info(stack: Stack) -> set[str]:
+    return {name for name in figures(stack) if "build_info" in name}
+
+
+def open_streams(stack: Stack, body: dict[str, Any], count: int = 8) -> "list[Reader]":
+    """Streams of which each has begun and none is near its end."""
+    readers = [Reader(stack.url, body) for _ in range(count)]
+    wait(lambda: all(reader.text.count("data:") > 3 for reader in readers), 40, stack.said)
+    assert not any(reader.ended for reader in readers)
+    return readers
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])

@@ -1,0 +1,37 @@
+"""For HTTP/1.0, which has no chunks: an answer whose length is not said ends with its connection. Old proxies and tools speak it.
+
+uvicorn would send chunks over httptools nevertheless; over h11 it does not.
+"""
+
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+
+class Unchunked:
+    """Wraps the outermost app, whose `send` is a method of uvicorn's request."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As the app does it, without chunks."""
+        is_old = scope["type"] == "http" and scope["http_version"] == "1.0"
+        await self._app(scope, receive, _until_close(send) if is_old else send)
+
+
+def _until_close(send: Send) -> Send:
+    cycle: Any = getattr(send, "__self__", None)
+    if not hasattr(cycle, "chunked_encoding"):
+        return send
+    has_length = True
+
+    async def unchunked(message: Message) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+        if not has_length:
+            cycle.chunked_encoding, cycle.expected_content_length = False, len(message.get("body", b""))
+        await send(message)
+
+    return unchunked

@@ -1,0 +1,68 @@
+"""Around Serve's own proxy: while a lost replica is replaced, a request gets 503 with Retry-After instead of waiting for it.
+
+Serve holds every request that it has no replica for. That is right where a replica starts because somebody wants it: a new setting,
+the first request after none. deploy/serve_guard.py tells the difference.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from deploy.edge.error_response import response_of
+from engine.errors import EngineDead
+
+PERIOD_S = 0.5  # between two looks at a request that waits, and at what Serve says of the deployments
+
+
+class Recovery:
+    """Wraps Serve's proxy. `routes`: of each application its prefix, and whether it has lost its replicas, as far as is known; it
+    may block."""
+
+    def __init__(self, app: ASGIApp, routes: Callable[[], dict[str, bool]]) -> None:
+        self._app = app
+        self._routes = routes
+        self._asked = 0.0
+        self._said: asyncio.Future[dict[str, bool]] | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on what is answered, or waits for a replica that is to come."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begun = refused = False
+
+        async def noted(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            if not refused:
+                await send(message)
+
+        work = asyncio.ensure_future(self._app(scope, receive, noted))
+        try:
+            while not (begun or work.done()):
+                await asyncio.wait({work}, timeout=PERIOD_S)
+                if not (begun or work.done()) and await self._is_lost(scope["path"]) and not begun:
+                    refused = True
+                    break
+            if not refused:
+                await work
+        finally:
+            work.cancel()
+            await asyncio.wait({work})
+        if refused:
+            await response_of(EngineDead("the replica is gone"), scope["path"])(scope, receive, send)
+
+    async def _is_lost(self, path: str) -> bool:
+        """As Serve said it, at most PERIOD_S ago; False where it does not say."""
+        now = asyncio.get_running_loop().time()
+        if self._said is None or (self._said.done() and now - self._asked >= PERIOD_S):
+            self._asked, self._said = now, asyncio.ensure_future(asyncio.to_thread(self._routes))
+        said = self._said
+        await asyncio.wait({said}, timeout=PERIOD_S)
+        routes = said.result() if said.done() else {}
+        return routes.get(max((route for route in routes if _leads(route, path)), key=len, default=""), False)
+
+
+def _leads(route: str, path: str) -> bool:
+    return path == route or path.startswith(route.rstrip("/") + "/")

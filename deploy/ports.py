@@ -1,0 +1,80 @@
+"""The ports of one launcher: no other launcher of this machine listens there too.
+
+HAProxy has its ports alone. Serve's own proxy, where HAProxy sends what no replica can take yet, listens with SO_REUSEPORT: of two
+on one port the kernel would have each answer for the other's stack. So its ports are kept: a bound socket that does not listen gets
+no connection, lets in whoever shares, and keeps everybody else from binding, other launchers among them.
+"""
+
+import socket
+
+from engine.errors import ConfigError
+
+HAPROXY_PORTS = {"RAY_SERVE_HAPROXY_METRICS_PORT": 9101, "RAY_SERVE_HAPROXY_STATS_PORT": 8404}  # variable -> where it is free
+PROXY_PORTS = ("RAY_SERVE_FALLBACK_PROXY_HTTP_PORT", "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT")
+REPLICA_RANGE = ("RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT", "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT")
+REPLICA_BLOCK = 100  # ports, of which the first is kept to mark the others as taken
+_FIRST, _BLOCKS = 20_000, 100  # between Ray's workers' ports (to 19999) and the kernel's own choice (from 32768)
+
+
+class Ports:
+    """Keeps ports until it is closed, or the process ends."""
+
+    def __init__(self) -> None:
+        self._kept: list[socket.socket] = []
+
+    def choose(self, seed: int) -> dict[str, int]:
+        """By variable."""
+        haproxy = {name: free_port(port) for name, port in HAPROXY_PORTS.items()}
+        return haproxy | {name: self._keep(0) for name in PROXY_PORTS} | self._replicas(seed)
+
+    def _replicas(self, seed: int) -> dict[str, int]:
+        """Where Serve puts its replicas' HTTP servers. HAProxy knows a port for a moment longer than its replica lives."""
+        for turn in range(_BLOCKS):
+            first = _FIRST + REPLICA_BLOCK * ((seed + turn) % _BLOCKS)
+            try:
+                self._keep(first)
+            except OSError:
+                continue
+            return dict(zip(REPLICA_RANGE, (first + 1, first + REPLICA_BLOCK - 1), strict=True))
+        raise ConfigError(f"no block of {REPLICA_BLOCK} ports from {_FIRST} on is free")
+
+    def _keep(self, port: int) -> int:
+        """`port`, or any free one for 0. OSError: somebody has it."""
+        kept = socket.socket()
+        try:
+            kept.bind(("", port))
+        except OSError:
+            kept.close()
+            raise
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # only now: launchers do not share
+        self._kept.append(kept)
+        return int(kept.getsockname()[1])
+
+    def close(self) -> None:
+        for kept in self._kept:
+            kept.close()
+        self._kept.clear()
+
+
+def check_port(host: str, port: int) -> None:
+    """ConfigError when clients could not connect here because somebody else listens."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror} (--port chooses another)") from error
+
+
+def free_port(wanted: int) -> int:
+    """`wanted` where it is free on all interfaces, else one that is."""
+    for port in (wanted, 0):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
+    raise ConfigError("no free port on this machine")

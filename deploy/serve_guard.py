@@ -1,0 +1,39 @@
+"""What stands around Serve's HTTP servers, in the processes that Serve starts: the limits, and around its own proxy the recovery.
+
+A deployment that has lost its replicas Serve calls UNHEALTHY, or DEPLOY_FAILED where none can start. In a redeploy, or on the way
+up from zero replicas, it is UPDATING or UPSCALING.
+"""
+
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.serve.context import _get_global_client
+
+from deploy.edge import limits
+
+_PROXY = "SERVE_PROXY_ACTOR"
+_LOST = ("UNHEALTHY", "DEPLOY_FAILED")
+
+
+def outermost() -> list[Any]:
+    """What RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names."""
+    is_proxy = (ray.get_runtime_context().get_actor_name() or "").startswith(_PROXY)
+    return limits.outermost(routes if is_proxy else None)
+
+
+def routes() -> dict[str, bool]:
+    """Of each application its prefix, and whether some deployment of it lacks a replica that runs, and should have one.
+
+    Empty while Serve's controller does not answer: it may be starting again.
+    """
+    try:
+        applications = _get_global_client().get_serve_details()["applications"].values()
+    except RayError:
+        return {}
+    return {each["route_prefix"] or "/": any(map(is_lost, each["deployments"].values())) for each in applications}
+
+
+def is_lost(deployment: dict[str, Any]) -> bool:
+    """By its status and its replicas' states, as Serve names them."""
+    return deployment["status"] in _LOST and all(replica["state"] != "RUNNING" for replica in deployment["replicas"])

@@ -1,0 +1,127 @@
+"""Requests that wait in Serve's own proxy: refused while a lost replica is replaced, else left alone. Over real sockets."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
+
+from deploy import serve_guard
+from deploy.edge import recovery
+from deploy.edge.recovery import Recovery
+
+pytestmark = pytest.mark.pure
+
+
+class WaitingProxy:
+    """Serve's, which has no replica: it answers once `come` is set, or begins to, and ends then, for /begun."""
+
+    def __init__(self) -> None:
+        self.come = threading.Event()
+        self.cancelled = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]}
+        if scope["path"].endswith("begun"):
+            await send(start)
+        try:
+            while not self.come.is_set():  # noqa: ASYNC110 - set by another thread
+                await asyncio.sleep(0.01)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            await send({"type": "http.response.start", "status": 500, "headers": []})  # as Serve may: nobody hears it
+            raise
+        if not scope["path"].endswith("begun"):
+            await send(start)
+        await send({"type": "http.response.body", "body": b"ok"})
+
+
+@contextmanager
+def served(proxy: WaitingProxy, routes: dict[str, bool]) -> Iterator[str]:
+    config = uvicorn.Config(Recovery(proxy, lambda: routes), port=0, lifespan="off", log_level="critical")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            thread.join(0.01)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        proxy.come.set()
+        server.should_exit = True
+        thread.join(20)
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "PERIOD_S", 0.05)
+
+
+def test_a_request_for_a_lost_replica_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """503 with Retry-After, in OpenAI's shape, and Serve waits no longer for it. Planted: nobody asks what Serve says."""
+    proxy = WaitingProxy()
+    with served(proxy, {"/": True}) as url:
+        reply = httpx.post(f"{url}/v1/completions", json={}, timeout=20)
+        assert (reply.status_code, reply.headers["retry-after"]) == (503, "5")
+        assert reply.json()["error"]["code"] == "engine_restarting"
+        assert proxy.cancelled == 1
+        monkeypatch.setattr(recovery, "PERIOD_S", 60)
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{url}/v1/completions", json={}, timeout=0.5)
+
+
+@pytest.mark.parametrize(
+    ("path", "routes"),
+    [("/v1/models", {"/": False}), ("/b/v1", {"/": True, "/b": False}), ("/v1", {"/b": True}), ("/begun", {"/": True})],
+    ids=["replicas to come", "another application", "no application", "an answer that has begun"],
+)
+def test_others_wait(path: str, routes: dict[str, bool]) -> None:
+    """Until they are answered, however long it takes."""
+    proxy = WaitingProxy()
+    with served(proxy, routes) as url:
+        threading.Timer(0.3, proxy.come.set).start()
+        reply = httpx.get(f"{url}{path}", timeout=20)
+    assert (reply.status_code, reply.text, proxy.cancelled) == (200, "ok", 0)
+
+
+def test_what_serve_does_not_say_is_no_loss() -> None:
+    """The controller does not answer, or not yet again: the request goes on waiting, and it is asked once at a time."""
+    asked: list[bool] = []
+    over = threading.Event()
+
+    def routes() -> dict[str, bool]:
+        asked.append(over.wait(20))
+        return {} if len(asked) == 2 else {"/": True}
+
+    async def main() -> list[bool]:
+        guard = Recovery(WaitingProxy(), routes)
+        silent = [await guard._is_lost("/x") for _ in range(3)]
+        over.set()
+        found = [await guard._is_lost("/x")]
+        for _ in range(2):
+            await asyncio.sleep(recovery.PERIOD_S)
+            found.append(await guard._is_lost("/x"))
+        return silent + found
+
+    assert asyncio.run(main()) == [False, False, False, True, False, True]
+    assert asked == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("status", "replicas", "lost"),
+    [
+        ("HEALTHY", [], False),
+        ("UNHEALTHY", ["STARTING"], True),
+        ("UNHEALTHY", ["STARTING", "RUNNING"], False),
+        ("UPDATING", [], False),
+        ("UPSCALING", ["STARTING"], False),
+        ("DEPLOY_FAILED", [], True),
+    ],
+)
+def test_what_counts_as_lost(status: str, replicas: list[str], lost: bool) -> None:
+    """As Serve names its states: no replica runs, though nobody has asked for that."""
+    assert serve_guard.is_lost({"status": status, "replicas": [{"state": state} for state in replicas]}) is lost

@@ -1,0 +1,44 @@
+"""A launcher's ports are its own, though Serve's proxies would share theirs."""
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+
+import pytest
+
+from deploy.ports import PROXY_PORTS, REPLICA_RANGE, Ports
+
+pytestmark = pytest.mark.pure
+
+
+@pytest.fixture
+def two() -> Iterator[tuple[Ports, Ports]]:
+    with closing(Ports()) as one, closing(Ports()) as other:
+        yield one, other
+
+
+def shared(one: Ports, other: Ports) -> set[int]:
+    """Ports of Serve's proxies and replicas that both launchers have, of the same process id (in two containers, say)."""
+    chosen = [ports.choose(seed=7) for ports in (one, other)]
+    first, second = ({*(each[name] for name in PROXY_PORTS), *range(*(each[name] for name in REPLICA_RANGE))} for each in chosen)
+    return first & second
+
+
+def test_two_launchers_share_no_port(two: tuple[Ports, Ports], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody listens yet, and each has its own. Planted: launchers that keep none have the replicas' in common."""
+    assert shared(*two) == set()
+    monkeypatch.setattr(Ports, "_keep", lambda self, port: port or 8500)
+    assert len(shared(*two)) > 90
+
+
+def test_a_kept_port_is_for_who_shares_it(two: tuple[Ports, Ports]) -> None:
+    """Serve's proxy listens there and gets the connections; another launcher, or a server that does not share, cannot bind."""
+    port = two[0].choose(0)[PROXY_PORTS[0]]
+    with ExitStack() as stack:
+        with pytest.raises(OSError, match="in use"):
+            stack.enter_context(socket.create_server(("127.0.0.1", port)))
+        server = stack.enter_context(socket.create_server(("127.0.0.1", port), reuse_port=True))
+        stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
+        stack.enter_context(server.accept()[0])
+        with pytest.raises(OSError, match="in use"):
+            two[1]._keep(port)
