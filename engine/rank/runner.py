@@ -52,7 +52,6 @@ from engine.rank.step_clock import StepClock, mark
 from engine.step_masks import decode_masks
 from kernels.choose import ROW_ERROR, ROW_HAS_NAN, ROW_NO_TOKEN
 from kernels.launch import distrusted
-from kernels.tiles import ROW_CLASSES
 
 SAMPLERS = ("maxima", "small_top_k", "adjusted_maxima", "adjusted_small_top_k")  # of captured steps
 
@@ -72,6 +71,11 @@ class StepTokens:
 
 
 StepGraphs = DecodeGraphs[tuple[ForwardBatch, Tensor], StepTokens]
+
+
+def warm_rows(most: int) -> tuple[int, ...]:
+    """Powers of two and `most`: each range of rows that kernels have a tile for ends at twice its beginning, or later."""
+    return (*(1 << i for i in range((most - 1).bit_length())), most)
 
 
 class CopyOut:
@@ -255,13 +259,12 @@ class Runner:
     @torch.inference_mode()
     def warm(self) -> None:
         """Run prefills and samplers; on a GPU, once, before the first plan: nothing may be compiled, or found not to fit in memory,
-        while requests wait. One prefill of the whole budget, one for each row count that matrix products have a tile for, and of
-        each bucket of rows all that samplers do.
+        while requests wait. Prefills of `warm_rows`, and of each bucket of rows all that samplers do.
 
         They run in the padding slot, whose pages are the null page, which is zeroed again afterwards.
         """
         size, slot = self._prefill, self.slots.padding
-        for rows in (*(rows for rows in ROW_CLASSES if rows < size), size):
+        for rows in warm_rows(size):
             plan = read_plan(encode_plan(StepPlan(1, chunks=[PrefillChunk(slot, 0, rows, rows - 1)])))
             uploaded = self._step.upload(plan)
             self._step.apply(uploaded)

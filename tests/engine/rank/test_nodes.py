@@ -4,9 +4,9 @@ from collections.abc import Iterable
 
 import pytest
 
+from engine.rank.runner import warm_rows
 from kernels.launch import Node, record
 from kernels.slots import gather_pages
-from kernels.tiles import ROW_CLASSES
 from tests.support.compiled import compile_node
 from tests.support.engine.listed_steps import SLOTS, int32, mixed, step
 
@@ -42,10 +42,9 @@ def test_a_step_of_any_size_needs_no_variants_but_those_of_the_start(member: str
     seats, budget = (1, 2, 4), 512
     whole = variants(mixed(budget, 0, member, seats)) | variants(mixed(budget, 0, member, seats, every=True))
     whole = whole.union(*(variants(step(member, rows, seats)) for rows in seats))
-    sizes = [rows for rows in ROW_CLASSES if rows < budget]
-    warm = whole.union(*(variants(mixed(rows, 0, member, seats, every=True)) for rows in sizes))
+    warm = whole.union(*(variants(mixed(rows, 0, member, seats, every=True)) for rows in warm_rows(budget)))
     few = ((1, 0), (1, 3), (3, 0), (7, 2), (13, 3), (31, 1))
-    more = ((50, 2), (64, 0), (65, 3), (120, 3), (200, 1), (509, 3))
+    more = ((50, 2), (64, 0), (65, 3), (97, 0), (120, 3), (200, 1), (400, 2), (509, 3))
     met = set().union(*(variants(mixed(chunk, decodes, member, seats)) for chunk, decodes in few + more))
     assert met <= warm, "\n".join(sorted(met - warm))
     assert not met <= whole
