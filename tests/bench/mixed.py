@@ -1,4 +1,4 @@
-"""A step of prompt tokens beside decode rows, 31B on a rank of four: `python -m tests.bench.mixed --help`.
+"""A step of prompt tokens beside decode rows, by default of the 31B on a rank of four: `python -m tests.bench.mixed --help`.
 
     (else)      milliseconds of it and of a step of as many prompt tokens alone, through the runner, two steps out, in turn: a GPU
                 that slows down does so for both. --cpu: the same on a nano shape, a rehearsal; --shard-of: one GPU computes what a
@@ -158,12 +158,13 @@ class Steps:
 def measure(args: argparse.Namespace, parallel: Parallel, device: torch.device) -> None:
     """Every number of decode rows in turn, on one rank of the group."""
     on_gpu = device.type == "cuda"
-    folder, most = args.folder or resolve("dummy:31b" if on_gpu else "random:31b"), max(args.decodes)
+    folder, most = args.folder or resolve(args.model or ("dummy:31b" if on_gpu else "random:31b")), max(args.decodes, default=0)
     config = engine_config(
         model=str(folder), tp=parallel.size, device=device.type, dtype="bfloat16" if on_gpu else "float32", load_format="dummy",
-        max_seqs=most + args.budget // args.prompt + 1, max_len=2 * CONTEXT, prefill_budget=args.budget, graphs=False,
+        max_seqs=most + args.budget // args.prompt + 1, max_len=2 * max(CONTEXT, args.prompt), prefill_budget=args.budget,
+        graphs=False,
     )  # fmt: skip
-    held = pages_held(kv_groups(read_geometry(folder), parallel.size, config.page), most, CONTEXT, STEPS)
+    held = pages_held(kv_groups(read_geometry(folder), parallel.size, config.page), max(1, most), CONTEXT, STEPS)
     pages = tuple(count + args.budget // config.page + config.max_seqs for count in held)
     rank = bare_rank.build(config, parallel, device, lambda: pages, lambda text: None)
     if on_gpu:
@@ -178,12 +179,13 @@ def measure(args: argparse.Namespace, parallel: Parallel, device: torch.device) 
         here, without = (statistics.median(ms for ms, _ in seen[count]) for count in (decodes, 0))
         whole, alone = (sum(expected_us(chunks_of(args.budget - count, args.prompt), count).values()) for count in (decodes, 0))
         line = f"{decodes:4} decode rows, {args.budget - decodes} prompt tokens: {each} ms, host {host:.2f}; {here - without:+.2f}"
-        print(line + (f", {1e-3 * (whole - alone):+.2f} expected" if on_gpu else ""), flush=True)
+        print(line + (f", {1e-3 * (whole - alone):+.2f} expected" if on_gpu and not args.model else ""), flush=True)
 
 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.mixed", description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--model", help="another one than the 31B")
     parser.add_argument("--tp", type=int, default=4)
     parser.add_argument("--shard-of", type=int, help="ranks, of which one GPU is one")
     parser.add_argument("--list", action="store_true")
@@ -191,7 +193,7 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--budget", type=int, default=2048, help="rows of a step")
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of a prompt")
-    parser.add_argument("--decodes", type=int, nargs="+", default=[8, 32, 64, 100], help="decode rows")
+    parser.add_argument("--decodes", type=int, nargs="*", default=[8, 32, 64, 100], help="decode rows")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         args.folder = None
