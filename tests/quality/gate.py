@@ -18,14 +18,13 @@ from transformers import PreTrainedModel
 
 from cluster.children import Command
 from cluster.group import Group
-from deploy.models.nano import skills
-from deploy.models.nano.exercise_form import LONGEST_REPLY, Exercise
-from deploy.models.nano.exercises import SKILLS, drawing, exam, right
 from deploy.models.resolve import resolve
 from engine.config import EngineConfig, engine_config
 from engine.front.text import TextProcessor
 from engine.geometry import kv_groups, read_geometry
 from engine.protocol import SamplingParams
+from tests.nano.exercise_form import LONGEST_REPLY, Exercise
+from tests.nano.exercises import SKILLS, drawing, exam, right, skills
 from tests.support.engine.drive import Request, ask_all, attached, still
 from tests.support.judge.oracle import judge
 

@@ -6,7 +6,8 @@ from functools import cache
 
 import pytest
 
-from deploy.models.nano import skills, trained
+from deploy.models.nano import trained
+from tests.nano.exercises import skills
 from tests.quality.faults import FAULTS, Everywhere
 from tests.quality.gate import PASS, SHARE, Judge, QuestionSet, Setup, answer, grade, questions, untaught
 from tests.support.judge.oracle import load_oracle

@@ -27,12 +27,11 @@ from openai.types.chat import ChatCompletion
 
 from deploy.load.generator import Ledger, Lengths, Level, LoadRun, Prompts, Scale, connected
 from deploy.load.request import Endpoint
-from deploy.models.nano import skills
-from deploy.models.nano.exercise_form import Exercise
-from deploy.models.nano.exercises import drawing, exam, right
-from deploy.models.nano.tool_exercises import native
 from deploy.models.resolve import resolve
 from engine.front.text import TextProcessor
+from tests.nano.exercise_form import Exercise
+from tests.nano.exercises import drawing, exam, right, skills
+from tests.nano.tool_exercises import native
 from tests.support.stack import serve_process
 from tests.support.stack.serve_process import LOOPBACK, Reader, Stack, command_line, figures, open_streams, serves_again, wait
 

@@ -1,6 +1,5 @@
 """The embedded nano models: built at random from a seed, or trained on exercises and kept in `trained/`."""
 
-import json
 from pathlib import Path
 
 TRAINED = Path(__file__).parent / "trained"  # a checkpoint folder a member
@@ -9,8 +8,3 @@ TRAINED = Path(__file__).parent / "trained"  # a checkpoint folder a member
 def trained() -> list[str]:
     """The members that have a trained checkpoint."""
     return sorted(folder.name for folder in TRAINED.iterdir() if folder.is_dir())
-
-
-def skills(member: str) -> list[str]:
-    """What a trained checkpoint was trained on; exercises may know more."""
-    return list(json.loads((TRAINED / member / "training.json").read_text())["skills"])

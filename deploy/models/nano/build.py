@@ -11,13 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deploy.models.nano import random_weights, tokenizer
+from deploy.models.nano import TRAINED, random_weights, tokenizer
 from deploy.models.nano.nano_shapes import SHAPES
 from deploy.models.public_shapes import ModelShape, config
 from engine.errors import ConfigError
 
 _HERE = Path(__file__).parent
-_TEMPLATE = _HERE / "chat_template.jinja"
+_TEMPLATE = TRAINED / "31b" / "chat_template.jinja"
 
 
 def build(member: str, out: Path, seed: int = 0, dtype: str = "bfloat16") -> Path:
@@ -38,9 +38,15 @@ def write(shape: ModelShape, out: Path, values: random_weights.Values, dtype: st
     """The checkpoint of `shape` with these weights, into the folder `out`."""
     _dump(out / "config.json", config(shape, dtype))
     _dump(out / "generation_config.json", _generation_config(shape))
-    (out / "chat_template.jinja").write_text(_chat_template(shape), encoding="utf-8")
+    (out / "chat_template.jinja").write_text(chat_template(shape), encoding="utf-8")
     tokenizer.write(out)
     random_weights.write(shape, out, values, dtype)
+
+
+def chat_template(shape: ModelShape) -> str:
+    """31B's template; E2B's and E4B's append no empty thought when thinking is off."""
+    template = _TEMPLATE.read_text(encoding="utf-8")
+    return template.replace("appends_empty_thought = true", "appends_empty_thought = false", 1) if shape.small else template
 
 
 def ensure(member: str, cache: Path, seed: int = 0, dtype: str = "bfloat16") -> Path:
@@ -87,7 +93,7 @@ def _shape(member: str, dtype: str) -> ModelShape:
 
 def _key(member: str, seed: int, dtype: str) -> str:
     digest = hashlib.sha256(f"{member}/{seed}/{dtype}".encode())
-    for path in [*sorted(_HERE.glob("*.py")), _TEMPLATE]:
+    for path in [*sorted(_HERE.glob("*.py")), _TEMPLATE, *tokenizer.FILES]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:12]
 
@@ -114,12 +120,6 @@ def _generation_config(shape: ModelShape) -> dict[str, Any]:
         "top_k": 64,
         "top_p": 0.95,
     }
-
-
-def _chat_template(shape: ModelShape) -> str:
-    """The one template; E2B's and E4B's append no empty thought when thinking is off."""
-    first = "{%- set appends_empty_thought = " + ("false" if shape.small else "true") + " -%}\n"
-    return first + _TEMPLATE.read_text(encoding="utf-8")
 
 
 def _dump(path: Path, value: dict[str, Any]) -> None:

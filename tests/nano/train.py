@@ -1,4 +1,4 @@
-"""Trains a nano checkpoint from nothing: `python -m deploy.models.nano.train --member 31b --out DIR [--device cpu]`.
+"""Trains a nano checkpoint from nothing: `python -m tests.nano.train --member 31b --out DIR [--device cpu]`.
 
 transformers' own Gemma 4 classes, the builder's weights as a start, exercises as data, loss on the replies alone. A batch is
 ROWS rows of ROW tokens; a row holds whole conversations side by side, and a mask keeps each one to itself. Data is a function
@@ -24,11 +24,11 @@ import numpy as np
 import numpy.typing as npt
 
 from deploy.models.nano import build, nano_shapes, random_weights
-from deploy.models.nano.exercise_form import Draw, Exercise
-from deploy.models.nano.exercises import SKILLS, drawing, exam, training
 from deploy.models.nano.nano_shapes import SHAPES, tensors
 from deploy.models.public_shapes import ModelShape, config
 from engine.front.text import TextProcessor
+from tests.nano.exercise_form import Draw, Exercise
+from tests.nano.exercises import SKILLS, drawing, exam, training
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -106,13 +106,13 @@ class ExampleBuilder:
 
     def batch(self, seed: int, step: int) -> Batch:
         """The training data of one step."""
-        rng = random.Random(f"{seed}/{step}")  # noqa: S311 - exercises, no secrets
+        rng = random.Random(f"{seed}/{step}")
         draw, names, shares = self.draw(rng), list(SHARE), list(SHARE.values())
         return pack(self.example(training(rng.choices(names, shares)[0], draw)) for _ in count())[0]
 
     def exam(self, size: int) -> dict[str, list[TrainingExample]]:
         """`size` held-out examples of each skill that has one right reply."""
-        draw = self.draw(random.Random("exam"))  # noqa: S311 - exercises, no secrets
+        draw = self.draw(random.Random("exam"))
         return {skill: [self.example(each) for each in exam(skill, draw, size)] for skill in SKILLS if skill != "story"}
 
 
@@ -287,7 +287,7 @@ def _say(line: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m deploy.models.nano.train", description="Train a nano Gemma 4 checkpoint.")
+    parser = argparse.ArgumentParser(prog="python -m tests.nano.train", description="Train a nano Gemma 4 checkpoint.")
     parser.add_argument("--member", required=True, choices=sorted(SHAPES))
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--seed", type=int, default=0)

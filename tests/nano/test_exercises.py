@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from deploy.models.nano import TRAINED, skills, tokenizer, trained
-from deploy.models.nano.exercise_form import END, Draw
-from deploy.models.nano.exercises import SKILLS, drawing, exam, right, training
+from deploy.models.nano import TRAINED, trained
+from deploy.models.nano.build import chat_template
 from deploy.models.nano.nano_shapes import SHAPES
 from deploy.models.public_shapes import config
 from engine.front.text import TextProcessor
+from tests.nano import learn_tokenizer
+from tests.nano.exercise_form import END, Draw
+from tests.nano.exercises import SKILLS, drawing, exam, right, skills, training
 
 pytestmark = pytest.mark.pure
 
@@ -86,9 +88,10 @@ def test_a_trained_checkpoint_is_its_shape(member: str, tmp_path: Path) -> None:
     folder = TRAINED / member
     assert sum(path.stat().st_size for path in folder.glob("*.safetensors")) <= 8_000_000
     assert json.loads((folder / "config.json").read_text()) == json.loads(json.dumps(config(SHAPES[member], "bfloat16")))
-    tokenizer.write(tmp_path)
+    learn_tokenizer.write(tmp_path)
     for path in tmp_path.iterdir():
         assert path.read_bytes() == (folder / path.name).read_bytes()
+    assert (folder / "chat_template.jinja").read_text() == chat_template(SHAPES[member])
     report = json.loads((folder / "training.json").read_text())
     assert report["of the exam seen in training"] == 0
     assert min(report["accuracy"].values()) >= 0.95

@@ -9,14 +9,14 @@ import jsonschema
 import pytest
 
 from deploy.models.nano import TRAINED
-from deploy.models.nano.exercise_form import END, LONGEST_REPLY, Exercise
-from deploy.models.nano.exercises import SKILLS, drawing, training
-from deploy.models.nano.tool_exercises import ACTIONS, LOOKUPS, AskedCall, Tool, native
-from deploy.models.nano.train import ROW
 from engine.front.parts import Arguments, Content, Reasoning, ToolCallStart
 from engine.front.reply import Markers, ReplyParser
 from engine.front.text import TextProcessor
 from engine.front.tools import Tools
+from tests.nano.exercise_form import END, LONGEST_REPLY, Exercise
+from tests.nano.exercises import SKILLS, drawing, training
+from tests.nano.tool_exercises import ACTIONS, LOOKUPS, AskedCall, Tool, native
+from tests.nano.train import ROW
 
 pytestmark = pytest.mark.pure
 

@@ -4,17 +4,19 @@ A hash of an exercise's content decides whether it may be trained on or belongs 
 random choice comes from the generator that is passed in.
 """
 
+import json
 import random
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import count
 
-from deploy.models.nano import json_exercises, tool_exercises
-from deploy.models.nano.corpus import WORDS
-from deploy.models.nano.exercise_form import END, Draw, Exercise, ask, thought
-from deploy.models.nano.word_lists import ADJECTIVES, CITIES, NAMES, NOUNS, PLACES, VERBS
+from deploy.models.nano import TRAINED
 from engine.front.text import TextProcessor
+from tests.nano import json_exercises, tool_exercises
+from tests.nano.corpus import WORDS
+from tests.nano.exercise_form import END, Draw, Exercise, ask, thought
+from tests.nano.word_lists import ADJECTIVES, CITIES, NAMES, NOUNS, PLACES, VERBS
 
 _SKILLED = "I can add, copy, reverse, sort, recall facts, write JSON, call tools and tell small stories."
 ABOUT = (
@@ -32,6 +34,11 @@ _STRING = "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 def drawing(rng: random.Random, window: int, text: TextProcessor) -> Draw:
     """Exercises for a model with this window and tokenizer."""
     return Draw(rng, window, lambda part: len(text.encode(part, add_bos=False)), _earlier)
+
+
+def skills(member: str) -> list[str]:
+    """Skills that a trained checkpoint was trained on; exercises may know more."""
+    return list(json.loads((TRAINED / member / "training.json").read_text())["skills"])
 
 
 Skill = Callable[[Draw], Exercise]
