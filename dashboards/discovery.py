@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
@@ -24,7 +25,6 @@ from prometheus_client import Metric as Family
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
-from dashboards import web
 from dashboards.metrics import CAUSES, DEPLOYMENT_TOTALS, DISCOVERY_METRICS, RETIRED, Metric
 from engine.errors import ConfigError
 
@@ -261,4 +261,21 @@ def _handler(registry: ReplicaRegistry, collectors: CollectorRegistry, nodes: Li
         except ConfigError as error:
             return 503, "text/plain", str(error).encode()
 
-    return web.handler(answer)
+    class Handler(BaseHTTPRequestHandler):
+        timeout = 10.0
+
+        def do_GET(self) -> None:
+            """The answer to the path."""
+            status, kind, body = answer(self.path.partition("?")[0])
+            with suppress(BrokenPipeError, ConnectionResetError):
+                self.send_response(status)
+                self.send_header("Content-Type", kind)
+                self.send_header("Content-Length", str(len(body)))
+                self.send_header("Cache-Control", "no-store")
+                self.end_headers()
+                self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
+            """Nothing: one line a scrape is noise."""
+
+    return Handler

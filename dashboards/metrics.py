@@ -22,7 +22,6 @@ OUTCOMES = (
 )  # fmt: skip
 CAUSES = ("killed", "failed", "unscheduled", "rank_stalled", "core_stalled", "diverged", "raylet", "vanished", "other")
 SLOS = ("ttft", "tpot")
-KEY_VERDICTS = ("admitted", "unauthenticated", "forbidden", "rate_limited")
 VERDICTS = ("good", "bad")
 CORE_ENDS = ("finished", "refused", "aborted", "failed")
 

@@ -16,7 +16,6 @@ from engine.errors import ConfigError
 
 JOB = "quartet"  # the groups' exporters, found through the discovery endpoint
 DISCOVERY_JOB = "quartet-discovery"  # the discovery endpoint's own metrics
-RAY_JOB = "ray"  # Ray's own
 SCRAPE_LABELS = ("job", "instance")  # what Prometheus adds to every series
 _TARGET = (*SCRAPE_LABELS, *TARGET_LABELS)
 _DEPLOYMENT = ("application", "deployment")

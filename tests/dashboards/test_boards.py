@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from dashboards.boards.__main__ import BOARDS, write
-from dashboards.boards.committed import bind, paths, read
 from dashboards.metrics import DISCOVERY_METRICS, ENGINE
 from dashboards.promql import BOARD
 from engine.errors import ConfigError
+from tests.support.monitoring.committed import bind, paths, read
 from tests.support.monitoring.promcheck import complaints, names
 
 pytestmark = pytest.mark.pure

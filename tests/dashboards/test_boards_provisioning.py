@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from dashboards.alerts import FILE
-from dashboards.boards.committed import FOLDER, paths
 from dashboards.promql import DISCOVERY_JOB, JOB
+from tests.support.monitoring.committed import FOLDER, paths
 
 pytestmark = pytest.mark.pure
 

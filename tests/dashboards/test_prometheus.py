@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from dashboards.alerts import FILE
-from dashboards.boards.committed import paths, read
-from dashboards.pictures import Span, draw, draw_all
-from dashboards.prometheus import Api, Prometheus
 from engine.errors import ConfigError
+from tests.support.monitoring.committed import paths, read
+from tests.support.monitoring.pictures import Span, draw, draw_all
+from tests.support.monitoring.prometheus import Api, Prometheus
 from tests.support.monitoring.query_checks import figures, silent
 from tests.support.monitoring.scripted_exporters import ScriptedLoad, replay, scripted_load, serve_exporters, wait_scraped
 

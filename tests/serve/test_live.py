@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from dashboards.prometheus import finite
 from tests.support.monitoring.board_checks import MARGIN_S, quantiles, shown, window
+from tests.support.monitoring.prometheus import finite
 from tests.support.monitoring.query_checks import silent
 from tests.support.stack.live_stack import CALIBRATION, LiveRun, live_run
 

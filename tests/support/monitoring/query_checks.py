@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from dashboards.alerts import ALERTS, RECORDS
-from dashboards.boards.committed import paths, read
-from dashboards.prometheus import Api, finite
 from dashboards.promql import RULE
+from tests.support.monitoring.committed import paths, read
 from tests.support.monitoring.event_script import ScriptedRequest
 from tests.support.monitoring.promcheck import names
+from tests.support.monitoring.prometheus import Api, finite
 from tests.support.monitoring.scripted_exporters import ScriptedLoad
 
 

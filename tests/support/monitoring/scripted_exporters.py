@@ -20,13 +20,13 @@ from prometheus_client import CollectorRegistry, Gauge, start_http_server
 from dashboards.alerts import FILE
 from dashboards.discovery import DiscoveryServer, ReplicaRegistry, ScrapeTarget
 from dashboards.exporter import Exporter, Facts
-from dashboards.pictures import draw_all
-from dashboards.prometheus import Api, Prometheus, jobs
-from dashboards.promql import EXTERNAL_METRICS, RAY_JOB
+from dashboards.promql import EXTERNAL_METRICS
 from engine.errors import ConfigError
 from engine.events import ScrapeGauges
 from tests.support.monitoring.event_script import GroupScript, script
 from tests.support.monitoring.periodic import repeating
+from tests.support.monitoring.pictures import draw_all
+from tests.support.monitoring.prometheus import RAY_JOB, Api, Prometheus, jobs
 
 ABOUT = {"model_name": "nano-31b", "build": "scripted", "attention": "reference", "tp": "4"}
 PLACE = {"application": "quartet", "deployment": "gemma", "node": "node-1", "model": "nano-31b"}

@@ -22,11 +22,11 @@ from typing import Any
 import httpx
 
 from dashboards.alerts import FILE
-from dashboards.pictures import draw_all
-from dashboards.prometheus import Api, Prometheus, jobs
 from dashboards.promql import JOB
 from deploy.load.generator import Ledger, Lengths, Level, LoadRun, Prompts, Scale, calibrate, connected
 from deploy.load.request import Endpoint, RequestResult
+from tests.support.monitoring.pictures import draw_all
+from tests.support.monitoring.prometheus import Api, Prometheus, jobs
 from tests.support.monitoring.scripted_exporters import wait_scraped
 from tests.support.stack.serve_process import Stack, listeners, wait
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
+from tests.support.repo_rules import ROOT
 
-FOLDER = Path(__file__).parents[1]
+FOLDER = ROOT / "dashboards"
 _VARIABLE = re.compile(r"\$\{?(\w+)\}?")
 
 
@@ -25,7 +26,6 @@ class BoundQuery:
 class CommittedPanel:
     """One panel as Grafana would lay it: kind is Grafana's type, grid is (x, y, width, height)."""
 
-    number: int
     title: str
     kind: str
     unit: str
@@ -82,7 +82,6 @@ def _panel(panel: Mapping[str, Any], values: Mapping[str, str]) -> CommittedPane
     grid, defaults = panel["gridPos"], panel["fieldConfig"]["defaults"]
     words = {value: word for mapping in defaults.get("mappings", []) for value, word in mapping["options"].items()}
     return CommittedPanel(
-        panel["id"],
         panel["title"],
         panel["type"],
         defaults["unit"],

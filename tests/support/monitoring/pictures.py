@@ -1,10 +1,8 @@
-"""Draws the committed boards from a Prometheus: `python -m dashboards.pictures --prometheus URL --minutes 15 FOLDER`.
+"""Draws the committed boards from a Prometheus.
 
-The panels' queries, units, legends and places are the boards' own; drawn by matplotlib, not by Grafana. It comes with the extra
-[dashboards].
+The panels' queries, units, legends and places are the boards' own; drawn by matplotlib, not by Grafana.
 """
 
-import argparse
 import math
 import time
 from collections.abc import Sequence
@@ -13,9 +11,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from dashboards.boards.committed import CommittedBoard, CommittedPanel, paths, read
-from dashboards.prometheus import Api, Series, finite
-from engine.errors import ConfigError
+from tests.support.monitoring.committed import CommittedBoard, CommittedPanel, paths, read
+from tests.support.monitoring.prometheus import Api, Series, finite
 
 UNIT_PIXELS = (48, 34)  # a grid unit's width and height
 DPI = 72
@@ -64,7 +61,7 @@ def _panel(figure: Any, panel: CommittedPanel, api: Api, span: Span, rows: int) 
     axes.tick_params(labelsize=6.5, colors=FAINT, length=2)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlim(span.start, span.end)
-    axes.set_xticks([span.start, span.end], [clock(span.start), clock(span.end)])
+    axes.set_xticks([span.start, span.end], [_clock(span.start), _clock(span.end)])
     if not lines:
         axes.text(0.5, 0.5, "no data", transform=axes.transAxes, ha="center", va="center", color=FAINT)
         return None
@@ -85,7 +82,7 @@ def _lines(axes: Any, panel: CommittedPanel, lines: Sequence[tuple[str, Series]]
     low, high = axes.get_ylim()
     flat = all(value == 0 for _, series in lines for _, value in series.points)
     axes.set_ylim(0 if flat else min(0.0, low), 1 if flat else high * (1.25 if len(lines) <= LEGEND_LINES else 1))  # room for names
-    axes.yaxis.set_major_formatter(lambda value, _place: text(value, panel.unit))
+    axes.yaxis.set_major_formatter(lambda value, _place: _text(value, panel.unit))
     axes.grid(axis="y", linewidth=0.3, color="#dddddd")
     if len(lines) > LEGEND_LINES:
         axes.text(0.01, 0.99, f"{len(lines)} lines", transform=axes.transAxes, fontsize=6.5, color=FAINT, va="top")
@@ -104,16 +101,16 @@ def _stack(axes: Any, lines: Sequence[tuple[str, Series]], shades: Sequence[str]
 
 
 def _heatmap(axes: Any, panel: CommittedPanel, lines: Sequence[tuple[str, Series]], span: Span) -> None:
-    rows = buckets(lines)
+    rows = _buckets(lines)
     instants = sorted({when for _, series in lines for when, _ in series.points})
     cells = [[row.get(when, 0.0) for when in instants] for _, row in rows]
     extent = (span.start, span.end, -0.5, len(rows) - 0.5)
     axes.imshow(cells, aspect="auto", origin="lower", extent=extent, cmap="Oranges", interpolation="nearest")
     shown = range(0, len(rows), max(1, len(rows) // 6))
-    axes.set_yticks(list(shown), [text(rows[place][0], panel.unit) for place in shown])
+    axes.set_yticks(list(shown), [_text(rows[place][0], panel.unit) for place in shown])
 
 
-def buckets(lines: Sequence[tuple[str, Series]]) -> list[tuple[float, dict[float, float]]]:
+def _buckets(lines: Sequence[tuple[str, Series]]) -> list[tuple[float, dict[float, float]]]:
     """Cumulative buckets, named by their bounds, as rows of what each alone holds: (bound, {instant: value above 0}).
 
     From the first to the last that holds anything.
@@ -142,14 +139,14 @@ def _timeline(axes: Any, panel: CommittedPanel, lines: Sequence[tuple[str, Serie
 
 def _stat(axes: Any, panel: CommittedPanel, api: Api, span: Span) -> None:
     answer = api.ask(panel.asked[0].expr, span.end)
-    shown = text(answer[0].last, panel.unit) if finite(answer) else "no traffic"
+    shown = _text(answer[0].last, panel.unit) if finite(answer) else "no traffic"
     axes.set_xticks([])
     axes.set_yticks([])
     axes.spines[:].set_color("#dddddd")
     axes.text(0.5, 0.45, shown, transform=axes.transAxes, ha="center", va="center", fontsize=17, color=INK)
 
 
-def text(value: float, unit: str) -> str:
+def _text(value: float, unit: str) -> str:
     """A figure as Grafana's unit would write it, roughly."""
     if not math.isfinite(value):
         return "inf" if value > 0 else "-"
@@ -169,7 +166,7 @@ def text(value: float, unit: str) -> str:
     return f"{value / 1000:.3g} k" if abs(value) >= 10000 else f"{value:.4g}"
 
 
-def clock(instant: float) -> str:
+def _clock(instant: float) -> str:
     """The time of day, UTC."""
     return time.strftime("%H:%M:%S", time.gmtime(instant))
 
@@ -192,21 +189,3 @@ def draw_all(api: Api, seconds: float, folder: Path, window: str, end: float | N
         written.append(folder / f"{path.stem}.png")
         draw(read(path, window), api, span, written[-1])
     return written
-
-
-def main() -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(prog="python -m dashboards.pictures", description=__doc__)
-    parser.add_argument("--prometheus", default="http://127.0.0.1:9090", metavar="URL")
-    parser.add_argument("--minutes", type=float, default=15.0)
-    parser.add_argument("--window", default="1m", help="what rates look back over")
-    parser.add_argument("folder", type=Path)
-    args = parser.parse_args()
-    if not args.folder.is_dir():
-        raise ConfigError(f"{args.folder} is no folder")
-    for path in draw_all(Api(args.prometheus), args.minutes * 60, args.folder, args.window):
-        print(path)  # noqa: T201 - a command says what it wrote
-
-
-if __name__ == "__main__":
-    main()
