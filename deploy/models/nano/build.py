@@ -6,11 +6,12 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from deploy.models import public_shapes
 from deploy.models.nano import TRAINED, random_weights, tokenizer
 from deploy.models.nano.nano_shapes import SHAPES
 from deploy.models.public_shapes import ModelShape, config
@@ -36,11 +37,16 @@ def build(member: str, out: Path, seed: int = 0, dtype: str = "bfloat16") -> Pat
 
 def write(shape: ModelShape, out: Path, values: random_weights.Values, dtype: str) -> None:
     """The checkpoint of `shape` with these weights, into the folder `out`."""
+    write_texts(shape, out, dtype)
+    random_weights.write(shape, out, values, dtype)
+
+
+def write_texts(shape: ModelShape, out: Path, dtype: str) -> None:
+    """All files of a checkpoint but its weights, into the folder `out`."""
     _dump(out / "config.json", config(shape, dtype))
     _dump(out / "generation_config.json", _generation_config(shape))
     (out / "chat_template.jinja").write_text(chat_template(shape), encoding="utf-8")
     tokenizer.write(out)
-    random_weights.write(shape, out, values, dtype)
 
 
 def chat_template(shape: ModelShape) -> str:
@@ -50,19 +56,24 @@ def chat_template(shape: ModelShape) -> str:
 
 
 def ensure(member: str, cache: Path, seed: int = 0, dtype: str = "bfloat16") -> Path:
-    """The checkpoint's folder under `cache`, built if it is not there; safe when several processes ask at once.
-
-    The folder's name holds a hash of this package's files and of the arguments: a changed builder serves no old folder.
-    """
+    """The checkpoint's folder under `cache`, built if it is not there."""
     _shape(member, dtype)
-    target = cache / f"{member}-{_key(member, seed, dtype)}"
+    return cached(cache, f"{member}-{seed}-{dtype}", lambda out: build(member, out, seed, dtype))
+
+
+def cached(cache: Path, name: str, write_into: Callable[[Path], object]) -> Path:
+    """The folder `name` under `cache`, written if it is not there; safe when several processes ask at once.
+
+    A hash of the builder's files ends its name: a changed builder serves no old folder.
+    """
+    target = cache / f"{name}-{_builder_hash()}"
     if target.is_dir():
         return target
     cache.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{member}-", dir=cache))
+    draft = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=cache))
     try:
         draft.chmod(0o755)
-        build(member, draft, seed, dtype)
+        write_into(draft)
         _publish(draft, target)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -91,9 +102,9 @@ def _shape(member: str, dtype: str) -> ModelShape:
     return SHAPES[member]
 
 
-def _key(member: str, seed: int, dtype: str) -> str:
-    digest = hashlib.sha256(f"{member}/{seed}/{dtype}".encode())
-    for path in [*sorted(_HERE.glob("*.py")), _TEMPLATE, *tokenizer.FILES]:
+def _builder_hash() -> str:
+    digest = hashlib.sha256()
+    for path in [*sorted(_HERE.glob("*.py")), Path(public_shapes.__file__), _TEMPLATE, *tokenizer.FILES]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:12]
 

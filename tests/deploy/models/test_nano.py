@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
+from deploy.models import dummy, public_shapes
 from deploy.models.nano.build import build, ensure
 from deploy.models.nano.nano_shapes import SHAPES, tensors
 from deploy.models.nano.random_weights import to_bfloat16
@@ -306,6 +307,17 @@ def test_ensure_builds_once(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [folder]
     assert contents(folder) == contents(build("31b", tmp_path / "again"))
     assert ensure("31b", tmp_path, seed=1) != folder
+
+
+def test_a_changed_builder_serves_no_old_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder without weights is written once, and anew beside the old one when the shapes' file has changed."""
+    (first,) = {dummy.ensure("31b", tmp_path) for _ in range(2)}
+    changed = tmp_path / "public_shapes.py"
+    changed.write_text("# another")
+    monkeypatch.setattr(public_shapes, "__file__", str(changed))
+    assert dummy.ensure("31b", tmp_path) != first
+    assert contents(dummy.ensure("31b", tmp_path)) == contents(first)
+    assert not list(first.glob("*.safetensors"))
 
 
 def test_bad_arguments(tmp_path: Path) -> None:
