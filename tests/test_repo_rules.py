@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.repo_rules import (
     ROOT,
+    changelog_complaints,
     class_names,
     docstring_complaints,
     functions,
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.pure
 FUNCTION_CEILING = 60
 CORE_CEILING = 250
 MESSAGE_CEILING = 20
+ENTRY_CEILING = 200
 
 # Folders that any text may name: they are the same on every machine.
 COMMON = {
@@ -162,6 +164,14 @@ def test_a_test_file_without_one_tier_is_caught(source: str) -> None:
     """No tier, two tiers, or a tier set inside a function is reported; one tier beside `slow` is not."""
     assert len(tier_complaints(source)) == 1
     assert tier_complaints("pytestmark = [pytest.mark.cpu, pytest.mark.slow]") == []
+
+
+def test_an_entry_of_the_changelog_is_a_line() -> None:
+    """CHANGELOG.md has versions, sections and entries of one line; a second line, or a line too long, is reported."""
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert changelog_complaints(text, ENTRY_CEILING) == []
+    assert changelog_complaints("## [0.1.0] - 2026-11-23\n### Added\n* One\n  goes on\n", ENTRY_CEILING) == ["4:   goes on"]
+    assert changelog_complaints("## Unreleased\n* " + "x" * 199, ENTRY_CEILING) == ["1: ## Unreleased", f"2: * {'x' * 58}"]
 
 
 def test_one_name_names_one_thing() -> None:

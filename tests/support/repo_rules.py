@@ -187,6 +187,21 @@ def docstring_complaints(source: str) -> list[str]:
     return ["1: no module docstring"] if tree.body and not ast.get_docstring(tree) else []
 
 
+_CHANGELOG_LINE = re.compile(
+    r"|# Changelog|Entries follow .*|## \[(Unreleased|\d+\.\d+\.\d+)\].*|### (Added|Changed|Fixed)"
+    r"|\*\*[\w ]+\*\*|\* .*|\[[\w.]+\]: \S+"
+)
+
+
+def changelog_complaints(text: str, longest: int) -> list[str]:
+    """Lines that are no heading, link or entry of one line, and entries longer than `longest` characters."""
+    return [
+        f"{number}: {line[:60]}"
+        for number, line in enumerate(text.splitlines(), 1)
+        if not _CHANGELOG_LINE.fullmatch(line) or (line.startswith("* ") and len(line) > longest)
+    ]
+
+
 def tier_complaints(source: str) -> list[str]:
     """A test file names exactly one tier in a module-level `pytestmark`."""
     marks = {name for node in ast.parse(source).body for name in _pytestmark(node)}
