@@ -1,0 +1,22 @@
+"""The product's code stays within its bounds, and what is counted as code is code."""
+
+import pytest
+
+from tests.support.sizes import BOUNDS, CodeSize, code_size, excesses, product_sizes
+
+pytestmark = pytest.mark.pure
+
+
+def test_the_product_is_no_larger_than_its_bounds() -> None:
+    """Lines, tokens, tokens a line and the engine's tokens are within bounds; doubled, each is reported by name."""
+    figures = product_sizes()
+    assert excesses(figures) == []
+    doubled = excesses({name: 2 * figure for name, figure in figures.items()})
+    assert [line.partition(":")[0] for line in doubled] == list(BOUNDS)
+
+
+def test_only_code_is_counted() -> None:
+    """Comments, blank lines and docstrings count nothing; a string over two lines is one token on two lines."""
+    source = '"""Module\n\ndocstring."""\n\n# comment\nx = 1  # comment\n\n\ndef f():\n    """Says."""\n    return x\n'
+    assert code_size(source) == CodeSize(lines=3, tokens=3 + 5 + 2)
+    assert code_size(source + 'y = """a\nb"""\n') == CodeSize(lines=5, tokens=13)
