@@ -9,8 +9,6 @@ What a scraped series carries beside its row's own labels comes from service dis
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from prometheus_client.utils import floatToGoString
-
 from dashboards.metrics import DISCOVERY_METRICS, ENGINE, TARGET_LABELS, Metric
 from engine.errors import ConfigError
 
@@ -63,9 +61,9 @@ class Queries:
         """The same scope over another window."""
         return replace(self, window=window)
 
-    def of(self, metric: Metric, suffix: str = "", **match: str) -> str:
+    def of(self, metric: Metric) -> str:
         """The series of a row that no table has: a recorded one."""
-        return self._selector(metric.name + suffix, frozenset(metric.labels), match)
+        return self._selector(metric.name, frozenset(metric.labels), {})
 
     def level(self, name: str, **match: str) -> str:
         """A gauge's series, one each."""
@@ -92,14 +90,10 @@ class Queries:
         moving = [f"{function}({self._series(_expect(name, 'counter'), '', match)}[{self.window}])" for name, match in counters]
         return f"{_fold('sum', counters[0][0], by)} ({' or '.join(moving)})"
 
-    def amount(self, name: str, by: tuple[str, ...] = (), **match: str) -> str:
-        """The rate of what a histogram sums: seconds, or tokens, a second."""
-        series = self._series(_expect(name, "histogram"), "_sum", match)
-        return f"{_fold('sum', name, by)} (rate({series}[{self.window}]))"
-
-    def mean(self, name: str, by: tuple[str, ...] = (), **match: str) -> str:
+    def mean(self, name: str) -> str:
         """A histogram's mean; no sample where nothing was observed, rather than NaN."""
-        return f"{self.amount(name, by, **match)} / ({self.rate(name, by, **match)} > 0)"
+        series = self._series(_expect(name, "histogram"), "_sum", {})
+        return f"sum (rate({series}[{self.window}])) / ({self.rate(name)} > 0)"
 
     def buckets(self, name: str, by: tuple[str, ...] = (), **match: str) -> str:
         """A histogram's buckets, observations a second, by their upper bound: what heatmaps draw and quantiles read."""
@@ -109,14 +103,6 @@ class Queries:
     def quantile(self, q: float, name: str, by: tuple[str, ...] = (), **match: str) -> str:
         """The q-quantile inside a histogram's buckets."""
         return f"histogram_quantile({q}, {self.buckets(name, by, **match)})"
-
-    def within(self, name: str, bound: float, by: tuple[str, ...] = (), **match: str) -> str:
-        """The share of observations at or below `bound`, which must be a bucket's bound."""
-        metric = _expect(name, "histogram")
-        if bound not in metric.buckets:
-            raise ConfigError(f"{name} has no bucket that ends at {bound}")
-        series = self._series(metric, "_bucket", {**match, "le": floatToGoString(float(bound))})
-        return f"{_fold('sum', name, by)} (rate({series}[{self.window}])) / ({self.rate(name, by, **match)} > 0)"
 
     def _moving(self, function: str, name: str, by: tuple[str, ...], match: Mapping[str, str]) -> str:
         metric = row(name)

@@ -1,12 +1,10 @@
-"""Builds nano checkpoints: `python -m deploy.models.nano.build --member 31b --out DIR [--seed 0] [--dtype bfloat16]`."""
+"""Builds nano checkpoints of random weights."""
 
-import argparse
 import hashlib
 import json
 import shutil
-import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -80,20 +78,6 @@ def cached(cache: Path, name: str, write_into: Callable[[Path], object]) -> Path
     return target
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line; prints the folder."""
-    parser = argparse.ArgumentParser(prog="python -m deploy.models.nano.build", description="Build a nano Gemma 4 checkpoint.")
-    parser.add_argument("--member", required=True, choices=sorted(SHAPES))
-    parser.add_argument("--out", required=True, type=Path, help="an empty or new folder")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dtype", default="bfloat16", choices=sorted(random_weights.DTYPES))
-    args = parser.parse_args(arguments)
-    try:
-        sys.stdout.write(f"{build(args.member, args.out, args.seed, args.dtype)}\n")
-    except ConfigError as error:
-        parser.error(str(error))
-
-
 def _shape(member: str, dtype: str) -> ModelShape:
     if member not in SHAPES:
         raise ConfigError(f"member: {member!r} is not one of {', '.join(SHAPES)}")
@@ -135,7 +119,3 @@ def _generation_config(shape: ModelShape) -> dict[str, Any]:
 
 def _dump(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -332,20 +332,6 @@ def test_bad_arguments(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
-def test_command_line(tmp_path: Path) -> None:
-    """`python -m deploy.models.nano.build` writes the same folder as `build`, and imports no torch to do so."""
-    command = [sys.executable, "-X", "importtime", "-m", "deploy.models.nano.build", "--member", "31b", "--out"]
-    done = subprocess.run([*command, tmp_path / "a"], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == f"{tmp_path / 'a'}\n"
-    imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
-    assert "numpy" in imported
-    assert not {"torch", "transformers", "ray"} & imported
-    assert contents(tmp_path / "a") == contents(build("31b", tmp_path / "b"))
-    wrong = subprocess.run([*command, tmp_path], capture_output=True, text=True, timeout=60, check=False)
-    assert wrong.returncode == 2
-    assert "not empty" in wrong.stderr
-
-
 # ---- the tokenizer and the template
 
 any_text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581"), max_size=80)
