@@ -6,7 +6,7 @@ Asks NVML, never torch, so that the replica stays light. What attention runs on 
 import os
 from dataclasses import dataclass, field
 
-from cluster.flashinfer_files import FlashInferFiles, flashinfer_files
+from engine.attention.flashinfer_files import FlashInferFiles, flashinfer_files
 from engine.errors import ConfigError
 
 

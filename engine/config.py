@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import NODEFAULT, Meta
 
+from engine.attention import BACKENDS
+from engine.attention.backend_entry import RowKind
 from engine.channel import MAX_RECORD
 from engine.errors import ConfigError
 from engine.geometry import PAGE_SIZE, Geometry, check_tp, kv_groups, read_geometry
@@ -24,7 +26,7 @@ PolicyName = Literal["fair", "arrival"]
 PageChecks = Literal["off", "sample", "every"]
 ToolGrammar = Literal["strict", "names", "off"]
 Thinking = Literal["on", "off", "auto"]
-AttentionName = Literal["reference", "triton", "trtllm_mha"]
+AttentionName = Literal[*BACKENDS]  # type: ignore[valid-type]  # the registry's names, known at import
 
 _SIZES = {"sizes": True}  # decides what fits into memory, so that `quartet plan` has an option for it
 
@@ -87,6 +89,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         float, Meta(gt=0, description="a process that is not scheduled for so long ends the group")
     ] = 3.0
     boot_timeout_s: Annotated[float, Meta(gt=0, description="from spawn to ready")] = 600.0
+
+    def attention_of(self, kind: RowKind) -> AttentionName | None:
+        """The backend asked for by rows of that kind."""
+        return (self.attention_decode if kind == "decode" else self.attention_extend) or self.attention
 
 
 class EngineConfig(EngineSettings, frozen=True, kw_only=True):

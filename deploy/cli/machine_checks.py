@@ -4,7 +4,6 @@ Versions are held to pyproject.toml, GPUs to cluster/capability, Ray's environme
 reasons stand there once.
 """
 
-import importlib.metadata
 import os
 import platform
 import resource
@@ -17,14 +16,18 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal
 
-from cluster.attention_choice import CUBIN_DOWNLOAD_COMMAND, SM100, choose_attention
+import msgspec
+
+from cluster.attention_choice import choose_attention
 from cluster.capability import Capability, Gpu
-from cluster.flashinfer_files import FlashInferFiles
 from deploy import environment
 from deploy.launcher import ROOT
 from deploy.models.google_template import CORRECTED, edition
 from deploy.ports import HAPROXY_PORTS, check_port
 from deploy.settings import Settings
+from engine.attention import BACKENDS
+from engine.attention.backend_entry import Platform
+from engine.attention.flashinfer_files import FlashInferFiles, installed
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.front.text import template_source
@@ -74,7 +77,7 @@ def software(project: Path = ROOT / "pyproject.toml") -> Iterator[Finding]:
 
 
 def _version(name: str, requirement: Any, *, optional: bool) -> Finding:
-    found, supported = _installed(name), str(requirement.specifier)
+    found, supported = installed(name), str(requirement.specifier)
     if found is None and optional:
         return Finding(name, "warn", "not installed", "make install-gpu, where there are GPUs of the SM100 family")
     if found is None:
@@ -83,18 +86,11 @@ def _version(name: str, requirement: Any, *, optional: bool) -> Finding:
     return checked(name, good, f"{found} (supported: {supported})", f"pip install '{name}{supported}'", "fail")
 
 
-def _installed(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _others(requirements: list[Any]) -> Finding:
     wrong = [
         f"{each.name} {found or 'is missing'} ({each.specifier})"
         for each in requirements
-        if (found := _installed(each.name)) is None or not each.specifier.contains(found, prereleases=True)
+        if (found := installed(each.name)) is None or not each.specifier.contains(found, prereleases=True)
     ]
     found = "; ".join(wrong) or f"{len(requirements)} other dependencies are in range"
     return checked("packages", not wrong, found, "pip install -c constraints.txt .", "fail")
@@ -109,7 +105,7 @@ def devices(found: Capability) -> Iterator[Finding]:
     kinds = sorted({_kind(gpu) for gpu in found.gpus})
     advice = "the GPUs of a group must agree: choose with CUDA_VISIBLE_DEVICES"
     yield checked("gpus", len(kinds) == 1, f"{len(found.gpus)} x {' and '.join(kinds)}", advice)
-    torch = _installed("torch") or ""
+    torch = installed("torch") or ""
     if torch.endswith("+cpu"):
         yield Finding("torch-cuda", "fail", f"torch {torch} has no CUDA", "install the CUDA build of the same version")
     yield links([gpu.index for gpu in found.gpus])
@@ -124,26 +120,18 @@ def attention(found: Capability, path: Path | None, asked: tuple[int, int] | Non
     for each in settings:
         name = f"attention of {each.name}" if len(settings) > 1 else "attention"
         yield _attention(name, each, architecture if each.needs_gpus or asked else None, found.flashinfer)
-    if architecture is not None and found.flashinfer.version is not None:
-        yield _flashinfer(found.flashinfer, needs_cubins=architecture[0] == SM100)
+    for entry in BACKENDS.values():
+        if package := entry.package(Platform(architecture, found.flashinfer)):
+            yield checked(*package)
 
 
 def _attention(name: str, settings: Settings, architecture: tuple[int, int] | None, files: FlashInferFiles) -> Finding:
-    names = ("tp", "dtype", "attention", "attention_decode", "attention_extend", "flashinfer_download")
-    asked = {key: getattr(settings, key) for key in names}
+    asked = msgspec.structs.asdict(settings.engine)
     try:
         choice = choose_attention(EngineConfig(model="", device="cuda" if architecture else "cpu", **asked), architecture, files)
     except ConfigError as error:
         return Finding(name, "fail", str(error))
     return checked(name, not choice.advice, f"{choice.name}: {choice.reason}", choice.advice)
-
-
-def _flashinfer(files: FlashInferFiles, *, needs_cubins: bool) -> Finding:
-    kernels = f"kernels in {files.cubins}" if files.cubins else "no kernels of trtllm-gen on disk"
-    launcher = {"prebuilt": "launchers from flashinfer-jit-cache", "nvcc": "launchers built by nvcc"}.get(files.launcher or "")
-    good = files.launcher is not None and (files.cubins is not None or not needs_cubins)
-    line = f"{files.version}: {kernels}, {launcher or 'no way to build launchers'}"
-    return checked("flashinfer", good, line, f"in the image: {CUBIN_DOWNLOAD_COMMAND}")
 
 
 def _kind(gpu: Gpu) -> str:

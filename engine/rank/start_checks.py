@@ -4,14 +4,17 @@ Ranks run one program: what one finds wrong, none uses.
 """
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 
+from engine.attention import BACKENDS, OWN
+from engine.attention.backend_entry import ROW_KINDS, RowKind
 from engine.config import EngineConfig
 from engine.errors import CheckpointError
 from engine.geometry import Geometry, kv_groups
-from engine.rank.attention import AskedAttention, attention_backend, parts_check, trtllm
-from engine.rank.attention.base import Kind, PartSettings
+from engine.rank.attention import attention_backend, make_parts, parts_check
+from engine.rank.attention.base import PartSettings
 from engine.rank.batch import Chunk, eager_batch
 from engine.rank.kv import GroupCache, KVCache
 from engine.rank.models.gemma4 import Gemma4
@@ -22,7 +25,6 @@ from kernels.launch import distrust, distrusted
 from kernels.selfcheck import failure
 
 MIN_RESIDUAL_RMS = 1e-3  # of a forward over random ids: below it weights are missing or zero
-_WORKSPACE = 64 << 20
 _INBOXES = "the ranks' inboxes"
 
 
@@ -75,24 +77,33 @@ def check_inboxes(parallel: Parallel, inboxes: Inboxes, n: int, device: torch.de
 
 def check_attention(
     parallel: Parallel, config: EngineConfig, geometry: Geometry, device: torch.device
-) -> tuple[frozenset[tuple[Kind, int]], list[str]]:
-    """Where trtllm_mha was asked for: the parts that any rank found wrong, and a sentence for each. Every rank must call it."""
-    asked = AskedAttention.of(config)
-    kinds: list[Kind] = [kind for kind in ("decode", "extend") if getattr(asked, kind) == "trtllm_mha"]
-    if not kinds or device.type != "cuda":
+) -> tuple[frozenset[tuple[RowKind, int]], list[str]]:
+    """Where a backend is asked for that is not of our own ops: the parts that any rank found wrong, and a sentence for each.
+
+    Every rank must call it.
+    """
+    own = OWN[device.type]
+    named = {kind: BACKENDS[config.attention_of(kind) or own.name] for kind in ROW_KINDS}
+    asked = {kind: entry for kind, entry in named.items() if entry.parts != own.parts}
+    if not asked:
         return frozenset(), []
     groups = kv_groups(geometry, config.tp, config.page)
     settings = PartSettings(geometry.heads // config.tp, geometry.eps, (parts_check.ROWS,), device)
-    scratch = trtllm.TrtllmScratch(trtllm.load(device, download=config.flashinfer_download), settings, _WORKSPACE)
-    mismatches = parts_check.mismatches(kinds, geometry, groups, settings, scratch)
-    found = {f"{each.kind} {each.group.index}": str(each) for each in mismatches}
-    names = {f"{kind} {group.index}": (kind, group.index) for kind in kinds for group in groups}
-    wrong = agreed(parallel, list(names), found, device)
-    sentences = [found.get(name, f"trtllm_mha ({name}) is wrong on another rank: triton in its place") for name in sorted(wrong)]
-    return frozenset(names[name] for name in wrong), sentences
+    places = [(kind, group.index) for kind in asked for group in groups]
+    found: dict[tuple[RowKind, int], str] = {}
+    for kind, entry in asked.items():
+        parts = make_parts(entry, settings, download=config.flashinfer_download, for_check=True)
+        wrong = parts_check.mismatches([kind], geometry, groups, settings, parts)
+        found |= {(kind, mismatch.group.index): f"is {mismatch}" for mismatch in wrong}
+    failed = agreed(parallel, places, found, device)
+    sentences = [
+        f"{asked[kind].name} {found.get((kind, group), f'({kind} {group}) is wrong on another rank')}: {own.name} in its place"
+        for kind, group in sorted(failed)
+    ]
+    return frozenset(failed), sentences
 
 
-def agreed(parallel: Parallel, names: Sequence[str], found: Collection[str], device: torch.device) -> set[str]:
+def agreed(parallel: Parallel, names: Sequence[Any], found: Collection[Any], device: torch.device) -> set[Any]:
     """Those of `names` that any rank has found."""
     flags = torch.zeros(-(-len(names) // 64) * 64, device=device)
     flags[: len(names)] = torch.tensor([float(name in found) for name in names], device=device)

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from cluster.attention_choice import CUBIN_DOWNLOAD_COMMAND, AttentionChoice, choose_attention
-from cluster.flashinfer_files import FlashInferFiles
+from cluster.attention_choice import AttentionChoice, choose_attention
+from engine.attention.flashinfer_files import FlashInferFiles
+from engine.attention.trtllm_mha import CUBIN_DOWNLOAD_COMMAND
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from cluster.capability import Capability, Gpu, check_group, node_gpus, probe, visible_gpus
-from cluster.flashinfer_files import FlashInferFiles
+from engine.attention.flashinfer_files import FlashInferFiles
 from engine.errors import ConfigError
 
 pytestmark = pytest.mark.pure

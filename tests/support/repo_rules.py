@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("kernels", "engine", "cluster", "deploy", "dashboards")
 _LEAF_NAMES = ("config", "checkpoint", "geometry", "memory", "logit_adjustments", "protocol", "plan", "rank_status", "channel",
-               "lifeline", "matcher", "pieces", "step_masks", "events", "errors")  # fmt: skip
+               "lifeline", "matcher", "pieces", "step_masks", "events", "errors", "attention")  # fmt: skip
 LEAVES = frozenset(f"engine.{name}" for name in _LEAF_NAMES)
 CONTROL = frozenset(
     {"engine.core", "engine.front", "cluster", "deploy", "deploy.edge", "deploy.models", "deploy.cli", "deploy.load", "dashboards"}
@@ -80,7 +80,7 @@ def module_name(path: Path) -> str:
 
 def package_of(module: str) -> str | None:
     """The package of the import law that `module` lies in, or None. `engine` itself counts as a leaf."""
-    if module == "engine" or module in LEAVES:
+    if module == "engine" or any(module == leaf or module.startswith(leaf + ".") for leaf in LEAVES):
         return "engine.leaf"
     packages = (package for package in MAY_IMPORT if module == package or module.startswith(package + "."))
     return next(packages, None)

@@ -1,38 +1,38 @@
-"""Attention backends, by name; FlashInfer is imported where it was asked for."""
+"""The attention that a rank runs, of the backends asked for; a backend's module is imported where it was asked for."""
 
+import functools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 
 import torch
 
+from engine.attention import BACKENDS, OWN, REFERENCE, wrong_device
+from engine.attention.backend_entry import BackendEntry, RowKind
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.geometry import Geometry
-from engine.rank.attention.base import AttentionBackend, CopyCheck, DecodePart, ExtendPart, Kind, PartSettings
-from engine.rank.attention.paged import PagedDecode, PagedExtend
+from engine.rank.attention.base import AttentionBackend, AttentionParts, CopyCheck, PartSettings
 from engine.rank.attention.router import AttentionRouter
-from engine.rank.attention.trtllm import TrtllmDecode, TrtllmExtend, TrtllmScratch, load
 from engine.rank.kv import GroupCache, KVCache
 
-Unsound = Collection[tuple[Kind, int]]  # kinds of rows of KV groups
-BACKENDS = ("reference", "triton", "trtllm_mha")
+Unsound = Collection[tuple[RowKind, int]]  # kinds of rows of KV groups
 
 
 @dataclass(frozen=True)
 class AskedAttention:
-    """Backends by kind of rows; None: the device's. unsound: (kind, KV group) that run the house's own ops whatever was asked for,
-    because a check at start found the others wrong. download: FlashInfer may fetch kernels that it lacks."""
+    """Backends by kind of rows; None: the device's. failed_checks: (kind, KV group) that run our own ops whatever was asked for.
+    download: FlashInfer may fetch kernels that it lacks."""
 
     decode: str | None = None
     extend: str | None = None
-    unsound: Unsound = ()
+    failed_checks: Unsound = ()
     download: bool = False
 
     @classmethod
-    def of(cls, config: EngineConfig, unsound: Unsound = ()) -> "AskedAttention":
+    def of(cls, config: EngineConfig, failed_checks: Unsound = ()) -> "AskedAttention":
         """What the settings ask for."""
-        decode, extend = config.attention_decode or config.attention, config.attention_extend or config.attention
-        return cls(decode, extend, unsound, config.flashinfer_download)
+        return cls(config.attention_of("decode"), config.attention_of("extend"), failed_checks, config.flashinfer_download)
 
 
 def attention_backend(
@@ -50,38 +50,29 @@ def attention_backend(
     """
     if not isinstance(asked, AskedAttention):
         asked = AskedAttention(asked, asked)
-    unsound = asked.unsound
-    named: dict[Kind, str] = {"decode": _checked(asked.decode, device), "extend": _checked(asked.extend, device)}
+    entries = {"decode": _entry(asked.decode, device), "extend": _entry(asked.extend, device)}
     settings = PartSettings(geometry.heads // tp, geometry.eps, tuple(buckets), device, check)
-    theirs = {
-        (kind, group.group.index)
-        for kind, backend in named.items()
-        for group in cache
-        if backend == "trtllm_mha" and (kind, group.group.index) not in unsound
-    }
-    scratch = TrtllmScratch(load(device, download=asked.download), settings) if theirs else None
-    decodes: list[DecodePart] = []
-    extends: list[ExtendPart] = []
-    for group in cache:
-        decodes.append(_decode_part(group, settings, scratch if ("decode", group.group.index) in theirs else None))
-        extends.append(_extend_part(group, settings, scratch if ("extend", group.group.index) in theirs else None))
+    made = functools.cache(lambda entry: make_parts(entry, settings, download=asked.download))
+
+    def parts(kind: RowKind, group: GroupCache) -> AttentionParts:
+        return made(_entry(None, device) if (kind, group.group.index) in asked.failed_checks else entries[kind])
+
+    decodes = [parts("decode", group).decode(group) for group in cache]
+    extends = [parts("extend", group).extend(group) for group in cache]
     return AttentionRouter(decodes, extends, settings)
 
 
-def _decode_part(cache: GroupCache, settings: PartSettings, scratch: TrtllmScratch | None) -> DecodePart:
-    return PagedDecode(cache, settings) if scratch is None else TrtllmDecode(cache, settings, scratch)
+def make_parts(entry: BackendEntry, settings: PartSettings, *, download: bool, for_check: bool = False) -> AttentionParts:
+    """Those of the backend's module, as `AttentionParts` says."""
+    parts: AttentionParts = import_module(entry.parts).parts(settings, download=download, for_check=for_check)
+    return parts
 
 
-def _extend_part(cache: GroupCache, settings: PartSettings, scratch: TrtllmScratch | None) -> ExtendPart:
-    return PagedExtend(cache, settings) if scratch is None else TrtllmExtend(cache, settings, scratch)
-
-
-def _checked(name: str | None, device: torch.device) -> str:
-    name = name or ("triton" if device.type == "cuda" else "reference")
+def _entry(name: str | None, device: torch.device) -> BackendEntry:
+    if name is None:
+        return OWN.get(device.type, REFERENCE)
     if name not in BACKENDS:
         raise ConfigError(f"attention: {name!r} is not one of {', '.join(BACKENDS)}")
-    if name == "reference" and device.type == "cuda":
-        raise ConfigError("attention: reference runs on the CPU; on a GPU triton is the backend")
-    if name != "reference" and device.type == "cpu":
-        raise ConfigError(f"attention: {name} needs a GPU; this engine runs on the CPU, where reference is the backend")
-    return name
+    if wrong := wrong_device(BACKENDS[name], device.type):
+        raise ConfigError(f"attention: {wrong}")
+    return BACKENDS[name]

@@ -3,12 +3,14 @@
     AttentionBackend   what the model sees: everything between the QKV product and the output product
     DecodePart         one KV group's decode rows: from the raw product on
     ExtendPart         one KV group's prefill chunks: queries that are normed and roped, K and V already in their pages
+    AttentionParts     what makes both, for one backend
 
 Parts are made for one group each, so that the groups, and decode rows and chunks, may run on different backends.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +19,6 @@ from engine.geometry import KVGroup, Layer
 from engine.rank.batch import ForwardBatch
 from engine.rank.kv import GroupCache
 
-Kind = Literal["decode", "extend"]  # of rows
 Norms = tuple[Tensor, Tensor | None]  # weights [head_dim] of q's norm and, where the layer owns K and V, of k's
 
 
@@ -71,6 +72,18 @@ class ExtendPart(Protocol):
     def attend(self, q: Tensor, layer: Layer, plan: Any, out: Tensor) -> None:
         """q and out [chunk rows, heads, head_dim]."""
         ...
+
+
+@dataclass(frozen=True)
+class AttentionParts:
+    """What makes the parts of one backend on one rank. ConfigError: the backend has no kernels for a group.
+
+    A backend's module has a function `parts(settings: PartSettings, *, download: bool, for_check: bool) -> AttentionParts`.
+    download: kernels that the node lacks may be fetched;  for_check: for the few rows of the check at start.
+    """
+
+    decode: Callable[[GroupCache], DecodePart]
+    extend: Callable[[GroupCache], ExtendPart]
 
 
 class AttentionBackend(Protocol):

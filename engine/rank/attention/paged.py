@@ -4,12 +4,13 @@ The ops choose: Triton kernels on a GPU, plain torch elsewhere. So the backends 
 """
 
 import bisect
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from engine.geometry import Layer
-from engine.rank.attention.base import Norms, PartSettings
+from engine.rank.attention.base import AttentionParts, Norms, PartSettings
 from engine.rank.batch import ForwardBatch
 from engine.rank.kv import GroupCache
 from engine.rank.upload import uploaded
@@ -57,3 +58,8 @@ class PagedExtend:
     def attend(self, q: Tensor, layer: Layer, plan: Tensor, out: Tensor) -> None:
         """As `ExtendPart.attend`."""
         extend_attention(q, self._cache.layer(layer.kv_source), self._cache.table, plan, self._cache.group.window, out)
+
+
+def parts(settings: PartSettings, **_: bool) -> AttentionParts:
+    """As `AttentionParts` says; they share nothing."""
+    return AttentionParts(partial(PagedDecode, settings=settings), partial(PagedExtend, settings=settings))

@@ -1,6 +1,6 @@
-"""Whether FlashInfer's parts agree with the house's own here: each shape that the model will use, once, over poisoned pages.
+"""Whether another backend's parts agree with our own here: each shape that the model will use, once, over poisoned pages.
 
-It runs wherever those parts were chosen, since nobody has tried trtllm-gen's kernels in this project, and some of them have been
+It runs wherever such parts were chosen, since nobody has tried trtllm-gen's kernels in this project, and some of them have been
 wrong in silence (flashinfer #3864). Poison is finite: FlashInfer multiplies values that it does not see by zero.
 """
 
@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from engine.attention.backend_entry import RowKind
 from engine.geometry import Geometry, KVGroup, Layer
-from engine.rank.attention.base import DecodePart, ExtendPart, Kind, Norms, PartSettings
-from engine.rank.attention.paged import PagedDecode, PagedExtend
-from engine.rank.attention.trtllm import TrtllmDecode, TrtllmExtend, TrtllmScratch
+from engine.rank.attention import paged
+from engine.rank.attention.base import AttentionParts, Norms, PartSettings
 from engine.rank.batch import Chunk, ForwardBatch, eager_batch
 from engine.rank.kv import ROW_TOKENS, GroupCache, KVCache
 from kernels.qkv import inverse_frequencies, qkv_post
@@ -21,77 +21,77 @@ from kernels.qkv import inverse_frequencies, qkv_post
 ROWS = 5  # of a check, at most
 TOLERANCE = 0.02  # of a row's norm, bf16: a page that is wrong among fifty changes it by a tenth at least
 _POISON = 50.0
+_DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True)
 class PartMismatch:
     """A part that is wrong by `error`: the largest error of a row, as a part of its norm."""
 
-    kind: Kind
+    kind: RowKind
     group: KVGroup
     error: float
 
     def __str__(self) -> str:
         rows = "decode rows" if self.kind == "decode" else "prefill chunks"
-        return f"trtllm_mha is wrong by {self.error:.2g} for {rows} of {self.group.name} layers: triton in its place"
+        return f"wrong by {self.error:.2g} for {rows} of {self.group.name} layers"
 
 
 def mismatches(
-    kinds: Sequence[Kind],
+    kinds: Sequence[RowKind],
     geometry: Geometry,
     groups: Sequence[KVGroup],
     settings: PartSettings,
-    scratch: TrtllmScratch,
-    dtype: torch.dtype = torch.bfloat16,
+    parts: AttentionParts,
 ) -> Iterator[PartMismatch]:
     """Runs both parts of each kind and group; those that differ by more than TOLERANCE. settings: a bucket of ROWS at least."""
     for group in groups:
         layer = geometry.layers[group.layers[0]]
         alone = replace(group, index=0, layers=(layer.index,))
         for kind in kinds:
-            error = (_decode_error if kind == "decode" else _extend_error)(alone, layer, settings, scratch, dtype)
+            error = (_decode_error if kind == "decode" else _extend_error)(alone, layer, settings, parts)
             if not error <= TOLERANCE:
                 yield PartMismatch(kind, group, error)
 
 
-def _decode_error(group: KVGroup, layer: Layer, settings: PartSettings, scratch: TrtllmScratch, dtype: torch.dtype) -> float:
+def _decode_error(group: KVGroup, layer: Layer, settings: PartSettings, parts: AttentionParts) -> float:
     """Rows at the edges of window and page, one of a single key, and padding."""
     longest = (group.window or 500) + 2 * group.page + 5
     positions = (longest, group.page - 1, group.page, 0, -1)
-    cache, batch = _sequences(group, layer, [(position, position + 1) for position in positions], dtype, settings.device)
-    norms, qkv = _product(layer, settings, batch.rows, group, dtype)
-    parts: list[DecodePart] = [PagedDecode(cache, settings), TrtllmDecode(cache, settings, scratch)]
-    outputs = [qkv.new_zeros(batch.rows, settings.heads * group.head_dim) for _ in parts]
-    for part, out in zip(parts, outputs, strict=True):
-        part.attend(qkv, layer, norms, batch, part.prepare(batch), out)
+    cache, batch = _sequences(group, layer, [(position, position + 1) for position in positions], settings.device)
+    norms, qkv = _product(layer, settings, batch.rows, group)
+    outputs = []
+    for part in (paged.parts(settings).decode(cache), parts.decode(cache)):
+        outputs.append(qkv.new_zeros(batch.rows, settings.heads * group.head_dim))
+        part.attend(qkv, layer, norms, batch, part.prepare(batch), outputs[-1])
     return _error(*outputs)
 
 
-def _extend_error(group: KVGroup, layer: Layer, settings: PartSettings, scratch: TrtllmScratch, dtype: torch.dtype) -> float:
+def _extend_error(group: KVGroup, layer: Layer, settings: PartSettings, parts: AttentionParts) -> float:
     """A fresh chunk, and one whose window begins inside a page of its prefix."""
     start = (group.window or 500) + 3
     spans = [(0, 40), (start, start + 33)]
-    cache, batch = _sequences(group, layer, spans, dtype, settings.device)
+    cache, batch = _sequences(group, layer, spans, settings.device)
     batch = replace(batch, chunks=(Chunk(0, *spans[0], 0), Chunk(1, *spans[1], 40)))
-    norms, qkv = _product(layer, settings, batch.rows, group, dtype)
+    norms, qkv = _product(layer, settings, batch.rows, group)
     q = qkv.new_empty(batch.rows, settings.heads, group.head_dim)
     places = (batch.slots, batch.positions, batch.rope[layer.rope, layer.head_dim])
     qkv_post(qkv, cache.layer(layer.kv_source), cache.table, *places, *norms, settings.eps, q)
-    parts: list[ExtendPart] = [PagedExtend(cache, settings), TrtllmExtend(cache, settings, scratch)]
-    outputs = [torch.zeros_like(q) for _ in parts]
-    for part, out in zip(parts, outputs, strict=True):
-        part.attend(q, layer, part.prepare(batch), out)
+    outputs = []
+    for part in (paged.parts(settings).extend(cache), parts.extend(cache)):
+        outputs.append(torch.zeros_like(q))
+        part.attend(q, layer, part.prepare(batch), outputs[-1])
     return _error(*(out.flatten(1) for out in outputs))
 
 
 def _sequences(
-    group: KVGroup, layer: Layer, spans: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device
+    group: KVGroup, layer: Layer, spans: Sequence[tuple[int, int]], device: torch.device
 ) -> tuple[GroupCache, ForwardBatch]:
     """A slot for each span of positions, its pages shuffled; behind its end, in its last page and its table's tail, lies poison."""
     generator = torch.Generator().manual_seed(group.head_dim)
     needed = [group.pages_for(start, end) if start >= 0 else range(0) for start, end in spans]
     count = sum(map(len, needed)) + 2
-    cache = GroupCache(group, count, len(spans), max(end for _, end in spans) + ROW_TOKENS, dtype, device)
+    cache = GroupCache(group, count, len(spans), max(end for _, end in spans) + ROW_TOKENS, _DTYPE, device)
     pool = torch.randn(cache.pool.shape[1:], generator=generator)
     pool[:, 0] *= group.head_dim**-0.25
     pool[0], pool[-1] = 0, _POISON
@@ -103,7 +103,7 @@ def _sequences(
         table[slot, entries.stop :] = count - 1
         if end % group.page and entries:
             pool[table[slot, entries.stop - 1], :, :, end % group.page :] = _POISON
-    cache.pool[0], cache.table[:] = pool.to(device, dtype), table.to(device)
+    cache.pool[0], cache.table[:] = pool.to(device, _DTYPE), table.to(device)
     rope = layer.rope
     frequencies = {(rope, layer.head_dim): inverse_frequencies(rope.theta, rope.pairs, layer.head_dim, rope.factor).to(device)}
     slots = torch.tensor([slot for slot, (start, end) in enumerate(spans) for _ in range(start, end)], device=device)
@@ -111,15 +111,15 @@ def _sequences(
     return cache, eager_batch(KVCache([cache]), frequencies, torch.zeros_like(slots), slots, positions, ())
 
 
-def _product(layer: Layer, settings: PartSettings, rows: int, group: KVGroup, dtype: torch.dtype) -> tuple[Norms, Tensor]:
+def _product(layer: Layer, settings: PartSettings, rows: int, group: KVGroup) -> tuple[Norms, Tensor]:
     """Weights of the head norms, such that scores have deviation one, and a raw product."""
-    weight = torch.full((group.head_dim,), group.head_dim**-0.25, dtype=dtype, device=settings.device)
+    weight = torch.full((group.head_dim,), group.head_dim**-0.25, dtype=_DTYPE, device=settings.device)
     width = (settings.heads + (2 - layer.k_eq_v) * group.kv_heads) * group.head_dim
     generator = torch.Generator().manual_seed(rows)
-    return (weight, weight), torch.randn((rows, width), generator=generator).to(settings.device, dtype)
+    return (weight, weight), torch.randn((rows, width), generator=generator).to(settings.device, _DTYPE)
 
 
-def _error(ours: Tensor, theirs: Tensor) -> float:
+def _error(expected: Tensor, result: Tensor) -> float:
     """The largest of a row, as a part of its norm; a row of padding must be zero."""
-    off = (theirs.float() - ours.float()).norm(dim=1) / ours.float().norm(dim=1).clamp(min=1e-6)
+    off = (result.float() - expected.float()).norm(dim=1) / expected.float().norm(dim=1).clamp(min=1e-6)
     return float(off.nan_to_num(torch.inf, posinf=torch.inf).max())

@@ -5,7 +5,7 @@
 
 FlashInfer hands what it is given to its kernels as bare pointers: it checks neither dtype nor contiguity of tables and lengths, nor
 lengths against their bound, and a wrong one becomes a wrong answer or a fault of the GPU. So each call is checked here
-(`check_call`). The rules, which are FlashInfer's own (0.7.2):
+(`_arguments`). The rules, which are FlashInfer's own (0.7.2):
 
     tables      int32 [rows, width], contiguous: width is the kernel's row stride; 256 keys a step, so width * page is a multiple of
                 256 and every entry, also behind a row's end, names a page of the same pool
@@ -21,14 +21,16 @@ import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from engine.attention.trtllm_mha import PAGES, TRTLLM_MHA
 from engine.errors import ConfigError
 from engine.geometry import KVGroup, Layer
-from engine.rank.attention.base import Norms, PartSettings
+from engine.rank.attention.base import AttentionParts, Norms, PartSettings
 from engine.rank.batch import ForwardBatch
 from engine.rank.kv import ROW_TOKENS, GroupCache
 from engine.rank.upload import uploaded
@@ -37,22 +39,19 @@ from kernels.launch import processors
 from kernels.qkv import qkv_post
 
 Kernels = Literal["trtllm-gen", "xqa"]
-PAGES = (16, 32, 64)  # 128 and more take another set of kernels, which head dim 512 lacks
 HEAD_DIMS = (256, 512)
 MAX_Q_LEN = {"trtllm-gen": 8, "xqa": 1}  # queries of a row: xqa wants a packed mask for more
 WORKSPACE_BYTES = 256 << 20  # splits' partial results: at most about 42 MiB at head dim 512; xqa keeps 8 MiB of semaphores
+_CHECK_WORKSPACE_BYTES = 64 << 20
 _MOST_GROUP = {"trtllm-gen": 128, "xqa": 16}  # query heads of a KV head
 
 # What each call is given by name; a FlashInfer that lacks one is refused when it is loaded.
-DECODE_ARGUMENTS = (
-    "query", "kv_cache", "workspace_buffer", "block_tables", "seq_lens", "max_seq_len", "bmm1_scale", "bmm2_scale", "window_left",
-    "out", "kv_layout", "enable_pdl", "backend", "q_len_per_req", "multi_ctas_kv_counter_buffer",
+_ARGUMENTS = (
+    "query", "kv_cache", "workspace_buffer", "block_tables", "seq_lens", "bmm1_scale", "bmm2_scale", "window_left", "out",
+    "kv_layout", "enable_pdl", "multi_ctas_kv_counter_buffer",
 )  # fmt: skip
-CONTEXT_ARGUMENTS = (
-    "query", "kv_cache", "workspace_buffer", "block_tables", "seq_lens", "max_q_len", "max_kv_len", "bmm1_scale", "bmm2_scale",
-    "batch_size", "cum_seq_lens_q", "cum_seq_lens_kv", "window_left", "out", "kv_layout", "enable_pdl", "causal",
-    "multi_ctas_kv_counter_buffer",
-)  # fmt: skip
+DECODE_ARGUMENTS = (*_ARGUMENTS, "max_seq_len", "backend", "q_len_per_req")
+CONTEXT_ARGUMENTS = (*_ARGUMENTS, "max_q_len", "max_kv_len", "batch_size", "cum_seq_lens_q", "cum_seq_lens_kv", "causal")
 
 
 @dataclass(frozen=True)
@@ -79,12 +78,12 @@ def load_for(kernels: Kernels, *, download: bool = False) -> FlashInfer:
         from flashinfer.decode import trtllm_batch_decode_with_kv_cache as decode
         from flashinfer.prefill import trtllm_batch_context_with_kv_cache as context
     except ImportError as error:
-        raise ConfigError(f"attention: trtllm_mha needs FlashInfer (make install-gpu): {error}") from error
+        raise ConfigError(f"attention: {TRTLLM_MHA.name} needs FlashInfer (make install-gpu): {error}") from error
     for call, needed in ((decode, DECODE_ARGUMENTS), (context, CONTEXT_ARGUMENTS)):
         missing = set(needed) - set(inspect.signature(call).parameters)
         if missing:
             lacks = f"FlashInfer {flashinfer.__version__}: {call.__name__} has no {', '.join(sorted(missing))}"
-            raise ConfigError(f"attention: trtllm_mha: {lacks}")
+            raise ConfigError(f"attention: {TRTLLM_MHA.name}: {lacks}")
     return FlashInfer(flashinfer.__version__, kernels, decode, context)
 
 
@@ -111,19 +110,21 @@ def check_group(group: KVGroup, heads: int, dtype: torch.dtype, kernels: Kernels
     """ConfigError unless the kernels have `group`, read by `heads` query heads with `q_len` queries a row."""
     ratio = heads // group.kv_heads
     if group.page not in PAGES:
-        raise ConfigError(f"attention: trtllm_mha takes pages of 16, 32 or 64 tokens, not {group.page}")
+        raise ConfigError(f"attention: {TRTLLM_MHA.name} takes pages of 16, 32 or 64 tokens, not {group.page}")
     if dtype != torch.bfloat16:
-        raise ConfigError(f"attention: trtllm_mha runs bfloat16, not {str(dtype).removeprefix('torch.')}")
+        raise ConfigError(f"attention: {TRTLLM_MHA.name} runs bfloat16, not {str(dtype).removeprefix('torch.')}")
     if group.head_dim not in HEAD_DIMS:
-        raise ConfigError(f"attention: trtllm_mha has no kernels for head dim {group.head_dim}")
+        raise ConfigError(f"attention: {TRTLLM_MHA.name} has no kernels for head dim {group.head_dim}")
     if heads % group.kv_heads or ratio > _MOST_GROUP[kernels]:
         raise ConfigError(f"attention: {kernels} has no kernels for {heads} query heads on {group.kv_heads} KV heads")
     if not 1 <= q_len <= MAX_Q_LEN[kernels]:
         raise ConfigError(f"attention: {kernels} takes 1 to {MAX_Q_LEN[kernels]} queries a row, not {q_len}")
 
 
-def check_call(scratch: TrtllmScratch, query: Tensor, pool: Tensor, rows: TableRows, group: KVGroup, out: Tensor) -> None:
-    """What FlashInfer takes on trust. query and out [tokens, heads, d]; pool one layer's [pages, 2, kv_heads, page, d]."""
+def _arguments(
+    scratch: TrtllmScratch, query: Tensor, pool: Tensor, rows: TableRows, group: KVGroup, out: Tensor
+) -> dict[str, Any]:
+    """What both calls are given, checked. query and out [tokens, heads, d]; pool one layer's [pages, 2, kv_heads, page, d]."""
     tables, lengths, count = rows.tables, rows.lengths, len(rows.tables)
     assert query.dtype == pool.dtype == out.dtype, (query.dtype, pool.dtype, out.dtype)
     assert query.shape == out.shape, (query.shape, out.shape)
@@ -137,6 +138,11 @@ def check_call(scratch: TrtllmScratch, query: Tensor, pool: Tensor, rows: TableR
     assert tables.shape[1] * group.page % ROW_TOKENS == 0, (tables.shape, group.page)
     assert 1 <= rows.max_len <= tables.shape[1] * group.page, (rows.max_len, tables.shape, group.page)
     assert count * query.shape[1] <= len(scratch.counters), (count, query.shape, scratch.counters.shape)
+    values = (
+        query, pool, scratch.workspace, tables, lengths, group.k_scale, group.v_scale, window_left(group), out,
+        "HND", False, scratch.counters,
+    )  # fmt: skip
+    return dict(zip(_ARGUMENTS, values, strict=True))
 
 
 def call_decode(
@@ -145,25 +151,9 @@ def call_decode(
     """Attention of rows of `q_len` queries each, the last ones of their sequences; query and out [rows * q_len, heads, d]."""
     flashinfer = scratch.flashinfer
     check_group(group, query.shape[1], pool.dtype, flashinfer.kernels, q_len)
-    check_call(scratch, query, pool, rows, group, out)
+    arguments = _arguments(scratch, query, pool, rows, group, out)
     assert len(query) == len(rows.tables) * q_len, (query.shape, rows.tables.shape, q_len)
-    flashinfer.decode(
-        query=query,
-        kv_cache=pool,
-        workspace_buffer=scratch.workspace,
-        block_tables=rows.tables,
-        seq_lens=rows.lengths,
-        max_seq_len=rows.max_len,
-        bmm1_scale=group.k_scale,
-        bmm2_scale=group.v_scale,
-        window_left=window_left(group),
-        out=out,
-        kv_layout="HND",
-        enable_pdl=False,
-        backend=flashinfer.kernels,
-        q_len_per_req=q_len,
-        multi_ctas_kv_counter_buffer=scratch.counters,
-    )
+    flashinfer.decode(**arguments, max_seq_len=rows.max_len, backend=flashinfer.kernels, q_len_per_req=q_len)
 
 
 def window_left(group: KVGroup) -> int:
@@ -221,7 +211,7 @@ class TrtllmExtend:
 
     def __init__(self, cache: GroupCache, settings: PartSettings, scratch: TrtllmScratch) -> None:
         if scratch.flashinfer.kernels != "trtllm-gen":
-            raise ConfigError("attention_extend: trtllm_mha has kernels for prefill on GPUs of the SM100 family alone")
+            raise ConfigError(f"attention_extend: {TRTLLM_MHA.name} has kernels for prefill on GPUs of the SM100 family alone")
         check_group(cache.group, settings.heads, cache.pool.dtype, scratch.flashinfer.kernels)
         self._cache, self._settings, self._scratch = cache, settings, scratch
 
@@ -248,24 +238,21 @@ class TrtllmExtend:
     def attend(self, q: Tensor, layer: Layer, plan: ChunkRows, out: Tensor) -> None:
         """As `ExtendPart.attend`."""
         pool, group, rows, scratch = self._cache.layer(layer.kv_source), self._cache.group, plan.rows, self._scratch
-        check_call(scratch, q, pool, rows, group, out)
         scratch.flashinfer.context(
-            query=q,
-            kv_cache=pool,
-            workspace_buffer=scratch.workspace,
-            block_tables=rows.tables,
-            seq_lens=rows.lengths,
+            **_arguments(scratch, q, pool, rows, group, out),
             max_q_len=plan.longest,
             max_kv_len=rows.max_len,
-            bmm1_scale=group.k_scale,
-            bmm2_scale=group.v_scale,
             batch_size=len(rows.tables),
             cum_seq_lens_q=plan.queries,
             cum_seq_lens_kv=plan.keys,
-            window_left=window_left(group),
-            out=out,
-            kv_layout="HND",
-            enable_pdl=False,
             causal=True,
-            multi_ctas_kv_counter_buffer=scratch.counters,
         )
+
+
+def parts(settings: PartSettings, *, download: bool, for_check: bool) -> AttentionParts:
+    """As `AttentionParts` says; they share the scratch."""
+    flashinfer = load(settings.device, download=download)
+    scratch = TrtllmScratch(flashinfer, settings, _CHECK_WORKSPACE_BYTES if for_check else WORKSPACE_BYTES)
+    return AttentionParts(
+        partial(TrtllmDecode, settings=settings, scratch=scratch), partial(TrtllmExtend, settings=settings, scratch=scratch)
+    )

@@ -8,10 +8,10 @@ import pytest
 
 from cluster import capability
 from cluster.capability import Capability, Gpu
-from cluster.flashinfer_files import FlashInferFiles
 from deploy.cli import machine_checks as checks
 from deploy.cli.doctor_command import architecture
 from deploy.cli.main import main
+from engine.attention.flashinfer_files import FlashInferFiles
 
 pytestmark = pytest.mark.pure
 

@@ -204,8 +204,8 @@ def pages_of(runner: Runner) -> PageCheck:
 @pytest.fixture
 def flashinfer(monkeypatch: pytest.MonkeyPatch, ranks: dict[str, Rank]) -> Rank:
     """A rank whose attention is FlashInfer's parts over a stand-in for its kernels, every table checked."""
-    monkeypatch.setattr(attention, "_checked", lambda name, _: name or "reference")
-    monkeypatch.setattr(attention, "load", lambda *_, **__: pinned("0.7.2.post1", KernelStandIn()))
+    monkeypatch.setattr(attention, "wrong_device", lambda *_: None)
+    monkeypatch.setattr(trtllm, "load", lambda *_, **__: pinned("0.7.2.post1", KernelStandIn()))
     monkeypatch.setattr(trtllm, "processors", lambda _: PROCESSORS)
     monkeypatch.setattr(trtllm, "check_group", lambda *_: None)
     rank = ranks["every"]

@@ -1,6 +1,8 @@
 """What a rank checks before it serves: FlashInfer's parts against our own, each fault of theirs found; and what ranks agree on."""
 
+import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,9 +13,9 @@ from engine.config import EngineConfig
 from engine.geometry import Geometry, KVGroup, kv_groups, read_geometry
 from engine.rank import start_checks
 from engine.rank.attention import AskedAttention, trtllm
-from engine.rank.attention.base import PartSettings
+from engine.rank.attention.base import AttentionParts, PartSettings
 from engine.rank.attention.parts_check import ROWS, PartMismatch, mismatches
-from engine.rank.attention.trtllm import TrtllmScratch
+from engine.rank.attention.trtllm import TrtllmDecode, TrtllmExtend, TrtllmScratch
 from engine.rank.parallel import Parallel, Single
 from kernels import launch as launcher
 from kernels import selfcheck
@@ -54,7 +56,8 @@ def found(geometry: Geometry, kernel: KernelStandIn) -> dict[tuple[str, str], fl
     """Errors of the parts that the check finds wrong, by kind of rows and group."""
     settings = PartSettings(geometry.heads // TP, geometry.eps, (ROWS,), CPU)
     scratch = TrtllmScratch(pinned("0.7.2.post1", kernel), settings, 1 << 10)
-    wrong = mismatches(("decode", "extend"), geometry, kv_groups(geometry, TP), settings, scratch)
+    parts = AttentionParts(*(partial(part, settings=settings, scratch=scratch) for part in (TrtllmDecode, TrtllmExtend)))
+    wrong = mismatches(("decode", "extend"), geometry, kv_groups(geometry, TP), settings, parts)
     return {(each.kind, each.group.name): each.error for each in wrong}
 
 
@@ -110,9 +113,9 @@ def test_each_fault_is_found_where_it_is(
 
 
 def test_a_sentence_says_what_runs_in_its_place() -> None:
-    """A mismatch names rows, layers, error and the backend that serves them."""
+    """A mismatch names rows, layers and error; the backend, and the one that serves them, are added where it was chosen."""
     said = str(PartMismatch("decode", KVGroup(0, "sliding", (0,), 4, 256, 1024), 0.31))
-    assert said == "trtllm_mha is wrong by 0.31 for decode rows of sliding layers: triton in its place"
+    assert said == "wrong by 0.31 for decode rows of sliding layers"
 
 
 # ---- among ranks
@@ -163,12 +166,12 @@ def test_a_wrong_part_runs_triton(geometry: Geometry, monkeypatch: pytest.Monkey
     real = PartSettings
     monkeypatch.setattr(start_checks, "PartSettings", lambda heads, eps, buckets, _: real(heads, eps, buckets, CPU))
     config = EngineConfig(model="", tp=TP, device="cuda", dtype="bfloat16", attention_decode="trtllm_mha")
-    unsound, said = start_checks.check_attention(Single(), config, geometry, torch.device("cuda", 0))
-    assert unsound == {("decode", 0)}
+    failed, said = start_checks.check_attention(Single(), config, geometry, torch.device("cuda", 0))
+    assert failed == {("decode", 0)}
     assert len(said) == 1
-    assert "decode rows of sliding layers: triton" in said[0]
-    asked = AskedAttention.of(config, unsound)
-    assert (asked.decode, asked.extend, asked.unsound) == ("trtllm_mha", None, unsound)
+    assert re.fullmatch(r"trtllm_mha is wrong by [0-9.e-]+ for decode rows of sliding layers: triton in its place", said[0])
+    asked = AskedAttention.of(config, failed)
+    assert (asked.decode, asked.extend, asked.failed_checks) == ("trtllm_mha", None, failed)
     kernel.calls.clear()
     plain = EngineConfig(model="", tp=TP, device="cuda", dtype="bfloat16")
     assert start_checks.check_attention(Single(), plain, geometry, torch.device("cuda", 0)) == (frozenset(), [])

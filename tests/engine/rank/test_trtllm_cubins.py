@@ -11,9 +11,10 @@ import pytest
 
 from deploy.models.public_shapes import PUBLIC
 from deploy.models.resolve import resolve
+from engine.attention.trtllm_mha import PAGES
 from engine.errors import CheckpointError
 from engine.geometry import KVGroup, kv_groups, read_geometry
-from engine.rank.attention.trtllm import MAX_Q_LEN, PAGES
+from engine.rank.attention.trtllm import MAX_Q_LEN
 from tests.support.repo_rules import ROOT
 
 pytestmark = pytest.mark.cpu

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.flashinfer_files import FlashInferFiles, flashinfer_files
+from engine.attention.flashinfer_files import FlashInferFiles, flashinfer_files
 
 pytestmark = pytest.mark.pure
 

@@ -28,7 +28,7 @@ class FlashInferFiles:
 
 def flashinfer_files(environment: Mapping[str, str] = os.environ) -> FlashInferFiles:
     """What this node has."""
-    version = _version("flashinfer-python")
+    version = installed("flashinfer-python")
     package = _folder("flashinfer")
     if version is None or package is None:
         return FlashInferFiles()
@@ -50,7 +50,7 @@ def _cubin_folder(version: str, environment: Mapping[str, str]) -> Path:
     if named := environment.get("FLASHINFER_CUBIN_DIR"):
         return Path(named)
     package, unchecked = _folder("flashinfer_cubin"), environment.get("FLASHINFER_DISABLE_VERSION_CHECK")
-    if package is not None and (unchecked or _version("flashinfer-cubin") == version):
+    if package is not None and (unchecked or installed("flashinfer-cubin") == version):
         return package / "cubins"
     return Path(environment.get("FLASHINFER_WORKSPACE_BASE") or Path.home()) / ".cache" / "flashinfer" / "cubins"
 
@@ -67,7 +67,7 @@ def _kernel_path(package: Path) -> str | None:
 
 
 def _launcher(version: str, environment: Mapping[str, str]) -> Launcher | None:
-    if (_version("flashinfer-jit-cache") or "").partition("+")[0] == version:
+    if (installed("flashinfer-jit-cache") or "").partition("+")[0] == version:
         return "prebuilt"
     path = environment.get("PATH", os.defpath)
     home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH") or "/usr/local/cuda"
@@ -76,7 +76,8 @@ def _launcher(version: str, environment: Mapping[str, str]) -> Launcher | None:
     return "nvcc" if nvcc and ninja else None
 
 
-def _version(distribution: str) -> str | None:
+def installed(distribution: str) -> str | None:
+    """Its version."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

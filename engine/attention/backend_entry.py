@@ -1,0 +1,69 @@
+"""What is known of an attention backend without torch: its name, its device, and what it needs of a node and of the settings."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from engine.attention.flashinfer_files import FlashInferFiles
+from engine.geometry import PAGE_SIZE
+
+RowKind = Literal["decode", "extend"]
+ROW_KINDS: tuple[RowKind, ...] = ("decode", "extend")
+
+
+@dataclass(frozen=True)
+class Platform:
+    """A node and the settings, as far as backends depend on them. architecture: its GPUs' compute capability, None: the CPU;
+    download: FlashInfer may fetch kernels that it lacks."""
+
+    architecture: tuple[int, int] | None
+    flashinfer: FlashInferFiles
+    page: int = PAGE_SIZE
+    dtype: str = "bfloat16"
+    download: bool = False
+
+    @property
+    def device(self) -> Literal["cpu", "cuda"]:
+        """Where the ranks compute."""
+        return "cpu" if self.architecture is None else "cuda"
+
+    @property
+    def gpu(self) -> str:
+        """SM90, for instance."""
+        return "no GPU" if self.architecture is None else f"SM{self.architecture[0]}{self.architecture[1]}"
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Why a backend is not chosen, and what would help. `by_default`: it can be asked for all the same."""
+
+    reason: str
+    advice: str = ""
+    by_default: bool = False
+
+
+class PackageState(NamedTuple):
+    """A package that a backend needs, as `quartet doctor` shows it: whether all of it is there, and what to do if not."""
+
+    name: str
+    usable: bool
+    found: str
+    advice: str
+
+
+@dataclass(frozen=True)
+class BackendEntry:
+    """An attention backend.
+
+    parts      the module in `engine/rank/attention/` whose `parts` makes them (`base.AttentionParts`)
+    obstacles  what stands between rows of a kind and this backend on a GPU, the most lasting first
+    reason     what it runs on, where it is the default
+    package    the package that it needs, where that is installed
+    """
+
+    name: str
+    device: Literal["cpu", "cuda"]
+    parts: str
+    obstacles: Callable[[RowKind, Platform], Iterable[Obstacle]] = lambda *_: ()
+    reason: Callable[[Platform], str] = lambda platform: platform.gpu
+    package: Callable[[Platform], PackageState | None] = lambda _: None

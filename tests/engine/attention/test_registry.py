@@ -1,0 +1,138 @@
+"""The registry of attention backends: what one line in it brings about, from the settings to the router."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cluster.attention_choice import choose_attention
+from engine.attention import BACKENDS
+from engine.attention.backend_entry import BackendEntry, Obstacle, Platform, RowKind
+from engine.attention.flashinfer_files import FlashInferFiles
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.geometry import read_geometry
+from engine.rank.attention import AskedAttention, attention_backend
+from engine.rank.attention.base import AttentionParts, PartSettings
+from engine.rank.attention.paged import PagedDecode, PagedExtend
+from engine.rank.attention.router import AttentionRouter
+from engine.rank.kv import GroupCache, KVCache
+from engine.rank.parallel import Single
+from engine.rank.start_checks import check_attention
+from tests.support.engine.kv_scene import Kind, attended, ours, scene
+from tests.support.repo_rules import sources
+
+pytestmark = pytest.mark.cpu
+
+CPU = torch.device("cpu")
+CONFIG = EngineConfig(model="", device="cpu", dtype="float32", attention_decode="fake")
+
+
+class FakeDecode(PagedDecode):
+    """Our own decode rows, counted, and off by `error`."""
+
+    rows = 0
+    error = 0.0
+
+    def attend(self, qkv: Tensor, *rest: Any) -> None:
+        """As `DecodePart.attend`."""
+        super().attend(qkv, *rest)
+        FakeDecode.rows += len(qkv)
+        rest[-1].add_(self.error)
+
+
+def parts(settings: PartSettings, **_: bool) -> AttentionParts:
+    """The fake backend's."""
+
+    def extend(cache: GroupCache) -> PagedExtend:
+        raise AssertionError("nobody asked the fake backend for chunks")
+
+    return AttentionParts(lambda cache: FakeDecode(cache, settings), extend)
+
+
+def obstacles(kind: RowKind, platform: Platform) -> Iterator[Obstacle]:
+    if kind == "extend":
+        yield Obstacle("it has no chunks", "wait")
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one line, and the module of the parts."""
+    monkeypatch.setitem(BACKENDS, "fake", BackendEntry("fake", "cpu", "fake_parts", obstacles))
+    monkeypatch.setitem(sys.modules, "fake_parts", SimpleNamespace(parts=parts))
+    monkeypatch.setattr(FakeDecode, "rows", 0)
+
+
+SETTINGS = """
+from engine.attention import BACKENDS, BackendEntry
+BACKENDS["fake"] = BackendEntry("fake", "cpu", "fake_parts")
+from deploy.settings import Settings
+print(Settings(model="any", attention_decode="fake").engine.attention_decode)
+Settings(model="any", attention_decode="fakes")
+"""
+
+
+def test_settings_take_the_names_of_the_registry() -> None:
+    """A backend that is registered may be asked for, and stands in the complaint about one that is not."""
+    done = subprocess.run([sys.executable, "-c", SETTINGS], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (1, "fake\n")
+    assert "Input should be 'reference', 'triton', 'trtllm_mha' or 'fake'" in done.stderr
+
+
+def test_it_is_chosen() -> None:
+    """Where it is asked for, and by default for the rows that nothing keeps it from; else its reason refuses, or is the group's."""
+    asked = choose_attention(CONFIG, None, FlashInferFiles())
+    assert (asked.decode, asked.extend) == ("fake", "reference")
+    plain = choose_attention(EngineConfig(model="", device="cpu"), None, FlashInferFiles())
+    assert (plain.decode, plain.extend) == ("fake", "reference")
+    chunks = EngineConfig(model="", device="cpu", attention_extend="fake")
+    with pytest.raises(ConfigError, match=re.escape("attention_extend: fake: it has no chunks (wait)")):
+        choose_attention(chunks, None, FlashInferFiles())
+    with pytest.raises(ConfigError, match="fake runs on the CPU; on a GPU triton is the backend"):
+        choose_attention(CONFIG, (9, 0), FlashInferFiles())
+
+
+def test_it_is_checked_at_start(nano: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its decode rows are compared with our own in every group; off by a tenth, they are left out, in words."""
+    shape = read_geometry(nano("31b"))
+    assert check_attention(Single(), CONFIG, shape, CPU) == (frozenset(), [])
+    checked = FakeDecode.rows
+    assert checked > 0
+    monkeypatch.setattr(FakeDecode, "error", 0.1)
+    failed, sentences = check_attention(Single(), CONFIG, shape, CPU)
+    assert failed == {("decode", 0), ("decode", 1)}
+    said = r"fake is wrong by \S+ for decode rows of (sliding|full) layers: reference in its place"
+    assert [bool(re.fullmatch(said, sentence)) for sentence in sentences] == [True, True]
+    FakeDecode.rows = 0
+    assert check_attention(Single(), EngineConfig(model="", device="cpu"), shape, CPU) == (frozenset(), [])
+    assert FakeDecode.rows == 0
+
+
+def test_the_router_gives_it_its_rows() -> None:
+    """Decode rows go to it and chunks do not; where its check failed, neither does."""
+    it = scene(Kind(4, 2, 32, 300, page=16), [500, 40], [(0, 20)])
+    shape: Any = SimpleNamespace(heads=4, eps=1e-6)
+    want = ours(it)
+
+    def run(asked: AskedAttention) -> Tensor:
+        router = attention_backend(asked, shape, KVCache([it.cache]), 1, it.settings.buckets, CPU)
+        assert isinstance(router, AttentionRouter)
+        return attended(it, router)
+
+    assert run(AskedAttention.of(CONFIG)).equal(want)
+    assert FakeDecode.rows == 2
+    assert run(AskedAttention.of(CONFIG, {("decode", 0)})).equal(want)
+    assert FakeDecode.rows == 2
+
+
+def test_a_name_is_spelled_once() -> None:
+    """In product code a backend's name is its entry's; "triton" is a package's name too."""
+    for name in BACKENDS.keys() - {"fake", "triton"}:
+        assert sum(path.read_text().count(f'"{name}"') for path in sources()) == 1, name
