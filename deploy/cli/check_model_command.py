@@ -74,11 +74,12 @@ def _tensors(folder: Path, geometry: "Geometry") -> Iterator["Finding"]:
     from deploy.cli.machine_checks import Finding
     from engine.rank.load.slices import pieces
     from engine.rank.load.tensor_files import checked, headers
-    from engine.rank.models.gemma4_weights import HEAD
+    from engine.rank.load.tensor_table import HEAD
+    from engine.rank.models.gemma4_weights import TENSORS
 
     try:
-        found, _ = headers(folder, geometry)
-        needed = checked(folder, pieces(geometry, 0, 1), geometry)
+        found, _ = headers(folder, TENSORS, geometry)
+        needed = checked(folder, pieces(TENSORS, geometry, 0, 1), TENSORS, geometry)
     except CheckpointError as error:
         yield Finding("tensors", "fail", str(error))
         return

@@ -1,7 +1,7 @@
 """What a rank holds, by the engine's own code: the model and the caches are built on torch's meta device, where tensors have
 sizes and no memory.
 
-    config.json -> engine_config -> Gemma4 (meta): weights -> what is left -> pages_of -> GroupCache (meta): pools and page tables
+    config.json -> engine_config -> load_rank (meta): weights -> what is left -> pages_of -> kv_cache (meta): pools and page tables
 
 So there is no formula here that could differ from what an engine allocates. What CUDA, NCCL and the allocator take beside the
 weights only a device can tell: `reserve` is what an H200 showed at TP=4 (`python -m tests.gpu.memory`).
@@ -15,19 +15,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from deploy.models.public_shapes import PUBLIC, ModelShape, config
 from engine.config import EngineConfig, declared
 from engine.errors import ConfigError
-from engine.geometry import KVGroup, kv_groups, read_geometry
+from engine.geometry import KVGroup, read_geometry
 from engine.memory import cpu_budget, gpu_kv_budget, longest_sequence, sampling_bytes
 
 if TYPE_CHECKING:
     from deploy.settings import Settings
-    from engine.rank.models.gemma4 import Gemma4
+    from engine.rank.models.architecture import Model
 
 RESERVE = 3 << 29  # 1.5 GiB
 _PUBLISHED = re.compile(r"(?:.*/)?gemma-4-(e2b|e4b|12b|26b-a4b|31b)(?:-it)?", re.IGNORECASE)
@@ -171,17 +171,15 @@ def weight_bytes_and_count(engine: EngineConfig) -> tuple[int, int]:
     return sum(each.nbytes for each in shard.parameters()), sum(each.numel() for each in whole.parameters())
 
 
-def meta_model(engine: EngineConfig, size: int) -> "Gemma4":
+def meta_model(engine: EngineConfig, size: int) -> "Model":
     """Rank 0 of `size`: every rank's shard has the same shapes."""
     import torch
 
-    from engine.rank.models.gemma4 import Gemma4
-    from engine.rank.parallel import Single
-    from engine.rank.worker import torch_dtype
+    from engine.rank.build import load_rank
+    from engine.rank.profiling.loopback import Loopback
 
-    parallel = Single()
-    parallel.size = size
-    return Gemma4(read_geometry(Path(engine.model)), parallel, torch_dtype(engine), torch.device("meta"))
+    meta = torch.device("meta")
+    return load_rank(engine, Loopback(size, meta), meta).model
 
 
 def kv_budget(engine: EngineConfig, memory: int, used: int) -> int:
@@ -195,16 +193,13 @@ def pools(engine: EngineConfig, pages: tuple[int, ...]) -> tuple[Pool, ...]:
     """The caches of one rank."""
     import torch
 
-    from engine.rank.kv import GroupCache
-    from engine.rank.worker import torch_dtype
+    from engine.rank.build import kv_cache
 
-    dtype, meta = torch_dtype(engine), torch.device("meta")
-    made: list[Pool] = []
-    for group, count in zip(kv_groups(read_geometry(Path(engine.model)), engine.tp, engine.page), pages, strict=True):
-        slots = engine.max_seqs + 1  # as the worker has it: one is the padding's
-        cache: Any = GroupCache(group, count, slots, engine.max_len, dtype, meta)
-        made.append(Pool(group, count, group.page_bytes(dtype.itemsize), cache.pool.nbytes, cache.table.nbytes))
-    return tuple(made)
+    caches = kv_cache(engine, read_geometry(Path(engine.model)), pages, torch.device("meta"))
+    return tuple(
+        Pool(cache.group, count, cache.pool.nbytes // count, cache.pool.nbytes, cache.table.nbytes)
+        for cache, count in zip(caches, pages, strict=True)
+    )
 
 
 def _too_large(engine: EngineConfig, weights: int, reserve: int, memory: int) -> str:

@@ -9,15 +9,14 @@ import torch
 
 from engine.config import Device, DType, EngineConfig, engine_config
 from engine.errors import PageViolation
-from engine.lifeline import BootArgs
 from engine.plan import StepResult, decode_result, encode_plan
+from engine.rank.build import build, load_rank
 from engine.rank.page_dump import PageDump
 from engine.rank.parallel import Single
 from engine.rank.plan_stream import PlanStream
 from engine.rank.profiling import bare_rank
 from engine.rank.profiling.loopback import Loopback
 from engine.rank.runner import Runner
-from engine.rank.worker import build, load
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,7 @@ def stream_config(stream: PlanStream, folder: Path, device: Device, dtype: DType
 
 def replay_stream(stream: PlanStream, config: EngineConfig) -> Replayed:
     """Every plan, in order, on one rank."""
-    rank = load(config, BootArgs(role="rank", index=0, tp=1, parent=0, lifeline=-1, status=-1, plan=-1, masks=-1, result=-1))
-    runner = build(rank, stream.pages)
+    runner = build(load_rank(config, Single(), torch.device(config.device)), stream.pages)
     if runner.capturable:
         runner.capture()
     results = [_run(runner, encode_plan(plan), stream.masks.get(plan.step, b"")) for plan in stream.plans]

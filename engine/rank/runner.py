@@ -41,7 +41,7 @@ from engine.rank.attention import AskedAttention, Unsound, attention_backend
 from engine.rank.batch import ForwardBatch
 from engine.rank.graphs import DecodeGraphs
 from engine.rank.kv import KVCache
-from engine.rank.models.gemma4 import Gemma4
+from engine.rank.models.architecture import Model
 from engine.rank.page_check import PageCheck
 from engine.rank.parallel import Inboxes
 from engine.rank.prompt_logprobs import ScoredRows, WantedLogprobs, prompt_rows, scored_rows, token_logprobs
@@ -203,7 +203,7 @@ class Runner:
 
     def __init__(
         self,
-        model: Gemma4,
+        model: Model,
         cache: KVCache,
         config: EngineConfig,
         geometry: Geometry,

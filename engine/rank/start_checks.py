@@ -17,7 +17,7 @@ from engine.rank.attention import attention_backend, make_parts, parts_check
 from engine.rank.attention.base import PartSettings
 from engine.rank.batch import Chunk, eager_batch
 from engine.rank.kv import GroupCache, KVCache
-from engine.rank.models.gemma4 import Gemma4
+from engine.rank.models.architecture import Model
 from engine.rank.parallel import Inboxes, Parallel
 from kernels import selfcheck
 from kernels.inbox_check import inbox_checks, uncompiled
@@ -110,7 +110,7 @@ def agreed(parallel: Parallel, names: Sequence[Any], found: Collection[Any], dev
     return {name for name, count in zip(names, parallel.all_reduce(flags).tolist(), strict=False) if count}
 
 
-def residual_rms(model: Gemma4) -> float:
+def residual_rms(model: Model) -> float:
     """Root mean square of the residual stream behind the last layer, over a short fixed prompt; every rank must call it.
 
     CheckpointError below 1e-3, or if it is not a number: such a model answers, but says nothing.

@@ -14,26 +14,18 @@ told of the exception and ends the group.
 import gc
 import time
 from collections import deque
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from engine.channel import RingReader, RingWriter, Waiter, map_shared
 from engine.config import EngineConfig
-from engine.geometry import Geometry, kv_groups, read_geometry
 from engine.lifeline import BootArgs, Lifeline, Loaded, Ready, run
-from engine.memory import buckets, cpu_budget, gpu_kv_budget
+from engine.memory import cpu_budget, gpu_kv_budget
 from engine.plan import DEPTH, read_header
-from engine.rank.attention import Unsound
-from engine.rank.kv import GroupCache, KVCache
-from engine.rank.load.loader import load as load_weights
-from engine.rank.load.loader import with_head
-from engine.rank.load.random_fill import dummy
-from engine.rank.models.gemma4 import Gemma4
-from engine.rank.parallel import Inboxes, Parallel, connect, self_check
+from engine.rank.build import Rank, build, load_rank, torch_dtype
+from engine.rank.parallel import connect, self_check
 from engine.rank.runner import Forwarded, Launched, Runner
-from engine.rank.start_checks import check_attention, check_kernels, checked_inboxes, residual_rms
+from engine.rank.start_checks import residual_rms
 from engine.rank.step_times import measure
 from engine.rank_status import Phase
 from kernels import launch
@@ -42,66 +34,12 @@ from kernels.allreduce import MappedCollectives
 IDLE_S = 200e-6
 
 
-@dataclass(frozen=True)
-class Rank:
-    """A rank that has loaded its weights. unsound: parts of attention that failed their check; fallbacks: a sentence for each."""
-
-    config: EngineConfig
-    geometry: Geometry
-    device: torch.device
-    parallel: Parallel
-    model: Gemma4
-    inboxes: Inboxes | None = None
-    unsound: Unsound = frozenset()
-    fallbacks: tuple[str, ...] = ()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch_dtype(self.config)
-
-
-def torch_dtype(config: EngineConfig) -> torch.dtype:
-    """The dtype of activations and cache."""
-    dtype: torch.dtype = getattr(torch, config.dtype)
-    return dtype
-
-
 def load(config: EngineConfig, args: BootArgs) -> Rank:
     """Join the group and fill this rank's shard."""
-    folder = Path(config.model)
-    geometry = read_geometry(folder)
-    if config.load_format == "safetensors":
-        geometry = with_head(geometry, folder, progress=args.index == 0)
     device = torch.device("cuda", args.index) if config.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)  # ranks share the cores; results must not depend on how many there are
-    parallel = connect(args.index, args.tp, device, args.reduce, args.store, config.boot_timeout_s)
-    with torch.inference_mode():
-        fallbacks = check_kernels(parallel, device)
-        unsound, without = check_attention(parallel, config, geometry, device)
-    model = Gemma4(geometry, parallel, torch_dtype(config), device)
-    if config.load_format == "dummy":
-        dummy(model, geometry)
-    else:
-        load_weights(model, folder, geometry, args.index, args.tp, progress=args.index == 0)
-    width = geometry.hidden * (2 if geometry.moe else 1)
-    rows = buckets(config.max_seqs)[-1]
-    with torch.inference_mode():
-        inboxes, alone = checked_inboxes(parallel, rows, width, geometry.hidden, device, torch_dtype(config))
-    return Rank(config, geometry, device, parallel, model, inboxes, unsound, (*fallbacks, *without, *alone))
-
-
-def build(rank: Rank, pages: tuple[int, ...]) -> Runner:
-    """The runner of a loaded rank, with a KV cache of `pages[i]` pages for KV group i."""
-    config = rank.config
-    slots = config.max_seqs + 1  # one for padding rows
-    caches = [
-        GroupCache(group, count, slots, config.max_len, rank.dtype, rank.device)
-        for group, count in zip(kv_groups(rank.geometry, config.tp, config.page), pages, strict=True)
-    ]
-    return Runner(rank.model, KVCache(caches), config, rank.geometry, rank.inboxes, rank.unsound)
+    return load_rank(config, connect(args.index, args.tp, device, args.reduce, args.store, config.boot_timeout_s), device)
 
 
 def kv_bytes(rank: Rank) -> int:
@@ -124,7 +62,7 @@ def boot(lifeline: Lifeline) -> Runner:
     seconds = time.monotonic() - started
     lifeline.send(Loaded(kv_bytes=kv_bytes(rank), weight_bytes=weight_bytes, residual_rms=rms, seconds=seconds))
     runner = build(rank, lifeline.allocate())
-    self_check(rank.parallel, rank.device, rank.dtype)
+    self_check(rank.parallel, rank.device, torch_dtype(config))
     wait_at_most(rank, config.boot_timeout_s)  # another rank's compiler may take long
     if rank.device.type == "cuda":
         runner.warm()

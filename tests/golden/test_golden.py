@@ -6,9 +6,9 @@ import pytest
 
 from deploy.models.resolve import resolve
 from engine.plan import StepPlan, StepResult
+from engine.rank.build import build
 from engine.rank.plan_stream import logprob_error
 from engine.rank.runner import Runner
-from engine.rank.worker import build
 from tests.golden.record import load
 from tests.support.engine.ranks import run, single
 from tests.support.engine.recording import PAGES, config_of, tokens_of

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.geometry import Geometry, read_geometry
 from engine.rank.load.random_fill import dummy_tensor
+from engine.rank.models.gemma4_weights import TENSORS
 from tests.support.judge.oracle import load_oracle
 
 
@@ -49,7 +50,7 @@ def _fill(model: torch.nn.Module, geometry: Geometry, device: torch.device, seed
     held = dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if n.endswith("layer_scalar")}
     with torch.no_grad():
         for name, tensor in held.items():
-            tensor.copy_(dummy_tensor(name, geometry, seed, device))
+            tensor.copy_(dummy_tensor(name, TENSORS, geometry, seed, device))
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ from engine.rank.kv import GroupCache, KVCache
 from engine.rank.load.loader import load
 from engine.rank.load.random_fill import dummy
 from engine.rank.models.gemma4 import Gemma4
+from engine.rank.models.gemma4_weights import TENSORS
 from engine.rank.parallel import Parallel, connect, self_check
 from engine.rank.start_checks import residual_rms
 
@@ -74,9 +75,9 @@ def build(job: Job, parallel: Parallel, device: torch.device) -> Gemma4:
     geometry = read_geometry(Path(job.folder))
     model = Gemma4(geometry, parallel, getattr(torch, job.dtype), device)
     if job.load == "dummy":
-        dummy(model, geometry)
+        dummy(model, TENSORS)
     else:
-        load(model, Path(job.folder), geometry, parallel.rank, parallel.size)
+        load(model, TENSORS, Path(job.folder))
     rms = residual_rms(model)
     say(job, f"weights in {time.monotonic() - began:.1f} s, residual rms {rms:.3f}")
     return model

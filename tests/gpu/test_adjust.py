@@ -14,8 +14,8 @@ from engine.logit_adjustments import LogitAdjustments
 from engine.plan import Admission, PageAppend, PrefillChunk, StepPlan, StepResult
 from engine.protocol import SamplingParams
 from engine.rank.adjustments import Adjustments
+from engine.rank.build import build
 from engine.rank.runner import Runner
-from engine.rank.worker import build
 from kernels.adjust import PLAN_STEP, adjust
 from kernels.choose import parts_of
 from kernels.launch import plain_torch, processors

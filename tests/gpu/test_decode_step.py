@@ -7,9 +7,9 @@ import pytest
 
 from deploy.models.resolve import resolve
 from engine.plan import StepPlan, StepResult
+from engine.rank.build import build
 from engine.rank.plan_stream import logprob_error
 from engine.rank.runner import Runner
-from engine.rank.worker import build
 from kernels import launch as launcher
 from kernels.relaunch import Variant
 from tests.golden.record import load

@@ -8,6 +8,7 @@ from deploy.models.resolve import resolve
 from engine.config import PageChecks, engine_config
 from engine.errors import PageViolation
 from engine.geometry import kv_groups, read_geometry
+from engine.rank.build import build
 from engine.rank.parallel import Single
 from engine.rank.plan_stream import different_tokens, read_stream
 from engine.rank.profiling import bare_rank
@@ -15,7 +16,6 @@ from engine.rank.profiling.bare_rank import pages_held
 from engine.rank.profiling.decode_times import time_step
 from engine.rank.replay import replay_stream, stream_config
 from engine.rank.runner import Runner
-from engine.rank.worker import build
 from tests.golden.record import PATH
 from tests.support.engine.ranks import run, single
 from tests.support.engine.recording import PAGES, config_of

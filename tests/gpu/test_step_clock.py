@@ -7,8 +7,8 @@ import torch
 
 from deploy.models.resolve import resolve
 from engine.plan import encode_plan
+from engine.rank.build import build
 from engine.rank.runner import Runner
-from engine.rank.worker import build
 from tests.golden.record import load
 from tests.support.engine.ranks import run, single
 from tests.support.engine.recording import PAGES, config_of

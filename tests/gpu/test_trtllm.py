@@ -32,12 +32,12 @@ from engine.rank.attention import trtllm
 from engine.rank.attention.base import DecodePart
 from engine.rank.attention.paged import PagedDecode
 from engine.rank.attention.trtllm import FlashInfer, TrtllmDecode, TrtllmExtend, TrtllmScratch
+from engine.rank.build import build
 from engine.rank.profiling import bare_rank
 from engine.rank.profiling.bare_rank import READ_RATE, BareRank, pages_held
 from engine.rank.profiling.decode_times import time_step
 from engine.rank.profiling.loopback import Loopback
 from engine.rank.runner import Runner
-from engine.rank.worker import build
 from tests.conftest import Nano
 from tests.gpu.exactness import DEVICE, RATIO, case, decoded, errors, run_judge, run_ranks
 from tests.support.engine.forced import agreement, forced, hidden_errors

@@ -17,19 +17,19 @@ from torch import Tensor
 from engine.geometry import Geometry
 from engine.rank.load.slices import Piece, parameters_of, pieces
 from engine.rank.load.tensor_files import TensorHeader, checked, headers, opened
-from engine.rank.models.gemma4 import Gemma4
-from engine.rank.models.gemma4_weights import HEAD, full_name
+from engine.rank.load.tensor_table import HEAD, TensorTable
+from engine.rank.models.architecture import Shard
 
 _BLOCK_BYTES = 16 << 20  # copied at once
 
 
-def with_head(geometry: Geometry, folder: Path, progress: bool = False) -> Geometry:
+def with_head(geometry: Geometry, tensors: TensorTable, folder: Path, progress: bool = False) -> Geometry:
     """`geometry`, whose head is tied unless the folder has one that differs from the embedding, whatever config.json says.
 
     progress: say on stderr what became of a saved head.
     """
-    found, _ = headers(folder, geometry)
-    head, table = found.get(HEAD), found.get(full_name("embed_tokens.weight", geometry))
+    found, _ = headers(folder, tensors, geometry)
+    head, table = found.get(HEAD), found.get(tensors.published_name("embed_tokens.weight", geometry))
     if head is None or table is None:
         return geometry
     tied = _are_equal(head, table)
@@ -49,15 +49,15 @@ def _are_equal(one: TensorHeader, two: TensorHeader) -> bool:
         return all(torch.equal(left[row : row + step], right[row : row + step]) for row in range(0, one.shape[0], step))
 
 
-def load(model: Gemma4, folder: Path, geometry: Geometry, rank: int, size: int, progress: bool = False) -> None:
+def load(model: Shard, tensors: TensorTable, folder: Path, progress: bool = False) -> None:
     """Copy this rank's slices of the checkpoint in `folder` into the model's parameters, whose dtype decides.
 
-    geometry: `with_head`; progress: show a bar on stderr, or one line at the end where that is no terminal.
+    Its geometry is `with_head`; progress: show a bar on stderr, or one line at the end where that is no terminal.
     Raises CheckpointError, which names the file, or every tensor that is missing, unexpected, mis-shaped or of no float dtype,
     before anything is copied.
     """
-    needed = pieces(geometry, rank, size)
-    places = checked(folder, needed, geometry)
+    needed = pieces(tensors, model.geometry, model.parallel.rank, model.parallel.size)
+    places = checked(folder, needed, tensors, model.geometry)
     parameters = parameters_of(model, needed)
     total = sum(piece.kept * parameters[piece.parameter].element_size() for piece in needed.values())
     with _shown(total, len(needed), progress) as advance:

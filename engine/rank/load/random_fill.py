@@ -9,27 +9,28 @@ from torch import Tensor
 
 from engine.geometry import Geometry
 from engine.rank.load.slices import Piece, parameters_of, pieces
-from engine.rank.models.gemma4 import Gemma4
+from engine.rank.load.tensor_table import TensorTable
+from engine.rank.models.architecture import Shard
 
 _DRAW = 1 << 24  # values drawn at once
 
 
-def dummy(model: Gemma4, geometry: Geometry, seed: int = 0) -> None:
+def dummy(model: Shard, tensors: TensorTable, seed: int = 0) -> None:
     """Fill the model with random weights: of one and the same full model at every rank and size on one kind of device.
 
     Each tensor is drawn whole, in blocks, each from its own seed, and a rank keeps its slice: drawing costs less than remembering.
     Values are rounded to the geometry's dtype first, so that an fp32 model holds what the bf16 one does.
     """
-    needed = pieces(geometry, model.parallel.rank, model.parallel.size)
+    needed = pieces(tensors, model.geometry, model.parallel.rank, model.parallel.size)
     parameters = parameters_of(model, needed)
     for piece in needed.values():
-        for first, block in _drawn(piece, geometry, seed, model.device):
+        for first, block in _drawn(piece, model.geometry, seed, model.device):
             _keep(block, first, piece, parameters[piece.parameter])
 
 
-def dummy_tensor(name: str, geometry: Geometry, seed: int, device: torch.device) -> Tensor:
+def dummy_tensor(name: str, tensors: TensorTable, geometry: Geometry, seed: int, device: torch.device) -> Tensor:
     """The whole tensor `name` (its checkpoint name) of the model that `dummy` makes, fp32."""
-    return torch.cat([block for _, block in _drawn(pieces(geometry, 0, 1)[name], geometry, seed, device)])
+    return torch.cat([block for _, block in _drawn(pieces(tensors, geometry, 0, 1)[name], geometry, seed, device)])
 
 
 def _drawn(piece: Piece, geometry: Geometry, seed: int, device: torch.device) -> Iterator[tuple[int, Tensor]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.geometry import Geometry, Layer, shard_kv_heads, shard_vocab
-from engine.rank.models.gemma4_weights import TABLE, Init, Part, Rule, full_name, is_present, sizes
+from engine.rank.load.tensor_table import Init, Part, TensorTable
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -55,22 +55,18 @@ class Piece:
         return sum(math.prod(self.shape) // self.shape[cut.dim] * (cut.stop - cut.start) for cut in self.cuts)
 
 
-def pieces(geometry: Geometry, rank: int, size: int) -> dict[str, Piece]:
-    """Every tensor that the checkpoint must hold, by its full name, as `rank` of `size` cuts it."""
-    found = (
-        _piece(rule, geometry, layer, rank, size)
-        for rule in TABLE
-        for layer in (geometry.layers if "{i}" in rule.name else geometry.layers[:1])
-        if is_present(rule.present, geometry, layer)
-    )
-    return {piece.name: piece for piece in found}
-
-
-def _piece(rule: Rule, geometry: Geometry, layer: Layer, rank: int, size: int) -> Piece:
-    axes = sizes(geometry, layer)
-    name, parameter = (text.format(i=layer.index) for text in (rule.name, rule.parameter))
-    shape = tuple(axes[axis] for axis in rule.shape)
-    return Piece(full_name(name, geometry), shape, parameter, _cuts(rule.part, shape, geometry, layer, rank, size), rule.init)
+def pieces(tensors: TensorTable, geometry: Geometry, rank: int, size: int) -> dict[str, Piece]:
+    """Every tensor that the checkpoint must hold, by its published name, as `rank` of `size` cuts it."""
+    found = {}
+    for rule in tensors.rules:
+        for layer in geometry.layers if "{i}" in rule.name else geometry.layers[:1]:
+            axes = tensors.sizes(geometry, layer)
+            if all(axes[axis] for axis in (*rule.shape, rule.present)):
+                name = tensors.published_name(rule.name.format(i=layer.index), geometry)
+                shape = tuple(axes[axis] for axis in rule.shape)
+                cuts = _cuts(rule.part, shape, geometry, layer, rank, size)
+                found[name] = Piece(name, shape, rule.parameter.format(i=layer.index), cuts, rule.init)
+    return found
 
 
 def _cuts(part: Part, shape: tuple[int, ...], geometry: Geometry, layer: Layer, rank: int, size: int) -> tuple[Cut, ...]:

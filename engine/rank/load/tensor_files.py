@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from engine.errors import CheckpointError
 from engine.geometry import Geometry
 from engine.rank.load.slices import Piece
-from engine.rank.models.gemma4_weights import is_unused, published_name
+from engine.rank.load.tensor_table import TensorTable
 
 INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -30,10 +30,10 @@ class TensorHeader:
     dtype: str
 
 
-def checked(folder: Path, needed: dict[str, Piece], geometry: Geometry) -> dict[str, TensorHeader]:
+def checked(folder: Path, needed: dict[str, Piece], tensors: TensorTable, geometry: Geometry) -> dict[str, TensorHeader]:
     """Every needed tensor's, by its published name, once all of the folder's tensors were found to be right."""
-    found, complaints = headers(folder, geometry)
-    live = {name for name in found if not is_unused(name, geometry)}
+    found, complaints = headers(folder, tensors, geometry)
+    live = {name for name in found if not tensors.is_unused(name, geometry)}
     complaints += [f"{name} is missing" for name in needed if name not in live]
     complaints += [f"{found[name].name} is unexpected" for name in sorted(live - set(needed))]
     complaints += [why for name in needed if name in found and (why := _unlike(needed[name], found[name]))]
@@ -51,7 +51,7 @@ def _unlike(piece: Piece, found: TensorHeader) -> str | None:
     return None
 
 
-def headers(folder: Path, geometry: Geometry) -> tuple[dict[str, TensorHeader], list[str]]:
+def headers(folder: Path, tensors: TensorTable, geometry: Geometry) -> tuple[dict[str, TensorHeader], list[str]]:
     """Every tensor of the folder's shards by its published name, and where index and shards disagree."""
     index = _index(folder)
     found: dict[str, TensorHeader] = {}
@@ -61,7 +61,7 @@ def headers(folder: Path, geometry: Geometry) -> tuple[dict[str, TensorHeader], 
             names.add(header.name)
             if index and index.get(header.name) != path.name:
                 complaints.append(f"{header.name} lies in {path.name}, where the index does not say so")
-            first = found.setdefault(published_name(header.name, geometry), header)
+            first = found.setdefault(tensors.published_name(header.name, geometry), header)
             if first.name != header.name:
                 complaints.append(f"{first.name} and {header.name} are names of one tensor")
     complaints += [f"{name} is not in {shard}, where the index says it is" for name, shard in index.items() if name not in names]

@@ -18,11 +18,25 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from engine.geometry import Geometry, Layer, check_tp, shard_kv_heads
+from engine.geometry import Geometry, Layer, read_geometry, shard_kv_heads
 from engine.rank.attention.base import AttentionBackend, AttentionPlan
 from engine.rank.batch import ForwardBatch, RopeKey
 from engine.rank.kv import KVCache
-from engine.rank.models.layers import Experts, Joint, Linear, Mlp, Module, NormWeights, Router, VocabTable, empty, reduce_together
+from engine.rank.models.architecture import Architecture, Model
+from engine.rank.models.gemma4_weights import TENSORS
+from engine.rank.models.layers import (
+    AttentionModule,
+    Experts,
+    Joint,
+    Linear,
+    Mlp,
+    Module,
+    NormWeights,
+    Router,
+    VocabTable,
+    empty,
+    reduce_together,
+)
 from engine.rank.parallel import Parallel
 from kernels.joint import Peers, Sent
 from kernels.linear import linear_gelu_mul
@@ -57,7 +71,7 @@ class _Step:
         return replace(self, batch=batch, plan=self.attention.prepare(batch), ple=ple)
 
 
-class Attention(Module):
+class Attention(AttentionModule):
     """q, k and v in one product: no v where it is k's raw product, q alone where K and V are another layer's. Yields o's part."""
 
     def __init__(self, geometry: Geometry, layer: Layer, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
@@ -155,13 +169,11 @@ class Embedding(Module):
         return h, x, ple
 
 
-class Gemma4(Module):
-    """One rank's shard. `geometry` is the whole model's; parameters are empty, of this rank's shapes, on `device`."""
+class Gemma4(Model):
+    """One rank's shard."""
 
     def __init__(self, geometry: Geometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        check_tp(geometry, parallel.size)
-        self.geometry, self.parallel, self.dtype, self.device = geometry, parallel, dtype, device
+        super().__init__(geometry, parallel, dtype, device)
         self.embedding = Embedding(geometry, parallel, dtype, device)
         self.blocks = nn.ModuleList(Block(geometry, layer, parallel, dtype, device) for layer in geometry.layers)
         self.norm = empty(geometry.hidden, dtype=dtype, device=device)
@@ -171,29 +183,13 @@ class Gemma4(Module):
             (layer.rope, layer.head_dim): _frequencies(layer).to(device) for layer in geometry.layers
         }
 
-    def forward(
-        self, batch: ForwardBatch, cache: KVCache, attention: AttentionBackend, peers: Peers | None = None
-    ) -> Tensor:
-        """[R, hidden]: the final-normed rows of `batch.logit_rows`. Writes the batch's K and V into `cache`.
-
-        peers: the ranks' inboxes, for a step of decode rows; None: sums over ranks are collectives.
-        """
-        return self.states(batch, cache, attention, peers)[1]
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, hidden] -> fp32 [R, `vocab_share`]: this rank's slice, before the soft cap (`geometry.softcap`), and -inf
-        behind the vocabulary's end."""
-        return self.head.logits(hidden)
-
     @property
     def head(self) -> VocabTable:
-        """The table that logits come of."""
         return self.embedding.tokens if self.own_head is None else self.own_head
 
     def states(
         self, batch: ForwardBatch, cache: KVCache, attention: AttentionBackend, peers: Peers | None = None
     ) -> tuple[Tensor, Tensor]:
-        """[R, hidden] each: the residual stream behind the last layer, and its final-normed form."""
         assert peers is None or not batch.chunks, "chunks are summed by collectives"
         residual_is_read = self.geometry.moe is not None or self.geometry.ple > 0  # by routers and gates
         joint = Joint(self.parallel, peers, self.geometry.eps, every_row=residual_is_read)
@@ -212,3 +208,6 @@ class Gemma4(Module):
 
 def _frequencies(layer: Layer) -> Tensor:
     return inverse_frequencies(layer.rope.theta, layer.rope.pairs, layer.head_dim, layer.rope.factor)
+
+
+GEMMA4 = Architecture(read_geometry, TENSORS, Gemma4)

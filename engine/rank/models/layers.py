@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.geometry import Moe, shard_vocab, vocab_share
+from engine.geometry import Layer, Moe, shard_vocab, vocab_share
 from engine.rank.parallel import Parallel
 from kernels.embed import embed
 from kernels.experts import experts
@@ -43,6 +43,12 @@ class Module(nn.Module):
     def _apply(self, *_: Any, **__: Any) -> "Module":
         """What torch converts and moves parameters by, behind our back."""
         raise AssertionError("a model is made on its device and in its dtype")
+
+
+class AttentionModule(Module):
+    """A layer's, which reads K and V."""
+
+    layer: Layer
 
 
 class NormWeights(Module):

@@ -2,20 +2,18 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from engine.config import EngineConfig
-from engine.geometry import Geometry, KVGroup, kv_groups, read_geometry
-from engine.memory import buckets
+from engine.geometry import KVGroup
 from engine.plan import Admission, PageAppend, StepPlan
 from engine.protocol import SamplingParams
-from engine.rank.kv import GroupCache, KVCache
-from engine.rank.load.random_fill import dummy
-from engine.rank.models.gemma4 import Gemma4
+from engine.rank.build import Rank, load_rank
+from engine.rank.build import build as build_runner
+from engine.rank.kv import KVCache
 from engine.rank.parallel import Parallel
 from engine.rank.runner import Runner
 from kernels import launch
@@ -35,23 +33,21 @@ def pages_held(groups: Sequence[KVGroup], batch: int, context: int, steps: int) 
 
 
 @dataclass(frozen=True)
-class BareRank:
-    """A rank and its settings."""
+class BareRank(Rank):
+    """A loaded rank and its runner."""
 
-    config: EngineConfig
-    geometry: Geometry
-    parallel: Parallel
-    model: Gemma4
-    groups: tuple[KVGroup, ...]
-    cache: KVCache
-    runner: Runner
+    runner: Runner = field(kw_only=True)
+
+    @property
+    def cache(self) -> KVCache:
+        return self.runner.slots.cache
 
     def admission(self, batch: int, context: int, steps: int, step: int) -> StepPlan:
         """Plan `step`: `batch` sequences of `context` tokens whose K and V are there; each decodes its last one."""
         rng = np.random.default_rng(batch)
         appends: list[PageAppend] = []
-        for group, cache in zip(self.groups, self.cache, strict=True):
-            free = iter(rng.permutation(np.arange(1, cache.pool.shape[1])).tolist())
+        for cache in self.cache:
+            group, free = cache.group, iter(rng.permutation(np.arange(1, cache.pool.shape[1])).tolist())
             for slot in range(batch):
                 appends.extend(PageAppend(group.index, slot, entry, next(free)) for entry in held(group, context, steps))
         plan, params = StepPlan(step, decodes=list(range(batch)), appends=appends), SamplingParams(max_tokens=1)
@@ -67,10 +63,8 @@ class BareRank:
 
     def step_bytes(self, batch: int, context: int) -> int:
         """Weights that a decode step reads once, and the K and V that `batch` rows see."""
-        table = self.model.embedding.tokens.weight
         skipped = ("ple_tokens", "experts")
         dense = sum(p.nbytes for name, p in self.model.named_parameters() if not any(part in name for part in skipped))
-        assert table.nbytes < dense
         read = [self.cache.of(layer).group for layer in self.geometry.layers]
         seen = sum(2 * group.kv_heads * group.head_dim * min(context, group.window or context) for group in read)
         return dense + batch * seen * self.cache.groups[0].pool.element_size()
@@ -90,23 +84,14 @@ def build(
     batches  of which steps are captured; None: all up to max_seqs
     """
     began = time.monotonic()
-    geometry = read_geometry(Path(config.model))
-    dtype: torch.dtype = getattr(torch, config.dtype)
-    model = Gemma4(geometry, parallel, dtype, device)
-    dummy(model, geometry)
+    rank = load_rank(config, parallel, device, checked=False)
     report(f"weights in {time.monotonic() - began:.1f} s")
-    width = geometry.hidden * (2 if geometry.moe else 1)
-    inboxes = parallel.inboxes(buckets(config.max_seqs)[-1], width, dtype)
-    groups = kv_groups(geometry, parallel.size, config.page)
-    slots = config.max_seqs + 1
-    counts = zip(groups, pages(), strict=True)
-    cache = KVCache([GroupCache(group, count, slots, config.max_len, dtype, device) for group, count in counts])
-    for group_cache in cache:
-        for layer in group_cache.pool:
+    runner = build_runner(rank, pages())
+    for cache in runner.slots.cache:
+        for layer in cache.pool:
             layer[1:].normal_()
-    runner = Runner(model, cache, config, geometry, inboxes)
     if runner.capturable:
         began = time.monotonic()
         runner.capture(None if batches is None else sorted({runner.bucket(batch) for batch in batches()}))
         report(f"{launch.compilations()} kernels, graphs captured in {time.monotonic() - began:.1f} s")
-    return BareRank(config, geometry, parallel, model, groups, cache, runner)
+    return BareRank(**vars(rank), runner=runner)

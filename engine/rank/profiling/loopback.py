@@ -28,7 +28,7 @@ class Loopback(Single):
 
     def inboxes(self, rows: int, width: int, dtype: torch.dtype) -> Inboxes | None:  # type: ignore[override]  # Single has none
         """What goes to peer q arrives in this rank's own inbox, as q's. Joints are never sharded: their owner would wait."""
-        if self._device.type == "cpu":
+        if self._device.type != "cuda":
             return None
         sizes = [Peers.bytes(self.size, rows, width, dtype), Ballot.bytes(self.size, rows)]
         memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=self._device)

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.rank.models.gemma4 import Gemma4
+from engine.rank.models.architecture import Model
 from kernels import launch
 
 TORCH = "torch."  # stands before the name of an operator of torch's own
@@ -48,7 +48,7 @@ class _Operators(TorchDispatchMode):
 
 
 @contextmanager
-def scopes(model: Gemma4, entered: Callable[[str], None], left: Callable[[], None]) -> Iterator[None]:
+def scopes(model: Model, entered: Callable[[str], None], left: Callable[[], None]) -> Iterator[None]:
     """Inside the `with`, `entered` hears the name of each module of the model whose forward begins, `left` that one ended.
 
     The head is no module's forward; it is called "head".
@@ -98,7 +98,7 @@ class _Cutter:
         self._cut(self._stack[-1])
 
 
-def trace(model: Gemma4, step: Callable[[], object]) -> list[Stretch]:
+def trace(model: Model, step: Callable[[], object]) -> list[Stretch]:
     """Every stretch of one run of `step`, those in which nothing is started included."""
     stretches: list[Stretch] = []
     with launch.record() as launches:
@@ -125,7 +125,7 @@ def trace(model: Gemma4, step: Callable[[], object]) -> list[Stretch]:
     return stretches
 
 
-def wall_times(model: Gemma4, step: Callable[[], object], clock: Callable[[], float]) -> list[float]:
+def wall_times(model: Model, step: Callable[[], object], clock: Callable[[], float]) -> list[float]:
     """Seconds of every stretch of one run of `step`: as many as `trace` gives."""
     times: list[float] = []
     cutter = _Cutter(lambda _: times.append(clock()))

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from engine.geometry import Layer
-from engine.rank.models.gemma4 import Attention, Gemma4
-from engine.rank.models.layers import Experts, VocabTable
+from engine.rank.models.architecture import Model
+from engine.rank.models.layers import AttentionModule, Experts, VocabTable
 from engine.rank.profiling.bare_rank import BareRank
 from engine.rank.profiling.scopes import Stretch
 
@@ -117,7 +117,7 @@ def _named(scope: str) -> tuple[int | None, str]:
     return (int(found[1]), found[2] or "block") if found else (None, scope)
 
 
-def _weights(model: Gemma4, scopes: set[str], batch: int) -> Iterator[tuple[str, int]]:
+def _weights(model: Model, scopes: set[str], batch: int) -> Iterator[tuple[str, int]]:
     """(scope, bytes of the matrices that a step reads of it), those of the scopes inside it left out."""
     for name, module in model.named_modules():
         if name and name in scopes:
@@ -129,7 +129,7 @@ def _weights(model: Gemma4, scopes: set[str], batch: int) -> Iterator[tuple[str,
     yield "head", model.head.weight.nbytes
 
 
-def _share(model: Gemma4, module: nn.Module, size: int, batch: int) -> int:
+def _share(model: Model, module: nn.Module, size: int, batch: int) -> int:
     """What of a module's matrices `batch` rows read: of a table their rows, of experts as many as random choices hit."""
     if isinstance(module, VocabTable):
         return batch * size // module.weight.shape[0]
@@ -142,7 +142,7 @@ def _share(model: Gemma4, module: nn.Module, size: int, batch: int) -> int:
 def _keys(rank: BareRank, batch: int, context: int) -> Iterator[tuple[str, int]]:
     """(scope of an attention, bytes of K and V that `batch` rows see)."""
     for name, module in rank.model.named_modules():
-        if isinstance(module, Attention):
+        if isinstance(module, AttentionModule):
             pool = rank.cache.of(module.layer)
             seen = min(context, pool.group.window or context)
             yield name, batch * 2 * pool.group.kv_heads * pool.group.head_dim * seen * pool.pool.element_size()

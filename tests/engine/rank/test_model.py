@@ -21,6 +21,7 @@ from engine.rank.attention import attention_backend
 from engine.rank.kv import KVCache
 from engine.rank.load.loader import load
 from engine.rank.models.gemma4 import Gemma4
+from engine.rank.models.gemma4_weights import TENSORS
 from engine.rank.parallel import Parallel, Single
 from tests.support.engine.paged import Logits, PlantFault, Step, caches, run_steps, script
 from tests.support.engine.threads import SkippedReduce, ThreadParallel, run_ranks
@@ -56,7 +57,7 @@ class Case:
 
     def model(self, parallel: Parallel, dtype: torch.dtype = torch.float32) -> Gemma4:
         model = Gemma4(self.geometry, parallel, dtype, torch.device("cpu"))
-        load(model, self.folder, self.geometry, parallel.rank, parallel.size)
+        load(model, TENSORS, self.folder)
         return model
 
     def caches(self, size: int = 1, geometry: Geometry | None = None) -> KVCache:

@@ -19,6 +19,7 @@ from engine.rank.load.loader import load, with_head
 from engine.rank.load.slices import pieces
 from engine.rank.load.tensor_files import INDEX, checked
 from engine.rank.models.gemma4 import Gemma4
+from engine.rank.models.gemma4_weights import TENSORS
 from engine.rank.parallel import Parallel, Single
 from tests.support.engine.paged import caches, run_steps, script
 from tests.support.engine.ranks import single
@@ -59,11 +60,11 @@ def ids(geometry: Geometry) -> Tensor:
 
 def ours(folder: Path, geometry: Geometry | None = None, size: int = 1) -> Tensor:
     """Soft-capped logits [LENGTH, vocab] of what the loader makes of the folder, of rank 0 of `size`."""
-    geometry = geometry or with_head(read_geometry(folder), folder)
+    geometry = geometry or with_head(read_geometry(folder), TENSORS, folder)
 
     def run(parallel: Parallel) -> Tensor:
         model = Gemma4(geometry, parallel, torch.float32, torch.device("cpu"))
-        load(model, folder, geometry, parallel.rank, parallel.size)
+        load(model, TENSORS, folder)
         steps = script(geometry, ((LENGTH, 0),), PAGES, 1, whole=True)
         rows = run_steps(model, caches(geometry, parallel.size, 1, LENGTH, PAGES), steps, [ids(geometry)])
         return soft_cap(torch.stack([rows[0, position] for position in range(LENGTH)]), geometry.softcap)
@@ -95,10 +96,10 @@ def test_a_head_like_the_embedding_is_dropped(copy: Path, capsys: pytest.Capture
     before = ours(copy)
     add_head(copy, torch.clone)
     set_tied(copy, tie)
-    geometry = with_head(read_geometry(copy), copy, progress=True)
+    geometry = with_head(read_geometry(copy), TENSORS, copy, progress=True)
     assert geometry.tied
     assert capsys.readouterr().err == "lm_head.weight: equals the embedding, dropped\n"
-    assert HEAD not in pieces(geometry, 0, 1)
+    assert HEAD not in pieces(TENSORS, geometry, 0, 1)
     assert torch.equal(ours(copy), before)
 
 
@@ -113,7 +114,7 @@ def test_an_untied_head_is_used(copy: Path, capsys: pytest.CaptureFixture[str], 
     """With a head of its own a checkpoint gives transformers' logits, also at TP 2; with the embedding for a head it does not."""
     add_head(copy, lambda table: torch.randn(table.shape, generator=torch.Generator().manual_seed(3)).to(table.dtype) / 9)
     tied = read_geometry(copy)
-    geometry = with_head(tied, copy, progress=True)
+    geometry = with_head(tied, TENSORS, copy, progress=True)
     assert (tied.tied, geometry.tied) == (True, False)
     assert capsys.readouterr().err == "lm_head.weight: differs from the embedding, loaded beside it\n"
     set_tied(copy, False)
@@ -142,17 +143,17 @@ def test_heads_are_compared_to_the_last_row(copy: Path, monkeypatch: pytest.Monk
         return changed
 
     add_head(copy, head)
-    assert not with_head(read_geometry(copy), copy).tied
+    assert not with_head(read_geometry(copy), TENSORS, copy).tied
 
 
 def test_a_head_that_config_promises_must_be_there(copy: Path) -> None:
     """An untied head without tensor is named as missing, and counts as a parameter of its size."""
     tied = read_geometry(copy)
     set_tied(copy, False)
-    geometry = with_head(read_geometry(copy), copy)
+    geometry = with_head(read_geometry(copy), TENSORS, copy)
     assert not geometry.tied
     with pytest.raises(CheckpointError, match=r"lm_head\.weight is missing"):
-        checked(copy, pieces(geometry, 0, 1), geometry)
+        checked(copy, pieces(TENSORS, geometry, 0, 1), TENSORS, geometry)
     models = [Gemma4(each, Single(), torch.bfloat16, torch.device("meta")) for each in (tied, geometry)]
     one, two = (sum(parameter.nbytes for parameter in model.parameters()) for model in models)
     assert two - one == 2 * tied.vocab * tied.hidden

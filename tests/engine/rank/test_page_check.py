@@ -18,13 +18,13 @@ from engine.plan import Admission, PageAppend, PageRelease, PrefillChunk, StepPl
 from engine.protocol import SamplingParams
 from engine.rank import attention
 from engine.rank.attention import trtllm
+from engine.rank.build import Rank, build
 from engine.rank.kv import GroupCache
 from engine.rank.page_check import SAMPLED, PageCheck
 from engine.rank.page_dump import PageDump, read_dump
 from engine.rank.page_map import PageMap, rolled_back
 from engine.rank.replay import replay_dump
 from engine.rank.runner import Runner
-from engine.rank.worker import Rank, build
 from tests.conftest import Nano
 from tests.golden.record import load
 from tests.support.engine.ranks import Ranks, run, single

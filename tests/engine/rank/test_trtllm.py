@@ -24,6 +24,7 @@ from engine.rank.batch import eager_batch
 from engine.rank.kv import KVCache
 from engine.rank.load.loader import load
 from engine.rank.models.gemma4 import Gemma4
+from engine.rank.models.gemma4_weights import TENSORS
 from engine.rank.parallel import Single
 from kernels.qkv import qkv_post
 from tests.support.engine.kv_scene import FULL, SLIDING, Kind, Scene, attended, ours, relative, scene, theirs
@@ -266,7 +267,7 @@ def test_whole_models(member: str, nano: Callable[[str], Path]) -> None:
     folder = nano(member)
     geometry = read_geometry(folder)
     model = Gemma4(geometry, Single(), torch.float32, CPU)
-    load(model, folder, geometry, 0, 1)
+    load(model, TENSORS, folder)
     lengths = ((3 * geometry.window + 7, 5), (geometry.window // 2, 9))
     ids = [torch.arange(sum(each)) * 7 % geometry.vocab + 3 * slot for slot, each in enumerate(lengths)]
     steps = script(geometry, lengths, PAGES, seed=3, whole=False)

@@ -28,6 +28,7 @@ from engine.rank.load.random_fill import dummy, dummy_tensor
 from engine.rank.load.slices import pieces
 from engine.rank.load.tensor_files import INDEX
 from engine.rank.models.gemma4 import Gemma4
+from engine.rank.models.gemma4_weights import TENSORS
 from engine.rank.parallel import Single
 from engine.rank.start_checks import residual_rms
 from tests.support.engine.threads import ThreadParallel, run_ranks
@@ -136,7 +137,7 @@ def test_a_rank_holds_its_slices(nano: Nano, monkeypatch: pytest.MonkeyPatch, me
     geometry, tensors = read_geometry(folder), checkpoint(folder)
     for rank in range(tp):
         model = shard(geometry, rank, tp)
-        load(model, folder, geometry, rank, tp)
+        load(model, TENSORS, folder)
         want = expected(tensors, geometry, rank, tp)
         got = dict(model.named_parameters())
         assert got.keys() == want.keys()
@@ -150,7 +151,7 @@ def test_the_parameters_dtype_decides(nano: Nano) -> None:
     folder = nano("26b-a4b")
     geometry, tensors = read_geometry(folder), checkpoint(folder)
     model = shard(geometry, dtype=torch.bfloat16)
-    load(model, folder, geometry, 0, 1)
+    load(model, TENSORS, folder)
     for name, want in expected(tensors, geometry, 0, 1).items():
         got = model.get_parameter(name)
         assert got.dtype == (torch.float32 if ".router." in name else torch.bfloat16)
@@ -164,18 +165,18 @@ def test_what_transformers_saves_loads_alike(nano: Nano, tmp_path: Path) -> None
     before, after = read_geometry(folder), read_geometry(tmp_path)
     assert after.layers == before.layers
     one, two = shard(before), shard(after)
-    load(one, folder, before, 0, 1)
-    load(two, tmp_path, after, 0, 1)
+    load(one, TENSORS, folder)
+    load(two, TENSORS, tmp_path)
     assert all(torch.equal(two.get_parameter(name), tensor) for name, tensor in one.named_parameters())
 
 
 def test_progress_is_a_line_where_there_is_no_terminal(nano: Nano, capsys: pytest.CaptureFixture[str]) -> None:
     """Asked for progress, the loader says once how much it loaded; else nothing."""
     geometry = read_geometry(nano("31b"))
-    load(shard(geometry), nano("31b"), geometry, 0, 1)
+    load(shard(geometry), TENSORS, nano("31b"))
     assert capsys.readouterr().err == ""
-    load(shard(geometry), nano("31b"), geometry, 0, 1, progress=True)
-    assert capsys.readouterr().err.startswith(f"loaded {len(pieces(geometry, 0, 1))} tensors, 0.02 GB a rank")
+    load(shard(geometry), TENSORS, nano("31b"), progress=True)
+    assert capsys.readouterr().err.startswith(f"loaded {len(pieces(TENSORS, geometry, 0, 1))} tensors, 0.02 GB a rank")
 
 
 # ---- refusals
@@ -202,7 +203,7 @@ def refusal(folder: Path) -> str:
     geometry = read_geometry(folder)
     model = shard(geometry)
     with pytest.raises(CheckpointError) as error:
-        load(model, folder, geometry, 0, 1)
+        load(model, TENSORS, folder)
     assert all(parameter.isnan().all() for parameter in model.parameters())
     return str(error.value)
 
@@ -237,9 +238,9 @@ def test_dead_tensors_are_skipped(copy: Path) -> None:
     rewrite(copy, edit)
     geometry = read_geometry(copy)
     model = shard(geometry)
-    load(model, copy, geometry, 0, 1)
+    load(model, TENSORS, copy)
     assert not any(parameter.isnan().any() for parameter in model.parameters())
-    assert f"{TEXT}layers.5.self_attn.k_proj.weight" not in pieces(geometry, 0, 1)
+    assert f"{TEXT}layers.5.self_attn.k_proj.weight" not in pieces(TENSORS, geometry, 0, 1)
     assert "layers.4.self_attn.k_norm.weight" in checkpoint(copy)
 
 
@@ -301,11 +302,11 @@ def test_dummy_is_one_model_at_every_size(nano: Nano, monkeypatch: pytest.Monkey
     """Random shards are slices of the tensors that `dummy_tensor` gives, drawn in many blocks; another seed differs."""
     monkeypatch.setattr(random_fill, "_DRAW", 5000)
     geometry = read_geometry(nano(member))
-    whole = {name.removeprefix(TEXT): dummy_tensor(name, geometry, 5, CPU) for name in pieces(geometry, 0, 1)}
+    whole = {name.removeprefix(TEXT): dummy_tensor(name, TENSORS, geometry, 5, CPU) for name in pieces(TENSORS, geometry, 0, 1)}
     for rank in range(tp):
         model, other = shard(geometry, rank, tp), shard(geometry, rank, tp)
-        dummy(model, geometry, 5)
-        dummy(other, geometry, 6)
+        dummy(model, TENSORS, 5)
+        dummy(other, TENSORS, 6)
         want = expected(whole, geometry, rank, tp)
         assert [name for name in want if not torch.equal(model.get_parameter(name), want[name])] == []
         assert not torch.equal(other.embedding.tokens.weight, model.embedding.tokens.weight)
@@ -315,7 +316,7 @@ def test_dummy_is_drawn_as_said(nano: Nano) -> None:
     """Matrices have std 1/sqrt(fan in), scaled embedding rows rms 1, norms mean 1 and std 0.2; all are bf16 values."""
     shape, geometry = SHAPES["26b-a4b"], read_geometry(nano("26b-a4b"))
     model = shard(geometry)
-    dummy(model, geometry, 0)
+    dummy(model, TENSORS, 0)
     block = model.blocks[0]
     assert block.mlp.down.weight.std().item() == pytest.approx(shape.mlp**-0.5, rel=0.03)
     assert block.experts.gate_up.std().item() == pytest.approx(shape.hidden**-0.5, rel=0.03)
@@ -334,7 +335,7 @@ def test_a_vanishing_residual_is_refused(nano: Nano) -> None:
 
     def rms(parallel: ThreadParallel) -> float:
         model = Gemma4(geometry, parallel, torch.float32, CPU)
-        dummy(model, geometry, 0)
+        dummy(model, TENSORS, 0)
         return residual_rms(model)
 
     found = {tp: run_ranks(tp, rms) for tp in (1, 2, 4)}
@@ -343,7 +344,7 @@ def test_a_vanishing_residual_is_refused(nano: Nano) -> None:
     assert found[1][0] > 100 * start_checks.MIN_RESIDUAL_RMS
     for scalar in (1e-5, math.nan):
         model = shard(geometry)
-        dummy(model, geometry, 0)
+        dummy(model, TENSORS, 0)
         for block in model.blocks:
             block.scalar.fill_(scalar)
         with pytest.raises(CheckpointError, match="weights missing or zero"):
@@ -359,6 +360,7 @@ MEASURE = textwrap.dedent("""
     from engine.geometry import read_geometry
     from engine.rank.load import loader
     from engine.rank.models.gemma4 import Gemma4
+    from engine.rank.models.gemma4_weights import TENSORS
 
     class Rank:
         rank, size = int(sys.argv[2]), int(sys.argv[3])
@@ -384,7 +386,7 @@ MEASURE = textwrap.dedent("""
     watcher.start()
     model = Gemma4(geometry, Rank(), torch.bfloat16, torch.device("cpu"))
     shard = sum(p.numel() * p.element_size() for p in model.parameters())
-    loader.load(model, folder, geometry, Rank.rank, Rank.size)
+    loader.load(model, TENSORS, folder)
     done = True
     watcher.join()
     print(json.dumps({"shard": shard, "grown": peak[0] - before, "before": before}))
@@ -399,7 +401,8 @@ def two_gigabytes(nano: Nano, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config["text_config"] |= {"vocab_size": 262144, "hidden_size": 2048, "intermediate_size": 12288}
     (folder / "config.json").write_text(json.dumps(config))
     values = np.random.default_rng(0).integers(0, 0x3F80, 1 << 24, dtype=np.uint16)
-    _write(folder / "model.safetensors", {name: piece.shape for name, piece in pieces(read_geometry(folder), 0, 1).items()}, values)
+    shapes = {name: piece.shape for name, piece in pieces(TENSORS, read_geometry(folder), 0, 1).items()}
+    _write(folder / "model.safetensors", shapes, values)
     return folder
 
 
@@ -434,7 +437,7 @@ def test_loading_holds_the_shard_and_little_more(two_gigabytes: Path, rank: int,
     """Loading 2 GB grows anonymous memory by at most 1.1 shards and 64 MB; a state dict of whole tensors does not pass."""
     file = two_gigabytes / "model.safetensors"
     with safe_open(file, framework="np") as opened:
-        assert len(opened.keys()) == len(pieces(read_geometry(two_gigabytes), 0, 1))
+        assert len(opened.keys()) == len(pieces(TENSORS, read_geometry(two_gigabytes), 0, 1))
     assert file.stat().st_size > 2e9
     found = measured(two_gigabytes, rank, size)
     bound = 1.1 * found["shard"] + 64e6

@@ -16,14 +16,16 @@ from types import TracebackType
 from typing import IO, Self
 
 import msgspec
+import torch
 
 from cluster.children import environment
 from engine.channel import RingReader, RingWriter, create_shared, map_shared, ring_bytes
 from engine.config import EngineConfig
 from engine.lifeline import Allocate, BootArgs, BootMessage, BootSocket, Configure, Failed, Loaded, Ready
 from engine.plan import StepPlan, StepResult, decode_result, encode_plan
+from engine.rank.build import Rank, load_rank
+from engine.rank.parallel import Single
 from engine.rank.runner import Launched, Runner
-from engine.rank.worker import Rank, load
 from engine.rank_status import RankStatus, StatusBlock
 from kernels.allreduce import shared_bytes
 
@@ -199,7 +201,7 @@ class Ranks:
 
 def single(config: EngineConfig) -> Rank:
     """A group of one in this process, loaded; `build(rank, pages)` makes runners of it."""
-    return load(config, BootArgs(role="rank", index=0, tp=1, parent=0, lifeline=-1, status=-1, plan=-1, masks=-1, result=-1))
+    return load_rank(config, Single(), torch.device(config.device))
 
 
 def run(runner: Runner, plan: StepPlan, masks: bytes = b"") -> StepResult:

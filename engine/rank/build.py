@@ -1,0 +1,94 @@
+"""Builds what a rank holds, alike for workers, replays, profiles and plans: model, inboxes, KV cache, runner."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.config import EngineConfig
+from engine.geometry import Geometry, kv_groups
+from engine.memory import buckets
+from engine.rank.attention import Unsound
+from engine.rank.kv import GroupCache, KVCache
+from engine.rank.load.loader import load, with_head
+from engine.rank.load.random_fill import dummy
+from engine.rank.models.architecture import Architecture, Model
+from engine.rank.models.gemma4 import GEMMA4
+from engine.rank.parallel import Inboxes, Parallel
+from engine.rank.runner import Runner
+from engine.rank.start_checks import check_attention, check_kernels, checked_inboxes
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A rank that has loaded its weights. unsound: parts of attention that failed their check; fallbacks: a sentence for each."""
+
+    config: EngineConfig
+    geometry: Geometry
+    device: torch.device
+    parallel: Parallel
+    model: Model
+    inboxes: Inboxes | None = None
+    unsound: Unsound = ()
+    fallbacks: tuple[str, ...] = ()
+
+
+def torch_dtype(config: EngineConfig) -> torch.dtype:
+    """The dtype of activations and cache."""
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    return dtype
+
+
+def load_rank(
+    config: EngineConfig,
+    parallel: Parallel,
+    device: torch.device,
+    architecture: Architecture[Model] = GEMMA4,
+    *,
+    checked: bool = True,
+) -> Rank:
+    """This rank's shard of `config.model`, filled as `config.load_format` says; on the meta device it stays empty.
+
+    checked: leave out what `start_checks` find wrong. Every rank must call it.
+    """
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # ranks share the cores; results must not depend on how many there are
+    folder, dtype, first = Path(config.model), torch_dtype(config), parallel.rank == 0
+    geometry = architecture.read(folder)
+    weights = "empty" if device.type == "meta" else config.load_format
+    if weights == "safetensors":
+        geometry = with_head(geometry, architecture.tensors, folder, progress=first)
+    fallbacks: list[str] = []
+    unsound: Unsound = ()
+    if checked:
+        with torch.inference_mode():
+            fallbacks = check_kernels(parallel, device)
+            unsound, without = check_attention(parallel, config, geometry, device)
+            fallbacks += without
+    model = architecture.build(geometry, parallel, dtype, device)
+    if weights == "safetensors":
+        load(model, architecture.tensors, folder, progress=first)
+    elif weights == "dummy":
+        dummy(model, architecture.tensors)
+    rows, width = buckets(config.max_seqs)[-1], geometry.hidden * (2 if geometry.moe else 1)
+    if checked:
+        with torch.inference_mode():
+            inboxes, alone = checked_inboxes(parallel, rows, width, geometry.hidden, device, dtype)
+            fallbacks += alone
+    else:
+        inboxes = parallel.inboxes(rows, width, dtype)
+    return Rank(config, geometry, device, parallel, model, inboxes, unsound, tuple(fallbacks))
+
+
+def kv_cache(config: EngineConfig, geometry: Geometry, pages: Sequence[int], device: torch.device) -> KVCache:
+    """Pools of `pages[i]` pages for KV group i, and page tables of all slots."""
+    slots = config.max_seqs + 1  # one for padding rows
+    groups = zip(kv_groups(geometry, config.tp, config.page), pages, strict=True)
+    return KVCache([GroupCache(group, count, slots, config.max_len, torch_dtype(config), device) for group, count in groups])
+
+
+def build(rank: Rank, pages: Sequence[int]) -> Runner:
+    """The runner of a loaded rank, over a new `kv_cache`."""
+    cache = kv_cache(rank.config, rank.geometry, pages, rank.device)
+    return Runner(rank.model, cache, rank.config, rank.geometry, rank.inboxes, rank.unsound)

@@ -1,0 +1,45 @@
+"""What an architecture says of its checkpoints' tensors: which goes into which parameter, which part of it a rank holds, how a
+random one is drawn. No torch: shapes are asked for without it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.geometry import Geometry, Layer
+
+HEAD = "lm_head.weight"
+
+Part = Literal["whole", "vocab", "columns", "depth", "q", "k", "v", "gate", "up", "gate_up"]
+Init = Literal["matrix", "embedding", "ple_table", "norm", "head_norm", "scalar", "one"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A checkpoint tensor (its name behind the model's prefix, which the head's has not; {i} is the layer) and where it goes.
+
+    shape: names of axes; part: the rank's share of it and its place in a merged parameter, see `slices`;
+    init: how a random one is drawn, see `random_fill`. A model or layer where an axis has size 0 is without it: one of its shape,
+    or `present`.
+    """
+
+    name: str
+    parameter: str
+    shape: tuple[str, ...]
+    part: Part = "whole"
+    init: Init = "matrix"
+    present: str = "one"
+
+
+@dataclass(frozen=True)
+class TensorTable:
+    """The tensors of an architecture's checkpoints.
+
+    sizes           of the axes that rules name, in a layer
+    published_name  how published checkpoints call a tensor, given its name in any checkpoint or in a rule
+    is_unused       whether the model does without the tensor of this published name
+    """
+
+    rules: tuple[Rule, ...]
+    sizes: Callable[[Geometry, Layer], dict[str, int]]
+    published_name: Callable[[str, Geometry], str]
+    is_unused: Callable[[str, Geometry], bool]

@@ -1,0 +1,72 @@
+"""What the rest of a rank knows of models: how one is read, filled and built, and what a text model answers."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from engine.geometry import Geometry, check_tp
+from engine.rank.attention.base import AttentionBackend
+from engine.rank.batch import ForwardBatch, RopeKey
+from engine.rank.kv import KVCache
+from engine.rank.load.tensor_table import TensorTable
+from engine.rank.models.layers import Module, VocabTable
+from engine.rank.parallel import Parallel
+from kernels.joint import Peers
+
+
+class Shard(Module):
+    """One rank's part of a model. `geometry` is the whole model's; parameters are empty, of this rank's shapes, on `device`."""
+
+    def __init__(self, geometry: Geometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        check_tp(geometry, parallel.size)
+        self.geometry, self.parallel, self.dtype, self.device = geometry, parallel, dtype, device
+
+
+class Model(Shard, ABC):
+    """A text model's: what a `Runner` runs. `frequencies`: of the rotary embeddings of its layers."""
+
+    frequencies: dict[RopeKey, Tensor]
+
+    @property
+    @abstractmethod
+    def head(self) -> VocabTable:
+        """The table that logits come of."""
+
+    @abstractmethod
+    def states(
+        self, batch: ForwardBatch, cache: KVCache, attention: AttentionBackend, peers: Peers | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """[R, hidden] each, of `batch.logit_rows`: the residual stream behind the last layer, and its final-normed form. Writes the
+        batch's K and V into `cache`.
+
+        peers: the ranks' inboxes, for a step of decode rows; None: sums over ranks are collectives.
+        """
+
+    def forward(
+        self, batch: ForwardBatch, cache: KVCache, attention: AttentionBackend, peers: Peers | None = None
+    ) -> Tensor:
+        """[R, hidden]: the final-normed rows of `states`."""
+        return self.states(batch, cache, attention, peers)[1]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, hidden] -> fp32 [R, `vocab_share`]: this rank's slice, before the soft cap (`geometry.softcap`), and -inf
+        behind the vocabulary's end."""
+        return self.head.logits(hidden)
+
+
+S_co = TypeVar("S_co", bound=Shard, covariant=True)
+
+
+@dataclass(frozen=True)
+class Architecture(Generic[S_co]):
+    """A kind of model: its geometry, from a checkpoint's folder, the tensors of its checkpoints, and one rank's empty shard."""
+
+    read: Callable[[Path], Geometry]
+    tensors: TensorTable
+    build: Callable[[Geometry, Parallel, torch.dtype, torch.device], S_co]
