@@ -27,9 +27,12 @@ def gpu_budget(total: int, used: int, fraction: float) -> int:
     return int(total * fraction) - used
 
 
-def gpu_kv_budget(config: EngineConfig, vocab: int, total: int, used: int) -> int:
-    """`gpu_budget` of a rank of `config`, without what it takes for sampling later."""
-    return gpu_budget(total, used + sampling_bytes(config.max_seqs, vocab, config.tp), config.memory_fraction)
+def kv_budget(config: EngineConfig, total: int, used: int) -> int:
+    """Bytes that a rank may spend on all pools: `cpu_budget`, or `gpu_budget` without what it takes for sampling later."""
+    if config.device == "cpu":
+        return cpu_budget(config.tp)
+    sampling = sampling_bytes(config.max_seqs, read_geometry(Path(config.model)).vocab, config.tp)
+    return gpu_budget(total, used + sampling, config.memory_fraction)
 
 
 def buckets(max_seqs: int) -> tuple[int, ...]:

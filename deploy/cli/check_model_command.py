@@ -79,7 +79,7 @@ def _tensors(folder: Path, geometry: "Geometry") -> Iterator["Finding"]:
 
     try:
         found, _ = headers(folder, TENSORS, geometry)
-        needed = checked(folder, pieces(TENSORS, geometry, 0, 1), TENSORS, geometry)
+        needed = checked(folder, pieces(TENSORS, geometry), TENSORS, geometry)
     except CheckpointError as error:
         yield Finding("tensors", "fail", str(error))
         return

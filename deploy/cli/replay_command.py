@@ -1,7 +1,6 @@
 """`quartet replay`: runs a recorded plan stream or a page dump again."""
 
 import argparse
-import sys
 import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,12 +83,7 @@ def _dump(args: argparse.Namespace) -> tuple[dict[str, Any], list[Part]]:
     from engine.rank.replay import replay_dump
 
     dump = read_dump(args.file)
-    found = replay_dump(dump, resolve(args.model or dump.config.model), args.device, report)
+    found = replay_dump(dump, resolve(args.model or dump.config.model), args.device)
     value = {"step": dump.step, "rank": dump.rank, "recorded": dump.message, "found": found, "as_recorded": found is not None}
     shown = f"shown again: {found}" if found else "nothing found this time: what made it happened outside of the plans"
     return value, [f"rank {dump.rank}, recorded: {dump.message}", shown]
-
-
-def report(text: str) -> None:
-    """Progress, on stderr."""
-    print(text, file=sys.stderr, flush=True)

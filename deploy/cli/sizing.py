@@ -23,7 +23,7 @@ from deploy.models.public_shapes import PUBLIC, ModelShape, config
 from engine.config import EngineConfig, declared
 from engine.errors import ConfigError
 from engine.geometry import KVGroup, read_geometry
-from engine.memory import cpu_budget, gpu_kv_budget, longest_sequence, sampling_bytes
+from engine.memory import kv_budget, longest_sequence, sampling_bytes
 
 if TYPE_CHECKING:
     from deploy.settings import Settings
@@ -180,13 +180,6 @@ def meta_model(engine: EngineConfig, size: int) -> "Model":
 
     meta = torch.device("meta")
     return load_rank(engine, Loopback(size, meta), meta).model
-
-
-def kv_budget(engine: EngineConfig, memory: int, used: int) -> int:
-    """Bytes that a rank may spend on KV pools when `used` of the device's `memory` are taken: as `kv_bytes` of the worker."""
-    if engine.device == "cpu":
-        return cpu_budget(engine.tp)
-    return gpu_kv_budget(engine, read_geometry(Path(engine.model)).vocab, memory, used)
 
 
 def pools(engine: EngineConfig, pages: tuple[int, ...]) -> tuple[Pool, ...]:

@@ -8,7 +8,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.geometry import Geometry, kv_groups
-from engine.memory import buckets
+from engine.memory import buckets, kv_budget
 from engine.rank.attention import Unsound
 from engine.rank.kv import GroupCache, KVCache
 from engine.rank.load.loader import load, with_head
@@ -79,6 +79,12 @@ def load_rank(
     else:
         inboxes = parallel.inboxes(rows, width, dtype)
     return Rank(config, geometry, device, parallel, model, inboxes, unsound, tuple(fallbacks))
+
+
+def kv_bytes(rank: Rank) -> int:
+    """Bytes that this rank may spend on KV pages."""
+    free, total = torch.cuda.mem_get_info(rank.device) if rank.device.type == "cuda" else (0, 0)
+    return kv_budget(rank.config, total, total - free)
 
 
 def kv_cache(config: EngineConfig, geometry: Geometry, pages: Sequence[int], device: torch.device) -> KVCache:

@@ -1,6 +1,5 @@
 """Runs again, in one process, what was recorded: a plan stream to its tokens, a page dump to its violation."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,7 +49,7 @@ def _run(runner: Runner, data: bytes, masks: bytes) -> StepResult:
 
 
 @torch.inference_mode()
-def replay_dump(dump: PageDump, folder: Path, device: Device, report: Callable[[str], None]) -> str | None:
+def replay_dump(dump: PageDump, folder: Path, device: Device) -> str | None:
     """The dump's plan, over its tables, on one rank of its group: the violation that is found, None where there is none.
 
     folder: of the model, of which the shape counts: weights, K and V are random. On a CPU attention is the reference's: what
@@ -64,7 +63,7 @@ def replay_dump(dump: PageDump, folder: Path, device: Device, report: Callable[[
         config = msgspec.structs.replace(config, dtype="float32", **names)
     place = torch.device(device)
     parallel = Single() if config.tp == 1 else Loopback(config.tp, place)
-    rank = bare_rank.build(config, parallel, place, lambda: dump.pages, report)
+    rank = bare_rank.build(load_rank(config, parallel, place, checked=False), dump.pages)
     pages = rank.runner.pages
     assert pages is not None, config
     pages.dumps = False

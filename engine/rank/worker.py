@@ -20,9 +20,8 @@ import torch
 from engine.channel import RingReader, RingWriter, Waiter, map_shared
 from engine.config import EngineConfig
 from engine.lifeline import BootArgs, Lifeline, Loaded, Ready, run
-from engine.memory import cpu_budget, gpu_kv_budget
 from engine.plan import DEPTH, read_header
-from engine.rank.build import Rank, build, load_rank, torch_dtype
+from engine.rank.build import Rank, build, kv_bytes, load_rank, torch_dtype
 from engine.rank.parallel import connect, self_check
 from engine.rank.runner import Forwarded, Launched, Runner
 from engine.rank.start_checks import residual_rms
@@ -37,17 +36,7 @@ IDLE_S = 200e-6
 def load(config: EngineConfig, args: BootArgs) -> Rank:
     """Join the group and fill this rank's shard."""
     device = torch.device("cuda", args.index) if config.device == "cuda" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     return load_rank(config, connect(args.index, args.tp, device, args.reduce, args.store, config.boot_timeout_s), device)
-
-
-def kv_bytes(rank: Rank) -> int:
-    """Bytes that this rank may spend on KV pages."""
-    if rank.device.type == "cpu":
-        return cpu_budget(rank.config.tp)
-    free, total = torch.cuda.mem_get_info(rank.device)
-    return gpu_kv_budget(rank.config, rank.geometry.vocab, total, total - free)
 
 
 def boot(lifeline: Lifeline) -> Runner:

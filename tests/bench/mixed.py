@@ -28,6 +28,7 @@ from engine.geometry import kv_groups, read_geometry
 from engine.memory import BUCKETS
 from engine.plan import Admission, PageAppend, PrefillChunk, StepPlan, StepResult, encode_plan
 from engine.protocol import SamplingParams
+from engine.rank.build import load_rank
 from engine.rank.parallel import Parallel, Single
 from engine.rank.profiling import bare_rank
 from engine.rank.profiling.bare_rank import BareRank, pages_held
@@ -166,7 +167,7 @@ def measure(args: argparse.Namespace, parallel: Parallel, device: torch.device) 
     )  # fmt: skip
     held = pages_held(kv_groups(read_geometry(folder), parallel.size, config.page), max(1, most), CONTEXT, STEPS)
     pages = tuple(count + args.budget // config.page + config.max_seqs for count in held)
-    rank = bare_rank.build(config, parallel, device, lambda: pages, lambda text: None)
+    rank = bare_rank.build(load_rank(config, parallel, device, checked=False), pages)
     if on_gpu:
         rank.runner.warm()
     steps, cases = Steps(rank, args.budget, args.prompt), (0, *args.decodes)

@@ -20,6 +20,7 @@ from deploy.models.resolve import resolve
 from engine.config import engine_config
 from engine.geometry import kv_groups, read_geometry
 from engine.plan import StepPlan, encode_plan
+from engine.rank.build import load_rank
 from engine.rank.parallel import Parallel, Single
 from engine.rank.profiling import bare_rank
 from engine.rank.profiling.bare_rank import READ_RATE, BareRank, pages_held
@@ -42,7 +43,7 @@ def build(args: argparse.Namespace, parallel: Parallel, device: torch.device, *,
         debug_pages=args.debug_pages,
     )  # fmt: skip
     pages = pages_held(kv_groups(read_geometry(folder), parallel.size), most, args.context, args.steps)
-    return bare_rank.build(config, parallel, device, lambda: pages, lambda text: say(parallel, text))
+    return bare_rank.build(load_rank(config, parallel, device, checked=False), pages, lambda text: say(parallel, text))
 
 
 def measure(bench: BareRank, parallel: Parallel, batch: int, args: argparse.Namespace, step: int) -> int:

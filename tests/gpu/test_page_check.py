@@ -8,7 +8,7 @@ from deploy.models.resolve import resolve
 from engine.config import PageChecks, engine_config
 from engine.errors import PageViolation
 from engine.geometry import kv_groups, read_geometry
-from engine.rank.build import build
+from engine.rank.build import build, load_rank
 from engine.rank.parallel import Single
 from engine.rank.plan_stream import different_tokens, read_stream
 from engine.rank.profiling import bare_rank
@@ -74,7 +74,7 @@ def test_what_it_costs() -> None:
     with torch.inference_mode():
         for mode in ("off", "sample", "every"):
             checked = msgspec.structs.replace(config, debug_pages=mode)
-            made = bare_rank.build(checked, Single(), torch.device("cuda"), lambda: pages, print, lambda: {32})
+            made = bare_rank.build(load_rank(checked, Single(), torch.device("cuda"), checked=False), pages, print, {32})
             found = time_step(made, 32, 1024, 64, 1, 4e12)
             times[mode] = (found.graph_ms, found.launch_ms)
             del made

@@ -32,7 +32,7 @@ from engine.rank.attention import trtllm
 from engine.rank.attention.base import DecodePart
 from engine.rank.attention.paged import PagedDecode
 from engine.rank.attention.trtllm import FlashInfer, TrtllmDecode, TrtllmExtend, TrtllmScratch
-from engine.rank.build import build
+from engine.rank.build import build, load_rank
 from engine.rank.profiling import bare_rank
 from engine.rank.profiling.bare_rank import READ_RATE, BareRank, pages_held
 from engine.rank.profiling.decode_times import time_step
@@ -271,7 +271,7 @@ def shard() -> BareRank:
     pages = pages_held(kv_groups(read_geometry(folder), 4), ROWS, CONTEXT, STEPS)
     device = torch.device(DEVICE)
     with torch.inference_mode():
-        rank = bare_rank.build(config, Loopback(4, device), device, lambda: pages, print)
+        rank = bare_rank.build(load_rank(config, Loopback(4, device), device, checked=False), pages, print)
         torch.manual_seed(0)
         for cache in rank.cache:
             for layer in cache.pool:

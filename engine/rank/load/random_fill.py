@@ -30,7 +30,7 @@ def dummy(model: Shard, tensors: TensorTable, seed: int = 0) -> None:
 
 def dummy_tensor(name: str, tensors: TensorTable, geometry: Geometry, seed: int, device: torch.device) -> Tensor:
     """The whole tensor `name` (its checkpoint name) of the model that `dummy` makes, fp32."""
-    return torch.cat([block for _, block in _drawn(pieces(tensors, geometry, 0, 1)[name], geometry, seed, device)])
+    return torch.cat([block for _, block in _drawn(pieces(tensors, geometry)[name], geometry, seed, device)])
 
 
 def _drawn(piece: Piece, geometry: Geometry, seed: int, device: torch.device) -> Iterator[tuple[int, Tensor]]:

@@ -55,7 +55,7 @@ class Piece:
         return sum(math.prod(self.shape) // self.shape[cut.dim] * (cut.stop - cut.start) for cut in self.cuts)
 
 
-def pieces(tensors: TensorTable, geometry: Geometry, rank: int, size: int) -> dict[str, Piece]:
+def pieces(tensors: TensorTable, geometry: Geometry, rank: int = 0, size: int = 1) -> dict[str, Piece]:
     """Every tensor that the checkpoint must hold, by its published name, as `rank` of `size` cuts it."""
     found = {}
     for rule in tensors.rules:

@@ -5,16 +5,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
-from engine.config import EngineConfig
 from engine.geometry import KVGroup
 from engine.plan import Admission, PageAppend, StepPlan
 from engine.protocol import SamplingParams
-from engine.rank.build import Rank, load_rank
+from engine.rank.build import Rank
 from engine.rank.build import build as build_runner
 from engine.rank.kv import KVCache
-from engine.rank.parallel import Parallel
 from engine.rank.runner import Runner
 from kernels import launch
 
@@ -71,27 +68,19 @@ class BareRank(Rank):
 
 
 def build(
-    config: EngineConfig,
-    parallel: Parallel,
-    device: torch.device,
-    pages: Callable[[], Sequence[int]],
-    report: Callable[[str], None],
-    batches: Callable[[], Iterable[int]] | None = None,
+    rank: Rank, pages: Sequence[int], report: Callable[[str], None] = lambda _: None, batches: Iterable[int] | None = None
 ) -> BareRank:
-    """A rank, captured where it can be.
+    """A loaded rank over pools of random K and V, captured where it can be.
 
-    pages    asked once the weights are there: pages of each group's pool;  report  hears how long each part took
+    report   hears how long that took
     batches  of which steps are captured; None: all up to max_seqs
     """
-    began = time.monotonic()
-    rank = load_rank(config, parallel, device, checked=False)
-    report(f"weights in {time.monotonic() - began:.1f} s")
-    runner = build_runner(rank, pages())
+    runner = build_runner(rank, pages)
     for cache in runner.slots.cache:
         for layer in cache.pool:
             layer[1:].normal_()
     if runner.capturable:
         began = time.monotonic()
-        runner.capture(None if batches is None else sorted({runner.bucket(batch) for batch in batches()}))
+        runner.capture(None if batches is None else sorted({runner.bucket(batch) for batch in batches}))
         report(f"{launch.compilations()} kernels, graphs captured in {time.monotonic() - began:.1f} s")
     return BareRank(**vars(rank), runner=runner)

@@ -3,6 +3,7 @@
 import os
 import pickle
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -14,8 +15,9 @@ from torch.multiprocessing.spawn import spawn
 
 from engine.config import Device, DType, EngineConfig, PageChecks, engine_config
 from engine.errors import ConfigError
-from engine.geometry import KVGroup, kv_groups, read_geometry
-from engine.memory import ITEMSIZE, cpu_budget, gpu_kv_budget
+from engine.geometry import KVGroup, kv_groups
+from engine.memory import ITEMSIZE, cpu_budget
+from engine.rank.build import Rank, kv_bytes, load_rank
 from engine.rank.parallel import Parallel, Single, connect
 from engine.rank.profiling import bare_rank
 from engine.rank.profiling.bare_rank import READ_RATE, pages_held
@@ -92,7 +94,6 @@ def _on_ranks(
 def _rank(index: int, request: ProfileRequest, folder: str, report: Callable[[str], None], measure: Callable[..., Answer]) -> None:
     """One of several processes."""
     device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
     parallel = connect(index, request.tp, device, -1, f"{folder}/store", _CONNECT_S)
     answer = _measure(request, parallel, device, report if index == 0 else _silent, measure)
     if index == 0:
@@ -109,20 +110,15 @@ def _measure(
     request: ProfileRequest, parallel: Parallel, device: torch.device, report: Callable[[str], None], measure: Callable[..., Answer]
 ) -> list[Answer]:
     """Every cell that fits, on one rank of any group."""
-    if device.type == "cpu":
-        torch.set_num_threads(1)
     config = request.config()
-    groups = kv_groups(read_geometry(request.folder), parallel.size, config.page)
-    cells: list[Cell] = []
-
-    def pages() -> Sequence[int]:
-        budget = _budget(parallel, device, config)
-        cells.extend(fitting(request.cells(), groups, request.steps, ITEMSIZE[request.dtype], budget))
-        if not cells:
-            raise ConfigError(f"no batch and context asked for fits into {budget / 2**30:.1f} GiB of KV cache")
-        return most_pages(groups, cells, request.steps)
-
-    rank = bare_rank.build(config, parallel, device, pages, report, lambda: {batch for batch, _ in cells})
+    began = time.monotonic()
+    loaded = load_rank(config, parallel, device, checked=False)
+    report(f"weights in {time.monotonic() - began:.1f} s")
+    groups, budget = kv_groups(loaded.geometry, parallel.size, config.page), _budget(loaded)
+    cells = list(fitting(request.cells(), groups, request.steps, ITEMSIZE[request.dtype], budget))
+    if not cells:
+        raise ConfigError(f"no batch and context asked for fits into {budget / 2**30:.1f} GiB of KV cache")
+    rank = bare_rank.build(loaded, most_pages(groups, cells, request.steps), report, {batch for batch, _ in cells})
     rate = request.read_rate or _read_rate(device)
     answers = []
     for at, (batch, context) in enumerate(request.cells()):
@@ -150,14 +146,12 @@ def most_pages(groups: Sequence[KVGroup], cells: Sequence[Cell], steps: int) -> 
     return tuple(max(column) for column in zip(*each, strict=True))
 
 
-def _budget(parallel: Parallel, device: torch.device, config: EngineConfig) -> int:
+def _budget(rank: Rank) -> int:
     """Bytes that every rank may spend on pools."""
-    if device.type == "cpu":
+    if rank.device.type == "cpu":
         return cpu_budget(1)
-    free, total = torch.cuda.mem_get_info(device)
-    own = gpu_kv_budget(config, read_geometry(Path(config.model)).vocab, total, total - free)
-    mebibytes = torch.tensor([own >> 20], dtype=torch.float32, device=device)  # exact: far below 2^24
-    return int(parallel.all_gather(mebibytes).min()) << 20
+    mebibytes = torch.tensor([kv_bytes(rank) >> 20], dtype=torch.float32, device=rank.device)  # exact: far below 2^24
+    return int(rank.parallel.all_gather(mebibytes).min()) << 20
 
 
 def _read_rate(device: torch.device) -> float:

@@ -140,7 +140,7 @@ def test_a_planted_fault_is_found_in_its_step(ranks: dict[str, Rank], plant: Pla
     assert re.search(PLANTED[plant].format(slot=decoding(STEP)), message), message
     dump = dump_of(message)
     assert (dump.step, dump.rank, dump.pages) == (STEP, 0, PAGES)
-    assert replay_dump(dump, resolve("nano:31b"), "cpu", print) == message.split(" (dump:")[0]
+    assert replay_dump(dump, resolve("nano:31b"), "cpu") == message.split(" (dump:")[0]
 
 
 def test_a_sound_dump_shows_nothing(ranks: dict[str, Rank]) -> None:
@@ -149,7 +149,7 @@ def test_a_sound_dump_shows_nothing(ranks: dict[str, Rank]) -> None:
     stale_tail(runner)
     dump = dump_of(violation(runner, STEP - 1))
     dump.tables[:] = dump.expected
-    assert replay_dump(dump, resolve("nano:31b"), "cpu", print) is None
+    assert replay_dump(dump, resolve("nano:31b"), "cpu") is None
 
 
 @pytest.mark.parametrize("plant", [stale_tail, freed_page])
@@ -279,7 +279,7 @@ def test_a_fault_in_a_copy_is_found_in_its_step(
     assert re.search(COPIED[plant].format(group=name), message), message
     assert len(re.findall("names page", message)) == len(re.findall("copy names page", message))
     if plant is copied_stale_tail:
-        assert replay_dump(dump_of(message), resolve("nano:31b"), "cpu", print) is None  # the dump's tables are right
+        assert replay_dump(dump_of(message), resolve("nano:31b"), "cpu") is None  # the dump's tables are right
 
 
 @pytest.mark.parametrize("plant", [copied_stale_tail, copied_poison])
@@ -347,7 +347,7 @@ def test_a_contradiction_is_dumped_and_replayed(ranks: dict[str, Rank]) -> None:
     with pytest.raises(PageViolation, match=f"plan {STEP}: slot {slot} runs on") as raised:
         runner.launch(encode_plan(thief))
     dump = dump_of(str(raised.value))
-    assert replay_dump(dump, resolve("nano:31b"), "cpu", print) == str(raised.value).split(" (dump:")[0]
+    assert replay_dump(dump, resolve("nano:31b"), "cpu") == str(raised.value).split(" (dump:")[0]
 
 
 def test_shared_prefixes_are_allowed() -> None:

@@ -14,6 +14,7 @@ from engine.config import engine_config
 from engine.errors import ConfigError
 from engine.geometry import kv_groups, read_geometry
 from engine.plan import encode_plan
+from engine.rank.build import load_rank
 from engine.rank.parallel import Parallel, Single
 from engine.rank.profiling import bare_rank, step_profile
 from engine.rank.profiling.bare_rank import BareRank, pages_held
@@ -44,7 +45,7 @@ def rank_of(folder: Path, parallel: Parallel) -> BareRank:
         model=str(folder), tp=parallel.size, device="cpu", dtype="float32", load_format="dummy", max_seqs=BATCH, max_len=128
     )
     pages = pages_held(kv_groups(read_geometry(folder), parallel.size), BATCH, CONTEXT, STEPS)
-    return bare_rank.build(config, parallel, CPU, lambda: pages, lambda _: None)
+    return bare_rank.build(load_rank(config, parallel, CPU, checked=False), pages)
 
 
 def profile_of(rank: BareRank) -> StepProfile:
