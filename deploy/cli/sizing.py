@@ -175,18 +175,18 @@ def meta_model(engine: EngineConfig, size: int) -> "Model":
     """Rank 0 of `size`: every rank's shard has the same shapes."""
     import torch
 
-    from engine.rank.build import load_rank
+    from engine.rank.builder import load_rank
     from engine.rank.profiling.loopback import Loopback
 
     meta = torch.device("meta")
-    return load_rank(engine, Loopback(size, meta), meta).model
+    return load_rank(engine, Loopback(size, meta), meta, checked=False).model
 
 
 def pools(engine: EngineConfig, pages: tuple[int, ...]) -> tuple[Pool, ...]:
     """The caches of one rank."""
     import torch
 
-    from engine.rank.build import kv_cache
+    from engine.rank.builder import kv_cache
 
     caches = kv_cache(engine, read_geometry(Path(engine.model)), pages, torch.device("meta"))
     return tuple(

@@ -9,7 +9,7 @@ import torch
 from engine.config import Device, DType, EngineConfig, engine_config
 from engine.errors import PageViolation
 from engine.plan import StepResult, decode_result, encode_plan
-from engine.rank.build import build, load_rank
+from engine.rank.builder import build, load_rank
 from engine.rank.page_dump import PageDump
 from engine.rank.parallel import Single
 from engine.rank.plan_stream import PlanStream

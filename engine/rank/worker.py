@@ -21,7 +21,7 @@ from engine.channel import RingReader, RingWriter, Waiter, map_shared
 from engine.config import EngineConfig
 from engine.lifeline import BootArgs, Lifeline, Loaded, Ready, run
 from engine.plan import DEPTH, read_header
-from engine.rank.build import Rank, build, kv_bytes, load_rank, torch_dtype
+from engine.rank.builder import Rank, build, kv_bytes, load_rank, torch_dtype
 from engine.rank.parallel import connect, self_check
 from engine.rank.runner import Forwarded, Launched, Runner
 from engine.rank.start_checks import residual_rms

@@ -23,7 +23,7 @@ from engine.core.step_estimate import StepEstimate
 from engine.lifeline import StepTimes
 from engine.plan import StepPlan, StepResult, decode_result, encode_plan
 from engine.rank import step_times
-from engine.rank.build import Rank, build
+from engine.rank.builder import Rank, build
 from engine.rank.runner import Runner
 from engine.rank.step_times import measure
 from tests.bench.record import Row, append

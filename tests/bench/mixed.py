@@ -28,7 +28,7 @@ from engine.geometry import kv_groups, read_geometry
 from engine.memory import BUCKETS
 from engine.plan import Admission, PageAppend, PrefillChunk, StepPlan, StepResult, encode_plan
 from engine.protocol import SamplingParams
-from engine.rank.build import load_rank
+from engine.rank.builder import load_rank
 from engine.rank.parallel import Parallel, Single
 from engine.rank.profiling import bare_rank
 from engine.rank.profiling.bare_rank import BareRank, pages_held

@@ -20,7 +20,7 @@ from deploy.models.resolve import resolve
 from engine.config import engine_config
 from engine.geometry import kv_groups, read_geometry
 from engine.plan import StepPlan, encode_plan
-from engine.rank.build import load_rank
+from engine.rank.builder import load_rank
 from engine.rank.parallel import Parallel, Single
 from engine.rank.profiling import bare_rank
 from engine.rank.profiling.bare_rank import READ_RATE, BareRank, pages_held

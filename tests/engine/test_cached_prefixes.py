@@ -19,7 +19,7 @@ from engine.core.startup import scheduler_config
 from engine.geometry import read_geometry
 from engine.plan import encode_plan
 from engine.protocol import GenerateRequest, Logprobs, SamplingParams, pack_tokens
-from engine.rank.build import Rank, build
+from engine.rank.builder import Rank, build
 from tests.conftest import Nano
 from tests.support.engine.ranks import finish, single
 

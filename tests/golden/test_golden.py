@@ -6,7 +6,7 @@ import pytest
 
 from deploy.models.resolve import resolve
 from engine.plan import StepPlan, StepResult
-from engine.rank.build import build
+from engine.rank.builder import build
 from engine.rank.plan_stream import logprob_error
 from engine.rank.runner import Runner
 from tests.golden.record import load

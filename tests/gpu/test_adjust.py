@@ -14,7 +14,7 @@ from engine.logit_adjustments import LogitAdjustments
 from engine.plan import Admission, PageAppend, PrefillChunk, StepPlan, StepResult
 from engine.protocol import SamplingParams
 from engine.rank.adjustments import Adjustments
-from engine.rank.build import build
+from engine.rank.builder import build
 from engine.rank.runner import Runner
 from kernels.adjust import PLAN_STEP, adjust
 from kernels.choose import parts_of

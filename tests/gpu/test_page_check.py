@@ -8,7 +8,7 @@ from deploy.models.resolve import resolve
 from engine.config import PageChecks, engine_config
 from engine.errors import PageViolation
 from engine.geometry import kv_groups, read_geometry
-from engine.rank.build import build, load_rank
+from engine.rank.builder import build, load_rank
 from engine.rank.parallel import Single
 from engine.rank.plan_stream import different_tokens, read_stream
 from engine.rank.profiling import bare_rank

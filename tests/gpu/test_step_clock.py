@@ -7,7 +7,7 @@ import torch
 
 from deploy.models.resolve import resolve
 from engine.plan import encode_plan
-from engine.rank.build import build
+from engine.rank.builder import build
 from engine.rank.runner import Runner
 from tests.golden.record import load
 from tests.support.engine.ranks import run, single

@@ -32,7 +32,7 @@ from engine.rank.attention import trtllm
 from engine.rank.attention.base import DecodePart
 from engine.rank.attention.paged import PagedDecode
 from engine.rank.attention.trtllm import FlashInfer, TrtllmDecode, TrtllmExtend, TrtllmScratch
-from engine.rank.build import build, load_rank
+from engine.rank.builder import build, load_rank
 from engine.rank.profiling import bare_rank
 from engine.rank.profiling.bare_rank import READ_RATE, BareRank, pages_held
 from engine.rank.profiling.decode_times import time_step

@@ -9,8 +9,8 @@ import numpy as np
 from engine.geometry import KVGroup
 from engine.plan import Admission, PageAppend, StepPlan
 from engine.protocol import SamplingParams
-from engine.rank.build import Rank
-from engine.rank.build import build as build_runner
+from engine.rank.builder import Rank
+from engine.rank.builder import build as build_runner
 from engine.rank.kv import KVCache
 from engine.rank.runner import Runner
 from kernels import launch

@@ -17,7 +17,7 @@ from engine.config import Device, DType, EngineConfig, PageChecks, engine_config
 from engine.errors import ConfigError
 from engine.geometry import KVGroup, kv_groups
 from engine.memory import ITEMSIZE, cpu_budget
-from engine.rank.build import Rank, kv_bytes, load_rank
+from engine.rank.builder import Rank, kv_bytes, load_rank
 from engine.rank.parallel import Parallel, Single, connect
 from engine.rank.profiling import bare_rank
 from engine.rank.profiling.bare_rank import READ_RATE, pages_held
@@ -95,14 +95,10 @@ def _rank(index: int, request: ProfileRequest, folder: str, report: Callable[[st
     """One of several processes."""
     device = torch.device("cuda", index)
     parallel = connect(index, request.tp, device, -1, f"{folder}/store", _CONNECT_S)
-    answer = _measure(request, parallel, device, report if index == 0 else _silent, measure)
+    answer = _measure(request, parallel, device, report if index == 0 else lambda _: None, measure)
     if index == 0:
         (Path(folder) / "answer").write_bytes(pickle.dumps(answer))
     os._exit(0)
-
-
-def _silent(_: str) -> None:
-    pass
 
 
 @torch.inference_mode()

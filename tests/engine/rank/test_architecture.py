@@ -18,7 +18,7 @@ from engine.plan import Admission, PageAppend, PrefillChunk, StepPlan
 from engine.protocol import SamplingParams
 from engine.rank.attention.base import AttentionBackend
 from engine.rank.batch import ForwardBatch
-from engine.rank.build import Rank, build, load_rank
+from engine.rank.builder import Rank, build, load_rank
 from engine.rank.kv import KVCache
 from engine.rank.load.tensor_table import Rule, TensorTable
 from engine.rank.models.architecture import Architecture, Model
@@ -122,12 +122,12 @@ def test_random_weights_and_empty_ones(config: EngineConfig) -> None:
     bare = bare_rank.build(drawn, PAGES)
     assert all(parameter.std() > 0 for parameter in bare.model.parameters())
     (Path(config.model) / "model.safetensors").unlink()
-    empty = load_rank(config, Single(), torch.device("meta"), BIGRAM)
+    empty = load_rank(config, Single(), torch.device("meta"), BIGRAM, checked=False)
     assert [each.shape for each in empty.model.parameters()] == [each.shape for each in drawn.model.parameters()]
 
 
 def test_who_names_the_served_architecture() -> None:
     """Its own file, and the builder, once as what is built by default."""
     named = {str(path.relative_to(ROOT)): len(re.findall(r"\b(?:Gemma4|GEMMA4)\b", path.read_text())) for path in sources()}
-    assert {name for name, count in named.items() if count} == {"engine/rank/build.py", "engine/rank/models/gemma4.py"}
-    assert named["engine/rank/build.py"] == 2  # its import
+    assert {name for name, count in named.items() if count} == {"engine/rank/builder.py", "engine/rank/models/gemma4.py"}
+    assert named["engine/rank/builder.py"] == 2  # its import

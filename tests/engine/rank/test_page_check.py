@@ -18,7 +18,7 @@ from engine.plan import Admission, PageAppend, PageRelease, PrefillChunk, StepPl
 from engine.protocol import SamplingParams
 from engine.rank import attention
 from engine.rank.attention import trtllm
-from engine.rank.build import Rank, build
+from engine.rank.builder import Rank, build
 from engine.rank.kv import GroupCache
 from engine.rank.page_check import SAMPLED, PageCheck
 from engine.rank.page_dump import PageDump, read_dump

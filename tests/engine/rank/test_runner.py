@@ -15,7 +15,7 @@ from engine.logit_adjustments import LogitAdjustments
 from engine.plan import Admission, PageAppend, PrefillChunk, StepPlan, StepResult, encode_plan, read_header
 from engine.protocol import MAX_ALTERNATIVES, Logprobs, SamplingParams
 from engine.rank.batch import ForwardBatch
-from engine.rank.build import Rank, build
+from engine.rank.builder import Rank, build
 from engine.rank.runner import Launched, Runner
 from engine.rank.sampler import SpecialRows
 from kernels.choose import ROW_ERROR

@@ -14,7 +14,7 @@ from engine.config import engine_config
 from engine.errors import ConfigError
 from engine.geometry import kv_groups, read_geometry
 from engine.plan import encode_plan
-from engine.rank.build import load_rank
+from engine.rank.builder import load_rank
 from engine.rank.parallel import Parallel, Single
 from engine.rank.profiling import bare_rank, step_profile
 from engine.rank.profiling.bare_rank import BareRank, pages_held

@@ -15,7 +15,7 @@ from engine.errors import ConfigError, PageViolation
 from engine.lifeline import StepTimes, slowest
 from engine.plan import read_plan
 from engine.rank import step_times
-from engine.rank.build import Rank, build
+from engine.rank.builder import Rank, build
 from engine.rank.page_check import PageCheck
 from engine.rank.runner import Launched, Runner
 from engine.rank.step_times import measure

@@ -23,7 +23,7 @@ from engine.channel import RingReader, RingWriter, create_shared, map_shared, ri
 from engine.config import EngineConfig
 from engine.lifeline import Allocate, BootArgs, BootMessage, BootSocket, Configure, Failed, Loaded, Ready
 from engine.plan import StepPlan, StepResult, decode_result, encode_plan
-from engine.rank.build import Rank, load_rank
+from engine.rank.builder import Rank, load_rank
 from engine.rank.parallel import Single
 from engine.rank.runner import Launched, Runner
 from engine.rank_status import RankStatus, StatusBlock
