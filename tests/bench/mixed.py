@@ -144,7 +144,8 @@ class Steps:
         """A plan that admits all, and runs the decode rows once."""
         self._step += 1
         plan = self._rank.admission(decodes, CONTEXT, STEPS, self._step)
-        for group, cache in zip(self._rank.groups, self._rank.cache, strict=True):
+        for cache in self._rank.cache:
+            group = cache.group
             taken = {append.page for append in plan.appends if append.group == group.index}
             free = iter(page for page in range(1, cache.pool.shape[1]) if page not in taken)
             for slot, size in enumerate(sizes, decodes):

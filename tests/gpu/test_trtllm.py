@@ -297,7 +297,8 @@ def test_a_shard_of_the_31b(flashinfer: FlashInfer, shard: BareRank) -> None:
     broken = shard_runner(rank, "trtllm_mha")
     wrong = forced(broken, plans[:1], results[:1])
     table = rank.cache.groups[1].table
-    table[0, : CONTEXT // rank.groups[1].page] = table[1, : CONTEXT // rank.groups[1].page]
+    pages = CONTEXT // rank.config.page
+    table[0, :pages] = table[1, :pages]
     wrong += forced(broken, plans[1:], results[1:])
     errors_found, errors_wrong = hidden_errors(found, want), hidden_errors(wrong, want)
     report("a shard of the 31B", flashinfer, errors_found, agreement(found, want), errors_wrong)

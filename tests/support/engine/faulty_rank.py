@@ -4,7 +4,7 @@
     sliding   one page of the sliding group: an append names a page that another slot holds
     full      the same in the full group
     reduce    one sum over the ranks is left out: this rank keeps its own part
-    token     one row's token is another than the one that was sampled, on this rank alone
+    token     one row's token is reported as another than the one that was sampled, on this rank alone
 
 The fault falls once, in the PURE-th step that only decodes: by then every request is running.
 """
@@ -77,11 +77,11 @@ class _Fault:
                 return replace(plan, appends=[*plan.appends[:at], wrong, *plan.appends[at + 1 :]])
         return plan
 
-    def sampled(self, tokens: Tensor) -> None:
-        """Behind the sampling of a step."""
+    def sampled(self, chosen: Tensor) -> None:
+        """Behind the sampling of a step: token and flags of each row."""
         if self.name == "token" and self.pure >= PURE and not self.planted:
             self.planted = True
-            tokens[0] += 1
+            chosen[0, 0] += 1
 
     def skips(self, x: Tensor) -> bool:
         """Whether this sum is the one to be left out."""
@@ -104,9 +104,9 @@ def main() -> None:
     sample = Sampler.sample
 
     def sampled(self: Sampler, *given: Any) -> Any:
-        tokens = sample(self, *given)
-        fault.sampled(tokens.tokens)
-        return tokens
+        chosen, logprobs = sample(self, *given)
+        fault.sampled(chosen)
+        return chosen, logprobs
 
     Sampler.sample = sampled  # type: ignore[method-assign]
     runner.read_plan = fault.read  # type: ignore[attr-defined]
