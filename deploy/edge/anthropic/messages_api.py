@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from deploy.edge.anthropic.error_object import ANTHROPIC_ERROR
 from deploy.edge.anthropic.message_format import MessageFormat
 from deploy.edge.anthropic.message_request import ClientTool, CountRequest, MessagesRequest, Turn, parse_message
 from deploy.edge.api import GenerationApi, ParsedRequest, TokenApi
@@ -24,5 +25,13 @@ async def _count(service: Service, body: bytes) -> dict[str, Any]:
     return {"input_tokens": len(await service.off_loop(lambda: service.prompt(request)))}
 
 
-MESSAGES_API = GenerationApi("/v1/messages", MessagesRequest, _read, (Turn, ClientTool), {"stop": "stop_sequences"})
-COUNT_TOKENS = TokenApi("/v1/messages/count_tokens", CountRequest, _count)
+MESSAGES_API = GenerationApi(
+    path="/v1/messages",
+    operation="chat",
+    error=ANTHROPIC_ERROR,
+    body=MessagesRequest,
+    read=_read,
+    parts=(Turn, ClientTool),
+    names={"stop": "stop_sequences"},
+)
+COUNT_TOKENS = TokenApi(path="/v1/messages/count_tokens", error=ANTHROPIC_ERROR, body=CountRequest, answer=_count)

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from deploy.edge.api import TokenApi
+from deploy.edge.openai.openai_error import OPENAI_ERROR
 from deploy.edge.openai.schemas import MESSAGES, PROMPT_IDS, TOOLS, ChatRequest, Message, parse
 from deploy.edge.raw_json import decode, not_null, shown_as, token_ids
 from deploy.edge.service import Service
@@ -94,5 +95,5 @@ async def _detokenize(service: Service, body: bytes) -> Raw:
     return await service.off_loop(lambda: _encoded({"prompt": service.decode(tokens)}))
 
 
-TOKENIZE = TokenApi("/tokenize", TokenizeRequest, _tokenize, (Message,))
-DETOKENIZE = TokenApi("/detokenize", DetokenizeRequest, _detokenize)
+TOKENIZE = TokenApi(path="/tokenize", error=OPENAI_ERROR, body=TokenizeRequest, answer=_tokenize, parts=(Message,))
+DETOKENIZE = TokenApi(path="/detokenize", error=OPENAI_ERROR, body=DetokenizeRequest, answer=_detokenize)

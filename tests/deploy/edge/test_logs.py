@@ -13,9 +13,10 @@ import pytest
 from ray.serve._private.logging_utils import configure_component_logger
 from ray.serve.schema import LoggingConfig
 
+from deploy.edge import access_log
 from deploy.edge.edge_settings import LimitSettings, LogSettings
 from deploy.edge.limits import Limits
-from deploy.edge.observe import access_log, logs
+from deploy.edge.observe import logs
 from deploy.edge.observe.record import RequestRecord
 from deploy.edge.routes import create_app
 from deploy.edge.scope import request_id

@@ -109,7 +109,7 @@ def test_a_5xx_and_a_wrong_shape_are_noticed(
         raise ZeroDivisionError if fault == "bug" else ModelNotFound("nothing here")
 
     if fault == "shape":
-        monkeypatch.setattr(error_response, "body_of", lambda error: {"error": {"message": str(error)}})
+        monkeypatch.setattr(error_response.ErrorShape, "body", lambda shape, error: {"error": {"message": str(error)}})
     monkeypatch.setattr(Service, "check_model", broken)
     with pytest.raises((FailureGroup, Failure)):
         requests(edge, document, TEXT, "POST", POSITIVE)

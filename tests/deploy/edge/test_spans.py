@@ -298,7 +298,7 @@ def _record() -> RequestRecord:
     async def nobody(message: Any) -> None:
         raise AssertionError(message)
 
-    return RequestRecord("a", "POST", CHAT, nobody, 1.0, ended=2.0, status=200)
+    return RequestRecord("a", "POST", CHAT, nobody, 1.0, operation="chat", ended=2.0, status=200)
 
 
 @pytest.fixture
