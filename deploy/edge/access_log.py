@@ -37,7 +37,7 @@ class AccessLog:
             await self._app(scope, receive, send)
             return
         began = scope.get(BEGAN, time.monotonic())
-        deadline = began + self._service.limits.request_timeout_s
+        deadline = began + self._service.settings.limits.request_timeout_s
         endpoint = endpoint_of(scope["path"].removeprefix(scope.get("root_path", "")))
         route, operation = (endpoint.path, endpoint.operation) if endpoint else ("unknown", None)  # never the client's own path
         record = RequestRecord(request_id(scope["headers"]), method_of(scope), route, send, began, deadline, operation)
@@ -70,9 +70,10 @@ class AccessLog:
         if self._service.tracer is not None and record.operation is not None:
             record.trace_id = self._service.tracer.trace(record)
         level = _level(record)
-        if (self._service.logs.access or level >= logging.ERROR) and logger.isEnabledFor(level):
+        logs = self._service.settings.logs
+        if (logs.access or level >= logging.ERROR) and logger.isEnabledFor(level):
             fields = access_fields(record)
-            detail = "".join(f" {name}={value}" for name, value in fields.items()) if self._service.logs.format == "text" else ""
+            detail = "".join(f" {name}={value}" for name, value in fields.items()) if logs.format == "text" else ""
             logger.log(level, "%s %s%s", record.method, record.route, detail, extra={**fields, **_where(record)})
 
 

@@ -4,6 +4,7 @@ Bodies are read raw and validated by our own models, so that every error has its
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -78,8 +79,8 @@ def create_app(service: Service, *, echo: bool = True) -> ASGIApp:
     _add_health(app, service)
     _document_components(app, keys=service.keys is not None)
     check_key = KeyGate(service.keys).check if service.keys is not None else None
-    limited = Limits(app, service.limits, check_key)
-    return AccessLog(_for_browsers(limited, service.limits.cors_origins), service, echo=echo)
+    limited = Limits(app, service.settings.limits, check_key)
+    return AccessLog(_for_browsers(limited, service.settings.limits.cors_origins), service, echo=echo)
 
 
 def _for_browsers(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
@@ -95,8 +96,8 @@ def _add_generation(app: FastAPI, service: Service, api: GenerationApi) -> None:
     async def generate(request: Request) -> Response:
         async with _admitted(service, request) as place:
             try:
-                wanted = await service.read(api.read, await _body_of(request))
-                job = await service.job(wanted.request)
+                wanted = await service.pool.read(lambda body: api.read(body, service.settings.name), await _body_of(request))
+                job = await service.jobs.job(wanted.request)
             except InvalidRequest as error:
                 raise api.in_client_terms(error) from error
             return await _answer(service, request, wanted, job, place)
@@ -120,7 +121,7 @@ async def _admitted(service: Service, request: Request) -> AsyncIterator[Place]:
         async with asyncio.timeout_at(record.deadline):
             yield record.place
     except TimeoutError as error:
-        raise DeadlineExceeded(f"The request took longer than {service.limits.request_timeout_s:g} s.") from error
+        raise DeadlineExceeded(f"The request took longer than {service.settings.limits.request_timeout_s:g} s.") from error
 
 
 async def _body_of(request: Request) -> bytes:
@@ -147,8 +148,8 @@ async def _answer(service: Service, request: Request, wanted: ParsedRequest, job
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
-    card = {"id": service.name, "object": "model", "created": service.created, "owned_by": "quartet"}
-    card["max_model_len"] = service.max_len
+    card = {"id": service.settings.name, "object": "model", "created": int(time.time()), "owned_by": "quartet"}
+    card["max_model_len"] = service.settings.max_len
 
     @app.get("/v1/models", response_model=None, responses=_errors())
     async def models() -> Response:
@@ -156,7 +157,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models/{model:path}", response_model=None, responses=_errors())
     async def model(model: str) -> Response:
-        service.check_model(model)
+        service.jobs.check_model(model)
         return json_response(card)
 
 
@@ -173,7 +174,7 @@ def _add_health(app: FastAPI, service: Service) -> None:
         if service.draining:
             return json_response({"status": "draining"}, 503)
         about = service.about if _may_know_addresses(service, request) else {}
-        return json_response({"status": "ready", "model": service.name, **about})
+        return json_response({"status": "ready", "model": service.settings.name, **about})
 
 
 def _may_know_addresses(service: Service, request: Request) -> bool:

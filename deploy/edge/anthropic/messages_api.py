@@ -1,5 +1,6 @@
 """POST /v1/messages and /v1/messages/count_tokens."""
 
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -21,8 +22,8 @@ def _read(body: bytes, model: str) -> ParsedRequest:  # noqa: ARG001 - its reque
 
 
 async def _count(service: Service, body: bytes) -> dict[str, Any]:
-    request = await service.read(lambda body, _: _chat(CountRequest, body), body)
-    return {"input_tokens": len(await service.off_loop(lambda: service.prompt(request)))}
+    request = await service.pool.read(partial(_chat, CountRequest), body)
+    return {"input_tokens": len(await service.pool.run(lambda: service.jobs.prompt(request)))}
 
 
 MESSAGES_API = GenerationApi(

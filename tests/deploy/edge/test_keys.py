@@ -312,12 +312,8 @@ def test_holders_share_no_cached_prefixes(edge: Edge) -> None:
     own, other = salt(edge, bearer(ALICE)), salt(edge, bearer(SLOW))
     assert own == salt(edge, bearer(OLD)) == salt(edge, {"x-api-key": ALICE})
     assert len({own, other, salt(edge, bearer(ALICE), cache_salt="x"), salt(edge, bearer(SLOW), cache_salt="x")}) == 4
-    limits = edge.service.limits
-    try:
-        edge.service.limits = limits.model_copy(update={"isolate_cache": False})
+    with edge.configured(limits=edge.service.settings.limits.model_copy(update={"isolate_cache": False})):
         assert salt(edge, bearer(ALICE)) == salt(edge, bearer(SLOW)) not in (own, other)
-    finally:
-        edge.service.limits = limits
 
 
 def salts(edge: Edge, joined: Callable[[str, str], str] | None = None) -> int:
@@ -327,10 +323,8 @@ def salts(edge: Edge, joined: Callable[[str, str], str] | None = None) -> int:
         priority = None
         cache_salt: str | None = None
 
-    limits = LimitSettings(isolate_cache=True)
-    edge.service.limits, before = limits, edge.service.limits
     found = set()
-    try:
+    with edge.configured(limits=LimitSettings(isolate_cache=True)):
         words = ["", "a", "b", "/", "a/", "/b", "a/b", "1:a", "key a", "header a"]
         names = [Client(word, None) for word in words[1:]] + [Client(None, word) for word in words]
         tenants = [sha256(client.tenant.encode()).hexdigest() for client in names]
@@ -339,8 +333,6 @@ def salts(edge: Edge, joined: Callable[[str, str], str] | None = None) -> int:
             wanted.cache_salt = word or None
             made = edge.service.with_priority(Job([], (), clip=False), wanted, client)
             found.add(joined(client.tenant, word) if joined else made.salt)
-    finally:
-        edge.service.limits = before
     return len(found) - len(names) * (len(words) + 2 * len(tenants))
 
 
