@@ -4,6 +4,7 @@ import secrets
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -23,7 +24,7 @@ from engine.front.template import characters
 from engine.front.text import TextProcessor
 from engine.front.tools import Tools
 from engine.logit_adjustments import LogitAdjustments
-from engine.protocol import MAX_ALTERNATIVES, Grammar, SamplingParams, ThoughtBudget
+from engine.protocol import MAX_ALTERNATIVES, Grammar, SamplingParams
 
 CALL_TOKENS = ("<|tool_call>", "<|tool_response>")  # not to come with tool_choice none, where tools stay declared in the prompt
 MAX_PROMPT_LOGPROBS = 1 << 18  # of a request, alternatives counted: some 70 bytes of JSON each
@@ -57,13 +58,10 @@ class JobBuilder:
             known = map(self._text.control_id, CALL_TOKENS)
             adjustments = forbid(adjustments, [number for number in known if number is not None])
         job = await (self._chat_job(request) if isinstance(request, ChatRequest) else self._completion_job(request))
-        adjusted = (msgspec.structs.replace(params, adjustments=adjustments) for params in job.params)
-        return job if adjustments is None else replace(job, params=tuple(adjusted))
+        return _with(job, adjustments=adjustments)
 
     async def _adjustments(self, request: Sampling) -> LogitAdjustments | None:
-        def read() -> LogitAdjustments | None:
-            return logit_adjustments(request, self.settings.vocab, lambda text: self._text.encode(text, add_bos=False))
-
+        read = partial(logit_adjustments, request, self.settings.vocab, partial(self._text.encode, add_bos=False))
         return await self._pool.run(read) if request.forbidden_words else read()
 
     def prompt(self, request: ChatRequest) -> list[int]:
@@ -98,7 +96,7 @@ class JobBuilder:
         wants = Constraints(tools, choice, rules, self.settings.tool_grammar, budget)
         thinking = request.template_options.get("enable_thinking", self.thinks)
         kept = await self._grammar(wants, prompt, thinking, form.param if form else "tools")
-        return _constrained(job, kept, wants.thought_budget(self._text, prompt))
+        return _with(job, grammar=kept, thought=wants.thought_budget(self._text, prompt))
 
     async def _grammar(self, wants: Constraints, prompt: list[int], thinking: bool, param: str) -> Grammar | None:
         """Of a reply. InvalidRequest: what is asked for cannot be kept; Overloaded: not now. What is only our wish gives way."""
@@ -134,7 +132,7 @@ class JobBuilder:
             return job
         rules = grammar(None, form.rules, Thought.none)
         await self._grammars.check(rules, form.param)
-        return _constrained(job, Grammar(rules))
+        return _with(job, grammar=Grammar(rules))
 
     def _scored(self, job: Job, alternatives: int | None, choices: int) -> Job:
         """`job`, whose first `choices` also give logprobs of their prompts' tokens. InvalidRequest: they are too many."""
@@ -204,7 +202,7 @@ class JobBuilder:
         if (request.min_tokens or 0) > limit:
             raise InvalidRequest(f"min_tokens: {request.min_tokens} exceeds the {limit} tokens to generate", param="min_tokens")
         params = self._params(request, limit, logprobs)
-        return [_with_seed(params, seed) for seed in _seeds(request.seed, request.n or 1)]
+        return [msgspec.structs.replace(params, seed=seed) for seed in _seeds(request.seed, request.n or 1)]
 
     def _check_choices(self, prompts: int, n: int) -> None:
         most = min(MAX_CHOICES, self.settings.capacity)
@@ -275,9 +273,6 @@ def _seeds(seed: int | None, n: int) -> list[int]:
     return [first, *((first ^ (_MIX * place)) & (2**_SEED_BITS - 1) for place in range(1, n))]
 
 
-def _constrained(job: Job, grammar: Grammar | None, thought: ThoughtBudget | None = None) -> Job:
-    return replace(job, params=tuple(msgspec.structs.replace(params, grammar=grammar, thought=thought) for params in job.params))
-
-
-def _with_seed(params: SamplingParams, seed: int) -> SamplingParams:
-    return msgspec.structs.replace(params, seed=seed)
+def _with(job: Job, **changes: Any) -> Job:
+    """The same with changed parameters of every choice."""
+    return replace(job, params=tuple(msgspec.structs.replace(params, **changes) for params in job.params))

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
 
@@ -44,40 +44,32 @@ class Client:
         return f"header {self.authorization or ''}" if self.key is None else f"key {self.key}"
 
 
+@dataclass
 class Service:
     """One served model. `keys`: without them anybody may ask; what comes of them goes to `sink`. `tracer`: none unless configured.
 
     `jobs` makes what goes to the engine, `admission` lets it in; `open` counts choices from their submission to the last byte of
-    their answer. `about`: what whoever asks from this machine may know.
+    their answer. `about`: what whoever asks from this machine may know. `grammars` None: it makes its own.
     """
 
-    def __init__(
-        self,
-        settings: ServiceSettings,
-        text: TextProcessor,
-        engine: Engine,
-        *,
-        keys: KeyRing | None = None,
-        sink: Sink = no_sink,
-        tracer: Tracer | None = None,
-        grammars: GrammarCheck | None = None,
-        about: dict[str, Any] | None = None,
-    ) -> None:
-        """`grammars` None: it makes its own."""
-        self.settings = settings
-        self.text = text
-        self.engine = engine
-        self.keys = keys
-        self.sink = sink
-        self.tracer = tracer
-        self.about = about or {}
-        self.model = ServedModel(settings.name, text.pieces, settings.fingerprint)
+    settings: ServiceSettings
+    text: TextProcessor
+    engine: Engine
+    keys: KeyRing | None = None
+    sink: Sink = no_sink
+    tracer: Tracer | None = None
+    grammars: GrammarCheck | None = None
+    about: dict[str, Any] = field(default_factory=dict)
+    open: int = 0
+    draining: bool = False
+
+    def __post_init__(self) -> None:
+        settings = self.settings
+        self.model = ServedModel(settings.name, self.text.pieces, settings.fingerprint)
         self.pool = TextPool()
-        self.jobs = JobBuilder(settings, text, self.pool, grammars or GrammarCheck(lambda: vocabulary_of(text)))
+        self.jobs = JobBuilder(settings, self.text, self.pool, self.grammars or GrammarCheck(lambda: vocabulary_of(self.text)))
         answers = ANSWERS_PER_CHOICE * settings.capacity
-        self.admission = AdmissionControl(engine, settings.capacity, settings.queue_tokens, answers)
-        self.open = 0
-        self.draining = False
+        self.admission = AdmissionControl(self.engine, settings.capacity, settings.queue_tokens, answers)
         self.idle = asyncio.Event()
         self.idle.set()
 
