@@ -33,7 +33,8 @@ from deploy.edge.keys.key_ring import KeyRing
 from deploy.edge.observe import logs
 from deploy.edge.observe.spans import tracer
 from deploy.edge.routes import create_app
-from deploy.edge.service import Defaults, Service
+from deploy.edge.service import Service
+from deploy.edge.service_settings import Defaults, ServiceSettings
 from deploy.models.fingerprint import fingerprint
 from deploy.nodes import check_nodes
 from deploy.placement import configure, place
@@ -146,25 +147,28 @@ class Quartet:
         self._client = EngineClient(group.front_socket, sink=to_each(self._exporter, self._demand))
         self._exporter.read_gauges = partial(read_gauges, group, self._client)
         await self._client.start()
-        self._service = Service(
+        served = ServiceSettings(
             name=settings.name,
-            text=text,
-            engine=self._client,
             vocab=read_geometry(folder).vocab,
             max_len=settings.engine.max_len,
             defaults=Defaults.read(folder),
             limits=settings.limits,
-            keys=self._keys,
-            sink=self._exporter,
             logs=settings.logs,
-            tracer=tracer(settings.tracing, {"service.namespace": replica.app_name, "service.instance.id": replica.replica_tag}),
             max_tokens=settings.max_tokens,
             tool_grammar=settings.tool_grammar,
             thinking=settings.thinking,
-            grammars=grammars,
             capacity=settings.capacity,
             queue_tokens=settings.queue_tokens,
             fingerprint=fingerprint(folder, settings.build, tp, config.dtype, chosen, text.template or ""),
+        )
+        self._service = Service(
+            served,
+            text,
+            self._client,
+            keys=self._keys,
+            sink=self._exporter,
+            tracer=tracer(settings.tracing, {"service.namespace": replica.app_name, "service.instance.id": replica.replica_tag}),
+            grammars=grammars,
             about={"metrics": metrics, "attention": str(group.attention)},
         )
         self._watcher = Watcher(group, self._died, waiting=lambda: self._client.waiting_since, raylet=raylet_pid())

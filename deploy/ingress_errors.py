@@ -10,6 +10,7 @@ from pathlib import Path
 
 from deploy.edge.error_response import plain_error, response_of
 from deploy.edge.http_errors import DeadlineExceeded
+from deploy.edge.openai.openai_error import OPENAI_ERROR
 from engine.errors import EngineDead, QuartetError
 
 _LOST = EngineDead("the replica is gone")
@@ -23,12 +24,12 @@ def write(folder: Path) -> None:
     for status, error in ERRORS.items():
         (folder / f"{status}.http").write_bytes(reply(error))
     for status, sentence in SENTENCES.items():
-        (folder / f"{status}.json").write_bytes(bytes(plain_error("", status, sentence).body))
+        (folder / f"{status}.json").write_bytes(bytes(plain_error(OPENAI_ERROR, status, sentence).body))
 
 
 def reply(error: QuartetError) -> bytes:
     """The reply to `error`, head and body, as it goes over the wire."""
-    made = response_of(error)
+    made = response_of(error, OPENAI_ERROR)
     lines = [f"HTTP/1.1 {made.status_code} {HTTPStatus(made.status_code).phrase}".encode()]
     lines += [name + b": " + value for name, value in made.raw_headers]
     return b"\r\n".join([*lines, b"", bytes(made.body)])

@@ -47,7 +47,8 @@ class CompletionResponse(Response):
         self._tokens = 0
         self._begun = self._started = False
         self._stuck = False
-        self._late: QuartetError = DeadlineExceeded(f"The request took longer than {service.limits.request_timeout_s:g} s.")
+        timeout_s = service.settings.limits.request_timeout_s
+        self._late: QuartetError = DeadlineExceeded(f"The request took longer than {timeout_s:g} s.")
         self._record: RequestRecord
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -68,14 +69,14 @@ class CompletionResponse(Response):
     def _note(self, record: RequestRecord) -> None:
         """What is known before the first token, and what it may cost its API key's holder. QuotaExceeded."""
         self._record = record
-        record.model, record.answer, record.stream = self._service.name, self._format.id, self._streams
+        record.model, record.answer, record.stream = self._service.settings.name, self._format.id, self._streams
         record.choices, record.max_tokens = len(self._job.params), self._job.params[0].max_tokens
         record.prompt_tokens = self._job.prompt_tokens
         if record.grant is not None:
             record.grant.reserve(record.prompt_tokens + sum(params.max_tokens for params in self._job.params))
 
     async def _serve(self, send: Send) -> None:
-        limits, loop = self._service.limits, asyncio.get_running_loop()
+        limits, loop = self._service.settings.limits, asyncio.get_running_loop()
         timers = [
             loop.call_at(self._record.deadline, self._abort, AbortReason.deadline),
             loop.call_later(limits.queue_timeout_s, self._refuse, f"has waited {limits.queue_timeout_s:g} s for its turn"),
@@ -178,13 +179,13 @@ class CompletionResponse(Response):
             if not self._started:
                 self._started = True
                 head = send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
-                await bounded(head, self._service.limits.write_timeout_s)
+                await bounded(head, self._service.settings.limits.write_timeout_s)
             write = self._record.send({"type": "http.response.body", "body": body, "more_body": more})
-            await bounded(write, self._service.limits.write_timeout_s)
+            await bounded(write, self._service.settings.limits.write_timeout_s)
         except TimeoutError as error:
             self._stuck = True
             self._abort(AbortReason.slow_reader)
-            raise SlowReader(f"the client took nothing for {self._service.limits.write_timeout_s:g} s") from error
+            raise SlowReader(f"the client took nothing for {self._service.settings.limits.write_timeout_s:g} s") from error
 
     async def _fail(self, error: QuartetError, send: Send) -> None:
         """Before the headers an error is its own reply (Starlette's handler writes it); after them, the stream's last event."""

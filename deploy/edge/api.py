@@ -1,4 +1,4 @@
-"""An API, as the routes see it: a path, how its body is read, and the format of its answer.
+"""An API, as the routes see it: an endpoint, how its body is read, and the format of its answer.
 
 Every API says in OpenAI's terms what it wants of the engine: a chat, or a completion of raw prompts. So all are validated,
 admitted, limited and submitted alike.
@@ -10,6 +10,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from deploy.edge.http_endpoint import HttpEndpoint, Right
 from deploy.edge.openai.schemas import ChatRequest, CompletionRequest
 from deploy.edge.response_format import ResponseFormat, ServedModel
 from deploy.edge.service import Service
@@ -24,15 +25,15 @@ class ParsedRequest:
     format: Callable[[ServedModel], ResponseFormat]
 
 
-@dataclass(frozen=True)
-class GenerationApi:
+@dataclass(frozen=True, kw_only=True)
+class GenerationApi(HttpEndpoint):
     """A route that generates. `read` takes a body and the served model's name, and raises InvalidRequest.
 
     `body` and `parts` are for the API's document: the body's type, and types that its raw JSON refers to. `names`: its own names
     for keys of OpenAI's, so that an error names what the client has written.
     """
 
-    path: str
+    right: Right = "generate"
     body: type[Struct]
     read: Callable[[bytes, str], ParsedRequest]
     parts: tuple[type[Struct], ...] = ()
@@ -47,11 +48,11 @@ class GenerationApi:
         return InvalidRequest(name + message.removeprefix(param) if message.startswith(param) else message, name, error.code)
 
 
-@dataclass(frozen=True)
-class TokenApi:
+@dataclass(frozen=True, kw_only=True)
+class TokenApi(HttpEndpoint):
     """A route that answers from the tokenizer alone: `answer` gives what goes out as JSON, and raises InvalidRequest."""
 
-    path: str
+    right: Right = "tokenize"
     body: type[Struct]
     answer: Callable[[Service, bytes], Awaitable[Any]]
     parts: tuple[type[Struct], ...] = ()

@@ -1,21 +1,18 @@
-"""An error as a reply: in OpenAI's shape, which is also a stream's last event, or in that of whoever asked for the path.
-
-    {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
+"""An error as a reply, in the shape of the API that was asked.
 
 Messages are cut: a reply is never larger than 2 kB. Every reply that no access log stands around (a refusal before Ray Serve saw
 the request) brings its own request id and log line.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from deploy.edge.anthropic.error_object import error_object, is_anthropic
 from deploy.edge.http_errors import NO_RETRY, code_of, status_of
 from deploy.edge.scope import RECORD, request_id
 from engine.errors import EngineDead, InvalidRequest, Overloaded, QuartetError
@@ -25,20 +22,38 @@ MAX_MESSAGE = 1000
 logger = logging.getLogger(__name__)
 
 
-def body_of(error: QuartetError) -> dict[str, Any]:
-    """The error object, as a reply's body or as a stream's last event."""
-    param = error.param if isinstance(error, InvalidRequest) else None
-    return {"error": {"message": message_of(error), "type": status_of(error).type, "param": param, "code": code_of(error)}}
+@dataclass(frozen=True)
+class ErrorFields:
+    """What an API's error may say."""
+
+    status: int
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
 
 
-def response_of(error: QuartetError, path: str = "") -> Response:
-    """The whole reply, in the shape of the API that `path` is of."""
+@dataclass(frozen=True)
+class ErrorShape:
+    """How an API writes an error. `name`: of its schema in the API's document; `fields`: what stands under `error`."""
+
+    name: str
+    fields: tuple[str, ...]
+    write: Callable[[ErrorFields], dict[str, Any]]
+
+    def body(self, error: QuartetError) -> dict[str, Any]:
+        """The error, as a reply's body or as a stream's last event."""
+        param, status = error.param if isinstance(error, InvalidRequest) else None, status_of(error)
+        return self.write(ErrorFields(status.status, message_of(error), status.type, param, code_of(error)))
+
+
+def response_of(error: QuartetError, shape: ErrorShape) -> Response:
+    """The whole reply."""
     status = status_of(error)
     headers = dict(status.headers)
     if isinstance(error, Overloaded):
         headers["retry-after"] = str(error.retry_after_s)
-    shown = error_object(status.status, message_of(error)) if is_anthropic(path) else body_of(error)
-    return Refusal(error, shown, status.status, headers)
+    return Refusal(error, shape.body(error), status.status, headers)
 
 
 class Refusal(Response):
@@ -69,20 +84,12 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
 
 
 def plain_error(
-    path: str, status: int, message: str, code: str | None = None, headers: Mapping[str, str] | None = None
+    shape: ErrorShape, status: int, message: str, code: str | None = None, headers: Mapping[str, str] | None = None
 ) -> Response:
     """An error that no exception of ours stands for: unknown path, wrong method, a bug."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     headers = {**(headers or {}), **(dict(NO_RETRY) if status >= 500 else {})}
-    if is_anthropic(path):
-        return json_response(error_object(status, _cut(message)), status, headers)
-    return json_response({"error": {"message": _cut(message), "type": kind, "param": None, "code": code}}, status, headers)
-
-
-def handle(request: Request, error: Exception) -> Response:
-    """Starlette's exception handler for the whole tree."""
-    assert isinstance(error, QuartetError), error
-    return response_of(error, request.scope["path"])
+    return json_response(shape.write(ErrorFields(status, _cut(message), kind, code=code)), status, headers)
 
 
 def message_of(error: QuartetError) -> str:

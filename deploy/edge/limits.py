@@ -24,12 +24,13 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from deploy.edge.apis import error_shape_of
 from deploy.edge.bounded import bounded
 from deploy.edge.edge_settings import KEYS_VARIABLE, LIMITS_VARIABLE, KeySettings, LimitSettings
 from deploy.edge.error_response import response_of
 from deploy.edge.http10 import Unchunked
 from deploy.edge.http_errors import ForeignHost, HeadersTooLarge, TooLarge, TooSlow, WrongMediaType
-from deploy.edge.keys.key_gate import KeyGate
+from deploy.edge.key_gate import KeyGate
 from deploy.edge.keys.key_ring import KeyRing
 from deploy.edge.recovery import Recovery
 from deploy.edge.scope import BEGAN
@@ -90,7 +91,7 @@ class Limits:
             body = self._uploads.replayed(upload, receive)
             await self._app({**scope, "headers": _kept(scope["headers"]), BEGAN: began}, body, took)
         except _Refused as refused:
-            await response_of(refused.error, scope["path"])(scope, receive, send)
+            await response_of(refused.error, error_shape_of(scope["path"]))(scope, receive, send)
         finally:
             self._uploads.release(upload)
             self._open -= 1

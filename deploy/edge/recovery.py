@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from deploy.edge.apis import error_shape_of
 from deploy.edge.error_response import response_of
 from engine.errors import EngineDead
 
@@ -51,7 +52,7 @@ class Recovery:
             work.cancel()
             await asyncio.wait({work})
         if refused:
-            await response_of(EngineDead("the replica is gone"), scope["path"])(scope, receive, send)
+            await response_of(EngineDead("the replica is gone"), error_shape_of(scope["path"]))(scope, receive, send)
 
     async def _is_lost(self, path: str) -> bool:
         """As Serve said it, at most PERIOD_S ago; False where it does not say."""

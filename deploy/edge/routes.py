@@ -4,6 +4,7 @@ Bodies are read raw and validated by our own models, so that every error has its
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -19,28 +20,21 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from deploy.edge.absent_routes import why_absent
+from deploy.edge.access_log import AccessLog
 from deploy.edge.admission_control import Place
 from deploy.edge.answer import CompletionResponse
-from deploy.edge.anthropic.error_object import is_anthropic
-from deploy.edge.anthropic.messages_api import COUNT_TOKENS, MESSAGES_API
 from deploy.edge.api import GenerationApi, ParsedRequest, TokenApi
-from deploy.edge.error_response import handle, json_response, plain_error
+from deploy.edge.apis import GENERATION_APIS, TOKEN_APIS, error_shape_of
+from deploy.edge.error_response import ErrorShape, json_response, plain_error, response_of
 from deploy.edge.http_errors import DeadlineExceeded, WrongMediaType
-from deploy.edge.keys.key_gate import KeyGate
+from deploy.edge.key_gate import KeyGate
 from deploy.edge.limits import Limits
-from deploy.edge.native.generate_api import GENERATE
-from deploy.edge.native.tokenization import DETOKENIZE, TOKENIZE
-from deploy.edge.observe.access_log import AccessLog
 from deploy.edge.observe.record import record_of
-from deploy.edge.openai.completions import CHAT, COMPLETIONS
-from deploy.edge.openai.responses_api import RESPONSES
+from deploy.edge.openai.openai_error import OPENAI_ERROR
 from deploy.edge.scope import client_address, is_from_loopback
 from deploy.edge.service import Client, Service
 from engine.errors import InvalidRequest, QuartetError
 from engine.front.generation import Job
-
-GENERATION_APIS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES_API, GENERATE)
-TOKEN_APIS = (COUNT_TOKENS, TOKENIZE, DETOKENIZE)
 
 TURN_BITS = 31  # of what the engine orders by: whose turn it is, among requests of one priority
 Responses = dict[int | str, dict[str, Any]]
@@ -54,19 +48,19 @@ _GENERATED: Responses = {
 }
 
 
-def _error_schema(*names: str) -> dict[str, Any]:
-    """Of an object whose `error` has these fields, each a text or null."""
-    fields = {name: {"type": ["string", "null"]} for name in names}
-    inner = {"type": "object", "required": list(names), "properties": fields}
+def _error_schema(shape: ErrorShape) -> dict[str, Any]:
+    """Of an object whose `error` has the shape's fields, each a text or null."""
+    fields = {name: {"type": ["string", "null"]} for name in shape.fields}
+    inner = {"type": "object", "required": list(shape.fields), "properties": fields}
     return {"type": "object", "required": ["error"], "properties": {"error": inner}}
 
 
-_ERROR_SCHEMAS = {"Error": _error_schema("message", "type", "param", "code"), "AnthropicError": _error_schema("message", "type")}
+_ERROR_SCHEMAS = {api.error.name: _error_schema(api.error) for api in GENERATION_APIS}
 
 
-def _errors(path: str) -> Responses:
-    """How the errors of a path look."""
-    schema = {"$ref": f"#/components/schemas/{'AnthropicError' if is_anthropic(path) else 'Error'}"}
+def _errors(shape: ErrorShape = OPENAI_ERROR) -> Responses:
+    """How errors of that shape are documented."""
+    schema = {"$ref": f"#/components/schemas/{shape.name}"}
     texts = {"4XX": "The request cannot be served as it is.", "5XX": "The server failed, or is not ready."}
     return {status: {"description": text, "content": {"application/json": {"schema": schema}}} for status, text in texts.items()}
 
@@ -74,7 +68,7 @@ def _errors(path: str) -> Responses:
 def create_app(service: Service, *, echo: bool = True) -> ASGIApp:
     """The whole ASGI app of one replica. `echo`: it puts `x-request-id` on replies; not where Ray Serve does."""
     app = FastAPI(title="Quartet", description="OpenAI's and Anthropic's APIs of a Gemma 4 deployment.", redirect_slashes=False)
-    app.add_exception_handler(QuartetError, handle)
+    app.add_exception_handler(QuartetError, _refusal)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _bug)
     for api in GENERATION_APIS:
@@ -85,8 +79,8 @@ def create_app(service: Service, *, echo: bool = True) -> ASGIApp:
     _add_health(app, service)
     _document_components(app, keys=service.keys is not None)
     check_key = KeyGate(service.keys).check if service.keys is not None else None
-    limited = Limits(app, service.limits, check_key)
-    return AccessLog(_for_browsers(limited, service.limits.cors_origins), service, echo=echo)
+    limited = Limits(app, service.settings.limits, check_key)
+    return AccessLog(_for_browsers(limited, service.settings.limits.cors_origins), service, echo=echo)
 
 
 def _for_browsers(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
@@ -98,19 +92,19 @@ def _for_browsers(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
 
 
 def _add_generation(app: FastAPI, service: Service, api: GenerationApi) -> None:
-    @app.post(api.path, response_model=None, responses=_GENERATED | _errors(api.path), openapi_extra=_body(api.body))
+    @app.post(api.path, response_model=None, responses=_GENERATED | _errors(api.error), openapi_extra=_body(api.body))
     async def generate(request: Request) -> Response:
         async with _admitted(service, request) as place:
             try:
-                wanted = await service.read(api.read, await _body_of(request))
-                job = await service.job(wanted.request)
+                wanted = await service.pool.read(lambda body: api.read(body, service.settings.name), await _body_of(request))
+                job = await service.jobs.job(wanted.request)
             except InvalidRequest as error:
                 raise api.in_client_terms(error) from error
             return await _answer(service, request, wanted, job, place)
 
 
 def _add_tokens(app: FastAPI, service: Service, api: TokenApi) -> None:
-    @app.post(api.path, response_model=None, responses=_errors(api.path), openapi_extra=_body(api.body))
+    @app.post(api.path, response_model=None, responses=_errors(api.error), openapi_extra=_body(api.body))
     async def tokens(request: Request) -> Response:
         async with _admitted(service, request):
             return json_response(await api.answer(service, await _body_of(request)))
@@ -127,7 +121,7 @@ async def _admitted(service: Service, request: Request) -> AsyncIterator[Place]:
         async with asyncio.timeout_at(record.deadline):
             yield record.place
     except TimeoutError as error:
-        raise DeadlineExceeded(f"The request took longer than {service.limits.request_timeout_s:g} s.") from error
+        raise DeadlineExceeded(f"The request took longer than {service.settings.limits.request_timeout_s:g} s.") from error
 
 
 async def _body_of(request: Request) -> bytes:
@@ -154,33 +148,33 @@ async def _answer(service: Service, request: Request, wanted: ParsedRequest, job
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
-    card = {"id": service.name, "object": "model", "created": service.created, "owned_by": "quartet"}
-    card["max_model_len"] = service.max_len
+    card = {"id": service.settings.name, "object": "model", "created": int(time.time()), "owned_by": "quartet"}
+    card["max_model_len"] = service.settings.max_len
 
-    @app.get("/v1/models", response_model=None, responses=_errors(""))
+    @app.get("/v1/models", response_model=None, responses=_errors())
     async def models() -> Response:
         return json_response({"object": "list", "data": [card]})
 
-    @app.get("/v1/models/{model:path}", response_model=None, responses=_errors(""))
+    @app.get("/v1/models/{model:path}", response_model=None, responses=_errors())
     async def model(model: str) -> Response:
-        service.check_model(model)
+        service.jobs.check_model(model)
         return json_response(card)
 
 
 def _add_health(app: FastAPI, service: Service) -> None:
-    @app.get("/health/live", response_model=None, responses=_errors(""))
+    @app.get("/health/live", response_model=None, responses=_errors())
     async def live() -> Response:
         return json_response({"status": "live"} if service.engine.dead is None else {"status": "dead"}, _status(service))
 
-    @app.get("/health", response_model=None, responses=_errors(""))
-    @app.get("/health/ready", response_model=None, responses=_errors(""))
+    @app.get("/health", response_model=None, responses=_errors())
+    @app.get("/health/ready", response_model=None, responses=_errors())
     async def ready(request: Request) -> Response:
         if service.engine.dead is not None:
             return json_response({"status": "dead"}, 503)
         if service.draining:
             return json_response({"status": "draining"}, 503)
         about = service.about if _may_know_addresses(service, request) else {}
-        return json_response({"status": "ready", "model": service.name, **about})
+        return json_response({"status": "ready", "model": service.settings.name, **about})
 
 
 def _may_know_addresses(service: Service, request: Request) -> bool:
@@ -192,19 +186,25 @@ def _status(service: Service) -> int:
     return 200 if service.engine.dead is None else 503
 
 
+async def _refusal(request: Request, error: Exception) -> Response:
+    """An error of ours, of the whole tree."""
+    assert isinstance(error, QuartetError), error
+    return response_of(error, error_shape_of(request.scope["path"]))
+
+
 async def _http_error(request: Request, error: Exception) -> Response:
     """Unknown paths and wrong methods."""
     assert isinstance(error, HTTPException)
     path = request.scope["path"]
     why = why_absent(path) if error.status_code == HTTPStatus.NOT_FOUND else None
     message = " ".join(filter(None, (f"{error.detail}: {request.method} {path}.", why)))
-    return plain_error(path, error.status_code, message, headers=error.headers)
+    return plain_error(error_shape_of(path), error.status_code, message, headers=error.headers)
 
 
 async def _bug(request: Request, error: Exception) -> Response:
     """Not an error of ours: the traceback goes to the log, nothing of it to the client."""
     record_of(request.scope).error = error
-    return plain_error(request.scope["path"], 500, "Internal error", "internal_error")
+    return plain_error(error_shape_of(request.scope["path"]), 500, "Internal error", "internal_error")
 
 
 @cache

@@ -1,82 +1,34 @@
-"""What the routes stand on: one model's text processor, its engine, its defaults and limits, and the count of open answers.
-
-Tokenizing runs in a small thread pool: a long prompt must not hold up every stream.
-"""
+"""What the routes stand on: one model's text processor, its engine, its settings, and the count of open answers."""
 
 import asyncio
-import secrets
-import time
-from array import array
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from pathlib import Path
-from typing import Any, TypeVar
-
-import msgspec
+from typing import Any
 
 from deploy.edge.admission_control import AdmissionControl
-from deploy.edge.edge_settings import LimitSettings, LogSettings
 from deploy.edge.http_errors import Forbidden, QuotaExceeded, Unauthenticated
+from deploy.edge.job_builder import JobBuilder
 from deploy.edge.keys.key_ring import KeyRing
-from deploy.edge.logit_keys import check_ids, forbid, logit_adjustments
 from deploy.edge.observe.record import RequestRecord
 from deploy.edge.observe.spans import Tracer
-from deploy.edge.openai.schemas import ChatRequest, CompletionRequest, Sampling
-from deploy.edge.raw_json import ON_LOOP_BYTES, check_strings, not_null
+from deploy.edge.openai.schemas import Sampling
 from deploy.edge.response_format import ServedModel
-from engine.checkpoint import generation_config
-from engine.config import Thinking, ToolGrammar
-from engine.errors import EngineDead, InvalidRequest, ModelNotFound, Overloaded, QuartetError
+from deploy.edge.service_settings import ServiceSettings
+from deploy.edge.text_pool import TextPool
+from engine.errors import EngineDead, InvalidRequest, QuartetError
 from engine.events import KeyDecision, KeyTokens, KeyVerdict, Sink, no_sink
-from engine.front.constraints import Constraints, ToolChoice
 from engine.front.generation import Engine, Generation, Job
-from engine.front.grammar import Thought, grammar
 from engine.front.grammar_check import GrammarCheck, vocabulary_of
-from engine.front.reply import Markers
-from engine.front.template import characters
 from engine.front.text import TextProcessor
-from engine.front.tools import Tools
-from engine.logit_adjustments import LogitAdjustments
-from engine.protocol import MAX_ALTERNATIVES, Grammar, SamplingParams, ThoughtBudget
 
-TEXT_THREADS = 2
-CALL_TOKENS = ("<|tool_call>", "<|tool_response>")  # not to come with tool_choice none, where tools stay declared in the prompt
 ANSWERS_PER_CHOICE = 4  # answers under way, in capacities: beyond what the engine works on, those that only wait for their readers
-MAX_PROMPT_LOGPROBS = 1 << 18  # of a request, alternatives counted: some 70 bytes of JSON each
-MAX_CHOICES = 64  # of a request, all its prompts together
-CHARACTERS_A_TOKEN = 16  # on an average over a prompt, at most
-COUNTED_CONTEXTS = 2  # contexts: a longer prompt is not even counted
-COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
-_SEED_BITS = 63
 _REFUSALS: dict[type[QuartetError], KeyVerdict] = {
     Unauthenticated: "unauthenticated",
     Forbidden: "forbidden",
     QuotaExceeded: "rate_limited",
 }
-
-T = TypeVar("T")
-_MIX = 0x9E3779B97F4A7C15  # apart: neighbouring choices must not share noise
-
-
-@dataclass(frozen=True)
-class Defaults:
-    """Sampling where a request says nothing: the checkpoint's generation_config.json."""
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-
-    @classmethod
-    def read(cls, folder: Path) -> "Defaults":
-        """From a checkpoint; do_sample: false means greedy."""
-        config = generation_config(folder)
-        if config.get("do_sample") is False:
-            return cls(temperature=0.0)
-        known = {name: config[name] for name in ("temperature", "top_k", "top_p") if config.get(name) is not None}
-        return cls(**known)
 
 
 @dataclass(frozen=True)
@@ -94,48 +46,32 @@ class Client:
 
 @dataclass
 class Service:
-    """One served model. `vocab` is the model's (token ids must lie in it), `max_len` the context.
+    """One served model. `keys`: without them anybody may ask; what comes of them goes to `sink`. `tracer`: none unless configured.
 
-    `capacity` choices, and `queue_tokens` tokens of those that wait, are let in (admission_control.py); `open` counts choices from
-    their submission to the last byte of their answer. `tracer`: none unless configured. `fingerprint`: of build, weights and setup.
-    `keys`: without them anybody may ask; what comes of them goes to `sink`. `grammars` None: the service makes its own.
+    `jobs` makes what goes to the engine, `admission` lets it in; `open` counts choices from their submission to the last byte of
+    their answer. `about`: what whoever asks from this machine may know. `grammars` None: it makes its own.
     """
 
-    name: str
+    settings: ServiceSettings
     text: TextProcessor
     engine: Engine
-    vocab: int
-    max_len: int
-    defaults: Defaults = field(default_factory=Defaults)
-    limits: LimitSettings = field(default_factory=LimitSettings)
-    logs: LogSettings = field(default_factory=LogSettings)
-    tracer: Tracer | None = None
     keys: KeyRing | None = None
     sink: Sink = no_sink
-    max_tokens: int | None = None
-    capacity: int = 1 << 20
-    queue_tokens: int = 1 << 30
-    fingerprint: str | None = None
-    tool_grammar: ToolGrammar = "strict"
-    thinking: Thinking = "auto"
+    tracer: Tracer | None = None
     grammars: GrammarCheck | None = None
     about: dict[str, Any] = field(default_factory=dict)
-    created: int = field(default_factory=lambda: int(time.time()))
     open: int = 0
     draining: bool = False
 
     def __post_init__(self) -> None:
-        self.model = ServedModel(self.name, self.text.pieces, self.fingerprint)
-        self._pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
-        self._grammars = self.grammars or GrammarCheck(lambda: vocabulary_of(self.text))
-        self.admission = AdmissionControl(self.engine, self.capacity, self.queue_tokens, ANSWERS_PER_CHOICE * self.capacity)
+        settings = self.settings
+        self.model = ServedModel(settings.name, self.text.pieces, settings.fingerprint)
+        self.pool = TextPool()
+        self.jobs = JobBuilder(settings, self.text, self.pool, self.grammars or GrammarCheck(lambda: vocabulary_of(self.text)))
+        answers = ANSWERS_PER_CHOICE * settings.capacity
+        self.admission = AdmissionControl(self.engine, settings.capacity, settings.queue_tokens, answers)
         self.idle = asyncio.Event()
         self.idle.set()
-
-    def check_model(self, name: str) -> None:
-        """Raises ModelNotFound unless `name` is served here."""
-        if name != self.name:
-            raise ModelNotFound(name)
 
     def check_alive(self) -> None:
         """Raises EngineDead once the group is gone."""
@@ -159,120 +95,6 @@ class Service:
         if self.tracer is not None:
             self.tracer.close(timeout_s)
 
-    async def read(self, reader: Callable[[bytes, str], T], body: bytes) -> T:
-        """What `reader` makes of `body` and the model's name; a large body is read off the loop. Raises what `reader` does."""
-        if len(body) <= ON_LOOP_BYTES:
-            return reader(body, self.name)
-        check_strings(body)
-        return await self.off_loop(lambda: reader(body, self.name))
-
-    async def job(self, request: ChatRequest | CompletionRequest) -> Job:
-        """What goes to the engine. InvalidRequest, ModelNotFound."""
-        self.check_model(request.model)
-        adjustments = await self._adjustments(request)
-        if isinstance(request, ChatRequest) and request.chosen_tools.mode == "none" and not_null(request.tools) is not None:
-            known = map(self.text.control_id, CALL_TOKENS)
-            adjustments = forbid(adjustments, [number for number in known if number is not None])
-        job = await (self._chat_job(request) if isinstance(request, ChatRequest) else self._completion_job(request))
-        adjusted = (msgspec.structs.replace(params, adjustments=adjustments) for params in job.params)
-        return job if adjustments is None else replace(job, params=tuple(adjusted))
-
-    async def _adjustments(self, request: Sampling) -> LogitAdjustments | None:
-        def read() -> LogitAdjustments | None:
-            return logit_adjustments(request, self.vocab, lambda text: self.text.encode(text, add_bos=False))
-
-        return await self.off_loop(read) if request.forbidden_words else read()
-
-    def prompt(self, request: ChatRequest) -> list[int]:
-        """The token ids that a chat begins with; takes a while. InvalidRequest, ModelNotFound."""
-        self.check_model(request.model)
-        return self._render(request, COUNTED_CONTEXTS * self.max_len)[0]
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a raw prompt; takes a while. InvalidRequest: it is much longer than any that fits."""
-        self._check_size(len(text), "prompt")
-        return self.text.encode(text, add_bos=add_special_tokens, most=COUNTED_CONTEXTS * self.max_len)
-
-    def decode(self, tokens: list[int]) -> str:
-        """The text of token ids, control tokens included; takes a while. InvalidRequest: one is none, or they are too many."""
-        _at_most("tokens", len(tokens), COUNTED_CONTEXTS * self.max_len, "ids")
-        return self.text.decode(self._in_vocab(tokens, "tokens"), skip_special_tokens=False)
-
-    @property
-    def thinks(self) -> bool:
-        """Whether the model thinks where a request does not say."""
-        return self.text.thinks_by_default if self.thinking == "auto" else self.thinking == "on"
-
-    async def off_loop(self, work: Callable[[], T]) -> T:
-        """What `work` returns, in a thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
-
-    async def _chat_job(self, request: ChatRequest) -> Job:
-        wanted = request.max_completion_tokens or request.max_tokens
-        logprobs = (request.top_logprobs or 0) if request.logprobs else None
-        (prompt, tools), form = await self.off_loop(lambda: (self._render(request, self.max_len), request.read_form()))
-        job = self._job(request, [prompt], wanted or self.max_tokens or self.max_len, clip=wanted is None, logprobs=logprobs)
-        choice = request.chosen_tools
-        job = self._scored(replace(job, is_chat=True, tools=tools, one_call=choice.one), request.prompt_logprobs, 1)
-        rules, budget = form.rules if form else None, request.thinking_token_budget
-        wants = Constraints(tools, choice, rules, self.tool_grammar, budget)
-        thinking = request.template_options.get("enable_thinking", self.thinks)
-        kept = await self._grammar(wants, prompt, thinking, form.param if form else "tools")
-        return _constrained(job, kept, wants.thought_budget(self.text, prompt))
-
-    async def _grammar(self, wants: Constraints, prompt: list[int], thinking: bool, param: str) -> Grammar | None:
-        """Of a reply. InvalidRequest: what is asked for cannot be kept; Overloaded: not now. What is only our wish gives way."""
-        found = await self.off_loop(lambda: wants.grammar(Markers.of(self.text), prompt, thinking=thinking))
-        if found is None:
-            return None
-        try:
-            await self._grammars.check(found.text, param)
-        except Overloaded:
-            if not wants.ours:
-                raise
-            return None
-        except InvalidRequest:
-            if (looser := wants.looser()) is None:
-                raise
-            return await self._grammar(looser, prompt, thinking, param)
-        return found
-
-    async def _completion_job(self, request: CompletionRequest) -> Job:
-        sources = request.prompts()
-        if any(isinstance(source, str) for source in sources):
-            prompts = await self.off_loop(lambda: [self._tokens(source) for source in sources])
-        else:
-            prompts = [self._tokens(source) for source in sources]
-        wanted, form = request.max_tokens, await self.off_loop(request.read_form) if request.demands_form else None
-        limit = COMPLETION_TOKENS if wanted is None else max(1, wanted)
-        job = self._job(request, prompts, limit, clip=wanted is None, logprobs=request.logprobs)
-        scored = [each for each in (request.prompt_logprobs, request.echoed_logprobs) if each is not None]
-        job = self._scored(job, max(scored, default=None), len(job.params))
-        if request.echo:
-            job = await self.off_loop(lambda: replace(job, echoes=self._texts(sources, job), echo_only=wanted == 0))
-        if form is None:
-            return job
-        rules = grammar(None, form.rules, Thought.none)
-        await self._grammars.check(rules, form.param)
-        return _constrained(job, Grammar(rules))
-
-    def _scored(self, job: Job, alternatives: int | None, choices: int) -> Job:
-        """`job`, whose first `choices` also give logprobs of their prompts' tokens. InvalidRequest: they are too many."""
-        if alternatives is None:
-            return job
-        _at_most("prompt_logprobs", alternatives, min(self.limits.top_logprobs, MAX_ALTERNATIVES))
-        count = sum(len(job.prompt(choice)) for choice in range(choices)) * (1 + alternatives)
-        if count > MAX_PROMPT_LOGPROBS:
-            message = f"{count} logprobs of prompt tokens, alternatives counted, exceed the limit of {MAX_PROMPT_LOGPROBS}"
-            raise InvalidRequest(f"prompt_logprobs: {message} a request", param="prompt_logprobs")
-        scored = (msgspec.structs.replace(params, prompt_logprobs=alternatives) for params in job.params[:choices])
-        return replace(job, params=(*scored, *job.params[choices:]))
-
-    def _texts(self, sources: Sequence[str | list[int]], job: Job) -> tuple[str, ...]:
-        """Of prompts, as an echo shows them: a text as it came."""
-        shown = job.skip_special_tokens
-        return tuple(each if isinstance(each, str) else self.text.decode(each, skip_special_tokens=shown) for each in sources)
-
     def settle(self, record: RequestRecord) -> None:
         """A request has ended: its API key's holder gets back what it did not use, and what became of it is counted."""
         refused = next((verdict for kind, verdict in _REFUSALS.items() if isinstance(record.error, kind)), None)
@@ -284,142 +106,13 @@ class Service:
 
     def with_priority(self, job: Job, request: Sampling, client: Client) -> Job:
         """`job` with its place in the queue, and with whom it shares cached prefixes. InvalidRequest: it is too urgent."""
-        priority, most = request.priority or 0, self.limits.min_priority
+        priority, most = request.priority or 0, self.settings.limits.min_priority
         if priority < most:
             raise InvalidRequest(f"priority: {priority} is more urgent than {most}, the most urgent allowed here", param="priority")
-        isolated = self.keys is not None if self.limits.isolate_cache is None else self.limits.isolate_cache
+        isolated = self.keys is not None if self.settings.limits.isolate_cache is None else self.settings.limits.isolate_cache
         tenant = sha256(client.tenant.encode()).hexdigest() if isolated else ""
         return replace(job, priority=priority, salt=f"{len(tenant)}:{tenant}{request.cache_salt or ''}")
 
     def start(self, job: Job, choice: int) -> Generation:
         """Submit one choice of a job."""
         return Generation(self.engine, self.text, job, choice)
-
-    def _render(self, request: ChatRequest, most: int) -> tuple[list[int], Tools]:
-        """The prompt, of `most` tokens, and the tools that the reply may call."""
-        messages, declared = [message.plain() for message in request.turns()], request.declared_tools
-        self._check_size(characters([messages, declared]), "messages")
-        tools, choice = Tools(declared), request.chosen_tools
-        _check_choice(choice, tools)
-        options = request.template_options
-        thinking = options.pop("enable_thinking", self.thinks)
-        for name in ("tools", "add_generation_prompt"):  # they are parameters of their own
-            if name in options:
-                raise InvalidRequest(f"chat_template_kwargs.{name}: not allowed", param="chat_template_kwargs")
-        prompt = self.text.render_chat(
-            messages,
-            tools=declared or None,
-            enable_thinking=thinking,
-            add_generation_prompt=request.add_generation_prompt is not False,
-            most=most,
-            **options,
-        )
-        return prompt, Tools(()) if choice.mode == "none" else tools
-
-    def _tokens(self, source: str | list[int]) -> list[int]:
-        if not isinstance(source, str):
-            return self._in_vocab(source, "prompt")
-        self._check_size(len(source), "prompt")
-        return self.text.encode(source, add_bos=True, most=self.max_len)
-
-    def _check_size(self, characters: int, param: str) -> None:
-        """What fits has fewer characters a token: more are not even rendered."""
-        if characters > self.max_len * CHARACTERS_A_TOKEN:
-            raise too_long(f"about {characters} characters", self.max_len, param)
-
-    def _job(self, request: Sampling, prompts: list[list[int]], wanted: int, *, clip: bool, logprobs: int | None) -> Job:
-        self._check_limits(request, logprobs)
-        self._check_choices(len(prompts), request.n or 1)
-        choices = tuple(params for prompt in prompts for params in self._choices(request, prompt, wanted, logprobs))
-        shown = request.skip_special_tokens is not False
-        packed = tuple(array("i", prompt) for prompt in prompts)
-        return Job(packed, choices, clip, stops=request.stops, skip_special_tokens=shown)
-
-    def _choices(self, request: Sampling, prompt: list[int], wanted: int, logprobs: int | None) -> list[SamplingParams]:
-        """Of one prompt: with the seeds that it has when it comes alone."""
-        if len(prompt) + 1 > self.max_len:
-            param = "prompt" if isinstance(request, CompletionRequest) else "messages"
-            raise too_long(f"{len(prompt)} tokens", self.max_len, param)
-        if not prompt:
-            raise InvalidRequest("prompt: must not be empty", param="prompt")
-        limit = min(wanted, self.max_len - len(prompt))
-        if (request.min_tokens or 0) > limit:
-            raise InvalidRequest(f"min_tokens: {request.min_tokens} exceeds the {limit} tokens to generate", param="min_tokens")
-        params = self._params(request, limit, logprobs)
-        return [_with_seed(params, seed) for seed in _seeds(request.seed, request.n or 1)]
-
-    def _check_choices(self, prompts: int, n: int) -> None:
-        most = min(MAX_CHOICES, self.capacity)
-        if prompts * n > most:
-            which = "n" if n > 1 else "prompt"
-            raise InvalidRequest(f"{which}: {prompts} prompts of {n} choices each exceed the limit of {most}", param=which)
-
-    def _params(self, request: Sampling, limit: int, logprobs: int | None) -> SamplingParams:
-        eos = () if request.ignore_eos else self.text.eos_ids
-        own = self._in_vocab(request.stop_ids, "stop_token_ids")
-        top_k = _given(request.top_k, self.defaults.top_k)
-        return SamplingParams(
-            max_tokens=limit,
-            temperature=_given(request.temperature, self.defaults.temperature),
-            top_k=min(max(top_k, 0), self.vocab),
-            top_p=_given(request.top_p, self.defaults.top_p),
-            min_p=_given(request.min_p, 0.0),
-            min_tokens=request.min_tokens or 0,
-            stop_ids=tuple(dict.fromkeys((*eos, *own))),
-            logprobs=logprobs,
-        )
-
-    def _check_limits(self, request: Sampling, logprobs: int | None) -> None:
-        limits = self.limits
-        _at_most("n", request.n or 1, limits.n)
-        _at_most("stop", len(request.stops), limits.stop_strings, "strings")
-        for stop in request.stops:
-            _at_most("stop", len(stop.encode("utf-8", "replace")), limits.stop_bytes, "bytes")
-        _at_most("stop_token_ids", len(request.stop_ids), limits.stop_token_ids, "ids")
-        _at_most("top_logprobs" if isinstance(request, ChatRequest) else "logprobs", logprobs or 0, limits.top_logprobs)
-        if "" in request.stops:
-            raise InvalidRequest("stop: a stop string must not be empty", param="stop")
-
-    def _in_vocab(self, ids: list[int], param: str) -> list[int]:
-        check_ids(ids, self.vocab, param)
-        return ids
-
-
-def _check_choice(choice: ToolChoice, tools: Tools) -> None:
-    """A choice of tools is one of those that are declared."""
-    for name in choice.names or ():
-        if not tools.declares(name):
-            raise InvalidRequest(f"tool_choice: {name[:100]!r} is not declared in tools", param="tool_choice")
-    if choice.mode == "required" and not tools:
-        raise InvalidRequest("tool_choice: 'required' needs tools", param="tool_choice")
-    if choice.names == ():
-        raise InvalidRequest("tool_choice: allowed_tools names no tool", param="tool_choice")
-
-
-def too_long(size: str, max_len: int, param: str) -> InvalidRequest:
-    """The prompt leaves no room for a token."""
-    message = f"This model's context is {max_len} tokens; the prompt has {size}, which leaves no room to generate."
-    return InvalidRequest(message, param=param, code="context_length_exceeded")
-
-
-def _given(value: Any, default: Any) -> Any:
-    return default if value is None else value
-
-
-def _at_most(param: str, value: int, limit: int, what: str = "") -> None:
-    if value > limit:
-        raise InvalidRequest(f"{param}: {value}{what and ' ' + what} exceeds the limit of {limit}", param=param)
-
-
-def _seeds(seed: int | None, n: int) -> list[int]:
-    """A seed per choice in [0, 2**63): the request's own for the first, mixed for the others; random where none was given."""
-    first = secrets.randbits(_SEED_BITS) if seed is None else seed & (2**_SEED_BITS - 1)
-    return [first, *((first ^ (_MIX * place)) & (2**_SEED_BITS - 1) for place in range(1, n))]
-
-
-def _constrained(job: Job, grammar: Grammar | None, thought: ThoughtBudget | None = None) -> Job:
-    return replace(job, params=tuple(msgspec.structs.replace(params, grammar=grammar, thought=thought) for params in job.params))
-
-
-def _with_seed(params: SamplingParams, seed: int) -> SamplingParams:
-    return msgspec.structs.replace(params, seed=seed)

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from ray.serve._private.logging_utils import configure_component_logger
@@ -24,6 +25,7 @@ from deploy.edge.observe import logs
 from deploy.edge.observe.spans import Tracer, tracer
 from deploy.edge.routes import create_app
 from deploy.edge.service import Service
+from deploy.edge.service_settings import ServiceSettings
 from deploy.models.resolve import resolve
 from engine.front.text import TextProcessor
 from tests.support.edge.collector import Collector
@@ -77,7 +79,7 @@ def measured(endpoint: str, service: Service) -> dict[str, float]:
     for _ in range(ROUNDS):
         random.shuffle(setups)
         for log, span, tokens in setups:
-            service.logs = LogSettings(format="json", access=log)
+            service.settings = replace(service.settings, logs=LogSettings(format="json", access=log))
             made = tracer(TracingSettings(endpoint=endpoint), {}) if span else None
             service.tracer = made
             took = figure(create_app(service), tokens, REQUESTS, made)
@@ -88,7 +90,7 @@ def measured(endpoint: str, service: Service) -> dict[str, float]:
 
 def main() -> None:
     """Print the figures."""
-    service = Service("nano", TextProcessor.load(resolve("nano:31b")), ReadyEngine(), vocab=1024, max_len=4096)
+    service = Service(ServiceSettings("nano", 1024, 4096), TextProcessor.load(resolve("nano:31b")), ReadyEngine())
     with tempfile.TemporaryDirectory() as folder, collecting() as endpoint:
         config = LoggingConfig(encoding="JSON", logs_dir=folder)
         configure_component_logger(component_name="a", component_id="b", logging_config=config, max_bytes=1 << 28, backup_count=1)

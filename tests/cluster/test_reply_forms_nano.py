@@ -19,6 +19,7 @@ from cluster.group import Group
 from deploy.edge.edge_settings import LimitSettings
 from deploy.edge.routes import create_app
 from deploy.edge.service import Service
+from deploy.edge.service_settings import ServiceSettings
 from deploy.models.resolve import resolve
 from engine.config import engine_config
 from engine.front.text import TextProcessor
@@ -64,7 +65,7 @@ def served(folder: Path, one: Callable[[Ask, int], Awaitable[str]], count: int, 
     async def main() -> list[str]:
         async with running(group) as run:
             limits = LimitSettings(queue_timeout_s=3000, request_timeout_s=3000)  # they wait for each other
-            service = Service("nano", text, run.client, text.vocab_size, 2048, limits=limits)
+            service = Service(ServiceSettings("nano", text.vocab_size, 2048, limits=limits), text, run.client)
             transport = httpx.ASGITransport(create_app(service))
             async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=3000) as client:
                 ask = asker(client, closing(text) if one is form else {})

@@ -5,7 +5,8 @@
 
 from typing import Any
 
-PREFIX = "/v1/messages"
+from deploy.edge.error_response import ErrorFields, ErrorShape
+
 # status -> the type that Anthropic gives it; other 4xx are invalid requests, other 5xx faults of the server
 _TYPES = {
     401: "authentication_error",
@@ -19,12 +20,9 @@ _TYPES = {
 }
 
 
-def is_anthropic(path: str) -> bool:
-    """Whether who asks for `path` reads errors in this shape."""
-    return path.endswith(PREFIX) or f"{PREFIX}/" in path
+def _body(error: ErrorFields) -> dict[str, Any]:
+    kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
-def error_object(status: int, message: str) -> dict[str, Any]:
-    """The error, as a reply's body or as the data of a stream's last event."""
-    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
+ANTHROPIC_ERROR = ErrorShape("AnthropicError", ("message", "type"), _body)

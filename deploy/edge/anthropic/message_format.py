@@ -13,10 +13,8 @@ from typing import Any
 
 import msgspec
 
-from deploy.edge.anthropic.error_object import error_object
+from deploy.edge.anthropic.error_object import ANTHROPIC_ERROR
 from deploy.edge.blocks import BlockFormat, ReplyBlock, encode, event
-from deploy.edge.error_response import message_of
-from deploy.edge.http_errors import status_of
 from deploy.edge.response_format import ServedModel, Usage
 from engine.errors import QuartetError
 
@@ -42,7 +40,7 @@ class MessageFormat(BlockFormat):
 
     def failure(self, error: QuartetError) -> bytes:
         """The one event after which nothing comes."""
-        return b"event: error\ndata: " + encode(error_object(status_of(error).status, message_of(error))) + b"\n\n"
+        return b"event: error\ndata: " + encode(ANTHROPIC_ERROR.body(error)) + b"\n\n"
 
     def full(self, usage: Usage) -> bytes:
         """The whole message."""

@@ -1,9 +1,11 @@
 """POST /v1/messages and /v1/messages/count_tokens."""
 
+from functools import partial
 from typing import Any
 
 import msgspec
 
+from deploy.edge.anthropic.error_object import ANTHROPIC_ERROR
 from deploy.edge.anthropic.message_format import MessageFormat
 from deploy.edge.anthropic.message_request import ClientTool, CountRequest, MessagesRequest, Turn, parse_message
 from deploy.edge.api import GenerationApi, ParsedRequest, TokenApi
@@ -20,9 +22,17 @@ def _read(body: bytes, model: str) -> ParsedRequest:  # noqa: ARG001 - its reque
 
 
 async def _count(service: Service, body: bytes) -> dict[str, Any]:
-    request = await service.read(lambda body, _: _chat(CountRequest, body), body)
-    return {"input_tokens": len(await service.off_loop(lambda: service.prompt(request)))}
+    request = await service.pool.read(partial(_chat, CountRequest), body)
+    return {"input_tokens": len(await service.pool.run(lambda: service.jobs.prompt(request)))}
 
 
-MESSAGES_API = GenerationApi("/v1/messages", MessagesRequest, _read, (Turn, ClientTool), {"stop": "stop_sequences"})
-COUNT_TOKENS = TokenApi("/v1/messages/count_tokens", CountRequest, _count)
+MESSAGES_API = GenerationApi(
+    path="/v1/messages",
+    operation="chat",
+    error=ANTHROPIC_ERROR,
+    body=MessagesRequest,
+    read=_read,
+    parts=(Turn, ClientTool),
+    names={"stop": "stop_sequences"},
+)
+COUNT_TOKENS = TokenApi(path="/v1/messages/count_tokens", error=ANTHROPIC_ERROR, body=CountRequest, answer=_count)

@@ -13,8 +13,8 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from deploy.edge.api import GenerationApi, ParsedRequest
-from deploy.edge.error_response import body_of
 from deploy.edge.openai.absent_keys import is_neutral
+from deploy.edge.openai.openai_error import OPENAI_ERROR
 from deploy.edge.openai.schemas import CompletionRequest, parse, unsupported
 from deploy.edge.raw_json import decode, first_characters, not_null, short_value, shown_as, size
 from deploy.edge.response_format import ServedModel, Usage
@@ -116,7 +116,7 @@ class GenerateFormat:
 
     def failure(self, error: QuartetError) -> bytes:
         """An error event, without an end."""
-        return b"data: " + msgspec.json.encode(body_of(error)) + b"\n\n"
+        return b"data: " + msgspec.json.encode(OPENAI_ERROR.body(error)) + b"\n\n"
 
     def add(self, index: int, delta: Delta) -> None:  # noqa: ARG002 - there is one choice
         """One more."""
@@ -150,4 +150,6 @@ def _read(body: bytes, model: str) -> ParsedRequest:
 
 
 _NAMES = {own: name for name, own in _OPENAI.items()}
-GENERATE = GenerationApi("/generate", GenerateTextRequest, _read, names=_NAMES)
+GENERATE = GenerationApi(
+    path="/generate", operation="text_completion", error=OPENAI_ERROR, body=GenerateTextRequest, read=_read, names=_NAMES
+)

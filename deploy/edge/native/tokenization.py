@@ -3,12 +3,14 @@
 A conversation has exactly the ids that a chat completion of it would begin with, so that `count` is its usage.prompt_tokens.
 """
 
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from deploy.edge.api import TokenApi
+from deploy.edge.openai.openai_error import OPENAI_ERROR
 from deploy.edge.openai.schemas import MESSAGES, PROMPT_IDS, TOOLS, ChatRequest, Message, parse
 from deploy.edge.raw_json import decode, not_null, shown_as, token_ids
 from deploy.edge.service import Service
@@ -68,18 +70,18 @@ def _encoded(answer: dict[str, Any]) -> Raw:
 
 
 async def _tokenize(service: Service, body: bytes) -> Raw:
-    request, chat = await service.read(_read, body)
-    service.check_model(request.model or service.name)
-    return await service.off_loop(lambda: _tokenized(service, request, chat))
+    request, chat = await service.pool.read(partial(_read, model=service.settings.name), body)
+    service.jobs.check_model(request.model or service.settings.name)
+    return await service.pool.run(lambda: _tokenized(service, request, chat))
 
 
 def _tokenized(service: Service, request: TokenizeRequest, chat: ChatRequest | None) -> Raw:
     if chat is not None:
-        tokens = service.prompt(chat)
+        tokens = service.jobs.prompt(chat)
     else:
-        tokens = service.encode(request.prompt or "", add_special_tokens=request.add_special_tokens is not False)
+        tokens = service.jobs.encode(request.prompt or "", add_special_tokens=request.add_special_tokens is not False)
     texts = [service.model.text_of(token) for token in tokens] if request.return_token_strs else None
-    return _encoded({"count": len(tokens), "max_model_len": service.max_len, "tokens": tokens, "token_strs": texts})
+    return _encoded({"count": len(tokens), "max_model_len": service.settings.max_len, "tokens": tokens, "token_strs": texts})
 
 
 def _ids(body: bytes, model: str) -> list[int]:
@@ -90,9 +92,9 @@ def _ids(body: bytes, model: str) -> list[int]:
 
 
 async def _detokenize(service: Service, body: bytes) -> Raw:
-    tokens = await service.read(_ids, body)
-    return await service.off_loop(lambda: _encoded({"prompt": service.decode(tokens)}))
+    tokens = await service.pool.read(partial(_ids, model=service.settings.name), body)
+    return await service.pool.run(lambda: _encoded({"prompt": service.jobs.decode(tokens)}))
 
 
-TOKENIZE = TokenApi("/tokenize", TokenizeRequest, _tokenize, (Message,))
-DETOKENIZE = TokenApi("/detokenize", DetokenizeRequest, _detokenize)
+TOKENIZE = TokenApi(path="/tokenize", error=OPENAI_ERROR, body=TokenizeRequest, answer=_tokenize, parts=(Message,))
+DETOKENIZE = TokenApi(path="/detokenize", error=OPENAI_ERROR, body=DetokenizeRequest, answer=_detokenize)

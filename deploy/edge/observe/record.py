@@ -21,14 +21,6 @@ from deploy.edge.scope import RECORD
 from engine.errors import EngineDead, InvalidRequest, Overloaded, QuartetError, SlowReader
 from engine.front.client import Clock
 
-# route -> gen_ai.operation.name
-OPERATIONS = {
-    "/v1/chat/completions": "chat",
-    "/v1/completions": "text_completion",
-    "/v1/responses": "chat",
-    "/v1/messages": "chat",
-    "/generate": "text_completion",
-}
 CLIENT_GONE = 499  # as nginx and Serve have it: nobody was there to read a status
 
 
@@ -37,7 +29,7 @@ class RequestRecord:
     """One request, as far as it has come. Times in seconds on the monotonic clock. `deadline`: the latest end.
 
     `place`: what it holds of the engine's; `clocks`: of each choice that was submitted. `key`: the name of its API key's holder;
-    `grant`: what it has of that holder's quota.
+    `grant`: what it has of that holder's quota. `operation`: as its HttpEndpoint has it.
     """
 
     id: str
@@ -46,6 +38,7 @@ class RequestRecord:
     send: Send
     began: float
     deadline: float = math.inf
+    operation: str | None = None
     place: Place | None = None
     key: str | None = None
     grant: Grant | None = None

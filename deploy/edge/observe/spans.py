@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from deploy.edge.edge_settings import TracingSettings
-from deploy.edge.observe.record import OPERATIONS, RequestRecord
+from deploy.edge.observe.record import RequestRecord
 from engine.front.client import Clock
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ def parent_of(header: bytes | None) -> TraceContext | None:
 
 def trace_of(record: RequestRecord, parent: TraceContext) -> Trace:
     """What the spans of an ended request say."""
-    name = " ".join(filter(None, (OPERATIONS[record.route], record.model)))
+    name = " ".join(filter(None, (record.operation, record.model)))
     offset_ns = time.time_ns() - time.monotonic_ns()
     phases = tuple(phase for index, clock in enumerate(record.clocks) if clock for phase in phases_of(clock, record.ended, index))
     return Trace(parent, name, record.began, record.ended, _attributes(record), record.failed, phases, offset_ns)
@@ -210,7 +210,7 @@ def _attributes(record: RequestRecord) -> dict[str, Any]:
     """By OpenTelemetry's conventions for GenAI and HTTP where they have a name; what does not apply is left out."""
     error = type(record.error).__name__ if record.error is not None else None
     found = {
-        "gen_ai.operation.name": OPERATIONS[record.route],
+        "gen_ai.operation.name": record.operation,
         "gen_ai.provider.name": "quartet",
         "gen_ai.request.model": record.model,
         "gen_ai.request.choice.count": record.choices,

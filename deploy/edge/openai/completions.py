@@ -4,6 +4,7 @@ from functools import partial
 
 from deploy.edge.api import GenerationApi, ParsedRequest
 from deploy.edge.openai.forms import ChatFormat, TextFormat
+from deploy.edge.openai.openai_error import OPENAI_ERROR
 from deploy.edge.openai.schemas import ChatRequest, CompletionRequest, Message, parse
 
 
@@ -18,5 +19,9 @@ def _read_completion(body: bytes, model: str) -> ParsedRequest:  # noqa: ARG001 
     return ParsedRequest(request, partial(form, usage_chunks=request.usage_chunks))
 
 
-CHAT = GenerationApi("/v1/chat/completions", ChatRequest, _read_chat, (Message,))
-COMPLETIONS = GenerationApi("/v1/completions", CompletionRequest, _read_completion)
+CHAT = GenerationApi(
+    path="/v1/chat/completions", operation="chat", error=OPENAI_ERROR, body=ChatRequest, read=_read_chat, parts=(Message,)
+)
+COMPLETIONS = GenerationApi(
+    path="/v1/completions", operation="text_completion", error=OPENAI_ERROR, body=CompletionRequest, read=_read_completion
+)

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from deploy.edge.error_response import body_of
+from deploy.edge.openai.openai_error import OPENAI_ERROR
 from deploy.edge.response_format import ServedModel, Usage
 from engine.errors import QuartetError
 from engine.front.generation import Call, Choice, Delta
@@ -104,7 +104,7 @@ class _Base(abc.ABC):
 
     def failure(self, error: QuartetError) -> bytes:
         """An error event, without an end."""
-        return b"data: " + encode(body_of(error)) + b"\n\n"
+        return b"data: " + encode(OPENAI_ERROR.body(error)) + b"\n\n"
 
     def add(self, index: int, delta: Delta) -> None:
         """One more of a choice."""

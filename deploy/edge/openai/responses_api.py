@@ -5,6 +5,7 @@ from functools import partial
 import msgspec
 
 from deploy.edge.api import GenerationApi, ParsedRequest
+from deploy.edge.openai.openai_error import OPENAI_ERROR
 from deploy.edge.openai.response_request import DeclaredTool, InputItem, ResponsesRequest, parse_response_request
 from deploy.edge.openai.response_stream import ResponseObject
 from deploy.edge.openai.schemas import ChatRequest, parse
@@ -23,4 +24,12 @@ _NAMES = {
     "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
 }
-RESPONSES = GenerationApi("/v1/responses", ResponsesRequest, _read, (InputItem, DeclaredTool), _NAMES)
+RESPONSES = GenerationApi(
+    path="/v1/responses",
+    operation="chat",
+    error=OPENAI_ERROR,
+    body=ResponsesRequest,
+    read=_read,
+    parts=(InputItem, DeclaredTool),
+    names=_NAMES,
+)

@@ -4,6 +4,7 @@ Zed: crates/open_ai. Cline: core/api/providers/openai.ts. Vercel's AI SDK: packa
 """
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -64,7 +65,7 @@ BODIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("agent", BODIES)
 def test_what_agents_send_is_served(edge: Edge, monkeypatch: pytest.MonkeyPatch, agent: str) -> None:
     """The stream adds up to the reply and ends with its usage; results of calls are in the prompt, by the function's name."""
-    monkeypatch.setattr(edge.service, "max_len", 4096)
+    monkeypatch.setattr(edge.service.jobs, "settings", replace(edge.service.settings, max_len=4096))
     edge.core.steps = token_steps(edge, "<read_file> it is")
     body = {"model": "nano", **BODIES[agent]}
     chunks = [json.loads(line) for line in events(edge, CHAT, body)[:-1]]
@@ -98,7 +99,7 @@ def asked(arguments: str) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("path", [CHAT, "/v1/responses"])
 def test_a_call_that_was_cut_is_no_end_of_a_conversation(edge: Edge, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     """The model sees it as far as it was written, and not completed. Planted: arguments that begin no JSON are a 400."""
-    monkeypatch.setattr(edge.service, "max_len", 4096)
+    monkeypatch.setattr(edge.service.jobs, "settings", replace(edge.service.settings, max_len=4096))
     edge.core.steps = token_steps(edge, "again")
     assert httpx.post(f"{edge.url}{path}", timeout=10, json={"model": "nano", **asked('{"path":"a.p')[path]}).status_code == 200
     prompt = edge.text.decode(edge.core.requests[0].tokens, skip_special_tokens=False)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from hashlib import sha256
 from itertools import product
 from pathlib import Path
@@ -21,10 +22,10 @@ from fastapi.routing import APIRoute
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
+from deploy.edge.apis import ENDPOINTS, endpoint_of
 from deploy.edge.edge_settings import KEYS_VARIABLE, KeySettings, LimitSettings
-from deploy.edge.keys import key_gate, key_ring
+from deploy.edge.keys import key_ring
 from deploy.edge.keys.key_file import ApiKey, digest_of
-from deploy.edge.keys.key_gate import OPEN, RIGHT_OF
 from deploy.edge.keys.key_ring import KeyRing
 from deploy.edge.limits import outermost
 from deploy.edge.routes import create_app
@@ -35,6 +36,8 @@ from tests.conftest import Nano
 from tests.support.edge.http_edge import Edge, until
 
 pytestmark = pytest.mark.pure
+
+OPEN = {"/health", "/health/live", "/health/ready"}
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 BODY: dict[str, Any] = {"model": "nano", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
@@ -119,7 +122,7 @@ STRANGE = (
 def test_no_path_answers_without_a_key_but_the_open_list(edge: Edge) -> None:
     """All routes of the application by all their methods, methods that no route has, and paths that are close to an open one."""
     for headers in ({}, bearer("sk-wrong"), {"x-api-key": "sk-wrong"}):
-        assert answering(edge, routes(edge), headers) == OPEN == {"/health", "/health/live", "/health/ready"}
+        assert answering(edge, routes(edge), headers) == OPEN
     assert answering(edge, [(method, CHAT) for method in METHODS], {}) == set()
     assert answering(edge, [("GET", path) for path in STRANGE], {}) == set()
     assert edge.core.requests == []
@@ -127,15 +130,16 @@ def test_no_path_answers_without_a_key_but_the_open_list(edge: Edge) -> None:
 
 def test_a_path_that_answers_without_a_key_is_noticed(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: one path too many in the open list, and a gate that is not there."""
-    monkeypatch.setattr(key_gate, "OPEN", OPEN | {"/v1/models"})
+    monkeypatch.setitem(ENDPOINTS, "/v1/models", replace(ENDPOINTS["/v1/models"], right="open"))
     assert answering(edge, routes(edge), {}) == OPEN | {"/v1/models"}
-    monkeypatch.setattr(key_gate, "OPEN", {path for _, path in routes(edge)})
+    for path, endpoint in ENDPOINTS.items():
+        monkeypatch.setitem(ENDPOINTS, path, replace(endpoint, right="open"))
     assert answering(edge, routes(edge), {}) == {path for _, path in routes(edge)}
 
 
 def test_every_route_has_a_right(edge: Edge) -> None:
     """None is left to the rule for what is not listed, which would shut out whoever has not all rights."""
-    assert {path for _, path in routes(edge)} - OPEN - {"/v1/models/nano"} <= set(RIGHT_OF)
+    assert [path for _, path in routes(edge) if endpoint_of(path) is None] == []
 
 
 ACCEPTED = [
@@ -308,12 +312,8 @@ def test_holders_share_no_cached_prefixes(edge: Edge) -> None:
     own, other = salt(edge, bearer(ALICE)), salt(edge, bearer(SLOW))
     assert own == salt(edge, bearer(OLD)) == salt(edge, {"x-api-key": ALICE})
     assert len({own, other, salt(edge, bearer(ALICE), cache_salt="x"), salt(edge, bearer(SLOW), cache_salt="x")}) == 4
-    limits = edge.service.limits
-    try:
-        edge.service.limits = limits.model_copy(update={"isolate_cache": False})
+    with edge.configured(limits=edge.service.settings.limits.model_copy(update={"isolate_cache": False})):
         assert salt(edge, bearer(ALICE)) == salt(edge, bearer(SLOW)) not in (own, other)
-    finally:
-        edge.service.limits = limits
 
 
 def salts(edge: Edge, joined: Callable[[str, str], str] | None = None) -> int:
@@ -323,10 +323,8 @@ def salts(edge: Edge, joined: Callable[[str, str], str] | None = None) -> int:
         priority = None
         cache_salt: str | None = None
 
-    limits = LimitSettings(isolate_cache=True)
-    edge.service.limits, before = limits, edge.service.limits
     found = set()
-    try:
+    with edge.configured(limits=LimitSettings(isolate_cache=True)):
         words = ["", "a", "b", "/", "a/", "/b", "a/b", "1:a", "key a", "header a"]
         names = [Client(word, None) for word in words[1:]] + [Client(None, word) for word in words]
         tenants = [sha256(client.tenant.encode()).hexdigest() for client in names]
@@ -335,8 +333,6 @@ def salts(edge: Edge, joined: Callable[[str, str], str] | None = None) -> int:
             wanted.cache_salt = word or None
             made = edge.service.with_priority(Job([], (), clip=False), wanted, client)
             found.add(joined(client.tenant, word) if joined else made.salt)
-    finally:
-        edge.service.limits = before
     return len(found) - len(names) * (len(words) + 2 * len(tenants))
 
 

@@ -13,9 +13,10 @@ import pytest
 from ray.serve._private.logging_utils import configure_component_logger
 from ray.serve.schema import LoggingConfig
 
+from deploy.edge import access_log
 from deploy.edge.edge_settings import LimitSettings, LogSettings
 from deploy.edge.limits import Limits
-from deploy.edge.observe import access_log, logs
+from deploy.edge.observe import logs
 from deploy.edge.observe.record import RequestRecord
 from deploy.edge.routes import create_app
 from deploy.edge.scope import request_id
@@ -59,7 +60,7 @@ class LoggedEdge:
         (self._file,) = files = [handler for handler in SERVE.handlers if isinstance(handler, MemoryHandler)]
         SERVE.handlers = [*files]
         logs.install(settings)
-        self.edge.service.logs = settings
+        self.edge.configure(logs=settings)
 
     def close(self) -> None:
         """The file."""
@@ -105,7 +106,7 @@ def logged(paced: Edge, tmp_path: Path) -> Iterator[LoggedEdge]:
     logs.uninstall()
     made.close()
     SERVE.handlers, SERVE.level, SERVE.propagate = before
-    paced.service.logs = LogSettings()
+    paced.configure(logs=LogSettings())
 
 
 # (method, path, body) and the status it gets.
@@ -303,7 +304,7 @@ def mortal(nano: Nano) -> Iterator[Edge]:
 
 def test_the_engines_end_is_named_in_the_log_only(mortal: Edge, logged: LoggedEdge) -> None:
     """Which process died is for the operator: in the line of each request that it took along, with its code."""
-    mortal.service.logs = LogSettings(format="json")
+    mortal.configure(logs=LogSettings(format="json"))
     mortal.on_loop(lambda: mortal.client.fail("rank 2 was killed by SIGKILL"))
     reply = httpx.post(f"{mortal.url}{CHAT}", json=BODY)
     assert reply.status_code == 503

@@ -256,12 +256,9 @@ def test_a_stream_that_fails_ends_with_one_error_event(edge: Edge) -> None:
 def test_what_claude_code_sends_is_served(edge: Edge, name: str) -> None:
     """Its recorded bodies, to the end; a header in the disguise of a system block, new each time, is not rendered."""
     body = json.loads((RECORDED / f"{name}.json").read_text())
-    edge.service.max_len = 1 << 16
-    try:
+    with edge.configured(max_len=1 << 16):
         script(edge, f"{THOUGHT}Done.<turn|>")
         found = sum_message(streamed(edge, body | {"model": "nano"}))
-    finally:
-        edge.service.max_len = 256
     assert [block["type"] for block in found["content"]] == ["thinking", "text"]
     prompt = edge.text.decode(edge.core.requests[0].tokens, skip_special_tokens=False)
     assert "You are Claude Code" in prompt

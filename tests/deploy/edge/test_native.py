@@ -24,7 +24,7 @@ def post(edge: Edge, path: str, **body: Any) -> httpx.Response:
 def test_a_text_and_its_tokens(edge: Edge) -> None:
     """Ids with and without <bos>, their texts, and back; the completion of the same text begins with them."""
     found = post(edge, "/tokenize", model="nano", prompt="größer <x", return_token_strs=True).json()
-    assert (found["count"], found["max_model_len"]) == (len(found["tokens"]), edge.service.max_len)
+    assert (found["count"], found["max_model_len"]) == (len(found["tokens"]), edge.service.settings.max_len)
     assert len(found["token_strs"]) == found["count"]
     bare = post(edge, "/tokenize", prompt="größer <x", add_special_tokens=False).json()
     assert (found["tokens"][1:], bare["token_strs"]) == (bare["tokens"], None)

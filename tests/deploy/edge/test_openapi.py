@@ -14,7 +14,7 @@ from schemathesis.core.failures import Failure, FailureGroup
 from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance, status_code_conformance
 
 from deploy.edge import error_response
-from deploy.edge.service import Service
+from deploy.edge.job_builder import JobBuilder
 from engine.errors import ModelNotFound
 from tests.support.edge.http_edge import Edge
 
@@ -105,11 +105,11 @@ def test_a_5xx_and_a_wrong_shape_are_noticed(
 ) -> None:
     """Planted: a check of ours raises what it should not; an error has no code."""
 
-    def broken(self: Service, model: str) -> None:
+    def broken(self: JobBuilder, model: str) -> None:
         raise ZeroDivisionError if fault == "bug" else ModelNotFound("nothing here")
 
     if fault == "shape":
-        monkeypatch.setattr(error_response, "body_of", lambda error: {"error": {"message": str(error)}})
-    monkeypatch.setattr(Service, "check_model", broken)
+        monkeypatch.setattr(error_response.ErrorShape, "body", lambda shape, error: {"error": {"message": str(error)}})
+    monkeypatch.setattr(JobBuilder, "check_model", broken)
     with pytest.raises((FailureGroup, Failure)):
         requests(edge, document, TEXT, "POST", POSITIVE)

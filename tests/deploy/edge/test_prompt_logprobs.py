@@ -134,7 +134,7 @@ def test_what_is_refused(edge: Edge, path: str, body: dict[str, Any], param: str
 def test_more_logprobs_than_an_answer_may_have(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens of all choices' prompts times one more than the alternatives: at the limit served, above it a 400 with the numbers."""
     prompt = [5] * 100
-    monkeypatch.setattr("deploy.edge.service.MAX_PROMPT_LOGPROBS", 600)
+    monkeypatch.setattr("deploy.edge.job_builder.MAX_PROMPT_LOGPROBS", 600)
     answer(edge, TEXT, prompt=prompt, prompt_logprobs=2, n=2)
     reply = post(edge, TEXT, prompt=prompt, prompt_logprobs=3, n=2)
     assert reply.status_code == 400

@@ -1,5 +1,6 @@
 """Forms of replies over HTTP: every spelling reaches the engine as a grammar of its own, and what cannot be kept is a 400."""
 
+import dataclasses
 import json
 import random
 import re
@@ -42,7 +43,7 @@ def asked(edge: Edge, body: dict[str, Any], path: str = CHAT) -> Grammar | None:
 def writes(edge: Edge, rules: Grammar | None, text: str) -> bool:
     """Whether a reply that says `text`, whole, is within the grammar."""
     assert rules is not None
-    matcher = edge.service._grammars._vocabulary.result(20).matcher(rules.text)
+    matcher = edge.service.jobs._grammars._vocabulary.result(20).matcher(rules.text)
     return accepts(matcher, [token for [token] in token_steps(edge, text)])
 
 
@@ -160,7 +161,7 @@ def test_calls_that_the_model_begins_are_kept(edge: Edge, monkeypatch: pytest.Mo
     loose = [{"type": "function", "function": {"name": "run-it", "parameters": free}}, TOOLS[0]]
     found: dict[tuple[str, int], Any] = {}
     for setting in ("strict", "names", "off"):
-        monkeypatch.setattr(edge.service, "tool_grammar", setting)
+        monkeypatch.setattr(edge.service.jobs, "settings", dataclasses.replace(edge.service.settings, tool_grammar=setting))
         for at, tools in enumerate((TOOLS, strict, loose)):
             rules = asked(edge, chat(tools=tools))
             assert rules is None or rules.trigger == markers.begin_call

@@ -1,6 +1,7 @@
 """OpenAI's Responses API: items and events as its own client types them, conversations that come whole, what agents send."""
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -153,7 +154,7 @@ def test_functions_of_a_namespace(edge: Edge, monkeypatch: pytest.MonkeyPatch) -
     """As agents declare what MCP servers have: the model calls them by both names, the call that comes names each, and so does its
     history, which is the very tokens that came; without its namespace it would be another function."""
     script(edge, PARIS.replace("get_weather", "mcp__sky.get_weather") + ROME + "<|tool_response>")
-    monkeypatch.setattr(edge.service, "max_len", 1024)
+    monkeypatch.setattr(edge.service.jobs, "settings", replace(edge.service.settings, max_len=1024))
     namespace = {"type": "namespace", "name": "mcp__sky", "description": "d", "tools": [TOOL, {"type": "custom", "name": "c"}]}
     body = asked(tools=[namespace, TOOL], reasoning={"effort": "high"})
     whole, events = post(edge, body).json(), streamed(edge, body)
@@ -246,13 +247,10 @@ def test_a_bad_body_is_refused_by_name(edge: Edge, extra: dict[str, Any], param:
 def test_what_codex_sends_is_served(edge: Edge, name: str) -> None:
     """Its recorded bodies, to the end; tools that are no functions are not offered, and the answer says which were."""
     body = json.loads((RECORDED / f"{name}.json").read_text()) | {"model": "nano"}
-    edge.service.max_len = 1 << 16
     call = '<|tool_call>call:exec_command{cmd:<|"|>ls<|"|>}<tool_call|>'
-    try:
+    with edge.configured(max_len=1 << 16):
         script(edge, f"{THOUGHT}{call}<|tool_response>")
         events = streamed(edge, body)
-    finally:
-        edge.service.max_len = 256
     response = events[-1]["response"]
     assert [item["type"] for item in response["output"]] == ["reasoning", "function_call"]
     assert response["output"][0]["encrypted_content"] == encrypted_content_of("Two calls.")

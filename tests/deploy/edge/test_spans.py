@@ -23,6 +23,7 @@ from deploy.edge.observe.record import RequestRecord
 from deploy.edge.observe.spans import ChildSpan, Trace, TraceContext, Tracer, parent_of, phases_of, tracer
 from deploy.edge.routes import create_app
 from deploy.edge.service import Service
+from deploy.edge.service_settings import ServiceSettings
 from engine.events import Event, FirstToken, RequestFinished, Scheduled
 from engine.front.client import Clock
 from engine.front.text import TextProcessor
@@ -298,7 +299,7 @@ def _record() -> RequestRecord:
     async def nobody(message: Any) -> None:
         raise AssertionError(message)
 
-    return RequestRecord("a", "POST", CHAT, nobody, 1.0, ended=2.0, status=200)
+    return RequestRecord("a", "POST", CHAT, nobody, 1.0, operation="chat", ended=2.0, status=200)
 
 
 @pytest.fixture
@@ -412,7 +413,7 @@ def calls(app: ASGIApp, tokens: int) -> dict[str, int]:
 
 def test_a_token_costs_neither_logs_nor_spans_a_call(nano: Nano) -> None:
     """Three hundred tokens more call nothing more in access log, record, scope and spans; in the stream's own file they do."""
-    service = Service("nano", TextProcessor.load(nano("31b")), ReadyEngine(), vocab=1024, max_len=1024)
+    service = Service(ServiceSettings("nano", 1024, 1024), TextProcessor.load(nano("31b")), ReadyEngine())
     service.tracer = Tracer(settings("http://a/"), Taker())
     app = create_app(service)
     calls(app, 1)  # what is done once a process

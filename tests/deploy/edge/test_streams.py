@@ -39,8 +39,7 @@ def test_the_first_token_is_not_held_back(edge: Edge) -> None:
 def test_a_client_that_leaves_ends_its_request(edge: Edge, *, stream: bool) -> None:
     """The engine is told client_gone, mid-stream and while a whole answer is awaited."""
     edge.core.forever, edge.core.delay_s = True, 0.02
-    edge.service.max_len = 10**6
-    try:
+    with edge.configured(max_len=10**6):
         body = json.dumps(BODY | {"stream": stream, "max_tokens": 100_000}).encode()
         head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         with socket.create_connection(("127.0.0.1", edge.port)) as sock:
@@ -51,8 +50,6 @@ def test_a_client_that_leaves_ends_its_request(edge: Edge, *, stream: bool) -> N
         until(lambda: [reason for _, reason in edge.core.aborts] == ["client_gone"], "the abort")
         until(lambda: outcomes(edge) == ["client_gone"], "its count")
         until(lambda: edge.service.open == 0, "the end of the answer")
-    finally:
-        edge.service.max_len = 256
 
 
 def test_what_has_piled_up_goes_out_as_one_chunk(edge: Edge) -> None:

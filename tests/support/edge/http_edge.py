@@ -7,8 +7,10 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,7 +20,8 @@ import uvicorn
 from deploy.edge.edge_settings import LimitSettings
 from deploy.edge.keys.key_ring import KeyRing
 from deploy.edge.routes import create_app
-from deploy.edge.service import Defaults, Service
+from deploy.edge.service import Service
+from deploy.edge.service_settings import Defaults, ServiceSettings
 from engine.events import Event
 from engine.front.client import EngineClient
 from engine.front.text import TextProcessor
@@ -77,6 +80,21 @@ class Edge:
         """Run `work` beside the app, until it ends or is cancelled."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
+    def configure(self, **changes: Any) -> ServiceSettings:
+        """Serve from now on with some settings changed; returns those before."""
+        before = self.service.settings
+        self.service.settings = self.service.jobs.settings = replace(before, **changes)
+        return before
+
+    @contextmanager
+    def configured(self, **changes: Any) -> Iterator[None]:
+        """With some settings changed."""
+        before = self.configure(**changes)
+        try:
+            yield
+        finally:
+            self.service.settings = self.service.jobs.settings = before
+
     def settle(self) -> None:
         """Until the requests so far have ended: their records and events come behind the last bytes of their answers."""
         until(lambda: not self._server.server_state.tasks, "the requests before have ended")
@@ -94,14 +112,11 @@ class Edge:
         self.client = EngineClient(self.core.front, sink=self.events.append)
         await self.client.start()
         self.service = Service(
-            name=self.name,
-            text=self.text,
-            engine=self.client,
-            defaults=self._defaults,
-            limits=self._limits,
+            ServiceSettings(self.name, defaults=self._defaults, limits=self._limits, **self._sizes),
+            self.text,
+            self.client,
             keys=self._keys,
             sink=self.events.append,
-            **self._sizes,
         )
         listener = socket.create_server(("127.0.0.1", 0))
         self.port = listener.getsockname()[1]

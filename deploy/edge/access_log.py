@@ -13,17 +13,14 @@ import time
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deploy.edge.observe.record import OPERATIONS, RequestRecord, access_fields
+from deploy.edge.apis import PROBES, endpoint_of
+from deploy.edge.observe.record import RequestRecord, access_fields
 from deploy.edge.scope import BEGAN, RECORD, REQUEST_ID, only, request_id
 from deploy.edge.service import Service
 
 logger = logging.getLogger(__name__)
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-_PROBES = ("/health", "/health/live", "/health/ready")
-_MODEL = "/v1/models/{model}"
-_TOKENS = ("/v1/messages/count_tokens", "/tokenize", "/detokenize")
-_KNOWN = frozenset({*OPERATIONS, *_TOKENS, *_PROBES, "/v1/models", "/docs", "/redoc", "/openapi.json"})
 
 
 class AccessLog:
@@ -40,8 +37,10 @@ class AccessLog:
             await self._app(scope, receive, send)
             return
         began = scope.get(BEGAN, time.monotonic())
-        deadline = began + self._service.limits.request_timeout_s
-        record = RequestRecord(request_id(scope["headers"]), method_of(scope), route_of(scope), send, began, deadline)
+        deadline = began + self._service.settings.limits.request_timeout_s
+        endpoint = endpoint_of(scope["path"].removeprefix(scope.get("root_path", "")))
+        route, operation = (endpoint.path, endpoint.operation) if endpoint else ("unknown", None)  # never the client's own path
+        record = RequestRecord(request_id(scope["headers"]), method_of(scope), route, send, began, deadline, operation)
         record.traceparent = only(scope["headers"], b"traceparent")
         known = REQUEST_ID.set(record.id)
         try:
@@ -68,31 +67,24 @@ class AccessLog:
         return send
 
     def _close(self, record: RequestRecord) -> None:
-        if self._service.tracer is not None and record.route in OPERATIONS:
+        if self._service.tracer is not None and record.operation is not None:
             record.trace_id = self._service.tracer.trace(record)
         level = _level(record)
-        if (self._service.logs.access or level >= logging.ERROR) and logger.isEnabledFor(level):
+        logs = self._service.settings.logs
+        if (logs.access or level >= logging.ERROR) and logger.isEnabledFor(level):
             fields = access_fields(record)
-            detail = "".join(f" {name}={value}" for name, value in fields.items()) if self._service.logs.format == "text" else ""
+            detail = "".join(f" {name}={value}" for name, value in fields.items()) if logs.format == "text" else ""
             logger.log(level, "%s %s%s", record.method, record.route, detail, extra={**fields, **_where(record)})
 
 
 def _level(record: RequestRecord) -> int:
     if record.failed:
         return logging.ERROR
-    return logging.DEBUG if record.route in _PROBES else logging.INFO
+    return logging.DEBUG if record.route in PROBES else logging.INFO
 
 
 def _where(record: RequestRecord) -> dict[str, str]:
     return {"request_id": record.id, "http_method": record.method, "http_route": record.route}
-
-
-def route_of(scope: Scope) -> str:
-    """The route's pattern, never the client's own path."""
-    path = scope["path"].removeprefix(scope.get("root_path", ""))
-    if path in _KNOWN:
-        return str(path)
-    return _MODEL if path.startswith("/v1/models/") else "unknown"
 
 
 def method_of(scope: Scope) -> str:

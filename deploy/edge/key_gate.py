@@ -1,34 +1,19 @@
 """Who may pass: by the request's API key and its path, before anything else of it is looked at.
 
-    OPEN       paths that answer anybody
-    RIGHT_OF   the right that each other path asks for; one that is not listed asks for all of them
-
-The path is the scope's, which is what the router will go by; what it does not know is refused to everybody without a key.
+Each endpoint has the right that it asks for, or is open to anybody; a path that is none asks for all rights. The path is the
+scope's, which is what the router will go by; what it does not know is refused to everybody without a key.
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from starlette.types import Scope
 
+from deploy.edge.apis import endpoint_of
 from deploy.edge.http_errors import Forbidden, Unauthenticated
 from deploy.edge.keys.key_file import RIGHTS, ApiKey
 from deploy.edge.keys.key_ring import KeyRing
-from deploy.edge.scope import RECORD
+from deploy.edge.observe.record import record_of
 from engine.errors import QuartetError
-
-if TYPE_CHECKING:
-    from deploy.edge.observe.record import RequestRecord
-
-OPEN = frozenset({"/health", "/health/live", "/health/ready"})
-_PATHS = {
-    "generate": ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate"),
-    "tokenize": ("/tokenize", "/detokenize", "/v1/messages/count_tokens"),
-    "models": ("/v1/models",),
-    "docs": ("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"),
-}
-RIGHT_OF = {path: right for right, paths in _PATHS.items() for path in paths}
-_MODEL = "/v1/models/"
 
 
 class KeyGate:
@@ -40,9 +25,9 @@ class KeyGate:
     async def check(self, scope: Scope) -> bool:
         """Note whose the request is, and count it. Unauthenticated, Forbidden, QuotaExceeded: it may not pass."""
         key = await self._identify(scope)
-        record: RequestRecord = scope[RECORD]
+        record = record_of(scope)
         record.key = key.name if key is not None else None
-        if key is not None and scope["path"] not in OPEN:
+        if key is not None and not _is_open(scope):
             check_right(key, scope["path"])
             record.grant = self._ring.open(key)
         return True
@@ -51,7 +36,7 @@ class KeyGate:
         """Whether the request's body is worth reading: `check` will not refuse it for its key."""
         try:
             key = await self._identify(scope)
-            if key is not None and scope["path"] not in OPEN:
+            if key is not None and not _is_open(scope):
                 check_right(key, scope["path"])
         except QuartetError:  # the application says it, with an access line
             return False
@@ -62,7 +47,7 @@ class KeyGate:
         await self._ring.refresh()
         given = credentials(scope["headers"])
         key = self._ring.find(given[0]) if len(given) == 1 and given[0] else None
-        if key is None and scope["path"] not in OPEN:
+        if key is None and not _is_open(scope):
             raise Unauthenticated(_what_is_wrong(given))
         return key
 
@@ -81,10 +66,17 @@ def credentials(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
 
 def check_right(key: ApiKey, path: str) -> None:
     """Forbidden: the holder may not ask for `path`."""
-    right = "models" if path.startswith(_MODEL) else RIGHT_OF.get(path)
-    wanted = {right} if right is not None else set(RIGHTS)
-    if not wanted <= key.rights:
-        raise Forbidden(f"This API key lacks the right `{right}`." if right else "This path needs an API key with all rights.")
+    if (endpoint := endpoint_of(path)) is None:
+        if not key.rights.issuperset(RIGHTS):
+            raise Forbidden("This path needs an API key with all rights.")
+    elif endpoint.right not in key.rights:
+        raise Forbidden(f"This API key lacks the right `{endpoint.right}`.")
+
+
+def _is_open(scope: Scope) -> bool:
+    """Whether the path answers anybody."""
+    endpoint = endpoint_of(scope["path"])
+    return endpoint is not None and endpoint.right == "open"
 
 
 def _what_is_wrong(given: list[bytes]) -> str:

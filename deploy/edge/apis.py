@@ -1,0 +1,36 @@
+"""Every path that is served, with what the guards, the access log and the traces have to know of it."""
+
+from collections.abc import Mapping
+
+from deploy.edge.anthropic.messages_api import COUNT_TOKENS, MESSAGES_API
+from deploy.edge.error_response import ErrorShape
+from deploy.edge.http_endpoint import HttpEndpoint, Right
+from deploy.edge.native.generate_api import GENERATE
+from deploy.edge.native.tokenization import DETOKENIZE, TOKENIZE
+from deploy.edge.openai.completions import CHAT, COMPLETIONS
+from deploy.edge.openai.openai_error import OPENAI_ERROR
+from deploy.edge.openai.responses_api import RESPONSES
+
+GENERATION_APIS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES_API, GENERATE)
+TOKEN_APIS = (COUNT_TOKENS, TOKENIZE, DETOKENIZE)
+
+PROBES = ("/health", "/health/live", "/health/ready")
+_MODEL = "/v1/models/{model}"
+_OTHERS: Mapping[Right, tuple[str, ...]] = {
+    "open": PROBES,
+    "models": ("/v1/models", _MODEL),
+    "docs": ("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"),
+}
+_OTHER = [HttpEndpoint(path=path, right=right, error=OPENAI_ERROR) for right, paths in _OTHERS.items() for path in paths]
+ENDPOINTS: dict[str, HttpEndpoint] = {endpoint.path: endpoint for endpoint in (*GENERATION_APIS, *TOKEN_APIS, *_OTHER)}
+
+
+def endpoint_of(path: str) -> HttpEndpoint | None:
+    """None: there is none."""
+    return ENDPOINTS.get(_MODEL if path.startswith("/v1/models/") else path)
+
+
+def error_shape_of(path: str) -> ErrorShape:
+    """Of the API that `path` is of or lies below, whatever stands before it; of any other path OpenAI's."""
+    apis = (api for api in GENERATION_APIS if path.endswith(api.path) or f"{api.path}/" in path)
+    return next((api.error for api in apis), OPENAI_ERROR)

@@ -1,0 +1,47 @@
+"""What does not change while a model is served."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from deploy.edge.edge_settings import LimitSettings, LogSettings
+from engine.checkpoint import generation_config
+from engine.config import Thinking, ToolGrammar
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """Sampling where a request says nothing: the checkpoint's generation_config.json."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    @classmethod
+    def read(cls, folder: Path) -> "Defaults":
+        """From a checkpoint; do_sample: false means greedy."""
+        config = generation_config(folder)
+        if config.get("do_sample") is False:
+            return cls(temperature=0.0)
+        known = {name: config[name] for name in ("temperature", "top_k", "top_p") if config.get(name) is not None}
+        return cls(**known)
+
+
+@dataclass(frozen=True)
+class ServiceSettings:
+    """`name`: of the model; token ids lie in its `vocab`; `max_len`: the context. `fingerprint`: of build, weights and setup.
+
+    `capacity` choices, and `queue_tokens` tokens of those that wait, are let in (admission_control.py).
+    """
+
+    name: str
+    vocab: int
+    max_len: int
+    defaults: Defaults = Defaults()
+    limits: LimitSettings = field(default_factory=LimitSettings)
+    logs: LogSettings = field(default_factory=LogSettings)
+    max_tokens: int | None = None
+    capacity: int = 1 << 20
+    queue_tokens: int = 1 << 30
+    fingerprint: str | None = None
+    tool_grammar: ToolGrammar = "strict"
+    thinking: Thinking = "auto"

@@ -1,0 +1,30 @@
+"""A small pool of threads for work on texts: a long prompt must not hold up every stream."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from deploy.edge.raw_json import ON_LOOP_BYTES, check_strings
+
+TEXT_THREADS = 2
+
+T = TypeVar("T")
+
+
+class TextPool:
+    """Its threads live as long as the process."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """What `work` returns, in a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def read(self, reader: Callable[[bytes], T], body: bytes) -> T:
+        """What `reader` makes of `body`; a large one is read off the loop. Raises what `reader` does."""
+        if len(body) <= ON_LOOP_BYTES:
+            return reader(body)
+        check_strings(body)
+        return await self.run(lambda: reader(body))
