@@ -137,7 +137,7 @@ _RANK = (
     ),
     Fault(
         "hash-forgets-the-tokens", "engine/rank/runner.py",
-        'for name in ("chosen", "hidden"):', 'for name in ("hidden",):', "engine/rank/test_runner.py engine/rank/test_worker.py",
+        'for name in ("chosen", "hidden"):', 'for name in ("hidden",):', "engine/rank/test_runner.py",
     ),
     Fault(
         "last-tenants-adjustments-stay", "engine/rank/adjustments.py",
@@ -151,7 +151,7 @@ _RANK = (
     Fault(
         "fp8-loads-without-scales", "engine/rank/load/tensor_files.py",
         '_FLOATS = {"BF16", "F16", "F32"}', '_FLOATS = {"BF16", "F16", "F32", "F8_E4M3"}',
-        "engine/rank/test_weights.py engine/rank/test_odd_checkpoints.py",
+        "engine/rank/test_odd_checkpoints.py",
     ),
     Fault(
         "up-rows-overwrite-gate-rows", "engine/rank/load/slices.py",
@@ -159,16 +159,16 @@ _RANK = (
     ),
     Fault(
         "last-tenants-pages-stay", "engine/rank/slots.py",
-        "clear(cache.table, slots)", "pass", "engine/rank/test_slots.py engine/rank/test_runner.py",
+        "clear(cache.table, slots)", "pass", "engine/rank/test_slots.py",
     ),
     Fault(
         "last-tenants-prompt-logprobs-stay", "engine/rank/slots.py",
-        "self.prompts.pop(admission.slot, None)", "pass", "engine/rank/test_slots.py engine/rank/test_runner.py",
+        "self.prompts.pop(admission.slot, None)", "pass", "engine/rank/test_slots.py",
     ),
     Fault(
         "min-tokens-counts-the-prompt", "engine/rank/slots.py",
         "admission.prompt + admission.params.min_tokens", "admission.params.min_tokens",
-        "engine/rank/test_slots.py engine/rank/test_runner.py",
+        "engine/rank/test_slots.py",
     ),
     Fault(
         "rank-of-a-logprob-is-off-by-one", "engine/rank/sampler.py",
@@ -180,15 +180,15 @@ _RANK = (
     ),
     Fault(
         "steps-in-flight-are-dropped-at-stop", "engine/rank/worker.py",
-        "while running or self._launched:", "while running:", "engine/rank/test_worker.py",
+        "while running or self._launched:", "while running:", "engine/rank/test_overlap.py",
     ),
     Fault(
         "step-time-in-nanoseconds", "engine/rank/worker.py",
-        "(time.monotonic_ns() - started) // 1000", "(time.monotonic_ns() - started)", "engine/rank/test_worker.py",
+        "(time.monotonic_ns() - started) // 1000", "(time.monotonic_ns() - started)", "engine/rank/test_overlap.py",
     ),
     Fault(
         "broken-model-starts", "engine/rank/start_checks.py",
-        "if not rms >= MIN", "if rms < MIN", "engine/rank/test_start_checks.py engine/rank/test_model.py",
+        "if not rms >= MIN", "if rms < MIN", "engine/rank/test_weights.py",
     ),
     Fault(
         "ranks-disagree-on-a-fault", "engine/rank/start_checks.py",
