@@ -353,7 +353,7 @@ _KERNELS = (
     ),
     Fault(
         "nan-row-gives-a-token", "kernels/choose.py",
-        "bad = nan.any(-1)", "bad = nan.any(-1) & False", "kernels/test_choose.py",
+        "bad = nan.any(-1)", "bad = nan.any(-1) & False", "engine/rank/test_sampler.py",
     ),
     Fault(
         "needed-null-page-is-missed", "kernels/table_check.py",
