@@ -63,7 +63,7 @@ _CORE = (
     ),
     Fault(
         "admissions-exceed-a-plan", "engine/core/admit.py",
-        "if self._size and size > MAX_ADMITTED:", "if False:", "engine/core/test_scheduler.py engine/test_plan.py",
+        "if self._size and size > MAX_ADMITTED:", "if False:", "engine/core/test_scheduler.py",
     ),
     Fault(
         "oldest-is-preempted-first", "engine/core/planner.py",

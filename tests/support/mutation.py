@@ -64,7 +64,7 @@ def main() -> int:
         planted(fault, ROOT)
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         trees = [copied(Path(folder) / str(number)) for number in range(given.workers)]
-        check_clean(faults, trees[0])
+        check_clean(faults, trees)
         outcomes = list(run(faults, trees, given.limit))
     return report(outcomes)
 
@@ -88,15 +88,20 @@ def copied(tree: Path) -> Path:
     return tree
 
 
-def check_clean(faults: Iterable[Fault], tree: Path) -> None:
+def check_clean(faults: Iterable[Fault], trees: Sequence[Path]) -> None:
     """SystemExit: a test fails without any fault, and fails again."""
-    tests = sorted({name for fault in faults for name in fault.tests.split()})
-    began = time.monotonic()
-    status, output = run_tests(tests, tree)
-    if failed := _FAILED.findall(output) if status else []:
-        status, output = run_tests(failed, tree)
-    if status:
-        sys.exit(f"without a fault:\n{output}")
+    began, tests = time.monotonic(), sorted({name for fault in faults for name in fault.tests.split()})
+
+    def check(tree: Path, tests: Sequence[str]) -> str:
+        status, output = run_tests(tests, tree) if tests else (0, "")
+        if failed := _FAILED.findall(output) if status else []:
+            status, output = run_tests(failed, tree)
+        return output if status else ""
+
+    with ThreadPoolExecutor(len(trees)) as pool:
+        complaints = pool.map(check, trees, [tests[at :: len(trees)] for at in range(len(trees))])
+    if complaint := "".join(complaints):
+        sys.exit(f"without a fault:\n{complaint}")
     print(f"{len(tests)} test files pass without a fault in {time.monotonic() - began:.0f} s", flush=True)
 
 
