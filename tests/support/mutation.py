@@ -60,8 +60,11 @@ def main() -> int:
     if unknown := set(given.only) - {fault.id for fault in FAULTS}:
         parser.error(f"not in the table: {', '.join(sorted(unknown))}")
     faults = [fault for fault in FAULTS if fault.id in given.only]
-    for fault in faults:
-        planted(fault, ROOT)
+    for fault in FAULTS:
+        try:
+            planted(fault, ROOT)
+        except (ValueError, FileNotFoundError) as error:
+            parser.error(str(error))
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         trees = [copied(Path(folder) / str(number)) for number in range(given.workers)]
         check_clean(faults, trees)
