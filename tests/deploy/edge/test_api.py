@@ -1,12 +1,14 @@
 """The API as OpenAI's own client sees it: shapes, streams, usage, logprobs, stop strings, errors."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from deploy.edge.service import Defaults
 from engine.logit_adjustments import LogitAdjustments
 from engine.protocol import FinishReason
 from tests.support.edge.api_client import client, events, token_steps
@@ -198,6 +200,13 @@ def test_sampling_parameters_reach_the_engine(edge: Edge) -> None:
     assert second.params.seed != third.params.seed
     assert last.params.stop_ids == (9,)
     assert last.params.top_k == 0
+
+
+@pytest.mark.parametrize(("config", "temperature"), [({"do_sample": False, "temperature": 0.7}, 0.0), ({"temperature": 0.7}, 0.7)])
+def test_a_checkpoint_may_be_greedy(tmp_path: Path, config: dict[str, Any], temperature: float) -> None:
+    """`do_sample: false` of generation_config.json means temperature 0, whatever stands beside it."""
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    assert Defaults.read(tmp_path).temperature == temperature
 
 
 def test_adjustments_of_logits_reach_the_engine(edge: Edge) -> None:

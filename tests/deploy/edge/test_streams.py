@@ -96,7 +96,7 @@ def test_a_deadline_before_the_first_token_is_504(short_deadline: Edge) -> None:
 
 
 def test_a_reader_that_never_reads_is_dropped(nano: Nano) -> None:
-    """Its request ends as slow_reader, and what was produced for it stays bounded."""
+    """Its request ends as slow_reader, what was produced for it stays bounded, and its answer does not wait until it leaves."""
     with Edge(nano("31b"), limits=LimitSettings(write_timeout_s=0.4), max_len=10**7) as edge:
         edge.core.forever, edge.core.steps = True, [[300] * 64]
         body = json.dumps(BODY | {"max_tokens": 9_000_000}).encode()
@@ -109,7 +109,7 @@ def test_a_reader_that_never_reads_is_dropped(nano: Nano) -> None:
             sent = edge.core.sent
             time.sleep(0.2)
             assert edge.core.sent == sent
-        until(lambda: edge.service.open == 0, "the end of the answer")
+            until(lambda: edge.service.open == 0, "the end of the answer")
 
 
 def test_a_full_queue_is_429_at_once(edge: Edge) -> None:

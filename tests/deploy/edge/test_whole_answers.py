@@ -1,6 +1,7 @@
 """Random replies in every API: a stream adds up to the whole answer, however tokens are batched, cut or failing where it may."""
 
 import json
+import math
 import random
 from array import array
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from engine.front.client import Clock
 from engine.front.generation import Delta, Generation, Job
 from engine.front.stream import Stream
 from engine.front.text import TextProcessor
-from engine.protocol import FinishReason, Output, SamplingParams
+from engine.protocol import FinishReason, Logprobs, Output, SamplingParams
 from tests.conftest import Nano
 from tests.support.edge.summed import sse, sum_chat, sum_message, sum_response, text_of
 from tests.support.engine.replies import NAMES, TOOLS, reply
@@ -206,6 +207,15 @@ def test_a_faulty_format_is_seen(text: TextProcessor, monkeypatch: pytest.Monkey
     api, where, name, planted = FAULTS[fault]
     monkeypatch.setattr(where, name, planted)
     assert len(wrong(text, api)) > CASES // 10
+
+
+@pytest.mark.parametrize("form", [ChatFormat, TextFormat])
+def test_a_probability_of_zero_is_a_number(text: TextProcessor, form: type[ChatFormat | TextFormat]) -> None:
+    """JSON has no infinity, and clients read floats: -9999 stands for it, in a stream and in a whole answer."""
+    model = ServedModel("m", text.pieces)
+    delta = Delta((), [300], [Logprobs(-math.inf, [(301, -0.5), (300, -math.inf)])], "stop")
+    for answer in (streamed(form(model, usage_chunks="none"), [delta]), whole(form(model, usage_chunks="none"), [delta])):
+        assert json.dumps(answer).count("-9999.0") == 2
 
 
 @pytest.mark.parametrize("seed", range(20))

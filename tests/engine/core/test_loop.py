@@ -90,13 +90,14 @@ class SlowExecutor(MachineExecutor):
 
 @dataclass
 class StoppingExecutor(MachineExecutor):
-    """The front says stop once there is a plan."""
+    """The front says stop once there is plan `last`."""
 
     front: Front | None = None
+    last: int = 1
 
     def submit(self, plan: StepPlan) -> None:
         super().submit(plan)
-        if self.front is not None and plan.step == 1:
+        if self.front is not None and plan.step == self.last:
             self.front.send(Control(action="stop"))
 
 
@@ -302,6 +303,21 @@ def test_a_grammar_wakes_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
         outputs = front.until_ended(2)
     assert [token for output in outputs if output.id == 0 for token in output.tokens] == [1, 1, 1]
     assert next(output.error for output in outputs if output.id == 1 and output.finish is FinishReason.error)
+
+
+def test_a_stop_gives_masks_to_the_steps_that_are_out() -> None:
+    """Ranks finish what they have begun: a step whose masks would come of a token that nobody waits for gets an empty record."""
+    vocabulary = Vocabulary([b"a", b"b", b"<end>"], frozenset({2}), [2], lambda text: [ord(letter) - 97 for letter in text])
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        scheduler, front = Scheduler(SchedulerConfig(GROUPS, (20, 40), 4, 64, 16)), Front(ours)
+        machine = KVMachine(GROUPS, (20, 40), 4, 64, lambda prefix, position, seed: 1)
+        executor = StoppingExecutor(machine, front=front, last=2)
+        params = SamplingParams(max_tokens=9, grammar=Grammar("start: /b+/"))
+        front.send(GenerateRequest(id=1, prompt=pack_tokens([0]), params=params))
+        Core(scheduler, executor, FrontLink(theirs), StatusOnly(), Waiter(), vocabulary=vocabulary).run()
+    assert [plan.step for plan in machine.queue if plan.masked] == [1, 2]
+    assert [(masks.step, len(masks.slots)) for masks in map(decode_masks, executor.masks)] == [(1, 1), (2, 0)]
 
 
 def test_a_page_violation_ends_the_loop() -> None:

@@ -17,7 +17,7 @@ from engine.core.loop import Core
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.geometry import KVGroup
 from engine.lifeline import BootArgs
-from engine.plan import encode_rows, read_plan
+from engine.plan import StepPlan, encode_rows, read_plan
 from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
 from engine.rank.step_clock import StepClock
 from engine.rank.worker import Worker
@@ -129,3 +129,16 @@ def test_a_loop_that_drains_is_seen() -> None:
     idle = serve(Draining)  # type: ignore[arg-type]
     print(f"idle {1e6 * sum(idle) / len(idle):.0f} us a step, {sum(gap > 0 for gap in idle)} of {len(idle)} steps late")
     assert sum(gap > 0 for gap in idle) >= 0.4 * len(idle)
+
+
+def test_steps_before_a_stop_are_finished() -> None:
+    """Their results are published, though the stop plan was there before they were done; the record has microseconds."""
+    with wires() as ends:
+        core = RingExecutor(ends.args)
+        for plan in (StepPlan(1), StepPlan(2), StepPlan(3, stop=True)):
+            core.submit(plan)
+        Worker(SlowDevice(), ends).run()  # type: ignore[arg-type]
+        results, status = [core.poll() for _ in range(3)], ends.status.read(0)
+    assert [result and result.step for result in results] == [1, 2, None]
+    assert status.finished == 2
+    assert 1e6 * STEP_S < status.step_us < 100e6 * STEP_S

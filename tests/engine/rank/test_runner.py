@@ -264,10 +264,13 @@ def test_replay_and_overlap_end_on_the_same_hash(rank: Rank) -> None:
 
 @pytest.mark.parametrize("debug", [True, False])
 def test_hash_sees_plan_tokens_and_hidden_bits(rank: Rank, debug: bool) -> None:
-    """Another plan byte or another token changes the hash; a hidden bit that changes no token only with debug_hash."""
+    """Another plan byte, or another token of the same plans, changes the hash; a hidden bit that changes no token only with
+    debug_hash."""
 
-    def hash_of(plans: list[StepPlan], plant_fault: Callable[[Runner], None] = lambda _: None) -> tuple[int, dict[int, list[int]]]:
-        made = with_config(rank, debug_hash=debug)
+    def hash_of(
+        plans: list[StepPlan], plant_fault: Callable[[Runner], None] = lambda _: None, suppress: tuple[int, ...] = ()
+    ) -> tuple[int, dict[int, list[int]]]:
+        made = with_config(rank, debug_hash=debug, suppress=suppress)
         plant_fault(made)
         results = [run(made, plan) for plan in plans]
         return made.state_hash, tokens_of(results)
@@ -286,7 +289,10 @@ def test_hash_sees_plan_tokens_and_hidden_bits(rank: Rank, debug: bool) -> None:
     plain, tokens = hash_of(stream(5))
     seeded, _ = hash_of(stream(5, params=(GREEDY, msgspec.structs.replace(SAMPLED, seed=-78))))
     nudged, same = hash_of(stream(5), nudge)
+    other, others = hash_of(stream(5), suppress=(tokens[2][-1],))
     assert seeded != plain
+    assert other != plain
+    assert others != tokens
     assert same == tokens
     assert (nudged != plain) is debug
 

@@ -186,8 +186,9 @@ def test_sampling_parameters_live_with_their_tenant() -> None:
     rank = state()
     seed = -(2**63) + 12345
     first = SamplingParams(
-        max_tokens=1, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=seed, min_tokens=2, stop_ids=tuple(range(30)), logprobs=4
-    )
+        max_tokens=1, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=seed, min_tokens=2, stop_ids=tuple(range(30)),
+        logprobs=4, prompt_logprobs=3,
+    )  # fmt: skip
     second = SamplingParams(max_tokens=1, stop_ids=(9,), min_tokens=1)
     plan = StepPlan(
         1,
@@ -201,10 +202,12 @@ def test_sampling_parameters_live_with_their_tenant() -> None:
     assert parameters.integers[[2, 0]].tolist() == [[0, 0, 4], [seed, 5, 4]]
     assert torch.equal(parameters.floats[[2, 0]], torch.tensor([[0.0, 1.0, 0.0], [0.7, 0.9, 0.1]]))
     assert set(parameters.stop[0].tolist()) == {-1, *range(30)}
+    assert list(rank.slots.prompts) == [0]
     again = StepPlan(2, admissions=[Admission(0, 3, [1], 1, second)], chunks=[PrefillChunk(0, 0, 1, 0)])
     rank.run(again)
     assert rank.results(again).special == SpecialRows(reported=[], filtered=[])
     assert set(parameters.stop[0].tolist()) == {-1, 9}
+    assert not rank.slots.prompts
     assert parameters.integers[0].tolist() == [0, 0, 2]
 
 
