@@ -33,6 +33,7 @@ def test_the_first_token_is_not_held_back(edge: Edge) -> None:
         first = next(reply.iter_raw())
         assert time.monotonic() - started < 0.5
         assert first.count(b"data: ") == 2  # the role and the first text, in one write
+    until(lambda: outcomes(edge) == ["client_gone"], "the end of what the client left")
 
 
 @pytest.mark.parametrize("stream", [True, False])
