@@ -264,14 +264,14 @@ _EDGE = (
     ),
     Fault(
         "slow-client-is-waited-for", "deploy/edge/answer.py",
-        "await bounded(write, self._service.limits.write_timeout_s)", "await write", "deploy/edge/test_streams.py",
+        "await bounded(write, self._service.settings.limits.write_timeout_s)", "await write", "deploy/edge/test_streams.py",
     ),
     Fault(
-        "choices-share-noise", "deploy/edge/service.py",
+        "choices-share-noise", "deploy/edge/job_builder.py",
         "((first ^ (_MIX * place))", "((first + place)", "deploy/edge/test_api.py",
     ),
     Fault(
-        "greedy-checkpoint-samples", "deploy/edge/service.py",
+        "greedy-checkpoint-samples", "deploy/edge/service_settings.py",
         'if config.get("do_sample") is False:', "if False:", "deploy/edge/test_validation.py deploy/edge/test_api.py",
     ),
     Fault(
@@ -283,8 +283,8 @@ _EDGE = (
         'hexdigest() if isolated else ""', 'hexdigest() if False else ""', "deploy/edge/test_sharing.py deploy/edge/test_keys.py",
     ),
     Fault(
-        "ignore-eos-is-ignored", "deploy/edge/service.py",
-        "eos = () if request.ignore_eos else self.text.eos_ids", "eos = self.text.eos_ids", "deploy/edge/test_api.py",
+        "ignore-eos-is-ignored", "deploy/edge/job_builder.py",
+        "() if request.ignore_eos else self._text.eos_ids", "self._text.eos_ids", "deploy/edge/test_api.py",
     ),
     Fault(
         "waiting-tokens-unbounded", "deploy/edge/admission_control.py",
@@ -315,8 +315,8 @@ _EDGE = (
         "if found is None or found.has_expired(now)", "if found is None", "deploy/edge/test_keys.py deploy/edge/test_key_file.py",
     ),
     Fault(
-        "any-key-has-all-rights", "deploy/edge/keys/key_gate.py",
-        "if not wanted <= key.rights:", "if False:", "deploy/edge/test_keys.py",
+        "any-key-has-all-rights", "deploy/edge/key_gate.py",
+        "elif endpoint.right not in key.rights:", "elif False:", "deploy/edge/test_keys.py",
     ),
     Fault(
         "quota-fills-by-the-second", "deploy/edge/keys/quotas.py",
@@ -333,7 +333,7 @@ _EDGE = (
     ),
     Fault(
         "unfinished-stream-says-done", "deploy/edge/openai/forms.py",
-        'return b"data: " + encode(body_of(error)) + b"\\n\\n"', 'return b"data: " + encode(body_of(error)) + b"\\n\\n" + DONE',
+        "encode(OPENAI_ERROR.body(error)) + ", "encode(OPENAI_ERROR.body(error)) + b'\\n\\n' + DONE + ",
         "deploy/edge/test_streams.py deploy/edge/test_api.py",
     ),
     Fault(
