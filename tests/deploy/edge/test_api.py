@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from deploy.edge.service import Defaults
+from deploy.edge.service_settings import Defaults
 from engine.logit_adjustments import LogitAdjustments
 from engine.protocol import FinishReason
 from tests.support.edge.api_client import client, events, token_steps
