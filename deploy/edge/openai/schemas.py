@@ -418,7 +418,7 @@ def _check_nulls(message: Message, where: str) -> None:
 
 def _check_parts(message: Message, where: str) -> None:
     if message.content is None and message.role == "user":
-        raise InvalidRequest(f"{where}: a user's message has one that is not null", param="messages")
+        raise InvalidRequest(f"{where}: a user's message needs content, not null", param="messages")
     for part in message.content if isinstance(message.content, list) else ():
         if part.type != "text":
             raise InvalidRequest(f"{where}: parts of type {part.type!r} are not supported, only 'text'", param="messages")
