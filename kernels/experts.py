@@ -73,7 +73,7 @@ class _Tile(NamedTuple):
 # Tiles of the gated product and of down, by the assignments that an expert has at most on average; from H200,
 # `python -m tests.bench.experts`. Where a pair does not fit into shared memory, the one before it is taken.
 _TILES = (
-    (8, _Tile(16, 64, 4, 2, swap=True), _Tile(16, 64, 4, 2, swap=True)),
+    (0, _Tile(16, 64, 4, 2, swap=True), _Tile(16, 64, 4, 2, swap=True)),
     (8, _Tile(16, 64, 4, 4, swap=True), _Tile(16, 64, 4, 4, swap=True)),
     (16, _Tile(32, 64, 4, 3, swap=True), _Tile(32, 64, 4, 4, swap=True)),
     (64, _Tile(64, 64, 4, 3, swap=False), _Tile(64, 128, 4, 3, swap=False)),
@@ -84,7 +84,7 @@ _TILES = (
 @cache
 def _tiles(assignments: int, count: int, itemsize: int, shared: int) -> tuple[_Tile, _Tile]:
     """Those of the gated product and of down, of equal rows; `shared`: bytes of shared memory that a block may have."""
-    largest = next(i for i, (mean, *_) in enumerate(_TILES) if i > 0 and assignments <= mean * count)
+    largest = next(i for i, (mean, *_) in enumerate(_TILES) if assignments <= mean * count)
     for _, up, down in reversed(_TILES[1 : largest + 1]):
         held = max(up.stages * (up.rows + 2 * up.columns), down.stages * (down.rows + down.columns)) * _TURN * itemsize
         if held <= shared - 1024:

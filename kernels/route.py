@@ -88,6 +88,21 @@ def _variance_scale(values: tl.tensor, eps: tl.tensor, N: tl.constexpr) -> tl.te
     return tl.rsqrt(tl.sum(values * values, 0) / N + eps)
 
 
+@triton.jit
+def _norm_row(
+    h: tl.tensor, norm: tl.tensor, x: tl.tensor, row: tl.tensor, T: tl.tensor, eps: tl.tensor,
+    N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """What the experts read of a row, if it is below T."""
+    lane = tl.arange(0, BLOCK)
+    live = (lane < N) & (row < T)
+    factor = tl.load(norm + lane, lane < N, 0.0).to(tl.float32)
+    at = row.to(tl.int64) * N + lane
+    wait(PDL)
+    before = tl.load(h + at, live, 0.0).to(tl.float32)
+    tl.store(x + at, cast(before * _variance_scale(before, eps, N) * factor, x.dtype.element_ty), live)
+
+
 @triton.jit(do_not_specialize=["T"])
 def _logits(
     h: tl.tensor, proj: tl.tensor, scale: tl.tensor, norm: tl.tensor, logits: tl.tensor, x: tl.tensor, T: tl.tensor, eps: tl.tensor,
@@ -110,12 +125,7 @@ def _logits(
             products = tl.sum(weight * values[None, :], 1) * _variance_scale(values, eps, N)
             tl.store(logits + row * EXPERTS + expert, products, (expert < EXPERTS) & (row < T))
     else:
-        factor = tl.load(norm + lane, live, 0.0).to(tl.float32)
-        own = (first + part - PARTS).to(tl.int64)
-        wait(PDL)
-        before = tl.load(h + own * N + lane, live & (own < T), 0.0).to(tl.float32)
-        normed = before * _variance_scale(before, eps, N) * factor
-        tl.store(x + own * N + lane, cast(normed, x.dtype.element_ty), live & (own < T))
+        _norm_row(h, norm, x, first + part - PARTS, T, eps, N, BLOCK, PDL)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -131,11 +141,7 @@ def _many_logits(
     tiles = (T + ROWS - 1) // ROWS * PARTS
     at = tl.program_id(0)
     if at >= tiles:
-        row, lane = (at - tiles).to(tl.int64) * N, tl.arange(0, BLOCK)
-        factor = tl.load(norm + lane, lane < N, 0.0).to(tl.float32)
-        wait(PDL)
-        before = tl.load(h + row + lane, lane < N, 0.0).to(tl.float32)
-        tl.store(x + row + lane, cast(before * _variance_scale(before, eps, N) * factor, x.dtype.element_ty), lane < N)
+        _norm_row(h, norm, x, at - tiles, T, eps, N, BLOCK, PDL)
         return
     row = at // PARTS * ROWS + tl.arange(0, ROWS)
     expert = at % PARTS * WIDTH + tl.arange(0, WIDTH)
