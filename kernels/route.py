@@ -90,15 +90,12 @@ def _variance_scale(values: tl.tensor, eps: tl.tensor, N: tl.constexpr) -> tl.te
 
 @triton.jit
 def _norm_row(
-    h: tl.tensor, norm: tl.tensor, x: tl.tensor, row: tl.tensor, T: tl.tensor, eps: tl.tensor,
-    N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-) -> None:  # fmt: skip
-    """What the experts read of a row, if it is below T."""
-    lane = tl.arange(0, BLOCK)
+    h: tl.tensor, factor: tl.tensor, x: tl.tensor, row: tl.tensor, T: tl.tensor, eps: tl.tensor, N: tl.constexpr
+) -> None:
+    """What the experts read of a row, if it is below T. factor: fp32, the norm's weight, zeros behind N."""
+    lane = tl.arange(0, factor.shape[0])
     live = (lane < N) & (row < T)
-    factor = tl.load(norm + lane, lane < N, 0.0).to(tl.float32)
     at = row.to(tl.int64) * N + lane
-    wait(PDL)
     before = tl.load(h + at, live, 0.0).to(tl.float32)
     tl.store(x + at, cast(before * _variance_scale(before, eps, N) * factor, x.dtype.element_ty), live)
 
@@ -125,7 +122,9 @@ def _logits(
             products = tl.sum(weight * values[None, :], 1) * _variance_scale(values, eps, N)
             tl.store(logits + row * EXPERTS + expert, products, (expert < EXPERTS) & (row < T))
     else:
-        _norm_row(h, norm, x, first + part - PARTS, T, eps, N, BLOCK, PDL)
+        factor = tl.load(norm + lane, live, 0.0).to(tl.float32)
+        wait(PDL)
+        _norm_row(h, factor, x, first + part - PARTS, T, eps, N)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -141,7 +140,10 @@ def _many_logits(
     tiles = (T + ROWS - 1) // ROWS * PARTS
     at = tl.program_id(0)
     if at >= tiles:
-        _norm_row(h, norm, x, at - tiles, T, eps, N, BLOCK, PDL)
+        lane = tl.arange(0, BLOCK)
+        factor = tl.load(norm + lane, lane < N, 0.0).to(tl.float32)
+        wait(PDL)
+        _norm_row(h, factor, x, at - tiles, T, eps, N)
         return
     row = at // PARTS * ROWS + tl.arange(0, ROWS)
     expert = at % PARTS * WIDTH + tl.arange(0, WIDTH)
