@@ -104,7 +104,7 @@ class _Probe:
             cache.pool[:, : int(used) + 1] = 0
             cache.table.zero_()
         slots.lengths.zero_()
-        self._runner.state_hash = 0
+        self._runner.report_stage.state.value = 0
 
     def _decoding(self, rows: int, context: int) -> StepPlan:
         """A plan that admits sequences to the first slots, with pages for all rows that are timed."""

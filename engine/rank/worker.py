@@ -23,7 +23,8 @@ from engine.lifeline import BootArgs, Lifeline, Loaded, Ready, run
 from engine.plan import DEPTH, read_header
 from engine.rank.builder import Rank, build, kv_bytes, load_rank, torch_dtype
 from engine.rank.parallel import connect, self_check
-from engine.rank.runner import Forwarded, Launched, Runner
+from engine.rank.runner import Forwarded, Runner
+from engine.rank.stages.report_stage import Launched
 from engine.rank.start_checks import residual_rms
 from engine.rank.step_times import measure
 from engine.rank_status import Phase

@@ -60,15 +60,16 @@ def check_graphs(bench: BareRank, parallel: Parallel, args: argparse.Namespace) 
         return
     runner, graphs = bench.runner, bench.runner.graphs
     rows = min(3, bench.config.max_seqs)
-    runner.debug_hash = True
+    report = runner.report_stage
+    report.debug_hash = True
     runs = []
     for runner.graphs in (graphs, None):
-        runner.state_hash = 0
+        report.state.value = 0
         plans = [encode_plan(bench.admission(rows, args.context, args.steps, 1))]
         plans += [encode_plan(StepPlan(at, decodes=list(range(rows)))) for at in range(2, 10)]
         results, _ = bench.run(plans)
         runs.append((results, runner.state_hash))
-    runner.graphs, runner.debug_hash = graphs, False
+    runner.graphs, report.debug_hash = graphs, False
     say(parallel, f"graph equals eager, hidden bits included: {runs[0] == runs[1]}")
     assert runs[0] == runs[1], "a captured step differs from the eager one"
 
@@ -81,8 +82,8 @@ def profile(bench: BareRank, parallel: Parallel, batch: int, out: str) -> None:
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities) as seen:
         for _ in range(3):
-            graphs.forward(rows)
-            graphs.sample(rows)
+            graphs.replay("forward", rows)
+            graphs.replay("maxima", rows)
         torch.cuda.synchronize()
     if parallel.rank == 0:
         rows_of = sorted(seen.key_averages(), key=lambda row: -row.device_time_total)

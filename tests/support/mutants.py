@@ -128,11 +128,11 @@ _CORE = (
 
 _RANK = (
     Fault(
-        "failed-sum-is-served", "engine/rank/runner.py",
+        "failed-sum-is-served", "engine/rank/stages/report_stage.py",
         "if (flags & ROW_ERROR).any():", "if False:", "engine/rank/test_runner.py",
     ),
     Fault(
-        "hash-forgets-the-tokens", "engine/rank/runner.py",
+        "hash-forgets-the-tokens", "engine/rank/stages/report_stage.py",
         'for name in ("chosen", "hidden"):', 'for name in ("hidden",):', "engine/rank/test_runner.py",
     ),
     Fault(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.plan import StepPlan, encode_plan
-from engine.rank.graphs import DecodeGraphs
+from engine.rank.graphs import StageGraphs
 from engine.rank.profiling.bare_rank import BareRank
 
 WARM_STEPS = 8
@@ -52,7 +52,7 @@ def time_step(rank: BareRank, batch: int, context: int, steps: int, step: int, r
     return StepTime(batch, context, 1e3 * seconds / len(plans), graph_ms, floor_ms)
 
 
-def replay_ms(rank: BareRank, graphs: DecodeGraphs, batch: int, steps: int) -> float:
+def replay_ms(rank: BareRank, graphs: StageGraphs, batch: int, steps: int) -> float:
     """Milliseconds of a replay of the last plan's step, of `steps` back to back; lengths are as before behind it."""
     rows = rank.runner.bucket(batch)
 
@@ -69,10 +69,10 @@ def replay_ms(rank: BareRank, graphs: DecodeGraphs, batch: int, steps: int) -> f
     return min(times)
 
 
-def replay(graphs: DecodeGraphs, rows: int) -> None:
+def replay(graphs: StageGraphs, rows: int) -> None:
     """One step."""
-    graphs.forward(rows)
-    graphs.sample(rows)
+    graphs.replay("forward", rows)
+    graphs.replay("maxima", rows)
 
 
 @contextmanager

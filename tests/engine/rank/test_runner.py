@@ -16,8 +16,9 @@ from engine.plan import Admission, PageAppend, PrefillChunk, StepPlan, StepResul
 from engine.protocol import MAX_ALTERNATIVES, Logprobs, SamplingParams
 from engine.rank.batch import ForwardBatch
 from engine.rank.builder import Rank, build
-from engine.rank.runner import Launched, Runner
+from engine.rank.runner import Runner
 from engine.rank.sampler import SpecialRows
+from engine.rank.stages.report_stage import Launched
 from kernels.choose import ROW_ERROR
 from kernels.sampling_batch import SamplingBatch
 from tests.conftest import Nano
@@ -80,14 +81,14 @@ def test_a_part_that_did_not_come_while_steps_were_captured_ends_the_start(runne
 
 def test_a_sum_that_failed_gives_no_tokens(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that is flagged because another rank's part did not come ends the step with an error; without the flag it has one."""
-    sample, flag = runner._sampler.sample, 0
+    sample, flag = runner.sample_stage.sampler.sample, 0
 
     def flagged(*arguments: object) -> tuple[Tensor, Tensor | None]:
         chosen, logprobs = sample(*arguments)
         chosen[1, 1] |= flag
         return chosen, logprobs
 
-    monkeypatch.setattr(runner._sampler, "sample", flagged)
+    monkeypatch.setattr(runner.sample_stage.sampler, "sample", flagged)
     assert len(run(runner, first_plan()).rows) == 2
     flag = ROW_ERROR
     with pytest.raises(RuntimeError, match="step 2: another rank's part of an all-reduce did not come in time"):
@@ -100,7 +101,8 @@ def test_what_warms_a_runner_leaves_nothing_behind(rank: Rank, runner: Runner, m
     and not, up to the largest bucket: a step that is so large finds the memory that it takes."""
     sizes: list[int] = []
     sampled: list[tuple[int, bool, SpecialRows]] = []
-    forward, report, sample = runner._model.forward, runner._prompt_logprobs, runner._sampler.sample
+    stage, forward = runner.sample_stage, runner.forward_stage.model.forward
+    report, sample = stage.prompt_logprobs, stage.sampler.sample
 
     def seen_sampling(logits: Tensor, batch: SamplingBatch, ballot: None, special: SpecialRows) -> tuple[Tensor, Tensor | None]:
         sampled.append((len(logits), batch.adjustments is not None, special))
@@ -115,9 +117,9 @@ def test_what_warms_a_runner_leaves_nothing_behind(rank: Rank, runner: Runner, m
         return report(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner._model, "forward", seen)
-        patch.setattr(runner, "_prompt_logprobs", written)
-        patch.setattr(runner._sampler, "sample", seen_sampling)
+        patch.setattr(runner.forward_stage.model, "forward", seen)
+        patch.setattr(stage, "prompt_logprobs", written)
+        patch.setattr(stage.sampler, "sample", seen_sampling)
         runner.warm()
     assert sizes == [1, 2, 4, 8, 16, 32, 64, 128, 256, 256]
     most = SpecialRows(small_top_k=True, filtered=range(3), reported=range(3), alternatives=MAX_ALTERNATIVES)
@@ -383,8 +385,8 @@ def test_greedy_tokens_are_the_largest_adjusted_logits(rank: Rank, runner: Runne
     """Through prefill, decodes and a return with all its tokens after a preemption, each token is the largest of the model's logits
     behind the formulas; as if nothing were adjusted it is not."""
     raw: list[torch.Tensor] = []
-    logits = runner._model.logits
-    monkeypatch.setattr(runner._model, "logits", lambda hidden: raw.append(logits(hidden)) or raw[-1].clone())
+    logits = runner.forward_stage.model.logits
+    monkeypatch.setattr(runner.forward_stage.model, "logits", lambda hidden: raw.append(logits(hidden)) or raw[-1].clone())
     prompt = PROMPTS[0]
     wanted = LogitAdjustments(
         repetition_penalty=1.4, frequency_penalty=1.5, presence_penalty=1.0, bias=((77, 3.0), (5, -float("inf"))), bad_words=((9,),)

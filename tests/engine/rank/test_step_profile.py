@@ -217,11 +217,9 @@ class Replays:
     def __init__(self, step: Callable[[], object]) -> None:
         self._step = step
 
-    def forward(self, rows: int) -> None:
-        self._step()
-
-    def sample(self, rows: int) -> None:
-        pass
+    def replay(self, stage: str, rows: int) -> None:
+        if stage == "forward":
+            self._step()
 
 
 @pytest.mark.parametrize("captured", [True, False])

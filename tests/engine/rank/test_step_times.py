@@ -17,7 +17,8 @@ from engine.plan import read_plan
 from engine.rank import step_times
 from engine.rank.builder import Rank, build
 from engine.rank.page_check import PageCheck
-from engine.rank.runner import Launched, Runner
+from engine.rank.runner import Runner
+from engine.rank.stages.report_stage import Launched
 from engine.rank.step_times import measure
 from tests.conftest import Nano
 from tests.support.engine.ranks import single

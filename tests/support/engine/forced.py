@@ -26,7 +26,7 @@ def forced(
     runner: Runner, plans: Sequence[StepPlan], recorded: Sequence[StepResult] | None = None, masks: Mapping[int, bytes] = NO_MASKS
 ) -> list[Sampled]:
     """Each plan alone; behind it the tokens of `recorded` replace those that were sampled (None: they stay). Needs debug_hash."""
-    assert runner.debug_hash
+    assert runner.report_stage.debug_hash
     found = []
     for at, plan in enumerate(plans):
         launched = runner.launch(encode_plan(plan), masks.get(plan.step, b""))

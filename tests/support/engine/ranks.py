@@ -25,7 +25,8 @@ from engine.lifeline import Allocate, BootArgs, BootMessage, BootSocket, Configu
 from engine.plan import StepPlan, StepResult, decode_result, encode_plan
 from engine.rank.builder import Rank, load_rank
 from engine.rank.parallel import Single
-from engine.rank.runner import Launched, Runner
+from engine.rank.runner import Runner
+from engine.rank.stages.report_stage import Launched
 from engine.rank_status import RankStatus, StatusBlock
 from kernels.allreduce import shared_bytes
 

@@ -1,0 +1,85 @@
+"""The forward of a step: the plan applied to the device's tables, the step's batch, the model.
+
+A plan of decode rows alone is padded to a bucket; the host decides nothing of it, so that a graph can hold it. A plan with chunks
+runs eagerly.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from engine.plan import PlanView
+from engine.rank.attention.base import AttentionBackend
+from engine.rank.batch import ForwardBatch
+from engine.rank.kv import KVCache
+from engine.rank.models.architecture import Model
+from engine.rank.page_check import PageCheck
+from engine.rank.prompt_logprobs import ScoredRows, WantedLogprobs, scored_rows
+from engine.rank.step import StepBuffers
+from kernels.joint import Peers
+
+
+@dataclass(frozen=True)
+class ScoredBatch:
+    """Rows of a whole batch that give logprobs of prompt tokens, and the final hidden rows [rows, hidden] of all of it."""
+
+    scored: Sequence[ScoredRows]
+    batch: ForwardBatch
+    hidden: Tensor
+
+
+@dataclass(frozen=True)
+class FinalRows:
+    """The output of a forward: hidden [rows, hidden] of the rows that sample, padded as the forward was.
+
+    batch     slots and positions of those rows; None: the step has no rows
+    captured  the forward was a graph;   prompts  rows whose prompts' logprobs are wanted
+    """
+
+    hidden: Tensor
+    batch: ForwardBatch | None = None
+    captured: bool = False
+    prompts: ScoredBatch | None = None
+
+
+class ForwardStage:
+    """Runs the model over a step's rows. `peers`: the group's all-reduce inboxes, for decode rows; None: collectives."""
+
+    def __init__(
+        self,
+        model: Model,
+        cache: KVCache,
+        attention: AttentionBackend,
+        inputs: StepBuffers,
+        peers: Peers | None,
+        pages: PageCheck | None,
+    ) -> None:
+        self.model, self._cache, self._attention = model, cache, attention
+        self._inputs, self._peers, self._pages = inputs, peers, pages
+
+    def decode(self, bucket: int, plan: Tensor) -> tuple[ForwardBatch, Tensor]:
+        """Inputs and final hidden rows of the plan's decode rows, padded to `bucket`. Capturable."""
+        self._inputs.apply(plan)
+        batch = self._inputs.decodes(plan, bucket)
+        if self._pages is not None:
+            self._pages.check(plan, batch)
+        return batch, self.model.forward(batch, self._cache, self._attention, self._peers)
+
+    def mixed(self, plan: PlanView, uploaded: Tensor, wanted: Mapping[int, WantedLogprobs]) -> FinalRows:
+        """The forward of a step with chunks, or with no rows at all. wanted: slots that report logprobs of their prompts."""
+        self._inputs.apply(uploaded)
+        if not len(plan.chunks):
+            return FinalRows(self._inputs.ids[:0])
+        batch = self._inputs.mixed(plan, uploaded)
+        if self._pages is not None:
+            self._pages.check(uploaded, batch)
+        ends = replace(batch, slots=batch.slots[batch.logit_rows], positions=batch.positions[batch.logit_rows])
+        if not (scored := scored_rows(batch.chunks, wanted)):
+            return FinalRows(self.run(batch), ends)
+        hidden = self.run(replace(batch, logit_rows=None))
+        return FinalRows(hidden[batch.logit_rows], ends, prompts=ScoredBatch(scored, batch, hidden))
+
+    def run(self, batch: ForwardBatch) -> Tensor:
+        """Final hidden rows of `batch.logit_rows`; sums over ranks are collectives."""
+        return self.model.forward(batch, self._cache, self._attention)

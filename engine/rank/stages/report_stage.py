@@ -1,0 +1,170 @@
+"""The report of a step: an asynchronous copy of what it sampled, the bytes of its result, the state hash."""
+
+import zlib
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.channel import checksum
+from engine.plan import DEPTH, RESULT_WIDTH, ROW_EMPTY, ROW_NAN, PlanView, encode_rows
+from engine.protocol import Logprobs, PromptLogprobs
+from engine.rank.page_check import PageCheck
+from engine.rank.prompt_logprobs import ScoredRows, prompt_rows
+from engine.rank.slots import ResultRows
+from engine.rank.stages.sample_stage import StepTokens
+from engine.rank.step_clock import StepClock, mark
+from kernels.choose import ROW_ERROR, ROW_HAS_NAN, ROW_NO_TOKEN
+
+
+class CopyOut:
+    """An asynchronous copy of device tensors to the host; done at once on a CPU.
+
+    It also marks the end of a step without outputs: a step is done when the device is done with it.
+    """
+
+    def __init__(self, pairs: dict[str, tuple[Tensor, Tensor | None]], device: torch.device) -> None:
+        """pairs: a device tensor and pinned memory of its shape, made here where it is None."""
+        self._host = {name: _copy_out(*pair) for name, pair in pairs.items()}
+        self.end = mark(device)
+
+    @property
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self.end is None or self.end.query()
+
+    def wait(self) -> dict[str, np.ndarray]:
+        """The tensors on the host."""
+        if self.end is not None:
+            self.end.synchronize()
+        return {name: tensor.numpy() for name, tensor in self._host.items()}
+
+
+def _copy_out(tensor: Tensor, host: Tensor | None) -> Tensor:
+    if not tensor.is_cuda:
+        return tensor.clone()
+    if host is None:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+class StateHash:
+    """A checksum of the finished steps: of each (plan | its masks | tokens and flags | with debug_hash the bits of its last hidden
+    rows), chained. Ranks that ran the same plans and sampled the same tokens agree on it, and so does a replay."""
+
+    def __init__(self) -> None:
+        self.value = 0
+        self._plans: deque[tuple[int, bytes, bytes]] = deque()
+
+    def launched(self, step: int, plan: bytes, masks: bytes) -> None:
+        """Keep a step's plan and masks until `fold`."""
+        self._plans.append((step, plan, masks))
+
+    def fold(self, step: int, host: dict[str, np.ndarray]) -> None:
+        """Chain one finished step."""
+        expected, plan, masks = self._plans.popleft()
+        assert step == expected, f"step {step} finished before step {expected}"
+        value = checksum(masks, checksum(plan, self.value))
+        for name in ("chosen", "hidden"):
+            if name in host:
+                value = zlib.crc32(host[name].tobytes(), value)
+        self.value = value
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A launched step: call `result`, then `fold`, each once and in plan order.
+
+    rows  those that sample;   scored  those that give logprobs of prompt tokens
+    """
+
+    step: int
+    rows: ResultRows | None
+    scored: Sequence[ScoredRows]
+    copy: CopyOut
+    state: StateHash
+    pages: PageCheck | None
+    clock: StepClock
+
+    @property
+    def done(self) -> bool:
+        """Whether `result` would return at once."""
+        return self.copy.done
+
+    def result(self) -> bytes:
+        """Wait for the step; the bytes of its StepResult. RuntimeError: another rank's part of an all-reduce did not come.
+        PageViolation: a page table was wrong (`debug_pages`)."""
+        host = self.copy.wait()
+        if self.pages is not None:
+            self.pages.verify(self.step, host["violations"])
+        if self.rows is None:
+            return encode_rows(self.step, np.zeros((0, 4 + RESULT_WIDTH), np.int32), {})
+        tokens, flags = host["chosen"].T
+        if (flags & ROW_ERROR).any():
+            raise RuntimeError(f"step {self.step}: another rank's part of an all-reduce did not come in time")
+        table = np.empty((len(tokens), 4 + RESULT_WIDTH), np.int32)
+        nan, empty = ((flags & flag) != 0 for flag in (ROW_HAS_NAN, ROW_NO_TOKEN))
+        table[:, 0], table[:, 1], table[:, 2] = self.rows.slots, self.rows.numbers, ~(nan | empty)
+        table[:, 3], table[:, 4] = np.where(nan, ROW_NAN, 0) + np.where(empty, ROW_EMPTY, 0), tokens
+        prompts = prompt_rows(self.scored, host["prompts"]) if self.scored else ()
+        return encode_rows(self.step, table, self._logprobs(self.rows, host, nan | empty), prompts)
+
+    def fold(self) -> None:
+        """Fold this step into the rank's state hash."""
+        self.state.fold(self.step, self.copy.wait())
+
+    def end(self) -> bytes:
+        """`result`, then `fold`."""
+        result = self.result()
+        self.fold()
+        return result
+
+    def _logprobs(self, rows: ResultRows, host: dict[str, np.ndarray], silent: np.ndarray) -> dict[int, Logprobs]:
+        """By row."""
+        special = rows.special
+        if not special.reported:
+            return {}
+        words = PromptLogprobs(0, special.alternatives, host["logprobs"].astype("<i4", copy=False).tobytes())
+        pairs = zip(special.reported, words.entries(), strict=True)
+        return {row: Logprobs(one.chosen, one.top[: rows.logprobs[row]]) for row, (_, one) in pairs if not silent[row]}
+
+
+class ReportStage:
+    """Starts the copy of a step's outputs. rows: the most that a step samples."""
+
+    def __init__(self, rows: int, device: torch.device, pages: PageCheck | None, *, debug_hash: bool) -> None:
+        self._device, self._pages, self.debug_hash = device, pages, debug_hash
+        self.state = StateHash()
+        pinned = device.type == "cuda"
+        self._host = [torch.zeros((rows, 2), dtype=torch.int32, pin_memory=pinned) for _ in range(DEPTH + 1)]
+        self.end: torch.cuda.Event | None = None  # of the last step
+
+    def start(
+        self, plan: PlanView, rows: ResultRows, sampled: StepTokens | None, hidden: Tensor, start: torch.cuda.Event | None
+    ) -> Launched:
+        """The step, whose outputs are on their way. hidden: its final rows; start: its start event."""
+        copy = CopyOut(self._outputs(sampled, hidden, len(rows.slots)), self._device)
+        clock = StepClock(self.end if len(plan.decodes) else None, start, copy.end)
+        self.end = copy.end
+        scored = sampled.scored if sampled is not None else ()
+        return Launched(plan.step, None if sampled is None else rows, scored, copy, self.state, self._pages, clock)
+
+    def _outputs(self, sampled: StepTokens | None, hidden: Tensor, count: int) -> dict[str, tuple[Tensor, Tensor | None]]:
+        """What to copy to the host, and into which memory."""
+        outputs: dict[str, tuple[Tensor, Tensor | None]] = {}
+        if self._pages is not None:
+            outputs["violations"] = (self._pages.violations, None)
+        if sampled is None:
+            return outputs
+        if sampled.prompts is not None:
+            outputs["prompts"] = (sampled.prompts, None)
+        self._host.append(self._host.pop(0))
+        outputs["chosen"] = (sampled.chosen[:count], self._host[-1][:count])
+        if sampled.logprobs is not None:
+            outputs["logprobs"] = (sampled.logprobs, None)
+        if self.debug_hash:
+            outputs["hidden"] = (hidden[:count].contiguous().view(torch.uint8), None)
+        return outputs

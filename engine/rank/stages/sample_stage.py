@@ -1,0 +1,72 @@
+"""The sampling of a step: final hidden rows to tokens, which go into the slots' token table, and to logprobs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from engine.rank.batch import ForwardBatch
+from engine.rank.models.architecture import Model
+from engine.rank.prompt_logprobs import ScoredRows, token_logprobs
+from engine.rank.sampler import Sampler, SpecialRows
+from engine.rank.slots import ResultRows, SlotState
+from engine.rank.stages.forward_stage import ScoredBatch
+from kernels.choose import Ballot
+
+SAMPLERS = ("maxima", "small_top_k", "adjusted_maxima", "adjusted_small_top_k")  # of captured steps
+
+
+@dataclass(frozen=True)
+class StepTokens:
+    """What a step's rows sampled.
+
+    chosen    int32 [>= R, 2]: each row's token, 0 where there is none, and its flags (`kernels.choose`)
+    logprobs  int32 [n, 2 + 2 alternatives], of the rows that report them;   prompts  likewise, of the prompt rows `scored`
+    """
+
+    chosen: Tensor
+    logprobs: Tensor | None = None
+    scored: Sequence[ScoredRows] = ()
+    prompts: Tensor | None = None
+
+
+def captured_sampler(rows: ResultRows) -> str | None:
+    """The one of SAMPLERS that does what the rows ask for; None: none does."""
+    special = rows.special
+    if special.filtered or special.reported:
+        return None
+    name = "small_top_k" if special.small_top_k else "maxima"
+    return f"adjusted_{name}" if rows.adjusted else name
+
+
+class SampleStage:
+    """Samples from this rank's slice of the logits. ballot: the group's inbox for choices; share: logits of a row on this rank."""
+
+    def __init__(self, model: Model, sampler: Sampler, slots: SlotState, ballot: Ballot | None, share: int) -> None:
+        self._model, self.sampler, self._slots, self._ballot, self._share = model, sampler, slots, ballot, share
+
+    def captured(self, name: str, plan: Tensor, batch: ForwardBatch, hidden: Tensor) -> StepTokens:
+        """Tokens of the batch's rows by one of SAMPLERS. Capturable."""
+        special = SpecialRows(small_top_k=name.endswith("small_top_k"))
+        return self.sample(plan if name.startswith("adjusted") else None, batch, hidden, special)
+
+    def sample(self, plan: Tensor | None, batch: ForwardBatch, hidden: Tensor, special: SpecialRows) -> StepTokens:
+        """Tokens of the batch's rows; with the step's `plan`, their logits are adjusted as their slots say."""
+        rows = self.sampler.batch(batch.slots, batch.positions, self._slots.parameters, self._slots.tokens)
+        if plan is not None:
+            rows = replace(rows, adjustments=self._slots.adjustments.tables, plan=plan)
+        return StepTokens(*self.sampler.sample(self._model.logits(hidden), rows, self._ballot, special))
+
+    def with_prompts(self, sampled: StepTokens | None, prompts: ScoredBatch) -> StepTokens:
+        """`sampled`, or nothing, with the logprobs of prompt tokens."""
+        sampled = sampled or StepTokens(torch.empty((0, 2), dtype=torch.int32))
+        return replace(sampled, scored=prompts.scored, prompts=self.prompt_logprobs(prompts))
+
+    def prompt_logprobs(self, prompts: ScoredBatch) -> Tensor:
+        """As `token_logprobs`, from the final hidden rows of a whole batch."""
+
+        def report(rows: Tensor, ids: Tensor, alternatives: int) -> Tensor:
+            return self.sampler.token_logprobs(self._model.logits(prompts.hidden[rows]), ids, alternatives)
+
+        return token_logprobs(prompts.scored, prompts.batch, self._slots.tokens, report, self._share)
