@@ -220,7 +220,7 @@ class Runner:
         self._step = StepBuffers(self.slots, model.frequencies, config.prefill_budget, self._buckets)
         self._model, self._cache, self._inboxes = model, cache, inboxes
         asked = AskedAttention.of(config, unsound)
-        self.pages = PageCheck(config, model.parallel.rank, self.slots) if config.debug_pages != "off" else None
+        self.pages = PageCheck(config.debug_pages, self.slots) if config.debug_pages != "off" else None
         check = self.pages.check_copies if self.pages is not None else None
         self._attention = attention_backend(asked, geometry, cache, config.tp, self._buckets, self._device, check)
         self._sampler = Sampler(model.parallel, geometry.vocab, geometry.softcap, config.suppress, self._device)
@@ -296,7 +296,7 @@ class Runner:
         """Start the forward of the plan `data`; `sample` must follow before the next `forward`."""
         plan = read_plan(data)
         if self.pages is not None:
-            self.pages.fold(plan, data)
+            self.pages.follow(plan)
         start = mark(self._device)
         self.slots.admit(plan.admissions)
         for group, page in plan.zeros.tolist():
@@ -327,8 +327,6 @@ class Runner:
         masks = decode_masks(data)
         assert masks.step == step, f"step {step} has the masks of step {masks.step}"
         self.slots.set_masks(step, masks.slots, masks.bits, after=self._end)
-        if self.pages is not None:
-            self.pages.keep_masks(step, data)
 
     def run(self, plans: Iterable[bytes]) -> list[bytes]:
         """Run every plan, in order, DEPTH at a time; the results."""
