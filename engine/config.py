@@ -78,7 +78,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         PageChecks,
         Meta(
             description="compare page tables, plans and the allocator's records; sample: a sixteenth of the tables a "
-            "step; every: all. A violation ends the group and leaves a file for `quartet replay`"
+            "step; every: all. A violation ends the group"
         ),
     ] = "off"
     core_log: Annotated[

@@ -1,7 +1,6 @@
-"""`quartet replay`: runs a recorded plan stream or a page dump again."""
+"""`quartet replay`: runs a recorded plan stream again."""
 
 import argparse
-import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,24 +15,22 @@ LOGPROBS = {"float32": 1e-3, "bfloat16": 0.5}  # how far a reported logprob may 
 
 HELP = """\
 A plan stream (JSON, gzipped: plans and what they gave) is run through one rank, on a GPU by captured graphs; tokens must be the
-recorded ones, reported logprobs close. A page dump (.npz, which a violation of `debug_pages` leaves) is run over its tables, with
-random weights and empty pages: the violation must show again.
+recorded ones, reported logprobs close.
 
   quartet replay tests/golden/nano-31b.json.gz
   quartet replay tests/golden/nano-31b.json.gz --device cuda --dtype float32 --no-graphs
-  quartet replay quartet-pages-x1y2z3-step812-rank0.npz
 
 exit codes: 0 as recorded; 1 not so; 2 it cannot be run here"""
 
 
 def register(commands: Subparsers) -> None:
     """Adds the subcommand."""
-    parser = command(commands, "replay", "run a recorded plan stream, or a page dump, again", HELP)
+    parser = command(commands, "replay", "run a recorded plan stream again", HELP)
     parser.add_argument("file", type=Path)
     parser.add_argument("--model", help="folder, hub id, nano:, random: or dummy:<member> (default: the recorded one)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of a plan stream's replay")
-    parser.add_argument("--no-graphs", action="store_true", help="a plan stream's decode steps run eagerly on a GPU, too")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: %(default)s")
+    parser.add_argument("--no-graphs", action="store_true", help="decode steps run eagerly on a GPU, too")
     parser.set_defaults(run=run)
 
 
@@ -42,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.file.is_file():
         raise ConfigError(f"{args.file}: no such file")
     _check_device(args.device)
-    value, lines = _dump(args) if zipfile.is_zipfile(args.file) else _stream(args)
+    value, lines = _stream(args)
     emit(value, lines, as_json=args.json)
     return OK if value["as_recorded"] else NO
 
@@ -75,15 +72,3 @@ def _stream(args: argparse.Namespace) -> tuple[dict[str, Any], list[Part]]:
     if error is not None:
         lines.append(f"{len(stream.plans)} steps, every token as recorded, logprobs within {error:.1e}")
     return value, [*lines, f"state hash {value['state_hash']}"]
-
-
-def _dump(args: argparse.Namespace) -> tuple[dict[str, Any], list[Part]]:
-    from deploy.models.resolve import resolve
-    from engine.rank.page_dump import read_dump
-    from engine.rank.replay import replay_dump
-
-    dump = read_dump(args.file)
-    found = replay_dump(dump, resolve(args.model or dump.config.model), args.device)
-    value = {"step": dump.step, "rank": dump.rank, "recorded": dump.message, "found": found, "as_recorded": found is not None}
-    shown = f"shown again: {found}" if found else "nothing found this time: what made it happened outside of the plans"
-    return value, [f"rank {dump.rank}, recorded: {dump.message}", shown]

@@ -1,20 +1,15 @@
-"""Runs again, in one process, what was recorded: a plan stream to its tokens, a page dump to its violation."""
+"""Runs a recorded plan stream again, in one process, to its tokens."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import torch
 
 from engine.config import Device, DType, EngineConfig, engine_config
-from engine.errors import PageViolation
 from engine.plan import StepResult, decode_result, encode_plan
 from engine.rank.builder import build, load_rank
-from engine.rank.page_dump import PageDump
 from engine.rank.parallel import Single
 from engine.rank.plan_stream import PlanStream
-from engine.rank.profiling import bare_rank
-from engine.rank.profiling.loopback import Loopback
 from engine.rank.runner import Runner
 
 
@@ -46,30 +41,3 @@ def _run(runner: Runner, data: bytes, masks: bytes) -> StepResult:
     result = decode_result(launched.result())
     launched.fold()
     return result
-
-
-@torch.inference_mode()
-def replay_dump(dump: PageDump, folder: Path, device: Device) -> str | None:
-    """The dump's plan, over its tables, on one rank of its group: the violation that is found, None where there is none.
-
-    folder: of the model, of which the shape counts: weights, K and V are random. On a CPU attention is the reference's: what
-    FlashInfer's parts copied wrongly shows on a GPU only.
-    """
-    config = msgspec.structs.replace(
-        dump.config, model=str(folder), device=device, load_format="dummy", graphs=False, debug_pages="every"
-    )
-    if device == "cpu":
-        names = dict.fromkeys(("attention", "attention_decode", "attention_extend"))
-        config = msgspec.structs.replace(config, dtype="float32", **names)
-    place = torch.device(device)
-    parallel = Single() if config.tp == 1 else Loopback(config.tp, place)
-    rank = bare_rank.build(load_rank(config, parallel, place, checked=False), dump.pages)
-    pages = rank.runner.pages
-    assert pages is not None, config
-    pages.dumps = False
-    pages.restore(dump)
-    try:
-        _run(rank.runner, dump.plan, dump.masks)
-    except PageViolation as error:
-        return str(error)
-    return None

@@ -81,7 +81,7 @@ class Runner:
         self.slots = SlotState(config.max_seqs, config.max_len, cache, ids, device)
         self._inputs = StepBuffers(self.slots, model.frequencies, config.prefill_budget, self._buckets)
         self._inboxes = inboxes
-        self.pages = PageCheck(config, parallel.rank, self.slots) if config.debug_pages != "off" else None
+        self.pages = PageCheck(config.debug_pages, self.slots) if config.debug_pages != "off" else None
         check = self.pages.check_copies if self.pages is not None else None
         asked = AskedAttention.of(config, unsound)
         attention = attention_backend(asked, geometry, cache, config.tp, self._buckets, device, check)
@@ -171,7 +171,7 @@ class Runner:
         """Start the forward of the plan `data`; `sample` must follow before the next `forward`."""
         plan = read_plan(data)
         if self.pages is not None:
-            self.pages.fold(plan, data)
+            self.pages.follow(plan)
         start = mark(self._device)
         self.slots.admit(plan.admissions)
         for group, page in plan.zeros.tolist():
@@ -219,8 +219,6 @@ class Runner:
         masks = decode_masks(data)
         assert masks.step == step, f"step {step} has the masks of step {masks.step}"
         self.slots.set_masks(step, masks.slots, masks.bits, after=self.report_stage.end)
-        if self.pages is not None:
-            self.pages.keep_masks(step, data)
 
     def _decode(self, plan: PlanView, uploaded: Tensor) -> FinalRows:
         """The forward of decode rows alone, padded to a bucket."""

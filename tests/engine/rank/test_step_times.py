@@ -2,10 +2,8 @@
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -115,16 +113,15 @@ def test_measuring_leaves_no_trace(rank: Rank, untouched: tuple[object, int], mo
 
 
 def test_steps_are_measured_with_pages_checked(
-    rank: Rank, untouched: tuple[object, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rank: Rank, untouched: tuple[object, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With debug_pages measuring finds nothing, and what is served afterwards is checked and the same; planted fault: plans that
-    measure are judged, and the first that repeats a chunk is a violation."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    """With debug_pages measuring finds nothing, and what is served afterwards is checked and the same; planted fault: the check
+    still expects the pages that were measured with."""
     checked = replace(rank, config=msgspec.structs.replace(rank.config, debug_pages="every"))
     assert served(checked, lambda runner: measured(checked, runner)) == untouched
-    monkeypatch.setattr(PageCheck, "unjudged", lambda self: nullcontext())
-    with pytest.raises(PageViolation, match="its chunk begins at 0"):
-        measured(checked, build(checked, PAGES))
+    monkeypatch.setattr(PageCheck, "forget", lambda self: None)
+    with pytest.raises(PageViolation, match="names page 0, expected page"):
+        served(checked, lambda runner: measured(checked, runner))
 
 
 def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
