@@ -242,7 +242,7 @@ class Runner:
         RuntimeError: another rank's part of an all-reduce did not come, and the inboxes are broken.
         """
         self.graphs = self.graphs_of(sizes or self._buckets)
-        if self._inboxes is not None and self._inboxes.joints.failed:
+        if self._inboxes is not None and self._inboxes.allreduce.failed:
             raise RuntimeError("another rank's part of an all-reduce did not come in time while decode steps were captured")
 
     @torch.inference_mode()
@@ -392,7 +392,7 @@ class Runner:
         self._step.apply(plan)
         batch = self._step.decodes(plan, bucket)
         self._check_pages(plan, batch)
-        peers = self._inboxes.joints if self._inboxes else None
+        peers = self._inboxes.allreduce if self._inboxes else None
         return batch, self._model.forward(batch, self._cache, self._attention, peers)
 
     def _check_pages(self, plan: Tensor, batch: ForwardBatch) -> None:
@@ -407,7 +407,7 @@ class Runner:
 
     def _sample(self, plan: Tensor | None, batch: ForwardBatch, hidden: Tensor, special: SpecialRows) -> StepTokens:
         """Tokens of the batch's rows; with the step's `plan`, their logits are adjusted as their slots say."""
-        choices = self._inboxes.choices if self._inboxes else None
+        choices = self._inboxes.argmax if self._inboxes else None
         rows = self._sampler.batch(batch.slots, batch.positions, self.slots.parameters, self.slots.tokens)
         if plan is not None:
             rows = replace(rows, adjustments=self.slots.adjustments.tables, plan=plan)
