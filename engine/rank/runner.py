@@ -51,7 +51,7 @@ from engine.rank.step import StepBuffers
 from engine.rank.step_clock import StepClock, mark
 from engine.step_masks import decode_masks
 from kernels.choose import ROW_ERROR, ROW_HAS_NAN, ROW_NO_TOKEN
-from kernels.launch import distrusted
+from kernels.launch import disabled
 
 SAMPLERS = ("maxima", "small_top_k", "adjusted_maxima", "adjusted_small_top_k")  # of captured steps
 
@@ -232,7 +232,7 @@ class Runner:
             torch.zeros((self._buckets[-1] + config.prefill_budget, 2), dtype=torch.int32, pin_memory=on_gpu)
             for _ in range(DEPTH + 1)
         ]
-        self.capturable = on_gpu and config.graphs and not distrusted()  # plain torch synchronises with the host
+        self.capturable = on_gpu and config.graphs and not disabled()  # plain torch synchronises with the host
         self.graphs: StepGraphs | None = None
 
     @torch.inference_mode()
