@@ -37,7 +37,7 @@ from engine.plan import (
     read_plan,
 )
 from engine.protocol import MAX_ALTERNATIVES, Logprobs, PromptLogprobs
-from engine.rank.attention import AskedAttention, Unsound, attention_backend
+from engine.rank.attention import AskedAttention, FailedChecks, attention_backend
 from engine.rank.batch import ForwardBatch
 from engine.rank.graphs import DecodeGraphs
 from engine.rank.kv import KVCache
@@ -198,7 +198,7 @@ class Runner:
 
     inboxes  the group's all-reduce buffers for decode rows; None: all-reduces are collectives
     pages    the check of the setting `debug_pages`, or None
-    unsound  parts of attention that failed their check
+    failed_checks  parts of attention that failed their check
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class Runner:
         config: EngineConfig,
         geometry: Geometry,
         inboxes: Inboxes | None = None,
-        unsound: Unsound = (),
+        failed_checks: FailedChecks = (),
     ) -> None:
         self._device = next(iter(cache)).table.device
         on_gpu = self._device.type == "cuda"
@@ -219,7 +219,7 @@ class Runner:
         self.slots = SlotState(config.max_seqs, config.max_len, cache, ids, self._device)
         self._step = StepBuffers(self.slots, model.frequencies, config.prefill_budget, self._buckets)
         self._model, self._cache, self._inboxes = model, cache, inboxes
-        asked = AskedAttention.of(config, unsound)
+        asked = AskedAttention.of(config, failed_checks)
         self.pages = PageCheck(config, model.parallel.rank, self.slots) if config.debug_pages != "off" else None
         check = self.pages.check_copies if self.pages is not None else None
         self._attention = attention_backend(asked, geometry, cache, config.tp, self._buckets, self._device, check)
