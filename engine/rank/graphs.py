@@ -59,7 +59,7 @@ class DecodeGraphs(Generic[State, Output]):
         graph.replay()
         return state
 
-    def sample(self, rows: int, name: str = "maxima") -> Output:
+    def sample(self, rows: int, name: str = "argmax") -> Output:
         """Replays one of a bucket's samplers, behind its forward."""
         graph, output = self._samplers[rows, name]
         graph.replay()

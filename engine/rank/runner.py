@@ -53,7 +53,7 @@ from engine.step_masks import decode_masks
 from kernels.choose import ROW_ERROR, ROW_HAS_NAN, ROW_NO_TOKEN
 from kernels.launch import disabled
 
-SAMPLERS = ("maxima", "small_top_k", "adjusted_maxima", "adjusted_small_top_k")  # of captured steps
+SAMPLERS = ("argmax", "small_top_k", "adjusted_argmax", "adjusted_small_top_k")  # of captured steps
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ class Runner:
     @torch.inference_mode()
     def repeat(self, rows: int) -> None:
         """Run the decode step of `rows` rows eagerly, of the plan uploaded last; on a GPU, for measuring."""
-        self._captured("maxima", *self._forward(rows, self._step.plan))
+        self._captured("argmax", *self._forward(rows, self._step.plan))
 
     @torch.inference_mode()
     def warm(self) -> None:
@@ -375,7 +375,7 @@ class Runner:
         graphs, batch, special = step.final.graphs, step.final.batch, rows.special
         assert batch is not None, step.plan
         if graphs and not special.filtered and not special.reported:
-            name = "small_top_k" if special.small_top_k else "maxima"
+            name = "small_top_k" if special.small_top_k else "argmax"
             return graphs.sample(self._step.bucket(len(rows.slots)), f"adjusted_{name}" if rows.adjusted else name)
         return self._sample(step.uploaded if rows.adjusted else None, batch, step.final.hidden, special)
 
