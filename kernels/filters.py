@@ -12,7 +12,7 @@ value. Sets shrink to the few best quickly: of usual rows the first or second c 
 Only blocks that can matter are read: `scaled_rows` notes of every _BLOCK ids the largest s and the mass, and a row's list holds
 the blocks whose largest s is among the best. It holds all blocks if a row needs more.
 
-A rank does this for its share of the rows: row i * ranks + rank of the batch is its i-th. `adopt` takes in all ranks' tokens.
+A rank does this for its share of the rows: row i * ranks + rank of the batch is its i-th. `write_tokens` takes all ranks' tokens.
 Rows with a small top_k need no whole logits: `kernels.candidates`.
 """
 
@@ -26,7 +26,7 @@ from torch import Tensor
 from kernels.candidates import _ordered, _scaled
 from kernels.choose import _gumbel, _key, scaled, store
 from kernels.grid import cdiv, next_power_of_2
-from kernels.launch import launch, trigger, usable, wait
+from kernels.launch import enabled, launch, trigger, wait
 from kernels.sample import choose_kept
 from kernels.sampling_batch import GREEDY_BELOW, SamplingBatch
 
@@ -65,7 +65,7 @@ def scaled_rows(logits: Tensor, batch: SamplingBatch, share: Share, vocabulary: 
     blocks = cdiv(vocabulary, _BLOCK)
     values = torch.empty((rows, vocabulary), dtype=torch.float32, device=logits.device)
     peaks, masses = torch.empty((2, rows, blocks), dtype=torch.float32, device=logits.device).unbind()
-    if not usable(logits, __name__):
+    if not enabled(logits, __name__):
         own, at = _filtering(batch, share)
         values[own] = scaled(logits[:, own].transpose(0, 1).flatten(1)[:, :vocabulary], batch, at)
         return ScaledRows(values, peaks, masses)
@@ -83,7 +83,7 @@ def filtered_tokens(rows: ScaledRows, batch: SamplingBatch, chosen: Tensor, shar
     are those of `chosen` where nothing filters."""
     (count, vocabulary), blocks, parameters = rows.values.shape, rows.peaks.shape[1], batch.parameters
     tokens = torch.empty(count, dtype=torch.int32, device=chosen.device)
-    if not usable(chosen, __name__):
+    if not enabled(chosen, __name__):
         _filtered_reference(rows.values, batch, chosen, share, tokens)
         return tokens
     listed = torch.empty((count, blocks), dtype=torch.int32, device=chosen.device)
@@ -96,11 +96,14 @@ def filtered_tokens(rows: ScaledRows, batch: SamplingBatch, chosen: Tensor, shar
     return tokens
 
 
-def adopt(drawn: Tensor, batch: SamplingBatch, chosen: Tensor) -> None:
+def write_tokens(drawn: Tensor, batch: SamplingBatch, chosen: Tensor) -> None:
     """drawn int32 [>= R], the rows' tokens in order: written to chosen int32 [R, 2] and behind each row's input."""
     assert drawn.is_contiguous(), drawn.stride()
-    if usable(drawn, __name__):
-        launch(_adopt, (len(chosen),), drawn, batch.slots, batch.positions, batch.tokens, batch.tokens.shape[1], chosen, warps=1)
+    if enabled(drawn, __name__):
+        launch(
+            _write_tokens, (len(chosen),),
+            drawn, batch.slots, batch.positions, batch.tokens, batch.tokens.shape[1], chosen, warps=1,
+        )  # fmt: skip
     else:
         chosen[:, 0] = drawn[: len(chosen)]
         store(batch, chosen[:, 0])
@@ -290,7 +293,7 @@ def _filter(
 
 
 @triton.jit(do_not_specialize=["tokens_width"])
-def _adopt(
+def _write_tokens(
     drawn: tl.tensor, slots: tl.tensor, positions: tl.tensor, tokens: tl.tensor, tokens_width: tl.tensor, chosen: tl.tensor,
     PDL: tl.constexpr,
 ) -> None:

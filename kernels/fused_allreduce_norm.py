@@ -3,12 +3,12 @@
     s = cast( p_0 + p_1 + ... + p_{n-1} )                   each rank's part, in rank order, in fp32
     h = ( r + rms_norm(s; post) ) * scalar                  with two parts: rms_norm( rms_norm(s_a; a) + rms_norm(s_b; b); post)
     h = s * scale                                           the first fused norm: an embedding has no residual and no norm
-    x = rms_norm(h; following)
+    x = rms_norm(h; next_norm)
 
 The order of casts is `kernels.norm`'s: each norm is rounded, then the add, then the product.
 
-**Over ranks** (`AllReduceInbox`): a rank writes its part of a row into every peer's inbox, then reads all parts of that row from its
-own. Of few rows the product that makes the part writes it (`kernels.linear.linear_send`): the fused norm begins with the reading.
+**Over ranks** (`AllReduceInbox`): a rank writes its part of a row into every peer's inbox, then reads the row's parts from its
+own. The product of few rows writes its part itself (`kernels.linear.linear_send`), and the fused norm begins with reading.
 The data is its own flag: an inbox holds -0.0 where nothing has come, and a part that is -0.0 is written as +0.0 (which no sum over
 ranks can tell apart unless all parts are zero). Whoever has read a part puts -0.0 back. There is no barrier:
 
@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.grid import next_power_of_2
-from kernels.launch import INTERPRET, Configured, configured, launch, now, trigger, usable, wait
+from kernels.launch import INTERPRET, Configured, configured, enabled, launch, now, trigger, wait
 from kernels.norm import norm_add, rms_norm
 
 INBOXES = 5
@@ -42,10 +42,10 @@ _EMPTY_WORD = {torch.bfloat16: -0x7FFF8000, torch.float32: -(1 << 31)}  # an inb
 
 
 class Norms(NamedTuple):
-    """Weights [n] of a fused norm: `post`, for two parts behind one for `each`; `following`: the next pre-norm, None: no x."""
+    """Weights [n] of a fused norm: `post`, for two parts behind one for `each`; `next_norm`: the next pre-norm, None: no x."""
 
     post: Tensor | None
-    following: Tensor | None
+    next_norm: Tensor | None
     each: tuple[Tensor, Tensor] | None = None
 
 
@@ -117,21 +117,21 @@ def fused_allreduce_norm(
     scalar: Tensor | None = None,
     scale: float = 1.0,
     peers: AllReduceInbox | None = None,
-    every_row: bool = False,
+    keep_full_residual: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """part [T, n], or [T, 2 n] for two parts side by side -> (h [T, n], x [T, n] or None), in part's dtype.
 
-    part is this rank's with `peers`, else the whole sum; one that is an `InboxPart` has a residual and one side. Without `peers` it
+    part is this rank's with `peers`, else the whole sum; an `InboxPart` has a residual and one branch. Without `peers` it
     may be fp32 [parts, T, n], sums that the fused norm adds (`kernels.linear.linear_parts`); then the dtype is the residual's.
     residual [T, n]; None: the first fused norm, h = s * scale. scalar [1].
-    Where peers shard the rows, h holds this rank's rows only, and the next fused norm must be given it as it is. With `every_row`
-    they do not.
+    Where peers shard the rows, h holds this rank's rows only, and the next fused norm must be given it as it is. They do not with
+    `keep_full_residual`.
     """
     if isinstance(part, InboxPart):
         assert residual is not None, "the first fused norm's part is an embedding"
         assert peers is not None, "only an inbox can hold a part"
-        assert norms.each is None, "two sides are sent together"
-        h, x = torch.empty_like(residual), None if norms.following is None else torch.empty_like(residual)
+        assert norms.each is None, "two branches are sent together"
+        h, x = torch.empty_like(residual), None if norms.next_norm is None else torch.empty_like(residual)
         _launch(residual, residual, norms, eps, scalar, scale, peers, h, x, part.turn, send=False)
         return h, x
     rows, width = part.shape[-2:]
@@ -139,14 +139,14 @@ def fused_allreduce_norm(
     assert part.ndim == 2 or (residual is not None and peers is None and norms.each is None), part.shape
     assert residual is None or residual.shape == (rows, n), (residual and residual.shape, part.shape)
     assert (residual is None) == (norms.post is None), "a residual is added behind a norm"
-    if not usable(part, __name__):
+    if not enabled(part, __name__):
         assert peers is None, "on this device sums are made by a collective"
         if part.ndim == 3 and residual is not None:
             part = part.sum(0).to(residual.dtype)
         return _reference(part, residual, norms, eps, scalar, scale)
     h = part.new_empty(rows, n) if residual is None else residual.new_empty(rows, n)
-    x = None if norms.following is None else torch.empty_like(h)
-    if peers is not None and not every_row and rows >= peers.sharded and x is not None and norms.each is None:
+    x = None if norms.next_norm is None else torch.empty_like(h)
+    if peers is not None and not keep_full_residual and rows >= peers.sharded and x is not None and norms.each is None:
         _launch_sharded(part, residual, norms, eps, scalar, scale, peers, h, x, peers.call())
     else:
         _launch(part, residual, norms, eps, scalar, scale, peers, h, x, 0 if peers is None else peers.call())
@@ -163,7 +163,7 @@ def _reference(
             one, other = part.chunk(2, dim=-1)
             part = rms_norm(one, norms.each[0], eps) + rms_norm(other, norms.each[1], eps)
         h = norm_add(residual, part, norms.post, eps, scalar)
-    return h, None if norms.following is None else rms_norm(h, norms.following, eps)
+    return h, None if norms.next_norm is None else rms_norm(h, norms.next_norm, eps)
 
 
 def _launch(
@@ -186,7 +186,7 @@ def _launch(
     over = (1, 0, 0) if peers is None else (peers.size, peers.rows, peers.width)
     launch(
         _configured(n, h.dtype, *over, send, receive, part.shape[0] if part.ndim == 3 else 1), (rows,),
-        part, residual, norms.post, each[0], each[1], norms.following, scalar, h, x,
+        part, residual, norms.post, each[0], each[1], norms.next_norm, scalar, h, x,
         *_peer_arguments(peers), turn, eps, scale,
     )  # fmt: skip
 
@@ -216,7 +216,7 @@ def _launch_sharded(
     rows, n = h.shape
     launch(
         _allreduce_norm_sharded, (rows,),
-        part, residual, norms.post, norms.following, scalar, h, x,
+        part, residual, norms.post, norms.next_norm, scalar, h, x,
         *_peer_arguments(peers), turn, eps, scale,
         N=n, SIZE=peers.size, ROWS=peers.rows, WIDTH=peers.width, EMPTY=_EMPTY_WORD[part.dtype],
         SEND=stages[0], NORM=stages[1], TAKE=stages[2],
@@ -365,7 +365,7 @@ def _sum(parts: tl.tuple, COUNT: tl.constexpr, dtype: tl.constexpr) -> tl.tensor
 
 @triton.jit(do_not_specialize=["rank", "turn"])
 def _allreduce_norm(
-    part: tl.tensor, residual: tl.tensor, post: tl.tensor, post_a: tl.tensor, post_b: tl.tensor, following: tl.tensor,
+    part: tl.tensor, residual: tl.tensor, post: tl.tensor, post_a: tl.tensor, post_b: tl.tensor, next_norm: tl.tensor,
     scalar: tl.tensor, h_out: tl.tensor, x_out: tl.tensor,
     pointers: tl.tensor, inbox: tl.tensor, errors: tl.tensor, rank: tl.tensor, turn: tl.tensor, eps: tl.tensor, scale: tl.tensor,
     N: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, EMPTY: tl.constexpr,
@@ -376,7 +376,7 @@ def _allreduce_norm(
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     live = lane < N
-    sides: tl.constexpr = 1 if post_a is None else 2
+    branches: tl.constexpr = 1 if post_a is None else 2
     VALUES: tl.constexpr = 32 // dtype.primitive_bitwidth  # of a word
     STRIDE: tl.constexpr = ROWS * WIDTH // VALUES
     word = tl.arange(0, BLOCK // VALUES)
@@ -387,8 +387,8 @@ def _allreduce_norm(
     if post is not None:
         post_weight = tl.load(post + lane, live, 0.0)
     next_weight = None
-    if following is not None:
-        next_weight = tl.load(following + lane, live, 0.0)
+    if next_norm is not None:
+        next_weight = tl.load(next_norm + lane, live, 0.0)
     factor = None
     if scalar is not None:
         factor = tl.load(scalar).to(tl.float32)
@@ -398,10 +398,10 @@ def _allreduce_norm(
         inbox = inbox.to(tl.pointer_type(tl.int32))
         at = (row + turn * ((SIZE + 1) * ROWS)) * (WIDTH // VALUES)
         if SEND:
-            mine = part.to(tl.pointer_type(tl.int32)) + row * (sides * N // VALUES)
-            for side in tl.static_range(sides):
-                words = tl.load(mine + side * (N // VALUES) + word, live_word, 0)
-                send(words, inboxes, at + rank * STRIDE + side * (N // VALUES), word, live_word, SIZE, EMPTY)
+            mine = part.to(tl.pointer_type(tl.int32)) + row * (branches * N // VALUES)
+            for branch in tl.static_range(branches):
+                words = tl.load(mine + branch * (N // VALUES) + word, live_word, 0)
+                send(words, inboxes, at + rank * STRIDE + branch * (N // VALUES), word, live_word, SIZE, EMPTY)
     if RECEIVE:
         before = None
         if post is not None:
@@ -409,28 +409,28 @@ def _allreduce_norm(
         if SIZE > 1:
             total = _sum(_receive(inbox, at, word, live_word, errors, STRIDE, SIZE, EMPTY), SIZE, dtype)
         else:
-            total = tl.load(part + row * (sides * N) + lane, live, 0.0).to(tl.float32)
+            total = tl.load(part + row * (branches * N) + lane, live, 0.0).to(tl.float32)
             for i in tl.static_range(1, PARTS):
                 total += tl.load(part + (i * tl.num_programs(0) + row) * N + lane, live, 0.0)
             if PARTS > 1:
                 total = total.to(dtype).to(tl.float32)
-        if sides == 2:
+        if branches == 2:
             if SIZE > 1:
                 other = _receive(inbox, at + N // VALUES, word, live_word, errors, STRIDE, SIZE, EMPTY)
                 other = _sum(other, SIZE, dtype)
             else:
-                other = tl.load(part + row * (sides * N) + N + lane, live, 0.0).to(tl.float32)
+                other = tl.load(part + row * (branches * N) + N + lane, live, 0.0).to(tl.float32)
             one = _normed(total, tl.load(post_a + lane, live, 0.0), N, eps, dtype)
             total = (one + _normed(other, tl.load(post_b + lane, live, 0.0), N, eps, dtype)).to(dtype).to(tl.float32)
         h = _post(total, post_weight, before, factor, scale, N, eps, dtype)
         tl.store(h_out + row * N + lane, h.to(dtype), live)
-        if following is not None:
+        if next_norm is not None:
             tl.store(x_out + row * N + lane, _normed(h, next_weight, N, eps, dtype).to(dtype), live)
 
 
 @triton.jit(do_not_specialize=["rank", "turn"])
 def _allreduce_norm_sharded(
-    part: tl.tensor, residual: tl.tensor, post: tl.tensor, following: tl.tensor, scalar: tl.tensor, h_out: tl.tensor,
+    part: tl.tensor, residual: tl.tensor, post: tl.tensor, next_norm: tl.tensor, scalar: tl.tensor, h_out: tl.tensor,
     x_out: tl.tensor,
     pointers: tl.tensor, inbox: tl.tensor, errors: tl.tensor, rank: tl.tensor, turn: tl.tensor, eps: tl.tensor, scale: tl.tensor,
     N: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, EMPTY: tl.constexpr,
@@ -449,7 +449,7 @@ def _allreduce_norm_sharded(
     owners_inbox = tl.multiple_of(tl.load(pointers + owner), 16).to(tl.pointer_type(tl.int32))
     bits_type: tl.constexpr = inbox.dtype.element_ty
     inboxes = inboxes_of(pointers, bits_type, SIZE)
-    next_weight = tl.load(following + lane, live, 0.0)
+    next_weight = tl.load(next_norm + lane, live, 0.0)
     post_weight = None
     if post is not None:
         post_weight = tl.load(post + lane, live, 0.0)

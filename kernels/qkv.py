@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import Configured, configured, launch, trigger, usable, wait
+from kernels.launch import Configured, configured, enabled, launch, trigger, wait
 from kernels.norm import rms_norm
 from kernels.numerics import cast
 
@@ -61,12 +61,12 @@ def store(pool: Tensor, pages: Tensor, offsets: Tensor, k: Tensor, v: Tensor) ->
 
 
 def split_heads(qkv: Tensor, heads: int, pool: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """[T, (heads + sides * kv_heads) * d] -> q [T, heads, d], k and v [T, kv_heads, d] (one side: v is k; no side: None)."""
+    """[T, (heads + kv_projections * kv_heads) * d] -> q [T, heads, d], k and v [T, kv_heads, d] (one: v is k; none: None)."""
     kv_heads, d = pool.shape[2], pool.shape[4]
     assert (qkv.shape[1] - heads * d) % (kv_heads * d) == 0, (qkv.shape, heads, pool.shape)
-    sides = (qkv.shape[1] - heads * d) // (kv_heads * d)
-    assert 0 <= sides <= 2, (qkv.shape, heads, pool.shape)
-    q, *kv = qkv.view(qkv.shape[0], -1, d).split((heads, *(kv_heads,) * sides), dim=1)
+    kv_projections = (qkv.shape[1] - heads * d) // (kv_heads * d)
+    assert 0 <= kv_projections <= 2, (qkv.shape, heads, pool.shape)
+    q, *kv = qkv.view(qkv.shape[0], -1, d).split((heads, *(kv_heads,) * kv_projections), dim=1)
     return (q, kv[0], kv[-1]) if kv else (q, None, None)
 
 
@@ -84,28 +84,30 @@ def qkv_post(
 ) -> None:
     """Raw product of T tokens -> normed and roped q [T, heads, d]; their K and V go into their pages.
 
-    qkv [T, (heads + sides * kv_heads) * d], cos_sin fp32 [T, 2 * pairs], norms and pool as in `kernels.decode.decode_attention`;
+    qkv [T, (heads + kv_projections * kv_heads) * d], cos_sin fp32 [T, 2 * pairs], norms and pool as in `decode_attention`;
     table int32 [slots, width]; slots and positions int [T]. A padding row (position -1) writes nothing into pages; its q is zero.
     """
     assert q.shape[0] == slots.shape[0] == positions.shape[0] == cos_sin.shape[0] == qkv.shape[0], (q.shape, qkv.shape)
     assert q.shape[2] == pool.shape[4], (q.shape, pool.shape)
-    if not usable(qkv, __name__):
+    if not enabled(qkv, __name__):
         return _post_reference(qkv, pool, table, slots, positions, cos_sin, q_norm, k_norm, eps, q)
     heads, (kv_heads, page, d) = q.shape[1], pool.shape[2:]
-    sides = (qkv.shape[1] // d - heads) // kv_heads
-    assert (sides > 0) == (k_norm is not None), (qkv.shape, k_norm)
+    kv_projections = (qkv.shape[1] // d - heads) // kv_heads
+    assert (kv_projections > 0) == (k_norm is not None), (qkv.shape, k_norm)
     inputs = (qkv, pool, table, slots, positions, cos_sin, q_norm, q_norm if k_norm is None else k_norm, q)
     assert all(x.is_contiguous() for x in inputs), [x.stride() for x in inputs]
-    kernel = _configured(heads, kv_heads, d, cos_sin.shape[1] // 2, sides, page)
+    kernel = _configured(heads, kv_heads, d, cos_sin.shape[1] // 2, kv_projections, page)
     launch(kernel, (qkv.shape[0], kv_heads), *inputs, table.shape[1], eps)
     return None
 
 
 @cache
-def _configured(heads: int, kv_heads: int, d: int, pairs: int, sides: int, page: int) -> Configured:
+def _configured(heads: int, kv_heads: int, d: int, pairs: int, kv_projections: int, page: int) -> Configured:
     assert d & (d - 1) == 0, f"head dim {d} is no power of two"
     warps = 4 if heads // kv_heads * d >= 1024 else 2
-    return configured(_post, HEADS=heads, KV_HEADS=kv_heads, D=d, PAIRS=pairs, SIDES=sides, PAGE=page, warps=warps)
+    return configured(
+        _post, HEADS=heads, KV_HEADS=kv_heads, D=d, PAIRS=pairs, KV_PROJECTIONS=kv_projections, PAGE=page, warps=warps
+    )
 
 
 def _post_reference(
@@ -138,10 +140,10 @@ def _rope_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half, pairs = x.shape[-1] // 2, cos.shape[1]
     cos, sin = cos[:, None], sin[:, None]
     first, second = x[..., :pairs], x[..., half : half + pairs]
-    turned = x.clone()
-    turned[..., :pairs] = first * cos - second * sin
-    turned[..., half : half + pairs] = second * cos + first * sin
-    return turned
+    rotated = x.clone()
+    rotated[..., :pairs] = first * cos - second * sin
+    rotated[..., half : half + pairs] = second * cos + first * sin
+    return rotated
 
 
 @triton.jit(do_not_specialize=["width", "slots", "positions"])  # rows may begin anywhere
@@ -161,7 +163,7 @@ def _post(
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     PAIRS: tl.constexpr,
-    SIDES: tl.constexpr,
+    KV_PROJECTIONS: tl.constexpr,
     PAGE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -181,24 +183,24 @@ def _post(
         tl.store(at, tl.zeros([rows.shape[0], HALF], q.dtype.element_ty), live)
         tl.store(at + HALF, tl.zeros([rows.shape[0], HALF], q.dtype.element_ty), live)
         return
-    cos, sin = turn(cos_sin + token * 2 * PAIRS, half, live, PAIRS)
-    raw = qkv + token * (HEADS + SIDES * KV_HEADS) * D
+    cos, sin = rope_angles(cos_sin + token * 2 * PAIRS, half, live, PAIRS)
+    raw = qkv + token * (HEADS + KV_PROJECTIONS * KV_HEADS) * D
     x = load_halves(raw + (head * GROUP + rows) * D + half, live, 0.0, HALF)
-    low, high, _ = norm_turn(*x, *weight, cos, sin, eps, D)
+    low, high, _ = norm_and_rope(*x, *weight, cos, sin, eps, D)
     tl.store(at, cast(low, q.dtype.element_ty), live)
     tl.store(at + HALF, cast(high, q.dtype.element_ty), live)
-    if SIDES > 0:
+    if KV_PROJECTIONS > 0:
         own = tl.arange(0, HALF)[None, :]
         slot = tl.load(slots + token).to(tl.int64)
         page = tl.load(table + slot * width + position // PAGE).to(tl.int64)
         at = pool + page * (2 * KV_HEADS * PAGE * D) + head * PAGE * D + position % PAGE * D + own
         k_at = raw + (HEADS + head) * D + own
-        cos, sin = turn(cos_sin + token * 2 * PAIRS, own, own < HALF, PAIRS)
+        cos, sin = rope_angles(cos_sin + token * 2 * PAIRS, own, own < HALF, PAIRS)
         k, k_weight = load_halves(k_at, own < HALF, 0.0, HALF), load_halves(k_norm + own, own < HALF, 1.0, HALF)
-        low, high, _ = norm_turn(*k, *k_weight, cos, sin, eps, D)
+        low, high, _ = norm_and_rope(*k, *k_weight, cos, sin, eps, D)
         tl.store(at, cast(low, pool.dtype.element_ty))
         tl.store(at + HALF, cast(high, pool.dtype.element_ty))
-        low, high = load_halves(k_at + (SIDES - 1) * KV_HEADS * D, own < HALF, 0.0, HALF)
+        low, high = load_halves(k_at + (KV_PROJECTIONS - 1) * KV_HEADS * D, own < HALF, 0.0, HALF)
         scale = _root(low, high, eps, D)
         tl.store(at + KV_HEADS * PAGE * D, cast(low * scale, pool.dtype.element_ty))
         tl.store(at + KV_HEADS * PAGE * D + HALF, cast(high * scale, pool.dtype.element_ty))
@@ -211,14 +213,14 @@ def load_halves(at: tl.tensor, live: tl.tensor, other: tl.constexpr, HALF: tl.co
 
 
 @triton.jit
-def turn(cos_sin: tl.tensor, half: tl.tensor, live: tl.tensor, PAIRS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+def rope_angles(cos_sin: tl.tensor, half: tl.tensor, live: tl.tensor, PAIRS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """cos and sin of pairs [rows, HALF]; 1 and 0 where a pair does not rotate or a row is not live."""
-    turned = live & (half < PAIRS)
-    return tl.load(cos_sin + half, turned, other=1.0), tl.load(cos_sin + PAIRS + half, turned, other=0.0)
+    rotated = live & (half < PAIRS)
+    return tl.load(cos_sin + half, rotated, other=1.0), tl.load(cos_sin + PAIRS + half, rotated, other=0.0)
 
 
 @triton.jit
-def norm_turn(
+def norm_and_rope(
     low: tl.tensor,
     high: tl.tensor,
     weight_low: tl.tensor,

@@ -1,7 +1,7 @@
 """Each of our kernels once against plain torch, on one ugly shape: what a rank does before it serves on a GPU that nobody tried.
 
     RUN_ON     compute capabilities on which the GPU tests have run (tests/gpu): there nothing is checked at start
-    failures   the ops whose kernel and whose plain torch disagree here; `kernels.launch.distrust` then turns their modules off
+    failures   the ops whose kernel and whose plain torch disagree here; `kernels.launch.disable` then turns their modules off
 
 A kernel may compile for an architecture and be wrong on it. Sizes are such that all of it takes half a second, compilation apart.
 What ranks write into each other's memory is `kernels.inbox_check`'s; sums and gathers are `engine.rank.parallel.self_check`'s.
@@ -24,7 +24,7 @@ from kernels.choose import choose_best, local_best
 from kernels.decode import DecodeScratch, decode_attention
 from kernels.embed import embed
 from kernels.experts import experts
-from kernels.filters import Share, adopt, filtered_tokens, scaled_rows
+from kernels.filters import Share, filtered_tokens, scaled_rows, write_tokens
 from kernels.fused_allreduce_norm import Norms, fused_allreduce_norm
 from kernels.grid import cdiv
 from kernels.launch import INTERPRET, plain_torch
@@ -183,7 +183,7 @@ def _embed(draw: RandomInputs) -> Outputs:
 
 
 def _qkv_post(draw: RandomInputs) -> Outputs:
-    """Two sides, grouped heads, a padding row; the pool amid NaN."""
+    """Two projections, grouped heads, a padding row; the pool amid NaN."""
     heads, kv_heads, d, pairs = 4, 2, 32, 5
     pool, q = draw.floats(5, 2, kv_heads, _PAGE, d) * math.nan, draw.floats(4, heads, d)
     places = (draw.ints(3, 1, 4, 2).view(2, 2), draw.ints(0, 1, 0, 1), draw.ints(17, 15, -1, 31))
@@ -192,7 +192,7 @@ def _qkv_post(draw: RandomInputs) -> Outputs:
     return q, pool
 
 
-def _decode(heads: int, kv_heads: int, d: int, sides: int, window: int | None) -> Op:
+def _decode(heads: int, kv_heads: int, d: int, kv_projections: int, window: int | None) -> Op:
     """Rows over several splits, one of a single key, and padding; ids behind a row's own page name no page of the pool."""
 
     def run(draw: RandomInputs) -> Outputs:
@@ -204,8 +204,8 @@ def _decode(heads: int, kv_heads: int, d: int, sides: int, window: int | None) -
         ids[1, 1:] = 2**31 - 7
         out = draw.floats(rows, heads * d)
         scratch = DecodeScratch(rows, heads, kv_heads, d, rows * splits, draw.device)
-        raw, cos_sin = draw.floats(rows, (heads + sides * kv_heads) * d), draw.floats(rows, 12, dtype=torch.float32)
-        norms = draw.floats(d, scale=d**-0.25), draw.floats(d, scale=d**-0.25) if sides else None
+        raw, cos_sin = draw.floats(rows, (heads + kv_projections * kv_heads) * d), draw.floats(rows, 12, dtype=torch.float32)
+        norms = draw.floats(d, scale=d**-0.25), draw.floats(d, scale=d**-0.25) if kv_projections else None
         decode_attention(raw, pool, ids, positions, cos_sin, *norms, _EPS, window, scratch, out, splits)
         return out, pool
 
@@ -330,7 +330,7 @@ def _filter(draw: RandomInputs, *, adjusted: bool) -> Outputs:
     logits.masked_fill_(scores.isneginf(), -torch.inf)
     scaled = scaled_rows(logits[None], batch, share, _VOCABULARY)
     drawn = filtered_tokens(scaled, batch, chosen, share)
-    adopt(drawn, batch, chosen)
+    write_tokens(drawn, batch, chosen)
     return *_finite(scaled.values), drawn, chosen, batch.tokens
 
 

@@ -22,7 +22,7 @@ from engine.geometry import Geometry, vocab_share
 from engine.memory import buckets
 from engine.plan import DEPTH, PlanView, PrefillChunk, StepPlan, encode_plan, read_plan
 from engine.protocol import MAX_ALTERNATIVES
-from engine.rank.attention import AskedAttention, Unsound, attention_backend
+from engine.rank.attention import AskedAttention, FailedChecks, attention_backend
 from engine.rank.graphs import StageGraphs
 from engine.rank.kv import KVCache
 from engine.rank.models.architecture import Model
@@ -37,7 +37,7 @@ from engine.rank.stages.sample_stage import SAMPLERS, SampleStage, captured_samp
 from engine.rank.step import StepBuffers
 from engine.rank.step_clock import mark
 from engine.step_masks import decode_masks
-from kernels.launch import distrusted
+from kernels.launch import disabled
 
 
 def warm_rows(most: int) -> tuple[int, ...]:
@@ -61,7 +61,7 @@ class Runner:
 
     inboxes  the group's all-reduce buffers for decode rows; None: all-reduces are collectives
     pages    the check of the setting `debug_pages`, or None
-    unsound  parts of attention that failed their check
+    failed_checks  parts of attention that failed their check
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Runner:
         config: EngineConfig,
         geometry: Geometry,
         inboxes: Inboxes | None = None,
-        unsound: Unsound = (),
+        failed_checks: FailedChecks = (),
     ) -> None:
         device = self._device = next(iter(cache)).table.device
         on_gpu = device.type == "cuda"
@@ -83,7 +83,7 @@ class Runner:
         self._inboxes = inboxes
         self.pages = PageCheck(config.debug_pages, self.slots) if config.debug_pages != "off" else None
         check = self.pages.check_copies if self.pages is not None else None
-        asked = AskedAttention.of(config, unsound)
+        asked = AskedAttention.of(config, failed_checks)
         attention = attention_backend(asked, geometry, cache, config.tp, self._buckets, device, check)
         sampler = Sampler(parallel, geometry.vocab, geometry.softcap, config.suppress, device)
         peers, argmax = (inboxes.allreduce, inboxes.argmax) if inboxes else (None, None)
@@ -92,7 +92,7 @@ class Runner:
         rows = self._buckets[-1] + config.prefill_budget
         self.report_stage = ReportStage(rows, device, self.pages, debug_hash=config.debug_hash)
         self._prefill = min(config.prefill_budget, config.max_len)
-        self.capturable = on_gpu and config.graphs and not distrusted()  # plain torch synchronises with the host
+        self.capturable = on_gpu and config.graphs and not disabled()  # plain torch synchronises with the host
         self.graphs: StageGraphs | None = None
 
     @property
@@ -125,7 +125,7 @@ class Runner:
         return graphs
 
     @torch.inference_mode()
-    def repeat(self, rows: int, sampler: str = "maxima") -> None:
+    def repeat(self, rows: int, sampler: str = "argmax") -> None:
         """Run the decode step of `rows` rows eagerly, of the plan uploaded last; on a GPU."""
         plan = self._inputs.plan
         self.sample_stage.captured(sampler, plan, *self.forward_stage.decode(rows, plan))

@@ -27,8 +27,8 @@ from engine.rank.upload import uploaded
 from kernels.adjust import adjust
 from kernels.candidates import block_peaks, candidates, choose_candidates
 from kernels.choose import ArgmaxInbox, choose_best, local_best, parts_of
-from kernels.filters import Share, adopt, filtered_tokens, scaled_rows
-from kernels.launch import processors, usable
+from kernels.filters import Share, filtered_tokens, scaled_rows, write_tokens
+from kernels.launch import enabled, processors
 from kernels.sample import cap
 from kernels.sampling_batch import SamplingBatch, SlotParameters
 
@@ -75,7 +75,7 @@ class Sampler:
         raw = logits[reported] if len(reported) else None
         if batch.adjustments is not None:
             batch = adjust(logits, batch, self._first(logits), self._parts(logits))
-        chosen = self._maxima(logits, batch, inbox)
+        chosen = self._argmax(logits, batch, inbox)
         if special.small_top_k:
             best = candidates(logits, block_peaks(logits, batch), batch, self._first(logits))
             choose_candidates(self._parallel.all_gather(best.flatten(1)).view(len(logits), -1, 2), batch, chosen)
@@ -106,10 +106,10 @@ class Sampler:
         numbers = [(chosen - total).view(torch.int32), ahead.int(), top.int(), (values - total).view(torch.int32)]
         return torch.cat(numbers, dim=1)
 
-    def _maxima(self, logits: Tensor, batch: SamplingBatch, inbox: ArgmaxInbox | None) -> Tensor:
+    def _argmax(self, logits: Tensor, batch: SamplingBatch, inbox: ArgmaxInbox | None) -> Tensor:
         """int32 [R, 2], the best of all ranks. Overwrites logits of forbidden ids."""
         best = local_best(logits, batch, self._first(logits), self._parts(logits))
-        if inbox is None or not usable(best, "kernels.choose"):
+        if inbox is None or not enabled(best, "kernels.choose"):
             inbox = None
             best = self._parallel.all_gather(best.flatten(1)).view(len(logits), -1, best.shape[2])
         chosen = torch.empty((len(logits), 2), dtype=torch.int32, device=logits.device)
@@ -125,7 +125,7 @@ class Sampler:
         taken, share = chosen[rows], Share(self._parallel.rank, self._parallel.size)
         tokens = filtered_tokens(scaled_rows(slices, batch, share, self._vocabulary), batch, taken, share)
         drawn = self._parallel.all_gather(tokens[:, None].float())  # an id is exact below 2^24
-        adopt(drawn.flatten().int(), batch, taken)
+        write_tokens(drawn.flatten().int(), batch, taken)
         chosen[rows] = taken
 
     def _pieces(self, rows: Tensor, logits: Tensor) -> Sequence[Tensor]:

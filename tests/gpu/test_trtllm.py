@@ -60,8 +60,8 @@ KINDS = {
     "31b sliding, pages of 64": replace(SLIDING, page=64),
     "31b full, pages of 64": replace(FULL, page=64),
     "26b sliding": Kind(4, 2, 256, 1024),
-    "26b full": Kind(4, 1, 512, None, sides=1),
-    "e2b sliding, shared": Kind(8, 1, 256, 512, sides=0),
+    "26b full": Kind(4, 1, 512, None, kv_projections=1),
+    "e2b sliding, shared": Kind(8, 1, 256, 512, kv_projections=0),
 }
 
 
@@ -162,7 +162,7 @@ def nano_runner(
         "debug_pages": debug_pages,
     }
     rank = single(config_of(folder, 1, **settings))
-    assert not rank.unsound, rank.fallbacks
+    assert not rank.failed_checks, rank.fallbacks
     plant()  # not before: where nothing holds rows against what is expected, a page that is none is a fault of the GPU
     made = build(rank, PAGES)
     if made.capturable:

@@ -79,8 +79,8 @@ class Attention(AttentionModule):
         self.layer = layer
         heads = geometry.heads // parallel.size
         kv_heads = len(shard_kv_heads(geometry.heads, layer.kv_heads, parallel.size, parallel.rank))
-        sides = (2 - layer.k_eq_v) if layer.owns_kv else 0
-        self.qkv = Linear(geometry.hidden, (heads + sides * kv_heads) * layer.head_dim, dtype, device)
+        kv_projections = (2 - layer.k_eq_v) if layer.owns_kv else 0
+        self.qkv = Linear(geometry.hidden, (heads + kv_projections * kv_heads) * layer.head_dim, dtype, device)
         self.o = Linear(heads * layer.head_dim, geometry.hidden, dtype, device)
         self.q_norm = empty(layer.head_dim, dtype=dtype, device=device)
         self.k_norm = empty(layer.head_dim, dtype=dtype, device=device) if layer.owns_kv else None
@@ -115,11 +115,11 @@ class Block(Module):
         self.norms = NormWeights(norms, hidden, dtype, device)
         self.scalar = empty(1, dtype=dtype, device=device)
 
-    def forward(self, h: Tensor, x: Tensor, following: Tensor, step: _Step) -> tuple[Tensor, Tensor]:
-        """h [T, hidden] and its normed form x -> the same behind this layer, normed by `following`."""
+    def forward(self, h: Tensor, x: Tensor, next_norm: Tensor, step: _Step) -> tuple[Tensor, Tensor]:
+        """h [T, hidden] and its normed form x -> the same behind this layer, normed by `next_norm`."""
         norms = self.norms
         h, x = step.allreduce_norm(self.attention(x, step), h, norms["post_attention"], norms["pre_mlp"])
-        after = None if self._ple else following
+        after = None if self._ple else next_norm
         scalar = None if self._ple else self.scalar
         if self._moe:
             each = (norms["post_dense"], norms["post_experts"])
@@ -129,7 +129,7 @@ class Block(Module):
         if step.ple is None:
             return h, x
         p = self.ple_out(linear_gelu_mul(h, self.ple_gate.weight, step.ple[:, self._index]))
-        return step.allreduce_norm.whole(p, h, norms["post_ple"], following, self.scalar)
+        return step.allreduce_norm.whole(p, h, norms["post_ple"], next_norm, self.scalar)
 
     def _dense_and_experts(self, h: Tensor, x: Tensor) -> Tensor:
         """Both branches' parts, side by side: they are whole, and normed apart, before they are added."""
@@ -156,13 +156,13 @@ class Embedding(Module):
             self.ple_projection = Linear(geometry.hidden, width, dtype, device)
             self.ple_norm = empty(geometry.ple, dtype=dtype, device=device)
 
-    def forward(self, ids: Tensor, following: Tensor, allreduce_norm: AllReduceNorm) -> tuple[Tensor, Tensor, Tensor | None]:
-        """ids int32 [T] -> (h [T, hidden], h normed by `following`, per-layer embeddings [T, layers, ple] or None)."""
+    def forward(self, ids: Tensor, next_norm: Tensor, allreduce_norm: AllReduceNorm) -> tuple[Tensor, Tensor, Tensor | None]:
+        """ids int32 [T] -> (h [T, hidden], h normed by `next_norm`, per-layer embeddings [T, layers, ple] or None)."""
         rows = self.tokens(ids, self._placeholders, self._geometry.pad)
         if not self._geometry.ple:
-            return *allreduce_norm(rows, None, None, following, scale=self._scale), None
+            return *allreduce_norm(rows, None, None, next_norm, scale=self._scale), None
         rows, ple = reduce_together(self._parallel, rows, self.ple_tokens(ids, self._placeholders, self._geometry.pad))
-        h, x = allreduce_norm.whole(rows.contiguous(), None, None, following, scale=self._scale)
+        h, x = allreduce_norm.whole(rows.contiguous(), None, None, next_norm, scale=self._scale)
         geometry = self._geometry
         context = self.ple_projection(h)
         ple = per_layer_inputs(context, ple.contiguous(), self.ple_norm, geometry.eps, geometry.hidden**-0.5, self._ple_scale)
@@ -192,17 +192,17 @@ class Gemma4(Model):
     ) -> tuple[Tensor, Tensor]:
         assert peers is None or not batch.chunks, "chunks are summed by collectives"
         residual_is_read = self.geometry.moe is not None or self.geometry.ple > 0  # by routers and gates
-        allreduce_norm = AllReduceNorm(self.parallel, peers, self.geometry.eps, every_row=residual_is_read)
+        allreduce_norm = AllReduceNorm(self.parallel, peers, self.geometry.eps, keep_full_residual=residual_is_read)
         blocks = [block for block in self.blocks if isinstance(block, Block)]
         first = [block.norms["pre_attention"] for block in blocks]
         h, x, ple = self.embedding(batch.ids, first[0], allreduce_norm)
         step = _Step(batch, cache, attention, attention.prepare(batch), allreduce_norm, ple)
         narrow = batch.logit_rows is not None and len(batch.logit_rows) < batch.rows
-        for index, (block, following) in enumerate(zip(blocks, [*first[1:], self.norm], strict=True)):
+        for index, (block, next_norm) in enumerate(zip(blocks, [*first[1:], self.norm], strict=True)):
             if narrow and index == self._sharing:
                 h, x, step, narrow = h[batch.logit_rows], x[batch.logit_rows], step.logit_rows(), False
             if h.shape[0]:
-                h, x = block(h, x, following, step)
+                h, x = block(h, x, next_norm, step)
         return (h[batch.logit_rows], x[batch.logit_rows]) if narrow else (h, x)
 
 
