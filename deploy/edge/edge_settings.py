@@ -116,6 +116,6 @@ class TracingSettings(FrozenSettings):
     sample_ratio: float = Field(default=1.0, ge=0, le=1, description="of the requests whose caller has not decided by traceparent")
     service_name: str = Field(default="quartet", min_length=1, max_length=256, description="the spans' service.name")
     queue: int = Field(
-        default=2048, ge=1, le=1 << 20, description="requests that may wait for the collector; beyond, spans are dropped"
+        default=8192, ge=1, le=1 << 20, description="spans that may wait for the collector; beyond, the oldest are dropped"
     )
     timeout_s: float = Field(default=10.0, gt=0, description="one attempt to hand over a batch, retries included")

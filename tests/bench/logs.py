@@ -48,7 +48,6 @@ def figure(app: ASGIApp, tokens: int, requests: int, made: Tracer | None) -> flo
     asyncio.run(all_of_them())
     if made is not None:
         made.close(10)
-        assert made.lost == 0
     return (time.process_time_ns() - began) / requests / 1e3
 
 

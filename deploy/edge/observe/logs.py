@@ -1,6 +1,6 @@
 """Logs of a replica: which line carries which request, and how our lines reach Ray Serve's log file, as text or as JSON.
 
-    deploy.* cluster.* engine.* dashboards.*  --Forward-->  ray.serve  --Serve's own handler-->  logs/serve/replica_*.log
+    deploy.* cluster.* engine.* dashboards.* opentelemetry.* --Forward--> ray.serve  --Serve's handler-->  logs/serve/replica_*.log
 
 Serve writes, rotates and, with `encoding: JSON`, encodes; the operator has one file a replica, and one schema. A line of a request
 carries its id: the client's `x-request-id` where that is sane, else our own. What a client wrote never stands in a line, but for
@@ -15,7 +15,7 @@ from deploy.edge.edge_settings import LogSettings
 from deploy.edge.scope import REQUEST_ID
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-_PACKAGES = ("cluster", "dashboards", "deploy", "engine")
+_PACKAGES = ("cluster", "dashboards", "deploy", "engine", "opentelemetry")
 _SERVE = "ray.serve"
 
 
