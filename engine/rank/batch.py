@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from engine.attention.backend_entry import RowKind
 from engine.geometry import Rope
 from engine.rank.kv import KVCache
 from kernels.slots import rotary_table
@@ -38,12 +39,22 @@ def chunk_rows(chunks: Sequence[Chunk]) -> int:
 
 
 @dataclass(frozen=True)
-class RowPlaces:
-    """Views of `ForwardBatch.slots`, `positions` and `rope` of one kind of rows."""
+class RowBlock:
+    """Consecutive rows of a batch that attention takes at once, its prefill chunks or its decode rows: views of the batch.
 
+    rows    of the batch
+    width   of decode rows: queries of a sequence, in consecutive rows
+    pages   of decode rows, as in the batch;   chunks  of prefill chunks
+    """
+
+    kind: RowKind
+    rows: slice
     slots: Tensor
     positions: Tensor
     rope: Mapping[RopeKey, Tensor]
+    width: int = 1
+    pages: tuple[Tensor, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -54,9 +65,10 @@ class ForwardBatch:
     positions int32 [T]  0-based; -1: a padding row, which writes nothing
     slots     int32 [T]  the slot (row of every page table) each token belongs to
     rope      fp32 [T, 2 * pairs] of each rotary embedding of the model: cos, then sin, of every row's position
-    pages     int32 [decode rows, width] of each KV group: the page ids that a decode row reads (`kernels.slots.gather_pages`)
+    pages     int32 [sequences, entries] of each KV group: the page ids that decode rows read (`kernels.slots.gather_pages`)
     logit_rows int64 [R] rows of [0, T) whose logits are wanted, ascending; None: all rows
     chunks               host facts of the prefill chunks, in row order
+    width                decode rows of a sequence
     """
 
     ids: Tensor
@@ -66,6 +78,7 @@ class ForwardBatch:
     pages: tuple[Tensor, ...]
     logit_rows: Tensor | None = None
     chunks: tuple[Chunk, ...] = ()
+    width: int = 1
 
     @property
     def rows(self) -> int:
@@ -73,22 +86,17 @@ class ForwardBatch:
         return self.ids.shape[0]
 
     @cached_property
-    def decode_start(self) -> int:
-        """First decode row."""
-        return chunk_rows(self.chunks)
+    def blocks(self) -> tuple[RowBlock, ...]:
+        """The rows by kind, in order; sliced once a step, not in every layer."""
+        blocks, first = [], chunk_rows(self.chunks)
+        if self.chunks:
+            blocks.append(RowBlock("extend", *self._rows(slice(0, first)), chunks=self.chunks))
+        if first < self.rows:
+            blocks.append(RowBlock("decode", *self._rows(slice(first, self.rows)), self.width, self.pages))
+        return tuple(blocks)
 
-    @cached_property
-    def chunk_places(self) -> RowPlaces:
-        """Views of the chunk rows; sliced once a step, not in every layer."""
-        return self._places(slice(0, self.decode_start))
-
-    @cached_property
-    def decode_places(self) -> RowPlaces:
-        """Views of the decode rows, likewise."""
-        return self._places(slice(self.decode_start, self.rows))
-
-    def _places(self, rows: slice) -> RowPlaces:
-        return RowPlaces(self.slots[rows], self.positions[rows], {key: table[rows] for key, table in self.rope.items()})
+    def _rows(self, rows: slice) -> tuple[slice, Tensor, Tensor, dict[RopeKey, Tensor]]:
+        return rows, self.slots[rows], self.positions[rows], {key: table[rows] for key, table in self.rope.items()}
 
 
 def eager_batch(

@@ -18,7 +18,7 @@ from engine.config import PageChecks
 from engine.errors import PageViolation
 from engine.geometry import KVGroup
 from engine.plan import HEADER_INTS, PlanView
-from engine.rank.batch import ForwardBatch
+from engine.rank.batch import ForwardBatch, chunk_rows
 from engine.rank.slots import SlotState
 from engine.rank.upload import uploaded
 from kernels.table_check import (
@@ -95,10 +95,10 @@ class PageCheck:
     def check(self, plan: Tensor, batch: ForwardBatch) -> None:
         """Check on the device, between a step's inputs and its model. Capturable."""
         self._plan = plan
-        rows = slice(batch.decode_start, batch.rows)
+        first = chunk_rows(batch.chunks)
         for cache, expected, gathered in zip(self._slots.cache, self._tables, batch.pages, strict=True):
             check_table(
-                plan, cache.group.index, cache.table, expected, cache.pool.shape[1], batch.slots[rows], batch.positions[rows],
+                plan, cache.group.index, cache.table, expected, cache.pool.shape[1], batch.slots[first:], batch.positions[first:],
                 gathered, cache.group.page, cache.group.window, self._every, self.violations,
             )  # fmt: skip
 

@@ -29,7 +29,7 @@ from engine.geometry import kv_groups, read_geometry
 from engine.memory import buckets
 from engine.plan import StepPlan
 from engine.rank.attention import trtllm
-from engine.rank.attention.base import DecodePart
+from engine.rank.attention.base import AttentionPart
 from engine.rank.attention.paged import PagedDecode
 from engine.rank.attention.trtllm import FlashInfer, TrtllmDecode, TrtllmExtend, TrtllmScratch
 from engine.rank.builder import build, load_rank
@@ -75,10 +75,11 @@ def flashinfer() -> FlashInfer:
     return made
 
 
-def decode(it: Scene, part: DecodePart) -> Tensor:
+def decode(it: Scene, part: AttentionPart) -> Tensor:
     """What the scene's rows, all of them decode rows, give."""
     out = it.qkv.new_full((it.batch.rows, it.settings.heads * it.layer.head_dim), torch.nan)
-    part.attend(it.qkv, it.layer, it.norms, it.batch, part.prepare(it.batch), out)
+    (block,) = it.batch.blocks
+    part.attend(it.qkv, it.layer, it.norms, block, part.prepare(block), out)
     return out
 
 
@@ -117,7 +118,8 @@ def test_a_graph_follows_tables_and_positions(flashinfer: FlashInfer) -> None:
     before = it.cache.pool.clone()  # each step writes its rows' own K and V
 
     def step() -> None:
-        part.attend(it.qkv, it.layer, it.norms, it.batch, part.prepare(it.batch), out)
+        (block,) = replace(it.batch).blocks
+        part.attend(it.qkv, it.layer, it.norms, block, part.prepare(block), out)
 
     step()
     torch.cuda.synchronize()

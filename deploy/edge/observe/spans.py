@@ -31,7 +31,7 @@ BATCH_WAIT_MS = 1000
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 
-class Phase(NamedTuple):
+class SpanPhase(NamedTuple):
     """A part of one choice; seconds on the monotonic clock."""
 
     name: str
@@ -103,20 +103,20 @@ def tracer(settings: TracingSettings, about: Mapping[str, str]) -> Tracer | None
     return Tracer(settings, about, OTLPSpanExporter(endpoint=settings.endpoint, timeout=settings.timeout_s))
 
 
-def phases_of(clock: Clock, ended: float, choice: int) -> Iterator[Phase]:
+def phases_of(clock: Clock, ended: float, choice: int) -> Iterator[SpanPhase]:
     """Queue, prefill and decode of one choice without a gap, as far as it came; before its first token it lasts until `ended`.
 
     Where the front never heard when the core began, the queue is part of prefill.
     """
     about = {"quartet.choice": choice}
     if clock.scheduled is not None or clock.first is None:
-        yield Phase("queue", clock.submitted, clock.scheduled or ended, about)
+        yield SpanPhase("queue", clock.submitted, clock.scheduled or ended, about)
     begun = clock.submitted if clock.scheduled is None else clock.scheduled
     if clock.first is not None:
-        yield Phase("prefill", begun, clock.first, about)
-        yield Phase("decode", clock.first, clock.last or ended, {**about, "gen_ai.usage.output_tokens": clock.output_tokens})
+        yield SpanPhase("prefill", begun, clock.first, about)
+        yield SpanPhase("decode", clock.first, clock.last or ended, {**about, "gen_ai.usage.output_tokens": clock.output_tokens})
     elif clock.scheduled is not None:
-        yield Phase("prefill", begun, ended, about)
+        yield SpanPhase("prefill", begun, ended, about)
 
 
 def _attributes(record: RequestRecord) -> dict[str, Any]:

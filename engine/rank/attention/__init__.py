@@ -59,7 +59,7 @@ def attention_backend(
 
     decodes = [parts("decode", group).decode(group) for group in cache]
     extends = [parts("extend", group).extend(group) for group in cache]
-    return AttentionRouter(decodes, extends, settings)
+    return AttentionRouter({"decode": decodes, "extend": extends})
 
 
 def make_parts(entry: BackendEntry, settings: PartSettings, *, download: bool, for_check: bool = False) -> AttentionParts:

@@ -1,8 +1,7 @@
-"""What a model asks of attention, and what a step's two kinds of rows ask of a backend.
+"""What a model asks of attention, and what a block of a step's rows asks of a backend.
 
     AttentionBackend   what the model sees: everything between the QKV product and the output product
-    DecodePart         one KV group's decode rows: from the raw product on
-    ExtendPart         one KV group's prefill chunks: queries that are normed and roped, K and V already in their pages
+    AttentionPart      the same for one KV group's decode rows, or its prefill chunks
     AttentionParts     what makes both, for one backend
 
 Parts are made for one group each, so that the groups, and decode rows and chunks, may run on different backends.
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.geometry import KVGroup, Layer
-from engine.rank.batch import ForwardBatch
+from engine.rank.batch import ForwardBatch, RowBlock
 from engine.rank.kv import GroupCache
 
 Norms = tuple[Tensor, Tensor | None]  # weights [head_dim] of q's norm and, where the layer owns K and V, of k's
@@ -42,35 +41,18 @@ class PartSettings:
     check: CopyCheck | None = None
 
 
-@dataclass(frozen=True)
-class AttentionPlan:
-    """What the parts prepared of a step, by KV group; empty for a kind of rows that the step lacks."""
-
-    decode: tuple[Any, ...] = ()
-    extend: tuple[Any, ...] = ()
+AttentionPlan = tuple[tuple[Any, ...], ...]  # what the parts prepared of each of a step's blocks, by KV group
 
 
-class DecodePart(Protocol):
-    """Decode rows of one KV group."""
+class AttentionPart(Protocol):
+    """One kind of rows of one KV group."""
 
-    def prepare(self, batch: ForwardBatch) -> Any:
-        """Once a step that has decode rows, before `attend`. A graph can hold it: it asks the host nothing."""
+    def prepare(self, block: RowBlock) -> Any:
+        """Once a step that has such rows, before `attend`. Of decode rows it asks the host nothing, so that a graph can hold it."""
         ...
 
-    def attend(self, qkv: Tensor, layer: Layer, norms: Norms, batch: ForwardBatch, plan: Any, out: Tensor) -> None:
-        """qkv [rows, ...] and out [rows, heads * head_dim] of the decode rows alone; their K and V go into their pages."""
-        ...
-
-
-class ExtendPart(Protocol):
-    """Prefill chunks of one KV group."""
-
-    def prepare(self, batch: ForwardBatch) -> Any:
-        """Once a step that has chunks, before `attend`."""
-        ...
-
-    def attend(self, q: Tensor, layer: Layer, plan: Any, out: Tensor) -> None:
-        """q and out [chunk rows, heads, head_dim]."""
+    def attend(self, qkv: Tensor, layer: Layer, norms: Norms, block: RowBlock, plan: Any, out: Tensor) -> None:
+        """qkv [rows, ...] and out [rows, heads * head_dim] of the block's rows; their K and V go into their pages."""
         ...
 
 
@@ -82,8 +64,8 @@ class AttentionParts:
     download: kernels that the node lacks may be fetched;  for_check: for the few rows of the check at start.
     """
 
-    decode: Callable[[GroupCache], DecodePart]
-    extend: Callable[[GroupCache], ExtendPart]
+    decode: Callable[[GroupCache], AttentionPart]
+    extend: Callable[[GroupCache], AttentionPart]
 
 
 class AttentionBackend(Protocol):

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from engine.geometry import Layer
 from engine.rank.attention.base import AttentionParts, Norms, PartSettings
-from engine.rank.batch import ForwardBatch
+from engine.rank.batch import RowBlock
 from engine.rank.kv import GroupCache
 from engine.rank.upload import uploaded
 from kernels.decode import DecodeScratch, decode_attention, decode_cut
 from kernels.launch import processors
 from kernels.prefill import extend_attention, extend_tiles, tile_tokens
+from kernels.qkv import qkv_post
 
 
 class PagedDecode:
@@ -29,17 +30,17 @@ class PagedDecode:
         parts = max(rows * splits for rows, (splits, _) in zip(buckets, self._cuts, strict=True))
         self._scratch = DecodeScratch(buckets[-1], settings.heads, group.kv_heads, group.head_dim, parts, settings.device)
 
-    def prepare(self, batch: ForwardBatch) -> None:
-        """Nothing: the batch holds what a row reads."""
+    def prepare(self, block: RowBlock) -> None:
+        """Nothing: the block holds what a sequence reads."""
 
-    def attend(self, qkv: Tensor, layer: Layer, norms: Norms, batch: ForwardBatch, plan: None, out: Tensor) -> None:
-        """As `DecodePart.attend`."""
+    def attend(self, qkv: Tensor, layer: Layer, norms: Norms, block: RowBlock, plan: None, out: Tensor) -> None:
+        """As `AttentionPart.attend`."""
         assert plan is None, plan
-        group, places = self._cache.group, batch.decode_places
+        group = self._cache.group
         cut = self._cuts[bisect.bisect_left(self._settings.buckets, len(qkv))]
         decode_attention(
-            qkv, self._cache.layer(layer.kv_source), batch.pages[group.index], places.positions,
-            places.rope[layer.rope, layer.head_dim], *norms, self._settings.eps, group.window, self._scratch, out, *cut,
+            qkv, self._cache.layer(layer.kv_source), block.pages[group.index], block.positions,
+            block.rope[layer.rope, layer.head_dim], *norms, self._settings.eps, group.window, self._scratch, out, *cut,
         )  # fmt: skip
 
 
@@ -50,14 +51,18 @@ class PagedExtend:
         self._cache, self._settings = cache, settings
         self._tokens = tile_tokens(settings.heads, cache.group.kv_heads, cache.group.head_dim)
 
-    def prepare(self, batch: ForwardBatch) -> Tensor:
+    def prepare(self, block: RowBlock) -> Tensor:
         """The tiles, int32 [n, 4] (`kernels.prefill.extend_tiles`)."""
-        chunks = [(chunk.slot, chunk.offset, chunk.start, chunk.size) for chunk in batch.chunks]
+        chunks = [(chunk.slot, chunk.offset, chunk.start, chunk.size) for chunk in block.chunks]
         return uploaded(torch.tensor(extend_tiles(chunks, self._tokens), dtype=torch.int32), self._settings.device)
 
-    def attend(self, q: Tensor, layer: Layer, plan: Tensor, out: Tensor) -> None:
-        """As `ExtendPart.attend`."""
-        extend_attention(q, self._cache.layer(layer.kv_source), self._cache.table, plan, self._cache.group.window, out)
+    def attend(self, qkv: Tensor, layer: Layer, norms: Norms, block: RowBlock, plan: Tensor, out: Tensor) -> None:
+        """As `AttentionPart.attend`."""
+        cache, settings = self._cache, self._settings
+        q, pool = qkv.new_empty(len(qkv), settings.heads, layer.head_dim), cache.layer(layer.kv_source)
+        rope = block.rope[layer.rope, layer.head_dim]
+        qkv_post(qkv, pool, cache.table, block.slots, block.positions, rope, *norms, settings.eps, q)
+        extend_attention(q, pool, cache.table, plan, cache.group.window, out.view(q.shape))
 
 
 def parts(settings: PartSettings, **_: bool) -> AttentionParts:

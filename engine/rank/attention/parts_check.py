@@ -13,10 +13,10 @@ from torch import Tensor
 from engine.attention.backend_entry import RowKind
 from engine.geometry import Geometry, KVGroup, Layer
 from engine.rank.attention import paged
-from engine.rank.attention.base import AttentionParts, Norms, PartSettings
+from engine.rank.attention.base import AttentionPart, AttentionParts, Norms, PartSettings
 from engine.rank.batch import Chunk, ForwardBatch, eager_batch
 from engine.rank.kv import ROW_TOKENS, GroupCache, KVCache
-from kernels.qkv import inverse_frequencies, qkv_post
+from kernels.qkv import inverse_frequencies
 
 ROWS = 5  # of a check, at most
 TOLERANCE = 0.02  # of a row's norm, bf16: a page that is wrong among fifty changes it by a tenth at least
@@ -49,39 +49,30 @@ def mismatches(
         layer = geometry.layers[group.layers[0]]
         alone = replace(group, index=0, layers=(layer.index,))
         for kind in kinds:
-            error = (_decode_error if kind == "decode" else _extend_error)(alone, layer, settings, parts)
+            error = _part_error(kind, alone, layer, settings, parts)
             if not error <= TOLERANCE:
                 yield PartMismatch(kind, group, error)
 
 
-def _decode_error(group: KVGroup, layer: Layer, settings: PartSettings, parts: AttentionParts) -> float:
-    """Rows at the edges of window and page, one of a single key, and padding."""
-    longest = (group.window or 500) + 2 * group.page + 5
-    positions = (longest, group.page - 1, group.page, 0, -1)
-    cache, batch = _sequences(group, layer, [(position, position + 1) for position in positions], settings.device)
-    norms, qkv = _product(layer, settings, batch.rows, group)
-    outputs = []
-    for part in (paged.parts(settings).decode(cache), parts.decode(cache)):
-        outputs.append(qkv.new_zeros(batch.rows, settings.heads * group.head_dim))
-        part.attend(qkv, layer, norms, batch, part.prepare(batch), outputs[-1])
-    return _error(*outputs)
-
-
-def _extend_error(group: KVGroup, layer: Layer, settings: PartSettings, parts: AttentionParts) -> float:
-    """A fresh chunk, and one whose window begins inside a page of its prefix."""
-    start = (group.window or 500) + 3
-    spans = [(0, 40), (start, start + 33)]
+def _part_error(kind: RowKind, group: KVGroup, layer: Layer, settings: PartSettings, parts: AttentionParts) -> float:
+    """Decode rows at the edges of window and page, one of a single key, and padding; a fresh chunk, and one whose window begins
+    inside a page of its prefix."""
+    visible = group.window or 500
+    if kind == "decode":
+        ends = (visible + 2 * group.page + 6, group.page, group.page + 1, 1, 0)
+        spans = [(end - 1, end) for end in ends]
+    else:
+        spans = [(0, 40), (visible + 3, visible + 36)]
     cache, batch = _sequences(group, layer, spans, settings.device)
-    batch = replace(batch, chunks=(Chunk(0, *spans[0], 0), Chunk(1, *spans[1], 40)))
+    if kind == "extend":
+        batch = replace(batch, chunks=(Chunk(0, *spans[0], 0), Chunk(1, *spans[1], 40)))
     norms, qkv = _product(layer, settings, batch.rows, group)
-    q = qkv.new_empty(batch.rows, settings.heads, group.head_dim)
-    places = (batch.slots, batch.positions, batch.rope[layer.rope, layer.head_dim])
-    qkv_post(qkv, cache.layer(layer.kv_source), cache.table, *places, *norms, settings.eps, q)
-    outputs = []
-    for part in (paged.parts(settings).extend(cache), parts.extend(cache)):
-        outputs.append(torch.zeros_like(q))
-        part.attend(q, layer, part.prepare(batch), outputs[-1])
-    return _error(*(out.flatten(1) for out in outputs))
+    (block,), outputs = batch.blocks, []
+    for maker in (paged.parts(settings), parts):
+        part: AttentionPart = getattr(maker, kind)(cache)
+        outputs.append(qkv.new_zeros(batch.rows, settings.heads * group.head_dim))
+        part.attend(qkv, layer, norms, block, part.prepare(block), outputs[-1])
+    return _error(*outputs)
 
 
 def _sequences(

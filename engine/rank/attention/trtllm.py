@@ -31,7 +31,7 @@ from engine.attention.trtllm_mha import PAGES, TRTLLM_MHA
 from engine.errors import ConfigError
 from engine.geometry import KVGroup, Layer
 from engine.rank.attention.base import AttentionParts, Norms, PartSettings
-from engine.rank.batch import ForwardBatch
+from engine.rank.batch import RowBlock
 from engine.rank.kv import ROW_TOKENS, GroupCache
 from engine.rank.upload import uploaded
 from kernels.block_tables import block_tables
@@ -177,22 +177,22 @@ class TrtllmDecode:
         self._lengths = torch.ones(most, dtype=torch.int32, device=settings.device)
         self._q = torch.zeros((most, settings.heads, group.head_dim), dtype=cache.pool.dtype, device=settings.device)
 
-    def prepare(self, batch: ForwardBatch) -> TableRows:
+    def prepare(self, block: RowBlock) -> TableRows:
         """The rows' tables and lengths."""
-        cache, count = self._cache, batch.rows - batch.decode_start
+        cache, count = self._cache, len(block.slots)
         assert count <= len(self._tables), (count, len(self._tables))
         rows = TableRows(self._tables[:count], self._lengths[:count], cache.read_width * cache.group.page)
-        places = (batch.decode_places.slots, batch.decode_places.positions)
-        block_tables(cache.table, *places, cache.group.page, cache.group.window, rows.tables, rows.lengths)
+        page, window = cache.group.page, cache.group.window
+        block_tables(cache.table, block.slots, block.positions, page, window, rows.tables, rows.lengths)
         if self._settings.check is not None:
-            self._settings.check(cache.group, rows.tables, *places, cache.group.window)
+            self._settings.check(cache.group, rows.tables, block.slots, block.positions, window)
         return rows
 
-    def attend(self, qkv: Tensor, layer: Layer, norms: Norms, batch: ForwardBatch, plan: TableRows, out: Tensor) -> None:
-        """As `DecodePart.attend`."""
-        pool, q, places = self._cache.layer(layer.kv_source), self._q[: len(qkv)], batch.decode_places
-        rope = places.rope[layer.rope, layer.head_dim]
-        qkv_post(qkv, pool, self._cache.table, places.slots, places.positions, rope, *norms, self._settings.eps, q)
+    def attend(self, qkv: Tensor, layer: Layer, norms: Norms, block: RowBlock, plan: TableRows, out: Tensor) -> None:
+        """As `AttentionPart.attend`."""
+        pool, q = self._cache.layer(layer.kv_source), self._q[: len(qkv)]
+        rope = block.rope[layer.rope, layer.head_dim]
+        qkv_post(qkv, pool, self._cache.table, block.slots, block.positions, rope, *norms, self._settings.eps, q)
         call_decode(self._scratch, self._cache.group, q, pool, plan, out.view(q.shape))
 
 
@@ -215,15 +215,15 @@ class TrtllmExtend:
         check_group(cache.group, settings.heads, cache.pool.dtype, scratch.flashinfer.kernels)
         self._cache, self._settings, self._scratch = cache, settings, scratch
 
-    def prepare(self, batch: ForwardBatch) -> ChunkRows:
+    def prepare(self, block: RowBlock) -> ChunkRows:
         """The chunks' rows of the page table, with nothing behind their ends, and their running sums."""
         queries, keys = [0], [0]
-        for chunk in batch.chunks:
+        for chunk in block.chunks:
             queries.append(queries[-1] + chunk.size)
             keys.append(keys[-1] + chunk.end)
-        offsets = [chunk.offset for chunk in batch.chunks]
+        offsets = [chunk.offset for chunk in block.chunks]
         assert offsets == queries[:-1], f"chunks lie one behind the other, from row 0: {offsets}"
-        sections = [queries, keys, [chunk.end for chunk in batch.chunks], [chunk.slot for chunk in batch.chunks]]
+        sections = [queries, keys, [chunk.end for chunk in block.chunks], [chunk.slot for chunk in block.chunks]]
         packed = torch.tensor([number for section in sections for number in section], dtype=torch.int32)
         packed = uploaded(packed, self._settings.device)
         query_sums, key_sums, lengths, slots = packed.split([len(section) for section in sections])
@@ -233,13 +233,16 @@ class TrtllmExtend:
         rows = TableRows(held, lengths, table.shape[1] * page)
         if self._settings.check is not None:
             self._settings.check(self._cache.group, held, slots, lengths - 1, None)
-        return ChunkRows(rows, query_sums, key_sums, max(chunk.size for chunk in batch.chunks))
+        return ChunkRows(rows, query_sums, key_sums, max(chunk.size for chunk in block.chunks))
 
-    def attend(self, q: Tensor, layer: Layer, plan: ChunkRows, out: Tensor) -> None:
-        """As `ExtendPart.attend`."""
-        pool, group, rows, scratch = self._cache.layer(layer.kv_source), self._cache.group, plan.rows, self._scratch
+    def attend(self, qkv: Tensor, layer: Layer, norms: Norms, block: RowBlock, plan: ChunkRows, out: Tensor) -> None:
+        """As `AttentionPart.attend`."""
+        cache, rows, scratch = self._cache, plan.rows, self._scratch
+        q, pool = qkv.new_empty(len(qkv), self._settings.heads, layer.head_dim), cache.layer(layer.kv_source)
+        rope = block.rope[layer.rope, layer.head_dim]
+        qkv_post(qkv, pool, cache.table, block.slots, block.positions, rope, *norms, self._settings.eps, q)
         scratch.flashinfer.context(
-            **_arguments(scratch, q, pool, rows, group, out),
+            **_arguments(scratch, q, pool, rows, cache.group, out.view(q.shape)),
             max_q_len=plan.longest,
             max_kv_len=rows.max_len,
             batch_size=len(rows.tables),

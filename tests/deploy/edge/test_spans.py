@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 
 from deploy.edge.edge_settings import TracingSettings
 from deploy.edge.observe.record import RequestRecord
-from deploy.edge.observe.spans import Phase, Tracer, phases_of, tracer
+from deploy.edge.observe.spans import SpanPhase, Tracer, phases_of, tracer
 from deploy.edge.routes import create_app
 from deploy.edge.service import Service
 from deploy.edge.service_settings import ServiceSettings
@@ -133,12 +133,12 @@ def test_a_phase_that_is_off_by_a_millisecond_shows(traced: Traced, monkeypatch:
     """The check above sees each planted fault, a thousand microseconds being 500 times its bound."""
     traced.core.queue_s, traced.core.prefill_s, traced.core.delay_s = 0.01, 0.01, 0.01
 
-    def off(clock: Clock, ended: float, choice: int) -> Iterator[Phase]:
+    def off(clock: Clock, ended: float, choice: int) -> Iterator[SpanPhase]:
         for phase in phases_of(clock, ended, choice):
             late = 1e-3 if (fault, phase.name) == ("late prefill", "prefill") else 0.0
             long = 1e-3 if (fault, phase.name) == ("long queue", "queue") else 0.0
             past = 60.0 if (fault, phase.name) == ("early end", "decode") else 0.0
-            yield Phase(phase.name, phase.begin + late, phase.end + long + past, phase.attributes)
+            yield SpanPhase(phase.name, phase.begin + late, phase.end + long + past, phase.attributes)
 
     monkeypatch.setattr("deploy.edge.observe.spans.phases_of", off)
     if fault == "other parent":

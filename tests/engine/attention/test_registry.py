@@ -42,7 +42,7 @@ class FakeDecode(PagedDecode):
     error = 0.0
 
     def attend(self, qkv: Tensor, *rest: Any) -> None:
-        """As `DecodePart.attend`."""
+        """As `AttentionPart.attend`."""
         super().attend(qkv, *rest)
         FakeDecode.rows += len(qkv)
         rest[-1].add_(self.error)

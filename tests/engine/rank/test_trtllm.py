@@ -27,7 +27,7 @@ from engine.rank.models.gemma4 import Gemma4
 from engine.rank.models.gemma4_weights import TENSORS
 from engine.rank.parallel import Single
 from kernels.qkv import qkv_post
-from tests.support.engine.kv_scene import FULL, SLIDING, Kind, Scene, attended, ours, relative, scene, theirs
+from tests.support.engine.kv_scene import FULL, SLIDING, Kind, Scene, attended, ours, relative, routed, scene, theirs
 from tests.support.engine.paged import Backend, PlantFault, caches, run_steps, script
 from tests.support.flashinfer_calls import (
     CONTEXT_FFI,
@@ -139,8 +139,8 @@ def test_decode_rows_by_xqa(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None
     scratch = TrtllmScratch(real(kernel, monkeypatch, "xqa"), it.settings, XQA_SEMAPHORES + WORKSPACE)
 
     def decoded(one: Scene) -> Tensor:
-        parts = [TrtllmDecode(one.cache, one.settings, scratch)]
-        return attended(one, AttentionRouter(parts, [PagedExtend(one.cache, one.settings)], one.settings))
+        decode = TrtllmDecode(one.cache, one.settings, scratch)
+        return attended(one, routed(decode, PagedExtend(one.cache, one.settings)))
 
     other, want = it.copy(), ours(it)
     assert relative(decoded(other), want) < BF16
@@ -277,20 +277,17 @@ def test_whole_models(member: str, nano: Callable[[str], Path]) -> None:
         cache = caches(geometry, 1, len(lengths), max(map(sum, lengths)), PAGES, poison=20.0)
         return torch.stack(list(run_steps(model, cache, steps, ids, plant_fault, 20.0, backend).values()))
 
-    def routed(_: None, geometry: Geometry, cache: KVCache, tp: int, buckets: tuple[int, ...], __: torch.device) -> AttentionRouter:
+    def made(_: None, geometry: Geometry, cache: KVCache, tp: int, buckets: tuple[int, ...], __: torch.device) -> AttentionRouter:
         settings = PartSettings(geometry.heads // tp, geometry.eps, buckets, CPU)
         scratch = TrtllmScratch(pinned(NEWEST, kernel), settings, WORKSPACE)
-        return AttentionRouter(
-            [TrtllmDecode(group, settings, scratch) for group in cache],
-            [TrtllmExtend(group, settings, scratch) for group in cache],
-            settings,
-        )
+        decodes = [TrtllmDecode(group, settings, scratch) for group in cache]
+        return AttentionRouter({"decode": decodes, "extend": [TrtllmExtend(group, settings, scratch) for group in cache]})
 
-    want, found = logits(attention_backend), logits(routed)
+    want, found = logits(attention_backend), logits(made)
     assert len(kernel.calls) > 4 * len(geometry.layers)
     assert (found - want).abs().max() < 1e-4
     if member == "31b":
-        assert (logits(routed, lambda _, cache: cache.groups[1].table.copy_(cache.groups[0].table)) - want).abs().max() > 1e-2
+        assert (logits(made, lambda _, cache: cache.groups[1].table.copy_(cache.groups[0].table)) - want).abs().max() > 1e-2
 
 
 # ---- refusals
@@ -383,7 +380,7 @@ def test_a_cpu_is_refused() -> None:
 def test_spans_are_refused() -> None:
     """A chunk whose tokens see each other both ways raises: no backend may run it causally."""
     it = scene(SMALL, [], [(0, 20)])
-    router = AttentionRouter([PagedDecode(it.cache, it.settings)], [PagedExtend(it.cache, it.settings)], it.settings)
+    router = routed(PagedDecode(it.cache, it.settings), PagedExtend(it.cache, it.settings))
     spans = replace(it.batch, chunks=(replace(it.batch.chunks[0], spans=((3, 9),)),))
     router.prepare(it.batch)
     with pytest.raises(NotImplementedError, match="see both ways"):

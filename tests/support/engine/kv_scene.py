@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.geometry import KVGroup, Layer, Rope
-from engine.rank.attention.base import PartSettings
+from engine.rank.attention.base import AttentionPart, PartSettings
 from engine.rank.attention.paged import PagedDecode, PagedExtend
 from engine.rank.attention.router import AttentionRouter
 from engine.rank.attention.trtllm import TrtllmDecode, TrtllmExtend, TrtllmScratch
@@ -109,13 +109,18 @@ def attended(it: Scene, router: AttentionRouter) -> Tensor:
 
 def ours(it: Scene) -> Tensor:
     """By the house's own ops."""
-    return attended(it, AttentionRouter([PagedDecode(it.cache, it.settings)], [PagedExtend(it.cache, it.settings)], it.settings))
+    return attended(it, routed(PagedDecode(it.cache, it.settings), PagedExtend(it.cache, it.settings)))
 
 
 def theirs(it: Scene, scratch: TrtllmScratch) -> AttentionRouter:
     """A router of FlashInfer's parts alone."""
     decode, extend = (part(it.cache, it.settings, scratch) for part in (TrtllmDecode, TrtllmExtend))
-    return AttentionRouter([decode], [extend], it.settings)
+    return routed(decode, extend)
+
+
+def routed(decode: AttentionPart, extend: AttentionPart) -> AttentionRouter:
+    """A router of a part each."""
+    return AttentionRouter({"decode": [decode], "extend": [extend]})
 
 
 def relative(found: Tensor, want: Tensor) -> float:
