@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import ray
 from ray import serve
 from ray.serve import Application
@@ -61,13 +62,13 @@ def build(args: dict[str, Any]) -> Application:
     environment.refuse_kernels_distribution()
     check_nodes(settings, ray.nodes())
     options = deployment_options(settings)
-    return Quartet.options(**options).bind(settings.model_dump(mode="json"))  # type: ignore[attr-defined]
+    return Quartet.options(**options).bind(msgspec.to_builtins(settings))  # type: ignore[attr-defined]
 
 
 def deployment_options(settings: Settings) -> dict[str, Any]:
     """Serve's options where the YAML's `deployments:` says nothing else."""
     logging_config = logs.serve_config(settings.logs)
-    gpus = {"num_gpus": settings.engine.tp, "num_cpus": 1} if settings.needs_gpus else {"num_gpus": 0, "num_cpus": 0.5}
+    gpus = {"num_gpus": settings.tp, "num_cpus": 1} if settings.needs_gpus else {"num_gpus": 0, "num_cpus": 0.5}
     return {
         # The guard around Serve lets no more in than this, so that Serve never refuses anything itself, in words of its own.
         "max_ongoing_requests": settings.limits.requests,
@@ -139,7 +140,7 @@ class Quartet:
     async def _open(self, group: Group, config: EngineConfig, text: TextProcessor, grammars: GrammarCheck) -> None:
         settings, folder = self._settings, Path(config.model)
         replica = serve.get_replica_context()
-        chosen, tp = group.attention.name, str(settings.engine.tp)
+        chosen, tp = group.attention.name, str(settings.tp)
         about = {"model_name": settings.name, "build": settings.build, "attention": chosen, "tp": tp}
         self._exporter = Exporter(about, exporter_facts(settings, config, group.boot_s))
         metrics = self._exporter.serve(settings.metrics.host, settings.metrics.port)
@@ -150,7 +151,7 @@ class Quartet:
         served = ServiceSettings(
             name=settings.name,
             vocab=read_geometry(folder).vocab,
-            max_len=settings.engine.max_len,
+            max_len=settings.max_len,
             defaults=Defaults.read(folder),
             limits=settings.limits,
             logs=settings.logs,

@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from cluster.capability import node_gpus, visible_gpus
 from deploy import environment
 from deploy.edge.edge_settings import KEYS_VARIABLE, LIMITS_VARIABLE, shared_limits
@@ -88,7 +90,7 @@ class Launch:
         limits = shared_limits((settings.limits for settings in self.settings), self.address[0], keys=bool(keys))
         os.environ.setdefault(LIMITS_VARIABLE, limits)
         for one in keys:
-            os.environ.setdefault(KEYS_VARIABLE, one.model_dump_json())
+            os.environ.setdefault(KEYS_VARIABLE, msgspec.json.encode(one).decode())
 
     def _check_here(self) -> None:
         """Before Ray is up: the keys can be read, and it can only count what is in this machine."""

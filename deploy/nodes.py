@@ -15,7 +15,7 @@ def check_nodes(settings: Settings, nodes: Iterable[Mapping[str, Any]]) -> None:
         return
     sizes = [int(node.get("Resources", {}).get("GPU", 0)) for node in nodes if node.get("Alive")]
     largest = max(sizes, default=0)
-    if largest < (tp := settings.engine.tp):
+    if largest < (tp := settings.tp):
         raise ConfigError(
             f"tp {tp} needs {tp} GPUs on one node; the largest of {len(sizes)} node(s) has {largest}. "
             f"{FALLBACK}; for a cluster that starts GPU nodes on demand, set wait_for_nodes: true"

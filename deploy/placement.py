@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from cluster.capability import probe
 from deploy.models.resolve import resolve, suppressed_token_ids
 from deploy.settings import Settings
@@ -34,5 +32,5 @@ def configure(settings: Settings, node: Placement) -> EngineConfig:
         device=node.device,
         load_format=node.load_format,
         suppress=suppressed_token_ids(node.folder),
-        **msgspec.structs.asdict(settings.engine),
+        **settings.engine,
     )

@@ -4,103 +4,105 @@ An unknown key or a bad value is a ConfigError of one line that names it.
 """
 
 from collections.abc import Mapping
+from math import isinf
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin
 
-import pydantic
+import msgspec
 import yaml
-from pydantic import BeforeValidator, Field
+from msgspec import Meta
 
-from deploy.edge.edge_settings import FrozenSettings, KeySettings, LimitSettings, LogSettings, TracingSettings
-from engine.config import EngineSettings, LoadFormat, Thinking, ToolGrammar, declared
+from deploy.edge.edge_settings import AbsolutePath, KeySettings, LimitSettings, LogSettings, Seconds, TracingSettings
+from engine.config import EngineSettings, LoadFormat, Thinking, ToolGrammar
 from engine.errors import ConfigError
 
 IMPORT_PATH = "deploy.app:build"
 DEPLOYMENT = "Quartet"
 
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
 
-class DiscoverySettings(FrozenSettings):
+
+class DiscoverySettings(msgspec.Struct, frozen=True):
     """The cluster's http_sd endpoint, on the head node. A cluster's first replica decides."""
 
-    enabled: bool = Field(default=True, description="list the replicas' exporters for Prometheus")
-    host: str = Field(default="127.0.0.1", description="address of the list")
-    port: int = Field(default=9464, ge=0, le=65535, description="of the list; a taken port gives way to a free one")
+    enabled: Annotated[bool, Meta(description="list the replicas' exporters for Prometheus")] = True
+    host: Annotated[str, Meta(description="address of the list")] = "127.0.0.1"
+    port: Annotated[Port, Meta(description="port of the list; if it is taken, a free one")] = 9464
 
 
-class MetricsSettings(FrozenSettings):
+class MetricsSettings(msgspec.Struct, frozen=True):
     """Where the exporter of each replica listens, and by what it judges."""
 
-    host: str = Field(default="127.0.0.1", description="address of each replica's exporter")
-    port: int = Field(default=0, ge=0, le=65535, description="0: a free one, written to the log and to /health/ready")
-    aliases: bool = Field(default=True, description="vLLM's metric names too")
-    ttft_objective_s: float = Field(default=1.0, gt=0, description="a first token in time, for quartet_slo_requests_total")
-    tpot_objective_s: float = Field(default=0.05, gt=0, description="a later token in time, for quartet_slo_requests_total")
+    host: Annotated[str, Meta(description="address of each replica's exporter")] = "127.0.0.1"
+    port: Annotated[Port, Meta(description="port of the exporter; 0: a free one, written to the log and to /health/ready")] = 0
+    aliases: Annotated[bool, Meta(description="vLLM's metric names too")] = True
+    ttft_objective_s: Annotated[
+        Seconds, Meta(description="longest time to the first token that counts as good in quartet_slo_requests_total")
+    ] = 1.0
+    tpot_objective_s: Annotated[
+        Seconds, Meta(description="longest mean time to a later token that counts as good in quartet_slo_requests_total")
+    ] = 0.05
     discovery: DiscoverySettings = DiscoverySettings()
 
 
-Model = TypeVar("Model", bound=FrozenSettings)
+class Settings(EngineSettings, frozen=True, kw_only=True):
+    """One deployment of one model: these keys, and those of EngineSettings."""
 
-
-def with_engine_settings(model: type[Model]) -> type[Model]:
-    """`model` with a field for each setting of the engine, as engine/config.py declares it."""
-    fields: dict[str, Any] = {
-        each.name: (each.type, Field(default=each.default, description=each.help, **each.bounds)) for each in declared()
-    }
-    return pydantic.create_model(model.__name__, __base__=model, __module__=model.__module__, __doc__=model.__doc__, **fields)
-
-
-def _word(value: Any) -> Any:
-    """YAML reads on and off as booleans."""
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
-
-
-@with_engine_settings
-class Settings(FrozenSettings):
-    """One deployment of one model: these keys, and those of engine.config.EngineSettings."""
-
-    model: str = Field(
-        min_length=1,
-        description="a local folder, a Hugging Face hub id, nano:<member> (trained, beside the code: e2b, 26b-a4b, 31b), "
-        "random:<member> (nano with random weights) or dummy:<member> (a public shape with random weights)",
-    )
-    revision: str | None = Field(default=None, description="of a hub id")
-    served_model_name: str | None = Field(
-        default=None, min_length=1, max_length=256, description="what clients call it; none: the model's own name"
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda where NVML shows a GPU to this replica")
-    load_format: LoadFormat | None = Field(default=None, description="dummy: random weights; none: as `model` says")
-    max_queue: int | None = Field(
-        default=None, ge=0, description="choices that may wait beyond max_seqs; none: 256, or four times max_seqs"
-    )
-    max_queue_tokens: int | None = Field(
-        default=None, ge=1, description="prompt tokens that may wait; one prompt always may; none: 32 prompts of max_len"
-    )
-    max_tokens: int | None = Field(default=None, ge=1, description="default of a chat completion; none: what fits")
-    tool_grammar: ToolGrammar = Field(
-        default="strict",
-        description="what is kept of tool calls that the model begins by itself; strict: names and schemas (of schemas that cannot "
-        "be kept, names); names; or off: nothing. A tool_choice, and a tool's own strict: true, are always kept",
-    )
-    chat_template: str | None = Field(
-        default=None, pattern="^/", description="a chat template, on every node with replicas; none: the checkpoint's"
-    )
-    thinking: Annotated[Thinking, BeforeValidator(_word)] = Field(
-        default="auto", description="whether the model thinks where a request does not say; auto: as the chat template has it"
-    )
+    model: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="a local folder, a Hugging Face hub id, nano:<member> (trained, beside the code: e2b, 26b-a4b, 31b), "
+            "random:<member> (nano with random weights) or dummy:<member> (a public shape with random weights)",
+        ),
+    ]
+    revision: Annotated[str | None, Meta(description="revision of a hub id")] = None
+    served_model_name: Annotated[Name | None, Meta(description="what clients call it; none: the model's own name")] = None
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], Meta(description="auto: cuda where NVML shows a GPU to this replica")
+    ] = "auto"
+    load_format: Annotated[LoadFormat | None, Meta(description="dummy: random weights; none: as `model` says")] = None
+    max_queue: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(description="choices that may wait beyond max_seqs; none: 256, or four times max_seqs"),
+    ] = None
+    max_queue_tokens: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="prompt tokens that may wait; one prompt always may; none: 32 prompts of max_len"),
+    ] = None
+    max_tokens: Annotated[
+        Annotated[int, Meta(ge=1)] | None, Meta(description="default of a chat completion; none: what fits")
+    ] = None
+    tool_grammar: Annotated[
+        ToolGrammar,
+        Meta(
+            description="what is kept of tool calls that the model begins by itself; strict: names and schemas (of schemas that "
+            "cannot be kept, names); names; or off: nothing. A tool_choice, and a tool's own strict: true, are always kept"
+        ),
+    ] = "strict"
+    chat_template: Annotated[
+        AbsolutePath | None, Meta(description="a chat template, on every node with replicas; none: the checkpoint's")
+    ] = None
+    thinking: Annotated[
+        Thinking, Meta(description="whether the model thinks where a request does not say; auto: as the chat template has it")
+    ] = "auto"
     metrics: MetricsSettings = MetricsSettings()
     limits: LimitSettings = LimitSettings()
     keys: KeySettings = KeySettings()
     logs: LogSettings = LogSettings()
     tracing: TracingSettings = TracingSettings()
-    wait_for_nodes: bool = Field(
-        default=False, description="do not refuse when no node can hold a group now: the cluster starts GPU nodes on demand"
-    )
-    build: str = Field(default="", description="any string; a change makes Serve replace the replicas (it compares no code)")
+    wait_for_nodes: Annotated[
+        bool, Meta(description="do not refuse when no node can hold a group now: the cluster starts GPU nodes on demand")
+    ] = False
+    build: Annotated[
+        str, Meta(description="any string; a change makes Serve replace the replicas (it compares no code)")
+    ] = ""
 
     @property
-    def engine(self) -> EngineSettings:
-        """The engine's part."""
-        return EngineSettings(**{name: getattr(self, name) for name in EngineSettings.__struct_fields__})
+    def engine(self) -> dict[str, Any]:
+        """The engine's part, by name."""
+        return {name: getattr(self, name) for name in EngineSettings.__struct_fields__}
 
     @property
     def name(self) -> str:
@@ -110,13 +112,12 @@ class Settings(FrozenSettings):
     @property
     def capacity(self) -> int:
         """Choices that a replica takes on at once, running or waiting."""
-        running = self.engine.max_seqs
-        return running + (max(256, 4 * running) if self.max_queue is None else self.max_queue)
+        return self.max_seqs + (max(256, 4 * self.max_seqs) if self.max_queue is None else self.max_queue)
 
     @property
     def queue_tokens(self) -> int:
         """Tokens of prompts that may wait at once."""
-        return 32 * self.engine.max_len if self.max_queue_tokens is None else self.max_queue_tokens
+        return 32 * self.max_len if self.max_queue_tokens is None else self.max_queue_tokens
 
     @property
     def needs_gpus(self) -> bool:
@@ -126,21 +127,58 @@ class Settings(FrozenSettings):
     @classmethod
     def read(cls, args: Mapping[str, Any]) -> Self:
         """Settings from the YAML's `args`; ConfigError names every key that is wrong."""
-        try:
-            return cls.model_validate(dict(args))
-        except pydantic.ValidationError as error:
-            raise ConfigError("; ".join(map(_complaint, error.errors(include_url=False)))) from error
+        wrong: list[str] = []
+        settings = _read(cls, args, "", wrong)
+        if settings is None:
+            raise ConfigError("; ".join(wrong))
+        return settings
 
 
-def _complaint(detail: Any) -> str:
-    """One of pydantic's findings as `key: what is wrong`."""
-    key = ".".join(str(part) for part in detail["loc"])
-    if detail["type"] == "extra_forbidden":
-        return f"{key}: unknown setting"
-    if detail["type"] == "missing":
-        return f"{key}: is required"
-    shown = repr(detail["input"])
-    return f"{key}: {detail['msg'][:1].lower()}{detail['msg'][1:]}, not {shown[:80]}"
+Struct = TypeVar("Struct", bound=msgspec.Struct)
+
+
+def _read(kind: type[Struct], given: Any, path: str, wrong: list[str]) -> Struct | None:
+    """The settings in a mapping; None, and what is wrong with its keys is added to `wrong`."""
+    if not isinstance(given, Mapping):
+        wrong.append(f"{path}: expected a mapping, not {given!r:.80}")
+        return None
+    before, values = len(wrong), {}
+    for field in msgspec.structs.fields(kind):
+        key = f"{path}.{field.name}" if path else field.name
+        if field.name not in given:
+            wrong += [f"{key}: is required"] if field.required else []
+        elif isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
+            values[field.name] = _read(field.type, given[field.name], key, wrong)
+        else:
+            values[field.name] = _value(field.type, given[field.name], key, wrong)
+    wrong += [f"{path}.{key}: unknown setting".lstrip(".") for key in given if key not in kind.__struct_fields__]
+    try:
+        return kind(**values) if len(wrong) == before else None
+    except ValueError as error:
+        wrong.append(f"{path}: {error}")
+        return None
+
+
+def _value(kind: Any, given: Any, key: str, wrong: list[str]) -> Any:
+    choices = _choices(kind)
+    if isinstance(given, bool) and choices:
+        given = "on" if given else "off"  # YAML reads these words as booleans
+    try:
+        value = msgspec.convert(given, kind, strict=False)
+        if isinstance(value, float) and isinf(value):
+            raise msgspec.ValidationError("Expected a finite number")
+    except msgspec.ValidationError as error:
+        expected = " or ".join(choices) or str(error).partition(", got ")[0].removeprefix("Expected ").replace("`", "")
+        wrong.append(f"{key}: expected {expected}, not {given!r:.80}")
+        return None
+    return value
+
+
+def _choices(kind: Any) -> tuple[str, ...]:
+    """The words that a setting may be; none if it may be anything else."""
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    return tuple(choice for inner in get_args(kind) for choice in _choices(inner))
 
 
 def read_config(path: Path) -> dict[str, Any]:

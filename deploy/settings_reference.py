@@ -5,8 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from deploy.settings import Settings
-from engine.config import declared
+from engine.config import EngineSettings
 
 PATH = Path(__file__).parents[1] / "docs" / "settings.md"
 
@@ -25,9 +27,9 @@ _LENGTHS = {"minLength": "at least", "maxLength": "at most"}
 
 def reference(settings: type[Settings] = Settings) -> str:
     """The whole page."""
-    schema = settings.model_json_schema()
-    own = {each.name for each in declared()}
-    rows = list(_rows(schema["properties"], schema["$defs"], ""))
+    (_,), schemas = msgspec.json.schema_components([settings], ref_template="{name}")
+    own = EngineSettings.__struct_fields__
+    rows = list(_rows(schemas, settings.__name__, ""))
     nested = dict.fromkeys(row[0].partition(".")[0] for row in rows if "." in row[0])
     return "".join(
         (
@@ -39,12 +41,11 @@ def reference(settings: type[Settings] = Settings) -> str:
     )
 
 
-def _rows(properties: dict[str, Any], definitions: dict[str, Any], prefix: str) -> Iterator[tuple[str, str, str, str]]:
+def _rows(schemas: dict[str, Any], kind: str, prefix: str) -> Iterator[tuple[str, str, str, str]]:
     """(key, default, values, help) of each property, nested ones by their path."""
-    for name, found in properties.items():
+    for name, found in schemas[kind]["properties"].items():
         if "$ref" in found:
-            nested = definitions[found["$ref"].rpartition("/")[2]]
-            yield from _rows(nested["properties"], definitions, f"{prefix}{name}.")
+            yield from _rows(schemas, found["$ref"], f"{prefix}{name}.")
         else:
             default = f"`{json.dumps(found['default'])}`" if "default" in found else "required"
             yield prefix + name, default, _values(found), found["description"]

@@ -5,12 +5,11 @@
     EngineConfig     the same, with what the model and the node decide
 """
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal
 
 import msgspec
-from msgspec import NODEFAULT, Meta
+from msgspec import Meta
 
 from engine.attention import BACKENDS
 from engine.attention.backend_entry import RowKind
@@ -28,6 +27,7 @@ ToolGrammar = Literal["strict", "names", "off"]
 Thinking = Literal["on", "off", "auto"]
 AttentionName = Literal[*BACKENDS]  # type: ignore[valid-type]  # the registry's names, known at import
 
+MAX_SEQS = 4096
 _SIZES = {"sizes": True}  # decides what fits into memory, so that `quartet plan` has an option for it
 
 
@@ -35,14 +35,14 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a user may set. The description is the help that users read; times are in seconds."""
 
     tp: Annotated[int, Meta(ge=1, le=64, description="ranks of a group: GPUs of one node", extra=_SIZES)] = 1
-    dtype: Annotated[DType, Meta(description="of weights, activations and KV cache", extra=_SIZES)] = "bfloat16"
-    max_seqs: Annotated[int, Meta(ge=1, le=4096, description="sequences running at once", extra=_SIZES)] = 16
+    dtype: Annotated[DType, Meta(description="number format of weights, activations and KV cache", extra=_SIZES)] = "bfloat16"
+    max_seqs: Annotated[int, Meta(ge=1, le=MAX_SEQS, description="sequences running at once", extra=_SIZES)] = 16
     max_len: Annotated[int, Meta(ge=2, description="tokens of one sequence, prompt and output", extra=_SIZES)] = 2048
     prefill_budget: Annotated[
         int,
         Meta(
             ge=1,
-            description="rows of a step that computes prompt tokens, decode rows among them; a quarter is always the prompts'",
+            description="most rows of a step that computes prompt tokens, decode rows included; a quarter is kept for prompts",
             extra=_SIZES,
         ),
     ] = 512
@@ -60,16 +60,16 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     tpot_target_ms: Annotated[
         Annotated[float, Meta(gt=0)] | None,
         Meta(
-            description="steps with prompt tokens are kept so short, by what the ranks measure at boot and what steps have taken "
-            "since, or so rare, that running streams get a token every so many milliseconds, on average; a fifth of the time is "
-            "the prompts' even if that misses the target; none: a step takes what prefill_budget allows",
+            description="target mean time per output token in ms; steps take fewer prompt tokens, or fewer steps take any, by step "
+            "times measured at boot and since; prompts keep a fifth of the time even if that misses the target; none: a step "
+            "takes what prefill_budget allows",
         ),
     ] = None
     attention: Annotated[
         AttentionName | None, Meta(description="backend; none: by GPU and FlashInfer, and `quartet doctor` says which and why")
     ] = None
-    attention_decode: Annotated[AttentionName | None, Meta(description="the same for decode rows alone")] = None
-    attention_extend: Annotated[AttentionName | None, Meta(description="the same for prefill chunks alone")] = None
+    attention_decode: Annotated[AttentionName | None, Meta(description="backend of decode rows; none: as `attention`")] = None
+    attention_extend: Annotated[AttentionName | None, Meta(description="backend of prefill chunks; none: as `attention`")] = None
     flashinfer_download: Annotated[
         bool, Meta(description="FlashInfer may fetch kernels that it lacks, at the first request that needs one")
     ] = False
@@ -84,11 +84,11 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     core_log: Annotated[
         LogLevel, Meta(description="the core's log on stderr; info: a line a second and class of step; debug: a line a step")
     ] = "info"
-    step_timeout_s: Annotated[float, Meta(gt=0, description="a step without progress for so long ends the group")] = 60.0
+    step_timeout_s: Annotated[float, Meta(gt=0, description="a step that makes no progress for so long ends the group")] = 60.0
     heartbeat_timeout_s: Annotated[
         float, Meta(gt=0, description="a process that is not scheduled for so long ends the group")
     ] = 3.0
-    boot_timeout_s: Annotated[float, Meta(gt=0, description="from spawn to ready")] = 600.0
+    boot_timeout_s: Annotated[float, Meta(gt=0, description="time from the start of a group's processes until it is ready")] = 600.0
 
     def attention_of(self, kind: RowKind) -> AttentionName | None:
         """The backend asked for by rows of that kind."""
@@ -110,38 +110,6 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
     page: Literal[16, 32, 64] = PAGE_SIZE
     suppress: tuple[int, ...] = ()
     debug_hash: bool = False
-
-
-@dataclass(frozen=True)
-class Setting:
-    """The declaration of one of EngineSettings' fields. `bounds`: ge, gt, le, lt. `sizes`: it decides what fits into memory."""
-
-    name: str
-    type: Any
-    default: Any
-    help: str
-    bounds: dict[str, Any]
-    sizes: bool
-
-
-def declared(struct: type[msgspec.Struct] = EngineSettings) -> tuple[Setting, ...]:
-    """Every setting that a user may set, in the order of declaration. AssertionError for one without default or help."""
-    hints = get_type_hints(struct, include_extras=True)
-    return tuple(_setting(field.name, hints[field.name], field.default) for field in msgspec.structs.fields(struct))
-
-
-def _setting(name: str, hint: Any, default: Any) -> Setting:
-    assert get_origin(hint) is Annotated, f"{name}: no Meta"
-    kind, meta = get_args(hint)[:2]
-    assert default is not NODEFAULT, f"{name}: no default"
-    assert meta.description, f"{name}: no description"
-    limits = meta
-    for option in get_args(kind):
-        if get_origin(option) is Annotated:  # a bounded number, or none
-            number, limits = get_args(option)
-            kind = number | None
-    bounds = {bound: value for bound in ("ge", "gt", "le", "lt") if (value := getattr(limits, bound)) is not None}
-    return Setting(name, kind, default, meta.description, bounds, bool((meta.extra or {}).get("sizes")))
 
 
 def engine_config(**settings: object) -> EngineConfig:

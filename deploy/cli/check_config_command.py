@@ -10,6 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from deploy.cli.output import OK, Part, Subparsers, command, emit
 from engine.errors import CheckpointError, ConfigError
 
@@ -51,8 +53,8 @@ def run(args: argparse.Namespace) -> int:
         notes += template_notes(settings, str(args.config))
         notes += key_notes(config.get("http_options") or {}, settings, str(args.config))
         notes += time_notes(app, config.get("http_options") or {}, settings)
-        entries.append({"name": app.get("name", ""), "settings": settings.model_dump(mode="json"), "notes": notes})
-        lines += [f"{args.config}: {settings.name}: {settings.model_dump_json()}", *(f"note: {note}" for note in notes)]
+        entries.append({"name": app.get("name", ""), "settings": msgspec.to_builtins(settings), "notes": notes})
+        lines += [f"{args.config}: {settings.name}: {msgspec.json.encode(settings).decode()}", *(f"note: {note}" for note in notes)]
     parts: list[Part] = list(lines)
     emit({"config": str(args.config), "applications": entries}, parts, as_json=args.json)
     return OK
@@ -69,8 +71,8 @@ def deployment_notes(app: dict[str, Any], settings: "Settings", source: str) -> 
         for name in ("max_ongoing_requests", "max_queued_requests"):
             if isinstance(most := options.get(name), int) and 0 <= most < settings.limits.requests:
                 yield f"{name} {most} is below limits.requests {settings.limits.requests}: beyond it Serve refuses in its own words"
-        if settings.needs_gpus and gpus is not None and gpus != settings.engine.tp:
-            yield f"num_gpus is {gpus}, but tp needs {settings.engine.tp}: Ray would place replicas where they cannot run"
+        if settings.needs_gpus and gpus is not None and gpus != settings.tp:
+            yield f"num_gpus is {gpus}, but tp needs {settings.tp}: Ray would place replicas where they cannot run"
 
 
 def template_notes(settings: "Settings", source: str) -> Iterator[str]:

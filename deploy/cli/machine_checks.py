@@ -16,8 +16,6 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
-
 from cluster.attention_choice import choose_attention
 from cluster.capability import Capability, Gpu
 from deploy import environment
@@ -126,9 +124,9 @@ def attention(found: Capability, path: Path | None, asked: tuple[int, int] | Non
 
 
 def _attention(name: str, settings: Settings, architecture: tuple[int, int] | None, files: FlashInferFiles) -> Finding:
-    asked = msgspec.structs.asdict(settings.engine)
     try:
-        choice = choose_attention(EngineConfig(model="", device="cuda" if architecture else "cpu", **asked), architecture, files)
+        config = EngineConfig(model="", device="cuda" if architecture else "cpu", **settings.engine)
+        choice = choose_attention(config, architecture, files)
     except ConfigError as error:
         return Finding(name, "fail", str(error))
     return checked(name, not choice.advice, f"{choice.name}: {choice.reason}", choice.advice)

@@ -4,10 +4,12 @@ import argparse
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+
+import msgspec
 
 from deploy.cli.output import NO, OK, Part, Subparsers, Table, command, emit, gib
-from engine.config import Setting, declared
+from engine.config import EngineSettings
 from engine.errors import CheckpointError, ConfigError
 from engine.geometry import read_geometry
 
@@ -43,8 +45,8 @@ def register(commands: Subparsers) -> None:
     parser.add_argument("config", type=Path, nargs="?", help="a Serve config; the options below win over it")
     parser.add_argument("--model", help="a shape by name, a hub id, or a folder")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"])
-    for each in sizes():
-        parser.add_argument("--" + each.name.replace("_", "-"), help=each.help, **_reading(each))
+    for name, text in sizes().items():
+        parser.add_argument("--" + name.replace("_", "-"), help=text)
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--gpu", choices=GPUS, help="a GPU by name (default: this machine's)")
     size.add_argument("--gpu-memory", type=byte_size, metavar="SIZE", help="bytes of one GPU: 80GiB, 141GB")
@@ -53,14 +55,11 @@ def register(commands: Subparsers) -> None:
     parser.set_defaults(run=run)
 
 
-def sizes() -> list[Setting]:
-    """The engine's settings that decide what fits into memory: an option each."""
-    return [each for each in declared() if each.sizes]
-
-
-def _reading(setting: Setting) -> dict[str, Any]:
-    """How argparse reads it: one of its values, or a number that Settings.read checks against the bounds."""
-    return {"choices": list(get_args(setting.type))} if get_origin(setting.type) is Literal else {"type": setting.type}
+def sizes() -> dict[str, str]:
+    """The engine's settings that decide what fits into memory, with their help: an option each."""
+    hints = get_type_hints(EngineSettings, include_extras=True)
+    metas = {name: get_args(hint)[1] for name, hint in hints.items()}
+    return {name: meta.description for name, meta in metas.items() if meta.extra}
 
 
 def byte_size(text: str) -> int:
@@ -82,14 +81,14 @@ def wanted(args: argparse.Namespace) -> list["Settings"]:
     """The settings asked about: a config's, or defaults; options win. ConfigError names a bad one."""
     from deploy.settings import Settings, read_config, read_settings
 
-    names = ("model", "device", *(each.name for each in sizes()))
+    names = ("model", "device", *sizes())
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
     if args.config is None:
         if "model" not in given:
             raise ConfigError("plan: name a config file, or a --model")
         return [Settings.read(given)]
     found = read_settings(read_config(args.config), str(args.config))
-    return [Settings.read({**settings.model_dump(exclude_unset=True), **given}) for settings in found]
+    return [Settings.read({**msgspec.to_builtins(settings), **given}) for settings in found]
 
 
 def report(settings: "Settings", args: argparse.Namespace) -> dict[str, Any]:
@@ -101,11 +100,11 @@ def report(settings: "Settings", args: argparse.Namespace) -> dict[str, Any]:
         if folder is None:
             raise ConfigError(f"model: {settings.model} is not on this machine and no known shape: give a folder with config.json")
         if args.config is None and args.max_len is None:
-            settings = settings.model_copy(update={"max_len": min(LONGEST, read_geometry(folder).max_position)})
+            settings = msgspec.structs.replace(settings, max_len=min(LONGEST, read_geometry(folder).max_position))
         engine = sizing.configured(settings, folder)
         memory = 0 if engine.device == "cpu" else gpu_memory(args)
         weights, parameters = sizing.weight_bytes_and_count(engine)
-        given = {each.name: getattr(engine, each.name) for each in sizes()}
+        given = {name: getattr(engine, name) for name in sizes()}
         measured = {"gpu_memory": memory, "reserve": reserve, "parameters": parameters, "weights_per_rank": weights}
         asked = {"model": settings.model, "device": engine.device, **given, **measured}
         try:
@@ -120,7 +119,7 @@ def fits_at(settings: "Settings", folder: Path, memory: int, reserve: int) -> in
 
     for tp in TPS:
         try:
-            engine = sizing.configured(settings.model_copy(update={"tp": tp}), folder)
+            engine = sizing.configured(msgspec.structs.replace(settings, tp=tp), folder)
             sizing.size(engine, sizing.weight_bytes_and_count(engine)[0], memory, reserve)
         except (ConfigError, CheckpointError):  # it does not fit, or the shape does not divide
             continue

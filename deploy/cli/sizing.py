@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from deploy.models.public_shapes import PUBLIC, ModelShape, config
-from engine.config import EngineConfig, declared
+from engine.config import MAX_SEQS, EngineConfig
 from engine.errors import ConfigError
 from engine.geometry import KVGroup, read_geometry
 from engine.memory import kv_budget, longest_sequence, sampling_bytes
@@ -72,8 +72,7 @@ class Sizing:
 
     def most(self, tokens: int) -> int:
         """The largest max_seqs, up to the setting's bound, at which all slots can hold `tokens` tokens at once."""
-        bound = next(int(each.bounds["le"]) for each in declared() if each.name == "max_seqs")
-        return bisect.bisect_left(range(1, bound + 1), x=True, key=lambda slots: not self._all_fit(slots, tokens))
+        return bisect.bisect_left(range(1, MAX_SEQS + 1), x=True, key=lambda slots: not self._all_fit(slots, tokens))
 
     def _all_fit(self, slots: int, tokens: int) -> bool:
         from engine.memory import pages_of

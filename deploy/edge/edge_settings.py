@@ -1,69 +1,77 @@
 """Settings of the edge: what one request may ask for, who may, what is logged of it, and where its spans go."""
 
-import json
 from collections.abc import Iterable
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+import msgspec
+from msgspec import Meta
 
-
-class FrozenSettings(BaseModel):
-    """Immutable; an unknown key is an error."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+Seconds = Annotated[float, Meta(gt=0)]
+AbsolutePath = Annotated[str, Meta(pattern="^/")]
 
 
-class LimitSettings(FrozenSettings):
+class LimitSettings(msgspec.Struct, frozen=True):
     """What one request may ask for, and how much of all there may be at once; beyond it the answer is a 4xx before any work."""
 
-    hosts: tuple[str, ...] | None = Field(
-        default=None,
-        description="names in the Host header that are answered to, without ports; none: loopback's and that of http_options where "
-        "the launcher starts Serve, there are no API keys and the address is no wildcard, any elsewhere",
-    )
-    cors_origins: tuple[str, ...] = Field(default=(), description='of web pages that may use the API; "*": all')
-    body_bytes: int = Field(default=8 << 20, ge=1024, description="bytes of a request's body; more get 413")
-    header_bytes: int = Field(default=32 << 10, ge=1024, description="bytes of a request's headers; more get 431")
-    body_timeout_s: float = Field(default=30.0, gt=0, description="a body that has not come by then gets 408")
-    stop_strings: int = Field(default=4, ge=0, le=64, description="stop strings of a request")
-    stop_bytes: int = Field(default=256, ge=1, le=4096, description="bytes of a stop string")
-    stop_token_ids: int = Field(default=128, ge=0, le=1024, description="stop token ids of a request")
-    top_logprobs: int = Field(default=20, ge=0, le=20, description="alternatives per token whose logprobs may be asked for")
-    n: int = Field(default=8, ge=1, le=64, description="choices of a request")
-    min_priority: int = Field(default=0, description="most urgent `priority` of a request; lower numbers are served first")
-    isolate_cache: bool | None = Field(
-        default=None,
-        description="requests share cached prefixes only with those of the same API key's holder, or without keys of the same "
-        "Authorization header; none: where there are API keys",
-    )
-    request_timeout_s: float = Field(default=600.0, gt=0, description="deadline of one request, from its head to its last byte")
-    queue_timeout_s: float = Field(default=60.0, gt=0, description="a request that has not begun by then is refused with 429")
-    requests: int = Field(default=4096, ge=16, description="requests of any kind that a replica may have at once; more get 429")
-    uploads: int = Field(default=512, ge=1, description="bodies that may be on their way at once; the oldest gives way with 408")
-    upload_bytes: int = Field(default=256 << 20, ge=1 << 20, description="bytes held of bodies that are on their way, or unread")
-    write_timeout_s: float = Field(default=30.0, gt=0, description="a client that takes no byte for so long is dropped")
+    hosts: Annotated[
+        tuple[str, ...] | None,
+        Meta(
+            description="names in the Host header that are answered to, without ports; none: loopback's and that of http_options "
+            "where the launcher starts Serve, there are no API keys and the address is no wildcard, any elsewhere"
+        ),
+    ] = None
+    cors_origins: Annotated[tuple[str, ...], Meta(description='origins of web pages that may use the API; "*": all')] = ()
+    body_bytes: Annotated[int, Meta(ge=1024, description="bytes of a request's body; more get 413")] = 8 << 20
+    header_bytes: Annotated[int, Meta(ge=1024, description="bytes of a request's headers; more get 431")] = 32 << 10
+    body_timeout_s: Annotated[Seconds, Meta(description="a body that is not complete by then gets 408")] = 30.0
+    stop_strings: Annotated[int, Meta(ge=0, le=64, description="stop strings of a request")] = 4
+    stop_bytes: Annotated[int, Meta(ge=1, le=4096, description="bytes of a stop string")] = 256
+    stop_token_ids: Annotated[int, Meta(ge=0, le=1024, description="stop token ids of a request")] = 128
+    top_logprobs: Annotated[int, Meta(ge=0, le=20, description="alternatives per token whose logprobs may be asked for")] = 20
+    n: Annotated[int, Meta(ge=1, le=64, description="choices of a request")] = 8
+    min_priority: Annotated[
+        int, Meta(description="most urgent `priority` of a request; lower numbers are served first")
+    ] = 0
+    isolate_cache: Annotated[
+        bool | None,
+        Meta(
+            description="requests share cached prefixes only with those of the same API key's holder, or without keys of the same "
+            "Authorization header; none: where there are API keys"
+        ),
+    ] = None
+    request_timeout_s: Annotated[Seconds, Meta(description="deadline of one request, from its head to its last byte")] = 600.0
+    queue_timeout_s: Annotated[Seconds, Meta(description="a request that has not begun by then is refused with 429")] = 60.0
+    requests: Annotated[
+        int, Meta(ge=16, description="requests of any kind that a replica may have at once; more get 429")
+    ] = 4096
+    uploads: Annotated[
+        int, Meta(ge=1, description="bodies that may be on their way at once; beyond, the oldest is refused with 408")
+    ] = 512
+    upload_bytes: Annotated[
+        int, Meta(ge=1 << 20, description="bytes held of bodies that are on their way, or not yet read")
+    ] = 256 << 20
+    write_timeout_s: Annotated[Seconds, Meta(description="a client that takes no byte for so long is dropped")] = 30.0
 
 
-class KeySettings(FrozenSettings):
+class KeySettings(msgspec.Struct, frozen=True):
     """Where the API keys are listed: `quartet key new` makes a line of them. With neither set, no request needs a key."""
 
-    file: str | None = Field(
-        default=None, pattern="^/", description="a file of keys' hashes, on every node with replicas; read again when it changes"
-    )
-    variable: str | None = Field(
-        default=None, pattern="^[A-Za-z_][A-Za-z0-9_]*$", description="the environment variable of the replicas that has its lines"
-    )
+    file: Annotated[
+        AbsolutePath | None, Meta(description="a file of keys' hashes, on every node with replicas; read again when it changes")
+    ] = None
+    variable: Annotated[
+        Annotated[str, Meta(pattern="^[A-Za-z_][A-Za-z0-9_]*$")] | None,
+        Meta(description="the environment variable of the replicas that has its lines"),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.file is not None and self.variable is not None:
+            raise ValueError("either file or variable")
 
     @property
     def needed(self) -> bool:
         """Whether a request needs a key."""
         return self.file is not None or self.variable is not None
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        if self.file is not None and self.variable is not None:
-            raise ValueError("either file or variable")
-        return self
 
 
 KEYS_VARIABLE = "QUARTET_KEYS"  # in the environment: the KeySettings as JSON of the guard around Serve
@@ -85,37 +93,45 @@ def shared_limits(limits: Iterable[LimitSettings], host: str, *, keys: bool = Fa
         shared["hosts"] = sorted(set(named))
     elif not keys and host not in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
         shared["hosts"] = sorted({*LOOPBACK_NAMES, host, *named})
-    return json.dumps(shared)
+    return msgspec.json.encode(shared).decode()
 
 
-class LogSettings(FrozenSettings):
+class LogSettings(msgspec.Struct, frozen=True):
     """What a replica writes to Ray Serve's own log file of it (logs/serve/replica_*.log of Ray's session).
 
     Serve's own `logging_config` in the YAML stays in force while format is text and no folder is set.
     """
 
-    format: Literal["text", "json"] = Field(
-        default="text",
-        description="text: as Serve's default; json: one object a line, Serve's fields and ours, with our access line for Serve's",
-    )
-    level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="of our loggers and, with format json, of Serve's"
-    )
-    access: bool = Field(default=True, description="one line a request at its end; false: only of those that failed by our fault")
-    folder: str | None = Field(default=None, min_length=1, description="where the files go; none: Ray's session")
+    format: Annotated[
+        Literal["text", "json"],
+        Meta(
+            description="text: as Serve's default; json: one object a line, with Serve's fields and ours, and our access line only"
+        ),
+    ] = "text"
+    level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        Meta(description="least severe lines that are written: ours and, with format json, Serve's"),
+    ] = "info"
+    access: Annotated[
+        bool, Meta(description="one line a request at its end; false: only of those that failed by our fault")
+    ] = True
+    folder: Annotated[
+        Annotated[str, Meta(min_length=1)] | None, Meta(description="where the files go; none: Ray's session")
+    ] = None
 
 
-class TracingSettings(FrozenSettings):
+class TracingSettings(msgspec.Struct, frozen=True):
     """OpenTelemetry spans of each request. Without an endpoint nothing is imported, and nothing costs."""
 
-    endpoint: str | None = Field(
-        default=None,
-        pattern=r"^https?://[^\s/]+(/\S*)?$",
-        description="OTLP over HTTP, whole: http://host:4318/v1/traces; keys by OTEL_EXPORTER_OTLP_HEADERS, not from here",
-    )
-    sample_ratio: float = Field(default=1.0, ge=0, le=1, description="of the requests whose caller has not decided by traceparent")
-    service_name: str = Field(default="quartet", min_length=1, max_length=256, description="the spans' service.name")
-    queue: int = Field(
-        default=8192, ge=1, le=1 << 20, description="spans that may wait for the collector; beyond, the oldest are dropped"
-    )
-    timeout_s: float = Field(default=10.0, gt=0, description="one attempt to hand over a batch, retries included")
+    endpoint: Annotated[
+        Annotated[str, Meta(pattern=r"^https?://[^\s/]+(/\S*)?$")] | None,
+        Meta(description="OTLP over HTTP, whole: http://host:4318/v1/traces; keys by OTEL_EXPORTER_OTLP_HEADERS, not from here"),
+    ] = None
+    sample_ratio: Annotated[
+        float, Meta(ge=0, le=1, description="share of the requests that are traced, where no caller has decided by traceparent")
+    ] = 1.0
+    service_name: Annotated[str, Meta(min_length=1, max_length=256, description="the spans' service.name")] = "quartet"
+    queue: Annotated[
+        int, Meta(ge=1, le=1 << 20, description="spans that may wait for the collector; beyond, the oldest are dropped")
+    ] = 8192
+    timeout_s: Annotated[Seconds, Meta(description="time to hand a batch to the collector, retries included")] = 10.0

@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+import msgspec
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -246,8 +247,8 @@ def _check_header(name: bytes, value: bytes, limits: LimitSettings) -> None:
 def outermost(routes: Callable[[], dict[str, bool]] | None = None) -> list[Middleware]:
     """Around Serve's servers, the outermost last; the launcher has put its settings into the environment. `routes`: of Recovery."""
     given, keys = os.environ.get(LIMITS_VARIABLE), os.environ.get(KEYS_VARIABLE)
-    limits = LimitSettings.model_validate_json(given) if given else LimitSettings()
-    gate = KeyGate(KeyRing(KeySettings.model_validate_json(keys))) if keys else None
+    limits = msgspec.json.decode(given, type=LimitSettings) if given else LimitSettings()
+    gate = KeyGate(KeyRing(msgspec.json.decode(keys, type=KeySettings))) if keys else None
     guard = Middleware(Limits, limits=limits, check_key=gate.may_send if gate else None, bounds_writes=True)
     return [*([Middleware(Recovery, routes=routes)] if routes else []), guard, Middleware(Unchunked)]
 

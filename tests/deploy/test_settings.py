@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 
@@ -39,7 +40,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"model": "a/b", "logs": {"format": "xml"}}, "logs.format: "),
     ({"model": "a/b", "tracing": {"endpoint": "localhost:4318"}}, "tracing.endpoint: "),
     ({"model": "a/b", "tracing": {"sample_ratio": 1.5}}, "tracing.sample_ratio: "),
-    ({"model": "a/b", "step_timeout_s": float("nan")}, "step_timeout_s: "),
+    ({"model": "a/b", "step_timeout_s": float("nan")}, "step_timeout_s: expected float > 0.0, not nan"),
+    ({"model": "a/b", "step_timeout_s": float("inf")}, "step_timeout_s: expected a finite number, not inf"),
+    ({"model": "a/b", "limits": 5}, "limits: expected a mapping, not 5"),
+    ({"model": "a/b", "policy": "fifo"}, "policy: expected fair or arrival, not 'fifo'"),
+    ({"model": "a/b", "keys": {"file": "/k", "variable": "K"}}, "keys: either file or variable"),
 ]
 
 # Published parameters of the whole checkpoint, and what of them is not text: (towers, width of their projections onto hidden).
@@ -62,6 +67,11 @@ def test_a_bad_setting_is_named_in_one_line(args: dict[str, Any], complaint: str
     assert "\n" not in str(caught.value)
 
 
+def test_words_of_a_command_line_are_numbers() -> None:
+    """`serve run deploy.app:build model=a/b tp=4` hands on text."""
+    assert Settings.read({"model": "a/b", "tp": "4", "prefix_cache": "false"}) == Settings(model="a/b", tp=4, prefix_cache=False)
+
+
 def test_all_bad_settings_are_named_at_once() -> None:
     """Nobody fixes a file one error at a time."""
     with pytest.raises(ConfigError, match=r"tp: .*; colour: unknown setting"):
@@ -70,10 +80,11 @@ def test_all_bad_settings_are_named_at_once() -> None:
 
 @pytest.mark.parametrize(("text", "thinking"), [("on", "on"), ("off", "off"), ("auto", "auto"), ("'on'", "on"), ("true", "on")])
 def test_on_and_off_are_words(text: str, thinking: str) -> None:
-    """YAML reads on and off as booleans; they are the setting's words, also when settings are handed on as JSON."""
+    """YAML reads on and off as booleans; they are the setting's words, also when settings are handed on as plain values."""
+    assert Settings.read(yaml.safe_load("{model: a/b, debug_pages: off}")).debug_pages == "off"
     settings = Settings.read(yaml.safe_load(f"{{model: a/b, thinking: {text}}}"))
     assert settings.thinking == thinking
-    assert Settings.read(settings.model_dump(mode="json")) == settings
+    assert Settings.read(msgspec.to_builtins(settings)) == settings
 
 
 @pytest.mark.parametrize("name", ["nano.yaml", "gemma4.yaml"])
@@ -83,7 +94,7 @@ def test_our_own_files_are_good(name: str) -> None:
 
     config = read_config(ROOT / "deploy" / name)
     [settings] = read_settings(config, name)
-    assert settings.engine.tp == 4
+    assert settings.tp == 4
     schema = ServeDeploySchema.model_validate(config)
     assert [deployment.name for deployment in schema.applications[0].deployments] == ["Quartet"]
     assert schema.http_options.host == "127.0.0.1"
@@ -198,7 +209,7 @@ def test_the_largest_node_decides() -> None:
     for too_small in (nodes(1, 1, 1, 1, 1, 1, 1, 1), nodes(0), [], [{"Alive": False, "Resources": {"GPU": 8.0}}]):
         with pytest.raises(ConfigError, match=r"needs 4 GPUs on one node.*deploy/nano\.yaml.*wait_for_nodes"):
             check_nodes(settings, too_small)
-    check_nodes(settings.model_copy(update={"wait_for_nodes": True}), [])
+    check_nodes(msgspec.structs.replace(settings, wait_for_nodes=True), [])
     check_nodes(Settings(model="nano:31b", tp=4), [])
     check_nodes(Settings(model="a/b", tp=4, device="cpu"), [])
 

@@ -231,7 +231,7 @@ def changed(tmp_path: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"tp": "four"}, "args of quartet: tp: input should be a valid integer"),
+        ({"tp": "four"}, "args of quartet: tp: expected int, not"),
         ({"limits": {"body": 1}}, "args of quartet: limits.body: unknown setting"),
         ({"max_len": 9999}, "max_len 9999 exceeds the model's 4096 positions"),
         ({"tp": 3}, "does not divide by tensor-parallel size 3"),

@@ -252,7 +252,7 @@ def test_a_config_is_planned_and_options_win(capsys: pytest.CaptureFixture[str])
         (["--model", "dummy:70b"], "is not one of dummy:e2b, dummy:e4b"),
         (["--model", "31b", "--tp", "3"], "does not divide by tensor-parallel size 3"),
         (["--model", "31b", "--max-len", "999999"], "max_len 999999 exceeds the model's 262144 positions"),
-        (["--model", "31b", "--max-seqs", "0"], "max_seqs: input should be greater than or equal to 1"),
+        (["--model", "31b", "--max-seqs", "0"], "max_seqs: expected int >= 1, not"),
         (["--model", "31b"], "this machine shows no GPU"),
         ([], "name a config file, or a --model"),
     ],

@@ -7,6 +7,7 @@ import os
 from functools import partial
 from typing import Any
 
+import msgspec
 from ray import serve
 from ray.serve import Application
 
@@ -32,4 +33,4 @@ class PacedQuartet(app.Quartet.func_or_class):  # type: ignore[name-defined, mis
 def build(args: dict[str, Any]) -> Application:
     """As deploy.app.build."""
     settings = Settings.read(args)
-    return PacedQuartet.options(**app.deployment_options(settings)).bind(settings.model_dump(mode="json"))  # type: ignore[attr-defined]
+    return PacedQuartet.options(**app.deployment_options(settings)).bind(msgspec.to_builtins(settings))  # type: ignore[attr-defined]
