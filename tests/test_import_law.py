@@ -47,15 +47,13 @@ BREACHES = [
     ("deploy.app", "from tests.support.fake import Fake", "may not import tests"),
     ("deploy.app", "import starlette.types", "only deploy.edge imports starlette"),
     ("deploy.app", "def f():\n    from deploy.cli.main import main", "deploy may not import deploy.cli"),
-    ("deploy.app", "import deploy.load.generator", "deploy may not import deploy.load"),
     ("deploy.edge.routes", "import ray", "only deploy imports ray"),
     ("deploy.edge.routes", "from deploy.settings import Settings", "deploy.edge may not import deploy.settings"),
     ("deploy.edge.routes", "from cluster.group import Group", "deploy.edge may not import cluster"),
     ("deploy.models.resolve", "from deploy.edge.scope import RECORD", "deploy.models may not import deploy.edge"),
     ("deploy.models.resolve", "from fastapi import FastAPI", "only deploy.edge imports fastapi"),
-    ("deploy.load.generator", "from engine.errors import ConfigError", "deploy.load may not import engine.errors"),
-    ("deploy.cli.bench_command", "from ray import serve", "only deploy imports ray"),
-    ("deploy.cli.bench_command", "from starlette.types import Scope", "only deploy.edge imports starlette"),
+    ("deploy.cli.plan_command", "from ray import serve", "only deploy imports ray"),
+    ("deploy.cli.plan_command", "from starlette.types import Scope", "only deploy.edge imports starlette"),
     ("dashboards.exporter", "from engine.core.loop import Loop", "may not import engine.core"),
 ]
 
@@ -77,8 +75,7 @@ LAWFUL = [
         "import ray\nfrom deploy.edge.routes import create_app\nfrom cluster.group import Group\nimport dashboards.exporter",
     ),
     ("deploy.edge.routes", "from fastapi import FastAPI\nfrom engine.front.text import Pieces\nfrom deploy.edge import scope"),
-    ("deploy.load.generator", "import httpx\nfrom deploy.load.request import ask"),
-    ("deploy.cli.plan_command", "from deploy.settings import Settings\nfrom deploy.load import plot\nfrom engine.rank import kv"),
+    ("deploy.cli.plan_command", "from deploy.settings import Settings\nimport deploy.models\nfrom engine.rank import kv"),
     ("dashboards.exporter", "import prometheus_client\nfrom engine.events import Sink"),
 ]
 

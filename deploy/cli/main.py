@@ -11,20 +11,16 @@ import sys
 from collections.abc import Sequence
 
 from deploy.cli import (
-    bench_command,
     check_config_command,
     check_model_command,
-    dashboards_command,
     doctor_command,
     key_command,
-    metrics_command,
     plan_command,
     profile_command,
     replay_command,
     serve_command,
 )
 from deploy.cli.output import CANNOT
-from deploy.load.problem import LoadError
 from engine.errors import CheckpointError, ConfigError
 
 COMMANDS = (
@@ -33,11 +29,8 @@ COMMANDS = (
     check_model_command,
     doctor_command,
     plan_command,
-    bench_command,
     profile_command,
     replay_command,
-    metrics_command,
-    dashboards_command,
     key_command,
 )
 INTERRUPTED = 130  # as a shell counts a SIGINT
@@ -49,11 +42,9 @@ from nothing to tokens:
   quartet check-config deploy/gemma4.yaml      what is wrong with a config
   quartet check-model FOLDER                   what a checkpoint holds, and whether it would be loaded
   quartet serve deploy/nano.yaml               start Ray and serve; Ctrl-C drains
-  quartet bench --concurrency 1 8 32           load, percentiles, and whether every request is accounted for
   quartet profile dummy:31b --tp 4             where the time of a decode step goes
   quartet replay FILE                          a recorded plan stream, or a page violation's dump, again
   quartet key new --name alice                 an API key, and the line of it for the file of keys
-  quartet metrics                              the main figures, live
 
 `quartet COMMAND --help` teaches each. Every command but serve takes --json.
 exit codes: 0 as asked; 1 trouble, or the answer is no; 2 it cannot run like this, said in one line on stderr"""
@@ -64,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     try:
         code: int = args.run(args)
-    except (ConfigError, CheckpointError, LoadError) as error:
+    except (ConfigError, CheckpointError) as error:
         print(f"quartet: {error}", file=sys.stderr)
         return CANNOT
     except BrokenPipeError:  # `quartet ... | head`: nobody reads on, and the interpreter must not complain when it flushes

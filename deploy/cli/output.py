@@ -3,13 +3,9 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:
-    from rich.table import Table as RichTable
+from typing import Any, Protocol
 
 OK, NO, CANNOT = 0, 1, 2  # exit codes: as asked; trouble, or the answer is no; it cannot run like this
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
@@ -68,48 +64,30 @@ def _columns(table: Table) -> Iterator[str]:
         yield table.title
     heads = tuple(name.removeprefix(">") for name in table.columns)
     rows = [heads, *table.rows] if any(heads) else list(table.rows)
-    widths = [max(len(row[place]) for row in rows) for place in range(len(heads))] if rows else []
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = zip(row, widths, table.columns, strict=True)
         yield "  ".join(cell.rjust(width) if name.startswith(">") else cell.ljust(width) for cell, width, name in cells).rstrip()
 
 
 def _rich(parts: Iterable[Part]) -> None:
-    from rich.console import Console
-
-    console = Console()
-    for part in parts:
-        console.print(rich_table(part) if isinstance(part, Table) else part, markup=False, highlight=False)
-
-
-def rich_table(table: Table) -> "RichTable":
-    """The same table with borders and colours."""
+    """The same with borders and colours."""
     from rich import box
+    from rich.console import Console
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    made = RichTable(title=table.title or None, title_justify="left", box=box.SIMPLE_HEAD, show_header=any(table.columns))
-    for name in table.columns:
-        made.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
-    for row in table.rows:
-        made.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
-    return made
-
-
-@contextmanager
-def progress(label: str, total: int | None) -> Iterator[Callable[[], None]]:
-    """What to call at each thing done: a bar on stderr where that is a terminal, else one line now. `total` None: unknown."""
-    if not sys.stderr.isatty():
-        sys.stderr.write(f"quartet: {label}\n")
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(label, total=total)
-        yield lambda: bar.advance(task)
+    console = Console()
+    for part in parts:
+        if isinstance(part, str):
+            console.print(part, markup=False, highlight=False)
+            continue
+        table = RichTable(title=part.title or None, title_justify="left", box=box.SIMPLE_HEAD, show_header=any(part.columns))
+        for name in part.columns:
+            table.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
+        for row in part.rows:
+            table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
+        console.print(table)
 
 
 def gib(size: float) -> str:

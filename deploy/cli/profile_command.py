@@ -26,7 +26,7 @@ Weights and contexts are random and made on the device; nothing is downloaded bu
   quartet profile dummy:31b --tp 4                          four ranks on four GPUs: a step's nodes, batch 1, context 1024
   quartet profile dummy:31b --tp 4 --loopback               one rank's shard on one GPU, its sums looped back: all but the wires
   quartet profile dummy:26b-a4b --batch 1 32 --trace t.json    and a trace for Perfetto or chrome://tracing, a file a batch
-  quartet profile dummy:31b --tp 4 --loopback --sweep --csv tpot.csv --plot tpot.png     step time by batch and context
+  quartet profile dummy:31b --tp 4 --loopback --sweep --csv tpot.csv     step time by batch and context
   quartet profile random:31b --device cpu --dtype float32   a rehearsal on a nano shape, by the wall clock
 
 us: from the end of the node before to its own end, so that nodes add up to the step. alone: its kernels where none overlaps
@@ -59,7 +59,6 @@ def register(commands: Subparsers) -> None:
     out.add_argument("--all", action="store_true", help="every node, not folded over layers")
     out.add_argument("--trace", type=Path, metavar="FILE", help="write the nodes as a Chrome trace")
     out.add_argument("--csv", type=Path, metavar="FILE", help="write the sweep as CSV")
-    out.add_argument("--plot", type=Path, metavar="FILE", help="draw the sweep: *.png, *.svg or *.pdf (needs matplotlib)")
     parser.set_defaults(run=run)
 
 
@@ -76,16 +75,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_outputs(args: argparse.Namespace) -> None:
     """Before anything is measured: ConfigError where an output has no place, or does not belong to what is measured."""
-    for name, wanted in (("trace", not args.sweep), ("csv", args.sweep), ("plot", args.sweep)):
+    for name, wanted in (("trace", not args.sweep), ("csv", args.sweep)):
         path: Path | None = getattr(args, name)
         if path is not None and not wanted:
             raise ConfigError(f"--{name} goes {'with' if name != 'trace' else 'without'} --sweep")
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigError(f"--{name}: {path.parent} is no folder")
-    if args.plot is not None:
-        from deploy.load.plot import check_plot
-
-        check_plot(args.plot)
 
 
 def _request(args: argparse.Namespace) -> "ProfileRequest":
@@ -196,8 +191,6 @@ def _sweep(args: argparse.Namespace, request: "ProfileRequest") -> None:
     emit([asdict(each) for each in found], [Table("milliseconds a step", columns, rows)], as_json=args.json)
     if args.csv is not None:
         _write_csv(args.csv, found)
-    if args.plot is not None:
-        _draw(args.plot, f"{args.model}, TP={args.tp}{', one rank in loopback' if args.loopback else ''}", found)
 
 
 def _cell(value: float | None) -> str:
@@ -209,24 +202,3 @@ def _write_csv(path: Path, found: "Sequence[StepTime]") -> None:
         writer = csv.DictWriter(file, [*asdict(found[0])], lineterminator="\n")
         writer.writeheader()
         writer.writerows({name: _cell(value) for name, value in asdict(each).items()} for each in found)
-
-
-def _draw(path: Path, title: str, found: "Sequence[StepTime]") -> None:
-    """Time per output token against batch, a line a context; its floor dashed in the same colour."""
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    for context in sorted({each.context for each in found}):
-        line = [each for each in found if each.context == context]
-        batches = [each.batch for each in line]
-        (drawn,) = axes.plot(batches, [each.launch_ms for each in line], marker="o", label=f"context {context}")
-        axes.plot(batches, [each.floor_ms for each in line], linestyle="--", color=drawn.get_color(), alpha=0.6)
-    axes.set_xscale("log", base=2)
-    batches = sorted({each.batch for each in found})
-    axes.set_xticks(batches, [str(batch) for batch in batches])
-    axes.set(title=f"{title}; dashed: a step's bytes at the read rate", xlabel="batch", ylabel="time per output token, ms")
-    axes.set_ylim(bottom=0)
-    axes.grid(visible=True, alpha=0.3)
-    axes.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)

@@ -16,8 +16,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from deploy.load.generator import Ledger, Lengths, Level, LoadRun, Prompts, Scale, connected
-from deploy.load.request import Endpoint
+from tests.support.load.generator import Ledger, Lengths, Level, LoadRun, Prompts, Scale, connected
+from tests.support.load.request import Endpoint
 from tests.support.stack.serve_process import Stack
 
 MODEL = "nano-e2b"
@@ -36,7 +36,7 @@ async def load(url: str, streams: int, requests: int, tokens: int, seed: int) ->
     target = Endpoint(url, MODEL, timeout_s=300)
     prompts = Prompts(Lengths(16, 48), Lengths(tokens, tokens), Scale(), seed)
     async with connected(target) as client:
-        return await LoadRun(client, target, prompts, lambda: None).run(Level(concurrency=streams, requests=requests))
+        return await LoadRun(client, target, prompts).run(Level(concurrency=streams, requests=requests))
 
 
 def measured(stack: Stack, streams: int, tokens: int) -> dict[str, float]:
@@ -50,7 +50,7 @@ def measured(stack: Stack, streams: int, tokens: int) -> dict[str, float]:
     before = {name: cpu_s(pids) for name, pids in processes.items()}
     ledger = asyncio.run(load(stack.url, streams, streams, tokens, 1))
     used = {name: cpu_s(pids) - before[name] for name, pids in processes.items()}
-    records = [record for record in ledger.records if record.end == "finished"]
+    records = ledger.finished
     assert len(records) == streams, ledger.balance()
     count = sum(record.output_tokens for record in records)
     seconds = max(record.done for record in records) - min(record.sent for record in records)

@@ -25,13 +25,13 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion
 
-from deploy.load.generator import Ledger, Lengths, Level, LoadRun, Prompts, Scale, connected
-from deploy.load.request import Endpoint
 from deploy.models.resolve import resolve
 from engine.front.text import TextProcessor
 from tests.nano.exercise_form import Exercise
 from tests.nano.exercises import drawing, exam, right, skills
 from tests.nano.tool_exercises import native
+from tests.support.load.generator import Ledger, Lengths, Level, LoadRun, Prompts, Scale, connected
+from tests.support.load.request import Endpoint
 from tests.support.stack import serve_process
 from tests.support.stack.serve_process import LOOPBACK, Reader, Stack, command_line, figures, open_streams, serves_again, wait
 
@@ -309,7 +309,7 @@ def test_a_burst_waits_its_turn(stack: Stack) -> None:
 
     async def burst() -> Ledger:
         async with connected(target) as client:
-            return await LoadRun(client, target, prompts, lambda: None).run(Level(concurrency=BURST, requests=BURST))
+            return await LoadRun(client, target, prompts).run(Level(concurrency=BURST, requests=BURST))
 
     balance = asyncio.run(burst()).balance()
     assert (balance["finished"], balance["conserved"]) == (BURST, True), balance

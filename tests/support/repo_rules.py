@@ -17,7 +17,7 @@ _LEAF_NAMES = ("config", "checkpoint", "geometry", "memory", "logit_adjustments"
                "lifeline", "matcher", "pieces", "step_masks", "events", "errors", "attention")  # fmt: skip
 LEAVES = frozenset(f"engine.{name}" for name in _LEAF_NAMES)
 CONTROL = frozenset(
-    {"engine.core", "engine.front", "cluster", "deploy", "deploy.edge", "deploy.models", "deploy.cli", "deploy.load", "dashboards"}
+    {"engine.core", "engine.front", "cluster", "deploy", "deploy.edge", "deploy.models", "deploy.cli", "dashboards"}
 )
 TIERS = frozenset({"pure", "cpu", "serve", "gpu", "gpu4"})
 
@@ -28,8 +28,8 @@ _LAZY = frozenset({"torch", "transformers"})
 _ONLY_IN = {"ray": "deploy", "fastapi": "deploy.edge", "starlette": "deploy.edge"}
 _KERNELS_MAY = frozenset({"torch", "triton", "flashinfer"}) | sys.stdlib_module_names
 
-# deploy/ has four packages and a handful of files beside them, the only ones that import ray.
-_DEPLOY_PACKAGES = ("deploy.edge", "deploy.models", "deploy.load")
+# deploy/ has three packages and a handful of files beside them, the only ones that import ray.
+_DEPLOY_PACKAGES = ("deploy.edge", "deploy.models")
 _DEPLOY_FILES = tuple(f"deploy.{path.stem}" for path in sorted((ROOT / "deploy").glob("*.py")) if path.stem != "__init__")
 
 # What of ours each package may import, besides itself; where one lies inside another, the inner one comes first.
@@ -42,7 +42,6 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "cluster": (*_LEAVES, "engine.core", "engine.front", "engine.rank"),
     "deploy.edge": (*_LEAVES, "engine.front"),
     "deploy.models": (*_LEAVES, "engine.front"),
-    "deploy.load": (),
     "deploy.cli": (*_LEAVES, "engine.front", "engine.rank", "cluster", "dashboards", *_DEPLOY_FILES, *_DEPLOY_PACKAGES),
     "deploy": (*_LEAVES, "engine.front", "cluster", "dashboards", "deploy.edge", "deploy.models", *_DEPLOY_FILES),
     "dashboards": ("engine.events", "engine.errors"),

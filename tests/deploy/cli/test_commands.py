@@ -2,15 +2,11 @@
 
 import importlib.metadata
 import json
-import math
 import os
 import shutil
 import subprocess
 import sys
-import threading
 import types
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +16,10 @@ import yaml
 import quartet
 from cluster import capability
 from cluster.capability import Capability, Gpu
-from dashboards import metrics as table
 from deploy import environment
-from deploy.cli import bench_command as bench
-from deploy.cli import dashboards_command as dashboards
 from deploy.cli import machine_checks as checks
-from deploy.cli import metrics_command as metrics
 from deploy.cli.main import main
 from deploy.cli.output import Table, gib, plain
-from deploy.cli.scrape import Snapshot, quantile
-from engine.errors import ConfigError
-from tests.support.edge.http_edge import Edge
 from tests.support.repo_rules import ROOT
 
 pytestmark = pytest.mark.pure
@@ -45,7 +34,7 @@ from deploy.cli.main import main
 try:
     main(sys.argv[1:])
 finally:
-    heavy = {"torch", "ray", "transformers", "numpy", "httpx", "matplotlib", "fastapi"} & set(sys.modules)
+    heavy = {"torch", "ray", "transformers", "numpy", "httpx", "fastapi"} & set(sys.modules)
     print("heavy:", sorted(heavy))
 """
 
@@ -60,7 +49,7 @@ def python(*arguments: str, folder: Path = ROOT, **environ: str) -> subprocess.C
 # ---- the parser
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["bench", "--help"], ["plan", "--help"], ["doctor", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["replay", "--help"], ["plan", "--help"], ["doctor", "--help"]])
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     """Help is printed, with examples and exit codes, and neither torch nor ray nor another large library was imported for it."""
     done = python("-c", HELP, *arguments)
@@ -78,7 +67,7 @@ def test_the_import_check_sees_a_heavy_import() -> None:
 
 def test_every_command_speaks_json() -> None:
     """All but serve take --json; every command teaches by example."""
-    for command in ("doctor", "check-config", "plan", "bench", "metrics", "dashboards"):
+    for command in ("doctor", "check-config", "check-model", "plan", "profile", "replay", "key"):
         done = python("-m", "deploy.cli", command, "--help")
         assert "--json" in done.stdout, command
         assert f"  quartet {command}" in done.stdout, command
@@ -86,7 +75,7 @@ def test_every_command_speaks_json() -> None:
 
 def test_a_reader_that_leaves_is_no_traceback() -> None:
     """`quartet doctor | head -1` ends quietly."""
-    command = f"{sys.executable} -m deploy.cli dashboards --json | head -c 1"
+    command = f"{sys.executable} -m deploy.cli doctor --json | head -c 1"
     done = subprocess.run(["/bin/sh", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert (done.stdout, done.stderr) == ("{", "")
 
@@ -299,190 +288,3 @@ def test_check_config_knows_who_would_wait_for_ever(tmp_path: Path, capsys: Capt
         said = [each for each in application["notes"] if "request_timeout_s" in each]
         assert len(said) == (note is not None)
         assert all(each.startswith(note or "") for each in said)
-
-
-# ---- metrics
-
-EXPOSED = """\
-# TYPE quartet_time_to_first_token_seconds histogram
-quartet_time_to_first_token_seconds_bucket{le="0.1"} 50
-quartet_time_to_first_token_seconds_bucket{le="0.2"} 90
-quartet_time_to_first_token_seconds_bucket{le="+Inf"} 100
-quartet_time_to_first_token_seconds_count 100
-quartet_time_to_first_token_seconds_sum 11
-# TYPE quartet_requests_received counter
-quartet_requests_received_total 100
-# TYPE quartet_generation_tokens counter
-quartet_generation_tokens_total 640
-# TYPE quartet_requests counter
-quartet_requests_total{outcome="stop"} 90
-quartet_requests_total{outcome="error"} 3
-# TYPE quartet_requests_running gauge
-quartet_requests_running 7
-# TYPE quartet_kv_pages gauge
-quartet_kv_pages{group="full"} 200
-# TYPE quartet_kv_pages_used gauge
-quartet_kv_pages_used{group="full"} 50
-# TYPE quartet_engine_up gauge
-quartet_engine_up 1
-"""
-
-
-class Pages(ThreadingHTTPServer):
-    """Serves `pages` (path -> text) on a free port."""
-
-    def __init__(self, pages: dict[str, str]) -> None:
-        self.pages = pages
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.url = f"http://127.0.0.1:{self.server_port}"
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: Pages
-
-    def do_GET(self) -> None:
-        text = self.server.pages.get(self.path)
-        self.send_response(200 if text is not None else 404)
-        self.end_headers()
-        self.wfile.write((text or "").encode())
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name
-        pass
-
-
-@pytest.fixture
-def pages() -> Iterator[Pages]:
-    server = Pages({"/metrics": EXPOSED, "/dead": EXPOSED.replace("engine_up 1", "engine_up 0")})
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
-
-
-def once(capsys: Captured, url: str, code: int = 0) -> dict[str, Any]:
-    assert main(["metrics", url, "--once", "--json"]) == code
-    return dict(json.loads(capsys.readouterr().out))
-
-
-def test_one_scrape(pages: Pages, capsys: Captured) -> None:
-    """ScrapeGauges, totals, outcomes, pools, and quantiles as Prometheus would compute them."""
-    found = once(capsys, f"{pages.url}/metrics")
-    assert (found["requests_running"], found["groups_up"], found["totals"]["generated_tokens"]) == (7, 1, 640)
-    assert found["outcomes"] == {"stop": 90, "error": 3}
-    assert found["pools"] == {"full": {"pages": 200, "used": 50}}
-    latency = found["latencies"]["time to first token"]
-    assert latency == {"p50": pytest.approx(0.1), "p90": pytest.approx(0.2), "p99": 0.2}
-    assert main(["metrics", f"{pages.url}/metrics", "--once"]) == 0
-    said = capsys.readouterr().out
-    assert "50 of 200 (25 %)" in said
-    assert "100.0 ms" in said
-
-
-def test_all_targets_of_a_list_are_added_up(pages: Pages, capsys: Captured) -> None:
-    """An http_sd document: figures are sums, and a target that does not answer is named, with code 1."""
-    host = pages.url.removeprefix("http://")
-    entry = {"targets": [host, host], "labels": {"replica": "a"}}
-    pages.pages["/sd"] = json.dumps([entry])
-    found = once(capsys, f"{pages.url}/sd")
-    assert (found["targets"], found["groups_up"], found["requests_running"]) == (2, 2, 14)
-    pages.pages["/sd"] = json.dumps([entry, {"targets": [host], "labels": {"__metrics_path__": "/gone"}}])
-    found = once(capsys, f"{pages.url}/sd", code=1)
-    assert (found["targets"], found["groups_up"]) == (3, 2)
-    assert "/gone answers 404" in found["down"][0]
-
-
-def test_a_dead_group_exits_with_1(pages: Pages, capsys: Captured) -> None:
-    """engine_up 0 is exit code 1; an address where nothing is, 2."""
-    pages.pages["/sd"] = json.dumps([{"targets": [pages.url.removeprefix("http://")], "labels": {"__metrics_path__": "/dead"}}])
-    assert once(capsys, f"{pages.url}/sd", code=1)["groups_up"] == 0
-    assert main(["metrics", f"{pages.url}/nowhere", "--once"]) == 2
-    assert main(["metrics", "http://127.0.0.1:9", "--once"]) == 2
-    assert "does not answer" in capsys.readouterr().err
-
-
-def test_the_api_names_its_exporter(pages: Pages, edge: Edge, capsys: Captured) -> None:
-    """The real edge's /health/ready leads to the exporter."""
-    edge.service.about["metrics"] = f"{pages.url}/metrics"
-    assert once(capsys, edge.url)["requests_running"] == 7
-    del edge.service.about["metrics"]
-    assert main(["metrics", edge.url, "--once"]) == 2
-    assert "names no exporter at /health/ready" in capsys.readouterr().err
-
-
-def test_live_rates_are_of_the_last_interval(pages: Pages, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second line is of what came meanwhile: 60 tokens in the measured time, and quantiles of the new observations alone."""
-    moved = EXPOSED.replace("_total 640", "_total 700")
-    moved = moved.replace('le="0.2"} 90', 'le="0.2"} 100').replace('"+Inf"} 100', '"+Inf"} 110')
-    turns = iter([lambda: pages.pages.update({"/metrics": moved}), lambda: (_ for _ in ()).throw(KeyboardInterrupt)])
-    monkeypatch.setattr(metrics.time, "sleep", lambda seconds: next(turns)())
-    assert main(["metrics", f"{pages.url}/metrics", "--json"]) == 0
-    first, second = map(json.loads, capsys.readouterr().out.splitlines())
-    assert first["generated_tokens_per_s"] is None
-    assert second["generated_tokens_per_s"] * second["seconds"] == pytest.approx(60)
-    assert second["latencies"]["time to first token"]["p50"] == pytest.approx(0.15)
-
-
-def test_a_restart_is_not_a_negative_rate() -> None:
-    """Counters that fell began anew: the increase is what they are now, and quantiles are of all there is."""
-
-    def at(count: float) -> Snapshot:
-        return Snapshot({"c_total": [({}, count)], "h_bucket": [({"le": "1"}, count), ({"le": "+Inf"}, count)]}, 0.0)
-
-    before, now = at(50.0), at(4.0)
-    assert now.increase("c_total", before) == 4.0
-    assert now.quantile("h", 0.5, before) == pytest.approx(0.5)
-    assert now.quantile("nothing", 0.5) is None
-
-
-def test_quantiles_are_prometheus_ones() -> None:
-    """Linear inside the bucket; in the last one its lower bound; of nothing, none."""
-    buckets = [(1.0, 10.0), (2.0, 30.0), (math.inf, 40.0)]
-    assert [quantile(buckets, share) for share in (0.125, 0.5, 0.75, 0.9)] == [0.5, 1.5, 2.0, 2.0]
-    assert quantile([(1.0, 0.0), (math.inf, 0.0)], 0.5) is None
-
-
-def test_every_name_stands_in_the_table() -> None:
-    """What the commands read from an exporter is what the table of metrics has, by its exposed name and kind."""
-    rows = {row.name.removesuffix("_total") if row.kind == "counter" else row.name: row for row in table.METRICS}
-    exposed = {name + ("_total" if row.kind == "counter" else ""): row for name, row in rows.items()}
-    assert {exposed[name].kind for name in metrics.LATENCIES.values()} == {"histogram"}
-    counters = (*metrics.RATES.values(), metrics.OUTCOMES, bench.RECEIVED, bench.GENERATED)
-    assert {exposed[name].kind for name in counters} == {"counter"}
-    assert not set(metrics.LEVELS.values()) - set(exposed)
-    assert exposed[metrics.OUTCOMES].labels == ("outcome",)
-    assert exposed[metrics.PAGES].labels == exposed[metrics.PAGES_USED].labels == ("group",)
-
-
-# ---- dashboards
-
-
-def test_dashboards_lists_what_there_is(tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Boards with their panels, rows aside, and rules by kind; without boards the code is 1."""
-    monkeypatch.setattr(dashboards, "FOLDER", tmp_path)
-    assert main(["dashboards"]) == 1
-    panels = [{"type": "timeseries"}, {"type": "row", "panels": [{"type": "stat"}, {"type": "stat"}]}]
-    (tmp_path / "one.json").write_text(json.dumps({"title": "One", "panels": panels}))
-    rules = {"groups": [{"rules": [{"alert": "a"}, {"record": "b"}, {"record": "c"}]}]}
-    (tmp_path / "alerts.yaml").write_text(yaml.safe_dump(rules))
-    capsys.readouterr()
-    assert main(["dashboards", "--json"]) == 0
-    files = json.loads(capsys.readouterr().out)["files"]
-    found = [(each["kind"], each["what"]) for each in files]
-    assert found == [("board", "One: 3 panels"), ("rules", "1 alerts, 2 recording rules")]
-
-
-def test_a_builder_that_is_absent_or_fails_exits_with_2(tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Named, with the last thing that it said; one that works writes its file."""
-    monkeypatch.setattr(dashboards, "FOLDER", tmp_path / "dashboards")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "dashboards").mkdir()
-    with pytest.raises(ConfigError, match="this checkout has no no_such_builder"):
-        dashboards.build("no_such_builder")
-    (tmp_path / "bad_builder.py").write_text("raise SystemExit('the grafana sdk is missing')\n")
-    with pytest.raises(ConfigError, match="bad_builder failed: the grafana sdk is missing"):
-        dashboards.build("bad_builder")
-    (tmp_path / "good_builder.py").write_text("open('dashboards/one.json', 'w').write('{}')\n")
-    dashboards.build("good_builder")
-    assert (tmp_path / "dashboards" / "one.json").exists()

@@ -34,8 +34,7 @@ class TimedEndpoint:
     ) -> None:
         self.first_s, self.gap_s, self.faults = first_s, gap_s, faults or {}
         self.seen: list[Seen] = []
-        self.open = self.most_open = self.received = self.generated = 0
-        self.miscount = 0  # planted: what the exporter says beyond the truth
+        self.open = self.most_open = 0
         self._up = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="paced")
 
@@ -91,15 +90,7 @@ class TimedEndpoint:
     def _get(self, path: str, writer: asyncio.StreamWriter) -> None:
         if path == "/v1/models":
             return _reply(writer, 200, json.dumps({"data": [{"id": "paced"}]}))
-        if path == "/metrics":
-            return _reply(writer, 200, self._exporter())
         return _reply(writer, 404, "{}")
-
-    def _exporter(self) -> str:
-        """Refused requests never reached an engine, so it counts none of them."""
-        received = self.received + (self.miscount if self.requests else 0)
-        figures = {"quartet_requests_received": received, "quartet_generation_tokens": self.generated}
-        return "".join(f"# TYPE {name} counter\n{name}_total {value}\n" for name, value in figures.items())
 
     async def _complete(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         number, seen = len(self.seen) - _CALIBRATION, Seen(body, time.perf_counter())
@@ -117,12 +108,8 @@ class TimedEndpoint:
             await asyncio.sleep(self.first_s(number))
         if fault in ("busy", "bug"):
             return _reply(writer, 429 if fault == "busy" else 500, '{"error": {"message": "as scripted"}}')
-        self.received += 1
         if fault == "drop":
             return None
-        if not seen.body.get("stream"):
-            document = {"choices": [{"message": {"content": "x"}, "finish_reason": "length"}], "usage": self._usage(seen)}
-            return _reply(writer, 200, json.dumps(document))
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n")
         await self._tokens(seen, writer, fault)
         return None
@@ -148,10 +135,8 @@ class TimedEndpoint:
         return None
 
     def _usage(self, seen: Seen) -> dict[str, int]:
-        tokens = seen.body["max_tokens"]
-        self.generated += tokens
-        prompt = seen.body.get("prompt") or seen.body["messages"][0]["content"]
-        return {"prompt_tokens": BASE + len(prompt.split()), "completion_tokens": tokens}
+        words = seen.body["messages"][0]["content"].split()
+        return {"prompt_tokens": BASE + len(words), "completion_tokens": seen.body["max_tokens"]}
 
 
 def _write(writer: asyncio.StreamWriter, data: bytes) -> None:

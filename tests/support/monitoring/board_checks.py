@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from dashboards.metrics import E2E_BUCKETS, LENGTH_BUCKETS, TPOT_BUCKETS, TTFT_BUCKETS
-from deploy.load.request import RequestResult
+from tests.support.load.request import RequestResult
 from tests.support.monitoring.committed import BoundQuery, paths, read
 from tests.support.monitoring.prometheus import Api
 from tests.support.stack.live_stack import CLIENTS, LEAD_S, REPLICAS, TPOT_S, TTFT_S, Phase

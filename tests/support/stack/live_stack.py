@@ -23,8 +23,8 @@ import httpx
 
 from dashboards.alerts import FILE
 from dashboards.promql import JOB
-from deploy.load.generator import Ledger, Lengths, Level, LoadRun, Prompts, Scale, calibrate, connected
-from deploy.load.request import Endpoint, RequestResult
+from tests.support.load.generator import Ledger, Lengths, Level, LoadRun, Prompts, Scale, calibrate, connected
+from tests.support.load.request import Endpoint, RequestResult
 from tests.support.monitoring.pictures import draw_all
 from tests.support.monitoring.prometheus import Api, Prometheus, jobs
 from tests.support.monitoring.scripted_exporters import wait_scraped
@@ -62,7 +62,7 @@ class BackgroundLoad:
 
     async def _run(self) -> None:
         async with connected(self._target) as client:
-            self._load = LoadRun(client, self._target, self._prompts, lambda: None)
+            self._load = LoadRun(client, self._target, self._prompts)
             await self._load.run(self._level)
 
     @property
@@ -90,7 +90,7 @@ class Phase:
     @property
     def finished(self) -> list[RequestResult]:
         """Requests that got their whole answer."""
-        return [record for record in self.ledger.records if record.end == "finished"]
+        return self.ledger.finished
 
     @property
     def last_sent(self) -> float:

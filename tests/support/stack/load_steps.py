@@ -1,6 +1,6 @@
 """Steps of load on a real stack that scales from and to zero: what users saw, and how many replicas there were meanwhile.
 
-    phases ----> deploy/load ----> HAProxy ----> 0 .. 2 replicas of nano:e2b at TP=1, deploy/scaling's policy
+    phases ----> the load ------> HAProxy ----> 0 .. 2 replicas of nano:e2b at TP=1, deploy/scaling's policy
     watch  <---- the discovery endpoint's list of groups, four times a second
 
 `python -m tests.support.stack.load_steps OUT.png` runs the longer sequence and draws it.
@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deploy.load.generator import Ledger, Lengths, Level, LoadRun, Prompts, Scale, connected
-from deploy.load.request import Endpoint
 from deploy.scaling import POLICY
+from tests.support.load.generator import Ledger, Lengths, Level, LoadRun, Prompts, Scale, connected
+from tests.support.load.request import Endpoint
 from tests.support.monitoring.periodic import repeating
 from tests.support.stack.serve_process import Stack, free_port, is_free, wait
 
@@ -134,7 +134,7 @@ async def _send(url: str, level: Level, tokens: int, seed: int) -> Ledger:
     target = Endpoint(url, MODEL, timeout_s=90)
     prompts = Prompts(Lengths(16, 48), Lengths(tokens, tokens), Scale(), seed)
     async with connected(target) as client:
-        return await LoadRun(client, target, prompts, lambda: None).run(level)
+        return await LoadRun(client, target, prompts).run(level)
 
 
 def draw(trace: ScalingTrace, path: Path) -> None:
@@ -155,7 +155,7 @@ def draw(trace: ScalingTrace, path: Path) -> None:
         for axes in (above, below):
             axes.axvline(began - zero, color="gray", linewidth=0.6)
         above.text(began - zero + 0.5, above.get_ylim()[1] - 0.1 - 0.2 * (number % 2), phase.name, fontsize="small", va="top")
-    sent, finished = sum(ledger.sent for _, _, ledger in trace.phases), sum(each.end == "finished" for each in trace.records())
+    sent, finished = sum(ledger.sent for _, _, ledger in trace.phases), sum(len(ledger.finished) for _, _, ledger in trace.phases)
     figure.suptitle(f"Autoscaling on two CPU cores: {sent} requests sent, {finished} finished")
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -1,4 +1,4 @@
-"""One request against an OpenAI endpoint, from the moment it is sent to its end, with the clock points of everything between.
+"""One chat request against an OpenAI endpoint, from the moment it is sent to its end, with the clock points of everything between.
 
     sent --------- first ------ event ------ ... ------ last -- done          all on time.perf_counter, seconds
       |--- ttft -----|            |--- gap ---|                              first, event: an event with what the model wrote
@@ -13,42 +13,32 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 import httpx
 
-End = Literal["finished", "refused", "failed", "cut", "timeout", "unreachable", "cancelled"]
-ENDS: tuple[End, ...] = ("finished", "refused", "failed", "cut", "timeout", "unreachable", "cancelled")
-LOOPBACK = {"127.0.0.1", "localhost", "::1"}
+End = Literal["finished", "refused", "failed", "cut", "timeout", "unreachable"]
+ENDS: tuple[End, ...] = ("finished", "refused", "failed", "cut", "timeout", "unreachable")
 _REFUSALS = (429, 503)
 _SAID = ("content", "reasoning_content", "reasoning", "tool_calls")  # keys of a delta that hold what the model wrote
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where requests go and how each asks: `url` is the API's base without /v1."""
+    """Where requests go: `url` is the API's base without /v1."""
 
     url: str
     model: str
-    api: Literal["chat", "completions"] = "chat"
-    key: str | None = None
-    stream: bool = True
-    ignore_eos: bool = True
-    temperature: float | None = None
     timeout_s: float = 600.0
 
     @property
     def address(self) -> str:
-        """Of the endpoint."""
-        return f"{self.url}/v1/{'chat/completions' if self.api == 'chat' else 'completions'}"
+        return f"{self.url}/v1/chat/completions"
 
     def body(self, prompt: str, tokens: int) -> dict[str, Any]:
-        """The request's JSON for `tokens` output tokens."""
-        asked = {"messages": [{"role": "user", "content": prompt}]} if self.api == "chat" else {"prompt": prompt}
-        options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}} if self.stream else {}
-        options |= {"ignore_eos": True} if self.ignore_eos else {}
-        options |= {} if self.temperature is None else {"temperature": self.temperature}
-        return {"model": self.model, "max_tokens": tokens, **asked, **options}
+        """The request's JSON for exactly `tokens` output tokens."""
+        messages = [{"role": "user", "content": prompt}]
+        options = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
+        return {"model": self.model, "max_tokens": tokens, "messages": messages, **options}
 
 
 @dataclass
@@ -56,7 +46,7 @@ class RequestResult:
     """What became of one request. Times are seconds on the client's clock; tokens as the server's usage counts them."""
 
     number: int
-    wanted: int
+    asked_tokens: int
     sent: float
     end: End | None = None
     detail: str = ""
@@ -82,11 +72,6 @@ class RequestResult:
         return (self.last - self.first) / (self.output_tokens - 1)
 
 
-def own(url: str) -> bool:
-    """Whether `url` leads to this machine: then no proxy may stand between."""
-    return (urlsplit(url).hostname or "") in LOOPBACK
-
-
 async def ask(client: httpx.AsyncClient, target: Endpoint, record: RequestResult, prompt: str) -> None:
     """Send one request and fill its record; whatever happens, it has an end afterwards."""
     try:
@@ -98,32 +83,16 @@ async def ask(client: httpx.AsyncClient, target: Endpoint, record: RequestResult
         record.end, record.detail = "unreachable", str(error)
     except httpx.HTTPError as error:
         record.end, record.detail = "cut", f"{type(error).__name__}: {error}"
-    except asyncio.CancelledError:
-        record.end, record.detail = "cancelled", "the run was interrupted"
-        raise
     finally:
         record.done = time.perf_counter()
 
 
 async def _exchange(client: httpx.AsyncClient, target: Endpoint, record: RequestResult, prompt: str) -> tuple[End, str]:
-    async with client.stream("POST", target.address, json=target.body(prompt, record.wanted)) as reply:
+    async with client.stream("POST", target.address, json=target.body(prompt, record.asked_tokens)) as reply:
         if reply.status_code != httpx.codes.OK:
             text = " ".join((await reply.aread()).decode(errors="replace").split())
             return ("refused" if reply.status_code in _REFUSALS else "failed"), f"{reply.status_code}: {text[:200]}"
-        if target.stream:
-            return await _follow(reply, record)
-        return _whole(await reply.aread(), record)
-
-
-def _whole(body: bytes, record: RequestResult) -> tuple[End, str]:
-    """A reply in one piece."""
-    try:
-        document = json.loads(body)
-        finish = document["choices"][0]["finish_reason"]
-    except (ValueError, KeyError, IndexError, TypeError):
-        return "failed", "the reply is no completion"
-    _count(document, record)
-    return ("finished", "") if finish else ("cut", "no finish_reason")
+        return await _follow(reply, record)
 
 
 async def _follow(reply: httpx.Response, record: RequestResult) -> tuple[End, str]:
@@ -141,19 +110,21 @@ async def _follow(reply: httpx.Response, record: RequestResult) -> tuple[End, st
             return "failed", f"an event is no JSON object: {data[:80]!r}"
         if event.get("error"):
             return "failed", f"error event: {json.dumps(event['error'])[:200]}"
-        finish = _take(event, now, record) or finish
+        finish = take(event, now, record) or finish
     if closed and finish:
         return "finished", ""
     return "cut", "the stream ended without [DONE]" if not closed else "no finish_reason"
 
 
-def _take(event: dict[str, Any], now: float, record: RequestResult) -> str | None:
-    """Fold one event in; its finish reason, if it has one."""
-    _count(event, record)
+def take(event: dict[str, Any], now: float, record: RequestResult) -> str | None:
+    """Fold one event that came at `now` into its record; returns its finish reason, if it has one."""
+    usage = event.get("usage")
+    if usage:
+        record.prompt_tokens, record.output_tokens = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
     finish = None
     for choice in event.get("choices") or ():
         finish = choice.get("finish_reason") or finish
-        says = choice.get("text") or any((choice.get("delta") or {}).get(key) for key in _SAID)
+        says = any((choice.get("delta") or {}).get(key) for key in _SAID)
         if says and record.first is None:
             record.first = now
         elif says and record.last is not None:
@@ -161,12 +132,6 @@ def _take(event: dict[str, Any], now: float, record: RequestResult) -> str | Non
         if says or (finish and record.first is not None):
             record.last = now
     return finish
-
-
-def _count(document: dict[str, Any], record: RequestResult) -> None:
-    usage = document.get("usage")
-    if usage:
-        record.prompt_tokens, record.output_tokens = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
 
 
 async def _events(reply: httpx.Response) -> AsyncIterator[tuple[float, bytes]]:
