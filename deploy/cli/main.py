@@ -43,7 +43,7 @@ from nothing to tokens:
   quartet check-model FOLDER                   what a checkpoint holds, and whether it would be loaded
   quartet serve deploy/nano.yaml               start Ray and serve; Ctrl-C drains
   quartet profile dummy:31b --tp 4             where the time of a decode step goes
-  quartet replay FILE                          a recorded plan stream, or a page violation's dump, again
+  quartet replay FILE                          a recorded plan stream again
   quartet key new --name alice                 an API key, and the line of it for the file of keys
 
 `quartet COMMAND --help` teaches each. Every command but serve takes --json.
