@@ -1,7 +1,6 @@
 """An API, as the routes see it: an endpoint, how its body is read, and the format of its answer.
 
-Every API says in OpenAI's terms what it wants of the engine: a chat, or a completion of raw prompts. So all are validated,
-admitted, limited and submitted alike.
+What every API wants of the engine is an Ask. So all are validated, admitted, limited and submitted alike.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -10,8 +9,8 @@ from typing import Any
 
 from msgspec import Struct
 
+from deploy.edge.ask import Ask
 from deploy.edge.http_endpoint import HttpEndpoint, Right
-from deploy.edge.openai.schemas import ChatRequest, CompletionRequest
 from deploy.edge.response_format import ResponseFormat, ServedModel
 from deploy.edge.service import Service
 from engine.errors import InvalidRequest
@@ -21,7 +20,7 @@ from engine.errors import InvalidRequest
 class ParsedRequest:
     """A request that has been read: what is asked of the engine, and the format of the answer."""
 
-    request: ChatRequest | CompletionRequest
+    ask: Ask
     format: Callable[[ServedModel], ResponseFormat]
 
 

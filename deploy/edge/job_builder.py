@@ -5,13 +5,12 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
+from deploy.edge.ask import AnswerForm, Ask, ChatPrompt, RawPrompts
 from deploy.edge.logit_keys import check_ids, forbid, logit_adjustments
-from deploy.edge.openai.schemas import ChatRequest, CompletionRequest, Sampling
-from deploy.edge.raw_json import not_null
 from deploy.edge.service_settings import ServiceSettings
 from deploy.edge.text_pool import TextPool
 from engine.errors import InvalidRequest, ModelNotFound, Overloaded
@@ -32,6 +31,7 @@ MAX_CHOICES = 64  # of a request, all its prompts together
 CHARACTERS_A_TOKEN = 16  # on an average over a prompt, at most
 COUNTED_CONTEXTS = 2  # contexts: a longer prompt is not even counted
 COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
+Ids = TypeVar("Ids", bound=Sequence[int])
 _SEED_BITS = 63
 _MIX = 0x9E3779B97F4A7C15  # apart: neighbouring choices must not share noise
 
@@ -50,24 +50,24 @@ class JobBuilder:
         if name != self.settings.name:
             raise ModelNotFound(name)
 
-    async def job(self, request: ChatRequest | CompletionRequest) -> Job:
+    async def job(self, ask: Ask) -> Job:
         """What goes to the engine. InvalidRequest, ModelNotFound."""
-        self.check_model(request.model)
-        adjustments = await self._adjustments(request)
-        if isinstance(request, ChatRequest) and request.chosen_tools.mode == "none" and not_null(request.tools) is not None:
-            known = map(self._text.control_id, CALL_TOKENS)
-            adjustments = forbid(adjustments, [number for number in known if number is not None])
-        job = await (self._chat_job(request) if isinstance(request, ChatRequest) else self._completion_job(request))
+        self.check_model(ask.model)
+        adjustments = await self._adjustments(ask)
+        job = await (self._chat_job(ask, ask.prompt) if isinstance(ask.prompt, ChatPrompt) else self._raw_job(ask, ask.prompt))
         return _with(job, adjustments=adjustments)
 
-    async def _adjustments(self, request: Sampling) -> LogitAdjustments | None:
-        read = partial(logit_adjustments, request, self.settings.vocab, partial(self._text.encode, add_bos=False))
-        return await self._pool.run(read) if request.forbidden_words else read()
+    async def _adjustments(self, ask: Ask) -> LogitAdjustments | None:
+        read = partial(logit_adjustments, ask.sampling, self.settings.vocab, partial(self._text.encode, add_bos=False))
+        adjustments = await self._pool.run(read) if ask.sampling.bad_words else read()
+        if not isinstance(ask.prompt, ChatPrompt) or ask.prompt.choice.mode != "none" or not ask.prompt.tools:
+            return adjustments
+        known = map(self._text.control_id, CALL_TOKENS)
+        return forbid(adjustments, [number for number in known if number is not None])
 
-    def prompt(self, request: ChatRequest) -> list[int]:
-        """The token ids that a chat begins with; takes a while. InvalidRequest, ModelNotFound."""
-        self.check_model(request.model)
-        return self._render(request, COUNTED_CONTEXTS * self.settings.max_len)[0]
+    def prompt(self, chat: ChatPrompt) -> list[int]:
+        """The token ids that a chat begins with; takes a while. InvalidRequest."""
+        return self._render(chat, "messages", COUNTED_CONTEXTS * self.settings.max_len)[0]
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a raw prompt; takes a while. InvalidRequest: it is much longer than any that fits."""
@@ -84,19 +84,19 @@ class JobBuilder:
         """Whether the model thinks where a request does not say."""
         return self._text.thinks_by_default if self.settings.thinking == "auto" else self.settings.thinking == "on"
 
-    async def _chat_job(self, request: ChatRequest) -> Job:
-        wanted = request.max_completion_tokens or request.max_tokens
-        logprobs = (request.top_logprobs or 0) if request.logprobs else None
-        (prompt, tools), form = await self._pool.run(lambda: (self._render(request, self.settings.max_len), request.read_form()))
-        limit = wanted or self.settings.max_tokens or self.settings.max_len
-        job = self._job(request, [prompt], limit, clip=wanted is None, logprobs=logprobs)
-        choice = request.chosen_tools
-        job = self._scored(replace(job, is_chat=True, tools=tools, one_call=choice.one), request.prompt_logprobs, 1)
-        rules, budget = form.rules if form else None, request.thinking_token_budget
-        wants = Constraints(tools, choice, rules, self.settings.tool_grammar, budget)
-        thinking = request.template_options.get("enable_thinking", self.thinks)
-        kept = await self._grammar(wants, prompt, thinking, form.param if form else "tools")
+    async def _chat_job(self, ask: Ask, chat: ChatPrompt) -> Job:
+        render = partial(self._render, chat, ask.keys.prompt, self.settings.max_len)
+        (prompt, tools), form = await self._pool.run(lambda: (render(), _form(ask)))
+        if chat.choice.mode == "required":
+            _check_end(ask, "a tool_choice that requires a call")
+        job = self._job(ask, [prompt], ask.sampling.max_tokens or self.settings.max_tokens or self.settings.max_len)
+        job = self._scored(replace(job, is_chat=True, tools=tools, one_call=chat.choice.one), ask.prompt_logprobs, 1)
+        wants = Constraints(tools, chat.choice, form.rules if form else None, self.settings.tool_grammar, chat.thought_tokens)
+        kept = await self._grammar(wants, prompt, self._thinks(chat), form.key if form else "tools")
         return _with(job, grammar=kept, thought=wants.thought_budget(self._text, prompt))
+
+    def _thinks(self, chat: ChatPrompt) -> bool:
+        return self.thinks if chat.thinks is None else chat.thinks
 
     async def _grammar(self, wants: Constraints, prompt: list[int], thinking: bool, param: str) -> Grammar | None:
         """Of a reply. InvalidRequest: what is asked for cannot be kept; Overloaded: not now. What is only our wish gives way."""
@@ -115,23 +115,18 @@ class JobBuilder:
             return await self._grammar(looser, prompt, thinking, param)
         return found
 
-    async def _completion_job(self, request: CompletionRequest) -> Job:
-        sources = request.prompts()
-        if any(isinstance(source, str) for source in sources):
-            prompts = await self._pool.run(lambda: [self._tokens(source) for source in sources])
-        else:
-            prompts = [self._tokens(source) for source in sources]
-        wanted, form = request.max_tokens, await self._pool.run(request.read_form) if request.demands_form else None
-        limit = COMPLETION_TOKENS if wanted is None else max(1, wanted)
-        job = self._job(request, prompts, limit, clip=wanted is None, logprobs=request.logprobs)
-        scored = [each for each in (request.prompt_logprobs, request.echoed_logprobs) if each is not None]
-        job = self._scored(job, max(scored, default=None), len(job.params))
-        if request.echo:
-            job = await self._pool.run(lambda: replace(job, echoes=self._texts(sources, job), echo_only=wanted == 0))
+    async def _raw_job(self, ask: Ask, raw: RawPrompts) -> Job:
+        read = partial(self._raw_prompts, raw, ask.keys.prompt)
+        prompts = await self._pool.run(read) if any(isinstance(source, str) for source in raw.sources) else read()
+        form, wanted = await self._pool.run(lambda: _form(ask)) if ask.form else None, ask.sampling.max_tokens
+        job = self._job(ask, prompts, COMPLETION_TOKENS if wanted is None else max(1, wanted))
+        job = self._scored(job, ask.prompt_logprobs, len(job.params))
+        if raw.echo:
+            job = await self._pool.run(lambda: replace(job, echoes=self._texts(raw.sources, job), echo_only=wanted == 0))
         if form is None:
             return job
         rules = grammar(None, form.rules, Thought.none)
-        await self._grammars.check(rules, form.param)
+        await self._grammars.check(rules, form.key)
         return _with(job, grammar=Grammar(rules))
 
     def _scored(self, job: Job, alternatives: int | None, choices: int) -> Job:
@@ -151,31 +146,31 @@ class JobBuilder:
         shown = job.skip_special_tokens
         return tuple(each if isinstance(each, str) else self._text.decode(each, skip_special_tokens=shown) for each in sources)
 
-    def _render(self, request: ChatRequest, most: int) -> tuple[list[int], Tools]:
-        """The prompt, of `most` tokens, and the tools that the reply may call."""
-        messages, declared = [message.plain() for message in request.turns()], request.declared_tools
-        self._check_size(characters([messages, declared]), "messages")
-        tools, choice = Tools(declared), request.chosen_tools
-        _check_choice(choice, tools)
-        options = request.template_options
-        thinking = options.pop("enable_thinking", self.thinks)
-        for name in ("tools", "add_generation_prompt"):  # they are parameters of their own
-            if name in options:
-                raise InvalidRequest(f"chat_template_kwargs.{name}: not allowed", param="chat_template_kwargs")
-        prompt = self._text.render_chat(
-            messages,
-            tools=declared or None,
-            enable_thinking=thinking,
-            add_generation_prompt=request.add_generation_prompt is not False,
-            most=most,
-            **options,
-        )
-        return prompt, Tools(()) if choice.mode == "none" else tools
+    def _render(self, chat: ChatPrompt, key: str, most: int) -> tuple[list[int], Tools]:
+        """The prompt, of `most` tokens, and the tools that the reply may call. `key`: the client's, of the messages."""
+        messages, tools = [message.plain() for message in chat.messages], Tools(chat.tools)
+        _check_choice(chat.choice, tools)
+        try:
+            self._check_size(characters([messages, chat.tools]), "messages")
+            prompt = self._text.render_chat(
+                messages,
+                tools=chat.tools or None,
+                enable_thinking=self._thinks(chat),
+                add_generation_prompt=chat.add_generation_prompt,
+                most=most,
+                **chat.switches,
+            )
+        except InvalidRequest as error:
+            raise InvalidRequest(str(error).replace("messages", key, 1), key, error.code) from error
+        return prompt, Tools(()) if chat.choice.mode == "none" else tools
 
-    def _tokens(self, source: str | list[int]) -> list[int]:
+    def _raw_prompts(self, raw: RawPrompts, key: str) -> list[list[int]]:
+        return [self._tokens(source, key) for source in raw.sources]
+
+    def _tokens(self, source: str | list[int], key: str) -> list[int]:
         if not isinstance(source, str):
-            return self._in_vocab(source, "prompt")
-        self._check_size(len(source), "prompt")
+            return self._in_vocab(source, key)
+        self._check_size(len(source), key)
         return self._text.encode(source, add_bos=True, most=self.settings.max_len)
 
     def _check_size(self, characters: int, param: str) -> None:
@@ -183,62 +178,71 @@ class JobBuilder:
         if characters > self.settings.max_len * CHARACTERS_A_TOKEN:
             raise too_long(f"about {characters} characters", self.settings.max_len, param)
 
-    def _job(self, request: Sampling, prompts: list[list[int]], wanted: int, *, clip: bool, logprobs: int | None) -> Job:
-        self._check_limits(request, logprobs)
-        self._check_choices(len(prompts), request.n or 1)
-        choices = tuple(params for prompt in prompts for params in self._choices(request, prompt, wanted, logprobs))
-        shown = request.skip_special_tokens is not False
+    def _job(self, ask: Ask, prompts: list[list[int]], limit: int) -> Job:
+        self._check_limits(ask, len(prompts))
+        choices = tuple(params for prompt in prompts for params in self._choices(ask, prompt, limit))
         packed = tuple(array("i", prompt) for prompt in prompts)
-        return Job(packed, choices, clip, stops=request.stops, skip_special_tokens=shown)
+        clip, sampling = ask.sampling.max_tokens is None, ask.sampling
+        return Job(packed, choices, clip, stops=tuple(sampling.stops), skip_special_tokens=sampling.skip_special_tokens)
 
-    def _choices(self, request: Sampling, prompt: list[int], wanted: int, logprobs: int | None) -> list[SamplingParams]:
+    def _choices(self, ask: Ask, prompt: list[int], limit: int) -> list[SamplingParams]:
         """Of one prompt: with the seeds that it has when it comes alone."""
         if len(prompt) + 1 > self.settings.max_len:
-            param = "prompt" if isinstance(request, CompletionRequest) else "messages"
-            raise too_long(f"{len(prompt)} tokens", self.settings.max_len, param)
+            raise too_long(f"{len(prompt)} tokens", self.settings.max_len, ask.keys.prompt)
         if not prompt:
-            raise InvalidRequest("prompt: must not be empty", param="prompt")
-        limit = min(wanted, self.settings.max_len - len(prompt))
-        if (request.min_tokens or 0) > limit:
-            raise InvalidRequest(f"min_tokens: {request.min_tokens} exceeds the {limit} tokens to generate", param="min_tokens")
-        params = self._params(request, limit, logprobs)
-        return [msgspec.structs.replace(params, seed=seed) for seed in _seeds(request.seed, request.n or 1)]
+            raise InvalidRequest(f"{ask.keys.prompt}: must not be empty", param=ask.keys.prompt)
+        limit = min(limit, self.settings.max_len - len(prompt))
+        if (least := ask.sampling.min_tokens) > limit:
+            key = ask.keys.min_tokens
+            raise InvalidRequest(f"{key}: {least} exceeds the {limit} tokens to generate", param=key)
+        params = self._params(ask, limit)
+        return [msgspec.structs.replace(params, seed=seed) for seed in _seeds(ask.sampling.seed, ask.sampling.n)]
 
-    def _check_choices(self, prompts: int, n: int) -> None:
-        most = min(MAX_CHOICES, self.settings.capacity)
-        if prompts * n > most:
-            which = "n" if n > 1 else "prompt"
-            raise InvalidRequest(f"{which}: {prompts} prompts of {n} choices each exceed the limit of {most}", param=which)
-
-    def _params(self, request: Sampling, limit: int, logprobs: int | None) -> SamplingParams:
-        eos = () if request.ignore_eos else self._text.eos_ids
-        own = self._in_vocab(request.stop_ids, "stop_token_ids")
-        top_k = _given(request.top_k, self.settings.defaults.top_k)
+    def _params(self, ask: Ask, limit: int) -> SamplingParams:
+        sampling, defaults = ask.sampling, self.settings.defaults
+        eos = () if sampling.ignore_eos else self._text.eos_ids
         return SamplingParams(
             max_tokens=limit,
-            temperature=_given(request.temperature, self.settings.defaults.temperature),
-            top_k=min(max(top_k, 0), self.settings.vocab),
-            top_p=_given(request.top_p, self.settings.defaults.top_p),
-            min_p=_given(request.min_p, 0.0),
-            min_tokens=request.min_tokens or 0,
-            stop_ids=tuple(dict.fromkeys((*eos, *own))),
-            logprobs=logprobs,
+            temperature=_given(sampling.temperature, defaults.temperature),
+            top_k=min(max(_given(sampling.top_k, defaults.top_k), 0), self.settings.vocab),
+            top_p=_given(sampling.top_p, defaults.top_p),
+            min_p=sampling.min_p,
+            min_tokens=sampling.min_tokens,
+            stop_ids=tuple(dict.fromkeys((*eos, *self._in_vocab(sampling.stop_ids, "stop_token_ids")))),
+            logprobs=ask.logprobs,
         )
 
-    def _check_limits(self, request: Sampling, logprobs: int | None) -> None:
-        limits = self.settings.limits
-        _at_most("n", request.n or 1, limits.n)
-        _at_most("stop", len(request.stops), limits.stop_strings, "strings")
-        for stop in request.stops:
-            _at_most("stop", len(stop.encode("utf-8", "replace")), limits.stop_bytes, "bytes")
-        _at_most("stop_token_ids", len(request.stop_ids), limits.stop_token_ids, "ids")
-        _at_most("top_logprobs" if isinstance(request, ChatRequest) else "logprobs", logprobs or 0, limits.top_logprobs)
-        if "" in request.stops:
-            raise InvalidRequest("stop: a stop string must not be empty", param="stop")
+    def _check_limits(self, ask: Ask, prompts: int) -> None:
+        limits, sampling, stop = self.settings.limits, ask.sampling, ask.keys.stop
+        _at_most("n", sampling.n, limits.n)
+        _at_most(stop, len(sampling.stops), limits.stop_strings, "strings")
+        for text in sampling.stops:
+            _at_most(stop, len(text.encode("utf-8", "replace")), limits.stop_bytes, "bytes")
+        _at_most("stop_token_ids", len(sampling.stop_ids), limits.stop_token_ids, "ids")
+        _at_most(ask.keys.logprobs, ask.logprobs or 0, limits.top_logprobs)
+        if "" in sampling.stops:
+            raise InvalidRequest(f"{stop}: a stop string must not be empty", param=stop)
+        most, key = min(MAX_CHOICES, self.settings.capacity), "n" if sampling.n > 1 else ask.keys.prompt
+        if prompts * sampling.n > most:
+            raise InvalidRequest(f"{key}: {prompts} prompts of {sampling.n} choices each exceed the limit of {most}", param=key)
 
-    def _in_vocab(self, ids: list[int], param: str) -> list[int]:
+    def _in_vocab(self, ids: Ids, param: str) -> Ids:
         check_ids(ids, self.settings.vocab, param)
         return ids
+
+
+def _form(ask: Ask) -> AnswerForm | None:
+    form = ask.form() if ask.form else None
+    if form is not None:
+        _check_end(ask, f"{form.key}, whose answers end where they are complete")
+    return form
+
+
+def _check_end(ask: Ask, what: str) -> None:
+    """With it an answer ends when it is complete, and not later."""
+    for key, given in (("ignore_eos", ask.sampling.ignore_eos), (ask.keys.min_tokens, ask.sampling.min_tokens)):
+        if given:
+            raise InvalidRequest(f"{key}: not with {what}", param=key)
 
 
 def _check_choice(choice: ToolChoice, tools: Tools) -> None:

@@ -1,32 +1,32 @@
 """What a request says about its logits, as the engine takes it: penalties, logit_bias, bad_words, allowed_token_ids."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from deploy.edge.openai.schemas import Sampling
+from deploy.edge.ask import Sampling
 from engine.errors import InvalidRequest
 from engine.logit_adjustments import LogitAdjustments
 
 BAN = -100  # of a logit_bias: OpenAI's "should result in a ban"
 
 
-def logit_adjustments(request: Sampling, vocab: int, encode: Callable[[str], list[int]]) -> LogitAdjustments | None:
+def logit_adjustments(sampling: Sampling, vocab: int, encode: Callable[[str], list[int]]) -> LogitAdjustments | None:
     """Of a request to a model of `vocab` ids; None: it asks for nothing. `encode`: a text's ids. InvalidRequest names the key."""
-    biases, allowed = request.biases, request.allowed_ids
-    check_ids([*biases], vocab, "logit_bias")
+    biases, allowed = sampling.biases, sampling.allowed_ids
+    check_ids(biases, vocab, "logit_bias")
     check_ids(allowed or [], vocab, "allowed_token_ids")
     if allowed is not None and not allowed:
         raise InvalidRequest("allowed_token_ids: must name at least one id", param="allowed_token_ids")
     if allowed and all(biases.get(token) == BAN for token in allowed):
         raise InvalidRequest("allowed_token_ids: logit_bias forbids all of them", param="allowed_token_ids")
     wanted = LogitAdjustments(
-        repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
-        presence_penalty=request.presence_penalty or 0.0,
-        frequency_penalty=request.frequency_penalty or 0.0,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
         bias=tuple((token, -float("inf") if value == BAN else value) for token, value in biases.items()),
         allowed_ids=tuple(dict.fromkeys(allowed or ())),
-        bad_words=_spellings(request.forbidden_words, encode),
+        bad_words=_spellings(sampling.bad_words, encode),
     )
     if (excess := wanted.excess()) is not None:
         raise InvalidRequest(f"bad_words: {excess}", param="bad_words")  # lists of ids are bounded where they are read
@@ -43,7 +43,7 @@ def forbid(adjustments: LogitAdjustments | None, ids: Sequence[int]) -> LogitAdj
     return wanted
 
 
-def _spellings(words: list[str], encode: Callable[[str], list[int]]) -> tuple[tuple[int, ...], ...]:
+def _spellings(words: Sequence[str], encode: Callable[[str], list[int]]) -> tuple[tuple[int, ...], ...]:
     """The ids of each word as it begins a text, and as it follows a space."""
     if not all(word.strip() for word in words):
         raise InvalidRequest("bad_words: a word must not be empty", param="bad_words")
@@ -51,7 +51,7 @@ def _spellings(words: list[str], encode: Callable[[str], list[int]]) -> tuple[tu
     return tuple(dict.fromkeys(tuple(encode(text)) for text in texts))
 
 
-def check_ids(ids: list[int], vocab: int, param: str) -> None:
+def check_ids(ids: Iterable[int], vocab: int, param: str) -> None:
     """InvalidRequest: one of them is outside the vocabulary."""
-    if ids and max(ids) >= vocab:
-        raise InvalidRequest(f"{param}: token id {max(ids)} is outside the vocabulary of {vocab}", param=param)
+    if (largest := max(ids, default=0)) >= vocab:
+        raise InvalidRequest(f"{param}: token id {largest} is outside the vocabulary of {vocab}", param=param)

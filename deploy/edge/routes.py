@@ -97,7 +97,7 @@ def _add_generation(app: FastAPI, service: Service, api: GenerationApi) -> None:
         async with _admitted(service, request) as place:
             try:
                 wanted = await service.pool.read(lambda body: api.read(body, service.settings.name), await _body_of(request))
-                job = await service.jobs.job(wanted.request)
+                job = await service.jobs.job(wanted.ask)
             except InvalidRequest as error:
                 raise api.in_client_terms(error) from error
             return await _answer(service, request, wanted, job, place)
@@ -139,12 +139,12 @@ def _check_media_type(request: Request) -> None:
 
 async def _answer(service: Service, request: Request, wanted: ParsedRequest, job: Job, place: Place) -> CompletionResponse:
     client = Client(record_of(request.scope).key, request.headers.get("authorization") or request.headers.get("x-api-key"))
-    job = service.with_priority(job, wanted.request, client)
+    job = service.with_priority(job, wanted.ask, client)
     choices, tokens = len(job.params), job.choices_each * job.prompt_tokens
     await service.admission.make_room(place.client, choices, tokens)
     place.settle(choices, tokens)
     job = replace(job, priority=(job.priority << TURN_BITS) + place.turn)
-    return CompletionResponse(service, job, wanted.format(service.model), stream=bool(wanted.request.stream))
+    return CompletionResponse(service, job, wanted.format(service.model), stream=wanted.ask.stream)
 
 
 def _add_models(app: FastAPI, service: Service) -> None:

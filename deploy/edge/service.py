@@ -8,12 +8,12 @@ from hashlib import sha256
 from typing import Any
 
 from deploy.edge.admission_control import AdmissionControl
+from deploy.edge.ask import Ask
 from deploy.edge.http_errors import Forbidden, QuotaExceeded, Unauthenticated
 from deploy.edge.job_builder import JobBuilder
 from deploy.edge.keys.key_ring import KeyRing
 from deploy.edge.observe.record import RequestRecord
 from deploy.edge.observe.spans import Tracer
-from deploy.edge.openai.schemas import Sampling
 from deploy.edge.response_format import ServedModel
 from deploy.edge.service_settings import ServiceSettings
 from deploy.edge.text_pool import TextPool
@@ -104,14 +104,15 @@ class Service:
             record.grant.close(record.used_tokens)
             self.sink(KeyTokens(record.key, record.used_tokens))
 
-    def with_priority(self, job: Job, request: Sampling, client: Client) -> Job:
+    def with_priority(self, job: Job, ask: Ask, client: Client) -> Job:
         """`job` with its place in the queue, and with whom it shares cached prefixes. InvalidRequest: it is too urgent."""
-        priority, most = request.priority or 0, self.settings.limits.min_priority
-        if priority < most:
-            raise InvalidRequest(f"priority: {priority} is more urgent than {most}, the most urgent allowed here", param="priority")
+        most = self.settings.limits.min_priority
+        if ask.priority < most:
+            message = f"priority: {ask.priority} is more urgent than {most}, the most urgent allowed here"
+            raise InvalidRequest(message, param="priority")
         isolated = self.keys is not None if self.settings.limits.isolate_cache is None else self.settings.limits.isolate_cache
         tenant = sha256(client.tenant.encode()).hexdigest() if isolated else ""
-        return replace(job, priority=priority, salt=f"{len(tenant)}:{tenant}{request.cache_salt or ''}")
+        return replace(job, priority=ask.priority, salt=f"{len(tenant)}:{tenant}{ask.salt}")
 
     def start(self, job: Job, choice: int) -> Generation:
         """Submit one choice of a job."""

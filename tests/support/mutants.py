@@ -276,7 +276,7 @@ _EDGE = (
     ),
     Fault(
         "anybody-may-jump-the-queue", "deploy/edge/service.py",
-        "if priority < most:", "if False:", "deploy/edge/test_sharing.py deploy/edge/test_validation.py",
+        "if ask.priority < most:", "if False:", "deploy/edge/test_sharing.py deploy/edge/test_validation.py",
     ),
     Fault(
         "holders-of-keys-share-a-cache", "deploy/edge/service.py",
@@ -284,7 +284,7 @@ _EDGE = (
     ),
     Fault(
         "ignore-eos-is-ignored", "deploy/edge/job_builder.py",
-        "() if request.ignore_eos else self._text.eos_ids", "self._text.eos_ids", "deploy/edge/test_api.py",
+        "() if sampling.ignore_eos else self._text.eos_ids", "self._text.eos_ids", "deploy/edge/test_api.py",
     ),
     Fault(
         "waiting-tokens-unbounded", "deploy/edge/admission_control.py",

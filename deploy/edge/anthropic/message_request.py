@@ -14,7 +14,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
-from deploy.edge.openai.schemas import MESSAGES, PARTS, TOOLS, Count, unsupported
+from deploy.edge.body_reader import unsupported
+from deploy.edge.conversation import MESSAGES, PARTS, TOOLS
+from deploy.edge.openai.schemas import Count
 from deploy.edge.raw_json import BoundedList, Json, at_most, decode, elements, first_characters, not_null, shown_as
 from engine.errors import InvalidRequest
 
@@ -129,9 +131,9 @@ class CountRequest(Struct, frozen=True, kw_only=True):
 
     def _check_absent(self) -> None:
         if (servers := not_null(self.mcp_servers)) is not None and first_characters(servers) != b"[]":
-            raise unsupported("mcp_servers", "only []")
+            raise unsupported("mcp_servers", "[]")
         if not_null(self.container) is not None:
-            raise unsupported("container", "only null")
+            raise unsupported("container", "null")
 
     def _system_message(self) -> list[dict[str, Any]]:
         blocks = [block for block in _texts(self.system, "system") if not block.lstrip().startswith(_BILLING)]
@@ -148,7 +150,7 @@ class CountRequest(Struct, frozen=True, kw_only=True):
             return None
         form: _OutputFormat = decode(given, "output_config", _FORMAT)
         if form.type != "json_schema":
-            raise unsupported("output_config.format.type", "only 'json_schema'")
+            raise unsupported("output_config.format.type", "'json_schema'")
         return {"type": "json_schema", "json_schema": {"name": "output", "schema": form.schema, "strict": True}}
 
 

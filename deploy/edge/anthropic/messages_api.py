@@ -9,21 +9,25 @@ from deploy.edge.anthropic.error_object import ANTHROPIC_ERROR
 from deploy.edge.anthropic.message_format import MessageFormat
 from deploy.edge.anthropic.message_request import ClientTool, CountRequest, MessagesRequest, Turn, parse_message
 from deploy.edge.api import GenerationApi, ParsedRequest, TokenApi
-from deploy.edge.openai.schemas import ChatRequest, parse
+from deploy.edge.ask import ChatPrompt
+from deploy.edge.openai.schemas import CHAT_READER, ChatRequest
 from deploy.edge.service import Service
 
 
 def _chat(kind: type[CountRequest], body: bytes) -> ChatRequest:
-    return parse(ChatRequest, msgspec.json.encode(parse_message(kind, body).chat()))
+    return CHAT_READER.read(msgspec.json.encode(parse_message(kind, body).chat()))
 
 
 def _read(body: bytes, model: str) -> ParsedRequest:  # noqa: ARG001 - its request names the model
-    return ParsedRequest(_chat(MessagesRequest, body), MessageFormat)
+    return ParsedRequest(_chat(MessagesRequest, body).ask(), MessageFormat)
 
 
 async def _count(service: Service, body: bytes) -> dict[str, Any]:
     request = await service.pool.read(partial(_chat, CountRequest), body)
-    return {"input_tokens": len(await service.pool.run(lambda: service.jobs.prompt(request)))}
+    service.jobs.check_model(request.model)
+    chat = request.ask().prompt
+    assert isinstance(chat, ChatPrompt)
+    return {"input_tokens": len(await service.pool.run(lambda: service.jobs.prompt(chat)))}
 
 
 MESSAGES_API = GenerationApi(

@@ -2,93 +2,103 @@
 
     data: {"text": ALL SO FAR, "meta_info": {"id", "finish_reason", "prompt_tokens", "completion_tokens", "cached_tokens"}}
 
-What sampling_params says is a text completion's by the same names, or by OpenAI's, and what is absent there is refused there.
+What sampling_params says is a text completion's by the same names, or by SGLang's, and what is absent there is refused here.
 """
 
 import secrets
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
+from deploy.edge.answer_form import form_of
 from deploy.edge.api import GenerationApi, ParsedRequest
-from deploy.edge.openai.absent_keys import is_neutral
+from deploy.edge.ask import Ask, KeyNames, RawPrompts, Sampling
+from deploy.edge.body_reader import BodyReader, unsupported
+from deploy.edge.openai.absent_keys import COMMON
 from deploy.edge.openai.openai_error import OPENAI_ERROR
-from deploy.edge.openai.schemas import CompletionRequest, parse, unsupported
-from deploy.edge.raw_json import decode, first_characters, not_null, short_value, shown_as, size
+from deploy.edge.openai.schemas import PROMPT_IDS, Count, SamplingKeys
+from deploy.edge.raw_json import decode, first_characters, not_null, shown_as, size, token_ids
 from deploy.edge.response_format import ServedModel, Usage
 from engine.errors import InvalidRequest, QuartetError
 from engine.front.generation import Choice, Delta
 
-_OPENAI = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 _MAX_NEW_TOKENS = 128  # SGLang's default
 _PARAMS_BYTES = 64 << 10
-# A text completion has `priority`, and refuses the others unless they ask for nothing.
-_ABSENT_THERE = ("lora_path", "image_data", "input_embeds", "custom_logit_processor", "return_hidden_states", "session_params")
-_PASSED_ON = (*_ABSENT_THERE, "priority")
-_ABSENT: dict[str, tuple[Any, ...]] = {
+_ABSENT = {name: neutral for name, neutral in COMMON.items() if name != "input_ids"} | {
     "return_logprob": (False,),
     "top_logprobs_num": (0,),
     "token_ids_logprob": ([],),
     "return_routed_experts": (False,),
 }
-_STRING = {"type": "string"}
-_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
-_NULL = Annotated[Raw, shown_as()] | UnsetType
-_OFF = Annotated[Raw, shown_as({"enum": [False]})] | UnsetType
+_TEXT = msgspec.json.Decoder(str)
+
+
+class GenerateParams(SamplingKeys, frozen=True, kw_only=True):
+    """How tokens are chosen."""
+
+    max_new_tokens: Count | None = None
+    min_new_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    sampling_seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+
+    def chosen(self) -> Sampling:
+        """InvalidRequest: there is to be more than one choice, or a list in it is none, or too long."""
+        if self.n not in (None, 1):
+            raise unsupported("sampling_params.n", "1")
+        sampling = self.sampling(self.max_new_tokens or self.max_tokens or _MAX_NEW_TOKENS)
+        least = sampling.min_tokens if self.min_new_tokens is None else self.min_new_tokens
+        return replace(sampling, min_tokens=least, seed=sampling.seed if self.sampling_seed is None else self.sampling_seed)
 
 
 class GenerateTextRequest(Struct, frozen=True, kw_only=True):
     """POST /generate: of `text`, or of `input_ids`."""
 
-    text: Annotated[Raw, shown_as(_STRING)] | UnsetType = UNSET
-    input_ids: Annotated[Raw, shown_as(_IDS)] | UnsetType = UNSET
+    text: Annotated[Raw, shown_as({"type": "string"})] | UnsetType = UNSET
+    input_ids: Annotated[Raw, shown_as({"type": "array", "items": {"type": "integer", "minimum": 0}})] | UnsetType = UNSET
     sampling_params: Annotated[Raw, shown_as({"type": "object"})] | UnsetType = UNSET
     stream: bool | None = None
     rid: Annotated[str, Meta(max_length=256)] | None = None
-    return_logprob: _OFF = UNSET
-    top_logprobs_num: Annotated[Raw, shown_as({"enum": [0]})] | UnsetType = UNSET
-    token_ids_logprob: Annotated[Raw, shown_as({"type": "array", "maxItems": 0})] | UnsetType = UNSET
-    return_routed_experts: _OFF = UNSET
-    lora_path: _NULL = UNSET
-    image_data: _NULL = UNSET
-    input_embeds: _NULL = UNSET
-    custom_logit_processor: _NULL = UNSET
-    return_hidden_states: _OFF = UNSET
-    session_params: _NULL = UNSET
-    priority: Annotated[Raw, shown_as({"type": "integer"})] | UnsetType = UNSET
+    priority: Annotated[int, Meta(ge=-(2**31 - 1), le=2**31 - 1)] | None = None
 
-    def completion(self, model: str) -> dict[str, Any]:
-        """The body of a text completion that asks for the same. InvalidRequest names what cannot be done."""
-        for name, neutral in _ABSENT.items():
-            if not is_neutral(short_value(getattr(self, name), name), neutral):
-                raise unsupported(name, f"only {msgspec.json.encode(neutral[0]).decode()}")
-        passed = {name: value for name in _PASSED_ON if (value := not_null(getattr(self, name))) is not None}
-        return {"model": model, "prompt": self._prompt(), "stream": self.stream} | passed | self._sampling()
+    def ask(self, model: str) -> Ask:
+        """InvalidRequest names the key that is wrong."""
+        params = self._params()
+        key = "input_ids" if not_null(self.text) is None else "text"
+        return Ask(
+            model=model,
+            prompt=RawPrompts([self._prompt()]),
+            sampling=params.chosen(),
+            stream=bool(self.stream),
+            form=form_of(params),
+            salt=params.cache_salt or "",
+            priority=self.priority or params.priority or 0,
+            keys=KeyNames(prompt=key, min_tokens="min_tokens" if params.min_new_tokens is None else "min_new_tokens"),
+        )
 
-    def _prompt(self) -> Raw:
+    def _prompt(self) -> str | list[int]:
         text, ids = not_null(self.text), not_null(self.input_ids)
         if (text is None) == (ids is None):
             raise InvalidRequest("text: either a text or input_ids", param="text")
-        if text is not None and first_characters(text)[:1] != b'"':
-            raise InvalidRequest("text: one text a request", param="text")
-        if ids is not None and first_characters(ids) == b"[[":
-            raise InvalidRequest("input_ids: one list of token ids a request", param="input_ids")
-        return text or ids or Raw(b"")
+        if text is None:
+            return token_ids(self.input_ids, "input_ids", PROMPT_IDS)
+        prompt: str = decode(text, "text", _TEXT)
+        return prompt
 
-    def _sampling(self) -> dict[str, Raw | int]:
+    def _params(self) -> GenerateParams:
         given = not_null(self.sampling_params)
-        if size(self.sampling_params) > _PARAMS_BYTES:
+        if given is None:
+            return GenerateParams()
+        if size(given) > _PARAMS_BYTES:
             raise InvalidRequest(f"sampling_params: more than {_PARAMS_BYTES} bytes", param="sampling_params")
-        found: dict[str, Raw] = {} if given is None else decode(given, "sampling_params", _PARAMS)
-        if not is_neutral(short_value(found.pop("n", UNSET), "sampling_params"), (1,)):
-            raise unsupported("sampling_params.n", "only 1")
-        return {"max_tokens": _MAX_NEW_TOKENS} | {_OPENAI.get(name, name): value for name, value in found.items()}
+        if first_characters(given)[:1] != b"{":
+            raise InvalidRequest("sampling_params: must be an object", param="sampling_params")
+        return _PARAMS.read(given)
 
 
-_REQUEST = msgspec.json.Decoder(GenerateTextRequest)
-_PARAMS = msgspec.json.Decoder(dict[str, Raw])
+_REQUEST = BodyReader(GenerateTextRequest, _ABSENT)
+_PARAMS = BodyReader(GenerateParams, COMMON)
 
 
 class GenerateFormat:
@@ -144,12 +154,10 @@ class GenerateFormat:
 
 
 def _read(body: bytes, model: str) -> ParsedRequest:
-    request: GenerateTextRequest = decode(body, "", _REQUEST)
-    completion = parse(CompletionRequest, msgspec.json.encode(request.completion(model)))
-    return ParsedRequest(completion, partial(GenerateFormat, rid=request.rid))
+    request = _REQUEST.read(body)
+    return ParsedRequest(request.ask(model), partial(GenerateFormat, rid=request.rid))
 
 
-_NAMES = {own: name for name, own in _OPENAI.items()}
 GENERATE = GenerationApi(
-    path="/generate", operation="text_completion", error=OPENAI_ERROR, body=GenerateTextRequest, read=_read, names=_NAMES
+    path="/generate", operation="text_completion", error=OPENAI_ERROR, body=GenerateTextRequest, read=_read
 )

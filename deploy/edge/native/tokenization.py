@@ -10,8 +10,12 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from deploy.edge.api import TokenApi
+from deploy.edge.ask import ChatPrompt
+from deploy.edge.body_reader import BodyReader, unsupported
+from deploy.edge.conversation import MESSAGES, TOOLS
+from deploy.edge.openai.chat_turns import Message, read_chat
 from deploy.edge.openai.openai_error import OPENAI_ERROR
-from deploy.edge.openai.schemas import MESSAGES, PROMPT_IDS, TOOLS, ChatRequest, Message, parse
+from deploy.edge.openai.schemas import PROMPT_IDS
 from deploy.edge.raw_json import decode, not_null, shown_as, token_ids
 from deploy.edge.service import Service
 from engine.errors import InvalidRequest, ModelNotFound
@@ -19,8 +23,7 @@ from engine.errors import InvalidRequest, ModelNotFound
 _IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}, "maxItems": PROMPT_IDS}
 _MESSAGES_SCHEMA = {"type": "array", "items": {"$ref": "#/components/schemas/Message"}, "minItems": 1, "maxItems": MESSAGES}
 _TOOLS_SCHEMA = {"type": "array", "items": {"type": "object"}, "maxItems": TOOLS}
-# Of a conversation: they mean what they mean in a chat completion.
-_CHAT = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "chat_template")
+_ABSENT = {"continue_final_message": (False,), "chat_template": ("",)}
 Model = Annotated[str, Meta(max_length=1024)]
 
 
@@ -34,19 +37,18 @@ class TokenizeRequest(Struct, frozen=True, kw_only=True):
     messages: Annotated[Raw, shown_as(_MESSAGES_SCHEMA)] | UnsetType = UNSET
     tools: Annotated[Raw, shown_as(_TOOLS_SCHEMA)] | UnsetType = UNSET
     chat_template_kwargs: Annotated[Raw, shown_as({"type": "object"})] | UnsetType = UNSET
-    add_generation_prompt: Annotated[Raw, shown_as({"type": "boolean"})] | UnsetType = UNSET
-    continue_final_message: Annotated[Raw, shown_as({"enum": [False]})] | UnsetType = UNSET
-    chat_template: Annotated[Raw, shown_as()] | UnsetType = UNSET
+    add_generation_prompt: bool | None = None
 
-    def chat(self, model: str) -> ChatRequest | None:
-        """The conversation, of `model` where it names none; None: there is a text instead. InvalidRequest: both, or neither."""
-        if (not_null(self.messages) is None) == (self.prompt is None):
+    def chat(self) -> ChatPrompt | None:
+        """The conversation; None: there is a text instead. InvalidRequest: both, or neither."""
+        messages = not_null(self.messages)
+        if (messages is None) == (self.prompt is None):
             raise InvalidRequest("prompt: either a prompt or messages", param="prompt")
-        if self.prompt is not None:
+        if messages is None:
             return None
-        given = {name: value for name in _CHAT if (value := not_null(getattr(self, name))) is not None}
-        special = {} if self.add_special_tokens is None else {"add_special_tokens": self.add_special_tokens}
-        return parse(ChatRequest, msgspec.json.encode({"model": self.model or model, **given, **special}))
+        if self.add_special_tokens:
+            raise unsupported("add_special_tokens", "false where there are messages")  # the template has them all
+        return read_chat(messages, self.tools, self.chat_template_kwargs, generation_prompt=self.add_generation_prompt)
 
 
 class DetokenizeRequest(Struct, frozen=True, kw_only=True):
@@ -56,13 +58,13 @@ class DetokenizeRequest(Struct, frozen=True, kw_only=True):
     model: Model | None = None
 
 
-_TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
+_TOKENIZE = BodyReader(TokenizeRequest, _ABSENT)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
 
 
-def _read(body: bytes, model: str) -> tuple[TokenizeRequest, ChatRequest | None]:
-    request: TokenizeRequest = decode(body, "", _TOKENIZE)
-    return request, request.chat(model)
+def _read(body: bytes) -> tuple[TokenizeRequest, ChatPrompt | None]:
+    request = _TOKENIZE.read(body)
+    return request, request.chat()
 
 
 def _encoded(answer: dict[str, Any]) -> Raw:
@@ -70,12 +72,12 @@ def _encoded(answer: dict[str, Any]) -> Raw:
 
 
 async def _tokenize(service: Service, body: bytes) -> Raw:
-    request, chat = await service.pool.read(partial(_read, model=service.settings.name), body)
-    service.jobs.check_model(request.model or service.settings.name)
+    request, chat = await service.pool.read(_read, body)
     return await service.pool.run(lambda: _tokenized(service, request, chat))
 
 
-def _tokenized(service: Service, request: TokenizeRequest, chat: ChatRequest | None) -> Raw:
+def _tokenized(service: Service, request: TokenizeRequest, chat: ChatPrompt | None) -> Raw:
+    service.jobs.check_model(request.model or service.settings.name)
     if chat is not None:
         tokens = service.jobs.prompt(chat)
     else:

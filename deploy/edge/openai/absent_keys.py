@@ -1,16 +1,15 @@
-"""Keys of a request that other servers know and that have no function here: refused unless they ask for what is done anyway.
+"""Keys that a chat or a text completion has at other servers and not here, to the values that ask for nothing, beside null.
 
-A key that nobody knows is ignored, as OpenAI's clients expect; one that changes the answer elsewhere is never left out silently.
-`null` is neutral for every key. Sources: OpenAI's API reference; the request types of vLLM 0.11 and SGLang 0.5.
+Sources: OpenAI's API reference; the request types of vLLM 0.11 and SGLang 0.5.
 """
 
-from collections.abc import Mapping
 from typing import Any
+
+from deploy.edge.body_reader import AbsentKeys
 
 _EMPTY: tuple[Any, ...] = ("", [], {})
 
-# key -> values that ask for nothing, beside null
-COMMON: Mapping[str, tuple[Any, ...]] = {
+COMMON: AbsentKeys = {
     # sampling
     "length_penalty": (1,),
     "logits_processors": _EMPTY,
@@ -43,7 +42,7 @@ COMMON: Mapping[str, tuple[Any, ...]] = {
     "session_params": ({},),
 }
 
-CHAT: Mapping[str, tuple[Any, ...]] = {
+CHAT: AbsentKeys = {
     **COMMON,
     "add_special_tokens": (False,),  # the template has them all
     "audio": _EMPTY,
@@ -64,14 +63,9 @@ CHAT: Mapping[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 
-COMPLETION: Mapping[str, tuple[Any, ...]] = {
+COMPLETION: AbsentKeys = {
     **COMMON,
     "add_special_tokens": (True,),
     "suffix": ("",),
     "thinking_token_budget": (),
 }
-
-
-def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
-    """Whether a key's value is null or one of `neutral`; true and 1 are not the same."""
-    return value is None or any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral)

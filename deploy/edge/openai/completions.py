@@ -3,20 +3,22 @@
 from functools import partial
 
 from deploy.edge.api import GenerationApi, ParsedRequest
+from deploy.edge.openai.chat_turns import Message
 from deploy.edge.openai.forms import ChatFormat, TextFormat
 from deploy.edge.openai.openai_error import OPENAI_ERROR
-from deploy.edge.openai.schemas import ChatRequest, CompletionRequest, Message, parse
+from deploy.edge.openai.schemas import CHAT_READER, COMPLETION_READER, ChatRequest, CompletionRequest
 
 
 def _read_chat(body: bytes, model: str) -> ParsedRequest:  # noqa: ARG001 - its request names the model
-    request = parse(ChatRequest, body)
-    return ParsedRequest(request, partial(ChatFormat, usage_chunks=request.usage_chunks, prompt_logprobs=request.prompt_logprobs))
+    request = CHAT_READER.read(body)
+    form = partial(ChatFormat, usage_chunks=request.usage_chunks, prompt_logprobs=request.prompt_logprobs)
+    return ParsedRequest(request.ask(), form)
 
 
 def _read_completion(body: bytes, model: str) -> ParsedRequest:  # noqa: ARG001 - its request names the model
-    request = parse(CompletionRequest, body)
+    request = COMPLETION_READER.read(body)
     form = partial(TextFormat, echoed_logprobs=request.echoed_logprobs, prompt_logprobs=request.prompt_logprobs)
-    return ParsedRequest(request, partial(form, usage_chunks=request.usage_chunks))
+    return ParsedRequest(request.ask(), partial(form, usage_chunks=request.usage_chunks))
 
 
 CHAT = GenerationApi(

@@ -21,8 +21,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
-from deploy.edge.openai.absent_keys import is_neutral
-from deploy.edge.openai.schemas import MESSAGES, PARTS, TOOLS, Count, unsupported
+from deploy.edge.body_reader import _is_neutral, unsupported
+from deploy.edge.conversation import MESSAGES, PARTS, TOOLS
+from deploy.edge.openai.schemas import Count
 from deploy.edge.raw_json import BoundedList, Json, at_most, decode, elements, first_characters, not_null, short_value, shown_as
 from engine.errors import InvalidRequest
 
@@ -157,7 +158,7 @@ class ResponsesRequest(Struct, frozen=True, kw_only=True):
     def chat(self) -> dict[str, Any]:
         """The body of a chat completion that asks for the same. InvalidRequest names what cannot be done."""
         for name, neutral in _ABSENT.items():
-            if not is_neutral(short_value(getattr(self, name), name), neutral):
+            if not _is_neutral(short_value(getattr(self, name), name), neutral):
                 raise unsupported(name, " or ".join(msgspec.json.encode(value).decode() for value in (*neutral, None)))
         made = {
             "model": self.model,
@@ -191,7 +192,7 @@ class ResponsesRequest(Struct, frozen=True, kw_only=True):
         if chosen.type == "allowed_tools" and (tools := not_null(chosen.tools)) is not None:
             names = [_named(tool) for tool in elements(tools, "tool_choice", _CHOSEN_LIST)]
             return {"type": "allowed_tools", "allowed_tools": {"mode": chosen.mode, "tools": names}}
-        raise unsupported("tool_choice.type", "only 'function' and 'allowed_tools'")
+        raise unsupported("tool_choice.type", "'function' and 'allowed_tools'")
 
     def includes_encrypted(self) -> bool:
         """Whether thoughts are wanted in the form in which clients send them back. InvalidRequest: something else is."""

@@ -8,14 +8,14 @@ from deploy.edge.api import GenerationApi, ParsedRequest
 from deploy.edge.openai.openai_error import OPENAI_ERROR
 from deploy.edge.openai.response_request import DeclaredTool, InputItem, ResponsesRequest, parse_response_request
 from deploy.edge.openai.response_stream import ResponseObject
-from deploy.edge.openai.schemas import ChatRequest, parse
+from deploy.edge.openai.schemas import CHAT_READER
 
 
 def _read(body: bytes, model: str) -> ParsedRequest:  # noqa: ARG001 - its request names the model
     request = parse_response_request(body)
     request.includes_encrypted()
-    chat = parse(ChatRequest, msgspec.json.encode(request.chat()))
-    return ParsedRequest(chat, partial(ResponseObject, request=request))
+    chat = CHAT_READER.read(msgspec.json.encode(request.chat()))
+    return ParsedRequest(chat.ask(), partial(ResponseObject, request=request))
 
 
 _NAMES = {

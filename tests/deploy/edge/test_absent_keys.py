@@ -6,26 +6,30 @@ from typing import Any
 
 import pytest
 
-from deploy.edge.openai.absent_keys import CHAT, COMPLETION, is_neutral
-from deploy.edge.openai.schemas import ChatRequest, CompletionRequest, Sampling, parse
+from deploy.edge.body_reader import BodyReader
+from deploy.edge.openai.absent_keys import CHAT, COMPLETION
+from deploy.edge.openai.schemas import CHAT_READER, COMPLETION_READER, ChatRequest, CompletionKeys, CompletionRequest
 from engine.errors import InvalidRequest
 
 pytestmark = pytest.mark.pure
 
-BODIES: dict[type[Sampling], dict[str, Any]] = {
+BODIES: dict[type[CompletionKeys], dict[str, Any]] = {
     ChatRequest: {"model": "nano", "messages": [{"role": "user", "content": "Hello"}]},
     CompletionRequest: {"model": "nano", "prompt": "Hello"},
 }
-TABLES: dict[type[Sampling], Mapping[str, tuple[Any, ...]]] = {ChatRequest: CHAT, CompletionRequest: COMPLETION}
+READERS: dict[type[CompletionKeys], BodyReader[Any]] = {ChatRequest: CHAT_READER, CompletionRequest: COMPLETION_READER}
+TABLES: dict[type[CompletionKeys], Mapping[str, tuple[Any, ...]]] = {ChatRequest: CHAT, CompletionRequest: COMPLETION}
 CASES = [(kind, key) for kind, table in TABLES.items() for key in table]
 
 
-def asked(kind: type[Sampling], **extra: Any) -> Sampling:
-    return parse(kind, json.dumps(BODIES[kind] | extra).encode())
+def asked(kind: type[CompletionKeys], **extra: Any) -> CompletionKeys:
+    request: CompletionKeys = READERS[kind].read(json.dumps(BODIES[kind] | extra).encode())
+    request.ask()
+    return request
 
 
 @pytest.mark.parametrize(("kind", "key"), CASES, ids=[f"{kind.__name__}-{key}" for kind, key in CASES])
-def test_only_neutral_values_pass(kind: type[Sampling], key: str) -> None:
+def test_only_neutral_values_pass(kind: type[CompletionKeys], key: str) -> None:
     """null and each neutral value are served; a number, a text, a list and an object that ask for something name the key."""
     for value in (None, *TABLES[kind][key]):
         asked(kind, **{key: value})
@@ -42,8 +46,8 @@ def test_what_nobody_knows_is_ignored() -> None:
 
 
 def test_a_switch_is_not_a_number() -> None:
-    """true is not 1, and false not 0; 0 and 0.0 are the same."""
-    assert is_neutral(0.0, (0,))
-    assert is_neutral(False, (False,))
-    assert not is_neutral(False, (0,))
-    assert not is_neutral(1, (True,))
+    """true is not 1, and false not 0; 1 and 1.0 are the same."""
+    asked(ChatRequest, length_penalty=1.0, echo=False)
+    for wrong in ({"length_penalty": True}, {"echo": 0}):
+        with pytest.raises(InvalidRequest):
+            asked(ChatRequest, **wrong)

@@ -9,7 +9,8 @@ import pytest
 from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from deploy.edge.openai.schemas import ChatRequest, parse
+from deploy.edge.ask import ChatPrompt
+from deploy.edge.openai.schemas import CHAT_READER
 from deploy.models.nano.build import build
 from engine.front import template
 from engine.front.cut_arguments import CutReader
@@ -36,10 +37,10 @@ class Checkpoint:
 
     def ours(self, body: dict[str, Any]) -> list[int]:
         """The prompt of a request."""
-        request = parse(ChatRequest, json.dumps(body).encode())
-        thinking = request.template_options.get("enable_thinking", False)
-        messages = [message.plain() for message in request.turns()]
-        return self.text.render_chat(messages, tools=request.declared_tools or None, enable_thinking=thinking)
+        chat = CHAT_READER.read(json.dumps(body).encode()).ask().prompt
+        assert isinstance(chat, ChatPrompt)
+        messages = [message.plain() for message in chat.messages]
+        return self.text.render_chat(messages, tools=chat.tools or None, enable_thinking=bool(chat.thinks))
 
     def theirs(self, body: dict[str, Any]) -> list[int]:
         """The same by transformers; arguments have to be mappings there."""

@@ -21,8 +21,8 @@ from typing import Any, Self
 from starlette.requests import Request
 
 from deploy.edge import answer, routes
-from deploy.edge.openai import completions, forms
-from deploy.edge.openai.schemas import R
+from deploy.edge.body_reader import BodyReader
+from deploy.edge.openai import forms
 from engine.front import generation
 from engine.front.generation import Delta
 from tests.support.edge.http_edge import Edge
@@ -122,14 +122,14 @@ def _memory_mb(name: str) -> float:
 
 def _costly_parse(edge: Edge) -> None:
     """Reading a body takes 300 MB and a loop that no other thread gets into."""
-    real = completions.parse
+    real = BodyReader.read
 
-    def parse(kind: type[R], body: bytes) -> R:
+    def read(reader: BodyReader[Any], body: bytes) -> Any:
         kept = bytearray(300 << 20)
         assert sum(range(20_000_000)) + kept.count(b"x") > 0
-        return real(kind, body)
+        return real(reader, body)
 
-    completions.parse = parse  # type: ignore[attr-defined]
+    BodyReader.read = read  # type: ignore[method-assign, assignment]
 
 
 def _encode_alone(edge: Edge) -> None:

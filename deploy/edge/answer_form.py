@@ -1,4 +1,4 @@
-"""The form that a request demands of its answer, in OpenAI's, vLLM's and SGLang's spellings, as rules of engine.front.grammar.
+"""The form that a request demands of its answer, in every API's spelling, as rules of engine.front.grammar.
 
     response_format                                 {"type": "json_object" | "json_schema" | "structural_tag" | "text"}
     structured_outputs                              {"json" | "json_object" | "regex" | "choice" | "grammar" | ...: ...}
@@ -9,13 +9,14 @@ Only one of them at a time. What of a form cannot be kept is refused, never left
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
 from msgspec import Raw, Struct, UnsetType
 
-from deploy.edge.raw_json import ANYTHING, Json, decode, not_null, size
+from deploy.edge.ask import AnswerForm
+from deploy.edge.raw_json import ANYTHING, decode, not_null, size
 from engine.errors import InvalidRequest
 from engine.front.grammar import (
     MAX_SCHEMA_BYTES,
@@ -29,6 +30,8 @@ from engine.front.grammar import (
 
 _MAX_BYTES = MAX_SCHEMA_BYTES + 1024  # of one key: a schema and what stands around it
 _MAX_TAGS = 64
+
+Spelling = Callable[[Raw, str], str | None]  # of a value and its key: rules, None: it demands nothing
 
 
 class _JsonSchema(Struct, frozen=True):
@@ -64,37 +67,35 @@ class _StructuralTag(Struct, frozen=True):
 _FORMATS = msgspec.json.Decoder(_ResponseFormat)
 
 
-@dataclass(frozen=True)
-class AnswerForm:
-    """`rules`: as engine.front.grammar makes them; `param`: the request's key."""
-
-    rules: str
-    param: str
+def form_of(request: Any) -> Callable[[], AnswerForm | None] | None:
+    """What reads a request's KEYS; None: it has none of them."""
+    given = {name: raw for name in KEYS if (raw := not_null(getattr(request, name))) is not None}
+    return partial(_only_form, given) if given else None
 
 
-def answer_form(keys: Mapping[str, Json]) -> AnswerForm | None:
-    """Of a request's KEYS as raw JSON; None: it demands none. InvalidRequest names the key that is wrong."""
-    given = {name: raw for name, value in keys.items() if (raw := not_null(value)) is not None}
-    for name, raw in given.items():
-        if size(raw) > _MAX_BYTES:
-            raise InvalidRequest(f"{name}: larger than {_MAX_BYTES} bytes", param=name)
-    read = {name: rules for name, raw in given.items() if (rules := _read(name, raw)) is not None}
-    if len(read) > 1:
-        raise InvalidRequest(f"{', '.join(read)}: only one of them", param=next(iter(read)))
-    return next((AnswerForm(rules, name) for name, rules in read.items()), None)
+def _only_form(given: Mapping[str, Raw]) -> AnswerForm | None:
+    forms = [form for name, raw in given.items() if (form := read_form(KEYS[name], raw, name)) is not None]
+    if len(forms) > 1:
+        raise InvalidRequest(f"{', '.join(form.key for form in forms)}: only one of them", param=forms[0].key)
+    return forms[0] if forms else None
 
 
-def _read(name: str, raw: Raw) -> str | None:
+def read_form(spelling: Spelling, raw: Raw, key: str) -> AnswerForm | None:
+    """None: what stands under `key` demands nothing. InvalidRequest names the key."""
+    if size(raw) > _MAX_BYTES:
+        raise InvalidRequest(f"{key}: larger than {_MAX_BYTES} bytes", param=key)
     try:
-        return KEYS[name](raw, name)
+        rules = spelling(raw, key)
     except RecursionError:
-        raise InvalidRequest(f"{name}: it is nested too deeply", param=name) from None
+        raise InvalidRequest(f"{key}: it is nested too deeply", param=key) from None
     except InvalidRequest as error:
         said = str(error)
-        raise InvalidRequest(said if said.startswith(name) else f"{name}: {said}", param=name, code=error.code) from None
+        raise InvalidRequest(said if said.startswith(key) else f"{key}: {said}", param=key, code=error.code) from None
+    return None if rules is None else AnswerForm(rules, key)
 
 
-def _response_format(raw: Raw, key: str) -> str | None:
+def response_format(raw: Raw, key: str) -> str | None:
+    """OpenAI's."""
     form: _ResponseFormat = decode(raw, key, _FORMATS)
     match form.type:
         case "text":
@@ -199,12 +200,12 @@ _FORMS: Mapping[str, Callable[[Any, str], str | None]] = {
 }
 
 
-def _of(form: str) -> Callable[[Raw, str], str | None]:
+def _of(form: str) -> Spelling:
     return lambda raw, key: _FORMS[form](_value(raw, key), key)
 
 
-KEYS: Mapping[str, Callable[[Raw, str], str | None]] = {
-    "response_format": _response_format,
+KEYS: Mapping[str, Spelling] = {
+    "response_format": response_format,
     "structured_outputs": _structured_outputs,
     "guided_json": _of("json"),
     "guided_json_object": _of("json_object"),

@@ -1,0 +1,142 @@
+"""What a client asks for, in the words of no API: every API builds an Ask, and JobBuilder and Service read nothing else."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.front.constraints import ToolChoice
+
+_ANY_TOOL = ToolChoice()
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A content part that is text."""
+
+    text: str
+
+
+Part = Text  # what a content may consist of; each API has one function from a part's JSON to it
+
+
+@dataclass(frozen=True, slots=True)
+class PastCall:
+    """A call in the history. `arguments`: a JSON value, or JSON as text, whose numbers are rendered as they are written."""
+
+    name: str
+    arguments: Any = None
+    id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One turn. `call_id`: of the call whose result it is."""
+
+    role: str
+    content: str | Sequence[Part] | None = None
+    thought: str | None = None
+    calls: Sequence[PastCall] = ()
+    call_id: str | None = None
+    name: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """As chat templates take it, without what is not said."""
+        content = self.content
+        said = {
+            "role": self.role,
+            "name": self.name,
+            "content": content if isinstance(content, str | None) else [{"type": "text", "text": part.text} for part in content],
+            "reasoning": self.thought,
+            "tool_calls": [_plain_call(call) for call in self.calls] or None,
+            "tool_call_id": self.call_id,
+        }
+        return {key: value for key, value in said.items() if value is not None}
+
+
+def _plain_call(call: PastCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A conversation. `tools` are declared as chat templates take them; `thinks` None: as the server's default.
+
+    `thought_tokens`: the most that its thoughts may have; `switches`: the template's own, of engine.front.template.EXTRAS.
+    """
+
+    messages: Sequence[ChatMessage]
+    tools: Sequence[Mapping[str, Any]] = ()
+    choice: ToolChoice = _ANY_TOOL
+    thinks: bool | None = None
+    thought_tokens: int | None = None
+    add_generation_prompt: bool = True
+    switches: Mapping[str, bool] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RawPrompts:
+    """Texts, or lists of token ids. `echo`: each answer begins with its prompt, and is nothing else where max_tokens is 0."""
+
+    sources: Sequence[str | list[int]]
+    echo: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen, and when they end. None: as the checkpoint or the server has it; of `allowed_ids`: all are."""
+
+    n: int = 1
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stops: Sequence[str] = ()
+    stop_ids: Sequence[int] = ()
+    skip_special_tokens: bool = True
+    seed: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    biases: Mapping[int, float] = field(default_factory=dict)
+    allowed_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """`rules`: as engine.front.grammar makes them; `key`: the client's name for what demands them."""
+
+    rules: str
+    key: str
+
+
+@dataclass(frozen=True)
+class KeyNames:
+    """The client's names for what may turn out to be wrong when the job is made."""
+
+    prompt: str = "messages"
+    stop: str = "stop"
+    min_tokens: str = "min_tokens"
+    logprobs: str = "logprobs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """One request. `form` makes what its answer must look like, which takes a while; InvalidRequest names the key that is wrong.
+
+    `logprobs` and `prompt_logprobs`: alternatives of each token, None: no logprobs. Only asks of one `salt` share cached prefixes.
+    """
+
+    model: str
+    prompt: ChatPrompt | RawPrompts
+    sampling: Sampling = Sampling()
+    stream: bool = False
+    form: Callable[[], AnswerForm | None] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    salt: str = ""
+    priority: int = 0
+    keys: KeyNames = KeyNames()

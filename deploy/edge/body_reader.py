@@ -1,0 +1,47 @@
+"""Reads JSON as a type's keys, and refuses keys that other servers know and that have no function here.
+
+Such a key is refused unless it asks for what is done anyway: one that changes the answer elsewhere is never left out silently.
+A key that nobody knows is ignored, as clients expect.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Generic, TypeVar
+
+import msgspec
+from msgspec import UNSET, Raw, Struct, UnsetType
+
+from deploy.edge.raw_json import decode, short_value
+from engine.errors import InvalidRequest
+
+AbsentKeys = Mapping[str, tuple[Any, ...]]  # to the values that ask for nothing, beside null
+
+R = TypeVar("R", bound=Struct)
+
+
+class BodyReader(Generic[R]):
+    """Of `kind`; `absent` keys stay raw JSON."""
+
+    def __init__(self, kind: type[R], absent: AbsentKeys) -> None:
+        self._absent = absent
+        fields = [(name, Raw | UnsetType, UNSET) for name in absent]
+        made = msgspec.defstruct(kind.__name__, fields, bases=(kind,), kw_only=True, frozen=True)
+        self._decoder = msgspec.json.Decoder(made)
+
+    def read(self, body: bytes | Raw) -> R:
+        """What it says. InvalidRequest names the first key that is wrong."""
+        request: R = decode(body, "", self._decoder)
+        for name, neutral in self._absent.items():
+            if not _is_neutral(short_value(getattr(request, name), name), neutral):
+                raise unsupported(name, " or ".join(msgspec.json.encode(value).decode() for value in neutral))
+        return request
+
+
+def unsupported(name: str, allowed: str = "") -> InvalidRequest:
+    """What a known key without its function is answered with."""
+    rest = f": only {allowed}" if allowed else ""
+    return InvalidRequest(f"{name} is not supported here{rest}", param=name.partition(".")[0], code="unsupported_parameter")
+
+
+def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
+    """Whether it is null or one of `neutral`; true and 1 are not the same."""
+    return value is None or any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral)

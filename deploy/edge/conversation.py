@@ -1,0 +1,47 @@
+"""What the readers of conversations share: bounds, text parts, and functions as chat templates take them."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from msgspec import Raw
+
+from deploy.edge.ask import Text
+from deploy.edge.raw_json import ANYTHING, Json, decode, not_null
+from engine.errors import InvalidRequest
+from engine.front.template import MAX_VALUES
+
+MESSAGES = 4096
+PARTS = 1024
+TOOLS = 128
+TOOL_BYTES = 1 << 20  # of a request's declared tools, and of the arguments of all its tool calls
+
+
+def check_bounds(values: Iterable[Raw | bytes], key: str, what: str) -> None:
+    """InvalidRequest: JSON of tools, `what` of `key`, is together too large, or has too many brackets to be decoded."""
+    texts = [bytes(value) for value in values]
+    if (size := sum(map(len, texts))) > TOOL_BYTES:
+        raise InvalidRequest(f"{key}: {what} have {size} bytes, more than {TOOL_BYTES}", param=key)
+    if sum(text.count(b"[") + text.count(b"{") for text in texts) > MAX_VALUES:
+        raise InvalidRequest(f"{key}: {what} have more than {MAX_VALUES} brackets", param=key)
+
+
+def text_part(kind: str, text: str | None, where: str, kinds: tuple[str, ...] = ("text",)) -> Text:
+    """Of a content part. InvalidRequest: it is of no kind that is text, or has none."""
+    key = where.partition("[")[0].partition(".")[0]
+    if kind not in kinds:
+        raise InvalidRequest(f"{where}: parts of type {kind!r} are not supported here, only 'text'", param=key)
+    if text is None:
+        raise InvalidRequest(f"{where}: a text part has a text", param=key)
+    return Text(text)
+
+
+def declared_function(name: str | None, description: str | None, parameters: Json, *, strict: bool | None) -> dict[str, Any]:
+    """As chat templates take it; what is wrong with it is found by engine.front.tools."""
+    schema = not_null(parameters)
+    about = {
+        "name": name,
+        "description": description,
+        "parameters": None if schema is None else decode(schema, "tools", ANYTHING),
+        "strict": strict,
+    }
+    return {"type": "function", "function": {key: value for key, value in about.items() if value is not None}}

@@ -1,0 +1,125 @@
+"""A conversation as OpenAI's chat completions write it: messages, tools, and the chat template's switches."""
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+
+from deploy.edge.ask import ChatMessage, ChatPrompt, Part, PastCall
+from deploy.edge.conversation import MESSAGES, PARTS, TOOLS, check_bounds, text_part
+from deploy.edge.raw_json import ANYTHING, BoundedList, Json, decode, not_null, shown_as, size
+from engine.errors import InvalidRequest
+from engine.front.template import EXTRAS, ROLES
+
+_SWITCHES_BYTES = 4096
+SWITCHES = ("enable_thinking", *sorted(EXTRAS))
+_STRING = {"type": "string"}
+_ONLY_NULL = ("function_call", "audio", "refusal")  # what clients send back unasked
+
+
+class TextPart(Struct, frozen=True):
+    """The one kind of content part that is understood today."""
+
+    type: Annotated[str, Meta(max_length=64, extra_json_schema={"enum": ["text"]})]
+    text: str | None = None
+
+
+class FunctionCall(Struct, frozen=True):
+    """Of an assistant's turn in the history; `arguments` is JSON in a string, or an object."""
+
+    name: Annotated[str, Meta(max_length=256)]
+    arguments: Annotated[Raw, shown_as(_STRING, {"type": "object"})] | UnsetType = UNSET
+
+
+class ToolCall(Struct, frozen=True):
+    """A call in the history."""
+
+    function: FunctionCall
+    id: Annotated[str, Meta(max_length=256)] | None = None
+    type: Annotated[str, Meta(max_length=64)] | None = None
+
+
+class Message(Struct, frozen=True):
+    """One turn."""
+
+    role: Annotated[str, Meta(max_length=32, extra_json_schema={"enum": sorted(ROLES)})]
+    content: str | Annotated[list[TextPart], Meta(max_length=PARTS)] | None = None
+    name: Annotated[str, Meta(max_length=256)] | None = None
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=TOOLS)] | None = None
+    tool_call_id: Annotated[str, Meta(max_length=256)] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    function_call: Annotated[Raw, shown_as()] | UnsetType = UNSET
+    audio: Annotated[Raw, shown_as()] | UnsetType = UNSET
+    refusal: Annotated[Raw, shown_as()] | UnsetType = UNSET
+
+
+_MESSAGES = BoundedList(Message, MESSAGES, "content", TextPart, PARTS)
+_TOOLS: msgspec.json.Decoder[list[dict[str, Any]]] = msgspec.json.Decoder(Annotated[list[dict[str, Any]], Meta(max_length=TOOLS)])
+_SWITCHES: msgspec.json.Decoder[dict[str, bool]] = msgspec.json.Decoder(dict[str, bool])
+
+
+def read_chat(messages: Raw, tools: Json, switches: Json, *, generation_prompt: bool | None) -> ChatPrompt:
+    """InvalidRequest names the key that is wrong."""
+    told = _switches(switches)
+    return ChatPrompt(
+        _messages(messages),
+        _tools(tools),
+        thinks=told.pop("enable_thinking", None),
+        add_generation_prompt=generation_prompt is not False,
+        switches=told,
+    )
+
+
+def _messages(raw: Raw) -> list[ChatMessage]:
+    messages = _MESSAGES.read(raw, "messages")
+    if not messages:
+        raise InvalidRequest("messages: must not be empty", param="messages")
+    arguments = (call.function.arguments for message in messages for call in message.tool_calls or ())
+    check_bounds((given for given in arguments if not isinstance(given, UnsetType)), "messages", "the arguments of all tool_calls")
+    return [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
+
+
+def _message(message: Message, where: str) -> ChatMessage:
+    for name in _ONLY_NULL:
+        if not_null(getattr(message, name)) is not None:
+            raise InvalidRequest(f"{where}.{name}: is not supported, only null", param="messages", code="unsupported_parameter")
+    if message.content is None and message.role == "user":
+        raise InvalidRequest(f"{where}.content: a user's message needs content, not null", param="messages")
+    return ChatMessage(
+        message.role,
+        [_part(part, f"{where}.content") for part in message.content] if isinstance(message.content, list) else message.content,
+        thought=message.reasoning or message.reasoning_content,
+        calls=[_call(call.function, call.id) for call in message.tool_calls or ()],
+        call_id=message.tool_call_id,
+        name=message.name,
+    )
+
+
+def _part(part: TextPart, where: str) -> Part:
+    return text_part(part.type, part.text, where)
+
+
+def _call(function: FunctionCall, number: str | None) -> PastCall:
+    given = not_null(function.arguments)
+    return PastCall(function.name, None if given is None else decode(given, "messages", ANYTHING), number)
+
+
+def _tools(raw: Json) -> list[dict[str, Any]]:
+    if (given := not_null(raw)) is None:
+        return []
+    check_bounds([given], "tools", "they")
+    return decode(given, "tools", _TOOLS)  # type: ignore[no-any-return]  # what the decoder gives
+
+
+def _switches(raw: Json) -> dict[str, bool]:
+    key = "chat_template_kwargs"
+    if (given := not_null(raw)) is None:
+        return {}
+    if size(given) > _SWITCHES_BYTES:
+        raise InvalidRequest(f"{key}: too many keys", param=key)
+    switches: dict[str, bool] = decode(given, key, _SWITCHES)
+    for name in switches:
+        if name not in SWITCHES:
+            raise InvalidRequest(f"{key}.{name}: not one of {', '.join(SWITCHES)}", param=key)
+    return switches
