@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.fused_allreduce_norm import polled
 from kernels.grid import cdiv, next_power_of_2
-from kernels.joint import polled
 from kernels.launch import launch, trigger, usable, wait
 from kernels.sample import cap, gumbel, mask
 from kernels.sampling_batch import GREEDY_BELOW, SMALL_TOP_K, SamplingBatch
@@ -31,8 +31,8 @@ _PART = 4096  # ids of a part at least
 PROGRAMS = 16  # that a processor runs side by side
 
 
-class Ballot:
-    """The ranks' inboxes of `choose_best`, for `rows` rows: `memory`, of `Ballot.bytes`, that all ranks write; `pointers` to each.
+class ArgmaxInbox:
+    """The ranks' inboxes of `choose_best`, for `rows` rows: `memory`, of `bytes(...)`, that all ranks write; `pointers` to each.
 
     One inbox is enough: a rank writes the next step's choice only after sums of that step, which every rank joins after this
     step's choice was read.
@@ -84,21 +84,21 @@ def local_best(logits: Tensor, batch: SamplingBatch, first: int, parts: int) -> 
     return best
 
 
-def choose_best(best: Tensor, batch: SamplingBatch, results: Tensor, ballot: Ballot | None) -> None:
+def choose_best(best: Tensor, batch: SamplingBatch, results: Tensor, inbox: ArgmaxInbox | None) -> None:
     """best fp32 [R, parts, 4] -> results int32 [R, 2]: token and flags; with a NaN, or every id forbidden, the token is 0.
 
-    The token is also written behind the row's input. ballot: None where `best` has the parts of all ranks.
+    The token is also written behind the row's input. inbox: None where `best` has the parts of all ranks.
     """
     if not usable(best, __name__):
-        assert ballot is None, "only kernels write into other ranks' memory"
+        assert inbox is None, "only kernels write into other ranks' memory"
         _choose_reference(best, batch, results)
         return
     parts = best.shape[1]
     assert parts & (parts - 1) == 0, parts
-    shared = (None, None, None, 0, 0) if ballot is None else (
-        ballot.pointers, ballot.inbox, ballot.errors, ballot.rank, ballot.rows * _FIELDS
+    shared = (None, None, None, 0, 0) if inbox is None else (
+        inbox.pointers, inbox.inbox, inbox.errors, inbox.rank, inbox.rows * _FIELDS
     )  # fmt: skip
-    _launch_choose(best, batch, results, shared, 1 if ballot is None else ballot.size)
+    _launch_choose(best, batch, results, shared, 1 if inbox is None else inbox.size)
 
 
 def _launch_choose(

@@ -4,7 +4,7 @@
 
 Products are summed in fp32, the gated activations rounded to x's dtype; the weighted sum over experts is fp32, in the order of k,
 with one cast. Where experts are cut along their width, y is a rank's part. It stands behind another branch's part, which is copied,
-so that one joint takes both.
+so that one fused norm takes both.
 
 An *assignment* is one of a token's top_k choices. Nothing asks the host which experts were chosen:
 

@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.activation import geglu, gelu, gelu_mul
+from kernels.fused_allreduce_norm import EMPTY, AllReduceInbox, InboxPart, inboxes_of, send
 from kernels.grid import cdiv
-from kernels.joint import EMPTY, Peers, Sent, inboxes_of, send
 from kernels.launch import INTERPRET, Configured, configured, launch, shared_memory, trigger, usable, wait
 from kernels.numerics import add_product, cast
 from kernels.tiles import GemmShape, Tile, choose, split
@@ -36,21 +36,21 @@ def linear(x: Tensor, weight: Tensor, out: Tensor | None = None, *, dtype: torch
     return _run(tile, x, weight, out, gated=False)
 
 
-def linear_send(x: Tensor, weight: Tensor, peers: Peers) -> Sent | None:
+def linear_send(x: Tensor, weight: Tensor, peers: AllReduceInbox) -> InboxPart | None:
     """x [T, n], weight [m, n]: this rank's part of a sum over ranks, written to every rank's inbox by the product's own kernel, for
-    the next joint. None, and nothing done, for more rows than pay, or where the library computes the product."""
+    the next fused norm. None, and nothing done, for more rows than pay, or where the library computes the product."""
     tile = _tile(x, GemmShape(weight.shape[0], weight.shape[1])) if x.shape[0] <= peers.sent_rows else None
     if tile is None:
         return None
     assert weight.shape[0] <= peers.width, (weight.shape, peers.width)
-    sent = Sent(peers.call())
+    sent = InboxPart(peers.call())
     _run(tile, x, weight, peers.inbox, gated=False, sent=(peers, sent))
     return sent
 
 
 def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, n], weight [m, n] -> [T, m] in x's dtype; or, where so few outputs would leave processors idle, fp32 [parts, T, m],
-    each part summed over its share of the inner dimension, for `kernels.joint` to add."""
+    each part summed over its share of the inner dimension, for `kernels.fused_allreduce_norm` to add."""
     shape = GemmShape(weight.shape[0], weight.shape[1])
     tile = _tile(x, shape)
     if tile is None or (tile := split(tile, shape)).splits == 1:
@@ -114,7 +114,7 @@ def _tile(x: Tensor, shape: GemmShape) -> Tile | None:
 
 def _run(
     tile: Tile, x: Tensor, weight: Tensor, out: Tensor, *,
-    gated: bool, sent: tuple[Peers, Sent] | None = None, up: Tensor | None = None,
+    gated: bool, sent: tuple[AllReduceInbox, InboxPart] | None = None, up: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Starts `tile`'s kernel. `sent`: it writes to the inboxes of that call, and `out` is this rank's own. `up`: what the product's
     GELU is multiplied by."""
@@ -146,7 +146,7 @@ def _store(
     inboxes: tl.tuple, rank: tl.tensor, turn: tl.tensor,
     SIZE: tl.constexpr, INBOX_ROWS: tl.constexpr, WIDTH: tl.constexpr, EMPTY: tl.constexpr,
 ) -> None:  # fmt: skip
-    """`total` to its rows of `out`, or, rounded to `dtype`, to this rank's part in every rank's inbox (`kernels.joint`)."""
+    """`total` to its rows of `out`, or, rounded to `dtype`, to this rank's part in every rank's inbox."""
     if SIZE == 0:
         tl.store(out + row.to(tl.int64) * WIDTH + column, cast(total, out.dtype.element_ty), live)
     else:

@@ -1,4 +1,4 @@
-"""RMSNorm, and the joint of Gemma's sandwich: post-norm, residual add, layer scalar.
+"""RMSNorm, and the fused norm of Gemma's sandwich: post-norm, residual add, layer scalar.
 
     rms_norm(x; w)       = cast( x * (mean(x^2) + eps)^(-1/2) * w )            all in fp32, one cast; w as stored, not 1 + w
     norm_add(r, x; w, s) = ( r + rms_norm(x; w) ) * s                          the add and the product in x's dtype

@@ -25,8 +25,8 @@ from kernels.decode import DecodeScratch, decode_attention
 from kernels.embed import embed
 from kernels.experts import experts
 from kernels.filters import Share, adopt, filtered_tokens, scaled_rows
+from kernels.fused_allreduce_norm import Norms, fused_allreduce_norm
 from kernels.grid import cdiv
-from kernels.joint import Norms, joint
 from kernels.launch import INTERPRET, plain_torch
 from kernels.linear import linear, linear_geglu, linear_gelu_mul
 from kernels.ple import per_layer_inputs
@@ -164,11 +164,11 @@ def _products(rows: int) -> Op:
     return run
 
 
-def _joint(draw: RandomInputs) -> Outputs:
+def _allreduce_norm(draw: RandomInputs) -> Outputs:
     n = 72
     norms = Norms(draw.floats(n), draw.floats(n), (draw.floats(n), draw.floats(n)))
-    h, x = joint(draw.floats(3, 2 * n), draw.floats(3, n), norms, _EPS, draw.floats(1))
-    first, normed = joint(draw.floats(2, n), None, Norms(None, draw.floats(n)), _EPS, scale=8.5)
+    h, x = fused_allreduce_norm(draw.floats(3, 2 * n), draw.floats(3, n), norms, _EPS, draw.floats(1))
+    first, normed = fused_allreduce_norm(draw.floats(2, n), None, Norms(None, draw.floats(n)), _EPS, scale=8.5)
     assert x is not None
     assert normed is not None
     return h, x, first, normed
@@ -381,7 +381,7 @@ CHECKS = (
     Check("kernels.block_tables", "rows of page ids", _block_tables),
     Check("kernels.activation", "the gate", _geglu),
     *(Check("kernels.linear", f"products of {rows} rows", _products(rows)) for rows in (1, 2, 5, 30, 64)),
-    Check("kernels.joint", "a joint of one rank", _joint),
+    Check("kernels.fused_allreduce_norm", "a fused norm of one rank", _allreduce_norm),
     Check("kernels.embed", "the embedding", _embed),
     Check("kernels.ple", "per-layer embeddings", _per_layer_inputs),
     Check("kernels.qkv", "head norms, rotation and pages", _qkv_post),

@@ -18,11 +18,11 @@ from torch import Tensor, distributed
 from engine.channel import map_shared
 from engine.errors import ConfigError
 from kernels.allreduce import SLOT_BYTES, MappedCollectives, SymmetricReduce, symmetric_memory
-from kernels.choose import Ballot
-from kernels.joint import Peers
+from kernels.choose import ArgmaxInbox
+from kernels.fused_allreduce_norm import AllReduceInbox
 
 SYMMETRIC_BYTES = 512 << 10  # from about here on NCCL is the faster one
-SHARDED_ROWS = 32  # from here on a joint's rows are shared out
+SHARDED_ROWS = 32  # from here on a fused norm's rows are shared out
 SENT_ROWS = 16  # up to here products write their parts to the ranks' inboxes themselves
 
 
@@ -49,7 +49,7 @@ class Parallel(Protocol):
         ...
 
     def inboxes(self, rows: int, width: int, dtype: torch.dtype) -> "Inboxes | None":
-        """Memory that the ranks write into each other's, for decode steps of up to `rows` rows and joints of up to `width`
+        """Memory that the ranks write into each other's, for decode steps of up to `rows` rows and fused norms of up to `width`
         elements a row; None where there is none (one rank, or ranks on a CPU). Every rank calls it once, at boot."""
         ...
 
@@ -58,8 +58,8 @@ class Parallel(Protocol):
 class Inboxes:
     """One rank's end of the memory that the ranks of a decode step write into each other's."""
 
-    joints: Peers
-    choices: Ballot
+    allreduce: AllReduceInbox
+    argmax: ArgmaxInbox
 
 
 class Single:
@@ -145,13 +145,13 @@ class CudaGroup:
 
     def inboxes(self, rows: int, width: int, dtype: torch.dtype) -> Inboxes:
         """As `Parallel.inboxes`: symmetric memory, empty on every rank before anybody can write."""
-        sizes = [Peers.bytes(self.size, rows, width, dtype), Ballot.bytes(self.size, rows)]
+        sizes = [AllReduceInbox.bytes(self.size, rows, width, dtype), ArgmaxInbox.bytes(self.size, rows)]
         memory, pointers = symmetric_memory(self._world, sum(sizes), self._device)
-        joints = Peers(memory[: sizes[0]], pointers, self.rank, rows, width, dtype, SHARDED_ROWS, SENT_ROWS)
-        choices = Ballot(memory[sizes[0] :], pointers + sizes[0], self.rank, rows, joints.errors)
+        allreduce = AllReduceInbox(memory[: sizes[0]], pointers, self.rank, rows, width, dtype, SHARDED_ROWS, SENT_ROWS)
+        argmax = ArgmaxInbox(memory[sizes[0] :], pointers + sizes[0], self.rank, rows, allreduce.errors)
         torch.cuda.synchronize(self._device)
         distributed.barrier()
-        return Inboxes(joints, choices)
+        return Inboxes(allreduce, argmax)
 
 
 def connect(rank: int, size: int, device: torch.device, reduce: int, store: str, timeout_s: float) -> Parallel:

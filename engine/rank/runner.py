@@ -86,9 +86,9 @@ class Runner:
         asked = AskedAttention.of(config, unsound)
         attention = attention_backend(asked, geometry, cache, config.tp, self._buckets, device, check)
         sampler = Sampler(parallel, geometry.vocab, geometry.softcap, config.suppress, device)
-        peers, ballot = (inboxes.joints, inboxes.choices) if inboxes else (None, None)
+        peers, argmax = (inboxes.allreduce, inboxes.argmax) if inboxes else (None, None)
         self.forward_stage = ForwardStage(model, cache, attention, self._inputs, peers, self.pages)
-        self.sample_stage = SampleStage(model, sampler, self.slots, ballot, share)
+        self.sample_stage = SampleStage(model, sampler, self.slots, argmax, share)
         rows = self._buckets[-1] + config.prefill_budget
         self.report_stage = ReportStage(rows, device, self.pages, debug_hash=config.debug_hash)
         self._prefill = min(config.prefill_budget, config.max_len)
@@ -107,7 +107,7 @@ class Runner:
         RuntimeError: another rank's part of an all-reduce did not come, and the inboxes are broken.
         """
         self.graphs = self.graphs_of(sizes or self._buckets)
-        if self._inboxes is not None and self._inboxes.joints.failed:
+        if self._inboxes is not None and self._inboxes.allreduce.failed:
             raise RuntimeError("another rank's part of an all-reduce did not come in time while decode steps were captured")
 
     @torch.inference_mode()

@@ -26,7 +26,7 @@ from engine.rank.parallel import Parallel
 from engine.rank.upload import uploaded
 from kernels.adjust import adjust
 from kernels.candidates import block_peaks, candidates, choose_candidates
-from kernels.choose import Ballot, choose_best, local_best, parts_of
+from kernels.choose import ArgmaxInbox, choose_best, local_best, parts_of
 from kernels.filters import Share, adopt, filtered_tokens, scaled_rows
 from kernels.launch import processors, usable
 from kernels.sample import cap
@@ -64,7 +64,7 @@ class Sampler:
         return SamplingBatch(slots, positions, parameters, tokens, self._suppressed, self._softcap)
 
     def sample(
-        self, logits: Tensor, batch: SamplingBatch, ballot: Ballot | None, special: SpecialRows = SpecialRows()
+        self, logits: Tensor, batch: SamplingBatch, inbox: ArgmaxInbox | None, special: SpecialRows = SpecialRows()
     ) -> tuple[Tensor, Tensor | None]:
         """logits fp32 [R, vocab share], before the soft cap, -inf behind the vocabulary's end -> int32 [R, 2]: token, flags
         (`kernels.choose`); and of reported rows, if there are any, int32 [n, 2 + 2 alternatives], as `token_logprobs`.
@@ -75,7 +75,7 @@ class Sampler:
         raw = logits[reported] if len(reported) else None
         if batch.adjustments is not None:
             batch = adjust(logits, batch, self._first(logits), self._parts(logits))
-        chosen = self._maxima(logits, batch, ballot)
+        chosen = self._maxima(logits, batch, inbox)
         if special.small_top_k:
             best = candidates(logits, block_peaks(logits, batch), batch, self._first(logits))
             choose_candidates(self._parallel.all_gather(best.flatten(1)).view(len(logits), -1, 2), batch, chosen)
@@ -106,14 +106,14 @@ class Sampler:
         numbers = [(chosen - total).view(torch.int32), ahead.int(), top.int(), (values - total).view(torch.int32)]
         return torch.cat(numbers, dim=1)
 
-    def _maxima(self, logits: Tensor, batch: SamplingBatch, ballot: Ballot | None) -> Tensor:
+    def _maxima(self, logits: Tensor, batch: SamplingBatch, inbox: ArgmaxInbox | None) -> Tensor:
         """int32 [R, 2], the best of all ranks. Overwrites logits of forbidden ids."""
         best = local_best(logits, batch, self._first(logits), self._parts(logits))
-        if ballot is None or not usable(best, "kernels.choose"):
-            ballot = None
+        if inbox is None or not usable(best, "kernels.choose"):
+            inbox = None
             best = self._parallel.all_gather(best.flatten(1)).view(len(logits), -1, best.shape[2])
         chosen = torch.empty((len(logits), 2), dtype=torch.int32, device=logits.device)
-        choose_best(best, batch, chosen, ballot)
+        choose_best(best, batch, chosen, inbox)
         return chosen
 
     def _filter(self, logits: Tensor, batch: SamplingBatch, chosen: Tensor, rows: Tensor) -> None:

@@ -45,9 +45,9 @@ def check_kernels(parallel: Parallel, device: torch.device) -> list[str]:
 def checked_inboxes(
     parallel: Parallel, rows: int, width: int, n: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Inboxes | None, list[str]]:
-    """The group's inboxes (`Parallel.inboxes`) for joints of `n` elements; None without sound kernels for them. A sentence where a
-    GPU that nobody tried fails its check. Every rank must call it."""
-    if "kernels.joint" in distrusted():
+    """The group's inboxes (`Parallel.inboxes`) for fused norms of `n` elements; None without sound kernels for them. A sentence
+    where a GPU that nobody tried fails its check. Every rank must call it."""
+    if "kernels.fused_allreduce_norm" in distrusted():
         return None, []
     inboxes = parallel.inboxes(rows, width, dtype)
     if inboxes is None or torch.cuda.get_device_capability(device) in selfcheck.RUN_ON:
@@ -62,12 +62,12 @@ def checked_inboxes(
 def check_inboxes(parallel: Parallel, inboxes: Inboxes, n: int, device: torch.device, dtype: torch.dtype) -> str | None:
     """What is wrong with the kernels that write into other ranks' memory, or with that memory; None: nothing, on any rank. Every
     rank must call it."""
-    checks = inbox_checks(inboxes.joints, inboxes.choices, n)
+    checks = inbox_checks(inboxes.allreduce, inboxes.argmax, n)
     found = uncompiled(checks, device, dtype)
     if not agreed(parallel, [_INBOXES], [_INBOXES] if found else [], device):  # else some rank would wait for what never comes
-        found = [wrong for check in inbox_checks(inboxes.joints, inboxes.choices, n) if (wrong := failure(check, device, dtype))]
+        found = [wrong for check in inbox_checks(inboxes.allreduce, inboxes.argmax, n) if (wrong := failure(check, device, dtype))]
         agreed(parallel, [_INBOXES], [], device)  # nobody writes any more
-    empty = inboxes.joints.empty and inboxes.choices.empty
+    empty = inboxes.allreduce.empty and inboxes.argmax.empty
     if not agreed(parallel, [_INBOXES], [_INBOXES] if found or not empty else [], device):
         return None
     if found:

@@ -75,7 +75,7 @@ def wait_at_most(rank: Rank, seconds: float) -> None:
     if isinstance(rank.parallel, MappedCollectives):
         rank.parallel.timeout_s = seconds
     if rank.inboxes is not None:
-        rank.inboxes.joints.wait_at_most(seconds)
+        rank.inboxes.allreduce.wait_at_most(seconds)
 
 
 class Worker:

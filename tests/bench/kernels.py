@@ -2,7 +2,7 @@
 
     --model, --tp, --rows     whose shapes (31b at 4), and how many rows of x
     --sweep                   every candidate tile instead of the committed one; the table at the end is what to commit
-    --chain [--sweep]         a step's products in one graph, with stand-ins for attention and joints (tests.bench.gemv_chain)
+    --chain [--sweep]         a step's products in one graph, with stand-ins for attention and fused norms (tests.bench.gemv_chain)
     --dry                     small shapes on the CPU under Triton's interpreter: that the run would reach its end
 
 Needs torch, triton and the checkout. Compiles ahead in as many processes as there are cores, then times by graph replay.
@@ -40,7 +40,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--chain", action="store_true")
     parser.add_argument("--attention-us", type=float, default=6.0)
-    parser.add_argument("--joint-us", type=float, default=5.0)
+    parser.add_argument("--allreduce-norm-us", type=float, default=5.0)
     parser.add_argument("--target", default="9.0", help="compute capability to compile for ahead of time")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--dry", action="store_true")
@@ -78,10 +78,10 @@ def case_bench(model: Model, options: argparse.Namespace) -> Iterator[Row]:
 
 def chain_bench(model: Model, options: argparse.Namespace) -> Iterator[Row]:
     """The chain's settings, or its sweep, for each number of rows."""
-    stand_ins = StandIns(options.attention_us, options.joint_us)
+    stand_ins = StandIns(options.attention_us, options.allreduce_norm_us)
     chains = [Chain(model, options.tp, rows, torch.device("meta")) for rows in options.rows]
     device = yield from prepare([case for chain in chains for case in chain_cases(chain)], options)
-    for us in (stand_ins.attention, stand_ins.joint):
+    for us in (stand_ins.attention, stand_ins.allreduce_norm):
         yield {"stand_in_us": us, "measured_us": round(stand_in_us(us, device), 2)}
     for rows in options.rows:
         chain = Chain(model, options.tp, rows, device)

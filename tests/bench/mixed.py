@@ -88,7 +88,7 @@ def list_launches(args: argparse.Namespace) -> None:
         launches = Counter(node.kernel for node in mixed(args.budget - decodes, decodes, buckets=BUCKETS))
         counts = {kind: launches[kernel] for kind, kernel in KINDS.items() if kernel}
         counts["products"], counts["the rest"] = 4 * launches["_extend"], sum(launches.values()) - sum(counts.values())
-        counts["sums over ranks"] = launches["_joint"]
+        counts["sums over ranks"] = launches["_allreduce_norm"]
         took = expected_us(chunks_of(args.budget - decodes, args.prompt), decodes)
         for kind in KINDS:
             lines[kind].append(f" {counts[kind]}, {took[kind]:.0f} |")

@@ -46,6 +46,6 @@ STAGES = (
     _bench("protocol", 300, 4, "engine", _31B),
     _bench("protocol-default", 300, 4, "engine", f"{_31B} --sampling default"),
     _bench("decode-step", 240, 4, "step", "--tp 4 --check --steps 48"),
-    _bench("joint", 240, 4, "joint", "--tp 4 --check 1400"),
+    _bench("allreduce_norm", 240, 4, "fused_allreduce_norm", "--tp 4 --check 1400"),
     _bench("fairness", 300, 4, "fairness", f"{_31B} --long 16384 --max-len 20480 --prefill-budget 2048 --seconds 0"),
 )

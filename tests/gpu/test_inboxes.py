@@ -11,7 +11,7 @@ import torch
 from torch import multiprocessing
 
 import kernels.choose
-import kernels.joint
+import kernels.fused_allreduce_norm
 import kernels.linear
 from engine.rank.parallel import SHARDED_ROWS, connect
 from engine.rank.start_checks import check_inboxes
@@ -31,7 +31,7 @@ def plant(kernel: str) -> None:
         given = [args[0] + 3, *args[1:]] if launched.__name__ == kernel else args
         real(launched, grid, *given, **named)
 
-    for module in (kernels.joint, kernels.linear, kernels.choose):
+    for module in (kernels.fused_allreduce_norm, kernels.linear, kernels.choose):
         module.launch = faulty  # type: ignore[attr-defined]  # of a process of the test's own
 
 

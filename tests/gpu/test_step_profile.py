@@ -22,11 +22,11 @@ def profile_of(member: str, batch: int) -> StepProfile:
 
 @pytest.mark.parametrize("batch", [1, 24])
 def test_nodes_of_a_captured_step(batch: int) -> None:
-    """A dense layer is seven nodes, attention and joints in their places; nodes add up to the step without a profiler."""
+    """A dense layer is seven nodes, attention and fused norms in their places; nodes add up to the step without a profiler."""
     found = profile_of("31b", batch)
     layer = [" ".join(node.kernels) for node in found.nodes if node.layer == 1]
     assert len(layer) == 7
-    assert [layer[at] for at in (1, 3, 6)] == ["decode_kernel", "_joint", "_joint"]
+    assert [layer[at] for at in (1, 3, 6)] == ["decode_kernel", "_allreduce_norm", "_allreduce_norm"]
     assert all(node.us >= 0 and node.alone_us > 0 for node in found.nodes)
     assert all(later.start_us >= earlier.start_us for earlier, later in pairwise(found.nodes))
     total = sum(node.us for node in found.nodes) / 1e3

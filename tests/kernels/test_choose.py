@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels import sample
 from kernels.activation import geglu
-from kernels.choose import ROW_HAS_NAN, Ballot, _launch_choose, choose_best, local_best
+from kernels.choose import ROW_HAS_NAN, ArgmaxInbox, _launch_choose, choose_best, local_best
 from kernels.embed import _embed_reference, embed
 from kernels.sampling_batch import SamplingBatch, SlotParameters
 from kernels.slots import (
@@ -69,9 +69,9 @@ def case(seed: int) -> Case:
 def chosen(it: Case, size: int, parts: int) -> tuple[Tensor, Tensor]:
     """Token and flags of each row, and the token table, once every rank gave the same."""
     share = VOCAB // size
-    memories = [torch.zeros(Ballot.bytes(size, 6), dtype=torch.uint8) for _ in range(size)]
+    memories = [torch.zeros(ArgmaxInbox.bytes(size, 6), dtype=torch.uint8) for _ in range(size)]
     pointers, errors = torch.tensor([memory.data_ptr() for memory in memories]), torch.zeros(2, dtype=torch.int32)
-    ballots = [Ballot(memory, pointers, rank, 6, errors) for rank, memory in enumerate(memories)]
+    inboxes = [ArgmaxInbox(memory, pointers, rank, 6, errors) for rank, memory in enumerate(memories)]
     tokens = [torch.zeros(SLOTS, 200, dtype=torch.int32) for _ in range(size)]
     results = [torch.zeros(6, 2, dtype=torch.int32) for _ in range(size)]
     batches = [SamplingBatch(it.slots, it.positions, it.parameters, table, it.suppress, SOFTCAP) for table in tokens]
@@ -83,8 +83,8 @@ def chosen(it: Case, size: int, parts: int) -> tuple[Tensor, Tensor]:
         choose_best(best[0], batches[0], results[0], None)
         return results[0], tokens[0]
     for send in (True, False):
-        for rank, ballot in enumerate(ballots):
-            shared = (ballot.pointers, ballot.inbox, ballot.errors, ballot.rank, ballot.rows * 4)
+        for rank, inbox in enumerate(inboxes):
+            shared = (inbox.pointers, inbox.inbox, inbox.errors, inbox.rank, inbox.rows * 4)
             _launch_choose(best[rank], batches[rank], results[rank], shared, size, send=send, receive=not send)
     assert all(torch.equal(result, results[0]) for result in results)
     assert all(torch.equal(table, tokens[0]) for table in tokens)

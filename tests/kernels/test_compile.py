@@ -23,10 +23,10 @@ from torch import Tensor
 from kernels.adjust import adjust
 from kernels.block_tables import block_tables
 from kernels.candidates import block_peaks, candidates, choose_candidates
-from kernels.choose import Ballot, choose_best, local_best, parts_of
+from kernels.choose import ArgmaxInbox, choose_best, local_best, parts_of
 from kernels.experts import experts
 from kernels.filters import Share, adopt, filtered_tokens, scaled_rows
-from kernels.joint import Norms, Peers, joint
+from kernels.fused_allreduce_norm import AllReduceInbox, Norms, fused_allreduce_norm
 from kernels.launch import Node, launch, record, trigger, wait
 from kernels.linear import linear, linear_geglu, linear_send
 from kernels.route import route, router_logits
@@ -50,8 +50,8 @@ HIDDEN = 5376
 CONSTANT = {
     "_gemv": {"weight", "pointers"},
     "_gemm": {"weight", "pointers"},
-    "_joint": {"post", "following", "scalar", "pointers"},
-    "_joint_sharded": {"post", "following", "scalar", "pointers"},
+    "_allreduce_norm": {"post", "following", "scalar", "pointers"},
+    "_allreduce_norm_sharded": {"post", "following", "scalar", "pointers"},
     "_logits": {"proj", "scale", "norm"},
     "_rotary": {"frequencies"},
     "decode_kernel": {"q_norm", "k_norm"},
@@ -85,26 +85,27 @@ def linear_nodes(target: Target) -> Iterator[Node]:
 
 def sent_nodes(target: Target) -> Iterator[Node]:
     """Products that write their parts to four inboxes."""
-    peers = Peers(meta(Peers.bytes(4, 64, HIDDEN, torch.bfloat16) // 2, dtype=torch.int16), meta(4, dtype=torch.int64), 2, 64,
-                  HIDDEN, torch.bfloat16, sharded=32, sent=16)  # fmt: skip
+    memory = meta(AllReduceInbox.bytes(4, 64, HIDDEN, torch.bfloat16) // 2, dtype=torch.int16)
+    peers = AllReduceInbox(memory, meta(4, dtype=torch.int64), 2, 64, HIDDEN, torch.bfloat16, sharded=32, sent=16)
     with record(target) as nodes:
         for rows in (1, 8):
             linear_send(meta(rows, 2048), meta(HIDDEN, 2048), peers)
     yield from nodes
 
 
-def joint_nodes(target: Target) -> Iterator[Node]:
+def allreduce_norm_nodes(target: Target) -> Iterator[Node]:
     """One rank's, two parts, and over four ranks one-shot, the first one, and sharded."""
     n, bf16 = HIDDEN, torch.bfloat16
-    memory = meta(Peers.bytes(4, 64, n, bf16) // 2, dtype=torch.int16)
-    peers = Peers(memory, meta(4, dtype=torch.int64), 2, 64, n, bf16, sharded=32)
+    memory = meta(AllReduceInbox.bytes(4, 64, n, bf16) // 2, dtype=torch.int16)
+    peers = AllReduceInbox(memory, meta(4, dtype=torch.int64), 2, 64, n, bf16, sharded=32)
     both = Norms(meta(n), meta(n))
     with record(target) as nodes:
-        joint(meta(ROWS, n), meta(ROWS, n), both, 1e-6, meta(1))
-        joint(meta(ROWS, 2 * 2816), meta(ROWS, 2816), Norms(meta(2816), meta(2816), (meta(2816), meta(2816))), 1e-6, meta(1))
-        joint(meta(ROWS, n), meta(ROWS, n), both, 1e-6, meta(1), peers=peers)
-        joint(meta(ROWS, n), None, Norms(None, meta(n)), 1e-6, scale=73.5, peers=peers)
-        joint(meta(64, n), meta(64, n), both, 1e-6, meta(1), peers=peers)
+        fused_allreduce_norm(meta(ROWS, n), meta(ROWS, n), both, 1e-6, meta(1))
+        two = Norms(meta(2816), meta(2816), (meta(2816), meta(2816)))
+        fused_allreduce_norm(meta(ROWS, 2 * 2816), meta(ROWS, 2816), two, 1e-6, meta(1))
+        fused_allreduce_norm(meta(ROWS, n), meta(ROWS, n), both, 1e-6, meta(1), peers=peers)
+        fused_allreduce_norm(meta(ROWS, n), None, Norms(None, meta(n)), 1e-6, scale=73.5, peers=peers)
+        fused_allreduce_norm(meta(64, n), meta(64, n), both, 1e-6, meta(1), peers=peers)
     yield from nodes
 
 
@@ -134,10 +135,10 @@ def adjust_nodes(target: Target) -> Iterator[Node]:
 def choose_nodes(target: Target) -> Iterator[Node]:
     """Sampling over a quarter of the vocabulary, alone and over four ranks."""
     parts, batch = parts_of(65536, ROWS, 132), sampling_batch(ROWS, 8)
-    ballot = Ballot(ints(Ballot.bytes(4, ROWS) // 4), meta(4, dtype=torch.int64), 2, ROWS, ints(2))
+    inbox = ArgmaxInbox(ints(ArgmaxInbox.bytes(4, ROWS) // 4), meta(4, dtype=torch.int64), 2, ROWS, ints(2))
     with record(target) as nodes:
         best = local_best(meta(ROWS, 65536, dtype=torch.float32), batch, 65536, parts)
-        for ranks in (None, ballot):
+        for ranks in (None, inbox):
             choose_best(best, batch, ints(ROWS, 2), ranks)
     yield from nodes
 
@@ -208,7 +209,7 @@ SUBJECTS: dict[str, Callable[[Target], Iterator[Node]]] = {
     "adjust": adjust_nodes,
     "linear": linear_nodes,
     "sent": sent_nodes,
-    "joint": joint_nodes,
+    "fused_allreduce_norm": allreduce_norm_nodes,
     "choose": choose_nodes,
     "experts": experts_nodes,
     "candidates": candidates_nodes,
@@ -270,7 +271,7 @@ def test_inboxes_are_polled() -> None:
     """What another rank writes is read by volatile loads alone."""
     polls = [
         access.op
-        for subject in ("joint", "choose")
+        for subject in ("fused_allreduce_norm", "choose")
         for kernel in compiled(subject, HOPPER)
         for access in accesses(kernel.ptx, list(kernel.node.types))
         if access.reads and "inbox" in access.arguments
@@ -281,7 +282,7 @@ def test_inboxes_are_polled() -> None:
 
 def test_waits_for_ranks_end_by_the_clock() -> None:
     """A kernel that polls looks at the time, and no other does: how long a number of polls takes depends on the GPU."""
-    for kernel in (*compiled("joint", HOPPER), *compiled("choose", HOPPER)):
+    for kernel in (*compiled("fused_allreduce_norm", HOPPER), *compiled("choose", HOPPER)):
         inbox = any("inbox" in access.arguments and access.reads for access in accesses(kernel.ptx, list(kernel.node.types)))
         assert ("%globaltimer" in kernel.ptx) == inbox, kernel.node.kernel
 

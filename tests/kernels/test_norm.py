@@ -1,4 +1,4 @@
-"""RMSNorm and the residual joint, against fp64 and against transformers' order of casts."""
+"""RMSNorm and the residual fused norm, against fp64 and against transformers' order of casts."""
 
 import pytest
 import torch

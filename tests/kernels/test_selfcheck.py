@@ -24,7 +24,7 @@ pytestmark = pytest.mark.cpu
 CPU = torch.device("cpu")
 # Sums and gathers need other ranks: their check is engine.rank.parallel.self_check.
 OVER_RANKS = {"kernels.allreduce"}
-BETWEEN_RANKS = {"_joint_sharded"}  # checked by kernels.inbox_check, as are those that do more where there are other ranks
+BETWEEN_RANKS = {"_allreduce_norm_sharded"}  # checked by kernels.inbox_check, as are those that do more where there are other ranks
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_a_distrusted_module_runs_plain_torch() -> None:
         assert len(nodes) == 1
         with plain_torch("kernels.linear"):
             linear.linear(x, torch.empty(512, 512, dtype=torch.bfloat16, device="meta"))
-            assert usable(x, "kernels.joint")
+            assert usable(x, "kernels.fused_allreduce_norm")
         assert len(nodes) == 1
         assert usable(x, "kernels.linear")
         distrust(["kernels.linear"])

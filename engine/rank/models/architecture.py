@@ -16,7 +16,7 @@ from engine.rank.kv import KVCache
 from engine.rank.load.tensor_table import TensorTable
 from engine.rank.models.layers import Module, VocabTable
 from engine.rank.parallel import Parallel
-from kernels.joint import Peers
+from kernels.fused_allreduce_norm import AllReduceInbox
 
 
 class Shard(Module):
@@ -40,7 +40,7 @@ class Model(Shard, ABC):
 
     @abstractmethod
     def states(
-        self, batch: ForwardBatch, cache: KVCache, attention: AttentionBackend, peers: Peers | None = None
+        self, batch: ForwardBatch, cache: KVCache, attention: AttentionBackend, peers: AllReduceInbox | None = None
     ) -> tuple[Tensor, Tensor]:
         """[R, hidden] each, of `batch.logit_rows`: the residual stream behind the last layer, and its final-normed form. Writes the
         batch's K and V into `cache`.
@@ -49,7 +49,7 @@ class Model(Shard, ABC):
         """
 
     def forward(
-        self, batch: ForwardBatch, cache: KVCache, attention: AttentionBackend, peers: Peers | None = None
+        self, batch: ForwardBatch, cache: KVCache, attention: AttentionBackend, peers: AllReduceInbox | None = None
     ) -> Tensor:
         """[R, hidden]: the final-normed rows of `states`."""
         return self.states(batch, cache, attention, peers)[1]

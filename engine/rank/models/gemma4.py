@@ -7,8 +7,8 @@
                     h = h * scalar
     logits = norm(h) E^T                                                     or of a matrix of their own
 
-A block speaks (h, x): the residual stream, and its normed form that the next product reads. A joint ends a block's half: the sum
-over ranks, the norm behind it, the residual, and the norm before what follows, also where that is the next block's. Layers that
+A block speaks (h, x): the residual stream, and its normed form that the next product reads. A fused norm ends a block's half: the
+sum over ranks, the norm behind it, the residual, and the norm before what follows, also where that is the next block's. Layers that
 read another layer's K and V store nothing: behind the last layer that does store, only the rows whose logits are wanted go on.
 """
 
@@ -25,9 +25,9 @@ from engine.rank.kv import KVCache
 from engine.rank.models.architecture import Architecture, Model
 from engine.rank.models.gemma4_weights import TENSORS
 from engine.rank.models.layers import (
+    AllReduceNorm,
     AttentionModule,
     Experts,
-    Joint,
     Linear,
     Mlp,
     Module,
@@ -38,7 +38,7 @@ from engine.rank.models.layers import (
     reduce_together,
 )
 from engine.rank.parallel import Parallel
-from kernels.joint import Peers, Sent
+from kernels.fused_allreduce_norm import AllReduceInbox, InboxPart
 from kernels.linear import linear_gelu_mul
 from kernels.ple import per_layer_inputs
 from kernels.qkv import inverse_frequencies
@@ -46,14 +46,14 @@ from kernels.qkv import inverse_frequencies
 
 @dataclass(frozen=True)
 class _Step:
-    """What the layers of one forward share: batch, cache, what attention has prepared, joints, per-layer embeddings
+    """What the layers of one forward share: batch, cache, what attention has prepared, fused norms, per-layer embeddings
     [T, layers, ple] or None."""
 
     batch: ForwardBatch
     cache: KVCache
     attention: AttentionBackend
     plan: AttentionPlan
-    joint: Joint
+    allreduce_norm: AllReduceNorm
     ple: Tensor | None
 
     def logit_rows(self) -> "_Step":
@@ -85,11 +85,11 @@ class Attention(AttentionModule):
         self.q_norm = empty(layer.head_dim, dtype=dtype, device=device)
         self.k_norm = empty(layer.head_dim, dtype=dtype, device=device) if layer.owns_kv else None
 
-    def forward(self, x: Tensor, step: _Step) -> Tensor | Sent:
+    def forward(self, x: Tensor, step: _Step) -> Tensor | InboxPart:
         group = step.cache.of(self.layer)
         out = x.new_empty(x.shape[0], self.o.weight.shape[1])
         step.attention.attend(self.qkv(x), self.layer, (self.q_norm, self.k_norm), step.batch, step.plan, group, out)
-        part: Tensor | Sent = self.o(out, step.joint)
+        part: Tensor | InboxPart = self.o(out, step.allreduce_norm)
         return part
 
 
@@ -118,18 +118,18 @@ class Block(Module):
     def forward(self, h: Tensor, x: Tensor, following: Tensor, step: _Step) -> tuple[Tensor, Tensor]:
         """h [T, hidden] and its normed form x -> the same behind this layer, normed by `following`."""
         norms = self.norms
-        h, x = step.joint(self.attention(x, step), h, norms["post_attention"], norms["pre_mlp"])
+        h, x = step.allreduce_norm(self.attention(x, step), h, norms["post_attention"], norms["pre_mlp"])
         after = None if self._ple else following
         scalar = None if self._ple else self.scalar
         if self._moe:
             each = (norms["post_dense"], norms["post_experts"])
-            h, x = step.joint(self._dense_and_experts(h, x), h, norms["post_mlp"], after, scalar, each=each)
+            h, x = step.allreduce_norm(self._dense_and_experts(h, x), h, norms["post_mlp"], after, scalar, each=each)
         else:
-            h, x = step.joint(self.mlp(x, step.joint), h, norms["post_mlp"], after, scalar)
+            h, x = step.allreduce_norm(self.mlp(x, step.allreduce_norm), h, norms["post_mlp"], after, scalar)
         if step.ple is None:
             return h, x
         p = self.ple_out(linear_gelu_mul(h, self.ple_gate.weight, step.ple[:, self._index]))
-        return step.joint.whole(p, h, norms["post_ple"], following, self.scalar)
+        return step.allreduce_norm.whole(p, h, norms["post_ple"], following, self.scalar)
 
     def _dense_and_experts(self, h: Tensor, x: Tensor) -> Tensor:
         """Both branches' parts, side by side: they are whole, and normed apart, before they are added."""
@@ -156,13 +156,13 @@ class Embedding(Module):
             self.ple_projection = Linear(geometry.hidden, width, dtype, device)
             self.ple_norm = empty(geometry.ple, dtype=dtype, device=device)
 
-    def forward(self, ids: Tensor, following: Tensor, joint: Joint) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(self, ids: Tensor, following: Tensor, allreduce_norm: AllReduceNorm) -> tuple[Tensor, Tensor, Tensor | None]:
         """ids int32 [T] -> (h [T, hidden], h normed by `following`, per-layer embeddings [T, layers, ple] or None)."""
         rows = self.tokens(ids, self._placeholders, self._geometry.pad)
         if not self._geometry.ple:
-            return *joint(rows, None, None, following, scale=self._scale), None
+            return *allreduce_norm(rows, None, None, following, scale=self._scale), None
         rows, ple = reduce_together(self._parallel, rows, self.ple_tokens(ids, self._placeholders, self._geometry.pad))
-        h, x = joint.whole(rows.contiguous(), None, None, following, scale=self._scale)
+        h, x = allreduce_norm.whole(rows.contiguous(), None, None, following, scale=self._scale)
         geometry = self._geometry
         context = self.ple_projection(h)
         ple = per_layer_inputs(context, ple.contiguous(), self.ple_norm, geometry.eps, geometry.hidden**-0.5, self._ple_scale)
@@ -188,15 +188,15 @@ class Gemma4(Model):
         return self.embedding.tokens if self.own_head is None else self.own_head
 
     def states(
-        self, batch: ForwardBatch, cache: KVCache, attention: AttentionBackend, peers: Peers | None = None
+        self, batch: ForwardBatch, cache: KVCache, attention: AttentionBackend, peers: AllReduceInbox | None = None
     ) -> tuple[Tensor, Tensor]:
         assert peers is None or not batch.chunks, "chunks are summed by collectives"
         residual_is_read = self.geometry.moe is not None or self.geometry.ple > 0  # by routers and gates
-        joint = Joint(self.parallel, peers, self.geometry.eps, every_row=residual_is_read)
+        allreduce_norm = AllReduceNorm(self.parallel, peers, self.geometry.eps, every_row=residual_is_read)
         blocks = [block for block in self.blocks if isinstance(block, Block)]
         first = [block.norms["pre_attention"] for block in blocks]
-        h, x, ple = self.embedding(batch.ids, first[0], joint)
-        step = _Step(batch, cache, attention, attention.prepare(batch), joint, ple)
+        h, x, ple = self.embedding(batch.ids, first[0], allreduce_norm)
+        step = _Step(batch, cache, attention, attention.prepare(batch), allreduce_norm, ple)
         narrow = batch.logit_rows is not None and len(batch.logit_rows) < batch.rows
         for index, (block, following) in enumerate(zip(blocks, [*first[1:], self.norm], strict=True)):
             if narrow and index == self._sharing:

@@ -2,8 +2,8 @@
 
 A column-parallel product is a `Linear` whose weight holds this rank's rows; what it yields stays local. A row-parallel one holds
 this rank's columns and yields a part of the sum: parts are added over ranks before anything else may touch them, and Gemma norms
-every such sum, so that sum, norm, residual and next norm are one step: `Joint`. KV heads that do not divide are held by several
-ranks. Weights are made empty; `engine.rank.load` fills them.
+every such sum, so that sum, norm, residual and next norm are one step: `AllReduceNorm`. KV heads that do not divide are held by
+several ranks. Weights are made empty; `engine.rank.load` fills them.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from engine.geometry import Layer, Moe, shard_vocab, vocab_share
 from engine.rank.parallel import Parallel
 from kernels.embed import embed
 from kernels.experts import experts
-from kernels.joint import Norms, Peers, Sent, joint
+from kernels.fused_allreduce_norm import AllReduceInbox, InboxPart, Norms, fused_allreduce_norm
 from kernels.linear import linear, linear_geglu, linear_parts, linear_send
 from kernels.route import route, router_logits
 
@@ -71,14 +71,14 @@ class Linear(Module):
         super().__init__()
         self.weight = empty(outputs, inputs, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor, joint: "Joint | None" = None) -> Tensor | Sent:
-        """With `joint`, this rank's part of a row-parallel product for it: few rows go to the ranks' inboxes, where there are any;
+    def forward(self, x: Tensor, allreduce_norm: "AllReduceNorm | None" = None) -> Tensor | InboxPart:
+        """With `allreduce_norm`, this rank's part of a row-parallel product for it: few rows go to the ranks' inboxes, if any;
         where there is one rank, they may be left in fp32 parts [parts, T, m]."""
-        if joint is None or (joint.peers is None and joint.ranks > 1):
+        if allreduce_norm is None or (allreduce_norm.peers is None and allreduce_norm.ranks > 1):
             return linear(x, self.weight)
-        if joint.peers is None:
+        if allreduce_norm.peers is None:
             return linear_parts(x, self.weight)
-        sent = linear_send(x, self.weight, joint.peers)
+        sent = linear_send(x, self.weight, allreduce_norm.peers)
         return linear(x, self.weight) if sent is None else sent
 
     def fp32(self, x: Tensor) -> Tensor:
@@ -86,20 +86,20 @@ class Linear(Module):
         return linear(x, self.weight, dtype=torch.float32)
 
 
-class Joint:
-    """Joins a layer's parts to the residual (`kernels.joint`): over inboxes where a step has them, else behind an all-reduce.
+class AllReduceNorm:
+    """Adds a layer's parts to the residual (`kernels.fused_allreduce_norm`): over inboxes, or behind an all-reduce.
 
-    every_row  of the residual is needed on every rank, because something besides joints reads it
+    every_row  of the residual is needed on every rank, because something besides fused norms reads it
     """
 
-    def __init__(self, parallel: Parallel, peers: Peers | None, eps: float, *, every_row: bool = False) -> None:
+    def __init__(self, parallel: Parallel, peers: AllReduceInbox | None, eps: float, *, every_row: bool = False) -> None:
         self._parallel, self._eps, self._every_row = parallel, eps, every_row
         self.peers = peers.begin() if peers is not None else None
         self.ranks = parallel.size
 
     def __call__(
         self,
-        part: Tensor | Sent,
+        part: Tensor | InboxPart,
         residual: Tensor | None,
         post: Tensor | None,
         following: Tensor | None,
@@ -109,12 +109,12 @@ class Joint:
         scale: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
         """This rank's part [T, n], or [T, 2 n] with norms for `each` half -> (h, x); x is h where nothing is `following`."""
-        whole = part if isinstance(part, Sent) or self.peers is not None else self._parallel.all_reduce(part)
+        whole = part if isinstance(part, InboxPart) or self.peers is not None else self._parallel.all_reduce(part)
         return self.whole(whole, residual, post, following, scalar, each=each, scale=scale, peers=self.peers)
 
     def whole(
         self,
-        x: Tensor | Sent,
+        x: Tensor | InboxPart,
         residual: Tensor | None,
         post: Tensor | None,
         following: Tensor | None,
@@ -122,11 +122,11 @@ class Joint:
         *,
         each: tuple[Tensor, Tensor] | None = None,
         scale: float = 1.0,
-        peers: Peers | None = None,
+        peers: AllReduceInbox | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The same of a sum that is whole on every rank."""
         norms = Norms(post, following, each)
-        h, normed = joint(x, residual, norms, self._eps, scalar, scale, peers, self._every_row)
+        h, normed = fused_allreduce_norm(x, residual, norms, self._eps, scalar, scale, peers, self._every_row)
         return h, h if normed is None else normed
 
 
@@ -167,8 +167,8 @@ class Mlp(Module):
         self.gate_up = Linear(hidden, 2 * share, dtype, device)
         self.down = Linear(share, hidden, dtype, device)
 
-    def forward(self, x: Tensor, joint: Joint | None = None) -> Tensor | Sent:
-        part: Tensor | Sent = self.down(linear_geglu(x, self.gate_up.weight), joint)
+    def forward(self, x: Tensor, allreduce_norm: AllReduceNorm | None = None) -> Tensor | InboxPart:
+        part: Tensor | InboxPart = self.down(linear_geglu(x, self.gate_up.weight), allreduce_norm)
         return part
 
 

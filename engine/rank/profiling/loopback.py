@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from engine.rank.parallel import SENT_ROWS, Inboxes, Single
-from kernels.choose import Ballot
-from kernels.joint import Peers
+from kernels.choose import ArgmaxInbox
+from kernels.fused_allreduce_norm import AllReduceInbox
 
 
 class Loopback(Single):
@@ -27,17 +27,17 @@ class Loopback(Single):
         return x[:: self.size].expand(self.size, -1, -1).contiguous()
 
     def inboxes(self, rows: int, width: int, dtype: torch.dtype) -> Inboxes | None:  # type: ignore[override]  # Single has none
-        """What goes to peer q arrives in this rank's own inbox, as q's. Joints are never sharded: their owner would wait."""
+        """What goes to peer q arrives in this rank's own inbox, as q's. Fused norms are never sharded: their owner would wait."""
         if self._device.type != "cuda":
             return None
-        sizes = [Peers.bytes(self.size, rows, width, dtype), Ballot.bytes(self.size, rows)]
+        sizes = [AllReduceInbox.bytes(self.size, rows, width, dtype), ArgmaxInbox.bytes(self.size, rows)]
         memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=self._device)
         peers = torch.arange(self.size, dtype=torch.int64, device=self._device)
-        joints = Peers(
+        allreduce = AllReduceInbox(
             memory[: sizes[0]], memory.data_ptr() + peers * rows * width * dtype.itemsize, 0, rows, width, dtype,
             sharded=1 << 30, sent=SENT_ROWS,
         )
-        choices = Ballot(
-            memory[sizes[0] :], memory.data_ptr() + sizes[0] + peers * rows * 16, 0, rows, joints.errors
+        argmax = ArgmaxInbox(
+            memory[sizes[0] :], memory.data_ptr() + sizes[0] + peers * rows * 16, 0, rows, allreduce.errors
         )
-        return Inboxes(joints, choices)
+        return Inboxes(allreduce, argmax)

@@ -17,7 +17,7 @@ from engine.rank.models.architecture import Model
 from engine.rank.page_check import PageCheck
 from engine.rank.prompt_logprobs import ScoredRows, WantedLogprobs, scored_rows
 from engine.rank.step import StepBuffers
-from kernels.joint import Peers
+from kernels.fused_allreduce_norm import AllReduceInbox
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class ForwardStage:
         cache: KVCache,
         attention: AttentionBackend,
         inputs: StepBuffers,
-        peers: Peers | None,
+        peers: AllReduceInbox | None,
         pages: PageCheck | None,
     ) -> None:
         self.model, self._cache, self._attention = model, cache, attention

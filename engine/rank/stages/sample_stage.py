@@ -12,7 +12,7 @@ from engine.rank.prompt_logprobs import ScoredRows, token_logprobs
 from engine.rank.sampler import Sampler, SpecialRows
 from engine.rank.slots import ResultRows, SlotState
 from engine.rank.stages.forward_stage import ScoredBatch
-from kernels.choose import Ballot
+from kernels.choose import ArgmaxInbox
 
 SAMPLERS = ("maxima", "small_top_k", "adjusted_maxima", "adjusted_small_top_k")  # of captured steps
 
@@ -41,10 +41,10 @@ def captured_sampler(rows: ResultRows) -> str | None:
 
 
 class SampleStage:
-    """Samples from this rank's slice of the logits. ballot: the group's inbox for choices; share: logits of a row on this rank."""
+    """Samples from this rank's slice of the logits. inbox: the group's inbox for choices; share: logits of a row on this rank."""
 
-    def __init__(self, model: Model, sampler: Sampler, slots: SlotState, ballot: Ballot | None, share: int) -> None:
-        self._model, self.sampler, self._slots, self._ballot, self._share = model, sampler, slots, ballot, share
+    def __init__(self, model: Model, sampler: Sampler, slots: SlotState, inbox: ArgmaxInbox | None, share: int) -> None:
+        self._model, self.sampler, self._slots, self._inbox, self._share = model, sampler, slots, inbox, share
 
     def captured(self, name: str, plan: Tensor, batch: ForwardBatch, hidden: Tensor) -> StepTokens:
         """Tokens of the batch's rows by one of SAMPLERS. Capturable."""
@@ -56,7 +56,7 @@ class SampleStage:
         rows = self.sampler.batch(batch.slots, batch.positions, self._slots.parameters, self._slots.tokens)
         if plan is not None:
             rows = replace(rows, adjustments=self._slots.adjustments.tables, plan=plan)
-        return StepTokens(*self.sampler.sample(self._model.logits(hidden), rows, self._ballot, special))
+        return StepTokens(*self.sampler.sample(self._model.logits(hidden), rows, self._inbox, special))
 
     def with_prompts(self, sampled: StepTokens | None, prompts: ScoredBatch) -> StepTokens:
         """`sampled`, or nothing, with the logprobs of prompt tokens."""

@@ -80,11 +80,11 @@ def test_what_cannot_run_is_refused(nano: Nano, arguments: list[str], why: str, 
 
 
 def test_a_hidden_share_stands_in_the_table() -> None:
-    """Of a captured step: what a joint costs beyond its neighbours against its time alone, and the share of the whole."""
+    """Of a captured step: what a fused norm costs beyond its neighbours against its time alone, and the share of the whole."""
     from engine.rank.profiling.step_nodes import StepNode, StepProfile
 
     product = StepNode("o", None, ("_gemv",), weights=10**8, us=60.0, alone_us=60.0)
-    nodes = (product, StepNode("joint", None, ("_joint",), us=10.0, alone_us=40.0))
+    nodes = (product, StepNode("allreduce_norm", None, ("_joint",), us=10.0, alone_us=40.0))
     table, floor, hidden = profile_command.parts(StepProfile(1, 1024, 4e12, 0.07, True, (), nodes), folded=True)
     assert not isinstance(table, str)
     assert [row[-1] for row in table.rows] == ["", "75%"]

@@ -25,7 +25,7 @@ from engine.rank.models.architecture import Architecture, Model
 from engine.rank.models.layers import VocabTable
 from engine.rank.parallel import Single
 from engine.rank.profiling import bare_rank
-from kernels.joint import Peers
+from kernels.fused_allreduce_norm import AllReduceInbox
 from tests.conftest import Nano
 from tests.support.engine.ranks import run
 from tests.support.engine.recording import config_of
@@ -51,7 +51,7 @@ class Bigram(Model):
         return self.second
 
     def states(
-        self, batch: ForwardBatch, cache: KVCache, attention: AttentionBackend, peers: Peers | None = None
+        self, batch: ForwardBatch, cache: KVCache, attention: AttentionBackend, peers: AllReduceInbox | None = None
     ) -> tuple[Tensor, Tensor]:
         ids = batch.ids if batch.logit_rows is None else batch.ids[batch.logit_rows]
         h = self.first(ids, torch.empty(0, dtype=torch.int32), 0)

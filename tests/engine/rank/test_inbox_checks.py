@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import kernels.choose
-import kernels.joint
+import kernels.fused_allreduce_norm
 import kernels.linear
 from engine.channel import create_shared, map_shared
 from engine.rank import start_checks
@@ -25,9 +25,9 @@ from engine.rank.parallel import SENT_ROWS, SHARDED_ROWS, Inboxes, Single
 from engine.rank.start_checks import check_inboxes, checked_inboxes
 from kernels import launch as launcher
 from kernels.allreduce import MappedCollectives, shared_bytes
-from kernels.choose import Ballot
+from kernels.choose import ArgmaxInbox
+from kernels.fused_allreduce_norm import AllReduceInbox
 from kernels.inbox_check import inbox_checks
-from kernels.joint import Peers
 from kernels.launch import distrust, distrusted, record
 from kernels.selfcheck import Check, Failure, inputs
 from tests.support import interpreter
@@ -37,7 +37,8 @@ pytestmark = pytest.mark.cpu
 CPU = torch.device("cpu")
 RANKS, ROWS, SHARDED, N = 2, 4, 3, 40
 WAIT_S = 100.0
-LAUNCHERS = (kernels.joint, kernels.linear, kernels.choose)
+NORM = "kernels.fused_allreduce_norm"
+LAUNCHERS = (kernels.fused_allreduce_norm, kernels.linear, kernels.choose)
 Meddle = Callable[[str, list[Any], dict[str, Any], bool], None]
 
 
@@ -55,14 +56,14 @@ class Shared:
 
     @classmethod
     def made(cls) -> "Shared":
-        size = Peers.bytes(RANKS, ROWS, 2 * N, torch.float32) + Ballot.bytes(RANKS, ROWS)
+        size = AllReduceInbox.bytes(RANKS, ROWS, 2 * N, torch.float32) + ArgmaxInbox.bytes(RANKS, ROWS)
         return cls(_mapped(shared_bytes(RANKS)), [torch.frombuffer(_mapped(size), dtype=torch.uint8) for _ in range(RANKS)])
 
     def inboxes(self, rank: int) -> Inboxes:
         pointers = torch.tensor([memory.data_ptr() for memory in self.memories])
-        split = Peers.bytes(RANKS, ROWS, 2 * N, torch.float32)
-        joints = Peers(self.memories[rank][:split], pointers, rank, ROWS, 2 * N, torch.float32, SHARDED, sent=ROWS)
-        return Inboxes(joints, Ballot(self.memories[rank][split:], pointers + split, rank, ROWS, joints.errors))
+        split = AllReduceInbox.bytes(RANKS, ROWS, 2 * N, torch.float32)
+        allreduce = AllReduceInbox(self.memories[rank][:split], pointers, rank, ROWS, 2 * N, torch.float32, SHARDED, sent=ROWS)
+        return Inboxes(allreduce, ArgmaxInbox(self.memories[rank][split:], pointers + split, rank, ROWS, allreduce.errors))
 
 
 def _mapped(size: int) -> memoryview:
@@ -93,7 +94,7 @@ def body(rank: int, shared: Shared, meddle: Meddle | None, end: Connection) -> N
         planted(meddle)
     parallel = MappedCollectives(shared.collectives, rank, RANKS, WAIT_S)
     inboxes = shared.inboxes(rank)
-    inboxes.joints.wait_at_most(2.0 if meddle is lost else WAIT_S)  # a busy machine must not end it
+    inboxes.allreduce.wait_at_most(2.0 if meddle is lost else WAIT_S)  # a busy machine must not end it
     parallel.all_reduce(torch.zeros(1))
     end.send(check_inboxes(parallel, inboxes, N, CPU, torch.float32))
 
@@ -122,7 +123,7 @@ def group_says(meddle: Meddle | None) -> list[str | None]:
 
 
 def checks_of(inboxes: Inboxes) -> list[Check]:
-    return inbox_checks(inboxes.joints, inboxes.choices, N)
+    return inbox_checks(inboxes.allreduce, inboxes.argmax, N)
 
 
 def interpreted_sound_kernels_pass() -> None:
@@ -132,9 +133,9 @@ def interpreted_sound_kernels_pass() -> None:
 
 def spoiled(name: str, args: list[Any], named: dict[str, Any], done: bool) -> None:
     """Every kernel's fault: a number that it writes, or one that it reads and sends, becomes another."""
-    if done and name == "_joint":
+    if done and name == "_allreduce_norm":
         args[8].view(-1)[0] += 3
-    elif done and name in {"_joint_sharded", "_choose"}:
+    elif done and name in {"_allreduce_norm_sharded", "_choose"}:
         args[5][1] += 3
     elif not done and name in {"_gemv", "_gemm"}:
         args[0] = args[0] + 1
@@ -189,17 +190,17 @@ def lost(name: str, args: list[Any], named: dict[str, Any], done: bool) -> None:
 
 
 FAULTS: dict[str, tuple[Meddle, str]] = {
-    "a joint's residual": (after("_joint", 7), "a joint over ranks (kernels.joint) is wrong"),
-    "a joint's normed row": (after("_joint", 8), "a joint of two parts over ranks (kernels.joint) is wrong"),
-    "a part that is sent": (before("_joint"), "a joint over ranks (kernels.joint) is wrong"),
-    "residuals of shared rows": (after("_joint_sharded", 5, 1), "a joint of rows that ranks share (kernels.joint) is wrong"),
-    "shared rows": (after("_joint_sharded", 6), "a joint of rows that ranks share (kernels.joint) is wrong"),
+    "a fused norm's residual": (after("_allreduce_norm", 7), f"a fused norm over ranks ({NORM}) is wrong"),
+    "a fused norm's normed row": (after("_allreduce_norm", 8), f"a fused norm of two parts over ranks ({NORM}) is wrong"),
+    "a part that is sent": (before("_allreduce_norm"), f"a fused norm over ranks ({NORM}) is wrong"),
+    "shared residuals": (after("_allreduce_norm_sharded", 5, 1), f"a fused norm of rows that ranks share ({NORM}) is wrong"),
+    "shared rows": (after("_allreduce_norm_sharded", 6), f"a fused norm of rows that ranks share ({NORM}) is wrong"),
     "a sent row": (before("_gemv"), "a product of 1 rows that is sent to the ranks (kernels.linear) is wrong"),
     "sent rows": (before("_gemm"), "a product of 2 rows that is sent to the ranks (kernels.linear) is wrong"),
     "a choice": (after("_choose", 5), "sampling over ranks (kernels.choose) is wrong"),
     "a choice that is sent": (before("_choose"), "sampling over ranks (kernels.choose) is wrong"),
     "a lost product": (lost, "a product of 1 rows that is sent to the ranks (kernels.linear) is wrong"),
-    "a joint's inbox": (not_read("_joint_sharded", 8), "not left empty"),
+    "a fused norm's inbox": (not_read("_allreduce_norm_sharded", 8), "not left empty"),
     "the inbox of choices": (not_read("_choose", 7), "not left empty"),
 }
 
@@ -243,7 +244,7 @@ def asked() -> tuple[Inboxes | None, list[str]]:
 @pytest.mark.usefixtures("unknown_gpu")
 def test_wrong_inboxes_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """A group whose check fails runs without inboxes and without the kernel that chooses over them, and says so; one whose check
-    passes, or whose GPU is known, keeps them; without sound joints none are made."""
+    passes, or whose GPU is known, keeps them; without sound fused norms none are made."""
     monkeypatch.setattr(start_checks, "check_inboxes", lambda *_: None)
     assert asked()[0] is not None
     monkeypatch.setattr(start_checks, "check_inboxes", lambda *_: "sampling over ranks (kernels.choose) is wrong by 1")
@@ -255,7 +256,7 @@ def test_wrong_inboxes_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     inboxes, said = asked()
     assert inboxes is not None
     assert not said
-    distrust(["kernels.joint"])
+    distrust([NORM])
     assert asked() == (None, [])
 
 
@@ -267,25 +268,26 @@ def test_what_cannot_be_compiled_is_not_run(monkeypatch: pytest.MonkeyPatch) -> 
     assert check_inboxes(Single(), inboxes, N, CPU, torch.float32) is None
     assert run
     run.clear()
-    monkeypatch.setattr(start_checks, "uncompiled", lambda *_: [Failure("kernels.joint", "a joint over ranks", math.inf)])
+    monkeypatch.setattr(start_checks, "uncompiled", lambda *_: [Failure(NORM, "a fused norm over ranks", math.inf)])
     said = check_inboxes(Single(), inboxes, N, CPU, torch.float32)
-    assert said == "a joint over ranks (kernels.joint) is wrong by inf"
+    assert said == f"a fused norm over ranks ({NORM}) is wrong by inf"
     assert not run
 
 
 @pytest.mark.parametrize(("most", "sharded"), [(64, True), (16, False)])
 def test_every_kernel_that_writes_to_other_ranks_is_launched(most: int, *, sharded: bool) -> None:
-    """At TP=4: joints of one part and two, of rows that are shared out where there are so many, products of both kinds that send
-    theirs, and the choice, each with the inboxes of four ranks."""
+    """At TP=4: fused norms of one part and two, of rows that are shared out where there are so many, products of both kinds that
+    send theirs, and the choice, each with the inboxes of four ranks."""
     meta, bf16, pointers = torch.device("meta"), torch.bfloat16, torch.empty(4, dtype=torch.int64, device="meta")
-    memory = torch.empty(Peers.bytes(4, most, 2 * 5376, bf16), dtype=torch.uint8, device=meta)
-    peers = Peers(memory, pointers, 0, most, 2 * 5376, bf16, SHARDED_ROWS, SENT_ROWS)
-    ballot = Ballot(torch.empty(Ballot.bytes(4, most), dtype=torch.uint8, device=meta), pointers, 0, most, peers.errors)
+    memory = torch.empty(AllReduceInbox.bytes(4, most, 2 * 5376, bf16), dtype=torch.uint8, device=meta)
+    peers = AllReduceInbox(memory, pointers, 0, most, 2 * 5376, bf16, SHARDED_ROWS, SENT_ROWS)
+    inbox = ArgmaxInbox(torch.empty(ArgmaxInbox.bytes(4, most), dtype=torch.uint8, device=meta), pointers, 0, most, peers.errors)
     with record(target=(10, 0)) as nodes:
-        for check in inbox_checks(peers, ballot, 5376):
+        for check in inbox_checks(peers, inbox, 5376):
             check.run(inputs(meta, bf16))
     over = [node for node in nodes if node.constexprs.get("SIZE") == 4]
-    assert {node.kernel for node in over} == {"_joint", "_gemv", "_gemm", "_choose"} | ({"_joint_sharded"} if sharded else set())
-    assert {"post_a" in node.types for node in over if node.kernel == "_joint"} == {False, True}
+    names = {"_allreduce_norm", "_gemv", "_gemm", "_choose"}
+    assert {node.kernel for node in over} == names | ({"_allreduce_norm_sharded"} if sharded else set())
+    assert {"post_a" in node.types for node in over if node.kernel == "_allreduce_norm"} == {False, True}
     assert sum(not node.constexprs.get("SEND", True) for node in over) == 2, "behind the products, which have sent"
     assert len(nodes) == len(over) + 1, "the choice is of the best of a rank's slice"

@@ -52,28 +52,29 @@ def test_a_step_of_any_size_needs_no_variants_but_those_of_the_start(member: str
 
 @pytest.mark.parametrize("rows", [1, 8, 64])
 def test_a_dense_layer_is_seven_launches(rows: int) -> None:
-    """QKV, attention, O, joint, gate and up, down, joint: seven nodes in each of the 60 layers of the 31B; eleven around them."""
+    """QKV, attention, O, norm, gate and up, down, norm: seven nodes in each of the 60 layers of the 31B; eleven around them."""
     names = [node.kernel for node in step("31b", rows)]
     products = "_gemv" if rows == 1 else "_gemm"
-    joint = "_joint_sharded" if rows >= 32 else "_joint"
-    layer = [products, "decode_kernel", products, joint, products, products, joint]
-    before = ["_apply", "_inputs", "_pages", "_pages", "_rotary", "_rotary", "_embed", joint]
+    norm = "_allreduce_norm_sharded" if rows >= 32 else "_allreduce_norm"
+    layer = [products, "decode_kernel", products, norm, products, products, norm]
+    before = ["_apply", "_inputs", "_pages", "_pages", "_rotary", "_rotary", "_embed", norm]
     assert names == before + 60 * layer + [products, "_local_best", "_choose"]
 
 
 @pytest.mark.parametrize("rows", [1, 8, 24, 64])
 def test_a_layer_with_experts(rows: int) -> None:
-    """Thirteen launches in each of the 26B's 30 layers; joints' rows are never shared out, because routers read the residual."""
+    """Thirteen launches in each of the 26B's 30 layers; a norm's rows are not shared out, because routers read the residual."""
     names = [node.kernel for node in step("26b-a4b", rows)]
     products = "_gemv" if rows == 1 else "_gemm"
     experts = ["_group", "_grouped", "_grouped", "_combine"]
-    layer = [products, "decode_kernel", products, "_joint", "_logits", "_route", products, products, *experts, "_joint"]
-    assert names[7:-3] == ["_joint"] + 30 * layer
+    norm = "_allreduce_norm"
+    layer = [products, "decode_kernel", products, norm, "_logits", "_route", products, products, *experts, norm]
+    assert names[7:-3] == [norm] + 30 * layer
 
 
 @pytest.mark.parametrize(("member", "rows", "target"), [("31b", 1, (9, 0)), ("31b", 96, (9, 0)), ("26b-a4b", 1, (9, 0))])
 def test_every_launch_compiles(member: str, rows: int, target: tuple[int, int]) -> None:
-    """Each distinct launch of a step compiles for its target, within its shared memory; joints and inputs without spills."""
+    """Each distinct launch of a step compiles for its target, within its shared memory; fused norms and inputs without spills."""
     distinct = {(node.kernel, tuple(sorted(node.types.items())), repr(node.constexprs)): node for node in step(member, rows)}
     for node in distinct.values():
         made = compile_node(node, target)

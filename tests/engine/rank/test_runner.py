@@ -70,11 +70,11 @@ def first_plan(params: tuple[SamplingParams, SamplingParams] = (GREEDY, SAMPLED)
 
 def test_a_part_that_did_not_come_while_steps_were_captured_ends_the_start(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     """The inboxes' error flag is looked at behind the capture, not by the first request; without it the start goes on."""
-    joints = SimpleNamespace(failed=False)
+    allreduce = SimpleNamespace(failed=False)
     monkeypatch.setattr(runner, "graphs_of", lambda sizes: None)
-    monkeypatch.setattr(runner, "_inboxes", SimpleNamespace(joints=joints))
+    monkeypatch.setattr(runner, "_inboxes", SimpleNamespace(allreduce=allreduce))
     runner.capture()
-    joints.failed = True
+    allreduce.failed = True
     with pytest.raises(RuntimeError, match="did not come in time while decode steps were captured"):
         runner.capture()
 
@@ -104,9 +104,9 @@ def test_what_warms_a_runner_leaves_nothing_behind(rank: Rank, runner: Runner, m
     stage, forward = runner.sample_stage, runner.forward_stage.model.forward
     report, sample = stage.prompt_logprobs, stage.sampler.sample
 
-    def seen_sampling(logits: Tensor, batch: SamplingBatch, ballot: None, special: SpecialRows) -> tuple[Tensor, Tensor | None]:
+    def seen_sampling(logits: Tensor, batch: SamplingBatch, inbox: None, special: SpecialRows) -> tuple[Tensor, Tensor | None]:
         sampled.append((len(logits), batch.adjustments is not None, special))
-        return sample(logits, batch, ballot, special)
+        return sample(logits, batch, inbox, special)
 
     def seen(batch: ForwardBatch, *rest: object) -> Tensor:
         sizes.append(batch.rows)

@@ -144,10 +144,10 @@ def unknown_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wrong_kernel_is_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the check finds is distrusted and said; a GPU that we know is not asked."""
     cuda = torch.device("cuda", 0)
-    monkeypatch.setattr(selfcheck, "failures", lambda _: [Failure("kernels.joint", "a joint of one rank", 0.5)])
+    monkeypatch.setattr(selfcheck, "failures", lambda _: [Failure("kernels.fused_allreduce_norm", "a fused norm of one rank", 0.5)])
     said = start_checks.check_kernels(Single(), cuda)
-    assert distrusted() == {"kernels.joint"}
-    assert "a joint of one rank (kernels.joint) is wrong by 0.5: plain torch in its place" in said
+    assert distrusted() == {"kernels.fused_allreduce_norm"}
+    assert "a fused norm of one rank (kernels.fused_allreduce_norm) is wrong by 0.5: plain torch in its place" in said
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     assert start_checks.check_kernels(Single(), cuda) == []
     assert start_checks.check_kernels(Single(), CPU) == []

@@ -126,12 +126,12 @@ def test_hidden_share() -> None:
     """Products of 60 us and others of 40 in a step of 70: three quarters of the others are hidden; in one of 100, nothing is."""
     nodes = (
         StepNode("qkv", None, ("_gemv",), weights=100, alone_us=60.0, us=55.0, end_us=55.0),
-        StepNode("joint", None, ("_joint",), alone_us=40.0, us=15.0, start_us=30.0, end_us=70.0),
+        StepNode("allreduce_norm", None, ("_allreduce_norm",), alone_us=40.0, us=15.0, start_us=30.0, end_us=70.0),
     )
     assert profile_from(*nodes, step_ms=0.070).hidden_share == pytest.approx(0.75)
     assert profile_from(*nodes, step_ms=0.100).hidden_share == pytest.approx(0.0)
     events = [event for event in chrome_trace(profile_from(*nodes))["traceEvents"] if event["ph"] == "X"]
-    assert [(event["name"], event["ts"], event["dur"]) for event in events] == [("qkv", 0.0, 55.0), ("joint", 30.0, 40.0)]
+    assert [(event["name"], event["ts"], event["dur"]) for event in events] == [("qkv", 0.0, 55.0), ("allreduce_norm", 30.0, 40.0)]
     assert len({event["tid"] for event in events}) == 2
 
 
@@ -151,7 +151,7 @@ def test_kernels_find_their_operations(seed: int) -> None:
 
 def drawn(rng: random.Random) -> tuple[list[str], list[str], list[int]]:
     """Operations, the kernels that they run, and which operation each kernel belongs to."""
-    operations = [rng.choice(["_gemv", "_joint", "_gemv", "torch.mm", "torch.add"]) for _ in range(rng.randint(1, 30))]
+    operations = [rng.choice(["_gemv", "_allreduce_norm", "_gemv", "torch.mm", "torch.add"]) for _ in range(rng.randint(1, 30))]
     kernels, owners = [], []
     for at, name in enumerate(operations):
         for _ in range(rng.randint(0, 2) if name.startswith("torch.") else 1):
@@ -162,9 +162,9 @@ def drawn(rng: random.Random) -> tuple[list[str], list[str], list[int]]:
 
 def test_kernels_of_another_step_are_refused() -> None:
     """Planted faults: two kernels of ours in each other's place, and one too many, are named."""
-    assert align(["_gemv", "torch.mm", "_joint"], ["_gemv", "cublas", "splitk", "_joint"]) == [0, 1, 1, 2]
-    with pytest.raises(ValueError, match="kernel 0 of the step is _joint, expected _gemv"):
-        align(["_gemv", "_joint"], ["_joint", "_gemv"])
+    assert align(["_gemv", "torch.mm", "_allreduce_norm"], ["_gemv", "cublas", "splitk", "_allreduce_norm"]) == [0, 1, 1, 2]
+    with pytest.raises(ValueError, match="kernel 0 of the step is _allreduce_norm, expected _gemv"):
+        align(["_gemv", "_allreduce_norm"], ["_allreduce_norm", "_gemv"])
     with pytest.raises(ValueError, match="kernel 1 of the step is _gemv, expected the end"):
         align(["_gemv"], ["_gemv", "_gemv"])
 

@@ -17,8 +17,8 @@ from engine.rank.models.gemma4 import Gemma4
 from engine.rank.parallel import Inboxes, Single
 from engine.rank.plan_stream import logprob_error
 from engine.rank_status import Phase
-from kernels.choose import Ballot
-from kernels.joint import Peers
+from kernels.choose import ArgmaxInbox
+from kernels.fused_allreduce_norm import AllReduceInbox
 from tests.conftest import Nano
 from tests.support.engine.ranks import WORKER, Ranks
 from tests.support.engine.recording import (
@@ -198,10 +198,11 @@ def test_ranks_are_waited_for_as_the_settings_say(recording: Recording, monkeypa
     """While kernels are compiled and captured another rank's part may take as long as the boot may, and then as long as a step."""
     config = config_of(recording.folder, 2, boot_timeout_s=600.0, step_timeout_s=60.0)
     pointers = torch.zeros(2, dtype=torch.int64)
-    peers = Peers(torch.zeros(Peers.bytes(2, 1, 2, torch.float32), dtype=torch.uint8), pointers, 0, 1, 2, torch.float32, 1)
+    memory = torch.zeros(AllReduceInbox.bytes(2, 1, 2, torch.float32), dtype=torch.uint8)
+    peers = AllReduceInbox(memory, pointers, 0, 1, 2, torch.float32, 1)
     geometry = read_geometry(recording.folder)
     device, model = torch.device("cpu"), cast(Gemma4, Namespace(parameters=list))
-    rank = worker.Rank(config, geometry, device, Single(), model, Inboxes(peers, cast(Ballot, None)))
+    rank = worker.Rank(config, geometry, device, Single(), model, Inboxes(peers, cast(ArgmaxInbox, None)))
     seen = []
     runner = Namespace(capturable=True, capture=lambda: seen.append(int(peers.errors[1])))
     lifeline = Namespace(args=None, configure=lambda: config, allocate=lambda: PAGES, phase=lambda *_: None, send=lambda _: None)

@@ -12,8 +12,8 @@ from engine.rank.kv import GroupCache, KVCache
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.parallel import SENT_ROWS, SHARDED_ROWS, Single
 from engine.rank.sampler import Sampler
-from kernels.choose import Ballot
-from kernels.joint import Peers
+from kernels.choose import ArgmaxInbox
+from kernels.fused_allreduce_norm import AllReduceInbox
 from kernels.launch import Node, record
 from kernels.sampling_batch import SlotParameters
 from kernels.slots import apply_plan, decode_inputs, rotary_table
@@ -48,9 +48,9 @@ def step(member: str, rows: int, buckets: tuple[int, ...] = ()) -> tuple[Node, .
     cache = KVCache(caches)
     pointers = torch.empty(TP, dtype=torch.int64, device=META)
     width = shape.hidden * (2 if shape.moe else 1)
-    peers = Peers(torch.empty(Peers.bytes(TP, 256, width, torch.bfloat16), dtype=torch.uint8, device=META), pointers, 0,
-                  256, width, torch.bfloat16, sharded=SHARDED_ROWS, sent=SENT_ROWS)  # fmt: skip
-    ballot = Ballot(torch.empty(Ballot.bytes(TP, 256), dtype=torch.uint8, device=META), pointers, 0, 256, peers.errors)
+    memory = torch.empty(AllReduceInbox.bytes(TP, 256, width, torch.bfloat16), dtype=torch.uint8, device=META)
+    peers = AllReduceInbox(memory, pointers, 0, 256, width, torch.bfloat16, sharded=SHARDED_ROWS, sent=SENT_ROWS)
+    inbox = ArgmaxInbox(torch.empty(ArgmaxInbox.bytes(TP, 256), dtype=torch.uint8, device=META), pointers, 0, 256, peers.errors)
     parameters = SlotParameters(
         torch.empty((SLOTS, 3), dtype=torch.int64, device=META), torch.empty((SLOTS, 3), device=META), int32(SLOTS, 1024)
     )
@@ -68,7 +68,7 @@ def step(member: str, rows: int, buckets: tuple[int, ...] = ()) -> tuple[Node, .
         for key, table in rope.items():
             rotary_table(positions, model.frequencies[key], table)
         hidden = model(ForwardBatch(ids, positions, slots, rope, pages), cache, attention, peers)
-        sampler.sample(model.logits(hidden), sampler.batch(slots, positions, parameters, tokens), ballot)
+        sampler.sample(model.logits(hidden), sampler.batch(slots, positions, parameters, tokens), inbox)
     return tuple(nodes)
 
 

@@ -1,4 +1,4 @@
-"""The joint: over one rank and over four, whose inboxes lie in one process, in the interpreter; and without it, the reference."""
+"""The fused norm over one rank and over four, whose inboxes lie in one process, in the interpreter; and its reference."""
 
 import threading
 import time
@@ -9,7 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.joint import EMPTY, INBOXES, Norms, Peers, _joint_reference, _launch, _launch_sharded, joint
+from kernels.fused_allreduce_norm import (
+    EMPTY,
+    INBOXES,
+    AllReduceInbox,
+    Norms,
+    _launch,
+    _launch_sharded,
+    _reference,
+    fused_allreduce_norm,
+)
 from kernels.launch import record
 from kernels.linear import linear_send
 from kernels.norm import norm_add, rms_norm
@@ -42,7 +51,7 @@ class Case:
     @property
     def want(self) -> tuple[Tensor, Tensor]:
         """h and x."""
-        h, x = _joint_reference(self.whole, self.residual, self.norms, EPS, self.scalar, 1.0)
+        h, x = _reference(self.whole, self.residual, self.norms, EPS, self.scalar, 1.0)
         assert x is not None
         return h, x
 
@@ -57,14 +66,14 @@ def case(seed: int = 0, sides: int = 1, rows: int = ROWS) -> Case:
     return Case(parts, draw(rows, N), Norms(draw(N).abs() + 0.5, draw(N).abs() + 0.5, each), torch.tensor([1.25]))
 
 
-def group(width: int, sharded: int = 1 << 30, dtype: torch.dtype = torch.float32) -> list[Peers]:
+def group(width: int, sharded: int = 1 << 30, dtype: torch.dtype = torch.float32) -> list[AllReduceInbox]:
     """SIZE ranks whose inboxes are ordinary memory."""
-    memories = [torch.zeros(Peers.bytes(SIZE, ROWS, width, dtype), dtype=torch.uint8) for _ in range(SIZE)]
+    memories = [torch.zeros(AllReduceInbox.bytes(SIZE, ROWS, width, dtype), dtype=torch.uint8) for _ in range(SIZE)]
     pointers = torch.tensor([memory.data_ptr() for memory in memories])
-    return [Peers(memory, pointers, rank, ROWS, width, dtype, sharded, sent=ROWS) for rank, memory in enumerate(memories)]
+    return [AllReduceInbox(memory, pointers, rank, ROWS, width, dtype, sharded, sent=ROWS) for rank, memory in enumerate(memories)]
 
 
-def one_shot(it: Case, peers: list[Peers]) -> list[tuple[Tensor, Tensor]]:
+def one_shot(it: Case, peers: list[AllReduceInbox]) -> list[tuple[Tensor, Tensor]]:
     """Every rank writes, then every rank reads: the interpreter runs one after the other."""
     found = [(torch.empty_like(it.residual), torch.empty_like(it.residual)) for _ in peers]
     turns = [rank.call() for rank in peers]
@@ -74,7 +83,7 @@ def one_shot(it: Case, peers: list[Peers]) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-def sharded(it: Case, peers: list[Peers]) -> list[tuple[Tensor, Tensor]]:
+def sharded(it: Case, peers: list[AllReduceInbox]) -> list[tuple[Tensor, Tensor]]:
     """Likewise, in three stages."""
     found = [(torch.full_like(it.residual, torch.nan), torch.empty_like(it.residual)) for _ in peers]
     turns = [rank.call() for rank in peers]
@@ -84,7 +93,7 @@ def sharded(it: Case, peers: list[Peers]) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-def empty(peers: list[Peers]) -> bool:
+def empty(peers: list[AllReduceInbox]) -> bool:
     return all(rank.empty for rank in peers)
 
 
@@ -141,9 +150,10 @@ def interpreted_products_send_their_parts(rows: int, dtype: torch.dtype) -> None
         x, weights = draw(SIZE, rows, 64), draw(SIZE, N, 64) / 8
         x[0, 0], weights[0, 5] = 1e-20, -1e-22  # their product is no zero in fp32
         sent = [linear_send(x[rank], weights[0 if fault else rank], peers[rank]) for rank in range(SIZE)]
-        found = [joint(part, residual, norms, EPS, scalar, peers=rank) for part, rank in zip(sent, peers, strict=True)]
+        pairs = zip(sent, peers, strict=True)
+        found = [fused_allreduce_norm(part, residual, norms, EPS, scalar, peers=rank) for part, rank in pairs]
         whole = sum((x[rank] @ weights[rank].t()).float() for rank in range(SIZE)).to(dtype)
-        want = _joint_reference(whole, residual, norms, EPS, scalar, 1.0)
+        want = _reference(whole, residual, norms, EPS, scalar, 1.0)
         tolerance = 10 * TOLERANCE if dtype == torch.float32 else 0.1
         assert all(torch.equal(h, found[0][0]) and torch.equal(normed, found[0][1]) for h, normed in found)
         assert (max(map(off, found[0], want)) < tolerance) is not fault
@@ -151,21 +161,21 @@ def interpreted_products_send_their_parts(rows: int, dtype: torch.dtype) -> None
 
 
 def interpreted_one_rank() -> None:
-    """Without peers the part is the sum: with a residual, as the first joint, and where nothing follows."""
+    """Without peers the part is the sum: with a residual, as the first fused norm, and where nothing follows."""
     it = case()
-    h, x = joint(it.whole, it.residual, it.norms, EPS, it.scalar)
+    h, x = fused_allreduce_norm(it.whole, it.residual, it.norms, EPS, it.scalar)
     assert x is not None
     assert max(map(off, (h, x), it.want)) < TOLERANCE
     following = it.norms.following
-    first, normed = joint(it.whole, None, Norms(None, following), EPS, scale=3.5)
+    first, normed = fused_allreduce_norm(it.whole, None, Norms(None, following), EPS, scale=3.5)
     assert torch.equal(first, it.whole * 3.5)
     assert normed is not None
     assert off(normed, rms_norm(first, following, EPS)) < TOLERANCE
-    assert joint(it.whole, it.residual, Norms(it.norms.post, None), EPS)[1] is None
+    assert fused_allreduce_norm(it.whole, it.residual, Norms(it.norms.post, None), EPS)[1] is None
 
 
-def receive(it: Case, peers: Peers, turn: int) -> tuple[float, Tensor]:
-    """Seconds until a joint of what others have sent is done, and its h."""
+def receive(it: Case, peers: AllReduceInbox, turn: int) -> tuple[float, Tensor]:
+    """Seconds until a fused norm of what others have sent is done, and its h."""
     out = torch.empty_like(it.residual), torch.empty_like(it.residual)
     began = time.monotonic()
     _launch(it.parts[0], it.residual, it.norms, EPS, it.scalar, 1.0, peers, *out, turn, send=False)
@@ -173,7 +183,7 @@ def receive(it: Case, peers: Peers, turn: int) -> tuple[float, Tensor]:
 
 
 def interpreted_a_failed_group_does_not_wait_again() -> None:
-    """A joint whose peers send nothing waits for its time and sets the error flag; the next ones give up when they first look."""
+    """A fused norm whose peers send nothing waits for its time and sets the error flag; the next give up when they first look."""
     it, peers = case(rows=1), group(N)[0]
     peers.wait_at_most(0.4)
     assert receive(it, peers, peers.call())[0] > 0.4
@@ -210,7 +220,7 @@ def test_the_reference_is_the_norms_one_after_the_other() -> None:
     assert it.norms.post is not None
     one, other = it.whole.chunk(2, dim=1)
     y = rms_norm(one, it.norms.each[0], EPS) + rms_norm(other, it.norms.each[1], EPS)
-    h, x = joint(it.whole, it.residual, it.norms, EPS, it.scalar)
+    h, x = fused_allreduce_norm(it.whole, it.residual, it.norms, EPS, it.scalar)
     assert torch.equal(h, norm_add(it.residual, y, it.norms.post, EPS, it.scalar))
     assert x is not None
     assert torch.equal(x, rms_norm(h, it.norms.following, EPS))
@@ -223,13 +233,13 @@ def test_no_two_warps_poll_a_word(dtype: torch.dtype, sharded: int) -> None:
     part come, and the other go on with what was there before."""
     meta = torch.device("meta")
     for width in (32, 64, 80, 96, 128, 160, 256, 512, 1536, 2560, 2816, 3840, 5376):
-        memory = torch.empty(Peers.bytes(2, ROWS, width, dtype), dtype=torch.uint8, device=meta)
-        peers = Peers(memory, torch.empty(2, dtype=torch.int64, device=meta), 0, ROWS, width, dtype, sharded)
+        memory = torch.empty(AllReduceInbox.bytes(2, ROWS, width, dtype), dtype=torch.uint8, device=meta)
+        peers = AllReduceInbox(memory, torch.empty(2, dtype=torch.int64, device=meta), 0, ROWS, width, dtype, sharded)
         part, weight = torch.empty(ROWS, width, dtype=dtype, device=meta), torch.empty(width, dtype=dtype, device=meta)
         with record(target=(9, 0)) as nodes:
-            joint(part, part, Norms(weight, weight), EPS, peers=peers)
+            fused_allreduce_norm(part, part, Norms(weight, weight), EPS, peers=peers)
         (node,) = nodes
-        assert node.kernel == ("_joint_sharded" if sharded == 1 else "_joint")
+        assert node.kernel == ("_allreduce_norm_sharded" if sharded == 1 else "_allreduce_norm")
         words, warps = node.constexprs["BLOCK"] * dtype.itemsize // 4, node.constexprs["warps"]
         assert warps == 1 or 32 * warps <= words, (width, warps)
 
@@ -245,12 +255,13 @@ def test_an_inbox_rests_for_two_calls(calls: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def interpreted_parts_of_a_product(dtype: torch.dtype) -> None:
-    """One rank's joint adds fp32 parts of a product and rounds once, as the whole product would be; it notices a lost one."""
+    """One rank's fused norm adds fp32 parts of a product and rounds once, as the whole product would be; it notices a lost one."""
     it = case()
     parts, residual = torch.stack(it.parts), it.residual.to(dtype)
     norms = Norms(it.norms.post.to(dtype), it.norms.following.to(dtype))  # type: ignore[union-attr]
-    want = joint(parts.sum(0).to(dtype), residual, norms, EPS)
-    for h, x, fault in ((*joint(parts, residual, norms, EPS), False), (*joint(parts[:3], residual, norms, EPS), True)):
+    want = fused_allreduce_norm(parts.sum(0).to(dtype), residual, norms, EPS)
+    for given, fault in ((parts, False), (parts[:3], True)):
+        h, x = fused_allreduce_norm(given, residual, norms, EPS)
         assert x is not None
         assert h.dtype == x.dtype == dtype
         off = max(float((one.double() - other.double()).abs().max()) for one, other in zip((h, x), want, strict=True))  # type: ignore[arg-type]

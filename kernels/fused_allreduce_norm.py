@@ -1,14 +1,14 @@
-"""The joint of Gemma's sandwich: the sum over ranks, the post-norm, the residual, the next block's pre-norm; one launch.
+"""All-reduce, post-norm, residual add and the next block's pre-norm in one launch: Gemma's sandwich.
 
     s = cast( p_0 + p_1 + ... + p_{n-1} )                   each rank's part, in rank order, in fp32
     h = ( r + rms_norm(s; post) ) * scalar                  with two parts: rms_norm( rms_norm(s_a; a) + rms_norm(s_b; b); post)
-    h = s * scale                                           the first joint: an embedding has no residual and no norm
+    h = s * scale                                           the first fused norm: an embedding has no residual and no norm
     x = rms_norm(h; following)
 
 The order of casts is `kernels.norm`'s: each norm is rounded, then the add, then the product.
 
-**Over ranks** (`Peers`): a rank writes its part of a row into every peer's inbox, then reads all parts of that row from its own. Of
-few rows the product that makes the part writes it (`kernels.linear.linear_send`): the joint begins with the reading.
+**Over ranks** (`AllReduceInbox`): a rank writes its part of a row into every peer's inbox, then reads all parts of that row from its
+own. Of few rows the product that makes the part writes it (`kernels.linear.linear_send`): the fused norm begins with the reading.
 The data is its own flag: an inbox holds -0.0 where nothing has come, and a part that is -0.0 is written as +0.0 (which no sum over
 ranks can tell apart unless all parts are zero). Whoever has read a part puts -0.0 back. There is no barrier:
 
@@ -35,14 +35,14 @@ from kernels.launch import INTERPRET, Configured, configured, launch, now, trigg
 from kernels.norm import norm_add, rms_norm
 
 INBOXES = 5
-WAIT_S = 10.0  # for a peer's part, until `Peers.wait_at_most` says otherwise
+WAIT_S = 10.0  # for a peer's part, until `AllReduceInbox.wait_at_most` says otherwise
 EMPTY = {torch.bfloat16: -(1 << 15), torch.float32: -(1 << 31)}
 _BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 _EMPTY_WORD = {torch.bfloat16: -0x7FFF8000, torch.float32: -(1 << 31)}  # an inbox is read and emptied by words of 32 bits
 
 
 class Norms(NamedTuple):
-    """Weights [n] of a joint: `post`, for two parts behind one for `each`; `following`: the next pre-norm, None: no x is wanted."""
+    """Weights [n] of a fused norm: `post`, for two parts behind one for `each`; `following`: the next pre-norm, None: no x."""
 
     post: Tensor | None
     following: Tensor | None
@@ -50,18 +50,18 @@ class Norms(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sent:
+class InboxPart:
     """A part that its product has written to the inboxes of call `turn` itself."""
 
     turn: int
 
 
-class Peers:
+class AllReduceInbox:
     """One rank's end of the ranks' inboxes, for rows of `width` elements at most and `rows` rows at most.
 
-    memory    this rank's inboxes, `Peers.bytes(...)` bytes that all ranks can write; `pointers` int64 [size]: every rank's, own too
+    memory    this rank's inboxes, `bytes(...)` bytes that all ranks can write; `pointers` int64 [size]: every rank's, own too
     errors    int32 [2]: 1 once a peer's part did not come in time; and that time, in milliseconds
-    sharded   rows from which on joints are sharded
+    sharded   rows from which on fused norms are sharded
     sent      rows up to which products write their parts themselves (`kernels.linear.linear_send`)
     """
 
@@ -94,10 +94,10 @@ class Peers:
 
     @staticmethod
     def bytes(size: int, rows: int, width: int, dtype: torch.dtype) -> int:
-        """Bytes of one rank's inboxes: a part of each rank, and the rows that a sharded joint sends."""
+        """Bytes of one rank's inboxes: a part of each rank, and the rows that a sharded fused norm sends."""
         return INBOXES * (size + 1) * rows * width * dtype.itemsize
 
-    def begin(self) -> "Peers":
+    def begin(self) -> "AllReduceInbox":
         """A forward begins: its calls are numbered from here."""
         self._calls = 0
         return self
@@ -109,26 +109,26 @@ class Peers:
         return turn
 
 
-def joint(
-    part: Tensor | Sent,
+def fused_allreduce_norm(
+    part: Tensor | InboxPart,
     residual: Tensor | None,
     norms: Norms,
     eps: float,
     scalar: Tensor | None = None,
     scale: float = 1.0,
-    peers: Peers | None = None,
+    peers: AllReduceInbox | None = None,
     every_row: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """part [T, n], or [T, 2 n] for two parts side by side -> (h [T, n], x [T, n] or None), in part's dtype.
 
-    part is this rank's with `peers`, else the whole sum; one that is `Sent` already has a residual and one side. Without `peers` it
-    may be fp32 [parts, T, n], sums that the joint adds (`kernels.linear.linear_parts`); then the dtype is the residual's.
-    residual [T, n]; None: the first joint, h = s * scale. scalar [1].
-    Where peers shard the rows, h holds this rank's rows only, and the next joint must be given it as it is. With `every_row`
+    part is this rank's with `peers`, else the whole sum; one that is an `InboxPart` has a residual and one side. Without `peers` it
+    may be fp32 [parts, T, n], sums that the fused norm adds (`kernels.linear.linear_parts`); then the dtype is the residual's.
+    residual [T, n]; None: the first fused norm, h = s * scale. scalar [1].
+    Where peers shard the rows, h holds this rank's rows only, and the next fused norm must be given it as it is. With `every_row`
     they do not.
     """
-    if isinstance(part, Sent):
-        assert residual is not None, "the first joint's part is an embedding"
+    if isinstance(part, InboxPart):
+        assert residual is not None, "the first fused norm's part is an embedding"
         assert peers is not None, "only an inbox can hold a part"
         assert norms.each is None, "two sides are sent together"
         h, x = torch.empty_like(residual), None if norms.following is None else torch.empty_like(residual)
@@ -143,7 +143,7 @@ def joint(
         assert peers is None, "on this device sums are made by a collective"
         if part.ndim == 3 and residual is not None:
             part = part.sum(0).to(residual.dtype)
-        return _joint_reference(part, residual, norms, eps, scalar, scale)
+        return _reference(part, residual, norms, eps, scalar, scale)
     h = part.new_empty(rows, n) if residual is None else residual.new_empty(rows, n)
     x = None if norms.following is None else torch.empty_like(h)
     if peers is not None and not every_row and rows >= peers.sharded and x is not None and norms.each is None:
@@ -153,7 +153,7 @@ def joint(
     return h, x
 
 
-def _joint_reference(
+def _reference(
     part: Tensor, residual: Tensor | None, norms: Norms, eps: float, scalar: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor | None]:
     if residual is None or norms.post is None:
@@ -173,7 +173,7 @@ def _launch(
     eps: float,
     scalar: Tensor | None,
     scale: float,
-    peers: Peers | None,
+    peers: AllReduceInbox | None,
     h: Tensor,
     x: Tensor | None,
     turn: int,
@@ -194,7 +194,7 @@ def _launch(
 @cache
 def _configured(n: int, dtype: torch.dtype, size: int, rows: int, width: int, send: bool, receive: bool, parts: int) -> Configured:
     return configured(
-        _joint, N=n, SIZE=size, ROWS=rows, WIDTH=width, EMPTY=_EMPTY_WORD[dtype], SEND=send, RECEIVE=receive,
+        _allreduce_norm, N=n, SIZE=size, ROWS=rows, WIDTH=width, EMPTY=_EMPTY_WORD[dtype], SEND=send, RECEIVE=receive,
         PARTS=parts, warps=_warps(n, dtype), BLOCK=next_power_of_2(n),
     )  # fmt: skip
 
@@ -206,7 +206,7 @@ def _launch_sharded(
     eps: float,
     scalar: Tensor | None,
     scale: float,
-    peers: Peers,
+    peers: AllReduceInbox,
     h: Tensor,
     x: Tensor,
     turn: int,
@@ -215,7 +215,7 @@ def _launch_sharded(
     """`stages`: send parts, norm own rows, take in x; apart for the interpreter."""
     rows, n = h.shape
     launch(
-        _joint_sharded, (rows,),
+        _allreduce_norm_sharded, (rows,),
         part, residual, norms.post, norms.following, scalar, h, x,
         *_peer_arguments(peers), turn, eps, scale,
         N=n, SIZE=peers.size, ROWS=peers.rows, WIDTH=peers.width, EMPTY=_EMPTY_WORD[part.dtype],
@@ -224,7 +224,7 @@ def _launch_sharded(
     )  # fmt: skip
 
 
-def _peer_arguments(peers: Peers | None) -> tuple[Tensor | int | None, ...]:
+def _peer_arguments(peers: AllReduceInbox | None) -> tuple[Tensor | int | None, ...]:
     """pointers, inbox, errors, rank."""
     if peers is None:
         return None, None, None, 0
@@ -364,7 +364,7 @@ def _sum(parts: tl.tuple, COUNT: tl.constexpr, dtype: tl.constexpr) -> tl.tensor
 
 
 @triton.jit(do_not_specialize=["rank", "turn"])
-def _joint(
+def _allreduce_norm(
     part: tl.tensor, residual: tl.tensor, post: tl.tensor, post_a: tl.tensor, post_b: tl.tensor, following: tl.tensor,
     scalar: tl.tensor, h_out: tl.tensor, x_out: tl.tensor,
     pointers: tl.tensor, inbox: tl.tensor, errors: tl.tensor, rank: tl.tensor, turn: tl.tensor, eps: tl.tensor, scale: tl.tensor,
@@ -429,7 +429,7 @@ def _joint(
 
 
 @triton.jit(do_not_specialize=["rank", "turn"])
-def _joint_sharded(
+def _allreduce_norm_sharded(
     part: tl.tensor, residual: tl.tensor, post: tl.tensor, following: tl.tensor, scalar: tl.tensor, h_out: tl.tensor,
     x_out: tl.tensor,
     pointers: tl.tensor, inbox: tl.tensor, errors: tl.tensor, rank: tl.tensor, turn: tl.tensor, eps: tl.tensor, scale: tl.tensor,

@@ -1,8 +1,10 @@
-"""Joints over the inboxes of four GPUs: `python -m tests.bench.joint [--check 1000]`. Ranks compare their bits; a chain is timed.
+"""Fused all-reduce norms over the inboxes of four GPUs: ranks compare their bits, and a chain is timed.
 
-    check   rounds of 120 joints of changing parts, one captured graph a round, each rank delayed at random between rounds: every x
-            must be the bits of the sum that is gathered and normed by the library, and the same on all ranks
-    time    microseconds of one joint in a graph of 120, by rows
+    python -m tests.bench.fused_allreduce_norm [--check 1000]
+
+    check   rounds of 120 fused norms of changing parts, one captured graph a round, each rank delayed at random between rounds: every
+            x must be the bits of the sum that is gathered and normed by the library, and the same on all ranks
+    time    microseconds of one fused norm in a graph of 120, by rows
 """
 
 import argparse
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor, multiprocessing
 
 from engine.rank.parallel import SHARDED_ROWS, Inboxes, Parallel, connect
-from kernels.joint import Norms, joint
+from kernels.fused_allreduce_norm import Norms, fused_allreduce_norm
 
 CHAIN = 120
 EPS = 1e-6
@@ -33,28 +35,28 @@ def parts_of(rank: int, rows: int, width: int, device: torch.device) -> list[Ten
 
 
 def chain(inboxes: Inboxes, parts: list[Tensor], norms: Norms, scalar: Tensor) -> Tensor:
-    """CHAIN joints, each on the residual of the last but one fives; x of the last five [5, rows, width]."""
-    peers = inboxes.joints.begin()
+    """CHAIN fused norms, each on the residual of the last but one fives; x of the last five [5, rows, width]."""
+    peers = inboxes.allreduce.begin()
     h = None
     xs: list[Tensor] = []
     for call in range(CHAIN):
         if call % 5 == 0:
             h = torch.zeros_like(parts[0])
-        h, x = joint(parts[call % 5], h, norms, EPS, scalar, peers=peers)
+        h, x = fused_allreduce_norm(parts[call % 5], h, norms, EPS, scalar, peers=peers)
         assert x is not None
         xs.append(x)
     return torch.stack(xs)
 
 
 def expected(parallel: Parallel, parts: list[Tensor], norms: Norms, scalar: Tensor) -> Tensor:
-    """x of five joints, [5, rows, width], of sums made from gathered parts."""
+    """x of five fused norms, [5, rows, width], of sums made from gathered parts."""
     h, xs = torch.zeros_like(parts[0]), []
     for part in parts:
         gathered = parallel.all_gather(part).unflatten(-1, (parallel.size, -1)).float()
         total = gathered[:, 0]
         for rank in range(1, parallel.size):
             total = total + gathered[:, rank]
-        h, x = joint(total.bfloat16(), h, norms, EPS, scalar)
+        h, x = fused_allreduce_norm(total.bfloat16(), h, norms, EPS, scalar)
         assert x is not None
         xs.append(x)
     return torch.stack(xs)
@@ -86,7 +88,7 @@ def run(rank: int, args: argparse.Namespace, store: str) -> None:
             graph.replay()
             wrong += (xs != want).sum()
         torch.cuda.synchronize()
-        assert not inboxes.joints.failed, "a part did not come"
+        assert not inboxes.allreduce.failed, "a part did not come"
         total = parallel.all_gather(wrong.float())
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         best = float("inf")
@@ -100,7 +102,7 @@ def run(rank: int, args: argparse.Namespace, store: str) -> None:
             best = min(best, start.elapsed_time(end) * 100 / CHAIN)
         if rank == 0:
             kind = "sharded" if rows >= SHARDED_ROWS else "one-shot"
-            row = {"rows": rows, "kind": kind, "us": round(best, 2), "joints": args.check * CHAIN, "wrong": total.tolist()}
+            row = {"rows": rows, "kind": kind, "us": round(best, 2), "calls": args.check * CHAIN, "wrong": total.tolist()}
             print(json.dumps(row), flush=True)
         assert not total.any(), f"rank {rank}: {total.tolist()} wrong values"
     sys.stdout.flush()
@@ -109,11 +111,12 @@ def run(rank: int, args: argparse.Namespace, store: str) -> None:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.joint", description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    description = (__doc__ or "").split("\n", maxsplit=1)[0]
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.fused_allreduce_norm", description=description)
     parser.add_argument("--tp", type=int, default=4)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 31, 32, 64, 100])
     parser.add_argument("--width", type=int, default=5376)
-    parser.add_argument("--check", type=int, default=200, help="rounds of 120 joints")
+    parser.add_argument("--check", type=int, default=200, help="rounds of 120 fused norms")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.spawn(run, (args, str(Path(folder) / "store")), args.tp)
