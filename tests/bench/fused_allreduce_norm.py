@@ -2,8 +2,8 @@
 
     python -m tests.bench.fused_allreduce_norm [--check 1000]
 
-    check   rounds of 120 fused norms of changing parts, one captured graph a round, each rank delayed at random between rounds: every
-            x must be the bits of the sum that is gathered and normed by the library, and the same on all ranks
+    check   rounds of 120 fused norms of changing parts, one captured graph a round, each rank delayed at random between rounds:
+            every x must be the bits of the sum that is gathered and normed by the library, and the same on all ranks
     time    microseconds of one fused norm in a graph of 120, by rows
 """
 

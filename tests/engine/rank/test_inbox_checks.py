@@ -186,7 +186,7 @@ def not_read(kernel: str, argument: int) -> Meddle:
 def lost(name: str, args: list[Any], named: dict[str, Any], done: bool) -> None:
     """A product sends its part to nobody but itself."""
     if not done and name in {"_gemv", "_gemm"}:
-        args[4] = args[4][1:].repeat(RANKS)
+        args[5] = args[5][1:].repeat(RANKS)
 
 
 FAULTS: dict[str, tuple[Meddle, str]] = {
