@@ -3,7 +3,7 @@
     s = cast( p_0 + p_1 + ... + p_{n-1} )                   each rank's part, in rank order, in fp32
     h = ( r + rms_norm(s; post) ) * scalar                  with two parts: rms_norm( rms_norm(s_a; a) + rms_norm(s_b; b); post)
     h = s * scale                                           the first fused norm: an embedding has no residual and no norm
-    x = rms_norm(h; following)
+    x = rms_norm(h; next_norm)
 
 The order of casts is `kernels.norm`'s: each norm is rounded, then the add, then the product.
 
@@ -42,10 +42,10 @@ _EMPTY_WORD = {torch.bfloat16: -0x7FFF8000, torch.float32: -(1 << 31)}  # an inb
 
 
 class Norms(NamedTuple):
-    """Weights [n] of a fused norm: `post`, for two parts behind one for `each`; `following`: the next pre-norm, None: no x."""
+    """Weights [n] of a fused norm: `post`, for two parts behind one for `each`; `next_norm`: the next pre-norm, None: no x."""
 
     post: Tensor | None
-    following: Tensor | None
+    next_norm: Tensor | None
     each: tuple[Tensor, Tensor] | None = None
 
 
@@ -131,7 +131,7 @@ def fused_allreduce_norm(
         assert residual is not None, "the first fused norm's part is an embedding"
         assert peers is not None, "only an inbox can hold a part"
         assert norms.each is None, "two sides are sent together"
-        h, x = torch.empty_like(residual), None if norms.following is None else torch.empty_like(residual)
+        h, x = torch.empty_like(residual), None if norms.next_norm is None else torch.empty_like(residual)
         _launch(residual, residual, norms, eps, scalar, scale, peers, h, x, part.turn, send=False)
         return h, x
     rows, width = part.shape[-2:]
@@ -145,7 +145,7 @@ def fused_allreduce_norm(
             part = part.sum(0).to(residual.dtype)
         return _reference(part, residual, norms, eps, scalar, scale)
     h = part.new_empty(rows, n) if residual is None else residual.new_empty(rows, n)
-    x = None if norms.following is None else torch.empty_like(h)
+    x = None if norms.next_norm is None else torch.empty_like(h)
     if peers is not None and not every_row and rows >= peers.sharded and x is not None and norms.each is None:
         _launch_sharded(part, residual, norms, eps, scalar, scale, peers, h, x, peers.call())
     else:
@@ -163,7 +163,7 @@ def _reference(
             one, other = part.chunk(2, dim=-1)
             part = rms_norm(one, norms.each[0], eps) + rms_norm(other, norms.each[1], eps)
         h = norm_add(residual, part, norms.post, eps, scalar)
-    return h, None if norms.following is None else rms_norm(h, norms.following, eps)
+    return h, None if norms.next_norm is None else rms_norm(h, norms.next_norm, eps)
 
 
 def _launch(
@@ -186,7 +186,7 @@ def _launch(
     over = (1, 0, 0) if peers is None else (peers.size, peers.rows, peers.width)
     launch(
         _configured(n, h.dtype, *over, send, receive, part.shape[0] if part.ndim == 3 else 1), (rows,),
-        part, residual, norms.post, each[0], each[1], norms.following, scalar, h, x,
+        part, residual, norms.post, each[0], each[1], norms.next_norm, scalar, h, x,
         *_peer_arguments(peers), turn, eps, scale,
     )  # fmt: skip
 
@@ -216,7 +216,7 @@ def _launch_sharded(
     rows, n = h.shape
     launch(
         _allreduce_norm_sharded, (rows,),
-        part, residual, norms.post, norms.following, scalar, h, x,
+        part, residual, norms.post, norms.next_norm, scalar, h, x,
         *_peer_arguments(peers), turn, eps, scale,
         N=n, SIZE=peers.size, ROWS=peers.rows, WIDTH=peers.width, EMPTY=_EMPTY_WORD[part.dtype],
         SEND=stages[0], NORM=stages[1], TAKE=stages[2],
@@ -365,7 +365,7 @@ def _sum(parts: tl.tuple, COUNT: tl.constexpr, dtype: tl.constexpr) -> tl.tensor
 
 @triton.jit(do_not_specialize=["rank", "turn"])
 def _allreduce_norm(
-    part: tl.tensor, residual: tl.tensor, post: tl.tensor, post_a: tl.tensor, post_b: tl.tensor, following: tl.tensor,
+    part: tl.tensor, residual: tl.tensor, post: tl.tensor, post_a: tl.tensor, post_b: tl.tensor, next_norm: tl.tensor,
     scalar: tl.tensor, h_out: tl.tensor, x_out: tl.tensor,
     pointers: tl.tensor, inbox: tl.tensor, errors: tl.tensor, rank: tl.tensor, turn: tl.tensor, eps: tl.tensor, scale: tl.tensor,
     N: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, EMPTY: tl.constexpr,
@@ -387,8 +387,8 @@ def _allreduce_norm(
     if post is not None:
         post_weight = tl.load(post + lane, live, 0.0)
     next_weight = None
-    if following is not None:
-        next_weight = tl.load(following + lane, live, 0.0)
+    if next_norm is not None:
+        next_weight = tl.load(next_norm + lane, live, 0.0)
     factor = None
     if scalar is not None:
         factor = tl.load(scalar).to(tl.float32)
@@ -424,13 +424,13 @@ def _allreduce_norm(
             total = (one + _normed(other, tl.load(post_b + lane, live, 0.0), N, eps, dtype)).to(dtype).to(tl.float32)
         h = _post(total, post_weight, before, factor, scale, N, eps, dtype)
         tl.store(h_out + row * N + lane, h.to(dtype), live)
-        if following is not None:
+        if next_norm is not None:
             tl.store(x_out + row * N + lane, _normed(h, next_weight, N, eps, dtype).to(dtype), live)
 
 
 @triton.jit(do_not_specialize=["rank", "turn"])
 def _allreduce_norm_sharded(
-    part: tl.tensor, residual: tl.tensor, post: tl.tensor, following: tl.tensor, scalar: tl.tensor, h_out: tl.tensor,
+    part: tl.tensor, residual: tl.tensor, post: tl.tensor, next_norm: tl.tensor, scalar: tl.tensor, h_out: tl.tensor,
     x_out: tl.tensor,
     pointers: tl.tensor, inbox: tl.tensor, errors: tl.tensor, rank: tl.tensor, turn: tl.tensor, eps: tl.tensor, scale: tl.tensor,
     N: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, EMPTY: tl.constexpr,
@@ -449,7 +449,7 @@ def _allreduce_norm_sharded(
     owners_inbox = tl.multiple_of(tl.load(pointers + owner), 16).to(tl.pointer_type(tl.int32))
     bits_type: tl.constexpr = inbox.dtype.element_ty
     inboxes = inboxes_of(pointers, bits_type, SIZE)
-    next_weight = tl.load(following + lane, live, 0.0)
+    next_weight = tl.load(next_norm + lane, live, 0.0)
     post_weight = None
     if post is not None:
         post_weight = tl.load(post + lane, live, 0.0)

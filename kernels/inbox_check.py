@@ -114,7 +114,7 @@ def _allreduce_norms(group: AllReduceInbox, rows: int, n: int, sides: int, inbox
         assert x is not None
         if sides == 2:
             return h, x
-        first, normed = fused_allreduce_norm(part, None, Norms(None, norms.following), _EPS, scale=8.5, peers=inboxes)
+        first, normed = fused_allreduce_norm(part, None, Norms(None, norms.next_norm), _EPS, scale=8.5, peers=inboxes)
         assert normed is not None
         return h[own], x, first[own], normed
 

@@ -50,8 +50,8 @@ HIDDEN = 5376
 CONSTANT = {
     "_gemv": {"weight", "pointers"},
     "_gemm": {"weight", "pointers"},
-    "_allreduce_norm": {"post", "following", "scalar", "pointers"},
-    "_allreduce_norm_sharded": {"post", "following", "scalar", "pointers"},
+    "_allreduce_norm": {"post", "next_norm", "scalar", "pointers"},
+    "_allreduce_norm_sharded": {"post", "next_norm", "scalar", "pointers"},
     "_logits": {"proj", "scale", "norm"},
     "_rotary": {"frequencies"},
     "decode_kernel": {"q_norm", "k_norm"},

@@ -166,11 +166,11 @@ def interpreted_one_rank() -> None:
     h, x = fused_allreduce_norm(it.whole, it.residual, it.norms, EPS, it.scalar)
     assert x is not None
     assert max(map(off, (h, x), it.want)) < TOLERANCE
-    following = it.norms.following
-    first, normed = fused_allreduce_norm(it.whole, None, Norms(None, following), EPS, scale=3.5)
+    next_norm = it.norms.next_norm
+    first, normed = fused_allreduce_norm(it.whole, None, Norms(None, next_norm), EPS, scale=3.5)
     assert torch.equal(first, it.whole * 3.5)
     assert normed is not None
-    assert off(normed, rms_norm(first, following, EPS)) < TOLERANCE
+    assert off(normed, rms_norm(first, next_norm, EPS)) < TOLERANCE
     assert fused_allreduce_norm(it.whole, it.residual, Norms(it.norms.post, None), EPS)[1] is None
 
 
@@ -223,7 +223,7 @@ def test_the_reference_is_the_norms_one_after_the_other() -> None:
     h, x = fused_allreduce_norm(it.whole, it.residual, it.norms, EPS, it.scalar)
     assert torch.equal(h, norm_add(it.residual, y, it.norms.post, EPS, it.scalar))
     assert x is not None
-    assert torch.equal(x, rms_norm(h, it.norms.following, EPS))
+    assert torch.equal(x, rms_norm(h, it.norms.next_norm, EPS))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -258,7 +258,7 @@ def interpreted_parts_of_a_product(dtype: torch.dtype) -> None:
     """One rank's fused norm adds fp32 parts of a product and rounds once, as the whole product would be; it notices a lost one."""
     it = case()
     parts, residual = torch.stack(it.parts), it.residual.to(dtype)
-    norms = Norms(it.norms.post.to(dtype), it.norms.following.to(dtype))  # type: ignore[union-attr]
+    norms = Norms(it.norms.post.to(dtype), it.norms.next_norm.to(dtype))  # type: ignore[union-attr]
     want = fused_allreduce_norm(parts.sum(0).to(dtype), residual, norms, EPS)
     for given, fault in ((parts, False), (parts[:3], True)):
         h, x = fused_allreduce_norm(given, residual, norms, EPS)

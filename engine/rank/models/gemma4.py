@@ -115,11 +115,11 @@ class Block(Module):
         self.norms = NormWeights(norms, hidden, dtype, device)
         self.scalar = empty(1, dtype=dtype, device=device)
 
-    def forward(self, h: Tensor, x: Tensor, following: Tensor, step: _Step) -> tuple[Tensor, Tensor]:
-        """h [T, hidden] and its normed form x -> the same behind this layer, normed by `following`."""
+    def forward(self, h: Tensor, x: Tensor, next_norm: Tensor, step: _Step) -> tuple[Tensor, Tensor]:
+        """h [T, hidden] and its normed form x -> the same behind this layer, normed by `next_norm`."""
         norms = self.norms
         h, x = step.allreduce_norm(self.attention(x, step), h, norms["post_attention"], norms["pre_mlp"])
-        after = None if self._ple else following
+        after = None if self._ple else next_norm
         scalar = None if self._ple else self.scalar
         if self._moe:
             each = (norms["post_dense"], norms["post_experts"])
@@ -129,7 +129,7 @@ class Block(Module):
         if step.ple is None:
             return h, x
         p = self.ple_out(linear_gelu_mul(h, self.ple_gate.weight, step.ple[:, self._index]))
-        return step.allreduce_norm.whole(p, h, norms["post_ple"], following, self.scalar)
+        return step.allreduce_norm.whole(p, h, norms["post_ple"], next_norm, self.scalar)
 
     def _dense_and_experts(self, h: Tensor, x: Tensor) -> Tensor:
         """Both branches' parts, side by side: they are whole, and normed apart, before they are added."""
@@ -156,13 +156,13 @@ class Embedding(Module):
             self.ple_projection = Linear(geometry.hidden, width, dtype, device)
             self.ple_norm = empty(geometry.ple, dtype=dtype, device=device)
 
-    def forward(self, ids: Tensor, following: Tensor, allreduce_norm: AllReduceNorm) -> tuple[Tensor, Tensor, Tensor | None]:
-        """ids int32 [T] -> (h [T, hidden], h normed by `following`, per-layer embeddings [T, layers, ple] or None)."""
+    def forward(self, ids: Tensor, next_norm: Tensor, allreduce_norm: AllReduceNorm) -> tuple[Tensor, Tensor, Tensor | None]:
+        """ids int32 [T] -> (h [T, hidden], h normed by `next_norm`, per-layer embeddings [T, layers, ple] or None)."""
         rows = self.tokens(ids, self._placeholders, self._geometry.pad)
         if not self._geometry.ple:
-            return *allreduce_norm(rows, None, None, following, scale=self._scale), None
+            return *allreduce_norm(rows, None, None, next_norm, scale=self._scale), None
         rows, ple = reduce_together(self._parallel, rows, self.ple_tokens(ids, self._placeholders, self._geometry.pad))
-        h, x = allreduce_norm.whole(rows.contiguous(), None, None, following, scale=self._scale)
+        h, x = allreduce_norm.whole(rows.contiguous(), None, None, next_norm, scale=self._scale)
         geometry = self._geometry
         context = self.ple_projection(h)
         ple = per_layer_inputs(context, ple.contiguous(), self.ple_norm, geometry.eps, geometry.hidden**-0.5, self._ple_scale)
@@ -198,11 +198,11 @@ class Gemma4(Model):
         h, x, ple = self.embedding(batch.ids, first[0], allreduce_norm)
         step = _Step(batch, cache, attention, attention.prepare(batch), allreduce_norm, ple)
         narrow = batch.logit_rows is not None and len(batch.logit_rows) < batch.rows
-        for index, (block, following) in enumerate(zip(blocks, [*first[1:], self.norm], strict=True)):
+        for index, (block, next_norm) in enumerate(zip(blocks, [*first[1:], self.norm], strict=True)):
             if narrow and index == self._sharing:
                 h, x, step, narrow = h[batch.logit_rows], x[batch.logit_rows], step.logit_rows(), False
             if h.shape[0]:
-                h, x = block(h, x, following, step)
+                h, x = block(h, x, next_norm, step)
         return (h[batch.logit_rows], x[batch.logit_rows]) if narrow else (h, x)
 
 

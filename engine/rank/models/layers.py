@@ -102,22 +102,22 @@ class AllReduceNorm:
         part: Tensor | InboxPart,
         residual: Tensor | None,
         post: Tensor | None,
-        following: Tensor | None,
+        next_norm: Tensor | None,
         scalar: Tensor | None = None,
         *,
         each: tuple[Tensor, Tensor] | None = None,
         scale: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
-        """This rank's part [T, n], or [T, 2 n] with norms for `each` half -> (h, x); x is h where nothing is `following`."""
+        """This rank's part [T, n], or [T, 2 n] with norms for `each` half -> (h, x); x is h where there is no `next_norm`."""
         whole = part if isinstance(part, InboxPart) or self.peers is not None else self._parallel.all_reduce(part)
-        return self.whole(whole, residual, post, following, scalar, each=each, scale=scale, peers=self.peers)
+        return self.whole(whole, residual, post, next_norm, scalar, each=each, scale=scale, peers=self.peers)
 
     def whole(
         self,
         x: Tensor | InboxPart,
         residual: Tensor | None,
         post: Tensor | None,
-        following: Tensor | None,
+        next_norm: Tensor | None,
         scalar: Tensor | None = None,
         *,
         each: tuple[Tensor, Tensor] | None = None,
@@ -125,7 +125,7 @@ class AllReduceNorm:
         peers: AllReduceInbox | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The same of a sum that is whole on every rank."""
-        norms = Norms(post, following, each)
+        norms = Norms(post, next_norm, each)
         h, normed = fused_allreduce_norm(x, residual, norms, self._eps, scalar, scale, peers, self._every_row)
         return h, h if normed is None else normed
 
