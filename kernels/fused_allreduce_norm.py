@@ -8,7 +8,7 @@
 The order of casts is `kernels.norm`'s: each norm is rounded, then the add, then the product.
 
 **Over ranks** (`AllReduceInbox`): a rank writes its part of a row into every peer's inbox, then reads all parts of that row from its
-own. Of few rows the product itself writes its part (`kernels.linear.linear_send`), and the fused norm begins with the reading.
+own. Of few rows the product itself writes its part (`kernels.linear.linear_send`): the fused norm begins with the reading.
 The data is its own flag: an inbox holds -0.0 where nothing has come, and a part that is -0.0 is written as +0.0 (which no sum over
 ranks can tell apart unless all parts are zero). Whoever has read a part puts -0.0 back. There is no barrier:
 
@@ -117,15 +117,15 @@ def fused_allreduce_norm(
     scalar: Tensor | None = None,
     scale: float = 1.0,
     peers: AllReduceInbox | None = None,
-    every_row: bool = False,
+    keep_full_residual: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """part [T, n], or [T, 2 n] for two parts side by side -> (h [T, n], x [T, n] or None), in part's dtype.
 
     part is this rank's with `peers`, else the whole sum; one that is an `InboxPart` has a residual and one side. Without `peers` it
     may be fp32 [parts, T, n], sums that the fused norm adds (`kernels.linear.linear_parts`); then the dtype is the residual's.
     residual [T, n]; None: the first fused norm, h = s * scale. scalar [1].
-    Where peers shard the rows, h holds this rank's rows only, and the next fused norm must be given it as it is. With `every_row`
-    they do not.
+    Where peers shard the rows, h holds this rank's rows only, and the next fused norm must be given it as it is. They do not with
+    `keep_full_residual`.
     """
     if isinstance(part, InboxPart):
         assert residual is not None, "the first fused norm's part is an embedding"
@@ -146,7 +146,7 @@ def fused_allreduce_norm(
         return _reference(part, residual, norms, eps, scalar, scale)
     h = part.new_empty(rows, n) if residual is None else residual.new_empty(rows, n)
     x = None if norms.next_norm is None else torch.empty_like(h)
-    if peers is not None and not every_row and rows >= peers.sharded and x is not None and norms.each is None:
+    if peers is not None and not keep_full_residual and rows >= peers.sharded and x is not None and norms.each is None:
         _launch_sharded(part, residual, norms, eps, scalar, scale, peers, h, x, peers.call())
     else:
         _launch(part, residual, norms, eps, scalar, scale, peers, h, x, 0 if peers is None else peers.call())

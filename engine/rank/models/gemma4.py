@@ -192,7 +192,7 @@ class Gemma4(Model):
     ) -> tuple[Tensor, Tensor]:
         assert peers is None or not batch.chunks, "chunks are summed by collectives"
         residual_is_read = self.geometry.moe is not None or self.geometry.ple > 0  # by routers and gates
-        allreduce_norm = AllReduceNorm(self.parallel, peers, self.geometry.eps, every_row=residual_is_read)
+        allreduce_norm = AllReduceNorm(self.parallel, peers, self.geometry.eps, keep_full_residual=residual_is_read)
         blocks = [block for block in self.blocks if isinstance(block, Block)]
         first = [block.norms["pre_attention"] for block in blocks]
         h, x, ple = self.embedding(batch.ids, first[0], allreduce_norm)

@@ -89,11 +89,11 @@ class Linear(Module):
 class AllReduceNorm:
     """Adds a layer's parts to the residual (`kernels.fused_allreduce_norm`): over inboxes, or behind an all-reduce.
 
-    every_row  of the residual is needed on every rank, because something besides fused norms reads it
+    keep_full_residual  every rank needs all rows of the residual, because something besides fused norms reads it
     """
 
-    def __init__(self, parallel: Parallel, peers: AllReduceInbox | None, eps: float, *, every_row: bool = False) -> None:
-        self._parallel, self._eps, self._every_row = parallel, eps, every_row
+    def __init__(self, parallel: Parallel, peers: AllReduceInbox | None, eps: float, *, keep_full_residual: bool = False) -> None:
+        self._parallel, self._eps, self._keep_full_residual = parallel, eps, keep_full_residual
         self.peers = peers.begin() if peers is not None else None
         self.ranks = parallel.size
 
@@ -126,7 +126,7 @@ class AllReduceNorm:
     ) -> tuple[Tensor, Tensor]:
         """The same of a sum that is whole on every rank."""
         norms = Norms(post, next_norm, each)
-        h, normed = fused_allreduce_norm(x, residual, norms, self._eps, scalar, scale, peers, self._every_row)
+        h, normed = fused_allreduce_norm(x, residual, norms, self._eps, scalar, scale, peers, self._keep_full_residual)
         return h, h if normed is None else normed
 
 
