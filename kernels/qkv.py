@@ -138,10 +138,10 @@ def _rope_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half, pairs = x.shape[-1] // 2, cos.shape[1]
     cos, sin = cos[:, None], sin[:, None]
     first, second = x[..., :pairs], x[..., half : half + pairs]
-    turned = x.clone()
-    turned[..., :pairs] = first * cos - second * sin
-    turned[..., half : half + pairs] = second * cos + first * sin
-    return turned
+    rotated = x.clone()
+    rotated[..., :pairs] = first * cos - second * sin
+    rotated[..., half : half + pairs] = second * cos + first * sin
+    return rotated
 
 
 @triton.jit(do_not_specialize=["width", "slots", "positions"])  # rows may begin anywhere
@@ -181,10 +181,10 @@ def _post(
         tl.store(at, tl.zeros([rows.shape[0], HALF], q.dtype.element_ty), live)
         tl.store(at + HALF, tl.zeros([rows.shape[0], HALF], q.dtype.element_ty), live)
         return
-    cos, sin = turn(cos_sin + token * 2 * PAIRS, half, live, PAIRS)
+    cos, sin = rope_angles(cos_sin + token * 2 * PAIRS, half, live, PAIRS)
     raw = qkv + token * (HEADS + SIDES * KV_HEADS) * D
     x = load_halves(raw + (head * GROUP + rows) * D + half, live, 0.0, HALF)
-    low, high, _ = norm_turn(*x, *weight, cos, sin, eps, D)
+    low, high, _ = norm_and_rope(*x, *weight, cos, sin, eps, D)
     tl.store(at, cast(low, q.dtype.element_ty), live)
     tl.store(at + HALF, cast(high, q.dtype.element_ty), live)
     if SIDES > 0:
@@ -193,9 +193,9 @@ def _post(
         page = tl.load(table + slot * width + position // PAGE).to(tl.int64)
         at = pool + page * (2 * KV_HEADS * PAGE * D) + head * PAGE * D + position % PAGE * D + own
         k_at = raw + (HEADS + head) * D + own
-        cos, sin = turn(cos_sin + token * 2 * PAIRS, own, own < HALF, PAIRS)
+        cos, sin = rope_angles(cos_sin + token * 2 * PAIRS, own, own < HALF, PAIRS)
         k, k_weight = load_halves(k_at, own < HALF, 0.0, HALF), load_halves(k_norm + own, own < HALF, 1.0, HALF)
-        low, high, _ = norm_turn(*k, *k_weight, cos, sin, eps, D)
+        low, high, _ = norm_and_rope(*k, *k_weight, cos, sin, eps, D)
         tl.store(at, cast(low, pool.dtype.element_ty))
         tl.store(at + HALF, cast(high, pool.dtype.element_ty))
         low, high = load_halves(k_at + (SIDES - 1) * KV_HEADS * D, own < HALF, 0.0, HALF)
@@ -211,14 +211,14 @@ def load_halves(at: tl.tensor, live: tl.tensor, other: tl.constexpr, HALF: tl.co
 
 
 @triton.jit
-def turn(cos_sin: tl.tensor, half: tl.tensor, live: tl.tensor, PAIRS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+def rope_angles(cos_sin: tl.tensor, half: tl.tensor, live: tl.tensor, PAIRS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """cos and sin of pairs [rows, HALF]; 1 and 0 where a pair does not rotate or a row is not live."""
-    turned = live & (half < PAIRS)
-    return tl.load(cos_sin + half, turned, other=1.0), tl.load(cos_sin + PAIRS + half, turned, other=0.0)
+    rotated = live & (half < PAIRS)
+    return tl.load(cos_sin + half, rotated, other=1.0), tl.load(cos_sin + PAIRS + half, rotated, other=0.0)
 
 
 @triton.jit
-def norm_turn(
+def norm_and_rope(
     low: tl.tensor,
     high: tl.tensor,
     weight_low: tl.tensor,

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from kernels.launch import trigger, wait
 from kernels.numerics import LOG2E, cast, dot, hold
-from kernels.qkv import load_halves, norm_turn, turn
+from kernels.qkv import load_halves, norm_and_rope, rope_angles
 
 ROWS = tl.constexpr(16)  # rows of a product: the heads of a KV head, and padding
 
@@ -71,7 +71,7 @@ def decode_kernel(
     page = _page_of(ids, split, width, KEYS, PAGE)
     token = qkv + row * (HEADS + SIDES * KV_HEADS) * D
     q_raw = load_halves(token + (head * GROUP + rows) * D + half, is_q, 0.0, HALF)
-    cos, sin = turn(cos_sin + row * 2 * PAIRS, half, is_q, PAIRS)
+    cos, sin = rope_angles(cos_sin + row * 2 * PAIRS, half, is_q, PAIRS)
     if SIDES > 0:
         kv_raw = load_halves(token + (HEADS + head + rows * (SIDES - 1) * KV_HEADS) * D + half, rows < 2, 0.0, HALF)
         v_new = tl.load(token + (HEADS + (SIDES - 1) * KV_HEADS + head) * D + columns).to(tl.float32)
@@ -98,14 +98,14 @@ def decode_kernel(
         k_high = _load_run(heads_k, page, split, first, oldest, end, low + HALF, D, 2 * KEPT, KEYS, PAGE)
         v = _load_run(heads_v, page, split, first, oldest, end, columns, D, 2 * KEPT, KEYS, PAGE)
 
-    q_low, q_high, _ = norm_turn(*q_raw, *q_weight, cos, sin, eps, D)
+    q_low, q_high, _ = norm_and_rope(*q_raw, *q_weight, cos, sin, eps, D)
     q_low, q_high = cast(q_low, pool.dtype.element_ty), cast(q_high, pool.dtype.element_ty)
     top = tl.full([ROWS], -1e30, tl.float32)
     totals = tl.zeros([ROWS, KEYS], tl.float32)  # of each column of the turns' keys: added up once, at the end
     sums = tl.zeros([ROWS, DV], tl.float32)
     if SIDES > 0:  # noqa: SIM102 - a constexpr around a branch
         if split == (runs - 1) % SPLITS:  # this CTA owns the page of the new token: append it, and begin with it
-            low_new, high_new, scale = norm_turn(*kv_raw, *k_weight, cos, sin, eps, D)
+            low_new, high_new, scale = norm_and_rope(*kv_raw, *k_weight, cos, sin, eps, D)
             key_low = cast(tl.sum(tl.where(own, low_new, 0.0), 0), pool.dtype.element_ty)
             key_high = cast(tl.sum(tl.where(own, high_new, 0.0), 0), pool.dtype.element_ty)
             value = cast(v_new * tl.sum(tl.where(rows == 1, scale, 0.0)), pool.dtype.element_ty)
