@@ -141,14 +141,14 @@ def decode_attention(
 ) -> None:
     """Attention of one layer for `rows` decode rows, written to `out`; appends each row's K and V to the page of its position.
 
-    qkv       [rows, (heads + sides * kv_heads) * d], the raw product: q heads, k heads, v heads. sides 2; 1: v is k's raw product;
-              0: the layer reads another layer's K and V, which that layer has appended, and writes none
+    qkv       [rows, (heads + kv_projections * kv_heads) * d], q heads, k heads, v heads before their norms. kv_projections 2;
+              1: v is k's raw product; 0: the layer reads another layer's K and V, which that layer has appended, and writes none
     pool      one layer's [pages, 2, kv_heads, page, d], K at [:, 0], V at [:, 1]
     page_ids  int32 [rows, width]: entry j is the page of positions (first + j) * page ..; first is 0, and with a window
               max(0, position - window + 1) // page. Entries behind the position's own page are never used
     positions int32 [rows]; -1: a padding row, whose output is zero and which appends nothing
     cos_sin   fp32 [rows, 2 * pairs], cos first: of pairs (i, i + d/2), i < pairs
-    q_norm    [d], k_norm [d] or, with 0 sides, None; v is normed without weight
+    q_norm    [d], k_norm [d] or, without projections, None; v is normed without weight
     out       [rows, heads * d] in qkv's dtype
     splits    CTAs along the keys of a (row, KV head), a constant of the bucket: see `decode_splits`
     tile      in place of `decode_tile`'s
@@ -288,12 +288,12 @@ def _launch(
     qkv, pool, page_ids, positions, cos_sin, q_norm, k_norm = inputs
     kv_heads, page, d = pool.shape[2:]
     heads = out.shape[1] // d
-    sides = (qkv.shape[1] // d - heads) // kv_heads
-    assert (sides > 0) == (k_norm is not None), (qkv.shape, k_norm)
+    kv_projections = (qkv.shape[1] // d - heads) // kv_heads
+    assert (kv_projections > 0) == (k_norm is not None), (qkv.shape, k_norm)
     for x in (*inputs, out):
         assert x is None or x.is_contiguous(), (x.shape, x.stride())
     launch(
-        _configured(heads, kv_heads, d, cos_sin.shape[1] // 2, sides, window, page, splits, tile),
+        _configured(heads, kv_heads, d, cos_sin.shape[1] // 2, kv_projections, window, page, splits, tile),
         (qkv.shape[0], kv_heads * tile.values, splits),
         qkv, pool, page_ids, positions, cos_sin, q_norm, q_norm if k_norm is None else k_norm, out,
         scratch.parts, scratch.lse, scratch.tickets, page_ids.shape[1], eps,
@@ -302,12 +302,12 @@ def _launch(
 
 @cache
 def _configured(
-    heads: int, kv_heads: int, d: int, pairs: int, sides: int, window: int | None, page: int, splits: int, tile: DecodeTile
+    heads: int, kv_heads: int, d: int, pairs: int, kv_projections: int, window: int | None, page: int, splits: int, tile: DecodeTile
 ) -> Configured:
     assert d >= 16, d
     assert d & (d - 1) == 0, f"head dim {d} is no power of two"
     assert heads // kv_heads <= ROWS.value, (heads, kv_heads)
     return configured(
-        decode_kernel, HEADS=heads, KV_HEADS=kv_heads, D=d, PAIRS=pairs, SIDES=sides, WINDOW=window or 0, PAGE=page,
-        SPLITS=splits, KEYS=tile.keys, VALUES=tile.values, EARLY=tile.early, warps=tile.warps, stages=tile.stages,
+        decode_kernel, HEADS=heads, KV_HEADS=kv_heads, D=d, PAIRS=pairs, KV_PROJECTIONS=kv_projections, WINDOW=window or 0,
+        PAGE=page, SPLITS=splits, KEYS=tile.keys, VALUES=tile.values, EARLY=tile.early, warps=tile.warps, stages=tile.stages,
     )  # fmt: skip

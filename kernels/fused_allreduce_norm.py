@@ -8,7 +8,7 @@
 The order of casts is `kernels.norm`'s: each norm is rounded, then the add, then the product.
 
 **Over ranks** (`AllReduceInbox`): a rank writes its part of a row into every peer's inbox, then reads all parts of that row from its
-own. Of few rows the product itself writes its part (`kernels.linear.linear_send`): the fused norm begins with the reading.
+own. Of few rows the product itself writes its part (`kernels.linear.linear_send`): the fused norm begins to read.
 The data is its own flag: an inbox holds -0.0 where nothing has come, and a part that is -0.0 is written as +0.0 (which no sum over
 ranks can tell apart unless all parts are zero). Whoever has read a part puts -0.0 back. There is no barrier:
 
@@ -121,7 +121,7 @@ def fused_allreduce_norm(
 ) -> tuple[Tensor, Tensor | None]:
     """part [T, n], or [T, 2 n] for two parts side by side -> (h [T, n], x [T, n] or None), in part's dtype.
 
-    part is this rank's with `peers`, else the whole sum; one that is an `InboxPart` has a residual and one side. Without `peers` it
+    part is this rank's with `peers`, else the whole sum; an `InboxPart` has a residual and one branch. Without `peers` it
     may be fp32 [parts, T, n], sums that the fused norm adds (`kernels.linear.linear_parts`); then the dtype is the residual's.
     residual [T, n]; None: the first fused norm, h = s * scale. scalar [1].
     Where peers shard the rows, h holds this rank's rows only, and the next fused norm must be given it as it is. They do not with
@@ -130,7 +130,7 @@ def fused_allreduce_norm(
     if isinstance(part, InboxPart):
         assert residual is not None, "the first fused norm's part is an embedding"
         assert peers is not None, "only an inbox can hold a part"
-        assert norms.each is None, "two sides are sent together"
+        assert norms.each is None, "two branches are sent together"
         h, x = torch.empty_like(residual), None if norms.next_norm is None else torch.empty_like(residual)
         _launch(residual, residual, norms, eps, scalar, scale, peers, h, x, part.turn, send=False)
         return h, x
@@ -376,7 +376,7 @@ def _allreduce_norm(
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     live = lane < N
-    sides: tl.constexpr = 1 if post_a is None else 2
+    branches: tl.constexpr = 1 if post_a is None else 2
     VALUES: tl.constexpr = 32 // dtype.primitive_bitwidth  # of a word
     STRIDE: tl.constexpr = ROWS * WIDTH // VALUES
     word = tl.arange(0, BLOCK // VALUES)
@@ -398,10 +398,10 @@ def _allreduce_norm(
         inbox = inbox.to(tl.pointer_type(tl.int32))
         at = (row + turn * ((SIZE + 1) * ROWS)) * (WIDTH // VALUES)
         if SEND:
-            mine = part.to(tl.pointer_type(tl.int32)) + row * (sides * N // VALUES)
-            for side in tl.static_range(sides):
-                words = tl.load(mine + side * (N // VALUES) + word, live_word, 0)
-                send(words, inboxes, at + rank * STRIDE + side * (N // VALUES), word, live_word, SIZE, EMPTY)
+            mine = part.to(tl.pointer_type(tl.int32)) + row * (branches * N // VALUES)
+            for branch in tl.static_range(branches):
+                words = tl.load(mine + branch * (N // VALUES) + word, live_word, 0)
+                send(words, inboxes, at + rank * STRIDE + branch * (N // VALUES), word, live_word, SIZE, EMPTY)
     if RECEIVE:
         before = None
         if post is not None:
@@ -409,17 +409,17 @@ def _allreduce_norm(
         if SIZE > 1:
             total = _sum(_receive(inbox, at, word, live_word, errors, STRIDE, SIZE, EMPTY), SIZE, dtype)
         else:
-            total = tl.load(part + row * (sides * N) + lane, live, 0.0).to(tl.float32)
+            total = tl.load(part + row * (branches * N) + lane, live, 0.0).to(tl.float32)
             for i in tl.static_range(1, PARTS):
                 total += tl.load(part + (i * tl.num_programs(0) + row) * N + lane, live, 0.0)
             if PARTS > 1:
                 total = total.to(dtype).to(tl.float32)
-        if sides == 2:
+        if branches == 2:
             if SIZE > 1:
                 other = _receive(inbox, at + N // VALUES, word, live_word, errors, STRIDE, SIZE, EMPTY)
                 other = _sum(other, SIZE, dtype)
             else:
-                other = tl.load(part + row * (sides * N) + N + lane, live, 0.0).to(tl.float32)
+                other = tl.load(part + row * (branches * N) + N + lane, live, 0.0).to(tl.float32)
             one = _normed(total, tl.load(post_a + lane, live, 0.0), N, eps, dtype)
             total = (one + _normed(other, tl.load(post_b + lane, live, 0.0), N, eps, dtype)).to(dtype).to(tl.float32)
         h = _post(total, post_weight, before, factor, scale, N, eps, dtype)

@@ -96,23 +96,23 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
     return total.to(parts[0].dtype)
 
 
-def _norms(draw: RandomInputs, n: int, sides: int) -> Norms:
-    return Norms(draw.floats(n), draw.floats(n), (draw.floats(n), draw.floats(n)) if sides == 2 else None)
+def _norms(draw: RandomInputs, n: int, branches: int) -> Norms:
+    return Norms(draw.floats(n), draw.floats(n), (draw.floats(n), draw.floats(n)) if branches == 2 else None)
 
 
-def _allreduce_norms(group: AllReduceInbox, rows: int, n: int, sides: int, inboxes: AllReduceInbox | None) -> Op:
+def _allreduce_norms(group: AllReduceInbox, rows: int, n: int, branches: int, inboxes: AllReduceInbox | None) -> Op:
     """A layer's fused norm and, of one part, a forward's first; without `inboxes` of the whole sum. Of rows that are shared out, h
     is this rank's own alone."""
 
     def run(draw: RandomInputs) -> Outputs:
-        parts = draw.floats(group.size, rows, sides * n)
+        parts = draw.floats(group.size, rows, branches * n)
         parts[..., 5::31] = -0.0  # what an inbox takes for nothing
         own = slice(group.rank, None, group.size) if rows >= group.sharded else slice(None)
         part = _sum(list(parts)) if inboxes is None else parts[group.rank].contiguous()
-        norms = _norms(draw, n, sides)
+        norms = _norms(draw, n, branches)
         h, x = fused_allreduce_norm(part, draw.floats(rows, n), norms, _EPS, draw.floats(1), peers=inboxes)
         assert x is not None
-        if sides == 2:
+        if branches == 2:
             return h, x
         first, normed = fused_allreduce_norm(part, None, Norms(None, norms.next_norm), _EPS, scale=8.5, peers=inboxes)
         assert normed is not None

@@ -169,15 +169,15 @@ def _load(base: tl.tensor, TURN: tl.constexpr, K: tl.constexpr, BK: tl.constexpr
 @triton.jit
 def _add_products(
     sums: tl.tuple, tiles: tl.tuple, x: tl.tensor, T: tl.tensor,
-    TURN: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, SIDES: tl.constexpr,
+    TURN: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, MATRICES: tl.constexpr,
 ) -> tl.tuple:  # fmt: skip
-    """`sums`, by row and side [BN, BK / 8], and the products of tile TURN with the rows of x."""
+    """`sums`, by row and matrix [BN, BK / 8], and the products of tile TURN with the rows of x."""
     added: tl.tuple = ()
     for row in tl.static_range(ROWS):
         values = _load(x + tl.minimum(row, T - 1) * K + tl.zeros([1, 1], tl.int32), TURN, K, BK, "").to(tl.float32)
-        for side in tl.static_range(SIDES):
-            old = sums[row * SIDES + side]
-            products = tl.reshape(tiles[TURN * SIDES + side].to(tl.float32) * values, [old.shape[0], BK // 8, 8])
+        for matrix in tl.static_range(MATRICES):
+            old = sums[row * MATRICES + matrix]
+            products = tl.reshape(tiles[TURN * MATRICES + matrix].to(tl.float32) * values, [old.shape[0], BK // 8, 8])
             added += (old + tl.sum(products, 2),)
     return added
 
@@ -195,25 +195,25 @@ def _gemv(
     if START:
         trigger(PDL)
     TILES: tl.constexpr = (K + BK - 1) // BK
-    SIDES: tl.constexpr = 2 if GATED else 1
+    MATRICES: tl.constexpr = 2 if GATED else 1
     column = tl.program_id(0) * BN + tl.arange(0, BN)
     base = weight + tl.minimum(column, M - 1).to(tl.int64)[:, None] * K
     inboxes = inboxes_of(pointers, out.dtype.element_ty, SIZE)
     tiles: tl.tuple = ()
     for i in tl.static_range(min(EARLY, TILES)):
-        for side in tl.static_range(SIDES):
-            tiles += (_load(base + side * M * K, i, K, BK, "evict_first"),)
+        for matrix in tl.static_range(MATRICES):
+            tiles += (_load(base + matrix * M * K, i, K, BK, "evict_first"),)
     wait(PDL)
-    sums = (tl.zeros([BN, BK // 8], tl.float32),) * (SIDES * ROWS)
+    sums = (tl.zeros([BN, BK // 8], tl.float32),) * (MATRICES * ROWS)
     for i in tl.static_range(TILES):
         if i + EARLY < TILES:
-            for side in tl.static_range(SIDES):
-                tiles += (_load(base + side * M * K, i + EARLY, K, BK, "evict_first"),)
-        sums = _add_products(sums, tiles, x, T, i, K, BK, ROWS, SIDES)
+            for matrix in tl.static_range(MATRICES):
+                tiles += (_load(base + matrix * M * K, i + EARLY, K, BK, "evict_first"),)
+        sums = _add_products(sums, tiles, x, T, i, K, BK, ROWS, MATRICES)
     for row in tl.static_range(ROWS):
-        total = tl.sum(sums[row * SIDES], 1)
+        total = tl.sum(sums[row * MATRICES], 1)
         if GATED:
-            total = gelu(total) * tl.sum(sums[row * SIDES + 1], 1)
+            total = gelu(total) * tl.sum(sums[row * MATRICES + 1], 1)
         live = (column < M) & (row < T)
         at = tl.zeros([BN], tl.int32) + row
         if UP > 0:

@@ -61,12 +61,12 @@ def store(pool: Tensor, pages: Tensor, offsets: Tensor, k: Tensor, v: Tensor) ->
 
 
 def split_heads(qkv: Tensor, heads: int, pool: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """[T, (heads + sides * kv_heads) * d] -> q [T, heads, d], k and v [T, kv_heads, d] (one side: v is k; no side: None)."""
+    """[T, (heads + kv_projections * kv_heads) * d] -> q [T, heads, d], k and v [T, kv_heads, d] (one projection: v is k; none: None)."""
     kv_heads, d = pool.shape[2], pool.shape[4]
     assert (qkv.shape[1] - heads * d) % (kv_heads * d) == 0, (qkv.shape, heads, pool.shape)
-    sides = (qkv.shape[1] - heads * d) // (kv_heads * d)
-    assert 0 <= sides <= 2, (qkv.shape, heads, pool.shape)
-    q, *kv = qkv.view(qkv.shape[0], -1, d).split((heads, *(kv_heads,) * sides), dim=1)
+    kv_projections = (qkv.shape[1] - heads * d) // (kv_heads * d)
+    assert 0 <= kv_projections <= 2, (qkv.shape, heads, pool.shape)
+    q, *kv = qkv.view(qkv.shape[0], -1, d).split((heads, *(kv_heads,) * kv_projections), dim=1)
     return (q, kv[0], kv[-1]) if kv else (q, None, None)
 
 
@@ -84,7 +84,7 @@ def qkv_post(
 ) -> None:
     """Raw product of T tokens -> normed and roped q [T, heads, d]; their K and V go into their pages.
 
-    qkv [T, (heads + sides * kv_heads) * d], cos_sin fp32 [T, 2 * pairs], norms and pool as in `kernels.decode.decode_attention`;
+    qkv [T, (heads + kv_projections * kv_heads) * d], cos_sin fp32 [T, 2 * pairs], norms and pool as in `decode_attention`;
     table int32 [slots, width]; slots and positions int [T]. A padding row (position -1) writes nothing into pages; its q is zero.
     """
     assert q.shape[0] == slots.shape[0] == positions.shape[0] == cos_sin.shape[0] == qkv.shape[0], (q.shape, qkv.shape)
@@ -92,20 +92,22 @@ def qkv_post(
     if not usable(qkv, __name__):
         return _post_reference(qkv, pool, table, slots, positions, cos_sin, q_norm, k_norm, eps, q)
     heads, (kv_heads, page, d) = q.shape[1], pool.shape[2:]
-    sides = (qkv.shape[1] // d - heads) // kv_heads
-    assert (sides > 0) == (k_norm is not None), (qkv.shape, k_norm)
+    kv_projections = (qkv.shape[1] // d - heads) // kv_heads
+    assert (kv_projections > 0) == (k_norm is not None), (qkv.shape, k_norm)
     inputs = (qkv, pool, table, slots, positions, cos_sin, q_norm, q_norm if k_norm is None else k_norm, q)
     assert all(x.is_contiguous() for x in inputs), [x.stride() for x in inputs]
-    kernel = _configured(heads, kv_heads, d, cos_sin.shape[1] // 2, sides, page)
+    kernel = _configured(heads, kv_heads, d, cos_sin.shape[1] // 2, kv_projections, page)
     launch(kernel, (qkv.shape[0], kv_heads), *inputs, table.shape[1], eps)
     return None
 
 
 @cache
-def _configured(heads: int, kv_heads: int, d: int, pairs: int, sides: int, page: int) -> Configured:
+def _configured(heads: int, kv_heads: int, d: int, pairs: int, kv_projections: int, page: int) -> Configured:
     assert d & (d - 1) == 0, f"head dim {d} is no power of two"
     warps = 4 if heads // kv_heads * d >= 1024 else 2
-    return configured(_post, HEADS=heads, KV_HEADS=kv_heads, D=d, PAIRS=pairs, SIDES=sides, PAGE=page, warps=warps)
+    return configured(
+        _post, HEADS=heads, KV_HEADS=kv_heads, D=d, PAIRS=pairs, KV_PROJECTIONS=kv_projections, PAGE=page, warps=warps
+    )
 
 
 def _post_reference(
@@ -161,7 +163,7 @@ def _post(
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     PAIRS: tl.constexpr,
-    SIDES: tl.constexpr,
+    KV_PROJECTIONS: tl.constexpr,
     PAGE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -182,12 +184,12 @@ def _post(
         tl.store(at + HALF, tl.zeros([rows.shape[0], HALF], q.dtype.element_ty), live)
         return
     cos, sin = rope_angles(cos_sin + token * 2 * PAIRS, half, live, PAIRS)
-    raw = qkv + token * (HEADS + SIDES * KV_HEADS) * D
+    raw = qkv + token * (HEADS + KV_PROJECTIONS * KV_HEADS) * D
     x = load_halves(raw + (head * GROUP + rows) * D + half, live, 0.0, HALF)
     low, high, _ = norm_and_rope(*x, *weight, cos, sin, eps, D)
     tl.store(at, cast(low, q.dtype.element_ty), live)
     tl.store(at + HALF, cast(high, q.dtype.element_ty), live)
-    if SIDES > 0:
+    if KV_PROJECTIONS > 0:
         own = tl.arange(0, HALF)[None, :]
         slot = tl.load(slots + token).to(tl.int64)
         page = tl.load(table + slot * width + position // PAGE).to(tl.int64)
@@ -198,7 +200,7 @@ def _post(
         low, high, _ = norm_and_rope(*k, *k_weight, cos, sin, eps, D)
         tl.store(at, cast(low, pool.dtype.element_ty))
         tl.store(at + HALF, cast(high, pool.dtype.element_ty))
-        low, high = load_halves(k_at + (SIDES - 1) * KV_HEADS * D, own < HALF, 0.0, HALF)
+        low, high = load_halves(k_at + (KV_PROJECTIONS - 1) * KV_HEADS * D, own < HALF, 0.0, HALF)
         scale = _root(low, high, eps, D)
         tl.store(at + KV_HEADS * PAGE * D, cast(low * scale, pool.dtype.element_ty))
         tl.store(at + KV_HEADS * PAGE * D + HALF, cast(high * scale, pool.dtype.element_ty))

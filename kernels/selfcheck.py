@@ -183,7 +183,7 @@ def _embed(draw: RandomInputs) -> Outputs:
 
 
 def _qkv_post(draw: RandomInputs) -> Outputs:
-    """Two sides, grouped heads, a padding row; the pool amid NaN."""
+    """Two projections, grouped heads, a padding row; the pool amid NaN."""
     heads, kv_heads, d, pairs = 4, 2, 32, 5
     pool, q = draw.floats(5, 2, kv_heads, _PAGE, d) * math.nan, draw.floats(4, heads, d)
     places = (draw.ints(3, 1, 4, 2).view(2, 2), draw.ints(0, 1, 0, 1), draw.ints(17, 15, -1, 31))
@@ -192,7 +192,7 @@ def _qkv_post(draw: RandomInputs) -> Outputs:
     return q, pool
 
 
-def _decode(heads: int, kv_heads: int, d: int, sides: int, window: int | None) -> Op:
+def _decode(heads: int, kv_heads: int, d: int, kv_projections: int, window: int | None) -> Op:
     """Rows over several splits, one of a single key, and padding; ids behind a row's own page name no page of the pool."""
 
     def run(draw: RandomInputs) -> Outputs:
@@ -204,8 +204,8 @@ def _decode(heads: int, kv_heads: int, d: int, sides: int, window: int | None) -
         ids[1, 1:] = 2**31 - 7
         out = draw.floats(rows, heads * d)
         scratch = DecodeScratch(rows, heads, kv_heads, d, rows * splits, draw.device)
-        raw, cos_sin = draw.floats(rows, (heads + sides * kv_heads) * d), draw.floats(rows, 12, dtype=torch.float32)
-        norms = draw.floats(d, scale=d**-0.25), draw.floats(d, scale=d**-0.25) if sides else None
+        raw, cos_sin = draw.floats(rows, (heads + kv_projections * kv_heads) * d), draw.floats(rows, 12, dtype=torch.float32)
+        norms = draw.floats(d, scale=d**-0.25), draw.floats(d, scale=d**-0.25) if kv_projections else None
         decode_attention(raw, pool, ids, positions, cos_sin, *norms, _EPS, window, scratch, out, splits)
         return out, pool
 

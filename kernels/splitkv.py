@@ -35,7 +35,7 @@ def decode_kernel(
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     PAIRS: tl.constexpr,
-    SIDES: tl.constexpr,
+    KV_PROJECTIONS: tl.constexpr,
     WINDOW: tl.constexpr,
     PAGE: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -69,19 +69,19 @@ def decode_kernel(
 
     position = tl.load(positions + row)
     page = _page_of(ids, split, width, KEYS, PAGE)
-    token = qkv + row * (HEADS + SIDES * KV_HEADS) * D
+    token = qkv + row * (HEADS + KV_PROJECTIONS * KV_HEADS) * D
     q_raw = load_halves(token + (head * GROUP + rows) * D + half, is_q, 0.0, HALF)
     cos, sin = rope_angles(cos_sin + row * 2 * PAIRS, half, is_q, PAIRS)
-    if SIDES > 0:
-        kv_raw = load_halves(token + (HEADS + head + rows * (SIDES - 1) * KV_HEADS) * D + half, rows < 2, 0.0, HALF)
-        v_new = tl.load(token + (HEADS + (SIDES - 1) * KV_HEADS + head) * D + columns).to(tl.float32)
+    if KV_PROJECTIONS > 0:
+        kv_raw = load_halves(token + (HEADS + head + rows * (KV_PROJECTIONS - 1) * KV_HEADS) * D + half, rows < 2, 0.0, HALF)
+        v_new = tl.load(token + (HEADS + (KV_PROJECTIONS - 1) * KV_HEADS + head) * D + columns).to(tl.float32)
 
     first = 0  # position of the first key of the first page
     oldest = 0
     if WINDOW > 0:
         oldest = tl.maximum(position - WINDOW + 1, 0)
         first = oldest // PAGE * PAGE
-    end = position + (SIDES == 0)  # the row's own key is in the pool only where another layer has put it there
+    end = position + (KV_PROJECTIONS == 0)  # the row's own key is in the pool only where another layer has put it there
     runs = (position - first) // KEYS + 1
     out_at = out + row * HEADS * D + head * GROUP * D
     if position < 0:
@@ -103,7 +103,7 @@ def decode_kernel(
     top = tl.full([ROWS], -1e30, tl.float32)
     totals = tl.zeros([ROWS, KEYS], tl.float32)  # of each column of the turns' keys: added up once, at the end
     sums = tl.zeros([ROWS, DV], tl.float32)
-    if SIDES > 0:  # noqa: SIM102 - a constexpr around a branch
+    if KV_PROJECTIONS > 0:  # noqa: SIM102 - a constexpr around a branch
         if split == (runs - 1) % SPLITS:  # this CTA owns the page of the new token: append it, and begin with it
             low_new, high_new, scale = norm_and_rope(*kv_raw, *k_weight, cos, sin, eps, D)
             key_low = cast(tl.sum(tl.where(own, low_new, 0.0), 0), pool.dtype.element_ty)

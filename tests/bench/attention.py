@@ -46,14 +46,14 @@ class Layer:
     kv_heads: int
     d: int
     pairs: int
-    sides: int
+    kv_projections: int
     window: int | None
     contexts: tuple[int, ...] = (1024,)
     candidates: int = 5
 
     @property
     def shape(self) -> Shape:
-        return Shape(self.heads, self.kv_heads, self.d, self.pairs, self.sides, self.window, PAGE)
+        return Shape(self.heads, self.kv_heads, self.d, self.pairs, self.kv_projections, self.window, PAGE)
 
 
 LAYERS = (
@@ -137,7 +137,7 @@ class Inputs:
         def draw(*shape: int) -> Tensor:
             return torch.randn(shape, device=device).to(torch.bfloat16)
 
-        self.qkv = draw(rows, (layer.heads + layer.sides * layer.kv_heads) * layer.d)
+        self.qkv = draw(rows, (layer.heads + layer.kv_projections * layer.kv_heads) * layer.d)
         self.norms = [(1 + 0.1 * draw(layer.d)) * layer.d**-0.25 for _ in "qk"]
         angles = torch.rand(rows, layer.pairs, device=device) * 6.28
         self.cos_sin = torch.cat([angles.cos(), angles.sin()], 1)

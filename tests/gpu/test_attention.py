@@ -17,16 +17,16 @@ pytestmark = pytest.mark.gpu
 TOLERANCE = 0.03  # bf16: roundings of q, of the softmax's weights and of the output, values of unit size
 SHAPES = {
     "31b sliding": Shape(8, 4, 256, 128, window=1024),
-    "31b full": Shape(8, 1, 512, 64, sides=1),
+    "31b full": Shape(8, 1, 512, 64, kv_projections=1),
     "26b tp4 sliding": Shape(4, 2, 256, 128, window=1024),
-    "26b full": Shape(16, 2, 512, 64, sides=1),
-    "12b full": Shape(16, 1, 512, 64, sides=1),
+    "26b full": Shape(16, 2, 512, 64, kv_projections=1),
+    "12b full": Shape(16, 1, 512, 64, kv_projections=1),
     "e2b sliding": Shape(8, 1, 256, 128, window=512),
-    "e2b sliding shared": Shape(8, 1, 256, 128, sides=0, window=512),
+    "e2b sliding shared": Shape(8, 1, 256, 128, kv_projections=0, window=512),
     "e4b full": Shape(8, 2, 512, 64),
     "small heads": Shape(6, 2, 16, 4, window=40),
     "page 16": Shape(8, 4, 256, 128, window=1024, page=16),
-    "page 64": Shape(8, 1, 512, 64, sides=1, page=64),
+    "page 64": Shape(8, 1, 512, 64, kv_projections=1, page=64),
 }
 SPLITS = {torch.bfloat16: (1, 3, 8, 17), torch.float32: (3,)}
 LENGTHS = [1, 31, 32, 33, 0, 511, 512, 513, 1023, 1024, 1025, 1500]

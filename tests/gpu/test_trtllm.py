@@ -60,8 +60,8 @@ KINDS = {
     "31b sliding, pages of 64": replace(SLIDING, page=64),
     "31b full, pages of 64": replace(FULL, page=64),
     "26b sliding": Kind(4, 2, 256, 1024),
-    "26b full": Kind(4, 1, 512, None, sides=1),
-    "e2b sliding, shared": Kind(8, 1, 256, 512, sides=0),
+    "26b full": Kind(4, 1, 512, None, kv_projections=1),
+    "e2b sliding, shared": Kind(8, 1, 256, 512, kv_projections=0),
 }
 
 

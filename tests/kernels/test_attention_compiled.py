@@ -36,7 +36,7 @@ def chunk_nodes(layer: Layer, target: tuple[int, int]) -> list[Node]:
     pool, table, tokens = meta(9, 2, layer.kv_heads, PAGE, layer.d), ints(3, WIDTH), 100
     q = meta(tokens, layer.heads, layer.d)
     with record(target) as nodes:
-        qkv = meta(tokens, (layer.heads + layer.sides * layer.kv_heads) * layer.d)
+        qkv = meta(tokens, (layer.heads + layer.kv_projections * layer.kv_heads) * layer.d)
         cos_sin = meta(tokens, 2 * layer.pairs, dtype=torch.float32)
         qkv_post(qkv, pool, table, ints(tokens), ints(tokens), cos_sin, meta(layer.d), meta(layer.d), 1e-6, q)
         for size in (None, 4):

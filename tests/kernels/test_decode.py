@@ -26,12 +26,12 @@ WINDOW = 64
 LENGTHS = [1, 31, 32, 33, 0, WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW + 16, 5 * WINDOW + 7]
 SHAPES = [
     Shape(8, 4, 32, 16, window=WINDOW),
-    Shape(8, 1, 64, 8, sides=1),
-    Shape(4, 4, 16, 8, sides=0, window=WINDOW - 3),
+    Shape(8, 1, 64, 8, kv_projections=1),
+    Shape(4, 4, 16, 8, kv_projections=0, window=WINDOW - 3),
     Shape(16, 1, 16, 4, window=1, page=16),
     Shape(6, 2, 32, 16, page=64),
 ]
-NAMES = [f"{s.heads}/{s.kv_heads} d{s.d} sides {s.sides} window {s.window} page {s.page}" for s in SHAPES]
+NAMES = [f"{s.heads}/{s.kv_heads} d{s.d} kv_projections {s.kv_projections} window {s.window} page {s.page}" for s in SHAPES]
 
 
 @dataclass
@@ -155,8 +155,8 @@ def test_under_the_interpreter() -> None:
 
 CUTS = [
     (Shape(4, 2, 32, 16, window=WINDOW), 3, None),
-    (Shape(8, 1, 64, 8, sides=1), 4, DecodeTile(32, 4, 8, 3, early=True)),
-    (Shape(2, 2, 16, 8, sides=0, window=WINDOW - 3), 1, None),
+    (Shape(8, 1, 64, 8, kv_projections=1), 4, DecodeTile(32, 4, 8, 3, early=True)),
+    (Shape(2, 2, 16, 8, kv_projections=0, window=WINDOW - 3), 1, None),
     (Shape(16, 1, 16, 4, window=1, page=16), 2, None),
     (Shape(3, 1, 32, 16, page=64), 5, DecodeTile(64, 2, 4, 3, early=False)),
     (Shape(2, 1, 16, 8, window=WINDOW, page=16), 2, DecodeTile(32, 1, 4, 3, early=True)),

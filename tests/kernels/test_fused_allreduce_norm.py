@@ -56,13 +56,13 @@ class Case:
         return h, x
 
 
-def case(seed: int = 0, sides: int = 1, rows: int = ROWS) -> Case:
+def case(seed: int = 0, branches: int = 1, rows: int = ROWS) -> Case:
     generator = torch.Generator().manual_seed(seed)
     draw: Callable[..., Tensor] = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
-    parts = [draw(rows, sides * N) for _ in range(SIZE)]
+    parts = [draw(rows, branches * N) for _ in range(SIZE)]
     for part in parts:
         part[:, 5] = -0.0  # what an inbox takes for "not there"
-    each = (draw(N).abs() + 0.5, draw(N).abs() + 0.5) if sides == 2 else None
+    each = (draw(N).abs() + 0.5, draw(N).abs() + 0.5) if branches == 2 else None
     return Case(parts, draw(rows, N), Norms(draw(N).abs() + 0.5, draw(N).abs() + 0.5, each), torch.tensor([1.25]))
 
 
@@ -106,13 +106,13 @@ def test_under_the_interpreter() -> None:
     interpreter.run(__file__)
 
 
-@pytest.mark.parametrize("sides", [1, 2])
-def interpreted_ranks_agree_and_leave_empty_inboxes(sides: int) -> None:
+@pytest.mark.parametrize("branches", [1, 2])
+def interpreted_ranks_agree_and_leave_empty_inboxes(branches: int) -> None:
     """More calls in a row than there are inboxes give the reference's h and x, the same bits on all ranks, and inboxes that are
     empty again; a part left out is 100 tolerances off, and the next call right."""
-    peers = group(sides * N)
+    peers = group(branches * N)
     for seed in range(INBOXES + 1):
-        it = case(seed, sides, rows=3)
+        it = case(seed, branches, rows=3)
         if seed == 1:
             lost = replace(it, parts=[*it.parts[:3], torch.zeros_like(it.parts[3])])
             assert max(map(off, one_shot(lost, peers)[0], it.want)) > 100 * TOLERANCE
@@ -215,7 +215,7 @@ def interpreted_a_rank_that_was_stopped_is_waited_for(wait_s: float) -> None:
 
 def test_the_reference_is_the_norms_one_after_the_other() -> None:
     """Sum, post-norm, residual, scalar and next norm are `kernels.norm`'s ops in this order."""
-    it = case(sides=2)
+    it = case(branches=2)
     assert it.norms.each is not None
     assert it.norms.post is not None
     one, other = it.whole.chunk(2, dim=1)

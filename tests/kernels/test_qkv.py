@@ -74,23 +74,23 @@ def test_write_pages(dtype: torch.dtype) -> None:
     assert (~pool.isnan()).sum() == k.numel() + v.numel()
 
 
-@pytest.mark.parametrize("sides", [0, 1, 2])
-def test_qkv_post(sides: int) -> None:
+@pytest.mark.parametrize("kv_projections", [0, 1, 2])
+def test_qkv_post(kv_projections: int) -> None:
     """From the raw product to q and to K and V in their pages; padding rows write zeros to q alone; one side: v is k's raw."""
     heads, kv_heads, d, pairs = 4, 2, 16, 4
     table = torch.tensor([[5, 2, 0], [7, 8, 0]], dtype=torch.int32)
     slots = torch.tensor([0, 0, 1, 0, 1], dtype=torch.int32)
     positions = torch.tensor([31, 32, 5, -1, 63], dtype=torch.int32)
-    qkv, cos_sin = torch.randn(5, (heads + sides * kv_heads) * d), torch.randn(5, 2 * pairs)
+    qkv, cos_sin = torch.randn(5, (heads + kv_projections * kv_heads) * d), torch.randn(5, 2 * pairs)
     q_norm, k_norm = torch.randn(d), torch.randn(d)
     pool = torch.full((9, 2, kv_heads, 32, d), torch.nan)
     q = torch.full((5, heads, d), torch.nan)
-    qkv_post(qkv, pool, table, slots, positions, cos_sin, q_norm, k_norm if sides else None, EPS, q)
+    qkv_post(qkv, pool, table, slots, positions, cos_sin, q_norm, k_norm if kv_projections else None, EPS, q)
     raw = qkv.view(5, -1, d)
     live = positions >= 0
     assert not q[~live].any()
     assert torch.allclose(q.double()[live], turned(normed(raw[:, :heads], q_norm), cos_sin)[live], rtol=0, atol=1e-5)
-    places = {0: (5, 31), 1: (2, 0), 2: (7, 5), 4: (8, 31)} if sides else {}
+    places = {0: (5, 31), 1: (2, 0), 2: (7, 5), 4: (8, 31)} if kv_projections else {}
     for row, (page, offset) in places.items():
         k = turned(normed(raw[:, heads : heads + kv_heads], k_norm), cos_sin)[row]
         assert torch.allclose(pool[page, 0, :, offset].double(), k, rtol=0, atol=1e-5)

@@ -55,7 +55,7 @@ def kernels_of_ours() -> set[str]:
 
 
 def test_every_check_holds_between_plain_torch_and_itself() -> None:
-    """On a CPU without the interpreter both sides are plain torch, but for sampling, which has no op of its own there."""
+    """On a CPU without the interpreter both are plain torch, but for sampling, which has no op of its own there."""
     for check in CHECKS:
         if check.want is None:
             assert selfcheck.failure(check, CPU, torch.float32) is None, check.what

@@ -24,13 +24,13 @@ OUTSIDE = 2**31 - 7  # a page id that no pool has
 
 @dataclass(frozen=True)
 class Shape:
-    """One layer on one rank. sides: 2; 1: v is k's raw product; 0: K and V are another layer's."""
+    """One layer on one rank. kv_projections: 2; 1: v is k's raw product; 0: K and V are another layer's."""
 
     heads: int
     kv_heads: int
     d: int
     pairs: int
-    sides: int = 2
+    kv_projections: int = 2
     window: int | None = None
     page: int = 32
 
@@ -89,7 +89,7 @@ def decode_case(shape: Shape, lengths: Sequence[int], dtype: torch.dtype = torch
     def draw(*size: int) -> Tensor:
         return torch.randn(size, generator=generator)
 
-    qkv = draw(rows, (shape.heads + shape.sides * shape.kv_heads) * shape.d).to(dtype)
+    qkv = draw(rows, (shape.heads + shape.kv_projections * shape.kv_heads) * shape.d).to(dtype)
     q_norm, k_norm = ((1 + 0.1 * draw(shape.d)).to(dtype) / scale for scale in (shape.d**0.25, shape.d**0.25))
     positions = torch.tensor(lengths, dtype=torch.int32) - 1
     angles = draw(rows, shape.pairs)
@@ -99,7 +99,7 @@ def decode_case(shape: Shape, lengths: Sequence[int], dtype: torch.dtype = torch
     pool = torch.full((sum(counts) + 2, 2, shape.kv_heads, page, shape.d), math.nan, dtype=dtype)
     free = (torch.randperm(sum(counts), generator=generator) + 1).tolist()
     page_ids = torch.full((rows, max(counts) + 3), OUTSIDE, dtype=torch.int32)
-    heads = qkv.view(rows, -1, shape.d).split((shape.heads, *(shape.kv_heads,) * shape.sides), 1)
+    heads = qkv.view(rows, -1, shape.d).split((shape.heads, *(shape.kv_heads,) * shape.kv_projections), 1)
     q = turned(normed(heads[0], q_norm), cos_sin).to(dtype)
     want = torch.zeros(rows, shape.heads * shape.d, dtype=torch.float64)
     after = pool.clone()
@@ -107,8 +107,8 @@ def decode_case(shape: Shape, lengths: Sequence[int], dtype: torch.dtype = torch
         if length == 0:
             continue
         k, v = (draw(length, shape.kv_heads, shape.d).to(dtype) / math.sqrt(scale) for scale in (shape.d**0.5, 1))
-        own = length if shape.sides == 0 else length - 1
-        if shape.sides:
+        own = length if shape.kv_projections == 0 else length - 1
+        if shape.kv_projections:
             k[-1] = turned(normed(heads[1][row : row + 1], k_norm), cos_sin[row : row + 1])[0]
             v[-1] = normed(heads[-1][row], None)
         for entry in range(counts[row]):
@@ -123,7 +123,7 @@ def decode_case(shape: Shape, lengths: Sequence[int], dtype: torch.dtype = torch
             gone = length - window - firsts[row] * page
             pool[page_ids[row, 0], :, :, :gone] = after[page_ids[row, 0], :, :, :gone] = math.nan
         want[row] = attended(q[row : row + 1], k, v, positions[row : row + 1], window).flatten()
-    return Case(shape, qkv, pool, page_ids, positions, cos_sin, q_norm, k_norm if shape.sides else None, want, after)
+    return Case(shape, qkv, pool, page_ids, positions, cos_sin, q_norm, k_norm if shape.kv_projections else None, want, after)
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -149,13 +149,13 @@ def decode_node(
     heads, kv_heads, d = shape.heads, shape.kv_heads, shape.d
     with record(target) as nodes:
         decode_attention(
-            meta(rows, (heads + shape.sides * kv_heads) * d, dtype=dtype),
+            meta(rows, (heads + shape.kv_projections * kv_heads) * d, dtype=dtype),
             meta(9, 2, kv_heads, shape.page, d, dtype=dtype),
             ints(rows, pages),
             ints(rows),
             meta(rows, 2 * shape.pairs, dtype=torch.float32),
             meta(d, dtype=dtype),
-            meta(d, dtype=dtype) if shape.sides else None,
+            meta(d, dtype=dtype) if shape.kv_projections else None,
             EPS,
             shape.window,
             DecodeScratch(rows, heads, kv_heads, d, rows * splits, torch.device("meta")),

@@ -96,7 +96,7 @@ class AttentionBackend(Protocol):
     def attend(
         self, qkv: Tensor, layer: Layer, norms: Norms, batch: ForwardBatch, plan: AttentionPlan, group: GroupCache, out: Tensor
     ) -> None:
-        """qkv [T, (heads + sides * kv_heads) * head_dim], the raw product: q, then k and v as far as the layer has its own.
+        """qkv [T, (heads + kv_projections * kv_heads) * head_dim], the raw product: q, then k and v, if the layer has its own.
 
         Writes K and V of every row into the pages of `group`, which holds those of `layer.kv_source`, and out
         [T, heads * head_dim].

@@ -79,8 +79,8 @@ class Attention(AttentionModule):
         self.layer = layer
         heads = geometry.heads // parallel.size
         kv_heads = len(shard_kv_heads(geometry.heads, layer.kv_heads, parallel.size, parallel.rank))
-        sides = (2 - layer.k_eq_v) if layer.owns_kv else 0
-        self.qkv = Linear(geometry.hidden, (heads + sides * kv_heads) * layer.head_dim, dtype, device)
+        kv_projections = (2 - layer.k_eq_v) if layer.owns_kv else 0
+        self.qkv = Linear(geometry.hidden, (heads + kv_projections * kv_heads) * layer.head_dim, dtype, device)
         self.o = Linear(heads * layer.head_dim, geometry.hidden, dtype, device)
         self.q_norm = empty(layer.head_dim, dtype=dtype, device=device)
         self.k_norm = empty(layer.head_dim, dtype=dtype, device=device) if layer.owns_kv else None

@@ -108,7 +108,7 @@ def test_a_version_that_lacks_an_argument_is_refused(monkeypatch: pytest.MonkeyP
 # ---- answers
 
 
-@pytest.mark.parametrize("kind", [SLIDING, FULL, replace(FULL, page=64), replace(SLIDING, page=16, sides=0)])
+@pytest.mark.parametrize("kind", [SLIDING, FULL, replace(FULL, page=64), replace(SLIDING, page=16, kv_projections=0)])
 def test_decode_rows_at_the_models_shapes(kind: Kind, scratch_for: ScratchFor) -> None:
     """bf16 rows at the window's and the pages' edges, and padding, equal the house's own attention, pages included."""
     it = scene(kind, [1023, 1024, 1500, 0, -1, 31, 32], dtype=torch.bfloat16)
@@ -130,7 +130,7 @@ def test_decode_rows_at_the_models_shapes(kind: Kind, scratch_for: ScratchFor) -
         assert relative(attended(wide, theirs(wide, scratch)), want) > 20 * BF16
 
 
-@pytest.mark.parametrize("kind", [SLIDING, replace(FULL, page=64), Kind(8, 1, 256, 512, sides=0)])
+@pytest.mark.parametrize("kind", [SLIDING, replace(FULL, page=64), Kind(8, 1, 256, 512, kv_projections=0)])
 def test_decode_rows_by_xqa(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no trtllm-gen, the installed front end's way to xqa gives the house's own attention, pages included; a window
     of one key more does not."""
@@ -154,7 +154,7 @@ def test_decode_rows_by_xqa(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.usefixtures("any_shape")
-@pytest.mark.parametrize("kind", [SMALL, replace(SMALL, window=None, sides=1), replace(SMALL, page=64, window=65)])
+@pytest.mark.parametrize("kind", [SMALL, replace(SMALL, window=None, kv_projections=1), replace(SMALL, page=64, window=65)])
 def test_chunks_and_decode_rows(kind: Kind, scratch_for: ScratchFor) -> None:
     """fp32 chunks, fresh and continued, and decode rows of one step equal the house's own; a window off by one does not."""
     it = scene(kind, [700, 299, -1], [(0, 70), (600, 640), (299, 301), (1000, 1001)])
@@ -209,7 +209,7 @@ def test_a_step_after_a_longer_one() -> None:
 
 
 @pytest.mark.usefixtures("any_shape")
-@pytest.mark.parametrize("kind", [SMALL, replace(SMALL, window=None, sides=1)])
+@pytest.mark.parametrize("kind", [SMALL, replace(SMALL, window=None, kv_projections=1)])
 def test_stale_tails(kind: Kind, scratch_for: ScratchFor) -> None:
     """Ids that no pool has, behind the end of every row of the table, change nothing for either backend; a page earlier they do."""
     it = scene(kind, [500, 31, -1], [(0, 70), (600, 640)])
@@ -229,11 +229,11 @@ def test_stale_tails(kind: Kind, scratch_for: ScratchFor) -> None:
 
 
 @pytest.mark.usefixtures("any_shape")
-@pytest.mark.parametrize("sides", [2, 0])
-def test_a_wrong_page_is_seen(sides: int) -> None:
+@pytest.mark.parametrize("kv_projections", [2, 0])
+def test_a_wrong_page_is_seen(kv_projections: int) -> None:
     """An id of another row's page changes the answer by a hundred tolerances; one that the pool lacks is caught by the stand-in."""
     kernel = KernelStandIn()
-    it = scene(replace(SMALL, sides=sides), [500, 600], [(100, 200)])
+    it = scene(replace(SMALL, kv_projections=kv_projections), [500, 600], [(100, 200)])
     router = theirs(it, TrtllmScratch(pinned(NEWEST, kernel), it.settings, WORKSPACE))
     want = attended(it, router)
     kept = it.cache.table.clone()
@@ -330,7 +330,7 @@ def test_what_flashinfer_takes_on_trust_is_refused(trap: str) -> None:
 
 @pytest.mark.usefixtures("any_shape")
 def test_wrong_tensors_are_refused() -> None:
-    """A pool with its sides apart, an output of another dtype or layout, and tokens that no rows make up stop before FlashInfer."""
+    """A pool with K and V apart, an output of another dtype or layout, and tokens that no rows make up stop before FlashInfer."""
     it = scene(SMALL, [500, 40])
     kernel = KernelStandIn()
     scratch = TrtllmScratch(pinned(NEWEST, kernel), it.settings, WORKSPACE)

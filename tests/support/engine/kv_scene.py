@@ -57,11 +57,11 @@ class Kind:
     kv_heads: int
     head_dim: int
     window: int | None
-    sides: int = 2
+    kv_projections: int = 2
     page: int = 32
 
 
-SLIDING, FULL = Kind(8, 4, 256, 1024), Kind(8, 1, 512, None, sides=1)
+SLIDING, FULL = Kind(8, 4, 256, 1024), Kind(8, 1, 512, None, kv_projections=1)
 
 
 def scene(kind: Kind, decodes: list[int], chunks: Sequence[tuple[int, int]] = (), dtype: torch.dtype = torch.float32) -> Scene:
@@ -82,7 +82,7 @@ def scene(kind: Kind, decodes: list[int], chunks: Sequence[tuple[int, int]] = ()
             held = min(kind.page, end - entry * kind.page)
             cache.pool[0, page, :, :, :held] = draw((2, kind.kv_heads, held, kind.head_dim)) / kind.head_dim**0.25
     rope = Rope(1e4, kind.head_dim // 2 if kind.window else kind.head_dim // 8)
-    layer = Layer(3 if kind.sides else 7, group.name, kind.head_dim, kind.kv_heads, rope, 16, kind.sides == 1, 3)
+    layer = Layer(3 if kind.kv_projections else 7, group.name, kind.head_dim, kind.kv_heads, rope, 16, kind.kv_projections == 1, 3)
     slots = [slot for slot, (start, end) in enumerate(spans) for _ in range(start, end)]
     positions = [position for start, end in spans for position in range(start, end)]
     offsets = [sum(end - start for start, end in chunks[:index]) for index in range(len(chunks))]
@@ -94,10 +94,10 @@ def scene(kind: Kind, decodes: list[int], chunks: Sequence[tuple[int, int]] = ()
         torch.tensor(positions),
         tuple(Chunk(slot, start, end, offsets[slot]) for slot, (start, end) in enumerate(chunks)),
     )
-    qkv = draw(len(slots), (kind.heads + kind.sides * kind.kv_heads) * kind.head_dim).to(dtype)
+    qkv = draw(len(slots), (kind.heads + kind.kv_projections * kind.kv_heads) * kind.head_dim).to(dtype)
     norms = ((1 + 0.1 * draw(kind.head_dim)) / kind.head_dim**0.25).to(dtype), ((1 + 0.1 * draw(kind.head_dim)).to(dtype))
     settings = PartSettings(kind.heads, 1e-6, (max(1, len(decodes), len(spans)),), CPU)
-    return Scene(layer, cache, batch, qkv, (norms[0], norms[1] / kind.head_dim**0.25 if kind.sides else None), settings)
+    return Scene(layer, cache, batch, qkv, (norms[0], norms[1] / kind.head_dim**0.25 if kind.kv_projections else None), settings)
 
 
 def attended(it: Scene, router: AttentionRouter) -> Tensor:

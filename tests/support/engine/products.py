@@ -26,10 +26,10 @@ def layer_products(model: Model, layer: int, tp: int) -> list[tuple[str, GemmSha
     kind = "full" if model.is_full(layer) else "sliding"
     query = model.heads // tp * model.head_dim(layer)
     kv = max(1, model.kv(layer) // tp) * model.head_dim(layer)
-    sides = 0 if model.is_shared(layer) else 1 if model.k_eq_v and model.is_full(layer) else 2
+    kv_projections = 0 if model.is_shared(layer) else 1 if model.k_eq_v and model.is_full(layer) else 2
     width = model.mlp_width(layer) // tp
     return [
-        (f"qkv_{kind}", GemmShape(query + sides * kv, model.hidden)),
+        (f"qkv_{kind}", GemmShape(query + kv_projections * kv, model.hidden)),
         (f"o_{kind}", GemmShape(model.hidden, query)),
         ("gate_up", GemmShape(width, model.hidden, gated=True)),
         ("down", GemmShape(model.hidden, width)),
