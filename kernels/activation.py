@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.grid import cdiv, next_power_of_2
-from kernels.launch import Configured, configured, launch, trigger, usable, wait
+from kernels.launch import Configured, configured, enabled, launch, trigger, wait
 from kernels.numerics import cast
 
 
@@ -22,7 +22,7 @@ def gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """gate [T, n], contiguous, and up [T, n], whose rows may lie apart, of one dtype -> [T, n]."""
     assert gate.shape == up.shape, (gate.shape, up.shape)
     assert gate.dtype == up.dtype, (gate.dtype, up.dtype)
-    if usable(gate, __name__):
+    if enabled(gate, __name__):
         assert gate.is_contiguous(), gate.stride()
         assert up.stride(1) == 1, up.stride()
         return _launch(gate, up, torch.empty_like(gate), gate.stride(0), (up.stride(0), 0))
@@ -33,7 +33,7 @@ def geglu(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     """[T, 2 n], gate first -> [T, n], into `out` where it is given."""
     assert gate_up.shape[-1] % 2 == 0, gate_up.shape
     n = gate_up.shape[-1] // 2
-    if usable(gate_up, __name__):
+    if enabled(gate_up, __name__):
         assert gate_up.is_contiguous(), gate_up.stride()
         return _launch(gate_up, gate_up, gate_up.new_empty(gate_up.shape[0], n) if out is None else out, 2 * n, (2 * n, n))
     gated = _gelu_mul_reference(*gate_up.chunk(2, dim=-1))

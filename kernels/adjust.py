@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kernels.choose import _capped
 from kernels.grid import cdiv
-from kernels.launch import launch, trigger, usable, wait
+from kernels.launch import enabled, launch, trigger, wait
 from kernels.sample import cap
 from kernels.sampling_batch import BAD_WORDS, BIASED, LIMITED, PENALIZED, SamplingBatch, SlotAdjustments
 
@@ -41,7 +41,7 @@ def adjust(logits: Tensor, batch: SamplingBatch, first: int, parts: int = 1) -> 
     assert tables is not None, "nothing says how"
     assert plan is not None, "no step"
     assert tables.counts.shape[1] == n, (tables.counts.shape, n)
-    if not usable(logits, __name__):
+    if not enabled(logits, __name__):
         return replace(batch, capped=_reference(logits, batch, tables, plan, first))
     capped = torch.empty(rows, dtype=torch.int32, device=logits.device)
     launch(

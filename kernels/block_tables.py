@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.grid import cdiv, next_power_of_2
-from kernels.launch import launch, trigger, usable, wait
+from kernels.launch import enabled, launch, trigger, wait
 from kernels.slots import row_entries
 
 
@@ -29,7 +29,7 @@ def block_tables(
     assert tables.dtype == lengths.dtype == torch.int32, (tables.dtype, lengths.dtype)
     assert tables.is_contiguous(), tables.stride()
     assert lengths.shape == slots.shape == positions.shape == (rows,), (lengths.shape, slots.shape, positions.shape)
-    if not usable(table, __name__):
+    if not enabled(table, __name__):
         return _reference(table, slots, positions, page, window, tables, lengths)
     block = min(1024, next_power_of_2(width))
     launch(

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from kernels.choose import _capped, _gumbel, _key, scaled, store
 from kernels.grid import cdiv, next_power_of_2
-from kernels.launch import launch, trigger, usable, wait
+from kernels.launch import enabled, launch, trigger, wait
 from kernels.sample import choose_kept
 from kernels.sampling_batch import GREEDY_BELOW, SMALL_TOP_K, SamplingBatch
 
@@ -33,7 +33,7 @@ def block_peaks(logits: Tensor, batch: SamplingBatch) -> Tensor:
     assert logits.is_contiguous(), logits.stride()
     blocks = cdiv(n, _BLOCK)
     peaks = torch.empty((rows, blocks), dtype=torch.float32, device=logits.device)
-    if not usable(logits, __name__):
+    if not enabled(logits, __name__):
         _peaks_reference(logits, batch, peaks)
         return peaks
     launch(
@@ -48,7 +48,7 @@ def candidates(logits: Tensor, peaks: Tensor, batch: SamplingBatch, first: int) 
     """logits fp32 [R, n] of ids first .. first + n - 1 and their `block_peaks` -> fp32 [R, SMALL_TOP_K, 2]: s and id of a row's
     candidates, ids ascending; -inf where there are fewer. Rows without a small top_k are left out."""
     (rows, n), (_, blocks), parameters = logits.shape, peaks.shape, batch.parameters
-    if not usable(logits, __name__):
+    if not enabled(logits, __name__):
         return _candidates_reference(logits, batch, first)
     listed = torch.empty((rows, SMALL_TOP_K), dtype=torch.int32, device=logits.device)
     best = torch.empty((rows, SMALL_TOP_K, 2), dtype=torch.float32, device=logits.device)
@@ -66,7 +66,7 @@ def choose_candidates(best: Tensor, batch: SamplingBatch, chosen: Tensor) -> Non
     and behind the rows' inputs; but not where a flag is set."""
     assert best.is_contiguous(), best.stride()
     rows, count, _ = best.shape
-    if not usable(best, __name__):
+    if not enabled(best, __name__):
         _choose_reference(best, batch, chosen)
         return
     launch(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.fused_allreduce_norm import polled
 from kernels.grid import cdiv, next_power_of_2
-from kernels.launch import launch, trigger, usable, wait
+from kernels.launch import enabled, launch, trigger, wait
 from kernels.sample import cap, gumbel, mask
 from kernels.sampling_batch import GREEDY_BELOW, SMALL_TOP_K, SamplingBatch
 from kernels.slots import put
@@ -71,7 +71,7 @@ def local_best(logits: Tensor, batch: SamplingBatch, first: int, parts: int) -> 
     """
     rows, n = logits.shape
     parameters, suppress = batch.parameters, batch.suppress
-    if not usable(logits, __name__):
+    if not enabled(logits, __name__):
         return _local_best_reference(logits, batch, first)
     best = torch.empty((rows, parts, _FIELDS), dtype=torch.float32, device=logits.device)
     launch(
@@ -89,7 +89,7 @@ def choose_best(best: Tensor, batch: SamplingBatch, results: Tensor, inbox: Argm
 
     The token is also written behind the row's input. inbox: None where `best` has the parts of all ranks.
     """
-    if not usable(best, __name__):
+    if not enabled(best, __name__):
         assert inbox is None, "only kernels write into other ranks' memory"
         _choose_reference(best, batch, results)
         return

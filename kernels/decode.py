@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kernels.grid import cdiv
-from kernels.launch import Configured, configured, launch, shared_memory, usable
+from kernels.launch import Configured, configured, enabled, launch, shared_memory
 from kernels.norm import rms_norm
 from kernels.prefill import gather
 from kernels.qkv import norm_rope, split_heads, store
@@ -56,7 +56,7 @@ class DecodeScratch:
     def __init__(self, max_rows: int, heads: int, kv_heads: int, head_dim: int, max_parts: int, device: torch.device) -> None:
         self.max_rows, self.max_parts = max_rows, max_parts
         self.tickets = torch.zeros(max_rows * kv_heads * _MOST_VALUES, dtype=torch.int32, device=device)
-        size = max_parts if usable(self.tickets, __name__) else 0
+        size = max_parts if enabled(self.tickets, __name__) else 0
         self.parts = torch.empty((size, heads, head_dim), dtype=torch.float32, device=device)
         self.lse = torch.empty((size, _MOST_VALUES, heads), dtype=torch.float32, device=device)
 
@@ -120,7 +120,7 @@ def decode_cut(rows: int, pool: Tensor, pages: int, processors: int) -> tuple[in
     """
     kv_heads, page, d = pool.shape[2:]
     splits = decode_splits(rows, kv_heads, d, pages, processors)
-    shared = shared_memory(pool) if usable(pool, __name__) else LARGE_SHARED
+    shared = shared_memory(pool) if enabled(pool, __name__) else LARGE_SHARED
     return splits, decode_tile(d, page, rows * kv_heads * splits, cdiv(pages, splits), pool.element_size(), shared)
 
 
@@ -159,7 +159,7 @@ def decode_attention(
     assert rows <= scratch.max_rows, (rows, scratch.max_rows)
     assert rows * splits <= scratch.max_parts, (rows, splits, scratch.max_parts)
     inputs = (qkv, pool, page_ids, positions, cos_sin, q_norm, k_norm)
-    if not usable(qkv, __name__):
+    if not enabled(qkv, __name__):
         return paged_decode_step(*inputs, eps, window, out)
     if tile is None:
         page = pool.shape[3]

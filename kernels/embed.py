@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.grid import cdiv, next_power_of_2
-from kernels.launch import launch, trigger, usable, wait
+from kernels.launch import enabled, launch, trigger, wait
 
 
 def embed(ids: Tensor, table: Tensor, first: int, placeholders: Tensor | None = None, pad: int = 0) -> Tensor:
@@ -21,7 +21,7 @@ def embed(ids: Tensor, table: Tensor, first: int, placeholders: Tensor | None = 
     """
     assert ids.dim() == 1, ids.shape
     assert table.dim() == 2, table.shape
-    if usable(ids, __name__):
+    if enabled(ids, __name__):
         return _launch(ids, table, first, placeholders, pad)
     if placeholders is not None:
         ids = torch.where(torch.isin(ids, placeholders), pad, ids)

@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from kernels.activation import geglu, gelu
 from kernels.grid import cdiv, next_power_of_2
-from kernels.launch import launch, shared_memory, trigger, usable, wait
+from kernels.launch import enabled, launch, shared_memory, trigger, wait
 from kernels.numerics import add_product, cast
 
 _GROUP_BLOCK = 4096
@@ -41,7 +41,7 @@ def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: T
     assert gate_up.shape[0] == down.shape[0], (gate_up.shape, down.shape)
     assert gate_up.shape[1:] == (2 * down.shape[2], x.shape[1]), (gate_up.shape, down.shape, x.shape)
     assert down.shape[1] == x.shape[1], (down.shape, x.shape)
-    if not usable(x, __name__):
+    if not enabled(x, __name__):
         return torch.cat([beside, _experts_reference(x, weights, chosen, gate_up, down)], dim=-1)
     assert chosen.dtype == torch.int32, chosen.dtype
     for tensor in (x, weights, chosen, gate_up, down, beside):

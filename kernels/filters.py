@@ -26,7 +26,7 @@ from torch import Tensor
 from kernels.candidates import _ordered, _scaled
 from kernels.choose import _gumbel, _key, scaled, store
 from kernels.grid import cdiv, next_power_of_2
-from kernels.launch import launch, trigger, usable, wait
+from kernels.launch import enabled, launch, trigger, wait
 from kernels.sample import choose_kept
 from kernels.sampling_batch import GREEDY_BELOW, SamplingBatch
 
@@ -65,7 +65,7 @@ def scaled_rows(logits: Tensor, batch: SamplingBatch, share: Share, vocabulary: 
     blocks = cdiv(vocabulary, _BLOCK)
     values = torch.empty((rows, vocabulary), dtype=torch.float32, device=logits.device)
     peaks, masses = torch.empty((2, rows, blocks), dtype=torch.float32, device=logits.device).unbind()
-    if not usable(logits, __name__):
+    if not enabled(logits, __name__):
         own, at = _filtering(batch, share)
         values[own] = scaled(logits[:, own].transpose(0, 1).flatten(1)[:, :vocabulary], batch, at)
         return ScaledRows(values, peaks, masses)
@@ -83,7 +83,7 @@ def filtered_tokens(rows: ScaledRows, batch: SamplingBatch, chosen: Tensor, shar
     are those of `chosen` where nothing filters."""
     (count, vocabulary), blocks, parameters = rows.values.shape, rows.peaks.shape[1], batch.parameters
     tokens = torch.empty(count, dtype=torch.int32, device=chosen.device)
-    if not usable(chosen, __name__):
+    if not enabled(chosen, __name__):
         _filtered_reference(rows.values, batch, chosen, share, tokens)
         return tokens
     listed = torch.empty((count, blocks), dtype=torch.int32, device=chosen.device)
@@ -99,7 +99,7 @@ def filtered_tokens(rows: ScaledRows, batch: SamplingBatch, chosen: Tensor, shar
 def adopt(drawn: Tensor, batch: SamplingBatch, chosen: Tensor) -> None:
     """drawn int32 [>= R], the rows' tokens in order: written to chosen int32 [R, 2] and behind each row's input."""
     assert drawn.is_contiguous(), drawn.stride()
-    if usable(drawn, __name__):
+    if enabled(drawn, __name__):
         launch(_adopt, (len(chosen),), drawn, batch.slots, batch.positions, batch.tokens, batch.tokens.shape[1], chosen, warps=1)
     else:
         chosen[:, 0] = drawn[: len(chosen)]

@@ -8,7 +8,7 @@
 The order of casts is `kernels.norm`'s: each norm is rounded, then the add, then the product.
 
 **Over ranks** (`AllReduceInbox`): a rank writes its part of a row into every peer's inbox, then reads all parts of that row from its
-own. Of few rows the product itself writes its part (`kernels.linear.linear_send`): the fused norm begins to read.
+own. The product of few rows writes its part itself (`kernels.linear.linear_send`), and the fused norm begins with reading.
 The data is its own flag: an inbox holds -0.0 where nothing has come, and a part that is -0.0 is written as +0.0 (which no sum over
 ranks can tell apart unless all parts are zero). Whoever has read a part puts -0.0 back. There is no barrier:
 
@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.grid import next_power_of_2
-from kernels.launch import INTERPRET, Configured, configured, launch, now, trigger, usable, wait
+from kernels.launch import INTERPRET, Configured, configured, enabled, launch, now, trigger, wait
 from kernels.norm import norm_add, rms_norm
 
 INBOXES = 5
@@ -139,7 +139,7 @@ def fused_allreduce_norm(
     assert part.ndim == 2 or (residual is not None and peers is None and norms.each is None), part.shape
     assert residual is None or residual.shape == (rows, n), (residual and residual.shape, part.shape)
     assert (residual is None) == (norms.post is None), "a residual is added behind a norm"
-    if not usable(part, __name__):
+    if not enabled(part, __name__):
         assert peers is None, "on this device sums are made by a collective"
         if part.ndim == 3 and residual is not None:
             part = part.sum(0).to(residual.dtype)

@@ -96,7 +96,7 @@ class _Launcher:
     known: dict[Hashable, Variant] = field(default_factory=dict)
     ready: bool = False
     late: int = 0
-    distrusted: frozenset[str] = frozenset()
+    disabled: frozenset[str] = frozenset()
     overlap: bool = True
     recorder: _Recorder | None = None
 
@@ -108,33 +108,33 @@ class _Launcher:
 _launcher = _Launcher({})
 
 
-def usable(x: Tensor, module: str = "") -> bool:
+def enabled(x: Tensor, module: str = "") -> bool:
     """Whether the Triton kernels of `module` (its `__name__`) take `x`: it is on a GPU, the interpreter is on, or launches are only
-    listed and it is on meta; and nobody distrusts them."""
-    if module in _launcher.distrusted:
+    listed and it is on meta; and nobody has disabled them."""
+    if module in _launcher.disabled:
         return False
     return x.is_cuda or INTERPRET.value or (x.is_meta and _launcher.target is not None)
 
 
-def distrust(modules: Iterable[str]) -> None:
+def disable(modules: Iterable[str]) -> None:
     """From here on the ops of these modules run in plain torch: `kernels.selfcheck` found their kernels wrong on this GPU."""
-    _launcher.distrusted |= frozenset(modules)
+    _launcher.disabled |= frozenset(modules)
 
 
-def distrusted() -> frozenset[str]:
+def disabled() -> frozenset[str]:
     """The modules whose kernels are not used."""
-    return _launcher.distrusted
+    return _launcher.disabled
 
 
 @contextmanager
 def plain_torch(module: str) -> Iterator[None]:
     """Inside the `with` the ops of `module` run in plain torch."""
-    before = _launcher.distrusted
-    distrust([module])
+    before = _launcher.disabled
+    disable([module])
     try:
         yield
     finally:
-        _launcher.distrusted = before
+        _launcher.disabled = before
 
 
 def shared_memory(x: Tensor) -> int:

@@ -21,7 +21,7 @@ from torch import Tensor
 from kernels.activation import geglu, gelu, gelu_mul
 from kernels.fused_allreduce_norm import EMPTY, AllReduceInbox, InboxPart, inboxes_of, send
 from kernels.grid import cdiv
-from kernels.launch import INTERPRET, Configured, configured, launch, shared_memory, trigger, usable, wait
+from kernels.launch import INTERPRET, Configured, configured, enabled, launch, shared_memory, trigger, wait
 from kernels.numerics import add_product, cast
 from kernels.tiles import GemmShape, Tile, choose, split
 
@@ -107,7 +107,7 @@ def _linear_reference(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
 def _tile(x: Tensor, shape: GemmShape) -> Tile | None:
     """None: the library computes this product."""
     rows = x.shape[0]
-    if rows == 0 or not usable(x, __name__) or not (x.dtype == torch.bfloat16 or INTERPRET):
+    if rows == 0 or not enabled(x, __name__) or not (x.dtype == torch.bfloat16 or INTERPRET):
         return None
     return choose(rows, shape, shared_memory(x))
 

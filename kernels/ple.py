@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.grid import cdiv, next_power_of_2
-from kernels.launch import launch, trigger, usable, wait
+from kernels.launch import enabled, launch, trigger, wait
 from kernels.norm import rms_norm
 from kernels.numerics import cast
 
@@ -23,7 +23,7 @@ def per_layer_inputs(context: Tensor, tokens: Tensor, norm: Tensor, eps: float, 
     assert context.dtype == tokens.dtype, (context.dtype, tokens.dtype)
     assert context.shape[1] % len(norm) == 0, (context.shape, norm.shape)
     shape = (context.shape[0], context.shape[1] // len(norm), len(norm))
-    if not usable(context, __name__):
+    if not enabled(context, __name__):
         return (rms_norm((context * a).view(shape), norm, eps) + (tokens * b).view(shape)) * 2.0**-0.5
     assert context.is_contiguous(), context.stride()
     assert tokens.is_contiguous(), tokens.stride()

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.grid import cdiv, next_power_of_2
-from kernels.launch import Configured, configured, launch, shared_memory, trigger, usable, wait
+from kernels.launch import Configured, configured, enabled, launch, shared_memory, trigger, wait
 from kernels.numerics import LOG2E, cast, dot
 
 _SCORES = 1 << 26  # scores held at once (256 MiB): long chunks run in blocks of queries
@@ -59,7 +59,7 @@ def extend_attention(
     assert q.shape == out.shape, (q.shape, out.shape)
     assert q.shape[2] == pool.shape[4], (q.shape, pool.shape)
     assert tiles.shape[1] == 4, tiles.shape
-    if usable(q, __name__):
+    if enabled(q, __name__):
         return _launch(q, pool, table, tiles, window, out, tokens)
     for slot, row, position, count in _whole(tiles.tolist()):
         out[row : row + count] = paged_prefill(q[row : row + count], pool, table[slot], position, window)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import Configured, configured, launch, trigger, usable, wait
+from kernels.launch import Configured, configured, enabled, launch, trigger, wait
 from kernels.norm import rms_norm
 from kernels.numerics import cast
 
@@ -61,7 +61,7 @@ def store(pool: Tensor, pages: Tensor, offsets: Tensor, k: Tensor, v: Tensor) ->
 
 
 def split_heads(qkv: Tensor, heads: int, pool: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """[T, (heads + kv_projections * kv_heads) * d] -> q [T, heads, d], k and v [T, kv_heads, d] (one projection: v is k; none: None)."""
+    """[T, (heads + kv_projections * kv_heads) * d] -> q [T, heads, d], k and v [T, kv_heads, d] (one: v is k; none: None)."""
     kv_heads, d = pool.shape[2], pool.shape[4]
     assert (qkv.shape[1] - heads * d) % (kv_heads * d) == 0, (qkv.shape, heads, pool.shape)
     kv_projections = (qkv.shape[1] - heads * d) // (kv_heads * d)
@@ -89,7 +89,7 @@ def qkv_post(
     """
     assert q.shape[0] == slots.shape[0] == positions.shape[0] == cos_sin.shape[0] == qkv.shape[0], (q.shape, qkv.shape)
     assert q.shape[2] == pool.shape[4], (q.shape, pool.shape)
-    if not usable(qkv, __name__):
+    if not enabled(qkv, __name__):
         return _post_reference(qkv, pool, table, slots, positions, cos_sin, q_norm, k_norm, eps, q)
     heads, (kv_heads, page, d) = q.shape[1], pool.shape[2:]
     kv_projections = (qkv.shape[1] // d - heads) // kv_heads

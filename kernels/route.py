@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.grid import cdiv, next_power_of_2
-from kernels.launch import launch, trigger, usable, wait
+from kernels.launch import enabled, launch, trigger, wait
 from kernels.norm import rms_norm
 from kernels.numerics import add_product, cast
 
@@ -28,7 +28,7 @@ def router_logits(h: Tensor, proj: Tensor, scale: Tensor, norm: Tensor, eps: flo
     """h [T, n], proj fp32 [experts, n], scale fp32 [n], norm [n] -> (logits fp32 [T, experts], x [T, n])."""
     assert proj.dtype == scale.dtype == torch.float32, (proj.dtype, scale.dtype)
     assert proj.shape[1:] == scale.shape == norm.shape == h.shape[1:], (proj.shape, scale.shape, norm.shape, h.shape)
-    if usable(h, __name__):
+    if enabled(h, __name__):
         return _launch_logits(h, proj, scale, norm, eps)
     z = rms_norm(h, None, eps, torch.float32) * scale * h.shape[1] ** -0.5
     return z @ proj.t(), rms_norm(h, norm, eps)
@@ -39,7 +39,7 @@ def route(logits: Tensor, per_expert_scale: Tensor, top_k: int) -> tuple[Tensor,
     assert logits.dtype == per_expert_scale.dtype == torch.float32, (logits.dtype, per_expert_scale.dtype)
     assert per_expert_scale.shape == logits.shape[1:], (per_expert_scale.shape, logits.shape)
     assert 0 < top_k <= logits.shape[1], (top_k, logits.shape)
-    if usable(logits, __name__):
+    if enabled(logits, __name__):
         return _launch_route(logits, per_expert_scale, top_k)
     weights, chosen = logits.softmax(-1).topk(top_k, dim=-1)
     return weights / weights.sum(-1, keepdim=True) * per_expert_scale[chosen], chosen.int()

@@ -1,7 +1,7 @@
 """Each of our kernels once against plain torch, on one ugly shape: what a rank does before it serves on a GPU that nobody tried.
 
     RUN_ON     compute capabilities on which the GPU tests have run (tests/gpu): there nothing is checked at start
-    failures   the ops whose kernel and whose plain torch disagree here; `kernels.launch.distrust` then turns their modules off
+    failures   the ops whose kernel and whose plain torch disagree here; `kernels.launch.disable` then turns their modules off
 
 A kernel may compile for an architecture and be wrong on it. Sizes are such that all of it takes half a second, compilation apart.
 What ranks write into each other's memory is `kernels.inbox_check`'s; sums and gathers are `engine.rank.parallel.self_check`'s.

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.grid import cdiv, next_power_of_2
-from kernels.launch import launch, trigger, usable, wait
+from kernels.launch import enabled, launch, trigger, wait
 
 _HEADER, _COUNTS = 16, 4
 
@@ -31,7 +31,7 @@ def apply_plan(plan: Tensor, tables: Sequence[Tensor], lengths: Tensor) -> None:
     """
     assert 1 <= len(tables) <= 2, len(tables)
     assert plan.dtype == lengths.dtype == torch.int32, (plan.dtype, lengths.dtype)
-    if usable(plan, __name__):
+    if enabled(plan, __name__):
         first, last = tables[0], tables[-1]
         launch(_apply, (1,), plan, first, first.shape[1], last, last.shape[1], lengths, warps=4, BLOCK=128)
     else:
@@ -47,7 +47,7 @@ def decode_inputs(
     """
     assert ids.shape == positions.shape == slots.shape, (ids.shape, positions.shape, slots.shape)
     rows = ids.shape[0]
-    if usable(plan, __name__):
+    if enabled(plan, __name__):
         grid = (cdiv(rows, 32),)
         launch(_inputs, grid, plan, tokens, tokens.shape[1], lengths, padding, ids, positions, slots, rows, warps=1, BLOCK=32)
     else:
@@ -60,7 +60,7 @@ def gather_pages(table: Tensor, slots: Tensor, positions: Tensor, page: int, win
     first is 0, or with a window that of the oldest visible key. Entries behind the position's own page are left as they are.
     """
     assert out.shape[0] == slots.shape[0] == positions.shape[0], (out.shape, slots.shape)
-    if usable(table, __name__):
+    if enabled(table, __name__):
         block = min(1024, next_power_of_2(out.shape[1]))
         grid = (out.shape[0], cdiv(out.shape[1], block))
         strides = (table.shape[1], out.shape[1])
@@ -74,7 +74,7 @@ def rotary_table(positions: Tensor, frequencies: Tensor, out: Tensor) -> None:
     assert frequencies.dtype == torch.float32, frequencies.dtype
     assert out.shape == (positions.shape[0], 2 * frequencies.shape[0]), (out.shape, positions.shape, frequencies.shape)
     pairs = frequencies.shape[0]
-    if usable(positions, __name__):
+    if enabled(positions, __name__):
         launch(_rotary, (positions.shape[0],), positions, frequencies, out, pairs, warps=1, BLOCK=next_power_of_2(pairs))
     else:
         angles = positions[:, None].float() * frequencies

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.grid import cdiv, next_power_of_2
-from kernels.launch import launch, trigger, usable, wait
+from kernels.launch import enabled, launch, trigger, wait
 from kernels.slots import first_entry
 
 RECORD, RECORDS = 8, 64
@@ -54,7 +54,7 @@ def check_table(
     assert table.shape == expected.shape, (table.shape, expected.shape)
     assert slots.shape == positions.shape == gathered.shape[:1], (slots.shape, positions.shape, gathered.shape)
     rows, (count, width) = slots.shape[0], table.shape
-    if not usable(table, __name__):
+    if not enabled(table, __name__):
         places = (plan, group, table, expected, pages, slots, positions, gathered, page, window, every, violations)
         _check_reference(*places)
         return
@@ -87,7 +87,7 @@ def check_copies(
     rows, width = copies.shape
     assert slots.shape == positions.shape == (rows,), (slots.shape, positions.shape, copies.shape)
     assert copies.is_contiguous(), copies.stride()
-    if not usable(copies, __name__):
+    if not enabled(copies, __name__):
         _copies_reference(plan, group, expected, pages, slots, positions, copies, page, window, every, violations)
         return
     launch(

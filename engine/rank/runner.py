@@ -37,7 +37,7 @@ from engine.rank.stages.sample_stage import SAMPLERS, SampleStage, captured_samp
 from engine.rank.step import StepBuffers
 from engine.rank.step_clock import mark
 from engine.step_masks import decode_masks
-from kernels.launch import distrusted
+from kernels.launch import disabled
 
 
 def warm_rows(most: int) -> tuple[int, ...]:
@@ -92,7 +92,7 @@ class Runner:
         rows = self._buckets[-1] + config.prefill_budget
         self.report_stage = ReportStage(rows, device, self.pages, debug_hash=config.debug_hash)
         self._prefill = min(config.prefill_budget, config.max_len)
-        self.capturable = on_gpu and config.graphs and not distrusted()  # plain torch synchronises with the host
+        self.capturable = on_gpu and config.graphs and not disabled()  # plain torch synchronises with the host
         self.graphs: StageGraphs | None = None
 
     @property

@@ -28,7 +28,7 @@ from kernels.adjust import adjust
 from kernels.candidates import block_peaks, candidates, choose_candidates
 from kernels.choose import ArgmaxInbox, choose_best, local_best, parts_of
 from kernels.filters import Share, adopt, filtered_tokens, scaled_rows
-from kernels.launch import processors, usable
+from kernels.launch import enabled, processors
 from kernels.sample import cap
 from kernels.sampling_batch import SamplingBatch, SlotParameters
 
@@ -109,7 +109,7 @@ class Sampler:
     def _maxima(self, logits: Tensor, batch: SamplingBatch, inbox: ArgmaxInbox | None) -> Tensor:
         """int32 [R, 2], the best of all ranks. Overwrites logits of forbidden ids."""
         best = local_best(logits, batch, self._first(logits), self._parts(logits))
-        if inbox is None or not usable(best, "kernels.choose"):
+        if inbox is None or not enabled(best, "kernels.choose"):
             inbox = None
             best = self._parallel.all_gather(best.flatten(1)).view(len(logits), -1, best.shape[2])
         chosen = torch.empty((len(logits), 2), dtype=torch.int32, device=logits.device)

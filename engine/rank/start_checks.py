@@ -21,7 +21,7 @@ from engine.rank.models.architecture import Model
 from engine.rank.parallel import Inboxes, Parallel
 from kernels import selfcheck
 from kernels.inbox_check import inbox_checks, uncompiled
-from kernels.launch import distrust, distrusted
+from kernels.launch import disable, disabled
 from kernels.selfcheck import failure
 
 MIN_RESIDUAL_RMS = 1e-3  # of a forward over random ids: below it weights are missing or zero
@@ -37,7 +37,7 @@ def check_kernels(parallel: Parallel, device: torch.device) -> list[str]:
         return []
     found = {failure.module: str(failure) for failure in selfcheck.failures(device)}
     wrong = agreed(parallel, list(dict.fromkeys(selfcheck.checked_modules())), found, device)
-    distrust(wrong)
+    disable(wrong)
     elsewhere = "is wrong on another rank, or needs one that is"
     return [f"{found.get(module, f'{module} {elsewhere}')}: plain torch in its place" for module in sorted(wrong)]
 
@@ -47,7 +47,7 @@ def checked_inboxes(
 ) -> tuple[Inboxes | None, list[str]]:
     """The group's inboxes (`Parallel.inboxes`) for fused norms of `n` elements; None without sound kernels for them. A sentence
     where a GPU that nobody tried fails its check. Every rank must call it."""
-    if "kernels.fused_allreduce_norm" in distrusted():
+    if "kernels.fused_allreduce_norm" in disabled():
         return None, []
     inboxes = parallel.inboxes(rows, width, dtype)
     if inboxes is None or torch.cuda.get_device_capability(device) in selfcheck.RUN_ON:
@@ -55,7 +55,7 @@ def checked_inboxes(
     wrong = check_inboxes(parallel, inboxes, n, device, dtype)
     if not wrong:
         return inboxes, []
-    distrust(["kernels.choose"])  # tokens are chosen over the same memory
+    disable(["kernels.choose"])  # tokens are chosen over the same memory
     return None, [f"{wrong}: collectives and plain torch's sampling in their place"]
 
 

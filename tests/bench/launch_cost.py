@@ -80,7 +80,7 @@ def mixed_steps(member: str, decodes: int) -> Callable[[int], Callable[[], objec
 def take_kernels() -> None:
     """Wrappers launch for tensors of the CPU what they would for a GPU's; the library's products are left out."""
     linear._linear_reference = lambda x, weight, out: out
-    set_everywhere("usable", lambda x, module="": True)
+    set_everywhere("enabled", lambda x, module="": True)
     set_everywhere("processors", lambda device: 132)
 
 

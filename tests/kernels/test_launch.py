@@ -16,13 +16,13 @@ from kernels import launch as launcher
 from kernels.launch import (
     Node,
     compilations,
+    enabled,
     late_compilations,
     launch,
     ready,
     record,
     shared_memory,
     trigger,
-    usable,
     wait,
     without_overlap,
 )
@@ -84,7 +84,7 @@ def interpreted_a_launch_runs_and_is_recorded() -> None:
     """The kernel computes; the recorder lists kernels, grids and constexprs in order, and nothing after its end."""
     x = torch.arange(10.0)
     out = torch.zeros(10)
-    assert usable(x)
+    assert enabled(x)
     with record() as nodes:
         launch(_add, (3,), x, out, 10, BLOCK=4, warps=1)
         launch(_plain, (1,), x, BLOCK=8)
@@ -100,11 +100,11 @@ def interpreted_a_launch_runs_and_is_recorded() -> None:
 def test_a_target_lists_launches_and_starts_none() -> None:
     """On meta tensors, nodes say what a GPU of the target would run: PDL from sm_90 on, types of arguments, nothing is started."""
     x = torch.empty(10, device="meta", dtype=torch.bfloat16)
-    assert not usable(x)
+    assert not enabled(x)
     for target, pdl in (((9, 0), True), ((8, 0), False)):
         with record(target) as nodes:
-            assert usable(x)
-            assert not usable(torch.zeros(1))
+            assert enabled(x)
+            assert not enabled(torch.zeros(1))
             launch(_add, (3,), x, x, 2**40, BLOCK=4)
         assert nodes == [Node("_add", (3,), {"BLOCK": 4, "PDL": pdl, "warps": 4, "stages": 3, "registers": None})]
         assert nodes[0].types == {"x": "*bf16", "out": "*bf16", "n": "i64"}
@@ -131,7 +131,7 @@ def interpreted_recorders_do_not_nest() -> None:
 
 def test_without_the_interpreter_the_cpu_is_not_usable() -> None:
     """Ops keep their references on the CPU."""
-    assert not usable(torch.zeros(1))
+    assert not enabled(torch.zeros(1))
 
 
 class _Kernel:

@@ -14,7 +14,7 @@ from triton.runtime.errors import OutOfResources
 
 from kernels import launch as launcher
 from kernels import linear, selfcheck
-from kernels.launch import distrust, distrusted, plain_torch, record, usable
+from kernels.launch import disable, disabled, enabled, plain_torch, record
 from kernels.selfcheck import CHECKS, Check, Failure, checked_modules, failures
 from tests.support import interpreter
 from tests.support.repo_rules import ROOT
@@ -83,19 +83,19 @@ def test_a_kernel_that_does_not_start_is_a_failure() -> None:
 
 @pytest.mark.usefixtures("trusted")
 def test_a_distrusted_module_runs_plain_torch() -> None:
-    """What is distrusted takes no tensor of any device; others still do, and `plain_torch` ends with its block."""
+    """What is disabled takes no tensor of any device; others still do, and `plain_torch` ends with its block."""
     x = torch.empty(1, 512, dtype=torch.bfloat16, device="meta")
     with record(target=(9, 0)) as nodes:
         linear.linear(x, torch.empty(512, 512, dtype=torch.bfloat16, device="meta"))
         assert len(nodes) == 1
         with plain_torch("kernels.linear"):
             linear.linear(x, torch.empty(512, 512, dtype=torch.bfloat16, device="meta"))
-            assert usable(x, "kernels.fused_allreduce_norm")
+            assert enabled(x, "kernels.fused_allreduce_norm")
         assert len(nodes) == 1
-        assert usable(x, "kernels.linear")
-        distrust(["kernels.linear"])
-        assert not usable(x, "kernels.linear")
-    assert distrusted() == {"kernels.linear"}
+        assert enabled(x, "kernels.linear")
+        disable(["kernels.linear"])
+        assert not enabled(x, "kernels.linear")
+    assert disabled() == {"kernels.linear"}
 
 
 def test_under_the_interpreter() -> None:

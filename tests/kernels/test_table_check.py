@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.block_tables import block_tables
-from kernels.launch import usable
+from kernels.launch import enabled
 from kernels.slots import gather_pages
 from kernels.table_check import (
     COPIED_ENTRY,
@@ -196,7 +196,7 @@ def interpreted_copies_equal_the_reference() -> None:
         for _ in range(6):
             copies[rng.randrange(ROWS), rng.randrange(copies.shape[1])] = rng.choice([0, 7, PAGES, -5])
         again = copies.clone()
-        assert usable(copies)
+        assert enabled(copies)
         assert tables.check_copies(copies, every) == tables.check_copies(again, every, reference=True)
         assert torch.equal(copies, again)
 
@@ -205,7 +205,7 @@ def interpreted_kernel_equals_reference() -> None:
     """The same records and the same repairs, at every sampling, with a window and without; a fault more is a record more."""
     for seed, (window, every) in enumerate(product((None, 128), (1, 4))):
         kernel, reference = made(seed, window), made(seed, window)
-        assert usable(kernel.table)
+        assert enabled(kernel.table)
         for tables in (kernel, reference):
             spoil(tables, seed + 100)
         assert kernel.check(every) == reference.check(every, reference=True)

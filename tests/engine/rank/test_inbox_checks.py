@@ -28,7 +28,7 @@ from kernels.allreduce import MappedCollectives, shared_bytes
 from kernels.choose import ArgmaxInbox
 from kernels.fused_allreduce_norm import AllReduceInbox
 from kernels.inbox_check import inbox_checks
-from kernels.launch import distrust, distrusted, record
+from kernels.launch import disable, disabled, record
 from kernels.selfcheck import Check, Failure, inputs
 from tests.support import interpreter
 
@@ -251,12 +251,12 @@ def test_wrong_inboxes_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked() == (
         None, ["sampling over ranks (kernels.choose) is wrong by 1: collectives and plain torch's sampling in their place"]
     )  # fmt: skip
-    assert distrusted() == {"kernels.choose"}
+    assert disabled() == {"kernels.choose"}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     inboxes, said = asked()
     assert inboxes is not None
     assert not said
-    distrust([NORM])
+    disable([NORM])
     assert asked() == (None, [])
 
 

@@ -19,7 +19,7 @@ from engine.rank.attention.trtllm import TrtllmDecode, TrtllmExtend, TrtllmScrat
 from engine.rank.parallel import Parallel, Single
 from kernels import launch as launcher
 from kernels import selfcheck
-from kernels.launch import distrusted
+from kernels.launch import disabled
 from kernels.selfcheck import Failure
 from tests.support.engine.threads import run_ranks
 from tests.support.flashinfer_calls import PROCESSORS, KernelStandIn, pinned
@@ -142,11 +142,11 @@ def unknown_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("unknown_gpu")
 def test_a_wrong_kernel_is_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the check finds is distrusted and said; a GPU that we know is not asked."""
+    """What the check finds is disabled and said; a GPU that we know is not asked."""
     cuda = torch.device("cuda", 0)
     monkeypatch.setattr(selfcheck, "failures", lambda _: [Failure("kernels.fused_allreduce_norm", "a fused norm of one rank", 0.5)])
     said = start_checks.check_kernels(Single(), cuda)
-    assert distrusted() == {"kernels.fused_allreduce_norm"}
+    assert disabled() == {"kernels.fused_allreduce_norm"}
     assert "a fused norm of one rank (kernels.fused_allreduce_norm) is wrong by 0.5: plain torch in its place" in said
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     assert start_checks.check_kernels(Single(), cuda) == []
