@@ -9,7 +9,7 @@ import torch
 from engine.config import EngineConfig
 from engine.geometry import Geometry, kv_groups
 from engine.memory import buckets, kv_budget
-from engine.rank.attention import Unsound
+from engine.rank.attention import FailedChecks
 from engine.rank.kv import GroupCache, KVCache
 from engine.rank.load.loader import load, with_head
 from engine.rank.load.random_fill import dummy
@@ -22,7 +22,7 @@ from engine.rank.start_checks import check_attention, check_kernels, checked_inb
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank that has loaded its weights. unsound: parts of attention that failed their check; fallbacks: a sentence for each."""
+    """A rank that has loaded its weights. failed_checks: parts of attention that failed their check; fallbacks: a sentence for each."""
 
     config: EngineConfig
     geometry: Geometry
@@ -30,7 +30,7 @@ class Rank:
     parallel: Parallel
     model: Model
     inboxes: Inboxes | None = None
-    unsound: Unsound = ()
+    failed_checks: FailedChecks = ()
     fallbacks: tuple[str, ...] = ()
 
 
@@ -60,11 +60,11 @@ def load_rank(
     if weights == "safetensors":
         geometry = with_head(geometry, architecture.tensors, folder, progress=first)
     fallbacks: list[str] = []
-    unsound: Unsound = ()
+    failed_checks: FailedChecks = ()
     if checked:
         with torch.inference_mode():
             fallbacks = check_kernels(parallel, device)
-            unsound, without = check_attention(parallel, config, geometry, device)
+            failed_checks, without = check_attention(parallel, config, geometry, device)
             fallbacks += without
     model = architecture.build(geometry, parallel, dtype, device)
     if weights == "safetensors":
@@ -78,7 +78,7 @@ def load_rank(
             fallbacks += alone
     else:
         inboxes = parallel.inboxes(rows, width, dtype)
-    return Rank(config, geometry, device, parallel, model, inboxes, unsound, tuple(fallbacks))
+    return Rank(config, geometry, device, parallel, model, inboxes, failed_checks, tuple(fallbacks))
 
 
 def kv_bytes(rank: Rank) -> int:
@@ -97,4 +97,4 @@ def kv_cache(config: EngineConfig, geometry: Geometry, pages: Sequence[int], dev
 def build(rank: Rank, pages: Sequence[int]) -> Runner:
     """The runner of a loaded rank, over a new `kv_cache`."""
     cache = kv_cache(rank.config, rank.geometry, pages, rank.device)
-    return Runner(rank.model, cache, rank.config, rank.geometry, rank.inboxes, rank.unsound)
+    return Runner(rank.model, cache, rank.config, rank.geometry, rank.inboxes, rank.failed_checks)

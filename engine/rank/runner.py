@@ -22,7 +22,7 @@ from engine.geometry import Geometry, vocab_share
 from engine.memory import buckets
 from engine.plan import DEPTH, PlanView, PrefillChunk, StepPlan, encode_plan, read_plan
 from engine.protocol import MAX_ALTERNATIVES
-from engine.rank.attention import AskedAttention, Unsound, attention_backend
+from engine.rank.attention import AskedAttention, FailedChecks, attention_backend
 from engine.rank.graphs import StageGraphs
 from engine.rank.kv import KVCache
 from engine.rank.models.architecture import Model
@@ -61,7 +61,7 @@ class Runner:
 
     inboxes  the group's all-reduce buffers for decode rows; None: all-reduces are collectives
     pages    the check of the setting `debug_pages`, or None
-    unsound  parts of attention that failed their check
+    failed_checks  parts of attention that failed their check
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Runner:
         config: EngineConfig,
         geometry: Geometry,
         inboxes: Inboxes | None = None,
-        unsound: Unsound = (),
+        failed_checks: FailedChecks = (),
     ) -> None:
         device = self._device = next(iter(cache)).table.device
         on_gpu = device.type == "cuda"
@@ -83,7 +83,7 @@ class Runner:
         self._inboxes = inboxes
         self.pages = PageCheck(config.debug_pages, self.slots) if config.debug_pages != "off" else None
         check = self.pages.check_copies if self.pages is not None else None
-        asked = AskedAttention.of(config, unsound)
+        asked = AskedAttention.of(config, failed_checks)
         attention = attention_backend(asked, geometry, cache, config.tp, self._buckets, device, check)
         sampler = Sampler(parallel, geometry.vocab, geometry.softcap, config.suppress, device)
         peers, argmax = (inboxes.allreduce, inboxes.argmax) if inboxes else (None, None)

@@ -162,7 +162,7 @@ def nano_runner(
         "debug_pages": debug_pages,
     }
     rank = single(config_of(folder, 1, **settings))
-    assert not rank.unsound, rank.fallbacks
+    assert not rank.failed_checks, rank.fallbacks
     plant()  # not before: where nothing holds rows against what is expected, a page that is none is a fault of the GPU
     made = build(rank, PAGES)
     if made.capturable:

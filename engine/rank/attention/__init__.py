@@ -16,7 +16,7 @@ from engine.rank.attention.base import AttentionBackend, AttentionParts, CopyChe
 from engine.rank.attention.router import AttentionRouter
 from engine.rank.kv import GroupCache, KVCache
 
-Unsound = Collection[tuple[RowKind, int]]  # kinds of rows of KV groups
+FailedChecks = Collection[tuple[RowKind, int]]  # kinds of rows of KV groups
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class AskedAttention:
 
     decode: str | None = None
     extend: str | None = None
-    failed_checks: Unsound = ()
+    failed_checks: FailedChecks = ()
     download: bool = False
 
     @classmethod
-    def of(cls, config: EngineConfig, failed_checks: Unsound = ()) -> "AskedAttention":
+    def of(cls, config: EngineConfig, failed_checks: FailedChecks = ()) -> "AskedAttention":
         """What the settings ask for."""
         return cls(config.attention_of("decode"), config.attention_of("extend"), failed_checks, config.flashinfer_download)
 
