@@ -185,7 +185,7 @@ def _key(seed: tl.tensor, position: tl.tensor) -> tl.tensor:
 @triton.jit
 def _gumbel(key: tl.tensor, ids: tl.tensor) -> tl.tensor:
     """Standard Gumbel noise of each id, hashed in 32 bits: int64 takes longer. -log1p(-v) by its series where 1 - v would round the
-    small v away: they decide maxima."""
+    small v away: they decide the argmax."""
     hashed = _mix(_mix(ids.to(tl.uint32) + key.to(tl.uint32)) ^ _mix(key ^ 0x165667B1).to(tl.uint32))
     v = tl.minimum((hashed.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
     series = v * (1.0 + v * (0.5 + v * (0.33333334 + v * (0.25 + v * 0.2))))

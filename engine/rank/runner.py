@@ -125,7 +125,7 @@ class Runner:
         return graphs
 
     @torch.inference_mode()
-    def repeat(self, rows: int, sampler: str = "maxima") -> None:
+    def repeat(self, rows: int, sampler: str = "argmax") -> None:
         """Run the decode step of `rows` rows eagerly, of the plan uploaded last; on a GPU."""
         plan = self._inputs.plan
         self.sample_stage.captured(sampler, plan, *self.forward_stage.decode(rows, plan))

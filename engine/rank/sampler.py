@@ -75,7 +75,7 @@ class Sampler:
         raw = logits[reported] if len(reported) else None
         if batch.adjustments is not None:
             batch = adjust(logits, batch, self._first(logits), self._parts(logits))
-        chosen = self._maxima(logits, batch, inbox)
+        chosen = self._argmax(logits, batch, inbox)
         if special.small_top_k:
             best = candidates(logits, block_peaks(logits, batch), batch, self._first(logits))
             choose_candidates(self._parallel.all_gather(best.flatten(1)).view(len(logits), -1, 2), batch, chosen)
@@ -106,7 +106,7 @@ class Sampler:
         numbers = [(chosen - total).view(torch.int32), ahead.int(), top.int(), (values - total).view(torch.int32)]
         return torch.cat(numbers, dim=1)
 
-    def _maxima(self, logits: Tensor, batch: SamplingBatch, inbox: ArgmaxInbox | None) -> Tensor:
+    def _argmax(self, logits: Tensor, batch: SamplingBatch, inbox: ArgmaxInbox | None) -> Tensor:
         """int32 [R, 2], the best of all ranks. Overwrites logits of forbidden ids."""
         best = local_best(logits, batch, self._first(logits), self._parts(logits))
         if inbox is None or not enabled(best, "kernels.choose"):

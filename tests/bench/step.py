@@ -83,7 +83,7 @@ def profile(bench: BareRank, parallel: Parallel, batch: int, out: str) -> None:
     with torch.profiler.profile(activities=activities) as seen:
         for _ in range(3):
             graphs.replay("forward", rows)
-            graphs.replay("maxima", rows)
+            graphs.replay("argmax", rows)
         torch.cuda.synchronize()
     if parallel.rank == 0:
         rows_of = sorted(seen.key_averages(), key=lambda row: -row.device_time_total)

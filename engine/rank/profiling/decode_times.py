@@ -72,7 +72,7 @@ def replay_ms(rank: BareRank, graphs: StageGraphs, batch: int, steps: int) -> fl
 def replay(graphs: StageGraphs, rows: int) -> None:
     """One step."""
     graphs.replay("forward", rows)
-    graphs.replay("maxima", rows)
+    graphs.replay("argmax", rows)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from engine.rank.slots import ResultRows, SlotState
 from engine.rank.stages.forward_stage import ScoredBatch
 from kernels.choose import ArgmaxInbox
 
-SAMPLERS = ("maxima", "small_top_k", "adjusted_maxima", "adjusted_small_top_k")  # of captured steps
+SAMPLERS = ("argmax", "small_top_k", "adjusted_argmax", "adjusted_small_top_k")  # of captured steps
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def captured_sampler(rows: ResultRows) -> str | None:
     special = rows.special
     if special.filtered or special.reported:
         return None
-    name = "small_top_k" if special.small_top_k else "maxima"
+    name = "small_top_k" if special.small_top_k else "argmax"
     return f"adjusted_{name}" if rows.adjusted else name
 
 
