@@ -12,7 +12,7 @@ value. Sets shrink to the few best quickly: of usual rows the first or second c 
 Only blocks that can matter are read: `scaled_rows` notes of every _BLOCK ids the largest s and the mass, and a row's list holds
 the blocks whose largest s is among the best. It holds all blocks if a row needs more.
 
-A rank does this for its share of the rows: row i * ranks + rank of the batch is its i-th. `adopt` takes in all ranks' tokens.
+A rank does this for its share of the rows: row i * ranks + rank of the batch is its i-th. `write_tokens` takes all ranks' tokens.
 Rows with a small top_k need no whole logits: `kernels.candidates`.
 """
 
@@ -96,11 +96,11 @@ def filtered_tokens(rows: ScaledRows, batch: SamplingBatch, chosen: Tensor, shar
     return tokens
 
 
-def adopt(drawn: Tensor, batch: SamplingBatch, chosen: Tensor) -> None:
+def write_tokens(drawn: Tensor, batch: SamplingBatch, chosen: Tensor) -> None:
     """drawn int32 [>= R], the rows' tokens in order: written to chosen int32 [R, 2] and behind each row's input."""
     assert drawn.is_contiguous(), drawn.stride()
     if enabled(drawn, __name__):
-        launch(_adopt, (len(chosen),), drawn, batch.slots, batch.positions, batch.tokens, batch.tokens.shape[1], chosen, warps=1)
+        launch(_write_tokens, (len(chosen),), drawn, batch.slots, batch.positions, batch.tokens, batch.tokens.shape[1], chosen, warps=1)
     else:
         chosen[:, 0] = drawn[: len(chosen)]
         store(batch, chosen[:, 0])
@@ -290,7 +290,7 @@ def _filter(
 
 
 @triton.jit(do_not_specialize=["tokens_width"])
-def _adopt(
+def _write_tokens(
     drawn: tl.tensor, slots: tl.tensor, positions: tl.tensor, tokens: tl.tensor, tokens_width: tl.tensor, chosen: tl.tensor,
     PDL: tl.constexpr,
 ) -> None:

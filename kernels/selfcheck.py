@@ -24,7 +24,7 @@ from kernels.choose import choose_best, local_best
 from kernels.decode import DecodeScratch, decode_attention
 from kernels.embed import embed
 from kernels.experts import experts
-from kernels.filters import Share, adopt, filtered_tokens, scaled_rows
+from kernels.filters import Share, filtered_tokens, scaled_rows, write_tokens
 from kernels.fused_allreduce_norm import Norms, fused_allreduce_norm
 from kernels.grid import cdiv
 from kernels.launch import INTERPRET, plain_torch
@@ -330,7 +330,7 @@ def _filter(draw: RandomInputs, *, adjusted: bool) -> Outputs:
     logits.masked_fill_(scores.isneginf(), -torch.inf)
     scaled = scaled_rows(logits[None], batch, share, _VOCABULARY)
     drawn = filtered_tokens(scaled, batch, chosen, share)
-    adopt(drawn, batch, chosen)
+    write_tokens(drawn, batch, chosen)
     return *_finite(scaled.values), drawn, chosen, batch.tokens
 
 

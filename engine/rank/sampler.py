@@ -27,7 +27,7 @@ from engine.rank.upload import uploaded
 from kernels.adjust import adjust
 from kernels.candidates import block_peaks, candidates, choose_candidates
 from kernels.choose import ArgmaxInbox, choose_best, local_best, parts_of
-from kernels.filters import Share, adopt, filtered_tokens, scaled_rows
+from kernels.filters import Share, filtered_tokens, scaled_rows, write_tokens
 from kernels.launch import enabled, processors
 from kernels.sample import cap
 from kernels.sampling_batch import SamplingBatch, SlotParameters
@@ -125,7 +125,7 @@ class Sampler:
         taken, share = chosen[rows], Share(self._parallel.rank, self._parallel.size)
         tokens = filtered_tokens(scaled_rows(slices, batch, share, self._vocabulary), batch, taken, share)
         drawn = self._parallel.all_gather(tokens[:, None].float())  # an id is exact below 2^24
-        adopt(drawn.flatten().int(), batch, taken)
+        write_tokens(drawn.flatten().int(), batch, taken)
         chosen[rows] = taken
 
     def _pieces(self, rows: Tensor, logits: Tensor) -> Sequence[Tensor]:

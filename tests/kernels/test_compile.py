@@ -25,7 +25,7 @@ from kernels.block_tables import block_tables
 from kernels.candidates import block_peaks, candidates, choose_candidates
 from kernels.choose import ArgmaxInbox, choose_best, local_best, parts_of
 from kernels.experts import experts
-from kernels.filters import Share, adopt, filtered_tokens, scaled_rows
+from kernels.filters import Share, filtered_tokens, scaled_rows, write_tokens
 from kernels.fused_allreduce_norm import AllReduceInbox, Norms, fused_allreduce_norm
 from kernels.launch import Node, launch, record, trigger, wait
 from kernels.linear import linear, linear_geglu, linear_send
@@ -160,7 +160,7 @@ def filters_nodes(target: Target) -> Iterator[Node]:
     with record(target) as nodes:
         scaled = scaled_rows(meta(4, 8, 65536, dtype=torch.float32), batch, share, 262144)
         filtered_tokens(scaled, batch, ints(30, 2), share)
-        adopt(ints(32), batch, ints(30, 2))
+        write_tokens(ints(32), batch, ints(30, 2))
     yield from nodes
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 import kernels.filters
 from kernels import sample
 from kernels.choose import ROW_HAS_NAN
-from kernels.filters import Share, adopt, filtered_tokens, scaled_rows
+from kernels.filters import Share, filtered_tokens, scaled_rows, write_tokens
 from kernels.sampling_batch import SamplingBatch, SlotParameters
 from tests.support import interpreter
 
@@ -101,7 +101,7 @@ def drawn(it: Case, ranks: int, chosen: Tensor | None = None) -> tuple[Tensor, T
         slices = whole[rank::ranks].unflatten(1, (ranks, n)).transpose(0, 1).contiguous()
         scaled = scaled_rows(slices, batch, Share(rank, ranks), VOCAB)
         found[:, rank] = filtered_tokens(scaled, batch, chosen, Share(rank, ranks))
-    adopt(found.flatten(), batch, chosen)
+    write_tokens(found.flatten(), batch, chosen)
     return chosen, tokens
 
 
