@@ -100,7 +100,10 @@ def write_tokens(drawn: Tensor, batch: SamplingBatch, chosen: Tensor) -> None:
     """drawn int32 [>= R], the rows' tokens in order: written to chosen int32 [R, 2] and behind each row's input."""
     assert drawn.is_contiguous(), drawn.stride()
     if enabled(drawn, __name__):
-        launch(_write_tokens, (len(chosen),), drawn, batch.slots, batch.positions, batch.tokens, batch.tokens.shape[1], chosen, warps=1)
+        launch(
+            _write_tokens, (len(chosen),),
+            drawn, batch.slots, batch.positions, batch.tokens, batch.tokens.shape[1], chosen, warps=1,
+        )  # fmt: skip
     else:
         chosen[:, 0] = drawn[: len(chosen)]
         store(batch, chosen[:, 0])

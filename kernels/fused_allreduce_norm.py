@@ -7,7 +7,7 @@
 
 The order of casts is `kernels.norm`'s: each norm is rounded, then the add, then the product.
 
-**Over ranks** (`AllReduceInbox`): a rank writes its part of a row into every peer's inbox, then reads all parts of that row from its
+**Over ranks** (`AllReduceInbox`): a rank writes its part of a row into every peer's inbox, then reads the row's parts from its
 own. The product of few rows writes its part itself (`kernels.linear.linear_send`), and the fused norm begins with reading.
 The data is its own flag: an inbox holds -0.0 where nothing has come, and a part that is -0.0 is written as +0.0 (which no sum over
 ranks can tell apart unless all parts are zero). Whoever has read a part puts -0.0 back. There is no barrier:

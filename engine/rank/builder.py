@@ -22,7 +22,7 @@ from engine.rank.start_checks import check_attention, check_kernels, checked_inb
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank that has loaded its weights. failed_checks: parts of attention that failed their check; fallbacks: a sentence for each."""
+    """A rank that has loaded its weights. failed_checks: parts of attention; fallbacks: a sentence for each."""
 
     config: EngineConfig
     geometry: Geometry
