@@ -82,7 +82,7 @@ def test_a_kernel_that_does_not_start_is_a_failure() -> None:
 
 
 @pytest.mark.usefixtures("trusted")
-def test_a_distrusted_module_runs_plain_torch() -> None:
+def test_a_disabled_module_runs_plain_torch() -> None:
     """What is disabled takes no tensor of any device; others still do, and `plain_torch` ends with its block."""
     x = torch.empty(1, 512, dtype=torch.bfloat16, device="meta")
     with record(target=(9, 0)) as nodes:
