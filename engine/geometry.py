@@ -52,7 +52,8 @@ class Moe:
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer. `kv_source` is the layer whose K and V it reads: itself, or for a KV-shared layer its producer."""
+    """One decoder layer. `kv_source` is the layer whose K and V it reads: itself, or for a KV-shared layer its producer; `drafts`:
+    one of the target's, whose drafter this layer belongs to."""
 
     index: int
     kind: LayerKind
@@ -62,10 +63,11 @@ class Layer:
     intermediate: int
     k_eq_v: bool
     kv_source: int
+    drafts: bool = False
 
     @property
     def owns_kv(self) -> bool:
-        return self.kv_source == self.index
+        return self.kv_source == self.index and not self.drafts
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ from kernels.qkv import inverse_frequencies
 
 
 @dataclass(frozen=True)
-class _Step:
+class LayerStep:
     """What the layers of one forward share: batch, cache, what attention has prepared, fused norms, per-layer embeddings
     [T, layers, ple] or None."""
 
@@ -56,7 +56,7 @@ class _Step:
     allreduce_norm: AllReduceNorm
     ple: Tensor | None
 
-    def logit_rows(self) -> "_Step":
+    def logit_rows(self) -> "LayerStep":
         """The same step with only the rows whose logits are wanted, as decode rows."""
         rows = self.batch.logit_rows
         assert rows is not None
@@ -85,7 +85,7 @@ class Attention(AttentionModule):
         self.q_norm = empty(layer.head_dim, dtype=dtype, device=device)
         self.k_norm = empty(layer.head_dim, dtype=dtype, device=device) if layer.owns_kv else None
 
-    def forward(self, x: Tensor, step: _Step) -> Tensor | InboxPart:
+    def forward(self, x: Tensor, step: LayerStep) -> Tensor | InboxPart:
         group = step.cache.of(self.layer)
         out = x.new_empty(x.shape[0], self.o.weight.shape[1])
         step.attention.attend(self.qkv(x), self.layer, (self.q_norm, self.k_norm), step.batch, step.plan, group, out)
@@ -115,7 +115,7 @@ class Block(Module):
         self.norms = NormWeights(norms, hidden, dtype, device)
         self.scalar = empty(1, dtype=dtype, device=device)
 
-    def forward(self, h: Tensor, x: Tensor, next_norm: Tensor, step: _Step) -> tuple[Tensor, Tensor]:
+    def forward(self, h: Tensor, x: Tensor, next_norm: Tensor, step: LayerStep) -> tuple[Tensor, Tensor]:
         """h [T, hidden] and its normed form x -> the same behind this layer, normed by `next_norm`."""
         norms = self.norms
         h, x = step.allreduce_norm(self.attention(x, step), h, norms["post_attention"], norms["pre_mlp"])
@@ -156,6 +156,10 @@ class Embedding(Module):
             self.ple_projection = Linear(geometry.hidden, width, dtype, device)
             self.ple_norm = empty(geometry.ple, dtype=dtype, device=device)
 
+    def rows(self, ids: Tensor) -> Tensor:
+        """ids int32 [T] -> the scaled rows [T, hidden] alone."""
+        return self._parallel.all_reduce(self.tokens(ids, self._placeholders, self._geometry.pad)) * self._scale
+
     def forward(self, ids: Tensor, next_norm: Tensor, allreduce_norm: AllReduceNorm) -> tuple[Tensor, Tensor, Tensor | None]:
         """ids int32 [T] -> (h [T, hidden], h normed by `next_norm`, per-layer embeddings [T, layers, ple] or None)."""
         rows = self.tokens(ids, self._placeholders, self._geometry.pad)
@@ -179,9 +183,7 @@ class Gemma4(Model):
         self.norm = empty(geometry.hidden, dtype=dtype, device=device)
         self.own_head = None if geometry.tied else VocabTable(geometry.vocab, geometry.hidden, parallel, dtype, device)
         self._sharing = max(layer.kv_source for layer in geometry.layers) + 1
-        self.frequencies: dict[RopeKey, Tensor] = {
-            (layer.rope, layer.head_dim): _frequencies(layer).to(device) for layer in geometry.layers
-        }
+        self.frequencies = frequencies_of(geometry, device)
 
     @property
     def head(self) -> VocabTable:
@@ -196,7 +198,7 @@ class Gemma4(Model):
         blocks = [block for block in self.blocks if isinstance(block, Block)]
         first = [block.norms["pre_attention"] for block in blocks]
         h, x, ple = self.embedding(batch.ids, first[0], allreduce_norm)
-        step = _Step(batch, cache, attention, attention.prepare(batch), allreduce_norm, ple)
+        step = LayerStep(batch, cache, attention, attention.prepare(batch), allreduce_norm, ple)
         narrow = batch.logit_rows is not None and len(batch.logit_rows) < batch.rows
         for index, (block, next_norm) in enumerate(zip(blocks, [*first[1:], self.norm], strict=True)):
             if narrow and index == self._sharing:
@@ -204,6 +206,11 @@ class Gemma4(Model):
             if h.shape[0]:
                 h, x = block(h, x, next_norm, step)
         return (h[batch.logit_rows], x[batch.logit_rows]) if narrow else (h, x)
+
+
+def frequencies_of(geometry: Geometry, device: torch.device) -> dict[RopeKey, Tensor]:
+    """fp32 [pairs] of each rotary embedding."""
+    return {(layer.rope, layer.head_dim): _frequencies(layer).to(device) for layer in geometry.layers}
 
 
 def _frequencies(layer: Layer) -> Tensor:

@@ -1,0 +1,82 @@
+"""The shape of a Gemma 4 assistant: the drafter that reads its target's K and V, and writes none.
+
+Source: the public configs and transformers' `models/gemma4_assistant`. It is read for a target: each of its layers names the
+target's last layer of its kind that owns K and V, and what does not fit the target is an error. No torch here.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from engine.checkpoint import read_json
+from engine.errors import CheckpointError
+from engine.geometry import Geometry, Layer, parse_config, shard_kv_heads
+
+_SUFFIX = "_assistant"
+
+
+@dataclass(frozen=True)
+class AssistantGeometry(Geometry):
+    """A drafter's. backbone: the target's hidden size; centroids: clusters of its head's vocabulary, of which the best
+    `centroid_top_k` are looked at; 0: the head looks at all ids."""
+
+    backbone: int = 0
+    centroids: int = 0
+    centroid_top_k: int = 0
+
+
+def read_assistant(folder: Path, target: Geometry) -> AssistantGeometry:
+    """Geometry of the assistant in `folder`, for `target`; CheckpointError: it is none, or another model's."""
+    path = folder / "config.json"
+    config = read_json(path)
+    kind = str(config.get("model_type"))
+    if not kind.endswith(_SUFFIX):
+        raise CheckpointError(f"{path}: model_type {kind!r} is no Gemma 4 assistant")
+    try:
+        text = {**config["text_config"], "num_kv_shared_layers": 0}
+        ordered, backbone = config["use_ordered_embeddings"], config["backbone_hidden_size"]
+        centroids = (config["num_centroids"], config["centroid_intermediate_top_k"]) if ordered else (0, 0)
+    except KeyError as error:
+        raise CheckpointError(f"{path}: the key {error.args[0]!r} is missing") from error
+    shape = parse_config({**config, "model_type": kind.removesuffix(_SUFFIX), "text_config": text}, str(path))
+    layers = tuple(replace(layer, kv_source=_source(layer, target, path), drafts=True) for layer in shape.layers)
+    fields = {**vars(shape), "prefix": "model.", "layers": layers}
+    assistant = AssistantGeometry(**fields, backbone=backbone, centroids=centroids[0], centroid_top_k=centroids[1])
+    if wrong := _unlike(assistant, target):
+        raise CheckpointError(f"{folder} is no drafter of this model: {'; '.join(wrong)}")
+    return assistant
+
+
+def _source(layer: Layer, target: Geometry, path: Path) -> int:
+    """The target's layer whose K and V a layer reads."""
+    owners = [other.index for other in target.layers if other.kind == layer.kind and other.owns_kv]
+    if not owners:
+        raise CheckpointError(f"{path}: layer {layer.index} reads {layer.kind} layers, and the model has none")
+    return owners[-1]
+
+
+def _unlike(assistant: AssistantGeometry, target: Geometry) -> list[str]:
+    """What keeps an assistant from drafting for `target`."""
+    pairs: dict[str, tuple[object, object]] = {
+        "hidden size of its model": (assistant.backbone, target.hidden),
+        "vocabulary": (assistant.vocab, target.vocab),
+        "window": (assistant.window, target.window),
+    }
+    for layer in assistant.layers:
+        source = target.layers[layer.kv_source]
+        pairs[f"head size of layer {layer.index}"] = (layer.head_dim, source.head_dim)
+        pairs[f"KV heads of layer {layer.index}"] = (layer.kv_heads, source.kv_heads)
+        pairs[f"rotary embedding of layer {layer.index}"] = (layer.rope, source.rope)
+    wrong = [f"{name} {own}, not {other}" for name, (own, other) in pairs.items() if own != other]
+    if assistant.centroids and assistant.vocab % assistant.centroids:
+        wrong.append(f"{assistant.vocab} ids are no whole number for each of {assistant.centroids} centroids")
+    return wrong
+
+
+def check_shards(assistant: AssistantGeometry, target: Geometry, tp: int) -> None:
+    """CheckpointError unless each of `tp` ranks holds the K and V that its share of the drafter's query heads reads."""
+    for layer in assistant.layers:
+        kv_heads = layer.kv_heads
+        for rank in range(tp):
+            held = shard_kv_heads(target.heads, kv_heads, tp, rank)
+            if assistant.heads % tp or shard_kv_heads(assistant.heads, kv_heads, tp, rank) != held:
+                raise CheckpointError(f"the drafter's {assistant.heads} query heads cannot be cut for {tp} ranks")

@@ -1,0 +1,55 @@
+"""The tensors of Gemma 4's assistants. No torch: shapes are asked for without it."""
+
+from engine.assistant_geometry import AssistantGeometry
+from engine.geometry import Geometry, Layer
+from engine.rank.load.tensor_table import HEAD, Rule, TensorTable
+
+ORDER = "masked_embedding.token_ordering"  # int64 [vocab], ids by centroid: `assistant.OrderedHead` reads it itself
+
+_I, _B = "model.layers.{i}.", "blocks.{i}."
+_NORMS = {
+    "input_layernorm": "pre_attention",
+    "post_attention_layernorm": "post_attention",
+    "pre_feedforward_layernorm": "pre_mlp",
+    "post_feedforward_layernorm": "post_mlp",
+}
+_RULES = (
+    Rule("pre_projection.weight", "pre.weight", ("hidden", "pair")),
+    Rule("post_projection.weight", "post.weight", ("backbone", "hidden")),
+    Rule("model.embed_tokens.weight", "head.table.head.weight", ("vocab", "hidden"), "vocab", "embedding", "dense"),
+    Rule("model.embed_tokens.weight", "head.weight", ("vocab", "hidden"), present="centroids"),
+    Rule("masked_embedding.centroids.weight", "head.centroids.weight", ("centroids", "hidden")),
+    Rule(_I + "self_attn.q_proj.weight", _B + "attention.qkv.weight", ("q", "hidden"), "q"),
+    Rule(_I + "self_attn.o_proj.weight", _B + "attention.o.weight", ("hidden", "q"), "columns"),
+    Rule(_I + "self_attn.q_norm.weight", _B + "attention.q_norm", ("head_dim",), init="head_norm"),
+    Rule(_I + "mlp.gate_proj.weight", _B + "mlp.gate_up.weight", ("width", "hidden"), "gate"),
+    Rule(_I + "mlp.up_proj.weight", _B + "mlp.gate_up.weight", ("width", "hidden"), "up"),
+    Rule(_I + "mlp.down_proj.weight", _B + "mlp.down.weight", ("hidden", "width"), "columns"),
+    *(Rule(f"{_I}{name}.weight", f"{_B}norms.{norm}", ("hidden",), init="norm") for name, norm in _NORMS.items()),
+    Rule(_I + "layer_scalar", _B + "scalar", ("one",), init="scalar"),
+    Rule("model.norm.weight", "norm", ("hidden",), init="norm"),
+)
+
+
+def _sizes(geometry: Geometry, layer: Layer) -> dict[str, int]:
+    assert isinstance(geometry, AssistantGeometry), geometry
+    return {
+        "one": 1,
+        "hidden": geometry.hidden,
+        "backbone": geometry.backbone,
+        "pair": 2 * geometry.backbone,
+        "vocab": geometry.vocab,
+        "dense": int(not geometry.centroids),
+        "centroids": geometry.centroids,
+        "head_dim": layer.head_dim,
+        "q": geometry.heads * layer.head_dim,
+        "width": layer.intermediate,
+    }
+
+
+TENSORS = TensorTable(
+    _RULES,
+    _sizes,
+    published_name=lambda name, _: name,
+    is_unused=lambda name, _: name in (HEAD, ORDER),
+)

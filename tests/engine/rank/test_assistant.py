@@ -1,0 +1,145 @@
+"""Our drafters against transformers' assistants, over the same K and V of the target."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from deploy.models.nano.nano_shapes import SHAPES
+from engine.assistant_geometry import AssistantGeometry, check_shards, read_assistant
+from engine.errors import CheckpointError
+from engine.geometry import kv_groups, read_geometry
+from engine.rank.attention import attention_backend
+from engine.rank.batch import Chunk, ForwardBatch, eager_batch
+from engine.rank.kv import GroupCache, KVCache
+from engine.rank.load.loader import load
+from engine.rank.models.assistant import Assistant, load_assistant
+from engine.rank.models.gemma4 import GEMMA4, Gemma4
+from engine.rank.parallel import Single
+from kernels.slots import rotary_table
+from tests.conftest import Nano
+from tests.support.judge import assistants
+
+pytestmark = pytest.mark.cpu
+
+CPU = torch.device("cpu")
+PAGES = 40
+
+
+@dataclass
+class Pair:
+    """A target behind its prompt, and its drafter in both implementations."""
+
+    target: Gemma4
+    drafter: Assistant
+    judge: object
+    cache: KVCache
+    ids: Tensor
+    hidden: Tensor  # [1, backbone], of the prompt's last token
+
+
+def pair(folder: Path, member: str, out: Path, length: int) -> Pair:
+    judge = assistants.write(SHAPES[member], out)
+    geometry = read_geometry(folder)
+    target = Gemma4(geometry, Single(), torch.float32, CPU)
+    load(target, GEMMA4.tensors, folder)
+    drafter = Assistant(read_assistant(out, geometry), Single(), torch.float32, CPU)
+    load_assistant(drafter, out)
+    cache = KVCache([GroupCache(group, PAGES, 1, 512, torch.float32, CPU) for group in kv_groups(geometry, 1)])
+    for group in cache:
+        order = torch.randperm(PAGES - 1, generator=torch.Generator().manual_seed(7)) + 1
+        group.table[0, : 512 // 32] = order[: 512 // 32].int()
+    ids = (torch.arange(length) * 37 + 11) % 900 + 100
+    slots, positions = torch.zeros(length, dtype=torch.int32), torch.arange(length)
+    batch = eager_batch(cache, target.frequencies, ids, slots, positions, (Chunk(0, 0, length, 0),), torch.tensor([length - 1]))
+    attention = attention_backend("reference", geometry, cache, 1, (1,), CPU)
+    with torch.inference_mode():
+        _, hidden = target.states(batch, cache, attention)
+        first = target.logits(hidden).argmax(-1).int()
+    return Pair(target, drafter, judge, cache, first, hidden.clone())
+
+
+def own_drafts(it: Pair, count: int, length: int, rotary: int) -> Tensor:
+    """Of a decode row that sees `length` keys."""
+    rows = eager_batch(it.cache, it.target.frequencies, it.ids, torch.zeros(1), torch.tensor([length - 1]), ())
+    attention = attention_backend("reference", it.drafter.geometry, it.cache, 1, (1,), CPU)
+    with torch.inference_mode():
+        return it.drafter.drafts(count, it.ids, it.hidden, it.target.embedding.rows, turned(rows, it, rotary), it.cache, attention)
+
+
+def turned(batch: ForwardBatch, it: Pair, position: int) -> ForwardBatch:
+    """The batch with its rotary embeddings at `position`."""
+    rope = {key: torch.empty_like(table) for key, table in batch.rope.items()}
+    for key, table in rope.items():
+        rotary_table(torch.tensor([position], dtype=torch.int32), it.target.frequencies[key], table)
+    return replace(batch, rope=rope)
+
+
+def visible(it: Pair, length: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """K and V that a row behind `length` keys sees, by kind of layer, [1, heads, keys, head_dim]."""
+    shared = {}
+    for layer in it.drafter.geometry.layers:
+        group = it.cache.of(layer)
+        first = 0 if group.group.window is None else max(0, length - group.group.window)
+        pool = group.layer(layer.kv_source)[group.table[0, : -(-length // 32)].long()]  # [pages, 2, heads, page, d]
+        keys = pool.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, None, :, first:length]
+        shared[f"{layer.kind}_attention"] = (keys[0], keys[1])
+    return shared
+
+
+@pytest.mark.parametrize("member", list(SHAPES))
+@pytest.mark.parametrize("length", [5, 64, 96, 131])
+def test_drafts_equal_transformers(nano: Nano, tmp_path: Path, member: str, length: int) -> None:
+    """Eight drafts behind prompts shorter than the window, of its length and longer: ids and logits, of the same K and V. A rotary
+    position, a key or a hidden row off by one changes the logits by a hundred tolerances."""
+    it = pair(nano(member), member, tmp_path, length)
+    embed = it.target.embedding.rows
+    judged = partial(assistants.drafts, it.judge, 8, it.ids.long(), it.hidden.clone(), embed)
+    ids, logits = judged(visible(it, length), length)
+    assert own_drafts(it, 8, length, length).tolist() == [ids]
+    assert logits_error(it, logits[0], length, length) < 1e-4
+    assert logits_error(it, logits[0], length - 1, length) > 1e-2
+    assert logits_error(it, logits[0], length, length + 1) > 1e-2
+    it.hidden = it.hidden.roll(1, dims=1)
+    assert logits_error(it, logits[0], length, length) > 1e-2
+
+
+def logits_error(it: Pair, expected: Tensor, length: int, rotary: int) -> float:
+    """The largest difference of the first pass's logits; of an ordered head, of the clusters that were looked at."""
+    rows = eager_batch(it.cache, it.target.frequencies, it.ids, torch.zeros(1), torch.tensor([length - 1]), ())
+    attention = attention_backend("reference", it.drafter.geometry, it.cache, 1, (1,), CPU)
+    with torch.inference_mode():
+        embedded = it.target.embedding.rows(it.ids)
+        _, final = it.drafter(embedded, it.hidden, turned(rows, it, rotary), it.cache, attention)
+    head = it.drafter.head
+    if isinstance(it.drafter.geometry, AssistantGeometry) and it.drafter.geometry.centroids:
+        logits = torch.empty_like(expected)
+        logits[head.order] = (final @ head.weight.T)[0]
+        seen = expected > expected.min()
+        return float((logits - expected)[seen].abs().max())
+    return float((head.table.logits(final)[0] - expected).abs().max())
+
+
+def test_a_drafter_of_another_model_is_refused(nano: Nano, tmp_path: Path) -> None:
+    """By what differs; a checkpoint that is no assistant by its kind; heads that ranks cannot share."""
+    assistants.write(SHAPES["31b"], tmp_path)
+    with pytest.raises(CheckpointError, match="no drafter of this model: window 64, not 96; KV heads of layer 3 4, not 1"):
+        read_assistant(tmp_path, read_geometry(nano("12b")))
+    with pytest.raises(CheckpointError, match="model_type 'gemma4' is no Gemma 4 assistant"):
+        read_assistant(nano("31b"), read_geometry(nano("31b")))
+    target = read_geometry(nano("31b"))
+    drafter = read_assistant(tmp_path, target)
+    check_shards(drafter, target, 4)
+    with pytest.raises(CheckpointError, match="12 query heads cannot be cut for 8 ranks"):
+        check_shards(replace(drafter, heads=12), target, 8)
+
+
+def test_an_order_that_is_no_permutation_is_refused(nano: Nano, tmp_path: Path) -> None:
+    """Zeros are what a load that was left out leaves."""
+    assistants.write(SHAPES["e2b"], tmp_path)
+    drafter = Assistant(read_assistant(tmp_path, read_geometry(nano("e2b"))), Single(), torch.float32, CPU)
+    with pytest.raises(CheckpointError, match="no permutation"):
+        drafter.head.sort(torch.zeros(1024, dtype=torch.int64))
