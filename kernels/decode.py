@@ -187,11 +187,11 @@ def paged_decode(
     assert q.shape[2] == pool.shape[4], (q.shape, pool.shape)
     assert max(bounds, default=0) <= table.shape[1] * pool.shape[3], (max(bounds), table.shape, pool.shape)
     out = torch.empty_like(q)
-    first = _first_page(positions, pool.shape[3], window)
-    for rows, pages in _blocks(bounds, pool, window):
+    first = first_page(positions, pool.shape[3], window)
+    for rows, pages in row_blocks(bounds, pool, window):
         entries = first[rows, None] + torch.arange(pages, device=q.device)
         found = table[slots[rows, None], entries.clamp(max=table.shape[1] - 1)]
-        out[rows] = _decode_reference(q[rows], pool, found, first[rows], positions[rows], window)
+        out[rows] = decode_reference(q[rows], pool, found, first[rows], positions[rows], window)
     return out
 
 
@@ -214,7 +214,7 @@ def paged_decode_step(
     page, d = pool.shape[3:]
     q, k, v = split_heads(qkv, out.shape[1] // d, pool)
     cos, sin = cos_sin.chunk(2, dim=1)
-    first = _first_page(positions, page, window)
+    first = first_page(positions, page, window)
     if k is not None and v is not None:
         assert k_norm is not None, "a layer that appends K needs its norm"
         own = page_ids.gather(1, (positions // page - first)[:, None].long()).squeeze(1)
@@ -222,20 +222,20 @@ def paged_decode_step(
     q = norm_rope(q, q_norm, cos, sin, eps)
     attended = torch.empty_like(q)
     bounds = (positions + 1).tolist()
-    for rows, pages in _blocks(bounds, pool, window):
+    for rows, pages in row_blocks(bounds, pool, window):
         found = page_ids[rows, :pages]
-        attended[rows] = _decode_reference(q[rows], pool, found, first[rows], positions[rows], window)
+        attended[rows] = decode_reference(q[rows], pool, found, first[rows], positions[rows], window)
     if live.shape[0] < out.shape[0]:
         out.zero_()
     out[live] = attended.flatten(1)
 
 
-def _first_page(positions: Tensor, page: int, window: int | None) -> Tensor:
+def first_page(positions: Tensor, page: int, window: int | None) -> Tensor:
     """The first page that each position reads."""
     return torch.zeros_like(positions) if window is None else (positions - window + 1).clamp(min=0) // page
 
 
-def _blocks(bounds: Sequence[int], pool: Tensor, window: int | None) -> Iterator[tuple[slice, int]]:
+def row_blocks(bounds: Sequence[int], pool: Tensor, window: int | None) -> Iterator[tuple[slice, int]]:
     """Runs of rows, and how many pages each row of a run reads: enough for its longest bound, in all what is gathered at once."""
     page, held = pool.shape[3], _GATHERED[pool.device.type] // pool[0, 0].numel()
     first = 0
@@ -255,7 +255,7 @@ def _pages(bound: int, page: int, window: int | None) -> int:
     return whole if window is None else min(whole, (window - 2) // page + 2)
 
 
-def _decode_reference(q: Tensor, pool: Tensor, found: Tensor, first: Tensor, positions: Tensor, window: int | None) -> Tensor:
+def decode_reference(q: Tensor, pool: Tensor, found: Tensor, first: Tensor, positions: Tensor, window: int | None) -> Tensor:
     """found int [rows, pages]: the pages `first` .. of each row; entries past the row's own page are not read: the null page
     stands in, and is masked."""
     rows, heads, d = q.shape

@@ -37,6 +37,7 @@ from kernels.sample import cap, gumbel, mask
 from kernels.sampling_batch import BAD_WORDS, BIASED, LIMITED, PENALIZED, SamplingBatch, SlotAdjustments, SlotParameters
 from kernels.slots import apply_plan, decode_inputs, gather_pages, rotary_table
 from kernels.table_check import check_copies, check_table, new_violations
+from kernels.verify import verify_attention
 
 RUN_ON = frozenset({(9, 0)})
 TOLERANCE = {torch.bfloat16: 0.02, torch.float32: 1e-3}  # of a row's norm: a rounding or two of bf16; other orders of sums
@@ -210,6 +211,18 @@ def _decode(heads: int, kv_heads: int, d: int, kv_projections: int, window: int 
         return out, pool
 
     return run
+
+
+def _verify(draw: RandomInputs) -> Outputs:
+    """Rows of several queries: behind a window, at the beginning with one query less, and padding."""
+    heads, kv_heads, d, q_len, splits = 8, 1, 512, 4, 3
+    pool, q = draw.floats(9, 2, kv_heads, _PAGE, d, scale=d**-0.25), draw.floats(3 * q_len, heads, d, scale=d**-0.25)
+    ids = draw.ints(8, 7, 6, 5, 4, 3, *[2**31 - 7] * 9).view(3, 5)
+    positions = draw.ints(200, 201, 202, 203, 0, 1, 2, -1, -1, -1, -1, -1)
+    out = draw.floats(3 * q_len, heads, d)
+    scratch = DecodeScratch(3, heads, kv_heads, d, 3 * q_len * splits, draw.device)
+    verify_attention(q, pool, ids, positions, 70, scratch, out, splits)
+    return (out,)
 
 
 def _extend(heads: int, kv_heads: int, d: int, window: int | None) -> Op:
@@ -387,6 +400,7 @@ CHECKS = (
     Check("kernels.qkv", "head norms, rotation and pages", _qkv_post),
     Check("kernels.decode", "decode attention at head dim 256", _decode(4, 2, 256, 2, 50)),
     Check("kernels.decode", "decode attention at head dim 512", _decode(8, 1, 512, 1, None)),
+    Check("kernels.verify", "attention of several queries a row", _verify),
     Check("kernels.prefill", "prefill attention at head dim 256", _extend(4, 2, 256, 30)),
     Check("kernels.prefill", "prefill attention at head dim 512", _extend(8, 1, 512, None)),
     Check("kernels.adjust", "adjusted logits", _adjust),

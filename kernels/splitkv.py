@@ -68,7 +68,7 @@ def decode_kernel(
     trigger(PDL)  # not before: products that start early would take the memory that this one waits for
 
     position = tl.load(positions + row)
-    page = _page_of(ids, split, width, KEYS, PAGE)
+    page = page_of(ids, split, width, KEYS, PAGE)
     token = qkv + row * (HEADS + KV_PROJECTIONS * KV_HEADS) * D
     q_raw = load_halves(token + (head * GROUP + rows) * D + half, is_q, 0.0, HALF)
     cos, sin = rope_angles(cos_sin + row * 2 * PAIRS, half, is_q, PAIRS)
@@ -94,9 +94,9 @@ def decode_kernel(
 
     low = tl.arange(0, HALF)
     if EARLY:
-        k_low = _load_run(heads_k, page, split, first, oldest, end, low, D, 2 * KEPT, KEYS, PAGE)
-        k_high = _load_run(heads_k, page, split, first, oldest, end, low + HALF, D, 2 * KEPT, KEYS, PAGE)
-        v = _load_run(heads_v, page, split, first, oldest, end, columns, D, 2 * KEPT, KEYS, PAGE)
+        k_low = load_run(heads_k, page, split, first, oldest, end, low, D, 2 * KEPT, KEYS, PAGE)
+        k_high = load_run(heads_k, page, split, first, oldest, end, low + HALF, D, 2 * KEPT, KEYS, PAGE)
+        v = load_run(heads_v, page, split, first, oldest, end, columns, D, 2 * KEPT, KEYS, PAGE)
 
     q_low, q_high, _ = norm_and_rope(*q_raw, *q_weight, cos, sin, eps, D)
     q_low, q_high = cast(q_low, pool.dtype.element_ty), cast(q_high, pool.dtype.element_ty)
@@ -121,15 +121,15 @@ def decode_kernel(
 
     begin = split
     if EARLY:
-        page = _page_of(ids, split + SPLITS, width, KEYS, PAGE)
+        page = page_of(ids, split + SPLITS, width, KEYS, PAGE)
         seen = _seen(split, first, oldest, end, KEYS)
         top, totals, sums = _attend(q_low, q_high, hold(k_low), hold(k_high), hold(v), seen, top, totals, sums)
         begin += SPLITS
     for run in tl.range(begin, runs, SPLITS):
-        k_low = _load_run(heads_k, page, run, first, oldest, end, low, D, 2 * KEPT, KEYS, PAGE)
-        k_high = _load_run(heads_k, page, run, first, oldest, end, low + HALF, D, 2 * KEPT, KEYS, PAGE)
-        v = _load_run(heads_v, page, run, first, oldest, end, columns, D, 2 * KEPT, KEYS, PAGE)
-        page = _page_of(ids, run + SPLITS, width, KEYS, PAGE)  # one turn ahead
+        k_low = load_run(heads_k, page, run, first, oldest, end, low, D, 2 * KEPT, KEYS, PAGE)
+        k_high = load_run(heads_k, page, run, first, oldest, end, low + HALF, D, 2 * KEPT, KEYS, PAGE)
+        v = load_run(heads_v, page, run, first, oldest, end, columns, D, 2 * KEPT, KEYS, PAGE)
+        page = page_of(ids, run + SPLITS, width, KEYS, PAGE)  # one turn ahead
         seen = _seen(run, first, oldest, end, KEYS)
         top, totals, sums = _attend(q_low, q_high, k_low, k_high, v, seen, top, totals, sums)
 
@@ -149,13 +149,13 @@ def decode_kernel(
         ticket = tickets + (row * KV_HEADS + head) * VALUES + part
         if tl.atomic_add(ticket, 1, sem="acq_rel") == done - 1:
             tl.store(ticket, 0)
-            whole = _combine(lse_at, parts_at, columns, done, VALUES * HEADS, HEADS * D, D, GROUP, SPLITS, DV)
+            whole = combine(lse_at, parts_at, columns, done, VALUES * HEADS, HEADS * D, D, GROUP, SPLITS, DV)
             few = tl.arange(0, triton.next_power_of_2(GROUP))[:, None]
             tl.store(out_at + few * D + columns[None, :], cast(whole, out.dtype.element_ty), few < GROUP)
 
 
 @triton.jit
-def _page_of(ids: tl.tensor, run: tl.tensor, width: tl.tensor, KEYS: tl.constexpr, PAGE: tl.constexpr) -> tl.tensor:
+def page_of(ids: tl.tensor, run: tl.tensor, width: tl.tensor, KEYS: tl.constexpr, PAGE: tl.constexpr) -> tl.tensor:
     """The page of run `run` of KEYS keys, or of each of its keys where a run has several pages; 0 behind the table's end."""
     entry = run * KEYS // PAGE
     if KEYS > PAGE:
@@ -170,7 +170,7 @@ def _seen(run: tl.tensor, first: tl.tensor, oldest: tl.tensor, end: tl.tensor, K
 
 
 @triton.jit
-def _load_run(
+def load_run(
     side: tl.tensor,
     page: tl.tensor,
     run: tl.tensor,
@@ -226,7 +226,7 @@ def _joined(low: tl.tensor, high: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _combine(
+def combine(
     lse: tl.tensor,
     parts: tl.tensor,
     columns: tl.tensor,

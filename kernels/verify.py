@@ -1,0 +1,198 @@
+"""Attention of decode rows with several queries each: the new token of a sequence and the drafts behind it.
+
+    o_i = sum_j softmax_j( q_i . k_j ) v_j     over the keys j that query i sees:  j <= p_i, and j > p_i - window if there is one
+
+A row is one sequence: its queries read the same pages, which are gathered once, and share a CTA's products as rows of them. Every
+query has its own mask. Its K and V are in the pages already (`kernels.qkv.qkv_post`), and so are its drafts'.
+
+    grid   (rows, KV heads x parts of V's columns, splits)          a CTA's keys: runs split, split + splits, ... of `KEYS` keys
+    CTA    q [queries x heads of the KV head, d] -> online softmax over its runs -> its part and log-sum-exp to scratch -> a ticket
+    last   the CTA that draws the last ticket of a (row, KV head, columns) adds the parts of one query after the other
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.decode import DecodeScratch, decode_reference, first_page, row_blocks
+from kernels.grid import next_power_of_2
+from kernels.launch import enabled, launch, shared_memory, trigger, wait
+from kernels.numerics import LOG2E, cast, dot
+from kernels.splitkv import combine, load_run, page_of
+from kernels.tiles import LARGE_SHARED
+
+MOST_QUERIES = 8
+_MOST_ROWS = 128  # of a product: queries x heads of a KV head
+
+
+@dataclass(frozen=True)
+class VerifyTile:
+    """How a launch is cut: `rows` of a product, of queries x heads, and as in `kernels.decode.DecodeTile`."""
+
+    rows: int
+    keys: int
+    values: int
+    warps: int
+    stages: int
+
+    def shared_bytes(self, d: int) -> int:
+        """What q takes and the pipeline holds of K and V, in two bytes a number; large products read one stage behind."""
+        held = self.stages if self.rows >= 64 else self.stages - 1
+        return 2 * (self.rows * d + held * self.keys * (d + d // self.values)) + 4096
+
+
+def verify_tile(queries: int, d: int, page: int, itemsize: int = 2, shared: int = LARGE_SHARED) -> VerifyTile:
+    """The cut for so many queries x heads of a KV head: sums of 64 registers a thread at most. Not measured yet.
+
+    itemsize: bytes of a number; fp32, for tests, takes the least. shared: bytes of shared memory that a CTA may have.
+    """
+    rows = max(16, next_power_of_2(queries))
+    assert rows <= _MOST_ROWS, queries
+    if itemsize == 4:
+        return VerifyTile(rows, 16, 1, 4, 2)
+    warps = 8 if rows >= 64 else 4
+    tile = VerifyTile(rows, min(page, 32), max(1, rows * d // (2048 * warps)), warps, 2 if rows >= 64 else 3)
+    while tile.shared_bytes(d) > shared and (tile.stages > 2 or tile.keys > 16):
+        tile = replace(tile, stages=2) if tile.stages > 2 else replace(tile, keys=tile.keys // 2)
+    assert tile.shared_bytes(d) <= shared, f"{queries} queries of {d} do not fit in {shared} bytes"
+    return tile
+
+
+def verify_attention(
+    q: Tensor,
+    pool: Tensor,
+    page_ids: Tensor,
+    positions: Tensor,
+    window: int | None,
+    scratch: DecodeScratch,
+    out: Tensor,
+    splits: int,
+    tile: VerifyTile | None = None,
+) -> None:
+    """Attention of one layer for `rows` rows of `q_len` queries each, written to `out`.
+
+    q         [rows * q_len, heads, d], normed and roped
+    pool      one layer's [pages, 2, kv_heads, page, d]; it holds the keys and values of all of the queries' positions
+    page_ids  int32 [rows, width]: entry j is the page of positions (first + j) * page ..; first is 0, and with a window that of the
+              oldest key that the row's first query sees
+    positions int32 [rows * q_len]: rising within a row; -1 behind a row's last query: padding, whose output is zero
+    out       [rows * q_len, heads, d] in q's dtype
+    splits    CTAs along the keys of a (row, KV head), a constant of the bucket: see `kernels.decode.decode_splits`
+    """
+    rows, (count, heads, d), (kv_heads, page) = len(page_ids), q.shape, pool.shape[2:4]
+    q_len = count // rows
+    assert count == rows * q_len == len(positions), (q.shape, page_ids.shape, positions.shape)
+    assert 1 <= q_len <= MOST_QUERIES, q_len
+    assert q.dtype == pool.dtype == out.dtype, (q.dtype, pool.dtype, out.dtype)
+    if not enabled(q, __name__):
+        _reference(q, pool, page_ids, positions, window, out)
+        return
+    assert rows <= scratch.max_rows, (rows, scratch.max_rows)
+    assert count * splits <= scratch.max_parts, (count, splits, scratch.max_parts)
+    for x in (q, pool, page_ids, positions, out):
+        assert x.is_contiguous(), (x.shape, x.stride())
+    if tile is None:
+        tile = verify_tile(heads // kv_heads * q_len, d, page, pool.element_size(), shared_memory(q))
+    launch(
+        verify_kernel, (rows, kv_heads * tile.values, splits),
+        q, pool, page_ids, positions, out, scratch.parts, scratch.lse, scratch.tickets, page_ids.shape[1],
+        HEADS=heads, KV_HEADS=kv_heads, D=d, Q_LEN=q_len, WINDOW=window or 0, PAGE=page, SPLITS=splits,
+        ROWS=tile.rows, KEYS=tile.keys, VALUES=tile.values, warps=tile.warps, stages=tile.stages,
+    )  # fmt: skip
+
+
+def _reference(q: Tensor, pool: Tensor, page_ids: Tensor, positions: Tensor, window: int | None, out: Tensor) -> None:
+    q_len = len(q) // len(page_ids)
+    first = first_page(positions[::q_len], pool.shape[3], window)
+    live = (positions >= 0).nonzero().squeeze(1)
+    rows = live // q_len
+    q, positions, page_ids, first = q[live], positions[live], page_ids[rows], first[rows]
+    attended = torch.empty_like(q)
+    reach = None if window is None else window + q_len - 1  # keys from the oldest of a row's first query to its last one's own
+    for block, pages in row_blocks((positions + 1).tolist(), pool, reach):
+        attended[block] = decode_reference(q[block], pool, page_ids[block, :pages], first[block], positions[block], window)
+    out.zero_()
+    out[live] = attended
+
+
+@triton.jit(do_not_specialize=["width", "positions"])  # a mixed step's rows begin anywhere
+def verify_kernel(
+    q: tl.tensor, pool: tl.tensor, page_ids: tl.tensor, positions: tl.tensor, out: tl.tensor, parts: tl.tensor, lse: tl.tensor,
+    tickets: tl.tensor, width: tl.tensor,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, Q_LEN: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr,
+    SPLITS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """A CTA: one row's queries, one KV head, one part of V's columns, one split of the keys. The last split to end adds them all."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    DV: tl.constexpr = D // VALUES
+    KEPT: tl.constexpr = KV_HEADS * PAGE * D  # elements of a page's K, and of its V
+    row, split = tl.program_id(0), tl.program_id(2)
+    head, part = tl.program_id(1) // VALUES, tl.program_id(1) % VALUES
+    lane = tl.arange(0, ROWS)
+    query, live = lane // GROUP, lane < GROUP * Q_LEN
+    columns = part * DV + tl.arange(0, DV)
+    heads_k, heads_v = pool + head * PAGE * D, pool + KEPT + head * PAGE * D
+    ids = page_ids + row * width
+    wait(PDL)
+    trigger(PDL)  # not before: products that start early would take the memory that this one waits for
+
+    position = tl.load(positions + row * Q_LEN + query, live, -1)
+    last = tl.max(position, 0)
+    first, oldest = 0, 0
+    if WINDOW > 0:
+        oldest = tl.maximum(tl.load(positions + row * Q_LEN) - WINDOW + 1, 0)
+        first = oldest // PAGE * PAGE
+    runs = (last - first) // KEYS + 1  # 1 for a row of padding, which sees no key of it
+    if split >= runs:
+        return
+    line = (query * HEADS + head * GROUP + lane % GROUP) * D
+    queries = tl.load(q + row * Q_LEN * HEADS * D + line[:, None] + tl.arange(0, D)[None, :], live[:, None], 0.0)
+    top = tl.full([ROWS], -1e30, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, DV], tl.float32)
+    page = page_of(ids, split, width, KEYS, PAGE)
+    for run in tl.range(split, runs, SPLITS):
+        k = load_run(heads_k, page, run, first, oldest, last + 1, tl.arange(0, D), D, 2 * KEPT, KEYS, PAGE)
+        v = load_run(heads_v, page, run, first, oldest, last + 1, columns, D, 2 * KEPT, KEYS, PAGE)
+        page = page_of(ids, run + SPLITS, width, KEYS, PAGE)  # one turn ahead
+        keys = first + run * KEYS + tl.arange(0, KEYS)
+        seen = keys[None, :] <= position[:, None]
+        if WINDOW > 0:
+            seen = seen & (keys[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(seen, dot(queries, tl.trans(k)) * LOG2E, -float("inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - higher[:, None])
+        keep = tl.exp2(top - higher)
+        total = total * keep + tl.sum(weights, 1)
+        sums = sums * keep[:, None] + dot(cast(weights, v.dtype), v)
+        top = higher
+
+    norm = tl.where(total > 0, total, 1.0)
+    sums = sums / norm[:, None]
+    done = tl.minimum(runs, SPLITS)
+    out_at = out + row * Q_LEN * HEADS * D
+    if done == 1:
+        tl.store(out_at + line[:, None] + columns[None, :], cast(sums, out.dtype.element_ty), live[:, None])
+        return
+    if SPLITS > 1:
+        lse_at = lse + (row * SPLITS * Q_LEN * VALUES + part) * HEADS + head * GROUP
+        parts_at = parts + row * SPLITS * Q_LEN * HEADS * D
+        own = split * Q_LEN
+        own_lse = tl.where(total > 0, top + tl.log2(norm), -1e30)
+        tl.store(lse_at + (own + query) * VALUES * HEADS + lane % GROUP, own_lse, live)
+        tl.store(parts_at + own * HEADS * D + line[:, None] + columns[None, :], sums, live[:, None])
+        tl.debug_barrier()  # every thread's part is written before the ticket is taken
+        ticket = tickets + (row * KV_HEADS + head) * VALUES + part
+        if tl.atomic_add(ticket, 1, sem="acq_rel") == done - 1:
+            tl.store(ticket, 0)
+            few = tl.arange(0, triton.next_power_of_2(GROUP))[:, None]
+            for i in range(Q_LEN):
+                at = (i * HEADS + head * GROUP) * D
+                whole = combine(
+                    lse_at + i * VALUES * HEADS, parts_at + at, columns, done,
+                    Q_LEN * VALUES * HEADS, Q_LEN * HEADS * D, D, GROUP, SPLITS, DV,
+                )  # fmt: skip
+                tl.store(out_at + at + few * D + columns[None, :], cast(whole, out.dtype.element_ty), few < GROUP)

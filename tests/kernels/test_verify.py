@@ -1,0 +1,211 @@
+"""Attention of rows of several queries against fp64, with NaN wherever nothing may be read.
+
+The reference runs here; the Triton kernel in `interpreted_*`, under the interpreter.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.decode import DecodeScratch
+from kernels.launch import record
+from kernels.verify import VerifyTile, verify_attention, verify_tile
+from tests.support import interpreter
+from tests.support.attention import OUTSIDE, Shape, attended, ints, meta
+from tests.support.compiled import compile_node
+
+pytestmark = pytest.mark.cpu
+
+TOLERANCE = 2e-5  # fp32 against fp64, sums over a few hundred keys of unit size
+FAULT = 100 * TOLERANCE
+WINDOW, PAGE = 64, 32
+EDGES = [0, 1, PAGE - 2, PAGE - 1, PAGE, WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW + 16]  # keys before a row's first query
+
+
+@dataclass(frozen=True)
+class VerifyCase:
+    """Rows of `q_len` queries behind prefixes, and each row's keys and values, whole."""
+
+    shape: Shape
+    q: Tensor
+    pool: Tensor
+    page_ids: Tensor
+    positions: Tensor
+    dense: list[tuple[Tensor, Tensor]]
+
+    def want(self, positions: Tensor, windows: Tensor | None = None) -> Tensor:
+        """The answer for queries at `positions`, each with a window of its own where they are given."""
+        answer = torch.zeros(self.q.shape, dtype=torch.float64)
+        for i, position in enumerate(positions.tolist()):
+            if position >= 0:
+                window = self.shape.window if windows is None else int(windows[i])
+                k, v = self.dense[i // (len(self.q) // len(self.dense))]
+                answer[i : i + 1] = attended(self.q[i : i + 1], k, v, positions[i : i + 1], window)
+        return answer
+
+
+def verify_case(shape: Shape, q_len: int, rows: Sequence[tuple[int, int]], dtype: torch.dtype = torch.float32) -> VerifyCase:
+    """rows: keys before the first query, and how many queries there are; 0: a row of padding."""
+    draw, page = torch.Generator().manual_seed(q_len), shape.page
+    firsts = [0 if shape.window is None else max(0, start - shape.window + 1) // page for start, _ in rows]
+    counts = [-(-(start + width) // page) - first if width else 0 for (start, width), first in zip(rows, firsts, strict=True)]
+    pool = torch.full((sum(counts) + 2, 2, shape.kv_heads, page, shape.d), math.nan, dtype=dtype)
+    free = (torch.randperm(sum(counts), generator=draw) + 1).tolist()
+    page_ids = torch.full((len(rows), max(counts) + 3), OUTSIDE, dtype=torch.int32)
+    positions = torch.full((len(rows), q_len), -1, dtype=torch.int32)
+    dense = []
+    for row, (start, width) in enumerate(rows):
+        positions[row, :width] = torch.arange(start, start + width)
+        k, v = torch.randn((2, start + width, shape.kv_heads, shape.d), generator=draw).to(dtype)
+        k /= shape.d**0.25
+        dense.append((k, v))
+        oldest = 0 if shape.window is None else max(0, start - shape.window + 1)
+        for entry in range(counts[row]):
+            page_ids[row, entry] = place = free.pop()
+            begin = (firsts[row] + entry) * page
+            for key in range(max(begin, oldest), min(begin + page, start + width)):
+                pool[place, 0, :, key - begin], pool[place, 1, :, key - begin] = k[key], v[key]
+    q = torch.randn((len(rows) * q_len, shape.heads, shape.d), generator=draw).to(dtype) / shape.d**0.25
+    return VerifyCase(shape, q, pool, page_ids, positions.flatten(), dense)
+
+
+def attend(case: VerifyCase, splits: int = 1, tile: VerifyTile | None = None, positions: Tensor | None = None) -> Tensor:
+    """`positions` in place of the case's own."""
+    shape, rows, out = case.shape, len(case.page_ids), torch.full_like(case.q, torch.nan)
+    scratch = DecodeScratch(rows, shape.heads, shape.kv_heads, shape.d, len(case.q) * splits, torch.device("cpu"))
+    scratch.parts.fill_(torch.nan)
+    positions = case.positions if positions is None else positions
+    verify_attention(case.q, case.pool, case.page_ids, positions, shape.window, scratch, out, splits, tile)
+    assert not scratch.tickets.any()
+    return out
+
+
+def error(out: Tensor, want: Tensor) -> float:
+    """The largest absolute one; NaN counts as infinite."""
+    return float((out.double() - want).abs().nan_to_num(torch.inf).max())
+
+
+def check(case: VerifyCase, splits: int = 1, tile: VerifyTile | None = None, tolerance: float = TOLERANCE) -> None:
+    """Every query's output is dense attention's, and padding's is zero."""
+    assert error(attend(case, splits, tile), case.want(case.positions)) < tolerance
+
+
+SLIDING, FULL = Shape(4, 2, 32, 16, window=WINDOW), Shape(6, 1, 16, 8)
+
+
+@pytest.mark.parametrize("shape", [SLIDING, FULL, Shape(4, 4, 16, 8, window=1, page=16)])
+@pytest.mark.parametrize("q_len", [1, 3, 8])
+def test_equals_dense_attention(shape: Shape, q_len: int) -> None:
+    """At every page edge and window edge, with fewer queries than a row may have, and for rows of padding."""
+    check(verify_case(shape, q_len, [(start, 1 + (row + 4) % q_len) for row, start in enumerate(EDGES)] + [(5, 0)]))
+
+
+def faults_are_seen(splits: int) -> None:
+    """What queries would give that all see the last position, or that have the first one's window, is not what comes out."""
+    case = verify_case(SLIDING, 4, [(3, 4), (WINDOW - 1, 4), (2 * WINDOW + 16, 4)])
+    out, rows = attend(case, splits), case.positions.view(3, 4)
+    assert error(out, case.want(case.positions)) < TOLERANCE
+    assert error(out, case.want(rows[:, 3:].expand(3, 4).flatten())) > FAULT
+    wider = WINDOW + (rows - rows[:, :1]).flatten()
+    assert error(out[4:], case.want(case.positions, wider)[4:]) > FAULT
+    assert error(attend(case, splits, positions=case.positions - 1), case.want(case.positions)) > FAULT
+
+
+def test_a_fault_is_seen() -> None:
+    """Every query has its own last key and its own window."""
+    faults_are_seen(1)
+
+
+def test_wrong_sizes_are_refused() -> None:
+    """Queries that no rows make up, too many, and a scratch that is too small fail."""
+    case = verify_case(FULL, 4, [(3, 4), (5, 2)])
+    pool, pages, out = case.pool, case.page_ids, torch.empty_like(case.q)
+    scratch = DecodeScratch(2, 6, 1, 16, 8, torch.device("cpu"))
+    for q, positions in ((case.q[:7], case.positions[:7]), (case.q, case.positions[:4]), (case.q.repeat(3, 1, 1), case.positions)):
+        with pytest.raises(AssertionError):
+            verify_attention(q, pool, pages, positions, None, scratch, out, 1)
+    with pytest.raises(AssertionError, match="do not fit"):
+        verify_tile(128, 512, 32, shared=101376)
+
+
+# Heads and KV heads of the members at TP 1, 2 and 4, sliding and full: 31B, 26B, 12B, E4B, E2B.
+_SLIDING = [(32, 16), (16, 8), (8, 4), (4, 2), (8, 2), (4, 1), (2, 1), (8, 1)]
+_FULL = [(32, 4), (16, 2), (8, 1), (4, 1), (16, 1), (8, 2), (2, 1)]
+MEMBERS = [Shape(*heads, 256, 128, window=1024) for heads in _SLIDING] + [Shape(*heads, 512, 64) for heads in _FULL]
+SHARED = {(9, 0): 232448, (10, 0): 232448}
+
+
+def compiled_cuts(target: tuple[int, int], q_lens: Sequence[int]) -> None:
+    """Compiles each distinct cut of the members once and checks what it takes."""
+    done: set[tuple[VerifyTile, int]] = set()
+    for shape in MEMBERS:
+        for q_len in q_lens:
+            tile = verify_tile(shape.heads // shape.kv_heads * q_len, shape.d, shape.page)
+            if (tile, shape.d) in done:
+                continue
+            done.add((tile, shape.d))
+            q, pool, scratch = meta(3 * q_len, shape.heads, shape.d), meta(9, 2, shape.kv_heads, shape.page, shape.d), 12 * q_len
+            with record(target) as nodes:
+                verify_attention(
+                    q, pool, ints(3, 40), ints(3 * q_len), shape.window,
+                    DecodeScratch(3, shape.heads, shape.kv_heads, shape.d, scratch, torch.device("meta")), torch.empty_like(q), 4,
+                )  # fmt: skip
+            kernel = compile_node(nodes[0], target)
+            what = (tile, shape, kernel.registers, kernel.shared, kernel.stack)
+            assert kernel.stack == 0, what
+            assert kernel.shared <= tile.shared_bytes(shape.d) <= SHARED[target], what
+
+
+def test_the_largest_cuts_compile() -> None:
+    """Rows of eight queries, on the GPU that has run the rest, within shared memory and without spills."""
+    compiled_cuts((9, 0), (8,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", list(SHARED))
+def test_every_cut_compiles(target: tuple[int, int]) -> None:
+    """Every member's heads at TP 1, 2 and 4 with 1, 2, 4 and 8 queries a row."""
+    compiled_cuts(target, (1, 2, 4, 8))
+
+
+def test_under_the_interpreter() -> None:
+    """The interpreted cases of this file hold."""
+    interpreter.run(__file__)
+
+
+CUTS = [
+    (SLIDING, 1, 1, None),
+    (SLIDING, 4, 2, None),
+    (SLIDING, 8, 3, VerifyTile(16, 32, 2, 4, 2)),
+    (FULL, 5, 2, VerifyTile(32, 16, 1, 4, 2)),
+    (Shape(16, 1, 16, 8), 8, 2, VerifyTile(128, 32, 1, 4, 2)),
+    (Shape(3, 1, 16, 8, page=64, window=WINDOW), 3, 2, VerifyTile(16, 16, 1, 4, 2)),
+]
+
+
+@pytest.mark.parametrize(("shape", "q_len", "splits", "tile"), CUTS)
+def interpreted_equals_dense_attention(shape: Shape, q_len: int, splits: int, tile: VerifyTile | None) -> None:
+    """Page edges and window edges under every way to cut the work, in one launch."""
+    starts = [0, PAGE - 1, WINDOW - 1, WINDOW + 1, 170]
+    case = verify_case(shape, q_len, [(start, q_len - row % q_len) for row, start in enumerate(starts)] + [(9, 0)])
+    with record() as nodes:
+        check(case, splits, tile)
+    assert len(nodes) == 1
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def interpreted_a_fault_is_seen(splits: int) -> None:
+    """As for the reference."""
+    faults_are_seen(splits)
+
+
+def interpreted_bfloat16() -> None:
+    """bf16 in and out strays by the rounding of the softmax's weights and of the output."""
+    check(verify_case(SLIDING, 4, [(0, 4), (33, 2), (170, 4)], torch.bfloat16), 2, tolerance=0.03)
+
+
+interpreted_wrong_sizes_are_refused = test_wrong_sizes_are_refused
