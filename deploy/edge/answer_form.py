@@ -106,7 +106,7 @@ def response_format(raw: Raw, key: str) -> str | None:
             schema = not_null(form.json_schema.schema) if form.json_schema is not None else None
             if schema is None:
                 raise InvalidRequest(f"{key}.json_schema.schema: is required")
-            return _schema(_value(schema, key), key)
+            return schema_rules(_value(schema, key), key)
         case "structural_tag":
             return _tag(_value(raw, key), key)
     raise InvalidRequest(f"{key}.type: {form.type[:100]!r} is not one of text, json_object, json_schema, structural_tag")
@@ -142,7 +142,8 @@ def _nested(value: Any, key: str) -> Any:
         raise InvalidRequest(f"{key}: no JSON: {error}") from None
 
 
-def _schema(value: Any, key: str) -> str:
+def schema_rules(value: Any, key: str) -> str:
+    """Of a JSON Schema, which may come as JSON in a string."""
     schema = _nested(value, key)
     if schema is not True and not isinstance(schema, dict):
         raise InvalidRequest(f"{key}: must be a JSON Schema, an object")
@@ -191,7 +192,7 @@ def _structure(structure: _Structure, triggers: Sequence[str], where: str) -> St
 
 
 _FORMS: Mapping[str, Callable[[Any, str], str | None]] = {
-    "json": _schema,
+    "json": schema_rules,
     "json_object": _any_object,
     "regex": _text(regex_answer),
     "choice": _choice,

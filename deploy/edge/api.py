@@ -3,8 +3,8 @@
 What every API wants of the engine is an Ask. So all are validated, admitted, limited and submitted alike.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from msgspec import Struct
@@ -13,7 +13,6 @@ from deploy.edge.ask import Ask
 from deploy.edge.http_endpoint import HttpEndpoint, Right
 from deploy.edge.response_format import ResponseFormat, ServedModel
 from deploy.edge.service import Service
-from engine.errors import InvalidRequest
 
 
 @dataclass(frozen=True)
@@ -28,23 +27,13 @@ class ParsedRequest:
 class GenerationApi(HttpEndpoint):
     """A route that generates. `read` takes a body and the served model's name, and raises InvalidRequest.
 
-    `body` and `parts` are for the API's document: the body's type, and types that its raw JSON refers to. `names`: its own names
-    for keys of OpenAI's, so that an error names what the client has written.
+    `body` and `parts` are for the API's document: the body's type, and types that its raw JSON refers to.
     """
 
     right: Right = "generate"
     body: type[Struct]
     read: Callable[[bytes, str], ParsedRequest]
     parts: tuple[type[Struct], ...] = ()
-    names: Mapping[str, str] = field(default_factory=dict)
-
-    def in_client_terms(self, error: InvalidRequest) -> InvalidRequest:
-        """The same error, with the client's own name for the key."""
-        param = error.param or ""
-        if param not in self.names:
-            return error
-        name, message = self.names[param], str(error)
-        return InvalidRequest(name + message.removeprefix(param) if message.startswith(param) else message, name, error.code)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ class ChatMessage:
     role: str
     content: str | Sequence[Part] | None = None
     thought: str | None = None
-    calls: Sequence[PastCall] = ()
+    calls: tuple[PastCall, ...] = ()
     call_id: str | None = None
     name: str | None = None
 
@@ -89,8 +89,8 @@ class Sampling:
     max_tokens: int | None = None
     min_tokens: int = 0
     ignore_eos: bool = False
-    stops: Sequence[str] = ()
-    stop_ids: Sequence[int] = ()
+    stops: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
     skip_special_tokens: bool = True
     seed: int | None = None
     temperature: float | None = None
@@ -102,7 +102,7 @@ class Sampling:
     repetition_penalty: float = 1.0
     biases: Mapping[int, float] = field(default_factory=dict)
     allowed_ids: Sequence[int] | None = None
-    bad_words: Sequence[str] = ()
+    bad_words: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

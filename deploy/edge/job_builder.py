@@ -183,7 +183,7 @@ class JobBuilder:
         choices = tuple(params for prompt in prompts for params in self._choices(ask, prompt, limit))
         packed = tuple(array("i", prompt) for prompt in prompts)
         clip, sampling = ask.sampling.max_tokens is None, ask.sampling
-        return Job(packed, choices, clip, stops=tuple(sampling.stops), skip_special_tokens=sampling.skip_special_tokens)
+        return Job(packed, choices, clip, stops=sampling.stops, skip_special_tokens=sampling.skip_special_tokens)
 
     def _choices(self, ask: Ask, prompt: list[int], limit: int) -> list[SamplingParams]:
         """Of one prompt: with the seeds that it has when it comes alone."""

@@ -33,7 +33,7 @@ from deploy.edge.observe.record import record_of
 from deploy.edge.openai.openai_error import OPENAI_ERROR
 from deploy.edge.scope import client_address, is_from_loopback
 from deploy.edge.service import Client, Service
-from engine.errors import InvalidRequest, QuartetError
+from engine.errors import QuartetError
 from engine.front.generation import Job
 
 TURN_BITS = 31  # of what the engine orders by: whose turn it is, among requests of one priority
@@ -95,12 +95,8 @@ def _add_generation(app: FastAPI, service: Service, api: GenerationApi) -> None:
     @app.post(api.path, response_model=None, responses=_GENERATED | _errors(api.error), openapi_extra=_body(api.body))
     async def generate(request: Request) -> Response:
         async with _admitted(service, request) as place:
-            try:
-                wanted = await service.pool.read(lambda body: api.read(body, service.settings.name), await _body_of(request))
-                job = await service.jobs.job(wanted.ask)
-            except InvalidRequest as error:
-                raise api.in_client_terms(error) from error
-            return await _answer(service, request, wanted, job, place)
+            wanted = await service.pool.read(lambda body: api.read(body, service.settings.name), await _body_of(request))
+            return await _answer(service, request, wanted, await service.jobs.job(wanted.ask), place)
 
 
 def _add_tokens(app: FastAPI, service: Service, api: TokenApi) -> None:

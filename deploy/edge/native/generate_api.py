@@ -17,9 +17,10 @@ from deploy.edge.answer_form import form_of
 from deploy.edge.api import GenerationApi, ParsedRequest
 from deploy.edge.ask import Ask, KeyNames, RawPrompts, Sampling
 from deploy.edge.body_reader import BodyReader, unsupported
+from deploy.edge.common_keys import Count
 from deploy.edge.openai.absent_keys import COMMON
 from deploy.edge.openai.openai_error import OPENAI_ERROR
-from deploy.edge.openai.schemas import PROMPT_IDS, Count, SamplingKeys
+from deploy.edge.openai.schemas import PROMPT_IDS, SamplingKeys
 from deploy.edge.raw_json import decode, first_characters, not_null, shown_as, size, token_ids
 from deploy.edge.response_format import ServedModel, Usage
 from engine.errors import InvalidRequest, QuartetError

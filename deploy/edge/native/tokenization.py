@@ -12,7 +12,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 from deploy.edge.api import TokenApi
 from deploy.edge.ask import ChatPrompt
 from deploy.edge.body_reader import BodyReader, unsupported
-from deploy.edge.conversation import MESSAGES, TOOLS
+from deploy.edge.common_keys import MESSAGES, TOOLS
 from deploy.edge.openai.chat_turns import Message, read_chat
 from deploy.edge.openai.openai_error import OPENAI_ERROR
 from deploy.edge.openai.schemas import PROMPT_IDS

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from deploy.edge.ask import ChatMessage, ChatPrompt, Part, PastCall
-from deploy.edge.conversation import MESSAGES, PARTS, TOOLS, check_bounds, text_part
+from deploy.edge.common_keys import MESSAGES, PARTS, TOOLS, check_bounds, text_part
 from deploy.edge.raw_json import ANYTHING, BoundedList, Json, decode, not_null, shown_as, size
 from engine.errors import InvalidRequest
 from engine.front.template import EXTRAS, ROLES
@@ -90,7 +90,7 @@ def _message(message: Message, where: str) -> ChatMessage:
         message.role,
         [_part(part, f"{where}.content") for part in message.content] if isinstance(message.content, list) else message.content,
         thought=message.reasoning or message.reasoning_content,
-        calls=[_call(call.function, call.id) for call in message.tool_calls or ()],
+        calls=tuple(_call(call.function, call.id) for call in message.tool_calls or ()),
         call_id=message.tool_call_id,
         name=message.name,
     )

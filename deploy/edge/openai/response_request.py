@@ -1,4 +1,4 @@
-"""What a request of OpenAI's Responses API may say, and what it is as a chat completion.
+"""What a request of OpenAI's Responses API may say, and the Ask that it is.
 
     instructions, and the system and developer messages that come first      one first message of role system
     reasoning, message, function_call items of the assistant                 reasoning, content and tool_calls of one message
@@ -14,17 +14,31 @@ name.
 
 import base64
 import binascii
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import dropwhile
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
-from deploy.edge.body_reader import _is_neutral, unsupported
-from deploy.edge.conversation import MESSAGES, PARTS, TOOLS
-from deploy.edge.openai.schemas import Count
-from deploy.edge.raw_json import BoundedList, Json, at_most, decode, elements, first_characters, not_null, short_value, shown_as
+from deploy.edge.answer_form import read_form, response_format, schema_rules
+from deploy.edge.ask import AnswerForm, Ask, ChatMessage, ChatPrompt, KeyNames, Part, PastCall, Sampling
+from deploy.edge.body_reader import AbsentKeys, BodyReader
+from deploy.edge.common_keys import (
+    MESSAGES,
+    PARTS,
+    TOOLS,
+    Count,
+    check_bounds,
+    declared_function,
+    read_text,
+    text_part,
+)
+from deploy.edge.openai.effort import thinks_by_effort
+from deploy.edge.openai.tool_choice import tool_choice
+from deploy.edge.raw_json import ANYTHING, BoundedList, Json, at_most, decode, elements, not_null, shown_as
 from engine.errors import InvalidRequest
 
 ENCRYPTED = "reasoning.encrypted_content"
@@ -37,8 +51,8 @@ _TOOLS_SCHEMA = {"type": "array", "items": {"$ref": "#/components/schemas/Declar
 _INCLUDES = 64
 # Agents declare these in every request, and do without them where they are not offered.
 _NOT_OFFERED = ("custom", "web_search", "tool_search", "local_shell", "shell", "apply_patch", "image_generation")
-# key -> values that ask for nothing, beside null
-_ABSENT: Mapping[str, tuple[Any, ...]] = {
+_TEXTS = ("input_text", "output_text", "text", "reasoning_text")  # kinds of parts that are text
+_ABSENT: AbsentKeys = {
     "previous_response_id": (),
     "conversation": (),
     "background": (False,),
@@ -55,7 +69,7 @@ Name = Annotated[str, Meta(max_length=256)]
 class InputPart(Struct, frozen=True):
     """Of a message's content, of a thought, or of what a call gave."""
 
-    type: Annotated[str, Meta(max_length=64, extra_json_schema={"enum": ["input_text", "output_text", "text", "reasoning_text"]})]
+    type: Annotated[str, Meta(max_length=64, extra_json_schema={"enum": [*_TEXTS]})]
     text: str | None = None
 
 
@@ -97,10 +111,8 @@ class OfferedFunction:
         return self.tool.name if self.namespace is None else _full_name(self.namespace.name, self.tool.name or "")
 
     def declaration(self) -> dict[str, Any]:
-        """As a chat has it; what is wrong with it is found there."""
-        tool = self.tool
-        about = {"name": self.name, "description": tool.description, "parameters": not_null(tool.parameters), "strict": tool.strict}
-        return {"type": "function", "function": {key: value for key, value in about.items() if value is not None}}
+        """As chat templates take it."""
+        return declared_function(self.name, self.tool.description, self.tool.parameters, strict=self.tool.strict)
 
 
 class ReasoningConfig(Struct, frozen=True):
@@ -117,17 +129,7 @@ class TextConfig(Struct, frozen=True):
 
 class _TextFormat(Struct, frozen=True):
     type: Kind
-    name: Name | None = None
     schema: Raw | UnsetType = UNSET
-    strict: bool | None = None
-    description: str | None = None
-
-
-class _Chosen(Struct, frozen=True):
-    type: Kind
-    name: Name | None = None
-    mode: Kind | None = None
-    tools: Raw | UnsetType = UNSET
 
 
 class ResponsesRequest(Struct, frozen=True, kw_only=True):
@@ -146,53 +148,26 @@ class ResponsesRequest(Struct, frozen=True, kw_only=True):
     reasoning: ReasoningConfig | None = None
     text: TextConfig | None = None
     include: Annotated[Raw, shown_as({"type": "array", "items": _STRING, "maxItems": _INCLUDES})] | UnsetType = UNSET
-    previous_response_id: Annotated[Raw, shown_as()] | UnsetType = UNSET
-    conversation: Annotated[Raw, shown_as()] | UnsetType = UNSET
-    background: Annotated[Raw, shown_as({"enum": [False]})] | UnsetType = UNSET
-    prompt: Annotated[Raw, shown_as()] | UnsetType = UNSET
-    truncation: Annotated[Raw, shown_as({"enum": ["disabled"]})] | UnsetType = UNSET
-    top_logprobs: Annotated[Raw, shown_as({"enum": [0]})] | UnsetType = UNSET
-    context_management: Annotated[Raw, shown_as({"type": "array", "maxItems": 0})] | UnsetType = UNSET
-    moderation: Annotated[Raw, shown_as()] | UnsetType = UNSET
 
-    def chat(self) -> dict[str, Any]:
-        """The body of a chat completion that asks for the same. InvalidRequest names what cannot be done."""
-        for name, neutral in _ABSENT.items():
-            if not _is_neutral(short_value(getattr(self, name), name), neutral):
-                raise unsupported(name, " or ".join(msgspec.json.encode(value).decode() for value in (*neutral, None)))
-        made = {
-            "model": self.model,
-            "messages": self._messages(),
-            "stream": self.stream,
-            "max_completion_tokens": self.max_output_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "tools": [each.declaration() for each in self.functions()] or None,
-            "tool_choice": self.choice(),
-            "parallel_tool_calls": self.parallel_tool_calls,
-            "reasoning_effort": self.reasoning.effort if self.reasoning else None,
-            "response_format": self._response_format(),
-        }
-        return {key: value for key, value in made.items() if value is not None}
+    def ask(self) -> Ask:
+        """InvalidRequest names what cannot be done."""
+        return Ask(
+            model=self.model,
+            prompt=ChatPrompt(
+                _with_instructions(self.instructions, self._messages()),
+                [function.declaration() for function in self.functions()],
+                choice=tool_choice(self.tool_choice, parallel=self.parallel_tool_calls is not False),
+                thinks=thinks_by_effort(self.reasoning.effort if self.reasoning else None, "reasoning.effort"),
+            ),
+            sampling=Sampling(max_tokens=self.max_output_tokens, temperature=self.temperature, top_p=self.top_p),
+            stream=bool(self.stream),
+            form=self._form(),
+            keys=KeyNames(prompt="input"),
+        )
 
     def functions(self) -> list[OfferedFunction]:
         """The tools that are offered to the model."""
         return list(_functions(self.tools, "tools"))
-
-    def choice(self) -> str | dict[str, Any] | None:
-        """tool_choice as a chat has it."""
-        if (given := not_null(self.tool_choice)) is None:
-            return None
-        if first_characters(given)[:1] == b'"':
-            word: str = decode(given, "tool_choice", _STRINGS)
-            return word
-        chosen: _Chosen = decode(given, "tool_choice", _CHOSEN)
-        if chosen.type == "function":
-            return _named(chosen)
-        if chosen.type == "allowed_tools" and (tools := not_null(chosen.tools)) is not None:
-            names = [_named(tool) for tool in elements(tools, "tool_choice", _CHOSEN_LIST)]
-            return {"type": "allowed_tools", "allowed_tools": {"mode": chosen.mode, "tools": names}}
-        raise unsupported("tool_choice.type", "'function' and 'allowed_tools'")
 
     def includes_encrypted(self) -> bool:
         """Whether thoughts are wanted in the form in which clients send them back. InvalidRequest: something else is."""
@@ -203,29 +178,18 @@ class ResponsesRequest(Struct, frozen=True, kw_only=True):
             raise InvalidRequest(f"include: {_LOGPROBS} is not supported here", param="include", code="unsupported_parameter")
         return ENCRYPTED in wanted
 
-    def _messages(self) -> list[dict[str, Any]]:
-        if first_characters(self.input)[:1] == b'"':
-            asked = [{"role": "user", "content": decode(self.input, "input", _STRINGS)}]
-        else:
-            asked = list(_chat_messages(_ITEMS.read(self.input, "input")))
-        if not asked:
+    def _messages(self) -> list[ChatMessage]:
+        if (text := read_text(self.input, "input")) is not None:
+            return [ChatMessage("user", text)]
+        items = _ITEMS.read(self.input, "input")
+        if not items:
             raise InvalidRequest("input: must not be empty", param="input")
-        return _with_instructions(self.instructions, asked)
+        check_bounds((item.arguments.encode() for item in items if item.arguments), "input", "the arguments of all calls")
+        return list(_chat_messages(items))
 
-    def _response_format(self) -> dict[str, Any] | None:
-        if self.text is None or (given := not_null(self.text.format)) is None:
-            return None
-        form: _TextFormat = decode(given, "text.format", _FORMAT)
-        if form.type != "json_schema":
-            return {"type": form.type}
-        about = {"name": form.name, "description": form.description, "schema": not_null(form.schema), "strict": form.strict}
-        return {"type": "json_schema", "json_schema": {key: value for key, value in about.items() if value is not None}}
-
-
-def parse_response_request(body: bytes) -> ResponsesRequest:
-    """The request in `body`; InvalidRequest names the first key that is wrong."""
-    request: ResponsesRequest = decode(body, "", _REQUEST)
-    return request
+    def _form(self) -> Callable[[], AnswerForm | None] | None:
+        given = not_null(self.text.format) if self.text else None
+        return None if given is None else partial(read_form, _text_format, given, "text.format")
 
 
 def encrypted_content_of(thought: str) -> str:
@@ -233,20 +197,29 @@ def encrypted_content_of(thought: str) -> str:
     return _OWN + base64.b64encode(thought.encode()).decode()
 
 
-_REQUEST = msgspec.json.Decoder(ResponsesRequest)
+RESPONSES_READER = BodyReader(ResponsesRequest, _ABSENT)
 _ITEMS = BoundedList(InputItem, MESSAGES, "content", InputPart, PARTS)
 _PART_LIST: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(InputPart, PARTS))
 _TOOL_LIST: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(DeclaredTool, TOOLS))
-_CHOSEN = msgspec.json.Decoder(_Chosen)
-_CHOSEN_LIST: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(_Chosen, TOOLS))
 _FORMAT = msgspec.json.Decoder(_TextFormat)
-_STRINGS = msgspec.json.Decoder(str)
 _STRING_LIST: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(str, _INCLUDES))
 
 
+def _text_format(raw: Raw, key: str) -> str | None:
+    """A schema stands one level higher than in response_format."""
+    form: _TextFormat = decode(raw, key, _FORMAT)
+    if form.type != "json_schema":
+        return response_format(raw, key)
+    if (schema := not_null(form.schema)) is None:
+        raise InvalidRequest(f"{key}.schema: is required")
+    return schema_rules(decode(schema, key, ANYTHING), key)
+
+
 def _functions(raw: Json, where: str, namespace: DeclaredTool | None = None) -> Iterator[OfferedFunction]:
-    given = not_null(raw)
-    for place, tool in enumerate([] if given is None else elements(given, "tools", _TOOL_LIST)):
+    if (given := not_null(raw)) is None:
+        return
+    check_bounds([given], "tools", "they")
+    for place, tool in enumerate(elements(given, "tools", _TOOL_LIST)):
         match tool.type:
             case "function":
                 yield OfferedFunction(tool, namespace)
@@ -264,18 +237,12 @@ def _full_name(namespace: str | None, name: str) -> str:
     return f"{namespace}.{name}" if namespace else name
 
 
-def _named(chosen: _Chosen) -> dict[str, Any]:
-    if chosen.type != "function" or chosen.name is None:
-        raise InvalidRequest("tool_choice: a tool is a function with a name", param="tool_choice")
-    return {"type": "function", "function": {"name": chosen.name}}
-
-
-def _with_instructions(instructions: str | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _with_instructions(instructions: str | None, messages: list[ChatMessage]) -> list[ChatMessage]:
     """One first message of role system: templates take no other."""
-    size = next((place for place, message in enumerate(messages) if message["role"] not in ("system", "developer")), len(messages))
-    texts = [instructions, *(message["content"] for message in messages[:size])]
-    text = "\n\n".join(filter(None, texts))
-    return [*([{"role": "system", "content": text}] if text else []), *messages[size:]]
+    later = list(dropwhile(lambda message: message.role in ("system", "developer"), messages))
+    first = messages[: len(messages) - len(later)]
+    text = "\n\n".join(filter(None, [instructions, *(str(message.content) for message in first)]))
+    return [ChatMessage("system", text), *later] if text else later
 
 
 @dataclass
@@ -284,15 +251,13 @@ class _Reply:
 
     thoughts: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-    calls: list[dict[str, Any]] = field(default_factory=list)
+    calls: list[PastCall] = field(default_factory=list)
 
-    def message(self) -> dict[str, Any]:
-        made = {"reasoning_content": "\n".join(self.thoughts), "tool_calls": self.calls}
-        said = {key: value for key, value in made.items() if value}
-        return {"role": "assistant", "content": "".join(self.texts), **said}
+    def message(self) -> ChatMessage:
+        return ChatMessage("assistant", "".join(self.texts), thought="\n".join(self.thoughts) or None, calls=tuple(self.calls))
 
 
-def _chat_messages(items: list[InputItem]) -> Iterator[dict[str, Any]]:
+def _chat_messages(items: list[InputItem]) -> Iterator[ChatMessage]:
     reply: _Reply | None = None
     for place, item in enumerate(items):
         where, kind = f"input[{place}]", item.type or "message"
@@ -300,7 +265,7 @@ def _chat_messages(items: list[InputItem]) -> Iterator[dict[str, Any]]:
             yield reply.message()
             reply = None
         if kind == "function_call_output":
-            yield {"role": "tool", "tool_call_id": _required(item.call_id, f"{where}.call_id"), "content": _output(item, where)}
+            yield ChatMessage("tool", _output(item, where), call_id=_required(item.call_id, f"{where}.call_id"))
         elif kind == "message" and item.role != "assistant":
             yield _asked(item, where)
         else:
@@ -328,8 +293,7 @@ def _add(reply: _Reply, kind: str, item: InputItem, where: str) -> None:
             reply.texts.append(_text(item.content, f"{where}.content"))
         case "function_call":
             name = _full_name(item.namespace, _required(item.name, f"{where}.name"))
-            function = {"name": name, "arguments": item.arguments}
-            reply.calls.append({"id": _required(item.call_id, f"{where}.call_id"), "type": "function", "function": function})
+            reply.calls.append(PastCall(name, item.arguments, _required(item.call_id, f"{where}.call_id")))
         case _:
             hint = ": nothing is stored here, send the item itself" if kind == "item_reference" else ""
             raise InvalidRequest(f"{where}.type: items of type {kind[:64]!r} are not supported{hint}", param="input")
@@ -348,31 +312,28 @@ def _thought(item: InputItem, where: str) -> str:
         raise InvalidRequest(f"{where}.encrypted_content: it is not as it was handed out", param="input") from error
 
 
-def _asked(item: InputItem, where: str) -> dict[str, Any]:
+def _asked(item: InputItem, where: str) -> ChatMessage:
     if item.role not in ("user", "system", "developer"):
         raise InvalidRequest(f"{where}.role: not one of user, assistant, system, developer", param="input")
-    return {"role": item.role, "content": _text(item.content, f"{where}.content")}
+    return ChatMessage(item.role, _text(item.content, f"{where}.content"))
 
 
 def _output(item: InputItem, where: str) -> str:
     if (given := not_null(item.output)) is None:
         raise InvalidRequest(f"{where}.output: is required", param="input")
-    if first_characters(given)[:1] == b'"':
-        text: str = decode(given, "input", _STRINGS)
-        return text
-    return _text(elements(given, "input", _PART_LIST), f"{where}.output")
+    text = read_text(given, "input")
+    return _text(elements(given, "input", _PART_LIST), f"{where}.output") if text is None else text
+
+
+def _part(part: InputPart, where: str) -> Part:
+    return text_part(part.type, part.text, where, _TEXTS)
 
 
 def _text(content: str | list[InputPart] | None, where: str) -> str:
     """Of a content. InvalidRequest: some of it is no text."""
     if not isinstance(content, list):
         return content or ""
-    for place, part in enumerate(content):
-        if part.type not in ("input_text", "output_text", "text", "reasoning_text"):
-            raise InvalidRequest(f"{where}[{place}]: parts of type {part.type!r} are not supported, only text", param="input")
-        if part.text is None:
-            raise InvalidRequest(f"{where}[{place}]: a text part has a text", param="input")
-    return "".join(part.text or "" for part in content)
+    return "".join(_part(part, f"{where}[{place}]").text for place, part in enumerate(content))
 
 
 def _required(value: str | None, where: str) -> str:

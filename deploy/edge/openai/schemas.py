@@ -18,9 +18,10 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 from deploy.edge.answer_form import form_of
 from deploy.edge.ask import Ask, ChatPrompt, KeyNames, RawPrompts, Sampling
 from deploy.edge.body_reader import BodyReader, unsupported
-from deploy.edge.conversation import MESSAGES, TOOLS
+from deploy.edge.common_keys import MESSAGES, TOOLS, Count, read_stops, read_text
 from deploy.edge.openai import absent_keys
 from deploy.edge.openai.chat_turns import SWITCHES, read_chat
+from deploy.edge.openai.effort import REASONING_EFFORTS, thinks_by_effort
 from deploy.edge.openai.forms import UsageChunks
 from deploy.edge.openai.tool_choice import tool_choice
 from deploy.edge.raw_json import (
@@ -41,28 +42,21 @@ from engine.logit_adjustments import MAX_ALLOWED_IDS, MAX_BAD_WORDS, MAX_BIAS_ID
 
 PROMPTS = 32
 PROMPT_IDS = 1 << 20
-STOPS = 64
 STOP_IDS = 1024
 WORD_CHARACTERS = 256
 _INT32 = 2**31 - 1
 _INT64 = 2**63
 _BIAS_BYTES = 64  # an entry of logit_bias in JSON
 
-Count = Annotated[int, Meta(ge=1, le=_INT32)]
-
-
-REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # the model knows two: none, and all others
 _STRING = {"type": "string"}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _STRINGS = {"type": "array", "items": _STRING}
 _BIASES = {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}
 _SWITCHES = {"type": "object", "additionalProperties": False, "properties": {name: {"type": "boolean"} for name in SWITCHES}}
 _MESSAGE = {"$ref": "#/components/schemas/Message"}
-_TEXT: msgspec.json.Decoder[str] = msgspec.json.Decoder(str)
 _TEXTS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(str, PROMPTS))
 _WORDS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(str, MAX_BAD_WORDS // 2))  # two spellings each
 _BIAS: msgspec.json.Decoder[dict[int, float]] = msgspec.json.Decoder(dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]])
-_STOP_TEXTS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(str, STOPS))
 _ID_LISTS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(Annotated[list[TokenId], Meta(min_length=1)], PROMPTS))
 # Keys by which a wire format and Sampling call the same.
 _SAME = ("n", "min_tokens", "ignore_eos", "skip_special_tokens", "seed", "temperature", "top_p", "top_k", "min_p",
@@ -112,7 +106,7 @@ class SamplingKeys(Struct, frozen=True, kw_only=True):
             **given,
             max_tokens=max_tokens,
             stops=read_stops(self.stop, "stop"),
-            stop_ids=token_ids(self.stop_token_ids, "stop_token_ids", STOP_IDS),
+            stop_ids=tuple(token_ids(self.stop_token_ids, "stop_token_ids", STOP_IDS)),
             biases=_biases(self.logit_bias),
             allowed_ids=_allowed_ids(self.allowed_token_ids),
             bad_words=_bad_words(self.bad_words),
@@ -237,22 +231,6 @@ CHAT_READER = BodyReader(ChatRequest, absent_keys.CHAT)
 COMPLETION_READER = BodyReader(CompletionRequest, absent_keys.COMPLETION)
 
 
-def thinks_by_effort(effort: str | None, key: str) -> bool | None:
-    """Whether the model is to think; None: nothing is said."""
-    if effort is None:
-        return None
-    if effort not in REASONING_EFFORTS:
-        raise InvalidRequest(f"{key}: not one of {', '.join(REASONING_EFFORTS)}", param=key)
-    return effort != "none"
-
-
-def read_stops(raw: Json, key: str) -> list[str]:
-    """Stop strings. InvalidRequest: they are none, or too many."""
-    if (given := not_null(raw)) is None:
-        return []
-    return [decode(given, key, _TEXT)] if first_characters(given)[:1] == b'"' else elements(given, key, _STOP_TEXTS)
-
-
 def _prompts(raw: Raw) -> list[str | list[int]]:
     """Texts, or lists of token ids. InvalidRequest: they are neither, or too many."""
     first = first_characters(raw)
@@ -261,9 +239,8 @@ def _prompts(raw: Raw) -> list[str | list[int]]:
     if first == b"[[":
         check_commas(raw, "prompt", PROMPT_IDS)
         return elements(raw, "prompt", _ID_LISTS)
-    if first[:1] == b'"':
-        return [decode(raw, "prompt", _TEXT)]
-    return [token_ids(raw, "prompt", PROMPT_IDS)]
+    text = read_text(raw, "prompt")
+    return [token_ids(raw, "prompt", PROMPT_IDS) if text is None else text]
 
 
 def _biases(raw: Json) -> dict[int, float]:
@@ -280,10 +257,10 @@ def _allowed_ids(raw: Json) -> list[int] | None:
     return None if not_null(raw) is None else token_ids(raw, "allowed_token_ids", MAX_ALLOWED_IDS)
 
 
-def _bad_words(raw: Json) -> list[str]:
+def _bad_words(raw: Json) -> tuple[str, ...]:
     if (given := not_null(raw)) is None:
-        return []
+        return ()
     words = elements(given, "bad_words", _WORDS)
     if any(len(word) > WORD_CHARACTERS for word in words):
         raise InvalidRequest(f"bad_words: a word has more than {WORD_CHARACTERS} characters", param="bad_words")
-    return words
+    return tuple(words)

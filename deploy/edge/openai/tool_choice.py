@@ -2,6 +2,8 @@
 
     {"type": "function", "function": {"name": "f"}}
     {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required", "tools": [{"type": "function", "function": {...}}]}}
+
+The Responses API writes what stands under `function` and `allowed_tools` one level higher.
 """
 
 from typing import Any
@@ -25,7 +27,10 @@ def tool_choice(raw: Json, *, parallel: bool) -> ToolChoice:
             return ToolChoice(mode, one=not parallel)
         case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
             return ToolChoice("required", (name,), one=True)
-        case {"type": "allowed_tools", "allowed_tools": {"mode": ("auto" | "required") as mode, "tools": [*tools]}}:
+        case (
+            {"type": "allowed_tools", "allowed_tools": {"mode": ("auto" | "required") as mode, "tools": [*tools]}}
+            | {"type": "allowed_tools", "mode": ("auto" | "required") as mode, "tools": [*tools]}
+        ):
             return ToolChoice(mode, tuple(dict.fromkeys(map(_name, tools))), one=not parallel)
     raise _wrong("must be 'none', 'auto', 'required', a function by its name, or allowed_tools with a mode and tools")
 

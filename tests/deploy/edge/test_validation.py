@@ -194,7 +194,7 @@ def test_a_large_body_is_read_as_a_small_one() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     turns = [{"role": "user", "content": parts}, {"role": "user", "content": "c"}]
     padded = json.dumps({"model": "nano", "messages": turns}).replace("}, {", "}, " + " " * 70_000 + "{", 1)
-    asked = [ChatMessage("user", [Text("a"), Text("b")], calls=[]), ChatMessage("user", "c", calls=[])]
+    asked = [ChatMessage("user", [Text("a"), Text("b")]), ChatMessage("user", "c")]
     assert messages(padded) == messages(chat(messages=turns)) == asked
     assert messages(padded.replace('"b"', '"x"')) != asked
 

@@ -1,19 +1,26 @@
-"""What the readers of conversations share: bounds, text parts, and functions as chat templates take them."""
+"""What several APIs' requests have in common: bounds, stop strings, text parts, and functions as chat templates take them."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import Raw
+import msgspec
+from msgspec import Meta, Raw
 
 from deploy.edge.ask import Text
-from deploy.edge.raw_json import ANYTHING, Json, decode, not_null
+from deploy.edge.raw_json import ANYTHING, Json, at_most, decode, elements, first_characters, not_null
 from engine.errors import InvalidRequest
 from engine.front.template import MAX_VALUES
 
 MESSAGES = 4096
 PARTS = 1024
 TOOLS = 128
+STOPS = 64
 TOOL_BYTES = 1 << 20  # of a request's declared tools, and of the arguments of all its tool calls
+
+Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+
+_TEXT: msgspec.json.Decoder[str] = msgspec.json.Decoder(str)
+_STOPS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(str, STOPS))
 
 
 def check_bounds(values: Iterable[Raw | bytes], key: str, what: str) -> None:
@@ -23,6 +30,19 @@ def check_bounds(values: Iterable[Raw | bytes], key: str, what: str) -> None:
         raise InvalidRequest(f"{key}: {what} have {size} bytes, more than {TOOL_BYTES}", param=key)
     if sum(text.count(b"[") + text.count(b"{") for text in texts) > MAX_VALUES:
         raise InvalidRequest(f"{key}: {what} have more than {MAX_VALUES} brackets", param=key)
+
+
+def read_text(raw: Raw, key: str) -> str | None:
+    """None: it is no string, but a list of what may stand for one."""
+    return decode(raw, key, _TEXT) if first_characters(raw)[:1] == b'"' else None
+
+
+def read_stops(raw: Json, key: str) -> tuple[str, ...]:
+    """Stop strings. InvalidRequest: they are none, or too many."""
+    if (given := not_null(raw)) is None:
+        return ()
+    text = read_text(given, key)
+    return tuple(elements(given, key, _STOPS)) if text is None else (text,)
 
 
 def text_part(kind: str, text: str | None, where: str, kinds: tuple[str, ...] = ("text",)) -> Text:

@@ -1,0 +1,224 @@
+"""What each API's body asks for: the same Ask for the same conversation, tools, form and thinking, whichever way it is written."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from deploy.edge.anthropic.message_request import COUNT_READER, MESSAGES_READER
+from deploy.edge.apis import GENERATION_APIS
+from deploy.edge.ask import AnswerForm, Ask, ChatMessage, ChatPrompt, KeyNames, PastCall, RawPrompts, Sampling, Text
+from engine.errors import InvalidRequest
+from engine.front.constraints import ToolChoice
+from engine.front.grammar import json_answer
+
+pytestmark = pytest.mark.pure
+
+READ = {api.path: api.read for api in GENERATION_APIS}
+CHAT, TEXT, MESSAGES, RESPONSES, GENERATE = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/generate"
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+ONE = ToolChoice("required", ("f",), one=True)
+SOME = ToolChoice("auto", ("f",))
+LEAST: dict[str, dict[str, Any]] = {
+    CHAT: {"model": "m", "messages": [{"role": "user", "content": "x"}]},
+    TEXT: {"model": "m", "prompt": "x"},
+    MESSAGES: {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}]},
+    RESPONSES: {"model": "m", "input": "x"},
+    GENERATE: {"text": "x"},
+}
+
+
+def ask_of(path: str, **more: Any) -> Ask:
+    return READ[path](json.dumps(LEAST[path] | more).encode(), "m").ask
+
+
+def chat_of(path: str, **more: Any) -> ChatPrompt:
+    prompt = ask_of(path, **more).prompt
+    assert isinstance(prompt, ChatPrompt)
+    return prompt
+
+
+def form_of(path: str, **more: Any) -> AnswerForm | None:
+    form = ask_of(path, **more).form
+    return None if form is None else form()
+
+
+CALL = '{"days": 1e2}'
+TALK: dict[str, dict[str, Any]] = {
+    CHAT: {
+        "messages": [
+            {"role": "system", "content": "One."},
+            {"role": "user", "content": "Go"},
+            {"role": "assistant", "content": "So.", "reasoning_content": "Hm",
+             "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": CALL}}]},
+            {"role": "tool", "tool_call_id": "a", "content": "18C"},
+        ],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}],
+        "tool_choice": {"type": "function", "function": {"name": "f"}}, "reasoning_effort": "low", "max_completion_tokens": 9,
+    },
+    MESSAGES: {
+        "system": "One.",
+        "messages": [
+            {"role": "user", "content": "Go"},
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm"}, {"type": "text", "text": "So."},
+                                              {"type": "tool_use", "id": "a", "name": "f", "input": 0}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "18C"}]},
+        ],
+        "tools": [{"name": "f", "input_schema": SCHEMA}], "tool_choice": {"type": "tool", "name": "f"},
+        "thinking": {"type": "adaptive"}, "max_tokens": 9,
+    },
+    RESPONSES: {
+        "instructions": "One.",
+        "input": [
+            {"role": "user", "content": "Go"},
+            {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]},
+            {"role": "assistant", "content": [{"type": "output_text", "text": "So."}]},
+            {"type": "function_call", "call_id": "a", "name": "f", "arguments": CALL},
+            {"type": "function_call_output", "call_id": "a", "output": "18C"},
+        ],
+        "tools": [{"type": "function", "name": "f", "parameters": SCHEMA}],
+        "tool_choice": {"type": "function", "name": "f"}, "reasoning": {"effort": "low"}, "max_output_tokens": 9,
+    },
+}  # fmt: skip
+
+
+def test_one_conversation_in_three_apis() -> None:
+    """Messages, tools, choice, thinking and limit are the same values; only the client's names of keys differ."""
+    messages = [
+        ChatMessage("system", "One."),
+        ChatMessage("user", "Go"),
+        ChatMessage("assistant", "So.", thought="Hm", calls=(PastCall("f", CALL, "a"),)),
+        ChatMessage("tool", "18C", call_id="a"),
+    ]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
+    wanted = Ask(model="m", prompt=ChatPrompt(messages, tools, ONE, thinks=True), sampling=Sampling(max_tokens=9))
+    names = {CHAT: {"logprobs": "top_logprobs"}, MESSAGES: {"stop": "stop_sequences"}, RESPONSES: {"prompt": "input"}}
+    for path, keys in names.items():
+        body = json.dumps(LEAST[path] | TALK[path]).replace('"input": 0', f'"input": {CALL}')
+        assert READ[path](body.encode(), "m").ask == replace(wanted, keys=KeyNames(**keys)), path
+
+
+def test_parts_are_typed() -> None:
+    """A user's parts stay parts in OpenAI's and Anthropic's APIs; an item of a response is one text."""
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    for path in (CHAT, MESSAGES):
+        assert chat_of(path, messages=[{"role": "user", "content": parts}]).messages[0].content == [Text("a"), Text("b")]
+    items = [{"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    assert chat_of(RESPONSES, input=items).messages[0].content == "ab"
+
+
+def test_a_raw_prompt_in_two_apis() -> None:
+    """Ids, limit, seed and stop are the same values in a completion and in SGLang's words; the prompt has the key it came by."""
+    text = ask_of(TEXT, prompt=[5, 6], max_tokens=3, min_tokens=2, seed=7, stop="S", priority=4)
+    params = {"max_new_tokens": 3, "min_new_tokens": 2, "sampling_seed": 7, "stop": ["S"]}
+    generate = READ[GENERATE](json.dumps({"input_ids": [5, 6], "sampling_params": params, "priority": 4}).encode(), "m").ask
+    assert text.prompt == generate.prompt == RawPrompts([[5, 6]])
+    assert text.sampling == generate.sampling
+    assert text.sampling != replace(generate.sampling, seed=8)
+    assert (text.priority, generate.keys) == (4, KeyNames(prompt="input_ids", min_tokens="min_new_tokens"))
+    assert replace(generate, keys=text.keys) == text
+    assert ask_of(GENERATE).sampling.max_tokens == 128
+
+
+@pytest.mark.parametrize(
+    ("choice", "wanted"),
+    [
+        (None, ToolChoice()),
+        ({"type": "auto"}, ToolChoice()),
+        ({"type": "any"}, ToolChoice("required")),
+        ({"type": "none"}, ToolChoice("none")),
+        ({"type": "tool", "name": "f"}, ONE),
+    ],
+)
+def test_anthropics_tool_choice(choice: dict[str, Any] | None, wanted: ToolChoice) -> None:
+    """Each of its words; only a named tool, and disable_parallel_tool_use, ask for one call."""
+    assert chat_of(MESSAGES, tool_choice=choice).choice == wanted
+    if choice is not None:
+        assert chat_of(MESSAGES, tool_choice=choice | {"disable_parallel_tool_use": True}).choice == replace(wanted, one=True)
+
+
+ALLOWED = {"mode": "auto", "tools": [{"type": "function", "name": "f"}]}
+
+
+@pytest.mark.parametrize(
+    ("choice", "wanted"),
+    [
+        (None, ToolChoice()),
+        ("required", ToolChoice("required")),
+        ({"type": "function", "name": "f"}, ONE),
+        ({"type": "allowed_tools", **ALLOWED}, SOME),
+        ({"type": "allowed_tools", "allowed_tools": ALLOWED}, SOME),
+    ],
+)
+def test_openais_tool_choice(choice: Any, wanted: ToolChoice) -> None:
+    """Words, a function, allowed tools, as a chat nests them or as a response does not; parallel_tool_calls: false asks for one."""
+    for path in (CHAT, RESPONSES):
+        assert chat_of(path, tool_choice=choice).choice == wanted
+        assert chat_of(path, tool_choice=choice, parallel_tool_calls=False).choice == replace(wanted, one=True)
+
+
+def test_a_schema_for_the_answer() -> None:
+    """Of every API it becomes the same rules, under the key that it came by; without one there is none."""
+    form, rules = {"type": "json_schema", "schema": SCHEMA}, json_answer(SCHEMA)
+    named = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+    assert form_of(CHAT, response_format=named) == AnswerForm(rules, "response_format")
+    assert form_of(TEXT, guided_json=json.dumps(SCHEMA)) == AnswerForm(rules, "guided_json")
+    assert form_of(GENERATE, sampling_params={"json_schema": SCHEMA}) == AnswerForm(rules, "json_schema")
+    assert form_of(MESSAGES, output_config={"effort": "low", "format": form}) == AnswerForm(rules, "output_config.format")
+    assert form_of(MESSAGES, output_config={"effort": "low"}, output_format=form) == AnswerForm(rules, "output_format")
+    assert form_of(RESPONSES, text={"format": form | {"name": "n", "strict": False}}) == AnswerForm(rules, "text.format")
+    assert form_of(RESPONSES, text={"format": {"type": "json_object"}}) == AnswerForm(json_answer(), "text.format") != rules
+    for path in READ:
+        assert ask_of(path, text={"verbosity": "low"} if path == RESPONSES else LEAST[path].get("text")).form is None
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "key"),
+    [
+        (CHAT, {"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+        (MESSAGES, {"output_config": {"format": {"type": "json_schema", "schema": 5}}}, "output_config.format"),
+        (MESSAGES, {"output_format": {"type": "xml", "schema": {}}}, "output_format"),
+        (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "text.format"),
+    ],
+)
+def test_a_form_that_is_wrong_is_named_by_the_clients_key(path: str, more: dict[str, Any], key: str) -> None:
+    """When the rules are made, which is not when the body is read."""
+    form = ask_of(path, **more).form
+    assert form is not None
+    with pytest.raises(InvalidRequest) as caught:
+        form()
+    assert caught.value.param == key
+    assert str(caught.value).startswith(key)
+
+
+@pytest.mark.parametrize(("kind", "thinks"), [("enabled", True), ("adaptive", True), ("between_tools", True), ("disabled", False)])
+def test_thinking(kind: str, *, thinks: bool) -> None:
+    """Any type but disabled lets the model think, within its budget; without one the server's default holds; a count is alike."""
+    chat = chat_of(MESSAGES, thinking={"type": kind, "budget_tokens": 7})
+    assert (chat.thinks, chat.thought_tokens) == (thinks, 7)
+    assert chat_of(MESSAGES).thinks is chat_of(CHAT).thinks is chat_of(RESPONSES).thinks is None
+    body = {"model": "m", "messages": LEAST[MESSAGES]["messages"], "thinking": {"type": kind, "budget_tokens": 7}}
+    assert COUNT_READER.read(json.dumps(body).encode()).chat() == chat
+    assert MESSAGES_READER.read(json.dumps(body | {"max_tokens": 1}).encode()).chat() == chat
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        (CHAT, lambda text: {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": text}}]}]}),
+        (MESSAGES, lambda text: {"messages": [{"role": "assistant", "content": [
+            {"type": "tool_use", "id": "a", "name": "f", "input": json.loads(text)}]}, {"role": "user", "content": "x"}]}),
+        (RESPONSES, lambda text: {"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": text}]}),
+        (CHAT, lambda text: {"tools": [{"a": json.loads(text)}]}),
+        (MESSAGES, lambda text: {"tools": [{"name": "f", "input_schema": json.loads(text)}]}),
+        (RESPONSES, lambda text: {"tools": [{"type": "function", "name": "f", "parameters": json.loads(text)}]}),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("text", [json.dumps("x" * (1 << 20)), json.dumps([[]] * (1 << 16))], ids=["bytes", "brackets"])
+def test_tools_and_arguments_are_bounded(path: str, more: Any, text: str) -> None:
+    """In every API, by bytes and by brackets, before they are decoded; the key is the client's, and short ones pass."""
+    with pytest.raises(InvalidRequest, match=r"more than (1048576|65536 brackets)") as caught:
+        ask_of(path, **more(text))
+    assert caught.value.param in more("0")
+    ask_of(path, **more("{}"))
