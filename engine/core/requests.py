@@ -68,7 +68,7 @@ class Requests:
 
     # -- queue and slots
 
-    def add(self, client: int, request: GenerateRequest, *, masked: bool) -> None:
+    def add(self, client: int, request: GenerateRequest) -> None:
         """Queue a new request, or refuse it if it can never run here."""
         key = (client, request.id)
         try:
@@ -82,7 +82,7 @@ class Requests:
         self._arrivals += 1
         root = root_key(0, request.salt)
         precedence = (request.priority, self._arrivals)
-        sequence = Sequence(key, tokens, len(tokens), limit, request.params, precedence, masked=masked, root=root)
+        sequence = Sequence(key, tokens, len(tokens), limit, request.params, precedence, root=root)
         self._by_key[key] = sequence
         self._enqueue(sequence)
 
