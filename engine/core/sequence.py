@@ -16,7 +16,7 @@ from typing import Literal
 
 from engine.core.pages import PageRun
 from engine.core.prefix import Hit
-from engine.protocol import SamplingParams
+from engine.protocol import MediaItem, SamplingParams
 
 Key = tuple[int, int]
 Wait = Literal["mask"]
@@ -58,6 +58,7 @@ class Sequence:
     slot: int = -1
     target: int = 0
     root: bytes = b""
+    media: tuple[MediaItem, ...] = ()
     keys: list[bytes] = field(default_factory=list)
     cached: int = 0
     first_cached: int = 0

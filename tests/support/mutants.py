@@ -81,7 +81,7 @@ _CORE = (
     ),
     Fault(
         "tenants-share-a-cache", "engine/core/requests.py",
-        "root_key(0, request.salt)", 'root_key(0, "")', "engine/core/test_tenants.py engine/core/test_prefix.py",
+        "root_key(request.salt)", 'root_key("")', "engine/core/test_tenants.py engine/core/test_prefix.py",
     ),
     Fault(
         "slots-leak", "engine/core/requests.py",
@@ -106,7 +106,7 @@ _CORE = (
     ),
     Fault(
         "any-pages-may-be-a-prefix", "engine/core/segment.py",
-        "key = sha256(key + data", "key = sha256(data", "engine/core/test_prefix.py",
+        "key = sha256(key + content", "key = sha256(content", "engine/core/test_prefix.py",
     ),
     Fault(
         "cache-exceeds-its-share", "engine/core/prefix.py",
