@@ -16,6 +16,7 @@ from engine.logit_adjustments import LogitAdjustments
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_ALTERNATIVES = 20  # logprobs of a token beside its own: OpenAI's bound
 MAX_STOP_IDS = 1024  # of one request, its end-of-sequence ids among them: a rank's table has a fixed width
+DIGEST_BYTES = 32  # of a media item
 _LENGTH = struct.Struct("<I")
 
 
@@ -94,11 +95,29 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.grammar is not None or self.thought is not None
 
 
+class MediaItem(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An image, a video or a clip in a prompt: its tokens are those at [first, first + length).
+
+    `digest`: sha256 of what the encoder gets. `spans`: each [begin, end) of positions that see each other both ways; the frames of a
+    video are spans of one item, a clip has none.
+    """
+
+    first: int
+    length: int
+    digest: bytes
+    spans: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def end(self) -> int:
+        """The position after its last token."""
+        return self.first + self.length
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     """Front -> core: generate from `prompt` (token ids, int32). `id` is the front's own and returns in every TokenBatch entry.
 
     `clip`: max_tokens was a default, so it may be lowered to what fits instead of refusing. `salt`: only requests of the same salt
-    share cached prefixes. `priority`: lower ones are served first.
+    share cached prefixes. `priority`: lower ones are served first. `media`: in the order of their positions.
     """
 
     id: int
@@ -107,6 +126,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate")
     clip: bool = False
     salt: str = ""
     priority: int = 0
+    media: tuple[MediaItem, ...] = ()
 
     @property
     def tokens(self) -> "array[int]":

@@ -124,7 +124,7 @@ class Admissions:
     def _waits(self, sequence: Sequence, hit: Hit | None, prefills: list[Sequence]) -> bool:
         """It has nothing to compute until its mask comes, or another sequence is about to compute its prefix."""
         found = 0 if hit is None else hit.count * self._allocator.page
-        if sequence.waits_for_mask and len(sequence.tokens) - found < 2:
+        if sequence.waits and len(sequence.tokens) - found < 2:
             return True
         return hit is not None and self._allocator.being_computed(sequence, hit, prefills, self._gain)
 

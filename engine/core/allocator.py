@@ -191,7 +191,7 @@ class Allocator:
 
     def _keys(self, sequence: Sequence, count: int) -> list[bytes]:
         if len(sequence.keys) < count:
-            extend_keys(sequence.keys, sequence.root, sequence.tokens, self.page, count)
+            extend_keys(sequence.keys, sequence.root, sequence.tokens, self.page, count, sequence.media)
         return sequence.keys if len(sequence.keys) == count else sequence.keys[:count]
 
 

@@ -2,10 +2,10 @@
 
     step n's tokens committed --> consumed --> masks of step n + 1, whose forward runs meanwhile --> sent, all of a step at once
 
-A row is planned before its mask is made, so that it runs in every step (`late_masks`), with two exceptions: the first row waits for
-its grammar, which is compiled in a thread; and because ranks sample a step only when all its masks are there, a grammar whose last
-masks were slow has them made in a thread, and its rows planned afterwards. Every masked step gets its record; it leaves out rows
-whose sequence has ended, was preempted or needs no mask any more.
+A row is planned before its mask is made, so that it runs in every step (`MaskState.late`), with two exceptions: the first row waits
+for its grammar, which is compiled in a thread; and because ranks sample a step only when all its masks are there, a grammar whose
+last masks were slow has them made in a thread, and its rows planned afterwards. Every masked step gets its record; it leaves out
+rows whose sequence has ended, was preempted or needs no mask any more.
 
 With a trigger, tokens are free until that id comes. Then the row in flight is dropped, and its position computed again with a mask;
 when the grammar is complete, tokens are free again. A grammar that fails, or allows no token, ends its own request.
@@ -16,25 +16,171 @@ only the end marker may come (with a grammar: once the grammar allows it).
 
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
-from engine.core.masked_reply import Compiled, MaskedReply, MaskedRow, present
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence
-from engine.core.thought_limit import ThoughtLimit
 from engine.errors import GenerationFailed
 from engine.matcher import Matcher, Vocabulary, threads
 from engine.plan import DEPTH, StepPlan
-from engine.protocol import GenerateRequest, SamplingParams
+from engine.protocol import GenerateRequest, SamplingParams, ThoughtBudget
 from engine.step_masks import allows, encode_masks, mask_words, only
 
+T = TypeVar("T")
+Compiled = Future[tuple[Matcher, np.ndarray]]
 SLOW_S = 0.002  # CPU time of a mask above which others do not wait for it: half a forward of 31B on four H200
 SLOW_TOKENS = 16  # tokens for which a grammar counts as slow after a slow mask
 GRAMMARS = 64  # compiled grammars that are kept for requests to come
 _UNAVAILABLE = "grammars are not available: the checkpoint has no tokenizer that they can be made for"
+
+
+class ThoughtLimit:
+    """The thinking budget of a reply: counts tokens of thoughts as they are committed. Call `read` with every token, in order.
+
+        <|channel> thought \\n  So  the  sum  is  <channel|>
+                   label         1   2    3    4   the token that must come with a budget of 4
+
+    `length`: tokens of its prompt, which do not count.
+    """
+
+    def __init__(self, budget: ThoughtBudget, length: int) -> None:
+        self._budget = budget
+        self._ends = {budget.end, budget.begin_call}
+        self._left = budget.tokens
+        self._label = budget.open_label  # tokens of the label that are still to come; None: no thought is open
+        self._length = length
+
+    @property
+    def end(self) -> int:
+        """The id that ends a thought."""
+        return self._budget.end
+
+    @property
+    def ends_at(self) -> int | None:
+        """Index in the sequence of the token that must end the thought, if none before it does; None: no thought is open."""
+        return None if self._label is None else self._length + self._label + self._left
+
+    def read(self, tokens: Iterable[int]) -> None:
+        """These were committed."""
+        for token in tokens:
+            self._length += 1
+            if self._label is None:
+                self._label = self._budget.label if token == self._budget.begin else None
+            elif token in self._ends:
+                self._label = None
+            elif self._label:
+                self._label -= 1
+            else:
+                self._left = max(0, self._left - 1)
+
+
+@dataclass(eq=False)
+class MaskState:
+    """All of the masks of a request with a grammar, or with a thinking budget; its sequence knows `masked` and `waits` alone.
+
+    compiled  a matcher at the grammar's start, which others may share, and its first mask; None: it has no grammar
+    limit     of its thoughts
+    ending    no grammar holds now: it is masked because its thought may have to end
+    matcher   of the grammar that holds now; None: none does
+    read      tokens of the sequence, prompt included, that were read
+    mask      int32 [words] for the token at index `length`
+    slow      tokens for which its masks still count as slow;   making: the slow mask that a thread makes
+    """
+
+    sequence: Sequence
+    compiled: Compiled | None
+    trigger: int | None
+    limit: ThoughtLimit | None
+    read: int
+    ending: bool = False
+    matcher: Matcher | None = None
+    mask: np.ndarray | None = None
+    length: int = 0
+    slow: int = 0
+    making: "Future[np.ndarray] | None" = None
+
+    @property
+    def constrained(self) -> bool:
+        """Its next token is one of its grammar."""
+        return self.sequence.masked and not self.ending
+
+    @property
+    def waits_for_thread(self) -> bool:
+        """It cannot go on until a thread has compiled its grammar, or made its mask."""
+        return self.constrained and (self.matcher is None or self.making is not None)
+
+    @property
+    def must_end(self) -> bool:
+        """The budget of its thought is used up by the tokens that were read."""
+        return self.limit is not None and self.limit.ends_at == self.read
+
+    @property
+    def late(self) -> bool:
+        """Its rows are planned before their masks are made: masks come while the forward runs."""
+        return self.ending or not self.slow
+
+    def constrain(self, length: int) -> None:
+        """From now on its tokens need masks. If a row in flight gives the token at index `length`, rows in flight are dropped, and
+        their positions computed again."""
+        sequence = self.sequence
+        sequence.masked = True
+        if not self.ending:
+            sequence.waits.add("mask")
+        if sequence.running and sequence.high >= length:
+            sequence.step_back()
+
+    def unconstrain(self) -> None:
+        """From now on its tokens need no mask."""
+        self.sequence.masked = False
+        self.sequence.waits.discard("mask")
+
+    def update_wait(self) -> None:
+        """Unless masks are late, the next row waits for its own: one that is made, and that no row in flight uses."""
+        sequence = self.sequence
+        if self.late or sequence.high < self.length == len(sequence.tokens):
+            sequence.waits.discard("mask")
+        else:
+            sequence.waits.add("mask")
+
+    def cancel(self, *, compiling: bool) -> None:
+        """It has ended: cancel what threads have not started for it; `compiling`: its grammar too."""
+        for future in (self.compiled if compiling else None, self.making):
+            if future is not None:
+                future.cancel()
+
+
+@dataclass(frozen=True)
+class MaskedRow:
+    """A planned row, of an admission, that gives the token at index `length`."""
+
+    state: MaskState
+    number: int
+    slot: int
+    length: int
+
+    @property
+    def unmasked(self) -> bool:
+        """It needs no mask: what it gives is dropped, the grammar is complete, or the thought need not end yet."""
+        state, sequence = self.state, self.state.sequence
+        if sequence.number != self.number or not sequence.masked:
+            return True
+        return state.ending and self.length < present(present(state.limit).ends_at)
+
+    @property
+    def ready(self) -> bool:
+        """The mask is there, or none is needed."""
+        return self.unmasked or self.length == len(self.state.sequence.tokens) == self.state.length
+
+
+def present(value: T | None) -> T:
+    """The value, which is there."""
+    assert value is not None
+    return value
 
 
 class Masks:
@@ -48,7 +194,7 @@ class Masks:
     ) -> None:
         self._scheduler = scheduler
         self._vocabulary = vocabulary
-        self._replies: list[MaskedReply] = []
+        self._states: list[MaskState] = []
         self._grammars: OrderedDict[str, Compiled] = OrderedDict()  # by text, the last one used at the end
         self._planned: deque[tuple[int, list[MaskedRow]]] = deque()  # steps whose masks have not gone out
         self._compiler = compiler or ThreadPoolExecutor(threads(4), thread_name_prefix="grammar")
@@ -57,20 +203,20 @@ class Masks:
     @property
     def active(self) -> bool:
         """Whether there are requests that need masks, or steps that wait for some."""
-        return bool(self._replies or self._planned)
+        return bool(self._states or self._planned)
 
     @property
     def making(self) -> bool:
         """Whether a request waits for a thread: then `advance` must be called again and again."""
-        return any(reply.waits_for_thread for reply in self._replies)
+        return any(state.waits_for_thread for state in self._states)
 
     def add(self, client: int, request: GenerateRequest) -> None:
         """Queue a request that needs masks, and start to compile its grammar; or refuse it."""
-        grammar, known = request.params.grammar, self._scheduler.find(client, request.id)
+        known = self._scheduler.find(client, request.id)
         if (refusal := self._refusal(request.params)) is not None:
             self._scheduler.refuse(client, request.id, refusal)
             return
-        self._scheduler.add(client, request, masked=grammar is not None and grammar.trigger is None)
+        self._scheduler.add(client, request)
         sequence = self._scheduler.find(client, request.id)
         if sequence is not None and known is None:
             self._track(sequence, request.params)
@@ -85,42 +231,47 @@ class Masks:
 
     def _track(self, sequence: Sequence, params: SamplingParams) -> None:
         """Follow a queued request from now on. If its prompt leaves a thought open, that may have to end at once."""
+        assert not self._scheduler.config.drafts, "a row with drafts cannot be masked token by token"
         grammar, length = params.grammar, len(sequence.tokens)
         compiled = None if grammar is None else self._compiled(grammar.text)
         limit = None if params.thought is None else ThoughtLimit(params.thought, length)
-        reply = MaskedReply(sequence, compiled, None if grammar is None else grammar.trigger, limit, length)
-        self._replies.append(reply)
-        if not sequence.masked:
-            self._end_thought_in_time(reply)
+        state = MaskState(sequence, compiled, None if grammar is None else grammar.trigger, limit, length)
+        self._states.append(state)
+        if grammar is not None and grammar.trigger is None:
+            state.constrain(length)
+        else:
+            self._end_thought_in_time(state)
 
     def advance(self) -> None:
         """Read what was committed; call it after each commit, and while something is `making`."""
-        if ended := [reply for reply in self._replies if reply.sequence.ended]:
+        if ended := [state for state in self._states if state.sequence.ended]:
             self._forget(ended)
-        wanted = [reply for reply in self._replies if self._read_tokens(reply)]
+        wanted = [state for state in self._states if self._read_tokens(state)]
         if wanted:
             self._make_masks(wanted)
 
-    def _forget(self, ended: list[MaskedReply]) -> None:
+    def _forget(self, ended: list[MaskState]) -> None:
         """Follow these no longer, and cancel what threads have not started for them and nobody else."""
-        self._replies = [reply for reply in self._replies if not reply.sequence.ended]
-        wanted = {id(reply.compiled) for reply in self._replies}
-        for reply in ended:
-            reply.cancel(compiling=id(reply.compiled) not in wanted)
+        self._states = [state for state in self._states if not state.sequence.ended]
+        wanted = {id(state.compiled) for state in self._states}
+        for state in ended:
+            state.cancel(compiling=id(state.compiled) not in wanted)
 
     def planned(self, plan: StepPlan) -> None:
         """A masked plan was just made: `due` will give its masks."""
         slots = set(plan.result_slots)
-        sequences = ((reply, reply.sequence) for reply in self._replies if reply.sequence.masked)
-        rows = [MaskedRow(reply, each.number, each.slot, each.high) for reply, each in sequences if each.slot in slots]
+        sequences = ((state, state.sequence) for state in self._states if state.sequence.masked)
+        rows = [MaskedRow(state, each.number, each.slot, each.high) for state, each in sequences if each.slot in slots]
         assert rows, plan
         self._planned.append((plan.step, rows))
+        for row in rows:
+            row.state.update_wait()
 
     def due(self) -> Iterator[bytes]:
         """The masks of planned steps, in order, up to the first step that lacks one."""
         while self._planned and all(row.ready for row in self._planned[0][1]):
             step, rows = self._planned.popleft()
-            yield self._encoded(step, {row.slot: present(row.reply.mask) for row in rows if not row.unmasked})
+            yield self._encoded(step, {row.slot: present(row.state.mask) for row in rows if not row.unmasked})
 
     def discard(self) -> Iterator[bytes]:
         """Empty records for the steps still planned, so that ranks can finish them; their results are not wanted."""
@@ -130,65 +281,66 @@ class Masks:
     def _encoded(self, step: int, masks: Mapping[int, np.ndarray]) -> bytes:
         return encode_masks(step, masks, mask_words(present(self._vocabulary).size))
 
-    def _read_tokens(self, reply: MaskedReply) -> bool:
+    def _read_tokens(self, state: MaskState) -> bool:
         """Read a sequence's new tokens; whether it needs a mask that is to be made now."""
-        if reply.making is not None and not self._take_slow(reply, reply.making):
+        if state.making is not None and not self._take_slow(state, state.making):
             return False
-        sequence = reply.sequence
-        tokens, reply.read = sequence.tokens[reply.read :], len(sequence.tokens)
-        if reply.limit is not None:
-            reply.limit.read(tokens)
+        sequence = state.sequence
+        tokens, state.read = sequence.tokens[state.read :], len(sequence.tokens)
+        if state.limit is not None:
+            state.limit.read(tokens)
         try:
-            if not reply.constrained:
-                self._read_free_tokens(reply, tokens)
+            if not state.constrained:
+                self._read_free_tokens(state, tokens)
                 return False
-            if reply.matcher is None:
-                self._start_grammar(reply)
+            if state.matcher is None:
+                self._start_grammar(state)
                 return False
-            reply.matcher.consume(tokens)
+            state.matcher.consume(tokens)
         except GenerationFailed as error:
             self._scheduler.fail(sequence, str(error))
             return False
-        if reply.trigger is not None and reply.matcher.complete:
-            reply.matcher = None
-            self._scheduler.unconstrain(sequence)
-            self._end_thought_in_time(reply)
+        if state.trigger is not None and state.matcher.complete:
+            state.matcher = None
+            state.unconstrain()
+            self._end_thought_in_time(state)
             return False
-        if reply.length == len(sequence.tokens):
+        if state.length == len(sequence.tokens):
+            state.update_wait()  # its row in flight may have gone with a preemption
             return False
-        if reply.slow:
-            reply.making = self._slow.submit(self._mask_of, reply.matcher)
-        return not reply.slow
+        if state.slow:
+            state.making = self._slow.submit(self._mask_of, state.matcher)
+        return not state.slow
 
-    def _read_free_tokens(self, reply: MaskedReply, tokens: "array[int]") -> None:
+    def _read_free_tokens(self, state: MaskState, tokens: "array[int]") -> None:
         """No grammar holds now; if the last token is the trigger, it starts."""
-        if reply.trigger in tokens:
-            assert tokens[-1] == reply.trigger, (tokens, reply.trigger)
-            reply.ending = False
-            self._scheduler.constrain(reply.sequence, len(reply.sequence.tokens))
-            self._start_grammar(reply)
+        if state.trigger in tokens:
+            assert tokens[-1] == state.trigger, (tokens, state.trigger)
+            state.ending = False
+            state.constrain(len(state.sequence.tokens))
+            self._start_grammar(state)
         else:
-            self._end_thought_in_time(reply)
+            self._end_thought_in_time(state)
 
-    def _end_thought_in_time(self, reply: MaskedReply) -> None:
+    def _end_thought_in_time(self, state: MaskState) -> None:
         """No grammar holds now: mask the rows if one that may be planned before the next commit has to end the thought."""
-        if (limit := reply.limit) is None:
+        if (limit := state.limit) is None:
             return
-        sequence, end, ending = reply.sequence, limit.ends_at, reply.ending
-        reply.ending = end is not None and end < len(sequence.tokens) + DEPTH
-        if end is not None and reply.ending and not ending:
-            self._scheduler.constrain(sequence, end, late=True)
-        elif ending and not reply.ending:
-            self._scheduler.unconstrain(sequence)
-        if reply.must_end:
-            self._set_mask(reply, only(limit.end, present(self._vocabulary).size))
+        sequence, end, ending = state.sequence, limit.ends_at, state.ending
+        state.ending = end is not None and end < len(sequence.tokens) + DEPTH
+        if end is not None and state.ending and not ending:
+            state.constrain(end)
+        elif ending and not state.ending:
+            state.unconstrain()
+        if state.must_end:
+            self._set_mask(state, only(limit.end, present(self._vocabulary).size))
 
-    def _start_grammar(self, reply: MaskedReply) -> None:
+    def _start_grammar(self, state: MaskState) -> None:
         """Set the first mask, once the grammar is compiled; GenerationFailed: it cannot be compiled."""
-        if (compiled := present(reply.compiled)).done():
+        if (compiled := present(state.compiled)).done():
             matcher, bits = compiled.result()
-            reply.matcher = matcher.fresh()
-            self._set_mask(reply, bits)
+            state.matcher = matcher.fresh()
+            self._set_mask(state, bits)
 
     def _compiled(self, grammar: str) -> Compiled:
         """The grammar, compiled once for all requests that have it while it is among the last GRAMMARS used."""
@@ -211,39 +363,39 @@ class Masks:
         matcher.check(bits)
         return bits
 
-    def _make_masks(self, wanted: list[MaskedReply]) -> None:
+    def _make_masks(self, wanted: list[MaskState]) -> None:
         """Make the mask of each one's next token."""
-        matchers = [present(reply.matcher) for reply in wanted]
-        for reply, matcher, bits in zip(wanted, matchers, present(self._vocabulary).masks(matchers), strict=True):
+        matchers = [present(state.matcher) for state in wanted]
+        for state, matcher, bits in zip(wanted, matchers, present(self._vocabulary).masks(matchers), strict=True):
             try:
                 matcher.check(bits)
             except GenerationFailed as error:
-                self._scheduler.fail(reply.sequence, str(error))
+                self._scheduler.fail(state.sequence, str(error))
             else:
-                self._note_mask_time(reply, matcher)
-                self._set_mask(reply, bits)
+                self._note_mask_time(state, matcher)
+                self._set_mask(state, bits)
 
-    def _take_slow(self, reply: MaskedReply, making: "Future[np.ndarray]") -> bool:
+    def _take_slow(self, state: MaskState, making: "Future[np.ndarray]") -> bool:
         """Take a slow mask if it is done; whether it is, and the request goes on."""
         if not making.done():
             return False
-        reply.making = None
+        state.making = None
         try:
             bits = making.result()
         except GenerationFailed as error:
-            self._scheduler.fail(reply.sequence, str(error))
+            self._scheduler.fail(state.sequence, str(error))
             return False
-        self._note_mask_time(reply, present(reply.matcher))
-        self._set_mask(reply, bits)
+        self._note_mask_time(state, present(state.matcher))
+        self._set_mask(state, bits)
         return True
 
-    def _note_mask_time(self, reply: MaskedReply, matcher: Matcher) -> None:
+    def _note_mask_time(self, state: MaskState, matcher: Matcher) -> None:
         """Note whether the grammar counts as slow."""
-        reply.slow = SLOW_TOKENS if matcher.mask_s > SLOW_S else max(0, reply.slow - 1)
+        state.slow = SLOW_TOKENS if matcher.mask_s > SLOW_S else max(0, state.slow - 1)
 
-    def _set_mask(self, reply: MaskedReply, bits: np.ndarray) -> None:
+    def _set_mask(self, state: MaskState, bits: np.ndarray) -> None:
         """The mask of the next unread token is made. If the thinking budget is used up, only the end marker may come."""
-        end = reply.limit.end if reply.limit is not None and reply.must_end else None
-        reply.mask = bits if end is None or not allows(bits, end) else only(end, present(self._vocabulary).size)
-        reply.length = reply.read
-        self._scheduler.mask_ready(*reply.sequence.key, reply.length, late=reply.ending or not reply.slow)
+        end = state.limit.end if state.limit is not None and state.must_end else None
+        state.mask = bits if end is None or not allows(bits, end) else only(end, present(self._vocabulary).size)
+        state.length = state.read
+        state.update_wait()

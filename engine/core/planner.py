@@ -130,7 +130,7 @@ class Planner:
             high = sequence.high
             if high < sequence.target:
                 self._prefill(sequence, shares.get(sequence, 0), draft)
-            elif high < sequence.limit - 1 and not sequence.waits_for_mask:
+            elif high < sequence.limit - 1 and not sequence.waits:
                 end = high + width
                 if (sequence.number or self._admit_again(sequence, draft)) and (
                     end <= sequence.held or self._hold_row(sequence, end, draft.changes)
@@ -139,7 +139,7 @@ class Planner:
                     slots.append(sequence.slot)
                     rows.append((sequence, sequence.number))
                     if sequence.masked:
-                        _use_mask(sequence, draft)
+                        draft.masked = True
 
     def _admit_again(self, sequence: Sequence, draft: PlanDraft) -> bool:
         """Admit a sequence that has stepped back with its next row; False if the plan has no room for that."""
@@ -184,7 +184,7 @@ class Planner:
         plan.chunks[at : at + 1] = [PrefillChunk(sequence.slot, start, end, end - 1 if samples else end)]
         rows[at : at + 1] = [ChunkRow(sequence, sequence.number, end, samples)]
         if samples and sequence.masked:
-            _use_mask(sequence, draft)
+            draft.masked = True
 
     def _admit(self, draft: PlanDraft, shares: dict[Sequence, int]) -> None:
         """Admit from the queue, with shares of the budget. Nobody is preempted for it: the others have rows in this plan."""
@@ -229,10 +229,3 @@ def _prompt(sequence: Sequence) -> Prompt:
 def _chunks(draft: PlanDraft) -> list[Prompt]:
     """The chunks of the plan so far."""
     return [Prompt(chunk.end - chunk.start, chunk.start) for chunk in draft.plan.chunks]
-
-
-def _use_mask(sequence: Sequence, draft: PlanDraft) -> None:
-    """A row that gives a token uses a mask. Unless masks come late, the next row waits for the mask after this one's token."""
-    if not sequence.late_masks:
-        sequence.waits_for_mask = True
-    draft.masked = True

@@ -12,7 +12,7 @@ from engine.core.allocator import Allocator
 from engine.core.segment import root_key
 from engine.core.sequence import Key, Sequence
 from engine.errors import InvalidRequest
-from engine.protocol import MAX_ALTERNATIVES, MAX_STOP_IDS, FinishReason, GenerateRequest, Output
+from engine.protocol import DIGEST_BYTES, MAX_ALTERNATIVES, MAX_STOP_IDS, FinishReason, GenerateRequest, MediaItem, Output
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Requests:
 
     # -- queue and slots
 
-    def add(self, client: int, request: GenerateRequest, *, masked: bool) -> None:
+    def add(self, client: int, request: GenerateRequest) -> None:
         """Queue a new request, or refuse it if it can never run here."""
         key = (client, request.id)
         try:
@@ -80,9 +80,9 @@ class Requests:
             self.refuse(client, request.id, error)
             return
         self._arrivals += 1
-        root = root_key(0, request.salt)
+        root = root_key(request.salt)
         precedence = (request.priority, self._arrivals)
-        sequence = Sequence(key, tokens, len(tokens), limit, request.params, precedence, masked=masked, root=root)
+        sequence = Sequence(key, tokens, len(tokens), limit, request.params, precedence, root=root, media=request.media)
         self._by_key[key] = sequence
         self._enqueue(sequence)
 
@@ -99,6 +99,8 @@ class Requests:
             raise InvalidRequest(f"prompt_logprobs must be at most {MAX_ALTERNATIVES}, not {params.prompt_logprobs}")
         if params.max_tokens < 1:
             raise InvalidRequest(f"max_tokens must be at least 1, not {params.max_tokens}")
+        if request.media:
+            _check_media(request.media, prompt)
         if prompt + 1 > self._max_len:
             raise _too_long(f"the prompt has {prompt} tokens; with one to generate it exceeds the context of {self._max_len}")
         limit = min(prompt + params.max_tokens, self._max_len)
@@ -189,6 +191,22 @@ def _prompt(request: GenerateRequest) -> "array[int]":
         return request.tokens
     except ValueError as error:
         raise InvalidRequest(f"the prompt could not be read: {error}") from error
+
+
+def _check_media(media: tuple[MediaItem, ...], prompt: int) -> None:
+    """Raise InvalidRequest unless the items stand one after the other in the prompt, and the spans of each in it."""
+    end = 0
+    for item in media:
+        if not end <= item.first < item.end <= prompt:
+            raise InvalidRequest(f"a media item at [{item.first}, {item.end}) overlaps another, or the end of the prompt")
+        if len(item.digest) != DIGEST_BYTES:
+            raise InvalidRequest(f"the digest of a media item has {len(item.digest)} bytes, not {DIGEST_BYTES}")
+        end = item.first
+        for begin, span_end in item.spans:
+            if not end <= begin < span_end <= item.end:
+                raise InvalidRequest(f"the span [{begin}, {span_end}) is not one of the media item at [{item.first}, {item.end})")
+            end = span_end
+        end = item.end
 
 
 def _too_long(message: str) -> InvalidRequest:

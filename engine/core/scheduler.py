@@ -78,7 +78,7 @@ class Scheduler:
     @property
     def stuck(self) -> bool:
         """Requests are open, nothing is in flight, and none of them waits for the host: an invariant is broken."""
-        return bool(self.unfinished) and not self.in_flight and not any(sequence.waits_for_mask for sequence in self._requests)
+        return bool(self.unfinished) and not self.in_flight and not any(sequence.waits for sequence in self._requests)
 
     # -- requests in, outputs out
 
@@ -87,11 +87,10 @@ class Scheduler:
         self.counters.received += 1
         self._requests.refuse(client, request, InvalidRequest(reason))
 
-    def add(self, client: int, request: GenerateRequest, *, masked: bool = False) -> None:
-        """Queue a request, or refuse it if it can never run here. `masked`: each token waits for `mask_ready`."""
-        assert not (masked and self.config.drafts), "a row with drafts cannot be masked token by token"
+    def add(self, client: int, request: GenerateRequest) -> None:
+        """Queue a request, or refuse it if it can never run here."""
         self.counters.received += 1
-        self._requests.add(client, request, masked=masked)
+        self._requests.add(client, request)
 
     def abort(self, client: int, request: int, reason: AbortReason) -> None:
         """End a request at any stage; unknown ids are ignored. A stop string is a success."""
@@ -123,26 +122,6 @@ class Scheduler:
     def fail(self, sequence: Sequence, error: str) -> None:
         """End a request that cannot go on; its client gets `error`."""
         self._requests.end(sequence, Output(id=sequence.key[1], finish=FinishReason.error, error=error))
-
-    def constrain(self, sequence: Sequence, length: int, *, late: bool = False) -> None:
-        """From now on its tokens wait for `mask_ready`. If a row in flight gives the token at index `length`, rows in flight are
-        dropped, and their positions computed again. `late`: its rows are planned before their masks are made."""
-        assert not self.config.drafts, "a row with drafts cannot be masked token by token"
-        sequence.masked, sequence.late_masks, sequence.waits_for_mask = True, late, not late
-        if sequence.running and sequence.high >= length:
-            sequence.step_back()
-
-    def unconstrain(self, sequence: Sequence) -> None:
-        """From now on its tokens wait for no mask."""
-        sequence.masked, sequence.late_masks, sequence.waits_for_mask = False, False, False
-
-    def mask_ready(self, client: int, request: int, length: int, *, late: bool = False) -> None:
-        """The host has the mask of the token at index `length`; an outdated one changes nothing. `late`: from now on its rows are
-        planned before their masks are made."""
-        sequence = self._requests.find((client, request))
-        if sequence is not None and length == len(sequence.tokens):
-            sequence.mask_for, sequence.late_masks = length, late
-            sequence.waits_for_mask = not late and length <= sequence.high
 
     def schedule(self) -> StepPlan | None:
         """The next plan; None if no sequence can use a step now: all wait for results or the host, or there are none."""

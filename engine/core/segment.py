@@ -1,28 +1,47 @@
 """Keys of pages, and segments: the runs of pages that the prefix cache's tree is made of.
 
-A page's key is sha256(key of the page before it, its token ids), so equal keys mean equal prefixes. Before the first page stands a
-root key made of the adapter and the request's salt.
+A page's key is sha256(key of the page before it, its token ids, the media items that stand in it), so equal keys mean equal
+prefixes. Before the first page stands a root key made of the request's salt.
 """
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
+from struct import pack
+
+from engine.protocol import MediaItem
 
 
-def root_key(adapter: int, salt: str) -> bytes:
+def root_key(salt: str) -> bytes:
     """The key before the first page's: requests find only pages of their own salt."""
-    return sha256(b"quartet prefix 1\0%d\0" % adapter + salt.encode()).digest()
+    return sha256(b"quartet prefix 2\0" + salt.encode()).digest()
 
 
-def extend_keys(keys: list[bytes], root: bytes, tokens: "array[int]", page: int, count: int) -> None:
+def extend_keys(
+    keys: list[bytes], root: bytes, tokens: "array[int]", page: int, count: int, media: Sequence[MediaItem] = ()
+) -> None:
     """Append the keys of the next pages, up to `count` of them."""
     key = keys[-1] if keys else root
     size = page * tokens.itemsize
     data = tokens[len(keys) * page : count * page].tobytes()
+    pictured = _media_by_page(media, page) if media else {}
     for at in range(0, len(data), size):
-        key = sha256(key + data[at : at + size]).digest()
+        content = data[at : at + size]
+        if pictured:
+            content += pictured.get(len(keys), b"")
+        key = sha256(key + content).digest()
         keys.append(key)
+
+
+def _media_by_page(media: Sequence[MediaItem], page: int) -> dict[int, bytes]:
+    """Of each page in which media stand: where they do, and their digests."""
+    found: dict[int, bytes] = {}
+    for item in media:
+        described = pack("<qq", item.first, item.length) + item.digest
+        for at in range(item.first // page, -(-item.end // page)):
+            found[at] = found.get(at, b"") + described
+    return found
 
 
 @dataclass(eq=False, slots=True)

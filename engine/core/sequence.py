@@ -12,12 +12,14 @@ row that gives fewer tokens lowers it at its commit. Pages are held up to `high`
 
 from array import array
 from dataclasses import dataclass, field
+from typing import Literal
 
 from engine.core.pages import PageRun
 from engine.core.prefix import Hit
-from engine.protocol import SamplingParams
+from engine.protocol import MediaItem, SamplingParams
 
 Key = tuple[int, int]
+Wait = Literal["mask"]
 
 
 @dataclass(eq=False, slots=True)
@@ -28,9 +30,8 @@ class Sequence:
     limit       length, prompt and output, at which it ends
     overtaken   requests of later precedence that were admitted before it
     scored      with `params.prompt_logprobs`: the client has the logprobs of positions below it
-    masked      each of its tokens needs a mask, which the host computes from the tokens before
-    mask_for    index of the token for which the host gave the last mask
-    late_masks  its rows are planned before their masks are made: masks come while the forward runs
+    masked      its tokens need masks (core/masks.py)
+    waits       for what its next row, or the token of its last known one, has to wait
     number      of its admission; 0 while it waits, or has stepped back;   slot: -1 while it waits
     target      length at its admission: positions below it are prefill
     root, keys  the key before its first page's, and the keys of its pages, as many as were needed
@@ -52,12 +53,12 @@ class Sequence:
     precedence: tuple[int, int]
     scored: int = 0
     masked: bool = False
-    mask_for: int = 0
-    late_masks: bool = False
+    waits: set[Wait] = field(default_factory=set)
     number: int = 0
     slot: int = -1
     target: int = 0
     root: bytes = b""
+    media: tuple[MediaItem, ...] = ()
     keys: list[bytes] = field(default_factory=list)
     cached: int = 0
     first_cached: int = 0
@@ -69,7 +70,6 @@ class Sequence:
     dropped: int = 0
     held: int = 0
     release_at: int = 0
-    waits_for_mask: bool = False
     started: bool = False
     overtaken: int = 0
     ended: bool = False
@@ -79,7 +79,6 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.stop_ids = frozenset(self.params.stop_ids)
-        self.waits_for_mask = self.masked
 
     @property
     def running(self) -> bool:
@@ -88,13 +87,13 @@ class Sequence:
     @property
     def decodable(self) -> bool:
         """A decode row can be planned now; the last one is that of position limit - 2."""
-        return self.target <= self.high < self.limit - 1 and not self.waits_for_mask
+        return self.target <= self.high < self.limit - 1 and not self.waits
 
     @property
     def ready(self) -> int:
         """Known tokens that can be computed now. The last one gives a token, so it waits when that token does."""
         known = self.target - self.high
-        return known - 1 if self.waits_for_mask else known
+        return known - 1 if self.waits else known
 
     @property
     def scores(self) -> bool:
@@ -126,10 +125,8 @@ class Sequence:
         self.number, self.dropped, self.high = 0, max(self.dropped, self.high), self.low
 
     def leave(self) -> int:
-        """Give the slot back. Results of this admission no longer count; the mask of a row in flight can be used again."""
+        """Give the slot back. Results of this admission no longer count."""
         slot, self.slot, self.number = self.slot, -1, 0
         self.low = self.high = 0
         self.runs = []
-        if self.masked:
-            self.waits_for_mask = not self.late_masks and self.mask_for != len(self.tokens)
         return slot

@@ -109,13 +109,13 @@ def lookup_ms(tokens: int) -> tuple[float, float]:
     count = (tokens - 1) // PAGE
     cache, full, sliding = caches(count + 1, TAIL + 1)
     keys: list[bytes] = []
-    extend_keys(keys, root_key(0, ""), prompt, PAGE, count)
+    extend_keys(keys, root_key(""), prompt, PAGE, count)
     cache.insert(keys, full.take(count), sliding.take(TAIL))
     made, known = [], []
     for _ in range(20):
         began = time.perf_counter()
         keys = []
-        extend_keys(keys, root_key(0, ""), prompt, PAGE, count)
+        extend_keys(keys, root_key(""), prompt, PAGE, count)
         between = time.perf_counter()
         assert cache.find(keys).count == count
         made.append(time.perf_counter() - began)
@@ -156,7 +156,7 @@ def cached_mb(pages: int, each: int = 100) -> float:
     for number in range(pages // each):
         keys: list[bytes] = []
         tokens = array("i", np.random.default_rng(number).integers(0, 200_000, each * PAGE, np.int32).tobytes())
-        extend_keys(keys, root_key(0, ""), tokens, PAGE, each)
+        extend_keys(keys, root_key(""), tokens, PAGE, each)
         held, tail = full.take(each), sliding.take(TAIL)
         cache.insert(keys, held, tail)
         full.give(held)

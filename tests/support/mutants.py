@@ -71,7 +71,7 @@ _CORE = (
     ),
     Fault(
         "row-runs-before-its-mask", "engine/core/planner.py",
-        "elif high < sequence.limit - 1 and not sequence.waits_for_mask:", "elif high < sequence.limit - 1:",
+        "elif high < sequence.limit - 1 and not sequence.waits:", "elif high < sequence.limit - 1:",
         "engine/core/test_world_masks.py engine/core/test_masks.py",
     ),
     Fault(
@@ -81,7 +81,7 @@ _CORE = (
     ),
     Fault(
         "tenants-share-a-cache", "engine/core/requests.py",
-        "root_key(0, request.salt)", 'root_key(0, "")', "engine/core/test_tenants.py engine/core/test_prefix.py",
+        "root_key(request.salt)", 'root_key("")', "engine/core/test_tenants.py engine/core/test_prefix.py",
     ),
     Fault(
         "slots-leak", "engine/core/requests.py",
@@ -106,7 +106,7 @@ _CORE = (
     ),
     Fault(
         "any-pages-may-be-a-prefix", "engine/core/segment.py",
-        "key = sha256(key + data", "key = sha256(data", "engine/core/test_prefix.py",
+        "key = sha256(key + content", "key = sha256(content", "engine/core/test_prefix.py",
     ),
     Fault(
         "cache-exceeds-its-share", "engine/core/prefix.py",
@@ -117,12 +117,12 @@ _CORE = (
         "self._order.move_to_end(each)", "pass", "engine/core/test_prefix.py",
     ),
     Fault(
-        "thought-exceeds-its-budget", "engine/core/thought_limit.py",
+        "thought-exceeds-its-budget", "engine/core/masks.py",
         "self._label + self._left", "self._label + self._left + 1", "engine/core/test_thought_limit.py",
     ),
     Fault(
         "grammar-holds-behind-its-call", "engine/core/masks.py",
-        "if reply.trigger is not None and reply.matcher.complete:", "if False:", "engine/core/test_masks.py",
+        "if state.trigger is not None and state.matcher.complete:", "if False:", "engine/core/test_masks.py",
     ),
 )
 

@@ -277,7 +277,8 @@ def test_an_idle_core_sleeps(core) -> None:  # noqa: ANN001
     front, _, scheduler = core
     began = time.process_time()
     time.sleep(0.3)
-    scheduler.add(0, GenerateRequest(id=1, prompt=pack_tokens([1]), params=SamplingParams(max_tokens=2)), masked=True)
+    scheduler.add(0, GenerateRequest(id=1, prompt=pack_tokens([1]), params=SamplingParams(max_tokens=2)))
+    scheduler.waiting[0].waits.add("mask")
     time.sleep(0.5)
     assert time.process_time() - began < 0.2
     front.send(Control(action="report"))

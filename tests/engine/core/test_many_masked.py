@@ -35,13 +35,13 @@ def serve(constrained: int, free: int, served_at_once: int = SLOTS) -> Waits:
     for number in range(constrained + free):
         params = SamplingParams(max_tokens=REPLY)
         request = GenerateRequest(id=number, prompt=pack_tokens(range(number, number + PROMPT)), params=params)
-        scheduler.add(0, request, masked=number < constrained)
-        scheduler.mask_ready(0, number, PROMPT, late=True)
+        scheduler.add(0, request)
+        scheduler.find(0, number).masked = number < constrained
     plans: list[StepPlan] = []
     tokens: dict[int, list[int]] = {}
     while scheduler.unfinished:
         for count, sequence in enumerate(sequence for sequence in scheduler.sequences if sequence.masked):
-            sequence.waits_for_mask = count >= served_at_once
+            sequence.waits = {"mask"} if count >= served_at_once else set()
         while scheduler.in_flight < DEPTH and (plan := scheduler.schedule()) is not None:
             plans.append(plan)
         plan = plans.pop(0)
@@ -51,8 +51,6 @@ def serve(constrained: int, free: int, served_at_once: int = SLOTS) -> Waits:
         scheduler.commit(StepResult.of(plan.step, rows))
         for _, output in scheduler.drain():
             tokens.setdefault(output.id, []).extend([plan.step] * len(output.tokens))
-        for sequence in scheduler.sequences:
-            scheduler.mask_ready(*sequence.key, len(sequence.tokens), late=True)
     assert sorted(map(len, tokens.values())) == [REPLY] * (constrained + free)
     gaps = [after - before for steps in tokens.values() for before, after in pairwise(steps)]
     return Waits(sorted(steps[0] for steps in tokens.values()), max(gaps))

@@ -13,11 +13,9 @@ import jsonschema
 import msgspec
 import pytest
 
-from engine.core.masked_reply import MaskedReply
-from engine.core.masks import Masks
+from engine.core.masks import Masks, MaskState, ThoughtLimit
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.sequence import Sequence
-from engine.core.thought_limit import ThoughtLimit
 from engine.front.call_grammar import CallGrammar
 from engine.front.generation import Choice, Delta
 from engine.front.grammar import Thought, begun_call, choice_answer, grammar, json_answer, regex_answer
@@ -209,12 +207,19 @@ def test_a_begun_call_computes_one_position_again(model: Model, cache_share: flo
     calls = [served.tokens(at).count(model.markers.begin_call) for at in range(5)]
     assert min(calls) > 1
 
-    def constrain(scheduler: Scheduler, sequence: Sequence, length: int, *, late: bool = False) -> None:
-        sequence.masked, sequence.late_masks, sequence.waits_for_mask = True, late, not late
-        if sequence.running and sequence.high >= length:
-            scheduler._requests.preempt(sequence)
+    advance, stepped = Masks.advance, []
 
-    monkeypatch.setattr(Scheduler, "constrain", constrain)
+    def step_back(sequence: Sequence) -> None:
+        stepped.append(sequence)
+
+    monkeypatch.setattr(Sequence, "step_back", step_back)
+
+    def queue_anew(masks: Masks) -> None:
+        advance(masks)
+        while stepped:
+            masks._scheduler._requests.preempt(stepped.pop())
+
+    monkeypatch.setattr(Masks, "advance", queue_anew)
     queued = serve(model, asked, pages=(PAGES[0], 400), cache_share=cache_share)
     assert [served.tokens(at) for at in range(5)] == [queued.tokens(at) for at in range(5)]
     assert queued.prefill >= served.prefill + sum(calls)
@@ -449,7 +454,7 @@ def test_grammars_that_nobody_waits_for_are_not_compiled(model: Model, monkeypat
         return work.begin()
 
     assert compiled() == 1
-    monkeypatch.setattr(MaskedReply, "cancel", lambda self, compiling: None)
+    monkeypatch.setattr(MaskState, "cancel", lambda self, compiling: None)
     assert compiled() == 5
 
 

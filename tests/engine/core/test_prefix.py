@@ -160,7 +160,7 @@ def test_another_salt_finds_nothing() -> None:
 
 def test_a_key_without_its_salt_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault: with one root for all salts the same questions find another's prompt."""
-    monkeypatch.setattr("engine.core.requests.root_key", lambda adapter, salt: root_key(adapter, ""))
+    monkeypatch.setattr("engine.core.requests.root_key", lambda salt: root_key(""))
     bench = Bench()
     prompt = tokens(*range(10, 20))
     bench.ask(prompt, salt="a")
@@ -168,17 +168,17 @@ def test_a_key_without_its_salt_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
     assert bench.cached == 36
 
 
-def test_keys_tell_adapters_and_every_token_apart() -> None:
-    """A page's key depends on all tokens before it, on its own, on the adapter and on the salt; and on nothing else."""
-    def keys(values: list[int], adapter: int = 0, salt: str = "") -> list[bytes]:
+def test_keys_tell_salts_and_every_token_apart() -> None:
+    """A page's key depends on all tokens before it, on its own, and on the salt; and on nothing else."""
+    def keys(values: list[int], salt: str = "") -> list[bytes]:
         found: list[bytes] = []
         for count in range(len(values) // PAGE + 1):  # a page at a time, as they are asked for
-            extend_keys(found, root_key(adapter, salt), array("i", values), PAGE, count)
+            extend_keys(found, root_key(salt), array("i", values), PAGE, count)
         return found
 
     prompt = list(range(12))
     assert keys(prompt) == keys([*prompt, 99])
-    assert len({*keys(prompt), *keys(prompt, 1), *keys(prompt, 0, "1"), *keys(prompt, 1, "0")}) == 12
+    assert len({*keys(prompt), *keys(prompt, "1"), *keys(prompt, "0")}) == 9
     for at in range(12):
         changed = keys([*prompt[:at], 77, *prompt[at + 1 :]])
         assert [a == b for a, b in zip(keys(prompt), changed, strict=True)] == [page < at // PAGE for page in range(3)]

@@ -12,6 +12,7 @@ import pytest
 from engine.channel import MAX_RECORD
 from engine.core import results
 from engine.core.allocator import Allocator, Changes
+from engine.core.masks import MaskState
 from engine.core.planner import Planner
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.sequence import Sequence
@@ -68,14 +69,13 @@ def test_many_random_worlds() -> None:
 
 def test_a_mask_lost_with_its_row_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault: a sequence that is preempted while a masked row is in flight waits for a mask that has come already."""
-    honest = Sequence.leave
+    honest = MaskState.update_wait
 
-    def forgetful(self: Sequence) -> int:
-        slot = honest(self)
-        self.waits_for_mask = self.masked
-        return slot
+    def forgetful(self: MaskState) -> None:
+        if self.sequence.running or not self.sequence.waits:
+            honest(self)
 
-    monkeypatch.setattr(Sequence, "leave", forgetful)
+    monkeypatch.setattr(MaskState, "update_wait", forgetful)
     monkeypatch.setattr("tests.support.engine.worlds._MAX_STEPS", 1000)
     assert caught(100, 3, World.all_masked)
 
@@ -263,12 +263,7 @@ def test_results_matched_by_slot_alone_are_noticed(monkeypatch: pytest.MonkeyPat
 
 def test_a_mask_taken_for_the_wrong_token_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault: a mask that was made for an earlier token lets the next row go."""
-    def hasty(self: Scheduler, client: int, request: int, length: int, *, late: bool) -> None:
-        sequence = self._requests.find((client, request))
-        if sequence is not None:
-            sequence.waits_for_mask = False
-
-    monkeypatch.setattr(Scheduler, "mask_ready", hasty)
+    monkeypatch.setattr(MaskState, "update_wait", lambda self: self.sequence.waits.clear())
     assert caught(300, 10)
 
 
@@ -375,13 +370,15 @@ def test_all_may_wait_for_the_host() -> None:
     """Requests whose masks have not come are not planned, nor called stuck; each mask lets one token through."""
     scheduler = small_scheduler()
     machine = KVMachine(scheduler.config.groups, scheduler.config.pages, 4, 64, lambda prefix, position, seed: position)
-    scheduler.add(0, request(1, 1, 3), masked=True)
-    tokens = []
-    for length in (1, 2, 3):
+    scheduler.add(0, request(1, 1, 3))
+    sequence, tokens = scheduler.waiting[0], []
+    for _ in range(3):
+        sequence.waits.add("mask")
         assert scheduler.schedule() is None
         assert not scheduler.stuck
-        scheduler.mask_ready(0, 1, length)
+        sequence.waits.clear()
         machine.submit(scheduler.schedule())
+        sequence.waits.add("mask")
         assert scheduler.schedule() is None
         scheduler.commit(machine.result())
         tokens += [token for _, output in scheduler.drain() for token in output.tokens]
@@ -392,11 +389,12 @@ def test_all_may_wait_for_the_host() -> None:
 def test_a_prompt_is_computed_up_to_its_last_token_while_its_mask_is_made() -> None:
     """All but the last position of a masked prompt run at once; the last one, which gives a token, follows the mask."""
     scheduler = small_scheduler()
-    scheduler.add(0, request(1, 10, 3), masked=True)
+    scheduler.add(0, request(1, 10, 3))
+    scheduler.waiting[0].waits.add("mask")
     first = scheduler.schedule()
     assert [(chunk.start, chunk.end, chunk.samples) for chunk in first.chunks] == [(0, 9, False)]
     assert scheduler.schedule() is None
-    scheduler.mask_ready(0, 1, 10)
+    scheduler.running[0].waits.clear()
     second = scheduler.schedule()
     assert [(chunk.start, chunk.end, chunk.samples) for chunk in second.chunks] == [(9, 10, True)]
 

@@ -101,9 +101,9 @@ def test_a_tenant_learns_nothing_of_another() -> None:
     assert differences(seeds) == 0
 
 
-def unsalted(adapter: int, salt: str) -> bytes:
+def unsalted(salt: str) -> bytes:
     """Planted fault: keys without their salt."""
-    return root_key(adapter, "")
+    return root_key("")
 
 
 def test_keys_without_salts_show(monkeypatch: pytest.MonkeyPatch) -> None:

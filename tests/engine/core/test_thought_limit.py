@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from engine.core.thought_limit import ThoughtLimit
+from engine.core.masks import ThoughtLimit
 from engine.protocol import ThoughtBudget
 from tests.support.engine.world_thoughts import thought_ends_at
 

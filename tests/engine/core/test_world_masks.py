@@ -5,11 +5,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import pytest
 
-from engine.core.masked_reply import MaskedReply, MaskedRow, present
-from engine.core.masks import Masks
-from engine.core.scheduler import Scheduler
-from engine.core.sequence import Sequence
-from engine.core.thought_limit import ThoughtLimit
+from engine.core.masks import MaskedRow, Masks, MaskState, ThoughtLimit, present
 from engine.step_masks import StepMasks
 from tests.support.engine.draws import chance
 from tests.support.engine.masked_ranks import Plant, a_token_old, left_out, of_another_row, of_the_step_before
@@ -61,7 +57,7 @@ def test_a_wrong_end_of_a_thought_shows_in_few_worlds(fault: str) -> None:
 
 def of_what_is_there(patch: pytest.MonkeyPatch) -> None:
     """A mask that was made for an earlier token counts as the row's."""
-    patch.setattr(MaskedRow, "ready", property(lambda self: self.unmasked or self.reply.mask is not None))
+    patch.setattr(MaskedRow, "ready", property(lambda self: self.unmasked or self.state.mask is not None))
 
 
 def of_the_last_plan(patch: pytest.MonkeyPatch) -> None:
@@ -70,7 +66,7 @@ def of_the_last_plan(patch: pytest.MonkeyPatch) -> None:
 
     def of_another_step(self: Masks, step: int, masks: Mapping[int, np.ndarray]) -> bytes:
         rows = self._planned[-1][1] if self._planned else ()
-        return encoded(self, step, {row.slot: present(row.reply.mask) for row in rows if not row.unmasked} or masks)
+        return encoded(self, step, {row.slot: present(row.state.mask) for row in rows if not row.unmasked} or masks)
 
     patch.setattr(Masks, "_encoded", of_another_step)
 
@@ -95,20 +91,17 @@ def one_late(patch: pytest.MonkeyPatch) -> None:
 
 def in_flight_counts(patch: pytest.MonkeyPatch) -> None:
     """A row in flight that should have ended a thought, or begun a grammar, counts."""
-    patch.setattr(Scheduler, "constrain", lambda self, sequence, length, *, late=False: constrained(sequence, late=late))
-
-
-def constrained(sequence: Sequence, *, late: bool) -> None:
-    sequence.masked, sequence.late_masks, sequence.waits_for_mask = True, late, not late
+    constrain = MaskState.constrain
+    patch.setattr(MaskState, "constrain", lambda self, length: constrain(self, length + (1 << 20)))
 
 
 def told_twice(patch: pytest.MonkeyPatch) -> None:
     """Of what is computed again after a preemption, the last token is counted once more."""
     follow = Masks._read_tokens
 
-    def again(self: Masks, reply: MaskedReply) -> bool:
-        reply.read -= reply.limit is not None and reply.sequence.slot < 0 and reply.read == len(reply.sequence.tokens) > 1
-        return follow(self, reply)
+    def again(self: Masks, state: MaskState) -> bool:
+        state.read -= state.limit is not None and state.sequence.slot < 0 and state.read == len(state.sequence.tokens) > 1
+        return follow(self, state)
 
     patch.setattr(Masks, "_read_tokens", again)
 
@@ -116,17 +109,13 @@ def told_twice(patch: pytest.MonkeyPatch) -> None:
 def free_ends(patch: pytest.MonkeyPatch) -> None:
     """A row that has to end a thought is taken for one of those before it."""
     honest = MaskedRow.unmasked.fget
-    patch.setattr(MaskedRow, "unmasked", property(lambda self: honest(self) or self.reply.ending))
+    patch.setattr(MaskedRow, "unmasked", property(lambda self: honest(self) or self.state.ending))
 
 
 def slow_ends(patch: pytest.MonkeyPatch) -> None:
     """The mask that ends a thought is slow where the grammar before it was."""
-    ready = Scheduler.mask_ready
-
-    def as_before(self: Scheduler, client: int, request: int, length: int, *, late: bool = False) -> None:
-        ready(self, client, request, length, late=late and chance(0.5, request))
-
-    patch.setattr(Scheduler, "mask_ready", as_before)
+    late = MaskState.late.fget
+    patch.setattr(MaskState, "late", property(lambda self: late(self) and chance(0.5, self.sequence.key[1])))
 
 
 @pytest.mark.parametrize("fault", [one_late, in_flight_counts, told_twice, free_ends, slow_ends])

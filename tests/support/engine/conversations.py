@@ -168,7 +168,7 @@ def unlimited(trace: Trace) -> Found:
 def page_keys(tokens: "array[int]") -> list[bytes]:
     """Of all whole pages."""
     keys: list[bytes] = []
-    extend_keys(keys, root_key(0, ""), tokens, PAGE, len(tokens) // PAGE)
+    extend_keys(keys, root_key(""), tokens, PAGE, len(tokens) // PAGE)
     return keys
 
 

@@ -181,13 +181,12 @@ class WorldRanks(MaskedRanks):
 
 @dataclass
 class Host:
-    """What the core's loop does with masks. Unless `once` it tells the scheduler of some twice, and of old ones, in vain."""
+    """What the core's loop does with masks."""
 
     scheduler: Scheduler
     ranks: WorldRanks
     grammars: Grammars
     rng: random.Random
-    once: bool
     masks: Masks = field(init=False)
 
     def __post_init__(self) -> None:
@@ -203,10 +202,6 @@ class Host:
 
     def work(self) -> bool:
         """Threads go on; whether there is anything new."""
-        for sequence in () if self.once else self.scheduler.sequences:
-            if sequence.masked and self.rng.random() < 0.2:
-                length = min(len(sequence.tokens) - self.rng.randint(0, 1), sequence.mask_for)
-                self.scheduler.mask_ready(*sequence.key, length, late=sequence.late_masks)
         compiled, made = self.compiler.work(), self.slow.work()
         self.ranks.seen.update(compiled=compiled, slow_masks=made)
         return bool(compiled or made)
@@ -227,7 +222,7 @@ class Host:
         """A result was."""
         if self.masks.active:
             self._advance()
-        waiting = [reply for reply in self.masks._replies if reply.ending and reply.sequence.waits_for_mask]
+        waiting = [state for state in self.masks._states if state.ending and state.sequence.waits]
         assert not waiting, f"{waiting} wait for the end of a thought"
 
     def close(self) -> None:

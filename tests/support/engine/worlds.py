@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from engine.core.allocator import first_page
+from engine.core.masks import Masks
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.sequence import Sequence
 from engine.core.step_budget import MOST_PASSED, MOST_SKIPPED
@@ -68,7 +69,6 @@ class World:
         self.guess_chance = rng.choice((0.0, 0.3, 0.8, 1.0))
         self.nan_chance = rng.choice((0.0, 0.0, 0.02))
         self.follow_chance = rng.choice((0.0, 0.5, 0.9))  # an answer is followed by a next turn
-        self.once = rng.random() < 0.5  # the scheduler is told of no mask twice
         failing, complete, slow = rng.choice((0.0, 0.0, 0.03)), rng.choice((0.1, 0.5)), rng.choice((0.0, 0.03, 0.5))
         self.grammars = Grammars(self.seed, failing, complete, slow)
         if not drafts and rng.random() < 0.3:
@@ -79,12 +79,11 @@ class World:
             self._limit_thoughts()
 
     def all_masked(self) -> "World":
-        """The same with a mask for every token of every request, none told twice, and pages so few that some are preempted."""
+        """The same with a mask for every token of every request, and pages so few that some are preempted."""
         page, max_len = self.groups[0].page, self.config.max_len
         pages = (2 * self.groups[0].worst_pages(max_len) + 2, -(-max_len // page) + 2)
         self.config = replace(self.config, drafts=0, pages=pages, max_seqs=6)
         self._constrain(lambda number: True, triggers=0.0)
-        self.once = True
         return self
 
     def _constrain(self, chosen: Callable[[int], bool], triggers: float) -> None:
@@ -231,7 +230,7 @@ def simulate(
     machine = WorldRanks(config.groups, config.pages, config.max_seqs, config.max_len, world.token, config.drafts)
     machine.plant, machine.guess, machine.nan = plant, world.guess, world.nan
     machine.plant_masks, machine.wanted = plant_masks, world.mask
-    host = Host(scheduler, machine, world.grammars, world.rng, world.once)
+    host = Host(scheduler, machine, world.grammars, world.rng)
     given: dict[int, list[int]] = {request.id: [] for request in world.requests}
     waiting, steps = list(world.requests), 0
     outputs: list[Output] = []
@@ -287,20 +286,21 @@ def plan_all(world: World, host: Host, passed: Counter[int]) -> bool:
             assert first is None, f"{first} could have had a row"
             break
         check_first(first, plan, passed)
-        check_masks(scheduler, plan)
         check_rows(scheduler, plan)
         host.planned(plan)
+        check_masks(host.masks, plan)
         planned = True
     return planned
 
 
-def check_masks(scheduler: Scheduler, plan: StepPlan) -> None:
+def check_masks(masks: Masks, plan: StepPlan) -> None:
     """Unless masks are late, a masked row that gives a token has no other such row in flight before it, and waits behind it."""
     sampling = {chunk.slot for chunk in plan.chunks if chunk.samples} | set(plan.decodes)
-    for sequence in scheduler.running:
-        if sequence.masked and not sequence.late_masks and sequence.slot in sampling:
+    for state in masks._states:
+        sequence = state.sequence
+        if sequence.masked and not state.late and sequence.slot in sampling:
             assert sequence.high == len(sequence.tokens), "a row was planned before its mask could be known"
-            assert sequence.waits_for_mask
+            assert sequence.waits
 
 
 def first_of(scheduler: Scheduler) -> Sequence | None:
