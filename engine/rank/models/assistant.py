@@ -1,4 +1,4 @@
-"""Gemma 4's assistants: drafters of four layers that read their target's K and V (`engine.assistant_geometry`).
+"""Gemma 4's assistants: drafters of four layers that read their target's K and V (`engine.rank.models.assistant_geometry`).
 
     x = W_pre [ E_target[id] * sqrt(backbone) ; hidden ]      hidden: the target's final-normed row, or the pass before's `W_post y`
     y = norm( 4 layers(x) )                                   queries alone; K and V are the target's, up to the row's position
@@ -14,7 +14,6 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from engine.assistant_geometry import AssistantGeometry
 from engine.errors import CheckpointError
 from engine.geometry import Geometry
 from engine.rank.attention.base import AttentionBackend
@@ -23,6 +22,7 @@ from engine.rank.kv import KVCache
 from engine.rank.load.loader import load
 from engine.rank.load.tensor_files import headers, opened
 from engine.rank.models.architecture import Shard
+from engine.rank.models.assistant_geometry import AssistantGeometry
 from engine.rank.models.assistant_weights import ORDER, TENSORS
 from engine.rank.models.gemma4 import Block, LayerStep, frequencies_of
 from engine.rank.models.layers import AllReduceNorm, Linear, Module, VocabTable, empty

@@ -1,8 +1,8 @@
 """The tensors of Gemma 4's assistants. No torch: shapes are asked for without it."""
 
-from engine.assistant_geometry import AssistantGeometry
 from engine.geometry import Geometry, Layer
 from engine.rank.load.tensor_table import HEAD, Rule, TensorTable
+from engine.rank.models.assistant_geometry import AssistantGeometry
 
 ORDER = "masked_embedding.token_ordering"  # int64 [vocab], ids by centroid: `assistant.OrderedHead` reads it itself
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from deploy.models.nano.nano_shapes import SHAPES
-from engine.assistant_geometry import AssistantGeometry, check_shards, read_assistant
 from engine.errors import CheckpointError
 from engine.geometry import kv_groups, read_geometry
 from engine.rank.attention import attention_backend
@@ -17,6 +16,7 @@ from engine.rank.batch import Chunk, ForwardBatch, eager_batch
 from engine.rank.kv import GroupCache, KVCache
 from engine.rank.load.loader import load
 from engine.rank.models.assistant import Assistant, load_assistant
+from engine.rank.models.assistant_geometry import AssistantGeometry, check_shards, read_assistant
 from engine.rank.models.gemma4 import GEMMA4, Gemma4
 from engine.rank.parallel import Single
 from kernels.slots import rotary_table

@@ -144,7 +144,8 @@ def test_kernels_find_their_modules() -> None:
         ("_allreduce_norm", 5, 7), ("head", 7, 9), ("_gemv", 7, 9), ("_choose", 9, 10),
     )  # fmt: skip
     kernels, modules = spans_of(seen, scopes)
-    assert [kernel.name for kernel in kernels] == ["_inputs", "_allreduce_norm", "_gemv", "_gemv", "_allreduce_norm", "_gemv", "_choose"]
+    names = ["_inputs", "_allreduce_norm", "_gemv", "_gemv", "_allreduce_norm", "_gemv", "_choose"]
+    assert [kernel.name for kernel in kernels] == names
     assert modules_of(kernels, modules) == [
         "inputs", "blocks.0", "blocks.0.mlp", "blocks.0.mlp", "blocks.0", "head", "sampling",
     ]  # fmt: skip
