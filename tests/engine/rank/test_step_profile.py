@@ -25,6 +25,7 @@ from engine.rank.profiling.loopback import Loopback
 from engine.rank.profiling.session import ProfileRequest, fitting, most_pages
 from engine.rank.profiling.step_profile import Span, StepProfile, medians, modules_of, profile_step, recorded, spans_of
 from tests.conftest import Nano
+from tests.support.engine.plans import PageAppend
 
 pytestmark = pytest.mark.cpu
 
