@@ -1,41 +1,46 @@
-"""Byte layout of what crosses between core and ranks: StepPlan (core -> ranks), StepResult (rank 0 -> core).
+"""What crosses between core and ranks, and its bytes: StepPlan (core -> ranks), StepResult (rank 0 -> core).
 
 All little-endian, every section 4-byte aligned: header and fixed-width sections are one run of int32 that a rank copies to its
-device as it is.
+device as it is (`engine.plan_layout`).
 
-    StepPlan    header [16] | decodes [n] | chunks [n,4] | appends [n,4] | releases [n,4] | zeros [n,2] | admissions, variable
-    StepResult  header | rows [n,4 + width] | logprobs, variable, only when the header says so | logprobs of prompts, variable
+    StepPlan    header [16] | rows [n,3] | chunks [n,6] | appends [n,4] | releases [n,4] | zeros [n,2] | spans [n,2] | encodes [n,4]
+                | admissions, variable
+    StepResult  header | table [n,4 + W] | logprobs of tokens, variable, only when the header says so | of prompts, variable
 
-    plan header, int32: version, flags, step (two words), then the counts of decodes, chunks, appends, releases, zeros, admissions;
-                        the rest is zero
+    plan header, int32: version, flags, step (two words), the number of rows of each section, of admissions; the rest is zero
+    rows      slot, width, flags       decode rows: the next token and width - 1 drafts; ROW_MASKED: not every token may come
+    chunks    slot, start, end, first_logit, first span, spans       positions [start, end) of a prompt, of which those from
+              first_logit on want logits (none, if it is end); the last one's give the token at `end`
+    appends   group, slot, entry, page          that entry of the slot's table row in the group becomes `page`
+    releases  group, slot, first, count         entries [first, first + count) there become the null page
+    zeros     group, page                       what the page held was not finite: it is zeroed before the step writes to it
+    spans     begin, end                        positions of a chunk that see each other both ways; a chunk names its own
+    encodes   slot, first position, rows, item  an item of media to encode, for so many positions of the slot
+    table     slot, number & NUMBER_MASK, tokens given (0 to the row's width), flags, tokens; W: width of the widest row
 
-A plan is a diff: a decode row is its slot and nothing else (the device holds its length), a page is named once when it is
-appended. A plan means: releases, then admissions (which clear a slot's table rows), then appends and zeros; then the chunks and
-decodes run as one forward. Ranks clear rows before releases, which comes to the same: both write the null page.
+A plan is a diff: a decode row does not name its position (the device holds its length), a page is named once when it is appended.
+A plan means: releases, then admissions (which clear a slot's table rows), then appends and zeros; then chunks and decode rows run
+as one forward. Ranks clear rows before releases, which comes to the same: both write the null page.
 """
 
 import struct
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
-from typing import NamedTuple, cast
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, chain, pairwise
+from typing import NamedTuple, TypeAlias, cast
 
 import numpy as np
 
 from engine import logit_adjustments
+from engine.plan_layout import HEADER, PLAN_VERSION, RESULT_HEAD, SECTIONS
 from engine.protocol import MAX_ALTERNATIVES, MAX_STOP_IDS, Logprobs, PromptLogprobs, SamplingParams, token_bytes
 
-PLAN_VERSION = 4
 DEPTH = 2  # plans out at a time: one running, one queued
-RESULT_WIDTH = 1
 MAX_ADMITTED = 1 << 17  # numbers (`admission_size`) of one plan's admissions, one of them apart: 0.5 MiB of a ring record
 MAX_SCORED = 1 << 13  # prompt tokens of one plan whose logprobs its result has: up to 1.3 MiB of a ring record
-HEADER_INTS = 16
-COUNTS = 4  # the header's first count: decodes, chunks, appends, releases, zeros, admissions
 
-_WIDTHS = (1, 4, 4, 4, 2)  # int32 of a decode, chunk, append, release, zero
-_PLAN = struct.Struct("<IIQ6I24x")
+_PLAN = struct.Struct(f"<IIQ{len(SECTIONS) + 1}I")
 _ADMISSION = struct.Struct("<iiqqfff10i")
 _RESULT = struct.Struct("<QIIII")
 _LOGPROB_COUNT = struct.Struct("<i")
@@ -43,27 +48,14 @@ _PROMPT = struct.Struct("<iiiii")  # slot, number, first position, alternatives,
 
 FLAG_STOP = 1
 FLAG_MASKED = 2
+ROW_MASKED = 1  # of a decode row
 RESULT_HAS_LOGPROBS = 1
 ROW_NAN = 1
 ROW_EMPTY = 2
 NUMBER_MASK = 0x7FFFFFFF  # of an admission's number, what a result row carries
 
 
-@dataclass(frozen=True)
-class PrefillChunk:
-    """Positions [start, end) of `slot`. Rows from `first_logit` on want logits; first_logit == end: none do.
-
-    The last position's logits give the sequence's next token, written at position `end` of the slot's token row.
-    """
-
-    slot: int
-    start: int
-    end: int
-    first_logit: int
-
-    @property
-    def samples(self) -> bool:
-        return self.first_logit < self.end
+Section: TypeAlias = "list[tuple[int, ...]] | array[int]"  # rows; or their numbers, one row's after the other's
 
 
 @dataclass(frozen=True)
@@ -88,92 +80,65 @@ class Admission:
 
 
 @dataclass(frozen=True)
-class PageAppend:
-    """Entry `index` of `slot`'s table row in `group` becomes `page`."""
-
-    group: int
-    slot: int
-    index: int
-    page: int
-
-
-@dataclass(frozen=True)
-class PageRelease:
-    """Entries [first, first + count) of `slot`'s table row in `group` become the null page."""
-
-    group: int
-    slot: int
-    first: int
-    count: int
-
-
-@dataclass(frozen=True)
-class PageZero:
-    """`page` of `group` is overwritten with zeros before this step writes to it: what it held was not finite."""
-
-    group: int
-    page: int
-
-
-@dataclass(frozen=True)
 class StepPlan:
-    """One step for every rank. Result rows come in the order: chunks that sample, then decodes.
+    """One step for every rank. Result rows come in the order: chunks that sample, then decode rows.
 
-    Of releases and appends there may be thousands: the core has them as one int32 array, a row's four numbers after the other's.
-    `masked`: in some rows not every token may come; the step's StepMasks say which.
+    Of releases, appends and zeros there may be thousands: the core has them as arrays. `masked`: in some rows not every token may
+    come; the step's StepMasks say which.
     """
 
     step: int
     stop: bool = False
-    releases: "list[PageRelease] | array[int]" = field(default_factory=list)
-    admissions: list[Admission] = field(default_factory=list)
-    appends: "list[PageAppend] | array[int]" = field(default_factory=list)
-    zeros: list[PageZero] = field(default_factory=list)
-    chunks: list[PrefillChunk] = field(default_factory=list)
-    decodes: list[int] = field(default_factory=list)
     masked: bool = False
+    rows: list[tuple[int, ...]] = field(default_factory=list)
+    chunks: list[tuple[int, ...]] = field(default_factory=list)
+    appends: Section = field(default_factory=list)
+    releases: Section = field(default_factory=list)
+    zeros: Section = field(default_factory=list)
+    spans: list[tuple[int, ...]] = field(default_factory=list)
+    encodes: list[tuple[int, ...]] = field(default_factory=list)
+    admissions: list[Admission] = field(default_factory=list)
 
     @property
     def result_slots(self) -> list[int]:
         """Slot of each result row."""
-        return [chunk.slot for chunk in self.chunks if chunk.samples] + self.decodes
+        return [slot for slot, _, end, first_logit, *_ in self.chunks if first_logit < end] + [row[0] for row in self.rows]
 
     @property
-    def tokens(self) -> int:
-        """Rows of the forward."""
-        return sum(chunk.end - chunk.start for chunk in self.chunks) + len(self.decodes)
+    def prompt_tokens(self) -> int:
+        """Positions of its chunks."""
+        return sum(end - start for _, start, end, *_ in self.chunks)
 
 
 @dataclass(frozen=True, eq=False)
 class PlanView:
-    """A plan as a rank reads it: arrays over the record's bytes, no object a row.
+    """A plan as a rank reads it: a section is int32 [n, numbers of a row] over the record's bytes, no object a row.
 
-    fixed      int32, header and fixed-width sections as they lie in the record: what is copied to the device
-    decodes    int32 [n] slots;   chunks int32 [n, 4] (slot, start, end, first_logit)
-    appends    int32 [n, 4] (group, slot, index, page);   releases int32 [n, 4] (group, slot, first, count)
-    zeros      int32 [n, 2] (group, page)
+    fixed  int32, header and fixed-width sections as they lie in the record: what is copied to the device
     """
 
     step: int
     stop: bool
     masked: bool
     fixed: np.ndarray
-    decodes: np.ndarray
+    rows: np.ndarray
     chunks: np.ndarray
     appends: np.ndarray
     releases: np.ndarray
     zeros: np.ndarray
+    spans: np.ndarray
+    encodes: np.ndarray
     admissions: tuple[Admission, ...]
 
     @property
-    def sampling_chunks(self) -> np.ndarray:
-        """The chunks whose last position gives a token."""
-        return self.chunks[self.chunks[:, 3] < self.chunks[:, 2]]
+    def decodes(self) -> np.ndarray:
+        """Slot of each decode row, int32."""
+        return self.rows[:, 0]
 
     @property
     def result_slots(self) -> np.ndarray:
         """Slot of each result row, int32."""
-        return np.concatenate([self.sampling_chunks[:, 0], self.decodes])
+        return np.concatenate([self.chunks[self.chunks[:, 3] < self.chunks[:, 2], 0], self.decodes])
 
 
 class PlanHeader(NamedTuple):
@@ -185,13 +150,14 @@ class PlanHeader(NamedTuple):
 
 
 class ResultRow(NamedTuple):
-    """What one result row gave. Without tokens nothing was sampled: `nan`, the logits held NaN; `empty`, every id was forbidden."""
+    """What one result row gave, with the logprobs of its tokens, if it reports them. Without tokens nothing was sampled: `nan`, the
+    logits held NaN; `empty`, every id was forbidden."""
 
     slot: int
     number: int
     tokens: tuple[int, ...]
     nan: bool = False
-    logprobs: Logprobs | None = None
+    logprobs: Sequence[Logprobs] = ()
     empty: bool = False
 
 
@@ -213,57 +179,46 @@ def has_numbers(logprobs: PromptLogprobs) -> bool:
 class StepResult:
     """Rank 0 -> core, one a plan that had rows or not, in plan order.
 
-    table     int32 [n, 4 + width], in the order of the plan's result rows: slot, number & NUMBER_MASK, tokens given, flags, tokens
-    logprobs  of the rows that report them
+    table     int32 [n, 4 + W], in the order of the plan's result rows
+    logprobs  of the rows that report them, one a token
     prompts   of the chunks that report logprobs of prompt tokens, in the plan's order
     """
 
     step: int
     table: np.ndarray
-    logprobs: Mapping[int, Logprobs] = field(default_factory=dict)
+    logprobs: Mapping[int, Sequence[Logprobs]] = field(default_factory=dict)
     prompts: Sequence[PromptRow] = ()
-
-    @classmethod
-    def of(cls, step: int, rows: Sequence[ResultRow], prompts: Sequence[PromptRow] = ()) -> "StepResult":
-        """From objects: for fakes."""
-        width = max((len(row.tokens) for row in rows), default=RESULT_WIDTH)
-        table = np.zeros((len(rows), 4 + max(width, RESULT_WIDTH)), np.int32)
-        for at, row in enumerate(rows):
-            head = (row.slot, row.number & NUMBER_MASK, len(row.tokens), ROW_NAN * row.nan | ROW_EMPTY * row.empty)
-            table[at, : 4 + len(row.tokens)] = head + row.tokens
-        return cls(step, table, {at: row.logprobs for at, row in enumerate(rows) if row.logprobs is not None}, prompts)
 
     def row(self, at: int) -> ResultRow:
         """One row as an object."""
         slot, number, count, flags, *tokens = self.table[at].tolist()
         nan, empty = bool(flags & ROW_NAN), bool(flags & ROW_EMPTY)
-        return ResultRow(slot, number, tuple(tokens[:count]), nan, self.logprobs.get(at), empty)
+        return ResultRow(slot, number, tuple(tokens[:count]), nan, self.logprobs.get(at, ()), empty)
 
     @property
     def rows(self) -> list[ResultRow]:
         """All rows as objects."""
         return [self.row(at) for at in range(len(self.table))]
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, StepResult) and (
-            (self.step, self.rows, list(self.prompts)) == (other.step, other.rows, list(other.prompts))
-        )
 
-    __hash__ = None  # type: ignore[assignment]  # it holds an array
+def single_rows(slots: Iterable[int]) -> list[tuple[int, ...]]:
+    """Decode rows of these slots, of one token each."""
+    return [(slot, 1, 0) for slot in slots]
 
 
 def encode_plan(plan: StepPlan) -> bytes:
-    """Bytes of `plan`; `decode_plan` is its inverse."""
+    """Bytes of `plan`; `read_plan` reads them."""
     flags = (FLAG_STOP if plan.stop else 0) | (FLAG_MASKED if plan.masked else 0)
-    tables = [_flat(section) for section in (plan.chunks, plan.appends, plan.releases, plan.zeros)]
-    counts = [len(table) // width for table, width in zip(tables, _WIDTHS[1:], strict=True)]
-    header = _PLAN.pack(PLAN_VERSION, flags, plan.step, len(plan.decodes), *counts, len(plan.admissions))
-    return b"".join([header, array("i", plan.decodes), *tables, *map(_encode_admission, plan.admissions)])
+    sections = [_packed(getattr(plan, name)) for name in SECTIONS]
+    counts = [len(section) // (4 * width) for section, width in zip(sections, SECTIONS.values(), strict=True)]
+    header = _PLAN.pack(PLAN_VERSION, flags, plan.step, *counts, len(plan.admissions)).ljust(4 * HEADER, b"\0")
+    return b"".join([header, *sections, *map(_encode_admission, plan.admissions)])
 
 
-def _flat(rows: "Sequence[PrefillChunk | PageAppend | PageRelease | PageZero] | array[int]") -> "array[int]":
-    """A section's numbers, one row's after the other's."""
-    return rows if isinstance(rows, array) else array("i", [getattr(row, name) for row in rows for name in row.__match_args__])
+def _packed(section: Section) -> bytes:
+    if isinstance(section, array):
+        return section.tobytes()
+    return _ints([*chain.from_iterable(section)])
 
 
 def largest_plan(
@@ -272,8 +227,8 @@ def largest_plan(
     """Bytes that no plan of the core exceeds: `seqs` sequences, rows of up to `width` positions, and `budget` prompt tokens."""
     admission = admission_size(max_len, MAX_STOP_IDS, logit_adjustments.MAX_SIZE, groups * (max_len // page + 1))
     held = most_appends(seqs, budget, page, groups, width)
-    rows = seqs * (1 + 4) + 4 * held + 4 * groups * seqs + 2 * (held + groups * (max_len // page + 1))
-    return 4 * (HEADER_INTS + rows + max(admission, admitted))
+    rows = seqs * (3 + 6) + 4 * held + 4 * groups * seqs + 2 * (held + groups * (max_len // page + 1))
+    return 4 * (HEADER + rows + max(admission, admitted))
 
 
 def most_appends(seqs: int, budget: int, page: int, groups: int, width: int = 1) -> int:
@@ -282,9 +237,11 @@ def most_appends(seqs: int, budget: int, page: int, groups: int, width: int = 1)
     return groups * (budget // page + seqs * -(-width // page))
 
 
-def largest_result(seqs: int) -> int:
-    """Bytes that no step's result exceeds: a row for each of `seqs` sequences, and MAX_SCORED prompt tokens, all with logprobs."""
-    rows = seqs * (4 * (4 + RESULT_WIDTH) + _LOGPROB_COUNT.size + token_bytes(MAX_ALTERNATIVES) + _PROMPT.size)
+def largest_result(seqs: int, width: int = 1) -> int:
+    """Bytes that no step's result exceeds: a row of `width` tokens for each of `seqs` sequences, and MAX_SCORED prompt tokens, all
+    with logprobs."""
+    tokens = width * (4 + _LOGPROB_COUNT.size + token_bytes(MAX_ALTERNATIVES))
+    rows = seqs * (4 * RESULT_HEAD + tokens + _PROMPT.size)
     return _RESULT.size + rows + MAX_SCORED * token_bytes(MAX_ALTERNATIVES)
 
 
@@ -308,10 +265,11 @@ def read_plan(data: bytes) -> PlanView:
     """The plan in `data`, unparsed; raises ValueError when it is not one (wrong version or length)."""
     step, stop, masked = read_header(data)
     _, _, _, *counts, n_admissions = _PLAN.unpack_from(data)
-    ends = list(accumulate((count * width for count, width in zip(counts, _WIDTHS, strict=True)), initial=HEADER_INTS))
+    widths = SECTIONS.values()
+    ends = list(accumulate((count * width for count, width in zip(counts, widths, strict=True)), initial=HEADER))
     fixed = np.frombuffer(data, np.int32, ends[-1])
-    decodes, *tables = (fixed[first:last] for first, last in pairwise(ends))
-    chunks, appends, releases, zeros = (table.reshape(-1, width) for table, width in zip(tables, _WIDTHS[1:], strict=True))
+    parts = (fixed[first:end].reshape(-1, width) for (first, end), width in zip(pairwise(ends), widths, strict=True))
+    sections = dict(zip(SECTIONS, parts, strict=True))
     offset = 4 * ends[-1]
     admissions = []
     for _ in range(n_admissions):
@@ -319,23 +277,7 @@ def read_plan(data: bytes) -> PlanView:
         admissions.append(admission)
     if offset != len(data):
         raise ValueError(f"plan {step} is {len(data)} bytes long, its sections end at {offset}")
-    return PlanView(step, stop, masked, fixed, decodes, chunks, appends, releases, zeros, tuple(admissions))
-
-
-def decode_plan(data: bytes) -> StepPlan:
-    """The plan in `data` as objects, for whoever is no rank; raises ValueError as `read_plan` does."""
-    view = read_plan(data)
-    return StepPlan(
-        step=view.step,
-        stop=view.stop,
-        masked=view.masked,
-        decodes=view.decodes.tolist(),
-        chunks=[PrefillChunk(*row) for row in view.chunks.tolist()],
-        appends=[PageAppend(*row) for row in view.appends.tolist()],
-        releases=[PageRelease(*row) for row in view.releases.tolist()],
-        zeros=[PageZero(*row) for row in view.zeros.tolist()],
-        admissions=[replace(admission, tokens=np.asarray(admission.tokens).tolist()) for admission in view.admissions],
-    )
+    return PlanView(step, stop, masked, fixed, **sections, admissions=tuple(admissions))
 
 
 def _ints(values: list[int] | tuple[int, ...]) -> bytes:
@@ -391,17 +333,14 @@ def _decode_admission(data: bytes, offset: int) -> tuple[Admission, int]:
     return Admission(slot, number, cast("Sequence[int]", tokens), prompt, params, adapter, cached, scored), offset
 
 
-def encode_result(result: StepResult) -> bytes:
-    """Bytes of `result`; `decode_result` is its inverse."""
-    return encode_rows(result.step, result.table, result.logprobs, result.prompts)
-
-
-def encode_rows(step: int, table: np.ndarray, logprobs: Mapping[int, Logprobs], prompts: Sequence[PromptRow] = ()) -> bytes:
-    """Bytes of a result whose rows are int32 [n, 4 + width]: slot, number & NUMBER_MASK, tokens given, flags, tokens."""
+def encode_rows(
+    step: int, table: np.ndarray, logprobs: Mapping[int, Sequence[Logprobs]], prompts: Sequence[PromptRow] = ()
+) -> bytes:
+    """Bytes of a result; the arguments are as in StepResult. With logprobs of some rows, each token of any row has an entry."""
     assert table.dtype == np.int32, table.dtype
-    assert table.shape[1] == 4 + RESULT_WIDTH, table.shape
-    header = _RESULT.pack(step, len(table), RESULT_WIDTH, RESULT_HAS_LOGPROBS if logprobs else 0, len(prompts))
-    lists = [_encode_logprobs(logprobs.get(row)) for row in range(len(table))] if logprobs else []
+    header = _RESULT.pack(step, len(table), table.shape[1] - RESULT_HEAD, RESULT_HAS_LOGPROBS if logprobs else 0, len(prompts))
+    counts = table[:, 2].tolist() if logprobs else []
+    lists = [_encode_logprobs(one) for row, count in enumerate(counts) for one in logprobs.get(row, [None] * count)]
     return b"".join([header, table.tobytes(), *lists, *map(_encode_prompt, prompts)])
 
 
@@ -422,15 +361,17 @@ def _encode_logprobs(logprobs: Logprobs | None) -> bytes:
 def decode_result(data: bytes) -> StepResult:
     """The result in `data`, in place; raises ValueError when its length is wrong."""
     step, n_rows, width, flags, n_prompts = _RESULT.unpack_from(data)
-    offset = _RESULT.size + 4 * n_rows * (4 + width)
+    columns = RESULT_HEAD + width
+    offset = _RESULT.size + 4 * n_rows * columns
     if offset > len(data):
         raise ValueError(f"result {step} is {len(data)} bytes long, its rows end at {offset}")
-    table = np.frombuffer(data, np.int32, n_rows * (4 + width), _RESULT.size).reshape(n_rows, 4 + width)
-    logprobs: dict[int, Logprobs] = {}
-    for at in range(n_rows if flags & RESULT_HAS_LOGPROBS else 0):
-        reported, offset = _decode_logprobs(data, offset)
-        if reported is not None:
-            logprobs[at] = reported
+    table = np.frombuffer(data, np.int32, n_rows * columns, _RESULT.size).reshape(n_rows, columns)
+    logprobs: dict[int, list[Logprobs]] = {}
+    for row, count in enumerate(table[:, 2].tolist() if flags & RESULT_HAS_LOGPROBS else ()):
+        for _ in range(count):
+            reported, offset = _decode_logprobs(data, offset)
+            if reported is not None:
+                logprobs.setdefault(row, []).append(reported)
     prompts = []
     for _ in range(n_prompts):
         prompt, offset = _decode_prompt(data, offset)

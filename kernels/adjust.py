@@ -27,7 +27,6 @@ from kernels.launch import enabled, launch, trigger, wait
 from kernels.sample import cap
 from kernels.sampling_batch import BAD_WORDS, BIASED, LIMITED, PENALIZED, SamplingBatch, SlotAdjustments
 
-PLAN_STEP = 2  # where a plan's header has the low word of its step
 IN_PROMPT, MOST_COUNTED = 0x8000, 0x7FFF  # of an entry of counts
 _BLOCK = 1024
 
@@ -51,7 +50,7 @@ def adjust(logits: Tensor, batch: SamplingBatch, first: int, parts: int = 1) -> 
         tables.mask_rows, capped, first, batch.softcap or 1.0,
         N=n, PART=cdiv(n, parts), CAP=batch.softcap is not None, BIASES=tables.bias.shape[1],
         WORD_IDS=tables.bad_words.shape[1], WORDS=tables.word_ends.shape[1], MASK_WORDS=tables.masks.shape[1],
-        BIASED=BIASED, PENALIZED=PENALIZED, LIMITED=LIMITED, BAD_WORDS=BAD_WORDS, STEP=PLAN_STEP, PROMPT=IN_PROMPT,
+        BIASED=BIASED, PENALIZED=PENALIZED, LIMITED=LIMITED, BAD_WORDS=BAD_WORDS, STEP=batch.step, PROMPT=IN_PROMPT,
         MOST=MOST_COUNTED, BLOCK=_BLOCK, warps=4,
     )  # fmt: skip
     return replace(batch, capped=capped)
@@ -63,7 +62,7 @@ def adjust(logits: Tensor, batch: SamplingBatch, first: int, parts: int = 1) -> 
 def _reference(logits: Tensor, batch: SamplingBatch, tables: SlotAdjustments, plan: Tensor, first: int) -> Tensor:
     """int32 [R], 1: the row is adjusted."""
     slots = batch.slots.long()
-    flags, masked = tables.flags[slots], tables.mask_rows[slots, 0] == plan[PLAN_STEP]
+    flags, masked = tables.flags[slots], tables.mask_rows[slots, 0] == plan[batch.step]
     adjusted = ((flags != 0) | masked) & (batch.positions >= 0)
     for row in adjusted.nonzero().flatten().tolist():
         slot, position, flag = int(slots[row]), int(batch.positions[row]), int(flags[row])

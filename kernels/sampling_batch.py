@@ -57,7 +57,7 @@ class SamplingBatch:
     suppress          int32 [m]: ids that no row may give
     softcap           of the logits; None: they have none
     adjustments       of every slot; None: no row's logits are adjusted
-    plan              int32, the step's plan on the device (`engine.plan`); None where nothing is adjusted
+    plan              int32, the step's plan on the device; None where nothing is adjusted;   step: where it has its step's low word
     capped            int32 [R], 1: the row's logits are soft-capped already, because they are adjusted; None: no row's are
     """
 
@@ -69,4 +69,5 @@ class SamplingBatch:
     softcap: float | None
     adjustments: SlotAdjustments | None = None
     plan: Tensor | None = None
+    step: int = 0
     capped: Tensor | None = None

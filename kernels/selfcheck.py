@@ -35,7 +35,7 @@ from kernels.qkv import qkv_post
 from kernels.route import route, router_logits
 from kernels.sample import cap, gumbel, mask
 from kernels.sampling_batch import BAD_WORDS, BIASED, LIMITED, PENALIZED, SamplingBatch, SlotAdjustments, SlotParameters
-from kernels.slots import apply_plan, decode_inputs, gather_pages, rotary_table
+from kernels.slots import PlanLayout, apply_plan, decode_inputs, gather_pages, rotary_table
 from kernels.table_check import check_copies, check_table, new_violations
 from kernels.verify import verify_attention
 
@@ -129,13 +129,14 @@ def _error(found: Tensor, want: Tensor) -> float:
 
 def _step_inputs(draw: RandomInputs) -> Outputs:
     """A plan of two decode rows, a chunk, two appends and a release, applied; then the inputs of three rows."""
-    sections = [[2, 0], [1, 0, 33, 0], [0, 2, 3, 9], [1, 0, 1, 4], [0, 2, 0, 2]]
-    plan = draw.ints(*[0] * 4, 2, 1, 2, 1, *[0] * 8, *(number for section in sections for number in section))
+    layout, counts = PlanLayout(header=5, step=4, counts=0, row=2, chunk=3, append=4, release=4), (2, 1, 2, 1)
+    rows = [[2, 1], [0, 1], [1, 0, 33], [0, 2, 3, 9], [1, 0, 1, 4], [0, 2, 0, 2]]
+    plan = draw.ints(*counts, 7, *(number for row in rows for number in row))
     tables = [torch.arange(4 * width, dtype=torch.int32, device=draw.device).view(4, width) for width in (6, 5)]
     lengths, tokens = draw.ints(40, 7, 47, 0), torch.arange(4 * 60, dtype=torch.int32, device=draw.device).view(4, 60)
     ids, positions, slots = (torch.full((3,), -7, dtype=torch.int32, device=draw.device) for _ in range(3))
-    apply_plan(plan, tables, lengths)
-    decode_inputs(plan, tokens, lengths, 3, ids, positions, slots)
+    apply_plan(plan, layout, tables, lengths)
+    decode_inputs(plan, layout, tokens, lengths, 3, ids, positions, slots)
     pages = torch.full((3, 4), -7, dtype=torch.int32, device=draw.device)
     gather_pages(tables[0], slots, positions, _PAGE, 20, pages)
     angles = torch.empty((3, 10), device=draw.device)
@@ -300,7 +301,7 @@ def _adjust(draw: RandomInputs) -> Outputs:
         mask_rows=draw.ints(-1, 0, -1, 0, -1, 0, 9, 2).view(4, 2),
     )
     history = torch.arange(12, dtype=torch.int32, device=device).repeat(4, 1)
-    plan, batch = draw.ints(0, 0, 9, 0), replace(sampling_batch(draw, positions, parameters), tokens=history, adjustments=tables)
+    plan, batch = draw.ints(9), replace(sampling_batch(draw, positions, parameters), tokens=history, adjustments=tables)
     capped = adjust(logits, replace(batch, plan=plan), 0, _PARTS).capped
     assert capped is not None
     return *_finite(logits), tables.counts.int(), capped
@@ -363,8 +364,8 @@ def _table_check(draw: RandomInputs) -> Outputs:
     table, gathered, copies = expected.clone(), expected[:1, :3].clone(), expected[:1].clone()
     table[1, 4], copies[0, 1], copies[0, 40 // _PAGE + 1 :] = 99, 99, 0
     violations, plan, place = new_violations(draw.device), draw.ints(*[0] * 16), (draw.ints(0), draw.ints(40))
-    check_table(plan, 0, table, expected, 20, *place, gathered, _PAGE, None, 1, violations)
-    check_copies(plan, 0, expected, 20, *place, copies, _PAGE, None, 1, violations)
+    check_table(plan, 0, 0, table, expected, 20, *place, gathered, _PAGE, None, 1, violations)
+    check_copies(plan, 0, 0, expected, 20, *place, copies, _PAGE, None, 1, violations)
     return table, copies, violations
 
 

@@ -6,11 +6,12 @@
     rotary_table    cos and sin of each row's position
     put, clear      flat writes of (row, column) pairs; a new tenant's page table row
 
-The plan is int32, as `engine.plan` lays it out: 16 of header with the counts of decodes, chunks, appends and releases from the
-fifth on, then those sections. A step's rows beyond the plan's decodes are padding: slot `padding`, position -1, token 0.
+A plan is int32, laid out as the caller says (`PlanLayout`). A step's rows beyond the plan's decode rows are padding: slot
+`padding`, position -1, token 0.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,10 +21,21 @@ from torch import Tensor
 from kernels.grid import cdiv, next_power_of_2
 from kernels.launch import enabled, launch, trigger, wait
 
-_HEADER, _COUNTS = 16, 4
+
+class PlanLayout(NamedTuple):
+    """header: int32 in front of the sections: decode rows, chunks, appends, releases, and others. counts: index of the number of
+    rows of the first; step: of the step's low word. row, chunk, append, release: int32 of a row of each section."""
+
+    header: int
+    step: int
+    counts: int
+    row: int
+    chunk: int
+    append: int
+    release: int
 
 
-def apply_plan(plan: Tensor, tables: Sequence[Tensor], lengths: Tensor) -> None:
+def apply_plan(plan: Tensor, layout: PlanLayout, tables: Sequence[Tensor], lengths: Tensor) -> None:
     """plan int32 [n] on the tables' device; tables int32 [slots, width], one a KV group, in order; lengths int32 [slots].
 
     Entries of releases become 0, then those of appends their page; an append of group -1 is left out. Entries named twice among
@@ -33,25 +45,30 @@ def apply_plan(plan: Tensor, tables: Sequence[Tensor], lengths: Tensor) -> None:
     assert plan.dtype == lengths.dtype == torch.int32, (plan.dtype, lengths.dtype)
     if enabled(plan, __name__):
         first, last = tables[0], tables[-1]
-        launch(_apply, (1,), plan, first, first.shape[1], last, last.shape[1], lengths, warps=4, BLOCK=128)
+        launch(
+            _apply, (1,), plan, first, first.shape[1], last, last.shape[1], lengths, HEADER=layout.header, COUNTS=layout.counts,
+            ROW=layout.row, CHUNK=layout.chunk, APPEND=layout.append, RELEASE=layout.release, BLOCK=128, warps=4,
+        )  # fmt: skip
     else:
-        _apply_reference(plan, tables, lengths)
+        _apply_reference(plan, layout, tables, lengths)
 
 
 def decode_inputs(
-    plan: Tensor, tokens: Tensor, lengths: Tensor, padding: int, ids: Tensor, positions: Tensor, slots: Tensor
+    plan: Tensor, layout: PlanLayout, tokens: Tensor, lengths: Tensor, padding: int, ids: Tensor, positions: Tensor, slots: Tensor
 ) -> None:
-    """Fill ids, positions and slots int32 [rows] from the plan's decodes; the rows' lengths grow by one.
+    """Fill ids, positions and slots int32 [rows] from the plan's decode rows, of one token each; the rows' lengths grow by one.
 
     tokens int32 [slots, max_len + 1]; lengths int32 [slots]: a row's position is its slot's length, its token the one there.
     """
     assert ids.shape == positions.shape == slots.shape, (ids.shape, positions.shape, slots.shape)
     rows = ids.shape[0]
     if enabled(plan, __name__):
-        grid = (cdiv(rows, 32),)
-        launch(_inputs, grid, plan, tokens, tokens.shape[1], lengths, padding, ids, positions, slots, rows, warps=1, BLOCK=32)
+        launch(
+            _inputs, (cdiv(rows, 32),), plan, tokens, tokens.shape[1], lengths, padding, ids, positions, slots, rows,
+            HEADER=layout.header, COUNTS=layout.counts, ROW=layout.row, BLOCK=32, warps=1,
+        )  # fmt: skip
     else:
-        _inputs_reference(plan, tokens, lengths, padding, ids, positions, slots)
+        _inputs_reference(plan, layout, tokens, lengths, padding, ids, positions, slots)
 
 
 def gather_pages(table: Tensor, slots: Tensor, positions: Tensor, page: int, window: int | None, out: Tensor) -> None:
@@ -100,17 +117,17 @@ def _flat(table: Tensor) -> Tensor:
 # ---- references
 
 
-def _sections(plan: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """decodes [n], chunks, appends and releases [n, 4], int64."""
-    counts = plan[_COUNTS : _COUNTS + 4].tolist()
-    sizes = [counts[0], *(4 * count for count in counts[1:])]
-    decodes, *tables = plan[_HEADER : _HEADER + sum(sizes)].long().split(sizes)
-    chunks, appends, releases = (table.view(-1, 4) for table in tables)
-    return decodes, chunks, appends, releases
+def _sections(plan: Tensor, layout: PlanLayout) -> list[Tensor]:
+    """Decode rows, chunks, appends and releases, int64 [n, int32 of a row]."""
+    widths = layout[-4:]
+    counts = plan[layout.counts : layout.counts + 4].tolist()
+    sizes = [count * width for count, width in zip(counts, widths, strict=True)]
+    sections = plan[layout.header : layout.header + sum(sizes)].long().split(sizes)
+    return [section.view(-1, width) for section, width in zip(sections, widths, strict=True)]
 
 
-def _apply_reference(plan: Tensor, tables: Sequence[Tensor], lengths: Tensor) -> None:
-    _, chunks, appends, releases = _sections(plan)
+def _apply_reference(plan: Tensor, layout: PlanLayout, tables: Sequence[Tensor], lengths: Tensor) -> None:
+    _, chunks, appends, releases = _sections(plan, layout)
     for group, slot, first, count in releases.tolist():
         tables[group][slot, first : first + count] = 0
     for index, table in enumerate(tables):
@@ -120,9 +137,9 @@ def _apply_reference(plan: Tensor, tables: Sequence[Tensor], lengths: Tensor) ->
 
 
 def _inputs_reference(
-    plan: Tensor, tokens: Tensor, lengths: Tensor, padding: int, ids: Tensor, positions: Tensor, slots: Tensor
+    plan: Tensor, layout: PlanLayout, tokens: Tensor, lengths: Tensor, padding: int, ids: Tensor, positions: Tensor, slots: Tensor
 ) -> None:
-    decodes, *_ = _sections(plan)
+    decodes = _sections(plan, layout)[0][:, 0]
     count = decodes.shape[0]
     slots[:count], slots[count:] = decodes.int(), padding
     positions[:count], positions[count:] = lengths[decodes], -1
@@ -144,23 +161,24 @@ def _pages_reference(table: Tensor, slots: Tensor, positions: Tensor, page: int,
 @triton.jit(do_not_specialize=["first_width", "last_width"])
 def _apply(
     plan: tl.tensor, first_table: tl.tensor, first_width: tl.tensor, last_table: tl.tensor, last_width: tl.tensor,
-    lengths: tl.tensor, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    lengths: tl.tensor, HEADER: tl.constexpr, COUNTS: tl.constexpr, ROW: tl.constexpr, CHUNK: tl.constexpr, APPEND: tl.constexpr,
+    RELEASE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     trigger(PDL)
     wait(PDL)
-    decodes, chunks = tl.load(plan + 4), tl.load(plan + 5)
-    appends, releases = tl.load(plan + 6), tl.load(plan + 7)
-    chunk_at = plan + 16 + decodes
-    append_at = chunk_at + 4 * chunks
-    release_at = append_at + 4 * appends
+    rows, chunks = tl.load(plan + COUNTS), tl.load(plan + COUNTS + 1)
+    appends, releases = tl.load(plan + COUNTS + 2), tl.load(plan + COUNTS + 3)
+    chunk_at = plan + HEADER + ROW * rows
+    append_at = chunk_at + CHUNK * chunks
+    release_at = append_at + APPEND * appends
     lane = tl.arange(0, BLOCK)
     for start in range(0, releases, BLOCK):
         row = start + lane
         live = row < releases
-        group = tl.load(release_at + 4 * row, live, -1)
-        slot = tl.load(release_at + 4 * row + 1, live, 0).to(tl.int64)
-        first = tl.load(release_at + 4 * row + 2, live, 0)
-        count = tl.load(release_at + 4 * row + 3, live, 0)
+        group = tl.load(release_at + RELEASE * row, live, -1)
+        slot = tl.load(release_at + RELEASE * row + 1, live, 0).to(tl.int64)
+        first = tl.load(release_at + RELEASE * row + 2, live, 0)
+        count = tl.load(release_at + RELEASE * row + 3, live, 0)
         for step in range(tl.max(count, 0)):
             named = live & (step < count)
             tl.store(first_table + slot * first_width + first + step, 0, named & (group == 0))
@@ -169,29 +187,30 @@ def _apply(
     for start in range(0, appends, BLOCK):
         row = start + lane
         live = row < appends
-        group = tl.load(append_at + 4 * row, live, -1)
-        slot = tl.load(append_at + 4 * row + 1, live, 0).to(tl.int64)
-        entry = tl.load(append_at + 4 * row + 2, live, 0)
-        page = tl.load(append_at + 4 * row + 3, live, 0)
+        group = tl.load(append_at + APPEND * row, live, -1)
+        slot = tl.load(append_at + APPEND * row + 1, live, 0).to(tl.int64)
+        entry = tl.load(append_at + APPEND * row + 2, live, 0)
+        page = tl.load(append_at + APPEND * row + 3, live, 0)
         tl.store(first_table + slot * first_width + entry, page, live & (group == 0))
         tl.store(last_table + slot * last_width + entry, page, live & (group == 1))
     for start in range(0, chunks, BLOCK):
         row = start + lane
         live = row < chunks
-        slot = tl.load(chunk_at + 4 * row, live, 0)
-        tl.store(lengths + slot, tl.load(chunk_at + 4 * row + 2, live, 0), live)
+        slot = tl.load(chunk_at + CHUNK * row, live, 0)
+        tl.store(lengths + slot, tl.load(chunk_at + CHUNK * row + 2, live, 0), live)
 
 
 @triton.jit(do_not_specialize=["tokens_width", "padding", "rows", "ids", "positions", "slots"])  # rows may begin anywhere
 def _inputs(
     plan: tl.tensor, tokens: tl.tensor, tokens_width: tl.tensor, lengths: tl.tensor, padding: tl.tensor, ids: tl.tensor,
-    positions: tl.tensor, slots: tl.tensor, rows: tl.tensor, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    positions: tl.tensor, slots: tl.tensor, rows: tl.tensor, HEADER: tl.constexpr, COUNTS: tl.constexpr, ROW: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     trigger(PDL)
     wait(PDL)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = row < tl.load(plan + 4)
-    slot = tl.load(plan + 16 + row, live, padding)
+    live = row < tl.load(plan + COUNTS)
+    slot = tl.load(plan + HEADER + ROW * row, live, padding)
     position = tl.load(lengths + slot, live, -1)
     token = tl.load(tokens + slot.to(tl.int64) * tokens_width + position, live, 0)
     tl.store(slots + row, slot, row < rows)

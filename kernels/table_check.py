@@ -24,7 +24,6 @@ from kernels.slots import first_entry
 
 RECORD, RECORDS = 8, 64
 TABLE_ENTRY, ROW_ENTRY, COPIED_ENTRY = 1, 2, 3  # kinds; a table entry has row and position -1
-_STEP = 2  # where a plan's header holds the step number's low word
 
 
 def new_violations(device: torch.device) -> Tensor:
@@ -34,6 +33,7 @@ def new_violations(device: torch.device) -> Tensor:
 
 def check_table(
     plan: Tensor,
+    step: int,
     group: int,
     table: Tensor,
     expected: Tensor,
@@ -48,26 +48,28 @@ def check_table(
 ) -> None:
     """Checks one KV group; may change `table` and `gathered`.
 
-    plan int32, as `engine.plan` lays it out; table and expected int32 [slots, width]; pages: of the pool
+    plan int32, in which the step's low word is number `step`; table and expected int32 [slots, width]; pages: of the pool
     slots, positions int32 [rows] of the decode rows, gathered int32 [rows, read width] as `kernels.slots.gather_pages` made it
     """
     assert table.shape == expected.shape, (table.shape, expected.shape)
     assert slots.shape == positions.shape == gathered.shape[:1], (slots.shape, positions.shape, gathered.shape)
     rows, (count, width) = slots.shape[0], table.shape
     if not enabled(table, __name__):
-        places = (plan, group, table, expected, pages, slots, positions, gathered, page, window, every, violations)
+        places = (plan, step, group, table, expected, pages, slots, positions, gathered, page, window, every, violations)
         _check_reference(*places)
         return
     block = min(1024, next_power_of_2(max(width, gathered.shape[1])))
     blocks = cdiv(width, block)
     launch(
         _check, (count * blocks + rows,), plan, group, table, expected, pages, count * blocks, blocks, width, slots, positions,
-        gathered, gathered.shape[1], violations, PAGE=page, WINDOW=window or 0, EVERY=every, BLOCK=block, LIMIT=RECORDS, warps=4,
+        gathered, gathered.shape[1], violations, STEP=step, PAGE=page, WINDOW=window or 0, EVERY=every, BLOCK=block,
+        LIMIT=RECORDS, warps=4,
     )  # fmt: skip
 
 
 def check_copies(
     plan: Tensor,
+    step: int,
     group: int,
     expected: Tensor,
     pages: int,
@@ -88,11 +90,11 @@ def check_copies(
     assert slots.shape == positions.shape == (rows,), (slots.shape, positions.shape, copies.shape)
     assert copies.is_contiguous(), copies.stride()
     if not enabled(copies, __name__):
-        _copies_reference(plan, group, expected, pages, slots, positions, copies, page, window, every, violations)
+        _copies_reference(plan, step, group, expected, pages, slots, positions, copies, page, window, every, violations)
         return
     launch(
         _check_copies, (rows,), plan, group, expected, pages, expected.shape[1], slots, positions, copies, width, violations,
-        PAGE=page, WINDOW=window or 0, EVERY=every, BLOCK=min(1024, next_power_of_2(width)), LIMIT=RECORDS, warps=4,
+        STEP=step, PAGE=page, WINDOW=window or 0, EVERY=every, BLOCK=min(1024, next_power_of_2(width)), LIMIT=RECORDS, warps=4,
     )  # fmt: skip
 
 
@@ -100,10 +102,10 @@ def check_copies(
 
 
 def _check_reference(
-    plan: Tensor, group: int, table: Tensor, expected: Tensor, pages: int, slots: Tensor, positions: Tensor, gathered: Tensor,
-    page: int, window: int | None, every: int, violations: Tensor,
+    plan: Tensor, step: int, group: int, table: Tensor, expected: Tensor, pages: int, slots: Tensor, positions: Tensor,
+    gathered: Tensor, page: int, window: int | None, every: int, violations: Tensor,
 ) -> None:
-    turn = int(plan[_STEP]) % every
+    turn = int(plan[step]) % every
     for slot, entry in (table != expected).nonzero().tolist():
         if slot % every == turn:
             found, wanted = int(table[slot, entry]), int(expected[slot, entry])
@@ -123,10 +125,10 @@ def _check_reference(
 
 
 def _copies_reference(
-    plan: Tensor, group: int, expected: Tensor, pages: int, slots: Tensor, positions: Tensor, copies: Tensor, page: int,
+    plan: Tensor, step: int, group: int, expected: Tensor, pages: int, slots: Tensor, positions: Tensor, copies: Tensor, page: int,
     window: int | None, every: int, violations: Tensor,
 ) -> None:
-    turn = int(plan[_STEP]) % every
+    turn = int(plan[step]) % every
     for row in range(turn, slots.shape[0], every):
         slot, position = int(slots[row]), int(positions[row])
         first = 0 if window is None else max(position - window + 1, 0) // page
@@ -174,13 +176,13 @@ def _note(
 def _check(
     plan: tl.tensor, group: tl.tensor, table: tl.tensor, expected: tl.tensor, pages: tl.tensor, tables: tl.tensor,
     blocks: tl.tensor, width: tl.tensor, slots: tl.tensor, positions: tl.tensor, gathered: tl.tensor, read_width: tl.tensor,
-    violations: tl.tensor, PAGE: tl.constexpr, WINDOW: tl.constexpr, EVERY: tl.constexpr, BLOCK: tl.constexpr,
+    violations: tl.tensor, STEP: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, EVERY: tl.constexpr, BLOCK: tl.constexpr,
     LIMIT: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     trigger(PDL)
     wait(PDL)
     program = tl.program_id(0)
-    turn = tl.load(plan + 2) % EVERY
+    turn = tl.load(plan + STEP) % EVERY
     lane = tl.arange(0, BLOCK)
     if program < tables:
         slot = program // blocks
@@ -213,14 +215,14 @@ def _check(
 @triton.jit(do_not_specialize=["group", "pages", "columns", "width", "slots", "positions"])
 def _check_copies(
     plan: tl.tensor, group: tl.tensor, expected: tl.tensor, pages: tl.tensor, columns: tl.tensor, slots: tl.tensor,
-    positions: tl.tensor, copies: tl.tensor, width: tl.tensor, violations: tl.tensor, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    EVERY: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr, PDL: tl.constexpr,
+    positions: tl.tensor, copies: tl.tensor, width: tl.tensor, violations: tl.tensor, STEP: tl.constexpr, PAGE: tl.constexpr,
+    WINDOW: tl.constexpr, EVERY: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     """A CTA: one row."""
     trigger(PDL)
     wait(PDL)
     row = tl.program_id(0)
-    if row % EVERY == tl.load(plan + 2) % EVERY:
+    if row % EVERY == tl.load(plan + STEP) % EVERY:
         slot = tl.load(slots + row)
         position = tl.load(positions + row)
         first = first_entry(position, WINDOW, PAGE)

@@ -17,16 +17,15 @@ from engine.core.prefix import Hit, PrefixCache
 from engine.core.segment import equal_keys, extend_keys
 from engine.core.sequence import Sequence
 from engine.geometry import KVGroup
-from engine.plan import PageZero
 
 
 @dataclass
 class Changes:
-    """The page changes of a plan, or of the next if none is sent. Releases and appends as in StepPlan, flat."""
+    """The page changes of a plan, or of the next if none is sent: sections of StepPlan."""
 
     releases: "array[int]" = field(default_factory=lambda: array("i"))
     appends: "array[int]" = field(default_factory=lambda: array("i"))
-    zeros: list[PageZero] = field(default_factory=list)
+    zeros: "array[int]" = field(default_factory=lambda: array("i"))
 
 
 class Allocator:
@@ -65,7 +64,8 @@ class Allocator:
                 self.cache.make_free(pool, count)
             pages = pool.take(count)
             self._append(pool, sequence, run.end, pages, changes)
-            changes.zeros.extend(PageZero(pool.group.index, page) for page in pool.cleanse(pages))
+            for page in pool.cleanse(pages):
+                changes.zeros.extend((pool.group.index, page))
             run.pages += pages
         self._note_bounds(sequence)
 

@@ -23,7 +23,7 @@ from engine.core.step_budget import DecodeRows, StepBudget
 from engine.core.step_estimate import Prompt
 from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
-from engine.plan import MAX_SCORED, Admission, PrefillChunk, StepPlan
+from engine.plan import MAX_SCORED, ROW_MASKED, Admission, StepPlan
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Planner:
         self._admit(draft, shares)
         self._spend(draft, sum(shares.values()))
         self._run_any(draft)
-        if not (plan.chunks or plan.decodes or plan.admissions):
+        if not (plan.chunks or plan.rows or plan.admissions):
             return None
         if shares:
             draft.flight.expected = self._budget.planned(_chunks(draft), draft.decode_rows)
@@ -123,7 +123,7 @@ class Planner:
     def _run_all(self, draft: PlanDraft, shares: dict[Sequence, int]) -> None:
         """A row for each running sequence, in order, if it can have one and its pages; prefills get their shares of the budget."""
         width = self._width
-        slots, rows = draft.plan.decodes, draft.flight.decodes
+        plan_rows, rows = draft.plan.rows, draft.flight.decodes
         for sequence in list(self._requests.running):
             if sequence.slot < 0:
                 continue  # preempted for one before it
@@ -136,7 +136,7 @@ class Planner:
                     end <= sequence.held or self._hold_row(sequence, end, draft.changes)
                 ):
                     sequence.high = end
-                    slots.append(sequence.slot)
+                    plan_rows.append((sequence.slot, width, ROW_MASKED * sequence.masked))
                     rows.append((sequence, sequence.number))
                     if sequence.masked:
                         draft.masked = True
@@ -179,9 +179,9 @@ class Planner:
         draft.flight.prefill_tokens += size
         at = draft.chunks.setdefault(sequence.slot, len(rows))
         if at < len(rows):
-            start = plan.chunks[at].start
+            start = plan.chunks[at][1]
         samples = end == sequence.target
-        plan.chunks[at : at + 1] = [PrefillChunk(sequence.slot, start, end, end - 1 if samples else end)]
+        plan.chunks[at : at + 1] = [(sequence.slot, start, end, end - 1 if samples else end, 0, 0)]
         rows[at : at + 1] = [ChunkRow(sequence, sequence.number, end, samples)]
         if samples and sequence.masked:
             draft.masked = True
@@ -207,7 +207,7 @@ class Planner:
     def _run_any(self, draft: PlanDraft) -> None:
         """In an empty step, compute the first prompt that there are pages for."""
         for sequence in list(self._requests.running) if draft.budget else ():
-            if draft.plan.chunks or draft.plan.decodes or sequence.slot < 0:
+            if draft.plan.chunks or draft.plan.rows or sequence.slot < 0:
                 return
             self._prefill(sequence, sequence.ready, draft)
 
@@ -228,4 +228,4 @@ def _prompt(sequence: Sequence) -> Prompt:
 
 def _chunks(draft: PlanDraft) -> list[Prompt]:
     """The chunks of the plan so far."""
-    return [Prompt(chunk.end - chunk.start, chunk.start) for chunk in draft.plan.chunks]
+    return [Prompt(end - start, start) for _, start, end, *_ in draft.plan.chunks]

@@ -144,7 +144,7 @@ class Results:
             return
         cached = sequence.first_cached if len(sequence.tokens) == sequence.prompt else 0
         sequence.tokens.extend(taken)
-        logprobs = [] if row.logprobs is None else [row.logprobs]
+        logprobs = list(row.logprobs[: len(taken)])
         output = Output(id=sequence.key[1], tokens=taken, logprobs=logprobs, finish=finish, cached=cached)
         if finish:
             self._requests.end(sequence, output)

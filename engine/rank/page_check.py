@@ -17,7 +17,8 @@ from torch import Tensor
 from engine.config import PageChecks
 from engine.errors import PageViolation
 from engine.geometry import KVGroup
-from engine.plan import HEADER_INTS, PlanView
+from engine.plan import PlanView
+from engine.plan_layout import HEADER, STEP
 from engine.rank.batch import ForwardBatch, chunk_rows
 from engine.rank.slots import SlotState
 from engine.rank.upload import uploaded
@@ -64,7 +65,7 @@ class PageCheck:
         self._pages = [cache.pool.shape[1] for cache in slots.cache]
         self._tables = [torch.zeros_like(cache.table) for cache in slots.cache]
         self.violations = new_violations(slots.device)
-        self._plan = torch.zeros(HEADER_INTS, dtype=torch.int32, device=slots.device)  # of the step that `check` saw last
+        self._plan = torch.zeros(HEADER, dtype=torch.int32, device=slots.device)  # of the step that `check` saw last
 
     def follow(self, plan: PlanView) -> None:
         """Call before the step of `plan`. PageViolation: it appends an entry or a page that is not there."""
@@ -98,15 +99,15 @@ class PageCheck:
         first = chunk_rows(batch.chunks)
         for cache, expected, gathered in zip(self._slots.cache, self._tables, batch.pages, strict=True):
             check_table(
-                plan, cache.group.index, cache.table, expected, cache.pool.shape[1], batch.slots[first:], batch.positions[first:],
-                gathered, cache.group.page, cache.group.window, self._every, self.violations,
+                plan, STEP, cache.group.index, cache.table, expected, cache.pool.shape[1], batch.slots[first:],
+                batch.positions[first:], gathered, cache.group.page, cache.group.window, self._every, self.violations,
             )  # fmt: skip
 
     def check_copies(self, group: KVGroup, copies: Tensor, slots: Tensor, positions: Tensor, window: int | None) -> None:
         """As `CopyCheck`, of the step that `check` saw last. Capturable."""
         expected, pages = self._tables[group.index], self._pages[group.index]
         rows = (slots, positions, copies, group.page, window, self._every, self.violations)
-        check_copies(self._plan, group.index, expected, pages, *rows)
+        check_copies(self._plan, STEP, group.index, expected, pages, *rows)
 
     def verify(self, step: int, violations: np.ndarray) -> None:
         """What step `step` copied out. PageViolation: it is wrong; the message says where."""

@@ -1,10 +1,10 @@
 """Recorded plans and what they gave, as a file: JSON, so that the layout of plans in memory may change and the file stays.
 
     {"model": ..., "settings": {...}, "pages": [...],
-     "steps": [{"plan": {...}, "masks": base64, "rows": [[slot, number, tokens, logprobs], ...]}, ...]}       masks: if it has any
+     "steps": [{"plan": {...}, "masks": base64, "table": [...], "logprobs": [[row, [[chosen, [[id, value], ...]]]]]}, ...]}
 
-A row without tokens also says why: "nan" or "empty". Gzipped. `model` is a reference as the command line takes it; `settings` those
-of the engine that are not the defaults.
+`masks` where a step has any; plan, table and logprobs as in StepPlan and StepResult. Gzipped. `model` is a reference as the command
+line takes it; `settings` those of the engine that are not the defaults.
 """
 
 import gzip
@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from engine.errors import ConfigError
-from engine.plan import Admission, PageAppend, PageRelease, PageZero, PrefillChunk, ResultRow, StepPlan, StepResult
+from engine.plan import Admission, ResultRow, StepPlan, StepResult
+from engine.plan_layout import RESULT_HEAD, SECTIONS
 from engine.protocol import Logprobs, SamplingParams
 
 _NO_TOKENS = ("nan", "empty")  # flags of result rows
-_SECTIONS = {"releases": PageRelease, "appends": PageAppend, "zeros": PageZero, "chunks": PrefillChunk}
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def write_stream(stream: PlanStream, path: Path) -> None:
     """Write the file; the same stream gives the same bytes."""
     pairs = zip(stream.plans, stream.results, strict=True)
     steps = [
-        {"plan": _plan_to_json(plan), **_masks_to_json(stream.masks, plan.step), "rows": [_row_to_json(row) for row in result.rows]}
+        {"plan": _plan_to_json(plan), **_masks_to_json(stream.masks, plan.step), **_result_to_json(result)}
         for plan, result in pairs
     ]
     value = {"model": stream.model, "settings": stream.settings, "pages": stream.pages, "steps": steps}
@@ -56,8 +57,7 @@ def read_stream(path: Path) -> PlanStream:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             value = json.load(file)
         plans = [_plan_of(step["plan"]) for step in value["steps"]]
-        rows = [[_row_of(row) for row in step["rows"]] for step in value["steps"]]
-        results = [StepResult.of(plan.step, found) for plan, found in zip(plans, rows, strict=True)]
+        results = [_result_of(plan.step, step) for plan, step in zip(plans, value["steps"], strict=True)]
         masks = {step["plan"]["step"]: b64decode(step["masks"]) for step in value["steps"] if "masks" in step}
         return PlanStream(value["model"], value["settings"], tuple(value["pages"]), plans, results, masks)
     except (OSError, EOFError, zlib.error, KeyError, TypeError, ValueError, msgspec.ValidationError) as error:
@@ -74,26 +74,31 @@ def _masks_to_json(masks: Mapping[int, bytes], step: int) -> dict[str, str]:
 
 
 def _plan_of(data: dict[str, Any]) -> StepPlan:
-    sections: dict[str, Any] = {name: [kind(**row) for row in data.get(name, [])] for name, kind in _SECTIONS.items()}
+    sections: dict[str, Any] = {name: [tuple(row) for row in data.get(name, [])] for name in SECTIONS}
     admissions = [
         Admission(**{**row, "params": msgspec.convert(row["params"], SamplingParams)}) for row in data.get("admissions", [])
     ]
-    masked = data.get("masked", False)
-    return StepPlan(data["step"], masked=masked, admissions=admissions, decodes=data.get("decodes", []), **sections)
+    return StepPlan(data["step"], masked=data.get("masked", False), admissions=admissions, **sections)
 
 
-def _row_to_json(row: ResultRow) -> list[Any]:
-    """Slot, admission number, tokens, the reported logprobs to six digits, and why there are no tokens."""
-    logprobs = row.logprobs and [round(row.logprobs.chosen, 6), [[token, round(value, 6)] for token, value in row.logprobs.top]]
-    return [row.slot, row.number, list(row.tokens), logprobs, *(flag for flag in _NO_TOKENS if getattr(row, flag))]
+def _result_to_json(result: StepResult) -> dict[str, Any]:
+    """The table and the reported logprobs to six digits."""
+    logprobs = [
+        [row, [[round(one.chosen, 6), [[token, round(value, 6)] for token, value in one.top]] for one in reported]]
+        for row, reported in result.logprobs.items()
+    ]
+    return {"table": result.table.tolist(), "logprobs": logprobs}
 
 
-def _row_of(data: list[Any]) -> ResultRow:
-    slot, number, tokens, logprobs, *flags = data
-    if unknown := [flag for flag in flags if flag not in _NO_TOKENS]:
-        raise ValueError(f"a row of slot {slot} says {unknown[0]!r}")
-    reported = logprobs and Logprobs(logprobs[0], [(token, value) for token, value in logprobs[1]])
-    return ResultRow(slot, number, tuple(tokens), logprobs=reported, **dict.fromkeys(flags, True))
+def _result_of(step: int, data: dict[str, Any]) -> StepResult:
+    table = np.array(data["table"] or np.zeros((0, RESULT_HEAD)), np.int32)
+    logprobs = {
+        row: [Logprobs(chosen, [(token, value) for token, value in top]) for chosen, top in reported]
+        for row, reported in data["logprobs"]
+    }
+    if table.ndim != 2 or table.shape[1] < RESULT_HEAD:
+        raise ValueError(f"the table of step {step} is {table.shape}")
+    return StepResult(step, table, logprobs)
 
 
 def different_tokens(found: Sequence[StepResult], expected: Sequence[StepResult]) -> list[str]:
@@ -116,13 +121,12 @@ def _told(row: ResultRow) -> str:
     return next((flag for flag in _NO_TOKENS if getattr(row, flag)), f"tokens {list(row.tokens)}")
 
 
-def logprob_error(one: Sequence[StepResult], other: Sequence[StepResult]) -> float:
+def logprob_error(found: Sequence[StepResult], expected: Sequence[StepResult]) -> float:
     """The largest difference of any reported logprob; rows must report alike."""
     errors = [0.0]
-    for results in zip(one, other, strict=True):
+    for results in zip(found, expected, strict=True):
         for first, second in zip(*(result.rows for result in results), strict=True):
-            assert (first.logprobs is None) == (second.logprobs is None), (first, second)
-            if first.logprobs and second.logprobs:
-                errors.append(abs(first.logprobs.chosen - second.logprobs.chosen))
-                errors += [abs(a[1] - b[1]) for a, b in zip(first.logprobs.top, second.logprobs.top, strict=True)]
+            for one, other in zip(first.logprobs, second.logprobs, strict=True):
+                errors.append(abs(one.chosen - other.chosen))
+                errors += [abs(a[1] - b[1]) for a, b in zip(one.top, other.top, strict=True)]
     return max(errors)

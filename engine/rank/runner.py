@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.geometry import Geometry, vocab_share
 from engine.memory import buckets
-from engine.plan import DEPTH, PlanView, PrefillChunk, StepPlan, encode_plan, read_plan
+from engine.plan import DEPTH, PlanView, StepPlan, encode_plan, read_plan
 from engine.protocol import MAX_ALTERNATIVES
 from engine.rank.attention import AskedAttention, FailedChecks, attention_backend
 from engine.rank.graphs import StageGraphs
@@ -139,7 +139,7 @@ class Runner:
         """
         size, slot = self._prefill, self.slots.padding
         for rows in warm_rows(size):
-            plan = read_plan(encode_plan(StepPlan(1, chunks=[PrefillChunk(slot, 0, rows, rows - 1)])))
+            plan = read_plan(encode_plan(StepPlan(1, chunks=[(slot, 0, rows, rows - 1, 0, 0)])))
             uploaded = self._inputs.upload(plan)
             self._inputs.apply(uploaded)
             batch = self._inputs.mixed(plan, uploaded)
@@ -170,6 +170,7 @@ class Runner:
     def forward(self, data: bytes) -> Forwarded:
         """Start the forward of the plan `data`; `sample` must follow before the next `forward`."""
         plan = read_plan(data)
+        assert (plan.rows[:, 1] == 1).all(), f"plan {plan.step} has rows of drafts, which ranks cannot run yet"
         if self.pages is not None:
             self.pages.follow(plan)
         start = mark(self._device)
@@ -177,7 +178,7 @@ class Runner:
         for group, page in plan.zeros.tolist():
             self.slots.cache.groups[group].pool[:, page] = 0
         uploaded = self._inputs.upload(plan)
-        if len(plan.decodes) and not len(plan.chunks):
+        if len(plan.rows) and not len(plan.chunks):
             final = self._decode(plan, uploaded)
         else:
             final = self.forward_stage.mixed(plan, uploaded, self.slots.prompts)
@@ -222,7 +223,7 @@ class Runner:
 
     def _decode(self, plan: PlanView, uploaded: Tensor) -> FinalRows:
         """The forward of decode rows alone, padded to a bucket."""
-        bucket = self.bucket(len(plan.decodes))
+        bucket = self.bucket(len(plan.rows))
         if self.graphs is None or uploaded is not self._inputs.plan:
             batch, hidden = self.forward_stage.decode(bucket, uploaded)
             return FinalRows(hidden, batch)

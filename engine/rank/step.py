@@ -14,11 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.plan import COUNTS, DEPTH, HEADER_INTS, PlanView
+from engine.plan import DEPTH, PlanView
+from engine.plan_layout import COUNTS, HEADER, SECTIONS, STEP
 from engine.rank.batch import Chunk, ForwardBatch, RopeKey, chunk_rows
 from engine.rank.slots import SlotState
 from engine.rank.upload import uploaded
-from kernels.slots import apply_plan, decode_inputs, rotary_table
+from kernels.slots import PlanLayout, apply_plan, decode_inputs, rotary_table
+
+LAYOUT = PlanLayout(HEADER, STEP, COUNTS, *(SECTIONS[name] for name in ("rows", "chunks", "appends", "releases")))
 
 
 class StepBuffers:
@@ -39,7 +42,7 @@ class StepBuffers:
             key: torch.zeros((rows, 2 * len(frequency)), dtype=torch.float32, device=device)
             for key, frequency in frequencies.items()
         }
-        capacity = HEADER_INTS + 64 * self._most + prefill + 1024  # of a usual step; a larger plan gets memory of its own
+        capacity = HEADER + 64 * self._most + prefill + 1024  # of a usual step; a larger plan gets memory of its own
         self.plan = torch.zeros(capacity, dtype=torch.int32, device=device)
         pinned = device.type == "cuda"
         self._staging = [torch.zeros(capacity, dtype=torch.int32, pin_memory=pinned) for _ in range(DEPTH + 1)]
@@ -62,12 +65,12 @@ class StepBuffers:
 
     def apply(self, plan: Tensor) -> None:
         """Apply an uploaded plan to page tables and lengths."""
-        apply_plan(plan, [cache.table for cache in self._slots.cache], self._slots.lengths)
+        apply_plan(plan, LAYOUT, [cache.table for cache in self._slots.cache], self._slots.lengths)
 
     def decodes(self, plan: Tensor, rows: int, first: int = 0) -> ForwardBatch:
         """The plan's decode rows, padded to `rows`, behind `first` chunk rows; lengths advance. Needs nothing from the host."""
         ids, positions, slots = (x[first : first + rows] for x in (self.ids, self.positions, self.slots))
-        decode_inputs(plan, self._slots.tokens, self._slots.lengths, self._slots.padding, ids, positions, slots)
+        decode_inputs(plan, LAYOUT, self._slots.tokens, self._slots.lengths, self._slots.padding, ids, positions, slots)
         pages = tuple(page_ids[:rows] for page_ids in self._pages)
         for cache, page_ids in zip(self._slots.cache, pages, strict=True):
             cache.gather(slots, positions, page_ids)
@@ -76,7 +79,7 @@ class StepBuffers:
     def mixed(self, plan: PlanView, device_plan: Tensor) -> ForwardBatch:
         """Chunk rows, then the decode rows without padding; `logit_rows` are the plan's result rows."""
         chunks = _chunks(plan.chunks)
-        size, count = chunk_rows(chunks), len(plan.decodes)
+        size, count = chunk_rows(chunks), len(plan.rows)
         pages: tuple[Tensor, ...] = ()
         if count:
             pages = self.decodes(device_plan, count, size).pages
@@ -86,7 +89,8 @@ class StepBuffers:
         for chunk in chunks:
             rows = slice(chunk.offset, chunk.offset + chunk.size)
             host[0, rows], host[1, rows] = chunk.slot, np.arange(chunk.start, chunk.end)
-        ends = [chunk.offset + chunk.size - 1 for chunk, row in zip(chunks, plan.chunks, strict=True) if row[3] < row[2]]
+        sampling = (plan.chunks[:, 3] < plan.chunks[:, 2]).tolist()
+        ends = [chunk.offset + chunk.size - 1 for chunk, samples in zip(chunks, sampling, strict=True) if samples]
         packed = torch.from_numpy(np.concatenate([host.ravel(), ends, np.arange(size, size + count)]).astype(np.int64))
         packed = uploaded(packed, self.plan.device)
         slots, positions = packed[:size], packed[size : 2 * size]
@@ -107,9 +111,9 @@ class StepBuffers:
 
 
 def _chunks(rows: np.ndarray) -> list[Chunk]:
-    """The plan's chunks, int32 [n, 4], with the offsets of their rows."""
+    """The plan's chunks, int32 [n, 6], with the offsets of their rows."""
     chunks: list[Chunk] = []
-    for slot, start, end, _ in rows.tolist():
+    for slot, start, end, *_ in rows.tolist():
         chunks.append(Chunk(slot, start, end, chunk_rows(chunks)))
     return chunks
 
@@ -120,9 +124,9 @@ def _unique_appends(plan: PlanView) -> np.ndarray:
     Only a slot that changes its sequence within a plan has such appends.
     """
     fixed = plan.fixed.copy()
-    first = HEADER_INTS + len(plan.decodes) + plan.chunks.size
-    appends = fixed[first : first + plan.appends.size].reshape(-1, 4)
-    assert fixed[COUNTS + 2] == len(appends), (fixed[:HEADER_INTS], len(appends))
+    first = HEADER + plan.rows.size + plan.chunks.size
+    appends = fixed[first : first + plan.appends.size].reshape(plan.appends.shape)
+    assert fixed[COUNTS + 2] == len(appends), (fixed[:HEADER], len(appends))
     last = {tuple(entry): at for at, entry in enumerate(appends[:, :3].tolist())}
     appends[np.setdiff1d(np.arange(len(appends)), list(last.values())), 0] = -1
     return fixed

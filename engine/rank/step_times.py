@@ -11,7 +11,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.lifeline import StepTimes
-from engine.plan import PrefillChunk, StepPlan, encode_plan
+from engine.plan import StepPlan, encode_plan, single_rows
 from engine.rank.runner import Runner
 from engine.rank.synthetic_plans import SyntheticPlans
 
@@ -80,7 +80,7 @@ class _Probe:
 
     def decode_ms(self, rows: int, context: int) -> float:
         """A step of `rows` decode rows, each with `context` tokens of context."""
-        return self._timed(self._decoding(rows, context), StepPlan(0, decodes=list(range(rows))))
+        return self._timed(self._decoding(rows, context), StepPlan(0, rows=single_rows(range(rows))))
 
     def prefill_ms(self, rows: int, behind: int = 0) -> float:
         """A step of `rows` tokens of one prompt, behind `behind` others of it."""
@@ -91,7 +91,7 @@ class _Probe:
         whole, alone = next((point for point in prefills if point[0] >= 2 * rows), prefills[-1])
         decoding, (newcomer, chunk) = self._decoding(rows, context), self._chunked(rows, whole - rows, 0)
         first = StepPlan(0, admissions=decoding.admissions + newcomer.admissions, appends=[*decoding.appends, *newcomer.appends])
-        return self._timed(first, StepPlan(0, chunks=chunk.chunks, decodes=list(range(rows)))) - alone
+        return self._timed(first, StepPlan(0, rows=single_rows(range(rows)), chunks=chunk.chunks)) - alone
 
     def clear(self) -> None:
         """Reset pages, tables, lengths and the state hash."""
@@ -112,7 +112,7 @@ class _Probe:
     def _chunked(self, slot: int, rows: int, behind: int) -> tuple[StepPlan, StepPlan]:
         """(a plan that admits a prompt to a slot, a step of `rows` tokens of it behind `behind` others)."""
         end = behind + rows
-        return self._plans.admit(0, [slot], end, behind, end), StepPlan(0, chunks=[PrefillChunk(slot, behind, end, end - 1)])
+        return self._plans.admit(0, [slot], end, behind, end), StepPlan(0, chunks=[(slot, behind, end, end - 1, 0, 0)])
 
     def _timed(self, first: StepPlan, plan: StepPlan) -> float:
         """Milliseconds of `plan` after `first`, which admits; two are out at a time as in the worker's loop. The quicker series."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.plan import Admission, PageAppend, StepPlan
+from engine.plan import Admission, StepPlan
 from engine.protocol import SamplingParams
 from engine.rank.kv import GroupCache, KVCache
 
@@ -29,11 +29,11 @@ class SyntheticPlans:
         return np.random.default_rng(slot).integers(0, self._vocab, length, np.int32).tolist()
 
 
-def _appends(cache: GroupCache, slots: Sequence[int], start: int, end: int) -> list[PageAppend]:
+def _appends(cache: GroupCache, slots: Sequence[int], start: int, end: int) -> list[tuple[int, ...]]:
     entries, count = cache.group.pages_for(start, end), cache.pool.shape[1] - 1
     pages = 1 + np.random.default_rng(0).permutation(count)
     return [
-        PageAppend(cache.group.index, slot, entry, int(pages[(slot * len(entries) + at) % count]))
+        (cache.group.index, slot, entry, int(pages[(slot * len(entries) + at) % count]))
         for slot in slots
         for at, entry in enumerate(entries)
     ]

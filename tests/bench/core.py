@@ -20,9 +20,10 @@ from engine.channel import RingReader, RingWriter, create_shared, map_shared, ri
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.startup import collect_rarely
 from engine.geometry import kv_groups, parse_config
-from engine.plan import ResultRow, StepPlan, StepResult, decode_result, encode_plan, encode_result
+from engine.plan import ResultRow, StepPlan, StepResult, decode_result, encode_plan
 from engine.protocol import GenerateRequest, SamplingParams, TokenBatch, encode_message, pack_tokens
 from tests.bench.record import Row, append
+from tests.support.engine.plans import encode_result, result_of
 
 BLOCKS = 10
 LONG, LONG_CACHED = 131_072, 32_768  # tokens of a waiting request, and of those what is cached
@@ -62,7 +63,7 @@ class Rings:
         assert self._plan_reader.poll() is not None
         self._numbers |= {admission.slot: admission.number for admission in plan.admissions}
         rows = [ResultRow(slot, self._numbers[slot], (1000,)) for slot in plan.result_slots]
-        self._result_writer.write(plan.step, encode_result(StepResult.of(plan.step, rows)))
+        self._result_writer.write(plan.step, encode_result(result_of(plan.step, rows)))
 
 
 def scheduler(sequences: int, tokens: int, waiting: int) -> Scheduler:

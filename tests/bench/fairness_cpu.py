@@ -42,11 +42,11 @@ class TimedRank:
 
     def run(self, plan: StepPlan) -> tuple[StepResult, float]:
         """A plan's result, and the milliseconds of CPU time that its step took."""
-        context = int(self.runner.slots.lengths[plan.decodes].sum()) if plan.decodes else 0
+        context = int(self.runner.slots.lengths[[slot for slot, *_ in plan.rows]].sum()) if plan.rows else 0
         began = time.thread_time()
         result = self.runner.launch(encode_plan(plan)).end()
         spent = 1e3 * (time.thread_time() - began)
-        if plan.decodes and plan.chunks:
+        if plan.rows and plan.chunks:
             self.mixed.append((plan, context, spent))
         return decode_result(result), spent
 
@@ -88,9 +88,9 @@ def estimates(times: StepTimes, rank: TimedRank) -> tuple[float, float]:
     """(mean, 90th percentile) of expected by measured time of the mixed steps so far."""
     found = []
     for plan, context, spent in rank.mixed:
-        expected = StepEstimate(times, len(plan.decodes), context)
-        for chunk in plan.chunks:
-            expected.add(chunk.end - chunk.start, chunk.start)
+        expected = StepEstimate(times, len(plan.rows), context)
+        for _, start, end, *_ in plan.chunks:
+            expected.add(end - start, start)
         found.append(expected.ms / spent)
     return mean(found), quantiles(found, n=10)[8]
 

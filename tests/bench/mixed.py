@@ -26,7 +26,7 @@ from engine.config import engine_config
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.geometry import kv_groups, read_geometry
 from engine.memory import BUCKETS
-from engine.plan import Admission, PageAppend, PrefillChunk, StepPlan, StepResult, encode_plan
+from engine.plan import Admission, StepPlan, StepResult, encode_plan, single_rows
 from engine.protocol import SamplingParams
 from engine.rank.builder import load_rank
 from engine.rank.parallel import Parallel, Single
@@ -37,6 +37,7 @@ from tests.bench.gpu_ranks import run_on_gpus
 from tests.bench.shard_model import write_shard
 from tests.support.engine.listed_steps import geometry, mixed
 from tests.support.engine.paced_steps import GROUPS, ModelledRanks, Pace
+from tests.support.engine.plans import PageAppend, PrefillChunk
 
 CONTEXT, STEPS, SERIES = 1024, 7, 3  # tokens behind a decode row; steps of a series; the first two and the last are not timed
 TILE, FLOPS, COPY, NCCL_US = 128, 7.0e14, 4.26e12, 123.0  # rows; a second; bytes a second; of 2048 rows of 5376
@@ -104,7 +105,7 @@ def protocol_ms(batch: int, prompt: int, budget: int) -> float:
         ranks = ModelledRanks()
 
         def execute(plan: StepPlan) -> tuple[StepResult, float]:
-            decodes, chunks = len(plan.decodes), [(chunk.start, chunk.end) for chunk in plan.chunks]
+            decodes, chunks = len(plan.rows), [(start, end) for _, start, end, *_ in plan.chunks]
             took = 1e-3 * sum(expected_us(chunks, decodes).values()) if chunks else _between(STEP_MS, decodes)
             return ranks.run(plan)[0], took
 
@@ -130,7 +131,7 @@ class Steps:
         plans = [encode_plan(self._admitted(decodes, sizes))]
         for _ in range(STEPS):
             self._step += 1
-            plans.append(encode_plan(StepPlan(self._step, chunks=chunks, decodes=list(range(decodes)))))
+            plans.append(encode_plan(StepPlan(self._step, chunks=chunks, rows=single_rows(range(decodes)))))
         self._rank.run(plans[:3])
         with lengths_kept(self._rank):
             _, seconds = self._rank.run(plans[3:-1])
@@ -146,7 +147,7 @@ class Steps:
         plan = self._rank.admission(decodes, CONTEXT, STEPS, self._step)
         for cache in self._rank.cache:
             group = cache.group
-            taken = {append.page for append in plan.appends if append.group == group.index}
+            taken = {page for index, _, _, page in plan.appends if index == group.index}
             free = iter(page for page in range(1, cache.pool.shape[1]) if page not in taken)
             for slot, size in enumerate(sizes, decodes):
                 plan.appends.extend(PageAppend(group.index, slot, entry, next(free)) for entry in group.pages_for(0, size))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.rank.adjustments import Adjustments
-from kernels.adjust import PLAN_STEP, adjust
+from kernels.adjust import adjust
 from kernels.candidates import block_peaks, candidates, choose_candidates
 from kernels.choose import local_best, parts_of
 from kernels.launch import processors
@@ -38,8 +38,7 @@ def batch_of(rows: int, share: int, temperature: float, masked: int) -> Sampling
     adjustments = Adjustments(rows, range(share), DEVICE)
     bits = np.random.default_rng(rows).integers(-(2**31), 2**31, (masked, share // 32)).astype(np.int32)
     adjustments.set_masks(STEP, np.arange(masked, dtype=np.int32), bits)
-    plan = torch.zeros(16, dtype=torch.int32, device=DEVICE)
-    plan[PLAN_STEP] = STEP
+    plan = torch.full((16,), STEP, dtype=torch.int32, device=DEVICE)
     tokens = torch.zeros(rows, 64, dtype=torch.int32, device=DEVICE)
     return SamplingBatch(slots, torch.full_like(slots, 9), parameters, tokens, slots[:0], SOFTCAP, adjustments.tables, plan)
 

@@ -19,7 +19,7 @@ import torch
 from deploy.models.resolve import resolve
 from engine.config import engine_config
 from engine.geometry import kv_groups, read_geometry
-from engine.plan import StepPlan, encode_plan
+from engine.plan import StepPlan, encode_plan, single_rows
 from engine.rank.builder import load_rank
 from engine.rank.parallel import Parallel, Single
 from engine.rank.profiling import bare_rank
@@ -66,7 +66,7 @@ def check_graphs(bench: BareRank, parallel: Parallel, args: argparse.Namespace) 
     for runner.graphs in (graphs, None):
         report.state.value = 0
         plans = [encode_plan(bench.admission(rows, args.context, args.steps, 1))]
-        plans += [encode_plan(StepPlan(at, decodes=list(range(rows)))) for at in range(2, 10)]
+        plans += [encode_plan(StepPlan(at, rows=single_rows(range(rows)))) for at in range(2, 10)]
         results, _ = bench.run(plans)
         runs.append((results, runner.state_hash))
     runner.graphs, report.debug_hash = graphs, False

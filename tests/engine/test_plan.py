@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import zlib
+from array import array
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -17,25 +18,33 @@ from hypothesis import strategies as st
 from engine.channel import create_shared, map_shared
 from engine.logit_adjustments import LogitAdjustments, encode, encoded_size
 from engine.plan import (
-    COUNTS,
-    HEADER_INTS,
+    ROW_MASKED,
     Admission,
-    PageAppend,
-    PageRelease,
-    PageZero,
-    PrefillChunk,
     PromptRow,
     ResultRow,
     StepPlan,
     StepResult,
-    decode_plan,
     decode_result,
     encode_plan,
-    encode_result,
     read_plan,
+    single_rows,
 )
+from engine.plan_layout import COUNTS, HEADER, RESULT_HEAD, SECTIONS, STEP
 from engine.protocol import Logprobs, PromptLogprobs, SamplingParams
 from engine.rank_status import STATUS_BYTES, Phase, RankStatus, StatusBlock
+from tests.support.engine.plans import (
+    KINDS,
+    DecodeRow,
+    Encode,
+    PageAppend,
+    PageRelease,
+    PageZero,
+    PrefillChunk,
+    Span,
+    decode_plan,
+    encode_result,
+    result_of,
+)
 from tests.support.repo_rules import ROOT
 
 pytestmark = pytest.mark.pure
@@ -82,19 +91,27 @@ PLANS = st.builds(
     admissions=ADMISSION,
     appends=lists(PageAppend, INT32, INT32, INT32, INT32),
     zeros=lists(PageZero, INT32, INT32),
-    chunks=lists(PrefillChunk, INT32, INT32, INT32, INT32),
-    decodes=st.lists(INT32, max_size=20),
+    chunks=lists(PrefillChunk, INT32, INT32, INT32, INT32, INT32, INT32),
+    masked=st.booleans(),
+    rows=lists(DecodeRow, INT32, INT32, st.sampled_from([0, ROW_MASKED])),
+    spans=lists(Span, INT32, INT32),
+    encodes=lists(Encode, INT32, INT32, INT32, INT32),
 )
 LOGPROBS = st.builds(Logprobs, FLOAT32, st.lists(st.tuples(INT32, FLOAT32), max_size=5))
-TOKEN = st.lists(INT32, max_size=1).map(tuple)
-ROWS = st.builds(ResultRow, INT32, INT32, TOKEN, nan=st.booleans(), logprobs=st.none() | LOGPROBS, empty=st.booleans())
+GIVEN = st.lists(st.tuples(INT32, LOGPROBS), max_size=4)  # tokens, and their logprobs
+ROWS = st.builds(
+    lambda slot, number, given, nan, empty, reports: ResultRow(
+        slot, number, tuple(token for token, _ in given), nan, [one for _, one in given] if reports and given else (), empty
+    ),
+    INT32, INT32, GIVEN, st.booleans(), st.booleans(), st.booleans(),
+)  # fmt: skip
 PIECES = st.integers(0, 3).flatmap(
     lambda count: st.builds(
         PromptLogprobs, INT32, st.just(count), st.lists(st.binary(min_size=8 + 8 * count, max_size=8 + 8 * count)).map(b"".join)
     )
 )
 RESULTS = st.builds(
-    StepResult.of, st.integers(0, 2**64 - 1), st.lists(ROWS, max_size=8), lists(PromptRow, INT32, INT32, PIECES)
+    result_of, st.integers(0, 2**64 - 1), st.lists(ROWS, max_size=8), lists(PromptRow, INT32, INT32, PIECES)
 )
 
 
@@ -118,13 +135,27 @@ def test_a_rank_reads_sections_in_place(plan: StepPlan) -> None:
     """The arrays that a rank reads are the plan's rows, and header and sections are one run of int32 at the record's start."""
     data = encode_plan(plan)
     view = read_plan(data)
-    assert (view.step, view.stop) == (plan.step, plan.stop)
+    assert (view.step, view.stop, view.masked) == (plan.step, plan.stop, plan.masked)
     assert view.fixed.tobytes() == data[: view.fixed.nbytes]
-    sections = (view.decodes, view.chunks, view.appends, view.releases, view.zeros)
-    assert view.fixed[COUNTS : COUNTS + 6].tolist() == [*map(len, sections), len(plan.admissions)]
-    assert np.array_equal(view.fixed[HEADER_INTS:], np.concatenate([section.ravel() for section in sections]))
-    assert view.chunks.tolist() == [[chunk.slot, chunk.start, chunk.end, chunk.first_logit] for chunk in plan.chunks]
+    assert view.fixed[STEP] == np.uint32(plan.step & 0xFFFFFFFF).view(np.int32)
+    sections = [getattr(view, name) for name in SECTIONS]
+    assert view.fixed[COUNTS : COUNTS + len(SECTIONS) + 1].tolist() == [*map(len, sections), len(plan.admissions)]
+    assert np.array_equal(view.fixed[HEADER:], np.concatenate([section.ravel() for section in sections]))
+    for name, section in zip(SECTIONS, sections, strict=True):
+        assert section.tolist() == [list(row) for row in getattr(plan, name)]
     assert view.result_slots.tolist() == plan.result_slots
+
+
+def test_a_section_may_be_an_array() -> None:
+    """Rows, and their numbers one row's after the other's, give the same bytes."""
+    appends = [PageAppend(0, 1, 2, 3), PageAppend(1, 4, 5, 6)]
+    flat = array("i", [number for append in appends for number in append])
+    assert encode_plan(StepPlan(1, appends=appends)) == encode_plan(StepPlan(1, appends=flat))
+
+
+def test_the_names_of_numbers_are_as_many_as_the_numbers() -> None:
+    """Each section's rows are as wide as the layout says."""
+    assert {name: len(kind._fields) for name, kind in KINDS.items()} == SECTIONS
 
 
 @given(PLANS, PLANS)
@@ -152,8 +183,10 @@ def test_another_version_is_refused() -> None:
 
 @given(RESULTS)
 def test_results_come_back(result: StepResult) -> None:
-    """Any result decodes to itself: rows, NaN flags, logprobs of some rows only."""
-    assert decode_result(encode_result(result)) == result
+    """Any result decodes to itself: rows of different widths, NaN flags, logprobs of every token of some rows."""
+    again = decode_result(encode_result(result))
+    assert (again.step, again.rows, again.prompts) == (result.step, result.rows, list(result.prompts))
+    assert again.table.shape[1] == RESULT_HEAD + max([1, *(len(row.tokens) for row in result.rows)])
 
 
 @given(RESULTS, st.data())
@@ -166,37 +199,27 @@ def test_a_cut_or_grown_result_is_refused(result: StepResult, data: st.DataObjec
             decode_result(wrong)
 
 
-def test_a_result_of_other_rows_is_another() -> None:
-    """Results are equal by their rows: another token, or a logprob more, makes another."""
-    row = ResultRow(1, 5, (7,))
-    result = StepResult.of(1, [row])
-    assert result == StepResult.of(1, [row])
-    others = [row._replace(tokens=(8,)), row._replace(logprobs=Logprobs(-1.0, [])), row._replace(tokens=(), nan=True)]
-    assert all(result != StepResult.of(1, [other]) for other in others)
-    assert result != StepResult.of(2, [row])
-
-
 def test_admission_numbers_come_back_modulo_2_to_the_31() -> None:
     """A result row carries the low 31 bits of its admission's number."""
     row = ResultRow(1, 2**31 + 5, (7,))
-    assert decode_result(encode_result(StepResult.of(1, [row]))).rows[0].number == 5
+    assert decode_result(encode_result(result_of(1, [row]))).rows[0].number == 5
 
 
 def test_rows_and_tokens_of_a_plan() -> None:
-    """Result rows are the chunks that sample, then the decodes; the forward's rows are all chunk tokens and a token a decode."""
-    plan = StepPlan(1, chunks=[PrefillChunk(4, 0, 10, 10), PrefillChunk(5, 3, 8, 7)], decodes=[9, 2])
+    """Result rows are the chunks that sample, then the decode rows; prompt tokens are those of all chunks."""
+    plan = StepPlan(1, chunks=[PrefillChunk(4, 0, 10, 10), PrefillChunk(5, 3, 8, 7)], rows=single_rows([9, 2]))
     assert plan.result_slots == [5, 9, 2]
-    assert plan.tokens == 17
+    assert plan.prompt_tokens == 15
 
 
 def test_steady_state_is_small_and_fast() -> None:
-    """A plan of 256 decode rows is about 1 KB, and encodes and decodes in well under a millisecond."""
-    plan = StepPlan(1, decodes=list(range(256)), appends=[PageAppend(0, slot, 9, slot + 1) for slot in range(8)])
+    """A plan of 256 decode rows is about 3 KB, and encodes and decodes in about a millisecond."""
+    plan = StepPlan(1, rows=single_rows(range(256)), appends=[PageAppend(0, slot, 9, slot + 1) for slot in range(8)])
     data = encode_plan(plan)
     started = time.perf_counter()
     for _ in range(100):
         decode_plan(encode_plan(plan))
-    assert len(data) < 2048
+    assert len(data) < 4096
     assert time.perf_counter() - started < 0.2
 
 

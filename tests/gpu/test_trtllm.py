@@ -27,7 +27,7 @@ from engine.config import engine_config
 from engine.errors import PageViolation
 from engine.geometry import kv_groups, read_geometry
 from engine.memory import buckets
-from engine.plan import StepPlan
+from engine.plan import StepPlan, single_rows
 from engine.rank.attention import trtllm
 from engine.rank.attention.base import AttentionPart
 from engine.rank.attention.paged import PagedDecode
@@ -288,7 +288,7 @@ def test_a_shard_of_the_31b(flashinfer: FlashInfer, shard: BareRank) -> None:
     hidden rows and tokens to bf16's noise, and its own eager step's bits; a row that reads another's pages does not."""
     rank = shard
     plans = [rank.admission(ROWS, CONTEXT, STEPS, 1)]
-    plans += [StepPlan(step, decodes=list(range(ROWS))) for step in range(2, STEPS)]
+    plans += [StepPlan(step, rows=single_rows(range(ROWS))) for step in range(2, STEPS)]
     want = forced(shard_runner(rank, OURS), plans)
     results = [step.result for step in want]
     captured = shard_runner(rank, "trtllm_mha")

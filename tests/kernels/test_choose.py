@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.plan import StepPlan, encode_plan, read_plan, single_rows
+from engine.rank.step import LAYOUT
 from kernels import sample
 from kernels.activation import geglu
 from kernels.choose import ROW_HAS_NAN, ArgmaxInbox, _launch_choose, choose_best, local_best
@@ -146,11 +148,9 @@ def interpreted_embedding_and_gate() -> None:
 
 def interpreted_inputs_of_a_step() -> None:
     """Releases before appends, lengths of chunks, decode rows with padding behind them, page ids and rotary tables."""
-    plan = torch.zeros(64, dtype=torch.int32)
-    sections = [[3, 1], [[0, 0, 9, 8]], [[0, 3, 2, 7], [1, 3, 0, 5], [-1, 3, 2, 9]], [[0, 3, 1, 3], [1, 1, 0, 1]]]
-    plan[4:8] = torch.tensor([len(section) for section in sections])
-    flat = torch.tensor([*sections[0], *(value for section in sections[1:] for row in section for value in row)])
-    plan[16 : 16 + len(flat)] = flat
+    appends, releases = [(0, 3, 2, 7), (1, 3, 0, 5), (-1, 3, 2, 9)], [(0, 3, 1, 3), (1, 1, 0, 1)]
+    made = StepPlan(1, rows=single_rows([3, 1]), chunks=[(0, 0, 9, 8, 0, 0)], appends=appends, releases=releases, spans=[(2, 5)])
+    plan = torch.from_numpy(read_plan(encode_plan(made)).fixed.copy())
     tables = [torch.arange(1, 33, dtype=torch.int32).view(4, 8) for _ in range(2)]
     tokens = torch.arange(200, dtype=torch.int32).view(4, 50)
     lengths = torch.tensor([4, 40, 6, 33], dtype=torch.int32)
@@ -159,8 +159,8 @@ def interpreted_inputs_of_a_step() -> None:
         state = [*(table.clone() for table in tables), lengths.clone()]
         rows = [torch.full((4,), -9, dtype=torch.int32) for _ in range(3)]
         pages = torch.full((4, 3), -7, dtype=torch.int32)
-        ops[0](plan, state[:2], state[2])
-        ops[1](plan, tokens, state[2], 3, *rows)
+        ops[0](plan, LAYOUT, state[:2], state[2])
+        ops[1](plan, LAYOUT, tokens, state[2], 3, *rows)
         ops[2](state[0], rows[2], rows[1], 16, 20, pages)
         found.append([*state, *rows, pages])
     for ours, theirs in zip(*found, strict=True):

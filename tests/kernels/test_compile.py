@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.plan_layout import STEP
+from engine.rank.step import LAYOUT
 from kernels.adjust import adjust
 from kernels.block_tables import block_tables
 from kernels.candidates import block_peaks, candidates, choose_candidates
@@ -180,8 +182,8 @@ def slots_nodes(target: Target) -> Iterator[Node]:
     """A step's inputs."""
     table = ints(9, 64)
     with record(target) as nodes:
-        apply_plan(ints(500), [table, table], ints(9))
-        decode_inputs(ints(500), ints(9, 2049), ints(9), 8, ints(ROWS), ints(ROWS), ints(ROWS))
+        apply_plan(ints(500), LAYOUT, [table, table], ints(9))
+        decode_inputs(ints(500), LAYOUT, ints(9, 2049), ints(9), 8, ints(ROWS), ints(ROWS), ints(ROWS))
         gather_pages(table, ints(ROWS), ints(ROWS), 32, 1024, ints(ROWS, 64))
         block_tables(table, ints(ROWS), ints(ROWS), 32, 1024, ints(ROWS, 40), ints(ROWS))
         rotary_table(ints(ROWS), meta(128, dtype=torch.float32), meta(ROWS, 256, dtype=torch.float32))
@@ -193,8 +195,8 @@ def table_check_nodes(target: Target) -> Iterator[Node]:
     table, rows = ints(9, 4096), (ints(ROWS), ints(ROWS))
     with record(target) as nodes:
         for window, width, every in ((1024, 34, 1), (None, 4096, 16)):
-            check_table(ints(500), 0, table, table, 100, *rows, ints(ROWS, width), 32, window, every, ints(8 * 65))
-            check_copies(ints(500), 0, table, 100, *rows, ints(ROWS, width), 32, window, every, ints(8 * 65))
+            check_table(ints(500), STEP, 0, table, table, 100, *rows, ints(ROWS, width), 32, window, every, ints(8 * 65))
+            check_copies(ints(500), STEP, 0, table, 100, *rows, ints(ROWS, width), 32, window, every, ints(8 * 65))
     yield from nodes
 
 

@@ -53,7 +53,7 @@ class Tables:
         violations = new_violations(CPU)
         check = _check_reference if reference else check_table
         check(
-            self.plan, 1, self.table, self.expected, PAGES, self.slots, self.positions, self.gathered, PAGE, self.window, every,
+            self.plan, 2, 1, self.table, self.expected, PAGES, self.slots, self.positions, self.gathered, PAGE, self.window, every,
             violations,
         )  # fmt: skip
         return recorded(violations)
@@ -69,7 +69,7 @@ class Tables:
         """The records, sorted."""
         violations = new_violations(CPU)
         check = _copies_reference if reference else check_copies
-        check(self.plan, 1, self.expected, PAGES, self.slots, self.positions, copies, PAGE, self.window, every, violations)
+        check(self.plan, 2, 1, self.expected, PAGES, self.slots, self.positions, copies, PAGE, self.window, every, violations)
         return recorded(violations)
 
 

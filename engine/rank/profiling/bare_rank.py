@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from engine.geometry import KVGroup
-from engine.plan import StepPlan
+from engine.plan import StepPlan, single_rows
 from engine.rank.builder import Rank
 from engine.rank.builder import build as build_runner
 from engine.rank.kv import KVCache
@@ -36,7 +36,7 @@ class BareRank(Rank):
     def admission(self, batch: int, context: int, steps: int, step: int) -> StepPlan:
         """Plan `step`: `batch` sequences of `context` tokens whose K and V are there; each decodes its last one."""
         plans, slots = SyntheticPlans(self.cache, self.geometry.vocab), list(range(batch))
-        return replace(plans.admit(step, slots, context, context - 1, context + steps + _SPARE), decodes=slots)
+        return replace(plans.admit(step, slots, context, context - 1, context + steps + _SPARE), rows=single_rows(slots))
 
     def run(self, plans: Sequence[bytes]) -> tuple[list[bytes], float]:
         """Every plan, two out at a time: results, and seconds."""

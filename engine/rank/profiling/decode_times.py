@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.plan import StepPlan, encode_plan
+from engine.plan import StepPlan, encode_plan, single_rows
 from engine.rank.graphs import StageGraphs
 from engine.rank.profiling.bare_rank import BareRank
 
@@ -35,7 +35,7 @@ def admit(rank: BareRank, batch: int, context: int, steps: int, step: int) -> li
     """Runs plan `step`, which admits `batch` sequences of `context` tokens, and some to warm up; the plans of the `steps` after it
     that are left to run."""
     first = encode_plan(rank.admission(batch, context, steps, step))
-    rest = [encode_plan(StepPlan(step + at, decodes=list(range(batch)))) for at in range(1, steps + 1)]
+    rest = [encode_plan(StepPlan(step + at, rows=single_rows(range(batch)))) for at in range(1, steps + 1)]
     rank.run([first, *rest[:WARM_STEPS]])
     return rest[WARM_STEPS:]
 

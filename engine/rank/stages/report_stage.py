@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from engine.channel import checksum
-from engine.plan import DEPTH, RESULT_WIDTH, ROW_EMPTY, ROW_NAN, PlanView, encode_rows
+from engine.plan import DEPTH, ROW_EMPTY, ROW_NAN, PlanView, encode_rows
+from engine.plan_layout import RESULT_HEAD
 from engine.protocol import Logprobs, PromptLogprobs
 from engine.rank.page_check import PageCheck
 from engine.rank.prompt_logprobs import ScoredRows, prompt_rows
@@ -101,11 +102,11 @@ class Launched:
         if self.pages is not None:
             self.pages.verify(self.step, host["violations"])
         if self.rows is None:
-            return encode_rows(self.step, np.zeros((0, 4 + RESULT_WIDTH), np.int32), {})
+            return encode_rows(self.step, np.zeros((0, RESULT_HEAD + 1), np.int32), {})
         tokens, flags = host["chosen"].T
         if (flags & ROW_ERROR).any():
             raise RuntimeError(f"step {self.step}: another rank's part of an all-reduce did not come in time")
-        table = np.empty((len(tokens), 4 + RESULT_WIDTH), np.int32)
+        table = np.empty((len(tokens), RESULT_HEAD + 1), np.int32)
         nan, empty = ((flags & flag) != 0 for flag in (ROW_HAS_NAN, ROW_NO_TOKEN))
         table[:, 0], table[:, 1], table[:, 2] = self.rows.slots, self.rows.numbers, ~(nan | empty)
         table[:, 3], table[:, 4] = np.where(nan, ROW_NAN, 0) + np.where(empty, ROW_EMPTY, 0), tokens
@@ -122,14 +123,14 @@ class Launched:
         self.fold()
         return result
 
-    def _logprobs(self, rows: ResultRows, host: dict[str, np.ndarray], silent: np.ndarray) -> dict[int, Logprobs]:
+    def _logprobs(self, rows: ResultRows, host: dict[str, np.ndarray], silent: np.ndarray) -> dict[int, list[Logprobs]]:
         """By row."""
         special = rows.special
         if not special.reported:
             return {}
         words = PromptLogprobs(0, special.alternatives, host["logprobs"].astype("<i4", copy=False).tobytes())
         pairs = zip(special.reported, words.entries(), strict=True)
-        return {row: Logprobs(one.chosen, one.top[: rows.logprobs[row]]) for row, (_, one) in pairs if not silent[row]}
+        return {row: [Logprobs(one.chosen, one.top[: rows.logprobs[row]])] for row, (_, one) in pairs if not silent[row]}
 
 
 class ReportStage:
@@ -147,7 +148,7 @@ class ReportStage:
     ) -> Launched:
         """The step, whose outputs are on their way. hidden: its final rows; start: its start event."""
         copy = CopyOut(self._outputs(sampled, hidden, len(rows.slots)), self._device)
-        clock = StepClock(self.end if len(plan.decodes) else None, start, copy.end)
+        clock = StepClock(self.end if len(plan.rows) else None, start, copy.end)
         self.end = copy.end
         scored = sampled.scored if sampled is not None else ()
         return Launched(plan.step, None if sampled is None else rows, scored, copy, self.state, self._pages, clock)

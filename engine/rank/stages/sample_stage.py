@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from engine.plan_layout import STEP
 from engine.rank.batch import ForwardBatch
 from engine.rank.models.architecture import Model
 from engine.rank.prompt_logprobs import ScoredRows, token_logprobs
@@ -55,7 +56,7 @@ class SampleStage:
         """Tokens of the batch's rows; with the step's `plan`, their logits are adjusted as their slots say."""
         rows = self.sampler.batch(batch.slots, batch.positions, self._slots.parameters, self._slots.tokens)
         if plan is not None:
-            rows = replace(rows, adjustments=self._slots.adjustments.tables, plan=plan)
+            rows = replace(rows, adjustments=self._slots.adjustments.tables, plan=plan, step=STEP)
         return StepTokens(*self.sampler.sample(self._model.logits(hidden), rows, self._inbox, special))
 
     def with_prompts(self, sampled: StepTokens | None, prompts: ScoredBatch) -> StepTokens:

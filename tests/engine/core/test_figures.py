@@ -5,16 +5,17 @@ import logging
 import pytest
 
 from engine.core.figures import StepFigures
-from engine.plan import Admission, PrefillChunk, StepPlan
+from engine.plan import Admission, StepPlan, single_rows
 from engine.protocol import PoolLoad, SamplingParams
 from tests.support.engine.load_figures import load
+from tests.support.engine.plans import PrefillChunk
 
 pytestmark = pytest.mark.pure
 
 ADMISSION = Admission(0, 1, [1] * 96, 96, SamplingParams(max_tokens=1), cached=64)
 PREFILL = StepPlan(1, admissions=[ADMISSION], chunks=[PrefillChunk(0, 64, 96, 95)])
-MIXED = StepPlan(2, chunks=[PrefillChunk(1, 0, 10, 9)], decodes=[0, 2])
-DECODE = StepPlan(3, decodes=[0, 1, 2])
+MIXED = StepPlan(2, chunks=[PrefillChunk(1, 0, 10, 9)], rows=single_rows([0, 2]))
+DECODE = StepPlan(3, rows=single_rows([0, 1, 2]))
 
 
 def test_a_line_a_class_and_second(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,9 +9,10 @@ import pytest
 from engine.channel import RingReader, RingWriter, ring_bytes
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.geometry import KVGroup
-from engine.plan import DEPTH, ResultRow, StepPlan, StepResult
+from engine.plan import DEPTH, ResultRow, StepPlan
 from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
 from engine.step_masks import decode_masks, encode_masks, mask_words, masks_capacity, only
+from tests.support.engine.plans import result_of
 
 pytestmark = pytest.mark.pure
 
@@ -48,7 +49,7 @@ def serve(constrained: int, free: int, served_at_once: int = SLOTS) -> Waits:
         running = {sequence.slot: sequence for sequence in scheduler.running}
         numbers = [running[slot].number if slot in running else 0 for slot in plan.result_slots]
         rows = [ResultRow(slot, number, (5,)) for slot, number in zip(plan.result_slots, numbers, strict=True)]
-        scheduler.commit(StepResult.of(plan.step, rows))
+        scheduler.commit(result_of(plan.step, rows))
         for _, output in scheduler.drain():
             tokens.setdefault(output.id, []).extend([plan.step] * len(output.tokens))
     assert sorted(map(len, tokens.values())) == [REPLY] * (constrained + free)

@@ -93,7 +93,7 @@ def serve(
             masks.advance()
         while scheduler.in_flight < 2 and (plan := scheduler.schedule()) is not None:
             machine.submit(plan)
-            served.prefill += sum(chunk.end - chunk.start for chunk in plan.chunks)
+            served.prefill += plan.prompt_tokens
             if plan.masked:
                 masks.planned(plan)
         for data in masks.due():

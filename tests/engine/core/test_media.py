@@ -10,8 +10,9 @@ from engine.core import segment
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.segment import extend_keys, root_key
 from engine.geometry import KVGroup
-from engine.plan import ResultRow, StepResult
+from engine.plan import ResultRow
 from engine.protocol import FinishReason, GenerateRequest, MediaItem, Output, SamplingParams, pack_tokens
+from tests.support.engine.plans import result_of
 
 pytestmark = pytest.mark.pure
 
@@ -91,7 +92,7 @@ class Bench:
             assert plan is not None
             numbers = {sequence.slot: sequence.number for sequence in self.scheduler.running}
             rows = [ResultRow(slot, numbers[slot], (7,)) for slot in plan.result_slots]
-            self.scheduler.commit(StepResult.of(plan.step, rows))
+            self.scheduler.commit(result_of(plan.step, rows))
         self.outputs += [output for _, output in self.scheduler.drain()]
         return self.scheduler.counters.hit_tokens - before
 

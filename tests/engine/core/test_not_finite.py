@@ -5,9 +5,9 @@ import pytest
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.sequence import Sequence
 from engine.geometry import KVGroup
-from engine.plan import StepResult
 from engine.protocol import AbortReason, FinishReason, GenerateRequest, SamplingParams, pack_tokens
 from tests.support.engine.kvmachine import KVFault, KVMachine
+from tests.support.engine.plans import result_of
 
 pytestmark = pytest.mark.pure
 
@@ -55,7 +55,7 @@ def test_nan_ends_only_its_own_request() -> None:
     machine.submit(scheduler.schedule())
     result = machine.result()
     rows = [result.row(0)._replace(tokens=(), nan=True), result.row(1)]
-    scheduler.commit(StepResult.of(result.step, rows))
+    scheduler.commit(result_of(result.step, rows))
     outputs = [output for _, output in scheduler.drain()]
     assert [(output.id, output.finish) for output in outputs] == [(1, FinishReason.error), (2, None)]
     assert scheduler.counters.failed == 1

@@ -13,7 +13,7 @@ from engine.core.step_budget import MOST_SKIPPED, OLDEST_EVERY, DecodeRows, Step
 from engine.core.step_estimate import Prompt, StepEstimate, shares
 from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
-from engine.plan import PrefillChunk, ResultRow, StepPlan, StepResult
+from engine.plan import ResultRow, StepPlan, StepResult, single_rows
 from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
 from tests.support.engine.paced_steps import (
     BASE_MS,
@@ -27,6 +27,7 @@ from tests.support.engine.paced_steps import (
     pace,
     step_ms,
 )
+from tests.support.engine.plans import PrefillChunk, result_of
 
 pytestmark = pytest.mark.pure
 
@@ -89,7 +90,7 @@ def test_the_budget_fills_whole_tiles() -> None:
 def filled(decodes: int, tokens: int, behind: int) -> StepPlan:
     """A step of so many rows, and so many tokens behind its chunk."""
     end = behind + tokens
-    return StepPlan(1, decodes=list(range(decodes)), chunks=[PrefillChunk(decodes, behind, end, end)])
+    return StepPlan(1, rows=single_rows(range(decodes)), chunks=[PrefillChunk(decodes, behind, end, end)])
 
 
 HEAVY = StepTimes(((1, 3.0), (101, 4.0)), ((1, 14.0), (101, 15.0)), read_ms=0.0001)  # as launched kernel by kernel
@@ -307,7 +308,7 @@ def prefill_rows(batch: int, prompt: int, tokens: int) -> list[int]:
     ranks, rows = ModelledRanks(), []
 
     def execute(plan: StepPlan) -> tuple[StepResult, float]:
-        rows.extend([plan.tokens] if plan.chunks else [])
+        rows.extend([plan.prompt_tokens + len(plan.rows)] if plan.chunks else [])
         return ranks.run(plan)
 
     world = pace("fair", slots=batch)
@@ -388,7 +389,7 @@ def step(scheduler: Scheduler) -> list[int]:
     plan = scheduler.schedule()
     numbers = {sequence.slot: sequence.number for sequence in scheduler.running}
     if plan is not None:
-        scheduler.commit(StepResult.of(plan.step, [ResultRow(slot, numbers[slot], (7,)) for slot in plan.result_slots]))
+        scheduler.commit(result_of(plan.step, [ResultRow(slot, numbers[slot], (7,)) for slot in plan.result_slots]))
     for _ in scheduler.drain():
         pass
     return [request for _, request in scheduler.drain_started()]

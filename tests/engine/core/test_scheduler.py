@@ -17,16 +17,7 @@ from engine.core.planner import Planner
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.sequence import Sequence
 from engine.geometry import KVGroup
-from engine.plan import (
-    MAX_ADMITTED,
-    MAX_SCORED,
-    Admission,
-    PageAppend,
-    StepPlan,
-    largest_plan,
-    largest_result,
-    most_appends,
-)
+from engine.plan import MAX_ADMITTED, MAX_SCORED, Admission, StepPlan, largest_plan, largest_result, most_appends
 from engine.protocol import (
     MAX_ALTERNATIVES,
     MAX_STOP_IDS,
@@ -40,6 +31,7 @@ from engine.protocol import (
     unpack_tokens,
 )
 from tests.support.engine.kvmachine import KVFault, KVMachine
+from tests.support.engine.plans import PageAppend, listed
 from tests.support.engine.worlds import World, check_ends, run_worlds, simulate
 
 pytestmark = pytest.mark.pure
@@ -96,7 +88,7 @@ def test_a_result_fits_its_record_whatever_is_asked_for(monkeypatch: pytest.Monk
         for number in range(3):
             scheduler.add(0, GenerateRequest(id=number, prompt=pack_tokens([5] * 20_000), params=params))
         plans = [scheduler.schedule() for _ in range(2)]
-        return [plan.tokens for plan in plans if plan is not None]
+        return [plan.prompt_tokens + len(plan.rows) for plan in plans if plan is not None]
 
     assert scored() == [MAX_SCORED] * 2
     assert largest_result(4096) <= MAX_RECORD
@@ -392,11 +384,11 @@ def test_a_prompt_is_computed_up_to_its_last_token_while_its_mask_is_made() -> N
     scheduler.add(0, request(1, 10, 3))
     scheduler.waiting[0].waits.add("mask")
     first = scheduler.schedule()
-    assert [(chunk.start, chunk.end, chunk.samples) for chunk in first.chunks] == [(0, 9, False)]
+    assert [(chunk.start, chunk.end, chunk.samples) for chunk in listed(first).chunks] == [(0, 9, False)]
     assert scheduler.schedule() is None
     scheduler.running[0].waits.clear()
     second = scheduler.schedule()
-    assert [(chunk.start, chunk.end, chunk.samples) for chunk in second.chunks] == [(9, 10, True)]
+    assert [(chunk.start, chunk.end, chunk.samples) for chunk in listed(second).chunks] == [(9, 10, True)]
 
 
 def test_a_request_is_said_to_have_started_once() -> None:

@@ -16,7 +16,7 @@ from engine.protocol import SamplingParams
 from engine.rank.adjustments import Adjustments
 from engine.rank.parallel import Single
 from engine.rank.sampler import Sampler
-from kernels.adjust import IN_PROMPT, MOST_COUNTED, PLAN_STEP, adjust
+from kernels.adjust import IN_PROMPT, MOST_COUNTED, adjust
 from kernels.sampling_batch import SamplingBatch, SlotParameters
 from tests.support import interpreter
 from tests.support.engine.adjusted_logits import AdjustedSequence, random_sequence
@@ -37,12 +37,6 @@ def packed(allowed: np.ndarray) -> np.ndarray:
     """bool [n, vocabulary] -> int32 [n, ceil(vocabulary / 32)]."""
     padded = np.pad(allowed, ((0, 0), (0, -allowed.shape[1] % 32)))
     return np.packbits(padded, axis=1, bitorder="little").view(np.int32)
-
-
-def plan_of(step: int) -> Tensor:
-    plan = torch.zeros(16, dtype=torch.int32)
-    plan[PLAN_STEP] = torch.tensor(step).int()
-    return plan
 
 
 def admission(slot: int, sequence: AdjustedSequence) -> Admission:
@@ -80,7 +74,7 @@ class RankTables:
             torch.zeros(SLOTS, 3, dtype=torch.int64), torch.ones(SLOTS, 3), torch.full((SLOTS, 1), -1, dtype=torch.int32)
         )
         batch = Sampler(self.parallel, VOCAB, SOFTCAP, (), CPU).batch(slots, torch.tensor(positions).int(), parameters, self.tokens)
-        return replace(batch, adjustments=self.adjustments.tables, plan=plan_of(step))
+        return replace(batch, adjustments=self.adjustments.tables, plan=torch.tensor([step]).int())
 
     def slice(self, logits: Tensor) -> Tensor:
         """Its own of whole logits, -inf behind the vocabulary's end."""

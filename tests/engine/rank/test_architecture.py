@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.errors import CheckpointError
 from engine.geometry import Geometry, Layer, read_geometry
-from engine.plan import Admission, PageAppend, PrefillChunk, StepPlan
+from engine.plan import Admission, StepPlan, single_rows
 from engine.protocol import SamplingParams
 from engine.rank.attention.base import AttentionBackend
 from engine.rank.batch import ForwardBatch
@@ -27,6 +27,7 @@ from engine.rank.parallel import Single
 from engine.rank.profiling import bare_rank
 from kernels.fused_allreduce_norm import AllReduceInbox
 from tests.conftest import Nano
+from tests.support.engine.plans import PageAppend, PrefillChunk
 from tests.support.engine.ranks import run
 from tests.support.engine.recording import config_of
 from tests.support.repo_rules import ROOT, sources
@@ -97,7 +98,7 @@ def tokens(rank: Rank, prompt: list[int], steps: int) -> list[int]:
     admission = Admission(0, 1, prompt, len(prompt), SamplingParams(max_tokens=steps))
     plan = StepPlan(1, admissions=[admission], chunks=[PrefillChunk(0, 0, len(prompt), len(prompt) - 1)])
     plan.appends.extend(PageAppend(group, 0, 0, 1) for group in (0, 1))
-    rest = [StepPlan(step, decodes=[0]) for step in range(2, steps + 1)]
+    rest = [StepPlan(step, rows=single_rows([0])) for step in range(2, steps + 1)]
     return [run(runner, each).rows[0].tokens[0] for each in (plan, *rest)]
 
 

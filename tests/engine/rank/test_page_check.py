@@ -12,7 +12,7 @@ from torch import Tensor
 from deploy.models.resolve import resolve
 from engine.errors import PageViolation
 from engine.geometry import KVGroup
-from engine.plan import Admission, PageAppend, PageRelease, PrefillChunk, StepPlan, encode_plan
+from engine.plan import Admission, StepPlan, encode_plan, single_rows
 from engine.protocol import SamplingParams
 from engine.rank import attention
 from engine.rank.attention import trtllm
@@ -22,6 +22,7 @@ from engine.rank.page_check import SAMPLED, PageCheck
 from engine.rank.runner import Runner
 from tests.conftest import Nano
 from tests.golden.record import load
+from tests.support.engine.plans import PageAppend, PageRelease, PrefillChunk
 from tests.support.engine.ranks import Ranks, run, single
 from tests.support.engine.recording import PAGES, config_of, tokens_of
 from tests.support.flashinfer_calls import PROCESSORS, KernelStandIn, pinned
@@ -41,7 +42,7 @@ def ranks() -> dict[str, Rank]:
 
 def decoding(step: int) -> int:
     """A slot that decodes in plan `step`."""
-    return next(plan for plan in PLANS if plan.step == step).decodes[0]
+    return next(plan for plan in PLANS if plan.step == step).rows[0][0]
 
 
 def started(rank: Rank, steps: int) -> Runner:
@@ -243,7 +244,7 @@ def test_a_fault_in_a_copy_is_found_in_its_step(
 @pytest.mark.parametrize("plant", [copied_stale_tail, copied_poison])
 def test_a_fault_in_a_chunks_copy_is_found(flashinfer: Rank, monkeypatch: pytest.MonkeyPatch, plant: CopyPlant) -> None:
     """The rows that prefill reads are held against the plans too."""
-    at = next(at for at, plan in enumerate(PLANS) if plan.chunks and not plan.decodes)
+    at = next(at for at, plan in enumerate(PLANS) if plan.chunks and not plan.rows)
     message = violation(with_plant(monkeypatch, flashinfer, at, "full", plant), at)
     assert re.search(COPIED[plant].format(group="full"), message), message
 
@@ -275,7 +276,7 @@ def test_a_slot_that_changes_its_sequence_in_one_plan(ranks: dict[str, Rank]) ->
         chunks=[PrefillChunk(slot, 0, 8, 7)],
     )  # fmt: skip
     run(runner, plan)
-    run(runner, StepPlan(STEP + 1, decodes=[slot]))
+    run(runner, StepPlan(STEP + 1, rows=single_rows([slot])))
     assert runner.slots.cache.groups[1].table[slot, :2].tolist() == [2, 0]
 
 
@@ -287,7 +288,7 @@ def test_a_violation_ends_the_process(nano: Nano) -> None:
         for plan in PLANS[:2]:
             ranks.submit(plan)
             ranks.result()
-        ranks.submit(StepPlan(3, appends=[PageAppend(1, 0, 7, PAGES[1])], decodes=[0]))
+        ranks.submit(StepPlan(3, appends=[PageAppend(1, 0, 7, PAGES[1])], rows=single_rows([0])))
         assert ranks.wait() == [1, 1]
         for text in ranks.stderr():
             assert "plan 3: slot 0, group full, entry 7 gets page 6; its pool has 6 pages, its table 8 entries" in text, text

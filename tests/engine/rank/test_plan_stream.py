@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from engine.errors import ConfigError
-from engine.plan import PrefillChunk, ResultRow, StepPlan, StepResult
+from engine.plan import ResultRow, StepPlan, single_rows
 from engine.rank.plan_stream import PlanStream, different_tokens, read_stream, write_stream
+from tests.support.engine.plans import PrefillChunk, result_of
 
 pytestmark = pytest.mark.pure
 
@@ -16,8 +17,8 @@ ROWS = [ResultRow(0, 1, (7,)), ResultRow(1, 2, (), nan=True), ResultRow(2, 3, ()
 
 
 def stream(rows: list[ResultRow]) -> PlanStream:
-    plan = StepPlan(1, chunks=[PrefillChunk(0, 0, 3, 2)], decodes=[1, 2])
-    return PlanStream("nano:31b", {}, (3, 3), [plan], [StepResult.of(1, rows)])
+    plan = StepPlan(1, chunks=[PrefillChunk(0, 0, 3, 2)], rows=single_rows([1, 2]))
+    return PlanStream("nano:31b", {}, (3, 3), [plan], [result_of(1, rows)])
 
 
 def test_rows_without_tokens_come_back(tmp_path: Path) -> None:
@@ -43,13 +44,14 @@ def test_each_difference_is_told(at: int, row: ResultRow, told: str) -> None:
     assert different_tokens(stream(found).results, stream(ROWS).results) == [told]
 
 
-def test_an_unknown_reason_is_refused(tmp_path: Path) -> None:
-    """A file whose row says something else is no plan stream; rows that say nothing, as files had before, are read."""
+def test_a_broken_table_is_refused(tmp_path: Path) -> None:
+    """A file whose result rows lack what stands in front of their tokens, or are not equally long, is no plan stream."""
     path = tmp_path / "x.json.gz"
     write_stream(stream(ROWS[:1]), path)
     value = json.loads(gzip.decompress(path.read_bytes()))
-    assert value["steps"][0]["rows"] == [[0, 1, [7], None]]
-    value["steps"][0]["rows"][0].append("lost")
-    path.write_bytes(gzip.compress(json.dumps(value).encode()))
-    with pytest.raises(ConfigError, match="lost"):
-        read_stream(path)
+    assert value["steps"][0]["table"] == [[0, 1, 1, 0, 7]]
+    for table in ([[0, 1]], [[0, 1, 1, 0, 7], [0]]):
+        value["steps"][0]["table"] = table
+        path.write_bytes(gzip.compress(json.dumps(value).encode()))
+        with pytest.raises(ConfigError, match="no plan stream"):
+            read_stream(path)

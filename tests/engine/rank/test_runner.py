@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.config import EngineConfig, engine_config
 from engine.logit_adjustments import LogitAdjustments
-from engine.plan import Admission, PageAppend, PrefillChunk, StepPlan, StepResult, encode_plan, read_header
+from engine.plan import Admission, StepPlan, StepResult, encode_plan, read_header, single_rows
 from engine.protocol import MAX_ALTERNATIVES, Logprobs, SamplingParams
 from engine.rank.batch import ForwardBatch
 from engine.rank.builder import Rank, build
@@ -23,6 +23,7 @@ from kernels.choose import ROW_ERROR
 from kernels.sampling_batch import SamplingBatch
 from tests.conftest import Nano
 from tests.support.engine.adjusted_logits import AdjustedSequence
+from tests.support.engine.plans import PageAppend, PrefillChunk, encoded, result_of
 from tests.support.engine.ranks import finish, run, single
 
 pytestmark = pytest.mark.cpu
@@ -92,7 +93,7 @@ def test_a_sum_that_failed_gives_no_tokens(runner: Runner, monkeypatch: pytest.M
     assert len(run(runner, first_plan()).rows) == 2
     flag = ROW_ERROR
     with pytest.raises(RuntimeError, match="step 2: another rank's part of an all-reduce did not come in time"):
-        run(runner, StepPlan(2, decodes=[0, 2]))
+        run(runner, StepPlan(2, rows=single_rows([0, 2])))
 
 
 def test_what_warms_a_runner_leaves_nothing_behind(rank: Rank, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,12 +129,12 @@ def test_what_warms_a_runner_leaves_nothing_behind(rank: Rank, runner: Runner, m
     assert not any(bool(group.pool.any() or group.table.any()) for group in runner.slots.cache)
     assert not runner.slots.lengths.any()
     plain = build(rank, PAGES)
-    assert run(runner, first_plan()) == run(plain, first_plan())
+    assert encoded([run(runner, first_plan())]) == encoded([run(plain, first_plan())])
     assert runner.state_hash == plain.state_hash != 0
 
 
 def stream(steps: int = 12, **kwargs: tuple[SamplingParams, SamplingParams]) -> list[StepPlan]:
-    return [first_plan(**kwargs), *(StepPlan(step, decodes=[0, 2]) for step in range(2, steps + 1))]
+    return [first_plan(**kwargs), *(StepPlan(step, rows=single_rows([0, 2])) for step in range(2, steps + 1))]
 
 
 def tokens_of(results: list[StepResult]) -> dict[int, list[int]]:
@@ -165,9 +166,9 @@ def test_a_wrong_input_token_is_seen(rank: Rank, runner: Runner) -> None:
     dirty = [run(with_fault, plan) for plan in stream(9)[:4]]
     with_fault.slots.tokens[2, int(with_fault.slots.lengths[2])] += 1
     dirty += [run(with_fault, plan) for plan in stream(9)[4:]]
-    assert dirty[:4] == clean[:4]
+    assert encoded(dirty[:4]) == encoded(clean[:4])
     pairs = [(one.rows[1].logprobs, other.rows[1].logprobs) for one, other in zip(dirty[4:], clean[4:], strict=True)]
-    assert max(abs(one.chosen - other.chosen) for one, other in pairs if one and other) > 1e-2
+    assert max(abs(one[0].chosen - other[0].chosen) for one, other in pairs if one and other) > 1e-2
 
 
 def test_chunks_give_what_the_whole_gives(rank: Rank, runner: Runner) -> None:
@@ -181,11 +182,10 @@ def test_chunks_give_what_the_whole_gives(rank: Rank, runner: Runner) -> None:
     assert [len(result.rows) for result in results] == [0, 0, 1]
     (row,) = results[2].rows
     assert row.tokens == whole.tokens
-    assert row.logprobs is not None
-    assert whole.logprobs is not None
-    assert abs(row.logprobs.chosen - whole.logprobs.chosen) < 1e-4
-    assert [token for token, _ in row.logprobs.top] == [token for token, _ in whole.logprobs.top]
-    assert row.logprobs.top[0] == (row.tokens[0], row.logprobs.chosen)
+    (mine,), (theirs,) = row.logprobs, whole.logprobs
+    assert abs(mine.chosen - theirs.chosen) < 1e-4
+    assert [token for token, _ in mine.top] == [token for token, _ in theirs.top]
+    assert mine.top[0] == (row.tokens[0], mine.chosen)
 
 
 def scored_plans(prompt: list[int], alternatives: int | None, *, scored: int = 0) -> list[StepPlan]:
@@ -196,7 +196,7 @@ def scored_plans(prompt: list[int], alternatives: int | None, *, scored: int = 0
     ends, first = (33, 97, len(prompt)), PrefillChunk(0, 0, len(PROMPTS[0]), len(PROMPTS[0]) - 1)
     chunks = [PrefillChunk(1, start, end, end - (end == ends[-1])) for start, end in zip((0, *ends), ends, strict=False)]
     plans = [StepPlan(1, admissions=[replace(admission, scored=scored), other], appends=pages + others, chunks=[first, chunks[0]])]
-    return plans + [StepPlan(step, chunks=[chunk], decodes=[0]) for step, chunk in enumerate(chunks[1:], 2)]
+    return plans + [StepPlan(step, chunks=[chunk], rows=single_rows([0])) for step, chunk in enumerate(chunks[1:], 2)]
 
 
 def told(results: list[StepResult]) -> dict[int, tuple[int, Logprobs]]:
@@ -226,13 +226,13 @@ def test_logprobs_of_a_prompt_are_those_that_sampling_reports(rank: Rank, monkey
         admission, pages = admit(1, 9, prompt[:end], wanted)
         plan = StepPlan(1, admissions=[admission], appends=pages, chunks=[PrefillChunk(1, 0, end, end - 1)])
         (row,) = run(build(rank, PAGES), plan).rows
-        assert row.logprobs is not None
-        ranks = {token: (at, value) for at, (token, value) in enumerate(row.logprobs.top, 1)}
+        (sampled,) = row.logprobs
+        ranks = {token: (at, value) for at, (token, value) in enumerate(sampled.top, 1)}
         number, logprobs = found[end]
         place, value = ranks[prompt[end]]
         assert number == place
         assert abs(logprobs.chosen - value) < 1e-4
-        assert [token for token, _ in logprobs.top] == [token for token, _ in row.logprobs.top[:3]]
+        assert [token for token, _ in logprobs.top] == [token for token, _ in sampled.top[:3]]
     rest = told([run(runner, plan) for plan in renumbered(scored_plans(prompt, 3, scored=50), 4)])
     assert list(rest) == list(range(51, len(prompt)))
     assert all(abs(rest[at][1].chosen - found[at][1].chosen) < 1e-4 for at in rest)
@@ -260,7 +260,7 @@ def test_replay_and_overlap_end_on_the_same_hash(rank: Rank) -> None:
     first, second = build(rank, PAGES), build(rank, PAGES)
     one = [run(first, plan) for plan in stream()]
     other = overlapped(second, stream())
-    assert one == other
+    assert encoded(one) == encoded(other)
     assert first.state_hash == second.state_hash != 0
 
 
@@ -310,7 +310,7 @@ def test_steps_finish_in_order(runner: Runner) -> None:
 def test_a_plan_without_rows_has_an_empty_result(runner: Runner) -> None:
     """Releases alone run no forward, and still move the hash."""
     result = run(runner, StepPlan(1))
-    assert result == StepResult.of(1, [])
+    assert encoded([result]) == encoded([result_of(1, [])])
     assert runner.state_hash != 0
 
 
@@ -321,7 +321,7 @@ def test_nan_silences_its_row_alone(rank: Rank, runner: Runner) -> None:
     results = [run(runner, plans[0])]
     next(iter(runner.slots.cache)).pool[:, 11] = torch.nan  # slot 2's first page
     results += [run(runner, plan) for plan in plans[1:]]
-    assert results[0] == clean[0]
+    assert encoded(results[:1]) == encoded(clean)
     for result in results[1:]:
         good, bad = result.rows
         assert (good.slot, bad.slot) == (0, 2)
@@ -329,7 +329,7 @@ def test_nan_silences_its_row_alone(rank: Rank, runner: Runner) -> None:
         assert len(good.tokens) == 1
         assert bad.nan
         assert bad.tokens == ()
-        assert bad.logprobs is None
+        assert not bad.logprobs
 
 
 def test_a_slot_that_is_admitted_again_forgets(rank: Rank, runner: Runner) -> None:
@@ -337,14 +337,12 @@ def test_a_slot_that_is_admitted_again_forgets(rank: Rank, runner: Runner) -> No
     for plan in stream(6):
         run(runner, plan)
     admission, pages = admit(0, 41, PROMPTS[0], GREEDY)
-    plan = StepPlan(7, admissions=[admission], appends=pages, chunks=[PrefillChunk(0, 0, 7, 6)], decodes=[2])
+    plan = StepPlan(7, admissions=[admission], appends=pages, chunks=[PrefillChunk(0, 0, 7, 6)], rows=single_rows([2]))
     again = run(runner, plan).rows[0]
     fresh = run(build(rank, PAGES), first_plan()).rows[0]
     assert (again.slot, again.number) == (0, 41)
     assert again.tokens == fresh.tokens
-    assert again.logprobs is not None
-    assert fresh.logprobs is not None
-    assert abs(again.logprobs.chosen - fresh.logprobs.chosen) < 1e-4
+    assert abs(again.logprobs[0].chosen - fresh.logprobs[0].chosen) < 1e-4
 
 
 def test_suppressed_ids_are_not_sampled(rank: Rank) -> None:
@@ -352,9 +350,8 @@ def test_suppressed_ids_are_not_sampled(rank: Rank) -> None:
     best = run(build(rank, PAGES), first_plan()).rows[0]
     other = run(with_config(rank, suppress=(best.tokens[0],)), first_plan()).rows[0]
     assert other.tokens != best.tokens
-    assert other.logprobs is not None
-    assert other.logprobs.top[0][0] == best.tokens[0]
-    assert other.tokens[0] == other.logprobs.top[1][0]
+    assert other.logprobs[0].top[0][0] == best.tokens[0]
+    assert other.tokens[0] == other.logprobs[0].top[1][0]
 
 
 def test_a_mask_holds_for_its_step_alone(rank: Rank, runner: Runner) -> None:
@@ -393,7 +390,7 @@ def test_greedy_tokens_are_the_largest_adjusted_logits(rank: Rank, runner: Runne
     )
     sequence, plainly = AdjustedSequence(prompt, len(prompt), wanted), 0
     for step in range(1, 17):
-        plan = StepPlan(step, decodes=[2])
+        plan = StepPlan(step, rows=single_rows([2]))
         if step in (1, 9):
             admission, pages = admit(2, step, sequence.tokens, SamplingParams(max_tokens=99, adjustments=wanted))
             end = len(sequence.tokens)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.geometry import KVGroup
-from engine.plan import Admission, PageAppend, PageRelease, PrefillChunk, StepPlan, encode_plan, read_plan
+from engine.plan import Admission, StepPlan, encode_plan, read_plan, single_rows
 from engine.protocol import SamplingParams
 from engine.rank.batch import ForwardBatch
 from engine.rank.kv import GroupCache, KVCache
@@ -18,6 +18,7 @@ from engine.rank.slots import ResultRows, SlotState
 from engine.rank.step import StepBuffers
 from kernels.sampling_batch import SMALL_TOP_K
 from kernels.slots import clear, put
+from tests.support.engine.plans import DecodeRow, PageAppend, PageRelease, PrefillChunk
 
 pytestmark = pytest.mark.cpu
 
@@ -42,7 +43,7 @@ class Rank:
         self.step.apply(uploaded)
         if plan.chunks:
             return self.step.mixed(view, uploaded)
-        return self.step.decodes(uploaded, len(plan.decodes) + padding) if plan.decodes else None
+        return self.step.decodes(uploaded, len(plan.rows) + padding) if plan.rows else None
 
     def results(self, plan: StepPlan) -> ResultRows:
         """How the rows of the plan's results sample."""
@@ -77,7 +78,7 @@ class SlotModel:
         for slot in range(SLOTS):
             self._slot(slot, plan)
         self.rng.shuffle(plan.chunks)
-        self.rng.shuffle(plan.decodes)
+        self.rng.shuffle(plan.rows)
         return plan
 
     def _slot(self, slot: int, plan: StepPlan) -> None:
@@ -110,7 +111,7 @@ class SlotModel:
             end = sequence.computed + size
             plan.chunks.append(PrefillChunk(slot, sequence.computed, end, end - 1 if size == left else end))
         elif self.rng.random() < 0.7:
-            plan.decodes.append(slot)
+            plan.rows.append(DecodeRow(slot))
 
     def expect(self, plan: StepPlan) -> tuple[list[tuple[int, int, int]], list[int]]:
         """Advance the sequences; (slot, position, token) of each row, and the rows whose logits are wanted."""
@@ -121,7 +122,7 @@ class SlotModel:
             inputs += [(chunk.slot, at, sequence.tokens[at]) for at in range(chunk.start, chunk.end)]
             wanted += [len(inputs) - 1] if chunk.end == len(sequence.tokens) else []
             sequence.computed = chunk.end
-        for slot in plan.decodes:
+        for slot, *_ in plan.rows:
             sequence = self.sequences[slot]
             wanted.append(len(inputs))
             inputs.append((slot, sequence.computed, sequence.tokens[sequence.computed]))
@@ -248,7 +249,7 @@ def test_stop_ids_are_masked_until_min_tokens_are_out() -> None:
             rows = sampler.batch(batch.slots[row], batch.positions[row], rank.slots.parameters, rank.slots.tokens)
             chosen, _ = sampler.sample(torch.arange(10.0)[None], rows, None)
             masked.append(chosen[0, 0] != 9)
-            plan = StepPlan(2 + step, decodes=[1])
+            plan = StepPlan(2 + step, rows=single_rows([1]))
         assert masked == [done + more < 2 for more in range(4)]
 
 
@@ -274,7 +275,7 @@ def test_cached_positions_are_not_computed_again() -> None:
     """An admission with cached positions decodes behind them."""
     rank = state()
     admission = Admission(2, 1, [5, 6, 7, 8], 4, SamplingParams(max_tokens=1), cached=3)
-    batch = rank.run(StepPlan(1, admissions=[admission], decodes=[2]))
+    batch = rank.run(StepPlan(1, admissions=[admission], rows=single_rows([2])))
     assert batch is not None
     assert (batch.slots.tolist(), batch.positions.tolist(), batch.ids.tolist()) == ([2], [3], [8])
 
@@ -283,7 +284,7 @@ def test_padding_rows_change_nothing() -> None:
     """Rows behind the plan's decodes name the padding's slot and no position, and advance no length."""
     rank = state()
     rank.run(StepPlan(1, admissions=[Admission(0, 1, [5, 6], 2, SamplingParams(max_tokens=1), cached=1)]))
-    batch = rank.run(StepPlan(2, decodes=[0]), padding=2)
+    batch = rank.run(StepPlan(2, rows=single_rows([0])), padding=2)
     assert batch is not None
     assert (batch.slots.tolist(), batch.positions.tolist()) == ([0, SLOTS, SLOTS], [1, -1, -1])
     assert rank.slots.lengths.tolist() == [2, 0, 0, 0, 0]

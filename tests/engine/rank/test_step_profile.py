@@ -15,7 +15,7 @@ from torch.profiler import profile
 from engine.config import engine_config
 from engine.errors import ConfigError
 from engine.geometry import kv_groups, read_geometry
-from engine.plan import PageAppend, encode_plan
+from engine.plan import encode_plan
 from engine.rank.builder import load_rank
 from engine.rank.models.layers import VocabTable
 from engine.rank.parallel import Parallel, Single
@@ -25,6 +25,7 @@ from engine.rank.profiling.loopback import Loopback
 from engine.rank.profiling.session import ProfileRequest, fitting, most_pages
 from engine.rank.profiling.step_profile import Span, StepProfile, medians, modules_of, profile_step, recorded, spans_of
 from tests.conftest import Nano
+from tests.support.engine.plans import PageAppend
 
 pytestmark = pytest.mark.cpu
 
@@ -90,7 +91,7 @@ def test_sequences_have_their_pages(nano: Nano) -> None:
     rank = rank_of(nano("31b"), Single())
     plan = rank.admission(BATCH, CONTEXT, STEPS, 1)
     for cache in rank.cache:
-        appends = [append for append in cast("list[PageAppend]", plan.appends) if append.group == cache.group.index]
+        appends = [PageAppend(*append) for append in plan.appends if append[0] == cache.group.index]
         entries = cache.group.pages_for(CONTEXT - 1, CONTEXT + STEPS + 8)
         assert [(append.slot, append.index) for append in appends] == [(slot, at) for slot in range(BATCH) for at in entries]
         assert sorted(append.page for append in appends) == list(range(1, cache.pool.shape[1]))

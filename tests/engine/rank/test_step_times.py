@@ -19,6 +19,7 @@ from engine.rank.runner import Runner
 from engine.rank.stages.report_stage import Launched
 from engine.rank.step_times import measure
 from tests.conftest import Nano
+from tests.support.engine.plans import encoded
 from tests.support.engine.ranks import single
 from tests.support.engine.recording import PAGES, config_of, request, serve
 
@@ -63,7 +64,7 @@ def test_times_are_those_of_steps(rank: Rank, monkeypatch: pytest.MonkeyPatch) -
 
     def slow(self: Runner, data: bytes) -> Launched:
         plan = read_plan(data)
-        kind = (len(plan.decodes), int(plan.chunks[:, 2].sum()))
+        kind = (len(plan.rows), int(plan.chunks[:, 2].sum()))
         spin(0.05 if kind in seen else 0.5)
         seen.add(kind)
         return launch(self, data)
@@ -86,7 +87,7 @@ def served(rank: Rank, before: Callable[[Runner], object] = lambda runner: None)
     runner = build(rank, PAGES)
     before(runner)
     results = serve(runner, rank.config, [[request(number) for number in range(3)]]).results
-    return results, runner.state_hash
+    return encoded(results), runner.state_hash
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,9 @@ import numpy as np
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.segment import extend_keys, root_key
 from engine.geometry import KVGroup
-from engine.plan import ResultRow, StepPlan, StepResult
+from engine.plan import ResultRow, StepPlan
 from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
+from tests.support.engine.plans import result_of
 
 PAGE, WINDOW = 32, 256
 TAIL = -(-(WINDOW - 1) // PAGE)
@@ -130,7 +131,7 @@ class Server:
     def _step(self) -> None:
         plan = self.scheduler.schedule()
         assert plan is not None
-        self.scheduler.commit(StepResult.of(plan.step, list(self._rows(plan))))
+        self.scheduler.commit(result_of(plan.step, list(self._rows(plan))))
         for _ in self.scheduler.drain():
             pass
         self.scheduler.drain_started()

@@ -16,8 +16,9 @@ from cluster.children import boot_json, child_command, child_name
 from engine.channel import RingReader, RingWriter, Waiter, map_shared
 from engine.errors import CheckpointError
 from engine.lifeline import BootArgs, Lifeline, Loaded, Ready, fail
-from engine.plan import ResultRow, StepPlan, StepResult, decode_plan, encode_result
+from engine.plan import ResultRow, StepPlan
 from engine.rank_status import Phase
+from tests.support.engine.plans import decode_plan, encode_result, result_of
 
 FIRST_TOKEN = 10
 TOKENS = 40
@@ -93,7 +94,7 @@ class FakeRank:
         time.sleep(self._behaviour.step_s)
         rows = [self._row(slot) for slot in self._admitted(plan).result_slots]
         if self._results is not None:
-            self._results.write(plan.step, encode_result(StepResult.of(plan.step, rows)))
+            self._results.write(plan.step, encode_result(result_of(plan.step, rows)))
         self._progress(plan.step, plan.step)
 
     def _admitted(self, plan: StepPlan) -> StepPlan:

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from cluster.children import boot_json, child_command
 from engine.lifeline import BootArgs
-from engine.plan import PageAppend, PlanView, StepPlan, decode_plan, encode_plan, read_plan
+from engine.plan import PlanView, StepPlan, encode_plan, read_plan
 from engine.rank import runner, worker
 from engine.rank.sampler import Sampler
 from kernels.allreduce import MappedCollectives
+from tests.support.engine.plans import PageAppend, decode_plan
 
 FAULTS = ("none", "sliding", "full", "reduce", "token")
 PURE = 5

@@ -16,8 +16,9 @@ from collections import deque
 from collections.abc import Callable
 
 from engine.geometry import KVGroup
-from engine.plan import Admission, PromptRow, ResultRow, StepPlan, StepResult, decode_plan, encode_plan
+from engine.plan import Admission, PromptRow, ResultRow, StepPlan, StepResult, encode_plan
 from engine.protocol import PromptLogprobs
+from tests.support.engine.plans import decode_plan, result_of
 
 Model = Callable[[int, int, int], int]
 _MASK = (1 << 63) - 1
@@ -75,7 +76,7 @@ class KVMachine:
         data = encode_plan(plan)
         self.largest = max(self.largest, len(data))
         decoded = decode_plan(data)
-        assert (decoded.step, decoded.chunks, decoded.decodes) == (plan.step, plan.chunks, plan.decodes)
+        assert (decoded.step, decoded.chunks, decoded.rows) == (plan.step, plan.chunks, plan.rows)
         self.queue.append(self.plant(decoded))
 
     def result(self) -> StepResult:
@@ -83,7 +84,7 @@ class KVMachine:
         plan = self.queue.popleft()
         self._apply(plan)
         rows = [(chunk.slot, chunk.start, chunk.end) for chunk in plan.chunks]
-        decodes = [(slot, self.length[slot], self.length[slot] + 1 + self.drafts) for slot in plan.decodes]
+        decodes = [(slot, self.length[slot], self.length[slot] + 1 + self.drafts) for slot, *_ in plan.rows]
         guessed = [self._draft(slot, start) for slot, start, _ in decodes]
         for slot, start, end in rows + decodes:
             self._write(slot, start, end)
@@ -94,7 +95,7 @@ class KVMachine:
         results = [self._sample(chunk.slot, chunk.end, []) for chunk in plan.chunks if chunk.samples]
         results += [self._sample(slot, start + 1, drafts) for (slot, start, _), drafts in zip(decodes, guessed, strict=True)]
         prompts = [row for chunk in plan.chunks if (row := self._prompt_row(chunk.slot, chunk.start, chunk.end)) is not None]
-        return StepResult.of(plan.step, results, prompts)
+        return result_of(plan.step, results, prompts)
 
     def _prompt_row(self, slot: int, start: int, end: int) -> PromptRow | None:
         """Of positions [start, end), those that give a prompt's next token its logprob, and have not yet."""

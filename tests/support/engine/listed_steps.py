@@ -12,6 +12,7 @@ from engine.rank.kv import GroupCache, KVCache
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.parallel import SENT_ROWS, SHARDED_ROWS, Single
 from engine.rank.sampler import Sampler
+from engine.rank.step import LAYOUT
 from kernels.choose import ArgmaxInbox
 from kernels.fused_allreduce_norm import AllReduceInbox
 from kernels.launch import Node, record
@@ -59,8 +60,8 @@ def step(member: str, rows: int, buckets: tuple[int, ...] = ()) -> tuple[Node, .
     with record(target=(9, 0)) as nodes:
         plan, lengths, tokens = int32(4096), int32(SLOTS), int32(SLOTS, MAX_LEN + 1)
         ids, positions, slots = int32(rows), int32(rows), int32(rows)
-        apply_plan(plan, [group.table for group in cache], lengths)
-        decode_inputs(plan, tokens, lengths, SLOTS - 1, ids, positions, slots)
+        apply_plan(plan, LAYOUT, [group.table for group in cache], lengths)
+        decode_inputs(plan, LAYOUT, tokens, lengths, SLOTS - 1, ids, positions, slots)
         pages = tuple(int32(rows, group.read_width) for group in cache)
         for group, out in zip(cache, pages, strict=True):
             group.gather(slots, positions, out)
@@ -87,7 +88,7 @@ def mixed(
         pages = tuple(int32(decodes, group.read_width) for group in cache)
         rope = {key: torch.empty((rows, 2 * len(frequency)), device=META) for key, frequency in model.frequencies.items()}
         if decodes:
-            decode_inputs(plan, tokens, lengths, SLOTS - 1, ids[chunk:], positions[chunk:], slots[chunk:])
+            decode_inputs(plan, LAYOUT, tokens, lengths, SLOTS - 1, ids[chunk:], positions[chunk:], slots[chunk:])
             for group, out in zip(cache, pages, strict=True):
                 group.gather(slots[chunk:], positions[chunk:], out)
             for key, table in rope.items():

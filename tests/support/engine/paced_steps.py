@@ -14,6 +14,7 @@ from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
 from engine.plan import DEPTH, NUMBER_MASK, ResultRow, StepPlan, StepResult
 from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
+from tests.support.engine.plans import result_of
 
 GROUPS = (KVGroup(0, "sliding", (0,), 4, 256, 1024), KVGroup(1, "full", (1,), 1, 512, None))
 BEHIND_MS = 4e-7  # what each token behind a prompt token adds: ten full layers at 400 TFLOP/s a rank
@@ -30,19 +31,19 @@ TIMES = StepTimes(
 
 def step_ms(plan: StepPlan) -> float:
     """What a step of 31B takes."""
-    decodes = len(plan.decodes)
-    prefill = -(-plan.tokens // TILE) * TILE - decodes if plan.chunks else 0
+    decodes = len(plan.rows)
+    prefill = -(-(plan.prompt_tokens + decodes) // TILE) * TILE - decodes if plan.chunks else 0
     return BASE_MS + DECODE_MS * decodes + PREFILL_MS * prefill + BEHIND_MS * _behind(plan)
 
 
 def work_ms(plan: StepPlan) -> float:
     """What its tokens add to a step: the work that gets done, whatever their prompts' lengths."""
-    decodes = len(plan.decodes)
-    return DECODE_MS * decodes + PREFILL_MS * (plan.tokens - decodes) + BEHIND_MS * _behind(plan)
+    decodes = len(plan.rows)
+    return DECODE_MS * decodes + PREFILL_MS * plan.prompt_tokens + BEHIND_MS * _behind(plan)
 
 
 def _behind(plan: StepPlan) -> int:
-    return sum((chunk.end - chunk.start) * chunk.start for chunk in plan.chunks)
+    return sum((end - start) * start for _, start, end, *_ in plan.chunks)
 
 
 @dataclass
@@ -74,7 +75,7 @@ class ModelledRanks:
         """A plan's result, and the milliseconds of its step."""
         self._numbers |= {admission.slot: admission.number for admission in plan.admissions}
         rows = [ResultRow(slot, self._numbers[slot] & NUMBER_MASK, (7,)) for slot in plan.result_slots]
-        return StepResult.of(plan.step, rows), step_ms(plan)
+        return result_of(plan.step, rows), step_ms(plan)
 
 
 @dataclass
@@ -88,13 +89,13 @@ class EstimatedRanks:
     def run(self, plan: StepPlan) -> tuple[StepResult, float]:
         """A plan's result, and the milliseconds of its step."""
         self._numbers |= {admission.slot: admission.number for admission in plan.admissions}
-        expected = StepEstimate(self.times, len(plan.decodes), sum(self._lengths[slot] for slot in plan.decodes))
-        for chunk in plan.chunks:
-            expected.add(chunk.end - chunk.start, chunk.start)
-        self._lengths |= {chunk.slot: chunk.end for chunk in plan.chunks}
-        self._lengths |= {slot: self._lengths[slot] + 1 for slot in plan.decodes}
+        expected = StepEstimate(self.times, len(plan.rows), sum(self._lengths[slot] for slot, *_ in plan.rows))
+        for slot, start, end, *_ in plan.chunks:
+            expected.add(end - start, start)
+            self._lengths[slot] = end
+        self._lengths |= {slot: self._lengths[slot] + 1 for slot, *_ in plan.rows}
         rows = [ResultRow(slot, self._numbers[slot] & NUMBER_MASK, (7,)) for slot in plan.result_slots]
-        return StepResult.of(plan.step, rows), expected.ms if plan.chunks else expected.decode_ms
+        return result_of(plan.step, rows), expected.ms if plan.chunks else expected.decode_ms
 
 
 @dataclass
@@ -149,7 +150,7 @@ class Pace:
     def _finish(self) -> None:
         plan, result, self.now = self._out.popleft()
         self.scheduler.commit(result, self._timer.ended(1e-3 * self.now))
-        self.prefilled += plan.tokens - len(plan.decodes)
+        self.prefilled += plan.prompt_tokens
         self.worked_ms += work_ms(plan)
         for _, output in self.scheduler.drain():
             clock = self.clocks[output.id]

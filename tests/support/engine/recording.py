@@ -15,11 +15,12 @@ from engine.config import EngineConfig, engine_config
 from engine.core.masks import Masks
 from engine.core.scheduler import Scheduler
 from engine.core.startup import read_vocabulary, scheduler_config
-from engine.plan import StepPlan, StepResult, decode_plan, encode_plan
+from engine.plan import StepPlan, StepResult, encode_plan
 from engine.protocol import GenerateRequest, Grammar, SamplingParams, pack_tokens
 from engine.rank.builder import build
 from engine.rank.runner import Runner
 from engine.step_masks import decode_masks
+from tests.support.engine.plans import decode_plan
 from tests.support.engine.ranks import Ranks, run, single
 from tests.support.engine.schemas import members
 

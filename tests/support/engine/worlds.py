@@ -295,7 +295,7 @@ def plan_all(world: World, host: Host, passed: Counter[int]) -> bool:
 
 def check_masks(masks: Masks, plan: StepPlan) -> None:
     """Unless masks are late, a masked row that gives a token has no other such row in flight before it, and waits behind it."""
-    sampling = {chunk.slot for chunk in plan.chunks if chunk.samples} | set(plan.decodes)
+    sampling = set(plan.result_slots)
     for state in masks._states:
         sequence = state.sequence
         if sequence.masked and not state.late and sequence.slot in sampling:
@@ -313,7 +313,7 @@ def check_first(first: Sequence | None, plan: StepPlan, passed: Counter[int]) ->
     """The first in order has a row after so many plans at most; `passed`: how many it has had none in."""
     if first is None:
         return
-    passed[first.number] += first.slot not in {*plan.decodes, *(chunk.slot for chunk in plan.chunks)}
+    passed[first.number] += first.slot not in {slot for slot, *_ in [*plan.rows, *plan.chunks]}
     assert passed[first.number] <= (MOST_PASSED + 1) * (MOST_SKIPPED + 1), (first, plan)
     if first.high > first.low:
         passed[first.number] = 0
@@ -321,8 +321,8 @@ def check_first(first: Sequence | None, plan: StepPlan, passed: Counter[int]) ->
 
 def check_rows(scheduler: Scheduler, plan: StepPlan) -> None:
     """A step with chunks has at most its budget of rows, decode rows and their drafts among them; prompts may have a quarter."""
-    budget, decodes = scheduler.config.prefill_budget, len(plan.decodes) * (1 + scheduler.config.drafts)
-    prefill = sum(chunk.end - chunk.start for chunk in plan.chunks)
+    budget, decodes = scheduler.config.prefill_budget, len(plan.rows) * (1 + scheduler.config.drafts)
+    prefill = plan.prompt_tokens
     assert prefill <= max(budget - decodes, budget // 4, 1), (prefill, decodes, budget)
 
 

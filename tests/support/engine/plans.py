@@ -1,0 +1,111 @@
+"""Plans and results as objects: a section's row by the names of its numbers, a plan read back from its bytes, a result of rows."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.plan import (
+    NUMBER_MASK,
+    ROW_EMPTY,
+    ROW_NAN,
+    PromptRow,
+    ResultRow,
+    StepPlan,
+    StepResult,
+    encode_plan,
+    encode_rows,
+    read_plan,
+)
+from engine.plan_layout import RESULT_HEAD, SECTIONS
+
+
+class DecodeRow(NamedTuple):
+    slot: int
+    width: int = 1
+    flags: int = 0
+
+
+class PrefillChunk(NamedTuple):
+    slot: int
+    start: int
+    end: int
+    first_logit: int
+    first_span: int = 0
+    spans: int = 0
+
+    @property
+    def samples(self) -> bool:
+        """The last position gives a token."""
+        return self.first_logit < self.end
+
+
+class PageAppend(NamedTuple):
+    group: int
+    slot: int
+    index: int
+    page: int
+
+
+class PageRelease(NamedTuple):
+    group: int
+    slot: int
+    first: int
+    count: int
+
+
+class PageZero(NamedTuple):
+    group: int
+    page: int
+
+
+class Span(NamedTuple):
+    begin: int
+    end: int
+
+
+class Encode(NamedTuple):
+    slot: int
+    first: int
+    rows: int
+    item: int
+
+
+KINDS = {
+    "rows": DecodeRow, "chunks": PrefillChunk, "appends": PageAppend, "releases": PageRelease, "zeros": PageZero, "spans": Span,
+    "encodes": Encode,
+}  # fmt: skip
+
+
+def decode_plan(data: bytes) -> StepPlan:
+    """The plan in `data`, its sections as lists of objects; raises ValueError as `read_plan` does."""
+    view = read_plan(data)
+    sections = {name: [KINDS[name](*row) for row in getattr(view, name).tolist()] for name in SECTIONS}
+    admissions = [replace(admission, tokens=np.asarray(admission.tokens).tolist()) for admission in view.admissions]
+    return StepPlan(view.step, view.stop, view.masked, **sections, admissions=admissions)
+
+
+def listed(plan: StepPlan) -> StepPlan:
+    """The plan with sections as lists of objects."""
+    return decode_plan(encode_plan(plan))
+
+
+def result_of(step: int, rows: Sequence[ResultRow], prompts: Sequence[PromptRow] = ()) -> StepResult:
+    """A result of these rows."""
+    width = max((len(row.tokens) for row in rows), default=1)
+    table = np.zeros((len(rows), RESULT_HEAD + max(width, 1)), np.int32)
+    for at, row in enumerate(rows):
+        head = (row.slot, row.number & NUMBER_MASK, len(row.tokens), ROW_NAN * row.nan | ROW_EMPTY * row.empty)
+        table[at, : RESULT_HEAD + len(row.tokens)] = head + row.tokens
+    return StepResult(step, table, {at: row.logprobs for at, row in enumerate(rows) if row.logprobs}, prompts)
+
+
+def encode_result(result: StepResult) -> bytes:
+    """Bytes of `result`; `decode_result` is its inverse."""
+    return encode_rows(result.step, result.table, result.logprobs, result.prompts)
+
+
+def encoded(results: Sequence[StepResult]) -> list[bytes]:
+    """Bytes of each, which can be compared."""
+    return [encode_result(result) for result in results]
