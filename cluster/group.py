@@ -31,7 +31,7 @@ from cluster.children import Child, Command, ExitStatus, child_command
 from cluster.handshake import Handshake
 from engine.channel import create_shared, map_shared, ring_bytes
 from engine.config import EngineConfig
-from engine.geometry import kv_groups, read_geometry
+from engine.geometry import read_geometry
 from engine.lifeline import Allocate, BootArgs, Configure, Loaded, RanksReady, Ready, StepTimes, slowest
 from engine.memory import longest_sequence, pages_of
 from engine.protocol import Control, encode_message, frame
@@ -129,7 +129,7 @@ class Group:
 
     def _note_longest(self) -> None:
         """Log how long a request may be where that is less than the settings say."""
-        groups = kv_groups(read_geometry(Path(self.config.model)), self.config.tp, self.config.page)
+        groups = self.config.kv_groups(read_geometry(Path(self.config.model)))
         longest = longest_sequence(groups, self.pages)
         if longest < self.config.max_len:
             logger.warning("the KV pools hold %d tokens of one request, not max_len's %d", longest, self.config.max_len)

@@ -15,10 +15,9 @@ from engine.attention import BACKENDS
 from engine.attention.backend_entry import RowKind
 from engine.channel import MAX_RECORD
 from engine.errors import ConfigError
-from engine.geometry import PAGE_SIZE, Geometry, check_tp, kv_groups, read_geometry
+from engine.geometry import PAGE_SIZE, DType, Geometry, KVGroup, kv_groups, read_geometry
 
 Device = Literal["cpu", "cuda"]
-DType = Literal["float32", "bfloat16"]
 LoadFormat = Literal["safetensors", "dummy"]
 LogLevel = Literal["debug", "info", "warning"]
 PolicyName = Literal["fair", "arrival"]
@@ -35,7 +34,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a user may set. The description is the help that users read; times are in seconds."""
 
     tp: Annotated[int, Meta(ge=1, le=64, description="ranks of a group: GPUs of one node", extra=_SIZES)] = 1
-    dtype: Annotated[DType, Meta(description="number format of weights, activations and KV cache", extra=_SIZES)] = "bfloat16"
+    dtype: Annotated[DType, Meta(description="number format of activations, and of plain weights", extra=_SIZES)] = "bfloat16"
+    kv_dtype: Annotated[
+        Literal["auto", DType], Meta(description="number format of the KV cache; auto: dtype, and no other is implemented yet")
+    ] = "auto"
     max_seqs: Annotated[int, Meta(ge=1, le=MAX_SEQS, description="sequences running at once", extra=_SIZES)] = 16
     max_len: Annotated[int, Meta(ge=2, description="tokens of one sequence, prompt and output", extra=_SIZES)] = 2048
     prefill_budget: Annotated[
@@ -111,6 +113,10 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
     suppress: tuple[int, ...] = ()
     debug_hash: bool = False
 
+    def kv_groups(self, geometry: Geometry) -> tuple[KVGroup, ...]:
+        """The KV groups of a rank."""
+        return kv_groups(geometry, self.tp, self.page, self.dtype)
+
 
 def engine_config(**settings: object) -> EngineConfig:
     """A checked EngineConfig from keyword settings; ConfigError names the key that is unknown, mistyped or impossible."""
@@ -131,8 +137,9 @@ def _check_model(config: EngineConfig, geometry: Geometry) -> None:
         raise ConfigError(f"tpot_target_ms needs a max_len of at least 16 to measure steps by, not {config.max_len}")
     if config.max_len > geometry.max_position:
         raise ConfigError(f"max_len {config.max_len} exceeds the model's {geometry.max_position} positions")
-    check_tp(geometry, config.tp)
-    groups = kv_groups(geometry, config.tp, config.page)
+    if config.kv_dtype not in ("auto", config.dtype):
+        raise ConfigError(f"kv_dtype {config.kv_dtype} with dtype {config.dtype} is not implemented; the two must be equal")
+    groups = config.kv_groups(geometry)
     from engine.plan import largest_plan, largest_result  # numpy comes with it, which `quartet --help` does without
 
     largest = largest_plan(config.max_seqs, config.max_len, config.prefill_budget, config.page, len(groups))

@@ -14,7 +14,9 @@ from engine.checkpoint import generation_config, quantisation, read_json
 from engine.errors import CheckpointError
 
 LayerKind = Literal["sliding", "full"]
+DType = Literal["float32", "bfloat16"]
 PAGE_SIZE: Final = 32
+ITEMSIZE: Final = {"float32": 4, "bfloat16": 2}  # bytes
 _ARCHITECTURES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 # Keys that change the mathematics, of Gemma 4 or of its ancestors, and the values that are implemented.
 IMPLEMENTED: Final[dict[str, tuple[Any, ...]]] = {
@@ -118,12 +120,14 @@ class KVGroup:
     head_dim: int
     window: int | None
     page: int = PAGE_SIZE
+    dtype: DType = "bfloat16"
     k_scale: float = 1.0
     v_scale: float = 1.0
 
-    def page_bytes(self, itemsize: int) -> int:
+    @property
+    def page_bytes(self) -> int:
         """Bytes of one page over all layers of the group, K and V, one rank."""
-        return len(self.layers) * 2 * self.kv_heads * self.page * self.head_dim * itemsize
+        return len(self.layers) * 2 * self.kv_heads * self.page * self.head_dim * ITEMSIZE[self.dtype]
 
     def pages_for(self, start: int, end: int) -> range:
         """Table indices of the pages that must be held while positions [start, end) run: their own and what their window reads."""
@@ -172,7 +176,7 @@ def check_tp(geometry: Geometry, tp: int) -> None:
             raise CheckpointError(f"{kv} KV heads neither divide by tensor-parallel size {tp} nor divide it")
 
 
-def kv_groups(geometry: Geometry, tp: int, page: int = PAGE_SIZE) -> tuple[KVGroup, ...]:
+def kv_groups(geometry: Geometry, tp: int, page: int = PAGE_SIZE, dtype: DType = "bfloat16") -> tuple[KVGroup, ...]:
     """The KV groups a rank holds at `tp`: sliding and full, each present when it has layers."""
     check_tp(geometry, tp)
     groups: list[KVGroup] = []
@@ -183,7 +187,7 @@ def kv_groups(geometry: Geometry, tp: int, page: int = PAGE_SIZE) -> tuple[KVGro
         heads = len(shard_kv_heads(geometry.heads, owners[0].kv_heads, tp, 0))
         window = geometry.window if kind == "sliding" else None
         indices = tuple(layer.index for layer in owners)
-        groups.append(KVGroup(len(groups), kind, indices, heads, owners[0].head_dim, window, page))
+        groups.append(KVGroup(len(groups), kind, indices, heads, owners[0].head_dim, window, page, dtype))
     return tuple(groups)
 
 

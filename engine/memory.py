@@ -7,7 +7,7 @@ from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.geometry import KVGroup, kv_groups, read_geometry, vocab_share
+from engine.geometry import KVGroup, read_geometry, vocab_share
 from engine.logit_adjustments import MAX_BAD_WORD_IDS, MAX_BAD_WORDS, MAX_BIAS_IDS
 from engine.plan import DEPTH
 
@@ -16,7 +16,6 @@ PIECES = 5  # tensors of so many logits that are alive there at once: the rows',
 CACHED_TOKENS = 8192  # of a conversation, as the pools are sized for
 CPU_BYTES = 1 << 30  # of a whole group, where the device is the machine's own memory
 BUCKETS = (1, 2, 4, *range(8, 129, 8), *range(144, 257, 16))
-ITEMSIZE = {"float32": 4, "bfloat16": 2}  # bytes of an element, by the setting `dtype`
 
 
 def gpu_budget(total: int, used: int, fraction: float) -> int:
@@ -65,9 +64,9 @@ def pages_of(config: EngineConfig, kv_bytes: int) -> tuple[int, ...]:
     """Pages of each KV group: as configured, else what fits `kv_bytes`, the least that any rank has left."""
     if config.pages is not None:
         return config.pages
-    groups = kv_groups(read_geometry(Path(config.model)), config.tp, config.page)
+    groups = config.kv_groups(read_geometry(Path(config.model)))
     need = Need(config.max_seqs, config.max_len, config.prefill_budget, cache=config.prefix_cache)
-    return pool_pages(groups, need, kv_bytes, ITEMSIZE[config.dtype])
+    return pool_pages(groups, need, kv_bytes)
 
 
 def longest_sequence(groups: Sequence[KVGroup], pages: Sequence[int], drafts: int = 0) -> int:
@@ -88,7 +87,7 @@ class Need:
     cache: bool = False
 
 
-def pool_pages(groups: Sequence[KVGroup], need: Need, bytes_available: int, itemsize: int) -> tuple[int, ...]:
+def pool_pages(groups: Sequence[KVGroup], need: Need, bytes_available: int) -> tuple[int, ...]:
     """Pages of each group, null page included, for one rank that may spend `bytes_available` on all pools.
 
     Sized by need: a sliding group gets what all slots and the budgets of the plans that are out can hold at once, and a window for
@@ -98,13 +97,13 @@ def pool_pages(groups: Sequence[KVGroup], need: Need, bytes_available: int, item
     sliding = [group for group in groups if group.window is not None]
     full = [group for group in groups if group.window is None]
     pages = {group.index: _windows(group, need) for group in sliding}
-    spent = sum(pages[group.index] * group.page_bytes(itemsize) for group in sliding)
-    page_bytes = sum(group.page_bytes(itemsize) for group in full)
+    spent = sum(pages[group.index] * group.page_bytes for group in sliding)
+    page_bytes = sum(group.page_bytes for group in full)
     left = bytes_available - spent
     if left < 0 or (full and left < 2 * page_bytes):
         raise ConfigError(_does_not_fit(need.slots, bytes_available, spent, 2 * page_bytes))
-    tails = sum(_tail(group) * group.page_bytes(itemsize) for group in sliding)
-    usual = sum(_whole(group, need) * group.page_bytes(itemsize) for group in full)
+    tails = sum(_tail(group) * group.page_bytes for group in sliding)
+    usual = sum(_whole(group, need) * group.page_bytes for group in full)
     cached = _cached(need, left, tails, usual) if need.cache else 0
     pages = {group.index: pages[group.index] + cached * _tail(group) for group in sliding}
     count = (left - cached * tails) // page_bytes if full else 0

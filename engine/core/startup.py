@@ -7,7 +7,7 @@ from pathlib import Path
 from engine.config import EngineConfig
 from engine.core.scheduler import SchedulerConfig
 from engine.errors import CheckpointError
-from engine.geometry import kv_groups, read_geometry
+from engine.geometry import read_geometry
 from engine.lifeline import StepTimes
 from engine.matcher import Vocabulary
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 def scheduler_config(config: EngineConfig, pages: tuple[int, ...], times: StepTimes | None = None) -> SchedulerConfig:
     """The scheduler's settings, once the pools are sized and the ranks are ready."""
-    groups = kv_groups(read_geometry(Path(config.model)), config.tp, config.page)
+    groups = config.kv_groups(read_geometry(Path(config.model)))
     share = config.prefix_cache_share if config.prefix_cache else None
     return SchedulerConfig(
         groups,

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from engine.config import EngineConfig
-from engine.geometry import Geometry, kv_groups
+from engine.geometry import Geometry
 from engine.memory import buckets, kv_budget
 from engine.rank.attention import FailedChecks
 from engine.rank.kv import GroupCache, KVCache
@@ -35,7 +35,7 @@ class Rank:
 
 
 def torch_dtype(config: EngineConfig) -> torch.dtype:
-    """The dtype of activations and cache."""
+    """The dtype of activations."""
     dtype: torch.dtype = getattr(torch, config.dtype)
     return dtype
 
@@ -90,8 +90,8 @@ def kv_bytes(rank: Rank) -> int:
 def kv_cache(config: EngineConfig, geometry: Geometry, pages: Sequence[int], device: torch.device) -> KVCache:
     """Pools of `pages[i]` pages for KV group i, and page tables of all slots."""
     slots = config.max_seqs + 1  # one for padding rows
-    groups = zip(kv_groups(geometry, config.tp, config.page), pages, strict=True)
-    return KVCache([GroupCache(group, count, slots, config.max_len, torch_dtype(config), device) for group, count in groups])
+    groups = zip(config.kv_groups(geometry), pages, strict=True)
+    return KVCache([GroupCache(group, count, slots, config.max_len, device) for group, count in groups])
 
 
 def build(rank: Rank, pages: Sequence[int]) -> Runner:

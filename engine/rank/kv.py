@@ -22,7 +22,7 @@ class GroupCache:
     """Pool and table of one KV group on one rank; both zero-filled.
 
     group  what it holds
-    pool   [owned layers, pages, 2, kv_heads, page, head_dim] of `dtype`: K at [..., 0, ...], V at [..., 1, ...]; page 0 is null
+    pool   [owned layers, pages, 2, kv_heads, page, head_dim] of its dtype: K at [..., 0, ...], V at [..., 1, ...]; page 0 is null
     table  int32 [slots, width], contiguous; width covers `max_len` and is a multiple of 256 // page
     read_width  page ids that one row reads at most: the table's width, or those of a window
     """
@@ -33,12 +33,11 @@ class GroupCache:
         pages: int,
         slots: int,
         max_len: int,
-        dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.group = group
         shape = (len(group.layers), pages, 2, group.kv_heads, group.page, group.head_dim)
-        self.pool = torch.zeros(shape, dtype=dtype, device=device)
+        self.pool = torch.zeros(shape, dtype=getattr(torch, group.dtype), device=device)
         unit = ROW_TOKENS // group.page
         width = math.ceil(math.ceil(max_len / group.page) / unit) * unit
         self.table = torch.zeros((slots, width), dtype=torch.int32, device=device)

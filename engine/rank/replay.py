@@ -5,7 +5,8 @@ from pathlib import Path
 
 import torch
 
-from engine.config import Device, DType, EngineConfig, engine_config
+from engine.config import Device, EngineConfig, engine_config
+from engine.geometry import DType
 from engine.plan import StepResult, decode_result, encode_plan
 from engine.rank.builder import build, load_rank
 from engine.rank.parallel import Single

@@ -12,7 +12,7 @@ from engine.attention import BACKENDS, OWN
 from engine.attention.backend_entry import ROW_KINDS, RowKind
 from engine.config import EngineConfig
 from engine.errors import CheckpointError
-from engine.geometry import Geometry, kv_groups
+from engine.geometry import Geometry, KVGroup
 from engine.rank.attention import attention_backend, make_parts, parts_check
 from engine.rank.attention.base import PartSettings
 from engine.rank.batch import Chunk, eager_batch
@@ -87,7 +87,7 @@ def check_attention(
     asked = {kind: entry for kind, entry in named.items() if entry.parts != own.parts}
     if not asked:
         return frozenset(), []
-    groups = kv_groups(geometry, config.tp, config.page)
+    groups = config.kv_groups(geometry)
     settings = PartSettings(geometry.heads // config.tp, geometry.eps, (parts_check.ROWS,), device)
     places = [(kind, group.index) for kind in asked for group in groups]
     found: dict[tuple[RowKind, int], str] = {}
@@ -110,7 +110,7 @@ def agreed(parallel: Parallel, names: Sequence[Any], found: Collection[Any], dev
     return {name for name, count in zip(names, parallel.all_reduce(flags).tolist(), strict=False) if count}
 
 
-def residual_rms(model: Model) -> float:
+def residual_rms(model: Model, groups: Sequence[KVGroup]) -> float:
     """Root mean square of the residual stream behind the last layer, over a short fixed prompt; every rank must call it.
 
     CheckpointError below 1e-3, or if it is not a number: such a model answers, but says nothing.
@@ -118,10 +118,9 @@ def residual_rms(model: Model) -> float:
     geometry, size, device = model.geometry, 16, model.device
     ids = (torch.arange(size, device=device) * 7 + 2) % geometry.vocab
     positions = torch.arange(size, device=device)
-    groups = [GroupCache(group, 2, 1, size, model.dtype, device) for group in kv_groups(geometry, model.parallel.size)]
-    for group in groups:
+    cache = KVCache([GroupCache(group, 2, 1, size, device) for group in groups])
+    for group in cache:
         group.table[0, 0] = 1
-    cache = KVCache(groups)
     batch = eager_batch(cache, model.frequencies, ids, torch.zeros_like(ids), positions, (Chunk(0, 0, size, 0),))
     attention = attention_backend(None, geometry, cache, model.parallel.size, (1,), device)
     rms = model.states(batch, cache, attention)[0].float().pow(2).mean().sqrt().item()

@@ -48,7 +48,7 @@ def boot(lifeline: Lifeline) -> Runner:
     rank = load(config, lifeline.args)
     weight_bytes = sum(parameter.nbytes for parameter in rank.model.parameters())
     with torch.inference_mode():
-        rms = residual_rms(rank.model)
+        rms = residual_rms(rank.model, config.kv_groups(rank.geometry))
     seconds = time.monotonic() - started
     lifeline.send(Loaded(kv_bytes=kv_bytes(rank), weight_bytes=weight_bytes, residual_rms=rms, seconds=seconds))
     runner = build(rank, lifeline.allocate())

@@ -63,7 +63,7 @@ def mixed_steps(member: str, decodes: int) -> Callable[[int], Callable[[], objec
     """From a number of prompt tokens to the forward of a step of them and `decodes` decode rows."""
     shape = geometry(member)
     model = Gemma4(shape, OneOfFour(), torch.bfloat16, CPU)
-    cache = KVCache([GroupCache(group, 100, SLOTS, MAX_LEN, torch.bfloat16, CPU) for group in kv_groups(shape, TP)])
+    cache = KVCache([GroupCache(group, 100, SLOTS, MAX_LEN, CPU) for group in kv_groups(shape, TP)])
     attention = attention_backend("reference", shape, cache, TP, (decodes + 1,), CPU)  # of the same parts as `triton`
 
     def step(chunk: int) -> Callable[[], object]:

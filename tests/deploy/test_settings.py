@@ -143,6 +143,19 @@ def test_a_public_shape_counts_what_was_published(member: str, tmp_path: Path, m
     engine_config(model=str(resolve(f"dummy:{member}")), tp=4, device="cuda", dtype="bfloat16", load_format="dummy")
 
 
+def test_a_cache_of_another_dtype_is_refused() -> None:
+    """`kv_dtype` is `dtype`, or auto; pages have the bytes of its elements."""
+    asked = {"model": str(resolve("dummy:31b")), "device": "cuda", "load_format": "dummy"}
+    with pytest.raises(ConfigError, match="kv_dtype float32 with dtype bfloat16 is not implemented"):
+        engine_config(**asked, kv_dtype="float32")
+    with pytest.raises(ConfigError, match="kv_dtype"):
+        engine_config(**asked, kv_dtype="fp8")
+    geometry = read_geometry(resolve("dummy:31b"))
+    half, whole = engine_config(**asked, kv_dtype="bfloat16"), engine_config(**asked, dtype="float32")
+    pairs = zip(half.kv_groups(geometry), whole.kv_groups(geometry), strict=True)
+    assert all(2 * two.page_bytes == four.page_bytes for two, four in pairs)
+
+
 def test_plans_that_no_ring_record_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest settings there can be fit a record of the ring; were it smaller, an error would name what is too large."""
     asked = {"model": str(resolve("dummy:31b")), "tp": 4, "device": "cuda", "dtype": "bfloat16", "load_format": "dummy"}

@@ -35,8 +35,8 @@ TAIL = 32  # pages that hold 1023 positions
 
 def asked(spare: int, max_len: int = MAX_LEN, slots: int = SLOTS, *, cache: bool = False) -> tuple[int, ...]:
     """Pages when `spare` bytes are left behind the windows."""
-    spent = WINDOWS * SLIDING.page_bytes(2)
-    return pool_pages((SLIDING, FULL), Need(slots, max_len, BUDGET, cache=cache), spent + spare, 2)
+    spent = WINDOWS * SLIDING.page_bytes
+    return pool_pages((SLIDING, FULL), Need(slots, max_len, BUDGET, cache=cache), spent + spare)
 
 
 def test_a_budget_is_the_share_less_what_is_taken() -> None:
@@ -68,7 +68,7 @@ def test_what_sampling_takes_is_reserved() -> None:
 
 def test_sliding_by_need_and_full_by_what_is_left() -> None:
     """Sliding pages hold all windows and the budgets of two plans; every whole page that is left over is a full one."""
-    page = FULL.page_bytes(2)
+    page = FULL.page_bytes
     assert asked(100 * page) == (WINDOWS, 100)
     assert asked(101 * page - 1) == (WINDOWS, 100)
 
@@ -97,13 +97,13 @@ def test_windows_and_a_chunk_always_fit(slots: int, chunk: int) -> None:
 @pytest.mark.parametrize("max_len", [2048, 65_536])
 def test_windows_of_cached_conversations(spare: int, max_len: int) -> None:
     """Once every slot has a usual conversation, more of them get full pages and a window each; bytes are never exceeded."""
-    left, page, tail = spare << 20, FULL.page_bytes(2), TAIL * SLIDING.page_bytes(2)
+    left, page, tail = spare << 20, FULL.page_bytes, TAIL * SLIDING.page_bytes
     without, pages = asked(left, max_len), asked(left, max_len, cache=True)
     usual = min(max_len, CACHED_TOKENS) // 32
     cached, rest = divmod(pages[0] - without[0], TAIL)
     assert rest == 0
     assert 0 <= cached <= SLOTS
-    assert (pages[0] - without[0]) * SLIDING.page_bytes(2) + pages[1] * page <= left
+    assert (pages[0] - without[0]) * SLIDING.page_bytes + pages[1] * page <= left
     if cached:
         assert pages[1] >= (SLOTS + cached) * usual
     if cached < SLOTS:
@@ -118,7 +118,7 @@ def hit_rate(*, cache: bool) -> float:
     groups = (KVGroup(0, "sliding", tuple(range(50)), 4, 256, WINDOW, 32), KVGroup(1, "full", tuple(range(10)), 1, 512, None, 32))
     trace = Trace(conversations=14, system=200, turns=8)
     need = Need(AT_ONCE, trace.length + 1, 256, cache=cache)
-    pages = pool_pages(groups, need, 4 << 30, 2)
+    pages = pool_pages(groups, need, 4 << 30)
     config = SchedulerConfig(GROUPS, pages, AT_ONCE, need.max_len, need.prefill_budget, cache_share=1.0)
     return Server(trace, Scheduler(config)).run().hit / unlimited(trace).hit
 
@@ -132,10 +132,10 @@ def test_conversations_are_found_while_all_slots_run() -> None:
     assert without < 0.8
 
 
-@pytest.mark.parametrize("spare", [-1, 0, 2 * FULL.page_bytes(2) - 1])
+@pytest.mark.parametrize("spare", [-1, 0, 2 * FULL.page_bytes - 1])
 def test_too_little_memory_is_refused(spare: int) -> None:
     """Where not even one page of full attention fits beside the windows, the ConfigError says what was needed and what there is."""
-    assert asked(2 * FULL.page_bytes(2)) == (WINDOWS, 2)
+    assert asked(2 * FULL.page_bytes) == (WINDOWS, 2)
     with pytest.raises(ConfigError, match=r"does not fit: .* MiB are available .* 8 sequences \(max_seqs\)"):
         asked(spare)
 

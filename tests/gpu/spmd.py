@@ -78,7 +78,7 @@ def build(job: Job, parallel: Parallel, device: torch.device) -> Gemma4:
         dummy(model, TENSORS)
     else:
         load(model, TENSORS, Path(job.folder))
-    rms = residual_rms(model)
+    rms = residual_rms(model, kv_groups(geometry, parallel.size, dtype=job.dtype))
     say(job, f"weights in {time.monotonic() - began:.1f} s, residual rms {rms:.3f}")
     return model
 
@@ -91,10 +91,10 @@ def caches(geometry: Geometry, job: Job, device: torch.device) -> KVCache:
     """Pages of every prompt in shuffled order; no window is released, so that one table serves the whole run."""
     longest = max(map(len, job.prompts))
     made = []
-    for group in kv_groups(geometry, job.size):
+    for group in kv_groups(geometry, job.size, dtype=job.dtype):
         each = -(-longest // group.page)
         count = each * len(job.prompts) + 1
-        cache = GroupCache(group, count, len(job.prompts), longest, getattr(torch, job.dtype), device)
+        cache = GroupCache(group, count, len(job.prompts), longest, device)
         pages = random.Random(7).sample(range(1, count), count - 1)
         cache.table[:, :each] = torch.tensor(pages, dtype=torch.int32, device=device).view(len(job.prompts), each)
         made.append(cache)

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from cluster.children import boot_json, child_command
-from engine.geometry import KVGroup, Layer
+from engine.config import EngineConfig
+from engine.geometry import Geometry, KVGroup, Layer
 from engine.lifeline import BootArgs
 from engine.plan import PlanView
 from engine.rank import runner, worker
@@ -105,12 +106,12 @@ def _stale_tail() -> None:
 
 def _window(by: int) -> None:
     """Of the ranks' own groups; the core releases by the right one."""
-    whole = worker.kv_groups
+    whole = EngineConfig.kv_groups
 
-    def kv_groups(*arguments: Any) -> tuple[KVGroup, ...]:
-        return tuple(replace(group, window=group.window and group.window + by) for group in whole(*arguments))
+    def kv_groups(config: EngineConfig, geometry: Geometry) -> tuple[KVGroup, ...]:
+        return tuple(replace(group, window=group.window and group.window + by) for group in whole(config, geometry))
 
-    worker.kv_groups = kv_groups  # type: ignore[attr-defined]
+    EngineConfig.kv_groups = kv_groups  # type: ignore[method-assign]
 
 
 def _key_as_value() -> None:

@@ -82,7 +82,8 @@ def _sequences(
     generator = torch.Generator().manual_seed(group.head_dim)
     needed = [group.pages_for(start, end) if start >= 0 else range(0) for start, end in spans]
     count = sum(map(len, needed)) + 2
-    cache = GroupCache(group, count, len(spans), max(end for _, end in spans) + ROW_TOKENS, _DTYPE, device)
+    held = replace(group, dtype="bfloat16")
+    cache = GroupCache(held, count, len(spans), max(end for _, end in spans) + ROW_TOKENS, device)
     pool = torch.randn(cache.pool.shape[1:], generator=generator)
     pool[:, 0] *= group.head_dim**-0.25
     pool[0], pool[-1] = 0, _POISON

@@ -14,10 +14,10 @@ from typing import TypeVar
 import torch
 from torch.multiprocessing.spawn import spawn
 
-from engine.config import Device, DType, EngineConfig, PageChecks, engine_config
+from engine.config import Device, EngineConfig, PageChecks, engine_config
 from engine.errors import ConfigError
-from engine.geometry import KVGroup, kv_groups
-from engine.memory import ITEMSIZE, cpu_budget
+from engine.geometry import DType, KVGroup
+from engine.memory import cpu_budget
 from engine.rank.builder import Rank, kv_bytes, load_rank
 from engine.rank.parallel import Parallel, Single, connect
 from engine.rank.profiling import bare_rank
@@ -111,8 +111,8 @@ def _measure(
     began = time.monotonic()
     loaded = load_rank(config, parallel, device, checked=False)
     report(f"weights in {time.monotonic() - began:.1f} s")
-    groups, budget = kv_groups(loaded.geometry, parallel.size, config.page), _budget(loaded)
-    cells = list(fitting(request.cells(), groups, request.steps, ITEMSIZE[request.dtype], budget))
+    groups, budget = config.kv_groups(loaded.geometry), _budget(loaded)
+    cells = list(fitting(request.cells(), groups, request.steps, budget))
     if not cells:
         raise ConfigError(f"no batch and context asked for fits into {budget / 2**30:.1f} GiB of KV cache")
     rank = bare_rank.build(loaded, most_pages(groups, cells, request.steps), report, {batch for batch, _ in cells})
@@ -127,12 +127,12 @@ def _measure(
     return answers
 
 
-def fitting(cells: Sequence[Cell], groups: Sequence[KVGroup], steps: int, itemsize: int, budget: int) -> Iterator[Cell]:
+def fitting(cells: Sequence[Cell], groups: Sequence[KVGroup], steps: int, budget: int) -> Iterator[Cell]:
     """The cells, in order, that one set of pools within `budget` bytes can hold, each by itself."""
     taken: list[Cell] = []
     for cell in cells:
         pages = most_pages(groups, [*taken, cell], steps)
-        if sum(count * group.page_bytes(itemsize) for count, group in zip(pages, groups, strict=True)) <= budget:
+        if sum(count * group.page_bytes for count, group in zip(pages, groups, strict=True)) <= budget:
             taken.append(cell)
             yield cell
 

@@ -45,9 +45,9 @@ def test_a_sweep(
     nano: Nano, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A row a batch and context, in a table and as CSV; what does not fit is named and left out."""
-    groups = kv_groups(read_geometry(nano("31b")), 1)
+    groups = kv_groups(read_geometry(nano("31b")), 1, dtype="float32")
     pages = most_pages(groups, [(4, 40), (1, 200)], 16)
-    budget = sum(count * group.page_bytes(4) for count, group in zip(pages, groups, strict=True))
+    budget = sum(count * group.page_bytes for count, group in zip(pages, groups, strict=True))
     monkeypatch.setattr("engine.rank.profiling.session.cpu_budget", lambda tp: budget)
     table = tmp_path / "sweep.csv"
     sweep = ["--sweep", "--batch", "1", "4", "--context", "40", "200", "--csv", str(table)]

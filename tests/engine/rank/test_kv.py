@@ -15,7 +15,7 @@ GROUP = KVGroup(1, "full", (2, 5), kv_heads=2, head_dim=8, window=None)
 @pytest.mark.parametrize(("page", "max_len", "width"), [(32, 1, 8), (32, 256, 8), (32, 257, 16), (16, 257, 32), (64, 1000, 16)])
 def test_shapes(page: int, max_len: int, width: int) -> None:
     """A pool has an entry per owned layer; a table row covers max_len, in multiples of 256 positions; both start as zeros."""
-    cache = GroupCache(KVGroup(0, "full", (2, 5), 2, 8, None, page), 7, 3, max_len, torch.bfloat16, CPU)
+    cache = GroupCache(KVGroup(0, "full", (2, 5), 2, 8, None, page), 7, 3, max_len, CPU)
     assert cache.pool.shape == (2, 7, 2, 2, page, 8)
     assert cache.table.shape == (3, width)
     assert width * page >= max_len
@@ -29,7 +29,7 @@ def test_shapes(page: int, max_len: int, width: int) -> None:
 def test_a_row_reads_its_own_pages(window: int | None, width: int) -> None:
     """Gathered page ids are the slot's, from the window's first page to the row's own; what lies behind is left alone."""
     group = KVGroup(0, "full" if window is None else "sliding", (0,), 1, 8, window)
-    cache = GroupCache(group, 100, 3, 256, torch.float32, CPU)
+    cache = GroupCache(group, 100, 3, 256, CPU)
     assert cache.read_width == width
     cache.table.copy_(torch.arange(24).view(3, 8))
     slots, positions = torch.tensor([2, 0, 1, 2], dtype=torch.int32), torch.tensor([200, 5, -1, 95], dtype=torch.int32)
@@ -43,8 +43,8 @@ def test_a_row_reads_its_own_pages(window: int | None, width: int) -> None:
 
 def test_a_shared_layer_finds_its_producer() -> None:
     """`of` gives a layer the group that owns the K and V it reads."""
-    sliding = GroupCache(KVGroup(0, "sliding", (0, 1), 1, 8, 64), 2, 1, 32, torch.float32, CPU)
-    full = GroupCache(GROUP, 2, 1, 32, torch.float32, CPU)
+    sliding = GroupCache(KVGroup(0, "sliding", (0, 1), 1, 8, 64), 2, 1, 32, CPU)
+    full = GroupCache(GROUP, 2, 1, 32, CPU)
     caches = KVCache([sliding, full])
     for source, expected in ((1, sliding), (5, full)):
         layer = Layer(9, "full", 8, 2, Rope(1e4, 4), 16, k_eq_v=False, kv_source=source)

@@ -198,7 +198,7 @@ def test_bfloat16_is_as_good_as_transformers(case: Callable[[str], Case]) -> Non
     theirs = judge(load_oracle(it.folder, torch.bfloat16), it.ids[0]).logits.log_softmax(-1)
     exact = it.verdicts[0].logits.log_softmax(-1)
     steps = script(it.geometry, ((len(it.ids[0]), 0),), PAGES, 1, whole=True)
-    model, pools = it.model(Single(), torch.bfloat16), caches(it.geometry, 1, 1, it.max_len, PAGES, torch.bfloat16)
+    model, pools = it.model(Single(), torch.bfloat16), caches(it.geometry, 1, 1, it.max_len, PAGES, "bfloat16")
     rows = torch.stack(list(run_steps(model, pools, steps, it.ids).values()))
     ours = soft_cap(rows, it.geometry.softcap).log_softmax(-1)
     mean_ours, mean_theirs = ((some - exact).abs().mean().item() for some in (ours, theirs))

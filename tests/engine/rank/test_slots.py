@@ -31,7 +31,7 @@ class Rank:
     """Slot state and step buffers, as a runner holds them."""
 
     def __init__(self) -> None:
-        caches = [GroupCache(group, PAGES, SLOTS + 1, MAX_LEN, torch.float32, CPU) for group in GROUPS]
+        caches = [GroupCache(group, PAGES, SLOTS + 1, MAX_LEN, CPU) for group in GROUPS]
         self.slots = SlotState(SLOTS, MAX_LEN, KVCache(caches), range(64), CPU)
         self.step = StepBuffers(self.slots, {}, SLOTS * MAX_LEN, tuple(range(1, SLOTS + 1)))
 

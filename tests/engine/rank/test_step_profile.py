@@ -165,12 +165,12 @@ def test_medians_of_runs() -> None:
 
 def test_only_what_fits_is_run(nano: Nano) -> None:
     """Cells are taken in order while one set of pools holds them all; one byte less and the last is left out."""
-    groups = kv_groups(read_geometry(nano("31b")), 1)
+    groups = kv_groups(read_geometry(nano("31b")), 1, dtype="float32")
     cells = [(1, 64), (8, 64), (1, 1024), (8, 1024)]
     pages = most_pages(groups, cells[:3], STEPS)
-    budget = sum(count * group.page_bytes(4) for count, group in zip(pages, groups, strict=True))
-    assert list(fitting(cells, groups, STEPS, 4, budget)) == cells[:3]
-    assert list(fitting(cells, groups, STEPS, 4, budget - 1)) == cells[:2]
+    budget = sum(count * group.page_bytes for count, group in zip(pages, groups, strict=True))
+    assert list(fitting(cells, groups, STEPS, budget)) == cells[:3]
+    assert list(fitting(cells, groups, STEPS, budget - 1)) == cells[:2]
     for cell in cells[:3]:
         assert all(most >= own for most, own in zip(pages, most_pages(groups, [cell], STEPS), strict=True))
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from deploy.models.nano.nano_shapes import SHAPES
 from engine.errors import CheckpointError
-from engine.geometry import Geometry, read_geometry, shard_kv_heads
+from engine.geometry import Geometry, kv_groups, read_geometry, shard_kv_heads
 from engine.rank import start_checks
 from engine.rank.load import loader, random_fill
 from engine.rank.load.loader import load
@@ -336,7 +336,7 @@ def test_a_vanishing_residual_is_refused(nano: Nano) -> None:
     def rms(parallel: ThreadParallel) -> float:
         model = Gemma4(geometry, parallel, torch.float32, CPU)
         dummy(model, TENSORS, 0)
-        return residual_rms(model)
+        return residual_rms(model, kv_groups(geometry, parallel.size, dtype="float32"))
 
     found = {tp: run_ranks(tp, rms) for tp in (1, 2, 4)}
     print(f"residual rms {found}")
@@ -348,7 +348,7 @@ def test_a_vanishing_residual_is_refused(nano: Nano) -> None:
         for block in model.blocks:
             block.scalar.fill_(scalar)
         with pytest.raises(CheckpointError, match="weights missing or zero"):
-            residual_rms(model)
+            residual_rms(model, kv_groups(geometry, 1, dtype="float32"))
 
 
 # ---- memory

@@ -210,7 +210,7 @@ def test_ranks_are_waited_for_as_the_settings_say(recording: Recording, monkeypa
     with monkeypatch.context() as patched:
         patched.setattr(worker, "load", lambda *_: rank)
         patched.setattr(worker, "build", lambda *_: runner)
-        patched.setattr(worker, "residual_rms", lambda _: 1.0)
+        patched.setattr(worker, "residual_rms", lambda *_: 1.0)
         patched.setattr(worker.launch, "ready", lambda: None)
         patched.setattr(worker, "gc", Namespace(collect=int, freeze=int, disable=int))
         worker.boot(cast(Lifeline, lifeline))

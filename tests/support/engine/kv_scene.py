@@ -33,7 +33,7 @@ class Scene:
     def copy(self, device: torch.device = CPU) -> "Scene":
         """The same with a pool and a table of its own, on `device`."""
         group, table, batch = self.cache.group, self.cache.table, self.batch
-        cache = GroupCache(group, self.cache.pool.shape[1], len(table), table.shape[1] * group.page, self.cache.pool.dtype, device)
+        cache = GroupCache(group, self.cache.pool.shape[1], len(table), table.shape[1] * group.page, device)
         cache.pool.copy_(self.cache.pool)
         cache.table.copy_(table)
         moved = replace(
@@ -70,9 +70,10 @@ def scene(kind: Kind, decodes: list[int], chunks: Sequence[tuple[int, int]] = ()
     draw = partial(torch.randn, generator=generator)
     spans = [*chunks, *((position, position + 1) for position in decodes)]
     ends = [end for _, end in spans]
-    group = KVGroup(0, "full" if kind.window is None else "sliding", (3,), kind.kv_heads, kind.head_dim, kind.window, kind.page)
+    form = (kind.kv_heads, kind.head_dim, kind.window, kind.page)
+    group = KVGroup(0, "full" if kind.window is None else "sliding", (3,), *form, dtype=str(dtype).removeprefix("torch."))  # type: ignore[arg-type]
     pages = sum(-(-end // kind.page) for end in ends) + 4
-    cache = GroupCache(group, pages, len(spans), max(ends), dtype, CPU)
+    cache = GroupCache(group, pages, len(spans), max(ends), CPU)
     cache.pool.copy_(30 * draw(cache.pool.shape))
     cache.pool[:, 0] = 0
     free = (torch.randperm(pages - 1, generator=generator) + 1).tolist()

@@ -45,7 +45,7 @@ def step(member: str, rows: int, buckets: tuple[int, ...] = ()) -> tuple[Node, .
     """The launches of a decode step of `rows` rows on one rank of four: inputs, forward, sampling."""
     shape = geometry(member)
     model = Gemma4(shape, OneOfFour(), torch.bfloat16, META)
-    caches = [GroupCache(group, 100, SLOTS, MAX_LEN, torch.bfloat16, META) for group in kv_groups(shape, TP)]
+    caches = [GroupCache(group, 100, SLOTS, MAX_LEN, META) for group in kv_groups(shape, TP)]
     cache = KVCache(caches)
     pointers = torch.empty(TP, dtype=torch.int64, device=META)
     width = shape.hidden * (2 if shape.moe else 1)
@@ -80,7 +80,7 @@ def mixed(
     """The launches of a step with a prefill chunk, and decode rows behind it: inputs and forward, of `every` row to its end."""
     shape, rows = geometry(member), chunk + decodes
     model = Gemma4(shape, OneOfFour(), torch.bfloat16, META)
-    cache = KVCache([GroupCache(group, 100, SLOTS, MAX_LEN, torch.bfloat16, META) for group in kv_groups(shape, TP)])
+    cache = KVCache([GroupCache(group, 100, SLOTS, MAX_LEN, META) for group in kv_groups(shape, TP)])
     attention = attention_backend("triton", shape, cache, TP, buckets, META)
     with record(target=(9, 0)) as nodes:
         ids, positions, slots = int32(rows), int32(rows), int32(rows)

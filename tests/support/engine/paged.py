@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.geometry import Geometry, KVGroup, kv_groups
+from engine.geometry import DType, Geometry, KVGroup, kv_groups
 from engine.rank.attention import attention_backend
 from engine.rank.attention.base import AttentionBackend
 from engine.rank.batch import Chunk, ForwardBatch, eager_batch
@@ -110,12 +110,12 @@ def caches(
     slots: int,
     max_len: int,
     pages: int,
-    dtype: torch.dtype = torch.float32,
+    dtype: DType = "float32",
     poison: float = math.nan,
 ) -> KVCache:
     """Every group's cache, all pages poisoned: the null page too."""
-    groups = kv_groups(geometry, size)
-    made = KVCache([GroupCache(group, pages, slots, max_len, dtype, torch.device("cpu")) for group in groups])
+    groups = kv_groups(geometry, size, dtype=dtype)
+    made = KVCache([GroupCache(group, pages, slots, max_len, torch.device("cpu")) for group in groups])
     for cache in made:
         cache.pool.fill_(poison)
     return made
