@@ -2,12 +2,11 @@
 
 import argparse
 import csv
-import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from deploy.cli.output import OK, Part, Subparsers, Table, command, emit
 from engine.errors import ConfigError
@@ -15,7 +14,7 @@ from engine.errors import ConfigError
 if TYPE_CHECKING:
     from engine.rank.profiling.decode_times import StepTime
     from engine.rank.profiling.session import ProfileRequest
-    from engine.rank.profiling.step_nodes import StepNode, StepProfile
+    from engine.rank.profiling.step_profile import StepProfile
 
 SWEEP_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SWEEP_CONTEXTS = (1024, 8192, 32768, 131072)
@@ -23,15 +22,14 @@ SWEEP_CONTEXTS = (1024, 8192, 32768, 131072)
 HELP = """\
 Weights and contexts are random and made on the device; nothing is downloaded but a config, and nothing is served.
 
-  quartet profile dummy:31b --tp 4                          four ranks on four GPUs: a step's nodes, batch 1, context 1024
+  quartet profile dummy:31b --tp 4                          four ranks on four GPUs: a step's stages, batch 1, context 1024
   quartet profile dummy:31b --tp 4 --loopback               one rank's shard on one GPU, its sums looped back: all but the wires
-  quartet profile dummy:26b-a4b --batch 1 32 --trace t.json    and a trace for Perfetto or chrome://tracing, a file a batch
+  quartet profile dummy:26b-a4b --batch 1 32 --trace t.json    and torch's traces, for Perfetto: t-b1-c1024.json, t-b32-c1024.json
   quartet profile dummy:31b --tp 4 --loopback --sweep --csv tpot.csv     step time by batch and context
   quartet profile random:31b --device cpu --dtype float32   a rehearsal on a nano shape, by the wall clock
 
-us: from the end of the node before to its own end, so that nodes add up to the step. alone: its kernels where none overlaps
-another. floor: its weights, K and V at the read rate. hidden: what of its time alone costs the step nothing.
-hidden share = 1 - (step - sum of the products alone) / (sum of the other nodes alone).
+A stage is what layers of one kind do in one module. us: of each of its kernels, from the end of the one before to its own end, so
+that stages add up to the step. floor: its weights, K and V at the read rate.
 --sweep: launch is a step through the runner, two out at a time; graph the captured step replayed back to back. Batches and
 contexts whose pages do not fit beside the others are left out, and named.
 
@@ -40,7 +38,7 @@ exit codes: 0 measured; 2 it cannot run like this"""
 
 def register(commands: Subparsers) -> None:
     """Adds the subcommand."""
-    parser = command(commands, "profile", "the nodes of a decode step, or its time by batch and context", HELP)
+    parser = command(commands, "profile", "the stages of a decode step, or its time by batch and context", HELP)
     parser.add_argument("model", help="a folder, a hub id, nano:, random: or dummy:<member>; only its config is read")
     where = parser.add_argument_group("where")
     where.add_argument("--tp", type=int, default=1, help="ranks (default: %(default)s)")
@@ -54,10 +52,9 @@ def register(commands: Subparsers) -> None:
     what.add_argument("--prefill-budget", type=int, default=512, help="of the engine that is measured (default: %(default)s)")
     what.add_argument("--debug-pages", choices=("off", "sample", "every"), default="off", help="with the check of page tables")
     what.add_argument("--read-rate", type=float, metavar="TB/S", help="of the floors (default: H200's best 4.56, or measured)")
-    what.add_argument("--sweep", action="store_true", help="times of whole steps instead of nodes")
+    what.add_argument("--sweep", action="store_true", help="times of whole steps instead of stages")
     out = parser.add_argument_group("output")
-    out.add_argument("--all", action="store_true", help="every node, not folded over layers")
-    out.add_argument("--trace", type=Path, metavar="FILE", help="write the nodes as a Chrome trace")
+    out.add_argument("--trace", type=Path, metavar="FILE", help="write torch's trace of the steps, a file a batch and context")
     out.add_argument("--csv", type=Path, metavar="FILE", help="write the sweep as CSV")
     parser.set_defaults(run=run)
 
@@ -69,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     if args.sweep:
         _sweep(args, request)
     else:
-        _nodes(args, request)
+        _stages(args, request)
     return OK
 
 
@@ -95,7 +92,7 @@ def _request(args: argparse.Namespace) -> "ProfileRequest":
     return ProfileRequest(
         folder=resolve(args.model), tp=args.tp, loopback=args.loopback, device=args.device, dtype=args.dtype,
         batches=tuple(batches), contexts=tuple(contexts), steps=args.steps, prefill_budget=args.prefill_budget,
-        read_rate=args.read_rate and 1e12 * args.read_rate, debug_pages=args.debug_pages,
+        read_rate=args.read_rate and 1e12 * args.read_rate, debug_pages=args.debug_pages, trace=args.trace,
     )  # fmt: skip
 
 
@@ -114,69 +111,40 @@ def report(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-# -- nodes
+# -- stages
 
 
-def _nodes(args: argparse.Namespace, request: "ProfileRequest") -> None:
-    from engine.rank.profiling.chrome_trace import chrome_trace
+def _stages(args: argparse.Namespace, request: "ProfileRequest") -> None:
     from engine.rank.profiling.session import profiles
 
-    found = profiles(request, report)
-    shown = [part for each in found for part in parts(each, folded=not args.all)]
-    emit([_value(each) for each in found], shown, as_json=args.json)
-    if args.trace is not None:
-        for each in found:
-            path = args.trace if len(found) == 1 else _numbered(args.trace, f"b{each.batch}-c{each.context}")
-            path.write_text(json.dumps(chrome_trace(each)), encoding="utf-8")
-            report(f"trace in {path}")
+    measured = profiles(request, report)
+    shown = [part for profile in measured for part in parts(profile)]
+    emit([{**asdict(profile), "floor_ms": _floor_ms(profile)} for profile in measured], shown, as_json=args.json)
 
 
-def _numbered(path: Path, name: str) -> Path:
-    return path.with_stem(f"{path.stem}-{name}")
-
-
-def _value(profile: "StepProfile") -> dict[str, Any]:
-    """For --json."""
-    nodes = [{**asdict(node), "bytes": node.bytes, "floor_us": profile.floor_us(node)} for node in profile.nodes]
-    about = {name: getattr(profile, name) for name in ("batch", "context", "step_ms", "hidden_share", "read_rate", "overlapped")}
-    return {**about, "floor_ms": 1e-3 * sum(node["floor_us"] for node in nodes), "nodes": nodes}
-
-
-def parts(profile: "StepProfile", *, folded: bool) -> Iterator[Part]:
+def parts(profile: "StepProfile") -> Iterator[Part]:
     """The table of one profile, and its sums."""
-    alone = "us alone" if profile.overlapped else ""
-    columns = ("node", "kernels", ">count", ">us each", f">{alone}", ">us", ">MB", ">floor us", ">share", ">hidden")
-    nodes = profile.folded() if folded else [(1, replace(node, name=_full_name(node))) for node in profile.nodes]
-    rows = [_row(profile, count, node) for count, node in nodes]
+    columns = ("stage", "kernels", ">count", ">us each", ">us", ">MB", ">floor us", ">share")
+    rows = [
+        (
+            stage.name, _short(stage.kernels), str(stage.count), f"{stage.us / stage.count:.2f}", f"{stage.us:.1f}",
+            f"{stage.bytes / 1e6:.1f}" if stage.bytes else "", f"{stage.floor_us:.1f}" if stage.bytes else "",
+            f"{1e-3 * stage.us / profile.step_ms:.1%}",
+        )
+        for stage in profile.stages
+    ]  # fmt: skip
     yield Table(f"batch {profile.batch}, context {profile.context}", columns, rows)
-    floor = sum(profile.floor_us(node) for node in profile.nodes)
-    yield f"step {profile.step_ms:.3f} ms; floor {1e-3 * floor:.3f} ms, of bytes at {profile.read_rate / 1e12:.2f} TB/s"
-    if profile.hidden_share is not None:
-        yield f"hidden share of all but the products: {profile.hidden_share:.0%}"
+    yield f"step {profile.step_ms:.3f} ms; floor {_floor_ms(profile):.3f} ms, of bytes at {profile.read_rate / 1e12:.2f} TB/s"
 
 
-def _full_name(node: "StepNode") -> str:
-    return node.name if node.layer is None else f"{node.layer} {node.name}"
-
-
-def _row(profile: "StepProfile", count: int, node: "StepNode") -> tuple[str, ...]:
-    hides = profile.overlapped and not node.weights and node.alone_us
-    return (
-        node.name,
-        _short(node.kernels),
-        str(count),
-        f"{node.us / count:.2f}",
-        f"{node.alone_us / count:.2f}" if profile.overlapped else "",
-        f"{node.us:.1f}",
-        f"{node.bytes / 1e6:.1f}" if node.bytes else "",
-        f"{profile.floor_us(node):.1f}" if node.bytes else "",
-        f"{1e-3 * node.us / profile.step_ms:.1%}",
-        f"{1 - node.us / node.alone_us:.0%}" if hides else "",
-    )
+def _floor_ms(profile: "StepProfile") -> float:
+    return 1e-3 * sum(stage.floor_us for stage in profile.stages)
 
 
 def _short(kernels: Sequence[str]) -> str:
-    return " ".join(kernels[:3]) + (f" +{len(kernels) - 3}" if len(kernels) > 3 else "")
+    """The first names, those of C++ without types."""
+    names = [kernel.partition("<")[0].removeprefix("void ") for kernel in kernels[:3]]
+    return " ".join(names) + (f" +{len(kernels) - 3}" if len(kernels) > 3 else "")
 
 
 # -- sweep

@@ -4,22 +4,21 @@ Wall time, not device time: a step with prompt tokens is launched kernel by kern
 runs the same plans equally often: nothing that is run may depend on a clock.
 """
 
+from dataclasses import replace
 from time import monotonic
 
-import numpy as np
 import torch
 
 from engine.config import EngineConfig
 from engine.lifeline import StepTimes
-from engine.plan import Admission, PageAppend, PrefillChunk, StepPlan, encode_plan
-from engine.protocol import SamplingParams
+from engine.plan import PrefillChunk, StepPlan, encode_plan
 from engine.rank.runner import Runner
+from engine.rank.synthetic_plans import SyntheticPlans
 
 SERIES, REPEATS = 2, 3  # of timed steps at each point, after an untimed one; the quicker series counts
 CONTEXTS = (16, 1024)  # context of each decode row, if max_len allows it
 BEHIND = 16_384  # context before a chunk, likewise
 TILE = 128  # rows of a tile in a GPU's large matrix products
-_GREEDY = SamplingParams(max_tokens=1)
 
 
 @torch.inference_mode()
@@ -76,7 +75,7 @@ class _Probe:
 
     def __init__(self, runner: Runner, vocab: int) -> None:
         self._runner = runner
-        self._vocab = vocab
+        self._plans = SyntheticPlans(runner.slots.cache, vocab)
         self._step = 0
 
     def decode_ms(self, rows: int, context: int) -> float:
@@ -108,16 +107,12 @@ class _Probe:
 
     def _decoding(self, rows: int, context: int) -> StepPlan:
         """A plan that admits sequences to the first slots, with pages for all rows that are timed."""
-        end = context + SERIES * REPEATS + 2
-        admissions = [self._admission(slot, context + 1, context) for slot in range(rows)]
-        appends = [append for slot in range(rows) for append in self._appends(slot, context, end)]
-        return StepPlan(0, admissions=admissions, appends=appends)
+        return self._plans.admit(0, range(rows), context + 1, context, context + SERIES * REPEATS + 2)
 
     def _chunked(self, slot: int, rows: int, behind: int) -> tuple[StepPlan, StepPlan]:
         """(a plan that admits a prompt to a slot, a step of `rows` tokens of it behind `behind` others)."""
         end = behind + rows
-        admitted = StepPlan(0, admissions=[self._admission(slot, end, behind)], appends=self._appends(slot, behind, end))
-        return admitted, StepPlan(0, chunks=[PrefillChunk(slot, behind, end, end - 1)])
+        return self._plans.admit(0, [slot], end, behind, end), StepPlan(0, chunks=[PrefillChunk(slot, behind, end, end - 1)])
 
     def _timed(self, first: StepPlan, plan: StepPlan) -> float:
         """Milliseconds of `plan` after `first`, which admits; two are out at a time as in the worker's loop. The quicker series."""
@@ -133,18 +128,4 @@ class _Probe:
     def _encoded(self, plan: StepPlan) -> bytes:
         """The plan under the next step's number."""
         self._step += 1
-        return encode_plan(StepPlan(self._step, plan.stop, [], plan.admissions, plan.appends, [], plan.chunks, plan.decodes))
-
-    def _admission(self, slot: int, length: int, cached: int) -> Admission:
-        """A sequence of random tokens: equal ones would all go to the same experts."""
-        tokens = np.random.default_rng(slot).integers(0, self._vocab, length, np.int32).tolist()
-        return Admission(slot, slot + 1, tokens, length, _GREEDY, cached=cached)
-
-    def _appends(self, slot: int, start: int, end: int) -> list[PageAppend]:
-        """Pages for positions [start, end); in a small pool, slots share pages."""
-        found = []
-        for cache in self._runner.slots.cache:
-            group, count = cache.group, cache.pool.shape[1] - 1
-            indices = group.pages_for(start, end)
-            found += [PageAppend(group.index, slot, index, 1 + (slot * len(indices) + index) % count) for index in indices]
-        return found
+        return encode_plan(replace(plan, step=self._step))

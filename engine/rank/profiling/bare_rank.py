@@ -1,32 +1,26 @@
 """A rank without core and replica: random weights, pools full of random K and V, sequences admitted with their context computed."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-
-import numpy as np
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from engine.geometry import KVGroup
-from engine.plan import Admission, PageAppend, StepPlan
-from engine.protocol import SamplingParams
+from engine.plan import StepPlan
 from engine.rank.builder import Rank
 from engine.rank.builder import build as build_runner
 from engine.rank.kv import KVCache
+from engine.rank.models.layers import AttentionModule, Experts, VocabTable
 from engine.rank.runner import Runner
+from engine.rank.synthetic_plans import SyntheticPlans
 from kernels import launch
 
 READ_RATE = 4.56e12  # bytes a second, the best seen on an H200
 _SPARE = 8           # tokens that pages are held for behind the last step
 
 
-def held(group: KVGroup, context: int, steps: int) -> range:
-    """Table entries that a sequence needs while `steps` tokens are decoded behind `context`."""
-    return range(group.pages_for(context - 1, context).start, group.pages_for(0, context + steps + _SPARE).stop)
-
-
 def pages_held(groups: Sequence[KVGroup], batch: int, context: int, steps: int) -> tuple[int, ...]:
-    """Pages of each group's pool, null page included, for `batch` such sequences."""
-    return tuple(batch * len(held(group, context, steps)) + 1 for group in groups)
+    """Pages of each group's pool, null page included, for `batch` sequences that decode `steps` tokens behind `context`."""
+    return tuple(batch * len(group.pages_for(context - 1, context + steps + _SPARE)) + 1 for group in groups)
 
 
 @dataclass(frozen=True)
@@ -41,30 +35,33 @@ class BareRank(Rank):
 
     def admission(self, batch: int, context: int, steps: int, step: int) -> StepPlan:
         """Plan `step`: `batch` sequences of `context` tokens whose K and V are there; each decodes its last one."""
-        rng = np.random.default_rng(batch)
-        appends: list[PageAppend] = []
-        for cache in self.cache:
-            group, free = cache.group, iter(rng.permutation(np.arange(1, cache.pool.shape[1])).tolist())
-            for slot in range(batch):
-                appends.extend(PageAppend(group.index, slot, entry, next(free)) for entry in held(group, context, steps))
-        plan, params = StepPlan(step, decodes=list(range(batch)), appends=appends), SamplingParams(max_tokens=1)
-        for slot in range(batch):
-            tokens = rng.integers(300, self.geometry.vocab - 10, context).tolist()
-            plan.admissions.append(Admission(slot, step, tokens, context, params, cached=context - 1))
-        return plan
+        plans, slots = SyntheticPlans(self.cache, self.geometry.vocab), list(range(batch))
+        return replace(plans.admit(step, slots, context, context - 1, context + steps + _SPARE), decodes=slots)
 
     def run(self, plans: Sequence[bytes]) -> tuple[list[bytes], float]:
         """Every plan, two out at a time: results, and seconds."""
         began = time.monotonic()
         return self.runner.run(plans), time.monotonic() - began
 
+    def module_bytes(self, batch: int, context: int) -> Iterator[tuple[str, int]]:
+        """(module, bytes that a decode step reads of it): its own matrices, of a table the rows of `batch` tokens, of experts
+        as many as random choices hit, and the K and V that `batch` rows see; "head" is the table that logits come of."""
+        tables = {id(module.head) for module in self.model.modules() if isinstance(module, VocabTable)}
+        for name, module in self.model.named_modules():
+            size = sum(own.nbytes for own in module.parameters(recurse=False) if own.ndim > 1)
+            if isinstance(module, VocabTable):
+                size = batch * module.weight[0].nbytes
+            elif isinstance(module, Experts) and (moe := self.geometry.moe):
+                size = int(size * (1 - (1 - moe.top_k / moe.experts) ** batch))
+            elif isinstance(module, AttentionModule):
+                group, pool = self.cache.of(module.layer).group, self.cache.of(module.layer).pool
+                size = batch * 2 * group.kv_heads * group.head_dim * min(context, group.window or context) * pool.element_size()
+            yield name, 0 if id(module) in tables else size
+        yield "head", self.model.head.weight.nbytes
+
     def step_bytes(self, batch: int, context: int) -> int:
-        """Weights that a decode step reads once, and the K and V that `batch` rows see."""
-        skipped = ("ple_tokens", "experts")
-        dense = sum(p.nbytes for name, p in self.model.named_parameters() if not any(part in name for part in skipped))
-        read = [self.cache.of(layer).group for layer in self.geometry.layers]
-        seen = sum(2 * group.kv_heads * group.head_dim * min(context, group.window or context) for group in read)
-        return dense + batch * seen * self.cache.groups[0].pool.element_size()
+        """What a decode step must read."""
+        return sum(size for _, size in self.module_bytes(batch, context))
 
 
 def build(

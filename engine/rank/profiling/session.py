@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TypeVar
@@ -23,8 +24,7 @@ from engine.rank.profiling import bare_rank
 from engine.rank.profiling.bare_rank import READ_RATE, pages_held
 from engine.rank.profiling.decode_times import WARM_STEPS, StepTime, measured_read_rate, time_step
 from engine.rank.profiling.loopback import Loopback
-from engine.rank.profiling.step_nodes import StepProfile
-from engine.rank.profiling.step_profile import REPEATS, profile_step
+from engine.rank.profiling.step_profile import REPEATS, StepProfile, profile_step
 
 Answer = TypeVar("Answer")
 Cell = tuple[int, int]  # batch, context
@@ -47,6 +47,7 @@ class ProfileRequest:
     prefill_budget: int
     read_rate: float | None = None
     debug_pages: PageChecks = "off"
+    trace: Path | None = None
 
     def config(self) -> EngineConfig:
         """The rank's settings; ConfigError where they are impossible."""
@@ -67,8 +68,8 @@ class ProfileRequest:
 
 
 def profiles(request: ProfileRequest, report: Callable[[str], None]) -> list[StepProfile]:
-    """The nodes of a step of each batch and context that fits."""
-    return _on_ranks(request, report, profile_step)
+    """The stages of a step of each batch and context that fits; torch's traces beside `request.trace`."""
+    return _on_ranks(request, report, partial(profile_step, trace=request.trace))
 
 
 def step_times(request: ProfileRequest, report: Callable[[str], None]) -> list[StepTime]:

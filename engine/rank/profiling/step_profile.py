@@ -1,129 +1,201 @@
-"""Measures a decode step node by node: captured, eagerly on a GPU where it cannot be captured, or on a CPU by the wall clock."""
+"""Where the time of a decode step goes: torch's profile of it, by the module that starts each kernel.
+
+    eager     the step once, each module's forward in a `record_function`: the module of each kernel (on a CPU: operator)
+    captured  the same kernels in the same order, where steps are captured: their times, medians of a few
+
+A stage is what layers of one kind do in one module. Its time goes from the end of the kernel before to the end of its own, so that
+stages add up to the step; its floor is what it must read at the read rate. Activations are not counted: at decode they stay in L2.
+"""
 
 import statistics
-import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from torch.profiler import ProfilerActivity
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
 
+from engine.geometry import Layer
+from engine.rank.models.architecture import Model
 from engine.rank.profiling.bare_rank import BareRank
 from engine.rank.profiling.decode_times import admit, lengths_kept, replay, replay_ms
-from engine.rank.profiling.scopes import Stretch, align, trace, wall_times
-from engine.rank.profiling.step_nodes import StepNode, StepProfile, nodes_of
 from kernels.launch import without_overlap
 
 REPEATS = 5
 _REPLAYS = 64  # for the step's time without a profiler
 
 
-@dataclass(frozen=True)
-class KernelSpan:
-    """A kernel that a GPU ran, in microseconds from the step's first one."""
+class Span(NamedTuple):
+    """A kernel, an operator or a module's forward, in microseconds."""
 
-    name: str
     start: float
     end: float
+    name: str
 
 
-def profile_step(rank: BareRank, batch: int, context: int, steps: int, step: int, read_rate: float) -> StepProfile:
-    """Of `batch` sequences of `context` tokens, whose plans are numbered from `step` on; `steps` as in `time_step`."""
-    plans = iter(admit(rank, batch, context, steps, step))
-    if next(rank.model.parameters()).is_cuda:
-        nodes, step_ms = _on_gpu(rank, batch, context, steps)
-    else:
-        nodes, step_ms = _on_cpu(rank, batch, context, plans)
-    overlapped = rank.runner.graphs is not None
-    return StepProfile(batch, context, read_rate, step_ms, overlapped, rank.geometry.layers, tuple(nodes))
+@dataclass(frozen=True)
+class Stage:
+    """name: kind of layer and module;  count: of such modules;  kernels: the first one's;  bytes: what all must read."""
+
+    name: str
+    count: int
+    kernels: tuple[str, ...]
+    us: float
+    bytes: int
+    floor_us: float
 
 
-def _on_cpu(rank: BareRank, batch: int, context: int, plans: Iterator[bytes]) -> tuple[list[StepNode], float]:
-    """The fastest of a few runs of each stretch."""
+@dataclass(frozen=True)
+class StepProfile:
+    """step_ms: of a captured step without a profiler; else as profiled."""
 
-    def step() -> None:
-        rank.run([next(plans)])
-
-    stretches = trace(rank.model, step)
-    runs = [wall_times(rank.model, step, time.perf_counter) for _ in range(REPEATS)]
-    ends = list(accumulate(1e6 * min(each) for each in zip(*runs, strict=True)))
-    nodes = nodes_of(rank, stretches, batch, context)
-    starts = [0.0, *ends]
-    timed = [replace(node, start_us=starts[at], end_us=ends[at], alone_us=ends[at] - starts[at]) for at, node in nodes.items()]
-    return [replace(node, us=node.alone_us) for node in timed], 1e-3 * ends[-1]
+    batch: int
+    context: int
+    read_rate: float
+    step_ms: float
+    stages: tuple[Stage, ...]
 
 
-def _on_gpu(rank: BareRank, batch: int, context: int, steps: int) -> tuple[list[StepNode], float]:
-    """Times of graphs, with overlap and without; of eager steps without overlap where there are no graphs."""
-    rows, runner = rank.runner.bucket(batch), rank.runner
-    with lengths_kept(rank):
-        stretches = trace(rank.model, lambda: runner.repeat(rows))
-    nodes = nodes_of(rank, stretches, batch, context)
-    if runner.graphs is None:
-        with without_overlap(), lengths_kept(rank):
-            timed = _timed(nodes, stretches, lambda: runner.repeat(rows))
-        return [replace(node, us=node.alone_us) for node in timed], 1e-3 * sum(node.alone_us for node in timed)
-    with without_overlap(), lengths_kept(rank):
-        apart = runner.graphs_of([rows])
-    graphs = runner.graphs
-    with lengths_kept(rank):
-        alone = _timed(nodes, stretches, lambda: replay(apart, rows))
-    with lengths_kept(rank):
-        timed = _timed(nodes, stretches, lambda: replay(graphs, rows))
-    return _with_shares(timed, alone), replay_ms(rank, graphs, batch, min(_REPLAYS, steps))
+def profile_step(
+    rank: BareRank, batch: int, context: int, steps: int, step: int, read_rate: float, trace: Path | None = None
+) -> StepProfile:
+    """Of `batch` sequences of `context` tokens, whose plans are numbered from `step` on; `steps` as in `time_step`.
+
+    trace: a file beside which torch's own trace of the timed steps is written, with batch and context in its name
+    """
+    admit(rank, batch, context, steps, step)
+    rows, graphs = rank.runner.bucket(batch), rank.runner.graphs
+    with lengths_kept(rank), without_overlap(), recorded(rank.model) as names:
+        seen = _profiled(partial(rank.runner.repeat, rows), 1)
+    spans, scopes = spans_of(seen, names)
+    modules = modules_of(spans, scopes)
+    step_ms = 1e-3 * (max(span.end for span in spans) - spans[0].start)
+    if graphs is not None:
+        with lengths_kept(rank):
+            seen = _profiled(partial(replay, graphs, rows), REPEATS)
+        spans = medians(spans_of(seen, set())[0], REPEATS)
+        step_ms = replay_ms(rank, graphs, batch, min(_REPLAYS, steps))
+    if len(spans) != len(modules):
+        raise RuntimeError(f"the profiler saw {len(spans)} kernels in a step that starts {len(modules)}")
+    if trace is not None and rank.parallel.rank == 0:
+        seen.export_chrome_trace(str(trace.with_stem(f"{trace.stem}-b{batch}-c{context}")))
+    stages = _stages(rank, modules, spans, _read(rank, set(modules), batch, context), read_rate)
+    return StepProfile(batch, context, read_rate, step_ms, tuple(stages))
 
 
-def _with_shares(nodes: Sequence[StepNode], alone: Sequence[StepNode]) -> list[StepNode]:
-    """The nodes with what each adds to the step, and with the times of those `alone`."""
-    ends = accumulate((node.end_us for node in nodes), max, initial=0.0)
-    return [
-        replace(node, us=max(0.0, node.end_us - before), alone_us=other.alone_us)
-        for node, before, other in zip(nodes, ends, alone, strict=False)
-    ]
+@contextmanager
+def recorded(model: Model) -> Iterator[set[str]]:
+    """Inside the `with`, each module's forward is a `record_function` of its name, which the set holds, the head one of "head"."""
+    names = {name for name, _ in model.named_modules() if name}
+    running: list[record_function] = []
+
+    def enter(name: str) -> None:
+        running.append(record_function(name))
+        running[-1].__enter__()
+
+    def leave(*_: object) -> None:
+        running.pop().__exit__(None, None, None)
+
+    handles = []
+    for name in names:
+        module = model.get_submodule(name)
+        handles.append(module.register_forward_pre_hook(lambda *_, name=name: enter(name)))
+        handles.append(module.register_forward_hook(leave, always_call=True))
+    logits = model.logits
+
+    def head(hidden: Tensor) -> Tensor:
+        with record_function("head"):
+            return logits(hidden)
+
+    model.logits = head  # type: ignore[method-assign]
+    try:
+        yield names | {"head"}
+    finally:
+        del model.logits
+        for handle in handles:
+            handle.remove()
 
 
-def _timed(nodes: dict[int, StepNode], stretches: Sequence[Stretch], step: Callable[[], object]) -> list[StepNode]:
-    """The nodes with the times of their kernels."""
-    owners = [at for at, stretch in enumerate(stretches) for _ in stretch.operations]
-    operations = [name for stretch in stretches for name in stretch.operations]
-    kernels = _kernels(step)
-    spans: dict[int, list[KernelSpan]] = {at: [] for at in nodes}
-    for kernel, place in zip(kernels, align(operations, [kernel.name for kernel in kernels]), strict=True):
-        spans[owners[place]].append(kernel)
-    timed: list[StepNode] = []
-    for at, node in nodes.items():
-        behind = timed[-1].end_us if timed else 0.0  # an operator may run no kernel
-        start = min((kernel.start for kernel in spans[at]), default=behind)
-        end = max((kernel.end for kernel in spans[at]), default=behind)
-        timed.append(replace(node, start_us=start, end_us=end, alone_us=sum(kernel.end - kernel.start for kernel in spans[at])))
-    return timed
+def _profiled(run: Callable[[], object], repeats: int) -> profile:
+    """A few runs, behind one that is not seen."""
+    run()
+    on_gpu = torch.cuda.is_available()
+    with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu, acc_events=True) as seen:
+        for _ in range(repeats):
+            run()
+            if on_gpu:
+                torch.cuda.synchronize()
+    return seen
 
 
-def _kernels(step: Callable[[], object]) -> list[KernelSpan]:
-    """The kernels of `step`, in order, with the medians of a few runs."""
-    step()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], acc_events=True) as seen:
-        for _ in range(REPEATS):
-            step()
-            torch.cuda.synchronize()
+def spans_of(seen: profile, scopes: set[str]) -> tuple[list[Span], list[Span]]:
+    """(kernels, scopes) as the GPU ran them, in order; where it ran none, operators that no other one called, and scopes."""
     events = [event for event in seen.events() if event.device_type.name == "CUDA"]
-    spans = sorted((event.time_range.start, event.time_range.end, event.name) for event in events)
-    return medians([KernelSpan(name, start, end) for start, end, name in spans], REPEATS)
+    if not events:
+        events = [event for event in seen.events() if event.cpu_parent is None or event.cpu_parent.name in scopes]
+    spans = sorted(Span(event.time_range.start, event.time_range.end, event.name) for event in events)
+    return [span for span in spans if span.name not in scopes], [span for span in spans if span.name in scopes]
 
 
-def medians(kernels: Sequence[KernelSpan], repeats: int) -> list[KernelSpan]:
-    """The kernels of `repeats` equal runs, in order -> those of one, from its first one's start. RuntimeError where they differ."""
-    count, rest = divmod(len(kernels), repeats)
-    runs = [kernels[at * count : (at + 1) * count] for at in range(repeats)]
-    if rest or any([kernel.name for kernel in run] != [kernel.name for kernel in runs[0]] for run in runs):
-        raise RuntimeError(f"the profiler saw {len(kernels)} kernels in {repeats} runs of one step: some are missing")
+def modules_of(spans: Sequence[Span], scopes: Sequence[Span]) -> list[str]:
+    """The innermost scope of each span; outside of all of them "inputs", behind the head "sampling"."""
+    head = max((scope.end for scope in scopes if scope.name == "head"), default=0.0)
+    modules = []
+    for span in spans:
+        inside = [scope for scope in scopes if scope.start <= span.start < scope.end]
+        outside = "sampling" if span.start >= head else "inputs"
+        modules.append(min(inside, key=lambda scope: scope.end - scope.start).name if inside else outside)
+    return modules
+
+
+def medians(spans: Sequence[Span], repeats: int) -> list[Span]:
+    """The spans of `repeats` equal runs, in order -> those of one, from its first one's start. RuntimeError where they differ."""
+    count, rest = divmod(len(spans), repeats)
+    runs = [spans[at * count : (at + 1) * count] for at in range(repeats)]
+    if rest or any([span.name for span in run] != [span.name for span in runs[0]] for run in runs):
+        raise RuntimeError(f"the profiler saw {len(spans)} kernels in {repeats} runs of one step: some are missing")
     return [
-        KernelSpan(
-            each[0].name,
-            statistics.median(kernel.start - run[0].start for kernel, run in zip(each, runs, strict=True)),
-            statistics.median(kernel.end - run[0].start for kernel, run in zip(each, runs, strict=True)),
+        Span(
+            statistics.median(span.start - run[0].start for span, run in zip(same, runs, strict=True)),
+            statistics.median(span.end - run[0].start for span, run in zip(same, runs, strict=True)),
+            same[0].name,
         )
-        for each in zip(*runs, strict=True)
+        for same in zip(*runs, strict=True)
     ]
+
+
+def _read(rank: BareRank, ran: set[str], batch: int, context: int) -> Counter[str]:
+    """Bytes that each module of those that `ran` reads, with those of its submodules that did not."""
+    read: Counter[str] = Counter()
+    for name, size in rank.module_bytes(batch, context):
+        module = name
+        while module and module not in ran:
+            module = module.rpartition(".")[0]
+        read[module] += size
+    return read
+
+
+def _stages(
+    rank: BareRank, modules: Sequence[str], spans: Sequence[Span], read: Counter[str], read_rate: float
+) -> Iterator[Stage]:
+    ends = [spans[0].start, *accumulate((span.end for span in spans), max)]
+    names = [_stage_name(module, rank.geometry.layers) for module in modules]
+    for name in dict.fromkeys(names):
+        own = [at for at, other in enumerate(names) if other == name]
+        members = {modules[at] for at in own}
+        kernels = tuple(spans[at].name for at in own if modules[at] == modules[own[0]])
+        size = sum(read[module] for module in members)
+        yield Stage(name, len(members), kernels, sum(ends[at + 1] - ends[at] for at in own), size, 1e6 * size / read_rate)
+
+
+def _stage_name(module: str, layers: Sequence[Layer]) -> str:
+    """blocks.3.attention.qkv -> full attention.qkv."""
+    blocks, _, rest = module.partition(".")
+    index, _, part = rest.partition(".")
+    return f"{layers[int(index)].kind} {part or 'block'}" if blocks == "blocks" else module

@@ -1,30 +1,29 @@
-"""A profile of a decode step: its nodes, their bytes and times, and how a device's kernels are told apart."""
+"""A profile of a decode step: its stages, their bytes and times, and how a device's kernels find their modules."""
 
-import random
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import profile
 
 from engine.config import engine_config
 from engine.errors import ConfigError
 from engine.geometry import kv_groups, read_geometry
-from engine.plan import encode_plan
+from engine.plan import PageAppend, encode_plan
 from engine.rank.builder import load_rank
+from engine.rank.models.layers import VocabTable
 from engine.rank.parallel import Parallel, Single
 from engine.rank.profiling import bare_rank, step_profile
 from engine.rank.profiling.bare_rank import BareRank, pages_held
-from engine.rank.profiling.chrome_trace import chrome_trace
-from engine.rank.profiling.decode_times import admit
 from engine.rank.profiling.loopback import Loopback
-from engine.rank.profiling.scopes import align, trace
 from engine.rank.profiling.session import ProfileRequest, fitting, most_pages
-from engine.rank.profiling.step_nodes import StepNode, StepProfile
-from engine.rank.profiling.step_profile import KernelSpan, medians, profile_step
+from engine.rank.profiling.step_profile import Span, StepProfile, medians, modules_of, profile_step, recorded, spans_of
 from tests.conftest import Nano
 
 pytestmark = pytest.mark.cpu
@@ -53,28 +52,48 @@ def profile_of(rank: BareRank) -> StepProfile:
 
 
 @pytest.mark.parametrize(("member", "tp"), [("31b", 1), ("31b", 2), ("26b-a4b", 1), ("e2b", 1)])
-def test_the_nodes_of_a_step(nano: Nano, member: str, tp: int) -> None:
-    """Every module that computes is a node, in the order of the model; weights, K and V are each read once; times add up."""
+def test_the_stages_of_a_step(nano: Nano, member: str, tp: int) -> None:
+    """Every module that computes is in a stage, as often as there are layers of its kind; weights, K and V are each read once;
+    times add up."""
     rank = rank_of(nano(member), Single() if tp == 1 else Loopback(tp, CPU))
-    found = profile_of(rank)
-    names = [node.name for node in found.nodes if node.layer == 1]
-    wanted = ["attention.qkv", "attention", "attention.o", "mlp", "mlp.down"]
-    assert [name for name in names if name in wanted] == wanted
-    assert [node.name for node in found.nodes if node.layer is None] == outside(member)
+    profiled = profile_of(rank)
+    counts = {stage.name: stage.count for stage in profiled.stages}
+    for kind in ("sliding", "full"):
+        layers = sum(layer.kind == kind for layer in rank.geometry.layers)
+        for module in ("attention.qkv", "attention", "attention.o", "block", "mlp", "mlp.down"):
+            assert counts[f"{kind} {module}"] == layers
+    assert [name for name in counts if " " not in name] == outside(member)
     dense = [p for name, p in rank.model.named_parameters() if "experts" not in name and "ple_tokens" not in name]
-    matrices = sum(p.nbytes for p in dense if p.ndim > 1)
-    rows = sum(node.weights for node in found.nodes if node.name.startswith("embedding.") and node.name.endswith("tokens"))
-    experts = sum(node.weights for node in found.nodes if node.name == "experts")
-    assert sum(node.weights for node in found.nodes) == matrices + rows + experts
-    assert sum(node.keys for node in found.nodes) == rank.step_bytes(BATCH, CONTEXT) - rank.step_bytes(0, CONTEXT)
-    assert sum(node.us for node in found.nodes) == pytest.approx(1e3 * found.step_ms, rel=0.1)
-    assert found.hidden_share is None
+    tables = [module for module in rank.model.modules() if isinstance(module, VocabTable)]
+    rows = BATCH * sum(table.weight[0].nbytes for table in tables)
+    hit = 0.0 if rank.geometry.moe is None else 1 - (1 - rank.geometry.moe.top_k / rank.geometry.moe.experts) ** BATCH
+    experts = sum(int(hit * p.nbytes) for name, p in rank.model.named_parameters() if "experts" in name and p.ndim > 1)
+    keys = sum(stage.bytes for stage in profiled.stages if stage.name.endswith(" attention"))
+    read = sum(stage.bytes for stage in profiled.stages)
+    assert read == pytest.approx(sum(p.nbytes for p in dense if p.ndim > 1) + rows + experts + keys, abs=99)
+    assert keys == 4 * BATCH * sum(
+        2 * group.kv_heads * group.head_dim * min(CONTEXT, group.window or CONTEXT)
+        for group in (rank.cache.of(layer).group for layer in rank.geometry.layers)
+    )
+    assert read == rank.step_bytes(BATCH, CONTEXT)
+    assert sum(stage.us for stage in profiled.stages) == pytest.approx(1e3 * profiled.step_ms)
 
 
 def outside(member: str) -> list[str]:
-    """Nodes outside the layers."""
-    tables = ["embedding.tokens", "embedding.ple_tokens", "embedding 1", "embedding.ple_projection", "embedding 2"]
+    """Stages outside the layers."""
+    tables = ["embedding.tokens", "embedding.ple_tokens", "embedding", "embedding.ple_projection"]
     return ["inputs", *(tables if member == "e2b" else ["embedding.tokens", "embedding"]), "head", "sampling"]
+
+
+def test_sequences_have_their_pages(nano: Nano) -> None:
+    """Those of all positions that run, and of what their windows see; no page twice where there are enough."""
+    rank = rank_of(nano("31b"), Single())
+    plan = rank.admission(BATCH, CONTEXT, STEPS, 1)
+    for cache in rank.cache:
+        appends = [append for append in cast("list[PageAppend]", plan.appends) if append.group == cache.group.index]
+        entries = cache.group.pages_for(CONTEXT - 1, CONTEXT + STEPS + 8)
+        assert [(append.slot, append.index) for append in appends] == [(slot, at) for slot in range(BATCH) for at in entries]
+        assert sorted(append.page for append in appends) == list(range(1, cache.pool.shape[1]))
 
 
 class LeftOut(torch.nn.Module):
@@ -85,99 +104,62 @@ class LeftOut(torch.nn.Module):
 
 
 def test_a_product_left_out_is_seen(nano: Nano) -> None:
-    """Planted fault: where a layer's MLP is left out, its nodes and their weights are missing."""
+    """Planted fault: where a layer's MLP is left out, its stage counts a layer less, and its weights are missing."""
     rank = rank_of(nano("31b"), Single())
     whole = profile_of(rank)
-    mlp = rank.model.blocks[1].mlp
+    mlp, kind = rank.model.blocks[1].mlp, rank.geometry.layers[1].kind
     rank.model.blocks[1].mlp = LeftOut()
-    missing = sum(node.weights for node in whole.nodes) - sum(node.weights for node in profile_of(rank).nodes)
+    left = profile_of(rank)
+    (before, after) = ({stage.name: stage.count for stage in found.stages}[f"{kind} mlp.down"] for found in (whole, left))
+    assert after == before - 1
+    missing = sum(stage.bytes for stage in whole.stages) - sum(stage.bytes for stage in left.stages)
     assert missing == sum(p.nbytes for p in mlp.parameters())
 
 
-def test_tracing_changes_nothing(nano: Nano) -> None:
-    """The same plans give the same results while a step is traced as without; hooks are gone behind it."""
+def test_recording_changes_nothing(nano: Nano) -> None:
+    """The same plans give the same results while modules are recorded as without; hooks are gone behind it."""
     rank = rank_of(nano("31b"), Single())
     plan = encode_plan(rank.admission(BATCH, CONTEXT, STEPS, 1))
     plain, _ = rank.run([plan])
-    traced: list[bytes] = []
-    stretches = trace(rank.model, lambda: traced.extend(rank.run([plan])[0]))
-    assert traced == plain
-    assert sum(stretch.operations.count("torch.mm") for stretch in stretches) == 4 * len(rank.geometry.layers) + 1
+    with recorded(rank.model):
+        assert rank.run([plan])[0] == plain
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in rank.model.modules())
     assert "logits" not in vars(rank.model)
 
 
-def test_folding_keeps_sums(nano: Nano) -> None:
-    """Layers of one kind fold into a row a node: counts are those of the layers, bytes and times the same in all."""
-    found = profile_of(rank_of(nano("31b"), Single()))
-    folded = found.folded()
-    kinds = Counter(layer.kind for layer in found.layers)
-    assert {node.name: count for count, node in folded}["full attention.o"] == kinds["full"]
-    assert sum(count for count, _ in folded) == len(found.nodes)
-    assert sum(node.bytes for _, node in folded) == sum(node.bytes for node in found.nodes)
-    assert sum(node.us for _, node in folded) == pytest.approx(sum(node.us for node in found.nodes))
+def seen_on_a_gpu(*events: tuple[str, float, float]) -> profile:
+    """A profile with these events of a GPU, beside one of the CPU."""
+    made = [SimpleNamespace(name=name, device_type=DeviceType.CUDA, time_range=SimpleNamespace(start=start, end=end))
+            for name, start, end in events]  # fmt: skip
+    launched = SimpleNamespace(name="cuLaunchKernelEx", device_type=DeviceType.CPU, cpu_parent=None)
+    return cast(profile, SimpleNamespace(events=lambda: [*reversed(made), launched]))
 
 
-def profile_from(*nodes: StepNode, step_ms: float = 1.0) -> StepProfile:
-    return StepProfile(1, 1024, RATE, step_ms, True, (), nodes)
-
-
-def test_hidden_share() -> None:
-    """Products of 60 us and others of 40 in a step of 70: three quarters of the others are hidden; in one of 100, nothing is."""
-    nodes = (
-        StepNode("qkv", None, ("_gemv",), weights=100, alone_us=60.0, us=55.0, end_us=55.0),
-        StepNode("allreduce_norm", None, ("_allreduce_norm",), alone_us=40.0, us=15.0, start_us=30.0, end_us=70.0),
-    )
-    assert profile_from(*nodes, step_ms=0.070).hidden_share == pytest.approx(0.75)
-    assert profile_from(*nodes, step_ms=0.100).hidden_share == pytest.approx(0.0)
-    events = [event for event in chrome_trace(profile_from(*nodes))["traceEvents"] if event["ph"] == "X"]
-    assert [(event["name"], event["ts"], event["dur"]) for event in events] == [("qkv", 0.0, 55.0), ("allreduce_norm", 30.0, 40.0)]
-    assert len({event["tid"] for event in events}) == 2
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_kernels_find_their_operations(seed: int) -> None:
-    """Of a random step, every kernel of ours falls to its operation, and torch's lie between their neighbours, in order."""
-    operations, kernels, owners = drawn(random.Random(seed))
-    found = align(operations, kernels)
-    assert found == sorted(found)
-    for place, (kernel, owner) in enumerate(zip(kernels, owners, strict=True)):
-        if not kernel.startswith("at::"):
-            assert found[place] == owner, (operations, kernels, found)
-    single = [place for place, owner in enumerate(owners) if owners.count(owner) == 1]
-    if len(single) == len(owners) == len(operations):
-        assert found == owners
-
-
-def drawn(rng: random.Random) -> tuple[list[str], list[str], list[int]]:
-    """Operations, the kernels that they run, and which operation each kernel belongs to."""
-    operations = [rng.choice(["_gemv", "_allreduce_norm", "_gemv", "torch.mm", "torch.add"]) for _ in range(rng.randint(1, 30))]
-    kernels, owners = [], []
-    for at, name in enumerate(operations):
-        for _ in range(rng.randint(0, 2) if name.startswith("torch.") else 1):
-            kernels.append(f"at::{name}" if name.startswith("torch.") else name)
-            owners.append(at)
-    return operations, kernels, owners
-
-
-def test_kernels_of_another_step_are_refused() -> None:
-    """Planted faults: two kernels of ours in each other's place, and one too many, are named."""
-    assert align(["_gemv", "torch.mm", "_allreduce_norm"], ["_gemv", "cublas", "splitk", "_allreduce_norm"]) == [0, 1, 1, 2]
-    with pytest.raises(ValueError, match="kernel 0 of the step is _allreduce_norm, expected _gemv"):
-        align(["_gemv", "_allreduce_norm"], ["_allreduce_norm", "_gemv"])
-    with pytest.raises(ValueError, match="kernel 1 of the step is _gemv, expected the end"):
-        align(["_gemv"], ["_gemv", "_gemv"])
+def test_kernels_find_their_modules() -> None:
+    """A GPU's scope spans the kernels that it started itself, and others' between them: the innermost one counts, and one that
+    begins where another ends is in the second. What is in none comes before the model, or behind the head."""
+    scopes = {"blocks.0", "blocks.0.mlp", "head"}
+    seen = seen_on_a_gpu(
+        ("_inputs", 0, 1), ("blocks.0", 1, 7), ("_allreduce_norm", 1, 2), ("blocks.0.mlp", 2, 5), ("_gemv", 2, 4), ("_gemv", 4, 5),
+        ("_allreduce_norm", 5, 7), ("head", 7, 9), ("_gemv", 7, 9), ("_choose", 9, 10),
+    )  # fmt: skip
+    kernels, modules = spans_of(seen, scopes)
+    norm = "_allreduce_norm"
+    assert [kernel.name for kernel in kernels] == ["_inputs", norm, "_gemv", "_gemv", norm, "_gemv", "_choose"]
+    assert modules_of(kernels, modules) == [
+        "inputs", "blocks.0", "blocks.0.mlp", "blocks.0.mlp", "blocks.0", "head", "sampling",
+    ]  # fmt: skip
 
 
 def test_medians_of_runs() -> None:
     """Each kernel's median start and end over the runs, from its run's start; a run with a kernel missing is refused."""
-    runs = [[KernelSpan("a", at, at + 1 + at / 100), KernelSpan("b", at + 2, at + 5)] for at in (0.0, 100.0, 300.0)]
+    runs = [[Span(at, at + 1 + at / 100, "a"), Span(at + 2, at + 5, "b")] for at in (0.0, 100.0, 300.0)]
     flat = [kernel for run in runs for kernel in run]
-    assert medians(flat, 3) == [KernelSpan("a", 0.0, 2.0), KernelSpan("b", 2.0, 5.0)]
+    assert medians(flat, 3) == [Span(0.0, 2.0, "a"), Span(2.0, 5.0, "b")]
     with pytest.raises(RuntimeError, match="5 kernels in 3 runs"):
         medians(flat[:-1], 3)
     with pytest.raises(RuntimeError, match="some are missing"):
-        medians([*flat[:-1], KernelSpan("c", 302.0, 305.0)], 3)
+        medians([*flat[:-1], Span(302.0, 305.0, "c")], 3)
 
 
 def test_only_what_fits_is_run(nano: Nano) -> None:
@@ -202,56 +184,58 @@ def test_impossible_requests_are_refused(nano: Nano) -> None:
         replace(request, steps=14).config()
 
 
-def test_wall_times_see_a_slow_module(nano: Nano) -> None:
-    """Planted fault: a product that sleeps a fifth of a second is the node that takes it."""
+def test_a_slow_module_is_seen(nano: Nano) -> None:
+    """Planted fault: the full layers' output product sleeps a fifth of a second; its stage takes that, and no other does."""
     rank = rank_of(nano("31b"), Single())
-    slow = rank.model.blocks[2].mlp.down
-    slow.register_forward_pre_hook(lambda *_: time.sleep(0.2))
-    slowest = max(profile_of(rank).nodes, key=lambda node: node.us)
-    assert (slowest.layer, slowest.us > 1.9e5) == (2, True)
+    slow = next(layer.index for layer in rank.geometry.layers if layer.kind == "full")
+    product = rank.model.blocks[slow].attention.o
+    forward = product.forward
+
+    def sleeping(*args: Any) -> Any:
+        time.sleep(0.2)
+        return forward(*args)
+
+    product.forward = sleeping
+    times = {stage.name: stage.us for stage in profile_of(rank).stages}
+    assert max(times, key=times.__getitem__) == "full attention.o"
+    assert 2e5 < times["full attention.o"] < 1e6
 
 
 class Replays:
-    """Stands in for captured graphs: a replay is a plan more."""
+    """Stands in for captured steps: replaying one runs it."""
 
-    def __init__(self, step: Callable[[], object]) -> None:
+    def __init__(self, step: Callable[[int], object]) -> None:
         self._step = step
 
     def replay(self, stage: str, rows: int) -> None:
         if stage == "forward":
-            self._step()
+            self._step(rows)
 
 
-@pytest.mark.parametrize("captured", [True, False])
-def test_the_gpus_way_on_a_cpu(nano: Nano, monkeypatch: pytest.MonkeyPatch, *, captured: bool) -> None:
-    """With a profiler that sees each operation take 2 us alone and 1 us more a step: times reach their nodes, and add up."""
+def test_captured_steps(nano: Nano, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times are those of captured steps, whose kernels must be those of the eager one; the step's is its replay's. Planted fault:
+    a captured step of more."""
     rank = rank_of(nano("31b"), Single())
-    plans = iter(admit(rank, BATCH, CONTEXT, STEPS, 1))
-
-    def step() -> None:
-        graphs, rank.runner.graphs = rank.runner.graphs, None
-        rank.run([next(plans)])
-        rank.runner.graphs = graphs
-
-    def kernels(run: Callable[[], object]) -> list[KernelSpan]:
-        names = [name for stretch in trace(rank.model, run) for name in stretch.operations]
-        far = 1.0 if captured and not apart.pop() else 2.0
-        return [KernelSpan(name, at * far, at * far + 2.0) for at, name in enumerate(names)]
-
-    apart = [False, captured]
-    monkeypatch.setattr(rank.runner, "repeat", lambda rows: step())
-    rank.runner.graphs = Replays(step) if captured else None  # type: ignore[assignment]
-    monkeypatch.setattr(rank.runner, "graphs_of", lambda sizes: Replays(step))
-    monkeypatch.setattr(step_profile, "_kernels", kernels)
     monkeypatch.setattr(step_profile, "replay_ms", lambda *_: 0.5)
-    nodes, step_ms = step_profile._on_gpu(rank, BATCH, CONTEXT, STEPS)
-    count = sum(len(node.kernels) for node in nodes)
-    assert all(node.alone_us == pytest.approx(2.0 * len(node.kernels)) for node in nodes)
-    if captured:
-        assert step_ms == 0.5
-        assert sum(node.us for node in nodes) == pytest.approx(count + 1.0)
-        found = replace(profile_from(*nodes), step_ms=step_ms)
-        products = sum(node.alone_us for node in nodes if node.weights)
-        assert found.hidden_share == pytest.approx(1 - (500 - products) / (2.0 * count - products))
-    else:
-        assert sum(node.us for node in nodes) == pytest.approx(2.0 * count) == pytest.approx(1e3 * step_ms)
+    rank.runner.graphs = cast(Any, Replays(rank.runner.repeat))
+    monkeypatch.setattr(rank.runner, "run", eager_run(rank))
+    profiled = profile_of(rank)
+    assert profiled.step_ms == 0.5
+    assert {"full attention.o", "head"} <= {stage.name for stage in profiled.stages if stage.us > 0}
+    rank.runner.graphs = cast(Any, Replays(lambda rows: (rank.runner.repeat(rows), torch.zeros(1))))
+    with pytest.raises(RuntimeError, match=r"saw \d+ kernels in a step that starts \d+"):
+        profile_of(rank)
+
+
+def eager_run(rank: BareRank) -> Callable[..., list[bytes]]:
+    """`Runner.run` without graphs."""
+    run = rank.runner.run
+
+    def eager(plans: Any) -> list[bytes]:
+        graphs, rank.runner.graphs = rank.runner.graphs, None
+        try:
+            return run(plans)
+        finally:
+            rank.runner.graphs = graphs
+
+    return eager
