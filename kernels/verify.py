@@ -125,7 +125,7 @@ def verify_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, Q_LEN: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr,
     SPLITS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A CTA: one row's queries, one KV head, one part of V's columns, one split of the keys. The last split to end adds them all."""
+    """A CTA: one row's queries, one KV head, one part of V's columns, one split of the keys. The last to end adds all."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     DV: tl.constexpr = D // VALUES
     KEPT: tl.constexpr = KV_HEADS * PAGE * D  # elements of a page's K, and of its V
