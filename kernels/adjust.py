@@ -11,7 +11,10 @@ Then come stop ids that may not come yet, ids that may never come, temperature a
 adjustments are left as they are. A NaN stays one, whatever is forbidden: it silences its row.
 
 A slot's counts grow by the row's own input before they are read, if the slot was admitted without it: each position is the input
-of one row. Sources: OpenAI's API reference (presence, frequency, bias); Keskar et al. 2019, arXiv:1909.05858 (repetition).
+of one row. Where a slot has several rows, drafts behind its input, each row sees the counts as if the inputs up to its own were
+accepted, and none is stored: `count_accepted` stores those that were.
+
+Sources: OpenAI's API reference (presence, frequency, bias); Keskar et al. 2019, arXiv:1909.05858 (repetition).
 """
 
 from dataclasses import replace
@@ -22,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.choose import _capped
-from kernels.grid import cdiv
+from kernels.grid import cdiv, next_power_of_2
 from kernels.launch import enabled, launch, trigger, wait
 from kernels.sample import cap
 from kernels.sampling_batch import BAD_WORDS, BIASED, LIMITED, PENALIZED, SamplingBatch, SlotAdjustments
@@ -34,7 +37,8 @@ _BLOCK = 1024
 def adjust(logits: Tensor, batch: SamplingBatch, first: int, parts: int = 1) -> SamplingBatch:
     """logits fp32 [R, n] of ids first .. first + n - 1, before the soft cap: rows to adjust are capped and adjusted in place.
 
-    The batch again, with `capped`. `parts`: of the slice, worked on side by side on a GPU.
+    The batch again, with `capped`. The i-th row of a slot takes the i-th mask from its slot's on. `parts`: of the slice, worked on
+    side by side on a GPU.
     """
     tables, plan, (rows, n) = batch.adjustments, batch.plan, logits.shape
     assert tables is not None, "nothing says how"
@@ -49,11 +53,35 @@ def adjust(logits: Tensor, batch: SamplingBatch, first: int, parts: int = 1) -> 
         tables.penalties, tables.counts, tables.starts, tables.allowed, tables.bad_words, tables.word_ends, tables.masks,
         tables.mask_rows, capped, first, batch.softcap or 1.0,
         N=n, PART=cdiv(n, parts), CAP=batch.softcap is not None, BIASES=tables.bias.shape[1],
-        WORD_IDS=tables.bad_words.shape[1], WORDS=tables.word_ends.shape[1], MASK_WORDS=tables.masks.shape[1],
+        WORD_IDS=tables.bad_words.shape[1], WORDS=tables.word_ends.shape[1], MASK_WORDS=tables.masks.shape[1], WIDTH=batch.width,
         BIASED=BIASED, PENALIZED=PENALIZED, LIMITED=LIMITED, BAD_WORDS=BAD_WORDS, STEP=batch.step, PROMPT=IN_PROMPT,
         MOST=MOST_COUNTED, BLOCK=_BLOCK, warps=4,
     )  # fmt: skip
     return replace(batch, capped=capped)
+
+
+def count_accepted(
+    tables: SlotAdjustments, slots: Tensor, positions: Tensor, inputs: Tensor, accepted: Tensor, first: int
+) -> None:
+    """Counts each slot's accepted inputs where its drafts were adjusted by `adjust`: once, in this rank's ids from `first` on.
+
+    slots, positions  int32 [n], distinct slots, and of the first input of each; -1: padding
+    inputs            int32 [n, W]: a row's token and the drafts behind it;  accepted  int32 [n]: how many of them stand
+    """
+    (rows, width), n = inputs.shape, tables.counts.shape[1]
+    assert len(slots) == len(positions) == len(accepted) == rows, (slots.shape, positions.shape, inputs.shape, accepted.shape)
+    assert inputs.is_contiguous(), inputs.stride()
+    if enabled(inputs, __name__):
+        launch(
+            _count_accepted, (rows,),
+            slots, positions, inputs, accepted, tables.flags, tables.counts, tables.starts, first,
+            N=n, WIDTH=width, LANES=next_power_of_2(width), PENALIZED=PENALIZED, PROMPT=IN_PROMPT, MOST=MOST_COUNTED, warps=1,
+        )  # fmt: skip
+        return
+    for slot, position, ids, count in zip(slots.tolist(), positions.tolist(), inputs.tolist(), accepted.tolist(), strict=True):
+        if position >= 0 and int(tables.flags[slot]) & PENALIZED:
+            new = ids[max(0, int(tables.starts[slot, 1]) - position) : count]
+            tables.counts[slot] = _counted(tables.counts[slot], new, first)
 
 
 # ---- references
@@ -63,6 +91,7 @@ def _reference(logits: Tensor, batch: SamplingBatch, tables: SlotAdjustments, pl
     """int32 [R], 1: the row is adjusted."""
     slots = batch.slots.long()
     flags, masked = tables.flags[slots], tables.mask_rows[slots, 0] == plan[batch.step]
+    masks = tables.mask_rows[slots, 1] + torch.arange(len(slots), device=slots.device) % batch.width
     adjusted = ((flags != 0) | masked) & (batch.positions >= 0)
     for row in adjusted.nonzero().flatten().tolist():
         slot, position, flag = int(slots[row]), int(batch.positions[row]), int(flags[row])
@@ -72,12 +101,15 @@ def _reference(logits: Tensor, batch: SamplingBatch, tables: SlotAdjustments, pl
             here = (tables.bias_ids[slot] >= 0) & (ids >= 0) & (ids < len(x))
             x = x.index_add(0, ids[here], tables.bias[slot, here])
         if flag & PENALIZED:
-            _count(tables, slot, position, int(batch.tokens[slot, position]) - first)
-            x = _penalized(x, tables.counts[slot], tables.penalties[slot])
+            inputs = range(max(position - row % batch.width, int(tables.starts[slot, 1])), position + 1)
+            counts = _counted(tables.counts[slot], batch.tokens[slot, list(inputs)].tolist(), first)
+            if batch.width == 1:
+                tables.counts[slot] = counts
+            x = _penalized(x, counts, tables.penalties[slot])
         if flag & LIMITED:
             x = x.masked_fill(~_bits(tables.allowed[slot], first, len(x)), -torch.inf)
         if masked[row]:
-            x = x.masked_fill(~_bits(tables.masks[tables.mask_rows[slot, 1]], first, len(x)), -torch.inf)
+            x = x.masked_fill(~_bits(tables.masks[masks[row]], first, len(x)), -torch.inf)
         if flag & BAD_WORDS:
             generated = batch.tokens[slot, int(tables.starts[slot, 0]) : position + 1].tolist()
             banned = [i - first for i in _completing(tables, slot, generated) if 0 <= i - first < len(x)]
@@ -86,12 +118,11 @@ def _reference(logits: Tensor, batch: SamplingBatch, tables: SlotAdjustments, pl
     return adjusted.int()
 
 
-def _count(tables: SlotAdjustments, slot: int, position: int, entry: int) -> None:
-    """A row's input, at `entry` of this rank's ids, into its slot's counts, unless they have it."""
-    if position >= int(tables.starts[slot, 1]) and 0 <= entry < tables.counts.shape[1]:
-        bits = int(tables.counts[slot, entry]) & 0xFFFF
-        bits = min((bits & MOST_COUNTED) + 1, MOST_COUNTED) | (bits & IN_PROMPT)
-        tables.counts[slot, entry] = bits - ((bits & 0x8000) << 1)
+def _counted(counts: Tensor, ids: list[int], first: int) -> Tensor:
+    """A slot's counts int16 [n] with `ids` generated once more each."""
+    here = torch.tensor([i - first for i in ids if 0 <= i - first < len(counts)], dtype=torch.int64, device=counts.device)
+    generated = (counts.int() & MOST_COUNTED).index_add(0, here, torch.ones_like(here, dtype=torch.int32))
+    return (generated.clamp(max=MOST_COUNTED) - IN_PROMPT * (counts < 0)).short()
 
 
 def _penalized(x: Tensor, counts: Tensor, penalties: Tensor) -> Tensor:
@@ -138,6 +169,19 @@ def _ban(line: tl.tensor, entry: tl.tensor, here: tl.tensor) -> None:
     tl.store(line + entry, tl.where(x != x, x, float("-inf")), here)
 
 
+@triton.jit
+def _with_inputs(
+    bits: tl.tensor, ids: tl.tensor, history: tl.tensor, position: tl.tensor, index: tl.tensor, counted: tl.tensor,
+    WIDTH: tl.constexpr, PROMPT: tl.constexpr, MOST: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Counts of `ids` with the inputs from the slot's first row to this, its `index`-th, at positions that the counts lack."""
+    generated = bits & MOST
+    for back in tl.static_range(WIDTH):
+        came = tl.load(history + position - back, (back <= index) & (position - back >= counted), -1)
+        generated += (ids == came).to(tl.int32)
+    return tl.minimum(generated, MOST) | (bits & PROMPT)
+
+
 @triton.jit(do_not_specialize=["tokens_width", "first"])
 def _adjust(
     logits: tl.tensor, slots: tl.tensor, positions: tl.tensor, tokens: tl.tensor, tokens_width: tl.tensor, plan: tl.tensor,
@@ -145,7 +189,8 @@ def _adjust(
     allowed: tl.tensor, bad_words: tl.tensor, word_ends: tl.tensor, masks: tl.tensor, mask_rows: tl.tensor, capped: tl.tensor,
     first: tl.tensor, cap: tl.tensor,
     N: tl.constexpr, PART: tl.constexpr, CAP: tl.constexpr, BIASES: tl.constexpr, WORD_IDS: tl.constexpr, WORDS: tl.constexpr,
-    MASK_WORDS: tl.constexpr, BIASED: tl.constexpr, PENALIZED: tl.constexpr, LIMITED: tl.constexpr, BAD_WORDS: tl.constexpr,
+    MASK_WORDS: tl.constexpr, WIDTH: tl.constexpr,
+    BIASED: tl.constexpr, PENALIZED: tl.constexpr, LIMITED: tl.constexpr, BAD_WORDS: tl.constexpr,
     STEP: tl.constexpr, PROMPT: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """One row's part of this rank's ids; each entry of the counts is read and written by one part alone."""
@@ -158,6 +203,8 @@ def _adjust(
     flag = tl.load(flags + slot)
     masked = tl.load(mask_rows + slot * 2) == tl.load(plan + STEP)
     mask = masks + tl.load(mask_rows + slot * 2 + 1).to(tl.int64) * MASK_WORDS
+    if WIDTH > 1:
+        mask += row % WIDTH * MASK_WORDS
     adjusted = ((flag != 0) | masked) & (position >= 0)
     if part == 0:
         tl.store(capped + row, adjusted.to(tl.int32))
@@ -182,12 +229,13 @@ def _adjust(
         if penalized:
             repetition, presence = tl.load(penalties + slot * 3), tl.load(penalties + slot * 3 + 1)
             frequency = tl.load(penalties + slot * 3 + 2)
-            entry = tl.load(history + position) - first
-            here = (position >= tl.load(starts + slot * 2 + 1)) & (entry >= start) & (entry < end)
-            bits = tl.load(own_counts + entry, here, 0).to(tl.int32)
-            tl.debug_barrier()
-            tl.store(own_counts + entry, (tl.minimum((bits & MOST) + 1, MOST) | (bits & PROMPT)).to(tl.int16), here)
-            tl.debug_barrier()
+            if WIDTH == 1:
+                entry = tl.load(history + position) - first
+                here = (position >= tl.load(starts + slot * 2 + 1)) & (entry >= start) & (entry < end)
+                bits = tl.load(own_counts + entry, here, 0).to(tl.int32)
+                tl.debug_barrier()
+                tl.store(own_counts + entry, (tl.minimum((bits & MOST) + 1, MOST) | (bits & PROMPT)).to(tl.int16), here)
+                tl.debug_barrier()
         for at in range(start, end, BLOCK):
             entry = at + tl.arange(0, BLOCK)
             live = entry < end
@@ -197,6 +245,9 @@ def _adjust(
                 x = _capped_finite(x, cap)
             if penalized:
                 bits = tl.load(own_counts + entry, live, 0).to(tl.int32)
+                if WIDTH > 1:
+                    counted = tl.load(starts + slot * 2 + 1)
+                    bits = _with_inputs(bits, first + entry, history, position, row % WIDTH, counted, WIDTH, PROMPT, MOST)
                 generated = (bits & MOST).to(tl.float32)
                 x = tl.where(bits != 0, tl.where(x > 0.0, x / repetition, x * repetition), x)
                 x = x - frequency * generated - tl.where(generated > 0.0, presence, 0.0)
@@ -219,3 +270,27 @@ def _adjust(
                 complete = complete & ((back > others) | (wanted == came))
             entry = tl.load(bad_words + slot * WORD_IDS + word_end - 1, complete, -1) - first
             _ban(line, entry, complete & (entry >= start) & (entry < end))
+
+
+@triton.jit(do_not_specialize=["first"])
+def _count_accepted(
+    slots: tl.tensor, positions: tl.tensor, inputs: tl.tensor, accepted: tl.tensor, flags: tl.tensor, counts: tl.tensor,
+    starts: tl.tensor, first: tl.tensor,
+    N: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, PENALIZED: tl.constexpr, PROMPT: tl.constexpr, MOST: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """One slot; lanes of the same id write the same count."""
+    trigger(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, LANES)
+    wait(PDL)
+    slot, position = tl.load(slots + row).to(tl.int64), tl.load(positions + row)
+    if (position >= 0) & ((tl.load(flags + slot) & PENALIZED) != 0):
+        live = (lane < tl.load(accepted + row)) & (position + lane >= tl.load(starts + slot * 2 + 1))
+        entry = tl.load(inputs + row * WIDTH + lane, live, -1) - first
+        live = live & (entry >= 0) & (entry < N)
+        entry = tl.where(live, entry, -1)
+        times = tl.sum((entry[:, None] == entry[None, :]).to(tl.int32), 1)
+        bits = tl.load(counts + slot * N + entry, live, 0).to(tl.int32)
+        tl.debug_barrier()
+        tl.store(counts + slot * N + entry, (tl.minimum((bits & MOST) + times, MOST) | (bits & PROMPT)).to(tl.int16), live)

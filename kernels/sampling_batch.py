@@ -52,6 +52,7 @@ class SamplingBatch:
     """R rows that sample, and the tables of all slots that say how.
 
     slots, positions  int32 [R], of each row's input; position -1: a padding row
+    width             rows of a slot, one behind the other: its input and drafts
     parameters        of every slot
     tokens            int32 [slots, max_len + 1]: a row's token is written behind its input
     suppress          int32 [m]: ids that no row may give
@@ -71,3 +72,4 @@ class SamplingBatch:
     plan: Tensor | None = None
     step: int = 0
     capped: Tensor | None = None
+    width: int = 1
