@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.repo_rules import CONTROL, ROOT, law_complaints, module_name, package_of, sources
+from tests.support.repo_rules import CONTROL, ROOT, knots, law_complaints, module_name, package_of, sources
 
 pytestmark = pytest.mark.pure
 
@@ -127,6 +127,31 @@ def test_a_planted_breach_is_caught(module: str, source: str, why: str) -> None:
 def test_lawful_imports_pass(module: str, source: str) -> None:
     """What the law allows is not complained about."""
     assert law_complaints(source, module) == []
+
+
+def edge_modules() -> dict[str, str]:
+    return {name: path.read_text() for path in sources() if (name := module_name(path)).startswith("deploy.edge.")}
+
+
+def test_no_arrow_runs_back_inside_the_edge() -> None:
+    """Of the folders and single files of deploy/edge none imports another that leads back to it."""
+    assert len(edge_modules()) > 40
+    assert knots(edge_modules(), "deploy.edge") == []
+
+
+@pytest.mark.parametrize(
+    ("module", "planted", "knot"),
+    [
+        ("deploy.edge.job_builder", "from deploy.edge.openai import schemas", {"job_builder", "service", "api", "openai"}),
+        ("deploy.edge.keys.quotas", "def f():\n    from deploy.edge import key_gate", {"keys", "key_gate"}),
+    ],
+)
+def test_an_arrow_back_is_caught(module: str, planted: str, knot: set[str]) -> None:
+    """One import more in one file, wherever it stands in it, ties that file's room and all between into one knot."""
+    modules = edge_modules()
+    modules[module] += f"\n{planted}\n"
+    (found,) = knots(modules, "deploy.edge")
+    assert knot <= set(found)
 
 
 def test_relative_imports_of_a_package_resolve_from_the_package() -> None:

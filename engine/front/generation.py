@@ -11,7 +11,7 @@ import asyncio
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -122,26 +122,30 @@ class Delta:
 
 
 @dataclass(slots=True)
-class Call:
-    """A tool call. `pieces` of its arguments are JSON text together."""
+class ReplyBlock:
+    """A run of parts of one kind. `pieces`: its text, of a call its arguments; `id` and `name` are a call's."""
 
-    id: str
-    name: str
+    index: int
+    kind: Literal["reasoning", "text", "call"]
+    id: str = ""
+    name: str = ""
     pieces: list[str] = field(default_factory=list)
 
     @property
-    def arguments(self) -> str:
-        """All of them: JSON text, unless the call was cut."""
+    def text(self) -> str:
+        """All that has come of it; of a call JSON, unless it was cut."""
         return "".join(self.pieces)
 
 
 @dataclass(slots=True)
 class Choice:
-    """The sum of one choice's deltas, without logprobs, which may be large."""
+    """The sum of one choice's deltas in the order of generation, without logprobs, which may be large.
 
-    texts: list[str] = field(default_factory=list)
-    thoughts: list[str] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
+        parts     Reasoning Reasoning   Content Content Content   ToolCallStart Arguments Arguments
+        blocks    |-- reasoning ----|   |------ text ---------|   |------------ call -------------|
+    """
+
+    blocks: list[ReplyBlock] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     finish: str | None = None
     stop: str | int | None = None
@@ -149,27 +153,47 @@ class Choice:
     def add(self, delta: Delta) -> None:
         """One more."""
         for part in delta.parts:
-            match part:
-                case Content(text):
-                    self.texts.append(text)
-                case Reasoning(text):
-                    self.thoughts.append(text)
-                case ToolCallStart(_, number, name):
-                    self.calls.append(Call(number, name))
-                case Arguments(index, text):
-                    self.calls[index].pieces.append(text)
+            self.take(part)
         self.tokens += delta.tokens
         self.finish, self.stop = delta.finish, delta.stop
+
+    def take(self, part: Part) -> ReplyBlock:
+        """The block that it goes into."""
+        match part:
+            case ToolCallStart(_, number, name):
+                return self._open(ReplyBlock(len(self.blocks), "call", number, name))
+            case Arguments(text=text):
+                block = self.blocks[-1]
+            case Content(text):
+                block = self._last("text")
+            case Reasoning(text):
+                block = self._last("reasoning")
+        block.pieces.append(text)
+        return block
+
+    def _last(self, kind: Literal["reasoning", "text"]) -> ReplyBlock:
+        if self.blocks and self.blocks[-1].kind == kind:
+            return self.blocks[-1]
+        return self._open(ReplyBlock(len(self.blocks), kind))
+
+    def _open(self, block: ReplyBlock) -> ReplyBlock:
+        self.blocks.append(block)
+        return block
 
     @property
     def content(self) -> str:
         """The whole answer."""
-        return "".join(self.texts)
+        return "".join(block.text for block in self.blocks if block.kind == "text")
 
     @property
     def reasoning(self) -> str:
         """All thoughts."""
-        return "".join(self.thoughts)
+        return "".join(block.text for block in self.blocks if block.kind == "reasoning")
+
+    @property
+    def calls(self) -> list[ReplyBlock]:
+        """Of tools."""
+        return [block for block in self.blocks if block.kind == "call"]
 
 
 class PlainText:

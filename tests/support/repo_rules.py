@@ -153,6 +153,24 @@ def _may_import_ours(item: Import, package: str) -> bool:
     return any(item.within(allowed) for allowed in (*MAY_IMPORT[package], *own))
 
 
+def knots(modules: dict[str, str], package: str) -> list[tuple[str, ...]]:
+    """Rooms of `package`, its folders and its single files, that import each other round about; `modules`: name -> source."""
+    reached: dict[str, set[str]] = {}
+    for module, source in modules.items():
+        room = _room(module, package)
+        found = {_room(item.target, package) for item in imports(source, module) if item.within(package)}
+        reached.setdefault(room, set()).update(found - {room})
+    for middle, behind in reached.items():
+        for others in reached.values():
+            if middle in others:
+                others.update(behind)
+    return sorted({tuple(sorted(other for other in reached[room] if room in reached.get(other, ()))) for room in reached} - {()})
+
+
+def _room(module: str, package: str) -> str:
+    return module.removeprefix(package).lstrip(".").partition(".")[0]
+
+
 @dataclass(frozen=True)
 class Function:
     """A function's qualified name, first line and number of lines, from `def` to its last."""

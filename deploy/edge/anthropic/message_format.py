@@ -14,9 +14,10 @@ from typing import Any
 import msgspec
 
 from deploy.edge.anthropic.error_object import ANTHROPIC_ERROR
-from deploy.edge.blocks import BlockFormat, ReplyBlock, encode, event
+from deploy.edge.blocks import BlockFormat, encode, event
 from deploy.edge.response_format import ServedModel, Usage
 from engine.errors import QuartetError
+from engine.front.generation import ReplyBlock
 
 SIGNATURE = "unsigned"  # clients want one, and send it back; nobody looks at it
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -44,7 +45,7 @@ class MessageFormat(BlockFormat):
 
     def full(self, usage: Usage) -> bytes:
         """The whole message."""
-        content = [made for block in self.blocks if (made := _whole(block)) is not None]
+        content = [made for block in self.choice.blocks if (made := _whole(block)) is not None]
         return encode(self._message(content, usage) | self._stopped())
 
     def opened(self, block: ReplyBlock) -> bytes:
@@ -73,10 +74,10 @@ class MessageFormat(BlockFormat):
         return who | {"content": content, "stop_reason": None, "stop_sequence": None, "usage": _counts(usage)}
 
     def _stopped(self) -> dict[str, str | None]:
-        assert self.finish is not None
-        if isinstance(self.stop, str):
-            return {"stop_reason": "stop_sequence", "stop_sequence": self.stop}
-        return {"stop_reason": _REASONS[self.finish], "stop_sequence": None}
+        assert self.choice.finish is not None
+        if isinstance(self.choice.stop, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": self.choice.stop}
+        return {"stop_reason": _REASONS[self.choice.finish], "stop_sequence": None}
 
 
 def _counts(usage: Usage) -> dict[str, Any]:

@@ -132,9 +132,8 @@ class GenerateFormat:
     def add(self, index: int, delta: Delta) -> None:  # noqa: ARG002 - there is one choice
         """One more."""
         self._choice.add(delta)
-        if self._choice.texts:
-            self._text += "".join(self._choice.texts)
-            self._choice.texts.clear()
+        self._text += "".join(block.text for block in self._choice.blocks)
+        self._choice.blocks.clear()
 
     def full(self, usage: Usage) -> bytes:
         """The whole answer."""

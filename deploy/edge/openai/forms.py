@@ -13,15 +13,16 @@ import abc
 import math
 import secrets
 import time
-from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import msgspec
 
 from deploy.edge.openai.openai_error import OPENAI_ERROR
 from deploy.edge.response_format import ServedModel, Usage
 from engine.errors import QuartetError
-from engine.front.generation import Call, Choice, Delta
+from engine.front.generation import Choice, Delta, ReplyBlock
 from engine.front.parts import Arguments, Content, Part, Reasoning, ToolCallStart
 from engine.protocol import Logprobs
 
@@ -45,41 +46,54 @@ def _counts(prompt: int, completion: int) -> dict[str, Any]:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-class Collector(Protocol):
-    """One choice of a whole answer in the making: logprobs are encoded as they come, so that no end of an answer takes long."""
+@dataclass(slots=True)
+class _ChoiceSoFar:
+    """One choice in the making: logprobs are encoded as they come, so that no end of an answer takes long.
 
-    choice: Choice
+    `lists`: of logprobs, by name, as JSON without brackets; `prompt`: entries of the prompt's tokens; `offset`: characters so far.
+    """
 
-    def add(self, delta: Delta) -> None: ...
-
-    def json(self, index: int) -> dict[str, Any]: ...
+    reply: Choice = field(default_factory=Choice)
+    lists: dict[str, list[bytes]] = field(default_factory=dict)
+    prompt: list[bytes] = field(default_factory=list)
+    offset: int = 0
 
 
 class _Base(abc.ABC):
     """What both forms share: identity, the order of a stream's chunks, and the choices of a whole answer."""
 
-    def __init__(self, model: ServedModel, *, usage_chunks: UsageChunks, prefix: str, chunks: str, whole: str) -> None:
-        """`chunks` and `whole`: what `object` says in a stream and in a whole answer."""
+    def __init__(
+        self, model: ServedModel, *, usage_chunks: UsageChunks, prompt_logprobs: int | None, prefix: str, chunks: str, whole: str
+    ) -> None:
+        """`prompt_logprobs`: alternatives of each token of a whole answer's prompt; `chunks` and `whole`: what `object` says."""
         self.id = f"{prefix}-{secrets.token_hex(12)}"
         self.model, self._usage_chunks, self._object = model, usage_chunks, whole
+        self._prompt_logprobs = prompt_logprobs
         self._created = int(time.time())
         self._head = b"data: " + encode(self._identity(chunks))[:-1] + b',"choices":['
         self._tail = b"]}\n\n" if usage_chunks == "none" else b'],"usage":null}\n\n'
         self._prompt_tokens = self._tokens = 0  # for the usage in each chunk
-        self._opened: set[int] = set()
-        self._choices: dict[int, Collector] = {}
+        self._choices: dict[int, _ChoiceSoFar] = {}
 
     @abc.abstractmethod
-    def _first(self, index: int) -> bytes: ...
+    def _first(self, index: int) -> bytes:
+        """The first chunk of a choice."""
 
     @abc.abstractmethod
-    def _chunk(self, index: int, delta: Delta) -> bytes: ...
+    def _chunk(self, index: int, delta: Delta) -> bytes:
+        """What a delta adds to it."""
 
     @abc.abstractmethod
-    def _last(self, index: int, delta: Delta) -> bytes: ...
+    def _last(self, index: int, delta: Delta) -> bytes:
+        """Its last chunk."""
 
     @abc.abstractmethod
-    def _collector(self) -> Collector: ...
+    def _logprobs(self, choice: _ChoiceSoFar, delta: Delta) -> dict[str, list[Any]] | None:
+        """Lists by name, an entry a token each, where there are some."""
+
+    @abc.abstractmethod
+    def _whole(self, index: int, choice: _ChoiceSoFar) -> dict[str, Any]:
+        """A choice of a whole answer."""
 
     def begin(self, usage: Usage) -> bytes:
         """Nothing comes before the choices."""
@@ -91,11 +105,13 @@ class _Base(abc.ABC):
         if self._usage_chunks == "each":
             self._tokens += len(delta.tokens)
             self._tail = b'],"usage":%b}\n\n' % encode(_counts(self._prompt_tokens, self._tokens))
-        found = b"" if index in self._opened else self._first(index)
-        self._opened.add(index)
+        events = b""
+        if index not in self._choices:
+            self._choices[index] = _ChoiceSoFar()
+            events = self._first(index)
         if delta.parts or delta.logprobs or delta.prompt:
-            found += self._chunk(index, delta)
-        return found if delta.finish is None else found + self._last(index, delta)
+            events += self._chunk(index, delta)
+        return events if delta.finish is None else events + self._last(index, delta)
 
     def end(self, usage: Usage) -> bytes:
         """The chunk without choices, where it is wanted, and the end."""
@@ -108,28 +124,33 @@ class _Base(abc.ABC):
 
     def add(self, index: int, delta: Delta) -> None:
         """One more of a choice."""
-        if index not in self._choices:
-            self._choices[index] = self._collector()
-        self._choices[index].add(delta)
+        choice = self._choices.setdefault(index, _ChoiceSoFar())
+        choice.reply.add(delta)
+        for name, values in (self._logprobs(choice, delta) or {}).items():
+            choice.lists.setdefault(name, []).append(encode(values)[1:-1])
+        if delta.prompt is not None and self._prompt_logprobs is not None:
+            pairs = zip(delta.prompt.tokens, delta.prompt.logprobs, strict=True)
+            entries = [None if entry is None else self._prompt_entry(token, *entry) for token, entry in pairs]
+            choice.prompt.append(encode(entries)[1:-1])
 
     def full(self, usage: Usage) -> bytes:
         """The answer in one piece, its choices in order."""
-        answers = [choice.json(index) for index, choice in sorted(self._choices.items())]
+        answers = [self._whole(index, choice) | _ended(choice.reply) for index, choice in sorted(self._choices.items())]
         return encode(self._identity(self._object) | {"choices": answers, "usage": usage_json(usage)} | self._about_prompt())
 
     def _about_prompt(self) -> dict[str, Any]:
         """What a whole answer says of its prompt."""
         return {}
 
-    def prompt_entries(self, delta: Delta, alternatives: int) -> bytes:
-        """Of prompt tokens, in vLLM's form: JSON entries without brackets, each with at most so many alternatives."""
-        assert delta.prompt is not None, delta
-        pairs = zip(delta.prompt.tokens, delta.prompt.logprobs, strict=True)
-        return _inside([None if entry is None else self._prompt_entry(token, *entry, alternatives) for token, entry in pairs])
+    def _scored(self, *choices: _ChoiceSoFar) -> dict[str, Any]:
+        """The prompt's logprobs, in vLLM's form, where they were asked for."""
+        entries = [entry for choice in choices for entry in choice.prompt]
+        return {} if self._prompt_logprobs is None else {"prompt_logprobs": _array(entries)}
 
-    def _prompt_entry(self, token: int, rank: int, logprobs: Logprobs, alternatives: int) -> dict[str, Any]:
+    def _prompt_entry(self, token: int, rank: int, logprobs: Logprobs) -> dict[str, Any]:
         """The token itself comes first."""
-        top = [(other, place, value) for place, (other, value) in enumerate(logprobs.top[:alternatives], 1) if other != token]
+        likeliest = enumerate(logprobs.top[: self._prompt_logprobs], 1)
+        top = [(other, place, value) for place, (other, value) in likeliest if other != token]
         return {
             str(each): {"logprob": _finite(value), "rank": place, "decoded_token": self.model.text_of(each)}
             for each, place, value in [(token, rank, logprobs.chosen), *top]
@@ -147,19 +168,16 @@ class ChatFormat(_Base):
     """chat.completion and chat.completion.chunk; a whole one with logprobs of the prompt's tokens, if so many are asked for."""
 
     def __init__(self, model: ServedModel, *, usage_chunks: UsageChunks, prompt_logprobs: int | None = None) -> None:
-        self._prompt_logprobs = prompt_logprobs
-        self._prompt: list[bytes] = []
-        kinds = {"chunks": "chat.completion.chunk", "whole": "chat.completion"}
-        super().__init__(model, usage_chunks=usage_chunks, prefix="chatcmpl", **kinds)
+        kinds = {"prefix": "chatcmpl", "chunks": "chat.completion.chunk", "whole": "chat.completion"}
+        super().__init__(model, usage_chunks=usage_chunks, prompt_logprobs=prompt_logprobs, **kinds)
 
     def _first(self, index: int) -> bytes:
-        """The first chunk of a choice."""
         delta = b'{"role":"assistant","content":"","refusal":null}'
         return self._event(b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":null}' % (index, delta))
 
     def _chunk(self, index: int, delta: Delta) -> bytes:
         """A chunk a part; the first has the logprobs of all."""
-        logprobs = encode(self._logprobs(delta)) if delta.logprobs else b"null"
+        logprobs = encode(self._lists(self._logprobs(self._choices[index], delta)))
         events = []
         for part in delta.parts or (Content(""),):
             events.append(
@@ -169,29 +187,30 @@ class ChatFormat(_Base):
         return b"".join(events)
 
     def _last(self, index: int, delta: Delta) -> bytes:
-        """The last chunk of a choice."""
         return self._event(b'{"index":%d,"delta":{},"logprobs":null,%b}' % (index, _end(delta)))
-
-    def _collector(self) -> Collector:
-        """An empty choice."""
-        return _ChatChoice(self)
-
-    def add(self, index: int, delta: Delta) -> None:
-        """As the base."""
-        super().add(index, delta)
-        if delta.prompt is not None and self._prompt_logprobs is not None:
-            self._prompt.append(self.prompt_entries(delta, self._prompt_logprobs))
 
     def _about_prompt(self) -> dict[str, Any]:
         """All choices have one prompt."""
-        return {} if self._prompt_logprobs is None else {"prompt_logprobs": _array(self._prompt)}
+        return self._scored(*self._choices.values())
 
-    def _logprobs(self, delta: Delta) -> dict[str, Any]:
-        return {"content": self.entries(delta), "refusal": None}
+    def _lists(self, entries: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        return {**entries, "refusal": None} if entries else None
 
-    def entries(self, delta: Delta) -> list[dict[str, Any]]:
+    def _logprobs(self, choice: _ChoiceSoFar, delta: Delta) -> dict[str, list[Any]] | None:  # noqa: ARG002 - as the text has it
         """An entry a token."""
-        return [self._token(*pair) for pair in zip(delta.tokens, delta.logprobs, strict=True)]
+        if not delta.logprobs:
+            return None
+        return {"content": [self._token(*pair) for pair in zip(delta.tokens, delta.logprobs, strict=True)]}
+
+    def _whole(self, index: int, choice: _ChoiceSoFar) -> dict[str, Any]:
+        reply, calls = choice.reply, [_call(call) for call in choice.reply.calls]
+        message: dict[str, Any] = {"role": "assistant", "content": reply.content if reply.content or not calls else None}
+        message |= {"refusal": None, "annotations": []}
+        if reasoning := reply.reasoning:
+            message |= {"reasoning_content": reasoning, "reasoning": reasoning}
+        if calls:
+            message["tool_calls"] = calls
+        return {"index": index, "message": message, "logprobs": self._lists(_arrays(choice))}
 
     def _token(self, token: int, logprobs: Logprobs) -> dict[str, Any]:
         top = [self._named(other, value) for other, value in logprobs.top]
@@ -199,31 +218,6 @@ class ChatFormat(_Base):
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
         return {"token": self.model.text_of(token), "logprob": _finite(logprob), "bytes": list(self.model.pieces.bytes_of(token))}
-
-
-class _ChatChoice:
-    """A choice of a chat completion."""
-
-    def __init__(self, form: ChatFormat) -> None:
-        self.choice = Choice()
-        self._format = form
-        self._entries: list[bytes] = []
-
-    def add(self, delta: Delta) -> None:
-        self.choice.add(delta)
-        if delta.logprobs:
-            self._entries.append(_inside(self._format.entries(delta)))
-
-    def json(self, index: int) -> dict[str, Any]:
-        content, calls = self.choice.content, [_call(call) for call in self.choice.calls]
-        message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
-        message |= {"refusal": None, "annotations": []}
-        if reasoning := self.choice.reasoning:
-            message |= {"reasoning_content": reasoning, "reasoning": reasoning}
-        if calls:
-            message["tool_calls"] = calls
-        logprobs = {"content": _array(self._entries), "refusal": None} if self._entries else None
-        return {"index": index, "message": message, "logprobs": logprobs} | _ended(self.choice)
 
 
 class TextFormat(_Base):
@@ -237,48 +231,39 @@ class TextFormat(_Base):
         echoed_logprobs: int | None = None,
         prompt_logprobs: int | None = None,
     ) -> None:
-        self.prompt_logprobs, self._echoed = prompt_logprobs, echoed_logprobs
-        kinds = {"chunks": "text_completion", "whole": "text_completion"}
-        super().__init__(model, usage_chunks=usage_chunks, prefix="cmpl", **kinds)
-        self._offsets: dict[int, int] = {}
+        self._echoed = echoed_logprobs
+        kinds = {"prefix": "cmpl", "chunks": "text_completion", "whole": "text_completion"}
+        super().__init__(model, usage_chunks=usage_chunks, prompt_logprobs=prompt_logprobs, **kinds)
 
-    def _first(self, index: int) -> bytes:
+    def _first(self, index: int) -> bytes:  # noqa: ARG002 - as chat has it
         """Nothing comes before the text."""
-        self._offsets[index] = 0
         return b""
 
     def _chunk(self, index: int, delta: Delta) -> bytes:
-        """More text."""
-        lists, self._offsets[index] = self.logprobs(delta, self._offsets[index])
-        content, logprobs = encode(_text_of(delta)), encode(lists)
+        content, logprobs = encode(_text_of(delta)), encode(self._logprobs(self._choices[index], delta))
         return self._event(b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null}' % (index, content, logprobs))
 
     def _last(self, index: int, delta: Delta) -> bytes:
-        """The last chunk of a choice."""
         return self._event(b'{"index":%d,"text":"","logprobs":null,%b}' % (index, _end(delta)))
 
-    def _collector(self) -> Collector:
-        """An empty choice."""
-        return _TextChoice(self)
-
-    def logprobs(self, delta: Delta, offset: int) -> tuple[dict[str, list[Any]] | None, int]:
-        """(four lists, an entry a token each, where there are some; characters behind them), `offset` before them.
-
-        Control tokens are not counted: the text is without them.
-        """
+    def _logprobs(self, choice: _ChoiceSoFar, delta: Delta) -> dict[str, list[Any]] | None:
+        """Control tokens count no characters: the text is without them."""
         tokens, reported = self._reported(delta)
-        starts = [offset]
+        starts = [choice.offset]
         for token in tokens:
             starts.append(starts[-1] + (0 if token in self.model.pieces.special else len(self.model.text_of(token))))
+        choice.offset = starts.pop()
         if not reported:
-            return None, starts[-1]
-        lists: dict[str, list[Any]] = {
+            return None
+        return {
             "tokens": [self.model.text_of(token) for token in tokens],
             "token_logprobs": [None if entry is None else _finite(entry.chosen) for entry in reported],
             "top_logprobs": [self._top(*pair) for pair in zip(tokens, reported, strict=True)],
-            "text_offset": starts[:-1],
+            "text_offset": starts,
         }
-        return lists, starts[-1]
+
+    def _whole(self, index: int, choice: _ChoiceSoFar) -> dict[str, Any]:
+        return {"index": index, "text": choice.reply.content, "logprobs": _arrays(choice)} | self._scored(choice)
 
     def _reported(self, delta: Delta) -> tuple[Sequence[int], Sequence[Logprobs | None]]:
         """Tokens of the text, and their logprobs where there are some."""
@@ -297,30 +282,6 @@ class TextFormat(_Base):
         return None if entry is None else found
 
 
-class _TextChoice:
-    """A choice of a text completion."""
-
-    def __init__(self, form: TextFormat) -> None:
-        self.choice = Choice()
-        self._format = form
-        self._offset = 0
-        self._lists: dict[str, list[bytes]] = {}
-        self._prompt: list[bytes] = []
-
-    def add(self, delta: Delta) -> None:
-        self.choice.add(delta)
-        lists, self._offset = self._format.logprobs(delta, self._offset)
-        for name, entries in (lists or {}).items():
-            self._lists.setdefault(name, []).append(_inside(entries))
-        if delta.prompt is not None and (alternatives := self._format.prompt_logprobs) is not None:
-            self._prompt.append(self._format.prompt_entries(delta, alternatives))
-
-    def json(self, index: int) -> dict[str, Any]:
-        logprobs = {name: _array(pieces) for name, pieces in self._lists.items()} or None
-        prompt = {} if self._format.prompt_logprobs is None else {"prompt_logprobs": _array(self._prompt)}
-        return {"index": index, "text": self.choice.content, "logprobs": logprobs} | prompt | _ended(self.choice)
-
-
 def _end(delta: Delta) -> bytes:
     """How a choice ended; `stop_reason` is vLLM's."""
     return b'"finish_reason":%b,"stop_reason":%b' % (encode(delta.finish), encode(delta.stop))
@@ -330,13 +291,12 @@ def _ended(choice: Choice) -> dict[str, str | int | None]:
     return {"finish_reason": choice.finish, "stop_reason": choice.stop}
 
 
-def _inside(entries: list[Any]) -> bytes:
-    """A list as JSON, without its brackets."""
-    return encode(entries)[1:-1]
-
-
 def _array(pieces: list[bytes]) -> msgspec.Raw:
     return msgspec.Raw(b"[" + b",".join(pieces) + b"]")
+
+
+def _arrays(choice: _ChoiceSoFar) -> dict[str, msgspec.Raw] | None:
+    return {name: _array(pieces) for name, pieces in choice.lists.items()} or None
 
 
 def _delta(part: Part) -> bytes:
@@ -353,8 +313,8 @@ def _delta(part: Part) -> bytes:
             return b'{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]}' % (index, encode(text))
 
 
-def _call(call: Call) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+def _call(call: ReplyBlock) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.text}}
 
 
 def _text_of(delta: Delta) -> str:

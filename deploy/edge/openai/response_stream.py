@@ -16,13 +16,14 @@ from typing import Any
 import msgspec
 from msgspec import UnsetType
 
-from deploy.edge.blocks import BlockFormat, ReplyBlock, encode, event
+from deploy.edge.blocks import BlockFormat, encode, event
 from deploy.edge.error_response import message_of
 from deploy.edge.http_errors import status_of
 from deploy.edge.openai.response_request import DeclaredTool, OfferedFunction, ResponsesRequest, encrypted_content_of
 from deploy.edge.raw_json import copied
 from deploy.edge.response_format import ServedModel, Usage
 from engine.errors import QuartetError
+from engine.front.generation import ReplyBlock
 
 _PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
 _EVENTS = {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
@@ -138,11 +139,11 @@ class ResponseObject(BlockFormat):
         return {"name": known.tool.name, "namespace": known.namespace.name}
 
     def _status(self) -> str:
-        return "incomplete" if self.finish == "length" else "completed"
+        return "incomplete" if self.choice.finish == "length" else "completed"
 
     def _status_of(self, block: ReplyBlock) -> str:
         """Of an item that gets no more."""
-        if self.finish not in (None, "length") or block is not self.blocks[-1]:
+        if self.choice.finish not in (None, "length") or block is not self.choice.blocks[-1]:
             return "completed"
         return "completed" if block.kind == "call" and _is_json(block.text) else "incomplete"
 
@@ -155,7 +156,7 @@ class ResponseObject(BlockFormat):
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "output": [self._item(block, self._status_of(block)) for block in self.blocks] if is_over else [],
+            "output": [self._item(block, self._status_of(block)) for block in self.choice.blocks] if is_over else [],
             "usage": None if usage is None else _counts(usage),
             **self._about,
         }

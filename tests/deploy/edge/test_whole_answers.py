@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from deploy.edge.anthropic.message_format import MessageFormat
-from deploy.edge.blocks import ReplyBlock, event
+from deploy.edge.blocks import event
 from deploy.edge.native.generate_api import GenerateFormat
 from deploy.edge.openai.forms import ChatFormat, TextFormat
-from deploy.edge.openai.response_request import parse_response_request
+from deploy.edge.openai.response_request import RESPONSES_READER
 from deploy.edge.openai.response_stream import ResponseObject
 from deploy.edge.response_format import ResponseFormat, ServedModel, Usage
 from engine.errors import GenerationFailed
 from engine.front.client import Clock
-from engine.front.generation import Delta, Generation, Job
+from engine.front.generation import Delta, Generation, Job, ReplyBlock
 from engine.front.stream import Stream
 from engine.front.text import TextProcessor
 from engine.protocol import FinishReason, Logprobs, Output, SamplingParams
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.pure
 
 CASES = 400
 USAGE = Usage(prompt=7, completion=9, cached=3, reasoning=2)
-REQUEST = parse_response_request(b'{"model":"m","input":"x","include":["reasoning.encrypted_content"]}')
+REQUEST = RESPONSES_READER.read(b'{"model":"m","input":"x","include":["reasoning.encrypted_content"]}')
 
 
 class OneStream:

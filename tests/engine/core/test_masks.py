@@ -188,7 +188,7 @@ def test_calls_behind_a_trigger_keep_their_schemas(model: Model, pages: tuple[in
         assert served.end(at).finish is FinishReason.length
         ended = served.tokens(at).count(model.markers.end_call)
         for call in choice.calls[:ended]:
-            jsonschema.validate(json.loads(call.arguments), schemas[call.name])
+            jsonschema.validate(json.loads(call.text), schemas[call.name])
         calls += ended
         texts += bool(choice.content)
     assert calls > 40
@@ -341,7 +341,7 @@ def test_a_budget_beside_grammars(model: Model) -> None:
         assert sum(spent) <= budget
         choice = said(model, served.tokens(at), cut=True, tools=tools)
         for call in choice.calls[: served.tokens(at).count(model.markers.end_call)]:
-            jsonschema.validate(json.loads(call.arguments), schemas["get_weather"])
+            jsonschema.validate(json.loads(call.text), schemas["get_weather"])
             ended += 1
     assert ended > 6
     label = len("thought\n")  # its characters may come one by one

@@ -213,7 +213,7 @@ def chat(text: TextProcessor, reply: str, **job: Any) -> tuple[Choice, list[Delt
 
 
 def seen(choice: Choice) -> tuple[str, str, list[tuple[str, str]], str | None]:
-    return choice.reasoning, choice.content, [(call.name, call.arguments) for call in choice.calls], choice.finish
+    return choice.reasoning, choice.content, [(call.name, call.text) for call in choice.calls], choice.finish
 
 
 PARIS = ("get_weather", '{"city":"Observation: Paris"}')
@@ -241,8 +241,8 @@ def test_a_cut_call_is_not_completed(text: TextProcessor) -> None:
     for most in range(1, 2 * size):
         choice, _ = chat(text, CALL + CALL, most=most)
         assert choice.finish == "length"
-        assert all(PARIS[1].startswith(call.arguments) for call in choice.calls)
-        assert len(choice.calls[-1].arguments) < len(PARIS[1]) if most < size - 1 and choice.calls else True
+        assert all(PARIS[1].startswith(call.text) for call in choice.calls)
+        assert len(choice.calls[-1].text) < len(PARIS[1]) if most < size - 1 and choice.calls else True
 
 
 def test_without_chat_it_is_text(text: TextProcessor) -> None:

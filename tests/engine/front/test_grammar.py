@@ -38,7 +38,7 @@ def well_called(walker: Walker, seed: int) -> bool:
     choice = walker.said(grammar(walker.markers, answer, rng.choice((Thought.none, Thought.optional))), rng, tools)
     try:
         for call in choice.calls:
-            jsonschema.validate(json.loads(call.arguments), schemas[call.name])
+            jsonschema.validate(json.loads(call.text), schemas[call.name])
     except (KeyError, ValueError, jsonschema.ValidationError):
         return False
     return choice.content == "" and 1 <= len(choice.calls) <= (most or 1000)
@@ -152,7 +152,7 @@ def test_what_cannot_be_kept_is_refused_or_left_free(walker: Walker, part: dict[
         (call,) = walker.said(
             free, random.Random(seed), Tools([{"type": "function", "function": {"name": name}} for name in "fg"])
         ).calls
-        names[call.name] = json.loads(call.arguments)
+        names[call.name] = json.loads(call.text)
     assert names["g"] == {}
 
 

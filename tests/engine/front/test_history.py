@@ -51,7 +51,7 @@ def message(
     parser, choice = ReplyParser(text.pieces, markers, Tools(tools), prompt=prompt), Choice()
     choice.add(Delta((*parser.push(reply), *parser.end(cut=cut)), reply, [], None))
     calls = [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in choice.calls
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.text}} for call in choice.calls
     ]
     return {
         "role": "assistant",

@@ -106,7 +106,7 @@ def called(walker: Walker, schema: dict[str, Any], seed: int, *, strict: bool = 
     tools = Tools([{"type": "function", "function": {"name": "f.g-h", "parameters": schema}}])
     (call,) = walker.said(grammar(walker.markers, calls_answer(calls, 1), Thought.none), rng, tools).calls
     assert call.name == "f.g-h"
-    return call.arguments
+    return call.text
 
 
 def answered(walker: Walker, schema: dict[str, Any], seed: int) -> str:

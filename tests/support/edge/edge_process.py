@@ -23,6 +23,7 @@ from starlette.requests import Request
 from deploy.edge import answer, routes
 from deploy.edge.body_reader import BodyReader
 from deploy.edge.openai import forms
+from deploy.edge.response_format import Usage
 from engine.front import generation
 from engine.front.generation import Delta
 from tests.support.edge.http_edge import Edge
@@ -145,19 +146,18 @@ def _encode_alone(edge: Edge) -> None:
 
 def _logprobs_at_the_end(edge: Edge) -> None:
     """A whole answer's logprobs become JSON when the answer is complete, not as they come."""
-    add, made = forms._ChatChoice.add, forms._ChatChoice.json
-    waiting: dict[int, list[Delta]] = {}
+    add, full = forms.ChatFormat.add, forms.ChatFormat.full
+    waiting: list[tuple[int, Delta]] = []
 
-    def keep(choice: forms._ChatChoice, delta: Delta) -> None:
-        waiting.setdefault(id(choice), []).append(delta)
-        choice.choice.finish = delta.finish
+    def keep(form: forms.ChatFormat, index: int, delta: Delta) -> None:
+        waiting.append((index, delta))
 
-    def json_of(choice: forms._ChatChoice, index: int) -> dict[str, Any]:
-        for delta in waiting.pop(id(choice)):
-            add(choice, delta)
-        return made(choice, index)
+    def made(form: forms.ChatFormat, usage: Usage) -> bytes:
+        for index, delta in waiting:
+            add(form, index, delta)
+        return full(form, usage)
 
-    forms._ChatChoice.add, forms._ChatChoice.json = keep, json_of  # type: ignore[method-assign]
+    forms.ChatFormat.add, forms.ChatFormat.full = keep, made  # type: ignore[method-assign]
 
 
 def _streams_in_one_go(edge: Edge) -> None:

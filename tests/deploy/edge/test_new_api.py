@@ -1,0 +1,93 @@
+"""Another API is a module of its own and one entry of apis.py: a whole one, in 30 lines, served by the real edge."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from msgspec import Struct
+
+from deploy.edge import apis, routes
+from deploy.edge.api import GenerationApi, ParsedRequest
+from deploy.edge.ask import Ask, ChatMessage, ChatPrompt, KeyNames, Sampling
+from deploy.edge.body_reader import BodyReader
+from deploy.edge.error_response import ErrorFields, ErrorShape
+from deploy.edge.response_format import ServedModel, Usage
+from engine.errors import QuartetError
+from engine.front.generation import Choice, Delta
+from tests.conftest import Nano
+from tests.support.edge.api_client import token_steps
+from tests.support.edge.http_edge import Edge
+
+pytestmark = pytest.mark.pure
+
+
+class HaikuRequest(Struct, frozen=True):
+    about: str
+    words: int
+
+
+class Haiku:
+    def __init__(self, model: ServedModel) -> None:
+        self.id, self._choice, self._model = "haiku", Choice(), model
+
+    def begin(self, usage: Usage) -> bytes:
+        return b""
+
+    def events(self, index: int, delta: Delta) -> bytes:
+        return b""
+
+    def end(self, usage: Usage) -> bytes:
+        return b""
+
+    def failure(self, error: QuartetError) -> bytes:
+        return b""
+
+    def add(self, index: int, delta: Delta) -> None:
+        self._choice.add(delta)
+
+    def full(self, usage: Usage) -> bytes:
+        return msgspec.json.encode({"haiku": self._choice.content, "by": self._model.name, "words": usage.completion})
+
+
+def read(body: bytes, model: str) -> ParsedRequest:
+    request = BodyReader(HaikuRequest, {"rhyme": (False,)}).read(body)
+    chat, limit = ChatPrompt([ChatMessage("user", request.about)]), Sampling(max_tokens=request.words)
+    return ParsedRequest(Ask(model=model, prompt=chat, sampling=limit, keys=KeyNames(prompt="about")), Haiku)
+
+
+def _oops(error: ErrorFields) -> dict[str, Any]:
+    return {"oops": error.message, "where": error.param}
+
+
+HAIKU = GenerationApi(path="/haiku", operation="chat", error=ErrorShape("Oops", ("oops",), _oops), body=HaikuRequest, read=read)
+
+
+@pytest.fixture
+def edge(nano: Nano, monkeypatch: pytest.MonkeyPatch) -> Iterator[Edge]:
+    """With one API more, where `apis.py` would have it."""
+    more = (*apis.GENERATION_APIS, HAIKU)
+    for module in (apis, routes):
+        monkeypatch.setattr(module, "GENERATION_APIS", more)
+    monkeypatch.setitem(apis.ENDPOINTS, HAIKU.path, HAIKU)
+    routes._documentation.cache_clear()
+    with Edge(nano("31b")) as edge:
+        yield edge
+    routes._documentation.cache_clear()
+
+
+def test_a_new_api_is_served(edge: Edge) -> None:
+    """Its answer, its errors in its own shape by its own keys, its place in the document; the engine has what it asked for."""
+    edge.core.steps = token_steps(edge, "one two")
+    url = f"{edge.url}/haiku"
+    found = httpx.post(url, json={"about": "Rain", "words": 3}).json()
+    assert found == {"haiku": edge.text.decode([token for [token] in edge.core.steps[:3]]), "by": "nano", "words": 3}
+    prompt = edge.text.render_chat([{"role": "user", "content": "Rain"}])
+    assert list(edge.core.requests[0].tokens) == prompt
+    wrong = [({"about": "a " * 9999, "words": 3}, "about"), ({"about": "a", "words": "x"}, "words"),
+             ({"about": "a", "words": 1, "rhyme": True}, "rhyme")]  # fmt: skip
+    for body, key in wrong:
+        reply = httpx.post(url, json=body)
+        assert (reply.status_code, reply.json()["where"]) == (400, key)
+    assert "/haiku" in httpx.get(f"{edge.url}/openapi.json").json()["paths"]
