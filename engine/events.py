@@ -50,6 +50,10 @@ class FirstToken:
     ttft_s: float
     queue_s: float | None = None
 
+    @property
+    def prefill_s(self) -> float | None:
+        return None if self.queue_s is None else self.ttft_s - self.queue_s
+
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
@@ -58,6 +62,10 @@ class Tokens:
     request: int
     count: int
     gap_s: float | None
+
+    @property
+    def token_gap_s(self) -> float | None:
+        return None if self.gap_s is None else self.gap_s / self.count
 
 
 @dataclass(frozen=True, slots=True)

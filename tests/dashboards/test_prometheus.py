@@ -72,8 +72,8 @@ def test_every_query_of_every_board_and_rule_answers(run: Run) -> None:
 def test_a_renamed_metric_is_caught(run: Run) -> None:
     """Where one metric has another name, the panels that show it are reported, and no other."""
     found = silent(run.faulty, f"{WINDOW}s", run.began + AT)
-    assert len(found) >= 5
-    assert [line for line in found if RENAMED not in line and "generation_tokens:rate5m" not in line] == []
+    assert len(found) >= 2
+    assert [line for line in found if RENAMED not in line] == []
 
 
 def test_answers_agree_with_the_script(run: Run) -> None:
