@@ -121,19 +121,14 @@ class EngineFailed:
 class ProcessFigures:
     """One process of the group at this moment; `name` is a rank's number, or `core`.
 
-    stall_s: how long it has owed a step without progress, 0 while it owes none; the ages: since it last launched or finished a
-    step, and since its lifeline thread ran. `steps` counts those it has finished, `step_s` is the last one's wall time, `busy_s`
-    its device's, `idle_s` how long that stood idle before. `late_compilations`: kernels compiled while it served.
+    stall_s: how long it has owed a step without progress, 0 while it owes none. `step_s` is the last step's wall time, `busy_s` its
+    device's, `idle_s` how long that stood idle before. `late_compilations`: kernels compiled while it served.
     """
 
     name: str
     up: bool
     stall_s: float
-    progress_age_s: float
-    heartbeat_age_s: float
-    steps: int
     step_s: float
-    memory_bytes: int
     busy_s: float = 0.0
     idle_s: float = 0.0
     late_compilations: int = 0

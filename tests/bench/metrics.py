@@ -43,7 +43,7 @@ def busy(*, aliases: bool) -> Exporter:
     rng = random.Random(1)
     lives = (begun(request, rng.randint(10, 30000), rng.random(), 1 + rng.random()) for request in range(RUNNING))
     exporter = exporter_after(*chain.from_iterable(lives), slots=RUNNING, page_tokens=32, aliases=aliases)
-    processes = tuple(ProcessFigures(name, True, 0, 0.01, 0.1, 12345, 0.011, 1 << 36) for name in ("0", "1", "2", "3", "core"))
+    processes = tuple(ProcessFigures(name, True, 0, 0.011) for name in ("0", "1", "2", "3", "core"))
     exporter.read_gauges = lambda: ScrapeGauges(RUNNING, processes)
     for step in range(STEPS):
         exporter(load(step))

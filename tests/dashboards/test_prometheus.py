@@ -110,7 +110,7 @@ def test_the_boards_can_be_drawn(run: Run, tmp_path: Path) -> None:
     assert len(drawn) == 3
     for path in drawn:
         full = path.read_bytes()
-        assert 20_000 < len(full) < 300_000
+        assert 10_000 < len(full) < 300_000
     draw(read(paths()[0], f"{WINDOW}s"), run.api, Span(end - 7200, end - 7000, 10), tmp_path / "empty.png")
     assert (tmp_path / "empty.png").stat().st_size < 0.6 * drawn[0].stat().st_size
 
