@@ -12,8 +12,6 @@ from cluster.health import Observation, stalls
 from engine.events import ProcessFigures, ScrapeGauges
 from engine.rank_status import RankStatus
 
-_NS = 1_000_000_000
-
 
 class StatusSource(Protocol):
     """What is needed of a group."""
@@ -56,19 +54,15 @@ def processes(
     states = list(up) if len(up) == len(statuses) else [False] * len(statuses)
     names = [*map(str, range(len(statuses) - 1)), "core"]
     stalled_s = stalls(statuses, Observation(now_ns, waiting=waiting_ns))
-    return tuple(map(_figures, names, statuses, states, stalled_s, [now_ns] * len(statuses)))
+    return tuple(map(_figures, names, statuses, states, stalled_s))
 
 
-def _figures(name: str, status: RankStatus, up: bool, stall_s: float, now_ns: int) -> ProcessFigures:
+def _figures(name: str, status: RankStatus, up: bool, stall_s: float) -> ProcessFigures:
     return ProcessFigures(
         name=name,
         up=up,
         stall_s=max(0.0, stall_s),
-        progress_age_s=max(0, now_ns - status.progress_ns) / _NS if status.progress_ns else 0.0,
-        heartbeat_age_s=max(0, now_ns - status.heartbeat_ns) / _NS if status.heartbeat_ns else 0.0,
-        steps=status.finished,
         step_s=status.step_us / 1e6,
-        memory_bytes=status.memory_bytes,
         busy_s=status.busy_us / 1e6,
         idle_s=status.idle_us / 1e6,
         late_compilations=status.late_compilations,

@@ -96,8 +96,6 @@ def _burns() -> Iterator[RecordingRule]:
             yield RecordingRule(burn_name(window), slo.burn(window), (*BY_DEPLOYMENT, "slo"), (("slo", slo.name),))
 
 
-_TTFT = RULE.quantile(0.95, "quartet_time_to_first_token_seconds", BY_DEPLOYMENT)
-_TPOT = RULE.quantile(0.95, "quartet_time_per_output_token_seconds", BY_DEPLOYMENT)
 _RECEIVED = RULE.count("quartet_requests_received_total", BY_REPLICA)
 _ENDED = RULE.count("quartet_requests_total", BY_REPLICA)
 _OPEN = RULE.total("quartet_requests_in_flight", BY_REPLICA)
@@ -106,11 +104,7 @@ _LOOKUPS = RULE.over("10m").rate("quartet_prefix_cache_queried_tokens_total", BY
 
 RECORDS: tuple[RecordingRule, ...] = (
     *_burns(),
-    RecordingRule("quartet:ttft_seconds:p95_5m", _TTFT, BY_DEPLOYMENT),
-    RecordingRule("quartet:tpot_seconds:p95_5m", _TPOT, BY_DEPLOYMENT),
-    RecordingRule("quartet:generation_tokens:rate5m", RULE.rate("quartet_generation_tokens_total", BY_DEPLOYMENT), BY_DEPLOYMENT),
     RecordingRule("quartet:requests_unaccounted", f"{_RECEIVED} - {_ENDED} - {_OPEN}", BY_REPLICA),
-    RecordingRule("quartet:rank_stall_seconds:max", RULE.total("quartet_rank_stall_seconds", BY_REPLICA, fold="max"), BY_REPLICA),
     RecordingRule("quartet:requests_waiting:sum", RULE.total("quartet_requests_waiting", BY_DEPLOYMENT), BY_DEPLOYMENT),
     RecordingRule("quartet:prefix_cache_hit_ratio:rate10m", f"{_HITS} / ({_LOOKUPS} > 0)", BY_REPLICA),
     RecordingRule("quartet:waiting_tokens:sum", RULE.total("quartet_waiting_tokens", BY_DEPLOYMENT), BY_DEPLOYMENT),
@@ -121,7 +115,7 @@ def recorded(name: str, queries: Queries = RULE) -> str:
     """The series that a rule records as `name`, inside the scope of `queries`; ConfigError when no rule does."""
     for record in RECORDS:
         if record.name == name:
-            return queries.of(Metric(name, "gauge", "info", "", record.label_names))
+            return queries.of(Metric(name, "gauge", "", labels=record.label_names))
     raise ConfigError(f"no rule records {name!r}")
 
 
@@ -130,8 +124,9 @@ def _burning(short: str, long: str, factor: float) -> str:
 
 
 _WAITING, _QUEUE = recorded("quartet:requests_waiting:sum"), recorded("quartet:waiting_tokens:sum")
-_FOUND = recorded("quartet:prefix_cache_hit_ratio:rate10m")
-_STEP_BOUND = RULE.total("quartet_engine_bound_seconds", BY_REPLICA, fold="max", bound="step")
+_HIT_RATIO = recorded("quartet:prefix_cache_hit_ratio:rate10m")
+_STALL = RULE.total("quartet_rank_stall_seconds", BY_REPLICA, fold="max")
+_STEP_BOUND = RULE.total("quartet_engine_step_bound_seconds", BY_REPLICA, fold="max")
 _TARGET_REPLICAS = RULE.total("ray_serve_autoscaling_target_replicas", BY_DEPLOYMENT, fold="max")
 
 ALERTS: tuple[Alert, ...] = (
@@ -142,7 +137,7 @@ ALERTS: tuple[Alert, ...] = (
         "page",
         "{{ $labels.deployment }}: the {{ $labels.slo }} budget of 30 days would be gone in two",
         "Latency board, row of that objective. Queue time high: add groups or shed load (max_queued). Prefill high: long prompts,"
-        " see prompt lengths. TPOT high: see running sequences and step time. Availability: Operator board, ends by outcome.",
+        " see prompt lengths. TPOT high: Operator board, running sequences and step time. Availability: there, ends by outcome.",
     ),
     Alert(
         "QuartetBudgetBurnsSlowly",
@@ -179,7 +174,7 @@ ALERTS: tuple[Alert, ...] = (
     ),
     Alert(
         "QuartetRankStalled",
-        f"{recorded('quartet:rank_stall_seconds:max')} > 0.5 * {_STEP_BOUND}",
+        f"{_STALL} > 0.5 * {_STEP_BOUND}",
         "0s",
         "page",
         "{{ $labels.replica }}: a process owes a step for {{ $value }} s, more than half of its bound",
@@ -197,7 +192,7 @@ ALERTS: tuple[Alert, ...] = (
     ),
     Alert(
         "QuartetRequestsLost",
-        f"{RULE.increase('quartet_retired_requests_lost_total', BY_DEPLOYMENT)} > 0",
+        f"{RULE.increase('quartet_retired_requests_total', BY_DEPLOYMENT, outcome='dead')} > 0",
         "0s",
         "ticket",
         "{{ $labels.deployment }}: {{ $value }} requests ended with their group",
@@ -218,7 +213,7 @@ ALERTS: tuple[Alert, ...] = (
         "5m",
         "ticket",
         "{{ $labels.deployment }}: requests wait since ten minutes, and more of them",
-        "Is max_replicas reached (Operator board, autoscaling)? Are pages the limit (KV rows) or slots (running = slots)?",
+        "Is max_replicas reached (Operator board, groups)? Are pages the limit (KV cache) or slots (running = slots)?",
     ),
     Alert(
         "QuartetPoolSaturated",
@@ -238,7 +233,7 @@ ALERTS: tuple[Alert, ...] = (
     ),
     Alert(
         "QuartetPrefixCacheCollapsed",
-        f"{_FOUND} < 0.02 and {_FOUND} offset 1h > 0.2",
+        f"{_HIT_RATIO} < 0.02 and {_HIT_RATIO} offset 1h > 0.2",
         "10m",
         "ticket",
         "{{ $labels.replica }}: the prefix cache finds nothing any more; an hour ago it found more than a fifth",

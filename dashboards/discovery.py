@@ -26,6 +26,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
 from dashboards.metrics import CAUSES, DEPLOYMENT_TOTALS, DISCOVERY_METRICS, RETIRED, Metric
+from dashboards.series import Series
 from engine.errors import ConfigError
 
 UNLISTED_AFTER_S = 3.5
@@ -39,7 +40,6 @@ Counts = Mapping[tuple[str, tuple[str, ...]], float]
 HeartbeatReply = Literal["ok", "gone"]
 
 _DEAD = ("quartet_requests_total", ("dead",))
-_LOST: tuple[str, tuple[str, ...]] = ("quartet_requests_lost_total", ())
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,11 @@ class ScrapeTarget:
         """What discovery puts on its series."""
         return {name: value for name, value in asdict(self).items() if name != "address"}
 
+    @property
+    def served_by(self) -> tuple[str, str]:
+        """Application and deployment."""
+        return self.application, self.deployment
+
 
 @dataclass
 class _Member:
@@ -74,7 +79,6 @@ class RetiredCounters:
     """What a deployment's replicas have left behind."""
 
     restarts: Counter[str] = field(default_factory=Counter)
-    drained: int = 0
     counts: dict[tuple[str, tuple[str, ...]], float] = field(default_factory=dict)
 
 
@@ -89,7 +93,6 @@ class ReplicaRegistry(Collector):
         self._down: dict[str, tuple[ScrapeTarget, float]] = {}
         self._gone: OrderedDict[str, None] = OrderedDict()
         self._ticked = clock()
-        self._started = time.time()
 
     # -- replicas
 
@@ -127,9 +130,7 @@ class ReplicaRegistry(Collector):
     def _retire(self, replica: str, cause: str | None) -> None:
         member = self._members.pop(replica)
         retired = self._retired_of(member.target)
-        if cause is None:
-            retired.drained += 1
-        else:
+        if cause is not None:
             retired.restarts[cause if cause in CAUSES else "other"] += 1
         for key, value in final_counts(member.counts).items():
             retired.counts[key] = retired.counts.get(key, 0.0) + value
@@ -139,7 +140,7 @@ class ReplicaRegistry(Collector):
             self._gone.popitem(last=False)
 
     def _retired_of(self, target: ScrapeTarget) -> RetiredCounters:
-        return self._retired.setdefault((target.application, target.deployment), RetiredCounters())
+        return self._retired.setdefault(target.served_by, RetiredCounters())
 
     # -- Prometheus
 
@@ -151,61 +152,35 @@ class ReplicaRegistry(Collector):
 
     def collect(self) -> Iterator[Family]:
         """The rows of DISCOVERY_METRICS."""
+        series = {row.name: Series(row) for row in DISCOVERY_METRICS}
         with self._lock:
-            families = {row.name: Family(row.stem, row.help, row.kind) for row in DISCOVERY_METRICS}
-            self._show_groups(families)
-            for place, retired in self._retired.items():
-                _show_retired(families, place, retired)
-                _show_counts(families, place, DEPLOYMENT_TOTALS, [retired.counts, *self._living(place)])
-            families["quartet_discovery_start_time_seconds"].add_sample("quartet_discovery_start_time_seconds", {}, self._started)
-        yield from families.values()
-
-    def _living(self, place: tuple[str, str]) -> list[Counts]:
-        """Of the replicas of a deployment that are not given up, as of their last heartbeat."""
-        return [each.counts for each in self._members.values() if (each.target.application, each.target.deployment) == place]
-
-    def _show_groups(self, families: dict[str, Family]) -> None:
-        ups = [(member.target, not member.silent) for member in self._members.values()]
-        for target, up in (*ups, *((target, False) for target, _ in self._down.values())):
-            families["quartet_group_up"].add_sample("quartet_group_up", target.labels, float(up))
-        for application, deployment in self._retired:
-            live = sum(up for target, up in ups if (target.application, target.deployment) == (application, deployment))
-            labels = {"application": application, "deployment": deployment}
-            families["quartet_groups"].add_sample("quartet_groups", labels, float(live))
+            ups = [(member.target, not member.silent) for member in self._members.values()]
+            for target, up in (*ups, *((target, False) for target, _ in self._down.values())):
+                series["quartet_group_up"].values[tuple(target.labels.values())] = float(up)
+            for deployment, retired in self._retired.items():
+                series["quartet_groups"].values[deployment] = sum(up for target, up in ups if target.served_by == deployment)
+                for cause in CAUSES:
+                    series["quartet_group_restarts_total"].values[*deployment, cause] = retired.restarts[cause]
+                _add_counts(series, RETIRED, deployment, retired.counts)
+                members = [member.counts for member in self._members.values() if member.target.served_by == deployment]
+                for counts in (retired.counts, *members):
+                    _add_counts(series, DEPLOYMENT_TOTALS, deployment, counts)
+        for each in series.values():
+            yield from each.collect()
 
 
 def final_counts(counts: Counts) -> dict[tuple[str, tuple[str, ...]], float]:
-    """A replica's last counts, with an end for each request that it had received and not ended: `dead`, and lost."""
+    """A replica's last counts, with an end for each request that it had received and not ended: `dead`."""
     ended = sum(value for (name, _), value in counts.items() if name == "quartet_requests_total")
     lost = max(0.0, counts.get(("quartet_requests_received_total", ()), 0.0) - ended)
-    closed = dict(counts)
-    for key in (_DEAD, _LOST) if lost else ():
-        closed[key] = closed.get(key, 0.0) + lost
-    return closed
+    return {**counts, _DEAD: counts.get(_DEAD, 0.0) + lost} if lost else dict(counts)
 
 
-def _show_retired(families: dict[str, Family], place: tuple[str, str], retired: RetiredCounters) -> None:
-    for cause in CAUSES:
-        _show(families, _ROWS["quartet_group_restarts_total"], (*place, cause), float(retired.restarts[cause]))
-    _show(families, _ROWS["quartet_groups_drained_total"], place, float(retired.drained))
-    _show_counts(families, place, RETIRED, [retired.counts])
-
-
-def _show_counts(families: dict[str, Family], place: tuple[str, str], rows: Mapping[str, Metric], summands: list[Counts]) -> None:
-    """The sum of `summands` under the names that `rows` have for its counters."""
-    total: Counter[tuple[str, tuple[str, ...]]] = Counter()
-    for counts in summands:
-        total.update(counts)  # type: ignore[arg-type]  # it adds, whatever the numbers are
-    for (name, values), value in total.items():
+def _add_counts(series: Mapping[str, Series], rows: Mapping[str, Metric], deployment: tuple[str, str], counts: Counts) -> None:
+    """Add a replica's counters under the names that `rows` have for them."""
+    for (name, labels), value in counts.items():
         if name in rows:
-            _show(families, rows[name], (*place, *values), value)
-
-
-def _show(families: dict[str, Family], row: Metric, values: tuple[str, ...], value: float) -> None:
-    families[row.name].add_sample(row.name, dict(zip(row.labels, values, strict=True)), value)
-
-
-_ROWS: dict[str, Metric] = {row.name: row for row in DISCOVERY_METRICS}
+            series[rows[name].name].add((*deployment, *labels), value)
 
 
 Listing = Callable[[], list[dict[str, Any]]]

@@ -1,4 +1,4 @@
-"""The one table of metrics: name, kind, unit, labels, buckets, and a help that says between which two moments a clock runs.
+"""The one table of metrics: name, kind, help with its clock points, where the figure comes from, labels, buckets, vLLM's name.
 
     ENGINE             one target a replica: its exporter registers what stands here and nothing else
     DISCOVERY_METRICS  one target a cluster: what the discovery endpoint knows, and a dead replica cannot say any more
@@ -8,22 +8,27 @@
 Labels that say who is scraped (`TARGET_LABELS`) come from service discovery and stand on no row of ENGINE. Buckets resolve what
 Gemma 4 does, 2 to 40 ms a token, and contain every bound that vLLM has, so that its dashboards' `le=` selectors hit.
 Clock points are those of engine/events.py: submitted, scheduled, first, last, ended; all on the replica's monotonic clock.
+
+`source` is one of two:
+
+    FirstToken.ttft_s   a field of an event (engine/events.py, dashboards/derived.py): a histogram observes it unless it is None, a
+    RequestStarted      counter grows by it, without a field by one. Labels are fields of the event.
+    load.running        read at each scrape: of the core's `load`, each of its `pools`, each of the group's `processes`, the front's
+                        `gauges`, the exporter's `facts`
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["counter", "gauge", "histogram"]
-Unit = Literal["seconds", "tokens", "requests", "steps", "pages", "ratio", "bytes", "ranks", "replicas", "kernels", "info"]
 
 TARGET_LABELS = ("application", "deployment", "replica", "node", "model")
 OUTCOMES = (
     "stop", "length", "client_gone", "deadline", "slow_reader", "queue_timeout", "sibling_failed", "refused", "error", "dead",
 )  # fmt: skip
 CAUSES = ("killed", "failed", "unscheduled", "rank_stalled", "core_stalled", "diverged", "raylet", "vanished", "other")
-SLOS = ("ttft", "tpot")
-VERDICTS = ("good", "bad")
-CORE_ENDS = ("finished", "refused", "aborted", "failed")
+# Labels whose values are known beforehand: their series are there at zero before the first event, or `increase` would miss it.
+LABEL_VALUES = {"outcome": OUTCOMES, "slo": ("ttft", "tpot"), "verdict": ("good", "bad")}
 
 TTFT_BUCKETS = (
     0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.25, 0.35, 0.5, 0.75,
@@ -47,17 +52,17 @@ LENGTH_BUCKETS = (
 )  # fmt: skip
 STEP_TOKENS_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
-
 @dataclass(frozen=True)
 class Metric:
     """One row. `name` is what a query says: counters end in `_total`, histograms are asked as `<name>_bucket`, `_sum`, `_count`."""
 
     name: str
     kind: Kind
-    unit: Unit
     help: str
+    source: str = ""
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
+    alias: str = ""  # vLLM's name, without its prefix
 
     @property
     def stem(self) -> str:
@@ -69,237 +74,295 @@ _LATENCY = (
     Metric(
         "quartet_time_to_first_token_seconds",
         "histogram",
-        "seconds",
         "From submission (the prompt is tokenized, the request is written to the core) to the arrival of its first token in the"
         " replica; queue and prefill included, tokenizing and the network not. One observation a request that got a token.",
+        "FirstToken.ttft_s",
         buckets=TTFT_BUCKETS,
+        alias="time_to_first_token_seconds",
     ),
     Metric(
         "quartet_time_per_output_token_seconds",
         "histogram",
-        "seconds",
         "(last token - first token) / (tokens - 1) of a request, by arrival in the replica. One observation a request that ended"
         " with two tokens or more, however it ended.",
+        "RequestFinished.tpot_s",
         buckets=TPOT_BUCKETS,
+        alias="request_time_per_output_token_seconds",
     ),
     Metric(
         "quartet_inter_token_latency_seconds",
         "histogram",
-        "seconds",
         "Between two outputs of one stream as they arrive in the replica, divided by the tokens of the later one. One observation"
         " an output but the first.",
+        "Tokens.token_gap_s",
         buckets=TPOT_BUCKETS,
+        alias="inter_token_latency_seconds",
     ),
     Metric(
         "quartet_e2e_request_latency_seconds",
         "histogram",
-        "seconds",
         "From submission to the end of a request that was completed (outcome stop or length).",
+        "Completed.e2e_s",
         buckets=E2E_BUCKETS,
+        alias="e2e_request_latency_seconds",
     ),
     Metric(
         "quartet_request_queue_time_seconds",
         "histogram",
-        "seconds",
         "From submission to the core's report of the plan that admits the request. One observation a request that was scheduled.",
+        "Scheduled.queue_s",
         buckets=PHASE_BUCKETS,
+        alias="request_queue_time_seconds",
     ),
     Metric(
         "quartet_request_prefill_time_seconds",
         "histogram",
-        "seconds",
         "From first scheduled to first token, recomputation after a preemption included. One observation a request with a token.",
+        "FirstToken.prefill_s",
         buckets=PHASE_BUCKETS,
+        alias="request_prefill_time_seconds",
     ),
     Metric(
         "quartet_request_decode_time_seconds",
         "histogram",
-        "seconds",
         "From the first to the last token of a request that was completed.",
+        "Completed.decode_s",
         buckets=PHASE_BUCKETS,
+        alias="request_decode_time_seconds",
     ),
     Metric(
         "quartet_request_inference_time_seconds",
         "histogram",
-        "seconds",
         "From first scheduled to the last token of a request that was completed.",
+        "Completed.inference_s",
         buckets=PHASE_BUCKETS,
+        alias="request_inference_time_seconds",
     ),
 )
 
 _REQUESTS = (
-    Metric("quartet_requests_received_total", "counter", "requests", "Requests submitted to the engine (choices, not HTTP calls)."),
+    Metric(
+        "quartet_requests_received_total",
+        "counter",
+        "Requests submitted to the engine (choices, not HTTP calls).",
+        "RequestStarted",
+    ),
     Metric(
         "quartet_requests_total",
         "counter",
-        "requests",
-        "Requests that ended, by how: exactly one end a received request. dead: the group ended under it. stop: a stop string too.",
+        "Requests that ended, by how: exactly one end a received request. dead: the group ended under it, and it got an error event"
+        " unless the replica died too. stop: a stop string too.",
+        "RequestFinished",
         ("outcome",),
-    ),
-    Metric(
-        "quartet_requests_lost_total",
-        "counter",
-        "requests",
-        "Requests that were open when their group ended (outcome dead); each got an error event,"
-        " unless the replica died too.",
     ),
     Metric(
         "quartet_requests_in_flight",
         "gauge",
-        "requests",
         "Requests without an end, read at the scrape from the front end's own count. received - sum(requests) - in_flight is 0, or"
         " one is lost.",
-    ),
-    Metric(
-        "quartet_core_requests_received_total", "counter", "requests", "Requests that the core has read, by its last report."
-    ),
-    Metric(
-        "quartet_core_requests_total",
-        "counter",
-        "requests",
-        "Requests that have ended in the core, by its last report.",
-        ("end",),
+        "gauges.open",
     ),
     Metric(
         "quartet_slo_requests_total",
         "counter",
-        "requests",
         "Requests judged against an objective. ttft: good at the first token within it, bad at a later one, or at an end without a"
         " token that was ours (error, dead, deadline) or came after the objective; refusals are not judged. tpot: judged at the"
         " end, with two tokens or more.",
+        "Judged",
         ("slo", "verdict"),
     ),
-    Metric("quartet_slo_objective_seconds", "gauge", "seconds", "The objective, as set.", ("slo",)),
-    Metric("quartet_request_prompt_tokens", "histogram", "tokens", "Prompt tokens of a submitted request.", buckets=LENGTH_BUCKETS),
+    Metric(
+        "quartet_request_prompt_tokens",
+        "histogram",
+        "Prompt tokens of a submitted request.",
+        "RequestStarted.prompt_tokens",
+        buckets=LENGTH_BUCKETS,
+        alias="request_prompt_tokens",
+    ),
     Metric(
         "quartet_request_generation_tokens",
         "histogram",
-        "tokens",
         "Tokens that an ended request got, however it ended.",
+        "RequestFinished.output_tokens",
         buckets=LENGTH_BUCKETS,
+        alias="request_generation_tokens",
     ),
-    Metric("quartet_prompt_tokens_total", "counter", "tokens", "Prompt tokens of all submitted requests."),
-    Metric("quartet_generation_tokens_total", "counter", "tokens", "Output tokens delivered to requests that were still open."),
-)
-
-_KEYS = (
+    Metric(
+        "quartet_prompt_tokens_total",
+        "counter",
+        "Prompt tokens of all submitted requests.",
+        "RequestStarted.prompt_tokens",
+        alias="prompt_tokens_total",
+    ),
+    Metric(
+        "quartet_generation_tokens_total",
+        "counter",
+        "Output tokens delivered to requests that were still open.",
+        "Tokens.count",
+        alias="generation_tokens_total",
+    ),
     Metric(
         "quartet_key_requests_total",
         "counter",
-        "requests",
         "HTTP requests that needed an API key, by the name of the key's holder (empty: no valid key; other: one name too many for"
         " labels) and by what became of them: admitted, unauthenticated (401), forbidden (403), rate_limited (429 by a quota).",
+        "KeyDecision",
         ("key", "verdict"),
     ),
     Metric(
         "quartet_key_tokens_total",
         "counter",
-        "tokens",
         "Tokens of prompts and answers that counted against the quota of the API key's holder, when their requests had ended.",
+        "KeyTokens.count",
         ("key",),
     ),
 )
 
 _SCHEDULER = (
-    Metric("quartet_requests_running", "gauge", "requests", "Sequences that hold a slot, after the step last reported."),
-    Metric("quartet_requests_waiting", "gauge", "requests", "Sequences that wait for a slot or for pages, preempted ones too."),
-    Metric("quartet_waiting_tokens", "gauge", "tokens", "Tokens to compute before the waiting sequences can decode."),
-    Metric("quartet_engine_slots", "gauge", "requests", "Sequences that may run at once (max_seqs)."),
-    Metric("quartet_preemptions_total", "counter", "requests", "Times a sequence was put back, to be recomputed."),
-    Metric("quartet_engine_steps_total", "counter", "steps", "Steps whose results have come."),
-    Metric("quartet_engine_prefill_tokens_total", "counter", "tokens", "Tokens computed in prefill, recomputation included."),
-    Metric("quartet_engine_decode_tokens_total", "counter", "tokens", "Tokens computed in decode, surplus ones included."),
+    Metric(
+        "quartet_requests_running",
+        "gauge",
+        "Sequences that hold a slot, after the step last reported.",
+        "load.running",
+        alias="num_requests_running",
+    ),
+    Metric(
+        "quartet_requests_waiting",
+        "gauge",
+        "Sequences that wait for a slot or for pages, preempted ones too.",
+        "load.waiting",
+        alias="num_requests_waiting",
+    ),
+    Metric(
+        "quartet_waiting_tokens",
+        "gauge",
+        "Tokens to compute before the waiting sequences can decode.",
+        "load.waiting_tokens",
+    ),
+    Metric("quartet_engine_slots", "gauge", "Sequences that may run at once (max_seqs).", "facts.slots"),
+    Metric(
+        "quartet_preemptions_total",
+        "counter",
+        "Times a sequence was put back, to be recomputed.",
+        "load.preemptions",
+        alias="num_preemptions_total",
+    ),
+    Metric(
+        "quartet_engine_prefill_tokens_total",
+        "counter",
+        "Tokens computed in prefill, recomputation included.",
+        "load.prefill_tokens",
+    ),
     Metric(
         "quartet_engine_step_seconds",
         "histogram",
-        "seconds",
         "Between two reports of the core that both had work, divided by the steps between them: what a step takes, wall clock.",
+        "MeanStep.seconds",
         buckets=STEP_BUCKETS,
     ),
     Metric(
         "quartet_engine_step_tokens",
         "histogram",
-        "tokens",
         "Tokens computed between two reports of the core, divided by the steps between them.",
+        "MeanStep.tokens",
         buckets=STEP_TOKENS_BUCKETS,
+        alias="iteration_tokens_total",
     ),
-    Metric("quartet_kv_pages", "gauge", "pages", "Pages of a KV group (sliding, full layers), without the null page.", ("group",)),
-    Metric("quartet_kv_pages_used", "gauge", "pages", "Pages of a KV group that are held.", ("group",)),
-    Metric("quartet_kv_pages_cached", "gauge", "pages", "Pages of a KV group that only the prefix cache keeps.", ("group",)),
-    Metric("quartet_kv_usage_ratio", "gauge", "ratio", "Used of all pages of a KV group, 0 to 1.", ("group",)),
-    Metric("quartet_kv_cache_usage_ratio", "gauge", "ratio", "The fuller KV group's usage, 0 to 1: the pool that binds."),
-    Metric("quartet_kv_page_tokens", "gauge", "tokens", "Tokens a page holds."),
-    Metric("quartet_prefix_cache_queried_tokens_total", "counter", "tokens", "Prompt tokens that were looked up, once a request."),
-    Metric("quartet_prefix_cache_hit_tokens_total", "counter", "tokens", "Prompt tokens that were found, and not computed again."),
-    Metric("quartet_prefix_cache_evicted_pages_total", "counter", "pages", "Cached pages given up, of all KV groups."),
+    Metric(
+        "quartet_kv_pages",
+        "gauge",
+        "Pages of a KV group (sliding, full layers), without the null page.",
+        "pools.total",
+        ("group",),
+    ),
+    Metric("quartet_kv_pages_cached", "gauge", "Pages of a KV group that only the prefix cache keeps.", "pools.cached", ("group",)),
+    Metric("quartet_kv_usage_ratio", "gauge", "Used of all pages of a KV group, 0 to 1.", "pools.usage", ("group",)),
+    Metric(
+        "quartet_kv_cache_usage_ratio",
+        "gauge",
+        "The fuller KV group's usage, 0 to 1: the pool that binds.",
+        "load.kv_usage",
+        alias="kv_cache_usage_perc",
+    ),
+    Metric("quartet_kv_page_tokens", "gauge", "Tokens a page holds.", "facts.page_tokens"),
+    Metric(
+        "quartet_prefix_cache_queried_tokens_total",
+        "counter",
+        "Prompt tokens that were looked up, once a request.",
+        "load.queried_tokens",
+        alias="prefix_cache_queries_total",
+    ),
+    Metric(
+        "quartet_prefix_cache_hit_tokens_total",
+        "counter",
+        "Prompt tokens that were found, and not computed again.",
+        "load.hit_tokens",
+        alias="prefix_cache_hits_total",
+    ),
+    Metric(
+        "quartet_prefix_cache_evicted_pages_total",
+        "counter",
+        "Cached pages given up, of all KV groups.",
+        "load.evicted_pages",
+    ),
 )
 
-_RANKS = (
-    Metric("quartet_rank_up", "gauge", "ranks", "1 while the process runs: of each rank, and of the core.", ("rank",)),
+_GROUP = (
+    Metric("quartet_rank_up", "gauge", "1 while the process runs: of each rank, and of the core.", "processes.up", ("rank",)),
     Metric(
         "quartet_rank_stall_seconds",
         "gauge",
-        "seconds",
-        "How long the process has owed a step without progress, at the scrape; 0 while it owes none. At the bound"
-        " (quartet_engine_bound_seconds, bound step) the group is ended: a hung rank shows here before.",
+        "How long the process has owed a step without progress, at the scrape; 0 while it owes none. At"
+        " quartet_engine_step_bound_seconds the group is ended: a hung rank shows here before.",
+        "processes.stall_s",
         ("rank",),
     ),
     Metric(
-        "quartet_rank_progress_age_seconds",
+        "quartet_rank_step_seconds",
         "gauge",
-        "seconds",
-        "Since a step was last launched or finished there, at the scrape; grows while the engine idles.",
+        "Wall time of the last step on a rank, as it measured it.",
+        "processes.step_s",
         ("rank",),
     ),
-    Metric(
-        "quartet_rank_heartbeat_age_seconds",
-        "gauge",
-        "seconds",
-        "Since its lifeline thread last ran, at the scrape; at the bound (bound heartbeat) the group is ended.",
-        ("rank",),
-    ),
-    Metric("quartet_rank_steps_total", "counter", "steps", "Steps it has finished.", ("rank",)),
-    Metric("quartet_rank_step_seconds", "gauge", "seconds", "Wall time of the last step on a rank, as it measured it.", ("rank",)),
     Metric(
         "quartet_rank_device_busy_seconds",
         "gauge",
-        "seconds",
         "GPU time of the last step on a rank, from its first work to the end of its copies out, by CUDA events; 0 on a CPU.",
+        "processes.busy_s",
         ("rank",),
     ),
     Metric(
         "quartet_rank_device_idle_seconds",
         "gauge",
-        "seconds",
         "How long the GPU stood idle before the last step with decode rows: what host and core did not hide; 0 on a CPU.",
+        "processes.idle_s",
         ("rank",),
     ),
     Metric(
         "quartet_rank_late_compilations_total",
         "counter",
-        "kernels",
         "Kernel variants compiled, or loaded, after the rank was ready: each stalled a step. 0 in a warmed process.",
+        "processes.late_compilations",
         ("rank",),
     ),
-    Metric("quartet_rank_memory_bytes", "gauge", "bytes", "Memory it reported at its last change of phase.", ("rank",)),
-    Metric("quartet_engine_bound_seconds", "gauge", "seconds", "After how long a lack of progress ends the group.", ("bound",)),
+    Metric(
+        "quartet_engine_step_bound_seconds",
+        "gauge",
+        "After how long without progress in a step the group is ended.",
+        "facts.step_bound_s",
+    ),
+    Metric("quartet_engine_up", "gauge", "1 while the group runs.", "facts.up"),
+    Metric("quartet_engine_ranks", "gauge", "Ranks of the group: GPUs in use, on GPUs.", "facts.tp"),
+    Metric("quartet_build_info", "gauge", "Always 1; what runs here.", "facts", ("model_name", "build", "attention", "tp")),
 )
 
-_ENGINE = (
-    Metric("quartet_engine_up", "gauge", "replicas", "1 while the group runs."),
-    Metric("quartet_engine_ranks", "gauge", "ranks", "Ranks of the group: GPUs in use, on GPUs."),
-    Metric("quartet_engine_boot_seconds", "gauge", "seconds", "From spawn to ready."),
-    Metric("quartet_engine_start_time_seconds", "gauge", "seconds", "When the exporter opened, Unix time."),
-    Metric("quartet_build_info", "gauge", "info", "Always 1; what runs here.", ("model_name", "build", "attention", "tp")),
-)
-
-ENGINE: tuple[Metric, ...] = (*_LATENCY, *_REQUESTS, *_KEYS, *_SCHEDULER, *_RANKS, *_ENGINE)
+ENGINE: tuple[Metric, ...] = (*_LATENCY, *_REQUESTS, *_SCHEDULER, *_GROUP)
 
 
 def deployment_counter(row: Metric, prefix: str, says: str) -> Metric:
     """A deployment's own counter beside one of its replicas'."""
     name = row.name.replace("quartet_", prefix, 1)
-    return Metric(name, "counter", row.unit, f"{row.name}, {says}", ("application", "deployment", *row.labels))
+    return Metric(name, "counter", f"{row.name}, {says}", labels=("application", "deployment", *row.labels))
 
 
 _GONE = "last known counts of the replicas that are gone, summed."
@@ -311,27 +374,21 @@ RETIRED: dict[str, Metric] = {row.name: deployment_counter(row, "quartet_retired
 DEPLOYMENT_TOTALS: dict[str, Metric] = {row.name: deployment_counter(row, "quartet_deployment_", _ALL) for row in _LASTING}
 
 DISCOVERY_METRICS: tuple[Metric, ...] = (
-    Metric("quartet_groups", "gauge", "replicas", "Replicas registered, with a recent heartbeat.", ("application", "deployment")),
+    Metric("quartet_groups", "gauge", "Replicas registered, with a recent heartbeat.", labels=("application", "deployment")),
     Metric(
         "quartet_group_up",
         "gauge",
-        "replicas",
         "1 while the replica is registered and sends heartbeats; 0 once it is silent or gone, for ten minutes more.",
-        ("application", "deployment", "replica", "node", "model"),
+        labels=TARGET_LABELS,
     ),
     Metric(
         "quartet_group_restarts_total",
         "counter",
-        "replicas",
         "Groups that ended without having been asked to, by cause: killed, failed (a process, by a signal or an exit), unscheduled"
         " (no heartbeat), rank_stalled, core_stalled (no progress), diverged (ranks with"
         " unequal states), raylet (the node's Ray), vanished (the replica fell silent).",
-        ("application", "deployment", "cause"),
+        labels=("application", "deployment", "cause"),
     ),
-    Metric("quartet_groups_drained_total", "counter", "replicas", "Replicas that left in order.", ("application", "deployment")),
-    Metric("quartet_discovery_start_time_seconds", "gauge", "seconds", "When the discovery endpoint started, Unix time."),
     *RETIRED.values(),
     *DEPLOYMENT_TOTALS.values(),
 )
-
-METRICS: tuple[Metric, ...] = (*ENGINE, *DISCOVERY_METRICS)

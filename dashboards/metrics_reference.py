@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from dashboards.aliases import ALIASES, CACHE_CONFIG, PREFIX, SUCCESS
-from dashboards.metrics import CAUSES, CORE_ENDS, DISCOVERY_METRICS, ENGINE, OUTCOMES, SLOS, TARGET_LABELS, VERDICTS, Metric
+from dashboards.aliases import CACHE_CONFIG, PREFIX, SUCCESS
+from dashboards.metrics import CAUSES, DISCOVERY_METRICS, ENGINE, LABEL_VALUES, TARGET_LABELS, Metric
 
 PATH = Path(__file__).with_name("METRICS.md")
 
@@ -19,12 +19,10 @@ these labels on every series of a replica: {", ".join(f"`{label}`" for label in 
 
 | label | values |
 |---|---|
-| `outcome` | {", ".join(OUTCOMES)} |
-| `end` | {", ".join(CORE_ENDS)} |
-| `slo`, `verdict` | {", ".join(SLOS)}; {", ".join(VERDICTS)} |
+| `outcome` | {", ".join(LABEL_VALUES["outcome"])} |
+| `slo`, `verdict` | {", ".join(LABEL_VALUES["slo"])}; {", ".join(LABEL_VALUES["verdict"])} |
 | `group` of KV pages | sliding, full |
 | `rank` | 0 to tp - 1, and core |
-| `bound` | step, heartbeat |
 | `cause` | {", ".join(CAUSES)} |
 """
 
@@ -32,7 +30,7 @@ _ALIASES = f"""
 ## vLLM's names
 
 On unless `metrics.aliases: false`. Read off the same samples at each scrape, with vLLM's labels `model_name` and `engine="0"`.
-Histograms have our buckets, which contain every bound of vLLM's. `{PREFIX}{SUCCESS.name}` sums our outcomes by `finished_reason`:
+Histograms have our buckets, which contain every bound of vLLM's. `{PREFIX}{SUCCESS}` sums our outcomes by `finished_reason`:
 client_gone, deadline, slow_reader and queue_timeout are `abort`; error, sibling_failed and dead are `error`; refused requests are
 not in it. vLLM counts prompt tokens as they are prefilled, we at submission; its iteration is our step.
 
@@ -43,20 +41,21 @@ not in it. vLLM counts prompt tokens as they are prefilled, we at submission; it
 
 def reference() -> str:
     """The whole page."""
-    shown = [*ALIASES, SUCCESS, CACHE_CONFIG]
-    aliases = _ALIASES + "".join(f"| `{PREFIX}{alias.name}` | `{alias.source}` |\n" for alias in shown)
+    shown = [(row.alias, row.name) for row in ENGINE if row.alias]
+    shown += [(SUCCESS, "quartet_requests_total"), (CACHE_CONFIG, "quartet_kv_pages")]
+    aliases = _ALIASES + "".join(f"| `{PREFIX}{alias}` | `{name}` |\n" for alias, name in shown)
     parts = [_HEAD, _section("A replica", ENGINE), _section("The discovery endpoint", DISCOVERY_METRICS), aliases, _buckets(ENGINE)]
     return "".join(parts)
 
 
 def _section(title: str, rows: Iterable[Metric]) -> str:
-    head = f"\n## {title}\n\n| metric | kind | unit | labels | what it says |\n|---|---|---|---|---|\n"
+    head = f"\n## {title}\n\n| metric | kind | labels | what it says |\n|---|---|---|---|\n"
     return head + "".join(_line(row) for row in rows)
 
 
 def _line(row: Metric) -> str:
     labels = ", ".join(f"`{label}`" for label in row.labels)
-    return f"| `{row.name}` | {row.kind} | {row.unit} | {labels} | {row.help} |\n"
+    return f"| `{row.name}` | {row.kind} | {labels} | {row.help} |\n"
 
 
 def _buckets(rows: Iterable[Metric]) -> str:

@@ -20,14 +20,10 @@ _DEPLOYMENT = ("application", "deployment")
 
 # What Prometheus itself and Ray (a job of its own) expose, as far as boards and rules read it; with all of their labels.
 EXTERNAL_METRICS: tuple[Metric, ...] = (
-    Metric("up", "gauge", "replicas", "1 where the last scrape of a target worked.", _TARGET),
-    Metric("scrape_duration_seconds", "gauge", "seconds", "How long the last scrape of a target took.", _TARGET),
-    Metric("scrape_samples_scraped", "gauge", "info", "Samples of the last scrape of a target.", _TARGET),
-    Metric("prometheus_sd_http_failures_total", "counter", "info", "Failed refreshes of the list of targets.", SCRAPE_LABELS),
-    Metric("ALERTS", "gauge", "info", "One series an alert that is pending or firing.", ("alertname", "alertstate", "severity")),
-    Metric("ray_serve_autoscaling_target_replicas", "gauge", "replicas", "Replicas that Serve aims at.", _DEPLOYMENT),
-    Metric("ray_serve_autoscaling_desired_replicas", "gauge", "replicas", "The policy's answer, before its bounds.", _DEPLOYMENT),
-    Metric("ray_serve_autoscaling_total_requests", "gauge", "requests", "Requests as Serve counts them.", _DEPLOYMENT),
+    Metric("up", "gauge", "1 where the last scrape of a target worked.", labels=_TARGET),
+    Metric("prometheus_sd_http_failures_total", "counter", "Failed refreshes of the list of targets.", labels=SCRAPE_LABELS),
+    Metric("ray_serve_autoscaling_target_replicas", "gauge", "Replicas that Serve aims at.", labels=_DEPLOYMENT),
+    Metric("ray_serve_autoscaling_desired_replicas", "gauge", "The policy's answer, before its bounds.", labels=_DEPLOYMENT),
 )
 
 # Row by name, and every label that a scraped series of it carries.
@@ -95,14 +91,10 @@ class Queries:
         series = self._series(_expect(name, "histogram"), "_sum", {})
         return f"sum (rate({series}[{self.window}])) / ({self.rate(name)} > 0)"
 
-    def buckets(self, name: str, by: tuple[str, ...] = (), **match: str) -> str:
-        """A histogram's buckets, observations a second, by their upper bound: what heatmaps draw and quantiles read."""
-        series = self._series(_expect(name, "histogram"), "_bucket", match)
-        return f"{_fold('sum', name, ('le', *by))} (rate({series}[{self.window}]))"
-
-    def quantile(self, q: float, name: str, by: tuple[str, ...] = (), **match: str) -> str:
+    def quantile(self, q: float, name: str) -> str:
         """The q-quantile inside a histogram's buckets."""
-        return f"histogram_quantile({q}, {self.buckets(name, by, **match)})"
+        series = self._series(_expect(name, "histogram"), "_bucket", {})
+        return f"histogram_quantile({q}, sum by (le) (rate({series}[{self.window}])))"
 
     def _moving(self, function: str, name: str, by: tuple[str, ...], match: Mapping[str, str]) -> str:
         metric = row(name)
@@ -134,7 +126,7 @@ def _expect(name: str, kind: str) -> Metric:
 
 
 def _fold(fold: str, name: str, by: tuple[str, ...]) -> str:
-    if strange := sorted(set(by) - LABELS[row(name).name] - {"le"}):
+    if strange := sorted(set(by) - LABELS[row(name).name]):
         raise ConfigError(f"{name} has no label {strange[0]!r}")
     return f"{fold} by ({', '.join(by)})" if by else fold
 

@@ -84,14 +84,16 @@ def deployment_options(settings: Settings) -> dict[str, Any]:
     }
 
 
-def exporter_facts(settings: Settings, config: EngineConfig, boot_s: float) -> Facts:
+def exporter_facts(settings: Settings, config: EngineConfig, attention: str) -> Facts:
     """What the exporter states beside what it counts."""
     return Facts(
+        model_name=settings.name,
+        build=settings.build,
+        attention=attention,
+        tp=settings.tp,
         slots=config.max_seqs,
         page_tokens=config.page,
-        boot_s=boot_s,
         step_bound_s=config.step_timeout_s,
-        heartbeat_bound_s=config.heartbeat_timeout_s,
         ttft_objective_s=settings.metrics.ttft_objective_s,
         tpot_objective_s=settings.metrics.tpot_objective_s,
         aliases=settings.metrics.aliases,
@@ -141,8 +143,7 @@ class Quartet:
         settings, folder = self._settings, Path(config.model)
         replica = serve.get_replica_context()
         chosen, tp = group.attention.name, str(settings.tp)
-        about = {"model_name": settings.name, "build": settings.build, "attention": chosen, "tp": tp}
-        self._exporter = Exporter(about, exporter_facts(settings, config, group.boot_s))
+        self._exporter = Exporter(exporter_facts(settings, config, chosen))
         metrics = self._exporter.serve(settings.metrics.host, settings.metrics.port)
         self._demand = Demand(config.max_seqs, settings.metrics.ttft_objective_s)
         self._client = EngineClient(group.front_socket, sink=to_each(self._exporter, self._demand))

@@ -65,10 +65,9 @@ class Demand:
 
         late: the worst of the recent TTFTs (the slowest tenth left out) and of the waits that still last, over the objective.
         """
-        pools = self._load.pools if self._load else ()
         return {
             "slots": self._open / self._slots,
-            "kv": max((pool.usage for pool in pools), default=0.0),
+            "kv": self._load.kv_usage if self._load else 0.0,
             "waiting_tokens": float(self._load.waiting_tokens) if self._load else 0.0,
             "late": max(self._slow_ttft(), self._longest_wait()) / self._objective_s,
         }

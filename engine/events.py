@@ -50,6 +50,10 @@ class FirstToken:
     ttft_s: float
     queue_s: float | None = None
 
+    @property
+    def prefill_s(self) -> float | None:
+        return None if self.queue_s is None else self.ttft_s - self.queue_s
+
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
@@ -58,6 +62,10 @@ class Tokens:
     request: int
     count: int
     gap_s: float | None
+
+    @property
+    def token_gap_s(self) -> float | None:
+        return None if self.gap_s is None else self.gap_s / self.count
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,19 +121,14 @@ class EngineFailed:
 class ProcessFigures:
     """One process of the group at this moment; `name` is a rank's number, or `core`.
 
-    stall_s: how long it has owed a step without progress, 0 while it owes none; the ages: since it last launched or finished a
-    step, and since its lifeline thread ran. `steps` counts those it has finished, `step_s` is the last one's wall time, `busy_s`
-    its device's, `idle_s` how long that stood idle before. `late_compilations`: kernels compiled while it served.
+    stall_s: how long it has owed a step without progress, 0 while it owes none. `step_s` is the last step's wall time, `busy_s` its
+    device's, `idle_s` how long that stood idle before. `late_compilations`: kernels compiled while it served.
     """
 
     name: str
     up: bool
     stall_s: float
-    progress_age_s: float
-    heartbeat_age_s: float
-    steps: int
     step_s: float
-    memory_bytes: int
     busy_s: float = 0.0
     idle_s: float = 0.0
     late_compilations: int = 0

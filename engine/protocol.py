@@ -246,6 +246,11 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     evicted_pages: int = 0
     pools: list[PoolLoad]
 
+    @property
+    def kv_usage(self) -> float:
+        """The fuller pool's share in use."""
+        return max((pool.usage for pool in self.pools), default=0.0)
+
 
 class TokenBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Core -> front: the outputs since the last one, the requests that were scheduled for the first time, the load figures."""

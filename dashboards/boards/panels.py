@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-PanelKind = Literal["lines", "stack", "stat", "heatmap", "timeline"]
+PanelKind = Literal["lines", "stack", "stat", "timeline"]
 GRID_WIDTH = 24
 
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from grafana_foundation_sdk.builders import common, dashboard, heatmap, prometheus, stat, statetimeline, timeseries
+from grafana_foundation_sdk.builders import common, dashboard, prometheus, stat, statetimeline, timeseries
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import common as commons
 from grafana_foundation_sdk.models import dashboard as models
@@ -69,8 +69,6 @@ def _panel(panel: Panel) -> Any:
             built = _lines().fill_opacity(40).stacking(common.StackingConfig().mode(commons.StackingMode.NORMAL))
         case "stat":
             built = stat.Panel().reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
-        case "heatmap":
-            built = heatmap.Panel()
         case "timeline":
             built = statetimeline.Panel().show_value(commons.VisibilityMode.NEVER)
     built = built.title(panel.title).description(panel.about).unit(panel.unit).datasource(SOURCE).no_value("no traffic")
@@ -93,6 +91,6 @@ def _lines() -> Any:
 
 
 def _target(query: Query, panel: Panel, ref: str) -> Any:
-    form = PromQueryFormat.HEATMAP if panel.kind == "heatmap" else PromQueryFormat.TIME_SERIES
-    built = prometheus.Dataquery().datasource(SOURCE).expr(query.expr).legend_format(query.legend).ref_id(ref).format(form)
+    built = prometheus.Dataquery().datasource(SOURCE).expr(query.expr).legend_format(query.legend).ref_id(ref)
+    built = built.format(PromQueryFormat.TIME_SERIES)
     return built.instant() if panel.kind == "stat" else built.range()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from itertools import chain
 from typing import get_args
 
-from dashboards.exporter import Exporter, Facts
+from dashboards.exporter import Exporter
 from dashboards.metrics import OUTCOMES
 from deploy.scaling import Demand
 from engine.events import (
@@ -42,8 +42,8 @@ def busy(*, aliases: bool) -> Exporter:
     """An exporter with a past: every bucket it has was likely filled, every outcome seen."""
     rng = random.Random(1)
     lives = (begun(request, rng.randint(10, 30000), rng.random(), 1 + rng.random()) for request in range(RUNNING))
-    exporter = exporter_after(Facts(slots=RUNNING, page_tokens=32, aliases=aliases), *chain.from_iterable(lives))
-    processes = tuple(ProcessFigures(name, True, 0, 0.01, 0.1, 12345, 0.011, 1 << 36) for name in ("0", "1", "2", "3", "core"))
+    exporter = exporter_after(*chain.from_iterable(lives), slots=RUNNING, page_tokens=32, aliases=aliases)
+    processes = tuple(ProcessFigures(name, True, 0, 0.011) for name in ("0", "1", "2", "3", "core"))
     exporter.read_gauges = lambda: ScrapeGauges(RUNNING, processes)
     for step in range(STEPS):
         exporter(load(step))

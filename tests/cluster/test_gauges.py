@@ -39,9 +39,7 @@ def test_a_stall_is_time_owed(case: str) -> None:
     found = processes(statuses, UP, NOW, waiting)
     assert [process.name for process in found] == ["0", "1", "core"]
     assert [process.stall_s for process in found] == pytest.approx(stalls)
-    assert [process.steps for process in found] == [status.finished for status in statuses]
     assert found[0].step_s == pytest.approx(0.011)
-    assert found[0].heartbeat_age_s == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("case", CASES)

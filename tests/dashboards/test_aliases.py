@@ -6,12 +6,12 @@ from collections.abc import Mapping
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from dashboards.aliases import ALIASES, aliases
-from dashboards.exporter import Exporter, Facts
+from dashboards.aliases import aliases
+from dashboards.exporter import Exporter
 from dashboards.metrics import ENGINE
 from engine.events import EngineLoad, Event, RequestFinished
 from tests.support.engine.load_figures import load
-from tests.support.monitoring.exporter_fixture import ABOUT, ANSWERED, MODEL, exporter_after, pools
+from tests.support.monitoring.exporter_fixture import ANSWERED, FACTS, MODEL, exporter_after, pools
 
 pytestmark = pytest.mark.pure
 
@@ -50,7 +50,7 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 def scrape(*, on: bool = True) -> Samples:
     """What a scrape parses to after EVENTS."""
-    exporter = exporter_after(Facts(page_tokens=32, aliases=on), *EVENTS)
+    exporter = exporter_after(*EVENTS, page_tokens=32, aliases=on)
     families = text_string_to_metric_families(exporter.text())
     return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
 
@@ -82,11 +82,11 @@ def test_counters_are_counters_with_vllms_names() -> None:
 def test_histograms_show_what_ours_show() -> None:
     """Every bucket, sum and count of an alias equals its source's; buckets are cumulative."""
     samples = scrape()
-    for alias in (alias for alias in ALIASES if f"{alias.source}_count" in {name for name, _ in samples}):
-        ours = {key: value for key, value in samples.items() if key[0].startswith(f"{alias.source}_")}
+    for row in (row for row in ENGINE if row.alias and row.kind == "histogram"):
+        ours = {key: value for key, value in samples.items() if key[0].startswith(f"{row.name}_")}
         assert ours
         for (name, labels), value in ours.items():
-            theirs = f"vllm:{alias.name}{name.removeprefix(alias.source)}"
+            theirs = f"vllm:{row.alias}{name.removeprefix(row.name)}"
             assert samples[theirs, labels | set(WHERE.items())] == value
     gaps = sorted((math.inf if b == "+Inf" else float(b), v) for (n, ls), v in samples.items()
                   if n == "vllm:inter_token_latency_seconds_bucket" for k, b in ls if k == "le")  # fmt: skip
@@ -97,12 +97,10 @@ def test_histograms_show_what_ours_show() -> None:
 
 def test_our_bounds_contain_all_of_vllms() -> None:
     """A selector such as le="0.5" of somebody else's alert finds its bucket; one that vLLM lacks too is not found."""
-    rows = {row.name: row for row in ENGINE}
-    for alias in ALIASES:
-        bounds = set(rows[alias.source].buckets)
-        assert set(VLLM_BOUNDS.get(alias.name, ())) <= bounds
-    assert {alias.name for alias in ALIASES} >= set(VLLM_BOUNDS)
-    assert 0.33 not in rows["quartet_time_to_first_token_seconds"].buckets
+    rows = {row.alias: row for row in ENGINE if row.alias}
+    for alias, bounds in VLLM_BOUNDS.items():
+        assert set(bounds) <= set(rows[alias].buckets), alias
+    assert 0.33 not in rows["time_to_first_token_seconds"].buckets
 
 
 def test_a_setting_turns_them_off() -> None:
@@ -114,7 +112,7 @@ def test_a_setting_turns_them_off() -> None:
 
 def test_a_source_that_is_missing_is_an_error() -> None:
     """An alias of nothing does not vanish in silence."""
-    exporter = Exporter(ABOUT)
+    exporter = Exporter(FACTS)
     families = [family for family in exporter.collect() if family.name != "quartet_requests_waiting"]
     with pytest.raises(KeyError, match="quartet_requests_waiting"):
         list(aliases(families, "m"))

@@ -20,14 +20,12 @@ pytestmark = pytest.mark.pure
 # Rows that no panel and no rule shows, on purpose.
 UNDRAWN = {
     "quartet_kv_cache_usage_ratio",          # for gateways that read one figure; boards show both pools
-    "quartet_kv_page_tokens",                # a constant
+    "quartet_kv_pages", "quartet_kv_page_tokens",    # vLLM's cache_config_info
     "quartet_build_info",                    # read by a person
     "quartet_request_inference_time_seconds",    # prefill and decode are drawn apart
-    "quartet_engine_steps_total",            # drawn by rank
-    "quartet_discovery_start_time_seconds",
+    "quartet_request_generation_tokens", "quartet_engine_step_tokens",    # for vLLM's boards
     "quartet_key_requests_total",            # there are none where no keys are set
     "quartet_key_tokens_total",
-    "quartet_requests_lost_total",           # its group's end takes it along: drawn from the retired ones
 }  # fmt: skip
 
 
@@ -87,12 +85,12 @@ def test_the_committed_boards_are_what_the_code_builds(tmp_path: Path) -> None:
     assert planted != built[paths()[0].name]
 
 
-def test_three_boards_of_thirty_panels_and_more() -> None:
-    """Operator, Latency and Status, at least thirty panels between them, each board under an address of its own."""
+def test_three_boards_of_about_thirty_panels() -> None:
+    """Operator, Latency and Status, 25 to 35 panels between them, each board under an address of its own."""
     boards = committed()
     assert {board["uid"] for board in boards} == {"quartet-operator", "quartet-latency", "quartet-status"}
     assert {board.uid for board in BOARDS} == {board["uid"] for board in boards}
-    assert sum(len(panels(board)) for board in boards) >= 30
+    assert 25 <= sum(len(panels(board)) for board in boards) <= 35
 
 
 @pytest.mark.parametrize("board", committed(), ids=lambda board: str(board["uid"]))
@@ -126,7 +124,7 @@ def test_a_planted_fault_of_structure_is_caught(path: tuple[str | int, ...], val
 def test_every_query_holds_against_the_table() -> None:
     """Every metric of every query is a row with the right suffix, every label exists, every legend's label is in the answer."""
     asked = queries()
-    assert len(asked) > 60
+    assert len(asked) > 50
     wrong = [f"{where}: {line}" for where, expr, legend in asked for line in complaints(expr, legend)]
     assert wrong == []
 

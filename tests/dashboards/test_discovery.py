@@ -103,18 +103,17 @@ def test_a_deregistered_replica_is_gone_at_once_and_stays_counted() -> None:
 
 
 def test_an_orderly_end_is_no_restart() -> None:
-    """It is counted as drained, and its counts are kept alike."""
+    """No cause is counted, and its counts are kept alike."""
     registry = ReplicaRegistry()
     registry.heartbeat(ONE, counts(40))
     registry.deregister(ONE, None, counts(41))
     assert restarts(registry) == {}
-    assert figure(registry, "quartet_groups_drained_total", **WHERE) == 1
     assert figure(registry, RETIRED[TOKENS].name, **WHERE) == 41
     assert figure(registry, "quartet_groups", **WHERE) == 0, "scaled to zero is a number, not an absence"
 
 
 def test_what_was_open_is_lost_with_its_replica() -> None:
-    """Whoever falls silent leaves a retired that closes: what it had received and not ended is dead and lost, no more."""
+    """Whoever falls silent leaves a retired that closes: what it had received and not ended is dead, no more."""
     clock = Time()
     received = ("quartet_requests_received_total", ())
     last: Counts = {received: 52, ("quartet_requests_total", ("length",)): 47, ("quartet_requests_total", ("dead",)): 2}
@@ -122,11 +121,10 @@ def test_what_was_open_is_lost_with_its_replica() -> None:
     clock.passes(VANISHED_AFTER_S + 1, TWO)
     assert restarts(clock.registry) == {"vanished": 1}
     assert figure(clock.registry, "quartet_retired_requests_total", **WHERE, outcome="dead") == 2 + 3
-    assert figure(clock.registry, "quartet_retired_requests_lost_total", **WHERE) == 3
     assert figure(clock.registry, "quartet_retired_requests_received_total", **WHERE) == 52
     assert last[received] == 52, "the last heartbeat itself is nobody's to change"
     clock.registry.deregister(TWO, None, {received: 4, ("quartet_requests_total", ("length",)): 4})
-    assert figure(clock.registry, "quartet_retired_requests_lost_total", **WHERE) == 3
+    assert figure(clock.registry, "quartet_retired_requests_total", **WHERE, outcome="dead") == 2 + 3
 
 
 def test_totals_neither_fall_nor_count_twice() -> None:

@@ -72,8 +72,8 @@ def test_every_query_of_every_board_and_rule_answers(run: Run) -> None:
 def test_a_renamed_metric_is_caught(run: Run) -> None:
     """Where one metric has another name, the panels that show it are reported, and no other."""
     found = silent(run.faulty, f"{WINDOW}s", run.began + AT)
-    assert len(found) >= 5
-    assert [line for line in found if RENAMED not in line and "generation_tokens:rate5m" not in line] == []
+    assert len(found) >= 2
+    assert [line for line in found if RENAMED not in line] == []
 
 
 def test_answers_agree_with_the_script(run: Run) -> None:
@@ -110,7 +110,7 @@ def test_the_boards_can_be_drawn(run: Run, tmp_path: Path) -> None:
     assert len(drawn) == 3
     for path in drawn:
         full = path.read_bytes()
-        assert 20_000 < len(full) < 300_000
+        assert 10_000 < len(full) < 300_000
     draw(read(paths()[0], f"{WINDOW}s"), run.api, Span(end - 7200, end - 7000, 10), tmp_path / "empty.png")
     assert (tmp_path / "empty.png").stat().st_size < 0.6 * drawn[0].stat().st_size
 

@@ -183,10 +183,10 @@ def test_a_slow_reader_of_a_large_answer_is_ended(stack: Stack) -> None:
     assert outcomes.pop("length") == 1, "the one beside it"
     assert outcomes in ({"slow_reader": LARGE["n"]}, {"client_gone": LARGE["n"]})
     assert memory_mb(stack) - memory < 150
-    wait(lambda: kv_pages_used(stack) == 0, 10, stack.said)
+    wait(lambda: kv_usage(stack) == 0, 10, stack.said)
 
 
-def kv_pages_used(stack: Stack) -> float:
+def kv_usage(stack: Stack) -> float:
     """Of all KV groups, cached pages not counted."""
     text = httpx.get(httpx.get(f"{stack.url}/health/ready").json()["metrics"]).text
-    return sum(float(value) for value in re.findall(r"^quartet_kv_pages_used\{[^}]*\} (\S+)$", text, re.MULTILINE))
+    return sum(float(value) for value in re.findall(r"^quartet_kv_usage_ratio\{[^}]*\} (\S+)$", text, re.MULTILINE))

@@ -353,7 +353,7 @@ def test_a_client_that_leaves_frees_its_place(stack: Stack) -> None:
         next(reply.iter_text())
     name = 'quartet_requests_total{outcome="client_gone"}'
     wait(lambda: figures(stack)[name] == before[name] + 1, 10, stack.said)
-    wait(lambda: figures(stack)['quartet_kv_pages_used{group="full"}'] == 0, 10, stack.said)
+    wait(lambda: figures(stack)['quartet_kv_usage_ratio{group="full"}'] == 0, 10, stack.said)
 
 
 def test_a_changed_setting_is_deployed_and_no_request_is_lost(stack: Stack) -> None:

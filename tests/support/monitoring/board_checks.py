@@ -18,7 +18,7 @@ from tests.support.monitoring.committed import BoundQuery, paths, read
 from tests.support.monitoring.prometheus import Api
 from tests.support.stack.live_stack import CLIENTS, LEAD_S, REPLICAS, TPOT_S, TTFT_S, Phase
 
-Kind = Literal["rate", "level", "late", "mean", "share", "state"]
+Kind = Literal["rate", "level", "mean", "share", "state"]
 MARGIN_S = 2.0  # from the last answer to the moment of asking: the last scrapes come within it
 LATENESS = 1.2  # a client sees a token later than its front wrote it: the two may differ about an objective up to so many times
 EDGE_S = 5.0  # levels are read when the load has settled in, and before it ends
@@ -29,8 +29,7 @@ USD_HOUR = 4.0
 class ExpectedFigure:
     """One figure of a panel (its lines of these legends added up), and what the ledger says it is.
 
-    `kind`: a level is read throughout the load, one that is late (Ray says it every ten seconds) when the last request has been
-    sent, before the load falls, and all else after it.
+    `kind`: a level is read throughout the load, all else after it.
     `upto`: every figure from `true` to this one agrees with the ledger.
     """
 
@@ -74,27 +73,18 @@ def _rates(phase: Phase) -> list[ExpectedFigure]:
     """Everything that was counted, over the window."""
     seconds, count = window(phase), len(phase.finished)
     prompt, output = (sum(getattr(each, name) for each in phase.finished) for name in ("prompt_tokens", "output_tokens"))
-    usd = REPLICAS * USD_HOUR / 3600 * 1e6
-    counted: list[tuple[str, str, float]] = [
-        ("Tokens a second", "generated", output),
+    counted = [
         ("Requests", "received", count),
         ("Requests", "ended", count),
         ("Tokens", "prompt", prompt),
+        ("Tokens", "prompt computed", prompt),
         ("Tokens", "generated", output),
-        ("Generated, by replica", "{{replica}}", output),
-        ("Computed against asked", "prefill computed", prompt),
-        ("Computed against asked", "prompt", prompt),
-        ("Computed against asked", "decode computed", output - count),  # the first token comes with the prefill
-        ("Computed against asked", "generated", output),
         ("Ends", "{{outcome}}", count),
-        ("Tokens a second and GPU", "generated", output / REPLICAS),
     ]
-    cost = [
-        ("USD a million generated tokens", "generated", output),
-        ("USD a million tokens", "prompt and generated", prompt + output),
-    ]
-    return [ExpectedFigure(panel, (legend,), "rate", amount / seconds) for panel, legend, amount in counted] + [
-        ExpectedFigure(panel, (legend,), "rate", usd / (amount / seconds)) for panel, legend, amount in cost
+    usd = REPLICAS * USD_HOUR / 3600 * 1e6 / (output / seconds)
+    return [
+        *(ExpectedFigure(panel, (legend,), "rate", amount / seconds) for panel, legend, amount in counted),
+        ExpectedFigure("USD a million generated tokens", ("generated",), "rate", usd),
     ]
 
 
@@ -105,14 +95,7 @@ def _levels(phase: Phase) -> list[ExpectedFigure]:
     held = sum(max(0.0, min(done, end) - max(sent, begin)) for sent, done in spans)
     true = held / (end - begin)
     assert true > 0.9 * CLIENTS, "it is a closed load"
-    return [
-        ExpectedFigure("Running and waiting", ("running", "waiting"), "level", true),
-        ExpectedFigure("Load a group", ("open requests",), "level", true / REPLICAS),
-        ExpectedFigure("Requests as Serve counts them", ("ours",), "level", true),
-        ExpectedFigure("Requests as Serve counts them", ("{{deployment}} Serve",), "late", true),
-        ExpectedFigure("Open, twice counted", ("{{replica}} front",), "level", true),
-        ExpectedFigure("Open, twice counted", ("{{replica}} core",), "level", true),
-    ]
+    return [ExpectedFigure("Running and waiting", ("running", "waiting"), "level", true)]
 
 
 def _means(records: Sequence[RequestResult]) -> list[ExpectedFigure]:
@@ -126,7 +109,6 @@ def _means(records: Sequence[RequestResult]) -> list[ExpectedFigure]:
         "ITL": gap,
         "E2E": e2e,
         "Prompt tokens of a request": statistics.fmean(each.prompt_tokens for each in records),
-        "Generated tokens of a request": statistics.fmean(each.output_tokens for each in records),
     }
     return [
         *(ExpectedFigure(panel, ("mean",), "mean", value) for panel, value in means.items()),
@@ -147,12 +129,11 @@ def _states() -> list[ExpectedFigure]:
     """One rank a group, and its core."""
     replicas = float(REPLICAS)
     return [
-        ExpectedFigure("Groups alive", ("groups",), "state", replicas),
-        ExpectedFigure("Processes alive", ("alive",), "state", 2 * replicas),
+        ExpectedFigure("Processes over time", ("{{replica}} rank {{rank}}",), "state", 2 * replicas),
         ExpectedFigure("Groups", ("{{deployment}} target",), "state", replicas),
         ExpectedFigure("Groups", ("{{deployment}} live",), "state", replicas),
         ExpectedFigure("Groups over time", ("{{replica}}",), "state", replicas),
-        ExpectedFigure("Engines over time", ("{{replica}}",), "state", replicas),
+        ExpectedFigure("Groups over time", ("{{replica}} engine",), "state", replicas),
     ]
 
 
@@ -170,7 +151,7 @@ def _queries(rates: str) -> dict[tuple[str, str], BoundQuery]:
 def _read(api: Api, expected: ExpectedFigure, queries: Mapping[tuple[str, str], BoundQuery], phase: Phase) -> float:
     exprs = [queries[expected.panel, legend].expr for legend in expected.legends]
     if expected.kind != "level":
-        at = phase.last_sent if expected.kind == "late" else phase.ended + MARGIN_S - 0.5
+        at = phase.ended + MARGIN_S - 0.5
         return sum(series.last for expr in exprs for series in api.ask(expr, at))
     lines = [line for expr in exprs for line in api.ask_range(expr, phase.began + EDGE_S, phase.ended - EDGE_S, 0.5)]
     instants = max(len(line.points) for line in lines)
@@ -200,7 +181,6 @@ _QUANTILES: Mapping[str, tuple[tuple[float, ...], Callable[[Sequence[RequestResu
     "TPOT": (TPOT_BUCKETS, lambda records: _seconds(records, "tpot")),
     "E2E": (E2E_BUCKETS, lambda records: _seconds(records, "e2e")),
     "Prompt tokens of a request": (LENGTH_BUCKETS, lambda records: [each.prompt_tokens for each in records]),
-    "Generated tokens of a request": (LENGTH_BUCKETS, lambda records: [each.output_tokens for each in records]),
 }
 
 

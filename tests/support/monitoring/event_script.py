@@ -66,9 +66,8 @@ class GroupScript:
     def gauges(self, now: float) -> ScrapeGauges:
         """What a scrape reads `now` seconds after the script's start: open requests, and four healthy ranks and a core."""
         opened = sum(request.submitted <= now < request.ended for request in self.requests)
-        steps = max(0, int(now / STEP_S))
         names = ("0", "1", "2", "3", "core")
-        return ScrapeGauges(opened, tuple(ProcessFigures(name, True, 0.0, STEP_S, 0.02, steps, STEP_S, 20 << 30) for name in names))
+        return ScrapeGauges(opened, tuple(ProcessFigures(name, True, 0.0, STEP_S) for name in names))
 
 
 def script(seed: int, seconds: float, rate: float) -> GroupScript:

@@ -1,12 +1,15 @@
 """Exporters for tests: their labels, one request as events, and an exporter that has received given events."""
 
+from dataclasses import replace
+from typing import Any
+
 from dashboards.exporter import Exporter, Facts
 from engine.events import Event, FirstToken, RequestFinished, RequestStarted, Scheduled, Tokens
 from engine.protocol import PoolLoad
 from tests.support.engine.load_figures import pool
 
 MODEL = "google/gemma-4-31B-it"
-ABOUT = {"model_name": MODEL, "build": "1", "attention": "reference", "tp": "4"}
+FACTS = Facts(MODEL, "1", "reference", tp=4)
 
 
 def begun(request: int, prompt: int, queue_s: float, ttft_s: float) -> list[Event]:
@@ -28,9 +31,9 @@ def pools(sliding: int, full: int) -> list[PoolLoad]:
     return [pool("sliding", sliding, 70), pool("full", full, 90)]
 
 
-def exporter_after(facts: Facts, *events: Event) -> Exporter:
-    """An exporter that has received `events`."""
-    exporter = Exporter(ABOUT, facts)
+def exporter_after(*events: Event, **facts: Any) -> Exporter:
+    """An exporter that has received `events`; its group is FACTS but for `facts`."""
+    exporter = Exporter(replace(FACTS, **facts))
     for event in events:
         exporter(event)
     return exporter

@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +64,7 @@ def _panel(figure: Any, panel: CommittedPanel, api: Api, span: Span, rows: int) 
     if not lines:
         axes.text(0.5, 0.5, "no data", transform=axes.transAxes, ha="center", va="center", color=FAINT)
         return None
-    return {"heatmap": _heatmap, "state-timeline": _timeline}.get(panel.kind, _lines)(axes, panel, lines, span)
+    return (_timeline if panel.kind == "state-timeline" else _lines)(axes, panel, lines, span)
 
 
 def _asked(api: Api, expr: str, span: Span) -> tuple[Series, ...]:
@@ -100,31 +99,6 @@ def _stack(axes: Any, lines: Sequence[tuple[str, Series]], shades: Sequence[str]
     axes.stackplot(instants, heights, labels=[name for name, _ in lines], colors=shades[: len(lines)], alpha=0.75, linewidth=0)
 
 
-def _heatmap(axes: Any, panel: CommittedPanel, lines: Sequence[tuple[str, Series]], span: Span) -> None:
-    rows = _buckets(lines)
-    instants = sorted({when for _, series in lines for when, _ in series.points})
-    cells = [[row.get(when, 0.0) for when in instants] for _, row in rows]
-    extent = (span.start, span.end, -0.5, len(rows) - 0.5)
-    axes.imshow(cells, aspect="auto", origin="lower", extent=extent, cmap="Oranges", interpolation="nearest")
-    shown = range(0, len(rows), max(1, len(rows) // 6))
-    axes.set_yticks(list(shown), [_text(rows[place][0], panel.unit) for place in shown])
-
-
-def _buckets(lines: Sequence[tuple[str, Series]]) -> list[tuple[float, dict[float, float]]]:
-    """Cumulative buckets, named by their bounds, as rows of what each alone holds: (bound, {instant: value above 0}).
-
-    From the first to the last that holds anything.
-    """
-    upto = sorted((float(name), dict(series.points)) for name, series in lines)
-    empty: dict[float, float] = {}
-    rows = [
-        (bound, {when: value - below.get(when, 0.0) for when, value in counts.items() if value - below.get(when, 0.0) > 0})
-        for (_, below), (bound, counts) in pairwise([(0.0, empty), *upto])
-    ]
-    held = [index for index, (_, cells) in enumerate(rows) if cells] or [0]
-    return rows[held[0] : held[-1] + 1]
-
-
 def _timeline(axes: Any, panel: CommittedPanel, lines: Sequence[tuple[str, Series]], span: Span) -> None:
     for place, (_, series) in enumerate(lines):
         for when, value in series.points:
@@ -157,8 +131,6 @@ def _text(value: float, unit: str) -> str:
             return f"{value:.3g} s"
         case "percentunit":
             return f"{value * 100:.4g} %"
-        case "bytes":
-            return f"{value / 2**30:.3g} GiB"
         case "currencyUSD":
             return f"${value:.3g}"
         case "reqps":

@@ -28,10 +28,9 @@ from tests.support.monitoring.periodic import repeating
 from tests.support.monitoring.pictures import draw_all
 from tests.support.monitoring.prometheus import RAY_JOB, Api, Prometheus, jobs
 
-ABOUT = {"model_name": "nano-31b", "build": "scripted", "attention": "reference", "tp": "4"}
 PLACE = {"application": "quartet", "deployment": "gemma", "node": "node-1", "model": "nano-31b"}
 FACTS = Facts(
-    slots=64, page_tokens=32, boot_s=5.2, step_bound_s=30.0, heartbeat_bound_s=3.0, ttft_objective_s=0.2, tpot_objective_s=0.02
+    "nano-31b", "scripted", "reference", 4, slots=64, page_tokens=32, step_bound_s=30, ttft_objective_s=0.2, tpot_objective_s=0.02
 )
 HEARTBEAT_S = 1.0
 SCRAPES_BEFORE = 3  # each series is seen at zero before anything happens, or its first events would be missed
@@ -96,7 +95,7 @@ def serve_exporters(scripts: Mapping[str, GroupScript]) -> Iterator[ServedExport
     """Real exporters on ports of their own, which tell a real discovery endpoint of themselves; a stand-in for Ray's figures."""
     with ExitStack() as stack:
         clock, registry = ScriptClock(), ReplicaRegistry()
-        exporters = {name: Exporter(ABOUT, FACTS, partial(_gauges, group, clock)) for name, group in scripts.items()}
+        exporters = {name: Exporter(FACTS, partial(_gauges, group, clock)) for name, group in scripts.items()}
         members = []
         for name, exporter in exporters.items():
             stack.callback(exporter.close)

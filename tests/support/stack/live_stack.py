@@ -92,11 +92,6 @@ class Phase:
         """Requests that got their whole answer."""
         return self.ledger.finished
 
-    @property
-    def last_sent(self) -> float:
-        """The unix time at which the last request was sent."""
-        return self.clock + max(record.sent for record in self.ledger.records)
-
     def around(self, begin: float, end: float) -> int:
         """Requests of which the beginning or the end lies between two unix times."""
         return sum(begin <= when + self.clock <= end for record in self.ledger.records for when in (record.sent, record.done))

@@ -1,0 +1,81 @@
+"""What follows from the engine's events: verdicts against objectives, the phases of a completed request, the time of a step.
+
+Metrics have these as sources beside the events themselves.
+"""
+
+from dataclasses import dataclass
+
+from engine.events import EngineLoad, Event, FirstToken, RequestFinished
+
+_COMPLETED = ("stop", "length")
+_OURS = ("error", "dead", "deadline")  # ends without a token that count against the objective at once
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A request kept to an objective (verdict good), or did not (bad)."""
+
+    slo: str
+    verdict: str
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """A request was answered: its outcome is stop or length."""
+
+    e2e_s: float
+    decode_s: float
+    inference_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class MeanStep:
+    """The steps between two reports of a core that had work all the while, on average."""
+
+    seconds: float
+    tokens: float
+
+
+Derived = Judged | Completed | MeanStep
+
+
+class Derivation:
+    """Derives from one event at a time; remembers the core's last report. Objectives in seconds."""
+
+    def __init__(self, ttft_objective_s: float, tpot_objective_s: float) -> None:
+        self._objectives = {"ttft": ttft_objective_s, "tpot": tpot_objective_s}
+        self._last: EngineLoad | None = None
+
+    def __call__(self, event: Event) -> list[Derived]:
+        """What follows from `event`."""
+        match event:
+            case FirstToken():
+                return [self._judged("ttft", event.ttft_s)]
+            case RequestFinished():
+                return self._finished(event)
+            case EngineLoad():
+                return self._steps(event)
+            case _:
+                return []
+
+    def _judged(self, slo: str, seconds: float) -> Judged:
+        return Judged(slo, "good" if seconds <= self._objectives[slo] else "bad")
+
+    def _finished(self, event: RequestFinished) -> list[Derived]:
+        derived: list[Derived] = [] if event.tpot_s is None else [self._judged("tpot", event.tpot_s)]
+        if event.ttft_s is None:  # a user who never saw a token: our failure, or longer than promised, or not judged
+            late = event.e2e_s > self._objectives["ttft"] and event.outcome != "refused"
+            return [*derived, Judged("ttft", "bad")] if late or event.outcome in _OURS else derived
+        if event.outcome in _COMPLETED:
+            decode_s = (event.tpot_s or 0.0) * (event.output_tokens - 1)
+            inference_s = None if event.queue_s is None else event.ttft_s - event.queue_s + decode_s
+            derived.append(Completed(event.e2e_s, decode_s, inference_s))
+        return derived
+
+    def _steps(self, event: EngineLoad) -> list[Derived]:
+        last, self._last = self._last, event
+        if last is None or event.interval_s is None or (steps := event.load.step - last.load.step) == 0:
+            return []
+        before, load = last.load, event.load
+        tokens = load.prefill_tokens + load.decode_tokens - before.prefill_tokens - before.decode_tokens
+        return [MeanStep(event.interval_s / steps, tokens / steps)]

@@ -1,0 +1,57 @@
+"""What a row of the table has counted or observed; the family that Prometheus reads is made at the scrape.
+
+Not prometheus-client's own: its counters take a lock at each call, its histogram walks the buckets from the lowest, and a streamed
+token pays for both. One thread writes; a scrape on another may miss what is written at that moment.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from itertools import accumulate, product
+
+from prometheus_client import Metric as Family
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from dashboards.metrics import LABEL_VALUES, Metric
+
+
+class Series(Collector):
+    """A counter or gauge: `values` holds a figure for each combination of label values, known ones at zero from the start."""
+
+    def __init__(self, row: Metric) -> None:
+        self.row = row
+        known = product(*(LABEL_VALUES.get(label, ()) for label in row.labels))
+        self.values: dict[tuple[str, ...], float] = dict.fromkeys(known, 0.0)
+
+    def add(self, labels: tuple[str, ...], amount: float) -> None:
+        """Move one series on."""
+        self.values[labels] = self.values.get(labels, 0.0) + amount
+
+    def collect(self) -> Iterator[Family]:
+        """The one family."""
+        family = Family(self.row.stem, self.row.help, self.row.kind)
+        for labels, value in self.values.copy().items():
+            family.add_sample(self.row.name, dict(zip(self.row.labels, labels, strict=True)), value)
+        yield family
+
+
+class FastHistogram(Collector):
+    """A histogram without labels: an observation is a bisection and two additions."""
+
+    def __init__(self, row: Metric) -> None:
+        assert not row.labels, row.name
+        self._row = row
+        self._counts = [0] * (len(row.buckets) + 1)  # the last: above all bounds
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count `value` in the first bucket that is not below it."""
+        self._counts[bisect_left(self._row.buckets, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterator[Family]:
+        """The one family, as prometheus-client's own histogram gives it."""
+        bounds = [*map(floatToGoString, self._row.buckets), "+Inf"]
+        buckets = list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
+        yield HistogramMetricFamily(self._row.name, self._row.help, buckets=buckets, sum_value=self._sum)
