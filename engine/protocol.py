@@ -98,8 +98,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 class MediaItem(msgspec.Struct, frozen=True, omit_defaults=True):
     """An image, a video or a clip in a prompt: its tokens are those at [first, first + length).
 
-    `digest`: sha256 of what the encoder gets. `spans`: each [begin, end) of positions that see each other both ways; the frames of a
-    video are spans of one item, a clip has none.
+    `digest`: sha256 of what the encoder gets. `spans`: each [begin, end) of positions that see each other both ways; the frames
+    of a video are spans of one item, a clip has none.
     """
 
     first: int
