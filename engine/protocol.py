@@ -177,6 +177,11 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
             found.append((rank, Logprobs(chosen, list(zip(top[:count], top[count:], strict=True)))))
         return found
 
+    def after(self, position: int) -> "PromptLogprobs":
+        """The same without tokens up to `position`."""
+        skipped = max(0, position + 1 - self.first)
+        return PromptLogprobs(self.first + skipped, self.alternatives, self.words[skipped * token_bytes(self.alternatives) :])
+
     def cut(self, tokens: int) -> "list[PromptLogprobs]":
         """The same in pieces of at most so many tokens."""
         size = tokens * token_bytes(self.alternatives)

@@ -156,5 +156,4 @@ def _size(sequence: Sequence, pages: int) -> int:
 
 def _admission(sequence: Sequence) -> Admission:
     tokens, prompt = array("i", sequence.tokens), sequence.prompt
-    computed, scored = sequence.low, sequence.scored
-    return Admission(sequence.slot, sequence.number, tokens, prompt, sequence.params, cached=computed, scored=scored)
+    return Admission(sequence.slot, sequence.number, tokens, prompt, sequence.params, cached=sequence.low)

@@ -146,26 +146,12 @@ class Allocator:
         one system prompt, cost one prefill.
         """
         for other in prefills:
-            reusable = len(sequence.tokens) - 1 if self.scored_alike(other, sequence) else sequence.reusable
-            shared = min(equal_keys(sequence.keys, other.keys), reusable // self.page)
+            shared = min(equal_keys(sequence.keys, other.keys), sequence.reusable // self.page)
             if shared * self.page > other.low and (shared - hit.count) * self.page >= gain:
                 if shared not in other.marks:
                     bisect.insort(other.marks, shared)
                 return True
         return False
-
-    def scored_alike(self, one: Sequence, other: Sequence) -> bool:
-        """Whether both prompts are equal and their logprobs wanted from the same position on: then `other` can have what `one`
-        computes. False without a cache, where that would gain nothing."""
-        if self.cache is None or not (one.scores and other.scores):
-            return False
-        if (one.scored, one.prompt, one.root, one.params.prompt_logprobs) != (
-            other.scored, other.prompt, other.root, other.params.prompt_logprobs
-        ):  # fmt: skip
-            return False
-        pages = (one.prompt - 1) // self.page
-        last, rest = slice(pages - 1, pages) if pages else slice(0), slice(pages * self.page, one.prompt)
-        return one.keys[last] == other.keys[last] and one.tokens[rest] == other.tokens[rest]
 
     def cache_passed_marks(self, sequence: Sequence) -> None:
         """Cache the prefixes at the marks that the sequence has passed; the last mark is the prompt's end."""

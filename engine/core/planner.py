@@ -158,7 +158,7 @@ class Planner:
     def _prefill(self, sequence: Sequence, share: int, draft: PlanDraft, *, may_preempt: bool = True) -> None:
         """Compute up to `share` more of its known tokens, as far as there are pages."""
         wanted = min(sequence.ready, share, draft.budget)
-        if sequence.scores:
+        if sequence.reports_prompt:
             wanted = min(wanted, draft.scored)
         if wanted < 1:
             return
@@ -175,7 +175,7 @@ class Planner:
         self._allocator.hold(sequence, end, draft.changes)
         sequence.high = end
         draft.budget -= size
-        draft.scored -= size if sequence.scores else 0
+        draft.scored -= size if sequence.reports_prompt else 0
         draft.flight.prefill_tokens += size
         at = draft.chunks.setdefault(sequence.slot, len(rows))
         if at < len(rows):

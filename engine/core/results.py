@@ -5,7 +5,6 @@ A row belongs to an admission. A sequence that was preempted or ended since has 
 
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import NamedTuple
 
 from engine.core.requests import Requests
@@ -13,8 +12,6 @@ from engine.core.sequence import Sequence
 from engine.core.step_budget import Expected
 from engine.plan import NUMBER_MASK, ResultRow, StepResult, has_numbers
 from engine.protocol import FinishReason, Output
-
-_MOST_CHOICES = 256  # waiting requests that are looked at for equal prompts
 
 
 class ChunkRow(NamedTuple):
@@ -71,8 +68,8 @@ class Results:
         return flight
 
     def _commit_prompts(self, chunks: list[ChunkRow], result: StepResult) -> None:
-        """Emit logprobs of prompt tokens, also to waiting choices with the same prompt. Those of a chunk that was planned before a
-        preemption are dropped: the next admission computes them again."""
+        """Emit logprobs of prompt tokens. A preemption drops those in flight; what the next admission computes again of those that
+        the client has is cut off."""
         rows = {(slot, number): logprobs for slot, number, logprobs in result.prompts}
         for sequence, number, _, _ in chunks if rows else ():
             logprobs = rows.get((sequence.slot, number & NUMBER_MASK))
@@ -81,12 +78,10 @@ class Results:
             if not has_numbers(logprobs):
                 self._fail(sequence)
                 continue
-            assert logprobs.first == sequence.scored + 1, (logprobs.first, sequence)
-            waiting = islice(self._requests.waiting, _MOST_CHOICES)
-            for each in [sequence, *(other for other in waiting if self._requests.allocator.scored_alike(sequence, other))]:
-                each.scored += logprobs.count
-                each.hit = None
-                self._requests.emit(each.key[0], Output(id=each.key[1], prompt_logprobs=[logprobs]))
+            logprobs = logprobs.after(sequence.scored)
+            if logprobs.count:
+                sequence.scored += logprobs.count
+                self._requests.emit(sequence.key[0], Output(id=sequence.key[1], prompt_logprobs=[logprobs]))
 
     def _fail(self, sequence: Sequence) -> None:
         """End a sequence whose logits were not finite."""

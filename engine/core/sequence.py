@@ -96,6 +96,11 @@ class Sequence:
         return known - 1 if self.waits else known
 
     @property
+    def reports_prompt(self) -> bool:
+        """Ranks report logprobs of its prompt: those of the positions that they compute."""
+        return self.params.prompt_logprobs is not None
+
+    @property
     def scores(self) -> bool:
         """The client still has to get logprobs of its prompt."""
         return self.params.prompt_logprobs is not None and self.scored < self.prompt - 1
@@ -103,7 +108,7 @@ class Sequence:
     @property
     def reusable(self) -> int:
         """Positions that may come from the prefix cache: one token at least, and all whose logprobs are wanted, are computed."""
-        return min(self.scored, len(self.tokens) - 1) if self.scores else len(self.tokens) - 1
+        return self.scored if self.scores else len(self.tokens) - 1
 
     @property
     def uncached(self) -> int:

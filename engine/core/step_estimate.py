@@ -15,16 +15,6 @@ class Prompt(NamedTuple):
     behind: int
 
 
-class Corrections(NamedTuple):
-    """The time of steps relative to what was measured at boot: of decode rows alone, and with prompt tokens."""
-
-    decodes: float = 1.0
-    prompts: float = 1.0
-
-
-MEASURED = Corrections()
-
-
 class StepEstimate:
     """How long a step takes, while prompts are added to it.
 
@@ -32,17 +22,16 @@ class StepEstimate:
     of its tokens attends to it.
     """
 
-    def __init__(self, times: StepTimes, decodes: int, context: int, corrections: Corrections = MEASURED) -> None:
-        """`decodes` decode rows, with `context` tokens of context in total."""
-        self._times, self._rows, self._chunks, self._correction = times, decodes, 0, corrections.prompts
+    def __init__(self, times: StepTimes, decodes: int, context: int, slowed: float = 1.0) -> None:
+        """`decodes` decode rows, with `context` tokens of context in total. `slowed`: what steps take relative to `times`."""
+        self._times, self._rows, self._chunks, self._slowed = times, decodes, 0, slowed
         self._rest = _interpolate(times.beside, decodes) + times.context_ms * context if decodes else 0.0
-        alone = _interpolate(times.decodes, decodes) + times.context_ms * context if decodes else 0.0
-        self.decode_ms = corrections.decodes * alone
+        self.decode_ms = slowed * (_interpolate(times.decodes, decodes) + times.context_ms * context) if decodes else 0.0
 
     @property
     def ms(self) -> float:
         """With all that was added. Without prompts it is `decode_ms` instead."""
-        return self._correction * self._measured_ms
+        return self._slowed * self._measured_ms
 
     @property
     def _measured_ms(self) -> float:
@@ -57,7 +46,7 @@ class StepEstimate:
     def fitting(self, behind: int, target_ms: float) -> int:
         """The most tokens behind `behind` others that can be added while the step takes at most `target_ms`."""
         times, each = self._times, self._times.behind_ms * behind
-        target_ms = target_ms / self._correction - times.read_ms * behind
+        target_ms = target_ms / self._slowed - times.read_ms * behind
         ends = tuple((ms + (rows - self._rows) * each, float(rows)) for rows, ms in times.prefills)
         whole = int(_interpolate(ends, target_ms - self._rest) / times.tile + 1e-9) * times.tile - self._rows
         if whole > 0 or not self._chunks:

@@ -9,7 +9,7 @@ import pytest
 from engine.core.policy import POLICIES, in_order, shortest_first
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.sequence import Sequence
-from engine.core.step_budget import MOST_SKIPPED, OLDEST_EVERY, DecodeRows, StepBudget
+from engine.core.step_budget import OLDEST_EVERY, DecodeRows, StepBudget
 from engine.core.step_estimate import Prompt, StepEstimate, shares
 from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
@@ -114,13 +114,13 @@ def mean_step_ms(budget: StepBudget, target: float) -> tuple[float, int]:
 
 def test_time_is_saved_for_steps_that_exceed_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where any prompt token makes a step far too long, steps of decode rows alone keep the mean to the target; where even they
-    cannot, prompts advance all the same. Planted fault: nothing is saved."""
+    cannot, prompts advance all the same. Planted fault: nothing is saved, and they never do."""
     policy = POLICIES["fair"]
     for target in (5.0, 6.0, 10.0):
         assert mean_step_ms(StepBudget(policy, 2048, HEAVY, target), target)[0] <= 1.02 * target
-    assert mean_step_ms(StepBudget(policy, 2048, HEAVY, 1.0), 1.0)[1] == MOST_SKIPPED
-    monkeypatch.setattr("engine.core.step_budget.MOST_SKIPPED", 0)
-    assert mean_step_ms(StepBudget(policy, 2048, HEAVY, 5.0), 5.0)[0] > 10
+    assert 10 < mean_step_ms(StepBudget(policy, 2048, HEAVY, 1.0), 1.0)[1] < 40
+    monkeypatch.setattr(StepBudget, "_save", lambda *_: None)
+    assert mean_step_ms(StepBudget(policy, 2048, HEAVY, 5.0), 5.0)[1] == 1000
 
 
 @dataclass(frozen=True)
@@ -227,8 +227,8 @@ NANO = StepTimes(  # nano 31B by a slower core's CPU time: to read 1800 tokens b
 
 @pytest.mark.parametrize("times", [SLOW, NANO], ids=["slow", "nano"])
 def test_a_short_prompt_is_served_at_once_though_it_exceeds_the_target(times: StepTimes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a target of 1.5 times the quiet TPOT: TTFT p99 of short prompts is at most thrice what it is without one while they are
-    alone, and at most twice that beside two long prompts; streams keep to the target, within a fiftieth. Planted faults: short
+    """With a target of 1.5 times the quiet TPOT: TTFT p99 of short prompts is at most twice what it is without one while they are
+    alone, and at most four times that beside two long prompts; streams keep to the target, within a fiftieth. Planted faults: short
     ones are cut to what fits; of four steps one is the oldest's, however long it takes."""
     first, tpot = slow_rank(None, times, seconds=60)
     quiet, busy = (slow_rank(1.5 * tpot, times, longs=longs, seconds=60) for longs in (0, 2))
@@ -237,8 +237,8 @@ def test_a_short_prompt_is_served_at_once_though_it_exceeds_the_target(times: St
     monkeypatch.setattr("engine.core.step_budget.BORROWED", 0.0)
     cut = slow_rank(1.5 * tpot, times, seconds=60)
     print(f"no target {first:.0f} ms, TPOT {tpot:.1f}; with one {quiet}, beside two long {busy}; cut {cut}, by steps {stepwise}")
-    assert quiet[0] <= 3 * first
-    assert busy[0] <= 2 * quiet[0]
+    assert quiet[0] <= 2 * first
+    assert busy[0] <= 4 * first
     assert busy[1] <= 1.02 * 1.5 * tpot
     assert cut[0] > 1.2 * quiet[0]
     assert stepwise[0] > 1.3 * busy[0]
@@ -270,7 +270,7 @@ def test_a_single_pause_is_no_trend(monkeypatch: pytest.MonkeyPatch) -> None:
             (share,) = budget.share([Prompt(100_000, 0)], budget.prompt_tokens(decodes.rows), decodes)
             expected = budget.planned([Prompt(share, 0)] if share else [], decodes)
             assert expected is not None
-            budget.took(expected, pause_ms if step == 20 else expected.measured_ms)
+            budget.took(expected, pause_ms if step == 20 else expected.step_ms)
             computed += share if step > 20 else 0
         return computed
 

@@ -200,25 +200,19 @@ def computed(requests: list[GenerateRequest]) -> tuple[int, list[list[int]]]:
     return bench.scheduler.counters.prefill_tokens, list(given.values())
 
 
-def choices(count: int, length: int = 101, prompt_logprobs: int | None = None) -> list[GenerateRequest]:
+def choices(count: int, length: int = 101) -> list[GenerateRequest]:
     """The choices of one request."""
     prompt = pack_tokens(10 + at % 13 for at in range(length))
-    params = [SamplingParams(max_tokens=3, seed=each, prompt_logprobs=prompt_logprobs) for each in range(count)]
-    return [GenerateRequest(id=each, prompt=prompt, params=params[each]) for each in range(count)]
+    return [GenerateRequest(id=each, prompt=prompt, params=SamplingParams(max_tokens=3, seed=each)) for each in range(count)]
 
 
-@pytest.mark.parametrize("prompt_logprobs", [None, 0])
-def test_choices_of_a_request_cost_one_prefill(prompt_logprobs: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each beyond the first computes the tokens of the last page only, and all give what they give alone; also where each tells the
-    logprobs of the prompt. Planted fault: each computes its own."""
-    alone, answer = computed(choices(1, prompt_logprobs=prompt_logprobs))
-    together, answers = computed(choices(4, prompt_logprobs=prompt_logprobs))
+def test_choices_of_a_request_cost_one_prefill() -> None:
+    """Each beyond the first computes the tokens of the last page only, and all give what they give alone."""
+    alone, answer = computed(choices(1))
+    together, answers = computed(choices(4))
     assert alone == 101
     assert together == alone + 3 * (101 % PAGE)
     assert answers == answer * 4
-    if prompt_logprobs is not None:
-        monkeypatch.setattr(Allocator, "scored_alike", lambda self, one, other: False)
-        assert computed(choices(4, prompt_logprobs=prompt_logprobs))[0] == 4 * 101
 
 
 def test_choices_that_do_not_wait_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,13 +17,14 @@ from engine.core.planner import Planner
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.sequence import Sequence
 from engine.geometry import KVGroup
-from engine.plan import MAX_ADMITTED, MAX_SCORED, Admission, StepPlan, largest_plan, largest_result, most_appends
+from engine.plan import MAX_ADMITTED, MAX_SCORED, StepPlan, largest_plan, largest_result, most_appends
 from engine.protocol import (
     MAX_ALTERNATIVES,
     MAX_STOP_IDS,
     AbortReason,
     FinishReason,
     GenerateRequest,
+    PromptLogprobs,
     SamplingParams,
     decode_front_message,
     encode_message,
@@ -92,18 +93,13 @@ def test_a_result_fits_its_record_whatever_is_asked_for(monkeypatch: pytest.Monk
 
     assert scored() == [MAX_SCORED] * 2
     assert largest_result(4096) <= MAX_RECORD
-    monkeypatch.setattr(Sequence, "scores", False)
+    monkeypatch.setattr(Sequence, "reports_prompt", False)
     assert scored()[0] > MAX_SCORED
-
-
-def unscored(*args: Any, scored: int, **named: Any) -> Admission:
-    """An admission that does not say what was told before it."""
-    return Admission(*args, scored=0, **named)
 
 
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "read from the prefix cache": lambda patch: patch.setattr(Sequence, "reusable", property(lambda self: len(self.tokens) - 1)),
-    "told once more after a preemption": lambda patch: patch.setattr("engine.core.admit.Admission", unscored),
+    "told once more after a preemption": lambda patch: patch.setattr(PromptLogprobs, "after", lambda self, position: self),
     "lost with a row": lambda patch: patch.setattr("engine.core.results.has_numbers", lambda logprobs: logprobs.first < 20),
 }
 

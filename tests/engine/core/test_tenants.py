@@ -110,23 +110,3 @@ def test_keys_without_salts_show(monkeypatch: pytest.MonkeyPatch) -> None:
     """By its own requests a tenant sees then in most cases what others ask."""
     monkeypatch.setattr(requests, "root_key", unsalted)
     assert differences(range(3, 8)) > 2
-
-
-@pytest.mark.parametrize("length", [3, 2 * PAGE])
-def test_logprobs_of_a_prompt_are_told_to_its_tenant_alone(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where two tenants ask for those of equal prompts, below a page too, the one who waits for a slot hears nothing; without salts
-    it hears those of the other."""
-
-    def told(prompt: list[int]) -> list[int]:
-        scheduler = Scheduler(SchedulerConfig(GROUPS, (40, 60), 1, MAX_LEN, 16, cache_share=1.0))
-        machine = KVMachine(GROUPS, (40, 60), 1, MAX_LEN, lambda prefix, position, seed: 50)
-        params = SamplingParams(max_tokens=3, prompt_logprobs=0)
-        for tenant in range(2):
-            scheduler.add(0, GenerateRequest(id=tenant, prompt=pack_tokens(prompt), params=params, salt=f"1:{tenant}"))
-        machine.submit(scheduler.schedule())
-        scheduler.commit(machine.result())
-        return [output.id for _, output in scheduler.drain() if output.prompt_logprobs]
-
-    assert told([9] * length) == [0]
-    monkeypatch.setattr(requests, "root_key", unsalted)
-    assert told([9] * length) == [0, 1]
