@@ -28,7 +28,6 @@ from dashboards.metrics import ENGINE, Metric
 from dashboards.series import FastHistogram, Series
 from engine.errors import ConfigError
 from engine.events import EngineFailed, EngineLoad, Event, ScrapeGauges, Tokens
-from engine.protocol import Load
 
 _MOST_SERIES = 256  # of a row whose labels are free, such as the holders of API keys; those that come later share one
 _NAMED = {"group": "name", "rank": "name"}  # the label of a pool or a process is its name
@@ -67,7 +66,7 @@ class Exporter(Collector):
         self.read_gauges = read_gauges
         self.registry = CollectorRegistry(auto_describe=False)
         self._derive = Derivation(facts.ttft_objective_s, facts.tpot_objective_s)
-        self._load: Load | None = None
+        self._last: EngineLoad | None = None
         self._metrics: list[Series | FastHistogram] = []
         self._updates: dict[str, list[Callable[[Any], None]]] = defaultdict(list)  # by the name of the event's class
         self._levels: list[tuple[str, Series, Read, Read]] = []  # where from, what it sets, label values, value
@@ -99,7 +98,7 @@ class Exporter(Collector):
         if isinstance(event, Tokens):
             return  # nothing follows from it, and it comes most often
         if isinstance(event, EngineLoad):
-            self._load = event.load
+            self._last = event
         if isinstance(event, EngineFailed):
             self.facts = replace(self.facts, up=0)
         for derived in self._derive(event):
@@ -110,13 +109,13 @@ class Exporter(Collector):
             update(event)
 
     def _refresh(self) -> None:
-        gauges, load = self.read_gauges(), self._load
+        gauges, last = self.read_gauges(), self._last
         items: dict[str, Sequence[Any]] = {
             "facts": [self.facts],
             "gauges": [gauges],
             "processes": gauges.processes,
-            "load": [] if load is None else [load],
-            "pools": [] if load is None else load.pools,
+            "load": [] if last is None else [last.load],
+            "pools": [] if last is None else last.load.pools,
         }
         for origin, series, labels, value in self._levels:
             for item in items[origin]:
