@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -158,15 +158,14 @@ class ReplicaRegistry(Collector):
             for target, up in (*ups, *((target, False) for target, _ in self._down.values())):
                 series["quartet_group_up"].values[tuple(target.labels.values())] = float(up)
             for deployment, retired in self._retired.items():
-                series["quartet_groups"].values[deployment] = sum(up for target, up in ups if target.served_by == deployment)
+                members = [member for member in self._members.values() if member.target.served_by == deployment]
+                series["quartet_groups"].values[deployment] = sum(not member.silent for member in members)
                 for cause in CAUSES:
                     series["quartet_group_restarts_total"].values[*deployment, cause] = retired.restarts[cause]
-                _add_counts(series, RETIRED, deployment, retired.counts)
-                members = [member.counts for member in self._members.values() if member.target.served_by == deployment]
-                for counts in (retired.counts, *members):
-                    _add_counts(series, DEPLOYMENT_TOTALS, deployment, counts)
-        for each in series.values():
-            yield from each.collect()
+                _add_counts(series, RETIRED, deployment, [retired.counts])
+                _add_counts(series, DEPLOYMENT_TOTALS, deployment, [retired.counts, *(member.counts for member in members)])
+        for row in series.values():
+            yield from row.collect()
 
 
 def final_counts(counts: Counts) -> dict[tuple[str, tuple[str, ...]], float]:
@@ -176,11 +175,14 @@ def final_counts(counts: Counts) -> dict[tuple[str, tuple[str, ...]], float]:
     return {**counts, _DEAD: counts.get(_DEAD, 0.0) + lost} if lost else dict(counts)
 
 
-def _add_counts(series: Mapping[str, Series], rows: Mapping[str, Metric], deployment: tuple[str, str], counts: Counts) -> None:
-    """Add a replica's counters under the names that `rows` have for them."""
-    for (name, labels), value in counts.items():
-        if name in rows:
-            series[rows[name].name].add((*deployment, *labels), value)
+def _add_counts(
+    series: Mapping[str, Series], rows: Mapping[str, Metric], deployment: tuple[str, str], summands: Sequence[Counts]
+) -> None:
+    """Add counters up under the names that `rows` have for them."""
+    for counts in summands:
+        for (name, labels), value in counts.items():
+            if name in rows:
+                series[rows[name].name].add((*deployment, *labels), value)
 
 
 Listing = Callable[[], list[dict[str, Any]]]

@@ -39,17 +39,17 @@ def panels(board: dict[str, Any]) -> list[dict[str, Any]]:
 
 def structure(board: dict[str, Any]) -> list[str]:
     """What Grafana, or a person, would stumble over."""
-    found = []
+    problems = []
     ids = [panel["id"] for panel in board["panels"]]
-    found += [f"id {number} twice" for number in sorted({one for one in ids if ids.count(one) > 1})]
+    problems += [f"id {number} twice" for number in sorted({one for one in ids if ids.count(one) > 1})]
     for one, other in combinations(board["panels"], 2):
         if overlap(one["gridPos"], other["gridPos"]):
-            found.append(f"{one['title']} lies on {other['title']}")
+            problems.append(f"{one['title']} lies on {other['title']}")
     for panel in panels(board):
         if not (panel.get("description") and panel["fieldConfig"]["defaults"].get("unit") and panel["targets"]):
-            found.append(f"{panel['title']} lacks a description, a unit or a query")
-    found += [f"a fixed datasource {uid}" for uid in datasources(board) if uid != "${datasource}"]
-    return found
+            problems.append(f"{panel['title']} lacks a description, a unit or a query")
+    problems += [f"a fixed datasource {uid}" for uid in datasources(board) if uid != "${datasource}"]
+    return problems
 
 
 def overlap(one: dict[str, int], other: dict[str, int]) -> bool:
@@ -116,9 +116,9 @@ def test_a_planted_fault_of_structure_is_caught(path: tuple[str | int, ...], val
     for step in path[:-1]:
         node = node[step]
     node[path[-1]] = value
-    found = structure(board)
-    assert found
-    assert all(why in line for line in found), found
+    problems = structure(board)
+    assert problems
+    assert all(why in line for line in problems), problems
 
 
 def test_every_query_holds_against_the_table() -> None:
@@ -147,9 +147,9 @@ def test_every_query_holds_against_the_table() -> None:
 )
 def test_a_planted_fault_of_a_query_is_caught(expr: str, legend: str, why: str) -> None:
     """A wrong name, suffix, label, bucket, fold, legend or kind gives exactly one complaint, which names it."""
-    found = complaints(expr, legend)
-    assert len(found) == 1, found
-    assert why in found[0]
+    problems = complaints(expr, legend)
+    assert len(problems) == 1, problems
+    assert why in problems[0]
 
 
 @pytest.mark.parametrize(

@@ -26,14 +26,14 @@ def mounts(service: str) -> dict[str, str]:
 
 def exposed(compose: dict[str, Any]) -> list[str]:
     """Services that listen beyond loopback, or do not say where."""
-    found = []
+    names = []
     for name, service in compose["services"].items():
         words = [*service.get("command", ()), *(f"{key}={value}" for key, value in service.get("environment", {}).items())]
         listens = [word for word in words if "web.listen-address=" in word or "HTTP_ADDR=" in word]
         bound = len(listens) == 1 and listens[0].partition("=")[2].startswith("127.0.0.1")
         if service.get("ports") or service["network_mode"] != "host" or not bound:
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def test_both_listen_on_loopback_only() -> None:

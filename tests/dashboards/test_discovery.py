@@ -60,9 +60,9 @@ def figure(registry: ReplicaRegistry, name: str, **labels: str) -> float | None:
     collectors = CollectorRegistry(auto_describe=False)
     collectors.register(registry)
     families = text_string_to_metric_families(generate_latest(collectors).decode())
-    found = [s.value for family in families for s in family.samples if s.name == name and s.labels == labels]
-    assert len(found) <= 1, (name, labels, found)
-    return found[0] if found else None
+    values = [s.value for family in families for s in family.samples if s.name == name and s.labels == labels]
+    assert len(values) <= 1, (name, labels, values)
+    return values[0] if values else None
 
 
 def restarts(registry: ReplicaRegistry) -> dict[str, float]:
@@ -216,8 +216,8 @@ def test_every_cause_of_a_death_is_counted_as_itself() -> None:
     """What the watcher may call a death is a label value; a cause that nobody knows is counted as `other`."""
     assert set(get_args(Cause)) < set(CAUSES)
     registry = ReplicaRegistry()
-    for place, cause in enumerate((*get_args(Cause), "unheard of")):
-        target = replace(ONE, replica=f"r{place}")
+    for number, cause in enumerate((*get_args(Cause), "unheard of")):
+        target = replace(ONE, replica=f"r{number}")
         registry.heartbeat(target, {})
         registry.deregister(target, cause, {})
     assert restarts(registry) == {cause: 1.0 for cause in CAUSES if cause != "vanished"}

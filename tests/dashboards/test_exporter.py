@@ -109,8 +109,8 @@ def test_events_become_figures() -> None:
     """Every figure of the table above; a second round of events moves the counters on, and a scrape between moves nothing."""
     exporter = exporter_after(*EVENTS, **GROUP)
     for _ in range(2):
-        found = values(exporter.text())
-        assert {name: found[name] for name in EXPECTED} == pytest.approx(EXPECTED)
+        shown = values(exporter.text())
+        assert {name: shown[name] for name in EXPECTED} == pytest.approx(EXPECTED)
     for event in EVENTS:
         exporter(event)
     assert values(exporter.text())["quartet_generation_tokens_total"] == 8
@@ -189,17 +189,17 @@ def test_names_follow_the_convention() -> None:
 )
 def test_objectives_are_judged_once_a_request(event: Event, moved: str) -> None:
     """At the first token, or at an end without one that was ours or late; a refusal and an early leaver are not judged."""
-    found = values(exporter_after(event, **OBJECTIVES).text())
+    shown = values(exporter_after(event, **OBJECTIVES).text())
     judged = {f"{slo} {verdict}" for slo in ("ttft", "tpot") for verdict in ("good", "bad")
-              if found[f'quartet_slo_requests_total{{slo="{slo}",verdict="{verdict}"}}']}  # fmt: skip
+              if shown[f'quartet_slo_requests_total{{slo="{slo}",verdict="{verdict}"}}']}  # fmt: skip
     assert judged == ({moved} if moved else set())
 
 
 @pytest.mark.parametrize("outcome", OUTCOMES)
 def test_every_end_counts_once(outcome: Outcome) -> None:
     """Under its own name."""
-    found = values(exporter_after(RequestFinished(1, outcome, 9, 0, None, None, 0.1)).text())
-    ends = {name: found[f'quartet_requests_total{{outcome="{name}"}}'] for name in OUTCOMES}
+    shown = values(exporter_after(RequestFinished(1, outcome, 9, 0, None, None, 0.1)).text())
+    ends = {name: shown[f'quartet_requests_total{{outcome="{name}"}}'] for name in OUTCOMES}
     assert ends == {**dict.fromkeys(OUTCOMES, 0), outcome: 1}
 
 
@@ -209,13 +209,13 @@ def test_gauges_are_read_at_the_scrape() -> None:
     for stall, late in ((0.0, 0), (7.5, 1)):
         rank = ProcessFigures("1", True, stall, 0.011, 0.009, 2e-5, late)
         exporter.read_gauges = partial(ScrapeGauges, open=3, processes=(rank,))
-        found = values(exporter.text())
-        assert found['quartet_rank_stall_seconds{rank="1"}'] == stall
-        assert found['quartet_rank_up{rank="1"}'] == 1
-        assert found['quartet_rank_device_busy_seconds{rank="1"}'] == 0.009
-        assert found['quartet_rank_device_idle_seconds{rank="1"}'] == 2e-5
-        assert found['quartet_rank_late_compilations_total{rank="1"}'] == late
-        assert found["quartet_requests_in_flight"] == 3
+        shown = values(exporter.text())
+        assert shown['quartet_rank_stall_seconds{rank="1"}'] == stall
+        assert shown['quartet_rank_up{rank="1"}'] == 1
+        assert shown['quartet_rank_device_busy_seconds{rank="1"}'] == 0.009
+        assert shown['quartet_rank_device_idle_seconds{rank="1"}'] == 2e-5
+        assert shown['quartet_rank_late_compilations_total{rank="1"}'] == late
+        assert shown["quartet_requests_in_flight"] == 3
 
 
 def test_key_holders_have_so_many_series_at_most() -> None:
@@ -223,21 +223,22 @@ def test_key_holders_have_so_many_series_at_most() -> None:
     exporter = exporter_after()
     for number in [*range(300), *range(300)]:
         exporter(KeyTokens(f"k{number}", 2))
-    found = {name: value for name, value in values(exporter.text()).items() if name.startswith("quartet_key_tokens_total")}
-    assert len(found) == 257
-    assert found['quartet_key_tokens_total{key="k255"}'] == 4
-    assert found['quartet_key_tokens_total{key="other"}'] == 4 * 44
+    shown = {name: value for name, value in values(exporter.text()).items() if name.startswith("quartet_key_tokens_total")}
+    assert len(shown) == 257
+    assert shown['quartet_key_tokens_total{key="k255"}'] == 4
+    assert shown['quartet_key_tokens_total{key="other"}'] == 4 * 44
 
 
 def test_counts_are_what_a_scrape_says() -> None:
     """Every counter but the ranks', with its labels: what is left in the registry when the group is gone."""
     exporter = exporter_after(*EVENTS, **GROUP)
-    found = values(exporter.text())
+    exporter.read_gauges = partial(ScrapeGauges, processes=(ProcessFigures("1", True, 0.0, 0.011, late_compilations=2),))
+    shown = values(exporter.text())
     counts = exporter.counts()
     assert counts["quartet_generation_tokens_total", ()] == 4
     assert counts["quartet_requests_total", ("stop",)] == 1
     assert {name for name, _ in counts} == {row.name for row in ENGINE if row.kind == "counter" and "rank" not in row.labels}
-    assert all(found[name] == value for (name, labels), value in counts.items() if not labels)
+    assert all(shown[name] == value for (name, labels), value in counts.items() if not labels)
 
 
 ROW = next(row for row in ENGINE if row.name == "quartet_inter_token_latency_seconds")
@@ -250,7 +251,7 @@ def observed(kind: type[FastHistogram] | None) -> list[tuple[str, dict[str, str]
     for value in [0.0, *ROW.buckets, *(bound * 1.01 for bound in ROW.buckets), 1e9]:
         made.observe(value)
     (family,) = made.collect()
-    return [(each.name, each.labels, each.value) for each in family.samples if not each.name.endswith("_created")]
+    return [(sample.name, sample.labels, sample.value) for sample in family.samples if not sample.name.endswith("_created")]
 
 
 def test_the_histogram_of_every_token_is_as_the_librarys() -> None:

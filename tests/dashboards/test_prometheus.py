@@ -71,16 +71,16 @@ def test_every_query_of_every_board_and_rule_answers(run: Run) -> None:
 
 def test_a_renamed_metric_is_caught(run: Run) -> None:
     """Where one metric has another name, the panels that show it are reported, and no other."""
-    found = silent(run.faulty, f"{WINDOW}s", run.began + AT)
-    assert len(found) >= 2
-    assert [line for line in found if RENAMED not in line] == []
+    unanswered = silent(run.faulty, f"{WINDOW}s", run.began + AT)
+    assert len(unanswered) >= 2
+    assert [line for line in unanswered if RENAMED not in line] == []
 
 
 def test_answers_agree_with_the_script(run: Run) -> None:
     """Rates, quantiles and means are within 20 % of what the script itself counts."""
-    found = figures(run.api, run.load_script, run.began, AT, WINDOW)
-    print("\n".join(f"{figure.error:6.1%} {figure.answered:10.5g} {figure.true:10.5g} {figure.what}" for figure in found))
-    assert [figure for figure in found if figure.error > TOLERANCE] == []
+    answers = figures(run.api, run.load_script, run.began, AT, WINDOW)
+    print("\n".join(f"{figure.error:6.1%} {figure.answered:10.5g} {figure.true:10.5g} {figure.what}" for figure in answers))
+    assert [figure for figure in answers if figure.error > TOLERANCE] == []
 
 
 def test_a_group_left_out_is_caught(run: Run) -> None:

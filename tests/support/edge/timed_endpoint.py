@@ -115,14 +115,14 @@ class TimedEndpoint:
         return None
 
     async def _tokens(self, seen: Seen, writer: asyncio.StreamWriter, fault: Fault | None) -> None:
-        for place in range(seen.body["max_tokens"]):
-            if place:
+        for number in range(seen.body["max_tokens"]):
+            if number:
                 await asyncio.sleep(self.gap_s)
-            if place == 1 and fault == "hang":
+            if number == 1 and fault == "hang":
                 await asyncio.sleep(3600)
-            if place == 1 and fault == "error_event":
+            if number == 1 and fault == "error_event":
                 return _event(writer, {"error": {"message": "as scripted"}})
-            if place == 1 and fault == "garbage":
+            if number == 1 and fault == "garbage":
                 return _write(writer, b"data: {oops\n\n")
             seen.written.append(time.perf_counter())
             _event(writer, {"choices": [{"delta": {"content": "x "}}]})

@@ -72,7 +72,7 @@ def expected_figures(phase: Phase) -> list[ExpectedFigure]:
 def _rates(phase: Phase) -> list[ExpectedFigure]:
     """Everything that was counted, over the window."""
     seconds, count = window(phase), len(phase.finished)
-    prompt, output = (sum(getattr(each, name) for each in phase.finished) for name in ("prompt_tokens", "output_tokens"))
+    prompt, output = (sum(getattr(record, name) for record in phase.finished) for name in ("prompt_tokens", "output_tokens"))
     counted = [
         ("Requests", "received", count),
         ("Requests", "ended", count),
@@ -91,7 +91,7 @@ def _rates(phase: Phase) -> list[ExpectedFigure]:
 def _levels(phase: Phase) -> list[ExpectedFigure]:
     """How many were open, on average while the load had settled in."""
     begin, end = phase.began + EDGE_S, phase.ended - EDGE_S
-    spans = ((each.sent + phase.clock, each.done + phase.clock) for each in phase.ledger.records)
+    spans = ((record.sent + phase.clock, record.done + phase.clock) for record in phase.ledger.records)
     held = sum(max(0.0, min(done, end) - max(sent, begin)) for sent, done in spans)
     true = held / (end - begin)
     assert true > 0.9 * CLIENTS, "it is a closed load"
@@ -100,15 +100,15 @@ def _levels(phase: Phase) -> list[ExpectedFigure]:
 
 def _means(records: Sequence[RequestResult]) -> list[ExpectedFigure]:
     ttft, tpot = _seconds(records, "ttft"), _seconds(records, "tpot")
-    e2e = statistics.fmean(each.e2e for each in records)
-    spread = sum(each.last - each.first for each in records if each.first is not None and each.last is not None)
-    gap = spread / sum(each.output_tokens - 1 for each in records)
+    e2e = statistics.fmean(record.e2e for record in records)
+    spread = sum(record.last - record.first for record in records if record.first is not None and record.last is not None)
+    gap = spread / sum(record.output_tokens - 1 for record in records)
     means = {
         "TTFT": statistics.fmean(ttft),
         "TPOT": statistics.fmean(tpot),
         "ITL": gap,
         "E2E": e2e,
-        "Prompt tokens of a request": statistics.fmean(each.prompt_tokens for each in records),
+        "Prompt tokens of a request": statistics.fmean(record.prompt_tokens for record in records),
     }
     return [
         *(ExpectedFigure(panel, ("mean",), "mean", value) for panel, value in means.items()),
@@ -180,21 +180,21 @@ _QUANTILES: Mapping[str, tuple[tuple[float, ...], Callable[[Sequence[RequestResu
     "TTFT": (TTFT_BUCKETS, lambda records: _seconds(records, "ttft")),
     "TPOT": (TPOT_BUCKETS, lambda records: _seconds(records, "tpot")),
     "E2E": (E2E_BUCKETS, lambda records: _seconds(records, "e2e")),
-    "Prompt tokens of a request": (LENGTH_BUCKETS, lambda records: [each.prompt_tokens for each in records]),
+    "Prompt tokens of a request": (LENGTH_BUCKETS, lambda records: [record.prompt_tokens for record in records]),
 }
 
 
 def quantiles(api: Api, phase: Phase) -> list[Quantile]:
     """Every quantile of the Latency board that a client can measure."""
     queries, at = _queries(f"{window(phase)}s"), phase.ended + MARGIN_S - 0.5
-    found = []
+    compared = []
     for panel, (bounds, values) in _QUANTILES.items():
         for q in (50, 95, 99):
             if (asked := queries.get((panel, f"p{q}"))) is not None:
                 client = float(np.percentile(values(phase.finished), q))
-                found.append(Quantile(panel, q, api.ask(asked.expr, at)[0].last, client, bounds))
-    return found
+                compared.append(Quantile(panel, q, api.ask(asked.expr, at)[0].last, client, bounds))
+    return compared
 
 
 def _seconds(records: Sequence[RequestResult], name: str) -> list[float]:
-    return [value for each in records if (value := getattr(each, name)) is not None]
+    return [value for record in records if (value := getattr(record, name)) is not None]

@@ -64,10 +64,10 @@ def read(path: Path, window: str, usd_hour: float | None = None) -> CommittedBoa
 def bind(expr: str, values: Mapping[str, str]) -> str:
     """`expr` with each `$name` replaced; ConfigError for a variable that the board does not define."""
 
-    def value(found: re.Match[str]) -> str:
-        if found[1] not in values:
-            raise ConfigError(f"{expr}: nothing defines ${found[1]}")
-        return values[found[1]]
+    def value(match: re.Match[str]) -> str:
+        if match[1] not in values:
+            raise ConfigError(f"{expr}: nothing defines ${match[1]}")
+        return values[match[1]]
 
     return _VARIABLE.sub(value, expr)
 

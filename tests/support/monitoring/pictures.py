@@ -100,10 +100,10 @@ def _stack(axes: Any, lines: Sequence[tuple[str, Series]], shades: Sequence[str]
 
 
 def _timeline(axes: Any, panel: CommittedPanel, lines: Sequence[tuple[str, Series]], span: Span) -> None:
-    for place, (_, series) in enumerate(lines):
+    for row, (_, series) in enumerate(lines):
         for when, value in series.points:
             color = panel.words.get(f"{value:g}", ("", "gray"))[1]
-            axes.broken_barh([(when, span.step)], (place - 0.4, 0.8), color=f"tab:{color}")
+            axes.broken_barh([(when, span.step)], (row - 0.4, 0.8), color=f"tab:{color}")
     axes.set_yticks(range(len(lines)), [name.removeprefix("replica-") for name, _ in lines])
     axes.set_ylim(-0.6, len(lines) - 0.4)
     for word, color in panel.words.values():

@@ -41,8 +41,8 @@ def complaints(expr: str, legend: str = "", known: Mapping[str, Wire] | None = N
     """What is wrong with `expr`, and with a legend that names labels which its answer does not have."""
     reader = _Reader(wires() if known is None else known)
     carried = reader.labels(promql.parse(expr))
-    wanted = re.findall(r"{{(\w+)}}", legend)
-    return reader.found + [f"the legend names {label!r}, which the answer lacks" for label in wanted if label not in carried]
+    named = re.findall(r"{{(\w+)}}", legend)
+    return reader.problems + [f"the legend names {label!r}, which the answer lacks" for label in named if label not in carried]
 
 
 def names(expr: str) -> set[str]:
@@ -64,7 +64,7 @@ class _Reader:
 
     def __init__(self, known: Mapping[str, Wire]) -> None:
         self._known = known
-        self.found: list[str] = []
+        self.problems: list[str] = []
 
     def labels(self, node: object) -> frozenset[str]:
         match node:
@@ -85,19 +85,19 @@ class _Reader:
     def _selector(self, node: promql.VectorSelector) -> frozenset[str]:
         wire = self._known.get(str(node.name))
         if wire is None:
-            self.found.append(f"nothing is called {node.name}")
+            self.problems.append(f"nothing is called {node.name}")
             return frozenset()
         for matcher in node.matchers.matchers:
             if matcher.name not in wire.labels:
-                self.found.append(f"{node.name} has no label {matcher.name!r}")
+                self.problems.append(f"{node.name} has no label {matcher.name!r}")
             elif matcher.name == "le" and float(matcher.value) not in wire.bounds:
-                self.found.append(f"{node.name} has no bucket {matcher.value}")
+                self.problems.append(f"{node.name} has no bucket {matcher.value}")
         return wire.labels
 
     def _aggregate(self, node: promql.AggregateExpr) -> frozenset[str]:
         inside = self.labels(node.expr)
         by = frozenset(node.modifier.labels) if node.modifier else frozenset()
-        self.found += [f"{node.prettify()}: no label {label!r} to fold by" for label in sorted(by - inside)]
+        self.problems += [f"{node.prettify()}: no label {label!r} to fold by" for label in sorted(by - inside)]
         return by
 
     def _call(self, node: promql.Call) -> frozenset[str]:
@@ -105,9 +105,9 @@ class _Reader:
         if node.func.name in MOVING:
             name = node.args[0].vector_selector.name
             if name in self._known and not self._known[name].grows:
-                self.found.append(f"{node.func.name} of {name}, which is a gauge")
+                self.problems.append(f"{node.func.name} of {name}, which is a gauge")
         if node.func.name == "histogram_quantile" and "le" not in inside[1]:
-            self.found.append("a quantile of something without le")
+            self.problems.append("a quantile of something without le")
         return frozenset().union(*inside) - ({"le"} if node.func.name == "histogram_quantile" else set())
 
     def _binary(self, node: promql.BinaryExpr) -> frozenset[str]:
@@ -116,5 +116,5 @@ class _Reader:
         if matching is None:
             return left or right
         on = frozenset(matching.labels)
-        self.found += [f"{node.prettify()}: one side lacks {label!r}" for label in sorted(on - (left & right))]
+        self.problems += [f"{node.prettify()}: one side lacks {label!r}" for label in sorted(on - (left & right))]
         return on

@@ -67,9 +67,9 @@ class Api:
 
     def ask_range(self, expr: str, start: float, end: float, step: float) -> tuple[Series, ...]:
         """A range query; unix times and seconds."""
-        wanted = {"query": expr, "start": f"{start:.3f}", "end": f"{end:.3f}", "step": f"{step:.3f}"}
+        parameters = {"query": expr, "start": f"{start:.3f}", "end": f"{end:.3f}", "step": f"{step:.3f}"}
         return tuple(
-            Series(item["metric"], tuple(map(_point, item["values"]))) for item in self._get("query_range", wanted)["result"]
+            Series(item["metric"], tuple(map(_point, item["values"]))) for item in self._get("query_range", parameters)["result"]
         )
 
     def targets(self) -> list[dict[str, Any]]:
@@ -80,13 +80,13 @@ class Api:
         """Every rule with its health, last error and, for alerts, state."""
         return [rule for group in self._get("rules", {})["groups"] for rule in group["rules"]]
 
-    def _get(self, what: str, wanted: Mapping[str, str]) -> Any:
-        url = f"{self.url.rstrip('/')}/api/v1/{what}?{urllib.parse.urlencode(wanted)}"
+    def _get(self, what: str, parameters: Mapping[str, str]) -> Any:
+        url = f"{self.url.rstrip('/')}/api/v1/{what}?{urllib.parse.urlencode(parameters)}"
         try:
             with urllib.request.urlopen(url, timeout=self.timeout_s) as reply:
                 return json.load(reply)["data"]
         except urllib.error.HTTPError as error:
-            raise ConfigError(f"{self.url} refuses {wanted.get('query', what)}: {error.read().decode()[:500]}") from error
+            raise ConfigError(f"{self.url} refuses {parameters.get('query', what)}: {error.read().decode()[:500]}") from error
         except OSError as error:
             raise ConfigError(f"no Prometheus answers at {self.url}: {error}") from error
 
@@ -177,9 +177,9 @@ def itself(port: int) -> dict[str, Any]:
 def jobs(discovery: str, refresh_s: int = 1, ray_interval_s: int = 5) -> tuple[dict[str, Any], ...]:
     """scrape_configs for all that the discovery endpoint whose list is at `discovery` knows: the groups, itself, Ray's nodes."""
     base = discovery.removesuffix("/targets")
-    found = {JOB: f"{base}/targets", RAY_JOB: f"{base}/ray"}
+    lists = {JOB: f"{base}/targets", RAY_JOB: f"{base}/ray"}
     listed = {
-        job: {"job_name": job, "http_sd_configs": [{"url": url, "refresh_interval": f"{refresh_s}s"}]} for job, url in found.items()
+        job: {"job_name": job, "http_sd_configs": [{"url": url, "refresh_interval": f"{refresh_s}s"}]} for job, url in lists.items()
     }
     listed[RAY_JOB] |= {"scrape_interval": f"{ray_interval_s}s", "scrape_timeout": f"{ray_interval_s}s"}  # half a megabyte a node
     return (*listed.values(), {"job_name": DISCOVERY_JOB, "static_configs": [{"targets": [base.removeprefix("http://")]}]})

@@ -15,14 +15,14 @@ from tests.support.monitoring.scripted_exporters import ScriptedLoad
 
 def silent(api: Api, window: str, at: float) -> list[str]:
     """Every panel query, recording and alert input without a finite answer at `at` (unix time)."""
-    found = []
+    unanswered = []
     for page in (read(path, window) for path in paths()):
         asked = [(f"{page.uid}: {panel.title}", query.expr) for panel in page.panels for query in panel.asked]
-        found += [f"{where}: {expr}" for where, expr in asked if not finite(api.ask(expr, at))]
-    found += [f"records {record.name}" for record in RECORDS if not finite(api.ask(record.name, at))]
+        unanswered += [f"{where}: {expr}" for where, expr in asked if not finite(api.ask(expr, at))]
+    unanswered += [f"records {record.name}" for record in RECORDS if not finite(api.ask(record.name, at))]
     needed = {name for alert in ALERTS for name in names(alert.expr)}
-    found += [f"alerts need {name}" for name in sorted(needed) if not finite(api.ask(name, at))]
-    return found + [f"{rule['name']}: {rule['lastError']}" for rule in api.rules() if rule["health"] != "ok"]
+    unanswered += [f"alerts need {name}" for name in sorted(needed) if not finite(api.ask(name, at))]
+    return unanswered + [f"{rule['name']}: {rule['lastError']}" for rule in api.rules() if rule["health"] != "ok"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def figures(api: Api, load_script: ScriptedLoad, began: float, at: float, window
         true = sum(amount for when, amount in moments if at - window < when <= at) / window
         return Figure(expr, api.ask(expr, began + at)[0].last, true)
 
-    found = [
+    answers = [
         rate(asked.rate("quartet_requests_received_total"), ((request.submitted, 1) for request in requests)),
         rate(asked.rate("quartet_requests_total"), ((request.ended, 1) for request in requests)),
         rate(asked.rate("quartet_generation_tokens_total"), ((when, 1) for request in requests for when in request.tokens)),
@@ -60,10 +60,10 @@ def figures(api: Api, load_script: ScriptedLoad, began: float, at: float, window
         true = [value for request in requests for when, value in values(request) if when <= at]
         for q in (0.5, 0.95):
             expr = whole.quantile(q, name)
-            found.append(Figure(expr, api.ask(expr, began + at)[0].last, statistics.quantiles(true, n=100)[int(q * 100) - 1]))
+            answers.append(Figure(expr, api.ask(expr, began + at)[0].last, statistics.quantiles(true, n=100)[int(q * 100) - 1]))
         expr = whole.mean(name)
-        found.append(Figure(expr, api.ask(expr, began + at)[0].last, statistics.fmean(true)))
-    return found
+        answers.append(Figure(expr, api.ask(expr, began + at)[0].last, statistics.fmean(true)))
+    return answers
 
 
 def _first(request: ScriptedRequest) -> list[tuple[float, float]]:

@@ -123,10 +123,11 @@ def wait_scraped(api: Api, targets: int) -> None:
     end = time.monotonic() + TARGETS_TIMEOUT_S
     while time.monotonic() < end:
         seen = api.ask("count_over_time(up[30s])")
-        if len(seen) >= targets and all(each.last >= (1 if each.labels["job"] == RAY_JOB else SCRAPES_BEFORE) for each in seen):
+        enough = (series.last >= (1 if series.labels["job"] == RAY_JOB else SCRAPES_BEFORE) for series in seen)
+        if len(seen) >= targets and all(enough):
             return
         time.sleep(0.2)
-    raise ConfigError(f"not scraped: {[(each['scrapeUrl'], each['lastError']) for each in api.targets()]}")
+    raise ConfigError(f"not scraped: {[(target['scrapeUrl'], target['lastError']) for target in api.targets()]}")
 
 
 @contextmanager

@@ -145,16 +145,16 @@ class LiveRun:
     dropped: Api | None = None
 
 
-def fault_twice(found: Sequence[dict[str, Any]], listed: Mapping[str, Any]) -> list[dict[str, Any]]:
+def fault_twice(scrapes: Sequence[dict[str, Any]], listed: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Planted: one group is scraped as two."""
     again = {"job_name": f"{JOB}-again", "static_configs": [listed]}
-    return [*found, again]
+    return [*scrapes, again]
 
 
-def fault_dropped(found: Sequence[dict[str, Any]], listed: Mapping[str, Any]) -> list[dict[str, Any]]:
+def fault_dropped(scrapes: Sequence[dict[str, Any]], listed: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Planted: one group is left out of the list."""
     rule = {"source_labels": ["replica"], "regex": listed["labels"]["replica"], "action": "drop"}
-    return [{**scrape, "relabel_configs": [rule]} if scrape["job_name"] == JOB else scrape for scrape in found]
+    return [{**scrape, "relabel_configs": [rule]} if scrape["job_name"] == JOB else scrape for scrape in scrapes]
 
 
 @contextmanager
@@ -208,9 +208,9 @@ def _failover(served: Stack, api: Api, scale: Scale, seconds: float, seed: int, 
 def _replica_of(api: Api, pid: int) -> str:
     """Which of the targets the process `pid` is: it listens there."""
     ports = {port for _, port, _ in listeners([pid])}
-    found = [each["labels"] for each in api.targets() if int(each["labels"]["instance"].rpartition(":")[2]) in ports]
-    assert len(found) == 1, (pid, ports, found)
-    return str(found[0]["replica"])
+    targets = [target["labels"] for target in api.targets() if int(target["labels"]["instance"].rpartition(":")[2]) in ports]
+    assert len(targets) == 1, (pid, ports, targets)
+    return str(targets[0]["replica"])
 
 
 def _watch(api: Api, load: BackgroundLoad, earlier: int, replica: str, before: float, killed: float) -> KilledReplica:

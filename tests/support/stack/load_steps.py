@@ -70,8 +70,8 @@ class ScalingTrace:
 
     def replicas(self, since: float, until: float) -> list[int]:
         """As seen between two moments, repetitions left out."""
-        found = [count for at, count in self.seen if since <= at < until]
-        return [count for place, count in enumerate(found) if place == 0 or count != found[place - 1]]
+        counts = [count for at, count in self.seen if since <= at < until]
+        return [count for index, count in enumerate(counts) if index == 0 or count != counts[index - 1]]
 
     def records(self) -> Iterator[Any]:
         """Every request's."""
