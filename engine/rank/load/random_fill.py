@@ -54,7 +54,7 @@ def _draw(piece: Piece, geometry: Geometry, normal: Tensor) -> Tensor:
         drawn: Tensor = piece.tensor.draw(normal, piece.fan_in)
         return drawn
     match piece.kind:
-        case "matrix" | "router":
+        case "matrix" | "unpacked":
             return normal / math.sqrt(piece.shape[-1])
         case "embedding":
             return normal / geometry.embedding_scale

@@ -29,7 +29,7 @@ _RULES = (
     Rule(_I + "mlp.gate_proj.weight", _B + "mlp.gate_up", ("width", "hidden"), "gate"),
     Rule(_I + "mlp.up_proj.weight", _B + "mlp.gate_up", ("width", "hidden"), "up"),
     Rule(_I + "mlp.down_proj.weight", _B + "mlp.down", ("hidden", "width"), "columns"),
-    Rule(_I + "router.proj.weight", _B + "router.proj", ("experts", "hidden"), kind="router"),
+    Rule(_I + "router.proj.weight", _B + "router.proj", ("experts", "hidden"), kind="unpacked"),
     Rule(_I + "router.scale", _B + "router.scale", ("hidden",), kind="one", present="experts"),
     _norm(_I + "router.per_expert_scale", _B + "router.per_expert_scale", "experts"),
     Rule(_I + "experts.gate_up_proj", _B + "experts.gate_up", ("experts", "expert_pair", "hidden"), "gate_up"),
