@@ -48,7 +48,7 @@ def pair(folder: Path, member: str, out: Path, length: int) -> Pair:
     load(target, GEMMA4.tensors, folder)
     drafter = Assistant(read_assistant(out, geometry), Single(), torch.float32, CPU)
     load_assistant(drafter, out)
-    cache = KVCache([GroupCache(group, PAGES, 1, 512, torch.float32, CPU) for group in kv_groups(geometry, 1)])
+    cache = KVCache([GroupCache(group, PAGES, 1, 512, CPU) for group in kv_groups(geometry, 1, dtype="float32")])
     for group in cache:
         order = torch.randperm(PAGES - 1, generator=torch.Generator().manual_seed(7)) + 1
         group.table[0, : 512 // 32] = order[: 512 // 32].int()
