@@ -16,6 +16,7 @@ from engine.attention.backend_entry import RowKind
 from engine.channel import MAX_RECORD
 from engine.errors import ConfigError
 from engine.geometry import PAGE_SIZE, DType, Geometry, KVGroup, kv_groups, read_geometry
+from engine.weight_formats import FORMATS, weight_format
 
 Device = Literal["cpu", "cuda"]
 LoadFormat = Literal["safetensors", "dummy"]
@@ -24,6 +25,7 @@ PolicyName = Literal["fair", "arrival"]
 PageChecks = Literal["off", "sample", "every"]
 ToolGrammar = Literal["strict", "names", "off"]
 Thinking = Literal["on", "off", "auto"]
+WeightsName = Literal["auto", *FORMATS]  # type: ignore[valid-type]
 AttentionName = Literal[*BACKENDS]  # type: ignore[valid-type]  # the registry's names, known at import
 
 MAX_SEQS = 4096
@@ -38,6 +40,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_dtype: Annotated[
         Literal["auto", DType], Meta(description="number format of the KV cache; auto: dtype, and no other is implemented yet")
     ] = "auto"
+    weights: Annotated[WeightsName, Meta(description="format of the checkpoint's matrices; auto: as config.json says")] = "auto"
     max_seqs: Annotated[int, Meta(ge=1, le=MAX_SEQS, description="sequences running at once", extra=_SIZES)] = 16
     max_len: Annotated[int, Meta(ge=2, description="tokens of one sequence, prompt and output", extra=_SIZES)] = 2048
     prefill_budget: Annotated[
@@ -129,6 +132,7 @@ def engine_config(**settings: object) -> EngineConfig:
     except msgspec.ValidationError as error:
         raise ConfigError(f"engine settings: {error}") from error
     _check_model(config, read_geometry(Path(config.model)))
+    weight_format(Path(config.model), config.weights)
     return config
 
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from engine.checkpoint import generation_config, quantisation, read_json
+from engine.checkpoint import generation_config, read_json
 from engine.errors import CheckpointError
+from engine.weight_formats import weight_format
 
 LayerKind = Literal["sliding", "full"]
 DType = Literal["float32", "bfloat16"]
@@ -192,10 +193,9 @@ def kv_groups(geometry: Geometry, tp: int, page: int = PAGE_SIZE, dtype: DType =
 
 
 def read_geometry(folder: Path) -> Geometry:
-    """Geometry of the checkpoint in `folder`; CheckpointError names the file or the key that is wrong."""
+    """Geometry of the checkpoint in `folder`; CheckpointError names the file or the key that is wrong, or a quantisation."""
     path = folder / "config.json"
-    if name := quantisation(folder):
-        raise CheckpointError(f"{folder}: this checkpoint is quantised ({name}); Quartet loads bf16, fp16 and fp32 weights")
+    weight_format(folder)
     return parse_config(read_json(path), str(path), _ids(generation_config(folder).get("eos_token_id")))
 
 

@@ -72,19 +72,20 @@ def member(geometry: "Geometry") -> str:
 
 def _tensors(folder: Path, geometry: "Geometry") -> Iterator["Finding"]:
     from deploy.cli.machine_checks import Finding
-    from engine.rank.load.slices import pieces
+    from engine.rank.load.slices import elements, pieces
     from engine.rank.load.tensor_files import checked, headers
     from engine.rank.load.tensor_table import HEAD
     from engine.rank.models.gemma4_weights import TENSORS
+    from engine.weight_formats import weight_format
 
     try:
         found, _ = headers(folder, TENSORS, geometry)
-        needed = checked(folder, pieces(TENSORS, geometry), TENSORS, geometry)
+        needed = checked(folder, pieces(TENSORS, geometry, weights=weight_format(folder)), TENSORS, geometry)
     except CheckpointError as error:
         yield Finding("tensors", "fail", str(error))
         return
     dtypes = sorted({header.dtype for header in needed.values()})
-    count = sum(math.prod(header.shape) for header in needed.values())
+    count = elements(TENSORS, geometry)
     files = {header.path for header in found.values()}
     yield Finding("format", "ok", f"safetensors of {', '.join(dtypes)}, {len(files)} files")
     size = sum(path.stat().st_size for path in files) / 1e9

@@ -166,8 +166,11 @@ def size(engine: EngineConfig, weights: int, memory: int, reserve: int = RESERVE
 
 def weight_bytes_and_count(engine: EngineConfig) -> tuple[int, int]:
     """(bytes of one rank's weights, elements of the whole text model)."""
-    shard, whole = meta_model(engine, engine.tp), meta_model(engine, 1)
-    return sum(each.nbytes for each in shard.parameters()), sum(each.numel() for each in whole.parameters())
+    from engine.rank.load.slices import elements
+    from engine.rank.models.gemma4_weights import TENSORS
+
+    shard, geometry = meta_model(engine, engine.tp), read_geometry(Path(engine.model))
+    return sum(each.nbytes for each in shard.parameters()), elements(TENSORS, geometry)
 
 
 def meta_model(engine: EngineConfig, size: int) -> "Model":

@@ -13,11 +13,13 @@ from engine.rank.attention import FailedChecks
 from engine.rank.kv import GroupCache, KVCache
 from engine.rank.load.loader import load, with_head
 from engine.rank.load.random_fill import dummy
+from engine.rank.load.slices import allocate
 from engine.rank.models.architecture import Architecture, Model
 from engine.rank.models.gemma4 import GEMMA4
 from engine.rank.parallel import Inboxes, Parallel
 from engine.rank.runner import Runner
 from engine.rank.start_checks import check_attention, check_kernels, checked_inboxes
+from engine.weight_formats import weight_format
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,8 @@ def load_rank(
         torch.set_num_threads(1)  # ranks share the cores; results must not depend on how many there are
     folder, dtype, first = Path(config.model), torch_dtype(config), parallel.rank == 0
     geometry = architecture.read(folder)
-    weights = "empty" if device.type == "meta" else config.load_format
-    if weights == "safetensors":
+    weights, source = weight_format(folder, config.weights), "empty" if device.type == "meta" else config.load_format
+    if source == "safetensors":
         geometry = with_head(geometry, architecture.tensors, folder, progress=first)
     fallbacks: list[str] = []
     failed_checks: FailedChecks = ()
@@ -67,10 +69,12 @@ def load_rank(
             failed_checks, without = check_attention(parallel, config, geometry, device)
             fallbacks += without
     model = architecture.build(geometry, parallel, dtype, device)
-    if weights == "safetensors":
-        load(model, architecture.tensors, folder, progress=first)
-    elif weights == "dummy":
-        dummy(model, architecture.tensors)
+    if source == "safetensors":
+        load(model, architecture.tensors, folder, progress=first, weights=weights)
+    elif source == "dummy":
+        dummy(model, architecture.tensors, weights=weights)
+    else:
+        allocate(model, architecture.tensors, weights)
     rows, width = buckets(config.max_seqs)[-1], geometry.hidden * (2 if geometry.moe else 1)
     if checked:
         with torch.inference_mode():

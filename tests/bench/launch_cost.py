@@ -19,7 +19,9 @@ from engine.geometry import kv_groups
 from engine.rank.attention import attention_backend
 from engine.rank.batch import Chunk, ForwardBatch
 from engine.rank.kv import GroupCache, KVCache
+from engine.rank.load.slices import allocate
 from engine.rank.models.gemma4 import Gemma4
+from engine.rank.models.gemma4_weights import TENSORS
 from kernels import launch as launcher
 from kernels import linear
 from kernels.launch import launch
@@ -63,6 +65,7 @@ def mixed_steps(member: str, decodes: int) -> Callable[[int], Callable[[], objec
     """From a number of prompt tokens to the forward of a step of them and `decodes` decode rows."""
     shape = geometry(member)
     model = Gemma4(shape, OneOfFour(), torch.bfloat16, CPU)
+    allocate(model, TENSORS)
     cache = KVCache([GroupCache(group, 100, SLOTS, MAX_LEN, CPU) for group in kv_groups(shape, TP)])
     attention = attention_backend("reference", shape, cache, TP, (decodes + 1,), CPU)  # of the same parts as `triton`
 

@@ -15,10 +15,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from torch import Tensor
 
 from engine.geometry import Geometry
-from engine.rank.load.slices import Piece, parameters_of, pieces
+from engine.rank.load.slices import Piece, allocate
 from engine.rank.load.tensor_files import TensorHeader, checked, headers, opened
 from engine.rank.load.tensor_table import HEAD, TensorTable
 from engine.rank.models.architecture import Shard
+from engine.weight_formats import PLAIN, WeightFormat
 
 _BLOCK_BYTES = 16 << 20  # copied at once
 
@@ -49,16 +50,17 @@ def _are_equal(one: TensorHeader, two: TensorHeader) -> bool:
         return all(torch.equal(left[row : row + step], right[row : row + step]) for row in range(0, one.shape[0], step))
 
 
-def load(model: Shard, tensors: TensorTable, folder: Path, progress: bool = False) -> None:
+def load(
+    model: Shard, tensors: TensorTable, folder: Path, progress: bool = False, weights: WeightFormat = PLAIN
+) -> None:
     """Copy this rank's slices of the checkpoint in `folder` into the model's parameters, whose dtype decides.
 
     Its geometry is `with_head`; progress: show a bar on stderr, or one line at the end where that is no terminal.
-    Raises CheckpointError, which names the file, or every tensor that is missing, unexpected, mis-shaped or of no float dtype,
+    Raises CheckpointError, which names the file, or every tensor that is missing, unexpected, mis-shaped or of a wrong dtype,
     before anything is copied.
     """
-    needed = pieces(tensors, model.geometry, model.parallel.rank, model.parallel.size)
+    needed, parameters = allocate(model, tensors, weights)
     places = checked(folder, needed, tensors, model.geometry)
-    parameters = parameters_of(model, needed)
     total = sum(piece.kept * parameters[piece.parameter].element_size() for piece in needed.values())
     with _shown(total, len(needed), progress) as advance:
         for path in sorted({header.path for header in places.values()}):

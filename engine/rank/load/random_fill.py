@@ -8,21 +8,21 @@ import torch
 from torch import Tensor
 
 from engine.geometry import Geometry
-from engine.rank.load.slices import Piece, parameters_of, pieces
+from engine.rank.load.slices import Piece, allocate, pieces
 from engine.rank.load.tensor_table import TensorTable
 from engine.rank.models.architecture import Shard
+from engine.weight_formats import PLAIN, WeightFormat
 
 _DRAW = 1 << 24  # values drawn at once
 
 
-def dummy(model: Shard, tensors: TensorTable, seed: int = 0) -> None:
+def dummy(model: Shard, tensors: TensorTable, seed: int = 0, weights: WeightFormat = PLAIN) -> None:
     """Fill the model with random weights: of one and the same full model at every rank and size on one kind of device.
 
     Each tensor is drawn whole, in blocks, each from its own seed, and a rank keeps its slice: drawing costs less than remembering.
     Values are rounded to the geometry's dtype first, so that an fp32 model holds what the bf16 one does.
     """
-    needed = pieces(tensors, model.geometry, model.parallel.rank, model.parallel.size)
-    parameters = parameters_of(model, needed)
+    needed, parameters = allocate(model, tensors, weights)
     for piece in needed.values():
         for first, block in _drawn(piece, model.geometry, seed, model.device):
             _keep(block, first, piece, parameters[piece.parameter])
@@ -50,8 +50,11 @@ def _draw(piece: Piece, geometry: Geometry, normal: Tensor) -> Tensor:
     A layer multiplies a relative error by sqrt(c^2 + J^2 (1 - c^2)), c the layer scalar and J ~ 1.6 the gain of a random branch: at
     c = 0.6 sixty layers make it 10^8 times, and bf16 agrees with fp32 in no token, whoever computes it; at 0.95 it is 60 times.
     """
-    match piece.init:
-        case "matrix":
+    if piece.tensor.draw is not None:
+        drawn: Tensor = piece.tensor.draw(normal, piece.fan_in)
+        return drawn
+    match piece.kind:
+        case "matrix" | "unpacked":
             return normal / math.sqrt(piece.shape[-1])
         case "embedding":
             return normal / geometry.embedding_scale

@@ -5,12 +5,17 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from engine.errors import CheckpointError
 from engine.geometry import Geometry, Layer, shard_kv_heads, shard_vocab
-from engine.rank.load.tensor_table import Init, Part, TensorTable
+from engine.rank.load.tensor_table import Kind, Part, TensorTable
+from engine.weight_formats import PLAIN, StoredTensor, WeightFormat
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
+    from engine.rank.models.architecture import Shard
+
+_WEIGHTS = ("matrix", "embedding", "ple_table")
 _EVEN = {"q": 0, "gate": 0, "up": 0, "columns": 1, "depth": 2}  # parts that are even shares of a dimension
 
 
@@ -41,13 +46,21 @@ class Cut:
 
 @dataclass(frozen=True)
 class Piece:
-    """A checkpoint tensor of a given model and what one rank keeps of it."""
+    """A checkpoint tensor of a given model and what one rank keeps of it. fan_in: columns of its matrix."""
 
     name: str
     shape: tuple[int, ...]
     parameter: str
     cuts: tuple[Cut, ...]
-    init: Init
+    kind: Kind
+    fan_in: int
+    tensor: StoredTensor
+    weights: WeightFormat
+
+    @property
+    def weight(self) -> str | None:
+        """The path of the `Weight` that it is a tensor of."""
+        return self.parameter.rpartition(".")[0] if self.kind in _WEIGHTS else None
 
     @property
     def kept(self) -> int:
@@ -55,18 +68,41 @@ class Piece:
         return sum(math.prod(self.shape) // self.shape[cut.dim] * (cut.stop - cut.start) for cut in self.cuts)
 
 
-def pieces(tensors: TensorTable, geometry: Geometry, rank: int = 0, size: int = 1) -> dict[str, Piece]:
-    """Every tensor that the checkpoint must hold, by its published name, as `rank` of `size` cuts it."""
+def pieces(
+    tensors: TensorTable, geometry: Geometry, rank: int = 0, size: int = 1, weights: WeightFormat = PLAIN
+) -> dict[str, Piece]:
+    """Every tensor that the checkpoint must hold, by its published name, as `rank` of `size` cuts it. CheckpointError: it would cut
+    a block of the format's."""
     found = {}
     for rule in tensors.rules:
+        held = weights if rule.kind == "matrix" else PLAIN
         for layer in geometry.layers if "{i}" in rule.name else geometry.layers[:1]:
             axes = tensors.sizes(geometry, layer)
             if all(axes[axis] for axis in (*rule.shape, rule.present)):
-                name = tensors.published_name(rule.name.format(i=layer.index), geometry)
                 shape = tuple(axes[axis] for axis in rule.shape)
                 cuts = _cuts(rule.part, shape, geometry, layer, rank, size)
-                found[name] = Piece(name, shape, rule.parameter.format(i=layer.index), cuts, rule.init)
+                for tensor in held.tensors:
+                    name = tensors.published_name(rule.name.format(i=layer.index), geometry) + tensor.suffix
+                    parameter = rule.parameter.format(i=layer.index) + (f".{tensor.name}" if rule.kind in _WEIGHTS else "")
+                    kept = tuple(_of_blocks(cut, tensor, shape, name) for cut in cuts)
+                    found[name] = Piece(name, tensor.shape(shape), parameter, kept, rule.kind, shape[-1], tensor, held)
     return found
+
+
+def elements(tensors: TensorTable, geometry: Geometry) -> int:
+    """Of the whole model's matrices and vectors, whatever they are stored as."""
+    return sum(math.prod(piece.shape) for piece in pieces(tensors, geometry).values())
+
+
+def _of_blocks(cut: Cut, tensor: StoredTensor, shape: tuple[int, ...], name: str) -> Cut:
+    """A matrix's cut, as that of a tensor with an element for each block."""
+    axis = cut.dim - len(shape)  # -2: rows, -1: columns
+    unit = tensor.block[axis] if axis >= -2 else 1
+    if unit == 0:
+        return Cut(cut.dim, 0, 1)
+    if cut.start % unit or cut.at % unit or (cut.stop % unit and cut.stop < shape[cut.dim]):
+        raise CheckpointError(f"{name}: blocks of {unit} cannot be cut at {cut.start} and {cut.stop} of {shape[cut.dim]}")
+    return Cut(cut.dim, cut.start // unit, -(-cut.stop // unit), cut.at // unit)
 
 
 def _cuts(part: Part, shape: tuple[int, ...], geometry: Geometry, layer: Layer, rank: int, size: int) -> tuple[Cut, ...]:
@@ -93,16 +129,23 @@ def _kv_cut(part: Part, geometry: Geometry, layer: Layer, rank: int, size: int) 
     return Cut(0, heads.start * layer.head_dim, heads.stop * layer.head_dim, before * layer.head_dim)
 
 
-def parameters_of(model: "nn.Module", needed: dict[str, Piece]) -> "dict[str, Tensor]":
-    """The model's parameters by name; every element of each is filled by exactly one piece, but for what lies behind a vocabulary's
-    end, which is zero."""
+def allocate(
+    model: "Shard", tensors: TensorTable, weights: WeightFormat = PLAIN
+) -> "tuple[dict[str, Piece], dict[str, Tensor]]":
+    """The pieces that fill the model, and its parameters by name, now that its weights have tensors. Every element of each is
+    filled by exactly one piece, but for what lies behind a vocabulary's end, which is zero."""
+    needed = pieces(tensors, model.geometry, model.parallel.rank, model.parallel.size, weights)
+    for path, held in {piece.weight: piece.weights for piece in needed.values() if piece.weight}.items():
+        parent, _, name = path.rpartition(".")
+        module = model.get_submodule(parent)
+        setattr(module, name, getattr(module, name).stored_as(held))
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     filled = dict.fromkeys(parameters, 0)
     for piece in needed.values():
         filled[piece.parameter] += piece.kept
-        if piece.init in ("embedding", "ple_table"):
+        if piece.kind in ("embedding", "ple_table"):
             behind = parameters[piece.parameter][piece.kept // piece.shape[1] :]
             filled[piece.parameter] += behind.zero_().numel()
     wrong = [name for name, parameter in parameters.items() if filled[name] != parameter.numel()]
     assert not wrong, f"the table does not fill {wrong}"
-    return parameters
+    return needed, parameters

@@ -16,7 +16,6 @@ from engine.rank.load.tensor_table import TensorTable
 
 INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_FLOATS = {"BF16", "F16", "F32"}
 _LISTED = 20  # wrong tensors named in one error
 
 
@@ -46,8 +45,8 @@ def checked(folder: Path, needed: dict[str, Piece], tensors: TensorTable, geomet
 def _unlike(piece: Piece, found: TensorHeader) -> str | None:
     if found.shape != piece.shape:
         return f"{found.name} has shape {list(found.shape)}, not {list(piece.shape)}"
-    if found.dtype not in _FLOATS:
-        return f"{found.name} has dtype {found.dtype}, not one of {', '.join(sorted(_FLOATS))}"
+    if found.dtype not in piece.tensor.saved:
+        return f"{found.name} has dtype {found.dtype}, not one of {', '.join(piece.tensor.saved)}"
     return None
 
 

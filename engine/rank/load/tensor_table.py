@@ -10,23 +10,23 @@ from engine.geometry import Geometry, Layer
 HEAD = "lm_head.weight"
 
 Part = Literal["whole", "vocab", "columns", "depth", "q", "k", "v", "gate", "up", "gate_up"]
-Init = Literal["matrix", "embedding", "ple_table", "norm", "head_norm", "scalar", "one"]
+Kind = Literal["matrix", "embedding", "ple_table", "unpacked", "norm", "head_norm", "scalar", "one"]
 
 
 @dataclass(frozen=True)
 class Rule:
     """A checkpoint tensor (its name behind the model's prefix, which the head's has not; {i} is the layer) and where it goes.
 
-    shape: names of axes; part: the rank's share of it and its place in a merged parameter, see `slices`;
-    init: how a random one is drawn, see `random_fill`. A model or layer where an axis has size 0 is without it: one of its shape,
-    or `present`.
+    shape: names of axes; part: the rank's share of it and its place in a merged parameter, see `slices`; kind: how a random one is
+    drawn, see `random_fill`. The parameter of a matrix, which may be packed unless it says otherwise, and of a table is a `Weight`.
+    A model or layer where an axis has size 0 is without it: one of its shape, or `present`.
     """
 
     name: str
     parameter: str
     shape: tuple[str, ...]
     part: Part = "whole"
-    init: Init = "matrix"
+    kind: Kind = "matrix"
     present: str = "one"
 
 

@@ -25,8 +25,10 @@ from engine.rank.models.architecture import Shard
 from engine.rank.models.assistant_geometry import AssistantGeometry
 from engine.rank.models.assistant_weights import ORDER, TENSORS
 from engine.rank.models.gemma4 import Block, LayerStep, frequencies_of
-from engine.rank.models.layers import AllReduceNorm, Linear, Module, VocabTable, empty
+from engine.rank.models.layers import AllReduceNorm, VocabTable
+from engine.rank.models.module import Module, empty
 from engine.rank.parallel import Parallel
+from engine.rank.weight import Weight
 from kernels.fused_allreduce_norm import AllReduceInbox
 
 
@@ -64,7 +66,7 @@ class OrderedHead(Module):
         super().__init__()
         self._clusters, self._top_k = geometry.centroids, geometry.centroid_top_k
         self.weight = empty(geometry.vocab, geometry.hidden, dtype=dtype, device=device)
-        self.centroids = Linear(geometry.hidden, geometry.centroids, dtype, device)
+        self.centroids = Weight((geometry.centroids, geometry.hidden), dtype, device)
         self.order = torch.arange(geometry.vocab, device=device)
 
     def sort(self, order: Tensor) -> None:
@@ -89,10 +91,10 @@ class Assistant(Shard):
     def __init__(self, geometry: Geometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
         assert isinstance(geometry, AssistantGeometry), geometry
         super().__init__(geometry, parallel, dtype, device)
-        self.pre = Linear(2 * geometry.backbone, geometry.hidden, dtype, device)
+        self.pre = Weight((geometry.hidden, 2 * geometry.backbone), dtype, device)
         self.blocks = nn.ModuleList(Block(geometry, layer, parallel, dtype, device) for layer in geometry.layers)
         self.norm = empty(geometry.hidden, dtype=dtype, device=device)
-        self.post = Linear(geometry.hidden, geometry.backbone, dtype, device)
+        self.post = Weight((geometry.backbone, geometry.hidden), dtype, device)
         self.head: Head
         self.head = OrderedHead(geometry, dtype, device) if geometry.centroids else DenseHead(geometry, parallel, dtype, device)
         self.frequencies: dict[RopeKey, Tensor] = frequencies_of(geometry, device)

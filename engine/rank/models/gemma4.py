@@ -28,18 +28,16 @@ from engine.rank.models.layers import (
     AllReduceNorm,
     AttentionModule,
     Experts,
-    Linear,
     Mlp,
-    Module,
     NormWeights,
     Router,
     VocabTable,
-    empty,
     reduce_together,
 )
+from engine.rank.models.module import Module, empty
 from engine.rank.parallel import Parallel
+from engine.rank.weight import Weight
 from kernels.fused_allreduce_norm import AllReduceInbox, InboxPart
-from kernels.linear import linear_gelu_mul
 from kernels.ple import per_layer_inputs
 from kernels.qkv import inverse_frequencies
 
@@ -80,14 +78,14 @@ class Attention(AttentionModule):
         heads = geometry.heads // parallel.size
         kv_heads = len(shard_kv_heads(geometry.heads, layer.kv_heads, parallel.size, parallel.rank))
         kv_projections = (2 - layer.k_eq_v) if layer.owns_kv else 0
-        self.qkv = Linear(geometry.hidden, (heads + kv_projections * kv_heads) * layer.head_dim, dtype, device)
-        self.o = Linear(heads * layer.head_dim, geometry.hidden, dtype, device)
+        self.qkv = Weight(((heads + kv_projections * kv_heads) * layer.head_dim, geometry.hidden), dtype, device)
+        self.o = Weight((geometry.hidden, heads * layer.head_dim), dtype, device)
         self.q_norm = empty(layer.head_dim, dtype=dtype, device=device)
         self.k_norm = empty(layer.head_dim, dtype=dtype, device=device) if layer.owns_kv else None
 
     def forward(self, x: Tensor, step: LayerStep) -> Tensor | InboxPart:
         group = step.cache.of(self.layer)
-        out = x.new_empty(x.shape[0], self.o.weight.shape[1])
+        out = x.new_empty(x.shape[0], self.o.shape[1])
         step.attention.attend(self.qkv(x), self.layer, (self.q_norm, self.k_norm), step.batch, step.plan, group, out)
         part: Tensor | InboxPart = self.o(out, step.allreduce_norm)
         return part
@@ -109,8 +107,8 @@ class Block(Module):
             self.experts = Experts(hidden, geometry.moe, parallel, dtype, device)
             norms += ["pre_experts", "post_dense", "post_experts"]
         if self._ple:
-            self.ple_gate = Linear(hidden, geometry.ple, dtype, device)
-            self.ple_out = Linear(geometry.ple, hidden, dtype, device)
+            self.ple_gate = Weight((geometry.ple, hidden), dtype, device)
+            self.ple_out = Weight((hidden, geometry.ple), dtype, device)
             norms += ["post_ple"]
         self.norms = NormWeights(norms, hidden, dtype, device)
         self.scalar = empty(1, dtype=dtype, device=device)
@@ -128,7 +126,7 @@ class Block(Module):
             h, x = step.allreduce_norm(self.mlp(x, step.allreduce_norm), h, norms["post_mlp"], after, scalar)
         if step.ple is None:
             return h, x
-        p = self.ple_out(linear_gelu_mul(h, self.ple_gate.weight, step.ple[:, self._index]))
+        p = self.ple_out(self.ple_gate.gelu_mul(h, step.ple[:, self._index]))
         return step.allreduce_norm.whole(p, h, norms["post_ple"], next_norm, self.scalar)
 
     def _dense_and_experts(self, h: Tensor, x: Tensor) -> Tensor:
@@ -153,7 +151,7 @@ class Embedding(Module):
         if geometry.ple:
             width = len(geometry.layers) * geometry.ple
             self.ple_tokens = VocabTable(geometry.ple_vocab, width, parallel, dtype, device)
-            self.ple_projection = Linear(geometry.hidden, width, dtype, device)
+            self.ple_projection = Weight((width, geometry.hidden), dtype, device)
             self.ple_norm = empty(geometry.ple, dtype=dtype, device=device)
 
     def rows(self, ids: Tensor) -> Tensor:

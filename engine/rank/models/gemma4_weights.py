@@ -11,42 +11,42 @@ _PREFIXES = ("model.language_model.", "language_model.model.", "language_model."
 
 
 def _norm(name: str, parameter: str, size: str = "hidden", present: str = "one") -> Rule:
-    return Rule(name, parameter, (size,), init="norm", present=present)
+    return Rule(name, parameter, (size,), kind="norm", present=present)
 
 
 _I, _B = "layers.{i}.", "blocks.{i}."
 _RULES = (
-    Rule("embed_tokens.weight", "embedding.tokens.head.weight", ("vocab", "hidden"), "vocab", "embedding"),
-    Rule("embed_tokens_per_layer.weight", "embedding.ple_tokens.head.weight", ("ple_vocab", "ples"), "vocab", "ple_table"),
-    Rule("per_layer_model_projection.weight", "embedding.ple_projection.weight", ("ples", "hidden")),
+    Rule("embed_tokens.weight", "embedding.tokens.head", ("vocab", "hidden"), "vocab", "embedding"),
+    Rule("embed_tokens_per_layer.weight", "embedding.ple_tokens.head", ("ple_vocab", "ples"), "vocab", "ple_table"),
+    Rule("per_layer_model_projection.weight", "embedding.ple_projection", ("ples", "hidden")),
     _norm("per_layer_projection_norm.weight", "embedding.ple_norm", "ple"),
-    Rule(_I + "self_attn.q_proj.weight", _B + "attention.qkv.weight", ("q", "hidden"), "q"),
-    Rule(_I + "self_attn.k_proj.weight", _B + "attention.qkv.weight", ("kv", "hidden"), "k"),
-    Rule(_I + "self_attn.v_proj.weight", _B + "attention.qkv.weight", ("v", "hidden"), "v"),
-    Rule(_I + "self_attn.o_proj.weight", _B + "attention.o.weight", ("hidden", "q"), "columns"),
-    Rule(_I + "self_attn.q_norm.weight", _B + "attention.q_norm", ("head_dim",), init="head_norm"),
-    Rule(_I + "self_attn.k_norm.weight", _B + "attention.k_norm", ("head_dim",), init="head_norm", present="kv"),
-    Rule(_I + "mlp.gate_proj.weight", _B + "mlp.gate_up.weight", ("width", "hidden"), "gate"),
-    Rule(_I + "mlp.up_proj.weight", _B + "mlp.gate_up.weight", ("width", "hidden"), "up"),
-    Rule(_I + "mlp.down_proj.weight", _B + "mlp.down.weight", ("hidden", "width"), "columns"),
-    Rule(_I + "router.proj.weight", _B + "router.proj.weight", ("experts", "hidden")),
-    Rule(_I + "router.scale", _B + "router.scale", ("hidden",), init="one", present="experts"),
+    Rule(_I + "self_attn.q_proj.weight", _B + "attention.qkv", ("q", "hidden"), "q"),
+    Rule(_I + "self_attn.k_proj.weight", _B + "attention.qkv", ("kv", "hidden"), "k"),
+    Rule(_I + "self_attn.v_proj.weight", _B + "attention.qkv", ("v", "hidden"), "v"),
+    Rule(_I + "self_attn.o_proj.weight", _B + "attention.o", ("hidden", "q"), "columns"),
+    Rule(_I + "self_attn.q_norm.weight", _B + "attention.q_norm", ("head_dim",), kind="head_norm"),
+    Rule(_I + "self_attn.k_norm.weight", _B + "attention.k_norm", ("head_dim",), kind="head_norm", present="kv"),
+    Rule(_I + "mlp.gate_proj.weight", _B + "mlp.gate_up", ("width", "hidden"), "gate"),
+    Rule(_I + "mlp.up_proj.weight", _B + "mlp.gate_up", ("width", "hidden"), "up"),
+    Rule(_I + "mlp.down_proj.weight", _B + "mlp.down", ("hidden", "width"), "columns"),
+    Rule(_I + "router.proj.weight", _B + "router.proj", ("experts", "hidden"), kind="unpacked"),
+    Rule(_I + "router.scale", _B + "router.scale", ("hidden",), kind="one", present="experts"),
     _norm(_I + "router.per_expert_scale", _B + "router.per_expert_scale", "experts"),
     Rule(_I + "experts.gate_up_proj", _B + "experts.gate_up", ("experts", "expert_pair", "hidden"), "gate_up"),
     Rule(_I + "experts.down_proj", _B + "experts.down", ("experts", "hidden", "expert"), "depth"),
     _norm(_I + "pre_feedforward_layernorm_2.weight", _B + "norms.pre_experts", present="experts"),
     _norm(_I + "post_feedforward_layernorm_1.weight", _B + "norms.post_dense", present="experts"),
     _norm(_I + "post_feedforward_layernorm_2.weight", _B + "norms.post_experts", present="experts"),
-    Rule(_I + "per_layer_input_gate.weight", _B + "ple_gate.weight", ("ple", "hidden")),
-    Rule(_I + "per_layer_projection.weight", _B + "ple_out.weight", ("hidden", "ple")),
+    Rule(_I + "per_layer_input_gate.weight", _B + "ple_gate", ("ple", "hidden")),
+    Rule(_I + "per_layer_projection.weight", _B + "ple_out", ("hidden", "ple")),
     _norm(_I + "post_per_layer_input_norm.weight", _B + "norms.post_ple", present="ple"),
     _norm(_I + "input_layernorm.weight", _B + "norms.pre_attention"),
     _norm(_I + "post_attention_layernorm.weight", _B + "norms.post_attention"),
     _norm(_I + "pre_feedforward_layernorm.weight", _B + "norms.pre_mlp"),
     _norm(_I + "post_feedforward_layernorm.weight", _B + "norms.post_mlp"),
-    Rule(_I + "layer_scalar", _B + "scalar", ("one",), init="scalar"),
+    Rule(_I + "layer_scalar", _B + "scalar", ("one",), kind="scalar"),
     _norm("norm.weight", "norm"),
-    Rule(HEAD, "own_head.head.weight", ("head", "hidden"), "vocab", "embedding"),
+    Rule(HEAD, "own_head.head", ("head", "hidden"), "vocab", "embedding"),
 )
 
 
@@ -77,7 +77,7 @@ def _is_unused(name: str, geometry: Geometry) -> bool:
     layers that read another's."""
     if _is_of_tower(name) or (name == HEAD and geometry.tied):
         return True
-    match = re.fullmatch(rf"{re.escape(geometry.prefix)}layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm)\.weight", name)
+    match = re.fullmatch(rf"{re.escape(geometry.prefix)}layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm)\.weight\w*", name)
     layer = int(match[1]) if match else len(geometry.layers)
     return layer < len(geometry.layers) and not geometry.layers[layer].owns_kv
 

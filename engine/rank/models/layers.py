@@ -1,48 +1,22 @@
-"""The few tensor-parallel layers. Every weight product of a model goes through `Linear`, except the experts' own op.
+"""The few tensor-parallel layers. Every product of a model is one of a `Weight`'s, except the router's.
 
-A column-parallel product is a `Linear` whose weight holds this rank's rows; what it yields stays local. A row-parallel one holds
+A column-parallel product is by a `Weight` of this rank's rows; what it yields stays local. A row-parallel one is by
 this rank's columns and yields a part of the sum: parts are added over ranks before anything else may touch them, and Gemma norms
 every such sum, so that sum, norm, residual and next norm are one step: `AllReduceNorm`. KV heads that do not divide are held by
 several ranks. Weights are made empty; `engine.rank.load` fills them.
 """
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.geometry import Layer, Moe, shard_vocab, vocab_share
+from engine.rank.models.module import Module, empty
 from engine.rank.parallel import Parallel
-from kernels.embed import embed
-from kernels.experts import experts
+from engine.rank.weight import Weight
 from kernels.fused_allreduce_norm import AllReduceInbox, InboxPart, Norms, fused_allreduce_norm
-from kernels.linear import linear, linear_geglu, linear_parts, linear_send
 from kernels.route import route, router_logits
-
-
-def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """A parameter to be loaded."""
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
-
-
-class Module(nn.Module):
-    """torch's, whose parameters and parts are found as other attributes are: torch looks for each in three dictionaries, in Python,
-    whenever it is read. A model stays on the device and in the dtype that it is made with."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        if name in self._parameters or name in self._modules:
-            vars(self)[name] = value
-
-    def __delattr__(self, name: str) -> None:
-        if name in self._parameters or name in self._modules:
-            del vars(self)[name]
-        super().__delattr__(name)
-
-    def _apply(self, *_: Any, **__: Any) -> "Module":
-        """What torch converts and moves parameters by, behind our back."""
-        raise AssertionError("a model is made on its device and in its dtype")
 
 
 class AttentionModule(Module):
@@ -62,28 +36,6 @@ class NormWeights(Module):
     def __getitem__(self, name: str) -> Tensor:
         weight: Tensor = vars(self)[name]
         return weight
-
-
-class Linear(Module):
-    """x [..., n] -> x W^T [..., m]; weight [m, n]."""
-
-    def __init__(self, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        self.weight = empty(outputs, inputs, dtype=dtype, device=device)
-
-    def forward(self, x: Tensor, allreduce_norm: "AllReduceNorm | None" = None) -> Tensor | InboxPart:
-        """With `allreduce_norm`, this rank's part of a row-parallel product for it: few rows go to the ranks' inboxes, if any;
-        where there is one rank, they may be left in fp32 parts [parts, T, m]."""
-        if allreduce_norm is None or (allreduce_norm.peers is None and allreduce_norm.ranks > 1):
-            return linear(x, self.weight)
-        if allreduce_norm.peers is None:
-            return linear_parts(x, self.weight)
-        sent = linear_send(x, self.weight, allreduce_norm.peers)
-        return linear(x, self.weight) if sent is None else sent
-
-    def fp32(self, x: Tensor) -> Tensor:
-        """x [T, n] -> fp32 [T, m], the product not rounded to x's dtype: bf16 logits would tie in one row of fourteen."""
-        return linear(x, self.weight, dtype=torch.float32)
 
 
 class AllReduceNorm:
@@ -140,7 +92,7 @@ class VocabTable(Module):
         share = vocab_share(rows, parallel.size)
         self._first = parallel.rank * share
         self._filled = len(shard_vocab(rows, parallel.size, parallel.rank))
-        self.head = Linear(width, share, dtype, device)
+        self.head = Weight((share, width), dtype, device)
 
     @property
     def weight(self) -> Tensor:
@@ -148,7 +100,7 @@ class VocabTable(Module):
 
     def forward(self, ids: Tensor, placeholders: Tensor, pad: int) -> Tensor:
         """ids int [T] -> [T, width]: zero rows for ids of other ranks, to be added over ranks. Placeholders are read as pad."""
-        return embed(ids, self.weight, self._first, placeholders, pad)
+        return self.head.rows(ids, self._first, placeholders, pad)
 
     def logits(self, x: Tensor) -> Tensor:
         """x [T, width] -> fp32 [T, share]."""
@@ -164,11 +116,11 @@ class Mlp(Module):
     def __init__(self, hidden: int, width: int, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         share = width // parallel.size
-        self.gate_up = Linear(hidden, 2 * share, dtype, device)
-        self.down = Linear(share, hidden, dtype, device)
+        self.gate_up = Weight((2 * share, hidden), dtype, device)
+        self.down = Weight((hidden, share), dtype, device)
 
     def forward(self, x: Tensor, allreduce_norm: AllReduceNorm | None = None) -> Tensor | InboxPart:
-        part: Tensor | InboxPart = self.down(linear_geglu(x, self.gate_up.weight), allreduce_norm)
+        part: Tensor | InboxPart = self.down(self.gate_up.geglu(x), allreduce_norm)
         return part
 
 
@@ -178,13 +130,13 @@ class Router(Module):
     def __init__(self, hidden: int, moe: Moe, eps: float, device: torch.device) -> None:
         super().__init__()
         self._top_k, self._eps = moe.top_k, eps
-        self.proj = Linear(hidden, moe.experts, torch.float32, device)
+        self.proj = empty(moe.experts, hidden, dtype=torch.float32, device=device)
         self.scale = empty(hidden, dtype=torch.float32, device=device)
         self.per_expert_scale = empty(moe.experts, dtype=torch.float32, device=device)
 
     def forward(self, h: Tensor, norm: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """h [T, hidden], the raw residual -> (weights fp32, experts int32), [T, top_k] each, and h normed by `norm`."""
-        logits, x = router_logits(h, self.proj.weight, self.scale, norm, self._eps)
+        logits, x = router_logits(h, self.proj, self.scale, norm, self._eps)
         return *route(logits, self.per_expert_scale, self._top_k), x
 
 
@@ -194,12 +146,12 @@ class Experts(Module):
     def __init__(self, hidden: int, moe: Moe, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         share = moe.intermediate // parallel.size
-        self.gate_up = empty(moe.experts, 2 * share, hidden, dtype=dtype, device=device)
-        self.down = empty(moe.experts, hidden, share, dtype=dtype, device=device)
+        self.gate_up = Weight((moe.experts, 2 * share, hidden), dtype, device)
+        self.down = Weight((moe.experts, hidden, share), dtype, device)
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor, beside: Tensor) -> Tensor:
         """x and beside [T, hidden], weights and chosen [T, top_k] -> [T, 2 hidden]: beside, this rank's part of the experts."""
-        return experts(x, weights, chosen, self.gate_up, self.down, beside)
+        return self.gate_up.experts(x, weights, chosen, self.down, beside)
 
 
 def reduce_together(parallel: Parallel, *parts: Tensor) -> tuple[Tensor, ...]:

@@ -47,17 +47,18 @@ class BareRank(Rank):
         """(module, bytes that a decode step reads of it): its own matrices, of a table the rows of `batch` tokens, of experts
         as many as random choices hit, and the K and V that `batch` rows see; "head" is the table that logits come of."""
         tables = {id(module.head) for module in self.model.modules() if isinstance(module, VocabTable)}
+        experts = {id(weight) for module in self.model.modules() if isinstance(module, Experts) for weight in module.children()}
         for name, module in self.model.named_modules():
             size = sum(own.nbytes for own in module.parameters(recurse=False) if own.ndim > 1)
             if isinstance(module, VocabTable):
-                size = batch * module.weight[0].nbytes
-            elif isinstance(module, Experts) and (moe := self.geometry.moe):
+                size = batch * module.head.nbytes // module.head.shape[0]
+            elif id(module) in experts and (moe := self.geometry.moe):
                 size = int(size * (1 - (1 - moe.top_k / moe.experts) ** batch))
             elif isinstance(module, AttentionModule):
                 group, pool = self.cache.of(module.layer).group, self.cache.of(module.layer).pool
                 size = batch * 2 * group.kv_heads * group.head_dim * min(context, group.window or context) * pool.element_size()
             yield name, 0 if id(module) in tables else size
-        yield "head", self.model.head.weight.nbytes
+        yield "head", self.model.head.head.nbytes
 
     def step_bytes(self, batch: int, context: int) -> int:
         """What a decode step must read."""

@@ -71,8 +71,8 @@ BIGRAM = Architecture(
     read,
     TensorTable(
         (
-            Rule("first", "first.head.weight", ("vocab", "hidden"), "vocab", "embedding"),
-            Rule("second", "second.head.weight", ("vocab", "hidden"), "vocab", "embedding"),
+            Rule("first", "first.head", ("vocab", "hidden"), "vocab", "embedding"),
+            Rule("second", "second.head", ("vocab", "hidden"), "vocab", "embedding"),
         ),
         sizes,
         published_name=lambda name, _: f"bigram.{name.removeprefix('bigram.')}",

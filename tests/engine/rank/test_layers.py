@@ -4,7 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from engine.rank.models.layers import Linear, Module, NormWeights, empty
+from engine.rank.models.layers import NormWeights
+from engine.rank.models.module import Module, empty
+from engine.rank.weight import Weight
+from engine.weight_formats import PLAIN
 
 pytestmark = pytest.mark.cpu
 CPU = torch.device("cpu")
@@ -16,7 +19,7 @@ class Pair(Module):
     def __init__(self) -> None:
         super().__init__()
         self.scale = empty(1, dtype=torch.float32, device=CPU)
-        self.part = Linear(2, 2, torch.float32, CPU)
+        self.part = Weight((2, 2), torch.float32, CPU).stored_as(PLAIN)
 
 
 def differences(pair: Pair) -> list[str]:
@@ -29,7 +32,7 @@ def test_attributes_follow_what_is_assigned_and_deleted() -> None:
     """Each change by Python's own means reaches both; one past them, as torch's conversions make it, would not."""
     pair = Pair()
     assert differences(pair) == []
-    pair.scale, pair.part = empty(1, dtype=torch.float64, device=CPU), Linear(3, 3, torch.float32, CPU)
+    pair.scale, pair.part = empty(1, dtype=torch.float64, device=CPU), Weight((3, 3), torch.float32, CPU).stored_as(PLAIN)
     assert differences(pair) == []
     assert (pair.scale.dtype, pair.part.weight.shape) == (torch.float64, (3, 3))
     pair._parameters["scale"] = empty(1, dtype=torch.float32, device=CPU)

@@ -16,7 +16,7 @@ from engine.errors import CheckpointError
 from engine.geometry import Geometry, read_geometry
 from engine.rank.load import loader
 from engine.rank.load.loader import load, with_head
-from engine.rank.load.slices import pieces
+from engine.rank.load.slices import allocate, pieces
 from engine.rank.load.tensor_files import INDEX, checked
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.models.gemma4_weights import TENSORS
@@ -155,6 +155,8 @@ def test_a_head_that_config_promises_must_be_there(copy: Path) -> None:
     with pytest.raises(CheckpointError, match=r"lm_head\.weight is missing"):
         checked(copy, pieces(TENSORS, geometry, 0, 1), TENSORS, geometry)
     models = [Gemma4(each, Single(), torch.bfloat16, torch.device("meta")) for each in (tied, geometry)]
+    for model in models:
+        allocate(model, TENSORS)
     one, two = (sum(parameter.nbytes for parameter in model.parameters()) for model in models)
     assert two - one == 2 * tied.vocab * tied.hidden
 

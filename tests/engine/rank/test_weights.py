@@ -25,7 +25,7 @@ from engine.rank import start_checks
 from engine.rank.load import loader, random_fill
 from engine.rank.load.loader import load
 from engine.rank.load.random_fill import dummy, dummy_tensor
-from engine.rank.load.slices import pieces
+from engine.rank.load.slices import allocate, pieces
 from engine.rank.load.tensor_files import INDEX
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.models.gemma4_weights import TENSORS
@@ -47,6 +47,7 @@ def shard(geometry: Geometry, rank: int = 0, size: int = 1, dtype: torch.dtype =
     """An empty shard, every element NaN."""
     parallel = ThreadParallel(rank, size, [], None) if size > 1 else Single()  # type: ignore[arg-type]
     model = Gemma4(geometry, parallel, dtype, CPU)
+    allocate(model, TENSORS)
     for parameter in model.parameters():
         parameter.fill_(torch.nan)
     return model
@@ -112,11 +113,11 @@ def _ple(its: Tensors) -> Tensors:
 def _moe(its: Tensors, share: Callable[[Tensor, int], Tensor]) -> Tensors:
     gate, up = its["experts.gate_up_proj"].chunk(2, 1)
     return {
-        "router.proj.weight": its["router.proj.weight"],
+        "router.proj": its["router.proj.weight"],
         "router.scale": its["router.scale"],
         "router.per_expert_scale": its["router.per_expert_scale"],
-        "experts.gate_up": torch.cat([share(gate, 1), share(up, 1)], 1),
-        "experts.down": share(its["experts.down_proj"], 2),
+        "experts.gate_up.weight": torch.cat([share(gate, 1), share(up, 1)], 1),
+        "experts.down.weight": share(its["experts.down_proj"], 2),
         "norms.pre_experts": its["pre_feedforward_layernorm_2.weight"],
         "norms.post_dense": its["post_feedforward_layernorm_1.weight"],
         "norms.post_experts": its["post_feedforward_layernorm_2.weight"],
@@ -319,7 +320,7 @@ def test_dummy_is_drawn_as_said(nano: Nano) -> None:
     dummy(model, TENSORS, 0)
     block = model.blocks[0]
     assert block.mlp.down.weight.std().item() == pytest.approx(shape.mlp**-0.5, rel=0.03)
-    assert block.experts.gate_up.std().item() == pytest.approx(shape.hidden**-0.5, rel=0.03)
+    assert block.experts.gate_up.weight.std().item() == pytest.approx(shape.hidden**-0.5, rel=0.03)
     assert model.embedding.tokens.weight.std().item() * math.sqrt(shape.hidden) == pytest.approx(1, rel=0.03)
     norms = torch.cat([norm for each in model.blocks for norm in each.norms.parameters()])
     assert norms.mean().item() == pytest.approx(1, abs=0.02)
@@ -385,8 +386,8 @@ MEASURE = textwrap.dedent("""
     watcher = threading.Thread(target=watch)
     watcher.start()
     model = Gemma4(geometry, Rank(), torch.bfloat16, torch.device("cpu"))
-    shard = sum(p.numel() * p.element_size() for p in model.parameters())
     loader.load(model, TENSORS, folder)
+    shard = sum(p.nbytes for p in model.parameters())
     done = True
     watcher.join()
     print(json.dumps({"shard": shard, "grown": peak[0] - before, "before": before}))

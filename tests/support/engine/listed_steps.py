@@ -9,7 +9,9 @@ from engine.geometry import Geometry, kv_groups, read_geometry
 from engine.rank.attention import attention_backend
 from engine.rank.batch import Chunk, ForwardBatch
 from engine.rank.kv import GroupCache, KVCache
+from engine.rank.load.slices import allocate
 from engine.rank.models.gemma4 import Gemma4
+from engine.rank.models.gemma4_weights import TENSORS
 from engine.rank.parallel import SENT_ROWS, SHARDED_ROWS, Single
 from engine.rank.sampler import Sampler
 from engine.rank.step import LAYOUT
@@ -45,6 +47,7 @@ def step(member: str, rows: int, buckets: tuple[int, ...] = ()) -> tuple[Node, .
     """The launches of a decode step of `rows` rows on one rank of four: inputs, forward, sampling."""
     shape = geometry(member)
     model = Gemma4(shape, OneOfFour(), torch.bfloat16, META)
+    allocate(model, TENSORS)
     caches = [GroupCache(group, 100, SLOTS, MAX_LEN, META) for group in kv_groups(shape, TP)]
     cache = KVCache(caches)
     pointers = torch.empty(TP, dtype=torch.int64, device=META)
@@ -80,6 +83,7 @@ def mixed(
     """The launches of a step with a prefill chunk, and decode rows behind it: inputs and forward, of `every` row to its end."""
     shape, rows = geometry(member), chunk + decodes
     model = Gemma4(shape, OneOfFour(), torch.bfloat16, META)
+    allocate(model, TENSORS)
     cache = KVCache([GroupCache(group, 100, SLOTS, MAX_LEN, META) for group in kv_groups(shape, TP)])
     attention = attention_backend("triton", shape, cache, TP, buckets, META)
     with record(target=(9, 0)) as nodes:
