@@ -2,9 +2,8 @@
 
     client = EngineClient(group.front_socket)
     await client.start()
-    async with client.generate(prompt, params) as stream:      submitted by the call itself
-        async for output in stream:                            all that has come since the last one, as one Output
-            ...                                                leaving early, for any cause, aborts
+    stream = client.generate(prompt, params)                   submits
+    stream.take()                                              all that has come since the last one, as one Output
 
 Runs on one event loop and is called from it only. received == finished + refused + aborted + failed + open, always. A request
 leaves `open` only when the core has ended it (or the core is gone), so that these counters agree with the core's.
@@ -101,21 +100,19 @@ class _Request:
 class EngineClient:
     """Speaks to the core over `sock`, which it takes over (the socket object given is detached).
 
-    `on_load` gets the core's figures with each TokenBatch, `sink` every event; `clock` in seconds, monotonic.
+    `sink` gets every event, the core's figures with each TokenBatch among them; `clock` in seconds, monotonic.
     """
 
     def __init__(
         self,
         sock: socket.socket,
         *,
-        on_load: Callable[[Load], None] | None = None,
         sink: Sink = no_sink,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters = ClientCounters()
         self.load: Load | None = None
         self.dead: str | None = None
-        self._on_load = on_load
         self._sink = sink
         self._clock = clock
         self._requests: dict[int, _Request] = {}
@@ -189,7 +186,7 @@ class EngineClient:
         return self._waiting_since if self._requests else None
 
     def report(self) -> None:
-        """Ask for the core's figures; they come by `on_load`."""
+        """Ask for the core's figures; they come as `load` and an EngineLoad event."""
         self._write(self._frame(Control(action="report")))
 
     def stop(self) -> None:
@@ -310,8 +307,6 @@ class EngineClient:
     def _loaded(self, load: Load) -> None:
         before, self.load = self.load, load
         self._sink(EngineLoad(load, self._interval(before, load)))
-        if self._on_load is not None:
-            self._on_load(load)
 
     def _interval(self, before: Load | None, load: Load) -> float | None:
         """Seconds since the last report of a step, if `load` has a new step and there was work in between."""

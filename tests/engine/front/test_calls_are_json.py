@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine.front.arguments import ArgumentsParser
+from engine.front.arguments import ArgumentsParser, Reading
+from engine.front.notation import LOOK_AHEAD
 from engine.front.reply import ReplyParser
 from engine.front.tools import Tools
 from tests.support.engine.replies import BEGIN_CALL, IDS, QUOTE, Said, Segment, parsed, segments, tokens
@@ -74,12 +75,20 @@ def _one_call_alone(parser: ReplyParser, *, complete: bool) -> None:
         parser._read(parser._end_arguments(complete=complete))
 
 
+def _looks_at_all(parser: ArgumentsParser, decide: Callable[[str], Any]) -> Reading[Any]:
+    while True:
+        ahead = parser._text[parser._at :]
+        decided = decide(ahead)
+        if decided is not None or len(ahead) >= LOOK_AHEAD or not (yield from parser._more()):
+            return decided
+
+
 @pytest.mark.parametrize(
     ("where", "name", "fault", "seen"),
     [
         (ArgumentsParser, "end", ArgumentsParser.cut, 0),
         (ReplyParser, "_end_open_call", _one_call_alone, 0),
-        (ArgumentsParser, "_ahead", property(lambda parser: parser._text[parser._at :]), 1),
+        (ArgumentsParser, "_look", _looks_at_all, 1),
     ],
 )
 def test_a_faulty_parser_is_seen(
