@@ -81,11 +81,10 @@ class Waiter:
         self._polls = 0
 
     def reset(self) -> None:
-        """Something arrived: restart the back-off."""
+        """Restart the back-off, because something arrived."""
         self._polls = 0
 
     def wait(self) -> None:
-        """One turn of waiting."""
         self._polls += 1
         if self._polls <= self._spin:
             return
@@ -146,7 +145,6 @@ class RingWriter(_Ring):
 
 
 class RingReader(_Ring):
-    """Reader number `index` of `readers`."""
 
     def __init__(self, memory: memoryview, readers: int, index: int) -> None:
         super().__init__(memory, readers)

@@ -66,7 +66,6 @@ class ArgumentsParser:
 
     @property
     def ended(self) -> bool:
-        """The arguments are over."""
         return not self._open
 
     @property
@@ -80,12 +79,10 @@ class ArgumentsParser:
         return made
 
     def push(self, text: str) -> None:
-        """More text."""
         self._new = text
         next(self._reading, None)
 
     def quote(self) -> None:
-        """A quote marker."""
         self.push(MARK)
 
     def end(self) -> None:
@@ -193,7 +190,7 @@ class ArgumentsParser:
             self._out.append("null")
 
     def _begin(self, container: Container) -> None:
-        """A member or an element begins."""
+        """Put out the comma before a member or an element."""
         if container.begun:
             self._out.append(",")
         container.begun += 1
@@ -213,7 +210,7 @@ class ArgumentsParser:
             yield from self._bare(schema)
 
     def _put(self, value: str) -> None:
-        """A value, or its beginning."""
+        """Put out a value, or its beginning."""
         if self._open[-1].is_array:
             self._begin(self._open[-1])
         self._out.append(value)

@@ -82,7 +82,6 @@ class Clock:
 
     @property
     def queue_s(self) -> float | None:
-        """Seconds in the queue."""
         return None if self.scheduled is None else self.scheduled - self.submitted
 
 
@@ -124,7 +123,6 @@ class EngineClient:
         self._sock.setblocking(False)
 
     async def start(self) -> None:
-        """Attach to the running loop."""
         loop = asyncio.get_running_loop()
         self._transport, _ = await loop.create_unix_connection(lambda: _Link(self._message, self._lost), sock=self._sock)
 
@@ -177,7 +175,6 @@ class EngineClient:
 
     @property
     def open(self) -> int:
-        """Requests that have not ended."""
         return len(self._requests)
 
     @property

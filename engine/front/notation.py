@@ -130,7 +130,6 @@ def without_quotes(key: str) -> str:
 
 
 def json_string(text: str) -> str:
-    """Text as a JSON string."""
     return json.dumps(text.replace(MARK, '"'), ensure_ascii=False)
 
 

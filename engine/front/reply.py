@@ -137,7 +137,6 @@ class ReplyParser:
         self._resume(markers.open_thought(prompt))
 
     def push(self, tokens: Sequence[int]) -> list[Part]:
-        """What these tokens add."""
         if self._pieces.special.isdisjoint(tokens):
             text = self._detokenizer.push(tokens)
             if self._state is State.CONTENT:  # nearly every token of a chat
@@ -370,7 +369,7 @@ class ReplyParser:
             self._parts.append(Arguments(self.calls - 1, json_text))
 
     def _end_call(self) -> None:
-        """<tool_call|>"""
+        """End the call at <tool_call|>."""
         name = self._called(self._held) if self._state is State.HEAD else None
         if name is not None:
             self._begin_call(name, "{")

@@ -6,7 +6,9 @@ when there is something to `take`, and leaves by `abort` or by the end.
 
 from collections.abc import Callable
 
-from engine.protocol import AbortReason, FinishReason, Logprobs, Output, PromptLogprobs
+import msgspec
+
+from engine.protocol import AbortReason, Output
 
 
 class Stream:
@@ -19,11 +21,7 @@ class Stream:
     def __init__(self, request: int, abort: Callable[[int, AbortReason], None]) -> None:
         self.id = request
         self._abort = abort
-        self._tokens: list[int] = []
-        self._logprobs: list[Logprobs] = []
-        self._prompt_logprobs: list[PromptLogprobs] = []
-        self._cached = 0
-        self._finish: FinishReason | None = None
+        self._piled: Output | None = None
         self._error: Exception | None = None
         self._left = False
         self.on_ready: Callable[[], None] = _nobody_waits
@@ -32,25 +30,19 @@ class Stream:
         """The writer's side: more for the reader. Returns how many tokens it has not read; nothing piles up once it has left."""
         if self._left or self._error:
             return 0
-        self._tokens += output.tokens
-        self._logprobs += output.logprobs
-        self._prompt_logprobs += output.prompt_logprobs
-        self._cached += output.cached
-        self._finish = output.finish
+        self._piled = piled = output if self._piled is None else _joined(self._piled, output)
         self.on_ready()
-        return len(self._tokens)
+        return len(piled.tokens)
 
     def fail(self, error: Exception) -> None:
         """The writer's side: nothing more comes. What has come may still be read, then `error` is raised."""
-        if self._finish is None and self._error is None:
+        if self._error is None and not (self._piled and self._piled.finish):
             self._error = error
             self.on_ready()
 
     def drop(self) -> None:
         """The writer's side: forget what has piled up."""
-        self._tokens.clear()
-        self._logprobs.clear()
-        self._prompt_logprobs.clear()
+        self._piled = None
 
     def abort(self, reason: AbortReason) -> None:
         """The reader leaves; the core is told, unless the request has ended. Idempotent: the first reason counts."""
@@ -63,24 +55,24 @@ class Stream:
     @property
     def ready(self) -> bool:
         """Whether `take` gives something, or raises. Logprobs of the prompt wait for the first tokens, to come as a whole."""
-        return bool(self._tokens or self._finish or self._left or self._error)
+        return bool(self._left or self._error or (self._piled and (self._piled.tokens or self._piled.finish)))
 
     def take(self) -> Output | None:
         """What has come since the last call, once it is `ready`; None once the reader has left."""
         if self._left:
             return None
-        if self._error and not self._tokens:
+        if self._error and not (self._piled and self._piled.tokens):
             raise self._error
-        output = Output(
-            id=self.id,
-            tokens=self._tokens,
-            logprobs=self._logprobs,
-            finish=self._finish,
-            cached=self._cached,
-            prompt_logprobs=self._prompt_logprobs,
-        )
-        self._tokens, self._logprobs, self._prompt_logprobs, self._cached = [], [], [], 0
+        output, self._piled = self._piled, None
         return output
+
+
+def _joined(first: Output, second: Output) -> Output:
+    """Both as one; the lists of the first grow."""
+    first.tokens.extend(second.tokens)
+    first.logprobs.extend(second.logprobs)
+    first.prompt_logprobs.extend(second.prompt_logprobs)
+    return msgspec.structs.replace(first, finish=second.finish, cached=first.cached + second.cached)
 
 
 def _nobody_waits() -> None:

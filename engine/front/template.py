@@ -54,7 +54,7 @@ class ChatTemplate:
             raise CheckpointError(f"chat template, line {error.lineno}: {error.message}") from error
 
     def thinks_by_default(self) -> bool:
-        """Whether the model thinks where nobody says if it shall."""
+        """Whether the model thinks where a request does not say."""
         hello = {"messages": [{"role": "user", "content": "Hi"}], "add_generation_prompt": True}
         try:
             unsaid, on, off = (self._template.render(self._tokens, **hello, **said) for said in _THINKING)
@@ -167,7 +167,7 @@ class Lexeme(float):
     _text: str
 
     def __new__(cls, text: str) -> Self:
-        """From a number as JSON writes it."""
+        """Reads a number as JSON writes it."""
         number = super().__new__(cls, text)
         number._text = text
         return number

@@ -55,7 +55,6 @@ class Detokenizer:
         return "".join(out)
 
     def flush(self) -> str:
-        """What was held back, at the end of the stream."""
         return self._decode(final=True)
 
     def _decode(self, *, final: bool) -> str:
@@ -183,7 +182,6 @@ class TextProcessor:
         return stream.push(token_ids) + stream.flush()
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
-        """A new stream's detokenizer."""
         return Detokenizer(self.pieces, skip_special_tokens=skip_special_tokens)
 
     def _tokenize(self, text: str, param: str, most: int, sentinel: str = "") -> list[int]:
