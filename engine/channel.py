@@ -17,7 +17,6 @@ import os
 import struct
 import time
 import zlib
-from collections.abc import Callable
 
 _RECORD = struct.Struct("<IIQ")
 _LINE = 64
@@ -117,8 +116,8 @@ class RingWriter(_Ring):
         self._written = 0
         self._step = 0
 
-    def write(self, step: int, payload: bytes, alive: Callable[[], None] = lambda: None) -> None:
-        """Publish one record. Waits while a reader is a whole ring behind, calling `alive` (which may raise) at each turn."""
+    def write(self, step: int, payload: bytes) -> None:
+        """Publish one record. Waits while a reader is a whole ring behind."""
         size = _RECORD.size + (len(payload) + 7) // 8 * 8
         if size > self._capacity // 2:
             raise ChannelBroken(f"a record of {len(payload)} bytes does not fit a ring of {self._capacity}")
@@ -127,7 +126,6 @@ class RingWriter(_Ring):
         at = self._written % self._capacity
         skip = self._capacity - at if self._capacity - at < size else 0
         while self._written + skip + size - self._slowest() > self._capacity:
-            alive()
             self._waiter.wait()
         self._waiter.reset()
         if skip:

@@ -14,7 +14,6 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
@@ -214,29 +213,13 @@ class EngineClient:
         try:
             batch = decode_token_batch(raw)
         except msgspec.DecodeError as error:
-            self._salvage(raw, error)
+            self.fail(f"the core sent a message that cannot be decoded: {error}")
             return
         self._loaded(batch.load)
         for request in batch.started:
             self._started(request)
         for output in batch.outputs:
             self._output(output)
-
-    def _salvage(self, raw: bytes, error: msgspec.DecodeError) -> None:
-        """A batch that cannot be read fails the requests with bad entries; if no entry is bad, the whole client fails."""
-        try:
-            value: Any = msgspec.msgpack.decode(raw)
-            good, bad = _sort_outputs(value["outputs"])
-        except (msgspec.DecodeError, KeyError, TypeError):
-            good, bad = [], []
-        if not bad:
-            self.fail(f"the core sent a message that cannot be decoded: {error}")
-            return
-        for output in good:
-            self._output(output)
-        for request in bad:
-            self.abort(request, AbortReason.client_gone)
-            self._end(request, "error", GenerationFailed(f"the engine's answer could not be read: {error}"))
 
     def _output(self, output: Output) -> None:
         """Handle one request's output; ignored if the request has ended here."""
@@ -358,18 +341,6 @@ def _packed(prompt: Sequence[int]) -> bytes:
         return pack_tokens(prompt)
     except (OverflowError, TypeError) as error:
         raise InvalidRequest(f"the prompt holds a value that is not a token id: {error}") from error
-
-
-def _sort_outputs(values: list[Any]) -> tuple[list[Output], list[int]]:
-    """(entries that can be read, ids of those that cannot); raises TypeError or KeyError when one has no id."""
-    good: list[Output] = []
-    bad: list[int] = []
-    for value in values:
-        try:
-            good.append(msgspec.convert(value, Output))
-        except msgspec.ValidationError:
-            bad.append(int(value["id"]))
-    return good, bad
 
 
 def _outcome(finish: FinishReason, aborted: AbortReason | None) -> Outcome:

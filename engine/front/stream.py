@@ -68,11 +68,14 @@ class Stream:
 
 
 def _joined(first: Output, second: Output) -> Output:
-    """Both as one; the lists of the first grow."""
-    first.tokens.extend(second.tokens)
-    first.logprobs.extend(second.logprobs)
-    first.prompt_logprobs.extend(second.prompt_logprobs)
-    return msgspec.structs.replace(first, finish=second.finish, cached=first.cached + second.cached)
+    return msgspec.structs.replace(
+        first,
+        tokens=first.tokens + second.tokens,
+        logprobs=first.logprobs + second.logprobs,
+        prompt_logprobs=first.prompt_logprobs + second.prompt_logprobs,
+        finish=second.finish,
+        cached=first.cached + second.cached,
+    )
 
 
 def _nobody_waits() -> None:
