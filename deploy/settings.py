@@ -101,12 +101,12 @@ class Settings(EngineSettings, frozen=True, kw_only=True):
 
     @property
     def engine(self) -> dict[str, Any]:
-        """The engine's part, by name."""
+        """The values of EngineSettings' fields by name."""
         return {name: getattr(self, name) for name in EngineSettings.__struct_fields__}
 
     @property
     def name(self) -> str:
-        """The model's name for clients."""
+        """What clients call the model."""
         return self.served_model_name or self.model.rstrip("/").rpartition("/")[2]
 
     @property

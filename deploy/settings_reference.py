@@ -26,7 +26,6 @@ _LENGTHS = {"minLength": "at least", "maxLength": "at most"}
 
 
 def reference(settings: type[Settings] = Settings) -> str:
-    """The whole page."""
     (_,), schemas = msgspec.json.schema_components([settings], ref_template="{name}")
     own = EngineSettings.__struct_fields__
     rows = list(_rows(schemas, settings.__name__, ""))
@@ -72,7 +71,6 @@ def _section(title: str, rows: list[tuple[str, str, str, str]]) -> str:
 
 
 def main() -> None:
-    """Write the page."""
     PATH.write_text(reference(), encoding="utf-8")
 
 

@@ -17,7 +17,6 @@ import os
 import struct
 import time
 import zlib
-from collections.abc import Callable
 
 _RECORD = struct.Struct("<IIQ")
 _LINE = 64
@@ -81,11 +80,10 @@ class Waiter:
         self._polls = 0
 
     def reset(self) -> None:
-        """Something arrived: restart the back-off."""
+        """Restart the back-off, because something arrived."""
         self._polls = 0
 
     def wait(self) -> None:
-        """One turn of waiting."""
         self._polls += 1
         if self._polls <= self._spin:
             return
@@ -118,8 +116,8 @@ class RingWriter(_Ring):
         self._written = 0
         self._step = 0
 
-    def write(self, step: int, payload: bytes, alive: Callable[[], None] = lambda: None) -> None:
-        """Publish one record. Waits while a reader is a whole ring behind, calling `alive` (which may raise) at each turn."""
+    def write(self, step: int, payload: bytes) -> None:
+        """Publish one record. Waits while a reader is a whole ring behind."""
         size = _RECORD.size + (len(payload) + 7) // 8 * 8
         if size > self._capacity // 2:
             raise ChannelBroken(f"a record of {len(payload)} bytes does not fit a ring of {self._capacity}")
@@ -128,7 +126,6 @@ class RingWriter(_Ring):
         at = self._written % self._capacity
         skip = self._capacity - at if self._capacity - at < size else 0
         while self._written + skip + size - self._slowest() > self._capacity:
-            alive()
             self._waiter.wait()
         self._waiter.reset()
         if skip:
@@ -146,7 +143,6 @@ class RingWriter(_Ring):
 
 
 class RingReader(_Ring):
-    """Reader number `index` of `readers`."""
 
     def __init__(self, memory: memoryview, readers: int, index: int) -> None:
         super().__init__(memory, readers)

@@ -152,11 +152,11 @@ class Sink(Protocol):
 
 
 def no_sink(event: Event) -> None:
-    """Where nobody listens."""
+    """Drops the event."""
 
 
 def to_each(*sinks: Sink) -> Sink:
-    """One that hands every event to all of them, in order."""
+    """A sink that hands every event to all of these, in order."""
 
     def sink(event: Event) -> None:
         for each in sinks:

@@ -52,7 +52,7 @@ class Vocabulary:
 
     @classmethod
     def of_checkpoint(cls, folder: Path, size: int) -> Self:
-        """Of a checkpoint whose model has `size` ids. CheckpointError: its tokenizer is absent or unusable."""
+        """Reads a checkpoint whose model has `size` ids. CheckpointError: its tokenizer is absent or unusable."""
         tokenizer = read_tokenizer(folder)
         control = control_ids(tokenizer)
         pieces = Pieces.of(tokenizer, frozenset(control.values()))
@@ -74,7 +74,7 @@ class Vocabulary:
         return None
 
     def matcher(self, grammar: str) -> "Matcher":
-        """A new reply's."""
+        """A matcher for a new reply."""
         return Matcher(LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS), self.size)
 
     def masks(self, matchers: Sequence["Matcher"]) -> np.ndarray:
@@ -103,7 +103,7 @@ class Matcher:
 
     @property
     def complete(self) -> bool:
-        """The reply may end here."""
+        """Whether the reply may end here."""
         return self.inner.is_accepting()
 
     def mask(self) -> bytes:
@@ -117,7 +117,7 @@ class Matcher:
         return bits.tobytes()
 
     def fill(self, bits: np.ndarray) -> None:
-        """The mask into int32 [words]."""
+        """Writes the mask into int32 [words]."""
         began = time.thread_time()
         self.inner.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         self.mask_s = time.thread_time() - began
@@ -149,7 +149,6 @@ def _sentence(error: str) -> str:
 
 
 def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of plain text."""
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
     return ids
 

@@ -167,7 +167,6 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def count(self) -> int:
-        """How many tokens these are."""
         return len(self.words) // token_bytes(self.alternatives)
 
     def entries(self) -> list[tuple[int, Logprobs]]:

@@ -2,18 +2,8 @@
 
     {city:<|"|>Paris<|"|>,days:3,at:{lat:48.9}}        ->        {"city":"Paris","days":3,"at":{"lat":48.9}}
 
-Strings stand between quote markers, which are token ids: `quote()` reports one, and a `<|"|>` spelled in ordinary tokens is text.
-Reader functions consume the rest; what they cannot decide yet waits for more text. JSON goes out once it is certain.
-
-    reader          takes                                                then
-    _key            a key and its colon, or the closing bracket          _value_start
-    _value_start    a bracket, a quote, or nothing                       _key or _value_start inside, _string, _bare
-    _bare           a number or a word, up to a comma or bracket         _key, or _value_start in an array; _bare_string
-    _bare_string    nothing before the next marker: its own may be missing
-    _string         text, up to the quote                                _closing
-    _closing        nothing: does what follows let the quote end it?     _key, or _value_start in an array; _string again
-
-Deviations from the notation that models write are understood:
+A reader in the form of coroutines: it yields where it needs more text. JSON goes out once it is certain, and depends on the text
+only, not on the pieces that it comes in. What models were seen to write instead is understood:
 
     key:Paris, France<|"|>,            the first marker is missing: the string goes up to the next one
     key:<|"|>say <|"|>hi<|"|>.<|"|>    a marker inside a string stands for ": one ends it only where the notation can go on
@@ -23,21 +13,23 @@ Deviations from the notation that models write are understood:
     {key}                              a key without a value: null
     key:anything else                  a string
 
-So whatever the model wrote, the arguments of a call that it ended are a JSON object, the same however the text came in pieces.
-What a limit of tokens cut is not closed: the beginning of a command may be another command.
+So whatever the model wrote, the arguments of a call that it ended are a JSON object. Of a call that a limit of tokens cut, nothing
+is closed and what was not certain yet is left out: the beginning of a command may be another command.
 """
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from typing import TypeVar
 
 from engine.front.notation import (
-    HALF_LITERAL,
-    PLAIN_TEXT,
+    DELIMITED,
+    LOOK_AHEAD,
+    MARK,
     QUOTE,
     SPACE,
     SPACE_AND_COMMAS,
-    VALUE_END,
+    UP_TO_QUOTE,
     Container,
     end_of,
     end_of_bare_string,
@@ -51,32 +43,35 @@ from engine.front.notation import (
 from engine.front.value_schema import ValueSchema, json_kind, literal_kind
 
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
-_AHEAD = 256  # characters of look-ahead; longer keys are cut, and a longer look-ahead counts as no match
+
+T = TypeVar("T")
+Reading = Generator[None, None, T]
 
 
 class ArgumentsParser:
-    """One call's arguments after their opening bracket. Feed it text and quote markers; `take` gives the JSON."""
+    """One call's arguments after their opening bracket. Feed it text and quote markers; `take` gives the JSON.
+
+    in_string  markers other than the quote are text now
+    """
 
     def __init__(self, schema: ValueSchema, opener: str = "{") -> None:
+        self.in_string = False
         self._out = ["{"]
-        self._open = [Container(")" if opener == "(" else "}", "}", schema)]
+        self._open = [Container([")" if opener == "(" else "}"], "}", schema)]
         self._text, self._at = "", 0  # read from _at on
-        self._waiting: list[str] = []  # text that is not read before the next marker
-        self._schema = schema  # of the value that is being read
-        self._quote = ""  # of the open string: " or ', "" for the marker
-        self._collected: list[str] | None = None  # a string where the schema allows none
-        self._final = False  # nothing more comes: decide what is ambiguous
-        self._read: Callable[[], bool] = self._key  # returns True if it consumed something, False if it needs more text
+        self._new = ""
+        self._final = self._cut = False  # nothing more comes; and not because the model ended it
+        self._reading = self._read()
+        next(self._reading)
 
     @property
     def ended(self) -> bool:
-        """The arguments are over."""
         return not self._open
 
     @property
-    def in_string(self) -> bool:
-        """Markers other than the quote are text now."""
-        return self._read in (self._string, self._quoted_key)
+    def rest(self) -> str:
+        """The text behind the closing bracket, once `ended`."""
+        return self._text[self._at :].replace(MARK, QUOTE)
 
     def take(self) -> str:
         """The JSON made since the last call."""
@@ -84,318 +79,207 @@ class ArgumentsParser:
         return made
 
     def push(self, text: str) -> None:
-        """More text. Once `ended`, text after the closing bracket is `rest`."""
-        self._waiting.append(text)
-        if self._read not in (self._bare_string, self._quoted_key):
-            self._run()
-
-    @property
-    def rest(self) -> str:
-        """What has not been read."""
-        return self._text[self._at :]
+        self._new = text
+        next(self._reading, None)
 
     def quote(self) -> None:
-        """A quote marker has come."""
-        self._gather()
-        match self._read:
-            case self._string:
-                self._read = self._closing
-            case self._closing:
-                self._marker_after_quote()
-            case self._bare | self._bare_string:
-                self._marker_after_bare()
-            case self._value_start:
-                self._begin_string("")
-            case self._quoted_key:
-                self._begin_member(self._take_rest())
-                self._read = self._colon
-            case self._key if not self.rest.strip(" \t\r\n,"):
-                self._open[-1].quoted_keys = True
-                self._take_rest()
-                self._read = self._quoted_key
-            case _:
-                self._text += '"'
+        self.push(MARK)
 
     def end(self) -> None:
         """The model has ended the call, or its turn: what is open is closed."""
-        self._finish()
-        if self.ended:
-            return
-        if self._read == self._string:
-            self._put_text(json_inside(self._take_rest(), self._quote))
-        if self._read in (self._string, self._closing):
-            self._end_string()
-        elif self._read in (self._bare, self._bare_string):
-            self._put_bare(self._take_rest())
-        elif self._read == self._quoted_key or (self._read == self._key and self.rest.strip()):
-            self._begin_member(self._take_rest())
-            self._read = self._colon
-        self._put_null_if_absent()
+        self._final = True
+        self.push("")
         self._out += [container.json for container in reversed(self._open)]
         self._open.clear()
 
     def cut(self) -> None:
-        """Nothing more comes: put out all that came, and close nothing."""
-        self._gather()
-        while self._read == self._closing:
-            self._end_string()
-            self._run()
-        if self.ended:
-            return
-        text = self._take_rest()
-        if self._read == self._string:
-            self._put_text(json_inside(text, self._quote))
-            self._out += ['"', *self._collected] if self._collected else []
-        elif self._read in (self._bare, self._bare_string):
-            self._begin_value()
-            half_literal = self._read == self._bare and HALF_LITERAL.fullmatch(text) and self._literal("0")
-            self._out.append(text if half_literal else '"' + json_inside(text))
-        elif text:
-            self._begin_element()
-            self._out.append('"' + json_inside(text))
+        """Nothing more comes: nothing is closed that the model has not closed."""
+        self._final = self._cut = True
+        self.push("")
         self._open.clear()
 
     # --- the text ---
 
-    def _run(self) -> None:
-        self._gather()
-        while self._at < len(self._text) and self._open and self._read():
-            pass
-
-    def _finish(self) -> None:
-        """Read on as if nothing more came."""
-        self._final = True
-        self._run()
-
-    def _gather(self) -> None:
-        self._text = self._text[self._at :] + "".join(self._waiting)
-        self._at = 0
-        self._waiting.clear()
-
-    def _take_rest(self) -> str:
-        rest, self._text, self._at = self.rest, "", 0
-        return rest
-
-    def _skip(self, pattern: re.Pattern[str]) -> bool:
-        """Whether text is left after what is skipped."""
-        self._at = end_of(pattern, self._text, self._at)
-        return self._at < len(self._text)
-
-    @property
-    def _ahead(self) -> str:
-        """What may be looked at before it is read: no more, so that nothing depends on how much has come."""
-        return self._text[self._at : self._at + _AHEAD]
-
-    def _may_wait(self) -> bool:
-        return not self._final and len(self._text) - self._at < _AHEAD
-
-    # --- keys ---
-
-    def _key(self) -> bool:
-        if not self._skip(SPACE_AND_COMMAS):
+    def _more(self) -> Reading[bool]:
+        """Wait for more text; False: nothing more comes."""
+        if self._final:
             return False
-        container, char = self._open[-1], self._text[self._at]
-        if char == container.closer:
-            return self._close()
-        if char == "{":
-            self._at += 1
-            self._open.append(Container("}", "", container.schema, container.empty))
-            return True
-        ahead = self._ahead
-        end, certain = end_of_key(ahead, container.closer)
-        if not certain and self._may_wait():
-            return False
-        self._begin_member(ahead[:end])
-        self._at += end
-        self._read = self._colon
+        yield
+        self._text, self._at = self._text[self._at :] + self._new, 0
         return True
 
-    def _quoted_key(self) -> bool:
-        return False
+    def _char(self, skipped: re.Pattern[str]) -> Reading[str]:
+        """The next character that is not skipped; "": nothing more comes."""
+        while True:
+            self._at = end_of(skipped, self._text, self._at)
+            if self._at < len(self._text):
+                return self._text[self._at]
+            if not (yield from self._more()):
+                return ""
 
-    def _begin_member(self, key: str) -> None:
-        name = without_quotes(key.strip())
-        self._begin_element()
+    def _look(self, decide: Callable[[str], T | None]) -> Reading[T | None]:
+        """What `decide` says of the text ahead, once it can say; None: it never can."""
+        while True:
+            ahead = self._text[self._at : self._at + LOOK_AHEAD]
+            decided = decide(ahead)
+            if decided is not None or len(ahead) == LOOK_AHEAD or not (yield from self._more()):
+                return decided
+
+    def _next_mark(self) -> Reading[int]:
+        """Where the next marker stands; -1: nothing more comes, and there is none."""
+        mark = self._text.find(MARK, self._at)
+        if mark < 0 and not self._final:
+            pieces = [self._text[self._at :]]
+            while MARK not in pieces[-1] and not self._final:
+                yield
+                pieces.append(self._new)
+            self._text, self._at = "".join(pieces), 0
+            mark = self._text.find(MARK)
+        return mark
+
+    # --- objects and arrays ---
+
+    def _read(self) -> Reading[None]:
+        while self._open:
+            container = self._open[-1]
+            char = yield from self._char(SPACE_AND_COMMAS)
+            if not char:
+                return
+            if char == container.closers[-1]:
+                self._at += 1
+                self._close(container)
+            elif container.is_array:
+                yield from self._value(char, container.schema.element(container.begun))
+            elif char == "{":
+                self._at += 1
+                container.closers.append("}")
+            else:
+                yield from self._member(container)
+
+    def _close(self, container: Container) -> None:
+        container.closers.pop()
+        if not container.closers:
+            self._out.append(container.json)
+            self._open.pop()
+
+    def _member(self, container: Container) -> Reading[None]:
+        closer = container.closers[-1]
+
+        def certain_end(ahead: str) -> int | None:
+            end, certain = end_of_key(ahead, closer)
+            return end if certain else None
+
+        end = yield from self._look(certain_end)
+        if end is None and self._cut:
+            self._at = len(self._text)
+            return
+        key = self._text[self._at : self._at + LOOK_AHEAD]
+        key = key[: end_of_key(key, closer)[0] if end is None else end]
+        self._at += len(key)
+        container.quoted_keys |= key.startswith(MARK)
+        name = without_quotes(key)
+        self._begin(container)
         self._out += (json_string(name), ":")
-        self._schema = self._open[-1].schema.member(name)
-
-    def _colon(self) -> bool:
-        if not self._skip(SPACE):
-            return False
-        if self._text[self._at] in ":=":
+        char = ","
+        if self._text[self._at : self._at + 1] in (":", "="):
             self._at += 1
-            self._read = self._value_start
-        else:
-            self._put_null_if_absent()
-        return True
+            char = yield from self._char(SPACE)
+        if char and char not in (",", closer):
+            yield from self._value(char, container.schema.member(name))
+        elif char or not self._cut:
+            self._out.append("null")
 
-    def _put_null_if_absent(self) -> None:
-        """A key without a value is null."""
-        if self._read == self._colon or (self._read == self._value_start and not self._open[-1].is_array):
-            self._put("null")
-
-    def _begin_element(self) -> None:
-        if not self._open[-1].empty:
+    def _begin(self, container: Container) -> None:
+        """Put out the comma before a member or an element."""
+        if container.begun:
             self._out.append(",")
-        self._open[-1].empty = False
-        self._open[-1].begun += 1
+        container.begun += 1
 
     # --- values ---
 
-    def _value_start(self) -> bool:
-        container = self._open[-1]
-        if not self._skip(SPACE_AND_COMMAS if container.is_array else SPACE):
-            return False
-        char = self._text[self._at]
-        if char in (container.closer, ","):
-            return self._close() if container.is_array else self._put("null")
+    def _value(self, char: str, schema: ValueSchema) -> Reading[None]:
         if char in "{[":
             self._at += 1
-            return self._begin_container(char)
-        if char in "\"'":
+            self._put(char)
+            closer = "}" if char == "{" else "]"
+            self._open.append(Container([closer], closer, schema))
+        elif char in (MARK, '"', "'"):
             self._at += 1
-            return self._begin_string(char)
-        self._read = self._bare
-        return True
-
-    def _begin_container(self, opener: str) -> bool:
-        self._begin_value()
-        self._out.append(opener)
-        if opener == "{":
-            self._open.append(Container("}", "}", self._schema))
-            self._read = self._key
+            yield from self._string(char, schema)
         else:
-            self._open.append(Container("]", "]", self._schema))
-            self._schema = self._schema.element(0)
-        return True
+            yield from self._bare(schema)
 
-    def _close(self) -> bool:
-        self._at += 1
-        closed = self._open.pop()
-        self._out.append(closed.json)
-        if self._open:
-            self._open[-1].empty &= closed.empty and not closed.json
-            self._after_value()
-        return True
-
-    def _begin_value(self) -> None:
+    def _put(self, value: str) -> None:
+        """Put out a value, or its beginning."""
         if self._open[-1].is_array:
-            self._begin_element()
-
-    def _put(self, value: str) -> bool:
-        self._begin_value()
+            self._begin(self._open[-1])
         self._out.append(value)
-        self._after_value()
-        return True
 
-    def _after_value(self) -> None:
-        if self._open[-1].is_array:
-            self._schema = self._open[-1].schema.element(self._open[-1].begun)
-            self._read = self._value_start
-        else:
-            self._read = self._key
-
-    # --- values without quotes ---
-
-    def _bare(self) -> bool:
-        ahead = self._ahead
-        end = VALUE_END[self._open[-1].closer].search(ahead)
-        if end is None and self._may_wait():
-            return False
-        literal = self._literal(ahead[: end.start()]) if end else None
-        if end is None or literal is None:
-            self._read = self._bare_string
-            return self._final
-        self._at += end.start()
-        return self._put(literal)
-
-    def _bare_string(self) -> bool:
-        """A string whose first marker may be missing: only the next marker tells whether a comma or bracket ends it."""
-        end = end_of_bare_string(self._text, self._at, self._open[-1])
-        if end is None:
-            return False
-        self._put_bare(self._text[self._at : end])
-        self._at = end
-        return True
-
-    def _put_bare(self, text: str) -> None:
-        self._put(self._literal(text) or json_string(text.strip()))
-
-    def _literal(self, text: str) -> str | None:
-        """A number or a word in JSON; None: it is a string, also if the schema wants one."""
-        word = text.strip() if self._schema.allows("string") else _PYTHON_WORDS.get(text.strip(), text.strip())
-        kind = literal_kind(word)
-        wanted = kind == "null" or self._schema.allows(kind or "") or not self._schema.allows("string")
-        return word if kind and wanted else None
-
-    def _marker_after_bare(self) -> None:
-        """The marker ends a string whose first marker is missing; or, if other values came in between, begins one."""
-        if string_begins_behind(self.rest, self._open[-1]):
-            self._finish()
-            self._final = False
-        if self.ended:
-            self._text += QUOTE
-        elif self._read in (self._bare, self._bare_string):
-            self._begin_string("")
-            self._put_text(json_inside(self._take_rest()))
-            self._end_string()
-        else:
-            self.quote()
-
-    # --- strings ---
-
-    def _begin_string(self, quote: str) -> bool:
-        self._begin_value()
-        self._quote = quote
-        self._collected = None if self._schema.allows("string") else []
-        if self._collected is None:
+    def _string(self, quote: str, schema: ValueSchema) -> Reading[None]:
+        """A string after its first quote. It goes out as it comes, unless the schema allows none or there are escapes to read."""
+        streams = quote == MARK and schema.allows("string")
+        if streams:
+            self._put('"')
+        kept: list[str] = []
+        over: bool | None = False
+        while not over:
+            self.in_string = True
+            end = end_of(UP_TO_QUOTE[quote], self._text, self._at)
+            closes = self._text[end : end + 1] == quote
+            text = self._text[self._at : end if closes or not self._final else None]
+            self._at += len(text) + closes
+            (self._out if streams else kept).append(json_inside(text) if streams else text)
+            if closes:
+                self.in_string = False
+                over = yield from self._look(lambda ahead: string_is_over(ahead, self._open))
+                over = self._final if over is None else over
+                if not over:
+                    (self._out if streams else kept).append('\\"' if streams else quote)
+            elif not (yield from self._more()):
+                break
+        self.in_string = False
+        if streams and (over or not self._cut):
             self._out.append('"')
-        self._read = self._string
-        return True
+        elif over or not self._cut:
+            self._put(_quoted("".join(kept), quote, schema))
 
-    def _string(self) -> bool:
-        if not self._quote:
-            self._put_text(json_inside(self._take_rest()))
-            return True
-        end = end_of(PLAIN_TEXT[self._quote], self._text, self._at)
-        self._put_text(json_inside(self._text[self._at : end], self._quote))
-        self._at = end
-        if self._text[end : end + 1] != self._quote:
-            return False
-        self._at += 1
-        self._read = self._closing
-        return True
+    def _bare(self, schema: ValueSchema) -> Reading[None]:
+        """A number, a word, or a string without its first quote, or without both: the next marker tells which of these."""
+        container = self._open[-1]
+        delimited = yield from self._look(DELIMITED[container.closers[-1]].match)
+        literal = _literal(delimited[1], schema) if delimited else None
+        if delimited and literal:
+            self._put(literal)
+            self._at += delimited.end()
+            return
+        mark = yield from self._next_mark()
+        stop = len(self._text) if mark < 0 else mark
+        begins = mark < 0 or string_begins_behind(self._text[max(self._at, stop - LOOK_AHEAD) : stop], container)
+        end = end_of_bare_string(self._text, self._at, stop, container) if begins else None
+        text = self._text[self._at : stop if end is None else end]
+        self._at += len(text) + (end is None and mark >= 0)
+        if end is None and mark >= 0:
+            self._put(_quoted(text, MARK, schema))
+        elif end is not None or not self._cut:
+            self._put(_literal(text, schema) or json_string(text.strip()))
 
-    def _put_text(self, text: str) -> None:
-        (self._out if self._collected is None else self._collected).append(text)
 
-    def _closing(self) -> bool:
-        """A quote has come: it ends the string if valid notation follows."""
-        over = string_is_over(self._ahead, self._open)
-        if over is None and not self._may_wait():
-            over = self._final
-        if over:
-            self._end_string()
-        elif over is False:
-            self._put_text(json_inside(self._quote or '"'))
-            self._read = self._string
-        return over is not None
+def _quoted(text: str, quote: str, schema: ValueSchema) -> str:
+    """A string as JSON; where the schema allows none, what it says if that is allowed."""
+    inside = f'"{json_inside(text, quote)}"'
+    if not schema.allows("string"):
+        said: str = json.loads(inside)
+        kind = json_kind(said)
+        if kind and schema.allows(kind):
+            return said
+    return inside
 
-    def _marker_after_quote(self) -> None:
-        """A marker in the look-ahead: after a comma it may begin the next key; otherwise it may be the string's end instead."""
-        ahead = self.rest.strip()
-        if ahead == "," and self._open[-1].quoted_keys:
-            self._end_string()
-            self.quote()
-        else:
-            self._put_text(json_inside((self._quote or '"') + self._take_rest()))
 
-    def _end_string(self) -> None:
-        if self._collected is None:
-            self._out.append('"')
-        else:
-            escaped = "".join(self._collected)
-            text = json.loads(f'"{escaped}"')
-            kind = json_kind(text)
-            self._out.append(text if kind and self._schema.allows(kind) else f'"{escaped}"')
-        self._after_value()
+def _literal(text: str, schema: ValueSchema) -> str | None:
+    """A number or a word in JSON; None: it is a string, also if the schema wants one."""
+    word = text.strip()
+    if not schema.allows("string"):
+        word = _PYTHON_WORDS.get(word, word)
+    kind = literal_kind(word)
+    allowed = kind == "null" or schema.allows(kind or "") or not schema.allows("string")
+    return word if kind and allowed else None

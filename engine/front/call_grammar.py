@@ -88,7 +88,7 @@ class CallGrammar:
             return "any_object"
 
     def _rule(self, kind: str, body: str) -> str:
-        """A new rule's name."""
+        """Add a rule; returns its name."""
         if len(self._rules) >= _RULES:
             raise SchemaError(f"more than {_RULES} rules")
         name = f"{kind}_{len(self._rules)}"
@@ -102,7 +102,7 @@ class CallGrammar:
         self._rules.append(rule)
 
     def _value(self, schema: Any, root: Any, depth: int) -> str:
-        """What may stand for a value, as the right side of a rule."""
+        """The right side of a rule for a value of this schema."""
         if depth > _DEPTH:
             raise SchemaError(f"nesting deeper than {_DEPTH}")
         if schema is True or schema == {}:
@@ -235,7 +235,7 @@ def _only(schema: Mapping[str, Any], known: frozenset[str]) -> None:
 
 
 def _target(root: Any, reference: str) -> Any:
-    """What a reference points at. SchemaError: nothing; or only further references, to itself in the end, say."""
+    """Follow a reference. SchemaError: it points at nothing, or at further references without end."""
     following = referred(root, reference)
     for _ in range(_DEPTH):
         if isinstance(following, Mapping) and "$ref" in following:
@@ -257,7 +257,7 @@ def _without_nulls(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _bounds(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a number. SchemaError: one is no number, or they leave none."""
+    """The bounds of a number. SchemaError: one is no number, or they leave no value."""
     bounds = {name: schema[name] for name in _NUMERIC if name in schema}
     if any(isinstance(bound, bool) or not isinstance(bound, int | float) for bound in bounds.values()):
         raise SchemaError(f"{' or '.join(bounds)} that is no number")

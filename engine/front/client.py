@@ -2,9 +2,8 @@
 
     client = EngineClient(group.front_socket)
     await client.start()
-    async with client.generate(prompt, params) as stream:      submitted by the call itself
-        async for output in stream:                            all that has come since the last one, as one Output
-            ...                                                leaving early, for any cause, aborts
+    stream = client.generate(prompt, params)                   submits
+    stream.take()                                              all that has come since the last one, as one Output
 
 Runs on one event loop and is called from it only. received == finished + refused + aborted + failed + open, always. A request
 leaves `open` only when the core has ended it (or the core is gone), so that these counters agree with the core's.
@@ -15,7 +14,6 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
@@ -83,7 +81,6 @@ class Clock:
 
     @property
     def queue_s(self) -> float | None:
-        """Seconds in the queue."""
         return None if self.scheduled is None else self.scheduled - self.submitted
 
 
@@ -101,21 +98,19 @@ class _Request:
 class EngineClient:
     """Speaks to the core over `sock`, which it takes over (the socket object given is detached).
 
-    `on_load` gets the core's figures with each TokenBatch, `sink` every event; `clock` in seconds, monotonic.
+    `sink` gets every event, the core's figures with each TokenBatch among them; `clock` in seconds, monotonic.
     """
 
     def __init__(
         self,
         sock: socket.socket,
         *,
-        on_load: Callable[[Load], None] | None = None,
         sink: Sink = no_sink,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters = ClientCounters()
         self.load: Load | None = None
         self.dead: str | None = None
-        self._on_load = on_load
         self._sink = sink
         self._clock = clock
         self._requests: dict[int, _Request] = {}
@@ -127,7 +122,6 @@ class EngineClient:
         self._sock.setblocking(False)
 
     async def start(self) -> None:
-        """Attach to the running loop."""
         loop = asyncio.get_running_loop()
         self._transport, _ = await loop.create_unix_connection(lambda: _Link(self._message, self._lost), sock=self._sock)
 
@@ -180,7 +174,6 @@ class EngineClient:
 
     @property
     def open(self) -> int:
-        """Requests that have not ended."""
         return len(self._requests)
 
     @property
@@ -189,7 +182,7 @@ class EngineClient:
         return self._waiting_since if self._requests else None
 
     def report(self) -> None:
-        """Ask for the core's figures; they come by `on_load`."""
+        """Ask for the core's figures; they come as `load` and an EngineLoad event."""
         self._write(self._frame(Control(action="report")))
 
     def stop(self) -> None:
@@ -220,29 +213,13 @@ class EngineClient:
         try:
             batch = decode_token_batch(raw)
         except msgspec.DecodeError as error:
-            self._salvage(raw, error)
+            self.fail(f"the core sent a message that cannot be decoded: {error}")
             return
         self._loaded(batch.load)
         for request in batch.started:
             self._started(request)
         for output in batch.outputs:
             self._output(output)
-
-    def _salvage(self, raw: bytes, error: msgspec.DecodeError) -> None:
-        """A batch that cannot be read fails the requests with bad entries; if no entry is bad, the whole client fails."""
-        try:
-            value: Any = msgspec.msgpack.decode(raw)
-            good, bad = _sort_outputs(value["outputs"])
-        except (msgspec.DecodeError, KeyError, TypeError):
-            good, bad = [], []
-        if not bad:
-            self.fail(f"the core sent a message that cannot be decoded: {error}")
-            return
-        for output in good:
-            self._output(output)
-        for request in bad:
-            self.abort(request, AbortReason.client_gone)
-            self._end(request, "error", GenerationFailed(f"the engine's answer could not be read: {error}"))
 
     def _output(self, output: Output) -> None:
         """Handle one request's output; ignored if the request has ended here."""
@@ -310,8 +287,6 @@ class EngineClient:
     def _loaded(self, load: Load) -> None:
         before, self.load = self.load, load
         self._sink(EngineLoad(load, self._interval(before, load)))
-        if self._on_load is not None:
-            self._on_load(load)
 
     def _interval(self, before: Load | None, load: Load) -> float | None:
         """Seconds since the last report of a step, if `load` has a new step and there was work in between."""
@@ -366,18 +341,6 @@ def _packed(prompt: Sequence[int]) -> bytes:
         return pack_tokens(prompt)
     except (OverflowError, TypeError) as error:
         raise InvalidRequest(f"the prompt holds a value that is not a token id: {error}") from error
-
-
-def _sort_outputs(values: list[Any]) -> tuple[list[Output], list[int]]:
-    """(entries that can be read, ids of those that cannot); raises TypeError or KeyError when one has no id."""
-    good: list[Output] = []
-    bad: list[int] = []
-    for value in values:
-        try:
-            good.append(msgspec.convert(value, Output))
-        except msgspec.ValidationError:
-            bad.append(int(value["id"]))
-    return good, bad
 
 
 def _outcome(finish: FinishReason, aborted: AbortReason | None) -> Outcome:

@@ -41,7 +41,7 @@ class Constraints:
     budget: int | None = None
 
     def grammar(self, markers: Markers | None, prompt: Sequence[int], *, thinking: bool) -> Grammar | None:
-        """Of the reply to `prompt`; None: anything may come. InvalidRequest: it cannot be kept."""
+        """The grammar of the reply to `prompt`; None: anything may come. InvalidRequest: it cannot be kept."""
         thought = _thought(markers, prompt, thinking=thinking)
         if not self._calls:
             return None if self.answer is None else Grammar(grammar(markers, self.answer, thought))
@@ -56,7 +56,7 @@ class Constraints:
         return Grammar(begun_call(calls), markers.begin_call)
 
     def thought_budget(self, text: TextProcessor, prompt: Sequence[int]) -> ThoughtBudget | None:
-        """Of the reply to `prompt`; None: it may think as long as it likes, or it cannot think."""
+        """Tokens that the reply to `prompt` may think; None: without limit, or it cannot think."""
         markers = Markers.of(text)
         if self.budget is None or markers is None:
             return None

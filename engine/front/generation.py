@@ -83,12 +83,10 @@ class Job:
     echo_only: bool = False
 
     def prompt(self, choice: int) -> "array[int]":
-        """The prompt of a choice."""
         return self.prompts[choice // self.choices_each]
 
     @property
     def choices_each(self) -> int:
-        """Choices per prompt."""
         return len(self.params) // len(self.prompts)
 
     @property
@@ -133,7 +131,7 @@ class ReplyBlock:
 
     @property
     def text(self) -> str:
-        """All that has come of it; of a call JSON, unless it was cut."""
+        """The text so far; of a call JSON, unless it was cut."""
         return "".join(self.pieces)
 
 
@@ -151,14 +149,13 @@ class Choice:
     stop: str | int | None = None
 
     def add(self, delta: Delta) -> None:
-        """One more."""
         for part in delta.parts:
             self.take(part)
         self.tokens += delta.tokens
         self.finish, self.stop = delta.finish, delta.stop
 
     def take(self, part: Part) -> ReplyBlock:
-        """The block that it goes into."""
+        """Add a part to the block that it belongs to, which is returned."""
         match part:
             case ToolCallStart(_, number, name):
                 return self._open(ReplyBlock(len(self.blocks), "call", number, name))
@@ -182,17 +179,14 @@ class Choice:
 
     @property
     def content(self) -> str:
-        """The whole answer."""
         return "".join(block.text for block in self.blocks if block.kind == "text")
 
     @property
     def reasoning(self) -> str:
-        """All thoughts."""
         return "".join(block.text for block in self.blocks if block.kind == "reasoning")
 
     @property
     def calls(self) -> list[ReplyBlock]:
-        """Of tools."""
         return [block for block in self.blocks if block.kind == "call"]
 
 
@@ -205,11 +199,9 @@ class PlainText:
         self._detokenizer = detokenizer
 
     def push(self, tokens: Sequence[int]) -> list[Part]:
-        """What these tokens add."""
         return _content(self._detokenizer.push(tokens))
 
     def end(self, *, cut: bool) -> list[Part]:  # noqa: ARG002 - as ReplyParser has it
-        """What was held back."""
         return _content(self._detokenizer.flush())
 
 
@@ -230,7 +222,6 @@ class Generation:
     """
 
     def __init__(self, engine: Engine, text: TextProcessor, job: Job, choice: int) -> None:
-        """Submits it."""
         prompt, params = job.prompt(choice), job.params[choice]
         self.choice, self._prompt = choice, prompt
         self._echo = job.echoes[choice // job.choices_each] if job.echoes else ""
@@ -260,7 +251,7 @@ class Generation:
 
     @property
     def ready(self) -> bool:
-        """Whether there is something to take."""
+        """Whether `take` gives something."""
         return not self.has_ended and self._stream.ready
 
     def take(self) -> Iterator[Delta]:
@@ -397,12 +388,10 @@ class DeltaReader(Generic[T]):
 
     @property
     def has_ended(self) -> bool:
-        """Whether every generation has ended."""
         return self._error is None and all(generation.has_ended for generation in self._generations)
 
     @property
     def ready(self) -> bool:
-        """Whether `next` need not wait."""
         return self._error is not None or any(generation.ready for generation in self._generations)
 
     async def next(self) -> T:

@@ -76,7 +76,6 @@ def regex_answer(pattern: str) -> str:
 
 
 def choice_answer(choices: Sequence[str]) -> str:
-    """One of these texts."""
     if not choices or len(choices) > _MAX_CHOICES or "" in choices:
         raise InvalidRequest(f"must be 1 to {_MAX_CHOICES} texts that are not empty")
     return "answer: " + " | ".join(json.dumps(choice) for choice in choices)

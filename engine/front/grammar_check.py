@@ -54,7 +54,7 @@ class GrammarCheck:
 
     @asynccontextmanager
     async def _in_turn(self) -> AsyncIterator[Vocabulary]:
-        """No other compiles, but for those that took too long. Overloaded: the queue is too long."""
+        """Wait until no other grammar is compiled, those that took too long aside. Overloaded: the queue is too long."""
         if self._waiting >= _WAITING:
             raise Overloaded("too many grammars are being compiled")
         self._waiting += 1

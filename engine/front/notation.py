@@ -1,6 +1,6 @@
 """Lexical rules of Gemma 4's notation of a tool call's arguments: where a key, a value or a string ends; and JSON strings.
 
-Functions read a text from position `at`, and no further than they must.
+In the text that is read, MARK stands for the quote marker, which is a token id: a `<|"|>` spelled in ordinary tokens is text.
 """
 
 import json
@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from engine.front.value_schema import ValueSchema
 
 QUOTE = '<|"|>'  # the marker on both sides of a string
+MARK = "\ud800"  # half a character, which no text has
 SPACE = re.compile(r"\s*")
 SPACE_AND_COMMAS = re.compile(r"[\s,]*")
-HALF_LITERAL = re.compile(r"-?(?:[0-9][0-9.eE+-]*)?|t(?:r(?:ue?)?)?|f(?:a(?:l(?:se?)?)?)?|n(?:u(?:ll?)?)?")
-VALUE_END = {closer: re.compile(rf"[,\{closer}]") for closer in "})]"}
+DELIMITED = {closer: re.compile(rf"([^,\{closer}]*)(?=[,\{closer}])") for closer in "})]"}
+UP_TO_QUOTE = {MARK: re.compile(f"[^{MARK}]*")} | {
+    quote: re.compile(rf"(?:[^{quote}\\]|\\.)*", re.DOTALL) for quote in "\"'"
+}
 
 # Combining marks (vowel signs, accents), which \w leaves out and many scripts need in words; ranges include letters in between.
 _MARKS = (
@@ -25,67 +28,68 @@ _MARKS = (
 KEY_CHARACTER = rf"[\w$./@{_MARKS}-]"  # of a key without quotes
 KEY_CHARACTER_OF_GRAMMARS = rf"[\p{{L}}\p{{N}}_$.\/@{_MARKS}-]"  # the same in llguidance's words
 
-_KEY = rf"""(?:{KEY_CHARACTER}{{1,128}}|"[^"]{{1,128}}"|'[^']{{1,128}}')"""
-_KEY_TEXT = {closer: re.compile(rf"""(?:"[^"]*"|'[^']*')?[^:=,{closer}]*""") for closer in "})"}
+_PLAIN_QUOTED = r"""\"[^"]{1,128}"|'[^']{1,128}'"""
+_KEY = f"(?:{KEY_CHARACTER}{{1,128}}|{_PLAIN_QUOTED})"
+_KEY_TEXT = {closer: re.compile(rf"""(?:"[^"]*"|'[^']*'|{MARK}[^{MARK}]*{MARK})?[^:=,{closer}]*""") for closer in "})"}
 _NEXT_KEY = re.compile(rf",\s*{_KEY}\s*[:=]")
-_NEXT_KEY_OF_ANY_FORM = re.compile(r"""(?:,\s*)?(?P<key>"[^"]{1,128}"|'[^']{1,128}'|[^\s"':=,][^"':=,]{0,127}?)\s*[:=]""")
-_NEXT_KEY_BEGUN = re.compile(r"""(?:,\s*)?(?:"[^"]{0,128}"?|'[^']{0,128}'?|[^\s"':=,][^"':=,]{0,127})?\s*""")
-_BEFORE_MEMBER = re.compile(rf".*(?:[,{{(]\s*{_KEY}\s*[:=]|\[)\s*", re.DOTALL)
-_BEFORE_ELEMENT = re.compile(r".*,\s*", re.DOTALL)
+_WORDS = rf"""[^\s"':=,{MARK}][^"':=,{MARK}]{{0,127}}"""
+_OTHER_KEY = re.compile(rf"(?:,\s*)?(?P<key>{_PLAIN_QUOTED}|{MARK}[^{MARK}]{{1,128}}{MARK}|{_WORDS}?)\s*[:=]")
+_OTHER_KEY_BEGUN = re.compile(rf"""(?:,\s*)?(?:"[^"]{{0,128}}"?|'[^']{{0,128}}'?|{MARK}[^{MARK}]{{0,128}}{MARK}?|{_WORDS})?\s*""")
+_BEFORE_STRING = {
+    "}": re.compile(rf"(?:[,{{(]\s*{_KEY}\s*[:=]|\[)\s*\Z"),
+    "]": re.compile(rf"(?:[,{{(]\s*{_KEY}\s*[:=]|[\[,])\s*\Z"),
+}
 _HIGH, _LOW = r"\\u[dD][89abAB][0-9a-fA-F]{2}", r"\\u[dD][c-fC-F][0-9a-fA-F]{2}"  # halves of a character
-_HALF_ESCAPE = rf"(?:{_HIGH})?\\(?:u[0-9a-fA-F]{{0,3}})?\Z|{_HIGH}\Z"
-# Between JSON's or Python's quotes, without half an escape at the end of what has come.
-PLAIN_TEXT = {quote: re.compile(rf"(?:[^{quote}\\]|(?!{_HALF_ESCAPE})\\.)*", re.DOTALL) for quote in "\"'"}
 _ESCAPE = re.compile(rf'({_HIGH}{_LOW}|(?!{_HIGH}|{_LOW})\\u[0-9a-fA-F]{{4}}|\\["\\/bfnrt])')
 _BRACKETS = re.compile(r"[][{}(),]")
+LOOK_AHEAD = 256  # characters that are looked at before they are read: longer keys are cut
 
 
 @dataclass(slots=True)
 class Container:
-    """An open object or array. `closer` ends it in the model's text, `json` in JSON ("" if its brackets are superfluous)."""
+    """An open object or array: the brackets that end it in the model's text (of doubled ones both), and the one in JSON."""
 
-    closer: str
+    closers: list[str]
     json: str
     schema: ValueSchema
-    empty: bool = True
-    quoted_keys: bool = False
     begun: int = 0  # members or elements so far
+    quoted_keys: bool = False  # by markers
 
     @property
     def is_array(self) -> bool:
         """Whether its values have no keys."""
-        return self.closer == "]"
+        return self.json == "]"
 
 
 def end_of(pattern: re.Pattern[str], text: str, at: int) -> int:
     """Where a match at `at` ends; `at` itself if there is none."""
-    found = pattern.match(text, at)
-    return found.end() if found else at
+    match = pattern.match(text, at)
+    return match.end() if match else at
 
 
 def end_of_key(text: str, closer: str) -> tuple[int, bool]:
-    """(where the key ends, whether that is certain: its separator or the closing bracket has come)."""
+    """(where the key ends, whether that is certain: its separator or the closing bracket is there)."""
     end = end_of(_KEY_TEXT[closer], text, 0)
-    half_quoted = text[0] in "\"'" and text.find(text[0], 1) < 0
+    half_quoted = text[:1] in ('"', "'", MARK) and text.find(text[0], 1) < 0
     return end, end < len(text) and not half_quoted
 
 
-def end_of_bare_string(text: str, at: int, container: Container) -> int | None:
-    """The place of the comma before the next key or element, or of the closing bracket; None: neither has come."""
+def end_of_bare_string(text: str, at: int, stop: int, container: Container) -> int | None:
+    """Where the comma before the next key or element stands, or the closing bracket; None: neither is there before `stop`."""
     depth = 0
-    for found in _BRACKETS.finditer(text, at):
-        char, place = found[0], found.start()
-        if depth == 0 and char == container.closer:
-            return place
-        if depth == 0 and char == "," and (container.is_array or _NEXT_KEY.match(text, place)):
-            return place
+    for match in _BRACKETS.finditer(text, at, stop):
+        char, start = match[0], match.start()
+        if depth == 0 and char == container.closers[-1]:
+            return start
+        if depth == 0 and char == "," and (container.is_array or _NEXT_KEY.match(text, start)):
+            return start
         depth += (char in "([{") - (char in ")]}" and depth > 0)
     return None
 
 
 def string_begins_behind(text: str, container: Container) -> bool:
     """Whether a quote marker after `text`, a value without quotes, begins a new string rather than ends this value."""
-    return bool(_BEFORE_MEMBER.fullmatch(text) or (container.is_array and _BEFORE_ELEMENT.fullmatch(text)))
+    return _BEFORE_STRING[container.json].search(text[-LOOK_AHEAD:]) is not None
 
 
 def string_is_over(text: str, containers: Sequence[Container]) -> bool | None:
@@ -93,44 +97,45 @@ def string_is_over(text: str, containers: Sequence[Container]) -> bool | None:
 
     None: too little text to tell.
     """
-    at, depth = 0, len(containers)
-    while True:
-        at = end_of(SPACE, text, at)
-        if not depth or text[at : at + 1] != containers[depth - 1].closer:
-            break
-        at, depth = at + 1, depth - 1
-    if at == len(text):
-        return None
-    if not depth:
-        return text.startswith("call:", at) or (None if "call:".startswith(text[at:]) else False)
-    if containers[depth - 1].is_array:
-        return text[at] == ","
-    return _key_follows(text, at, containers[depth - 1].schema)
+    at = 0
+    for container in reversed(containers):
+        for closer in reversed(container.closers):
+            at = end_of(SPACE, text, at)
+            if text[at : at + 1] == closer:
+                at += 1
+            elif at == len(text):
+                return None
+            else:
+                return text[at] == "," if container.is_array else _key_follows(text, at, container)
+    at = end_of(SPACE, text, at)
+    return text.startswith("call:", at) or (None if "call:".startswith(text[at:]) else False)
 
 
-def _key_follows(text: str, at: int, schema: ValueSchema) -> bool | None:
-    """After a comma, any plain key; without one, or for keys with spaces, only a key of the schema."""
+def _key_follows(text: str, at: int, container: Container) -> bool | None:
+    """After a comma, any plain key; without one, or for keys with spaces or markers, only one that is to be expected."""
     if _NEXT_KEY.match(text, at):
         return True
-    other = _NEXT_KEY_OF_ANY_FORM.match(text, at)
+    other = _OTHER_KEY.match(text, at)
     if other is not None:
-        return schema.declares(without_quotes(other["key"]))
-    return None if end_of(_NEXT_KEY_BEGUN, text, at) == len(text) else False
+        return (container.quoted_keys and other["key"][0] == MARK) or container.schema.declares(without_quotes(other["key"]))
+    return None if end_of(_OTHER_KEY_BEGUN, text, at) == len(text) else False
 
 
 def without_quotes(key: str) -> str:
-    """A key without JSON's or Python's quotes."""
-    return key[1:-1] if len(key) > 1 and key[0] == key[-1] and key[0] in "\"'" else key
+    """A key without quotes of any kind."""
+    key = key.strip()
+    if key[:1] == MARK or (len(key) > 1 and key[0] == key[-1] and key[0] in "\"'"):
+        return key.strip(key[0])
+    return key
 
 
 def json_string(text: str) -> str:
-    """Text as a JSON string."""
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text.replace(MARK, '"'), ensure_ascii=False)
 
 
-def json_inside(text: str, quote: str = "") -> str:
+def json_inside(text: str, quote: str = MARK) -> str:
     """The inside of that string; text between plain quotes keeps the model's own escapes."""
-    if not quote:
+    if quote == MARK:
         return json_string(text)[1:-1]
     parts = _ESCAPE.split(text.replace("\\'", "'"))
     return "".join(part if place % 2 else json_inside(part) for place, part in enumerate(parts))

@@ -96,10 +96,6 @@ class State(enum.Enum):
 _THINKING = (State.LABEL, State.THOUGHT)
 
 
-def _new_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
-
-
 class ReplyParser:
     """Parser of one reply. Calls are looked for only with `tools`; `show_special`: other control tokens appear in the content.
 
@@ -114,9 +110,8 @@ class ReplyParser:
         *,
         prompt: Sequence[int] = (),
         show_special: bool = False,
-        new_id: Callable[[], str] = _new_id,
     ) -> None:
-        self._pieces, self._markers, self._tools, self._new_id = pieces, markers, tools or Tools(()), new_id
+        self._pieces, self._markers, self._tools = pieces, markers, tools or Tools(())
         self._detokenizer = Detokenizer(pieces, skip_special_tokens=False)
         self._show_special = show_special
         self._parts: list[Part] = []
@@ -137,7 +132,6 @@ class ReplyParser:
         self._resume(markers.open_thought(prompt))
 
     def push(self, tokens: Sequence[int]) -> list[Part]:
-        """What these tokens add."""
         if self._pieces.special.isdisjoint(tokens):
             text = self._detokenizer.push(tokens)
             if self._state is State.CONTENT:  # nearly every token of a chat
@@ -330,7 +324,7 @@ class ReplyParser:
         return self._tools.resolve(name) if found["prefix"] else name if self._tools.declares(name) else None
 
     def _begin_call(self, name: str, opener: str) -> None:
-        self._parts.append(ToolCallStart(self.calls, self._new_id(), name))
+        self._parts.append(ToolCallStart(self.calls, f"call_{secrets.token_hex(12)}", name))
         self._arguments = ArgumentsParser(self._tools.parameters(name), opener)
         self.calls += 1
         self._held, self._state, self._call_is_open = "", State.ARGUMENTS, True
@@ -370,7 +364,7 @@ class ReplyParser:
             self._parts.append(Arguments(self.calls - 1, json_text))
 
     def _end_call(self) -> None:
-        """<tool_call|>"""
+        """End the call at <tool_call|>."""
         name = self._called(self._held) if self._state is State.HEAD else None
         if name is not None:
             self._begin_call(name, "{")

@@ -43,7 +43,7 @@ def expressions(schema: Mapping[str, Any]) -> list[str]:
 
 
 def lark_regex(expression: str) -> str:
-    """As a terminal of a grammar in Lark."""
+    """The terminal of a grammar in Lark."""
     return "/" + expression.replace("\\/", "/").replace("/", "\\/") + "/"
 
 
@@ -69,7 +69,7 @@ def _searched(pattern: Any) -> str:
 
 @lru_cache(maxsize=1024)
 def _compiles(terminal: str) -> bool:
-    """Whether llguidance takes it, and some text matches it: a millisecond, over bytes."""
+    """Whether llguidance takes it, and some text matches it; takes a millisecond."""
     limits = LLParserLimits(initial_lexer_fuel=_FUEL, step_lexer_fuel=_FUEL)
     matcher = LLMatcher(_bytes(), f"%llguidance {{}}\nstart: TEXT\nTEXT: {terminal}\n", log_level=0, limits=limits)
     matcher.compute_bitmask()

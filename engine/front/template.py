@@ -4,13 +4,9 @@ A control token in a prompt may come from the template, never from a message. So
 rendered: a sentinel character that occurs in none of them goes behind every "<" (every first character of a control
 token). No control token survives that, and none can form where two parts meet. Readers of the rendered text split it at
 its control tokens first, and then remove the sentinel from the parts.
-
-Templates write a call's arguments from a mapping. For arguments that were cut off, the notation is written here: a template
-gets it as a key, and what it writes after that key, up to the marker that ends the call, is removed.
 """
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -20,14 +16,15 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.errors import CheckpointError, InvalidRequest
-from engine.front.cut_arguments import CutArguments, CutReader
-from engine.front.notation import QUOTE
+from engine.front.arguments import ArgumentsParser
+from engine.front.value_schema import ValueSchema
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 EXTRAS = frozenset({"preserve_thinking"})
 
 # Candidates for the sentinel: the last of the private-use characters, which have no meaning to any template or tokenizer.
 _SENTINELS = [chr(code) for code in range(0x10FFF6, 0x10FFFE)]
+MAX_CUT = 1 << 15  # values in the cut arguments of a conversation, and 32 for each call: some 0.2 s of CPU
 MAX_VALUES = 1 << 16  # strings, numbers, lists and objects of a conversation, keys included
 _THINKING: tuple[dict[str, bool], ...] = ({}, {"enable_thinking": True}, {"enable_thinking": False})
 # What a sandboxed template can raise when a message is not what it expects.
@@ -57,7 +54,7 @@ class ChatTemplate:
             raise CheckpointError(f"chat template, line {error.lineno}: {error.message}") from error
 
     def thinks_by_default(self) -> bool:
-        """Whether the model thinks where nobody says if it shall."""
+        """Whether the model thinks where a request does not say."""
         hello = {"messages": [{"role": "user", "content": "Hi"}], "add_generation_prompt": True}
         try:
             unsaid, on, off = (self._template.render(self._tokens, **hello, **said) for said in _THINKING)
@@ -76,7 +73,7 @@ class ChatTemplate:
             ) from error
 
     def _render(self, conversation: Conversation) -> tuple[str, str]:
-        cut = CutReader(_json)
+        cut = CutCalls()
         messages = [_prepared(message, place, cut) for place, message in enumerate(conversation.messages)]
         sentinel = _sentinel([messages, conversation.tools])
         variables = self._tokens | dict(conversation.extra)
@@ -88,7 +85,7 @@ class ChatTemplate:
             enable_thinking=conversation.enable_thinking,
             add_generation_prompt=conversation.add_generation_prompt,
         )
-        return _without_ends(text, messages, _end_of_cut(sentinel)), sentinel
+        return text, sentinel
 
     def _guard(self, value: Any, sentinel: str) -> Any:
         """A copy of a JSON value in which no string holds, or can help to form, a control token."""
@@ -96,8 +93,6 @@ class ChatTemplate:
             for opener in self._openers:
                 value = value.replace(opener, opener + sentinel)
             return value
-        if isinstance(value, CutArguments):
-            return {QUOTE.join(self._guard(part, sentinel) for part in value) + _end_of_cut(sentinel): True}
         if isinstance(value, Mapping):
             return {self._guard(key, sentinel): self._guard(item, sentinel) for key, item in value.items()}
         if isinstance(value, Sequence):
@@ -105,29 +100,29 @@ class ChatTemplate:
         return value
 
 
-def _end_of_cut(sentinel: str) -> str:
-    """The end of a key that stands for cut arguments: two sentinels, where a guarded character has one after it."""
-    return 2 * sentinel
-
-
-def _without_ends(text: str, messages: Sequence[Mapping[str, Any]], end: str) -> str:
-    """The rendered text, in which cut calls end where they were cut. InvalidRequest: the template does not show them."""
-    calls = [call for message in messages for call in message.get("tool_calls") or ()]
-    cut = sum(isinstance(call["function"]["arguments"], CutArguments) for call in calls)
-    if not cut:
-        return text
-    text, found = re.subn(f"{end}:true}}", "", text)
-    if found != cut:
-        raise InvalidRequest("messages: the chat template cannot show tool calls whose arguments were cut", param="messages")
-    return text
-
-
 def strip_thoughts(text: str) -> str:
     """A reply without its <|channel>...<channel|> spans; an unclosed span goes to the end."""
     return "".join(part.split("<|channel>")[0] for part in text.split("<channel|>"))
 
 
-def _prepared(message: Mapping[str, Any], place: int, cut: CutReader) -> dict[str, Any]:
+class CutCalls:
+    """Closes the arguments of a conversation's calls that a limit of tokens cut, which agents send back as they came."""
+
+    def __init__(self) -> None:
+        self._left = MAX_CUT
+
+    def closed(self, text: str) -> str:
+        """The JSON that ReplyParser would have made if the model had ended the call here. InvalidRequest: it would be too much."""
+        self._left -= 32 + text.count(",") + text.count(":") + text.count("[") + text.count("{")
+        if self._left < 0:
+            raise InvalidRequest(f"messages: calls that were cut hold more than {MAX_CUT} values", param="messages")
+        parser = ArgumentsParser(ValueSchema())
+        parser.push(text[1:])
+        parser.end()
+        return parser.take()
+
+
+def _prepared(message: Mapping[str, Any], place: int, cut: CutCalls) -> dict[str, Any]:
     """The message as templates expect it: a known role, replies without thoughts, tool arguments as mappings."""
     role = message.get("role")
     if role not in ROLES:
@@ -155,13 +150,13 @@ def _without_thoughts(content: Any) -> Any:
     return content
 
 
-def _with_mapping(call: Mapping[str, Any], where: str, cut: CutReader) -> dict[str, Any]:
-    """The call with its arguments as a mapping, or CutArguments: templates would print OpenAI's JSON string verbatim."""
+def _with_mapping(call: Mapping[str, Any], where: str, cut: CutCalls) -> dict[str, Any]:
+    """The call with its arguments as a mapping: templates would print OpenAI's JSON string verbatim."""
     function = dict(call["function"])
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         arguments = _parse_arguments(arguments, where, cut)
-    if not isinstance(arguments, Mapping | CutArguments):
+    if not isinstance(arguments, Mapping):
         raise InvalidRequest(f"{where}.function.arguments: not a JSON object", param="messages")
     return dict(call) | {"function": function | {"arguments": arguments}}
 
@@ -172,7 +167,7 @@ class Lexeme(float):
     _text: str
 
     def __new__(cls, text: str) -> Self:
-        """From a number as JSON writes it."""
+        """Reads a number as JSON writes it."""
         number = super().__new__(cls, text)
         number._text = text
         return number
@@ -183,13 +178,13 @@ class Lexeme(float):
     __str__ = __repr__
 
 
-def _parse_arguments(text: str, where: str, cut: CutReader) -> Any:
-    """The JSON value, or CutArguments if the text is only its beginning. InvalidRequest: it is neither."""
+def _parse_arguments(text: str, where: str, cut: CutCalls) -> Any:
+    """The JSON value, or what the text begins if a limit of tokens cut it. InvalidRequest: it is neither."""
     try:
         return _json(text)
     except (ValueError, RecursionError) as error:
-        if (begun := cut.read(text)) is not None:
-            return begun
+        if text.startswith("{") and (whole := cut.closed(text)).startswith(text):
+            return _json(whole)
         raise InvalidRequest(f"{where}.function.arguments: not JSON ({error})", param="messages") from error
 
 

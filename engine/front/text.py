@@ -55,7 +55,6 @@ class Detokenizer:
         return "".join(out)
 
     def flush(self) -> str:
-        """What was held back, at the end of the stream."""
         return self._decode(final=True)
 
     def _decode(self, *, final: bool) -> str:
@@ -77,64 +76,33 @@ class StopStrings:
     """Cuts a stream of text at the first stop string, whatever the chunking.
 
     First is the match that ends first, and of those the longest. Text that may begin a stop string is held back, so
-    nothing past a match is ever emitted; `include` emits the matched string itself as well.
+    nothing past a match is ever emitted.
     """
 
-    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+    def __init__(self, stops: Sequence[str]) -> None:
         if "" in stops:
             raise InvalidRequest("stop: a stop string must not be empty", param="stop")
-        self._matchers = [_Matcher(stop) for stop in dict.fromkeys(stops)]
-        self._include = include
+        self._stops = stops
+        self._longest = max(map(len, stops), default=1)
         self._held = ""
-        self._matched: str | None = None
 
     def push(self, delta: str) -> tuple[str, str | None]:
-        """(text to emit, the stop string once one has matched). After a match nothing more is emitted."""
-        if self._matched is not None:
-            return "", self._matched
-        text = self._held + delta
-        for end, char in enumerate(delta, start=len(self._held) + 1):
-            hits = [matcher.stop for matcher in self._matchers if matcher.feed(char)]
-            if hits:
-                return self._finish(text, end, max(hits, key=len))
-        kept = len(text) - max((matcher.length for matcher in self._matchers), default=0)
-        self._held = text[kept:]
-        return text[:kept], None
+        """(text to emit, the stop string once one has matched)."""
+        text, self._held = self._held + delta, ""
+        matches = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if matches:
+            _, start, stop = min(matches)
+            return text[:start], stop
+        for start in range(max(0, len(text) - self._longest + 1), len(text)):
+            if any(stop.startswith(text[start:]) for stop in self._stops):
+                self._held = text[start:]
+                return text[:start], None
+        return text, None
 
     def flush(self) -> str:
         """What was held back: the text goes on elsewhere, or has ended, and there was no match."""
         held, self._held = self._held, ""
-        for matcher in self._matchers:
-            matcher.length = 0
         return held
-
-    def _finish(self, text: str, end: int, stop: str) -> tuple[str, str]:
-        self._held, self._matched = "", stop
-        return text[: end if self._include else end - len(stop)], stop
-
-
-class _Matcher:
-    """Knuth-Morris-Pratt for one stop string; `length` characters of it end the text so far."""
-
-    def __init__(self, stop: str) -> None:
-        self.stop = stop
-        self.length = 0
-        self._fallback = [0] * (len(stop) + 1)
-        for place in range(1, len(stop)):
-            self.length = self._advance(stop[place])
-            self._fallback[place + 1] = self.length
-        self.length = 0
-
-    def feed(self, char: str) -> bool:
-        """True when `char` completes the stop string."""
-        self.length = self._advance(char)
-        return self.length == len(self.stop)
-
-    def _advance(self, char: str) -> int:
-        length = self.length
-        while length and (length == len(self.stop) or self.stop[length] != char):
-            length = self._fallback[length]
-        return length + (self.stop[length] == char)
 
 
 class TextProcessor:
@@ -214,7 +182,6 @@ class TextProcessor:
         return stream.push(token_ids) + stream.flush()
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
-        """A new stream's detokenizer."""
         return Detokenizer(self.pieces, skip_special_tokens=skip_special_tokens)
 
     def _tokenize(self, text: str, param: str, most: int, sentinel: str = "") -> list[int]:

@@ -35,14 +35,13 @@ class Tools:
 
     @property
     def names(self) -> list[str]:
-        """Of all that are declared, in their order."""
+        """Names of the declared tools, in their order."""
         return list(self._schemas)
 
     def __bool__(self) -> bool:
         return bool(self._schemas)
 
     def declares(self, name: str) -> bool:
-        """Whether there is a tool of this name."""
         return name in self._schemas
 
     def resolve(self, name: str) -> str:
@@ -51,7 +50,7 @@ class Tools:
         return last if name not in self._schemas and last in self._schemas else name
 
     def parameters(self, name: str) -> ValueSchema:
-        """What a tool's arguments may be; anything, of one that is not declared."""
+        """The schema of a tool's arguments; of an undeclared tool one that allows anything."""
         return self._schemas.get(name, _ANYTHING)
 
     def is_call(self, head: str) -> bool:

@@ -33,7 +33,7 @@ class ValueSchema:
         return self.types is None or kind in self.types or (kind == "integer" and "number" in self.types)
 
     def member(self, key: str) -> "ValueSchema":
-        """Of an object's `key`, by all alternatives."""
+        """The schema of an object's member, by all alternatives."""
         return self._inside(lambda branch: _mapping(branch.get("properties")).get(key, branch.get("additionalProperties")))
 
     @property
@@ -53,7 +53,7 @@ class ValueSchema:
         return any(key in _mapping(branch.get("properties")) for branch in self._branches())
 
     def element(self, place: int) -> "ValueSchema":
-        """Of an array's element at that place, by all alternatives."""
+        """The schema of an array's element at that place, by all alternatives."""
         return self._inside(lambda branch: _element(branch, place))
 
     def _inside(self, schema_of: Callable[[Mapping[str, Any]], Any]) -> "ValueSchema":

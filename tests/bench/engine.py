@@ -38,6 +38,7 @@ from engine.geometry import read_geometry
 from engine.protocol import SamplingParams
 from tests.bench.record import Row, append
 from tests.bench.shard_model import write_shard
+from tests.support.engine.outputs import outputs
 
 PEERS = {  # decode step in ms, by model, ranks and batch: vLLM 0.26.0, SGLang 0.5.17
     ("31b", 4, 1): (7.40, 8.51), ("31b", 4, 8): (7.97, 8.91), ("31b", 4, 32): (9.85, 10.88),
@@ -53,7 +54,7 @@ SAMPLING: dict[str, dict[str, float]] = {"greedy": {}, "default": {"temperature"
 async def one(client: EngineClient, prompt: list[int], params: SamplingParams) -> list[float]:
     """Run one request to its length; when each token came."""
     times, tokens = list[float](), params.max_tokens
-    async for output in client.generate(prompt, params):
+    async for output in outputs(client.generate(prompt, params)):
         times += [time.monotonic()] * len(output.tokens)
     assert len(times) == tokens, (len(times), tokens)
     return times

@@ -12,6 +12,7 @@ import random
 import statistics
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -23,8 +24,9 @@ from deploy.models.resolve import resolve
 from engine.config import EngineConfig, engine_config
 from engine.front.client import EngineClient
 from engine.geometry import read_geometry
-from engine.protocol import SamplingParams
+from engine.protocol import AbortReason, SamplingParams
 from tests.bench.record import Row, append
+from tests.support.engine.outputs import outputs
 
 T = TypeVar("T")
 
@@ -45,24 +47,24 @@ class Load:
 
     async def ask(self, prompt: list[int], tokens: int, seed: int = 0) -> None:
         """One request to its end."""
-        async for _ in self.client.generate(prompt, SamplingParams(max_tokens=tokens, temperature=1.0, seed=seed)):
+        async for _ in outputs(self.client.generate(prompt, SamplingParams(max_tokens=tokens, temperature=1.0, seed=seed))):
             pass
 
     async def short(self, length: int) -> None:
         """A short prompt: when its first token comes."""
         began = time.monotonic()
         stream = self.client.generate(self.prompt(length), SamplingParams(max_tokens=4))
-        async with stream:
-            async for _ in stream:
-                self.ttft.append(time.monotonic() - began)
-                break
+        await anext(outputs(stream))
+        self.ttft.append(time.monotonic() - began)
+        stream.abort(AbortReason.client_gone)
 
     async def stream(self, until: float) -> None:
         """Answers one behind the other: how long each token takes behind the one before it."""
         while time.monotonic() < until:
             last = None
-            async with self.client.generate(self.prompt(32), SamplingParams(max_tokens=256)) as stream:
-                async for output in stream:
+            stream = self.client.generate(self.prompt(32), SamplingParams(max_tokens=256))
+            async with aclosing(outputs(stream)) as reader:
+                async for output in reader:
                     now = time.monotonic()
                     if last is not None:
                         self.gaps.append((now - last) / len(output.tokens))

@@ -27,6 +27,7 @@ from tests.bench.engine import case, device_times, one
 from tests.bench.host_chain import large_tokenizer, random_grammars
 from tests.bench.record import Row, append
 from tests.bench.shard_model import write_shard
+from tests.support.engine.outputs import outputs
 
 _ENDS = (1, 106)
 
@@ -35,7 +36,7 @@ async def masked(client: EngineClient, prompt: list[int], grammar: str, tokens: 
     """A reply of a grammar that does not end before it is cut; when each of its tokens came."""
     params = SamplingParams(max_tokens=tokens, temperature=1.0, seed=len(grammar), stop_ids=_ENDS, grammar=Grammar(grammar))
     times: list[float] = []
-    async for output in client.generate(prompt, params):
+    async for output in outputs(client.generate(prompt, params)):
         times += [time.monotonic()] * len(output.tokens)
     assert len(times) == tokens, (len(times), tokens)
     return times

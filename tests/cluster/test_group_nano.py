@@ -17,6 +17,7 @@ from engine.errors import CheckpointError, ConfigError, EngineDead
 from engine.protocol import AbortReason, SamplingParams
 from tests.support.engine.faulty_rank import faulty
 from tests.support.engine.groups import Held, Running, end_of, read, running, settled, until
+from tests.support.engine.outputs import outputs
 
 pytestmark = [pytest.mark.cpu, pytest.mark.alone]
 
@@ -83,11 +84,11 @@ def test_a_group_with_a_target_measures_its_steps(config: EngineConfig) -> None:
             async def beside() -> None:
                 nonlocal at_first
                 began = tokens
-                async for _ in run.client.generate(PROMPT * 4, SamplingParams(max_tokens=1)):
+                async for _ in outputs(run.client.generate(PROMPT * 4, SamplingParams(max_tokens=1))):
                     at_first = tokens - began if at_first < 0 else at_first
 
             other: asyncio.Task[None] | None = None
-            async for output in run.client.generate(PROMPT[::-1], SamplingParams(max_tokens=60)):
+            async for output in outputs(run.client.generate(PROMPT[::-1], SamplingParams(max_tokens=60))):
                 tokens += len(output.tokens)
                 other = other or asyncio.create_task(beside())
             assert other is not None

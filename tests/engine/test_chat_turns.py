@@ -15,6 +15,7 @@ from engine.front.client import EngineClient
 from engine.protocol import Load, SamplingParams
 from tests.conftest import Nano
 from tests.support.engine.drive import attached, still
+from tests.support.engine.outputs import outputs
 
 pytestmark = [pytest.mark.cpu, pytest.mark.alone]
 
@@ -40,7 +41,7 @@ async def talk(client: EngineClient, turns: int) -> Chat:
         said += [5 + (turn * 31 + at) % 800 for at in range(MESSAGE)]
         if turn >= TURNS - turns:
             tokens, cached, began, first = [], 0, time.monotonic(), 0.0
-            async for output in client.generate(said, SamplingParams(max_tokens=ANSWER)):
+            async for output in outputs(client.generate(said, SamplingParams(max_tokens=ANSWER))):
                 first = first or time.monotonic()
                 tokens += output.tokens
                 cached += output.cached

@@ -13,8 +13,7 @@ from deploy.edge.ask import ChatPrompt
 from deploy.edge.openai.schemas import CHAT_READER
 from deploy.models.nano.build import build
 from engine.front import template
-from engine.front.cut_arguments import CutReader
-from engine.front.template import ChatTemplate
+from engine.front.template import ChatTemplate, CutCalls
 from engine.front.text import TextProcessor
 from tests.support.engine.schemas import members
 
@@ -143,7 +142,7 @@ def test_conversations_are_rendered_as_transformers_does(checkpoints: list[Check
     assert differing(checkpoints) == []
 
 
-def _without_ids(message: dict[str, Any], place: int, cut: CutReader) -> dict[str, Any]:
+def _without_ids(message: dict[str, Any], place: int, cut: CutCalls) -> dict[str, Any]:
     ready = _prepared(message, place, cut)
     return {key: value for key, value in ready.items() if key != "tool_call_id"}
 

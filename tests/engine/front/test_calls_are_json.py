@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.front.arguments import ArgumentsParser
+from engine.front.arguments import ArgumentsParser, Reading
 from engine.front.reply import ReplyParser
 from engine.front.tools import Tools
 from tests.support.engine.replies import BEGIN_CALL, IDS, QUOTE, Said, Segment, parsed, segments, tokens
@@ -74,18 +74,23 @@ def _one_call_alone(parser: ReplyParser, *, complete: bool) -> None:
         parser._read(parser._end_arguments(complete=complete))
 
 
+def _does_not_wait(parser: ArgumentsParser, decide: Callable[[str], Any]) -> Reading[Any]:
+    yield from ()
+    return decide(parser._text[parser._at :])
+
+
 @pytest.mark.parametrize(
     ("where", "name", "fault", "seen"),
     [
         (ArgumentsParser, "end", ArgumentsParser.cut, 0),
         (ReplyParser, "_end_open_call", _one_call_alone, 0),
-        (ArgumentsParser, "_ahead", property(lambda parser: parser._text[parser._at :]), 1),
+        (ArgumentsParser, "_look", _does_not_wait, 1),
     ],
 )
 def test_a_faulty_parser_is_seen(
     monkeypatch: pytest.MonkeyPatch, where: type, name: str, fault: Callable[..., Any], seen: int
 ) -> None:
-    """Strings left open, a call begun in the rest of another, more look-ahead for more text: each is counted above."""
+    """Strings left open, a call begun in the rest of another, a decision before the text is there: each is counted above."""
     monkeypatch.setattr(where, name, fault)
     assert any(wrong(range(first, first + 100))[seen] for first in range(0, 10_000, 100))
 

@@ -1,5 +1,6 @@
 """What a reply was read as, sent back as OpenAI's messages, is the very tokens that the model wrote."""
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -7,8 +8,10 @@ from typing import Any
 import pytest
 
 from deploy.models.nano.build import build
+from engine.errors import InvalidRequest
 from engine.front.generation import Choice, Delta
 from engine.front.reply import Markers, ReplyParser
+from engine.front.template import MAX_CUT, CutCalls
 from engine.front.text import TextProcessor
 from engine.front.tools import Tools
 from tests.support.engine.replies import NAMES, Segment, members, text_of, value
@@ -99,43 +102,49 @@ def test_another_order_is_seen(texts: dict[str, TextProcessor]) -> None:
     assert before != after
 
 
-def shown_again(text: TextProcessor, reply: list[int], *, thinking: bool = False, fault: str = "") -> tuple[int, bool]:
-    """(tokens at the end of a reply without an end that the next prompt lacks, whether a call's end follows what it has)"""
-    prompt = text.render_chat([USER], tools=[WEATHER], enable_thinking=thinking)
-    turn = message(text, [WEATHER], prompt, reply, cut=True)
-    for call in turn["tool_calls"]:
-        if fault == "completed":
-            call["function"]["arguments"] += '"}'
-        elif fault == "emptied":
-            call["function"]["arguments"] = "{}"
-    results = [{"role": "tool", "tool_call_id": call["id"], "content": "no JSON"} for call in turn["tool_calls"]]
-    before, after = [*prompt, *reply], text.render_chat([USER, turn, *results], tools=[WEATHER], enable_thinking=thinking)
-    same = next((at for at, (was, now) in enumerate(zip(before, after, strict=False)) if was != now), len(before))
-    return len(before) - same, after[same] == text.control_id("<tool_call|>")
+def shown(text: TextProcessor, arguments: str) -> str:
+    """The call in the next prompt."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    turn = {"role": "assistant", "content": None, "tool_calls": [call]}
+    prompt = text.decode(text.render_chat([USER, turn], tools=[WEATHER]), skip_special_tokens=False)
+    return prompt.partition("<|tool_call>")[2].partition("<tool_call|>")[0]
 
 
-@pytest.mark.parametrize(("member", "thinking"), [("31b", True), ("e2b", False)])
-def test_a_cut_call_comes_back_as_far_as_it_was_written(texts: dict[str, TextProcessor], member: str, thinking: bool) -> None:
-    """Cut anywhere in its arguments, whose keys may be in any order: all tokens but a last comma or half of a character, then the
-    marker that ends a call, and nothing closed before it."""
-    text = texts[member]
+@pytest.mark.parametrize("thinking", [True, False])
+def test_a_cut_call_comes_back_closed(texts: dict[str, TextProcessor], *, thinking: bool) -> None:
+    """Cut anywhere in its arguments, keys in any order: all that a client was sent is shown, and what is open is closed."""
+    text = texts["31b"]
     thought: list[Segment] = [0, "thought\nHm.\n", 1] if thinking else []
+    prompt = text.render_chat([USER], tools=[WEATHER], enable_thinking=thinking)
     for seed in range(20):
-        rng = random.Random(seed)
-        reply: list[Segment] = [*thought, 2, "call:get_weather", *arguments(rng, ordered=False)]
-        ids = ids_of(text, reply)
+        ids = ids_of(text, [*thought, 2, "call:get_weather", *arguments(random.Random(seed), ordered=False)])
         begun = ids.index(text.control_id("<|tool_call>")) + len(ids_of(text, ["call:get_weather{"])) + 1
         for end in range(begun, len(ids)):
-            lost, ended = shown_again(text, ids[:end], thinking=thinking)
-            written = text.decode(ids[end - lost : end], skip_special_tokens=False)
-            assert not lost or written == "," or "\ufffd" in written, (seed, end, written)
-            assert ended or "\ufffd" in written, (seed, end, written)
+            (call,) = message(text, [WEATHER], prompt, ids[:end], cut=True)["tool_calls"]
+            sent = call["function"]["arguments"]
+            whole = CutCalls().closed(sent)
+            assert whole.startswith(sent), (seed, end)
+            assert shown(text, sent) == shown(text, whole) != shown(text, "{}") or json.loads(whole) == {}, (seed, end)
 
 
-@pytest.mark.parametrize("fault", ["completed", "emptied"])
-def test_a_cut_call_that_is_shown_otherwise_is_seen(texts: dict[str, TextProcessor], fault: str) -> None:
-    """The comparison fails where the string is closed, and where its arguments are left out."""
-    ids = ids_of(texts["e2b"], [2, 'call:get_weather{city:<|"|>Par'])
-    assert shown_again(texts["e2b"], ids) == (0, True)
-    lost, ended = shown_again(texts["e2b"], ids, fault=fault)
-    assert (lost > 0, ended) == (fault == "emptied", False)
+@pytest.mark.parametrize(
+    "sent",
+    [" ", "1", "[", '"a', '["a', "{]", '{"a" 1', '{"a":1 2', '{"a":x', '{"a":NaN,', "{a:1",
+     "{,", '{"a",', '{"a":"\\x', '{"a":}', '{"a":1}}', '{"a":"\\u12x4', "{'a':'b", '{"a":"b"c"', '{"a":"\n', '{"a":' * 10_000],
+    ids=range(21),
+)  # fmt: skip
+def test_what_begins_no_object_is_refused(texts: dict[str, TextProcessor], sent: str) -> None:
+    """Other JSON, text that no end makes an object of, and brackets beyond Python's stack: a bad request that names the place."""
+    with pytest.raises(InvalidRequest, match=r"messages\[1\]\.tool_calls\[0\]\.function\.arguments|rendered|render"):
+        shown(texts["31b"], sent)
+
+
+def test_what_cut_calls_hold_is_bounded() -> None:
+    """A long string is one value; of short ones a conversation may have so many, and a call counts for 32. One more is refused."""
+    CutCalls().closed('{"a":"' + "x" * 1_000_000)
+    for text, values in (('{"a":1', 32 + 2), ('{"a":[' + "1," * 1000, 32 + 3 + 1000)):
+        cut = CutCalls()
+        for _ in range(MAX_CUT // values):
+            cut.closed(text)
+        with pytest.raises(InvalidRequest, match="cut"):
+            cut.closed(text)

@@ -61,7 +61,7 @@ def _forgets_held_text(parser: ReplyParser, text: str) -> str:
 @pytest.mark.parametrize(
     ("where", "name", "fault"),
     [
-        (ArgumentsParser, "_begin_element", lambda parser: None),
+        (ArgumentsParser, "_begin", lambda parser, container: None),
         (ReplyParser, "_thought", lambda parser, text: parser._reason(text) or ""),
         (ReplyParser, "_end_call", lambda parser: None),
         (ReplyParser, "_gap", _forgets_held_text),

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 from cluster.group import Group
 from engine.errors import InvalidRequest
+from engine.events import EngineLoad, Event
 from engine.front.client import EngineClient
 from engine.protocol import AbortReason, FinishReason, Load, Logprobs, SamplingParams
+from tests.support.engine.outputs import outputs
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,10 @@ class Figures:
     mixed: int = 0
     peaks: dict[str, int] = field(default_factory=dict)
 
-    def see(self, load: Load) -> None:
+    def see(self, event: Event) -> None:
+        if not isinstance(event, EngineLoad):
+            return
+        load = event.load
         last, self.last = self.last, load
         for pool in load.pools:
             self.peaks[pool.name] = max(pool.used, self.peaks.get(pool.name, 0))
@@ -52,7 +57,7 @@ class Figures:
 async def attached(group: Group) -> AsyncIterator[tuple[EngineClient, Figures]]:
     """The group's one client, and the figures that it sees; closed at the end."""
     figures = Figures()
-    client = EngineClient(group.front_socket, on_load=figures.see)
+    client = EngineClient(group.front_socket, sink=figures.see)
     await client.start()
     try:
         yield client, figures
@@ -69,7 +74,7 @@ async def ask(client: EngineClient, request: Request) -> Answer:
         await asyncio.sleep(0.002 * (stream.id % 20))  # in the queue, in its prefill, now and then later
         stream.abort(AbortReason.client_gone)
     try:
-        async for output in stream:
+        async for output in outputs(stream):
             answer.tokens += output.tokens
             answer.logprobs += output.logprobs
             for piece in output.prompt_logprobs:

@@ -7,8 +7,6 @@ import socket
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-import msgspec
-
 from deploy.models.nano.nano_shapes import SHAPES
 from deploy.models.public_shapes import config
 from engine.config import EngineConfig, engine_config
@@ -189,8 +187,3 @@ class FakeEngineClient:
             task.cancel()
             stream.fail(EngineDead(reason))
         self._open.clear()
-
-
-def broken_batch(outputs: Sequence[object]) -> bytes:
-    """A TokenBatch message whose outputs are whatever is given."""
-    return msgspec.msgpack.encode({"outputs": list(outputs), "load": load()})

@@ -13,6 +13,7 @@ from cluster.health import Death, Watcher
 from engine.front.client import EngineClient
 from engine.front.stream import Stream
 from engine.protocol import Load
+from tests.support.engine.outputs import outputs
 
 
 @dataclass
@@ -48,7 +49,7 @@ async def running(group: Group) -> AsyncIterator[Running]:
 
 async def read(stream: Stream) -> list[int]:
     """All tokens of a stream."""
-    return [token async for output in stream for token in output.tokens]
+    return [token async for output in outputs(stream) for token in output.tokens]
 
 
 async def end_of(stream: Stream) -> tuple[BaseException | None, float]:
