@@ -33,7 +33,6 @@ from kernels.ple import per_layer_inputs
 from kernels.prefill import extend_attention, extend_tiles, tile_tokens
 from kernels.qkv import qkv_post
 from kernels.route import route, router_logits
-from kernels.sample import cap, gumbel, mask
 from kernels.sampling_batch import BAD_WORDS, BIASED, LIMITED, PENALIZED, SamplingBatch, SlotAdjustments, SlotParameters
 from kernels.slots import PlanLayout, apply_plan, decode_inputs, gather_pages, rotary_table
 from kernels.table_check import check_copies, check_table, new_violations
@@ -264,25 +263,6 @@ def sampling_batch(
     return SamplingBatch(slots, positions, parameters, tokens, suppress, _CAP, capped=capped)
 
 
-def sampling_scores(logits: Tensor, positions: Tensor, parameters: SlotParameters, capped: Tensor | None = None) -> Tensor:
-    """What each row of `sampled_rows` takes the largest of, in plain torch: fp32 [4, vocabulary]."""
-    temperature, ahead = parameters.floats[:, :1], positions.long() + 1
-    noise = gumbel(parameters.integers[:, 0], ahead, torch.arange(logits.shape[1], device=logits.device))
-    soft = _soft(logits, capped)
-    scores = torch.where(temperature > 0, soft / temperature.clamp(min=0.1) + noise, logits)
-    return _allowed(scores, positions, parameters)
-
-
-def _soft(logits: Tensor, capped: Tensor | None) -> Tensor:
-    """Behind the soft cap, unless a row is `capped` already."""
-    return cap(logits, _CAP) if capped is None else torch.where(capped[:, None] != 0, logits, cap(logits, _CAP))
-
-
-def _allowed(scores: Tensor, positions: Tensor, parameters: SlotParameters) -> Tensor:
-    stop = parameters.stop.long().masked_fill((positions + 1 >= parameters.integers[:, 2])[:, None], -1)
-    return mask(scores, torch.cat([stop, torch.full_like(stop[:, :1], _SUPPRESSED)], dim=1), 0)
-
-
 def _adjust(draw: RandomInputs) -> Outputs:
     """Four rows, each with another kind of adjustment, the last with a mask too; the second's input is counted."""
     logits, positions, parameters = sampled_rows(draw, _VOCABULARY)
@@ -320,28 +300,20 @@ def _choose(draw: RandomInputs, *, adjusted: bool) -> Outputs:
     return best[..., 0].amax(-1), results, batch.tokens, *_finite(logits)
 
 
-def written(chosen: Tensor, positions: Tensor) -> Tensor:
-    """The token table of `sampling_batch` with a token behind each row's input."""
-    tokens = torch.zeros((4, 12), dtype=torch.int32, device=chosen.device)
-    tokens[torch.arange(len(chosen), device=chosen.device), positions.long() + 1] = chosen
-    return tokens
-
-
 def _filtered_inputs(draw: RandomInputs) -> tuple[Tensor, Tensor, SlotParameters]:
     """As `sampled_rows`, with a filter for each row: top_k, top_p, min_p and all of them."""
     logits, positions, parameters = sampled_rows(draw, _VOCABULARY)
-    integers = torch.tensor([[3, 20, 0], [2**40, 0, 0], [9, 0, 50], [11, 7, 50]], dtype=torch.int64)
+    integers = torch.tensor([[3, 200, 0], [2**40, 0, 0], [9, 0, 50], [11, 150, 50]], dtype=torch.int64)
     floats = torch.tensor([[0.7, 1, 0], [1.3, 0.6, 0], [1.0, 1, 0.05], [0.9, 0.8, 0.02]])
     return logits, positions, SlotParameters(integers.to(draw.device), floats.to(draw.device), parameters.stop)
 
 
 def _filter(draw: RandomInputs, *, adjusted: bool) -> Outputs:
     logits, positions, parameters = _filtered_inputs(draw)
-    capped, share = draw.ints(0, 1, 0, 1) if adjusted else None, Share(0, 1)
-    scores = sampling_scores(logits, positions, parameters, capped)
-    chosen = torch.stack([scores.argmax(-1), torch.zeros_like(scores[:, 0])], dim=1).int()
-    batch = sampling_batch(draw, positions, parameters, capped)
-    logits.masked_fill_(scores.isneginf(), -torch.inf)
+    chosen, share = draw.ints(*[0] * 8).view(4, 2), Share(0, 1)
+    batch = sampling_batch(draw, positions, parameters, draw.ints(0, 1, 0, 1) if adjusted else None)
+    with plain_torch("kernels.choose"):
+        choose_best(local_best(logits, batch, 0, 1), replace(batch, tokens=batch.tokens.clone()), chosen, None)
     scaled = scaled_rows(logits[None], batch, share, _VOCABULARY)
     drawn = filtered_tokens(scaled, batch, chosen, share)
     write_tokens(drawn, batch, chosen)
