@@ -3,15 +3,14 @@
 import argparse
 import math
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.cli.output import NO, OK, Subparsers, Table, command, emit
+from deploy.cli.finding import Finding, emit_findings
+from deploy.cli.output import NO, OK, Subparsers, command
 from engine.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from deploy.cli.machine_checks import Finding
     from engine.geometry import Geometry
 
 HELP = """\
@@ -35,16 +34,13 @@ def run(args: argparse.Namespace) -> int:
     """Prints every finding; 1 where one of them is a refusal."""
     findings = list(look(args.folder.expanduser()))
     good = not any(finding.state == "fail" for finding in findings)
-    rows = [(each.state, each.name, each.found + (f" -> {each.advice}" if each.advice else "")) for each in findings]
     verdict = f"{args.folder}: {'can be loaded' if good else 'would be refused'}"
-    value = {"folder": str(args.folder), "good": good, "findings": [asdict(finding) for finding in findings]}
-    emit(value, [Table("", ("", "", ""), rows), verdict], as_json=args.json)
+    emit_findings(findings, {"folder": str(args.folder), "good": good}, verdict, as_json=args.json)
     return OK if good else NO
 
 
-def look(folder: Path) -> Iterator["Finding"]:
+def look(folder: Path) -> Iterator[Finding]:
     """Everything that a replica would read, in its order; what cannot be read has no findings behind it."""
-    from deploy.cli.machine_checks import Finding
     from engine.geometry import read_geometry
 
     try:
@@ -70,8 +66,7 @@ def member(geometry: "Geometry") -> str:
     return "a Gemma 4 of a shape of its own"
 
 
-def _tensors(folder: Path, geometry: "Geometry") -> Iterator["Finding"]:
-    from deploy.cli.machine_checks import Finding
+def _tensors(folder: Path, geometry: "Geometry") -> Iterator[Finding]:
     from engine.rank.load.slices import pieces
     from engine.rank.load.tensor_files import checked, headers
     from engine.rank.load.tensor_table import HEAD
@@ -95,8 +90,8 @@ def _tensors(folder: Path, geometry: "Geometry") -> Iterator["Finding"]:
         yield Finding("head", "ok", f"{found[HEAD].name} is saved: {what}")
 
 
-def _text(folder: Path) -> Iterator["Finding"]:
-    from deploy.cli.machine_checks import Finding, template
+def _text(folder: Path) -> Iterator[Finding]:
+    from deploy.cli.machine_checks import template
     from engine.front.text import TextProcessor
 
     try:

@@ -11,14 +11,14 @@ import shutil
 import subprocess
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from cluster.attention_choice import choose_attention
 from cluster.capability import Capability, Gpu
 from deploy import environment
+from deploy.cli.finding import Finding, checked
 from deploy.launcher import ROOT
 from deploy.models.google_template import CORRECTED, edition
 from deploy.ports import HAPROXY_PORTS, check_port
@@ -30,28 +30,12 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.front.text import template_source
 
-State = Literal["ok", "warn", "fail"]
 NAMED = ("torch", "triton", "ray", "flashinfer-python")  # a line each; the other dependencies share one
 SHARED = "/dev/shm"  # noqa: S108 - looked at, not written to
 _FILES = 4096
 _SHM = 1 << 30
 _MEMORY = 4 << 30
 _DISK = 10 << 30
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line: what was looked at, how it stands, what was found, and what to do unless all is well."""
-
-    name: str
-    state: State
-    found: str
-    advice: str = ""
-
-
-def checked(name: str, good: bool, found: str, advice: str, bad: State = "warn") -> Finding:
-    """`ok` with nothing to do, or `bad` with the advice."""
-    return Finding(name, "ok", found) if good else Finding(name, bad, found, advice)
 
 
 def software(project: Path = ROOT / "pyproject.toml") -> Iterator[Finding]:
@@ -130,6 +114,21 @@ def _attention(name: str, settings: Settings, architecture: tuple[int, int] | No
     except ConfigError as error:
         return Finding(name, "fail", str(error))
     return checked(name, not choice.advice, f"{choice.name}: {choice.reason}", choice.advice)
+
+
+def kernels() -> Finding:
+    """Our kernels against plain torch on the first GPU, as ranks do at start where nobody tried its architecture."""
+    import torch
+
+    from kernels.selfcheck import CHECKS, failures
+
+    if not torch.cuda.is_available():
+        return Finding("kernel checks", "fail", "torch sees no GPU to run them on", "run it on a node with GPUs")
+    device = torch.device("cuda", 0)
+    with torch.inference_mode():
+        wrong = failures(device)
+    found = "; ".join(map(str, wrong)) or f"{len(CHECKS)} hold on {torch.cuda.get_device_name(device)}"
+    return checked("kernel checks", not wrong, found, "plain torch runs in their place, slowly: please report it", "fail")
 
 
 def _kind(gpu: Gpu) -> str:
