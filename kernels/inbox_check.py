@@ -125,9 +125,9 @@ def _sent_product(group: AllReduceInbox, rows: int, n: int, inboxes: AllReduceIn
         if inboxes is None:
             h, x = fused_allreduce_norm(_sum([linear(x, weight) for x in xs]), residual, norms, _EPS)
         else:
-            mine = xs[group.rank].contiguous()
-            sent = linear_send(mine, weight, inboxes)
-            h, x = fused_allreduce_norm(linear(mine, weight) if sent is None else sent, residual, norms, _EPS, peers=inboxes)
+            own = xs[group.rank].contiguous()
+            sent = linear_send(own, weight, inboxes)
+            h, x = fused_allreduce_norm(linear(own, weight) if sent is None else sent, residual, norms, _EPS, peers=inboxes)
         assert x is not None
         return h, x
 

@@ -73,21 +73,21 @@ def _tensors(folder: Path, geometry: "Geometry") -> Iterator[Finding]:
     from engine.rank.models.gemma4_weights import TENSORS
 
     try:
-        found, _ = headers(folder, TENSORS, geometry)
+        saved, _ = headers(folder, TENSORS, geometry)
         needed = checked(folder, pieces(TENSORS, geometry), TENSORS, geometry)
     except CheckpointError as error:
         yield Finding("tensors", "fail", str(error))
         return
     dtypes = sorted({header.dtype for header in needed.values()})
     count = sum(math.prod(header.shape) for header in needed.values())
-    files = {header.path for header in found.values()}
+    files = {header.path for header in saved.values()}
     yield Finding("format", "ok", f"safetensors of {', '.join(dtypes)}, {len(files)} files")
     size = sum(path.stat().st_size for path in files) / 1e9
     yield Finding("size", "ok", f"{size:.2f} GB; the text model has {count:,} parameters in {len(needed)} tensors")
-    if HEAD in found:
-        size = 2 * math.prod(found[HEAD].shape) / 1e9
+    if HEAD in saved:
+        size = 2 * math.prod(saved[HEAD].shape) / 1e9
         what = f"dropped if it equals the embedding, else loaded beside it, {size:.2f} GB in bf16"
-        yield Finding("head", "ok", f"{found[HEAD].name} is saved: {what}")
+        yield Finding("head", "ok", f"{saved[HEAD].name} is saved: {what}")
 
 
 def _text(folder: Path) -> Iterator[Finding]:

@@ -44,10 +44,10 @@ def run(args: argparse.Namespace) -> int:
 
 def architecture(text: str) -> tuple[int, int]:
     """`sm100`, `sm_100a` or `10.0` -> (10, 0)."""
-    found = re.fullmatch(r"(?:sm_?(\d{1,2})|(\d{1,2})\.)(\d)[af]?", text.lower())
-    if found is None:
+    match = re.fullmatch(r"(?:sm_?(\d{1,2})|(\d{1,2})\.)(\d)[af]?", text.lower())
+    if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no compute capability such as sm100, sm90 or 12.0")
-    return int(found[1] or found[2]), int(found[3])
+    return int(match[1] or match[2]), int(match[3])
 
 
 def look(config: Path | None, asked: tuple[int, int] | None = None, *, kernels: bool = False) -> Iterator[Finding]:

@@ -139,8 +139,8 @@ def _in_hub_cache(settings: "Settings") -> Path | None:
         return None
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(settings.model, "config.json", revision=settings.revision)
-    return Path(found).parent if isinstance(found, str) else None
+    cached = try_to_load_from_cache(settings.model, "config.json", revision=settings.revision)
+    return Path(cached).parent if isinstance(cached, str) else None
 
 
 def configured(settings: "Settings", folder: Path) -> EngineConfig:
@@ -167,7 +167,7 @@ def size(engine: EngineConfig, weights: int, memory: int, reserve: int = RESERVE
 def weight_bytes_and_count(engine: EngineConfig) -> tuple[int, int]:
     """(bytes of one rank's weights, elements of the whole text model)."""
     shard, whole = meta_model(engine, engine.tp), meta_model(engine, 1)
-    return sum(each.nbytes for each in shard.parameters()), sum(each.numel() for each in whole.parameters())
+    return sum(parameter.nbytes for parameter in shard.parameters()), sum(parameter.numel() for parameter in whole.parameters())
 
 
 def meta_model(engine: EngineConfig, size: int) -> "Model":
