@@ -5,6 +5,7 @@ same order: one that leaves a check out keeps the others polling to their bound,
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,7 +17,6 @@ from kernels.fused_allreduce_norm import AllReduceInbox, Norms, fused_allreduce_
 from kernels.launch import plain_torch, record
 from kernels.linear import linear, linear_send
 from kernels.precompile import precompile
-from kernels.sampling_batch import SlotParameters
 from kernels.selfcheck import (
     Check,
     Failure,
@@ -27,8 +27,6 @@ from kernels.selfcheck import (
     raised,
     sampled_rows,
     sampling_batch,
-    sampling_scores,
-    written,
 )
 
 _NORM = "kernels.fused_allreduce_norm"
@@ -56,8 +54,7 @@ def inbox_checks(peers: AllReduceInbox, inbox: ArgmaxInbox, n: int) -> list[Chec
     for rows in sorted({1, few}):
         what = f"a product of {rows} rows that is sent to the ranks"
         checks.append(check("kernels.linear", what, partial(_sent_product, peers, rows, n)))
-    checks.append(Check("kernels.choose", "sampling over ranks", _choices(inbox), _choices_reference(inbox)))
-    return checks
+    return [*checks, Check("kernels.choose", "sampling over ranks", _choices(inbox, inbox), _plain(_choices(inbox, None)))]
 
 
 def uncompiled(checks: Sequence[Check], device: torch.device, dtype: torch.dtype) -> list[Failure]:
@@ -82,7 +79,7 @@ def _plain(op: Op) -> Op:
     """In plain torch alone."""
 
     def run(draw: RandomInputs) -> Outputs:
-        with plain_torch(_NORM), plain_torch("kernels.linear"):
+        with plain_torch(_NORM), plain_torch("kernels.linear"), plain_torch("kernels.choose"):
             return op(draw)
 
     return run
@@ -128,42 +125,27 @@ def _sent_product(group: AllReduceInbox, rows: int, n: int, inboxes: AllReduceIn
         if inboxes is None:
             h, x = fused_allreduce_norm(_sum([linear(x, weight) for x in xs]), residual, norms, _EPS)
         else:
-            mine = xs[group.rank].contiguous()
-            sent = linear_send(mine, weight, inboxes)
-            h, x = fused_allreduce_norm(linear(mine, weight) if sent is None else sent, residual, norms, _EPS, peers=inboxes)
+            own = xs[group.rank].contiguous()
+            sent = linear_send(own, weight, inboxes)
+            h, x = fused_allreduce_norm(linear(own, weight) if sent is None else sent, residual, norms, _EPS, peers=inboxes)
         assert x is not None
         return h, x
 
     return run
 
 
-def _choices(inbox: ArgmaxInbox) -> Op:
-    """The last of the rows has a NaN among the last rank's logits."""
+def _choices(group: ArgmaxInbox, inbox: ArgmaxInbox | None) -> Op:
+    """The last of the rows has a NaN among the last rank's logits. Without `inbox`, of the whole vocabulary."""
 
     def run(draw: RandomInputs) -> Outputs:
-        logits, positions, parameters = _silenced(draw, inbox)
-        rows, first = min(4, inbox.rows), inbox.rank * _SHARE
+        logits, positions, parameters = sampled_rows(draw, group.size * _SHARE)
+        logits[3, -1] = torch.nan
+        rows, first = min(4, group.rows), 0 if inbox is None else group.rank * _SHARE
         batch = sampling_batch(draw, positions, parameters)
+        batch = replace(batch, slots=batch.slots[:rows], positions=positions[:rows])
+        own = logits[:rows] if inbox is None else logits[:rows, first : first + _SHARE]
         results = draw.ints(*[9] * 8).view(4, 2)[:rows]
-        best = local_best(logits[:rows, first : first + _SHARE].contiguous(), batch, first, 2)
-        choose_best(best, batch, results, inbox)
+        choose_best(local_best(own.contiguous(), batch, first, 2), batch, results, inbox)
         return results, batch.tokens
 
     return run
-
-
-def _choices_reference(inbox: ArgmaxInbox) -> Op:
-    def run(draw: RandomInputs) -> Outputs:
-        logits, positions, parameters = _silenced(draw, inbox)
-        rows = min(4, inbox.rows)
-        nan = logits.isnan().any(-1)
-        chosen = sampling_scores(logits, positions, parameters).argmax(-1).masked_fill(nan, 0)[:rows].int()
-        return torch.stack([chosen, nan[:rows].int()], dim=1), written(chosen, positions[:rows])
-
-    return run
-
-
-def _silenced(draw: RandomInputs, inbox: ArgmaxInbox) -> tuple[Tensor, Tensor, SlotParameters]:
-    logits, positions, parameters = sampled_rows(draw, inbox.size * _SHARE)
-    logits[3, -1] = torch.nan
-    return logits, positions, parameters

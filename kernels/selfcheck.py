@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from triton.errors import TritonError
 
+from kernels.accept import accept
 from kernels.activation import geglu
-from kernels.adjust import adjust
+from kernels.adjust import adjust, count_accepted
 from kernels.block_tables import block_tables
 from kernels.candidates import block_peaks, candidates, choose_candidates
 from kernels.choose import choose_best, local_best
@@ -33,7 +34,6 @@ from kernels.ple import per_layer_inputs
 from kernels.prefill import extend_attention, extend_tiles, tile_tokens
 from kernels.qkv import qkv_post
 from kernels.route import route, router_logits
-from kernels.sample import cap, gumbel, mask
 from kernels.sampling_batch import BAD_WORDS, BIASED, LIMITED, PENALIZED, SamplingBatch, SlotAdjustments, SlotParameters
 from kernels.slots import PlanLayout, apply_plan, decode_inputs, gather_pages, rotary_table
 from kernels.table_check import check_copies, check_table, new_violations
@@ -89,18 +89,18 @@ class Check:
 
 def failures(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> list[Failure]:
     """The checks that do not hold on `device`."""
-    return [found for check in CHECKS if (found := failure(check, device, torch.float32 if INTERPRET else dtype)) is not None]
+    return [failed for check in CHECKS if (failed := failure(check, device, torch.float32 if INTERPRET else dtype)) is not None]
 
 
 def failure(check: Check, device: torch.device, dtype: torch.dtype) -> Failure | None:
     """What is wrong, if `check` does not hold; an op that raises is wrong."""
     try:
-        found = check.run(inputs(device, dtype))
+        actual = check.run(inputs(device, dtype))
     except (TritonError, RuntimeError, ValueError) as error:  # it does not compile, or does not start
         return raised(check, error)
     with plain_torch(check.module):
-        want = (check.want or check.run)(inputs(device, dtype))
-    worst = max(_error(one, other) for one, other in zip(found, want, strict=True))
+        expected = (check.want or check.run)(inputs(device, dtype))
+    worst = max(_error(one, other) for one, other in zip(actual, expected, strict=True))
     return Failure(check.module, check.what, worst) if not worst <= TOLERANCE[dtype] else None
 
 
@@ -114,13 +114,13 @@ def raised(check: Check, error: Exception) -> Failure:
     return Failure(check.module, f"{check.what}: {type(error).__name__}: {error}", math.inf)
 
 
-def _error(found: Tensor, want: Tensor) -> float:
-    if not want.is_floating_point():
-        return float((found != want).sum())
-    found, want = (x.double().reshape(-1, x.shape[-1]) for x in (found, want))
-    unknown = want.isnan()
-    off = (found - want).masked_fill(unknown & found.isnan(), 0.0).norm(dim=1)
-    size = want.masked_fill(unknown, 0.0).norm(dim=1)
+def _error(actual: Tensor, expected: Tensor) -> float:
+    if not expected.is_floating_point():
+        return float((actual != expected).sum())
+    actual, expected = (x.double().reshape(-1, x.shape[-1]) for x in (actual, expected))
+    unknown = expected.isnan()
+    off = (actual - expected).masked_fill(unknown & actual.isnan(), 0.0).norm(dim=1)
+    size = expected.masked_fill(unknown, 0.0).norm(dim=1)
     return float((off / size.clamp(min=1e-6)).nan_to_num(math.inf).max())
 
 
@@ -128,9 +128,9 @@ def _error(found: Tensor, want: Tensor) -> float:
 
 
 def _step_inputs(draw: RandomInputs) -> Outputs:
-    """A plan of two decode rows, a chunk, two appends and a release, applied; then the inputs of three rows."""
-    layout, counts = PlanLayout(header=5, step=4, counts=0, row=2, chunk=3, append=4, release=4), (2, 1, 2, 1)
-    rows = [[2, 1], [0, 1], [1, 0, 33], [0, 2, 3, 9], [1, 0, 1, 4], [0, 2, 0, 2]]
+    """A plan of two decode rows, a chunk, two appends, one left out and a release, applied; then the inputs of three rows."""
+    layout, counts = PlanLayout(header=5, step=4, counts=0, row=2, chunk=3, append=4, release=4), (2, 1, 3, 1)
+    rows = [[2, 1], [0, 1], [1, 0, 33], [0, 2, 3, 9], [1, 0, 1, 4], [-1, 1, 1, 3], [0, 2, 0, 2]]
     plan = draw.ints(*counts, 7, *(number for row in rows for number in row))
     tables = [torch.arange(4 * width, dtype=torch.int32, device=draw.device).view(4, width) for width in (6, 5)]
     lengths, tokens = draw.ints(40, 7, 47, 0), torch.arange(4 * 60, dtype=torch.int32, device=draw.device).view(4, 60)
@@ -188,9 +188,9 @@ def _qkv_post(draw: RandomInputs) -> Outputs:
     """Two projections, grouped heads, a padding row; the pool amid NaN."""
     heads, kv_heads, d, pairs = 4, 2, 32, 5
     pool, q = draw.floats(5, 2, kv_heads, _PAGE, d) * math.nan, draw.floats(4, heads, d)
-    places = (draw.ints(3, 1, 4, 2).view(2, 2), draw.ints(0, 1, 0, 1), draw.ints(17, 15, -1, 31))
+    rows = (draw.ints(3, 1, 4, 2).view(2, 2), draw.ints(0, 1, 0, 1), draw.ints(17, 15, -1, 31))
     raw, cos_sin = draw.floats(4, (heads + 2 * kv_heads) * d), draw.floats(4, 2 * pairs, dtype=torch.float32)
-    qkv_post(raw, pool, *places, cos_sin, draw.floats(d), draw.floats(d), _EPS, q)
+    qkv_post(raw, pool, *rows, cos_sin, draw.floats(d), draw.floats(d), _EPS, q)
     return q, pool
 
 
@@ -264,28 +264,13 @@ def sampling_batch(
     return SamplingBatch(slots, positions, parameters, tokens, suppress, _CAP, capped=capped)
 
 
-def sampling_scores(logits: Tensor, positions: Tensor, parameters: SlotParameters, capped: Tensor | None = None) -> Tensor:
-    """What each row of `sampled_rows` takes the largest of, in plain torch: fp32 [4, vocabulary]."""
-    temperature, ahead = parameters.floats[:, :1], positions.long() + 1
-    noise = gumbel(parameters.integers[:, 0], ahead, torch.arange(logits.shape[1], device=logits.device))
-    soft = _soft(logits, capped)
-    scores = torch.where(temperature > 0, soft / temperature.clamp(min=0.1) + noise, logits)
-    return _allowed(scores, positions, parameters)
-
-
-def _soft(logits: Tensor, capped: Tensor | None) -> Tensor:
-    """Behind the soft cap, unless a row is `capped` already."""
-    return cap(logits, _CAP) if capped is None else torch.where(capped[:, None] != 0, logits, cap(logits, _CAP))
-
-
-def _allowed(scores: Tensor, positions: Tensor, parameters: SlotParameters) -> Tensor:
-    stop = parameters.stop.long().masked_fill((positions + 1 >= parameters.integers[:, 2])[:, None], -1)
-    return mask(scores, torch.cat([stop, torch.full_like(stop[:, :1], _SUPPRESSED)], dim=1), 0)
-
-
-def _adjust(draw: RandomInputs) -> Outputs:
-    """Four rows, each with another kind of adjustment, the last with a mask too; the second's input is counted."""
+def _adjust(draw: RandomInputs, *, width: int) -> Outputs:
+    """Four rows, each with another kind of adjustment, the last with a mask too; the second's input is counted. Of `width` 2: an
+    input and a draft of the second and the last slot."""
     logits, positions, parameters = sampled_rows(draw, _VOCABULARY)
+    slots = draw.ints(0, 1, 2, 3)
+    if width == 2:
+        slots, positions = draw.ints(1, 1, 3, 3), draw.ints(8, 9, 6, 7)
     words, device = cdiv(_VOCABULARY, 32), draw.device
     tables = SlotAdjustments(
         flags=draw.ints(BIASED, PENALIZED, LIMITED, BAD_WORDS),
@@ -301,9 +286,11 @@ def _adjust(draw: RandomInputs) -> Outputs:
         mask_rows=draw.ints(-1, 0, -1, 0, -1, 0, 9, 2).view(4, 2),
     )
     history = torch.arange(12, dtype=torch.int32, device=device).repeat(4, 1)
-    plan, batch = draw.ints(9), replace(sampling_batch(draw, positions, parameters), tokens=history, adjustments=tables)
-    capped = adjust(logits, replace(batch, plan=plan), 0, _PARTS).capped
+    batch = replace(sampling_batch(draw, positions, parameters), slots=slots, tokens=history, adjustments=tables)
+    capped = adjust(logits, replace(batch, plan=draw.ints(9), width=width), 0, _PARTS).capped
     assert capped is not None
+    slots, positions, inputs = slots[::width].contiguous(), positions[::width].contiguous(), history[: 4 // width, 6:9].contiguous()
+    count_accepted(tables, slots, positions, inputs, draw.ints(2, 2, 3, 1)[: 4 // width], 0)
     return *_finite(logits), tables.counts.int(), capped
 
 
@@ -320,28 +307,20 @@ def _choose(draw: RandomInputs, *, adjusted: bool) -> Outputs:
     return best[..., 0].amax(-1), results, batch.tokens, *_finite(logits)
 
 
-def written(chosen: Tensor, positions: Tensor) -> Tensor:
-    """The token table of `sampling_batch` with a token behind each row's input."""
-    tokens = torch.zeros((4, 12), dtype=torch.int32, device=chosen.device)
-    tokens[torch.arange(len(chosen), device=chosen.device), positions.long() + 1] = chosen
-    return tokens
-
-
 def _filtered_inputs(draw: RandomInputs) -> tuple[Tensor, Tensor, SlotParameters]:
     """As `sampled_rows`, with a filter for each row: top_k, top_p, min_p and all of them."""
     logits, positions, parameters = sampled_rows(draw, _VOCABULARY)
-    integers = torch.tensor([[3, 20, 0], [2**40, 0, 0], [9, 0, 50], [11, 7, 50]], dtype=torch.int64)
+    integers = torch.tensor([[3, 200, 0], [2**40, 0, 0], [9, 0, 50], [11, 150, 50]], dtype=torch.int64)
     floats = torch.tensor([[0.7, 1, 0], [1.3, 0.6, 0], [1.0, 1, 0.05], [0.9, 0.8, 0.02]])
     return logits, positions, SlotParameters(integers.to(draw.device), floats.to(draw.device), parameters.stop)
 
 
 def _filter(draw: RandomInputs, *, adjusted: bool) -> Outputs:
     logits, positions, parameters = _filtered_inputs(draw)
-    capped, share = draw.ints(0, 1, 0, 1) if adjusted else None, Share(0, 1)
-    scores = sampling_scores(logits, positions, parameters, capped)
-    chosen = torch.stack([scores.argmax(-1), torch.zeros_like(scores[:, 0])], dim=1).int()
-    batch = sampling_batch(draw, positions, parameters, capped)
-    logits.masked_fill_(scores.isneginf(), -torch.inf)
+    chosen, share = draw.ints(*[0] * 8).view(4, 2), Share(0, 1)
+    batch = sampling_batch(draw, positions, parameters, draw.ints(0, 1, 0, 1) if adjusted else None)
+    with plain_torch("kernels.choose"):
+        choose_best(local_best(logits, batch, 0, 1), replace(batch, tokens=batch.tokens.clone()), chosen, None)
     scaled = scaled_rows(logits[None], batch, share, _VOCABULARY)
     drawn = filtered_tokens(scaled, batch, chosen, share)
     write_tokens(drawn, batch, chosen)
@@ -358,14 +337,20 @@ def _small_top_k(draw: RandomInputs, *, adjusted: bool) -> Outputs:
     return peaks, *best.unbind(-1), chosen, batch.tokens
 
 
+def _accept(draw: RandomInputs) -> Outputs:
+    """No draft stands, all do, a stop id ends the row, and padding."""
+    sampled, drafts = draw.ints(7, 8, 9).repeat(4, 1), draw.ints(6, 8, 7, 8, 7, 8, 7, 8).view(4, 2)
+    return (accept(sampled, drafts, draw.ints(0, 1, 2, 0), draw.ints(5, 6, 7, -1), draw.ints(-1, -1, 7).view(3, 1)),)
+
+
 def _table_check(draw: RandomInputs) -> Outputs:
     """A table with one entry outside the pool, gathered rows that are right, and a copied row with one entry outside it."""
     expected = torch.arange(1, 19, dtype=torch.int32, device=draw.device).view(2, 9)
     table, gathered, copies = expected.clone(), expected[:1, :3].clone(), expected[:1].clone()
     table[1, 4], copies[0, 1], copies[0, 40 // _PAGE + 1 :] = 99, 99, 0
-    violations, plan, place = new_violations(draw.device), draw.ints(*[0] * 16), (draw.ints(0), draw.ints(40))
-    check_table(plan, 0, 0, table, expected, 20, *place, gathered, _PAGE, None, 1, violations)
-    check_copies(plan, 0, 0, expected, 20, *place, copies, _PAGE, None, 1, violations)
+    violations, plan, row = new_violations(draw.device), draw.ints(*[0] * 16), (draw.ints(0), draw.ints(40))
+    check_table(plan, 0, 0, table, expected, 20, *row, gathered, _PAGE, None, 1, violations)
+    check_copies(plan, 0, 0, expected, 20, *row, copies, _PAGE, None, 1, violations)
     return table, copies, violations
 
 
@@ -404,7 +389,7 @@ CHECKS = (
     Check("kernels.verify", "attention of several queries a row", _verify),
     Check("kernels.prefill", "prefill attention at head dim 256", _extend(4, 2, 256, 30)),
     Check("kernels.prefill", "prefill attention at head dim 512", _extend(8, 1, 512, None)),
-    Check("kernels.adjust", "adjusted logits", _adjust),
+    *(Check("kernels.adjust", f"adjusted logits of {width} rows a slot", partial(_adjust, width=width)) for width in (1, 2)),
     *(
         Check(f"kernels.{module}", f"{what}{' of adjusted rows' * adjusted}", partial(run, adjusted=adjusted))
         for module, what, run in (
@@ -414,6 +399,7 @@ CHECKS = (
         )
         for adjusted in (False, True)
     ),
+    Check("kernels.accept", "drafts that stand", _accept),
     Check("kernels.table_check", "the check of page tables", _table_check),
     Check("kernels.route", "the router", _router),
     *(Check("kernels.experts", f"experts of {rows} tokens", _experts(rows)) for rows in (3, 20, 45, 90, 300)),

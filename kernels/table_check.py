@@ -10,7 +10,7 @@ kernels behind do not fault before anybody has read the record. With `every` = n
 to its number modulo n.
 
     violations int32 [RECORD * (RECORDS + 1)]    [0] how many there were; record r from RECORD * (r + 1):
-                                                 kind, group, slot, entry, found, expected, row, position
+                                                 kind, group, slot, entry, actual, expected, row, position
 """
 
 import torch
@@ -55,8 +55,8 @@ def check_table(
     assert slots.shape == positions.shape == gathered.shape[:1], (slots.shape, positions.shape, gathered.shape)
     rows, (count, width) = slots.shape[0], table.shape
     if not enabled(table, __name__):
-        places = (plan, step, group, table, expected, pages, slots, positions, gathered, page, window, every, violations)
-        _check_reference(*places)
+        rest = (plan, step, group, table, expected, pages, slots, positions, gathered, page, window, every, violations)
+        _check_reference(*rest)
         return
     block = min(1024, next_power_of_2(max(width, gathered.shape[1])))
     blocks = cdiv(width, block)
@@ -108,20 +108,20 @@ def _check_reference(
     turn = int(plan[step]) % every
     for slot, entry in (table != expected).nonzero().tolist():
         if slot % every == turn:
-            found, wanted = int(table[slot, entry]), int(expected[slot, entry])
-            _record(violations, TABLE_ENTRY, group, slot, entry, found, wanted, -1, -1)
-            if not 0 <= found < pages:
-                table[slot, entry] = wanted
+            actual, correct = int(table[slot, entry]), int(expected[slot, entry])
+            _record(violations, TABLE_ENTRY, group, slot, entry, actual, correct, -1, -1)
+            if not 0 <= actual < pages:
+                table[slot, entry] = correct
     for row in range(turn, slots.shape[0], every):
         slot, position = int(slots[row]), int(positions[row])
         first = 0 if window is None else max(position - window + 1, 0) // page
         for entry in range(first, min(position // page + 1, first + gathered.shape[1])):
-            found = int(gathered[row, entry - first])
-            wanted = int(expected[slot, entry]) if entry < table.shape[1] else 0
-            if found != wanted or not wanted:
-                _record(violations, ROW_ENTRY, group, slot, entry, found, wanted, row, position)
-            if not 0 <= found < pages:
-                gathered[row, entry - first] = wanted
+            actual = int(gathered[row, entry - first])
+            correct = int(expected[slot, entry]) if entry < table.shape[1] else 0
+            if actual != correct or not correct:
+                _record(violations, ROW_ENTRY, group, slot, entry, actual, correct, row, position)
+            if not 0 <= actual < pages:
+                gathered[row, entry - first] = correct
 
 
 def _copies_reference(
@@ -133,13 +133,13 @@ def _copies_reference(
         slot, position = int(slots[row]), int(positions[row])
         first = 0 if window is None else max(position - window + 1, 0) // page
         held = expected[slot, first : max(position, -1) // page + 1][: copies.shape[1]]
-        wanted = torch.zeros_like(copies[row])
-        wanted[: len(held)] = held
-        for at in (copies[row] != wanted).nonzero().flatten().tolist():
-            found, want = int(copies[row, at]), int(wanted[at])
-            _record(violations, COPIED_ENTRY, group, slot, first + at, found, want, row, position)
-            if not 0 <= found < pages:
-                copies[row, at] = want
+        correct = torch.zeros_like(copies[row])
+        correct[: len(held)] = held
+        for at in (copies[row] != correct).nonzero().flatten().tolist():
+            actual, correct_page = int(copies[row, at]), int(correct[at])
+            _record(violations, COPIED_ENTRY, group, slot, first + at, actual, correct_page, row, position)
+            if not 0 <= actual < pages:
+                copies[row, at] = correct_page
 
 
 def _record(violations: Tensor, *values: int) -> None:
@@ -154,8 +154,8 @@ def _record(violations: Tensor, *values: int) -> None:
 
 @triton.jit
 def _note(
-    violations: tl.tensor, bad: tl.tensor, kind: tl.tensor, group: tl.tensor, slot: tl.tensor, entry: tl.tensor, found: tl.tensor,
-    wanted: tl.tensor, row: tl.tensor, position: tl.tensor, LIMIT: tl.constexpr,
+    violations: tl.tensor, bad: tl.tensor, kind: tl.tensor, group: tl.tensor, slot: tl.tensor, entry: tl.tensor, actual: tl.tensor,
+    correct: tl.tensor, row: tl.tensor, position: tl.tensor, LIMIT: tl.constexpr,
 ) -> None:
     """A record of each lane that is `bad`."""
     one = tl.full(entry.shape, 1, tl.int32)
@@ -166,8 +166,8 @@ def _note(
     tl.store(record + 1, one * group, kept)
     tl.store(record + 2, one * slot, kept)
     tl.store(record + 3, entry, kept)
-    tl.store(record + 4, found, kept)
-    tl.store(record + 5, wanted, kept)
+    tl.store(record + 4, actual, kept)
+    tl.store(record + 5, correct, kept)
     tl.store(record + 6, one * row, kept)
     tl.store(record + 7, one * position, kept)
 
@@ -188,12 +188,12 @@ def _check(
         slot = program // blocks
         entry = (program % blocks) * BLOCK + lane
         live = (entry < width) & (slot % EVERY == turn)
-        place = table + slot.to(tl.int64) * width + entry
-        found = tl.load(place, live, 0)
-        wanted = tl.load(expected + slot.to(tl.int64) * width + entry, live, 0)
-        bad = found != wanted
-        _note(violations, bad, 1, group, slot, entry, found, wanted, -1, -1, LIMIT)
-        tl.store(place, wanted, bad & ((found < 0) | (found >= pages)))
+        address = table + slot.to(tl.int64) * width + entry
+        actual = tl.load(address, live, 0)
+        correct = tl.load(expected + slot.to(tl.int64) * width + entry, live, 0)
+        bad = actual != correct
+        _note(violations, bad, 1, group, slot, entry, actual, correct, -1, -1, LIMIT)
+        tl.store(address, correct, bad & ((actual < 0) | (actual >= pages)))
     else:
         row = program - tables
         if row % EVERY == turn:
@@ -204,12 +204,12 @@ def _check(
                 at = start + lane
                 entry = first + at
                 used = (at < read_width) & (entry * PAGE <= position) & (position >= 0)
-                place = gathered + row.to(tl.int64) * read_width + at
-                found = tl.load(place, used, 0)
-                wanted = tl.load(expected + slot.to(tl.int64) * width + entry, used & (entry < width), 0)
-                bad = used & ((found != wanted) | (wanted == 0))
-                _note(violations, bad, 2, group, slot, entry, found, wanted, row, position, LIMIT)
-                tl.store(place, wanted, used & ((found < 0) | (found >= pages)))
+                address = gathered + row.to(tl.int64) * read_width + at
+                actual = tl.load(address, used, 0)
+                correct = tl.load(expected + slot.to(tl.int64) * width + entry, used & (entry < width), 0)
+                bad = used & ((actual != correct) | (correct == 0))
+                _note(violations, bad, 2, group, slot, entry, actual, correct, row, position, LIMIT)
+                tl.store(address, correct, used & ((actual < 0) | (actual >= pages)))
 
 
 @triton.jit(do_not_specialize=["group", "pages", "columns", "width", "slots", "positions"])
@@ -231,9 +231,9 @@ def _check_copies(
             entry = first + at
             live = at < width
             held = live & (position >= 0) & (entry * PAGE <= position) & (entry < columns)
-            place = copies + row.to(tl.int64) * width + at
-            found = tl.load(place, live, 0)
-            wanted = tl.load(expected + slot.to(tl.int64) * columns + entry, held, 0)
-            bad = live & (found != wanted)
-            _note(violations, bad, 3, group, slot, entry, found, wanted, row, position, LIMIT)
-            tl.store(place, wanted, bad & ((found < 0) | (found >= pages)))
+            address = copies + row.to(tl.int64) * width + at
+            actual = tl.load(address, live, 0)
+            correct = tl.load(expected + slot.to(tl.int64) * columns + entry, held, 0)
+            bad = live & (actual != correct)
+            _note(violations, bad, 3, group, slot, entry, actual, correct, row, position, LIMIT)
+            tl.store(address, correct, bad & ((actual < 0) | (actual >= pages)))

@@ -43,12 +43,12 @@ def run(args: argparse.Namespace) -> int:
     from deploy.settings import IMPORT_PATH, read_config, read_settings
 
     config = read_config(args.config)
-    found = read_settings(config, str(args.config))
+    applications = read_settings(config, str(args.config))
     check_schema(config, str(args.config))
     check_policies(config, str(args.config))
     ours = [app for app in config["applications"] if app.get("import_path") == IMPORT_PATH]
     entries, lines = [], []
-    for app, settings in zip(ours, found, strict=True):
+    for app, settings in zip(ours, applications, strict=True):
         notes = [*deployment_notes(app, settings, str(args.config)), *model_notes(settings, str(args.config))]
         notes += template_notes(settings, str(args.config))
         notes += key_notes(config.get("http_options") or {}, settings, str(args.config))

@@ -3,15 +3,14 @@
 import argparse
 import math
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.cli.output import NO, OK, Subparsers, Table, command, emit
+from deploy.cli.finding import Finding, emit_findings
+from deploy.cli.output import NO, OK, Subparsers, command
 from engine.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from deploy.cli.machine_checks import Finding
     from engine.geometry import Geometry
 
 HELP = """\
@@ -35,16 +34,13 @@ def run(args: argparse.Namespace) -> int:
     """Prints every finding; 1 where one of them is a refusal."""
     findings = list(look(args.folder.expanduser()))
     good = not any(finding.state == "fail" for finding in findings)
-    rows = [(each.state, each.name, each.found + (f" -> {each.advice}" if each.advice else "")) for each in findings]
     verdict = f"{args.folder}: {'can be loaded' if good else 'would be refused'}"
-    value = {"folder": str(args.folder), "good": good, "findings": [asdict(finding) for finding in findings]}
-    emit(value, [Table("", ("", "", ""), rows), verdict], as_json=args.json)
+    emit_findings(findings, {"folder": str(args.folder), "good": good}, verdict, as_json=args.json)
     return OK if good else NO
 
 
-def look(folder: Path) -> Iterator["Finding"]:
+def look(folder: Path) -> Iterator[Finding]:
     """Everything that a replica would read, in its order; what cannot be read has no findings behind it."""
-    from deploy.cli.machine_checks import Finding
     from engine.geometry import read_geometry
 
     try:
@@ -70,8 +66,7 @@ def member(geometry: "Geometry") -> str:
     return "a Gemma 4 of a shape of its own"
 
 
-def _tensors(folder: Path, geometry: "Geometry") -> Iterator["Finding"]:
-    from deploy.cli.machine_checks import Finding
+def _tensors(folder: Path, geometry: "Geometry") -> Iterator[Finding]:
     from engine.rank.load.slices import elements, pieces
     from engine.rank.load.tensor_files import checked, headers
     from engine.rank.load.tensor_table import HEAD
@@ -79,25 +74,25 @@ def _tensors(folder: Path, geometry: "Geometry") -> Iterator["Finding"]:
     from engine.weight_formats import weight_format
 
     try:
-        found, _ = headers(folder, TENSORS, geometry)
+        saved, _ = headers(folder, TENSORS, geometry)
         needed = checked(folder, pieces(TENSORS, geometry, weights=weight_format(folder)), TENSORS, geometry)
     except CheckpointError as error:
         yield Finding("tensors", "fail", str(error))
         return
     dtypes = sorted({header.dtype for header in needed.values()})
     count = elements(TENSORS, geometry)
-    files = {header.path for header in found.values()}
+    files = {header.path for header in saved.values()}
     yield Finding("format", "ok", f"safetensors of {', '.join(dtypes)}, {len(files)} files")
     size = sum(path.stat().st_size for path in files) / 1e9
     yield Finding("size", "ok", f"{size:.2f} GB; the text model has {count:,} parameters in {len(needed)} tensors")
-    if HEAD in found:
-        size = 2 * math.prod(found[HEAD].shape) / 1e9
+    if HEAD in saved:
+        size = 2 * math.prod(saved[HEAD].shape) / 1e9
         what = f"dropped if it equals the embedding, else loaded beside it, {size:.2f} GB in bf16"
-        yield Finding("head", "ok", f"{found[HEAD].name} is saved: {what}")
+        yield Finding("head", "ok", f"{saved[HEAD].name} is saved: {what}")
 
 
-def _text(folder: Path) -> Iterator["Finding"]:
-    from deploy.cli.machine_checks import Finding, template
+def _text(folder: Path) -> Iterator[Finding]:
+    from deploy.cli.machine_checks import template
     from engine.front.text import TextProcessor
 
     try:

@@ -3,22 +3,19 @@
 import argparse
 import re
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from deploy.cli.output import NO, OK, Subparsers, Table, command, emit
-
-if TYPE_CHECKING:
-    from deploy.cli.machine_checks import Finding
+from deploy.cli.finding import Finding, emit_findings
+from deploy.cli.output import NO, OK, Subparsers, command
 
 HELP = """\
-Looks, and changes nothing; Ray is not started and torch is not loaded. `ok` is as it should be, `warn` works with a cost that
-the line names, `fail` does not work until you do what the line says.
+Looks, and changes nothing; Ray is not started, and torch is loaded for --kernels alone. `ok` is as it should be, `warn` works with
+a cost that the line names, `fail` does not work until you do what the line says.
 
   quartet doctor
   quartet doctor deploy/gemma4.yaml        also: can this machine hold what the config asks for, and is its chat template sound?
   quartet doctor --as sm100                which attention would run on that GPU with the FlashInfer that is here
+  quartet doctor --kernels                 also: each of our kernels against plain torch, on this machine's first GPU
   quartet doctor --json | jq '.findings[] | select(.state != "ok")'
 
 exit codes: 0 nothing fails (with --strict: nothing warns either); 1 something does"""
@@ -29,33 +26,35 @@ def register(commands: Subparsers) -> None:
     parser = command(commands, "doctor", "what this machine can do, and what stands in the way", HELP)
     parser.add_argument("config", type=Path, nargs="?", help="a config that this machine is to serve")
     parser.add_argument("--as", dest="architecture", type=architecture, metavar="SM100", help="choose attention as for that GPU")
+    parser.add_argument("--kernels", action="store_true", help="run each of our kernels once on the first GPU")
     parser.add_argument("--strict", action="store_true", help="a warning counts as a failure")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints every finding; 1 where one of them is a no."""
-    findings = list(look(args.config, args.architecture))
+    findings = list(look(args.config, args.architecture, kernels=args.kernels))
     bad = {"fail", "warn"} if args.strict else {"fail"}
     fine = not any(finding.state in bad for finding in findings)
     counts = {state: sum(finding.state == state for finding in findings) for state in ("ok", "warn", "fail")}
-    rows = [(each.state, each.name, each.found + (f" -> {each.advice}" if each.advice else "")) for each in findings]
     summary = ", ".join(f"{count} {state}" for state, count in counts.items())
-    value = {"findings": [asdict(finding) for finding in findings], **counts, "fine": fine}
-    emit(value, [Table("", ("", "", ""), rows), summary], as_json=args.json)
+    emit_findings(findings, {**counts, "fine": fine}, summary, as_json=args.json)
     return OK if fine else NO
 
 
 def architecture(text: str) -> tuple[int, int]:
     """`sm100`, `sm_100a` or `10.0` -> (10, 0)."""
-    found = re.fullmatch(r"(?:sm_?(\d{1,2})|(\d{1,2})\.)(\d)[af]?", text.lower())
-    if found is None:
+    match = re.fullmatch(r"(?:sm_?(\d{1,2})|(\d{1,2})\.)(\d)[af]?", text.lower())
+    if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no compute capability such as sm100, sm90 or 12.0")
-    return int(found[1] or found[2]), int(found[3])
+    return int(match[1] or match[2]), int(match[3])
 
 
-def look(config: Path | None, asked: tuple[int, int] | None = None) -> Iterator["Finding"]:
-    """Every check, in the order in which one would set a machine up. asked: another GPU's compute capability, for attention."""
+def look(config: Path | None, asked: tuple[int, int] | None = None, *, kernels: bool = False) -> Iterator[Finding]:
+    """Every check, in the order in which one would set a machine up; `kernels` run if they are asked for.
+
+    asked: another GPU's compute capability, for attention
+    """
     from cluster.capability import probe
     from deploy.cli import machine_checks as checks
     from deploy.launcher import ROOT
@@ -64,6 +63,8 @@ def look(config: Path | None, asked: tuple[int, int] | None = None) -> Iterator[
     yield from checks.software()
     yield from checks.devices(capability)
     yield from checks.attention(capability, config, asked)
+    if kernels:
+        yield checks.kernels()
     yield from checks.machine()
     yield from checks.ports(_port(config))
     yield checks.ingress()

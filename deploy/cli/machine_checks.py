@@ -11,14 +11,14 @@ import shutil
 import subprocess
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from cluster.attention_choice import choose_attention
 from cluster.capability import Capability, Gpu
 from deploy import environment
+from deploy.cli.finding import Finding, checked
 from deploy.launcher import ROOT
 from deploy.models.google_template import CORRECTED, edition
 from deploy.ports import HAPROXY_PORTS, check_port
@@ -30,7 +30,6 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.front.text import template_source
 
-State = Literal["ok", "warn", "fail"]
 NAMED = ("torch", "triton", "ray", "flashinfer-python")  # a line each; the other dependencies share one
 SHARED = "/dev/shm"  # noqa: S108 - looked at, not written to
 _FILES = 4096
@@ -39,32 +38,17 @@ _MEMORY = 4 << 30
 _DISK = 10 << 30
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line: what was looked at, how it stands, what was found, and what to do unless all is well."""
-
-    name: str
-    state: State
-    found: str
-    advice: str = ""
-
-
-def checked(name: str, good: bool, found: str, advice: str, bad: State = "warn") -> Finding:
-    """`ok` with nothing to do, or `bad` with the advice."""
-    return Finding(name, "ok", found) if good else Finding(name, bad, found, advice)
-
-
 def software(project: Path = ROOT / "pyproject.toml") -> Iterator[Finding]:
     """Python and the dependencies against the ranges of pyproject.toml."""
     from packaging.requirements import Requirement
     from packaging.specifiers import SpecifierSet
 
     described = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
-    python, wanted = platform.python_version(), described["requires-python"]
-    good = SpecifierSet(wanted).contains(python)
-    yield checked("python", good, f"{python} (supported: {wanted})", "make PYTHON=python3.12 ...", "fail")
-    needed = {each.name: each for each in map(Requirement, described["dependencies"])}
-    extra = {each.name: each for each in map(Requirement, described["optional-dependencies"]["gpu"])}
+    python, supported = platform.python_version(), described["requires-python"]
+    good = SpecifierSet(supported).contains(python)
+    yield checked("python", good, f"{python} (supported: {supported})", "make PYTHON=python3.12 ...", "fail")
+    needed = {requirement.name: requirement for requirement in map(Requirement, described["dependencies"])}
+    extra = {requirement.name: requirement for requirement in map(Requirement, described["optional-dependencies"]["gpu"])}
     for name in NAMED:
         yield _version(name, (needed | extra)[name], optional=name in extra)
     yield _others([requirement for name, requirement in needed.items() if name not in NAMED])
@@ -75,51 +59,51 @@ def software(project: Path = ROOT / "pyproject.toml") -> Iterator[Finding]:
 
 
 def _version(name: str, requirement: Any, *, optional: bool) -> Finding:
-    found, supported = installed(name), str(requirement.specifier)
-    if found is None and optional:
+    version, supported = installed(name), str(requirement.specifier)
+    if version is None and optional:
         return Finding(name, "warn", "not installed", "make install-gpu, where there are GPUs of the SM100 family")
-    if found is None:
+    if version is None:
         return Finding(name, "fail", "not installed", "make serve installs it")
-    good = requirement.specifier.contains(found, prereleases=True)
-    return checked(name, good, f"{found} (supported: {supported})", f"pip install '{name}{supported}'", "fail")
+    good = requirement.specifier.contains(version, prereleases=True)
+    return checked(name, good, f"{version} (supported: {supported})", f"pip install '{name}{supported}'", "fail")
 
 
 def _others(requirements: list[Any]) -> Finding:
     wrong = [
-        f"{each.name} {found or 'is missing'} ({each.specifier})"
-        for each in requirements
-        if (found := installed(each.name)) is None or not each.specifier.contains(found, prereleases=True)
+        f"{requirement.name} {version or 'is missing'} ({requirement.specifier})"
+        for requirement in requirements
+        if (version := installed(requirement.name)) is None or not requirement.specifier.contains(version, prereleases=True)
     ]
     found = "; ".join(wrong) or f"{len(requirements)} other dependencies are in range"
     return checked("packages", not wrong, found, "pip install -c constraints.txt .", "fail")
 
 
-def devices(found: Capability) -> Iterator[Finding]:
+def devices(node: Capability) -> Iterator[Finding]:
     """GPUs, whether torch can use them, and how they reach each other."""
-    yield Finding("capability", "ok", str(found))
-    if not found.gpus:
+    yield Finding("capability", "ok", str(node))
+    if not node.gpus:
         yield Finding("gpus", "warn", "none visible", "deploy/nano.yaml runs on CPU; a driver and CUDA_VISIBLE_DEVICES show them")
         return
-    kinds = sorted({_kind(gpu) for gpu in found.gpus})
+    kinds = sorted({_kind(gpu) for gpu in node.gpus})
     advice = "the GPUs of a group must agree: choose with CUDA_VISIBLE_DEVICES"
-    yield checked("gpus", len(kinds) == 1, f"{len(found.gpus)} x {' and '.join(kinds)}", advice)
+    yield checked("gpus", len(kinds) == 1, f"{len(node.gpus)} x {' and '.join(kinds)}", advice)
     torch = installed("torch") or ""
     if torch.endswith("+cpu"):
         yield Finding("torch-cuda", "fail", f"torch {torch} has no CUDA", "install the CUDA build of the same version")
-    yield links([gpu.index for gpu in found.gpus])
+    yield links([gpu.index for gpu in node.gpus])
 
 
-def attention(found: Capability, path: Path | None, asked: tuple[int, int] | None) -> Iterator[Finding]:
+def attention(node: Capability, path: Path | None, asked: tuple[int, int] | None) -> Iterator[Finding]:
     """Which attention backend runs here, or on a GPU of compute capability `asked`, and why; with the settings of config `path`."""
     from deploy.settings import read_config, read_settings
 
-    architecture = asked or found.architecture
+    architecture = asked or node.architecture
     settings = read_settings(read_config(path), str(path)) if path else [Settings(model="any")]
-    for each in settings:
-        name = f"attention of {each.name}" if len(settings) > 1 else "attention"
-        yield _attention(name, each, architecture if each.needs_gpus or asked else None, found.flashinfer)
+    for application in settings:
+        name = f"attention of {application.name}" if len(settings) > 1 else "attention"
+        yield _attention(name, application, architecture if application.needs_gpus or asked else None, node.flashinfer)
     for entry in BACKENDS.values():
-        if package := entry.package(Platform(architecture, found.flashinfer)):
+        if package := entry.package(Platform(architecture, node.flashinfer)):
             yield checked(*package)
 
 
@@ -130,6 +114,21 @@ def _attention(name: str, settings: Settings, architecture: tuple[int, int] | No
     except ConfigError as error:
         return Finding(name, "fail", str(error))
     return checked(name, not choice.advice, f"{choice.name}: {choice.reason}", choice.advice)
+
+
+def kernels() -> Finding:
+    """Our kernels against plain torch on the first GPU, as ranks do at start where nobody tried its architecture."""
+    import torch
+
+    from kernels.selfcheck import CHECKS, failures
+
+    if not torch.cuda.is_available():
+        return Finding("kernel checks", "fail", "torch sees no GPU to run them on", "run it on a node with GPUs")
+    device = torch.device("cuda", 0)
+    with torch.inference_mode():
+        wrong = failures(device)
+    found = "; ".join(map(str, wrong)) or f"{len(CHECKS)} hold on {torch.cuda.get_device_name(device)}"
+    return checked("kernel checks", not wrong, found, "plain torch runs in their place, slowly: please report it", "fail")
 
 
 def _kind(gpu: Gpu) -> str:
@@ -264,10 +263,10 @@ def templates(path: Path) -> Iterator[Finding]:
 
 def template(name: str, source: str) -> Finding:
     """Whether a chat template is the one that Google has corrected."""
-    found = {"corrected": f"Google's, of {CORRECTED} or later", "older": f"Google's, from before {CORRECTED}", None: "not Google's"}
+    of = {"corrected": f"Google's, of {CORRECTED} or later", "older": f"Google's, from before {CORRECTED}", None: "not Google's"}
     advice = "tool loops go wrong with it: fetch the model's chat_template.jinja again, or name another file as chat_template"
     kind = edition(source)
-    return checked(name, kind != "older", found[kind], advice)
+    return checked(name, kind != "older", of[kind], advice)
 
 
 def config(path: Path, gpus: int, *, asked: bool) -> Finding:

@@ -72,12 +72,12 @@ def byte_size(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the plan of each application of the config, or of the model that is named."""
-    reports = [report(settings, args) for settings in wanted(args)]
-    emit(reports if args.config else reports[0], [part for found in reports for part in parts(found)], as_json=args.json)
-    return OK if all(found["fits"] for found in reports) else NO
+    reports = [report(settings, args) for settings in asked_settings(args)]
+    emit(reports if args.config else reports[0], [part for plan in reports for part in parts(plan)], as_json=args.json)
+    return OK if all(plan["fits"] for plan in reports) else NO
 
 
-def wanted(args: argparse.Namespace) -> list["Settings"]:
+def asked_settings(args: argparse.Namespace) -> list["Settings"]:
     """The settings asked about: a config's, or defaults; options win. ConfigError names a bad one."""
     from deploy.settings import Settings, read_config, read_settings
 
@@ -87,8 +87,8 @@ def wanted(args: argparse.Namespace) -> list["Settings"]:
         if "model" not in given:
             raise ConfigError("plan: name a config file, or a --model")
         return [Settings.read(given)]
-    found = read_settings(read_config(args.config), str(args.config))
-    return [Settings.read({**msgspec.to_builtins(settings), **given}) for settings in found]
+    applications = read_settings(read_config(args.config), str(args.config))
+    return [Settings.read({**msgspec.to_builtins(settings), **given}) for settings in applications]
 
 
 def report(settings: "Settings", args: argparse.Namespace) -> dict[str, Any]:
@@ -127,18 +127,18 @@ def fits_at(settings: "Settings", folder: Path, memory: int, reserve: int) -> in
     return None
 
 
-def figures(found: "Sizing", contexts: Sequence[int] | None) -> dict[str, Any]:
+def figures(sized: "Sizing", contexts: Sequence[int] | None) -> dict[str, Any]:
     """Pools and concurrency of a model that fits."""
-    longest = found.config.max_len
+    longest = sized.config.max_len
     lengths = sorted({length for length in (*(contexts or CONTEXTS), longest) if 1 <= length <= longest})
-    held = found.concurrency(longest)
+    held = sized.concurrency(longest)
     short = f"not one sequence of max_len {longest} tokens fits the KV pools"
-    remedy = f"they hold {found.longest} tokens of one; lower max_len or max_seqs, or raise tp"
+    remedy = f"they hold {sized.longest} tokens of one; lower max_len or max_seqs, or raise tp"
     return {
         "fits": held > 0,
         **({} if held else {"reason": f"{short}: {remedy}"}),
-        "kv_budget": found.budget,
-        "pool_bytes": found.pool_bytes,
+        "kv_budget": sized.budget,
+        "pool_bytes": sized.pool_bytes,
         "pools": [
             {
                 "name": pool.group.name, "layers": len(pool.group.layers), "kv_heads": pool.group.kv_heads,
@@ -146,10 +146,10 @@ def figures(found: "Sizing", contexts: Sequence[int] | None) -> dict[str, Any]:
                 "page_bytes": pool.page_bytes, "bytes": pool.pool_bytes, "table_bytes": pool.table_bytes,
                 "tokens": (pool.pages - 1) * pool.group.page,
             }
-            for pool in found.pools
+            for pool in sized.pools
         ],
         "concurrency": [
-            {"tokens": length, "sequences": found.concurrency(length), "largest_max_seqs": found.most(length)} for length in lengths
+            {"tokens": length, "sequences": sized.concurrency(length), "largest_max_seqs": sized.most(length)} for length in lengths
         ],
     }  # fmt: skip
 
@@ -162,24 +162,24 @@ def gpu_memory(args: argparse.Namespace) -> int:
         return int(args.gpu_memory)
     if args.gpu is not None:
         return GPUS[args.gpu] << 20
-    found = probe().gpus
-    if not found:
+    gpus = probe().gpus
+    if not gpus:
         raise ConfigError(f"plan: this machine shows no GPU: say --gpu ({', '.join(GPUS)}) or --gpu-memory 80GiB")
-    return min(gpu.memory for gpu in found)
+    return min(gpu.memory for gpu in gpus)
 
 
-def parts(found: dict[str, Any]) -> Iterator[Part]:
+def parts(report: dict[str, Any]) -> Iterator[Part]:
     """The report as text."""
-    where = "on the CPU" if found["device"] == "cpu" else f"on GPUs of {gib(found['gpu_memory'])}"
-    yield f"{found['model']}: {found['parameters'] / 1e9:.3f} B parameters of text, tp {found['tp']}, {found['dtype']}, {where}"
-    yield f"weights per rank  {gib(found['weights_per_rank'])}"
-    if "pools" in found:
-        yield f"KV per rank       {gib(found['pool_bytes'])} of {gib(found['kv_budget'])} that may be spent on it"
-        yield _pools(found["pools"])
-        yield _sequences(found)
-    yield "it fits" if found["fits"] else f"it does not fit: {found['reason']}"
-    if found.get("fits_at_tp"):
-        yield f"it would fit at tp {found['fits_at_tp']}"
+    where = "on the CPU" if report["device"] == "cpu" else f"on GPUs of {gib(report['gpu_memory'])}"
+    yield f"{report['model']}: {report['parameters'] / 1e9:.3f} B parameters of text, tp {report['tp']}, {report['dtype']}, {where}"
+    yield f"weights per rank  {gib(report['weights_per_rank'])}"
+    if "pools" in report:
+        yield f"KV per rank       {gib(report['pool_bytes'])} of {gib(report['kv_budget'])} that may be spent on it"
+        yield _pools(report["pools"])
+        yield _sequences(report)
+    yield "it fits" if report["fits"] else f"it does not fit: {report['reason']}"
+    if report.get("fits_at_tp"):
+        yield f"it would fit at tp {report['fits_at_tp']}"
 
 
 def _pools(rows: list[dict[str, Any]]) -> Table:
@@ -191,6 +191,6 @@ def _pools(rows: list[dict[str, Any]]) -> Table:
     ])  # fmt: skip
 
 
-def _sequences(found: dict[str, Any]) -> Table:
-    rows = [(f"{row['tokens']:,}", f"{row['sequences']:,}", f"{row['largest_max_seqs']:,}") for row in found["concurrency"]]
-    return Table("", (">tokens a sequence", f">run at once, of max_seqs {found['max_seqs']}", ">largest max_seqs"), rows)
+def _sequences(report: dict[str, Any]) -> Table:
+    rows = [(f"{row['tokens']:,}", f"{row['sequences']:,}", f"{row['largest_max_seqs']:,}") for row in report["concurrency"]]
+    return Table("", (">tokens a sequence", f">run at once, of max_seqs {report['max_seqs']}", ">largest max_seqs"), rows)

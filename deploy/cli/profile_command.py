@@ -72,9 +72,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_outputs(args: argparse.Namespace) -> None:
     """Before anything is measured: ConfigError where an output has no place, or does not belong to what is measured."""
-    for name, wanted in (("trace", not args.sweep), ("csv", args.sweep)):
+    for name, allowed in (("trace", not args.sweep), ("csv", args.sweep)):
         path: Path | None = getattr(args, name)
-        if path is not None and not wanted:
+        if path is not None and not allowed:
             raise ConfigError(f"--{name} goes {'with' if name != 'trace' else 'without'} --sweep")
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigError(f"--{name}: {path.parent} is no folder")
@@ -101,9 +101,9 @@ def _check_device(args: argparse.Namespace) -> None:
     import torch
 
     if args.device == "cuda":
-        found, wanted = torch.cuda.device_count(), 1 if args.loopback else args.tp
-        if found < wanted:
-            raise ConfigError(f"{wanted} GPUs are asked for, this machine has {found}; --device cpu rehearses on nano shapes")
+        present, needed = torch.cuda.device_count(), 1 if args.loopback else args.tp
+        if present < needed:
+            raise ConfigError(f"{needed} GPUs are asked for, this machine has {present}; --device cpu rehearses on nano shapes")
 
 
 def report(text: str) -> None:
@@ -153,20 +153,20 @@ def _short(kernels: Sequence[str]) -> str:
 def _sweep(args: argparse.Namespace, request: "ProfileRequest") -> None:
     from engine.rank.profiling.session import step_times
 
-    found = step_times(request, report)
+    times = step_times(request, report)
     columns = (">batch", ">context", ">launch ms", ">graph ms", ">floor ms")
-    rows = [tuple(_cell(value) for value in asdict(each).values()) for each in found]
-    emit([asdict(each) for each in found], [Table("milliseconds a step", columns, rows)], as_json=args.json)
+    rows = [tuple(_cell(value) for value in asdict(time).values()) for time in times]
+    emit([asdict(time) for time in times], [Table("milliseconds a step", columns, rows)], as_json=args.json)
     if args.csv is not None:
-        _write_csv(args.csv, found)
+        _write_csv(args.csv, times)
 
 
 def _cell(value: float | None) -> str:
     return "" if value is None else str(value) if isinstance(value, int) else f"{value:.3f}"
 
 
-def _write_csv(path: Path, found: "Sequence[StepTime]") -> None:
+def _write_csv(path: Path, times: "Sequence[StepTime]") -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [*asdict(found[0])], lineterminator="\n")
+        writer = csv.DictWriter(file, [*asdict(times[0])], lineterminator="\n")
         writer.writeheader()
-        writer.writerows({name: _cell(value) for name, value in asdict(each).items()} for each in found)
+        writer.writerows({name: _cell(value) for name, value in asdict(time).items()} for time in times)

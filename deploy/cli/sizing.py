@@ -139,8 +139,8 @@ def _in_hub_cache(settings: "Settings") -> Path | None:
         return None
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(settings.model, "config.json", revision=settings.revision)
-    return Path(found).parent if isinstance(found, str) else None
+    cached = try_to_load_from_cache(settings.model, "config.json", revision=settings.revision)
+    return Path(cached).parent if isinstance(cached, str) else None
 
 
 def configured(settings: "Settings", folder: Path) -> EngineConfig:
@@ -170,7 +170,7 @@ def weight_bytes_and_count(engine: EngineConfig) -> tuple[int, int]:
     from engine.rank.models.gemma4_weights import TENSORS
 
     shard, geometry = meta_model(engine, engine.tp), read_geometry(Path(engine.model))
-    return sum(each.nbytes for each in shard.parameters()), elements(TENSORS, geometry)
+    return sum(parameter.nbytes for parameter in shard.parameters()), elements(TENSORS, geometry)
 
 
 def meta_model(engine: EngineConfig, size: int) -> "Model":

@@ -101,19 +101,19 @@ def _result_of(step: int, data: dict[str, Any]) -> StepResult:
     return StepResult(step, table, logprobs)
 
 
-def different_tokens(found: Sequence[StepResult], expected: Sequence[StepResult]) -> list[str]:
+def different_tokens(results: Sequence[StepResult], expected: Sequence[StepResult]) -> list[str]:
     """A sentence for each result row that is not the expected one, logprobs apart."""
-    told = []
-    for one, other in zip(found, expected, strict=True):
-        rows, wanted = ([(row.slot, row.number, _told(row)) for row in result.rows] for result in (one, other))
-        if len(rows) != len(wanted):
-            told.append(f"step {other.step}: {len(rows)} rows, recorded {len(wanted)}")
-        told += [
+    differences = []
+    for one, other in zip(results, expected, strict=True):
+        rows, recorded = ([(row.slot, row.number, _told(row)) for row in result.rows] for result in (one, other))
+        if len(rows) != len(recorded):
+            differences.append(f"step {other.step}: {len(rows)} rows, recorded {len(recorded)}")
+        differences += [
             f"step {other.step}, slot {b[0]}: {a[2]}, recorded {b[2].removeprefix('tokens ')}" if a[:2] == b[:2]
             else f"step {other.step}: a row of slot {a[0]}, recorded of slot {b[0]}"
-            for a, b in zip(rows, wanted, strict=False) if a != b
+            for a, b in zip(rows, recorded, strict=False) if a != b
         ]  # fmt: skip
-    return told
+    return differences
 
 
 def _told(row: ResultRow) -> str:

@@ -35,11 +35,11 @@ def check_kernels(parallel: Parallel, device: torch.device) -> list[str]:
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) in selfcheck.RUN_ON:
         return []
-    found = {failure.module: str(failure) for failure in selfcheck.failures(device)}
-    wrong = agreed(parallel, list(dict.fromkeys(selfcheck.checked_modules())), found, device)
+    failed = {failure.module: str(failure) for failure in selfcheck.failures(device)}
+    wrong = agreed(parallel, list(dict.fromkeys(selfcheck.checked_modules())), failed, device)
     disable(wrong)
     elsewhere = "is wrong on another rank, or needs one that is"
-    return [f"{found.get(module, f'{module} {elsewhere}')}: plain torch in its place" for module in sorted(wrong)]
+    return [f"{failed.get(module, f'{module} {elsewhere}')}: plain torch in its place" for module in sorted(wrong)]
 
 
 def checked_inboxes(
@@ -63,15 +63,15 @@ def check_inboxes(parallel: Parallel, inboxes: Inboxes, n: int, device: torch.de
     """What is wrong with the kernels that write into other ranks' memory, or with that memory; None: nothing, on any rank. Every
     rank must call it."""
     checks = inbox_checks(inboxes.allreduce, inboxes.argmax, n)
-    found = uncompiled(checks, device, dtype)
-    if not agreed(parallel, [_INBOXES], [_INBOXES] if found else [], device):  # else some rank would wait for what never comes
-        found = [wrong for check in inbox_checks(inboxes.allreduce, inboxes.argmax, n) if (wrong := failure(check, device, dtype))]
+    failed = uncompiled(checks, device, dtype)
+    if not agreed(parallel, [_INBOXES], [_INBOXES] if failed else [], device):  # else some rank would wait for what never comes
+        failed = [wrong for check in inbox_checks(inboxes.allreduce, inboxes.argmax, n) if (wrong := failure(check, device, dtype))]
         agreed(parallel, [_INBOXES], [], device)  # nobody writes any more
     empty = inboxes.allreduce.empty and inboxes.argmax.empty
-    if not agreed(parallel, [_INBOXES], [_INBOXES] if found or not empty else [], device):
+    if not agreed(parallel, [_INBOXES], [_INBOXES] if failed or not empty else [], device):
         return None
-    if found:
-        return "; ".join(map(str, found))
+    if failed:
+        return "; ".join(map(str, failed))
     return f"{_INBOXES} are wrong on another rank" if empty else f"{_INBOXES} are not left empty, or a rank's part did not come"
 
 
@@ -89,24 +89,24 @@ def check_attention(
         return frozenset(), []
     groups = config.kv_groups(geometry)
     settings = PartSettings(geometry.heads // config.tp, geometry.eps, (parts_check.ROWS,), device)
-    places = [(kind, group.index) for kind in asked for group in groups]
-    found: dict[tuple[RowKind, int], str] = {}
+    names = [(kind, group.index) for kind in asked for group in groups]
+    mismatched: dict[tuple[RowKind, int], str] = {}
     for kind, entry in asked.items():
         parts = make_parts(entry, settings, download=config.flashinfer_download, for_check=True)
         wrong = parts_check.mismatches([kind], geometry, groups, settings, parts)
-        found |= {(kind, mismatch.group.index): f"is {mismatch}" for mismatch in wrong}
-    failed = agreed(parallel, places, found, device)
+        mismatched |= {(kind, mismatch.group.index): f"is {mismatch}" for mismatch in wrong}
+    failed = agreed(parallel, names, mismatched, device)
     sentences = [
-        f"{asked[kind].name} {found.get((kind, group), f'({kind} {group}) is wrong on another rank')}: {own.name} in its place"
+        f"{asked[kind].name} {mismatched.get((kind, group), f'({kind} {group}) is wrong on another rank')}: {own.name} in its place"
         for kind, group in sorted(failed)
     ]
     return frozenset(failed), sentences
 
 
-def agreed(parallel: Parallel, names: Sequence[Any], found: Collection[Any], device: torch.device) -> set[Any]:
-    """Those of `names` that any rank has found."""
+def agreed(parallel: Parallel, names: Sequence[Any], failed: Collection[Any], device: torch.device) -> set[Any]:
+    """Those of `names` that failed on any rank."""
     flags = torch.zeros(-(-len(names) // 64) * 64, device=device)
-    flags[: len(names)] = torch.tensor([float(name in found) for name in names], device=device)
+    flags[: len(names)] = torch.tensor([float(name in failed) for name in names], device=device)
     return {name for name, count in zip(names, parallel.all_reduce(flags).tolist(), strict=False) if count}
 
 

@@ -52,8 +52,8 @@ def _behind(probe: "_Probe", few: tuple[int, float], many: tuple[int, float], le
     if not behind:
         return 0.0, 0.0
     less, more = (max(0.0, probe.prefill_ms(rows, behind) - alone) / behind for rows, alone in (few, many))
-    each = max(0.0, more - less) / max(1, many[0] - few[0])
-    return max(0.0, less - few[0] * each), each
+    per_row = max(0.0, more - less) / max(1, many[0] - few[0])
+    return max(0.0, less - few[0] * per_row), per_row
 
 
 def _points(most: int, usual: tuple[int, ...]) -> list[int]:
@@ -63,11 +63,11 @@ def _points(most: int, usual: tuple[int, ...]) -> list[int]:
 
 def _ascending(points: list[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
     """The points with strictly ascending times, whatever the noise."""
-    least, found = 0.0, []
+    least, ascending = 0.0, []
     for rows, milliseconds in points:
         least = max(milliseconds, least + 1e-3)
-        found.append((rows, least))
-    return tuple(found)
+        ascending.append((rows, least))
+    return tuple(ascending)
 
 
 class _Probe:

@@ -23,6 +23,7 @@ def _bench(name: str, seconds: float, gpus: int, module: str, arguments: str) ->
 
 _31B, _GPU = "--model dummy:31b --tp 4 --device cuda", "tests/gpu/test_"
 STAGES = (
+    _tests("selfcheck", 200, 1, f"{_GPU}selfcheck.py"),
     _tests("kernels", 300, 1, " ".join(f"{_GPU}{stem}.py" for stem in ("attention", "linear", "filters", "adjust", "experts"))),
     _tests("steps", 300, 1, " ".join(f"{_GPU}{stem}.py" for stem in ("decode_step", "step_clock", "step_profile", "page_check"))),
     _tests("one-gpu", 400, 1, f"{_GPU}one_gpu.py"),

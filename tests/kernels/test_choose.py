@@ -1,4 +1,4 @@
-"""Greedy and plain sampling in the interpreter: the tokens of whole logits, whatever the cut; and small ops of a step's ends."""
+"""Greedy and plain sampling in the interpreter: the tokens of whole logits, whatever the cut."""
 
 from dataclasses import dataclass, replace
 
@@ -6,22 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.plan import StepPlan, encode_plan, read_plan, single_rows
-from engine.rank.step import LAYOUT
 from kernels import sample
-from kernels.activation import geglu
 from kernels.choose import ROW_HAS_NAN, ArgmaxInbox, _launch_choose, choose_best, local_best
-from kernels.embed import _embed_reference, embed
 from kernels.sampling_batch import SamplingBatch, SlotParameters
-from kernels.slots import (
-    _apply_reference,
-    _inputs_reference,
-    _pages_reference,
-    apply_plan,
-    decode_inputs,
-    gather_pages,
-    rotary_table,
-)
 from tests.support import interpreter
 
 pytestmark = pytest.mark.cpu
@@ -133,40 +120,3 @@ def interpreted_a_negative_zero_reaches_the_peers() -> None:
     results, _ = chosen(it, 4, 2)
     assert results[1].tolist() == [777, 0]
     assert not results[:, 1].any()
-
-
-def interpreted_embedding_and_gate() -> None:
-    """A lookup gives this rank's rows, zeros elsewhere, placeholders as pad; the gate is the formula."""
-    ids, table = torch.tensor([5, 9, 70, 0, 33], dtype=torch.int32), torch.randn(40, 300)
-    placeholders = torch.tensor([9, 33], dtype=torch.int32)
-    assert torch.equal(embed(ids, table, 2), _embed_reference(ids, table, 2))
-    assert torch.equal(embed(ids, table, 2, placeholders, 3), _embed_reference(torch.tensor([5, 3, 70, 0, 3]), table, 2))
-    x = torch.randn(3, 140)
-    gate, up = x.chunk(2, -1)
-    assert (geglu(x) - torch.nn.functional.gelu(gate, approximate="tanh") * up).abs().max() < 1e-5
-
-
-def interpreted_inputs_of_a_step() -> None:
-    """Releases before appends, lengths of chunks, decode rows with padding behind them, page ids and rotary tables."""
-    appends, releases = [(0, 3, 2, 7), (1, 3, 0, 5), (-1, 3, 2, 9)], [(0, 3, 1, 3), (1, 1, 0, 1)]
-    made = StepPlan(1, rows=single_rows([3, 1]), chunks=[(0, 0, 9, 8, 0, 0)], appends=appends, releases=releases, spans=[(2, 5)])
-    plan = torch.from_numpy(read_plan(encode_plan(made)).fixed.copy())
-    tables = [torch.arange(1, 33, dtype=torch.int32).view(4, 8) for _ in range(2)]
-    tokens = torch.arange(200, dtype=torch.int32).view(4, 50)
-    lengths = torch.tensor([4, 40, 6, 33], dtype=torch.int32)
-    found: list[list[Tensor]] = []
-    for ops in ((apply_plan, decode_inputs, gather_pages), (_apply_reference, _inputs_reference, _pages_reference)):
-        state = [*(table.clone() for table in tables), lengths.clone()]
-        rows = [torch.full((4,), -9, dtype=torch.int32) for _ in range(3)]
-        pages = torch.full((4, 3), -7, dtype=torch.int32)
-        ops[0](plan, LAYOUT, state[:2], state[2])
-        ops[1](plan, LAYOUT, tokens, state[2], 3, *rows)
-        ops[2](state[0], rows[2], rows[1], 16, 20, pages)
-        found.append([*state, *rows, pages])
-    for ours, theirs in zip(*found, strict=True):
-        assert torch.equal(ours, theirs), (ours, theirs)
-    positions, frequencies = torch.tensor([0, 7, 1000, -1], dtype=torch.int32), torch.tensor([1.0, 0.5, 0.01])
-    turned = torch.empty(4, 6)
-    rotary_table(positions, frequencies, turned)
-    angles = positions[:, None].double() * frequencies
-    assert (turned - torch.cat([angles.cos(), angles.sin()], 1)).abs().max() < 1e-4

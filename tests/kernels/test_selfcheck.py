@@ -1,6 +1,7 @@
 """The check at start: nothing to find in our kernels under the interpreter, and one wrong number of any kernel is found."""
 
 import importlib
+import json
 import math
 import re
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
+from deploy.cli.main import main
 from kernels import launch as launcher
 from kernels import linear, selfcheck
 from kernels.launch import disable, disabled, enabled, plain_torch, record
@@ -96,6 +98,23 @@ def test_a_disabled_module_runs_plain_torch() -> None:
         disable(["kernels.linear"])
         assert not enabled(x, "kernels.linear")
     assert disabled() == {"kernels.linear"}
+
+
+def test_doctor_runs_the_checks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--kernels` without a GPU fails; on one it says that all hold, or, planted, which does not and by how much."""
+
+    def found(code: int) -> str:
+        assert main(["doctor", "--kernels", "--json"]) == code
+        (finding,) = (each for each in json.loads(capsys.readouterr().out)["findings"] if each["name"] == "kernel checks")
+        return str(finding["found"])
+
+    assert "no GPU" in found(1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(selfcheck, "failures", lambda device: [])
+    assert found(0) == f"{len(CHECKS)} hold on a GPU"
+    monkeypatch.setattr(selfcheck, "failures", lambda device: [Failure("kernels.embed", "the embedding", 0.5)])
+    assert found(1) == "the embedding (kernels.embed) is wrong by 0.5"
 
 
 def test_under_the_interpreter() -> None:

@@ -138,9 +138,9 @@ def fitting(cells: Sequence[Cell], groups: Sequence[KVGroup], steps: int, budget
 
 
 def most_pages(groups: Sequence[KVGroup], cells: Sequence[Cell], steps: int) -> tuple[int, ...]:
-    """Pages of each group's pool with which every one of the cells, one at least, can run."""
-    each = [pages_held(groups, batch, context, steps) for batch, context in cells]
-    return tuple(max(column) for column in zip(*each, strict=True))
+    """Pages of pages group's pool with which every one of the cells, one at least, can run."""
+    pages = [pages_held(groups, batch, context, steps) for batch, context in cells]
+    return tuple(max(column) for column in zip(*pages, strict=True))
 
 
 def _budget(rank: Rank) -> int:

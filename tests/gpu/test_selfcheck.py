@@ -1,0 +1,16 @@
+"""Each kernel against plain torch on a GPU: the checks of a boot on a GPU that nobody tried, and of `quartet doctor --kernels`."""
+
+import pytest
+import torch
+
+from kernels.selfcheck import CHECKS, Check, failure
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.what)
+@torch.inference_mode()
+def test_a_check_holds(check: Check, dtype: torch.dtype) -> None:
+    """Planted faults: `tests/kernels/test_selfcheck.py` changes a number of each kernel, and each check fails."""
+    assert failure(check, torch.device("cuda"), dtype) is None
