@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from triton.errors import TritonError
 
+from kernels.accept import accept
 from kernels.activation import geglu
-from kernels.adjust import adjust
+from kernels.adjust import adjust, count_accepted
 from kernels.block_tables import block_tables
 from kernels.candidates import block_peaks, candidates, choose_candidates
 from kernels.choose import choose_best, local_best
@@ -284,7 +285,8 @@ def _allowed(scores: Tensor, positions: Tensor, parameters: SlotParameters) -> T
 
 
 def _adjust(draw: RandomInputs) -> Outputs:
-    """Four rows, each with another kind of adjustment, the last with a mask too; the second's input is counted."""
+    """Four rows, each with another kind of adjustment, the last with a mask too; the second's input is counted, then two of its
+    drafts."""
     logits, positions, parameters = sampled_rows(draw, _VOCABULARY)
     words, device = cdiv(_VOCABULARY, 32), draw.device
     tables = SlotAdjustments(
@@ -304,7 +306,14 @@ def _adjust(draw: RandomInputs) -> Outputs:
     plan, batch = draw.ints(9), replace(sampling_batch(draw, positions, parameters), tokens=history, adjustments=tables)
     capped = adjust(logits, replace(batch, plan=plan), 0, _PARTS).capped
     assert capped is not None
+    count_accepted(tables, batch.slots, draw.ints(9, 9, 9, 9), draw.ints(7, 8, 7).repeat(4, 1), draw.ints(3, 3, 3, 3), 0)
     return *_finite(logits), tables.counts.int(), capped
+
+
+def _accept(draw: RandomInputs) -> Outputs:
+    """Rows that end at a miss, at a stop id and with their drafts, and padding."""
+    sampled, drafts = draw.ints(4, 5, 6).repeat(4, 1), draw.ints(4, 9, 4, 5, 4, 5, 4, 5).view(4, 2)
+    return (accept(sampled, drafts, draw.ints(0, 1, 0, 0), draw.ints(3, 3, 3, -1), draw.ints(-1, 7, -1, 4).view(2, 2)),)
 
 
 def _finite(logits: Tensor) -> Outputs:
@@ -405,6 +414,7 @@ CHECKS = (
     Check("kernels.prefill", "prefill attention at head dim 256", _extend(4, 2, 256, 30)),
     Check("kernels.prefill", "prefill attention at head dim 512", _extend(8, 1, 512, None)),
     Check("kernels.adjust", "adjusted logits", _adjust),
+    Check("kernels.accept", "accepted drafts", _accept),
     *(
         Check(f"kernels.{module}", f"{what}{' of adjusted rows' * adjusted}", partial(run, adjusted=adjusted))
         for module, what, run in (

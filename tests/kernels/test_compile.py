@@ -22,7 +22,8 @@ from torch import Tensor
 
 from engine.plan_layout import STEP
 from engine.rank.step import LAYOUT
-from kernels.adjust import adjust
+from kernels.accept import accept
+from kernels.adjust import adjust, count_accepted
 from kernels.block_tables import block_tables
 from kernels.candidates import block_peaks, candidates, choose_candidates
 from kernels.choose import ArgmaxInbox, choose_best, local_best, parts_of
@@ -131,6 +132,9 @@ def adjust_nodes(target: Target) -> Iterator[Node]:
         local_best(logits, adjusted, 65536, parts)
         candidates(logits, block_peaks(logits, adjusted), adjusted, 65536)
         scaled_rows(meta(4, 2, 65536, dtype=torch.float32), adjusted, Share(1, 4), 262144)
+        adjust(logits, replace(batch, adjustments=tables, plan=ints(500), width=8), 65536, parts)
+        count_accepted(tables, ints(ROWS), ints(ROWS), ints(ROWS, 8), ints(ROWS), 65536)
+        accept(ints(ROWS, 8), ints(ROWS, 7), ints(ROWS), ints(ROWS), ints(9, 1024))
     yield from nodes
 
 
