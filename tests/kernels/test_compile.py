@@ -39,6 +39,7 @@ from kernels.table_check import check_copies, check_table
 from kernels.tiles import TABLE, GemmShape, Tile, gemv
 from tests.bench.gemms import GemmCase
 from tests.kernels.test_attention_compiled import chunk_nodes, decode, named
+from tests.support.attention import verify_node
 from tests.support.compiled import Compiled, compile_node
 from tests.support.ptx import accesses, early_reads, ends_without_waiting, narrow_products
 
@@ -60,7 +61,7 @@ CONSTANT = {
     "decode_kernel": {"q_norm", "k_norm"},
     "_post": {"q_norm", "k_norm"},
 }
-PAGE_IDS = {"decode_kernel": "page_ids", "_post": "table", "_extend": "table"}
+PAGE_IDS = {"decode_kernel": "page_ids", "verify_kernel": "page_ids", "_post": "table", "_extend": "table"}
 # Of sine, and of what loops do not touch.
 SPILLED = {"_rotary": 32, "_extend": 160, "decode_kernel": 40, "_filter": 8, "_many_logits": 16}  # bytes a thread
 
@@ -208,6 +209,8 @@ def attention_nodes(target: Target) -> Iterator[Node]:
     """Decode with one row and with many, and what a prompt's chunk takes; tests.kernels.test_attention_compiled has the rest."""
     for name, rows in (("31b-tp4-sliding", 1), ("31b-tp4-full", 100)):
         yield decode(named(name), rows, target)
+    for name, q_len in (("31b-tp4-sliding", 8), ("31b-tp4-full", 2), ("31b-tp4-full", 8)):
+        yield verify_node(named(name).shape, q_len, target)
     yield from chunk_nodes(named("31b-tp4-sliding"), target)
 
 

@@ -15,7 +15,7 @@ from kernels.decode import DecodeScratch
 from kernels.launch import record
 from kernels.verify import VerifyTile, verify_attention, verify_tile
 from tests.support import interpreter
-from tests.support.attention import OUTSIDE, Shape, attended, ints, meta
+from tests.support.attention import OUTSIDE, Shape, attended, verify_node
 from tests.support.compiled import compile_node
 
 pytestmark = pytest.mark.cpu
@@ -148,13 +148,7 @@ def compiled_cuts(target: tuple[int, int], q_lens: Sequence[int]) -> None:
             if (tile, shape.d) in done:
                 continue
             done.add((tile, shape.d))
-            q, pool, scratch = meta(3 * q_len, shape.heads, shape.d), meta(9, 2, shape.kv_heads, shape.page, shape.d), 12 * q_len
-            with record(target) as nodes:
-                verify_attention(
-                    q, pool, ints(3, 40), ints(3 * q_len), shape.window,
-                    DecodeScratch(3, shape.heads, shape.kv_heads, shape.d, scratch, torch.device("meta")), torch.empty_like(q), 4,
-                )  # fmt: skip
-            kernel = compile_node(nodes[0], target)
+            kernel = compile_node(verify_node(shape, q_len, target), target)
             what = (tile, shape, kernel.registers, kernel.shared, kernel.stack)
             assert kernel.stack == 0, what
             assert kernel.shared <= tile.shared_bytes(shape.d) <= SHARED[target], what
