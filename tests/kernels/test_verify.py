@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kernels.decode import DecodeScratch
 from kernels.launch import record
+from kernels.slots import gather_pages
 from kernels.verify import VerifyTile, verify_attention, verify_tile
 from tests.support import interpreter
 from tests.support.attention import OUTSIDE, Shape, attended, verify_node
@@ -132,6 +133,22 @@ def test_wrong_sizes_are_refused() -> None:
         verify_tile(128, 512, 32, shared=101376)
 
 
+@pytest.mark.parametrize("window", [None, WINDOW])
+def test_pages_are_gathered_once_a_sequence(window: int | None) -> None:
+    """From the first page that the first row sees to the last row's own; entries behind are left, and all of a row of padding."""
+    table, slots = torch.arange(60, dtype=torch.int32).view(3, 20), torch.tensor([2, 0, 1], dtype=torch.int32)
+    rows = [(PAGE * 4 - 2, 4), (WINDOW - 1, 3), (-1, 0)]
+    positions = torch.full((3, 4), -1, dtype=torch.int32)
+    out = torch.full((3, 6), -7, dtype=torch.int32)
+    for row, (start, width) in enumerate(rows):
+        positions[row, :width] = torch.arange(start, start + width)
+    gather_pages(table, slots.repeat_interleave(4), positions.flatten(), PAGE, window, out)
+    for row, (start, width) in enumerate(rows):
+        first = 0 if window is None else max(0, start - window + 1) // PAGE
+        want = [20 * int(slots[row]) + entry for entry in range(first, (start + width - 1) // PAGE + 1)] if width else []
+        assert out[row].tolist() == want + [-7] * (6 - len(want))
+
+
 # Heads and KV heads of the members at TP 1, 2 and 4, sliding and full: 31B, 26B, 12B, E4B, E2B.
 _SLIDING = [(32, 16), (16, 8), (8, 4), (4, 2), (8, 2), (4, 1), (2, 1), (8, 1)]
 _FULL = [(32, 4), (16, 2), (8, 1), (4, 1), (16, 1), (8, 2), (2, 1)]
@@ -202,4 +219,5 @@ def interpreted_bfloat16() -> None:
     check(verify_case(SLIDING, 4, [(0, 4), (33, 2), (170, 4)], torch.bfloat16), 2, tolerance=0.03)
 
 
+interpreted_pages_are_gathered_once_a_sequence = test_pages_are_gathered_once_a_sequence
 interpreted_wrong_sizes_are_refused = test_wrong_sizes_are_refused
