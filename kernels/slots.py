@@ -77,7 +77,7 @@ def gather_pages(table: Tensor, slots: Tensor, positions: Tensor, page: int, win
     slots and positions int32 [sequences * rows]: a sequence's rows are consecutive, at rising positions; -1 behind them: padding.
     first is 0, or with a window that of the oldest key that the first row sees. Entries behind the last row's page are left.
     """
-    (sequences, width), q_len = out.shape, len(slots) // max(1, len(out))
+    (sequences, width), q_len = out.shape, max(1, len(slots) // max(1, len(out)))
     assert sequences * q_len == len(slots) == len(positions), (out.shape, slots.shape, positions.shape)
     if enabled(table, __name__):
         block = min(1024, next_power_of_2(width))
@@ -87,7 +87,7 @@ def gather_pages(table: Tensor, slots: Tensor, positions: Tensor, page: int, win
             PAGE=page, WINDOW=window or 0, BLOCK=block, Q_LEN=q_len, warps=2,
         )  # fmt: skip
     else:
-        _pages_reference(table, slots.view(sequences, -1)[:, 0], positions.view(sequences, -1), page, window, out)
+        _pages_reference(table, slots.view(-1, q_len)[:, 0], positions.view(-1, q_len), page, window, out)
 
 
 def first_page(positions: Tensor, page: int, window: int | None) -> Tensor:

@@ -133,7 +133,7 @@ def adjust_nodes(target: Target) -> Iterator[Node]:
         local_best(logits, adjusted, 65536, parts)
         candidates(logits, block_peaks(logits, adjusted), adjusted, 65536)
         scaled_rows(meta(4, 2, 65536, dtype=torch.float32), adjusted, Share(1, 4), 262144)
-        adjust(logits, replace(batch, adjustments=tables, plan=ints(500), width=8), 65536, parts)
+        adjust(logits, replace(batch, adjustments=tables, plan=ints(500), step=STEP, width=8), 65536, parts)
         count_accepted(tables, ints(ROWS), ints(ROWS), ints(ROWS, 8), ints(ROWS), 65536)
         accept(ints(ROWS, 8), ints(ROWS, 7), ints(ROWS), ints(ROWS), ints(9, 1024))
     yield from nodes
