@@ -24,7 +24,8 @@ pytestmark = pytest.mark.cpu
 TOLERANCE = 2e-5  # fp32 against fp64, sums over a few hundred keys of unit size
 FAULT = 100 * TOLERANCE
 WINDOW, PAGE = 64, 32
-EDGES = [0, 1, PAGE - 2, PAGE - 1, PAGE, WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW + 16]  # keys before a row's first query
+# Keys before a row's first query.
+EDGES = [0, 1, PAGE - 2, PAGE - 1, PAGE, WINDOW - 1, WINDOW, WINDOW + 1, WINDOW + PAGE - 2, 2 * WINDOW + 16]
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,7 @@ CUTS = [
 @pytest.mark.parametrize(("shape", "q_len", "splits", "tile"), CUTS)
 def interpreted_equals_dense_attention(shape: Shape, q_len: int, splits: int, tile: VerifyTile | None) -> None:
     """Page edges and window edges under every way to cut the work, in one launch."""
-    starts = [0, PAGE - 1, WINDOW - 1, WINDOW + 1, 170]
+    starts = [0, PAGE - 1, WINDOW - 1, WINDOW + 1, WINDOW + PAGE - 2, 170]
     case = verify_case(shape, q_len, [(start, q_len - row % q_len) for row, start in enumerate(starts)] + [(9, 0)])
     with record() as nodes:
         check(case, splits, tile)

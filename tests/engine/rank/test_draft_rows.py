@@ -11,7 +11,7 @@ from tests.support.engine.kv_scene import FULL, SLIDING, Kind, Scene, ours, rela
 pytestmark = pytest.mark.cpu
 
 WIDTH = 3
-STARTS = [0, 31, 62, 63, 64, 200]  # of the rows' first queries: at page edges and window edges
+STARTS = [0, 31, 62, 63, 64, 94, 200]  # of the rows' first queries: at page edges and window edges
 KINDS = [Kind(4, 2, 32, 64), Kind(4, 1, 32, None, kv_projections=1), Kind(4, 2, 32, 64, kv_projections=0)]
 
 
