@@ -24,9 +24,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.choose import _capped
 from kernels.grid import cdiv, next_power_of_2
 from kernels.launch import enabled, launch, trigger, wait
+from kernels.noise import soft_capped
 from kernels.sample import cap
 from kernels.sampling_batch import BAD_WORDS, BIASED, LIMITED, PENALIZED, SamplingBatch, SlotAdjustments
 
@@ -159,7 +159,7 @@ def _kept(words: tl.tensor, ids: tl.tensor, first: tl.tensor, live: tl.tensor) -
 @triton.jit
 def _capped_finite(x: tl.tensor, cap: tl.tensor) -> tl.tensor:
     """The soft cap of all but -inf, which stays."""
-    return tl.where(x == float("-inf"), x, _capped(x, cap))
+    return tl.where(x == float("-inf"), x, soft_capped(x, cap))
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.grid import cdiv, next_power_of_2
 from kernels.launch import enabled, launch, trigger, wait
-from kernels.slots import row_entries
+from kernels.slots import first_page, row_entries
 
 
 def block_tables(
@@ -43,7 +43,7 @@ def block_tables(
 def _reference(
     table: Tensor, slots: Tensor, positions: Tensor, page: int, window: int | None, tables: Tensor, lengths: Tensor
 ) -> None:
-    first = torch.zeros_like(positions) if window is None else (positions - window + 1).clamp(min=0) // page
+    first = first_page(positions, page, window)
     entries = first[:, None] + torch.arange(tables.shape[1], dtype=torch.int32, device=tables.device)
     found = table[slots[:, None].long(), entries.clamp(max=table.shape[1] - 1).long()]
     tables.copy_(torch.where(entries * page <= positions[:, None], found, 0))

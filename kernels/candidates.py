@@ -16,9 +16,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.choose import _capped, _gumbel, _key, scaled, store
+from kernels.choose import scaled, store
 from kernels.grid import cdiv, next_power_of_2
 from kernels.launch import enabled, launch, trigger, wait
+from kernels.noise import gumbel_noise, noise_key, soft_capped
 from kernels.sample import choose_kept
 from kernels.sampling_batch import GREEDY_BELOW, SMALL_TOP_K, SamplingBatch
 
@@ -123,19 +124,19 @@ def _is_small(integers: tl.tensor, floats: tl.tensor, slot: tl.tensor, GREEDY: t
 
 
 @triton.jit
-def _scaled(
+def scaled_logits(
     at: tl.tensor, live: tl.tensor, capped: tl.tensor, row: tl.tensor, temperature: tl.tensor, cap: tl.tensor, CAP: tl.constexpr
 ) -> tl.tensor:  # fmt: skip
     """s of the logits at these places, -inf where there is none."""
     x = tl.load(at, live, float("-inf"))
-    soft = _capped(x, cap) / temperature if CAP else x / temperature
+    soft = soft_capped(x, cap) / temperature if CAP else x / temperature
     if capped is not None:
         soft = tl.where(tl.load(capped + row) != 0, x / temperature, soft)
     return tl.where(x == float("-inf"), x, soft)
 
 
 @triton.jit
-def _ordered(x: tl.tensor) -> tl.tensor:
+def float_order(x: tl.tensor) -> tl.tensor:
     """fp32 -> int32 in the same order, above -2^31; of such an integer, the bits that it came from."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -166,7 +167,7 @@ def _peaks(
     slot = tl.load(slots + row).to(tl.int64)
     if _is_small(integers, floats, slot, GREEDY, SMALL):
         entry = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        x = _scaled(logits + row * N + entry, entry < N, capped, row, tl.load(floats + slot * 3), cap, CAP)
+        x = scaled_logits(logits + row * N + entry, entry < N, capped, row, tl.load(floats + slot * 3), cap, CAP)
         tl.store(peaks + row * NB + block, tl.max(x, 1), block < NB)
 
 
@@ -184,7 +185,7 @@ def _candidates(
     slot = tl.load(slots + row).to(tl.int64)
     if _is_small(integers, floats, slot, GREEDY, SMALL):
         block = tl.arange(0, WIDTH)
-        orders = tl.where(block < NB, _ordered(tl.load(peaks + row * NB + block, block < NB, float("-inf"))), -2147483648)
+        orders = tl.where(block < NB, float_order(tl.load(peaks + row * NB + block, block < NB, float("-inf"))), -2147483648)
         FEW: tl.constexpr = min(SMALL, NB)
         member = _among_best(orders, FEW)
         list_ = listed + row * SMALL
@@ -194,9 +195,9 @@ def _candidates(
         live = lane // BLOCK < FEW
         entry = tl.load(list_ + lane // BLOCK, live, 0) * BLOCK + lane % BLOCK
         live = live & (entry < N)
-        x = _scaled(logits + row * N + entry, live, capped, row, tl.load(floats + slot * 3), cap, CAP)
+        x = scaled_logits(logits + row * N + entry, live, capped, row, tl.load(floats + slot * 3), cap, CAP)
         COUNT: tl.constexpr = min(SMALL, N)
-        kept = _among_best(tl.where(live, _ordered(x), -2147483648), COUNT)
+        kept = _among_best(tl.where(live, float_order(x), -2147483648), COUNT)
         out = best + row * SMALL * 2
         at = tl.cumsum(kept.to(tl.int32), 0) - 1
         tl.store(out + at * 2, x, kept)
@@ -225,11 +226,11 @@ def _choose_candidates(
         top_k = tl.load(integers + slot * 3 + 1).to(tl.int32)
         top_p, min_p = tl.load(floats + slot * 3 + 1), tl.load(floats + slot * 3 + 2)
         peak = tl.max(x, 0)
-        left = _among_best(tl.where(live, _ordered(x), -2147483648), top_k) & (x > float("-inf"))
+        left = _among_best(tl.where(live, float_order(x), -2147483648), top_k) & (x > float("-inf"))
         mass = tl.where(left, tl.exp(x - peak), 0.0)
         total = tl.sum(mass, 0)
         left = left & (x >= tl.where(min_p > 0.0, peak + tl.log(tl.maximum(min_p, 1e-38)), float("-inf")))
-        noisy = x + _gumbel(_key(tl.load(integers + slot * 3), position + 1), ids)
+        noisy = x + gumbel_noise(noise_key(tl.load(integers + slot * 3), position + 1), ids)
         token, searching = 0, 1
         while searching > 0:
             high = tl.max(tl.where(left, noisy, float("-inf")), 0)

@@ -18,6 +18,7 @@ from torch import Tensor
 from kernels.fused_allreduce_norm import polled
 from kernels.grid import cdiv, next_power_of_2
 from kernels.launch import enabled, launch, trigger, wait
+from kernels.noise import gumbel_noise, noise_key, soft_capped
 from kernels.sample import cap, gumbel, mask
 from kernels.sampling_batch import GREEDY_BELOW, SMALL_TOP_K, SamplingBatch
 from kernels.slots import put
@@ -168,37 +169,6 @@ def store(batch: SamplingBatch, chosen: Tensor) -> None:
 
 
 @triton.jit
-def _mix(x: tl.tensor) -> tl.tensor:
-    """As `kernels.sample` mixes: uint32, or int64 holding 32 bits."""
-    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
-    x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
-    return x ^ (x >> 15)
-
-
-@triton.jit
-def _key(seed: tl.tensor, position: tl.tensor) -> tl.tensor:
-    key = _mix(seed & 0xFFFFFFFF)
-    key = _mix(key ^ ((seed >> 32) & 0xFFFFFFFF) ^ 0x5BD1E995)
-    return _mix(key ^ (position & 0xFFFFFFFF) ^ 0x27D4EB2F)
-
-
-@triton.jit
-def _gumbel(key: tl.tensor, ids: tl.tensor) -> tl.tensor:
-    """Standard Gumbel noise of each id, hashed in 32 bits: int64 takes longer. -log1p(-v) by its series where 1 - v would round the
-    small v away: they decide the argmax."""
-    hashed = _mix(_mix(ids.to(tl.uint32) + key.to(tl.uint32)) ^ _mix(key ^ 0x165667B1).to(tl.uint32))
-    v = tl.minimum((hashed.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
-    series = v * (1.0 + v * (0.5 + v * (0.33333334 + v * (0.25 + v * 0.2))))
-    return -tl.log(tl.where(v < 0.015625, series, -tl.log(1.0 - v)))
-
-
-@triton.jit
-def _capped(x: tl.tensor, cap: tl.tensor) -> tl.tensor:
-    """cap * tanh(x / cap)."""
-    return cap * (2.0 * tl.sigmoid(2.0 * x / cap) - 1.0)
-
-
-@triton.jit
 def _nans(at: tl.tensor, live: tl.tensor) -> tl.tensor:
     """1 if there is a NaN at one of these places, else 0: what is overwritten may be the only one of a row."""
     x = tl.load(at, live, 0.0)
@@ -237,7 +207,7 @@ def _local_best(
             bad = tl.maximum(bad, _nans(line + stops - first, among))
             tl.store(line + stops - first, float("-inf"), among)
     tl.debug_barrier()
-    key = _key(seed, position)
+    key = noise_key(seed, position)
     top, top_id = float("-inf"), start
     for at in range(start, end, BLOCK):
         entry = at + tl.arange(0, BLOCK)
@@ -245,10 +215,10 @@ def _local_best(
         bad = tl.maximum(bad, tl.max((x != x).to(tl.int32), 0))
         value = x
         if drawn:
-            scaled = _capped(x, cap) / temperature if CAP else x / temperature
+            scaled = soft_capped(x, cap) / temperature if CAP else x / temperature
             if capped is not None:
                 scaled = tl.where(tl.load(capped + row) != 0, x / temperature, scaled)
-            noisy = scaled + _gumbel(key, first + entry)
+            noisy = scaled + gumbel_noise(key, first + entry)
             value = tl.where(x == float("-inf"), x, noisy)
         value = tl.where(value != value, float("-inf"), value)
         high, where = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)

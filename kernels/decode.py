@@ -21,6 +21,7 @@ from kernels.launch import Configured, configured, enabled, launch, shared_memor
 from kernels.norm import rms_norm
 from kernels.prefill import gather
 from kernels.qkv import norm_rope, split_heads, store
+from kernels.slots import first_page
 from kernels.splitkv import ROWS, decode_kernel
 from kernels.tiles import LARGE_SHARED
 
@@ -228,11 +229,6 @@ def paged_decode_step(
     if live.shape[0] < out.shape[0]:
         out.zero_()
     out[live] = attended.flatten(1)
-
-
-def first_page(positions: Tensor, page: int, window: int | None) -> Tensor:
-    """The first page that each position reads."""
-    return torch.zeros_like(positions) if window is None else (positions - window + 1).clamp(min=0) // page
 
 
 def row_blocks(bounds: Sequence[int], pool: Tensor, window: int | None) -> Iterator[tuple[slice, int]]:

@@ -23,10 +23,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.candidates import _ordered, _scaled
-from kernels.choose import _gumbel, _key, scaled, store
+from kernels.candidates import float_order, scaled_logits
+from kernels.choose import scaled, store
 from kernels.grid import cdiv, next_power_of_2
 from kernels.launch import enabled, launch, trigger, wait
+from kernels.noise import gumbel_noise, noise_key
 from kernels.sample import choose_kept
 from kernels.sampling_batch import GREEDY_BELOW, SamplingBatch
 
@@ -161,7 +162,7 @@ def _scale(
         if _filters(integers, floats, slot, GREEDY):
             ids = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
             at = logits + (ids // N * share + own) * N + ids % N
-            x = _scaled(at, ids < V, capped, row, tl.load(floats + slot * 3), cap, CAP)
+            x = scaled_logits(at, ids < V, capped, row, tl.load(floats + slot * 3), cap, CAP)
             tl.store(values + own * V + ids, x, ids < V)
             peak = tl.max(x, 1)
             mass = tl.sum(tl.exp(x - tl.maximum(peak, -3e38)[:, None]), 1)
@@ -182,8 +183,8 @@ def _listed(
 
 @triton.jit
 def _value(order: tl.tensor) -> tl.tensor:
-    """What `_ordered` made it of."""
-    return _ordered(order).to(tl.float32, bitcast=True)
+    """What `float_order` made it of."""
+    return float_order(order).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -195,7 +196,7 @@ def _mass_from(
     mass, members = 0.0, 0
     for at in range(0, count, TILE):
         _, x = _listed(line, listed, at, count, V, BLOCK, TILE)
-        over = _ordered(x) >= key
+        over = float_order(x) >= key
         mass += tl.sum(tl.sum(tl.where(over, tl.exp(x - peak), 0.0), 1), 0)
         members += tl.sum(tl.sum(over.to(tl.int32), 1), 0)
     return mass, members
@@ -212,7 +213,7 @@ def _kth_key(
         above = 0
         for at in range(0, count, TILE):
             _, x = _listed(line, listed, at, count, V, BLOCK, TILE)
-            above += tl.sum(tl.sum((_ordered(x) >= trial).to(tl.int32), 1), 0)
+            above += tl.sum(tl.sum((float_order(x) >= trial).to(tl.int32), 1), 0)
         key = tl.where(above >= k, trial, key)
     return key
 
@@ -244,7 +245,7 @@ def _filter(
             floor = tl.where(min_p > 0.0, peak + tl.log(tl.maximum(min_p, 1e-38)), float("-inf"))
             # the blocks that can hold what is kept
             wanted = tl.minimum(tl.where(top_k > 0, top_k, TILE), NB)
-            orders = tl.where(block < NB, _ordered(highest), -2147483648)
+            orders = tl.where(block < NB, float_order(highest), -2147483648)
             key = tl.full([], -2147483648, tl.int32)
             for bit in range(32):
                 trial = key ^ (tl.full([], 1, tl.int32) << (31 - bit))
@@ -265,7 +266,7 @@ def _filter(
                 lowest = _kth_key(line, list_, count, top_k, V, BLOCK, TILE)
                 kept_mass, members = _mass_from(line, list_, count, lowest, peak, V, BLOCK, TILE)
                 kept_mass -= (members - top_k) * tl.exp(_value(lowest) - peak)  # of its equals only the first are kept
-            noise = _key(tl.load(integers + slot * 3), tl.load(positions + row).to(tl.int64) + 1)
+            noise = noise_key(tl.load(integers + slot * 3), tl.load(positions + row).to(tl.int64) + 1)
             searching = 1
             while searching > 0:
                 value = tl.load(line + token)
@@ -283,7 +284,7 @@ def _filter(
                     for at in range(0, count, TILE):
                         ids, x = _listed(line, list_, at, count, V, BLOCK, TILE)
                         over = (x > value) | ((x == value) & (ids < token))
-                        noisy = tl.where(over, x + _gumbel(noise, ids), float("-inf"))
+                        noisy = tl.where(over, x + gumbel_noise(noise, ids), float("-inf"))
                         high = tl.max(tl.max(noisy, 1), 0)
                         first = tl.min(tl.min(tl.where(noisy == high, ids, V), 1), 0)
                         successor = tl.where(high > best, first, successor)

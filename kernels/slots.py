@@ -2,7 +2,7 @@
 
     apply_plan      releases, then appends, to the page tables; lengths of chunked slots
     decode_inputs   slot, position and token of each decode row; lengths advance
-    gather_pages    the page ids that each row reads, in one row of their own
+    gather_pages    the page ids that each sequence reads, in one row of their own
     rotary_table    cos and sin of each row's position
     put, clear      flat writes of (row, column) pairs; a new tenant's page table row
 
@@ -72,18 +72,27 @@ def decode_inputs(
 
 
 def gather_pages(table: Tensor, slots: Tensor, positions: Tensor, page: int, window: int | None, out: Tensor) -> None:
-    """out int32 [rows, width]: entry j is the page of positions (first + j) * page .. of the row's slot.
+    """out int32 [sequences, width]: entry j is the page of positions (first + j) * page .. of the sequence's slot.
 
-    first is 0, or with a window that of the oldest visible key. Entries behind the position's own page are left as they are.
+    slots and positions int32 [sequences * rows]: a sequence's rows are consecutive, at rising positions; -1 behind them: padding.
+    first is 0, or with a window that of the oldest key that the first row sees. Entries behind the last row's page are left.
     """
-    assert out.shape[0] == slots.shape[0] == positions.shape[0], (out.shape, slots.shape)
+    (sequences, width), q_len = out.shape, max(1, len(slots) // max(1, len(out)))
+    assert sequences * q_len == len(slots) == len(positions), (out.shape, slots.shape, positions.shape)
     if enabled(table, __name__):
-        block = min(1024, next_power_of_2(out.shape[1]))
-        grid = (out.shape[0], cdiv(out.shape[1], block))
-        strides = (table.shape[1], out.shape[1])
-        launch(_pages, grid, table, slots, positions, out, *strides, PAGE=page, WINDOW=window or 0, BLOCK=block, warps=2)
+        block = min(1024, next_power_of_2(width))
+        launch(
+            _pages, (sequences, cdiv(width, block)),
+            table, slots, positions, out, table.shape[1], width,
+            PAGE=page, WINDOW=window or 0, BLOCK=block, Q_LEN=q_len, warps=2,
+        )  # fmt: skip
     else:
-        _pages_reference(table, slots, positions, page, window, out)
+        _pages_reference(table, slots.view(-1, q_len)[:, 0], positions.view(-1, q_len), page, window, out)
+
+
+def first_page(positions: Tensor, page: int, window: int | None) -> Tensor:
+    """The first page that a query at each position reads."""
+    return torch.zeros_like(positions) if window is None else (positions - window + 1).clamp(min=0) // page
 
 
 def rotary_table(positions: Tensor, frequencies: Tensor, out: Tensor) -> None:
@@ -148,9 +157,8 @@ def _inputs_reference(
 
 
 def _pages_reference(table: Tensor, slots: Tensor, positions: Tensor, page: int, window: int | None, out: Tensor) -> None:
-    first = torch.zeros_like(positions) if window is None else (positions - window + 1).clamp(min=0) // page
-    entries = first[:, None] + torch.arange(out.shape[1], device=out.device)
-    used = (entries * page <= positions[:, None]) & (positions[:, None] >= 0)
+    entries = first_page(positions[:, :1], page, window) + torch.arange(out.shape[1], device=out.device)
+    used = (entries * page <= positions.amax(1, keepdim=True)) & (positions[:, :1] >= 0)
     found = table[slots[:, None].long(), entries.clamp(max=table.shape[1] - 1)]
     out.copy_(torch.where(used, found, out))
 
@@ -230,10 +238,10 @@ def first_entry(position: tl.tensor, WINDOW: tl.constexpr, PAGE: tl.constexpr) -
 
 @triton.jit
 def row_entries(
-    slots: tl.tensor, positions: tl.tensor, WINDOW: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr
+    slots: tl.tensor, positions: tl.tensor, WINDOW: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, Q_LEN: tl.constexpr = 1
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """On a grid (rows, blocks): the row's position, its slot, the first entry that it sees, and this block's places from there."""
-    row = tl.program_id(0)
+    """On a grid (sequences, blocks): the first row's position, its slot, the first entry it sees, and this block's from there."""
+    row = tl.program_id(0) * Q_LEN
     position = tl.load(positions + row)
     slot = tl.load(slots + row).to(tl.int64)
     return position, slot, first_entry(position, WINDOW, PAGE), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -242,11 +250,14 @@ def row_entries(
 @triton.jit(do_not_specialize=["width", "out_width", "slots", "positions"])
 def _pages(
     table: tl.tensor, slots: tl.tensor, positions: tl.tensor, out: tl.tensor, width: tl.tensor, out_width: tl.tensor,
-    PAGE: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, Q_LEN: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     trigger(PDL)
     wait(PDL)
-    position, slot, first, at = row_entries(slots, positions, WINDOW, PAGE, BLOCK)
+    position, slot, first, at = row_entries(slots, positions, WINDOW, PAGE, BLOCK, Q_LEN)
+    if Q_LEN > 1:
+        row = tl.arange(0, triton.next_power_of_2(Q_LEN))
+        position = tl.max(tl.load(positions + tl.program_id(0) * Q_LEN + row, row < Q_LEN, -1), 0)
     entry = first + at
     live = (at < out_width) & (entry * PAGE <= position) & (position >= 0)
     found = tl.load(table + slot * width + entry, live, 0)

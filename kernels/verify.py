@@ -17,10 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.decode import DecodeScratch, decode_reference, first_page, row_blocks
+from kernels.decode import DecodeScratch, decode_reference, row_blocks
 from kernels.grid import next_power_of_2
 from kernels.launch import enabled, launch, shared_memory, trigger, wait
 from kernels.numerics import LOG2E, cast, dot
+from kernels.slots import first_page
 from kernels.splitkv import combine, load_run, page_of
 from kernels.tiles import LARGE_SHARED
 

@@ -49,7 +49,7 @@ class GroupCache:
         return self._layers[layer_index]
 
     def gather(self, slots: Tensor, positions: Tensor, out: Tensor) -> None:
-        """The page ids that rows (slot, position), int32 [rows] each, read -> out int32 [rows, read_width]."""
+        """The page ids that rows (slot, position), int32 each, read -> out int32 [sequences, read_width] (`gather_pages`)."""
         gather_pages(self.table, slots, positions, self.group.page, self.group.window, out)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.adjust import IN_PROMPT, MOST_COUNTED, PLAN_STEP, adjust, count_accepted
+from kernels.adjust import IN_PROMPT, MOST_COUNTED, adjust, count_accepted
 from kernels.sampling_batch import BAD_WORDS, BIASED, PENALIZED, SamplingBatch, SlotAdjustments, SlotParameters
 from tests.support import interpreter
 
@@ -52,9 +52,9 @@ class Drafted:
     def batch(self, slots: Tensor, positions: Tensor, width: int = 1, tables: SlotAdjustments | None = None) -> SamplingBatch:
         parameters = SlotParameters(torch.zeros(SLOTS, 3, dtype=torch.int64), torch.ones(SLOTS, 3), torch.full((SLOTS, 1), -1))
         plan = torch.zeros(16, dtype=torch.int32)
-        plan[PLAN_STEP] = STEP
+        plan[2] = STEP
         batch = SamplingBatch(slots, positions, parameters, self.history, torch.zeros(0, dtype=torch.int32), 30.0)
-        return replace(batch, adjustments=tables or self.tables, plan=plan, width=width)
+        return replace(batch, adjustments=tables or self.tables, plan=plan, step=2, width=width)
 
     def together(self) -> Tensor:
         """Logits of all rows in one launch."""

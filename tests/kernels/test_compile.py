@@ -22,7 +22,8 @@ from torch import Tensor
 
 from engine.plan_layout import STEP
 from engine.rank.step import LAYOUT
-from kernels.adjust import adjust
+from kernels.accept import accept
+from kernels.adjust import adjust, count_accepted
 from kernels.block_tables import block_tables
 from kernels.candidates import block_peaks, candidates, choose_candidates
 from kernels.choose import ArgmaxInbox, choose_best, local_best, parts_of
@@ -38,6 +39,7 @@ from kernels.table_check import check_copies, check_table
 from kernels.tiles import TABLE, GemmShape, Tile, gemv
 from tests.bench.gemms import GemmCase
 from tests.kernels.test_attention_compiled import chunk_nodes, decode, named
+from tests.support.attention import verify_node
 from tests.support.compiled import Compiled, compile_node
 from tests.support.ptx import accesses, early_reads, ends_without_waiting, narrow_products
 
@@ -59,7 +61,7 @@ CONSTANT = {
     "decode_kernel": {"q_norm", "k_norm"},
     "_post": {"q_norm", "k_norm"},
 }
-PAGE_IDS = {"decode_kernel": "page_ids", "_post": "table", "_extend": "table"}
+PAGE_IDS = {"decode_kernel": "page_ids", "verify_kernel": "page_ids", "_post": "table", "_extend": "table"}
 # Of sine, and of what loops do not touch.
 SPILLED = {"_rotary": 32, "_extend": 160, "decode_kernel": 40, "_filter": 8, "_many_logits": 16}  # bytes a thread
 
@@ -131,6 +133,9 @@ def adjust_nodes(target: Target) -> Iterator[Node]:
         local_best(logits, adjusted, 65536, parts)
         candidates(logits, block_peaks(logits, adjusted), adjusted, 65536)
         scaled_rows(meta(4, 2, 65536, dtype=torch.float32), adjusted, Share(1, 4), 262144)
+        adjust(logits, replace(batch, adjustments=tables, plan=ints(500), step=STEP, width=8), 65536, parts)
+        count_accepted(tables, ints(ROWS), ints(ROWS), ints(ROWS, 8), ints(ROWS), 65536)
+        accept(ints(ROWS, 8), ints(ROWS, 7), ints(ROWS), ints(ROWS), ints(9, 1024))
     yield from nodes
 
 
@@ -204,6 +209,8 @@ def attention_nodes(target: Target) -> Iterator[Node]:
     """Decode with one row and with many, and what a prompt's chunk takes; tests.kernels.test_attention_compiled has the rest."""
     for name, rows in (("31b-tp4-sliding", 1), ("31b-tp4-full", 100)):
         yield decode(named(name), rows, target)
+    for name, q_len in (("31b-tp4-sliding", 8), ("31b-tp4-full", 2), ("31b-tp4-full", 8)):
+        yield verify_node(named(name).shape, q_len, target)
     yield from chunk_nodes(named("31b-tp4-sliding"), target)
 
 

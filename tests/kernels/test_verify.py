@@ -13,9 +13,10 @@ from torch import Tensor
 
 from kernels.decode import DecodeScratch
 from kernels.launch import record
+from kernels.slots import gather_pages
 from kernels.verify import VerifyTile, verify_attention, verify_tile
 from tests.support import interpreter
-from tests.support.attention import OUTSIDE, Shape, attended, ints, meta
+from tests.support.attention import OUTSIDE, Shape, attended, verify_node
 from tests.support.compiled import compile_node
 
 pytestmark = pytest.mark.cpu
@@ -23,7 +24,8 @@ pytestmark = pytest.mark.cpu
 TOLERANCE = 2e-5  # fp32 against fp64, sums over a few hundred keys of unit size
 FAULT = 100 * TOLERANCE
 WINDOW, PAGE = 64, 32
-EDGES = [0, 1, PAGE - 2, PAGE - 1, PAGE, WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW + 16]  # keys before a row's first query
+# Keys before a row's first query.
+EDGES = [0, 1, PAGE - 2, PAGE - 1, PAGE, WINDOW - 1, WINDOW, WINDOW + 1, WINDOW + PAGE - 2, 2 * WINDOW + 16]
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,22 @@ def test_wrong_sizes_are_refused() -> None:
         verify_tile(128, 512, 32, shared=101376)
 
 
+@pytest.mark.parametrize("window", [None, WINDOW])
+def test_pages_are_gathered_once_a_sequence(window: int | None) -> None:
+    """From the first page that the first row sees to the last row's own; entries behind are left, and all of a row of padding."""
+    table, slots = torch.arange(60, dtype=torch.int32).view(3, 20), torch.tensor([2, 0, 1], dtype=torch.int32)
+    rows = [(PAGE * 4 - 2, 4), (WINDOW - 1, 3), (-1, 0)]
+    positions = torch.full((3, 4), -1, dtype=torch.int32)
+    out = torch.full((3, 6), -7, dtype=torch.int32)
+    for row, (start, width) in enumerate(rows):
+        positions[row, :width] = torch.arange(start, start + width)
+    gather_pages(table, slots.repeat_interleave(4), positions.flatten(), PAGE, window, out)
+    for row, (start, width) in enumerate(rows):
+        first = 0 if window is None else max(0, start - window + 1) // PAGE
+        want = [20 * int(slots[row]) + entry for entry in range(first, (start + width - 1) // PAGE + 1)] if width else []
+        assert out[row].tolist() == want + [-7] * (6 - len(want))
+
+
 # Heads and KV heads of the members at TP 1, 2 and 4, sliding and full: 31B, 26B, 12B, E4B, E2B.
 _SLIDING = [(32, 16), (16, 8), (8, 4), (4, 2), (8, 2), (4, 1), (2, 1), (8, 1)]
 _FULL = [(32, 4), (16, 2), (8, 1), (4, 1), (16, 1), (8, 2), (2, 1)]
@@ -148,13 +166,7 @@ def compiled_cuts(target: tuple[int, int], q_lens: Sequence[int]) -> None:
             if (tile, shape.d) in done:
                 continue
             done.add((tile, shape.d))
-            q, pool, scratch = meta(3 * q_len, shape.heads, shape.d), meta(9, 2, shape.kv_heads, shape.page, shape.d), 12 * q_len
-            with record(target) as nodes:
-                verify_attention(
-                    q, pool, ints(3, 40), ints(3 * q_len), shape.window,
-                    DecodeScratch(3, shape.heads, shape.kv_heads, shape.d, scratch, torch.device("meta")), torch.empty_like(q), 4,
-                )  # fmt: skip
-            kernel = compile_node(nodes[0], target)
+            kernel = compile_node(verify_node(shape, q_len, target), target)
             what = (tile, shape, kernel.registers, kernel.shared, kernel.stack)
             assert kernel.stack == 0, what
             assert kernel.shared <= tile.shared_bytes(shape.d) <= SHARED[target], what
@@ -190,7 +202,7 @@ CUTS = [
 @pytest.mark.parametrize(("shape", "q_len", "splits", "tile"), CUTS)
 def interpreted_equals_dense_attention(shape: Shape, q_len: int, splits: int, tile: VerifyTile | None) -> None:
     """Page edges and window edges under every way to cut the work, in one launch."""
-    starts = [0, PAGE - 1, WINDOW - 1, WINDOW + 1, 170]
+    starts = [0, PAGE - 1, WINDOW - 1, WINDOW + 1, WINDOW + PAGE - 2, 170]
     case = verify_case(shape, q_len, [(start, q_len - row % q_len) for row, start in enumerate(starts)] + [(9, 0)])
     with record() as nodes:
         check(case, splits, tile)
@@ -208,4 +220,5 @@ def interpreted_bfloat16() -> None:
     check(verify_case(SLIDING, 4, [(0, 4), (33, 2), (170, 4)], torch.bfloat16), 2, tolerance=0.03)
 
 
+interpreted_pages_are_gathered_once_a_sequence = test_pages_are_gathered_once_a_sequence
 interpreted_wrong_sizes_are_refused = test_wrong_sizes_are_refused

@@ -17,6 +17,7 @@ from torch import Tensor
 from kernels.decode import DecodeScratch, DecodeTile, decode_attention
 from kernels.launch import Node, record
 from kernels.precompile import precompile
+from kernels.verify import verify_attention
 
 EPS = 1e-6
 OUTSIDE = 2**31 - 7  # a page id that no pool has
@@ -163,6 +164,18 @@ def decode_node(
             splits,
             tile,
         )
+    (node,) = nodes
+    return node
+
+
+def verify_node(shape: Shape, q_len: int, target: tuple[int, int]) -> Node:
+    """The launch of `verify_attention` for three rows in four splits."""
+    q, scratch = meta(3 * q_len, shape.heads, shape.d), (3, shape.heads, shape.kv_heads, shape.d, 12 * q_len)
+    with record(target) as nodes:
+        verify_attention(
+            q, meta(9, 2, shape.kv_heads, shape.page, shape.d), ints(3, 40), ints(3 * q_len), shape.window,
+            DecodeScratch(*scratch, torch.device("meta")), torch.empty_like(q), 4,
+        )  # fmt: skip
     (node,) = nodes
     return node
 

@@ -32,13 +32,15 @@ class CopyCheck(Protocol):
 @dataclass(frozen=True)
 class PartSettings:
     """What parts are made for. heads: query heads of this rank; buckets: the rows that decode steps are padded to, ascending;
-    check: called by a part for the rows of page ids that it copies, before a kernel reads them."""
+    check: called by a part for the rows of page ids that it copies, before a kernel reads them; width: decode rows of a sequence at
+    most."""
 
     heads: int
     eps: float
     buckets: tuple[int, ...]
     device: torch.device
     check: CopyCheck | None = None
+    width: int = 1
 
 
 AttentionPlan = tuple[tuple[Any, ...], ...]  # what the parts prepared of each of a step's blocks, by KV group

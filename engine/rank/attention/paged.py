@@ -18,17 +18,19 @@ from kernels.decode import DecodeScratch, decode_attention, decode_cut
 from kernels.launch import processors
 from kernels.prefill import extend_attention, extend_tiles, tile_tokens
 from kernels.qkv import qkv_post
+from kernels.verify import verify_attention
 
 
 class PagedDecode:
-    """Decode rows padded to one of the buckets; other numbers of rows are launched as the next bucket is."""
+    """Decode rows of sequences padded to one of the buckets; other numbers of them are launched as the next bucket is."""
 
     def __init__(self, cache: GroupCache, settings: PartSettings) -> None:
         group, buckets = cache.group, settings.buckets
         self._cache, self._settings = cache, settings
         self._cuts = [decode_cut(rows, cache.pool[0], cache.read_width, processors(settings.device)) for rows in buckets]
         parts = max(rows * splits for rows, (splits, _) in zip(buckets, self._cuts, strict=True))
-        self._scratch = DecodeScratch(buckets[-1], settings.heads, group.kv_heads, group.head_dim, parts, settings.device)
+        sizes = settings.heads, group.kv_heads, group.head_dim, parts * settings.width
+        self._scratch = DecodeScratch(buckets[-1], *sizes, settings.device)
 
     def prepare(self, block: RowBlock) -> None:
         """Nothing: the block holds what a sequence reads."""
@@ -36,12 +38,16 @@ class PagedDecode:
     def attend(self, qkv: Tensor, layer: Layer, norms: Norms, block: RowBlock, plan: None, out: Tensor) -> None:
         """As `AttentionPart.attend`."""
         assert plan is None, plan
-        group = self._cache.group
-        cut = self._cuts[bisect.bisect_left(self._settings.buckets, len(qkv))]
-        decode_attention(
-            qkv, self._cache.layer(layer.kv_source), block.pages[group.index], block.positions,
-            block.rope[layer.rope, layer.head_dim], *norms, self._settings.eps, group.window, self._scratch, out, *cut,
-        )  # fmt: skip
+        group, settings, pool = self._cache.group, self._settings, self._cache.layer(layer.kv_source)
+        pages, rope = block.pages[group.index], block.rope[layer.rope, layer.head_dim]
+        splits, tile = self._cuts[bisect.bisect_left(settings.buckets, len(pages))]
+        if block.width == 1:
+            reads = qkv, pool, pages, block.positions, rope
+            decode_attention(*reads, *norms, settings.eps, group.window, self._scratch, out, splits, tile)
+            return
+        q = qkv.new_empty(len(qkv), settings.heads, layer.head_dim)
+        qkv_post(qkv, pool, self._cache.table, block.slots, block.positions, rope, *norms, settings.eps, q)
+        verify_attention(q, pool, pages, block.positions, group.window, self._scratch, out.view(q.shape), splits)
 
 
 class PagedExtend:
