@@ -66,11 +66,7 @@ class Exporter(Collector):
         self.read_gauges = read_gauges
         self.registry = CollectorRegistry(auto_describe=False)
         self._derive = Derivation(facts.ttft_objective_s, facts.tpot_objective_s)
-<<<<<<< HEAD
-        self._load: EngineLoad | None = None
-=======
         self._last: EngineLoad | None = None
->>>>>>> w/dash
         self._metrics: list[Series | FastHistogram] = []
         self._updates: dict[str, list[Callable[[Any], None]]] = defaultdict(list)  # by the name of the event's class
         self._levels: list[tuple[str, Series, Read, Read]] = []  # where from, what it sets, label values, value
@@ -102,11 +98,7 @@ class Exporter(Collector):
         if isinstance(event, Tokens):
             return  # nothing follows from it, and it comes most often
         if isinstance(event, EngineLoad):
-<<<<<<< HEAD
-            self._load = event
-=======
             self._last = event
->>>>>>> w/dash
         if isinstance(event, EngineFailed):
             self.facts = replace(self.facts, up=0)
         for derived in self._derive(event):
@@ -117,12 +109,7 @@ class Exporter(Collector):
             update(event)
 
     def _refresh(self) -> None:
-<<<<<<< HEAD
-        gauges = self.read_gauges()
-        load = None if self._load is None else self._load.load
-=======
         gauges, last = self.read_gauges(), self._last
->>>>>>> w/dash
         items: dict[str, Sequence[Any]] = {
             "facts": [self.facts],
             "gauges": [gauges],
