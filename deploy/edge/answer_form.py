@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Raw, Struct, UnsetType
 
 from deploy.edge.ask import AnswerForm
-from deploy.edge.raw_json import ANYTHING, decode, not_null, size
+from deploy.edge.raw_json import ANYTHING, decode, not_null
 from engine.errors import InvalidRequest
 from engine.front.grammar import (
     MAX_SCHEMA_BYTES,
@@ -82,8 +82,8 @@ def _only_form(given: Mapping[str, Raw]) -> AnswerForm | None:
 
 def read_form(spelling: Spelling, raw: Raw, key: str) -> AnswerForm | None:
     """None: what stands under `key` demands nothing. InvalidRequest names the key."""
-    if size(raw) > _MAX_BYTES:
-        raise InvalidRequest(f"{key}: larger than {_MAX_BYTES} bytes", param=key)
+    if len(memoryview(raw)) > _MAX_BYTES:
+        raise InvalidRequest(f"{key}: more than {_MAX_BYTES} bytes", param=key)
     try:
         rules = spelling(raw, key)
     except RecursionError:

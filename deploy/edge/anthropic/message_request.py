@@ -26,10 +26,9 @@ from deploy.edge.common_keys import (
     check_bounds,
     declared_function,
     read_stops,
-    read_text,
     text_part,
 )
-from deploy.edge.raw_json import ANYTHING, BoundedList, Json, at_most, decode, elements, not_null, shown_as
+from deploy.edge.raw_json import ANYTHING, BoundedList, Json, ListReader, decode, not_null, read_text, shown_as
 from engine.errors import InvalidRequest
 from engine.front.constraints import ToolChoice
 
@@ -138,8 +137,7 @@ class CountRequest(Struct, frozen=True, kw_only=True):
         if not turns:
             raise InvalidRequest("messages: must not be empty", param="messages")
         blocks = (block for turn in turns if isinstance(turn.content, list) for block in turn.content)
-        inputs = [given for block in blocks if (given := not_null(block.input)) is not None]
-        check_bounds(inputs, "messages", "the inputs of all tool_use blocks")
+        check_bounds((block.input for block in blocks), "messages", "the inputs of all tool_use blocks")
         return [message for place, turn in enumerate(turns) for message in _chat_messages(turn, f"messages[{place}]")]
 
 
@@ -182,16 +180,14 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
 COUNT_READER = BodyReader(CountRequest, _ABSENT)
 MESSAGES_READER = BodyReader(MessagesRequest, _ABSENT)
 _TURNS = BoundedList(Turn, MESSAGES, "content", ContentBlock, PARTS)
-_BLOCKS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(ContentBlock, PARTS))
-_TOOL_LIST: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(ClientTool, TOOLS))
+_BLOCKS = ListReader(ContentBlock, PARTS)
+_TOOL_LIST = ListReader(ClientTool, TOOLS)
 _FORMAT = msgspec.json.Decoder(_OutputFormat)
 
 
 def _tools(raw: Json) -> list[dict[str, Any]]:
-    if (given := not_null(raw)) is None:
-        return []
-    check_bounds([given], "tools", "they")
-    return [_declaration(tool, place) for place, tool in enumerate(elements(given, "tools", _TOOL_LIST))]
+    check_bounds([raw], "tools", "they")
+    return [_declaration(tool, place) for place, tool in enumerate(_TOOL_LIST.read(raw, "tools"))]
 
 
 def _declaration(tool: ClientTool, place: int) -> dict[str, Any]:
@@ -236,7 +232,7 @@ def _texts(raw: Json, where: str) -> list[str]:
     key = where.partition("[")[0]
     if (text := read_text(given, key)) is not None:
         return [text]
-    return [_part(block, f"{where}[{place}]").text for place, block in enumerate(elements(given, key, _BLOCKS))]
+    return [_part(block, f"{where}[{place}]").text for place, block in enumerate(_BLOCKS.read(given, key))]
 
 
 def _chat_messages(turn: Turn, where: str) -> list[ChatMessage]:

@@ -21,7 +21,7 @@ from deploy.edge.common_keys import Count
 from deploy.edge.openai.absent_keys import COMMON
 from deploy.edge.openai.openai_error import OPENAI_ERROR
 from deploy.edge.openai.schemas import PROMPT_IDS, SamplingKeys
-from deploy.edge.raw_json import decode, first_characters, not_null, shown_as, size, token_ids
+from deploy.edge.raw_json import not_null, read_small, shown_as, token_ids
 from deploy.edge.response_format import ServedModel, Usage
 from engine.errors import InvalidRequest, QuartetError
 from engine.front.generation import Choice, Delta
@@ -34,7 +34,7 @@ _ABSENT = {name: neutral for name, neutral in COMMON.items() if name != "input_i
     "token_ids_logprob": ([],),
     "return_routed_experts": (False,),
 }
-_TEXT = msgspec.json.Decoder(str)
+_OBJECT = msgspec.json.Decoder(dict[str, Raw])
 
 
 class GenerateParams(SamplingKeys, frozen=True, kw_only=True):
@@ -56,7 +56,7 @@ class GenerateParams(SamplingKeys, frozen=True, kw_only=True):
 class GenerateTextRequest(Struct, frozen=True, kw_only=True):
     """POST /generate: of `text`, or of `input_ids`."""
 
-    text: Annotated[Raw, shown_as({"type": "string"})] | UnsetType = UNSET
+    text: str | None = None
     input_ids: Annotated[Raw, shown_as({"type": "array", "items": {"type": "integer", "minimum": 0}})] | UnsetType = UNSET
     sampling_params: Annotated[Raw, shown_as({"type": "object"})] | UnsetType = UNSET
     stream: bool | None = None
@@ -66,7 +66,7 @@ class GenerateTextRequest(Struct, frozen=True, kw_only=True):
     def ask(self, model: str) -> Ask:
         """InvalidRequest names the key that is wrong."""
         params = self._params()
-        key = "input_ids" if not_null(self.text) is None else "text"
+        key = "input_ids" if self.text is None else "text"
         return Ask(
             model=model,
             prompt=RawPrompts([self._prompt()]),
@@ -79,23 +79,14 @@ class GenerateTextRequest(Struct, frozen=True, kw_only=True):
         )
 
     def _prompt(self) -> str | list[int]:
-        text, ids = not_null(self.text), not_null(self.input_ids)
+        text, ids = self.text, not_null(self.input_ids)
         if (text is None) == (ids is None):
             raise InvalidRequest("text: either a text or input_ids", param="text")
-        if text is None:
-            return token_ids(self.input_ids, "input_ids", PROMPT_IDS)
-        prompt: str = decode(text, "text", _TEXT)
-        return prompt
+        return token_ids(self.input_ids, "input_ids", PROMPT_IDS) if text is None else text
 
     def _params(self) -> GenerateParams:
-        given = not_null(self.sampling_params)
-        if given is None:
-            return GenerateParams()
-        if size(given) > _PARAMS_BYTES:
-            raise InvalidRequest(f"sampling_params: more than {_PARAMS_BYTES} bytes", param="sampling_params")
-        if first_characters(given)[:1] != b"{":
-            raise InvalidRequest("sampling_params: must be an object", param="sampling_params")
-        return _PARAMS.read(given)
+        read_small(self.sampling_params, "sampling_params", _OBJECT, _PARAMS_BYTES)  # raises what its keys do not
+        return _PARAMS.read(not_null(self.sampling_params) or b"{}")
 
 
 _REQUEST = BodyReader(GenerateTextRequest, _ABSENT)

@@ -7,7 +7,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from deploy.edge.ask import ChatMessage, ChatPrompt, Part, PastCall
 from deploy.edge.common_keys import MESSAGES, PARTS, TOOLS, check_bounds, text_part
-from deploy.edge.raw_json import ANYTHING, BoundedList, Json, decode, not_null, shown_as, size
+from deploy.edge.raw_json import ANYTHING, BoundedList, Json, ListReader, decode, not_null, read_small, shown_as
 from engine.errors import InvalidRequest
 from engine.front.template import EXTRAS, ROLES
 
@@ -55,7 +55,7 @@ class Message(Struct, frozen=True):
 
 
 _MESSAGES = BoundedList(Message, MESSAGES, "content", TextPart, PARTS)
-_TOOLS: msgspec.json.Decoder[list[dict[str, Any]]] = msgspec.json.Decoder(Annotated[list[dict[str, Any]], Meta(max_length=TOOLS)])
+_TOOLS = ListReader(dict[str, Any], TOOLS)
 _SWITCHES: msgspec.json.Decoder[dict[str, bool]] = msgspec.json.Decoder(dict[str, bool])
 
 
@@ -75,8 +75,8 @@ def _messages(raw: Raw) -> list[ChatMessage]:
     messages = _MESSAGES.read(raw, "messages")
     if not messages:
         raise InvalidRequest("messages: must not be empty", param="messages")
-    arguments = (call.function.arguments for message in messages for call in message.tool_calls or ())
-    check_bounds((given for given in arguments if not isinstance(given, UnsetType)), "messages", "the arguments of all tool_calls")
+    calls = (call for message in messages for call in message.tool_calls or ())
+    check_bounds((call.function.arguments for call in calls), "messages", "the arguments of all tool_calls")
     return [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
 
 
@@ -106,19 +106,13 @@ def _call(function: FunctionCall, number: str | None) -> PastCall:
 
 
 def _tools(raw: Json) -> list[dict[str, Any]]:
-    if (given := not_null(raw)) is None:
-        return []
-    check_bounds([given], "tools", "they")
-    return decode(given, "tools", _TOOLS)  # type: ignore[no-any-return]  # what the decoder gives
+    check_bounds([raw], "tools", "they")
+    return _TOOLS.read(raw, "tools")
 
 
 def _switches(raw: Json) -> dict[str, bool]:
     key = "chat_template_kwargs"
-    if (given := not_null(raw)) is None:
-        return {}
-    if size(given) > _SWITCHES_BYTES:
-        raise InvalidRequest(f"{key}: too many keys", param=key)
-    switches: dict[str, bool] = decode(given, key, _SWITCHES)
+    switches = read_small(raw, key, _SWITCHES, _SWITCHES_BYTES) or {}
     for name in switches:
         if name not in SWITCHES:
             raise InvalidRequest(f"{key}.{name}: not one of {', '.join(SWITCHES)}", param=key)

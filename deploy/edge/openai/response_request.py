@@ -33,12 +33,11 @@ from deploy.edge.common_keys import (
     Count,
     check_bounds,
     declared_function,
-    read_text,
     text_part,
 )
 from deploy.edge.openai.effort import thinks_by_effort
 from deploy.edge.openai.tool_choice import tool_choice
-from deploy.edge.raw_json import ANYTHING, BoundedList, Json, at_most, decode, elements, not_null, shown_as
+from deploy.edge.raw_json import ANYTHING, BoundedList, Json, ListReader, decode, not_null, read_text, shown_as
 from engine.errors import InvalidRequest
 
 ENCRYPTED = "reasoning.encrypted_content"
@@ -171,9 +170,7 @@ class ResponsesRequest(Struct, frozen=True, kw_only=True):
 
     def includes_encrypted(self) -> bool:
         """Whether thoughts are wanted in the form in which clients send them back. InvalidRequest: something else is."""
-        if (given := not_null(self.include)) is None:
-            return False
-        wanted = elements(given, "include", _STRING_LIST)
+        wanted = _INCLUDE_LIST.read(self.include, "include")
         if _LOGPROBS in wanted:
             raise InvalidRequest(f"include: {_LOGPROBS} is not supported here", param="include", code="unsupported_parameter")
         return ENCRYPTED in wanted
@@ -199,10 +196,10 @@ def encrypted_content_of(thought: str) -> str:
 
 RESPONSES_READER = BodyReader(ResponsesRequest, _ABSENT)
 _ITEMS = BoundedList(InputItem, MESSAGES, "content", InputPart, PARTS)
-_PART_LIST: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(InputPart, PARTS))
-_TOOL_LIST: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(DeclaredTool, TOOLS))
+_PART_LIST = ListReader(InputPart, PARTS)
+_TOOL_LIST = ListReader(DeclaredTool, TOOLS)
 _FORMAT = msgspec.json.Decoder(_TextFormat)
-_STRING_LIST: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(str, _INCLUDES))
+_INCLUDE_LIST = ListReader(str, _INCLUDES)
 
 
 def _text_format(raw: Raw, key: str) -> str | None:
@@ -216,10 +213,8 @@ def _text_format(raw: Raw, key: str) -> str | None:
 
 
 def _functions(raw: Json, where: str, namespace: DeclaredTool | None = None) -> Iterator[OfferedFunction]:
-    if (given := not_null(raw)) is None:
-        return
-    check_bounds([given], "tools", "they")
-    for place, tool in enumerate(elements(given, "tools", _TOOL_LIST)):
+    check_bounds([raw], "tools", "they")
+    for place, tool in enumerate(_TOOL_LIST.read(raw, "tools")):
         match tool.type:
             case "function":
                 yield OfferedFunction(tool, namespace)
@@ -322,7 +317,7 @@ def _output(item: InputItem, where: str) -> str:
     if (given := not_null(item.output)) is None:
         raise InvalidRequest(f"{where}.output: is required", param="input")
     text = read_text(given, "input")
-    return _text(elements(given, "input", _PART_LIST), f"{where}.output") if text is None else text
+    return _text(_PART_LIST.read(given, "input"), f"{where}.output") if text is None else text
 
 
 def _part(part: InputPart, where: str) -> Part:

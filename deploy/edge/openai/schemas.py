@@ -10,7 +10,7 @@ absent_keys.py lists what is refused.
 """
 
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
@@ -18,7 +18,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 from deploy.edge.answer_form import form_of
 from deploy.edge.ask import Ask, ChatPrompt, KeyNames, RawPrompts, Sampling
 from deploy.edge.body_reader import BodyReader, unsupported
-from deploy.edge.common_keys import MESSAGES, TOOLS, Count, read_stops, read_text
+from deploy.edge.common_keys import MESSAGES, TOOLS, Count, read_stops
 from deploy.edge.openai import absent_keys
 from deploy.edge.openai.chat_turns import SWITCHES, read_chat
 from deploy.edge.openai.effort import REASONING_EFFORTS, thinks_by_effort
@@ -26,15 +26,14 @@ from deploy.edge.openai.forms import UsageChunks
 from deploy.edge.openai.tool_choice import tool_choice
 from deploy.edge.raw_json import (
     Json,
+    ListReader,
     TokenId,
-    at_most,
     check_commas,
-    decode,
-    elements,
     first_characters,
     not_null,
+    read_small,
+    read_text,
     shown_as,
-    size,
     token_ids,
 )
 from engine.errors import InvalidRequest
@@ -54,10 +53,10 @@ _STRINGS = {"type": "array", "items": _STRING}
 _BIASES = {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}
 _SWITCHES = {"type": "object", "additionalProperties": False, "properties": {name: {"type": "boolean"} for name in SWITCHES}}
 _MESSAGE = {"$ref": "#/components/schemas/Message"}
-_TEXTS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(str, PROMPTS))
-_WORDS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(str, MAX_BAD_WORDS // 2))  # two spellings each
+_TEXTS = ListReader(str, PROMPTS)
+_WORDS = ListReader(Annotated[str, Meta(max_length=WORD_CHARACTERS)], MAX_BAD_WORDS // 2)  # two spellings each
 _BIAS: msgspec.json.Decoder[dict[int, float]] = msgspec.json.Decoder(dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]])
-_ID_LISTS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(Annotated[list[TokenId], Meta(min_length=1)], PROMPTS))
+_ID_LISTS = ListReader(Annotated[list[TokenId], Meta(min_length=1)], PROMPTS)
 # Keys by which a wire format and Sampling call the same.
 _SAME = ("n", "min_tokens", "ignore_eos", "skip_special_tokens", "seed", "temperature", "top_p", "top_k", "min_p",
          "presence_penalty", "frequency_penalty", "repetition_penalty")  # fmt: skip
@@ -102,14 +101,15 @@ class SamplingKeys(Struct, frozen=True, kw_only=True):
     def sampling(self, max_tokens: int | None) -> Sampling:
         """InvalidRequest: a list in it is none, or too long."""
         given = {name: value for name in _SAME if (value := getattr(self, name)) is not None}
+        allowed = not_null(self.allowed_token_ids)
         return Sampling(
             **given,
             max_tokens=max_tokens,
             stops=read_stops(self.stop, "stop"),
             stop_ids=tuple(token_ids(self.stop_token_ids, "stop_token_ids", STOP_IDS)),
             biases=_biases(self.logit_bias),
-            allowed_ids=_allowed_ids(self.allowed_token_ids),
-            bad_words=_bad_words(self.bad_words),
+            allowed_ids=None if allowed is None else token_ids(allowed, "allowed_token_ids", MAX_ALLOWED_IDS),
+            bad_words=tuple(_WORDS.read(self.bad_words, "bad_words")),
         )
 
 
@@ -235,32 +235,17 @@ def _prompts(raw: Raw) -> list[str | list[int]]:
     """Texts, or lists of token ids. InvalidRequest: they are neither, or too many."""
     first = first_characters(raw)
     if first == b'["':
-        return elements(raw, "prompt", _TEXTS)
+        return _TEXTS.read(raw, "prompt")
     if first == b"[[":
         check_commas(raw, "prompt", PROMPT_IDS)
-        return elements(raw, "prompt", _ID_LISTS)
+        return _ID_LISTS.read(raw, "prompt")
     text = read_text(raw, "prompt")
     return [token_ids(raw, "prompt", PROMPT_IDS) if text is None else text]
 
 
 def _biases(raw: Json) -> dict[int, float]:
     """What logit_bias says of each id. InvalidRequest: too many, no ids, or no numbers from -100 to 100."""
-    if (given := not_null(raw)) is None:
-        return {}
-    if size(given) > _BIAS_BYTES * MAX_BIAS_IDS or bytes(given).count(b",") >= MAX_BIAS_IDS:
+    biases = read_small(raw, "logit_bias", _BIAS, _BIAS_BYTES * MAX_BIAS_IDS) or {}
+    if len(biases) > MAX_BIAS_IDS:
         raise InvalidRequest(f"logit_bias: more than {MAX_BIAS_IDS} token ids", param="logit_bias")
-    biases: dict[int, float] = decode(given, "logit_bias", _BIAS)
     return biases
-
-
-def _allowed_ids(raw: Json) -> list[int] | None:
-    return None if not_null(raw) is None else token_ids(raw, "allowed_token_ids", MAX_ALLOWED_IDS)
-
-
-def _bad_words(raw: Json) -> tuple[str, ...]:
-    if (given := not_null(raw)) is None:
-        return ()
-    words = elements(given, "bad_words", _WORDS)
-    if any(len(word) > WORD_CHARACTERS for word in words):
-        raise InvalidRequest(f"bad_words: a word has more than {WORD_CHARACTERS} characters", param="bad_words")
-    return tuple(words)
