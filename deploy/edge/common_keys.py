@@ -1,9 +1,9 @@
 """What several APIs' requests have in common: bounds, stop strings, text parts, and functions as chat templates take them."""
 
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Any
 
-from msgspec import Meta, UnsetType
+from msgspec import UnsetType
 
 from deploy.edge.ask import Text
 from deploy.edge.raw_json import ANYTHING, Json, ListReader, decode, not_null, read_text
@@ -15,8 +15,6 @@ PARTS = 1024
 TOOLS = 128
 STOPS = 64
 TOOL_BYTES = 1 << 20  # of a request's declared tools, and of the arguments of all its tool calls
-
-Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 
 _STOPS = ListReader(str, STOPS)
 

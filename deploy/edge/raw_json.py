@@ -5,14 +5,14 @@ scan of it. Every finding is an InvalidRequest that names the key.
 """
 
 import re
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
-from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+from msgspec import UNSET, Raw, Struct, UnsetType
 
+from deploy.edge.key_types import Natural
 from engine.errors import InvalidRequest
 
-_INT32 = 2**31 - 1
 ON_LOOP_BYTES = 64 << 10  # of JSON: read in less than a millisecond
 _STRINGS = 1 << 18  # keys and strings of a body: a decoder reads some six million a second, and lets nobody in meanwhile
 _SMALL_BYTES = 256  # no neutral value is longer
@@ -23,16 +23,10 @@ _MISSING = re.compile(r"Object missing required field `(\w+)`")
 T = TypeVar("T", bound=Struct)
 V = TypeVar("V")
 Json = Raw | UnsetType  # a field that stays raw JSON
-TokenId = Annotated[int, Meta(ge=0, le=_INT32)]
 
 ANYTHING: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 _TEXT = msgspec.json.Decoder(str)
-_ID_LIST: msgspec.json.Decoder[list[int]] = msgspec.json.Decoder(list[TokenId])
-
-
-def shown_as(*shapes: dict[str, Any]) -> Meta:
-    """How a field that stays raw JSON shows in the API's documentation."""
-    return Meta(extra_json_schema={"anyOf": [*shapes, {"type": "null"}]})
+_ID_LIST: msgspec.json.Decoder[list[int]] = msgspec.json.Decoder(list[Natural])
 
 
 def at_most(element: Any, most: int) -> Any:

@@ -8,34 +8,23 @@ Accepted without effect: metadata, service_tier, cache_control, context_manageme
 display, is_error and the like; a thinking block's signature is not looked at. What is known and cannot be done is refused by name.
 """
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
-from deploy.edge.answer_form import read_form, schema_rules
-from deploy.edge.ask import AnswerForm, Ask, ChatMessage, ChatPrompt, KeyNames, Part, PastCall, Sampling
-from deploy.edge.body_reader import AbsentKeys, BodyReader, unsupported
-from deploy.edge.common_keys import (
-    MESSAGES,
-    PARTS,
-    TOOLS,
-    Count,
-    check_bounds,
-    declared_function,
-    read_stops,
-    text_part,
-)
-from deploy.edge.raw_json import ANYTHING, BoundedList, Json, ListReader, decode, not_null, read_text, shown_as
+from deploy.edge.answer_form import response_form
+from deploy.edge.ask import Ask, ChatMessage, ChatPrompt, KeyNames, Part, PastCall, Sampling
+from deploy.edge.body_reader import AbsentKeys, BodyReader
+from deploy.edge.common_keys import MESSAGES, PARTS, TOOLS, check_bounds, declared_function, read_stops, text_part
+from deploy.edge.key_types import STRING, Count, Fraction, Kind, ModelName, Name, RawObject, RawTexts, TopK, shown_as
+from deploy.edge.raw_json import BoundedList, Json, ListReader, not_null, read_text
 from engine.errors import InvalidRequest
 from engine.front.constraints import ToolChoice
 
 _ABSENT: AbsentKeys = {"mcp_servers": ([],), "container": ()}
 # A system block of Claude Code that differs from request to request: with it in the prompt, no prefix would ever be shared.
 _BILLING = "x-anthropic-billing-header:"
-_STRING = {"type": "string"}
 _BLOCKS_SCHEMA = {"type": "array", "items": {"type": "object"}}
 _TURNS_SCHEMA = {
     "type": "array",
@@ -46,8 +35,6 @@ _TURNS_SCHEMA = {
 _TOOLS_SCHEMA = {"type": "array", "items": {"$ref": "#/components/schemas/ClientTool"}, "maxItems": TOOLS}
 _THINKS = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
 _CHOICES: Mapping[str, Literal["none", "auto", "required"]] = {"auto": "auto", "any": "required", "none": "none"}
-Name = Annotated[str, Meta(max_length=256)]
-Kind = Annotated[str, Meta(max_length=64)]
 
 
 class ContentBlock(Struct, frozen=True):
@@ -58,9 +45,9 @@ class ContentBlock(Struct, frozen=True):
     thinking: str | None = None
     id: Name | None = None
     name: Name | None = None
-    input: Annotated[Raw, shown_as({"type": "object"})] | UnsetType = UNSET
+    input: RawObject = UNSET
     tool_use_id: Name | None = None
-    content: Annotated[Raw, shown_as(_STRING, _BLOCKS_SCHEMA)] | UnsetType = UNSET
+    content: Annotated[Raw, shown_as(STRING, _BLOCKS_SCHEMA)] | UnsetType = UNSET
 
 
 class Turn(Struct, frozen=True):
@@ -74,7 +61,7 @@ class ClientTool(Struct, frozen=True):
     """A tool that the client runs."""
 
     name: Name
-    input_schema: Annotated[Raw, shown_as({"type": "object"})] | UnsetType = UNSET
+    input_schema: RawObject = UNSET
     description: str | None = None
     type: Kind | None = None
     strict: bool | None = None
@@ -98,25 +85,20 @@ class ThinkingConfig(Struct, frozen=True):
 class OutputConfig(Struct, frozen=True):
     """`format`: of the text."""
 
-    format: Annotated[Raw, shown_as({"type": "object"})] | UnsetType = UNSET
-
-
-class _OutputFormat(Struct, frozen=True):
-    type: Kind
-    schema: Raw
+    format: RawObject = UNSET
 
 
 class CountRequest(Struct, frozen=True, kw_only=True):
     """POST /v1/messages/count_tokens"""
 
-    model: Annotated[str, Meta(max_length=1024)]
+    model: ModelName
     messages: Annotated[Raw, Meta(extra_json_schema=_TURNS_SCHEMA)]
-    system: Annotated[Raw, shown_as(_STRING, _BLOCKS_SCHEMA)] | UnsetType = UNSET
+    system: Annotated[Raw, shown_as(STRING, _BLOCKS_SCHEMA)] | UnsetType = UNSET
     tools: Annotated[Raw, shown_as(_TOOLS_SCHEMA)] | UnsetType = UNSET
     tool_choice: ToolUseChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
-    output_format: Annotated[Raw, shown_as({"type": "object"})] | UnsetType = UNSET
+    output_format: RawObject = UNSET
 
     def chat(self) -> ChatPrompt:
         """InvalidRequest names what cannot be done."""
@@ -146,16 +128,17 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
 
     max_tokens: Count
     stream: bool | None = None
-    stop_sequences: Annotated[Raw, shown_as({"type": "array", "items": _STRING})] | UnsetType = UNSET
+    stop_sequences: RawTexts = UNSET
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    top_p: Fraction | None = None
+    top_k: TopK | None = None
 
     def ask(self) -> Ask:
         """InvalidRequest names what cannot be done."""
         chat = self.chat()
         if chat.messages[-1].role == "assistant":
             raise InvalidRequest("messages: the last one is the assistant's; going on with it is not supported", param="messages")
+        form = response_form(self.output_config.format, "output_config.format") if self.output_config else None
         return Ask(
             model=self.model,
             prompt=chat,
@@ -167,14 +150,9 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
                 top_k=self.top_k,
             ),
             stream=bool(self.stream),
-            form=self._form(),
+            form=form or response_form(self.output_format, "output_format"),
             keys=KeyNames(stop="stop_sequences"),
         )
-
-    def _form(self) -> Callable[[], AnswerForm | None] | None:
-        named = not_null(self.output_config.format) if self.output_config else None
-        given, key = (named, "output_config.format") if named is not None else (not_null(self.output_format), "output_format")
-        return None if given is None else partial(read_form, _schema, given, key)
 
 
 COUNT_READER = BodyReader(CountRequest, _ABSENT)
@@ -182,7 +160,6 @@ MESSAGES_READER = BodyReader(MessagesRequest, _ABSENT)
 _TURNS = BoundedList(Turn, MESSAGES, "content", ContentBlock, PARTS)
 _BLOCKS = ListReader(ContentBlock, PARTS)
 _TOOL_LIST = ListReader(ClientTool, TOOLS)
-_FORMAT = msgspec.json.Decoder(_OutputFormat)
 
 
 def _tools(raw: Json) -> list[dict[str, Any]]:
@@ -212,13 +189,6 @@ def _thinks(config: ThinkingConfig | None) -> bool | None:
     if config.type not in _THINKS:
         raise InvalidRequest(f"thinking.type: not one of {', '.join(_THINKS)}", param="thinking")
     return _THINKS[config.type]
-
-
-def _schema(raw: Raw, key: str) -> str:
-    form: _OutputFormat = decode(raw, key, _FORMAT)
-    if form.type != "json_schema":
-        raise unsupported(f"{key}.type", "'json_schema'")
-    return schema_rules(decode(form.schema, key, ANYTHING), key)
 
 
 def _part(block: ContentBlock, where: str) -> Part:

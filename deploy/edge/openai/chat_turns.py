@@ -3,17 +3,17 @@
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+from msgspec import UNSET, Meta, Raw, Struct
 
 from deploy.edge.ask import ChatMessage, ChatPrompt, Part, PastCall
 from deploy.edge.common_keys import MESSAGES, PARTS, TOOLS, check_bounds, text_part
-from deploy.edge.raw_json import ANYTHING, BoundedList, Json, ListReader, decode, not_null, read_small, shown_as
+from deploy.edge.key_types import Kind, Name, RawNull, RawTextOrObject
+from deploy.edge.raw_json import ANYTHING, BoundedList, Json, ListReader, decode, not_null, read_small
 from engine.errors import InvalidRequest
 from engine.front.template import EXTRAS, ROLES
 
 _SWITCHES_BYTES = 4096
 SWITCHES = ("enable_thinking", *sorted(EXTRAS))
-_STRING = {"type": "string"}
 _ONLY_NULL = ("function_call", "audio", "refusal")  # what clients send back unasked
 
 
@@ -27,16 +27,16 @@ class TextPart(Struct, frozen=True):
 class FunctionCall(Struct, frozen=True):
     """Of an assistant's turn in the history; `arguments` is JSON in a string, or an object."""
 
-    name: Annotated[str, Meta(max_length=256)]
-    arguments: Annotated[Raw, shown_as(_STRING, {"type": "object"})] | UnsetType = UNSET
+    name: Name
+    arguments: RawTextOrObject = UNSET
 
 
 class ToolCall(Struct, frozen=True):
     """A call in the history."""
 
     function: FunctionCall
-    id: Annotated[str, Meta(max_length=256)] | None = None
-    type: Annotated[str, Meta(max_length=64)] | None = None
+    id: Name | None = None
+    type: Kind | None = None
 
 
 class Message(Struct, frozen=True):
@@ -44,14 +44,14 @@ class Message(Struct, frozen=True):
 
     role: Annotated[str, Meta(max_length=32, extra_json_schema={"enum": sorted(ROLES)})]
     content: str | Annotated[list[TextPart], Meta(max_length=PARTS)] | None = None
-    name: Annotated[str, Meta(max_length=256)] | None = None
+    name: Name | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=TOOLS)] | None = None
-    tool_call_id: Annotated[str, Meta(max_length=256)] | None = None
+    tool_call_id: Name | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    function_call: Annotated[Raw, shown_as()] | UnsetType = UNSET
-    audio: Annotated[Raw, shown_as()] | UnsetType = UNSET
-    refusal: Annotated[Raw, shown_as()] | UnsetType = UNSET
+    function_call: RawNull = UNSET
+    audio: RawNull = UNSET
+    refusal: RawNull = UNSET
 
 
 _MESSAGES = BoundedList(Message, MESSAGES, "content", TextPart, PARTS)

@@ -14,37 +14,26 @@ name.
 
 import base64
 import binascii
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import dropwhile
 from typing import Annotated, Any
 
-import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
-from deploy.edge.answer_form import read_form, response_format, schema_rules
-from deploy.edge.ask import AnswerForm, Ask, ChatMessage, ChatPrompt, KeyNames, Part, PastCall, Sampling
+from deploy.edge import key_types as kt
+from deploy.edge.answer_form import response_form
+from deploy.edge.ask import Ask, ChatMessage, ChatPrompt, KeyNames, Part, PastCall, Sampling
 from deploy.edge.body_reader import AbsentKeys, BodyReader
-from deploy.edge.common_keys import (
-    MESSAGES,
-    PARTS,
-    TOOLS,
-    Count,
-    check_bounds,
-    declared_function,
-    text_part,
-)
+from deploy.edge.common_keys import MESSAGES, PARTS, TOOLS, check_bounds, declared_function, text_part
 from deploy.edge.openai.effort import thinks_by_effort
 from deploy.edge.openai.tool_choice import tool_choice
-from deploy.edge.raw_json import ANYTHING, BoundedList, Json, ListReader, decode, not_null, read_text, shown_as
+from deploy.edge.raw_json import BoundedList, Json, ListReader, not_null, read_text
 from engine.errors import InvalidRequest
 
 ENCRYPTED = "reasoning.encrypted_content"
 _OWN = "quartet:"  # what we hand out as encrypted content: nothing is secret in it, but clients send back nothing else
 _LOGPROBS = "message.output_text.logprobs"
-_STRING = {"type": "string"}
-_OBJECT = {"type": "object"}
 _ITEMS_SCHEMA = {"type": "array", "items": {"$ref": "#/components/schemas/InputItem"}, "minItems": 1, "maxItems": MESSAGES}
 _TOOLS_SCHEMA = {"type": "array", "items": {"$ref": "#/components/schemas/DeclaredTool"}, "maxItems": TOOLS}
 _INCLUDES = 64
@@ -61,8 +50,6 @@ _ABSENT: AbsentKeys = {
     "context_management": ([],),
     "moderation": (),
 }
-Kind = Annotated[str, Meta(max_length=64)]
-Name = Annotated[str, Meta(max_length=256)]
 
 
 class InputPart(Struct, frozen=True):
@@ -75,26 +62,26 @@ class InputPart(Struct, frozen=True):
 class InputItem(Struct, frozen=True):
     """A message, a thought, a call, or what it gave; which fields it has follows from that."""
 
-    type: Kind | None = None
+    type: kt.Kind | None = None
     role: Annotated[str, Meta(max_length=32)] | None = None
     content: str | Annotated[list[InputPart], Meta(max_length=PARTS)] | None = None
-    call_id: Name | None = None
-    name: Name | None = None
-    namespace: Name | None = None
+    call_id: kt.Name | None = None
+    name: kt.Name | None = None
+    namespace: kt.Name | None = None
     arguments: str | None = None
-    output: Annotated[Raw, shown_as(_STRING, {"type": "array", "items": _OBJECT})] | UnsetType = UNSET
+    output: Annotated[Raw, kt.shown_as(kt.STRING, {"type": "array", "items": kt.OBJECT})] | UnsetType = UNSET
     encrypted_content: str | None = None
 
 
 class DeclaredTool(Struct, frozen=True):
     """A function that the client runs, a namespace of such functions, or a tool of another kind."""
 
-    type: Kind
-    name: Name | None = None
+    type: kt.Kind
+    name: kt.Name | None = None
     description: str | None = None
-    parameters: Annotated[Raw, shown_as(_OBJECT)] | UnsetType = UNSET
+    parameters: kt.RawObject = UNSET
     strict: bool | None = None
-    tools: Annotated[Raw, shown_as({"type": "array", "items": _OBJECT, "maxItems": TOOLS})] | UnsetType = UNSET
+    tools: Annotated[Raw, kt.shown_as({"type": "array", "items": kt.OBJECT, "maxItems": TOOLS})] | UnsetType = UNSET
 
 
 @dataclass(frozen=True)
@@ -117,36 +104,31 @@ class OfferedFunction:
 class ReasoningConfig(Struct, frozen=True):
     """Whether the model thinks first."""
 
-    effort: Kind | None = None
+    effort: kt.Kind | None = None
 
 
 class TextConfig(Struct, frozen=True):
     """`format`: of the text."""
 
-    format: Annotated[Raw, shown_as(_OBJECT)] | UnsetType = UNSET
-
-
-class _TextFormat(Struct, frozen=True):
-    type: Kind
-    schema: Raw | UnsetType = UNSET
+    format: kt.RawObject = UNSET
 
 
 class ResponsesRequest(Struct, frozen=True, kw_only=True):
     """POST /v1/responses"""
 
-    model: Annotated[str, Meta(max_length=1024)]
-    input: Annotated[Raw, Meta(extra_json_schema={"anyOf": [_STRING, _ITEMS_SCHEMA]})]
+    model: kt.ModelName
+    input: Annotated[Raw, Meta(extra_json_schema={"anyOf": [kt.STRING, _ITEMS_SCHEMA]})]
     instructions: str | None = None
     stream: bool | None = None
-    max_output_tokens: Count | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    tools: Annotated[Raw, shown_as(_TOOLS_SCHEMA)] | UnsetType = UNSET
-    tool_choice: Annotated[Raw, shown_as({"enum": ["auto", "none", "required"]}, _OBJECT)] | UnsetType = UNSET
+    max_output_tokens: kt.Count | None = None
+    temperature: kt.Temperature | None = None
+    top_p: kt.Fraction | None = None
+    tools: Annotated[Raw, kt.shown_as(_TOOLS_SCHEMA)] | UnsetType = UNSET
+    tool_choice: kt.RawToolChoice = UNSET
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningConfig | None = None
     text: TextConfig | None = None
-    include: Annotated[Raw, shown_as({"type": "array", "items": _STRING, "maxItems": _INCLUDES})] | UnsetType = UNSET
+    include: Annotated[Raw, kt.shown_as({"type": "array", "items": kt.STRING, "maxItems": _INCLUDES})] | UnsetType = UNSET
 
     def ask(self) -> Ask:
         """InvalidRequest names what cannot be done."""
@@ -160,7 +142,7 @@ class ResponsesRequest(Struct, frozen=True, kw_only=True):
             ),
             sampling=Sampling(max_tokens=self.max_output_tokens, temperature=self.temperature, top_p=self.top_p),
             stream=bool(self.stream),
-            form=self._form(),
+            form=response_form(self.text.format, "text.format") if self.text else None,
             keys=KeyNames(prompt="input"),
         )
 
@@ -184,10 +166,6 @@ class ResponsesRequest(Struct, frozen=True, kw_only=True):
         check_bounds((item.arguments.encode() for item in items if item.arguments), "input", "the arguments of all calls")
         return list(_chat_messages(items))
 
-    def _form(self) -> Callable[[], AnswerForm | None] | None:
-        given = not_null(self.text.format) if self.text else None
-        return None if given is None else partial(read_form, _text_format, given, "text.format")
-
 
 def encrypted_content_of(thought: str) -> str:
     """A thought as `encrypted_content`."""
@@ -198,18 +176,7 @@ RESPONSES_READER = BodyReader(ResponsesRequest, _ABSENT)
 _ITEMS = BoundedList(InputItem, MESSAGES, "content", InputPart, PARTS)
 _PART_LIST = ListReader(InputPart, PARTS)
 _TOOL_LIST = ListReader(DeclaredTool, TOOLS)
-_FORMAT = msgspec.json.Decoder(_TextFormat)
 _INCLUDE_LIST = ListReader(str, _INCLUDES)
-
-
-def _text_format(raw: Raw, key: str) -> str | None:
-    """A schema stands one level higher than in response_format."""
-    form: _TextFormat = decode(raw, key, _FORMAT)
-    if form.type != "json_schema":
-        return response_format(raw, key)
-    if (schema := not_null(form.schema)) is None:
-        raise InvalidRequest(f"{key}.schema: is required")
-    return schema_rules(decode(schema, key, ANYTHING), key)
 
 
 def _functions(raw: Json, where: str, namespace: DeclaredTool | None = None) -> Iterator[OfferedFunction]:
