@@ -15,7 +15,7 @@ name.
 import base64
 import binascii
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import dropwhile
 from typing import Annotated, Any
 
@@ -40,6 +40,7 @@ _INCLUDES = 64
 # Agents declare these in every request, and do without them where they are not offered.
 _NOT_OFFERED = ("custom", "web_search", "tool_search", "local_shell", "shell", "apply_patch", "image_generation")
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text")  # kinds of parts that are text
+_ORDER = ("reasoning", "message", "function_call")  # of the items of one message
 _ABSENT: AbsentKeys = {
     "previous_response_id": (),
     "conversation": (),
@@ -164,7 +165,7 @@ class ResponsesRequest(Struct, frozen=True, kw_only=True):
         if not items:
             raise InvalidRequest("input: must not be empty", param="input")
         check_bounds((item.arguments.encode() for item in items if item.arguments), "input", "the arguments of all calls")
-        return list(_chat_messages(items))
+        return _chat_messages(items)
 
 
 def encrypted_content_of(thought: str) -> str:
@@ -207,58 +208,44 @@ def _with_instructions(instructions: str | None, messages: list[ChatMessage]) ->
     return [ChatMessage("system", text), *later] if text else later
 
 
-@dataclass
-class _Reply:
-    """What the assistant has said between two turns of others, as far as it is one message: thought, text, calls in that order."""
-
-    thoughts: list[str] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    calls: list[PastCall] = field(default_factory=list)
-
-    def message(self) -> ChatMessage:
-        return ChatMessage("assistant", "".join(self.texts), thought="\n".join(self.thoughts) or None, calls=tuple(self.calls))
-
-
-def _chat_messages(items: list[InputItem]) -> Iterator[ChatMessage]:
-    reply: _Reply | None = None
+def _chat_messages(items: list[InputItem]) -> list[ChatMessage]:
+    """The assistant's thoughts, then its texts, then its calls are one message, as far as they come in that order."""
+    runs: list[list[ChatMessage]] = []
+    before = -1
     for place, item in enumerate(items):
-        where, kind = f"input[{place}]", item.type or "message"
-        if reply is not None and not _continues(reply, kind, item.role):
-            yield reply.message()
-            reply = None
-        if kind == "function_call_output":
-            yield ChatMessage("tool", _output(item, where), call_id=_required(item.call_id, f"{where}.call_id"))
-        elif kind == "message" and item.role != "assistant":
-            yield _asked(item, where)
+        message = _message(item, f"input[{place}]")
+        rank = _ORDER.index(item.type or "message") if message.role == "assistant" else -1
+        if 0 <= before <= rank:
+            runs[-1].append(message)
         else:
-            reply = reply or _Reply()
-            _add(reply, kind, item, where)
-    if reply is not None:
-        yield reply.message()
+            runs.append([message])
+        before = rank
+    return [run[0] if len(run) == 1 else _joined(run) for run in runs]
 
 
-def _continues(reply: _Reply, kind: str, role: str | None) -> bool:
-    """Whether an item goes into the same message: each kind comes behind those before it."""
-    match kind:
-        case "reasoning":
-            return not reply.texts and not reply.calls
+def _joined(run: list[ChatMessage]) -> ChatMessage:
+    thoughts = "\n".join(message.thought for message in run if message.thought)
+    calls = tuple(call for message in run for call in message.calls)
+    return ChatMessage("assistant", "".join(str(message.content) for message in run), thought=thoughts or None, calls=calls)
+
+
+def _message(item: InputItem, where: str) -> ChatMessage:
+    match item.type or "message":
+        case "message" if item.role in ("user", "assistant", "system", "developer"):
+            return ChatMessage(item.role, _text(item.content, f"{where}.content"))
         case "message":
-            return role == "assistant" and not reply.calls
-    return kind == "function_call"
-
-
-def _add(reply: _Reply, kind: str, item: InputItem, where: str) -> None:
-    match kind:
+            raise InvalidRequest(f"{where}.role: not one of user, assistant, system, developer", param="input")
         case "reasoning":
-            reply.thoughts += filter(None, [_thought(item, where)])
-        case "message":
-            reply.texts.append(_text(item.content, f"{where}.content"))
+            return ChatMessage("assistant", "", thought=_thought(item, where) or None)
         case "function_call":
             name = _full_name(item.namespace, _required(item.name, f"{where}.name"))
-            reply.calls.append(PastCall(name, item.arguments, _required(item.call_id, f"{where}.call_id")))
-        case _:
+            call = PastCall(name, item.arguments, _required(item.call_id, f"{where}.call_id"))
+            return ChatMessage("assistant", "", calls=(call,))
+        case "function_call_output":
+            return ChatMessage("tool", _output(item, where), call_id=_required(item.call_id, f"{where}.call_id"))
+        case kind:
             hint = ": nothing is stored here, send the item itself" if kind == "item_reference" else ""
-            raise InvalidRequest(f"{where}.type: items of type {kind[:64]!r} are not supported{hint}", param="input")
+            raise InvalidRequest(f"{where}.type: items of type {kind!r} are not supported{hint}", param="input")
 
 
 def _thought(item: InputItem, where: str) -> str:
@@ -272,12 +259,6 @@ def _thought(item: InputItem, where: str) -> str:
         return base64.b64decode(given.removeprefix(_OWN), validate=True).decode()
     except (binascii.Error, UnicodeDecodeError) as error:
         raise InvalidRequest(f"{where}.encrypted_content: it is not as it was handed out", param="input") from error
-
-
-def _asked(item: InputItem, where: str) -> ChatMessage:
-    if item.role not in ("user", "system", "developer"):
-        raise InvalidRequest(f"{where}.role: not one of user, assistant, system, developer", param="input")
-    return ChatMessage(item.role, _text(item.content, f"{where}.content"))
 
 
 def _output(item: InputItem, where: str) -> str:
