@@ -13,41 +13,15 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from msgspec import Raw, Struct, UnsetType
+from msgspec import Raw, Struct
 
-from deploy.edge.ask import AnswerForm
-from deploy.edge.raw_json import ANYTHING, decode, not_null, size
+from deploy.edge.ask import AnswerForm, LazyForm
+from deploy.edge.raw_json import ANYTHING, Json, not_null, read_small
 from engine.errors import InvalidRequest
-from engine.front.grammar import (
-    MAX_SCHEMA_BYTES,
-    Structure,
-    choice_answer,
-    json_answer,
-    lark_answer,
-    regex_answer,
-    tagged_answer,
-)
+from engine.front.grammar import MAX_SCHEMA_BYTES, Structure, choice_answer, json_answer, lark_answer, regex_answer, tagged_answer
 
 _MAX_BYTES = MAX_SCHEMA_BYTES + 1024  # of one key: a schema and what stands around it
 _MAX_TAGS = 64
-
-Spelling = Callable[[Raw, str], str | None]  # of a value and its key: rules, None: it demands nothing
-
-
-class _JsonSchema(Struct, frozen=True):
-    schema: Raw | UnsetType = msgspec.UNSET
-    name: str | None = None
-    description: str | None = None
-    strict: bool | None = None
-
-
-class _ResponseFormat(Struct, frozen=True):
-    """`structures` and `triggers` are a structural tag's."""
-
-    type: str
-    json_schema: _JsonSchema | None = None
-    structures: Raw | UnsetType = msgspec.UNSET
-    triggers: Raw | UnsetType = msgspec.UNSET
 
 
 class _Structure(Struct, frozen=True):
@@ -64,28 +38,28 @@ class _StructuralTag(Struct, frozen=True):
     type: str = "structural_tag"
 
 
-_FORMATS = msgspec.json.Decoder(_ResponseFormat)
-
-
-def form_of(request: Any) -> Callable[[], AnswerForm | None] | None:
-    """What reads a request's KEYS; None: it has none of them."""
+def form_of(request: Any) -> LazyForm | None:
+    """Of a request with KEYS; None: it has none of them."""
     given = {name: raw for name in KEYS if (raw := not_null(getattr(request, name))) is not None}
     return partial(_only_form, given) if given else None
 
 
 def _only_form(given: Mapping[str, Raw]) -> AnswerForm | None:
-    forms = [form for name, raw in given.items() if (form := read_form(KEYS[name], raw, name)) is not None]
+    forms = [form for name, raw in given.items() if (form := read_form(raw, name, KEYS[name])) is not None]
     if len(forms) > 1:
         raise InvalidRequest(f"{', '.join(form.key for form in forms)}: only one of them", param=forms[0].key)
     return forms[0] if forms else None
 
 
-def read_form(spelling: Spelling, raw: Raw, key: str) -> AnswerForm | None:
+def response_form(raw: Json, key: str) -> LazyForm | None:
+    """Of what stands under `key` where response_format is called otherwise; None: nothing does."""
+    return None if (given := not_null(raw)) is None else partial(read_form, given, key, _response_format)
+
+
+def read_form(raw: Raw, key: str, rules_of: Callable[[Any, str], str | None]) -> AnswerForm | None:
     """None: what stands under `key` demands nothing. InvalidRequest names the key."""
-    if size(raw) > _MAX_BYTES:
-        raise InvalidRequest(f"{key}: larger than {_MAX_BYTES} bytes", param=key)
     try:
-        rules = spelling(raw, key)
+        rules = rules_of(read_small(raw, key, ANYTHING, _MAX_BYTES), key)
     except RecursionError:
         raise InvalidRequest(f"{key}: it is nested too deeply", param=key) from None
     except InvalidRequest as error:
@@ -94,27 +68,26 @@ def read_form(spelling: Spelling, raw: Raw, key: str) -> AnswerForm | None:
     return None if rules is None else AnswerForm(rules, key)
 
 
-def response_format(raw: Raw, key: str) -> str | None:
-    """OpenAI's."""
-    form: _ResponseFormat = decode(raw, key, _FORMATS)
-    match form.type:
-        case "text":
+def _response_format(value: Any, key: str) -> str | None:
+    """A schema stands under `json_schema`, or in other APIs one level higher."""
+    match value:
+        case {"type": "text"}:
             return None
-        case "json_object":
+        case {"type": "json_object"}:
             return json_answer()
-        case "json_schema":
-            schema = not_null(form.json_schema.schema) if form.json_schema is not None else None
-            if schema is None:
-                raise InvalidRequest(f"{key}.json_schema.schema: is required")
-            return schema_rules(_value(schema, key), key)
-        case "structural_tag":
-            return _tag(_value(raw, key), key)
-    raise InvalidRequest(f"{key}.type: {form.type[:100]!r} is not one of text, json_object, json_schema, structural_tag")
+        case {"type": "json_schema", "json_schema": {"schema": schema}} | {"type": "json_schema", "schema": schema}:
+            return _schema(schema, key)
+        case {"type": "json_schema"}:
+            raise InvalidRequest(f"{key}.schema: is required")
+        case {"type": "structural_tag"}:
+            return _tag(value, key)
+        case {"type": str(kind)}:
+            raise InvalidRequest(f"{key}.type: {kind[:100]!r} is not one of text, json_object, json_schema, structural_tag")
+    raise InvalidRequest(f"{key}: must be an object with a type")
 
 
-def _structured_outputs(raw: Raw, key: str) -> str | None:
+def _structured_outputs(value: Any, key: str) -> str | None:
     """vLLM's: one form, and options, of which those that would change the answer are refused."""
-    value = _value(raw, key)
     if not isinstance(value, dict):
         raise InvalidRequest(f"{key}: must be an object")
     for option in ("disable_additional_properties", "whitespace_pattern"):
@@ -128,10 +101,6 @@ def _structured_outputs(raw: Raw, key: str) -> str | None:
     return next((_FORMS[name](each, f"{key}.{name}") for name, each in forms.items()), None)
 
 
-def _value(raw: Raw, key: str) -> Any:
-    return decode(raw, key, ANYTHING)
-
-
 def _nested(value: Any, key: str) -> Any:
     """JSON, which may come in a string."""
     if not isinstance(value, str):
@@ -142,8 +111,7 @@ def _nested(value: Any, key: str) -> Any:
         raise InvalidRequest(f"{key}: no JSON: {error}") from None
 
 
-def schema_rules(value: Any, key: str) -> str:
-    """Of a JSON Schema, which may come as JSON in a string."""
+def _schema(value: Any, key: str) -> str:
     schema = _nested(value, key)
     if schema is not True and not isinstance(schema, dict):
         raise InvalidRequest(f"{key}: must be a JSON Schema, an object")
@@ -192,7 +160,7 @@ def _structure(structure: _Structure, triggers: Sequence[str], where: str) -> St
 
 
 _FORMS: Mapping[str, Callable[[Any, str], str | None]] = {
-    "json": schema_rules,
+    "json": _schema,
     "json_object": _any_object,
     "regex": _text(regex_answer),
     "choice": _choice,
@@ -201,20 +169,16 @@ _FORMS: Mapping[str, Callable[[Any, str], str | None]] = {
 }
 
 
-def _of(form: str) -> Spelling:
-    return lambda raw, key: _FORMS[form](_value(raw, key), key)
-
-
-KEYS: Mapping[str, Spelling] = {
-    "response_format": response_format,
+KEYS: Mapping[str, Callable[[Any, str], str | None]] = {
+    "response_format": _response_format,
     "structured_outputs": _structured_outputs,
-    "guided_json": _of("json"),
-    "guided_json_object": _of("json_object"),
-    "guided_regex": _of("regex"),
-    "guided_choice": _of("choice"),
-    "guided_grammar": _of("grammar"),
-    "json_schema": _of("json"),
-    "regex": _of("regex"),
-    "ebnf": _of("grammar"),
-    "structural_tag": _of("structural_tag"),
+    "guided_json": _schema,
+    "guided_json_object": _any_object,
+    "guided_regex": _FORMS["regex"],
+    "guided_choice": _choice,
+    "guided_grammar": _FORMS["grammar"],
+    "json_schema": _schema,
+    "regex": _FORMS["regex"],
+    "ebnf": _FORMS["grammar"],
+    "structural_tag": _tag,
 }

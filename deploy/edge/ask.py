@@ -113,6 +113,9 @@ class AnswerForm:
     key: str
 
 
+LazyForm = Callable[[], AnswerForm | None]  # takes a while; InvalidRequest names the key that is wrong
+
+
 @dataclass(frozen=True)
 class KeyNames:
     """The client's names for what may turn out to be wrong when the job is made."""
@@ -125,7 +128,7 @@ class KeyNames:
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """One request. `form` makes what its answer must look like, which takes a while; InvalidRequest names the key that is wrong.
+    """One request. `form`: what its answer must look like.
 
     `logprobs` and `prompt_logprobs`: alternatives of each token, None: no logprobs. Only asks of one `salt` share cached prefixes.
     """
@@ -134,7 +137,7 @@ class Ask:
     prompt: ChatPrompt | RawPrompts
     sampling: Sampling = Sampling()
     stream: bool = False
-    form: Callable[[], AnswerForm | None] | None = None
+    form: LazyForm | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     salt: str = ""

@@ -1,13 +1,12 @@
 """What several APIs' requests have in common: bounds, stop strings, text parts, and functions as chat templates take them."""
 
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
-from msgspec import Meta, Raw
+from msgspec import UnsetType
 
 from deploy.edge.ask import Text
-from deploy.edge.raw_json import ANYTHING, Json, at_most, decode, elements, first_characters, not_null
+from deploy.edge.raw_json import ANYTHING, Json, ListReader, decode, not_null, read_text
 from engine.errors import InvalidRequest
 from engine.front.template import MAX_VALUES
 
@@ -17,32 +16,23 @@ TOOLS = 128
 STOPS = 64
 TOOL_BYTES = 1 << 20  # of a request's declared tools, and of the arguments of all its tool calls
 
-Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-
-_TEXT: msgspec.json.Decoder[str] = msgspec.json.Decoder(str)
-_STOPS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(str, STOPS))
+_STOPS = ListReader(str, STOPS)
 
 
-def check_bounds(values: Iterable[Raw | bytes], key: str, what: str) -> None:
+def check_bounds(values: Iterable[Json | bytes], key: str, what: str) -> None:
     """InvalidRequest: JSON of tools, `what` of `key`, is together too large, or has too many brackets to be decoded."""
-    texts = [bytes(value) for value in values]
+    texts = [bytes(value) for value in values if not isinstance(value, UnsetType)]
     if (size := sum(map(len, texts))) > TOOL_BYTES:
         raise InvalidRequest(f"{key}: {what} have {size} bytes, more than {TOOL_BYTES}", param=key)
     if sum(text.count(b"[") + text.count(b"{") for text in texts) > MAX_VALUES:
         raise InvalidRequest(f"{key}: {what} have more than {MAX_VALUES} brackets", param=key)
 
 
-def read_text(raw: Raw, key: str) -> str | None:
-    """None: it is no string, but a list of what may stand for one."""
-    return decode(raw, key, _TEXT) if first_characters(raw)[:1] == b'"' else None
-
-
 def read_stops(raw: Json, key: str) -> tuple[str, ...]:
     """Stop strings. InvalidRequest: they are none, or too many."""
-    if (given := not_null(raw)) is None:
-        return ()
-    text = read_text(given, key)
-    return tuple(elements(given, key, _STOPS)) if text is None else (text,)
+    given = not_null(raw)
+    text = None if given is None else read_text(given, key)
+    return tuple(_STOPS.read(raw, key)) if text is None else (text,)
 
 
 def text_part(kind: str, text: str | None, where: str, kinds: tuple[str, ...] = ("text",)) -> Text:

@@ -53,13 +53,11 @@ class JobBuilder:
     async def job(self, ask: Ask) -> Job:
         """What goes to the engine. InvalidRequest, ModelNotFound."""
         self.check_model(ask.model)
-        adjustments = await self._adjustments(ask)
-        job = await (self._chat_job(ask, ask.prompt) if isinstance(ask.prompt, ChatPrompt) else self._raw_job(ask, ask.prompt))
-        return _with(job, adjustments=adjustments)
+        return await (self._chat_job(ask, ask.prompt) if isinstance(ask.prompt, ChatPrompt) else self._raw_job(ask, ask.prompt))
 
-    async def _adjustments(self, ask: Ask) -> LogitAdjustments | None:
-        read = partial(logit_adjustments, ask.sampling, self.settings.vocab, partial(self._text.encode, add_bos=False))
-        adjustments = await self._pool.run(read) if ask.sampling.bad_words else read()
+    def _adjustments(self, ask: Ask) -> LogitAdjustments | None:
+        encode = partial(self._text.encode, add_bos=False)
+        adjustments = logit_adjustments(ask.sampling, self.settings.vocab, encode)
         if not isinstance(ask.prompt, ChatPrompt) or ask.prompt.choice.mode != "none" or not ask.prompt.tools:
             return adjustments
         known = map(self._text.control_id, CALL_TOKENS)
@@ -85,20 +83,25 @@ class JobBuilder:
         return self._text.thinks_by_default if self.settings.thinking == "auto" else self.settings.thinking == "on"
 
     async def _chat_job(self, ask: Ask, chat: ChatPrompt) -> Job:
-        render = partial(self._render, chat, ask.keys.prompt, self.settings.max_len)
-        (prompt, tools), form = await self._pool.run(lambda: (render(), _form(ask)))
-        if chat.choice.mode == "required":
-            _check_end(ask, "a tool_choice that requires a call")
-        job = self._job(ask, [prompt], ask.sampling.max_tokens or self.settings.max_tokens or self.settings.max_len)
-        job = self._scored(replace(job, is_chat=True, tools=tools, one_call=chat.choice.one), ask.prompt_logprobs, 1)
-        wants = Constraints(tools, chat.choice, form.rules if form else None, self.settings.tool_grammar, chat.thought_tokens)
+        job, tools, form = await self._pool.run(lambda: self._rendered(ask, chat))
+        rules = form.rules if form else None
+        wants = Constraints(tools, chat.choice, rules, self.settings.tool_grammar, chat.thought_tokens)
+        prompt = job.prompt(0)
         kept = await self._grammar(wants, prompt, self._thinks(chat), form.key if form else "tools")
         return _with(job, grammar=kept, thought=wants.thought_budget(self._text, prompt))
+
+    def _rendered(self, ask: Ask, chat: ChatPrompt) -> tuple[Job, Tools, AnswerForm | None]:
+        """Without its grammar; takes a while."""
+        prompt, tools = self._render(chat, ask.keys.prompt, self.settings.max_len)
+        if chat.choice.mode == "required":
+            _check_end(ask, "a tool_choice that requires a call")
+        job = self._job(ask, [prompt], ask.sampling.max_tokens or self.settings.max_tokens or self.settings.max_len, scored=1)
+        return replace(job, is_chat=True, tools=tools, one_call=chat.choice.one), tools, _form(ask)
 
     def _thinks(self, chat: ChatPrompt) -> bool:
         return self.thinks if chat.thinks is None else chat.thinks
 
-    async def _grammar(self, wants: Constraints, prompt: list[int], thinking: bool, param: str) -> Grammar | None:
+    async def _grammar(self, wants: Constraints, prompt: Sequence[int], thinking: bool, param: str) -> Grammar | None:
         """Of a reply. InvalidRequest: what is asked for cannot be kept; Overloaded: not now. What is only our wish gives way."""
         found = await self._pool.run(lambda: wants.grammar(Markers.of(self._text), prompt, thinking=thinking))
         if found is None:
@@ -116,18 +119,20 @@ class JobBuilder:
         return found
 
     async def _raw_job(self, ask: Ask, raw: RawPrompts) -> Job:
-        read = partial(self._raw_prompts, raw, ask.keys.prompt)
-        prompts = await self._pool.run(read) if any(isinstance(source, str) for source in raw.sources) else read()
-        form, wanted = await self._pool.run(lambda: _form(ask)) if ask.form else None, ask.sampling.max_tokens
-        job = self._job(ask, prompts, COMPLETION_TOKENS if wanted is None else max(1, wanted))
-        job = self._scored(job, ask.prompt_logprobs, len(job.params))
-        if raw.echo:
-            job = await self._pool.run(lambda: replace(job, echoes=self._texts(raw.sources, job), echo_only=wanted == 0))
+        job, form = await self._pool.run(lambda: self._tokenized(ask, raw))
         if form is None:
             return job
         rules = grammar(None, form.rules, Thought.none)
         await self._grammars.check(rules, form.key)
         return _with(job, grammar=Grammar(rules))
+
+    def _tokenized(self, ask: Ask, raw: RawPrompts) -> tuple[Job, AnswerForm | None]:
+        """Without its grammar; takes a while."""
+        prompts, wanted = [self._tokens(source, ask.keys.prompt) for source in raw.sources], ask.sampling.max_tokens
+        job = self._job(ask, prompts, COMPLETION_TOKENS if wanted is None else max(1, wanted), scored=None)
+        if raw.echo:
+            job = replace(job, echoes=self._texts(raw.sources, job), echo_only=wanted == 0)
+        return job, _form(ask)
 
     def _scored(self, job: Job, alternatives: int | None, choices: int) -> Job:
         """`job`, whose first `choices` also give logprobs of their prompts' tokens. InvalidRequest: they are too many."""
@@ -164,9 +169,6 @@ class JobBuilder:
             raise InvalidRequest(str(error).replace("messages", key, 1), key, error.code) from error
         return prompt, Tools(()) if chat.choice.mode == "none" else tools
 
-    def _raw_prompts(self, raw: RawPrompts, key: str) -> list[list[int]]:
-        return [self._tokens(source, key) for source in raw.sources]
-
     def _tokens(self, source: str | list[int], key: str) -> list[int]:
         if not isinstance(source, str):
             return self._in_vocab(source, key)
@@ -178,12 +180,15 @@ class JobBuilder:
         if characters > self.settings.max_len * CHARACTERS_A_TOKEN:
             raise too_long(f"about {characters} characters", self.settings.max_len, param)
 
-    def _job(self, ask: Ask, prompts: list[list[int]], limit: int) -> Job:
+    def _job(self, ask: Ask, prompts: list[list[int]], limit: int, *, scored: int | None) -> Job:
+        """`scored` choices also give logprobs of their prompts, where they are asked for; None: all of them."""
         self._check_limits(ask, len(prompts))
+        sampling, adjustments = ask.sampling, self._adjustments(ask)
         choices = tuple(params for prompt in prompts for params in self._choices(ask, prompt, limit))
         packed = tuple(array("i", prompt) for prompt in prompts)
-        clip, sampling = ask.sampling.max_tokens is None, ask.sampling
-        return Job(packed, choices, clip, stops=sampling.stops, skip_special_tokens=sampling.skip_special_tokens)
+        clip, shown = sampling.max_tokens is None, sampling.skip_special_tokens
+        job = _with(Job(packed, choices, clip, stops=sampling.stops, skip_special_tokens=shown), adjustments=adjustments)
+        return self._scored(job, ask.prompt_logprobs, len(choices) if scored is None else scored)
 
     def _choices(self, ask: Ask, prompt: list[int], limit: int) -> list[SamplingParams]:
         """Of one prompt: with the seeds that it has when it comes alone."""

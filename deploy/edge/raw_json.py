@@ -5,14 +5,14 @@ scan of it. Every finding is an InvalidRequest that names the key.
 """
 
 import re
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
-from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+from msgspec import UNSET, Raw, Struct, UnsetType
 
+from deploy.edge.key_types import Natural
 from engine.errors import InvalidRequest
 
-_INT32 = 2**31 - 1
 ON_LOOP_BYTES = 64 << 10  # of JSON: read in less than a millisecond
 _STRINGS = 1 << 18  # keys and strings of a body: a decoder reads some six million a second, and lets nobody in meanwhile
 _SMALL_BYTES = 256  # no neutral value is longer
@@ -21,16 +21,12 @@ _HEAD = re.compile(rb"\s*(.?)\s*(.?)", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
 
 T = TypeVar("T", bound=Struct)
+V = TypeVar("V")
 Json = Raw | UnsetType  # a field that stays raw JSON
-TokenId = Annotated[int, Meta(ge=0, le=_INT32)]
 
 ANYTHING: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
-_ID_LIST: msgspec.json.Decoder[list[int]] = msgspec.json.Decoder(list[TokenId])
-
-
-def shown_as(*shapes: dict[str, Any]) -> Meta:
-    """How a field that stays raw JSON shows in the API's documentation."""
-    return Meta(extra_json_schema={"anyOf": [*shapes, {"type": "null"}]})
+_TEXT = msgspec.json.Decoder(str)
+_ID_LIST: msgspec.json.Decoder[list[int]] = msgspec.json.Decoder(list[Natural])
 
 
 def at_most(element: Any, most: int) -> Any:
@@ -63,12 +59,6 @@ def copied(raw: Json) -> Raw | None:
 def size(raw: Json) -> int:
     """Bytes; 0 where the key is absent."""
     return 0 if isinstance(raw, UnsetType) else len(memoryview(raw))
-
-
-def brackets(raw: Json) -> int:
-    """No fewer than the lists and objects in it."""
-    text = b"" if isinstance(raw, UnsetType) else bytes(raw)
-    return text.count(b"[") + text.count(b"{")
 
 
 def short_value(raw: Json, key: str) -> Any:
@@ -107,9 +97,35 @@ def check_strings(body: bytes) -> None:
         raise InvalidRequest(f"The body holds more than {_STRINGS} keys and strings")
 
 
-def elements(raw: Raw, key: str, decoder: msgspec.json.Decoder[Any]) -> list[Any]:
-    """Of an array whose type is made by `at_most`."""
-    return [value for value in msgspec.structs.astuple(decode(raw, key, decoder)) if value is not UNSET]
+class ListReader:
+    """Reads arrays of at most `most` elements of a type; one that is absent, or null, is empty."""
+
+    def __init__(self, element: Any, most: int) -> None:
+        self._decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(element, most))
+
+    def read(self, raw: Json, key: str) -> list[Any]:
+        """InvalidRequest: they are none, or too many."""
+        given = not_null(raw)
+        return [] if given is None else _set(decode(given, key, self._decoder))
+
+
+def _set(array: Struct) -> list[Any]:
+    return [value for value in msgspec.structs.astuple(array) if value is not UNSET]
+
+
+def read_small(raw: Json, key: str, decoder: msgspec.json.Decoder[V], most: int) -> V | None:
+    """A value of at most `most` bytes; None where it is absent, or null."""
+    if (given := not_null(raw)) is None:
+        return None
+    if len(memoryview(given)) > most:
+        raise InvalidRequest(f"{key}: more than {most} bytes", param=key)
+    value: V = decode(given, key, decoder)
+    return value
+
+
+def read_text(raw: Raw, key: str) -> str | None:
+    """None: it is no string, but a list of what may stand for one."""
+    return decode(raw, key, _TEXT) if first_characters(raw)[:1] == b'"' else None
 
 
 class BoundedList(Generic[T]):
@@ -123,12 +139,12 @@ class BoundedList(Generic[T]):
         self._small = msgspec.json.Decoder(list[kind])  # type: ignore[valid-type]
         self._parts = at_most(part, parts)
         large = msgspec.defstruct(kind.__name__, [(field, str | self._parts | None, None)], bases=(kind,), frozen=True)
-        self._large = msgspec.json.Decoder(at_most(large, most))
+        self._large = ListReader(large, most)
 
     def read(self, raw: Raw, key: str) -> list[T]:
         """The elements; their `field`, where it was an array, is a list. InvalidRequest: they are none, or too many."""
         if size(raw) > ON_LOOP_BYTES:
-            return [self._with_list(element) for element in elements(raw, key, self._large)]
+            return [self._with_list(element) for element in self._large.read(raw, key)]
         found: list[T] = decode(raw, key, self._small)
         if len(found) > self._most:
             raise InvalidRequest(f"{key}: more than {self._most} elements", param=key)
@@ -138,8 +154,7 @@ class BoundedList(Generic[T]):
         value = getattr(element, self._field)
         if not isinstance(value, self._parts):
             return element
-        parts = [part for part in msgspec.structs.astuple(value) if part is not UNSET]
-        return msgspec.structs.replace(element, **{self._field: parts})
+        return msgspec.structs.replace(element, **{self._field: _set(value)})
 
 
 def _why_malformed(error: Exception) -> str:

@@ -8,35 +8,23 @@ Accepted without effect: metadata, service_tier, cache_control, context_manageme
 display, is_error and the like; a thinking block's signature is not looked at. What is known and cannot be done is refused by name.
 """
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
-from deploy.edge.answer_form import read_form, schema_rules
-from deploy.edge.ask import AnswerForm, Ask, ChatMessage, ChatPrompt, KeyNames, Part, PastCall, Sampling
-from deploy.edge.body_reader import AbsentKeys, BodyReader, unsupported
-from deploy.edge.common_keys import (
-    MESSAGES,
-    PARTS,
-    TOOLS,
-    Count,
-    check_bounds,
-    declared_function,
-    read_stops,
-    read_text,
-    text_part,
-)
-from deploy.edge.raw_json import ANYTHING, BoundedList, Json, at_most, decode, elements, not_null, shown_as
+from deploy.edge.answer_form import response_form
+from deploy.edge.ask import Ask, ChatMessage, ChatPrompt, KeyNames, Part, PastCall, Sampling
+from deploy.edge.body_reader import AbsentKeys, BodyReader
+from deploy.edge.common_keys import MESSAGES, PARTS, TOOLS, check_bounds, declared_function, read_stops, text_part
+from deploy.edge.key_types import STRING, Count, Fraction, Kind, ModelName, Name, RawObject, RawTexts, TopK, shown_as
+from deploy.edge.raw_json import BoundedList, Json, ListReader, not_null, read_text
 from engine.errors import InvalidRequest
 from engine.front.constraints import ToolChoice
 
 _ABSENT: AbsentKeys = {"mcp_servers": ([],), "container": ()}
 # A system block of Claude Code that differs from request to request: with it in the prompt, no prefix would ever be shared.
 _BILLING = "x-anthropic-billing-header:"
-_STRING = {"type": "string"}
 _BLOCKS_SCHEMA = {"type": "array", "items": {"type": "object"}}
 _TURNS_SCHEMA = {
     "type": "array",
@@ -47,8 +35,6 @@ _TURNS_SCHEMA = {
 _TOOLS_SCHEMA = {"type": "array", "items": {"$ref": "#/components/schemas/ClientTool"}, "maxItems": TOOLS}
 _THINKS = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
 _CHOICES: Mapping[str, Literal["none", "auto", "required"]] = {"auto": "auto", "any": "required", "none": "none"}
-Name = Annotated[str, Meta(max_length=256)]
-Kind = Annotated[str, Meta(max_length=64)]
 
 
 class ContentBlock(Struct, frozen=True):
@@ -59,9 +45,9 @@ class ContentBlock(Struct, frozen=True):
     thinking: str | None = None
     id: Name | None = None
     name: Name | None = None
-    input: Annotated[Raw, shown_as({"type": "object"})] | UnsetType = UNSET
+    input: RawObject = UNSET
     tool_use_id: Name | None = None
-    content: Annotated[Raw, shown_as(_STRING, _BLOCKS_SCHEMA)] | UnsetType = UNSET
+    content: Annotated[Raw, shown_as(STRING, _BLOCKS_SCHEMA)] | UnsetType = UNSET
 
 
 class Turn(Struct, frozen=True):
@@ -75,7 +61,7 @@ class ClientTool(Struct, frozen=True):
     """A tool that the client runs."""
 
     name: Name
-    input_schema: Annotated[Raw, shown_as({"type": "object"})] | UnsetType = UNSET
+    input_schema: RawObject = UNSET
     description: str | None = None
     type: Kind | None = None
     strict: bool | None = None
@@ -99,25 +85,20 @@ class ThinkingConfig(Struct, frozen=True):
 class OutputConfig(Struct, frozen=True):
     """`format`: of the text."""
 
-    format: Annotated[Raw, shown_as({"type": "object"})] | UnsetType = UNSET
-
-
-class _OutputFormat(Struct, frozen=True):
-    type: Kind
-    schema: Raw
+    format: RawObject = UNSET
 
 
 class CountRequest(Struct, frozen=True, kw_only=True):
     """POST /v1/messages/count_tokens"""
 
-    model: Annotated[str, Meta(max_length=1024)]
+    model: ModelName
     messages: Annotated[Raw, Meta(extra_json_schema=_TURNS_SCHEMA)]
-    system: Annotated[Raw, shown_as(_STRING, _BLOCKS_SCHEMA)] | UnsetType = UNSET
+    system: Annotated[Raw, shown_as(STRING, _BLOCKS_SCHEMA)] | UnsetType = UNSET
     tools: Annotated[Raw, shown_as(_TOOLS_SCHEMA)] | UnsetType = UNSET
     tool_choice: ToolUseChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
-    output_format: Annotated[Raw, shown_as({"type": "object"})] | UnsetType = UNSET
+    output_format: RawObject = UNSET
 
     def chat(self) -> ChatPrompt:
         """InvalidRequest names what cannot be done."""
@@ -138,8 +119,7 @@ class CountRequest(Struct, frozen=True, kw_only=True):
         if not turns:
             raise InvalidRequest("messages: must not be empty", param="messages")
         blocks = (block for turn in turns if isinstance(turn.content, list) for block in turn.content)
-        inputs = [given for block in blocks if (given := not_null(block.input)) is not None]
-        check_bounds(inputs, "messages", "the inputs of all tool_use blocks")
+        check_bounds((block.input for block in blocks), "messages", "the inputs of all tool_use blocks")
         return [message for place, turn in enumerate(turns) for message in _chat_messages(turn, f"messages[{place}]")]
 
 
@@ -148,16 +128,17 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
 
     max_tokens: Count
     stream: bool | None = None
-    stop_sequences: Annotated[Raw, shown_as({"type": "array", "items": _STRING})] | UnsetType = UNSET
+    stop_sequences: RawTexts = UNSET
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    top_p: Fraction | None = None
+    top_k: TopK | None = None
 
     def ask(self) -> Ask:
         """InvalidRequest names what cannot be done."""
         chat = self.chat()
         if chat.messages[-1].role == "assistant":
             raise InvalidRequest("messages: the last one is the assistant's; going on with it is not supported", param="messages")
+        form = response_form(self.output_config.format, "output_config.format") if self.output_config else None
         return Ask(
             model=self.model,
             prompt=chat,
@@ -169,29 +150,21 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
                 top_k=self.top_k,
             ),
             stream=bool(self.stream),
-            form=self._form(),
+            form=form or response_form(self.output_format, "output_format"),
             keys=KeyNames(stop="stop_sequences"),
         )
-
-    def _form(self) -> Callable[[], AnswerForm | None] | None:
-        named = not_null(self.output_config.format) if self.output_config else None
-        given, key = (named, "output_config.format") if named is not None else (not_null(self.output_format), "output_format")
-        return None if given is None else partial(read_form, _schema, given, key)
 
 
 COUNT_READER = BodyReader(CountRequest, _ABSENT)
 MESSAGES_READER = BodyReader(MessagesRequest, _ABSENT)
 _TURNS = BoundedList(Turn, MESSAGES, "content", ContentBlock, PARTS)
-_BLOCKS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(ContentBlock, PARTS))
-_TOOL_LIST: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(ClientTool, TOOLS))
-_FORMAT = msgspec.json.Decoder(_OutputFormat)
+_BLOCKS = ListReader(ContentBlock, PARTS)
+_TOOL_LIST = ListReader(ClientTool, TOOLS)
 
 
 def _tools(raw: Json) -> list[dict[str, Any]]:
-    if (given := not_null(raw)) is None:
-        return []
-    check_bounds([given], "tools", "they")
-    return [_declaration(tool, place) for place, tool in enumerate(elements(given, "tools", _TOOL_LIST))]
+    check_bounds([raw], "tools", "they")
+    return [_declaration(tool, place) for place, tool in enumerate(_TOOL_LIST.read(raw, "tools"))]
 
 
 def _declaration(tool: ClientTool, place: int) -> dict[str, Any]:
@@ -218,13 +191,6 @@ def _thinks(config: ThinkingConfig | None) -> bool | None:
     return _THINKS[config.type]
 
 
-def _schema(raw: Raw, key: str) -> str:
-    form: _OutputFormat = decode(raw, key, _FORMAT)
-    if form.type != "json_schema":
-        raise unsupported(f"{key}.type", "'json_schema'")
-    return schema_rules(decode(form.schema, key, ANYTHING), key)
-
-
 def _part(block: ContentBlock, where: str) -> Part:
     return text_part(block.type, block.text, where)
 
@@ -236,7 +202,7 @@ def _texts(raw: Json, where: str) -> list[str]:
     key = where.partition("[")[0]
     if (text := read_text(given, key)) is not None:
         return [text]
-    return [_part(block, f"{where}[{place}]").text for place, block in enumerate(elements(given, key, _BLOCKS))]
+    return [_part(block, f"{where}[{place}]").text for place, block in enumerate(_BLOCKS.read(given, key))]
 
 
 def _chat_messages(turn: Turn, where: str) -> list[ChatMessage]:

@@ -8,20 +8,19 @@ What sampling_params says is a text completion's by the same names, or by SGLang
 import secrets
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+from msgspec import UNSET, Raw, Struct
 
-from deploy.edge.answer_form import form_of
 from deploy.edge.api import GenerationApi, ParsedRequest
-from deploy.edge.ask import Ask, KeyNames, RawPrompts, Sampling
+from deploy.edge.ask import Ask, KeyNames, RawPrompts
 from deploy.edge.body_reader import BodyReader, unsupported
-from deploy.edge.common_keys import Count
+from deploy.edge.key_types import Count, Name, Natural, Priority, RawIds, RawObject, Seed
 from deploy.edge.openai.absent_keys import COMMON
 from deploy.edge.openai.openai_error import OPENAI_ERROR
 from deploy.edge.openai.schemas import PROMPT_IDS, SamplingKeys
-from deploy.edge.raw_json import decode, first_characters, not_null, shown_as, size, token_ids
+from deploy.edge.raw_json import not_null, read_small, token_ids
 from deploy.edge.response_format import ServedModel, Usage
 from engine.errors import InvalidRequest, QuartetError
 from engine.front.generation import Choice, Delta
@@ -34,68 +33,50 @@ _ABSENT = {name: neutral for name, neutral in COMMON.items() if name != "input_i
     "token_ids_logprob": ([],),
     "return_routed_experts": (False,),
 }
-_TEXT = msgspec.json.Decoder(str)
+_KEYS = msgspec.json.Decoder(dict[str, Raw])
 
 
 class GenerateParams(SamplingKeys, frozen=True, kw_only=True):
     """How tokens are chosen."""
 
     max_new_tokens: Count | None = None
-    min_new_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-    sampling_seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-
-    def chosen(self) -> Sampling:
-        """InvalidRequest: there is to be more than one choice, or a list in it is none, or too long."""
-        if self.n not in (None, 1):
-            raise unsupported("sampling_params.n", "1")
-        sampling = self.sampling(self.max_new_tokens or self.max_tokens or _MAX_NEW_TOKENS)
-        least = sampling.min_tokens if self.min_new_tokens is None else self.min_new_tokens
-        return replace(sampling, min_tokens=least, seed=sampling.seed if self.sampling_seed is None else self.sampling_seed)
+    min_new_tokens: Natural | None = None
+    sampling_seed: Seed | None = None
 
 
 class GenerateTextRequest(Struct, frozen=True, kw_only=True):
     """POST /generate: of `text`, or of `input_ids`."""
 
-    text: Annotated[Raw, shown_as({"type": "string"})] | UnsetType = UNSET
-    input_ids: Annotated[Raw, shown_as({"type": "array", "items": {"type": "integer", "minimum": 0}})] | UnsetType = UNSET
-    sampling_params: Annotated[Raw, shown_as({"type": "object"})] | UnsetType = UNSET
+    text: str | None = None
+    input_ids: RawIds = UNSET
+    sampling_params: RawObject = UNSET
     stream: bool | None = None
-    rid: Annotated[str, Meta(max_length=256)] | None = None
-    priority: Annotated[int, Meta(ge=-(2**31 - 1), le=2**31 - 1)] | None = None
+    rid: Name | None = None
+    priority: Priority | None = None
 
     def ask(self, model: str) -> Ask:
         """InvalidRequest names the key that is wrong."""
         params = self._params()
-        key = "input_ids" if not_null(self.text) is None else "text"
-        return Ask(
-            model=model,
-            prompt=RawPrompts([self._prompt()]),
-            sampling=params.chosen(),
-            stream=bool(self.stream),
-            form=form_of(params),
-            salt=params.cache_salt or "",
-            priority=self.priority or params.priority or 0,
-            keys=KeyNames(prompt=key, min_tokens="min_tokens" if params.min_new_tokens is None else "min_new_tokens"),
+        if params.n not in (None, 1):
+            raise unsupported("sampling_params.n", "1")
+        own = {"min_tokens": params.min_new_tokens, "seed": params.sampling_seed, "priority": self.priority}
+        keys = KeyNames(
+            prompt="input_ids" if self.text is None else "text",
+            min_tokens="min_tokens" if params.min_new_tokens is None else "min_new_tokens",
         )
+        params = msgspec.structs.replace(params, **{name: value for name, value in own.items() if value is not None})
+        limit = params.max_new_tokens or params.max_tokens or _MAX_NEW_TOKENS
+        return replace(params.asking(model, RawPrompts([self._prompt()]), limit, stream=self.stream), keys=keys)
 
     def _prompt(self) -> str | list[int]:
-        text, ids = not_null(self.text), not_null(self.input_ids)
+        text, ids = self.text, not_null(self.input_ids)
         if (text is None) == (ids is None):
             raise InvalidRequest("text: either a text or input_ids", param="text")
-        if text is None:
-            return token_ids(self.input_ids, "input_ids", PROMPT_IDS)
-        prompt: str = decode(text, "text", _TEXT)
-        return prompt
+        return token_ids(self.input_ids, "input_ids", PROMPT_IDS) if text is None else text
 
     def _params(self) -> GenerateParams:
-        given = not_null(self.sampling_params)
-        if given is None:
-            return GenerateParams()
-        if size(given) > _PARAMS_BYTES:
-            raise InvalidRequest(f"sampling_params: more than {_PARAMS_BYTES} bytes", param="sampling_params")
-        if first_characters(given)[:1] != b"{":
-            raise InvalidRequest("sampling_params: must be an object", param="sampling_params")
-        return _PARAMS.read(given)
+        read_small(self.sampling_params, "sampling_params", _KEYS, _PARAMS_BYTES)  # raises what its keys do not
+        return _PARAMS.read(not_null(self.sampling_params) or b"{}")
 
 
 _REQUEST = BodyReader(GenerateTextRequest, _ABSENT)

@@ -13,10 +13,11 @@ from deploy.edge.api import TokenApi
 from deploy.edge.ask import ChatPrompt
 from deploy.edge.body_reader import BodyReader, unsupported
 from deploy.edge.common_keys import MESSAGES, TOOLS
+from deploy.edge.key_types import ModelName, RawObject, shown_as
 from deploy.edge.openai.chat_turns import Message, read_chat
 from deploy.edge.openai.openai_error import OPENAI_ERROR
 from deploy.edge.openai.schemas import PROMPT_IDS
-from deploy.edge.raw_json import decode, not_null, shown_as, token_ids
+from deploy.edge.raw_json import decode, not_null, token_ids
 from deploy.edge.service import Service
 from engine.errors import InvalidRequest, ModelNotFound
 
@@ -24,19 +25,18 @@ _IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}, "max
 _MESSAGES_SCHEMA = {"type": "array", "items": {"$ref": "#/components/schemas/Message"}, "minItems": 1, "maxItems": MESSAGES}
 _TOOLS_SCHEMA = {"type": "array", "items": {"type": "object"}, "maxItems": TOOLS}
 _ABSENT = {"continue_final_message": (False,), "chat_template": ("",)}
-Model = Annotated[str, Meta(max_length=1024)]
 
 
 class TokenizeRequest(Struct, frozen=True, kw_only=True):
     """POST /tokenize: of `prompt`, or of `messages`."""
 
-    model: Model | None = None
+    model: ModelName | None = None
     prompt: str | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     messages: Annotated[Raw, shown_as(_MESSAGES_SCHEMA)] | UnsetType = UNSET
     tools: Annotated[Raw, shown_as(_TOOLS_SCHEMA)] | UnsetType = UNSET
-    chat_template_kwargs: Annotated[Raw, shown_as({"type": "object"})] | UnsetType = UNSET
+    chat_template_kwargs: RawObject = UNSET
     add_generation_prompt: bool | None = None
 
     def chat(self) -> ChatPrompt | None:
@@ -55,7 +55,7 @@ class DetokenizeRequest(Struct, frozen=True, kw_only=True):
     """POST /detokenize"""
 
     tokens: Annotated[Raw, Meta(extra_json_schema=_IDS_SCHEMA)]
-    model: Model | None = None
+    model: ModelName | None = None
 
 
 _TOKENIZE = BodyReader(TokenizeRequest, _ABSENT)

@@ -3,17 +3,17 @@
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+from msgspec import UNSET, Meta, Raw, Struct
 
 from deploy.edge.ask import ChatMessage, ChatPrompt, Part, PastCall
 from deploy.edge.common_keys import MESSAGES, PARTS, TOOLS, check_bounds, text_part
-from deploy.edge.raw_json import ANYTHING, BoundedList, Json, decode, not_null, shown_as, size
+from deploy.edge.key_types import Kind, Name, RawNull, RawTextOrObject
+from deploy.edge.raw_json import ANYTHING, BoundedList, Json, ListReader, decode, not_null, read_small
 from engine.errors import InvalidRequest
 from engine.front.template import EXTRAS, ROLES
 
 _SWITCHES_BYTES = 4096
 SWITCHES = ("enable_thinking", *sorted(EXTRAS))
-_STRING = {"type": "string"}
 _ONLY_NULL = ("function_call", "audio", "refusal")  # what clients send back unasked
 
 
@@ -27,16 +27,16 @@ class TextPart(Struct, frozen=True):
 class FunctionCall(Struct, frozen=True):
     """Of an assistant's turn in the history; `arguments` is JSON in a string, or an object."""
 
-    name: Annotated[str, Meta(max_length=256)]
-    arguments: Annotated[Raw, shown_as(_STRING, {"type": "object"})] | UnsetType = UNSET
+    name: Name
+    arguments: RawTextOrObject = UNSET
 
 
 class ToolCall(Struct, frozen=True):
     """A call in the history."""
 
     function: FunctionCall
-    id: Annotated[str, Meta(max_length=256)] | None = None
-    type: Annotated[str, Meta(max_length=64)] | None = None
+    id: Name | None = None
+    type: Kind | None = None
 
 
 class Message(Struct, frozen=True):
@@ -44,18 +44,18 @@ class Message(Struct, frozen=True):
 
     role: Annotated[str, Meta(max_length=32, extra_json_schema={"enum": sorted(ROLES)})]
     content: str | Annotated[list[TextPart], Meta(max_length=PARTS)] | None = None
-    name: Annotated[str, Meta(max_length=256)] | None = None
+    name: Name | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=TOOLS)] | None = None
-    tool_call_id: Annotated[str, Meta(max_length=256)] | None = None
+    tool_call_id: Name | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    function_call: Annotated[Raw, shown_as()] | UnsetType = UNSET
-    audio: Annotated[Raw, shown_as()] | UnsetType = UNSET
-    refusal: Annotated[Raw, shown_as()] | UnsetType = UNSET
+    function_call: RawNull = UNSET
+    audio: RawNull = UNSET
+    refusal: RawNull = UNSET
 
 
 _MESSAGES = BoundedList(Message, MESSAGES, "content", TextPart, PARTS)
-_TOOLS: msgspec.json.Decoder[list[dict[str, Any]]] = msgspec.json.Decoder(Annotated[list[dict[str, Any]], Meta(max_length=TOOLS)])
+_TOOLS = ListReader(dict[str, Any], TOOLS)
 _SWITCHES: msgspec.json.Decoder[dict[str, bool]] = msgspec.json.Decoder(dict[str, bool])
 
 
@@ -75,8 +75,8 @@ def _messages(raw: Raw) -> list[ChatMessage]:
     messages = _MESSAGES.read(raw, "messages")
     if not messages:
         raise InvalidRequest("messages: must not be empty", param="messages")
-    arguments = (call.function.arguments for message in messages for call in message.tool_calls or ())
-    check_bounds((given for given in arguments if not isinstance(given, UnsetType)), "messages", "the arguments of all tool_calls")
+    calls = (call for message in messages for call in message.tool_calls or ())
+    check_bounds((call.function.arguments for call in calls), "messages", "the arguments of all tool_calls")
     return [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
 
 
@@ -106,19 +106,13 @@ def _call(function: FunctionCall, number: str | None) -> PastCall:
 
 
 def _tools(raw: Json) -> list[dict[str, Any]]:
-    if (given := not_null(raw)) is None:
-        return []
-    check_bounds([given], "tools", "they")
-    return decode(given, "tools", _TOOLS)  # type: ignore[no-any-return]  # what the decoder gives
+    check_bounds([raw], "tools", "they")
+    return _TOOLS.read(raw, "tools")
 
 
 def _switches(raw: Json) -> dict[str, bool]:
     key = "chat_template_kwargs"
-    if (given := not_null(raw)) is None:
-        return {}
-    if size(given) > _SWITCHES_BYTES:
-        raise InvalidRequest(f"{key}: too many keys", param=key)
-    switches: dict[str, bool] = decode(given, key, _SWITCHES)
+    switches = read_small(raw, key, _SWITCHES, _SWITCHES_BYTES) or {}
     for name in switches:
         if name not in SWITCHES:
             raise InvalidRequest(f"{key}.{name}: not one of {', '.join(SWITCHES)}", param=key)

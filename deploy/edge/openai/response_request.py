@@ -14,44 +14,33 @@ name.
 
 import base64
 import binascii
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import dropwhile
 from typing import Annotated, Any
 
-import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
-from deploy.edge.answer_form import read_form, response_format, schema_rules
-from deploy.edge.ask import AnswerForm, Ask, ChatMessage, ChatPrompt, KeyNames, Part, PastCall, Sampling
+from deploy.edge import key_types as kt
+from deploy.edge.answer_form import response_form
+from deploy.edge.ask import Ask, ChatMessage, ChatPrompt, KeyNames, Part, PastCall, Sampling
 from deploy.edge.body_reader import AbsentKeys, BodyReader
-from deploy.edge.common_keys import (
-    MESSAGES,
-    PARTS,
-    TOOLS,
-    Count,
-    check_bounds,
-    declared_function,
-    read_text,
-    text_part,
-)
+from deploy.edge.common_keys import MESSAGES, PARTS, TOOLS, check_bounds, declared_function, text_part
 from deploy.edge.openai.effort import thinks_by_effort
 from deploy.edge.openai.tool_choice import tool_choice
-from deploy.edge.raw_json import ANYTHING, BoundedList, Json, at_most, decode, elements, not_null, shown_as
+from deploy.edge.raw_json import BoundedList, Json, ListReader, not_null, read_text
 from engine.errors import InvalidRequest
 
 ENCRYPTED = "reasoning.encrypted_content"
 _OWN = "quartet:"  # what we hand out as encrypted content: nothing is secret in it, but clients send back nothing else
 _LOGPROBS = "message.output_text.logprobs"
-_STRING = {"type": "string"}
-_OBJECT = {"type": "object"}
 _ITEMS_SCHEMA = {"type": "array", "items": {"$ref": "#/components/schemas/InputItem"}, "minItems": 1, "maxItems": MESSAGES}
 _TOOLS_SCHEMA = {"type": "array", "items": {"$ref": "#/components/schemas/DeclaredTool"}, "maxItems": TOOLS}
 _INCLUDES = 64
 # Agents declare these in every request, and do without them where they are not offered.
 _NOT_OFFERED = ("custom", "web_search", "tool_search", "local_shell", "shell", "apply_patch", "image_generation")
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text")  # kinds of parts that are text
+_ORDER = ("reasoning", "message", "function_call")  # of the items of one message
 _ABSENT: AbsentKeys = {
     "previous_response_id": (),
     "conversation": (),
@@ -62,8 +51,6 @@ _ABSENT: AbsentKeys = {
     "context_management": ([],),
     "moderation": (),
 }
-Kind = Annotated[str, Meta(max_length=64)]
-Name = Annotated[str, Meta(max_length=256)]
 
 
 class InputPart(Struct, frozen=True):
@@ -76,26 +63,26 @@ class InputPart(Struct, frozen=True):
 class InputItem(Struct, frozen=True):
     """A message, a thought, a call, or what it gave; which fields it has follows from that."""
 
-    type: Kind | None = None
+    type: kt.Kind | None = None
     role: Annotated[str, Meta(max_length=32)] | None = None
     content: str | Annotated[list[InputPart], Meta(max_length=PARTS)] | None = None
-    call_id: Name | None = None
-    name: Name | None = None
-    namespace: Name | None = None
+    call_id: kt.Name | None = None
+    name: kt.Name | None = None
+    namespace: kt.Name | None = None
     arguments: str | None = None
-    output: Annotated[Raw, shown_as(_STRING, {"type": "array", "items": _OBJECT})] | UnsetType = UNSET
+    output: Annotated[Raw, kt.shown_as(kt.STRING, {"type": "array", "items": kt.OBJECT})] | UnsetType = UNSET
     encrypted_content: str | None = None
 
 
 class DeclaredTool(Struct, frozen=True):
     """A function that the client runs, a namespace of such functions, or a tool of another kind."""
 
-    type: Kind
-    name: Name | None = None
+    type: kt.Kind
+    name: kt.Name | None = None
     description: str | None = None
-    parameters: Annotated[Raw, shown_as(_OBJECT)] | UnsetType = UNSET
+    parameters: kt.RawObject = UNSET
     strict: bool | None = None
-    tools: Annotated[Raw, shown_as({"type": "array", "items": _OBJECT, "maxItems": TOOLS})] | UnsetType = UNSET
+    tools: Annotated[Raw, kt.shown_as({"type": "array", "items": kt.OBJECT, "maxItems": TOOLS})] | UnsetType = UNSET
 
 
 @dataclass(frozen=True)
@@ -118,36 +105,31 @@ class OfferedFunction:
 class ReasoningConfig(Struct, frozen=True):
     """Whether the model thinks first."""
 
-    effort: Kind | None = None
+    effort: kt.Kind | None = None
 
 
 class TextConfig(Struct, frozen=True):
     """`format`: of the text."""
 
-    format: Annotated[Raw, shown_as(_OBJECT)] | UnsetType = UNSET
-
-
-class _TextFormat(Struct, frozen=True):
-    type: Kind
-    schema: Raw | UnsetType = UNSET
+    format: kt.RawObject = UNSET
 
 
 class ResponsesRequest(Struct, frozen=True, kw_only=True):
     """POST /v1/responses"""
 
-    model: Annotated[str, Meta(max_length=1024)]
-    input: Annotated[Raw, Meta(extra_json_schema={"anyOf": [_STRING, _ITEMS_SCHEMA]})]
+    model: kt.ModelName
+    input: Annotated[Raw, Meta(extra_json_schema={"anyOf": [kt.STRING, _ITEMS_SCHEMA]})]
     instructions: str | None = None
     stream: bool | None = None
-    max_output_tokens: Count | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    tools: Annotated[Raw, shown_as(_TOOLS_SCHEMA)] | UnsetType = UNSET
-    tool_choice: Annotated[Raw, shown_as({"enum": ["auto", "none", "required"]}, _OBJECT)] | UnsetType = UNSET
+    max_output_tokens: kt.Count | None = None
+    temperature: kt.Temperature | None = None
+    top_p: kt.Fraction | None = None
+    tools: Annotated[Raw, kt.shown_as(_TOOLS_SCHEMA)] | UnsetType = UNSET
+    tool_choice: kt.RawToolChoice = UNSET
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningConfig | None = None
     text: TextConfig | None = None
-    include: Annotated[Raw, shown_as({"type": "array", "items": _STRING, "maxItems": _INCLUDES})] | UnsetType = UNSET
+    include: Annotated[Raw, kt.shown_as({"type": "array", "items": kt.STRING, "maxItems": _INCLUDES})] | UnsetType = UNSET
 
     def ask(self) -> Ask:
         """InvalidRequest names what cannot be done."""
@@ -161,7 +143,7 @@ class ResponsesRequest(Struct, frozen=True, kw_only=True):
             ),
             sampling=Sampling(max_tokens=self.max_output_tokens, temperature=self.temperature, top_p=self.top_p),
             stream=bool(self.stream),
-            form=self._form(),
+            form=response_form(self.text.format, "text.format") if self.text else None,
             keys=KeyNames(prompt="input"),
         )
 
@@ -171,9 +153,7 @@ class ResponsesRequest(Struct, frozen=True, kw_only=True):
 
     def includes_encrypted(self) -> bool:
         """Whether thoughts are wanted in the form in which clients send them back. InvalidRequest: something else is."""
-        if (given := not_null(self.include)) is None:
-            return False
-        wanted = elements(given, "include", _STRING_LIST)
+        wanted = _INCLUDE_LIST.read(self.include, "include")
         if _LOGPROBS in wanted:
             raise InvalidRequest(f"include: {_LOGPROBS} is not supported here", param="include", code="unsupported_parameter")
         return ENCRYPTED in wanted
@@ -185,11 +165,7 @@ class ResponsesRequest(Struct, frozen=True, kw_only=True):
         if not items:
             raise InvalidRequest("input: must not be empty", param="input")
         check_bounds((item.arguments.encode() for item in items if item.arguments), "input", "the arguments of all calls")
-        return list(_chat_messages(items))
-
-    def _form(self) -> Callable[[], AnswerForm | None] | None:
-        given = not_null(self.text.format) if self.text else None
-        return None if given is None else partial(read_form, _text_format, given, "text.format")
+        return _chat_messages(items)
 
 
 def encrypted_content_of(thought: str) -> str:
@@ -199,27 +175,14 @@ def encrypted_content_of(thought: str) -> str:
 
 RESPONSES_READER = BodyReader(ResponsesRequest, _ABSENT)
 _ITEMS = BoundedList(InputItem, MESSAGES, "content", InputPart, PARTS)
-_PART_LIST: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(InputPart, PARTS))
-_TOOL_LIST: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(DeclaredTool, TOOLS))
-_FORMAT = msgspec.json.Decoder(_TextFormat)
-_STRING_LIST: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(str, _INCLUDES))
-
-
-def _text_format(raw: Raw, key: str) -> str | None:
-    """A schema stands one level higher than in response_format."""
-    form: _TextFormat = decode(raw, key, _FORMAT)
-    if form.type != "json_schema":
-        return response_format(raw, key)
-    if (schema := not_null(form.schema)) is None:
-        raise InvalidRequest(f"{key}.schema: is required")
-    return schema_rules(decode(schema, key, ANYTHING), key)
+_PART_LIST = ListReader(InputPart, PARTS)
+_TOOL_LIST = ListReader(DeclaredTool, TOOLS)
+_INCLUDE_LIST = ListReader(str, _INCLUDES)
 
 
 def _functions(raw: Json, where: str, namespace: DeclaredTool | None = None) -> Iterator[OfferedFunction]:
-    if (given := not_null(raw)) is None:
-        return
-    check_bounds([given], "tools", "they")
-    for place, tool in enumerate(elements(given, "tools", _TOOL_LIST)):
+    check_bounds([raw], "tools", "they")
+    for place, tool in enumerate(_TOOL_LIST.read(raw, "tools")):
         match tool.type:
             case "function":
                 yield OfferedFunction(tool, namespace)
@@ -245,58 +208,44 @@ def _with_instructions(instructions: str | None, messages: list[ChatMessage]) ->
     return [ChatMessage("system", text), *later] if text else later
 
 
-@dataclass
-class _Reply:
-    """What the assistant has said between two turns of others, as far as it is one message: thought, text, calls in that order."""
-
-    thoughts: list[str] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    calls: list[PastCall] = field(default_factory=list)
-
-    def message(self) -> ChatMessage:
-        return ChatMessage("assistant", "".join(self.texts), thought="\n".join(self.thoughts) or None, calls=tuple(self.calls))
-
-
-def _chat_messages(items: list[InputItem]) -> Iterator[ChatMessage]:
-    reply: _Reply | None = None
+def _chat_messages(items: list[InputItem]) -> list[ChatMessage]:
+    """The assistant's thoughts, then its texts, then its calls are one message, as far as they come in that order."""
+    runs: list[list[ChatMessage]] = []
+    before = -1
     for place, item in enumerate(items):
-        where, kind = f"input[{place}]", item.type or "message"
-        if reply is not None and not _continues(reply, kind, item.role):
-            yield reply.message()
-            reply = None
-        if kind == "function_call_output":
-            yield ChatMessage("tool", _output(item, where), call_id=_required(item.call_id, f"{where}.call_id"))
-        elif kind == "message" and item.role != "assistant":
-            yield _asked(item, where)
+        message = _message(item, f"input[{place}]")
+        rank = _ORDER.index(item.type or "message") if message.role == "assistant" else -1
+        if 0 <= before <= rank:
+            runs[-1].append(message)
         else:
-            reply = reply or _Reply()
-            _add(reply, kind, item, where)
-    if reply is not None:
-        yield reply.message()
+            runs.append([message])
+        before = rank
+    return [run[0] if len(run) == 1 else _joined(run) for run in runs]
 
 
-def _continues(reply: _Reply, kind: str, role: str | None) -> bool:
-    """Whether an item goes into the same message: each kind comes behind those before it."""
-    match kind:
-        case "reasoning":
-            return not reply.texts and not reply.calls
+def _joined(run: list[ChatMessage]) -> ChatMessage:
+    thoughts = "\n".join(message.thought for message in run if message.thought)
+    calls = tuple(call for message in run for call in message.calls)
+    return ChatMessage("assistant", "".join(str(message.content) for message in run), thought=thoughts or None, calls=calls)
+
+
+def _message(item: InputItem, where: str) -> ChatMessage:
+    match item.type or "message":
+        case "message" if item.role in ("user", "assistant", "system", "developer"):
+            return ChatMessage(item.role, _text(item.content, f"{where}.content"))
         case "message":
-            return role == "assistant" and not reply.calls
-    return kind == "function_call"
-
-
-def _add(reply: _Reply, kind: str, item: InputItem, where: str) -> None:
-    match kind:
+            raise InvalidRequest(f"{where}.role: not one of user, assistant, system, developer", param="input")
         case "reasoning":
-            reply.thoughts += filter(None, [_thought(item, where)])
-        case "message":
-            reply.texts.append(_text(item.content, f"{where}.content"))
+            return ChatMessage("assistant", "", thought=_thought(item, where) or None)
         case "function_call":
             name = _full_name(item.namespace, _required(item.name, f"{where}.name"))
-            reply.calls.append(PastCall(name, item.arguments, _required(item.call_id, f"{where}.call_id")))
-        case _:
+            call = PastCall(name, item.arguments, _required(item.call_id, f"{where}.call_id"))
+            return ChatMessage("assistant", "", calls=(call,))
+        case "function_call_output":
+            return ChatMessage("tool", _output(item, where), call_id=_required(item.call_id, f"{where}.call_id"))
+        case kind:
             hint = ": nothing is stored here, send the item itself" if kind == "item_reference" else ""
-            raise InvalidRequest(f"{where}.type: items of type {kind[:64]!r} are not supported{hint}", param="input")
+            raise InvalidRequest(f"{where}.type: items of type {kind!r} are not supported{hint}", param="input")
 
 
 def _thought(item: InputItem, where: str) -> str:
@@ -312,17 +261,11 @@ def _thought(item: InputItem, where: str) -> str:
         raise InvalidRequest(f"{where}.encrypted_content: it is not as it was handed out", param="input") from error
 
 
-def _asked(item: InputItem, where: str) -> ChatMessage:
-    if item.role not in ("user", "system", "developer"):
-        raise InvalidRequest(f"{where}.role: not one of user, assistant, system, developer", param="input")
-    return ChatMessage(item.role, _text(item.content, f"{where}.content"))
-
-
 def _output(item: InputItem, where: str) -> str:
     if (given := not_null(item.output)) is None:
         raise InvalidRequest(f"{where}.output: is required", param="input")
     text = read_text(given, "input")
-    return _text(elements(given, "input", _PART_LIST), f"{where}.output") if text is None else text
+    return _text(_PART_LIST.read(given, "input"), f"{where}.output") if text is None else text
 
 
 def _part(part: InputPart, where: str) -> Part:

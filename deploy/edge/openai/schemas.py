@@ -10,33 +10,22 @@ absent_keys.py lists what is refused.
 """
 
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
+from deploy.edge import key_types as kt
 from deploy.edge.answer_form import form_of
 from deploy.edge.ask import Ask, ChatPrompt, KeyNames, RawPrompts, Sampling
 from deploy.edge.body_reader import BodyReader, unsupported
-from deploy.edge.common_keys import MESSAGES, TOOLS, Count, read_stops, read_text
+from deploy.edge.common_keys import MESSAGES, TOOLS, read_stops
 from deploy.edge.openai import absent_keys
 from deploy.edge.openai.chat_turns import SWITCHES, read_chat
 from deploy.edge.openai.effort import REASONING_EFFORTS, thinks_by_effort
 from deploy.edge.openai.forms import UsageChunks
 from deploy.edge.openai.tool_choice import tool_choice
-from deploy.edge.raw_json import (
-    Json,
-    TokenId,
-    at_most,
-    check_commas,
-    decode,
-    elements,
-    first_characters,
-    not_null,
-    shown_as,
-    size,
-    token_ids,
-)
+from deploy.edge.raw_json import Json, ListReader, check_commas, first_characters, not_null, read_small, read_text, token_ids
 from engine.errors import InvalidRequest
 from engine.logit_adjustments import MAX_ALLOWED_IDS, MAX_BAD_WORDS, MAX_BIAS_IDS
 
@@ -44,20 +33,15 @@ PROMPTS = 32
 PROMPT_IDS = 1 << 20
 STOP_IDS = 1024
 WORD_CHARACTERS = 256
-_INT32 = 2**31 - 1
-_INT64 = 2**63
 _BIAS_BYTES = 64  # an entry of logit_bias in JSON
 
-_STRING = {"type": "string"}
-_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
-_STRINGS = {"type": "array", "items": _STRING}
 _BIASES = {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}
 _SWITCHES = {"type": "object", "additionalProperties": False, "properties": {name: {"type": "boolean"} for name in SWITCHES}}
 _MESSAGE = {"$ref": "#/components/schemas/Message"}
-_TEXTS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(str, PROMPTS))
-_WORDS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(str, MAX_BAD_WORDS // 2))  # two spellings each
-_BIAS: msgspec.json.Decoder[dict[int, float]] = msgspec.json.Decoder(dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]])
-_ID_LISTS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(Annotated[list[TokenId], Meta(min_length=1)], PROMPTS))
+_TEXTS = ListReader(str, PROMPTS)
+_WORDS = ListReader(Annotated[str, Meta(max_length=WORD_CHARACTERS)], MAX_BAD_WORDS // 2)  # two spellings each
+_BIAS: msgspec.json.Decoder[dict[int, float]] = msgspec.json.Decoder(dict[kt.Natural, Annotated[float, Meta(ge=-100, le=100)]])
+_ID_LISTS = ListReader(Annotated[list[kt.Natural], Meta(min_length=1)], PROMPTS)
 # Keys by which a wire format and Sampling call the same.
 _SAME = ("n", "min_tokens", "ignore_eos", "skip_special_tokens", "seed", "temperature", "top_p", "top_k", "min_p",
          "presence_penalty", "frequency_penalty", "repetition_penalty")  # fmt: skip
@@ -67,49 +51,64 @@ class SamplingKeys(Struct, frozen=True, kw_only=True):
     """What is said of how tokens are chosen, and of the answer's form."""
 
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
-    max_tokens: Count | None = None
-    min_tokens: Annotated[int, Meta(ge=0, le=_INT32)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=_INT32)] | None = None
+    max_tokens: kt.Count | None = None
+    min_tokens: kt.Natural | None = None
+    temperature: kt.Temperature | None = None
+    top_p: kt.Fraction | None = None
+    top_k: kt.TopK | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
-    logit_bias: Annotated[Raw, shown_as(_BIASES)] | UnsetType = UNSET
-    bad_words: Annotated[Raw, shown_as(_STRINGS)] | UnsetType = UNSET
-    allowed_token_ids: Annotated[Raw, shown_as(_IDS)] | UnsetType = UNSET
-    seed: Annotated[int, Meta(ge=-_INT64, le=_INT64 - 1)] | None = None
-    stop: Annotated[Raw, shown_as(_STRING, _STRINGS)] | UnsetType = UNSET
-    stop_token_ids: Annotated[Raw, shown_as(_IDS)] | UnsetType = UNSET
+    logit_bias: Annotated[Raw, kt.shown_as(_BIASES)] | UnsetType = UNSET
+    bad_words: kt.RawTexts = UNSET
+    allowed_token_ids: kt.RawIds = UNSET
+    seed: kt.Seed | None = None
+    stop: kt.RawStops = UNSET
+    stop_token_ids: kt.RawIds = UNSET
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
-    priority: Annotated[int, Meta(ge=-_INT32, le=_INT32)] | None = None
-    prompt_logprobs: Annotated[int, Meta(ge=0, le=_INT32)] | None = None
-    response_format: Annotated[Raw, shown_as({"type": "object"})] | UnsetType = UNSET
-    structured_outputs: Annotated[Raw, shown_as({"type": "object"})] | UnsetType = UNSET
-    guided_json: Annotated[Raw, shown_as(_STRING, {"type": "object"})] | UnsetType = UNSET
-    guided_json_object: Annotated[Raw, shown_as({"type": "boolean"})] | UnsetType = UNSET
-    guided_regex: Annotated[Raw, shown_as(_STRING)] | UnsetType = UNSET
-    guided_choice: Annotated[Raw, shown_as(_STRINGS)] | UnsetType = UNSET
-    guided_grammar: Annotated[Raw, shown_as(_STRING)] | UnsetType = UNSET
-    json_schema: Annotated[Raw, shown_as(_STRING, {"type": "object"})] | UnsetType = UNSET
-    regex: Annotated[Raw, shown_as(_STRING)] | UnsetType = UNSET
-    ebnf: Annotated[Raw, shown_as(_STRING)] | UnsetType = UNSET
-    structural_tag: Annotated[Raw, shown_as(_STRING, {"type": "object"})] | UnsetType = UNSET
+    priority: kt.Priority | None = None
+    prompt_logprobs: kt.Natural | None = None
+    response_format: kt.RawObject = UNSET
+    structured_outputs: kt.RawObject = UNSET
+    guided_json: kt.RawTextOrObject = UNSET
+    guided_json_object: kt.RawBool = UNSET
+    guided_regex: kt.RawText = UNSET
+    guided_choice: kt.RawTexts = UNSET
+    guided_grammar: kt.RawText = UNSET
+    json_schema: kt.RawTextOrObject = UNSET
+    regex: kt.RawText = UNSET
+    ebnf: kt.RawText = UNSET
+    structural_tag: kt.RawTextOrObject = UNSET
 
-    def sampling(self, max_tokens: int | None) -> Sampling:
-        """InvalidRequest: a list in it is none, or too long."""
+    def asking(self, model: str, prompt: ChatPrompt | RawPrompts, max_tokens: int | None, *, stream: bool | None) -> Ask:
+        """All but logprobs, which the APIs write differently. InvalidRequest: a list in it is none, or too long."""
+        if self.prompt_logprobs is not None and stream:
+            raise InvalidRequest("prompt_logprobs: not with stream: true", param="prompt_logprobs")
+        return Ask(
+            model=model,
+            prompt=prompt,
+            sampling=self._sampling(max_tokens),
+            stream=bool(stream),
+            form=form_of(self),
+            prompt_logprobs=self.prompt_logprobs,
+            salt=self.cache_salt or "",
+            priority=self.priority or 0,
+        )
+
+    def _sampling(self, max_tokens: int | None) -> Sampling:
         given = {name: value for name in _SAME if (value := getattr(self, name)) is not None}
+        allowed = not_null(self.allowed_token_ids)
         return Sampling(
             **given,
             max_tokens=max_tokens,
             stops=read_stops(self.stop, "stop"),
             stop_ids=tuple(token_ids(self.stop_token_ids, "stop_token_ids", STOP_IDS)),
             biases=_biases(self.logit_bias),
-            allowed_ids=_allowed_ids(self.allowed_token_ids),
-            bad_words=_bad_words(self.bad_words),
+            allowed_ids=None if allowed is None else token_ids(allowed, "allowed_token_ids", MAX_ALLOWED_IDS),
+            bad_words=tuple(_WORDS.read(self.bad_words, "bad_words")),
         )
 
 
@@ -123,58 +122,35 @@ class StreamOptions(Struct, frozen=True):
 class CompletionKeys(SamplingKeys, frozen=True, kw_only=True):
     """What both kinds of completion have in common."""
 
-    model: Annotated[str, Meta(max_length=1024)]
+    model: kt.ModelName
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
     @property
     def usage_chunks(self) -> UsageChunks:
-        """Where a stream says its usage. InvalidRequest: in each chunk, and not at the end."""
-        options = self.stream_options or StreamOptions()
+        """Where a stream says its usage. InvalidRequest: there is no stream, or in each chunk and not at the end."""
+        if (options := self.stream_options) is None:
+            return "none"
+        if not self.stream:
+            raise InvalidRequest("stream_options: only with stream: true", param="stream_options")
         if options.continuous_usage_stats and not options.include_usage:
             raise InvalidRequest("stream_options.continuous_usage_stats: only with include_usage: true", param="stream_options")
         return "each" if options.continuous_usage_stats else "last" if options.include_usage else "none"
-
-    def _ask(
-        self,
-        prompt: ChatPrompt | RawPrompts,
-        keys: KeyNames,
-        *,
-        max_tokens: int | None,
-        logprobs: int | None,
-        prompt_logprobs: int | None,
-    ) -> Ask:
-        if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("stream_options: only with stream: true", param="stream_options")
-        if self.prompt_logprobs is not None and self.stream:
-            raise InvalidRequest("prompt_logprobs: not with stream: true", param="prompt_logprobs")
-        return Ask(
-            model=self.model,
-            prompt=prompt,
-            sampling=self.sampling(max_tokens),
-            stream=bool(self.stream),
-            form=form_of(self),
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            salt=self.cache_salt or "",
-            priority=self.priority or 0,
-            keys=keys,
-        )
 
 
 class ChatRequest(CompletionKeys, frozen=True, kw_only=True):
     """POST /v1/chat/completions"""
 
     messages: Annotated[Raw, Meta(extra_json_schema={"type": "array", "items": _MESSAGE, "minItems": 1, "maxItems": MESSAGES})]
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: kt.Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=_INT32)] | None = None
-    tools: Annotated[Raw, shown_as({"type": "array", "items": {"type": "object"}, "maxItems": TOOLS})] | UnsetType = UNSET
-    tool_choice: Annotated[Raw, shown_as({"enum": ["auto", "none", "required"]}, {"type": "object"})] | UnsetType = UNSET
-    chat_template_kwargs: Annotated[Raw, shown_as(_SWITCHES)] | UnsetType = UNSET
+    top_logprobs: kt.Natural | None = None
+    tools: Annotated[Raw, kt.shown_as({"type": "array", "items": {"type": "object"}, "maxItems": TOOLS})] | UnsetType = UNSET
+    tool_choice: kt.RawToolChoice = UNSET
+    chat_template_kwargs: Annotated[Raw, kt.shown_as(_SWITCHES)] | UnsetType = UNSET
     add_generation_prompt: bool | None = None
     parallel_tool_calls: bool | None = None
-    thinking_token_budget: Annotated[int, Meta(ge=0, le=_INT32)] | None = None
+    thinking_token_budget: kt.Natural | None = None
     reasoning_effort: Annotated[str, Meta(extra_json_schema={"enum": [*REASONING_EFFORTS]})] | None = None
 
     def ask(self) -> Ask:
@@ -183,28 +159,24 @@ class ChatRequest(CompletionKeys, frozen=True, kw_only=True):
             raise InvalidRequest("top_logprobs: needs logprobs: true", param="top_logprobs")
         chat = read_chat(self.messages, self.tools, self.chat_template_kwargs, generation_prompt=self.add_generation_prompt)
         effort = thinks_by_effort(self.reasoning_effort, "reasoning_effort")
-        return self._ask(
-            replace(
-                chat,
-                choice=tool_choice(self.tool_choice, parallel=self.parallel_tool_calls is not False),
-                thinks=effort if chat.thinks is None else chat.thinks,
-                thought_tokens=self.thinking_token_budget,
-            ),
-            KeyNames(logprobs="top_logprobs"),
-            max_tokens=self.max_completion_tokens or self.max_tokens,
-            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            prompt_logprobs=self.prompt_logprobs,
+        chat = replace(
+            chat,
+            choice=tool_choice(self.tool_choice, parallel=self.parallel_tool_calls is not False),
+            thinks=effort if chat.thinks is None else chat.thinks,
+            thought_tokens=self.thinking_token_budget,
         )
+        ask = self.asking(self.model, chat, self.max_completion_tokens or self.max_tokens, stream=self.stream)
+        return replace(ask, logprobs=(self.top_logprobs or 0) if self.logprobs else None, keys=KeyNames(logprobs="top_logprobs"))
 
 
 class CompletionRequest(CompletionKeys, frozen=True, kw_only=True):
     """POST /v1/completions"""
 
-    prompt: Annotated[Raw, shown_as(_STRING, _STRINGS, _IDS, {"type": "array", "items": _IDS})]
-    max_tokens: Annotated[int, Meta(ge=0, le=_INT32)] | None = None
-    logprobs: Annotated[int, Meta(ge=0, le=_INT32)] | None = None
+    prompt: Annotated[Raw, kt.shown_as(kt.STRING, kt.STRINGS, kt.IDS, {"type": "array", "items": kt.IDS})]
+    max_tokens: kt.Natural | None = None
+    logprobs: kt.Natural | None = None
     echo: bool | None = None
-    best_of: Count | None = None
+    best_of: kt.Count | None = None
 
     @property
     def echoed_logprobs(self) -> int | None:
@@ -217,14 +189,10 @@ class CompletionRequest(CompletionKeys, frozen=True, kw_only=True):
             raise InvalidRequest("max_tokens: 0 only with echo: true", param="max_tokens")
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise unsupported("best_of", "the value of n")
+        prompts = RawPrompts(_prompts(self.prompt), echo=bool(self.echo))
+        ask = self.asking(self.model, prompts, self.max_tokens, stream=self.stream)
         scored = [count for count in (self.prompt_logprobs, self.echoed_logprobs) if count is not None]
-        return self._ask(
-            RawPrompts(_prompts(self.prompt), echo=bool(self.echo)),
-            KeyNames(prompt="prompt"),
-            max_tokens=self.max_tokens,
-            logprobs=self.logprobs,
-            prompt_logprobs=max(scored, default=None),
-        )
+        return replace(ask, logprobs=self.logprobs, prompt_logprobs=max(scored, default=None), keys=KeyNames(prompt="prompt"))
 
 
 CHAT_READER = BodyReader(ChatRequest, absent_keys.CHAT)
@@ -235,32 +203,17 @@ def _prompts(raw: Raw) -> list[str | list[int]]:
     """Texts, or lists of token ids. InvalidRequest: they are neither, or too many."""
     first = first_characters(raw)
     if first == b'["':
-        return elements(raw, "prompt", _TEXTS)
+        return _TEXTS.read(raw, "prompt")
     if first == b"[[":
         check_commas(raw, "prompt", PROMPT_IDS)
-        return elements(raw, "prompt", _ID_LISTS)
+        return _ID_LISTS.read(raw, "prompt")
     text = read_text(raw, "prompt")
     return [token_ids(raw, "prompt", PROMPT_IDS) if text is None else text]
 
 
 def _biases(raw: Json) -> dict[int, float]:
     """What logit_bias says of each id. InvalidRequest: too many, no ids, or no numbers from -100 to 100."""
-    if (given := not_null(raw)) is None:
-        return {}
-    if size(given) > _BIAS_BYTES * MAX_BIAS_IDS or bytes(given).count(b",") >= MAX_BIAS_IDS:
+    biases = read_small(raw, "logit_bias", _BIAS, _BIAS_BYTES * MAX_BIAS_IDS) or {}
+    if len(biases) > MAX_BIAS_IDS:
         raise InvalidRequest(f"logit_bias: more than {MAX_BIAS_IDS} token ids", param="logit_bias")
-    biases: dict[int, float] = decode(given, "logit_bias", _BIAS)
     return biases
-
-
-def _allowed_ids(raw: Json) -> list[int] | None:
-    return None if not_null(raw) is None else token_ids(raw, "allowed_token_ids", MAX_ALLOWED_IDS)
-
-
-def _bad_words(raw: Json) -> tuple[str, ...]:
-    if (given := not_null(raw)) is None:
-        return ()
-    words = elements(given, "bad_words", _WORDS)
-    if any(len(word) > WORD_CHARACTERS for word in words):
-        raise InvalidRequest(f"bad_words: a word has more than {WORD_CHARACTERS} characters", param="bad_words")
-    return tuple(words)

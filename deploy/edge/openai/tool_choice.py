@@ -8,7 +8,7 @@ The Responses API writes what stands under `function` and `allowed_tools` one le
 
 from typing import Any
 
-from deploy.edge.raw_json import ANYTHING, Json, decode, not_null, size
+from deploy.edge.raw_json import ANYTHING, Json, read_small
 from engine.errors import InvalidRequest
 from engine.front.constraints import ToolChoice
 
@@ -17,12 +17,9 @@ _MAX_BYTES = 64 << 10
 
 def tool_choice(raw: Json, *, parallel: bool) -> ToolChoice:
     """Of a request; `parallel`: it may be several calls. InvalidRequest says what is wrong."""
-    given = not_null(raw)
-    if given is None:
-        return ToolChoice(one=not parallel)
-    if size(given) > _MAX_BYTES:
-        raise _wrong(f"larger than {_MAX_BYTES} bytes")
-    match decode(given, "tool_choice", ANYTHING):
+    match read_small(raw, "tool_choice", ANYTHING, _MAX_BYTES):
+        case None:
+            return ToolChoice(one=not parallel)
         case ("none" | "auto" | "required") as mode:
             return ToolChoice(mode, one=not parallel)
         case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:

@@ -1,0 +1,37 @@
+"""Types of a request's keys: short texts, bounded numbers, and raw JSON with what the API's document says of it."""
+
+from typing import Annotated, Any
+
+from msgspec import Meta, Raw, UnsetType
+
+STRING = {"type": "string"}
+STRINGS = {"type": "array", "items": STRING}
+OBJECT = {"type": "object"}
+IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+
+Kind = Annotated[str, Meta(max_length=64)]
+Name = Annotated[str, Meta(max_length=256)]
+ModelName = Annotated[str, Meta(max_length=1024)]
+Natural = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+TopK = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Priority = Annotated[int, Meta(ge=-(2**31 - 1), le=2**31 - 1)]
+Fraction = Annotated[float, Meta(gt=0, le=1)]
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+
+
+def shown_as(*shapes: dict[str, Any]) -> Meta:
+    """How a key that stays raw JSON shows in the API's document."""
+    return Meta(extra_json_schema={"anyOf": [*shapes, {"type": "null"}]})
+
+
+RawNull = Annotated[Raw, shown_as()] | UnsetType
+RawText = Annotated[Raw, shown_as(STRING)] | UnsetType
+RawTexts = Annotated[Raw, shown_as(STRINGS)] | UnsetType
+RawStops = Annotated[Raw, shown_as(STRING, STRINGS)] | UnsetType
+RawIds = Annotated[Raw, shown_as(IDS)] | UnsetType
+RawBool = Annotated[Raw, shown_as({"type": "boolean"})] | UnsetType
+RawObject = Annotated[Raw, shown_as(OBJECT)] | UnsetType
+RawTextOrObject = Annotated[Raw, shown_as(STRING, OBJECT)] | UnsetType
+RawToolChoice = Annotated[Raw, shown_as({"enum": ["auto", "none", "required"]}, OBJECT)] | UnsetType
