@@ -11,6 +11,7 @@ A sequence short of pages shrinks its chunk or row, then preempts the last one; 
 always advances: its worst case fits the empty pools (or it was refused), and all others can be preempted.
 """
 
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -63,6 +64,7 @@ class PlanDraft:
     plan: StepPlan
     changes: Changes
     flight: Flight
+    rows: list[int] = field(default_factory=list)  # its decode rows, flat: a list grows faster than an array
     masked: bool = False  # a row of it uses a mask
     budget: int = 0  # prompt tokens that it may still get
     scored: int = MAX_SCORED  # prompt tokens with logprobs that it may still get
@@ -96,8 +98,9 @@ class Planner:
         self._admit(draft, shares)
         self._spend(draft, sum(shares.values()))
         self._run_any(draft)
-        if not (plan.chunks or plan.rows or plan.admissions):
+        if not (plan.chunks or draft.rows or plan.admissions):
             return None
+        plan.rows.frombytes(struct.pack(f"{len(draft.rows)}i", *draft.rows))
         if shares:
             draft.flight.expected = self._budget.planned(_chunks(draft), draft.decode_rows)
         self._changes = Changes()
@@ -130,7 +133,7 @@ class Planner:
 
     def _run_all(self, draft: PlanDraft, shares: dict[Sequence, int]) -> None:
         """A row for each running sequence, in order, if it can have one and its pages; prefills get their shares of the budget."""
-        plan_rows, rows = draft.plan.rows, draft.flight.rows
+        plan_rows, rows, single = draft.rows, draft.flight.rows, self.config.widest == 1
         for sequence in list(self._requests.running):
             if sequence.slot < 0:
                 continue  # preempted for one before it
@@ -138,16 +141,17 @@ class Planner:
             if high < sequence.target:
                 self._prefill(sequence, shares.get(sequence, 0), draft)
             elif high < sequence.limit - 1 and not sequence.waits:
-                width = self._width(sequence)
+                masked = sequence.masked
+                width = 1 if single or masked else self._width(sequence)
                 if not (sequence.number or self._admit_again(sequence, draft)):
                     continue
                 if high + width > sequence.held:
                     width = self._hold_row(sequence, width, draft.changes)
                 if width:
                     sequence.high = high + width
-                    plan_rows.append((sequence.slot, width, ROW_MASKED * sequence.masked))
+                    plan_rows += (sequence.slot, width, ROW_MASKED if masked else 0)
                     rows.append((sequence, sequence.number, width))
-                    if sequence.masked:
+                    if masked:
                         draft.masked = True
 
     def _width(self, sequence: Sequence) -> int:
@@ -221,7 +225,7 @@ class Planner:
     def _run_any(self, draft: PlanDraft) -> None:
         """In an empty step, compute the first prompt that there are pages for."""
         for sequence in list(self._requests.running) if draft.budget else ():
-            if draft.plan.chunks or draft.plan.rows or sequence.slot < 0:
+            if draft.plan.chunks or draft.rows or sequence.slot < 0:
                 return
             self._prefill(sequence, sequence.ready, draft)
 

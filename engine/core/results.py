@@ -105,7 +105,7 @@ class Results:
     def _commit_rows(self, rows: list[tuple[Sequence, int, int]], result: StepResult, first: int) -> None:
         """Commit the decode rows. The loop handles the common row, of one token that ends nothing; `_fold` all others."""
         slots, _, counts, _, tokens = result.table[first:, :5].T.tolist()
-        emit, plain = self._requests.emit, not result.logprobs
+        outputs, plain = self._requests.outputs, not result.logprobs
         for at, ((sequence, number, width), slot, count, token) in enumerate(zip(rows, slots, counts, tokens, strict=True), first):
             if sequence.number != number:
                 continue
@@ -113,7 +113,8 @@ class Results:
                 assert slot == sequence.slot, (slot, sequence)
                 sequence.low += 1
                 sequence.tokens.append(token)
-                emit(sequence.key[0], Output(id=sequence.key[1], tokens=[token]))
+                client, request = sequence.key
+                outputs.append((client, Output(id=request, tokens=[token])))
             else:
                 self._fold(sequence, width, result.row(at))
         self._requests.counters.decode_tokens += sum(counts)

@@ -90,7 +90,7 @@ def test_a_result_fits_its_record_whatever_is_asked_for(monkeypatch: pytest.Monk
         for number in range(3):
             scheduler.add(0, GenerateRequest(id=number, prompt=pack_tokens([5] * 20_000), params=params))
         plans = [scheduler.schedule() for _ in range(2)]
-        return [plan.prompt_tokens + len(plan.rows) for plan in plans if plan is not None]
+        return [plan.prompt_tokens + len(plan.decodes) for plan in plans if plan is not None]
 
     assert scored() == [MAX_SCORED] * 2
     assert largest_result(4096) <= MAX_RECORD
@@ -275,6 +275,11 @@ def bound_taken_for_index(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.support.engine.worlds._MAX_STEPS", 1000)
 
 
+def thoughts_of_single_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are masked for the end of a thought as if those in flight before them were of one token."""
+    monkeypatch.setattr("engine.core.masks.DEPTH", 0.5)
+
+
 def masked_rows_with_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A masked row is as wide as any other."""
     monkeypatch.setattr(Planner, "_width", lambda self, sequence: min(2, sequence.limit - 1 - sequence.high))
@@ -294,13 +299,19 @@ def long_thoughts(world: World) -> World:
     return world
 
 
+CHANGED = {
+    drafts_forgotten: mostly_wrong_drafts, bound_taken_for_index: long_thoughts, thoughts_of_single_rows: long_thoughts,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("fault", [
-    width_ignored, low_by_width, drafts_forgotten, no_cut, cut_without_step_back, bound_taken_for_index, masked_rows_with_drafts,
+    width_ignored, low_by_width, drafts_forgotten, no_cut, cut_without_step_back, bound_taken_for_index, thoughts_of_single_rows,
+    masked_rows_with_drafts,
 ])  # fmt: skip
 def test_wrong_widths_are_noticed(monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], None]) -> None:
     """Planted faults: what rows of several tokens give is committed wrongly, or masked wrongly."""
     fault(monkeypatch)
-    changed = {drafts_forgotten: mostly_wrong_drafts, bound_taken_for_index: long_thoughts}.get(fault, lambda world: world)
+    changed = CHANGED.get(fault, lambda world: world)
     assert caught(300, 2, changed)
 
 

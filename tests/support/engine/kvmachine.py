@@ -18,7 +18,7 @@ from collections.abc import Callable
 from engine.geometry import KVGroup
 from engine.plan import Admission, PromptRow, ResultRow, StepPlan, StepResult, encode_plan
 from engine.protocol import PromptLogprobs
-from tests.support.engine.plans import decode_plan, result_of
+from tests.support.engine.plans import decode_plan, decode_rows, result_of
 
 Model = Callable[[int, int, int], int]
 _MASK = (1 << 63) - 1
@@ -83,7 +83,7 @@ class KVMachine:
         plan = self.queue.popleft()
         self._apply(plan)
         rows = [(chunk.slot, chunk.start, chunk.end) for chunk in plan.chunks]
-        decodes = [(slot, self.length[slot], self.length[slot] + width) for slot, width, _ in plan.rows]
+        decodes = [(slot, self.length[slot], self.length[slot] + width) for slot, width, _ in decode_rows(plan)]
         guessed = [self._draft(slot, start, end) for slot, start, end in decodes]
         for slot, start, end in rows + decodes:
             self._write(slot, start, end)

@@ -26,6 +26,7 @@ from engine.protocol import AbortReason, FinishReason, GenerateRequest, Grammar,
 from tests.support.engine.draws import chance, mixed
 from tests.support.engine.kvmachine import identity, logprob_of
 from tests.support.engine.masked_ranks import Plant
+from tests.support.engine.plans import decode_rows
 from tests.support.engine.world_masks import FAILED, Consumed, Grammars, Host, WorldRanks, mask_of
 from tests.support.engine.world_thoughts import draw_budget, end_mask, forced_token
 
@@ -38,7 +39,7 @@ _MAX_REQUESTS = 14
 @dataclass
 class World:
     """Pools from two windows up, prompts from one token to beyond what fits, choices of one prompt, salts and priorities, aborts,
-    surprise ends, rows of any width, grammars, budgets of thought, logprobs of prompts, and now and then steps that are kept short."""
+    surprise ends, rows of any width, grammars, budgets of thought, logprobs of prompts, now and then steps kept short."""
 
     seed: int
     requests: list[GenerateRequest] = field(default_factory=list)
@@ -318,7 +319,7 @@ def check_first(first: Sequence | None, plan: StepPlan, passed: Counter[int]) ->
     """The first in order has a row after so many plans at most; `passed`: how many it has had none in."""
     if first is None:
         return
-    passed[first.number] += first.slot not in {slot for slot, *_ in [*plan.rows, *plan.chunks]}
+    passed[first.number] += first.slot not in {*plan.decodes, *(slot for slot, *_ in plan.chunks)}
     assert passed[first.number] <= 32 * (MOST_PASSED + 1), (first, plan)
     if first.high > first.low:
         passed[first.number] = 0
@@ -327,7 +328,7 @@ def check_first(first: Sequence | None, plan: StepPlan, passed: Counter[int]) ->
 def check_widths(scheduler: Scheduler, plan: StepPlan) -> None:
     """A row is as wide as may be, ends within its sequence's limit, and is one token wide where it is masked."""
     running = {sequence.slot: sequence for sequence in scheduler.running}
-    for slot, width, flags in plan.rows:
+    for slot, width, flags in decode_rows(plan):
         sequence = running[slot]
         assert 1 <= width <= scheduler.config.widest
         assert sequence.high <= sequence.limit - 1
@@ -337,7 +338,7 @@ def check_widths(scheduler: Scheduler, plan: StepPlan) -> None:
 
 def check_budget(scheduler: Scheduler, plan: StepPlan) -> None:
     """A step with chunks has at most its budget of rows, decode rows and their drafts among them; prompts may have a quarter."""
-    budget, decodes = scheduler.config.prefill_budget, sum(width for _, width, _ in plan.rows)
+    budget, decodes = scheduler.config.prefill_budget, sum(width for _, width, _ in decode_rows(plan))
     prefill = plan.prompt_tokens
     assert prefill <= max(budget - decodes, budget // 4, 1), (prefill, decodes, budget)
 
