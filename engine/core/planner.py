@@ -142,7 +142,7 @@ class Planner:
                 self._prefill(sequence, shares.get(sequence, 0), draft)
             elif high < sequence.limit - 1 and not sequence.waits:
                 masked = sequence.masked
-                width = 1 if single or masked else self._width(sequence)
+                width = 1 if single else self._width(sequence)
                 if not (sequence.number or self._admit_again(sequence, draft)):
                     continue
                 if high + width > sequence.held:

@@ -12,13 +12,12 @@ import pytest
 from engine.channel import MAX_RECORD
 from engine.core import results
 from engine.core.allocator import Allocator, Changes
-from engine.core.masks import MaskedRow, MaskState
+from engine.core.masks import MaskState
 from engine.core.planner import Planner
-from engine.core.results import Results
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.sequence import Sequence
 from engine.geometry import KVGroup
-from engine.plan import MAX_ADMITTED, MAX_SCORED, ResultRow, StepPlan, largest_plan, largest_result, most_appends
+from engine.plan import MAX_ADMITTED, MAX_SCORED, StepPlan, largest_plan, largest_result, most_appends
 from engine.protocol import (
     MAX_ALTERNATIVES,
     MAX_STOP_IDS,
@@ -34,7 +33,8 @@ from engine.protocol import (
 )
 from tests.support.engine.kvmachine import KVFault, KVMachine
 from tests.support.engine.plans import PageAppend, listed
-from tests.support.engine.worlds import World, check_ends, run_worlds, simulate
+from tests.support.engine.world_faults import caught
+from tests.support.engine.worlds import World, run_worlds, simulate
 
 pytestmark = pytest.mark.pure
 
@@ -110,30 +110,6 @@ def test_prompt_logprobs_lost_or_doubled_are_noticed(monkeypatch: pytest.MonkeyP
     """Planted faults: logprobs of prompt tokens whose positions come out of the cache, or come twice, or are lost."""
     FAULTS[fault](monkeypatch)
     assert caught(200, 3)
-
-
-def whole(world: World) -> None:
-    """A world to its end, each request's answer compared."""
-    check_ends(world, simulate(world))
-
-
-def caught(
-    worlds: int,
-    more_than: int,
-    changed: Callable[[World], World] = lambda world: world,
-    run: Callable[[World], object] = whole,
-    fault: type[Exception] | tuple[type[Exception], ...] = (AssertionError, StopIteration, ValueError),
-) -> bool:
-    """Whether a planted fault shows in more than so many of the worlds; those behind are not run."""
-    count = 0
-    for seed in range(worlds):
-        try:
-            run(changed(World(seed)))
-        except fault:
-            count += 1
-        if count > more_than:
-            return True
-    return False
 
 
 def wrong_page(group: int):  # noqa: ANN201
@@ -218,101 +194,11 @@ def test_tokens_behind_a_stop_id_are_noticed(monkeypatch: pytest.MonkeyPatch) ->
     """Planted fault: a row of several tokens is taken whole, though one of them ends the request."""
     honest = results._cut
 
-    def whole(sequence: Sequence, tokens: tuple[int, ...]) -> tuple[list[int], FinishReason | None]:
+    def uncut(sequence: Sequence, tokens: tuple[int, ...]) -> tuple[list[int], FinishReason | None]:
         return list(tokens), honest(sequence, tokens)[1]
 
-    monkeypatch.setattr(results, "_cut", whole)
+    monkeypatch.setattr(results, "_cut", uncut)
     assert caught(300, 10)
-
-
-def width_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row that gives fewer tokens than planned does not lower the upper bound."""
-    honest = Results._fold
-    monkeypatch.setattr(Results, "_fold", lambda self, sequence, width, row: honest(self, sequence, len(row.tokens), row))
-
-
-def low_by_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row advances its sequence by its width, whatever was accepted."""
-    honest = Results._fold
-
-    def fold(self: Results, sequence: Sequence, width: int, row: ResultRow) -> None:
-        sequence.low += width - len(row.tokens)
-        honest(self, sequence, width, row)
-
-    monkeypatch.setattr(Results, "_fold", fold)
-
-
-def drafts_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What rejected drafts wrote, which may not be finite, is taken for what the sequence left."""
-    honest = Results._take
-
-    def take(self: Results, sequence: Sequence, *given: Any) -> None:
-        sequence.dropped = 0
-        honest(self, sequence, *given)
-
-    monkeypatch.setattr(Results, "_take", take)
-
-
-def no_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens behind the one at which masks begin are kept."""
-    honest = Sequence.__post_init__
-
-    def made(self: Sequence) -> None:
-        honest(self)
-        self.cut_ids = frozenset()
-
-    monkeypatch.setattr(Sequence, "__post_init__", made)
-
-
-def cut_without_step_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks' tokens behind a cut stay, and their next row goes on from there."""
-    monkeypatch.setattr(Sequence, "step_back", lambda self: None)
-
-
-def bound_taken_for_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A masked row's token has the index that it would have if no draft before it was rejected."""
-    monkeypatch.setattr(MaskedRow, "length", property(lambda self: self.most))
-    monkeypatch.setattr("tests.support.engine.worlds._MAX_STEPS", 1000)
-
-
-def thoughts_of_single_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are masked for the end of a thought as if those in flight before them were of one token."""
-    monkeypatch.setattr("engine.core.masks.DEPTH", 0.5)
-
-
-def masked_rows_with_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A masked row is as wide as any other."""
-    monkeypatch.setattr(Planner, "_width", lambda self, sequence: min(2, sequence.limit - 1 - sequence.high))
-
-
-def mostly_wrong_drafts(world: World) -> World:
-    """Wide rows, a step at a time, whose drafts are mostly wrong, and now and then not finite."""
-    world.config = replace(world.config, widest=4)
-    world.depth, world.nan_chance, world.guess_chance = 1, 0.05, 0.3
-    return world
-
-
-def long_thoughts(world: World) -> World:
-    """Wide rows, and budgets for thoughts that begin now and then."""
-    world.config, world.guess_chance, world.stop_chance = replace(world.config, widest=4), 0.8, 0.0
-    world._limit_thoughts()
-    return world
-
-
-CHANGED = {
-    drafts_forgotten: mostly_wrong_drafts, bound_taken_for_index: long_thoughts, thoughts_of_single_rows: long_thoughts,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("fault", [
-    width_ignored, low_by_width, drafts_forgotten, no_cut, cut_without_step_back, bound_taken_for_index, thoughts_of_single_rows,
-    masked_rows_with_drafts,
-])  # fmt: skip
-def test_wrong_widths_are_noticed(monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], None]) -> None:
-    """Planted faults: what rows of several tokens give is committed wrongly, or masked wrongly."""
-    fault(monkeypatch)
-    changed = CHANGED.get(fault, lambda world: world)
-    assert caught(300, 2, changed)
 
 
 def test_decode_rows_beside_the_budget_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
