@@ -69,11 +69,11 @@ def pages_of(config: EngineConfig, kv_bytes: int) -> tuple[int, ...]:
     return pool_pages(groups, need, kv_bytes)
 
 
-def longest_sequence(groups: Sequence[KVGroup], pages: Sequence[int], drafts: int = 0) -> int:
+def longest_sequence(groups: Sequence[KVGroup], pages: Sequence[int]) -> int:
     """Tokens of the longest sequence, prompt and output, that pools of so many pages (null page included) hold while nothing else
     runs. Full attention decides: a sliding pool holds at least one whole window. The last token needs no page."""
     full = [(count - 1) * group.page for group, count in zip(groups, pages, strict=True) if group.window is None]
-    return min(full) + 1 - drafts
+    return min(full) + 1
 
 
 @dataclass(frozen=True)

@@ -83,14 +83,14 @@ class Admission:
 class StepPlan:
     """One step for every rank. Result rows come in the order: chunks that sample, then decode rows.
 
-    Of releases, appends and zeros there may be thousands: the core has them as arrays. `masked`: in some rows not every token may
-    come; the step's StepMasks say which.
+    Sections of which there may be many are arrays in the core. `masked`: in some rows not every token may come; the step's
+    StepMasks say which.
     """
 
     step: int
     stop: bool = False
     masked: bool = False
-    rows: list[tuple[int, ...]] = field(default_factory=list)
+    rows: "array[int]" = field(default_factory=lambda: array("i"))
     chunks: list[tuple[int, ...]] = field(default_factory=list)
     appends: Section = field(default_factory=list)
     releases: Section = field(default_factory=list)
@@ -100,9 +100,14 @@ class StepPlan:
     admissions: list[Admission] = field(default_factory=list)
 
     @property
+    def decodes(self) -> "array[int]":
+        """Slot of each decode row."""
+        return self.rows[:: SECTIONS["rows"]]
+
+    @property
     def result_slots(self) -> list[int]:
         """Slot of each result row."""
-        return [slot for slot, _, end, first_logit, *_ in self.chunks if first_logit < end] + [row[0] for row in self.rows]
+        return [slot for slot, _, end, first_logit, *_ in self.chunks if first_logit < end] + self.decodes.tolist()
 
     @property
     def prompt_tokens(self) -> int:
@@ -201,9 +206,9 @@ class StepResult:
         return [self.row(at) for at in range(len(self.table))]
 
 
-def single_rows(slots: Iterable[int]) -> list[tuple[int, ...]]:
+def single_rows(slots: Iterable[int]) -> "array[int]":
     """Decode rows of these slots, of one token each."""
-    return [(slot, 1, 0) for slot in slots]
+    return array("i", [number for slot in slots for number in (slot, 1, 0)])
 
 
 def encode_plan(plan: StepPlan) -> bytes:

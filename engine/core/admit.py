@@ -33,8 +33,8 @@ class Room:
         """One more runs."""
         self._running += 1
         if sequence.high < sequence.target:
-            for index in range(len(self._promised)):
-                worst = self._allocator.worst_pages(index, sequence.target + 1)
+            for index, pool in enumerate(self._allocator.pools):
+                worst = pool.group.worst_pages(sequence.target + 1)
                 self._promised[index] += max(0, worst - len(sequence.runs[index].pages))
 
     def fits(self, sequence: Sequence, hit: Hit | None) -> bool:
@@ -45,7 +45,7 @@ class Room:
         if not self._running:
             return True
         for index, pool in reversed(list(enumerate(self._allocator.pools))):  # full pages, of which long ones need most, first
-            need = self._allocator.worst_pages(index, len(sequence.tokens) + 1)
+            need = pool.group.worst_pages(len(sequence.tokens) + 1)
             if hit is not None and hit.count:
                 if pool.group.window is None:
                     need = max(0, need - len(hit.full)) + hit.idle_full

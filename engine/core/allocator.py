@@ -29,24 +29,15 @@ class Changes:
 
 
 class Allocator:
-    """`pages` counts each group's pages with its null page; a decode row computes up to `width` positions (1 + drafts).
+    """`pages` counts each group's pages with its null page; `share`: how much of each pool the prefix cache may keep idle; None:
+    there is no cache."""
 
-    `share`: how much of each pool the prefix cache may keep idle; None: there is no cache.
-    """
-
-    def __init__(self, groups: tuple[KVGroup, ...], pages: tuple[int, ...], width: int = 1, share: float | None = None) -> None:
+    def __init__(self, groups: tuple[KVGroup, ...], pages: tuple[int, ...], share: float | None = None) -> None:
         self.pools = [PagePool(group, count) for group, count in zip(groups, pages, strict=True)]
-        self.width = width
         self.page = groups[0].page
         (self._full,) = (pool for pool in self.pools if pool.group.window is None)
         self._sliding = next((pool for pool in self.pools if pool.group.window is not None), None)
         self.cache = None if share is None else PrefixCache(self._full, self._sliding, share)
-
-    def worst_pages(self, index: int, tokens: int) -> int:
-        """Pages of pool `index` that a sequence of `tokens` tokens needs at once when it runs a row at a time."""
-        group, drafts = self.pools[index].group, self.width - 1
-        whole = -(-(tokens + drafts) // group.page)
-        return whole if group.window is None else min(whole, group.worst_pages(tokens) + -(-drafts // group.page))
 
     def fitting(self, sequence: Sequence, wanted: int, headroom: int = 0) -> int:
         """How many of the next `wanted` positions the available pages allow, with `headroom` pages left over; 0 if not one fits."""

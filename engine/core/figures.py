@@ -39,7 +39,7 @@ class StepFigures:
 
     def planned(self, plan: StepPlan, now: float, load: Callable[[], Load]) -> None:
         """A plan went out; `load()` gives the current figures."""
-        prefill, decode = plan.prompt_tokens, len(plan.rows)
+        prefill, decode = plan.prompt_tokens, len(plan.decodes)
         name = "mixed" if prefill and decode else "prefill" if prefill else "decode"
         self.classes.setdefault(name, ClassFigures()).add(prefill, decode)
         if self._since is None:

@@ -156,12 +156,19 @@ class MaskState:
 
 @dataclass(frozen=True)
 class MaskedRow:
-    """A planned row, of an admission, that gives the token at index `length`."""
+    """A planned row of one token, of an admission. `most`: the token's index, if rows before it gave all that was planned;
+    `rejected`: of its sequence when it was planned."""
 
     state: MaskState
     number: int
     slot: int
-    length: int
+    most: int
+    rejected: int
+
+    @property
+    def length(self) -> int:
+        """The token's index; while rows before it are in flight, an upper bound."""
+        return self.most - (self.state.sequence.rejected - self.rejected)
 
     @property
     def unmasked(self) -> bool:
@@ -231,7 +238,6 @@ class Masks:
 
     def _track(self, sequence: Sequence, params: SamplingParams) -> None:
         """Follow a queued request from now on. If its prompt leaves a thought open, that may have to end at once."""
-        assert not self._scheduler.config.drafts, "a row with drafts cannot be masked token by token"
         grammar, length = params.grammar, len(sequence.tokens)
         compiled = None if grammar is None else self._compiled(grammar.text)
         limit = None if params.thought is None else ThoughtLimit(params.thought, length)
@@ -261,7 +267,9 @@ class Masks:
         """A masked plan was just made: `due` will give its masks."""
         slots = set(plan.result_slots)
         sequences = ((state, state.sequence) for state in self._states if state.sequence.masked)
-        rows = [MaskedRow(state, each.number, each.slot, each.high) for state, each in sequences if each.slot in slots]
+        rows = [
+            MaskedRow(state, each.number, each.slot, each.high, each.rejected) for state, each in sequences if each.slot in slots
+        ]
         assert rows, plan
         self._planned.append((plan.step, rows))
         for row in rows:
@@ -327,7 +335,7 @@ class Masks:
         if (limit := state.limit) is None:
             return
         sequence, end, ending = state.sequence, limit.ends_at, state.ending
-        state.ending = end is not None and end < len(sequence.tokens) + DEPTH
+        state.ending = end is not None and end < len(sequence.tokens) + DEPTH * self._scheduler.config.widest
         if end is not None and state.ending and not ending:
             state.constrain(end)
         elif ending and not state.ending:

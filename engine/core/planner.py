@@ -7,10 +7,12 @@ Per plan, in order of precedence (priority, then arrival):
     3. admit     from the queue, while slots, pages and budget last; what is left of the budget goes to running prefills
     4. fill      if the step is still empty, the first prefill that there are pages for
 
-A sequence short of pages shrinks its chunk, then preempts the last one; the last one itself sits the step out. So the first always
-advances: its worst case fits the empty pools (or it was refused), and all others can be preempted.
+A sequence short of pages shrinks its chunk or row, then preempts the last one; the last one itself sits the step out. So the first
+always advances: its worst case fits the empty pools (or it was refused), and all others can be preempted.
 """
 
+import struct
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from engine.core.admit import Admissions
@@ -25,12 +27,19 @@ from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
 from engine.plan import MAX_SCORED, ROW_MASKED, Admission, StepPlan
 
+Width = Callable[[Sequence], int]  # the tokens, drafts included, that a sequence's next row should compute; at least 1
+
+
+def one_token(_: Sequence) -> int:
+    """No drafts."""
+    return 1
+
 
 @dataclass(frozen=True)
 class SchedulerConfig:
     """pages           of each group, its null page included
     prefill_budget  rows of a step that has prompt tokens, decode rows included; a quarter always belongs to prompts
-    drafts          tokens that a decode row guesses beyond its own: it gives between one and 1 + drafts
+    widest          tokens that a decode row may compute at most: its own and drafts, of which those that are right are given too
     cache_share     part of each pool that the prefix cache may keep idle; None: there is no cache
     policy          a name of core/policy.py
     tpot_target_ms  mean time of steps with decode rows, by `step_times` (core/step_budget.py)
@@ -41,7 +50,7 @@ class SchedulerConfig:
     max_seqs: int
     max_len: int
     prefill_budget: int
-    drafts: int = 0
+    widest: int = 1
     cache_share: float | None = None
     policy: str = "fair"
     step_times: StepTimes | None = None
@@ -55,6 +64,7 @@ class PlanDraft:
     plan: StepPlan
     changes: Changes
     flight: Flight
+    rows: list[int] = field(default_factory=list)  # its decode rows, flat: a list grows faster than an array
     masked: bool = False  # a row of it uses a mask
     budget: int = 0  # prompt tokens that it may still get
     scored: int = MAX_SCORED  # prompt tokens with logprobs that it may still get
@@ -65,7 +75,7 @@ class PlanDraft:
 class Planner:
     """Makes plans, one after the other; each call of `next` advances `high` of every sequence in the plan."""
 
-    def __init__(self, config: SchedulerConfig, requests: Requests, allocator: Allocator) -> None:
+    def __init__(self, config: SchedulerConfig, requests: Requests, allocator: Allocator, width: Width) -> None:
         self.config = config
         self._requests = requests
         self._allocator = allocator
@@ -73,7 +83,7 @@ class Planner:
         self._admissions = Admissions(requests, allocator, policy, config.prefill_budget)
         self._budget = StepBudget(policy, config.prefill_budget, config.step_times, config.tpot_target_ms)
         self._changes = Changes()  # not sent yet: the next plan carries them
-        self._width = 1 + config.drafts
+        self._wanted_width = width
         self._step = 0  # of the last plan
 
     def next(self) -> tuple[StepPlan, Flight] | None:
@@ -88,8 +98,9 @@ class Planner:
         self._admit(draft, shares)
         self._spend(draft, sum(shares.values()))
         self._run_any(draft)
-        if not (plan.chunks or plan.rows or plan.admissions):
+        if not (plan.chunks or draft.rows or plan.admissions):
             return None
+        plan.rows.frombytes(struct.pack(f"{len(draft.rows)}i", *draft.rows))
         if shares:
             draft.flight.expected = self._budget.planned(_chunks(draft), draft.decode_rows)
         self._changes = Changes()
@@ -108,9 +119,9 @@ class Planner:
         if not (prefills or waiting):
             self._budget.idle()
             return {}
-        contexts = [sequence.high for sequence in self._requests.running if sequence.decodable]
-        draft.decode_rows = DecodeRows(len(contexts), sum(contexts))
-        draft.budget = self._budget.prompt_tokens(len(contexts) * self._width)
+        decoding = [sequence for sequence in self._requests.running if sequence.decodable]
+        draft.decode_rows = DecodeRows(len(decoding), sum(sequence.high for sequence in decoding))
+        draft.budget = self._budget.prompt_tokens(sum(map(self._width, decoding)))
         prompts = [_prompt(sequence) for sequence in prefills]
         prompts += [Prompt(sequence.uncached, sequence.cached_when_queued) for sequence in waiting]
         return dict(zip(prefills + waiting, self._budget.share(prompts, draft.budget, draft.decode_rows), strict=True))
@@ -122,8 +133,7 @@ class Planner:
 
     def _run_all(self, draft: PlanDraft, shares: dict[Sequence, int]) -> None:
         """A row for each running sequence, in order, if it can have one and its pages; prefills get their shares of the budget."""
-        width = self._width
-        plan_rows, rows = draft.plan.rows, draft.flight.decodes
+        plan_rows, rows, single = draft.rows, draft.flight.rows, self.config.widest == 1
         for sequence in list(self._requests.running):
             if sequence.slot < 0:
                 continue  # preempted for one before it
@@ -131,15 +141,23 @@ class Planner:
             if high < sequence.target:
                 self._prefill(sequence, shares.get(sequence, 0), draft)
             elif high < sequence.limit - 1 and not sequence.waits:
-                end = high + width
-                if (sequence.number or self._admit_again(sequence, draft)) and (
-                    end <= sequence.held or self._hold_row(sequence, end, draft.changes)
-                ):
-                    sequence.high = end
-                    plan_rows.append((sequence.slot, width, ROW_MASKED * sequence.masked))
-                    rows.append((sequence, sequence.number))
-                    if sequence.masked:
+                masked = sequence.masked
+                width = 1 if single else self._width(sequence)
+                if not (sequence.number or self._admit_again(sequence, draft)):
+                    continue
+                if high + width > sequence.held:
+                    width = self._hold_row(sequence, width, draft.changes)
+                if width:
+                    sequence.high = high + width
+                    plan_rows += (sequence.slot, width, ROW_MASKED if masked else 0)
+                    rows.append((sequence, sequence.number, width))
+                    if masked:
                         draft.masked = True
+
+    def _width(self, sequence: Sequence) -> int:
+        """Positions of its next row: none behind its limit, and one where a mask says which token may come."""
+        width = 1 if sequence.masked else min(self._wanted_width(sequence), self.config.widest)
+        return width if width == 1 else min(width, sequence.limit - 1 - sequence.high)
 
     def _admit_again(self, sequence: Sequence, draft: PlanDraft) -> bool:
         """Admit a sequence that has stepped back with its next row; False if the plan has no room for that."""
@@ -148,12 +166,12 @@ class Planner:
             draft.plan.admissions.append(admission)
         return admission is not None
 
-    def _hold_row(self, sequence: Sequence, end: int, changes: Changes) -> bool:
-        """Take the pages for a decode row up to `end`; False if they are not to be had."""
-        if not self._make_room(sequence, self._width):
-            return False
-        self._allocator.hold(sequence, end, changes)
-        return True
+    def _hold_row(self, sequence: Sequence, width: int, changes: Changes) -> int:
+        """Take the pages for up to `width` positions; how many it can have. Nobody is preempted for more than one."""
+        width = self._allocator.fitting(sequence, width) or int(self._make_room(sequence, 1))
+        if width:
+            self._allocator.hold(sequence, sequence.high + width, changes)
+        return width
 
     def _prefill(self, sequence: Sequence, share: int, draft: PlanDraft, *, may_preempt: bool = True) -> None:
         """Compute up to `share` more of its known tokens, as far as there are pages."""
@@ -207,7 +225,7 @@ class Planner:
     def _run_any(self, draft: PlanDraft) -> None:
         """In an empty step, compute the first prompt that there are pages for."""
         for sequence in list(self._requests.running) if draft.budget else ():
-            if draft.plan.chunks or draft.plan.rows or sequence.slot < 0:
+            if draft.plan.chunks or draft.rows or sequence.slot < 0:
                 return
             self._prefill(sequence, sequence.ready, draft)
 

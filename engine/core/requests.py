@@ -42,7 +42,7 @@ class Requests:
         self.running: list[Sequence] = []
         self._by_key: dict[Key, Sequence] = {}
         self._slots = list(range(slots - 1, -1, -1))
-        self._outputs: list[tuple[int, Output]] = []
+        self.outputs: list[tuple[int, Output]] = []
         self._started: list[Key] = []
         self._max_len, self._longest = max_len, longest
         self._arrivals = 0
@@ -172,7 +172,7 @@ class Requests:
 
     def emit(self, client: int, output: Output) -> None:
         """Queue an output for a client."""
-        self._outputs.append((client, output))
+        self.outputs.append((client, output))
 
     def drain_started(self) -> list[Key]:
         """Requests that were admitted for the first time since the last call."""
@@ -181,7 +181,7 @@ class Requests:
 
     def drain(self) -> Iterator[tuple[int, Output]]:
         """(client, output) of everything since the last call, in order."""
-        outputs, self._outputs = self._outputs, []
+        outputs, self.outputs = self.outputs, []
         return iter(outputs)
 
 

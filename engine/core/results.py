@@ -25,25 +25,24 @@ class ChunkRow(NamedTuple):
 
 @dataclass
 class Flight:
-    """A plan whose result has not come; result rows come in the order: chunks that sample, then decodes.
+    """A plan whose result has not come; result rows come in the order: chunks that sample, then decode rows.
 
-    decodes   each decode row's sequence, and its admission number when it was planned
+    rows      each decode row's sequence, its admission number when it was planned, and its width
     expected  its expected time, if a target bounds the step
     """
 
     step: int
     chunks: list[ChunkRow] = field(default_factory=list)
-    decodes: list[tuple[Sequence, int]] = field(default_factory=list)
+    rows: list[tuple[Sequence, int, int]] = field(default_factory=list)
     prefill_tokens: int = 0
     expected: Expected | None = None
 
 
 class Results:
-    """Plans in flight, oldest first. `done` is the step of the last result; a decode row gives up to `width` tokens."""
+    """Plans in flight, oldest first. `done` is the step of the last result."""
 
-    def __init__(self, requests: Requests, width: int) -> None:
+    def __init__(self, requests: Requests) -> None:
         self._requests = requests
-        self._width = width
         self._in_flight: deque[Flight] = deque()
         self.done = 0
 
@@ -64,7 +63,7 @@ class Results:
         self._requests.counters.prefill_tokens += flight.prefill_tokens
         self._commit_prompts(flight.chunks, result)
         first = self._commit_chunks(flight.chunks, result)
-        self._commit_decodes(flight.decodes, result, first)
+        self._commit_rows(flight.rows, result, first)
         return flight
 
     def _commit_prompts(self, chunks: list[ChunkRow], result: StepResult) -> None:
@@ -103,29 +102,35 @@ class Results:
                 self._take(sequence, row, *_cut(sequence, row.tokens))
         return at
 
-    def _commit_decodes(self, decodes: list[tuple[Sequence, int]], result: StepResult, first: int) -> None:
+    def _commit_rows(self, rows: list[tuple[Sequence, int, int]], result: StepResult, first: int) -> None:
         """Commit the decode rows. The loop handles the common row, of one token that ends nothing; `_fold` all others."""
         slots, _, counts, _, tokens = result.table[first:, :5].T.tolist()
-        width, emit, plain = self._width, self._requests.emit, not result.logprobs
-        for at, ((sequence, number), slot, count, token) in enumerate(zip(decodes, slots, counts, tokens, strict=True), first):
+        outputs, plain = self._requests.outputs, not result.logprobs
+        for at, ((sequence, number, width), slot, count, token) in enumerate(zip(rows, slots, counts, tokens, strict=True), first):
             if sequence.number != number:
                 continue
-            if count == 1 and plain and token not in sequence.stop_ids and sequence.low + 2 < sequence.limit:
+            if count == width == 1 and plain and token not in sequence.stop_ids and sequence.low + 2 < sequence.limit:
                 assert slot == sequence.slot, (slot, sequence)
                 sequence.low += 1
-                sequence.high += 1 - width
                 sequence.tokens.append(token)
-                emit(sequence.key[0], Output(id=sequence.key[1], tokens=[token]))
+                client, request = sequence.key
+                outputs.append((client, Output(id=request, tokens=[token])))
             else:
-                self._fold(sequence, result.row(at))
+                self._fold(sequence, width, result.row(at))
         self._requests.counters.decode_tokens += sum(counts)
 
-    def _fold(self, sequence: Sequence, row: ResultRow) -> None:
-        """Commit a decode row that may have several tokens, or end its sequence."""
+    def _fold(self, sequence: Sequence, width: int, row: ResultRow) -> None:
+        """Commit a decode row that may have several tokens, or end its sequence. What the ranks have given behind a cut is theirs
+        alone: the sequence steps back."""
         taken, finish = _cut(sequence, row.tokens)
+        if len(taken) < width:
+            sequence.dropped = max(sequence.dropped, sequence.low + width)
         sequence.low += len(taken)
-        sequence.high -= self._width - len(row.tokens)
+        sequence.high -= width - len(row.tokens)
+        sequence.rejected += width - len(row.tokens)
         self._take(sequence, row, taken, finish)
+        if len(taken) < len(row.tokens) and not finish:
+            sequence.step_back()
 
     def _take(self, sequence: Sequence, row: ResultRow, taken: list[int], finish: FinishReason | None) -> None:
         """Append a row's tokens, and tell the client."""
@@ -148,11 +153,13 @@ class Results:
 
 
 def _cut(sequence: Sequence, tokens: tuple[int, ...]) -> tuple[list[int], FinishReason | None]:
-    """The row's tokens up to the first that ends the sequence, and why it ends."""
+    """The row's tokens up to the first that ends the sequence, and why it ends; or up to where masks may begin."""
     length, may_stop = len(sequence.tokens), sequence.prompt + sequence.params.min_tokens
     for count, token in enumerate(tokens, 1):
         if token in sequence.stop_ids and length + count > may_stop:
             return list(tokens[:count]), FinishReason.stop
         if length + count >= sequence.limit:
             return list(tokens[:count]), FinishReason.length
+        if token in sequence.cut_ids:
+            return list(tokens[:count]), None
     return list(tokens), None

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from engine.core.allocator import Allocator
 from engine.core.pages import PagePool
-from engine.core.planner import Planner, SchedulerConfig
+from engine.core.planner import Planner, SchedulerConfig, Width, one_token
 from engine.core.prefix import PrefixCache
 from engine.core.requests import Counters, Requests
 from engine.core.results import Results
@@ -22,16 +22,18 @@ __all__ = ["Scheduler", "SchedulerConfig"]
 
 
 class Scheduler:
-    """Call `schedule` for the next plan and `commit` with each plan's result, in order; `drain` gives the outputs."""
+    """Call `schedule` for the next plan and `commit` with each plan's result, in order; `drain` gives the outputs.
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    width  how many tokens a sequence's next row should compute
+    """
+
+    def __init__(self, config: SchedulerConfig, width: Width = one_token) -> None:
         self.config = config
-        width = 1 + config.drafts
-        self._allocator = Allocator(config.groups, config.pages, width, config.cache_share)
-        longest = longest_sequence(config.groups, config.pages, config.drafts)
+        self._allocator = Allocator(config.groups, config.pages, config.cache_share)
+        longest = longest_sequence(config.groups, config.pages)
         self._requests = Requests(self._allocator, config.max_seqs, config.max_len, longest)
-        self._results = Results(self._requests, width)
-        self._planner = Planner(config, self._requests, self._allocator)
+        self._results = Results(self._requests)
+        self._planner = Planner(config, self._requests, self._allocator, width)
 
     # -- what it holds
 

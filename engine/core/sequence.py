@@ -6,8 +6,8 @@
        +---------------+  preempt: pages and slot go back, `tokens` stay, computed again at the next admission
 
 `low` is exact: the positions whose results are in. `high` is an upper bound: the positions planned, if every draft is accepted; a
-row that gives fewer tokens lowers it at its commit. Pages are held up to `high` and given back below `low`'s window. At most
-`limit - 1` positions are needed: the last token is sampled from position limit - 2 and never fed back.
+row that gives fewer tokens than its width lowers it at its commit. Pages are held up to `high` and given back below `low`'s window.
+At most `limit - 1` positions are needed: the last token is sampled from position limit - 2 and never fed back.
 """
 
 from array import array
@@ -39,7 +39,8 @@ class Sequence:
                 `cached_when_queued`: when it was queued
     marks       page counts at which it leaves a prefix in the cache, ascending
     hit         while it waits: the last look-up in the prefix cache
-    dropped     end of the positions that rows whose results are dropped may have written
+    rejected    tokens by which its rows have given fewer than planned
+    dropped     end of the positions that rejected drafts, and rows whose results are dropped, may have written
     held        positions for which it holds pages in every group;   runs: those pages, by group
     release_at  the `low` from which on a page can be given back
     started     it was admitted once
@@ -67,6 +68,7 @@ class Sequence:
     hit: Hit | None = None
     low: int = 0
     high: int = 0
+    rejected: int = 0
     dropped: int = 0
     held: int = 0
     release_at: int = 0
@@ -76,9 +78,14 @@ class Sequence:
     runs: list[PageRun] = field(default_factory=list)
 
     stop_ids: frozenset[int] = field(init=False)
+    cut_ids: frozenset[int] = field(init=False)  # behind which a row's tokens are dropped: masks may begin there
 
     def __post_init__(self) -> None:
-        self.stop_ids = frozenset(self.params.stop_ids)
+        params = self.params
+        self.stop_ids = frozenset(params.stop_ids)
+        trigger = None if params.grammar is None else params.grammar.trigger
+        thought = None if params.thought is None else params.thought.begin
+        self.cut_ids = frozenset(token for token in (trigger, thought) if token is not None)
 
     @property
     def running(self) -> bool:

@@ -42,7 +42,7 @@ class TimedRank:
 
     def run(self, plan: StepPlan) -> tuple[StepResult, float]:
         """A plan's result, and the milliseconds of CPU time that its step took."""
-        context = int(self.runner.slots.lengths[[slot for slot, *_ in plan.rows]].sum()) if plan.rows else 0
+        context = int(self.runner.slots.lengths[plan.decodes.tolist()].sum()) if plan.rows else 0
         began = time.thread_time()
         result = self.runner.launch(encode_plan(plan)).end()
         spent = 1e3 * (time.thread_time() - began)
@@ -88,7 +88,7 @@ def estimates(times: StepTimes, rank: TimedRank) -> tuple[float, float]:
     """(mean, 90th percentile) of expected by measured time of the mixed steps so far."""
     found = []
     for plan, context, spent in rank.mixed:
-        expected = StepEstimate(times, len(plan.rows), context)
+        expected = StepEstimate(times, len(plan.decodes), context)
         for _, start, end, *_ in plan.chunks:
             expected.add(end - start, start)
         found.append(expected.ms / spent)

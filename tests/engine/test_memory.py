@@ -140,17 +140,17 @@ def test_too_little_memory_is_refused(spare: int) -> None:
         asked(spare)
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
-def test_the_longest_sequence_runs_to_its_end(drafts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("widest", [1, 4])
+def test_the_longest_sequence_runs_to_its_end(widest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of `longest_sequence` tokens is served by empty pools whatever part of it is prompt; one token more is refused, and
     told how many fit. Planted fault: a bound that is one too high lets in what stands still."""
     groups = (KVGroup(0, "sliding", (0,), 1, 256, 8, 4), KVGroup(1, "full", (1,), 1, 512, None, 4))
     pages = (20, 9)
-    longest = longest_sequence(groups, pages, drafts)
+    longest = longest_sequence(groups, pages)
 
     def ends(prompt: int, tokens: int) -> Output:
-        scheduler = Scheduler(SchedulerConfig(groups, pages, 2, 64, 16, drafts))
-        machine = KVMachine(groups, pages, 2, 64, lambda prefix, position, seed: 3, drafts)
+        scheduler = Scheduler(SchedulerConfig(groups, pages, 2, 64, 16, widest), lambda sequence: widest)
+        machine = KVMachine(groups, pages, 2, 64, lambda prefix, position, seed: 3)
         params = SamplingParams(max_tokens=tokens)
         scheduler.add(0, GenerateRequest(id=1, prompt=pack_tokens([1] * prompt), params=params))
         while (plan := scheduler.schedule()) is not None:

@@ -81,6 +81,12 @@ PARAMS = st.builds(
     prompt_logprobs=st.none() | st.integers(0, 20),
     adjustments=st.none() | ADJUSTMENTS,
 )
+
+
+def flat(rows: list[DecodeRow]) -> "array[int]":
+    return array("i", [number for row in rows for number in row])
+
+
 TOKENS = st.lists(INT32, max_size=40)
 ADMISSION = lists(Admission, INT32, st.integers(0, 2**63 - 1), TOKENS, SMALL, PARAMS, SMALL, SMALL, SMALL)
 PLANS = st.builds(
@@ -93,7 +99,7 @@ PLANS = st.builds(
     zeros=lists(PageZero, INT32, INT32),
     chunks=lists(PrefillChunk, INT32, INT32, INT32, INT32, INT32, INT32),
     masked=st.booleans(),
-    rows=lists(DecodeRow, INT32, INT32, st.sampled_from([0, ROW_MASKED])),
+    rows=st.lists(st.builds(DecodeRow, INT32, INT32, st.sampled_from([0, ROW_MASKED]))).map(flat),
     spans=lists(Span, INT32, INT32),
     encodes=lists(Encode, INT32, INT32, INT32, INT32),
 )
@@ -141,7 +147,8 @@ def test_a_rank_reads_sections_in_place(plan: StepPlan) -> None:
     sections = [getattr(view, name) for name in SECTIONS]
     assert view.fixed[COUNTS : COUNTS + len(SECTIONS) + 1].tolist() == [*map(len, sections), len(plan.admissions)]
     assert np.array_equal(view.fixed[HEADER:], np.concatenate([section.ravel() for section in sections]))
-    for name, section in zip(SECTIONS, sections, strict=True):
+    assert view.rows.ravel().tolist() == plan.rows.tolist()
+    for name, section in zip([*SECTIONS][1:], sections[1:], strict=True):
         assert section.tolist() == [list(row) for row in getattr(plan, name)]
     assert view.result_slots.tolist() == plan.result_slots
 

@@ -33,7 +33,8 @@ from engine.protocol import (
 )
 from tests.support.engine.kvmachine import KVFault, KVMachine
 from tests.support.engine.plans import PageAppend, listed
-from tests.support.engine.worlds import World, check_ends, run_worlds, simulate
+from tests.support.engine.world_faults import caught
+from tests.support.engine.worlds import World, run_worlds, simulate
 
 pytestmark = pytest.mark.pure
 
@@ -89,7 +90,7 @@ def test_a_result_fits_its_record_whatever_is_asked_for(monkeypatch: pytest.Monk
         for number in range(3):
             scheduler.add(0, GenerateRequest(id=number, prompt=pack_tokens([5] * 20_000), params=params))
         plans = [scheduler.schedule() for _ in range(2)]
-        return [plan.prompt_tokens + len(plan.rows) for plan in plans if plan is not None]
+        return [plan.prompt_tokens + len(plan.decodes) for plan in plans if plan is not None]
 
     assert scored() == [MAX_SCORED] * 2
     assert largest_result(4096) <= MAX_RECORD
@@ -109,30 +110,6 @@ def test_prompt_logprobs_lost_or_doubled_are_noticed(monkeypatch: pytest.MonkeyP
     """Planted faults: logprobs of prompt tokens whose positions come out of the cache, or come twice, or are lost."""
     FAULTS[fault](monkeypatch)
     assert caught(200, 3)
-
-
-def whole(world: World) -> None:
-    """A world to its end, each request's answer compared."""
-    check_ends(world, simulate(world))
-
-
-def caught(
-    worlds: int,
-    more_than: int,
-    changed: Callable[[World], World] = lambda world: world,
-    run: Callable[[World], object] = whole,
-    fault: type[Exception] | tuple[type[Exception], ...] = (AssertionError, StopIteration, ValueError),
-) -> bool:
-    """Whether a planted fault shows in more than so many of the worlds; those behind are not run."""
-    count = 0
-    for seed in range(worlds):
-        try:
-            run(changed(World(seed)))
-        except fault:
-            count += 1
-        if count > more_than:
-            return True
-    return False
 
 
 def wrong_page(group: int):  # noqa: ANN201
@@ -217,10 +194,10 @@ def test_tokens_behind_a_stop_id_are_noticed(monkeypatch: pytest.MonkeyPatch) ->
     """Planted fault: a row of several tokens is taken whole, though one of them ends the request."""
     honest = results._cut
 
-    def whole(sequence: Sequence, tokens: tuple[int, ...]) -> tuple[list[int], FinishReason | None]:
+    def uncut(sequence: Sequence, tokens: tuple[int, ...]) -> tuple[list[int], FinishReason | None]:
         return list(tokens), honest(sequence, tokens)[1]
 
-    monkeypatch.setattr(results, "_cut", whole)
+    monkeypatch.setattr(results, "_cut", uncut)
     assert caught(300, 10)
 
 
@@ -287,7 +264,7 @@ def test_appends_are_bounded_and_come_near_the_bound() -> None:
 
 
 def bound_of(config: SchedulerConfig, admitted: int = MAX_ADMITTED) -> int:
-    page, width = config.groups[0].page, 1 + config.drafts
+    page, width = config.groups[0].page, config.widest
     return largest_plan(config.max_seqs, config.max_len, config.prefill_budget, page, 2, width=width, admitted=admitted)
 
 

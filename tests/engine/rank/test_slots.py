@@ -1,6 +1,7 @@
 """Slot state as a fold over plans: against a model of it in dictionaries, over random plan streams."""
 
 import random
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -43,7 +44,7 @@ class Rank:
         self.step.apply(uploaded)
         if plan.chunks:
             return self.step.mixed(view, uploaded)
-        return self.step.decodes(uploaded, len(plan.rows) + padding) if plan.rows else None
+        return self.step.decodes(uploaded, len(plan.decodes) + padding) if plan.rows else None
 
     def results(self, plan: StepPlan) -> ResultRows:
         """How the rows of the plan's results sample."""
@@ -78,7 +79,8 @@ class SlotModel:
         for slot in range(SLOTS):
             self._slot(slot, plan)
         self.rng.shuffle(plan.chunks)
-        self.rng.shuffle(plan.rows)
+        order = self.rng.sample(range(len(plan.decodes)), len(plan.decodes))
+        plan.rows[:] = array("i", [number for at in order for number in DecodeRow(plan.decodes[at])])
         return plan
 
     def _slot(self, slot: int, plan: StepPlan) -> None:
@@ -111,7 +113,7 @@ class SlotModel:
             end = sequence.computed + size
             plan.chunks.append(PrefillChunk(slot, sequence.computed, end, end - 1 if size == left else end))
         elif self.rng.random() < 0.7:
-            plan.rows.append(DecodeRow(slot))
+            plan.rows.extend(DecodeRow(slot))
 
     def expect(self, plan: StepPlan) -> tuple[list[tuple[int, int, int]], list[int]]:
         """Advance the sequences; (slot, position, token) of each row, and the rows whose logits are wanted."""
@@ -122,7 +124,7 @@ class SlotModel:
             inputs += [(chunk.slot, at, sequence.tokens[at]) for at in range(chunk.start, chunk.end)]
             wanted += [len(inputs) - 1] if chunk.end == len(sequence.tokens) else []
             sequence.computed = chunk.end
-        for slot, *_ in plan.rows:
+        for slot in plan.decodes:
             sequence = self.sequences[slot]
             wanted.append(len(inputs))
             inputs.append((slot, sequence.computed, sequence.tokens[sequence.computed]))

@@ -7,8 +7,8 @@ entry, or when a page number is not one of its pool's.
 
 Logprobs of prompt tokens are numbers made of the prefix up to each.
 
-With `drafts`, a decode row computes 1 + drafts positions: guesses of the next tokens, of which those before the first wrong one are
-accepted. What the others wrote is wrong, and stays in its pages until it is written again.
+A decode row computes as many positions as it is wide: behind the first, guesses of the next tokens, of which those before the first
+wrong one are accepted. What the others wrote is wrong, perhaps not finite, and stays in its pages until it is written again.
 """
 
 import struct
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from engine.geometry import KVGroup
 from engine.plan import Admission, PromptRow, ResultRow, StepPlan, StepResult, encode_plan
 from engine.protocol import PromptLogprobs
-from tests.support.engine.plans import decode_plan, result_of
+from tests.support.engine.plans import decode_plan, decode_rows, result_of
 
 Model = Callable[[int, int, int], int]
 _MASK = (1 << 63) - 1
@@ -47,21 +47,20 @@ class KVMachine:
     """
 
     def __init__(
-        self, groups: tuple[KVGroup, ...], pages: tuple[int, ...], slots: int, max_len: int, model: Model, drafts: int = 0
+        self, groups: tuple[KVGroup, ...], pages: tuple[int, ...], slots: int, max_len: int, model: Model
     ) -> None:
         self.groups = groups
         self.pages = pages
-        width = -(-(max_len + drafts) // groups[0].page) + 1
+        width = -(-max_len // groups[0].page) + 1
         self.tables = [[[0] * width for _ in range(slots)] for _ in groups]  # by group and slot: pages
         self.entries = [[[0] * group.page for _ in range(count)] for group, count in zip(groups, pages, strict=True)]
-        self.prefixes = [[0] * (max_len + drafts + 2) for _ in range(slots)]  # identity of each slot's tokens up to a position
+        self.prefixes = [[0] * (max_len + 2) for _ in range(slots)]  # identity of each slot's tokens up to a position
         self.number = [0] * slots
         self.length = [0] * slots
         self.seed = [0] * slots
         self.admitted: dict[int, Admission] = {}
         self.model = model
-        self.drafts = drafts
-        self.poisoned: list[set[int]] = [set() for _ in groups]  # pages where NaN stands
+        self.poisoned: list[dict[int, set[int]]] = [{} for _ in groups]  # pages where NaN stands: at which positions
         self.queue: deque[StepPlan] = deque()
         self.reads = 0
         self.rejected = 0
@@ -84,12 +83,14 @@ class KVMachine:
         plan = self.queue.popleft()
         self._apply(plan)
         rows = [(chunk.slot, chunk.start, chunk.end) for chunk in plan.chunks]
-        decodes = [(slot, self.length[slot], self.length[slot] + 1 + self.drafts) for slot, *_ in plan.rows]
-        guessed = [self._draft(slot, start) for slot, start, _ in decodes]
+        decodes = [(slot, self.length[slot], self.length[slot] + width) for slot, width, _ in decode_rows(plan)]
+        guessed = [self._draft(slot, start, end) for slot, start, end in decodes]
         for slot, start, end in rows + decodes:
             self._write(slot, start, end)
         for slot, start, end in rows + decodes:
             self._read(slot, start, end)
+        for slot, start, end in decodes:
+            self._poison(slot, start + 1, end)
         for slot, _, end in rows:
             self.length[slot] = end
         results = [self._sample(chunk.slot, chunk.end, []) for chunk in plan.chunks if chunk.samples]
@@ -121,7 +122,7 @@ class KVMachine:
             for table in self.tables:
                 table[slot] = [0] * len(table[slot])
         for zero in plan.zeros:
-            self.poisoned[zero.group].discard(zero.page)
+            self.poisoned[zero.group].pop(zero.page, None)
         for append in plan.appends:
             again = append.slot in held and held[append.slot][append.group][append.index] == append.page
             if append.page in self.poisoned[append.group] and not again:
@@ -130,16 +131,24 @@ class KVMachine:
                 raise KVFault(f"page {append.page} is not one of group {append.group}'s {self.pages[append.group]}")
             self.tables[append.group][append.slot][append.index] = append.page
 
-    def _draft(self, slot: int, start: int) -> list[int]:
-        """Guess the tokens behind the one at `start`; the row's positions get their identities."""
+    def _draft(self, slot: int, start: int, end: int) -> list[int]:
+        """Guess the tokens of positions (start, end), which get their identities."""
         drafts = []
         before = self.prefixes[slot][start]
-        for at in range(start + 1, start + 1 + self.drafts):
+        for at in range(start + 1, end):
             right = self._token(slot, before, at)
             token = right if self.guess(before, at) else right + 1
             drafts.append(token)
             before = self.prefixes[slot][at] = identity(before, token)
         return drafts
+
+    def _poison(self, slot: int, start: int, end: int) -> None:
+        """Drafts of positions [start, end) write NaN where the model's logits behind them are."""
+        for group, table, poisoned in zip(self.groups, self.tables, self.poisoned, strict=True):
+            for at in range(start, end):
+                page = table[slot][at // group.page]
+                if self.nan(self.prefixes[slot][at]):
+                    poisoned.setdefault(page, set()).add(at % group.page)
 
     def _write(self, slot: int, start: int, end: int) -> None:
         prefixes = self.prefixes[slot]
@@ -150,6 +159,14 @@ class KVMachine:
                     raise KVFault(f"slot {slot} writes to the null page of {group.name} in [{start}, {end})")
                 first, last = max(start, at * size), min(end, (at + 1) * size)
                 entries[page][first - at * size : last - at * size] = prefixes[first:last]
+                if self.poisoned[group.index].get(page):
+                    self._overwrite(group.index, page, range(first - at * size, last - at * size))
+
+    def _overwrite(self, group: int, page: int, entries: range) -> None:
+        """What stood there is gone."""
+        left = self.poisoned[group].pop(page).difference(entries)
+        if left:
+            self.poisoned[group][page] = left
 
     def _read(self, slot: int, start: int, end: int) -> None:
         prefixes = self.prefixes[slot]
@@ -169,8 +186,7 @@ class KVMachine:
         tokens: list[int] = []
         before = self.prefixes[slot][position - 1]
         if self.nan(before):
-            for table, poisoned in zip(self.tables, self.poisoned, strict=True):
-                poisoned.add(table[slot][(position - 1) // self.groups[0].page])
+            self._poison(slot, position - 1, position)
             return ResultRow(slot, self.number[slot], (), nan=True)
         if self.empty(before):
             return ResultRow(slot, self.number[slot], (), empty=True)

@@ -19,9 +19,9 @@ class MaskedRanks(KVMachine):
     [words]."""
 
     def __init__(
-        self, groups: tuple[KVGroup, ...], pages: tuple[int, ...], slots: int, max_len: int, model: Model, drafts: int = 0
+        self, groups: tuple[KVGroup, ...], pages: tuple[int, ...], slots: int, max_len: int, model: Model
     ) -> None:
-        super().__init__(groups, pages, slots, max_len, model, drafts)
+        super().__init__(groups, pages, slots, max_len, model)
         self.plant_masks: Plant = lambda masks: masks
         self.bits: dict[int, np.ndarray] = {}
         self._masks: deque[StepMasks] = deque()

@@ -31,14 +31,14 @@ TIMES = StepTimes(
 
 def step_ms(plan: StepPlan) -> float:
     """What a step of 31B takes."""
-    decodes = len(plan.rows)
+    decodes = len(plan.decodes)
     prefill = -(-(plan.prompt_tokens + decodes) // TILE) * TILE - decodes if plan.chunks else 0
     return BASE_MS + DECODE_MS * decodes + PREFILL_MS * prefill + BEHIND_MS * _behind(plan)
 
 
 def work_ms(plan: StepPlan) -> float:
     """What its tokens add to a step: the work that gets done, whatever their prompts' lengths."""
-    decodes = len(plan.rows)
+    decodes = len(plan.decodes)
     return DECODE_MS * decodes + PREFILL_MS * plan.prompt_tokens + BEHIND_MS * _behind(plan)
 
 
@@ -89,11 +89,11 @@ class EstimatedRanks:
     def run(self, plan: StepPlan) -> tuple[StepResult, float]:
         """A plan's result, and the milliseconds of its step."""
         self._numbers |= {admission.slot: admission.number for admission in plan.admissions}
-        expected = StepEstimate(self.times, len(plan.rows), sum(self._lengths[slot] for slot, *_ in plan.rows))
+        expected = StepEstimate(self.times, len(plan.decodes), sum(self._lengths[slot] for slot in plan.decodes))
         for slot, start, end, *_ in plan.chunks:
             expected.add(end - start, start)
             self._lengths[slot] = end
-        self._lengths |= {slot: self._lengths[slot] + 1 for slot, *_ in plan.rows}
+        self._lengths |= {slot: self._lengths[slot] + 1 for slot in plan.decodes}
         rows = [ResultRow(slot, self._numbers[slot] & NUMBER_MASK, (7,)) for slot in plan.result_slots]
         return result_of(plan.step, rows), expected.ms if plan.chunks else expected.decode_ms
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from engine.core import results
 from engine.core.masks import SLOW_S, Masks
 from engine.core.scheduler import Scheduler
 from engine.errors import GenerationFailed
@@ -172,7 +173,21 @@ class WorldRanks(MaskedRanks):
             assert wanted.tolist() == mask.tolist(), f"{sequence} has another mask of the token at {position} than its own"
         masked, dropped, ends = mask is not None, sequence.number != number, forced_token(mask) is not None
         self.seen.update(masks=masked, dropped_masks=masked and dropped, forced_ends=ends, dropped_ends=ends and dropped)
-        return super()._sample(slot, position, drafts)
+        row = super()._sample(slot, position, drafts)
+        if not dropped:
+            self._check_drafts(sequence, position, row.tokens)
+        return row
+
+    def _check_drafts(self, sequence: Any, position: int, tokens: tuple[int, ...]) -> None:
+        """Tokens behind a row's first have no mask, and need none unless they are behind one that begins masks."""
+        for count, token in enumerate(tokens[:-1], 1):
+            if token in sequence.cut_ids:
+                self.seen["cut_rows"] += 1
+                return
+            if results._cut(sequence, tokens[:count])[1] is not None:
+                return
+            wanted = self.wanted(sequence.key[1], position + count)
+            assert wanted is None, f"{sequence} was given the token at {position + count} without its mask"
 
     def _token(self, slot: int, prefix: int, position: int) -> int:
         forced = forced_token(self.bits.get(slot))

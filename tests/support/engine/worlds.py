@@ -21,11 +21,12 @@ from engine.core.sequence import Sequence
 from engine.core.step_budget import MOST_PASSED
 from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
-from engine.plan import DEPTH, StepPlan
+from engine.plan import DEPTH, ROW_MASKED, StepPlan
 from engine.protocol import AbortReason, FinishReason, GenerateRequest, Grammar, Output, SamplingParams, pack_tokens
 from tests.support.engine.draws import chance, mixed
 from tests.support.engine.kvmachine import identity, logprob_of
 from tests.support.engine.masked_ranks import Plant
+from tests.support.engine.plans import decode_rows
 from tests.support.engine.world_masks import FAILED, Consumed, Grammars, Host, WorldRanks, mask_of
 from tests.support.engine.world_thoughts import draw_budget, end_mask, forced_token
 
@@ -38,7 +39,7 @@ _MAX_REQUESTS = 14
 @dataclass
 class World:
     """Pools from two windows up, prompts from one token to beyond what fits, choices of one prompt, salts and priorities, aborts,
-    surprise ends, drafts or grammars and budgets of thought, logprobs of prompts, and now and then steps that are kept short."""
+    surprise ends, rows of any width, grammars, budgets of thought, logprobs of prompts, now and then steps kept short."""
 
     seed: int
     requests: list[GenerateRequest] = field(default_factory=list)
@@ -54,11 +55,11 @@ class World:
             KVGroup(0, "sliding", (0,), 1, 256, window, page),
             KVGroup(1, "full", (1,), 1, 512, None, page),
         )
-        drafts = rng.choice((0, 0, 0, 1, 3))
+        widest = 1 + rng.choice((0, 0, 0, 1, 3))
         share = rng.choice((None, 1.0, 1.0, 0.3))
-        two_windows = 2 * (self.groups[0].worst_pages(max_len) + -(-drafts // page))
+        two_windows = 2 * self.groups[0].worst_pages(max_len)
         pages = (two_windows + rng.choice((0, 1, 8)) + 1, -(-max_len // page) * rng.randint(1, 2) + rng.randint(-2, 3) + 1)
-        self.config = SchedulerConfig(self.groups, pages, rng.randint(1, 6), max_len, rng.choice((3, 8, 32)), drafts, share)
+        self.config = SchedulerConfig(self.groups, pages, rng.randint(1, 6), max_len, rng.choice((3, 8, 32)), widest, share)
         self.config = replace(self.config, policy=rng.choice(("fair", "fair", "arrival")))
         if rng.random() < 0.3:
             self.config = replace(self.config, step_times=TIMES, tpot_target_ms=rng.choice((1.0, 8.0, 30.0)))
@@ -71,18 +72,18 @@ class World:
         self.follow_chance = rng.choice((0.0, 0.5, 0.9))  # an answer is followed by a next turn
         failing, complete, slow = rng.choice((0.0, 0.0, 0.03)), rng.choice((0.1, 0.5)), rng.choice((0.0, 0.03, 0.5))
         self.grammars = Grammars(self.seed, failing, complete, slow)
-        if not drafts and rng.random() < 0.3:
+        if rng.random() < 0.3:
             self._constrain(lambda number: rng.random() < 0.7, triggers=0.4)
         if rng.random() < 0.1:
             self.all_masked()
-        if not self.config.drafts and chance(0.3, self.seed, 7):
+        if chance(0.3, self.seed, 7):
             self._limit_thoughts()
 
     def all_masked(self) -> "World":
         """The same with a mask for every token of every request, and pages so few that some are preempted."""
         page, max_len = self.groups[0].page, self.config.max_len
         pages = (2 * self.groups[0].worst_pages(max_len) + 2, -(-max_len // page) + 2)
-        self.config = replace(self.config, drafts=0, pages=pages, max_seqs=6)
+        self.config = replace(self.config, pages=pages, max_seqs=6)
         self._constrain(lambda number: True, triggers=0.0)
         return self
 
@@ -140,6 +141,10 @@ class World:
             following = with_grammar(following, Grammar(str(following.id), grammar.trigger))
         self.requests.append(following)
         return following
+
+    def width(self, sequence: Sequence) -> int:
+        """Of a sequence's next row, from one to more than there may be."""
+        return 1 + mixed(self.seed, sequence.key[1], sequence.high) % (self.config.widest + 1)
 
     def nan(self, prefix: int) -> bool:
         """Whether the logits behind a prefix are not finite."""
@@ -226,8 +231,8 @@ def simulate(
 ) -> Run:
     """Drive scheduler, masks and machine some steps apart, as the core does, checking pages and progress at every step."""
     config = world.config
-    scheduler = Scheduler(config)
-    machine = WorldRanks(config.groups, config.pages, config.max_seqs, config.max_len, world.token, config.drafts)
+    scheduler = Scheduler(config, world.width)
+    machine = WorldRanks(config.groups, config.pages, config.max_seqs, config.max_len, world.token)
     machine.plant, machine.guess, machine.nan = plant, world.guess, world.nan
     machine.plant_masks, machine.wanted = plant_masks, world.mask
     host = Host(scheduler, machine, world.grammars, world.rng)
@@ -286,7 +291,8 @@ def plan_all(world: World, host: Host, passed: Counter[int]) -> bool:
             assert first is None, f"{first} could have had a row"
             break
         check_first(first, plan, passed)
-        check_rows(scheduler, plan)
+        check_budget(scheduler, plan)
+        check_widths(scheduler, plan)
         host.planned(plan)
         check_masks(host.masks, plan)
         planned = True
@@ -313,15 +319,26 @@ def check_first(first: Sequence | None, plan: StepPlan, passed: Counter[int]) ->
     """The first in order has a row after so many plans at most; `passed`: how many it has had none in."""
     if first is None:
         return
-    passed[first.number] += first.slot not in {slot for slot, *_ in [*plan.rows, *plan.chunks]}
+    passed[first.number] += first.slot not in {*plan.decodes, *(slot for slot, *_ in plan.chunks)}
     assert passed[first.number] <= 32 * (MOST_PASSED + 1), (first, plan)
     if first.high > first.low:
         passed[first.number] = 0
 
 
-def check_rows(scheduler: Scheduler, plan: StepPlan) -> None:
+def check_widths(scheduler: Scheduler, plan: StepPlan) -> None:
+    """A row is as wide as may be, ends within its sequence's limit, and is one token wide where it is masked."""
+    running = {sequence.slot: sequence for sequence in scheduler.running}
+    for slot, width, flags in decode_rows(plan):
+        sequence = running[slot]
+        assert 1 <= width <= scheduler.config.widest
+        assert sequence.high <= sequence.limit - 1
+        assert flags == ROW_MASKED * sequence.masked
+        assert not sequence.masked or width == 1
+
+
+def check_budget(scheduler: Scheduler, plan: StepPlan) -> None:
     """A step with chunks has at most its budget of rows, decode rows and their drafts among them; prompts may have a quarter."""
-    budget, decodes = scheduler.config.prefill_budget, len(plan.rows) * (1 + scheduler.config.drafts)
+    budget, decodes = scheduler.config.prefill_budget, sum(width for _, width, _ in decode_rows(plan))
     prefill = plan.prompt_tokens
     assert prefill <= max(budget - decodes, budget // 4, 1), (prefill, decodes, budget)
 
