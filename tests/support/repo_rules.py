@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "cluster": (*_LEAVES, "engine.core", "engine.front", "engine.rank"),
     "deploy.edge": (*_LEAVES, "engine.front"),
     "deploy.models": (*_LEAVES, "engine.front"),
-    "deploy.cli": (*_LEAVES, "engine.front", "engine.rank", "cluster", "dashboards", *_DEPLOY_FILES, *_DEPLOY_PACKAGES),
+    "deploy.cli": (*_LEAVES, "engine.front", "engine.rank", "kernels", "cluster", "dashboards", *_DEPLOY_FILES, *_DEPLOY_PACKAGES),
     "deploy": (*_LEAVES, "engine.front", "cluster", "dashboards", "deploy.edge", "deploy.models", *_DEPLOY_FILES),
     "dashboards": ("engine.events", "engine.errors"),
 }
