@@ -27,10 +27,11 @@ def place(settings: Settings) -> Placement:
 
 def configure(settings: Settings, node: Placement) -> EngineConfig:
     """The engine's own settings."""
+    drafter = settings.mtp.model if settings.mtp.drafts else None
     return engine_config(
         model=str(node.folder),
         device=node.device,
         load_format=node.load_format,
         suppress=suppressed_token_ids(node.folder),
-        **settings.engine,
+        **settings.engine | {"mtp": {"model": drafter and str(resolve(drafter)), "drafts": settings.mtp.drafts}},
     )

@@ -32,6 +32,13 @@ MAX_SEQS = 4096
 _SIZES = {"sizes": True}  # decides what fits into memory, so that `quartet plan` has an option for it
 
 
+class Mtp(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Multi-token prediction: a drafter guesses tokens, and the model computes all of them in one step. The text is the same."""
+
+    model: Annotated[str | None, Meta(description="the model's assistant: a folder or a hub id; none: no drafts")] = None
+    drafts: Annotated[int, Meta(ge=0, le=7, description="tokens that the assistant guesses behind each sequence; 0: none")] = 3
+
+
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a user may set. The description is the help that users read; times are in seconds."""
 
@@ -78,6 +85,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     flashinfer_download: Annotated[
         bool, Meta(description="FlashInfer may fetch kernels that it lacks, at the first request that needs one")
     ] = False
+    mtp: Annotated[Mtp, Meta(description="drafts")] = Mtp()
     graphs: Annotated[bool, Meta(description="on a GPU, decode steps are captured as CUDA graphs and replayed")] = True
     debug_pages: Annotated[
         PageChecks,
@@ -116,6 +124,11 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
     suppress: tuple[int, ...] = ()
     debug_hash: bool = False
 
+    @property
+    def widest(self) -> int:
+        """Tokens that a decode row computes at most: its own and its drafts."""
+        return 1 + self.mtp.drafts if self.mtp.model else 1
+
     def kv_groups(self, geometry: Geometry) -> tuple[KVGroup, ...]:
         """The KV groups of a rank."""
         return kv_groups(geometry, self.tp, self.page, self.dtype)
@@ -146,13 +159,13 @@ def _check_model(config: EngineConfig, geometry: Geometry) -> None:
     groups = config.kv_groups(geometry)
     from engine.plan import largest_plan, largest_result  # numpy comes with it, which `quartet --help` does without
 
-    largest = largest_plan(config.max_seqs, config.max_len, config.prefill_budget, config.page, len(groups))
+    largest = largest_plan(config.max_seqs, config.max_len, config.prefill_budget, config.page, len(groups), width=config.widest)
     if largest > MAX_RECORD:
         raise ConfigError(
             f"a step's plan may take {largest} bytes with max_seqs {config.max_seqs}, max_len {config.max_len} and prefill_budget "
             f"{config.prefill_budget}; the ring to the ranks carries at most {MAX_RECORD} at once"
         )
-    if (largest := largest_result(config.max_seqs)) > MAX_RECORD:
+    if (largest := largest_result(config.max_seqs, config.widest)) > MAX_RECORD:
         raise ConfigError(
             f"a step's result may take {largest} bytes with max_seqs {config.max_seqs}, all with logprobs; the ring from the ranks "
             f"carries at most {MAX_RECORD} at once"

@@ -141,6 +141,11 @@ class PlanView:
         return self.rows[:, 0]
 
     @property
+    def width(self) -> int:
+        """Tokens of the widest decode row; 1 if there are none."""
+        return int(self.rows[:, 1].max(initial=1))
+
+    @property
     def result_slots(self) -> np.ndarray:
         """Slot of each result row, int32."""
         return np.concatenate([self.chunks[self.chunks[:, 3] < self.chunks[:, 2], 0], self.decodes])

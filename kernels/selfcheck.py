@@ -127,19 +127,20 @@ def _error(actual: Tensor, expected: Tensor) -> float:
 # ---- the checks
 
 
-def _step_inputs(draw: RandomInputs) -> Outputs:
-    """A plan of two decode rows, a chunk, two appends, one left out and a release, applied; then the inputs of three rows."""
+def _step_inputs(draw: RandomInputs, *, width: int) -> Outputs:
+    """A plan of two decode rows, a chunk, two appends, one left out and a release, applied; then the inputs of three rows of up to
+    `width` tokens."""
     layout, counts = PlanLayout(header=5, step=4, counts=0, row=2, chunk=3, append=4, release=4), (2, 1, 3, 1)
-    rows = [[2, 1], [0, 1], [1, 0, 33], [0, 2, 3, 9], [1, 0, 1, 4], [-1, 1, 1, 3], [0, 2, 0, 2]]
+    rows = [[2, 1], [0, width], [1, 0, 33], [0, 2, 3, 9], [1, 0, 1, 4], [-1, 1, 1, 3], [0, 2, 0, 2]]
     plan = draw.ints(*counts, 7, *(number for row in rows for number in row))
     tables = [torch.arange(4 * width, dtype=torch.int32, device=draw.device).view(4, width) for width in (6, 5)]
     lengths, tokens = draw.ints(40, 7, 47, 0), torch.arange(4 * 60, dtype=torch.int32, device=draw.device).view(4, 60)
-    ids, positions, slots = (torch.full((3,), -7, dtype=torch.int32, device=draw.device) for _ in range(3))
+    ids, positions, slots = (torch.full((3 * width,), -7, dtype=torch.int32, device=draw.device) for _ in range(3))
     apply_plan(plan, layout, tables, lengths)
-    decode_inputs(plan, layout, tokens, lengths, 3, ids, positions, slots)
+    decode_inputs(plan, layout, tokens, lengths, 3, ids, positions, slots, width)
     pages = torch.full((3, 4), -7, dtype=torch.int32, device=draw.device)
     gather_pages(tables[0], slots, positions, _PAGE, 20, pages)
-    angles = torch.empty((3, 10), device=draw.device)
+    angles = torch.empty((3 * width, 10), device=draw.device)
     rotary_table(positions, 0.1 * torch.arange(1, 6, device=draw.device), angles)
     return *tables, lengths, ids, positions, slots, pages, angles
 
@@ -376,7 +377,7 @@ def _experts(rows: int) -> Op:
 
 
 CHECKS = (
-    Check("kernels.slots", "a step's inputs", _step_inputs),
+    *(Check("kernels.slots", f"a step's inputs, {width} tokens a row", partial(_step_inputs, width=width)) for width in (1, 3)),
     Check("kernels.block_tables", "rows of page ids", _block_tables),
     Check("kernels.activation", "the gate", _geglu),
     *(Check("kernels.linear", f"products of {rows} rows", _products(rows)) for rows in (1, 2, 5, 30, 64)),

@@ -54,21 +54,28 @@ def apply_plan(plan: Tensor, layout: PlanLayout, tables: Sequence[Tensor], lengt
 
 
 def decode_inputs(
-    plan: Tensor, layout: PlanLayout, tokens: Tensor, lengths: Tensor, padding: int, ids: Tensor, positions: Tensor, slots: Tensor
-) -> None:
-    """Fill ids, positions and slots int32 [rows] from the plan's decode rows, of one token each; the rows' lengths grow by one.
+    plan: Tensor, layout: PlanLayout, tokens: Tensor, lengths: Tensor, padding: int, ids: Tensor, positions: Tensor, slots: Tensor,
+    width: int = 1,
+) -> None:  # fmt: skip
+    """Fill ids, positions and slots int32 [rows * width] from the plan's decode rows; the slots' lengths grow by one.
 
-    tokens int32 [slots, max_len + 1]; lengths int32 [slots]: a row's position is its slot's length, its token the one there.
+    tokens int32 [slots, max_len + ..]; lengths int32 [slots]: a row begins at its slot's length, with the token there, and goes on
+    with the drafts behind it. width: of each row here; of rows that the plan has narrower the rest is padding, at position -1.
     """
     assert ids.shape == positions.shape == slots.shape, (ids.shape, positions.shape, slots.shape)
     rows = ids.shape[0]
-    if enabled(plan, __name__):
+    if enabled(plan, __name__) and width > 1:
+        launch(
+            _wide_inputs, (rows // width,), plan, tokens, tokens.shape[1], lengths, padding, ids, positions, slots,
+            HEADER=layout.header, COUNTS=layout.counts, ROW=layout.row, WIDTH=width, LANES=next_power_of_2(width), warps=1,
+        )  # fmt: skip
+    elif enabled(plan, __name__):
         launch(
             _inputs, (cdiv(rows, 32),), plan, tokens, tokens.shape[1], lengths, padding, ids, positions, slots, rows,
             HEADER=layout.header, COUNTS=layout.counts, ROW=layout.row, BLOCK=32, warps=1,
         )  # fmt: skip
     else:
-        _inputs_reference(plan, layout, tokens, lengths, padding, ids, positions, slots)
+        _inputs_reference(plan, layout, tokens, lengths, padding, ids, positions, slots, width)
 
 
 def gather_pages(table: Tensor, slots: Tensor, positions: Tensor, page: int, window: int | None, out: Tensor) -> None:
@@ -146,13 +153,16 @@ def _apply_reference(plan: Tensor, layout: PlanLayout, tables: Sequence[Tensor],
 
 
 def _inputs_reference(
-    plan: Tensor, layout: PlanLayout, tokens: Tensor, lengths: Tensor, padding: int, ids: Tensor, positions: Tensor, slots: Tensor
-) -> None:
-    decodes = _sections(plan, layout)[0][:, 0]
-    count = decodes.shape[0]
-    slots[:count], slots[count:] = decodes.int(), padding
-    positions[:count], positions[count:] = lengths[decodes], -1
-    ids[:count], ids[count:] = tokens[decodes, lengths[decodes].long()], 0
+    plan: Tensor, layout: PlanLayout, tokens: Tensor, lengths: Tensor, padding: int, ids: Tensor, positions: Tensor, slots: Tensor,
+    width: int,
+) -> None:  # fmt: skip
+    decodes, widths, *_ = _sections(plan, layout)[0].unbind(1)
+    count, lane = len(decodes) * width, torch.arange(width, device=plan.device)
+    at = lengths[decodes].long()[:, None] + lane
+    live = lane < widths[:, None]
+    slots[:count], slots[count:] = decodes.int().repeat_interleave(width), padding
+    positions[:count], positions[count:] = torch.where(live, at, -1).flatten().int(), -1
+    ids[:count], ids[count:] = torch.where(live, tokens[decodes[:, None], at.clamp(max=tokens.shape[1] - 1)], 0).flatten(), 0
     lengths[decodes] += 1
 
 
@@ -225,6 +235,28 @@ def _inputs(
     tl.store(positions + row, position, row < rows)
     tl.store(ids + row, token, row < rows)
     tl.store(lengths + slot, position + 1, live)
+
+
+@triton.jit(do_not_specialize=["tokens_width", "padding", "ids", "positions", "slots"])
+def _wide_inputs(
+    plan: tl.tensor, tokens: tl.tensor, tokens_width: tl.tensor, lengths: tl.tensor, padding: tl.tensor, ids: tl.tensor,
+    positions: tl.tensor, slots: tl.tensor, HEADER: tl.constexpr, COUNTS: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr,
+    LANES: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """One row of WIDTH inputs."""
+    trigger(PDL)
+    wait(PDL)
+    row, lane = tl.program_id(0), tl.arange(0, LANES)
+    live = row < tl.load(plan + COUNTS)
+    slot = tl.load(plan + HEADER + ROW * row, live, padding)
+    width = tl.load(plan + HEADER + ROW * row + 1, live, 0)
+    length = tl.load(lengths + slot)
+    token = tl.load(tokens + slot.to(tl.int64) * tokens_width + length + lane, lane < width, 0)
+    at = row * WIDTH + lane
+    tl.store(slots + at, slot + lane * 0, lane < WIDTH)
+    tl.store(positions + at, tl.where(lane < width, length + lane, -1), lane < WIDTH)
+    tl.store(ids + at, token, lane < WIDTH)
+    tl.store(lengths + slot, length + 1, live)
 
 
 @triton.jit

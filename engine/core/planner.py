@@ -30,9 +30,9 @@ from engine.plan import MAX_SCORED, ROW_MASKED, Admission, StepPlan
 Width = Callable[[Sequence], int]  # the tokens, drafts included, that a sequence's next row should compute; at least 1
 
 
-def one_token(_: Sequence) -> int:
-    """No drafts."""
-    return 1
+def all_drafts(_: Sequence) -> int:
+    """As many as rows may compute."""
+    return 8
 
 
 @dataclass(frozen=True)

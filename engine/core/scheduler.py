@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from engine.core.allocator import Allocator
 from engine.core.pages import PagePool
-from engine.core.planner import Planner, SchedulerConfig, Width, one_token
+from engine.core.planner import Planner, SchedulerConfig, Width, all_drafts
 from engine.core.prefix import PrefixCache
 from engine.core.requests import Counters, Requests
 from engine.core.results import Results
@@ -27,7 +27,7 @@ class Scheduler:
     width  how many tokens a sequence's next row should compute
     """
 
-    def __init__(self, config: SchedulerConfig, width: Width = one_token) -> None:
+    def __init__(self, config: SchedulerConfig, width: Width = all_drafts) -> None:
         self.config = config
         self._allocator = Allocator(config.groups, config.pages, config.cache_share)
         longest = longest_sequence(config.groups, config.pages)

@@ -15,6 +15,8 @@ from engine.rank.load.loader import load, with_head
 from engine.rank.load.random_fill import dummy
 from engine.rank.load.slices import allocate
 from engine.rank.models.architecture import Architecture, Model
+from engine.rank.models.assistant import Assistant, load_assistant
+from engine.rank.models.assistant_geometry import check_shards, read_assistant
 from engine.rank.models.gemma4 import GEMMA4
 from engine.rank.parallel import Inboxes, Parallel
 from engine.rank.runner import Runner
@@ -31,6 +33,7 @@ class Rank:
     device: torch.device
     parallel: Parallel
     model: Model
+    drafter: Assistant | None = None
     inboxes: Inboxes | None = None
     failed_checks: FailedChecks = ()
     fallbacks: tuple[str, ...] = ()
@@ -75,6 +78,7 @@ def load_rank(
         dummy(model, architecture.tensors, weights=weights)
     else:
         allocate(model, architecture.tensors, weights)
+    drafter = _drafter(config, geometry, parallel, dtype, device)
     rows, width = buckets(config.max_seqs)[-1], geometry.hidden * (2 if geometry.moe else 1)
     if checked:
         with torch.inference_mode():
@@ -82,7 +86,22 @@ def load_rank(
             fallbacks += alone
     else:
         inboxes = parallel.inboxes(rows, width, dtype)
-    return Rank(config, geometry, device, parallel, model, inboxes, failed_checks, tuple(fallbacks))
+    return Rank(config, geometry, device, parallel, model, drafter, inboxes, failed_checks, tuple(fallbacks))
+
+
+def _drafter(
+    config: EngineConfig, geometry: Geometry, parallel: Parallel, dtype: torch.dtype, device: torch.device
+) -> Assistant | None:
+    """The model's assistant, if drafts are asked for; it is filled from its folder wherever the model has weights."""
+    if config.widest == 1:
+        return None
+    folder = Path(str(config.mtp.model))
+    shape = read_assistant(folder, geometry)
+    check_shards(shape, geometry, parallel.size)
+    drafter = Assistant(shape, parallel, dtype, device)
+    if device.type != "meta":
+        load_assistant(drafter, folder, progress=parallel.rank == 0)
+    return drafter
 
 
 def kv_bytes(rank: Rank) -> int:
@@ -95,10 +114,10 @@ def kv_cache(config: EngineConfig, geometry: Geometry, pages: Sequence[int], dev
     """Pools of `pages[i]` pages for KV group i, and page tables of all slots."""
     slots = config.max_seqs + 1  # one for padding rows
     groups = zip(config.kv_groups(geometry), pages, strict=True)
-    return KVCache([GroupCache(group, count, slots, config.max_len, device) for group, count in groups])
+    return KVCache([GroupCache(group, count, slots, config.max_len, device, config.widest) for group, count in groups])
 
 
 def build(rank: Rank, pages: Sequence[int]) -> Runner:
     """The runner of a loaded rank, over a new `kv_cache`."""
     cache = kv_cache(rank.config, rank.geometry, pages, rank.device)
-    return Runner(rank.model, cache, rank.config, rank.geometry, rank.inboxes, rank.failed_checks)
+    return Runner(rank.model, cache, rank.config, rank.geometry, rank.inboxes, rank.failed_checks, rank.drafter)

@@ -24,7 +24,7 @@ class GroupCache:
     group  what it holds
     pool   [owned layers, pages, 2, kv_heads, page, head_dim] of its dtype: K at [..., 0, ...], V at [..., 1, ...]; page 0 is null
     table  int32 [slots, width], contiguous; width covers `max_len` and is a multiple of 256 // page
-    read_width  page ids that one row reads at most: the table's width, or those of a window
+    read_width  page ids that a sequence of `queries` queries reads at most: the table's width, or those of a window
     """
 
     def __init__(
@@ -34,6 +34,7 @@ class GroupCache:
         slots: int,
         max_len: int,
         device: torch.device,
+        queries: int = 1,
     ) -> None:
         self.group = group
         shape = (len(group.layers), pages, 2, group.kv_heads, group.page, group.head_dim)
@@ -41,7 +42,7 @@ class GroupCache:
         unit = ROW_TOKENS // group.page
         width = math.ceil(math.ceil(max_len / group.page) / unit) * unit
         self.table = torch.zeros((slots, width), dtype=torch.int32, device=device)
-        self.read_width = group.worst_pages(width * group.page)
+        self.read_width = min(width, group.worst_pages(width * group.page) - (1 - queries) // group.page)
         self._layers = {layer: self.pool[place] for place, layer in enumerate(group.layers)}
 
     def layer(self, layer_index: int) -> Tensor:

@@ -97,10 +97,11 @@ class PageCheck:
         """Check on the device, between a step's inputs and its model. Capturable."""
         self._plan = plan
         first = chunk_rows(batch.chunks)
+        slots, positions = (rows[first :: batch.width].contiguous() for rows in (batch.slots, batch.positions))
         for cache, expected, gathered in zip(self._slots.cache, self._tables, batch.pages, strict=True):
             check_table(
-                plan, STEP, cache.group.index, cache.table, expected, cache.pool.shape[1], batch.slots[first:],
-                batch.positions[first:], gathered, cache.group.page, cache.group.window, self._every, self.violations,
+                plan, STEP, cache.group.index, cache.table, expected, cache.pool.shape[1], slots, positions, gathered,
+                cache.group.page, cache.group.window, self._every, self.violations,
             )  # fmt: skip
 
     def check_copies(self, group: KVGroup, copies: Tensor, slots: Tensor, positions: Tensor, window: int | None) -> None:

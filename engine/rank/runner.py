@@ -26,11 +26,14 @@ from engine.rank.attention import AskedAttention, FailedChecks, attention_backen
 from engine.rank.graphs import StageGraphs
 from engine.rank.kv import KVCache
 from engine.rank.models.architecture import Model
+from engine.rank.models.assistant import Assistant
+from engine.rank.models.gemma4 import Gemma4
 from engine.rank.page_check import PageCheck
 from engine.rank.parallel import Inboxes
 from engine.rank.prompt_logprobs import ScoredRows, WantedLogprobs
 from engine.rank.sampler import Sampler, SpecialRows
 from engine.rank.slots import SlotState
+from engine.rank.stages.draft_stage import DraftStage, accepted_tokens
 from engine.rank.stages.forward_stage import FinalRows, ForwardStage, ScoredBatch
 from engine.rank.stages.report_stage import Launched, ReportStage
 from engine.rank.stages.sample_stage import SAMPLERS, SampleStage, captured_sampler
@@ -62,6 +65,7 @@ class Runner:
     inboxes  the group's all-reduce buffers for decode rows; None: all-reduces are collectives
     pages    the check of the setting `debug_pages`, or None
     failed_checks  parts of attention that failed their check
+    drafter  the model's, if each step is to draft
     """
 
     def __init__(
@@ -72,27 +76,35 @@ class Runner:
         geometry: Geometry,
         inboxes: Inboxes | None = None,
         failed_checks: FailedChecks = (),
+        drafter: Assistant | None = None,
     ) -> None:
         device = self._device = next(iter(cache)).table.device
         on_gpu = device.type == "cuda"
         self._buckets = buckets(config.max_seqs) if on_gpu else tuple(range(1, config.max_seqs + 1))
         share, parallel = vocab_share(geometry.vocab, model.parallel.size), model.parallel
         ids = range(parallel.rank * share, (parallel.rank + 1) * share)
-        self.slots = SlotState(config.max_seqs, config.max_len, cache, ids, device)
-        self._inputs = StepBuffers(self.slots, model.frequencies, config.prefill_budget, self._buckets)
+        self.slots = SlotState(config.max_seqs, config.max_len, cache, ids, device, config.widest - 1)
+        self._first_id, widest = ids.start, config.widest
+        self._inputs = StepBuffers(self.slots, model.frequencies, config.prefill_budget, self._buckets, widest)
         self._inboxes = inboxes
         self.pages = PageCheck(config.debug_pages, self.slots) if config.debug_pages != "off" else None
         check = self.pages.check_copies if self.pages is not None else None
         asked = AskedAttention.of(config, failed_checks)
-        attention = attention_backend(asked, geometry, cache, config.tp, self._buckets, device, check)
+        attention = attention_backend(asked, geometry, cache, config.tp, self._buckets, device, check, widest)
         sampler = Sampler(parallel, geometry.vocab, geometry.softcap, config.suppress, device)
         peers, argmax = (inboxes.allreduce, inboxes.argmax) if inboxes else (None, None)
         self.forward_stage = ForwardStage(model, cache, attention, self._inputs, peers, self.pages)
         self.sample_stage = SampleStage(model, sampler, self.slots, argmax, share)
-        rows = self._buckets[-1] + config.prefill_budget
+        self.draft_stage: DraftStage | None = None
+        if drafter is not None:
+            reads = attention_backend(asked, drafter.geometry, cache, config.tp, self._buckets, device, check)
+            assert isinstance(model, Gemma4), model
+            self.draft_stage = DraftStage(drafter, widest - 1, model, cache, reads, self._inputs)
+        rows = widest * (self._buckets[-1] + config.prefill_budget)
         self.report_stage = ReportStage(rows, device, self.pages, debug_hash=config.debug_hash)
         self._prefill = min(config.prefill_budget, config.max_len)
-        self.capturable = on_gpu and config.graphs and not disabled()  # plain torch synchronises with the host
+        # plain torch synchronises with the host; steps that draft are not captured yet
+        self.capturable = on_gpu and config.graphs and not disabled() and drafter is None
         self.graphs: StageGraphs | None = None
 
     @property
@@ -170,7 +182,6 @@ class Runner:
     def forward(self, data: bytes) -> Forwarded:
         """Start the forward of the plan `data`; `sample` must follow before the next `forward`."""
         plan = read_plan(data)
-        assert (plan.rows[:, 1] == 1).all(), f"plan {plan.step} has rows of drafts, which ranks cannot run yet"
         if self.pages is not None:
             self.pages.follow(plan)
         start = mark(self._device)
@@ -191,7 +202,7 @@ class Runner:
         self.report_stage.state.launched(plan.step, step.data, masks)
         if plan.masked:
             self._set_masks(plan.step, masks)
-        rows = self.slots.result_rows(plan.result_slots, plan.step)
+        rows = self.slots.result_rows(plan.result_slots, plan.step, plan.width)
         sampled = None
         if final.batch is not None and len(rows.slots):
             name = captured_sampler(rows) if final.captured else None
@@ -200,6 +211,10 @@ class Runner:
             else:
                 adjusted = step.uploaded if rows.adjusted else None
                 sampled = self.sample_stage.sample(adjusted, final.batch, final.hidden, rows.special)
+        if self.draft_stage is not None and sampled is not None and final.batch is not None:
+            accepted = accepted_tokens(self.slots, final.batch, sampled.chosen, self._first_id, adjusted=rows.adjusted)
+            self.draft_stage.draft(self.slots, final.batch, final.hidden, accepted)
+            sampled = replace(sampled, accepted=accepted)
         if final.prompts is not None:
             sampled = self.sample_stage.with_prompts(sampled, final.prompts)
         if self.report_stage.debug_hash:
@@ -225,7 +240,7 @@ class Runner:
         """The forward of decode rows alone, padded to a bucket."""
         bucket = self.bucket(len(plan.rows))
         if self.graphs is None or uploaded is not self._inputs.plan:
-            batch, hidden = self.forward_stage.decode(bucket, uploaded)
+            batch, hidden = self.forward_stage.decode(bucket, uploaded, plan.width)
             return FinalRows(hidden, batch)
         batch, hidden = self.graphs.replay("forward", bucket)
         return FinalRows(hidden, batch, captured=True)

@@ -30,7 +30,8 @@ from kernels.slots import clear, put
 class ResultRows:
     """The rows of a step that give tokens.
 
-    slots     int32 [R] on the host, in the result's order;   numbers int32 [R]: low 31 bits of each row's admission number
+    slots     int32 [R] on the host, in the result's order, `width` of each sequence
+    numbers   int32 [R]: low 31 bits of each row's admission number
     logprobs  of each row: how many alternatives it reports; None: no logprobs
     special   rows that ask for more than a maximum;   adjusted  whether any row's logits are adjusted
     """
@@ -40,21 +41,22 @@ class ResultRows:
     logprobs: Sequence[int | None]
     special: SpecialRows
     adjusted: bool
+    width: int = 1
 
 
 class SlotState:
     """Device tables of all slots, and the host's mirror of what plans alone decide.
 
     ids      vocabulary ids whose logits this rank has;    padding  the padding rows' slot
-    prompts  the slots that report logprobs of their prompts' tokens
+    prompts  the slots that report logprobs of their prompts' tokens;   drafts  tokens of a slot behind its last one
     """
 
-    def __init__(self, slots: int, max_len: int, cache: KVCache, ids: range, device: torch.device) -> None:
+    def __init__(self, slots: int, max_len: int, cache: KVCache, ids: range, device: torch.device, drafts: int = 0) -> None:
         self.device = device
         self.adjustments = Adjustments(slots + 1, ids, device)
         self.cache = cache
         self.padding = slots
-        self.tokens = torch.zeros((slots + 1, max_len + 1), dtype=torch.int32, device=device)
+        self.tokens = torch.zeros((slots + 1, max_len + 1 + drafts), dtype=torch.int32, device=device)
         self.lengths = torch.zeros(slots + 1, dtype=torch.int32, device=device)
         self.parameters = SlotParameters(
             integers=torch.zeros((slots + 1, 3), dtype=torch.int64, device=device),
@@ -111,8 +113,9 @@ class SlotState:
         """As `Adjustments.set_masks`."""
         self.adjustments.set_masks(step, slots, bits, after)
 
-    def result_rows(self, slots: np.ndarray, step: int) -> ResultRows:
-        """How the rows sample for result slots int32 [R] of plan `step`, whose masks are set."""
+    def result_rows(self, slots: np.ndarray, step: int, width: int = 1) -> ResultRows:
+        """How the rows sample for result slots int32 [R], `width` rows each, of plan `step`, whose masks are set."""
+        adjusted, slots = any(self.adjustments.of(slots, step)), slots.repeat(width)
         logprobs, filters = ([listed[slot] for slot in slots.tolist()] for listed in (self._logprobs, self._filters))
         special = SpecialRows(
             small_top_k="small top_k" in filters,
@@ -120,7 +123,7 @@ class SlotState:
             reported=[row for row, count in enumerate(logprobs) if count is not None],
             alternatives=max((count for count in logprobs if count is not None), default=0),
         )
-        return ResultRows(slots, self._numbers[slots], logprobs, special, any(self.adjustments.of(slots, step)))
+        return ResultRows(slots, self._numbers[slots], logprobs, special, adjusted, width)
 
     def check(self) -> None:
         """Assert that every table entry is a page of its own pool. Waits for the device: for tests and debugging."""

@@ -25,15 +25,18 @@ LAYOUT = PlanLayout(HEADER, STEP, COUNTS, *(SECTIONS[name] for name in ("rows", 
 
 
 class StepBuffers:
-    """Inputs of a rank's steps: at most `prefill` chunk tokens, and decode rows up to the largest of `sizes`.
+    """Inputs of a rank's steps: at most `prefill` chunk tokens, and sequences up to the largest of `sizes` that decode, each with
+    at most `widest` tokens.
 
     frequencies  fp32 [pairs] of each rotary embedding of the model
     """
 
-    def __init__(self, slots: SlotState, frequencies: Mapping[RopeKey, Tensor], prefill: int, sizes: tuple[int, ...]) -> None:
+    def __init__(
+        self, slots: SlotState, frequencies: Mapping[RopeKey, Tensor], prefill: int, sizes: tuple[int, ...], widest: int = 1
+    ) -> None:
         device, self._most = slots.device, sizes[-1]
         self._slots, self._frequencies, self._sizes = slots, frequencies, sizes
-        rows = prefill + self._most
+        rows = prefill + self._most * widest
         self.ids, self.positions, self.slots = torch.zeros((3, rows), dtype=torch.int32, device=device).unbind()
         self._pages = tuple(
             torch.zeros((self._most, cache.read_width), dtype=torch.int32, device=device) for cache in slots.cache
@@ -67,22 +70,35 @@ class StepBuffers:
         """Apply an uploaded plan to page tables and lengths."""
         apply_plan(plan, LAYOUT, [cache.table for cache in self._slots.cache], self._slots.lengths)
 
-    def decodes(self, plan: Tensor, rows: int, first: int = 0) -> ForwardBatch:
-        """The plan's decode rows, padded to `rows`, behind `first` chunk rows; lengths advance. Needs nothing from the host."""
-        ids, positions, slots = (x[first : first + rows] for x in (self.ids, self.positions, self.slots))
-        decode_inputs(plan, LAYOUT, self._slots.tokens, self._slots.lengths, self._slots.padding, ids, positions, slots)
-        pages = tuple(page_ids[:rows] for page_ids in self._pages)
+    def decodes(self, plan: Tensor, sequences: int, first: int = 0, width: int = 1) -> ForwardBatch:
+        """The plan's decode rows, padded to so many sequences of `width` tokens, behind `first` chunk rows; lengths advance by one.
+        Needs nothing from the host."""
+        end = first + sequences * width
+        ids, positions, slots = (x[first:end] for x in (self.ids, self.positions, self.slots))
+        tokens, lengths = self._slots.tokens, self._slots.lengths
+        decode_inputs(plan, LAYOUT, tokens, lengths, self._slots.padding, ids, positions, slots, width)
+        pages = tuple(page_ids[:sequences] for page_ids in self._pages)
         for cache, page_ids in zip(self._slots.cache, pages, strict=True):
             cache.gather(slots, positions, page_ids)
-        return ForwardBatch(ids, positions, slots, self._rotary_rows(first, first + rows), pages)
+        return ForwardBatch(ids, positions, slots, self._rotary_rows(first, end), pages, width=width)
 
-    def mixed(self, plan: PlanView, device_plan: Tensor) -> ForwardBatch:
-        """Chunk rows, then the decode rows without padding; `logit_rows` are the plan's result rows."""
+    def drafting(self, slots: Tensor, positions: Tensor) -> ForwardBatch:
+        """Rows at `positions` int32 [n] of `slots`, whose queries are turned as at the position behind: a drafter's."""
+        pages = tuple(page_ids[: len(slots)] for page_ids in self._pages)
+        for cache, page_ids in zip(self._slots.cache, pages, strict=True):
+            cache.gather(slots, positions, page_ids)
+        rope = {key: table[: len(slots)] for key, table in self._rope.items()}
+        for key, table in rope.items():
+            rotary_table(positions + 1, self._frequencies[key], table)
+        return ForwardBatch(slots, positions, slots, rope, pages)
+
+    def mixed(self, plan: PlanView, device_plan: Tensor, width: int = 1) -> ForwardBatch:
+        """Chunk rows, then the decode rows without padding; `logit_rows` are the plan's result rows, `width` of each."""
         chunks = _chunks(plan.chunks)
-        size, count = chunk_rows(chunks), len(plan.rows)
+        size, count = chunk_rows(chunks), len(plan.rows) * width
         pages: tuple[Tensor, ...] = ()
         if count:
-            pages = self.decodes(device_plan, count, size).pages
+            pages = self.decodes(device_plan, len(plan.rows), size, width).pages
         else:
             pages = tuple(page_ids[:0] for page_ids in self._pages)
         host = np.zeros((2, size), np.int64)
@@ -90,7 +106,7 @@ class StepBuffers:
             rows = slice(chunk.offset, chunk.offset + chunk.size)
             host[0, rows], host[1, rows] = chunk.slot, np.arange(chunk.start, chunk.end)
         sampling = (plan.chunks[:, 3] < plan.chunks[:, 2]).tolist()
-        ends = [chunk.offset + chunk.size - 1 for chunk, samples in zip(chunks, sampling, strict=True) if samples]
+        ends = np.repeat([chunk.offset + chunk.size - 1 for chunk, samples in zip(chunks, sampling, strict=True) if samples], width)
         packed = torch.from_numpy(np.concatenate([host.ravel(), ends, np.arange(size, size + count)]).astype(np.int64))
         packed = uploaded(packed, self.plan.device)
         slots, positions = packed[:size], packed[size : 2 * size]
@@ -99,7 +115,7 @@ class StepBuffers:
         total = size + count
         return ForwardBatch(
             self.ids[:total], self.positions[:total], self.slots[:total],
-            self._rotary_rows(0, total), pages, packed[2 * size :], tuple(chunks),
+            self._rotary_rows(0, total), pages, packed[2 * size :], tuple(chunks), width,
         )  # fmt: skip
 
     def _rotary_rows(self, first: int, last: int) -> dict[RopeKey, Tensor]:

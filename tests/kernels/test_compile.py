@@ -189,6 +189,7 @@ def slots_nodes(target: Target) -> Iterator[Node]:
     with record(target) as nodes:
         apply_plan(ints(500), LAYOUT, [table, table], ints(9))
         decode_inputs(ints(500), LAYOUT, ints(9, 2049), ints(9), 8, ints(ROWS), ints(ROWS), ints(ROWS))
+        decode_inputs(ints(500), LAYOUT, ints(9, 2049), ints(9), 8, *(ints(4 * ROWS) for _ in range(3)), 4)
         gather_pages(table, ints(ROWS), ints(ROWS), 32, 1024, ints(ROWS, 64))
         block_tables(table, ints(ROWS), ints(ROWS), 32, 1024, ints(ROWS, 40), ints(ROWS))
         rotary_table(ints(ROWS), meta(128, dtype=torch.float32), meta(ROWS, 256, dtype=torch.float32))

@@ -43,15 +43,17 @@ def attention_backend(
     buckets: Sequence[int],
     device: torch.device,
     check: CopyCheck | None = None,
+    width: int = 1,
 ) -> AttentionBackend:
     """The backends asked for, one name for all; ConfigError lists the names there are, or says why one cannot run here.
 
-    buckets: the numbers of rows that decode steps are padded to, ascending;  check: of the page ids that parts copy.
+    buckets: the numbers of rows that decode steps are padded to, ascending;  check: of the page ids that parts copy
+    width: decode rows of a sequence at most
     """
     if not isinstance(asked, AskedAttention):
         asked = AskedAttention(asked, asked)
     entries = {"decode": _entry(asked.decode, device), "extend": _entry(asked.extend, device)}
-    settings = PartSettings(geometry.heads // tp, geometry.eps, tuple(buckets), device, check)
+    settings = PartSettings(geometry.heads // tp, geometry.eps, tuple(buckets), device, check, width)
     made = functools.cache(lambda entry: make_parts(entry, settings, download=asked.download))
 
     def parts(kind: RowKind, group: GroupCache) -> AttentionParts:

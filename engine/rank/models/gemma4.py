@@ -61,10 +61,10 @@ class LayerStep:
         slots, positions = self.batch.slots[rows], self.batch.positions[rows]
         pages = []
         for group in self.cache:
-            pages.append(torch.zeros((len(rows), group.read_width), dtype=torch.int32, device=rows.device))
+            pages.append(torch.zeros((len(rows) // self.batch.width, group.read_width), dtype=torch.int32, device=rows.device))
             group.gather(slots, positions, pages[-1])
         rope = {key: table[rows] for key, table in self.batch.rope.items()}
-        batch = ForwardBatch(self.batch.ids[rows], positions, slots, rope, tuple(pages))
+        batch = ForwardBatch(self.batch.ids[rows], positions, slots, rope, tuple(pages), width=self.batch.width)
         ple = None if self.ple is None else self.ple[rows]
         return replace(self, batch=batch, plan=self.attention.prepare(batch), ple=ple)
 
@@ -197,7 +197,7 @@ class Gemma4(Model):
         first = [block.norms["pre_attention"] for block in blocks]
         h, x, ple = self.embedding(batch.ids, first[0], allreduce_norm)
         step = LayerStep(batch, cache, attention, attention.prepare(batch), allreduce_norm, ple)
-        narrow = batch.logit_rows is not None and len(batch.logit_rows) < batch.rows
+        narrow = batch.logit_rows is not None and (len(batch.logit_rows) < batch.rows or batch.width > 1)
         for index, (block, next_norm) in enumerate(zip(blocks, [*first[1:], self.norm], strict=True)):
             if narrow and index == self._sharing:
                 h, x, step, narrow = h[batch.logit_rows], x[batch.logit_rows], step.logit_rows(), False

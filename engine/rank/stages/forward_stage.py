@@ -58,23 +58,24 @@ class ForwardStage:
         self.model, self._cache, self._attention = model, cache, attention
         self._inputs, self._peers, self._pages = inputs, peers, pages
 
-    def decode(self, bucket: int, plan: Tensor) -> tuple[ForwardBatch, Tensor]:
-        """Inputs and final hidden rows of the plan's decode rows, padded to `bucket`. Capturable."""
+    def decode(self, bucket: int, plan: Tensor, width: int = 1) -> tuple[ForwardBatch, Tensor]:
+        """Inputs and final hidden rows of the plan's decode rows, padded to `bucket` rows of `width` tokens. Capturable."""
         self._inputs.apply(plan)
-        batch = self._inputs.decodes(plan, bucket)
+        batch = self._inputs.decodes(plan, bucket, width=width)
         if self._pages is not None:
             self._pages.check(plan, batch)
-        return batch, self.model.forward(batch, self._cache, self._attention, self._peers)
+        peers = self._peers if width == 1 else None  # the inboxes have room for a row a sequence
+        return batch, self.model.forward(batch, self._cache, self._attention, peers)
 
     def mixed(self, plan: PlanView, uploaded: Tensor, wanted: Mapping[int, WantedLogprobs]) -> FinalRows:
         """The forward of a step with chunks, or with no rows at all. wanted: slots that report logprobs of their prompts."""
         self._inputs.apply(uploaded)
         if not len(plan.chunks):
             return FinalRows(self._inputs.ids[:0])
-        batch = self._inputs.mixed(plan, uploaded)
+        batch = self._inputs.mixed(plan, uploaded, plan.width)
         if self._pages is not None:
             self._pages.check(uploaded, batch)
-        ends = replace(batch, slots=batch.slots[batch.logit_rows], positions=batch.positions[batch.logit_rows])
+        ends = _sampling_rows(batch, len(plan.result_slots) - len(plan.rows))
         if not (scored := scored_rows(batch.chunks, wanted)):
             return FinalRows(self.run(batch), ends)
         hidden = self.run(replace(batch, logit_rows=None))
@@ -83,3 +84,12 @@ class ForwardStage:
     def run(self, batch: ForwardBatch) -> Tensor:
         """Final hidden rows of `batch.logit_rows`; sums over ranks are collectives."""
         return self.model.forward(batch, self._cache, self._attention)
+
+
+def _sampling_rows(batch: ForwardBatch, chunks: int) -> ForwardBatch:
+    """The batch's logit rows, `width` a sequence: of the first `chunks` sequences one alone is no padding."""
+    ends = replace(batch, slots=batch.slots[batch.logit_rows], positions=batch.positions[batch.logit_rows])
+    if batch.width == 1:
+        return ends
+    ends.positions.view(-1, batch.width)[:chunks, 1:] = -1
+    return replace(ends, ids=batch.ids[batch.logit_rows])

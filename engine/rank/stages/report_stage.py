@@ -1,7 +1,7 @@
 """The report of a step: an asynchronous copy of what it sampled, the bytes of its result, the state hash."""
 
 import zlib
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -106,12 +106,16 @@ class Launched:
         tokens, flags = host["chosen"].T
         if (flags & ROW_ERROR).any():
             raise RuntimeError(f"step {self.step}: another rank's part of an all-reduce did not come in time")
-        table = np.empty((len(tokens), RESULT_HEAD + 1), np.int32)
-        nan, empty = ((flags & flag) != 0 for flag in (ROW_HAS_NAN, ROW_NO_TOKEN))
-        table[:, 0], table[:, 1], table[:, 2] = self.rows.slots, self.rows.numbers, ~(nan | empty)
-        table[:, 3], table[:, 4] = np.where(nan, ROW_NAN, 0) + np.where(empty, ROW_EMPTY, 0), tokens
+        rows, width = self.rows, self.rows.width
+        first = flags[::width]
+        table = np.empty((len(first), RESULT_HEAD + width), np.int32)
+        nan, empty = ((first & flag) != 0 for flag in (ROW_HAS_NAN, ROW_NO_TOKEN))
+        accepted = host["accepted"] if width > 1 else 1
+        table[:, 0], table[:, 1] = rows.slots[::width], rows.numbers[::width]
+        table[:, 2], table[:, 3] = accepted * ~(nan | empty), np.where(nan, ROW_NAN, 0) + np.where(empty, ROW_EMPTY, 0)
+        table[:, RESULT_HEAD:] = tokens.reshape(-1, width)
         prompts = prompt_rows(self.scored, host["prompts"]) if self.scored else ()
-        return encode_rows(self.step, table, self._logprobs(self.rows, host, nan | empty), prompts)
+        return encode_rows(self.step, table, self._logprobs(rows, host, table[:, 2]), prompts)
 
     def fold(self) -> None:
         """Fold this step into the rank's state hash."""
@@ -123,14 +127,17 @@ class Launched:
         self.fold()
         return result
 
-    def _logprobs(self, rows: ResultRows, host: dict[str, np.ndarray], silent: np.ndarray) -> dict[int, list[Logprobs]]:
-        """By row."""
-        special = rows.special
+    def _logprobs(self, rows: ResultRows, host: dict[str, np.ndarray], counts: np.ndarray) -> dict[int, list[Logprobs]]:
+        """By sequence, of its tokens; counts: how many it has."""
+        special, reported = rows.special, defaultdict[int, list[Logprobs]](list)
         if not special.reported:
             return {}
         words = PromptLogprobs(0, special.alternatives, host["logprobs"].astype("<i4", copy=False).tobytes())
-        pairs = zip(special.reported, words.entries(), strict=True)
-        return {row: [Logprobs(one.chosen, one.top[: rows.logprobs[row]])] for row, (_, one) in pairs if not silent[row]}
+        for row, (_, one) in zip(special.reported, words.entries(), strict=True):
+            sequence, token = divmod(row, rows.width)
+            if token < counts[sequence]:
+                reported[sequence].append(Logprobs(one.chosen, one.top[: rows.logprobs[row]]))
+        return reported
 
 
 class ReportStage:
@@ -147,13 +154,13 @@ class ReportStage:
         self, plan: PlanView, rows: ResultRows, sampled: StepTokens | None, hidden: Tensor, start: torch.cuda.Event | None
     ) -> Launched:
         """The step, whose outputs are on their way. hidden: its final rows; start: its start event."""
-        copy = CopyOut(self._outputs(sampled, hidden, len(rows.slots)), self._device)
+        copy = CopyOut(self._outputs(sampled, hidden, rows), self._device)
         clock = StepClock(self.end if len(plan.rows) else None, start, copy.end)
         self.end = copy.end
         scored = sampled.scored if sampled is not None else ()
         return Launched(plan.step, None if sampled is None else rows, scored, copy, self.state, self._pages, clock)
 
-    def _outputs(self, sampled: StepTokens | None, hidden: Tensor, count: int) -> dict[str, tuple[Tensor, Tensor | None]]:
+    def _outputs(self, sampled: StepTokens | None, hidden: Tensor, rows: ResultRows) -> dict[str, tuple[Tensor, Tensor | None]]:
         """What to copy to the host, and into which memory."""
         outputs: dict[str, tuple[Tensor, Tensor | None]] = {}
         if self._pages is not None:
@@ -162,8 +169,11 @@ class ReportStage:
             return outputs
         if sampled.prompts is not None:
             outputs["prompts"] = (sampled.prompts, None)
+        count = len(rows.slots)
         self._host.append(self._host.pop(0))
         outputs["chosen"] = (sampled.chosen[:count], self._host[-1][:count])
+        if sampled.accepted is not None:
+            outputs["accepted"] = (sampled.accepted[: count // rows.width], None)
         if sampled.logprobs is not None:
             outputs["logprobs"] = (sampled.logprobs, None)
         if self.debug_hash:

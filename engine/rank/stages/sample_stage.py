@@ -24,10 +24,12 @@ class StepTokens:
 
     chosen    int32 [>= R, 2]: each row's token, 0 where there is none, and its flags (`kernels.choose`)
     logprobs  int32 [n, 2 + 2 alternatives], of the rows that report them;   prompts  likewise, of the prompt rows `scored`
+    accepted  int32 [>= sequences]: of rows of several tokens, how many of each sequence's stand
     """
 
     chosen: Tensor
     logprobs: Tensor | None = None
+    accepted: Tensor | None = None
     scored: Sequence[ScoredRows] = ()
     prompts: Tensor | None = None
 
@@ -56,8 +58,10 @@ class SampleStage:
         """Tokens of the batch's rows; with the step's `plan`, their logits are adjusted as their slots say."""
         rows = self.sampler.batch(batch.slots, batch.positions, self._slots.parameters, self._slots.tokens)
         if plan is not None:
-            rows = replace(rows, adjustments=self._slots.adjustments.tables, plan=plan, step=STEP)
-        return StepTokens(*self.sampler.sample(self._model.logits(hidden), rows, self._inbox, special))
+            tables = self._slots.adjustments.tables
+            rows = replace(rows, adjustments=tables, plan=plan, step=STEP, width=batch.width)
+        inbox = self._inbox if batch.width == 1 else None  # it has room for a row a sequence
+        return StepTokens(*self.sampler.sample(self._model.logits(hidden), rows, inbox, special))
 
     def with_prompts(self, sampled: StepTokens | None, prompts: ScoredBatch) -> StepTokens:
         """`sampled`, or nothing, with the logprobs of prompt tokens."""

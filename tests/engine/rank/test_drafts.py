@@ -1,0 +1,136 @@
+"""Steps that verify drafts give what steps of single tokens give, whatever is drafted."""
+
+import random
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from deploy.models.nano.nano_shapes import SHAPES
+from engine.core.masks import Masks
+from engine.core.scheduler import Scheduler
+from engine.core.startup import read_vocabulary, scheduler_config
+from engine.logit_adjustments import LogitAdjustments
+from engine.plan import StepPlan
+from engine.protocol import FinishReason, GenerateRequest, Output
+from engine.rank.batch import ForwardBatch
+from engine.rank.builder import build
+from engine.rank.runner import Runner
+from engine.rank.slots import SlotState
+from engine.rank.stages import draft_stage
+from tests.conftest import Nano
+from tests.support.engine.ranks import run, single
+from tests.support.engine.recording import PAGES, config_of, constrained, request
+from tests.support.judge import assistants
+
+pytestmark = pytest.mark.cpu
+
+DRAFTS = 3
+Answers = dict[int, list[Output]]
+
+
+def answers(runner: Runner, config: Any, requests: Sequence[GenerateRequest]) -> tuple[Answers, list[StepPlan]]:
+    """Every output of each request, and the plans, two out at a time; a request comes every third step."""
+    scheduler = Scheduler(scheduler_config(config, PAGES))
+    masks = Masks(scheduler, read_vocabulary(config))
+    out: deque[StepPlan] = deque()
+    waiting, plans, given = deque(requests), [], defaultdict[int, list[Output]](list)
+    made: dict[int, bytes] = {}
+    while waiting or scheduler.unfinished or out:
+        if waiting and (len(plans) % 3 == 0 or not scheduler.unfinished):
+            asked = waiting.popleft()
+            masks.add(0, asked) if asked.params.grammar else scheduler.add(0, asked)
+        masks.advance()
+        while len(out) < 2 and (plan := scheduler.schedule()) is not None:
+            out.append(plan)
+            plans.append(plan)
+            if plan.masked:
+                masks.planned(plan)
+        for data in masks.due():
+            made[int.from_bytes(data[:8], "little")] = data
+        if out:
+            plan = out.popleft()
+            scheduler.commit(run(runner, plan, made.get(plan.step, b"")))
+            masks.advance()
+        for _, output in scheduler.drain():
+            given[output.id].append(output)
+    return given, plans
+
+
+def texts(given: Answers) -> dict[int, tuple[list[int], FinishReason | None, int]]:
+    """Tokens, the finish and the number of logprobs of each answer."""
+    return {
+        number: ([token for one in outputs for token in one.tokens], outputs[-1].finish, sum(len(one.logprobs) for one in outputs))
+        for number, outputs in given.items()
+    }
+
+
+def requests() -> list[GenerateRequest]:
+    """Greedy, sampled, filtered, with logprobs, stop ids, penalties and bad words, and two with grammars."""
+    asked = [request(number, (40, 33, 25, 40)) for number in range(6)]
+    penalties = LogitAdjustments(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.4)
+    for number in (1, 4):
+        params = msgspec.structs.replace(asked[number].params, adjustments=penalties)
+        asked[number] = msgspec.structs.replace(asked[number], params=params)
+    return [*asked, constrained(7), constrained(9)]
+
+
+@pytest.fixture(scope="module")
+def plain(nano: Nano) -> Callable[[str], Answers]:
+    def served(member: str) -> Answers:
+        config = config_of(nano(member), 1)
+        return answers(build(single(config), PAGES), config, requests())[0]
+
+    return served
+
+
+def drafting(nano: Nano, member: str, folder: Path, drafts: int = DRAFTS) -> tuple[Runner, Any]:
+    assistants.write(SHAPES[member], folder)
+    config = config_of(nano(member), 1, mtp={"model": str(folder), "drafts": drafts})
+    return build(single(config), PAGES), config
+
+
+@pytest.mark.parametrize("member", list(SHAPES))
+def test_drafts_change_no_text(nano: Nano, plain: Callable[[str], Answers], tmp_path: Path, member: str) -> None:
+    """A random drafter, whose guesses are nearly all wrong: tokens, finishes and logprobs are those without."""
+    runner, config = drafting(nano, member, tmp_path)
+    given, plans = answers(runner, config, requests())
+    assert texts(given) == texts(plain(member))
+    assert max(row[1] for plan in plans for row in zip(*[iter(plan.rows)] * 3, strict=True)) == 1 + DRAFTS
+
+
+@pytest.mark.parametrize("right", [1.0, 0.7])
+@pytest.mark.parametrize("drafts", [1, 3, 7])
+def test_right_drafts_save_steps(
+    nano: Nano, plain: Callable[[str], Answers], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafts: int, right: float
+) -> None:
+    """Guesses that are the answer itself, some of them spoilt: the same texts in fewer steps. Taken without a look at what was
+    sampled, spoilt ones change the texts."""
+    runner, config = drafting(nano, "31b", tmp_path, drafts)
+    expected = plain("31b")
+    known = {request.id: [*memoryview(request.prompt).cast("i"), *texts(expected)[request.id][0]] for request in requests()}
+    rng = random.Random(5)
+
+    def guesses(slots: SlotState, batch: ForwardBatch, _: Tensor, accepted: Tensor) -> None:
+        for slot, count in zip(batch.slots[:: batch.width].tolist(), accepted.tolist(), strict=True):
+            length = int(slots.lengths[slot])
+            begun = slots.tokens[slot, : length + 1].tolist()
+            for whole in known.values():
+                if count and whole[: length + 1] == begun:
+                    ahead = (whole[length + 1 :] + [5] * drafts)[:drafts]
+                    ahead = [token if rng.random() < right else token ^ 1 for token in ahead]
+                    slots.tokens[slot, length + 1 : length + 1 + drafts] = torch.tensor(ahead)
+
+    monkeypatch.setattr(runner.draft_stage, "draft", guesses)
+    given, plans = answers(runner, config, requests())
+    assert texts(given) == texts(expected)
+    longest = max(len(tokens) for tokens, _, _ in texts(given).values())
+    assert right < 1 or len(plans) < 45 + 2 * longest / (1 + drafts)
+
+    monkeypatch.setattr(draft_stage, "accept", lambda sampled, *_: torch.full((len(sampled),), sampled.shape[1], dtype=torch.int32))
+    assert right == 1 or texts(answers(runner, config, requests())[0]) != texts(expected)
