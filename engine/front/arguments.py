@@ -24,6 +24,7 @@ from typing import TypeVar
 
 from engine.front.notation import (
     DELIMITED,
+    KEY_TEXT,
     LOOK_AHEAD,
     MARK,
     QUOTE,
@@ -33,9 +34,9 @@ from engine.front.notation import (
     Container,
     end_of,
     end_of_bare_string,
-    end_of_key,
     json_inside,
     json_string,
+    key_of,
     string_begins_behind,
     string_is_over,
     without_quotes,
@@ -164,17 +165,13 @@ class ArgumentsParser:
 
     def _member(self, container: Container) -> Reading[None]:
         closer = container.closers[-1]
-
-        def certain_end(ahead: str) -> int | None:
-            end, certain = end_of_key(ahead, closer)
-            return end if certain else None
-
-        end = yield from self._look(certain_end)
-        if end is None and self._cut:
+        key = yield from self._look(lambda ahead: key_of(ahead, closer))
+        if key is None and self._cut:
             self._at = len(self._text)
             return
-        key = self._text[self._at : self._at + LOOK_AHEAD]
-        key = key[: end_of_key(key, closer)[0] if end is None else end]
+        if key is None:  # it has no end, or none in sight
+            end = end_of(KEY_TEXT[closer], self._text, self._at)
+            key = self._text[self._at : min(end, self._at + LOOK_AHEAD)]
         self._at += len(key)
         container.quoted_keys |= key.startswith(MARK)
         name = without_quotes(key)
