@@ -201,12 +201,12 @@ class TextProcessor:
         begun = at = 0
         while at < len(text):
             end = at + _WINDOW
-            found = self._cut.search(text, at, end + self._longest) if self._longest else None
-            if found is None or found.start() >= end:
+            match = self._cut.search(text, at, end + self._longest) if self._longest else None
+            if match is None or match.start() >= end:
                 at = end
                 continue
-            yield text[begun : found.start()], found[0]
-            begun = at = found.end()
+            yield text[begun : match.start()], match[0]
+            begun = at = match.end()
         yield text[begun:], ""
 
     def _plain(self, text: str, param: str, most: int) -> list[int]:
