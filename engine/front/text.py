@@ -84,6 +84,7 @@ class StopStrings:
             raise InvalidRequest("stop: a stop string must not be empty", param="stop")
         self._stops = stops
         self._longest = max(map(len, stops), default=1)
+        self._first = frozenset(stop[0] for stop in stops)
         self._held = ""
 
     def push(self, delta: str) -> tuple[str, str | None]:
@@ -94,7 +95,7 @@ class StopStrings:
             _, start, stop = min(matches)
             return text[:start], stop
         for start in range(max(0, len(text) - self._longest + 1), len(text)):
-            if any(stop.startswith(text[start:]) for stop in self._stops):
+            if text[start] in self._first and any(stop.startswith(text[start:]) for stop in self._stops):
                 self._held = text[start:]
                 return text[:start], None
         return text, None
