@@ -17,8 +17,8 @@ def check_schema(config: dict[str, Any], source: str) -> None:
     try:
         ServeDeploySchema.model_validate(config)
     except pydantic.ValidationError as error:
-        found = (f"{_path(detail['loc'])}: {detail['msg']}" for detail in error.errors(include_url=False))
-        raise ConfigError(f"{source}: {'; '.join(found)}") from error
+        errors = (f"{_path(detail['loc'])}: {detail['msg']}" for detail in error.errors(include_url=False))
+        raise ConfigError(f"{source}: {'; '.join(errors)}") from error
     if unknown := list(unknown_keys(ServeDeploySchema, config, "")):
         raise ConfigError(f"{source}: {'; '.join(f'{key}: unknown key, which Serve would ignore' for key in unknown)}")
 
@@ -43,8 +43,8 @@ def _models(annotation: Any) -> list[type["BaseModel"]]:
 
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    found = [model for inner in get_args(annotation) for model in _models(inner)]
-    return found if len(found) == 1 and get_origin(annotation) is not dict else []
+    models = [model for inner in get_args(annotation) for model in _models(inner)]
+    return models if len(models) == 1 and get_origin(annotation) is not dict else []
 
 
 def _path(location: tuple[int | str, ...]) -> str:

@@ -199,12 +199,12 @@ def read_settings(config: Mapping[str, Any], source: str) -> list[Settings]:
     ours = [app for app in config["applications"] if isinstance(app, dict) and app.get("import_path") == IMPORT_PATH]
     if not ours:
         raise ConfigError(f"{source}: no application has import_path {IMPORT_PATH}")
-    found = []
+    settings = []
     for app in ours:
         if app.get("route_prefix", "/") != "/":
             raise ConfigError(f"{source}: route_prefix: only /, because the paths of the API are OpenAI's")
         try:
-            found.append(Settings.read(app.get("args") or {}))
+            settings.append(Settings.read(app.get("args") or {}))
         except ConfigError as error:
             raise ConfigError(f"{source}: args of {app.get('name', 'the application')}: {error}") from error
-    return found
+    return settings

@@ -42,17 +42,17 @@ def reference(settings: type[Settings] = Settings) -> str:
 
 def _rows(schemas: dict[str, Any], kind: str, prefix: str) -> Iterator[tuple[str, str, str, str]]:
     """(key, default, values, help) of each property, nested ones by their path."""
-    for name, found in schemas[kind]["properties"].items():
-        if "$ref" in found:
-            yield from _rows(schemas, found["$ref"], f"{prefix}{name}.")
+    for name, schema in schemas[kind]["properties"].items():
+        if "$ref" in schema:
+            yield from _rows(schemas, schema["$ref"], f"{prefix}{name}.")
         else:
-            default = f"`{json.dumps(found['default'])}`" if "default" in found else "required"
-            yield prefix + name, default, _values(found), found["description"]
+            default = f"`{json.dumps(schema['default'])}`" if "default" in schema else "required"
+            yield prefix + name, default, _values(schema), schema["description"]
 
 
-def _values(found: dict[str, Any]) -> str:
+def _values(schema: dict[str, Any]) -> str:
     """What may stand there: a type with its bounds, or the values themselves."""
-    kinds = [kind for kind in found.get("anyOf", [found]) if kind.get("type") != "null"]
+    kinds = [kind for kind in schema.get("anyOf", [schema]) if kind.get("type") != "null"]
     return " or ".join(map(_kind, kinds))
 
 

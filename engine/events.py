@@ -159,7 +159,7 @@ def to_each(*sinks: Sink) -> Sink:
     """A sink that hands every event to all of these, in order."""
 
     def sink(event: Event) -> None:
-        for each in sinks:
-            each(event)
+        for receive in sinks:
+            receive(event)
 
     return sink

@@ -171,10 +171,10 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
     def entries(self) -> list[tuple[int, Logprobs]]:
         """Rank and logprobs of each token."""
-        count, found = self.alternatives, []
+        count, entries = self.alternatives, []
         for chosen, rank, *top in struct.iter_unpack(f"<fi{count}i{count}f", self.words):
-            found.append((rank, Logprobs(chosen, list(zip(top[:count], top[count:], strict=True)))))
-        return found
+            entries.append((rank, Logprobs(chosen, list(zip(top[:count], top[count:], strict=True)))))
+        return entries
 
     def after(self, position: int) -> "PromptLogprobs":
         """The same without tokens up to `position`."""

@@ -24,6 +24,7 @@ from typing import TypeVar
 
 from engine.front.notation import (
     DELIMITED,
+    KEY_TEXT,
     LOOK_AHEAD,
     MARK,
     QUOTE,
@@ -33,9 +34,9 @@ from engine.front.notation import (
     Container,
     end_of,
     end_of_bare_string,
-    end_of_key,
     json_inside,
     json_string,
+    key_of,
     string_begins_behind,
     string_is_over,
     without_quotes,
@@ -55,7 +56,7 @@ class ArgumentsParser:
     """
 
     def __init__(self, schema: ValueSchema, opener: str = "{") -> None:
-        self.in_string = False
+        self.in_string = self._streams = False  # in a string that goes out as it comes
         self._out = ["{"]
         self._open = [Container([")" if opener == "(" else "}"], "}", schema)]
         self._text, self._at = "", 0  # read from _at on
@@ -79,6 +80,12 @@ class ArgumentsParser:
         return made
 
     def push(self, text: str) -> None:
+        if self._streams and MARK not in text:  # nearly every token of a long string
+            self._out.append(json_inside(text))
+        else:
+            self._resume(text)
+
+    def _resume(self, text: str) -> None:
         self._new = text
         next(self._reading, None)
 
@@ -88,14 +95,14 @@ class ArgumentsParser:
     def end(self) -> None:
         """The model has ended the call, or its turn: what is open is closed."""
         self._final = True
-        self.push("")
+        self._resume("")
         self._out += [container.json for container in reversed(self._open)]
         self._open.clear()
 
     def cut(self) -> None:
         """Nothing more comes: nothing is closed that the model has not closed."""
         self._final = self._cut = True
-        self.push("")
+        self._resume("")
         self._open.clear()
 
     # --- the text ---
@@ -164,17 +171,13 @@ class ArgumentsParser:
 
     def _member(self, container: Container) -> Reading[None]:
         closer = container.closers[-1]
-
-        def certain_end(ahead: str) -> int | None:
-            end, certain = end_of_key(ahead, closer)
-            return end if certain else None
-
-        end = yield from self._look(certain_end)
-        if end is None and self._cut:
+        key = yield from self._look(lambda ahead: key_of(ahead, closer))
+        if key is None and self._cut:
             self._at = len(self._text)
             return
-        key = self._text[self._at : self._at + LOOK_AHEAD]
-        key = key[: end_of_key(key, closer)[0] if end is None else end]
+        if key is None:  # it has no end, or none in sight
+            end = end_of(KEY_TEXT[closer], self._text, self._at)
+            key = self._text[self._at : min(end, self._at + LOOK_AHEAD)]
         self._at += len(key)
         container.quoted_keys |= key.startswith(MARK)
         name = without_quotes(key)
@@ -223,21 +226,21 @@ class ArgumentsParser:
         kept: list[str] = []
         over: bool | None = False
         while not over:
-            self.in_string = True
+            self.in_string, self._streams = True, streams
             end = end_of(UP_TO_QUOTE[quote], self._text, self._at)
             closes = self._text[end : end + 1] == quote
             text = self._text[self._at : end if closes or not self._final else None]
             self._at += len(text) + closes
             (self._out if streams else kept).append(json_inside(text) if streams else text)
             if closes:
-                self.in_string = False
+                self.in_string = self._streams = False
                 over = yield from self._look(lambda ahead: string_is_over(ahead, self._open))
                 over = self._final if over is None else over
                 if not over:
                     (self._out if streams else kept).append('\\"' if streams else quote)
             elif not (yield from self._more()):
                 break
-        self.in_string = False
+        self.in_string = self._streams = False
         if streams and (over or not self._cut):
             self._out.append('"')
         elif over or not self._cut:

@@ -62,7 +62,7 @@ class CallGrammar:
         self._referred: dict[str, str] = {}
         self._patterns = self._pairs = 0  # each pattern is compiled by itself, pairs of oneOf are compared
         arguments = {name: self._arguments(name, schema, name in strict) for name, schema in tools.items()}
-        self._rules += [f"tool_{place}: {_literal(name)} {each}" for place, (name, each) in enumerate(arguments.items())]
+        self._rules += [f"tool_{place}: {_literal(name)} {rule}" for place, (name, rule) in enumerate(arguments.items())]
         called = " | ".join(f"tool_{place}" for place in range(len(arguments)))
         self._rules.append(f"call: <[{markers.begin_call}]> called")
         self._rules.append(f'called: "call:" ({called}) <[{markers.end_call}]>')
@@ -178,12 +178,12 @@ class CallGrammar:
         self._patterns += "pattern" in schema
         if self._patterns > _PATTERNS:
             raise SchemaError(f"more than {_PATTERNS} times the schema keyword 'pattern'")
-        if not (found := expressions(schema)):
+        if not (kept := expressions(schema)):
             return "string"
-        return f"{self._quote} {self._rule('TEXT', ' & '.join(map(lark_regex, found)))} {self._quote}"
+        return f"{self._quote} {self._rule('TEXT', ' & '.join(map(lark_regex, kept)))} {self._quote}"
 
     def _array(self, schema: Mapping[str, Any], root: Any, depth: int) -> str:
-        named = [self._rule("item", self._value(each, root, depth + 1)) for each in schema.get("prefixItems") or ()]
+        named = [self._rule("item", self._value(item, root, depth + 1)) for item in schema.get("prefixItems") or ()]
         least, most, others = schema.get("minItems") or 0, schema.get("maxItems"), schema.get("items", True)
         most = len(named) if others is False and (most is None or most > len(named)) else most
         repeats(least, most)

@@ -5,8 +5,8 @@
     stream = client.generate(prompt, params)                   submits
     stream.take()                                              all that has come since the last one, as one Output
 
-Runs on one event loop and is called from it only. received == finished + refused + aborted + failed + open, always. A request
-leaves `open` only when the core has ended it (or the core is gone), so that these counters agree with the core's.
+Runs on one event loop and is called from it only. A request leaves `open` only when the core has ended it (or the core is gone), so
+that RequestStarted and RequestFinished agree with the core's counters.
 """
 
 import asyncio
@@ -58,17 +58,6 @@ _ABORTS: dict[AbortReason | None, Outcome] = {
 EOF_GRACE_S = 0.25  # after the socket's end, wait for the watcher: it may know which process died
 
 
-@dataclass
-class ClientCounters:
-    """Requests since start, by their end as the core reported it; `failed` includes those that ended with the group."""
-
-    received: int = 0
-    finished: int = 0
-    refused: int = 0
-    aborted: int = 0
-    failed: int = 0
-
-
 @dataclass(slots=True)
 class Clock:
     """The clock points of one request (drawn in engine/events.py), None until they come; updated in place."""
@@ -108,7 +97,6 @@ class EngineClient:
         sink: Sink = no_sink,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.counters = ClientCounters()
         self.load: Load | None = None
         self.dead: str | None = None
         self._sink = sink
@@ -144,7 +132,6 @@ class EngineClient:
         if not self._requests:
             self._waiting_since = time.monotonic_ns()
         self._requests[stream.id] = _Request(stream, len(prompt), Clock(self._clock()))
-        self.counters.received += 1
         self._sink(RequestStarted(stream.id, len(prompt)))
         if self.dead is not None:
             self._kill(stream.id, self.dead)
@@ -262,24 +249,12 @@ class EngineClient:
         entry = self._requests.pop(request)
         if error is not None:
             entry.stream.fail(error)
-        self._count_end(outcome)
         ended, clock = entry.aborted_at if entry.aborted is not None else self._clock(), entry.clock
         first, last, count = clock.first, clock.last, clock.output_tokens
         ttft = None if first is None else first - clock.submitted
         tpot = None if first is None or last is None or count < 2 else (last - first) / (count - 1)
         e2e, queued = ended - clock.submitted, clock.queue_s
         self._sink(RequestFinished(request, outcome, entry.prompt_tokens, count, ttft, tpot, e2e, queued))
-
-    def _count_end(self, outcome: Outcome) -> None:
-        match outcome:
-            case "stop" | "length":
-                self.counters.finished += 1
-            case "refused":
-                self.counters.refused += 1
-            case "error" | "dead":
-                self.counters.failed += 1
-            case _:
-                self.counters.aborted += 1
 
     def _kill(self, request: int, reason: str) -> None:
         self._end(request, "dead", EngineDead(reason))

@@ -398,9 +398,9 @@ class DeltaReader(Generic[T]):
         """What has come since the last call; waits if nothing has. Raises what the streams raise: the first error ends them all."""
         if not self.ready:
             self._waiter = asyncio.get_running_loop().create_future()
-            found = await self._waiter
-            if found is not None:
-                return found
+            converted = await self._waiter
+            if converted is not None:
+                return converted
         return self._convert(self._taken())
 
     def _arrived(self) -> None:

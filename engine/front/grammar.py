@@ -43,8 +43,8 @@ def json_answer(schema: Mapping[str, Any] | None = None) -> str:
 
 
 def _json(schema: Mapping[str, Any] | None) -> str:
-    wanted: Mapping[str, Any] = {"type": "object"} if schema is None else schema
-    text = json.dumps(dict(wanted) | {"x-guidance": {"whitespace_flexible": False}})
+    kept: Mapping[str, Any] = {"type": "object"} if schema is None else schema
+    text = json.dumps(dict(kept) | {"x-guidance": {"whitespace_flexible": False}})
     if len(text) > MAX_SCHEMA_BYTES:
         raise InvalidRequest(f"the schema is larger than {MAX_SCHEMA_BYTES} bytes")
     return f"%json {text}"
@@ -63,10 +63,11 @@ class Structure:
 def tagged_answer(structures: Sequence[Structure]) -> str:
     """Free text in which every trigger begins one of its structures."""
     rules = ["answer: (" + " | ".join(f"tag_{place}" for place in range(len(structures))) + ")* FREE", r"FREE: /(.|\n)*/"]
-    for place, each in enumerate(structures):
-        begin, end = (f" {json.dumps(text)}" if text else "" for text in (each.begin.removeprefix(each.trigger), each.end))
-        rules.append(f"trigger_{place}[lazy]: FREE {json.dumps(each.trigger)}")
-        rules.append(f"tag_{place}: trigger_{place}{begin} {_json(each.schema)}{end}")
+    for place, structure in enumerate(structures):
+        texts = structure.begin.removeprefix(structure.trigger), structure.end
+        begin, end = (f" {json.dumps(text)}" if text else "" for text in texts)
+        rules.append(f"trigger_{place}[lazy]: FREE {json.dumps(structure.trigger)}")
+        rules.append(f"tag_{place}: trigger_{place}{begin} {_json(structure.schema)}{end}")
     return "\n".join(rules)
 
 

@@ -30,7 +30,7 @@ KEY_CHARACTER_OF_GRAMMARS = rf"[\p{{L}}\p{{N}}_$.\/@{_MARKS}-]"  # the same in l
 
 _PLAIN_QUOTED = r"""\"[^"]{1,128}"|'[^']{1,128}'"""
 _KEY = f"(?:{KEY_CHARACTER}{{1,128}}|{_PLAIN_QUOTED})"
-_KEY_TEXT = {closer: re.compile(rf"""(?:"[^"]*"|'[^']*'|{MARK}[^{MARK}]*{MARK})?[^:=,{closer}]*""") for closer in "})"}
+KEY_TEXT = {closer: re.compile(rf"""(?:"[^"]*"|'[^']*'|{MARK}[^{MARK}]*{MARK})?[^:=,{closer}]*""") for closer in "})"}
 _NEXT_KEY = re.compile(rf",\s*{_KEY}\s*[:=]")
 _WORDS = rf"""[^\s"':=,{MARK}][^"':=,{MARK}]{{0,127}}"""
 _OTHER_KEY = re.compile(rf"(?:,\s*)?(?P<key>{_PLAIN_QUOTED}|{MARK}[^{MARK}]{{1,128}}{MARK}|{_WORDS}?)\s*[:=]")
@@ -67,11 +67,11 @@ def end_of(pattern: re.Pattern[str], text: str, at: int) -> int:
     return match.end() if match else at
 
 
-def end_of_key(text: str, closer: str) -> tuple[int, bool]:
-    """(where the key ends, whether that is certain: its separator or the closing bracket is there)."""
-    end = end_of(_KEY_TEXT[closer], text, 0)
+def key_of(text: str, closer: str) -> str | None:
+    """The key that the text begins with; None: its separator or the closing bracket is not there yet."""
+    key = text[: end_of(KEY_TEXT[closer], text, 0)]
     half_quoted = text[:1] in ('"', "'", MARK) and text.find(text[0], 1) < 0
-    return end, end < len(text) and not half_quoted
+    return key if len(key) < len(text) and not half_quoted else None
 
 
 def end_of_bare_string(text: str, at: int, stop: int, container: Container) -> int | None:

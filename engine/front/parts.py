@@ -1,7 +1,7 @@
 """What a reply is made of, as typed parts: text of the answer, text of a thought, a tool call, more of a call's arguments."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 
@@ -40,30 +40,14 @@ Part = Content | Reasoning | ToolCallStart | Arguments
 
 
 def joined(parts: Iterable[Part]) -> list[Part]:
-    """The same parts; neighbours of one kind (and of one call) are one part."""
+    """The same parts; neighbours of one kind are one part. Between the arguments of two calls a ToolCallStart stands."""
     made: list[Part] = []
-    for _, group in groupby(parts, _kind):
+    for _, group in groupby(parts, type):
         run = list(group)
-        made.append(run[0] if len(run) == 1 else _concatenated(run))
+        first = run[0]
+        if len(run) == 1 or isinstance(first, ToolCallStart):
+            made += run
+        else:
+            text = "".join(part.text for part in run if not isinstance(part, ToolCallStart))
+            made.append(replace(first, text=text))
     return made
-
-
-def _kind(part: Part) -> tuple[type[Part], int | str]:
-    match part:
-        case Arguments(index=index):
-            return Arguments, index
-        case ToolCallStart(id=name):
-            return ToolCallStart, name
-    return type(part), 0
-
-
-def _concatenated(run: list[Part]) -> Part:
-    text = "".join(part.text for part in run if not isinstance(part, ToolCallStart))
-    match run[0]:
-        case Content():
-            return Content(text)
-        case Reasoning():
-            return Reasoning(text)
-        case Arguments(index=index):
-            return Arguments(index, text)
-    raise AssertionError(f"two calls of one id: {run}")

@@ -68,11 +68,11 @@ class Markers:
     def of(cls, text: TextProcessor) -> Self | None:
         """The markers of a checkpoint; None if its vocabulary lacks them."""
         ids = {name: text.control_id(name) for name in (*_MARKERS, *_BOUNDARIES)}
-        found = {name: number for name, number in ids.items() if number is not None}
-        if not found.keys() >= _MARKERS.keys():
+        known = {name: number for name, number in ids.items() if number is not None}
+        if not known.keys() >= _MARKERS.keys():
             return None
-        boundaries = frozenset(number for name, number in found.items() if _MARKERS.get(name) != "quote")
-        return cls(**{field: found[name] for name, field in _MARKERS.items()}, boundaries=boundaries)
+        boundaries = frozenset(number for name, number in known.items() if _MARKERS.get(name) != "quote")
+        return cls(**{field: known[name] for name, field in _MARKERS.items()}, boundaries=boundaries)
 
     def open_thought(self, prompt: Sequence[int]) -> Sequence[int] | None:
         """The tokens of a thought that the prompt leaves open; None: it leaves none open."""
@@ -317,11 +317,11 @@ class ReplyParser:
 
     def _called(self, head: str) -> str | None:
         """The tool that the text after <|tool_call> names; without `call:` only a declared one. None: it names none."""
-        found = _HEAD.fullmatch(head) if len(head) <= _HEAD_CHARACTERS else None
-        if found is None or not found["name"]:
+        match = _HEAD.fullmatch(head) if len(head) <= _HEAD_CHARACTERS else None
+        if match is None or not match["name"]:
             return None
-        name = found["name"]
-        return self._tools.resolve(name) if found["prefix"] else name if self._tools.declares(name) else None
+        name = match["name"]
+        return self._tools.resolve(name) if match["prefix"] else name if self._tools.declares(name) else None
 
     def _begin_call(self, name: str, opener: str) -> None:
         self._parts.append(ToolCallStart(self.calls, f"call_{secrets.token_hex(12)}", name))

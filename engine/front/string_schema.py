@@ -32,14 +32,14 @@ class SchemaError(ValueError):
 
 def expressions(schema: Mapping[str, Any]) -> list[str]:
     """Regular expressions, all of which a string of this schema matches from its first to its last character. SchemaError."""
-    found = [] if schema.get("pattern") is None else [_searched(schema["pattern"])]
+    regexes = [] if schema.get("pattern") is None else [_searched(schema["pattern"])]
     if (name := schema.get("format")) is not None:
-        found += _format(name)
+        regexes += _format(name)
     if any(schema.get(keyword) is not None for keyword in ("minLength", "maxLength")):
-        found.append(rf"(.|\n){repeats(schema.get('minLength'), schema.get('maxLength'))}")
-    if len(found) > 1 and not _compiles(" & ".join(map(lark_regex, found))):
+        regexes.append(rf"(.|\n){repeats(schema.get('minLength'), schema.get('maxLength'))}")
+    if len(regexes) > 1 and not _compiles(" & ".join(map(lark_regex, regexes))):
         raise SchemaError("a pattern, a format and lengths that together are too much, or that no text has,")
-    return found
+    return regexes
 
 
 def lark_regex(expression: str) -> str:
@@ -61,7 +61,7 @@ def _searched(pattern: Any) -> str:
     """Any text in which the pattern is found."""
     if not isinstance(pattern, str) or len(pattern) > _LONGEST:
         raise SchemaError(f"the schema keyword 'pattern' with what is no text, or one of more than {_LONGEST} characters,")
-    expression = "(?:" + "|".join(_anchored(each, pattern) for each in _alternatives(pattern)) + ")"
+    expression = "(?:" + "|".join(_anchored(branch, pattern) for branch in _alternatives(pattern)) + ")"
     if not _compiles(lark_regex(expression)):
         raise SchemaError(f"{pattern[:100]!r} of the schema keyword 'pattern'")
     return expression
@@ -83,24 +83,24 @@ def _bytes() -> LLTokenizer:
 
 def _alternatives(pattern: str) -> list[list[str]]:
     """Between its outermost bars, each as atoms: characters, escapes, classes, the beginnings of groups."""
-    found: list[list[str]] = [[]]
+    branches: list[list[str]] = [[]]
     depth = 0
     for atom in _ATOM.findall(pattern):
         if atom in _LOOKS or _REFERS.fullmatch(atom):
             raise SchemaError(f"{atom!r} in the schema keyword 'pattern'")
         depth += atom.startswith("(") - (atom == ")")
         if atom == "|" and not depth:
-            found.append([])
+            branches.append([])
         else:
-            found[-1].append(_of_ascii(atom))
-    return found
+            branches[-1].append(_of_ascii(atom))
+    return branches
 
 
 def _of_ascii(atom: str) -> str:
     """An atom with what its escapes stand for in ECMA-262."""
     if not atom.startswith("["):
         return f"[{_ASCII[atom]}]" if atom in _ASCII else atom
-    return _IN_CLASS.sub(lambda found: _ASCII[found[1]] + (r"\-" if found[2] else "") if found[1] in _ASCII else found[0], atom)
+    return _IN_CLASS.sub(lambda match: _ASCII[match[1]] + (r"\-" if match[2] else "") if match[1] in _ASCII else match[0], atom)
 
 
 def _anchored(atoms: list[str], pattern: str) -> str:

@@ -84,6 +84,7 @@ class StopStrings:
             raise InvalidRequest("stop: a stop string must not be empty", param="stop")
         self._stops = stops
         self._longest = max(map(len, stops), default=1)
+        self._first = frozenset(stop[0] for stop in stops)
         self._held = ""
 
     def push(self, delta: str) -> tuple[str, str | None]:
@@ -94,7 +95,7 @@ class StopStrings:
             _, start, stop = min(matches)
             return text[:start], stop
         for start in range(max(0, len(text) - self._longest + 1), len(text)):
-            if any(stop.startswith(text[start:]) for stop in self._stops):
+            if text[start] in self._first and any(stop.startswith(text[start:]) for stop in self._stops):
                 self._held = text[start:]
                 return text[:start], None
         return text, None
@@ -201,12 +202,12 @@ class TextProcessor:
         begun = at = 0
         while at < len(text):
             end = at + _WINDOW
-            found = self._cut.search(text, at, end + self._longest) if self._longest else None
-            if found is None or found.start() >= end:
+            match = self._cut.search(text, at, end + self._longest) if self._longest else None
+            if match is None or match.start() >= end:
                 at = end
                 continue
-            yield text[begun : found.start()], found[0]
-            begun = at = found.end()
+            yield text[begun : match.start()], match[0]
+            begun = at = match.end()
         yield text[begun:], ""
 
     def _plain(self, text: str, param: str, most: int) -> list[int]:

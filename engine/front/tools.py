@@ -115,7 +115,7 @@ def _checked_schema(schema: Any, where: str) -> Iterator[tuple[str, Any]]:
     for keyword in _SCHEMAS:
         inner = schema.get(keyword)
         if inner is not None:
-            yield from ((_inside(where, f".{keyword}"), each) for each in (inner if isinstance(inner, list) else [inner]))
+            yield from ((_inside(where, f".{keyword}"), one) for one in (inner if isinstance(inner, list) else [inner]))
 
 
 def _referred_schema(schema: Any, root: Any, where: str) -> Iterator[tuple[str, Any]]:

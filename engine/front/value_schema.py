@@ -24,8 +24,8 @@ class ValueSchema:
     @cached_property
     def types(self) -> frozenset[str] | None:
         """The JSON types that are allowed; None: the schema does not say."""
-        found = [_types_of(branch) for branch in self._branches()]
-        known = [types for types in found if types is not None]
+        branches = [_types_of(branch) for branch in self._branches()]
+        known = [types for types in branches if types is not None]
         return frozenset().union(*known) if known else None
 
     def allows(self, kind: str) -> bool:
@@ -39,14 +39,14 @@ class ValueSchema:
     @property
     def constants(self) -> frozenset[str] | None:
         """The only values, as JSON, by const or enum, also of what it refers to; None: others are allowed."""
-        found = [_constants_of(branch) for branch in self._branches() if "$ref" not in branch]
-        return found[0] if len(found) == 1 else None
+        constants = [_constants_of(branch) for branch in self._branches() if "$ref" not in branch]
+        return constants[0] if len(constants) == 1 else None
 
     @property
     def required(self) -> frozenset[str]:
         """Keys that an object must have."""
-        found = [branch for branch in self._branches() if "$ref" not in branch]
-        return frozenset(found[0].get("required") or ()) if len(found) == 1 else frozenset()
+        branches = [branch for branch in self._branches() if "$ref" not in branch]
+        return frozenset(branches[0].get("required") or ()) if len(branches) == 1 else frozenset()
 
     def declares(self, key: str) -> bool:
         """Whether an object has a property of this name."""
@@ -58,10 +58,10 @@ class ValueSchema:
 
     def _inside(self, schema_of: Callable[[Mapping[str, Any]], Any]) -> "ValueSchema":
         """What one of the alternatives says; those that say nothing do not count, and what allows anything allows it."""
-        found = [inner for branch in self._branches() if (inner := schema_of(branch)) is not None and inner is not False]
-        if not found or not all(isinstance(inner, Mapping) for inner in found):
+        schemas = [inner for branch in self._branches() if (inner := schema_of(branch)) is not None and inner is not False]
+        if not schemas or not all(isinstance(inner, Mapping) for inner in schemas):
             return ValueSchema(True, self.root)
-        return ValueSchema(found[0] if len(found) == 1 else {"anyOf": found}, self.root)
+        return ValueSchema(schemas[0] if len(schemas) == 1 else {"anyOf": schemas}, self.root)
 
     def _branches(self) -> Iterator[Mapping[str, Any]]:
         """The schema and its alternatives, references followed."""
@@ -94,8 +94,8 @@ def are_apart(one: ValueSchema, other: ValueSchema) -> bool:
     if one.constants is not None and other.constants is not None:
         return not one.constants & other.constants
     shared = one.required & other.required
-    found = [(one.member(key).constants, other.member(key).constants) for key in shared]
-    return any(mine is not None and theirs is not None and not mine & theirs for mine, theirs in found)
+    constants = [(one.member(key).constants, other.member(key).constants) for key in shared]
+    return any(first is not None and second is not None and not first & second for first, second in constants)
 
 
 def _with_numbers(types: frozenset[str]) -> frozenset[str]:

@@ -28,6 +28,7 @@ from engine.step_masks import masks_capacity
 from tests.support.engine.fake_child import FIRST_TOKEN, Behaviour, commands
 from tests.support.engine.fakes import fake_config
 from tests.support.engine.groups import Held, Running, alive, end_of, read, running, settled, until
+from tests.support.engine.outputs import outputs
 from tests.support.repo_rules import ROOT
 
 pytestmark = [pytest.mark.cpu, pytest.mark.alone]
@@ -84,7 +85,7 @@ def deaths(group: Group, event: Callable[[Running], None], within_s: float, loop
         async with running(group) as run:
             ends = await under_load(run, event)
             assert len(run.deaths) == 1, run.deaths
-            assert run.client.counters.failed == STREAMS
+            assert run.outcomes.failed == STREAMS
         assert all(isinstance(error, EngineDead) for error, _ in ends), ends
         assert len({str(error) for error, _ in ends}) == 1, ends
         print(f"{ends[0][0]}: streams ended after {1000 * max(late for _, late in ends):.0f} ms")
@@ -120,7 +121,7 @@ def test_a_group_boots_serves_and_closes(config: EngineConfig) -> None:
             run.watcher.close()
             run.client.stop()
             assert await asyncio.to_thread(group.close)
-            assert run.client.counters.finished == 2
+            assert run.outcomes.finished == 2
             assert run.deaths == []
 
     group = Group.boot(config, commands())
@@ -202,7 +203,7 @@ def test_aborts_at_any_stage_leave_nothing(config: EngineConfig) -> None:
     async def main(group: Group) -> None:
         async with running(group) as run, asyncio.timeout(60):
             await asyncio.gather(*[one(run) for _ in range(200)])
-            load, ours = await settled(run.client), run.client.counters
+            load, ours = await settled(run.client), run.outcomes
             assert (load.received, load.finished, load.aborted) == (ours.received, ours.finished, ours.aborted)
             assert (ours.received, ours.finished + ours.aborted) == (200, 200)
             assert ours.aborted > 10
@@ -327,10 +328,10 @@ def test_a_stop_string_is_a_success(config: EngineConfig) -> None:
     async def main(group: Group) -> None:
         async with running(group) as run:
             stream = run.client.generate([1], LONG)
-            reader = aiter(stream)
+            reader = outputs(stream)
             assert (await anext(reader)).finish is not FinishReason.stop
             stream.abort(AbortReason.stop_string)
             assert [output async for output in reader] == []
-            assert ((await settled(run.client)).finished, run.client.counters.finished) == (1, 1)
+            assert ((await settled(run.client)).finished, run.outcomes.finished) == (1, 1)
 
     asyncio.run(main(Group.boot(config, commands())))

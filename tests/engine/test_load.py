@@ -19,10 +19,11 @@ import pytest
 
 from cluster.group import Group
 from engine.config import EngineConfig, engine_config
-from engine.front.client import ClientCounters, EngineClient
+from engine.front.client import EngineClient
 from engine.protocol import Load, SamplingParams
 from tests.conftest import Nano
 from tests.support.engine.drive import Answer, Request, ask, ask_all, attached, still
+from tests.support.engine.outcomes import Outcomes
 from tests.support.judge.near_tie import Twins, twins
 
 pytestmark = [pytest.mark.cpu, pytest.mark.slow, pytest.mark.alone]
@@ -67,7 +68,7 @@ class Served:
 
     requests: list[Request]
     answers: list[Answer]
-    counters: ClientCounters
+    counters: Outcomes
     load: Load
     hashes: set[int]
     pairs: list[tuple[Request, Twins]] = field(default_factory=list)
@@ -111,14 +112,14 @@ def load_config(folder: Path, tp: int, **changes: object) -> EngineConfig:
 
 async def serve(group: Group, requests: list[Request], streams: int, sample: int | None, rng: random.Random) -> Served:
     """All requests in company; then `sample` of the completed ones alone (None: all), and a few with a difference planted."""
-    async with attached(group) as (client, _), asyncio.timeout(800):
+    async with attached(group) as (client, figures), asyncio.timeout(800):
         began = time.monotonic()
         answers = await ask_all(client, requests, streams)
         load = await still(client)
         while len({status.finished for status in group.status()[:-1]}) > 1:  # noqa: ASYNC110 - a test may poll
             await asyncio.sleep(0.01)
         hashes = {status.state_hash for status in group.status()[:-1]}
-        served = Served(requests, answers, replace(client.counters), load, hashes)
+        served = Served(requests, answers, replace(figures.outcomes), load, hashes)
         loaded = time.monotonic()
         done = completed(requests, answers)
         for request, answer in done if sample is None else rng.sample(done, sample):

@@ -216,7 +216,7 @@ _FRONT = (
     ),
     Fault(
         "shorter-stop-string-wins", "engine/front/text.py",
-        "max(hits, key=len)", "min(hits, key=len)", "engine/front/test_stop_strings.py",
+        "= min(matches)", "= min(matches, key=lambda match: (match[0], -match[1]))", "engine/front/test_stop_strings.py",
     ),
     Fault(
         "half-a-character-is-shown", "engine/front/text.py",

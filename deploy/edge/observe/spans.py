@@ -122,7 +122,7 @@ def phases_of(clock: Clock, ended: float, choice: int) -> Iterator[SpanPhase]:
 def _attributes(record: RequestRecord) -> dict[str, Any]:
     """By OpenTelemetry's conventions for GenAI and HTTP where they have a name; what does not apply is left out."""
     error = type(record.error).__name__ if record.error is not None else None
-    found = {
+    attributes = {
         "gen_ai.operation.name": record.operation,
         "gen_ai.provider.name": "quartet",
         "gen_ai.request.model": record.model,
@@ -142,4 +142,4 @@ def _attributes(record: RequestRecord) -> dict[str, Any]:
         "quartet.request.id": record.id,
         "quartet.finish": record.finish,
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in attributes.items() if value is not None}

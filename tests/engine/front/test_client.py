@@ -10,7 +10,18 @@ import msgspec
 import pytest
 
 from engine.errors import EngineDead, GenerationFailed, InvalidRequest, SlowReader
-from engine.events import EngineFailed, EngineLoad, Event, FirstToken, RequestFinished, RequestStarted, Tokens
+from engine.events import (
+    EngineFailed,
+    EngineLoad,
+    Event,
+    FirstToken,
+    RequestFinished,
+    RequestStarted,
+    Sink,
+    Tokens,
+    no_sink,
+    to_each,
+)
 from engine.front.client import MAX_PILED_TOKENS, EngineClient
 from engine.front.stream import Stream
 from engine.protocol import (
@@ -24,6 +35,7 @@ from engine.protocol import (
     pack_tokens,
 )
 from tests.support.engine.fakes import FakeCore, FakeEngineClient
+from tests.support.engine.outcomes import Outcomes
 from tests.support.engine.outputs import outputs
 
 pytestmark = [pytest.mark.pure, pytest.mark.alone]
@@ -42,31 +54,25 @@ class Clock:
         return self.now
 
 
-def run_story(story: Story, **options: Any) -> EngineClient:
-    """Run `story` with a started client and its core; whatever happens, the counters must balance at the end."""
+def run_story(story: Story, sink: Sink = no_sink, **options: Any) -> Outcomes:
+    """Run `story` with a started client and its core; whatever happens, each request that began is open or has ended once."""
+    outcomes = Outcomes()
 
-    async def main() -> EngineClient:
+    async def main() -> None:
         core = FakeCore()
-        client = EngineClient(core.front, **options)
+        client = EngineClient(core.front, sink=to_each(outcomes, sink), **options)
         await client.start()
         try:
             async with asyncio.timeout(10):
                 await story(client, core)
         finally:
-            balanced(client)
+            assert outcomes.open == client.open
             await client.close()
             core.close()
-            balanced(client)
-        assert client.open == 0
-        return client
+        assert outcomes.open == client.open == 0
 
-    return asyncio.run(main())
-
-
-def balanced(client: EngineClient) -> None:
-    counters = client.counters
-    ended = counters.finished + counters.refused + counters.aborted + counters.failed
-    assert counters.received == ended + client.open, (counters, client.open)
+    asyncio.run(main())
+    return outcomes
 
 
 async def read(stream: Stream) -> list[int]:
@@ -95,7 +101,7 @@ def test_a_request_streams_to_its_end() -> None:
             await anext(reader)
         assert await core.silent()
 
-    assert run_story(story).counters.finished == 1
+    assert run_story(story).finished == 1
 
 
 def test_submission_does_not_wait_for_the_reader() -> None:
@@ -137,7 +143,7 @@ def test_streams_do_not_mix() -> None:
         got = await asyncio.gather(*map(read, streams))
         assert got == [[10 * stream.id + step for step in range(4)] for stream in streams]
 
-    assert run_story(story).counters.finished == 3
+    assert run_story(story).finished == 3
 
 
 @pytest.mark.parametrize(("invalid", "kind", "counter"), [(True, InvalidRequest, "refused"), (False, GenerationFailed, "failed")])
@@ -159,8 +165,8 @@ def test_an_error_reaches_its_own_reader(invalid: bool, kind: type[Exception], c
         assert getattr(caught.value, "code", None) == ("too_long" if invalid else None)
         assert await read(neighbour) == [6]
 
-    counters = run_story(story).counters
-    assert (getattr(counters, counter), counters.finished) == (1, 1)
+    outcomes = run_story(story)
+    assert (getattr(outcomes, counter), outcomes.finished) == (1, 1)
 
 
 async def leave_by_break(stream: Stream) -> None:
@@ -197,9 +203,8 @@ def test_leaving_early_aborts(leave: Callable[[Stream], Awaitable[None]]) -> Non
         await core.send(Output(id=stream.id, finish=FinishReason.abort))
         await delivered()
         assert await core.silent()
-        assert client.counters.aborted == 1
 
-    run_story(story)
+    assert run_story(story).aborted == 1
 
 
 @pytest.mark.parametrize("reason", list(AbortReason))
@@ -221,11 +226,9 @@ def test_an_abort_carries_its_reason_and_ends_the_iteration(reason: AbortReason)
         await delivered()
         assert await core.silent()
 
-    counters = run_story(story, sink=events.append).counters
-    finished = reason is AbortReason.stop_string
-    assert (counters.finished, counters.aborted) == (int(finished), int(not finished))
+    run_story(story, events.append)
     outcome = next(event.outcome for event in events if isinstance(event, RequestFinished))
-    assert outcome == ("stop" if finished else reason.value)
+    assert outcome == ("stop" if reason is AbortReason.stop_string else reason.value)
 
 
 def test_an_abort_after_the_end_is_silent() -> None:
@@ -261,7 +264,7 @@ def test_a_slow_reader_is_cut_off() -> None:
         with pytest.raises(SlowReader, match="behind"):
             await read(stream)
 
-    assert run_story(story).counters.aborted == 1
+    assert run_story(story).aborted == 1
 
 
 def test_a_slow_reader_gets_what_was_finished() -> None:
@@ -277,7 +280,7 @@ def test_a_slow_reader_gets_what_was_finished() -> None:
         assert output.tokens == [*range(MAX_PILED_TOKENS), 7]
         assert output.finish is FinishReason.stop
 
-    assert run_story(story).counters.finished == 1
+    assert run_story(story).finished == 1
 
 
 def test_death_wakes_every_reader() -> None:
@@ -298,7 +301,7 @@ def test_death_wakes_every_reader() -> None:
         with pytest.raises(EngineDead, match="rank 2"):
             client.health()
 
-    assert run_story(story).counters.failed == 9
+    assert run_story(story).failed == 9
 
 
 def test_the_end_of_the_socket_is_death() -> None:

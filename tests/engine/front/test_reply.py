@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 
 from engine.front.arguments import ArgumentsParser
+from engine.front.parts import Arguments, Content, ToolCallStart
 from engine.front.reply import ReplyParser
 from engine.front.tools import Tools
 from tests.support.engine.replies import (
     BEGIN_THOUGHT,
     END_THOUGHT,
     IDS,
+    MARKERS,
+    TOOLS,
     TURN,
     Said,
     Segment,
@@ -176,6 +179,14 @@ def test_a_lost_character_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ReplyParser, "_no_call", lambda parser: None)
     with pytest.raises(AssertionError):
         test_garbage_loses_nothing(EXACT)
+
+
+def test_neighbours_are_one_part() -> None:
+    """What one batch of tokens adds is a part for each run of a kind, whatever markers stand inside."""
+    calls = '<|tool_call>call:f{a:<|"|>x<|"|>,b:<|"|>y<|"|>}<tool_call|><|tool_call>call:g{a:1}<tool_call|>'
+    given = tokens(segments('a<|"|>b<tool_call|>c' + calls))
+    parts = ReplyParser(given.pieces, MARKERS, TOOLS).push(given.ids)
+    assert [type(part) for part in parts] == [Content, ToolCallStart, Arguments, ToolCallStart, Arguments]
 
 
 # ---- thoughts

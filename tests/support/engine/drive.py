@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 from cluster.group import Group
 from engine.errors import InvalidRequest
-from engine.events import EngineLoad, Event
+from engine.events import EngineLoad, Event, to_each
 from engine.front.client import EngineClient
 from engine.protocol import AbortReason, FinishReason, Load, Logprobs, SamplingParams
+from tests.support.engine.outcomes import Outcomes
 from tests.support.engine.outputs import outputs
 
 
@@ -40,6 +41,7 @@ class Figures:
     last: Load | None = None
     mixed: int = 0
     peaks: dict[str, int] = field(default_factory=dict)
+    outcomes: Outcomes = field(default_factory=Outcomes)
 
     def see(self, event: Event) -> None:
         if not isinstance(event, EngineLoad):
@@ -57,7 +59,7 @@ class Figures:
 async def attached(group: Group) -> AsyncIterator[tuple[EngineClient, Figures]]:
     """The group's one client, and the figures that it sees; closed at the end."""
     figures = Figures()
-    client = EngineClient(group.front_socket, sink=figures.see)
+    client = EngineClient(group.front_socket, sink=to_each(figures.see, figures.outcomes))
     await client.start()
     try:
         yield client, figures

@@ -13,6 +13,7 @@ from cluster.health import Death, Watcher
 from engine.front.client import EngineClient
 from engine.front.stream import Stream
 from engine.protocol import Load
+from tests.support.engine.outcomes import Outcomes
 from tests.support.engine.outputs import outputs
 
 
@@ -24,12 +25,14 @@ class Running:
     client: EngineClient
     watcher: Watcher
     deaths: list[tuple[str, float]]
+    outcomes: Outcomes
 
 
 @asynccontextmanager
 async def running(group: Group) -> AsyncIterator[Running]:
     """Attach a client and a watcher to `group`, as the replica does; at the end the group is killed."""
-    client = EngineClient(group.front_socket)
+    outcomes = Outcomes()
+    client = EngineClient(group.front_socket, sink=outcomes)
     await client.start()
     deaths: list[tuple[str, float]] = []
 
@@ -40,7 +43,7 @@ async def running(group: Group) -> AsyncIterator[Running]:
     watcher = Watcher(group, on_death, waiting=lambda: client.waiting_since)
     watcher.start()
     try:
-        yield Running(group, client, watcher, deaths)
+        yield Running(group, client, watcher, deaths, outcomes)
     finally:
         watcher.close()
         await client.close()
