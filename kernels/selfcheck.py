@@ -407,5 +407,4 @@ CHECKS = (
 
 
 def checked_modules() -> Iterator[str]:
-    """Modules that some check covers."""
     yield from dict.fromkeys(check.module for check in CHECKS)
