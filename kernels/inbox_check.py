@@ -76,7 +76,6 @@ def uncompiled(checks: Sequence[Check], device: torch.device, dtype: torch.dtype
 
 
 def _plain(op: Op) -> Op:
-    """In plain torch alone."""
 
     def run(draw: RandomInputs) -> Outputs:
         with plain_torch(_NORM), plain_torch("kernels.linear"), plain_torch("kernels.choose"):

@@ -100,7 +100,7 @@ def failure(check: Check, device: torch.device, dtype: torch.dtype) -> Failure |
         return raised(check, error)
     with plain_torch(check.module):
         expected = (check.want or check.run)(inputs(device, dtype))
-    worst = max(_error(one, other) for one, other in zip(actual, expected, strict=True))
+    worst = max(row_error(one, other) for one, other in zip(actual, expected, strict=True))
     return Failure(check.module, check.what, worst) if not worst <= TOLERANCE[dtype] else None
 
 
@@ -114,7 +114,8 @@ def raised(check: Check, error: Exception) -> Failure:
     return Failure(check.module, f"{check.what}: {type(error).__name__}: {error}", math.inf)
 
 
-def _error(actual: Tensor, expected: Tensor) -> float:
+def row_error(actual: Tensor, expected: Tensor) -> float:
+    """The largest error of a row, as a part of its norm; of integers how many differ. NaN is right where it is expected."""
     if not expected.is_floating_point():
         return float((actual != expected).sum())
     actual, expected = (x.double().reshape(-1, x.shape[-1]) for x in (actual, expected))
@@ -408,5 +409,4 @@ CHECKS = (
 
 
 def checked_modules() -> Iterator[str]:
-    """Modules that some check covers."""
     yield from dict.fromkeys(check.module for check in CHECKS)

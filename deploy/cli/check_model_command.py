@@ -24,7 +24,6 @@ exit codes: 0 it would be loaded; 1 it would be refused"""
 
 
 def register(commands: Subparsers) -> None:
-    """Adds the subcommand."""
     parser = command(commands, "check-model", "what a checkpoint folder holds, and whether it would be loaded", HELP)
     parser.add_argument("folder", type=Path, help="a folder with config.json and *.safetensors")
     parser.set_defaults(run=run)

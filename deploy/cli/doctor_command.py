@@ -22,7 +22,6 @@ exit codes: 0 nothing fails (with --strict: nothing warns either); 1 something d
 
 
 def register(commands: Subparsers) -> None:
-    """Adds the subcommand."""
     parser = command(commands, "doctor", "what this machine can do, and what stands in the way", HELP)
     parser.add_argument("config", type=Path, nargs="?", help="a config that this machine is to serve")
     parser.add_argument("--as", dest="architecture", type=architecture, metavar="SM100", help="choose attention as for that GPU")
@@ -77,7 +76,6 @@ def look(config: Path | None, asked: tuple[int, int] | None = None, *, kernels: 
 
 
 def _port(config: Path | None) -> int:
-    """Where the config listens."""
     from deploy.settings import read_config
 
     options = (read_config(config) if config else {}).get("http_options") or {}

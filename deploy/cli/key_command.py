@@ -20,7 +20,6 @@ exit codes: 0 made; 2 a limit or the file is wrong, and nothing was changed"""
 
 
 def register(commands: Subparsers) -> None:
-    """Adds the subcommand."""
     parser = command(commands, "key", "make an API key, and the line of it for the file of keys", HELP)
     parser.add_argument("what", choices=("new",), help="new: a key that nobody has yet")
     parser.add_argument("--name", required=True, help="its holder: 1 to 64 of A-Z a-z 0-9 . _ -; shown in logs and metrics")

@@ -47,35 +47,28 @@ def software(project: Path = ROOT / "pyproject.toml") -> Iterator[Finding]:
     python, supported = platform.python_version(), described["requires-python"]
     good = SpecifierSet(supported).contains(python)
     yield checked("python", good, f"{python} (supported: {supported})", "make PYTHON=python3.12 ...", "fail")
-    needed = {requirement.name: requirement for requirement in map(Requirement, described["dependencies"])}
-    extra = {requirement.name: requirement for requirement in map(Requirement, described["optional-dependencies"]["gpu"])}
-    for name in NAMED:
-        yield _version(name, (needed | extra)[name], optional=name in extra)
-    yield _others([requirement for name, requirement in needed.items() if name not in NAMED])
+    findings = {finding.name: finding for finding in (_version(Requirement(text)) for text in described["dependencies"])}
+    optional = (_version(Requirement(text), optional=True) for text in described["optional-dependencies"]["gpu"])
+    named = findings | {finding.name: finding for finding in optional}
+    yield from (named[name] for name in NAMED)
+    others = [findings[name] for name in findings if name not in NAMED]
+    wrong = "; ".join(f"{finding.name} {finding.found}" for finding in others if finding.state != "ok")
+    fine = f"{len(others)} other dependencies are in range"
+    yield checked("packages", not wrong, wrong or fine, "pip install -c constraints.txt .", "fail")
     try:
         environment.refuse_kernels_distribution()
     except ConfigError as error:
         yield Finding("kernels", "fail", "a foreign distribution of that name", str(error))
 
 
-def _version(name: str, requirement: Any, *, optional: bool) -> Finding:
-    version, supported = installed(name), str(requirement.specifier)
+def _version(requirement: Any, *, optional: bool = False) -> Finding:
+    name, supported, version = requirement.name, str(requirement.specifier), installed(requirement.name)
     if version is None and optional:
         return Finding(name, "warn", "not installed", "make install-gpu, where there are GPUs of the SM100 family")
     if version is None:
         return Finding(name, "fail", "not installed", "make serve installs it")
     good = requirement.specifier.contains(version, prereleases=True)
     return checked(name, good, f"{version} (supported: {supported})", f"pip install '{name}{supported}'", "fail")
-
-
-def _others(requirements: list[Any]) -> Finding:
-    wrong = [
-        f"{requirement.name} {version or 'is missing'} ({requirement.specifier})"
-        for requirement in requirements
-        if (version := installed(requirement.name)) is None or not requirement.specifier.contains(version, prereleases=True)
-    ]
-    found = "; ".join(wrong) or f"{len(requirements)} other dependencies are in range"
-    return checked("packages", not wrong, found, "pip install -c constraints.txt .", "fail")
 
 
 def devices(node: Capability) -> Iterator[Finding]:
@@ -171,7 +164,7 @@ def machine() -> Iterator[Finding]:
     nice = environment.niceness()
     yield checked("niceness", nice <= 0, str(nice), "ranks inherit it: start at 0")
     yield _room("memory", _available_memory(), _MEMORY, "Ray and an engine on CPU need about that")
-    yield _room(SHARED, _free(SHARED), _SHM, "Ray's object store and NCCL use it: docker run --shm-size=8g")
+    yield _room(SHARED, _free(Path(SHARED)), _SHM, "Ray's object store and NCCL use it: docker run --shm-size=8g")
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield checked("open files", files >= _FILES, str(files), f"every stream is a descriptor or two: ulimit -n {16 * _FILES}")
 
@@ -185,12 +178,13 @@ def _available_memory() -> int:
     return int(lines["MemAvailable"].split()[0]) << 10
 
 
-def _free(folder: str) -> int:
-    """Bytes free on the file system of `folder`, or of the nearest folder above it that exists."""
-    path = Path(folder)
-    while not path.exists():
-        path = path.parent
-    return shutil.disk_usage(path).free
+def _free(folder: Path) -> int:
+    return shutil.disk_usage(_existing(folder)).free
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    return next(path for path in (folder, *folder.parents) if path.exists())
 
 
 def ports(api: int = 8000) -> Iterator[Finding]:
@@ -239,10 +233,9 @@ def hub() -> Iterator[Finding]:
 
 
 def _cache(name: str, folder: Path) -> Finding:
-    above = next(path for path in (folder, *folder.parents) if path.exists())
-    if not os.access(above, os.W_OK):
+    if not os.access(_existing(folder), os.W_OK):
         return Finding(name, "fail", f"{folder} cannot be written", "HF_HOME and QUARTET_CACHE choose other folders")
-    free = _free(str(folder))
+    free = _free(folder)
     advice = "a 31B checkpoint takes 63 GB: HF_HOME and QUARTET_CACHE choose other folders"
     return checked(name, free >= _DISK, f"{folder}: {free / 2**30:.1f} GiB free", advice)
 

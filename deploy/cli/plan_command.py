@@ -40,7 +40,6 @@ exit codes: 0 it fits; 1 it does not, or not one sequence of max_len does; 2 the
 
 
 def register(commands: Subparsers) -> None:
-    """Adds the subcommand."""
     parser = command(commands, "plan", "will this model fit: weights, KV pools, concurrency", HELP)
     parser.add_argument("config", type=Path, nargs="?", help="a Serve config; the options below win over it")
     parser.add_argument("--model", help="a shape by name, a hub id, or a folder")
@@ -169,7 +168,6 @@ def gpu_memory(args: argparse.Namespace) -> int:
 
 
 def parts(report: dict[str, Any]) -> Iterator[Part]:
-    """The report as text."""
     where = "on the CPU" if report["device"] == "cpu" else f"on GPUs of {gib(report['gpu_memory'])}"
     yield f"{report['model']}: {report['parameters'] / 1e9:.3f} B parameters of text, tp {report['tp']}, {report['dtype']}, {where}"
     yield f"weights per rank  {gib(report['weights_per_rank'])}"

@@ -37,7 +37,6 @@ exit codes: 0 measured; 2 it cannot run like this"""
 
 
 def register(commands: Subparsers) -> None:
-    """Adds the subcommand."""
     parser = command(commands, "profile", "the stages of a decode step, or its time by batch and context", HELP)
     parser.add_argument("model", help="a folder, a hub id, nano:, random: or dummy:<member>; only its config is read")
     where = parser.add_argument_group("where")
@@ -60,7 +59,6 @@ def register(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures and prints."""
     _check_outputs(args)
     request = _request(args)
     if args.sweep:
@@ -107,7 +105,6 @@ def _check_device(args: argparse.Namespace) -> None:
 
 
 def report(text: str) -> None:
-    """Progress, on stderr."""
     print(text, file=sys.stderr, flush=True)
 
 

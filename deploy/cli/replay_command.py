@@ -24,7 +24,6 @@ exit codes: 0 as recorded; 1 not so; 2 it cannot be run here"""
 
 
 def register(commands: Subparsers) -> None:
-    """Adds the subcommand."""
     parser = command(commands, "replay", "run a recorded plan stream again", HELP)
     parser.add_argument("file", type=Path)
     parser.add_argument("--model", help="folder, hub id, nano:, random: or dummy:<member> (default: the recorded one)")
@@ -35,7 +34,6 @@ def register(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Says whether it went as recorded."""
     if not args.file.is_file():
         raise ConfigError(f"{args.file}: no such file")
     _check_device(args.device)

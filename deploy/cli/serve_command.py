@@ -27,7 +27,6 @@ exit codes: 0 stopped as asked; 1 it could not start or broke; 2 this machine or
 
 
 def register(commands: Subparsers) -> None:
-    """Adds the subcommand."""
     summary = "start Ray and serve a config on this machine; Ctrl-C or SIGTERM drains"
     serve = command(commands, "serve", summary, HELP, as_json=False)
     serve.add_argument("config", type=Path)

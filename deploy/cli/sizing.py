@@ -185,7 +185,6 @@ def meta_model(engine: EngineConfig, size: int) -> "Model":
 
 
 def pools(engine: EngineConfig, pages: tuple[int, ...]) -> tuple[Pool, ...]:
-    """The caches of one rank."""
     import torch
 
     from engine.rank.builder import kv_cache

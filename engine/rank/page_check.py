@@ -89,7 +89,6 @@ class PageCheck:
                 raise PageViolation(f"plan {step}: {where} gets page {page}; its pool has {pages} pages, its table {width} entries")
 
     def forget(self) -> None:
-        """Expect empty tables."""
         for table in self._tables:
             table.zero_()
 

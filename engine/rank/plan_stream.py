@@ -119,7 +119,6 @@ def different_tokens(results: Sequence[StepResult], expected: Sequence[StepResul
 
 
 def _told(row: ResultRow) -> str:
-    """The row's tokens, or why it has none."""
     return next((flag for flag in _NO_TOKENS if getattr(row, flag)), f"tokens {list(row.tokens)}")
 
 

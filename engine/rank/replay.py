@@ -29,7 +29,6 @@ def stream_config(stream: PlanStream, folder: Path, device: Device, dtype: DType
 
 
 def replay_stream(stream: PlanStream, config: EngineConfig) -> Replayed:
-    """Every plan, in order, on one rank."""
     runner = build(load_rank(config, Single(), torch.device(config.device)), stream.pages)
     if runner.capturable:
         runner.capture()

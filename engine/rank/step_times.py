@@ -126,6 +126,5 @@ class _Probe:
         return 1e3 * (monotonic() - began) / len(plans)
 
     def _encoded(self, plan: StepPlan) -> bytes:
-        """The plan under the next step's number."""
         self._step += 1
         return encode_plan(replace(plan, step=self._step))

@@ -17,11 +17,11 @@ from engine.rank.attention.base import AttentionPart, AttentionParts, Norms, Par
 from engine.rank.batch import Chunk, ForwardBatch, eager_batch
 from engine.rank.kv import ROW_TOKENS, GroupCache, KVCache
 from kernels.qkv import inverse_frequencies
+from kernels.selfcheck import TOLERANCE, row_error
 
 ROWS = 5  # of a check, at most
-TOLERANCE = 0.02  # of a row's norm, bf16: a page that is wrong among fifty changes it by a tenth at least
 _POISON = 50.0
-_DTYPE = torch.bfloat16
+_DTYPE = torch.bfloat16  # in which a page that is wrong among fifty changes a row by a tenth at least
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def mismatches(
         alone = replace(group, index=0, layers=(layer.index,))
         for kind in kinds:
             error = _part_error(kind, alone, layer, settings, parts)
-            if not error <= TOLERANCE:
+            if not error <= TOLERANCE[_DTYPE]:
                 yield PartMismatch(kind, group, error)
 
 
@@ -72,7 +72,8 @@ def _part_error(kind: RowKind, group: KVGroup, layer: Layer, settings: PartSetti
         part: AttentionPart = getattr(maker, kind)(cache)
         outputs.append(qkv.new_zeros(batch.rows, settings.heads * group.head_dim))
         part.attend(qkv, layer, norms, block, part.prepare(block), outputs[-1])
-    return _error(*outputs)
+    expected, actual = outputs
+    return row_error(actual, expected)
 
 
 def _sequences(
@@ -109,9 +110,3 @@ def _product(layer: Layer, settings: PartSettings, rows: int, group: KVGroup) ->
     width = (settings.heads + (2 - layer.k_eq_v) * group.kv_heads) * group.head_dim
     generator = torch.Generator().manual_seed(rows)
     return (weight, weight), torch.randn((rows, width), generator=generator).to(settings.device, _DTYPE)
-
-
-def _error(expected: Tensor, result: Tensor) -> float:
-    """The largest of a row, as a part of its norm; a row of padding must be zero."""
-    off = (result.float() - expected.float()).norm(dim=1) / expected.float().norm(dim=1).clamp(min=1e-6)
-    return float(off.nan_to_num(torch.inf, posinf=torch.inf).max())

@@ -1,1 +1,1 @@
-"""A rank's steps measured without core and replica: by batch and context, and node by node."""
+"""A rank's steps measured without core and replica: by batch and context, and stage by stage."""

@@ -61,7 +61,6 @@ class BareRank(Rank):
         yield "head", self.model.head.head.nbytes
 
     def step_bytes(self, batch: int, context: int) -> int:
-        """What a decode step must read."""
         return sum(size for _, size in self.module_bytes(batch, context))
 
 

@@ -70,7 +70,6 @@ def replay_ms(rank: BareRank, graphs: StageGraphs, batch: int, steps: int) -> fl
 
 
 def replay(graphs: StageGraphs, rows: int) -> None:
-    """One step."""
     graphs.replay("forward", rows)
     graphs.replay("argmax", rows)
 

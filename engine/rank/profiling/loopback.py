@@ -15,15 +15,12 @@ class Loopback(Single):
         self.size, self._device = size, device
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """size * x."""
         return x * self.size
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """x, size times along its last axis."""
         return torch.cat([x] * self.size, dim=-1)
 
     def exchange_rows(self, x: Tensor) -> Tensor:
-        """This rank's rows, size times."""
         return x[:: self.size].expand(self.size, -1, -1).contiguous()
 
     def inboxes(self, rows: int, width: int, dtype: torch.dtype) -> Inboxes | None:  # type: ignore[override]  # Single has none

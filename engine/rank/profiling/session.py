@@ -93,7 +93,6 @@ def _on_ranks(
 
 
 def _rank(index: int, request: ProfileRequest, folder: str, report: Callable[[str], None], measure: Callable[..., Answer]) -> None:
-    """One of several processes."""
     device = torch.device("cuda", index)
     parallel = connect(index, request.tp, device, -1, f"{folder}/store", _CONNECT_S)
     answer = _measure(request, parallel, device, report if index == 0 else lambda _: None, measure)

@@ -141,7 +141,7 @@ def test_a_version_out_of_range_fails(capsys: Captured, monkeypatch: pytest.Monk
         return real(name)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    assert "msgspec is missing" in doctor(capsys, code=1)["packages"]["found"]
+    assert "msgspec not installed" in doctor(capsys, code=1)["packages"]["found"]
 
 
 def test_strict_makes_warnings_count(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
