@@ -83,7 +83,8 @@ def decode_splits(rows: int, kv_heads: int, head_dim: int, pages: int, processor
         adding = splits / 2 if 2 * heads * splits > processors else 0.0
         return cdiv(heads * min(splits, held), processors) * (cdiv(held, splits) + _START) + adding
 
-    options, lengths = range(1, most + 1), [pages, *(1 << n for n in range(5, pages.bit_length()) if 1 << n < pages)]
+    options = range(1, most + 1)
+    lengths = [pages, *(1 << n for n in range(5, pages.bit_length()) if 1 << n < pages)]
     fewest = {held: min(turns(splits, held) for splits in options) for held in lengths}
     return min(options, key=lambda splits: max(turns(splits, held) / fewest[held] for held in lengths))
 

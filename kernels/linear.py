@@ -123,7 +123,9 @@ def _run(
     pointers, rank, turn, target = None, 0, 0, (0, 0, m, 0)
     if sent is not None:
         peers, turn = sent[0], sent[1].turn
-        pointers, rank, target = peers.pointers, peers.rank, (peers.size, peers.rows, peers.width, EMPTY[peers.dtype])
+        pointers = peers.pointers
+        rank = peers.rank
+        target = (peers.size, peers.rows, peers.width, EMPTY[peers.dtype])
     kernel = _configured(tile, m, k, gated, up.stride(0) if up is not None else 0, *target)
     launch(kernel, (cdiv(m, tile.bn), tile.splits), x, weight, up, out, x.shape[0], pointers, rank, turn)
     return out
