@@ -1,6 +1,6 @@
 """The gate of Gemma's MLP, of its experts and of its per-layer embeddings.
 
-    gelu_mul(g, u) = cast( gelu_tanh(g) * u )      gelu_tanh(x) = x/2 (1 + tanh( sqrt(2/pi) (x + 0.044715 x^3) ))
+    geglu(g, u) = cast( gelu_tanh(g) * u )      gelu_tanh(x) = x/2 (1 + tanh( sqrt(2/pi) (x + 0.044715 x^3) ))
 
 In fp32, with one cast.
 """
@@ -18,26 +18,21 @@ from kernels.launch import Configured, configured, enabled, launch, trigger, wai
 from kernels.numerics import cast
 
 
-def gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """gate [T, n], contiguous, and up [T, n], whose rows may lie apart, of one dtype -> [T, n]."""
+def geglu(gate: Tensor, up: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """gate and up [T, n] of one dtype, up's rows may lie apart -> [T, n], into `out` where it is given. Without up, gate is
+    [T, 2 n]: both side by side, gate first."""
+    if not enabled(gate, __name__):
+        gated = _reference(*(gate.chunk(2, dim=-1) if up is None else (gate, up)))
+        return gated if out is None else out.copy_(gated)
+    assert gate.is_contiguous(), gate.stride()
+    if up is None:
+        rows, width = gate.shape
+        assert width % 2 == 0, gate.shape
+        return _launch(gate, gate, gate.new_empty(rows, width // 2) if out is None else out, width, (width, width // 2))
     assert gate.shape == up.shape, (gate.shape, up.shape)
     assert gate.dtype == up.dtype, (gate.dtype, up.dtype)
-    if enabled(gate, __name__):
-        assert gate.is_contiguous(), gate.stride()
-        assert up.stride(1) == 1, up.stride()
-        return _launch(gate, up, torch.empty_like(gate), gate.stride(0), (up.stride(0), 0))
-    return _gelu_mul_reference(gate, up)
-
-
-def geglu(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-    """[T, 2 n], gate first -> [T, n], into `out` where it is given."""
-    assert gate_up.shape[-1] % 2 == 0, gate_up.shape
-    n = gate_up.shape[-1] // 2
-    if enabled(gate_up, __name__):
-        assert gate_up.is_contiguous(), gate_up.stride()
-        return _launch(gate_up, gate_up, gate_up.new_empty(gate_up.shape[0], n) if out is None else out, 2 * n, (2 * n, n))
-    gated = _gelu_mul_reference(*gate_up.chunk(2, dim=-1))
-    return gated if out is None else out.copy_(gated)
+    assert up.stride(1) == 1, up.stride()
+    return _launch(gate, up, torch.empty_like(gate) if out is None else out, gate.stride(0), (up.stride(0), 0))
 
 
 def _launch(gate: Tensor, up: Tensor, out: Tensor, gate_at: int, up_at: tuple[int, int]) -> Tensor:
@@ -74,7 +69,7 @@ def _gelu_mul(
     tl.store(out + row * N + column, cast(gelu(left) * right, out.dtype.element_ty), column < N)
 
 
-def _gelu_mul_reference(gate: Tensor, up: Tensor) -> Tensor:
+def _reference(gate: Tensor, up: Tensor) -> Tensor:
     if gate.dtype == torch.float32:
         return functional.gelu(gate, approximate="tanh") * up
     return (functional.gelu(gate.float(), approximate="tanh") * up.float()).to(gate.dtype)

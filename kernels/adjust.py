@@ -94,7 +94,9 @@ def _reference(logits: Tensor, batch: SamplingBatch, tables: SlotAdjustments, pl
     masks = tables.mask_rows[slots, 1] + torch.arange(len(slots), device=slots.device) % batch.width
     adjusted = ((flags != 0) | masked) & (batch.positions >= 0)
     for row in adjusted.nonzero().flatten().tolist():
-        slot, position, flag = int(slots[row]), int(batch.positions[row]), int(flags[row])
+        slot = int(slots[row])
+        position = int(batch.positions[row])
+        flag = int(flags[row])
         x = torch.where(logits[row] == -torch.inf, logits[row], cap(logits[row], batch.softcap))
         if flag & BIASED:
             ids = tables.bias_ids[slot].long() - first

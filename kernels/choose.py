@@ -134,7 +134,9 @@ def scaled(logits: Tensor, batch: SamplingBatch, rows: Tensor) -> Tensor:
 
 def _local_best_reference(logits: Tensor, batch: SamplingBatch, first: int) -> Tensor:
     """In one part."""
-    slots, ahead, parameters = batch.slots.long(), batch.positions.long() + 1, batch.parameters
+    slots = batch.slots.long()
+    ahead = batch.positions.long() + 1
+    parameters = batch.parameters
     nan = logits.isnan().any(-1)
     seeds, top_k, may_stop = parameters.integers[slots].unbind(1)
     stop = parameters.stop[slots].long().masked_fill((ahead >= may_stop)[:, None], -1)

@@ -1,7 +1,5 @@
-"""Attention of decode rows: one new token a sequence, at a position that only the device knows.
-
-    decode_attention    one layer's whole step: head norms, rope, append of K and V to their page, attention over the pages
-    paged_decode        attention alone, for queries that are normed and roped and whose K and V are already in their pages
+"""A layer's attention of decode rows: one new token a sequence, at a position that only the device knows. Head norms, rope, append
+of K and V to their page, attention over the pages.
 
     o = sum_j softmax_j( q . k_j ) v_j     over the keys j that position p sees:  j <= p, and j > p - window if there is one
 
@@ -85,7 +83,8 @@ def decode_splits(rows: int, kv_heads: int, head_dim: int, pages: int, processor
         adding = splits / 2 if 2 * heads * splits > processors else 0.0
         return cdiv(heads * min(splits, held), processors) * (cdiv(held, splits) + _START) + adding
 
-    options, lengths = range(1, most + 1), [pages, *(1 << n for n in range(5, pages.bit_length()) if 1 << n < pages)]
+    options = range(1, most + 1)
+    lengths = [pages, *(1 << n for n in range(5, pages.bit_length()) if 1 << n < pages)]
     fewest = {held: min(turns(splits, held) for splits in options) for held in lengths}
     return min(options, key=lambda splits: max(turns(splits, held) / fewest[held] for held in lengths))
 
@@ -167,33 +166,6 @@ def decode_attention(
         turns = cdiv(_pages(page_ids.shape[1] * page, page, window), splits)
         tile = decode_tile(d, page, rows * pool.shape[2] * splits, turns, pool.element_size(), shared_memory(qkv))
     return _launch(inputs, eps, window, scratch, out, splits, tile)
-
-
-def paged_decode(
-    q: Tensor,
-    pool: Tensor,
-    table: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    bounds: Sequence[int],
-    window: int | None,
-) -> Tensor:
-    """q [B, heads, d] -> [B, heads, d].
-
-    pool one layer's [pages, 2, kv_heads, page, d]; table int32 [slots, width]; slots and positions int64 [B] on the device;
-    bounds: for each row a host number that is at least its position + 1. It sizes the work: rows are gathered up to the largest
-    bound (with a window: the window's pages only) and masked by position.
-    """
-    assert q.shape[0] == slots.shape[0] == positions.shape[0] == len(bounds), (q.shape, slots.shape, len(bounds))
-    assert q.shape[2] == pool.shape[4], (q.shape, pool.shape)
-    assert max(bounds, default=0) <= table.shape[1] * pool.shape[3], (max(bounds), table.shape, pool.shape)
-    out = torch.empty_like(q)
-    first = first_page(positions, pool.shape[3], window)
-    for rows, pages in row_blocks(bounds, pool, window):
-        entries = first[rows, None] + torch.arange(pages, device=q.device)
-        found = table[slots[rows, None], entries.clamp(max=table.shape[1] - 1)]
-        out[rows] = decode_reference(q[rows], pool, found, first[rows], positions[rows], window)
-    return out
 
 
 def paged_decode_step(

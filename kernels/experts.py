@@ -93,7 +93,10 @@ def _tiles(assignments: int, count: int, itemsize: int, shared: int) -> tuple[_T
 
 
 def _launch(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, beside: Tensor, out: Tensor) -> None:
-    (rows, n), count, m, top_k = x.shape, gate_up.shape[0], down.shape[2], chosen.shape[1]
+    rows, n = x.shape
+    count = gate_up.shape[0]
+    m = down.shape[2]
+    top_k = chosen.shape[1]
     assignments = rows * top_k
     up_tile, down_tile = _tiles(assignments, count, x.element_size(), shared_memory(x))
     order, position = torch.empty((2, assignments), dtype=torch.int32, device=x.device)

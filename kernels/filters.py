@@ -82,7 +82,9 @@ def scaled_rows(logits: Tensor, batch: SamplingBatch, share: Share, vocabulary: 
 def filtered_tokens(rows: ScaledRows, batch: SamplingBatch, chosen: Tensor, share: Share) -> Tensor:
     """chosen int32 [R, 2], drawn from everything, of all rows of the batch -> int32 [rows]: the tokens of this rank's rows, which
     are those of `chosen` where nothing filters."""
-    (count, vocabulary), blocks, parameters = rows.values.shape, rows.peaks.shape[1], batch.parameters
+    count, vocabulary = rows.values.shape
+    blocks = rows.peaks.shape[1]
+    parameters = batch.parameters
     tokens = torch.empty(count, dtype=torch.int32, device=chosen.device)
     if not enabled(chosen, __name__):
         _filtered_reference(rows.values, batch, chosen, share, tokens)

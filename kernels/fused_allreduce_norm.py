@@ -69,7 +69,11 @@ class AllReduceInbox:
         self, memory: Tensor, pointers: Tensor, rank: int, rows: int, width: int, dtype: torch.dtype, sharded: int, sent: int = 0
     ) -> None:
         self.rank, self.size = rank, pointers.shape[0]
-        self.rows, self.width, self.dtype, self.sharded, self.sent_rows = rows, width, dtype, sharded, sent
+        self.rows = rows
+        self.width = width
+        self.dtype = dtype
+        self.sharded = sharded
+        self.sent_rows = sent
         self.pointers = pointers
         self.inbox = memory.view(_BITS[dtype])
         self.inbox.fill_(EMPTY[dtype])
@@ -131,7 +135,8 @@ def fused_allreduce_norm(
         assert residual is not None, "the first fused norm's part is an embedding"
         assert peers is not None, "only an inbox can hold a part"
         assert norms.each is None, "two branches are sent together"
-        h, x = torch.empty_like(residual), None if norms.next_norm is None else torch.empty_like(residual)
+        h = torch.empty_like(residual)
+        x = None if norms.next_norm is None else torch.empty_like(residual)
         _launch(residual, residual, norms, eps, scalar, scale, peers, h, x, part.turn, send=False)
         return h, x
     rows, width = part.shape[-2:]

@@ -196,7 +196,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **configuration: Any)
     key = launch_key(kernel, device, early, args)
     if (known := _launcher.known.get(key)) is not None and not hooked():
         return known.start(grid, args)
-    options, constexprs = compiler_options(kernel.warps, kernel.stages, kernel.registers, early), kernel.constexprs_now()
+    options = compiler_options(kernel.warps, kernel.stages, kernel.registers, early)
+    constexprs = kernel.constexprs_now()
     compiled = kernel.kernel[grid](*args, **options, **constexprs)
     _count(compiled)
     if key is not None and (known := variant(kernel.kernel, compiled, device, args, constexprs)) is not None:

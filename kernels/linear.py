@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.activation import geglu, gelu, gelu_mul
+from kernels.activation import geglu, gelu
 from kernels.fused_allreduce_norm import EMPTY, AllReduceInbox, InboxPart, inboxes_of, send
 from kernels.grid import cdiv
 from kernels.launch import INTERPRET, Configured, configured, enabled, launch, shared_memory, trigger, wait
@@ -66,7 +66,7 @@ def linear_geglu(x: Tensor, gate_up: Tensor, out: Tensor | None = None) -> Tenso
     out = _checked(x, gate_up, gate_up.shape[0] // 2, out, None)
     tile = _tile(x, GemmShape(gate_up.shape[0] // 2, gate_up.shape[1], gated=True))
     if tile is None:
-        return geglu(linear(x, gate_up), out)
+        return geglu(linear(x, gate_up), out=out)
     return _run(tile, x, gate_up, out, gated=True)
 
 
@@ -76,7 +76,7 @@ def linear_gelu_mul(x: Tensor, weight: Tensor, up: Tensor) -> Tensor:
     assert up.shape == out.shape, (up.shape, out.shape)
     tile = _tile(x, GemmShape(weight.shape[0], weight.shape[1]))
     if tile is None:
-        return gelu_mul(linear(x, weight), up)
+        return geglu(linear(x, weight), up)
     assert up.stride(1) == 1, up.stride()
     return _run(tile, x, weight, out, gated=False, up=up)
 
@@ -123,7 +123,9 @@ def _run(
     pointers, rank, turn, target = None, 0, 0, (0, 0, m, 0)
     if sent is not None:
         peers, turn = sent[0], sent[1].turn
-        pointers, rank, target = peers.pointers, peers.rank, (peers.size, peers.rows, peers.width, EMPTY[peers.dtype])
+        pointers = peers.pointers
+        rank = peers.rank
+        target = (peers.size, peers.rows, peers.width, EMPTY[peers.dtype])
     kernel = _configured(tile, m, k, gated, up.stride(0) if up is not None else 0, *target)
     launch(kernel, (cdiv(m, tile.bn), tile.splits), x, weight, up, out, x.shape[0], pointers, rank, turn)
     return out

@@ -2,7 +2,6 @@
 
     norm_rope(x; w)      x' = rms_norm(x; w) over each head, then for the rotated pairs (i, i + d/2), i < pairs:
                          (x'_i, x'_j) -> (x'_i cos - x'_j sin, x'_j cos + x'_i sin);  all other dims pass through
-    write_pages          pool[table[slot, p // page], 0 | 1, :, p % page] = k | v       for a token of `slot` at position p
     qkv_post             all of it: from the raw product to q, and to K and V in their pages
 
 Angles, cos and sin, norm and rotation are fp32, with one cast at the end. transformers rounds the norm, cos and sin to the
@@ -28,13 +27,6 @@ def inverse_frequencies(theta: float, pairs: int, head_dim: int, factor: float =
     return 1.0 / (theta**exponents) / factor
 
 
-def rotary(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """positions int64 [T], frequencies fp32 [pairs] -> (cos, sin), fp32 [T, pairs] each."""
-    assert frequencies.dtype == torch.float32, frequencies.dtype
-    angles = positions[:, None].float() * frequencies
-    return angles.cos(), angles.sin()
-
-
 def norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     """x [T, heads, d], weight [d], cos and sin fp32 [T, pairs] with pairs <= d/2 -> [T, heads, d] in x's dtype."""
     assert cos.shape == sin.shape == (x.shape[0], cos.shape[1]), (cos.shape, sin.shape, x.shape)
@@ -42,19 +34,8 @@ def norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -
     return _rope_reference(rms_norm(x, weight, eps, torch.float32), cos, sin).to(x.dtype)
 
 
-def write_pages(pool: Tensor, table: Tensor, slots: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
-    """Store k and v [T, kv_heads, d] in one layer's pool [pages, 2, kv_heads, page, d] through table int32 [slots, width].
-
-    Page numbers become int64 before they are multiplied: a pool exceeds 2^31 elements at real sizes.
-    """
-    assert k.shape == v.shape == (slots.shape[0], pool.shape[2], pool.shape[4]), (k.shape, v.shape, pool.shape)
-    assert k.dtype == v.dtype == pool.dtype, (k.dtype, v.dtype, pool.dtype)
-    page = pool.shape[3]
-    store(pool, table[slots, positions // page], positions % page, k, v)
-
-
 def store(pool: Tensor, pages: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
-    """k and v [T, kv_heads, d] go to `offsets` int [T] of `pages` int [T]."""
+    """k and v [T, kv_heads, d] go to `offsets` int [T] of `pages` int [T], as int64: a pool exceeds 2^31 elements at real sizes."""
     pages, offsets = pages.long(), offsets.long()
     pool[pages, 0, :, offsets] = k
     pool[pages, 1, :, offsets] = v
@@ -133,7 +114,8 @@ def _post_reference(
     live = positions >= 0
     if not live.all():
         slots, positions, k, v = slots[live], positions[live], k[live], v[live]
-    write_pages(pool, table, slots, positions, k, v)
+    page = pool.shape[3]
+    store(pool, table[slots, positions // page], positions % page, k, v)
 
 
 def _rope_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

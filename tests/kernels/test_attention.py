@@ -1,4 +1,4 @@
-"""Paged attention, chunks and decode rows, against dense attention in fp64, with NaN wherever nothing may be read."""
+"""Paged attention of chunks against dense attention in fp64, with NaN wherever nothing may be read."""
 
 from dataclasses import dataclass
 
@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import decode, prefill
-from kernels.decode import paged_decode
+from kernels import prefill
 from kernels.launch import record
 from kernels.prefill import extend_attention, extend_tiles, paged_prefill, tile_tokens
 from tests.support import interpreter
@@ -61,25 +60,6 @@ def dense(q: Tensor, k: Tensor, v: Tensor, start: int, window: int | None) -> Te
 
 
 @pytest.mark.parametrize("window", [None, WINDOW, WINDOW - 3, 1])
-@pytest.mark.parametrize(("heads", "kv_heads", "d"), HEADS)
-def test_decode(monkeypatch: pytest.MonkeyPatch, heads: int, kv_heads: int, d: int, window: int | None) -> None:
-    """Rows of all lengths at once, in blocks or not, equal dense attention; a window off by one does not."""
-    it = paged(LENGTHS, kv_heads, d, window)
-    q = torch.randn(len(LENGTHS), heads, d) / d**0.5
-    slots, positions = torch.arange(len(LENGTHS)), torch.tensor(LENGTHS) - 1
-    bounds = [length + 1 for length in LENGTHS]
-    want = torch.cat([dense(q[i : i + 1], it.k[i], it.v[i], n - 1, window) for i, n in enumerate(LENGTHS)])
-    got = paged_decode(q, it.pool, it.table, slots, positions, bounds, window)
-    assert (got - want).abs().max() < TOLERANCE
-    monkeypatch.setitem(decode._GATHERED, "cpu", 4 * PAGE * kv_heads * d)
-    blocks = paged_decode(q, it.pool, it.table, slots, positions, bounds, window)
-    assert (blocks - want).abs().max() < TOLERANCE
-    if window is not None:
-        off = torch.cat([dense(q[i : i + 1], it.k[i], it.v[i], n - 1, window + 1) for i, n in enumerate(LENGTHS)])
-        assert (got - off).abs().max() > FAULT
-
-
-@pytest.mark.parametrize("window", [None, WINDOW, WINDOW - 3, 1])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_prefill(monkeypatch: pytest.MonkeyPatch, length: int, window: int | None) -> None:
     """A last chunk of any size, in blocks of queries or not, equals dense attention; a window off by one does not."""
@@ -125,19 +105,13 @@ def test_a_tile_fills_the_rows_of_a_product() -> None:
     assert tile_tokens(8, 8, 256) == 128
 
 
-@pytest.mark.parametrize("heads", [(8, 4, 32), (6, 3, 24)])
-def test_a_wrong_page_is_seen(heads: tuple[int, int, int]) -> None:
+def test_a_wrong_page_is_seen() -> None:
     """One entry of the table that names another sequence's page changes the result by a hundred tolerances."""
-    n, kv_heads, d = heads
-    it = paged([100, 100], kv_heads, d, None)
-    q = torch.randn(2, n, d) / d**0.5
-    slots, positions = torch.arange(2), torch.tensor([99, 99])
-    right = paged_decode(q, it.pool, it.table, slots, positions, [100, 100], None)
+    it = paged([100, 100], 4, 32, None)
+    q = torch.randn(1, 8, 32) / 32**0.5
+    right = paged_prefill(q, it.pool, it.table[0], 99, None)
     it.table[0, 1] = it.table[1, 1]
-    wrong = paged_decode(q, it.pool, it.table, slots, positions, [100, 100], None)
-    assert (wrong - right)[0].abs().max() > FAULT
-    assert torch.equal(wrong[1], right[1])
-    assert (paged_prefill(q[:1], it.pool, it.table[0], 99, None) - right[:1]).abs().max() > FAULT
+    assert (paged_prefill(q, it.pool, it.table[0], 99, None) - right).abs().max() > FAULT
 
 
 def test_bfloat16_is_rounded_once() -> None:
@@ -150,21 +124,10 @@ def test_bfloat16_is_rounded_once() -> None:
     assert torch.allclose(got.double(), want, rtol=2**-8, atol=1e-5)
 
 
-def test_no_rows() -> None:
-    """No decode rows are no work."""
-    it = paged([5], 4, 32, None)
-    empty = torch.empty(0, dtype=torch.int64)
-    assert paged_decode(torch.empty(0, 8, 32), it.pool, it.table, empty, empty, [], WINDOW).shape == (0, 8, 32)
-
-
 def test_wrong_shapes_are_refused() -> None:
     """A head dim that is not the pool's, or more positions than the table has entries for, fails."""
     it = paged([100], 4, 32, None)
-    one, q = torch.tensor([0]), torch.zeros(1, 8, 32)
-    with pytest.raises(AssertionError):
-        paged_decode(q[..., :16], it.pool, it.table, one, one, [1], None)
-    with pytest.raises(AssertionError):
-        paged_decode(q, it.pool, it.table, one, one, [7 * PAGE + 1], None)
+    q = torch.zeros(1, 8, 32)
     with pytest.raises(AssertionError):
         paged_prefill(q[..., :16], it.pool, it.table[0], 0, None)
     with pytest.raises(AssertionError):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels import decode
 from kernels.decode import DecodeScratch, DecodeTile, decode_attention, decode_cut, decode_splits
 from kernels.launch import record
 from tests.bench import attention as bench
@@ -71,9 +72,11 @@ def check(case: Case, call: Call, tolerance: float = TOLERANCE) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=NAMES)
-def test_equals_dense_attention(shape: Shape) -> None:
-    """Every length, a padding row among them, equals dense attention, and K and V of each row are appended."""
+def test_equals_dense_attention(monkeypatch: pytest.MonkeyPatch, shape: Shape) -> None:
+    """Every length, a padding row among them, equals dense attention, in blocks of rows or not; K and V of each are appended."""
     case = decode_case(shape, LENGTHS)
+    check(case, attend(case))
+    monkeypatch.setitem(decode._GATHERED, "cpu", 4 * shape.page * shape.kv_heads * shape.d)
     check(case, attend(case))
 
 
