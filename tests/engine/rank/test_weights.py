@@ -171,7 +171,7 @@ def test_what_transformers_saves_loads_alike(nano: Nano, tmp_path: Path) -> None
     assert all(torch.equal(two.get_parameter(name), tensor) for name, tensor in one.named_parameters())
 
 
-def test_progress_is_a_line_where_there_is_no_terminal(nano: Nano, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_a_line(nano: Nano, capsys: pytest.CaptureFixture[str]) -> None:
     """Asked for progress, the loader says once how much it loaded; else nothing."""
     geometry = read_geometry(nano("31b"))
     load(shard(geometry), TENSORS, nano("31b"))
