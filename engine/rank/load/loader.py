@@ -46,9 +46,7 @@ def _are_equal(one: TensorHeader, two: TensorHeader) -> bool:
         return all(torch.equal(left[row : row + step], right[row : row + step]) for row in range(0, one.shape[0], step))
 
 
-def load(
-    model: Shard, tensors: TensorTable, folder: Path, progress: bool = False, weights: WeightFormat = PLAIN
-) -> None:
+def load(model: Shard, tensors: TensorTable, folder: Path, progress: bool = False, weights: WeightFormat = PLAIN) -> None:
     """Copy this rank's slices of the checkpoint in `folder` into the model's parameters, whose dtype decides.
 
     Its geometry is `with_head`; progress: say on stderr how much was loaded.
