@@ -195,7 +195,7 @@ def kv_groups(geometry: Geometry, tp: int, page: int = PAGE_SIZE, dtype: DType =
 def read_geometry(folder: Path) -> Geometry:
     """Geometry of the checkpoint in `folder`; CheckpointError names the file or the key that is wrong, or a quantisation."""
     path = folder / "config.json"
-    weight_format(folder)
+    weight_format(folder)  # refuses a quantisation that no format reads
     return parse_config(read_json(path), str(path), _ids(generation_config(folder).get("eos_token_id")))
 
 

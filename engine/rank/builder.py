@@ -39,12 +39,6 @@ class Rank:
     fallbacks: tuple[str, ...] = ()
 
 
-def torch_dtype(config: EngineConfig) -> torch.dtype:
-    """The dtype of activations."""
-    dtype: torch.dtype = getattr(torch, config.dtype)
-    return dtype
-
-
 def load_rank(
     config: EngineConfig,
     parallel: Parallel,
@@ -59,9 +53,10 @@ def load_rank(
     """
     if device.type == "cpu":
         torch.set_num_threads(1)  # ranks share the cores; results must not depend on how many there are
-    folder, dtype, first = Path(config.model), torch_dtype(config), parallel.rank == 0
+    folder, dtype, first = Path(config.model), getattr(torch, config.dtype), parallel.rank == 0
     geometry = architecture.read(folder)
-    weights, source = weight_format(folder, config.weights), "empty" if device.type == "meta" else config.load_format
+    weights = weight_format(folder, config.weights)
+    source = "empty" if device.type == "meta" else config.load_format
     if source == "safetensors":
         geometry = with_head(geometry, architecture.tensors, folder, progress=first)
     fallbacks: list[str] = []

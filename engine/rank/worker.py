@@ -21,7 +21,7 @@ from engine.channel import RingReader, RingWriter, Waiter, map_shared
 from engine.config import EngineConfig
 from engine.lifeline import BootArgs, Lifeline, Loaded, Ready, run
 from engine.plan import DEPTH, read_header
-from engine.rank.builder import Rank, build, kv_bytes, load_rank, torch_dtype
+from engine.rank.builder import Rank, build, kv_bytes, load_rank
 from engine.rank.parallel import connect, self_check
 from engine.rank.runner import Forwarded, Runner
 from engine.rank.stages.report_stage import Launched
@@ -53,7 +53,7 @@ def boot(lifeline: Lifeline) -> Runner:
     seconds = time.monotonic() - started
     lifeline.send(Loaded(kv_bytes=kv_bytes(rank), weight_bytes=weight_bytes, residual_rms=rms, seconds=seconds))
     runner = build(rank, lifeline.allocate())
-    self_check(rank.parallel, rank.device, torch_dtype(config))
+    self_check(rank.parallel, rank.device, rank.model.dtype)
     wait_at_most(rank, config.boot_timeout_s)  # another rank's compiler may take long
     if rank.device.type == "cuda":
         runner.warm()

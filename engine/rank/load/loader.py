@@ -3,22 +3,18 @@ parameter's dtype on the way. No rank ever holds more than its own shard and one
 
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from torch import Tensor
 
 from engine.geometry import Geometry
 from engine.rank.load.slices import Piece, allocate
 from engine.rank.load.tensor_files import TensorHeader, checked, headers, opened
 from engine.rank.load.tensor_table import HEAD, TensorTable
-from engine.rank.models.architecture import Shard
+from engine.rank.models.layers import Shard
 from engine.weight_formats import PLAIN, WeightFormat
 
 _BLOCK_BYTES = 16 << 20  # copied at once
@@ -50,48 +46,31 @@ def _are_equal(one: TensorHeader, two: TensorHeader) -> bool:
         return all(torch.equal(left[row : row + step], right[row : row + step]) for row in range(0, one.shape[0], step))
 
 
-def load(
-    model: Shard, tensors: TensorTable, folder: Path, progress: bool = False, weights: WeightFormat = PLAIN
-) -> None:
+def load(model: Shard, tensors: TensorTable, folder: Path, progress: bool = False, weights: WeightFormat = PLAIN) -> None:
     """Copy this rank's slices of the checkpoint in `folder` into the model's parameters, whose dtype decides.
 
-    Its geometry is `with_head`; progress: show a bar on stderr, or one line at the end where that is no terminal.
+    Its geometry is `with_head`; progress: say on stderr how much was loaded.
     Raises CheckpointError, which names the file, or every tensor that is missing, unexpected, mis-shaped or of a wrong dtype,
     before anything is copied.
     """
     needed, parameters = allocate(model, tensors, weights)
     places = checked(folder, needed, tensors, model.geometry)
-    total = sum(piece.kept * parameters[piece.parameter].element_size() for piece in needed.values())
-    with _shown(total, len(needed), progress) as advance:
-        for path in sorted({header.path for header in places.values()}):
-            with opened(path) as file:
-                for name, header in places.items():
-                    if header.path == path:
-                        _copy(file.get_slice(header.name), needed[name], parameters[needed[name].parameter], advance)
+    began = time.monotonic()
+    for path in sorted({header.path for header in places.values()}):
+        with opened(path) as file:
+            for name, header in places.items():
+                if header.path == path:
+                    _copy(file.get_slice(header.name), needed[name], parameters[needed[name].parameter])
+    if progress:
+        size = sum(parameter.nbytes for parameter in parameters.values()) / 1e9
+        sys.stderr.write(f"loaded {len(needed)} tensors, {size:.2f} GB a rank, in {time.monotonic() - began:.1f} s\n")
 
 
-def _copy(source: Any, piece: Piece, parameter: Tensor, advance: Callable[[int], None]) -> None:
+def _copy(source: Any, piece: Piece, parameter: Tensor) -> None:
     """Blocks of rows of each cut; `source` is a slice of the file that is read where it is indexed."""
     for cut in piece.cuts if piece.kept else ():
         rows = cut.rows(piece.shape)
         step = max(1, _BLOCK_BYTES * len(piece.cuts) * len(rows) // (4 * piece.kept))
         for first in range(rows.start, rows.stop, step):
             stop = min(first + step, rows.stop)
-            target = cut.target(parameter, first, stop)
-            target.copy_(source[cut.index(first, stop)])
-            advance(target.numel() * target.element_size())
-
-
-@contextmanager
-def _shown(total: int, tensors: int, progress: bool) -> Iterator[Callable[[int], None]]:
-    """What to call with each number of bytes copied."""
-    if progress and sys.stderr.isatty():
-        columns = (TextColumn("loading weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-        with Progress(*columns, console=Console(stderr=True)) as bar:
-            task = bar.add_task("", total=total)
-            yield lambda size: bar.advance(task, size)
-        return
-    began = time.monotonic()
-    yield lambda _: None
-    if progress:
-        sys.stderr.write(f"loaded {tensors} tensors, {total / 1e9:.2f} GB a rank, in {time.monotonic() - began:.1f} s\n")
+            cut.target(parameter, first, stop).copy_(source[cut.index(first, stop)])

@@ -13,7 +13,7 @@ from engine.weight_formats import PLAIN, StoredTensor, WeightFormat
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engine.rank.models.architecture import Shard
+    from engine.rank.models.layers import Shard
 
 _WEIGHTS = ("matrix", "embedding", "ple_table")
 _EVEN = {"q": 0, "gate": 0, "up": 0, "columns": 1, "depth": 2}  # parts that are even shares of a dimension
@@ -129,9 +129,7 @@ def _kv_cut(part: Part, geometry: Geometry, layer: Layer, rank: int, size: int) 
     return Cut(0, heads.start * layer.head_dim, heads.stop * layer.head_dim, before * layer.head_dim)
 
 
-def allocate(
-    model: "Shard", tensors: TensorTable, weights: WeightFormat = PLAIN
-) -> "tuple[dict[str, Piece], dict[str, Tensor]]":
+def allocate(model: "Shard", tensors: TensorTable, weights: WeightFormat = PLAIN) -> "tuple[dict[str, Piece], dict[str, Tensor]]":
     """The pieces that fill the model, and its parameters by name, now that its weights have tensors. Every element of each is
     filled by exactly one piece, but for what lies behind a vocabulary's end, which is zero."""
     needed = pieces(tensors, model.geometry, model.parallel.rank, model.parallel.size, weights)

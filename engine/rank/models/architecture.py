@@ -9,24 +9,14 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from engine.geometry import Geometry, check_tp
+from engine.geometry import Geometry
 from engine.rank.attention.base import AttentionBackend
 from engine.rank.batch import ForwardBatch, RopeKey
 from engine.rank.kv import KVCache
 from engine.rank.load.tensor_table import TensorTable
-from engine.rank.models.layers import VocabTable
-from engine.rank.models.module import Module
+from engine.rank.models.layers import Shard, VocabTable
 from engine.rank.parallel import Parallel
 from kernels.fused_allreduce_norm import AllReduceInbox
-
-
-class Shard(Module):
-    """One rank's part of a model. `geometry` is the whole model's; its weights are empty, of this rank's shapes, for `device`."""
-
-    def __init__(self, geometry: Geometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        check_tp(geometry, parallel.size)
-        self.geometry, self.parallel, self.dtype, self.device = geometry, parallel, dtype, device
 
 
 class Model(Shard, ABC):

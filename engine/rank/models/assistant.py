@@ -21,14 +21,12 @@ from engine.rank.batch import ForwardBatch, RopeKey
 from engine.rank.kv import KVCache
 from engine.rank.load.loader import load
 from engine.rank.load.tensor_files import headers, opened
-from engine.rank.models.architecture import Shard
 from engine.rank.models.assistant_geometry import AssistantGeometry
 from engine.rank.models.assistant_weights import ORDER, TENSORS
 from engine.rank.models.gemma4 import Block, LayerStep, frequencies_of
-from engine.rank.models.layers import AllReduceNorm, VocabTable
-from engine.rank.models.module import Module, empty
+from engine.rank.models.layers import AllReduceNorm, Shard, VocabTable
+from engine.rank.models.module import Module
 from engine.rank.parallel import Parallel
-from engine.rank.weight import Weight
 from kernels.fused_allreduce_norm import AllReduceInbox
 
 
@@ -41,10 +39,10 @@ class Head(Protocol):
 class DenseHead(Module):
     """The drafter's own table, cut along the vocabulary."""
 
-    def __init__(self, geometry: Geometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, shard: Shard) -> None:
         super().__init__()
-        self._parallel = parallel
-        self.table = VocabTable(geometry.vocab, geometry.hidden, parallel, dtype, device)
+        self._parallel = shard.parallel
+        self.table = VocabTable(shard, shard.geometry.vocab, shard.geometry.hidden)
 
     def forward(self, rows: Tensor) -> Tensor:
         """Of equal logits the lowest id."""
@@ -62,12 +60,12 @@ class OrderedHead(Module):
     order: int64 [vocab], the id of each row
     """
 
-    def __init__(self, geometry: AssistantGeometry, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, shard: Shard, geometry: AssistantGeometry) -> None:
         super().__init__()
         self._clusters, self._top_k = geometry.centroids, geometry.centroid_top_k
-        self.weight = empty(geometry.vocab, geometry.hidden, dtype=dtype, device=device)
-        self.centroids = Weight((geometry.centroids, geometry.hidden), dtype, device)
-        self.order = torch.arange(geometry.vocab, device=device)
+        self.weight = shard.parameter(geometry.vocab, geometry.hidden)
+        self.centroids = shard.matrix(geometry.centroids, geometry.hidden)
+        self.order = torch.arange(geometry.vocab, device=shard.device)
 
     def sort(self, order: Tensor) -> None:
         """Put the rows, which are in the ids' order, in this one. CheckpointError: it is no permutation."""
@@ -91,12 +89,12 @@ class Assistant(Shard):
     def __init__(self, geometry: Geometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
         assert isinstance(geometry, AssistantGeometry), geometry
         super().__init__(geometry, parallel, dtype, device)
-        self.pre = Weight((geometry.hidden, 2 * geometry.backbone), dtype, device)
-        self.blocks = nn.ModuleList(Block(geometry, layer, parallel, dtype, device) for layer in geometry.layers)
-        self.norm = empty(geometry.hidden, dtype=dtype, device=device)
-        self.post = Weight((geometry.backbone, geometry.hidden), dtype, device)
+        self.pre = self.matrix(geometry.hidden, 2 * geometry.backbone)
+        self.blocks = nn.ModuleList(Block(self, layer) for layer in geometry.layers)
+        self.norm = self.parameter(geometry.hidden)
+        self.post = self.matrix(geometry.backbone, geometry.hidden)
         self.head: Head
-        self.head = OrderedHead(geometry, dtype, device) if geometry.centroids else DenseHead(geometry, parallel, dtype, device)
+        self.head = OrderedHead(self, geometry) if geometry.centroids else DenseHead(self)
         self.frequencies: dict[RopeKey, Tensor] = frequencies_of(geometry, device)
 
     def forward(
@@ -116,7 +114,7 @@ class Assistant(Shard):
         step = LayerStep(batch, cache, attention, attention.prepare(batch), norm, None)
         blocks = [block for block in self.blocks if isinstance(block, Block)]
         first = [block.norms["pre_attention"] for block in blocks]
-        h, x = norm.whole(self.pre(torch.cat([embedded, hidden], dim=1)), None, None, first[0])
+        h, x = norm(self.pre(torch.cat([embedded, hidden], dim=1)), None, None, first[0], summed=True)
         for block, next_norm in zip(blocks, [*first[1:], self.norm], strict=True):
             h, x = block(h, x, next_norm, step)
         return self.post(x), x

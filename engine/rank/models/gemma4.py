@@ -31,12 +31,12 @@ from engine.rank.models.layers import (
     Mlp,
     NormWeights,
     Router,
+    Shard,
     VocabTable,
     reduce_together,
 )
-from engine.rank.models.module import Module, empty
+from engine.rank.models.module import Module
 from engine.rank.parallel import Parallel
-from engine.rank.weight import Weight
 from kernels.fused_allreduce_norm import AllReduceInbox, InboxPart
 from kernels.ple import per_layer_inputs
 from kernels.qkv import inverse_frequencies
@@ -72,16 +72,16 @@ class LayerStep:
 class Attention(AttentionModule):
     """q, k and v in one product: no v where it is k's raw product, q alone where K and V are another layer's. Yields o's part."""
 
-    def __init__(self, geometry: Geometry, layer: Layer, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, shard: Shard, layer: Layer) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, geometry, parallel = layer, shard.geometry, shard.parallel
         heads = geometry.heads // parallel.size
         kv_heads = len(shard_kv_heads(geometry.heads, layer.kv_heads, parallel.size, parallel.rank))
         kv_projections = (2 - layer.k_eq_v) if layer.owns_kv else 0
-        self.qkv = Weight(((heads + kv_projections * kv_heads) * layer.head_dim, geometry.hidden), dtype, device)
-        self.o = Weight((geometry.hidden, heads * layer.head_dim), dtype, device)
-        self.q_norm = empty(layer.head_dim, dtype=dtype, device=device)
-        self.k_norm = empty(layer.head_dim, dtype=dtype, device=device) if layer.owns_kv else None
+        self.qkv = shard.matrix((heads + kv_projections * kv_heads) * layer.head_dim, geometry.hidden)
+        self.o = shard.matrix(geometry.hidden, heads * layer.head_dim)
+        self.q_norm = shard.parameter(layer.head_dim)
+        self.k_norm = shard.parameter(layer.head_dim) if layer.owns_kv else None
 
     def forward(self, x: Tensor, step: LayerStep) -> Tensor | InboxPart:
         group = step.cache.of(self.layer)
@@ -94,24 +94,23 @@ class Attention(AttentionModule):
 class Block(Module):
     """One decoder layer."""
 
-    def __init__(self, geometry: Geometry, layer: Layer, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, shard: Shard, layer: Layer) -> None:
         super().__init__()
-        hidden = geometry.hidden
-        self._index = layer.index
-        self.attention = Attention(geometry, layer, parallel, dtype, device)
-        self.mlp = Mlp(hidden, layer.intermediate, parallel, dtype, device)
+        self._index, geometry = layer.index, shard.geometry
+        self.attention = Attention(shard, layer)
+        self.mlp = Mlp(shard, layer.intermediate)
         norms = ["pre_attention", "post_attention", "pre_mlp", "post_mlp"]
         self._moe, self._ple = geometry.moe is not None, geometry.ple > 0
         if geometry.moe is not None:
-            self.router = Router(hidden, geometry.moe, geometry.eps, device)
-            self.experts = Experts(hidden, geometry.moe, parallel, dtype, device)
+            self.router = Router(shard, geometry.moe)
+            self.experts = Experts(shard, geometry.moe)
             norms += ["pre_experts", "post_dense", "post_experts"]
         if self._ple:
-            self.ple_gate = Weight((geometry.ple, hidden), dtype, device)
-            self.ple_out = Weight((hidden, geometry.ple), dtype, device)
+            self.ple_gate = shard.matrix(geometry.ple, geometry.hidden)
+            self.ple_out = shard.matrix(geometry.hidden, geometry.ple)
             norms += ["post_ple"]
-        self.norms = NormWeights(norms, hidden, dtype, device)
-        self.scalar = empty(1, dtype=dtype, device=device)
+        self.norms = NormWeights(shard, norms)
+        self.scalar = shard.parameter(1)
 
     def forward(self, h: Tensor, x: Tensor, next_norm: Tensor, step: LayerStep) -> tuple[Tensor, Tensor]:
         """h [T, hidden] and its normed form x -> the same behind this layer, normed by `next_norm`."""
@@ -127,7 +126,7 @@ class Block(Module):
         if step.ple is None:
             return h, x
         p = self.ple_out(self.ple_gate.gelu_mul(h, step.ple[:, self._index]))
-        return step.allreduce_norm.whole(p, h, norms["post_ple"], next_norm, self.scalar)
+        return step.allreduce_norm(p, h, norms["post_ple"], next_norm, self.scalar, summed=True)
 
     def _dense_and_experts(self, h: Tensor, x: Tensor) -> Tensor:
         """Both branches' parts, side by side: they are whole, and normed apart, before they are added."""
@@ -141,18 +140,19 @@ class Embedding(Module):
     Ids that stand for images, video or audio embed as pad where they occur in text.
     """
 
-    def __init__(self, geometry: Geometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, shard: Shard) -> None:
         super().__init__()
-        self._geometry, self._parallel = geometry, parallel
-        self.tokens = VocabTable(geometry.vocab, geometry.hidden, parallel, dtype, device)
-        self._placeholders = torch.tensor(geometry.placeholders, dtype=torch.int32, device=device)
-        self._scale = torch.tensor(geometry.embedding_scale, dtype=dtype).item()
-        self._ple_scale = torch.tensor(math.sqrt(geometry.ple), dtype=dtype).item()
+        self._geometry = geometry = shard.geometry
+        self._parallel = shard.parallel
+        self.tokens = VocabTable(shard, geometry.vocab, geometry.hidden)
+        self._placeholders = torch.tensor(geometry.placeholders, dtype=torch.int32, device=shard.device)
+        self._scale = torch.tensor(geometry.embedding_scale, dtype=shard.dtype).item()
+        self._ple_scale = torch.tensor(math.sqrt(geometry.ple), dtype=shard.dtype).item()
         if geometry.ple:
             width = len(geometry.layers) * geometry.ple
-            self.ple_tokens = VocabTable(geometry.ple_vocab, width, parallel, dtype, device)
-            self.ple_projection = Weight((width, geometry.hidden), dtype, device)
-            self.ple_norm = empty(geometry.ple, dtype=dtype, device=device)
+            self.ple_tokens = VocabTable(shard, geometry.ple_vocab, width)
+            self.ple_projection = shard.matrix(width, geometry.hidden)
+            self.ple_norm = shard.parameter(geometry.ple)
 
     def rows(self, ids: Tensor) -> Tensor:
         """ids int32 [T] -> the scaled rows [T, hidden] alone."""
@@ -164,7 +164,7 @@ class Embedding(Module):
         if not self._geometry.ple:
             return *allreduce_norm(rows, None, None, next_norm, scale=self._scale), None
         rows, ple = reduce_together(self._parallel, rows, self.ple_tokens(ids, self._placeholders, self._geometry.pad))
-        h, x = allreduce_norm.whole(rows.contiguous(), None, None, next_norm, scale=self._scale)
+        h, x = allreduce_norm(rows.contiguous(), None, None, next_norm, scale=self._scale, summed=True)
         geometry = self._geometry
         context = self.ple_projection(h)
         ple = per_layer_inputs(context, ple.contiguous(), self.ple_norm, geometry.eps, geometry.hidden**-0.5, self._ple_scale)
@@ -176,10 +176,10 @@ class Gemma4(Model):
 
     def __init__(self, geometry: Geometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(geometry, parallel, dtype, device)
-        self.embedding = Embedding(geometry, parallel, dtype, device)
-        self.blocks = nn.ModuleList(Block(geometry, layer, parallel, dtype, device) for layer in geometry.layers)
-        self.norm = empty(geometry.hidden, dtype=dtype, device=device)
-        self.own_head = None if geometry.tied else VocabTable(geometry.vocab, geometry.hidden, parallel, dtype, device)
+        self.embedding = Embedding(self)
+        self.blocks = nn.ModuleList(Block(self, layer) for layer in geometry.layers)
+        self.norm = self.parameter(geometry.hidden)
+        self.own_head = None if geometry.tied else VocabTable(self, geometry.vocab, geometry.hidden)
         self._sharing = max(layer.kv_source for layer in geometry.layers) + 1
         self.frequencies = frequencies_of(geometry, device)
 

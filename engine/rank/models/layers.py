@@ -9,14 +9,31 @@ several ranks. Weights are made empty; `engine.rank.load` fills them.
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from engine.geometry import Layer, Moe, shard_vocab, vocab_share
+from engine.geometry import Geometry, Layer, Moe, check_tp, shard_vocab, vocab_share
 from engine.rank.models.module import Module, empty
 from engine.rank.parallel import Parallel
 from engine.rank.weight import Weight
 from kernels.fused_allreduce_norm import AllReduceInbox, InboxPart, Norms, fused_allreduce_norm
 from kernels.route import route, router_logits
+
+
+class Shard(Module):
+    """One rank's part of a model, whose `geometry` is the whole model's; weights are empty, of this rank's shapes, for `device`."""
+
+    def __init__(self, geometry: Geometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        check_tp(geometry, parallel.size)
+        self.geometry, self.parallel, self.dtype, self.device = geometry, parallel, dtype, device
+
+    def matrix(self, *shape: int) -> Weight:
+        """One of its matrices."""
+        return Weight(shape, self.dtype, self.device)
+
+    def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+        """What no format packs, by default in the model's dtype."""
+        return empty(*shape, dtype=dtype or self.dtype, device=self.device)
 
 
 class AttentionModule(Module):
@@ -26,12 +43,12 @@ class AttentionModule(Module):
 
 
 class NormWeights(Module):
-    """[width] each, by name."""
+    """[hidden] each, by name."""
 
-    def __init__(self, names: Iterable[str], width: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, shard: Shard, names: Iterable[str]) -> None:
         super().__init__()
         for name in names:
-            setattr(self, name, empty(width, dtype=dtype, device=device))
+            setattr(self, name, shard.parameter(shard.geometry.hidden))
 
     def __getitem__(self, name: str) -> Tensor:
         weight: Tensor = vars(self)[name]
@@ -59,26 +76,15 @@ class AllReduceNorm:
         *,
         each: tuple[Tensor, Tensor] | None = None,
         scale: float = 1.0,
+        summed: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """This rank's part [T, n], or [T, 2 n] with norms for `each` half -> (h, x); x is h where there is no `next_norm`."""
-        whole = part if isinstance(part, InboxPart) or self.peers is not None else self._parallel.all_reduce(part)
-        return self.whole(whole, residual, post, next_norm, scalar, each=each, scale=scale, peers=self.peers)
-
-    def whole(
-        self,
-        x: Tensor | InboxPart,
-        residual: Tensor | None,
-        post: Tensor | None,
-        next_norm: Tensor | None,
-        scalar: Tensor | None = None,
-        *,
-        each: tuple[Tensor, Tensor] | None = None,
-        scale: float = 1.0,
-        peers: AllReduceInbox | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """The same of a sum that is whole on every rank."""
+        """This rank's part [T, n], or [T, 2 n] with norms for `each` half -> (h, x); x is h where there is no `next_norm`. summed:
+        the part is the whole sum, on every rank."""
+        peers = None if summed else self.peers
+        if not (summed or peers or isinstance(part, InboxPart)):
+            part = self._parallel.all_reduce(part)
         norms = Norms(post, next_norm, each)
-        h, normed = fused_allreduce_norm(x, residual, norms, self._eps, scalar, scale, peers, self._keep_full_residual)
+        h, normed = fused_allreduce_norm(part, residual, norms, self._eps, scalar, scale, peers, self._keep_full_residual)
         return h, h if normed is None else normed
 
 
@@ -87,16 +93,13 @@ class VocabTable(Module):
 
     Every rank has as many; where the vocabulary does not fill the last ranks', they are zero, and their logits -inf."""
 
-    def __init__(self, rows: int, width: int, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, shard: Shard, rows: int, width: int) -> None:
         super().__init__()
+        parallel = shard.parallel
         share = vocab_share(rows, parallel.size)
         self._first = parallel.rank * share
         self._filled = len(shard_vocab(rows, parallel.size, parallel.rank))
-        self.head = Weight((share, width), dtype, device)
-
-    @property
-    def weight(self) -> Tensor:
-        return self.head.weight
+        self.head = shard.matrix(share, width)
 
     def forward(self, ids: Tensor, placeholders: Tensor, pad: int) -> Tensor:
         """ids int [T] -> [T, width]: zero rows for ids of other ranks, to be added over ranks. Placeholders are read as pad."""
@@ -113,11 +116,10 @@ class VocabTable(Module):
 class Mlp(Module):
     """down( gelu_tanh(gate x) * up x ), cut along its width; gate and up are one product. Yields this rank's part."""
 
-    def __init__(self, hidden: int, width: int, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, shard: Shard, width: int) -> None:
         super().__init__()
-        share = width // parallel.size
-        self.gate_up = Weight((2 * share, hidden), dtype, device)
-        self.down = Weight((hidden, share), dtype, device)
+        hidden, share = shard.geometry.hidden, width // shard.parallel.size
+        self.gate_up, self.down = shard.matrix(2 * share, hidden), shard.matrix(hidden, share)
 
     def forward(self, x: Tensor, allreduce_norm: AllReduceNorm | None = None) -> Tensor | InboxPart:
         part: Tensor | InboxPart = self.down(self.gate_up.geglu(x), allreduce_norm)
@@ -127,12 +129,12 @@ class Mlp(Module):
 class Router(Module):
     """Every rank routes alike: replicated, and fp32 from the norm on, because a rounding of bf16 changes the chosen set."""
 
-    def __init__(self, hidden: int, moe: Moe, eps: float, device: torch.device) -> None:
+    def __init__(self, shard: Shard, moe: Moe) -> None:
         super().__init__()
-        self._top_k, self._eps = moe.top_k, eps
-        self.proj = empty(moe.experts, hidden, dtype=torch.float32, device=device)
-        self.scale = empty(hidden, dtype=torch.float32, device=device)
-        self.per_expert_scale = empty(moe.experts, dtype=torch.float32, device=device)
+        self._top_k, self._eps, hidden = moe.top_k, shard.geometry.eps, shard.geometry.hidden
+        self.proj = shard.parameter(moe.experts, hidden, dtype=torch.float32)
+        self.scale = shard.parameter(hidden, dtype=torch.float32)
+        self.per_expert_scale = shard.parameter(moe.experts, dtype=torch.float32)
 
     def forward(self, h: Tensor, norm: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """h [T, hidden], the raw residual -> (weights fp32, experts int32), [T, top_k] each, and h normed by `norm`."""
@@ -143,11 +145,11 @@ class Router(Module):
 class Experts(Module):
     """The experts' weights, each cut along its width: [experts, out, in], gate rows before up rows."""
 
-    def __init__(self, hidden: int, moe: Moe, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, shard: Shard, moe: Moe) -> None:
         super().__init__()
-        share = moe.intermediate // parallel.size
-        self.gate_up = Weight((moe.experts, 2 * share, hidden), dtype, device)
-        self.down = Weight((moe.experts, hidden, share), dtype, device)
+        hidden, share = shard.geometry.hidden, moe.intermediate // shard.parallel.size
+        self.gate_up = shard.matrix(moe.experts, 2 * share, hidden)
+        self.down = shard.matrix(moe.experts, hidden, share)
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor, beside: Tensor) -> Tensor:
         """x and beside [T, hidden], weights and chosen [T, top_k] -> [T, 2 hidden]: beside, this rank's part of the experts."""

@@ -20,11 +20,6 @@ class Module(nn.Module):
         if name in self._parameters or name in self._modules:
             vars(self)[name] = value
 
-    def __delattr__(self, name: str) -> None:
-        if name in self._parameters or name in self._modules:
-            del vars(self)[name]
-        super().__delattr__(name)
-
     def _apply(self, *_: Any, **__: Any) -> "Module":
         """What torch converts and moves parameters by, behind our back."""
         raise AssertionError("a model is made on its device and in its dtype")

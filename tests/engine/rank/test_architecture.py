@@ -43,8 +43,8 @@ class Bigram(Model):
 
     def __init__(self, geometry: Geometry, parallel: Any, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(geometry, parallel, dtype, device)
-        self.first = VocabTable(geometry.vocab, geometry.hidden, parallel, dtype, device)
-        self.second = VocabTable(geometry.vocab, geometry.hidden, parallel, dtype, device)
+        self.first = VocabTable(self, geometry.vocab, geometry.hidden)
+        self.second = VocabTable(self, geometry.vocab, geometry.hidden)
         self.frequencies = {}
 
     @property
@@ -106,7 +106,7 @@ def test_a_rank_of_any_architecture_runs(config: EngineConfig) -> None:
     """A checkpoint of another model is checked, loaded, built and run by plans; of another table it would go on otherwise."""
     rank = load_rank(config, Single(), CPU, BIGRAM)
     assert tokens(rank, [7, 3, 40], 5) == [41, 42, 43, 44, 45]
-    rank.model.head.weight.copy_(rank.model.head.weight.roll(1, 0))
+    rank.model.head.head.weight.copy_(rank.model.head.head.weight.roll(1, 0))
     assert tokens(rank, [7, 3, 40], 5) == [42, 44, 46, 48, 50]
 
 

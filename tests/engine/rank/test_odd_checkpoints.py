@@ -130,7 +130,7 @@ def test_a_rank_looks_for_a_head(copy: Path, load_format: str) -> None:
     config = engine_config(model=str(copy), device="cpu", dtype="float32", load_format=load_format)
     rank = single(config)
     assert rank.geometry.tied == (load_format == "dummy")
-    assert bool(rank.model.head.weight.any()) == rank.geometry.tied
+    assert bool(rank.model.head.head.weight.any()) == rank.geometry.tied
 
 
 def test_heads_are_compared_to_the_last_row(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:

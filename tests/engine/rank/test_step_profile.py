@@ -66,7 +66,7 @@ def test_the_stages_of_a_step(nano: Nano, member: str, tp: int) -> None:
     assert [name for name in counts if " " not in name] == outside(member)
     dense = [p for name, p in rank.model.named_parameters() if "experts" not in name and "ple_tokens" not in name]
     tables = [module for module in rank.model.modules() if isinstance(module, VocabTable)]
-    rows = BATCH * sum(table.weight[0].nbytes for table in tables)
+    rows = BATCH * sum(table.head.weight[0].nbytes for table in tables)
     hit = 0.0 if rank.geometry.moe is None else 1 - (1 - rank.geometry.moe.top_k / rank.geometry.moe.experts) ** BATCH
     experts = sum(int(hit * p.nbytes) for name, p in rank.model.named_parameters() if "experts" in name and p.ndim > 1)
     keys = sum(stage.bytes for stage in profiled.stages if stage.name.endswith(" attention"))

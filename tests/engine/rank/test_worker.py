@@ -202,7 +202,7 @@ def test_ranks_are_waited_for_as_the_settings_say(recording: Recording, monkeypa
     memory = torch.zeros(AllReduceInbox.bytes(2, 1, 2, torch.float32), dtype=torch.uint8)
     peers = AllReduceInbox(memory, pointers, 0, 1, 2, torch.float32, 1)
     geometry = read_geometry(recording.folder)
-    device, model = torch.device("cpu"), cast(Gemma4, Namespace(parameters=list))
+    device, model = torch.device("cpu"), cast(Gemma4, Namespace(parameters=list, dtype=torch.float32))
     rank = worker.Rank(config, geometry, device, Single(), model, Inboxes(peers, cast(ArgmaxInbox, None)))
     seen = []
     runner = Namespace(capturable=True, capture=lambda: seen.append(int(peers.errors[1])))
