@@ -45,10 +45,10 @@ class JobBuilder:
         self._pool = pool
         self._grammars = grammars
 
-    def check_model(self, name: str) -> None:
-        """Raises ModelNotFound unless `name` is served here."""
-        if name != self.settings.name:
-            raise ModelNotFound(name)
+    def check_model(self, name: str | None) -> None:
+        """Raises ModelNotFound unless `name` is served here, or none is named."""
+        if name not in (None, self.settings.name):
+            raise ModelNotFound(str(name))
 
     async def job(self, ask: Ask) -> Job:
         """What goes to the engine. InvalidRequest, ModelNotFound."""

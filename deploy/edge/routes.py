@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
-from msgspec import Struct
+from msgspec import Raw, Struct
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
@@ -95,7 +95,7 @@ def _add_generation(app: FastAPI, service: Service, api: GenerationApi) -> None:
     @app.post(api.path, response_model=None, responses=_GENERATED | _errors(api.error), openapi_extra=_body(api.body))
     async def generate(request: Request) -> Response:
         async with _admitted(service, request) as place:
-            wanted = await service.pool.read(lambda body: api.read(body, service.settings.name), await _body_of(request))
+            wanted = await service.pool.read(api.read, await _body_of(request))
             return await _answer(service, request, wanted, await service.jobs.job(wanted.ask), place)
 
 
@@ -103,7 +103,8 @@ def _add_tokens(app: FastAPI, service: Service, api: TokenApi) -> None:
     @app.post(api.path, response_model=None, responses=_errors(api.error), openapi_extra=_body(api.body))
     async def tokens(request: Request) -> Response:
         async with _admitted(service, request):
-            return json_response(await api.answer(service, await _body_of(request)))
+            asked = await service.pool.read(api.read, await _body_of(request))
+            return json_response(Raw(await service.pool.run(lambda: msgspec.json.encode(api.answer(service, asked)))))
 
 
 @asynccontextmanager
