@@ -93,12 +93,12 @@ def _structured_outputs(value: Any, key: str) -> str | None:
     for option in ("disable_additional_properties", "whitespace_pattern"):
         if value.get(option):
             raise InvalidRequest(f"{key}.{option} is not supported here", code="unsupported_parameter")
-    forms = {name: each for name, each in value.items() if name in _FORMS and each is not None and each is not False}
+    forms = {name: form for name, form in value.items() if name in _FORMS and form is not None and form is not False}
     if len(forms) > 1:
         raise InvalidRequest(f"{key}: only one of {', '.join(forms)}")
     if not forms and value:
         raise InvalidRequest(f"{key}: must have one of {', '.join(_FORMS)}")
-    return next((_FORMS[name](each, f"{key}.{name}") for name, each in forms.items()), None)
+    return next((_FORMS[name](form, f"{key}.{name}") for name, form in forms.items()), None)
 
 
 def _nested(value: Any, key: str) -> Any:
@@ -134,7 +134,7 @@ def _text(make: Callable[[str], str]) -> Callable[[Any, str], str]:
 
 
 def _choice(value: Any, key: str) -> str:
-    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+    if not isinstance(value, list) or not all(isinstance(choice, str) for choice in value):
         raise InvalidRequest(f"{key}: must be a list of strings")
     return choice_answer(value)
 
@@ -147,11 +147,12 @@ def _tag(value: Any, key: str) -> str:
         raise InvalidRequest(f"{key}: only structures with triggers are supported: {error}") from None
     if not 1 <= len(tag.structures) <= _MAX_TAGS:
         raise InvalidRequest(f"{key}.structures: 1 to {_MAX_TAGS}")
-    return tagged_answer([_structure(each, tag.triggers, f"{key}.structures[{at}]") for at, each in enumerate(tag.structures)])
+    structures = enumerate(tag.structures)
+    return tagged_answer([_structure(structure, tag.triggers, f"{key}.structures[{index}]") for index, structure in structures])
 
 
 def _structure(structure: _Structure, triggers: Sequence[str], where: str) -> Structure:
-    trigger = max((each for each in triggers if each and structure.begin.startswith(each)), key=len, default=None)
+    trigger = max((text for text in triggers if text and structure.begin.startswith(text)), key=len, default=None)
     if trigger is None:
         raise InvalidRequest(f"{where}.begin: begins with none of the triggers")
     if structure.schema is False:

@@ -3,7 +3,7 @@
 What every API wants of the engine is an Ask. So all are validated, admitted, limited and submitted alike.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,22 +25,26 @@ class ParsedRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationApi(HttpEndpoint):
-    """A route that generates. `read` takes a body and the served model's name, and raises InvalidRequest.
+    """A route that generates. `read` takes a body, and raises InvalidRequest.
 
     `body` and `parts` are for the API's document: the body's type, and types that its raw JSON refers to.
     """
 
     right: Right = "generate"
     body: type[Struct]
-    read: Callable[[bytes, str], ParsedRequest]
+    read: Callable[[bytes], ParsedRequest]
     parts: tuple[type[Struct], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenApi(HttpEndpoint):
-    """A route that answers from the tokenizer alone: `answer` gives what goes out as JSON, and raises InvalidRequest."""
+    """A route that answers from the tokenizer alone. `read` takes a body, and `answer` what it gave, for what goes out as JSON.
+
+    Both raise InvalidRequest; `answer` may take a while.
+    """
 
     right: Right = "tokenize"
     body: type[Struct]
-    answer: Callable[[Service, bytes], Awaitable[Any]]
+    read: Callable[[bytes], Any]
+    answer: Callable[[Service, Any], Any]
     parts: tuple[type[Struct], ...] = ()

@@ -128,13 +128,13 @@ class KeyNames:
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """One request. `form`: what its answer must look like.
+    """One request. `model`: None: whichever is served; `form`: what its answer must look like.
 
     `logprobs` and `prompt_logprobs`: alternatives of each token, None: no logprobs. Only asks of one `salt` share cached prefixes.
     """
 
-    model: str
     prompt: ChatPrompt | RawPrompts
+    model: str | None = None
     sampling: Sampling = Sampling()
     stream: bool = False
     form: LazyForm | None = None

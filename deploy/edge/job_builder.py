@@ -45,10 +45,10 @@ class JobBuilder:
         self._pool = pool
         self._grammars = grammars
 
-    def check_model(self, name: str) -> None:
-        """Raises ModelNotFound unless `name` is served here."""
-        if name != self.settings.name:
-            raise ModelNotFound(name)
+    def check_model(self, name: str | None) -> None:
+        """Raises ModelNotFound unless `name` is served here, or none is named."""
+        if name not in (None, self.settings.name):
+            raise ModelNotFound(str(name))
 
     async def job(self, ask: Ask) -> Job:
         """What goes to the engine. InvalidRequest, ModelNotFound."""
@@ -103,11 +103,11 @@ class JobBuilder:
 
     async def _grammar(self, wants: Constraints, prompt: Sequence[int], thinking: bool, param: str) -> Grammar | None:
         """Of a reply. InvalidRequest: what is asked for cannot be kept; Overloaded: not now. What is only our wish gives way."""
-        found = await self._pool.run(lambda: wants.grammar(Markers.of(self._text), prompt, thinking=thinking))
-        if found is None:
+        reply_grammar = await self._pool.run(lambda: wants.grammar(Markers.of(self._text), prompt, thinking=thinking))
+        if reply_grammar is None:
             return None
         try:
-            await self._grammars.check(found.text, param)
+            await self._grammars.check(reply_grammar.text, param)
         except Overloaded:
             if not wants.ours:
                 raise
@@ -116,7 +116,7 @@ class JobBuilder:
             if (looser := wants.looser()) is None:
                 raise
             return await self._grammar(looser, prompt, thinking, param)
-        return found
+        return reply_grammar
 
     async def _raw_job(self, ask: Ask, raw: RawPrompts) -> Job:
         job, form = await self._pool.run(lambda: self._tokenized(ask, raw))
@@ -128,10 +128,10 @@ class JobBuilder:
 
     def _tokenized(self, ask: Ask, raw: RawPrompts) -> tuple[Job, AnswerForm | None]:
         """Without its grammar; takes a while."""
-        prompts, wanted = [self._tokens(source, ask.keys.prompt) for source in raw.sources], ask.sampling.max_tokens
-        job = self._job(ask, prompts, COMPLETION_TOKENS if wanted is None else max(1, wanted), scored=None)
+        prompts, limit = [self._tokens(source, ask.keys.prompt) for source in raw.sources], ask.sampling.max_tokens
+        job = self._job(ask, prompts, COMPLETION_TOKENS if limit is None else max(1, limit), scored=None)
         if raw.echo:
-            job = replace(job, echoes=self._texts(raw.sources, job), echo_only=wanted == 0)
+            job = replace(job, echoes=self._texts(raw.sources, job), echo_only=limit == 0)
         return job, _form(ask)
 
     def _scored(self, job: Job, alternatives: int | None, choices: int) -> Job:
@@ -149,7 +149,7 @@ class JobBuilder:
     def _texts(self, sources: Sequence[str | list[int]], job: Job) -> tuple[str, ...]:
         """Of prompts, as an echo shows them: a text as it came."""
         shown = job.skip_special_tokens
-        return tuple(each if isinstance(each, str) else self._text.decode(each, skip_special_tokens=shown) for each in sources)
+        return tuple(text if isinstance(text, str) else self._text.decode(text, skip_special_tokens=shown) for text in sources)
 
     def _render(self, chat: ChatPrompt, key: str, most: int) -> tuple[list[int], Tools]:
         """The prompt, of `most` tokens, and the tools that the reply may call. `key`: the client's, of the messages."""
@@ -279,7 +279,7 @@ def _at_most(param: str, value: int, limit: int, what: str = "") -> None:
 def _seeds(seed: int | None, n: int) -> list[int]:
     """A seed per choice in [0, 2**63): the request's own for the first, mixed for the others; random where none was given."""
     first = secrets.randbits(_SEED_BITS) if seed is None else seed & (2**_SEED_BITS - 1)
-    return [first, *((first ^ (_MIX * place)) & (2**_SEED_BITS - 1) for place in range(1, n))]
+    return [first, *((first ^ (_MIX * choice)) & (2**_SEED_BITS - 1) for choice in range(1, n))]
 
 
 def _with(job: Job, **changes: Any) -> Job:

@@ -20,7 +20,7 @@ def logit_adjustments(sampling: Sampling, vocab: int, encode: Callable[[str], li
         raise InvalidRequest("allowed_token_ids: must name at least one id", param="allowed_token_ids")
     if allowed and all(biases.get(token) == BAN for token in allowed):
         raise InvalidRequest("allowed_token_ids: logit_bias forbids all of them", param="allowed_token_ids")
-    wanted = LogitAdjustments(
+    adjusted = LogitAdjustments(
         repetition_penalty=sampling.repetition_penalty,
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
@@ -28,19 +28,19 @@ def logit_adjustments(sampling: Sampling, vocab: int, encode: Callable[[str], li
         allowed_ids=tuple(dict.fromkeys(allowed or ())),
         bad_words=_spellings(sampling.bad_words, encode),
     )
-    if (excess := wanted.excess()) is not None:
+    if (excess := adjusted.excess()) is not None:
         raise InvalidRequest(f"bad_words: {excess}", param="bad_words")  # lists of ids are bounded where they are read
-    return wanted if wanted != LogitAdjustments() else None
+    return adjusted if adjusted != LogitAdjustments() else None
 
 
 def forbid(adjustments: LogitAdjustments | None, ids: Sequence[int]) -> LogitAdjustments:
     """The same, and none of `ids` may come. InvalidRequest: there is no room for them beside the request's own biases."""
-    wanted = adjustments or LogitAdjustments()
-    bias = {**dict(wanted.bias), **dict.fromkeys(ids, -float("inf"))}
-    wanted = msgspec.structs.replace(wanted, bias=tuple(bias.items()))
-    if (excess := wanted.excess()) is not None:
+    adjusted = adjustments or LogitAdjustments()
+    bias = {**dict(adjusted.bias), **dict.fromkeys(ids, -float("inf"))}
+    adjusted = msgspec.structs.replace(adjusted, bias=tuple(bias.items()))
+    if (excess := adjusted.excess()) is not None:
         raise InvalidRequest(f"logit_bias: {excess}, those that tool_choice none forbids among them", param="logit_bias")
-    return wanted
+    return adjusted
 
 
 def _spellings(words: Sequence[str], encode: Callable[[str], list[int]]) -> tuple[tuple[int, ...], ...]:

@@ -34,15 +34,15 @@ def at_most(element: Any, most: int) -> Any:
 
     (A bound on a list is looked at when all of it is in memory.)
     """
-    fields = [(f"_{place}", element | UnsetType, UNSET) for place in range(most)]
+    fields = [(f"_{index}", element | UnsetType, UNSET) for index in range(most)]
     return msgspec.defstruct(f"AtMost{most}", fields, array_like=True, forbid_unknown_fields=True)
 
 
 def first_characters(raw: Raw) -> bytes:
     """The first two characters of raw JSON that are no white space: enough to know a list's kind by its first element."""
-    found = _HEAD.match(raw)
-    assert found is not None, "the pattern matches anything"
-    return found[1] + found[2]
+    head = _HEAD.match(raw)
+    assert head is not None, "the pattern matches anything"
+    return head[1] + head[2]
 
 
 def not_null(raw: Json) -> Raw | None:
@@ -52,8 +52,8 @@ def not_null(raw: Json) -> Raw | None:
 
 def copied(raw: Json) -> Raw | None:
     """As `not_null`, and it keeps no more of the body in memory than it says."""
-    found = not_null(raw)
-    return None if found is None else found.copy()
+    given = not_null(raw)
+    return None if given is None else given.copy()
 
 
 def size(raw: Json) -> int:
@@ -145,10 +145,10 @@ class BoundedList(Generic[T]):
         """The elements; their `field`, where it was an array, is a list. InvalidRequest: they are none, or too many."""
         if size(raw) > ON_LOOP_BYTES:
             return [self._with_list(element) for element in self._large.read(raw, key)]
-        found: list[T] = decode(raw, key, self._small)
-        if len(found) > self._most:
+        read: list[T] = decode(raw, key, self._small)
+        if len(read) > self._most:
             raise InvalidRequest(f"{key}: more than {self._most} elements", param=key)
-        return found
+        return read
 
     def _with_list(self, element: T) -> T:
         value = getattr(element, self._field)
@@ -170,9 +170,9 @@ def _complaint(error: Exception, key: str) -> InvalidRequest:
     """msgspec's one finding in our words; `key`: which of the request's was decoded."""
     if not isinstance(error, msgspec.ValidationError):
         return InvalidRequest(f"The body is not JSON: {_why_malformed(error)}", param=key or None, code="invalid_json")
-    found = _WHERE.fullmatch(str(error))
-    assert found is not None, error
-    what, path = found["what"], found["path"] or ""
+    said = _WHERE.fullmatch(str(error))
+    assert said is not None, error
+    what, path = said["what"], said["path"] or ""
     if missing := _MISSING.match(what):
         path, what = f"{path}.{missing[1]}".lstrip("."), "is required"
     path = f"{key}{path}" if path.startswith("[") or not path else f"{key}.{path}".lstrip(".")

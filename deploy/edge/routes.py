@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
-from msgspec import Struct
+from msgspec import Raw, Struct
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
@@ -95,15 +95,16 @@ def _add_generation(app: FastAPI, service: Service, api: GenerationApi) -> None:
     @app.post(api.path, response_model=None, responses=_GENERATED | _errors(api.error), openapi_extra=_body(api.body))
     async def generate(request: Request) -> Response:
         async with _admitted(service, request) as place:
-            wanted = await service.pool.read(lambda body: api.read(body, service.settings.name), await _body_of(request))
-            return await _answer(service, request, wanted, await service.jobs.job(wanted.ask), place)
+            parsed = await service.pool.read(api.read, await _body_of(request))
+            return await _answer(service, request, parsed, await service.jobs.job(parsed.ask), place)
 
 
 def _add_tokens(app: FastAPI, service: Service, api: TokenApi) -> None:
     @app.post(api.path, response_model=None, responses=_errors(api.error), openapi_extra=_body(api.body))
     async def tokens(request: Request) -> Response:
         async with _admitted(service, request):
-            return json_response(await api.answer(service, await _body_of(request)))
+            asked = await service.pool.read(api.read, await _body_of(request))
+            return json_response(Raw(await service.pool.run(lambda: msgspec.json.encode(api.answer(service, asked)))))
 
 
 @asynccontextmanager
@@ -133,14 +134,14 @@ def _check_media_type(request: Request) -> None:
         raise WrongMediaType("the body must be JSON: set the header Content-Type: application/json", code="unsupported_media_type")
 
 
-async def _answer(service: Service, request: Request, wanted: ParsedRequest, job: Job, place: Place) -> CompletionResponse:
+async def _answer(service: Service, request: Request, parsed: ParsedRequest, job: Job, place: Place) -> CompletionResponse:
     client = Client(record_of(request.scope).key, request.headers.get("authorization") or request.headers.get("x-api-key"))
-    job = service.with_priority(job, wanted.ask, client)
+    job = service.with_priority(job, parsed.ask, client)
     choices, tokens = len(job.params), job.choices_each * job.prompt_tokens
     await service.admission.make_room(place.client, choices, tokens)
     place.settle(choices, tokens)
     job = replace(job, priority=(job.priority << TURN_BITS) + place.turn)
-    return CompletionResponse(service, job, wanted.format(service.model), stream=wanted.ask.stream)
+    return CompletionResponse(service, job, parsed.format(service.model), stream=parsed.ask.stream)
 
 
 def _add_models(app: FastAPI, service: Service) -> None:

@@ -275,7 +275,7 @@ _EDGE = (
     ),
     Fault(
         "choices-share-noise", "deploy/edge/job_builder.py",
-        "((first ^ (_MIX * place))", "((first + place)", "deploy/edge/test_api.py",
+        "((first ^ (_MIX * choice))", "((first + choice)", "deploy/edge/test_api.py",
     ),
     Fault(
         "greedy-checkpoint-samples", "deploy/edge/service_settings.py",

@@ -120,7 +120,7 @@ class CountRequest(Struct, frozen=True, kw_only=True):
             raise InvalidRequest("messages: must not be empty", param="messages")
         blocks = (block for turn in turns if isinstance(turn.content, list) for block in turn.content)
         check_bounds((block.input for block in blocks), "messages", "the inputs of all tool_use blocks")
-        return [message for place, turn in enumerate(turns) for message in _chat_messages(turn, f"messages[{place}]")]
+        return [message for index, turn in enumerate(turns) for message in _chat_messages(turn, f"messages[{index}]")]
 
 
 class MessagesRequest(CountRequest, frozen=True, kw_only=True):
@@ -164,12 +164,12 @@ _TOOL_LIST = ListReader(ClientTool, TOOLS)
 
 def _tools(raw: Json) -> list[dict[str, Any]]:
     check_bounds([raw], "tools", "they")
-    return [_declaration(tool, place) for place, tool in enumerate(_TOOL_LIST.read(raw, "tools"))]
+    return [_declaration(tool, index) for index, tool in enumerate(_TOOL_LIST.read(raw, "tools"))]
 
 
-def _declaration(tool: ClientTool, place: int) -> dict[str, Any]:
+def _declaration(tool: ClientTool, index: int) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
-        raise InvalidRequest(f"tools[{place}].type: {tool.type!r} runs on a server; only 'custom' is supported", param="tools")
+        raise InvalidRequest(f"tools[{index}].type: {tool.type!r} runs on a server; only 'custom' is supported", param="tools")
     return declared_function(tool.name, tool.description, tool.input_schema, strict=tool.strict)
 
 
@@ -202,7 +202,7 @@ def _texts(raw: Json, where: str) -> list[str]:
     key = where.partition("[")[0]
     if (text := read_text(given, key)) is not None:
         return [text]
-    return [_part(block, f"{where}[{place}]").text for place, block in enumerate(_BLOCKS.read(given, key))]
+    return [_part(block, f"{where}[{index}]").text for index, block in enumerate(_BLOCKS.read(given, key))]
 
 
 def _chat_messages(turn: Turn, where: str) -> list[ChatMessage]:
@@ -219,16 +219,16 @@ def _chat_messages(turn: Turn, where: str) -> list[ChatMessage]:
 def _reply(blocks: list[ContentBlock], where: str) -> ChatMessage:
     """What the model has said. A thought that nobody can read is left out."""
     texts, thoughts, calls = [], [], []
-    for place, block in enumerate(blocks):
+    for index, block in enumerate(blocks):
         match block.type:
             case "thinking":
                 thoughts.append(block.thinking or "")
             case "redacted_thinking":
                 pass
             case "tool_use":
-                calls.append(_call(block, f"{where}[{place}]"))
+                calls.append(_call(block, f"{where}[{index}]"))
             case _:
-                texts.append(_part(block, f"{where}[{place}]").text)
+                texts.append(_part(block, f"{where}[{index}]").text)
     return ChatMessage("assistant", "".join(texts), thought="\n".join(filter(None, thoughts)) or None, calls=tuple(calls))
 
 
@@ -247,10 +247,10 @@ def _asked(role: str, blocks: list[ContentBlock], where: str) -> list[ChatMessag
     """Results first; a turn that is nothing but results has no message of its own."""
     results: list[ChatMessage] = []
     parts: list[Part] = []
-    for place, block in enumerate(blocks):
+    for index, block in enumerate(blocks):
         if block.type == "tool_result":
-            results.append(_result(block, f"{where}[{place}]"))
-        elif (part := _part(block, f"{where}[{place}]")).text:
+            results.append(_result(block, f"{where}[{index}]"))
+        elif (part := _part(block, f"{where}[{index}]")).text:
             parts.append(part)
     return [*results, ChatMessage(role, parts)] if parts or not results else results
 

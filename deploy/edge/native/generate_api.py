@@ -54,7 +54,7 @@ class GenerateTextRequest(Struct, frozen=True, kw_only=True):
     rid: Name | None = None
     priority: Priority | None = None
 
-    def ask(self, model: str) -> Ask:
+    def ask(self) -> Ask:
         """InvalidRequest names the key that is wrong."""
         params = self._params()
         if params.n not in (None, 1):
@@ -66,7 +66,7 @@ class GenerateTextRequest(Struct, frozen=True, kw_only=True):
         )
         params = msgspec.structs.replace(params, **{name: value for name, value in own.items() if value is not None})
         limit = params.max_new_tokens or params.max_tokens or _MAX_NEW_TOKENS
-        return replace(params.asking(model, RawPrompts([self._prompt()]), limit, stream=self.stream), keys=keys)
+        return replace(params.asking(None, RawPrompts([self._prompt()]), limit, stream=self.stream), keys=keys)
 
     def _prompt(self) -> str | list[int]:
         text, ids = self.text, not_null(self.input_ids)
@@ -134,9 +134,9 @@ class GenerateFormat:
         return {"type": "stop", "matched": self._choice.stop}
 
 
-def _read(body: bytes, model: str) -> ParsedRequest:
+def _read(body: bytes) -> ParsedRequest:
     request = _REQUEST.read(body)
-    return ParsedRequest(request.ask(model), partial(GenerateFormat, rid=request.rid))
+    return ParsedRequest(request.ask(), partial(GenerateFormat, rid=request.rid))
 
 
 GENERATE = GenerationApi(

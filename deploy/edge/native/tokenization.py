@@ -3,10 +3,8 @@
 A conversation has exactly the ids that a chat completion of it would begin with, so that `count` is its usage.prompt_tokens.
 """
 
-from functools import partial
 from typing import Annotated, Any
 
-import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from deploy.edge.api import TokenApi
@@ -17,9 +15,9 @@ from deploy.edge.key_types import ModelName, RawObject, shown_as
 from deploy.edge.openai.chat_turns import Message, read_chat
 from deploy.edge.openai.openai_error import OPENAI_ERROR
 from deploy.edge.openai.schemas import PROMPT_IDS
-from deploy.edge.raw_json import decode, not_null, token_ids
+from deploy.edge.raw_json import not_null, token_ids
 from deploy.edge.service import Service
-from engine.errors import InvalidRequest, ModelNotFound
+from engine.errors import InvalidRequest
 
 _IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}, "maxItems": PROMPT_IDS}
 _MESSAGES_SCHEMA = {"type": "array", "items": {"$ref": "#/components/schemas/Message"}, "minItems": 1, "maxItems": MESSAGES}
@@ -58,45 +56,33 @@ class DetokenizeRequest(Struct, frozen=True, kw_only=True):
     model: ModelName | None = None
 
 
-_TOKENIZE = BodyReader(TokenizeRequest, _ABSENT)
-_DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
-
-
-def _read(body: bytes) -> tuple[TokenizeRequest, ChatPrompt | None]:
-    request = _TOKENIZE.read(body)
-    return request, request.chat()
-
-
-def _encoded(answer: dict[str, Any]) -> Raw:
-    return Raw(msgspec.json.encode(answer))
-
-
-async def _tokenize(service: Service, body: bytes) -> Raw:
-    request, chat = await service.pool.read(_read, body)
-    return await service.pool.run(lambda: _tokenized(service, request, chat))
-
-
-def _tokenized(service: Service, request: TokenizeRequest, chat: ChatPrompt | None) -> Raw:
-    service.jobs.check_model(request.model or service.settings.name)
-    if chat is not None:
+def _tokenized(service: Service, request: TokenizeRequest) -> dict[str, Any]:
+    service.jobs.check_model(request.model)
+    if (chat := request.chat()) is not None:
         tokens = service.jobs.prompt(chat)
     else:
         tokens = service.jobs.encode(request.prompt or "", add_special_tokens=request.add_special_tokens is not False)
     texts = [service.model.text_of(token) for token in tokens] if request.return_token_strs else None
-    return _encoded({"count": len(tokens), "max_model_len": service.settings.max_len, "tokens": tokens, "token_strs": texts})
+    return {"count": len(tokens), "max_model_len": service.settings.max_len, "tokens": tokens, "token_strs": texts}
 
 
-def _ids(body: bytes, model: str) -> list[int]:
-    request: DetokenizeRequest = decode(body, "", _DETOKENIZE)
-    if request.model not in (None, model):
-        raise ModelNotFound(str(request.model))
-    return token_ids(request.tokens, "tokens", PROMPT_IDS)
+def _text_of(service: Service, request: DetokenizeRequest) -> dict[str, str]:
+    service.jobs.check_model(request.model)
+    return {"prompt": service.jobs.decode(token_ids(request.tokens, "tokens", PROMPT_IDS))}
 
 
-async def _detokenize(service: Service, body: bytes) -> Raw:
-    tokens = await service.pool.read(partial(_ids, model=service.settings.name), body)
-    return await service.pool.run(lambda: _encoded({"prompt": service.jobs.decode(tokens)}))
-
-
-TOKENIZE = TokenApi(path="/tokenize", error=OPENAI_ERROR, body=TokenizeRequest, answer=_tokenize, parts=(Message,))
-DETOKENIZE = TokenApi(path="/detokenize", error=OPENAI_ERROR, body=DetokenizeRequest, answer=_detokenize)
+TOKENIZE = TokenApi(
+    path="/tokenize",
+    error=OPENAI_ERROR,
+    body=TokenizeRequest,
+    read=BodyReader(TokenizeRequest, _ABSENT).read,
+    answer=_tokenized,
+    parts=(Message,),
+)
+DETOKENIZE = TokenApi(
+    path="/detokenize",
+    error=OPENAI_ERROR,
+    body=DetokenizeRequest,
+    read=BodyReader(DetokenizeRequest, {}).read,
+    answer=_text_of,
+)

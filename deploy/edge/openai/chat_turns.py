@@ -77,7 +77,7 @@ def _messages(raw: Raw) -> list[ChatMessage]:
         raise InvalidRequest("messages: must not be empty", param="messages")
     calls = (call for message in messages for call in message.tool_calls or ())
     check_bounds((call.function.arguments for call in calls), "messages", "the arguments of all tool_calls")
-    return [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
+    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
 def _message(message: Message, where: str) -> ChatMessage:

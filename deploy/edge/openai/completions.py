@@ -9,13 +9,13 @@ from deploy.edge.openai.openai_error import OPENAI_ERROR
 from deploy.edge.openai.schemas import CHAT_READER, COMPLETION_READER, ChatRequest, CompletionRequest
 
 
-def _read_chat(body: bytes, model: str) -> ParsedRequest:  # noqa: ARG001 - its request names the model
+def _read_chat(body: bytes) -> ParsedRequest:
     request = CHAT_READER.read(body)
     form = partial(ChatFormat, usage_chunks=request.usage_chunks, prompt_logprobs=request.prompt_logprobs)
     return ParsedRequest(request.ask(), form)
 
 
-def _read_completion(body: bytes, model: str) -> ParsedRequest:  # noqa: ARG001 - its request names the model
+def _read_completion(body: bytes) -> ParsedRequest:
     request = COMPLETION_READER.read(body)
     form = partial(TextFormat, echoed_logprobs=request.echoed_logprobs, prompt_logprobs=request.prompt_logprobs)
     return ParsedRequest(request.ask(), partial(form, usage_chunks=request.usage_chunks))

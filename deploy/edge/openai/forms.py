@@ -150,10 +150,10 @@ class _Base(abc.ABC):
     def _prompt_entry(self, token: int, rank: int, logprobs: Logprobs) -> dict[str, Any]:
         """The token itself comes first."""
         likeliest = enumerate(logprobs.top[: self._prompt_logprobs], 1)
-        top = [(other, place, value) for place, (other, value) in likeliest if other != token]
+        top = [(other, position, value) for position, (other, value) in likeliest if other != token]
         return {
-            str(each): {"logprob": _finite(value), "rank": place, "decoded_token": self.model.text_of(each)}
-            for each, place, value in [(token, rank, logprobs.chosen), *top]
+            str(other): {"logprob": _finite(value), "rank": position, "decoded_token": self.model.text_of(other)}
+            for other, position, value in [(token, rank, logprobs.chosen), *top]
         }
 
     def _identity(self, kind: str) -> dict[str, Any]:
@@ -276,10 +276,10 @@ class TextFormat(_Base):
 
     def _top(self, token: int, entry: Logprobs | None) -> dict[str, float] | None:
         """By text, the token itself among them, as OpenAI has it; of alternatives that show alike the likeliest."""
-        found: dict[str, float] = {}
+        by_text: dict[str, float] = {}
         for other, value in () if entry is None else (*entry.top, (token, entry.chosen)):
-            found.setdefault(self.model.text_of(other), _finite(value))
-        return None if entry is None else found
+            by_text.setdefault(self.model.text_of(other), _finite(value))
+        return None if entry is None else by_text
 
 
 def _end(delta: Delta) -> bytes:

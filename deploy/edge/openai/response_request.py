@@ -153,10 +153,10 @@ class ResponsesRequest(Struct, frozen=True, kw_only=True):
 
     def includes_encrypted(self) -> bool:
         """Whether thoughts are wanted in the form in which clients send them back. InvalidRequest: something else is."""
-        wanted = _INCLUDE_LIST.read(self.include, "include")
-        if _LOGPROBS in wanted:
+        included = _INCLUDE_LIST.read(self.include, "include")
+        if _LOGPROBS in included:
             raise InvalidRequest(f"include: {_LOGPROBS} is not supported here", param="include", code="unsupported_parameter")
-        return ENCRYPTED in wanted
+        return ENCRYPTED in included
 
     def _messages(self) -> list[ChatMessage]:
         if (text := read_text(self.input, "input")) is not None:
@@ -182,16 +182,16 @@ _INCLUDE_LIST = ListReader(str, _INCLUDES)
 
 def _functions(raw: Json, where: str, namespace: DeclaredTool | None = None) -> Iterator[OfferedFunction]:
     check_bounds([raw], "tools", "they")
-    for place, tool in enumerate(_TOOL_LIST.read(raw, "tools")):
+    for index, tool in enumerate(_TOOL_LIST.read(raw, "tools")):
         match tool.type:
             case "function":
                 yield OfferedFunction(tool, namespace)
             case "namespace" if namespace is None:
                 if not tool.name:
-                    raise InvalidRequest(f"{where}[{place}].name: is required", param="tools")
-                yield from _functions(tool.tools, f"{where}[{place}].tools", tool)
+                    raise InvalidRequest(f"{where}[{index}].name: is required", param="tools")
+                yield from _functions(tool.tools, f"{where}[{index}].tools", tool)
             case kind if not kind.startswith(_NOT_OFFERED):
-                message = f"{where}[{place}].type: {kind!r} is not supported, only 'function' and namespaces of functions"
+                message = f"{where}[{index}].type: {kind!r} is not supported, only 'function' and namespaces of functions"
                 raise InvalidRequest(message, param="tools")
 
 
@@ -212,8 +212,8 @@ def _chat_messages(items: list[InputItem]) -> list[ChatMessage]:
     """The assistant's thoughts, then its texts, then its calls are one message, as far as they come in that order."""
     runs: list[list[ChatMessage]] = []
     before = -1
-    for place, item in enumerate(items):
-        message = _message(item, f"input[{place}]")
+    for index, item in enumerate(items):
+        message = _message(item, f"input[{index}]")
         rank = _ORDER.index(item.type or "message") if message.role == "assistant" else -1
         if 0 <= before <= rank:
             runs[-1].append(message)
@@ -276,7 +276,7 @@ def _text(content: str | list[InputPart] | None, where: str) -> str:
     """Of a content. InvalidRequest: some of it is no text."""
     if not isinstance(content, list):
         return content or ""
-    return "".join(_part(part, f"{where}[{place}]").text for place, part in enumerate(content))
+    return "".join(_part(part, f"{where}[{index}]").text for index, part in enumerate(content))
 
 
 def _required(value: str | None, where: str) -> str:

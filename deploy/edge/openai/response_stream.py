@@ -41,7 +41,7 @@ class ResponseObject(BlockFormat):
         functions = request.functions()
         self._about = {"model": model.name, "metadata": {}, **_NO_STATE, **_repeated(request, functions)}
         self._is_sealed = request.includes_encrypted()
-        self._namespaced = {each.name: each for each in functions if each.namespace is not None}
+        self._namespaced = {function.name: function for function in functions if function.namespace is not None}
         self._sequence = 0
         self._delta = b""
 
@@ -185,7 +185,7 @@ def _namespace(function: OfferedFunction) -> DeclaredTool | None:
 def _declared(namespace: DeclaredTool | None, functions: Iterable[OfferedFunction]) -> list[dict[str, Any]]:
     """Functions as they were declared, those of a namespace in it."""
     kept = ("type", "name", "description", "parameters", "strict")
-    tools = [{key: _plain(getattr(each.tool, key)) for key in kept} for each in functions]
+    tools = [{key: _plain(getattr(function.tool, key)) for key in kept} for function in functions]
     if namespace is None:
         return tools
     return [{"type": "namespace", "name": namespace.name, "description": namespace.description or "", "tools": tools}]

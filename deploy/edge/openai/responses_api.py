@@ -8,7 +8,7 @@ from deploy.edge.openai.response_request import RESPONSES_READER, DeclaredTool, 
 from deploy.edge.openai.response_stream import ResponseObject
 
 
-def _read(body: bytes, model: str) -> ParsedRequest:  # noqa: ARG001 - its request names the model
+def _read(body: bytes) -> ParsedRequest:
     request = RESPONSES_READER.read(body)
     request.includes_encrypted()
     return ParsedRequest(request.ask(), partial(ResponseObject, request=request))

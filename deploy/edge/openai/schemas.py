@@ -83,7 +83,7 @@ class SamplingKeys(Struct, frozen=True, kw_only=True):
     ebnf: kt.RawText = UNSET
     structural_tag: kt.RawTextOrObject = UNSET
 
-    def asking(self, model: str, prompt: ChatPrompt | RawPrompts, max_tokens: int | None, *, stream: bool | None) -> Ask:
+    def asking(self, model: str | None, prompt: ChatPrompt | RawPrompts, max_tokens: int | None, *, stream: bool | None) -> Ask:
         """All but logprobs, which the APIs write differently. InvalidRequest: a list in it is none, or too long."""
         if self.prompt_logprobs is not None and stream:
             raise InvalidRequest("prompt_logprobs: not with stream: true", param="prompt_logprobs")

@@ -30,7 +30,7 @@ LEAST: dict[str, dict[str, Any]] = {
 
 
 def ask_of(path: str, **more: Any) -> Ask:
-    return READ[path](json.dumps(LEAST[path] | more).encode(), "m").ask
+    return READ[path](json.dumps(LEAST[path] | more).encode()).ask
 
 
 def chat_of(path: str, **more: Any) -> ChatPrompt:
@@ -96,7 +96,7 @@ def test_one_conversation_in_three_apis() -> None:
     names = {CHAT: {"logprobs": "top_logprobs"}, MESSAGES: {"stop": "stop_sequences"}, RESPONSES: {"prompt": "input"}}
     for path, keys in names.items():
         body = json.dumps(LEAST[path] | TALK[path]).replace('"input": 0', f'"input": {CALL}')
-        assert READ[path](body.encode(), "m").ask == replace(wanted, keys=KeyNames(**keys)), path
+        assert READ[path](body.encode()).ask == replace(wanted, keys=KeyNames(**keys)), path
 
 
 def test_parts_are_typed() -> None:
@@ -112,12 +112,13 @@ def test_a_raw_prompt_in_two_apis() -> None:
     """Ids, limit, seed and stop are the same values in a completion and in SGLang's words; the prompt has the key it came by."""
     text = ask_of(TEXT, prompt=[5, 6], max_tokens=3, min_tokens=2, seed=7, stop="S", priority=4)
     params = {"max_new_tokens": 3, "min_new_tokens": 2, "sampling_seed": 7, "stop": ["S"]}
-    generate = READ[GENERATE](json.dumps({"input_ids": [5, 6], "sampling_params": params, "priority": 4}).encode(), "m").ask
+    generate = READ[GENERATE](json.dumps({"input_ids": [5, 6], "sampling_params": params, "priority": 4}).encode()).ask
     assert text.prompt == generate.prompt == RawPrompts([[5, 6]])
     assert text.sampling == generate.sampling
     assert text.sampling != replace(generate.sampling, seed=8)
-    assert (text.priority, generate.keys) == (4, KeyNames(prompt="input_ids", min_tokens="min_new_tokens"))
-    assert replace(generate, keys=text.keys) == text
+    assert (text.priority, text.model, generate.model) == (4, "m", None)
+    assert generate.keys == KeyNames(prompt="input_ids", min_tokens="min_new_tokens")
+    assert replace(generate, keys=text.keys, model="m") == text
     assert ask_of(GENERATE).sampling.max_tokens == 128
 
 

@@ -24,6 +24,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from deploy.edge.apis import ENDPOINTS, endpoint_of
+from deploy.edge.ask import Ask, RawPrompts
 from deploy.edge.edge_settings import KEYS_VARIABLE, KeySettings, LimitSettings
 from deploy.edge.keys import key_ring
 from deploy.edge.keys.key_file import ApiKey, digest_of
@@ -319,20 +320,14 @@ def test_holders_share_no_cached_prefixes(edge: Edge) -> None:
 
 def salts(edge: Edge, joined: Callable[[str, str], str] | None = None) -> int:
     """How many different salts come of clients and cache_salts that are made of each other's parts."""
-
-    class Wanted:
-        priority = None
-        cache_salt: str | None = None
-
     found = set()
     with edge.configured(limits=LimitSettings(isolate_cache=True)):
         words = ["", "a", "b", "/", "a/", "/b", "a/b", "1:a", "key a", "header a"]
         names = [Client(word, None) for word in words[1:]] + [Client(None, word) for word in words]
         tenants = [sha256(client.tenant.encode()).hexdigest() for client in names]
         for client, word in product(names, [*words, *tenants, *(f"{tenant}/a" for tenant in tenants)]):
-            wanted: Any = Wanted()
-            wanted.cache_salt = word or None
-            made = edge.service.with_priority(Job([], (), clip=False), wanted, client)
+            ask = Ask(prompt=RawPrompts([]), salt=word)
+            made = edge.service.with_priority(Job((), (), clip=False), ask, client)
             found.add(joined(client.tenant, word) if joined else made.salt)
     return len(found) - len(names) * (len(words) + 2 * len(tenants))
 

@@ -51,10 +51,10 @@ class Haiku:
         return msgspec.json.encode({"haiku": self._choice.content, "by": self._model.name, "words": usage.completion})
 
 
-def read(body: bytes, model: str) -> ParsedRequest:
+def read(body: bytes) -> ParsedRequest:
     request = BodyReader(HaikuRequest, {"rhyme": (False,)}).read(body)
     chat, limit = ChatPrompt([ChatMessage("user", request.about)]), Sampling(max_tokens=request.words)
-    return ParsedRequest(Ask(model=model, prompt=chat, sampling=limit, keys=KeyNames(prompt="about")), Haiku)
+    return ParsedRequest(Ask(prompt=chat, sampling=limit, keys=KeyNames(prompt="about")), Haiku)
 
 
 def _oops(error: ErrorFields) -> dict[str, Any]:
