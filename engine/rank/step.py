@@ -78,7 +78,7 @@ class StepBuffers:
 
     def mixed(self, plan: PlanView, device_plan: Tensor) -> ForwardBatch:
         """Chunk rows, then the decode rows without padding; `logit_rows` are the plan's result rows."""
-        chunks = _chunks(plan.chunks)
+        chunks = _chunks(plan)
         size, count = chunk_rows(chunks), len(plan.rows)
         pages: tuple[Tensor, ...] = ()
         if count:
@@ -110,11 +110,12 @@ class StepBuffers:
         return rope
 
 
-def _chunks(rows: np.ndarray) -> list[Chunk]:
-    """The plan's chunks, int32 [n, 6], with the offsets of their rows."""
+def _chunks(plan: PlanView) -> list[Chunk]:
+    """The plan's chunks, with the offsets of their rows and their spans."""
     chunks: list[Chunk] = []
-    for slot, start, end, *_ in rows.tolist():
-        chunks.append(Chunk(slot, start, end, chunk_rows(chunks)))
+    for slot, start, end, _, first, count in plan.chunks.tolist():
+        spans = tuple(map(tuple, plan.spans[first : first + count].tolist()))
+        chunks.append(Chunk(slot, start, end, chunk_rows(chunks), spans))
     return chunks
 
 
