@@ -33,14 +33,15 @@ from typing import NamedTuple, TypeAlias, cast
 import numpy as np
 
 from engine import logit_adjustments
-from engine.plan_layout import HEADER, PLAN_VERSION, RESULT_HEAD, SECTIONS
+from engine.plan_layout import COUNTS, HEADER, PLAN_VERSION, RESULT_HEAD, SECTIONS
 from engine.protocol import MAX_ALTERNATIVES, MAX_STOP_IDS, Logprobs, PromptLogprobs, SamplingParams, token_bytes
 
 DEPTH = 2  # plans out at a time: one running, one queued
 MAX_ADMITTED = 1 << 17  # numbers (`admission_size`) of one plan's admissions, one of them apart: 0.5 MiB of a ring record
 MAX_SCORED = 1 << 13  # prompt tokens of one plan whose logprobs its result has: up to 1.3 MiB of a ring record
 
-_PLAN = struct.Struct(f"<IIQ{len(SECTIONS) + 1}I")
+_PLAN = struct.Struct(f"<IIQ{len(SECTIONS) + 1}I{4 * (HEADER - COUNTS - len(SECTIONS) - 1)}x")
+_ROW_BYTES = [4 * width for width in SECTIONS.values()]
 _ADMISSION = struct.Struct("<iiqqfff10i")
 _RESULT = struct.Struct("<QIIII")
 _LOGPROB_COUNT = struct.Struct("<i")
@@ -79,7 +80,7 @@ class Admission:
     scored: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class StepPlan:
     """One step for every rank. Result rows come in the order: chunks that sample, then decode rows.
 
@@ -220,15 +221,15 @@ def encode_plan(plan: StepPlan) -> bytes:
     """Bytes of `plan`; `read_plan` reads them."""
     flags = (FLAG_STOP if plan.stop else 0) | (FLAG_MASKED if plan.masked else 0)
     sections = [_packed(getattr(plan, name)) for name in SECTIONS]
-    counts = [len(section) // (4 * width) for section, width in zip(sections, SECTIONS.values(), strict=True)]
-    header = _PLAN.pack(PLAN_VERSION, flags, plan.step, *counts, len(plan.admissions)).ljust(4 * HEADER, b"\0")
+    counts = [len(section) // size for section, size in zip(sections, _ROW_BYTES, strict=True)]
+    header = _PLAN.pack(PLAN_VERSION, flags, plan.step, *counts, len(plan.admissions))
     return b"".join([header, *sections, *map(_encode_admission, plan.admissions)])
 
 
 def _packed(section: Section) -> bytes:
     if isinstance(section, array):
         return section.tobytes()
-    return _ints([*chain.from_iterable(section)])
+    return _ints([*chain.from_iterable(section)]) if section else b""
 
 
 def largest_plan(

@@ -13,7 +13,7 @@ always advances: its worst case fits the empty pools (or it was refused), and al
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from engine.core.admit import Admissions
 from engine.core.allocator import Allocator, Changes
@@ -95,17 +95,19 @@ class Planner:
         self._release(changes)
         shares = self._shares(draft)
         self._run_all(draft, shares)
-        self._admit(draft, shares)
-        self._spend(draft, sum(shares.values()))
-        self._run_any(draft)
+        if shares:
+            self._admit(draft, shares)
+            self._spend(draft, sum(shares.values()))
+            self._run_any(draft)
         if not (plan.chunks or draft.rows or plan.admissions):
             return None
         plan.rows.frombytes(struct.pack(f"{len(draft.rows)}i", *draft.rows))
+        plan.masked = draft.masked
         if shares:
             draft.flight.expected = self._budget.planned(_chunks(draft), draft.decode_rows)
         self._changes = Changes()
         self._step += 1
-        return (replace(plan, masked=True) if draft.masked else plan), draft.flight
+        return plan, draft.flight
 
     def took(self, flight: Flight, milliseconds: float) -> None:
         """The step has ended, `milliseconds` after the one before it."""
@@ -133,26 +135,29 @@ class Planner:
 
     def _run_all(self, draft: PlanDraft, shares: dict[Sequence, int]) -> None:
         """A row for each running sequence, in order, if it can have one and its pages; prefills get their shares of the budget."""
-        plan_rows, rows, single = draft.rows, draft.flight.rows, self.config.widest == 1
+        plan_rows, add_row, single = draft.rows, draft.flight.rows.append, self.config.widest == 1
         for sequence in list(self._requests.running):
-            if sequence.slot < 0:
+            slot = sequence.slot
+            if slot < 0:
                 continue  # preempted for one before it
             high = sequence.high
             if high < sequence.target:
                 self._prefill(sequence, shares.get(sequence, 0), draft)
             elif high < sequence.limit - 1 and not sequence.waits:
-                masked = sequence.masked
-                width = 1 if single else self._width(sequence)
                 if not (sequence.number or self._admit_again(sequence, draft)):
                     continue
-                if high + width > sequence.held:
-                    width = self._hold_row(sequence, width, draft.changes)
-                if width:
-                    sequence.high = high + width
-                    plan_rows += (sequence.slot, width, ROW_MASKED if masked else 0)
-                    rows.append((sequence, sequence.number, width))
-                    if masked:
-                        draft.masked = True
+                width = 1 if single else self._width(sequence)
+                end = high + width
+                if end > sequence.held:
+                    if not self._hold_row(sequence, width, draft.changes):
+                        continue
+                    end = min(end, sequence.held)
+                sequence.high = end
+                flags = 0
+                if sequence.masked:
+                    flags, draft.masked = ROW_MASKED, True
+                plan_rows += (slot, end - high, flags)
+                add_row((sequence, sequence.number, end - high))
 
     def _width(self, sequence: Sequence) -> int:
         """Positions of its next row: none behind its limit, and one where a mask says which token may come."""

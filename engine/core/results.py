@@ -122,6 +122,7 @@ class Results:
     def _fold(self, sequence: Sequence, width: int, row: ResultRow) -> None:
         """Commit a decode row that may have several tokens, or end its sequence. What the ranks have given behind a cut is theirs
         alone: the sequence steps back."""
+        assert len(row.tokens) <= width, (row, width)
         taken, finish = _cut(sequence, row.tokens)
         if len(taken) < width:
             sequence.dropped = max(sequence.dropped, sequence.low + width)

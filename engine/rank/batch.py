@@ -19,7 +19,7 @@ RopeKey = tuple[Rope, int]  # a rotary embedding and its head size
 class Chunk:
     """A prefill chunk: positions [start, end) of `slot`, at batch rows [offset, offset + end - start).
 
-    spans: positions [first, last) of an image, whose tokens attend to each other both ways in sliding layers; none are planned yet.
+    spans: positions [first, last) of an image, whose tokens attend to each other both ways in sliding layers.
     """
 
     slot: int

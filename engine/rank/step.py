@@ -94,7 +94,7 @@ class StepBuffers:
 
     def mixed(self, plan: PlanView, device_plan: Tensor, width: int = 1) -> ForwardBatch:
         """Chunk rows, then the decode rows without padding; `logit_rows` are the plan's result rows, `width` of each."""
-        chunks = _chunks(plan.chunks)
+        chunks = _chunks(plan)
         size, count = chunk_rows(chunks), len(plan.rows) * width
         pages: tuple[Tensor, ...] = ()
         if count:
@@ -126,11 +126,12 @@ class StepBuffers:
         return rope
 
 
-def _chunks(rows: np.ndarray) -> list[Chunk]:
-    """The plan's chunks, int32 [n, 6], with the offsets of their rows."""
+def _chunks(plan: PlanView) -> list[Chunk]:
+    """The plan's chunks, with the offsets of their rows and their spans."""
     chunks: list[Chunk] = []
-    for slot, start, end, *_ in rows.tolist():
-        chunks.append(Chunk(slot, start, end, chunk_rows(chunks)))
+    for slot, start, end, _, first, count in plan.chunks.tolist():
+        spans = tuple(map(tuple, plan.spans[first : first + count].tolist()))
+        chunks.append(Chunk(slot, start, end, chunk_rows(chunks), spans))
     return chunks
 
 

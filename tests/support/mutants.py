@@ -70,6 +70,14 @@ _CORE = (
         "youngest = self._requests.running[-1]", "youngest = self._requests.running[0]", "engine/core/test_scheduler.py",
     ),
     Fault(
+        "drafts-behind-the-limit", "engine/core/planner.py",
+        "else min(width, sequence.limit - 1 - sequence.high)", "else width", "engine/core/test_widths.py",
+    ),
+    Fault(
+        "rejected-drafts-stay-planned", "engine/core/results.py",
+        "sequence.high -= width - len(row.tokens)", "sequence.high -= 0", "engine/core/test_widths.py",
+    ),
+    Fault(
         "row-runs-before-its-mask", "engine/core/planner.py",
         "elif high < sequence.limit - 1 and not sequence.waits:", "elif high < sequence.limit - 1:",
         "engine/core/test_world_masks.py engine/core/test_masks.py",
