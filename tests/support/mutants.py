@@ -33,7 +33,7 @@ _CORE = (
     ),
     Fault(
         "prompt-with-nan-is-cached", "engine/core/results.py",
-        "if sequence.marks and (row is None or not row.nan):", "if sequence.marks:",
+        "if sequence.cache_points and (row is None or not row.nan):", "if sequence.cache_points:",
         "engine/core/test_not_finite.py",
     ),
     Fault(
@@ -54,7 +54,7 @@ _CORE = (
         "self._rows // 4, 1)", "1)", "engine/core/test_policy.py engine/core/test_scheduler.py",
     ),
     Fault(
-        "long-prompt-starves", "engine/core/policy.py",
+        "long-prompt-starves", "engine/core/step_budget.py",
         "if turn and order:", "if False:", "engine/core/test_policy.py",
     ),
     Fault(
@@ -66,11 +66,11 @@ _CORE = (
         "if self._size and size > MAX_ADMITTED:", "if False:", "engine/core/test_scheduler.py",
     ),
     Fault(
-        "oldest-is-preempted-first", "engine/core/planner.py",
-        "youngest = self._requests.running[-1]", "youngest = self._requests.running[0]", "engine/core/test_scheduler.py",
+        "oldest-is-preempted-first", "engine/core/scheduler.py",
+        "youngest = self.requests.running[-1]", "youngest = self.requests.running[0]", "engine/core/test_scheduler.py",
     ),
     Fault(
-        "drafts-behind-the-limit", "engine/core/planner.py",
+        "drafts-behind-the-limit", "engine/core/scheduler.py",
         "else min(width, sequence.limit - 1 - sequence.high)", "else width", "engine/core/test_widths.py",
     ),
     Fault(
@@ -78,7 +78,7 @@ _CORE = (
         "sequence.high -= width - len(row.tokens)", "sequence.high -= 0", "engine/core/test_widths.py",
     ),
     Fault(
-        "row-runs-before-its-mask", "engine/core/planner.py",
+        "row-runs-before-its-mask", "engine/core/scheduler.py",
         "elif high < sequence.limit - 1 and not sequence.waits:", "elif high < sequence.limit - 1:",
         "engine/core/test_world_masks.py engine/core/test_masks.py",
     ),
@@ -100,7 +100,7 @@ _CORE = (
         "elif finish is FinishReason.error:", "elif False:", "engine/core/test_scheduler.py",
     ),
     Fault(
-        "stop-string-counted-as-abort", "engine/core/scheduler.py",
+        "stop-string-counted-as-abort", "engine/core/requests.py",
         "success = reason is AbortReason.stop_string", "success = False", "engine/core/test_scheduler.py engine/core/test_loop.py",
     ),
     Fault(
@@ -113,7 +113,7 @@ _CORE = (
         "engine/core/test_scheduler.py",
     ),
     Fault(
-        "any-pages-may-be-a-prefix", "engine/core/segment.py",
+        "any-pages-may-be-a-prefix", "engine/core/prefix.py",
         "key = sha256(key + content", "key = sha256(content", "engine/core/test_prefix.py",
     ),
     Fault(

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from deploy.models.nano.nano_shapes import SHAPES
+from engine.core.loop import read_vocabulary, scheduler_config
 from engine.core.masks import Masks
 from engine.core.scheduler import Scheduler
-from engine.core.startup import read_vocabulary, scheduler_config
 from engine.logit_adjustments import LogitAdjustments
 from engine.plan import StepPlan
 from engine.protocol import FinishReason, GenerateRequest, Output

@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 
 from engine.config import EngineConfig, engine_config
+from engine.core.loop import read_vocabulary, scheduler_config
 from engine.core.masks import Masks
 from engine.core.scheduler import Scheduler
-from engine.core.startup import read_vocabulary, scheduler_config
 from engine.plan import StepPlan, StepResult, encode_plan
 from engine.protocol import GenerateRequest, Grammar, SamplingParams, pack_tokens
 from engine.rank.builder import build
@@ -95,14 +95,14 @@ def record(
 def serve(runner: Runner, config: EngineConfig, waves: Iterable[list[GenerateRequest]]) -> Recording:
     """Serve requests with a real scheduler, two plans out at a time. A wave comes every fifth step."""
     scheduler = Scheduler(scheduler_config(config, PAGES))
-    masks = Masks(scheduler, read_vocabulary(config))
+    masks = Masks(scheduler.requests, read_vocabulary(config))
     made = Recording(Path(config.model))
     out: deque[StepPlan] = deque()
     pending = deque(waves)
-    while pending or scheduler.unfinished or out:
-        if pending and (len(made.plans) % 5 == 0 or not scheduler.unfinished):
+    while pending or scheduler.requests.unfinished or out:
+        if pending and (len(made.plans) % 5 == 0 or not scheduler.requests.unfinished):
             for request in pending.popleft():
-                masks.add(0, request) if request.params.grammar else scheduler.add(0, request)
+                masks.add(0, request) if request.params.grammar else scheduler.requests.add(0, request)
         masks.advance()
         while len(out) < 2 and (plan := scheduler.schedule()) is not None:
             made.plans.append(decode_plan(encode_plan(plan)))

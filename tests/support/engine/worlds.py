@@ -22,12 +22,13 @@ from engine.core.step_budget import MOST_PASSED
 from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
 from engine.plan import DEPTH, ROW_MASKED, StepPlan
-from engine.protocol import AbortReason, FinishReason, GenerateRequest, Grammar, Output, SamplingParams, pack_tokens
+from engine.protocol import AbortReason, FinishReason, GenerateRequest, Grammar, MediaItem, Output, SamplingParams, pack_tokens
 from tests.support.engine.draws import chance, mixed
-from tests.support.engine.kvmachine import identity, logprob_of
+from tests.support.engine.kvmachine import contents, identity, logprob_of
 from tests.support.engine.masked_ranks import Plant
 from tests.support.engine.plans import decode_rows
 from tests.support.engine.world_masks import FAILED, Consumed, Grammars, Host, WorldRanks, mask_of
+from tests.support.engine.world_media import check_budget, show_media
 from tests.support.engine.world_thoughts import draw_budget, end_mask, forced_token
 
 STOP = 7
@@ -39,7 +40,8 @@ _MAX_REQUESTS = 14
 @dataclass
 class World:
     """Pools from two windows up, prompts from one token to beyond what fits, choices of one prompt, salts and priorities, aborts,
-    surprise ends, rows of any width, grammars, budgets of thought, logprobs of prompts, now and then steps kept short."""
+    surprise ends, rows of any width, grammars, budgets of thought, logprobs of prompts, images, video and audio in
+    prompts, now and then steps kept short."""
 
     seed: int
     requests: list[GenerateRequest] = field(default_factory=list)
@@ -64,6 +66,10 @@ class World:
         if rng.random() < 0.3:
             self.config = replace(self.config, step_times=TIMES, tpot_target_ms=rng.choice((1.0, 8.0, 30.0)))
         self._ask(max_len)
+        self.media: dict[int, tuple[MediaItem, ...]] = {}  # by the seeds of their requests
+        if chance(0.4, self.seed, 9):
+            self.config = replace(self.config, encoder_rows=random.Random(self.seed).choice((1, 8, 100)))
+            show_media(self)
         self.depth = rng.choice((2, 2, 2, 4))  # plans out at a time; the core keeps two
         self.stop_chance = rng.choice((0.0, 0.05, 0.2))
         self.abort_chance = rng.choice((0.0, 0.02, 0.1))
@@ -173,8 +179,8 @@ class World:
 
     def _answer(self, request: GenerateRequest) -> "Answer":
         answer, prefix, prompt, rules = Answer(), 0, len(request.tokens), request.params.grammar
-        for token in request.tokens:
-            prefix = identity(prefix, token)
+        for content in contents(request.tokens, request.media):
+            prefix = identity(prefix, content)
         consumed = None if rules is None or rules.trigger is not None else Consumed()
         while True:
             if consumed is not None and self.grammars.fails(request.id, consumed):
@@ -233,6 +239,7 @@ def simulate(
     config = world.config
     scheduler = Scheduler(config, world.width)
     machine = WorldRanks(config.groups, config.pages, config.max_seqs, config.max_len, world.token)
+    machine.media = world.media
     machine.plant, machine.guess, machine.nan = plant, world.guess, world.nan
     machine.plant_masks, machine.wanted = plant_masks, world.mask
     host = Host(scheduler, machine, world.grammars, world.rng)
@@ -242,7 +249,7 @@ def simulate(
     started: list[int] = []
     passed: Counter[int] = Counter()
     resting = False  # nothing was planned, and nothing is in flight: only what comes from outside can change that
-    while waiting or scheduler.unfinished or scheduler.in_flight:
+    while waiting or scheduler.requests.unfinished or scheduler.in_flight:
         if come(world, host, waiting) or not resting:
             planned = plan_all(world, host, passed)
             check_pages(scheduler)
@@ -253,13 +260,13 @@ def simulate(
         if machine.ready:
             scheduler.commit(machine.result(), took_ms=(0.1, 4.0, 9.0, 60.0)[steps % 4])
             host.committed()
-        for _, output in scheduler.drain():
+        for _, output in scheduler.requests.drain():
             outputs.append(output)
             given.setdefault(output.id, []).extend(output.tokens)
             ended = output.finish in (FinishReason.stop, FinishReason.length)
             if ended and (turn := world.follow(world.requests[output.id], given[output.id])):
                 waiting.append(turn)
-        started += [request for _, request in scheduler.drain_started()]
+        started += [request for _, request in scheduler.requests.drain_started()]
         steps += 1
         assert steps < _MAX_STEPS, "no end in sight"
     host.close()
@@ -273,9 +280,10 @@ def come(world: World, host: Host, waiting: list[GenerateRequest]) -> bool:
     while waiting and world.rng.random() < 0.5:
         came = True
         host.add(waiting.pop(0))
-    ending = [sequence.key[1] for sequence in host.scheduler.running if sequence.masked and sequence.params.grammar is None]
+    running = host.scheduler.requests.running
+    ending = [sequence.key[1] for sequence in running if sequence.masked and sequence.params.grammar is None]
     if world.rng.random() < world.abort_chance * (3 if ending else 1):
-        host.scheduler.abort(0, world.rng.choice(ending or range(len(world.requests))), AbortReason.client_gone)
+        host.scheduler.requests.abort(0, world.rng.choice(ending or range(len(world.requests))), AbortReason.client_gone)
         came = True
     return host.work() or came
 
@@ -311,7 +319,7 @@ def check_masks(masks: Masks, plan: StepPlan) -> None:
 
 def first_of(scheduler: Scheduler) -> Sequence | None:
     """The first in order of those who run, if it has a row to be planned, and no result to wait for that may free its pages."""
-    first = scheduler.running[0] if scheduler.running and not scheduler.in_flight else None
+    first = scheduler.requests.running[0] if scheduler.requests.running and not scheduler.in_flight else None
     return first if first is not None and (first.ready > 0 or first.decodable) else None
 
 
@@ -327,7 +335,7 @@ def check_first(first: Sequence | None, plan: StepPlan, passed: Counter[int]) ->
 
 def check_widths(scheduler: Scheduler, plan: StepPlan) -> None:
     """A row is as wide as may be, ends within its sequence's limit, and is one token wide where it is masked."""
-    running = {sequence.slot: sequence for sequence in scheduler.running}
+    running = {sequence.slot: sequence for sequence in scheduler.requests.running}
     for slot, width, flags in decode_rows(plan):
         sequence = running[slot]
         assert 1 <= width <= scheduler.config.widest
@@ -336,25 +344,18 @@ def check_widths(scheduler: Scheduler, plan: StepPlan) -> None:
         assert not sequence.masked or width == 1
 
 
-def check_budget(scheduler: Scheduler, plan: StepPlan) -> None:
-    """A step with chunks has at most its budget of rows, decode rows and their drafts among them; prompts may have a quarter."""
-    budget, decodes = scheduler.config.prefill_budget, sum(width for _, width, _ in decode_rows(plan))
-    prefill = plan.prompt_tokens
-    assert prefill <= max(budget - decodes, budget // 4, 1), (prefill, decodes, budget)
-
-
 def check_pages(scheduler: Scheduler) -> None:
     """Free, held and idle pages are the whole pool; a shared page is full and committed in all; the cache's tree is sound."""
     kept = check_tree(scheduler)
-    for index, pool in enumerate(scheduler.pools):
-        named = [page for sequence in scheduler.running for page in sequence.runs[index].pages]
+    for index, pool in enumerate(scheduler.allocator.pools):
+        named = [page for sequence in scheduler.requests.running for page in sequence.runs[index].pages]
         held = set(named)
         idle = kept[index] - held
         assert 0 not in held
         assert (len(held), len(idle)) == (pool.used, pool.idle)
         assert len(held) + len(idle) + pool.free == pool.total
         shared = {page for page, count in Counter(named).items() if count > 1} if len(held) < len(named) else ()
-        for sequence in scheduler.running if shared else ():
+        for sequence in scheduler.requests.running if shared else ():
             run = sequence.runs[index]
             ends = [(at + 1) * pool.group.page for at, page in enumerate(run.pages, run.first) if page in shared]
             assert all(end <= sequence.low for end in ends), "a page that is still written has two owners"
@@ -365,7 +366,7 @@ def check_tree(scheduler: Scheduler) -> list[set[int]]:
     full: list[int] = []
     tails: set[int] = set()
     seen = set()
-    for segment in scheduler.cache or ():
+    for segment in scheduler.allocator.cache or ():
         assert segment.parent not in seen, "a segment would be evicted before what is below it"
         seen.add(segment)
         assert segment.children or segment.tail is not None, "pages that no hit can use"
@@ -373,33 +374,35 @@ def check_tree(scheduler: Scheduler) -> list[set[int]]:
         tails.update(segment.tail or ())
     kept = set(full)
     assert len(kept) == len(full), "a full page is cached under two keys"
-    return [tails, kept] if len(scheduler.pools) > 1 else [kept]
+    return [tails, kept] if len(scheduler.allocator.pools) > 1 else [kept]
 
 
 def check_windows(scheduler: Scheduler) -> None:
     """Up to the last plan, nobody holds a page that its window has left, nor lacks one that is planned to be written."""
-    for sequence in scheduler.running:
+    for sequence in scheduler.requests.running:
         assert sequence.low <= sequence.high
-        for pool, run in zip(scheduler.pools, sequence.runs, strict=True):
+        for pool, run in zip(scheduler.allocator.pools, sequence.runs, strict=True):
             assert run.first == first_page(pool.group, sequence.low), "a page is held past its window, or was given back before"
             assert run.end * pool.group.page >= sequence.high, "a position is planned without a page"
 
 
 def check_hits(scheduler: Scheduler) -> None:
     """What a waiting sequence is said to find in the cache is what it would find now."""
-    for sequence in scheduler.waiting if scheduler.cache is not None else ():
-        if sequence.hit is not None and sequence.hit.version == scheduler.cache.version:
-            reusable = sequence.reusable // scheduler.pools[0].group.page
-            assert sequence.hit == scheduler.cache.find(sequence.keys[:reusable]), "what was looked up is out of date"
+    for sequence in scheduler.requests.waiting if scheduler.allocator.cache is not None else ():
+        if sequence.hit is not None and sequence.hit.version == scheduler.allocator.cache.version:
+            page = scheduler.allocator.page
+            found = scheduler.allocator._find(sequence, sequence.reusable // page)
+            assert sequence.hit == found, "what was looked up is out of date"
+            assert sequence.last_end(found.count * page) == found.count * page, "a hit ends in a span"
 
 
 def check_ends(world: World, run: Run) -> None:
     """Every request ended exactly once, the counters balance, and everything was given back."""
     ends = Counter(output.id for output in run.outputs if output.finish)
     assert ends == Counter(request.id for request in world.requests)
-    counters = run.scheduler.counters
+    counters = run.scheduler.requests.counters
     assert counters.received == counters.finished + counters.refused + counters.aborted + counters.failed
-    assert all(pool.used == 0 for pool in run.scheduler.pools)
+    assert all(pool.used == 0 for pool in run.scheduler.allocator.pools)
     for request in world.requests:
         check_request(world, request, [output for output in run.outputs if output.id == request.id])
 
@@ -433,9 +436,10 @@ def check_prompt_logprobs(request: GenerateRequest, outputs: list[Output]) -> No
     if request.params.prompt_logprobs is None:
         assert not found
         return
-    before, wanted = identity(0, request.tokens[0]) if request.tokens else 0, []
-    for token in request.tokens[1:]:
-        before = identity(before, token)
+    first, *rest = contents(request.tokens, request.media) or [0]
+    before, wanted = identity(0, first), []
+    for content in rest:
+        before = identity(before, content)
         wanted.append(logprob_of(before))
     assert found == wanted[: len(found)], "a logprob of another position, or another's"
 
@@ -451,7 +455,7 @@ def run_worlds(seeds: range) -> Counter[str]:
         except Exception as error:
             error.add_note(f"in world {seed}")
             raise
-        counters = run.scheduler.counters
+        counters = run.scheduler.requests.counters
         seen.update(
             steps=run.steps,
             reads=run.machine.reads,
@@ -465,6 +469,8 @@ def run_worlds(seeds: range) -> Counter[str]:
             **run.machine.seen,
             forked=world.forked,
             prompt_logprobs=sum(len(output.prompt_logprobs) for output in run.outputs),
+            encodes=run.machine.encodes,
+            spans=run.machine.spans,
             hit_tokens=counters.hit_tokens,
             evicted=run.scheduler.load().evicted_pages,
             failed=counters.failed,
