@@ -300,6 +300,27 @@ _SCHEDULER = (
         alias="prefix_cache_hits_total",
     ),
     Metric(
+        "quartet_draft_rows_total",
+        "counter",
+        "Rows that verified drafts, of one sequence and step each.",
+        "load.draft_rows",
+        alias="spec_decode_num_drafts_total",
+    ),
+    Metric(
+        "quartet_draft_tokens_total",
+        "counter",
+        "Drafts that were verified.",
+        "load.draft_tokens",
+        alias="spec_decode_num_draft_tokens_total",
+    ),
+    Metric(
+        "quartet_accepted_draft_tokens_total",
+        "counter",
+        "Drafts that were accepted: tokens that took no step of their own.",
+        "load.accepted_tokens",
+        alias="spec_decode_num_accepted_tokens_total",
+    ),
+    Metric(
         "quartet_prefix_cache_evicted_pages_total",
         "counter",
         "Cached pages given up, of all KV groups.",

@@ -231,6 +231,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """The core's figures, for admission and metrics. Counters are since boot; `step` is the last whose result has come.
 
     `queried_tokens` of first-time prompts were looked up in the prefix cache, and `hit_tokens` found; `evicted_pages` of the cache.
+    `draft_rows` verified `draft_tokens` and accepted `accepted_tokens` of them.
     They come with each step's outputs, when a plan admits a sequence, and when asked for.
     """
 
@@ -248,6 +249,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     decode_tokens: int
     queried_tokens: int = 0
     hit_tokens: int = 0
+    draft_rows: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     evicted_pages: int = 0
     pools: list[PoolLoad]
 

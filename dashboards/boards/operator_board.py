@@ -117,6 +117,9 @@ LOAD_ROW = Row(
 
 _HIT = BOARD.rate("quartet_prefix_cache_hit_tokens_total", BY_REPLICA)
 _LOOKED_UP = BOARD.rate("quartet_prefix_cache_queried_tokens_total", BY_REPLICA)
+_VERIFIED = BOARD.rate("quartet_draft_rows_total", BY_REPLICA)
+_DRAFTED = BOARD.rate("quartet_draft_tokens_total", BY_REPLICA)
+_ACCEPTED = BOARD.rate("quartet_accepted_draft_tokens_total", BY_REPLICA)
 
 KV_ROW = Row(
     "KV cache",
@@ -139,6 +142,15 @@ KV_ROW = Row(
             "Of the prompt tokens looked up, those that were in the prefix cache and were not computed again.",
             "percentunit",
             (Query(f"{_HIT} / ({_LOOKED_UP} > 0)", "{{replica}}"),),
+        ),
+        Panel(
+            "Tokens a verification",
+            "Of rows that verify drafts: the token that each gives anyway, and the drafts accepted with it; and drafts a row.",
+            "short",
+            (
+                Query(f"1 + {_ACCEPTED} / ({_VERIFIED} > 0)", "{{replica}}"),
+                Query(f"{_DRAFTED} / ({_VERIFIED} > 0)", "{{replica}} drafts"),
+            ),
         ),
         Panel(
             "Prefix cache pages",

@@ -124,6 +124,11 @@ class Results:
         alone: the sequence steps back."""
         assert len(row.tokens) <= width, (row, width)
         taken, finish = _cut(sequence, row.tokens)
+        if width > 1:
+            counters = self._requests.counters
+            counters.draft_rows += 1
+            counters.draft_tokens += width - 1
+            counters.accepted_tokens += max(0, len(row.tokens) - 1)
         if len(taken) < width:
             sequence.dropped = max(sequence.dropped, sequence.low + width)
         sequence.low += len(taken)

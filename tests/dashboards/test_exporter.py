@@ -42,6 +42,7 @@ GROUP = OBJECTIVES | {"slots": 16, "page_tokens": 32, "step_bound_s": 60}
 POOLS = pools(7, 9)
 LEVELS = {"waiting": 2, "running": 3, "waiting_tokens": 40, "preemptions": 1}
 CACHE = {"queried_tokens": 90, "hit_tokens": 32, "evicted_pages": 5}
+CACHE |= {"draft_rows": 6, "draft_tokens": 18, "accepted_tokens": 11}
 COUNTS = CACHE | {"prefill_tokens": 100, "decode_tokens": 50}
 EVENTS: list[Event] = [
     *ANSWERED,
@@ -93,6 +94,9 @@ EXPECTED = {
     "quartet_prefix_cache_queried_tokens_total": 90,
     "quartet_prefix_cache_hit_tokens_total": 32,
     "quartet_prefix_cache_evicted_pages_total": 5,
+    "quartet_draft_rows_total": 6,
+    "quartet_draft_tokens_total": 18,
+    "quartet_accepted_draft_tokens_total": 11,
     "quartet_kv_cache_usage_ratio": 0.1,
     "quartet_engine_step_bound_seconds": 60,
     'quartet_build_info{attention="reference",build="1",model_name="google/gemma-4-31B-it",tp="4"}': 1,

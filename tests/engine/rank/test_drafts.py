@@ -23,6 +23,7 @@ from engine.rank.builder import build
 from engine.rank.runner import Runner
 from engine.rank.slots import SlotState
 from engine.rank.stages import draft_stage
+from engine.step_masks import decode_masks
 from tests.conftest import Nano
 from tests.support.engine.ranks import run, single
 from tests.support.engine.recording import PAGES, config_of, constrained, request
@@ -37,14 +38,14 @@ Answers = dict[int, list[Output]]
 def answers(runner: Runner, config: Any, requests: Sequence[GenerateRequest]) -> tuple[Answers, list[StepPlan]]:
     """Every output of each request, and the plans, two out at a time; a request comes every third step."""
     scheduler = Scheduler(scheduler_config(config, PAGES))
-    masks = Masks(scheduler, read_vocabulary(config))
+    masks = Masks(scheduler.requests, read_vocabulary(config))
     out: deque[StepPlan] = deque()
     waiting, plans, given = deque(requests), [], defaultdict[int, list[Output]](list)
     made: dict[int, bytes] = {}
-    while waiting or scheduler.unfinished or out:
-        if waiting and (len(plans) % 3 == 0 or not scheduler.unfinished):
+    while waiting or scheduler.requests.unfinished or out:
+        if waiting and (len(plans) % 3 == 0 or not scheduler.requests.unfinished):
             asked = waiting.popleft()
-            masks.add(0, asked) if asked.params.grammar else scheduler.add(0, asked)
+            masks.add(0, asked) if asked.params.grammar else scheduler.requests.add(0, asked)
         masks.advance()
         while len(out) < 2 and (plan := scheduler.schedule()) is not None:
             out.append(plan)
@@ -52,12 +53,12 @@ def answers(runner: Runner, config: Any, requests: Sequence[GenerateRequest]) ->
             if plan.masked:
                 masks.planned(plan)
         for data in masks.due():
-            made[int.from_bytes(data[:8], "little")] = data
+            made[decode_masks(data).step] = data
         if out:
             plan = out.popleft()
             scheduler.commit(run(runner, plan, made.get(plan.step, b"")))
             masks.advance()
-        for _, output in scheduler.drain():
+        for _, output in scheduler.requests.drain():
             given[output.id].append(output)
     return given, plans
 
