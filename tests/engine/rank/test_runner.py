@@ -1,6 +1,5 @@
 """One plan in, one result out, on one rank: against the same model asked in another way, and against itself."""
 
-from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -24,7 +23,7 @@ from kernels.choose import ROW_ERROR
 from kernels.sampling_batch import SamplingBatch
 from tests.conftest import Nano
 from tests.support.engine.adjusted_logits import AdjustedSequence
-from tests.support.engine.plans import DecodeRow, PageAppend, PrefillChunk, encoded, result_of
+from tests.support.engine.plans import PageAppend, PrefillChunk, encoded, result_of
 from tests.support.engine.ranks import finish, run, single
 
 pytestmark = pytest.mark.cpu
@@ -158,13 +157,6 @@ def test_decoding_equals_asking_for_each_prefix_whole(rank: Rank, runner: Runner
             plan = StepPlan(1, admissions=[admission], appends=pages, chunks=[PrefillChunk(1, 0, end, end - 1)])
             (row,) = run(build(rank, PAGES), plan).rows
             assert row.tokens == (known[end],), (slot, end)
-
-
-def test_rows_of_drafts_are_refused(runner: Runner) -> None:
-    """A plan with a row of two tokens is refused by its step, and no other is."""
-    run(runner, first_plan())
-    with pytest.raises(AssertionError, match="plan 2 has rows of drafts"):
-        runner.launch(encode_plan(StepPlan(2, rows=array("i", DecodeRow(0, width=2)))))
 
 
 def test_a_wrong_input_token_is_seen(rank: Rank, runner: Runner) -> None:
