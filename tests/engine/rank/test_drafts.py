@@ -3,6 +3,7 @@
 import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from engine.core.loop import read_vocabulary, scheduler_config
 from engine.core.masks import Masks
 from engine.core.scheduler import Scheduler
 from engine.logit_adjustments import LogitAdjustments
-from engine.plan import StepPlan
+from engine.plan import StepPlan, StepResult
 from engine.protocol import FinishReason, GenerateRequest, Output
 from engine.rank.batch import ForwardBatch
 from engine.rank.builder import build
@@ -25,7 +26,7 @@ from engine.rank.slots import SlotState
 from engine.rank.stages import draft_stage
 from engine.step_masks import decode_masks
 from tests.conftest import Nano
-from tests.support.engine.ranks import run, single
+from tests.support.engine.ranks import Ranks, run, single
 from tests.support.engine.recording import PAGES, config_of, constrained, request
 from tests.support.judge import assistants
 
@@ -33,9 +34,10 @@ pytestmark = pytest.mark.cpu
 
 DRAFTS = 3
 Answers = dict[int, list[Output]]
+RunStep = Callable[[StepPlan, bytes], StepResult]
 
 
-def answers(runner: Runner, config: Any, requests: Sequence[GenerateRequest]) -> tuple[Answers, list[StepPlan]]:
+def answers(step: RunStep, config: Any, requests: Sequence[GenerateRequest]) -> tuple[Answers, list[StepPlan]]:
     """Every output of each request, and the plans, two out at a time; a request comes every third step."""
     scheduler = Scheduler(scheduler_config(config, PAGES))
     masks = Masks(scheduler.requests, read_vocabulary(config))
@@ -56,7 +58,7 @@ def answers(runner: Runner, config: Any, requests: Sequence[GenerateRequest]) ->
             made[decode_masks(data).step] = data
         if out:
             plan = out.popleft()
-            scheduler.commit(run(runner, plan, made.get(plan.step, b"")))
+            scheduler.commit(step(plan, made.get(plan.step, b"")))
             masks.advance()
         for _, output in scheduler.requests.drain():
             given[output.id].append(output)
@@ -85,7 +87,7 @@ def requests() -> list[GenerateRequest]:
 def plain(nano: Nano) -> Callable[[str], Answers]:
     def served(member: str) -> Answers:
         config = config_of(nano(member), 1)
-        return answers(build(single(config), PAGES), config, requests())[0]
+        return answers(partial(run, build(single(config), PAGES)), config, requests())[0]
 
     return served
 
@@ -100,9 +102,26 @@ def drafting(nano: Nano, member: str, folder: Path, drafts: int = DRAFTS) -> tup
 def test_drafts_change_no_text(nano: Nano, plain: Callable[[str], Answers], tmp_path: Path, member: str) -> None:
     """A random drafter, whose guesses are nearly all wrong: tokens, finishes and logprobs are those without."""
     runner, config = drafting(nano, member, tmp_path)
-    given, plans = answers(runner, config, requests())
+    given, plans = answers(partial(run, runner), config, requests())
     assert texts(given) == texts(plain(member))
     assert max(row[1] for plan in plans for row in zip(*[iter(plan.rows)] * 3, strict=True)) == 1 + DRAFTS
+
+
+@pytest.mark.parametrize(("member", "tp"), [("e4b", 2), ("31b", 4)])
+def test_ranks_draft_alike(nano: Nano, plain: Callable[[str], Answers], tmp_path: Path, member: str, tp: int) -> None:
+    """Several ranks, each with its part of the drafter, or all of an ordered head: one rank's texts, and equal states."""
+    assistants.write(SHAPES[member], tmp_path)
+    config = config_of(nano(member), tp, mtp={"model": str(tmp_path), "drafts": DRAFTS})
+    with Ranks(config) as ranks:
+        ranks.boot(PAGES)
+
+        def step(plan: StepPlan, masks: bytes) -> StepResult:
+            ranks.submit(plan, masks)
+            return ranks.result()
+
+        given, plans = answers(step, config, requests())
+        assert len(set(ranks.hashes(plans[-1].step))) == 1
+    assert texts(given) == texts(plain(member))
 
 
 @pytest.mark.parametrize("right", [1.0, 0.7])
@@ -128,10 +147,10 @@ def test_right_drafts_save_steps(
                     slots.tokens[slot, length + 1 : length + 1 + drafts] = torch.tensor(ahead)
 
     monkeypatch.setattr(runner.draft_stage, "draft", guesses)
-    given, plans = answers(runner, config, requests())
+    given, plans = answers(partial(run, runner), config, requests())
     assert texts(given) == texts(expected)
     longest = max(len(tokens) for tokens, _, _ in texts(given).values())
     assert right < 1 or len(plans) < 45 + 2 * longest / (1 + drafts)
 
-    monkeypatch.setattr(draft_stage, "accept", lambda sampled, *_: torch.full((len(sampled),), sampled.shape[1], dtype=torch.int32))
-    assert right == 1 or texts(answers(runner, config, requests())[0]) != texts(expected)
+    monkeypatch.setattr(draft_stage, "accept", lambda _, drafts, *__: 1 + (drafts >= 0).sum(1, dtype=torch.int32))
+    assert right == 1 or texts(answers(partial(run, runner), config, requests())[0]) != texts(expected)
