@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 
 from engine.core.allocator import Allocator, Changes
-from engine.core.policy import Policy
 from engine.core.prefix import Hit
 from engine.core.requests import Requests
 from engine.core.sequence import Sequence
+from engine.core.step_budget import Policy
 from engine.logit_adjustments import encoded_size
 from engine.plan import MAX_ADMITTED, Admission, admission_size
 

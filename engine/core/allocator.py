@@ -13,8 +13,7 @@ from itertools import chain, repeat
 import numpy as np
 
 from engine.core.pages import PagePool, PageRun
-from engine.core.prefix import Hit, PrefixCache
-from engine.core.segment import equal_keys, extend_keys
+from engine.core.prefix import Hit, PrefixCache, equal_keys, extend_keys
 from engine.core.sequence import Sequence
 from engine.geometry import KVGroup
 

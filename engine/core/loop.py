@@ -9,30 +9,34 @@ While plans are out or threads make masks, it polls; with nothing to do it sleep
 here ends the group; one raised while reading a message ends that request only. There is one front, client 0.
 """
 
+import gc
 import logging
 import socket
 import sys
 import time
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from engine.channel import Waiter
-from engine.config import PageChecks
-from engine.core.executor import Executor, RingExecutor
+from engine.config import EngineConfig, PageChecks
 from engine.core.figures import StepFigures
-from engine.core.front_link import FrontLink
+from engine.core.links import Executor, FrontLink, RingExecutor
 from engine.core.masks import Masks
 from engine.core.page_audit import PageAudit
-from engine.core.scheduler import Scheduler
-from engine.core.startup import collect_rarely, read_vocabulary, scheduler_config
-from engine.core.step_timer import StepTimer
-from engine.lifeline import Lifeline, Ready, run
+from engine.core.scheduler import Scheduler, SchedulerConfig
+from engine.core.step_budget import StepTimer
+from engine.errors import CheckpointError
+from engine.geometry import read_geometry
+from engine.lifeline import Lifeline, Ready, StepTimes, run
 from engine.matcher import Vocabulary
 from engine.plan import DEPTH, StepPlan
 from engine.protocol import Abort, Control, FrontMessage, GenerateRequest, TokenBatch, decode_front_message
 from engine.rank_status import Phase
+
+logger = logging.getLogger(__name__)
 
 _CLIENT = 0
 _TURN_BYTES = 1 << 19  # of messages between two plans: page keys of a prompt of 128k tokens take some 3 ms
@@ -189,6 +193,42 @@ def _request_id(raw: bytes) -> int | None:
         return None
     request = value.get("id") if isinstance(value, dict) else None
     return request if isinstance(request, int) else None
+
+
+def scheduler_config(config: EngineConfig, pages: tuple[int, ...], times: StepTimes | None = None) -> SchedulerConfig:
+    """The scheduler's settings, once the pools are sized and the ranks are ready."""
+    groups = config.kv_groups(read_geometry(Path(config.model)))
+    share = config.prefix_cache_share if config.prefix_cache else None
+    return SchedulerConfig(
+        groups,
+        pages,
+        config.max_seqs,
+        config.max_len,
+        config.prefill_budget,
+        config.widest,
+        cache_share=share,
+        policy=config.policy,
+        step_times=times,
+        tpot_target_ms=config.tpot_target_ms,
+    )
+
+
+def collect_rarely() -> None:
+    """Exclude existing objects from garbage collection, and collect the rest rarely: a step makes no cycles, and a pass over every
+    sequence and cached prefix would hold up all streams."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
+
+
+def read_vocabulary(config: EngineConfig) -> Vocabulary | None:
+    """The vocabulary for grammars; None if the checkpoint has no tokenizer."""
+    folder = Path(config.model)
+    try:
+        return Vocabulary.of_checkpoint(folder, read_geometry(folder).vocab)
+    except CheckpointError as error:
+        logger.warning("requests with a grammar will be refused: %s", error)
+        return None
 
 
 def serve(lifeline: Lifeline) -> None:

@@ -17,12 +17,10 @@ from dataclasses import dataclass, field
 
 from engine.core.admit import Admissions
 from engine.core.allocator import Allocator, Changes
-from engine.core.policy import POLICIES
 from engine.core.requests import Requests
 from engine.core.results import ChunkRow, Flight
 from engine.core.sequence import Sequence
-from engine.core.step_budget import DecodeRows, StepBudget
-from engine.core.step_estimate import Prompt
+from engine.core.step_budget import POLICIES, DecodeRows, Prompt, StepBudget
 from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
 from engine.plan import MAX_SCORED, ROW_MASKED, Admission, StepPlan
@@ -41,7 +39,7 @@ class SchedulerConfig:
     prefill_budget  rows of a step that has prompt tokens, decode rows included; a quarter always belongs to prompts
     widest          tokens that a decode row may compute at most: its own and drafts, of which those that are right are given too
     cache_share     part of each pool that the prefix cache may keep idle; None: there is no cache
-    policy          a name of core/policy.py
+    policy          a name of core/step_budget.py
     tpot_target_ms  mean time of steps with decode rows, by `step_times` (core/step_budget.py)
     """
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.core.allocator import Allocator
-from engine.core.segment import root_key
+from engine.core.prefix import root_key
 from engine.core.sequence import Key, Sequence
 from engine.errors import InvalidRequest
 from engine.protocol import DIGEST_BYTES, MAX_ALTERNATIVES, MAX_STOP_IDS, FinishReason, GenerateRequest, MediaItem, Output

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 from deploy.models.public_shapes import PUBLIC, config
 from engine.channel import RingReader, RingWriter, create_shared, map_shared, ring_bytes
+from engine.core.loop import collect_rarely
 from engine.core.scheduler import Scheduler, SchedulerConfig
-from engine.core.startup import collect_rarely
 from engine.geometry import kv_groups, parse_config
 from engine.plan import ResultRow, StepPlan, StepResult, decode_result, encode_plan
 from engine.protocol import GenerateRequest, SamplingParams, TokenBatch, encode_message, pack_tokens

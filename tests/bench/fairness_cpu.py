@@ -17,9 +17,9 @@ from statistics import mean, quantiles
 
 from deploy.models.resolve import resolve
 from engine.config import EngineConfig, engine_config
+from engine.core.loop import scheduler_config
 from engine.core.scheduler import Scheduler
-from engine.core.startup import scheduler_config
-from engine.core.step_estimate import StepEstimate
+from engine.core.step_budget import StepEstimate
 from engine.lifeline import StepTimes
 from engine.plan import StepPlan, StepResult, decode_result, encode_plan
 from engine.rank import step_times

@@ -18,9 +18,8 @@ import numpy as np
 
 from deploy.models.public_shapes import PUBLIC, config
 from engine.core.pages import PagePool
-from engine.core.prefix import PrefixCache
+from engine.core.prefix import PrefixCache, extend_keys, root_key
 from engine.core.scheduler import Scheduler, SchedulerConfig
-from engine.core.segment import extend_keys, root_key
 from engine.geometry import kv_groups, parse_config
 from engine.plan import encode_plan
 from engine.protocol import GenerateRequest, SamplingParams, decode_front_message, encode_message, pack_tokens

@@ -13,9 +13,9 @@ import pytest
 
 from deploy.models.nano.nano_shapes import SHAPES
 from engine.config import engine_config
+from engine.core.loop import scheduler_config
 from engine.core.prefix import PrefixCache
 from engine.core.scheduler import Scheduler
-from engine.core.startup import scheduler_config
 from engine.geometry import read_geometry
 from engine.plan import encode_plan
 from engine.protocol import GenerateRequest, Logprobs, SamplingParams, pack_tokens

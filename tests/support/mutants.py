@@ -54,7 +54,7 @@ _CORE = (
         "self._rows // 4, 1)", "1)", "engine/core/test_policy.py engine/core/test_scheduler.py",
     ),
     Fault(
-        "long-prompt-starves", "engine/core/policy.py",
+        "long-prompt-starves", "engine/core/step_budget.py",
         "if turn and order:", "if False:", "engine/core/test_policy.py",
     ),
     Fault(
@@ -113,7 +113,7 @@ _CORE = (
         "engine/core/test_scheduler.py",
     ),
     Fault(
-        "any-pages-may-be-a-prefix", "engine/core/segment.py",
+        "any-pages-may-be-a-prefix", "engine/core/prefix.py",
         "key = sha256(key + content", "key = sha256(content", "engine/core/test_prefix.py",
     ),
     Fault(

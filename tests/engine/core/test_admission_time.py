@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from engine.channel import Waiter
-from engine.core.front_link import FrontLink
+from engine.core.links import FrontLink
 from engine.core.loop import Core
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.plan import StepPlan, StepResult, encode_plan

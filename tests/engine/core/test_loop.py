@@ -12,7 +12,7 @@ from itertools import pairwise
 import pytest
 
 from engine.channel import Waiter
-from engine.core.front_link import FrontLink
+from engine.core.links import FrontLink
 from engine.core.loop import Core
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.errors import PageViolation
@@ -188,10 +188,10 @@ def unread(link: FrontLink, batches: int) -> int:
 
 def test_a_front_that_never_reads_ends_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a front leaves unread is bounded: sending never blocks, and beyond the bound it raises; without one it never would."""
-    monkeypatch.setattr("engine.core.front_link.MAX_UNSENT_BYTES", 1 << 20)
+    monkeypatch.setattr("engine.core.links.MAX_UNSENT_BYTES", 1 << 20)
     ours, theirs = socket.socketpair()
     assert unread(FrontLink(theirs), 5000) < 5000
-    monkeypatch.setattr("engine.core.front_link.MAX_UNSENT_BYTES", 1 << 40)
+    monkeypatch.setattr("engine.core.links.MAX_UNSENT_BYTES", 1 << 40)
     assert unread(FrontLink(theirs), 5000) == 5000
     ours.close()
     theirs.close()

@@ -6,9 +6,9 @@ from array import array
 import msgspec
 import pytest
 
-from engine.core import segment
+from engine.core import prefix
+from engine.core.prefix import extend_keys, root_key
 from engine.core.scheduler import Scheduler, SchedulerConfig
-from engine.core.segment import extend_keys, root_key
 from engine.geometry import KVGroup
 from engine.plan import ResultRow
 from engine.protocol import FinishReason, GenerateRequest, MediaItem, Output, SamplingParams, pack_tokens
@@ -63,7 +63,7 @@ def wrong_keys(seeds: range) -> int:
 def test_page_keys_are_equal_where_contents_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two prompts, whatever pictures stand where in them; planted fault: keys of the tokens alone."""
     assert wrong_keys(range(500)) == 0
-    monkeypatch.setattr(segment, "_media_by_page", lambda media, page: {})
+    monkeypatch.setattr(prefix, "_media_by_page", lambda media, page: {})
     assert wrong_keys(range(500)) > 50
 
 
@@ -107,7 +107,7 @@ def test_only_the_same_picture_is_found(monkeypatch: pytest.MonkeyPatch) -> None
 
     bench = Bench()
     assert [found(name, bench) for name in (1, 1, 2, 2, 1)] == [0, 20, 0, 20, 20]
-    monkeypatch.setattr(segment, "_media_by_page", lambda media, page: {})
+    monkeypatch.setattr(prefix, "_media_by_page", lambda media, page: {})
     bench = Bench()
     assert [found(name, bench) for name in (1, 2)] == [0, 20]
 

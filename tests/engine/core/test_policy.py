@@ -6,11 +6,19 @@ from statistics import mean
 
 import pytest
 
-from engine.core.policy import POLICIES, in_order, shortest_first
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.sequence import Sequence
-from engine.core.step_budget import OLDEST_EVERY, DecodeRows, StepBudget
-from engine.core.step_estimate import Prompt, StepEstimate, shares
+from engine.core.step_budget import (
+    OLDEST_EVERY,
+    POLICIES,
+    DecodeRows,
+    Prompt,
+    StepBudget,
+    StepEstimate,
+    in_order,
+    shares,
+    shortest_first,
+)
 from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
 from engine.plan import ResultRow, StepPlan, StepResult, single_rows

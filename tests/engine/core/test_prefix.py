@@ -9,9 +9,8 @@ import pytest
 
 from engine.core.allocator import Allocator, turn_ends
 from engine.core.pages import PagePool
-from engine.core.prefix import PrefixCache
+from engine.core.prefix import PrefixCache, equal_keys, extend_keys, root_key
 from engine.core.scheduler import Scheduler, SchedulerConfig
-from engine.core.segment import equal_keys, extend_keys, root_key
 from engine.geometry import KVGroup
 from engine.plan import StepPlan
 from engine.protocol import AbortReason, FinishReason, GenerateRequest, SamplingParams, pack_tokens

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from engine.core import requests
+from engine.core.prefix import root_key
 from engine.core.scheduler import Scheduler, SchedulerConfig
-from engine.core.segment import root_key
 from engine.geometry import KVGroup
 from engine.protocol import AbortReason, GenerateRequest, Output, SamplingParams, pack_tokens
 from tests.support.engine.draws import mixed

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from engine.channel import Waiter, create_shared, ring_bytes
-from engine.core.executor import RingExecutor
-from engine.core.front_link import FrontLink
+from engine.core.links import FrontLink, RingExecutor
 from engine.core.loop import Core
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.geometry import KVGroup

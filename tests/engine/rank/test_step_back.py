@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from engine.core.allocator import Allocator
+from engine.core.loop import scheduler_config
 from engine.core.scheduler import Scheduler
-from engine.core.startup import scheduler_config
 from engine.errors import PageViolation
 from engine.logit_adjustments import LogitAdjustments
 from engine.plan import DEPTH, StepPlan

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from engine.core.prefix import extend_keys, root_key
 from engine.core.scheduler import Scheduler, SchedulerConfig
-from engine.core.segment import extend_keys, root_key
 from engine.geometry import KVGroup
 from engine.plan import ResultRow, StepPlan
 from engine.protocol import GenerateRequest, SamplingParams, pack_tokens

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from statistics import quantiles
 
 from engine.core.scheduler import Scheduler, SchedulerConfig
-from engine.core.step_estimate import StepEstimate
-from engine.core.step_timer import StepTimer
+from engine.core.step_budget import StepEstimate, StepTimer
 from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
 from engine.plan import DEPTH, NUMBER_MASK, ResultRow, StepPlan, StepResult

@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 
 from engine.config import EngineConfig, engine_config
+from engine.core.loop import read_vocabulary, scheduler_config
 from engine.core.masks import Masks
 from engine.core.scheduler import Scheduler
-from engine.core.startup import read_vocabulary, scheduler_config
 from engine.plan import StepPlan, StepResult, encode_plan
 from engine.protocol import GenerateRequest, Grammar, SamplingParams, pack_tokens
 from engine.rank.builder import build
