@@ -34,7 +34,7 @@ import numpy as np
 
 from engine import logit_adjustments
 from engine.plan_layout import COUNTS, HEADER, PLAN_VERSION, RESULT_HEAD, SECTIONS
-from engine.protocol import MAX_ALTERNATIVES, MAX_STOP_IDS, Logprobs, PromptLogprobs, SamplingParams, token_bytes
+from engine.protocol import MAX_ALTERNATIVES, MAX_SPAN, MAX_STOP_IDS, Logprobs, PromptLogprobs, SamplingParams, token_bytes
 
 DEPTH = 2  # plans out at a time: one running, one queued
 MAX_ADMITTED = 1 << 17  # numbers (`admission_size`) of one plan's admissions, one of them apart: 0.5 MiB of a ring record
@@ -235,10 +235,12 @@ def _packed(section: Section) -> bytes:
 def largest_plan(
     seqs: int, max_len: int, budget: int, page: int, groups: int, *, width: int = 1, admitted: int = MAX_ADMITTED
 ) -> int:
-    """Bytes that no plan of the core exceeds: `seqs` sequences, rows of up to `width` positions, and `budget` prompt tokens."""
+    """Bytes that no plan of the core exceeds: `seqs` sequences, rows of up to `width` positions, and `budget` prompt tokens, each
+    perhaps a media item with a span."""
+    budget = max(budget, MAX_SPAN)
     admission = admission_size(max_len, MAX_STOP_IDS, logit_adjustments.MAX_SIZE, groups * (max_len // page + 1))
     held = most_appends(seqs, budget, page, groups, width)
-    rows = seqs * (3 + 6) + 4 * held + 4 * groups * seqs + 2 * (held + groups * (max_len // page + 1))
+    rows = seqs * (3 + 6) + 6 * budget + 4 * held + 4 * groups * seqs + 2 * (held + groups * (max_len // page + 1))
     return 4 * (HEADER + rows + max(admission, admitted))
 
 

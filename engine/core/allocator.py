@@ -38,6 +38,12 @@ class Allocator:
         self._sliding = next((pool for pool in self.pools if pool.group.window is not None), None)
         self.cache = None if share is None else PrefixCache(self._full, self._sliding, share)
 
+    def holds_span(self, length: int) -> bool:
+        """Whether empty pools have the pages of a chunk of `length` tokens with its window."""
+        return all(
+            pool.group.window is None or (pool.group.window + length - 2) // self.page + 2 <= pool.total for pool in self.pools
+        )
+
     def fitting(self, sequence: Sequence, wanted: int, headroom: int = 0) -> int:
         """How many of the next `wanted` positions the available pages allow, with `headroom` pages left over; 0 if not one fits."""
         room = wanted
@@ -112,11 +118,23 @@ class Allocator:
             return None
         if sequence.hit is None or sequence.hit.version != self.cache.version:
             self._keys(sequence, (len(sequence.tokens) - 1) // self.page)
-            sequence.hit = self.cache.find(self._keys(sequence, sequence.reusable // self.page))
+            sequence.hit = self._find(sequence, sequence.reusable // self.page)
         return sequence.hit
 
+    def _find(self, sequence: Sequence, pages: int) -> Hit:
+        """The longest cached prefix of at most so many pages that ends within no span."""
+        assert self.cache is not None
+        hit = self.cache.find(self._keys(sequence, self._whole(sequence, pages)))
+        return hit if self._whole(sequence, hit.count) == hit.count else self._find(sequence, hit.count)
+
+    def _whole(self, sequence: Sequence, pages: int) -> int:
+        """The most of its first pages, at most so many, that end within no span."""
+        while sequence.spans and (end := sequence.last_end(pages * self.page)) < pages * self.page:
+            pages = end // self.page
+        return pages
+
     def attach(self, sequence: Sequence, hit: Hit, changes: Changes) -> None:
-        """Let an admitted sequence share the pages of a hit, and mark where it is to leave tails for others."""
+        """Let an admitted sequence share the pages of a hit, and note where it is to leave tails for others."""
         assert self.cache is not None
         self.cache.use(sequence.keys, hit)
         for at, pool in enumerate(self.pools):
@@ -125,34 +143,36 @@ class Allocator:
             sequence.runs[at] = PageRun(hit.count - len(pages), pages)
             self._append(pool, sequence, hit.count - len(pages), pages, changes)
         sequence.low = sequence.high = sequence.cached = hit.count * self.page
-        marks = {hit.branch, (sequence.prompt - 1) // self.page, *turn_ends(sequence, self.page)}
-        sequence.marks = sorted(mark for mark in marks if mark > hit.count)
+        points = {hit.branch, (sequence.prompt - 1) // self.page, *turn_ends(sequence, self.page)}
+        points = {self._whole(sequence, point) for point in points}
+        sequence.cache_points = sorted(point for point in points if point > hit.count)
         self._note_bounds(sequence)
 
     def being_computed(self, sequence: Sequence, hit: Hit, prefills: Iterable[Sequence], gain: int) -> bool:
         """Whether a running prefill is about to compute at least `gain` tokens more of this prompt than the hit has.
 
-        That prefill is marked to leave a tail where the two part, so that the choices of one request, and a burst of requests with
+        That prefill is to leave a tail where the two part, so that the choices of one request, and a burst of requests with
         one system prompt, cost one prefill.
         """
         for other in prefills:
-            shared = min(equal_keys(sequence.keys, other.keys), sequence.reusable // self.page)
+            shared = self._whole(sequence, min(equal_keys(sequence.keys, other.keys), sequence.reusable // self.page))
             if shared * self.page > other.low and (shared - hit.count) * self.page >= gain:
-                if shared not in other.marks:
-                    bisect.insort(other.marks, shared)
+                if shared not in other.cache_points:
+                    bisect.insort(other.cache_points, shared)
                 return True
         return False
 
-    def cache_passed_marks(self, sequence: Sequence) -> None:
-        """Cache the prefixes at the marks that the sequence has passed; the last mark is the prompt's end."""
-        while sequence.marks and sequence.low >= sequence.marks[0] * self.page:
-            mark = sequence.marks.pop(0)
-            self._insert(sequence, mark, supersedes=not sequence.marks)
+    def cache_passed_points(self, sequence: Sequence) -> None:
+        """Cache the prefixes at the points that the sequence has passed; the last one is the prompt's end."""
+        while sequence.cache_points and sequence.low >= sequence.cache_points[0] * self.page:
+            point = sequence.cache_points.pop(0)
+            self._insert(sequence, point, supersedes=not sequence.cache_points)
 
     def cache_computed(self, sequence: Sequence) -> None:
         """Cache what a sequence that leaves its slot has computed."""
-        if self.cache is not None:
-            self._insert(sequence, sequence.low // self.page)
+        pages = sequence.low // self.page
+        if self.cache is not None and self._whole(sequence, pages) == pages:
+            self._insert(sequence, pages)
 
     def _insert(self, sequence: Sequence, count: int, *, supersedes: bool = False) -> None:
         """Cache its first `count` pages. The tail is still held, because pages are released from the edge of `low`'s page."""

@@ -40,6 +40,7 @@ class SchedulerConfig:
     widest          tokens that a decode row may compute at most: its own and drafts, of which those that are right are given too
     cache_share     part of each pool that the prefix cache may keep idle; None: there is no cache
     policy          a name of core/step_budget.py
+    encoder_rows    positions of media items that a step encodes at most; one item may have more
     tpot_target_ms  mean time of steps with decode rows, by `step_times` (core/step_budget.py)
     """
 
@@ -53,6 +54,7 @@ class SchedulerConfig:
     policy: str = "fair"
     step_times: StepTimes | None = None
     tpot_target_ms: float | None = None
+    encoder_rows: int = 4096
 
 
 @dataclass
@@ -66,6 +68,8 @@ class PlanDraft:
     masked: bool = False  # a row of it uses a mask
     budget: int = 0  # prompt tokens that it may still get
     scored: int = MAX_SCORED  # prompt tokens with logprobs that it may still get
+    encoder_rows: int = 0  # positions of media items that it may still encode
+    media: bool = False  # a chunk of it has spans
     decode_rows: DecodeRows = field(default_factory=DecodeRows)
     chunks: dict[int, int] = field(default_factory=dict)  # slot -> index of its chunk in the plan
 
@@ -80,6 +84,7 @@ class Planner:
         policy = POLICIES[config.policy]
         self._admissions = Admissions(requests, allocator, policy, config.prefill_budget)
         self._budget = StepBudget(policy, config.prefill_budget, config.step_times, config.tpot_target_ms)
+        self._encoder_waits: list[Sequence] = []  # whose items the last plan had no rows for
         self._changes = Changes()  # not sent yet: the next plan carries them
         self._wanted_width = width
         self._step = 0  # of the last plan
@@ -88,8 +93,10 @@ class Planner:
         """The next plan and what it leaves in flight, or None when no sequence can use a step now."""
         changes = self._changes
         plan = StepPlan(self._step + 1, releases=changes.releases, appends=changes.appends, zeros=changes.zeros)
-        draft = PlanDraft(plan, changes, Flight(plan.step))
+        draft = PlanDraft(plan, changes, Flight(plan.step), encoder_rows=self.config.encoder_rows)
         self._admissions.new_plan()
+        while self._encoder_waits:
+            self._encoder_waits.pop().waits.discard("encoder")
         self._release(changes)
         shares = self._shares(draft)
         self._run_all(draft, shares)
@@ -103,6 +110,8 @@ class Planner:
         plan.masked = draft.masked
         if shares:
             draft.flight.expected = self._budget.planned(_chunks(draft), draft.decode_rows)
+        if draft.media:
+            _name_spans(draft)
         self._changes = Changes()
         self._step += 1
         return plan, draft.flight
@@ -178,24 +187,53 @@ class Planner:
 
     def _prefill(self, sequence: Sequence, share: int, draft: PlanDraft, *, may_preempt: bool = True) -> None:
         """Compute up to `share` more of its known tokens, as far as there are pages."""
-        wanted = min(sequence.ready, share, draft.budget)
-        if sequence.reports_prompt:
-            wanted = min(wanted, draft.scored)
+        most = min(draft.budget, draft.scored) if sequence.reports_prompt else draft.budget
+        wanted, least = min(sequence.ready, share, most), 1
         if wanted < 1:
             return
-        fitting = self._allocator.fitting
-        size = fitting(sequence, wanted, headroom=len(self._requests.running) - 1) or fitting(sequence, wanted)
-        if not size and may_preempt and self._make_room(sequence, 1):
-            size = 1
+        if sequence.media:
+            least = sequence.shortest_chunk
+            wanted = max(least, sequence.last_end(sequence.high + wanted) - sequence.high)
+            if wanted > sequence.ready or (wanted > most and draft.plan.chunks):
+                return  # a span that is longer than the budget has a step without other chunks
+        size = self._fitting(sequence, wanted, least)
+        if size < least:
+            size = least if may_preempt and self._make_room(sequence, least) else 0
+        if sequence.media and size:
+            size = self._encode(sequence, size, draft)
         if size:
             self._chunk(sequence, size, draft)
+
+    def _fitting(self, sequence: Sequence, wanted: int, least: int) -> int:
+        """How many of its next `wanted` positions can have pages, with one for every other sequence if `least` of them can."""
+        fitting = self._allocator.fitting
+        size = fitting(sequence, wanted, headroom=len(self._requests.running) - 1)
+        if size < least:
+            size = fitting(sequence, wanted)
+        return sequence.last_end(sequence.high + size) - sequence.high if sequence.spans else size
+
+    def _encode(self, sequence: Sequence, size: int, draft: PlanDraft) -> int:
+        """Plan the encodes of the media items in its next `size` positions; returns how many of these can be computed now."""
+        draft.media = True
+        for item in sequence.media[sequence.encoded :]:
+            if item.first >= sequence.high + size:
+                break
+            if item.end > sequence.high:
+                if draft.plan.encodes and item.length > draft.encoder_rows:
+                    sequence.waits.add("encoder")
+                    self._encoder_waits.append(sequence)
+                    return max(0, item.first - sequence.high)
+                draft.plan.encodes.append((sequence.slot, item.first, item.length, sequence.encoded))
+                draft.encoder_rows -= item.length
+            sequence.encoded += 1
+        return size
 
     def _chunk(self, sequence: Sequence, size: int, draft: PlanDraft) -> None:
         """Add `size` tokens: a new chunk, or more of the one that it has in this plan."""
         plan, rows, start, end = draft.plan, draft.flight.chunks, sequence.high, sequence.high + size
         self._allocator.hold(sequence, end, draft.changes)
         sequence.high = end
-        draft.budget -= size
+        draft.budget = max(0, draft.budget - size)
         draft.scored -= size if sequence.reports_prompt else 0
         draft.flight.prefill_tokens += size
         at = draft.chunks.setdefault(sequence.slot, len(rows))
@@ -250,3 +288,14 @@ def _prompt(sequence: Sequence) -> Prompt:
 def _chunks(draft: PlanDraft) -> list[Prompt]:
     """The chunks of the plan so far."""
     return [Prompt(end - start, start) for _, start, end, *_ in draft.plan.chunks]
+
+
+def _name_spans(draft: PlanDraft) -> None:
+    """Give each chunk the spans in it."""
+    plan = draft.plan
+    for at, (sequence, *_) in enumerate(draft.flight.chunks):
+        if sequence.spans:
+            slot, start, end, first_logit = plan.chunks[at][:4]
+            spans = [span for span in sequence.spans if start <= span[0] < end]
+            plan.chunks[at] = (slot, start, end, first_logit, len(plan.spans), len(spans))
+            plan.spans.extend(spans)

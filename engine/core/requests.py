@@ -12,7 +12,7 @@ from engine.core.allocator import Allocator
 from engine.core.prefix import root_key
 from engine.core.sequence import Key, Sequence
 from engine.errors import InvalidRequest
-from engine.protocol import DIGEST_BYTES, MAX_ALTERNATIVES, MAX_STOP_IDS, FinishReason, GenerateRequest, MediaItem, Output
+from engine.protocol import DIGEST_BYTES, MAX_ALTERNATIVES, MAX_SPAN, MAX_STOP_IDS, FinishReason, GenerateRequest, MediaItem, Output
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Requests:
         if params.max_tokens < 1:
             raise InvalidRequest(f"max_tokens must be at least 1, not {params.max_tokens}")
         if request.media:
-            _check_media(request.media, prompt)
+            self._check_media(request.media, prompt)
         if prompt + 1 > self._max_len:
             raise _too_long(f"the prompt has {prompt} tokens; with one to generate it exceeds the context of {self._max_len}")
         limit = min(prompt + params.max_tokens, self._max_len)
@@ -108,6 +108,26 @@ class Requests:
             asked = f"the prompt has {prompt} tokens, and with those to generate the request needs room for {limit}"
             raise _too_long(f"{asked}; the KV cache holds at most {self._longest} of one request")
         return min(limit, self._longest)
+
+    def _check_media(self, media: tuple[MediaItem, ...], prompt: int) -> None:
+        """Raise InvalidRequest unless the items stand one after the other in the prompt, and their spans in them."""
+        end = 0
+        for item in media:
+            if not end <= item.first < item.end <= prompt:
+                raise InvalidRequest(f"a media item at [{item.first}, {item.end}) overlaps another, or the end of the prompt")
+            if len(item.digest) != DIGEST_BYTES:
+                raise InvalidRequest(f"the digest of a media item has {len(item.digest)} bytes, not {DIGEST_BYTES}")
+            self._check_spans(item)
+            end = item.end
+
+    def _check_spans(self, item: MediaItem) -> None:
+        end = item.first
+        for begin, span_end in item.spans:
+            if not end <= begin < span_end <= item.end:
+                raise InvalidRequest(f"the span [{begin}, {span_end}) is not one of the media item at [{item.first}, {item.end})")
+            if span_end - begin > MAX_SPAN or not self.allocator.holds_span(span_end - begin):
+                raise InvalidRequest(f"the span [{begin}, {span_end}) of a media item is longer than what can be computed at once")
+            end = span_end
 
     def admit(self, sequence: Sequence) -> None:
         """Give a waiting sequence a slot under a new admission number."""
@@ -191,22 +211,6 @@ def _prompt(request: GenerateRequest) -> "array[int]":
         return request.tokens
     except ValueError as error:
         raise InvalidRequest(f"the prompt could not be read: {error}") from error
-
-
-def _check_media(media: tuple[MediaItem, ...], prompt: int) -> None:
-    """Raise InvalidRequest unless the items stand one after the other in the prompt, and the spans of each in it."""
-    end = 0
-    for item in media:
-        if not end <= item.first < item.end <= prompt:
-            raise InvalidRequest(f"a media item at [{item.first}, {item.end}) overlaps another, or the end of the prompt")
-        if len(item.digest) != DIGEST_BYTES:
-            raise InvalidRequest(f"the digest of a media item has {len(item.digest)} bytes, not {DIGEST_BYTES}")
-        end = item.first
-        for begin, span_end in item.spans:
-            if not end <= begin < span_end <= item.end:
-                raise InvalidRequest(f"the span [{begin}, {span_end}) is not one of the media item at [{item.first}, {item.end})")
-            end = span_end
-        end = item.end
 
 
 def _too_long(message: str) -> InvalidRequest:

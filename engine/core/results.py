@@ -96,8 +96,8 @@ class Results:
             if sequence.number != number:
                 continue
             sequence.low = end
-            if sequence.marks and (row is None or not row.nan):
-                self._requests.allocator.cache_passed_marks(sequence)
+            if sequence.cache_points and (row is None or not row.nan):
+                self._requests.allocator.cache_passed_points(sequence)
             if row is not None:
                 self._take(sequence, row, *_cut(sequence, row.tokens))
         return at

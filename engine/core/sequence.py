@@ -11,6 +11,7 @@ At most `limit - 1` positions are needed: the last token is sampled from positio
 """
 
 from array import array
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -19,7 +20,7 @@ from engine.core.prefix import Hit
 from engine.protocol import MediaItem, SamplingParams
 
 Key = tuple[int, int]
-Wait = Literal["mask"]
+Wait = Literal["mask", "encoder"]
 
 
 @dataclass(eq=False, slots=True)
@@ -35,9 +36,11 @@ class Sequence:
     number      of its admission; 0 while it waits, or has stepped back;   slot: -1 while it waits
     target      length at its admission: positions below it are prefill
     root, keys  the key before its first page's, and the keys of its pages, as many as were needed
+    media       of its prompt, in order;   spans: all of theirs, in order: neither a chunk nor a cached prefix ends in one
+    encoded     items whose encoders' outputs its slot has had, or does not need
     cached      positions found in the prefix cache at its admission; `first_cached`: at its first admission;
                 `cached_when_queued`: when it was queued
-    marks       page counts at which it leaves a prefix in the cache, ascending
+    cache_points  page counts at which it leaves a prefix in the cache, ascending
     hit         while it waits: the last look-up in the prefix cache
     rejected    tokens by which its rows have given fewer than planned
     dropped     end of the positions that rejected drafts, and rows whose results are dropped, may have written
@@ -61,10 +64,11 @@ class Sequence:
     root: bytes = b""
     media: tuple[MediaItem, ...] = ()
     keys: list[bytes] = field(default_factory=list)
+    encoded: int = 0
     cached: int = 0
     first_cached: int = 0
     cached_when_queued: int = 0
-    marks: list[int] = field(default_factory=list)
+    cache_points: list[int] = field(default_factory=list)
     hit: Hit | None = None
     low: int = 0
     high: int = 0
@@ -79,6 +83,7 @@ class Sequence:
 
     stop_ids: frozenset[int] = field(init=False)
     cut_ids: frozenset[int] = field(init=False)  # behind which a row's tokens are dropped: masks may begin there
+    spans: list[tuple[int, int]] = field(init=False)
 
     def __post_init__(self) -> None:
         params = self.params
@@ -86,6 +91,7 @@ class Sequence:
         trigger = None if params.grammar is None else params.grammar.trigger
         thought = None if params.thought is None else params.thought.begin
         self.cut_ids = frozenset(token for token in (trigger, thought) if token is not None)
+        self.spans = [span for item in self.media for span in item.spans]
 
     @property
     def running(self) -> bool:
@@ -100,7 +106,22 @@ class Sequence:
     def ready(self) -> int:
         """Known tokens that can be computed now. The last one gives a token, so it waits when that token does."""
         known = self.target - self.high
-        return known - 1 if self.waits else known
+        if not self.waits:
+            return known
+        return 0 if "encoder" in self.waits else known - 1
+
+    @property
+    def shortest_chunk(self) -> int:
+        """Tokens of the shortest chunk that can be its next: a whole span, if one begins there."""
+        at = bisect_left(self.spans, (self.high,))
+        if at < len(self.spans) and self.spans[at][0] == self.high:
+            return self.spans[at][1] - self.high
+        return 1
+
+    def last_end(self, end: int) -> int:
+        """The last position up to `end` that is within no span: there a chunk may end."""
+        at = bisect_left(self.spans, (end,)) - 1
+        return self.spans[at][0] if at >= 0 and self.spans[at][1] > end else end
 
     @property
     def reports_prompt(self) -> bool:
@@ -126,8 +147,8 @@ class Sequence:
         """Take a slot under a new admission number; everything is to be computed."""
         self.slot, self.number = slot, number
         self.target = len(self.tokens)
-        self.low = self.high = self.cached = self.dropped = self.held = self.release_at = 0
-        self.marks, self.hit = [], None
+        self.low = self.high = self.encoded = self.cached = self.dropped = self.held = self.release_at = 0
+        self.cache_points, self.hit = [], None
         self.runs = [PageRun() for _ in range(groups)]
 
     def step_back(self) -> None:

@@ -33,7 +33,7 @@ _CORE = (
     ),
     Fault(
         "prompt-with-nan-is-cached", "engine/core/results.py",
-        "if sequence.marks and (row is None or not row.nan):", "if sequence.marks:",
+        "if sequence.cache_points and (row is None or not row.nan):", "if sequence.cache_points:",
         "engine/core/test_not_finite.py",
     ),
     Fault(

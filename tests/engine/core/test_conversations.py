@@ -62,13 +62,13 @@ def test_turns_of_too_many_conversations_are_found_in_part(monkeypatch: pytest.M
 
 def test_a_cache_without_branch_points_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault: tails are left at the ends of prompts and answers only, so that no first turn finds the system prompt."""
-    honest = Allocator.cache_passed_marks
+    honest = Allocator.cache_passed_points
 
     def ends_only(self: Allocator, sequence: Sequence) -> None:
-        sequence.marks = sequence.marks[-1:]
+        sequence.cache_points = sequence.cache_points[-1:]
         honest(self, sequence)
 
-    monkeypatch.setattr(Allocator, "cache_passed_marks", ends_only)
+    monkeypatch.setattr(Allocator, "cache_passed_points", ends_only)
     assert shares(FEW, portions(FEW, 0.5)) < 0.9
 
 

@@ -2,17 +2,22 @@
 
 import random
 from array import array
+from collections.abc import Callable
 
 import msgspec
 import pytest
 
 from engine.core import prefix
+from engine.core.allocator import Allocator
+from engine.core.planner import PlanDraft, Planner
 from engine.core.prefix import extend_keys, root_key
 from engine.core.scheduler import Scheduler, SchedulerConfig
+from engine.core.sequence import Sequence
 from engine.geometry import KVGroup
 from engine.plan import ResultRow
 from engine.protocol import FinishReason, GenerateRequest, MediaItem, Output, SamplingParams, pack_tokens
 from tests.support.engine.plans import result_of
+from tests.support.engine.worlds import World, check_ends, run_worlds, simulate
 
 pytestmark = pytest.mark.pure
 
@@ -130,3 +135,101 @@ def test_media_that_do_not_fit_their_prompt_are_refused(item: MediaItem, complai
     (output,) = bench.outputs
     assert (output.finish, output.invalid) == (FinishReason.error, True)
     assert complaint in (output.error or "")
+
+
+def shown(worlds: int) -> int:
+    """In how many random worlds with media a fault shows."""
+    count = 0
+    for seed in range(worlds):
+        world = World(seed)
+        if world.media:
+            try:
+                check_ends(world, simulate(world))
+            except (AssertionError, StopIteration):
+                count += 1
+    return count
+
+
+def test_media_are_encoded_and_whole_in_random_worlds() -> None:
+    """No chunk cuts a span or comes before its encode, no hit ends in a span, and requests share pages of equal contents alone."""
+    seen = run_worlds(range(300, 400))
+    print(dict(seen))
+    assert min(seen[name] for name in ("encodes", "spans", "hit_tokens", "preemptions")) > 50
+
+
+def cut_anywhere(patch: pytest.MonkeyPatch) -> None:
+    """Chunks end where the budget does."""
+    patch.setattr(Sequence, "last_end", lambda self, end: end)
+
+
+def ends_in_a_span(patch: pytest.MonkeyPatch) -> None:
+    """A prefix from the cache may end within a span."""
+    patch.setattr(Allocator, "_whole", lambda self, sequence, pages: pages)
+
+
+def ignored_wait(patch: pytest.MonkeyPatch) -> None:
+    """A step computes positions of an item that it has no rows to encode."""
+    encode = Planner._encode
+
+    def hasty(self: Planner, sequence: Sequence, size: int, draft: PlanDraft) -> int:
+        encode(self, sequence, size, draft)
+        return size
+
+    patch.setattr(Planner, "_encode", hasty)
+
+
+def not_again(patch: pytest.MonkeyPatch) -> None:
+    """What was encoded before a preemption counts after it."""
+    admit = Sequence.admit
+
+    def remembering(self: Sequence, *args: int) -> None:
+        encoded = self.encoded
+        admit(self, *args)
+        self.encoded = encoded
+
+    patch.setattr(Sequence, "admit", remembering)
+
+
+def same_picture(patch: pytest.MonkeyPatch) -> None:
+    """Page keys know the tokens alone."""
+    patch.setattr(prefix, "_media_by_page", lambda media, page: {})
+
+
+@pytest.mark.parametrize("fault", [cut_anywhere, ends_in_a_span, ignored_wait, not_again, same_picture])
+def test_a_fault_with_media_shows(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted faults: spans cut by chunks, or by hits; items computed before they are encoded; pages of another picture."""
+    fault(monkeypatch)
+    monkeypatch.setattr("tests.support.engine.worlds._MAX_STEPS", 1000)
+    assert shown(200) >= 2
+
+
+def chunks_of(media: list[MediaItem], length: int, budget: int) -> list[tuple[tuple[int, int], int]]:
+    """(chunk, positions encoded in its step) of a prompt that is alone."""
+    scheduler = Scheduler(SchedulerConfig(GROUPS, (60, 60), 4, 100, budget, encoder_rows=8))
+    request = GenerateRequest(id=1, prompt=pack_tokens([5] * length), params=SamplingParams(max_tokens=1), media=tuple(media))
+    scheduler.add(0, request)
+    found = []
+    while (plan := scheduler.schedule()) is not None:
+        ((_, start, end, *_),) = plan.chunks
+        found.append(((start, end), sum(rows for _, _, rows, _ in plan.encodes)))
+    return found
+
+
+def test_chunks_end_before_a_span_or_behind_it() -> None:
+    """What is left of a budget before a span stays unused; a span longer than the budget is a chunk of its own."""
+    assert chunks_of([picture(6, 4, 1)], 20, 8) == [((0, 6), 0), ((6, 14), 4), ((14, 20), 0)]
+    assert chunks_of([picture(6, 12, 1)], 20, 8) == [((0, 6), 0), ((6, 18), 12), ((18, 20), 0)]
+
+
+def test_what_a_step_encodes_is_bounded() -> None:
+    """Of three pictures two have rows in the first step; the prompt waits before the third."""
+    pictures = [picture(first, 4, 1) for first in (0, 5, 10)]
+    assert chunks_of(pictures, 20, 16) == [((0, 10), 8), ((10, 20), 4)]
+
+
+def test_a_span_that_no_chunk_can_hold_is_refused() -> None:
+    """Longer than the pages of sliding layers allow beside the window, or than any chunk may be."""
+    bench = Bench((10, 60))
+    for length, invalid in ((20, False), (40, True)):
+        bench.ask([5] * 60, [picture(8, length, 1)])
+        assert bench.outputs[-1].invalid == invalid

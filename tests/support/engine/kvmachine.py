@@ -5,7 +5,8 @@ with an equal prefix is right for each of them, and nothing else is. It runs pla
 then all writes of the step, then all reads) and raises KVFault when a row would read a position whose page slot does not hold that
 entry, or when a page number is not one of its pool's.
 
-Logprobs of prompt tokens are numbers made of the prefix up to each.
+Logprobs of prompt tokens are numbers made of the prefix up to each. Of media items the content counts, not the tokens; a chunk that
+cuts a span, or has a position whose item was not encoded, is a fault, too.
 
 A decode row computes as many positions as it is wide: behind the first, guesses of the next tokens, of which those before the first
 wrong one are accepted. What the others wrote is wrong, perhaps not finite, and stays in its pages until it is written again.
@@ -13,12 +14,12 @@ wrong one are accepted. What the others wrote is wrong, perhaps not finite, and 
 
 import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from engine.geometry import KVGroup
 from engine.plan import Admission, PromptRow, ResultRow, StepPlan, StepResult, encode_plan
-from engine.protocol import PromptLogprobs
-from tests.support.engine.plans import decode_plan, decode_rows, result_of
+from engine.protocol import MediaItem, PromptLogprobs
+from tests.support.engine.plans import PrefillChunk, decode_plan, decode_rows, result_of
 
 Model = Callable[[int, int, int], int]
 _MASK = (1 << 63) - 1
@@ -36,6 +37,14 @@ def identity(before: int, token: int) -> int:
 def logprob_of(prefix: int) -> float:
     """What stands for the logprob of the last token of a prefix of that identity."""
     return -float(prefix & 0xFFFF)
+
+
+def contents(tokens: Sequence[int], media: Sequence[MediaItem]) -> list[int]:
+    """What stands at each position: a token, or a part of a media item."""
+    found = list(tokens)
+    for item in media:
+        found[item.first : item.end] = [int.from_bytes(item.digest[:4]) + at for at in range(item.length)]
+    return found
 
 
 class KVMachine:
@@ -59,6 +68,9 @@ class KVMachine:
         self.length = [0] * slots
         self.seed = [0] * slots
         self.admitted: dict[int, Admission] = {}
+        self.media: dict[int, Sequence[MediaItem]] = {}  # by the seeds of their requests
+        self.encoded: list[set[int]] = [set() for _ in range(slots)]  # items since the slot's admission
+        self.encodes = self.spans = 0
         self.model = model
         self.poisoned: list[dict[int, set[int]]] = [{} for _ in groups]  # pages where NaN stands: at which positions
         self.queue: deque[StepPlan] = deque()
@@ -84,6 +96,8 @@ class KVMachine:
         self._apply(plan)
         rows = [(chunk.slot, chunk.start, chunk.end) for chunk in plan.chunks]
         decodes = [(slot, self.length[slot], self.length[slot] + width) for slot, width, _ in decode_rows(plan)]
+        for chunk in plan.chunks if self.media else ():
+            self._check_media(plan, chunk)
         guessed = [self._draft(slot, start, end) for slot, start, end in decodes]
         for slot, start, end in rows + decodes:
             self._write(slot, start, end)
@@ -97,6 +111,19 @@ class KVMachine:
         results += [self._sample(slot, start + 1, drafts) for (slot, start, _), drafts in zip(decodes, guessed, strict=True)]
         prompts = [row for chunk in plan.chunks if (row := self._prompt_row(chunk.slot, chunk.start, chunk.end)) is not None]
         return result_of(plan.step, results, prompts)
+
+    def _check_media(self, plan: StepPlan, chunk: PrefillChunk) -> None:
+        media = self.media.get(self.seed[chunk.slot], ())
+        begun = {at for at, item in enumerate(media) if item.first < chunk.end and item.end > chunk.start}
+        if missing := begun - self.encoded[chunk.slot]:
+            raise KVFault(f"slot {chunk.slot} computes positions of items {missing}, which were not encoded")
+        spans = [span for item in media for span in item.spans if span[0] < chunk.end and span[1] > chunk.start]
+        if any(begin < chunk.start or end > chunk.end for begin, end in spans):
+            raise KVFault(f"{chunk} cuts one of {spans}")
+        told = plan.spans[chunk.first_span : chunk.first_span + chunk.spans]
+        if [tuple(span) for span in told] != spans:
+            raise KVFault(f"{chunk} has the spans {spans}, not {told}")
+        self.spans += len(spans)
 
     def _prompt_row(self, slot: int, start: int, end: int) -> PromptRow | None:
         """Of positions [start, end), those that give a prompt's next token its logprob, and have not yet."""
@@ -116,11 +143,16 @@ class KVMachine:
             slot, before = admission.slot, 0
             self.admitted[slot] = admission
             self.number[slot], self.length[slot], self.seed[slot] = admission.number, admission.cached, admission.params.seed
-            prefixes = self.prefixes[slot]
-            for at, token in enumerate(admission.tokens):
+            prefixes, self.encoded[slot] = self.prefixes[slot], set()
+            for at, token in enumerate(contents(admission.tokens, self.media.get(admission.params.seed, ()))):
                 before = prefixes[at] = identity(before, token)
             for table in self.tables:
                 table[slot] = [0] * len(table[slot])
+        for slot, first, rows, item in map(tuple, plan.encodes):
+            known = self.media[self.seed[slot]][item]
+            assert (known.first, known.length) == (first, rows), (known, first, rows)
+            self.encoded[slot].add(item)
+            self.encodes += 1
         for zero in plan.zeros:
             self.poisoned[zero.group].pop(zero.page, None)
         for append in plan.appends:

@@ -7,6 +7,7 @@ The model is a function of the prefix, so that what each request must give is kn
 import random
 import sys
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -22,9 +23,9 @@ from engine.core.step_budget import MOST_PASSED
 from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
 from engine.plan import DEPTH, ROW_MASKED, StepPlan
-from engine.protocol import AbortReason, FinishReason, GenerateRequest, Grammar, Output, SamplingParams, pack_tokens
+from engine.protocol import AbortReason, FinishReason, GenerateRequest, Grammar, MediaItem, Output, SamplingParams, pack_tokens
 from tests.support.engine.draws import chance, mixed
-from tests.support.engine.kvmachine import identity, logprob_of
+from tests.support.engine.kvmachine import contents, identity, logprob_of
 from tests.support.engine.masked_ranks import Plant
 from tests.support.engine.plans import decode_rows
 from tests.support.engine.world_masks import FAILED, Consumed, Grammars, Host, WorldRanks, mask_of
@@ -39,7 +40,8 @@ _MAX_REQUESTS = 14
 @dataclass
 class World:
     """Pools from two windows up, prompts from one token to beyond what fits, choices of one prompt, salts and priorities, aborts,
-    surprise ends, rows of any width, grammars, budgets of thought, logprobs of prompts, now and then steps kept short."""
+    surprise ends, rows of any width, grammars, budgets of thought, logprobs of prompts, images, video and audio in
+    prompts, now and then steps kept short."""
 
     seed: int
     requests: list[GenerateRequest] = field(default_factory=list)
@@ -64,6 +66,10 @@ class World:
         if rng.random() < 0.3:
             self.config = replace(self.config, step_times=TIMES, tpot_target_ms=rng.choice((1.0, 8.0, 30.0)))
         self._ask(max_len)
+        self.media: dict[int, tuple[MediaItem, ...]] = {}  # by the seeds of their requests
+        if chance(0.4, self.seed, 9):
+            self.config = replace(self.config, encoder_rows=random.Random(self.seed).choice((1, 8, 100)))
+            self._show()
         self.depth = rng.choice((2, 2, 2, 4))  # plans out at a time; the core keeps two
         self.stop_chance = rng.choice((0.0, 0.05, 0.2))
         self.abort_chance = rng.choice((0.0, 0.02, 0.1))
@@ -122,6 +128,30 @@ class World:
         if rng.random() < 0.3:
             self._fork()
 
+    def _show(self) -> None:
+        """Media in two prompts of three: items of two contents, often at the same places."""
+        for number, request in enumerate(self.requests):
+            if len(request.tokens) and chance(0.7, self.seed, number, 10):
+                media, tokens = self._draw_media(number, len(request.tokens)), request.tokens
+                for item in media:
+                    tokens[item.first : item.end] = array("i", [9] * item.length)
+                params = msgspec.structs.replace(request.params, seed=5000 + number)
+                shown = {"prompt": pack_tokens(tokens), "params": params, "media": media}
+                self.requests[number] = msgspec.structs.replace(request, **shown)
+                self.media[params.seed] = media
+
+    def _draw_media(self, number: int, length: int) -> tuple[MediaItem, ...]:
+        """Images, clips without a span, and videos of two frames."""
+        rng, names = random.Random(mixed(self.seed, 11)), random.Random(mixed(self.seed, number, 12))
+        media, at = [], rng.randint(0, length // 2)
+        while at < length:
+            end = min(length, at + rng.randint(1, rng.choice((3, 8, 20))))
+            spans = rng.choice([((at, end),), (), ((at, (at + end) // 2), ((at + end) // 2, end))])
+            spans = tuple(span for span in spans if span[0] < span[1])
+            media.append(MediaItem(at, end - at, bytes([names.choice((1, 1, 1, 2))]) * 32, spans))
+            at = end + rng.randint(0, 6)
+        return tuple(media)
+
     def _fork(self) -> None:
         """Choices: the last prompt once more, or a few times, each with its own seed; they come right behind it."""
         last = self.requests[-1]
@@ -173,8 +203,8 @@ class World:
 
     def _answer(self, request: GenerateRequest) -> "Answer":
         answer, prefix, prompt, rules = Answer(), 0, len(request.tokens), request.params.grammar
-        for token in request.tokens:
-            prefix = identity(prefix, token)
+        for content in contents(request.tokens, request.media):
+            prefix = identity(prefix, content)
         consumed = None if rules is None or rules.trigger is not None else Consumed()
         while True:
             if consumed is not None and self.grammars.fails(request.id, consumed):
@@ -233,6 +263,7 @@ def simulate(
     config = world.config
     scheduler = Scheduler(config, world.width)
     machine = WorldRanks(config.groups, config.pages, config.max_seqs, config.max_len, world.token)
+    machine.media = world.media
     machine.plant, machine.guess, machine.nan = plant, world.guess, world.nan
     machine.plant_masks, machine.wanted = plant_masks, world.mask
     host = Host(scheduler, machine, world.grammars, world.rng)
@@ -337,7 +368,12 @@ def check_widths(scheduler: Scheduler, plan: StepPlan) -> None:
 
 
 def check_budget(scheduler: Scheduler, plan: StepPlan) -> None:
-    """A step with chunks has at most its budget of rows, decode rows and their drafts among them; prompts may have a quarter."""
+    """A step with chunks has at most its budget of rows, decode rows and their drafts among them; prompts may have a quarter. A
+    span that is longer is a chunk of its own, and the only one; of what is encoded at once, all but one item are bounded."""
+    encoded = sum(rows for _, _, rows, _ in plan.encodes)
+    assert len(plan.encodes) < 2 or encoded - plan.encodes[0][2] <= scheduler.config.encoder_rows, plan
+    if len(plan.chunks) == 1 and plan.spans == [plan.chunks[0][1:3]]:
+        return
     budget, decodes = scheduler.config.prefill_budget, sum(width for _, width, _ in decode_rows(plan))
     prefill = plan.prompt_tokens
     assert prefill <= max(budget - decodes, budget // 4, 1), (prefill, decodes, budget)
@@ -390,7 +426,8 @@ def check_hits(scheduler: Scheduler) -> None:
     for sequence in scheduler.waiting if scheduler.cache is not None else ():
         if sequence.hit is not None and sequence.hit.version == scheduler.cache.version:
             reusable = sequence.reusable // scheduler.pools[0].group.page
-            assert sequence.hit == scheduler.cache.find(sequence.keys[:reusable]), "what was looked up is out of date"
+            assert sequence.hit == scheduler._allocator._find(sequence, reusable), "what was looked up is out of date"
+            assert sequence.last_end(end := sequence.hit.count * scheduler.pools[0].group.page) == end, "a hit ends in a span"
 
 
 def check_ends(world: World, run: Run) -> None:
@@ -433,9 +470,10 @@ def check_prompt_logprobs(request: GenerateRequest, outputs: list[Output]) -> No
     if request.params.prompt_logprobs is None:
         assert not found
         return
-    before, wanted = identity(0, request.tokens[0]) if request.tokens else 0, []
-    for token in request.tokens[1:]:
-        before = identity(before, token)
+    first, *rest = contents(request.tokens, request.media) or [0]
+    before, wanted = identity(0, first), []
+    for content in rest:
+        before = identity(before, content)
         wanted.append(logprob_of(before))
     assert found == wanted[: len(found)], "a logprob of another position, or another's"
 
@@ -465,6 +503,8 @@ def run_worlds(seeds: range) -> Counter[str]:
             **run.machine.seen,
             forked=world.forked,
             prompt_logprobs=sum(len(output.prompt_logprobs) for output in run.outputs),
+            encodes=run.machine.encodes,
+            spans=run.machine.spans,
             hit_tokens=counters.hit_tokens,
             evicted=run.scheduler.load().evicted_pages,
             failed=counters.failed,
