@@ -105,10 +105,9 @@ class Sequence:
     @property
     def ready(self) -> int:
         """Known tokens that can be computed now. The last one gives a token, so it waits when that token does."""
-        known = self.target - self.high
         if not self.waits:
-            return known
-        return 0 if "encoder" in self.waits else known - 1
+            return self.target - self.high
+        return 0 if "encoder" in self.waits else self.last_end(self.target - 1) - self.high
 
     @property
     def shortest_chunk(self) -> int:
