@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.repo_rules import CONTROL, ROOT, knots, law_complaints, module_name, package_of, sources
+from tests.support.repo_rules import CONTROL, ROOT, floors, knots, law_complaints, module_name, package_of, sources
 
 pytestmark = pytest.mark.pure
 
@@ -152,6 +152,16 @@ def test_an_arrow_back_is_caught(module: str, planted: str, knot: set[str]) -> N
     modules[module] += f"\n{planted}\n"
     (found,) = knots(modules, "deploy.edge")
     assert knot <= set(found)
+
+
+def test_the_core_is_low_and_has_few_files() -> None:
+    """engine/core has at most fifteen files, on at most seven floors: the longest chain of imports inside it. Planted: were the
+    masks built on the scheduler, there would be one more."""
+    modules = {module_name(path): path.read_text() for path in sources() if package_of(module_name(path)) == "engine.core"}
+    assert len(modules) <= 15
+    assert floors(modules, "engine.core") <= 7
+    modules["engine.core.masks"] += "\nfrom engine.core.scheduler import Scheduler"
+    assert floors(modules, "engine.core") == 8
 
 
 def test_relative_imports_of_a_package_resolve_from_the_package() -> None:

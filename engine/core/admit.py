@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 
 from engine.core.allocator import Allocator, Changes
-from engine.core.prefix import Hit
+from engine.core.pages import Hit
 from engine.core.requests import Requests
 from engine.core.sequence import Sequence
 from engine.core.step_budget import Policy
@@ -19,7 +19,7 @@ from engine.plan import MAX_ADMITTED, Admission, admission_size
 _LOOKAHEAD = 16  # requests looked at beyond the free slots
 
 
-class Room:
+class AdmissionBudget:
     """Pages that are free for admissions: those that running prefills still need are reserved for them."""
 
     def __init__(self, running: Iterable[Sequence], allocator: Allocator) -> None:
@@ -96,7 +96,7 @@ class Admissions:
         """Admit while slots, pages and this step's budget last; `begin` gets each admitted sequence."""
         if not (self._requests.waiting and self._requests.free_slots and budget_left()):
             return
-        room, prefills, passed = Room(self._requests.running, self._allocator), self._prefills(), []
+        room, prefills, passed = AdmissionBudget(self._requests.running, self._allocator), self._prefills(), []
         for sequence in self.candidates():
             if not (self._requests.free_slots and budget_left()):
                 return
@@ -128,7 +128,7 @@ class Admissions:
             return True
         return hit is not None and self._allocator.being_computed(sequence, hit, prefills, self._gain)
 
-    def _may_begin(self, sequence: Sequence, hit: Hit | None, room: Room, prefills: list[Sequence]) -> bool:
+    def _may_begin(self, sequence: Sequence, hit: Hit | None, room: AdmissionBudget, prefills: list[Sequence]) -> bool:
         """There are pages, and it is short, or few enough long prompts are being computed."""
         found = 0 if hit is None else hit.count * self._allocator.page
         if len(sequence.tokens) - found > self._budget:

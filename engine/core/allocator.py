@@ -12,8 +12,8 @@ from itertools import chain, repeat
 
 import numpy as np
 
-from engine.core.pages import PagePool, PageRun
-from engine.core.prefix import Hit, PrefixCache, equal_keys, extend_keys
+from engine.core.pages import Hit, PagePool, PageRun
+from engine.core.prefix import PrefixCache, equal_keys, extend_keys
 from engine.core.sequence import Sequence
 from engine.geometry import KVGroup
 

@@ -3,7 +3,7 @@
                      Scheduler.commit  <-- Executor.poll        at most two plans are out: one running, one queued
                      Scheduler.schedule --> Executor.submit; masks of a step when those of all its rows are there
     front socket <-- one TokenBatch a turn of the loop, if there is something to tell
-    front socket --> Scheduler.add / abort
+    front socket --> Requests.add / abort
 
 While plans are out or threads make masks, it polls; with nothing to do it sleeps in `select` on the front socket. Any exception
 here ends the group; one raised while reading a message ends that request only. There is one front, client 0.
@@ -55,9 +55,9 @@ class Core:
         debug_pages: PageChecks = "off",
         vocabulary: Vocabulary | None = None,
     ) -> None:
-        self._scheduler = scheduler
-        self._audit = PageAudit(scheduler, debug_pages)
-        self._masks = Masks(scheduler, vocabulary)
+        self._scheduler, self._requests = scheduler, scheduler.requests
+        self._audit = PageAudit(scheduler.requests, debug_pages)
+        self._masks = Masks(scheduler.requests, vocabulary, scheduler.config.widest)
         self._executor = executor
         self._link = link
         self._lifeline = lifeline
@@ -111,7 +111,7 @@ class Core:
             request = _request_id(raw)
             if request is None:
                 raise
-            self._scheduler.refuse(_CLIENT, request, f"the request could not be read: {error}")
+            self._requests.refuse(_CLIENT, request, f"the request could not be read: {error}")
             return None
         return message
 
@@ -120,9 +120,9 @@ class Core:
             case GenerateRequest() if message.params.needs_masks:
                 self._masks.add(_CLIENT, message)
             case GenerateRequest():
-                self._scheduler.add(_CLIENT, message)
+                self._requests.add(_CLIENT, message)
             case Abort():
-                self._scheduler.abort(_CLIENT, message.id, message.reason)
+                self._requests.abort(_CLIENT, message.id, message.reason)
             case Control(action="stop"):
                 self._stopping = True
             case Control(action="report"):
@@ -148,7 +148,7 @@ class Core:
             self._progress()
             planned = True
         if self._scheduler.stuck:
-            raise RuntimeError(f"{self._scheduler.unfinished} requests wait, but none can run: {self._scheduler.load()}")
+            raise RuntimeError(f"{self._requests.unfinished} requests wait, but none can run: {self._scheduler.load()}")
         return planned
 
     def _commit(self) -> bool:
@@ -178,8 +178,8 @@ class Core:
 
     def _send(self) -> None:
         """One TokenBatch for everything that happened in this turn."""
-        outputs = [output for _, output in self._scheduler.drain()]
-        started = [request for _, request in self._scheduler.drain_started()]
+        outputs = [output for _, output in self._requests.drain()]
+        started = [request for _, request in self._requests.drain_started()]
         if outputs or started or self._report:
             self._report = False
             self._link.send(TokenBatch(outputs=outputs, started=started, load=self._scheduler.load()))

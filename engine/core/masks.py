@@ -23,7 +23,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from engine.core.scheduler import Scheduler
+from engine.core.requests import Requests
 from engine.core.sequence import Sequence
 from engine.errors import GenerationFailed
 from engine.matcher import Matcher, Vocabulary, threads
@@ -191,15 +191,20 @@ def present(value: T | None) -> T:
 
 
 class Masks:
-    """The masks of one scheduler's requests. `vocabulary` None: the checkpoint has none, and grammars are refused.
+    """The masks of requests. `vocabulary` None: the checkpoint has none, and grammars are refused.
 
     compiler, slow  executors that compile grammars and make slow masks; by default threads of its own
     """
 
     def __init__(
-        self, scheduler: Scheduler, vocabulary: Vocabulary | None, compiler: Executor | None = None, slow: Executor | None = None
+        self,
+        requests: Requests,
+        vocabulary: Vocabulary | None,
+        widest: int = 1,
+        compiler: Executor | None = None,
+        slow: Executor | None = None,
     ) -> None:
-        self._scheduler = scheduler
+        self._requests, self._widest = requests, widest
         self._vocabulary = vocabulary
         self._states: list[MaskState] = []
         self._grammars: OrderedDict[str, Compiled] = OrderedDict()  # by text, the last one used at the end
@@ -219,12 +224,12 @@ class Masks:
 
     def add(self, client: int, request: GenerateRequest) -> None:
         """Queue a request that needs masks, and start to compile its grammar; or refuse it."""
-        known = self._scheduler.find(client, request.id)
+        known = self._requests.find(client, request.id)
         if (refusal := self._refusal(request.params)) is not None:
-            self._scheduler.refuse(client, request.id, refusal)
+            self._requests.refuse(client, request.id, refusal)
             return
-        self._scheduler.add(client, request)
-        sequence = self._scheduler.find(client, request.id)
+        self._requests.add(client, request)
+        sequence = self._requests.find(client, request.id)
         if sequence is not None and known is None:
             self._track(sequence, request.params)
 
@@ -306,7 +311,7 @@ class Masks:
                 return False
             state.matcher.consume(tokens)
         except GenerationFailed as error:
-            self._scheduler.fail(sequence, str(error))
+            self._requests.fail(sequence, str(error))
             return False
         if state.trigger is not None and state.matcher.complete:
             state.matcher = None
@@ -335,7 +340,7 @@ class Masks:
         if (limit := state.limit) is None:
             return
         sequence, end, ending = state.sequence, limit.ends_at, state.ending
-        state.ending = end is not None and end < len(sequence.tokens) + DEPTH * self._scheduler.config.widest
+        state.ending = end is not None and end < len(sequence.tokens) + DEPTH * self._widest
         if end is not None and state.ending and not ending:
             state.constrain(end)
         elif ending and not state.ending:
@@ -378,7 +383,7 @@ class Masks:
             try:
                 matcher.check(bits)
             except GenerationFailed as error:
-                self._scheduler.fail(state.sequence, str(error))
+                self._requests.fail(state.sequence, str(error))
             else:
                 self._note_mask_time(state, matcher)
                 self._set_mask(state, bits)
@@ -391,7 +396,7 @@ class Masks:
         try:
             bits = making.result()
         except GenerationFailed as error:
-            self._scheduler.fail(state.sequence, str(error))
+            self._requests.fail(state.sequence, str(error))
             return False
         self._note_mask_time(state, present(state.matcher))
         self._set_mask(state, bits)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from engine.config import PageChecks
 from engine.core.pages import PagePool
 from engine.core.prefix import PrefixCache
-from engine.core.scheduler import Scheduler
+from engine.core.requests import Requests
 from engine.core.sequence import Sequence as Running
 from engine.errors import PageViolation
 
@@ -18,10 +18,10 @@ SAMPLED = 1024  # with `sample`, plans between two checks: a check takes 25 ms a
 
 
 class PageAudit:
-    """Checks a scheduler's pages at some plans, or all."""
+    """Checks the pages of requests at some plans, or all."""
 
-    def __init__(self, scheduler: Scheduler, mode: PageChecks) -> None:
-        self._scheduler = scheduler
+    def __init__(self, requests: Requests, mode: PageChecks) -> None:
+        self._requests = requests
         self._every = {"off": 0, "sample": SAMPLED, "every": 1}[mode]
         self._next = self._every
 
@@ -29,19 +29,19 @@ class PageAudit:
         """Plan `step` has been made. PageViolation: the records are wrong; the message names page and holders."""
         if self._every and step >= self._next:
             self._next = step + self._every
-            complaint = next(complaints(self._scheduler), None)
+            complaint = next(complaints(self._requests), None)
             if complaint is not None:
                 raise PageViolation(f"page accounting at plan {step}: {complaint}")
 
 
-def complaints(scheduler: Scheduler) -> Iterator[str]:
+def complaints(requests: Requests) -> Iterator[str]:
     """What is wrong, a sentence each."""
-    kept = _kept(scheduler.pools, scheduler.cache)
-    for index, pool in enumerate(scheduler.pools):
-        held = Counter(page for sequence in scheduler.running for page in sequence.runs[index].pages)
+    kept = _kept(requests.allocator.pools, requests.allocator.cache)
+    for index, pool in enumerate(requests.allocator.pools):
+        held = Counter(page for sequence in requests.running for page in sequence.runs[index].pages)
         for sentence in _pool(pool, held, kept[index]):
             yield f"group {pool.group.name}: {sentence}"
-        for sentence in _sequences(pool, index, held, scheduler.running):
+        for sentence in _sequences(pool, index, held, requests.running):
             yield f"group {pool.group.name}: {sentence}"
 
 

@@ -8,7 +8,9 @@
 Page 0 is the null page: it is never handed out and every unused table entry names it.
 """
 
+from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from engine.geometry import KVGroup
 
@@ -154,3 +156,21 @@ class PageRun:
         dropped, self.pages = self.pages[:count], self.pages[count:]
         self.first += count
         return dropped
+
+
+@dataclass(frozen=True)
+class Hit:
+    """What of a prefix the cache has: `count` pages need not be computed.
+
+    full, tail  their pages of the full group; of the sliding group, the last ones that the window needs
+    branch      up to which page the full group alone knows the prefix
+    idle_full   full pages that no sequence holds
+    version     `PrefixCache.version`: the hit is valid until it changes
+    """
+
+    count: int
+    full: "array[int]"
+    tail: "array[int]"
+    branch: int
+    idle_full: int
+    version: int

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from struct import pack
 
-from engine.core.pages import PagePool
+from engine.core.pages import Hit, PagePool
 from engine.protocol import MediaItem
 
 SPARED = 0.5
@@ -104,24 +104,6 @@ def equal_keys(keys: list[bytes], others: list[bytes], offset: int = 0) -> int:
         else:
             high = middle
     return low
-
-
-@dataclass(frozen=True)
-class Hit:
-    """What of a prefix is cached: `count` pages need not be computed.
-
-    full, tail  their pages of the full group; of the sliding group, the last ones that the window needs
-    branch      up to which page the full group alone knows the prefix
-    idle_full   full pages that no sequence holds
-    version     `PrefixCache.version`: the hit is valid until it changes
-    """
-
-    count: int
-    full: "array[int]"
-    tail: "array[int]"
-    branch: int
-    idle_full: int
-    version: int
 
 
 class PrefixCache:

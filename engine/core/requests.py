@@ -12,7 +12,17 @@ from engine.core.allocator import Allocator
 from engine.core.prefix import root_key
 from engine.core.sequence import Key, Sequence
 from engine.errors import InvalidRequest
-from engine.protocol import DIGEST_BYTES, MAX_ALTERNATIVES, MAX_SPAN, MAX_STOP_IDS, FinishReason, GenerateRequest, MediaItem, Output
+from engine.protocol import (
+    DIGEST_BYTES,
+    MAX_ALTERNATIVES,
+    MAX_SPAN,
+    MAX_STOP_IDS,
+    AbortReason,
+    FinishReason,
+    GenerateRequest,
+    MediaItem,
+    Output,
+)
 
 
 @dataclass
@@ -52,9 +62,9 @@ class Requests:
         """All that have not ended."""
         return iter(self._by_key.values())
 
-    def find(self, key: Key) -> Sequence | None:
-        """The request, if it has not ended."""
-        return self._by_key.get(key)
+    def find(self, client: int, request: int) -> Sequence | None:
+        """A request that has not ended."""
+        return self._by_key.get((client, request))
 
     @property
     def free_slots(self) -> int:
@@ -70,6 +80,7 @@ class Requests:
 
     def add(self, client: int, request: GenerateRequest) -> None:
         """Queue a new request, or refuse it if it can never run here."""
+        self.counters.received += 1
         key = (client, request.id)
         try:
             tokens = _prompt(request)
@@ -77,7 +88,7 @@ class Requests:
             if key in self._by_key:
                 raise InvalidRequest(f"request id {request.id} is already in use")
         except InvalidRequest as error:
-            self.refuse(client, request.id, error)
+            self._refuse(client, request.id, error)
             return
         self._arrivals += 1
         root = root_key(request.salt)
@@ -165,10 +176,25 @@ class Requests:
 
     # -- outputs and ends
 
-    def refuse(self, client: int, request: int, reason: InvalidRequest) -> None:
-        """Count and answer a request that is not queued."""
+    def refuse(self, client: int, request: int, reason: str) -> None:
+        """Count and answer a request that is not let in."""
+        self.counters.received += 1
+        self._refuse(client, request, InvalidRequest(reason))
+
+    def _refuse(self, client: int, request: int, reason: InvalidRequest) -> None:
         self.counters.refused += 1
         self.emit(client, Output(id=request, finish=FinishReason.error, error=str(reason), invalid=True, code=reason.code))
+
+    def abort(self, client: int, request: int, reason: AbortReason) -> None:
+        """End a request at any stage; unknown ids are ignored. A stop string is a success."""
+        sequence = self.find(client, request)
+        if sequence is not None:
+            success = reason is AbortReason.stop_string
+            self.end(sequence, Output(id=request, finish=FinishReason.stop if success else FinishReason.abort))
+
+    def fail(self, sequence: Sequence, error: str) -> None:
+        """End a request that cannot go on; its client gets `error`."""
+        self.end(sequence, Output(id=sequence.key[1], finish=FinishReason.error, error=error))
 
     def end(self, sequence: Sequence, output: Output, *, poisoned: bool = False) -> None:
         """The one place where a request ends. `poisoned`: what it computed was not finite."""

@@ -24,7 +24,7 @@ class ChunkRow(NamedTuple):
 
 
 @dataclass
-class Flight:
+class InFlightStep:
     """A plan whose result has not come; result rows come in the order: chunks that sample, then decode rows.
 
     rows      each decode row's sequence, its admission number when it was planned, and its width
@@ -43,7 +43,7 @@ class Results:
 
     def __init__(self, requests: Requests) -> None:
         self._requests = requests
-        self._in_flight: deque[Flight] = deque()
+        self._in_flight: deque[InFlightStep] = deque()
         self.done = 0
 
     @property
@@ -51,20 +51,20 @@ class Results:
         """Plans sent and not yet committed."""
         return len(self._in_flight)
 
-    def expect(self, flight: Flight) -> None:
+    def expect(self, step: InFlightStep) -> None:
         """A plan was sent."""
-        self._in_flight.append(flight)
+        self._in_flight.append(step)
 
-    def commit(self, result: StepResult) -> Flight:
-        """Commit one result; returns its flight."""
-        flight = self._in_flight.popleft()
-        assert result.step == flight.step, (result.step, flight.step)
-        self.done = flight.step
-        self._requests.counters.prefill_tokens += flight.prefill_tokens
-        self._commit_prompts(flight.chunks, result)
-        first = self._commit_chunks(flight.chunks, result)
-        self._commit_rows(flight.rows, result, first)
-        return flight
+    def commit(self, result: StepResult) -> InFlightStep:
+        """Commit one result; returns its step."""
+        step = self._in_flight.popleft()
+        assert result.step == step.step, (result.step, step.step)
+        self.done = step.step
+        self._requests.counters.prefill_tokens += step.prefill_tokens
+        self._commit_prompts(step.chunks, result)
+        first = self._commit_chunks(step.chunks, result)
+        self._commit_rows(step.rows, result, first)
+        return step
 
     def _commit_prompts(self, chunks: list[ChunkRow], result: StepResult) -> None:
         """Emit logprobs of prompt tokens. A preemption drops those in flight; what the next admission computes again of those that

@@ -1,71 +1,103 @@
 """The scheduler: requests in, plans out, results in, outputs out. Pure: no clock, no sockets, no torch.
 
-    add, abort --> requests --> planner --> plan ... result --> results --> outputs
-                                 policy, admit, allocator (pages, prefix)
+    Requests.add, abort --> schedule --> plan ... result --> commit --> Requests.drain
+
+Per plan, in order of precedence (priority, then arrival):
+
+    1. release   sliding pages that no position after the committed ones can see
+    2. run       a decode row, or a prefill chunk of its share of the step's budget, for each running sequence
+    3. admit     from the queue, while slots, pages and budget last; what is left of the budget goes to running prefills
+    4. fill      if the step is still empty, the first prefill that there are pages for
+
+A sequence short of pages shrinks its chunk or row, then preempts the last one; the last one itself sits the step out. So the first
+always advances: its worst case fits the empty pools (or it was refused), and all others can be preempted.
 """
 
-from collections.abc import Iterator
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from engine.core.allocator import Allocator
-from engine.core.pages import PagePool
-from engine.core.planner import Planner, SchedulerConfig, Width, all_drafts
-from engine.core.prefix import PrefixCache
-from engine.core.requests import Counters, Requests
-from engine.core.results import Results
-from engine.core.sequence import Key, Sequence
-from engine.errors import InvalidRequest
+from engine.core.admit import Admissions
+from engine.core.allocator import Allocator, Changes
+from engine.core.requests import Requests
+from engine.core.results import ChunkRow, InFlightStep, Results
+from engine.core.sequence import Sequence
+from engine.core.step_budget import POLICIES, DecodeRows, Prompt, StepBudget
+from engine.geometry import KVGroup
+from engine.lifeline import StepTimes
 from engine.memory import longest_sequence
-from engine.plan import StepPlan, StepResult
-from engine.protocol import AbortReason, FinishReason, GenerateRequest, Load, Output, PoolLoad
+from engine.plan import MAX_SCORED, ROW_MASKED, Admission, StepPlan, StepResult
+from engine.protocol import Load, PoolLoad
 
-__all__ = ["Scheduler", "SchedulerConfig"]
+Width = Callable[[Sequence], int]  # the tokens, drafts included, that a sequence's next row should compute; at least 1
+
+
+def all_drafts(_: Sequence) -> int:
+    """As many as rows may compute."""
+    return 8
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """pages           of each group, its null page included
+    prefill_budget  rows of a step that has prompt tokens, decode rows included; a quarter always belongs to prompts
+    widest          tokens that a decode row may compute at most: its own and drafts, of which those that are right are given too
+    cache_share     part of each pool that the prefix cache may keep idle; None: there is no cache
+    policy          a name of core/step_budget.py
+    encoder_rows    positions of media items that a step encodes at most; one item may have more
+    tpot_target_ms  mean time of steps with decode rows, by `step_times` (core/step_budget.py)
+    """
+
+    groups: tuple[KVGroup, ...]
+    pages: tuple[int, ...]
+    max_seqs: int
+    max_len: int
+    prefill_budget: int
+    widest: int = 1
+    cache_share: float | None = None
+    policy: str = "fair"
+    step_times: StepTimes | None = None
+    tpot_target_ms: float | None = None
+    encoder_rows: int = 4096
+
+
+@dataclass
+class PlanDraft:
+    """A plan being made, and what it leaves in flight."""
+
+    plan: StepPlan
+    changes: Changes
+    in_flight: InFlightStep
+    rows: list[int] = field(default_factory=list)  # its decode rows, flat: a list grows faster than an array
+    masked: bool = False  # a row of it uses a mask
+    budget: int = 0  # prompt tokens that it may still get
+    scored: int = MAX_SCORED  # prompt tokens with logprobs that it may still get
+    encoder_rows: int = 0  # positions of media items that it may still encode
+    media: bool = False  # a chunk of it has spans
+    decode_rows: DecodeRows = field(default_factory=DecodeRows)
+    chunks: dict[int, int] = field(default_factory=dict)  # slot -> index of its chunk in the plan
 
 
 class Scheduler:
-    """Call `schedule` for the next plan and `commit` with each plan's result, in order; `drain` gives the outputs.
+    """Call `schedule` for the next plan, which advances `high` of every sequence in it, and `commit` with each plan's result, in
+    order.
 
     width  how many tokens a sequence's next row should compute
     """
 
     def __init__(self, config: SchedulerConfig, width: Width = all_drafts) -> None:
         self.config = config
-        self._allocator = Allocator(config.groups, config.pages, config.cache_share)
+        self.allocator = Allocator(config.groups, config.pages, config.cache_share)
         longest = longest_sequence(config.groups, config.pages)
-        self._requests = Requests(self._allocator, config.max_seqs, config.max_len, longest)
-        self._results = Results(self._requests)
-        self._planner = Planner(config, self._requests, self._allocator, width)
-
-    # -- what it holds
-
-    @property
-    def pools(self) -> list[PagePool]:
-        """One pool per KV group."""
-        return self._allocator.pools
-
-    @property
-    def cache(self) -> PrefixCache | None:
-        """The prefix cache, if there is one."""
-        return self._allocator.cache
-
-    @property
-    def counters(self) -> Counters:
-        """Counts since boot."""
-        return self._requests.counters
-
-    @property
-    def waiting(self) -> list[Sequence]:
-        """The queue, in order of precedence."""
-        return self._requests.waiting
-
-    @property
-    def running(self) -> list[Sequence]:
-        """Sequences with a slot, in order of precedence."""
-        return self._requests.running
-
-    @property
-    def sequences(self) -> Iterator[Sequence]:
-        """All sequences that have not ended."""
-        return iter(self._requests)
+        self.requests = Requests(self.allocator, config.max_seqs, config.max_len, longest)
+        self._results = Results(self.requests)
+        policy = POLICIES[config.policy]
+        self._admissions = Admissions(self.requests, self.allocator, policy, config.prefill_budget)
+        self._budget = StepBudget(policy, config.prefill_budget, config.step_times, config.tpot_target_ms)
+        self._encoder_waits: list[Sequence] = []  # whose items the last plan had no rows for
+        self._changes = Changes()  # not sent yet: the next plan carries them
+        self._wanted_width = width
+        self._step = 0  # of the last plan
 
     @property
     def in_flight(self) -> int:
@@ -73,87 +105,236 @@ class Scheduler:
         return self._results.in_flight
 
     @property
-    def unfinished(self) -> int:
-        """Requests that have not ended."""
-        return self._requests.unfinished
-
-    @property
     def stuck(self) -> bool:
         """Requests are open, nothing is in flight, and none of them waits for the host: an invariant is broken."""
-        return bool(self.unfinished) and not self.in_flight and not any(sequence.waits for sequence in self._requests)
+        return bool(self.requests.unfinished) and not self.in_flight and not any(sequence.waits for sequence in self.requests)
 
-    # -- requests in, outputs out
-
-    def refuse(self, client: int, request: int, reason: str) -> None:
-        """Count and answer a request that is not let in."""
-        self.counters.received += 1
-        self._requests.refuse(client, request, InvalidRequest(reason))
-
-    def add(self, client: int, request: GenerateRequest) -> None:
-        """Queue a request, or refuse it if it can never run here."""
-        self.counters.received += 1
-        self._requests.add(client, request)
-
-    def abort(self, client: int, request: int, reason: AbortReason) -> None:
-        """End a request at any stage; unknown ids are ignored. A stop string is a success."""
-        sequence = self._requests.find((client, request))
-        if sequence is None:
-            return
-        success = reason is AbortReason.stop_string
-        self._requests.end(sequence, Output(id=request, finish=FinishReason.stop if success else FinishReason.abort))
-
-    def drain(self) -> Iterator[tuple[int, Output]]:
-        """(client, output) of everything since the last call, in order."""
-        return self._requests.drain()
-
-    def drain_started(self) -> list[Key]:
-        """Requests that were scheduled for the first time since the last call."""
-        return self._requests.drain_started()
+    def schedule(self) -> StepPlan | None:
+        """The next plan; None if no sequence can use a step now: all wait for results or the host, or there are none."""
+        changes = self._changes
+        plan = StepPlan(self._step + 1, releases=changes.releases, appends=changes.appends, zeros=changes.zeros)
+        draft = PlanDraft(plan, changes, InFlightStep(plan.step), encoder_rows=self.config.encoder_rows)
+        self._admissions.new_plan()
+        while self._encoder_waits:
+            self._encoder_waits.pop().waits.discard("encoder")
+        self._release(changes)
+        shares = self._shares(draft)
+        self._run_all(draft, shares)
+        if shares:
+            self._admit(draft, shares)
+            self._spend(draft, sum(shares.values()))
+            self._run_any(draft)
+        if not (plan.chunks or draft.rows or plan.admissions):
+            return None
+        plan.rows.frombytes(struct.pack(f"{len(draft.rows)}i", *draft.rows))
+        plan.masked = draft.masked
+        if shares:
+            draft.in_flight.expected = self._budget.planned(_chunks(draft), draft.decode_rows)
+        if draft.media:
+            _name_spans(draft)
+        self._changes = Changes()
+        self._step += 1
+        self._results.expect(draft.in_flight)
+        return plan
 
     def commit(self, result: StepResult, took_ms: float | None = None) -> None:
         """Commit one result; results come in the order of their plans. `took_ms`: milliseconds since the one before it, or since
         the plan was sent if nothing was in flight then."""
-        flight = self._results.commit(result)
-        if took_ms is not None:
-            self._planner.took(flight, took_ms)
-
-    def find(self, client: int, request: int) -> Sequence | None:
-        """A request that has not ended."""
-        return self._requests.find((client, request))
-
-    def fail(self, sequence: Sequence, error: str) -> None:
-        """End a request that cannot go on; its client gets `error`."""
-        self._requests.end(sequence, Output(id=sequence.key[1], finish=FinishReason.error, error=error))
-
-    def schedule(self) -> StepPlan | None:
-        """The next plan; None if no sequence can use a step now: all wait for results or the host, or there are none."""
-        drafted = self._planner.next()
-        if drafted is None:
-            return None
-        plan, flight = drafted
-        self._results.expect(flight)
-        return plan
+        step = self._results.commit(result)
+        if took_ms is not None and step.expected is not None:
+            self._budget.took(step.expected, took_ms)
 
     def load(self) -> Load:
         """The figures for the front's admission and for metrics."""
-        counters = self.counters
+        requests, cache = self.requests, self.allocator.cache
         return Load(
             step=self._results.done,
-            waiting=len(self.waiting),
-            running=len(self.running),
-            waiting_tokens=sum(len(sequence.tokens) for sequence in self.waiting),
-            preemptions=counters.preemptions,
-            received=counters.received,
-            finished=counters.finished,
-            refused=counters.refused,
-            aborted=counters.aborted,
-            failed=counters.failed,
-            prefill_tokens=counters.prefill_tokens,
-            decode_tokens=counters.decode_tokens,
-            queried_tokens=counters.queried_tokens,
-            hit_tokens=counters.hit_tokens,
-            evicted_pages=0 if self.cache is None else self.cache.evicted_pages,
+            waiting=len(requests.waiting),
+            running=len(requests.running),
+            waiting_tokens=sum(len(sequence.tokens) for sequence in requests.waiting),
+            evicted_pages=0 if cache is None else cache.evicted_pages,
             pools=[
-                PoolLoad(name=pool.group.name, total=pool.total, used=pool.used, cached=pool.idle) for pool in self.pools
+                PoolLoad(name=pool.group.name, total=pool.total, used=pool.used, cached=pool.idle)
+                for pool in self.allocator.pools
             ],
+            **vars(requests.counters),
         )
+
+    def _shares(self, draft: PlanDraft) -> dict[Sequence, int]:
+        """Tokens of each running prefill in this step, and of each waiting prompt that may be admitted."""
+        prefills = [sequence for sequence in self.requests.running if sequence.high < sequence.target and sequence.ready]
+        waiting = self._admissions.candidates()
+        if not (prefills or waiting):
+            self._budget.idle()
+            return {}
+        decoding = [sequence for sequence in self.requests.running if sequence.decodable]
+        draft.decode_rows = DecodeRows(len(decoding), sum(sequence.high for sequence in decoding))
+        draft.budget = self._budget.prompt_tokens(sum(map(self._width, decoding)))
+        prompts = [_prompt(sequence) for sequence in prefills]
+        prompts += [Prompt(sequence.uncached, sequence.cached_when_queued) for sequence in waiting]
+        return dict(zip(prefills + waiting, self._budget.share(prompts, draft.budget, draft.decode_rows), strict=True))
+
+    def _release(self, changes: Changes) -> None:
+        for sequence in self.requests.running:
+            if sequence.low >= sequence.release_at:
+                self.allocator.release(sequence, changes)
+
+    def _run_all(self, draft: PlanDraft, shares: dict[Sequence, int]) -> None:
+        """A row for each running sequence, in order, if it can have one and its pages; prefills get their shares of the budget."""
+        plan_rows, add_row, single = draft.rows, draft.in_flight.rows.append, self.config.widest == 1
+        for sequence in list(self.requests.running):
+            slot = sequence.slot
+            if slot < 0:
+                continue  # preempted for one before it
+            high = sequence.high
+            if high < sequence.target:
+                self._prefill(sequence, shares.get(sequence, 0), draft)
+            elif high < sequence.limit - 1 and not sequence.waits:
+                if not (sequence.number or self._admit_again(sequence, draft)):
+                    continue
+                width = 1 if single else self._width(sequence)
+                end = high + width
+                if end > sequence.held:
+                    if not self._hold_row(sequence, width, draft.changes):
+                        continue
+                    end = min(end, sequence.held)
+                sequence.high = end
+                flags = 0
+                if sequence.masked:
+                    flags, draft.masked = ROW_MASKED, True
+                plan_rows += (slot, end - high, flags)
+                add_row((sequence, sequence.number, end - high))
+
+    def _width(self, sequence: Sequence) -> int:
+        """Positions of its next row: none behind its limit, and one where a mask says which token may come."""
+        width = 1 if sequence.masked else min(self._wanted_width(sequence), self.config.widest)
+        return width if width == 1 else min(width, sequence.limit - 1 - sequence.high)
+
+    def _admit_again(self, sequence: Sequence, draft: PlanDraft) -> bool:
+        """Admit a sequence that has stepped back with its next row; False if the plan has no room for that."""
+        admission = self._admissions.again(sequence, draft.changes)
+        if admission is not None:
+            draft.plan.admissions.append(admission)
+        return admission is not None
+
+    def _hold_row(self, sequence: Sequence, width: int, changes: Changes) -> int:
+        """Take the pages for up to `width` positions; how many it can have. Nobody is preempted for more than one."""
+        width = self.allocator.fitting(sequence, width) or int(self._make_room(sequence, 1))
+        if width:
+            self.allocator.hold(sequence, sequence.high + width, changes)
+        return width
+
+    def _prefill(self, sequence: Sequence, share: int, draft: PlanDraft, *, may_preempt: bool = True) -> None:
+        """Compute up to `share` more of its known tokens, as far as there are pages."""
+        most = min(draft.budget, draft.scored) if sequence.reports_prompt else draft.budget
+        wanted, least = min(sequence.ready, share, most), 1
+        if wanted < 1:
+            return
+        if sequence.media:
+            least = sequence.shortest_chunk
+            wanted = max(least, sequence.last_end(sequence.high + wanted) - sequence.high)
+            if wanted > sequence.ready or (wanted > most and draft.plan.chunks):
+                return  # a span that is longer than the budget has a step without other chunks
+        size = self._fitting(sequence, wanted, least)
+        if size < least:
+            size = least if may_preempt and self._make_room(sequence, least) else 0
+        if sequence.media and size:
+            size = self._encode(sequence, size, draft)
+        if size:
+            self._chunk(sequence, size, draft)
+
+    def _fitting(self, sequence: Sequence, wanted: int, least: int) -> int:
+        """How many of its next `wanted` positions can have pages, with one for every other sequence if `least` of them can."""
+        fitting = self.allocator.fitting
+        size = fitting(sequence, wanted, headroom=len(self.requests.running) - 1)
+        if size < least:
+            size = fitting(sequence, wanted)
+        return sequence.last_end(sequence.high + size) - sequence.high if sequence.spans else size
+
+    def _encode(self, sequence: Sequence, size: int, draft: PlanDraft) -> int:
+        """Plan the encodes of the media items in its next `size` positions; returns how many of these can be computed now."""
+        draft.media = True
+        for item in sequence.media[sequence.encoded :]:
+            if item.first >= sequence.high + size:
+                break
+            if item.end > sequence.high:
+                if draft.plan.encodes and item.length > draft.encoder_rows:
+                    sequence.waits.add("encoder")
+                    self._encoder_waits.append(sequence)
+                    return max(0, item.first - sequence.high)
+                draft.plan.encodes.append((sequence.slot, item.first, item.length, sequence.encoded))
+                draft.encoder_rows -= item.length
+            sequence.encoded += 1
+        return size
+
+    def _chunk(self, sequence: Sequence, size: int, draft: PlanDraft) -> None:
+        """Add `size` tokens: a new chunk, or more of the one that it has in this plan."""
+        plan, rows, start, end = draft.plan, draft.in_flight.chunks, sequence.high, sequence.high + size
+        self.allocator.hold(sequence, end, draft.changes)
+        sequence.high = end
+        draft.budget = max(0, draft.budget - size)
+        draft.scored -= size if sequence.reports_prompt else 0
+        draft.in_flight.prefill_tokens += size
+        at = draft.chunks.setdefault(sequence.slot, len(rows))
+        if at < len(rows):
+            start = plan.chunks[at][1]
+        samples = end == sequence.target
+        plan.chunks[at : at + 1] = [(sequence.slot, start, end, end - 1 if samples else end, 0, 0)]
+        rows[at : at + 1] = [ChunkRow(sequence, sequence.number, end, samples)]
+        if samples and sequence.masked:
+            draft.masked = True
+
+    def _admit(self, draft: PlanDraft, shares: dict[Sequence, int]) -> None:
+        """Admit from the queue, with shares of the budget. Nobody is preempted for it: the others have rows in this plan."""
+        def begin(sequence: Sequence, admission: Admission) -> None:
+            draft.plan.admissions.append(admission)
+            self._prefill(sequence, shares.get(sequence, 0), draft, may_preempt=False)
+
+        self._admissions.admit(draft.changes, lambda: draft.budget, begin)
+
+    def _spend(self, draft: PlanDraft, planned: int) -> None:
+        """What is left of the `planned` shares goes to running prefills."""
+        if draft.in_flight.prefill_tokens >= planned:
+            return
+        prefills = [sequence for sequence in self.requests.running if sequence.ready > 0]
+        prompts = [_prompt(sequence) for sequence in prefills]
+        rest = self._budget.share_rest(prompts, draft.budget, draft.decode_rows, _chunks(draft))
+        for sequence, share in zip(prefills, rest, strict=True):
+            self._prefill(sequence, share, draft, may_preempt=False)
+
+    def _run_any(self, draft: PlanDraft) -> None:
+        """In an empty step, compute the first prompt that there are pages for."""
+        for sequence in list(self.requests.running) if draft.budget else ():
+            if draft.plan.chunks or draft.rows or sequence.slot < 0:
+                return
+            self._prefill(sequence, sequence.ready, draft)
+
+    def _make_room(self, sequence: Sequence, wanted: int) -> bool:
+        """Preempt younger sequences, youngest first, until `wanted` positions have pages; False if that is not enough."""
+        while self.allocator.fitting(sequence, wanted) < wanted:
+            youngest = self.requests.running[-1]
+            if youngest is sequence:
+                return False
+            self.requests.preempt(youngest)
+        return True
+
+
+def _prompt(sequence: Sequence) -> Prompt:
+    """What a running sequence could compute now."""
+    return Prompt(sequence.ready, sequence.high)
+
+
+def _chunks(draft: PlanDraft) -> list[Prompt]:
+    """The chunks of the plan so far."""
+    return [Prompt(end - start, start) for _, start, end, *_ in draft.plan.chunks]
+
+
+def _name_spans(draft: PlanDraft) -> None:
+    """Give each chunk the spans in it."""
+    plan = draft.plan
+    for at, (sequence, *_) in enumerate(draft.in_flight.chunks):
+        if sequence.spans:
+            slot, start, end, first_logit = plan.chunks[at][:4]
+            spans = [span for span in sequence.spans if start <= span[0] < end]
+            plan.chunks[at] = (slot, start, end, first_logit, len(plan.spans), len(spans))
+            plan.spans.extend(spans)

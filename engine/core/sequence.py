@@ -15,8 +15,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import Literal
 
-from engine.core.pages import PageRun
-from engine.core.prefix import Hit
+from engine.core.pages import Hit, PageRun
 from engine.protocol import MediaItem, SamplingParams
 
 Key = tuple[int, int]

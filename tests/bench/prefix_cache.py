@@ -49,7 +49,7 @@ def rates(trace: Trace, larger: tuple[int, int]) -> list[Rate]:
         sliding, full = portions(trace, working_set)
         pages = (sliding * larger[0], full * larger[1])
         served, scheduler = serve(trace, pages)
-        here, (sliding, full) = served.hit / best, (pool.total for pool in scheduler.pools)
+        here, (sliding, full) = served.hit / best, (pool.total for pool in scheduler.allocator.pools)
         strict = here
         if _evicted(scheduler):
             with mock.patch("engine.core.prefix.SPARED", 0.0):

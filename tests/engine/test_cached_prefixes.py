@@ -48,21 +48,21 @@ class Asked:
 
     def ask_all(self, prompts: list[list[int]], count: int) -> list[list[tuple[int, Logprobs]]]:
         """The same of several at once."""
-        before = self.scheduler.counters.hit_tokens
+        before = self.scheduler.requests.counters.hit_tokens
         params = SamplingParams(max_tokens=count, logprobs=5)
         given: dict[int, list[tuple[int, Logprobs]]] = {}
         for prompt in prompts:
             self._count += 1
             given[self._count] = []
-            self.scheduler.add(0, GenerateRequest(id=self._count, prompt=pack_tokens(prompt), params=params))
-        while self.scheduler.unfinished:
+            self.scheduler.requests.add(0, GenerateRequest(id=self._count, prompt=pack_tokens(prompt), params=params))
+        while self.scheduler.requests.unfinished:
             plan = self.scheduler.schedule()
             assert plan is not None
             self.scheduler.commit(finish(self._runner.launch(encode_plan(plan))))
-            for _, output in self.scheduler.drain():
+            for _, output in self.scheduler.requests.drain():
                 assert output.error is None, output.error
                 given[output.id] += zip(output.tokens, output.logprobs, strict=True)
-        self.cached = self.scheduler.counters.hit_tokens - before
+        self.cached = self.scheduler.requests.counters.hit_tokens - before
         return list(given.values())
 
 
@@ -130,8 +130,8 @@ def test_logits_at_a_branch_point_and_after_evictions(member: str, rank: Callabl
         other = prompt_of(member, window + 3 * visit, start=1000 + visit)
         worst = max(worst, error(plain.ask(other), engine.ask(other)))
     assert hits >= 5 * (len(system) - PAGE)
-    assert engine.scheduler.cache is not None
-    assert engine.scheduler.cache.evicted_pages > 0
+    assert engine.scheduler.allocator.cache is not None
+    assert engine.scheduler.allocator.cache.evicted_pages > 0
     assert worst <= TOLERANCE
 
 
@@ -141,7 +141,7 @@ def test_logits_after_a_preemption(member: str, rank: Callable[[str], Rank]) -> 
     engine, plain = Asked(rank(member), (24, 19)), Asked(rank(member), prefix_cache=False)
     prompts = [prompt_of(member, 90), prompt_of(member, 85, start=500)]
     together = engine.ask_all(prompts, 60)
-    counters = engine.scheduler.counters
+    counters = engine.scheduler.requests.counters
     assert counters.preemptions > 0
     assert counters.prefill_tokens < sum(map(len, prompts)) + 85, "the prompt of the one that was put back was found again"
     worst = max(error(plain.ask(prompt, 60), answer) for prompt, answer in zip(prompts, together, strict=True))
@@ -167,9 +167,9 @@ def test_a_page_freed_while_shared_is_noticed(rank: Callable[[str], Rank]) -> No
     engine = Asked(rank("31b"))
     prompt = prompt_of("31b", 150)
     cold = engine.ask(prompt)
-    full = engine.scheduler.pools[1]
-    assert engine.scheduler.cache is not None
-    (segment,) = (each for each in engine.scheduler.cache if each.start == 0)
+    full = engine.scheduler.allocator.pools[1]
+    assert engine.scheduler.allocator.cache is not None
+    (segment,) = (each for each in engine.scheduler.allocator.cache if each.start == 0)
     full._free.append(segment.pages[1])  # last in, first out: the next request writes there
     engine.ask(prompt_of("31b", PAGE, start=9), 1)
     assert error(cold, engine.ask(prompt)) > FAULT

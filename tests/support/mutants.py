@@ -66,11 +66,11 @@ _CORE = (
         "if self._size and size > MAX_ADMITTED:", "if False:", "engine/core/test_scheduler.py",
     ),
     Fault(
-        "oldest-is-preempted-first", "engine/core/planner.py",
-        "youngest = self._requests.running[-1]", "youngest = self._requests.running[0]", "engine/core/test_scheduler.py",
+        "oldest-is-preempted-first", "engine/core/scheduler.py",
+        "youngest = self.requests.running[-1]", "youngest = self.requests.running[0]", "engine/core/test_scheduler.py",
     ),
     Fault(
-        "drafts-behind-the-limit", "engine/core/planner.py",
+        "drafts-behind-the-limit", "engine/core/scheduler.py",
         "else min(width, sequence.limit - 1 - sequence.high)", "else width", "engine/core/test_widths.py",
     ),
     Fault(
@@ -78,7 +78,7 @@ _CORE = (
         "sequence.high -= width - len(row.tokens)", "sequence.high -= 0", "engine/core/test_widths.py",
     ),
     Fault(
-        "row-runs-before-its-mask", "engine/core/planner.py",
+        "row-runs-before-its-mask", "engine/core/scheduler.py",
         "elif high < sequence.limit - 1 and not sequence.waits:", "elif high < sequence.limit - 1:",
         "engine/core/test_world_masks.py engine/core/test_masks.py",
     ),
@@ -100,7 +100,7 @@ _CORE = (
         "elif finish is FinishReason.error:", "elif False:", "engine/core/test_scheduler.py",
     ),
     Fault(
-        "stop-string-counted-as-abort", "engine/core/scheduler.py",
+        "stop-string-counted-as-abort", "engine/core/requests.py",
         "success = reason is AbortReason.stop_string", "success = False", "engine/core/test_scheduler.py engine/core/test_loop.py",
     ),
     Fault(

@@ -168,6 +168,20 @@ def knots(modules: dict[str, str], package: str) -> list[tuple[str, ...]]:
     return sorted({tuple(sorted(other for other in reached[room] if room in reached.get(other, ()))) for room in reached} - {()})
 
 
+def floors(modules: dict[str, str], package: str) -> int:
+    """Rooms on the longest chain of imports inside `package`, which has no knots; `modules`: name -> source."""
+    below: dict[str, set[str]] = {}
+    for module, source in modules.items():
+        room = _room(module, package)
+        found = {_room(item.target, package) for item in imports(source, module) if item.within(package)}
+        below.setdefault(room, set()).update(found - {room})
+
+    def height(room: str) -> int:
+        return 1 + max(map(height, below[room]), default=0)
+
+    return max(map(height, below))
+
+
 def _room(module: str, package: str) -> str:
     return module.removeprefix(package).lstrip(".").partition(".")[0]
 

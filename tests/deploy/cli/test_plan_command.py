@@ -170,15 +170,16 @@ def run_at_once(planned: Sizing, sequences: int, tokens: int) -> tuple[int, int]
     scheduler = Scheduler(SchedulerConfig(groups, pages, sequences, engine.max_len, engine.prefill_budget))
     machine = KVMachine(groups, pages, sequences, engine.max_len, lambda prefix, position, seed: 300)
     for number in range(sequences):
-        scheduler.add(0, GenerateRequest(id=number, prompt=pack_tokens([5] * 8), params=SamplingParams(max_tokens=tokens - 8)))
+        params = SamplingParams(max_tokens=tokens - 8)
+        scheduler.requests.add(0, GenerateRequest(id=number, prompt=pack_tokens([5] * 8), params=params))
     most = 0
-    while scheduler.unfinished:
+    while scheduler.requests.unfinished:
         while scheduler.in_flight < 2 and (plan := scheduler.schedule()) is not None:
             machine.submit(plan)
         scheduler.commit(machine.result())
-        most = max(most, len(scheduler.running))
-    assert scheduler.counters.finished == sequences
-    return most, scheduler.counters.preemptions
+        most = max(most, len(scheduler.requests.running))
+    assert scheduler.requests.counters.finished == sequences
+    return most, scheduler.requests.counters.preemptions
 
 
 def test_so_many_run_at_once_and_one_more_does_not(engine_of: Make) -> None:

@@ -16,8 +16,8 @@ MANY = Trace(conversations=10_000)
 def shares(trace: Trace, pages: tuple[int, int]) -> float:
     """What is found in such pools, of what a cache finds that never forgets."""
     found, scheduler = serve(trace, pages)
-    assert scheduler.counters.preemptions == 0
-    assert [pool.free + pool.idle for pool in scheduler.pools] == [pool.total for pool in scheduler.pools]
+    assert scheduler.requests.counters.preemptions == 0
+    assert [pool.free + pool.idle for pool in scheduler.allocator.pools] == [pool.total for pool in scheduler.allocator.pools]
     return found.hit / unlimited(trace).hit
 
 

@@ -172,7 +172,7 @@ def test_an_unreadable_message_fails_its_own_request_only(core) -> None:  # noqa
     outputs = front.until_ended(2)
     assert [(output.id, output.invalid) for output in outputs if output.finish] == [(7, True), (8, False)]
     assert outputs[-1].finish is FinishReason.length
-    assert (scheduler.counters.received, scheduler.counters.refused) == (2, 1)
+    assert (scheduler.requests.counters.received, scheduler.requests.counters.refused) == (2, 1)
 
 
 def unread(link: FrontLink, batches: int) -> int:
@@ -264,7 +264,7 @@ def test_long_prompts_come_one_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
             received = [0]
             while received[-1] < len(lengths):
                 loop._read()
-                received.append(scheduler.counters.received)
+                received.append(scheduler.requests.counters.received)
         return [lengths[before:after] for before, after in pairwise(received)]
 
     assert turns() == [[140_000], [140_000], [*[3] * 50, 140_000]]
@@ -277,12 +277,12 @@ def test_an_idle_core_sleeps(core) -> None:  # noqa: ANN001
     front, _, scheduler = core
     began = time.process_time()
     time.sleep(0.3)
-    scheduler.add(0, GenerateRequest(id=1, prompt=pack_tokens([1]), params=SamplingParams(max_tokens=2)))
-    scheduler.waiting[0].waits.add("mask")
+    scheduler.requests.add(0, GenerateRequest(id=1, prompt=pack_tokens([1]), params=SamplingParams(max_tokens=2)))
+    scheduler.requests.waiting[0].waits.add("mask")
     time.sleep(0.5)
     assert time.process_time() - began < 0.2
     front.send(Control(action="report"))
-    scheduler.abort(0, 1, AbortReason.client_gone)
+    scheduler.requests.abort(0, 1, AbortReason.client_gone)
 
 
 def test_a_grammar_wakes_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,4 +339,4 @@ def test_a_page_violation_ends_the_loop() -> None:
 
     assert serve(lambda _: None).deepest >= 1
     with pytest.raises(PageViolation, match=r"page accounting at plan 1: group full: 38 free, 1 held and 0 idle pages .* of 38"):
-        serve(lambda scheduler: setattr(scheduler.pools[1], "total", 38))
+        serve(lambda scheduler: setattr(scheduler.allocator.pools[1], "total", 38))

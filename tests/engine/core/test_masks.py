@@ -82,13 +82,13 @@ def serve(
 ) -> Served:
     """As the core's loop does it, two plans out at a time."""
     scheduler = Scheduler(SchedulerConfig(GROUPS, pages, 10, MAX_LEN, 32, cache_share=cache_share))
-    masks = Masks(scheduler, model.vocabulary)
+    masks = Masks(scheduler.requests, model.vocabulary)
     machine = MaskedMachine(model.text, pages, 10, MAX_LEN, marks or (model.markers.begin_call,))
     machine.plant_masks = plant
     for request in requests:
-        masks.add(0, request) if request.params.needs_masks else scheduler.add(0, request)
+        masks.add(0, request) if request.params.needs_masks else scheduler.requests.add(0, request)
     served = Served()
-    while scheduler.unfinished or scheduler.in_flight:
+    while scheduler.requests.unfinished or scheduler.in_flight:
         if masks.making:
             masks.advance()
         while scheduler.in_flight < 2 and (plan := scheduler.schedule()) is not None:
@@ -104,11 +104,11 @@ def serve(
             served.steps += 1
         else:
             time.sleep(0.001)
-        outputs = [output for _, output in scheduler.drain()]
+        outputs = [output for _, output in scheduler.requests.drain()]
         served.outputs += outputs
         for output in outputs:
             served.given.setdefault(output.id, []).extend([served.steps] * len(output.tokens))
-    served.preemptions = scheduler.counters.preemptions
+    served.preemptions = scheduler.requests.counters.preemptions
     return served
 
 
@@ -217,7 +217,7 @@ def test_a_begun_call_computes_one_position_again(model: Model, cache_share: flo
     def queue_anew(masks: Masks) -> None:
         advance(masks)
         while stepped:
-            masks._scheduler._requests.preempt(stepped.pop())
+            masks._requests.preempt(stepped.pop())
 
     monkeypatch.setattr(Masks, "advance", queue_anew)
     queued = serve(model, asked, pages=(PAGES[0], 400), cache_share=cache_share)
@@ -403,7 +403,7 @@ def test_a_row_with_a_grammar_runs_in_every_step(model: Model, monkeypatch: pyte
 def test_ranks_that_are_told_to_stop_get_masks(model: Model) -> None:
     """A step whose masks nobody will make any more can be ended: its record comes, and lets every token come."""
     scheduler = Scheduler(SchedulerConfig(GROUPS, PAGES, 4, MAX_LEN, 32))
-    masks = Masks(scheduler, model.vocabulary)
+    masks = Masks(scheduler.requests, model.vocabulary)
     masks.add(0, request(model, 1, Grammar(grammar(model.markers, regex_answer("[a-z]+"), Thought.none))))
     while masks.making:
         masks.advance()
@@ -431,11 +431,11 @@ def test_a_grammar_that_cannot_go_on_ends_its_own_request(model: Model) -> None:
 def test_an_aborted_request_leaves_nothing(model: Model) -> None:
     """Masks of a request that has ended are not kept."""
     scheduler = Scheduler(SchedulerConfig(GROUPS, PAGES, 4, MAX_LEN, 32))
-    masks = Masks(scheduler, model.vocabulary)
+    masks = Masks(scheduler.requests, model.vocabulary)
     masks.add(0, request(model, 1, Grammar(grammar(model.markers, regex_answer("a+"), Thought.none))))
     assert masks.active
     assert masks.making
-    scheduler.abort(0, 1, AbortReason.client_gone)
+    scheduler.requests.abort(0, 1, AbortReason.client_gone)
     masks.advance()
     assert not masks.active
 
@@ -445,11 +445,11 @@ def test_grammars_that_nobody_waits_for_are_not_compiled(model: Model, monkeypat
 
     def compiled() -> int:
         scheduler, work = Scheduler(SchedulerConfig(GROUPS, PAGES, 4, MAX_LEN, 32)), Later()
-        masks = Masks(scheduler, model.vocabulary, work)
+        masks = Masks(scheduler.requests, model.vocabulary, scheduler.config.widest, work)
         for number in range(5):
             masks.add(0, request(model, number, Grammar(grammar(model.markers, regex_answer("a" * number + "b"), Thought.none))))
         for number in range(1, 5):
-            scheduler.abort(0, number, AbortReason.client_gone)
+            scheduler.requests.abort(0, number, AbortReason.client_gone)
         masks.advance()
         return work.begin()
 
@@ -474,12 +474,12 @@ def test_equal_grammars_are_compiled_once(model: Model, monkeypatch: pytest.Monk
 
     def kept() -> tuple[int, int]:
         scheduler, work = Scheduler(SchedulerConfig(GROUPS, PAGES, 4, MAX_LEN, 32)), Later()
-        masks = Masks(scheduler, model.vocabulary, work)
+        masks = Masks(scheduler.requests, model.vocabulary, scheduler.config.widest, work)
         for number in range(10):
             masks.add(0, request(model, number, Grammar(f"start: {number // 2}")))
-        scheduler.abort(0, 0, AbortReason.client_gone)
+        scheduler.requests.abort(0, 0, AbortReason.client_gone)
         for number in (8, 9):
-            scheduler.abort(0, number, AbortReason.client_gone)
+            scheduler.requests.abort(0, number, AbortReason.client_gone)
         masks.advance()
         masks.add(0, request(model, 10, Grammar("start: 4")))
         return len(masks._grammars), work.begin()
@@ -493,7 +493,7 @@ def test_equal_grammars_are_compiled_once(model: Model, monkeypatch: pytest.Monk
 def test_without_a_vocabulary_grammars_are_refused(model: Model) -> None:
     """Where the checkpoint has no tokenizer a request with a grammar is refused and counted, and others are served."""
     scheduler = Scheduler(SchedulerConfig(GROUPS, PAGES, 4, MAX_LEN, 32))
-    Masks(scheduler, None).add(0, request(model, 1, Grammar("x")))
-    ((_, output),) = scheduler.drain()
-    assert (output.invalid, scheduler.counters.received, scheduler.counters.refused) == (True, 1, 1)
+    Masks(scheduler.requests, None).add(0, request(model, 1, Grammar("x")))
+    ((_, output),) = scheduler.requests.drain()
+    assert (output.invalid, scheduler.requests.counters.received, scheduler.requests.counters.refused) == (True, 1, 1)
     assert "grammars are not available" in (output.error or "")

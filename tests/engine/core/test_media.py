@@ -9,9 +9,8 @@ import pytest
 
 from engine.core import prefix
 from engine.core.allocator import Allocator
-from engine.core.planner import PlanDraft, Planner
 from engine.core.prefix import extend_keys, root_key
-from engine.core.scheduler import Scheduler, SchedulerConfig
+from engine.core.scheduler import PlanDraft, Scheduler, SchedulerConfig
 from engine.core.sequence import Sequence
 from engine.geometry import KVGroup
 from engine.plan import ResultRow
@@ -90,16 +89,16 @@ class Bench:
         """Serve a request to its end; how many tokens it found in the cache."""
         params = SamplingParams(max_tokens=1)
         request = GenerateRequest(id=number, prompt=pack_tokens(tokens), params=params, media=tuple(media))
-        before = self.scheduler.counters.hit_tokens
-        self.scheduler.add(0, request)
-        while self.scheduler.unfinished:
+        before = self.scheduler.requests.counters.hit_tokens
+        self.scheduler.requests.add(0, request)
+        while self.scheduler.requests.unfinished:
             plan = self.scheduler.schedule()
             assert plan is not None
-            numbers = {sequence.slot: sequence.number for sequence in self.scheduler.running}
+            numbers = {sequence.slot: sequence.number for sequence in self.scheduler.requests.running}
             rows = [ResultRow(slot, numbers[slot], (7,)) for slot in plan.result_slots]
             self.scheduler.commit(result_of(plan.step, rows))
-        self.outputs += [output for _, output in self.scheduler.drain()]
-        return self.scheduler.counters.hit_tokens - before
+        self.outputs += [output for _, output in self.scheduler.requests.drain()]
+        return self.scheduler.requests.counters.hit_tokens - before
 
 
 def test_only_the_same_picture_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,13 +168,13 @@ def ends_in_a_span(patch: pytest.MonkeyPatch) -> None:
 
 def ignored_wait(patch: pytest.MonkeyPatch) -> None:
     """A step computes positions of an item that it has no rows to encode."""
-    encode = Planner._encode
+    encode = Scheduler._encode
 
-    def hasty(self: Planner, sequence: Sequence, size: int, draft: PlanDraft) -> int:
+    def hasty(self: Scheduler, sequence: Sequence, size: int, draft: PlanDraft) -> int:
         encode(self, sequence, size, draft)
         return size
 
-    patch.setattr(Planner, "_encode", hasty)
+    patch.setattr(Scheduler, "_encode", hasty)
 
 
 def not_again(patch: pytest.MonkeyPatch) -> None:
@@ -207,7 +206,7 @@ def chunks_of(media: list[MediaItem], length: int, budget: int) -> list[tuple[tu
     """(chunk, positions encoded in its step) of a prompt that is alone."""
     scheduler = Scheduler(SchedulerConfig(GROUPS, (60, 60), 4, 100, budget, encoder_rows=8))
     request = GenerateRequest(id=1, prompt=pack_tokens([5] * length), params=SamplingParams(max_tokens=1), media=tuple(media))
-    scheduler.add(0, request)
+    scheduler.requests.add(0, request)
     found = []
     while (plan := scheduler.schedule()) is not None:
         ((_, start, end, *_),) = plan.chunks

@@ -39,26 +39,26 @@ def test_a_prompt_is_not_cached() -> None:
     prompt, found = [10, 10, 10, 10, 11, 11, 11, END, 12, 12, 12, END, 8], []
     for number in range(3):
         machine.nan = lambda prefix, first=not number: first
-        before = scheduler.counters.hit_tokens
-        scheduler.add(0, request(number, prompt, 1))
+        before = scheduler.requests.counters.hit_tokens
+        scheduler.requests.add(0, request(number, prompt, 1))
         finish(scheduler, machine)
-        found.append(scheduler.counters.hit_tokens - before)
-    assert scheduler.counters.failed == 1
+        found.append(scheduler.requests.counters.hit_tokens - before)
+    assert scheduler.requests.counters.failed == 1
     assert found == [0, 0, 12]
 
 
 def test_nan_ends_only_its_own_request() -> None:
     """A row whose logits were not finite ends its request in error; its neighbour goes on."""
     scheduler, machine = begun()
-    scheduler.add(0, request(1, [1] * 4, 3))
-    scheduler.add(0, request(2, [1] * 4, 3))
+    scheduler.requests.add(0, request(1, [1] * 4, 3))
+    scheduler.requests.add(0, request(2, [1] * 4, 3))
     machine.submit(scheduler.schedule())
     result = machine.result()
     rows = [result.row(0)._replace(tokens=(), nan=True), result.row(1)]
     scheduler.commit(result_of(result.step, rows))
-    outputs = [output for _, output in scheduler.drain()]
+    outputs = [output for _, output in scheduler.requests.drain()]
     assert [(output.id, output.finish) for output in outputs] == [(1, FinishReason.error), (2, None)]
-    assert scheduler.counters.failed == 1
+    assert scheduler.requests.counters.failed == 1
 
 
 def test_what_a_dropped_row_wrote_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,21 +67,21 @@ def test_what_a_dropped_row_wrote_is_not_trusted(monkeypatch: pytest.MonkeyPatch
 
     def serve_next() -> None:
         scheduler, machine = begun()
-        scheduler.add(0, request(1, [1] * 4, 20))
+        scheduler.requests.add(0, request(1, [1] * 4, 20))
         for step in range(2):
             plan = scheduler.schedule()
             assert plan is not None, step
             machine.submit(plan)
         scheduler.commit(machine.result())
-        sequence = scheduler.running[0]
+        sequence = scheduler.requests.running[0]
         sequence.step_back()
         machine.nan = lambda prefix: True
         scheduler.commit(machine.result())
-        scheduler.abort(0, 1, AbortReason.client_gone)
+        scheduler.requests.abort(0, 1, AbortReason.client_gone)
         machine.nan = lambda prefix: False
-        scheduler.add(0, request(2, [1] * 20, 2))
+        scheduler.requests.add(0, request(2, [1] * 20, 2))
         finish(scheduler, machine)
-        assert [output.finish for _, output in scheduler.drain()][-1] is FinishReason.length
+        assert [output.finish for _, output in scheduler.requests.drain()][-1] is FinishReason.length
 
     def forgetful(self: Sequence) -> None:
         self.number, self.high = 0, self.low

@@ -48,21 +48,21 @@ def running(count: int = 3) -> Scheduler:
     machine = KVMachine(GROUPS, PAGES, 4, 100, lambda prefix, position, seed: 50 + prefix % 40)
     prompt = pack_tokens([*range(16), 7])
     for number in range(count):
-        scheduler.add(0, GenerateRequest(id=number, prompt=prompt, params=SamplingParams(max_tokens=60)))
+        scheduler.requests.add(0, GenerateRequest(id=number, prompt=prompt, params=SamplingParams(max_tokens=60)))
     for _ in range(12):
         machine.submit(scheduler.schedule())
         scheduler.commit(machine.result())
-    assert len(scheduler.running) == count
-    assert any(scheduler.pools[1].holders(page) > 1 for page in range(1, PAGES[1]))
+    assert len(scheduler.requests.running) == count
+    assert any(scheduler.allocator.pools[1].holders(page) > 1 for page in range(1, PAGES[1]))
     return scheduler
 
 
 def full(scheduler: Scheduler) -> PagePool:
-    return scheduler.pools[1]
+    return scheduler.allocator.pools[1]
 
 
 def last_page(scheduler: Scheduler, index: int = 0) -> int:
-    return scheduler.running[index].runs[1].pages[-1]
+    return scheduler.requests.running[index].runs[1].pages[-1]
 
 
 def free_twice(scheduler: Scheduler) -> None:
@@ -78,16 +78,16 @@ def miscounted(scheduler: Scheduler) -> None:
 
 
 def stolen(scheduler: Scheduler) -> None:
-    scheduler.running[1].runs[1].pages[-1] = last_page(scheduler)
+    scheduler.requests.running[1].runs[1].pages[-1] = last_page(scheduler)
 
 
 def moved(scheduler: Scheduler) -> None:
-    pages = scheduler.running[1].runs[1].pages
+    pages = scheduler.requests.running[1].runs[1].pages
     pages[0], pages[-1] = pages[-1], pages[0]
 
 
 def foreign(scheduler: Scheduler) -> None:
-    scheduler.running[0].runs[1].pages[-1] = 77
+    scheduler.requests.running[0].runs[1].pages[-1] = 77
 
 
 def lost(scheduler: Scheduler) -> None:
@@ -95,12 +95,12 @@ def lost(scheduler: Scheduler) -> None:
 
 
 def dropped(scheduler: Scheduler) -> None:
-    pages = scheduler.running[0].runs[1].pages
+    pages = scheduler.requests.running[0].runs[1].pages
     full(scheduler).give([pages.pop()])
 
 
 def written_while_shared(scheduler: Scheduler) -> None:
-    scheduler.running[0].low = 2
+    scheduler.requests.running[0].low = 2
 
 
 SPOILED: dict[Callable[[Scheduler], None], str] = {
@@ -120,7 +120,7 @@ SPOILED: dict[Callable[[Scheduler], None], str] = {
 def test_each_fault_is_found_at_the_next_plan(spoil: Callable[[Scheduler], None]) -> None:
     """The plan behind it is not sent: PageViolation names the group, the page and who holds it."""
     scheduler = running()
-    audit = PageAudit(scheduler, "every")
+    audit = PageAudit(scheduler.requests, "every")
     audit.planned(13)
     spoil(scheduler)
     with pytest.raises(PageViolation, match=f"page accounting at plan 14: group full: {SPOILED[spoil]}"):
@@ -130,7 +130,7 @@ def test_each_fault_is_found_at_the_next_plan(spoil: Callable[[Scheduler], None]
 def test_sampled_and_off() -> None:
     """Sampled, the page accounting is checked once in so many plans; off, never."""
     scheduler = running()
-    sampled, off = PageAudit(scheduler, "sample"), PageAudit(scheduler, "off")
+    sampled, off = PageAudit(scheduler.requests, "sample"), PageAudit(scheduler.requests, "off")
     lost(scheduler)
     for step in range(1, SAMPLED):
         sampled.planned(step)

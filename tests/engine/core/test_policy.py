@@ -375,7 +375,8 @@ def test_a_head_without_pages_blocks_nobody_for_long(policy: str) -> None:
     def ask(prompt: int, tokens: int) -> None:
         nonlocal count
         count += 1
-        scheduler.add(0, GenerateRequest(id=count, prompt=pack_tokens([count] * prompt), params=SamplingParams(max_tokens=tokens)))
+        params = SamplingParams(max_tokens=tokens)
+        scheduler.requests.add(0, GenerateRequest(id=count, prompt=pack_tokens([count] * prompt), params=params))
 
     ask(20, 40)
     started += step(scheduler)
@@ -395,9 +396,9 @@ def test_a_head_without_pages_blocks_nobody_for_long(policy: str) -> None:
 def step(scheduler: Scheduler) -> list[int]:
     """One plan and its result; who started."""
     plan = scheduler.schedule()
-    numbers = {sequence.slot: sequence.number for sequence in scheduler.running}
+    numbers = {sequence.slot: sequence.number for sequence in scheduler.requests.running}
     if plan is not None:
         scheduler.commit(result_of(plan.step, [ResultRow(slot, numbers[slot], (7,)) for slot in plan.result_slots]))
-    for _ in scheduler.drain():
+    for _ in scheduler.requests.drain():
         pass
-    return [request for _, request in scheduler.drain_started()]
+    return [request for _, request in scheduler.requests.drain_started()]

@@ -46,21 +46,21 @@ class Bench:
         self._asked += 1
         params = SamplingParams(max_tokens=count, stop_ids=stop_ids)
         request = GenerateRequest(id=self._asked, prompt=pack_tokens(prompt), params=params, salt=salt)
-        before = self.scheduler.counters.hit_tokens
-        self.scheduler.add(0, request)
+        before = self.scheduler.requests.counters.hit_tokens
+        self.scheduler.requests.add(0, request)
         given: list[int] = []
-        while self.scheduler.unfinished:
+        while self.scheduler.requests.unfinished:
             while self.scheduler.in_flight < 2 and (plan := self.scheduler.schedule()) is not None:
                 self.plans.append(plan)
                 self.machine.submit(plan)
             check_pages(self.scheduler)
             self.scheduler.commit(self.machine.result())
-            outputs = [output for _, output in self.scheduler.drain()]
+            outputs = [output for _, output in self.scheduler.requests.drain()]
             given += [token for output in outputs for token in output.tokens]
             self.errors += [(output.error, output.invalid) for output in outputs if output.error]
         while self.scheduler.in_flight:
             self.scheduler.commit(self.machine.result())
-        self.cached = self.scheduler.counters.hit_tokens - before
+        self.cached = self.scheduler.requests.counters.hit_tokens - before
         return given
 
 
@@ -69,11 +69,11 @@ def test_a_prompt_asked_again_is_found_up_to_its_last_page() -> None:
     bench = Bench()
     prompt = tokens(*range(10, 20))
     first = bench.ask(prompt, 5)
-    computed = bench.scheduler.counters.prefill_tokens
+    computed = bench.scheduler.requests.counters.prefill_tokens
     assert (computed, bench.cached) == (len(prompt), 0)
     assert bench.ask(prompt, 5) == first
     assert bench.cached == len(prompt) - PAGE
-    assert bench.scheduler.counters.prefill_tokens == computed + PAGE
+    assert bench.scheduler.requests.counters.prefill_tokens == computed + PAGE
 
 
 def test_the_next_turn_goes_on_behind_the_answer() -> None:
@@ -131,11 +131,11 @@ def test_turns_that_end_nowhere_leave_no_tails() -> None:
         ([end, *tokens(10, 11), end, *tokens(13), end, 8], (end,), {0, 2}),
     ):
         params = SamplingParams(max_tokens=1, stop_ids=stop_ids)
-        bench.scheduler.add(0, GenerateRequest(id=1, prompt=pack_tokens(prompt), params=params))
-        sequence = bench.scheduler.find(0, 1)
+        bench.scheduler.requests.add(0, GenerateRequest(id=1, prompt=pack_tokens(prompt), params=params))
+        sequence = bench.scheduler.requests.find(0, 1)
         sequence.tokens.extend([end, end])
         assert turn_ends(sequence, PAGE) == wanted
-        bench.scheduler.abort(0, 1, AbortReason.client_gone)
+        bench.scheduler.requests.abort(0, 1, AbortReason.client_gone)
 
 
 @pytest.mark.parametrize("length", [1, PAGE - 1, PAGE, PAGE + 1, WINDOW, 3 * PAGE, 3 * PAGE + 1, 40])
@@ -187,16 +187,16 @@ def computed(requests: list[GenerateRequest]) -> tuple[int, list[list[int]]]:
     """(tokens prefilled for all of them when they come at once, what each gave)."""
     bench = Bench((60, 100))
     for request in requests:
-        bench.scheduler.add(0, request)
+        bench.scheduler.requests.add(0, request)
     given: dict[int, list[int]] = {request.id: [] for request in requests}
-    while bench.scheduler.unfinished:
+    while bench.scheduler.requests.unfinished:
         while bench.scheduler.in_flight < 2 and (plan := bench.scheduler.schedule()) is not None:
             bench.machine.submit(plan)
         check_pages(bench.scheduler)
         bench.scheduler.commit(bench.machine.result())
-        for _, output in bench.scheduler.drain():
+        for _, output in bench.scheduler.requests.drain():
             given[output.id] += output.tokens
-    return bench.scheduler.counters.prefill_tokens, list(given.values())
+    return bench.scheduler.requests.counters.prefill_tokens, list(given.values())
 
 
 def choices(count: int, length: int = 101) -> list[GenerateRequest]:
@@ -224,15 +224,15 @@ def test_nobody_waits_for_a_prefill_that_ended() -> None:
     """When the one that computes a shared prompt is aborted halfway, those that waited for it go on behind what it left."""
     bench = Bench((60, 100))
     first, second = choices(2)
-    bench.scheduler.add(0, first)
-    bench.scheduler.add(0, second)
+    bench.scheduler.requests.add(0, first)
+    bench.scheduler.requests.add(0, second)
     for _ in range(3):
         bench.machine.submit(bench.scheduler.schedule())
         bench.scheduler.commit(bench.machine.result())
-    assert [sequence.key[1] for sequence in bench.scheduler.running] == [0]
-    bench.scheduler.abort(0, 0, AbortReason.client_gone)
+    assert [sequence.key[1] for sequence in bench.scheduler.requests.running] == [0]
+    bench.scheduler.requests.abort(0, 0, AbortReason.client_gone)
     bench.machine.submit(bench.scheduler.schedule())
-    assert [sequence.cached for sequence in bench.scheduler.running] == [48]
+    assert [sequence.cached for sequence in bench.scheduler.requests.running] == [48]
 
 
 def test_admissions_of_a_plan_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,9 +241,9 @@ def test_admissions_of_a_plan_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     bench = Bench((60, 100))
     bench.ask([10 + at % 13 for at in range(101)])
     for request in choices(4):
-        bench.scheduler.add(0, msgspec.structs.replace(request, id=100 + request.id))
+        bench.scheduler.requests.add(0, msgspec.structs.replace(request, id=100 + request.id))
     sizes = []
-    while bench.scheduler.waiting:
+    while bench.scheduler.requests.waiting:
         plan = bench.scheduler.schedule()
         sizes.append(sum(len(admission.tokens) for admission in plan.admissions))
         bench.machine.submit(plan)
@@ -251,11 +251,11 @@ def test_admissions_of_a_plan_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     assert sizes[:4] == [101] * 4
     monkeypatch.setattr("engine.core.admit.MAX_ADMITTED", 1000)
     for request in choices(4):
-        bench.scheduler.add(0, msgspec.structs.replace(request, id=200 + request.id))
+        bench.scheduler.requests.add(0, msgspec.structs.replace(request, id=200 + request.id))
     while bench.scheduler.in_flight:
         bench.scheduler.commit(bench.machine.result())
-    for sequence in list(bench.scheduler.running):
-        bench.scheduler.abort(0, sequence.key[1], AbortReason.client_gone)
+    for sequence in list(bench.scheduler.requests.running):
+        bench.scheduler.requests.abort(0, sequence.key[1], AbortReason.client_gone)
     assert len(bench.scheduler.schedule().admissions) == 4, "the fault beside it: without the bound all come at once"
 
 
@@ -280,14 +280,14 @@ def test_a_hit_is_charged_to_nobody_else() -> None:
     prefix = tokens(*range(10, 24))
     for number in range(4):
         request = GenerateRequest(id=number, prompt=pack_tokens([*prefix, number]), params=SamplingParams(max_tokens=4))
-        scheduler.add(0, request)
+        scheduler.requests.add(0, request)
         if number == 0:
             machine.submit(scheduler.schedule())
             scheduler.commit(machine.result())
     machine.submit(scheduler.schedule())
     check_pages(scheduler)
-    assert len(scheduler.running) == 4
-    assert scheduler.counters.hit_tokens == 3 * len(prefix)
+    assert len(scheduler.requests.running) == 4
+    assert scheduler.requests.counters.hit_tokens == 3 * len(prefix)
 
 
 @pytest.mark.parametrize(("honest", "found"), [(True, 5 * PAGE), (False, 0)], ids=["honest", "planted fault"])
@@ -304,7 +304,7 @@ def test_superseded_tails_go_first(honest: bool, found: int, monkeypatch: pytest
     assert bench.cached == len(conversation) - 4 * PAGE, "the turn before"
     bench.ask(tokens(*range(60, 66)))
     assert bench.cached == found, "the other conversation"
-    assert bench.scheduler.cache.evicted_pages > 0
+    assert bench.scheduler.allocator.cache.evicted_pages > 0
 
 
 @pytest.mark.parametrize("pages", [(12, 60), (40, 24)], ids=["sliding scarce", "full scarce"])
@@ -316,22 +316,23 @@ def test_a_pool_under_pressure_loses_cached_pages_only(pages: tuple[int, int]) -
         start = rng.randint(0, 5)
         bench.ask(tokens(*range(10 * start, 10 * start + rng.randint(2, 9))), rng.randint(1, 6))
     scheduler = bench.scheduler
-    assert scheduler.counters.preemptions == 0
-    assert scheduler.counters.hit_tokens > 200
-    assert scheduler.cache.evicted_pages > 100
-    assert [pool.free + pool.idle for pool in scheduler.pools] == [pool.total for pool in scheduler.pools]
+    assert scheduler.requests.counters.preemptions == 0
+    assert scheduler.requests.counters.hit_tokens > 200
+    assert scheduler.allocator.cache.evicted_pages > 100
+    assert [pool.free + pool.idle for pool in scheduler.allocator.pools] == [pool.total for pool in scheduler.allocator.pools]
 
 
 def test_evicted_pages_count_on_when_nothing_is_cached() -> None:
     """The figure is since boot: a prompt that takes all pages, and is aborted in mid-air, empties the cache and not the figure."""
     bench = Bench(pages=(40, 24))
     bench.ask(tokens(*range(10, 20)))
-    bench.scheduler.add(0, GenerateRequest(id=99, prompt=pack_tokens(tokens(*range(50, 73))), params=SamplingParams(max_tokens=1)))
-    while list(bench.scheduler.cache):
+    params = SamplingParams(max_tokens=1)
+    bench.scheduler.requests.add(0, GenerateRequest(id=99, prompt=pack_tokens(tokens(*range(50, 73))), params=params))
+    while list(bench.scheduler.allocator.cache):
         bench.machine.submit(bench.scheduler.schedule())
         bench.scheduler.commit(bench.machine.result())
     assert bench.scheduler.load().evicted_pages == 10 + 3, "full pages, and the window's"
-    bench.scheduler.abort(0, 99, AbortReason.client_gone)
+    bench.scheduler.requests.abort(0, 99, AbortReason.client_gone)
 
 
 def test_a_model_of_full_layers_alone_has_a_cache_too() -> None:
@@ -345,7 +346,7 @@ def test_a_model_of_full_layers_alone_has_a_cache_too() -> None:
         bench.ask(tokens(*range(start, start + 12)))
     bench.ask(prompt, 5)
     assert bench.cached == 0
-    assert bench.scheduler.cache.evicted_pages > 0
+    assert bench.scheduler.allocator.cache.evicted_pages > 0
 
 
 def test_the_share_bounds_what_lies_idle() -> None:
@@ -353,11 +354,11 @@ def test_the_share_bounds_what_lies_idle() -> None:
     bench = Bench(cache_share=0.25)
     for start in range(0, 80, 10):
         bench.ask(tokens(*range(start, start + 6)))
-        assert all(pool.idle <= 0.25 * pool.total for pool in bench.scheduler.pools)
+        assert all(pool.idle <= 0.25 * pool.total for pool in bench.scheduler.allocator.pools)
     bench = Bench(cache_share=1.0)
     for start in range(0, 80, 10):
         bench.ask(tokens(*range(start, start + 6)))
-    assert any(pool.idle > 0.25 * pool.total for pool in bench.scheduler.pools)
+    assert any(pool.idle > 0.25 * pool.total for pool in bench.scheduler.allocator.pools)
 
 
 def test_pages_that_held_nan_are_not_found_and_are_zeroed() -> None:
@@ -372,7 +373,7 @@ def test_pages_that_held_nan_are_not_found_and_are_zeroed() -> None:
         bench.ask(prompt, 4)
         found.append(bench.cached)
     assert found == [36, 36, 0], "the answer's end goes first, then the prompt's"
-    assert bench.scheduler.counters.failed == 3
+    assert bench.scheduler.requests.counters.failed == 3
     bench.machine.nan = lambda prefix: False
     bench.ask(other)
     assert bench.cached == 8, "its neighbours keep theirs"
@@ -465,24 +466,25 @@ def test_the_first_output_says_how_much_was_found() -> None:
     bench = Bench()
     prompt = tokens(*range(10, 20))
     bench.ask(prompt)
-    bench.scheduler.add(0, GenerateRequest(id=99, prompt=pack_tokens(prompt), params=SamplingParams(max_tokens=3)))
+    bench.scheduler.requests.add(0, GenerateRequest(id=99, prompt=pack_tokens(prompt), params=SamplingParams(max_tokens=3)))
     found = []
-    while bench.scheduler.unfinished:
+    while bench.scheduler.requests.unfinished:
         bench.machine.submit(bench.scheduler.schedule())
         bench.scheduler.commit(bench.machine.result())
-        found += [output.cached for _, output in bench.scheduler.drain()]
+        found += [output.cached for _, output in bench.scheduler.requests.drain()]
     assert found == [36, 0, 0]
     load = bench.scheduler.load()
     assert (load.queried_tokens, load.hit_tokens, load.evicted_pages) == (80, 36, 0)
     assert load.prefill_tokens == load.queried_tokens - load.hit_tokens
-    assert [pool.cached for pool in load.pools] == [pool.idle for pool in bench.scheduler.pools] != [0, 0]
+    assert [pool.cached for pool in load.pools] == [pool.idle for pool in bench.scheduler.allocator.pools] != [0, 0]
 
 
 def test_a_finished_request_says_why() -> None:
     """A hit changes no finish: one token asked for ends by length."""
     bench = Bench()
     bench.ask(tokens(1, 2, 3))
-    bench.scheduler.add(0, GenerateRequest(id=99, prompt=pack_tokens(tokens(1, 2, 3)), params=SamplingParams(max_tokens=1)))
+    params = SamplingParams(max_tokens=1)
+    bench.scheduler.requests.add(0, GenerateRequest(id=99, prompt=pack_tokens(tokens(1, 2, 3)), params=params))
     bench.machine.submit(bench.scheduler.schedule())
     bench.scheduler.commit(bench.machine.result())
-    assert [output.finish for _, output in bench.scheduler.drain()] == [FinishReason.length]
+    assert [output.finish for _, output in bench.scheduler.requests.drain()] == [FinishReason.length]

@@ -64,23 +64,23 @@ def observed(seed: int, shift: int) -> Seen:
     )
     machine = KVMachine(GROUPS, pages, SLOTS, MAX_LEN, lambda prefix, position, seed: 500 + mixed(position, seed) % 40)
     waiting, seen, step = asked(seed, shift), Seen(), 0
-    while waiting or scheduler.unfinished or scheduler.in_flight:
+    while waiting or scheduler.requests.unfinished or scheduler.in_flight:
         step += 1
         if waiting and rng.random() < 0.9:
-            scheduler.add(0, waiting.pop(0))
+            scheduler.requests.add(0, waiting.pop(0))
         if rng.random() < 0.02:
-            scheduler.abort(0, rng.randrange(2 * REQUESTS), AbortReason.client_gone)
+            scheduler.requests.abort(0, rng.randrange(2 * REQUESTS), AbortReason.client_gone)
         while scheduler.in_flight < 2 and (plan := scheduler.schedule()) is not None:
             machine.submit(plan)
         if scheduler.in_flight:
             scheduler.commit(machine.result())
-        for _, output in scheduler.drain():
+        for _, output in scheduler.requests.drain():
             if output.id % 2:
                 seen.told.append((step, output))
                 seen.cached += output.cached
-        seen.started += [(step, request) for _, request in scheduler.drain_started() if request % 2]
-    seen.hits = scheduler.counters.hit_tokens - seen.cached
-    seen.preemptions = scheduler.counters.preemptions
+        seen.started += [(step, request) for _, request in scheduler.requests.drain_started() if request % 2]
+    seen.hits = scheduler.requests.counters.hit_tokens - seen.cached
+    seen.preemptions = scheduler.requests.counters.preemptions
     return seen
 
 

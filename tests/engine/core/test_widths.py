@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from engine.core.masks import MaskedRow
-from engine.core.planner import Planner
 from engine.core.results import Results
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.sequence import Sequence
@@ -31,8 +30,8 @@ class Served:
     def __init__(self, **params: Any) -> None:
         self.scheduler = Scheduler(SchedulerConfig(GROUPS, (20, 20), 2, 64, 16, 4, cache_share=1.0), lambda sequence: 4)
         asked = SamplingParams(**{"max_tokens": 20, "stop_ids": (END,)} | params)
-        self.scheduler.add(0, GenerateRequest(id=1, prompt=pack_tokens([1] * 6), params=asked))
-        self.sequence = next(self.scheduler.sequences)
+        self.scheduler.requests.add(0, GenerateRequest(id=1, prompt=pack_tokens([1] * 6), params=asked))
+        self.sequence = next(self.scheduler.requests)
         assert self.gives(2).tokens == [2]
 
     def gives(self, *tokens: int) -> Output:
@@ -42,7 +41,7 @@ class Served:
         self.widths = [row.width for row in decode_rows(plan)]
         number = self.sequence.number
         self.scheduler.commit(result_of(plan.step, [ResultRow(slot, number, tokens) for slot in plan.result_slots]))
-        ((_, output),) = self.scheduler.drain()
+        ((_, output),) = self.scheduler.requests.drain()
         return output
 
 
@@ -72,9 +71,9 @@ def test_only_committed_pages_are_cached() -> None:
     assert served.gives(3, 4).tokens == [3, 4]
     assert (served.gives(END, 4, 5, 6).tokens, served.sequence.ended) == ([END], True)
     again = pack_tokens([1] * 6 + [2, 3, 4, END, 4, 5, 6, 9])
-    served.scheduler.add(0, GenerateRequest(id=2, prompt=again, params=SamplingParams(max_tokens=2)))
+    served.scheduler.requests.add(0, GenerateRequest(id=2, prompt=again, params=SamplingParams(max_tokens=2)))
     served.scheduler.schedule()
-    assert served.scheduler.counters.hit_tokens == 8
+    assert served.scheduler.requests.counters.hit_tokens == 8
 
 
 def test_behind_a_thoughts_beginning_a_row_is_cut() -> None:
@@ -92,11 +91,11 @@ def test_a_row_shrinks_to_its_pages() -> None:
     scheduler = Scheduler(SchedulerConfig(GROUPS, (20, 6), 2, 64, 16, 4), lambda sequence: 4)
     for number, (prompt, tokens) in enumerate(((6, 11), (2, 7))):
         params = SamplingParams(max_tokens=tokens)
-        scheduler.add(0, GenerateRequest(id=number, prompt=pack_tokens([number] * prompt), params=params))
+        scheduler.requests.add(0, GenerateRequest(id=number, prompt=pack_tokens([number] * prompt), params=params))
         scheduler.schedule()
     plans = [scheduler.schedule() for _ in range(2)]
     assert [[row.width for row in decode_rows(plan)] for plan in plans if plan is not None] == [[4, 2], [2]]
-    assert scheduler.counters.preemptions == 0
+    assert scheduler.requests.counters.preemptions == 0
 
 
 def width_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +155,7 @@ def thoughts_of_single_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def masked_rows_with_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A masked row is as wide as any other."""
-    monkeypatch.setattr(Planner, "_width", lambda self, sequence: min(2, sequence.limit - 1 - sequence.high))
+    monkeypatch.setattr(Scheduler, "_width", lambda self, sequence: min(2, sequence.limit - 1 - sequence.high))
 
 
 def mostly_wrong_drafts(world: World) -> World:

@@ -112,8 +112,8 @@ class Server:
         """The whole trace."""
         waiting = self.trace.prompts()
         ended, count = False, 0
-        while not ended or self.scheduler.unfinished:
-            while not ended and self.scheduler.unfinished < AT_ONCE:
+        while not ended or self.scheduler.requests.unfinished:
+            while not ended and self.scheduler.requests.unfinished < AT_ONCE:
                 following = next(waiting, None)
                 if following is None:
                     ended = True
@@ -121,10 +121,10 @@ class Server:
                 conversation, turn, prompt = following
                 self._answers[count] = iter(self.trace.answered(conversation, turn))
                 params = SamplingParams(max_tokens=self.trace.answer, stop_ids=(TURN_END,))
-                self.scheduler.add(0, GenerateRequest(id=count, prompt=pack_tokens(prompt), params=params))
+                self.scheduler.requests.add(0, GenerateRequest(id=count, prompt=pack_tokens(prompt), params=params))
                 count += 1
             self._step()
-        counters = self.scheduler.counters
+        counters = self.scheduler.requests.counters
         assert counters.finished == count, counters
         return Found(counters.queried_tokens, counters.hit_tokens)
 
@@ -132,12 +132,12 @@ class Server:
         plan = self.scheduler.schedule()
         assert plan is not None
         self.scheduler.commit(result_of(plan.step, list(self._rows(plan))))
-        for _ in self.scheduler.drain():
+        for _ in self.scheduler.requests.drain():
             pass
-        self.scheduler.drain_started()
+        self.scheduler.requests.drain_started()
 
     def _rows(self, plan: StepPlan) -> Iterator[ResultRow]:
-        running = {sequence.slot: sequence for sequence in self.scheduler.running}
+        running = {sequence.slot: sequence for sequence in self.scheduler.requests.running}
         for slot in plan.result_slots:
             sequence = running[slot]
             yield ResultRow(slot, sequence.number, (next(self._answers[sequence.key[1]]),))

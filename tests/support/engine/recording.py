@@ -95,14 +95,14 @@ def record(
 def serve(runner: Runner, config: EngineConfig, waves: Iterable[list[GenerateRequest]]) -> Recording:
     """Serve requests with a real scheduler, two plans out at a time. A wave comes every fifth step."""
     scheduler = Scheduler(scheduler_config(config, PAGES))
-    masks = Masks(scheduler, read_vocabulary(config))
+    masks = Masks(scheduler.requests, read_vocabulary(config))
     made = Recording(Path(config.model))
     out: deque[StepPlan] = deque()
     pending = deque(waves)
-    while pending or scheduler.unfinished or out:
-        if pending and (len(made.plans) % 5 == 0 or not scheduler.unfinished):
+    while pending or scheduler.requests.unfinished or out:
+        if pending and (len(made.plans) % 5 == 0 or not scheduler.requests.unfinished):
             for request in pending.popleft():
-                masks.add(0, request) if request.params.grammar else scheduler.add(0, request)
+                masks.add(0, request) if request.params.grammar else scheduler.requests.add(0, request)
         masks.advance()
         while len(out) < 2 and (plan := scheduler.schedule()) is not None:
             made.plans.append(decode_plan(encode_plan(plan)))

@@ -154,7 +154,7 @@ class WorldRanks(MaskedRanks):
 
     def submit_of(self, scheduler: Scheduler, plan: StepPlan) -> None:
         """Queue a plan that the scheduler has just made."""
-        self._admitted.append({sequence.slot: (sequence, sequence.number) for sequence in scheduler.running})
+        self._admitted.append({sequence.slot: (sequence, sequence.number) for sequence in scheduler.requests.running})
         self.submit(plan)
 
     def result(self) -> StepResult:
@@ -206,14 +206,14 @@ class Host:
 
     def __post_init__(self) -> None:
         self.compiler, self.slow = Threads(self.rng), Threads(self.rng)
-        self.masks = Masks(self.scheduler, self.grammars, self.compiler, self.slow)  # type: ignore[arg-type]
+        self.masks = Masks(self.scheduler.requests, self.grammars, self.scheduler.config.widest, self.compiler, self.slow)  # type: ignore[arg-type]
 
     def add(self, request: GenerateRequest) -> None:
         """A request comes."""
         if request.params.needs_masks:
             self.masks.add(0, request)
         else:
-            self.scheduler.add(0, request)
+            self.scheduler.requests.add(0, request)
 
     def work(self) -> bool:
         """Threads go on; whether there is anything new."""

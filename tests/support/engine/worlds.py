@@ -273,7 +273,7 @@ def simulate(
     started: list[int] = []
     passed: Counter[int] = Counter()
     resting = False  # nothing was planned, and nothing is in flight: only what comes from outside can change that
-    while waiting or scheduler.unfinished or scheduler.in_flight:
+    while waiting or scheduler.requests.unfinished or scheduler.in_flight:
         if come(world, host, waiting) or not resting:
             planned = plan_all(world, host, passed)
             check_pages(scheduler)
@@ -284,13 +284,13 @@ def simulate(
         if machine.ready:
             scheduler.commit(machine.result(), took_ms=(0.1, 4.0, 9.0, 60.0)[steps % 4])
             host.committed()
-        for _, output in scheduler.drain():
+        for _, output in scheduler.requests.drain():
             outputs.append(output)
             given.setdefault(output.id, []).extend(output.tokens)
             ended = output.finish in (FinishReason.stop, FinishReason.length)
             if ended and (turn := world.follow(world.requests[output.id], given[output.id])):
                 waiting.append(turn)
-        started += [request for _, request in scheduler.drain_started()]
+        started += [request for _, request in scheduler.requests.drain_started()]
         steps += 1
         assert steps < _MAX_STEPS, "no end in sight"
     host.close()
@@ -304,9 +304,10 @@ def come(world: World, host: Host, waiting: list[GenerateRequest]) -> bool:
     while waiting and world.rng.random() < 0.5:
         came = True
         host.add(waiting.pop(0))
-    ending = [sequence.key[1] for sequence in host.scheduler.running if sequence.masked and sequence.params.grammar is None]
+    running = host.scheduler.requests.running
+    ending = [sequence.key[1] for sequence in running if sequence.masked and sequence.params.grammar is None]
     if world.rng.random() < world.abort_chance * (3 if ending else 1):
-        host.scheduler.abort(0, world.rng.choice(ending or range(len(world.requests))), AbortReason.client_gone)
+        host.scheduler.requests.abort(0, world.rng.choice(ending or range(len(world.requests))), AbortReason.client_gone)
         came = True
     return host.work() or came
 
@@ -342,7 +343,7 @@ def check_masks(masks: Masks, plan: StepPlan) -> None:
 
 def first_of(scheduler: Scheduler) -> Sequence | None:
     """The first in order of those who run, if it has a row to be planned, and no result to wait for that may free its pages."""
-    first = scheduler.running[0] if scheduler.running and not scheduler.in_flight else None
+    first = scheduler.requests.running[0] if scheduler.requests.running and not scheduler.in_flight else None
     return first if first is not None and (first.ready > 0 or first.decodable) else None
 
 
@@ -358,7 +359,7 @@ def check_first(first: Sequence | None, plan: StepPlan, passed: Counter[int]) ->
 
 def check_widths(scheduler: Scheduler, plan: StepPlan) -> None:
     """A row is as wide as may be, ends within its sequence's limit, and is one token wide where it is masked."""
-    running = {sequence.slot: sequence for sequence in scheduler.running}
+    running = {sequence.slot: sequence for sequence in scheduler.requests.running}
     for slot, width, flags in decode_rows(plan):
         sequence = running[slot]
         assert 1 <= width <= scheduler.config.widest
@@ -382,15 +383,15 @@ def check_budget(scheduler: Scheduler, plan: StepPlan) -> None:
 def check_pages(scheduler: Scheduler) -> None:
     """Free, held and idle pages are the whole pool; a shared page is full and committed in all; the cache's tree is sound."""
     kept = check_tree(scheduler)
-    for index, pool in enumerate(scheduler.pools):
-        named = [page for sequence in scheduler.running for page in sequence.runs[index].pages]
+    for index, pool in enumerate(scheduler.allocator.pools):
+        named = [page for sequence in scheduler.requests.running for page in sequence.runs[index].pages]
         held = set(named)
         idle = kept[index] - held
         assert 0 not in held
         assert (len(held), len(idle)) == (pool.used, pool.idle)
         assert len(held) + len(idle) + pool.free == pool.total
         shared = {page for page, count in Counter(named).items() if count > 1} if len(held) < len(named) else ()
-        for sequence in scheduler.running if shared else ():
+        for sequence in scheduler.requests.running if shared else ():
             run = sequence.runs[index]
             ends = [(at + 1) * pool.group.page for at, page in enumerate(run.pages, run.first) if page in shared]
             assert all(end <= sequence.low for end in ends), "a page that is still written has two owners"
@@ -401,7 +402,7 @@ def check_tree(scheduler: Scheduler) -> list[set[int]]:
     full: list[int] = []
     tails: set[int] = set()
     seen = set()
-    for segment in scheduler.cache or ():
+    for segment in scheduler.allocator.cache or ():
         assert segment.parent not in seen, "a segment would be evicted before what is below it"
         seen.add(segment)
         assert segment.children or segment.tail is not None, "pages that no hit can use"
@@ -409,34 +410,35 @@ def check_tree(scheduler: Scheduler) -> list[set[int]]:
         tails.update(segment.tail or ())
     kept = set(full)
     assert len(kept) == len(full), "a full page is cached under two keys"
-    return [tails, kept] if len(scheduler.pools) > 1 else [kept]
+    return [tails, kept] if len(scheduler.allocator.pools) > 1 else [kept]
 
 
 def check_windows(scheduler: Scheduler) -> None:
     """Up to the last plan, nobody holds a page that its window has left, nor lacks one that is planned to be written."""
-    for sequence in scheduler.running:
+    for sequence in scheduler.requests.running:
         assert sequence.low <= sequence.high
-        for pool, run in zip(scheduler.pools, sequence.runs, strict=True):
+        for pool, run in zip(scheduler.allocator.pools, sequence.runs, strict=True):
             assert run.first == first_page(pool.group, sequence.low), "a page is held past its window, or was given back before"
             assert run.end * pool.group.page >= sequence.high, "a position is planned without a page"
 
 
 def check_hits(scheduler: Scheduler) -> None:
     """What a waiting sequence is said to find in the cache is what it would find now."""
-    for sequence in scheduler.waiting if scheduler.cache is not None else ():
-        if sequence.hit is not None and sequence.hit.version == scheduler.cache.version:
-            reusable = sequence.reusable // scheduler.pools[0].group.page
-            assert sequence.hit == scheduler._allocator._find(sequence, reusable), "what was looked up is out of date"
-            assert sequence.last_end(end := sequence.hit.count * scheduler.pools[0].group.page) == end, "a hit ends in a span"
+    for sequence in scheduler.requests.waiting if scheduler.allocator.cache is not None else ():
+        if sequence.hit is not None and sequence.hit.version == scheduler.allocator.cache.version:
+            page = scheduler.allocator.page
+            found = scheduler.allocator._find(sequence, sequence.reusable // page)
+            assert sequence.hit == found, "what was looked up is out of date"
+            assert sequence.last_end(found.count * page) == found.count * page, "a hit ends in a span"
 
 
 def check_ends(world: World, run: Run) -> None:
     """Every request ended exactly once, the counters balance, and everything was given back."""
     ends = Counter(output.id for output in run.outputs if output.finish)
     assert ends == Counter(request.id for request in world.requests)
-    counters = run.scheduler.counters
+    counters = run.scheduler.requests.counters
     assert counters.received == counters.finished + counters.refused + counters.aborted + counters.failed
-    assert all(pool.used == 0 for pool in run.scheduler.pools)
+    assert all(pool.used == 0 for pool in run.scheduler.allocator.pools)
     for request in world.requests:
         check_request(world, request, [output for output in run.outputs if output.id == request.id])
 
@@ -489,7 +491,7 @@ def run_worlds(seeds: range) -> Counter[str]:
         except Exception as error:
             error.add_note(f"in world {seed}")
             raise
-        counters = run.scheduler.counters
+        counters = run.scheduler.requests.counters
         seen.update(
             steps=run.steps,
             reads=run.machine.reads,
