@@ -31,7 +31,7 @@ class Served:
         self.scheduler = Scheduler(SchedulerConfig(GROUPS, (20, 20), 2, 64, 16, 4, cache_share=1.0), lambda sequence: 4)
         asked = SamplingParams(**{"max_tokens": 20, "stop_ids": (END,)} | params)
         self.scheduler.requests.add(0, GenerateRequest(id=1, prompt=pack_tokens([1] * 6), params=asked))
-        self.sequence = next(self.scheduler.requests)
+        self.sequence = next(iter(self.scheduler.requests))
         assert self.gives(2).tokens == [2]
 
     def gives(self, *tokens: int) -> Output:
