@@ -7,7 +7,6 @@ The model is a function of the prefix, so that what each request must give is kn
 import random
 import sys
 import time
-from array import array
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -29,6 +28,7 @@ from tests.support.engine.kvmachine import contents, identity, logprob_of
 from tests.support.engine.masked_ranks import Plant
 from tests.support.engine.plans import decode_rows
 from tests.support.engine.world_masks import FAILED, Consumed, Grammars, Host, WorldRanks, mask_of
+from tests.support.engine.world_media import check_budget, show_media
 from tests.support.engine.world_thoughts import draw_budget, end_mask, forced_token
 
 STOP = 7
@@ -69,7 +69,7 @@ class World:
         self.media: dict[int, tuple[MediaItem, ...]] = {}  # by the seeds of their requests
         if chance(0.4, self.seed, 9):
             self.config = replace(self.config, encoder_rows=random.Random(self.seed).choice((1, 8, 100)))
-            self._show()
+            show_media(self)
         self.depth = rng.choice((2, 2, 2, 4))  # plans out at a time; the core keeps two
         self.stop_chance = rng.choice((0.0, 0.05, 0.2))
         self.abort_chance = rng.choice((0.0, 0.02, 0.1))
@@ -127,30 +127,6 @@ class World:
             self.requests.append(GenerateRequest(id=number, prompt=pack_tokens(prompt), params=params, **asked))
         if rng.random() < 0.3:
             self._fork()
-
-    def _show(self) -> None:
-        """Media in two prompts of three: items of two contents, often at the same places."""
-        for number, request in enumerate(self.requests):
-            if len(request.tokens) and chance(0.7, self.seed, number, 10):
-                media, tokens = self._draw_media(number, len(request.tokens)), request.tokens
-                for item in media:
-                    tokens[item.first : item.end] = array("i", [9] * item.length)
-                params = msgspec.structs.replace(request.params, seed=5000 + number)
-                shown = {"prompt": pack_tokens(tokens), "params": params, "media": media}
-                self.requests[number] = msgspec.structs.replace(request, **shown)
-                self.media[params.seed] = media
-
-    def _draw_media(self, number: int, length: int) -> tuple[MediaItem, ...]:
-        """Images, clips without a span, and videos of two frames."""
-        rng, names = random.Random(mixed(self.seed, 11)), random.Random(mixed(self.seed, number, 12))
-        media, at = [], rng.randint(0, length // 2)
-        while at < length:
-            end = min(length, at + rng.randint(1, rng.choice((3, 8, 20))))
-            spans = rng.choice([((at, end),), (), ((at, (at + end) // 2), ((at + end) // 2, end))])
-            spans = tuple(span for span in spans if span[0] < span[1])
-            media.append(MediaItem(at, end - at, bytes([names.choice((1, 1, 1, 2))]) * 32, spans))
-            at = end + rng.randint(0, 6)
-        return tuple(media)
 
     def _fork(self) -> None:
         """Choices: the last prompt once more, or a few times, each with its own seed; they come right behind it."""
@@ -366,18 +342,6 @@ def check_widths(scheduler: Scheduler, plan: StepPlan) -> None:
         assert sequence.high <= sequence.limit - 1
         assert flags == ROW_MASKED * sequence.masked
         assert not sequence.masked or width == 1
-
-
-def check_budget(scheduler: Scheduler, plan: StepPlan) -> None:
-    """A step with chunks has at most its budget of rows, decode rows and their drafts among them; prompts may have a quarter. A
-    span that is longer is a chunk of its own, and the only one; of what is encoded at once, all but one item are bounded."""
-    encoded = sum(rows for _, _, rows, _ in plan.encodes)
-    assert len(plan.encodes) < 2 or encoded - plan.encodes[0][2] <= scheduler.config.encoder_rows, plan
-    if len(plan.chunks) == 1 and plan.spans == [plan.chunks[0][1:3]]:
-        return
-    budget, decodes = scheduler.config.prefill_budget, sum(width for _, width, _ in decode_rows(plan))
-    prefill = plan.prompt_tokens
-    assert prefill <= max(budget - decodes, budget // 4, 1), (prefill, decodes, budget)
 
 
 def check_pages(scheduler: Scheduler) -> None:
