@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from deploy.models.nano.nano_shapes import SHAPES
+from engine.core.loop import read_vocabulary, scheduler_config
 from engine.core.masks import Masks
 from engine.core.scheduler import Scheduler
-from engine.core.startup import read_vocabulary, scheduler_config
 from engine.logit_adjustments import LogitAdjustments
 from engine.plan import StepPlan
 from engine.protocol import FinishReason, GenerateRequest, Output
@@ -37,14 +37,14 @@ Answers = dict[int, list[Output]]
 def answers(runner: Runner, config: Any, requests: Sequence[GenerateRequest]) -> tuple[Answers, list[StepPlan]]:
     """Every output of each request, and the plans, two out at a time; a request comes every third step."""
     scheduler = Scheduler(scheduler_config(config, PAGES))
-    masks = Masks(scheduler, read_vocabulary(config))
+    masks = Masks(scheduler.requests, read_vocabulary(config), scheduler.config.widest)
     out: deque[StepPlan] = deque()
     waiting, plans, given = deque(requests), [], defaultdict[int, list[Output]](list)
     made: dict[int, bytes] = {}
-    while waiting or scheduler.unfinished or out:
-        if waiting and (len(plans) % 3 == 0 or not scheduler.unfinished):
+    while waiting or scheduler.requests.unfinished or out:
+        if waiting and (len(plans) % 3 == 0 or not scheduler.requests.unfinished):
             asked = waiting.popleft()
-            masks.add(0, asked) if asked.params.grammar else scheduler.add(0, asked)
+            masks.add(0, asked) if asked.params.grammar else scheduler.requests.add(0, asked)
         masks.advance()
         while len(out) < 2 and (plan := scheduler.schedule()) is not None:
             out.append(plan)
@@ -57,7 +57,7 @@ def answers(runner: Runner, config: Any, requests: Sequence[GenerateRequest]) ->
             plan = out.popleft()
             scheduler.commit(run(runner, plan, made.get(plan.step, b"")))
             masks.advance()
-        for _, output in scheduler.drain():
+        for _, output in scheduler.requests.drain():
             given[output.id].append(output)
     return given, plans
 

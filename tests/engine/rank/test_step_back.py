@@ -43,9 +43,8 @@ def tokens(rank: Rank, *, back: bool) -> list[list[int]]:
         for _, output in scheduler.requests.drain():
             given[output.id] += output.tokens
             sequence = scheduler.requests.find(0, output.id)
-            if back and sequence is not None and len(given[output.id]) % 5 == 1:
-                scheduler.constrain(sequence, len(sequence.tokens), late=True)
-                scheduler.unconstrain(sequence)
+            if back and sequence is not None and len(given[output.id]) % 5 == 1 and sequence.high >= len(sequence.tokens):
+                sequence.step_back()
     assert scheduler.requests.counters.prefill_tokens == sum(LENGTHS)
     return given
 
