@@ -191,7 +191,7 @@ def present(value: T | None) -> T:
 
 
 class Masks:
-    """The masks of requests. `vocabulary` None: the checkpoint has none, and grammars are refused.
+    """The masks of requests. `vocabulary` None: the checkpoint has none, and grammars are refused. `widest`: as in SchedulerConfig.
 
     compiler, slow  executors that compile grammars and make slow masks; by default threads of its own
     """
@@ -200,7 +200,7 @@ class Masks:
         self,
         requests: Requests,
         vocabulary: Vocabulary | None,
-        widest: int = 1,
+        widest: int,
         compiler: Executor | None = None,
         slow: Executor | None = None,
     ) -> None:

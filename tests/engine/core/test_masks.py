@@ -82,7 +82,7 @@ def serve(
 ) -> Served:
     """As the core's loop does it, two plans out at a time."""
     scheduler = Scheduler(SchedulerConfig(GROUPS, pages, 10, MAX_LEN, 32, cache_share=cache_share))
-    masks = Masks(scheduler.requests, model.vocabulary)
+    masks = Masks(scheduler.requests, model.vocabulary, scheduler.config.widest)
     machine = MaskedMachine(model.text, pages, 10, MAX_LEN, marks or (model.markers.begin_call,))
     machine.plant_masks = plant
     for request in requests:
@@ -403,7 +403,7 @@ def test_a_row_with_a_grammar_runs_in_every_step(model: Model, monkeypatch: pyte
 def test_ranks_that_are_told_to_stop_get_masks(model: Model) -> None:
     """A step whose masks nobody will make any more can be ended: its record comes, and lets every token come."""
     scheduler = Scheduler(SchedulerConfig(GROUPS, PAGES, 4, MAX_LEN, 32))
-    masks = Masks(scheduler.requests, model.vocabulary)
+    masks = Masks(scheduler.requests, model.vocabulary, scheduler.config.widest)
     masks.add(0, request(model, 1, Grammar(grammar(model.markers, regex_answer("[a-z]+"), Thought.none))))
     while masks.making:
         masks.advance()
@@ -431,7 +431,7 @@ def test_a_grammar_that_cannot_go_on_ends_its_own_request(model: Model) -> None:
 def test_an_aborted_request_leaves_nothing(model: Model) -> None:
     """Masks of a request that has ended are not kept."""
     scheduler = Scheduler(SchedulerConfig(GROUPS, PAGES, 4, MAX_LEN, 32))
-    masks = Masks(scheduler.requests, model.vocabulary)
+    masks = Masks(scheduler.requests, model.vocabulary, scheduler.config.widest)
     masks.add(0, request(model, 1, Grammar(grammar(model.markers, regex_answer("a+"), Thought.none))))
     assert masks.active
     assert masks.making
@@ -493,7 +493,7 @@ def test_equal_grammars_are_compiled_once(model: Model, monkeypatch: pytest.Monk
 def test_without_a_vocabulary_grammars_are_refused(model: Model) -> None:
     """Where the checkpoint has no tokenizer a request with a grammar is refused and counted, and others are served."""
     scheduler = Scheduler(SchedulerConfig(GROUPS, PAGES, 4, MAX_LEN, 32))
-    Masks(scheduler.requests, None).add(0, request(model, 1, Grammar("x")))
+    Masks(scheduler.requests, None, scheduler.config.widest).add(0, request(model, 1, Grammar("x")))
     ((_, output),) = scheduler.requests.drain()
     assert (output.invalid, scheduler.requests.counters.received, scheduler.requests.counters.refused) == (True, 1, 1)
     assert "grammars are not available" in (output.error or "")

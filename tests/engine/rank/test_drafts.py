@@ -40,7 +40,7 @@ RunStep = Callable[[StepPlan, bytes], StepResult]
 def answers(step: RunStep, config: Any, requests: Sequence[GenerateRequest]) -> tuple[Answers, list[StepPlan]]:
     """Every output of each request, and the plans, two out at a time; a request comes every third step."""
     scheduler = Scheduler(scheduler_config(config, PAGES))
-    masks = Masks(scheduler.requests, read_vocabulary(config))
+    masks = Masks(scheduler.requests, read_vocabulary(config), scheduler.config.widest)
     out: deque[StepPlan] = deque()
     waiting, plans, given = deque(requests), [], defaultdict[int, list[Output]](list)
     made: dict[int, bytes] = {}

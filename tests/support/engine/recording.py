@@ -95,7 +95,7 @@ def record(
 def serve(runner: Runner, config: EngineConfig, waves: Iterable[list[GenerateRequest]]) -> Recording:
     """Serve requests with a real scheduler, two plans out at a time. A wave comes every fifth step."""
     scheduler = Scheduler(scheduler_config(config, PAGES))
-    masks = Masks(scheduler.requests, read_vocabulary(config))
+    masks = Masks(scheduler.requests, read_vocabulary(config), scheduler.config.widest)
     made = Recording(Path(config.model))
     out: deque[StepPlan] = deque()
     pending = deque(waves)
