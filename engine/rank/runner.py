@@ -27,7 +27,6 @@ from engine.rank.graphs import StageGraphs
 from engine.rank.kv import KVCache
 from engine.rank.models.architecture import Model
 from engine.rank.models.assistant import Assistant
-from engine.rank.models.gemma4 import Gemma4
 from engine.rank.page_check import PageCheck
 from engine.rank.parallel import Inboxes
 from engine.rank.prompt_logprobs import ScoredRows, WantedLogprobs
@@ -98,7 +97,6 @@ class Runner:
         self.draft_stage: DraftStage | None = None
         if drafter is not None:
             reads = attention_backend(asked, drafter.geometry, cache, config.tp, self._buckets, device, check)
-            assert isinstance(model, Gemma4), model
             self.draft_stage = DraftStage(drafter, widest - 1, model, cache, reads, self._inputs)
         rows = widest * (self._buckets[-1] + config.prefill_budget)
         self.report_stage = ReportStage(rows, device, self.pages, debug_hash=config.debug_hash)

@@ -30,6 +30,10 @@ class Model(Shard, ABC):
         """The table that logits come of."""
 
     @abstractmethod
+    def embed(self, ids: Tensor) -> Tensor:
+        """ids int32 [R] -> the scaled rows [R, hidden] that the layers would begin with."""
+
+    @abstractmethod
     def states(
         self, batch: ForwardBatch, cache: KVCache, attention: AttentionBackend, peers: AllReduceInbox | None = None
     ) -> tuple[Tensor, Tensor]:

@@ -187,6 +187,9 @@ class Gemma4(Model):
     def head(self) -> VocabTable:
         return self.embedding.tokens if self.own_head is None else self.own_head
 
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.embedding.rows(ids)
+
     def states(
         self, batch: ForwardBatch, cache: KVCache, attention: AttentionBackend, peers: AllReduceInbox | None = None
     ) -> tuple[Tensor, Tensor]:

@@ -11,8 +11,8 @@ from torch import Tensor
 from engine.rank.attention.base import AttentionBackend
 from engine.rank.batch import ForwardBatch
 from engine.rank.kv import KVCache
+from engine.rank.models.architecture import Model
 from engine.rank.models.assistant import Assistant
-from engine.rank.models.gemma4 import Gemma4
 from engine.rank.slots import SlotState
 from engine.rank.step import StepBuffers
 from kernels.accept import accept
@@ -23,7 +23,7 @@ class DraftStage:
     """A rank's drafter. count: drafts behind each sequence; attention: of the drafter's shape, over the target's cache."""
 
     def __init__(
-        self, drafter: Assistant, count: int, target: Gemma4, cache: KVCache, attention: AttentionBackend, inputs: StepBuffers
+        self, drafter: Assistant, count: int, target: Model, cache: KVCache, attention: AttentionBackend, inputs: StepBuffers
     ) -> None:
         self._drafter, self._count, self._target = drafter, count, target
         self._cache, self._attention, self._inputs = cache, attention, inputs
@@ -36,7 +36,7 @@ class DraftStage:
         last = torch.arange(0, len(batch.slots), width, device=rows.device) + (accepted.long() - 1).clamp(min=0)
         ids = slots.tokens[rows.long(), ends.long()]
         inputs = self._inputs.drafting(rows.contiguous(), torch.where(live, ends - 1, -1))
-        embed = self._target.embedding.rows
+        embed = self._target.embed
         drafts = self._drafter.drafts(self._count, ids, hidden[last], embed, inputs, self._cache, self._attention)
         columns = ends.long()[:, None] + 1 + torch.arange(self._count, device=rows.device)
         slots.tokens[rows.long()[:, None].expand_as(columns), columns] = drafts

@@ -51,6 +51,9 @@ class Bigram(Model):
     def head(self) -> VocabTable:
         return self.second
 
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.first(ids, torch.empty(0, dtype=torch.int32), 0)
+
     def states(
         self, batch: ForwardBatch, cache: KVCache, attention: AttentionBackend, peers: AllReduceInbox | None = None
     ) -> tuple[Tensor, Tensor]:
