@@ -145,10 +145,11 @@ def _read(kind: type[Struct], given: Any, path: str, wrong: list[str]) -> Struct
     before, values = len(wrong), {}
     for field in msgspec.structs.fields(kind):
         key = f"{path}.{field.name}" if path else field.name
+        inner = get_args(field.type)[0] if get_origin(field.type) is Annotated else field.type
         if field.name not in given:
             wrong += [f"{key}: is required"] if field.required else []
-        elif isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
-            values[field.name] = _read(field.type, given[field.name], key, wrong)
+        elif isinstance(inner, type) and issubclass(inner, msgspec.Struct):
+            values[field.name] = _read(inner, given[field.name], key, wrong)
         else:
             values[field.name] = _value(field.type, given[field.name], key, wrong)
     wrong += [f"{path}.{key}: unknown setting".lstrip(".") for key in given if key not in kind.__struct_fields__]
