@@ -33,10 +33,10 @@ class Rank:
     device: torch.device
     parallel: Parallel
     model: Model
-    drafter: Assistant | None = None
     inboxes: Inboxes | None = None
     failed_checks: FailedChecks = ()
     fallbacks: tuple[str, ...] = ()
+    drafter: Assistant | None = None
 
 
 def load_rank(
@@ -81,7 +81,7 @@ def load_rank(
             fallbacks += alone
     else:
         inboxes = parallel.inboxes(rows, width, dtype)
-    return Rank(config, geometry, device, parallel, model, drafter, inboxes, failed_checks, tuple(fallbacks))
+    return Rank(config, geometry, device, parallel, model, inboxes, failed_checks, tuple(fallbacks), drafter)
 
 
 def _drafter(

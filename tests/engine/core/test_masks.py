@@ -155,9 +155,10 @@ COUNT = 18
 
 
 @pytest.mark.parametrize("pages", [PAGES, TIGHT])
-def test_replies_keep_their_grammars(model: Model, pages: tuple[int, ...]) -> None:
+def test_replies_keep_their_grammars(model: Model, pages: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Random schemas beside free requests: every reply is valid, also where sequences are preempted; the free ones give what they
-    give alone."""
+    give alone. Without threads, whose time decides how many run side by side."""
+    monkeypatch.setattr("engine.core.masks.ThreadPoolExecutor", AtOnce)
     requests = json_requests(model, COUNT)
     served = serve(model, requests, pages=pages)
     assert valid_json(model, served, COUNT) == [at for at in range(COUNT) if at % 3 != 2]

@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import transformers
 from torch import Tensor
 from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
 from transformers.models.gemma4_unified.configuration_gemma4_unified import Gemma4UnifiedTextConfig
@@ -20,7 +21,12 @@ HIDDEN, WIDTH, CENTROIDS, TOP_K = 32, 64, 64, 8
 @contextmanager
 def _all_shared() -> Iterator[None]:
     """transformers 5.23 cannot build a model all of whose layers read another's K and V."""
-    modes = property(lambda self: ["reuse"] * self.num_hidden_layers)
+    with _modes(property(lambda self: ["reuse"] * self.num_hidden_layers)):
+        yield
+
+
+@contextmanager
+def _modes(modes: property) -> Iterator[None]:
     with (
         patch.object(Gemma4TextConfig, "kv_sharing_modes", modes),
         patch.object(Gemma4UnifiedTextConfig, "kv_sharing_modes", modes),
@@ -28,16 +34,16 @@ def _all_shared() -> Iterator[None]:
         yield
 
 
-def _text(shape: ModelShape) -> dict[str, Any]:
+def _text(shape: ModelShape, hidden: int, width: int) -> dict[str, Any]:
     return {
         "attention_k_eq_v": shape.k_eq_v,
         "enable_moe_block": False,
         "final_logit_softcapping": None,
         "global_head_dim": GLOBAL_HEAD_DIM,
         "head_dim": HEAD_DIM,
-        "hidden_size": HIDDEN,
+        "hidden_size": hidden,
         "hidden_size_per_layer_input": 0,
-        "intermediate_size": WIDTH,
+        "intermediate_size": width,
         "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
         "max_position_embeddings": shape.positions,
         "num_attention_heads": shape.heads,
@@ -65,14 +71,36 @@ def _classes(shape: ModelShape) -> tuple[Any, Any, Any]:
 
 def write(shape: ModelShape, folder: Path, seed: int = 0) -> Any:
     """A random assistant of a nano target in fp32, saved into `folder`; the model. Small members have the ordered head."""
+    made = build(shape, hidden=HIDDEN, width=WIDTH, ordered=shape.small, seed=seed)
+    with _all_shared():
+        made.save_pretrained(folder)
+    return made
+
+
+def load_target(folder: Path) -> Any:
+    """The text model of the checkpoint in `folder`, fp32, whose last layers of each kind give their K and V."""
+
+    def modes(config: Any) -> list[str | None]:
+        owners = config.num_hidden_layers - config.num_kv_shared_layers
+        last = {kind: at for at, kind in enumerate(config.layer_types[:owners])}
+        stored: list[str | None] = ["store" if at in last.values() else None for at in range(owners)]
+        return stored + ["reuse"] * config.num_kv_shared_layers
+
+    with _modes(property(modes)):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    return model.model.language_model.eval().requires_grad_(requires_grad=False)
+
+
+def build(shape: ModelShape, *, hidden: int, width: int, ordered: bool, seed: int = 0) -> Any:
+    """A random assistant of a nano target in fp32."""
     text, config, model = _classes(shape)
     torch.manual_seed(seed)
     with _all_shared():
         made = model(
             config(
-                text_config=text(**_text(shape)),
+                text_config=text(**_text(shape, hidden, width)),
                 backbone_hidden_size=shape.hidden,
-                use_ordered_embeddings=shape.small,
+                use_ordered_embeddings=ordered,
                 num_centroids=CENTROIDS,
                 centroid_intermediate_top_k=TOP_K,
             )
@@ -84,10 +112,9 @@ def write(shape: ModelShape, folder: Path, seed: int = 0) -> Any:
                 parameter.data = 1 + 0.2 * torch.randn(parameter.shape)
             else:
                 parameter.data = torch.randn(parameter.shape) / parameter.shape[1] ** 0.5
-        if shape.small:
+        if ordered:
             made.masked_embedding.token_ordering.copy_(torch.randperm(shape.vocab))
         made.lm_head.weight = made.model.embed_tokens.weight
-        made.save_pretrained(folder)
     return made
 
 
