@@ -31,7 +31,7 @@ def case(width: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
     stop = torch.full((slots, 200), -1, dtype=torch.int32)
     stop[::4, 150], stop[1::4, 3] = 2, 1
     positions = torch.where(torch.arange(rows) % 7 == 6, -1, 5).int()
-    return sampled, drafts.int(), torch.randperm(slots)[:rows].int(), positions, stop
+    return sampled, drafts.int(), torch.randperm(slots, generator=torch.Generator().manual_seed(seed))[:rows].int(), positions, stop
 
 
 def check(width: int) -> None:
