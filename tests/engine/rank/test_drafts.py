@@ -18,7 +18,7 @@ from engine.core.masks import Masks
 from engine.core.scheduler import Scheduler
 from engine.logit_adjustments import LogitAdjustments
 from engine.plan import StepPlan, StepResult
-from engine.protocol import FinishReason, GenerateRequest, Output
+from engine.protocol import AbortReason, FinishReason, GenerateRequest, Output
 from engine.rank.batch import ForwardBatch
 from engine.rank.builder import build
 from engine.rank.runner import Runner
@@ -37,15 +37,20 @@ Answers = dict[int, list[Output]]
 RunStep = Callable[[StepPlan, bytes], StepResult]
 
 
-def answers(step: RunStep, config: Any, requests: Sequence[GenerateRequest]) -> tuple[Answers, list[StepPlan]]:
-    """Every output of each request, and the plans, two out at a time; a request comes every third step."""
+def answers(
+    step: RunStep, config: Any, requests: Sequence[GenerateRequest], every: int = 3, aborted: Sequence[int] = ()
+) -> tuple[Answers, list[StepPlan], int]:
+    """Every output of each request, the plans, and preemptions; two plans are out at a time, and a request comes `every` steps.
+
+    aborted: requests that are given up with their eighth token
+    """
     scheduler = Scheduler(scheduler_config(config, PAGES))
     masks = Masks(scheduler.requests, read_vocabulary(config), scheduler.config.widest)
     out: deque[StepPlan] = deque()
     waiting, plans, given = deque(requests), [], defaultdict[int, list[Output]](list)
     made: dict[int, bytes] = {}
     while waiting or scheduler.requests.unfinished or out:
-        if waiting and (len(plans) % 3 == 0 or not scheduler.requests.unfinished):
+        if waiting and (len(plans) % every == 0 or not scheduler.requests.unfinished):
             asked = waiting.popleft()
             masks.add(0, asked) if asked.params.grammar else scheduler.requests.add(0, asked)
         masks.advance()
@@ -62,7 +67,9 @@ def answers(step: RunStep, config: Any, requests: Sequence[GenerateRequest]) -> 
             masks.advance()
         for _, output in scheduler.requests.drain():
             given[output.id].append(output)
-    return given, plans
+            if output.id in aborted and sum(len(one.tokens) for one in given[output.id]) >= 8:
+                scheduler.requests.abort(0, output.id, AbortReason.client_gone)
+    return given, plans, scheduler.requests.counters.preemptions
 
 
 def texts(given: Answers) -> dict[int, tuple[list[int], FinishReason | None, int]]:
@@ -102,9 +109,21 @@ def drafting(nano: Nano, member: str, folder: Path, drafts: int = DRAFTS) -> tup
 def test_drafts_change_no_text(nano: Nano, plain: Callable[[str], Answers], tmp_path: Path, member: str) -> None:
     """A random drafter, whose guesses are nearly all wrong: tokens, finishes and logprobs are those without."""
     runner, config = drafting(nano, member, tmp_path)
-    given, plans = answers(partial(run, runner), config, requests())
+    given, plans, _ = answers(partial(run, runner), config, requests())
     assert texts(given) == texts(plain(member))
     assert max(row[1] for plan in plans for row in zip(*[iter(plan.rows)] * 3, strict=True)) == 1 + DRAFTS
+
+
+def test_drafts_through_preemptions_and_aborts(nano: Nano, tmp_path: Path) -> None:
+    """Requests that come at once, more than the pages hold, one of them given up: those that end have the texts without drafts."""
+    runner, config = drafting(nano, "31b", tmp_path)
+    alone, asked = config_of(nano("31b"), 1), [request(number, (100, 90, 80, 100)) for number in range(6)]
+    expected, _, _ = answers(partial(run, build(single(alone), PAGES)), alone, asked, every=1, aborted=(0,))
+    given, _, preemptions = answers(partial(run, runner), config, asked, every=1, aborted=(0,))
+    ends = {number: text for number, text in texts(given).items() if number}
+    assert ends == {number: text for number, text in texts(expected).items() if number}
+    assert given[0][-1].finish is FinishReason.abort
+    assert preemptions > 0
 
 
 @pytest.mark.parametrize(("member", "tp"), [("e4b", 2), ("31b", 4)])
@@ -119,7 +138,7 @@ def test_ranks_draft_alike(nano: Nano, plain: Callable[[str], Answers], tmp_path
             ranks.submit(plan, masks)
             return ranks.result()
 
-        given, plans = answers(step, config, requests())
+        given, plans, _ = answers(step, config, requests())
         assert len(set(ranks.hashes(plans[-1].step))) == 1
     assert texts(given) == texts(plain(member))
 
@@ -147,7 +166,7 @@ def test_right_drafts_save_steps(
                     slots.tokens[slot, length + 1 : length + 1 + drafts] = torch.tensor(ahead)
 
     monkeypatch.setattr(runner.draft_stage, "draft", guesses)
-    given, plans = answers(partial(run, runner), config, requests())
+    given, plans, _ = answers(partial(run, runner), config, requests())
     assert texts(given) == texts(expected)
     longest = max(len(tokens) for tokens, _, _ in texts(given).values())
     assert right < 1 or len(plans) < 45 + 2 * longest / (1 + drafts)
