@@ -30,7 +30,7 @@ def kv_budget(config: EngineConfig, total: int, used: int) -> int:
     """Bytes that a rank may spend on all pools: `cpu_budget`, or `gpu_budget` without what it takes for sampling later."""
     if config.device == "cpu":
         return cpu_budget(config.tp)
-    sampling = sampling_bytes(config.max_seqs, read_geometry(Path(config.model)).vocab, config.tp)
+    sampling = sampling_bytes(config.max_seqs * config.widest, read_geometry(Path(config.model)).vocab, config.tp)
     return gpu_budget(total, used + sampling, config.memory_fraction)
 
 

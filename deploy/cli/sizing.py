@@ -27,7 +27,7 @@ from engine.memory import kv_budget, longest_sequence, sampling_bytes
 
 if TYPE_CHECKING:
     from deploy.settings import Settings
-    from engine.rank.models.architecture import Model
+    from engine.rank.builder import Rank
 
 RESERVE = 3 << 29  # 1.5 GiB
 _PUBLISHED = re.compile(r"(?:.*/)?gemma-4-(e2b|e4b|12b|26b-a4b|31b)(?:-it)?", re.IGNORECASE)
@@ -87,7 +87,8 @@ class Sizing:
 
 def _for_sampling(engine: EngineConfig) -> int:
     """Bytes of a GPU that the budget leaves out; they grow with max_seqs."""
-    return 0 if engine.device == "cpu" else sampling_bytes(engine.max_seqs, read_geometry(Path(engine.model)).vocab, engine.tp)
+    rows, vocab = engine.max_seqs * engine.widest, read_geometry(Path(engine.model)).vocab
+    return 0 if engine.device == "cpu" else sampling_bytes(rows, vocab, engine.tp)
 
 
 def _holds(group: KVGroup, pages: int, tokens: int) -> int:
@@ -165,15 +166,14 @@ def size(engine: EngineConfig, weights: int, memory: int, reserve: int = RESERVE
 
 
 def weight_bytes_and_count(engine: EngineConfig) -> tuple[int, int]:
-    """(bytes of one rank's weights, elements of the whole text model)."""
+    """(bytes of one rank's weights, its drafter's too, elements of the whole text model)."""
     from engine.rank.load.slices import elements
     from engine.rank.models.gemma4_weights import TENSORS
 
-    shard, geometry = meta_model(engine, engine.tp), read_geometry(Path(engine.model))
-    return sum(parameter.nbytes for parameter in shard.parameters()), elements(TENSORS, geometry)
+    return meta_rank(engine, engine.tp).weight_bytes, elements(TENSORS, read_geometry(Path(engine.model)))
 
 
-def meta_model(engine: EngineConfig, size: int) -> "Model":
+def meta_rank(engine: EngineConfig, size: int) -> "Rank":
     """Rank 0 of `size`: every rank's shard has the same shapes."""
     import torch
 
@@ -181,7 +181,7 @@ def meta_model(engine: EngineConfig, size: int) -> "Model":
     from engine.rank.profiling.loopback import Loopback
 
     meta = torch.device("meta")
-    return load_rank(engine, Loopback(size, meta), meta, checked=False).model
+    return load_rank(engine, Loopback(size, meta), meta, checked=False)
 
 
 def pools(engine: EngineConfig, pages: tuple[int, ...]) -> tuple[Pool, ...]:

@@ -17,6 +17,7 @@ from engine.rank.load.slices import allocate
 from engine.rank.models.architecture import Architecture, Model
 from engine.rank.models.assistant import Assistant, load_assistant
 from engine.rank.models.assistant_geometry import check_shards, read_assistant
+from engine.rank.models.assistant_weights import TENSORS as ASSISTANT_TENSORS
 from engine.rank.models.gemma4 import GEMMA4
 from engine.rank.parallel import Inboxes, Parallel
 from engine.rank.runner import Runner
@@ -37,6 +38,12 @@ class Rank:
     failed_checks: FailedChecks = ()
     fallbacks: tuple[str, ...] = ()
     drafter: Assistant | None = None
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the model, and of its drafter."""
+        models = (self.model,) if self.drafter is None else (self.model, self.drafter)
+        return sum(parameter.nbytes for model in models for parameter in model.parameters())
 
 
 def load_rank(
@@ -94,7 +101,9 @@ def _drafter(
     shape = read_assistant(folder, geometry)
     check_shards(shape, geometry, parallel.size)
     drafter = Assistant(shape, parallel, dtype, device)
-    if device.type != "meta":
+    if device.type == "meta":
+        allocate(drafter, ASSISTANT_TENSORS)
+    else:
         load_assistant(drafter, folder, progress=parallel.rank == 0)
     return drafter
 

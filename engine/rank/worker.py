@@ -46,8 +46,7 @@ def boot(lifeline: Lifeline) -> Runner:
     config = lifeline.configure()
     lifeline.phase(Phase.loading)
     rank = load(config, lifeline.args)
-    models = (rank.model,) if rank.drafter is None else (rank.model, rank.drafter)
-    weight_bytes = sum(parameter.nbytes for model in models for parameter in model.parameters())
+    weight_bytes = rank.weight_bytes
     with torch.inference_mode():
         rms = residual_rms(rank.model, config.kv_groups(rank.geometry))
     seconds = time.monotonic() - started

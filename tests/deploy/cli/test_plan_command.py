@@ -14,7 +14,7 @@ import torch
 from cluster import capability
 from deploy.cli import plan_command as plan
 from deploy.cli.main import main
-from deploy.cli.sizing import Sizing, configured, kv_budget, meta_model, pools, size, weight_bytes_and_count
+from deploy.cli.sizing import Sizing, configured, kv_budget, meta_rank, pools, size, weight_bytes_and_count
 from deploy.models.nano.nano_shapes import SHAPES
 from deploy.models.public_shapes import PUBLIC, ModelShape, config
 from deploy.settings import Settings
@@ -28,6 +28,7 @@ from engine.rank.parallel import Single
 from tests.conftest import Nano
 from tests.support.engine.kvmachine import KVMachine
 from tests.support.engine.ranks import Ranks, single
+from tests.support.judge import assistants
 from tests.support.repo_rules import ROOT
 
 pytestmark = pytest.mark.cpu
@@ -139,11 +140,14 @@ def test_a_nano_engine_allocates_what_was_planned(member: str, nano: Nano) -> No
     assert all(fault.pool_bytes - pool.pool_bytes == pool.page_bytes > 0 for fault, pool in zip(more, planned.pools, strict=True))
 
 
-def test_a_group_of_four_says_what_was_planned(nano: Nano) -> None:
-    """Real worker processes at TP=4 report the planned weights and budget, and get ready with the planned pages."""
+def test_a_group_of_four_says_what_was_planned(nano: Nano, tmp_path: Path) -> None:
+    """Real worker processes at TP=4 report the planned weights, a drafter's too, and budget, and start with the planned pages."""
+    assistants.write(SHAPES["31b"], tmp_path)
     asked = {"model": str(nano("31b")), "tp": 4, "device": "cpu", "dtype": "float32", "max_seqs": 3, "max_len": 300}
-    engine = configured(Settings.read(asked), nano("31b"))
+    plain, _ = weight_bytes_and_count(configured(Settings.read(asked), nano("31b")))
+    engine = configured(Settings.read(asked | {"mtp": {"model": str(tmp_path), "drafts": 2}}), nano("31b"))
     weights, _ = weight_bytes_and_count(engine)
+    assert weights > 1.1 * plain
     planned = size(engine, weights, memory=0)
     with Ranks(engine) as ranks:
         loaded = ranks.boot(tuple(pool.pages for pool in planned.pools))
@@ -157,7 +161,7 @@ def test_the_budget_on_a_gpu_is_the_workers(engine_of: Make, monkeypatch: pytest
     used = 12_345_678_901
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (H200 - used, H200))
     geometry = read_geometry(Path(engine.model))
-    rank = worker.Rank(engine, geometry, torch.device("cuda", 0), Single(), meta_model(engine, 1))
+    rank = worker.Rank(engine, geometry, torch.device("cuda", 0), Single(), meta_rank(engine, 1).model)
     assert kv_budget(engine, H200, used) == worker.kv_bytes(rank)
     assert int(H200 * 0.83) - used - kv_budget(engine, H200, used) == sampling_bytes(engine.max_seqs, geometry.vocab, 1)
     assert abs(kv_budget(msgspec.structs.replace(engine, memory_fraction=0.84), H200, used) - worker.kv_bytes(rank)) > 100e6
