@@ -77,16 +77,12 @@ class StepBuffers:
         ids, positions, slots = (x[first:end] for x in (self.ids, self.positions, self.slots))
         tokens, lengths = self._slots.tokens, self._slots.lengths
         decode_inputs(plan, LAYOUT, tokens, lengths, self._slots.padding, ids, positions, slots, width)
-        pages = tuple(page_ids[:sequences] for page_ids in self._pages)
-        for cache, page_ids in zip(self._slots.cache, pages, strict=True):
-            cache.gather(slots, positions, page_ids)
+        pages = self._gathered(slots, positions, sequences)
         return ForwardBatch(ids, positions, slots, self._rotary_rows(first, end), pages, width=width)
 
     def drafting(self, slots: Tensor, positions: Tensor) -> ForwardBatch:
         """Rows at `positions` int32 [n] of `slots`, whose queries are turned as at the position behind: a drafter's."""
-        pages = tuple(page_ids[: len(slots)] for page_ids in self._pages)
-        for cache, page_ids in zip(self._slots.cache, pages, strict=True):
-            cache.gather(slots, positions, page_ids)
+        pages = self._gathered(slots, positions, len(slots))
         rope = {key: table[: len(slots)] for key, table in self._rope.items()}
         for key, table in rope.items():
             rotary_table(positions + 1, self._frequencies[key], table)
@@ -117,6 +113,13 @@ class StepBuffers:
             self.ids[:total], self.positions[:total], self.slots[:total],
             self._rotary_rows(0, total), pages, packed[2 * size :], tuple(chunks), width,
         )  # fmt: skip
+
+    def _gathered(self, slots: Tensor, positions: Tensor, sequences: int) -> tuple[Tensor, ...]:
+        """The page ids that each of the rows' sequences reads, of each KV group."""
+        pages = tuple(page_ids[:sequences] for page_ids in self._pages)
+        for cache, page_ids in zip(self._slots.cache, pages, strict=True):
+            cache.gather(slots, positions, page_ids)
+        return pages
 
     def _rotary_rows(self, first: int, last: int) -> dict[RopeKey, Tensor]:
         """Cos and sin of rows [first, last)."""

@@ -27,7 +27,6 @@ from engine.rank.models.gemma4 import Block, LayerStep, frequencies_of
 from engine.rank.models.layers import AllReduceNorm, Shard, VocabTable
 from engine.rank.models.module import Module
 from engine.rank.parallel import Parallel
-from kernels.fused_allreduce_norm import AllReduceInbox
 
 
 class Head(Protocol):
@@ -104,13 +103,12 @@ class Assistant(Shard):
         batch: ForwardBatch,
         cache: KVCache,
         attention: AttentionBackend,
-        peers: AllReduceInbox | None = None,
     ) -> tuple[Tensor, Tensor]:
         """embedded and hidden [R, backbone] of decode rows -> (hidden of the next pass [R, backbone], final rows [R, hidden]).
 
         A row sees keys up to its position; its rotary embedding is of `batch.rope`.
         """
-        norm = AllReduceNorm(self.parallel, peers, self.geometry.eps)
+        norm = AllReduceNorm(self.parallel, None, self.geometry.eps)
         step = LayerStep(batch, cache, attention, attention.prepare(batch), norm, None)
         blocks = [block for block in self.blocks if isinstance(block, Block)]
         first = [block.norms["pre_attention"] for block in blocks]
@@ -121,7 +119,7 @@ class Assistant(Shard):
 
     def drafts(
         self, count: int, ids: Tensor, hidden: Tensor, embed: Callable[[Tensor], Tensor], batch: ForwardBatch,
-        cache: KVCache, attention: AttentionBackend, peers: AllReduceInbox | None = None,
+        cache: KVCache, attention: AttentionBackend,
     ) -> Tensor:  # fmt: skip
         """int32 [R, count]: the drafts behind ids int32 [R], whose rows the target's final `hidden` [R, backbone] gave.
 
@@ -129,7 +127,7 @@ class Assistant(Shard):
         """
         drafted = []
         for _ in range(count):
-            hidden, rows = self(embed(ids), hidden, batch, cache, attention, peers)
+            hidden, rows = self(embed(ids), hidden, batch, cache, attention)
             ids = self.head(rows)
             drafted.append(ids)
         return torch.stack(drafted, dim=1)

@@ -31,15 +31,16 @@ class DraftStage:
     def draft(self, slots: SlotState, batch: ForwardBatch, hidden: Tensor, accepted: Tensor) -> None:
         """Draft behind the last accepted token of each sequence of `batch`, of whose rows `hidden` has the final ones."""
         width = batch.width
-        rows, live = batch.slots[::width], accepted > 0
-        ends = slots.lengths[rows.long()]  # of the last accepted tokens, whose K and V are not there yet
+        sequences, live = batch.slots[::width].contiguous(), accepted > 0
+        rows = sequences.long()
+        ends = slots.lengths[rows]  # of the last accepted tokens, whose K and V are not there yet
         last = torch.arange(0, len(batch.slots), width, device=rows.device) + (accepted.long() - 1).clamp(min=0)
-        ids = slots.tokens[rows.long(), ends.long()]
-        inputs = self._inputs.drafting(rows.contiguous(), torch.where(live, ends - 1, -1))
+        ids = slots.tokens[rows, ends.long()]
+        inputs = self._inputs.drafting(sequences, torch.where(live, ends - 1, -1))
         embed = self._target.embed
         drafts = self._drafter.drafts(self._count, ids, hidden[last], embed, inputs, self._cache, self._attention)
         columns = ends.long()[:, None] + 1 + torch.arange(self._count, device=rows.device)
-        slots.tokens[rows.long()[:, None].expand_as(columns), columns] = drafts
+        slots.tokens[rows[:, None], columns] = drafts
 
 
 def accepted_tokens(slots: SlotState, batch: ForwardBatch, chosen: Tensor, first_id: int, *, adjusted: bool) -> Tensor:
