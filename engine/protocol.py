@@ -8,6 +8,7 @@ import enum
 import struct
 from array import array
 from collections.abc import Iterable
+from typing import Literal
 
 import msgspec
 
@@ -19,6 +20,8 @@ MAX_STOP_IDS = 1024  # of one request, its end-of-sequence ids among them: a ran
 MAX_SPAN = 2048  # tokens of a media item that see each other both ways: a chunk has all of them
 DIGEST_BYTES = 32  # of a media item
 _LENGTH = struct.Struct("<I")
+
+MediaKind = Literal["image", "video", "audio"]
 
 
 class FinishReason(enum.StrEnum):
@@ -100,13 +103,17 @@ class MediaItem(msgspec.Struct, frozen=True, omit_defaults=True):
     """An image, a video or a clip in a prompt: its tokens are those at [first, first + length).
 
     `digest`: sha256 of what the encoder gets. `spans`: each [begin, end) of positions that see each other both ways; a video's
-    frames are spans of one item, a clip has none.
+    frames are spans of one item, a clip has none. `data`: what the encoder gets, of `shape`: of an image uint8 [height, width, 3],
+    of a video uint8 [frames, height, width, 3], both resized to multiples of 48; of a clip float32 [frames, features].
     """
 
     first: int
     length: int
     digest: bytes
     spans: tuple[tuple[int, int], ...] = ()
+    kind: MediaKind = "image"
+    shape: tuple[int, ...] = ()
+    data: bytes = b""
 
     @property
     def end(self) -> int:
