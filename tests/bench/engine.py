@@ -13,6 +13,11 @@ once:
 Seconds are the best of --repeat, of one token and of all in turn; in brackets all that were seen: a GPU that has prefilled for
 seconds lowers its clock, by a tenth and more on some hosts.
 
+--loads: behind the batches, 128 requests in flight at most, output tokens a second of
+
+    mixed     400 prompts, input and output lengths uniform in 1..1024 (numpy RandomState(0), inputs first)
+    long      40 prompts of 8000 tokens, 1000 out
+
 Beside it `idle`, microseconds that rank 0's device stood idle before a step (the median of those seen), and how many kernels the
 ranks compiled while they served. vLLM's and SGLang's figures for the same stand beside ours where they are known (four H200, random
 live weights, 1024 tokens of prompt). --shard-of N: what a rank of N computes, as a model of its own with weights drawn from a
@@ -29,6 +34,8 @@ import time
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
+
+import numpy as np
 
 from cluster.group import Group
 from deploy.models.resolve import resolve
@@ -81,6 +88,32 @@ async def run(client: EngineClient, prompts: list[list[int]], tokens: int, sampl
     return Run(took, start - began, 1e3 * (seen[-1] - seen[0]) / (len(seen) - 1) if len(seen) > 1 else math.nan)
 
 
+def load_lengths(load: str, most: int) -> list[tuple[int, int]]:
+    """(prompt tokens, output tokens) of each request; `most` of both together, for small models."""
+    if load == "long":
+        return [(min(8000, most * 8 // 9), min(1000, most // 9))] * 40
+    drawn = np.random.RandomState(0)
+    inputs, outputs_ = drawn.randint(1, 1025, 400), drawn.randint(1, 1025, 400)
+    return [(min(int(n), most // 2), min(int(m), most // 2)) for n, m in zip(inputs, outputs_, strict=True)]
+
+
+async def run_load(client: EngineClient, load: str, vocab: int, args: argparse.Namespace) -> list[Row]:
+    """Output tokens a second, and ms between a stream's tokens."""
+    lengths, rng = load_lengths(load, args.max_len), random.Random(args.seed)
+    prompts = [[rng.randrange(300, vocab - 10) for _ in range(n)] for n, _ in lengths]
+    flying, began = asyncio.Semaphore(128), time.monotonic()
+
+    async def ask(prompt: list[int], tokens: int, seed: int) -> list[float]:
+        async with flying:
+            return await one(client, prompt, SamplingParams(max_tokens=tokens, seed=seed, **SAMPLING[args.sampling]))
+
+    streams = await asyncio.gather(*(ask(prompt, m, i) for i, (prompt, (_, m)) in enumerate(zip(prompts, lengths, strict=True))))
+    rate = sum(m for _, m in lengths) / (time.monotonic() - began)
+    tpot = statistics.mean(1e3 * (times[-1] - times[0]) / (len(times) - 1) for times in streams if len(times) > 1)
+    print(f"{load} load: {rate:.0f} output tokens a second, TPOT {tpot:.2f} ms", flush=True)
+    return [(f"{case(args)}-{load}", "output tokens a second", rate, "tok/s"), (f"{case(args)}-{load}", "mean TPOT", tpot, "ms")]
+
+
 async def device_times(group: Group, found: list[tuple[int, int]]) -> None:
     """Appends, until cancelled, how many microseconds rank 0's device took for a step, and stood idle before one."""
     last = -1
@@ -109,6 +142,8 @@ async def measure(group: Group, vocab: int, args: argparse.Namespace) -> list[Ro
             wholes.append(await run(client, prompts, args.tokens + 1, args.sampling))
             watching.cancel()
         rows += told(args, size, firsts, wholes, statistics.median(idle for _, idle in steps))
+    for load in args.loads:
+        rows += await run_load(client, load, vocab, args)
     await client.close()
     return rows
 
@@ -154,6 +189,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=3, help="of which the best counts")
     parser.add_argument("--max-len", type=int, default=2048)
     parser.add_argument("--prefill-budget", type=int, default=2048, help="prefill tokens a step")
+    parser.add_argument("--loads", choices=["mixed", "long"], nargs="*", default=[], help="loads behind the batches")
+    parser.add_argument("--slots", type=int, default=0, help="requests that run at once; by default the largest batch")
     parser.add_argument("--sampling", choices=list(SAMPLING), default="greedy")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--record", metavar="MACHINE", help="append to results.csv under this machine's name")
@@ -168,7 +205,7 @@ def serve(folder: Path, args: argparse.Namespace) -> list[Row]:
         device=args.device,
         dtype="bfloat16" if args.device == "cuda" else "float32",
         load_format="dummy" if args.model.startswith("dummy:") or args.shard_of > 1 else "safetensors",
-        max_seqs=max(args.batches),
+        max_seqs=args.slots or max(args.batches),
         max_len=args.max_len,
         prefill_budget=args.prefill_budget,
         prefix_cache=False,
