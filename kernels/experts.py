@@ -8,7 +8,8 @@ so that one fused norm takes both.
 
 An *assignment* is one of a token's top_k choices. Nothing asks the host which experts were chosen:
 
-    `_group` (expert)                      sorts assignments by expert and cuts each expert's into row tiles
+    `_count` (block of assignments)        how many of it chose each expert; where there are several blocks
+    `_group` (expert, block)               sorts assignments by expert and cuts each expert's into row tiles
     `_grouped` (block of columns, tile)    the product of a row tile; gate and up first, then down
     `_combine` (token, block of n)         the weighted sum of a token's rows
 """
@@ -101,10 +102,14 @@ def _launch(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: T
     up_tile, down_tile = _tiles(assignments, count, x.element_size(), shared_memory(x))
     order, position = torch.empty((2, assignments), dtype=torch.int32, device=x.device)
     tiles = torch.empty((min(assignments, assignments // up_tile.rows + count), 3), dtype=torch.int32, device=x.device)
+    width, block = next_power_of_2(count), min(_GROUP_BLOCK, max(1024, next_power_of_2(assignments)))
+    blocks, counts = cdiv(assignments, block), None
+    if blocks > 1:
+        counts = torch.empty((blocks, width), dtype=torch.int32, device=x.device)
+        launch(_count, (blocks,), chosen, counts, assignments, EXPERTS=width, BLOCK=block, warps=8)
     launch(
-        _group, (count,), chosen, order, position, tiles, assignments, tiles.shape[0],
-        ROWS=up_tile.rows, EXPERTS=next_power_of_2(count), BLOCK=min(_GROUP_BLOCK, max(1024, next_power_of_2(assignments))),
-        warps=8,
+        _group, (count, blocks), chosen, counts, order, position, tiles, assignments, tiles.shape[0],
+        ROWS=up_tile.rows, EXPERTS=width, BLOCK=block, warps=8,
     )  # fmt: skip
     gated, parts = x.new_empty(assignments, m), x.new_empty(assignments, n)
     _launch_grouped(up_tile, x, gate_up, order, tiles, gated, top_k)
@@ -123,39 +128,56 @@ def _launch_grouped(tile: _Tile, x: Tensor, weight: Tensor, order: Tensor | None
     )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["assignments"])
+def _count(
+    chosen: tl.tensor, counts: tl.tensor, assignments: tl.tensor, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+) -> None:
+    """One block's counts [EXPERTS]."""
+    trigger(PDL)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    wait(PDL)
+    theirs = tl.histogram(tl.load(chosen + at, at < assignments, 0), EXPERTS, mask=at < assignments)
+    tl.store(counts + tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS), theirs)
+
+
 @triton.jit(do_not_specialize=["assignments", "slots"])
 def _group(
-    chosen: tl.tensor, order: tl.tensor, position: tl.tensor, tiles: tl.tensor, assignments: tl.tensor, slots: tl.tensor,
-    ROWS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    chosen: tl.tensor, counts: tl.tensor, order: tl.tensor, position: tl.tensor, tiles: tl.tensor, assignments: tl.tensor,
+    slots: tl.tensor, ROWS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One expert: its assignments, ascending, behind those of the experts before it in `order`, and where each stands in
-    `position`; its row tiles (expert, first, end), behind theirs. The last expert fills the `slots` with tiles of no rows."""
+    """One expert's assignments of a block, ascending, behind those of the experts and blocks before in `order`, and where each
+    stands in `position`. Of the first block also the expert's row tiles (expert, first, end), behind those of the experts before;
+    the last expert fills the `slots` with tiles of no rows. counts [blocks, EXPERTS]; None: there is one block."""
     trigger(PDL)
-    expert = tl.program_id(0)
-    lane, other = tl.arange(0, BLOCK), tl.arange(0, EXPERTS)
+    expert, block = tl.program_id(0), tl.program_id(1)
+    at, other = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, EXPERTS)
     wait(PDL)
-    counts = tl.zeros([EXPERTS], tl.int32)
-    for start in range(0, assignments, BLOCK):
-        theirs = tl.load(chosen + start + lane, start + lane < assignments, 0)
-        counts += tl.histogram(theirs, EXPERTS, mask=start + lane < assignments)
-    first = tl.sum(tl.where(other < expert, counts, 0), 0)
-    end = first
-    for start in range(0, assignments, BLOCK):
-        mine = (tl.load(chosen + start + lane, start + lane < assignments, -1) == expert).to(tl.int32)
-        at = end + tl.cumsum(mine, 0) - 1
-        tl.store(order + at, start + lane, mine > 0)
-        tl.store(position + start + lane, at, mine > 0)
-        end += tl.sum(mine, 0)
-    needed = (counts + ROWS - 1) // ROWS
-    tile = tl.sum(tl.where(other < expert, needed, 0), 0)
-    behind = tile + (end - first + ROWS - 1) // ROWS
-    if expert == tl.num_programs(0) - 1:
-        behind = slots
-    for i in range(tile, behind):
-        start = tl.minimum(first + (i - tile) * ROWS, end)
-        tl.store(tiles + 3 * i, expert)
-        tl.store(tiles + 3 * i + 1, start)
-        tl.store(tiles + 3 * i + 2, tl.minimum(start + ROWS, end))
+    theirs = tl.load(chosen + at, at < assignments, -1)
+    before = tl.zeros([EXPERTS], tl.int32)
+    if counts is None:
+        totals = tl.histogram(tl.maximum(theirs, 0), EXPERTS, mask=at < assignments)
+    else:
+        totals = tl.zeros([EXPERTS], tl.int32)
+        for i in range(tl.num_programs(1)):
+            of_block = tl.load(counts + i * EXPERTS + other)
+            totals += of_block
+            before += tl.where(i < block, of_block, 0)
+    first = tl.sum(tl.where(other < expert, totals, 0), 0)
+    mine = (theirs == expert).to(tl.int32)
+    to = first + tl.sum(tl.where(other == expert, before, 0), 0) + tl.cumsum(mine, 0) - 1
+    tl.store(order + to, at, mine > 0)
+    tl.store(position + at, to, mine > 0)
+    if block == 0:
+        end = first + tl.sum(tl.where(other == expert, totals, 0), 0)
+        tile = tl.sum(tl.where(other < expert, (totals + ROWS - 1) // ROWS, 0), 0)
+        behind = tile + (end - first + ROWS - 1) // ROWS
+        if expert == tl.num_programs(0) - 1:
+            behind = slots
+        for i in range(tile, behind):
+            start = tl.minimum(first + (i - tile) * ROWS, end)
+            tl.store(tiles + 3 * i, expert)
+            tl.store(tiles + 3 * i + 1, start)
+            tl.store(tiles + 3 * i + 2, tl.minimum(start + ROWS, end))
 
 
 @triton.jit

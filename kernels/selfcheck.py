@@ -365,11 +365,11 @@ def _router(draw: RandomInputs) -> Outputs:
     return logits, x, many, weights, chosen
 
 
-def _experts(rows: int) -> Op:
+def _experts(rows: int, top_k: int = 2) -> Op:
     def run(draw: RandomInputs) -> Outputs:
-        n, m, count, top_k = 40, 24, 6, 2
+        n, m, count = 40, 24, top_k + 4
         first = torch.arange(rows, dtype=torch.int32, device=draw.device) % 4
-        chosen = torch.stack([first, first + 2], dim=1)
+        chosen = torch.stack([first + k for k in range(top_k)], dim=1)
         weights = draw.floats(rows, top_k, dtype=torch.float32)
         gate_up, down = draw.floats(count, 2 * m, n, scale=n**-0.5), draw.floats(count, n, m, scale=m**-0.5)
         return (experts(draw.floats(rows, n), weights, chosen, gate_up, down, draw.floats(rows, n)),)
@@ -405,6 +405,7 @@ CHECKS = (
     Check("kernels.table_check", "the check of page tables", _table_check),
     Check("kernels.route", "the router", _router),
     *(Check("kernels.experts", f"experts of {rows} tokens", _experts(rows)) for rows in (3, 20, 45, 90, 300)),
+    Check("kernels.experts", "experts of several blocks of assignments", _experts(300, top_k=16)),
 )
 
 

@@ -157,6 +157,16 @@ def interpreted_route(count: int, top_k: int) -> None:
     assert bool(((chosen >= 0) & (chosen < count)).all())
 
 
+def interpreted_blocks_of_assignments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sorted block by block, assignments stand as sorted at once: the same bits."""
+    it = case(200, torch.bfloat16, n=72, m=44)
+    want = it.run()
+    monkeypatch.setattr(kernels.experts, "_GROUP_BLOCK", 64)
+    with record() as nodes:
+        assert torch.equal(it.run(), want)
+    assert [(node.kernel, node.grid) for node in nodes[:2]] == [("_count", (7,)), ("_group", (6, 7))]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 3, 11, 40, 60, 200])
 def interpreted_experts(tokens: int, dtype: torch.dtype) -> None:
