@@ -12,6 +12,8 @@ An *assignment* is one of a token's top_k choices. Nothing asks the host which e
     `_group` (expert, block)               sorts assignments by expert and cuts each expert's into row tiles
     `_grouped` (block of columns, tile)    the product of a row tile; gate and up first, then down
     `_combine` (token, block of n)         the weighted sum of a token's rows
+
+One token's assignments are in order as they are, each a tile of its own: there is nothing to sort.
 """
 
 import math
@@ -100,30 +102,43 @@ def _launch(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: T
     top_k = chosen.shape[1]
     assignments = rows * top_k
     up_tile, down_tile = _tiles(assignments, count, x.element_size(), shared_memory(x))
-    order, position = torch.empty((2, assignments), dtype=torch.int32, device=x.device)
-    tiles = torch.empty((min(assignments, assignments // up_tile.rows + count), 3), dtype=torch.int32, device=x.device)
-    width, block = next_power_of_2(count), min(_GROUP_BLOCK, max(1024, next_power_of_2(assignments)))
-    blocks, counts = cdiv(assignments, block), None
-    if blocks > 1:
-        counts = torch.empty((blocks, width), dtype=torch.int32, device=x.device)
-        launch(_count, (blocks,), chosen, counts, assignments, EXPERTS=width, BLOCK=block, warps=8)
-    launch(
-        _group, (count, blocks), chosen, counts, order, position, tiles, assignments, tiles.shape[0],
-        ROWS=up_tile.rows, EXPERTS=width, BLOCK=block, warps=8,
-    )  # fmt: skip
-    gated, parts = x.new_empty(assignments, m), x.new_empty(assignments, n)
-    _launch_grouped(up_tile, x, gate_up, order, tiles, gated, top_k)
-    _launch_grouped(down_tile, gated, down, None, tiles, parts, 1)
+    tiles, order, position = chosen, None, None
+    if rows > 1:
+        tiles, order, position = _sorted(chosen, count, up_tile.rows)
+    inner, parts = x.new_empty(assignments, m), x.new_empty(assignments, n)
+    one = rows == 1
+    _launch_grouped(up_tile, x, gate_up, order, tiles, inner, top_k, gated=True, one=one)
+    _launch_grouped(down_tile, inner, down, None, tiles, parts, 1, gated=False, one=one)
     block = min(1024, next_power_of_2(n))
     launch(_combine, (rows, cdiv(n, block)), parts, position, weights, beside, out, N=n, TOP=top_k, BLOCK=block, warps=4)
 
 
-def _launch_grouped(tile: _Tile, x: Tensor, weight: Tensor, order: Tensor | None, tiles: Tensor, out: Tensor, top_k: int) -> None:
-    """out [assignments, m], sorted by expert. With `order`, x are tokens' rows and the product is gated; without, sorted rows."""
+def _sorted(chosen: Tensor, count: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """int32: tiles [n, 3] of `rows` assignments at most: expert, first, end; the assignments' order, and each one's place in it."""
+    assignments = chosen.numel()
+    order, position = torch.empty((2, assignments), dtype=torch.int32, device=chosen.device)
+    tiles = torch.empty((min(assignments, assignments // rows + count), 3), dtype=torch.int32, device=chosen.device)
+    width, block = next_power_of_2(count), min(_GROUP_BLOCK, max(1024, next_power_of_2(assignments)))
+    blocks, counts = cdiv(assignments, block), None
+    if blocks > 1:
+        counts = torch.empty((blocks, width), dtype=torch.int32, device=chosen.device)
+        launch(_count, (blocks,), chosen, counts, assignments, EXPERTS=width, BLOCK=block, warps=8)
+    launch(
+        _group, (count, blocks), chosen, counts, order, position, tiles, assignments, tiles.shape[0],
+        ROWS=rows, EXPERTS=width, BLOCK=block, warps=8,
+    )  # fmt: skip
+    return tiles, order, position
+
+
+def _launch_grouped(
+    tile: _Tile, x: Tensor, weight: Tensor, order: Tensor | None, tiles: Tensor, out: Tensor, top_k: int, *, gated: bool, one: bool
+) -> None:
+    """out [assignments, m], sorted by expert. With `top_k` above 1, x are tokens' rows, else sorted rows. tiles: as `_sorted`; of
+    `one` token, its experts."""
     m = out.shape[1]
     launch(
-        _grouped, (cdiv(m, tile.columns), tiles.shape[0]), x, weight, order, tiles, out,
-        M=m, K=x.shape[1], TOP=top_k, GATED=order is not None, SWAP=tile.swap, BM=tile.rows, BN=tile.columns, BK=_TURN,
+        _grouped, (cdiv(m, tile.columns), len(out) if one else len(tiles)), x, weight, order, tiles, out,
+        M=m, K=x.shape[1], TOP=top_k, GATED=gated, ONE=one, SWAP=tile.swap, BM=tile.rows, BN=tile.columns, BK=_TURN,
         warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
 
@@ -183,22 +198,29 @@ def _group(
 @triton.jit
 def _grouped(
     x: tl.tensor, weight: tl.tensor, order: tl.tensor, tiles: tl.tensor, out: tl.tensor,
-    M: tl.constexpr, K: tl.constexpr, TOP: tl.constexpr, GATED: tl.constexpr, SWAP: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+    M: tl.constexpr, K: tl.constexpr, TOP: tl.constexpr, GATED: tl.constexpr, ONE: tl.constexpr, SWAP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """BN outputs of a row tile."""
     if GATED:
         trigger(PDL)
     column = tl.program_id(0) * BN + tl.arange(0, BN)
-    tile = tiles + 3 * tl.program_id(1)
+    at_tile = tl.program_id(1)
     lane = tl.arange(0, BK)[None, :]
     wait(PDL)
-    expert, first, end = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
+    if ONE:
+        expert, first, end = tl.load(tiles + at_tile).to(tl.int64), at_tile, at_tile + 1
+    else:
+        tile = tiles + 3 * at_tile
+        expert, first, end = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
     if first == end:
         return
     row = first + tl.arange(0, BM)
     live = (row < end)[:, None]
-    source = tl.load(order + row, row < end, 0) // TOP if GATED else row
+    if order is None:
+        source = row // TOP
+    else:
+        source = tl.load(order + row, row < end, 0) // TOP
     rows = x + source.to(tl.int64)[:, None] * K + lane
     base = weight + (expert * (M * (2 if GATED else 1)) + tl.minimum(column, M - 1))[:, None] * K + lane
     total = tl.zeros([BN, BM] if SWAP else [BM, BN], tl.float32)
@@ -237,7 +259,10 @@ def _combine(
     wait(PDL)
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(TOP):
-        at = tl.load(position + row * TOP + k).to(tl.int64) * N
+        if position is None:
+            at = (row * TOP + k) * N
+        else:
+            at = tl.load(position + row * TOP + k).to(tl.int64) * N
         total += tl.load(parts + at + column, live, 0.0).to(tl.float32) * tl.load(weights + row * TOP + k)
     tl.store(out + row * (2 * N) + column, tl.load(beside + row * N + column, live), live)
     tl.store(out + row * (2 * N) + N + column, cast(total, out.dtype.element_ty), live)

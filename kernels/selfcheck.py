@@ -404,7 +404,7 @@ CHECKS = (
     Check("kernels.accept", "drafts that stand", _accept),
     Check("kernels.table_check", "the check of page tables", _table_check),
     Check("kernels.route", "the router", _router),
-    *(Check("kernels.experts", f"experts of {rows} tokens", _experts(rows)) for rows in (3, 20, 45, 90, 300)),
+    *(Check("kernels.experts", f"experts of {rows} tokens", _experts(rows)) for rows in (1, 3, 20, 45, 90, 300)),
     Check("kernels.experts", "experts of several blocks of assignments", _experts(300, top_k=16)),
 )
 
