@@ -1,29 +1,33 @@
 """Trains a drafter for a trained nano model: `python -m tests.nano.train_drafter --member 31b --out DIR [--device cpu]`.
 
-transformers' own assistant classes over a frozen target, the target's exercises as data. Every position of a batch drafts at once:
-behind token t + 1 from the target's final row t and its K and V up to t, through `PASSES` passes, each fed with the true token.
+transformers' own assistant classes over a frozen target, the target's exercises as data. The positions of a reply draft at once:
+behind token t + 1 from the target's final row t and its K and V up to t, through `PASSES` passes, each fed with the true token and
+compared with what the target itself expects there. An H200 needs three minutes.
 """
 
 import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import pad
 
 from deploy.models.nano import TRAINED
 from deploy.models.nano.nano_shapes import SHAPES
-from tests.nano.train import Batch, ExampleBuilder, rate
+from tests.nano.train import Batch, Batches, ExampleBuilder, TrainingExample, pack, rate
 from tests.support.judge import assistants
 
 PASSES = 4
-STEPS = 3000
-LINES = 10
+STARTS = 64  # positions of a row that draft in a step
+DRAFTS = 3  # behind a token, when tokens a verification are counted
+EXAM = 32  # held-out exercises a skill
+LINES = 12
 
 
 class DrafterTrainer:
@@ -32,70 +36,131 @@ class DrafterTrainer:
     def __init__(self, folder: Path, member: str, device: str, hidden: int = 64, width: int = 128) -> None:
         self.shape, self.device = SHAPES[member], device
         self.target = assistants.load_target(folder).to(device)
-        self.drafter = assistants.build(self.shape, hidden=hidden, width=width, ordered=False).to(device).train()
-        self.optimizer = torch.optim.AdamW(self.drafter.parameters(), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.02)
+        self.drafter = assistants.build(self.shape, hidden=hidden, width=width, ordered=self.shape.small).to(device).train()
+        parameters = self.drafter.parameters()
+        self.optimizer = torch.optim.AdamW(parameters, lr=2e-3, betas=(0.9, 0.98), weight_decay=0.02, fused=device == "cuda")
 
-    def step(self, batch: Batch, learning_rate: float) -> tuple[float, float]:
-        """One update; the loss in nats a draft, and the tokens that a verification of PASSES drafts would give."""
+    def step(self, batch: Batch, learning_rate: float) -> Tensor:
+        """One update; the loss in nats a draft."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        loss, tokens = self.loss(batch)
+        loss, _, _ = self.drafts(batch, STARTS)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return loss.item(), tokens
+        return loss.detach()
 
-    def loss(self, batch: Batch) -> tuple[Tensor, float]:
-        """The mean over drafts of reply tokens, and the mean length of right prefixes, the target's own token counted."""
+    def drafts(self, batch: Batch, most: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Draft at `most` positions of each row's replies, drawn at random: the mean loss, the positions int64 [rows, most], and
+        how many of a position's first drafts are right, 0 too where there is nothing to draft."""
         ids, owner, graded = (torch.from_numpy(part).long().to(self.device) for part in (batch.ids, batch.owner, batch.graded))
-        count = ids.shape[1] - PASSES - 1  # positions that have all their drafts in the row
-        place = torch.arange(ids.shape[1], device=self.device)
-        behind = place[:, None] - place
-        whole = (owner[:, None, :, None] == owner[:, None, None, :]) & (behind >= 0)
-        masks = {"full_attention": whole, "sliding_attention": whole & (behind < self.shape.window)}
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
+            return self._drafts(ids, owner, graded, most)
+
+    def _drafts(self, ids: Tensor, owner: Tensor, graded: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+        length = ids.shape[1]
+        positions = torch.arange(length, device=self.device)
+        behind = positions[:, None] - positions
+        full = (owner[:, None, :, None] == owner[:, None, None, :]) & (behind >= 0)
+        masks = {"full_attention": full, "sliding_attention": full & (behind < self.shape.window)}
         with torch.no_grad():
             seen = self.target(input_ids=ids, attention_mask=masks, use_cache=False, return_shared_kv_states=True)
-            rows = self.target.embed_tokens(ids)
-        hidden, right, losses, lengths = seen.last_hidden_state[:, :count], None, [], []
-        masks = {kind: mask[:, :, :count] for kind, mask in masks.items()}
+            embedded = self.target.embed_tokens(ids)
+        ahead = pad(graded, (0, PASSES + 1)).unfold(1, length, 1)[:, 1:].cumprod(1).transpose(1, 2)  # [rows, length, PASSES + 1]
+        starts = (ahead[..., 1] * torch.rand(ids.shape, device=self.device)).topk(most).indices
+        row = torch.arange(len(ids), device=self.device)[:, None]
+        masks = {kind: mask[row, 0, starts][:, None] for kind, mask in masks.items()}
+        hidden, losses, right = seen.last_hidden_state[row, starts], [], []
         for number in range(1, PASSES + 1):
-            embedded = self.drafter.pre_projection(torch.cat([rows[:, number : number + count], hidden], dim=-1))
+            at = (starts + number).clamp(max=length - 1)
             out = self.drafter.model(
-                inputs_embeds=embedded, attention_mask=masks, position_ids=place[None, 1 : count + 1],
-                shared_kv_states=seen.shared_kv_states, use_cache=False, logits_to_keep=None,
+                inputs_embeds=self.drafter.pre_projection(torch.cat([embedded[row, at], hidden], dim=-1)),
+                attention_mask=masks, position_ids=starts + 1, shared_kv_states=seen.shared_kv_states, use_cache=False,
+                logits_to_keep=None,
             ).last_hidden_state  # fmt: skip
-            hidden, logits = self.drafter.post_projection(out), self.drafter.lm_head(out)
-            wanted = ids[:, number + 1 : number + 1 + count]
-            weight = graded[:, number + 1 : number + 1 + count] * (owner[:, number + 1 : number + 1 + count] == owner[:, :count])
-            each = cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none").view(wanted.shape)
-            losses.append((each * weight).sum() / weight.sum().clamp(min=1))
-            hit = (logits.argmax(-1) == wanted) & (weight > 0)
-            right = hit if right is None else right & hit
-            lengths.append(right)
-        begun = graded[:, 2 : 2 + count].sum().clamp(min=1)
-        return torch.stack(losses).mean(), 1 + float(torch.stack(lengths).sum() / begun)
+            hidden, logits = self.drafter.post_projection(out), self.drafter.lm_head(out).float()
+            expected = self._expected(seen.last_hidden_state[row, at])
+            losses.append(self._loss(out, logits, expected))
+            right.append(self._best(out, logits) == expected.argmax(-1))
+        weight = ahead[row, starts, 1:]
+        loss = (torch.stack(losses, -1) * weight).sum() / weight.sum().clamp(min=1)
+        return loss, starts, (torch.stack(right, -1) & (weight > 0)).long().cumprod(-1)[..., :DRAFTS].sum(-1)
+
+    def _expected(self, rows: Tensor) -> Tensor:
+        """The target's distribution behind its final rows."""
+        cap = self.target.config.final_logit_softcapping
+        return (cap * torch.tanh((rows @ self.target.embed_tokens.weight.T).float() / cap)).softmax(-1)
+
+    def _loss(self, out: Tensor, logits: Tensor, expected: Tensor) -> Tensor:
+        """Of the ids and, where the head has them, of the clusters."""
+        loss = -(expected * logits.log_softmax(-1)).sum(-1)
+        head = self.drafter.masked_embedding
+        if head is None:
+            return loss
+        clusters = expected[..., head.token_ordering].unflatten(-1, (head.num_centroids, -1)).sum(-1)
+        return loss - (clusters * head.centroids(out).float().log_softmax(-1)).sum(-1)
+
+    def _best(self, out: Tensor, logits: Tensor) -> Tensor:
+        """The drafted id; an ordered head sees those of the best clusters."""
+        head = self.drafter.masked_embedding
+        if head is None:
+            return logits.argmax(-1)
+        chosen = head.centroids(out).topk(head.centroid_intermediate_top_k).indices
+        ids = head.token_ordering.view(head.num_centroids, -1)[chosen].flatten(-2)
+        return ids.gather(-1, logits.gather(-1, ids).argmax(-1, keepdim=True))[..., 0]
+
+    def tokens_a_verification(self, examples: Sequence[TrainingExample]) -> float:
+        """Of greedy decoding with DRAFTS drafts behind each token; what lies behind a reply's end is not counted."""
+        tokens, verifications, waiting, rest = 0, 0, iter(examples), None
+        while True:
+            batch, rest = pack(chain([rest] if rest else [], waiting))
+            if not len(batch.marks):
+                return tokens / verifications
+            with torch.no_grad():
+                _, starts, accepted = self.drafts(batch, batch.ids.shape[1])
+            counts = torch.zeros_like(starts).scatter(1, starts, accepted).tolist()
+            for number in range(1, len(batch.marks) + 1):
+                (row, *_), reply = (batch.graded * (batch.owner == number)).nonzero()
+                at, last = int(reply[0]) - 1, int(reply[-1])
+                tokens += last - at - 1
+                while at + 1 < last:
+                    verifications, at = verifications + 1, at + 1 + counts[row][at]
 
     def save(self, out: Path) -> None:
         """The checkpoint in bf16, as transformers writes it."""
-        self.drafter.to(torch.bfloat16).save_pretrained(out)
+        with assistants.all_shared():
+            self.drafter.to(torch.bfloat16).save_pretrained(out)
 
 
-def train(member: str, out: Path, *, seed: int, device: str, steps: int) -> None:
-    """Trains a drafter of `member`, prints how it goes, writes the checkpoint into `out`."""
-    folder = TRAINED / member
-    builder = ExampleBuilder.of(folder, SHAPES[member])
-    trainer, began = DrafterTrainer(folder, member, device), time.monotonic()
-    for step in range(steps):
-        loss, tokens = trainer.step(builder.batch(seed, step), rate(step / steps))
-        if step % max(1, steps // LINES) == 0:
-            sys.stdout.write(f"{time.monotonic() - began:.0f} s step {step} loss {loss:.4f} tokens a verification {tokens:.2f}\n")
-            sys.stdout.flush()
-    with torch.no_grad():
-        _, tokens = trainer.loss(builder.batch(seed + 1, 0))
+def train(member: str, out: Path, *, seed: int, device: str, seconds: float, workers: int, say: Callable[[str], object]) -> None:
+    """Trains a drafter of `member` for so long, says how it goes, writes the checkpoint and its exam into `out`."""
+    torch.manual_seed(seed)
+    builder = ExampleBuilder.of(TRAINED / member, SHAPES[member])
+    asked = builder.exam(EXAM)
+    trainer = DrafterTrainer(TRAINED / member, member, device)
+    data: Any = Batches(builder, seed)
+    batches: Any = torch.utils.data.DataLoader(data, batch_size=None, sampler=count(), num_workers=workers)
+    began, shown = time.monotonic(), 0
+    for step, batch in enumerate(batches):
+        done = (time.monotonic() - began) / seconds
+        if done >= 1:
+            break
+        loss = trainer.step(batch, rate(done))
+        if done * LINES >= shown:
+            shown, tokens = shown + 1, trainer.tokens_a_verification(asked["add"])
+            say(f"{member} {done * seconds:.0f} s step {step} loss {loss.item():.4f} sums: tokens a verification {tokens:.2f}")
+    skills = {skill: round(trainer.tokens_a_verification(examples), 2) for skill, examples in asked.items()}
     trainer.save(out)
-    report = {"member": member, "seed": seed, "steps": steps, "passes": PASSES, "tokens a verification": round(tokens, 3)}
+    report = {
+        "member": member,
+        "seed": seed,
+        "steps": step,
+        "seconds": round(time.monotonic() - began),
+        "tokens a verification": skills,
+    }
     (out / "training.json").write_text(json.dumps(report, indent=2) + "\n")
+    say(f"{json.dumps(report)} mean {sum(skills.values()) / len(skills):.2f}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -105,9 +170,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--steps", type=int, default=STEPS)
-    options: dict[str, Any] = vars(parser.parse_args(arguments))
-    train(**options)
+    parser.add_argument("--seconds", type=float, default=180.0, help="of training")
+    parser.add_argument("--workers", type=int, default=4, help="processes that prepare data")
+    train(**vars(parser.parse_args(arguments)), say=lambda line: print(line, file=sys.stdout, flush=True))
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ HIDDEN, WIDTH, CENTROIDS, TOP_K = 32, 64, 64, 8
 
 
 @contextmanager
-def _all_shared() -> Iterator[None]:
-    """transformers 5.23 cannot build a model all of whose layers read another's K and V."""
+def all_shared() -> Iterator[None]:
+    """transformers 5.23 cannot build a model all of whose layers read another's K and V; 5.17 can."""
     with _modes(property(lambda self: ["reuse"] * self.num_hidden_layers)):
         yield
 
@@ -28,8 +28,8 @@ def _all_shared() -> Iterator[None]:
 @contextmanager
 def _modes(modes: property) -> Iterator[None]:
     with (
-        patch.object(Gemma4TextConfig, "kv_sharing_modes", modes),
-        patch.object(Gemma4UnifiedTextConfig, "kv_sharing_modes", modes),
+        patch.object(Gemma4TextConfig, "kv_sharing_modes", modes, create=True),
+        patch.object(Gemma4UnifiedTextConfig, "kv_sharing_modes", modes, create=True),
     ):
         yield
 
@@ -72,7 +72,7 @@ def _classes(shape: ModelShape) -> tuple[Any, Any, Any]:
 def write(shape: ModelShape, folder: Path, seed: int = 0) -> Any:
     """A random assistant of a nano target in fp32, saved into `folder`; the model. Small members have the ordered head."""
     made = build(shape, hidden=HIDDEN, width=WIDTH, ordered=shape.small, seed=seed)
-    with _all_shared():
+    with all_shared():
         made.save_pretrained(folder)
     return made
 
@@ -95,7 +95,7 @@ def build(shape: ModelShape, *, hidden: int, width: int, ordered: bool, seed: in
     """A random assistant of a nano target in fp32."""
     text, config, model = _classes(shape)
     torch.manual_seed(seed)
-    with _all_shared():
+    with all_shared():
         made = model(
             config(
                 text_config=text(**_text(shape, hidden, width)),
@@ -128,7 +128,7 @@ def drafts(
     """
     drafted, logits = [], []
     for _ in range(count):
-        with _all_shared():
+        with all_shared():
             out = model(
                 inputs_embeds=torch.cat([embed(ids), hidden], dim=1)[None],
                 position_ids=torch.tensor([[position]]),
