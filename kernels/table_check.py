@@ -1,7 +1,7 @@
 """Rows of page ids held against what they should hold, before the kernels of a step read them.
 
     TABLE_ENTRY    a slot's row of the page table: the expected one, whole
-    ROW_ENTRY      a decode row's page ids, as gathered: as far as its position needs them those expected of its slot, none of them null
+    ROW_ENTRY      a decode row's page ids, as gathered: those expected of its slot as far as its position needs them, none null
     COPIED_ENTRY   a row that was copied for another library's kernel (`kernels.block_tables`): the pages expected of its slot up to
                    its position, and the null page behind it and in all of a padding row
 
