@@ -5,7 +5,7 @@
 #   make coverage                           make test, with a table of the lines that no test runs
 #   make quality [QUALITY_ARGS=...]         the nano models' exam: every setup against transformers, every planted fault
 #   make lint | bench | clean                ruff, mypy and sizes | benchmarks | remove what the tools leave behind (not .venv)
-#   make dashboards | pictures               writes dashboards/*.json, alerts.yaml and METRICS.md from code | draws the boards of a live run, and steps of load
+#   make pictures                           draws the boards of a live run, and steps of load
 #   make docs                               writes docs/settings.md and dashboards/METRICS.md from the declarations
 #   make install-gpu                         adds the extra [gpu]
 #
@@ -22,12 +22,11 @@ BIN := $(VENV)/bin
 
 # A stamp a set of extras. While it is newer than the two files that say what to install, nothing asks pip.
 EXTRAS-serve :=
-EXTRAS-test := [test,dashboards]
-EXTRAS-lint := [lint,test,dashboards]
-EXTRAS-dashboards := [dashboards]
+EXTRAS-test := [test]
+EXTRAS-lint := [lint,test]
 EXTRAS-gpu := [gpu]
 
-.PHONY: serve test test-full coverage quality lint bench clean install-gpu dashboards docs pictures
+.PHONY: serve test test-full coverage quality lint bench clean install-gpu docs pictures
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -61,14 +60,9 @@ lint: $(VENV)/.installed-lint
 bench: $(VENV)/.installed-test
 	$(BIN)/python -m tests.bench.engine
 
-dashboards: $(VENV)/.installed-dashboards
-	$(BIN)/python -m dashboards.boards
-	$(BIN)/python -m dashboards.alerts
-	$(BIN)/python -m dashboards.metrics_reference
-
 docs: $(VENV)/.installed-serve
-	$(BIN)/python -m deploy.settings_reference
-	$(BIN)/python -m dashboards.metrics_reference
+	$(BIN)/python -m tests.support.settings_reference
+	$(BIN)/python -m tests.support.monitoring.metrics_reference
 
 pictures: $(VENV)/.installed-test
 	$(BIN)/python -m tests.support.stack.live_stack dashboards/pictures

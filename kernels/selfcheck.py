@@ -36,7 +36,7 @@ from kernels.qkv import qkv_post
 from kernels.route import route, router_logits
 from kernels.sampling_batch import BAD_WORDS, BIASED, LIMITED, PENALIZED, SamplingBatch, SlotAdjustments, SlotParameters
 from kernels.slots import PlanLayout, apply_plan, decode_inputs, gather_pages, rotary_table
-from kernels.table_check import check_copies, check_table, new_violations
+from kernels.table_check import COPIED_ENTRY, ROW_ENTRY, TABLE_ENTRY, check_rows, new_violations
 from kernels.verify import verify_attention
 
 RUN_ON = frozenset({(9, 0)})
@@ -351,8 +351,9 @@ def _table_check(draw: RandomInputs) -> Outputs:
     table, gathered, copies = expected.clone(), expected[:1, :3].clone(), expected[:1].clone()
     table[1, 4], copies[0, 1], copies[0, 40 // _PAGE + 1 :] = 99, 99, 0
     violations, plan, row = new_violations(draw.device), draw.ints(*[0] * 16), (draw.ints(0), draw.ints(40))
-    check_table(plan, 0, 0, table, expected, 20, *row, gathered, _PAGE, None, 1, violations)
-    check_copies(plan, 0, 0, expected, 20, *row, copies, _PAGE, None, 1, violations)
+    every_slot = (draw.ints(0, 1), draw.ints(*[9 * _PAGE - 1] * 2))
+    for kind, actual, rows in ((TABLE_ENTRY, table, every_slot), (ROW_ENTRY, gathered, row), (COPIED_ENTRY, copies, row)):
+        check_rows(kind, 0, plan, 0, actual, expected, 20, *rows, _PAGE, None, 1, violations)
     return table, copies, violations
 
 

@@ -16,8 +16,6 @@ from deploy.cli import (
     doctor_command,
     key_command,
     plan_command,
-    profile_command,
-    replay_command,
     serve_command,
 )
 from deploy.cli.output import CANNOT
@@ -29,8 +27,6 @@ COMMANDS = (
     check_model_command,
     doctor_command,
     plan_command,
-    profile_command,
-    replay_command,
     key_command,
 )
 INTERRUPTED = 130  # as a shell counts a SIGINT
@@ -42,8 +38,6 @@ from nothing to tokens:
   quartet check-config deploy/gemma4.yaml      what is wrong with a config
   quartet check-model FOLDER                   what a checkpoint holds, and whether it would be loaded
   quartet serve deploy/nano.yaml               start Ray and serve; Ctrl-C drains
-  quartet profile dummy:31b --tp 4             where the time of a decode step goes
-  quartet replay FILE                          a recorded plan stream again
   quartet key new --name alice                 an API key, and the line of it for the file of keys
 
 `quartet COMMAND --help` teaches each. Every command but serve takes --json.

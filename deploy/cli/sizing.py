@@ -178,10 +178,10 @@ def meta_rank(engine: EngineConfig, size: int) -> "Rank":
     import torch
 
     from engine.rank.builder import load_rank
-    from engine.rank.profiling.loopback import Loopback
+    from engine.rank.parallel import Single
 
     meta = torch.device("meta")
-    return load_rank(engine, Loopback(size, meta), meta, checked=False)
+    return load_rank(engine, Single(size), meta, checked=False)
 
 
 def pools(engine: EngineConfig, pages: tuple[int, ...]) -> tuple[Pool, ...]:

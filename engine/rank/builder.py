@@ -1,4 +1,4 @@
-"""Builds what a rank holds, alike for workers, replays, profiles and plans: model, inboxes, KV cache, runner."""
+"""Builds what a rank holds, alike for workers, benchmarks and plans: model, inboxes, KV cache, runner."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

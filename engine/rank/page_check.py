@@ -1,9 +1,9 @@
 """The setting `debug_pages` on a rank: compares the device's page tables with those that the plans make.
 
     plan --follow--> expected tables --.
-    plan --apply--> tables ------------+--> check_table ----> violations --with the step's result--> PageViolation
+    plan --apply--> tables ------------+--> check_rows -----> violations --with the step's result--> PageViolation
                       |                |                          |
-                      `--FlashInfer's own copies --> check_copies-'
+                      `--FlashInfer's own copies --> check_rows --'
 
 A wrong table raises with the result of the step that would have read it.
 """
@@ -28,8 +28,7 @@ from kernels.table_check import (
     RECORDS,
     ROW_ENTRY,
     TABLE_ENTRY,
-    check_copies,
-    check_table,
+    check_rows,
     new_violations,
 )
 
@@ -64,6 +63,8 @@ class PageCheck:
         self._every = 1 if mode == "every" else SAMPLED
         self._pages = [cache.pool.shape[1] for cache in slots.cache]
         self._tables = [torch.zeros_like(cache.table) for cache in slots.cache]
+        self._all_slots = torch.arange(len(self._tables[0]), dtype=torch.int32, device=slots.device)
+        self._ends = [torch.full_like(self._all_slots, cache.group.page * cache.table.shape[1] - 1) for cache in slots.cache]
         self.violations = new_violations(slots.device)
         self._plan = torch.zeros(HEADER, dtype=torch.int32, device=slots.device)  # of the step that `check` saw last
 
@@ -97,17 +98,18 @@ class PageCheck:
         self._plan = plan
         first = chunk_rows(batch.chunks)
         slots, positions = (rows[first :: batch.width].contiguous() for rows in (batch.slots, batch.positions))
-        for cache, expected, gathered in zip(self._slots.cache, self._tables, batch.pages, strict=True):
-            check_table(
-                plan, STEP, cache.group.index, cache.table, expected, cache.pool.shape[1], slots, positions, gathered,
-                cache.group.page, cache.group.window, self._every, self.violations,
-            )  # fmt: skip
+        for cache, ends, gathered in zip(self._slots.cache, self._ends, batch.pages, strict=True):
+            self._check(TABLE_ENTRY, cache.group, cache.table, self._all_slots, ends, None)
+            self._check(ROW_ENTRY, cache.group, gathered, slots, positions, cache.group.window)
 
     def check_copies(self, group: KVGroup, copies: Tensor, slots: Tensor, positions: Tensor, window: int | None) -> None:
         """As `CopyCheck`, of the step that `check` saw last. Capturable."""
+        self._check(COPIED_ENTRY, group, copies, slots, positions, window)
+
+    def _check(self, kind: int, group: KVGroup, actual: Tensor, slots: Tensor, positions: Tensor, window: int | None) -> None:
         expected, pages = self._tables[group.index], self._pages[group.index]
-        rows = (slots, positions, copies, group.page, window, self._every, self.violations)
-        check_copies(self._plan, STEP, group.index, expected, pages, *rows)
+        rows = (actual, expected, pages, slots, positions, group.page, window, self._every, self.violations)
+        check_rows(kind, group.index, self._plan, STEP, *rows)
 
     def verify(self, step: int, violations: np.ndarray) -> None:
         """What step `step` copied out. PageViolation: it is wrong; the message says where."""

@@ -63,10 +63,12 @@ class Inboxes:
 
 
 class Single:
-    """A group of one."""
+    """A group of one; or, on the meta device, the first of `size`."""
 
     rank = 0
-    size = 1
+
+    def __init__(self, size: int = 1) -> None:
+        self.size = size
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x

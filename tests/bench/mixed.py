@@ -30,10 +30,10 @@ from engine.plan import Admission, StepPlan, StepResult, encode_plan, single_row
 from engine.protocol import SamplingParams
 from engine.rank.builder import load_rank
 from engine.rank.parallel import Parallel, Single
-from engine.rank.profiling import bare_rank
-from engine.rank.profiling.bare_rank import BareRank, pages_held
-from engine.rank.profiling.decode_times import lengths_kept
 from tests.bench.gpu_ranks import run_on_gpus
+from tests.bench.profiling import bare_rank
+from tests.bench.profiling.bare_rank import BareRank, pages_held
+from tests.bench.profiling.decode_times import lengths_kept
 from tests.bench.shard_model import write_shard
 from tests.support.engine.listed_steps import geometry, mixed
 from tests.support.engine.paced_steps import GROUPS, ModelledRanks, Pace

@@ -22,11 +22,11 @@ from engine.geometry import kv_groups, read_geometry
 from engine.plan import StepPlan, encode_plan, single_rows
 from engine.rank.builder import load_rank
 from engine.rank.parallel import Parallel, Single
-from engine.rank.profiling import bare_rank
-from engine.rank.profiling.bare_rank import READ_RATE, BareRank, pages_held
-from engine.rank.profiling.decode_times import time_step
-from engine.rank.profiling.loopback import Loopback
 from tests.bench.gpu_ranks import run_on_gpus
+from tests.bench.profiling import bare_rank
+from tests.bench.profiling.bare_rank import READ_RATE, BareRank, pages_held
+from tests.bench.profiling.decode_times import time_step
+from tests.bench.profiling.loopback import Loopback
 
 
 def say(parallel: Parallel, text: str) -> None:

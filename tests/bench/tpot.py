@@ -1,4 +1,4 @@
-"""Draws a sweep: `quartet profile ... --sweep --csv tests/bench/tpot.csv`, then `python -m tests.bench.tpot CSV PNG TITLE`."""
+"""Draws a sweep that `tests.bench.profile --csv tests/bench/tpot.csv` wrote: `python -m tests.bench.tpot CSV PNG TITLE`."""
 
 import csv
 import sys

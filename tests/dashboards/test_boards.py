@@ -1,19 +1,17 @@
-"""The boards: the committed JSON is what the code builds, every query holds against the table, and Grafana can lay it out."""
+"""The boards: every query holds against the table, and Grafana can lay it out."""
 
 import json
 import re
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dashboards.boards.__main__ import BOARDS, write
 from dashboards.metrics import DISCOVERY_METRICS, ENGINE
-from dashboards.promql import BOARD
 from engine.errors import ConfigError
 from tests.support.monitoring.committed import bind, paths, read
 from tests.support.monitoring.promcheck import complaints, names
+from tests.support.monitoring.tables import ALERTS, RECORDS
 
 pytestmark = pytest.mark.pure
 
@@ -76,20 +74,10 @@ def queries() -> list[tuple[str, str, str]]:
     return [(f"{uid}: {panel.title}", asked.expr, asked.legend) for uid, panel in drawn for asked in panel.asked]
 
 
-def test_the_committed_boards_are_what_the_code_builds(tmp_path: Path) -> None:
-    """`make dashboards` changes nothing, and a board edited by hand is noticed."""
-    write(tmp_path)
-    built = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert built == {path.name: path.read_text() for path in paths()}
-    planted = paths()[0].read_text().replace('"unit": "s"', '"unit": "ms"', 1)
-    assert planted != built[paths()[0].name]
-
-
 def test_three_boards_of_about_thirty_panels() -> None:
     """Operator, Latency and Status, 25 to 35 panels between them, each board under an address of its own."""
     boards = committed()
     assert {board["uid"] for board in boards} == {"quartet-operator", "quartet-latency", "quartet-status"}
-    assert {board.uid for board in BOARDS} == {board["uid"] for board in boards}
     assert 25 <= sum(len(panels(board)) for board in boards) <= 35
 
 
@@ -152,28 +140,15 @@ def test_a_planted_fault_of_a_query_is_caught(expr: str, legend: str, why: str) 
     assert why in problems[0]
 
 
-@pytest.mark.parametrize(
-    ("build", "why"),
-    [
-        (lambda: BOARD.rate("quartet_generated_tokens_total"), "no table of metrics has a row 'quartet_generated_tokens_total'"),
-        (lambda: BOARD.rate("quartet_requests_running"), "is a gauge: it has no rate"),
-        (lambda: BOARD.total("quartet_requests_total"), "is a counter, not a gauge"),
-        (lambda: BOARD.rate("quartet_requests_total", ("finish",)), "has no label 'finish'"),
-        (lambda: BOARD.total("quartet_kv_pages", group="full", pool="x"), "has no label 'pool'"),
-        (lambda: bind("a * $price", {"datasource": "x"}), r"nothing defines \$price"),
-    ],
-)
-def test_a_typo_does_not_build(build: Any, why: str) -> None:
-    """A query that the table does not carry raises where it is written, with the name that is wrong."""
-    with pytest.raises(ConfigError, match=why):
-        build()
+def test_a_variable_that_the_board_lacks_is_caught() -> None:
+    """A query with a variable that nobody defines raises, with its name."""
+    with pytest.raises(ConfigError, match=r"nothing defines \$price"):
+        bind("a * $price", {"datasource": "x"})
 
 
 def test_every_row_is_shown_or_says_why_not() -> None:
     """Each row of the table stands in a panel, a rule, or the list above; retired counters stand for their living siblings."""
-    from dashboards.alerts import ALERTS, RECORDS
-
-    exprs = [expr for _, expr, _ in queries()] + [rule.expr for rule in RECORDS] + [rule.expr for rule in ALERTS]
+    exprs = [expr for _, expr, _ in queries()] + [rule.expr for rule in (*RECORDS, *ALERTS)]
     shown = {re.sub(r"_(bucket|sum|count)$", "", name) for expr in exprs for name in names(expr)}
     summed = ("quartet_retired_", "quartet_deployment_")
     rows = {row.name for row in (*ENGINE, *DISCOVERY_METRICS) if not row.name.startswith(summed)}

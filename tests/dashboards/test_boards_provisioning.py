@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from dashboards.alerts import FILE
-from dashboards.promql import DISCOVERY_JOB, JOB
 from tests.support.monitoring.committed import FOLDER, paths
+from tests.support.monitoring.tables import DISCOVERY_JOB, JOB, RULES
 
 pytestmark = pytest.mark.pure
 
@@ -49,7 +48,7 @@ def test_every_board_and_rule_is_mounted() -> None:
     """What compose mounts exists, and every board, the rules and the data source are among it."""
     here = [FOLDER / path for service in COMPOSE["services"] for path in mounts(service).values()]
     assert all(path.exists() for path in here), here
-    assert set(paths()) | {FILE, CONFIG} <= {path.resolve() for path in here}
+    assert set(paths()) | {RULES, CONFIG} <= {path.resolve() for path in here}
     provider = yaml.safe_load((FOLDER / "provisioning/dashboards/quartet.yaml").read_text())["providers"][0]
     folder = Path(provider["options"]["path"])
     assert {folder / path.name for path in paths()} <= {Path(inside) for inside in mounts("grafana")}
@@ -68,7 +67,7 @@ def test_the_jobs_are_those_that_the_queries_name() -> None:
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not here: apt-get install prometheus")
 def test_prometheus_accepts_its_configuration(tmp_path: Path) -> None:
     """`promtool check config` passes what compose mounts, and not a job twice."""
-    shutil.copy(FILE, tmp_path / "alerts.yaml")
+    shutil.copy(RULES, tmp_path / "alerts.yaml")
     shutil.copy(CONFIG, tmp_path / "prometheus.yaml")
     command = ["promtool", "check", "config", str(tmp_path / "prometheus.yaml")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

@@ -3,13 +3,13 @@
 import pytest
 
 from dashboards.metrics import DISCOVERY_METRICS, ENGINE
-from dashboards.metrics_reference import PATH, reference
+from tests.support.monitoring.metrics_reference import PATH, reference
 
 pytestmark = pytest.mark.pure
 
 
 def test_the_committed_reference_is_current() -> None:
-    """`python -m dashboards.metrics_reference` would change nothing."""
+    """`python -m tests.support.monitoring.metrics_reference` would change nothing."""
     assert PATH.read_text(encoding="utf-8") == reference()
 
 

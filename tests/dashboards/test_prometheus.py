@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from dashboards.alerts import FILE
 from engine.errors import ConfigError
 from tests.support.monitoring.committed import paths, read
 from tests.support.monitoring.pictures import Span, draw, draw_all
 from tests.support.monitoring.prometheus import Api, Prometheus
 from tests.support.monitoring.query_checks import figures, silent
 from tests.support.monitoring.scripted_exporters import ScriptedLoad, replay, scripted_load, serve_exporters, wait_scraped
+from tests.support.monitoring.tables import RULES
 
 pytestmark = [
     pytest.mark.cpu,
@@ -50,7 +50,7 @@ def run() -> Iterator[Run]:
     load_script = scripted_load(seconds=SECONDS)
     with ExitStack() as stack:
         ready = stack.enter_context(serve_exporters(load_script.scripts))
-        right, wrong = (stack.enter_context(Prometheus(scrapes, FILE)) for scrapes in (ready.scrapes, renaming(ready.scrapes)))
+        right, wrong = (stack.enter_context(Prometheus(scrapes, RULES)) for scrapes in (ready.scrapes, renaming(ready.scrapes)))
         for prometheus in (right, wrong):
             wait_scraped(prometheus.api, len(load_script.scripts) + 3)
         began = replay(load_script, ready)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.settings_reference import PATH, reference
 from engine.config import EngineSettings
 from tests.support.repo_rules import ROOT
+from tests.support.settings_reference import PATH, reference
 
 pytestmark = pytest.mark.pure
 
@@ -64,7 +64,7 @@ def test_a_setting_that_is_declared_once_is_everywhere(tmp_path: Path) -> None:
     bad = config(tmp_path / "bad.yaml", spare_pages=10)
     assert "spare_pages: expected int <= 9, not 10" in patched(CLI, "check-config", bad, code_of_exit=2)
     assert "--spare-pages SPARE_PAGES\n                        pages kept for later" in patched(CLI, "plan", "--help")
-    page = patched("from deploy.settings_reference import reference; print(reference())")
+    page = patched("from tests.support.settings_reference import reference; print(reference())")
     assert "| `spare_pages` | `3` | integer, at least 1, at most 9 | pages kept for later |" in page
 
 
@@ -76,7 +76,7 @@ def test_without_the_line_nobody_knows_it(tmp_path: Path) -> None:
 
 
 def test_the_committed_reference_is_current() -> None:
-    """`python -m deploy.settings_reference` would change nothing; every setting of the engine is in it with its help."""
+    """`python -m tests.support.settings_reference` would change nothing; every setting of the engine is in it with its help."""
     page = reference()
     assert PATH.read_text(encoding="utf-8") == page
     for name in EngineSettings.__struct_fields__:

@@ -7,9 +7,9 @@ import pytest
 from deploy.models.resolve import resolve
 from engine.plan import StepPlan, StepResult
 from engine.rank.builder import build
-from engine.rank.plan_stream import logprob_error
 from engine.rank.runner import Runner
 from tests.golden.record import load
+from tests.support.engine.plan_stream import logprob_error
 from tests.support.engine.ranks import run, single
 from tests.support.engine.recording import PAGES, config_of, tokens_of
 

@@ -10,16 +10,16 @@ from engine.errors import PageViolation
 from engine.geometry import kv_groups, read_geometry
 from engine.rank.builder import build, load_rank
 from engine.rank.parallel import Single
-from engine.rank.plan_stream import different_tokens, read_stream
-from engine.rank.profiling import bare_rank
-from engine.rank.profiling.bare_rank import pages_held
-from engine.rank.profiling.decode_times import time_step
-from engine.rank.replay import replay_stream, stream_config
 from engine.rank.runner import Runner
+from tests.bench.profiling import bare_rank
+from tests.bench.profiling.bare_rank import pages_held
+from tests.bench.profiling.decode_times import time_step
 from tests.golden.record import PATH
+from tests.support.engine.plan_stream import different_tokens, read_stream
 from tests.support.engine.plans import encoded
 from tests.support.engine.ranks import run, single
 from tests.support.engine.recording import PAGES, config_of
+from tests.support.engine.replay import replay_stream, stream_config
 
 pytestmark = pytest.mark.gpu
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from deploy.models.resolve import resolve
-from engine.rank.profiling.session import ProfileRequest, profiles
-from engine.rank.profiling.step_profile import StepProfile
+from tests.bench.profiling.session import ProfileRequest, profiles
+from tests.bench.profiling.step_profile import StepProfile
 
 pytestmark = pytest.mark.gpu
 

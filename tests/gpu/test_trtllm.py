@@ -33,11 +33,11 @@ from engine.rank.attention.base import AttentionPart
 from engine.rank.attention.paged import PagedDecode
 from engine.rank.attention.trtllm import FlashInfer, TrtllmDecode, TrtllmExtend, TrtllmScratch
 from engine.rank.builder import build, load_rank
-from engine.rank.profiling import bare_rank
-from engine.rank.profiling.bare_rank import READ_RATE, BareRank, pages_held
-from engine.rank.profiling.decode_times import time_step
-from engine.rank.profiling.loopback import Loopback
 from engine.rank.runner import Runner
+from tests.bench.profiling import bare_rank
+from tests.bench.profiling.bare_rank import READ_RATE, BareRank, pages_held
+from tests.bench.profiling.decode_times import time_step
+from tests.bench.profiling.loopback import Loopback
 from tests.conftest import Nano
 from tests.gpu.exactness import DEVICE, RATIO, case, decoded, errors, run_judge, run_ranks
 from tests.support.engine.forced import agreement, forced, hidden_errors

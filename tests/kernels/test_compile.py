@@ -35,7 +35,7 @@ from kernels.linear import linear, linear_geglu, linear_send
 from kernels.route import route, router_logits
 from kernels.sampling_batch import SamplingBatch, SlotAdjustments, SlotParameters
 from kernels.slots import apply_plan, decode_inputs, gather_pages, rotary_table
-from kernels.table_check import check_copies, check_table
+from kernels.table_check import COPIED_ENTRY, ROW_ENTRY, TABLE_ENTRY, check_rows
 from kernels.tiles import TABLE, GemmShape, Tile, gemv
 from tests.bench.gemms import GemmCase
 from tests.kernels.test_attention_compiled import chunk_nodes, decode, named
@@ -201,8 +201,8 @@ def table_check_nodes(target: Target) -> Iterator[Node]:
     table, rows = ints(9, 4096), (ints(ROWS), ints(ROWS))
     with record(target) as nodes:
         for window, width, every in ((1024, 34, 1), (None, 4096, 16)):
-            check_table(ints(500), STEP, 0, table, table, 100, *rows, ints(ROWS, width), 32, window, every, ints(8 * 65))
-            check_copies(ints(500), STEP, 0, table, 100, *rows, ints(ROWS, width), 32, window, every, ints(8 * 65))
+            for kind in (TABLE_ENTRY, ROW_ENTRY, COPIED_ENTRY):
+                check_rows(kind, 0, ints(500), STEP, ints(ROWS, width), table, 100, *rows, 32, window, every, ints(8 * 65))
     yield from nodes
 
 

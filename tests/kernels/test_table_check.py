@@ -17,10 +17,8 @@ from kernels.table_check import (
     RECORDS,
     ROW_ENTRY,
     TABLE_ENTRY,
-    _check_reference,
-    _copies_reference,
-    check_copies,
-    check_table,
+    _reference,
+    check_rows,
     new_violations,
 )
 from tests.support import interpreter
@@ -28,7 +26,9 @@ from tests.support import interpreter
 pytestmark = pytest.mark.cpu
 
 PAGE, PAGES, SLOTS, WIDTH, ROWS = 32, 50, 20, 24, 9
+END = WIDTH * PAGE - 1  # the position of a slot's last token
 CPU = torch.device("cpu")
+Records = list[tuple[int, ...]]
 
 
 def test_under_the_interpreter() -> None:
@@ -48,15 +48,11 @@ class Tables:
     gathered: Tensor
     window: int | None
 
-    def check(self, every: int, *, reference: bool = False) -> list[tuple[int, ...]]:
+    def check(self, every: int, *, reference: bool = False) -> Records:
         """The records, sorted."""
-        violations = new_violations(CPU)
-        check = _check_reference if reference else check_table
-        check(
-            self.plan, 2, 1, self.table, self.expected, PAGES, self.slots, self.positions, self.gathered, PAGE, self.window, every,
-            violations,
-        )  # fmt: skip
-        return recorded(violations)
+        slots = torch.arange(SLOTS, dtype=torch.int32), torch.full((SLOTS,), END, dtype=torch.int32)
+        rows = self.slots, self.positions
+        return self.checked(every, reference, (TABLE_ENTRY, self.table, slots, None), (ROW_ENTRY, self.gathered, rows, self.window))
 
     def copies(self) -> Tensor:
         """The rows' page ids as another library's kernel takes them, over what an earlier step left."""
@@ -65,15 +61,20 @@ class Tables:
         block_tables(self.table, self.slots, self.positions, PAGE, self.window, copies, lengths)
         return copies
 
-    def check_copies(self, copies: Tensor, every: int, *, reference: bool = False) -> list[tuple[int, ...]]:
+    def check_copies(self, copies: Tensor, every: int, *, reference: bool = False) -> Records:
         """The records, sorted."""
+        return self.checked(every, reference, (COPIED_ENTRY, copies, (self.slots, self.positions), self.window))
+
+    def checked(self, every: int, reference: bool, *kinds: tuple[int, Tensor, tuple[Tensor, Tensor], int | None]) -> Records:
+        """The records of these rows, sorted."""
         violations = new_violations(CPU)
-        check = _copies_reference if reference else check_copies
-        check(self.plan, 2, 1, self.expected, PAGES, self.slots, self.positions, copies, PAGE, self.window, every, violations)
+        check = _reference if reference else check_rows
+        for kind, actual, rows, window in kinds:
+            check(kind, 1, self.plan, 2, actual, self.expected, PAGES, *rows, PAGE, window, every, violations)
         return recorded(violations)
 
 
-def recorded(violations: Tensor) -> list[tuple[int, ...]]:
+def recorded(violations: Tensor) -> Records:
     """The records, sorted, and how many violations there were."""
     count = int(violations[0])
     records = violations[RECORD:].view(RECORDS, RECORD)
@@ -127,8 +128,8 @@ def test_each_planted_fault_is_recorded() -> None:
     first = int(tables.expected[slot, 0])
     tables.expected[slot, 1] = tables.table[slot, 1] = tables.gathered[0, 1] = 0
     assert tables.check(1) == [
-        (TABLE_ENTRY, 1, slot, 0, PAGES + 3, first, -1, -1),
-        (TABLE_ENTRY, 1, slot, tail, 9, 0, -1, -1),
+        (TABLE_ENTRY, 1, slot, 0, PAGES + 3, first, slot, END),
+        (TABLE_ENTRY, 1, slot, tail, 9, 0, slot, END),
         (ROW_ENTRY, 1, slot, 1, 0, 0, 0, position),
         (3,),
     ]

@@ -372,7 +372,7 @@ _KERNELS = (
     ),
     Fault(
         "needed-null-page-is-missed", "kernels/table_check.py",
-        "bad = used & ((actual != correct) | (correct == 0))", "bad = used & (actual != correct)", "kernels/test_table_check.py",
+        "bad = needed & ((value != correct) | (correct == 0))", "bad = needed & (value != correct)", "kernels/test_table_check.py",
     ),
     Fault(
         "device-count-runs-into-in-the-prompt", "kernels/adjust.py",

@@ -25,7 +25,7 @@ class CopyCheck(Protocol):
     """Holds rows of page ids that a part copied from its group's table against what the plans say (`debug_pages`)."""
 
     def __call__(self, group: KVGroup, copies: Tensor, slots: Tensor, positions: Tensor, window: int | None) -> None:
-        """As `kernels.table_check.check_copies`. A graph can hold it."""
+        """As `kernels.table_check.check_rows`. A graph can hold it."""
         ...
 
 

@@ -49,7 +49,7 @@ def python(*arguments: str, folder: Path = ROOT, **environ: str) -> subprocess.C
 # ---- the parser
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["replay", "--help"], ["plan", "--help"], ["doctor", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["doctor", "--help"]])
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     """Help is printed, with examples and exit codes, and neither torch nor ray nor another large library was imported for it."""
     done = python("-c", HELP, *arguments)
@@ -67,7 +67,7 @@ def test_the_import_check_sees_a_heavy_import() -> None:
 
 def test_every_command_speaks_json() -> None:
     """All but serve take --json; every command teaches by example."""
-    for command in ("doctor", "check-config", "check-model", "plan", "profile", "replay", "key"):
+    for command in ("doctor", "check-config", "check-model", "plan", "key"):
         done = python("-m", "deploy.cli", command, "--help")
         assert "--json" in done.stdout, command
         assert f"  quartet {command}" in done.stdout, command

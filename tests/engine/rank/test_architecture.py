@@ -24,8 +24,8 @@ from engine.rank.load.tensor_table import Rule, TensorTable
 from engine.rank.models.architecture import Architecture, Model
 from engine.rank.models.layers import VocabTable
 from engine.rank.parallel import Single
-from engine.rank.profiling import bare_rank
 from kernels.fused_allreduce_norm import AllReduceInbox
+from tests.bench.profiling import bare_rank
 from tests.conftest import Nano
 from tests.support.engine.plans import PageAppend, PrefillChunk
 from tests.support.engine.ranks import run

@@ -8,7 +8,7 @@ import pytest
 
 from engine.errors import ConfigError
 from engine.plan import ResultRow, StepPlan, single_rows
-from engine.rank.plan_stream import PlanStream, different_tokens, read_stream, write_stream
+from tests.support.engine.plan_stream import PlanStream, different_tokens, read_stream, write_stream
 from tests.support.engine.plans import PrefillChunk, result_of
 
 pytestmark = pytest.mark.pure

@@ -19,11 +19,11 @@ from engine.plan import encode_plan
 from engine.rank.builder import load_rank
 from engine.rank.models.layers import VocabTable
 from engine.rank.parallel import Parallel, Single
-from engine.rank.profiling import bare_rank, step_profile
-from engine.rank.profiling.bare_rank import BareRank, pages_held
-from engine.rank.profiling.loopback import Loopback
-from engine.rank.profiling.session import ProfileRequest, fitting, most_pages
-from engine.rank.profiling.step_profile import Span, StepProfile, medians, modules_of, profile_step, recorded, spans_of
+from tests.bench.profiling import bare_rank, step_profile
+from tests.bench.profiling.bare_rank import BareRank, pages_held
+from tests.bench.profiling.loopback import Loopback
+from tests.bench.profiling.session import ProfileRequest, fitting, most_pages
+from tests.bench.profiling.step_profile import Span, StepProfile, medians, modules_of, profile_step, recorded, spans_of
 from tests.conftest import Nano
 from tests.support.engine.plans import PageAppend
 

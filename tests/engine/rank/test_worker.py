@@ -15,11 +15,11 @@ from engine.plan import StepPlan, StepResult
 from engine.rank import worker
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.parallel import Inboxes, Single
-from engine.rank.plan_stream import logprob_error
 from engine.rank_status import Phase
 from kernels.choose import ArgmaxInbox
 from kernels.fused_allreduce_norm import AllReduceInbox
 from tests.conftest import Nano
+from tests.support.engine.plan_stream import logprob_error
 from tests.support.engine.plans import encoded
 from tests.support.engine.ranks import WORKER, Ranks
 from tests.support.engine.recording import (

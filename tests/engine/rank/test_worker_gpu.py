@@ -2,9 +2,9 @@
 
 import pytest
 
-from engine.rank.plan_stream import logprob_error
 from tests.conftest import Nano
 from tests.gpu.exactness import RANKS
+from tests.support.engine.plan_stream import logprob_error
 from tests.support.engine.plans import encoded
 from tests.support.engine.ranks import Ranks
 from tests.support.engine.recording import PAGES, Recording, config_of, record, replay_in_step, tokens_of

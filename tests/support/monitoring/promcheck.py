@@ -1,6 +1,6 @@
 """Reads PromQL as Prometheus would and holds it against the table of metrics: names, suffixes, labels, what a rate may be of.
 
-It knows nothing of how our queries are built: `complaints` takes text, so that a test can hand it a planted fault.
+`complaints` takes text, so that a test can hand it a planted fault.
 """
 
 import re
@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import promql_parser as promql
 
-from dashboards.alerts import RECORDS
-from dashboards.promql import LABELS, METRIC_OF_NAME
+from tests.support.monitoring.tables import LABELS, METRIC_OF_NAME, RECORDED_LABELS
 
 SUFFIXES = {"counter": ("",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
 MOVING = frozenset({"rate", "increase"})
@@ -34,7 +33,7 @@ def wires() -> dict[str, Wire]:
         for name, row in METRIC_OF_NAME.items()
         for suffix in SUFFIXES[row.kind]
     }
-    return known | {record.name: Wire(frozenset(record.label_names), grows=False) for record in RECORDS}
+    return known | {name: Wire(frozenset(labels), grows=False) for name, labels in RECORDED_LABELS.items()}
 
 
 def complaints(expr: str, legend: str = "", known: Mapping[str, Wire] | None = None) -> list[str]:

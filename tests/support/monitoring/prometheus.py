@@ -19,8 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from dashboards.promql import DISCOVERY_JOB, JOB
 from engine.errors import ConfigError
+from tests.support.monitoring.tables import DISCOVERY_JOB, JOB
 
 RAY_JOB = "ray"  # Ray's own exporters
 READY_TIMEOUT_S = 20.0

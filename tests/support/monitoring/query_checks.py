@@ -4,13 +4,12 @@ import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from dashboards.alerts import ALERTS, RECORDS
-from dashboards.promql import RULE
 from tests.support.monitoring.committed import paths, read
 from tests.support.monitoring.event_script import ScriptedRequest
 from tests.support.monitoring.promcheck import names
 from tests.support.monitoring.prometheus import Api, finite
 from tests.support.monitoring.scripted_exporters import ScriptedLoad
+from tests.support.monitoring.tables import ALERTS, RECORDS
 
 
 def silent(api: Api, window: str, at: float) -> list[str]:
@@ -42,26 +41,26 @@ class Figure:
 def figures(api: Api, load_script: ScriptedLoad, began: float, at: float, window: int) -> list[Figure]:
     """Rates over the `window` seconds before `at`, and quantiles and ends over all that came before `at` (script's seconds)."""
     requests = [request for group in load_script.scripts.values() for request in group.requests]
-    asked = RULE.over(f"{window}s")
 
-    def rate(expr: str, moments: Iterable[tuple[float, float]]) -> Figure:
+    def rate(name: str, moments: Iterable[tuple[float, float]]) -> Figure:
         """Moments: (when, how much)."""
+        expr = f"sum (rate({name}[{window}s]))"
         true = sum(amount for when, amount in moments if at - window < when <= at) / window
         return Figure(expr, api.ask(expr, began + at)[0].last, true)
 
     answers = [
-        rate(asked.rate("quartet_requests_received_total"), ((request.submitted, 1) for request in requests)),
-        rate(asked.rate("quartet_requests_total"), ((request.ended, 1) for request in requests)),
-        rate(asked.rate("quartet_generation_tokens_total"), ((when, 1) for request in requests for when in request.tokens)),
-        rate(asked.rate("quartet_prompt_tokens_total"), ((request.submitted, request.prompt) for request in requests)),
+        rate("quartet_requests_received_total", ((request.submitted, 1) for request in requests)),
+        rate("quartet_requests_total", ((request.ended, 1) for request in requests)),
+        rate("quartet_generation_tokens_total", ((when, 1) for request in requests for when in request.tokens)),
+        rate("quartet_prompt_tokens_total", ((request.submitted, request.prompt) for request in requests)),
     ]
-    whole = RULE.over(f"{int(load_script.seconds) + 10}s")
+    whole = int(load_script.seconds) + 10
     for name, values in DURATIONS.items():
         true = [value for request in requests for when, value in values(request) if when <= at]
         for q in (0.5, 0.95):
-            expr = whole.quantile(q, name)
+            expr = f"histogram_quantile({q}, sum by (le) (rate({name}_bucket[{whole}s])))"
             answers.append(Figure(expr, api.ask(expr, began + at)[0].last, statistics.quantiles(true, n=100)[int(q * 100) - 1]))
-        expr = whole.mean(name)
+        expr = f"sum (rate({name}_sum[{whole}s])) / sum (rate({name}_count[{whole}s]))"
         answers.append(Figure(expr, api.ask(expr, began + at)[0].last, statistics.fmean(true)))
     return answers
 

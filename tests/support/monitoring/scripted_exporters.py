@@ -17,16 +17,15 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
-from dashboards.alerts import FILE
 from dashboards.discovery import DiscoveryServer, ReplicaRegistry, ScrapeTarget
 from dashboards.exporter import Exporter, Facts
-from dashboards.promql import EXTERNAL_METRICS
 from engine.errors import ConfigError
 from engine.events import ScrapeGauges
 from tests.support.monitoring.event_script import GroupScript, script
 from tests.support.monitoring.periodic import repeating
 from tests.support.monitoring.pictures import draw_all
 from tests.support.monitoring.prometheus import RAY_JOB, Api, Prometheus, jobs
+from tests.support.monitoring.tables import EXTERNAL_METRICS, RULES
 
 PLACE = {"application": "quartet", "deployment": "gemma", "node": "node-1", "model": "nano-31b"}
 FACTS = Facts(
@@ -156,7 +155,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120.0)
     args = parser.parse_args()
     load_script = scripted_load(seconds=args.seconds, rate=8.0)
-    with serve_exporters(load_script.scripts) as ready, Prometheus(ready.scrapes, FILE) as prometheus:
+    with serve_exporters(load_script.scripts) as ready, Prometheus(ready.scrapes, RULES) as prometheus:
         wait_scraped(prometheus.api, len(load_script.scripts) + 3)
         began = replay(load_script, ready)
         for path in draw_all(prometheus.api, args.seconds - 6, args.folder, "10s", began + args.seconds - 3):

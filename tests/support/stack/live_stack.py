@@ -21,13 +21,12 @@ from typing import Any
 
 import httpx
 
-from dashboards.alerts import FILE
-from dashboards.promql import JOB
 from tests.support.load.generator import Ledger, Lengths, Level, LoadRun, Prompts, Scale, calibrate, connected
 from tests.support.load.request import Endpoint, RequestResult
 from tests.support.monitoring.pictures import draw_all
 from tests.support.monitoring.prometheus import Api, Prometheus, jobs
 from tests.support.monitoring.scripted_exporters import wait_scraped
+from tests.support.monitoring.tables import JOB, RULES
 from tests.support.stack.serve_process import Stack, listeners, wait
 
 MODEL = "nano-31b"
@@ -169,9 +168,9 @@ def live_run(folder: Path, steady_s: float, failover_s: float, seed: int, *, fau
         wait(lambda: len(httpx.get(listing).json()) == REPLICAS, 20, served.said)
         groups = httpx.get(listing).json()
         scrapes = list(jobs(listing))
-        prometheus = stack.enter_context(Prometheus(scrapes, FILE))
+        prometheus = stack.enter_context(Prometheus(scrapes, RULES))
         wrong = [fault(scrapes, groups[0]) for fault in (fault_twice, fault_dropped)] if faults else []
-        apis = [stack.enter_context(Prometheus(each, FILE)).api for each in wrong]
+        apis = [stack.enter_context(Prometheus(each, RULES)).api for each in wrong]
         wait_scraped(prometheus.api, REPLICAS + 3)
         scale = measure(served.url, seed)
         steady = _steady(served, scale, steady_s, seed)

@@ -1,16 +1,16 @@
-"""The reference of metrics, from their table: `python -m dashboards.metrics_reference` writes METRICS.md beside this file."""
+"""The reference of metrics, from their table: `python -m tests.support.monitoring.metrics_reference` writes METRICS.md."""
 
 from collections.abc import Iterable
-from pathlib import Path
 
 from dashboards.aliases import CACHE_CONFIG, PREFIX, SUCCESS
 from dashboards.metrics import CAUSES, DISCOVERY_METRICS, ENGINE, LABEL_VALUES, TARGET_LABELS, Metric
+from tests.support.repo_rules import ROOT
 
-PATH = Path(__file__).with_name("METRICS.md")
+PATH = ROOT / "dashboards" / "METRICS.md"
 
 _HEAD = f"""# Metrics
 
-Generated from `dashboards/metrics.py` by `python -m dashboards.metrics_reference`; do not edit.
+Generated from `dashboards/metrics.py` by `python -m tests.support.monitoring.metrics_reference`; do not edit.
 
 Every replica has an exporter. Prometheus finds them all at the discovery endpoint (`http_sd`, path `/targets`), which also puts
 these labels on every series of a replica: {", ".join(f"`{label}`" for label in TARGET_LABELS)}. The endpoint's own figures are at

@@ -12,7 +12,8 @@ class Loopback(Single):
     """Rank 0 of `size`, alone: a sum over ranks is `size` times its own part, a gather `size` copies."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self.size, self._device = size, device
+        super().__init__(size)
+        self._device = device
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x * self.size

@@ -9,7 +9,7 @@ import torch
 
 from engine.plan import StepPlan, encode_plan, single_rows
 from engine.rank.graphs import StageGraphs
-from engine.rank.profiling.bare_rank import BareRank
+from tests.bench.profiling.bare_rank import BareRank
 
 WARM_STEPS = 8
 _SERIES = 3  # of replays, of which the fastest counts

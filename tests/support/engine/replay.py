@@ -10,8 +10,8 @@ from engine.geometry import DType
 from engine.plan import StepResult, decode_result, encode_plan
 from engine.rank.builder import build, load_rank
 from engine.rank.parallel import Single
-from engine.rank.plan_stream import PlanStream
 from engine.rank.runner import Runner
+from tests.support.engine.plan_stream import PlanStream
 
 
 @dataclass(frozen=True)

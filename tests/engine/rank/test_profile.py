@@ -1,4 +1,4 @@
-"""`quartet profile`: tables, JSON, a trace, a sweep as CSV and as a picture, and what it refuses."""
+"""`tests.bench.profile`: tables, JSON, a trace, a sweep as CSV and as a picture, and what it refuses."""
 
 import csv
 import json
@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.cli import profile_command
-from deploy.cli.main import main
 from engine.geometry import kv_groups, read_geometry
-from engine.rank.profiling.session import most_pages
+from tests.bench.profile import main, parts
+from tests.bench.profiling.session import most_pages
 from tests.conftest import Nano
 
 pytestmark = pytest.mark.cpu
@@ -20,7 +19,7 @@ CPU = ("--device", "cpu", "--dtype", "float32", "--steps", "16")
 def test_a_table_and_a_trace(nano: Nano, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The table names the stages of both kinds of layer and the step's floor; torch's trace has the operators."""
     trace = tmp_path / "trace.json"
-    assert main(["profile", str(nano("31b")), *CPU, "--context", "40", "--trace", str(trace)]) == 0
+    assert main([str(nano("31b")), *CPU, "--context", "40", "--trace", str(trace)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "batch 1, context 40"
     names = {line.split("  ")[0].strip() for line in lines}
@@ -33,7 +32,7 @@ def test_a_table_and_a_trace(nano: Nano, tmp_path: Path, capsys: pytest.CaptureF
 def test_json_of_two_batches_in_loopback(nano: Nano, capsys: pytest.CaptureFixture[str]) -> None:
     """A document a batch; every stage of a shard with its bytes, of which K and V grow with the batch."""
     loopback = ["--tp", "2", "--loopback", "--batch", "1", "3", "--context", "40", "--json"]
-    assert main(["profile", str(nano("31b")), *CPU, *loopback]) == 0
+    assert main([str(nano("31b")), *CPU, *loopback]) == 0
     one, three = json.loads(capsys.readouterr().out)
     assert [one["batch"], three["batch"]] == [1, 3]
     seen = [{stage["name"]: stage["bytes"] for stage in profile["stages"]}["full attention"] for profile in (one, three)]
@@ -48,10 +47,10 @@ def test_a_sweep(
     groups = kv_groups(read_geometry(nano("31b")), 1, dtype="float32")
     pages = most_pages(groups, [(4, 40), (1, 200)], 16)
     budget = sum(count * group.page_bytes for count, group in zip(pages, groups, strict=True))
-    monkeypatch.setattr("engine.rank.profiling.session.cpu_budget", lambda tp: budget)
+    monkeypatch.setattr("tests.bench.profiling.session.cpu_budget", lambda tp: budget)
     table = tmp_path / "sweep.csv"
     sweep = ["--sweep", "--batch", "1", "4", "--context", "40", "200", "--csv", str(table)]
-    assert main(["profile", str(nano("31b")), *CPU, *sweep]) == 0
+    assert main([str(nano("31b")), *CPU, *sweep]) == 0
     shown = capsys.readouterr()
     rows = list(csv.DictReader(table.read_text().splitlines()))
     assert [(row["batch"], row["context"]) for row in rows] == [("1", "40"), ("4", "40"), ("1", "200")]
@@ -73,19 +72,19 @@ def test_a_sweep(
 )
 def test_what_cannot_run_is_refused(nano: Nano, arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 2 and one line that says why, before anything is measured."""
-    assert main(["profile", str(nano("31b")), "--device", "cpu", "--dtype", "float32", *arguments]) == 2
+    assert main([str(nano("31b")), "--device", "cpu", "--dtype", "float32", *arguments]) == 2
     assert why in capsys.readouterr().err
 
 
 def test_the_rows_of_a_table() -> None:
     """A stage's time a module and in all, its bytes and their floor, and its share of the step; C++ names without their types."""
-    from engine.rank.profiling.step_profile import Stage, StepProfile
+    from tests.bench.profiling.step_profile import Stage, StepProfile
 
     stages = (
         Stage("full attention.o", 2, ("_gemv",), 60.0, 10**8, 25.0),
         Stage("sampling", 1, ("void at::native::copy<4, float>(int)", "a", "b", "c"), 10.0, 0, 0.0),
     )
-    table, floor = profile_command.parts(StepProfile(1, 1024, 4e12, 0.07, stages))
+    table, floor = parts(StepProfile(1, 1024, 4e12, 0.07, stages))
     assert not isinstance(table, str)
     assert table.rows == [
         ("full attention.o", "_gemv", "2", "30.00", "60.0", "100.0", "25.0", "85.7%"),

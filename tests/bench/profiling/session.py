@@ -20,11 +20,11 @@ from engine.geometry import DType, KVGroup
 from engine.memory import cpu_budget
 from engine.rank.builder import Rank, kv_bytes, load_rank
 from engine.rank.parallel import Parallel, Single, connect
-from engine.rank.profiling import bare_rank
-from engine.rank.profiling.bare_rank import READ_RATE, pages_held
-from engine.rank.profiling.decode_times import WARM_STEPS, StepTime, measured_read_rate, time_step
-from engine.rank.profiling.loopback import Loopback
-from engine.rank.profiling.step_profile import REPEATS, StepProfile, profile_step
+from tests.bench.profiling import bare_rank
+from tests.bench.profiling.bare_rank import READ_RATE, pages_held
+from tests.bench.profiling.decode_times import WARM_STEPS, StepTime, measured_read_rate, time_step
+from tests.bench.profiling.loopback import Loopback
+from tests.bench.profiling.step_profile import REPEATS, StepProfile, profile_step
 
 Answer = TypeVar("Answer")
 Cell = tuple[int, int]  # batch, context
@@ -88,7 +88,7 @@ def _on_ranks(
         return _measure(request, Loopback(request.tp, device), device, report, measure)
     with tempfile.TemporaryDirectory() as folder:
         spawn(_rank, (request, folder, report, measure), request.tp)
-        answer: list[Answer] = pickle.loads((Path(folder) / "answer").read_bytes())  # noqa: S301  # our own child wrote it
+        answer: list[Answer] = pickle.loads((Path(folder) / "answer").read_bytes())  # our own child wrote it
         return answer
 
 

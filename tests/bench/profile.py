@@ -1,4 +1,4 @@
-"""`quartet profile`: where the time of a decode step goes, without Ray and without a core."""
+"""Where the time of a decode step goes, without Ray and without a core: `python -m tests.bench.profile --help`."""
 
 import argparse
 import csv
@@ -6,15 +6,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from deploy.cli.output import OK, Part, Subparsers, Table, command, emit
+import torch
+
+from deploy.cli.output import CANNOT, OK, Part, Table, emit
+from deploy.models.resolve import resolve
 from engine.errors import ConfigError
-
-if TYPE_CHECKING:
-    from engine.rank.profiling.decode_times import StepTime
-    from engine.rank.profiling.session import ProfileRequest
-    from engine.rank.profiling.step_profile import StepProfile
+from tests.bench.profiling.decode_times import StepTime
+from tests.bench.profiling.session import ProfileRequest, profiles, step_times
+from tests.bench.profiling.step_profile import StepProfile
 
 SWEEP_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SWEEP_CONTEXTS = (1024, 8192, 32768, 131072)
@@ -22,11 +22,11 @@ SWEEP_CONTEXTS = (1024, 8192, 32768, 131072)
 HELP = """\
 Weights and contexts are random and made on the device; nothing is downloaded but a config, and nothing is served.
 
-  quartet profile dummy:31b --tp 4                          four ranks on four GPUs: a step's stages, batch 1, context 1024
-  quartet profile dummy:31b --tp 4 --loopback               one rank's shard on one GPU, its sums looped back: all but the wires
-  quartet profile dummy:26b-a4b --batch 1 32 --trace t.json    and torch's traces, for Perfetto: t-b1-c1024.json, t-b32-c1024.json
-  quartet profile dummy:31b --tp 4 --loopback --sweep --csv tpot.csv     step time by batch and context
-  quartet profile random:31b --device cpu --dtype float32   a rehearsal on a nano shape, by the wall clock
+  profile dummy:31b --tp 4                          four ranks on four GPUs: a step's stages, batch 1, context 1024
+  profile dummy:31b --tp 4 --loopback               one rank's shard on one GPU, its sums looped back: all but the wires
+  profile dummy:26b-a4b --batch 1 32 --trace t.json    and torch's traces, for Perfetto: t-b1-c1024.json, t-b32-c1024.json
+  profile dummy:31b --tp 4 --loopback --sweep --csv tpot.csv     step time by batch and context
+  profile random:31b --device cpu --dtype float32   a rehearsal on a nano shape, by the wall clock
 
 A stage is what layers of one kind do in one module. us: of each of its kernels, from the end of the one before to its own end, so
 that stages add up to the step. floor: its weights, K and V at the read rate.
@@ -36,8 +36,11 @@ contexts whose pages do not fit beside the others are left out, and named.
 exit codes: 0 measured; 2 it cannot run like this"""
 
 
-def register(commands: Subparsers) -> None:
-    parser = command(commands, "profile", "the stages of a decode step, or its time by batch and context", HELP)
+def _parser() -> argparse.ArgumentParser:
+    about = "The stages of a decode step, or its time by batch and context."
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="tests.bench.profile", description=about, epilog=HELP, formatter_class=raw)
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout instead of text")
     parser.add_argument("model", help="a folder, a hub id, nano:, random: or dummy:<member>; only its config is read")
     where = parser.add_argument_group("where")
     where.add_argument("--tp", type=int, default=1, help="ranks (default: %(default)s)")
@@ -55,17 +58,26 @@ def register(commands: Subparsers) -> None:
     out = parser.add_argument_group("output")
     out.add_argument("--trace", type=Path, metavar="FILE", help="write torch's trace of the steps, a file a batch and context")
     out.add_argument("--csv", type=Path, metavar="FILE", help="write the sweep as CSV")
-    parser.set_defaults(run=run)
+    return parser
 
 
-def run(args: argparse.Namespace) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(arguments)
+    try:
+        _run(args)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return CANNOT
+    return OK
+
+
+def _run(args: argparse.Namespace) -> None:
     _check_outputs(args)
     request = _request(args)
     if args.sweep:
         _sweep(args, request)
     else:
         _stages(args, request)
-    return OK
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
@@ -78,10 +90,7 @@ def _check_outputs(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{name}: {path.parent} is no folder")
 
 
-def _request(args: argparse.Namespace) -> "ProfileRequest":
-    from deploy.models.resolve import resolve
-    from engine.rank.profiling.session import ProfileRequest
-
+def _request(args: argparse.Namespace) -> ProfileRequest:
     _check_device(args)
     batches = args.batch or (SWEEP_BATCHES if args.sweep else (1,))
     contexts = args.context or (SWEEP_CONTEXTS if args.sweep else (1024,))
@@ -96,8 +105,6 @@ def _request(args: argparse.Namespace) -> "ProfileRequest":
 
 def _check_device(args: argparse.Namespace) -> None:
     """ConfigError where the GPUs are not there."""
-    import torch
-
     if args.device == "cuda":
         present, needed = torch.cuda.device_count(), 1 if args.loopback else args.tp
         if present < needed:
@@ -111,15 +118,13 @@ def report(text: str) -> None:
 # -- stages
 
 
-def _stages(args: argparse.Namespace, request: "ProfileRequest") -> None:
-    from engine.rank.profiling.session import profiles
-
+def _stages(args: argparse.Namespace, request: ProfileRequest) -> None:
     measured = profiles(request, report)
     shown = [part for profile in measured for part in parts(profile)]
     emit([{**asdict(profile), "floor_ms": _floor_ms(profile)} for profile in measured], shown, as_json=args.json)
 
 
-def parts(profile: "StepProfile") -> Iterator[Part]:
+def parts(profile: StepProfile) -> Iterator[Part]:
     """The table of one profile, and its sums."""
     columns = ("stage", "kernels", ">count", ">us each", ">us", ">MB", ">floor us", ">share")
     rows = [
@@ -134,7 +139,7 @@ def parts(profile: "StepProfile") -> Iterator[Part]:
     yield f"step {profile.step_ms:.3f} ms; floor {_floor_ms(profile):.3f} ms, of bytes at {profile.read_rate / 1e12:.2f} TB/s"
 
 
-def _floor_ms(profile: "StepProfile") -> float:
+def _floor_ms(profile: StepProfile) -> float:
     return 1e-3 * sum(stage.floor_us for stage in profile.stages)
 
 
@@ -147,9 +152,7 @@ def _short(kernels: Sequence[str]) -> str:
 # -- sweep
 
 
-def _sweep(args: argparse.Namespace, request: "ProfileRequest") -> None:
-    from engine.rank.profiling.session import step_times
-
+def _sweep(args: argparse.Namespace, request: ProfileRequest) -> None:
     times = step_times(request, report)
     columns = (">batch", ">context", ">launch ms", ">graph ms", ">floor ms")
     rows = [tuple(_cell(value) for value in asdict(time).values()) for time in times]
@@ -162,8 +165,12 @@ def _cell(value: float | None) -> str:
     return "" if value is None else str(value) if isinstance(value, int) else f"{value:.3f}"
 
 
-def _write_csv(path: Path, times: "Sequence[StepTime]") -> None:
+def _write_csv(path: Path, times: Sequence[StepTime]) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [*asdict(times[0])], lineterminator="\n")
         writer.writeheader()
         writer.writerows({name: _cell(value) for name, value in asdict(time).items()} for time in times)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
