@@ -89,7 +89,8 @@ def test_a_trained_checkpoint_is_its_shape(member: str, tmp_path: Path) -> None:
     folder = TRAINED / member
     assert sum(path.stat().st_size for path in folder.glob("*.safetensors")) <= 8_000_000
     saved = json.loads((folder / "config.json").read_text())
-    shape = SHAPES[member] if saved["vision_config"] else replace(SHAPES[member], vision=None)
+    towers = {name: None for name in ("vision", "audio") if saved[f"{name}_config"] is None}
+    shape = replace(SHAPES[member], **towers)
     assert saved == json.loads(json.dumps(config(shape, "bfloat16")))
     learn_tokenizer.write(tmp_path)
     for path in tmp_path.iterdir():
