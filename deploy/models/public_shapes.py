@@ -1,6 +1,6 @@
-"""The shape of a Gemma 4 text model, its config.json in the published layout, and the five public shapes.
+"""The shape of a Gemma 4 model, its config.json in the published layout, and the five public shapes.
 
-Source: the public config.json files; vision and audio parts are left out, so that no tower is expected.
+Source: the public config.json files.
 """
 
 from collections.abc import Mapping
@@ -23,8 +23,34 @@ MEDIA = {
 
 
 @dataclass(frozen=True)
+class VisionShape:
+    """A vision tower; without layers, the 12B's embedder. positions: entries of its table a side; clipped: its products have bounds;
+    standardize: of what it yields."""
+
+    hidden: int
+    positions: int
+    layers: int = 0
+    heads: int = 0
+    head_dim: int = 0
+    mlp: int = 0
+    clipped: bool = False
+    standardize: bool = False
+
+
+@dataclass(frozen=True)
+class AudioShape:
+    """An audio tower; without layers, the 12B's samples a row. channels: of its convolutions; output: width of what it yields."""
+
+    width: int
+    layers: int = 0
+    heads: int = 0
+    channels: tuple[int, int] = (0, 0)
+    output: int = 0
+
+
+@dataclass(frozen=True)
 class ModelShape:
-    """One text model: `groups` x (`sliding` sliding layers + 1 full layer); widths in elements, window and positions in tokens.
+    """One model: its text part is `groups` x (`sliding` sliding layers + 1 full layer); widths in elements, window and positions in tokens.
 
     `media`: ids of the control tokens around and for images, audio and video, by their names.
     """
@@ -50,6 +76,8 @@ class ModelShape:
     experts: int = 0
     top_k: int = 0
     moe_mlp: int = 0
+    vision: VisionShape | None = None
+    audio: AudioShape | None = None
 
     @property
     def layer_types(self) -> list[str]:
@@ -80,15 +108,19 @@ class ModelShape:
         return 2 * self.mlp if self.double_wide and self.is_shared(layer) else self.mlp
 
 
-_small = partial(ModelShape, heads=8, positions=131072, vocab=VOCAB, media=MEDIA, ple=256)
-_large = partial(ModelShape, positions=262144, vocab=VOCAB, media=MEDIA, k_eq_v=True)
+_small_tower = VisionShape(768, 10240, layers=16, heads=12, head_dim=64, mlp=3072, clipped=True)
+_large_tower = VisionShape(1152, 10240, layers=27, heads=16, head_dim=72, mlp=4304, standardize=True)
+_audio_tower = AudioShape(1024, layers=12, heads=8, channels=(128, 32), output=1536)
+_small = partial(ModelShape, heads=8, positions=131072, vocab=VOCAB, media=MEDIA, ple=256, vision=_small_tower, audio=_audio_tower)
+_ROWS = AudioShape(640)
+_large = partial(ModelShape, positions=262144, vocab=VOCAB, media=MEDIA, k_eq_v=True, vision=_large_tower)
 
 PUBLIC: dict[str, ModelShape] = {
     shape.member: shape
     for shape in (
         _small("e2b", 7, 4, 1, None, 512, 6144, hidden=1536, kv_shared=20, double_wide=True),
         _small("e4b", 7, 5, 2, None, 512, 10240, hidden=2560, kv_shared=18),
-        _large("12b", 8, 5, 8, 1, 1024, 15360, hidden=3840, heads=16, unified=True),
+        _large("12b", 8, 5, 8, 1, 1024, 15360, hidden=3840, heads=16, unified=True, vision=VisionShape(3840, 1120), audio=_ROWS),
         _large("26b-a4b", 5, 5, 8, 2, 1024, 2112, hidden=2816, heads=16, experts=128, top_k=8, moe_mlp=704),
         _large("31b", 10, 5, 16, 4, 1024, 21504, hidden=5376, heads=32),
     )
@@ -96,12 +128,12 @@ PUBLIC: dict[str, ModelShape] = {
 
 
 def config(shape: ModelShape, dtype: str) -> dict[str, Any]:
-    """The outer config.json. Vision and audio configs are null, so that no tower tensor is expected."""
+    """The outer config.json."""
     family = "gemma4_unified" if shape.unified else "gemma4"
     architecture = "Gemma4UnifiedForConditionalGeneration" if shape.unified else "Gemma4ForConditionalGeneration"
     return {
         "architectures": [architecture],
-        "audio_config": None,
+        "audio_config": None if shape.audio is None else _audio_config(shape.audio, family),
         "boa_token_id": shape.media["<|audio>"],
         "boi_token_id": shape.media["<|image>"],
         "dtype": dtype,
@@ -116,7 +148,54 @@ def config(shape: ModelShape, dtype: str) -> dict[str, Any]:
         "model_type": family,
         "text_config": _text_config(shape, dtype, f"{family}_text"),
         "tie_word_embeddings": True,
-        "vision_config": None,
+        "vision_config": None if shape.vision is None else _vision_config(shape.vision, family),
+    }
+
+
+def _vision_config(vision: VisionShape, family: str) -> dict[str, Any]:
+    common = {"model_type": f"{family}_vision", "patch_size": 16, "pooling_kernel_size": 3, "rms_norm_eps": 1e-06}
+    if not vision.layers:
+        sizes = {"mm_embed_dim": vision.hidden, "mm_posemb_size": vision.positions, "output_proj_dims": vision.hidden}
+        return {**common, **sizes, "model_patch_size": 48, "num_soft_tokens": 280}
+    return {
+        **common,
+        "attention_bias": False,
+        "default_output_length": 280,
+        "head_dim": vision.head_dim,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": vision.hidden,
+        "intermediate_size": vision.mlp,
+        "num_attention_heads": vision.heads,
+        "num_hidden_layers": vision.layers,
+        "num_key_value_heads": vision.heads,
+        "position_embedding_size": vision.positions,
+        "rope_parameters": {"rope_theta": 100.0, "rope_type": "default"},
+        "standardize": vision.standardize,
+        "use_clipped_linears": vision.clipped,
+    }
+
+
+def _audio_config(audio: AudioShape, family: str) -> dict[str, Any]:
+    common = {"model_type": f"{family}_audio", "rms_norm_eps": 1e-06}
+    if not audio.layers:
+        return {**common, "audio_embed_dim": audio.width, "audio_samples_per_token": audio.width, "output_proj_dims": audio.width}
+    return {
+        **common,
+        "attention_chunk_size": 12,
+        "attention_context_left": 13,
+        "attention_context_right": 0,
+        "attention_invalid_logits_value": -1e9,
+        "attention_logit_cap": 50.0,
+        "conv_kernel_size": 5,
+        "gradient_clipping": 1e10,
+        "hidden_act": "silu",
+        "hidden_size": audio.width,
+        "num_attention_heads": audio.heads,
+        "num_hidden_layers": audio.layers,
+        "output_proj_dims": audio.output,
+        "residual_weight": 0.5,
+        "subsampling_conv_channels": list(audio.channels),
+        "use_clipped_linears": True,
     }
 
 

@@ -1,0 +1,69 @@
+"""A clip's samples as Gemma 4's encoders take them: log-mel frames for the tower of E2B and E4B, rows of raw samples for the 12B.
+
+Equal to transformers' Gemma4AudioFeatureExtractor and Gemma4UnifiedAudioFeatureExtractor. Frames that reach behind the clip's end
+are left out: transformers masks them.
+
+    160 zeros, samples --Hann(320), every 160--> rfft(512) --| |--> 128 mels, 0..8000 Hz --log(mel + 1e-3)--> [frames, 128]
+"""
+
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float32]
+
+RATE = 16_000
+CLIP_SAMPLES = 30 * RATE  # the most that the tower was trained on
+MELS, ROW_SAMPLES = 128, 640
+_FRAME, _HOP, _FFT = 320, 160, 512
+_CUT_SAMPLES, _QUIET = 10 * RATE, RATE // 10  # a cut is in a clip's last 10 s, in the middle of their quietest 0.1 s
+
+
+def log_mels(samples: Array) -> Array:
+    """samples [n] -> [(n - 1) // 160, 128]; none of 160 samples or fewer."""
+    padded = np.pad(samples, (_HOP, 0))
+    count = max(0, (len(samples) - 1) // _HOP)
+    if not count:
+        return np.zeros((0, MELS), np.float32)
+    frames = np.lib.stride_tricks.sliding_window_view(padded, _FRAME)[::_HOP][:count]
+    magnitudes = np.abs(np.fft.rfft(frames * _window(), n=_FFT))
+    return np.log(magnitudes @ _mel_filters() + 1e-3).astype(np.float32)
+
+
+def tower_tokens(frames: int) -> int:
+    """Soft tokens of so many log-mel frames: the tower's convolutions halve them twice."""
+    return -(-frames // 4)
+
+
+def raw_rows(samples: Array) -> Array:
+    """samples [n] -> [ceil(n / 640), 640], the last row padded with zeros: a soft token each."""
+    return np.pad(samples, (0, -len(samples) % ROW_SAMPLES)).reshape(-1, ROW_SAMPLES)
+
+
+def cut_at_silences(samples: Array) -> list[Array]:
+    """The clips, of 30 s at most, that longer samples are cut into where they are quietest."""
+    clips = []
+    while len(samples) > CLIP_SAMPLES:
+        first = CLIP_SAMPLES - _CUT_SAMPLES
+        energy = np.cumsum(np.pad(np.square(samples[first:CLIP_SAMPLES], dtype=np.float64), (1, 0)))
+        cut = first + int(np.argmin(energy[_QUIET:] - energy[:-_QUIET])) + _QUIET // 2
+        clips.append(samples[:cut])
+        samples = samples[cut:]
+    return [*clips, samples]
+
+
+@cache
+def _window() -> Array:
+    """Hann's, periodic."""
+    return (0.5 - 0.5 * np.cos(2 * np.pi * np.arange(_FRAME) / _FRAME)).astype(np.float32)
+
+
+@cache
+def _mel_filters() -> npt.NDArray[np.float64]:
+    """[257, 128]: triangles of height 1 between neighbours on the HTK scale."""
+    mels = np.linspace(0, 2595 * np.log10(1 + RATE / 2 / 700), MELS + 2)
+    edges = 700 * (10 ** (mels / 2595) - 1)
+    slopes = edges - np.linspace(0, RATE // 2, _FFT // 2 + 1)[:, None]
+    widths = np.diff(edges)
+    return np.maximum(0, np.minimum(-slopes[:, :-2] / widths[:-1], slopes[:, 2:] / widths[1:]))

@@ -1,0 +1,95 @@
+"""WAV files, PCM of 8 to 32 bits or floats: mixed to one channel, resampled to 16 kHz, bounded before anything is decoded."""
+
+import math
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.errors import InvalidRequest
+from engine.front.audio_features import RATE, Array
+
+_PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
+_RATES, _CHANNELS = range(1000, 384_001), range(1, 33)
+_FORMATS = {(_PCM, 8): "u1", (_PCM, 16): "<i2", (_PCM, 24): "u1", (_PCM, 32): "<i4", (_FLOAT, 32): "<f4", (_FLOAT, 64): "<f8"}
+_OTHERS = {b"ID3": "MP3", b"\xff\xfb": "MP3", b"fLaC": "FLAC", b"OggS": "Ogg", b"\x1aE\xdf\xa3": "WebM"}
+
+
+@dataclass(frozen=True)
+class _Wav:
+    """What a file's header says; `data`: its samples, as they are stored."""
+
+    code: int
+    bits: int
+    channels: int
+    rate: int
+    data: memoryview
+
+    @property
+    def count(self) -> int:
+        """Samples of a channel."""
+        return len(self.data) // (self.channels * self.bits // 8)
+
+
+def read_wav(file: bytes, most_seconds: float, key: str) -> Array:
+    """Its samples, float32 [n], mono at 16 kHz. InvalidRequest names `key`: it is no WAV file, or longer than that."""
+    wav = _header(file, key)
+    if (seconds := wav.count / wav.rate) > most_seconds:
+        raise InvalidRequest(f"{key}: {seconds:.0f} s of audio exceed the limit of {most_seconds:g} s", param=key)
+    mono = _decoded(wav).reshape(-1, wav.channels).mean(axis=1, dtype=np.float32)
+    if not np.isfinite(mono).all():
+        raise InvalidRequest(f"{key}: the audio has samples that are no numbers", param=key)
+    return resampled(mono, wav.rate)
+
+
+def resampled(samples: Array, rate: int) -> Array:
+    """Samples at `rate` -> at 16 kHz, as many as begin before their end: what both rates can hold of the spectrum is kept."""
+    if rate == RATE:
+        return samples
+    up, down = RATE // math.gcd(rate, RATE), rate // math.gcd(rate, RATE)
+    periods = len(samples) // down + 1 + rate // down // 16  # with 1/16 s of silence: the transform sees a ring
+    spectrum = np.fft.rfft(samples, periods * down)
+    longer = np.fft.irfft(spectrum[: periods * up // 2 + 1], periods * up)
+    return (longer[: -(-len(samples) * up // down)] * (up / down)).astype(np.float32)
+
+
+def _header(file: bytes, key: str) -> _Wav:
+    if file[:4] != b"RIFF" or file[8:12] != b"WAVE":
+        known = next((f" it is {name}" for magic, name in _OTHERS.items() if file.startswith(magic)), "")
+        raise InvalidRequest(f"{key}: audio must be a WAV file;{known or ' this is none'}", param=key, code="unsupported_format")
+    form: tuple[int, int, int, int] | None = None
+    for name, chunk in _chunks(memoryview(file)[12:]):
+        if name == b"fmt " and len(chunk) >= 16:
+            code, channels, rate, _, _, bits = struct.unpack_from("<HHIIHH", chunk)
+            if code == _EXTENSIBLE and len(chunk) >= 26:
+                (code,) = struct.unpack_from("<H", chunk, 24)
+            form = code, bits, channels, rate
+        if name == b"data" and form is not None:
+            if form[:2] not in _FORMATS or form[2] not in _CHANNELS or form[3] not in _RATES:
+                what = "format {}, {} bits, {} channels, {} Hz".format(*form)
+                raise InvalidRequest(f"{key}: a WAV file of {what} is not supported", param=key, code="unsupported_format")
+            whole = form[1] // 8 * form[2]
+            return _Wav(*form, chunk[: len(chunk) // whole * whole])
+    raise InvalidRequest(f"{key}: the WAV file has no format or no samples", param=key)
+
+
+def _chunks(rest: memoryview) -> Iterator[tuple[bytes, memoryview]]:
+    """Names and contents, in order; the last may be cut, as a stream's that did not know its length."""
+    while len(rest) >= 8:
+        name, size = struct.unpack_from("<4sI", rest)
+        yield name, rest[8 : 8 + size]
+        rest = rest[8 + size + size % 2 :]
+
+
+def _decoded(wav: _Wav) -> Array:
+    """In [-1, 1)."""
+    raw = np.frombuffer(wav.data, _FORMATS[wav.code, wav.bits])
+    if wav.bits == 24:
+        shifted = np.zeros((len(raw) // 3, 4), np.uint8)
+        shifted[:, 1:] = raw.reshape(-1, 3)
+        raw = shifted.view("<i4")[:, 0]
+    if wav.code == _FLOAT:
+        return raw.astype(np.float32)
+    half = {8: 1 << 7, 16: 1 << 15}.get(wav.bits, 1 << 31)
+    return (raw.astype(np.float32) - (half if wav.bits == 8 else 0)) / np.float32(half)
