@@ -1,6 +1,6 @@
-"""The shape of a Gemma 4 text model, its config.json in the published layout, and the five public shapes.
+"""The shape of a Gemma 4 model, its config.json in the published layout, and the five public shapes.
 
-Source: the public config.json files; vision and audio parts are left out, so that no tower is expected.
+Source: the public config.json files; the audio part is left out, so that no audio tower is expected.
 """
 
 from collections.abc import Mapping
@@ -23,8 +23,23 @@ MEDIA = {
 
 
 @dataclass(frozen=True)
+class VisionShape:
+    """A vision tower; without layers, the 12B's embedder. positions: entries of its table a side; clipped: its products have bounds;
+    standardize: of what it yields."""
+
+    hidden: int
+    positions: int
+    layers: int = 0
+    heads: int = 0
+    head_dim: int = 0
+    mlp: int = 0
+    clipped: bool = False
+    standardize: bool = False
+
+
+@dataclass(frozen=True)
 class ModelShape:
-    """One text model: `groups` x (`sliding` sliding layers + 1 full layer); widths in elements, window and positions in tokens.
+    """One model: its text part is `groups` x (`sliding` sliding layers + 1 full layer); widths in elements, window and positions in tokens.
 
     `media`: ids of the control tokens around and for images, audio and video, by their names.
     """
@@ -50,6 +65,7 @@ class ModelShape:
     experts: int = 0
     top_k: int = 0
     moe_mlp: int = 0
+    vision: VisionShape | None = None
 
     @property
     def layer_types(self) -> list[str]:
@@ -80,15 +96,17 @@ class ModelShape:
         return 2 * self.mlp if self.double_wide and self.is_shared(layer) else self.mlp
 
 
-_small = partial(ModelShape, heads=8, positions=131072, vocab=VOCAB, media=MEDIA, ple=256)
-_large = partial(ModelShape, positions=262144, vocab=VOCAB, media=MEDIA, k_eq_v=True)
+_small_tower = VisionShape(768, 10240, layers=16, heads=12, head_dim=64, mlp=3072, clipped=True)
+_large_tower = VisionShape(1152, 10240, layers=27, heads=16, head_dim=72, mlp=4304, standardize=True)
+_small = partial(ModelShape, heads=8, positions=131072, vocab=VOCAB, media=MEDIA, ple=256, vision=_small_tower)
+_large = partial(ModelShape, positions=262144, vocab=VOCAB, media=MEDIA, k_eq_v=True, vision=_large_tower)
 
 PUBLIC: dict[str, ModelShape] = {
     shape.member: shape
     for shape in (
         _small("e2b", 7, 4, 1, None, 512, 6144, hidden=1536, kv_shared=20, double_wide=True),
         _small("e4b", 7, 5, 2, None, 512, 10240, hidden=2560, kv_shared=18),
-        _large("12b", 8, 5, 8, 1, 1024, 15360, hidden=3840, heads=16, unified=True),
+        _large("12b", 8, 5, 8, 1, 1024, 15360, hidden=3840, heads=16, unified=True, vision=VisionShape(3840, 1120)),
         _large("26b-a4b", 5, 5, 8, 2, 1024, 2112, hidden=2816, heads=16, experts=128, top_k=8, moe_mlp=704),
         _large("31b", 10, 5, 16, 4, 1024, 21504, hidden=5376, heads=32),
     )
@@ -96,7 +114,7 @@ PUBLIC: dict[str, ModelShape] = {
 
 
 def config(shape: ModelShape, dtype: str) -> dict[str, Any]:
-    """The outer config.json. Vision and audio configs are null, so that no tower tensor is expected."""
+    """The outer config.json. The audio config is null, so that no tensor of its tower is expected."""
     family = "gemma4_unified" if shape.unified else "gemma4"
     architecture = "Gemma4UnifiedForConditionalGeneration" if shape.unified else "Gemma4ForConditionalGeneration"
     return {
@@ -116,7 +134,30 @@ def config(shape: ModelShape, dtype: str) -> dict[str, Any]:
         "model_type": family,
         "text_config": _text_config(shape, dtype, f"{family}_text"),
         "tie_word_embeddings": True,
-        "vision_config": None,
+        "vision_config": None if shape.vision is None else _vision_config(shape.vision, family),
+    }
+
+
+def _vision_config(vision: VisionShape, family: str) -> dict[str, Any]:
+    common = {"model_type": f"{family}_vision", "patch_size": 16, "pooling_kernel_size": 3, "rms_norm_eps": 1e-06}
+    if not vision.layers:
+        sizes = {"mm_embed_dim": vision.hidden, "mm_posemb_size": vision.positions, "output_proj_dims": vision.hidden}
+        return {**common, **sizes, "model_patch_size": 48, "num_soft_tokens": 280}
+    return {
+        **common,
+        "attention_bias": False,
+        "default_output_length": 280,
+        "head_dim": vision.head_dim,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": vision.hidden,
+        "intermediate_size": vision.mlp,
+        "num_attention_heads": vision.heads,
+        "num_hidden_layers": vision.layers,
+        "num_key_value_heads": vision.heads,
+        "position_embedding_size": vision.positions,
+        "rope_parameters": {"rope_theta": 100.0, "rope_type": "default"},
+        "standardize": vision.standardize,
+        "use_clipped_linears": vision.clipped,
     }
 
 

@@ -3,6 +3,7 @@
 What makes a family member that member is kept: head dims 256 and 512, the sliding/full pattern ending on a full layer,
 which KV heads divide by TP=4 and which do not, KV sharing, per-layer embeddings, experts beside the dense MLP. What
 only costs time is small. hidden is 80: sqrt(80), like the square root of every public size, is not a bf16 number.
+Towers keep their head size, and the place of each patch of the largest picture.
 """
 
 from collections.abc import Iterator
@@ -11,23 +12,25 @@ from functools import partial
 from typing import Literal
 
 from deploy.models.nano.tokenizer import MEDIA_IDS, VOCAB_SIZE
-from deploy.models.public_shapes import ModelShape
+from deploy.models.public_shapes import ModelShape, VisionShape
 
 MAX_POSITIONS = 4096
 
-Kind = Literal["matrix", "embedding", "ple_embedding", "norm", "head_norm", "scalar", "router"]
+Kind = Literal["matrix", "embedding", "ple_embedding", "norm", "head_norm", "scalar", "router", "unit", "low", "high"]
 
 
+_small_tower = VisionShape(64, 3360, layers=2, heads=2, head_dim=64, mlp=128, clipped=True)
+_large_tower = VisionShape(64, 3360, layers=2, heads=2, head_dim=72, mlp=136, standardize=True)
 _nano = partial(ModelShape, hidden=80, heads=8, positions=MAX_POSITIONS, vocab=VOCAB_SIZE, media=MEDIA_IDS)
 
 SHAPES: dict[str, ModelShape] = {
     shape.member: shape
     for shape in (
-        _nano("e2b", 2, 2, 1, None, 64, 192, kv_shared=3, double_wide=True, ple=32),
-        _nano("e4b", 2, 3, 2, None, 64, 192, kv_shared=4, ple=32),
-        _nano("12b", 2, 2, 4, 1, 96, 192, unified=True, k_eq_v=True),
-        _nano("26b-a4b", 1, 4, 4, 2, 64, 96, k_eq_v=True, experts=16, top_k=4, moe_mlp=48),
-        _nano("31b", 2, 2, 4, 4, 64, 192, k_eq_v=True),
+        _nano("e2b", 2, 2, 1, None, 64, 192, kv_shared=3, double_wide=True, ple=32, vision=_small_tower),
+        _nano("e4b", 2, 3, 2, None, 64, 192, kv_shared=4, ple=32, vision=_small_tower),
+        _nano("12b", 2, 2, 4, 1, 96, 192, unified=True, k_eq_v=True, vision=VisionShape(64, 1120)),
+        _nano("26b-a4b", 1, 4, 4, 2, 64, 96, k_eq_v=True, experts=16, top_k=4, moe_mlp=48, vision=_large_tower),
+        _nano("31b", 2, 2, 4, 4, 64, 192, k_eq_v=True, vision=_large_tower),
     )
 }
 
@@ -42,7 +45,7 @@ class Tensor:
 
 
 def tensors(shape: ModelShape) -> Iterator[Tensor]:
-    """Every tensor of the public checkpoint's text part, dead K/V tensors of the KV-shared layers included."""
+    """Every tensor of the public checkpoint but those for audio, dead K/V tensors of the KV-shared layers included."""
     yield _global("embed_tokens.weight", (VOCAB_SIZE, shape.hidden), "embedding")
     if shape.ple:
         yield from _ple_globals(shape)
@@ -51,6 +54,10 @@ def tensors(shape: ModelShape) -> Iterator[Tensor]:
         for name, dims, kind in _layer(shape, layer):
             yield Tensor(prefix + name, dims, kind)
     yield _global("norm.weight", (shape.hidden,), "norm")
+    if shape.vision is not None:
+        rows = _tower(shape.vision) if shape.vision.layers else _vision_embedder(shape.vision)
+        yield from (Tensor("model." + name, dims, kind) for name, dims, kind in rows)
+        yield Tensor("model.embed_vision.embedding_projection.weight", (shape.hidden, shape.vision.hidden), "matrix")
 
 
 _Row = tuple[str, tuple[int, ...], Kind]
@@ -111,3 +118,35 @@ def _ple(shape: ModelShape) -> Iterator[_Row]:
     yield "per_layer_input_gate.weight", (shape.ple, shape.hidden), "matrix"
     yield "per_layer_projection.weight", (shape.hidden, shape.ple), "matrix"
     yield "post_per_layer_input_norm.weight", (shape.hidden,), "norm"
+
+
+def _vision_embedder(vision: VisionShape) -> Iterator[_Row]:
+    """The 12B's."""
+    yield "vision_embedder.patch_dense.weight", (vision.hidden, 6912), "matrix"
+    yield "vision_embedder.patch_dense.bias", (vision.hidden,), "unit"
+    yield "vision_embedder.pos_embedding", (vision.positions, 2, vision.hidden), "unit"
+    for norm, width in (("patch_ln1", 6912), ("patch_ln2", vision.hidden), ("pos_norm", vision.hidden)):
+        yield f"vision_embedder.{norm}.weight", (width,), "norm"
+        yield f"vision_embedder.{norm}.bias", (width,), "unit"
+
+
+def _tower(vision: VisionShape) -> Iterator[_Row]:
+    hidden, mlp, heads = vision.hidden, vision.mlp, vision.heads * vision.head_dim
+    yield "vision_tower.patch_embedder.input_proj.weight", (hidden, 768), "matrix"
+    yield "vision_tower.patch_embedder.position_embedding_table", (2, vision.positions, hidden), "unit"
+    if vision.standardize:
+        yield "vision_tower.std_bias", (hidden,), "unit"
+        yield "vision_tower.std_scale", (hidden,), "norm"
+    products = {f"self_attn.{name}_proj": (heads, hidden) for name in "qkv"} | {"self_attn.o_proj": (hidden, heads)}
+    products |= {"mlp.gate_proj": (mlp, hidden), "mlp.up_proj": (mlp, hidden), "mlp.down_proj": (hidden, mlp)}
+    for layer in range(vision.layers):
+        prefix = f"vision_tower.encoder.layers.{layer}."
+        for name, dims in products.items():
+            yield f"{prefix}{name}.linear.weight", dims, "matrix"
+            for side in ("input", "output") if vision.clipped else ():
+                yield f"{prefix}{name}.{side}_min", (), "low"
+                yield f"{prefix}{name}.{side}_max", (), "high"
+        for norm in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
+            yield f"{prefix}{norm}_layernorm.weight", (hidden,), "norm"
+        for norm in "qk":
+            yield f"{prefix}self_attn.{norm}_norm.weight", (vision.head_dim,), "head_norm"

@@ -1,7 +1,7 @@
 """Live random weights, and the sharded safetensors files that hold them.
 
 Matrices are normal with std 1/sqrt(fan_in), embeddings such that rows times the model's own scale have rms 1, norm
-weights 1 + 0.2 n, layer scalars uniform in 0.4..0.9. Three departures keep a small model worth testing:
+weights 1 + 0.2 n, layer scalars uniform in 0.4..0.9, bounds of a tower's products at 1.5..2.5. Three departures keep a small model worth testing:
   * q and k norms are scaled so that attention logits have std 1: at weight 1 they would have sqrt(head_dim), attention
     would pick single keys, and a wrong page could go unnoticed; at 2 two exact fp32 forwards of e2b differ by 2e-4;
   * router logits have std 2 (hidden**-0.5 is already in the formula): the margin of the chosen experts is not rounding;
@@ -49,6 +49,8 @@ def draw(tensor: Tensor, shape: ModelShape, seed: int) -> Array:
     rng = np.random.default_rng([seed, zlib.crc32(f"{shape.member}/{tensor.name}".encode())])
     if tensor.kind == "scalar":
         return rng.uniform(0.4, 0.9, tensor.shape).astype(np.float32)
+    if tensor.kind in ("low", "high"):
+        return np.array(rng.uniform(1.5, 2.5) * (-1 if tensor.kind == "low" else 1), np.float32)
     normal = rng.standard_normal(tensor.shape, dtype=np.float32)
     if tensor.kind in ("norm", "head_norm"):
         normal = np.float32(1.0) + np.float32(0.2) * normal
