@@ -24,8 +24,8 @@ MEDIA = {
 
 @dataclass(frozen=True)
 class VisionShape:
-    """A vision tower; without layers, the 12B's embedder. positions: entries of its table a side; clipped: its products have bounds;
-    standardize: of what it yields."""
+    """A vision tower; without layers, the 12B's embedder. positions: entries of its table a side; clipped: its products have
+    bounds; standardize: what it yields is."""
 
     hidden: int
     positions: int
@@ -39,7 +39,8 @@ class VisionShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """One model: its text part is `groups` x (`sliding` sliding layers + 1 full layer); widths in elements, window and positions in tokens.
+    """One model: its text part is `groups` x (`sliding` sliding layers + 1 full layer); widths in elements, window and positions
+    in tokens.
 
     `media`: ids of the control tokens around and for images, audio and video, by their names.
     """
