@@ -1,7 +1,8 @@
 """Live random weights, and the sharded safetensors files that hold them.
 
 Matrices are normal with std 1/sqrt(fan_in), embeddings such that rows times the model's own scale have rms 1, norm
-weights 1 + 0.2 n, layer scalars uniform in 0.4..0.9, bounds of a tower's products at 1.5..2.5. Three departures keep a small model worth testing:
+weights 1 + 0.2 n, layer scalars uniform in 0.4..0.9, bounds of a tower's products at 1.5..2.5. Three departures keep a small
+model worth testing:
   * q and k norms are scaled so that attention logits have std 1: at weight 1 they would have sqrt(head_dim), attention
     would pick single keys, and a wrong page could go unnoticed; at 2 two exact fp32 forwards of e2b differ by 2e-4;
   * router logits have std 2 (hidden**-0.5 is already in the formula): the margin of the chosen experts is not rounding;

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from engine.config import engine_config
@@ -17,10 +17,11 @@ from engine.geometry import Geometry, read_geometry
 from engine.rank.load import loader
 from engine.rank.load.loader import load, with_head
 from engine.rank.load.slices import allocate, pieces
-from engine.rank.load.tensor_files import INDEX, checked
+from engine.rank.load.tensor_files import checked
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.models.gemma4_weights import TENSORS
 from engine.rank.parallel import Parallel, Single
+from tests.support.engine.checkpoints import Tensors, rewrite
 from tests.support.engine.paged import caches, run_steps, script
 from tests.support.engine.ranks import single
 from tests.support.engine.threads import ThreadParallel, run_ranks
@@ -36,22 +37,11 @@ TEXT = "model.language_model."
 HEAD = "lm_head.weight"
 
 Nano = Callable[[str], Path]
-Tensors = dict[str, Tensor]
 
 
 @pytest.fixture
 def copy(nano: Nano, tmp_path: Path) -> Path:
     return Path(shutil.copytree(nano("e2b"), tmp_path / "copy"))
-
-
-def rewrite(folder: Path, edit: Callable[[Tensors], Tensors | None]) -> None:
-    """Store what `edit` makes of all tensors as one shard, without index."""
-    tensors: Tensors = {}
-    for path in folder.glob("*.safetensors"):
-        tensors |= load_file(path)
-        path.unlink()
-    (folder / INDEX).unlink(missing_ok=True)
-    save_file(edit(tensors) or tensors, folder / "model.safetensors")
 
 
 def ids(geometry: Geometry) -> Tensor:

@@ -1,0 +1,239 @@
+"""Gemma 4's vision encoders: the towers of 26B and 31B, of E2B and E4B; and the 12B's embedder, which has no layers.
+
+    tower     h = W (2 p - 1) + X[x] + Y[y]                                     p: a patch of 16 x 16 pixels in [0, 1], at (x, y)
+              h = h + norm( attention( norm(h) ) );  h = h + norm( mlp( norm(h) ) )     both ways within a picture; no layer scalar
+              c = mean(h of 3 x 3 patches) * sqrt(hidden), perhaps standardised
+    embedder  c = LN( LN( W LN(p) + b ) + X[x] + Y[y] )                         p: 48 x 48 pixels
+    row = W_out norm(c)                                                         a soft token, which takes an embedding's place
+
+All pictures of a step are one batch without padding: their patches one after the other, those of a cell in consecutive rows, so
+that the mean is that of nine rows; attention has the rows where pictures begin. Products round as transformers' do; norms, rotary
+embedding and gate are fp32 with one cast, as in the text model. Every rank has the whole encoder.
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from engine.geometry import Geometry, Layer
+from engine.rank.load.loader import load
+from engine.rank.load.tensor_files import headers, opened
+from engine.rank.models.layers import NormWeights, Shard
+from engine.rank.models.module import Module
+from engine.rank.models.vision_weights import BOUNDS, TENSORS
+from engine.rank.parallel import Parallel
+from engine.rank.upload import uploaded
+from engine.vision_geometry import CELL, PATCH, SIDE, VisionGeometry
+from kernels.activation import geglu
+from kernels.axial_rope import axial_tables, norm_axial_rope
+from kernels.fused_allreduce_norm import Norms, fused_allreduce_norm
+from kernels.norm import rms_norm
+from kernels.qkv import inverse_frequencies
+from kernels.ragged_attention import ragged_attention
+
+
+class Encoder(Shard):
+    """One rank's encoder of pictures. Its geometry is a `VisionGeometry`."""
+
+    geometry: VisionGeometry
+
+    def __init__(self, geometry: Geometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
+        assert isinstance(geometry, VisionGeometry), geometry
+        super().__init__(geometry, parallel, dtype, device)
+        self.out = self.matrix(geometry.model, geometry.hidden)
+
+    def forward(self, pictures: Sequence[Tensor]) -> Tensor:
+        """pictures uint8 [frames, height, width, 3] on its device, sides multiples of 48 -> [cells, model], in order."""
+        cells: Tensor = self.out(rms_norm(self.cells(pictures), None, self.geometry.eps))
+        return cells
+
+    @abstractmethod
+    def cells(self, pictures: Sequence[Tensor]) -> Tensor:
+        """[cells, hidden]."""
+
+
+class Product(Module):
+    """x W^T. bounds: between which x, and then the product, is cut; None: neither is."""
+
+    def __init__(self, shard: Shard, rows: int, columns: int) -> None:
+        super().__init__()
+        self.weight = shard.matrix(rows, columns)
+        self.bounds: tuple[float, ...] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bounds is None:
+            return self.weight(x)  # type: ignore[no-any-return]
+        low, high, least, most = self.bounds
+        product: Tensor = self.weight(x.clamp(low, high))
+        return product.clamp_(least, most)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What all layers know of a batch: cos and sin fp32 [T, head_dim / 2]; starts int32 [pictures + 1], first rows and the end;
+    longest: patches of the largest picture."""
+
+    cos: Tensor
+    sin: Tensor
+    starts: Tensor
+    longest: int
+
+
+class VisionBlock(Module):
+    """A layer; as a text block it takes and yields the residual stream and its normed form."""
+
+    def __init__(self, shard: Shard, layer: Layer) -> None:
+        super().__init__()
+        hidden, self._eps, self._head_dim = shard.geometry.hidden, shard.geometry.eps, layer.head_dim
+        heads = shard.geometry.heads * layer.head_dim
+        self.q, self.k, self.v = (Product(shard, heads, hidden) for _ in range(3))
+        self.o = Product(shard, hidden, heads)
+        self.gate, self.up = (Product(shard, layer.intermediate, hidden) for _ in range(2))
+        self.down = Product(shard, hidden, layer.intermediate)
+        self.q_norm, self.k_norm = shard.parameter(layer.head_dim), shard.parameter(layer.head_dim)
+        self.norms = NormWeights(shard, ("pre_attention", "post_attention", "pre_mlp", "post_mlp"))
+
+    def forward(self, h: Tensor, x: Tensor, next_norm: Tensor | None, rows: Rows) -> tuple[Tensor, Tensor]:
+        """h [T, hidden] and its normed form x -> the same behind this layer, normed by `next_norm`."""
+        norms = self.norms
+        h, x = self._add(self._attend(x, rows), h, norms["post_attention"], norms["pre_mlp"])
+        return self._add(self.down(geglu(self.gate(x), self.up(x))), h, norms["post_mlp"], next_norm)
+
+    def _attend(self, x: Tensor, rows: Rows) -> Tensor:
+        q, k, v = (product(x).view(len(x), -1, self._head_dim) for product in (self.q, self.k, self.v))
+        q, k = (norm_axial_rope(y, w, rows.cos, rows.sin, self._eps) for y, w in ((q, self.q_norm), (k, self.k_norm)))
+        attended = ragged_attention(q, k, rms_norm(v, None, self._eps), rows.starts, rows.longest)
+        return self.o(attended.flatten(1))  # type: ignore[no-any-return]
+
+    def _add(self, part: Tensor, h: Tensor, post: Tensor, next_norm: Tensor | None) -> tuple[Tensor, Tensor]:
+        h, x = fused_allreduce_norm(part, h, Norms(post, next_norm), self._eps)
+        return h, h if x is None else x
+
+
+class Tower(Encoder):
+    """The towers."""
+
+    def __init__(self, geometry: Geometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(geometry, parallel, dtype, device)
+        geometry = self.geometry
+        self.patches = self.matrix(geometry.hidden, 3 * PATCH**2)
+        self.positions = self.parameter(2, geometry.positions, geometry.hidden)
+        self.blocks = nn.ModuleList(VisionBlock(self, layer) for layer in geometry.layers)
+        if geometry.standardize:
+            self.std_bias, self.std_scale = self.parameter(geometry.hidden), self.parameter(geometry.hidden)
+        layer = geometry.layers[0]
+        frequencies = inverse_frequencies(layer.rope.theta, layer.rope.pairs, layer.head_dim // 2)
+        self._frequencies = frequencies.to(device)
+
+    def cells(self, pictures: Sequence[Tensor]) -> Tensor:
+        sizes = [(height // PATCH, width // PATCH) for _, height, width, _ in frames_of(pictures)]
+        x, y, rows = self._rows(sizes)
+        pixels = torch.cat([_cells(picture, CELL).view(-1, 3 * PATCH**2) for picture in pictures])
+        patches = (2 * (pixels * (1 / 255) - 0.5)).to(self.dtype)
+        h = self.patches(patches) + (self.positions[0][x] + self.positions[1][y])
+        blocks = [block for block in self.blocks if isinstance(block, VisionBlock)]
+        first = [block.norms["pre_attention"] for block in blocks]
+        normed = rms_norm(h, first[0], self.geometry.eps)
+        for block, next_norm in zip(blocks, [*first[1:], None], strict=True):
+            h, normed = block(h, normed, next_norm, rows)
+        pooled = (h.float() / CELL**2).view(-1, CELL**2, h.shape[1]).sum(1).to(self.dtype).float() * self.geometry.hidden**0.5
+        if self.geometry.standardize:
+            pooled = (pooled - self.std_bias.float()) * self.std_scale.float()
+        return pooled.to(self.dtype)
+
+    def _rows(self, sizes: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor, Rows]:
+        """int64 [T] of each patch, x and y, and what layers need. sizes: rows and columns of patches of each picture."""
+        counts = [rows * columns for rows, columns in sizes]
+        host = np.concatenate([places(rows // CELL, columns // CELL, CELL) for rows, columns in sizes], axis=1)
+        starts = np.cumsum([0, *counts])
+        packed = uploaded(torch.from_numpy(np.concatenate([host.ravel(), starts])), self.device)
+        x, y = packed[: host.size].view(2, -1)
+        return x, y, Rows(*axial_tables(x, y, self._frequencies), packed[host.size :].int(), max(counts))
+
+
+class Affine(Module):
+    """Weight and bias."""
+
+    def __init__(self, shard: Shard, *shape: int) -> None:
+        super().__init__()
+        self.weight, self.bias = shard.parameter(*shape), shard.parameter(shape[0])
+
+    def norm(self, x: Tensor) -> Tensor:
+        """LayerNorm."""
+        return functional.layer_norm(x, self.weight.shape, self.weight, self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The product."""
+        return functional.linear(x, self.weight, self.bias)
+
+
+class VisionEmbedder(Encoder):
+    """The 12B's."""
+
+    def __init__(self, geometry: Geometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(geometry, parallel, dtype, device)
+        hidden, cell = geometry.hidden, 3 * SIDE**2
+        self.patch_norm, self.dense, self.dense_norm = Affine(self, cell), Affine(self, hidden, cell), Affine(self, hidden)
+        self.positions, self.position_norm = self.parameter(self.geometry.positions, 2, hidden), Affine(self, hidden)
+
+    def cells(self, pictures: Sequence[Tensor]) -> Tensor:
+        sizes = [(height // SIDE, width // SIDE) for _, height, width, _ in frames_of(pictures)]
+        host = np.concatenate([places(rows, columns, 1) for rows, columns in sizes], axis=1)
+        x, y = uploaded(torch.from_numpy(host), self.device)
+        pixels = torch.cat([_cells(picture, 1).view(-1, 3 * SIDE**2) for picture in pictures])
+        h = self.dense_norm.norm(self.dense(self.patch_norm.norm((pixels * (1 / 255)).to(self.dtype))))
+        return self.position_norm.norm(h + (self.positions[x, 0] + self.positions[y, 1]))
+
+
+def frames_of(pictures: Sequence[Tensor]) -> list[torch.Size]:
+    """The shape of each frame's video, once a frame."""
+    return [picture.shape for picture in pictures for _ in range(picture.shape[0])]
+
+
+def _cells(picture: Tensor, cell: int) -> Tensor:
+    """uint8 [frames, height, width, 3] -> [cells, cell * cell, pixels] of patches of 48 / cell pixels a side; those of a cell lie
+    together, rows of patches and of pixels in raster order."""
+    frames, height, width, channels = picture.shape
+    side = SIDE // cell
+    cut = picture.view(frames, height // SIDE, cell, side, width // SIDE, cell, side, channels)
+    return cut.permute(0, 1, 4, 2, 5, 3, 6, 7).reshape(-1, cell * cell, side * side * channels)
+
+
+@lru_cache(maxsize=1024)
+def places(rows: int, columns: int, cell: int) -> np.ndarray:
+    """int64 [2, patches]: x and y of each patch of rows x columns cells of cell x cell patches, in the order of `_cells`."""
+    cell_y, cell_x, y, x = np.indices((rows, columns, cell, cell)).reshape(4, -1)
+    return np.stack([cell * cell_x + x, cell * cell_y + y])
+
+
+def encoder_of(geometry: VisionGeometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> Encoder:
+    """The empty encoder of a geometry."""
+    return (VisionEmbedder if geometry.unified else Tower)(geometry, parallel, dtype, device)
+
+
+def load_encoder(model: Encoder, folder: Path, progress: bool = False) -> None:
+    """Fill an encoder from the checkpoint in `folder`; CheckpointError as `load`. A bound that is not there bounds nothing."""
+    load(model, TENSORS, folder, progress)
+    if not model.geometry.clipped:
+        return
+    found, _ = headers(folder, TENSORS, model.geometry)
+    scalars: dict[str, float] = {}
+    for path in {header.path for name, header in found.items() if name.endswith(BOUNDS)}:
+        with opened(path) as file:
+            for name, header in found.items():
+                if header.path == path and name.endswith(BOUNDS):
+                    scalars[name] = file.get_tensor(header.name).to(model.dtype).item()
+    for rule in TENSORS.rules:
+        for index in range(len(model.geometry.layers)) if rule.name.endswith(".linear.weight") else ():
+            name = "model." + rule.name.format(i=index).removesuffix("linear.weight")
+            product = model.get_submodule(rule.parameter.format(i=index).rpartition(".")[0])
+            assert isinstance(product, Product)
+            defaults = zip(BOUNDS, (-torch.inf, torch.inf) * 2, strict=True)
+            product.bounds = tuple(scalars.get(name + bound, unbounded) for bound, unbounded in defaults)

@@ -1,0 +1,76 @@
+"""The shape of a vision tower, or of the 12B's embedder, which has no layers: read from a checkpoint's `vision_config`.
+
+A picture is cut into patches of PATCH x PATCH pixels; CELL x CELL of them, a cell, give one soft token. No torch here: the core
+holds pictures to it, and `quartet plan` counts it.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from engine.checkpoint import read_json
+from engine.errors import CheckpointError
+from engine.geometry import Geometry, Layer, Rope, read_geometry
+
+PATCH: Final = 16
+CELL: Final = 3
+SIDE: Final = PATCH * CELL  # pixels of a cell's side
+_IMPLEMENTED: Final[dict[str, tuple[Any, ...]]] = {
+    "patch_size": (PATCH,),
+    "pooling_kernel_size": (CELL,),
+    "attention_bias": (False, None),
+    "hidden_activation": ("gelu_pytorch_tanh",),
+}
+
+
+@dataclass(frozen=True)
+class VisionGeometry(Geometry):
+    """A tower's; what it has no use for is its model's.
+
+    model     hidden size of the model that reads its rows
+    positions entries of its table, for each axis
+    unified   it is the 12B's embedder
+    clipped   its products may have bounds;   standardize  its rows are shifted and scaled
+    """
+
+    model: int = 0
+    positions: int = 0
+    unified: bool = False
+    clipped: bool = False
+    standardize: bool = False
+
+
+def read_vision(folder: Path) -> VisionGeometry | None:
+    """The vision tower of the checkpoint in `folder`; None: it has none. CheckpointError names the key that is wrong."""
+    path = folder / "config.json"
+    vision = read_json(path).get("vision_config")
+    if not vision:
+        return None
+    wrong = [f"{key} {vision[key]!r}" for key, values in _IMPLEMENTED.items() if key in vision and vision[key] not in values]
+    if wrong:
+        raise CheckpointError(f"{path}: vision_config: {'; '.join(wrong)} is not implemented")
+    try:
+        return _geometry(vision, read_geometry(folder))
+    except KeyError as error:
+        raise CheckpointError(f"{path}: vision_config: the key {error.args[0]!r} is missing") from error
+
+
+def _geometry(vision: dict[str, Any], text: Geometry) -> VisionGeometry:
+    common = {**vars(text), "model": text.hidden, "eps": vision["rms_norm_eps"], "ple": 0, "moe": None}
+    if unified := "mm_embed_dim" in vision:
+        common |= {"hidden": vision["mm_embed_dim"], "positions": vision["mm_posemb_size"], "heads": 1}
+        count = head_dim = width = 0
+    else:
+        common |= {"hidden": vision["hidden_size"], "positions": vision["position_embedding_size"]}
+        common |= {"heads": vision["num_attention_heads"]}
+        count, head_dim, width = vision["num_hidden_layers"], vision["head_dim"], vision["intermediate_size"]
+        if head_dim % 4 or vision["num_key_value_heads"] != vision["num_attention_heads"]:
+            raise CheckpointError(f"vision_config: head_dim {head_dim}, or fewer KV heads than query heads, is not implemented")
+    theta = (vision.get("rope_parameters") or {}).get("rope_theta", 100.0)
+    rope = Rope(float(theta), head_dim // 4)
+    layers = tuple(
+        Layer(index, "full", head_dim, common["heads"], rope, width, k_eq_v=False, kv_source=index)
+        for index in range(max(1, count))  # an embedder has one of width 0, whose tensors no rule names
+    )
+    flags = {"clipped": vision.get("use_clipped_linears", False), "standardize": vision.get("standardize", False)}
+    return VisionGeometry(**{**common, "layers": layers, "unified": unified, **flags})

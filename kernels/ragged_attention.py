@@ -1,0 +1,104 @@
+"""Attention both ways within pictures of any sizes, without padding: one launch whatever their sizes.
+
+    out_i = sum_j softmax_j( q_i . k_j ) v_j        over the rows j of the picture of row i; scores are not scaled
+
+Rows of all pictures lie one after the other; `starts` has where each begins. Scores, softmax and sums are fp32; weights are rounded
+to v's dtype before their product. A head size that is no power of two is cut into one and a rest: 72 is 64 and 8.
+"""
+
+from functools import cache
+from itertools import pairwise
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+
+from kernels.grid import cdiv
+from kernels.launch import Configured, configured, enabled, launch, trigger, wait
+from kernels.numerics import LOG2E, cast, dot
+
+
+def ragged_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> Tensor:
+    """q, k and v [T, heads, d], contiguous, starts int32 [pictures + 1], rows of the longest one -> [T, heads, d]."""
+    assert q.shape == k.shape == v.shape, (q.shape, k.shape, v.shape)
+    if not len(q) or not enabled(q, __name__):
+        return _reference(q, k, v, starts)
+    for x in (q, k, v, starts):
+        assert x.is_contiguous(), (x.shape, x.stride())
+    out = torch.empty_like(q)
+    kernel, rows = _configured(q.shape[1], q.shape[2], q.element_size())
+    launch(kernel, (cdiv(longest, rows), q.shape[1], len(starts) - 1), q, k, v, starts, out)
+    return out
+
+
+def _reference(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
+    out = torch.empty_like(q)
+    for first, last in pairwise(starts.tolist()):
+        heads = (x[first:last].transpose(0, 1)[None] for x in (q, k, v))
+        out[first:last] = functional.scaled_dot_product_attention(*heads, scale=1.0)[0].transpose(0, 1)
+    return out
+
+
+@cache
+def _configured(heads: int, d: int, itemsize: int) -> tuple[Configured, int]:
+    """The kernel, and rows of a program."""
+    whole = 1 << d.bit_length() - 1
+    rest = max(16, d - whole) if d > whole else 0
+    assert whole >= 16, d
+    assert rest & (rest - 1) == 0, f"head dim {d} is no power of two and a power of two"
+    rows, keys = (128, 64) if itemsize == 2 else (16, 16)
+    kernel = configured(
+        _attend, HEADS=heads, D=d, WHOLE=whole, REST=rest, ROWS=rows, KEYS=keys, warps=8 if rows > 16 else 4, stages=3
+    )
+    return kernel, rows
+
+
+@triton.jit
+def _attend(
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, starts: tl.tensor, out: tl.tensor,
+    HEADS: tl.constexpr, D: tl.constexpr, WHOLE: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """A program: ROWS queries of a picture, one head."""
+    trigger(PDL)
+    picture, head = tl.program_id(2), tl.program_id(1)
+    wait(PDL)
+    begin, end = tl.load(starts + picture), tl.load(starts + picture + 1)
+    row = begin + tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    if begin + tl.program_id(0) * ROWS >= end:
+        return
+    dims, rest = tl.arange(0, WHOLE), WHOLE + tl.arange(0, REST or 16)
+    at = (row.to(tl.int64) * HEADS + head)[:, None] * D
+    live = (row < end)[:, None]
+    queries = tl.load(q + at + dims[None, :], live, 0.0)
+    if REST:
+        rest_queries = tl.load(q + at + rest[None, :], live & (rest < D)[None, :], 0.0)
+    top = tl.full([ROWS], -1e30, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, WHOLE], tl.float32)
+    rest_sums = tl.zeros([ROWS, REST or 16], tl.float32)
+    for first in tl.range(begin, end, KEYS):
+        key = first + tl.arange(0, KEYS)
+        seen = key < end
+        key_at = (key.to(tl.int64) * HEADS + head)[:, None] * D
+        scores = dot(queries, tl.trans(tl.load(k + key_at + dims[None, :], seen[:, None], 0.0)))
+        if REST:
+            rest_keys = tl.load(k + key_at + rest[None, :], seen[:, None] & (rest < D)[None, :], 0.0)
+            scores += dot(rest_queries, tl.trans(rest_keys))
+        scores = tl.where(seen[None, :], scores * LOG2E, -float("inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - higher[:, None])
+        keep = tl.exp2(top - higher)
+        total = total * keep + tl.sum(weights, 1)
+        values = tl.load(v + key_at + dims[None, :], seen[:, None], 0.0)
+        weights = cast(weights, values.dtype)
+        sums = sums * keep[:, None] + dot(weights, values)
+        if REST:
+            rest_values = tl.load(v + key_at + rest[None, :], seen[:, None] & (rest < D)[None, :], 0.0)
+            rest_sums = rest_sums * keep[:, None] + dot(weights, rest_values)
+        top = higher
+    tl.store(out + at + dims[None, :], cast(sums / total[:, None], out.dtype.element_ty), live)
+    if REST:
+        tl.store(out + at + rest[None, :], cast(rest_sums / total[:, None], out.dtype.element_ty), live & (rest < D)[None, :])

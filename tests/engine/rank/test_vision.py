@@ -1,0 +1,133 @@
+"""Vision towers and the 12B's embedder against transformers', picture by picture and all at once."""
+
+import re
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine.errors import CheckpointError
+from engine.rank.models import vision
+from engine.rank.models.vision import Encoder, Product, Tower, VisionBlock, encoder_of, load_encoder
+from engine.rank.parallel import Single
+from engine.vision_geometry import CELL, PATCH, read_vision
+from kernels.ragged_attention import ragged_attention
+from tests.conftest import Nano
+from tests.support.engine.checkpoints import rewrite
+from tests.support.judge.oracle import load_oracle
+
+pytestmark = pytest.mark.cpu
+
+MEMBERS = ("e2b", "26b-a4b", "12b")  # of each kind one: heads of 64 and bounds; of 72, standardised; no layers
+TOLERANCE = 1e-5  # fp32, relative to the largest value
+FAULT = 100 * TOLERANCE
+SIZES = ((1, 1), (2, 5), (5, 2), (4, 4), (2, 5))  # cells, rows and columns
+
+
+def pictures(*sizes: tuple[int, int], seed: int = 0) -> list[Tensor]:
+    """uint8 [1, height, width, 3] of so many cells."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 256, (1, 48 * rows, 48 * columns, 3), generator=generator).byte() for rows, columns in sizes]
+
+
+def encoder(folder: Path) -> Encoder:
+    geometry = read_vision(folder)
+    assert geometry is not None
+    model = encoder_of(geometry, Single(), torch.float32, torch.device("cpu"))
+    load_encoder(model, folder)
+    return model
+
+
+def theirs(oracle: Any, picture: Tensor, budget: int) -> Tensor:
+    """transformers' rows of one picture [height, width, 3], padded as its processor pads it."""
+    height, width, _ = picture.shape
+    side, per_cell = (PATCH * CELL, 1) if oracle.config.model_type == "gemma4_unified" else (PATCH, CELL**2)
+    rows, columns = height // side, width // side
+    patches = picture.view(rows, side, columns, side, 3).transpose(1, 2).reshape(rows * columns, -1).float() * (1 / 255)
+    places = np.stack(np.meshgrid(np.arange(columns), np.arange(rows)), -1).reshape(-1, 2)
+    padded = torch.zeros(budget * per_cell, patches.shape[1])
+    positions = torch.full((budget * per_cell, 2), -1)
+    padded[: len(patches)], positions[: len(patches)] = patches, torch.from_numpy(places)
+    with torch.no_grad():
+        (found,) = oracle.model.get_image_features(padded[None], positions[None]).pooler_output
+    return found  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def both(nano: Nano) -> Callable[[str], tuple[Encoder, Any]]:
+    @cache
+    def make(member: str) -> tuple[Encoder, Any]:
+        return encoder(nano(member)), load_oracle(nano(member))
+
+    return make
+
+
+def error(found: Tensor, right: Tensor) -> float:
+    return ((found - right).abs().max() / right.abs().max()).item()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("member", MEMBERS)
+def test_rows_are_transformers(both: Callable[[str], tuple[Encoder, Any]], member: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of pictures of many sizes has the rows that transformers gives each of them, padded; with x and y swapped it has not,
+    nor without the bounds of products, nor where pictures see each other."""
+    model, oracle = both(member)
+    batch = pictures(*SIZES)
+    right = torch.cat([theirs(oracle, picture[0], 20) for picture in batch])
+    print(f"{member}: {error(model(batch), right):.1e}")
+    assert error(model(batch), right) < TOLERANCE
+    swapped = {args: vision.places(*args)[::-1].copy() for args in ((*size, cell) for size in SIZES for cell in (1, CELL))}
+    with monkeypatch.context() as patch:
+        patch.setattr(vision, "places", lambda *args: swapped[args])
+        assert error(model(batch), right) > FAULT
+    if isinstance(model, Tower):
+        with monkeypatch.context() as patch:
+            one = lambda q, k, v, starts, longest: ragged_attention(q, k, v, starts[[0, -1]], len(q))  # noqa: E731 (of one line)
+            patch.setattr(vision, "ragged_attention", one)
+            assert error(model(batch), right) > FAULT
+    if model.geometry.clipped:
+        with monkeypatch.context() as patch:
+            for product in (module for module in model.modules() if isinstance(module, Product)):
+                patch.setattr(product, "bounds", None)
+            assert error(model(batch), right) > FAULT
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("member", MEMBERS)
+def test_a_batch_is_its_pictures(both: Callable[[str], tuple[Encoder, Any]], member: str) -> None:
+    """A picture has the same rows alone, in a batch in any order, and as a frame of a video."""
+    model, _ = both(member)
+    batch = pictures(*SIZES)
+    single = [model([picture]) for picture in batch]
+    assert error(model(batch), torch.cat(single)) < TOLERANCE
+    assert error(model(batch[::-1]), torch.cat(single[::-1])) < TOLERANCE
+    video = torch.cat([batch[1], batch[4]])
+    assert error(model([video]), torch.cat([single[1], single[4]])) < TOLERANCE
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("member", MEMBERS)
+def test_the_largest_picture_has_its_places(both: Callable[[str], tuple[Encoder, Any]], member: str) -> None:
+    """The longest picture of the budget 1120, a row of 1120 cells, is within the table of places."""
+    model, oracle = both(member)
+    (picture,) = pictures((1, 1120))
+    assert error(model([picture]), theirs(oracle, picture[0], 1120)) < TOLERANCE
+
+
+def test_a_bound_that_is_not_saved_bounds_nothing(nano: Nano, tmp_path: Path) -> None:
+    """Without one product's tensors of bounds it is free, and the others keep theirs; a missing matrix is named."""
+    shutil.copytree(nano("e2b"), tmp_path, dirs_exist_ok=True)
+    first = "model.vision_tower.encoder.layers.0."
+    rewrite(tmp_path, lambda tensors: {name: x for name, x in tensors.items() if "layers.0.mlp.up_proj.input_" not in name})
+    bounds = [block.up.bounds for block in encoder(tmp_path).blocks if isinstance(block, VisionBlock)]
+    assert [bound[:2] == (-torch.inf, torch.inf) for bound in bounds] == [True, False]
+    assert all(1.5 <= abs(value) <= 2.5 for bound in bounds for value in bound[2:])
+    rewrite(tmp_path, lambda tensors: {name: x for name, x in tensors.items() if not name.endswith("0.mlp.up_proj.linear.weight")})
+    with pytest.raises(CheckpointError, match=re.escape(f"{first}mlp.up_proj.linear.weight is missing")):
+        encoder(tmp_path)
