@@ -32,8 +32,8 @@ def decode(layer: Layer, rows: int, target: tuple[int, int]) -> Node:
 
 
 def chunk_nodes(layer: Layer, target: tuple[int, int]) -> list[Node]:
-    """What comes before attention, and attention, for prefill chunks, for rows that verify drafts and, of sliding layers, for chunks
-    with images."""
+    """What comes before attention, and attention, for prefill chunks, for rows that verify drafts and, in sliding layers, for
+    chunks with images."""
     pool, table, tokens = meta(9, 2, layer.kv_heads, PAGE, layer.d), ints(3, WIDTH), 100
     q = meta(tokens, layer.heads, layer.d)
     with record(target) as nodes:
